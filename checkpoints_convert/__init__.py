@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: tables of names, reading, and a streaming converter."""

@@ -1,0 +1,150 @@
+"""Opens a checkpoint folder and checks it whole, before a single weight is read.
+
+Every way in which a folder can be wrong ends in one InputError that names the file or the key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from checkpoints_convert import tables
+from vlkv.config import ModelConfig
+from vlkv.errors import InputError
+
+INDEX = "model.safetensors.index.json"
+_PICKLE = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """Where one tensor lies."""
+
+    file: Path
+    key: str  # as written in the file
+    shape: tuple[int, ...]
+    dtype: str  # safetensors' name, such as BF16
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A folder that has passed all checks: a config, and the tensor of every entry of its table."""
+
+    folder: Path
+    config: ModelConfig
+    entries: tuple[tables.Entry, ...]
+    tensors: dict[str, Tensor]  # by new-style key
+
+    def read(self, entry: tables.Entry) -> np.ndarray:
+        """One tensor, copied out of its file."""
+        tensor = self.tensors[entry.key]
+        try:
+            with safe_open(tensor.file, framework="np") as file:
+                return file.get_tensor(tensor.key)
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{tensor.file}: cannot read {tensor.key}: {error}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; InputError if it is missing, not JSON, or not an object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"{path}: not readable as JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: expected a JSON object")
+    return value
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The model's config from `config.json` and, for the stop ids, `generation_config.json`."""
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder")
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder}: no config.json, so this is not a (complete) checkpoint folder")
+    generation = folder / "generation_config.json"
+    raw = read_json(folder / "config.json")
+    try:
+        return ModelConfig.from_hf(raw, read_json(generation) if generation.is_file() else None)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{folder / 'config.json'}: malformed ({type(error).__name__}: {error})") from None
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Reads config and headers, and matches every tensor against the family's table.
+
+    Raises:
+        InputError: no folder, no weights, pickle weights, a broken or truncated file, an index that points outside
+            the folder, or keys that are unknown, missing, doubled or misshapen.
+    """
+    config = read_config(folder)
+    found: dict[str, Tensor] = {}
+    for file in _files(folder):
+        for tensor in _headers(file):
+            key = tables.canonical(tensor.key, config.family)
+            if key in found:
+                raise InputError(f"{tensor.file}: {tensor.key} is there twice (also in {found[key].file.name})")
+            found[key] = tensor
+    if "lm_head.weight" in found:  # what the file holds decides, not the config
+        config = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, tied=False))
+    elif not config.decoder.tied:
+        config = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, tied=True))
+    entries = tuple(tables.table(config))
+    _match(found, entries, config, folder)
+    return Checkpoint(folder, config, entries, found)
+
+
+def _match(found: dict[str, Tensor], entries: tuple[tables.Entry, ...], config: ModelConfig, folder: Path) -> None:
+    wanted = {entry.key: entry for entry in entries}
+    for key, tensor in found.items():
+        if key not in wanted:
+            if not tables.ignored(key, config):
+                raise InputError(f"{tensor.file}: unknown key {tensor.key} for model_type {config.family}")
+        elif tensor.shape != wanted[key].shape:
+            raise InputError(f"{tensor.file}: {tensor.key} has shape {list(tensor.shape)}, "
+                             f"config.json says {list(wanted[key].shape)}")  # fmt: skip
+        elif tensor.dtype not in ("F32", "F16", "BF16", "F64"):
+            raise InputError(f"{tensor.file}: {tensor.key} has dtype {tensor.dtype}: quantised weights are not supported")
+    missing = [key for key in wanted if key not in found]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InputError(f"{folder}: missing key {missing[0]}{more}")
+
+
+def _files(folder: Path) -> list[Path]:
+    index, single = folder / INDEX, folder / "model.safetensors"
+    if index.is_file():
+        names = read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise InputError(f"{index}: no weight_map from keys to file names")
+        files = []
+        for name in sorted(set(names.values())):
+            # Only plain names: an index from elsewhere must not make us read outside its folder.
+            if name != Path(name).name or name in ("", ".", ".."):
+                raise InputError(f"{index}: points outside the folder: {name!r}")
+            if not (folder / name).is_file():
+                raise InputError(f"{index}: names {name}, which is not in the folder")
+            files.append(folder / name)
+        return files
+    if single.is_file():
+        return [single]
+    if any(next(folder.glob(pattern), None) for pattern in _PICKLE):
+        raise InputError(f"{folder}: only pickle weights (.bin, .pt): they can run code when opened; "
+                         "save the model with safetensors first")  # fmt: skip
+    raise InputError(f"{folder}: no model.safetensors and no {INDEX}")
+
+
+def _headers(file: Path) -> list[Tensor]:
+    try:
+        with safe_open(file, framework="np") as opened:
+            slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
+            return [Tensor(file, key, tuple(s.get_shape()), s.get_dtype()) for key, s in slices.items()]
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{file}: truncated or corrupt safetensors ({error})") from None

@@ -1,0 +1,74 @@
+"""One decoder for every family of the Llama shape.
+
+Axes: B batch · T tokens · N query heads · K key heads · H head dim · D width · A position axes.
+The layers are a tuple that a Python loop walks (docs/architecture.md, decision 1). A layer is cut in two, `project`
+before attention and `finish` after it, so that prefill, decode and the parity forward share every weight's use.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from vlkv.attention import attention
+from vlkv.config import DecoderConfig
+from vlkv.layers import Embedding, Initializer, JoinHeads, Linear, RMSNorm, SplitHeads
+from vlkv.rope import rotate
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and gated MLP, each behind an RMSNorm and a residual."""
+
+    def __init__(self, c: DecoderConfig, *, init: Initializer) -> None:
+        self.attention_norm = RMSNorm(c.width, c.norm_eps, init=init)
+        self.query = SplitHeads(c.width, c.heads, c.head_dim, bias=c.qkv_bias, init=init)
+        self.key = SplitHeads(c.width, c.kv_heads, c.head_dim, bias=c.qkv_bias, init=init)
+        self.value = SplitHeads(c.width, c.kv_heads, c.head_dim, bias=c.qkv_bias, init=init)
+        self.out = JoinHeads(c.width, c.heads, c.head_dim, bias=c.out_bias, init=init)
+        self.mlp_norm = RMSNorm(c.width, c.norm_eps, init=init)
+        self.gate = Linear(c.width, c.mlp_width, bias=False, init=init)
+        self.up = Linear(c.width, c.mlp_width, bias=False, init=init)
+        self.down = Linear(c.mlp_width, c.width, bias=False, init=init)
+        self.rope_theta = c.rope_theta
+
+    def project(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T A"]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        """Queries and keys, rotated, and values."""
+        h = self.attention_norm(x)
+        q = rotate(self.query(h), positions, self.rope_theta)
+        k = rotate(self.key(h), positions, self.rope_theta)
+        return q, k, self.value(h)
+
+    def finish(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        """The rest of the layer, from what attention returned."""
+        x = x + self.out(attended)
+        h = self.mlp_norm(x)
+        return x + self.down(jax.nn.silu(self.gate(h)) * self.up(h))
+
+
+class Decoder(nnx.Module):
+    """Embedding, layers, final norm and output head (None: tied to the embedding)."""
+
+    def __init__(self, c: DecoderConfig, *, init: Initializer) -> None:
+        self.embedding = Embedding(c.vocab_size, c.width, init=init)
+        self.layers = nnx.data(tuple(DecoderLayer(c, init=init) for _ in range(c.layers)))
+        self.norm = RMSNorm(c.width, c.norm_eps, init=init)
+        self.head = None if c.tied else Linear(c.width, c.vocab_size, bias=False, init=init)
+
+    def logits(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch vocab"]:
+        """Float32 logits from the last layer's hidden states."""
+        h = self.norm(x)
+        table = self.embedding.weight[...] if self.head is None else self.head.weight[...]
+        return jnp.einsum("...d,vd->...v", h, table, preferred_element_type=jnp.float32)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T A"], valid: Bool[Array, "B T"]
+    ) -> Float[Array, "B T D"]:
+        """All layers over whole prompts, without a cache."""
+        for layer in self.layers:
+            q, k, v = layer.project(x, positions)
+            x = layer.finish(x, attention(q, k, v, valid=valid))
+        return x

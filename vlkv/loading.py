@@ -1,0 +1,96 @@
+"""`load`: a folder (Hugging Face's or one written by `vlkv convert`) or a hub id -> parameters and processor."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from checkpoints_convert.reading import Checkpoint, open_checkpoint, read_config
+from vlkv import models, sharding
+from vlkv.errors import InputError
+from vlkv.inputs import Buckets
+
+if TYPE_CHECKING:
+    from vlkv.processing import Processor
+
+_WANTED = ["*.json", "*.jinja", "*.safetensors"]
+
+
+def load(
+    source: str | os.PathLike[str],
+    *,
+    dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    buckets: Buckets | None = None,
+) -> tuple[models.Model, Processor]:
+    """`(load_params(...), load_processor(...))` of one folder or hub id.
+
+    Args:
+        source: a folder, or a hub id such as `llava-hf/llava-1.5-7b-hf` (downloaded once, safetensors only).
+        dtype: of the parameters; None keeps the checkpoint's own.
+        mesh: places every weight shard by shard on this mesh (axes `data`, `model`); None: the default device.
+        buckets: bounds for lengths and counts, see `vlkv.Buckets`.
+
+    Raises:
+        InputError: anything that is wrong with the folder, before a weight is read.
+    """
+    folder = resolve(source)
+    return load_params(folder, dtype=dtype, mesh=mesh), load_processor(folder, buckets=buckets)
+
+
+def load_params(
+    source: str | os.PathLike[str], *, dtype: DTypeLike | None = None, mesh: Mesh | None = None
+) -> models.Model:
+    """The parameters alone: a pytree that knows its `config`. Needs no tokenizer in the folder."""
+    checkpoint = open_checkpoint(resolve(source))
+    return read_params(checkpoint, dtype=dtype, mesh=mesh)
+
+
+def load_processor(source: str | os.PathLike[str], *, buckets: Buckets | None = None) -> Processor:
+    """The processor alone: tokenizer, chat template and image settings of the folder."""
+    from vlkv.processing import Processor  # noqa: PLC0415 (tokenizers and PIL only where they are needed)
+
+    folder = resolve(source)
+    return Processor.from_folder(folder, read_config(folder), buckets=buckets)
+
+
+def read_params(checkpoint: Checkpoint, *, dtype: DTypeLike | None, mesh: Mesh | None) -> models.Model:
+    """Tensor by tensor: at any time the host holds one."""
+    own = checkpoint.read(checkpoint.entries[0]).dtype if dtype is None else dtype
+    shapes = models.abstract(checkpoint.config, jnp.dtype(own))
+    leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
+    entries = {entry.path: entry for entry in checkpoint.entries}
+    arrays = []
+    for keypath, leaf in leaves:
+        path = sharding.path_name(keypath)
+        array = np.asarray(checkpoint.read(entries[path])).reshape(leaf.shape).astype(leaf.dtype, copy=False)
+        arrays.append(sharding.place(path, array, mesh))
+    return jax.tree_util.tree_unflatten(structure, arrays)
+
+
+def resolve(source: str | os.PathLike[str]) -> Path:
+    """A local folder for `source`, downloading a hub id if need be."""
+    name = os.fspath(source)
+    if not name:
+        raise InputError("no model given: a checkpoint folder or a hub id")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise InputError(f"{path}: not a folder; give the folder that holds config.json")
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise InputError(f"{path}: no such folder")
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 (slow to import)
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_WANTED))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise InputError(f"{name}: no such folder, and not to be had from the hub ({type(error).__name__})") from None

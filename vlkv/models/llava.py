@@ -1,0 +1,47 @@
+"""LLaVA-1.5: CLIP tower, a two-layer projector, one decoder (Liu et al. 2023). Wiring only."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from vlkv.config import ModelConfig
+from vlkv.decoder import Decoder
+from vlkv.inputs import Inputs
+from vlkv.layers import Initializer, Linear
+from vlkv.models.splice import splice
+from vlkv.vision.clip import ClipTower
+
+
+class LlavaProjector(nnx.Module):
+    """Linear, exact (erf) GELU, linear."""
+
+    def __init__(self, width_in: int, width_out: int, *, bias: bool, init: Initializer) -> None:
+        self.first = Linear(width_in, width_out, bias=bias, init=init)
+        self.second = Linear(width_out, width_out, bias=bias, init=init)
+
+    def __call__(self, x: Float[Array, "*batch i"]) -> Float[Array, "*batch D"]:
+        """Vision features to the decoder's width."""
+        return self.second(jax.nn.gelu(self.first(x), approximate=False))
+
+
+class Llava(nnx.Module):
+    """The whole model; `embed` is all that differs from a text model."""
+
+    def __init__(self, config: ModelConfig, *, init: Initializer) -> None:
+        assert config.vision is not None
+        self.config = config
+        self.vision = ClipTower(config.vision, init=init)
+        self.projector = LlavaProjector(
+            config.vision.width, config.decoder.width, bias=config.projector_bias, init=init
+        )
+        self.decoder = Decoder(config.decoder, init=init)
+
+    def embed(self, inputs: Inputs) -> Float[Array, "B T D"]:
+        """Token embeddings with the images' embeddings in their places."""
+        x = self.decoder.embedding(inputs.tokens)
+        if inputs.pixels is None:
+            return x
+        features = self.projector(self.vision(inputs.pixels.astype(x.dtype)))
+        return splice(x, features.reshape(-1, features.shape[-1]), inputs.vision_index)

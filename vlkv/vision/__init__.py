@@ -1,0 +1,1 @@
+"""Vision towers: pixels to features. They never import one another."""

@@ -1,0 +1,59 @@
+"""The CLIP vision tower (Radford et al. 2021), as LLaVA-1.5 uses it.
+
+Axes: I images · V patches (and the class token) · D width. Quirks kept: the patch convolution has no bias, a LayerNorm
+stands before the first block, quick GELU, and the features are taken before the tower's own final norm.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from vlkv.attention import attention
+from vlkv.config import ClipConfig
+from vlkv.layers import Embedding, Initializer, JoinHeads, LayerNorm, Linear, SplitHeads, quick_gelu
+
+
+class ClipBlock(nnx.Module):
+    """Pre-norm attention over all patches, then an MLP."""
+
+    def __init__(self, c: ClipConfig, *, init: Initializer) -> None:
+        head_dim = c.width // c.heads
+        self.attention_norm = LayerNorm(c.width, c.norm_eps, init=init)
+        self.query = SplitHeads(c.width, c.heads, head_dim, bias=True, init=init)
+        self.key = SplitHeads(c.width, c.heads, head_dim, bias=True, init=init)
+        self.value = SplitHeads(c.width, c.heads, head_dim, bias=True, init=init)
+        self.out = JoinHeads(c.width, c.heads, head_dim, bias=True, init=init)
+        self.mlp_norm = LayerNorm(c.width, c.norm_eps, init=init)
+        self.up = Linear(c.width, c.mlp_width, bias=True, init=init)
+        self.down = Linear(c.mlp_width, c.width, bias=True, init=init)
+
+    def __call__(self, x: Float[Array, "I V D"]) -> Float[Array, "I V D"]:
+        """One block."""
+        h = self.attention_norm(x)
+        x = x + self.out(attention(self.query(h), self.key(h), self.value(h), causal=False))
+        return x + self.down(quick_gelu(self.up(self.mlp_norm(x))))
+
+
+class ClipTower(nnx.Module):
+    """Patches, blocks up to the feature layer, class token dropped unless the config keeps it."""
+
+    def __init__(self, c: ClipConfig, *, init: Initializer) -> None:
+        self.config = c
+        self.patch = init.normal(c.width, 3, c.patch_size, c.patch_size, scale=(3 * c.patch_size**2) ** -0.5)
+        self.class_token = init.normal(c.width, scale=c.width**-0.5)
+        self.position = Embedding(c.grid**2 + 1, c.width, init=init)
+        self.first_norm = LayerNorm(c.width, c.norm_eps, init=init)
+        self.blocks = nnx.data(tuple(ClipBlock(c, init=init) for _ in range(c.blocks)))
+
+    def __call__(self, pixels: Float[Array, "I 3 h w"]) -> Float[Array, "I V D"]:
+        """Features of every image, in raster order."""
+        c, images = self.config, pixels.shape[0]
+        patches = pixels.reshape(images, 3, c.grid, c.patch_size, c.grid, c.patch_size)
+        x = jnp.einsum("icyaxb,dcab->iyxd", patches, self.patch[...]).reshape(images, c.grid**2, c.width)
+        first = jnp.broadcast_to(self.class_token[...], (images, 1, c.width))
+        x = self.first_norm(jnp.concatenate([first, x], axis=1) + self.position.weight[...])
+        for block in self.blocks:
+            x = block(x)
+        return x if c.keep_class_token else x[:, 1:]
