@@ -1,13 +1,275 @@
-"""The seams: forward (more to follow)."""
+"""The seams: each public, each pure, each jittable.
+
+    forward      whole prompts, no cache                       parity and training
+    prefill      prompt -> compressed cache and first logits
+    decode_step  one token more
+    generate     both, in one jit                              the main job
+    score        log-probabilities of a given continuation     perplexity through the compressed cache
+    stream       `generate`, handing out tokens as they come
+
+Axes: B batch · T prompt · L layers · N, K heads · H head dim · S new tokens.
+"""
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from pallas_kernels import combine, decode_attention
+from vlkv.attention import attention
+from vlkv.cache import PackedCache, pack
+from vlkv.errors import InputError
 from vlkv.inputs import Inputs
 from vlkv.models import Model
+from vlkv.policies.full import Full
+from vlkv.policies.policy import Policy
+from vlkv.policies.selection import allocate_and_take, observe, require_key
+from vlkv.sampling import Greedy
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Output:
+    """An answer, and what the cache kept for it."""
+
+    tokens: Int[Array, "B S"]  # after a row's end: its stop id again
+    lengths: Int[Array, " B"]  # tokens of each row, the stop id included
+    token: Int[Array, "B P K"]  # prompt token in each pool slot, see PackedCache
+    start: Int[Array, "L B K"]
+    length: Int[Array, "L B K"]
+    cache_bytes: int = dataclasses.field(metadata={"static": True})  # keys and values as allocated, all rows
 
 
 def forward(params: Model, inputs: Inputs) -> Float[Array, "B T vocab"]:
-    """Logits of every position, without a cache: for parity checks and training."""
+    """Logits of every position, without a cache."""
     return params.decoder.logits(params.decoder(params.embed(inputs), inputs.positions, inputs.valid))
+
+
+def prefill(
+    params: Model, inputs: Inputs, policy: Policy, *, new_tokens: int, key: Key[Array, ""] | None = None
+) -> tuple[PackedCache, Float[Array, "B vocab"]]:
+    """Runs the prompt, lets the policy choose, and packs what stays.
+
+    Args:
+        params: the model.
+        inputs: from the processor.
+        policy: decides what stays.
+        new_tokens: slots of the tail, the most tokens that may follow.
+        key: for policies that draw at random.
+
+    Returns:
+        The cache, and the logits of the first new token, which nothing evicted has touched.
+
+    Raises:
+        InputError: no key where the policy needs one, before anything is traced.
+    """
+    require_key(policy, key)
+    inputs = jax.tree.map(jnp.asarray, inputs)
+    layers = params.decoder.layers
+    keys = None if key is None else jax.random.split(key, inputs.tokens.shape[0])
+    x = params.embed(inputs)
+    cached_k, cached_v, observed = [], [], []
+    for i, layer in enumerate(layers):
+        q, k, v = layer.project(x, inputs.positions)
+        x = layer.finish(x, attention(q, k, v, valid=inputs.valid))
+
+        def look(q, k, v, is_vision, valid, key, i=i):
+            q, k, v = (jnp.swapaxes(y, 0, 1) for y in (q, k, v))  # [heads, T, H]
+            return observe(
+                policy, q, k, v, is_vision, valid, key,
+                layer=i, layers=len(layers), max_instruction=inputs.max_instruction,
+            )  # fmt: skip
+
+        observed.append(jax.vmap(look)(q, k, v, inputs.is_vision, inputs.valid, keys))
+        cached_k.append(k)
+        cached_v.append(v)
+    choose = jax.vmap(lambda *args: allocate_and_take(policy, *args))
+    selection = choose(tuple(observed), inputs.is_vision, inputs.valid)
+    for i in range(len(layers)):
+        merged = jax.vmap(policy.merge)(
+            jnp.swapaxes(cached_k[i], 1, 2), jnp.swapaxes(cached_v[i], 1, 2), selection.kept[:, i], selection.scores[:, i]
+        )
+        cached_k[i], cached_v[i] = (jnp.swapaxes(y, 1, 2) for y in merged)
+    cache = pack(
+        policy, tuple(cached_k), tuple(cached_v), selection.kept,
+        is_vision=inputs.is_vision,
+        next_position=jnp.max(jnp.where(inputs.valid[..., None], inputs.positions, -1), axis=1) + 1,
+        max_vision=inputs.max_vision, max_text=inputs.max_text, new_tokens=new_tokens,
+    )  # fmt: skip
+    place = jnp.arange(inputs.valid.shape[1])
+    last = jnp.max(jnp.where(inputs.valid, place, 0), axis=1)
+    return cache, params.decoder.logits(x[jnp.arange(len(last)), last])
+
+
+def decode_step(
+    params: Model, cache: PackedCache, token: Int[Array, " B"]
+) -> tuple[PackedCache, Float[Array, "B vocab"]]:
+    """Feeds one token per row; returns the cache with it and the logits of the next. The cache may be donated.
+
+    Past the tail's capacity (`new_tokens` of `prefill`) the logits are NaN: there is no slot to write to.
+    """
+    capacity = cache.tail_k[0].shape[1]
+    x = params.decoder.embedding(token)[:, None]  # [B, 1, D]
+    positions = cache.next_position[:, None]
+    tail_k, tail_v = list(cache.tail_k), list(cache.tail_v)
+    begin = jnp.zeros_like(cache.start[0])
+    for i, layer in enumerate(params.decoder.layers):
+        q, k, v = layer.project(x, positions)
+        tail_k[i] = jax.lax.dynamic_update_slice_in_dim(tail_k[i], k, cache.used, axis=1)
+        tail_v[i] = jax.lax.dynamic_update_slice_in_dim(tail_v[i], v, cache.used, axis=1)
+        prompt = decode_attention(q[:, 0], cache.k, cache.v, cache.start[i], cache.length[i])
+        recent = decode_attention(q[:, 0], tail_k[i], tail_v[i], begin, jnp.full_like(begin, cache.used + 1))
+        attended, _ = combine(prompt, recent)
+        x = layer.finish(x, attended[:, None].astype(x.dtype))
+    logits = params.decoder.logits(x[:, 0])
+    cache = dataclasses.replace(
+        cache, tail_k=tuple(tail_k), tail_v=tuple(tail_v), used=cache.used + 1, next_position=cache.next_position + 1
+    )
+    return cache, jnp.where(cache.used > capacity, jnp.nan, logits)
+
+
+class _Decoding(NamedTuple):
+    """The state of the loop: `step` tokens of every row are written."""
+
+    step: Int[Array, ""]
+    cache: PackedCache
+    tokens: Int[Array, "B S"]
+    ended: Bool[Array, " B"]
+    lengths: Int[Array, " B"]
+
+
+def generate(
+    params: Model,
+    inputs: Inputs,
+    *,
+    policy: Policy | None = None,
+    sampling: Greedy | None = None,
+    key: Key[Array, ""] | None = None,
+) -> Output:
+    """Answers every row of a batch from a compressed cache; `jax.jit(generate)` needs no static arguments.
+
+    Args:
+        params: the model.
+        inputs: from the processor. Batches with the same shapes and bounds share one trace.
+        policy: None keeps the full cache.
+        sampling: None is `Greedy()`: the likeliest token, at most 64 of them.
+        key: for random policies and for `Sample`.
+
+    Raises:
+        InputError: a key is needed and missing, or the answer would pass the model's limit of positions.
+    """
+    policy = Full() if policy is None else policy
+    sampling = Greedy() if sampling is None else sampling
+    check_room(params, inputs, sampling.max_new_tokens)
+    stop = jnp.asarray(params.config.stop if sampling.stop is None else sampling.stop, jnp.int32)
+    policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
+    cache, logits = prefill(params, inputs, policy, new_tokens=sampling.max_new_tokens, key=policy_key)
+
+    def pick(logits: Array, step: Array | int) -> Array:
+        return sampling.choose(logits, None if sample_key is None else jax.random.fold_in(sample_key, step))
+
+    def append(state: _Decoding, token: Array) -> _Decoding:
+        filler = stop[0] if stop.size else jnp.int32(0)
+        token = jnp.where(state.ended, filler, token)
+        tokens = jax.lax.dynamic_update_slice_in_dim(state.tokens, token[:, None], state.step, axis=1)
+        ended = state.ended | jnp.isin(token, stop)
+        return _Decoding(state.step + 1, state.cache, tokens, ended, state.lengths + ~state.ended)
+
+    def unfinished(state: _Decoding) -> Array:
+        return (state.step < sampling.max_new_tokens) & ~jnp.all(state.ended)
+
+    def step(state: _Decoding) -> _Decoding:
+        previous = jax.lax.dynamic_index_in_dim(state.tokens, state.step - 1, axis=1, keepdims=False)
+        cache, logits = decode_step(params, state.cache, previous)
+        return append(state._replace(cache=cache), pick(logits, state.step))
+
+    batch = logits.shape[0]
+    fill = jnp.full((batch, sampling.max_new_tokens), stop[0] if stop.size else 0, jnp.int32)
+    state = _Decoding(jnp.int32(0), cache, fill, jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32))
+    state = jax.lax.while_loop(unfinished, step, append(state, pick(logits, 0)))
+    return Output(
+        tokens=state.tokens, lengths=state.lengths, token=cache.token, start=cache.start, length=cache.length,
+        cache_bytes=cache.bytes,
+    )  # fmt: skip
+
+
+def score(
+    params: Model,
+    inputs: Inputs,
+    targets: Int[Array | np.ndarray, "B S"],
+    policy: Policy | None = None,
+    *,
+    key: Key[Array, ""] | None = None,
+) -> Float[Array, "B S"]:
+    """Log-probability of each target token given the prompt and the targets before it, through the compressed cache.
+
+    Args:
+        params: the model.
+        inputs: the prompts.
+        targets: continuations, padded on the right with -1; padding scores 0.
+        policy: None keeps the full cache.
+        key: for policies that draw at random.
+    """
+    targets = jnp.asarray(targets)
+    new_tokens = targets.shape[1]
+    check_room(params, inputs, new_tokens)
+    cache, logits = prefill(params, inputs, Full() if policy is None else policy, new_tokens=new_tokens, key=key)
+
+    def log_probability(logits: Array, target: Array) -> Array:
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(target, 0)[:, None], axis=1)[:, 0]
+        return jnp.where(target >= 0, chosen, 0.0)
+
+    def step(cache: PackedCache, pair: tuple[Array, Array]) -> tuple[PackedCache, Array]:
+        previous, target = pair
+        cache, logits = decode_step(params, cache, jnp.maximum(previous, 0))
+        return cache, log_probability(logits, target)
+
+    _, rest = jax.lax.scan(step, cache, (targets[:, :-1].T, targets[:, 1:].T))
+    return jnp.concatenate([log_probability(logits, targets[:, 0])[:, None], rest.T], axis=1)
+
+
+_prefill = jax.jit(prefill, static_argnames="new_tokens")
+_decode_step = jax.jit(decode_step, donate_argnames="cache")
+
+
+def stream(
+    params: Model,
+    inputs: Inputs,
+    *,
+    policy: Policy | None = None,
+    sampling: Greedy | None = None,
+    key: Key[Array, ""] | None = None,
+) -> Iterator[Int[np.ndarray, " B"]]:
+    """As `generate`, but yields each step's tokens as they come; rows that have ended repeat their stop id."""
+    policy = Full() if policy is None else policy
+    sampling = Greedy() if sampling is None else sampling
+    check_room(params, inputs, sampling.max_new_tokens)
+    stop = params.config.stop if sampling.stop is None else sampling.stop
+    policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
+    cache, logits = _prefill(params, inputs, policy, new_tokens=sampling.max_new_tokens, key=policy_key)
+    ended = np.zeros(logits.shape[0], bool)
+    for i in range(sampling.max_new_tokens):
+        token = sampling.choose(logits, None if sample_key is None else jax.random.fold_in(sample_key, i))
+        shown = np.where(ended, stop[0] if stop else 0, np.asarray(token))
+        yield shown
+        ended |= np.isin(shown, stop)
+        if ended.all() or i + 1 == sampling.max_new_tokens:
+            return
+        cache, logits = _decode_step(params, cache, jnp.asarray(shown))
+
+
+def check_room(params: Model, inputs: Inputs, new_tokens: int) -> None:
+    """Raises InputError if prompt and answer together cannot fit the model's positions."""
+    limit = params.config.decoder.max_positions
+    if new_tokens >= limit:
+        raise InputError(f"max_new_tokens={new_tokens} leaves no room for a prompt: the model's limit is {limit} positions")
+    if isinstance(inputs.valid, np.ndarray):  # under trace the counts are unknown
+        longest = int(inputs.valid.sum(axis=1).max())
+        if longest + new_tokens > limit:
+            raise InputError(f"a prompt of {longest} tokens and {new_tokens} new ones pass the model's limit of {limit}")

@@ -1,0 +1,9 @@
+"""Kernels for compressed caches: each op has one meaning (`reference.py`) and one implementation per backend.
+
+Imports jax only; knows nothing of models or policies.
+"""
+
+from pallas_kernels.attention_mass import attention_mass
+from pallas_kernels.decode_attention import combine, decode_attention
+
+__all__ = ["attention_mass", "combine", "decode_attention"]

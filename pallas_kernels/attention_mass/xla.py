@@ -1,0 +1,68 @@
+"""attention_mass in plain XLA: a few query rows at a time against all the keys that they may see."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+_BLOCK_ELEMENTS = 2**22  # logits held at a time, of one row of the batch
+_GROUPS = 8  # rows in order: each group of rows sees only its own prefix of the keys
+
+
+def attention_mass_xla(
+    q: Float[Array, "N T H"],
+    k: Float[Array, "K S H"],
+    row_weight: Float[Array, "R T"],
+    key_mask: Bool[Array, " S"],
+    row_place: Int[Array, " T"],
+    *,
+    causal: bool,
+    in_order: bool,
+    softmax_n: float,
+    statistic: str,
+    threshold: float,
+) -> Float[Array, "R N S"]:
+    """As `attention_mass` says. `in_order`: row t stands at place t, so a prefix of rows needs a prefix of keys."""
+    heads, rows, head_dim = q.shape
+    keys = k.shape[1]
+    block = max(1, min(rows, 512, _BLOCK_ELEMENTS // max(heads * keys, 1)))
+    blocks = -(-rows // block)
+    per_group = -(-blocks // _GROUPS) if causal and in_order else blocks
+    pad = blocks * block - rows
+    q = jnp.pad(q, [(0, 0), (0, pad), (0, 0)]).reshape(k.shape[0], -1, blocks, block, head_dim)
+    weight = jnp.pad(row_weight.astype(jnp.float32), [(0, 0), (0, pad)]).reshape(-1, blocks, block)
+    places = jnp.pad(row_place, [(0, pad)]).reshape(blocks, block)
+
+    mass = jnp.zeros((row_weight.shape[0], k.shape[0], heads // k.shape[0], keys), jnp.float32)
+    for first in range(0, blocks, per_group):
+        last = min(first + per_group, blocks)
+        seen = min(last * block, keys) if causal and in_order else keys
+
+        def step(total, args, seen=seen):
+            q_block, w, place = args  # [K, G, block, H], [R, block], [block]
+            logits = jnp.einsum("kgth,ksh->kgts", q_block, k[:, :seen], preferred_element_type=jnp.float32)
+            logits = logits * head_dim**-0.5
+            allowed = jnp.broadcast_to(key_mask[:seen], (block, seen))
+            if causal:
+                allowed = allowed & (jnp.arange(seen) <= place[:, None])
+            p = _statistic(logits, allowed, softmax_n, statistic, threshold)
+            return total + jnp.einsum("rt,kgts->rkgs", w, p), None
+
+        part = jnp.zeros((*mass.shape[:-1], seen), jnp.float32)
+        slices = (q[:, :, first:last].transpose(2, 0, 1, 3, 4), weight[:, first:last].transpose(1, 0, 2), places[first:last])
+        part, _ = jax.lax.scan(step, part, slices)
+        mass = mass.at[..., :seen].add(part)
+    return mass.reshape(-1, heads, keys)
+
+
+def _statistic(logits, allowed, softmax_n, statistic, threshold):
+    peak = jnp.max(jnp.where(allowed, logits, -jnp.inf), axis=-1, keepdims=True)
+    # With an n in the denominator 0 takes part as one more logit, so the shift must not fall below it.
+    shift = jnp.maximum(peak, 0.0) if softmax_n else jnp.where(jnp.isfinite(peak), peak, 0.0)
+    exponent = jnp.where(allowed, jnp.exp(logits - shift), 0.0)
+    if statistic == "count":
+        return (allowed & (exponent >= threshold * jnp.max(exponent, axis=-1, keepdims=True))).astype(jnp.float32)
+    total = jnp.sum(exponent, axis=-1, keepdims=True) + (softmax_n * jnp.exp(-shift) if softmax_n else 0.0)
+    p = exponent / jnp.where(total > 0, total, 1.0)
+    return p**2 if statistic == "square" else p

@@ -1,0 +1,53 @@
+"""decode_attention: one query per row against its own contiguous segment of a packed pool.
+
+Axes: B batch · N query heads · K key heads · G = N/K · P pool slots · H head dim.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.decode_attention.reference import decode_attention_reference
+from pallas_kernels.decode_attention.xla import decode_attention_xla
+from pallas_kernels.dispatch import choose
+
+_IMPLEMENTATIONS = {"xla": decode_attention_xla, "reference": decode_attention_reference}
+
+
+def decode_attention(
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B P K H"],
+    v: Float[Array, "B P K H"],
+    start: Int[Array, "B K"],
+    length: Int[Array, "B K"],
+    *,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
+    """softmax(q k^T / sqrt(H)) v over slots start <= p < start + length, head n reading key head n // G.
+
+    Returns:
+        The attention in float32 and the log of the softmax's denominator, by which two segments can be combined.
+        An empty segment gives zeros and -inf.
+
+    Raises:
+        ValueError: shapes that do not fit, or an implementation that is not there.
+    """
+    batch, heads, head_dim = q.shape
+    if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != head_dim or heads % k.shape[2]:
+        raise ValueError(f"decode_attention: q {q.shape}, k {k.shape} and v {v.shape} do not fit: expected "
+                         "[B, N, H] and twice [B, P, K, H] with K dividing N")  # fmt: skip
+    if start.shape != (batch, k.shape[2]) or length.shape != start.shape:
+        raise ValueError(f"decode_attention: start {start.shape} and length {length.shape} must be "
+                         f"[B, K] = {(batch, k.shape[2])}")  # fmt: skip
+    return choose("decode_attention", _IMPLEMENTATIONS, implementation, "xla")(q, k, v, start, length)
+
+
+def combine(
+    first: tuple[Float[Array, "B N H"], Float[Array, "B N"]],
+    second: tuple[Float[Array, "B N H"], Float[Array, "B N"]],
+) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
+    """Attention over two disjoint sets of keys from attention over each; one of the two may be empty."""
+    (a, lse_a), (b, lse_b) = first, second
+    total = jnp.logaddexp(lse_a, lse_b)
+    return a * jnp.exp(lse_a - total)[..., None] + b * jnp.exp(lse_b - total)[..., None], total

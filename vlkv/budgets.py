@@ -1,0 +1,94 @@
+"""Integer budgets with exact totals. Axes: L layers · T tokens.
+
+A ratio becomes integers once, here; everything after counts slots.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+def totals(keep: float | None, budget: int | None, *, layers: int, most: int) -> Int[np.ndarray, " counts"]:
+    """How many entries all layers together keep, for every number 0..most of tokens in scope.
+
+    `keep` is the fraction of the tokens in scope, rounded half up over all layers; `budget` the mean number per
+    layer. Every layer keeps at least one, none more than there are. A table, because a count is traced and the
+    product with a fraction must not be rounded in float32.
+    """
+    counts = range(most + 1)
+    if keep is None:
+        asked = [layers * (budget or 0)] * (most + 1)
+    else:
+        asked = [math.floor(keep * layers * n + 0.5) for n in counts]
+    return np.array([min(layers * n, max(layers, a)) for n, a in zip(counts, asked, strict=True)], np.int32)
+
+
+def uniform(total: Int[Array, ""], layers: int) -> Int[Array, " L"]:
+    """Equal shares; what is left over goes to the lower layers."""
+    return total // layers + (jnp.arange(layers) < total % layers)
+
+
+def apportion(
+    real: Float[Array, " L"], total: Int[Array, ""], *, floor: Int[Array, ""] | int, ceiling: Int[Array, ""]
+) -> Int[Array, " L"]:
+    """Integers in [floor, ceiling] that sum to `total` and follow `real` (which need not sum to it exactly).
+
+    Values outside the bounds are fixed at them, and what that frees or costs is shared by the others in proportion,
+    until nothing changes; then largest remainders, ties to the lower layer. Needs L floor <= total <= L ceiling.
+    """
+    layers = real.shape[0]
+
+    def clip(_, state):
+        value, free = state
+        bounded = jnp.clip(value, floor, ceiling)
+        fixed = free & (bounded != value)
+        excess = jnp.sum(jnp.where(fixed, value - bounded, 0.0))
+        free = free & ~fixed
+        rest = jnp.sum(jnp.where(free, value, 0.0))
+        value = jnp.where(fixed, bounded, value)
+        return jnp.where(free & (rest > 0), value * (1 + excess / jnp.where(rest > 0, rest, 1.0)), value), free
+
+    value, _ = jax.lax.fori_loop(0, layers, clip, (real.astype(jnp.float32), jnp.ones(layers, bool)))
+    value = jnp.clip(value, floor, ceiling)
+    whole = jnp.floor(value).astype(jnp.int32)
+
+    def unfinished(whole):
+        return jnp.sum(whole) != total
+
+    def hand_out(whole):
+        left = total - jnp.sum(whole)
+        sign = jnp.sign(left)
+        able = jnp.where(sign > 0, whole < ceiling, whole > floor)
+        order = jnp.argsort(jnp.where(able, -sign * (value - whole), jnp.inf), stable=True)
+        rank = jnp.zeros(layers, jnp.int32).at[order].set(jnp.arange(layers, dtype=jnp.int32))
+        return whole + sign * (able & (rank < jnp.abs(left)))
+
+    return jax.lax.while_loop(unfinished, hand_out, whole)
+
+
+def smallest(values: Float[Array, "L T"], total: Int[Array, ""]) -> Int[Array, " L"]:
+    """How many of the `total` smallest values lie in each layer; ties go to the lower layer.
+
+    The values are >= 0, +inf never counts. Finds the threshold by bisecting the ordered bits of a float32: 31 steps,
+    exact, and no sort of L x T values.
+    """
+    bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32)
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = low + (high - low) // 2
+        fits = jnp.sum(bits < middle) <= total
+        return jnp.where(fits, middle, low), jnp.where(fits, high, middle)
+
+    infinity = jnp.int32(0x7F800000)
+    threshold, _ = jax.lax.fori_loop(0, 31, halve, (jnp.int32(0), infinity + 1))
+    threshold = jnp.minimum(threshold, infinity)
+    below = jnp.sum(bits < threshold, axis=1)
+    equal = jnp.where(threshold < infinity, jnp.sum(bits == threshold, axis=1), 0)
+    left = total - jnp.sum(below)
+    return below + jnp.clip(left - (jnp.cumsum(equal) - equal), 0, equal)

@@ -1,0 +1,109 @@
+"""The packed cache: kept prompt entries of all layers in one pool, generated tokens in a tail.
+
+Axes: B batch · L layers · K key heads · T prompt tokens · P pool slots · S tail slots · H head dim · A position axes.
+A slot is where an entry lies; a position is what RoPE saw. Budgets that differ per layer and per row have a fixed
+sum, so a pool wastes nothing where L padded rectangles would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from vlkv.policies.policy import Policy
+
+ALIGNMENT = 16  # slots: every segment starts on a bf16 tile
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedCache:
+    """A compressed cache during decoding. The pool is read-only; the tail grows by one slot per step."""
+
+    k: Float[Array, "B P K H"]
+    v: Float[Array, "B P K H"]
+    token: Int[Array, "B P K"]  # which prompt token lies in each slot; -1: free
+    start: Int[Array, "L B K"]  # first slot of each layer's segment
+    length: Int[Array, "L B K"]  # slots in use: vision entries first, then text
+    tail_k: tuple[Float[Array, "B S K H"], ...]  # one per layer
+    tail_v: tuple[Float[Array, "B S K H"], ...]
+    used: Int[Array, ""]  # tail slots in use
+    next_position: Int[Array, "B A"]  # logical: counts every token ever seen
+    aux: Any = None  # the policy's own arrays
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of keys and values, as allocated."""
+        return sum(x.nbytes for x in (self.k, self.v, *self.tail_k, *self.tail_v))
+
+
+def align(n: Any) -> Any:
+    """Rounds up to a whole number of tiles."""
+    return -(-n // ALIGNMENT) * ALIGNMENT
+
+
+def pool_slots(policy: Policy, *, layers: int, vision: int, text: int, new_tokens: int) -> int:
+    """Slots that a cache allocates per row and key head: the pool, and the tails of all layers.
+
+    Args:
+        policy: decides how many entries may be kept.
+        layers: L.
+        vision: bound on the vision tokens of a row (`Inputs.max_vision`).
+        text: bound on its text tokens (`Inputs.max_text`).
+        new_tokens: tokens to be generated.
+    """
+    return _pool(policy, layers, vision, text) + layers * new_tokens
+
+
+def _pool(policy: Policy, layers: int, vision: int, text: int) -> int:
+    # Every segment may waste up to a tile less one slot; it can never waste more than a whole row would.
+    kept = policy.bound(layers=layers, vision=vision, text=text)
+    return align(min(kept + layers * (ALIGNMENT - 1), layers * align(vision + text)))
+
+
+def pack(
+    policy: Policy,
+    k: tuple[Float[Array, "B T K H"], ...],
+    v: tuple[Float[Array, "B T K H"], ...],
+    kept: Bool[Array, "B L K T"],
+    *,
+    is_vision: Bool[Array, "B T"],
+    next_position: Int[Array, "B A"],
+    max_vision: int,
+    max_text: int,
+    new_tokens: int,
+) -> PackedCache:
+    """Moves the kept entries of all layers into one pool."""
+    layers, (batch, length, heads, head_dim) = len(k), k[0].shape
+    slots = _pool(policy, layers, max_vision, max_text)
+    kept = jnp.moveaxis(kept, 1, 0)  # [L, B, K, T]
+    counts = jnp.sum(kept, axis=-1, dtype=jnp.int32)
+    ends = jnp.cumsum(align(counts), axis=0)
+    start = ends - align(counts)
+
+    vision = kept & is_vision[:, None]
+    text = kept & ~is_vision[:, None]
+    place = jnp.where(
+        vision, jnp.cumsum(vision, axis=-1) - 1, jnp.sum(vision, axis=-1, keepdims=True) + jnp.cumsum(text, axis=-1) - 1
+    )
+    slot = jnp.where(kept, start[..., None] + place, slots)  # past the end: not written
+    row = jnp.arange(batch)[:, None, None]
+    head = jnp.arange(heads)[:, None]
+
+    pool_k = jnp.zeros((batch, slots, heads, head_dim), k[0].dtype)
+    pool_v = jnp.zeros_like(pool_k)
+    token = jnp.full((batch, slots, heads), -1, jnp.int32)
+    for layer in range(layers):
+        where = (row, slot[layer], head)
+        pool_k = pool_k.at[where].set(k[layer].transpose(0, 2, 1, 3), mode="drop")
+        pool_v = pool_v.at[where].set(v[layer].transpose(0, 2, 1, 3), mode="drop")
+        token = token.at[where].set(jnp.arange(length, dtype=jnp.int32), mode="drop")
+    tail = tuple(jnp.zeros((batch, new_tokens, heads, head_dim), k[0].dtype) for _ in range(layers))
+    return PackedCache(
+        k=pool_k, v=pool_v, token=token, start=start, length=counts, tail_k=tail, tail_v=tail,
+        used=jnp.int32(0), next_position=next_position,
+    )  # fmt: skip

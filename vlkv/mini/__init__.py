@@ -1,0 +1,13 @@
+"""The miniature: a small LLaVA that reads pages of real handwritten digits. It is data and tests, not the library.
+
+`pages` makes pages, questions and answers; `folder` writes a Hugging Face folder; `training` trains the weights in
+`CHECKPOINT` (benchmarks/train_mini.py). Using the shipped checkpoint needs `pages` alone, and no scikit-learn.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CHECKPOINT = Path(__file__).parent / "checkpoint"
+
+__all__ = ["CHECKPOINT"]

@@ -1,0 +1,183 @@
+"""The miniature as a Hugging Face folder: config, tokenizer, processor settings, weights.
+
+Everything but the weights follows from a few numbers below, so a training run can write a folder at any step, and
+transformers itself can load it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from checkpoints_convert import tables
+from vlkv import sharding
+from vlkv.config import ModelConfig
+from vlkv.mini import pages
+from vlkv.models import Model
+
+_SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<image>")
+PAD, BOS, EOS, _, IMAGE = range(len(_SPECIAL))
+_WORDS = (*"user assistant : ? . what does row say read the page".split(), *pages.ORDINALS, pages.SEPARATOR, *"0123456789")
+VOCABULARY = (*_SPECIAL, *_WORDS)
+MAX_POSITIONS = 512
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
+    "{% for part in message['content'] if part['type'] == 'image' %}{{ '<image>\n' }}{% endfor %}"
+    "{% for part in message['content'] if part['type'] == 'text' %}{{ part['text'] + ' ' }}{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llava",
+    "architectures": ["LlavaForConditionalGeneration"],
+    "dtype": "float32",
+    "image_token_index": IMAGE,
+    "image_seq_length": pages.GRID**2,
+    "pad_token_id": PAD,
+    "projector_hidden_act": "gelu",
+    "multimodal_projector_bias": True,
+    "tie_word_embeddings": False,
+    "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default",
+    "text_config": {
+        "model_type": "llama",
+        "vocab_size": len(VOCABULARY),
+        "hidden_size": 192,
+        "intermediate_size": 320,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": MAX_POSITIONS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+        "tie_word_embeddings": False,
+    },
+    "vision_config": {
+        "model_type": "clip_vision_model",
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "projection_dim": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "image_size": pages.SIZE,
+        "patch_size": pages.CELL,
+        "num_channels": 3,
+        "hidden_act": "quick_gelu",
+        "layer_norm_eps": 1e-5,
+    },
+}
+
+_SIDE = {"height": pages.SIZE, "width": pages.SIZE}
+_IMAGES = {
+    "image_processor_type": "CLIPImageProcessor",
+    "do_convert_rgb": True,
+    "do_resize": True,
+    "size": {"shortest_edge": pages.SIZE},
+    "resample": 3,
+    "do_center_crop": True,
+    "crop_size": _SIDE,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+_PROCESSOR = {
+    "processor_class": "LlavaProcessor",
+    "image_token": "<image>",
+    "patch_size": pages.CELL,
+    "num_additional_image_tokens": 1,  # the class token, which `default` drops again
+    "vision_feature_select_strategy": "default",
+}
+_TOKENIZER = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "processor_class": "LlavaProcessor",
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "pad_token": "<pad>",
+    "unk_token": "<unk>",
+    "padding_side": "left",
+    "model_max_length": MAX_POSITIONS,
+    "clean_up_tokenization_spaces": False,
+    "extra_special_tokens": {"image_token": "<image>"},
+}
+
+
+def config() -> ModelConfig:
+    """The miniature's config, as `load_params` reads it from the folder."""
+    return ModelConfig.from_hf(CONFIG, {"eos_token_id": EOS})
+
+
+def tokenizer() -> Tokenizer:
+    """One token per word, digit or punctuation mark, in any case; <s> in front."""
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
+    made.normalizer = normalizers.Lowercase()
+    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)])
+    made.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in _SPECIAL])
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
+    )
+    return made
+
+
+def write(folder: Path, params: Model, log: dict[str, Any]) -> None:
+    """Writes the whole folder beside its place and renames it, so that no reader sees half a checkpoint."""
+    fresh = folder.with_name(folder.name + ".new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    for name, value in {
+        "config.json": CONFIG,
+        "generation_config.json": {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD},
+        "preprocessor_config.json": _IMAGES,
+        "processor_config.json": {**_PROCESSOR, "image_processor": _IMAGES},
+        "tokenizer_config.json": _TOKENIZER,
+        "chat_template.json": {"chat_template": CHAT_TEMPLATE},
+        "training_log.json": log,
+    }.items():
+        (fresh / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    (fresh / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    tokenizer().save(str(fresh / "tokenizer.json"))
+    save_file(tensors(params), fresh / "model.safetensors", metadata={"format": "pt"})
+    (fresh / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner alone
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    fresh.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def tensors(params: Model) -> dict[str, np.ndarray]:
+    """The weights under their names and shapes on disk."""
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    ours = {sharding.path_name(path): np.asarray(leaf, np.float32) for path, leaf in leaves}
+    return {entry.key: ours[entry.path].reshape(entry.shape) for entry in tables.table(params.config)} | _unused()
+
+
+def _unused() -> dict[str, np.ndarray]:
+    """Zeros for what a CLIP tower holds behind the feature layer: nothing reads it, transformers wants it there."""
+    c = CONFIG["vision_config"]
+    d, f = c["hidden_size"], c["intermediate_size"]
+    shapes: dict[str, tuple[int, ...]] = {}
+    layer = f"encoder.layers.{c['num_hidden_layers'] - 1}."
+    shapes |= {f"{layer}self_attn.{name}_proj": (d, d) for name in ("q", "k", "v", "out")}
+    shapes |= {f"{layer}mlp.fc1": (f, d), f"{layer}mlp.fc2": (d, f)}
+    shapes |= {name: (d,) for name in ("post_layernorm", f"{layer}layer_norm1", f"{layer}layer_norm2")}
+    zeros = {}
+    for name, shape in shapes.items():
+        zeros[f"model.vision_tower.{name}.weight"] = np.zeros(shape, np.float32)
+        zeros[f"model.vision_tower.{name}.bias"] = np.zeros(shape[:1], np.float32)
+    return zeros

@@ -1,0 +1,100 @@
+"""What a policy sees of one layer, and the measurements that several methods share.
+
+Unbatched: B is vmapped outside. Axes: T tokens · W rows of an observation window · N query heads · K key heads ·
+G = N/K · H head dim. Every score comes from `attention_mass`, so none of this builds a T x T matrix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from pallas_kernels import attention_mass
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Observation:
+    """One layer after its attention, one row of the batch."""
+
+    q: Float[Array, "N T H"]
+    k: Float[Array, "K T H"]
+    v: Float[Array, "K T H"]
+    is_vision: Bool[Array, " T"]
+    valid: Bool[Array, " T"]
+    in_scope: Bool[Array, " T"]  # valid, and of the policy's scope
+    mean_budget: Int[Array, ""]  # what a layer keeps of the tokens in scope, on average
+    key: Key[Array, ""] | None  # of this row and layer
+    layer: int = dataclasses.field(metadata={"static": True})
+    max_instruction: int = dataclasses.field(metadata={"static": True})  # bound on the instruction's length
+
+    @property
+    def instruction(self) -> Bool[Array, " T"]:
+        """Text after the last vision token; everything where there is no image."""
+        place = jnp.arange(self.valid.shape[0])
+        return self.valid & (place > jnp.max(jnp.where(self.is_vision, place, -1)))
+
+
+def ordinal(mask: Bool[Array, " T"]) -> Int[Array, " T"]:
+    """Each token's number among those in the mask, counting from 0 (meaningless outside it)."""
+    return jnp.cumsum(mask) - 1
+
+
+def first(mask: Bool[Array, " T"], count: Int[Array, ""] | int) -> Bool[Array, " T"]:
+    """The first `count` tokens of a mask."""
+    return mask & (ordinal(mask) < count)
+
+
+def last(mask: Bool[Array, " T"], count: Int[Array, ""] | int) -> Bool[Array, " T"]:
+    """The last `count` tokens of a mask."""
+    return mask & (ordinal(mask) >= jnp.sum(mask) - count)
+
+
+def group_mean(x: Float[Array, "N T"], kv_heads: int) -> Float[Array, "K T"]:
+    """Mean over the query heads that read one key head."""
+    return jnp.mean(x.reshape(kv_heads, -1, x.shape[-1]), axis=1)
+
+
+def head_mean(x: Float[Array, "N T"], kv_heads: int) -> Float[Array, "K T"]:
+    """Mean over all query heads, the same for every key head."""
+    return jnp.broadcast_to(jnp.mean(x, axis=0), (kv_heads, x.shape[-1]))
+
+
+def column_sums(obs: Observation) -> Float[Array, "N T"]:
+    """Attention that each token receives from all tokens after it and from itself."""
+    return attention_mass(obs.q, obs.k, row_weight=obs.valid[None].astype(jnp.float32), key_mask=obs.valid)[0]
+
+
+def rows_mass(
+    obs: Observation, rows: Bool[Array, " T"], most: int, *, keys: Bool[Array, " T"] | None = None
+) -> Float[Array, "N T"]:
+    """Attention summed over a few rows, softmax over `keys` (None: all valid), causal.
+
+    At most the last `most` rows of the mask take part: a static bound, because gathering a few rows costs a few rows,
+    while masking all T would cost a second attention pass.
+    """
+    most = min(most, rows.shape[0])
+    place = jnp.where(rows, jnp.arange(rows.shape[0]), -1)
+    picked = jax.lax.top_k(place, most)[0]  # the last rows; -1 where there are fewer
+    present = picked >= 0
+    picked = jnp.maximum(picked, 0)
+    return attention_mass(
+        obs.q[:, picked],
+        obs.k,
+        row_weight=present[None].astype(jnp.float32),
+        key_mask=obs.valid if keys is None else keys,
+        row_place=picked,
+    )[0]
+
+
+def pool(x: Float[Array, "K T"], kernel: int, kind: Literal["avg", "max"]) -> Float[Array, "K T"]:
+    """Smooths scores along the tokens, kernel odd, outside counts as zeros (SnapKV, Sec. 4)."""
+    reduce, start = (jax.lax.add, 0.0) if kind == "avg" else (jax.lax.max, -jnp.inf)
+    half = kernel // 2
+    padded = jnp.pad(x, [(0, 0), (half, half)])
+    y = jax.lax.reduce_window(padded, start, reduce, (1, kernel), (1, 1), "VALID")
+    return y / kernel if kind == "avg" else y

@@ -1,0 +1,49 @@
+"""Every method, one per file, and the registry by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+from vlkv.errors import InputError
+from vlkv.policies.aircache import AirCache
+from vlkv.policies.full import Full
+from vlkv.policies.h2o import H2O
+from vlkv.policies.policy import Policy, policy
+from vlkv.policies.prefixkv import PrefixKV
+from vlkv.policies.pyramidkv import PyramidKV
+from vlkv.policies.random import Random
+from vlkv.policies.selection import Selection, compress, select
+from vlkv.policies.snapkv import SnapKV
+from vlkv.policies.streaming import StreamingLLM
+
+registry: dict[str, type[Policy]] = {
+    cls.__name__.lower(): cls for cls in (Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AirCache, PrefixKV)
+}
+
+
+def named(name: str) -> type[Policy]:
+    """The policy called `name`, in any case; InputError lists the names there are."""
+    cls = registry.get(name.lower())
+    if cls is None:
+        near = difflib.get_close_matches(name.lower(), registry, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise InputError(f"no policy {name!r}: {hint}there are {', '.join(registry)}")
+    return cls
+
+
+def make(name: str, **options: Any) -> Policy:
+    """A policy from its name and options; InputError names an option that it does not have."""
+    cls = named(name)
+    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for option in options:
+        if option not in known:
+            raise InputError(f"{cls.__name__} has no option {option!r} (it has {', '.join(known)})")
+    return cls(**options)
+
+
+__all__ = [
+    "H2O", "AirCache", "Full", "Policy", "PrefixKV", "PyramidKV", "Random", "Selection", "SnapKV", "StreamingLLM",
+    "compress", "make", "named", "policy", "registry", "select",
+]  # fmt: skip

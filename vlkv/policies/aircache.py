@@ -1,0 +1,116 @@
+"""AirCache: the few instruction tokens that matter judge the image, and layers are paid by how they look at it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from vlkv import budgets
+from vlkv.observe import Observation, head_mean, last, rows_mass
+from vlkv.policies.policy import Policy, Scope, Statistics, policy
+from vlkv.policies.pyramidkv import pyramid
+
+
+@policy
+class AirCache(Policy):
+    """Elite observation window and budgets by strength and skewness (Huang et al. 2025, Eqs. 4-11).
+
+    Elite: instruction tokens whose attention from the last one, within the instruction, is at least alpha of the
+    largest. Importance of a vision token: mean over the elite rows and all heads of a softmax over vision keys and
+    elite keys (Eqs. 6-8). Strength is its sum over the image (Eq. 9), skewness the adjusted Fisher-Pearson moment
+    (Eq. 10, sample deviation, negative counts as 0); each is divided by its mean over layers, and a layer's ratio is
+    their mean times keep (Eq. 11). Under scope="all" (the starred rows of Table 6) the elite attend to every key.
+
+    Attributes:
+        alpha: relevance threshold of Eq. 5; 0 takes the whole instruction, 1 only the strongest token.
+        window: who judges (Table 5): "elite"; "recent", the last `rows` instruction tokens; "text", all of the
+            instruction; "vision", the last `rows` vision tokens.
+        rows: length of the windows "recent" and "vision" (the paper tries 16 and 32).
+        allocation: budgets (Table 5) by "both" strength and skewness, "strength", "skewness", "uniform", "pyramid".
+    """
+
+    scope: Scope = "vision"
+    alpha: float = 0.9
+    window: Literal["elite", "recent", "text", "vision"] = "elite"
+    rows: int = 32
+    allocation: Literal["both", "strength", "skewness", "uniform", "pyramid"] = "both"
+    paper = "Huang et al. 2025, AirCache: Activating Inter-modal Relevancy KV Cache Compression"
+    equations = "Eqs. 4-11, Alg. 1"
+    stages = "score, allocate"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check("alpha", 0 <= self.alpha <= 1, "must lie in [0, 1]")
+        self.check("window", self.window in ("elite", "recent", "text", "vision"), "is none of elite, recent, text, vision")
+        self.check("rows", self.rows >= 1, "must be at least 1")
+        allocations = ("both", "strength", "skewness", "uniform", "pyramid")
+        self.check("allocation", self.allocation in allocations, f"is none of {', '.join(allocations)}")
+
+    def observers(self, obs: Observation) -> Bool[Array, " T"]:
+        """The tokens whose attention judges the image."""
+        if self.window == "vision":
+            return last(obs.valid & obs.is_vision, self.rows)
+        if self.window == "recent":
+            return last(obs.instruction, self.rows)
+        if self.window == "text":
+            return obs.instruction
+        attention = rows_mass(obs, last(obs.valid, 1), 1, keys=obs.instruction)  # last row of A_tt (Eq. 4)
+        attention = jnp.where(obs.instruction, jnp.mean(attention, axis=0), -1.0)
+        return obs.instruction & (attention >= self.alpha * jnp.max(attention))
+
+    def score(self, obs: Observation) -> Float[Array, "K T"]:
+        """Importance I_v (Eq. 8), head-mean."""
+        observers = self.observers(obs)
+        keys = obs.valid if self.scope == "all" else obs.valid & (obs.is_vision | observers)
+        most = self.rows if self.window in ("recent", "vision") else obs.max_instruction
+        mass = rows_mass(obs, observers, most, keys=keys) / jnp.maximum(jnp.sum(observers), 1)
+        return head_mean(mass, obs.k.shape[0])
+
+    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
+        """Strength and skewness of the importance of the tokens in scope, and who observed."""
+        importance, inside = scores[0], obs.in_scope
+        count = jnp.sum(inside)
+        strength = jnp.sum(jnp.where(inside, importance, 0.0))
+        return {
+            "observers": self.observers(obs),
+            "strength": strength,
+            "skewness": skewness(importance, inside, count),
+        }
+
+    def allocate(
+        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, ""], layers: int
+    ) -> Int[Array, " L"]:
+        """Eq. 11, made of integers."""
+        if self.allocation == "uniform":
+            return budgets.uniform(total, layers)
+        mean = total / layers
+        strength = by_mean(statistics["strength"])
+        skew = by_mean(jnp.maximum(statistics["skewness"], 0.0))
+        if self.allocation == "pyramid":
+            real = pyramid(mean, layers, beta=20)
+        else:
+            share = {"both": (strength + skew) / 2, "strength": strength, "skewness": skew}[self.allocation]
+            real = share * mean
+        return budgets.apportion(real, total, floor=jnp.minimum(1, most), ceiling=most)
+
+
+def skewness(x: Float[Array, " T"], inside: Bool[Array, " T"], count: Int[Array, ""]) -> Float[Array, ""]:
+    """n / ((n-1)(n-2)) sum ((x - mean) / s)^3 with the sample deviation s; 0 for n < 3 or s = 0 (Eq. 10)."""
+    n = jnp.maximum(count, 3).astype(jnp.float32)
+    mean = jnp.sum(jnp.where(inside, x, 0.0)) / n
+    centred = jnp.where(inside, x - mean, 0.0)
+    largest = jnp.max(jnp.abs(centred))
+    defined = (count >= 3) & (largest > 1e-6 * jnp.abs(mean))  # below this it is rounding
+    # Scaled by the largest deviation first: cubes of attention shares underflow in float32.
+    centred = centred / jnp.where(defined, largest, 1.0)
+    deviation = jnp.sqrt(jnp.sum(centred**2) / (n - 1))
+    cubes = jnp.sum((centred / jnp.where(defined, deviation, 1.0)) ** 3)
+    return jnp.where(defined, n / ((n - 1) * (n - 2)) * cubes, 0.0)
+
+
+def by_mean(x: Float[Array, " L"]) -> Float[Array, " L"]:
+    """Divides by the mean over layers; all-zero becomes all-one."""
+    mean = jnp.mean(x)
+    return jnp.where(mean > 0, x / jnp.where(mean > 0, mean, 1.0), 1.0)

@@ -1,0 +1,26 @@
+"""Full: the uncompressed cache, the baseline of every table."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from vlkv.observe import Observation
+from vlkv.policies.policy import Policy, policy
+
+
+@policy
+class Full(Policy):
+    """Keeps everything."""
+
+    keep: float | None = 1.0
+    paper = "the baseline of every paper"
+    stages = "none"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check("keep", self.keep == 1.0, "must be 1: this is the full cache")
+
+    def score(self, obs: Observation) -> Float[Array, "K T"]:
+        """All alike."""
+        return jnp.zeros(obs.k.shape[:2])

@@ -1,0 +1,122 @@
+"""What a policy is: a frozen dataclass without leaves, and the stages it may change.
+
+Stages are unbatched (vmapped over B outside). A method overrides the few it needs; a user's own subclass, decorated
+with `policy` and defined anywhere, works like ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from vlkv import budgets
+from vlkv.errors import InputError
+from vlkv.observe import Observation
+
+Scope = Literal["vision", "all"]
+Statistics = dict[str, Array]
+P = TypeVar("P")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def policy(cls: type[P]) -> type[P]:
+    """Makes a class a frozen, keyword-only dataclass that jit treats as static: no leaves, equal by value."""
+    made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    jax.tree_util.register_static(made)
+    return made
+
+
+@policy
+class Policy:
+    """The base: keeps a share of the tokens in scope, ranked by `score`, the same number in every layer.
+
+    Attributes:
+        keep: fraction of the tokens in scope that survives, in (0, 1].
+        budget: instead of `keep`, the mean number of surviving tokens in scope per layer and head.
+        scope: "vision" keeps all text and spends the budget on vision tokens; "all" counts every token.
+    """
+
+    keep: float | None = None
+    budget: int | None = None
+    scope: Scope = "all"
+
+    paper: ClassVar[str] = ""
+    equations: ClassVar[str] = ""
+    stages: ClassVar[str] = "score"
+    needs_key: ClassVar[bool] = False  # whether `generate` and `select` must be given a key
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if (self.keep is None) == (self.budget is None):
+            raise InputError(f"{name}: give keep= (a fraction) or budget= (tokens per layer), one of the two")
+        if self.keep is not None and not (_is_number(self.keep) and 0 < self.keep <= 1):
+            raise InputError(f"{name}: keep={self.keep!r} must lie in (0, 1]")
+        if self.budget is not None and not (isinstance(self.budget, int) and self.budget >= 1):
+            raise InputError(f"{name}: budget={self.budget!r} must be a whole number of at least 1")
+        self.check("scope", self.scope in ("vision", "all"), 'must be "vision" or "all"')
+
+    def check(self, field: str, ok: bool, rule: str) -> None:
+        """Raises InputError naming the option unless `ok`."""
+        if not ok:
+            raise InputError(f"{type(self).__name__}: {field}={getattr(self, field)!r} {rule}")
+
+    # --- stages -------------------------------------------------------------------------------------------------
+
+    def score(self, obs: Observation) -> Float[Array, "K T"]:
+        """How much each token in scope deserves to stay; higher is better. Values out of scope do not matter."""
+        raise NotImplementedError
+
+    def protect(self, obs: Observation) -> Bool[Array, " T"]:
+        """Tokens that stay whatever their score and count against the budget; later ones go first if it is short.
+
+        Asked only under scope="all": under "vision" the budget goes by scores alone, since sinks and recent tokens
+        are usually text, which stays anyway.
+        """
+        return jnp.zeros_like(obs.valid)
+
+    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
+        """What `allocate` needs to know of this layer."""
+        del obs, scores
+        return {}
+
+    def allocate(
+        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, ""], layers: int
+    ) -> Int[Array, " L"] | Int[Array, "L K"]:
+        """Budgets per layer (or per layer and head) that sum to `total` per head, each between min(1, most) and most.
+
+        `statistics` has a leading axis L; `most` is the number of tokens in scope.
+        """
+        del statistics, most
+        return budgets.uniform(total, layers)
+
+    def merge(
+        self, k: Float[Array, "K T H"], v: Float[Array, "K T H"], kept: Bool[Array, "K T"], scores: Float[Array, "K T"]
+    ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
+        """The entries that go into the cache where `kept`; a method may fold what it drops into them."""
+        del kept, scores
+        return k, v
+
+    # --- what is known before tracing ---------------------------------------------------------------------------
+
+    def totals(self, *, layers: int, most: int) -> Int[np.ndarray, " counts"]:
+        """Entries that all layers together keep of n tokens in scope, for n = 0..most."""
+        return budgets.totals(self.keep, self.budget, layers=layers, most=most)
+
+    def bound(self, *, layers: int, vision: int, text: int) -> int:
+        """The most entries per head, summed over layers, that a row with at most these tokens may keep."""
+        if self.scope == "vision":
+            return int(self.totals(layers=layers, most=vision)[-1]) + layers * text
+        return int(self.totals(layers=layers, most=vision + text)[-1])
+
+    def options(self) -> dict[str, Any]:
+        """Its options as a plain dict, for tables and JSON."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,61 @@
+"""PrefixKV: every layer keeps the same share of its importance, so layers with flat importance keep more tokens."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from vlkv import budgets
+from vlkv.observe import Observation, column_sums, first, head_mean, last
+from vlkv.policies.policy import Policy, Statistics, policy
+
+
+@policy
+class PrefixKV(Policy):
+    """Head-mean column sums, and one threshold on their cumulative sum for all layers (Eq. 1, Alg. 1).
+
+    Importance is normalised per layer and sorted; R_l is the shortest prefix that reaches p, and p is bisected until
+    the R_l sum to the budget: on the bits of a float32, hence exact, with what is left given to the layers whose next
+    cumulative value is smallest. R_l counts the protected sinks and recent tokens.
+
+    Attributes:
+        sinks: first tokens that always stay.
+        recent: last tokens that always stay.
+    """
+
+    sinks: int = 1
+    recent: int = 1
+    paper = "Wang et al. 2024, PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need"
+    equations = "Eq. 1, Alg. 1"
+    stages = "score, allocate"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check("sinks", self.sinks >= 0, "must not be negative")
+        self.check("recent", self.recent >= 0, "must not be negative")
+
+    def score(self, obs: Observation) -> Float[Array, "K T"]:
+        """Head-mean column sums."""
+        return head_mean(column_sums(obs), obs.k.shape[0])
+
+    def protect(self, obs: Observation) -> Bool[Array, " T"]:
+        """Sinks and recent tokens."""
+        return first(obs.valid, self.sinks) | last(obs.valid, self.recent)
+
+    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
+        """`cumulative`: P_l(o) for o = 1..T, importance sorted downwards; +inf past the tokens in scope."""
+        importance = jnp.where(obs.in_scope, scores[0], 0.0)
+        ordered = -jnp.sort(-importance / jnp.maximum(jnp.sum(importance), 1e-30))
+        inside = jnp.arange(ordered.shape[0]) < jnp.sum(obs.in_scope)
+        return {"cumulative": jnp.where(inside, jnp.cumsum(ordered), jnp.inf)}
+
+    def allocate(
+        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, ""], layers: int
+    ) -> Int[Array, " L"]:
+        """R_l: a layer takes its (o + 1)-th token exactly if P_l(o) lies below the common threshold."""
+        cumulative = statistics["cumulative"]
+        place = jnp.arange(cumulative.shape[1])
+        before = jnp.pad(cumulative, [(0, 0), (1, 0)])[:, :-1]
+        least = jnp.minimum(self.sinks + self.recent if self.scope == "all" else 1, total // layers)
+        gates = jnp.where(place < least, 0.0, jnp.where(place < most, before, jnp.inf))
+        return budgets.smallest(gates, total)

@@ -1,0 +1,48 @@
+"""SnapKV: what the last queries of the prompt look at is what the answer will look at."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from vlkv.observe import Observation, group_mean, last, pool, rows_mass
+from vlkv.policies.policy import Policy, policy
+
+
+@policy
+class SnapKV(Policy):
+    """Attention of the last `window` queries, summed, smoothed along the tokens; the window itself stays.
+
+    (Li et al. 2024, Sec. 4, Eqs. 1-5.) Query heads that share a key head are averaged before smoothing, which is
+    also what the published code does for grouped heads.
+
+    Attributes:
+        window: observation rows, the last ones of the prompt.
+        kernel: width of the smoothing, odd.
+        pooling: "avg" or "max".
+    """
+
+    window: int = 32
+    kernel: int = 5
+    pooling: Literal["avg", "max"] = "avg"
+    paper = "Li et al. 2024, SnapKV: LLM Knows What You are Looking for Before Generation"
+    equations = "Sec. 4, Eqs. 1-5"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check("window", self.window >= 1, "must be at least 1")
+        self.check("kernel", self.kernel >= 1 and self.kernel % 2 == 1, "must be odd")
+        self.check("pooling", self.pooling in ("avg", "max"), 'must be "avg" or "max"')
+
+    def score(self, obs: Observation) -> Float[Array, "K T"]:
+        """Smoothed attention of the window; tokens that stay anyway count as zeros for the smoothing."""
+        window = last(obs.valid, self.window)
+        mass = group_mean(rows_mass(obs, window, self.window), obs.k.shape[0])
+        candidates = obs.in_scope & ~self.protect(obs) if self.scope == "all" else obs.in_scope
+        return pool(jnp.where(candidates, mass, 0.0), self.kernel, self.pooling)
+
+    def protect(self, obs: Observation) -> Bool[Array, " T"]:
+        """The observation window."""
+        return last(obs.valid, self.window)

@@ -1,0 +1,34 @@
+"""StreamingLLM ("Local"): attention sinks and a recent window."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from vlkv.observe import Observation, first, ordinal
+from vlkv.policies.policy import Policy, policy
+
+
+@policy
+class StreamingLLM(Policy):
+    """The first `sinks` tokens and the most recent ones (Xiao et al. 2024, Sec. 3.2).
+
+    The authors rotate keys to their cache positions; here, as in the tables that compare with it, keys keep the
+    rotation of their place in the prompt.
+    """
+
+    sinks: int = 4
+    paper = "Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks"
+    equations = "Sec. 3.2"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check("sinks", self.sinks >= 0, "must not be negative")
+
+    def score(self, obs: Observation) -> Float[Array, "K T"]:
+        """The later, the better."""
+        return jnp.broadcast_to(ordinal(obs.valid).astype(jnp.float32), obs.k.shape[:2])
+
+    def protect(self, obs: Observation) -> Bool[Array, " T"]:
+        """The sinks."""
+        return first(obs.valid, jnp.minimum(self.sinks, obs.mean_budget))

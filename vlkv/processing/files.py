@@ -1,0 +1,48 @@
+"""Reading the small text files of a checkpoint folder, with errors that name the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from vlkv.errors import InputError
+
+
+def read_text(path: Path) -> str | None:
+    """The file's text, or None where there is no such file.
+
+    Raises:
+        InputError: the file is there but is not readable text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: not a text file; copy it again from the checkpoint's source") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in the file, or None where there is no such file.
+
+    Raises:
+        InputError: the file is there but does not hold a JSON object.
+    """
+    text = read_text(path)
+    if text is None:
+        return None
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        raise InputError(f"{path}: not valid JSON; copy it again from the checkpoint's source") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: holds a JSON {type(content).__name__}, expected an object")
+    return content
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's message without line breaks, so that it fits into a message of ours."""
+    return " ".join(str(error).split()) or type(error).__name__

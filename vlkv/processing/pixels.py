@@ -1,0 +1,186 @@
+"""From an RGB picture to the tower's pixels, step by step as the checkpoint's image processor config says.
+
+The steps and their order are those of transformers' CLIP image processor on PIL: resize (8 bits a channel),
+centre crop, rescale, normalise. `layout="pad"` first pads to a square with the mean colour, as the original
+LLaVA does and transformers' LLaVA processor does under `do_pad`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import PIL.Image
+from jaxtyping import Float, UInt8
+
+from vlkv.errors import InputError
+from vlkv.processing.files import read_json
+from vlkv.processing.images import check_area
+
+Layout: TypeAlias = Literal["checkpoint", "pad"]
+
+_PADDING_KINDS = ("LlavaImageProcessor",)  # the kinds for which `do_pad` means a square
+_KINDS = ("CLIPImageProcessor", "CLIPFeatureExtractor", *_PADDING_KINDS)
+# The class defaults of transformers, which a file may leave out.
+_DEFAULTS: dict[str, Any] = dict(
+    do_resize=True, size={"shortest_edge": 224}, resample=3, do_center_crop=True, crop_size=224,
+    do_rescale=True, rescale_factor=1 / 255, do_normalize=True, do_pad=False,
+    image_mean=(0.48145466, 0.4578275, 0.40821073), image_std=(0.26862954, 0.26130258, 0.27577711),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PixelSettings:
+    """What is done to a picture. A step whose setting is None is left out."""
+
+    square: bool  # pad to a square first
+    shortest_edge: int | None  # pixels; keeps the aspect ratio
+    size: tuple[int, int] | None  # (height, width); does not keep it
+    resample: PIL.Image.Resampling
+    crop: tuple[int, int] | None  # (height, width)
+    scale: float | None  # usually 1 / 255
+    mean: tuple[float, float, float]  # also the padding colour, so always there
+    std: tuple[float, float, float] | None
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], source: str, layout: Layout = "checkpoint") -> PixelSettings:
+        """Reads an image processor config.
+
+        Args:
+            raw: the JSON object.
+            source: its file, for messages.
+            layout: `checkpoint` as the file says, `pad` to a square whatever the file says.
+
+        Raises:
+            InputError: a kind of processor or a setting that we do not honour.
+        """
+        kind = raw.get("image_processor_type", raw.get("feature_extractor_type", _KINDS[0]))
+        kind = str(kind).removesuffix("Fast").removesuffix("Pil")
+        if kind not in _KINDS:
+            known = ", ".join(_KINDS)
+            raise InputError(f"{source}: image_processor_type={kind!r} is not supported (supported: {known})")
+        c = {**_DEFAULTS, **{key: value for key, value in raw.items() if value is not None}}
+        if c.get("pad_size"):
+            raise InputError(f"{source}: pad_size={c['pad_size']!r} is not supported")
+        padded = raw.get("image_aspect_ratio") == "pad" or (c["do_pad"] and kind in _PADDING_KINDS)
+        try:
+            edge, size = _resize_target(c["size"]) if c["do_resize"] else (None, None)
+            return cls(
+                square=bool(padded or layout == "pad"),
+                shortest_edge=edge,
+                size=size,
+                resample=PIL.Image.Resampling(c["resample"]),
+                crop=_height_width(c["crop_size"]) if c["do_center_crop"] else None,
+                scale=float(c["rescale_factor"]) if c["do_rescale"] else None,
+                mean=_triple(c["image_mean"]),
+                std=_triple(c["image_std"]) if c["do_normalize"] else None,
+            )
+        except (TypeError, ValueError, KeyError) as error:
+            raise InputError(f"{source}: a setting of the image processor makes no sense ({error})") from None
+
+
+def read_settings(folder: Path, layout: Layout = "checkpoint") -> PixelSettings:
+    """A folder's settings, in `processor_config.json` (transformers 5) or `preprocessor_config.json` (4).
+
+    Raises:
+        InputError: neither file has them, or they are not supported.
+    """
+    path = folder / "processor_config.json"
+    nested = (read_json(path) or {}).get("image_processor")
+    if isinstance(nested, dict):
+        return PixelSettings.from_hf(nested, str(path), layout)
+    path = folder / "preprocessor_config.json"
+    raw = read_json(path)
+    if raw is None:
+        raise InputError(f"{path}: no such file, but the model reads images; copy it from the checkpoint")
+    return PixelSettings.from_hf(raw, str(path), layout)
+
+
+def to_pixels(image: PIL.Image.Image, settings: PixelSettings) -> Float[np.ndarray, "3 h w"]:
+    """The picture as the tower wants it.
+
+    Args:
+        image: in RGB, from `open_image`.
+        settings: from `read_settings`.
+
+    Returns:
+        float32, normalised units (about -2 to 2 under CLIP's mean and deviation).
+
+    Raises:
+        InputError: so elongated that the resized or padded picture would exceed PIL's pixel limit.
+    """
+    if settings.square:
+        image = _pad_square(image, settings.mean)
+    target = settings.size
+    if settings.shortest_edge is not None:
+        short, long = sorted(image.size)
+        other = int(settings.shortest_edge * long / short)  # rounds down, as transformers does
+        narrow = image.width <= image.height
+        target = (other, settings.shortest_edge) if narrow else (settings.shortest_edge, other)
+    if target is not None:
+        check_area(target[1], target[0], f"the {image.width} x {image.height} image, once resized")
+        image = image.resize((target[1], target[0]), resample=settings.resample)
+    pixels = np.asarray(image)  # [h, w, 3], 8 bits
+    if settings.crop is not None:
+        pixels = _crop(pixels, *settings.crop)
+    # The same precision at each step as transformers: the product in float64, the rest in float32.
+    values: np.ndarray = pixels if settings.scale is None else pixels * np.float64(settings.scale)
+    values = values.astype(np.float32)
+    if settings.std is not None:
+        values = (values - np.array(settings.mean, np.float32)) / np.array(settings.std, np.float32)
+    return np.ascontiguousarray(values.transpose(2, 0, 1))
+
+
+def _pad_square(image: PIL.Image.Image, mean: tuple[float, float, float]) -> PIL.Image.Image:
+    side = max(image.size)
+    check_area(side, side, f"the {image.width} x {image.height} image, once padded to a square")
+    square = PIL.Image.new("RGB", (side, side), tuple(int(channel * 255) for channel in mean))
+    square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+    return square
+
+
+def _crop(pixels: UInt8[np.ndarray, "h w 3"], height: int, width: int) -> UInt8[np.ndarray, "height width 3"]:
+    """The middle of the picture; where it is too small, black around it."""
+    margins = []
+    for axis, wanted in enumerate((height, width)):
+        missing = max(0, wanted - pixels.shape[axis])
+        margins.append((-(-missing // 2), missing // 2))
+    pixels = np.pad(pixels, [*margins, (0, 0)])
+    top, left = (pixels.shape[0] - height) // 2, (pixels.shape[1] - width) // 2
+    return pixels[top : top + height, left : left + width]
+
+
+def _resize_target(size: object) -> tuple[int | None, tuple[int, int] | None]:
+    """`(shortest_edge, None)` or `(None, (height, width))`."""
+    if isinstance(size, int):
+        size = {"shortest_edge": size}
+    if isinstance(size, dict) and set(size) == {"shortest_edge"}:
+        return _positive(size["shortest_edge"]), None
+    return None, _height_width(size)
+
+
+def _height_width(size: object) -> tuple[int, int]:
+    if isinstance(size, int):
+        size = (size, size)
+    if isinstance(size, dict) and set(size) == {"height", "width"}:
+        size = (size["height"], size["width"])
+    if not isinstance(size, tuple | list) or len(size) != 2:
+        raise ValueError(f"a size of {size!r}")
+    return _positive(size[0]), _positive(size[1])
+
+
+def _positive(number: object) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ValueError(f"{number!r} pixels")
+    return number
+
+
+def _triple(value: object) -> tuple[float, float, float]:
+    if isinstance(value, int | float):
+        value = (value,) * 3
+    if not isinstance(value, tuple | list) or len(value) != 3:
+        raise ValueError(f"{value!r} for three channels")
+    return float(value[0]), float(value[1]), float(value[2])

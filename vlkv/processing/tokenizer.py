@@ -1,0 +1,122 @@
+"""Text to token ids and back, with the checkpoint's `tokenizer.json` alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+import tokenizers
+from jaxtyping import Int
+
+from vlkv.errors import InputError
+from vlkv.processing.files import one_line, read_json
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextTokenizer:
+    """A tokenizer and the names of its special tokens (`bos_token` and so on), which chat templates use."""
+
+    tokenizer: tokenizers.Tokenizer
+    special: Mapping[str, str]
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> TextTokenizer:
+        """Reads `tokenizer.json` and the names in `tokenizer_config.json` or `special_tokens_map.json`.
+
+        Raises:
+            InputError: a file is missing or damaged.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise InputError(
+                f"{path}: no such file, so the folder has no tokenizer; save one there (save_pretrained of a "
+                "fast tokenizer writes it), or use vlkv.load_params, which works alone"
+            )
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises plain Exception
+            raise InputError(
+                f"{path}: not a valid tokenizer ({one_line(error)}); copy it again from its source"
+            ) from None
+        # A saved file may still say how its training data were cut and padded; prompts must be neither.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return cls(tokenizer=tokenizer, special=_special_names(folder))
+
+    def encode(self, text: str, *, add_special: bool = True) -> Int[np.ndarray, " T"]:
+        """Token ids.
+
+        Args:
+            text: may itself spell special tokens, as chat templates do.
+            add_special: add what the file's post-processor adds (as a rule the BOS token), unless the text
+                itself begins with it.
+        """
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if add_special:
+            full = self.tokenizer.encode(text).ids
+            if full[:2] != ids[:1] * 2:  # else the first token would stand there twice: the template wrote it
+                ids = full
+        return np.asarray(ids, np.int32)
+
+    def decode(
+        self,
+        tokens: Int[np.ndarray | jax.Array, "*B T"],
+        lengths: Int[np.ndarray | jax.Array, "*B"] | int | None = None,
+        *,
+        stop: tuple[int, ...] = (),
+        skip_special_tokens: bool = True,
+    ) -> str | list[str]:
+        """Text of one row [T], or a list of texts of a batch [B, T].
+
+        Args:
+            tokens: ids; what lies past the end of a row may be anything.
+            lengths: how many tokens of each row count; None for all.
+            stop: ids that end a row, and are not part of its text.
+            skip_special_tokens: leave out the special tokens.
+
+        Raises:
+            InputError: not integers, not one row or a batch, lengths of another shape, or a negative id.
+        """
+        ids = np.asarray(tokens)
+        if ids.ndim not in (1, 2) or not (np.issubdtype(ids.dtype, np.integer) or ids.size == 0):
+            raise InputError(f"tokens must be integers [T] or [B, T], not {ids.dtype} {list(ids.shape)}")
+        counts = np.asarray(ids.shape[-1] if lengths is None else lengths)
+        if lengths is not None and counts.shape != ids.shape[:-1]:
+            raise InputError(
+                f"lengths have shape {list(counts.shape)}, tokens {list(ids.shape)}: give one length per row"
+            )
+        rows = np.atleast_2d(ids)
+        counts = np.broadcast_to(counts, rows.shape[:1])
+        texts = [
+            self._decode_row([int(token) for token in row[: max(int(count), 0)]], stop, skip_special_tokens)
+            for row, count in zip(rows, counts, strict=True)
+        ]
+        return texts[0] if ids.ndim == 1 else texts
+
+    def _decode_row(self, row: list[int], stop: tuple[int, ...], skip_special_tokens: bool) -> str:
+        row = row[: next((place for place, token in enumerate(row) if token in stop), len(row))]
+        if any(token < 0 for token in row):
+            raise InputError("a token id to decode is negative: give the lengths of the rows")
+        return self.tokenizer.decode(row, skip_special_tokens=skip_special_tokens)
+
+
+def _special_names(folder: Path) -> dict[str, str]:
+    """`bos_token` and so on; transformers 4 writes some as objects with the text under `content`."""
+    found = {
+        **(read_json(folder / "special_tokens_map.json") or {}),
+        **(read_json(folder / "tokenizer_config.json") or {}),
+    }
+    extra = found.get("extra_special_tokens")  # transformers 5 keeps `image_token` there
+    if isinstance(extra, dict):
+        found = {**extra, **found}
+    names = {}
+    for key, value in found.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str) and (key in _NAMED or (isinstance(extra, dict) and key in extra)):
+            names[key] = text
+    return names
