@@ -90,7 +90,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         for tensor in _headers(file):
             key = tables.canonical(tensor.key, config.family)
             if key in found:
-                raise InputError(f"{tensor.file}: {tensor.key} is there twice (also in {found[key].file.name})")
+                raise InputError(
+                    f"{tensor.file}: {tensor.key} is there twice (also in {found[key].file.name})"
+                )
             found[key] = tensor
     if "lm_head.weight" in found:  # what the file holds decides, not the config
         config = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, tied=False))
@@ -101,7 +103,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, config, entries, found)
 
 
-def _match(found: dict[str, Tensor], entries: tuple[tables.Entry, ...], config: ModelConfig, folder: Path) -> None:
+def _match(
+    found: dict[str, Tensor], entries: tuple[tables.Entry, ...], config: ModelConfig, folder: Path
+) -> None:
     wanted = {entry.key: entry for entry in entries}
     for key, tensor in found.items():
         if key not in wanted:
@@ -111,7 +115,9 @@ def _match(found: dict[str, Tensor], entries: tuple[tables.Entry, ...], config: 
             raise InputError(f"{tensor.file}: {tensor.key} has shape {list(tensor.shape)}, "
                              f"config.json says {list(wanted[key].shape)}")  # fmt: skip
         elif tensor.dtype not in ("F32", "F16", "BF16", "F64"):
-            raise InputError(f"{tensor.file}: {tensor.key} has dtype {tensor.dtype}: quantised weights are not supported")
+            raise InputError(
+                f"{tensor.file}: {tensor.key} has dtype {tensor.dtype}: quantised weights are not supported"
+            )
     missing = [key for key in wanted if key not in found]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

@@ -51,7 +51,9 @@ def apportion(
         free = free & ~fixed
         rest = jnp.sum(jnp.where(free, value, 0.0))
         value = jnp.where(fixed, bounded, value)
-        return jnp.where(free & (rest > 0), value * (1 + excess / jnp.where(rest > 0, rest, 1.0)), value), free
+        return jnp.where(
+            free & (rest > 0), value * (1 + excess / jnp.where(rest > 0, rest, 1.0)), value
+        ), free
 
     value, _ = jax.lax.fori_loop(0, layers, clip, (real.astype(jnp.float32), jnp.ones(layers, bool)))
     value = jnp.clip(value, floor, ceiling)

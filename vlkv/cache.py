@@ -88,7 +88,9 @@ def pack(
     vision = kept & is_vision[:, None]
     text = kept & ~is_vision[:, None]
     place = jnp.where(
-        vision, jnp.cumsum(vision, axis=-1) - 1, jnp.sum(vision, axis=-1, keepdims=True) + jnp.cumsum(text, axis=-1) - 1
+        vision,
+        jnp.cumsum(vision, axis=-1) - 1,
+        jnp.sum(vision, axis=-1, keepdims=True) + jnp.cumsum(text, axis=-1) - 1,
     )
     slot = jnp.where(kept, start[..., None] + place, slots)  # past the end: not written
     row = jnp.arange(batch)[:, None, None]

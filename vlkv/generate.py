@@ -93,7 +93,10 @@ def prefill(
     selection = choose(tuple(observed), inputs.is_vision, inputs.valid)
     for i in range(len(layers)):
         merged = jax.vmap(policy.merge)(
-            jnp.swapaxes(cached_k[i], 1, 2), jnp.swapaxes(cached_v[i], 1, 2), selection.kept[:, i], selection.scores[:, i]
+            jnp.swapaxes(cached_k[i], 1, 2),
+            jnp.swapaxes(cached_v[i], 1, 2),
+            selection.kept[:, i],
+            selection.scores[:, i],
         )
         cached_k[i], cached_v[i] = (jnp.swapaxes(y, 1, 2) for y in merged)
     cache = pack(
@@ -129,7 +132,11 @@ def decode_step(
         x = layer.finish(x, attended[:, None].astype(x.dtype))
     logits = params.decoder.logits(x[:, 0])
     cache = dataclasses.replace(
-        cache, tail_k=tuple(tail_k), tail_v=tuple(tail_v), used=cache.used + 1, next_position=cache.next_position + 1
+        cache,
+        tail_k=tuple(tail_k),
+        tail_v=tuple(tail_v),
+        used=cache.used + 1,
+        next_position=cache.next_position + 1,
     )
     return cache, jnp.where(cache.used > capacity, jnp.nan, logits)
 
@@ -219,10 +226,14 @@ def score(
     targets = jnp.asarray(targets)
     new_tokens = targets.shape[1]
     check_room(params, inputs, new_tokens)
-    cache, logits = prefill(params, inputs, Full() if policy is None else policy, new_tokens=new_tokens, key=key)
+    cache, logits = prefill(
+        params, inputs, Full() if policy is None else policy, new_tokens=new_tokens, key=key
+    )
 
     def log_probability(logits: Array, target: Array) -> Array:
-        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(target, 0)[:, None], axis=1)[:, 0]
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(target, 0)[:, None], axis=1)[
+            :, 0
+        ]
         return jnp.where(target >= 0, chosen, 0.0)
 
     def step(cache: PackedCache, pair: tuple[Array, Array]) -> tuple[PackedCache, Array]:
@@ -268,8 +279,12 @@ def check_room(params: Model, inputs: Inputs, new_tokens: int) -> None:
     """Raises InputError if prompt and answer together cannot fit the model's positions."""
     limit = params.config.decoder.max_positions
     if new_tokens >= limit:
-        raise InputError(f"max_new_tokens={new_tokens} leaves no room for a prompt: the model's limit is {limit} positions")
+        raise InputError(
+            f"max_new_tokens={new_tokens} leaves no room for a prompt: the model's limit is {limit} positions"
+        )
     if isinstance(inputs.valid, np.ndarray):  # under trace the counts are unknown
         longest = int(inputs.valid.sum(axis=1).max())
         if longest + new_tokens > limit:
-            raise InputError(f"a prompt of {longest} tokens and {new_tokens} new ones pass the model's limit of {limit}")
+            raise InputError(
+                f"a prompt of {longest} tokens and {new_tokens} new ones pass the model's limit of {limit}"
+            )

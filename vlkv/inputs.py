@@ -70,7 +70,10 @@ class Inputs:
         buckets = buckets or Buckets()
         if "input_ids" not in batch:
             raise InputError(f"inputs have no input_ids (found: {', '.join(sorted(batch)) or 'nothing'})")
-        tokens = np.atleast_2d(np.asarray(batch["input_ids"])).astype(np.int32)
+        try:
+            tokens = np.atleast_2d(np.asarray(batch["input_ids"])).astype(np.int32)
+        except ValueError:  # numpy's refusal of a ragged list
+            raise InputError("input_ids: rows differ in length; call the processor: padding=True") from None
         mask = batch.get("attention_mask")
         valid = np.ones(tokens.shape, bool) if mask is None else np.atleast_2d(np.asarray(mask)).astype(bool)
         if valid.shape != tokens.shape:
@@ -83,7 +86,12 @@ class Inputs:
 
     @classmethod
     def _build(
-        cls, tokens: np.ndarray, valid: np.ndarray, pixels: np.ndarray | None, config: ModelConfig, buckets: Buckets
+        cls,
+        tokens: np.ndarray,
+        valid: np.ndarray,
+        pixels: np.ndarray | None,
+        config: ModelConfig,
+        buckets: Buckets,
     ) -> Inputs:
         is_vision = valid & (tokens == config.image_token) if config.vision else np.zeros_like(valid)
         per_image = config.vision.tokens if config.vision else 1
@@ -96,15 +104,21 @@ class Inputs:
         if config.vision and pixels is not None:
             want = (3, config.vision.image_size, config.vision.image_size)
             if pixels.shape[1:] != want:
-                raise InputError(f"pixel_values have shape {pixels.shape}, expected [images, {want[0]}, {want[1]}, {want[2]}]")
+                raise InputError(
+                    f"pixel_values have shape {pixels.shape}, expected [images, {want[0]}, {want[1]}, {want[2]}]"
+                )
         longest = int(valid.sum(axis=1).max())
         if longest > config.decoder.max_positions:
-            raise InputError(f"the prompt has {longest} tokens, the model's limit is {config.decoder.max_positions}")
+            raise InputError(
+                f"the prompt has {longest} tokens, the model's limit is {config.decoder.max_positions}"
+            )
         if tokens[valid].min() < 0 or tokens[valid].max() >= config.decoder.vocab_size:
             raise InputError(f"a token id lies outside the vocabulary of {config.decoder.vocab_size}")
 
         place = np.arange(tokens.shape[1])
-        last_vision = np.where(is_vision, place, -1).max(axis=1)  # -1: a row without an image is all instruction
+        last_vision = np.where(is_vision, place, -1).max(
+            axis=1
+        )  # -1: a row without an image is all instruction
         instruction = (valid & (place > last_vision[:, None])).sum(axis=1)
         row_images = round_up(int(-(-is_vision.sum(axis=1).max() // per_image)), buckets.images)
         max_vision = row_images * per_image

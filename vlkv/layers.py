@@ -20,7 +20,9 @@ class Initializer:
     def normal(self, *shape: int, scale: float) -> nnx.Param:
         """A normal sample times `scale`."""
         self.count += 1
-        return nnx.Param(scale * jax.random.normal(jax.random.fold_in(self.key, self.count), shape, self.dtype))
+        return nnx.Param(
+            scale * jax.random.normal(jax.random.fold_in(self.key, self.count), shape, self.dtype)
+        )
 
     def constant(self, value: float, *shape: int) -> nnx.Param:
         """All entries equal."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ def load(
     dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     buckets: Buckets | None = None,
+    layout: Literal["checkpoint", "pad"] = "checkpoint",
 ) -> tuple[models.Model, Processor]:
     """`(load_params(...), load_processor(...))` of one folder or hub id.
 
@@ -37,12 +38,14 @@ def load(
         dtype: of the parameters; None keeps the checkpoint's own.
         mesh: places every weight shard by shard on this mesh (axes `data`, `model`); None: the default device.
         buckets: bounds for lengths and counts, see `vlkv.Buckets`.
+        layout: "pad" pads pictures to a square, as LLaVA-1.5 was trained, instead of cutting out the middle.
 
     Raises:
         InputError: anything that is wrong with the folder, before a weight is read.
     """
     folder = resolve(source)
-    return load_params(folder, dtype=dtype, mesh=mesh), load_processor(folder, buckets=buckets)
+    processor = load_processor(folder, buckets=buckets, layout=layout)
+    return load_params(folder, dtype=dtype, mesh=mesh), processor
 
 
 def load_params(
@@ -53,12 +56,17 @@ def load_params(
     return read_params(checkpoint, dtype=dtype, mesh=mesh)
 
 
-def load_processor(source: str | os.PathLike[str], *, buckets: Buckets | None = None) -> Processor:
+def load_processor(
+    source: str | os.PathLike[str],
+    *,
+    buckets: Buckets | None = None,
+    layout: Literal["checkpoint", "pad"] = "checkpoint",
+) -> Processor:
     """The processor alone: tokenizer, chat template and image settings of the folder."""
     from vlkv.processing import Processor  # noqa: PLC0415 (tokenizers and PIL only where they are needed)
 
     folder = resolve(source)
-    return Processor.from_folder(folder, read_config(folder), buckets=buckets)
+    return Processor.from_folder(folder, read_config(folder), buckets=buckets, layout=layout)
 
 
 def read_params(checkpoint: Checkpoint, *, dtype: DTypeLike | None, mesh: Mesh | None) -> models.Model:
@@ -93,4 +101,6 @@ def resolve(source: str | os.PathLike[str]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=_WANTED))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise InputError(f"{name}: no such folder, and not to be had from the hub ({type(error).__name__})") from None
+        raise InputError(
+            f"{name}: no such folder, and not to be had from the hub ({type(error).__name__})"
+        ) from None

@@ -48,7 +48,10 @@ def decode_attention_xla(
         return total * old[..., None] + new_total * new[..., None], both, weight * old + new_weight * new
 
     state = (jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:3], -jnp.inf), jnp.zeros(q.shape[:3]))
-    total, peak, weight = jax.lax.fori_loop(0, -(-jnp.max(length) // chunk), step, state)
+    if slots <= chunk:  # a short tail: no loop to compile
+        total, peak, weight = step(0, state)
+    else:
+        total, peak, weight = jax.lax.fori_loop(0, -(-jnp.max(length) // chunk), step, state)
     out = total / jnp.where(weight > 0, weight, 1.0)[..., None]
     lse = jnp.where(weight > 0, peak + jnp.log(jnp.where(weight > 0, weight, 1.0)), -jnp.inf)
     return out.reshape(batch, heads, head_dim), lse.reshape(batch, heads)

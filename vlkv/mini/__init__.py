@@ -1,7 +1,7 @@
-"""The miniature: a small LLaVA that reads pages of real handwritten digits. It is data and tests, not the library.
+"""The miniature: a small LLaVA that reads pages of real handwritten digits.
 
-`pages` makes pages, questions and answers; `folder` writes a Hugging Face folder; `training` trains the weights in
-`CHECKPOINT` (benchmarks/train_mini.py). Using the shipped checkpoint needs `pages` alone, and no scikit-learn.
+`pages` makes pages, questions and answers; `folder` writes a Hugging Face folder; `training` trains the
+weights in `CHECKPOINT` (benchmarks/train_mini.py). Using them needs `pages` alone, and no scikit-learn.
 """
 
 from __future__ import annotations

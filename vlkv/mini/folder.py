@@ -1,7 +1,7 @@
 """The miniature as a Hugging Face folder: config, tokenizer, processor settings, weights.
 
-Everything but the weights follows from a few numbers below, so a training run can write a folder at any step, and
-transformers itself can load it.
+Everything but the weights follows from a few numbers below, so a training run can write a folder at any
+step, and transformers itself can load it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from vlkv.models import Model
 
 _SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<image>")
 PAD, BOS, EOS, _, IMAGE = range(len(_SPECIAL))
-_WORDS = (*"user assistant : ? . what does row say read the page".split(), *pages.ORDINALS, pages.SEPARATOR, *"0123456789")
+_WORDS = ("user", "assistant", ":", "?", ".", "what", "does", "row", "say", "read", "the", "page",
+          *pages.ORDINALS, pages.SEPARATOR, *"0123456789")  # fmt: skip
 VOCABULARY = (*_SPECIAL, *_WORDS)
 MAX_POSITIONS = 512
 
@@ -125,7 +126,8 @@ def tokenizer() -> Tokenizer:
     """One token per word, digit or punctuation mark, in any case; <s> in front."""
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
     made.normalizer = normalizers.Lowercase()
-    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)])
+    words, digits = pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)
+    made.pre_tokenizer = pre_tokenizers.Sequence([words, digits])
     made.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in _SPECIAL])
     made.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
@@ -144,7 +146,6 @@ def write(folder: Path, params: Model, log: dict[str, Any]) -> None:
         "preprocessor_config.json": _IMAGES,
         "processor_config.json": {**_PROCESSOR, "image_processor": _IMAGES},
         "tokenizer_config.json": _TOKENIZER,
-        "chat_template.json": {"chat_template": CHAT_TEMPLATE},
         "training_log.json": log,
     }.items():
         (fresh / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
@@ -164,11 +165,12 @@ def tensors(params: Model) -> dict[str, np.ndarray]:
     """The weights under their names and shapes on disk."""
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     ours = {sharding.path_name(path): np.asarray(leaf, np.float32) for path, leaf in leaves}
-    return {entry.key: ours[entry.path].reshape(entry.shape) for entry in tables.table(params.config)} | _unused()
+    used = {entry.key: ours[entry.path].reshape(entry.shape) for entry in tables.table(params.config)}
+    return used | _unused()
 
 
 def _unused() -> dict[str, np.ndarray]:
-    """Zeros for what a CLIP tower holds behind the feature layer: nothing reads it, transformers wants it there."""
+    """Zeros for the tower behind the feature layer: nothing reads it, transformers wants it there."""
     c = CONFIG["vision_config"]
     d, f = c["hidden_size"], c["intermediate_size"]
     shapes: dict[str, tuple[int, ...]] = {}

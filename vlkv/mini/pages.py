@@ -1,8 +1,8 @@
 """Pages of handwritten digits: rows of real digits on a page that is otherwise empty or covered with texture.
 
-A page is 96 x 96 pixels, dark ink on white: a grid of 12 x 12 cells of 8 x 8 pixels, one cell per vision token of the
-miniature. A digit fills one cell. The digits are those of scikit-learn's `load_digits`; the last 360 of them are shipped
-here (HELD_OUT.md) and never trained on.
+A page is 96 x 96 pixels, dark ink on white: a grid of 12 x 12 cells of 8 x 8 pixels, one cell per vision token
+of the miniature. A digit fills one cell. The digits are those of scikit-learn's `load_digits`; the last 360 of
+them are shipped here (HELD_OUT.md) and never trained on.
 """
 
 from __future__ import annotations
@@ -85,7 +85,11 @@ def held_out(count: int, seed: int = 0) -> Iterator[Sample]:
 
 
 def compose(
-    digits: Digits, rng: np.random.Generator, *, rows: tuple[int, int] = (2, 5), length: tuple[int, int] = (2, 5)
+    digits: Digits,
+    rng: np.random.Generator,
+    *,
+    rows: tuple[int, int] = (2, 5),
+    length: tuple[int, int] = (2, 5),
 ) -> Page:
     """A random page of between `rows[0]` and `rows[1]` rows, each of `length[0]` to `length[1]` digits."""
     ink = _background(rng)
@@ -97,7 +101,8 @@ def compose(
         x = int(rng.integers(GRID - n + 1))
         chosen = rng.integers(len(digits.label), size=n)
         # Paper under the digits is clean: a digit that texture has made unreadable would test nothing.
-        ink[y * CELL : (y + 1) * CELL, x * CELL : (x + n) * CELL] = digits.ink[chosen].transpose(1, 0, 2).reshape(CELL, -1)
+        line = digits.ink[chosen].transpose(1, 0, 2).reshape(CELL, -1)
+        ink[y * CELL : (y + 1) * CELL, x * CELL : (x + n) * CELL] = line
         text.append(tuple(int(label) for label in digits.label[chosen]))
         cells.extend(int(y) * GRID + np.arange(x, x + n))
     pixels = np.rint(255 * (1 - np.clip(ink, 0, 1))).astype(np.uint8)

@@ -4,18 +4,20 @@ Axes: B pages · V vision tokens shown · T tokens of a row · N, K, H as in the
 
 Three things make it cheap enough for two CPU cores:
 
-- A row holds the image once and after it several questions with their answers. A static mask keeps each question from
-  seeing the others, and each starts at the same position, so every one is exactly the row that `vlkv.forward` sees.
-- Early stages show the cells with digits and a random choice of the others, at their true positions. The last stage
-  shows whole pages.
-- Early stages have pages of few, short rows. Reading whole pages gives many targets per page; row questions alone
-  learn nothing for a long time.
+- A row holds the image once and after it several questions with their answers. A static mask keeps each
+  question from seeing the others, and each starts at the same position, so every one is exactly the row that
+  `vlkv.forward` sees.
+- Early stages show the cells with digits and a random choice of the others, at their true positions. The last
+  stage shows whole pages.
+- Early stages have pages of few, short rows. Reading whole pages gives many targets per page; row questions
+  alone learn nothing for a long time.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -127,8 +129,9 @@ def _prefix(rows: int) -> Int[np.ndarray, "B 3"]:
 def _see(params: Llava, batch: Batch) -> Float[Array, "B V D"]:
     """The tower and the projector, on the cells that are shown."""
     tower = params.vision
-    x = jnp.einsum("bvyx,dcyx->bvd", batch.patches, tower.patch[...]) + tower.position.weight[...][1 + batch.cells]
-    first = jnp.broadcast_to(tower.class_token[...] + tower.position.weight[...][0], (len(x), 1, x.shape[-1]))
+    place = tower.position.weight[...]
+    x = jnp.einsum("bvyx,dcyx->bvd", batch.patches, tower.patch[...]) + place[1 + batch.cells]
+    first = jnp.broadcast_to(tower.class_token[...] + place[0], (len(x), 1, x.shape[-1]))
     x = tower.first_norm(jnp.concatenate([first, x], axis=1))
     for block in tower.blocks:
         x = block(x)
@@ -152,7 +155,8 @@ def start(seed: int) -> Llava:
     side = np.concatenate([np.sin(wave), np.cos(wave)], axis=1)  # [12, width / 2]
     y, x = np.divmod(np.arange(pages.GRID**2), pages.GRID)
     grid = np.concatenate([side[y], side[x]], axis=1)
-    params.vision.position.weight.set_value(jnp.asarray(np.concatenate([np.zeros((1, width)), grid]), jnp.float32))
+    places = np.concatenate([np.zeros((1, width)), grid])
+    params.vision.position.weight.set_value(jnp.asarray(places, jnp.float32))
     params.decoder.embedding.weight.set_value(params.decoder.embedding.weight[...] * 25)  # 0.02 -> 0.5
     for layer in params.decoder.layers:
         for weight in (layer.out.weight, layer.down.weight):
@@ -172,8 +176,9 @@ def vary(digits: Digits, rng: np.random.Generator) -> Digits:
     """The same digits a little turned, sheared, scaled, moved, darkened and dirtied."""
     n = len(digits.label)
     turn = np.eye(2) + rng.normal(0, 0.1, (n, 2, 2))
-    y, x = np.mgrid[: pages.CELL, : pages.CELL].reshape(2, -1) - (pages.CELL - 1) / 2
-    place = np.einsum("nij,jp->nip", turn, np.stack([y, x])) + rng.normal(0, 0.4, (n, 2, 1)) + (pages.CELL - 1) / 2
+    middle = (pages.CELL - 1) / 2
+    pixel = np.mgrid[: pages.CELL, : pages.CELL].reshape(2, -1) - middle
+    place = np.einsum("nij,jp->nip", turn, pixel) + rng.normal(0, 0.4, (n, 2, 1)) + middle
     corner = np.floor(place).astype(int)
     part = place - corner
     padded = np.pad(digits.ink, [(0, 0), (4, 4), (4, 4)])
@@ -191,8 +196,8 @@ def batches(digits: Digits, stage: Stage, rng: np.random.Generator) -> Iterator[
     layout = Layout.of(stage)
     while True:
         varied = vary(digits, rng)
-        made = [compose_row(pages.compose(varied, rng, rows=stage.rows, length=stage.length), stage, layout, rng)
-                for _ in range(stage.batch)]  # fmt: skip
+        rows = [pages.compose(varied, rng, rows=stage.rows, length=stage.length) for _ in range(stage.batch)]
+        made = [compose_row(page, stage, layout, rng) for page in rows]
         yield Batch(*(np.stack(column) for column in zip(*made, strict=True)))
 
 
@@ -205,7 +210,8 @@ def compose_row(
     grid = page.pixels.reshape(pages.GRID, pages.CELL, pages.GRID, pages.CELL).transpose(0, 2, 1, 3)
     patches = grid.reshape(-1, pages.CELL, pages.CELL)[cells].astype(np.float32) / 127.5 - 1
     asked: list[int | None] = [None, *rng.permutation(len(page.rows))[: stage.row_questions].tolist()]
-    tokens, weights = [np.zeros(n, np.int32) for n in layout.lengths], [np.zeros(n, np.float32) for n in layout.lengths]
+    tokens = [np.zeros(n, np.int32) for n in layout.lengths]
+    weights = [np.zeros(n, np.float32) for n in layout.lengths]
     for i, row in enumerate(asked):
         ids, first = branch(pages.question(row), page.answer(row))
         tokens[i][: len(ids)] = ids
@@ -225,11 +231,14 @@ def branch(question: str, answer: str) -> tuple[list[int], int]:
     return [*prompt, *_tokenizer().encode(answer, add_special_tokens=False).ids, folder.EOS], len(prompt)
 
 
-def evaluate(params: Llava, rows: list[Page], score: Callable[[Llava, Batch, Layout], Array]) -> dict[str, float]:
+Score = Callable[[Llava, Batch, Layout], Array]  # `log_probs`, compiled
+
+
+def evaluate(params: Llava, rows: list[Page], score: Score) -> dict[str, float]:
     """Shares of whole pages, rows and digits read right, on complete pages.
 
-    Teacher-forced, which for exact answers is the same as greedy decoding: an answer comes out whole exactly when
-    every token is the likeliest after the right ones before it.
+    Teacher-forced, which for exact answers is the same as greedy decoding: an answer comes out whole exactly
+    when every token is the likeliest after the right ones before it.
     """
     stage = Stage(0, pages.GRID**2, (2, 5), (2, 5), 2)
     layout, rng = Layout.of(stage), np.random.default_rng(0)
@@ -243,16 +252,22 @@ def evaluate(params: Llava, rows: list[Page], score: Callable[[Llava, Batch, Lay
         target, weight = batch.tokens[:, 1:], batch.weights[:, 1:] > 0
         right = best == target
         totals["digit"].extend(right[weight & np.isin(target, digit_ids)])
-        for b, (low, high) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for b, (low, high) in enumerate(itertools.pairwise(bounds)):
             part = slice(max(low - 1, 0), high - 1)
             totals["row" if b else "page"].extend((right | ~weight)[:, part].all(1))
     return {name: float(np.mean(values)) for name, values in totals.items()}
 
 
 def train(
-    out: Path, work: Path, settings: Settings, *, every: int = 200, machine: str = "", say: Callable[[str], None] = print
+    out: Path,
+    work: Path,
+    settings: Settings,
+    *,
+    every: int = 200,
+    machine: str = "",
+    say: Callable[[str], None] = print,
 ) -> None:
-    """Trains, and every few steps saves the state in `work` and a whole checkpoint in `out`; resumes from `work`."""
+    """Trains; every few steps saves a whole checkpoint in `out` and the state, to resume from, in `work`."""
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, settings.learning_rate, settings.warmup, settings.steps, settings.learning_rate / 50
     )
@@ -263,7 +278,12 @@ def train(
     )  # fmt: skip
     params = start(settings.seed)
     state = optimizer.init(params)
-    log: dict[str, Any] = {"settings": dataclasses.asdict(settings), "machine": machine, "seconds": 0.0, "steps": []}
+    log: dict[str, Any] = {
+        "machine": machine,
+        "settings": dataclasses.asdict(settings),
+        "seconds": 0.0,
+        "steps": [],
+    }
     done = 0
     if (work / "state.npz").is_file():
         params, state = _restore(work / "state.npz", (params, state))

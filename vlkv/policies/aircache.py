@@ -43,7 +43,11 @@ class AirCache(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("alpha", 0 <= self.alpha <= 1, "must lie in [0, 1]")
-        self.check("window", self.window in ("elite", "recent", "text", "vision"), "is none of elite, recent, text, vision")
+        self.check(
+            "window",
+            self.window in ("elite", "recent", "text", "vision"),
+            "is none of elite, recent, text, vision",
+        )
         self.check("rows", self.rows >= 1, "must be at least 1")
         allocations = ("both", "strength", "skewness", "uniform", "pyramid")
         self.check("allocation", self.allocation in allocations, f"is none of {', '.join(allocations)}")

@@ -95,7 +95,11 @@ class Policy:
         return budgets.uniform(total, layers)
 
     def merge(
-        self, k: Float[Array, "K T H"], v: Float[Array, "K T H"], kept: Bool[Array, "K T"], scores: Float[Array, "K T"]
+        self,
+        k: Float[Array, "K T H"],
+        v: Float[Array, "K T H"],
+        kept: Bool[Array, "K T"],
+        scores: Float[Array, "K T"],
     ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
         """The entries that go into the cache where `kept`; a method may fold what it drops into them."""
         del kept, scores

@@ -78,7 +78,9 @@ def allocate_and_take(
     most = jnp.sum(in_scope)
     granted = policy.allocate(statistics, total=_total(policy, in_scope, layers), most=most, layers=layers)
     kv_heads = observed[0].scores.shape[0]
-    granted = jnp.broadcast_to(granted if granted.ndim == 2 else granted[:, None], (layers, kv_heads))  # [L, K]
+    granted = jnp.broadcast_to(
+        granted if granted.ndim == 2 else granted[:, None], (layers, kv_heads)
+    )  # [L, K]
 
     def take(scores, protected, budget):  # [K, T], [T], [K]
         high = jnp.max(jnp.where(in_scope, scores, -jnp.inf), axis=-1, keepdims=True)
@@ -92,7 +94,9 @@ def allocate_and_take(
         return kept & valid, scores
 
     kept, scores = jax.vmap(take)(
-        jnp.stack([o.scores.astype(jnp.float32) for o in observed]), jnp.stack([o.protected for o in observed]), granted
+        jnp.stack([o.scores.astype(jnp.float32) for o in observed]),
+        jnp.stack([o.protected for o in observed]),
+        granted,
     )
     return Selection(kept, granted.astype(jnp.int32), scores, statistics)
 
@@ -149,14 +153,21 @@ def require_key(policy: Policy, key: Key[Array, ""] | None) -> None:
 def _observe_all(policy, q, k, v, is_vision, valid, key):
     require_key(policy, key)
     q, k, v, is_vision = (jnp.asarray(x) for x in (q, k, v, is_vision))
-    fits = q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[2:] == k.shape[2:]
+    fits = (
+        q.ndim == k.ndim == 4
+        and k.shape == v.shape
+        and q.shape[0] == k.shape[0]
+        and q.shape[2:] == k.shape[2:]
+    )
     if not fits or q.shape[1] % k.shape[1] or is_vision.shape != q.shape[2:3]:
         raise InputError(f"q {q.shape}, k {k.shape}, v {v.shape}, is_vision {is_vision.shape}: expected [L, N, T, H], "
                          "[L, K, T, H] twice and [T], with K dividing N")  # fmt: skip
     valid = jnp.ones(is_vision.shape, bool) if valid is None else jnp.asarray(valid)
     layers, length = q.shape[0], q.shape[2]
     observed = tuple(
-        observe(policy, q[i], k[i], v[i], is_vision, valid, key, layer=i, layers=layers, max_instruction=length)
+        observe(
+            policy, q[i], k[i], v[i], is_vision, valid, key, layer=i, layers=layers, max_instruction=length
+        )
         for i in range(layers)
     )
     return observed, valid

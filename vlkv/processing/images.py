@@ -8,11 +8,13 @@ not, because its processors skip the rotation for a `PIL.Image`, and late 5.x on
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TypeAlias
+from typing import TypeAlias
 
 import PIL.Image
 import PIL.ImageOps
@@ -74,14 +76,12 @@ def check_area(width: int, height: int, name: str) -> None:
         )
 
 
-def _open(file: IO[bytes], name: str) -> PIL.Image.Image:
+def _open(file: io.BytesIO | io.BufferedReader, name: str) -> PIL.Image.Image:
     try:
-        with warnings.catch_warnings():
-            # Between once and twice its limit PIL only warns: a second line on the terminal.
-            warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
+        with _reading(name):
             image = PIL.Image.open(file)
-    except (PIL.Image.DecompressionBombWarning, PIL.Image.DecompressionBombError) as error:
-        raise _bomb(error, name) from None
+    except InputError:
+        raise
     except Exception:  # PIL's readers raise almost anything on a file that is not what its first bytes say
         size = file.seek(0, io.SEEK_END)
         what = "not an image, or a damaged one" if size else "an empty file"
@@ -94,21 +94,28 @@ def _decode(image: PIL.Image.Image, name: str) -> PIL.Image.Image:
         raise InputError(f"{name}: the image has no pixels ({image.width} x {image.height}); give another")
     check_area(image.width, image.height, name)
     try:
-        with warnings.catch_warnings():
-            # Some containers (ICO) hold an inner image, which announces its size only now.
-            warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
+        with _reading(name):  # again: some containers (ICO) hold an inner image, whose size shows only now
             image.load()
             return PIL.ImageOps.exif_transpose(image).convert("RGB")
-    except (PIL.Image.DecompressionBombWarning, PIL.Image.DecompressionBombError) as error:
-        raise _bomb(error, name) from None
-    except Exception as error:  # PIL's decoders raise OSError, SyntaxError, struct.error, EOFError and others
+    except InputError:
+        raise
+    except Exception as error:  # PIL's decoders raise OSError, SyntaxError, EOFError...
         raise InputError(
             f"{name}: the image is truncated or damaged ({one_line(error)}); copy or export it again"
         ) from None
 
 
-def _bomb(error: BaseException, name: str) -> InputError:
-    return InputError(
-        f"{name}: {one_line(error).rstrip('.')}; "
-        "scale it down, or raise PIL.Image.MAX_IMAGE_PIXELS if you trust it"
-    )
+@contextlib.contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Turns PIL's alarm about a bomb into ours; lesser warnings would be further lines on the terminal."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # Between once and twice its limit PIL only warns, beyond that it raises.
+            warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
+            yield
+    except (PIL.Image.DecompressionBombWarning, PIL.Image.DecompressionBombError) as error:
+        raise InputError(
+            f"{name}: {one_line(error).rstrip('.')}; "
+            "scale it down, or raise PIL.Image.MAX_IMAGE_PIXELS if you trust it"
+        ) from None

@@ -22,7 +22,7 @@ from vlkv.processing.images import Picture, open_image
 from vlkv.processing.pixels import Layout, PixelSettings, read_settings, to_pixels
 from vlkv.processing.prompts import PromptWriter
 from vlkv.processing.templates import ChatTemplate
-from vlkv.processing.tokenizer import TextTokenizer
+from vlkv.processing.tokenizer import Lengths, TextTokenizer
 
 RowImages: TypeAlias = Picture | Sequence[Picture] | None
 
@@ -136,7 +136,7 @@ class Processor:
     def decode(
         self,
         tokens: Int[np.ndarray | jax.Array, "*B T"],
-        lengths: Int[np.ndarray | jax.Array, "*B"] | int | None = None,
+        lengths: Lengths = None,
     ) -> str | list[str]:
         """The text of one row [T], or a list with the text of each row of [B, T], without special tokens.
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -13,6 +14,9 @@ from jaxtyping import Int
 
 from vlkv.errors import InputError
 from vlkv.processing.files import one_line, read_json
+
+# How many tokens of each row count, or None for all.
+Lengths: TypeAlias = Int[np.ndarray | jax.Array, "*B"] | Sequence[int] | int | np.integer | None
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -66,7 +70,7 @@ class TextTokenizer:
     def decode(
         self,
         tokens: Int[np.ndarray | jax.Array, "*B T"],
-        lengths: Int[np.ndarray | jax.Array, "*B"] | int | None = None,
+        lengths: Lengths = None,
         *,
         stop: tuple[int, ...] = (),
         skip_special_tokens: bool = True,

@@ -1,0 +1,54 @@
+"""`python -m checkpoints_convert SRC DST`: the same as `vlkv convert`, without the rest of the library."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from checkpoints_convert.converting import DTYPES, convert, verify
+from vlkv.errors import InputError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `convert`, shared with the `vlkv` command."""
+    parser.add_argument("source", type=Path, metavar="SRC", help="a Hugging Face checkpoint folder")
+    parser.add_argument(
+        "destination", type=Path, nargs="?", metavar="DST", help="the folder to write; must not exist"
+    )
+    parser.add_argument(
+        "--dtype", choices=list(DTYPES), help="of the written weights; without it, the source's own"
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="only compare SRC, a converted folder, with its manifest"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def run(args: argparse.Namespace) -> str:
+    """Does what the arguments say and returns one line about it."""
+    if args.verify:
+        verify(args.source)
+        return f"{args.source}: every file agrees with the manifest"
+    if args.destination is None:
+        raise InputError("convert needs a destination: vlkv convert SRC DST")
+    return f"wrote {convert(args.source, args.destination, dtype=args.dtype, progress=not args.quiet)}"
+
+
+def main() -> None:
+    """Entry point; errors are one line and exit 2."""
+    parser = argparse.ArgumentParser(prog="python -m checkpoints_convert", description=__doc__)
+    add_arguments(parser)
+    try:
+        print(run(parser.parse_args()))
+    except InputError as error:
+        sys.exit(_fail(error))
+
+
+def _fail(error: InputError) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""`convert`: a checkpoint, tensor by tensor, into a folder that loads fast and says where it came from.
+
+The result is again a Hugging Face style folder (safetensors under the new-style names, the source's config, tokenizer
+and processor files) plus a manifest. It is written beside its destination and renamed when complete; until then it
+holds no config.json, so nothing would take it for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+from tqdm import tqdm
+
+from checkpoints_convert.reading import INDEX, Checkpoint, open_checkpoint, read_json
+from vlkv.errors import InputError
+
+MANIFEST = "vlkv_manifest.json"
+SHARD_BYTES = 256 * 2**20  # memory in use is about one shard
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+_COPIED = ("*.json", "*.jinja", "*.model", "*.txt")  # tokenizer, templates, processor settings
+
+
+def convert(source: Path, destination: Path, *, dtype: str | None = None, progress: bool = True) -> Path:
+    """Converts one folder into another.
+
+    Args:
+        source: a Hugging Face folder.
+        destination: must not exist yet.
+        dtype: float32, float16 or bfloat16; None keeps each tensor's own.
+        progress: whether to draw a bar on stderr.
+
+    Returns:
+        The destination.
+
+    Raises:
+        InputError: something is wrong with the source, or the destination exists. Nothing is left behind.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    if destination.exists():
+        raise InputError(f"{destination}: exists already; give a new folder or remove it first")
+    if not destination.parent.is_dir():
+        raise InputError(f"{destination.parent}: no such folder to write into")
+    checkpoint = open_checkpoint(source)
+    partial = destination.with_name(f".{destination.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    partial.mkdir()
+    try:
+        _write(checkpoint, partial, dtype, progress)
+        partial.rename(destination)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return destination
+
+
+def verify(folder: Path) -> None:
+    """Compares every file of a converted folder with its manifest; InputError names the first that differs."""
+    manifest = read_json(folder / MANIFEST)
+    for name, digest in manifest.get("sha256", {}).items():
+        if not (folder / name).is_file():
+            raise InputError(f"{folder / name}: missing, though the manifest lists it")
+        if _sha256(folder / name) != digest:
+            raise InputError(f"{folder / name}: checksum differs from the manifest: convert again")
+
+
+def _write(checkpoint: Checkpoint, folder: Path, dtype: str | None, progress: bool) -> None:
+    shards = list(_shards(checkpoint, dtype))
+    weight_map: dict[str, str] = {}
+    digests: dict[str, str] = {}
+    total = 0
+    with tqdm(total=len(checkpoint.entries), unit="tensor", disable=not progress) as bar:
+        for number, entries in enumerate(shards, start=1):
+            name = (
+                f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+                if len(shards) > 1
+                else "model.safetensors"
+            )
+            tensors = {}
+            for entry in entries:
+                array = checkpoint.read(entry)
+                tensors[entry.key] = array if dtype is None else array.astype(DTYPES[dtype], copy=False)
+                total += tensors[entry.key].nbytes
+                weight_map[entry.key] = name
+                bar.update()
+            save_file(tensors, folder / name, metadata={"format": "pt"})
+            del tensors
+            digests[name] = _sha256(folder / name)
+    if len(shards) > 1:
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    for file in sorted({path for pattern in _COPIED for path in checkpoint.folder.glob(pattern)}):
+        if file.is_file() and file.name not in ("config.json", INDEX, MANIFEST):
+            shutil.copyfile(file, folder / file.name)
+            digests[file.name] = _sha256(folder / file.name)
+    _write_json(
+        folder / MANIFEST,
+        {
+            "format": 1,
+            "source": checkpoint.folder.resolve().name,
+            "family": checkpoint.config.family,
+            "dtype": dtype or "as in the source",
+            "parameters": sum(int(np.prod(entry.shape)) for entry in checkpoint.entries),
+            "bytes": total,
+            "sha256": digests,
+        },
+    )
+    # Last: a folder without config.json is no checkpoint.
+    shutil.copyfile(checkpoint.folder / "config.json", folder / "config.json")
+
+
+def _shards(checkpoint: Checkpoint, dtype: str | None) -> Iterator[list[Any]]:
+    shard: list[Any] = []
+    size = 0
+    for entry in checkpoint.entries:
+        width = (
+            DTYPES[dtype].itemsize
+            if dtype
+            else {"F64": 8, "F32": 4}.get(checkpoint.tensors[entry.key].dtype, 2)
+        )
+        nbytes = int(np.prod(entry.shape)) * width
+        if shard and size + nbytes > SHARD_BYTES:
+            yield shard
+            shard, size = [], 0
+        shard.append(entry)
+        size += nbytes
+    yield shard
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,81 @@
+"""The shipped folder: small, a true LLaVA checkpoint, the same answers in transformers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+import vlkv
+from vlkv.inputs import Inputs
+from vlkv.mini import CHECKPOINT, folder, pages
+
+
+def ask(sample: pages.Sample, *, answered: bool = False) -> dict[str, np.ndarray]:
+    """What a transformers processor would return, made by hand."""
+    text = f"USER: {'<image>' * pages.GRID**2}\n{sample.question} ASSISTANT:" + f" {sample.answer}" * answered
+    pixels = np.asarray(sample.image, np.float32).transpose(2, 0, 1) / 127.5 - 1
+    return {"input_ids": np.array([folder.tokenizer().encode(text).ids]), "pixel_values": pixels[None]}
+
+
+def test_tokenizer_round_trip():
+    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    for text in ("what does row three say ?", "3 4 1 / 0 9", *pages.ORDINALS, pages.READ_PAGE):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert folder.VOCABULARY.index("<unk>") not in ids
+        assert tokenizer.decode(ids) == text
+    prompt = tokenizer.encode("USER: <image><image>\nWhat does row three say? ASSISTANT:").tokens
+    assert prompt == [
+        "<s>",
+        "user",
+        ":",
+        "<image>",
+        "<image>",
+        *"what does row three say ?".split(),
+        "assistant",
+        ":",
+    ]
+    assert tokenizer.encode("341").tokens == ["<s>", "3", "4", "1"]
+
+
+def test_folder_is_what_the_code_writes():
+    assert folder.tokenizer().to_str() == Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json")).to_str()
+    assert vlkv.load_params(CHECKPOINT).config == folder.config()
+    assert sum(file.stat().st_size for file in CHECKPOINT.iterdir()) < 10_000_000
+    assert folder.config().decoder.layers >= 6
+    assert folder.config().vision.tokens >= 144
+
+
+def test_reads_unseen_pages():
+    """A handful of pages in one forward pass each; benchmarks/quality.py has the real numbers."""
+    params = vlkv.load_params(CHECKPOINT)
+    right = total = 0
+    for sample in pages.held_out(12, seed=11):
+        ids = folder.tokenizer().encode(sample.answer, add_special_tokens=False).ids
+        inputs = Inputs.from_hf(ask(sample, answered=True), params.config)
+        end = int(np.sum(inputs.valid))
+        best = np.asarray(vlkv.forward(params, inputs)[0]).argmax(-1)[end - len(ids) - 1 : end]
+        right, total = right + int(np.sum(best == [*ids, folder.EOS])), total + len(best)
+    assert right / total > 0.9
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_gives_the_same_logits():
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    llava = transformers.LlavaForConditionalGeneration
+    theirs, report = llava.from_pretrained(CHECKPOINT, output_loading_info=True)
+    assert not any(report.values()), report
+    processor = transformers.AutoProcessor.from_pretrained(CHECKPOINT)
+    sample = next(pages.held_out(1, seed=5))
+    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": sample.question}]}
+    text = processor.apply_chat_template([message], add_generation_prompt=True)
+    batch = processor(images=sample.image, text=text, return_tensors="pt")
+    ours = ask(sample)
+    np.testing.assert_array_equal(batch["input_ids"], ours["input_ids"])
+    np.testing.assert_allclose(batch["pixel_values"], ours["pixel_values"], atol=1e-6)
+    with torch.no_grad():
+        want = theirs(**batch).logits[0].numpy()
+    params = vlkv.load_params(CHECKPOINT)
+    got = np.asarray(vlkv.forward(params, Inputs.from_hf(ours, params.config)))[0, : len(want)]
+    np.testing.assert_allclose(got, want, atol=1e-4)

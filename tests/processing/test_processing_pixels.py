@@ -1,0 +1,133 @@
+"""Pixels: values to compute by hand, and parity with transformers' image processors on PIL."""
+
+import json
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from vlkv.errors import InputError
+from vlkv.processing.pixels import PixelSettings, read_settings, to_pixels
+
+
+def picture(width, height, seed=0):
+    array = np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
+    return PIL.Image.fromarray(array)
+
+
+SIZES = [tuple(map(int, pair)) for pair in np.random.default_rng(1).integers(1, 300, (24, 2))]
+SIZES += [(1, 1), (1, 100), (100, 1), (28, 28), (29, 28), (28, 57)]
+
+VARIANTS = {
+    "clip": {},
+    "bilinear": {"resample": 2},
+    "fixed size": {"size": {"height": 28, "width": 36}, "do_center_crop": False},
+    "bare numbers": {"size": 28, "crop_size": 28},
+    "crop larger than the picture": {"do_resize": False, "crop_size": {"height": 301, "width": 128}},
+    "odd crop": {"crop_size": {"height": 27, "width": 26}},
+    "crop larger than the resized": {"size": {"shortest_edge": 20}},
+    "plain": {"do_normalize": False},
+    "no scale": {"do_rescale": False},
+    "one mean": {"image_mean": 0.5, "image_std": [0.5, 0.25, 1.0]},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_clip_parity(variant, settings_of):
+    pytest.importorskip("torch")
+    clip = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
+    raw = settings_of(**VARIANTS[variant])
+    settings = PixelSettings.from_hf(raw, "test")
+    if isinstance(raw["image_mean"], float):  # transformers' own argument check refuses a number
+        raw["image_mean"] = [raw["image_mean"]] * 3
+    reference = clip.CLIPImageProcessorPil(**raw)
+    for seed, size in enumerate(SIZES if variant == "clip" else SIZES[::4]):
+        image = picture(*size, seed)
+        wanted = reference(image, return_tensors="np")["pixel_values"][0]
+        got = to_pixels(image, settings)
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, wanted, atol=1e-5, rtol=0)
+
+
+def test_defaults_parity():
+    pytest.importorskip("torch")
+    clip = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
+    image = picture(301, 250)
+    wanted = clip.CLIPImageProcessorPil()(image, return_tensors="np")["pixel_values"][0]
+    np.testing.assert_allclose(to_pixels(image, PixelSettings.from_hf({}, "test")), wanted, atol=1e-5)
+
+
+def test_pad_parity_with_the_llava_processor(settings_of):
+    pytest.importorskip("torch")
+    llava = pytest.importorskip("transformers.models.llava.image_processing_pil_llava")
+    raw = settings_of(image_processor_type="LlavaImageProcessorFast", do_pad=True)
+    reference = llava.LlavaImageProcessorPil(**raw)
+    for seed, size in enumerate(SIZES):
+        image = picture(*size, seed)
+        wanted = reference(image, return_tensors="np")["pixel_values"][0]
+        by_file = to_pixels(image, PixelSettings.from_hf(raw, "test"))
+        by_layout = to_pixels(image, PixelSettings.from_hf(settings_of(), "test", "pad"))
+        np.testing.assert_allclose(by_file, wanted, atol=1e-5, rtol=0)
+        np.testing.assert_array_equal(by_layout, by_file)
+
+
+def test_values_by_hand(settings_of):
+    raw = settings_of(image_mean=[0.0, 0.5, 1.0], image_std=[1.0, 0.5, 2.0])
+    pixels = to_pixels(PIL.Image.new("RGB", (90, 60), (255, 255, 51)), PixelSettings.from_hf(raw, "test"))
+    assert pixels.shape == (3, 28, 28)
+    np.testing.assert_allclose(pixels[:, 0, 0], [1.0, 1.0, -0.4], atol=1e-6)
+
+
+def test_padding_is_the_mean_colour_and_keeps_the_sides(settings_of):
+    image = PIL.Image.new("RGB", (28, 14), (255, 0, 0))
+    pixels = to_pixels(image, PixelSettings.from_hf(settings_of(), "test", "pad"))
+    assert (
+        abs(pixels[:, 0, 0]).max() < 0.02
+    )  # the mean, rounded down to 8 bits, is about zero once normalised
+    assert pixels[0, 14].min() > 1.9  # the red band runs from side to side
+
+
+def test_both_generations_of_files(tmp_path, settings_of):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings_of(resample=2)))
+    assert read_settings(tmp_path).resample == PIL.Image.Resampling.BILINEAR
+    (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "LlavaProcessor"}))
+    assert read_settings(tmp_path).resample == PIL.Image.Resampling.BILINEAR
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": settings_of(resample=0)}))
+    assert read_settings(tmp_path).resample == PIL.Image.Resampling.NEAREST
+    assert not read_settings(tmp_path).square
+    assert read_settings(tmp_path, "pad").square
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"image_processor_type": "SiglipImageProcessor"},
+        {"size": {"longest_edge": 28}},
+        {"size": {"shortest_edge": 0}},
+        {"crop_size": "wide"},
+        {"resample": 99},
+        {"image_mean": [0.5, 0.5]},
+        {"image_std": "none"},
+        {"pad_size": {"height": 4, "width": 4}},
+    ],
+)
+def test_settings_that_are_refused(change, settings_of):
+    with pytest.raises(InputError, match=r"folder/file\.json"):
+        PixelSettings.from_hf(settings_of(**change), "folder/file.json")
+
+
+def test_files_that_are_refused(tmp_path):
+    with pytest.raises(InputError, match=r"preprocessor_config\.json: no such file"):
+        read_settings(tmp_path)
+    path = tmp_path / "processor_config.json"
+    for content, reason in ((b'{"image_processor"', "JSON"), (b"[]", "list"), (b"\xff\xfe", "text")):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=rf"processor_config\.json.*{reason}"):
+            read_settings(tmp_path)
+
+
+def test_a_line_of_pixels_does_not_fill_the_memory(settings_of):
+    line = PIL.Image.new("RGB", (1, 1_000_000))
+    for layout in ("checkpoint", "pad"):
+        with pytest.raises(InputError, match=r"once (resized|padded)"):
+            to_pixels(line, PixelSettings.from_hf(settings_of(size={"shortest_edge": 336}), "test", layout))

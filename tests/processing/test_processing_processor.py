@@ -1,0 +1,225 @@
+"""The whole processor: batches, image tokens, shapes that jit shares, and parity with transformers'."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import PIL.Image
+import pytest
+
+from vlkv.errors import InputError
+from vlkv.inputs import Buckets, Inputs
+from vlkv.processing import Processor
+
+IMAGE, PER_IMAGE = 3, 16
+
+
+def picture(seed=0, size=(40, 30)):
+    array = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3)).astype(np.uint8)
+    return PIL.Image.fromarray(array)
+
+
+@pytest.fixture
+def processor(make_folder, config):
+    return Processor.from_folder(make_folder(), config)
+
+
+def test_one_question_about_one_image(processor, tmp_path):
+    inputs = processor(picture(), "what?")
+    assert inputs.tokens.shape == (1, PER_IMAGE + 32)
+    assert inputs.pixels.shape == (1, 3, 28, 28)
+    assert inputs.is_vision.sum() == PER_IMAGE
+    assert (inputs.tokens[0][inputs.is_vision[0]] == IMAGE).all()
+    assert processor.decode(inputs.tokens[0], int(inputs.valid.sum())) == "USER: \nwhat? ASSISTANT:"
+    picture().save(tmp_path / "a.png")
+    for same in (tmp_path / "a.png", str(tmp_path / "a.png"), (tmp_path / "a.png").read_bytes(), [picture()]):
+        other = processor(same, "what?")
+        np.testing.assert_array_equal(other.tokens, inputs.tokens)
+        np.testing.assert_array_equal(other.pixels, inputs.pixels)
+
+
+def test_a_batch_whose_rows_differ(processor):
+    inputs = processor(
+        [picture(0), [picture(1), picture(2)], None, []], ["one?", "two?", "a much longer none?", "x"]
+    )
+    assert inputs.is_vision.sum(axis=1).tolist() == [16, 32, 0, 0]
+    lengths = inputs.valid.sum(axis=1)
+    for row, length in enumerate(lengths):  # padded on the right
+        assert inputs.valid[row, :length].all()
+    for row, (images, text) in enumerate([(1, "one?"), (2, "two?"), (0, "a much longer none?"), (0, "x")]):
+        np.testing.assert_array_equal(inputs.tokens[row, : lengths[row]], processor.tokens(text, images))
+    # every image stands in its own row, in order
+    wanted = [processor(picture(seed), "q").pixels[0] for seed in range(3)]
+    np.testing.assert_array_equal(inputs.pixels[:3], wanted)
+    assert inputs.vision_index[0].max() == 15
+    assert inputs.vision_index[1][inputs.is_vision[1]].tolist() == list(range(16, 48))
+
+
+def test_text_alone(processor):
+    inputs = processor(None, ["what?", "who?"])
+    assert inputs.pixels is None
+    assert inputs.max_vision == 0
+
+
+def test_two_questions_in_one_bucket_share_a_trace(processor):
+    traces = []
+
+    @jax.jit
+    def read(inputs):
+        traces.append(None)
+        return inputs.tokens.sum()
+
+    one = processor(picture(0), "what?")
+    other = processor(picture(1, (90, 31)), "what is it?")
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    assert [leaf.shape for leaf in jax.tree.leaves(one)] == [leaf.shape for leaf in jax.tree.leaves(other)]
+    assert [leaf.dtype for leaf in jax.tree.leaves(one)] == [leaf.dtype for leaf in jax.tree.leaves(other)]
+    read(one), read(other)
+    assert len(traces) == 1
+    read(processor(picture(0), "what? " * 20))
+    assert len(traces) == 2
+
+
+def test_buckets_and_layout(make_folder, config):
+    folder = make_folder()
+    inputs = Processor.from_folder(folder, config, buckets=Buckets(text=(100,), images=(0, 4)))(
+        picture(), "what?"
+    )
+    assert (inputs.max_text, inputs.max_vision, len(inputs.pixels)) == (100, 64, 4)
+    padded = Processor.from_folder(folder, config, layout="pad")(picture(), "what?")
+    cut = Processor.from_folder(folder, config)(picture(), "what?")
+    assert abs(padded.pixels - cut.pixels).max() > 0.1
+    with pytest.raises(InputError, match="layout"):
+        Processor.from_folder(folder, config, layout="stretch")
+
+
+def test_decode(processor):
+    ids = processor.tokens("yes")
+    assert processor.decode(np.array([ids[-3], 2, ids[-1]])) == processor.decode(ids[-3:-2])
+    assert processor.decode(np.stack([ids, ids]), [2, 4]) == [
+        processor.decode(ids[:2]),
+        processor.decode(ids[:4]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("images", "text"),
+    [
+        (None, "<image> what?"),
+        ("one", "<image> and <image>?"),
+        ("one", "  "),
+        ("one", ["a", "b"]),
+        (["one"], ["a", "b"]),
+        (None, []),
+        ([None, "one"], ["<image> a", "b"]),
+        ("one", ["a", 3]),
+        (["one", None], "what?"),
+        ("one", None),
+    ],
+)
+def test_bad_calls(processor, images, text):
+    def real(entry):
+        if isinstance(entry, list):
+            return [real(one) for one in entry]
+        return picture() if entry == "one" else None
+
+    with pytest.raises(InputError) as caught:
+        processor(real(images), text)
+    assert "\n" not in str(caught.value)
+
+
+def test_image_tokens_hidden_in_the_text(make_folder, config):
+    own = Processor.from_folder(make_folder(template=None, image_token="<|picture|>"), config)
+    assert own(picture(), "<image> a").is_vision.sum() == PER_IMAGE
+    with pytest.raises(InputError, match="picture"):
+        own(picture(), "a <|picture|>")
+    # the template itself may write one too many, or none; only the count of ids can tell
+    twice = Processor.from_folder(
+        make_folder(template="<image>{{ messages[0].content[0].type }}<image>"), config
+    )
+    with pytest.raises(InputError, match="2 image token"):
+        twice(picture(), "a")
+
+
+def test_a_prompt_beyond_the_limit(processor):
+    with pytest.raises(InputError, match="limit is 2048"):
+        processor(picture(), "a" * 2048)
+
+
+def test_text_models(make_folder, text_config):
+    bare = Processor.from_folder(make_folder(template=None), text_config)
+    assert processor_text(bare, "once") == "<s>once"
+    template = "{{ bos_token }}{% for m in messages %}[{{ m['content'].strip() }}]{% endfor %}"
+    assert (
+        processor_text(Processor.from_folder(make_folder(template=template), text_config), "once")
+        == "<s>[once]"
+    )
+    silent = template.removeprefix("{{ bos_token }}")  # as transformers: the template alone says
+    assert (
+        processor_text(Processor.from_folder(make_folder(template=silent), text_config), "once") == "[once]"
+    )
+    with pytest.raises(InputError, match="no vision tower"):
+        bare(picture(), "what?")
+
+
+def processor_text(processor, text):
+    return processor.tokenizer.decode(processor.tokens(text), skip_special_tokens=False)
+
+
+def test_folders_that_are_refused(make_folder, config, tmp_path):
+    with pytest.raises(InputError, match="no such folder"):
+        Processor.from_folder(tmp_path / "nowhere", config)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"vlkv\.load_params"):
+        Processor.from_folder(tmp_path / "empty", config)
+    folder = make_folder()
+    with pytest.raises(InputError, match="one checkpoint"):
+        Processor.from_folder(folder, dataclasses.replace(config, image_token=900))
+    larger = dataclasses.replace(config, vision=dataclasses.replace(config.vision, image_size=56))
+    with pytest.raises(InputError, match="28 x 28"):
+        Processor.from_folder(folder, larger)([picture(0), picture(1)], "a")
+    (folder / "processor_config.json").unlink()
+    with pytest.raises(InputError, match=r"preprocessor_config\.json"):
+        Processor.from_folder(folder, config)
+
+
+@pytest.mark.parametrize("writes_bos", [False, True])
+def test_parity_with_the_llava_processor(make_folder, config, writes_bos):
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    clip = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
+    folder = make_folder()
+    template = "{{ bos_token }}" * writes_bos + (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").write_text(template)
+    theirs = transformers.LlavaProcessor(
+        clip.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}),
+        transformers.PreTrainedTokenizerFast(
+            tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>", pad_token="</s>"
+        ),
+        patch_size=7,
+        num_additional_image_tokens=1,
+        vision_feature_select_strategy="default",
+        chat_template=template,
+    )
+    theirs.save_pretrained(folder)
+    ours = Processor.from_folder(folder, config)
+    for images in ([], [picture(1)], [picture(1), picture(2, (31, 70))]):
+        items = [{"type": "image", "image": image} for image in images]
+        messages = [
+            {"role": "user", "content": [*items, {"type": "text", "text": "what does row three say?"}]}
+        ]
+        batch = theirs.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="np"
+        )
+        inputs = ours(images, "what does row three say?")
+        np.testing.assert_array_equal(inputs.tokens[inputs.valid], batch["input_ids"][0])
+        if images:
+            np.testing.assert_allclose(inputs.pixels[: len(images)], batch["pixel_values"], atol=1e-5)
+    assert ours.decode(batch["input_ids"]) == theirs.batch_decode(
+        batch["input_ids"], skip_special_tokens=True
+    )
+
+
+def test_unpadded_rows_from_another_processor(config):
+    with pytest.raises(InputError, match="padding=True"):
+        Inputs.from_hf({"input_ids": [[1, 2], [1]]}, config)

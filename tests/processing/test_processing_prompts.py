@@ -1,0 +1,136 @@
+"""Prompts: where the images go, which text is refused, and parity with transformers' templates."""
+
+import json
+
+import pytest
+
+from vlkv.errors import InputError
+from vlkv.processing.prompts import PromptWriter
+from vlkv.processing.templates import ChatTemplate
+
+IN_PLACE = (
+    "{% for m in messages %}{{ m.role }}: {% for c in m.content %}"
+    "{% if c.type == 'image' %}<image>\n{% else %}{{ c.text }}{% endif %}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %} assistant:{% endif %}"
+)
+TEXT_ONLY = "{{ bos_token }}{% for m in messages %}[INST] {{ m['content'].strip() }} [/INST]{% endfor %}"
+
+
+def writer(template=None, image_token="<image>", **special):
+    compiled = None if template is None else ChatTemplate.from_text(template, "chat_template.jinja")
+    return PromptWriter(template=compiled, image_token=image_token, special=special)
+
+
+def test_images_come_first_without_marks():
+    assert writer(IN_PLACE).write("what?", 2) == "user: <image>\n<image>\nwhat? assistant:"
+    assert writer(IN_PLACE).write("what?", 0) == "user: what? assistant:"
+
+
+def test_each_mark_becomes_an_image_in_its_place():
+    prompt = writer(IN_PLACE).write("compare <image> with <image>\nplease", 2)
+    assert prompt == "user: compare <image>\n with <image>\nplease assistant:"
+
+
+def test_marks_become_the_checkpoints_own_token():
+    assert writer(None, "[IMG]").write("<image> a", 1) == "USER: [IMG]\n a ASSISTANT:"
+    assert writer(TEXT_ONLY, "[IMG]", bos_token="<s>").write("a", 1) == "<s>[INST] [IMG]\na [/INST]"
+
+
+def test_without_a_template():
+    assert writer().write("what?", 1) == "USER: <image>\nwhat? ASSISTANT:"
+    assert writer(image_token=None).write("once upon", 0) == "once upon"
+
+
+def test_a_template_that_wants_strings_gets_one():
+    text_model = writer(TEXT_ONLY, None, bos_token="<s>")
+    assert text_model.write("hello", 0) == "<s>[INST] hello [/INST]"
+    silent = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"  # prints a list without complaint
+    assert writer(silent).write("hi", 1) == "<<image>\nhi>"
+    as_json = "{% for m in messages %}<{{ m['content'] | tojson }}>{% endfor %}"
+    assert writer(as_json).write("hi", 0) == '<"hi">'
+
+
+@pytest.mark.parametrize(
+    ("text", "images"),
+    [("<image> <image> a", 1), ("<image> a", 0), ("<image> a", 2), ("a<image><image><image>", 2)],
+)
+def test_marks_must_match_the_images(text, images):
+    for template in (None, IN_PLACE):
+        with pytest.raises(InputError, match="mark") as caught:
+            writer(template).write(text, images)
+        assert "\n" not in str(caught.value)
+    if not images:
+        with pytest.raises(InputError, match="mark"):
+            writer(image_token=None).write(text, images)
+
+
+@pytest.mark.parametrize("text", ["", " \n\t", "<image>", "<image>\n", 3])
+def test_empty_prompts(text):
+    with pytest.raises(InputError, match="prompt"):
+        writer().write(text, 1)
+
+
+def test_the_models_own_token_in_the_text():
+    with pytest.raises(InputError, match=r"\[IMG\]"):
+        writer(IN_PLACE, "[IMG]").write("<image> and [IMG]", 1)
+
+
+def test_an_image_for_a_text_model():
+    with pytest.raises(InputError, match="no vision tower"):
+        writer(image_token=None).write("what?", 1)
+
+
+def test_all_places_of_a_template(tmp_path):
+    def found():
+        return ChatTemplate.from_folder(tmp_path).render([], {})
+
+    assert ChatTemplate.from_folder(tmp_path) is None
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "tokenizer"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert found() == "tokenizer"
+    (tmp_path / "chat_template.jinja").write_text("jinja")
+    assert found() == "jinja"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
+    assert found() == "json"
+    (tmp_path / "processor_config.json").write_text(json.dumps({"chat_template": {"default": "processor"}}))
+    assert found() == "processor"
+    (tmp_path / "processor_config.json").write_text("{")
+    with pytest.raises(InputError, match=r"processor_config\.json"):
+        found()
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('roles must\nalternate') }}", "roles must alternate"),
+        ("{% if %}", "not valid"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ 1 + 'a' }}", "unsupported operand"),
+    ],
+)
+def test_templates_that_fail(template, reason):
+    with pytest.raises(InputError, match=reason) as caught:
+        ChatTemplate.from_text(template, "chat_template.jinja").render([{"role": "user"}], {})
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith("chat_template.jinja: ")
+
+
+@pytest.mark.parametrize("template", ["llava", IN_PLACE, TEXT_ONLY, "extras"])
+def test_the_text_is_what_transformers_renders(template, make_folder):
+    pytest.importorskip("torch")
+    render = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
+    folder = make_folder()
+    template = (folder / "chat_template.jinja").read_text() if template == "llava" else template
+    if template == "extras":
+        template = (
+            "  {% for m in messages %}\n    {% if loop.index > 1 %}{% break %}{% endif %}\n"
+            "{% generation %}{{ m | tojson }}{% endgeneration %}\n{% endfor %}\n"
+            "{% set n = namespace(a=1) %}{% set n.a = n.a + 1 %}{{ n.a }}{{ strftime_now('%Y') | length }} é<"
+        )
+    for items in ([], [{"type": "image"}], [{"type": "image"}, {"type": "image"}]):
+        content = "hé <b>" if template == TEXT_ONLY else [*items, {"type": "text", "text": "hé <b>"}]
+        messages = [{"role": "user", "content": content}]
+        # some versions return (texts, spans)
+        wanted = render([messages], chat_template=template, add_generation_prompt=True, bos_token="<s>")[0][0]
+        assert ChatTemplate.from_text(template, "t").render(messages, {"bos_token": "<s>"}) == wanted

@@ -1,0 +1,95 @@
+"""The tokenizer: text to ids and back, special tokens once, damaged files refused."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vlkv.errors import InputError
+from vlkv.processing.tokenizer import TextTokenizer
+
+BOS, EOS = 1, 2
+
+
+@pytest.fixture
+def tokenizer(make_folder):
+    return TextTokenizer.from_folder(make_folder())
+
+
+def test_round_trip(tokenizer):
+    text = "what does row three say? é 数 🙂"
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int32
+    assert ids[0] == BOS
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>" + text
+
+
+def test_bos_once(tokenizer, make_folder):
+    assert list(tokenizer.encode("<s>hi")) == list(tokenizer.encode("hi"))
+    assert BOS not in tokenizer.encode("hi", add_special=False)
+    assert list(tokenizer.encode("aab")) == [BOS, *tokenizer.encode("aab", add_special=False)]
+    without = TextTokenizer.from_folder(make_folder(bos=False))
+    assert list(without.encode("aab")) == list(tokenizer.encode("aab"))[1:]
+
+
+def test_rows_and_batches(tokenizer):
+    row = tokenizer.encode("abc", add_special=False)
+    padded = np.array([[*row, EOS, *row], [*row, *row, EOS]])
+    assert tokenizer.decode(padded, stop=(EOS,)) == ["abc", "abcabc"]
+    assert tokenizer.decode(jnp.asarray(padded), stop=(EOS,)) == ["abc", "abcabc"]
+    assert tokenizer.decode(padded, [2, 0]) == ["ab", ""]
+    assert tokenizer.decode(padded, jnp.array([2, 5]), stop=(EOS,)) == ["ab", "abcab"]
+    assert tokenizer.decode(padded[0], 1) == "a"
+    assert tokenizer.decode(padded[0], np.int32(2)) == "ab"
+    assert tokenizer.decode(np.array([[*row, -1]]), [3]) == ["abc"]
+    assert tokenizer.decode(np.zeros((2, 0), np.int32)) == ["", ""]
+    assert tokenizer.decode(np.array([*row, 299])) == "abc"  # a row of the embedding table without a token
+
+
+def test_what_cannot_be_decoded(tokenizer):
+    for tokens in (np.zeros((1, 2, 3), int), np.zeros(3), np.array(3), np.array([-1])):
+        with pytest.raises(InputError):
+            tokenizer.decode(tokens)
+    with pytest.raises(InputError, match="length"):
+        tokenizer.decode(np.zeros((2, 3), int), [1])
+
+
+def test_training_cuts_and_padding_in_the_file_are_not_applied(make_folder, new_tokenizer):
+    folder = make_folder()
+    saved = new_tokenizer()
+    saved.enable_truncation(4)
+    saved.enable_padding(length=64)
+    saved.save(str(folder / "tokenizer.json"))
+    assert len(TextTokenizer.from_folder(folder).encode("abcdefgh")) == 9
+
+
+def test_names_of_special_tokens(make_folder):
+    folder = make_folder()
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "bos_token": {"content": "<s>", "lstrip": False},
+                "eos_token": None,
+                "add_bos_token": True,
+                "tokenizer_class": "LlamaTokenizer",
+                "extra_special_tokens": {"image_token": "<image>"},
+            }
+        )
+    )
+    assert TextTokenizer.from_folder(folder).special == {"bos_token": "<s>", "image_token": "<image>"}
+
+
+def test_missing_and_damaged_files(make_folder):
+    folder = make_folder()
+    path = folder / "tokenizer.json"
+    whole = path.read_bytes()
+    for content in (b"", b"{}", b"[1]", whole[: len(whole) // 2], b"\xff\xfe\x00"):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=r"tokenizer\.json: not a valid tokenizer") as caught:
+            TextTokenizer.from_folder(folder)
+        assert "\n" not in str(caught.value)
+    path.unlink()
+    with pytest.raises(InputError, match=r"vlkv\.load_params"):
+        TextTokenizer.from_folder(folder)

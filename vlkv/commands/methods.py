@@ -1,0 +1,57 @@
+"""List the policies with their stages, scope, defaults and papers, or describe one."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from vlkv import policies
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vlkv policies`."""
+    parser.add_argument("name", nargs="?", metavar="NAME", help="describe this one")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> Any:
+    """A table or a description, or the same as JSON."""
+    chosen = policies.registry.values() if args.name is None else [policies.named(args.name)]
+    described = [describe(cls) for cls in chosen]
+    if args.json:
+        return described if args.name is None else described[0]
+    if args.name is not None:
+        return _prose(described[0])
+    table = Table("policy", "changes", "scope", "options", "paper")
+    for method in described:
+        options = ", ".join(
+            f"{k}={v}" for k, v in method["options"].items() if k not in ("keep", "budget", "scope")
+        )
+        table.add_row(method["name"], method["stages"], method["scope"], options, method["paper"])
+    Console().print(table)
+    return None
+
+
+def describe(cls: type[policies.Policy]) -> dict[str, Any]:
+    """Everything that is said of one policy, JSON-able."""
+    options = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    return {
+        "name": cls.__name__,
+        "stages": cls.stages,
+        "scope": options["scope"],
+        "paper": cls.paper,
+        "equations": cls.equations,
+        "options": options,
+        "description": inspect.cleandoc(cls.__doc__ or ""),
+    }
+
+
+def _prose(method: dict[str, Any]) -> str:
+    options = "\n".join(f"  {name} = {value!r}" for name, value in method["options"].items())
+    where = f" ({method['equations']})" if method["equations"] else ""
+    return f"{method['name']}: {method['description']}\n\nPaper: {method['paper']}{where}\nStages: {method['stages']}\n{options}"
