@@ -13,15 +13,9 @@ from vlkv.errors import InputError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `convert`, shared with the `vlkv` command."""
     parser.add_argument("source", type=Path, metavar="SRC", help="a Hugging Face checkpoint folder")
-    parser.add_argument(
-        "destination", type=Path, nargs="?", metavar="DST", help="the folder to write; must not exist"
-    )
-    parser.add_argument(
-        "--dtype", choices=list(DTYPES), help="of the written weights; without it, the source's own"
-    )
-    parser.add_argument(
-        "--verify", action="store_true", help="only compare SRC, a converted folder, with its manifest"
-    )
+    parser.add_argument("destination", type=Path, nargs="?", metavar="DST", help="the folder to write; must not exist")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="of the written weights; without it, the source's own")
+    parser.add_argument("--verify", action="store_true", help="only compare SRC, a converted folder, with its manifest")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 

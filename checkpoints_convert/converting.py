@@ -83,11 +83,7 @@ def _write(checkpoint: Checkpoint, folder: Path, dtype: str | None, progress: bo
     total = 0
     with tqdm(total=len(checkpoint.entries), unit="tensor", disable=not progress) as bar:
         for number, entries in enumerate(shards, start=1):
-            name = (
-                f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-                if len(shards) > 1
-                else "model.safetensors"
-            )
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
             tensors = {}
             for entry in entries:
                 array = checkpoint.read(entry)
@@ -124,11 +120,7 @@ def _shards(checkpoint: Checkpoint, dtype: str | None) -> Iterator[list[Any]]:
     shard: list[Any] = []
     size = 0
     for entry in checkpoint.entries:
-        width = (
-            DTYPES[dtype].itemsize
-            if dtype
-            else {"F64": 8, "F32": 4}.get(checkpoint.tensors[entry.key].dtype, 2)
-        )
+        width = DTYPES[dtype].itemsize if dtype else {"F64": 8, "F32": 4}.get(checkpoint.tensors[entry.key].dtype, 2)
         nbytes = int(np.prod(entry.shape)) * width
         if shard and size + nbytes > SHARD_BYTES:
             yield shard

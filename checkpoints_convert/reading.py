@@ -90,9 +90,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         for tensor in _headers(file):
             key = tables.canonical(tensor.key, config.family)
             if key in found:
-                raise InputError(
-                    f"{tensor.file}: {tensor.key} is there twice (also in {found[key].file.name})"
-                )
+                raise InputError(f"{tensor.file}: {tensor.key} is there twice (also in {found[key].file.name})")
             found[key] = tensor
     if "lm_head.weight" in found:  # what the file holds decides, not the config
         config = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, tied=False))
@@ -103,9 +101,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, config, entries, found)
 
 
-def _match(
-    found: dict[str, Tensor], entries: tuple[tables.Entry, ...], config: ModelConfig, folder: Path
-) -> None:
+def _match(found: dict[str, Tensor], entries: tuple[tables.Entry, ...], config: ModelConfig, folder: Path) -> None:
     wanted = {entry.key: entry for entry in entries}
     for key, tensor in found.items():
         if key not in wanted:

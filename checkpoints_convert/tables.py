@@ -89,9 +89,7 @@ def _decoder(c: DecoderConfig, prefix: str) -> Iterator[Entry]:
 def _clip(c: ClipConfig, prefix: str) -> Iterator[Entry]:
     d, f = c.width, c.mlp_width
     yield Entry(prefix + "embeddings.class_embedding", "vision.class_token", (d,))
-    yield Entry(
-        prefix + "embeddings.patch_embedding.weight", "vision.patch", (d, 3, c.patch_size, c.patch_size)
-    )
+    yield Entry(prefix + "embeddings.patch_embedding.weight", "vision.patch", (d, 3, c.patch_size, c.patch_size))
     yield Entry(prefix + "embeddings.position_embedding.weight", "vision.position.weight", (c.grid**2 + 1, d))
     yield from _affine(prefix + "pre_layrnorm", "vision.first_norm", (d,))
     for i in range(c.blocks):

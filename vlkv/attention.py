@@ -65,9 +65,7 @@ def _attend(k, v, valid, causal):
     @jax.checkpoint
     def block(args):
         q, places = args  # [B, K, G, block, H], [block]
-        logits = (
-            jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-        )
+        logits = jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
         allowed = jnp.ones((1, 1, logits.shape[-1]), bool)
         if causal:
             allowed = allowed & (jnp.arange(logits.shape[-1]) <= places[:, None])

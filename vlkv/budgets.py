@@ -40,6 +40,7 @@ def apportion(
 
     Values outside the bounds are fixed at them, and what that frees or costs is shared by the others in proportion,
     until nothing changes; then largest remainders, ties to the lower layer. Needs L floor <= total <= L ceiling.
+    Values that are no numbers give equal shares.
     """
     layers = real.shape[0]
 
@@ -51,12 +52,10 @@ def apportion(
         free = free & ~fixed
         rest = jnp.sum(jnp.where(free, value, 0.0))
         value = jnp.where(fixed, bounded, value)
-        return jnp.where(
-            free & (rest > 0), value * (1 + excess / jnp.where(rest > 0, rest, 1.0)), value
-        ), free
+        return jnp.where(free & (rest > 0), value * (1 + excess / jnp.where(rest > 0, rest, 1.0)), value), free
 
     value, _ = jax.lax.fori_loop(0, layers, clip, (real.astype(jnp.float32), jnp.ones(layers, bool)))
-    value = jnp.clip(value, floor, ceiling)
+    value = jnp.clip(jnp.nan_to_num(value), floor, ceiling)
     whole = jnp.floor(value).astype(jnp.int32)
 
     def unfinished(whole):

@@ -67,8 +67,8 @@ def _pool(policy: Policy, layers: int, vision: int, text: int) -> int:
 
 def pack(
     policy: Policy,
-    k: tuple[Float[Array, "B T K H"], ...],
-    v: tuple[Float[Array, "B T K H"], ...],
+    k: tuple[Float[Array, "B K T H"], ...],
+    v: tuple[Float[Array, "B K T H"], ...],
     kept: Bool[Array, "B L K T"],
     *,
     is_vision: Bool[Array, "B T"],
@@ -78,7 +78,7 @@ def pack(
     new_tokens: int,
 ) -> PackedCache:
     """Moves the kept entries of all layers into one pool."""
-    layers, (batch, length, heads, head_dim) = len(k), k[0].shape
+    layers, (batch, heads, length, head_dim) = len(k), k[0].shape
     slots = _pool(policy, layers, max_vision, max_text)
     kept = jnp.moveaxis(kept, 1, 0)  # [L, B, K, T]
     counts = jnp.sum(kept, axis=-1, dtype=jnp.int32)
@@ -101,8 +101,8 @@ def pack(
     token = jnp.full((batch, slots, heads), -1, jnp.int32)
     for layer in range(layers):
         where = (row, slot[layer], head)
-        pool_k = pool_k.at[where].set(k[layer].transpose(0, 2, 1, 3), mode="drop")
-        pool_v = pool_v.at[where].set(v[layer].transpose(0, 2, 1, 3), mode="drop")
+        pool_k = pool_k.at[where].set(k[layer], mode="drop")
+        pool_v = pool_v.at[where].set(v[layer], mode="drop")
         token = token.at[where].set(jnp.arange(length, dtype=jnp.int32), mode="drop")
     tail = tuple(jnp.zeros((batch, new_tokens, heads, head_dim), k[0].dtype) for _ in range(layers))
     return PackedCache(

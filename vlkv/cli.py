@@ -22,9 +22,7 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """All subcommands with their options."""
-    parser = _Parser(
-        prog="vlkv", description="Vision-language models in JAX with a compressed key-value cache."
-    )
+    parser = _Parser(prog="vlkv", description="Vision-language models in JAX with a compressed key-value cache.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, module, summary in (
         ("demo", demo, "read a page of handwritten digits with every policy; no arguments, no network"),

@@ -113,9 +113,7 @@ class ClipConfig:
     def from_hf(cls, raw: Mapping[str, Any]) -> ClipConfig:
         """Reads a llava `config.json` (the whole of it: the feature layer stands outside vision_config)."""
         vision = raw.get("vision_config") or {}
-        _require(
-            "vision_config.model_type", vision.get("model_type", "clip_vision_model"), "clip_vision_model"
-        )
+        _require("vision_config.model_type", vision.get("model_type", "clip_vision_model"), "clip_vision_model")
         c = {**_CLIP_DEFAULTS, **{k: v for k, v in vision.items() if v is not None}}
         _require("vision_config.hidden_act", c["hidden_act"], "quick_gelu")
         _require("vision_config.num_channels", c["num_channels"], 3)
@@ -124,9 +122,7 @@ class ClipConfig:
             raise InputError(f"config.json: vision_feature_layer={layer!r} is not supported: one layer index")
         strategy = raw.get("vision_feature_select_strategy", "default")
         if strategy not in ("default", "full"):
-            raise InputError(
-                f"config.json: vision_feature_select_strategy={strategy!r} is neither default nor full"
-            )
+            raise InputError(f"config.json: vision_feature_select_strategy={strategy!r} is neither default nor full")
         return cls(
             width=c["hidden_size"],
             mlp_width=c["intermediate_size"],
@@ -160,9 +156,7 @@ class ModelConfig:
         """
         family = raw.get("model_type")
         if family not in FAMILIES:
-            raise InputError(
-                f"config.json: model_type={family!r} is not supported (supported: {', '.join(FAMILIES)})"
-            )
+            raise InputError(f"config.json: model_type={family!r} is not supported (supported: {', '.join(FAMILIES)})")
         if raw.get("quantization_config"):
             raise InputError("config.json: quantization_config: quantised checkpoints are not supported; "
                              "use the original weights")  # fmt: skip

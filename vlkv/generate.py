@@ -1,7 +1,6 @@
-"""The seams: each public, each pure, each jittable.
+"""The seams after prefill: each public, each pure, each jittable.
 
     forward      whole prompts, no cache                       parity and training
-    prefill      prompt -> compressed cache and first logits
     decode_step  one token more
     generate     both, in one jit                              the main job
     score        log-probabilities of a given continuation     perplexity through the compressed cache
@@ -22,14 +21,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import combine, decode_attention
-from vlkv.attention import attention
-from vlkv.cache import PackedCache, pack
+from vlkv.cache import PackedCache
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
 from vlkv.models import Model
 from vlkv.policies.full import Full
 from vlkv.policies.policy import Policy
-from vlkv.policies.selection import allocate_and_take, observe, require_key
+from vlkv.prefill import prefill
 from vlkv.sampling import Greedy
 
 
@@ -49,65 +47,6 @@ class Output:
 def forward(params: Model, inputs: Inputs) -> Float[Array, "B T vocab"]:
     """Logits of every position, without a cache."""
     return params.decoder.logits(params.decoder(params.embed(inputs), inputs.positions, inputs.valid))
-
-
-def prefill(
-    params: Model, inputs: Inputs, policy: Policy, *, new_tokens: int, key: Key[Array, ""] | None = None
-) -> tuple[PackedCache, Float[Array, "B vocab"]]:
-    """Runs the prompt, lets the policy choose, and packs what stays.
-
-    Args:
-        params: the model.
-        inputs: from the processor.
-        policy: decides what stays.
-        new_tokens: slots of the tail, the most tokens that may follow.
-        key: for policies that draw at random.
-
-    Returns:
-        The cache, and the logits of the first new token, which nothing evicted has touched.
-
-    Raises:
-        InputError: no key where the policy needs one, before anything is traced.
-    """
-    require_key(policy, key)
-    inputs = jax.tree.map(jnp.asarray, inputs)
-    layers = params.decoder.layers
-    keys = None if key is None else jax.random.split(key, inputs.tokens.shape[0])
-    x = params.embed(inputs)
-    cached_k, cached_v, observed = [], [], []
-    for i, layer in enumerate(layers):
-        q, k, v = layer.project(x, inputs.positions)
-        x = layer.finish(x, attention(q, k, v, valid=inputs.valid))
-
-        def look(q, k, v, is_vision, valid, key, i=i):
-            q, k, v = (jnp.swapaxes(y, 0, 1) for y in (q, k, v))  # [heads, T, H]
-            return observe(
-                policy, q, k, v, is_vision, valid, key,
-                layer=i, layers=len(layers), max_instruction=inputs.max_instruction,
-            )  # fmt: skip
-
-        observed.append(jax.vmap(look)(q, k, v, inputs.is_vision, inputs.valid, keys))
-        cached_k.append(k)
-        cached_v.append(v)
-    choose = jax.vmap(lambda *args: allocate_and_take(policy, *args))
-    selection = choose(tuple(observed), inputs.is_vision, inputs.valid)
-    for i in range(len(layers)):
-        merged = jax.vmap(policy.merge)(
-            jnp.swapaxes(cached_k[i], 1, 2),
-            jnp.swapaxes(cached_v[i], 1, 2),
-            selection.kept[:, i],
-            selection.scores[:, i],
-        )
-        cached_k[i], cached_v[i] = (jnp.swapaxes(y, 1, 2) for y in merged)
-    cache = pack(
-        policy, tuple(cached_k), tuple(cached_v), selection.kept,
-        is_vision=inputs.is_vision,
-        next_position=jnp.max(jnp.where(inputs.valid[..., None], inputs.positions, -1), axis=1) + 1,
-        max_vision=inputs.max_vision, max_text=inputs.max_text, new_tokens=new_tokens,
-    )  # fmt: skip
-    place = jnp.arange(inputs.valid.shape[1])
-    last = jnp.max(jnp.where(inputs.valid, place, 0), axis=1)
-    return cache, params.decoder.logits(x[jnp.arange(len(last)), last])
 
 
 def decode_step(
@@ -226,14 +165,10 @@ def score(
     targets = jnp.asarray(targets)
     new_tokens = targets.shape[1]
     check_room(params, inputs, new_tokens)
-    cache, logits = prefill(
-        params, inputs, Full() if policy is None else policy, new_tokens=new_tokens, key=key
-    )
+    cache, logits = prefill(params, inputs, Full() if policy is None else policy, new_tokens=new_tokens, key=key)
 
     def log_probability(logits: Array, target: Array) -> Array:
-        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(target, 0)[:, None], axis=1)[
-            :, 0
-        ]
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(target, 0)[:, None], axis=1)[:, 0]
         return jnp.where(target >= 0, chosen, 0.0)
 
     def step(cache: PackedCache, pair: tuple[Array, Array]) -> tuple[PackedCache, Array]:

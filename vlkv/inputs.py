@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -15,6 +15,12 @@ from jaxtyping import Bool, Float, Int
 
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
+
+# numpy as the processor makes them, jax once inside jit.
+if TYPE_CHECKING:
+    AnyArray = Any
+else:
+    AnyArray = np.ndarray | jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,17 +47,17 @@ class Inputs:
     The three bounds are static: two batches with equal bounds and shapes share one trace.
     """
 
-    tokens: Int[np.ndarray | jax.Array, "B T"]
-    positions: Int[np.ndarray | jax.Array, "B T A"]  # what RoPE sees
-    valid: Bool[np.ndarray | jax.Array, "B T"]
-    vision_index: Int[np.ndarray | jax.Array, "B T"]  # row of the batch's flat vision embeddings; -1: text
-    pixels: Float[np.ndarray | jax.Array, "I 3 h w"] | None
+    tokens: Int[AnyArray, "B T"]
+    positions: Int[AnyArray, "B T A"]  # what RoPE sees
+    valid: Bool[AnyArray, "B T"]
+    vision_index: Int[AnyArray, "B T"]  # row of the batch's flat vision embeddings; -1: text
+    pixels: Float[AnyArray, "I 3 h w"] | None
     max_vision: int = dataclasses.field(metadata={"static": True})  # vision tokens of any row
     max_text: int = dataclasses.field(metadata={"static": True})  # text tokens of any row
     max_instruction: int = dataclasses.field(metadata={"static": True})  # text after the last vision token
 
     @property
-    def is_vision(self) -> Bool[np.ndarray | jax.Array, "B T"]:
+    def is_vision(self) -> Bool[AnyArray, "B T"]:
         """Which entries are vision tokens; from here on nothing else says what an image is."""
         return self.vision_index >= 0
 
@@ -109,16 +115,12 @@ class Inputs:
                 )
         longest = int(valid.sum(axis=1).max())
         if longest > config.decoder.max_positions:
-            raise InputError(
-                f"the prompt has {longest} tokens, the model's limit is {config.decoder.max_positions}"
-            )
+            raise InputError(f"the prompt has {longest} tokens, the model's limit is {config.decoder.max_positions}")
         if tokens[valid].min() < 0 or tokens[valid].max() >= config.decoder.vocab_size:
             raise InputError(f"a token id lies outside the vocabulary of {config.decoder.vocab_size}")
 
         place = np.arange(tokens.shape[1])
-        last_vision = np.where(is_vision, place, -1).max(
-            axis=1
-        )  # -1: a row without an image is all instruction
+        last_vision = np.where(is_vision, place, -1).max(axis=1)  # -1: a row without an image is all instruction
         instruction = (valid & (place > last_vision[:, None])).sum(axis=1)
         row_images = round_up(int(-(-is_vision.sum(axis=1).max() // per_image)), buckets.images)
         max_vision = row_images * per_image

@@ -8,21 +8,20 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 
 class Initializer:
     """Hands out random arrays of one dtype, a fresh key for each."""
 
-    def __init__(self, key: Key[Array, ""], dtype: jnp.dtype = jnp.float32) -> None:
+    def __init__(self, key: Key[Array, ""], dtype: DTypeLike = jnp.float32) -> None:
         self.key, self.dtype, self.count = key, dtype, 0
 
     def normal(self, *shape: int, scale: float) -> nnx.Param:
         """A normal sample times `scale`."""
         self.count += 1
-        return nnx.Param(
-            scale * jax.random.normal(jax.random.fold_in(self.key, self.count), shape, self.dtype)
-        )
+        return nnx.Param(scale * jax.random.normal(jax.random.fold_in(self.key, self.count), shape, self.dtype))
 
     def constant(self, value: float, *shape: int) -> nnx.Param:
         """All entries equal."""

@@ -101,6 +101,4 @@ def resolve(source: str | os.PathLike[str]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=_WANTED))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise InputError(
-            f"{name}: no such folder, and not to be had from the hub ({type(error).__name__})"
-        ) from None
+        raise InputError(f"{name}: no such folder, and not to be had from the hub ({type(error).__name__})") from None

@@ -6,9 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
-def rotate(
-    x: Float[Array, "B T N H"], positions: Int[Array, "B T 1"], theta: float
-) -> Float[Array, "B T N H"]:
+def rotate(x: Float[Array, "B T N H"], positions: Int[Array, "B T 1"], theta: float) -> Float[Array, "B T N H"]:
     """Turns channel pairs (i, i + H/2) by position * theta^(-2i/H). Angles are float32 whatever x is."""
     half = x.shape[-1] // 2
     frequency = theta ** -(jnp.arange(half, dtype=jnp.float32) / half)

@@ -52,9 +52,7 @@ class Sample(Greedy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.temperature > 0:
-            raise InputError(
-                f"temperature={self.temperature!r} must be positive; for no randomness use Greedy"
-            )
+            raise InputError(f"temperature={self.temperature!r} must be positive; for no randomness use Greedy")
         if self.top_k is not None and self.top_k < 1:
             raise InputError(f"top_k={self.top_k!r} must be at least 1")
         if not 0 < self.top_p <= 1:

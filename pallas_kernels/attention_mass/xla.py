@@ -55,8 +55,11 @@ def attention_mass_xla(
             weight[:, first:last].transpose(1, 0, 2),
             places[first:last],
         )
-        part, _ = jax.lax.scan(step, part, slices)
-        mass = mass.at[..., :seen].add(part)
+        if last - first == 1:  # no loop to compile
+            part, _ = step(part, jax.tree.map(lambda x: x[0], slices))
+        else:
+            part, _ = jax.lax.scan(step, part, slices)
+        mass = mass + jnp.pad(part, [(0, 0)] * 3 + [(0, keys - seen)])
     return mass.reshape(-1, heads, keys)
 
 
@@ -66,9 +69,7 @@ def _statistic(logits, allowed, softmax_n, statistic, threshold):
     shift = jnp.maximum(peak, 0.0) if softmax_n else jnp.where(jnp.isfinite(peak), peak, 0.0)
     exponent = jnp.where(allowed, jnp.exp(logits - shift), 0.0)
     if statistic == "count":
-        return (allowed & (exponent >= threshold * jnp.max(exponent, axis=-1, keepdims=True))).astype(
-            jnp.float32
-        )
+        return (allowed & (exponent >= threshold * jnp.max(exponent, axis=-1, keepdims=True))).astype(jnp.float32)
     total = jnp.sum(exponent, axis=-1, keepdims=True) + (softmax_n * jnp.exp(-shift) if softmax_n else 0.0)
     p = exponent / jnp.where(total > 0, total, 1.0)
     return p**2 if statistic == "square" else p

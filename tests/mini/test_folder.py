@@ -24,6 +24,7 @@ def test_tokenizer_round_trip():
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         assert folder.VOCABULARY.index("<unk>") not in ids
         assert tokenizer.decode(ids) == text
+    question = ["what", "does", "row", "three", "say", "?"]
     prompt = tokenizer.encode("USER: <image><image>\nWhat does row three say? ASSISTANT:").tokens
     assert prompt == [
         "<s>",
@@ -31,7 +32,7 @@ def test_tokenizer_round_trip():
         ":",
         "<image>",
         "<image>",
-        *"what does row three say ?".split(),
+        *question,
         "assistant",
         ":",
     ]

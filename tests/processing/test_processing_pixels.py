@@ -81,9 +81,7 @@ def test_values_by_hand(settings_of):
 def test_padding_is_the_mean_colour_and_keeps_the_sides(settings_of):
     image = PIL.Image.new("RGB", (28, 14), (255, 0, 0))
     pixels = to_pixels(image, PixelSettings.from_hf(settings_of(), "test", "pad"))
-    assert (
-        abs(pixels[:, 0, 0]).max() < 0.02
-    )  # the mean, rounded down to 8 bits, is about zero once normalised
+    assert abs(pixels[:, 0, 0]).max() < 0.02  # the mean, rounded down to 8 bits, is about zero once normalised
     assert pixels[0, 14].min() > 1.9  # the red band runs from side to side
 
 

@@ -39,9 +39,7 @@ def test_one_question_about_one_image(processor, tmp_path):
 
 
 def test_a_batch_whose_rows_differ(processor):
-    inputs = processor(
-        [picture(0), [picture(1), picture(2)], None, []], ["one?", "two?", "a much longer none?", "x"]
-    )
+    inputs = processor([picture(0), [picture(1), picture(2)], None, []], ["one?", "two?", "a much longer none?", "x"])
     assert inputs.is_vision.sum(axis=1).tolist() == [16, 32, 0, 0]
     lengths = inputs.valid.sum(axis=1)
     for row, length in enumerate(lengths):  # padded on the right
@@ -82,9 +80,7 @@ def test_two_questions_in_one_bucket_share_a_trace(processor):
 
 def test_buckets_and_layout(make_folder, config):
     folder = make_folder()
-    inputs = Processor.from_folder(folder, config, buckets=Buckets(text=(100,), images=(0, 4)))(
-        picture(), "what?"
-    )
+    inputs = Processor.from_folder(folder, config, buckets=Buckets(text=(100,), images=(0, 4)))(picture(), "what?")
     assert (inputs.max_text, inputs.max_vision, len(inputs.pixels)) == (100, 64, 4)
     padded = Processor.from_folder(folder, config, layout="pad")(picture(), "what?")
     cut = Processor.from_folder(folder, config)(picture(), "what?")
@@ -134,9 +130,7 @@ def test_image_tokens_hidden_in_the_text(make_folder, config):
     with pytest.raises(InputError, match="picture"):
         own(picture(), "a <|picture|>")
     # the template itself may write one too many, or none; only the count of ids can tell
-    twice = Processor.from_folder(
-        make_folder(template="<image>{{ messages[0].content[0].type }}<image>"), config
-    )
+    twice = Processor.from_folder(make_folder(template="<image>{{ messages[0].content[0].type }}<image>"), config)
     with pytest.raises(InputError, match="2 image token"):
         twice(picture(), "a")
 
@@ -150,14 +144,9 @@ def test_text_models(make_folder, text_config):
     bare = Processor.from_folder(make_folder(template=None), text_config)
     assert processor_text(bare, "once") == "<s>once"
     template = "{{ bos_token }}{% for m in messages %}[{{ m['content'].strip() }}]{% endfor %}"
-    assert (
-        processor_text(Processor.from_folder(make_folder(template=template), text_config), "once")
-        == "<s>[once]"
-    )
+    assert processor_text(Processor.from_folder(make_folder(template=template), text_config), "once") == "<s>[once]"
     silent = template.removeprefix("{{ bos_token }}")  # as transformers: the template alone says
-    assert (
-        processor_text(Processor.from_folder(make_folder(template=silent), text_config), "once") == "[once]"
-    )
+    assert processor_text(Processor.from_folder(make_folder(template=silent), text_config), "once") == "[once]"
     with pytest.raises(InputError, match="no vision tower"):
         bare(picture(), "what?")
 
@@ -205,9 +194,7 @@ def test_parity_with_the_llava_processor(make_folder, config, writes_bos):
     ours = Processor.from_folder(folder, config)
     for images in ([], [picture(1)], [picture(1), picture(2, (31, 70))]):
         items = [{"type": "image", "image": image} for image in images]
-        messages = [
-            {"role": "user", "content": [*items, {"type": "text", "text": "what does row three say?"}]}
-        ]
+        messages = [{"role": "user", "content": [*items, {"type": "text", "text": "what does row three say?"}]}]
         batch = theirs.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="np"
         )
@@ -215,9 +202,7 @@ def test_parity_with_the_llava_processor(make_folder, config, writes_bos):
         np.testing.assert_array_equal(inputs.tokens[inputs.valid], batch["input_ids"][0])
         if images:
             np.testing.assert_allclose(inputs.pixels[: len(images)], batch["pixel_values"], atol=1e-5)
-    assert ours.decode(batch["input_ids"]) == theirs.batch_decode(
-        batch["input_ids"], skip_special_tokens=True
-    )
+    assert ours.decode(batch["input_ids"]) == theirs.batch_decode(batch["input_ids"], skip_special_tokens=True)
 
 
 def test_unpadded_rows_from_another_processor(config):

@@ -24,9 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", required=True, metavar="TEXT")
     add_policy_arguments(parser)
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
-    parser.add_argument(
-        "--temperature", type=float, metavar="T", help="sample instead of taking the likeliest token"
-    )
+    parser.add_argument("--temperature", type=float, metavar="T", help="sample instead of taking the likeliest token")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
     parser.add_argument("--top-k", type=int, metavar="K")
     parser.add_argument("--seed", type=int, default=0, help="of sampling and of random policies")
@@ -51,9 +49,7 @@ def run(args: argparse.Namespace) -> Any:
     inputs = processor(args.image or None, args.prompt)
     params = loading.load_params(args.model, dtype=args.dtype)
     begin = time.perf_counter()
-    output = jax.jit(generate)(
-        params, inputs, policy=policy, sampling=sampling, key=jax.random.key(args.seed)
-    )
+    output = jax.jit(generate)(params, inputs, policy=policy, sampling=sampling, key=jax.random.key(args.seed))
     answer = processor.decode(output.tokens[0])
     seconds = time.perf_counter() - begin
     decoder = params.config.decoder

@@ -18,11 +18,12 @@ from rich.table import Table
 from vlkv import loading, policies
 from vlkv.cache import PackedCache
 from vlkv.errors import InputError
-from vlkv.generate import decode_step, prefill
+from vlkv.generate import decode_step
 from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.models import Model
 from vlkv.policies import Policy
+from vlkv.prefill import Prompt, fill_cache, read_prompt
 from vlkv.processing import Processor
 
 KEEPS = (0.2, 0.1, 0.05)
@@ -30,7 +31,8 @@ SHOWN = 0.1  # the keep of the picture
 NEW_TOKENS = 48
 # A third off the time to compile, nothing off the speed of so small a model.
 _QUICK = {"xla_llvm_disable_expensive_passes": True}
-_prefill = jax.jit(prefill, static_argnames="new_tokens", compiler_options=_QUICK)
+_read_prompt = jax.jit(read_prompt, compiler_options=_QUICK)
+_fill_cache = jax.jit(fill_cache, static_argnames="new_tokens", compiler_options=_QUICK)
 _decode_step = jax.jit(decode_step, donate_argnames="cache", compiler_options=_QUICK)
 
 
@@ -50,9 +52,7 @@ class Row(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv demo`."""
     parser.add_argument("--seed", type=int, default=0, help="which page")
-    parser.add_argument(
-        "--out", type=Path, default=Path("vlkv_demo.png"), metavar="PNG", help="where the picture goes"
-    )
+    parser.add_argument("--out", type=Path, default=Path("vlkv_demo.png"), metavar="PNG", help="where the picture goes")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -68,32 +68,31 @@ def run(args: argparse.Namespace) -> Any:
     plan: list[Policy] = [policies.Full()]
     for name, cls in policies.registry.items():
         plan += [policies.make(name, keep=keep, scope="vision") for keep in KEEPS if cls is not policies.Full]
+    prompt = _read_prompt(params, inputs)
     rows = [
-        read(params, processor, inputs, policy, truth)
+        read(params, processor, inputs, prompt, policy, truth)
         for policy in track(plan, "compiling and reading", console=Console(stderr=True), transient=True)
     ]
     draw(page.image, rows).save(args.out)
     if args.json:
         table = [{k: v for k, v in row._asdict().items() if k != "survived"} for row in rows]
-        return json.loads(
-            json.dumps({"question": question, "truth": truth, "rows": table, "picture": str(args.out)})
-        )
+        return json.loads(json.dumps({"question": question, "truth": truth, "rows": table, "picture": str(args.out)}))
     show(console, question, truth, rows)
     console.print(f"which vision tokens survived, keep = {SHOWN:.0%}: {args.out}", highlight=False)
     return None
 
 
-def read(params: Model, processor: Processor, inputs: Inputs, policy: Policy, truth: str) -> Row:
+def read(params: Model, processor: Processor, inputs: Inputs, prompt: Prompt, policy: Policy, truth: str) -> Row:
     """One answer, token by token, timed."""
-    cache, logits = _prefill(params, inputs, policy, new_tokens=NEW_TOKENS, key=jax.random.key(0))
+    cache = _fill_cache(prompt, policy, new_tokens=NEW_TOKENS, key=jax.random.key(0))
     size, survived = cache.bytes, survivors(cache, inputs)
-    tokens, seconds = [int(logits[0].argmax())], []
+    tokens, seconds = [int(prompt.logits[0].argmax())], []
     while tokens[-1] not in params.config.stop and len(tokens) < NEW_TOKENS:
         begin = time.perf_counter()
         cache, logits = _decode_step(params, cache, np.array(tokens[-1:], np.int32))
         tokens.append(int(logits[0].argmax()))
         seconds.append(time.perf_counter() - begin)
-    answer = processor.decode(np.array(tokens))
+    answer = str(processor.decode(np.array(tokens)))
     milliseconds = 1e3 * float(np.median(seconds[1:] or [float("nan")]))  # the first step compiles
     return Row(
         type(policy).__name__, policy.keep or 1.0, answer, answer == truth, float(survived.sum(axis=1).mean()), size,
@@ -117,9 +116,7 @@ def survivors(cache: PackedCache, inputs: Inputs) -> np.ndarray:
 
 def show(console: Console, question: str, truth: str, rows: list[Row]) -> None:
     """The table."""
-    table = Table(
-        "policy", "keep", "answer", "", "kept", "cache KiB", "ms/token", title=f"{question} -> {truth}"
-    )
+    table = Table("policy", "keep", "answer", "", "kept", "cache KiB", "ms/token", title=f"{question} -> {truth}")
     for row in rows:
         mark = "[green]right[/]" if row.right else "[red]wrong[/]"
         table.add_row(

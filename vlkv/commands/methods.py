@@ -29,9 +29,7 @@ def run(args: argparse.Namespace) -> Any:
         return _prose(described[0])
     table = Table("policy", "changes", "scope", "options", "paper")
     for method in described:
-        options = ", ".join(
-            f"{k}={v}" for k, v in method["options"].items() if k not in ("keep", "budget", "scope")
-        )
+        options = ", ".join(f"{k}={v}" for k, v in method["options"].items() if k not in ("keep", "budget", "scope"))
         table.add_row(method["name"], method["stages"], method["scope"], options, method["paper"])
     Console().print(table)
     return None
@@ -54,4 +52,5 @@ def describe(cls: type[policies.Policy]) -> dict[str, Any]:
 def _prose(method: dict[str, Any]) -> str:
     options = "\n".join(f"  {name} = {value!r}" for name, value in method["options"].items())
     where = f" ({method['equations']})" if method["equations"] else ""
-    return f"{method['name']}: {method['description']}\n\nPaper: {method['paper']}{where}\nStages: {method['stages']}\n{options}"
+    paper = f"Paper: {method['paper']}{where}"
+    return f"{method['name']}: {method['description']}\n\n{paper}\nStages: {method['stages']}\n{options}"

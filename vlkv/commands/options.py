@@ -12,15 +12,11 @@ from vlkv.errors import InputError
 
 def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
     """--policy, --keep, --budget, --scope and --option."""
-    parser.add_argument(
-        "--policy", default="full", metavar="NAME", help="see `vlkv policies` (default: full)"
-    )
+    parser.add_argument("--policy", default="full", metavar="NAME", help="see `vlkv policies` (default: full)")
     parser.add_argument(
         "--keep", type=float, metavar="FRACTION", help="share of the tokens in scope that stays, in (0, 1]"
     )
-    parser.add_argument(
-        "--budget", type=int, metavar="TOKENS", help="instead of --keep: tokens per layer, on average"
-    )
+    parser.add_argument("--budget", type=int, metavar="TOKENS", help="instead of --keep: tokens per layer, on average")
     parser.add_argument(
         "--scope", choices=["vision", "all"], help="what competes for the budget (default: the method's)"
     )

@@ -1,8 +1,8 @@
 """Pages of handwritten digits: rows of real digits on a page that is otherwise empty or covered with texture.
 
-A page is 96 x 96 pixels, dark ink on white: a grid of 12 x 12 cells of 8 x 8 pixels, one cell per vision token
-of the miniature. A digit fills one cell. The digits are those of scikit-learn's `load_digits`; the last 360 of
-them are shipped here (HELD_OUT.md) and never trained on.
+A page is 96 x 96 pixels, dark ink on white: a grid of 12 x 12 cells of 8 x 8 pixels, one cell per vision
+token of the miniature. A digit fills one cell. The digits are those of scikit-learn's `load_digits`; the last
+360 of them are shipped here (HELD_OUT.md) and never trained on.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _background(rng: np.random.Generator) -> Float[np.ndarray, "96 96"]:
     """Patches of texture and a few long scratches; about half of the page stays empty."""
     ink = np.zeros((SIZE, SIZE), np.float32)
     for _ in range(rng.integers(1, 6)):
-        height, width = rng.integers(1, 6) * CELL, rng.integers(2, 9) * CELL
+        height, width = int(rng.integers(1, 6)) * CELL, int(rng.integers(2, 9)) * CELL
         y, x = rng.integers(SIZE - height + 1), rng.integers(SIZE - width + 1)
         patch = ink[y : y + height, x : x + width]
         patch[:] = _texture(str(rng.choice(_TEXTURES)), height, width, rng) * rng.uniform(0.3, 1.0)

@@ -123,7 +123,7 @@ def log_probs(params: Llava, batch: Batch, layout: Layout) -> Float[Array, "B te
 
 
 def _prefix(rows: int) -> Int[np.ndarray, "B 3"]:
-    return np.tile([folder.BOS, *folder.tokenizer().encode("USER:", add_special_tokens=False).ids], (rows, 1))
+    return np.tile(_tokenizer().encode("USER:").ids, (rows, 1))
 
 
 def _see(params: Llava, batch: Batch) -> Float[Array, "B V D"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Key
 
 from vlkv.config import TEXT_FAMILIES, ModelConfig
@@ -15,11 +16,11 @@ Model = Llava | TextModel
 _CLASSES: dict[str, type] = {"llava": Llava, **dict.fromkeys(TEXT_FAMILIES, TextModel)}
 
 
-def init(config: ModelConfig, key: Key[Array, ""], dtype: jnp.dtype = jnp.float32) -> Model:
+def init(config: ModelConfig, key: Key[Array, ""], dtype: DTypeLike = jnp.float32) -> Model:
     """A model with random weights: for training, and for timing, since speed does not depend on the weights."""
     return _CLASSES[config.family](config, init=Initializer(key, dtype))
 
 
-def abstract(config: ModelConfig, dtype: jnp.dtype = jnp.float32) -> Model:
+def abstract(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Model:
     """The same tree with ShapeDtypeStructs for arrays; allocates nothing."""
     return jax.eval_shape(lambda: init(config, jax.random.key(0), dtype))

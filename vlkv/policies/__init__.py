@@ -19,8 +19,7 @@ from vlkv.policies.snapkv import SnapKV
 from vlkv.policies.streaming import StreamingLLM
 
 registry: dict[str, type[Policy]] = {
-    cls.__name__.lower(): cls
-    for cls in (Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AirCache, PrefixKV)
+    cls.__name__.lower(): cls for cls in (Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AirCache, PrefixKV)
 }
 
 

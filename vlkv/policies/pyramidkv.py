@@ -27,9 +27,7 @@ class PyramidKV(SnapKV):
     kernel: int = 7
     pooling: Literal["avg", "max"] = "max"
     beta: int = 20
-    paper = (
-        "Cai et al. 2024, PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling"
-    )
+    paper = "Cai et al. 2024, PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling"
     equations = "Sec. 4.2, Eqs. 3-5"
     stages = "score, allocate"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from vlkv.observe import Observation, ordinal
@@ -18,4 +19,8 @@ class Random(Policy):
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Uniform in [0, 1), drawn per ordinal of the token, so that padding changes nothing."""
-        return jax.random.uniform(obs.key, obs.k.shape[:2])[:, ordinal(obs.valid)]
+        root = obs.key
+        assert root is not None  # select and generate have checked
+        kv_heads, length, _ = obs.k.shape
+        keys = jax.vmap(lambda i: jax.random.fold_in(root, i))(jnp.arange(length))
+        return jax.vmap(lambda key: jax.random.uniform(key, (kv_heads,)))(keys)[ordinal(obs.valid)].T

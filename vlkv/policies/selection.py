@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from vlkv.errors import InputError
@@ -27,9 +28,9 @@ class Selection:
     in scope; `extra` holds the method's own intermediate arrays, each with a leading axis L.
     """
 
-    kept: Bool[Array, "L K T"]
-    budgets: Int[Array, "L K"]
-    scores: Float[Array, "L K T"]
+    kept: Bool[Array, "*B L K T"]
+    budgets: Int[Array, "*B L K"]
+    scores: Float[Array, "*B L K T"]
     extra: dict[str, Array]
 
 
@@ -78,16 +79,14 @@ def allocate_and_take(
     most = jnp.sum(in_scope)
     granted = policy.allocate(statistics, total=_total(policy, in_scope, layers), most=most, layers=layers)
     kv_heads = observed[0].scores.shape[0]
-    granted = jnp.broadcast_to(
-        granted if granted.ndim == 2 else granted[:, None], (layers, kv_heads)
-    )  # [L, K]
+    granted = jnp.broadcast_to(granted if granted.ndim == 2 else granted[:, None], (layers, kv_heads))  # [L, K]
 
     def take(scores, protected, budget):  # [K, T], [T], [K]
-        high = jnp.max(jnp.where(in_scope, scores, -jnp.inf), axis=-1, keepdims=True)
-        raised = jnp.where(protected, high + 1 + ordinal(valid), scores)
         scores = jnp.where(out_of_scope, jnp.inf, jnp.where(in_scope, scores, -jnp.inf))
-        ranking = jnp.where(in_scope, raised, scores)
-        best_first = jnp.argsort(-ranking, axis=-1, stable=True)
+        # Text that stays, protected, the rest, padding: no score, however large or infinite, crosses these borders.
+        tier = jnp.where(out_of_scope, 0, jnp.where(protected, 1, jnp.where(in_scope, 2, 3)))
+        within = jnp.where(protected, -ordinal(valid).astype(jnp.float32), -scores)
+        best_first = jnp.lexsort((within, jnp.broadcast_to(tier, within.shape)), axis=-1)
         count = (budget + jnp.sum(out_of_scope))[:, None]
         taken = jnp.broadcast_to(jnp.arange(scores.shape[1]) < count, scores.shape)
         kept = jnp.put_along_axis(jnp.zeros(scores.shape, bool), best_first, taken, axis=-1, inplace=False)
@@ -103,11 +102,11 @@ def allocate_and_take(
 
 def select(
     policy: Policy,
-    q: Float[Array, "L N T H"],
-    k: Float[Array, "L K T H"],
-    v: Float[Array, "L K T H"],
-    is_vision: Bool[Array, " T"],
-    valid: Bool[Array, " T"] | None = None,
+    q: Float[Array | np.ndarray, "L N T H"],
+    k: Float[Array | np.ndarray, "L K T H"],
+    v: Float[Array | np.ndarray, "L K T H"],
+    is_vision: Bool[Array | np.ndarray, " T"],
+    valid: Bool[Array | np.ndarray, " T"] | None = None,
     key: Key[Array, ""] | None = None,
 ) -> Selection:
     """What would this policy keep of one prompt?
@@ -130,11 +129,11 @@ def select(
 
 def compress(
     policy: Policy,
-    q: Float[Array, "L N T H"],
-    k: Float[Array, "L K T H"],
-    v: Float[Array, "L K T H"],
-    is_vision: Bool[Array, " T"],
-    valid: Bool[Array, " T"] | None = None,
+    q: Float[Array | np.ndarray, "L N T H"],
+    k: Float[Array | np.ndarray, "L K T H"],
+    v: Float[Array | np.ndarray, "L K T H"],
+    is_vision: Bool[Array | np.ndarray, " T"],
+    valid: Bool[Array | np.ndarray, " T"] | None = None,
     key: Key[Array, ""] | None = None,
 ) -> tuple[Float[Array, "L K T H"], Float[Array, "L K T H"], Selection]:
     """As `select`, with the entries that would go into the cache: where kept, k and v after the policy's merge."""
@@ -150,24 +149,17 @@ def require_key(policy: Policy, key: Key[Array, ""] | None) -> None:
         raise InputError(f"{type(policy).__name__} draws at random: pass key=jax.random.key(seed)")
 
 
-def _observe_all(policy, q, k, v, is_vision, valid, key):
+def _observe_all(policy, q, k, v, is_vision, valid, key) -> tuple[tuple[Observed, ...], Array]:
     require_key(policy, key)
     q, k, v, is_vision = (jnp.asarray(x) for x in (q, k, v, is_vision))
-    fits = (
-        q.ndim == k.ndim == 4
-        and k.shape == v.shape
-        and q.shape[0] == k.shape[0]
-        and q.shape[2:] == k.shape[2:]
-    )
+    fits = q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[2:] == k.shape[2:]
     if not fits or q.shape[1] % k.shape[1] or is_vision.shape != q.shape[2:3]:
         raise InputError(f"q {q.shape}, k {k.shape}, v {v.shape}, is_vision {is_vision.shape}: expected [L, N, T, H], "
                          "[L, K, T, H] twice and [T], with K dividing N")  # fmt: skip
     valid = jnp.ones(is_vision.shape, bool) if valid is None else jnp.asarray(valid)
     layers, length = q.shape[0], q.shape[2]
     observed = tuple(
-        observe(
-            policy, q[i], k[i], v[i], is_vision, valid, key, layer=i, layers=layers, max_instruction=length
-        )
+        observe(policy, q[i], k[i], v[i], is_vision, valid, key, layer=i, layers=layers, max_instruction=length)
         for i in range(layers)
     )
     return observed, valid

@@ -116,6 +116,5 @@ def _reading(name: str) -> Iterator[None]:
             yield
     except (PIL.Image.DecompressionBombWarning, PIL.Image.DecompressionBombError) as error:
         raise InputError(
-            f"{name}: {one_line(error).rstrip('.')}; "
-            "scale it down, or raise PIL.Image.MAX_IMAGE_PIXELS if you trust it"
+            f"{name}: {one_line(error).rstrip('.')}; scale it down, or raise PIL.Image.MAX_IMAGE_PIXELS if you trust it"
         ) from None

@@ -128,8 +128,7 @@ class Processor:
         if is_image.sum() != images:
             # Counted in ids, so that no spelling in the user's text can pass for an image.
             raise InputError(
-                f"the prompt holds {is_image.sum()} image token(s) for {images} image(s); "
-                "mark images with <image> only"
+                f"the prompt holds {is_image.sum()} image token(s) for {images} image(s); mark images with <image> only"
             )
         return np.repeat(ids, np.where(is_image, self.config.vision.tokens, 1))
 

@@ -60,9 +60,7 @@ class PromptWriter:
                 f"the prompt has {marks} {MARK} mark(s) for {images} image(s); one mark per image, or none"
             )
         if self.image_token is not None and any(self.image_token in part for part in parts):
-            raise InputError(
-                f"the prompt spells the model's image token {self.image_token!r}; mark images with {MARK}"
-            )
+            raise InputError(f"the prompt spells the model's image token {self.image_token!r}; mark images with {MARK}")
         if marks == 0:
             return [None] * images + [text]
         pieces: list[str | None] = [parts[0]]

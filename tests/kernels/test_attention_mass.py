@@ -1,0 +1,194 @@
+"""attention_mass and prefill attention against float64 numpy, in one block and in many."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels.attention_mass.xla as xla
+import vlkv.attention
+from pallas_kernels import attention_mass
+from vlkv.attention import attention
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+
+
+def probabilities(q, k, allowed, softmax_n=0.0):
+    """exp(x) / (n + sum exp(x)) over the allowed keys; q [N,T,H], k [K,S,H], allowed [T,S] -> [N,T,S], float64."""
+    k = np.repeat(np.float64(k), len(q) // len(k), axis=0)
+    e = np.exp(np.einsum("nth,nsh->nts", np.float64(q), k) / math.sqrt(q.shape[-1])) * allowed
+    total = e.sum(axis=-1, keepdims=True) + softmax_n
+    return np.where(total > 0, e / np.where(total > 0, total, 1), 0.0)
+
+
+def expected_mass(q, k, weight, allowed, softmax_n=0.0, statistic="sum", threshold=0.01):
+    p = probabilities(q, k, allowed, softmax_n)
+    if statistic == "square":
+        p = p**2
+    if statistic == "count":
+        p = allowed & (p >= threshold * p.max(axis=-1, keepdims=True))
+    return np.einsum("rt,nts->rns", weight, np.float64(p))
+
+
+def make(rows, keys, seed=0, scale=2.0):
+    random = np.random.default_rng(seed)
+    q = scale * random.standard_normal((HEADS, rows, HEAD_DIM)).astype(np.float32)
+    k = random.standard_normal((KV_HEADS, keys, HEAD_DIM)).astype(np.float32)
+    weight = random.random((2, rows)).astype(np.float32)
+    return jnp.array(q), jnp.array(k), jnp.array(weight), jnp.array(random.random(keys) < 0.8)
+
+
+@pytest.fixture(params=["one block", "blocks of 3"])
+def blocks(request, monkeypatch):
+    """37 rows in one block, or in 13: more than the 8 groups, the last one ragged."""
+    if request.param == "blocks of 3":
+        monkeypatch.setattr(xla, "_BLOCK_ELEMENTS", 3 * HEADS * 37)
+    return request.param
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("softmax_n", [0.0, 1.0, 4.0])
+def test_sums_causal_or_not_with_n_in_the_denominator(blocks, implementation, causal, softmax_n):
+    q, k, weight, mask = make(37, 37)
+    allowed = np.asarray(mask) & (np.tri(37, dtype=bool) | (not causal))
+    got = attention_mass(
+        q, k, row_weight=weight, key_mask=mask, causal=causal, softmax_n=softmax_n, implementation=implementation
+    )
+    np.testing.assert_allclose(got, expected_mass(q, k, weight, allowed, softmax_n), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("statistic", ["square", "count"])
+def test_squares_and_counts(blocks, implementation, statistic):
+    q, k, weight, mask = make(37, 37)
+    got = attention_mass(
+        q, k, row_weight=weight, key_mask=mask, statistic=statistic, threshold=0.1, implementation=implementation
+    )
+    allowed = np.asarray(mask) & np.tri(37, dtype=bool)
+    want = expected_mass(q, k, weight, allowed, statistic=statistic, threshold=0.1)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_gathered_rows_see_keys_up_to_their_own_place(monkeypatch, implementation):
+    monkeypatch.setattr(xla, "_BLOCK_ELEMENTS", 3 * HEADS * 37)
+    q, k, _, mask = make(37, 37)
+    place = jnp.array([36, 5, 20, 0, 21, 5, 9, 1])  # in no order, one of them twice
+    weight = jnp.array([[1.0, 1, 1, 1, 1, 0, 1, 1]])
+    got = attention_mass(
+        q[:, place], k, row_weight=weight, key_mask=mask, row_place=place, implementation=implementation
+    )
+    allowed = np.asarray(mask) & np.tri(37, dtype=bool)[place]
+    np.testing.assert_allclose(got, expected_mass(q[:, place], k, weight, allowed), rtol=1e-5, atol=1e-6)
+
+
+def test_a_row_that_sees_no_key_adds_nothing_and_no_nan(blocks):
+    q, k, weight, _ = make(37, 37)
+    mask = jnp.arange(37) >= 4  # rows 0..3 see nothing
+    got = attention_mass(q, k, row_weight=weight, key_mask=mask)
+    want = expected_mass(q, k, weight, np.asarray(mask) & np.tri(37, dtype=bool))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    assert not np.asarray(attention_mass(q, k, row_weight=weight, key_mask=jnp.zeros(37, bool))).any()
+
+
+def test_huge_logits_stay_finite():
+    q, k, weight, mask = make(37, 37, scale=2000.0)
+    for n in (0.0, 1.0):
+        got = np.asarray(attention_mass(q, k, row_weight=weight, key_mask=mask, softmax_n=n))
+        assert np.isfinite(got).all()
+        if n == 0:
+            seen = np.asarray(mask)[:1] | (np.cumsum(mask) > 0)  # rows that see any key hand out all their weight
+            np.testing.assert_allclose(got.sum(axis=-1)[:, 0], (np.asarray(weight) * seen).sum(axis=-1), rtol=1e-5)
+
+
+def test_bfloat16_keys_give_a_float32_answer_of_bfloat16_accuracy():
+    q, k, weight, mask = make(37, 37)
+    half = attention_mass(q.astype(jnp.bfloat16), k.astype(jnp.bfloat16), row_weight=weight, key_mask=mask)
+    assert half.dtype == jnp.float32
+    np.testing.assert_allclose(half, attention_mass(q, k, row_weight=weight, key_mask=mask), rtol=0.1, atol=0.02)
+
+
+@pytest.mark.parametrize("i", range(3))
+def test_golden_column_sums_and_windows(golden, i):
+    g = golden(f"column_sums_{i}")
+    q, k, length = jnp.array(g["q"]), jnp.array(g["k"]), g["q"].shape[1]
+    windows = [length, *g["window_sizes"].tolist()]
+    weight = jnp.array([np.arange(length) >= length - w for w in windows], jnp.float32)
+    everything, *windowed = np.asarray(attention_mass(q, k, row_weight=weight, key_mask=jnp.ones(length, bool)))
+    np.testing.assert_allclose(everything, g["paper_column_sums"], rtol=1e-5)
+    np.testing.assert_allclose(everything.mean(axis=0), g["paper_head_mean_column_sums"], rtol=1e-5)
+    np.testing.assert_allclose(windowed, g["paper_windowed_column_sums"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"implementation": "mosaic"},
+        {"row_weight": jnp.ones((1, 5))},
+        {"key_mask": jnp.ones(5, bool)},
+        {"k": jnp.ones((3, 37, HEAD_DIM))},
+        {"k": jnp.ones((KV_HEADS, 20, HEAD_DIM)), "key_mask": jnp.ones(20, bool)},  # causal needs row_place
+    ],
+)
+def test_what_does_not_fit_is_refused(change):
+    q, k, weight, mask = make(37, 37)
+    with pytest.raises(Exception, match="attention_mass"):
+        attention_mass(**{"q": q, "k": k, "row_weight": weight, "key_mask": mask, **change})
+
+
+# --- prefill attention ----------------------------------------------------------------------------------------------
+
+
+def expected_attention(q, k, v, valid, causal):
+    """[B,T,N,H] and rows that count; keys must be valid."""
+    allowed = valid[:, None, :] & (np.tri(q.shape[1], dtype=bool) | (not causal))
+    p = [probabilities(np.moveaxis(q[b], 1, 0), np.moveaxis(k[b], 1, 0), allowed[b]) for b in range(len(q))]
+    v = np.repeat(np.float64(v), q.shape[2] // v.shape[2], axis=2)
+    return np.einsum("bnts,bsnh->btnh", p, v)
+
+
+@pytest.mark.parametrize("elements", [2**24, 0], ids=["one block", "blocks of 16"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_prefill_attention_with_padding_on_both_sides(monkeypatch, elements, causal):
+    monkeypatch.setattr(vlkv.attention, "_BLOCK_ELEMENTS", elements)
+    length = 150  # 10 blocks of 16: more than the 8 groups, the last one ragged
+    random = np.random.default_rng(1)
+    q, k, v = (
+        random.standard_normal((3, length, heads, HEAD_DIM)).astype(np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    place = np.arange(length)
+    valid = np.stack([place >= 0, place >= 43, place < 101])
+    got = np.asarray(attention(*map(jnp.array, (3 * q, k, v)), valid=jnp.array(valid), causal=causal))
+    want = expected_attention(3 * q, k, v, valid, causal)
+    np.testing.assert_allclose(got[valid], want[valid], rtol=1e-5, atol=1e-5)
+    assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("elements", [2**24, 0], ids=["one block", "blocks of 16"])
+def test_prefill_attention_gradients_are_those_of_plain_attention(monkeypatch, elements):
+    monkeypatch.setattr(vlkv.attention, "_BLOCK_ELEMENTS", elements)
+    length = 40
+    random = np.random.default_rng(2)
+    arrays = [
+        jnp.array(random.standard_normal((1, length, heads, HEAD_DIM)), jnp.float32)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    valid = jnp.arange(length)[None] >= 7
+
+    def plain(q, k, v):
+        k, v = (jnp.repeat(x, HEADS // KV_HEADS, axis=2) for x in (k, v))
+        logits = jnp.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(HEAD_DIM)
+        logits = jnp.where(jnp.tri(length, dtype=bool) & valid[:, None, None], logits, -1e30)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits), v)
+
+    def loss(attend):
+        return lambda *x: jnp.sum(jnp.sin(attend(*x)) * valid[..., None, None])
+
+    got = jax.grad(loss(lambda *x: attention(*x, valid=valid)), argnums=(0, 1, 2))(*arrays)
+    want = jax.grad(loss(plain), argnums=(0, 1, 2))(*arrays)
+    for g, w in zip(got, want, strict=True):
+        assert np.isfinite(g).all()
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)

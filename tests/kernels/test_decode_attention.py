@@ -1,0 +1,149 @@
+"""decode_attention against float64 numpy: every kind of segment of a pool, and two parts made one."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels.decode_attention.xla as xla
+from pallas_kernels import combine, decode_attention
+
+BATCH, HEADS, KV_HEADS, HEAD_DIM, SLOTS = 2, 6, 2, 8, 75
+IMPLEMENTATIONS = ["xla", "reference"]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    random = np.random.default_rng(0)
+    q = 3 * random.standard_normal((BATCH, HEADS, HEAD_DIM))
+    k, v = random.standard_normal((2, BATCH, SLOTS, KV_HEADS, HEAD_DIM))
+    return tuple(jnp.array(x, jnp.float32) for x in (q, k, v))
+
+
+def expected(q, k, v, segments):
+    """`segments[b][h]`: the slots that key head h of row b attends to."""
+    q, k, v = (np.float64(x) for x in (q, k, v))
+    out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
+    for b in range(BATCH):
+        for n in range(HEADS):
+            head = n // (HEADS // KV_HEADS)
+            slots = list(segments[b][head])
+            if slots:
+                e = np.exp(k[b, slots, head] @ q[b, n] / math.sqrt(HEAD_DIM))
+                out[b, n], lse[b, n] = e @ v[b, slots, head] / e.sum(), np.log(e.sum())
+    return out, lse
+
+
+def check(got, want):
+    for g, w in zip(got, want, strict=True):
+        assert g.dtype == jnp.float32
+        np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("chunk", [16, 256], ids=["5 chunks", "1 chunk"])
+@pytest.mark.parametrize(
+    ("start", "length"),
+    [
+        ([[0, 16], [32, 48]], [[1, 16], [17, 5]]),
+        ([[0, 0], [0, 0]], [[75, 75], [75, 75]]),  # the whole pool
+        ([[64, 58], [74, 48]], [[11, 17], [1, 27]]),  # up to the pool's last slot
+        ([[3, 7], [21, 0]], [[0, 33], [2, 0]]),  # empty ones among others
+        ([[0, 75], [16, 40]], [[0, 0], [0, 0]]),  # nothing but empty ones
+        ([[5, 50], [0, 70]], [[70, 1], [31, 5]]),  # very different lengths, off the chunks
+    ],
+)
+def test_segments_of_every_kind(pool, monkeypatch, implementation, chunk, start, length):
+    monkeypatch.setattr(xla, "_CHUNK", chunk)
+    got = decode_attention(*pool, jnp.array(start), jnp.array(length), implementation=implementation)
+    segments = [[range(s, s + n) for s, n in zip(*row, strict=True)] for row in zip(start, length, strict=True)]
+    check(got, expected(*pool, segments))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_slots_outside_the_segment_do_not_matter_whatever_finite_value_they_hold(pool, monkeypatch, implementation):
+    monkeypatch.setattr(xla, "_CHUNK", 16)
+    q, k, v = pool
+    start, length = jnp.array([[20, 20], [20, 20]]), jnp.array([[30, 30], [30, 30]])
+    outside = ((jnp.arange(SLOTS) < 20) | (jnp.arange(SLOTS) >= 50))[:, None, None]
+    clean = decode_attention(q, k, v, start, length, implementation=implementation)
+    dirty = decode_attention(
+        q, jnp.where(outside, 1e4, k), jnp.where(outside, 1e30, v), start, length, implementation=implementation
+    )
+    check(dirty, clean)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_peaked_attention_over_several_chunks_stays_finite_and_right(pool, monkeypatch, implementation):
+    monkeypatch.setattr(xla, "_CHUNK", 16)
+    q, k, v = pool
+    start, length = jnp.zeros((2, 2), jnp.int32), jnp.full((2, 2), SLOTS)
+    out, lse = decode_attention(500 * q, k, v, start, length, implementation=implementation)
+    heads = jnp.repeat(k, 3, axis=2)
+    best = jnp.argmax(jnp.einsum("bnh,bpnh->bnp", q, heads), axis=-1)
+    want = jnp.take_along_axis(jnp.repeat(v, 3, axis=2), best[:, None, :, None], axis=1)[:, 0]
+    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-4)
+    assert np.isfinite(lse).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_bfloat16_pool_gives_a_float32_answer(pool, implementation):
+    q, k, v = (x.astype(jnp.bfloat16) for x in pool)
+    start, length = jnp.zeros((2, 2), jnp.int32), jnp.full((2, 2), 40)
+    got, _ = decode_attention(q, k, v, start, length, implementation=implementation)
+    want, _ = expected(q, k, v, [[range(40)] * 2] * 2)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, want, atol=0.03)
+
+
+def test_combine_of_two_parts_is_attention_over_both(pool):
+    one = jnp.array([[0, 0], [0, 10]]), jnp.array([[20, 5], [0, 1]])
+    two = jnp.array([[20, 5], [0, 11]]), jnp.array([[10, 0], [9, 60]])
+    got = combine(decode_attention(*pool, *one), decode_attention(*pool, *two))
+    check(got, expected(*pool, [[range(30), range(5)], [range(9), range(10, 71)]]))
+
+
+def test_combine_with_an_empty_side_is_the_other_side(pool):
+    start = jnp.zeros((2, 2), jnp.int32)
+    part = decode_attention(*pool, start, jnp.full((2, 2), 33))
+    empty = decode_attention(*pool, start, start)
+    for got in (combine(part, empty), combine(empty, part)):
+        check(got, part)
+
+
+def test_golden_outputs_of_n_softmax_decode_with_n_0(golden):
+    g = golden("n_softmax_decode")
+    q, k, v = (jnp.swapaxes(jnp.array(g[name]), 0, 1)[None] for name in "qkv")
+    slots, heads = k.shape[1:3]
+    start, length = jnp.zeros((1, heads), jnp.int32), jnp.full((1, heads), slots)
+    out, _ = decode_attention(q[:, 0], k, v, start, length)
+    np.testing.assert_allclose(out[0], g["paper_output"][g["softmax_n_values"].tolist().index(0)], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("i", range(3))
+def test_golden_attention_of_the_last_rows_and_their_log_sum_exp(golden, i):
+    g = golden(f"column_sums_{i}")
+    k, v = (jnp.swapaxes(jnp.array(g[name]), 0, 1)[None] for name in "kv")
+    length, heads = k.shape[1:3]
+    attend = jax.jit(decode_attention)
+    for row in range(1, 5):
+        seen = jnp.full((1, heads), length - row + 1)
+        out, lse = attend(jnp.array(g["q"])[None, :, -row], k, v, jnp.zeros_like(seen), seen)
+        np.testing.assert_allclose(out[0], g["paper_attention_output"][:, -row], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(lse[0], g["paper_log_sum_exp"][:, -row], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("k", (BATCH, SLOTS, 4, HEAD_DIM)), ("start", (BATCH, HEADS)), ("length", (BATCH, 1))],
+)
+def test_what_does_not_fit_is_refused(pool, name, shape):
+    arrays = dict(zip("qkv", pool, strict=True))
+    arrays["start"] = arrays["length"] = jnp.ones((BATCH, KV_HEADS), jnp.int32)
+    arrays[name] = jnp.ones(shape, arrays[name].dtype)
+    if name == "k":
+        arrays["v"] = arrays["k"]
+    with pytest.raises(Exception, match="decode_attention"):
+        decode_attention(**arrays)

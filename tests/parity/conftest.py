@@ -1,0 +1,80 @@
+"""Tiny random checkpoints made by transformers, perturbed until a wrong use of any parameter would show."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="parity needs torch and transformers: pip install -e .[test,parity]")
+transformers = pytest.importorskip("transformers")
+
+IMAGE_TOKEN = 99
+VOCABULARY = 120
+
+
+def perturb(model, seed: int = 0) -> None:
+    """Moves every parameter, norm scales and biases too, and makes attention and logits peaked."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * noise)
+            else:
+                # Queries and keys twice as large: attention far from uniform, so that masks and heads matter.
+                gain = 2.0 if ("q_proj" in name or "k_proj" in name) else 1.0
+                parameter.copy_(gain * noise * parameter[0].numel() ** -0.5)
+        model.get_output_embeddings().weight.mul_(2.0)
+
+
+def text_config(kind: str = "llama", **changes):
+    """A two-layer decoder with grouped heads."""
+    options = dict(
+        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    options.update(changes)
+    classes = {
+        "llama": transformers.LlamaConfig,
+        "mistral": transformers.MistralConfig,
+        "qwen2": transformers.Qwen2Config,
+    }
+    return classes[kind](**options)
+
+
+def make_llava(seed: int = 0, **changes):
+    """A LLaVA with a four-layer tower (so that feature layer -2 is neither first nor last) and 16 vision tokens."""
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, image_size=28, patch_size=7
+    )
+    tied = changes.pop("tied", False)
+    extra = {key: changes.pop(key) for key in list(changes) if key.startswith("vision_feature")}
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=text_config(tie_word_embeddings=tied, **changes),
+        image_token_index=IMAGE_TOKEN, tie_word_embeddings=tied, **extra,
+    )  # fmt: skip
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    perturb(model, seed)
+    return model
+
+
+def make_text(kind: str, seed: int = 0, **changes):
+    """A text-only model."""
+    classes = {
+        "llama": transformers.LlamaForCausalLM,
+        "mistral": transformers.MistralForCausalLM,
+        "qwen2": transformers.Qwen2ForCausalLM,
+    }
+    if kind == "mistral":
+        changes.setdefault("sliding_window", None)
+    model = classes[kind](text_config(kind, **changes)).eval()
+    perturb(model, seed)
+    return model
+
+
+@pytest.fixture(scope="session")
+def llava(tmp_path_factory):
+    """The model that most tests share, and its folder."""
+    folder = tmp_path_factory.mktemp("llava")
+    model = make_llava()
+    model.save_pretrained(folder)
+    return model, folder

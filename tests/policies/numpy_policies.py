@@ -1,0 +1,174 @@
+"""Every method again, in float64 numpy from the equations, on one prompt without padding. Slow and plain.
+
+Axes: L layers · N query heads · K key heads · T tokens · H head dim.
+"""
+
+import math
+
+import numpy as np
+
+
+def attention(q, k, keys=None):
+    """softmax(q k^T / sqrt(H)), causal, over `keys` [T]; q [N,T,H], k [K,T,H] -> [N,T,T]."""
+    k = np.repeat(k, len(q) // len(k), axis=0)
+    logits = np.einsum("nth,nsh->nts", np.float64(q), np.float64(k)) / math.sqrt(q.shape[-1])
+    allowed = np.tri(q.shape[1], dtype=bool)
+    if keys is not None:
+        allowed = allowed & keys
+    e = np.where(allowed, np.exp(logits - logits.max(axis=-1, keepdims=True)), 0)
+    total = e.sum(axis=-1, keepdims=True)
+    return e / np.where(total > 0, total, 1)
+
+
+def per_key_head(x, kv_heads):
+    return x.reshape(kv_heads, -1, x.shape[-1]).mean(axis=1)
+
+
+def total_budget(layers, tokens, keep=None, budget=None):
+    asked = layers * budget if keep is None else math.floor(keep * layers * tokens + 0.5)
+    return min(layers * tokens, max(layers, asked))
+
+
+def uniform(total, layers):
+    return [total // layers + (i < total % layers) for i in range(layers)]
+
+
+def apportion(real, total, most):
+    """Clip to [1, most], share the excess over the layers still free, repeat; then largest remainders."""
+    low = min(1, most)
+    value, free = np.array(real, np.float64), np.ones(len(real), bool)
+    while ((value < low) | (value > most))[free].any():
+        out = free & ((value < low) | (value > most))
+        excess = (value - np.clip(value, low, most))[out].sum()
+        value[out] = np.clip(value, low, most)[out]
+        free &= ~out
+        if value[free].sum() > 0:
+            value[free] *= 1 + excess / value[free].sum()
+    whole = np.floor(value + 1e-9).astype(int)
+    for i in sorted(range(len(real)), key=lambda i: -(value[i] - whole[i])):
+        whole[i] += whole.sum() < total and whole[i] < most
+    return list(whole)
+
+
+def pyramid(mean, window, layers, beta=20):
+    low = (mean - window) / beta
+    return np.linspace(2 * (mean - window) - low, low, layers) + window
+
+
+def take(scores, scope, protected, budget):
+    """All text, and of the scope first what is protected (the later the surer), then the best; ties to the earlier."""
+    order = sorted(np.flatnonzero(scope), key=lambda t: (0, -t, 0) if protected[t] else (1, -scores[t], t))
+    kept = ~scope
+    kept[order[:budget]] = True
+    return kept
+
+
+class Prompt:
+    """One prompt, all layers, and how a policy spends what it may."""
+
+    def __init__(self, q, k, vision, scope, keep=None, budget=None):
+        self.q, self.k, self.vision = q, k, vision
+        self.layers, self.heads, self.tokens = k.shape[:3]
+        self.everything = scope == "all"
+        self.scope = np.ones(self.tokens, bool) if self.everything else vision
+        self.most = int(self.scope.sum())
+        self.total = total_budget(self.layers, self.most, keep, budget) if self.most else 0
+        self.place = np.arange(self.tokens)
+        self.instruction = self.place > max(np.flatnonzero(vision), default=-1)
+
+    def finish(self, scores, budgets, protected=None):
+        """kept [L,K,T], budgets [L]; `protected` counts only when every token is in scope."""
+        if protected is None or not self.everything:
+            protected = np.zeros(self.tokens, bool)
+        kept = [
+            [take(scores[layer][head], self.scope, protected, budgets[layer]) for head in range(self.heads)]
+            for layer in range(self.layers)
+        ]
+        return np.array(kept), np.array(budgets), np.array(scores)
+
+    def column_sums(self):
+        return [attention(q, k).sum(axis=1) for q, k in zip(self.q, self.k, strict=True)]
+
+
+def streaming(p, sinks=4):
+    scores = np.broadcast_to(p.place, (p.layers, p.heads, p.tokens))
+    return p.finish(scores, uniform(p.total, p.layers), p.place < min(sinks, p.total // p.layers))
+
+
+def h2o(p, recent=None):
+    recent = p.total // p.layers // 2 if recent is None else recent
+    scores = [per_key_head(x, p.heads) for x in p.column_sums()]
+    return p.finish(scores, uniform(p.total, p.layers), p.place >= p.tokens - recent)
+
+
+def snapkv(p, window=32, kernel=5, pooling="avg", allocation="uniform"):
+    inside = p.place >= p.tokens - window
+    candidates = p.scope & ~inside if p.everything else p.scope
+    scores = []
+    for q, k in zip(p.q, p.k, strict=True):
+        mass = per_key_head(attention(q, k)[:, inside].sum(axis=1), p.heads) * candidates
+        around = np.pad(mass, [(0, 0), (kernel // 2, kernel // 2)])
+        around = np.lib.stride_tricks.sliding_window_view(around, kernel, axis=1)
+        scores.append(around.mean(axis=-1) if pooling == "avg" else around.max(axis=-1))
+    budgets = uniform(p.total, p.layers)
+    if allocation == "pyramid":
+        always = min(window, p.total // p.layers) if p.everything else 0
+        budgets = apportion(pyramid(p.total / p.layers, always, p.layers), p.total, p.most)
+    return p.finish(scores, budgets, inside)
+
+
+def pyramidkv(p, window=8, kernel=7, pooling="max"):
+    return snapkv(p, window, kernel, pooling, "pyramid")
+
+
+def skewness(x):
+    n = len(x)
+    if n < 3 or np.ptp(x) <= 1e-9 * abs(x).max():
+        return 0.0
+    return n / ((n - 1) * (n - 2)) * (((x - x.mean()) / x.std(ddof=1)) ** 3).sum()
+
+
+def over_mean(x):
+    return np.array(x) / np.mean(x) if np.mean(x) > 0 else np.ones(len(x))
+
+
+def aircache(p, alpha=0.9, window="elite", rows=32, allocation="both"):
+    scores, strength, skew = [], [], []
+    for q, k in zip(p.q, p.k, strict=True):
+        if window == "elite":
+            text_attention = attention(q, k, p.instruction)[:, -1].mean(axis=0)
+            watch = p.instruction & (text_attention >= alpha * text_attention.max())
+        elif window == "text":
+            watch = p.instruction
+        else:
+            group = np.flatnonzero(p.instruction if window == "recent" else p.vision)[-rows:]
+            watch = np.isin(p.place, group)
+        keys = np.ones(p.tokens, bool) if p.everything else p.vision | watch
+        importance = attention(q, k, keys)[:, watch].mean(axis=(0, 1)) if watch.any() else np.zeros(p.tokens)
+        scores.append(np.broadcast_to(importance, (p.heads, p.tokens)))
+        strength.append(importance[p.scope].sum())
+        skew.append(max(0.0, skewness(importance[p.scope])))
+    share = {
+        "both": (over_mean(strength) + over_mean(skew)) / 2,
+        "strength": over_mean(strength),
+        "skewness": over_mean(skew),
+    }
+    mean = p.total / p.layers
+    if allocation == "uniform":
+        budgets = uniform(p.total, p.layers)
+    else:
+        real = pyramid(mean, 0, p.layers) if allocation == "pyramid" else share[allocation] * mean
+        budgets = apportion(real, p.total, p.most)
+    return p.finish(scores, budgets)
+
+
+def prefixkv(p, sinks=1, recent=1):
+    scores = [np.broadcast_to(x.mean(axis=0), (p.heads, p.tokens)) for x in p.column_sums()]
+    importance = [x[0][p.scope] for x in scores]
+    reached = [np.cumsum(np.sort(x / x.sum())[::-1]) for x in importance]  # P_l(1), P_l(2), ...
+    least = sinks + recent if p.everything else 1
+    budgets = [min(least, p.total // p.layers)] * p.layers
+    while sum(budgets) < p.total:  # raise the threshold p until one more token is needed to reach it
+        open_layers = [i for i in range(p.layers) if budgets[i] < p.most]
+        budgets[min(open_layers, key=lambda i: (reached[i][budgets[i] - 1] if budgets[i] else 0, i))] += 1
+    return p.finish(scores, budgets, (p.place < sinks) | (p.place >= p.tokens - recent))

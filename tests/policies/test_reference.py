@@ -1,0 +1,262 @@
+"""Every policy against float64 numpy written from the equations, on a batch of awkward prompts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy_policies as reference
+import pytest
+from jaxtyping import Array, Float
+
+from vlkv import InputError, policies
+from vlkv.policies.aircache import skewness
+
+LAYERS, HEADS, KV_HEADS, LENGTH, HEAD_DIM = 3, 4, 2, 28, 8
+# S, V, I: a system, vision or instruction token; a dot is padding.
+PROMPTS = {
+    "full": "SSSSVVVVVVVVVVVVVVVVIIIIIIII",
+    "left padded": "......SSSVVVVVVVVVVVVIIIIIII",
+    "right padded": "SSSVVVVVVVVVVVVIIIIIII......",
+    "two images": "SVVVVVVSSSVVVVVVVIIIIIIIII..",
+    "image last": "SSSSSSSSSSSSVVVVVVVVVVVVVVVV",
+    "two vision tokens": "SSSSSSSSSSVVIIIIIIIIIIIII...",
+    "no image": "IIIIIIIIIIIIIIIIIIIIIII.....",
+    "one token": "...........................I",
+}
+METHODS = {
+    policies.StreamingLLM: reference.streaming,
+    policies.H2O: reference.h2o,
+    policies.SnapKV: reference.snapkv,
+    policies.PyramidKV: reference.pyramidkv,
+    policies.AirCache: reference.aircache,
+    policies.PrefixKV: reference.prefixkv,
+}
+CASES = [
+    policies.StreamingLLM(keep=0.4, scope="all"),
+    policies.StreamingLLM(budget=7, sinks=2, scope="all"),
+    policies.StreamingLLM(keep=0.3, scope="vision"),
+    policies.H2O(keep=0.45, scope="all"),
+    policies.H2O(budget=6, recent=2, scope="all"),
+    policies.H2O(keep=0.37, scope="vision"),
+    policies.SnapKV(keep=0.61, window=4, scope="all"),
+    policies.SnapKV(keep=0.3, scope="all"),  # the window is longer than the prompt
+    policies.SnapKV(budget=5, window=6, kernel=3, scope="vision"),
+    policies.PyramidKV(keep=0.5, window=3, kernel=3, pooling="avg", scope="all"),
+    policies.PyramidKV(budget=12, window=3, kernel=3, pooling="avg", scope="all"),
+    policies.PyramidKV(keep=0.6, window=5, kernel=5, pooling="avg", scope="vision"),
+    policies.AirCache(keep=0.4),
+    policies.AirCache(keep=0.9, alpha=0.0),
+    policies.AirCache(budget=5, alpha=1.0),
+    policies.AirCache(keep=0.4, alpha=0.5, scope="all"),
+    policies.AirCache(keep=0.4, window="recent", rows=3),
+    policies.AirCache(keep=0.4, window="text", allocation="strength"),
+    policies.AirCache(keep=0.4, window="vision", rows=5, allocation="uniform"),
+    policies.AirCache(keep=0.4, allocation="skewness"),
+    policies.AirCache(keep=0.6, allocation="pyramid"),
+    policies.PrefixKV(keep=0.4, scope="all"),
+    policies.PrefixKV(keep=0.15, sinks=4, recent=2, scope="all"),
+    policies.PrefixKV(budget=9, sinks=0, recent=0, scope="all"),
+    policies.PrefixKV(keep=0.35, scope="vision"),
+]
+ANY = [
+    policies.Full(), policies.Random(keep=0.4), *(cls(keep=0.4) for cls in METHODS),
+    *(cls(keep=0.4, scope="vision") for cls in (policies.Random, *METHODS)),
+]  # fmt: skip
+
+
+@jax.jit
+def select(policy, q, k, vision, valid, key=None):
+    """A whole batch of prompts, as `generate` does it."""
+    keys = None if key is None else jnp.stack([key] * len(vision))
+    return jax.vmap(lambda *args: policies.select(policy, *args[:2], args[1], *args[2:]))(q, k, vision, valid, keys)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """Peaked random attention; the same prompt has the same queries and keys wherever it is padded."""
+    vision = np.array([[c == "V" for c in text] for text in PROMPTS.values()])
+    valid = np.array([[c != "." for c in text] for text in PROMPTS.values()])
+    random = np.random.default_rng(0)
+    q, k = (
+        2.0 * random.standard_normal((len(PROMPTS), LAYERS, heads, LENGTH, HEAD_DIM)).astype(np.float32)
+        for heads in (HEADS, KV_HEADS)
+    )
+    left, right = (list(PROMPTS).index(f"{side} padded") for side in ("left", "right"))
+    for x in (q, k):
+        x[right] = np.roll(x[left], -6, axis=-2)
+    return q, k, vision, valid
+
+
+def options(policy):
+    names = policy.options()
+    common = {name: names.pop(name) for name in ("scope", "keep", "budget")}
+    names.pop("beta", None)
+    return common, names
+
+
+@pytest.mark.parametrize("policy", CASES, ids=repr)
+def test_policy_agrees_with_the_equations(policy, batch):
+    got = select(policy, *batch)
+    common, own = options(policy)
+    for row, name in enumerate(PROMPTS):
+        q, k, vision, valid = (x[row] for x in batch)
+        prompt = reference.Prompt(q[:, :, valid], k[:, :, valid], vision[valid], **common)
+        kept, budgets, scores = METHODS[type(policy)](prompt, **own)
+        for head in range(KV_HEADS):
+            np.testing.assert_array_equal(got.budgets[row, :, head], budgets, err_msg=name)
+        inside = np.flatnonzero(valid)[prompt.scope]
+        np.testing.assert_allclose(
+            got.scores[row][..., inside], scores[..., prompt.scope], rtol=1e-4, atol=1e-7, err_msg=name
+        )
+        np.testing.assert_array_equal(got.kept[row][..., valid], kept, err_msg=name)
+
+
+@pytest.mark.parametrize("policy", ANY, ids=repr)
+def test_totals_are_exact_padding_is_dropped_and_text_out_of_scope_stays(policy, batch):
+    _, _, vision, valid = batch
+    got = select(policy, *batch, jax.random.key(0))
+    kept, scores = np.asarray(got.kept), np.asarray(got.scores)
+    for row in range(len(PROMPTS)):
+        scope = vision[row] if policy.scope == "vision" else valid[row]
+        count = int(scope.sum())
+        total = reference.total_budget(LAYERS, count, policy.keep, policy.budget) if count else 0
+        text = valid[row] & ~scope
+        assert (np.asarray(got.budgets)[row].sum(axis=0) == total).all()
+        assert (kept[row][..., scope].sum(axis=-1) == np.asarray(got.budgets)[row]).all()
+        assert not kept[row][..., ~valid[row]].any()
+        assert kept[row][..., text].all()
+        assert (scores[row][..., ~valid[row]] == -np.inf).all()
+        assert (scores[row][..., text] == np.inf).all()
+        assert np.isfinite(scores[row][..., scope]).all()
+        if policy.keep == 1:
+            assert (kept[row] == valid[row]).all()
+
+
+@pytest.mark.parametrize("policy", ANY, ids=repr)
+def test_padding_on_either_side_changes_nothing(policy, batch):
+    got = select(policy, *batch, jax.random.key(0))
+    left, right = (list(PROMPTS).index(f"{side} padded") for side in ("left", "right"))
+    np.testing.assert_array_equal(np.roll(got.kept[left], -6, axis=-1), got.kept[right])
+    np.testing.assert_array_equal(got.budgets[left], got.budgets[right])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("scope", ["vision", "all"])
+def test_keep_1_keeps_everything(method, scope, batch):
+    np.testing.assert_array_equal(
+        np.asarray(select(method(keep=1, scope=scope), *batch).kept),
+        np.broadcast_to(batch[3][:, None, None], (len(PROMPTS), LAYERS, KV_HEADS, LENGTH)),
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_budget_beyond_the_prompt_keeps_everything_and_a_tiny_one_keeps_one_per_layer(method, batch):
+    valid = batch[3]
+    assert (np.asarray(select(method(budget=1000, scope="all"), *batch).kept) == valid[:, None, None]).all()
+    fewest = select(method(keep=1e-6, scope="all"), *batch)
+    assert (np.asarray(fewest.kept).sum(axis=-1) == 1).all()
+
+
+@pytest.mark.parametrize("allocation", ["both", "skewness"])
+def test_aircache_without_contrast_has_skewness_0_and_uniform_budgets(allocation, batch):
+    q, k, vision, valid = batch
+    got = select(policies.AirCache(keep=0.5, allocation=allocation), q, 0 * k, vision, valid)
+    assert (np.asarray(got.extra["skewness"]) == 0).all()
+    assert not any(np.isnan(x).any() for x in jax.tree.leaves(got.extra))
+    budgets = np.asarray(got.budgets)[..., 0]
+    assert (budgets.max(axis=1) - budgets.min(axis=1) <= 1).all()
+
+
+def test_skewness_of_hand_computed_examples():
+    everything = jnp.ones(4, bool)
+
+    def of(*values):
+        x = jnp.array([*values, *[7.0] * (4 - len(values))])
+        return float(skewness(x, everything & (jnp.arange(4) < len(values)), jnp.int32(len(values))))
+
+    assert of(0.0, 0.0, 0.0, 4.0) == pytest.approx(2.0)  # 4/(3*2) * ((3/2)^3 - 3 (1/2)^3)
+    assert of(0.0, 0.0, 3.0) == pytest.approx(np.sqrt(3))
+    assert of(0.0, 1e-6, 1e-6, 0.0) == pytest.approx(0.0, abs=1e-6)
+    assert of(0.0, 1.0) == of(5.0) == of() == 0.0
+    assert of(0.1, 0.1, 0.1, 0.1) == 0.0
+
+
+# --- Random ---------------------------------------------------------------------------------------------------------
+
+
+def test_random_repeats_with_its_key_and_differs_between_keys_layers_and_heads(batch):
+    policy = policies.Random(keep=0.5)
+    first, again, other = (np.asarray(select(policy, *batch, jax.random.key(i)).kept)[0] for i in (0, 0, 1))
+    assert (first == again).all()
+    assert (first != other).any()
+    assert len({head.tobytes() for layer in first for head in layer}) == LAYERS * KV_HEADS
+
+
+def test_random_keeps_every_token_equally_often():
+    length, draws = 20, 400
+    q = jnp.zeros((1, 2, length, 4))
+    vision = jnp.zeros(length, bool)
+    draw = jax.jit(jax.vmap(lambda key: policies.select(policies.Random(keep=0.25), q, q, q, vision, key=key).kept))
+    often = np.asarray(draw(jax.random.split(jax.random.key(0), draws))).mean(axis=(0, 1, 2))
+    assert abs(often - 0.25).max() < 4 * np.sqrt(0.25 * 0.75 / (2 * draws))
+
+
+def test_random_draws_do_not_depend_on_how_long_the_padded_row_is():
+    def kept(length):
+        q = jnp.zeros((1, 2, length, 4))
+        valid = jnp.arange(length) < 10
+        policy = policies.Random(budget=4)
+        return policies.select(policy, q, q, q, jnp.zeros(length, bool), valid, jax.random.key(0)).kept[..., :10]
+
+    np.testing.assert_array_equal(kept(12), kept(17))
+
+
+def test_random_without_a_key_says_so():
+    q = jnp.zeros((1, 2, 6, 4))
+    with pytest.raises(InputError, match="key=jax.random.key"):
+        policies.select(policies.Random(keep=0.5), q, q, q, jnp.zeros(6, bool))
+
+
+# --- policies of one's own, and what any policy may count on ---------------------------------------------------------
+
+
+@policies.policy
+class Given(policies.Policy):
+    """Scores handed in as the first component of the keys."""
+
+    last: int = 0
+
+    def score(self, obs) -> Float[Array, "K T"]:
+        return obs.k[:, :, 0]
+
+    def protect(self, obs):
+        place = jnp.arange(obs.valid.shape[0])
+        return obs.valid & (place >= obs.valid.shape[0] - self.last)
+
+
+def kept_places(policy, scores, valid=None):
+    k = jnp.array(scores, jnp.float32)[None, None, :, None]
+    selection = policies.select(
+        policy, k, k, k, jnp.zeros(len(scores), bool), None if valid is None else jnp.array(valid)
+    )
+    return np.flatnonzero(selection.kept[0, 0]).tolist()
+
+
+def test_ties_go_to_the_earlier_token():
+    assert kept_places(Given(budget=3), [1, 2, 1, 2, 1, 2]) == [1, 3, 5]
+    assert kept_places(Given(budget=4), [1, 2, 1, 2, 1, 2]) == [0, 1, 3, 5]
+    assert kept_places(Given(budget=2), [0, 0, 0, 0]) == [0, 1]
+
+
+def test_protected_tokens_stay_whatever_their_score_and_count():
+    assert kept_places(Given(budget=3, last=2), [9, 5, 7, 1, 0, 0]) == [0, 4, 5]
+    assert kept_places(Given(budget=1, last=2), [9, 5, 7, 1, 0, 0]) == [5]
+
+
+def test_protection_holds_for_scores_beyond_float32_integers_and_for_infinite_ones():
+    assert kept_places(Given(budget=3, last=2), [1e9, 2e9, 3e9, 0, 0, 0]) == [2, 4, 5]
+    assert kept_places(Given(budget=3, last=2), [np.inf, 0, np.inf, 0, 0, 0]) == [0, 4, 5]
+
+
+def test_a_score_of_minus_infinity_still_ranks_above_padding():
+    low = -np.inf
+    assert kept_places(Given(budget=2), [0, 0, low, low, low], [False, False, True, True, True]) == [2, 3]

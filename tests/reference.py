@@ -1,0 +1,86 @@
+"""A decoder in float64 numpy, written from the equations, that decodes from exactly the entries it is told to keep.
+
+It shares nothing with the library but the weights: whole matrices, explicit masks, one row at a time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def _array(parameter) -> np.ndarray:
+    return np.asarray(parameter[...], np.float64)
+
+
+def _norm(x, module):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + module.eps) * _array(module.weight)
+
+
+def _rotate(x, positions, theta):  # x [T, heads, H]
+    half = x.shape[-1] // 2
+    angle = positions[:, None] * theta ** (-np.arange(half) / half)
+    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def _project(layer, x, positions, theta):
+    h = _norm(x, layer.attention_norm)
+    q, k, v = (np.einsum("td,nhd->tnh", h, _array(m.weight)) for m in (layer.query, layer.key, layer.value))
+    if layer.query.bias is not None:
+        q, k, v = (y + _array(m.bias) for y, m in ((q, layer.query), (k, layer.key), (v, layer.value)))
+    return _rotate(q, positions, theta), _rotate(k, positions, theta), v
+
+
+def _finish(layer, x, attended):
+    x = x + np.einsum("tnh,dnh->td", attended, _array(layer.out.weight))
+    h = _norm(x, layer.mlp_norm)
+    gate, up = h @ _array(layer.gate.weight).T, h @ _array(layer.up.weight).T
+    return x + (gate / (1 + np.exp(-gate)) * up) @ _array(layer.down.weight).T
+
+
+def _softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def _logits(decoder, x):
+    table = decoder.embedding if decoder.head is None else decoder.head
+    return _norm(x, decoder.norm) @ _array(table.weight).T
+
+
+def prefill(decoder, x):
+    """x [T, D] of one row without padding -> logits of the last token, and per layer q, k, v [T, heads, H]."""
+    x = np.asarray(x, np.float64)
+    positions, layers = np.arange(len(x)), []
+    for layer in decoder.layers:
+        q, k, v = _project(layer, x, positions, layer.rope_theta)
+        groups = q.shape[1] // k.shape[1]
+        logits = np.einsum("tnh,snh->nts", q, np.repeat(k, groups, 1)) / np.sqrt(q.shape[-1])
+        weights = _softmax(np.where(np.tri(len(x), dtype=bool), logits, -np.inf))
+        x = _finish(layer, x, np.einsum("nts,snh->tnh", weights, np.repeat(v, groups, 1)))
+        layers.append((q, k, v))
+    return _logits(decoder, x[-1]), layers
+
+
+def decode(decoder, layers, kept, tokens):
+    """Logits after each of `tokens`, attending to prompt entries where kept [L, K, T] and to all tokens fed so far."""
+    prompt = kept.shape[-1]
+    tails = [([], []) for _ in layers]
+    out = []
+    for step, token in enumerate(tokens):
+        x = _array(decoder.embedding.weight)[token][None]
+        for layer, (_, k, v), keep, (tail_k, tail_v) in zip(decoder.layers, layers, kept, tails, strict=True):
+            q, new_k, new_v = _project(layer, x, np.array([prompt + step]), layer.rope_theta)
+            tail_k.append(new_k[0])
+            tail_v.append(new_v[0])
+            groups = q.shape[1] // k.shape[1]
+            attended = np.empty_like(q)
+            for n in range(q.shape[1]):
+                head = n // groups
+                keys = np.concatenate([k[keep[head], head], np.stack(tail_k)[:, head]])
+                values = np.concatenate([v[keep[head], head], np.stack(tail_v)[:, head]])
+                attended[0, n] = _softmax(keys @ q[0, n] / np.sqrt(q.shape[-1])) @ values
+            x = _finish(layer, x, attended)
+        out.append(_logits(decoder, x[0]))
+    return np.stack(out)

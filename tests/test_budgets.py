@@ -1,0 +1,122 @@
+"""Integer budgets: exact totals, and examples that a reader can do by hand."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlkv import budgets
+
+LAYERS, LENGTH = 4, 5  # one shape each, so that jit compiles once
+few = settings(max_examples=60, deadline=None, derandomize=True)
+apportion = jax.jit(lambda real, total, floor, ceiling: budgets.apportion(real, total, floor=floor, ceiling=ceiling))
+smallest = jax.jit(budgets.smallest)
+
+
+def whole(*values):
+    return tuple(jnp.int32(v) for v in values)
+
+
+# --- totals and uniform ---------------------------------------------------------------------------------------------
+
+
+def test_totals_round_the_whole_half_up_and_keep_one_per_layer_and_no_more_than_there_are():
+    np.testing.assert_array_equal(budgets.totals(0.5, None, layers=3, most=4), [0, 3, 3, 5, 6])
+    np.testing.assert_array_equal(budgets.totals(0.01, None, layers=3, most=4), [0, 3, 3, 3, 3])
+    np.testing.assert_array_equal(budgets.totals(1, None, layers=3, most=4), [0, 3, 6, 9, 12])
+
+
+def test_totals_of_a_budget_are_capped_by_the_tokens_there_are():
+    np.testing.assert_array_equal(budgets.totals(None, 2, layers=3, most=4), [0, 3, 6, 6, 6])
+
+
+def test_totals_at_7b_size_are_the_fraction_to_the_integer():
+    assert budgets.totals(0.1, None, layers=28, most=8192)[-1] == 22938  # 22937.6
+    assert budgets.totals(0.1, None, layers=32, most=576)[-1] == 1843  # 1843.2
+
+
+def test_uniform_gives_what_is_left_over_to_the_lower_layers():
+    np.testing.assert_array_equal(budgets.uniform(jnp.int32(11), 4), [3, 3, 3, 2])
+    np.testing.assert_array_equal(budgets.uniform(jnp.int32(8), 4), [2, 2, 2, 2])
+    np.testing.assert_array_equal(budgets.uniform(jnp.int32(0), 4), [0, 0, 0, 0])
+
+
+# --- apportion ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("real", "total", "floor", "ceiling", "expected"),
+    [
+        ([1.5, 2.25, 3.25, 3.0], 10, 1, 9, [2, 2, 3, 3]),  # largest remainder
+        ([2.5, 2.5, 2.5, 2.5], 10, 1, 9, [3, 3, 2, 2]),  # ties to the lower layer
+        ([8.0, 2.0, 1.0, 1.0], 12, 1, 6, [6, 3, 2, 1]),  # 2 too many become 3, 1.5, 1.5
+        ([0.0, 4.0, 4.0, 4.0], 12, 1, 9, [1, 4, 4, 3]),  # one missing is taken from all others alike
+        ([0.0, 0.0, 0.0, 20.0], 20, 1, 9, [4, 4, 3, 9]),  # nothing to share in proportion to
+        ([1.0, 1.0, 1.0, 1.0], 0, 0, 0, [0, 0, 0, 0]),
+        ([9.0, 1.0, 5.0, 3.0], 20, 1, 5, [5, 5, 5, 5]),
+        ([9.0, 1.0, 5.0, 3.0], 4, 1, 5, [1, 1, 1, 1]),
+        ([np.nan, 1.0, 5.0, 3.0], 9, 1, 5, [3, 2, 2, 2]),  # ends, and exactly
+    ],
+)
+def test_apportion_by_hand(real, total, floor, ceiling, expected):
+    got = apportion(jnp.array(real), *whole(total, floor, ceiling))
+    np.testing.assert_array_equal(got, expected)
+
+
+@few
+@given(
+    st.lists(st.floats(0, 40, width=32), min_size=LAYERS, max_size=LAYERS),
+    st.integers(1, 20),
+    st.data(),
+)
+def test_apportion_sums_exactly_within_bounds_and_keeps_the_order(real, ceiling, data):
+    total = data.draw(st.integers(LAYERS, LAYERS * ceiling))
+    got = np.asarray(apportion(jnp.array(real, jnp.float32), *whole(total, 1, ceiling)))
+    assert got.sum() == total
+    assert got.min() >= 1
+    assert got.max() <= ceiling
+    order = np.argsort(real, kind="stable")
+    assert (np.diff(got[order]) >= -1).all()
+
+
+@few
+@given(st.lists(st.integers(1, 60), min_size=LAYERS, max_size=LAYERS), st.integers(4, 60))
+def test_apportion_inside_the_bounds_is_within_one_of_the_real_share(weights, total):
+    real = np.array(weights) / sum(weights) * total
+    got = np.asarray(apportion(jnp.array(real, jnp.float32), *whole(total, 0, 1000)))
+    assert got.sum() == total
+    assert np.abs(got - real).max() < 1 + 1e-4
+
+
+# --- smallest -------------------------------------------------------------------------------------------------------
+
+
+def smallest_by_force(values, total):
+    ranked = sorted(itertools.product(range(LAYERS), range(LENGTH)), key=lambda at: (values[at], at[0]))
+    return [sum(layer == i for layer, _ in ranked[:total]) for i in range(LAYERS)]
+
+
+value = st.one_of(
+    st.sampled_from([0.0, 0.25, 1.0, float(np.nextafter(np.float32(1), np.float32(2))), 1e-38, 3e38]),
+    st.floats(0, 1, width=32, allow_subnormal=False),
+)
+
+
+@few
+@given(
+    st.lists(st.lists(value, min_size=LENGTH, max_size=LENGTH), min_size=LAYERS, max_size=LAYERS),
+    st.integers(0, LAYERS * LENGTH),
+)
+def test_smallest_is_what_sorting_finds_with_ties_to_the_lower_layer(rows, total):
+    values = np.array(rows, np.float32)
+    np.testing.assert_array_equal(smallest(jnp.array(values), jnp.int32(total)), smallest_by_force(values, total))
+
+
+def test_smallest_never_counts_infinity():
+    values = jnp.full((LAYERS, LENGTH), jnp.inf).at[1, 2].set(5.0).at[3, 0].set(7.0)
+    for total, expected in [(0, [0, 0, 0, 0]), (1, [0, 1, 0, 0]), (2, [0, 1, 0, 1]), (9, [0, 1, 0, 1])]:
+        np.testing.assert_array_equal(smallest(values, jnp.int32(total)), expected)
