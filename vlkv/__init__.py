@@ -3,7 +3,7 @@
 from vlkv import cache, policies, sampling
 from vlkv.cache import PackedCache
 from vlkv.errors import InputError
-from vlkv.generate import Output, decode_step, forward, generate, score, stream
+from vlkv.generate import Output, decode, decode_step, forward, generate, score, stream
 from vlkv.inputs import Buckets, Inputs
 from vlkv.loading import load, load_params, load_processor
 from vlkv.models import init
@@ -20,6 +20,7 @@ __all__ = [
     "Prompt",
     "Sample",
     "cache",
+    "decode",
     "decode_step",
     "fill_cache",
     "forward",

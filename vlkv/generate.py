@@ -2,7 +2,8 @@
 
     forward      whole prompts, no cache                       parity and training
     decode_step  one token more
-    generate     both, in one jit                              the main job
+    decode       tokens until every row has ended              the loop
+    generate     prefill and decode in one jit                 the main job
     score        log-probabilities of a given continuation     perplexity through the compressed cache
     stream       `generate`, handing out tokens as they come
 
@@ -113,15 +114,35 @@ def generate(
     policy = Full() if policy is None else policy
     sampling = Greedy() if sampling is None else sampling
     check_room(params, inputs, sampling.max_new_tokens)
-    stop = jnp.asarray(params.config.stop if sampling.stop is None else sampling.stop, jnp.int32)
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
     cache, logits = prefill(params, inputs, policy, new_tokens=sampling.max_new_tokens, key=policy_key)
+    tokens, lengths = decode(params, cache, logits, sampling=sampling, key=sample_key)
+    return Output(
+        tokens=tokens, lengths=lengths, token=cache.token, start=cache.start, length=cache.length,
+        cache_bytes=cache.bytes,
+    )  # fmt: skip
+
+
+def decode(
+    params: Model,
+    cache: PackedCache,
+    logits: Float[Array, "B vocab"],
+    *,
+    sampling: Greedy,
+    key: Key[Array, ""] | None = None,
+) -> tuple[Int[Array, "B S"], Int[Array, " B"]]:
+    """One `while_loop` from a prompt's cache and logits until every row has ended.
+
+    Returns:
+        Tokens, a row's stop id again after its end, and how many each row has, the stop id included.
+    """
+    stop = jnp.asarray(params.config.stop if sampling.stop is None else sampling.stop, jnp.int32)
+    filler = stop[0] if stop.size else jnp.int32(0)
 
     def pick(logits: Array, step: Array | int) -> Array:
-        return sampling.choose(logits, None if sample_key is None else jax.random.fold_in(sample_key, step))
+        return sampling.choose(logits, None if key is None else jax.random.fold_in(key, step))
 
     def append(state: _Decoding, token: Array) -> _Decoding:
-        filler = stop[0] if stop.size else jnp.int32(0)
         token = jnp.where(state.ended, filler, token)
         tokens = jax.lax.dynamic_update_slice_in_dim(state.tokens, token[:, None], state.step, axis=1)
         ended = state.ended | jnp.isin(token, stop)
@@ -136,13 +157,10 @@ def generate(
         return append(state._replace(cache=cache), pick(logits, state.step))
 
     batch = logits.shape[0]
-    fill = jnp.full((batch, sampling.max_new_tokens), stop[0] if stop.size else 0, jnp.int32)
-    state = _Decoding(jnp.int32(0), cache, fill, jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32))
+    blank = jnp.full((batch, sampling.max_new_tokens), filler, jnp.int32)
+    state = _Decoding(jnp.int32(0), cache, blank, jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32))
     state = jax.lax.while_loop(unfinished, step, append(state, pick(logits, 0)))
-    return Output(
-        tokens=state.tokens, lengths=state.lengths, token=cache.token, start=cache.start, length=cache.length,
-        cache_bytes=cache.bytes,
-    )  # fmt: skip
+    return state.tokens, state.lengths
 
 
 def score(

@@ -9,6 +9,7 @@ Axes: B batch · T prompt · L layers · N, K heads · H head dim · A position 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from vlkv.cache import PackedCache, pack
 from vlkv.inputs import Inputs
 from vlkv.models import Model
 from vlkv.policies.policy import Policy
-from vlkv.policies.selection import allocate_and_take, observe, require_key
+from vlkv.policies.selection import Observed, allocate_and_take, observe, require_key
 
 
 @jax.tree_util.register_dataclass
@@ -96,7 +97,7 @@ def fill_cache(prompt: Prompt, policy: Policy, *, new_tokens: int, key: Key[Arra
     # [B, heads, T, H] from here on: a policy's stages see heads first.
     q, k, v = (tuple(jnp.swapaxes(x, 1, 2) for x in y) for y in (prompt.q, prompt.k, prompt.v))
 
-    def look(layer: int, *row: Array) -> object:
+    def look(layer: int, *row: Any) -> Observed:
         return observe(policy, *row, layer=layer, layers=layers, max_instruction=prompt.max_instruction)
 
     observed = tuple(

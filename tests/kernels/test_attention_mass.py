@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import pallas_kernels.attention_mass.xla as xla
 import vlkv.attention
 from pallas_kernels import attention_mass
+from pallas_kernels.attention_mass import xla
 from vlkv.attention import attention
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import pallas_kernels.decode_attention.xla as xla
 from pallas_kernels import combine, decode_attention
+from pallas_kernels.decode_attention import xla
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM, SLOTS = 2, 6, 2, 8, 75
 IMPLEMENTATIONS = ["xla", "reference"]

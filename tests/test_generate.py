@@ -1,0 +1,130 @@
+"""`jax.jit(vlkv.generate)`: what traces and what does not, a user's own policy, sampling, streaming."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import vlkv
+from vlkv import policies
+
+from .models import CONFIG, IMAGE_TOKEN, tiny_llava, unequal_batch
+
+SHORT = vlkv.Greedy(max_new_tokens=4, stop=())
+traces: list[str] = []
+
+
+@policies.policy
+class Norms(policies.Policy):
+    """Keeps the largest keys; counts how often it is traced. Defined outside the package."""
+
+    power: float = 1.0
+
+    def score(self, obs):
+        traces.append(f"layer {obs.layer} keep {self.keep}")
+        return jnp.linalg.norm(obs.k, axis=-1) ** self.power
+
+
+@pytest.fixture(scope="module")
+def params():
+    return tiny_llava()
+
+
+def question(length: int, seed: int) -> vlkv.Inputs:
+    rng = np.random.default_rng(seed)
+    ids = [1, *[IMAGE_TOKEN] * 25, *rng.integers(6, 50, length)]
+    pixels = rng.normal(size=(1, 3, 20, 20)).astype(np.float32)
+    return vlkv.Inputs.from_hf({"input_ids": [ids], "pixel_values": pixels}, CONFIG)
+
+
+def test_one_bucket_traces_once_and_a_new_keep_once_more(params):
+    generate = jax.jit(vlkv.generate)
+    traces.clear()
+    outputs = [generate(params, question(n, n), policy=Norms(keep=0.2), sampling=SHORT) for n in (5, 17)]
+    assert len(traces) == CONFIG.decoder.layers, "two images and two questions of one bucket: one trace"
+    assert not np.array_equal(outputs[0].tokens, outputs[1].tokens) or outputs[0].length.sum() != outputs[1].length.sum()
+    generate(params, question(9, 1), policy=Norms(keep=0.2), sampling=SHORT)
+    assert generate._cache_size() == 1
+    generate(params, question(9, 1), policy=Norms(keep=0.4), sampling=SHORT)
+    assert generate._cache_size() == 2
+    generate(params, question(40, 1), policy=Norms(keep=0.4), sampling=SHORT)
+    assert generate._cache_size() == 3, "a longer bucket is a new shape"
+
+
+def test_a_users_policy_keeps_what_it_says(params):
+    inputs = question(9, 1)
+    prompt = vlkv.read_prompt(params, inputs)
+    cache = vlkv.fill_cache(prompt, Norms(keep=0.25), new_tokens=4)
+    total = policies.Full().totals(layers=3, most=35)[-1]
+    assert int(total) == 3 * 35
+    lengths = np.asarray(cache.length)[:, 0]
+    assert lengths.sum(axis=0).tolist() == [round(0.25 * 3 * 35)] * 2
+    for layer in range(3):
+        for head in range(2):
+            norms = np.linalg.norm(np.asarray(prompt.k[layer])[0, :35, head], axis=-1)
+            best = set(np.argsort(-norms, kind="stable")[: lengths[layer, head]])
+            begin = int(cache.start[layer, 0, head])
+            assert set(np.asarray(cache.token)[0, begin : begin + lengths[layer, head], head].tolist()) == best
+
+
+def test_policies_and_sampling_are_pytrees_without_leaves():
+    for value in (policies.AirCache(keep=0.1), policies.Full(), vlkv.Greedy(), vlkv.Sample(top_p=0.9)):
+        assert jax.tree.leaves(value) == []
+        assert dataclasses.replace(value) == value and hash(dataclasses.replace(value)) == hash(value)
+
+
+def test_positions_count_every_token_ever_seen(params):
+    cache, _ = vlkv.prefill(params, unequal_batch(), policies.StreamingLLM(keep=0.1), new_tokens=2)
+    assert cache.next_position[:, 0].tolist() == np.asarray(unequal_batch().valid).sum(axis=1).tolist()
+
+
+def test_stream_and_generate_agree(params):
+    inputs, policy = unequal_batch(), policies.SnapKV(keep=0.3)
+    sampling = vlkv.Sample(max_new_tokens=5, temperature=1.5, top_k=20, top_p=0.9, stop=())
+    key = jax.random.key(7)
+    output = jax.jit(vlkv.generate)(params, inputs, policy=policy, sampling=sampling, key=key)
+    streamed = np.stack(list(vlkv.stream(params, inputs, policy=policy, sampling=sampling, key=key)), axis=1)
+    np.testing.assert_array_equal(output.tokens, streamed)
+
+
+def test_sampling_draws_from_the_cut_distribution():
+    """Against numpy: temperature, then top-k, then the nucleus."""
+    logits = jnp.log(jnp.array([0.4, 0.3, 0.15, 0.1, 0.05]))[None]
+    cases = {
+        vlkv.Sample(): [0.4, 0.3, 0.15, 0.1, 0.05],
+        vlkv.Sample(top_k=2): [4 / 7, 3 / 7, 0, 0, 0],
+        vlkv.Sample(top_p=0.7): [4 / 7, 3 / 7, 0, 0, 0],
+        vlkv.Sample(top_p=0.71): [0.4 / 0.85, 0.3 / 0.85, 0.15 / 0.85, 0, 0],
+        vlkv.Sample(temperature=0.5, top_k=2): [16 / 25, 9 / 25, 0, 0, 0],
+        vlkv.Sample(top_p=1e-6): [1, 0, 0, 0, 0],
+    }
+    keys = jax.random.split(jax.random.key(0), 4000)
+    for sampling, expected in cases.items():
+        drawn = jax.vmap(lambda key, s=sampling: s.choose(logits, key)[0])(keys)
+        share = np.bincount(np.asarray(drawn), minlength=5) / len(keys)
+        np.testing.assert_allclose(share, expected, atol=0.03)
+
+
+def test_randomness_needs_a_key_before_anything_is_traced(params):
+    with pytest.raises(vlkv.InputError, match=r"Random draws at random: pass key="):
+        vlkv.generate(params, unequal_batch(), policy=policies.Random(keep=0.5))
+    with pytest.raises(vlkv.InputError, match=r"sampling draws at random: pass key="):
+        vlkv.generate(params, unequal_batch(), sampling=vlkv.Sample())
+
+
+def test_two_keys_draw_two_caches(params):
+    prompt = vlkv.read_prompt(params, unequal_batch())
+    tokens = [
+        np.asarray(vlkv.fill_cache(prompt, policies.Random(keep=0.3), new_tokens=1, key=jax.random.key(seed)).token)
+        for seed in (0, 0, 1)
+    ]
+    assert np.array_equal(tokens[0], tokens[1]) and not np.array_equal(tokens[0], tokens[2])
+
+
+def test_an_answer_that_cannot_fit_is_refused(params):
+    with pytest.raises(vlkv.InputError, match="limit"):
+        vlkv.generate(params, unequal_batch(), sampling=vlkv.Greedy(max_new_tokens=500))

@@ -1,0 +1,79 @@
+"""What is allocated: the bytes asked for, and never a T x T matrix. Shapes only, nothing runs."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from vlkv import Inputs, cache, init, policies, prefill
+from vlkv.config import DecoderConfig, ModelConfig
+
+LAYERS, VISION, TEXT, NEW, KEEP = 28, 8192, 64, 512, 0.1
+EVERY = [
+    policies.Full(), policies.Random(keep=KEEP), policies.StreamingLLM(keep=KEEP), policies.H2O(keep=KEEP),
+    policies.SnapKV(keep=KEEP), policies.PyramidKV(keep=KEEP), policies.AirCache(keep=KEEP),
+    policies.AirCache(keep=KEEP, window="text", scope="all"), policies.PrefixKV(keep=KEEP),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", [policies.AirCache, policies.PrefixKV, policies.SnapKV])
+@pytest.mark.parametrize("scope", ["vision", "all"])
+def test_pool_at_7b_shapes_is_within_5_percent_of_the_kept_and_new_entries(method, scope):
+    kept = math.floor(KEEP * LAYERS * VISION + 0.5) + LAYERS * TEXT
+    if scope == "all":
+        kept = math.floor(KEEP * LAYERS * (VISION + TEXT) + 0.5)
+    policy = method(keep=KEEP, scope=scope)
+    slots = cache.pool_slots(policy, layers=LAYERS, vision=VISION, text=TEXT, new_tokens=NEW)
+    assert kept + LAYERS * NEW <= slots <= 1.05 * (kept + LAYERS * NEW)
+
+
+@pytest.mark.parametrize("method", [policies.AirCache, policies.PrefixKV])
+def test_packed_cache_at_7b_shapes_has_just_these_bytes(method):
+    """28 layers, 4 key heads of 128 in bfloat16: the arrays that `pack` makes, not the promise of `pool_slots`."""
+    policy = method(keep=KEEP, scope="vision")
+    length, heads, head_dim = VISION + TEXT, 4, 128
+    shape = jax.ShapeDtypeStruct
+    kv = tuple(shape((1, heads, length, head_dim), jnp.bfloat16) for _ in range(LAYERS))
+
+    def arrays(k, v, kept, is_vision, position):
+        made = cache.pack(
+            policy, k, v, kept, is_vision=is_vision, next_position=position,
+            max_vision=VISION, max_text=TEXT, new_tokens=NEW,
+        )  # fmt: skip
+        return made.k, made.v, made.tail_k, made.tail_v
+
+    kept, is_vision = shape((1, LAYERS, heads, length), bool), shape((1, length), bool)
+    made = jax.tree.leaves(jax.eval_shape(arrays, kv, kv, kept, is_vision, shape((1, 1), jnp.int32)))
+    entry = 2 * heads * head_dim * 2
+    allocated = sum(math.prod(x.shape) * x.dtype.itemsize for x in made)
+    slots = cache.pool_slots(policy, layers=LAYERS, vision=VISION, text=TEXT, new_tokens=NEW)
+    entries = math.floor(KEEP * LAYERS * VISION + 0.5) + LAYERS * (TEXT + NEW)
+    assert allocated == slots * entry
+    assert allocated <= 1.05 * entries * entry
+
+
+@pytest.mark.parametrize("policy", EVERY, ids=repr)
+def test_no_buffer_of_the_compiled_prefill_reaches_t_times_t_elements(policy):
+    """A text model of 2 layers, D = 64, and one row of T = 8192 tokens; compiled from shapes, never run."""
+    length, shape = 8192, jax.ShapeDtypeStruct
+    decoder = DecoderConfig(
+        vocab_size=32, width=64, mlp_width=64, layers=2, heads=4, kv_heads=2, head_dim=16, norm_eps=1e-6,
+        rope_theta=1e4, max_positions=9000,
+    )  # fmt: skip
+    params = jax.eval_shape(lambda: init(ModelConfig(family="llama", decoder=decoder), jax.random.key(0)))
+
+    def leaves(params, row, valid, seed):
+        inputs = Inputs(
+            tokens=row, positions=row[..., None], valid=valid, vision_index=row, pixels=None,
+            max_vision=length - 64, max_text=64, max_instruction=64,
+        )  # fmt: skip
+        return jax.tree.leaves(prefill(params, inputs, policy, new_tokens=64, key=jax.random.key(seed)))
+
+    row, valid = shape((1, length), jnp.int32), shape((1, length), bool)
+    compiled = jax.jit(leaves).lower(params, row, valid, shape((), jnp.int32)).compile()
+    shapes = re.findall(r"\b[a-z]+\d*\[([\d,]+)\]", compiled.as_text())
+    sizes = {dims: math.prod(map(int, dims.split(","))) for dims in shapes}
+    assert max(sizes.values()) >= 4 * length * 16, "the queries at least must show up"
+    assert not {dims for dims, size in sizes.items() if size >= length**2}
