@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import combine, decode_attention
 from vlkv.cache import PackedCache
+from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
 from vlkv.models import Model
@@ -109,11 +110,11 @@ def generate(
         key: for random policies and for `Sample`.
 
     Raises:
-        InputError: a key is needed and missing, or the answer would pass the model's limit of positions.
+        InputError: a key is needed and missing, or the answer would pass the model's limit (see `check_room`).
     """
     policy = Full() if policy is None else policy
     sampling = Greedy() if sampling is None else sampling
-    check_room(params, inputs, sampling.max_new_tokens)
+    check_room(params.config, inputs, sampling.max_new_tokens)
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
     cache, logits = prefill(params, inputs, policy, new_tokens=sampling.max_new_tokens, key=policy_key)
     tokens, lengths = decode(params, cache, logits, sampling=sampling, key=sample_key)
@@ -182,7 +183,7 @@ def score(
     """
     targets = jnp.asarray(targets)
     new_tokens = targets.shape[1]
-    check_room(params, inputs, new_tokens)
+    check_room(params.config, inputs, new_tokens)
     cache, logits = prefill(params, inputs, Full() if policy is None else policy, new_tokens=new_tokens, key=key)
 
     def log_probability(logits: Array, target: Array) -> Array:
@@ -213,7 +214,7 @@ def stream(
     """As `generate`, but yields each step's tokens as they come; rows that have ended repeat their stop id."""
     policy = Full() if policy is None else policy
     sampling = Greedy() if sampling is None else sampling
-    check_room(params, inputs, sampling.max_new_tokens)
+    check_room(params.config, inputs, sampling.max_new_tokens)
     stop = params.config.stop if sampling.stop is None else sampling.stop
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
     cache, logits = _prefill(params, inputs, policy, new_tokens=sampling.max_new_tokens, key=policy_key)
@@ -228,9 +229,12 @@ def stream(
         cache, logits = _decode_step(params, cache, jnp.asarray(shown))
 
 
-def check_room(params: Model, inputs: Inputs, new_tokens: int) -> None:
-    """Raises InputError if prompt and answer together cannot fit the model's positions."""
-    limit = params.config.decoder.max_positions
+def check_room(config: ModelConfig, inputs: Inputs, new_tokens: int) -> None:
+    """Raises InputError if prompt and answer together pass the model's positions.
+
+    Under jit the length of a prompt is unknown and only `new_tokens` is checked; the command line asks before.
+    """
+    limit = config.decoder.max_positions
     if new_tokens >= limit:
         raise InputError(
             f"max_new_tokens={new_tokens} leaves no room for a prompt: the model's limit is {limit} positions"

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from checkpoints_convert.reading import Checkpoint, open_checkpoint, read_config
+from checkpoints_convert import reading  # the module: it and this package import each other
 from vlkv import models, sharding
 from vlkv.errors import InputError
 from vlkv.inputs import Buckets
@@ -52,7 +52,7 @@ def load_params(
     source: str | os.PathLike[str], *, dtype: DTypeLike | None = None, mesh: Mesh | None = None
 ) -> models.Model:
     """The parameters alone: a pytree that knows its `config`. Needs no tokenizer in the folder."""
-    checkpoint = open_checkpoint(resolve(source))
+    checkpoint = reading.open_checkpoint(resolve(source))
     return read_params(checkpoint, dtype=dtype, mesh=mesh)
 
 
@@ -66,10 +66,10 @@ def load_processor(
     from vlkv.processing import Processor  # noqa: PLC0415 (tokenizers and PIL only where they are needed)
 
     folder = resolve(source)
-    return Processor.from_folder(folder, read_config(folder), buckets=buckets, layout=layout)
+    return Processor.from_folder(folder, reading.read_config(folder), buckets=buckets, layout=layout)
 
 
-def read_params(checkpoint: Checkpoint, *, dtype: DTypeLike | None, mesh: Mesh | None) -> models.Model:
+def read_params(checkpoint: reading.Checkpoint, *, dtype: DTypeLike | None, mesh: Mesh | None) -> models.Model:
     """Tensor by tensor: at any time the host holds one."""
     own = checkpoint.read(checkpoint.entries[0]).dtype if dtype is None else dtype
     shapes = models.abstract(checkpoint.config, jnp.dtype(own))

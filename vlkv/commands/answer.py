@@ -13,7 +13,7 @@ from rich.console import Console
 from vlkv import loading
 from vlkv.cache import pool_slots
 from vlkv.commands.options import add_policy_arguments, policy_from
-from vlkv.generate import generate
+from vlkv.generate import check_room, generate
 from vlkv.sampling import Greedy, Sample
 
 
@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> Any:
         )
     processor = loading.load_processor(args.model)
     inputs = processor(args.image or None, args.prompt)
+    check_room(processor.config, inputs, sampling.max_new_tokens)
     params = loading.load_params(args.model, dtype=args.dtype)
     begin = time.perf_counter()
     output = jax.jit(generate)(params, inputs, policy=policy, sampling=sampling, key=jax.random.key(args.seed))

@@ -22,7 +22,8 @@ class H2O(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check("recent", self.recent is None or self.recent >= 0, "must not be negative")
+        valid = self.recent is None or (isinstance(self.recent, int) and self.recent >= 0)
+        self.check("recent", valid, "must be a whole number of at least 0, or None")
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Column sums of the causal attention, averaged over the query heads of each key head."""

@@ -52,6 +52,12 @@ class Policy:
 
     def __post_init__(self) -> None:
         name = type(self).__name__
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            whole = isinstance(field.default, int) and not isinstance(field.default, bool)
+            if whole:
+                self.check(field.name, isinstance(getattr(self, field.name), int), "must be a whole number")
+            elif isinstance(field.default, float):
+                self.check(field.name, _is_number(getattr(self, field.name)), "must be a number")
         if (self.keep is None) == (self.budget is None):
             raise InputError(f"{name}: give keep= (a fraction) or budget= (tokens per layer), one of the two")
         if self.keep is not None and not (_is_number(self.keep) and 0 < self.keep <= 1):

@@ -1,0 +1,247 @@
+"""Bad input: one line on stderr, exit status 2, nothing compiled, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import load_file, save_file
+
+import vlkv
+from checkpoints_convert import converting
+from vlkv.cli import main
+from vlkv.mini import CHECKPOINT
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A copy of the miniature, to be damaged."""
+    return Path(shutil.copytree(CHECKPOINT, tmp_path / "model"))
+
+
+@pytest.fixture
+def page(tmp_path) -> Path:
+    Image.new("RGB", (96, 96), "white").save(tmp_path / "page.png")
+    return tmp_path / "page.png"
+
+
+def fails(capsys, *argv: object, says: str) -> None:
+    """The command ends with 2 and exactly one line on stderr, which says what is expected."""
+    capsys.readouterr()
+    try:
+        status = main([str(arg) for arg in argv])
+    except SystemExit as error:
+        status = error.code
+    out, err = capsys.readouterr()
+    assert status == 2
+    assert out == ""
+    assert err.count("\n") == 1 and err.startswith("error: "), err
+    assert says in err, err
+
+
+def asks(capsys, model, image, *more, says: str, prompt: str = "read the page") -> None:
+    images = [] if image is None else ["--image", image]
+    fails(capsys, "generate", "--model", model, *images, "--prompt", prompt, *more, says=says)
+
+
+def edit_config(folder: Path, **changes) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    for key, value in changes.items():
+        where, _, leaf = key.rpartition("__")
+        (raw[where] if where else raw)[leaf] = value
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+def test_folders(capsys, folder, page, tmp_path):
+    asks(capsys, tmp_path / "nowhere", page, says="no such folder")
+    (tmp_path / "empty").mkdir()
+    asks(capsys, tmp_path / "empty", page, says="config.json")
+    asks(capsys, page, page, says="not a folder")
+    fails(capsys, "convert", tmp_path / "empty", tmp_path / "out", "--quiet", says="config.json")
+    fails(capsys, "convert", folder, page.parent, "--quiet", says="exists already")
+    fails(capsys, "convert", folder, tmp_path / "no" / "parent", says="no such folder")
+    fails(capsys, "convert", folder, says="destination")
+    (folder / "tokenizer.json").unlink()
+    asks(capsys, folder, page, says="tokenizer.json")
+    assert vlkv.load_params(folder).config.family == "llava", "a folder without a tokenizer still gives parameters"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model_type": "opt"}, "model_type='opt' is not supported (supported: llava, llama, mistral, qwen2)"),
+        ({"text_config__model_type": "gemma"}, "text_config.model_type='gemma'"),
+        ({"text_config__rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope type='llama3'"),
+        ({"text_config__hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"vision_feature_select_strategy": "middle"}, "vision_feature_select_strategy='middle'"),
+        ({"vision_feature_layer": [-2, -1]}, "vision_feature_layer"),
+        ({"vision_config__model_type": "siglip_vision_model"}, "siglip_vision_model"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ],
+)
+def test_configs_that_we_do_not_honour(capsys, folder, page, changes, says):
+    edit_config(folder, **changes)
+    asks(capsys, folder, page, says=says)
+
+
+def test_a_sliding_window_in_use_is_refused(capsys, folder, page):
+    edit_config(folder, text_config__model_type="mistral", text_config__sliding_window=64)
+    asks(capsys, folder, page, says="sliding_window=64")
+
+
+def test_broken_json(capsys, folder, page):
+    (folder / "config.json").write_text('{"model_type": ')
+    asks(capsys, folder, page, says="config.json: not readable as JSON")
+
+
+def test_weights(capsys, folder, page):
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole[:5], b"", b"\xff" * 100):
+        weights.write_bytes(damaged)
+        asks(capsys, folder, page, says="truncated or corrupt safetensors")
+    weights.unlink()
+    asks(capsys, folder, page, says="no model.safetensors")
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    asks(capsys, folder, page, says="pickle")
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "sub/model.safetensors", ".."])
+def test_an_index_that_points_outside(capsys, folder, page, name):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    asks(capsys, folder, page, says="points outside the folder")
+
+
+def test_an_index_of_files_that_are_not_there(capsys, folder, page):
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-9.safetensors"}}))
+    asks(capsys, folder, page, says="model-9.safetensors, which is not in the folder")
+    index.write_text("[]")
+    asks(capsys, folder, page, says="expected a JSON object")
+
+
+def test_keys(capsys, folder, page):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    norm = next(key for key in tensors if key.endswith(("model.norm.weight", "language_model.norm.weight")))
+
+    def damaged(change, says):
+        changed = dict(tensors)
+        change(changed)
+        save_file(changed, path)
+        asks(capsys, folder, page, says=says)
+        fails(capsys, "convert", folder, folder.parent / "out", "--quiet", says=says)
+        assert sorted(p.name for p in folder.parent.iterdir()) == ["model", "page.png"]
+
+    damaged(lambda t: t.pop(norm), "missing key model.language_model.norm.weight")
+    damaged(lambda t: t.update(surplus=tensors[norm]), "unknown key surplus")
+    damaged(lambda t: t.update({norm: tensors[norm][:-1]}), f"{norm} has shape")
+    damaged(lambda t: t.update({norm: tensors[norm].astype(np.int8)}), "quantised weights")
+    twin = "model.language_model.norm.weight"
+    twin = twin if twin != norm else "language_model.model.norm.weight"
+    damaged(lambda t: t.update({twin: tensors[norm]}), "is there twice")
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A picture that claims to be enormous."""
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    head = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    data = b"IDAT" + zlib.compress(b"\0")
+    return head + struct.pack(">I", len(data) - 4) + data + struct.pack(">I", zlib.crc32(data))
+
+
+def test_images(capsys, page, tmp_path):
+    text, cut, bomb, zero = (tmp_path / name for name in ("a.txt", "cut.png", "bomb.png", "zero.png"))
+    text.write_text("no picture")
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(cut)
+    cut.write_bytes(cut.read_bytes()[:-2000])
+    bomb.write_bytes(png_header(50_000, 50_000))
+    zero.write_bytes(png_header(0, 10))
+    for bad in (tmp_path / "missing.png", tmp_path, text, cut, bomb, zero):
+        asks(capsys, CHECKPOINT, bad, says=str(bad))
+
+
+def test_prompts(capsys, page):
+    asks(capsys, CHECKPOINT, page, prompt="", says="empty")
+    asks(capsys, CHECKPOINT, page, prompt="   ", says="empty")
+    asks(capsys, CHECKPOINT, page, prompt="<image> <image> read the page", says="<image>")
+    asks(capsys, CHECKPOINT, None, prompt="read the <image> page", says="<image>")
+    asks(capsys, CHECKPOINT, page, prompt="read the page " * 200, says="limit")
+    asks(capsys, CHECKPOINT, page, "--max-new-tokens", "400", says="limit")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--keep", "0"], "keep=0.0 must lie in (0, 1]"),
+        (["--keep", "1.5"], "keep=1.5 must lie in (0, 1]"),
+        (["--keep", "nan"], "keep=nan must lie in (0, 1]"),
+        (["--keep", "much"], "--keep"),
+        (["--keep", "0.5", "--budget", "3"], "one of the two"),
+        ([], "one of the two"),
+        (["--budget", "0"], "budget=0"),
+        (["--keep", "0.1", "--option", "alpha=2"], "alpha=2 must lie in [0, 1]"),
+        (["--keep", "0.1", "--option", "alpha=high"], "alpha='high'"),
+        (["--keep", "0.1", "--option", "beta=2"], "no option 'beta'"),
+        (["--keep", "0.1", "--option", "alpha"], "NAME=VALUE"),
+        (["--keep", "0.1", "--scope", "text"], "--scope"),
+        (["--keep", "0.1", "--max-new-tokens", "0"], "max_new_tokens=0"),
+        (["--keep", "0.1", "--temperature", "0"], "temperature=0.0"),
+        (["--keep", "0.1", "--temperature", "1", "--top-p", "2"], "top_p=2.0"),
+    ],
+)
+def test_options(capsys, page, options, says):
+    asks(capsys, CHECKPOINT, page, "--policy", "aircache", *options, says=says)
+
+
+def test_commands(capsys, page, tmp_path):
+    asks(capsys, CHECKPOINT, page, "--policy", "aircash", says="did you mean aircache?")
+    fails(capsys, "policies", "nosuch", says="no policy 'nosuch'")
+    fails(capsys, "frobnicate", says="frobnicate")
+    fails(capsys, "demo", "--out", tmp_path / "no" / "picture.png", says="no such folder")
+
+
+def test_a_converted_folder_is_verified(capsys, folder, tmp_path):
+    assert main(["convert", str(folder), str(tmp_path / "out"), "--quiet", "--dtype", "bfloat16"]) == 0
+    assert main(["convert", str(tmp_path / "out"), "--verify"]) == 0
+    weights = tmp_path / "out" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
+    fails(capsys, "convert", tmp_path / "out", "--verify", says="checksum differs")
+
+
+def test_kill_9_during_convert_leaves_nothing_that_loads(folder, tmp_path):
+    """Stopped after the weights are written but before the end, where most is on disk."""
+    code = (
+        "import sys, time; from pathlib import Path; from checkpoints_convert import converting\n"
+        "converting._write_json = lambda *args: (print('written', flush=True), time.sleep(60))\n"
+        "converting.convert(Path(sys.argv[1]), Path(sys.argv[2]), progress=False)\n"
+    )
+    command = [sys.executable, "-c", code, str(folder), str(tmp_path / "out")]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None and process.stdout.readline() == "written\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "out").exists()
+    left = [path for path in tmp_path.iterdir() if path.is_dir() and path != folder]
+    assert left, "the test must have stopped it half-way"
+    for path in left:
+        with pytest.raises(vlkv.InputError, match="complete"):
+            vlkv.load(path)
+    begin = time.perf_counter()
+    converting.convert(folder, tmp_path / "out", progress=False)
+    assert time.perf_counter() - begin < 60
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"], "the next run cleans up"
+    vlkv.load(tmp_path / "out")
