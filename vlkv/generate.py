@@ -184,7 +184,9 @@ def score(
     targets = jnp.asarray(targets)
     new_tokens = targets.shape[1]
     check_room(params.config, inputs, new_tokens)
-    cache, logits = prefill(params, inputs, Full() if policy is None else policy, new_tokens=new_tokens, key=key)
+    policy = Full() if policy is None else policy
+    policy_key = None if key is None else jax.random.split(key)[0]  # as in `generate`: the same draw, the same cache
+    cache, logits = prefill(params, inputs, policy, new_tokens=new_tokens, key=policy_key)
 
     def log_probability(logits: Array, target: Array) -> Array:
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(target, 0)[:, None], axis=1)[:, 0]

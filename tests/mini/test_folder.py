@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
@@ -50,12 +51,13 @@ def test_folder_is_what_the_code_writes():
 def test_reads_unseen_pages():
     """A handful of pages in one forward pass each; benchmarks/quality.py has the real numbers."""
     params = vlkv.load_params(CHECKPOINT)
+    forward = jax.jit(vlkv.forward)
     right = total = 0
     for sample in pages.held_out(12, seed=11):
         ids = folder.tokenizer().encode(sample.answer, add_special_tokens=False).ids
         inputs = Inputs.from_hf(ask(sample, answered=True), params.config)
         end = int(np.sum(inputs.valid))
-        best = np.asarray(vlkv.forward(params, inputs)[0]).argmax(-1)[end - len(ids) - 1 : end]
+        best = np.asarray(forward(params, inputs)[0]).argmax(-1)[end - len(ids) - 1 : end]
         right, total = right + int(np.sum(best == [*ids, folder.EOS])), total + len(best)
     assert right / total > 0.9
 
@@ -78,5 +80,5 @@ def test_transformers_gives_the_same_logits():
     with torch.no_grad():
         want = theirs(**batch).logits[0].numpy()
     params = vlkv.load_params(CHECKPOINT)
-    got = np.asarray(vlkv.forward(params, Inputs.from_hf(ours, params.config)))[0, : len(want)]
+    got = np.asarray(jax.jit(vlkv.forward)(params, Inputs.from_hf(ours, params.config)))[0, : len(want)]
     np.testing.assert_allclose(got, want, atol=1e-4)

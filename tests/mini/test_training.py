@@ -23,13 +23,14 @@ def test_branches_equal_separate_rows():
     page = pages.compose(pages.held_out_digits(), rng, rows=stage.rows, length=stage.length)
     parts = training.compose_row(page, stage, layout, rng)
     batch = training.Batch(*(part[None] for part in parts))
-    got = np.asarray(training.log_probs(params, batch, layout))[0]
+    got = np.asarray(jax.jit(training.log_probs, static_argnames="layout")(params, batch, layout))[0]
     head = folder.tokenizer().encode("USER:" + "<image>" * 144).ids
     pixels = np.broadcast_to(page.pixels.astype(np.float32) / 127.5 - 1, (1, 3, 96, 96))
+    forward = jax.jit(vlkv.forward)
     for first, length in zip(np.cumsum([0, *layout.lengths]), layout.lengths, strict=False):
         ids = [int(i) for i in batch.tokens[0, first : first + length] if i != folder.PAD]
         inputs = Inputs.from_hf({"input_ids": [head + ids], "pixel_values": pixels}, params.config)
-        want = np.asarray(jax.nn.log_softmax(vlkv.forward(params, inputs)[0]))[len(head) :][: len(ids) - 1]
+        want = np.asarray(jax.nn.log_softmax(forward(params, inputs)[0]))[len(head) :][: len(ids) - 1]
         np.testing.assert_allclose(got[first : first + len(ids) - 1], want, atol=1e-4)
 
 

@@ -77,10 +77,10 @@ class Settings:
 class Batch:
     """Pages with their questions and answers, all of one static shape."""
 
-    patches: Float[np.ndarray, "B V 8 8"]  # normalised grey
-    cells: Int[np.ndarray, "B V"]
-    tokens: Int[np.ndarray, "B text"]  # the branches, one after the other
-    weights: Float[np.ndarray, "B text"]  # 1 where the token is part of an answer, 0 for prompts and padding
+    patches: Float[np.ndarray | Array, "B V 8 8"]  # normalised grey
+    cells: Int[np.ndarray | Array, "B V"]
+    tokens: Int[np.ndarray | Array, "B text"]  # the branches, one after the other
+    weights: Float[np.ndarray | Array, "B text"]  # 1 where the token is part of an answer, 0 for prompts and padding
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,7 +78,7 @@ class Policy:
         raise NotImplementedError
 
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
-        """Tokens that stay whatever their score and count against the budget; later ones go first if it is short.
+        """Tokens that stay whatever their score and count against the budget; if that is short, the latest stay.
 
         Asked only under scope="all": under "vision" the budget goes by scores alone, since sinks and recent tokens
         are usually text, which stays anyway.

@@ -1,0 +1,79 @@
+"""The commands on the shipped miniature."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vlkv import policies
+from vlkv.cli import main
+from vlkv.commands import demo
+from vlkv.mini import CHECKPOINT, pages
+
+
+@pytest.fixture
+def sample(tmp_path):
+    """A held-out page on disk."""
+    page = pages.compose(pages.held_out_digits(), np.random.default_rng(5), rows=(2, 2), length=(3, 3))
+    page.image.save(tmp_path / "page.png")
+    return page, tmp_path / "page.png"
+
+
+def test_generate(capsys, sample):
+    page, path = sample
+    command = ["generate", "--model", str(CHECKPOINT), "--image", str(path), "--prompt", "read the page"]
+    assert main([*command, "--max-new-tokens", "16"]) == 0
+    answer = capsys.readouterr().out.strip()
+    assert len(answer.split()) >= 3 and set(answer) <= set("0123456789/ ")
+    assert main([*command, "--max-new-tokens", "16", "--policy", "AirCache", "--keep", "0.1", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["policy"] == "AirCache" and result["options"]["alpha"] == 0.9
+    layers = len(result["kept_per_layer"])
+    text = result["prompt_tokens"] - pages.GRID**2
+    assert sum(result["kept_per_layer"]) == layers * text + round(0.1 * layers * pages.GRID**2)
+    assert result["cache_bytes"] == result["slots"] * result["slot_bytes"]
+
+
+def test_policies(capsys):
+    assert main(["policies", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [method["name"].lower() for method in listed] == list(policies.registry)
+    assert all(method["paper"] and method["description"] and method["stages"] for method in listed)
+    assert main(["policies"]) == 0
+    table = capsys.readouterr().out
+    assert all(cls.__name__ in table for cls in policies.registry.values())
+    assert main(["policies", "aircache"]) == 0
+    assert "alpha = 0.9" in capsys.readouterr().out
+
+
+def test_demo_draws_what_survived(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "KEEPS", (0.1,))
+    assert main(["demo", "--json", "--out", str(tmp_path / "demo.png")]) == 0
+    result = json.loads(capsys.readouterr().out)
+    rows = {row["policy"]: row for row in result["rows"]}
+    assert set(rows) == {cls.__name__ for cls in policies.registry.values()}
+    for name, row in rows.items():
+        expected = 144.0 if name == "Full" else 0.1 * 144
+        assert abs(row["kept"] - expected) < 0.2
+        assert row["right"] == (row["answer"] == result["truth"])
+        assert name == "Full" or row["bytes"] < rows["Full"]["bytes"]
+    with Image.open(tmp_path / "demo.png") as picture:
+        assert picture.width > 600 and len(set(picture.convert("L").getdata())) > 20
+
+
+def test_help_everywhere(capsys):
+    for command in ([], ["demo"], ["generate"], ["policies"], ["convert"]):
+        with pytest.raises(SystemExit) as stop:
+            main([*command, "--help"])
+        assert stop.value.code == 0
+        assert "usage:" in capsys.readouterr().out
+
+
+def test_import_needs_neither_torch_nor_transformers_nor_matplotlib():
+    code = "import sys, vlkv; assert not {'torch', 'transformers', 'matplotlib', 'sklearn'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
