@@ -1,10 +1,13 @@
-"""`python -m checkpoints_convert SRC DST`: the same as `vlkv convert`, without the rest of the library."""
+"""`python -m checkpoints_convert SRC DST`: the same as `vlkv convert`."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 from checkpoints_convert.converting import DTYPES, convert, verify
 from vlkv.errors import InputError
@@ -29,20 +32,35 @@ def run(args: argparse.Namespace) -> str:
     return f"wrote {convert(args.source, args.destination, dtype=args.dtype, progress=not args.quiet)}"
 
 
-def main() -> None:
-    """Entry point; errors are one line and exit 2."""
-    parser = argparse.ArgumentParser(prog="python -m checkpoints_convert", description=__doc__)
-    add_arguments(parser)
+class OneLineParser(argparse.ArgumentParser):
+    """argparse, but an error is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Says what is wrong and exits with 2."""
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
+def guarded(command: Callable[[], Any]) -> int:
+    """Runs a command and prints what it returns; bad input is one line on stderr and status 2."""
     try:
-        print(run(parser.parse_args()))
-    except InputError as error:
-        sys.exit(_fail(error))
+        result = command()
+    except (InputError, OSError) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    if result is not None:
+        print(result if isinstance(result, str) else json.dumps(result, indent=2))
+    return 0
 
 
-def _fail(error: InputError) -> int:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
+def main() -> int:
+    """Entry point."""
+    parser = OneLineParser(prog="python -m checkpoints_convert", description=__doc__)
+    add_arguments(parser)
+    args = parser.parse_args()
+    return guarded(lambda: run(args))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -19,7 +19,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from checkpoints_convert.reading import INDEX, Checkpoint, open_checkpoint, read_json
+from checkpoints_convert.reading import INDEX, Checkpoint, cast, open_checkpoint, require_json
 from vlkv.errors import InputError
 
 MANIFEST = "vlkv_manifest.json"
@@ -68,9 +68,11 @@ def convert(source: Path, destination: Path, *, dtype: str | None = None, progre
 
 def verify(folder: Path) -> None:
     """Compares every file of a converted folder with its manifest; InputError names the first that differs."""
-    manifest = read_json(folder / MANIFEST)
-    for name, digest in manifest.get("sha256", {}).items():
-        if not (folder / name).is_file():
+    digests = require_json(folder / MANIFEST).get("sha256")
+    if not isinstance(digests, dict) or "config.json" not in digests:
+        raise InputError(f"{folder / MANIFEST}: lists no checksums: convert again")
+    for name, digest in digests.items():
+        if name != Path(name).name or not (folder / name).is_file():
             raise InputError(f"{folder / name}: missing, though the manifest lists it")
         if _sha256(folder / name) != digest:
             raise InputError(f"{folder / name}: checksum differs from the manifest: convert again")
@@ -86,20 +88,23 @@ def _write(checkpoint: Checkpoint, folder: Path, dtype: str | None, progress: bo
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
             tensors = {}
             for entry in entries:
-                array = checkpoint.read(entry)
-                tensors[entry.key] = array if dtype is None else array.astype(DTYPES[dtype], copy=False)
+                tensors[entry.key] = cast(checkpoint.read(entry), DTYPES[dtype] if dtype else None, entry.key)
                 total += tensors[entry.key].nbytes
                 weight_map[entry.key] = name
                 bar.update()
             save_file(tensors, folder / name, metadata={"format": "pt"})
+            (folder / name).chmod(0o644)  # safetensors writes for the owner alone
             del tensors
             digests[name] = _sha256(folder / name)
     if len(shards) > 1:
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        digests[INDEX] = _sha256(folder / INDEX)
     for file in sorted({path for pattern in _COPIED for path in checkpoint.folder.glob(pattern)}):
         if file.is_file() and file.name not in ("config.json", INDEX, MANIFEST):
             shutil.copyfile(file, folder / file.name)
             digests[file.name] = _sha256(folder / file.name)
+    config = json.dumps(_retyped(require_json(checkpoint.folder / "config.json"), dtype), indent=2) + "\n"
+    digests["config.json"] = hashlib.sha256(config.encode()).hexdigest()
     _write_json(
         folder / MANIFEST,
         {
@@ -113,7 +118,15 @@ def _write(checkpoint: Checkpoint, folder: Path, dtype: str | None, progress: bo
         },
     )
     # Last: a folder without config.json is no checkpoint.
-    shutil.copyfile(checkpoint.folder / "config.json", folder / "config.json")
+    (folder / "config.json").write_text(config, encoding="utf-8")
+
+
+def _retyped(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
+    """The config, saying the dtype that the weights now have, in its nested parts too."""
+    if dtype is None:
+        return config
+    named = {key: dtype if key in ("dtype", "torch_dtype") else value for key, value in config.items()}
+    return {key: _retyped(value, dtype) if isinstance(value, dict) else value for key, value in named.items()}
 
 
 def _shards(checkpoint: Checkpoint, dtype: str | None) -> Iterator[list[Any]]:

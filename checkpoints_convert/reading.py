@@ -6,18 +6,20 @@ Every way in which a folder can be wrong ends in one InputError that names the f
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from checkpoints_convert import tables
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
+from vlkv.files import read_json
 
 INDEX = "model.safetensors.index.json"
+_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float32}
 _PICKLE = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -40,6 +42,11 @@ class Checkpoint:
     entries: tuple[tables.Entry, ...]
     tensors: dict[str, Tensor]  # by new-style key
 
+    @property
+    def dtype(self) -> np.dtype:
+        """That of the embedding table; checkpoints of one dtype are the rule."""
+        return np.dtype(_DTYPES[self.tensors[self.entries[0].key].dtype])
+
     def read(self, entry: tables.Entry) -> np.ndarray:
         """One tensor, copied out of its file."""
         tensor = self.tensors[entry.key]
@@ -50,17 +57,23 @@ class Checkpoint:
             raise InputError(f"{tensor.file}: cannot read {tensor.key}: {error}") from None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; InputError if it is missing, not JSON, or not an object."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"{path}: not readable as JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: expected a JSON object")
-    return value
+def cast(array: np.ndarray, dtype: np.dtype | None, key: str) -> np.ndarray:
+    """The array in another dtype; InputError if a finite value would not stay finite."""
+    if dtype is None or array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore"):
+        made = array.astype(dtype)
+    if not np.isfinite(made.astype(np.float32)).all() and np.isfinite(array.astype(np.float32)).all():
+        raise InputError(f"{key} has values beyond {dtype.name}: use bfloat16 or float32")
+    return made
+
+
+def require_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file that must be there; InputError otherwise."""
+    content = read_json(path)
+    if content is None:
+        raise InputError(f"{path}: no such file")
+    return content
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -69,11 +82,12 @@ def read_config(folder: Path) -> ModelConfig:
         raise InputError(f"{folder}: no such folder")
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder}: no config.json, so this is not a (complete) checkpoint folder")
-    generation = folder / "generation_config.json"
-    raw = read_json(folder / "config.json")
+    raw, generation = require_json(folder / "config.json"), read_json(folder / "generation_config.json")
     try:
-        return ModelConfig.from_hf(raw, read_json(generation) if generation.is_file() else None)
-    except (KeyError, TypeError, AttributeError) as error:
+        return ModelConfig.from_hf(raw, generation)
+    except InputError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise InputError(f"{folder / 'config.json'}: malformed ({type(error).__name__}: {error})") from None
 
 
@@ -110,7 +124,7 @@ def _match(found: dict[str, Tensor], entries: tuple[tables.Entry, ...], config: 
         elif tensor.shape != wanted[key].shape:
             raise InputError(f"{tensor.file}: {tensor.key} has shape {list(tensor.shape)}, "
                              f"config.json says {list(wanted[key].shape)}")  # fmt: skip
-        elif tensor.dtype not in ("F32", "F16", "BF16", "F64"):
+        elif tensor.dtype not in _DTYPES:
             raise InputError(
                 f"{tensor.file}: {tensor.key} has dtype {tensor.dtype}: quantised weights are not supported"
             )
@@ -123,7 +137,7 @@ def _match(found: dict[str, Tensor], entries: tuple[tables.Entry, ...], config: 
 def _files(folder: Path) -> list[Path]:
     index, single = folder / INDEX, folder / "model.safetensors"
     if index.is_file():
-        names = read_json(index).get("weight_map")
+        names = require_json(index).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
             raise InputError(f"{index}: no weight_map from keys to file names")
         files = []

@@ -13,11 +13,30 @@ from vlkv import policies
 from . import reference
 from .models import tiny_llava, unequal_batch
 
+compress = jax.jit(policies.compress)
+fill_cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")
 FORCED = np.random.default_rng(3).integers(6, 50, (3, 7))
-PLAN = [policies.Full()]
-for _name in policies.registry:
-    if _name != "full":
-        PLAN += [policies.make(_name, keep=0.3, scope="all"), policies.make(_name, keep=0.15, scope="vision")]
+# What decoding attends to is compared with entries as the prompt made them, so methods that also act while decoding or
+# merge do not do so here; tests/policies/ has those halves.
+PREFILL_ONLY = {
+    "h2o": {"evict": False},
+    "avl": {"core": None},
+    "elasticcache": {"merging": "none"},
+    "lookm": {"merging": "none"},
+}
+
+
+def plan():
+    yield policies.Full()
+    for name in policies.registry:
+        for keep, scope in ((0.3, "all"), (0.15, "vision")):
+            try:
+                yield policies.make(name, keep=keep, scope=scope, **PREFILL_ONLY.get(name, {}))
+            except vlkv.InputError as error:  # some have one scope only
+                assert "scope" in str(error) or name == "full"
+
+
+PLAN = list(plan())
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +47,12 @@ def params():
 @pytest.fixture(scope="module")
 def batch():
     return unequal_batch(padding="left")
+
+
+@pytest.fixture(scope="module")
+def read(params, batch):
+    """The prompts, read once for all policies."""
+    return jax.jit(vlkv.read_prompt)(params, batch)
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +81,8 @@ def kept_entries(cache, batch, row: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("policy", PLAN, ids=lambda p: f"{type(p).__name__}-{p.scope}")
-def test_decoding_from_the_cache(params, batch, prompts, policy):
-    key = jax.random.key(1)
-    cache, logits = jax.jit(vlkv.prefill, static_argnames="new_tokens")(params, batch, policy, new_tokens=8, key=key)
+def test_decoding_from_the_cache(params, batch, read, prompts, policy):
+    cache, logits = fill_cache(read, policy, new_tokens=8, key=jax.random.key(1)), read.logits
     kept = [kept_entries(cache, batch, row) for row in range(3)]
     ours = [logits]
     step = jax.jit(vlkv.decode_step)
@@ -84,13 +108,35 @@ def check_selection(policy, layers, batch, row, kept) -> None:
 
 
 @pytest.mark.parametrize(
+    "policy",
+    [policies.ElasticCache(keep=0.3), policies.LookM(keep=0.3), policies.LookM(keep=0.15, scope="vision")],
+    ids=lambda p: f"{type(p).__name__}-{p.scope}",
+)
+def test_merged_entries_lie_in_the_pool(batch, read, policy):
+    cache = fill_cache(read, policy, new_tokens=8)
+    start, length = np.asarray(cache.start), np.asarray(cache.length)
+    for row in range(3):
+        q, k, v = (jnp.stack([x[row].swapaxes(0, 1) for x in y]) for y in (read.q, read.k, read.v))
+        merged = compress(policy, q, k, v, batch.is_vision[row], batch.valid[row])[:2]
+        for pool, expected, before in zip((cache.k, cache.v), merged, (k, v), strict=True):
+            changed = False
+            for layer, head in np.ndindex(start.shape[0], start.shape[2]):
+                slots = start[layer, row, head] + np.arange(length[layer, row, head])
+                tokens = cache.token[row, slots, head]
+                held = np.asarray(pool)[row, slots, head]
+                np.testing.assert_allclose(held, expected[layer, head, tokens], atol=1e-6)
+                changed |= (abs(held - before[layer, head, tokens]) > 1e-3).any()
+            assert changed or not batch.is_vision[row].any()
+
+
+@pytest.mark.parametrize(
     "policy", [policies.AirCache(keep=0.1), policies.SnapKV(keep=0.3)], ids=lambda p: type(p).__name__
 )
-def test_score_is_the_log_probability_of_the_reference(params, batch, prompts, policy):
+def test_score_is_the_log_probability_of_the_reference(params, batch, read, prompts, policy):
     targets = FORCED.copy()
     targets[1, 4:] = -1  # a shorter continuation
     ours = np.asarray(jax.jit(vlkv.score)(params, batch, targets, policy))
-    cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(params, batch, policy, new_tokens=8)
+    cache = fill_cache(read, policy, new_tokens=8)
     for row in range(3):
         first, layers = prompts[row]
         kept = kept_entries(cache, batch, row)
@@ -100,8 +146,8 @@ def test_score_is_the_log_probability_of_the_reference(params, batch, prompts, p
         np.testing.assert_allclose(ours[row], theirs, atol=1e-4)
 
 
-def test_past_the_tail_the_logits_are_nan_not_wrong(params, batch):
-    cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(params, batch, policies.Full(), new_tokens=1)
+def test_past_the_tail_the_logits_are_nan_not_wrong(params, read):
+    cache = fill_cache(read, policies.Full(), new_tokens=1)
     step = jax.jit(vlkv.decode_step)
     cache, logits = step(params, cache, FORCED[:, 0])
     assert np.isfinite(logits).all()

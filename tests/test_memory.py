@@ -15,6 +15,8 @@ EVERY = [
     policies.Full(), policies.Random(keep=KEEP), policies.StreamingLLM(keep=KEEP), policies.H2O(keep=KEEP),
     policies.SnapKV(keep=KEEP), policies.PyramidKV(keep=KEEP), policies.AirCache(keep=KEEP),
     policies.AirCache(keep=KEEP, window="text", scope="all"), policies.PrefixKV(keep=KEEP),
+    policies.VLCache(keep=KEEP), policies.ElasticCache(keep=KEEP), policies.LookM(keep=KEEP), policies.RoCo(keep=KEEP),
+    policies.CSP(keep=KEEP),
 ]  # fmt: skip
 
 

@@ -5,8 +5,6 @@ A ratio becomes integers once, here; everything after counts slots.
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,12 +18,14 @@ def totals(keep: float | None, budget: int | None, *, layers: int, most: int) ->
     layer. Every layer keeps at least one, none more than there are. A table, because a count is traced and the
     product with a fraction must not be rounded in float32.
     """
-    counts = range(most + 1)
-    if keep is None:
-        asked = [layers * (budget or 0)] * (most + 1)
-    else:
-        asked = [math.floor(keep * layers * n + 0.5) for n in counts]
-    return np.array([min(layers * n, max(layers, a)) for n, a in zip(counts, asked, strict=True)], np.int32)
+    counts = np.arange(most + 1)
+    asked = layers * (budget or 0) if keep is None else np.floor(keep * layers * counts + 0.5)
+    return np.minimum(layers * counts, np.maximum(layers, asked)).astype(np.int32)
+
+
+def share(fraction: float, count: Int[Array, "*shape"], most: int) -> Int[Array, "*shape"]:
+    """floor(fraction * count) of counts in 0..most, from a table for the same reason."""
+    return jnp.asarray(np.floor(fraction * np.arange(most + 1)).astype(np.int32))[count]
 
 
 def uniform(total: Int[Array, ""], layers: int) -> Int[Array, " L"]:

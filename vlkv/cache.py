@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from vlkv.memory import Memory
 from vlkv.policies.policy import Policy
 
 ALIGNMENT = 16  # slots: every segment starts on a bf16 tile
@@ -33,7 +34,8 @@ class PackedCache:
     tail_v: tuple[Float[Array, "B S K H"], ...]
     used: Int[Array, ""]  # tail slots in use
     next_position: Int[Array, "B A"]  # logical: counts every token ever seen
-    aux: Any = None  # the policy's own arrays
+    memory: tuple[Memory, ...] | None = None  # one per layer, of methods that act while decoding
+    policy: Policy | None = dataclasses.field(default=None, metadata={"static": True})  # the one that acts
 
     @property
     def bytes(self) -> int:
@@ -104,8 +106,11 @@ def pack(
         pool_k = pool_k.at[where].set(k[layer], mode="drop")
         pool_v = pool_v.at[where].set(v[layer], mode="drop")
         token = token.at[where].set(jnp.arange(length, dtype=jnp.int32), mode="drop")
-    tail = tuple(jnp.zeros((batch, new_tokens, heads, head_dim), k[0].dtype) for _ in range(layers))
+
+    def tail() -> tuple[Array, ...]:  # twice: buffers that are shared could not be donated
+        return tuple(jnp.zeros((batch, new_tokens, heads, head_dim), k[0].dtype) for _ in range(layers))
+
     return PackedCache(
-        k=pool_k, v=pool_v, token=token, start=start, length=counts, tail_k=tail, tail_v=tail,
+        k=pool_k, v=pool_v, token=token, start=start, length=counts, tail_k=tail(), tail_v=tail(),
         used=jnp.int32(0), next_position=next_position,
     )  # fmt: skip

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
 
 from checkpoints_convert import __main__ as convert
 from vlkv.commands import answer, demo, methods
-from vlkv.errors import InputError
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse, but an error is one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """All subcommands with their options."""
-    parser = _Parser(prog="vlkv", description="Vision-language models in JAX with a compressed key-value cache.")
+    parser = convert.OneLineParser(
+        prog="vlkv", description="Vision-language models in JAX with a compressed key-value cache."
+    )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, module, summary in (
         ("demo", demo, "read a page of handwritten digits with every policy; no arguments, no network"),
@@ -39,16 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
     args = build_parser().parse_args(argv)
-    try:
-        result: Any = args.run(args)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    if result is not None:
-        print(result if isinstance(result, str) else json.dumps(result, indent=2))
-    return 0
+    return convert.guarded(lambda: args.run(args))
 
 
 if __name__ == "__main__":

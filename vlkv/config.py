@@ -14,10 +14,10 @@ from vlkv.errors import InputError
 # The class defaults of transformers, which sparse configs (llava-1.5-hf) leave out.
 _DECODER_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": dict(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
-                  num_attention_heads=32, rms_norm_eps=1e-6, max_position_embeddings=2048),
+                  num_attention_heads=32, rms_norm_eps=1e-6, max_position_embeddings=2048, eos_token_id=2),
     "mistral": dict(vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
                     num_attention_heads=32, num_key_value_heads=8, rms_norm_eps=1e-6,
-                    max_position_embeddings=131072, sliding_window=4096),
+                    max_position_embeddings=131072, sliding_window=4096, eos_token_id=2),
     "qwen2": dict(vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32,
                   num_attention_heads=32, num_key_value_heads=32, rms_norm_eps=1e-6,
                   max_position_embeddings=32768, use_sliding_window=False),
@@ -57,11 +57,25 @@ class DecoderConfig:
         rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
         _require("rope type", kind, "default")
+        for field in rope:
+            if field not in ("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"):
+                raise InputError(f"config.json: rope_parameters.{field} is not supported")
+        for field in ("partial_rotary_factor", "layer_types"):
+            supported = {"partial_rotary_factor": 1.0, "layer_types": ["full_attention"] * c["num_hidden_layers"]}
+            _require(field, c.get(field, supported[field]), supported[field])
         _require("hidden_act", c.get("hidden_act", "silu"), "silu")
         _require("mlp_bias", bool(c.get("mlp_bias", False)), False)
         if family == "mistral" or c.get("use_sliding_window"):
             _require("sliding_window", c.get("sliding_window"), None)
+        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                      "max_position_embeddings"):  # fmt: skip
+            _positive(field, c[field])
         heads = c["num_attention_heads"]
+        kv_heads = _positive("num_key_value_heads", c.get("num_key_value_heads", heads))
+        head_dim = _positive("head_dim", c.get("head_dim", c["hidden_size"] // heads))
+        if heads % kv_heads or head_dim % 2:
+            raise InputError(f"config.json: {heads} heads, {kv_heads} key heads of {head_dim} channels: key heads must "
+                             "divide the heads, and channels be even")  # fmt: skip
         bias = bool(c.get("attention_bias", False))
         return cls(
             vocab_size=c["vocab_size"],
@@ -69,8 +83,8 @@ class DecoderConfig:
             mlp_width=c["intermediate_size"],
             layers=c["num_hidden_layers"],
             heads=heads,
-            kv_heads=c.get("num_key_value_heads", heads),
-            head_dim=c.get("head_dim", c["hidden_size"] // heads),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
             norm_eps=c["rms_norm_eps"],
             rope_theta=float(rope.get("rope_theta", c.get("rope_theta", 10000.0))),
             max_positions=c["max_position_embeddings"],
@@ -117,6 +131,11 @@ class ClipConfig:
         c = {**_CLIP_DEFAULTS, **{k: v for k, v in vision.items() if v is not None}}
         _require("vision_config.hidden_act", c["hidden_act"], "quick_gelu")
         _require("vision_config.num_channels", c["num_channels"], 3)
+        for field in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "image_size",
+                      "patch_size"):  # fmt: skip
+            _positive(f"vision_config.{field}", c[field])
+        if c["image_size"] % c["patch_size"] or c["hidden_size"] % c["num_attention_heads"]:
+            raise InputError("config.json: vision_config: patch_size must divide image_size, heads the hidden_size")
         layer = raw.get("vision_feature_layer", -2)
         if not isinstance(layer, int) or not -c["num_hidden_layers"] - 1 <= layer <= c["num_hidden_layers"]:
             raise InputError(f"config.json: vision_feature_layer={layer!r} is not supported: one layer index")
@@ -167,8 +186,11 @@ class ModelConfig:
                              f"(supported: {', '.join(TEXT_FAMILIES)})")  # fmt: skip
         if "tie_word_embeddings" in raw:  # transformers reads the outer field
             text["tie_word_embeddings"] = raw["tie_word_embeddings"]
-        stop = (generation or {}).get("eos_token_id", text.get("eos_token_id", raw.get("eos_token_id")))
+        default = _DECODER_DEFAULTS[text_family].get("eos_token_id")
+        stop = (generation or {}).get("eos_token_id", text.get("eos_token_id", raw.get("eos_token_id", default)))
         stop = () if stop is None else (stop,) if isinstance(stop, int) else tuple(stop)
+        if not all(isinstance(token, int) for token in stop):
+            raise InputError(f"config.json: eos_token_id={stop!r} must be a token id or a list of them")
         decoder = DecoderConfig.from_hf(text_family, text)
         if family in TEXT_FAMILIES:
             return cls(family=family, decoder=decoder, stop=stop)
@@ -186,3 +208,9 @@ class ModelConfig:
 def _require(field: str, value: object, supported: object) -> None:
     if value != supported:
         raise InputError(f"config.json: {field}={value!r} is not supported (only {supported!r})")
+
+
+def _positive(field: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"config.json: {field}={value!r} must be a whole number of at least 1")
+    return value

@@ -26,6 +26,7 @@ from vlkv.cache import PackedCache
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
+from vlkv.memory import arrive, attend
 from vlkv.models import Model
 from vlkv.policies.full import Full
 from vlkv.policies.policy import Policy
@@ -62,14 +63,19 @@ def decode_step(
     x = params.decoder.embedding(token)[:, None]  # [B, 1, D]
     positions = cache.next_position[:, None]
     tail_k, tail_v = list(cache.tail_k), list(cache.tail_v)
-    begin = jnp.zeros_like(cache.start[0])
+    memory = list(cache.memory or ())
+    begin, length = jnp.zeros_like(cache.start[0]), jnp.full_like(cache.start[0], cache.used + 1)
     for i, layer in enumerate(params.decoder.layers):
         q, k, v = layer.project(x, positions)
         tail_k[i] = jax.lax.dynamic_update_slice_in_dim(tail_k[i], k, cache.used, axis=1)
         tail_v[i] = jax.lax.dynamic_update_slice_in_dim(tail_v[i], v, cache.used, axis=1)
-        prompt = decode_attention(q[:, 0], cache.k, cache.v, cache.start[i], cache.length[i])
-        recent = decode_attention(q[:, 0], tail_k[i], tail_v[i], begin, jnp.full_like(begin, cache.used + 1))
-        attended, _ = combine(prompt, recent)
+        segment, tail = (cache.k, cache.v, cache.start[i], cache.length[i]), (tail_k[i], tail_v[i], begin, length)
+        if cache.policy is None:
+            attended, _ = combine(decode_attention(q[:, 0], *segment), decode_attention(q[:, 0], *tail))
+        else:
+            memory[i] = jax.vmap(arrive)(memory[i])
+            attended, mass = attend(q[:, 0], segment, tail, memory[i])
+            memory[i] = jax.vmap(cache.policy.step)(memory[i], mass)
         x = layer.finish(x, attended[:, None].astype(x.dtype))
     logits = params.decoder.logits(x[:, 0])
     cache = dataclasses.replace(
@@ -78,6 +84,7 @@ def decode_step(
         tail_v=tuple(tail_v),
         used=cache.used + 1,
         next_position=cache.next_position + 1,
+        memory=None if cache.memory is None else tuple(memory),
     )
     return cache, jnp.where(cache.used > capacity, jnp.nan, logits)
 
@@ -138,13 +145,11 @@ def decode(
         Tokens, a row's stop id again after its end, and how many each row has, the stop id included.
     """
     stop = jnp.asarray(params.config.stop if sampling.stop is None else sampling.stop, jnp.int32)
-    filler = stop[0] if stop.size else jnp.int32(0)
 
     def pick(logits: Array, step: Array | int) -> Array:
         return sampling.choose(logits, None if key is None else jax.random.fold_in(key, step))
 
     def append(state: _Decoding, token: Array) -> _Decoding:
-        token = jnp.where(state.ended, filler, token)
         tokens = jax.lax.dynamic_update_slice_in_dim(state.tokens, token[:, None], state.step, axis=1)
         ended = state.ended | jnp.isin(token, stop)
         return _Decoding(state.step + 1, state.cache, tokens, ended, state.lengths + ~state.ended)
@@ -158,10 +163,12 @@ def decode(
         return append(state._replace(cache=cache), pick(logits, state.step))
 
     batch = logits.shape[0]
-    blank = jnp.full((batch, sampling.max_new_tokens), filler, jnp.int32)
+    blank = jnp.zeros((batch, sampling.max_new_tokens), jnp.int32)
     state = _Decoding(jnp.int32(0), cache, blank, jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32))
     state = jax.lax.while_loop(unfinished, step, append(state, pick(logits, 0)))
-    return state.tokens, state.lengths
+    place = jnp.arange(sampling.max_new_tokens)
+    last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
+    return jnp.where(place < state.lengths[:, None], state.tokens, last), state.lengths
 
 
 def score(
@@ -220,10 +227,10 @@ def stream(
     stop = params.config.stop if sampling.stop is None else sampling.stop
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
     cache, logits = _prefill(params, inputs, policy, new_tokens=sampling.max_new_tokens, key=policy_key)
-    ended = np.zeros(logits.shape[0], bool)
+    ended, shown = np.zeros(logits.shape[0], bool), np.zeros(logits.shape[0], np.int32)
     for i in range(sampling.max_new_tokens):
         token = sampling.choose(logits, None if sample_key is None else jax.random.fold_in(sample_key, i))
-        shown = np.where(ended, stop[0] if stop else 0, np.asarray(token))
+        shown = np.where(ended, shown, np.asarray(token))
         yield shown
         ended |= np.isin(shown, stop)
         if ended.all() or i + 1 == sampling.max_new_tokens:

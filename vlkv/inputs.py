@@ -27,16 +27,17 @@ else:
 class Buckets:
     """Bounds that lengths and counts are rounded up to, so that jit sees few shapes.
 
-    Past the last bound, multiples of it.
+    Past the last bound, further steps like the last one.
     """
 
-    text: tuple[int, ...] = (32, 64, 128, 256, 512, 1024)
+    text: tuple[int, ...] = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
     images: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 
 
 def round_up(n: int, bounds: tuple[int, ...]) -> int:
-    """The smallest bound >= n, or the next multiple of the last one."""
-    return next((b for b in bounds if b >= n), -(-n // bounds[-1]) * bounds[-1])
+    """The smallest bound >= n, or as many steps past the last one as it takes."""
+    step = bounds[-1] - bounds[-2] if len(bounds) > 1 else bounds[-1]
+    return next((b for b in bounds if b >= n), bounds[-1] + -(-(n - bounds[-1]) // step) * step)
 
 
 @jax.tree_util.register_dataclass
@@ -102,7 +103,7 @@ class Inputs:
         is_vision = valid & (tokens == config.image_token) if config.vision else np.zeros_like(valid)
         per_image = config.vision.tokens if config.vision else 1
         images = 0 if pixels is None else len(pixels)
-        if is_vision.sum() != images * per_image:
+        if is_vision.sum() != images * per_image or (is_vision.sum(axis=1) % per_image).any():
             raise InputError(
                 f"the prompt holds {is_vision.sum()} image tokens, but {images} image(s) of {per_image} tokens "
                 f"need {images * per_image}: give one <image> mark per image"

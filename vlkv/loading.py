@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -20,7 +19,8 @@ from vlkv.inputs import Buckets
 if TYPE_CHECKING:
     from vlkv.processing import Processor
 
-_WANTED = ["*.json", "*.jinja", "*.safetensors"]
+_SETTINGS = ["*.json", "*.jinja"]
+_WEIGHTS = ["model*.safetensors"]
 
 
 def load(
@@ -65,30 +65,30 @@ def load_processor(
     """The processor alone: tokenizer, chat template and image settings of the folder."""
     from vlkv.processing import Processor  # noqa: PLC0415 (tokenizers and PIL only where they are needed)
 
-    folder = resolve(source)
+    folder = resolve(source, weights=False)
     return Processor.from_folder(folder, reading.read_config(folder), buckets=buckets, layout=layout)
 
 
 def read_params(checkpoint: reading.Checkpoint, *, dtype: DTypeLike | None, mesh: Mesh | None) -> models.Model:
     """Tensor by tensor: at any time the host holds one."""
-    own = checkpoint.read(checkpoint.entries[0]).dtype if dtype is None else dtype
-    shapes = models.abstract(checkpoint.config, jnp.dtype(own))
+    own = checkpoint.dtype if dtype is None else jnp.dtype(dtype)
+    shapes = models.abstract(checkpoint.config, own)
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
     entries = {entry.path: entry for entry in checkpoint.entries}
     arrays = []
     for keypath, leaf in leaves:
         path = sharding.path_name(keypath)
-        array = np.asarray(checkpoint.read(entries[path])).reshape(leaf.shape).astype(leaf.dtype, copy=False)
-        arrays.append(sharding.place(path, array, mesh))
+        array = reading.cast(checkpoint.read(entries[path]), leaf.dtype, entries[path].key)
+        arrays.append(sharding.place(path, array.reshape(leaf.shape), mesh))
     return jax.tree_util.tree_unflatten(structure, arrays)
 
 
-def resolve(source: str | os.PathLike[str]) -> Path:
-    """A local folder for `source`, downloading a hub id if need be."""
+def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Path:
+    """A local folder for `source`, downloading a hub id if need be: settings first, and weights if they are wanted."""
     name = os.fspath(source)
     if not name:
         raise InputError("no model given: a checkpoint folder or a hub id")
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
         return path
     if path.exists():
@@ -96,9 +96,14 @@ def resolve(source: str | os.PathLike[str]) -> Path:
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise InputError(f"{path}: no such folder")
     from huggingface_hub import snapshot_download  # noqa: PLC0415 (slow to import)
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_WANTED))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        folder = Path(snapshot_download(name, allow_patterns=_SETTINGS))
+        if weights:
+            reading.read_config(folder)  # an unsupported model is refused before its weights come
+            folder = Path(snapshot_download(name, allow_patterns=[*_SETTINGS, *_WEIGHTS]))
+        return folder
+    except InputError:
+        raise
+    except Exception as error:  # network libraries raise many kinds; none is the caller's fault
         raise InputError(f"{name}: no such folder, and not to be had from the hub ({type(error).__name__})") from None

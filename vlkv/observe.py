@@ -7,7 +7,7 @@ G = N/K · H head dim. Every score comes from `attention_mass`, so none of this 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,15 @@ def last(mask: Bool[Array, " T"], count: Int[Array, ""] | int) -> Bool[Array, " 
     return mask & (ordinal(mask) >= jnp.sum(mask) - count)
 
 
+def top(
+    x: Float[Array, "K T"], candidates: Bool[Array, "#K T"] | Bool[Array, " T"], count: Int[Array, " K"]
+) -> Bool[Array, "K T"]:
+    """The `count` best candidates of each head; ties to the earlier."""
+    best_first = jnp.argsort(jnp.where(candidates, -x, jnp.inf), axis=1, stable=True)
+    taken = jnp.broadcast_to(jnp.arange(x.shape[1]) < count[:, None], x.shape)
+    return jnp.put_along_axis(jnp.zeros(x.shape, bool), best_first, taken, axis=1, inplace=False) & candidates
+
+
 def group_mean(x: Float[Array, "N T"], kv_heads: int) -> Float[Array, "K T"]:
     """Mean over the query heads that read one key head."""
     return jnp.mean(x.reshape(kv_heads, -1, x.shape[-1]), axis=1)
@@ -64,31 +73,40 @@ def head_mean(x: Float[Array, "N T"], kv_heads: int) -> Float[Array, "K T"]:
     return jnp.broadcast_to(jnp.mean(x, axis=0), (kv_heads, x.shape[-1]))
 
 
-def column_sums(obs: Observation) -> Float[Array, "N T"]:
-    """Attention that each token receives from all tokens after it and from itself."""
-    return attention_mass(obs.q, obs.k, row_weight=obs.valid[None].astype(jnp.float32), key_mask=obs.valid)[0]
+def column_sums(obs: Observation, **options: Any) -> Float[Array, "N T"]:
+    """Attention that each token receives from all tokens after it and from itself; options as `attention_mass`."""
+    weight = obs.valid[None].astype(jnp.float32)
+    return attention_mass(obs.q, obs.k, row_weight=weight, key_mask=obs.valid, **options)[0]
 
 
 def rows_mass(
-    obs: Observation, rows: Bool[Array, " T"], most: int, *, keys: Bool[Array, " T"] | None = None
+    obs: Observation, rows: Bool[Array, " T"], most: int, *, keys: Bool[Array, " T"] | None = None, **options: Any
 ) -> Float[Array, "N T"]:
     """Attention summed over a few rows, softmax over `keys` (None: all valid), causal.
 
     At most the last `most` rows of the mask take part: a static bound, because gathering a few rows costs a few rows,
-    while masking all T would cost a second attention pass.
+    while masking all T would cost a second attention pass. `options` go to `attention_mass`.
     """
-    most = min(most, rows.shape[0])
+    return split_rows_mass(obs, rows[None], most, keys=keys, **options)[0]
+
+
+def split_rows_mass(
+    obs: Observation, parts: Bool[Array, "R T"], most: int, *, keys: Bool[Array, " T"] | None = None, **options: Any
+) -> Float[Array, "R N T"]:
+    """As `rows_mass`, with the rows split into R parts that are summed apart."""
+    rows = jnp.any(parts, axis=0)
     place = jnp.where(rows, jnp.arange(rows.shape[0]), -1)
-    picked = jax.lax.top_k(place, most)[0]  # the last rows; -1 where there are fewer
+    picked = jax.lax.top_k(place, min(most, rows.shape[0]))[0]  # the last rows; -1 where there are fewer
     present = picked >= 0
     picked = jnp.maximum(picked, 0)
     return attention_mass(
         obs.q[:, picked],
         obs.k,
-        row_weight=present[None].astype(jnp.float32),
+        row_weight=(present & parts[:, picked]).astype(jnp.float32),
         key_mask=obs.valid if keys is None else keys,
         row_place=picked,
-    )[0]
+        **options,
+    )
 
 
 def pool(x: Float[Array, "K T"], kernel: int, kind: Literal["avg", "max"]) -> Float[Array, "K T"]:

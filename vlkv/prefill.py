@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from vlkv.attention import attention
 from vlkv.cache import PackedCache, pack
 from vlkv.inputs import Inputs
+from vlkv.memory import Memory, begin
 from vlkv.models import Model
 from vlkv.policies.policy import Policy
 from vlkv.policies.selection import Observed, allocate_and_take, observe, require_key
@@ -106,8 +107,23 @@ def fill_cache(prompt: Prompt, policy: Policy, *, new_tokens: int, key: Key[Arra
     )
     selection = jax.vmap(lambda *row: allocate_and_take(policy, *row))(observed, prompt.is_vision, prompt.valid)
     merged = [jax.vmap(policy.merge)(k[i], v[i], selection.kept[:, i], selection.scores[:, i]) for i in range(layers)]
-    return pack(
+    cache = pack(
         policy, tuple(m[0] for m in merged), tuple(m[1] for m in merged), selection.kept,
         is_vision=prompt.is_vision, next_position=prompt.next_position,
         max_vision=prompt.max_vision, max_text=prompt.max_text, new_tokens=new_tokens,
     )  # fmt: skip
+    if not policy.acts:
+        return cache
+    max_length = policy.layer_bound(layers=layers, vision=prompt.max_vision, text=prompt.max_text)
+
+    def recall(token: Array, start: Array, length: Array, values: dict, is_vision: Array, valid: Array) -> Memory:
+        made = begin(token, start, length, values, is_vision, valid, max_length=max_length, new_tokens=new_tokens)
+        return policy.begin(made)
+
+    memory = tuple(
+        jax.vmap(recall)(
+            cache.token, cache.start[i], cache.length[i], observed[i].values, prompt.is_vision, prompt.valid
+        )
+        for i in range(layers)
+    )
+    return dataclasses.replace(cache, memory=memory, policy=policy)

@@ -1,18 +1,35 @@
 """decode_attention: one query per row against its own contiguous segment of a packed pool.
 
-Axes: B batch · N query heads · K key heads · G = N/K · P pool slots · H head dim.
+Axes: B batch · N query heads · K key heads · G = N/K · P pool slots ·
+M bound on a segment · H head dim.
 """
 
 from __future__ import annotations
 
+from typing import Any, Literal, overload
+
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.decode_attention.reference import decode_attention_reference
 from pallas_kernels.decode_attention.xla import decode_attention_xla
 from pallas_kernels.dispatch import choose
 
 _IMPLEMENTATIONS = {"xla": decode_attention_xla, "reference": decode_attention_reference}
+
+
+@overload
+def decode_attention(
+    q: Any, k: Any, v: Any, start: Any, length: Any, *, valid: Any = None, max_length: int | None = None,
+    return_mass: Literal[False] = False, implementation: str | None = None,
+) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+@overload
+def decode_attention(
+    q: Any, k: Any, v: Any, start: Any, length: Any, *, valid: Any = None, max_length: int | None = None,
+    return_mass: Literal[True], implementation: str | None = None,
+) -> tuple[Array, Array, Array]: ...  # fmt: skip
 
 
 def decode_attention(
@@ -22,13 +39,30 @@ def decode_attention(
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     *,
+    valid: Bool[Array, "B K M"] | None = None,
+    max_length: int | None = None,
+    return_mass: bool = False,
     implementation: str | None = None,
-) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
+) -> (
+    tuple[Float[Array, "B N H"], Float[Array, "B N"]]
+    | tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"]]
+):
     """softmax(q k^T / sqrt(H)) v over slots start <= p < start + length, head n reading key head n // G.
 
+    Args:
+        q: one query per row.
+        k: the pool's keys.
+        v: its values.
+        start: first slot of the segment.
+        length: its slots in use.
+        valid: which slots of the segment take part, counted from `start`; None: all in use.
+        max_length: M, a static bound on `length`; None: P.
+        return_mass: whether to return the probabilities too, counted from `start`.
+        implementation: "xla" or "reference"; None chooses.
+
     Returns:
-        The attention in float32 and the log of the softmax's denominator, by which two segments can be combined.
-        An empty segment gives zeros and -inf.
+        The attention in float32 and the log of the softmax's denominator, by which two segments can be combined; then
+        the mass, if asked for. An empty segment gives zeros and -inf.
 
     Raises:
         ValueError: shapes that do not fit, or an implementation that is not there.
@@ -40,7 +74,12 @@ def decode_attention(
     if start.shape != (batch, k.shape[2]) or length.shape != start.shape:
         raise ValueError(f"decode_attention: start {start.shape} and length {length.shape} must be "
                          f"[B, K] = {(batch, k.shape[2])}")  # fmt: skip
-    return choose("decode_attention", _IMPLEMENTATIONS, implementation, "xla")(q, k, v, start, length)
+    most = k.shape[1] if max_length is None else max_length
+    if valid is not None and valid.shape != (batch, k.shape[2], most):
+        raise ValueError(f"decode_attention: valid {valid.shape} must be [B, K, M] = {(batch, k.shape[2], most)}")
+    run = choose("decode_attention", _IMPLEMENTATIONS, implementation, "xla")
+    out, lse, mass = run(q, k, v, start, length, valid, most, return_mass)
+    return (out, lse, mass) if return_mass else (out, lse)
 
 
 def combine(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 def decode_attention_reference(
@@ -13,15 +13,26 @@ def decode_attention_reference(
     v: Float[Array, "B P K H"],
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
-) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
+    valid: Bool[Array, "B K M"] | None,
+    max_length: int,
+    return_mass: bool,
+) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
     """As `decode_attention` says, read off the definition."""
     repeat = q.shape[1] // k.shape[2]
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     k, v = jnp.repeat(k, repeat, axis=2), jnp.repeat(v, repeat, axis=2)
     start, length = jnp.repeat(start, repeat, axis=1), jnp.repeat(length, repeat, axis=1)
     logits = jnp.einsum("bnh,bpnh->bnp", q, k, precision=jax.lax.Precision.HIGHEST) / jnp.sqrt(q.shape[-1])
-    slots = jnp.arange(k.shape[1])
-    inside = (slots >= start[..., None]) & (slots < (start + length)[..., None])
+    place = jnp.arange(k.shape[1]) - start[..., None]  # within the segment
+    inside = (place >= 0) & (place < length[..., None])
+    if valid is not None:
+        chosen = jnp.take_along_axis(jnp.repeat(valid, repeat, axis=1), jnp.clip(place, 0, max_length - 1), axis=-1)
+        inside = inside & chosen
     lse = jax.nn.logsumexp(jnp.where(inside, logits, -jnp.inf), axis=-1)
     p = jnp.where(inside, jnp.exp(logits - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None]), 0.0)
-    return jnp.einsum("bnp,bpnh->bnh", p, v, precision=jax.lax.Precision.HIGHEST), lse
+    out = jnp.einsum("bnp,bpnh->bnh", p, v, precision=jax.lax.Precision.HIGHEST)
+    if not return_mass:
+        return out, lse, None
+    slot = jnp.minimum(start[..., None] + jnp.arange(max_length), k.shape[1] - 1)
+    mass = jnp.where(jnp.arange(max_length) < length[..., None], jnp.take_along_axis(p, slot, axis=-1), 0.0)
+    return out, lse, mass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 _CHUNK = 256
 
@@ -15,18 +15,23 @@ def decode_attention_xla(
     v: Float[Array, "B P K H"],
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
-) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
-    """As `decode_attention` says, by an online softmax."""
+    valid: Bool[Array, "B K M"] | None,
+    max_length: int,
+    return_mass: bool,
+) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
+    """As `decode_attention` says, by an online softmax; the mass from the logits of all chunks, at the end."""
     batch, heads, head_dim = q.shape
     slots, kv_heads = k.shape[1:3]
     chunk = min(_CHUNK, slots)
     q = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
 
-    def read(q, k, v, start, length, i):  # [G, H], [P, H], [P, H], scalars
+    def read(q, k, v, start, length, valid, i):  # [G, H], [P, H], [P, H], scalars, [M]
         begin = start + i * chunk
         first = jnp.minimum(begin, slots - chunk)  # a slice must not run over the end of the pool
-        place = first + jnp.arange(chunk)
-        inside = (place >= begin) & (place < start + length)
+        place = first - start + jnp.arange(chunk)  # within the segment
+        inside = (place >= i * chunk) & (place < length)
+        if valid is not None:
+            inside = inside & jnp.take(valid, place, mode="fill", fill_value=False)
         keys = jax.lax.dynamic_slice_in_dim(k, first, chunk)
         values = jax.lax.dynamic_slice_in_dim(v, first, chunk)
         logits = jnp.einsum("gh,ch->gc", q, keys, preferred_element_type=jnp.float32) * head_dim**-0.5
@@ -34,24 +39,34 @@ def decode_attention_xla(
         peak = jnp.max(logits, axis=-1)
         p = jnp.exp(logits - jnp.where(jnp.isfinite(peak), peak, 0.0)[:, None])
         total = jnp.einsum("gc,ch->gh", p.astype(v.dtype), values, preferred_element_type=jnp.float32)
-        return total, peak, jnp.sum(p, axis=-1)
+        # What the slice began too early comes round to the end, where it is masked.
+        seen = jnp.roll(logits, first - begin, axis=-1) if return_mass else None
+        return total, peak, jnp.sum(p, axis=-1), seen
 
-    per_head = jax.vmap(read, in_axes=(0, 1, 1, 0, 0, None))
-    per_row = jax.vmap(per_head, in_axes=(0, 0, 0, 0, 0, None))
+    per_head = jax.vmap(read, in_axes=(0, 1, 1, 0, 0, None if valid is None else 0, None))
+    per_row = jax.vmap(per_head, in_axes=(0, 0, 0, 0, 0, None if valid is None else 0, None))
 
     def step(i, state):
-        total, peak, weight = state
-        new_total, new_peak, new_weight = per_row(q, k, v, start, length, i)
+        total, peak, weight, seen = state
+        new_total, new_peak, new_weight, logits = per_row(q, k, v, start, length, valid, i)
         both = jnp.maximum(peak, new_peak)
         shift = jnp.where(jnp.isfinite(both), both, 0.0)
         old, new = jnp.exp(peak - shift), jnp.exp(new_peak - shift)
-        return total * old[..., None] + new_total * new[..., None], both, weight * old + new_weight * new
+        if return_mass:
+            seen = jax.lax.dynamic_update_slice_in_dim(seen, logits, i * chunk, axis=-1)
+        return total * old[..., None] + new_total * new[..., None], both, weight * old + new_weight * new, seen
 
-    state = (jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:3], -jnp.inf), jnp.zeros(q.shape[:3]))
+    room = -(-max_length // chunk) * chunk
+    seen = jnp.full((*q.shape[:3], room), -jnp.inf) if return_mass else None
+    state = (jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:3], -jnp.inf), jnp.zeros(q.shape[:3]), seen)
     if slots <= chunk:  # a short tail: no loop to compile
-        total, peak, weight = step(0, state)
+        total, peak, weight, seen = step(0, state)
     else:
-        total, peak, weight = jax.lax.fori_loop(0, -(-jnp.max(length) // chunk), step, state)
+        total, peak, weight, seen = jax.lax.fori_loop(0, -(-jnp.max(length) // chunk), step, state)
     out = total / jnp.where(weight > 0, weight, 1.0)[..., None]
     lse = jnp.where(weight > 0, peak + jnp.log(jnp.where(weight > 0, weight, 1.0)), -jnp.inf)
-    return out.reshape(batch, heads, head_dim), lse.reshape(batch, heads)
+    mass = None
+    if seen is not None:
+        mass = jnp.exp(seen[..., :max_length] - jnp.where(weight > 0, lse, 0.0)[..., None])
+        mass = mass.reshape(batch, heads, max_length)
+    return out.reshape(batch, heads, head_dim), lse.reshape(batch, heads), mass

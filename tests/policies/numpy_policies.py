@@ -8,15 +8,16 @@ import math
 import numpy as np
 
 
-def attention(q, k, keys=None):
-    """softmax(q k^T / sqrt(H)), causal, over `keys` [T]; q [N,T,H], k [K,T,H] -> [N,T,T]."""
+def attention(q, k, keys=None, n=0):
+    """softmax_n(q k^T / sqrt(H)), causal, over `keys` [T]; q [N,T,H], k [K,T,H] -> [N,T,T]."""
     k = np.repeat(k, len(q) // len(k), axis=0)
     logits = np.einsum("nth,nsh->nts", np.float64(q), np.float64(k)) / math.sqrt(q.shape[-1])
     allowed = np.tri(q.shape[1], dtype=bool)
     if keys is not None:
         allowed = allowed & keys
-    e = np.where(allowed, np.exp(logits - logits.max(axis=-1, keepdims=True)), 0)
-    total = e.sum(axis=-1, keepdims=True)
+    peak = logits.max(axis=-1, keepdims=True)
+    e = np.where(allowed, np.exp(logits - peak), 0)
+    total = e.sum(axis=-1, keepdims=True) + n * np.exp(-peak)
     return e / np.where(total > 0, total, 1)
 
 
@@ -33,9 +34,9 @@ def uniform(total, layers):
     return [total // layers + (i < total % layers) for i in range(layers)]
 
 
-def apportion(real, total, most):
-    """Clip to [1, most], share the excess over the layers still free, repeat; then largest remainders."""
-    low = min(1, most)
+def apportion(real, total, most, low=1):
+    """Clip to [low, most], share the excess over the layers still free, repeat; then largest remainders."""
+    low = min(low, most)
     value, free = np.array(real, np.float64), np.ones(len(real), bool)
     while ((value < low) | (value > most))[free].any():
         out = free & ((value < low) | (value > most))
@@ -77,11 +78,12 @@ class Prompt:
         self.instruction = self.place > max(np.flatnonzero(vision), default=-1)
 
     def finish(self, scores, budgets, protected=None):
-        """kept [L,K,T], budgets [L]; `protected` counts only when every token is in scope."""
+        """kept [L,K,T], budgets [L]; `protected`, [T] or [L,T], counts only when every token is in scope."""
         if protected is None or not self.everything:
             protected = np.zeros(self.tokens, bool)
+        protected = np.broadcast_to(protected, (self.layers, self.tokens))
         kept = [
-            [take(scores[layer][head], self.scope, protected, budgets[layer]) for head in range(self.heads)]
+            [take(scores[layer][head], self.scope, protected[layer], budgets[layer]) for head in range(self.heads)]
             for layer in range(self.layers)
         ]
         return np.array(kept), np.array(budgets), np.array(scores)
@@ -172,3 +174,107 @@ def prefixkv(p, sinks=1, recent=1):
         open_layers = [i for i in range(p.layers) if budgets[i] < p.most]
         budgets[min(open_layers, key=lambda i: (reached[i][budgets[i] - 1] if budgets[i] else 0, i))] += 1
     return p.finish(scores, budgets, (p.place < sinks) | (p.place >= p.tokens - recent))
+
+
+def vlcache(p, threshold=0.01, window=0.1):
+    rows = p.instruction if p.instruction.any() else p.place == p.tokens - 1
+    scores, density = [], []
+    for q, k in zip(p.q, p.k, strict=True):
+        a = attention(q, k)[:, rows]
+        scores.append(per_key_head(a.sum(axis=1), p.heads))
+        counted = (a > 0) & (a >= threshold * a.max(axis=-1, keepdims=True))
+        density.append(counted.sum(axis=(1, 2)).mean() / (p.place[rows] + 1).sum())
+    low = min(max(1, p.most // 100), p.total // p.layers)
+    budgets = apportion(np.array(density) / sum(density) * p.total, p.total, p.most, low)
+    windows = [max(1, int(window * n)) for n in budgets]
+    return p.finish(scores, budgets, [p.place >= p.tokens - n for n in windows])
+
+
+def elasticcache(p, sinks=1, recent=1, merging="position"):
+    scores = [np.broadcast_to(x.mean(axis=0), (p.heads, p.tokens)) for x in p.column_sums()]
+    return p.finish(scores, uniform(p.total, p.layers), (p.place < sinks) | (p.place >= p.tokens - recent))
+
+
+def lookm(p, recent=None, text_prior=True, merging="pivot", sinks=4):
+    recent = p.total // p.layers // 2 if recent is None else recent
+    scores = [per_key_head(x, p.heads) for x in p.column_sums()]
+    if text_prior:
+        scores = [x + ~p.vision * x.max(axis=-1, keepdims=True) for x in scores]
+    first = 0 if text_prior else sinks
+    return p.finish(scores, uniform(p.total, p.layers), (p.place < first) | (p.place >= p.tokens - recent))
+
+
+def merged(k, v, kept, way):
+    """Entries [K,T,H] of one layer after every dropped one has been given to a kept one; one token at a time."""
+    given = [[[] for _ in head] for head in kept]
+    for head, stays in enumerate(kept):
+        homes = np.flatnonzero(stays)
+        for t in np.flatnonzero(~stays):
+            if way == "position":
+                home, weight = min(homes, key=lambda c: (abs(c - t), c)), 1.0
+            else:
+                a, b = np.float64(k[head, t]), np.float64(k[head, homes])
+                cosine = b @ a / np.linalg.norm(a) / np.linalg.norm(b, axis=-1)
+                home, weight = homes[cosine.argmax()], cosine.max() if way == "weighted" else 1.0
+            given[head][home].append((t, weight))
+    out = []
+    for x in (np.float64(k), np.float64(v)):
+        y = x.copy()
+        for head, stays in enumerate(kept):
+            for c in np.flatnonzero(stays):
+                parts = [(x[head, t] + x[head, c]) / 2 if way == "pivot" else w * x[head, t] for t, w in given[head][c]]
+                y[head, c] = (x[head, c] + sum(parts)) / (1 + len(parts))
+        out.append(y)
+    return out
+
+
+def best(x, candidates, count):
+    """A mask of the `count` largest among the candidates; ties to the earlier."""
+    order = sorted(np.flatnonzero(candidates), key=lambda t: (-x[t], t))
+    return np.isin(np.arange(len(x)), order[:count])
+
+
+def roco(p, spread=0.5, recent=10):
+    protected = (p.place >= p.tokens - recent) & p.everything
+    budgets, kept, scores = uniform(p.total, p.layers), [], []
+    seen_by = p.tokens - p.place  # rows
+    for q, k, budget in zip(p.q, p.k, budgets, strict=True):
+        a = attention(q, k).reshape(p.heads, -1, p.tokens)  # rows of all heads of a group
+        rows = seen_by * (a.shape[1] // p.tokens)
+        mean = a.sum(axis=1) / rows
+        spreads = np.sqrt(np.maximum((a**2).sum(axis=1) / rows - mean**2, 0))
+        scores.append(mean)
+        spare = max(0, budget - protected.sum())
+        for x, deviation in zip(mean, spreads, strict=True):
+            stays = best(deviation, p.scope & ~protected, int(spread * spare))
+            stays |= best(x, p.scope & ~protected & ~stays, spare - stays.sum())
+            kept.append(~p.scope | stays | best(p.place, protected, budget))
+    return np.array(kept).reshape(p.layers, p.heads, -1), np.array(budgets), np.array(scores)
+
+
+def csp(p, c=0.5, window=None, recent_bias=1, score_n=1.0, heads="mean", regions=True, fill=False):
+    rows = max(1, p.total // p.layers // 2) if window is None else window
+    protected = (p.place >= p.tokens - rows * recent_bias) & p.everything
+    free = p.scope & ~protected
+    kept, scores = [], []
+    for q, k, budget in zip(p.q, p.k, uniform(p.total, p.layers), strict=True):
+        a = attention(q, k, n=score_n)[:, -rows:]
+        same = p.vision[-rows:, None] == p.vision
+        own, cross = (per_key_head((a * which).sum(axis=1), p.heads) for which in (same, ~same))
+        if heads == "mean":
+            own, cross = (np.broadcast_to(x.mean(axis=0), x.shape) for x in (own, cross))
+        scores.append(own + cross)
+        count = max(0, budget - protected.sum())
+        for s, x in zip(own, cross, strict=True):
+            share = x[free].sum() / max((s + x)[free].sum(), 1e-30) if c == "auto" else c
+            n_own = count - int(share * count)
+            n_own = min(max(n_own, count - (x[free] > 0).sum()), (s[free] > 0).sum())
+            stays = best(s, free, n_own)
+            stays |= best(x, free & ~stays if fill else free, count - n_own)
+            if not regions:
+                stays = best(s + x, free, count)
+            if count >= free.sum():
+                stays = free
+            kept.append(~p.scope | stays | best(p.place, protected, budget))
+    kept = np.array(kept).reshape(p.layers, p.heads, -1)
+    return kept, kept[..., p.scope].sum(axis=-1), np.array(scores)

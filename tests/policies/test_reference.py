@@ -29,6 +29,11 @@ METHODS = {
     policies.PyramidKV: reference.pyramidkv,
     policies.AirCache: reference.aircache,
     policies.PrefixKV: reference.prefixkv,
+    policies.VLCache: reference.vlcache,
+    policies.ElasticCache: reference.elasticcache,
+    policies.LookM: reference.lookm,
+    policies.RoCo: reference.roco,
+    policies.CSP: reference.csp,
 }
 CASES = [
     policies.StreamingLLM(keep=0.4, scope="all"),
@@ -56,10 +61,35 @@ CASES = [
     policies.PrefixKV(keep=0.15, sinks=4, recent=2, scope="all"),
     policies.PrefixKV(budget=9, sinks=0, recent=0, scope="all"),
     policies.PrefixKV(keep=0.35, scope="vision"),
+    policies.VLCache(keep=0.4),
+    policies.VLCache(budget=8, threshold=0.2, window=0.5),
+    policies.VLCache(keep=0.3, scope="vision"),
+    policies.ElasticCache(keep=0.4),
+    policies.ElasticCache(budget=6, sinks=2, recent=3, scope="vision"),
+    policies.LookM(keep=0.4),
+    policies.LookM(budget=9, recent=3, text_prior=False, merging="average"),
+    policies.LookM(keep=0.5, scope="vision", merging="weighted"),
+    policies.RoCo(keep=0.4, recent=2),
+    policies.RoCo(keep=0.6),
+    policies.RoCo(budget=6, spread=0.2, scope="vision"),
+    policies.CSP(keep=0.5),
+    policies.CSP(keep=0.6, window=4, heads="each", fill=True),
+    policies.CSP(keep=0.6, window=12, recent_bias=0, c=0.3, heads="each"),
+    policies.CSP(budget=9, c="auto", score_n=0.0, heads="each"),
+    policies.CSP(keep=0.4, regions=False, scope="vision"),
+    policies.CSP(keep=0.4, window=9, scope="vision", fill=True),
 ]
+
+
+def exact(cls, **options):
+    """A policy that spends all of its budget: CSP's union leaves what its two lists share, unless told to fill."""
+    return cls(fill=True, **options) if cls is policies.CSP else cls(**options)
+
+
 ANY = [
-    policies.Full(), policies.Random(keep=0.4), *(cls(keep=0.4) for cls in METHODS),
-    *(cls(keep=0.4, scope="vision") for cls in (policies.Random, *METHODS)),
+    policies.Full(), policies.Random(keep=0.4), policies.ImgRandom(keep=0.4),
+    *(exact(cls, keep=0.4) for cls in METHODS),
+    *(exact(cls, keep=0.4, scope="vision") for cls in (policies.Random, *METHODS)),
 ]  # fmt: skip
 
 
@@ -89,7 +119,8 @@ def batch():
 def options(policy):
     names = policy.options()
     common = {name: names.pop(name) for name in ("scope", "keep", "budget")}
-    names.pop("beta", None)
+    for other in ("beta", "evict"):  # not of the choice that is tested
+        names.pop(other, None)
     return common, names
 
 
@@ -101,13 +132,37 @@ def test_policy_agrees_with_the_equations(policy, batch):
         q, k, vision, valid = (x[row] for x in batch)
         prompt = reference.Prompt(q[:, :, valid], k[:, :, valid], vision[valid], **common)
         kept, budgets, scores = METHODS[type(policy)](prompt, **own)
-        for head in range(KV_HEADS):
-            np.testing.assert_array_equal(got.budgets[row, :, head], budgets, err_msg=name)
+        budgets = budgets if budgets.ndim == 2 else budgets[:, None]
+        np.testing.assert_array_equal(got.budgets[row], np.broadcast_to(budgets, (LAYERS, KV_HEADS)), err_msg=name)
         inside = np.flatnonzero(valid)[prompt.scope]
         np.testing.assert_allclose(
             got.scores[row][..., inside], scores[..., prompt.scope], rtol=1e-4, atol=1e-7, err_msg=name
         )
         np.testing.assert_array_equal(got.kept[row][..., valid], kept, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.ElasticCache(keep=0.4),
+        *(policies.LookM(keep=0.4, merging=way) for way in ("average", "weighted", "pivot")),
+        policies.LookM(keep=0.3, merging="pivot", scope="vision"),
+    ],
+    ids=repr,
+)
+def test_merging_agrees_with_the_equations(policy, batch):
+    q, k, vision, valid = batch
+    v = np.random.default_rng(1).standard_normal(k.shape).astype(np.float32)
+    got_k, got_v, got = jax.jit(jax.vmap(policies.compress, (None, 0, 0, 0, 0, 0)), static_argnums=0)(
+        policy, q, k, v, vision, valid
+    )
+    for row, name in enumerate(PROMPTS):
+        for layer in range(LAYERS):
+            k_row, v_row, kept = (np.asarray(x)[row, layer][:, valid[row]] for x in (k, v, got.kept))
+            expected = reference.merged(k_row, v_row, kept, policy.merging)
+            for ours, theirs in zip((got_k, got_v), expected, strict=True):
+                entries = np.asarray(ours)[row, layer][:, valid[row]]
+                np.testing.assert_allclose(entries[kept], theirs[kept], atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("policy", ANY, ids=repr)
@@ -131,6 +186,19 @@ def test_totals_are_exact_padding_is_dropped_and_text_out_of_scope_stays(policy,
             assert (kept[row] == valid[row]).all()
 
 
+@pytest.mark.parametrize("scope", ["vision", "all"])
+def test_csp_without_filling_keeps_at_most_its_budget_and_no_more_than_with_it(scope, batch):
+    union, filled = (
+        select(policies.CSP(keep=0.5, window=9, recent_bias=0, scope=scope, fill=fill), *batch)
+        for fill in (False, True)
+    )
+    assert (np.asarray(union.budgets) <= filled.budgets).all() and (np.asarray(union.budgets) < filled.budgets).any()
+    assert (np.asarray(filled.kept) >= union.kept).all()
+    for row, vision, valid in zip(range(len(PROMPTS)), *batch[2:], strict=True):
+        inside = vision if scope == "vision" else valid
+        np.testing.assert_array_equal(np.asarray(union.kept)[row][..., inside].sum(axis=-1), union.budgets[row])
+
+
 @pytest.mark.parametrize("policy", ANY, ids=repr)
 def test_padding_on_either_side_changes_nothing(policy, batch):
     got = select(policy, *batch, jax.random.key(0))
@@ -152,7 +220,7 @@ def test_keep_1_keeps_everything(method, scope, batch):
 def test_a_budget_beyond_the_prompt_keeps_everything_and_a_tiny_one_keeps_one_per_layer(method, batch):
     valid = batch[3]
     assert (np.asarray(select(method(budget=1000, scope="all"), *batch).kept) == valid[:, None, None]).all()
-    fewest = select(method(keep=1e-6, scope="all"), *batch)
+    fewest = select(exact(method, keep=1e-6, scope="all"), *batch)
     assert (np.asarray(fewest.kept).sum(axis=-1) == 1).all()
 
 
@@ -214,6 +282,26 @@ def test_random_without_a_key_says_so():
     q = jnp.zeros((1, 2, 6, 4))
     with pytest.raises(InputError, match="pass key="):
         policies.select(policies.Random(keep=0.5), q, q, q, jnp.zeros(6, bool))
+
+
+# --- options --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "said"),
+    [
+        ("vlcache", {"threshold": 0.0}, "threshold=0.0 must lie in"),
+        ("vlcache", {"window": 1.5}, "window=1.5 must lie in"),
+        ("elasticcache", {"sinks": -1}, "sinks=-1 must not be negative"),
+        ("roco", {"spread": -0.1}, "spread=-0.1 must lie in"),
+        ("csp", {"c": 1.1}, "c=1.1 must lie in"),
+        ("csp", {"window": 0}, "window=0 must be a whole number"),
+        ("csp", {"score_n": -1}, "score_n=-1 must not be negative"),
+    ],
+)
+def test_a_bad_option_is_named(name, bad, said):
+    with pytest.raises(InputError, match=said):
+        policies.make(name, keep=0.5, **bad)
 
 
 # --- policies of one's own, and what any policy may count on ---------------------------------------------------------

@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_policy_arguments(parser)
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
     parser.add_argument("--temperature", type=float, metavar="T", help="sample instead of taking the likeliest token")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    parser.add_argument("--top-k", type=int, metavar="K")
+    parser.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens of this mass")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from this many likeliest tokens")
     parser.add_argument("--seed", type=int, default=0, help="of sampling and of random policies")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: their own)"
@@ -38,11 +38,11 @@ def run(args: argparse.Namespace) -> Any:
     """The answer on stdout, what it cost on stderr; or both as JSON."""
     policy = policy_from(args)  # everything that can be wrong is checked before weights are read
     sampling: Greedy = Greedy(max_new_tokens=args.max_new_tokens)
-    if args.temperature is not None:
+    if (args.temperature, args.top_p, args.top_k) != (None, None, None):
         sampling = Sample(
             max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-            top_p=args.top_p,
+            temperature=1.0 if args.temperature is None else args.temperature,
+            top_p=1.0 if args.top_p is None else args.top_p,
             top_k=args.top_k,
         )
     processor = loading.load_processor(args.model)

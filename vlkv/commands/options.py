@@ -45,5 +45,5 @@ def policy_from(args: argparse.Namespace) -> policies.Policy:
 def _literal(text: str) -> Any:
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text

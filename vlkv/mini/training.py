@@ -108,7 +108,7 @@ class Layout:
         return past & ((branch[None, :] == -1) | (branch[:, None] == branch[None, :]))
 
 
-def log_probs(params: Llava, batch: Batch, layout: Layout) -> Float[Array, "B text-1 vocab"]:
+def log_probs(params: Llava, batch: Batch, layout: Layout) -> Float[Array, "B targets vocab"]:
     """Log-probabilities of every branch token's successor."""
     x = params.decoder.embedding(jnp.concatenate([_prefix(len(batch.tokens)), batch.tokens], axis=1))
     x = jnp.concatenate([x[:, :_VISION_START], _see(params, batch), x[:, _VISION_START:]], axis=1)

@@ -8,19 +8,29 @@ from typing import Any
 
 from vlkv.errors import InputError
 from vlkv.policies.aircache import AirCache
+from vlkv.policies.avl import AVL
+from vlkv.policies.csp import CSP
+from vlkv.policies.elastic import ElasticCache
 from vlkv.policies.full import Full
 from vlkv.policies.h2o import H2O
+from vlkv.policies.lookm import LookM
 from vlkv.policies.policy import Policy, policy
 from vlkv.policies.prefixkv import PrefixKV
 from vlkv.policies.pyramidkv import PyramidKV
-from vlkv.policies.random import Random
+from vlkv.policies.random import ImgRandom, Random
+from vlkv.policies.roco import RoCo
 from vlkv.policies.selection import Selection, compress, select
 from vlkv.policies.snapkv import SnapKV
 from vlkv.policies.streaming import StreamingLLM
+from vlkv.policies.vlcache import VLCache
 
 registry: dict[str, type[Policy]] = {
-    cls.__name__.lower(): cls for cls in (Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AirCache, PrefixKV)
-}
+    cls.__name__.lower(): cls
+    for cls in (
+        Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AirCache, PrefixKV,
+        AVL, ImgRandom, VLCache, ElasticCache, LookM, RoCo, CSP,
+    )
+}  # fmt: skip
 
 
 def named(name: str) -> type[Policy]:
@@ -33,7 +43,7 @@ def named(name: str) -> type[Policy]:
     return cls
 
 
-def make(name: str, **options: Any) -> Policy:
+def make(name: str, /, **options: Any) -> Policy:
     """A policy from its name and options; InputError names an option that it does not have."""
     cls = named(name)
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
@@ -44,6 +54,7 @@ def make(name: str, **options: Any) -> Policy:
 
 
 __all__ = [
-    "H2O", "AirCache", "Full", "Policy", "PrefixKV", "PyramidKV", "Random", "Selection", "SnapKV", "StreamingLLM",
-    "compress", "make", "named", "policy", "registry", "select",
+    "AVL", "CSP", "H2O", "AirCache", "ElasticCache", "Full", "ImgRandom", "LookM", "Policy", "PrefixKV", "PyramidKV",
+    "Random", "RoCo", "Selection", "SnapKV", "StreamingLLM", "VLCache", "compress", "make", "named", "policy",
+    "registry", "select",
 ]  # fmt: skip

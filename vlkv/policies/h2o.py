@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from vlkv.memory import Memory, evict, rank_by_place
 from vlkv.observe import Observation, column_sums, group_mean, last
 from vlkv.policies.policy import Policy, policy
 
@@ -12,13 +16,19 @@ from vlkv.policies.policy import Policy, policy
 class H2O(Policy):
     """Accumulated attention per head, half of the budget for the most recent tokens (Zhang et al. 2023, Sec. 4.1).
 
+    While decoding every step adds its attention, and what is over the budget of the prompt leaves: the least attended
+    entry outside the recent window. Under scope="vision" new tokens are text, so nothing leaves.
+
     Attributes:
         recent: tokens kept as recent; None: half of the mean budget of a layer.
+        evict: whether to go on while decoding; False keeps what prefill has chosen, and all new tokens.
     """
 
     recent: int | None = None
+    evict: bool = True
     paper = "Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inference"
     equations = "Def. 4.1, Alg. 1"
+    stages = "score, step"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -32,3 +42,23 @@ class H2O(Policy):
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
         """The recent half."""
         return last(obs.valid, obs.mean_budget // 2 if self.recent is None else self.recent)
+
+    @property
+    def acts(self) -> bool:
+        """While tokens of all kinds count."""
+        return self.evict and self.scope == "all"
+
+    def remember(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
+        """Attention accumulated over the prompt."""
+        del obs
+        return {"mass": scores}
+
+    def step(self, memory: Memory, mass: Float[Array, "N E"]) -> Memory:
+        """Adds this step's attention and lets one entry go."""
+        heads = memory.stored.shape[0]
+        total = memory.values["mass"] + group_mean(mass, heads)
+        memory = dataclasses.replace(memory, values={"mass": total})
+        count = jnp.sum(memory.stored, axis=-1)
+        recent = memory.capacity // 2 if self.recent is None else jnp.full_like(memory.capacity, self.recent)
+        old = rank_by_place(memory, memory.stored) < (count - recent)[:, None]
+        return evict(memory, memory.stored & old & (count > memory.capacity)[:, None], total)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import budgets
 from vlkv.errors import InputError
+from vlkv.memory import Memory
 from vlkv.observe import Observation
 
 Scope = Literal["vision", "all"]
@@ -53,11 +54,15 @@ class Policy:
     def __post_init__(self) -> None:
         name = type(self).__name__
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            whole = isinstance(field.default, int) and not isinstance(field.default, bool)
-            if whole:
-                self.check(field.name, isinstance(getattr(self, field.name), int), "must be a whole number")
-            elif isinstance(field.default, float):
-                self.check(field.name, _is_number(getattr(self, field.name)), "must be a number")
+            value, default = getattr(self, field.name), field.default
+            if value is None and "None" in str(field.type):
+                continue
+            if isinstance(default, bool):
+                self.check(field.name, isinstance(value, bool), "must be True or False")
+            elif isinstance(default, int):
+                self.check(field.name, isinstance(value, int), "must be a whole number")
+            elif isinstance(default, float) and "Literal" not in str(field.type):
+                self.check(field.name, _is_number(value), "must be a number")
         if (self.keep is None) == (self.budget is None):
             raise InputError(f"{name}: give keep= (a fraction) or budget= (tokens per layer), one of the two")
         if self.keep is not None and not (_is_number(self.keep) and 0 < self.keep <= 1):
@@ -100,6 +105,27 @@ class Policy:
         del statistics, most
         return budgets.uniform(total, layers)
 
+    def rank(
+        self,
+        scores: Float[Array, "K T"],
+        statistics: Statistics,
+        candidates: Bool[Array, " T"],
+        count: Int[Array, " K"],
+    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
+        """The last word on one layer, for methods whose order depends on how much the layer was granted.
+
+        Args:
+            scores: what `score` returned.
+            statistics: of this layer.
+            candidates: tokens in scope that are not protected.
+            count: how many of them may stay, per head.
+
+        Returns:
+            What to rank the candidates by, and how many to take: `count`, or fewer where a method leaves some unspent.
+        """
+        del statistics, candidates
+        return scores, count
+
     def merge(
         self,
         k: Float[Array, "K T H"],
@@ -110,6 +136,27 @@ class Policy:
         """The entries that go into the cache where `kept`; a method may fold what it drops into them."""
         del kept, scores
         return k, v
+
+    # --- stages while decoding, for methods whose `acts` is true --------------------------------------------------
+
+    @property
+    def acts(self) -> bool:
+        """Whether the method does anything after prefill; if not, decoding takes a shorter path."""
+        return False
+
+    def remember(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
+        """Numbers per prompt token that `begin` and `step` want to find in the memory of the kept ones."""
+        del obs, scores
+        return {}
+
+    def begin(self, memory: Memory) -> Memory:
+        """Once, after prefill."""
+        return memory
+
+    def step(self, memory: Memory, mass: Float[Array, "N E"]) -> Memory:
+        """After each step's attention; `mass` is the share of it that every entry received."""
+        del mass
+        return memory
 
     # --- what is known before tracing ---------------------------------------------------------------------------
 
@@ -122,6 +169,14 @@ class Policy:
         if self.scope == "vision":
             return int(self.totals(layers=layers, most=vision)[-1]) + layers * text
         return int(self.totals(layers=layers, most=vision + text)[-1])
+
+    def layer_bound(self, *, layers: int, vision: int, text: int) -> int:
+        """The most entries per head that one layer of such a row may keep."""
+        if type(self).allocate is not Policy.allocate:
+            return vision + text
+        count = vision if self.scope == "vision" else vision + text
+        mean = -(-int(self.totals(layers=layers, most=count)[-1]) // layers)
+        return mean + (text if self.scope == "vision" else 0)
 
     def options(self) -> dict[str, Any]:
         """Its options as a plain dict, for tables and JSON."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from vlkv.observe import Observation, ordinal
-from vlkv.policies.policy import Policy, policy
+from vlkv.policies.policy import Policy, Scope, policy
 
 
 @policy
@@ -24,3 +24,10 @@ class Random(Policy):
         kv_heads, length, _ = obs.k.shape
         keys = jax.vmap(lambda i: jax.random.fold_in(root, i))(jnp.arange(length))
         return jax.vmap(lambda key: jax.random.uniform(key, (kv_heads,)))(keys)[ordinal(obs.valid)].T
+
+
+@policy
+class ImgRandom(Random):
+    """Random among the vision tokens, all text kept: what any method for images must beat."""
+
+    scope: Scope = "vision"

@@ -40,6 +40,7 @@ class Observed(NamedTuple):
     scores: Float[Array, "K T"]
     protected: Bool[Array, " T"]
     statistics: Statistics
+    values: dict[str, Float[Array, "K T"]]  # for the memory
 
 
 def observe(
@@ -65,7 +66,7 @@ def observe(
     )  # fmt: skip
     scores = policy.score(obs)
     protected = policy.protect(obs) & in_scope if policy.scope == "all" else jnp.zeros_like(valid)
-    return Observed(scores, protected, policy.statistics(obs, scores))
+    return Observed(scores, protected, policy.statistics(obs, scores), policy.remember(obs, scores))
 
 
 def allocate_and_take(
@@ -77,27 +78,35 @@ def allocate_and_take(
     out_of_scope = valid & ~in_scope
     statistics = jax.tree.map(lambda *x: jnp.stack(x), *(o.statistics for o in observed))
     most = jnp.sum(in_scope)
-    granted = policy.allocate(statistics, total=_total(policy, in_scope, layers), most=most, layers=layers)
+    total = _total(policy, in_scope, layers)
+    granted = policy.allocate(statistics, total=total, most=most, layers=layers)
     kv_heads = observed[0].scores.shape[0]
     granted = jnp.broadcast_to(granted if granted.ndim == 2 else granted[:, None], (layers, kv_heads))  # [L, K]
+    # The pool has room for `total`: an allocation that hands out more is cut short in the upper layers.
+    granted = jnp.clip(granted, 0, most)
+    granted = jnp.clip(granted, 0, total - jnp.minimum(jnp.cumsum(granted, axis=0) - granted, total))
 
-    def take(scores, protected, budget):  # [K, T], [T], [K]
+    def take(scores, protected, statistics, budget):  # [K, T], [T], of one layer, [K]
+        spare = jnp.maximum(budget - jnp.sum(protected), 0)
+        order, taken = policy.rank(scores, statistics, in_scope & ~protected, spare)
+        budget = budget - spare + taken
         scores = jnp.where(out_of_scope, jnp.inf, jnp.where(in_scope, scores, -jnp.inf))
         # Text that stays, protected, the rest, padding: no score, however large or infinite, crosses these borders.
         tier = jnp.where(out_of_scope, 0, jnp.where(protected, 1, jnp.where(in_scope, 2, 3)))
-        within = jnp.where(protected, -ordinal(valid).astype(jnp.float32), -scores)
+        within = jnp.where(protected, -ordinal(valid).astype(jnp.float32), -order)
         best_first = jnp.lexsort((within, jnp.broadcast_to(tier, within.shape)), axis=-1)
         count = (budget + jnp.sum(out_of_scope))[:, None]
         taken = jnp.broadcast_to(jnp.arange(scores.shape[1]) < count, scores.shape)
         kept = jnp.put_along_axis(jnp.zeros(scores.shape, bool), best_first, taken, axis=-1, inplace=False)
-        return kept & valid, scores
+        return kept & valid, budget, scores
 
-    kept, scores = jax.vmap(take)(
+    kept, spent, scores = jax.vmap(take)(
         jnp.stack([o.scores.astype(jnp.float32) for o in observed]),
         jnp.stack([o.protected for o in observed]),
-        granted,
+        statistics,
+        granted.astype(jnp.int32),
     )
-    return Selection(kept, granted.astype(jnp.int32), scores, statistics)
+    return Selection(kept, spent, scores, statistics)
 
 
 def select(

@@ -20,7 +20,7 @@ import PIL.Image
 import PIL.ImageOps
 
 from vlkv.errors import InputError
-from vlkv.processing.files import one_line
+from vlkv.files import one_line
 
 Picture: TypeAlias = str | os.PathLike[str] | bytes | PIL.Image.Image
 
@@ -62,6 +62,10 @@ def open_image(picture: Picture) -> PIL.Image.Image:
         raise InputError(f"{name}: cannot be read ({one_line(error)}); check the path") from None
 
 
+# Named, because PIL would try every reader it has, Ghostscript for EPS among them.
+FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "ICO", "PPM")
+
+
 def check_area(width: int, height: int, name: str) -> None:
     """Refuses more pixels than PIL's own limit, which a user may raise or lift (None) as PIL documents.
 
@@ -79,7 +83,7 @@ def check_area(width: int, height: int, name: str) -> None:
 def _open(file: io.BytesIO | io.BufferedReader, name: str) -> PIL.Image.Image:
     try:
         with _reading(name):
-            image = PIL.Image.open(file)
+            image = PIL.Image.open(file, formats=FORMATS)
     except InputError:
         raise
     except Exception:  # PIL's readers raise almost anything on a file that is not what its first bytes say

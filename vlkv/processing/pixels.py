@@ -17,7 +17,7 @@ import PIL.Image
 from jaxtyping import Float, UInt8
 
 from vlkv.errors import InputError
-from vlkv.processing.files import read_json
+from vlkv.files import read_json
 from vlkv.processing.images import check_area
 
 Layout: TypeAlias = Literal["checkpoint", "pad"]

@@ -20,7 +20,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from vlkv.errors import InputError
-from vlkv.processing.files import one_line, read_json, read_text
+from vlkv.files import one_line, read_json, read_text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

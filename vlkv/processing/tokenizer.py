@@ -13,7 +13,7 @@ import tokenizers
 from jaxtyping import Int
 
 from vlkv.errors import InputError
-from vlkv.processing.files import one_line, read_json
+from vlkv.files import one_line, read_json
 
 # How many tokens of each row count, or None for all.
 Lengths: TypeAlias = Int[np.ndarray | jax.Array, "*B"] | Sequence[int] | int | np.integer | None

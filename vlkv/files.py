@@ -1,4 +1,4 @@
-"""Reading the small text files of a checkpoint folder, with errors that name the file."""
+"""Reading the small text files of a checkpoint folder, with errors that name the file. No jax, no processing."""
 
 from __future__ import annotations
 

@@ -1,0 +1,126 @@
+"""Methods that act while decoding, on one layer: A-VL against published-style vectors, H2O against float64 numpy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vlkv import policies
+from vlkv.memory import arrive, attend
+from vlkv.prefill import Prompt, fill_cache
+
+
+def one_layer(policy, arrays, new_tokens: int):
+    """A cache of one layer and one row from q [N,T,H] and k, v [K,T,H], and a function that decodes a step."""
+    q, k, v = (jnp.swapaxes(jnp.asarray(arrays[name]), 0, 1)[None] for name in "qkv")
+    is_vision = jnp.asarray(arrays["is_vision"])[None]
+    length = is_vision.shape[1]
+    prompt = Prompt(
+        q=(q,), k=(k,), v=(v,), is_vision=is_vision, valid=jnp.ones_like(is_vision),
+        next_position=jnp.full((1, 1), length), logits=jnp.zeros((1, 2)),
+        max_vision=int(is_vision.sum()), max_text=length - int(is_vision.sum()), max_instruction=length,
+    )  # fmt: skip
+    cache = jax.jit(fill_cache, static_argnames="new_tokens")(prompt, policy, new_tokens=new_tokens)
+    (memory,) = cache.memory
+
+    @jax.jit
+    def step(memory, tail_k, tail_v, index, q_new, k_new, v_new):
+        tail_k, tail_v = tail_k.at[0, index].set(k_new), tail_v.at[0, index].set(v_new)
+        memory = jax.vmap(arrive)(memory)
+        begin = jnp.zeros_like(cache.start[0])
+        segment = (cache.k, cache.v, cache.start[0], cache.length[0])
+        out, mass = attend(q_new[None], segment, (tail_k, tail_v, begin, begin + index + 1), memory)
+        used = memory.attended
+        return jax.vmap(policy.step)(memory, mass), tail_k, tail_v, out[0], used[0]
+
+    return cache, memory, step
+
+
+def places(memory, mask, size: int) -> np.ndarray:
+    """A mask over slots as one over the order of tokens, [K, size]."""
+    out = np.zeros((mask.shape[0], size), bool)
+    for head in range(mask.shape[0]):
+        out[head, np.asarray(memory.place)[0, head][np.asarray(mask)[head]]] = True
+    return out
+
+
+@pytest.mark.parametrize("text", [None, 0.5], ids=["text stays", "text window"])
+def test_avl_golden(golden, text):
+    """8 steps: outputs, cores and text windows; K = 3, so steps 3 and 6 attend to all secondary tokens."""
+    arrays = golden("a_vl")
+    # The longest text of the vectors is 64: 44 in the prompt and room for 20 more.
+    policy = policies.AVL(keep=0.5, core=0.2, refresh=3, text=text)
+    _, memory, step = one_layer(policy, arrays, new_tokens=20)
+    suffix = "no_text_eviction" if text is None else "text_eviction"
+    vision, length = arrays["is_vision"], len(arrays["is_vision"])
+
+    def vision_part(memory, mask):
+        return places(memory, np.asarray(mask), 160)[:, :length][:, vision]
+
+    def text_part(memory):
+        full = places(memory, np.asarray(memory.stored[0] & memory.is_text[0]), 160)
+        return full[:, : length + 8]
+
+    np.testing.assert_array_equal(vision_part(memory, memory.stored[0])[0], arrays["paper_secondary"])
+    np.testing.assert_array_equal(vision_part(memory, memory.values["core"][0] > 0)[1], arrays["paper_initial_core"])
+    np.testing.assert_array_equal(text_part(memory)[0], arrays[f"paper_text_kept_after_prefill_{suffix}"])
+    tail_k, tail_v = jnp.zeros((2, 1, 20, 2, 16))
+    for i in range(8):
+        new = (jnp.asarray(arrays[name][i]) for name in ("q_new", "k_new", "v_new"))
+        memory, tail_k, tail_v, out, used = step(memory, tail_k, tail_v, i, *new)
+        np.testing.assert_allclose(out, arrays[f"paper_output_{suffix}"][i], atol=2e-5)
+        np.testing.assert_array_equal(
+            vision_part(memory, memory.values["core"][0] > 0)[0], arrays[f"paper_core_after_step_{suffix}"][i]
+        )
+        np.testing.assert_array_equal(text_part(memory)[0], arrays[f"paper_text_kept_after_step_{suffix}"][i])
+        # An ordinary step reads the core and the text, nothing else.
+        vision_read = int((np.asarray(used)[0] & ~np.asarray(memory.is_text)[0, 0]).sum())
+        assert vision_read == (48 if (i + 1) % 3 == 0 else 19)
+
+
+def softmax(x):
+    e = np.exp(x - x.max())
+    return e / e.sum()
+
+
+def test_h2o_evicts_one_entry_a_step():
+    """Grouped heads, each with its own set: accumulated attention, the recent half stays."""
+    rng = np.random.default_rng(0)
+    length, steps, heads, groups, dim = 40, 12, 2, 3, 8
+    arrays = {
+        "q": 2 * rng.normal(size=(heads * groups, length, dim)).astype(np.float32),
+        "k": rng.normal(size=(heads, length, dim)).astype(np.float32),
+        "v": rng.normal(size=(heads, length, dim)).astype(np.float32),
+        "is_vision": np.zeros(length, bool),
+    }
+    policy = policies.H2O(budget=12)
+    _, memory, step = one_layer(policy, arrays, new_tokens=steps)
+    q_new, k_new, v_new = (
+        2 * rng.normal(size=(steps, n, dim)).astype(np.float32) for n in (heads * groups, heads, heads)
+    )
+
+    score = np.zeros((heads, length + steps))
+    for n in range(heads * groups):
+        logits = np.float64(arrays["q"][n]) @ np.float64(arrays["k"][n // groups]).T / np.sqrt(dim)
+        for t in range(length):
+            score[n // groups, : t + 1] += softmax(logits[t, : t + 1]) / groups
+    kept = [sorted({*range(34, 40), *sorted(range(34), key=lambda j, h=h: -score[h, j])[:6]}) for h in range(heads)]
+    keys = [np.concatenate([arrays["k"][h], k_new[:, h]]).astype(np.float64) for h in range(heads)]
+    values = [np.concatenate([arrays["v"][h], v_new[:, h]]).astype(np.float64) for h in range(heads)]
+    tail_k, tail_v = jnp.zeros((2, 1, steps, heads, dim))
+    for i in range(steps):
+        memory, tail_k, tail_v, out, _ = step(memory, tail_k, tail_v, i, q_new[i], k_new[i], v_new[i])
+        for h in range(heads):
+            kept[h].append(length + i)
+            for g in range(groups):
+                n = h * groups + g
+                p = softmax(keys[h][kept[h]] @ np.float64(q_new[i, n]) / np.sqrt(dim))
+                np.testing.assert_allclose(out[n], p @ values[h][kept[h]], atol=2e-5)
+                score[h, kept[h]] += p / groups
+            old = kept[h][: len(kept[h]) - 6]
+            kept[h].remove(min(old, key=lambda j, h=h: score[h, j]))
+            assert len(kept[h]) == 12
+            stored = places(memory, np.asarray(memory.stored[0]), length + steps)[h]
+            np.testing.assert_array_equal(np.flatnonzero(stored), kept[h])

@@ -1,0 +1,118 @@
+"""What a method that acts while decoding remembers of one layer's entries, and the attention that feeds it.
+
+Unbatched like every stage: B is vmapped outside. Axes: K key heads · N query heads · M bound on the segment · S tail
+slots · E = M + S entries, the segment's before the tail's. Evicting masks an entry; its slot is not reused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import combine, decode_attention
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """One layer of one row."""
+
+    stored: Bool[Array, "*B K E"]  # in memory
+    attended: Bool[Array, "*B K E"]  # what the next step attends to, besides its own entry
+    is_text: Bool[Array, "*B K E"]  # prompt text and generated tokens
+    place: Int[Array, "*B K E"]  # order in which tokens were seen, from 0
+    values: dict[str, Float[Array, "*B K E"]]  # the method's own numbers, from `Policy.remember`
+    capacity: Int[Array, "*B K"]  # prompt entries that were kept
+    vision: Int[Array, "*B"]  # vision tokens that the prompt had
+    text: Int[Array, "*B"]  # text tokens that the prompt had
+    steps: Int[Array, "*B"]  # tokens fed so far
+    new_tokens: int = dataclasses.field(metadata={"static": True})  # S
+
+
+def begin(
+    token: Int[Array, "P K"],
+    start: Int[Array, " K"],
+    length: Int[Array, " K"],
+    values: dict[str, Float[Array, "K T"]],
+    is_vision: Bool[Array, " T"],
+    valid: Bool[Array, " T"],
+    *,
+    max_length: int,
+    new_tokens: int,
+) -> Memory:
+    """The memory of a packed segment: values of kept tokens, zeros for the tail to come."""
+    slot = jnp.minimum(start + jnp.arange(max_length)[:, None], token.shape[0] - 1)  # [M, K]
+    inside = (jnp.arange(max_length)[:, None] < length).T  # [K, M]
+    tokens = jnp.maximum(jnp.take_along_axis(token, slot, axis=0), 0).T
+    heads, count = tokens.shape[0], jnp.sum(valid)
+
+    def extend(x: Array, fill: Array | float) -> Array:
+        return jnp.concatenate([x, jnp.broadcast_to(jnp.asarray(fill, x.dtype), (heads, new_tokens))], axis=1)
+
+    stored = extend(inside, False)
+    return Memory(
+        stored=stored,
+        attended=stored,
+        is_text=extend(inside & ~is_vision[tokens], True),
+        place=extend((jnp.cumsum(valid) - 1)[tokens].astype(jnp.int32), count + jnp.arange(new_tokens)),
+        values={
+            name: extend(jnp.where(inside, jnp.take_along_axis(value, tokens, axis=1), 0.0), 0.0)
+            for name, value in values.items()
+        },
+        capacity=length,
+        vision=jnp.sum(is_vision & valid),
+        text=jnp.sum(valid & ~is_vision),
+        steps=jnp.int32(0),
+        new_tokens=new_tokens,
+    )
+
+
+def arrive(memory: Memory) -> Memory:
+    """The entry of the token that is being fed: stored, attended to."""
+    slot = memory.stored.shape[-1] - memory.new_tokens + memory.steps
+    return dataclasses.replace(
+        memory,
+        stored=memory.stored.at[:, slot].set(True),
+        attended=memory.attended.at[:, slot].set(True),
+        steps=memory.steps + 1,
+    )
+
+
+def attend(
+    q: Float[Array, "B N H"],
+    segment: tuple[Array, Array, Array, Array],
+    tail: tuple[Array, Array, Array, Array],
+    memory: Memory,
+) -> tuple[Float[Array, "B N H"], Float[Array, "B N E"]]:
+    """Attention over what the memory says, and the share of it that every entry received. Batched.
+
+    Args:
+        q: this step's queries.
+        segment: keys and values of the pool, start and length of this layer's segment.
+        tail: keys and values of this layer's tail, start (zeros) and length.
+        memory: after `arrive`.
+    """
+    new_tokens = memory.new_tokens
+    kept, recent = memory.attended[..., :-new_tokens], memory.attended[..., -new_tokens:]
+    out, lse, mass = decode_attention(q, *segment, valid=kept, max_length=kept.shape[-1], return_mass=True)
+    tail_out, tail_lse, tail_mass = decode_attention(q, *tail, valid=recent, max_length=new_tokens, return_mass=True)
+    out, total = combine((out, lse), (tail_out, tail_lse))
+    shares = (mass * jnp.exp(lse - total)[..., None], tail_mass * jnp.exp(tail_lse - total)[..., None])
+    return out, jnp.concatenate(shares, axis=-1)
+
+
+def evict(memory: Memory, candidates: Bool[Array, "K E"], value: Float[Array, "K E"]) -> Memory:
+    """Masks, in every head, the candidate of the least value; ties go to the earlier slot. None: nothing happens."""
+    worst = jnp.argmin(jnp.where(candidates, value, jnp.inf), axis=-1)
+    gone = jax.nn.one_hot(worst, candidates.shape[-1], dtype=bool) & candidates
+    return dataclasses.replace(memory, stored=memory.stored & ~gone, attended=memory.attended & ~gone)
+
+
+def rank_by_place(memory: Memory, among: Bool[Array, "K E"]) -> Int[Array, "K E"]:
+    """For every entry the number of entries `among` that were seen before it."""
+    order = jnp.argsort(jnp.where(among, memory.place, jnp.iinfo(jnp.int32).max), axis=-1)
+    before = jnp.broadcast_to(jnp.arange(order.shape[-1]), order.shape)
+    return jnp.put_along_axis(jnp.zeros_like(order), order, before, axis=-1, inplace=False)

@@ -1,0 +1,128 @@
+"""A-VL: three sets of vision tokens, of which only the smallest is attended to at an ordinary step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from vlkv.memory import Memory, evict, rank_by_place
+from vlkv.observe import Observation, column_sums, head_mean, last, rows_mass
+from vlkv.policies.policy import Policy, Scope, policy
+
+
+@policy
+class AVL(Policy):
+    """Secondary tokens stay in memory, core tokens are attended to, the others leave (Zhang et al. 2024).
+
+    Vision tokens are ranked by the head-mean attention of the last prompt token. The best `keep` of them are secondary
+    (S), the best `core` are core (C), fractions of the image's tokens. At an ordinary step the core and all text take
+    part; at every `refresh`-th (K, counted from 1) all secondary tokens do, and that step's attention names the new
+    core. Text may have a window of `text` (T) times the longest text that the row can have, prompt and new tokens: over
+    it, the entry with the least accumulated attention among the first half leaves, after prefill and after every step.
+    All choices are the same for all heads. P, the share of vision tokens that survives the second layer of prefill, is
+    not implemented yet.
+
+    Attributes:
+        core: C; None: all secondary tokens are attended to.
+        refresh: K.
+        text: T; None: all text stays.
+    """
+
+    scope: Scope = "vision"
+    core: float | None = 0.3
+    refresh: int = 3
+    text: float | None = None
+    paper = "Zhang et al. 2024, A-VL: Adaptive Attention for Large Vision-Language Models"
+    equations = "Eq. 1, Secs. 4.1, 4.2"
+    stages = "score, step"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check("scope", self.scope == "vision", 'must be "vision": text has its own window')
+        self.check("refresh", self.refresh >= 1, "must be at least 1")
+        for name in ("core", "text"):
+            value = getattr(self, name)
+            self.check(
+                name, value is None or (isinstance(value, (int, float)) and 0 < value <= 1), "must lie in (0, 1]"
+            )
+        fits = self.core is None or self.keep is None or self.core <= self.keep
+        self.check("core", fits, f"must not exceed keep={self.keep!r}: the core is part of the secondary set")
+
+    def score(self, obs: Observation) -> Float[Array, "K T"]:
+        """Head-mean attention row of the last token (Eq. 1)."""
+        return head_mean(rows_mass(obs, last(obs.valid, 1), 1), obs.k.shape[0])
+
+    @property
+    def acts(self) -> bool:
+        """Always, unless it only evicts once."""
+        return self.core is not None or self.text is not None
+
+    def remember(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
+        """The ranking of prefill, and, for the text window, attention accumulated over the prompt."""
+        values = {"rank": scores}
+        if self.text is not None:
+            values["mass"] = head_mean(column_sums(obs), obs.k.shape[0])
+        return values
+
+    def begin(self, memory: Memory) -> Memory:
+        """The first core, the first look at the text window."""
+        memory = self.shorten_text(memory)
+        core = self.pick(memory, memory.values["rank"])
+        values = {name: value for name, value in memory.values.items() if name != "rank"}
+        return self.prepare(dataclasses.replace(memory, values={**values, "core": core.astype(jnp.float32)}))
+
+    def step(self, memory: Memory, mass: Float[Array, "N E"]) -> Memory:
+        """A refresh names a new core; the text window moves; the next step is prepared."""
+        shares = head_mean(mass, memory.stored.shape[0])
+        values = dict(memory.values)
+        if self.text is not None:
+            values["mass"] = values["mass"] + shares
+        core = jnp.where(memory.steps % self.refresh == 0, self.pick(memory, shares), values["core"] > 0)
+        values["core"] = core.astype(jnp.float32)
+        return self.prepare(self.shorten_text(dataclasses.replace(memory, values=values)))
+
+    def pick(self, memory: Memory, shares: Float[Array, "K E"]) -> Bool[Array, "K E"]:
+        """The core: the best C of the image's tokens, ties to the earlier one."""
+        secondary = memory.stored & ~memory.is_text
+        if self.core is None:
+            return secondary
+        # The small term keeps 0.3 x 110 from becoming 32.99 in float32.
+        count = jnp.maximum(jnp.floor(self.core * memory.vision + 1e-4), 1)
+        order = jnp.lexsort((memory.place, jnp.where(secondary, -shares, jnp.inf)), axis=-1)
+        chosen = jnp.broadcast_to(jnp.arange(order.shape[-1]) < count, order.shape)
+        best = jnp.put_along_axis(jnp.zeros(order.shape, bool), order, chosen, axis=-1, inplace=False)
+        return best & secondary
+
+    def prepare(self, memory: Memory) -> Memory:
+        """What the next step attends to: all that is stored if it is a refresh, else core and text."""
+        refresh = (memory.steps + 1) % self.refresh == 0
+        attended = memory.stored & (memory.is_text | refresh | (memory.values["core"] > 0))
+        return dataclasses.replace(memory, attended=attended)
+
+    def shorten_text(self, memory: Memory) -> Memory:
+        """Lets text go until the window is kept."""
+        if self.text is None:
+            return memory
+        room = self.window(memory)
+
+        def texts(memory: Memory) -> Bool[Array, "K E"]:
+            return memory.stored & memory.is_text
+
+        def over(memory: Memory) -> Bool[Array, ""]:
+            return jnp.any(jnp.sum(texts(memory), axis=-1) > room)
+
+        def drop(memory: Memory) -> Memory:
+            text = texts(memory)
+            count = jnp.sum(text, axis=-1, keepdims=True)
+            first_half = rank_by_place(memory, text) < jnp.maximum(1, count // 2)
+            return evict(memory, text & first_half & (count > room), memory.values["mass"])
+
+        return jax.lax.while_loop(over, drop, memory)
+
+    def window(self, memory: Memory) -> Int[Array, ""]:
+        """Text entries that may stay: T times the row's prompt text and all the tokens that may follow."""
+        assert self.text is not None
+        return jnp.floor(self.text * (memory.text + memory.new_tokens) + 1e-4).astype(jnp.int32)

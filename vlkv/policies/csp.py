@@ -1,0 +1,114 @@
+"""CSP: attention within a modality and across modalities are ranked apart, each with its own share of the budget."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from vlkv import budgets
+from vlkv.observe import Observation, group_mean, head_mean, last, split_rows_mass, top
+from vlkv.policies.policy import Policy, Statistics, policy
+
+
+@policy
+class CSP(Policy):
+    """Cross-self pruning: two top-k lists, their union, and a recent window (Pei et al. 2024, Eqs. 1-4 and 7).
+
+    The last rows observe. A key's self score is what rows of its own modality give it, its cross score what the other
+    modality gives it (Eq. 1), both by n-softmax (Eq. 7). Of the k tokens besides the recent ones k_cross = c k are the
+    best by cross score and k - k_cross by self score (Eq. 2); their union stays (Eq. 3). So the paper keeps fewer than
+    k where the lists overlap: `Selection.budgets` counts what is kept. A list with fewer scores above zero than its
+    share, as when no row of one modality observes, leaves the rest to the other.
+
+    The published code selects per head (heads="each"), truncates k_cross and k_self separately, and stores a token
+    that both lists name twice. n-softmax while decoding is not implemented yet.
+
+    Attributes:
+        c: share of the cross list, or "auto": the share that cross attention has of both, per head.
+        window: observing rows; None: half of the mean budget of a layer (the published code: a tenth of the prompt).
+        recent_bias: the recent window that stays, in observation windows.
+        score_n: n of Eq. 7; 0 is softmax.
+        heads: scores averaged over all "mean", or for "each" key head.
+        regions: False ranks by the sum of both scores, the ablation of Sec. 5.3.
+        fill: whether the next best of the cross list use what an overlap frees, so that the total is exact.
+    """
+
+    c: float | Literal["auto"] = 0.5
+    window: int | None = None
+    recent_bias: int = 1
+    score_n: float = 1.0
+    heads: Literal["mean", "each"] = "mean"
+    regions: bool = True
+    fill: bool = False
+    paper = "Pei et al. 2024, Cross-Self KV Cache Pruning for Efficient Vision-Language Inference"
+    equations = "Eqs. 1-4, 7"
+    stages = "score, rank"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fraction = isinstance(self.c, (int, float)) and 0 <= self.c <= 1
+        self.check("c", self.c == "auto" or fraction, 'must lie in [0, 1] or be "auto"')
+        whole = self.window is None or (isinstance(self.window, int) and self.window >= 1)
+        self.check("window", whole, "must be a whole number of at least 1, or None")
+        self.check("recent_bias", self.recent_bias >= 0, "must not be negative")
+        self.check("score_n", self.score_n >= 0, "must not be negative")
+        self.check("heads", self.heads in ("mean", "each"), 'must be "mean" or "each"')
+
+    def rows(self, obs: Observation) -> Int[Array, ""] | int:
+        """How many rows observe."""
+        return jnp.maximum(1, obs.mean_budget // 2) if self.window is None else self.window
+
+    def most_rows(self, length: int) -> int:
+        """Bound on the observing rows of a prompt of this length."""
+        if self.window is not None:
+            return self.window
+        return max(1, math.ceil((self.budget or (self.keep or 1) * length + 1) / 2))
+
+    def regions_of(self, obs: Observation) -> tuple[Float[Array, "K T"], Float[Array, "K T"]]:
+        """What every key receives from rows of its own modality, and from the other's (Eq. 1)."""
+        window = last(obs.valid, self.rows(obs))
+        parts = jnp.stack([window & ~obs.is_vision, window & obs.is_vision])
+        mass = split_rows_mass(obs, parts, self.most_rows(window.shape[0]), softmax_n=self.score_n)
+        reduce = head_mean if self.heads == "mean" else group_mean
+        text, vision = (reduce(x, obs.k.shape[0]) for x in mass)
+        return jnp.where(obs.is_vision, vision, text), jnp.where(obs.is_vision, text, vision)
+
+    def score(self, obs: Observation) -> Float[Array, "K T"]:
+        """Self and cross score together."""
+        own, cross = self.regions_of(obs)
+        return own + cross
+
+    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
+        """`self` and `cross` scores apart."""
+        del scores
+        return dict(zip(("self", "cross"), self.regions_of(obs), strict=True))
+
+    def protect(self, obs: Observation) -> Bool[Array, " T"]:
+        """The recent window."""
+        return last(obs.valid, self.recent_bias * self.rows(obs))
+
+    def rank(
+        self,
+        scores: Float[Array, "K T"],
+        statistics: Statistics,
+        candidates: Bool[Array, " T"],
+        count: Int[Array, " K"],
+    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
+        """The union of the two lists."""
+        if not self.regions:
+            return scores, count
+        own, cross = (jnp.where(candidates, statistics[name], 0.0) for name in ("self", "cross"))
+        if self.c == "auto":
+            share = jnp.sum(cross, axis=1) / jnp.maximum(jnp.sum(own + cross, axis=1), 1e-30)
+            crossing = jnp.floor(share * count).astype(jnp.int32)
+        else:
+            crossing = budgets.share(float(self.c), count, scores.shape[1])
+        from_own = jnp.maximum(count - crossing, count - jnp.sum(cross > 0, axis=1))
+        from_own = jnp.minimum(from_own, jnp.sum(own > 0, axis=1))
+        chosen = top(own, candidates, from_own)
+        chosen = chosen | top(cross, candidates & ~chosen if self.fill else candidates, count - from_own)
+        chosen = jnp.where((count >= jnp.sum(candidates))[:, None], candidates, chosen)
+        return jnp.where(chosen, jnp.inf, scores), jnp.sum(chosen, axis=1)
