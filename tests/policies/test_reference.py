@@ -340,6 +340,20 @@ def test_protected_tokens_stay_whatever_their_score_and_count():
     assert kept_places(Given(budget=1, last=2), [9, 5, 7, 1, 0, 0]) == [5]
 
 
+@policies.policy
+class Thrifty(Given):
+    """Ranks what is not protected backwards and takes half of what is left."""
+
+    def rank(self, scores, statistics, candidates, count):
+        return -scores, count // 2
+
+
+def test_a_rank_of_ones_own_orders_what_is_not_protected_and_may_leave_budget_unspent():
+    assert kept_places(Thrifty(budget=4, last=2), [9, 5, 7, 1, 0, 0]) == [3, 4, 5]
+    assert kept_places(Thrifty(budget=2, last=2), [9, 5, 7, 1, 0, 0]) == [4, 5]
+    assert kept_places(Thrifty(budget=1, last=2), [9, 5, 7, 1, 0, 0]) == [5]
+
+
 def test_protection_holds_for_scores_beyond_float32_integers_and_for_infinite_ones():
     assert kept_places(Given(budget=3, last=2), [1e9, 2e9, 3e9, 0, 0, 0]) == [2, 4, 5]
     assert kept_places(Given(budget=3, last=2), [np.inf, 0, np.inf, 0, 0, 0]) == [0, 4, 5]

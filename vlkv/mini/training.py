@@ -279,6 +279,7 @@ def train(
     params = start(settings.seed)
     state = optimizer.init(params)
     log: dict[str, Any] = {
+        "measured": "page, row, digit: shares read right on 256 pages of held-out digits; nothing was chosen by them",
         "machine": machine,
         "settings": dataclasses.asdict(settings),
         "seconds": 0.0,
