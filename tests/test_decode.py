@@ -21,6 +21,7 @@ FORCED = np.random.default_rng(3).integers(6, 50, (3, 7))
 PREFILL_ONLY = {
     "h2o": {"evict": False},
     "avl": {"core": None},
+    "prefixkv": {"distance": None},
     "elasticcache": {"merging": "none"},
     "lookm": {"merging": "none"},
 }

@@ -152,3 +152,22 @@ def test_an_allocation_that_overspends_loses_nothing_silently(params):
 def test_an_eager_prefill_can_be_donated(params):
     cache, _ = vlkv.prefill(params, question(9, 1), policies.Full(), new_tokens=2)
     jax.block_until_ready(jax.jit(vlkv.decode_step, donate_argnames="cache")(params, cache, jnp.array([7])))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [policies.H2O(keep=0.3), policies.PrefixKV(keep=0.3), policies.AVL(keep=0.5, core=0.3, refresh=2, text=0.5)],
+    ids=lambda p: type(p).__name__,
+)
+def test_methods_that_act_while_decoding(params, policy):
+    """In the loop of `generate`, for unequal rows; padding on either side changes nothing, nor does a trace."""
+    generate = jax.jit(vlkv.generate)
+    before = generate._cache_size()
+    sampling = vlkv.Greedy(max_new_tokens=12, stop=())
+    left, right = (
+        generate(params, unequal_batch(padding=side), policy=policy, sampling=sampling) for side in ("left", "right")
+    )
+    np.testing.assert_array_equal(left.tokens, right.tokens)
+    assert generate._cache_size() == before + 1
+    idle = generate(params, unequal_batch(), policy=policies.Full(), sampling=sampling)
+    assert not np.array_equal(right.tokens[:, 1:], idle.tokens[:, 1:])

@@ -9,6 +9,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jaxtyping import Array, Bool, Float
 
 # Logits of one block of queries, in elements: what prefill attention adds to the peak memory.
@@ -31,8 +32,8 @@ def attention(
     """
     batch, length, heads, head_dim = q.shape
     kv_heads = k.shape[2]
-    q = q.reshape(batch, length, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
-    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # [B, K, T, H]
+    q = rearrange(q, "b t (k g) h -> b k g t h", k=kv_heads)
+    k, v = rearrange(k, "b t k h -> b k t h"), rearrange(v, "b t k h -> b k t h")
     block = _block_size(batch * heads * length, length)
     blocks = -(-length // block)
     per_group = -(-blocks // _GROUPS) if causal else blocks
@@ -50,8 +51,7 @@ def attention(
         else:
             parts = jax.lax.map(attend, (jnp.moveaxis(part, 3, 0), places))
             out.append(jnp.moveaxis(parts, 0, 3).reshape(*q.shape[:3], -1, head_dim))
-    joined = jnp.concatenate(out, axis=3)[..., :length, :]
-    return joined.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, head_dim)
+    return rearrange(jnp.concatenate(out, axis=3)[..., :length, :], "b k g t h -> b t (k g) h")
 
 
 def _block_size(rows: int, length: int) -> int:

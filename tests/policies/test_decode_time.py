@@ -1,4 +1,4 @@
-"""Methods that act while decoding, on one layer: A-VL against published-style vectors, H2O against float64 numpy."""
+"""Methods that act while decoding, on one layer: A-VL against golden vectors, H2O and PrefixKV against numpy."""
 
 from __future__ import annotations
 
@@ -124,3 +124,25 @@ def test_h2o_evicts_one_entry_a_step():
             assert len(kept[h]) == 12
             stored = places(memory, np.asarray(memory.stored[0]), length + steps)[h]
             np.testing.assert_array_equal(np.flatnonzero(stored), kept[h])
+
+
+@pytest.mark.parametrize(("budget", "distance"), [(30, 25), (12, 25), (30, 4)], ids=["far", "middle", "near"])
+def test_prefixkv_keeps_its_share_of_what_has_been_seen(budget, distance):
+    """By counting, from the sentence: over ceil(R T) the 25th newest leaves, or the middle one of no more than that."""
+    rng = np.random.default_rng(1)
+    length, steps = 40, 20
+    arrays = {name: rng.normal(size=(2, length, 4)).astype(np.float32) for name in "qkv"}
+    arrays["is_vision"] = np.zeros(length, bool)
+    _, memory, step = one_layer(policies.PrefixKV(budget=budget, distance=distance), arrays, new_tokens=steps)
+    kept = np.flatnonzero(places(memory, np.asarray(memory.stored[0]), length + steps)[0]).tolist()
+    assert len(kept) == budget
+    tail_k, tail_v = jnp.zeros((2, 1, steps, 2, 4))
+    for i in range(steps):
+        new = rng.normal(size=(3, 2, 4)).astype(np.float32)
+        memory, tail_k, tail_v, _, _ = step(memory, tail_k, tail_v, i, *new)
+        kept.append(length + i)
+        if len(kept) > -(-budget * (length + i + 1) // length):
+            del kept[-distance if len(kept) > distance else len(kept) // 2]
+        stored = places(memory, np.asarray(memory.stored[0]), length + steps)
+        for head in range(2):
+            assert np.flatnonzero(stored[head]).tolist() == kept

@@ -7,6 +7,7 @@ stands before the first block, quick GELU, and the features are taken before the
 from __future__ import annotations
 
 import jax.numpy as jnp
+from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -50,8 +51,8 @@ class ClipTower(nnx.Module):
     def __call__(self, pixels: Float[Array, "I 3 h w"]) -> Float[Array, "I V D"]:
         """Features of every image, in raster order."""
         c, images = self.config, pixels.shape[0]
-        patches = pixels.reshape(images, 3, c.grid, c.patch_size, c.grid, c.patch_size)
-        x = jnp.einsum("icyaxb,dcab->iyxd", patches, self.patch[...]).reshape(images, c.grid**2, c.width)
+        patches = rearrange(pixels, "i c (y a) (x b) -> i (y x) c a b", a=c.patch_size, b=c.patch_size)
+        x = jnp.einsum("ivcab,dcab->ivd", patches, self.patch[...])
         first = jnp.broadcast_to(self.class_token[...], (images, 1, c.width))
         x = self.first_norm(jnp.concatenate([first, x], axis=1) + self.position.weight[...])
         for block in self.blocks:
