@@ -33,6 +33,13 @@ else:
     )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_compiled_programs():
+    """Each holds mappings of memory, of which a process may have 65,530; the disk cache keeps what is worth keeping."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     return ROOT
