@@ -66,5 +66,5 @@ def test_rows_end_at_their_stop_token_and_the_loop_ends_with_the_last(llava):
         length = int(ends[0]) + 1 if len(ends) else 32
         assert int(output.lengths[row]) == length
         np.testing.assert_array_equal(output.tokens[row, :length], said[:length])
-        assert (np.asarray(output.tokens[row, length:]) == stop[0]).all()
+        assert (np.asarray(output.tokens[row, length:]) == said[length - 1]).all(), "its own stop id again"
         np.testing.assert_array_equal(streamed[row, :length], said[:length])
