@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
 
 from checkpoints_convert.converting import DTYPES, convert, verify
 from vlkv.errors import InputError
+from vlkv.terminal import OneLineParser, guarded
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,28 +28,6 @@ def run(args: argparse.Namespace) -> str:
     if args.destination is None:
         raise InputError("convert needs a destination: vlkv convert SRC DST")
     return f"wrote {convert(args.source, args.destination, dtype=args.dtype, progress=not args.quiet)}"
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """argparse, but an error is one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Says what is wrong and exits with 2."""
-        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
-
-
-def guarded(command: Callable[[], Any]) -> int:
-    """Runs a command and prints what it returns; bad input is one line on stderr and status 2."""
-    try:
-        result = command()
-    except (InputError, OSError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    if result is not None:
-        print(result if isinstance(result, str) else json.dumps(result, indent=2))
-    return 0
 
 
 def main() -> int:

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 
 from checkpoints_convert import __main__ as convert
 from vlkv.commands import answer, demo, methods
+from vlkv.terminal import OneLineParser, guarded
 
 
 def build_parser() -> argparse.ArgumentParser:
     """All subcommands with their options."""
-    parser = convert.OneLineParser(
-        prog="vlkv", description="Vision-language models in JAX with a compressed key-value cache."
-    )
+    parser = OneLineParser(prog="vlkv", description="Vision-language models in JAX with a compressed key-value cache.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, module, summary in (
         ("demo", demo, "read a page of handwritten digits with every policy; no arguments, no network"),
@@ -31,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
     args = build_parser().parse_args(argv)
-    return convert.guarded(lambda: args.run(args))
+    return guarded(lambda: args.run(args))
 
 
 if __name__ == "__main__":
