@@ -16,7 +16,7 @@ EVERY = [
     policies.SnapKV(keep=KEEP), policies.PyramidKV(keep=KEEP), policies.AirCache(keep=KEEP),
     policies.AirCache(keep=KEEP, window="text", scope="all"), policies.PrefixKV(keep=KEEP),
     policies.VLCache(keep=KEEP), policies.ElasticCache(keep=KEEP), policies.LookM(keep=KEEP), policies.RoCo(keep=KEEP),
-    policies.CSP(keep=KEEP),
+    policies.CSP(keep=KEEP), policies.ImgRandom(keep=KEEP), policies.AVL(keep=KEEP, core=0.05, text=0.5),
 ]  # fmt: skip
 
 
