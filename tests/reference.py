@@ -39,9 +39,9 @@ def _finish(layer, x, attended):
     return x + (gate / (1 + np.exp(-gate)) * up) @ _array(layer.down.weight).T
 
 
-def _softmax(x):
+def _softmax(x, n=0.0):
     e = np.exp(x - x.max(-1, keepdims=True))
-    return e / e.sum(-1, keepdims=True)
+    return e / (e.sum(-1, keepdims=True) + n * np.exp(-x.max(-1, keepdims=True)))
 
 
 def _logits(decoder, x):
@@ -63,7 +63,7 @@ def prefill(decoder, x):
     return _logits(decoder, x[-1]), layers
 
 
-def decode(decoder, layers, kept, tokens):
+def decode(decoder, layers, kept, tokens, softmax_n=0.0):
     """Logits after each of `tokens`, attending to prompt entries where kept [L, K, T] and to all tokens fed so far."""
     prompt = kept.shape[-1]
     tails = [([], []) for _ in layers]
@@ -80,7 +80,7 @@ def decode(decoder, layers, kept, tokens):
                 head = n // groups
                 keys = np.concatenate([k[keep[head], head], np.stack(tail_k)[:, head]])
                 values = np.concatenate([v[keep[head], head], np.stack(tail_v)[:, head]])
-                attended[0, n] = _softmax(keys @ q[0, n] / np.sqrt(q.shape[-1])) @ values
+                attended[0, n] = _softmax(keys @ q[0, n] / np.sqrt(q.shape[-1]), softmax_n) @ values
             x = _finish(layer, x, attended)
         out.append(_logits(decoder, x[0]))
     return np.stack(out)

@@ -40,9 +40,20 @@ def test_totals_at_7b_size_are_the_fraction_to_the_integer():
 
 
 def test_uniform_gives_what_is_left_over_to_the_lower_layers():
-    np.testing.assert_array_equal(budgets.uniform(jnp.int32(11), 4), [3, 3, 3, 2])
-    np.testing.assert_array_equal(budgets.uniform(jnp.int32(8), 4), [2, 2, 2, 2])
-    np.testing.assert_array_equal(budgets.uniform(jnp.int32(0), 4), [0, 0, 0, 0])
+    same = jnp.full(4, 9, jnp.int32)
+    np.testing.assert_array_equal(budgets.uniform(jnp.int32(11), same), [3, 3, 3, 2])
+    np.testing.assert_array_equal(budgets.uniform(jnp.int32(8), same), [2, 2, 2, 2])
+    np.testing.assert_array_equal(budgets.uniform(jnp.int32(0), 0 * same), [0, 0, 0, 0])
+
+
+def test_uniform_is_the_same_share_of_layers_that_hold_less():
+    np.testing.assert_array_equal(budgets.uniform(jnp.int32(15), jnp.array([16, 8, 4, 2])), [8, 4, 2, 1])
+
+
+def test_totals_of_sums_of_equal_layers_are_totals():
+    sums = budgets.totals_of_sums(0.3, None, layers=3, most=21)
+    np.testing.assert_array_equal(sums[::3], budgets.totals(0.3, None, layers=3, most=7))
+    assert sums[1] == 1 and sums[2] == 2  # no more than there are
 
 
 # --- apportion ------------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def test_a_users_policy_keeps_what_it_says(params):
     assert lengths.sum(axis=0).tolist() == [round(0.25 * 3 * 35)] * 2
     for layer in range(3):
         for head in range(2):
-            norms = np.linalg.norm(np.asarray(prompt.k[layer])[0, :35, head], axis=-1)
+            norms = np.linalg.norm(np.asarray(prompt.layers[layer].k)[0, :35, head], axis=-1)
             best = set(np.argsort(-norms, kind="stable")[: lengths[layer, head]])
             begin = int(cache.start[layer, 0, head])
             assert set(np.asarray(cache.token)[0, begin : begin + lengths[layer, head], head].tolist()) == best

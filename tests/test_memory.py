@@ -39,15 +39,18 @@ def test_packed_cache_at_7b_shapes_has_just_these_bytes(method):
     shape = jax.ShapeDtypeStruct
     kv = tuple(shape((1, heads, length, head_dim), jnp.bfloat16) for _ in range(LAYERS))
 
-    def arrays(k, v, kept, is_vision, position):
+    def arrays(k, v, kept, is_vision, source, position):
         made = cache.pack(
-            policy, k, v, kept, is_vision=is_vision, next_position=position,
-            max_vision=VISION, max_text=TEXT, new_tokens=NEW,
+            policy, k, v, kept, is_vision=is_vision, source=source, next_position=position,
+            max_vision=VISION, max_text=TEXT, max_images=1, new_tokens=NEW,
         )  # fmt: skip
         return made.k, made.v, made.tail_k, made.tail_v
 
-    kept, is_vision = shape((1, LAYERS, heads, length), bool), shape((1, length), bool)
-    made = jax.tree.leaves(jax.eval_shape(arrays, kv, kv, kept, is_vision, shape((1, 1), jnp.int32)))
+    kept, is_vision, source = (
+        (shape(dims, dtype),) * LAYERS
+        for dims, dtype in (((1, heads, length), bool), ((1, length), bool), ((1, length), jnp.int32))
+    )
+    made = jax.tree.leaves(jax.eval_shape(arrays, kv, kv, kept, is_vision, source, shape((1, 1), jnp.int32)))
     entry = 2 * heads * head_dim * 2
     allocated = sum(math.prod(x.shape) * x.dtype.itemsize for x in made)
     slots = cache.pool_slots(policy, layers=LAYERS, vision=VISION, text=TEXT, new_tokens=NEW)
@@ -69,7 +72,8 @@ def test_no_buffer_of_the_compiled_prefill_reaches_t_times_t_elements(policy):
     def leaves(params, row, valid, seed):
         inputs = Inputs(
             tokens=row, positions=row[..., None], valid=valid, vision_index=row, pixels=None,
-            max_vision=length - 64, max_text=64, max_instruction=64,
+            grid=jnp.stack([row - row, row // 96, row % 96], axis=-1),
+            max_vision=length - 64, max_text=64, max_instruction=64, max_images=1,
         )  # fmt: skip
         return jax.tree.leaves(prefill(params, inputs, policy, new_tokens=64, key=jax.random.key(seed)))
 

@@ -7,7 +7,8 @@ from vlkv.generate import Output, decode, decode_step, forward, generate, score,
 from vlkv.inputs import Buckets, Inputs
 from vlkv.loading import load, load_params, load_processor
 from vlkv.models import init
-from vlkv.prefill import Prompt, fill_cache, prefill, read_prompt
+from vlkv.prefill import fill_cache, prefill
+from vlkv.reading import Prompt, read_prompt
 from vlkv.sampling import Greedy, Sample
 
 __all__ = [

@@ -23,23 +23,35 @@ def totals(keep: float | None, budget: int | None, *, layers: int, most: int) ->
     return np.minimum(layers * counts, np.maximum(layers, asked)).astype(np.int32)
 
 
+def totals_of_sums(keep: float | None, budget: int | None, *, layers: int, most: int) -> Int[np.ndarray, " sums"]:
+    """The same for layers that hold different numbers of tokens: for every sum of them, 0..most."""
+    sums = np.arange(most + 1)
+    asked = layers * (budget or 0) if keep is None else np.floor(keep * sums + 0.5)
+    return np.minimum(sums, np.maximum(layers, asked)).astype(np.int32)
+
+
 def share(fraction: float, count: Int[Array, "*shape"], most: int) -> Int[Array, "*shape"]:
     """floor(fraction * count) of counts in 0..most, from a table for the same reason."""
     return jnp.asarray(np.floor(fraction * np.arange(most + 1)).astype(np.int32))[count]
 
 
-def uniform(total: Int[Array, ""], layers: int) -> Int[Array, " L"]:
-    """Equal shares; what is left over goes to the lower layers."""
-    return total // layers + (jnp.arange(layers) < total % layers)
+def uniform(total: Int[Array, ""], most: Int[Array, " L"]) -> Int[Array, " L"]:
+    """Equal shares of what each of the layers holds; what is left over goes to the lower layers."""
+    share = total * (most / jnp.maximum(jnp.sum(most), 1))
+    return apportion(share, total, floor=jnp.minimum(1, most), ceiling=most)
 
 
 def apportion(
-    real: Float[Array, " L"], total: Int[Array, ""], *, floor: Int[Array, ""] | int, ceiling: Int[Array, ""]
+    real: Float[Array, " L"],
+    total: Int[Array, ""],
+    *,
+    floor: Int[Array, ""] | Int[Array, " L"] | int,
+    ceiling: Int[Array, ""] | Int[Array, " L"],
 ) -> Int[Array, " L"]:
     """Integers in [floor, ceiling] that sum to `total` and follow `real` (which need not sum to it exactly).
 
     Values outside the bounds are fixed at them, and what that frees or costs is shared by the others in proportion,
-    until nothing changes; then largest remainders, ties to the lower layer. Needs L floor <= total <= L ceiling.
+    until nothing changes; then largest remainders, ties to the lower layer. `total` must lie between the bounds' sums.
     Values that are no numbers give equal shares.
     """
     layers = real.shape[0]

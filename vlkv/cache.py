@@ -36,6 +36,7 @@ class PackedCache:
     next_position: Int[Array, "B A"]  # logical: counts every token ever seen
     memory: tuple[Memory, ...] | None = None  # one per layer, of methods that act while decoding
     policy: Policy | None = dataclasses.field(default=None, metadata={"static": True})  # the one that acts
+    softmax_n: float = dataclasses.field(default=0.0, metadata={"static": True})  # of decode attention
 
     @property
     def bytes(self) -> int:
@@ -48,7 +49,7 @@ def align(n: Any) -> Any:
     return -(-n // ALIGNMENT) * ALIGNMENT
 
 
-def pool_slots(policy: Policy, *, layers: int, vision: int, text: int, new_tokens: int) -> int:
+def pool_slots(policy: Policy, *, layers: int, vision: int, text: int, new_tokens: int, images: int = 1) -> int:
     """Slots that a cache allocates per row and key head: the pool, and the tails of all layers.
 
     Args:
@@ -57,44 +58,37 @@ def pool_slots(policy: Policy, *, layers: int, vision: int, text: int, new_token
         vision: bound on the vision tokens of a row (`Inputs.max_vision`).
         text: bound on its text tokens (`Inputs.max_text`).
         new_tokens: tokens to be generated.
+        images: bound on its images (`Inputs.max_images`).
     """
-    return _pool(policy, layers, vision, text) + layers * new_tokens
+    return _pool(policy, layers, vision, text, images) + layers * new_tokens
 
 
-def _pool(policy: Policy, layers: int, vision: int, text: int) -> int:
+def _pool(policy: Policy, layers: int, vision: int, text: int, images: int) -> int:
     # Every segment may waste up to a tile less one slot; it can never waste more than a whole row would.
-    kept = policy.bound(layers=layers, vision=vision, text=text)
+    kept = policy.bound(layers=layers, vision=vision, text=text, images=images)
     return align(min(kept + layers * (ALIGNMENT - 1), layers * align(vision + text)))
 
 
 def pack(
     policy: Policy,
-    k: tuple[Float[Array, "B K T H"], ...],
-    v: tuple[Float[Array, "B K T H"], ...],
-    kept: Bool[Array, "B L K T"],
+    k: tuple[Float[Array, "B K _t H"], ...],
+    v: tuple[Float[Array, "B K _t H"], ...],
+    kept: tuple[Bool[Array, "B K _t"], ...],
     *,
-    is_vision: Bool[Array, "B T"],
+    is_vision: tuple[Bool[Array, "B _t"], ...],
+    source: tuple[Int[Array, "B _t"], ...],
     next_position: Int[Array, "B A"],
     max_vision: int,
     max_text: int,
+    max_images: int,
     new_tokens: int,
 ) -> PackedCache:
-    """Moves the kept entries of all layers into one pool."""
-    layers, (batch, heads, length, head_dim) = len(k), k[0].shape
-    slots = _pool(policy, layers, max_vision, max_text)
-    kept = jnp.moveaxis(kept, 1, 0)  # [L, B, K, T]
-    counts = jnp.sum(kept, axis=-1, dtype=jnp.int32)
+    """Moves the kept entries of all layers into one pool; `source` says which prompt token each of a layer's is."""
+    layers, (batch, heads, _, head_dim) = len(k), k[0].shape
+    slots = _pool(policy, layers, max_vision, max_text, max_images)
+    counts = jnp.stack([jnp.sum(mask, axis=-1, dtype=jnp.int32) for mask in kept])  # [L, B, K]
     ends = jnp.cumsum(align(counts), axis=0)
     start = ends - align(counts)
-
-    vision = kept & is_vision[:, None]
-    text = kept & ~is_vision[:, None]
-    place = jnp.where(
-        vision,
-        jnp.cumsum(vision, axis=-1) - 1,
-        jnp.sum(vision, axis=-1, keepdims=True) + jnp.cumsum(text, axis=-1) - 1,
-    )
-    slot = jnp.where(kept, start[..., None] + place, slots)  # past the end: not written
     row = jnp.arange(batch)[:, None, None]
     head = jnp.arange(heads)[:, None]
 
@@ -102,15 +96,24 @@ def pack(
     pool_v = jnp.zeros_like(pool_k)
     token = jnp.full((batch, slots, heads), -1, jnp.int32)
     for layer in range(layers):
-        where = (row, slot[layer], head)
+        place = _vision_first(kept[layer], is_vision[layer][:, None])
+        slot = jnp.where(kept[layer], start[layer][..., None] + place, slots)  # past the end: not written
+        where = (row, slot, head)
         pool_k = pool_k.at[where].set(k[layer], mode="drop")
         pool_v = pool_v.at[where].set(v[layer], mode="drop")
-        token = token.at[where].set(jnp.arange(length, dtype=jnp.int32), mode="drop")
+        token = token.at[where].set(source[layer][:, None].astype(jnp.int32), mode="drop")
 
     def tail() -> tuple[Array, ...]:  # twice: buffers that are shared could not be donated
         return tuple(jnp.zeros((batch, new_tokens, heads, head_dim), k[0].dtype) for _ in range(layers))
 
     return PackedCache(
         k=pool_k, v=pool_v, token=token, start=start, length=counts, tail_k=tail(), tail_v=tail(),
-        used=jnp.int32(0), next_position=next_position,
+        used=jnp.int32(0), next_position=next_position, softmax_n=policy.softmax_n,
     )  # fmt: skip
+
+
+def _vision_first(kept: Bool[Array, "B K _t"], is_vision: Bool[Array, "B 1 _t"]) -> Int[Array, "B K _t"]:
+    """The place of each kept token within its segment."""
+    vision, text = kept & is_vision, kept & ~is_vision
+    after = jnp.sum(vision, axis=-1, keepdims=True)
+    return jnp.where(vision, jnp.cumsum(vision, axis=-1) - 1, after + jnp.cumsum(text, axis=-1) - 1)

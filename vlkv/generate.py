@@ -71,10 +71,11 @@ def decode_step(
         tail_v[i] = jax.lax.dynamic_update_slice_in_dim(tail_v[i], v, cache.used, axis=1)
         segment, tail = (cache.k, cache.v, cache.start[i], cache.length[i]), (tail_k[i], tail_v[i], begin, length)
         if cache.policy is None:
-            attended, _ = combine(decode_attention(q[:, 0], *segment), decode_attention(q[:, 0], *tail))
+            parts = decode_attention(q[:, 0], *segment), decode_attention(q[:, 0], *tail)
+            attended, _ = combine(*parts, softmax_n=cache.softmax_n)
         else:
             memory[i] = jax.vmap(arrive)(memory[i])
-            attended, mass = attend(q[:, 0], segment, tail, memory[i])
+            attended, mass = attend(q[:, 0], segment, tail, memory[i], softmax_n=cache.softmax_n)
             memory[i] = jax.vmap(cache.policy.step)(memory[i], mass)
         x = layer.finish(x, attended[:, None].astype(x.dtype))
     logits = params.decoder.logits(x[:, 0])

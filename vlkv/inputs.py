@@ -45,17 +45,19 @@ def round_up(n: int, bounds: tuple[int, ...]) -> int:
 class Inputs:
     """A padded batch of prompts. Rows may be padded on either side.
 
-    The three bounds are static: two batches with equal bounds and shapes share one trace.
+    The four bounds are static: two batches with equal bounds and shapes share one trace.
     """
 
     tokens: Int[AnyArray, "B T"]
     positions: Int[AnyArray, "B T A"]  # what RoPE sees
     valid: Bool[AnyArray, "B T"]
     vision_index: Int[AnyArray, "B T"]  # row of the batch's flat vision embeddings; -1: text
+    grid: Int[AnyArray, "B T 3"]  # number of its image in the row, line and column of its patch; -1: on no grid
     pixels: Float[AnyArray, "I 3 h w"] | None
     max_vision: int = dataclasses.field(metadata={"static": True})  # vision tokens of any row
     max_text: int = dataclasses.field(metadata={"static": True})  # text tokens of any row
     max_instruction: int = dataclasses.field(metadata={"static": True})  # text after the last vision token
+    max_images: int = dataclasses.field(metadata={"static": True})  # images of any row
 
     @property
     def is_vision(self) -> Bool[AnyArray, "B T"]:
@@ -135,8 +137,24 @@ class Inputs:
             positions=np.pad(np.maximum(np.cumsum(valid, axis=1) - 1, 0), pad)[..., None].astype(np.int32),
             valid=np.pad(valid, pad),
             vision_index=np.pad(flat, pad, constant_values=-1).astype(np.int32),
+            grid=np.pad(_grid(is_vision, config), [*pad, (0, 0)], constant_values=-1),
             pixels=pixels if images else None,
             max_vision=max_vision,
             max_text=max_text,
             max_instruction=min(max_text, round_up(int(instruction.max()), buckets.text)),
+            max_images=row_images,
         )
+
+
+def _grid(is_vision: Bool[np.ndarray, "B T"], config: ModelConfig) -> Int[np.ndarray, "B T 3"]:
+    """Where every patch lies. A class token lies on no grid: -1 for line and column."""
+    if config.vision is None:
+        return np.full((*is_vision.shape, 3), -1, np.int32)
+    number = np.cumsum(is_vision, axis=1) - 1
+    image, place = np.divmod(number, config.vision.tokens)
+    place = place - int(config.vision.keep_class_token)
+    line, column = np.divmod(place, config.vision.grid)
+    patch = is_vision & (place >= 0)
+    return np.stack(
+        [np.where(is_vision, image, -1), np.where(patch, line, -1), np.where(patch, column, -1)], axis=-1
+    ).astype(np.int32)

@@ -86,6 +86,8 @@ def attend(
     segment: tuple[Array, Array, Array, Array],
     tail: tuple[Array, Array, Array, Array],
     memory: Memory,
+    *,
+    softmax_n: float = 0.0,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N E"]]:
     """Attention over what the memory says, and the share of it that every entry received. Batched.
 
@@ -94,12 +96,13 @@ def attend(
         segment: keys and values of the pool, start and length of this layer's segment.
         tail: keys and values of this layer's tail, start (zeros) and length.
         memory: after `arrive`.
+        softmax_n: of n-softmax, counted once for segment and tail together.
     """
     new_tokens = memory.new_tokens
     kept, recent = memory.attended[..., :-new_tokens], memory.attended[..., -new_tokens:]
     out, lse, mass = decode_attention(q, *segment, valid=kept, max_length=kept.shape[-1], return_mass=True)
     tail_out, tail_lse, tail_mass = decode_attention(q, *tail, valid=recent, max_length=new_tokens, return_mass=True)
-    out, total = combine((out, lse), (tail_out, tail_lse))
+    out, total = combine((out, lse), (tail_out, tail_lse), softmax_n=softmax_n)
     shares = (mass * jnp.exp(lse - total)[..., None], tail_mass * jnp.exp(tail_lse - total)[..., None])
     return out, jnp.concatenate(shares, axis=-1)
 

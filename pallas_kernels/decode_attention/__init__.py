@@ -6,6 +6,7 @@ M bound on a segment · H head dim.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, overload
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.decode_attention.reference import decode_attention_reference
 from pallas_kernels.decode_attention.xla import decode_attention_xla
 from pallas_kernels.dispatch import choose
+from pallas_kernels.quantized import QuantizedPool
 
 _IMPLEMENTATIONS = {"xla": decode_attention_xla, "reference": decode_attention_reference}
 
@@ -21,48 +23,52 @@ _IMPLEMENTATIONS = {"xla": decode_attention_xla, "reference": decode_attention_r
 @overload
 def decode_attention(
     q: Any, k: Any, v: Any, start: Any, length: Any, *, valid: Any = None, max_length: int | None = None,
-    return_mass: Literal[False] = False, implementation: str | None = None,
+    softmax_n: float = 0.0, return_mass: Literal[False] = False, implementation: str | None = None,
 ) -> tuple[Array, Array]: ...  # fmt: skip
 
 
 @overload
 def decode_attention(
     q: Any, k: Any, v: Any, start: Any, length: Any, *, valid: Any = None, max_length: int | None = None,
-    return_mass: Literal[True], implementation: str | None = None,
+    softmax_n: float = 0.0, return_mass: Literal[True], implementation: str | None = None,
 ) -> tuple[Array, Array, Array]: ...  # fmt: skip
 
 
 def decode_attention(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B P K H"],
-    v: Float[Array, "B P K H"],
+    k: Float[Array, "B P K H"] | QuantizedPool,
+    v: Float[Array, "B P K H"] | QuantizedPool,
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     *,
     valid: Bool[Array, "B K M"] | None = None,
     max_length: int | None = None,
+    softmax_n: float = 0.0,
     return_mass: bool = False,
     implementation: str | None = None,
 ) -> (
     tuple[Float[Array, "B N H"], Float[Array, "B N"]]
     | tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"]]
 ):
-    """softmax(q k^T / sqrt(H)) v over slots start <= p < start + length, head n reading key head n // G.
+    """softmax_n(q k^T / sqrt(H)) v over slots start <= p < start + length, head n reading key head n // G.
+
+    softmax_n(x)_j = exp(x_j) / (softmax_n + sum_i exp(x_i)).
 
     Args:
         q: one query per row.
-        k: the pool's keys.
-        v: its values.
+        k: the pool's keys; of a quantised pool no more than a chunk is an array at any time.
+        v: its values, likewise.
         start: first slot of the segment.
         length: its slots in use.
         valid: which slots of the segment take part, counted from `start`; None: all in use.
         max_length: M, a static bound on `length`; None: P.
+        softmax_n: the constant added to the denominator (CSP, Eq. 7); for a segment that is to be combined, 0.
         return_mass: whether to return the probabilities too, counted from `start`.
         implementation: "xla" or "reference"; None chooses.
 
     Returns:
         The attention in float32 and the log of the softmax's denominator, by which two segments can be combined; then
-        the mass, if asked for. An empty segment gives zeros and -inf.
+        the mass, if asked for. An empty segment gives zeros and log(softmax_n), that is -inf without an n.
 
     Raises:
         ValueError: shapes that do not fit, or an implementation that is not there.
@@ -79,14 +85,37 @@ def decode_attention(
         raise ValueError(f"decode_attention: valid {valid.shape} must be [B, K, M] = {(batch, k.shape[2], most)}")
     run = choose("decode_attention", _IMPLEMENTATIONS, implementation, "xla")
     out, lse, mass = run(q, k, v, start, length, valid, most, return_mass)
-    return (out, lse, mass) if return_mass else (out, lse)
+    total = _add_constant(lse, softmax_n)
+    share = _share(lse, total)
+    out = out * share
+    return (out, total, mass * share) if return_mass else (out, total)
 
 
 def combine(
     first: tuple[Float[Array, "B N H"], Float[Array, "B N"]],
     second: tuple[Float[Array, "B N H"], Float[Array, "B N"]],
+    softmax_n: float = 0.0,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
-    """Attention over two disjoint sets of keys from attention over each; one of the two may be empty."""
+    """Attention over two disjoint sets of keys from attention over each; either may be empty.
+
+    Args:
+        first: attention and log of the denominator, as `decode_attention` returns them without an n.
+        second: the same over the other keys.
+        softmax_n: the constant added to the joint denominator (CSP, Eq. 7), once: not for parts to be combined again.
+
+    Returns:
+        The attention and the log of the joint denominator, n included.
+    """
     (a, lse_a), (b, lse_b) = first, second
-    total = jnp.logaddexp(lse_a, lse_b)
-    return a * jnp.exp(lse_a - total)[..., None] + b * jnp.exp(lse_b - total)[..., None], total
+    total = _add_constant(jnp.logaddexp(lse_a, lse_b), softmax_n)
+    return a * _share(lse_a, total) + b * _share(lse_b, total), total
+
+
+def _add_constant(lse: Float[Array, "B N"], softmax_n: float) -> Float[Array, "B N"]:
+    """log(softmax_n + exp(lse)); large logits do not overflow, and a small n next to them is no matter."""
+    return jnp.logaddexp(lse, math.log(softmax_n)) if softmax_n else lse
+
+
+def _share(lse: Float[Array, "B N"], total: Float[Array, "B N"]) -> Float[Array, "B N 1"]:
+    """The share of a denominator that one part of it has; none of an empty one."""
+    return jnp.exp(lse - jnp.where(jnp.isfinite(total), total, 0.0))[..., None]

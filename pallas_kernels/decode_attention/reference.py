@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.quantized import QuantizedPool, dequantize
+
 
 def decode_attention_reference(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B P K H"],
-    v: Float[Array, "B P K H"],
+    k: Float[Array, "B P K H"] | QuantizedPool,
+    v: Float[Array, "B P K H"] | QuantizedPool,
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     valid: Bool[Array, "B K M"] | None,
@@ -19,7 +21,7 @@ def decode_attention_reference(
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
     """As `decode_attention` says, read off the definition."""
     repeat = q.shape[1] // k.shape[2]
-    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    q, k, v = (x.astype(jnp.float32) for x in (q, dequantize(k), dequantize(v)))
     k, v = jnp.repeat(k, repeat, axis=2), jnp.repeat(v, repeat, axis=2)
     start, length = jnp.repeat(start, repeat, axis=1), jnp.repeat(length, repeat, axis=1)
     logits = jnp.einsum("bnh,bpnh->bnp", q, k, precision=jax.lax.Precision.HIGHEST) / jnp.sqrt(q.shape[-1])

@@ -6,13 +6,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import quantized
+from pallas_kernels.quantized import QuantizedPool
+
 _CHUNK = 256
 
 
 def decode_attention_xla(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B P K H"],
-    v: Float[Array, "B P K H"],
+    k: Float[Array, "B P K H"] | QuantizedPool,
+    v: Float[Array, "B P K H"] | QuantizedPool,
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     valid: Bool[Array, "B K M"] | None,
@@ -32,8 +35,7 @@ def decode_attention_xla(
         inside = (place >= i * chunk) & (place < length)
         if valid is not None:
             inside = inside & jnp.take(valid, place, mode="fill", fill_value=False)
-        keys = jax.lax.dynamic_slice_in_dim(k, first, chunk)
-        values = jax.lax.dynamic_slice_in_dim(v, first, chunk)
+        keys, values = quantized.read(k, first, chunk), quantized.read(v, first, chunk)
         logits = jnp.einsum("gh,ch->gc", q, keys, preferred_element_type=jnp.float32) * head_dim**-0.5
         logits = jnp.where(inside, logits, -jnp.inf)
         peak = jnp.max(logits, axis=-1)

@@ -113,13 +113,70 @@ def test_combine_with_an_empty_side_is_the_other_side(pool):
         check(got, part)
 
 
-def test_golden_outputs_of_n_softmax_decode_with_n_0(golden):
+def test_combine_of_two_empty_sides_is_zero(pool):
+    start = jnp.zeros((2, 2), jnp.int32)
+    empty = decode_attention(*pool, start, start)
+    check(combine(empty, empty), empty)
+    out, total = combine(empty, empty, softmax_n=3.0)
+    check((out, total), (np.zeros(out.shape), np.full(total.shape, math.log(3))))
+
+
+@pytest.fixture(scope="module")
+def n_softmax(golden):
     g = golden("n_softmax_decode")
     q, k, v = (jnp.swapaxes(jnp.array(g[name]), 0, 1)[None] for name in "qkv")
+    return g, (q[:, 0], k, v)
+
+
+@pytest.mark.parametrize("i", range(3))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_golden_outputs_with_n_in_the_denominator(n_softmax, monkeypatch, implementation, i):
+    monkeypatch.setattr(xla, "_CHUNK", 16)
+    g, (q, k, v) = n_softmax
     slots, heads = k.shape[1:3]
     start, length = jnp.zeros((1, heads), jnp.int32), jnp.full((1, heads), slots)
-    out, _ = decode_attention(q[:, 0], k, v, start, length)
-    np.testing.assert_allclose(out[0], g["paper_output"][g["softmax_n_values"].tolist().index(0)], rtol=1e-5, atol=1e-6)
+    n = float(g["softmax_n_values"][i])
+    for valid, name in ((None, "paper_output"), (jnp.array(g["valid"])[None], "paper_output_with_valid_mask")):
+        out, lse, mass = decode_attention(
+            q, k, v, start, length, valid=valid, softmax_n=n, return_mass=True, implementation=implementation
+        )
+        np.testing.assert_allclose(out[0], g[name][i], rtol=1e-5, atol=1e-6)
+        received = jnp.einsum("bnp,bpnh->bnh", mass, jnp.repeat(v, q.shape[1] // heads, axis=2))
+        np.testing.assert_allclose(received[0], g[name][i], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(jnp.sum(mass, axis=-1), 1 - n * np.exp(-lse), rtol=1e-5)
+    np.testing.assert_allclose(
+        decode_attention(q, k, v, start, length, softmax_n=n)[0][0], g["as_released_output"][i], rtol=1e-4, atol=2e-5
+    )
+
+
+@pytest.mark.parametrize("i", range(3))
+def test_golden_outputs_of_two_parts_with_n_in_their_joint_denominator(n_softmax, i):
+    g, (q, k, v) = n_softmax
+    slots, heads = k.shape[1:3]
+    start = jnp.zeros((1, heads), jnp.int32)
+    n = float(g["softmax_n_values"][i])
+    for cut in (0, 23, slots):
+        first = decode_attention(q, k, v, start, start + cut)
+        second = decode_attention(q, k, v, start + cut, start + slots - cut)
+        out, total = combine(first, second, softmax_n=n)
+        np.testing.assert_allclose(out[0], g["paper_output"][i], rtol=1e-5, atol=1e-6)
+        _, lse = decode_attention(q, k, v, start, start + slots, softmax_n=n)
+        np.testing.assert_allclose(total, lse, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [500.0, 1e-3])
+def test_n_next_to_very_large_and_very_small_denominators(pool, scale):
+    q, k, v = pool
+    start, length = jnp.zeros((2, 2), jnp.int32), jnp.array([[75, 1], [0, 30]])
+    plain, lse, mass = decode_attention(scale * q, k, v, start, length, return_mass=True)
+    out, total, shares = decode_attention(scale * q, k, v, start, length, softmax_n=2.0, return_mass=True)
+    want = np.logaddexp(np.float64(lse), math.log(2))
+    np.testing.assert_allclose(total, want, rtol=1e-5)
+    weight = np.exp(np.float64(lse) - want)[..., None]
+    # A log-sum-exp of hundreds is known to an ulp of its own, which its exponential multiplies.
+    for got, whole in ((out, plain), (shares, mass)):
+        np.testing.assert_allclose(got, whole * weight, rtol=1e-4, atol=1e-6)
+    assert not np.asarray(out[1, :3]).any() and np.isfinite(out).all()  # the empty segment
 
 
 @pytest.mark.parametrize("i", range(3))

@@ -9,7 +9,8 @@ import pytest
 
 from vlkv import policies
 from vlkv.memory import arrive, attend
-from vlkv.prefill import Prompt, fill_cache
+from vlkv.prefill import fill_cache
+from vlkv.reading import LayerPrompt, Prompt
 
 
 def one_layer(policy, arrays, new_tokens: int):
@@ -17,10 +18,15 @@ def one_layer(policy, arrays, new_tokens: int):
     q, k, v = (jnp.swapaxes(jnp.asarray(arrays[name]), 0, 1)[None] for name in "qkv")
     is_vision = jnp.asarray(arrays["is_vision"])[None]
     length = is_vision.shape[1]
+    everything = jnp.ones_like(is_vision)
+    layer = LayerPrompt(
+        q=q, k=k, v=v, is_vision=is_vision, valid=everything, stays=everything, source=jnp.arange(length)[None]
+    )
     prompt = Prompt(
-        q=(q,), k=(k,), v=(v,), is_vision=is_vision, valid=jnp.ones_like(is_vision),
+        layers=(layer,), is_vision=is_vision, valid=everything,
         next_position=jnp.full((1, 1), length), logits=jnp.zeros((1, 2)),
         max_vision=int(is_vision.sum()), max_text=length - int(is_vision.sum()), max_instruction=length,
+        max_images=1, reducer=None,
     )  # fmt: skip
     cache = jax.jit(fill_cache, static_argnames="new_tokens")(prompt, policy, new_tokens=new_tokens)
     (memory,) = cache.memory

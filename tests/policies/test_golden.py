@@ -91,7 +91,9 @@ def test_pyramidkv_budgets_follow_the_papers_line_and_sum_exactly(golden, row):
     layers, capacity, window, length = (int(x) for x in g["budget_table_layers_capacity_window_length"][row])
     policy = policies.PyramidKV(budget=capacity, window=window, beta=int(g["beta"]))
     total = int(policy.totals(layers=layers, most=length)[-1])
-    got = np.asarray(policy.allocate({}, total=jnp.int32(total), most=jnp.int32(length), layers=layers))
+    got = np.asarray(
+        policy.allocate({}, total=jnp.int32(total), most=jnp.full(layers, length, jnp.int32), layers=layers)
+    )
     line = g["paper_real_valued_tokens_kept_per_layer"][row, :layers]
     assert got.sum() == total == layers * min(capacity, length)
     assert got.max() <= length

@@ -119,7 +119,7 @@ def batch():
 def options(policy):
     names = policy.options()
     common = {name: names.pop(name) for name in ("scope", "keep", "budget")}
-    for other in ("beta", "evict", "distance"):  # not of the choice that is tested
+    for other in ("beta", "evict", "distance", "decode_n"):  # not of the choice that is tested
         names.pop(other, None)
     return common, names
 

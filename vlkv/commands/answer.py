@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> Any:
         "cache_bytes": output.cache_bytes,
         "slots": pool_slots(
             policy, layers=decoder.layers, vision=inputs.max_vision, text=inputs.max_text,
-            new_tokens=sampling.max_new_tokens,
+            new_tokens=sampling.max_new_tokens, images=inputs.max_images,
         ),
         "slot_bytes": entry,
         "seconds_with_compilation": round(seconds, 3),

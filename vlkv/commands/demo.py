@@ -23,8 +23,9 @@ from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.models import Model
 from vlkv.policies import Policy
-from vlkv.prefill import Prompt, fill_cache, read_prompt
+from vlkv.prefill import fill_cache
 from vlkv.processing import Processor
+from vlkv.reading import Prompt, read_prompt
 
 METHODS = ("Random", "StreamingLLM", "H2O", "SnapKV", "PyramidKV", "AirCache", "PrefixKV")  # all would take minutes
 KEEPS = (0.2, 0.1, 0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -40,8 +41,20 @@ class Llava(nnx.Module):
 
     def embed(self, inputs: Inputs) -> Float[Array, "B T D"]:
         """Token embeddings with the images' embeddings in their places."""
+        return self.watch(inputs, ())[0]
+
+    def watch(
+        self, inputs: Inputs, blocks: tuple[int, ...]
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B W N T"] | None]:
+        """The same, with what the tower's class token gave to each vision token in some of its blocks."""
         x = self.decoder.embedding(inputs.tokens)
         if inputs.pixels is None:
-            return x
-        features = self.projector(self.vision(inputs.pixels.astype(x.dtype)))
-        return splice(x, features.reshape(-1, features.shape[-1]), inputs.vision_index)
+            return x, None
+        features, rows = self.vision.watch(inputs.pixels.astype(x.dtype), blocks)
+        features = self.projector(features)
+        x = splice(x, features.reshape(-1, features.shape[-1]), inputs.vision_index)
+        if not blocks:
+            return x, None
+        attention = jnp.stack(rows).transpose(1, 3, 0, 2)  # [I, V, W, N]
+        attention = attention.reshape(-1, *attention.shape[2:])[jnp.maximum(inputs.vision_index, 0)]
+        return x, jnp.where(inputs.vision_index[..., None, None] >= 0, attention, 0.0).transpose(0, 2, 3, 1)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from flax import nnx
 from jaxtyping import Array, Float
 
 from vlkv.config import ModelConfig
 from vlkv.decoder import Decoder
+from vlkv.errors import InputError
 from vlkv.inputs import Inputs
 from vlkv.layers import Initializer
 
@@ -21,3 +24,8 @@ class TextModel(nnx.Module):
     def embed(self, inputs: Inputs) -> Float[Array, "B T D"]:
         """Token embeddings."""
         return self.decoder.embedding(inputs.tokens)
+
+    def watch(self, inputs: Inputs, blocks: tuple[int, ...]) -> NoReturn:
+        """Refuses: there is no tower to watch."""
+        del inputs, blocks
+        raise InputError(f"{self.config.family} has no vision tower whose class token could rank its tokens")

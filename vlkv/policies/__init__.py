@@ -11,6 +11,7 @@ from vlkv.policies.aircache import AirCache
 from vlkv.policies.avl import AVL
 from vlkv.policies.csp import CSP
 from vlkv.policies.elastic import ElasticCache
+from vlkv.policies.fastv import FastV
 from vlkv.policies.full import Full
 from vlkv.policies.h2o import H2O
 from vlkv.policies.lookm import LookM
@@ -29,6 +30,7 @@ registry: dict[str, type[Policy]] = {
     for cls in (
         Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AirCache, PrefixKV,
         AVL, ImgRandom, VLCache, ElasticCache, LookM, RoCo, CSP,
+        FastV,
     )
 }  # fmt: skip
 
@@ -54,7 +56,7 @@ def make(name: str, /, **options: Any) -> Policy:
 
 
 __all__ = [
-    "AVL", "CSP", "H2O", "AirCache", "ElasticCache", "Full", "ImgRandom", "LookM", "Policy", "PrefixKV", "PyramidKV",
+    "AVL", "CSP", "H2O", "AirCache", "ElasticCache", "FastV", "Full", "ImgRandom", "LookM", "Policy", "PrefixKV", "PyramidKV",
     "Random", "RoCo", "Selection", "SnapKV", "StreamingLLM", "VLCache", "compress", "make", "named", "policy",
     "registry", "select",
 ]  # fmt: skip

@@ -84,11 +84,11 @@ class AirCache(Policy):
         }
 
     def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, ""], layers: int
+        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
     ) -> Int[Array, " L"]:
         """Eq. 11, made of integers."""
         if self.allocation == "uniform":
-            return budgets.uniform(total, layers)
+            return budgets.uniform(total, most)
         mean = total / layers
         strength = by_mean(statistics["strength"])
         skew = by_mean(jnp.maximum(statistics["skewness"], 0.0))

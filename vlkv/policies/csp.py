@@ -24,13 +24,14 @@ class CSP(Policy):
     share, as when no row of one modality observes, leaves the rest to the other.
 
     The published code selects per head (heads="each"), truncates k_cross and k_self separately, and stores a token
-    that both lists name twice. n-softmax while decoding is not implemented yet.
+    that both lists name twice, and leaves out n-softmax while decoding.
 
     Attributes:
         c: share of the cross list, or "auto": the share that cross attention has of both, per head.
         window: observing rows; None: half of the mean budget of a layer (the published code: a tenth of the prompt).
         recent_bias: the recent window that stays, in observation windows.
-        score_n: n of Eq. 7; 0 is softmax.
+        score_n: n of Eq. 7 while scoring; 0 is softmax.
+        decode_n: n of Eq. 7 in decode attention, once something has been pruned.
         heads: scores averaged over all "mean", or for "each" key head.
         regions: False ranks by the sum of both scores, the ablation of Sec. 5.3.
         fill: whether the next best of the cross list use what an overlap frees, so that the total is exact.
@@ -40,6 +41,7 @@ class CSP(Policy):
     window: int | None = None
     recent_bias: int = 1
     score_n: float = 1.0
+    decode_n: float = 1.0
     heads: Literal["mean", "each"] = "mean"
     regions: bool = True
     fill: bool = False
@@ -55,7 +57,13 @@ class CSP(Policy):
         self.check("window", whole, "must be a whole number of at least 1, or None")
         self.check("recent_bias", self.recent_bias >= 0, "must not be negative")
         self.check("score_n", self.score_n >= 0, "must not be negative")
+        self.check("decode_n", self.decode_n >= 0, "must not be negative")
         self.check("heads", self.heads in ("mean", "each"), 'must be "mean" or "each"')
+
+    @property
+    def softmax_n(self) -> float:
+        """`decode_n`; of no use where everything stays."""
+        return 0.0 if self.keep == 1 else float(self.decode_n)
 
     def rows(self, obs: Observation) -> Int[Array, ""] | int:
         """How many rows observe."""

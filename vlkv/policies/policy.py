@@ -7,7 +7,7 @@ with `policy` and defined anywhere, works like ours.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,18 @@ from vlkv import budgets
 from vlkv.errors import InputError
 from vlkv.memory import Memory
 from vlkv.observe import Observation
+from vlkv.tokens import Tokens
 
 Scope = Literal["vision", "all"]
 Statistics = dict[str, Array]
 P = TypeVar("P")
+
+
+class Storage(NamedTuple):
+    """How the pool is stored (KIVI): `bits` per number, a scale and a minimum for every `group` of them."""
+
+    bits: int
+    group: int
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -96,14 +104,15 @@ class Policy:
         return {}
 
     def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, ""], layers: int
+        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
     ) -> Int[Array, " L"] | Int[Array, "L K"]:
         """Budgets per layer (or per layer and head) that sum to `total` per head, each between min(1, most) and most.
 
-        `statistics` has a leading axis L; `most` is the number of tokens in scope.
+        `statistics` has a leading axis L; `most` is the number of tokens in scope that each layer holds, the same for
+        all unless the prompt got shorter on its way.
         """
-        del statistics, most
-        return budgets.uniform(total, layers)
+        del statistics, layers
+        return budgets.uniform(total, most)
 
     def rank(
         self,
@@ -137,6 +146,44 @@ class Policy:
         del kept, scores
         return k, v
 
+    # --- stages while the prompt is read, for methods that shorten it -----------------------------------------------
+
+    @property
+    def reducer(self) -> Policy | None:
+        """The part of the policy that must be known before a prompt is read; None: the prompt stays whole."""
+        return None if type(self).reductions is Policy.reductions else self
+
+    def reductions(self, layers: int) -> tuple[int, ...]:
+        """After how many layers `reduce` is asked, upwards; 0: before the first."""
+        del layers
+        return ()
+
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
+        """The hidden states that go on, and which tokens stay; a method may fold what it drops into them.
+
+        Args:
+            tokens: after the layer, or before the first.
+            obs: that layer's attention; None before the first.
+            stage: index into `reductions`.
+        """
+        del obs, stage
+        return tokens, tokens.valid
+
+    def remaining(self, *, stage: int, vision: int, images: int) -> int:
+        """The most vision tokens that leave a stage which at most `vision` tokens of so many images enter."""
+        del stage, images
+        return vision
+
+    @property
+    def forgets(self) -> bool:
+        """Whether tokens dropped by `reduce` leave the caches of earlier layers too."""
+        return False
+
+    @property
+    def watches(self) -> tuple[int, ...]:
+        """Blocks of the vision tower whose class token's attention `reduce` wants to see."""
+        return ()
+
     # --- stages while decoding, for methods whose `acts` is true --------------------------------------------------
 
     @property
@@ -158,25 +205,68 @@ class Policy:
         del mass
         return memory
 
+    @property
+    def softmax_n(self) -> float:
+        """The n of n-softmax in decode attention (CSP, Eq. 7)."""
+        return 0.0
+
+    @property
+    def storage(self) -> Storage | None:
+        """How the pool is quantised; None: stored as it comes."""
+        return None
+
     # --- what is known before tracing ---------------------------------------------------------------------------
 
     def totals(self, *, layers: int, most: int) -> Int[np.ndarray, " counts"]:
         """Entries that all layers together keep of n tokens in scope, for n = 0..most."""
         return budgets.totals(self.keep, self.budget, layers=layers, most=most)
 
-    def bound(self, *, layers: int, vision: int, text: int) -> int:
-        """The most entries per head, summed over layers, that a row with at most these tokens may keep."""
-        if self.scope == "vision":
-            return int(self.totals(layers=layers, most=vision)[-1]) + layers * text
-        return int(self.totals(layers=layers, most=vision + text)[-1])
+    def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
+        """Entries per head that all layers together keep.
+
+        Args:
+            counts: tokens in scope that each layer holds.
+            seen: tokens in scope that the prompt had.
+            layers: L.
+            most: a bound on all of these.
+        """
+        del seen
+        if self.reducer is None:
+            return jnp.asarray(self.totals(layers=layers, most=most))[counts[0]]
+        table = budgets.totals_of_sums(self.keep, self.budget, layers=layers, most=layers * most)
+        return jnp.asarray(table)[jnp.sum(counts)]
+
+    def vision_bounds(self, *, layers: int, vision: int, images: int) -> tuple[int, ...]:
+        """The most vision tokens that each layer's cache may hold before anything is chosen."""
+        after, left = self.reductions(layers), [vision]
+        for stage in range(len(after)):
+            left.append(min(left[-1], self.remaining(stage=stage, vision=left[-1], images=images)))
+        if self.forgets:
+            return (left[-1],) * layers
+        return tuple(left[sum(i >= a for a in after)] for i in range(layers))
+
+    def bound(self, *, layers: int, vision: int, text: int, images: int = 1) -> int:
+        """The most entries per head, summed over layers, that a row with at most these tokens and images may keep."""
+        held = sum(self.vision_bounds(layers=layers, vision=vision, images=images))
+        in_scope = held + (layers * text if self.scope == "all" else 0)
+        kept = budgets.totals_of_sums(self.keep, self.budget, layers=layers, most=in_scope)[-1]
+        return int(kept) + (layers * text if self.scope == "vision" else 0)
 
     def layer_bound(self, *, layers: int, vision: int, text: int) -> int:
         """The most entries per head that one layer of such a row may keep."""
-        if type(self).allocate is not Policy.allocate:
+        if type(self).allocate is not Policy.allocate or self.reducer is not None:
             return vision + text
         count = vision if self.scope == "vision" else vision + text
         mean = -(-int(self.totals(layers=layers, most=count)[-1]) // layers)
         return mean + (text if self.scope == "vision" else 0)
+
+    def check_model(self, layers: int) -> None:
+        """Raises InputError if an option does not fit a model of so many layers."""
+        after = self.reductions(layers)
+        if any(not 0 <= a < layers for a in after) or sorted(set(after)) != list(after):
+            raise InputError(
+                f"{type(self).__name__}: layers={after!r} must rise and lie within the model's {layers} layers"
+            )
 
     def options(self) -> dict[str, Any]:
         """Its options as a plain dict, for tables and JSON."""

@@ -58,14 +58,14 @@ class PrefixKV(Policy):
         return {"cumulative": jnp.where(inside, jnp.cumsum(ordered), jnp.inf)}
 
     def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, ""], layers: int
+        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
     ) -> Int[Array, " L"]:
         """R_l: a layer takes its (o + 1)-th token exactly if P_l(o) lies below the common threshold."""
         cumulative = statistics["cumulative"]
         place = jnp.arange(cumulative.shape[1])
         before = jnp.pad(cumulative, [(0, 0), (1, 0)])[:, :-1]
         least = jnp.minimum(self.sinks + self.recent if self.scope == "all" else 1, total // layers)
-        gates = jnp.where(place < least, 0.0, jnp.where(place < most, before, jnp.inf))
+        gates = jnp.where(place < least, 0.0, jnp.where(place < most[:, None], before, jnp.inf))
         return budgets.smallest(gates, total)
 
     @property

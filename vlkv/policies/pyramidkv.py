@@ -36,7 +36,7 @@ class PyramidKV(SnapKV):
         self.check("beta", self.beta >= 1, "must be at least 1")
 
     def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, ""], layers: int
+        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
     ) -> Int[Array, " L"]:
         """The line, made of integers."""
         del statistics

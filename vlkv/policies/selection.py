@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from vlkv.errors import InputError
-from vlkv.observe import Observation, ordinal
+from vlkv.observe import Observation
 from vlkv.policies.policy import Policy, Statistics
 
 
@@ -43,7 +43,7 @@ class Observed(NamedTuple):
     values: dict[str, Float[Array, "K T"]]  # for the memory
 
 
-def observe(
+def see(
     policy: Policy,
     q: Float[Array, "N T H"],
     k: Float[Array, "K T H"],
@@ -55,58 +55,82 @@ def observe(
     layer: int,
     layers: int,
     max_instruction: int,
-) -> Observed:
-    """Scores and statistics of one layer."""
-    in_scope = valid & is_vision if policy.scope == "vision" else valid
-    obs = Observation(
+    stays: Bool[Array, " T"] | None = None,
+) -> Observation:
+    """One layer as the policy's stages see it; `stays` marks what may be kept, None: all that is valid."""
+    stays = valid if stays is None else stays
+    in_scope = stays & is_vision if policy.scope == "vision" else stays
+    table = jnp.asarray(policy.totals(layers=layers, most=in_scope.shape[0]))
+    return Observation(
         q=q, k=k, v=v, is_vision=is_vision & valid, valid=valid, in_scope=in_scope,
-        mean_budget=_total(policy, in_scope, layers) // layers,
+        mean_budget=table[jnp.sum(in_scope)] // layers,
         key=None if key is None else jax.random.fold_in(key, layer),
         layer=layer, max_instruction=max_instruction,
     )  # fmt: skip
+
+
+def observe(policy: Policy, obs: Observation) -> Observed:
+    """Scores and statistics of one layer."""
     scores = policy.score(obs)
-    protected = policy.protect(obs) & in_scope if policy.scope == "all" else jnp.zeros_like(valid)
+    protected = policy.protect(obs) & obs.in_scope if policy.scope == "all" else jnp.zeros_like(obs.valid)
     return Observed(scores, protected, policy.statistics(obs, scores), policy.remember(obs, scores))
 
 
 def allocate_and_take(
-    policy: Policy, observed: tuple[Observed, ...], is_vision: Bool[Array, " T"], valid: Bool[Array, " T"]
+    policy: Policy,
+    observed: tuple[Observed, ...],
+    is_vision: Bool[Array, "L T"],
+    stays: Bool[Array, "L T"],
+    seen: Int[Array, ""],
 ) -> Selection:
-    """Budgets from all layers' statistics, then the best tokens of each layer; ties go to the earlier token."""
-    layers = len(observed)
-    in_scope = valid & is_vision if policy.scope == "vision" else valid
-    out_of_scope = valid & ~in_scope
-    statistics = jax.tree.map(lambda *x: jnp.stack(x), *(o.statistics for o in observed))
-    most = jnp.sum(in_scope)
-    total = _total(policy, in_scope, layers)
+    """Budgets from all layers' statistics, then the best tokens of each layer; ties go to the earlier token.
+
+    Args:
+        policy: any policy.
+        observed: of each layer; a layer that holds fewer tokens has shorter arrays.
+        is_vision: of each layer's tokens, padded to the longest layer.
+        stays: which of them are there and may be kept.
+        seen: tokens in scope that the prompt had.
+    """
+    layers, length = is_vision.shape
+    in_scope = stays & is_vision if policy.scope == "vision" else stays
+    out_of_scope = stays & ~in_scope
+    scores, protected, statistics, _ = jax.tree.map(lambda *x: _stack(x), *observed)
+    most = jnp.sum(in_scope, axis=1)
+    total = policy.total(most, seen, layers=layers, most=length)
     granted = policy.allocate(statistics, total=total, most=most, layers=layers)
-    kv_heads = observed[0].scores.shape[0]
+    kv_heads = scores.shape[1]
     granted = jnp.broadcast_to(granted if granted.ndim == 2 else granted[:, None], (layers, kv_heads))  # [L, K]
     # The pool has room for `total`: an allocation that hands out more is cut short in the upper layers.
-    granted = jnp.clip(granted, 0, most)
+    granted = jnp.clip(granted, 0, most[:, None])
     granted = jnp.clip(granted, 0, total - jnp.minimum(jnp.cumsum(granted, axis=0) - granted, total))
 
-    def take(scores, protected, statistics, budget):  # [K, T], [T], of one layer, [K]
+    def take(scores, protected, statistics, budget, in_scope, out_of_scope):  # [K, T], [T], of one layer, [K], [T], [T]
         spare = jnp.maximum(budget - jnp.sum(protected), 0)
         order, taken = policy.rank(scores, statistics, in_scope & ~protected, spare)
         budget = budget - spare + taken
         scores = jnp.where(out_of_scope, jnp.inf, jnp.where(in_scope, scores, -jnp.inf))
         # Text that stays, protected, the rest, padding: no score, however large or infinite, crosses these borders.
         tier = jnp.where(out_of_scope, 0, jnp.where(protected, 1, jnp.where(in_scope, 2, 3)))
-        within = jnp.where(protected, -ordinal(valid).astype(jnp.float32), -order)
+        within = jnp.where(protected, -jnp.arange(length, dtype=jnp.float32), -order)
         best_first = jnp.lexsort((within, jnp.broadcast_to(tier, within.shape)), axis=-1)
         count = (budget + jnp.sum(out_of_scope))[:, None]
-        taken = jnp.broadcast_to(jnp.arange(scores.shape[1]) < count, scores.shape)
+        taken = jnp.broadcast_to(jnp.arange(length) < count, scores.shape)
         kept = jnp.put_along_axis(jnp.zeros(scores.shape, bool), best_first, taken, axis=-1, inplace=False)
-        return kept & valid, budget, scores
+        return kept & (in_scope | out_of_scope), budget, scores
 
     kept, spent, scores = jax.vmap(take)(
-        jnp.stack([o.scores.astype(jnp.float32) for o in observed]),
-        jnp.stack([o.protected for o in observed]),
-        statistics,
-        granted.astype(jnp.int32),
+        scores.astype(jnp.float32), protected & in_scope, statistics, granted.astype(jnp.int32), in_scope, out_of_scope
     )
     return Selection(kept, spent, scores, statistics)
+
+
+def _stack(arrays: tuple[Array, ...]) -> Array:
+    """One array for all layers; where layers hold fewer tokens, the last axis grows by its last value."""
+    if len({x.shape for x in arrays}) > 1:
+        longest = max(x.shape[-1] for x in arrays)
+        arrays = tuple(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, longest - x.shape[-1])], "edge") for x in arrays)
+    return jnp.stack(arrays)
 
 
 def select(
@@ -132,8 +156,7 @@ def select(
     Raises:
         InputError: shapes that do not fit, or no key where one is needed.
     """
-    observed, valid = _observe_all(policy, q, k, v, is_vision, valid, key)
-    return allocate_and_take(policy, observed, jnp.asarray(is_vision), valid)
+    return _choose(policy, q, k, v, is_vision, valid, key)
 
 
 def compress(
@@ -146,20 +169,19 @@ def compress(
     key: Key[Array, ""] | None = None,
 ) -> tuple[Float[Array, "L K T H"], Float[Array, "L K T H"], Selection]:
     """As `select`, with the entries that would go into the cache: where kept, k and v after the policy's merge."""
-    observed, valid = _observe_all(policy, q, k, v, is_vision, valid, key)
-    selection = allocate_and_take(policy, observed, jnp.asarray(is_vision), valid)
+    selection = _choose(policy, q, k, v, is_vision, valid, key)
     merged = [policy.merge(*args) for args in zip(k, v, selection.kept, selection.scores, strict=True)]
     return jnp.stack([m[0] for m in merged]), jnp.stack([m[1] for m in merged]), selection
 
 
-def require_key(policy: Policy, key: Key[Array, ""] | None) -> None:
-    """Raises InputError if the policy draws at random and there is nothing to draw from."""
+def require_fit(policy: Policy, layers: int, key: Key[Array, ""] | None) -> None:
+    """Raises InputError if the policy does not fit the model, or draws at random and has nothing to draw from."""
+    policy.check_model(layers)
     if policy.needs_key and key is None:
         raise InputError(f"{type(policy).__name__} draws at random: pass key=jax.random.key(seed)")
 
 
-def _observe_all(policy, q, k, v, is_vision, valid, key) -> tuple[tuple[Observed, ...], Array]:
-    require_key(policy, key)
+def _choose(policy, q, k, v, is_vision, valid, key) -> Selection:
     q, k, v, is_vision = (jnp.asarray(x) for x in (q, k, v, is_vision))
     fits = q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[2:] == k.shape[2:]
     if not fits or q.shape[1] % k.shape[1] or is_vision.shape != q.shape[2:3]:
@@ -167,12 +189,15 @@ def _observe_all(policy, q, k, v, is_vision, valid, key) -> tuple[tuple[Observed
                          "[L, K, T, H] twice and [T], with K dividing N")  # fmt: skip
     valid = jnp.ones(is_vision.shape, bool) if valid is None else jnp.asarray(valid)
     layers, length = q.shape[0], q.shape[2]
-    observed = tuple(
-        observe(policy, q[i], k[i], v[i], is_vision, valid, key, layer=i, layers=layers, max_instruction=length)
+    require_fit(policy, layers, key)
+    seen = [
+        see(policy, q[i], k[i], v[i], is_vision, valid, key, layer=i, layers=layers, max_instruction=length)
         for i in range(layers)
+    ]
+    return allocate_and_take(
+        policy,
+        tuple(observe(policy, obs) for obs in seen),
+        jnp.broadcast_to(is_vision, (layers, length)),
+        jnp.broadcast_to(valid, (layers, length)),
+        jnp.sum(seen[0].in_scope),
     )
-    return observed, valid
-
-
-def _total(policy: Policy, in_scope: Bool[Array, " T"], layers: int) -> Int[Array, ""]:
-    return jnp.asarray(policy.totals(layers=layers, most=in_scope.shape[0]))[jnp.sum(in_scope)]

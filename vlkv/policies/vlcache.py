@@ -55,7 +55,7 @@ class VLCache(Policy):
         return {"sparsity": 1 - jnp.sum(jnp.mean(counted, axis=0)) / jnp.maximum(entries, 1)}
 
     def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, ""], layers: int
+        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
     ) -> Int[Array, " L"]:
         """In proportion to 1 - sparsity, never below a hundredth of the tokens unless the whole budget is."""
         density = 1 - statistics["sparsity"]

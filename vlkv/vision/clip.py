@@ -6,6 +6,7 @@ stands before the first block, quick GELU, and the features are taken before the
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
@@ -36,6 +37,13 @@ class ClipBlock(nnx.Module):
         x = x + self.out(attention(self.query(h), self.key(h), self.value(h), causal=False))
         return x + self.down(quick_gelu(self.up(self.mlp_norm(x))))
 
+    def class_attention(self, x: Float[Array, "I V D"]) -> Float[Array, "I N V"]:
+        """The class token's row of the attention of this block: what it gives to itself and to every patch."""
+        h = self.attention_norm(x)
+        q, k = self.query(h[:, :1]), self.key(h)
+        logits = jnp.einsum("itnh,ivnh->inv", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+        return jax.nn.softmax(logits, axis=-1)
+
 
 class ClipTower(nnx.Module):
     """Patches, blocks up to the feature layer, class token dropped unless the config keeps it."""
@@ -50,11 +58,21 @@ class ClipTower(nnx.Module):
 
     def __call__(self, pixels: Float[Array, "I 3 h w"]) -> Float[Array, "I V D"]:
         """Features of every image, in raster order."""
+        return self.watch(pixels, ())[0]
+
+    def watch(
+        self, pixels: Float[Array, "I 3 h w"], blocks: tuple[int, ...]
+    ) -> tuple[Float[Array, "I V D"], list[Float[Array, "I N V"]]]:
+        """The same, with the class token's attention in some of the blocks that run (negative: from the last)."""
         c, images = self.config, pixels.shape[0]
         patches = rearrange(pixels, "i c (y a) (x b) -> i (y x) c a b", a=c.patch_size, b=c.patch_size)
         x = jnp.einsum("ivcab,dcab->ivd", patches, self.patch[...])
         first = jnp.broadcast_to(self.class_token[...], (images, 1, c.width))
         x = self.first_norm(jnp.concatenate([first, x], axis=1) + self.position.weight[...])
+        inputs = []
         for block in self.blocks:
+            inputs.append(x)
             x = block(x)
-        return x if c.keep_class_token else x[:, 1:]
+        skip = 0 if c.keep_class_token else 1
+        rows = [self.blocks[i].class_attention(inputs[i])[..., skip:] for i in blocks]
+        return x[:, skip:], rows

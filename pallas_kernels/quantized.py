@@ -1,0 +1,132 @@
+"""A pool of a few bits per number, KIVI's way: keys share a range per channel, values per token.
+
+Liu et al. 2024, "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (arXiv:2402.02750). Keys have channels
+that are large in every token, so their groups run along the slots; values have none, so theirs run along the channels.
+Within a group x is low + code * scale, code one of 2^bits whole numbers, low its least value (asymmetric).
+
+Axes: B batch · P pool slots · K key heads · H head dim · W = H bits / 8, bytes of a head · C slots of a slice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt8
+
+Axis = Literal["slots", "channels"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedPool:
+    """Stands where a pool [B, P, K, H] would; inside `vmap` for one row and head of it, [P, H].
+
+    Ranges have the dtype of the pool they were made of. A group's least value is then exact, and rounding the scale
+    costs nothing, since codes are chosen after it: in bfloat16 the top code misses the largest value by 6% of a step.
+    """
+
+    codes: UInt8[Array, "*slots"]  # [B, P, K, W], the first channel in the lowest bits
+    scale: Float[Array, "*groups"]  # [B, ceil(P / group), K, H] along slots, [B, P, K, ceil(H / group)] along channels
+    low: Float[Array, "*groups"]
+    bits: int = dataclasses.field(metadata={"static": True})
+    group: int = dataclasses.field(metadata={"static": True})  # the last one of an axis may be smaller
+    axis: Axis = dataclasses.field(metadata={"static": True})  # along which groups run
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the pool that this one stands for."""
+        return (*self.codes.shape[:-1], self.codes.shape[-1] * 8 // self.bits)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of what is read from it."""
+        return self.scale.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as allocated: codes and ranges."""
+        return self.codes.nbytes + self.scale.nbytes + self.low.nbytes
+
+
+def quantize(
+    x: Float[Array, "B P K H"], used: Bool[Array, "B P K"], *, bits: int = 4, group: int = 32, axis: Axis
+) -> QuantizedPool:
+    """The nearest of 2^bits values between the least and the largest of each group's used slots.
+
+    Args:
+        x: a pool.
+        used: its slots in use; free ones may hold anything, and read as some value of their group's range.
+        bits: 2 or 4.
+        group: how many numbers share a range.
+        axis: "slots" (keys) or "channels" (values).
+
+    Raises:
+        ValueError: an option that is not one of these, or a head that does not fill whole bytes.
+    """
+    head_dim = x.shape[-1]
+    if bits not in (2, 4) or group < 1 or axis not in ("slots", "channels"):
+        raise ValueError(f"quantize: bits={bits!r} must be 2 or 4, group={group!r} at least 1, "
+                         f'axis={axis!r} "slots" or "channels"')  # fmt: skip
+    if head_dim * bits % 8:
+        raise ValueError(f"quantize: {head_dim} channels of {bits} bits do not fill whole bytes")
+    along = 1 if axis == "slots" else 3
+    used = used[..., None]
+    low = jnp.min(_split(jnp.where(used, x, jnp.inf), along, group, jnp.inf), axis=along + 1)
+    high = jnp.max(_split(jnp.where(used, x, -jnp.inf), along, group, -jnp.inf), axis=along + 1)
+    unused = low > high
+    low, high = jnp.where(unused, 0, low), jnp.where(unused, 0, high)
+    top = 2**bits - 1
+    scale = ((high.astype(jnp.float32) - low.astype(jnp.float32)) / top).astype(x.dtype)
+
+    spread = [jnp.repeat(y.astype(jnp.float32), group, axis=along) for y in (low, jnp.where(scale > 0, scale, 1))]
+    least, step = (jax.lax.slice_in_dim(y, 0, x.shape[along], axis=along) for y in spread)
+    codes = jnp.clip(jnp.round((x.astype(jnp.float32) - least) / step), 0, top).astype(jnp.uint8)
+    return QuantizedPool(codes=_pack(codes, bits), scale=scale, low=low, bits=bits, group=group, axis=axis)
+
+
+def dequantize(pool: Float[Array, "B P K H"] | QuantizedPool) -> Float[Array, "B P K H"]:
+    """The whole pool as an array, which an array is already."""
+    if not isinstance(pool, QuantizedPool):
+        return pool
+    per_head = jax.vmap(lambda one: read(one, jnp.int32(0), pool.shape[1]), in_axes=1, out_axes=1)
+    return jax.vmap(per_head)(pool)
+
+
+def read(pool: Float[Array, "P H"] | QuantizedPool, first: Int[Array, ""], count: int) -> Float[Array, "C H"]:
+    """Slots first <= p < first + count of one head of a pool as an array; they need not begin with a group."""
+    if not isinstance(pool, QuantizedPool):
+        return jax.lax.dynamic_slice_in_dim(pool, first, count)
+    if pool.axis == "slots":
+        groups = min(-(-count // pool.group) + 1, pool.scale.shape[0])  # the slice may cut its first and its last one
+        begin = jnp.minimum(first // pool.group, pool.scale.shape[0] - groups)
+        skip = first - begin * pool.group
+    else:
+        groups, begin, skip = count, first, jnp.int32(0)
+
+    def spread(y: Array) -> Array:  # repeated, not gathered: 1.5 to 4 times as fast on a CPU
+        y = jax.lax.dynamic_slice_in_dim(y, begin, groups).astype(jnp.float32)
+        y = jnp.repeat(y, pool.group, axis=0 if pool.axis == "slots" else 1)
+        return jax.lax.dynamic_slice_in_dim(y, skip, count)[:, : pool.shape[-1]]
+
+    codes = _unpack(jax.lax.dynamic_slice_in_dim(pool.codes, first, count), pool.bits)
+    return (spread(pool.low) + codes * spread(pool.scale)).astype(pool.dtype)
+
+
+def _split(x: Array, axis: int, group: int, fill: float) -> Array:
+    """[.., n, ..] to [.., groups, group, ..], the last group filled up."""
+    pad = [(0, -n % group if i == axis else 0) for i, n in enumerate(x.shape)]
+    x = jnp.pad(x, pad, constant_values=fill)
+    return x.reshape(*x.shape[:axis], -1, group, *x.shape[axis + 1 :])
+
+
+def _pack(codes: UInt8[Array, "*B H"], bits: int) -> UInt8[Array, "*B W"]:
+    codes = codes.reshape(*codes.shape[:-1], -1, 8 // bits)
+    return jnp.sum(codes << jnp.arange(0, 8, bits, dtype=jnp.uint8), axis=-1, dtype=jnp.uint8)
+
+
+def _unpack(codes: UInt8[Array, "*B W"], bits: int) -> UInt8[Array, "*B H"]:
+    parts = codes[..., None] >> jnp.arange(0, 8, bits, dtype=jnp.uint8) & jnp.uint8(2**bits - 1)
+    return parts.reshape(*codes.shape[:-1], -1)

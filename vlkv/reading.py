@@ -1,0 +1,136 @@
+"""Reading a prompt: all layers over all tokens, and where a policy asks for it, over fewer and fewer of them.
+
+Axes: B batch · T prompt · t tokens that one layer sees · N, K heads · H head dim · A position axes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from vlkv.attention import attention
+from vlkv.inputs import Inputs
+from vlkv.models import Model
+from vlkv.observe import Observation
+from vlkv.policies.policy import Policy
+from vlkv.policies.selection import require_fit, see
+from vlkv.tokens import Tokens, shorten
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerPrompt:
+    """What one layer would put into a full cache, and the queries that judge it."""
+
+    q: Float[Array, "B t N H"]  # rotated
+    k: Float[Array, "B t K H"]
+    v: Float[Array, "B t K H"]
+    is_vision: Bool[Array, "B t"]
+    valid: Bool[Array, "B t"]
+    stays: Bool[Array, "B t"]  # may be cached
+    source: Int[Array, "B t"]  # which token of the prompt it is
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A prompt that has been read."""
+
+    layers: tuple[LayerPrompt, ...]
+    is_vision: Bool[Array, "B T"]
+    valid: Bool[Array, "B T"]
+    next_position: Int[Array, "B A"]
+    logits: Float[Array, "B vocab"]  # of the first new token
+    max_vision: int = dataclasses.field(metadata={"static": True})
+    max_text: int = dataclasses.field(metadata={"static": True})
+    max_instruction: int = dataclasses.field(metadata={"static": True})
+    max_images: int = dataclasses.field(metadata={"static": True})
+    reducer: Policy | None = dataclasses.field(metadata={"static": True})  # which policy shortened it
+
+
+def read_prompt(
+    params: Model, inputs: Inputs, policy: Policy | None = None, *, key: Key[Array, ""] | None = None
+) -> Prompt:
+    """The prompt through all layers. Outside of one jit with `fill_cache` it holds all queries, keys and values.
+
+    Args:
+        params: the model.
+        inputs: from the processor.
+        policy: matters only if it shortens the prompt on its way.
+        key: for policies that shorten it at random.
+
+    Raises:
+        InputError: the policy does not fit the model, or needs a key, or a tower with a class token.
+    """
+    inputs = jax.tree.map(jnp.asarray, inputs)
+    layers = len(params.decoder.layers)
+    reducer = None if policy is None else policy.reducer
+    if policy is not None:
+        require_fit(policy, layers, key)
+    after = () if reducer is None or inputs.max_vision == 0 else reducer.reductions(layers)
+    tokens, vision = _begin(params, inputs, reducer if after else None), inputs.max_vision
+    read: list[LayerPrompt] = []
+    for i, layer in enumerate(params.decoder.layers):
+        if reducer is not None and i in after:
+            stage = after.index(i)
+            obs = _seen(reducer, read[-1], key, i - 1, layers, inputs.max_instruction) if read else None
+            tokens, kept = jax.vmap(lambda t, o, stage=stage: reducer.reduce(t, o, stage=stage))(tokens, obs)
+            vision = min(vision, reducer.remaining(stage=stage, vision=vision, images=inputs.max_images))
+            length = min(tokens.x.shape[1], vision + inputs.max_text)
+            tokens = jax.vmap(lambda t, k, length=length: shorten(t, k, length))(tokens, kept)
+            if reducer.forgets:
+                read = [_without(r, tokens, inputs.valid.shape[1]) for r in read]
+        q, k, v = layer.project(tokens.x, tokens.positions)
+        x = layer.finish(tokens.x, attention(q, k, v, valid=tokens.valid))
+        tokens = dataclasses.replace(tokens, x=x)
+        read.append(
+            LayerPrompt(
+                q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, stays=tokens.valid, source=tokens.source
+            )
+        )
+    # A prompt that ends with an image is continued from the last of its tokens that is left.
+    last = jnp.max(jnp.where(tokens.valid, jnp.arange(tokens.valid.shape[1]), 0), axis=1)
+    return Prompt(
+        layers=tuple(read), is_vision=inputs.is_vision, valid=inputs.valid,
+        next_position=jnp.max(jnp.where(inputs.valid[..., None], inputs.positions, -1), axis=1) + 1,
+        logits=params.decoder.logits(tokens.x[jnp.arange(len(last)), last]),
+        max_vision=inputs.max_vision, max_text=inputs.max_text, max_instruction=inputs.max_instruction,
+        max_images=inputs.max_images, reducer=reducer,
+    )  # fmt: skip
+
+
+def _begin(params: Model, inputs: Inputs, reducer: Policy | None) -> Tokens:
+    tower = None
+    if reducer is not None and reducer.watches:
+        x, tower = params.watch(inputs, reducer.watches)
+    else:
+        x = params.embed(inputs)
+    return Tokens(
+        x=x, positions=inputs.positions, is_vision=inputs.is_vision, valid=inputs.valid,
+        source=jnp.broadcast_to(jnp.arange(x.shape[1]), inputs.valid.shape), size=jnp.ones(inputs.valid.shape),
+        grid=inputs.grid, tower=tower,
+    )  # fmt: skip
+
+
+def _seen(
+    policy: Policy, read: LayerPrompt, key: Key[Array, ""] | None, layer: int, layers: int, max_instruction: int
+) -> Observation:
+    """A layer of all rows, as `reduce` sees it under vmap."""
+    keys = None if key is None else jax.random.split(key, read.valid.shape[0])
+
+    def look(q: Any, k: Any, v: Any, is_vision: Any, valid: Any, key: Any) -> Observation:
+        return see(policy, q, k, v, is_vision, valid, key, layer=layer, layers=layers, max_instruction=max_instruction)
+
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (read.q, read.k, read.v))
+    return jax.vmap(look)(q, k, v, read.is_vision, read.valid, keys)
+
+
+def _without(read: LayerPrompt, tokens: Tokens, length: int) -> LayerPrompt:
+    """A layer that no longer caches what a later reduction dropped."""
+    row = jnp.arange(tokens.valid.shape[0])[:, None]
+    alive = jnp.zeros((tokens.valid.shape[0], length), bool).at[row, tokens.source].set(tokens.valid)
+    return dataclasses.replace(read, stays=read.stays & alive[row, read.source])
