@@ -49,16 +49,28 @@ def _logits(decoder, x):
     return _norm(x, decoder.norm) @ _array(table.weight).T
 
 
-def prefill(decoder, x):
-    """x [T, D] of one row without padding -> logits of the last token, and per layer q, k, v [T, heads, H]."""
+def prefill(decoder, x, positions=None, reduce=None):
+    """x [T, D] of one row without padding -> logits of the last token, and per layer q, k, v [T, heads, H].
+
+    reduce: {number of layers: f(x, q, k, places) -> (x, kept)} with `places` the tokens that are left, `kept` indices
+    into them; later layers hold NaN where a token is gone.
+    """
     x = np.asarray(x, np.float64)
-    positions, layers = np.arange(len(x)), []
-    for layer in decoder.layers:
-        q, k, v = _project(layer, x, positions, layer.rope_theta)
+    length = len(x)
+    places, layers = np.arange(length), []
+    positions = places if positions is None else np.asarray(positions)
+    for i, layer in enumerate(decoder.layers):
+        if reduce and i in reduce:
+            before = (x, q[places], k[places]) if i else (x, None, None)
+            x, kept = reduce[i](*before, places)
+            x, places = x[kept], places[kept]
+        part = _project(layer, x, positions[places], layer.rope_theta)
+        q, k, v = (np.full((length, *y.shape[1:]), np.nan) for y in part)
+        q[places], k[places], v[places] = part
         groups = q.shape[1] // k.shape[1]
-        logits = np.einsum("tnh,snh->nts", q, np.repeat(k, groups, 1)) / np.sqrt(q.shape[-1])
+        logits = np.einsum("tnh,snh->nts", part[0], np.repeat(part[1], groups, 1)) / np.sqrt(q.shape[-1])
         weights = _softmax(np.where(np.tri(len(x), dtype=bool), logits, -np.inf))
-        x = _finish(layer, x, np.einsum("nts,snh->tnh", weights, np.repeat(v, groups, 1)))
+        x = _finish(layer, x, np.einsum("nts,snh->tnh", weights, np.repeat(part[2], groups, 1)))
         layers.append((q, k, v))
     return _logits(decoder, x[-1]), layers
 

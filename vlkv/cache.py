@@ -8,12 +8,14 @@ sum, so a pool wastes nothing where L padded rectangles would.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import QuantizedPool, quantize
 from vlkv.memory import Memory
 from vlkv.policies.policy import Policy
 
@@ -25,8 +27,8 @@ ALIGNMENT = 16  # slots: every segment starts on a bf16 tile
 class PackedCache:
     """A compressed cache during decoding. The pool is read-only; the tail grows by one slot per step."""
 
-    k: Float[Array, "B P K H"]
-    v: Float[Array, "B P K H"]
+    k: Float[Array, "B P K H"] | QuantizedPool
+    v: Float[Array, "B P K H"] | QuantizedPool
     token: Int[Array, "B P K"]  # which prompt token lies in each slot; -1: free
     start: Int[Array, "L B K"]  # first slot of each layer's segment
     length: Int[Array, "L B K"]  # slots in use: vision entries first, then text
@@ -44,9 +46,9 @@ class PackedCache:
         return sum(x.nbytes for x in (self.k, self.v, *self.tail_k, *self.tail_v))
 
 
-def align(n: Any) -> Any:
+def align(n: Any, tile: int = ALIGNMENT) -> Any:
     """Rounds up to a whole number of tiles."""
-    return -(-n // ALIGNMENT) * ALIGNMENT
+    return -(-n // tile) * tile
 
 
 def pool_slots(policy: Policy, *, layers: int, vision: int, text: int, new_tokens: int, images: int = 1) -> int:
@@ -65,8 +67,13 @@ def pool_slots(policy: Policy, *, layers: int, vision: int, text: int, new_token
 
 def _pool(policy: Policy, layers: int, vision: int, text: int, images: int) -> int:
     # Every segment may waste up to a tile less one slot; it can never waste more than a whole row would.
-    kept = policy.bound(layers=layers, vision=vision, text=text, images=images)
-    return align(min(kept + layers * (ALIGNMENT - 1), layers * align(vision + text)))
+    kept, tile = policy.bound(layers=layers, vision=vision, text=text, images=images), _tile(policy)
+    return align(min(kept + layers * (tile - 1), layers * align(vision + text, tile)), tile)
+
+
+def _tile(policy: Policy) -> int:
+    """Slots that a segment is rounded up to: no group of quantised keys reaches into two layers."""
+    return ALIGNMENT if policy.storage is None else math.lcm(ALIGNMENT, policy.storage.group)
 
 
 def pack(
@@ -83,12 +90,15 @@ def pack(
     max_images: int,
     new_tokens: int,
 ) -> PackedCache:
-    """Moves the kept entries of all layers into one pool; `source` says which prompt token each of a layer's is."""
+    """Moves the kept entries of all layers into one pool; `source` says which prompt token each of a layer's is.
+
+    Where the policy quantises the pool, the tail stays as it comes: it is KIVI's recent window in full precision.
+    """
     layers, (batch, heads, _, head_dim) = len(k), k[0].shape
     slots = _pool(policy, layers, max_vision, max_text, max_images)
     counts = jnp.stack([jnp.sum(mask, axis=-1, dtype=jnp.int32) for mask in kept])  # [L, B, K]
-    ends = jnp.cumsum(align(counts), axis=0)
-    start = ends - align(counts)
+    rounded = align(counts, _tile(policy))
+    start = jnp.cumsum(rounded, axis=0) - rounded
     row = jnp.arange(batch)[:, None, None]
     head = jnp.arange(heads)[:, None]
 
@@ -106,8 +116,14 @@ def pack(
     def tail() -> tuple[Array, ...]:  # twice: buffers that are shared could not be donated
         return tuple(jnp.zeros((batch, new_tokens, heads, head_dim), k[0].dtype) for _ in range(layers))
 
+    packed_k: Array | QuantizedPool = pool_k
+    packed_v: Array | QuantizedPool = pool_v
+    if policy.storage is not None:
+        bits, group = policy.storage
+        packed_k = quantize(pool_k, token >= 0, bits=bits, group=group, axis="slots")
+        packed_v = quantize(pool_v, token >= 0, bits=bits, group=group, axis="channels")
     return PackedCache(
-        k=pool_k, v=pool_v, token=token, start=start, length=counts, tail_k=tail(), tail_v=tail(),
+        k=packed_k, v=packed_v, token=token, start=start, length=counts, tail_k=tail(), tail_v=tail(),
         used=jnp.int32(0), next_position=next_position, softmax_n=policy.softmax_n,
     )  # fmt: skip
 

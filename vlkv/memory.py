@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import combine, decode_attention
+from pallas_kernels import QuantizedPool, combine, decode_attention
 
 
 @jax.tree_util.register_dataclass
@@ -83,7 +83,7 @@ def arrive(memory: Memory) -> Memory:
 
 def attend(
     q: Float[Array, "B N H"],
-    segment: tuple[Array, Array, Array, Array],
+    segment: tuple[Array | QuantizedPool, Array | QuantizedPool, Array, Array],
     tail: tuple[Array, Array, Array, Array],
     memory: Memory,
     *,

@@ -6,7 +6,7 @@ Axes: B batch · T prompt · t tokens that one layer sees · N, K heads · H hea
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from vlkv.attention import attention
 from vlkv.inputs import Inputs
 from vlkv.models import Model
-from vlkv.observe import Observation
 from vlkv.policies.policy import Policy
 from vlkv.policies.selection import require_fit, see
 from vlkv.tokens import Tokens, shorten
@@ -26,13 +25,13 @@ from vlkv.tokens import Tokens, shorten
 class LayerPrompt:
     """What one layer would put into a full cache, and the queries that judge it."""
 
-    q: Float[Array, "B t N H"]  # rotated
-    k: Float[Array, "B t K H"]
-    v: Float[Array, "B t K H"]
-    is_vision: Bool[Array, "B t"]
-    valid: Bool[Array, "B t"]
-    stays: Bool[Array, "B t"]  # may be cached
-    source: Int[Array, "B t"]  # which token of the prompt it is
+    q: Float[Array, "*B t N H"]  # rotated
+    k: Float[Array, "*B t K H"]
+    v: Float[Array, "*B t K H"]
+    is_vision: Bool[Array, "*B t"]
+    valid: Bool[Array, "*B t"]
+    stays: Bool[Array, "*B t"]  # may be cached
+    source: Int[Array, "*B t"]  # which token of the prompt it is
 
 
 @jax.tree_util.register_dataclass
@@ -77,11 +76,14 @@ def read_prompt(
     for i, layer in enumerate(params.decoder.layers):
         if reducer is not None and i in after:
             stage = after.index(i)
-            obs = _seen(reducer, read[-1], key, i - 1, layers, inputs.max_instruction) if read else None
-            tokens, kept = jax.vmap(lambda t, o, stage=stage: reducer.reduce(t, o, stage=stage))(tokens, obs)
             vision = min(vision, reducer.remaining(stage=stage, vision=vision, images=inputs.max_images))
             length = min(tokens.x.shape[1], vision + inputs.max_text)
-            tokens = jax.vmap(lambda t, k, length=length: shorten(t, k, length))(tokens, kept)
+            reduce = partial(
+                _reduce, reducer, stage=stage, layer=i - 1, layers=layers, max_instruction=inputs.max_instruction,
+                length=length,
+            )  # fmt: skip
+            keys = None if key is None else jax.random.split(key, inputs.valid.shape[0])
+            tokens = jax.vmap(reduce)(tokens, read[-1] if read else None, keys)
             if reducer.forgets:
                 read = [_without(r, tokens, inputs.valid.shape[1]) for r in read]
         q, k, v = layer.project(tokens.x, tokens.positions)
@@ -116,17 +118,28 @@ def _begin(params: Model, inputs: Inputs, reducer: Policy | None) -> Tokens:
     )  # fmt: skip
 
 
-def _seen(
-    policy: Policy, read: LayerPrompt, key: Key[Array, ""] | None, layer: int, layers: int, max_instruction: int
-) -> Observation:
-    """A layer of all rows, as `reduce` sees it under vmap."""
-    keys = None if key is None else jax.random.split(key, read.valid.shape[0])
-
-    def look(q: Any, k: Any, v: Any, is_vision: Any, valid: Any, key: Any) -> Observation:
-        return see(policy, q, k, v, is_vision, valid, key, layer=layer, layers=layers, max_instruction=max_instruction)
-
-    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (read.q, read.k, read.v))
-    return jax.vmap(look)(q, k, v, read.is_vision, read.valid, keys)
+def _reduce(
+    policy: Policy,
+    tokens: Tokens,
+    read: LayerPrompt | None,
+    key: Key[Array, ""] | None,
+    *,
+    stage: int,
+    layer: int,
+    layers: int,
+    max_instruction: int,
+    length: int,
+) -> Tokens:
+    """One stage on one row, which then has `length` places."""
+    obs = None
+    if read is not None:
+        q, k, v = (jnp.swapaxes(x, 0, 1) for x in (read.q, read.k, read.v))
+        obs = see(
+            policy, q, k, v, read.is_vision, read.valid, key,
+            layer=layer, layers=layers, max_instruction=max_instruction,
+        )  # fmt: skip
+    changed, kept = policy.reduce(tokens, obs, stage=stage)
+    return shorten(changed, kept & tokens.valid, length)
 
 
 def _without(read: LayerPrompt, tokens: Tokens, length: int) -> LayerPrompt:

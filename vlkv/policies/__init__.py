@@ -9,11 +9,13 @@ from typing import Any
 from vlkv.errors import InputError
 from vlkv.policies.aircache import AirCache
 from vlkv.policies.avl import AVL
+from vlkv.policies.compose import Composed, compose
 from vlkv.policies.csp import CSP
 from vlkv.policies.elastic import ElasticCache
 from vlkv.policies.fastv import FastV
 from vlkv.policies.full import Full
 from vlkv.policies.h2o import H2O
+from vlkv.policies.kivi import KIVI
 from vlkv.policies.lookm import LookM
 from vlkv.policies.policy import Policy, policy
 from vlkv.policies.prefixkv import PrefixKV
@@ -30,7 +32,7 @@ registry: dict[str, type[Policy]] = {
     for cls in (
         Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AirCache, PrefixKV,
         AVL, ImgRandom, VLCache, ElasticCache, LookM, RoCo, CSP,
-        FastV,
+        FastV, KIVI,
     )
 }  # fmt: skip
 
@@ -56,7 +58,7 @@ def make(name: str, /, **options: Any) -> Policy:
 
 
 __all__ = [
-    "AVL", "CSP", "H2O", "AirCache", "ElasticCache", "FastV", "Full", "ImgRandom", "LookM", "Policy", "PrefixKV", "PyramidKV",
-    "Random", "RoCo", "Selection", "SnapKV", "StreamingLLM", "VLCache", "compress", "make", "named", "policy",
+    "AVL", "CSP", "H2O", "KIVI", "AirCache", "Composed", "ElasticCache", "FastV", "Full", "ImgRandom", "LookM", "Policy", "PrefixKV", "PyramidKV",
+    "Random", "RoCo", "Selection", "SnapKV", "StreamingLLM", "VLCache", "compose", "compress", "make", "named", "policy",
     "registry", "select",
 ]  # fmt: skip

@@ -6,11 +6,16 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from vlkv import budgets
 from vlkv.memory import Memory, evict, rank_by_place
-from vlkv.observe import Observation, column_sums, head_mean, last, rows_mass
+from vlkv.observe import Observation, column_sums, head_mean, last, rows_mass, top
 from vlkv.policies.policy import Policy, Scope, policy
+from vlkv.tokens import Tokens
+
+_EARLY = 2  # layers of prefill that see the whole image
 
 
 @policy
@@ -22,38 +27,82 @@ class AVL(Policy):
     part; at every `refresh`-th (K, counted from 1) all secondary tokens do, and that step's attention names the new
     core. Text may have a window of `text` (T) times the longest text that the row can have, prompt and new tokens: over
     it, the entry with the least accumulated attention among the first half leaves, after prefill and after every step.
-    All choices are the same for all heads. P, the share of vision tokens that survives the second layer of prefill, is
-    not implemented yet.
+    All choices are the same for all heads. `prefill` (P) of the vision tokens, ranked in the same way, go on after the
+    second layer of prefill; the others leave the caches of the first two layers too.
 
     Attributes:
         core: C; None: all secondary tokens are attended to.
         refresh: K.
         text: T; None: all text stays.
+        prefill: P, a fraction of the image's tokens; None: all go on.
     """
 
     scope: Scope = "vision"
     core: float | None = 0.3
     refresh: int = 3
     text: float | None = None
+    prefill: float | None = None
     paper = "Zhang et al. 2024, A-VL: Adaptive Attention for Large Vision-Language Models"
     equations = "Eq. 1, Secs. 4.1, 4.2"
-    stages = "score, step"
+    stages = "reduce, score, step"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("scope", self.scope == "vision", 'must be "vision": text has its own window')
         self.check("refresh", self.refresh >= 1, "must be at least 1")
-        for name in ("core", "text"):
+        for name in ("core", "text", "prefill"):
             value = getattr(self, name)
             self.check(
                 name, value is None or (isinstance(value, (int, float)) and 0 < value <= 1), "must lie in (0, 1]"
             )
         fits = self.core is None or self.keep is None or self.core <= self.keep
         self.check("core", fits, f"must not exceed keep={self.keep!r}: the core is part of the secondary set")
+        fits = self.prefill is None or self.keep is None or self.keep <= self.prefill
+        self.check("prefill", fits, f"must not be less than keep={self.keep!r}: what is dropped cannot be kept")
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Head-mean attention row of the last token (Eq. 1)."""
         return head_mean(rows_mass(obs, last(obs.valid, 1), 1), obs.k.shape[0])
+
+    @property
+    def reducer(self) -> Policy | None:
+        """Itself, with P."""
+        return None if self.prefill is None else self
+
+    def reductions(self, layers: int) -> tuple[int, ...]:
+        """After the second layer."""
+        return () if self.prefill is None else (_EARLY,)
+
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
+        """P of the image."""
+        del stage
+        assert obs is not None
+        vision = tokens.valid & tokens.is_vision
+        count = jnp.asarray(self.going_on(vision.shape[0]))[jnp.sum(vision)]
+        return tokens, (tokens.valid & ~tokens.is_vision) | top(self.score(obs)[:1], vision, count[None])[0]
+
+    def going_on(self, most: int) -> Int[np.ndarray, " counts"]:
+        """P of every number 0..most of vision tokens, rounded half up."""
+        return budgets.totals(self.prefill, None, layers=1, most=most)
+
+    def remaining(self, *, stage: int, vision: int, images: int) -> int:
+        """P of the bound."""
+        del stage, images
+        return int(self.going_on(vision)[-1])
+
+    @property
+    def forgets(self) -> bool:
+        """Yes."""
+        return True
+
+    def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
+        """S counts the image's own tokens, not those that P has left."""
+        return jnp.minimum(jnp.asarray(self.totals(layers=layers, most=most))[seen], jnp.sum(counts))
+
+    def bound(self, *, layers: int, vision: int, text: int, images: int = 1) -> int:
+        """As `total`."""
+        del images
+        return int(self.totals(layers=layers, most=vision)[-1]) + layers * text
 
     @property
     def acts(self) -> bool:

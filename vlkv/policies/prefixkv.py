@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import budgets
-from vlkv.memory import Memory, evict, rank_by_place
+from vlkv.errors import InputError
+from vlkv.memory import Memory
+from vlkv.merging import dropped, fold, nearest_key, nearest_place
 from vlkv.observe import Observation, column_sums, first, head_mean, last
+from vlkv.policies.fixed_distance import evict_at_distance
 from vlkv.policies.policy import Policy, Statistics, policy
+
+_TOLERANCE = 5  # tokens off the target at which the published search stops
+_HALVINGS = 24  # of [0, 1] that a float32 can tell apart
 
 
 @policy
@@ -23,24 +32,63 @@ class PrefixKV(Policy):
     fixed distance from the newest leaves, as in Elastic Cache; where there are no more entries than that, the middle
     one. Under scope="vision" new tokens are text, so nothing leaves.
 
+    The published code counts what is forgotten, sinks and the recent token apart; its search stops within 5 tokens of
+    the target, and scaling and truncating what it found may keep up to L - 1 tokens more than asked. While decoding it
+    deletes at the rank, by age, that lies `distance` before the end of the prompt's entries. Both are
+    variant="released"; that its new positions restart from the compressed length is not offered.
+
     Attributes:
         sinks: first tokens that always stay.
         recent: last tokens that always stay.
         distance: the entry that leaves while decoding is the `distance`-th newest; None: nothing leaves.
+        merging: what is dropped is averaged into the kept entry nearest by "position" or by "cosine" of the keys
+            (Table 12), or goes, "none".
+        profile: shares of the tokens that the layers keep, measured offline (`vlkv.profiles`), in place of the search;
+            the budget is spent in their proportion. None: searched for every prompt.
+        variant: "paper", or "released" as the published code.
     """
 
     sinks: int = 1
     recent: int = 1
     distance: int | None = 25
+    merging: Literal["none", "position", "cosine"] = "none"
+    profile: tuple[float, ...] | None = None
+    variant: Literal["paper", "released"] = "paper"
     paper = "Wang et al. 2024, PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need"
     equations = "Eq. 1, Alg. 1"
-    stages = "score, allocate, step"
+    stages = "score, allocate, merge, step"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("sinks", self.sinks >= 0, "must not be negative")
         self.check("recent", self.recent >= 0, "must not be negative")
-        self.check("distance", self.distance is None or self.distance >= 1, "must be at least 1")
+        whole = self.distance is None or (isinstance(self.distance, int) and self.distance >= 1)
+        self.check("distance", whole, "must be a whole number of at least 1, or None")
+        self.check("merging", self.merging in ("none", "position", "cosine"), "is none of none, position, cosine")
+        shares = self.profile is None or (isinstance(self.profile, tuple) and all(map(_is_share, self.profile)))
+        self.check("profile", shares, "must be a tuple of fractions in (0, 1], one per layer, or None")
+        self.check("variant", self.variant in ("paper", "released"), 'must be "paper" or "released"')
+
+    def check_model(self, layers: int) -> None:
+        """Raises InputError if the profile is of another depth."""
+        super().check_model(layers)
+        if self.profile is not None and len(self.profile) != layers:
+            raise InputError(f"PrefixKV: profile has {len(self.profile)} layers, the model has {layers}")
+
+    @property
+    def slack(self) -> bool:
+        """Whether the layers may keep a little more than the budget together."""
+        return self.variant == "released" and self.profile is None
+
+    def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
+        """The budget, and what truncation may add to it."""
+        total = super().total(counts, seen, layers=layers, most=most)
+        return jnp.minimum(total + layers - 1, jnp.sum(counts)) if self.slack else total
+
+    def bound(self, *, layers: int, vision: int, text: int, images: int = 1) -> int:
+        """As `total`."""
+        bound = super().bound(layers=layers, vision=vision, text=text, images=images)
+        return min(bound + layers - 1, layers * (vision + text)) if self.slack else bound
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Head-mean column sums."""
@@ -62,11 +110,34 @@ class PrefixKV(Policy):
     ) -> Int[Array, " L"]:
         """R_l: a layer takes its (o + 1)-th token exactly if P_l(o) lies below the common threshold."""
         cumulative = statistics["cumulative"]
+        protected = self.sinks + self.recent if self.scope == "all" else 0
+        if self.slack:
+            count = jnp.sum(most)
+            exact = jnp.where(total < count, total - (layers - 1), count)
+            return released_budgets(cumulative, total=total, exact=exact, most=most, protected=protected)
+        least = jnp.minimum(max(protected, 1), total // layers)
+        if self.profile is not None:
+            share = jnp.array(self.profile, jnp.float32) * most
+            real = share * (total / jnp.maximum(jnp.sum(share), 1e-30))
+            return budgets.apportion(real, total, floor=jnp.minimum(least, most), ceiling=most)
         place = jnp.arange(cumulative.shape[1])
         before = jnp.pad(cumulative, [(0, 0), (1, 0)])[:, :-1]
-        least = jnp.minimum(self.sinks + self.recent if self.scope == "all" else 1, total // layers)
         gates = jnp.where(place < least, 0.0, jnp.where(place < most[:, None], before, jnp.inf))
         return budgets.smallest(gates, total)
+
+    def merge(
+        self,
+        k: Float[Array, "K T H"],
+        v: Float[Array, "K T H"],
+        kept: Bool[Array, "K T"],
+        scores: Float[Array, "K T"],
+    ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
+        """The mean over each kept entry and the dropped ones that match it; values follow their keys."""
+        if self.merging == "none":
+            return k, v
+        target = nearest_place(kept) if self.merging == "position" else nearest_key(k, kept)[0]
+        gone = dropped(kept, scores)
+        return fold(k, k, target, gone), fold(v, v, target, gone)
 
     @property
     def acts(self) -> bool:
@@ -77,10 +148,59 @@ class PrefixKV(Policy):
         """Lets one entry go if the layer holds more than its share of what has been seen."""
         del mass
         assert self.distance is not None
-        prompt = memory.vision + memory.text
-        share = -(-(memory.capacity * (prompt + memory.steps)) // jnp.maximum(prompt, 1))
-        count = jnp.sum(memory.stored, axis=-1)
-        leaving = jnp.where(count > self.distance, count - self.distance, count // 2)
-        rank = rank_by_place(memory, memory.stored)
-        over = memory.stored & (rank == leaving[:, None]) & (count > share)[:, None]
-        return evict(memory, over, rank.astype(jnp.float32))
+        moving = self.variant == "paper"
+        return evict_at_distance(memory, self.distance, capacity=memory.capacity, moving=moving)
+
+
+def found_forget_counts(
+    cumulative: Float[Array, "L T"], target: Int[Array, ""], most: Int[Array, " L"], *, protected: int
+) -> Int[Array, " L"]:
+    """What the published search finds: tokens to forget besides the protected ones, within 5 of `target` together.
+
+    Where no threshold comes as near, the last of 24 is taken; the published loop would not end.
+    """
+
+    def counts(p: Float[Array, ""]) -> Int[Array, " L"]:
+        return jnp.maximum(most - (jnp.sum(cumulative < p, axis=1) + 1) - protected, 0)
+
+    def halve(_: int, state: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
+        low, high, p, done = state
+        middle = (low + high) / 2
+        found = jnp.sum(counts(middle))
+        few = found < target
+        return (
+            jnp.where(done | few, low, middle),
+            jnp.where(done | ~few, high, middle),
+            jnp.where(done, p, middle),
+            done | (jnp.abs(found - target) < _TOLERANCE),
+        )
+
+    zero = jnp.float32(0)
+    return counts(jax.lax.fori_loop(0, _HALVINGS, halve, (zero, jnp.float32(1), zero, jnp.array(False)))[2])
+
+
+def scaled_forget_counts(found: Int[Array, " L"], target: Int[Array, ""]) -> Int[Array, " L"]:
+    """What was found, scaled to sum to `target` and truncated."""
+    total = jnp.sum(found)
+    # As a difference, which is small: the product of a count and the target would be rounded in float32.
+    return found + jnp.floor(found * (target - total) / jnp.maximum(total, 1)).astype(found.dtype)
+
+
+def released_budgets(
+    cumulative: Float[Array, "L T"],
+    *,
+    total: Int[Array, ""],
+    exact: Int[Array, ""],
+    most: Int[Array, " L"],
+    protected: int,
+) -> Int[Array, " L"]:
+    """Budgets as the published code computes them for `exact` tokens, never more than `total`, at least one each."""
+    target = jnp.sum(most) - exact
+    forgotten = scaled_forget_counts(found_forget_counts(cumulative, target, most, protected=protected), target)
+    kept = jnp.clip(most - forgotten, jnp.minimum(max(protected, 1), most), most)
+    # Where next to nothing may stay, the protected tokens alone can pass the total.
+    return budgets.apportion(kept, jnp.minimum(jnp.sum(kept), total), floor=jnp.minimum(1, most), ceiling=most)
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1

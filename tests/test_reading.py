@@ -1,0 +1,218 @@
+"""Prompts that get shorter on their way through the layers, and policies made of several: against float64 numpy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import vlkv
+from vlkv import policies
+from vlkv.cache import pool_slots
+from vlkv.policies import compose
+
+from . import reference
+from .models import tiny_llava, unequal_batch
+from .test_decode import FORCED, kept_entries
+
+LAYERS, KV_HEADS = 3, 2
+
+
+@pytest.fixture(scope="module")
+def params():
+    return tiny_llava()
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return unequal_batch(padding="left")
+
+
+prefill = jax.jit(vlkv.prefill, static_argnames="new_tokens")
+step = jax.jit(vlkv.decode_step)
+
+
+def row_of(params, batch, row):
+    """Embeddings of a row without its padding, and which of them are vision."""
+    x = np.asarray(params.embed(jax.tree.map(jnp.asarray, batch)))
+    return x[row, batch.valid[row]], np.asarray(batch.is_vision)[row, batch.valid[row]]
+
+
+def last_row(q, k):
+    """Head-mean attention of the last token."""
+    logits = np.einsum("nh,snh->ns", q[-1], np.repeat(k, q.shape[1] // k.shape[1], 1)) / np.sqrt(q.shape[-1])
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return (weights / weights.sum(-1, keepdims=True)).mean(0)
+
+
+def best(scores, among, count):
+    """Indices of the `count` largest, ties to the earlier."""
+    order = np.argsort(np.where(among, -scores, np.inf), kind="stable")
+    return np.isin(np.arange(len(scores)), order[:count])
+
+
+def by_last_row(is_vision, fraction):
+    """A reduction that keeps a fraction of the vision tokens by the last row of the layer before."""
+
+    def reduce(x, q, k, places):
+        vision = is_vision[places]
+        count = max(1, int(np.floor(fraction * vision.sum() + 0.5)))
+        return x, np.flatnonzero(~vision | best(last_row(q, k), vision, count))
+
+    return reduce
+
+
+def check(params, batch, policy, reduce, expected_kept=None):
+    """Logits of prefill and of forced steps, and what the cache holds, for every row."""
+    cache, logits = prefill(params, batch, policy, new_tokens=8)
+    kept = [kept_entries(cache, batch, row) for row in range(3)]
+    ours = [logits]
+    for i in range(FORCED.shape[1]):
+        cache, logits = step(params, cache, FORCED[:, i])
+        ours.append(logits)
+    ours = np.stack(ours, axis=1)
+    for row in range(3):
+        x, is_vision = row_of(params, batch, row)
+        first, layers = reference.prefill(params.decoder, x, reduce=reduce(is_vision) if is_vision.any() else None)
+        held = np.stack([np.isfinite(k[:, :, 0]).T for _, k, _ in layers])  # [L, K, T]
+        wanted = held if expected_kept is None else expected_kept(held, layers, is_vision)
+        np.testing.assert_array_equal(kept[row], wanted)
+        later = reference.decode(params.decoder, layers, kept[row], FORCED[row], policy.softmax_n)
+        np.testing.assert_allclose(ours[row], np.concatenate([first[None], later]), atol=1e-4)
+
+
+@pytest.mark.parametrize("policy", [policies.FastV(keep=0.3), policies.FastV(keep=0.01, layer=1)], ids=repr)
+def test_fastv_drops_vision_tokens_after_its_layer_and_nothing_else(params, batch, policy):
+    check(params, batch, policy, lambda is_vision: {policy.layer: by_last_row(is_vision, policy.keep)})
+
+
+def test_avl_drops_p_after_the_second_layer_from_all_caches_and_keeps_s_of_the_original_count(params, batch):
+    policy = policies.AVL(keep=0.4, core=None, prefill=0.6)
+
+    def expected(held, layers, is_vision):
+        kept = np.zeros_like(held)
+        count, left = is_vision.sum(), held[2, 0] & is_vision
+        for layer, (q, k, _) in enumerate(layers):
+            total = int(np.floor(0.4 * LAYERS * count + 0.5))
+            budget = total // LAYERS + (layer < total % LAYERS)
+            scores = np.full(len(is_vision), -1.0)
+            there = held[layer, 0]
+            scores[there] = last_row(q[there], k[there])
+            kept[layer] = ~is_vision | (best(scores, left, budget) & left)
+        return kept
+
+    check(params, batch, policy, lambda is_vision: {2: by_last_row(is_vision, 0.6)}, expected)
+
+
+def test_a_composed_policy_evicts_from_what_a_shortened_prompt_leaves(params, batch):
+    """FastV, then the last row again: its share of every layer's own tokens, largest remainders to lower layers."""
+    policy = compose(policies.AVL(keep=0.5, core=None), reduce=policies.FastV(keep=0.4, layer=1))
+
+    def expected(held, layers, is_vision):
+        kept = np.zeros_like(held)
+        counts = (held[:, 0] & is_vision).sum(-1)
+        total = int(np.floor(0.5 * counts.sum() + 0.5))
+        share = total * counts / max(counts.sum(), 1)
+        budget = np.floor(share + 1e-9).astype(int)
+        for layer in np.argsort(-(share - budget), kind="stable")[: total - budget.sum()]:
+            budget[layer] += 1
+        for layer, (q, k, _) in enumerate(layers):
+            there = held[layer, 0]
+            scores = np.full(len(is_vision), -1.0)
+            scores[there] = last_row(q[there], k[there])
+            inside = there & is_vision
+            kept[layer] = (there & ~is_vision) | (best(scores, inside, budget[layer]) & inside)
+        return kept
+
+    check(params, batch, policy, lambda is_vision: {1: by_last_row(is_vision, 0.4)}, expected)
+
+
+def test_the_pool_of_a_shortened_prompt_holds_what_is_left_and_little_more(params):
+    policy = policies.FastV(keep=0.25)
+    slots = pool_slots(policy, layers=28, vision=8192, text=64, new_tokens=0)
+    left = 2 * 8192 + 26 * 2048 + 28 * 64
+    assert left <= slots <= left + 28 * 15 + 16
+
+
+# --- made of parts --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def read(params, batch):
+    return jax.jit(vlkv.read_prompt)(params, batch)
+
+
+fill_cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")
+
+
+def test_scores_of_one_with_budgets_of_another(read, batch):
+    whole = compose(policies.SnapKV(keep=0.4), allocate=policies.PrefixKV)
+    cache, snap, prefix = (
+        fill_cache(read, p, new_tokens=1) for p in (whole, policies.SnapKV(keep=0.4), policies.PrefixKV(keep=0.4))
+    )
+    np.testing.assert_array_equal(cache.length, prefix.length)
+    for row in range(3):
+        ours, theirs = kept_entries(cache, batch, row), kept_entries(snap, batch, row)
+        more = (ours.sum(-1) >= theirs.sum(-1))[..., None]
+        # One ranking: where a layer is granted more it keeps what SnapKV keeps, and the other way round.
+        assert (np.where(more, ours | ~theirs, theirs | ~ours)).all()
+
+
+def test_merging_of_another(read):
+    whole = compose(policies.H2O(keep=0.4, scope="vision"), merge=policies.LookM)
+    merged, plain = (fill_cache(read, p, new_tokens=1) for p in (whole, policies.H2O(keep=0.4, scope="vision")))
+    np.testing.assert_array_equal(merged.token, plain.token)
+    assert float(jnp.abs(merged.k - plain.k).max()) > 1e-3
+
+
+def test_steps_of_another(read):
+    whole = compose(policies.SnapKV(keep=0.5), step=policies.H2O)
+    cache = fill_cache(read, whole, new_tokens=4)
+    assert cache.memory is not None
+    mass = policies.H2O(keep=0.5)
+    assert set(cache.memory[0].values) == set(fill_cache(read, mass, new_tokens=4).memory[0].values)
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_on_a_quantised_pool(params, read, batch, bits):
+    plain_policy = policies.SnapKV(keep=0.5)
+    plain = fill_cache(read, plain_policy, new_tokens=8)
+    cache = fill_cache(read, compose(plain_policy, store=policies.KIVI(bits=bits)), new_tokens=8)
+    for row in range(3):
+        np.testing.assert_array_equal(kept_entries(cache, batch, row), kept_entries(plain, batch, row))
+    slots, heads, head_dim = cache.k.shape[1:]
+    assert cache.k.codes.nbytes == 3 * slots * heads * head_dim * bits // 8
+    # Ranges: keys one pair per channel and group of 32 slots, values one per token here, where a head has 8 channels.
+    ranges = 2 * 4 * 3 * heads * (-(-slots // 32) * head_dim + slots)
+    tails = 2 * 3 * LAYERS * 8 * heads * head_dim * 4
+    assert cache.bytes == 2 * cache.k.codes.nbytes + ranges + tails
+    logits = [step(params, made, FORCED[:, 0])[1] for made in (plain, cache)]
+    error = np.abs(logits[0] - logits[1]).max() / np.std(logits[0])
+    assert 0 < error < {4: 0.5, 2: 3.0}[bits]
+
+
+def test_kivi_alone_stores_everything(read, batch):
+    cache = fill_cache(read, policies.KIVI(), new_tokens=1)
+    for row in range(3):
+        assert kept_entries(cache, batch, row).all()
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        (lambda: compose(policies.SnapKV(keep=0.2), allocate=policies.PrefixKV(keep=0.3)), "another budget"),
+        (lambda: compose(policies.SnapKV(keep=0.2), reduce=policies.H2O(keep=0.2)), "does not shorten"),
+        (lambda: compose(policies.FastV(keep=0.2), reduce=policies.FastV(keep=0.2)), "both shorten"),
+    ],
+)
+def test_parts_that_do_not_fit_are_named(parts, said):
+    with pytest.raises(vlkv.InputError, match=said):
+        parts()
+
+
+def test_a_reduction_beyond_the_model_or_of_another_prompt_is_refused_before_anything_runs(params, batch, read):
+    with pytest.raises(vlkv.InputError, match="3 layers"):
+        vlkv.read_prompt(params, batch, policies.FastV(keep=0.5, layer=3))
+    with pytest.raises(vlkv.InputError, match="same policy"):
+        vlkv.fill_cache(read, policies.FastV(keep=0.5), new_tokens=1)

@@ -1,0 +1,225 @@
+"""One method's scores with another's budgets, merging, steps, shortening or storage."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxtyping import Array, Bool, Float, Int
+
+from vlkv.errors import InputError
+from vlkv.memory import Memory
+from vlkv.observe import Observation
+from vlkv.policies.full import Full
+from vlkv.policies.policy import Policy, Statistics, Storage, policy
+from vlkv.policies.reducing import ReducingPolicy
+
+Part = Policy | type[Policy]
+_ALLOCATE = "allocate."  # before the names of the other method's statistics
+
+
+def compose(
+    scores: Policy,
+    *,
+    allocate: Part | None = None,
+    merge: Part | None = None,
+    step: Part | None = None,
+    reduce: Part | None = None,
+    store: Part | None = None,
+) -> Composed:
+    """A policy made of the stages of several.
+
+        compose(SnapKV(keep=0.2), allocate=PrefixKV)                      SnapKV's scores, PrefixKV's budgets
+        compose(AirCache(keep=0.1), reduce=LightKV(), store=KIVI(bits=4)) AirCache on what LightKV leaves, in 4 bits
+
+    Args:
+        scores: ranks and protects; its `keep` or `budget` and its `scope` are those of the whole. Of a prompt that was
+            shortened on its way they count what is left of it.
+        allocate: hands out that budget, by its own scores.
+        merge: folds what is dropped into what stays.
+        step: acts while decoding.
+        reduce: shortens the prompt while it is read; its own `keep` says by how much.
+        store: how the pool is stored.
+
+    A part is a policy, or a class for its defaults. Where a part has a budget of its own (allocate, merge, step), it must
+    be the same.
+
+    Raises:
+        InputError: parts that do not fit together.
+    """
+    allocated, merged, stepped = (_alike(part, scores) for part in (allocate, merge, step))
+    stored = store() if isinstance(store, type) else store
+    reduced = reduce() if isinstance(reduce, type) else reduce
+    if reduced is None:
+        reduced = scores.reducer
+    elif reduced.reducer is None:
+        raise InputError(f"compose: {type(reduced).__name__} does not shorten the prompt")
+    elif scores.reducer is not None:
+        raise InputError(f"compose: {type(scores).__name__} and {type(reduced).__name__} both shorten the prompt")
+    if isinstance(scores, ReducingPolicy):  # it evicts nothing afterwards
+        scores = Full(scope="vision")
+    return Composed(scored=scores, allocated=allocated, merged=merged, stepped=stepped, reduced=reduced, stored=stored)
+
+
+def _alike(part: Part | None, scores: Policy) -> Policy | None:
+    """The part with the budget and scope of the whole."""
+    common: dict[str, Any] = {"keep": scores.keep, "budget": scores.budget, "scope": scores.scope}
+    made = part(**common) if isinstance(part, type) else part
+    if made is not None and any(getattr(made, field) != value for field, value in common.items()):
+        asked = ", ".join(f"{field}={value!r}" for field, value in common.items() if value is not None)
+        raise InputError(
+            f"compose: {type(made).__name__} asks for another budget or scope than {type(scores).__name__}: give the "
+            f"class, or {asked}"
+        )
+    return made
+
+
+@policy
+class Composed(Policy):
+    """What `compose` returns. None: the stage of `scored`."""
+
+    scored: Policy
+    allocated: Policy | None = None
+    merged: Policy | None = None
+    stepped: Policy | None = None
+    reduced: Policy | None = None
+    stored: Policy | None = None
+    stages = "composed"
+
+    def __post_init__(self) -> None:
+        for field in ("keep", "budget", "scope"):
+            object.__setattr__(self, field, getattr(self.scored, field))
+        super().__post_init__()
+
+    @property
+    def parts(self) -> tuple[Policy, ...]:
+        """All that were given."""
+        parts = (self.scored, self.allocated, self.merged, self.stepped, self.reduced, self.stored)
+        return tuple(part for part in parts if part is not None)
+
+    @property
+    def needs_key(self) -> bool:  # type: ignore[override]
+        """If one of them does."""
+        return any(part.needs_key for part in self.parts)
+
+    def score(self, obs: Observation) -> Float[Array, "K T"]:
+        """As `scored`."""
+        return self.scored.score(obs)
+
+    def protect(self, obs: Observation) -> Bool[Array, " T"]:
+        """As `scored`."""
+        return self.scored.protect(obs)
+
+    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
+        """Those of `scored`, and those of `allocated` under names of their own."""
+        own = self.scored.statistics(obs, scores)
+        if self.allocated is None:
+            return own
+        other = self.allocated.statistics(obs, self.allocated.score(obs))
+        return {**own, **{_ALLOCATE + name: value for name, value in other.items()}}
+
+    def allocate(
+        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
+    ) -> Int[Array, " L"] | Int[Array, "L K"]:
+        """As `allocated`."""
+        own, other = _split(statistics)
+        if self.allocated is None:
+            return self.scored.allocate(own, total=total, most=most, layers=layers)
+        return self.allocated.allocate(other, total=total, most=most, layers=layers)
+
+    def rank(
+        self,
+        scores: Float[Array, "K T"],
+        statistics: Statistics,
+        candidates: Bool[Array, " T"],
+        count: Int[Array, " K"],
+    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
+        """As `scored`."""
+        return self.scored.rank(scores, _split(statistics)[0], candidates, count)
+
+    def merge(
+        self,
+        k: Float[Array, "K T H"],
+        v: Float[Array, "K T H"],
+        kept: Bool[Array, "K T"],
+        scores: Float[Array, "K T"],
+    ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
+        """As `merged`."""
+        return (self.merged or self.scored).merge(k, v, kept, scores)
+
+    @property
+    def reducer(self) -> Policy | None:
+        """`reduced`."""
+        return None if self.reduced is None else self.reduced.reducer
+
+    @property
+    def acts(self) -> bool:
+        """As `stepped`."""
+        return (self.stepped or self.scored).acts
+
+    def remember(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
+        """What `stepped` wants to find, of its own scores."""
+        if self.stepped is None:
+            return self.scored.remember(obs, scores)
+        return self.stepped.remember(obs, self.stepped.score(obs))
+
+    def begin(self, memory: Memory) -> Memory:
+        """As `stepped`."""
+        return (self.stepped or self.scored).begin(memory)
+
+    def step(self, memory: Memory, mass: Float[Array, "N E"]) -> Memory:
+        """As `stepped`."""
+        return (self.stepped or self.scored).step(memory, mass)
+
+    @property
+    def softmax_n(self) -> float:
+        """As `scored`."""
+        return self.scored.softmax_n
+
+    @property
+    def storage(self) -> Storage | None:
+        """As `stored`."""
+        return (self.stored or self.scored).storage
+
+    def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
+        """As the part that allocates; of a prompt that another one shortened, a share of what is left."""
+        if self.reduced is None or self.reduced is self.scored:
+            return (self.allocated or self.scored).total(counts, seen, layers=layers, most=most)
+        return super().total(counts, seen, layers=layers, most=most)
+
+    def vision_bounds(self, *, layers: int, vision: int, images: int) -> tuple[int, ...]:
+        """As `reduced` leaves them."""
+        return (self.reduced or self.scored).vision_bounds(layers=layers, vision=vision, images=images)
+
+    def bound(self, *, layers: int, vision: int, text: int, images: int = 1) -> int:
+        """As `total`."""
+        if self.reduced is None or self.reduced is self.scored:
+            return (self.allocated or self.scored).bound(layers=layers, vision=vision, text=text, images=images)
+        return super().bound(layers=layers, vision=vision, text=text, images=images)
+
+    def layer_bound(self, *, layers: int, vision: int, text: int) -> int:
+        """Known where the budgets are those of `scored`."""
+        if self.allocated is None and self.reduced is None:
+            return self.scored.layer_bound(layers=layers, vision=vision, text=text)
+        return vision + text
+
+    def check_model(self, layers: int) -> None:
+        """Every part is asked."""
+        for part in self.parts:
+            part.check_model(layers)
+
+    def options(self) -> dict[str, Any]:
+        """The parts by stage, each with its name and options."""
+        named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return {
+            name: {"policy": type(part).__name__, **part.options()}
+            for name, part in named.items()
+            if isinstance(part, Policy)
+        }
+
+
+def _split(statistics: Statistics) -> tuple[Statistics, Statistics]:
+    """Of `scored`, of `allocated`."""
+    own = {name: x for name, x in statistics.items() if not name.startswith(_ALLOCATE)}
+    other = {name.removeprefix(_ALLOCATE): x for name, x in statistics.items() if name.startswith(_ALLOCATE)}
+    return own, other
