@@ -4,7 +4,16 @@ Imports jax only; knows nothing of models or policies.
 """
 
 from pallas_kernels.attention_mass import attention_mass
+from pallas_kernels.attention_mass_rows import attention_mass_rows
 from pallas_kernels.decode_attention import combine, decode_attention
 from pallas_kernels.quantized import QuantizedPool, dequantize, quantize
 
-__all__ = ["QuantizedPool", "attention_mass", "combine", "decode_attention", "dequantize", "quantize"]
+__all__ = [
+    "QuantizedPool",
+    "attention_mass",
+    "attention_mass_rows",
+    "combine",
+    "decode_attention",
+    "dequantize",
+    "quantize",
+]

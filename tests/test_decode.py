@@ -22,7 +22,8 @@ PREFILL_ONLY = {
     "h2o": {"evict": False},
     "avl": {"core": None},
     "prefixkv": {"distance": None},
-    "elasticcache": {"merging": "none"},
+    "elasticcache": {"merging": "none", "distance": None},
+    "roco": {"evict": False},
     "lookm": {"merging": "none"},
 }
 

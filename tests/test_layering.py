@@ -26,7 +26,7 @@ ORDER = [
     {"vlkv.reading", "checkpoints_convert"},
     {"vlkv.prefill"},
     {"vlkv.generate"},
-    {"vlkv.loading"},
+    {"vlkv.loading", "vlkv.analysis", "vlkv.profiles"},
     {"vlkv.mini", "vlkv"},
     {"vlkv.commands"},
     {"vlkv.cli", "checkpoints_convert.__main__"},

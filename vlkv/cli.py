@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from checkpoints_convert import __main__ as convert
-from vlkv.commands import answer, demo, methods
+from vlkv.commands import answer, demo, inspect, methods, profile
 from vlkv.terminal import OneLineParser, guarded
 
 
@@ -19,6 +19,8 @@ def build_parser() -> argparse.ArgumentParser:
         ("demo", demo, "read a page of handwritten digits with every policy; no arguments, no network"),
         ("generate", answer, "answer a question about an image"),
         ("policies", methods, "list the policies, or describe one"),
+        ("inspect", inspect, "measure budgets, attention, survival or cost, as the papers draw them"),
+        ("profile", profile, "measure what share of its tokens each layer keeps, for PrefixKV"),
         ("convert", convert, "convert a Hugging Face checkpoint"),
     ):
         command = commands.add_parser(name, help=summary, description=module.__doc__)

@@ -1,7 +1,7 @@
 """Prefill: the prompt through the model, then the policy's choice, then one packed cache.
 
-Two halves, so that one reading of a prompt can be compressed in many ways (`read_prompt`, `fill_cache`); inside one
-jit, as in `prefill` and `generate`, XLA observes each layer as soon as it has run and frees its queries.
+`prefill` observes each layer as soon as it has run, and lets go of its queries. `read_prompt` and `fill_cache` are the
+same in two halves, so that one reading of a prompt can be compressed in many ways.
 
 Axes: B batch · T prompt · t tokens of one layer · L layers · N, K heads · H head dim · A position axes.
 """
@@ -9,11 +9,13 @@ Axes: B batch · T prompt · t tokens of one layer · L layers · N, K heads · 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from vlkv.cache import PackedCache, pack
 from vlkv.errors import InputError
@@ -21,8 +23,8 @@ from vlkv.inputs import Inputs
 from vlkv.memory import Memory, begin
 from vlkv.models import Model
 from vlkv.policies.policy import Policy
-from vlkv.policies.selection import Observed, allocate_and_take, observe, require_fit, see
-from vlkv.reading import LayerPrompt, Prompt, read_prompt
+from vlkv.policies.selection import Observed, allocate_and_take, observe, require_fit, see, shortlist
+from vlkv.reading import LayerPrompt, Prompt, read
 
 
 def prefill(
@@ -43,8 +45,49 @@ def prefill(
     Raises:
         InputError: no key where the policy needs one, or it does not fit the model; before anything is traced.
     """
-    prompt = read_prompt(params, inputs, policy, key=key)
-    return fill_cache(prompt, policy, new_tokens=new_tokens, key=key), prompt.logits
+    look = _observer(policy, inputs, layers=len(params.decoder.layers), key=key)
+    prompt = read(params, inputs, policy, look, key=key)
+    return _fill(prompt, policy, new_tokens), prompt.logits
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Candidates:
+    """What one layer brings to the choice, of one row: heads first, as a policy sees them."""
+
+    k: Float[Array, "*B K t H"]
+    v: Float[Array, "*B K t H"]
+    is_vision: Bool[Array, "*B t"]
+    stays: Bool[Array, "*B t"]  # may be kept
+    source: Int[Array, "*B t"]  # which token of the prompt it is
+    held: Int[Array, "*B"]  # tokens in scope
+    observed: Observed
+
+
+def _look(
+    policy: Policy,
+    read: LayerPrompt,
+    key: Key[Array, ""] | None,
+    *,
+    layer: int,
+    layers: int,
+    max_instruction: int,
+    keep: int | None,
+) -> Candidates:
+    """Observes one layer of one row; under a cap only the `keep` tokens that may still be kept live on."""
+    q, k, v = (jnp.swapaxes(x, 0, 1) for x in (read.q, read.k, read.v))
+    obs = see(
+        policy, q, k, v, read.is_vision, read.valid, key,
+        layer=layer, layers=layers, max_instruction=max_instruction, stays=read.stays,
+    )  # fmt: skip
+    observed, held = observe(policy, obs), jnp.sum(obs.in_scope)
+    if keep is None:
+        return Candidates(k, v, read.is_vision, read.stays, read.source, held, observed)
+    stays = (read.stays & ~obs.in_scope) | shortlist(policy, observed, obs, layers=layers)
+    order = jnp.argsort(~stays, stable=True)[:keep]
+    values = {name: value[:, order] for name, value in observed.values.items()}
+    observed = observed._replace(scores=observed.scores[:, order], protected=observed.protected[order], values=values)
+    return Candidates(k[:, order], v[:, order], read.is_vision[order], stays[order], read.source[order], held, observed)
 
 
 def fill_cache(prompt: Prompt, policy: Policy, *, new_tokens: int, key: Key[Array, ""] | None = None) -> PackedCache:
@@ -53,38 +96,57 @@ def fill_cache(prompt: Prompt, policy: Policy, *, new_tokens: int, key: Key[Arra
     Raises:
         InputError: no key where the policy needs one, or a prompt that another policy has shortened.
     """
-    layers, (batch, length) = len(prompt.layers), prompt.valid.shape
-    require_fit(policy, layers, key)
+    require_fit(policy, len(prompt.layers), key)
     if policy.reducer != prompt.reducer:
         raise InputError(
             f"{type(policy).__name__} and the prompt do not fit: read_prompt must be given the same policy"
         )
+    look = _observer(policy, prompt, layers=len(prompt.layers), key=key)
+    found = tuple(look(i, layer) for i, layer in enumerate(prompt.layers))
+    return _fill(dataclasses.replace(prompt, layers=found), policy, new_tokens)
+
+
+def _observer(
+    policy: Policy, bounds: Inputs | Prompt, *, layers: int, key: Key[Array, ""] | None
+) -> Callable[[int, LayerPrompt], Candidates]:
+    """A function from a layer's number and what it read, all rows, to its candidates."""
+    batch = bounds.valid.shape[0]
     keys = None if key is None else jax.random.split(key, batch)
-    # A policy sees heads first.
-    kv = [(jnp.swapaxes(r.k, 1, 2), jnp.swapaxes(r.v, 1, 2)) for r in prompt.layers]
+    keep = None
+    if policy.cap is not None:
+        text = bounds.max_text
+        count = bounds.max_vision + (text if policy.scope == "all" else 0)
+        keep = int(policy.cap_counts(layers=layers, most=count)[-1]) + (text if policy.scope == "vision" else 0)
 
-    def look(i: int, read: LayerPrompt) -> Observed:
-        def row(q: Any, k: Any, v: Any, is_vision: Any, valid: Any, stays: Any, key: Any) -> Observed:
-            return observe(policy, see(
-                policy, q, k, v, is_vision, valid, key, layer=i, layers=layers,
-                max_instruction=prompt.max_instruction, stays=stays,
-            ))  # fmt: skip
+    def look(i: int, read: LayerPrompt) -> Candidates:
+        fewer = None if keep is None else min(keep, read.valid.shape[1])
+        one = partial(_look, policy, layer=i, layers=layers, max_instruction=bounds.max_instruction, keep=fewer)
+        return jax.vmap(one)(read, keys)
 
-        return jax.vmap(row)(jnp.swapaxes(read.q, 1, 2), *kv[i], read.is_vision, read.valid, read.stays, keys)
+    return look
 
-    observed = tuple(look(i, read) for i, read in enumerate(prompt.layers))
+
+def _fill(prompt: Prompt, policy: Policy, new_tokens: int) -> PackedCache:
+    """From the candidates of all layers to a cache."""
+    layers, length, found = len(prompt.layers), prompt.valid.shape[1], prompt.layers
+    longest = max(layer.stays.shape[1] for layer in found)
     is_vision, stays = (
-        jnp.stack([_lengthen(getattr(read, name), length) for read in prompt.layers], axis=1)
+        jnp.stack([_lengthen(getattr(layer, name), longest) for layer in found], axis=1)
         for name in ("is_vision", "stays")
     )  # [B, L, T]
+    held = jnp.stack([layer.held for layer in found], axis=1)
     seen = jnp.sum(prompt.valid & prompt.is_vision if policy.scope == "vision" else prompt.valid, axis=1)
-    selection = jax.vmap(lambda *row: allocate_and_take(policy, *row))(observed, is_vision, stays, seen)
-    kept = [selection.kept[:, i, :, : k.shape[2]] for i, (k, _) in enumerate(kv)]
-    scores = [selection.scores[:, i, :, : k.shape[2]] for i, (k, _) in enumerate(kv)]
-    merged = [jax.vmap(policy.merge)(*kv[i], kept[i], scores[i]) for i in range(layers)]
+    observed = tuple(layer.observed for layer in found)
+    choose = partial(allocate_and_take, policy, bound=length)
+    selection = jax.vmap(choose)(observed, is_vision, stays, held, seen)
+    merged, kept = [], []
+    for i, layer in enumerate(found):
+        kept.append(selection.kept[:, i, :, : layer.k.shape[2]])
+        scores = selection.scores[:, i, :, : layer.k.shape[2]]
+        merged.append(jax.vmap(policy.merge)(layer.k, layer.v, kept[i], scores))
     cache = pack(
         policy, tuple(m[0] for m in merged), tuple(m[1] for m in merged), tuple(kept),
-        is_vision=tuple(read.is_vision for read in prompt.layers), source=tuple(read.source for read in prompt.layers),
+        is_vision=tuple(layer.is_vision for layer in found), source=tuple(layer.source for layer in found),
         next_position=prompt.next_position, max_vision=prompt.max_vision, max_text=prompt.max_text,
         max_images=prompt.max_images, new_tokens=new_tokens,
     )  # fmt: skip
@@ -98,10 +160,9 @@ def fill_cache(prompt: Prompt, policy: Policy, *, new_tokens: int, key: Key[Arra
 
     memory = tuple(
         jax.vmap(recall)(
-            cache.token, cache.start[i], cache.length[i], _by_source(observed[i].values, read, length),
-            prompt.is_vision, prompt.valid,
+            cache.token, cache.start[i], cache.length[i], _by_source(layer, length), prompt.is_vision, prompt.valid
         )
-        for i, read in enumerate(prompt.layers)
+        for i, layer in enumerate(found)
     )  # fmt: skip
     return dataclasses.replace(cache, memory=memory, policy=policy)
 
@@ -110,12 +171,13 @@ def _lengthen(mask: Array, length: int) -> Array:
     return jnp.pad(mask, [(0, 0), (0, length - mask.shape[1])])
 
 
-def _by_source(values: dict[str, Array], read: LayerPrompt, length: int) -> dict[str, Array]:
+def _by_source(layer: Candidates, length: int) -> dict[str, Array]:
     """Numbers [B, K, t] of a layer's tokens as numbers [B, K, T] of the prompt's."""
-    if read.valid.shape[1] == length:
+    values = layer.observed.values
+    if layer.stays.shape[1] == length:
         return values
 
     def spread(value: Float[Array, "K t"], source: Array) -> Float[Array, "K T"]:
         return jnp.zeros((value.shape[0], length), value.dtype).at[:, source].set(value)
 
-    return {name: jax.vmap(spread)(value, read.source) for name, value in values.items()}
+    return {name: jax.vmap(spread)(value, layer.source) for name, value in values.items()}

@@ -6,7 +6,9 @@ Axes: B batch · T prompt · t tokens that one layer sees · N, K heads · H hea
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +41,7 @@ class LayerPrompt:
 class Prompt:
     """A prompt that has been read."""
 
-    layers: tuple[LayerPrompt, ...]
+    layers: tuple[Any, ...]  # LayerPrompt, or what `each` of `read` made of it
     is_vision: Bool[Array, "B T"]
     valid: Bool[Array, "B T"]
     next_position: Int[Array, "B A"]
@@ -65,6 +67,21 @@ def read_prompt(
     Raises:
         InputError: the policy does not fit the model, or needs a key, or a tower with a class token.
     """
+    return read(params, inputs, policy, lambda _, layer: layer, key=key)
+
+
+def read(
+    params: Model,
+    inputs: Inputs,
+    policy: Policy | None,
+    each: Callable[[int, LayerPrompt], Any],
+    *,
+    key: Key[Array, ""] | None = None,
+) -> Prompt:
+    """As `read_prompt`, keeping of every layer what `each` makes of it before the next layer begins.
+
+    What `each` returns needs `stays` and `source` where the policy `forgets`.
+    """
     inputs = jax.tree.map(jnp.asarray, inputs)
     layers = len(params.decoder.layers)
     reducer = None if policy is None else policy.reducer
@@ -72,7 +89,8 @@ def read_prompt(
         require_fit(policy, layers, key)
     after = () if reducer is None or inputs.max_vision == 0 else reducer.reductions(layers)
     tokens, vision = _begin(params, inputs, reducer if after else None), inputs.max_vision
-    read: list[LayerPrompt] = []
+    made: list[Any] = []
+    before: LayerPrompt | None = None
     for i, layer in enumerate(params.decoder.layers):
         if reducer is not None and i in after:
             stage = after.index(i)
@@ -83,21 +101,22 @@ def read_prompt(
                 length=length,
             )  # fmt: skip
             keys = None if key is None else jax.random.split(key, inputs.valid.shape[0])
-            tokens = jax.vmap(reduce)(tokens, read[-1] if read else None, keys)
+            tokens = jax.vmap(reduce)(tokens, before, keys)
             if reducer.forgets:
-                read = [_without(r, tokens, inputs.valid.shape[1]) for r in read]
+                made = [_without(m, tokens, inputs.valid.shape[1]) for m in made]
         q, k, v = layer.project(tokens.x, tokens.positions)
         x = layer.finish(tokens.x, attention(q, k, v, valid=tokens.valid))
-        tokens = dataclasses.replace(tokens, x=x)
-        read.append(
-            LayerPrompt(
-                q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, stays=tokens.valid, source=tokens.source
-            )
+        before = LayerPrompt(
+            q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, stays=tokens.valid, source=tokens.source
         )
+        # The next layer waits, so that what `each` does not keep is gone before more is made.
+        x, kept = jax.lax.optimization_barrier((x, each(i, before)))
+        made.append(kept)
+        tokens = dataclasses.replace(tokens, x=x)
     # A prompt that ends with an image is continued from the last of its tokens that is left.
     last = jnp.max(jnp.where(tokens.valid, jnp.arange(tokens.valid.shape[1]), 0), axis=1)
     return Prompt(
-        layers=tuple(read), is_vision=inputs.is_vision, valid=inputs.valid,
+        layers=tuple(made), is_vision=inputs.is_vision, valid=inputs.valid,
         next_position=jnp.max(jnp.where(inputs.valid[..., None], inputs.positions, -1), axis=1) + 1,
         logits=params.decoder.logits(tokens.x[jnp.arange(len(last)), last]),
         max_vision=inputs.max_vision, max_text=inputs.max_text, max_instruction=inputs.max_instruction,
@@ -142,8 +161,8 @@ def _reduce(
     return shorten(changed, kept & tokens.valid, length)
 
 
-def _without(read: LayerPrompt, tokens: Tokens, length: int) -> LayerPrompt:
+def _without(made: Any, tokens: Tokens, length: int) -> Any:
     """A layer that no longer caches what a later reduction dropped."""
     row = jnp.arange(tokens.valid.shape[0])[:, None]
     alive = jnp.zeros((tokens.valid.shape[0], length), bool).at[row, tokens.source].set(tokens.valid)
-    return dataclasses.replace(read, stays=read.stays & alive[row, read.source])
+    return dataclasses.replace(made, stays=made.stays & alive[row, made.source])

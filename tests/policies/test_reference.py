@@ -119,7 +119,8 @@ def batch():
 def options(policy):
     names = policy.options()
     common = {name: names.pop(name) for name in ("scope", "keep", "budget")}
-    for other in ("beta", "evict", "distance", "decode_n"):  # not of the choice that is tested
+    # Not of the choice that is tested, or at its default.
+    for other in ("beta", "evict", "distance", "decode_n", "merging", "profile", "variant", "cap"):
         names.pop(other, None)
     return common, names
 

@@ -12,11 +12,16 @@ from vlkv.policies.avl import AVL
 from vlkv.policies.compose import Composed, compose
 from vlkv.policies.csp import CSP
 from vlkv.policies.elastic import ElasticCache
+from vlkv.policies.fastervlm import FasterVLM
 from vlkv.policies.fastv import FastV
 from vlkv.policies.full import Full
 from vlkv.policies.h2o import H2O
+from vlkv.policies.hired import HiRED
+from vlkv.policies.ivtp import IVTP
 from vlkv.policies.kivi import KIVI
+from vlkv.policies.lightkv import LightKV
 from vlkv.policies.lookm import LookM
+from vlkv.policies.pitome import PiToMe
 from vlkv.policies.policy import Policy, policy
 from vlkv.policies.prefixkv import PrefixKV
 from vlkv.policies.pyramidkv import PyramidKV
@@ -25,6 +30,8 @@ from vlkv.policies.roco import RoCo
 from vlkv.policies.selection import Selection, compress, select
 from vlkv.policies.snapkv import SnapKV
 from vlkv.policies.streaming import StreamingLLM
+from vlkv.policies.tofu import ToFu
+from vlkv.policies.tome import ToMe
 from vlkv.policies.vlcache import VLCache
 
 registry: dict[str, type[Policy]] = {
@@ -32,7 +39,7 @@ registry: dict[str, type[Policy]] = {
     for cls in (
         Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AirCache, PrefixKV,
         AVL, ImgRandom, VLCache, ElasticCache, LookM, RoCo, CSP,
-        FastV, KIVI,
+        LightKV, FastV, FasterVLM, HiRED, IVTP, ToMe, PiToMe, ToFu, KIVI,
     )
 }  # fmt: skip
 
@@ -58,7 +65,38 @@ def make(name: str, /, **options: Any) -> Policy:
 
 
 __all__ = [
-    "AVL", "CSP", "H2O", "KIVI", "AirCache", "Composed", "ElasticCache", "FastV", "Full", "ImgRandom", "LookM", "Policy", "PrefixKV", "PyramidKV",
-    "Random", "RoCo", "Selection", "SnapKV", "StreamingLLM", "VLCache", "compose", "compress", "make", "named", "policy",
-    "registry", "select",
-]  # fmt: skip
+    "AVL",
+    "CSP",
+    "H2O",
+    "IVTP",
+    "KIVI",
+    "AirCache",
+    "Composed",
+    "ElasticCache",
+    "FastV",
+    "FasterVLM",
+    "Full",
+    "HiRED",
+    "ImgRandom",
+    "LightKV",
+    "LookM",
+    "PiToMe",
+    "Policy",
+    "PrefixKV",
+    "PyramidKV",
+    "Random",
+    "RoCo",
+    "Selection",
+    "SnapKV",
+    "StreamingLLM",
+    "ToFu",
+    "ToMe",
+    "VLCache",
+    "compose",
+    "compress",
+    "make",
+    "named",
+    "policy",
+    "registry",
+    "select",
+]

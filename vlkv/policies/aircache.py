@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import budgets
-from vlkv.observe import Observation, head_mean, last, rows_mass
+from vlkv.merging import dropped, fold, nearest_place
+from vlkv.observe import Observation, head_mean, last, rows_mass, top
 from vlkv.policies.policy import Policy, Scope, Statistics, policy
 from vlkv.policies.pyramidkv import pyramid
 
@@ -23,12 +24,17 @@ class AirCache(Policy):
     (Eq. 10, sample deviation, negative counts as 0); each is divided by its mean over layers, and a layer's ratio is
     their mean times keep (Eq. 11). Under scope="all" (the starred rows of Table 6) the elite attend to every key.
 
+    Table 11 merges a share of what is dropped into the nearest kept entry. It does not say which share, and by what
+    measure: here the most important of each layer's dropped tokens, into the kept token in scope that is nearest in
+    position, ties to the lower, as a mean of keys and of values.
+
     Attributes:
         alpha: relevance threshold of Eq. 5; 0 takes the whole instruction, 1 only the strongest token.
         window: who judges (Table 5): "elite"; "recent", the last `rows` instruction tokens; "text", all of the
             instruction; "vision", the last `rows` vision tokens.
         rows: length of the windows "recent" and "vision" (the paper tries 16 and 32).
         allocation: budgets (Table 5) by "both" strength and skewness, "strength", "skewness", "uniform", "pyramid".
+        merging: share of the dropped entries that is merged (Table 11); 0 drops all of them, as the paper does.
     """
 
     scope: Scope = "vision"
@@ -36,9 +42,11 @@ class AirCache(Policy):
     window: Literal["elite", "recent", "text", "vision"] = "elite"
     rows: int = 32
     allocation: Literal["both", "strength", "skewness", "uniform", "pyramid"] = "both"
+    merging: float = 0.0
     paper = "Huang et al. 2025, AirCache: Activating Inter-modal Relevancy KV Cache Compression"
     equations = "Eqs. 4-11, Alg. 1"
-    stages = "score, allocate"
+    capped = True
+    stages = "score, allocate, merge"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,6 +59,8 @@ class AirCache(Policy):
         self.check("rows", self.rows >= 1, "must be at least 1")
         allocations = ("both", "strength", "skewness", "uniform", "pyramid")
         self.check("allocation", self.allocation in allocations, f"is none of {', '.join(allocations)}")
+        self.check("merging", 0 <= self.merging <= 1, "must lie in [0, 1]")
+        self.check("cap", self.cap is None or self.merging == 0, "cannot be had with merging")
 
     def observers(self, obs: Observation) -> Bool[Array, " T"]:
         """The tokens whose attention judges the image."""
@@ -98,6 +108,21 @@ class AirCache(Policy):
             share = {"both": (strength + skew) / 2, "strength": strength, "skewness": skew}[self.allocation]
             real = share * mean
         return budgets.apportion(real, total, floor=jnp.minimum(1, most), ceiling=most)
+
+    def merge(
+        self,
+        k: Float[Array, "K T H"],
+        v: Float[Array, "K T H"],
+        kept: Bool[Array, "K T"],
+        scores: Float[Array, "K T"],
+    ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
+        """The mean over each kept token in scope and those of the merged that are nearest to it (Table 11)."""
+        if self.merging == 0:
+            return k, v
+        gone = dropped(kept, scores)
+        gone = top(scores, gone, budgets.share(self.merging, jnp.sum(gone, axis=1), gone.shape[1]))
+        target = nearest_place(kept & jnp.isfinite(scores))
+        return fold(k, k, target, gone), fold(v, v, target, gone)
 
 
 def skewness(x: Float[Array, " T"], inside: Bool[Array, " T"], count: Int[Array, ""]) -> Float[Array, ""]:

@@ -41,8 +41,7 @@ def compose(
         reduce: shortens the prompt while it is read; its own `keep` says by how much.
         store: how the pool is stored.
 
-    A part is a policy, or a class for its defaults. Where a part has a budget of its own (allocate, merge, step), it must
-    be the same.
+    A part is a policy, or a class for its defaults. A budget of its own (allocate, merge, step) must be the same.
 
     Raises:
         InputError: parts that do not fit together.
@@ -89,6 +88,7 @@ class Composed(Policy):
     def __post_init__(self) -> None:
         for field in ("keep", "budget", "scope"):
             object.__setattr__(self, field, getattr(self.scored, field))
+        object.__setattr__(self, "cap", (self.allocated or self.scored).cap)
         super().__post_init__()
 
     @property
@@ -96,6 +96,12 @@ class Composed(Policy):
         """All that were given."""
         parts = (self.scored, self.allocated, self.merged, self.stepped, self.reduced, self.stored)
         return tuple(part for part in parts if part is not None)
+
+    @property
+    def capped(self) -> bool:  # type: ignore[override]
+        """If budgets differ per layer, every order is one of scores alone, and nothing is merged."""
+        ranks = type(self.scored).rank is Policy.rank or self.scored.capped
+        return (self.allocated or self.scored).capped and ranks and self.merged is None
 
     @property
     def needs_key(self) -> bool:  # type: ignore[override]

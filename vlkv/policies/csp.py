@@ -23,28 +23,32 @@ class CSP(Policy):
     k where the lists overlap: `Selection.budgets` counts what is kept. A list with fewer scores above zero than its
     share, as when no row of one modality observes, leaves the rest to the other.
 
-    The published code selects per head (heads="each"), truncates k_cross and k_self separately, and stores a token
-    that both lists name twice, and leaves out n-softmax while decoding.
+    The published code selects per head and observes with the last tenth of the prompt. It truncates c k and (1 - c) k
+    apart, which may lose a token, and takes so many of each list whatever their scores. It leaves out n-softmax while
+    decoding. A token that both lists name it stores twice, so that it counts twice in attention; here it is stored
+    once.
 
     Attributes:
         c: share of the cross list, or "auto": the share that cross attention has of both, per head.
-        window: observing rows; None: half of the mean budget of a layer (the published code: a tenth of the prompt).
+        window: observing rows; None: half of the mean budget of a layer, as released a tenth of the prompt.
         recent_bias: the recent window that stays, in observation windows.
         score_n: n of Eq. 7 while scoring; 0 is softmax.
-        decode_n: n of Eq. 7 in decode attention, once something has been pruned.
-        heads: scores averaged over all "mean", or for "each" key head.
+        decode_n: n of Eq. 7 in decode attention, once something has been pruned; None: 1, as released 0.
+        heads: scores averaged over all "mean", or for "each" key head; None: "mean", as released "each".
         regions: False ranks by the sum of both scores, the ablation of Sec. 5.3.
         fill: whether the next best of the cross list use what an overlap frees, so that the total is exact.
+        variant: the lists of the "paper", or "released" as the published code.
     """
 
     c: float | Literal["auto"] = 0.5
     window: int | None = None
     recent_bias: int = 1
     score_n: float = 1.0
-    decode_n: float = 1.0
-    heads: Literal["mean", "each"] = "mean"
+    decode_n: float | None = None
+    heads: Literal["mean", "each"] | None = None
     regions: bool = True
     fill: bool = False
+    variant: Literal["paper", "released"] = "paper"
     paper = "Pei et al. 2024, Cross-Self KV Cache Pruning for Efficient Vision-Language Inference"
     equations = "Eqs. 1-4, 7"
     stages = "score, rank"
@@ -57,22 +61,33 @@ class CSP(Policy):
         self.check("window", whole, "must be a whole number of at least 1, or None")
         self.check("recent_bias", self.recent_bias >= 0, "must not be negative")
         self.check("score_n", self.score_n >= 0, "must not be negative")
-        self.check("decode_n", self.decode_n >= 0, "must not be negative")
-        self.check("heads", self.heads in ("mean", "each"), 'must be "mean" or "each"')
+        number = self.decode_n is None or (isinstance(self.decode_n, (int, float)) and self.decode_n >= 0)
+        self.check("decode_n", number, "must be a number of at least 0, or None")
+        self.check("heads", self.heads in ("mean", "each", None), 'must be "mean", "each" or None')
+        self.check("variant", self.variant in ("paper", "released"), 'must be "paper" or "released"')
+        self.check("fill", not (self.fill and self.variant == "released"), "is not what the published code does")
 
     @property
     def softmax_n(self) -> float:
         """`decode_n`; of no use where everything stays."""
-        return 0.0 if self.keep == 1 else float(self.decode_n)
+        if self.keep == 1:
+            return 0.0
+        return float(self.variant == "paper") if self.decode_n is None else float(self.decode_n)
 
     def rows(self, obs: Observation) -> Int[Array, ""] | int:
         """How many rows observe."""
-        return jnp.maximum(1, obs.mean_budget // 2) if self.window is None else self.window
+        if self.window is not None:
+            return self.window
+        if self.variant == "released":
+            return jnp.maximum(1, budgets.share(0.1, jnp.sum(obs.valid), obs.valid.shape[0]))
+        return jnp.maximum(1, obs.mean_budget // 2)
 
     def most_rows(self, length: int) -> int:
         """Bound on the observing rows of a prompt of this length."""
         if self.window is not None:
             return self.window
+        if self.variant == "released":
+            return max(1, length // 10)
         return max(1, math.ceil((self.budget or (self.keep or 1) * length + 1) / 2))
 
     def regions_of(self, obs: Observation) -> tuple[Float[Array, "K T"], Float[Array, "K T"]]:
@@ -80,7 +95,8 @@ class CSP(Policy):
         window = last(obs.valid, self.rows(obs))
         parts = jnp.stack([window & ~obs.is_vision, window & obs.is_vision])
         mass = split_rows_mass(obs, parts, self.most_rows(window.shape[0]), softmax_n=self.score_n)
-        reduce = head_mean if self.heads == "mean" else group_mean
+        together = self.variant == "paper" if self.heads is None else self.heads == "mean"
+        reduce = head_mean if together else group_mean
         text, vision = (reduce(x, obs.k.shape[0]) for x in mass)
         return jnp.where(obs.is_vision, vision, text), jnp.where(obs.is_vision, text, vision)
 
@@ -114,9 +130,13 @@ class CSP(Policy):
             crossing = jnp.floor(share * count).astype(jnp.int32)
         else:
             crossing = budgets.share(float(self.c), count, scores.shape[1])
-        from_own = jnp.maximum(count - crossing, count - jnp.sum(cross > 0, axis=1))
-        from_own = jnp.minimum(from_own, jnp.sum(own > 0, axis=1))
+        if self.variant == "released":
+            from_own = count - crossing if self.c == "auto" else budgets.share(1 - self.c, count, scores.shape[1])
+        else:
+            from_own = jnp.maximum(count - crossing, count - jnp.sum(cross > 0, axis=1))
+            from_own = jnp.minimum(from_own, jnp.sum(own > 0, axis=1))
+            crossing = count - from_own
         chosen = top(own, candidates, from_own)
-        chosen = chosen | top(cross, candidates & ~chosen if self.fill else candidates, count - from_own)
+        chosen = chosen | top(cross, candidates & ~chosen if self.fill else candidates, crossing)
         chosen = jnp.where((count >= jnp.sum(candidates))[:, None], candidates, chosen)
         return jnp.where(chosen, jnp.inf, scores), jnp.sum(chosen, axis=1)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from jaxtyping import Array, Bool, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import merging
-from vlkv.observe import Observation, column_sums, first, head_mean, last
-from vlkv.policies.policy import Policy, policy
+from vlkv.memory import Memory
+from vlkv.observe import Observation, column_sums, first, head_mean, last, ordinal
+from vlkv.policies.fixed_distance import evict_at_distance
+from vlkv.policies.policy import Policy, Statistics, policy
 
 
 @policy
@@ -18,27 +21,39 @@ class ElasticCache(Policy):
     A kept entry becomes the mean of itself and of the dropped ones that are nearer to it than to any other, by
     position, ties to the lower; keys and values alike, in every head. Any kept token may receive, text too.
 
-    The published code compares argsort's permutation with a rank and so keeps another set than the best, one token
-    fewer than asked; it forgets the sinks' offset among the dropped, so that other tokens are merged, and lets neither
-    sinks nor the last token receive. This is the prefill half; deletion during decoding is not implemented yet.
+    While decoding a layer's share of all tokens seen stays that of the prompt, and what leaves is the entry at a fixed
+    distance from the newest; where there are no more entries than that, the middle one. Under scope="vision" new
+    tokens are text, so nothing leaves.
+
+    The published code takes argsort's permutation for ranks and so keeps another set than the best, one token fewer
+    than asked; it forgets the sinks' offset among the dropped, so that other tokens are merged, and lets neither sinks
+    nor recent tokens receive; while decoding it deletes at the rank, by age, that lies `distance` before the end of
+    the prompt's entries. All of this is variant="released".
 
     Attributes:
         sinks: first tokens that always stay.
         recent: last tokens that always stay.
         merging: "position", or "none" to drop without merging.
+        distance: the entry that leaves while decoding is the `distance`-th newest; None: nothing leaves.
+        variant: "paper", or "released" as the published code.
     """
 
     sinks: int = 1
     recent: int = 1
     merging: Literal["position", "none"] = "position"
+    distance: int | None = 25
+    variant: Literal["paper", "released"] = "paper"
     paper = "Liu et al. 2024, Efficient Inference of Vision Instruction-Following Models with Elastic Cache"
-    stages = "score, merge"
+    stages = "score, rank, merge, step"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("sinks", self.sinks >= 0, "must not be negative")
         self.check("recent", self.recent >= 0, "must not be negative")
         self.check("merging", self.merging in ("position", "none"), 'must be "position" or "none"')
+        whole = self.distance is None or (isinstance(self.distance, int) and self.distance >= 1)
+        self.check("distance", whole, "must be a whole number of at least 1, or None")
+        self.check("variant", self.variant in ("paper", "released"), 'must be "paper" or "released"')
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Head-mean column sums."""
@@ -47,6 +62,23 @@ class ElasticCache(Policy):
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
         """Sinks and recent tokens."""
         return first(obs.valid, self.sinks) | last(obs.valid, self.recent)
+
+    def rank(
+        self,
+        scores: Float[Array, "K T"],
+        statistics: Statistics,
+        candidates: Bool[Array, " T"],
+        count: Int[Array, " K"],
+    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
+        """By score; released: by which candidate has the score of one's own number, and one fewer."""
+        del statistics
+        if self.variant == "paper":
+            return scores, count
+        number = ordinal(candidates)
+        ascending = jnp.argsort(jnp.where(candidates, scores, jnp.inf), axis=1, stable=True)
+        permutation = number[ascending][:, jnp.maximum(number, 0)].astype(jnp.float32)
+        short = (count > 1) & (count < jnp.sum(candidates))
+        return permutation, count - short
 
     def merge(
         self,
@@ -58,5 +90,26 @@ class ElasticCache(Policy):
         """The mean over each kept token and the dropped ones nearest to it."""
         if self.merging == "none":
             return k, v
-        target, gone = merging.nearest_place(kept), merging.dropped(kept, scores)
+        receives, gone = kept, merging.dropped(kept, scores)
+        if self.variant == "released":
+            inside = jnp.isfinite(scores[0])
+            if self.scope == "all":
+                receives = kept & ~(first(inside, self.sinks) | last(inside, self.recent))
+                gone = jnp.roll(gone, -self.sinks, axis=1)
+            gone = gone & inside & jnp.any(receives, axis=1, keepdims=True)
+        target = merging.nearest_place(receives)
         return merging.fold(k, k, target, gone), merging.fold(v, v, target, gone)
+
+    @property
+    def acts(self) -> bool:
+        """While tokens of all kinds count."""
+        return self.distance is not None and self.scope == "all"
+
+    def step(self, memory: Memory, mass: Float[Array, "N E"]) -> Memory:
+        """Lets one entry go if the layer holds more than its share of what has been seen."""
+        del mass
+        assert self.distance is not None
+        if self.variant == "paper":
+            return evict_at_distance(memory, self.distance, capacity=memory.capacity)
+        asked = jnp.minimum(memory.capacity + 1, memory.vision + memory.text)
+        return evict_at_distance(memory, self.distance, capacity=asked, moving=False)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import merging
 from vlkv.observe import Observation, column_sums, first, group_mean, last
-from vlkv.policies.policy import Policy, policy
+from vlkv.policies.policy import Policy, Statistics, policy
 
 
 @policy
@@ -21,20 +21,24 @@ class LookM(Policy):
     cosine, its value goes along; an entry becomes (entry + sum of contributions) / (1 + how many). A dropped entry e
     contributes to c: "average" e, "pivot" (e + c) / 2, "weighted" cosine x e.
 
-    The published code keeps every text token even where that passes the budget, merges under "weighted" and "average"
-    only what is more similar than the mean, and pairs the rows wrongly under "average"; its "pivot" is the paper's.
+    The published code keeps every text token even where that passes the budget. Under "weighted" and "average" it
+    merges only what is at least as similar as the mean: the i-th dropped token of all heads or of none, by the mean of
+    their cosines, though heads drop different tokens. Under "average" it takes the first so many dropped tokens in
+    their place and sends them to the targets of those. Its "pivot" is the paper's.
 
     Attributes:
         recent: tokens kept as recent; None: half of the mean budget of a layer.
         text_prior: whether text goes before vision.
         merging: "average", "weighted", "pivot", or "none".
         sinks: first tokens that always stay without the text prior, as in the published code.
+        variant: the "paper", or "released" as the published code; the pool then has room for all text.
     """
 
     recent: int | None = None
     text_prior: bool = True
     merging: Literal["average", "weighted", "pivot", "none"] = "pivot"
     sinks: int = 4
+    variant: Literal["paper", "released"] = "paper"
     paper = (
         "Wan et al. 2024, LOOK-M: Look-Once Optimization in KV Cache for Efficient Multimodal Long-Context Inference"
     )
@@ -47,6 +51,12 @@ class LookM(Policy):
         ways = ("average", "weighted", "pivot", "none")
         self.check("merging", self.merging in ways, f"is none of {', '.join(ways)}")
         self.check("sinks", self.sinks >= 0, "must not be negative")
+        self.check("variant", self.variant in ("paper", "released"), 'must be "paper" or "released"')
+
+    @property
+    def overshoots(self) -> bool:
+        """Whether text may pass the budget."""
+        return self.variant == "released" and self.text_prior and self.scope == "all"
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Column sums per key head, and for text the largest of them on top."""
@@ -60,6 +70,35 @@ class LookM(Policy):
         recent = last(obs.valid, obs.mean_budget // 2 if self.recent is None else self.recent)
         return recent if self.text_prior else recent | first(obs.valid, self.sinks)
 
+    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
+        """`granted`: the budget, or all text and the recent tokens where that is more."""
+        del scores
+        if not self.overshoots:
+            return {}
+        return {"granted": jnp.maximum(obs.mean_budget, jnp.sum(obs.in_scope & (~obs.is_vision | self.protect(obs))))}
+
+    def allocate(
+        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
+    ) -> Int[Array, " L"] | Int[Array, "L K"]:
+        """Equal shares, or what text needs."""
+        if self.overshoots:
+            return jnp.minimum(statistics["granted"], most)
+        return super().allocate(statistics, total=total, most=most, layers=layers)
+
+    def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
+        """The budget; where text may pass it, `allocate` knows better."""
+        if self.overshoots:
+            return jnp.sum(counts)
+        return super().total(counts, seen, layers=layers, most=most)
+
+    def bound(self, *, layers: int, vision: int, text: int, images: int = 1) -> int:
+        """The budget, or all text and a recent window of vision tokens."""
+        if not self.overshoots:
+            return super().bound(layers=layers, vision=vision, text=text, images=images)
+        mean = int(self.totals(layers=layers, most=vision + text)[-1]) // layers
+        recent = mean // 2 if self.recent is None else self.recent
+        return layers * max(mean, text + min(vision, recent))
+
     def merge(
         self,
         k: Float[Array, "K T H"],
@@ -72,6 +111,8 @@ class LookM(Policy):
             return k, v
         target, cosine = merging.nearest_key(k, kept)
         gone = merging.dropped(kept, scores)
+        if self.variant == "released" and self.merging != "pivot":
+            target, gone = released_pairs(target, cosine, gone, misaligned=self.merging == "average")
 
         def contribution(x: Float[Array, "K T H"]) -> Float[Array, "K T H"]:
             if self.merging == "pivot":
@@ -79,3 +120,26 @@ class LookM(Policy):
             return x * cosine[..., None] if self.merging == "weighted" else x
 
         return merging.fold(k, contribution(k), target, gone), merging.fold(v, contribution(v), target, gone)
+
+
+def released_pairs(
+    target: Int[Array, "K T"], cosine: Float[Array, "K T"], gone: Bool[Array, "K T"], *, misaligned: bool
+) -> tuple[Int[Array, "K T"], Bool[Array, "K T"]]:
+    """Who is merged into whom in the published code.
+
+    Args:
+        target: the kept token nearest to each token.
+        cosine: how near.
+        gone: what was dropped, as many tokens in every head.
+        misaligned: whether the targets that pass the filter go to the first dropped tokens, not to their own.
+    """
+    head, slot = jnp.arange(target.shape[0])[:, None], jnp.arange(target.shape[1])
+    token = jnp.argsort(~gone, axis=1, stable=True)  # the i-th dropped token of every head
+    count = jnp.sum(gone[0])
+    near = jnp.where(slot < count, jnp.mean(cosine[head, token], axis=0), 0.0)
+    passes = (slot < count) & (near >= jnp.sum(near) / jnp.maximum(count, 1))
+    if misaligned:
+        source = jnp.argsort(~passes, stable=True)
+        target = target.at[head, token].set(target[head, token[:, source]])
+        passes = slot < jnp.sum(passes)
+    return target, jnp.zeros_like(gone).at[head, token].set(passes)

@@ -48,15 +48,20 @@ class Policy:
         keep: fraction of the tokens in scope that survives, in (0, 1].
         budget: instead of `keep`, the mean number of surviving tokens in scope per layer and head.
         scope: "vision" keeps all text and spends the budget on vision tokens; "all" counts every token.
+        cap: for methods whose budgets differ per layer: a layer gets at most this many times the mean budget (at least
+            1), and only that many of its entries live on until all layers have been read. So the uncompressed cache of
+            all layers need not exist at once; what a layer would have had above the cap goes to the others.
     """
 
     keep: float | None = None
     budget: int | None = None
     scope: Scope = "all"
+    cap: float | None = None
 
     paper: ClassVar[str] = ""
     equations: ClassVar[str] = ""
     stages: ClassVar[str] = "score"
+    capped: ClassVar[bool] = False  # whether `cap` has a meaning: budgets differ per layer, nothing is merged
     needs_key: ClassVar[bool] = False  # whether `generate` and `select` must be given a key
 
     def __post_init__(self) -> None:
@@ -78,6 +83,8 @@ class Policy:
         if self.budget is not None and not (isinstance(self.budget, int) and self.budget >= 1):
             raise InputError(f"{name}: budget={self.budget!r} must be a whole number of at least 1")
         self.check("scope", self.scope in ("vision", "all"), 'must be "vision" or "all"')
+        self.check("cap", self.cap is None or (_is_number(self.cap) and self.cap >= 1), "must be at least 1")
+        self.check("cap", self.cap is None or self.capped, "is for methods whose budgets differ per layer")
 
     def check(self, field: str, ok: bool, rule: str) -> None:
         """Raises InputError naming the option unless `ok`."""
@@ -251,6 +258,12 @@ class Policy:
         in_scope = held + (layers * text if self.scope == "all" else 0)
         kept = budgets.totals_of_sums(self.keep, self.budget, layers=layers, most=in_scope)[-1]
         return int(kept) + (layers * text if self.scope == "vision" else 0)
+
+    def cap_counts(self, *, layers: int, most: int) -> Int[np.ndarray, " counts"]:
+        """Entries in scope that one layer may have under the cap, for n = 0..most tokens in scope."""
+        assert self.cap is not None
+        mean = self.totals(layers=layers, most=most) / layers
+        return np.minimum(np.arange(most + 1), np.ceil(self.cap * mean)).astype(np.int32)
 
     def layer_bound(self, *, layers: int, vision: int, text: int) -> int:
         """The most entries per head that one layer of such a row may keep."""

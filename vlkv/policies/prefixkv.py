@@ -56,6 +56,7 @@ class PrefixKV(Policy):
     variant: Literal["paper", "released"] = "paper"
     paper = "Wang et al. 2024, PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need"
     equations = "Eq. 1, Alg. 1"
+    capped = True
     stages = "score, allocate, merge, step"
 
     def __post_init__(self) -> None:
@@ -67,6 +68,7 @@ class PrefixKV(Policy):
         self.check("merging", self.merging in ("none", "position", "cosine"), "is none of none, position, cosine")
         shares = self.profile is None or (isinstance(self.profile, tuple) and all(map(_is_share, self.profile)))
         self.check("profile", shares, "must be a tuple of fractions in (0, 1], one per layer, or None")
+        self.check("cap", self.cap is None or self.merging == "none", "cannot be had with merging")
         self.check("variant", self.variant in ("paper", "released"), 'must be "paper" or "released"')
 
     def check_model(self, layers: int) -> None:
@@ -83,7 +85,7 @@ class PrefixKV(Policy):
     def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
         """The budget, and what truncation may add to it."""
         total = super().total(counts, seen, layers=layers, most=most)
-        return jnp.minimum(total + layers - 1, jnp.sum(counts)) if self.slack else total
+        return total + layers - 1 if self.slack else total
 
     def bound(self, *, layers: int, vision: int, text: int, images: int = 1) -> int:
         """As `total`."""
@@ -112,8 +114,7 @@ class PrefixKV(Policy):
         cumulative = statistics["cumulative"]
         protected = self.sinks + self.recent if self.scope == "all" else 0
         if self.slack:
-            count = jnp.sum(most)
-            exact = jnp.where(total < count, total - (layers - 1), count)
+            exact = total - (layers - 1)
             return released_budgets(cumulative, total=total, exact=exact, most=most, protected=protected)
         least = jnp.minimum(max(protected, 1), total // layers)
         if self.profile is not None:
@@ -163,7 +164,7 @@ def found_forget_counts(
     def counts(p: Float[Array, ""]) -> Int[Array, " L"]:
         return jnp.maximum(most - (jnp.sum(cumulative < p, axis=1) + 1) - protected, 0)
 
-    def halve(_: int, state: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
+    def halve(_: Array, state: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
         low, high, p, done = state
         middle = (low + high) / 2
         found = jnp.sum(counts(middle))
@@ -183,7 +184,8 @@ def scaled_forget_counts(found: Int[Array, " L"], target: Int[Array, ""]) -> Int
     """What was found, scaled to sum to `target` and truncated."""
     total = jnp.sum(found)
     # As a difference, which is small: the product of a count and the target would be rounded in float32.
-    return found + jnp.floor(found * (target - total) / jnp.maximum(total, 1)).astype(found.dtype)
+    change = found.astype(jnp.float32) * (target - total) / jnp.maximum(total, 1)
+    return found + jnp.floor(change).astype(found.dtype)
 
 
 def released_budgets(
@@ -199,7 +201,9 @@ def released_budgets(
     forgotten = scaled_forget_counts(found_forget_counts(cumulative, target, most, protected=protected), target)
     kept = jnp.clip(most - forgotten, jnp.minimum(max(protected, 1), most), most)
     # Where next to nothing may stay, the protected tokens alone can pass the total.
-    return budgets.apportion(kept, jnp.minimum(jnp.sum(kept), total), floor=jnp.minimum(1, most), ceiling=most)
+    return budgets.apportion(
+        kept.astype(jnp.float32), jnp.minimum(jnp.sum(kept), total), floor=jnp.minimum(1, most), ceiling=most
+    )
 
 
 def _is_share(value: object) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from vlkv import budgets
+from vlkv.observe import Observation
 from vlkv.policies.policy import Statistics, policy
 from vlkv.policies.snapkv import SnapKV
 
@@ -19,30 +21,81 @@ class PyramidKV(SnapKV):
     With C the mean budget and w the window (0 under scope="vision"): from 2(C - w) - (C - w)/beta in the lowest layer
     to (C - w)/beta in the highest, plus w each; clipped to what there is, the total exact.
 
+    The published code rounds the ends and the step down, so that it hands out more than L C. Where the lowest layer
+    would get more than there is, it gets that and the highest the rest of 2(C - w). A prompt of fewer than 2(C - w)
+    tokens gets C in every layer, one of fewer than C stays whole.
+
     Attributes:
         beta: how small the top of the pyramid is.
+        variant: the "paper" line, or "released" as the published code rounds it; the pool is as much larger.
     """
 
     window: int = 8
     kernel: int = 7
     pooling: Literal["avg", "max"] = "max"
     beta: int = 20
+    variant: Literal["paper", "released"] = "paper"
     paper = "Cai et al. 2024, PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling"
     equations = "Sec. 4.2, Eqs. 3-5"
+    capped = True
     stages = "score, allocate"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("beta", self.beta >= 1, "must be at least 1")
+        self.check("variant", self.variant in ("paper", "released"), 'must be "paper" or "released"')
+        self.check("cap", self.cap is None or self.variant == "paper", "is not for the released variant")
+
+    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
+        """What the released line is made of: the mean budget, and how many tokens there are."""
+        del scores
+        if self.variant == "paper":
+            return {}
+        return {"mean": obs.mean_budget, "count": jnp.sum(obs.in_scope)}
 
     def allocate(
         self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
     ) -> Int[Array, " L"]:
         """The line, made of integers."""
-        del statistics
+        if self.variant == "released":
+            return self.released_line(statistics["mean"][0], statistics["count"][0], layers=layers)
         window = jnp.minimum(self.window, total // layers) if self.scope == "all" else jnp.int32(0)
         line = pyramid(total / layers - window, layers, self.beta) + window
         return budgets.apportion(line, total, floor=jnp.minimum(1, most), ceiling=most)
+
+    def released_line(self, mean: Int[Array, ""], count: Int[Array, ""], *, layers: int) -> Int[Array, " L"]:
+        """What the published code gives to each layer.
+
+        Args:
+            mean: C.
+            count: tokens in scope.
+            layers: L.
+        """
+        window = jnp.minimum(self.window, mean) if self.scope == "all" else 0
+        spare = mean - window
+        highest = spare // self.beta
+        lowest = jnp.minimum(2 * spare - highest, count - window)
+        step = (2 * lowest - 2 * spare) // max(layers - 1, 1)  # the ends sum to 2(C - w), clipped or not
+        line = lowest - step * jnp.arange(layers) + window
+        return jnp.where(count < mean, count, jnp.where(count < 2 * spare, mean, line))
+
+    def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
+        """What the line sums to."""
+        if self.variant == "paper":
+            return super().total(counts, seen, layers=layers, most=most)
+        mean = jnp.asarray(self.totals(layers=layers, most=most) // layers)[counts[0]]
+        return jnp.sum(self.released_line(mean, counts[0], layers=layers))
+
+    def bound(self, *, layers: int, vision: int, text: int, images: int = 1) -> int:
+        """The largest sum of any prompt up to this length: rounding makes it rise and fall."""
+        if self.variant == "paper":
+            return super().bound(layers=layers, vision=vision, text=text, images=images)
+        most = vision if self.scope == "vision" else vision + text
+        mean = self.totals(layers=layers, most=most) // layers
+        with jax.ensure_compile_time_eval():
+            line = jax.vmap(lambda mean, count: self.released_line(mean, count, layers=layers))
+            kept = int(jnp.max(jnp.sum(line(jnp.asarray(mean), jnp.arange(most + 1)), axis=1)))
+        return kept + (layers * text if self.scope == "vision" else 0)
 
 
 def pyramid(mean: Array, layers: int, beta: int) -> Array:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from vlkv.errors import InputError
-from vlkv.observe import Observation
+from vlkv.observe import Observation, top
 from vlkv.policies.policy import Policy, Statistics
 
 
@@ -81,7 +81,10 @@ def allocate_and_take(
     observed: tuple[Observed, ...],
     is_vision: Bool[Array, "L T"],
     stays: Bool[Array, "L T"],
+    held: Int[Array, " L"],
     seen: Int[Array, ""],
+    *,
+    bound: int,
 ) -> Selection:
     """Budgets from all layers' statistics, then the best tokens of each layer; ties go to the earlier token.
 
@@ -90,14 +93,16 @@ def allocate_and_take(
         observed: of each layer; a layer that holds fewer tokens has shorter arrays.
         is_vision: of each layer's tokens, padded to the longest layer.
         stays: which of them are there and may be kept.
+        held: tokens in scope that each layer held before a cap.
         seen: tokens in scope that the prompt had.
+        bound: a static bound on both.
     """
     layers, length = is_vision.shape
     in_scope = stays & is_vision if policy.scope == "vision" else stays
     out_of_scope = stays & ~in_scope
     scores, protected, statistics, _ = jax.tree.map(lambda *x: _stack(x), *observed)
     most = jnp.sum(in_scope, axis=1)
-    total = policy.total(most, seen, layers=layers, most=length)
+    total = policy.total(held, seen, layers=layers, most=bound)
     granted = policy.allocate(statistics, total=total, most=most, layers=layers)
     kv_heads = scores.shape[1]
     granted = jnp.broadcast_to(granted if granted.ndim == 2 else granted[:, None], (layers, kv_heads))  # [L, K]
@@ -110,10 +115,7 @@ def allocate_and_take(
         order, taken = policy.rank(scores, statistics, in_scope & ~protected, spare)
         budget = budget - spare + taken
         scores = jnp.where(out_of_scope, jnp.inf, jnp.where(in_scope, scores, -jnp.inf))
-        # Text that stays, protected, the rest, padding: no score, however large or infinite, crosses these borders.
-        tier = jnp.where(out_of_scope, 0, jnp.where(protected, 1, jnp.where(in_scope, 2, 3)))
-        within = jnp.where(protected, -jnp.arange(length, dtype=jnp.float32), -order)
-        best_first = jnp.lexsort((within, jnp.broadcast_to(tier, within.shape)), axis=-1)
+        best_first = _best_first(order, protected, in_scope, out_of_scope)
         count = (budget + jnp.sum(out_of_scope))[:, None]
         taken = jnp.broadcast_to(jnp.arange(length) < count, scores.shape)
         kept = jnp.put_along_axis(jnp.zeros(scores.shape, bool), best_first, taken, axis=-1, inplace=False)
@@ -123,6 +125,32 @@ def allocate_and_take(
         scores.astype(jnp.float32), protected & in_scope, statistics, granted.astype(jnp.int32), in_scope, out_of_scope
     )
     return Selection(kept, spent, scores, statistics)
+
+
+def _best_first(
+    order: Float[Array, "K T"],
+    protected: Bool[Array, " T"],
+    in_scope: Bool[Array, " T"],
+    out_of_scope: Bool[Array, " T"],
+) -> Int[Array, "K T"]:
+    """Text that stays, protected from the last, the rest, padding: no score, however large, crosses these borders."""
+    tier = jnp.where(out_of_scope, 0, jnp.where(protected, 1, jnp.where(in_scope, 2, 3)))
+    within = jnp.where(protected, -jnp.arange(order.shape[1], dtype=jnp.float32), -order)
+    return jnp.lexsort((within, jnp.broadcast_to(tier, within.shape)), axis=-1)
+
+
+def shortlist(policy: Policy, observed: Observed, obs: Observation, *, layers: int) -> Bool[Array, " T"]:
+    """The tokens of a layer that may still be kept under the policy's cap, the same for all heads.
+
+    Where heads rank apart, a token's best rank counts, so every head is sure of its first C / K.
+    """
+    scores = observed.scores.astype(jnp.float32)
+    nothing = jnp.zeros_like(obs.in_scope)
+    best_first = _best_first(scores, observed.protected, obs.in_scope, nothing)
+    rank = jnp.min(jnp.argsort(best_first, axis=-1), axis=0)
+    table = jnp.asarray(policy.cap_counts(layers=layers, most=rank.shape[0]))
+    chosen = top(-rank[None].astype(jnp.float32), obs.in_scope, table[jnp.sum(obs.in_scope)][None])
+    return chosen[0]
 
 
 def _stack(arrays: tuple[Array, ...]) -> Array:
@@ -194,10 +222,13 @@ def _choose(policy, q, k, v, is_vision, valid, key) -> Selection:
         see(policy, q[i], k[i], v[i], is_vision, valid, key, layer=i, layers=layers, max_instruction=length)
         for i in range(layers)
     ]
-    return allocate_and_take(
-        policy,
-        tuple(observe(policy, obs) for obs in seen),
-        jnp.broadcast_to(is_vision, (layers, length)),
-        jnp.broadcast_to(valid, (layers, length)),
-        jnp.sum(seen[0].in_scope),
-    )
+    observed = tuple(observe(policy, obs) for obs in seen)
+    stays = [valid] * layers
+    if policy.cap is not None:
+        stays = [
+            (valid & ~obs.in_scope) | shortlist(policy, o, obs, layers=layers)
+            for o, obs in zip(observed, seen, strict=True)
+        ]
+    count, vision = jnp.sum(seen[0].in_scope), jnp.broadcast_to(is_vision, (layers, length))
+    held = jnp.full(layers, count)
+    return allocate_and_take(policy, observed, vision, jnp.stack(stays), held, count, bound=length)

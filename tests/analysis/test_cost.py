@@ -1,0 +1,74 @@
+"""Operations and bytes, by hand and against the numbers that LightKV reports."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vlkv import analysis
+from vlkv.config import ClipConfig, DecoderConfig
+
+CLIP = ClipConfig(
+    width=1024, mlp_width=4096, layers=24, heads=16, image_size=336, patch_size=14, norm_eps=1e-5, feature_layer=-2,
+    keep_class_token=False,
+)  # fmt: skip
+TEXT, NEW = 48, 100  # new tokens: LightKV, Sec. 4.2; it does not say how long its prompts are
+
+
+def vicuna(layers: int, width: int, mlp_width: int, heads: int) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=32000, width=width, mlp_width=mlp_width, layers=layers, heads=heads, kv_heads=heads, head_dim=128,
+        norm_eps=1e-5, rope_theta=1e4, max_positions=4096,
+    )  # fmt: skip
+
+
+V7, V13 = vicuna(32, 4096, 11008, 32), vicuna(40, 5120, 13824, 40)
+
+
+def test_by_hand():
+    """One layer of width 2, MLP width 3, 2 heads of 4 channels over 1 key head."""
+    c = DecoderConfig(
+        vocab_size=10, width=2, mlp_width=3, layers=2, heads=2, kv_heads=1, head_dim=4, norm_eps=1e-5, rope_theta=1e4,
+        max_positions=64,
+    )  # fmt: skip
+    weights = 2 * 2 * 8 + 2 * 2 * 4 + 3 * 2 * 3  # queries and output, keys and values, MLP
+    scores_and_sums = 2 * 8  # per pair of tokens
+    np.testing.assert_array_equal(
+        analysis.prefill_flops(c, np.array([5, 3])),
+        [2 * (5 * weights + 25 * scores_and_sums), 2 * (3 * weights + 9 * scores_and_sums)],
+    )
+    np.testing.assert_array_equal(
+        analysis.decode_flops(c, np.array([6, 1])), [2 * (weights + 6 * scores_and_sums), 2 * (weights + 16)]
+    )
+    assert analysis.logits_flops(c, 3) == 2 * 3 * 2 * 10
+    np.testing.assert_array_equal(analysis.cache_bytes(c, np.array([7, 0]), 2), [2 * 7 * 4 * 2, 0])
+
+
+def measured(c: DecoderConfig, vision: np.ndarray, images: int) -> tuple[float, float]:
+    """What LightKV's tables count: tera-operations to the last of the new tokens, and the cache then in GiB."""
+    prompt = vision + TEXT
+    flops = analysis.prefill_flops(c, prompt).sum() + analysis.tower_flops(CLIP, c.width, images)
+    flops += analysis.logits_flops(c, int(prompt[-1]) + NEW - 1)
+    flops += sum(analysis.decode_flops(c, prompt + i).sum() for i in range(1, NEW))
+    return flops / 1e12, analysis.cache_bytes(c, prompt + NEW, 2).sum() / 2**30
+
+
+@pytest.mark.parametrize(
+    "decoder, vision, images, flops, memory",
+    [(V13, 576, 1, 19.4, 0.55), (V7, 576, 1, 10.2, 0.35), (V13, 2144, 5, 65.0, 1.75), (V7, 2144, 5, 34.8, 1.12)],
+    ids=["1.5-13B", "1.5-7B", "NeXT-13B", "NeXT-7B"],
+)
+def test_full_caches_of_lightkv_table_1(decoder, vision, images, flops, memory):
+    ours = measured(decoder, np.full(decoder.layers, vision), images)
+    assert abs(ours[0] / flops - 1) < 0.01
+    assert abs(ours[1] - memory) < 0.006  # rounded to two places
+
+
+@pytest.mark.parametrize("after, flops, memory", [((15, 23, 31), 12.6, 0.37), ((17, 24, 31), 13.1, 0.38)])
+def test_lightkv_of_table_6(after, flops, memory):
+    """LLaVA-1.5-13B. The table's layers count from 0: the one named still sees what the one before saw."""
+    left = np.array([576, 288, 145, 73])
+    vision = left[np.searchsorted(after, np.arange(40), side="left")]
+    ours = measured(V13, vision, 1)
+    assert abs(ours[0] / flops - 1) < 0.02
+    assert abs(ours[1] - memory) < 0.006

@@ -1,0 +1,68 @@
+"""Lorenz curves, Gini, divergence and agreement of rankings, on numbers small enough to check by hand."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vlkv import analysis
+
+INSIDE = np.array([True, True, False, True, True])  # one token is padding
+
+
+def test_lorenz_gini_and_what_a_budget_retains():
+    importance = np.array([[1.0, 4.0, 9.0, 2.0, 3.0], [5.0, 5.0, 1.0, 5.0, 5.0], [0.0, 7.0, 2.0, 0.0, 0.0], [0.0] * 5])
+    curve = analysis.lorenz(jnp.asarray(importance), INSIDE)
+    np.testing.assert_allclose(
+        curve, [[0.4, 0.7, 0.9, 1, 1], [0.25, 0.5, 0.75, 1, 1], [1, 1, 1, 1, 1], [0.25, 0.5, 0.75, 1, 1]], rtol=1e-6
+    )
+    # Trapezoids by hand, layer 0: (0.2 + 0.55 + 0.8 + 0.95) / 4 = 0.625; twice what lies above 1/2: 0.25.
+    np.testing.assert_allclose(analysis.gini(jnp.asarray(importance), INSIDE), [0.25, 0, 0.75, 0], atol=1e-6)
+    np.testing.assert_allclose(analysis.retained(curve, jnp.array([2, 1, 0, 4])), [0.7, 0.25, 0, 1], rtol=1e-6)
+    assert analysis.gini(jnp.ones((1, 5)), np.zeros(5, bool)) == 0
+
+
+def test_gini_is_the_mean_difference():
+    """Its other definition: half the mean absolute difference of two tokens, over the mean."""
+    x = np.random.default_rng(0).gamma(0.5, size=(3, 40)).astype(np.float32)
+    inside = np.arange(40) < 31
+    y = x[:, :31].astype(np.float64)
+    expected = abs(y[:, :, None] - y[:, None]).mean(axis=(1, 2)) / (2 * y.mean(axis=1))
+    np.testing.assert_allclose(analysis.gini(jnp.asarray(x), inside), expected, rtol=1e-5)
+
+
+def test_jensen_shannon():
+    p = jnp.array([[1.0, 1.0, 0.0], [2.0, 2.0, 0.0], [1.0, 0.0, 0.0], [3.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    q = jnp.array([[5.0, 5.0, 0.0], [0.0, 0.0, 9.0], [0.0, 1.0, 1.0], [1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
+    middle = np.array([0.625, 0.375])
+    by_hand = sum((np.array(x) * np.log2(np.array(x) / middle)).sum() / 2 for x in ([0.75, 0.25], [0.5, 0.5]))
+    np.testing.assert_allclose(analysis.jensen_shannon(p, q), [0, 1, 1, by_hand, np.nan], atol=1e-6)
+
+
+def test_histograms_of_values():
+    a, b = jnp.array([[0.0, 1.0, 99.0, 2.0, 4.0]]), jnp.array([[3.9, 4.0, 0.5, 1.1, 0.2]])
+    counts = analysis.value_histograms(a, b, INSIDE, bins=4)
+    np.testing.assert_array_equal(counts, [[[1, 1, 1, 1]], [[1, 1, 0, 2]]])
+    np.testing.assert_array_equal(analysis.value_histograms(0 * a, 0 * b, INSIDE, bins=4)[0], [[4, 0, 0, 0]])
+
+
+@pytest.mark.parametrize("fraction, shared", [(0.5, 0.5), (0.25, 1.0), (1.0, 1.0), (0.01, 1.0)])
+def test_concordance(fraction, shared):
+    """The best of a: 1, 0 (a tie with 4, the earlier wins), 4, 3; of b: 1, 4, 3, 0."""
+    a, b = jnp.array([3.0, 5.0, 9.0, 1.0, 3.0]), jnp.array([0.1, 0.9, 0.9, 0.2, 0.3])
+    assert analysis.concordance(a, b, INSIDE, fraction) == shared
+    assert jnp.isnan(analysis.concordance(a, b, np.zeros(5, bool), fraction))
+
+
+def test_token_types_and_their_shares():
+    is_vision = np.array([[0, 0, 1, 1, 0, 1, 0, 0], [0] * 8, [0, 1, 1, 0, 0, 0, 0, 0]], bool)
+    valid = np.array([[0, 1, 1, 1, 1, 1, 1, 1], [1] * 6 + [0] * 2, [1] * 8], bool)
+    types = analysis.token_types(is_vision, valid)
+    np.testing.assert_array_equal(
+        types, [[-1, 0, 1, 1, 2, 1, 2, 2], [2, 2, 2, 2, 2, 2, -1, -1], [0, 1, 1, 2, 2, 2, 2, 2]]
+    )
+    mass = jnp.broadcast_to(jnp.arange(10.0), (1, 2, 3, 10))
+    shares = jax.jit(analysis.shares_by_type)(mass, types)
+    np.testing.assert_array_equal(shares[0, 1], [[1, 10, 17, 17], [0, 0, 15, 17], [0, 3, 25, 17]])

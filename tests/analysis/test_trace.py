@@ -1,0 +1,203 @@
+"""What a trace sees, against float64 numpy; and what is measured with it: errors, agreement, rankings, survival."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import vlkv
+from tests import reference
+from tests.models import tiny_llava, unequal_batch
+from tests.test_decode import kept_entries
+from vlkv import analysis, policies
+
+ANSWER = np.random.default_rng(4).integers(6, 50, (3, 6))
+ANSWER[1, 4:] = -1
+FED = np.maximum(ANSWER[:, :-1], 0)
+SNAP = policies.SnapKV(keep=0.3)
+fill_cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")
+follow = jax.jit(analysis.follow)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return tiny_llava()
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return unequal_batch(padding="left")
+
+
+@pytest.fixture(scope="module")
+def prompt(params, batch):
+    return jax.jit(vlkv.read_prompt)(params, batch)
+
+
+@pytest.fixture(scope="module")
+def full(params, prompt):
+    cache = fill_cache(prompt, policies.Full(), new_tokens=7)
+    return cache, follow(params, prompt, cache, ANSWER[:, :-1])
+
+
+@pytest.fixture(scope="module")
+def snap(params, prompt):
+    cache = fill_cache(prompt, SNAP, new_tokens=7)
+    return cache, follow(params, prompt, cache, ANSWER[:, :-1])
+
+
+@pytest.fixture(scope="module")
+def layers(params, batch):
+    """Queries, keys and values of every row's prompt in float64, without its padding."""
+    x = np.asarray(params.embed(jax.tree.map(jnp.asarray, batch)))
+    return [reference.prefill(params.decoder, x[row, batch.valid[row]])[1] for row in range(3)]
+
+
+def watched(decoder, layers, kept, tokens):
+    """Hidden states [S, L, D] and head-mean attention [S, L, T + S] of a decode from the entries kept [L, K, T]."""
+    count = kept.shape[-1]
+    hidden = np.zeros((len(tokens), len(layers), decoder.embedding.weight[...].shape[1]))
+    mass = np.zeros((len(tokens), len(layers), count + len(tokens)))
+    tails = [([], []) for _ in layers]
+    for s, token in enumerate(tokens):
+        x = np.asarray(decoder.embedding.weight[...], np.float64)[token][None]
+        for i, (layer, (_, k, v), (new_k, new_v)) in enumerate(zip(decoder.layers, layers, tails, strict=True)):
+            q, *new = reference._project(layer, x, np.array([count + s]), layer.rope_theta)
+            new_k.append(new[0])
+            new_v.append(new[1])
+            keys, values = np.concatenate([k, *new_k]), np.concatenate([v, *new_v])
+            seen = np.concatenate([kept[i], np.ones((k.shape[1], s + 1), bool)], axis=1)
+            attended = np.empty_like(q)
+            for n in range(q.shape[1]):
+                head = n // (q.shape[1] // k.shape[1])
+                logits = np.where(seen[head], keys[:, head] @ q[0, n] / np.sqrt(q.shape[-1]), -np.inf)
+                weights = reference._softmax(logits)
+                mass[s, i, : len(weights)] += weights / q.shape[1]
+                attended[0, n] = weights @ values[:, head]
+            x = reference._finish(layer, x, attended)
+            hidden[s, i] = x[0]
+    return hidden, mass
+
+
+def test_a_trace_is_what_the_layers_do(params, batch, layers, full, snap):
+    length = batch.valid.shape[1]
+    hidden = {}
+    for name, (cache, trace) in {"full": full, "snap": snap}.items():
+        for row in range(3):
+            valid, kept = batch.valid[row], kept_entries(cache, batch, row)
+            expected = watched(params.decoder, layers[row], kept, FED[row])
+            hidden[name, row] = expected[0]
+            np.testing.assert_allclose(trace.hidden[:, :, row], expected[0], atol=2e-4)
+            mass = np.asarray(trace.mass[:, :, row])
+            np.testing.assert_allclose(mass[..., :length][..., valid], expected[1][..., : valid.sum()], atol=1e-5)
+            np.testing.assert_allclose(mass[..., length : length + 5], expected[1][..., valid.sum() :], atol=1e-5)
+            np.testing.assert_allclose(mass.sum(axis=-1), 1, atol=1e-5)
+            theirs = reference.decode(params.decoder, layers[row], kept, FED[row])
+            np.testing.assert_allclose(trace.logits[:, row], theirs, atol=1e-4)
+            counts = kept.sum(axis=-1).mean(axis=1) + np.arange(1, 6)[:, None]
+            np.testing.assert_allclose(trace.stored[:, :, row], counts, rtol=1e-6)
+            np.testing.assert_array_equal(trace.stored, trace.used)
+    error = analysis.feature_error(full[1], snap[1])
+    for row in range(3):
+        expected = abs(hidden["full", row] - hidden["snap", row]).mean(axis=-1)
+        np.testing.assert_allclose(error[:, :, row], expected, atol=2e-4)
+
+
+def test_agreement_and_log_probability(snap):
+    logits = np.asarray(snap[1].logits, np.float64)
+    log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    answer = np.array(ANSWER)
+    answer[0, 3] = logits[2, 0].argmax()  # says it right once
+    answer[2, 1:] = -1
+    expected = [np.mean([log_p[i, row, answer[row, i + 1]] for i in range(n)]) for row, n in ((0, 5), (1, 3))]
+    np.testing.assert_allclose(analysis.log_probability(snap[1].logits, answer), [*expected, 0], rtol=1e-4)
+    right = [np.mean([logits[i, row].argmax() == answer[row, i + 1] for i in range(n)]) for row, n in ((0, 5), (1, 3))]
+    assert right[0] >= 0.2
+    np.testing.assert_allclose(analysis.agreement(snap[1].logits, answer), [*right, 1])
+
+
+@pytest.mark.parametrize("policy", [policies.H2O(keep=0.3), policies.AVL(keep=0.4, core=0.2)], ids=["H2O", "AVL"])
+def test_methods_that_act_act_in_a_trace_too(params, prompt, policy):
+    cache = fill_cache(prompt, policy, new_tokens=7)
+    trace = follow(params, prompt, cache, ANSWER[:, :-1])
+    step = jax.jit(vlkv.decode_step)
+    for i in range(5):
+        cache, logits = step(params, cache, FED[:, i])
+        np.testing.assert_allclose(trace.logits[i], logits, atol=1e-4)
+    assert (np.asarray(trace.used) <= np.asarray(trace.stored)).all()
+
+
+def test_one_token_at_a_time(params, batch, prompt, layers, full):
+    scores = np.random.default_rng(1).integers(0, 9, (3, 3, 2, batch.valid.shape[1])).astype(np.float32)  # ties
+    curve = jax.jit(analysis.one_token_curve)(params, prompt, full[0], scores, ANSWER, np.array([0, 1, 13, 60]))
+    for row in range(3):
+        valid = batch.valid[row]
+        vision = np.asarray(batch.is_vision)[row, valid]
+        steps = (ANSWER[row] >= 0).sum() - 1
+        for rank, ours in zip((0, 1, 13, 60), curve[:, row], strict=True):
+            kept = np.broadcast_to(~vision, (3, 2, len(vision))).copy()
+            for layer, head in np.ndindex(3, 2):
+                mine = scores[row, layer, head, valid]
+                order = sorted(np.flatnonzero(vision), key=lambda t, mine=mine: (-mine[t], t))
+                if 0 < rank <= len(order):
+                    kept[layer, head, order[rank - 1]] = True
+            logits = reference.decode(params.decoder, layers[row], kept, FED[row])[:steps]
+            log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+            np.testing.assert_allclose(ours, log_p[np.arange(steps), ANSWER[row, 1 : steps + 1]].mean(), atol=1e-4)
+
+
+def test_what_is_chosen_is_what_is_cached(batch, prompt, snap):
+    chosen = jax.jit(analysis.choose)(prompt, SNAP)
+    held = analysis.held(snap[0], batch.valid.shape[1])
+    for row in range(3):
+        kept = kept_entries(snap[0], batch, row)
+        np.testing.assert_array_equal(chosen.kept[row][..., batch.valid[row]], kept)
+        np.testing.assert_allclose(analysis.layer_budgets(snap[0])[row], kept.sum(axis=-1).mean(axis=1))
+        np.testing.assert_array_equal(held[row][:, batch.valid[row]], kept.mean(axis=1))
+    assert not held[:, :, ~batch.valid.any(axis=0)].any()
+    with pytest.raises(vlkv.InputError, match="FastV shortens the prompt"):
+        analysis.choose(prompt, policies.FastV(keep=0.5))
+
+
+def test_who_survives_a_shortened_prompt(params, batch):
+    policy = policies.FastV(keep=0.4)
+    prompt = jax.jit(vlkv.read_prompt)(params, batch, policy)
+    reached = np.asarray(analysis.reached(prompt))
+    np.testing.assert_array_equal(reached[:, :2], np.broadcast_to(batch.valid[:, None], reached[:, :2].shape))
+    for row, vision in enumerate(np.asarray(batch.is_vision)):
+        text = batch.valid[row] & ~vision
+        left = np.asarray(prompt.layers[2].source)[row, np.asarray(prompt.layers[2].valid)[row]]
+        assert set(np.flatnonzero(reached[row, 2])) == set(left.tolist())
+        assert reached[row, 2, text].all() and reached[row, 2, vision].sum() == int(0.4 * vision.sum() + 0.5)
+    cache = fill_cache(prompt, policy, new_tokens=1)
+    np.testing.assert_array_equal(analysis.held(cache, reached.shape[-1]), reached)
+
+
+def test_pictures_of_a_grid():
+    grid = np.array([[-1, -1, -1], [0, 0, 0], [0, 0, 1], [0, 1, 1], [1, -1, -1], [1, 0, 0]])  # a class token, too
+    pictures = analysis.on_grid(np.array([[9, 1, 2, 3, 9, 4], [9, 0, 0, 1, 9, 1]]), grid)
+    np.testing.assert_array_equal(pictures[0], [[[1, 2], [np.nan, 3]], [[0, 0], [np.nan, 1]]])
+    np.testing.assert_array_equal(pictures[1], [[[4]], [[1]]])
+    assert analysis.on_grid(np.zeros((2, 3)), np.full((3, 3), -1)) == []
+
+
+def test_sweep(params, batch):
+    plan = [policies.Full(), policies.AVL(keep=0.4, core=0.2, refresh=3), policies.FastV(keep=0.4)]
+    inputs = vlkv.Inputs.from_hf(
+        {"input_ids": batch.tokens[1:2], "attention_mask": batch.valid[1:2], "pixel_values": batch.pixels[:1]},
+        params.config,
+    )
+    got = analysis.sweep(params, inputs, plan, new_tokens=5)
+    text, steps = 18, np.arange(1, 5)  # tokens of text, and steps after the first token, of which the third refreshes
+    stored = [25, 10, (25 + 25 + 10) / 3]
+    used = [25, np.array([5, 5, 10, 5]), (25 + 25 + 10) / 3]
+    whole = (25 + text + steps).sum()
+    for i in range(3):
+        assert got.agreement[0] == 1
+        np.testing.assert_allclose(got.stored[i], (stored[i] + text + steps).sum() / whole, rtol=1e-6)
+        np.testing.assert_allclose(got.used[i], (used[i] + text + steps).sum() / whole, rtol=1e-6)
+    for bad, new_tokens, says in (([], 5, "plan is empty"), (plan, 1, "new_tokens=1")):
+        with pytest.raises(vlkv.InputError, match=says):
+            analysis.sweep(params, inputs, bad, new_tokens=new_tokens)

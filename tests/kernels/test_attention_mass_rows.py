@@ -1,0 +1,102 @@
+"""attention_mass_rows against float64 numpy, in one block and in many."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import attention_mass_rows
+from pallas_kernels.attention_mass_rows import xla
+
+HEADS, KV_HEADS, HEAD_DIM, LENGTH = 4, 2, 8, 37
+
+
+def expected(q, k, weight, allowed, softmax_n=0.0):
+    """exp(x) / (n + sum exp(x)) over the allowed keys, times their weights: [R,N,T], float64."""
+    k = np.repeat(np.float64(k), len(q) // len(k), axis=0)
+    e = np.exp(np.einsum("nth,nsh->nts", np.float64(q), k) / math.sqrt(q.shape[-1])) * allowed
+    total = e.sum(axis=-1, keepdims=True) + softmax_n
+    return np.einsum("rs,nts->rnt", np.float64(weight), e / np.where(total > 0, total, 1))
+
+
+def make(seed=0, scale=2.0):
+    random = np.random.default_rng(seed)
+    q = scale * random.standard_normal((HEADS, LENGTH, HEAD_DIM)).astype(np.float32)
+    k = random.standard_normal((KV_HEADS, LENGTH, HEAD_DIM)).astype(np.float32)
+    weight = random.random((3, LENGTH)).astype(np.float32)
+    return jnp.array(q), jnp.array(k), jnp.array(weight), jnp.array(random.random(LENGTH) < 0.8)
+
+
+@pytest.fixture(params=["one block", "blocks of 3"])
+def blocks(request, monkeypatch):
+    """37 rows in one block, or in 13: more than the 8 groups, the last one ragged."""
+    if request.param == "blocks of 3":
+        monkeypatch.setattr(xla, "_BLOCK_ELEMENTS", 3 * HEADS * LENGTH)
+    return request.param
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("softmax_n", [0.0, 4.0])
+def test_causal_or_not_with_n_in_the_denominator(blocks, implementation, causal, softmax_n):
+    q, k, weight, mask = make()
+    allowed = np.asarray(mask) & (np.tri(LENGTH, dtype=bool) | (not causal))
+    got = attention_mass_rows(
+        q, k, key_weight=weight, key_mask=mask, causal=causal, softmax_n=softmax_n, implementation=implementation
+    )
+    np.testing.assert_allclose(got, expected(q, k, weight, allowed, softmax_n), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_gathered_rows_see_keys_up_to_their_own_place(monkeypatch, implementation):
+    monkeypatch.setattr(xla, "_BLOCK_ELEMENTS", 3 * HEADS * LENGTH)
+    q, k, weight, mask = make()
+    place = jnp.array([36, 5, 20, 0, 21, 5, 9, 1])  # in no order, one of them twice
+    got = attention_mass_rows(
+        q[:, place], k, key_weight=weight, key_mask=mask, row_place=place, implementation=implementation
+    )
+    allowed = np.asarray(mask) & np.tri(LENGTH, dtype=bool)[place]
+    np.testing.assert_allclose(got, expected(q[:, place], k, weight, allowed), rtol=1e-5, atol=1e-6)
+
+
+def test_a_row_that_sees_no_key_gives_nothing_and_no_nan(blocks):
+    q, k, weight, _ = make()
+    mask = jnp.arange(LENGTH) >= 4  # rows 0..3 see nothing
+    got = np.asarray(attention_mass_rows(q, k, key_weight=weight, key_mask=mask))
+    assert not got[..., :4].any()
+    allowed = np.asarray(mask) & np.tri(LENGTH, dtype=bool)
+    np.testing.assert_allclose(got, expected(q, k, weight, allowed), rtol=1e-5, atol=1e-6)
+
+
+def test_huge_logits_stay_finite_and_weights_of_one_give_one():
+    q, k, _, mask = make(scale=2000.0)
+    got = np.asarray(attention_mass_rows(q, k, key_weight=jnp.ones((1, LENGTH)), key_mask=mask, causal=False))
+    np.testing.assert_allclose(got, 1, rtol=1e-5)
+    assert np.isfinite(
+        np.asarray(attention_mass_rows(q, k, key_weight=jnp.ones((1, LENGTH)), key_mask=mask, softmax_n=1.0))
+    ).all()
+
+
+def test_bfloat16_gives_a_float32_answer_of_bfloat16_accuracy():
+    q, k, weight, mask = make()
+    half = attention_mass_rows(q.astype(jnp.bfloat16), k.astype(jnp.bfloat16), key_weight=weight, key_mask=mask)
+    assert half.dtype == jnp.float32
+    allowed = np.asarray(mask) & np.tri(LENGTH, dtype=bool)
+    np.testing.assert_allclose(half, expected(q, k, weight, allowed), rtol=0.1, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"implementation": "mosaic"},
+        {"key_weight": jnp.ones((1, 5))},
+        {"key_mask": jnp.ones(5, bool)},
+        {"k": jnp.ones((3, LENGTH, HEAD_DIM))},
+        {"q": jnp.ones((HEADS, 20, HEAD_DIM))},  # causal needs row_place
+    ],
+)
+def test_what_does_not_fit_is_refused(change):
+    q, k, weight, mask = make()
+    with pytest.raises(Exception, match="attention_mass_rows"):
+        attention_mass_rows(**{"q": q, "k": k, "key_weight": weight, "key_mask": mask, **change})

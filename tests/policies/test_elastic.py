@@ -1,0 +1,72 @@
+"""Elastic Cache: what the published code keeps and merges by mistake, and deletion while decoding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_decode_time import one_layer, places
+
+from vlkv import InputError, policies
+
+compress = jax.jit(policies.compress)
+
+
+@pytest.mark.parametrize("i", range(2))
+@pytest.mark.parametrize("padding", [(0, 0), (3, 2)], ids=["whole", "padded"])
+def test_the_published_code_keeps_and_merges_other_tokens(golden, i, padding):
+    g = golden("elastic")
+    q, k, v = (np.pad(g[name], [(0, 0), (0, 0), padding, (0, 0)]) for name in "qkv")
+    vision, valid = (np.pad(x, padding) for x in (g["is_vision"], np.ones_like(g["is_vision"])))
+    asked = int(g[f"paper_kept_{i}"][0].sum())
+    policy = policies.ElasticCache(budget=asked, sinks=int(g["number_of_sink_tokens"]), variant="released")
+    k, v, got = compress(policy, q, k, v, vision, valid)
+    assert (np.asarray(got.budgets) == asked - 1).all()
+    for layer, kept in enumerate(g[f"as_released_kept_{i}"]):
+        np.testing.assert_array_equal(got.kept[layer][:, valid], np.stack([kept] * 4))
+        for ours, name in ((k, "key"), (v, "value")):
+            merged = np.asarray(ours)[layer][:, valid][:, kept]
+            np.testing.assert_allclose(merged, g[f"as_released_merged_{name}_{i}"][layer], atol=2e-5)
+
+
+@pytest.mark.parametrize("scope", ["all", "vision"])
+def test_the_published_mistakes_keep_everything_where_nothing_is_to_go(scope):
+    q = np.random.default_rng(0).normal(size=(2, 2, 12, 4)).astype(np.float32)
+    k, v, got = compress(
+        policies.ElasticCache(keep=1, scope=scope, variant="released"), q, q, -q, np.arange(12) % 3 > 0
+    )
+    assert np.asarray(got.kept).all()
+    np.testing.assert_array_equal(k, q)
+    np.testing.assert_array_equal(v, -q)
+
+
+@pytest.mark.parametrize(
+    ("variant", "budget", "distance"),
+    [("paper", 30, 25), ("paper", 12, 25), ("paper", 30, 4), ("released", 30, 25), ("released", 12, 4)],
+)
+def test_while_decoding_one_entry_leaves_at_a_fixed_distance(variant, budget, distance):
+    """The share of the prompt holds for all that was seen; released: of the tokens asked for, at a fixed rank."""
+    rng = np.random.default_rng(1)
+    length, steps = 40, 20
+    arrays = {name: rng.normal(size=(2, length, 4)).astype(np.float32) for name in "qkv"}
+    arrays["is_vision"] = np.zeros(length, bool)
+    policy = policies.ElasticCache(budget=budget, distance=distance, variant=variant)
+    _, memory, step = one_layer(policy, arrays, new_tokens=steps)
+    kept = np.flatnonzero(places(memory, np.asarray(memory.stored[0]), length + steps)[0]).tolist()
+    assert len(kept) == budget - (variant == "released")
+    tail_k, tail_v = jnp.zeros((2, 1, steps, 2, 4))
+    for i in range(steps):
+        new = rng.normal(size=(3, 2, 4)).astype(np.float32)
+        memory, tail_k, tail_v, _, _ = step(memory, tail_k, tail_v, i, *new)
+        kept.append(length + i)
+        if len(kept) > -(-budget * (length + i + 1) // length):
+            end = len(kept) if variant == "paper" else budget
+            del kept[end - distance if end > distance else end // 2]
+        stored = places(memory, np.asarray(memory.stored[0]), length + steps)
+        for head in range(2):
+            assert np.flatnonzero(stored[head]).tolist() == kept
+    assert len(kept) < budget + steps
+
+
+def test_a_bad_distance_is_named():
+    with pytest.raises(InputError, match="ElasticCache: distance=0 must be a whole number of at least 1"):
+        policies.ElasticCache(keep=0.5, distance=0)

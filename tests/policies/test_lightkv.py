@@ -1,0 +1,332 @@
+"""LightKV against the golden vectors and against float64 numpy written from Eqs. 4-8."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import vlkv
+from tests import models
+from vlkv import InputError, policies
+from vlkv.observe import Observation
+from vlkv.policies.lightkv import LightKV, left_by_windows, scaled
+from vlkv.tokens import Tokens, shorten
+
+HEADS, KV_HEADS, HEAD_DIM, WIDTH = 4, 2, 8, 16
+prefill = jax.jit(vlkv.prefill, static_argnames="new_tokens")
+_reduce = jax.jit(lambda policy, tokens, obs, stage: policy.reduce(tokens, obs, stage=stage), static_argnums=3)
+
+
+def tokens_of(x, grid, is_vision, valid=None):
+    length = len(is_vision)
+    valid = np.ones(length, bool) if valid is None else valid
+    return Tokens(
+        x=jnp.asarray(x, jnp.float32), positions=jnp.asarray(np.maximum(np.cumsum(valid) - 1, 0))[:, None],
+        is_vision=jnp.asarray(is_vision), valid=jnp.asarray(valid), source=jnp.arange(length),
+        size=jnp.ones(length), grid=jnp.asarray(grid, jnp.int32),
+    )  # fmt: skip
+
+
+def observed(tokens, q, k):
+    length = tokens.valid.shape[0]
+    return Observation(
+        q=jnp.asarray(q), k=jnp.asarray(k), v=jnp.asarray(k), is_vision=tokens.is_vision & tokens.valid,
+        valid=tokens.valid, in_scope=tokens.is_vision & tokens.valid, mean_budget=jnp.int32(1), key=None, layer=0,
+        max_instruction=length,
+    )  # fmt: skip
+
+
+def reduce(policy, tokens, obs, stage=0):
+    made, kept = _reduce(policy, tokens, obs, stage)
+    return jax.tree.map(np.asarray, made), np.asarray(kept)
+
+
+# --- the equations, image by image and window by window --------------------------------------------------------------
+
+
+def attention_to_text(q, k, is_vision, valid, released):
+    """xi (Eq. 7), softmax over keys, or over queries as released."""
+    k = np.repeat(np.float64(k), len(q) // len(k), axis=0)
+    logits = np.einsum("nth,nsh->nts", np.float64(q), k) / math.sqrt(q.shape[-1])
+    there = valid[:, None] if released else valid[None]
+    e = np.exp(logits) * there
+    p = e / e.sum(axis=1 if released else 2, keepdims=True)
+    return p[:, :, valid & ~is_vision].sum(axis=(0, 2))
+
+
+def expected(x, grid, inside, xi, sides, rho, *, first_stage, least=0):
+    """Hidden states after one stage, which tokens are gone, and what they went into (-1)."""
+    x = np.float64(x).copy()
+    target = np.full(len(x), -1)
+    for image in set(grid[inside, 0]):
+        tokens = np.flatnonzero(inside & (grid[:, 0] == image))
+        if len(tokens) < least:
+            continue
+        line, column = grid[tokens, 1], grid[tokens, 2]
+        lines, columns = line.max() + 1, column.max() + 1
+        if not first_stage:
+            lines = columns = math.ceil(math.sqrt(len(tokens)))
+            line, column = np.divmod(np.arange(len(tokens)), columns)
+        for rows in np.array_split(np.arange(lines), sides):
+            for some in np.array_split(np.arange(columns), sides):
+                window = tokens[np.isin(line, rows) & np.isin(column, some)]
+                a, b = window[::2], window[1::2]
+                if len(b) == 0:
+                    continue
+                u, w = (x[i] / np.linalg.norm(x[i], axis=1, keepdims=True) for i in (a, b))
+                distance = 1 - u @ w.T
+                first = np.argsort(distance.min(axis=1), kind="stable")
+                first = first[: min(int(rho * len(window)), len(window) // 2)]
+                target[a[first]] = b[distance.argmin(axis=1)[first]]
+    merged = x.copy()
+    for b in set(target[target >= 0]):
+        together = [b, *np.flatnonzero(target == b)]
+        merged[b] = (xi[together, None] * x[together]).sum(axis=0) / xi[together].sum()
+    return merged, target
+
+
+def make(sides, *, seed=0, before=3, after=4, pad=(0, 0), lone=0):
+    """A row with images of the given (lines, columns), text around them, `lone` vision tokens on no grid."""
+    random = np.random.default_rng(seed)
+    grid = [[-1, -1, -1]] * before
+    for number, (lines, columns) in enumerate(sides):
+        grid += [[number, -1, -1]] * lone
+        grid += [[number, i, j] for i in range(lines) for j in range(columns)]
+    grid = np.array(grid + [[-1, -1, -1]] * after)
+    length = len(grid)
+    x = random.standard_normal((length, WIDTH)).astype(np.float32)
+    q = random.standard_normal((HEADS, length, HEAD_DIM)).astype(np.float32)
+    k = random.standard_normal((KV_HEADS, length, HEAD_DIM)).astype(np.float32)
+    grid = np.pad(grid, [pad, (0, 0)], constant_values=-1)
+    valid = np.pad(np.ones(length, bool), pad)
+    x, q, k = np.pad(x, [pad, (0, 0)]), np.pad(q, [(0, 0), pad, (0, 0)]), np.pad(k, [(0, 0), pad, (0, 0)])
+    return x, q, k, grid, grid[:, 0] >= 0, valid
+
+
+def agrees(policy, case, stage=0):
+    x, q, k, grid, is_vision, valid = case
+    tokens = tokens_of(x, grid, is_vision, valid)
+    made, kept = reduce(policy, tokens, observed(tokens, q, k), stage)
+    released = policy.variant == "released"
+    xi = attention_to_text(q, k, is_vision, valid, released) if policy.guided else np.ones(len(x))
+    sides = policy.windows[stage]
+    want, target = expected(
+        x, grid, valid & is_vision & (grid[:, 1] >= 0), xi, sides, policy.ratios[stage], first_stage=stage == 0,
+        least=8 * sides**2 if released else 0,
+    )  # fmt: skip
+    np.testing.assert_array_equal(kept, valid & (target < 0))
+    np.testing.assert_allclose(made.x[kept], want[kept], rtol=1e-5, atol=1e-5)
+    sizes = 1 + np.bincount(target[target >= 0], minlength=len(x))
+    np.testing.assert_array_equal(made.size[kept], sizes[kept])
+    return made, kept
+
+
+# --- tests -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("windows", ["equal", "unequal"])
+@pytest.mark.parametrize("variant", ["paper", "released"])
+@pytest.mark.parametrize("stage", range(3))
+def test_golden_kept_weights_and_merged_hidden_states(golden, windows, variant, stage):
+    g = golden(f"lightkv_{windows}_windows")
+    hidden = g["stage0_hidden"] if stage == 0 else g[f"stage{stage - 1}_as_released_hidden"]
+    is_vision = g[f"stage{stage}_is_vision"]
+    side = math.isqrt(is_vision.sum() - 1) + 1
+    grid = np.full((len(is_vision), 3), -1)
+    grid[is_vision] = np.stack([np.zeros(is_vision.sum(), int), *np.divmod(np.arange(is_vision.sum()), side)], axis=1)
+    policy = LightKV(
+        windows=tuple(g["window_counts_per_side"].tolist()), rho=tuple(g["merge_ratios"].tolist()), variant=variant
+    )
+    tokens = tokens_of(hidden, grid, is_vision)
+    obs = observed(tokens, g[f"stage{stage}_q"], g[f"stage{stage}_k"])
+    made, kept = reduce(policy, tokens, obs, stage)
+    softmax = "paper_row_softmax" if variant == "paper" else "paper_query_softmax"
+    np.testing.assert_array_equal(kept[is_vision], g[f"stage{stage}_as_released_kept_vision"])
+    assert kept[~is_vision].all()
+    weights = np.asarray(policy.guidance(obs))[is_vision]
+    np.testing.assert_allclose(weights, g[f"stage{stage}_{softmax}_weights"], rtol=1e-5)
+    want = g[f"stage{stage}_{softmax}_merged_vision"]
+    np.testing.assert_allclose(made.x[kept & is_vision], want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(made.x[~is_vision], hidden[~is_vision])
+    if variant == "released":
+        np.testing.assert_allclose(made.x[kept], g[f"stage{stage}_as_released_hidden"], atol=2e-5)
+        np.testing.assert_array_equal(made.positions[kept, 0], np.arange(kept.sum()))
+    else:
+        np.testing.assert_array_equal(made.positions[:, 0], np.arange(len(kept)))
+
+
+@pytest.mark.parametrize(("windows", "counts"), [((4, 2, 1), (288, 145, 73)), ((4, 4, 4), (288, 145, 77))])
+def test_576_tokens_become_what_the_paper_says(windows, counts):
+    case = make([(24, 24)])
+    policy = LightKV(windows=windows)
+    tokens = tokens_of(*(case[i] for i in (0, 3, 4, 5)))
+    q, k = case[1:3]
+    got = []
+    for stage in range(3):
+        made, kept = _reduce(policy, tokens, observed(tokens, q, k), stage)
+        tokens = shorten(made, kept, int(kept.sum()))
+        source = np.asarray(tokens.source)
+        assert (np.diff(source) > 0).all(), "the order of what is left stays"
+        q, k = case[1][:, source], case[2][:, source]
+        got.append(int(tokens.is_vision.sum()))
+    assert tuple(got) == counts
+    assert float(jnp.sum(tokens.size * tokens.is_vision)) == 576
+
+
+@pytest.mark.parametrize("sides", [[(7, 5)], [(1, 3)], [(1, 1)], [(9, 4), (5, 8)], [(2, 2), (6, 7), (3, 1)]], ids=str)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_any_grid_agrees_with_the_equations(sides, stage):
+    agrees(LightKV(layers=(1, 2), windows=(4, 3), rho=(0.5, 0.3)), make(sides), stage)
+
+
+def test_variants_and_options_agree_with_the_equations():
+    layers = {"layers": (2,), "windows": (2,)}
+    agrees(LightKV(**layers, guided=False), make([(6, 5)]))
+    agrees(LightKV(**layers, rho=0.31), make([(6, 5)], pad=(5, 0)))
+    made, kept = agrees(LightKV(**layers, variant="released"), make([(7, 5), (5, 6)], pad=(2, 3)))
+    image = np.asarray(made.grid[:, 0])
+    assert (~kept)[image == 0].any() and kept[image == 1].all(), "30 tokens are fewer than 8 x 2^2"
+    positions = made.positions[kept, 0]
+    np.testing.assert_array_equal(positions, np.arange(len(positions)))
+
+
+def test_tokens_on_no_grid_and_prompts_without_an_image_are_left_alone():
+    policy = LightKV(layers=(2,), windows=(2,))
+    made, kept = agrees(policy, make([(4, 5), (3, 3)], lone=1))
+    lone = (np.asarray(made.grid[:, 0]) >= 0) & (np.asarray(made.grid[:, 1]) < 0)
+    assert lone.sum() == 2 and kept[lone].all()
+    made, kept = agrees(policy, make([]))
+    assert kept.all()
+
+
+def test_two_images_in_one_row_are_merged_as_each_alone():
+    x, q, k, grid, is_vision, valid = make([(6, 6), (5, 3)])
+    policy = LightKV(layers=(2,), windows=(2,), guided=False)
+    tokens = tokens_of(x, grid, is_vision, valid)
+    both, kept = reduce(policy, tokens, observed(tokens, q, k))
+    for image in (0, 1):
+        mine = is_vision & (grid[:, 0] == image)
+        alone = tokens_of(x, np.where(mine[:, None], grid, -1), mine, valid)
+        made, left = reduce(policy, alone, observed(alone, q, k))
+        np.testing.assert_array_equal(kept[mine], left[mine])
+        np.testing.assert_array_equal(both.x[mine], made.x[mine])
+
+
+def test_one_window_is_a_global_match():
+    x, _, _, _, is_vision, _ = case = make([(5, 8)])
+    made, kept = agrees(LightKV(layers=(2,), windows=(1,), guided=False), case)
+    vision = np.float64(x[is_vision])
+    a, b = np.arange(0, 40, 2), np.arange(1, 40, 2)  # nothing but the order of the row
+    cosine = vision[a] @ vision[b].T / np.linalg.norm(vision[a], axis=1)[:, None] / np.linalg.norm(vision[b], axis=1)
+    best = cosine.argmax(axis=1)
+    want = np.stack([vision[[j, *a[best == i]]].mean(axis=0) for i, j in enumerate(b)])
+    assert not kept[is_vision][a].any()
+    np.testing.assert_allclose(made.x[is_vision][b], want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", ["paper", "released"])
+def test_padding_on_either_side_changes_nothing(variant):
+    policy = LightKV(layers=(2,), windows=(2,), variant=variant)
+    runs = []
+    for pad in ((9, 0), (0, 9)):
+        x, q, k, grid, is_vision, valid = make([(6, 6)], pad=pad)
+        tokens = tokens_of(x, grid, is_vision, valid)
+        made, kept = reduce(policy, tokens, observed(tokens, q, k))
+        runs.append((kept[valid], made.x[kept], made.positions[kept], made.size[kept]))
+    for left, right in zip(*runs, strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", ["paper", "released"])
+def test_the_bound_holds_for_any_grids_and_is_tight_within_a_token_per_window(variant):
+    """Counts alone, in numpy; that the traced counts are these, the tests above say."""
+    random = np.random.default_rng(3)
+    for _ in range(300):
+        rho = float(random.choice([0.5, 0.25, 0.3, 0.1, 0.29, random.uniform(0.01, 0.5)]))
+        windows, images = int(random.integers(1, 6)), int(random.integers(1, 4))
+        policy = LightKV(layers=(1,), windows=(windows,), rho=rho, variant=variant)
+        shapes = random.integers(1, 30, (images, 2))
+        lone = int(random.integers(0, 2))
+        left = removed = 0
+        for lines, columns in shapes:
+            left += lone
+            sizes = [
+                len(a) * len(b)
+                for a in np.array_split(np.arange(lines), windows)
+                for b in np.array_split(np.arange(columns), windows)
+            ]
+            spared = variant == "released" and lines * columns < 8 * windows**2
+            gone = 0 if spared else sum(min(int(rho * n), n // 2) for n in sizes)
+            left, removed = left + lines * columns - gone, removed + gone
+        tokens = int(left + removed)
+        bound = policy.remaining(stage=0, vision=tokens, images=images)
+        assert left <= bound <= tokens
+        if variant == "paper":
+            assert bound - left <= images * (windows**2 + 1)
+
+
+def test_the_bound_of_some_counts_by_hand():
+    assert left_by_windows(85, 0.5, 1) == 43
+    assert left_by_windows(576, 0.5, 16) == 296  # 16 windows of odd size keep half a token each
+    assert left_by_windows(3, 0.5, 16) == 3  # each in a window of its own
+    assert left_by_windows(0, 0.5, 16) == 0
+
+
+def test_defaults_and_keep():
+    assert LightKV().keep == 0.125 and LightKV().ratios == (0.5, 0.5, 0.5)
+    assert LightKV().reductions(40) == (15, 23, 31)
+    assert LightKV().reductions(32) == (12, 18, 25)
+    assert LightKV().reductions(6) == (2, 3, 5) and LightKV().reductions(4) == (1, 2, 3)
+    assert LightKV(keep=0.343).ratios == (0.3, 0.3, 0.3)
+    assert LightKV(rho=(0.3, 0.5, 0.2)).keep == pytest.approx(0.28)
+    assert all(0 < a < 2 * depth for depth in range(4, 90) for a in scaled(depth))
+    assert all(list(scaled(depth)) == sorted(set(scaled(depth))) for depth in range(4, 90))
+    again = LightKV(**LightKV(rho=(0.3, 0.5, 0.2)).options())
+    assert again == LightKV(rho=(0.3, 0.5, 0.2)) and hash(again) is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"rho": 0.6}, "rho"),
+        ({"rho": 0.0}, "rho"),
+        ({"rho": (0.5, 0.5)}, "rho"),
+        ({"keep": 0.05}, "more stages"),
+        ({"keep": 0.5, "rho": 0.5}, "give one of the two"),
+        ({"windows": (4, 2)}, "layers=None stands for three"),
+        ({"windows": (4, 0, 1)}, "windows"),
+        ({"layers": (3, 2, 5)}, "layers"),
+        ({"layers": (0, 2, 5)}, "layers"),
+        ({"layers": (2, 5)}, "windows"),
+        ({"budget": 5}, "budget"),
+        ({"scope": "all"}, "scope"),
+    ],
+)
+def test_bad_options_are_named(options, says):
+    with pytest.raises(InputError, match=says):
+        LightKV(**options)
+
+
+@pytest.mark.parametrize("variant", ["paper", "released"])
+def test_prefill_caches_what_reached_each_layer_and_padding_changes_no_logit(variant):
+    policy = LightKV(layers=(1, 2), windows=(2, 1), guided=variant == "paper", variant=variant)
+    runs = []
+    for padding in ("left", "right"):
+        cache, logits = prefill(models.tiny_llava(), models.unequal_batch(padding=padding), policy, new_tokens=2)
+        runs.append((np.asarray(cache.length)[:, :, 0], np.asarray(logits)))
+    for left, right in zip(*runs, strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-5)
+    # 5 x 5 patches in windows of 9, 6, 6 and 4 lose 4 + 3 + 3 + 2; 25 tokens are fewer than 8 x 2^2.
+    first, second = (13, 7) if variant == "paper" else (25, 13)
+    text = np.array([14, 18, 12])
+    images = np.array([2, 1, 0])
+    np.testing.assert_array_equal(runs[0][0], [text + images * n for n in (25, first, second)])
+
+
+def test_a_model_too_shallow_for_three_stages_is_refused():
+    with pytest.raises(InputError, match="must rise"):
+        LightKV().check_model(3)
+    LightKV().check_model(4)
+    assert isinstance(LightKV(), policies.Policy)

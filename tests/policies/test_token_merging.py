@@ -1,0 +1,330 @@
+"""ToMe, PiToMe and ToFu as policies: published vectors, numpy from the equations, and what they leave."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import vlkv
+from tests import models
+from vlkv import InputError
+from vlkv.observe import Observation
+from vlkv.policies.full import Full
+from vlkv.policies.lightkv import LightKV
+from vlkv.policies.pitome import PiToMe
+from vlkv.policies.selection import compress
+from vlkv.policies.tofu import ToFu
+from vlkv.policies.tome import ToMe
+from vlkv.tokens import Tokens
+
+_reduce = jax.jit(lambda policy, tokens, obs, stage: policy.reduce(tokens, obs, stage=stage), static_argnums=3)
+prefill = jax.jit(vlkv.prefill, static_argnames="new_tokens")
+
+
+def reduce(policy, x, keys, is_vision=None, *, valid=None, size=None, lone=(), stage=0):
+    """Hidden states, sizes and who is kept; keys [K, T, H]; `lone` tokens lie on no grid."""
+    length = len(x)
+    is_vision, valid = (np.ones(length, bool) if mask is None else mask for mask in (is_vision, valid))
+    grid = np.repeat(np.where(is_vision, 0, -1)[:, None], 3, axis=1)
+    grid[list(lone), 1:] = -1
+    tokens = Tokens(
+        x=jnp.array(x), positions=jnp.arange(length)[:, None], is_vision=jnp.array(is_vision), valid=jnp.array(valid),
+        source=jnp.arange(length), size=jnp.ones(length) if size is None else jnp.array(size), grid=jnp.array(grid),
+    )  # fmt: skip
+    obs = Observation(
+        q=jnp.array(keys), k=jnp.array(keys), v=jnp.array(keys), is_vision=tokens.is_vision, valid=tokens.valid,
+        in_scope=tokens.is_vision, mean_budget=jnp.int32(1), key=None, layer=0, max_instruction=length,
+    )  # fmt: skip
+    made, kept = jax.tree.map(np.asarray, _reduce(policy, tokens, obs, stage))
+    np.testing.assert_array_equal(made.positions[:, 0], np.arange(length))
+    return made.x, made.size, kept
+
+
+def same_rows(got, want):
+    """Equal up to order: ours is the prompt's, theirs that of their sorting."""
+    got, want = np.asarray(got), np.asarray(want)
+    nearest = abs(got[:, None] - want).max(axis=-1).argmin(axis=1)
+    np.testing.assert_array_equal(np.sort(nearest), np.arange(len(want)))
+    np.testing.assert_allclose(got, want[nearest], atol=2e-5)
+
+
+# --- published vectors -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("i", range(3))
+def test_golden_tome(golden, i):
+    g = golden("token_merging")
+    policy = ToMe(keep=(65 - int(g["tome_merge_counts"][i])) / 65, layers=(1,))
+    x, size, kept = reduce(policy, g["tokens"], g["metric"][None], size=g["token_sizes"][:, 0])
+    want = g[f"as_released_tome_tokens_class0_count{i}"], g[f"as_released_tome_sizes_class0_count{i}"]
+    same_rows(np.column_stack([x, size])[kept], np.column_stack(want))
+
+
+@pytest.mark.parametrize("class_token", [0, 1])
+@pytest.mark.parametrize("ratio", range(2))
+@pytest.mark.parametrize("margin", range(2))
+def test_golden_pitome(golden, class_token, ratio, margin):
+    g = golden("token_merging")
+    name = f"class{class_token}_ratio{ratio}_margin{margin}"
+    want = g[f"as_released_pitome_tokens_{name}"], g[f"as_released_pitome_sizes_{name}"]
+    members = 65 - class_token
+    policy = PiToMe(keep=(len(want[0]) - class_token) / members, layers=(1,), margin=float(g["pitome_margins"][margin]))
+    x, size, kept = reduce(policy, g["tokens"], g["metric"][None], size=g["token_sizes"][:, 0], lone=range(class_token))
+    same_rows(np.column_stack([x, size])[kept], np.column_stack(want))
+
+
+@pytest.mark.parametrize("ratio", range(2))
+def test_golden_tofu(golden, ratio):
+    g = golden("token_merging")
+    for mode in ("tofu", "prune"):
+        policy = ToFu(keep=float(g["keep_ratios"][ratio]), layers=(1,), mode=mode, pruning=0, variant="released")
+        x, _, kept = reduce(policy, g["tokens"], g["metric"][None])
+        same_rows(x[kept], g[f"as_released_tofu_{mode}_class0_ratio{ratio}"])
+
+
+# --- from the equations ----------------------------------------------------------------------------------------------
+
+
+def bipartite(keys, members, removed):
+    """Where the closest even members go (-1: nowhere), by keys averaged over heads."""
+    metric = np.float64(keys).mean(axis=0)
+    metric /= np.maximum(np.linalg.norm(metric, axis=1, keepdims=True), 1e-12)
+    a, b = np.flatnonzero(members)[::2], np.flatnonzero(members)[1::2]
+    target = np.full(len(members), -1)
+    if removed:
+        cosine = metric[a] @ metric[b].T
+        first = np.argsort(-cosine.max(axis=1), kind="stable")[:removed]
+        target[a[first]] = b[cosine.argmax(axis=1)[first]]
+    return target
+
+
+@pytest.fixture(params=["left padded", "right padded"])
+def row(request):
+    """30 tokens, 19 of them vision, one of those on no grid, and 6 of padding."""
+    random = np.random.default_rng(11)
+    x = random.standard_normal((30, 12)).astype(np.float32)
+    keys = random.standard_normal((2, 30, 8)).astype(np.float32)
+    vision = (np.arange(30) >= 4) & (np.arange(30) < 23)
+    size = random.integers(1, 5, 30).astype(np.float32)
+    pad = (6, 0) if request.param == "left padded" else (0, 6)
+    valid = np.pad(np.ones(30, bool), pad)
+    arrays = np.pad(x, [pad, (0, 0)]), np.pad(keys, [(0, 0), pad, (0, 0)]), np.pad(vision, pad), valid
+    return *arrays, np.pad(size, pad, constant_values=1), pad[0] + 4
+
+
+@pytest.mark.parametrize("mode", ["tome", "paper", "released", "mean", "amax", "prune", "early"])
+def test_merging_agrees_with_the_equations(row, mode):
+    x, keys, vision, valid, size, lone = row
+    members = vision.copy()
+    members[lone] = False
+    if mode == "tome":
+        policy = ToMe(keep=0.36, layers=(1, 2))
+    elif mode in ("paper", "released"):
+        policy = ToFu(keep=0.36, layers=(1, 2), variant=mode)
+    else:
+        policy = ToFu(keep=0.36, layers=(1, 2), mode="tofu" if mode == "early" else mode)
+    stage = 0 if mode == "early" else 1
+    got, sizes, kept = reduce(policy, x, keys, vision, valid=valid, size=size, lone=[lone], stage=stage)
+    target = bipartite(keys, members, 18 - 11)  # the root of 0.36 is 0.6: 10.8 of 18
+    np.testing.assert_array_equal(kept, valid & (target < 0))
+    for j in np.flatnonzero(kept):
+        together = [j, *np.flatnonzero(target == j)]
+        if mode in ("prune", "early") or len(together) == 1:
+            np.testing.assert_array_equal(got[j], x[j])
+            assert sizes[j] == size[j]
+            continue
+        some = np.float64(x[together])
+        norms = np.linalg.norm(some, axis=1)
+        mean = some.mean(axis=0)
+        want = {
+            "tome": np.average(some, axis=0, weights=size[together]),
+            "mean": mean,
+            "amax": some.max(axis=0),
+            "paper": mean / np.linalg.norm(mean) * norms.max(),
+            "released": mean / norms[0] * norms.max(),
+        }[mode]
+        np.testing.assert_allclose(got[j], want, rtol=1e-5, atol=1e-5)
+        assert sizes[j] == size[together].sum()
+
+
+def test_pitome_protects_what_stands_out(row):
+    x, keys, vision, valid, size, lone = row
+    members = vision.copy()
+    members[lone] = False
+    policy = PiToMe(keep=0.7, layers=(3,), margin=0.1)
+    got, sizes, kept = reduce(policy, x, keys, vision, valid=valid, size=size, lone=[lone])
+    metric = np.float64(keys).mean(axis=0)[members]
+    metric /= np.linalg.norm(metric, axis=1, keepdims=True)
+    likeness = metric @ metric.T
+    energy = np.where(likeness > 0.1, likeness - 0.1, np.expm1(likeness - 0.1)).mean(axis=1)
+    order = np.flatnonzero(members)[np.argsort(-energy, kind="stable")][: 2 * 5]  # 12.6 of 18 are left: 13
+    a, b = order[::2], order[1::2]
+    np.testing.assert_array_equal(np.flatnonzero(valid & ~kept), np.sort(a))
+    place = np.cumsum(members) - 1
+    goes = b[likeness[np.ix_(place[a], place[b])].argmax(axis=1)]
+    for j in b:
+        together = [j, *a[goes == j]]
+        want = np.average(np.float64(x[together]), axis=0, weights=size[together])
+        np.testing.assert_allclose(got[j], want, rtol=1e-5, atol=1e-5)
+        assert sizes[j] == size[together].sum()
+
+
+# --- on the cache ----------------------------------------------------------------------------------------------------
+
+
+def by_energy(keys, members, removed, margin):
+    """Where every second of the most energetic members goes."""
+    metric = np.float64(keys).mean(axis=0)
+    metric /= np.maximum(np.linalg.norm(metric, axis=1, keepdims=True), 1e-12)
+    likeness = metric @ metric.T
+    energy = np.where(likeness > margin, likeness - margin, np.expm1(likeness - margin))[:, members].mean(axis=1)
+    order = np.flatnonzero(members)[np.argsort(-energy[members], kind="stable")][: 2 * removed]
+    target = np.full(len(members), -1)
+    target[order[::2]] = order[1::2][likeness[np.ix_(order[::2], order[1::2])].argmax(axis=1)] if removed else -1
+    return target
+
+
+@pytest.mark.parametrize("method", [ToMe, PiToMe, ToFu])
+def test_on_the_cache_rounds_go_on_until_the_budget_is_met(method):
+    random = np.random.default_rng(7)
+    layers, length = 3, 40
+    q, k, v = (random.standard_normal((layers, heads, length, 8)).astype(np.float32) for heads in (4, 2, 2))
+    vision, valid = (np.arange(length) >= 5) & (np.arange(length) < 30), np.arange(length) < 37
+    policy = method(keep=0.3, on="cache")
+    got_k, got_v, got = jax.jit(compress)(policy, q, k, v, vision, valid)
+    got_k, got_v, kept_by, budgets = (np.asarray(x) for x in (got_k, got_v, got.kept, got.budgets[:, 0]))
+    assert budgets.sum() == math.floor(0.3 * layers * 25 + 0.5)
+    for layer in range(layers):
+        kept = kept_by[layer, 0]
+        np.testing.assert_array_equal(kept, kept_by[layer, 1])
+        keys, values, members, size = np.float64(k[layer]), np.float64(v[layer]), vision.copy(), np.ones(length)
+        for number, margin in enumerate((0.675, 0.45, 0.225)):
+            removed = min(members.sum() // 2, members.sum() - budgets[layer])
+            target = (
+                by_energy(keys, members, removed, margin) if method is PiToMe else bipartite(keys, members, removed)
+            )
+            before = keys.copy(), values.copy(), size.copy()
+            for j in set(target[target >= 0]):
+                together = [j, *np.flatnonzero(target == j)]
+                if method is ToFu and number == 0:
+                    continue
+                for new, old in zip((keys, values), before, strict=False):
+                    some = old[:, together]
+                    new[:, j] = np.average(some, axis=1, weights=None if method is ToFu else before[2][together])
+                    if method is ToFu:
+                        norms = np.linalg.norm(some, axis=-1).max(axis=1, keepdims=True)
+                        new[:, j] *= norms / np.linalg.norm(new[:, j], axis=-1, keepdims=True)
+                size[j] = before[2][together].sum()
+            members &= target < 0
+        np.testing.assert_array_equal(kept, members | (valid & ~vision))
+        np.testing.assert_allclose(got_k[layer][:, kept], keys[:, kept], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(got_v[layer][:, kept], values[:, kept], rtol=1e-5, atol=1e-5)
+
+
+def test_on_the_cache_nothing_happens_while_the_prompt_is_read():
+    policy = ToMe(keep=0.1, on="cache")
+    inputs = models.unequal_batch()
+    cache, logits = prefill(models.tiny_llava(), inputs, policy, new_tokens=2)
+    _, whole = prefill(models.tiny_llava(), inputs, Full(), new_tokens=2)
+    np.testing.assert_array_equal(logits, whole)
+    vision = np.asarray(cache.length)[:, :, 0] - np.array([14, 18, 12])
+    np.testing.assert_array_equal(vision.sum(axis=0), [15, 8, 0])  # a tenth of three layers with 50, 25 and 0
+
+
+# --- counts, bounds, options -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [ToMe, PiToMe, ToFu])
+def test_exact_counts_for_few_and_no_vision_tokens(method):
+    random = np.random.default_rng(2)
+    x = random.standard_normal((12, 4)).astype(np.float32)
+    keys = random.standard_normal((1, 12, 4)).astype(np.float32)
+    policy = method(keep=0.5, layers=(1,))
+    for count in (0, 1, 2, 3, 12):
+        got, _, kept = reduce(policy, x, keys, np.arange(12) < count)
+        assert kept[count:].all() and kept[:count].sum() == (count + 1) // 2
+        assert np.isfinite(got).all()
+        np.testing.assert_array_equal(got[count:], x[count:])
+
+
+def test_the_bound_holds_with_and_without_class_tokens():
+    policy = ToMe(keep=0.3, layers=(1, 2))
+    for vision in range(60):
+        for images in range(1, 4):
+            for lone in range(min(images, vision) + 1):
+                n = vision - lone
+                left = lone + max(min(n, 1), math.floor(math.sqrt(0.3) * n + 0.5))
+                assert left <= policy.remaining(stage=0, vision=vision, images=images) <= left + images
+    assert policy.vision_bounds(layers=4, vision=576, images=1) == (576, 316, 174, 174)
+
+
+@pytest.mark.parametrize("policy", [ToMe(keep=0.3, layers=(1, 2)), PiToMe(keep=0.3, layers=(1, 2)),
+                                    ToFu(keep=0.3, layers=(1, 2))], ids=repr)  # fmt: skip
+def test_prefill_caches_what_reached_each_layer_and_padding_changes_no_logit(policy):
+    runs = []
+    for padding in ("left", "right"):
+        cache, logits = prefill(models.tiny_llava(), models.unequal_batch(padding=padding), policy, new_tokens=2)
+        runs.append((np.asarray(cache.length)[:, :, 0], np.asarray(logits)))
+    for left, right in zip(*runs, strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-5)
+    text, vision = np.array([14, 18, 12]), [(50, 25, 0), (27, 14, 0), (15, 8, 0)]
+    np.testing.assert_array_equal(runs[0][0], text + np.array(vision))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [LightKV(), LightKV(variant="released"), PiToMe(keep=0.2), ToFu(keep=0.2, pruning=0)],
+    ids=lambda p: f"{type(p).__name__} {getattr(p, 'variant', '')}",
+)
+def test_no_buffer_of_a_stage_reaches_t_times_t_elements(policy):
+    length = 8192
+    shape = jax.ShapeDtypeStruct
+
+    def run(x, q, k, valid, grid):
+        tokens = Tokens(
+            x=x, positions=grid[:, :1], is_vision=grid[:, 0] >= 0, valid=valid, source=grid[:, 1], size=x[:, 0],
+            grid=grid,
+        )  # fmt: skip
+        obs = Observation(
+            q=q, k=k, v=k, is_vision=tokens.is_vision, valid=valid, in_scope=valid, mean_budget=jnp.int32(1), key=None,
+            layer=0, max_instruction=64,
+        )  # fmt: skip
+        made, kept = policy.reduce(tokens, obs, stage=1)
+        return made.x, made.size, made.positions, kept
+
+    f32 = jnp.float32
+    compiled = jax.jit(run).lower(
+        shape((length, 64), f32), shape((4, length, 16), f32), shape((2, length, 16), f32), shape((length,), bool),
+        shape((length, 3), jnp.int32),
+    ).compile()  # fmt: skip
+    shapes = re.findall(r"\b[a-z]+\d*\[([\d,]+)\]", compiled.as_text())
+    assert max(math.prod(map(int, dims.split(","))) for dims in shapes) < length**2
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "says"),
+    [
+        (ToMe, {"keep": 0.1}, r"more stages \(layers="),
+        (ToMe, {"keep": 0.4, "layers": (3,)}, r"more stages \(layers="),
+        (ToMe, {"keep": 0.5, "layers": (3, 1)}, "layers"),
+        (ToMe, {"keep": 0.5, "layers": ()}, "layers"),
+        (ToMe, {"keep": 0.5, "scope": "all"}, "scope"),
+        (ToMe, {}, "keep"),
+        (ToMe, {"keep": 0.5, "layers": (1,), "on": "cache"}, "layers"),
+        (PiToMe, {"keep": 0.5, "margin": (0.5, 0.4)}, "margin"),
+        (PiToMe, {"keep": 0.5, "margin": 1.5}, "margin"),
+        (ToFu, {"keep": 0.5, "pruning": -1}, "pruning"),
+    ],
+)
+def test_bad_options_are_named(method, options, says):
+    with pytest.raises(InputError, match=says):
+        method(**options)
+
+
+def test_defaults():
+    assert ToMe(keep=0.125).reductions(40) == LightKV().reductions(40) == (15, 23, 31)
+    assert int(ToMe(keep=0.125).left(576)[-1]) == 288
+    assert PiToMe(keep=0.5).margins == pytest.approx((0.675, 0.45, 0.225))

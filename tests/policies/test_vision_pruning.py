@@ -1,0 +1,310 @@
+"""Pruning by the tower's class token and by the instruction: golden vectors, and whole models against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import vlkv
+from tests import reference
+from tests.models import tiny_llava, unequal_batch
+from vlkv import policies
+from vlkv.observe import Observation
+from vlkv.policies.fastervlm import FasterVLM
+from vlkv.policies.hired import HiRED, band_budgets, cell_budgets
+from vlkv.policies.ivtp import IVTP
+from vlkv.reading import read_prompt
+from vlkv.tokens import Tokens
+
+read = jax.jit(read_prompt)
+
+
+def best(scores, count):
+    """A mask of the `count` largest, ties to the earlier."""
+    return np.isin(np.arange(len(scores)), np.argsort(-scores, kind="stable")[:count])
+
+
+def tokens_of(tower, images=None, valid=None, width=4):
+    """Vision tokens alone, with what the class token gave them: tower [N, V]."""
+    length = tower.shape[-1]
+    number = np.zeros(length, np.int32) if images is None else np.array(images, np.int32)
+    return Tokens(
+        x=jnp.asarray(np.random.default_rng(0).normal(size=(length, width)), jnp.float32),
+        positions=jnp.arange(length)[:, None], is_vision=jnp.ones(length, bool),
+        valid=jnp.ones(length, bool) if valid is None else jnp.asarray(valid), source=jnp.arange(length),
+        size=jnp.ones(length), grid=jnp.tile(number[:, None], (1, 3)), tower=jnp.asarray(tower)[None],
+    )  # fmt: skip
+
+
+def kept(policy, tokens):
+    return np.asarray(policy.reduce(tokens, None, stage=0)[1])
+
+
+# --- golden vectors -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("i", range(2))
+def test_fastervlm_keeps_what_the_released_code_keeps(golden, i):
+    g = golden("vision_pruning")
+    policy = FasterVLM(keep=float(g["fastervlm_token_counts"][i] / 144))
+    got = kept(policy, tokens_of(g["fastervlm_class_attention"]))
+    np.testing.assert_array_equal(got, g["as_released_fastervlm_kept"][i])
+
+
+@pytest.mark.parametrize("rate", range(2))
+def test_hired_keeps_of_a_whole_image_what_the_released_code_keeps(golden, rate):
+    g = golden("vision_pruning")
+    policy = HiRED(keep=float(g["hired_token_budget_rates"][rate]))
+    got = kept(policy, tokens_of(g["hired_late_layer_class_attention"][0, :, 1:]))
+    np.testing.assert_array_equal(got, g[f"as_released_hired_single_image_kept_{rate}"])
+
+
+@pytest.mark.parametrize("variant", ["paper", "released"])
+@pytest.mark.parametrize("rate", range(2))
+@pytest.mark.parametrize("alpha", range(2))
+def test_hired_shares_out_the_budget_of_an_image_in_parts(golden, variant, rate, alpha):
+    g = golden("vision_pruning")
+    rows, columns = (int(x) for x in g["hired_grid_rows_columns"])
+    policy = HiRED(
+        keep=float(g["hired_token_budget_rates"][rate]), alpha=float(g["hired_alphas"][alpha]), variant=variant
+    )
+    first, late = (jnp.asarray(g[f"hired_{which}_layer_class_attention"]) for which in ("first", "late"))
+    got = policy.choose(first, late, rows=rows, columns=columns)
+    source = "paper" if variant == "paper" else "as_released"
+    np.testing.assert_array_equal(got, g[f"{source}_hired_kept_rate{rate}_alpha{alpha}"])
+    if variant == "paper":
+        np.testing.assert_array_equal(np.asarray(got).sum(axis=1), g[f"paper_hired_budgets_rate{rate}_alpha{alpha}"])
+
+
+def test_hired_shares_by_hand():
+    # 4 x 4 tokens after the class token's own share; all attention lies in the last line.
+    whole = jnp.asarray([[0.2, *[0.0] * 12, 0.1, 0.1, 0.1, 0.5]])
+    # Five views of 16 tokens, a half kept: 40, of which 20 for the whole; the lower cells hold 1/4 and 3/4 of it.
+    np.testing.assert_array_equal(cell_budgets(whole, rows=2, columns=2, keep=0.5, alpha=0.5), [16, 0, 0, 5, 15])
+    # Of the best 8 the release counts four in the last band; the other four are ties, which go to the earlier.
+    np.testing.assert_array_equal(band_budgets(whole, rows=2, columns=2, keep=0.5, alpha=0.5), [16, 10, 0, 0, 10])
+
+
+def test_hired_rounds_down_per_image_and_keeps_one():
+    images = [0] * 5 + [1] + [2] * 9
+    tower = np.random.default_rng(0).random((3, 15)).astype(np.float32)
+    valid = np.arange(15) != 2
+    got = kept(HiRED(keep=0.45), tokens_of(tower, images, valid))
+    scores = tower.mean(axis=0)
+    expected = np.zeros(15, bool)
+    expected[[0, 1, 3, 4]] = best(scores[[0, 1, 3, 4]], 1)  # 0.45 x 4 = 1.8
+    expected[5] = True
+    expected[6:] = best(scores[6:], 4)  # 4.05
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("keep", [0.05, 0.29, 0.7, 1.0])
+def test_hired_bound_holds_for_every_way_to_cut_tokens_into_images(keep):
+    policy = HiRED(keep=keep)
+    table = np.asarray(policy.survivors(60))
+    for images in (1, 2, 3):
+        cuts = [[60]] if images == 1 else [[n, 60 - n] for n in range(1, 60)]
+        if images == 3:
+            cuts = [[1, n, 59 - n] for n in range(1, 59)]
+        most = max(sum(table[list(cut)]) for cut in cuts)
+        assert most <= policy.remaining(stage=0, vision=60, images=images) <= most + 1
+
+
+@pytest.mark.parametrize("i", range(2))
+def test_fastv_scores_and_kept(golden, i):
+    g = golden("vision_pruning")
+    vision, length = jnp.asarray(g["is_vision"]), len(g["is_vision"])
+    everything = jnp.ones(length, bool)
+    obs = Observation(
+        q=jnp.asarray(g["q"]), k=jnp.asarray(g["k"]), v=jnp.asarray(g["k"]), is_vision=vision, valid=everything,
+        in_scope=vision, mean_budget=jnp.int32(1), key=None, layer=1, max_instruction=length,
+    )  # fmt: skip
+    policy = policies.FastV(keep=float(g["fastv_vision_tokens_kept"][i] / g["is_vision"].sum()))
+    np.testing.assert_allclose(policy.ranking(obs)[0], g["paper_fastv_last_row_scores"], rtol=1e-5)
+    tokens = Tokens(
+        x=jnp.zeros((length, 1)), positions=jnp.zeros((length, 1), int), is_vision=vision, valid=everything,
+        source=jnp.arange(length), size=jnp.ones(length), grid=jnp.zeros((length, 3), int),
+    )  # fmt: skip
+    np.testing.assert_array_equal(policy.reduce(tokens, obs, stage=0)[1], g["as_released_fastv_kept"][i])
+
+
+# --- whole models ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def params():
+    return tiny_llava()
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return unequal_batch(padding="left")
+
+
+def class_attention(params, pixels):
+    """Head-mean share that the class token gives to each patch in the first block, which is the last that runs."""
+    get, tower = reference._array, params.vision
+    side, count = tower.config.patch_size, tower.config.grid
+
+    def norm(x, m):
+        x = x - x.mean(-1, keepdims=True)
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + m.eps) * get(m.weight) + get(m.bias)
+
+    attention = []
+    for image in np.asarray(pixels, np.float64):
+        patches = [
+            np.einsum("cab,dcab->d", image[:, y * side :, x * side :][:, :side, :side], get(tower.patch))
+            for y in range(count)
+            for x in range(count)
+        ]
+        h = norm(np.stack([get(tower.class_token), *patches]) + get(tower.position.weight), tower.first_norm)
+        block = tower.blocks[0]
+        h = norm(h, block.attention_norm)
+        q, k = (np.einsum("vd,nhd->vnh", h, get(m.weight)) + get(m.bias) for m in (block.query, block.key))
+        logits = np.einsum("nh,vnh->nv", q[0], k) / np.sqrt(q.shape[-1])
+        e = np.exp(logits - logits.max(-1, keepdims=True))
+        attention.append((e / e.sum(-1, keepdims=True)).mean(0)[1:])
+    return np.stack(attention)
+
+
+def row_of(params, batch, row):
+    """Embeddings of a row without padding, which of them are vision, and what the class token gave them."""
+    valid = batch.valid[row]
+    x = np.asarray(params.embed(jax.tree.map(jnp.asarray, batch)))[row, valid]
+    index = batch.vision_index[row, valid]
+    return x, index >= 0, np.where(index >= 0, class_attention(params, batch.pixels).ravel()[index], -1.0)
+
+
+def per_image(count):
+    """Masks the best of every 25 vision tokens."""
+
+    def keep(scores, is_vision):
+        mask = ~is_vision
+        for image in np.flatnonzero(is_vision).reshape(-1, 25):
+            mask[image] = best(scores[image], count)
+        return mask
+
+    return keep
+
+
+def per_row(fraction):
+    def keep(scores, is_vision):
+        return ~is_vision | best(scores, int(np.floor(fraction * is_vision.sum() + 0.5)))
+
+    return keep
+
+
+@pytest.mark.parametrize(
+    ("policy", "keep"), [(FasterVLM(keep=0.4), per_row(0.4)), (HiRED(keep=0.31), per_image(7))], ids=repr
+)
+def test_the_decoder_sees_only_the_kept_tokens_at_their_own_positions(params, batch, policy, keep):
+    prompt = read(params, batch, policy)
+    for row in range(3):
+        x, is_vision, attention = row_of(params, batch, row)
+        mask = keep(attention, is_vision)
+        for layer in prompt.layers:
+            source = np.asarray(layer.source)[row][np.asarray(layer.valid)[row]]
+            np.testing.assert_array_equal(source, np.flatnonzero(batch.valid[row])[mask])
+        places = np.flatnonzero(mask)
+        logits, _ = reference.prefill(params.decoder, x[mask], positions=places)
+        np.testing.assert_allclose(prompt.logits[row], logits, atol=1e-4)
+        assert prompt.next_position[row] == len(x)
+
+
+def instruction_scores(q, k, rows):
+    """Head-mean attention that some rows give, summed over them; causal."""
+    logits = np.einsum("tnh,snh->nts", q, np.repeat(k, q.shape[1] // k.shape[1], 1)) / np.sqrt(q.shape[-1])
+    logits = np.where(np.tri(len(q), dtype=bool), logits, -np.inf)
+    e = np.exp(logits - logits.max(-1, keepdims=True))
+    return (e / e.sum(-1, keepdims=True)).mean(0)[rows].sum(0)
+
+
+def test_ivtp_groups_patches_and_then_keeps_what_the_instruction_looks_at(params, batch):
+    """0.6 of the image in groups, then twice the square root of (0.3 / 0.6)."""
+    policy = IVTP(keep=0.3, layers=(1, 2), groups=0.6)
+    prompt = read(params, batch, policy)
+    step = (0.3 / 0.6) ** 0.5
+
+    def half_up(x):
+        return int(np.floor(x + 0.5))
+
+    for row in range(3):
+        x, is_vision, attention = row_of(params, batch, row)
+
+        def group(x, q, k, places, is_vision=is_vision, attention=attention):
+            mask = best(attention, half_up(0.6 * is_vision.sum())) & is_vision
+            unit = x / np.linalg.norm(x, axis=-1, keepdims=True)
+            members = {i: [x[i]] for i in np.flatnonzero(mask)}
+            for i in np.flatnonzero(is_vision & ~mask):
+                members[max(members, key=lambda j: unit[i] @ unit[j])].append(x[i])
+            x = x.copy()
+            for i, group in members.items():
+                x[i] = np.mean(group, axis=0)
+            return x, np.flatnonzero(mask | ~is_vision)
+
+        def prune(x, q, k, places, is_vision=is_vision):
+            vision = is_vision[places]
+            scores = instruction_scores(q, k, places > np.flatnonzero(is_vision)[-1])
+            count = half_up(step * vision.sum())
+            return x, np.flatnonzero(~vision | best(np.where(vision, scores, -1), count))
+
+        reduce = {0: group, 1: prune, 2: prune} if is_vision.any() else None
+        logits, layers = reference.prefill(params.decoder, x, reduce=reduce)
+        for layer, (_, k, _) in zip(prompt.layers, layers, strict=True):
+            source = np.asarray(layer.source)[row][np.asarray(layer.valid)[row]]
+            there = np.isfinite(k[:, 0, 0])
+            np.testing.assert_array_equal(source, np.flatnonzero(batch.valid[row])[there])
+            keys = np.asarray(layer.k)[row][np.asarray(layer.valid)[row]]
+            np.testing.assert_allclose(keys, k[there], atol=1e-4)
+        np.testing.assert_allclose(prompt.logits[row], logits, atol=1e-4)
+    assert [layer.valid.shape[1] for layer in prompt.layers] == [
+        n + batch.max_text for n in (30, half_up(step * 30), half_up(step * half_up(step * 30)))
+    ]
+
+
+def test_groups_count_their_members():
+    policy = IVTP(keep=0.2, groups=0.5)
+    tower = np.random.default_rng(0).random((3, 9)).astype(np.float32)
+    tokens, mask = policy.reduce(tokens_of(tower, valid=np.arange(9) > 0), None, stage=0)
+    assert mask.sum() == 4 and not mask[0]
+    assert float(jnp.sum(tokens.size[mask])) == 8
+
+
+def test_without_text_after_the_image_the_last_token_judges():
+    random = np.random.default_rng(0)
+    q, k = (jnp.asarray(random.normal(size=(2, 6, 4)), jnp.float32) for _ in range(2))
+    everything = jnp.ones(6, bool)
+    obs = Observation(
+        q=q, k=k, v=k, is_vision=jnp.arange(6) > 1, valid=everything, in_scope=jnp.arange(6) > 1,
+        mean_budget=jnp.int32(1), key=None, layer=1, max_instruction=0,
+    )  # fmt: skip
+    expected = instruction_scores(*(np.asarray(x, np.float64).swapaxes(0, 1) for x in (q, k)), [5])
+    np.testing.assert_allclose(IVTP(keep=0.5).ranking(obs)[0], expected, rtol=1e-5)
+
+
+def test_the_cache_holds_what_is_left(params, batch):
+    policy = FasterVLM(keep=0.4)
+    cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(params, batch, policy, new_tokens=2)
+    left = (batch.valid & ~batch.is_vision).sum(axis=1) + np.array([20, 10, 0])
+    np.testing.assert_array_equal(cache.length, np.broadcast_to(left[:, None], (3, 3, 2)))
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "name"),
+    [
+        (HiRED, {"alpha": 1.0}, "alpha"),
+        (HiRED, {"scope": "all"}, "scope"),
+        (IVTP, {"layers": ()}, "layers"),
+        (IVTP, {"layers": (0,)}, "layers"),
+        (IVTP, {"groups": 0.2}, "groups"),
+    ],
+)
+def test_bad_options_are_named(cls, options, name):
+    with pytest.raises(vlkv.InputError, match=f"{cls.__name__}: {name}="):
+        cls(keep=0.3, **options)
+
+
+def test_layers_that_the_model_does_not_have_are_named(params, batch):
+    for layers in ((2, 1), (3,)):
+        with pytest.raises(vlkv.InputError, match="layers="):
+            read_prompt(params, batch, IVTP(keep=0.3, layers=layers))

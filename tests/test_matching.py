@@ -1,0 +1,165 @@
+"""Matching and folding of tokens against float64 numpy with whole matrices, and against published vectors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vlkv import matching
+from vlkv.policies import tofu
+
+closest = jax.jit(matching.closest)
+turns = jax.jit(matching.turns)
+fold = jax.jit(matching.fold)
+LENGTH, WIDTH = 53, 6
+
+
+def cosines(x):
+    u = np.float64(x) / np.maximum(np.linalg.norm(np.float64(x), axis=1, keepdims=True), 1e-12)
+    return u @ u.T
+
+
+@pytest.fixture
+def random():
+    return np.random.default_rng(5)
+
+
+@pytest.fixture
+def case(random):
+    """Tokens in groups of which one is empty of receiving tokens and one has a single token."""
+    group = random.choice([-1, 3, 7, 1000], LENGTH)
+    group[17] = 5
+    receiving = (random.random(LENGTH) < 0.4) & ~np.isin(group, [7, 5])
+    return random.standard_normal((LENGTH, WIDTH)).astype(np.float32), receiving, group.astype(np.int32)
+
+
+def test_groups_are_counted_and_ranked(case, random):
+    _, mask, group = case
+    value = random.integers(-3, 4, LENGTH)  # many ties
+    for i in range(LENGTH):
+        mine = np.flatnonzero(group == group[i])
+        assert matching.sum_within(group, mask)[i] == mask[mine].sum()
+        assert matching.largest_within(group, value)[i] == value[mine].max()
+    rank = np.asarray(matching.rank_within(group, value))
+    for g in set(group):
+        mine = np.flatnonzero(group == g)
+        order = mine[np.argsort(value[mine], kind="stable")]
+        np.testing.assert_array_equal(rank[order], np.arange(len(mine)))
+    np.testing.assert_array_equal(matching.numbered(group), np.unique(group, return_inverse=True)[1])
+
+
+@pytest.mark.parametrize("elements", [2**22, 4 * (LENGTH // 2)], ids=["one block", "blocks of 4"])
+def test_closest_of_the_same_group(monkeypatch, case, elements):
+    monkeypatch.setattr(matching, "_BLOCK_ELEMENTS", elements)
+    x, receiving, group = case
+    target, cosine = (np.asarray(y) for y in matching.closest(jnp.array(x), jnp.array(receiving), jnp.array(group)))
+    want = np.where(receiving & (group[:, None] == group), cosines(x), -np.inf)
+    np.testing.assert_allclose(cosine, want.max(axis=1), atol=1e-6)
+    found = np.isfinite(cosine)
+    assert found.any() and not found[group == 7].any()
+    np.testing.assert_array_equal(target[found], want.argmax(axis=1)[found])
+
+
+def test_ties_go_to_the_earlier_token_on_both_sides():
+    x = jnp.array([[1.0, 0], [2, 0], [3, 0], [0, 0], [4, 0], [5, 0], [1, 1], [0, 1]])  # twice the same direction
+    even, group = jnp.arange(8) % 2 == 0, jnp.zeros(8, jnp.int32)
+    target, cosine = closest(x, ~even, group)
+    assert target[0] == target[2] == target[4] == 1
+    merged = turns(cosine, even, group) < 2
+    np.testing.assert_array_equal(np.flatnonzero(merged), [0, 2])
+    assert np.isfinite(np.asarray(cosine)).all(), "a vector of zeros is like none, and no NaN"
+
+
+def test_the_closest_of_each_group_as_many_as_asked(case):
+    x, receiving, group = case
+    count = np.where(group == 3, 2, np.where(group == 1000, LENGTH, 0))
+    giving = ~receiving
+    _, cosine = closest(jnp.array(x), jnp.array(receiving), jnp.array(group))
+    turn = np.asarray(turns(cosine, jnp.array(giving), jnp.array(group)))
+    merged = turn < count
+    assert (turn[~giving] == LENGTH).all()
+    exact = np.where(receiving & (group[:, None] == group), cosines(x), -np.inf).max(axis=1)
+    mine = np.flatnonzero((group == 3) & giving)
+    np.testing.assert_array_equal(np.flatnonzero(merged & (group == 3)), np.sort(mine[np.argsort(-exact[mine])[:2]]))
+    np.testing.assert_array_equal(merged[group == 1000], giving[group == 1000])
+    assert not merged[np.isin(group, [-1, 7, 5])].any()
+
+
+def test_fold_averages_several_into_one_and_leaves_the_rest(random):
+    x = random.standard_normal((LENGTH, WIDTH)).astype(np.float32)
+    weight = random.random(LENGTH).astype(np.float32)
+    target = random.choice([1, 3, 5], LENGTH)
+    merged = (random.random(LENGTH) < 0.3) & (np.arange(LENGTH) > 5)
+    got = np.asarray(fold(x, weight, target, merged))
+    size = np.asarray(matching.sizes(jnp.ones(LENGTH), target, merged))
+    top = np.asarray(matching.largest(jnp.array(x), target, merged))
+    for j in range(LENGTH):
+        together = [j, *np.flatnonzero(merged & (target == j))]
+        want = np.average(np.float64(x[together]), axis=0, weights=weight[together])
+        np.testing.assert_allclose(got[j], want, rtol=1e-5, atol=1e-6)
+        assert size[j] == len(together)
+        np.testing.assert_array_equal(top[j], x[together].max(axis=0))
+    alone = ~np.isin(np.arange(LENGTH), target[merged])
+    np.testing.assert_array_equal(got[alone], x[alone])
+    np.testing.assert_array_equal(fold(x, np.zeros(LENGTH, np.float32), target, merged), x)
+    assert fold(jnp.array(x, jnp.bfloat16), weight, target, merged).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("elements", [2**22, 4 * LENGTH], ids=["one block", "blocks of 4"])
+def test_energy_is_a_mean_over_members_only(monkeypatch, random, elements):
+    monkeypatch.setattr(matching, "_BLOCK_ELEMENTS", elements)
+    x = random.standard_normal((LENGTH, WIDTH)).astype(np.float32)
+    members = random.random(LENGTH) < 0.7
+    likeness = cosines(x)[:, members] - 0.3
+    want = np.where(likeness > 0, likeness, np.expm1(likeness)).mean(axis=1)
+    got = np.asarray(matching.energy(jnp.array(x), jnp.array(members), 0.3))
+    np.testing.assert_allclose(got[members], want[members], rtol=1e-4, atol=1e-6)
+    assert np.isfinite(np.asarray(matching.energy(jnp.array(x), jnp.zeros(LENGTH, bool), 0.3))).all()
+
+
+# --- a class token at place 0, which is neither merged nor receives ---------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def g(golden):
+    return golden("token_merging")
+
+
+def same_rows(got, want):
+    """Equal up to order."""
+    got, want = np.asarray(got), np.asarray(want)
+    nearest = abs(got[:, None] - want).max(axis=-1).argmin(axis=1)
+    np.testing.assert_array_equal(np.sort(nearest), np.arange(len(want)))
+    np.testing.assert_allclose(got, want[nearest], atol=2e-5)
+
+
+def matched(g, removed, *, class_token):
+    """The published even and odd tokens count from the class token."""
+    place = jnp.arange(65)
+    even, group = place % 2 == 0, jnp.zeros(65, jnp.int32)
+    target, cosine = closest(g["metric"], ~even, group)
+    giving = even & (place >= int(class_token))
+    return target, turns(cosine, giving, group) < removed
+
+
+@pytest.mark.parametrize("class_token", [False, True])
+@pytest.mark.parametrize("i", range(3))
+def test_golden_tome(g, class_token, i):
+    target, merged = matched(g, g["tome_merge_counts"][i], class_token=class_token)
+    size = g["token_sizes"][:, 0]
+    kept = ~np.asarray(merged)
+    x, sizes = fold(g["tokens"], size, target, merged)[kept], matching.sizes(jnp.array(size), target, merged)[kept]
+    name = f"class{int(class_token)}_count{i}"
+    want = g[f"as_released_tome_tokens_{name}"], g[f"as_released_tome_sizes_{name}"]
+    same_rows(np.column_stack([x, sizes]), np.column_stack(want))
+    assert not class_token or (kept[0] and (np.asarray(x[0]) == g["tokens"][0]).all())
+
+
+@pytest.mark.parametrize("class_token", [False, True])
+@pytest.mark.parametrize("i", range(2))
+@pytest.mark.parametrize("mode", ["tofu", "mean", "amax", "prune"])
+def test_golden_tofu(g, class_token, i, mode):
+    target, merged = matched(g, int(65 - 65 * g["keep_ratios"][i]), class_token=class_token)
+    policy = tofu.ToFu(keep=0.5, mode=mode, pruning=0, variant="released")
+    x, _ = policy.combine(jnp.array(g["tokens"]), jnp.ones(65), target, merged, stage=0)
+    same_rows(x[~np.asarray(merged)], g[f"as_released_tofu_{mode}_class{int(class_token)}_ratio{i}"])

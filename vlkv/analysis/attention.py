@@ -1,0 +1,54 @@
+"""Where attention goes: to which kind of token, and whether two looks agree on the tokens that matter.
+
+Axes: B batch · S steps · L layers · T prompt · E prompt and new tokens.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from vlkv import budgets
+
+TYPES = ("system", "vision", "instruction", "new")
+
+
+def token_types(is_vision: Bool[Array, "*B T"], valid: Bool[Array, "*B T"]) -> Int[Array, "*B T"]:
+    """Index into `TYPES` of every prompt token, -1 for padding (A-VL, Fig. 2).
+
+    System text stands before the first vision token, instruction is all other text: between images, after them, and
+    everything where there is no image.
+    """
+    seen = jnp.cumsum(is_vision & valid, axis=-1)
+    before = (seen == 0) & (seen[..., -1:] > 0)
+    return jnp.where(~valid, -1, jnp.where(is_vision, 1, jnp.where(before, 0, 2)))
+
+
+def shares_by_type(mass: Float[Array, "S L B E"], types: Int[Array, "B T"]) -> Float[Array, "S L B 4"]:
+    """The share of every step's attention that goes to each of `TYPES` (A-VL, Eq. 1 and Fig. 1).
+
+    Args:
+        mass: of a `Trace`.
+        types: from `token_types`; entries past the prompt are new.
+    """
+    types = jnp.pad(types, [(0, 0), (0, mass.shape[-1] - types.shape[-1])], constant_values=3)
+    return jnp.einsum("slbe,bek->slbk", mass, jax.nn.one_hot(types, len(TYPES)))
+
+
+def concordance(
+    a: Float[Array, "*X T"], b: Float[Array, "*X T"], inside: Bool[Array, "*#X T"], fraction: float
+) -> Float[Array, "*X"]:
+    """PPCI: the share of the best `fraction` of the tokens that two rankings have in common (A-VL, Eq. 2).
+
+    Between the layers of a step it is Fig. 4, between the steps of a layer Fig. 5. Ties go to the earlier token. The
+    sets have floor(fraction N) tokens, at least one; where there are no tokens it is NaN.
+    """
+    present = jnp.sum(inside, axis=-1)
+    count = jnp.minimum(jnp.maximum(budgets.share(fraction, present, a.shape[-1]), 1), present)
+
+    def best(x: Array) -> Array:
+        order = jnp.argsort(jnp.where(inside, -x, jnp.inf), axis=-1, stable=True)
+        return inside & (jnp.argsort(order, axis=-1) < count[..., None])
+
+    return jnp.sum(best(a) & best(b), axis=-1) / count

@@ -1,0 +1,58 @@
+"""What a model computes and stores, from its config and the number of tokens per layer. Host side: numpy, exact.
+
+A multiplication and an addition are two operations. Matrix products count, norms, softmax and activations do not;
+attention counts the whole square of a layer's tokens, masked half included, as profilers do. With the tower, logits of
+the whole prompt, 48 text tokens and a hundred new ones this gives LightKV's Table 1 within one percent (its Sec. 4.2
+says what is measured, not how). Axes: L layers · K key heads.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Int
+
+from vlkv.config import ClipConfig, DecoderConfig
+
+Counts = Int[np.ndarray, " L"]
+
+
+def prefill_flops(c: DecoderConfig, tokens: Counts) -> Counts:
+    """Operations of every layer over the `tokens` that reach it (LightKV, Tables 1 and 6)."""
+    tokens = np.asarray(tokens, np.int64)
+    return tokens * _per_token(c) + 4 * tokens**2 * c.heads * c.head_dim
+
+
+def decode_flops(c: DecoderConfig, entries: Counts) -> Counts:
+    """Operations of every layer for one new token that attends to `entries`, its own included."""
+    return _per_token(c) + 4 * np.asarray(entries, np.int64) * c.heads * c.head_dim
+
+
+def logits_flops(c: DecoderConfig, tokens: int) -> int:
+    """Operations of the output head for the logits of so many tokens."""
+    return 2 * tokens * c.width * c.vocab_size
+
+
+def tower_flops(c: ClipConfig, width: int, images: int = 1) -> int:
+    """Operations of the vision tower and a two-layer projector to the decoder's `width`."""
+    patches = c.grid**2
+    tokens = patches + 1  # the class token takes part in every block
+    embedding = 2 * patches * 3 * c.patch_size**2 * c.width
+    block = 2 * tokens * (4 * c.width**2 + 2 * c.width * c.mlp_width) + 4 * tokens**2 * c.width
+    projector = 2 * c.tokens * (c.width * width + width**2)
+    return images * (embedding + c.blocks * block + projector)
+
+
+def cache_bytes(c: DecoderConfig, entries: Counts, itemsize: int) -> Counts:
+    """Bytes of the keys and values of every layer (LightKV, Tables 1 and 6), as they are before any quantisation.
+
+    Args:
+        c: the decoder.
+        entries: per layer, of every key head.
+        itemsize: bytes per number, 2 for bfloat16.
+    """
+    return 2 * np.asarray(entries, np.int64) * c.kv_heads * c.head_dim * itemsize
+
+
+def _per_token(c: DecoderConfig) -> int:
+    """Operations of one layer's weights for one token."""
+    return 2 * c.width * (2 * c.heads * c.head_dim + 2 * c.kv_heads * c.head_dim + 3 * c.mlp_width)

@@ -1,0 +1,108 @@
+"""How far a compressed cache leads from the full one: features, the next token, and what that costs in memory.
+
+Axes: B batch · S tokens · L layers · D width · P policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from vlkv.analysis.trace import Trace, follow
+from vlkv.cache import PackedCache
+from vlkv.errors import InputError
+from vlkv.generate import check_room, decode
+from vlkv.inputs import Inputs
+from vlkv.models import Model
+from vlkv.policies.full import Full
+from vlkv.policies.policy import Policy
+from vlkv.prefill import fill_cache
+from vlkv.reading import read_prompt
+from vlkv.sampling import Greedy
+
+
+def feature_error(full: Trace, compressed: Trace) -> Float[Array, "S L B"]:
+    """Mean absolute difference of the hidden states after each layer (PrefixKV, Fig. 5).
+
+    Both traces must have been fed the same tokens. The paper says "feature": taken as the layer's output.
+    """
+    return jnp.mean(jnp.abs(full.hidden - compressed.hidden), axis=-1)
+
+
+def agreement(logits: Float[Array, "S B vocab"], answer: Int[Array, "B n"]) -> Float[Array, " B"]:
+    """The share of an answer's tokens after the first that are the likeliest, given the ones before them.
+
+    Args:
+        logits: after each of the answer's tokens, of a `Trace`.
+        answer: padded with -1. One of a single token agrees.
+    """
+    target = answer[:, 1 : logits.shape[0] + 1].T
+    counts = target >= 0
+    right = jnp.sum(counts & (jnp.argmax(logits[: len(target)], axis=-1) == target), axis=0)
+    return jnp.where(jnp.any(counts, axis=0), right / jnp.maximum(jnp.sum(counts, axis=0), 1), 1.0)
+
+
+def log_probability(logits: Float[Array, "S B vocab"], answer: Int[Array, "B n"]) -> Float[Array, " B"]:
+    """Mean log-probability of an answer's tokens after the first; 0 for an answer of one token."""
+    target = answer[:, 1 : logits.shape[0] + 1].T
+    all_p = jax.nn.log_softmax(logits[: len(target)])
+    p = jnp.take_along_axis(all_p, jnp.maximum(target, 0)[..., None], axis=-1)[..., 0]
+    return jnp.sum(jnp.where(target >= 0, p, 0.0), axis=0) / jnp.maximum(jnp.sum(target >= 0, axis=0), 1)
+
+
+def answer_of(
+    params: Model, cache: PackedCache, logits: Float[Array, "B vocab"], *, sampling: Greedy
+) -> Int[Array, "B S"]:
+    """What the model says from this cache, padded with -1 after a row's end."""
+    tokens, lengths = decode(params, cache, logits, sampling=sampling)
+    return jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], tokens, -1)
+
+
+class Sweep(NamedTuple):
+    """What each policy did with the same questions."""
+
+    agreement: Float[Array, "P B"]
+    stored: Float[Array, "P B"]  # entries in memory, as a share of the full cache's, over all steps and layers
+    used: Float[Array, "P B"]  # entries attended to, likewise
+
+
+def sweep(
+    params: Model, inputs: Inputs, plan: Sequence[Policy], *, new_tokens: int, key: Key[Array, ""] | None = None
+) -> Sweep:
+    """Runs the policies on the full cache's own answers (A-VL, Figs. 9, 10 and the cache columns of Table 3).
+
+    The paper varies S, C, K, P and T of `policies.AVL` and plots a benchmark's score; agreement with the full cache
+    needs no benchmark.
+
+    Raises:
+        InputError: no policies, fewer than two new tokens, or a prompt without room for them.
+    """
+    if not plan:
+        raise InputError("plan is empty: give at least one policy")
+    if new_tokens < 2:
+        raise InputError(f"new_tokens={new_tokens} must be at least 2: no policy touches the first token")
+    check_room(params.config, inputs, new_tokens)
+    prompt = _read_prompt(params, inputs)
+    cache = _fill_cache(prompt, Full(), new_tokens=new_tokens)
+    answer = _answer(params, cache, prompt.logits, sampling=Greedy(max_new_tokens=new_tokens))
+    fed = (answer[:, :-1] >= 0).T[:, None]
+    full = _follow(params, prompt, cache, answer[:, :-1])
+
+    def one(policy: Policy) -> tuple[Array, Array, Array]:
+        own = prompt if policy.reducer is None else _read_prompt(params, inputs, policy, key=key)
+        trace = _follow(params, own, _fill_cache(own, policy, new_tokens=new_tokens, key=key), answer[:, :-1])
+        whole = jnp.sum(jnp.where(fed, full.stored, 0.0), axis=(0, 1))
+        stored, used = (jnp.sum(jnp.where(fed, x, 0.0), axis=(0, 1)) / whole for x in (trace.stored, trace.used))
+        return agreement(trace.logits, answer), stored, used
+
+    return Sweep(*(jnp.stack(column) for column in zip(*map(one, plan), strict=True)))
+
+
+_read_prompt = jax.jit(read_prompt)
+_fill_cache = jax.jit(fill_cache, static_argnames="new_tokens")
+_answer = jax.jit(answer_of)
+_follow = jax.jit(follow)

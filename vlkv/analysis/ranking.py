@@ -1,0 +1,50 @@
+"""How good a ranking of the image is: what the model can say with one vision token at a time.
+
+Axes: B batch · R ranks · S answer · L layers · K key heads · T prompt.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from vlkv.analysis.fidelity import log_probability
+from vlkv.analysis.trace import follow
+from vlkv.cache import PackedCache
+from vlkv.models import Model
+from vlkv.reading import Prompt
+
+
+def one_token_curve(
+    params: Model,
+    prompt: Prompt,
+    cache: PackedCache,
+    scores: Float[Array, "B L K T"],
+    answer: Int[Array, "B S"],
+    ranks: Int[Array | np.ndarray, " R"],
+) -> Float[Array, "R B"]:
+    """How likely an answer is if decoding sees all text and one vision token per layer (AirCache, Figs. 3(b), 4, 5).
+
+    The paper plots a benchmark's accuracy; here it is the mean log-probability of the answer's tokens after the first,
+    which nothing evicted has touched. Compiled once for all ranks.
+
+    Args:
+        params: the model.
+        prompt: read whole.
+        cache: a full one, with room for the answer.
+        scores: of a policy, see `choose`; higher is better, ties go to the earlier token.
+        answer: padded with -1.
+        ranks: which place in the ranking stays, counted from 1 as in the paper; 0: no vision token at all.
+    """
+    vision = (prompt.is_vision & prompt.valid)[:, None]  # [B, 1, T]
+    by_layer = jnp.swapaxes(scores, 0, 1)
+    order = jnp.argsort(jnp.where(vision, -by_layer, jnp.inf), axis=-1, stable=True)
+    place = jnp.argsort(order, axis=-1) + 1  # [L, B, K, T]
+
+    def likely(rank: Int[Array, ""]) -> Float[Array, " B"]:
+        trace = follow(params, prompt, cache, answer[:, :-1], only=~vision | (place == rank))
+        return log_probability(trace.logits, answer)
+
+    return jax.lax.map(likely, jnp.asarray(ranks))

@@ -1,0 +1,54 @@
+"""Which tokens of a prompt are still there, layer by layer, and where in the picture they lie.
+
+Axes: B batch · L layers · T prompt · I images · h, w lines and columns of patches.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from vlkv.cache import PackedCache
+from vlkv.reading import Prompt
+
+
+def reached(prompt: Prompt) -> Bool[Array, "B L T"]:
+    """Which prompt tokens each layer computed: fewer and fewer if a policy shortened the prompt (LightKV, Fig. 7)."""
+    batch, length = prompt.valid.shape
+    row = jnp.arange(batch)[:, None]
+    blank = jnp.zeros((batch, length), bool)
+    return jnp.stack([blank.at[row, r.source].max(r.valid) for r in prompt.layers], axis=1)
+
+
+def held(cache: PackedCache, length: int) -> Float[Array, "B L T"]:
+    """The share of the key heads of each layer whose cache holds each of the prompt's `length` tokens."""
+    layers, batch, heads = cache.start.shape
+    slot = jnp.arange(cache.token.shape[1])[:, None]
+    row = jnp.arange(batch)[:, None, None]
+
+    def layer(i: int) -> Float[Array, "B T"]:
+        inside = (slot >= cache.start[i][:, None]) & (slot < (cache.start[i] + cache.length[i])[:, None])  # [B, P, K]
+        where = jnp.where(inside, cache.token, length)  # past the end: not written
+        return jnp.zeros((batch, length)).at[row, where].add(1.0 / heads, mode="drop")
+
+    return jnp.stack([layer(i) for i in range(layers)], axis=1)
+
+
+def on_grid(
+    values: Float[np.ndarray, "*L T"] | Bool[np.ndarray, "*L T"], grid: Int[np.ndarray, "T 3"]
+) -> list[Float[np.ndarray, "*L h w"]]:
+    """Numbers per token as pictures, one per image of the row; NaN where no token of the image lies.
+
+    Args:
+        values: of the row's tokens.
+        grid: of `Inputs.grid`, without the batch.
+    """
+    values, grid = np.asarray(values, np.float32), np.asarray(grid)
+    pictures = []
+    for image in range(int(grid[:, 0].max(initial=-1)) + 1):
+        mine = (grid[:, 0] == image) & (grid[:, 1:] >= 0).all(axis=1)
+        picture = np.full((*values.shape[:-1], *(grid[mine, 1:].max(axis=0, initial=-1) + 1)), np.nan, np.float32)
+        picture[..., grid[mine, 1], grid[mine, 2]] = values[..., mine]
+        pictures.append(picture)
+    return pictures

@@ -1,0 +1,130 @@
+"""A forced decode that looks into every layer: hidden states, attention, and what memory holds.
+
+Axes: B batch · S tokens fed · L layers · D width · N, K heads · T prompt · M bound on a segment · E = T + room for new
+tokens. Attention is by token here, not by slot, so that traces of different caches can be compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from vlkv.cache import PackedCache
+from vlkv.memory import Memory, arrive, attend, begin
+from vlkv.models import Model
+from vlkv.reading import Prompt
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What every step of a decode did."""
+
+    logits: Float[Array, "S B vocab"]  # after each fed token
+    hidden: Float[Array, "S L B D"]  # after each layer
+    mass: Float[Array, "S L B E"]  # share of the attention that each token received, mean over heads (A-VL, Eq. 1)
+    stored: Float[Array, "S L B"]  # entries in memory, mean over key heads
+    used: Float[Array, "S L B"]  # entries attended to, likewise
+
+
+def follow(
+    params: Model,
+    prompt: Prompt,
+    cache: PackedCache,
+    tokens: Int[Array | np.ndarray, "B S"],
+    *,
+    only: Bool[Array, "L B K T"] | None = None,
+) -> Trace:
+    """Feeds the tokens one by one, as `decode_step` does, and writes down what happens.
+
+    Args:
+        params: the model.
+        prompt: that the cache was made from.
+        cache: of any policy; its tail must have room for the tokens.
+        tokens: to be fed; -1, padding, is fed as 0.
+        only: prompt tokens that may be attended to, of those in the cache; None: all.
+    """
+    layers, batch = params.decoder.layers, prompt.valid.shape[0]
+    memory = _memory(prompt, cache)
+    places = [_tokens_of_slots(cache, i, m) for i, m in enumerate(memory)]  # [B, K, M]
+    if only is not None:
+        memory = tuple(_restrict(m, places[i], only[i]) for i, m in enumerate(memory))
+    nothing = jnp.zeros_like(cache.start[0])
+
+    def step(cache: PackedCache, token: Int[Array, " B"]) -> tuple[PackedCache, Trace]:
+        x = params.decoder.embedding(token)[:, None]
+        tail_k, tail_v, memory = list(cache.tail_k), list(cache.tail_v), list(cache.memory or ())
+        hidden, masses, counts = [], [], []
+        for i, layer in enumerate(layers):
+            q, k, v = layer.project(x, cache.next_position[:, None])
+            tail_k[i] = jax.lax.dynamic_update_slice_in_dim(tail_k[i], k, cache.used, axis=1)
+            tail_v[i] = jax.lax.dynamic_update_slice_in_dim(tail_v[i], v, cache.used, axis=1)
+            memory[i] = jax.vmap(arrive)(memory[i])
+            segment = cache.k, cache.v, cache.start[i], cache.length[i]
+            tail = tail_k[i], tail_v[i], nothing, jnp.full_like(nothing, cache.used + 1)
+            attended, mass = attend(q[:, 0], segment, tail, memory[i], softmax_n=cache.softmax_n)
+            counts.append([jnp.mean(jnp.sum(x, axis=-1), axis=-1) for x in (memory[i].stored, memory[i].attended)])
+            if cache.policy is not None:
+                memory[i] = jax.vmap(cache.policy.step)(memory[i], mass)
+            x = layer.finish(x, attended[:, None].astype(x.dtype))
+            hidden.append(x[:, 0])
+            masses.append(_by_token(mass, places[i], prompt.valid.shape[1]))
+        cache = dataclasses.replace(
+            cache, tail_k=tuple(tail_k), tail_v=tuple(tail_v), used=cache.used + 1, memory=tuple(memory),
+            next_position=cache.next_position + 1,
+        )  # fmt: skip
+        stored, used = (jnp.stack(column) for column in zip(*counts, strict=True))
+        return cache, Trace(
+            logits=params.decoder.logits(x[:, 0]), hidden=jnp.stack(hidden), mass=jnp.stack(masses), stored=stored,
+            used=used,
+        )  # fmt: skip
+
+    assert tokens.shape[0] == batch
+    fed = jnp.maximum(jnp.asarray(tokens), 0).T
+    return jax.lax.scan(step, dataclasses.replace(cache, memory=memory), fed)[1]
+
+
+def _memory(prompt: Prompt, cache: PackedCache) -> tuple[Memory, ...]:
+    """The cache's own, or for a method that does not act one that remembers what is there."""
+    if cache.memory is not None:
+        return cache.memory
+
+    def made(token: Any, start: Any, length: Any, is_vision: Any, valid: Any) -> Memory:
+        new_tokens = cache.tail_k[0].shape[1]
+        return begin(token, start, length, {}, is_vision, valid, max_length=valid.shape[0], new_tokens=new_tokens)
+
+    return tuple(
+        jax.vmap(made)(cache.token, cache.start[i], cache.length[i], prompt.is_vision, prompt.valid)
+        for i in range(cache.start.shape[0])
+    )
+
+
+def _tokens_of_slots(cache: PackedCache, layer: int, memory: Memory) -> Int[Array, "B K M"]:
+    """Which prompt token lies in each slot of a layer's segment; -1: none."""
+    most = memory.stored.shape[-1] - memory.new_tokens
+    slot = cache.start[layer][..., None] + jnp.arange(most)  # [B, K, M]
+    token = jnp.take_along_axis(jnp.swapaxes(cache.token, 1, 2), slot, axis=2, mode="clip")
+    return jnp.where(jnp.arange(most) < cache.length[layer][..., None], token, -1)
+
+
+def _restrict(memory: Memory, places: Int[Array, "B K M"], only: Bool[Array, "B K T"]) -> Memory:
+    """Masks prompt entries that are not wanted."""
+    wanted = jnp.take_along_axis(only, jnp.maximum(places, 0), axis=2)
+    wanted = jnp.pad(wanted, [(0, 0), (0, 0), (0, memory.new_tokens)], constant_values=True)
+    return dataclasses.replace(memory, stored=memory.stored & wanted, attended=memory.attended & wanted)
+
+
+def _by_token(mass: Float[Array, "B N _e"], places: Int[Array, "B K M"], length: int) -> Float[Array, "B E"]:
+    """Head-mean attention by token: the prompt's, then the new ones."""
+    batch, heads, entries = mass.shape
+    kv_heads, most = places.shape[1:]
+    mass = jnp.sum(mass.reshape(batch, kv_heads, -1, entries), axis=2) / heads
+    row = jnp.arange(batch)[:, None, None]
+    where = jnp.where(places >= 0, places, length)  # past the end: not written
+    prompt = jnp.zeros((batch, length)).at[row, where].add(mass[..., :most], mode="drop")
+    return jnp.concatenate([prompt, jnp.sum(mass[..., most:], axis=1)], axis=1)

@@ -1,0 +1,69 @@
+"""Measure on a few samples what share of its tokens each layer keeps under PrefixKV, and save that as a profile."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from vlkv import loading, profiles
+from vlkv.errors import InputError
+from vlkv.generate import check_room
+from vlkv.mini import CHECKPOINT
+from vlkv.policies import PrefixKV
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vlkv profile`."""
+    parser.add_argument(
+        "--model", required=True, metavar="DIR", help="a checkpoint folder, a hub id, or `mini`, the shipped miniature"
+    )
+    parser.add_argument("--images", nargs="+", default=[], metavar="FILE", help="one for each sample; none: text alone")
+    parser.add_argument(
+        "--prompts", nargs="+", required=True, metavar="TEXT", help="one for each sample, or one for all"
+    )
+    parser.add_argument("--keep", type=float, required=True, metavar="FRACTION", help="share of the tokens, in (0, 1]")
+    parser.add_argument("--scope", choices=["vision", "all"], default="all", help="what competes for the budget")
+    parser.add_argument("--out", type=Path, required=True, metavar="JSON", help="where the profile goes")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: their own)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> Any:
+    """A table of shares and their spread, or what the file holds."""
+    policy = PrefixKV(
+        keep=args.keep, scope=args.scope
+    )  # everything that can be wrong is checked before weights are read
+    if not args.out.parent.is_dir():
+        raise InputError(f"{args.out.parent}: no such folder to write the profile into")
+    source = CHECKPOINT if args.model == "mini" and not Path("mini").exists() else args.model
+    processor = loading.load_processor(source)
+    samples = [processor(image, prompt) for image, prompt in pairs(args.images, args.prompts)]
+    for inputs in samples:
+        check_room(processor.config, inputs, 1)
+    params = loading.load_params(source, dtype=args.dtype)
+    shown = track(samples, "measuring", console=Console(stderr=True), transient=True)
+    ratios = profiles.measure(params, shown, policy)
+    content = profiles.save(args.out, ratios, policy, params.config, name=Path(args.model).name)
+    if args.json:
+        return content
+    table = Table("layer", "share", "spread", title=f"{len(samples)} samples, keep = {args.keep:.0%}: {args.out}")
+    for layer, (share, spread) in enumerate(zip(content["shares"], content["spread"], strict=True)):
+        table.add_row(str(layer), f"{share:.4f}", f"{spread:.4f}")
+    Console().print(table)
+    return None
+
+
+def pairs(images: list[str], prompts: list[str]) -> list[tuple[str | None, str]]:
+    """Which prompt goes with which image: one each, or one prompt for all images."""
+    if images and len(prompts) not in (1, len(images)):
+        raise InputError(f"{len(prompts)} prompts for {len(images)} images: give one for all, or one for each")
+    if not images:
+        return [(None, prompt) for prompt in prompts]
+    return list(zip(images, prompts * (len(images) // len(prompts)), strict=True))

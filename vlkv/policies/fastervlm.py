@@ -1,0 +1,41 @@
+"""FasterVLM: the tower's own class token says which patches matter, before the decoder sees any."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from vlkv.observe import Observation, top
+from vlkv.policies.policy import policy
+from vlkv.policies.reducing import ReducingPolicy
+from vlkv.tokens import Tokens
+
+
+@policy
+class FasterVLM(ReducingPolicy):
+    """Keeps the vision tokens that the class token attends to most, head-mean (Zhang et al. 2024).
+
+    The attention is that of the last block of the tower that runs. What is left stays in raster order and keeps its
+    positions. The published code agrees. Several images of a row compete for one budget, which is our decision: the
+    paper has one image.
+    """
+
+    paper = "Zhang et al. 2024, [CLS] Attention is All You Need for Training-Free Visual Token Pruning"
+
+    def reductions(self, layers: int) -> tuple[int, ...]:
+        """Before the first layer."""
+        del layers
+        return (0,)
+
+    @property
+    def watches(self) -> tuple[int, ...]:
+        """The last block that runs."""
+        return (-1,)
+
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
+        """The best of the row's images."""
+        del obs, stage
+        assert tokens.tower is not None
+        vision = tokens.valid & tokens.is_vision
+        attention = jnp.mean(tokens.tower[-1], axis=0, keepdims=True)
+        return tokens, (tokens.valid & ~tokens.is_vision) | top(attention, vision, self.count(vision)[None])[0]

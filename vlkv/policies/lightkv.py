@@ -1,0 +1,203 @@
+"""LightKV: tokens of the image that resemble a neighbour are merged into it, weighted by what the prompt is to them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from fractions import Fraction
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import attention_mass, attention_mass_rows
+from vlkv import budgets, matching
+from vlkv.observe import Observation
+from vlkv.policies.policy import policy
+from vlkv.policies.reducing import ReducingPolicy
+from vlkv.tokens import Tokens
+
+
+@policy
+class LightKV(ReducingPolicy):
+    """Bipartite matching in windows of the image's grid, several times while the prompt is read (Sec. 3.2).
+
+    After each of `layers` an image lies on its grid, later what is left of it in raster order on the next larger
+    square, cut into W x W windows (sides that do not divide: the first are one larger). The even places A of a
+    window's raster list each find the most similar hidden state among the odd ones B (Eq. 5); of n tokens the
+    min(int(rho n), n // 2) closest A are merged into their B, averaged by xi (Eq. 8), and vanish. xi of a vision token
+    is its attention to the text of the prompt, over all heads and before the causal mask (Eq. 7). Order and positions
+    of what is left stay. A token on no grid is left alone. The printed floor(rho v / 2) merges would leave 1 - rho / 2
+    and contradict Eq. 9, which this follows.
+
+    The published code ("released") takes the softmax of xi over queries instead of keys, numbers the positions of what
+    is left anew, and leaves an image of fewer than 8 W^2 tokens alone.
+
+    Attributes:
+        layers: Lambda, how many layers run before each stage; None: 15, 23 and 31 of 40, scaled to the model.
+        windows: W, windows per side, of each stage.
+        rho: fraction of a window's tokens that a stage removes, at most 0.5, one for all stages or one each; None: 0.5,
+            or what `keep` (the fraction that survives all stages) asks of each.
+        guided: whether xi weighs the average; False counts all tokens alike.
+        variant: "paper" or "released".
+    """
+
+    layers: tuple[int, ...] | None = None
+    windows: tuple[int, ...] = (4, 2, 1)
+    rho: float | tuple[float, ...] | None = None
+    guided: bool = True
+    variant: Literal["paper", "released"] = "paper"
+    paper = "Anonymous 2025, Make Your LVLM KV Cache More Lightweight (LightKV)"
+    equations = "Eqs. 4-9"
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.windows, tuple) and all(isinstance(w, int) and w >= 1 for w in self.windows)
+        self.check("windows", whole and len(self.windows) >= 1, "must be whole numbers of at least 1, one per stage")
+        check_layers(self, self.layers, len(self.windows))
+        self.check("variant", self.variant in ("paper", "released"), 'must be "paper" or "released"')
+        if self.rho is not None:
+            self.check("rho", self._fractions_fit(), "must lie in (0, 0.5], one for all stages or one for each")
+        if self.keep is None and self.budget is None:
+            object.__setattr__(self, "keep", math.prod(1 - rho for rho in self.ratios))
+        super().__post_init__()
+        if self.rho is None:
+            check_share(self, len(self.windows), "layers= and windows=")
+        survives = math.prod(1 - rho for rho in self.ratios)
+        agrees = math.isclose(survives, self.last_keep, rel_tol=1e-9)
+        self.check("keep", agrees, f"is not what rho={self.rho!r} leaves ({survives:.4g}): give one of the two")
+
+    def _fractions_fit(self) -> bool:
+        each = self.rho if isinstance(self.rho, tuple) else (self.rho,) * len(self.windows)
+        return len(each) == len(self.windows) and all(
+            isinstance(r, (int, float)) and not isinstance(r, bool) and 0 < r <= 0.5 for r in each
+        )
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """rho of each stage."""
+        if isinstance(self.rho, tuple):
+            return self.rho
+        if self.rho is not None:
+            return (self.rho,) * len(self.windows)
+        if self.keep is None:
+            return (0.5,) * len(self.windows)
+        return (round(1 - share_per_stage(self.keep, len(self.windows)), 12),) * len(self.windows)
+
+    def reductions(self, layers: int) -> tuple[int, ...]:
+        """Lambda."""
+        return scaled(layers) if self.layers is None else self.layers
+
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
+        """One stage."""
+        assert obs is not None
+        window, place, count = self.windowed(tokens, stage)
+        inside = window >= 0
+        target, cosine = matching.closest(tokens.x, inside & (place % 2 == 1), window)
+        removed = jnp.minimum(budgets.share(self.ratios[stage], count, count.shape[0]), count // 2)
+        merged = matching.turns(cosine, inside & (place % 2 == 0), window) < removed
+        weight = self.guidance(obs) if self.guided else jnp.ones_like(tokens.size)
+        kept = tokens.valid & ~merged
+        positions = tokens.positions
+        if self.variant == "released":
+            positions = jnp.broadcast_to(jnp.maximum(jnp.cumsum(kept) - 1, 0)[:, None], positions.shape)
+        x = matching.fold(tokens.x, weight, target, merged)
+        size = matching.sizes(tokens.size, target, merged)
+        return dataclasses.replace(tokens, x=x, positions=positions, size=size), kept
+
+    def windowed(self, tokens: Tokens, stage: int) -> tuple[Int[Array, " T"], Int[Array, " T"], Int[Array, " T"]]:
+        """The window of each token (-1: none), its place in the window's raster list, and the window's tokens.
+
+        An image's tokens stand in raster order in the prompt.
+        """
+        image, line, column = tokens.grid.T
+        inside = tokens.valid & tokens.is_vision & (line >= 0)
+        image = jnp.where(inside, image, -1)
+        count = matching.sum_within(image, inside)
+        if stage == 0:
+            lines, columns = (matching.largest_within(image, x) + 1 for x in (line, column))
+        else:
+            # Exact, unlike the root of a float: the smallest square that holds n.
+            squares = np.array([math.isqrt(max(n - 1, 0)) + 1 for n in range(line.shape[0] + 1)], np.int32)
+            lines = columns = jnp.asarray(squares)[count]
+            line, column = jnp.divmod(matching.rank_within(image, jnp.arange(line.shape[0])), columns)
+        sides = self.windows[stage]
+        window = (image * sides + part(line, lines, sides)) * sides + part(column, columns, sides)
+        if self.variant == "released":
+            inside = inside & (count >= 8 * sides**2)
+        window = jnp.where(inside, window, -1)
+        place = matching.rank_within(window, jnp.arange(window.shape[0]))
+        return window, place, matching.sum_within(window, inside)
+
+    def guidance(self, obs: Observation) -> Float[Array, " T"]:
+        """xi (Eq. 7): attention of each token to all text, over all heads, without the causal mask."""
+        text = (obs.valid & ~obs.is_vision)[None].astype(jnp.float32)
+        if self.variant == "paper":
+            mass = attention_mass_rows(obs.q, obs.k, key_weight=text, key_mask=obs.valid, causal=False)
+        else:  # over queries: the same with the two swapped
+            k = jnp.repeat(obs.k, obs.q.shape[0] // obs.k.shape[0], axis=0)
+            mass = attention_mass(k, obs.q, row_weight=text, key_mask=obs.valid, causal=False)
+        return jnp.sum(mass[0], axis=0)
+
+    def remaining(self, *, stage: int, vision: int, images: int) -> int:
+        """As `left_by_windows`, however the tokens are spread over the images and windows."""
+        sides = self.windows[stage]
+        rho = self.ratios[stage]
+        if self.variant == "paper":
+            return left_by_windows(vision, rho, images * (sides**2 + 1))
+        alone = 8 * sides**2  # an image that is left alone has fewer on its grid, and at most one token beside it
+
+        def left(some: int) -> int:
+            rest = max(vision - some * alone, 0) if some < images else 0
+            return min(vision, some * alone) + left_by_windows(rest, rho, (images - some) * (sides**2 + 1))
+
+        return max(left(some) for some in range(images + 1))
+
+
+def left_by_windows(tokens: int, rho: float, windows: int) -> int:
+    """The most of so many tokens that are left when each of at most so many windows removes int(rho n) of its n.
+
+    With rho = p / q, int(rho n) >= (p n - (q - 1)) / q; a token on no grid counts as a window of its own.
+    """
+    exact = Fraction(rho)
+    windows = min(windows, tokens)
+    removed = -((windows * (exact.denominator - 1) - exact.numerator * tokens) // exact.denominator)
+    return tokens - max(0, removed)
+
+
+def part(index: Int[Array, " T"], side: Int[Array, " T"], parts: int) -> Int[Array, " T"]:
+    """Which part an index in 0..side-1 falls into, of parts that differ by one at most, the first ones larger."""
+    size, larger = side // parts, side % parts
+    border = larger * (size + 1)
+    return jnp.where(index < border, index // (size + 1), larger + (index - border) // jnp.maximum(size, 1))
+
+
+def scaled(depth: int) -> tuple[int, ...]:
+    """15, 23 and 31 of 40 layers, for a decoder of another depth; in a shallow one they are pushed apart."""
+    first, second, third = (math.floor(after * depth / 40 + 0.5) for after in (15, 23, 31))
+    third = min(third, depth - 1)
+    second = min(second, third - 1)
+    return max(1, min(first, second - 1)), second, third
+
+
+def share_per_stage(keep: float, stages: int) -> float:
+    """The fraction that each of several equal stages leaves, so that `keep` survives the last."""
+    return round(keep ** (1 / stages), 12)  # 0.343 by three stages is 0.7, not a little more
+
+
+def check_share(policy: ReducingPolicy, stages: int, remedy: str) -> None:
+    """Raises InputError if so many stages cannot leave as little as `keep`, since each merges half at most."""
+    share = share_per_stage(policy.last_keep, stages)
+    policy.check("keep", share >= 0.5, f"needs {stages} stages that leave {share:.2f} each, and 0.50 is the least: "
+                 f"give more stages ({remedy})")  # fmt: skip
+
+
+def check_layers(policy: ReducingPolicy, layers: tuple[int, ...] | None, stages: int | None = None) -> None:
+    """Raises InputError unless `layers` rise from at least 1, one for each of so many stages."""
+    if layers is None:
+        policy.check("layers", stages in (None, 3), f"stands for three stages, not {stages}: give layers=")
+        return
+    whole = isinstance(layers, tuple) and all(isinstance(a, int) and a >= 1 for a in layers)
+    policy.check("layers", whole and len(layers) >= 1 and sorted(set(layers)) == list(layers),
+                 "must be whole numbers that rise from at least 1")  # fmt: skip
+    policy.check("layers", stages in (None, len(layers)), f"has not the length of windows, {stages}")

@@ -1,0 +1,55 @@
+"""PiToMe: only tokens that are like many others are merged; what stands out is protected."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from vlkv import matching
+from vlkv.policies.policy import policy
+from vlkv.policies.tome import ToMe
+
+
+@policy
+class PiToMe(ToMe):
+    """As ToMe among the 2r tokens of the highest energy; the others are protected (Tran et al. 2024, Sec. 3).
+
+    Energy of a token: the mean of elu(cosine - margin) over all mergeable vision tokens, itself included. Ranked by
+    falling energy, the even places (A) all go to their most similar odd one (B).
+
+    Attributes:
+        margin: cosine from which likeness counts in full, one for all stages or one each; None: 0.9 falling linearly
+            over the stages, 0.9 (1 - (s + 1) / (S + 1)), where the paper lets it fall over the layers.
+    """
+
+    margin: float | tuple[float, ...] | None = None
+    paper = "Tran et al. 2024, Accelerating Transformers with Spectrum-Preserving Token Merging (PiToMe)"
+    equations = "Sec. 3, Eq. 4"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fits = len(self.margins) == self.stage_count and all(
+            isinstance(m, (int, float)) and not isinstance(m, bool) and -1 <= m <= 1 for m in self.margins
+        )
+        self.check("margin", fits, "must lie in [-1, 1], one for all stages or one for each")
+
+    @property
+    def margins(self) -> tuple[float, ...]:
+        """The margin of each stage."""
+        if isinstance(self.margin, tuple):
+            return self.margin
+        stages = self.stage_count
+        if self.margin is None:
+            return tuple(0.9 * (1 - (stage + 1) / (stages + 1)) for stage in range(stages))
+        return (self.margin,) * stages
+
+    def match(
+        self, metric: Float[Array, "T H"], members: Bool[Array, " T"], removed: Int[Array, ""], *, stage: int
+    ) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
+        """Every second of the 2 x `removed` members of the highest energy goes to the most similar of the others."""
+        energy = matching.energy(metric, members, self.margins[stage])
+        group = jnp.where(members, 0, 1)
+        rank = matching.rank_within(group, -energy)
+        candidates = members & (rank < 2 * removed)
+        target, _ = matching.closest(metric, candidates & (rank % 2 == 1), group)
+        return target, jnp.where(candidates & (rank % 2 == 0), rank // 2, members.shape[0])

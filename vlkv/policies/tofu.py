@@ -1,0 +1,65 @@
+"""ToFu: early layers prune, because they are not linear; later ones merge, without shrinking what they merge."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from vlkv import matching
+from vlkv.policies.policy import policy
+from vlkv.policies.tome import ToMe
+
+
+@policy
+class ToFu(ToMe):
+    """ToMe's matching; the first stages drop what is matched, later ones merge it (Kim et al. 2024, Secs. 3, 4).
+
+    "tofu" keeps the norm: the plain mean of those merged, stretched to the largest norm among them, because an average
+    of vectors is shorter than they are and later layers have never seen such. Where the first stages of a decoder lie
+    in its first half, pruning them is the paper's rule; with the default layers that is the first of three.
+
+    The published code ("released") divides the mean by the norm that the receiving token had, not by its own.
+
+    Attributes:
+        mode: what merging means: "tofu", the plain "mean", the elementwise maximum "amax", or "prune", nothing.
+        pruning: how many of the first stages prune whatever the mode.
+        variant: "paper" or "released".
+    """
+
+    mode: Literal["tofu", "mean", "amax", "prune"] = "tofu"
+    pruning: int = 1
+    variant: Literal["paper", "released"] = "paper"
+    paper = "Kim et al. 2024, Token Fusion: Bridging the Gap between Token Pruning and Token Merging"
+    equations = "Secs. 3, 4"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        modes = ("tofu", "mean", "amax", "prune")
+        self.check("mode", self.mode in modes, f"is none of {', '.join(modes)}")
+        self.check("pruning", self.pruning >= 0, "must not be negative")
+        self.check("variant", self.variant in ("paper", "released"), 'must be "paper" or "released"')
+
+    def combine(
+        self,
+        x: Float[Array, "T D"],
+        size: Float[Array, " T"],
+        target: Int[Array, " T"],
+        merged: Bool[Array, " T"],
+        *,
+        stage: int,
+    ) -> tuple[Float[Array, "T D"], Float[Array, " T"]]:
+        """Vectors and sizes; what is pruned leaves nothing behind."""
+        if stage < self.pruning or self.mode == "prune":
+            return x, size
+        sizes = matching.sizes(size, target, merged)
+        if self.mode == "amax":
+            return matching.largest(x, target, merged), sizes
+        mean = matching.fold(x, jnp.ones_like(size), target, merged)
+        if self.mode == "mean":
+            return mean, sizes
+        norm, mean_norm = (jnp.linalg.norm(y.astype(jnp.float32), axis=-1, keepdims=True) for y in (x, mean))
+        divisor = norm if self.variant == "released" else mean_norm
+        stretch = matching.largest(norm, target, merged) / jnp.maximum(divisor, 1e-12)
+        return jnp.where(matching.receives(target, merged)[:, None], mean * stretch, mean).astype(x.dtype), sizes

@@ -1,0 +1,235 @@
+"""Offline profiles (PrefixKV): what share of its tokens each layer keeps, measured on a few samples and then fixed.
+
+Measure, save, and give the policy what was saved; nothing is searched while a prompt is read:
+
+    ratios = profiles.measure(params, samples, PrefixKV(keep=0.2))
+    profiles.save("profile.json", ratios, PrefixKV(keep=0.2), params.config, name="llava-1.5-7b")
+    policy = PrefixKV(keep=0.2, profile=profiles.load("profile.json", params.config))
+
+The paper's Tables 5 to 11 ask how far one may trust a profile. Where they show perplexity, here is what lies beneath:
+profiles of so many samples (Table 5, `by_number`) and of each group of them (Tables 8 and 9, `by_group`), their
+deviations (Table 7, `spread` and `distance`), and the search cut short (Tables 10 and 11, `search` on `curves`).
+Table 6 is the policy with a profile and without.
+
+Axes: S samples · L layers · B rows of a batch · T tokens. Numbers are float64 on the host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from vlkv.config import ModelConfig
+from vlkv.errors import InputError
+from vlkv.files import read_text
+from vlkv.inputs import Inputs
+from vlkv.models import Model
+from vlkv.policies import Policy, PrefixKV
+from vlkv.policies.selection import see
+from vlkv.prefill import fill_cache
+from vlkv.reading import LayerPrompt, read_prompt
+
+AGGREGATION = "mean"  # the only one; the file says so, for those who come after
+
+
+def measure(params: Model, samples: Iterable[Inputs], policy: Policy) -> Float[np.ndarray, "S L"]:
+    """The share of its tokens in scope that each layer keeps of each sample, averaged over key heads.
+
+    Args:
+        params: the model.
+        samples: from the processor; every row of a batch is one sample.
+        policy: a PrefixKV without a profile, or another whose budgets follow the sample.
+
+    Raises:
+        InputError: no samples, or one without tokens in scope.
+    """
+    ratios: list[np.ndarray] = []
+    for inputs in samples:
+        text = np.asarray(inputs.valid & ~inputs.is_vision).sum(axis=1)
+        vision = np.asarray(inputs.valid & inputs.is_vision).sum(axis=1)
+        always, count = (text, vision) if policy.scope == "vision" else (0 * text, text + vision)
+        if not count.all():
+            raise InputError(f"sample {len(ratios) + int(count.argmin())} has no tokens in scope: it has no image")
+        kept = np.asarray(_kept(params, inputs, policy), np.float64).mean(axis=2)  # [L, B]
+        ratios.extend(((kept - always) / count).T)
+    if not ratios:
+        raise InputError("a profile needs at least one sample")
+    return np.stack(ratios)
+
+
+@jax.jit
+def _kept(params: Model, inputs: Inputs, policy: Policy) -> Int[Array, "L B K"]:
+    return fill_cache(read_prompt(params, inputs, policy), policy, new_tokens=1).length
+
+
+def aggregate(ratios: Float[np.ndarray, "S L"]) -> Float[np.ndarray, " L"]:
+    """The profile: the mean over the samples."""
+    return ratios.mean(axis=0)
+
+
+def spread(ratios: Float[np.ndarray, "S L"]) -> Float[np.ndarray, " L"]:
+    """Standard deviation over the samples (Table 7, "std", is its mean over the layers)."""
+    return ratios.std(axis=0)
+
+
+def distance(ratios: Float[np.ndarray, "S L"], profile: Float[np.ndarray, " L"]) -> Float[np.ndarray, " L"]:
+    """Mean absolute difference between the samples and a profile (Table 7, "mad", is its mean over the layers)."""
+    return np.abs(ratios - profile).mean(axis=0)
+
+
+def by_number(ratios: Float[np.ndarray, "S L"], numbers: Sequence[int]) -> Float[np.ndarray, "n L"]:
+    """The profiles of the first so many samples (Table 5)."""
+    for n in numbers:
+        if not 1 <= n <= len(ratios):
+            raise InputError(f"a profile of {n} samples cannot be had from {len(ratios)}")
+    return np.stack([aggregate(ratios[:n]) for n in numbers])
+
+
+def by_group(ratios: Float[np.ndarray, "S L"], groups: Sequence[str]) -> dict[str, Float[np.ndarray, " L"]]:
+    """The profile of each group of samples, as domains or lengths of the instruction (Tables 8 and 9)."""
+    if len(groups) != len(ratios):
+        raise InputError(f"{len(groups)} groups for {len(ratios)} samples: name the group of each")
+    return {group: aggregate(ratios[np.array(groups) == group]) for group in dict.fromkeys(groups)}
+
+
+def curves(params: Model, inputs: Inputs, policy: PrefixKV) -> Float[Array, "B L T"]:
+    """P_l(o), the share of importance that a layer's o best tokens have; +inf past the tokens in scope. Jittable."""
+    prompt = read_prompt(params, inputs, policy)
+    layers = len(prompt.layers)
+
+    def row(read: LayerPrompt, layer: int) -> Float[Array, " T"]:
+        q, k, v = (jnp.swapaxes(x, 0, 1) for x in (read.q, read.k, read.v))
+        obs = see(
+            policy, q, k, v, read.is_vision, read.valid, None,
+            layer=layer, layers=layers, max_instruction=prompt.max_instruction,
+        )  # fmt: skip
+        return policy.statistics(obs, policy.score(obs))["cumulative"]
+
+    found = [jax.vmap(lambda read, i=i: row(read, i))(read) for i, read in enumerate(prompt.layers)]
+    return jnp.stack(found, axis=1)
+
+
+def search(
+    cumulative: Float[np.ndarray, "L T"], keep: float, *, tolerance: float = 0.0, steps: int = 64
+) -> tuple[Float[np.ndarray, " L"], int]:
+    """Alg. 1 as printed, cut short, and what it finds scaled to the budget (Tables 10 and 11).
+
+    Args:
+        cumulative: of one sample, a row of `curves`.
+        keep: r, the share of all tokens that stays.
+        tolerance: of |sum R_l - r L|, where R_l are shares: the delta at which the search ends.
+        steps: the most halvings of [0, 1].
+
+    Returns:
+        R_l, which sum to r L (a layer that would pass 1 is left there), and the steps taken.
+    """
+    count = np.isfinite(cumulative).sum(axis=1)
+    low, high, goal = 0.0, 1.0, keep * len(cumulative)
+    taken, ratios = 0, np.ones(len(cumulative))
+    while taken < steps:
+        p = (low + high) / 2
+        taken += 1
+        ratios = np.minimum((cumulative < p).sum(axis=1) + 1, count) / count
+        delta = ratios.sum() - goal
+        if abs(delta) <= tolerance:
+            break
+        low, high = (p, high) if delta < 0 else (low, p)
+    return np.minimum(ratios * (goal / ratios.sum()), 1.0), taken
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def fingerprint(config: ModelConfig) -> dict[str, Any]:
+    """What must agree between the model that was measured and the one that runs."""
+    decoder = config.decoder
+    return {
+        "family": config.family,
+        "layers": decoder.layers,
+        "heads": decoder.heads,
+        "key heads": decoder.kv_heads,
+        "width": decoder.width,
+        "vocabulary": decoder.vocab_size,
+    }
+
+
+def save(
+    path: str | os.PathLike[str],
+    ratios: Float[np.ndarray, "S L"],
+    policy: Policy,
+    config: ModelConfig,
+    *,
+    name: str,
+) -> dict[str, Any]:
+    """Writes a profile as JSON, whole or not at all, and returns what it holds.
+
+    Args:
+        path: the file; one that is there is replaced.
+        ratios: from `measure`.
+        policy: that they were measured with.
+        config: the model's (`params.config`).
+        name: what the model is called, for people.
+
+    Raises:
+        InputError: the folder does not exist.
+    """
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise InputError(f"{path.parent}: no such folder to write the profile into")
+    content = {
+        "model": {"name": name, **fingerprint(config)},
+        "policy": type(policy).__name__,
+        "options": policy.options(),
+        "keep": policy.keep,
+        "samples": len(ratios),
+        "aggregation": AGGREGATION,
+        "shares": aggregate(ratios).tolist(),
+        "spread": spread(ratios).tolist(),
+    }
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return content
+
+
+def load(path: str | os.PathLike[str], config: ModelConfig) -> tuple[float, ...]:
+    """The shares in a file, for `PrefixKV(profile=...)`.
+
+    Args:
+        path: written by `save` or `vlkv profile`.
+        config: of the model that is to run (`params.config`).
+
+    Raises:
+        InputError: no such file, none of ours, or measured on another model, which is named.
+    """
+    path = Path(path)
+    text = read_text(path)
+    if text is None:
+        raise InputError(f"{path}: no such profile; `vlkv profile` makes one")
+    try:
+        content = json.loads(text)
+        measured, shares = dict(content["model"]), list(content["shares"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise InputError(f"{path}: not a profile; make it again with `vlkv profile`") from None
+    for field, ours in fingerprint(config).items():
+        if measured.get(field) != ours:
+            raise InputError(
+                f"{path}: measured on {measured.get('name')!r}, another model: {field} {measured.get(field)!r}, "
+                f"here {ours!r}; make one for this model with `vlkv profile`"
+            )
+    if len(shares) != config.decoder.layers or not all(isinstance(x, float | int) and 0 < x <= 1 for x in shares):
+        raise InputError(
+            f"{path}: shares must be {config.decoder.layers} fractions in (0, 1]; make it again with `vlkv profile`"
+        )
+    return tuple(float(x) for x in shares)
