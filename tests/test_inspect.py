@@ -100,6 +100,7 @@ def test_survival_and_cost(inspect):
     assert np.sum(image, axis=(1, 2)).tolist() == survival["cached"]
     assert cost["tokens"] == [n + 8 for n in survival["computed"]]
     assert cost["cache_bytes"] == [n * 2 * 2 * 32 * 4 for n in cost["tokens"]]
+    assert sum(cost["cache_bytes"]) <= cost["allocated_bytes"]
     assert cost["total"]["prefill_flops"] == sum(cost["prefill_flops"])
     assert 0.5 < cost["of_full"]["prefill_flops"] < cost["of_full"]["cache_bytes"] < 1
 
@@ -117,6 +118,14 @@ def test_a_table_and_a_picture(capsys, tmp_path, what):
     with Image.open(out) as picture:
         assert picture.width > 500 and len(set(picture.convert("L").getdata())) > 20
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cost.png", "page.png"]
+
+
+def test_help_names_every_measure(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["inspect", "--help"])
+    assert stop.value.code == 0
+    said = capsys.readouterr().out
+    assert all(what in said for what in WHAT)
 
 
 def fails(capsys, *argv, says):

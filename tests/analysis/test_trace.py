@@ -118,15 +118,15 @@ def test_agreement_and_log_probability(snap):
     np.testing.assert_allclose(analysis.agreement(snap[1].logits, answer), [*right, 1])
 
 
-@pytest.mark.parametrize("policy", [policies.H2O(keep=0.3), policies.AVL(keep=0.4, core=0.2)], ids=["H2O", "AVL"])
-def test_methods_that_act_act_in_a_trace_too(params, prompt, policy):
-    cache = fill_cache(prompt, policy, new_tokens=7)
+def test_methods_that_act_act_in_a_trace_too(params, prompt):
+    cache = fill_cache(prompt, policies.AVL(keep=0.4, core=0.2), new_tokens=7)
     trace = follow(params, prompt, cache, ANSWER[:, :-1])
     step = jax.jit(vlkv.decode_step)
     for i in range(5):
         cache, logits = step(params, cache, FED[:, i])
         np.testing.assert_allclose(trace.logits[i], logits, atol=1e-4)
-    assert (np.asarray(trace.used) <= np.asarray(trace.stored)).all()
+    fewer = np.asarray(trace.used < trace.stored)
+    assert fewer[[0, 1, 3, 4], :, :2].all() and not fewer[2].any(), "the third step attends to all that is stored"
 
 
 def test_one_token_at_a_time(params, batch, prompt, layers, full):

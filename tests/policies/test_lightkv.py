@@ -110,7 +110,7 @@ def agrees(policy, case, stage=0):
     tokens = tokens_of(x, grid, is_vision, valid)
     made, kept = reduce(policy, tokens, observed(tokens, q, k), stage)
     released = policy.variant == "released"
-    xi = attention_to_text(q, k, is_vision, valid, released) if policy.guided else np.ones(len(x))
+    xi = attention_to_text(q, k, is_vision, valid, released)
     sides = policy.windows[stage]
     want, target = expected(
         x, grid, valid & is_vision & (grid[:, 1] >= 0), xi, sides, policy.ratios[stage], first_stage=stage == 0,
@@ -183,7 +183,6 @@ def test_any_grid_agrees_with_the_equations(sides, stage):
 
 def test_variants_and_options_agree_with_the_equations():
     layers = {"layers": (2,), "windows": (2,)}
-    agrees(LightKV(**layers, guided=False), make([(6, 5)]))
     agrees(LightKV(**layers, rho=0.31), make([(6, 5)], pad=(5, 0)))
     made, kept = agrees(LightKV(**layers, variant="released"), make([(7, 5), (5, 6)], pad=(2, 3)))
     image = np.asarray(made.grid[:, 0])
@@ -203,25 +202,28 @@ def test_tokens_on_no_grid_and_prompts_without_an_image_are_left_alone():
 
 def test_two_images_in_one_row_are_merged_as_each_alone():
     x, q, k, grid, is_vision, valid = make([(6, 6), (5, 3)])
-    policy = LightKV(layers=(2,), windows=(2,), guided=False)
+    policy = LightKV(layers=(2,), windows=(2,))
     tokens = tokens_of(x, grid, is_vision, valid)
-    both, kept = reduce(policy, tokens, observed(tokens, q, k))
+    obs = observed(tokens, q, k)
+    both, kept = reduce(policy, tokens, obs)
     for image in (0, 1):
         mine = is_vision & (grid[:, 0] == image)
         alone = tokens_of(x, np.where(mine[:, None], grid, -1), mine, valid)
-        made, left = reduce(policy, alone, observed(alone, q, k))
+        made, left = reduce(policy, alone, obs)
         np.testing.assert_array_equal(kept[mine], left[mine])
         np.testing.assert_array_equal(both.x[mine], made.x[mine])
 
 
 def test_one_window_is_a_global_match():
-    x, _, _, _, is_vision, _ = case = make([(5, 8)])
-    made, kept = agrees(LightKV(layers=(2,), windows=(1,), guided=False), case)
+    x, q, k, _, is_vision, valid = case = make([(5, 8)])
+    made, kept = agrees(LightKV(layers=(2,), windows=(1,)), case)
+    xi = attention_to_text(q, k, is_vision, valid, released=False)[is_vision]
     vision = np.float64(x[is_vision])
     a, b = np.arange(0, 40, 2), np.arange(1, 40, 2)  # nothing but the order of the row
     cosine = vision[a] @ vision[b].T / np.linalg.norm(vision[a], axis=1)[:, None] / np.linalg.norm(vision[b], axis=1)
     best = cosine.argmax(axis=1)
-    want = np.stack([vision[[j, *a[best == i]]].mean(axis=0) for i, j in enumerate(b)])
+    together = [[j, *a[best == i]] for i, j in enumerate(b)]
+    want = np.stack([np.average(vision[some], axis=0, weights=xi[some]) for some in together])
     assert not kept[is_vision][a].any()
     np.testing.assert_allclose(made.x[is_vision][b], want, rtol=1e-5, atol=1e-6)
 
@@ -311,7 +313,7 @@ def test_bad_options_are_named(options, says):
 
 @pytest.mark.parametrize("variant", ["paper", "released"])
 def test_prefill_caches_what_reached_each_layer_and_padding_changes_no_logit(variant):
-    policy = LightKV(layers=(1, 2), windows=(2, 1), guided=variant == "paper", variant=variant)
+    policy = LightKV(layers=(1, 2), windows=(2, 1), variant=variant)
     runs = []
     for padding in ("left", "right"):
         cache, logits = prefill(models.tiny_llava(), models.unequal_batch(padding=padding), policy, new_tokens=2)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import budgets
@@ -14,7 +15,9 @@ from vlkv import budgets
 TYPES = ("system", "vision", "instruction", "new")
 
 
-def token_types(is_vision: Bool[Array, "*B T"], valid: Bool[Array, "*B T"]) -> Int[Array, "*B T"]:
+def token_types(
+    is_vision: Bool[Array | np.ndarray, "*B T"], valid: Bool[Array | np.ndarray, "*B T"]
+) -> Int[Array, "*B T"]:
     """Index into `TYPES` of every prompt token, -1 for padding (A-VL, Fig. 2).
 
     System text stands before the first vision token, instruction is all other text: between images, after them, and
@@ -37,7 +40,10 @@ def shares_by_type(mass: Float[Array, "S L B E"], types: Int[Array, "B T"]) -> F
 
 
 def concordance(
-    a: Float[Array, "*X T"], b: Float[Array, "*X T"], inside: Bool[Array, "*#X T"], fraction: float
+    a: Float[Array | np.ndarray, "*X T"],
+    b: Float[Array | np.ndarray, "*X T"],
+    inside: Bool[Array | np.ndarray, "*#X T"],
+    fraction: float,
 ) -> Float[Array, "*X"]:
     """PPCI: the share of the best `fraction` of the tokens that two rankings have in common (A-VL, Eq. 2).
 
@@ -47,7 +53,9 @@ def concordance(
     present = jnp.sum(inside, axis=-1)
     count = jnp.minimum(jnp.maximum(budgets.share(fraction, present, a.shape[-1]), 1), present)
 
-    def best(x: Array) -> Array:
+    inside = jnp.asarray(inside)
+
+    def best(x: Array | np.ndarray) -> Array:
         order = jnp.argsort(jnp.where(inside, -x, jnp.inf), axis=-1, stable=True)
         return inside & (jnp.argsort(order, axis=-1) < count[..., None])
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.cache import PackedCache
+
+AnyArray = Array | np.ndarray
 
 
 def layer_budgets(cache: PackedCache) -> Float[Array, "B L"]:
@@ -17,13 +20,14 @@ def layer_budgets(cache: PackedCache) -> Float[Array, "B L"]:
     return jnp.mean(cache.length.astype(jnp.float32), axis=-1).T
 
 
-def lorenz(importance: Float[Array, "*L T"], inside: Bool[Array, "*#L T"]) -> Float[Array, "*L T"]:
+def lorenz(importance: Float[AnyArray, "*L T"], inside: Bool[AnyArray, "*#L T"]) -> Float[Array, "*L T"]:
     """What share of a layer's importance its best 1, 2, .. T tokens hold: P_l^o of PrefixKV, Sec. 3.2 and Fig. 2.
 
     Args:
         importance: not negative; a layer without any counts as one where all tokens are alike.
         inside: which tokens there are; past as many of them the curve stays at 1.
     """
+    inside = jnp.asarray(inside)
     x = jnp.where(inside, importance, 0.0)
     x = jnp.where(jnp.sum(x, axis=-1, keepdims=True) > 0, x, inside)
     ordered = -jnp.sort(-x, axis=-1)
@@ -32,7 +36,7 @@ def lorenz(importance: Float[Array, "*L T"], inside: Bool[Array, "*#L T"]) -> Fl
     return jnp.where(past, 1.0, jnp.minimum(share, 1.0))
 
 
-def gini(importance: Float[Array, "*L T"], inside: Bool[Array, "*#L T"]) -> Float[Array, "*L"]:
+def gini(importance: Float[AnyArray, "*L T"], inside: Bool[AnyArray, "*#L T"]) -> Float[Array, "*L"]:
     """Gini coefficient: 0 where all tokens are alike, (n - 1) / n where one of n has it all (PrefixKV, Figs. 2, 4).
 
     The area between the equality line and the Lorenz curve, as a fraction of the triangle above the line, as in the
@@ -44,13 +48,13 @@ def gini(importance: Float[Array, "*L T"], inside: Bool[Array, "*#L T"]) -> Floa
     return jnp.where(count > 0, 2 * area / jnp.maximum(count, 1) - 1, 0.0)
 
 
-def retained(curve: Float[Array, "*L T"], budget: Int[Array, "*L"]) -> Float[Array, "*L"]:
+def retained(curve: Float[AnyArray, "*L T"], budget: Int[AnyArray, "*L"]) -> Float[Array, "*L"]:
     """The share of its importance that a layer keeps with its `budget` best tokens (PrefixKV, Fig. 2, dashed)."""
     kept = jnp.take_along_axis(curve, jnp.maximum(budget - 1, 0)[..., None], axis=-1)[..., 0]
     return jnp.where(budget > 0, kept, 0.0)
 
 
-def jensen_shannon(p: Float[Array, "*L n"], q: Float[Array, "*L n"]) -> Float[Array, "*L"]:
+def jensen_shannon(p: Float[AnyArray, "*L n"], q: Float[AnyArray, "*L n"]) -> Float[Array, "*L"]:
     """Jensen-Shannon divergence in bits, between 0 and 1: of budgets over layers (AirCache, Table 13) or of any two.
 
     Args:
@@ -60,7 +64,7 @@ def jensen_shannon(p: Float[Array, "*L n"], q: Float[Array, "*L n"]) -> Float[Ar
     p, q = (x / jnp.sum(x, axis=-1, keepdims=True) for x in (p, q))
     middle = (p + q) / 2
 
-    def half(x: Array) -> Array:
+    def half(x: AnyArray) -> Array:
         ratio = jnp.where(x > 0, x / jnp.where(x > 0, middle, 1.0), 1.0)
         return jnp.sum(x * jnp.log2(ratio), axis=-1) / 2
 
@@ -68,7 +72,7 @@ def jensen_shannon(p: Float[Array, "*L n"], q: Float[Array, "*L n"]) -> Float[Ar
 
 
 def value_histograms(
-    a: Float[Array, "*L T"], b: Float[Array, "*L T"], inside: Bool[Array, "*#L T"], *, bins: int = 64
+    a: Float[AnyArray, "*L T"], b: Float[AnyArray, "*L T"], inside: Bool[AnyArray, "*#L T"], *, bins: int = 64
 ) -> tuple[Float[Array, "*L bins"], Float[Array, "*L bins"]]:
     """How often each size of score occurs among `a` and `b`, in equal bins from 0 to the largest of both.
 
@@ -78,7 +82,7 @@ def value_histograms(
     inside = jnp.broadcast_to(inside, a.shape)
     largest = jnp.max(jnp.where(inside, jnp.maximum(a, b), 0.0), axis=-1, keepdims=True)
 
-    def count(x: Array) -> Array:
+    def count(x: AnyArray) -> Array:
         place = jnp.clip(x / jnp.where(largest > 0, largest, 1.0) * bins, 0, bins - 1).astype(jnp.int32)
         place = jnp.where(inside, place, bins)  # past the end: not counted
         rows = jax.vmap(lambda row: jnp.zeros(bins).at[row].add(1.0, mode="drop"))(place.reshape(-1, x.shape[-1]))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from vlkv.analysis.trace import Trace, follow
@@ -33,22 +34,22 @@ def feature_error(full: Trace, compressed: Trace) -> Float[Array, "S L B"]:
     return jnp.mean(jnp.abs(full.hidden - compressed.hidden), axis=-1)
 
 
-def agreement(logits: Float[Array, "S B vocab"], answer: Int[Array, "B n"]) -> Float[Array, " B"]:
+def agreement(logits: Float[Array, "S B vocab"], answer: Int[Array | np.ndarray, "B n"]) -> Float[Array, " B"]:
     """The share of an answer's tokens after the first that are the likeliest, given the ones before them.
 
     Args:
         logits: after each of the answer's tokens, of a `Trace`.
         answer: padded with -1. One of a single token agrees.
     """
-    target = answer[:, 1 : logits.shape[0] + 1].T
+    target = jnp.asarray(answer)[:, 1 : logits.shape[0] + 1].T
     counts = target >= 0
     right = jnp.sum(counts & (jnp.argmax(logits[: len(target)], axis=-1) == target), axis=0)
     return jnp.where(jnp.any(counts, axis=0), right / jnp.maximum(jnp.sum(counts, axis=0), 1), 1.0)
 
 
-def log_probability(logits: Float[Array, "S B vocab"], answer: Int[Array, "B n"]) -> Float[Array, " B"]:
+def log_probability(logits: Float[Array, "S B vocab"], answer: Int[Array | np.ndarray, "B n"]) -> Float[Array, " B"]:
     """Mean log-probability of an answer's tokens after the first; 0 for an answer of one token."""
-    target = answer[:, 1 : logits.shape[0] + 1].T
+    target = jnp.asarray(answer)[:, 1 : logits.shape[0] + 1].T
     all_p = jax.nn.log_softmax(logits[: len(target)])
     p = jnp.take_along_axis(all_p, jnp.maximum(target, 0)[..., None], axis=-1)[..., 0]
     return jnp.sum(jnp.where(target >= 0, p, 0.0), axis=0) / jnp.maximum(jnp.sum(target >= 0, axis=0), 1)

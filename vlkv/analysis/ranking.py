@@ -21,8 +21,8 @@ def one_token_curve(
     params: Model,
     prompt: Prompt,
     cache: PackedCache,
-    scores: Float[Array, "B L K T"],
-    answer: Int[Array, "B S"],
+    scores: Float[Array | np.ndarray, "B L K T"],
+    answer: Int[Array | np.ndarray, "B S"],
     ranks: Int[Array | np.ndarray, " R"],
 ) -> Float[Array, "R B"]:
     """How likely an answer is if decoding sees all text and one vision token per layer (AirCache, Figs. 3(b), 4, 5).
@@ -39,7 +39,7 @@ def one_token_curve(
         ranks: which place in the ranking stays, counted from 1 as in the paper; 0: no vision token at all.
     """
     vision = (prompt.is_vision & prompt.valid)[:, None]  # [B, 1, T]
-    by_layer = jnp.swapaxes(scores, 0, 1)
+    by_layer = jnp.swapaxes(jnp.asarray(scores), 0, 1)
     order = jnp.argsort(jnp.where(vision, -by_layer, jnp.inf), axis=-1, stable=True)
     place = jnp.argsort(order, axis=-1) + 1  # [L, B, K, T]
 

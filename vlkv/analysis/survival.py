@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from vlkv.cache import PackedCache
 from vlkv.reading import Prompt
@@ -35,9 +35,7 @@ def held(cache: PackedCache, length: int) -> Float[Array, "B L T"]:
     return jnp.stack([layer(i) for i in range(layers)], axis=1)
 
 
-def on_grid(
-    values: Float[np.ndarray, "*L T"] | Bool[np.ndarray, "*L T"], grid: Int[np.ndarray, "T 3"]
-) -> list[Float[np.ndarray, "*L h w"]]:
+def on_grid(values: Shaped[np.ndarray, "*L T"], grid: Int[np.ndarray, "T 3"]) -> list[Float[np.ndarray, "*L h w"]]:
     """Numbers per token as pictures, one per image of the row; NaN where no token of the image lies.
 
     Args:

@@ -25,11 +25,11 @@ from vlkv.reading import Prompt
 class Trace:
     """What every step of a decode did."""
 
-    logits: Float[Array, "S B vocab"]  # after each fed token
-    hidden: Float[Array, "S L B D"]  # after each layer
-    mass: Float[Array, "S L B E"]  # share of the attention that each token received, mean over heads (A-VL, Eq. 1)
-    stored: Float[Array, "S L B"]  # entries in memory, mean over key heads
-    used: Float[Array, "S L B"]  # entries attended to, likewise
+    logits: Float[Array, "*S B vocab"]  # after each fed token
+    hidden: Float[Array, "*S L B D"]  # after each layer
+    mass: Float[Array, "*S L B E"]  # share of the attention that each token received, mean over heads (A-VL, Eq. 1)
+    stored: Float[Array, "*S L B"]  # entries in memory, mean over key heads
+    used: Float[Array, "*S L B"]  # entries attended to, likewise
 
 
 def follow(

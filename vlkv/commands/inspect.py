@@ -351,6 +351,7 @@ def _cost(case: Case) -> View:
         {
             "tokens": tokens, "prefill_flops": prefill, "decode_flops": decode, "cache_bytes": size,
             "total": {"prefill_flops": prefill.sum(), "decode_flops": decode.sum(), "cache_bytes": size.sum()},
+            "allocated_bytes": cache.bytes,  # with room for new tokens, and quantised where the policy does that
             "of_full": {
                 "prefill_flops": prefill.sum() / full[0].sum(),
                 "cache_bytes": size.sum() / full[1].sum(),

@@ -39,14 +39,12 @@ class LightKV(ReducingPolicy):
         windows: W, windows per side, of each stage.
         rho: fraction of a window's tokens that a stage removes, at most 0.5, one for all stages or one each; None: 0.5,
             or what `keep` (the fraction that survives all stages) asks of each.
-        guided: whether xi weighs the average; False counts all tokens alike.
         variant: "paper" or "released".
     """
 
     layers: tuple[int, ...] | None = None
     windows: tuple[int, ...] = (4, 2, 1)
     rho: float | tuple[float, ...] | None = None
-    guided: bool = True
     variant: Literal["paper", "released"] = "paper"
     paper = "Anonymous 2025, Make Your LVLM KV Cache More Lightweight (LightKV)"
     equations = "Eqs. 4-9"
@@ -96,12 +94,11 @@ class LightKV(ReducingPolicy):
         target, cosine = matching.closest(tokens.x, inside & (place % 2 == 1), window)
         removed = jnp.minimum(budgets.share(self.ratios[stage], count, count.shape[0]), count // 2)
         merged = matching.turns(cosine, inside & (place % 2 == 0), window) < removed
-        weight = self.guidance(obs) if self.guided else jnp.ones_like(tokens.size)
         kept = tokens.valid & ~merged
         positions = tokens.positions
         if self.variant == "released":
             positions = jnp.broadcast_to(jnp.maximum(jnp.cumsum(kept) - 1, 0)[:, None], positions.shape)
-        x = matching.fold(tokens.x, weight, target, merged)
+        x = matching.fold(tokens.x, self.guidance(obs), target, merged)
         size = matching.sizes(tokens.size, target, merged)
         return dataclasses.replace(tokens, x=x, positions=positions, size=size), kept
 

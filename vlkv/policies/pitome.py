@@ -24,7 +24,7 @@ class PiToMe(ToMe):
 
     margin: float | tuple[float, ...] | None = None
     paper = "Tran et al. 2024, Accelerating Transformers with Spectrum-Preserving Token Merging (PiToMe)"
-    equations = "Sec. 3, Eq. 4"
+    equations = "Sec. 3"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,7 +14,7 @@ from vlkv.policies.tome import ToMe
 
 @policy
 class ToFu(ToMe):
-    """ToMe's matching; the first stages drop what is matched, later ones merge it (Kim et al. 2024, Secs. 3, 4).
+    """ToMe's matching; the first stages drop what is matched, later ones merge it (Kim et al. 2024, Sec. 3).
 
     "tofu" keeps the norm: the plain mean of those merged, stretched to the largest norm among them, because an average
     of vectors is shorter than they are and later layers have never seen such. Where the first stages of a decoder lie
@@ -32,7 +32,7 @@ class ToFu(ToMe):
     pruning: int = 1
     variant: Literal["paper", "released"] = "paper"
     paper = "Kim et al. 2024, Token Fusion: Bridging the Gap between Token Pruning and Token Merging"
-    equations = "Secs. 3, 4"
+    equations = "Sec. 3"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -87,7 +87,7 @@ class ToMe(ReducingPolicy):
         members = tokens.valid & tokens.is_vision & (tokens.grid[:, 1] >= 0)
         count = jnp.sum(members)
         removed = count - jnp.asarray(self.left(members.shape[0]))[count]
-        target, turn = self.match(jnp.mean(obs.k, axis=0), members, removed, stage=stage)
+        target, turn = self.match(jnp.mean(obs.k, axis=0, dtype=jnp.float32), members, removed, stage=stage)
         merged = turn < removed
         x, size = self.combine(tokens.x, tokens.size, target, merged, stage=stage)
         return dataclasses.replace(tokens, x=x, size=size), tokens.valid & ~merged
@@ -134,7 +134,7 @@ class ToMe(ReducingPolicy):
         for number in range(halvings):
             count, stage = jnp.sum(members), min(number, self.stage_count - 1)
             removed = jnp.minimum(count // 2, jnp.maximum(count - wanted, 0))
-            target, turn = self.match(jnp.mean(k, axis=0), members, removed, stage=stage)
+            target, turn = self.match(jnp.mean(k, axis=0, dtype=jnp.float32), members, removed, stage=stage)
             merged = turn < removed
 
             def combine(x, size=size, target=target, merged=merged, stage=stage):

@@ -1,0 +1,125 @@
+"""A-VL over 32 decode steps against float64 numpy that does what the paper says, and its Table 3."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_decode_time import one_layer, places
+
+from vlkv import policies
+
+VISION, TEXT, STEPS, HEADS, GROUPS, DIM = 60, 24, 32, 2, 2, 8
+LENGTH = VISION + TEXT
+IS_VISION = np.array([8 <= i < 8 + VISION for i in range(LENGTH)])
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def head_mean(q, keys, places):
+    """Head-mean attention of one query [N, H] over the keys [K, T, H] at these places, and what it returns' weights."""
+    logits = np.stack([keys[n // GROUPS][places] @ q[n] for n in range(len(q))]) / np.sqrt(DIM)
+    return softmax(logits)
+
+
+class Paper:
+    """The sets of Secs. 4.1 and 4.2, by the sentence."""
+
+    def __init__(self, arrays, s, c, k, t):
+        self.c, self.k = c, k
+        self.keys, self.values = (list(np.float64(arrays[name])) for name in "kv")
+        q = np.float64(arrays["q"])
+        last = head_mean(q[:, -1], self.keys, np.arange(LENGTH)).mean(0)
+        vision = np.flatnonzero(IS_VISION)
+        self.secondary = self.top(vision, last[vision], int(np.floor(s * VISION + 0.5)))
+        self.core = self.top(self.secondary, last[self.secondary], int(np.floor(c * VISION + 1e-9)))
+        self.text = np.flatnonzero(~IS_VISION).tolist()
+        self.room = int(np.floor(t * (TEXT + STEPS) + 1e-9))
+        self.mass = np.zeros(LENGTH + STEPS)
+        for row in range(LENGTH):
+            self.mass[: row + 1] += head_mean(q[:, row], self.keys, np.arange(row + 1)).mean(0)
+        self.shorten()
+
+    @staticmethod
+    def top(places, scores, count):
+        return np.sort(places[np.argsort(-scores, kind="stable")[:count]])
+
+    def shorten(self):
+        while len(self.text) > self.room:
+            first_half = self.text[: max(1, len(self.text) // 2)]
+            self.text.remove(min(first_half, key=lambda i: self.mass[i]))
+
+    def step(self, number, q, k, v):
+        """One decode step, counted from 1: the attention's output [N, H], and how many entries it read."""
+        self.keys = [np.concatenate([self.keys[h], np.float64(k[h])[None]]) for h in range(HEADS)]
+        self.values = [np.concatenate([self.values[h], np.float64(v[h])[None]]) for h in range(HEADS)]
+        self.text.append(LENGTH + number - 1)
+        refresh = number % self.k == 0
+        image = self.secondary if refresh else self.core
+        read = np.concatenate([image, self.text]).astype(int)
+        weights = head_mean(np.float64(q), self.keys, read)
+        out = np.stack([weights[n] @ self.values[n // GROUPS][read] for n in range(len(q))])
+        self.mass[read] += weights.mean(0)
+        if refresh:
+            self.core = self.top(self.secondary, weights.mean(0)[: len(image)], len(self.core))
+        self.shorten()
+        return out, len(read)
+
+
+@pytest.mark.parametrize("text", [1.0, 0.6], ids=["all text", "text window"])
+@pytest.mark.parametrize("refresh", [1, 3, 8])
+def test_32_steps(refresh, text):
+    rng = np.random.default_rng(refresh)
+    arrays = {
+        "q": 2 * rng.normal(size=(HEADS * GROUPS, LENGTH, DIM)).astype(np.float32),
+        "k": rng.normal(size=(HEADS, LENGTH, DIM)).astype(np.float32),
+        "v": rng.normal(size=(HEADS, LENGTH, DIM)).astype(np.float32),
+        "is_vision": IS_VISION,
+    }
+    policy = policies.AVL(keep=0.45, core=0.3, refresh=refresh, text=text)
+    _, memory, step = one_layer(policy, arrays, new_tokens=STEPS)
+    paper = Paper(arrays, 0.45, 0.3, refresh, text)
+    tail_k, tail_v = jnp.zeros((2, 1, STEPS, HEADS, DIM))
+    for i in range(STEPS):
+        q, k, v = (2 * rng.normal(size=(n, DIM)).astype(np.float32) for n in (HEADS * GROUPS, HEADS, HEADS))
+        memory, tail_k, tail_v, out, used = step(memory, tail_k, tail_v, i, q, k, v)
+        expected, read = paper.step(i + 1, q, k, v)
+        np.testing.assert_allclose(out, expected, atol=2e-5, err_msg=f"step {i + 1}")
+        assert (np.asarray(used).sum(-1) == read).all(), "an ordinary step reads core and text, nothing else"
+        if (i + 1) % refresh:
+            assert read - len(paper.core) <= paper.room + 1
+        stored = places(memory, np.asarray(memory.stored[0]), LENGTH + STEPS)
+        wanted = sorted([*paper.secondary, *paper.text])
+        for head in range(HEADS):
+            np.testing.assert_array_equal(np.flatnonzero(stored[head]), wanted)
+
+
+@pytest.mark.parametrize(
+    ("s", "c", "p", "t", "stored", "used"),
+    [(0.40, None, None, None, 46, 46), (0.40, 0.30, None, None, 46, 39), (0.45, 0.30, 0.9, None, 50, 40),
+     (0.45, 0.30, 0.9, 0.5, 48, 38)],
+)  # fmt: skip
+def test_stored_and_used_fractions_are_those_of_table_3(s, c, p, t, stored, used):
+    """LLaVA-1.5: 576 vision tokens are nine tenths of a prompt of 640, and 32 tokens may follow.
+
+    The table's averages belong to answers in which one step of four is a refresh.
+    """
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.normal(size=(1, 640, 4)).astype(np.float32) for name in "qkv"}
+    arrays["is_vision"] = np.array([32 <= i < 608 for i in range(640)])
+    # P acts while the prompt is read; what is stored afterwards is S of the original count with and without it.
+    policy = policies.AVL(keep=s, core=c, refresh=3, text=t if t else (None if c else 1.0))
+    assert (
+        p is None or policies.AVL(keep=s, core=c, prefill=p).bound(layers=1, vision=576, text=64) == round(s * 576) + 64
+    )
+    _, memory, step = one_layer(policy, arrays, new_tokens=32)
+    entries = np.asarray(memory.stored[0, 0]).sum()
+    assert round(100 * entries / 640) == stored
+    tail_k, tail_v = jnp.zeros((2, 1, 32, 1, 4))
+    read = []
+    for i in range(4):
+        memory, tail_k, tail_v, _, attended = step(memory, tail_k, tail_v, i, *rng.normal(size=(3, 1, 4)))
+        new = 0 if t else i + 1  # a window counts new tokens in; without one they come on top of the prompt
+        read.append(np.asarray(attended)[0].sum() - new)
+    assert abs(100 * np.mean(read) / 640 - used) < 0.75
