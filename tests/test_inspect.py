@@ -11,7 +11,7 @@ from PIL import Image
 
 from vlkv.cli import main
 from vlkv.commands import plots
-from vlkv.commands.inspect import WHAT
+from vlkv.commands.views import WHAT
 from vlkv.mini import CHECKPOINT, pages
 
 LAYERS, VISION = 6, pages.GRID**2

@@ -163,3 +163,12 @@ def test_golden_tofu(g, class_token, i, mode):
     policy = tofu.ToFu(keep=0.5, mode=mode, pruning=0, variant="released")
     x, _ = policy.combine(jnp.array(g["tokens"]), jnp.ones(65), target, merged, stage=0)
     same_rows(x[~np.asarray(merged)], g[f"as_released_tofu_{mode}_class{int(class_token)}_ratio{i}"])
+
+
+@pytest.mark.parametrize("class_token", [0, 1])
+@pytest.mark.parametrize("margin", range(2))
+def test_golden_energy(g, class_token, margin):
+    members = jnp.arange(65) >= class_token
+    got = matching.energy(jnp.array(g["metric"]), members, float(g["pitome_margins"][margin]))
+    want = g[f"paper_pitome_energy_class{class_token}_ratio0_margin{margin}"]
+    np.testing.assert_allclose(got[class_token:], want, rtol=1e-5, atol=1e-6)

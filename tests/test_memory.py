@@ -11,13 +11,25 @@ from vlkv import Inputs, cache, init, policies, prefill
 from vlkv.config import DecoderConfig, ModelConfig
 
 LAYERS, VISION, TEXT, NEW, KEEP = 28, 8192, 64, 512, 0.1
+OPTIONS = {"avl": {"core": 0.05, "text": 0.5}, "lightkv": {"layers": (1,), "windows": (4,)}}
+OPTIONS |= {name: {"layers": (1,)} for name in ("tome", "pitome", "tofu", "ivtp")} | {"fastv": {"layer": 1}}
 EVERY = [
-    policies.Full(), policies.Random(keep=KEEP), policies.StreamingLLM(keep=KEEP), policies.H2O(keep=KEEP),
-    policies.SnapKV(keep=KEEP), policies.PyramidKV(keep=KEEP), policies.AirCache(keep=KEEP),
-    policies.AirCache(keep=KEEP, window="text", scope="all"), policies.PrefixKV(keep=KEEP),
-    policies.VLCache(keep=KEEP), policies.ElasticCache(keep=KEEP), policies.LookM(keep=KEEP), policies.RoCo(keep=KEEP),
-    policies.CSP(keep=KEEP), policies.ImgRandom(keep=KEEP), policies.AVL(keep=KEEP, core=0.05, text=0.5),
-]  # fmt: skip
+    policies.make(name, keep=0.5 if "layers" in OPTIONS.get(name, {}) else KEEP, **OPTIONS.get(name, {}))
+    for name, method in policies.registry.items()
+    if not issubclass(method, policies.Full)
+]
+EVERY = [policy for policy in EVERY if not policy.watches]  # before the decoder, by a tower that is not here
+EVERY += [
+    policies.Full(),
+    policies.KIVI(bits=4),
+    policies.AirCache(keep=KEEP, window="text", scope="all"),
+    policies.AirCache(keep=KEEP, merging=0.5),
+    policies.PrefixKV(keep=KEEP, merging="cosine"),
+    policies.LookM(keep=KEEP, variant="released"),
+    policies.LightKV(layers=(1,), windows=(1,), variant="released"),
+    policies.ToMe(keep=0.5, on="cache"),
+    policies.compose(policies.SnapKV(keep=KEEP), allocate=policies.PrefixKV, store=policies.KIVI),
+]
 
 
 @pytest.mark.parametrize("method", [policies.AirCache, policies.PrefixKV, policies.SnapKV])

@@ -122,7 +122,7 @@ def options(policy):
     # Not of the choice that is tested, or at its default.
     for other in ("beta", "evict", "distance", "decode_n", "merging", "profile", "variant", "cap"):
         names.pop(other, None)
-    return common, names
+    return common, {name: value for name, value in names.items() if value is not None}
 
 
 @pytest.mark.parametrize("policy", CASES, ids=repr)

@@ -50,10 +50,9 @@ def concordance(
     Between the layers of a step it is Fig. 4, between the steps of a layer Fig. 5. Ties go to the earlier token. The
     sets have floor(fraction N) tokens, at least one; where there are no tokens it is NaN.
     """
+    inside = jnp.asarray(inside)
     present = jnp.sum(inside, axis=-1)
     count = jnp.minimum(jnp.maximum(budgets.share(fraction, present, a.shape[-1]), 1), present)
-
-    inside = jnp.asarray(inside)
 
     def best(x: Array | np.ndarray) -> Array:
         order = jnp.argsort(jnp.where(inside, -x, jnp.inf), axis=-1, stable=True)

@@ -3,13 +3,13 @@
 A multiplication and an addition are two operations. Matrix products count, norms, softmax and activations do not;
 attention counts the whole square of a layer's tokens, masked half included, as profilers do. With the tower, logits of
 the whole prompt, 48 text tokens and a hundred new ones this gives LightKV's Table 1 within one percent (its Sec. 4.2
-says what is measured, not how). Axes: L layers · K key heads.
+says what is measured, not how). Axes: L layers.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 
 from vlkv.config import ClipConfig, DecoderConfig
 
@@ -42,15 +42,15 @@ def tower_flops(c: ClipConfig, width: int, images: int = 1) -> int:
     return images * (embedding + c.blocks * block + projector)
 
 
-def cache_bytes(c: DecoderConfig, entries: Counts, itemsize: int) -> Counts:
+def cache_bytes(c: DecoderConfig, entries: Shaped[np.ndarray, " L"], itemsize: int) -> Shaped[np.ndarray, " L"]:
     """Bytes of the keys and values of every layer (LightKV, Tables 1 and 6), as they are before any quantisation.
 
     Args:
         c: the decoder.
-        entries: per layer, of every key head.
+        entries: of each layer, on average over its key heads.
         itemsize: bytes per number, 2 for bfloat16.
     """
-    return 2 * np.asarray(entries, np.int64) * c.kv_heads * c.head_dim * itemsize
+    return np.asarray(entries) * (2 * c.kv_heads * c.head_dim * itemsize)
 
 
 def _per_token(c: DecoderConfig) -> int:
