@@ -2,14 +2,19 @@
 
     python -m benchmarks.quality [--all] [--questions 500] [--out benchmarks/results/quality.json]
 
-The questions are held out: their digits were never trained on. Each batch is read once and compressed in every way.
-A support-vector classifier trained on the same digits says how well digits of this kind can be read at all.
+The questions are held out: their digits were never trained on. A batch is read once for all methods that leave the
+prompt whole, and compressed in every way. Beside exact match stand the agreement with the full cache's own answers
+(exact match, ROUGE-L), the perplexity of the true answer, and what it cost: bytes of the cache as allocated and tokens
+processed while reading, both as shares of the full cache's. A support-vector classifier trained on the same digits
+says how well digits of this kind can be read at all.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +23,7 @@ import jax
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rouge_score.rouge_scorer import RougeScorer
 from scipy.stats import binomtest
 from sklearn.datasets import load_digits
 from sklearn.svm import SVC
@@ -26,7 +32,8 @@ from tqdm import tqdm
 import vlkv
 from benchmarks import machine
 from vlkv import policies
-from vlkv.mini import CHECKPOINT, pages
+from vlkv.mini import CHECKPOINT, folder, pages
+from vlkv.policies.reducing import ReducingPolicy
 
 COMMON = ("random", "streamingllm", "h2o", "snapkv", "pyramidkv", "aircache", "prefixkv")
 KEEPS = (0.5, 0.2, 0.1, 0.05, 0.01)
@@ -57,46 +64,110 @@ def main() -> None:
     show(result)
 
 
+def planned(names: Iterable[str], layers: int) -> list[policies.Policy]:
+    """Every method at every keep that it can have."""
+    plan: list[policies.Policy] = [policies.Full()]
+    for name in names:
+        method = policies.named(name)
+        if issubclass(method, policies.KIVI):
+            plan += [method(bits=bits) for bits in (4, 2)]
+        elif not issubclass(method, policies.Full):
+            made = (make(name, keep, layers) for keep in KEEPS)
+            plan += [policy for policy in made if policy is not None]
+    return plan
+
+
+def make(name: str, keep: float, layers: int) -> policies.Policy | None:
+    """A method with the options that its papers give it at this keep; None where it cannot keep so little."""
+    options: dict[str, Any] = {}
+    if name == "avl":
+        options = {"core": 0.75 * keep}  # as in the paper's settings
+    elif name in ("lightkv", "tome", "pitome", "tofu"):
+        stages = max(3, math.ceil(math.log2(1 / keep)))  # each merges half at most
+        if stages >= layers:
+            return None
+        if stages > 3:
+            options = {"layers": tuple(range(layers - stages, layers))}
+            if name == "lightkv":
+                options["windows"] = (4, 2, *[1] * (stages - 2))
+    return policies.make(name, keep=keep, scope="vision", **options)
+
+
 def measure(samples: Sequence[pages.Sample], names: Iterable[str]) -> list[dict[str, Any]]:
     """One row per policy and keep."""
     params, processor = vlkv.load(CHECKPOINT)
-    plan: list[policies.Policy] = [policies.Full()]
-    for name in names:
-        # A-VL's core is three quarters of what it stores, as in the paper's settings.
-        options = {keep: {"core": 0.75 * keep} if name == "avl" else {} for keep in KEEPS}
-        plan += [policies.make(name, keep=keep, scope="vision", **options[keep]) for keep in KEEPS if name != "full"]
+    plan = planned(names, params.config.decoder.layers)
     read_prompt = jax.jit(vlkv.read_prompt)
     fill_cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")
     decode = jax.jit(vlkv.decode, static_argnames="sampling")
-    answers: dict[policies.Policy, list[str]] = {policy: [] for policy in plan}
-    for begin in tqdm(range(0, len(samples), BATCH), unit="batch"):
+    score = jax.jit(vlkv.log_probabilities)
+    batches = []
+    for begin in range(0, len(samples), BATCH):
         batch = samples[begin : begin + BATCH]
         padded = [*batch, *[batch[-1]] * (BATCH - len(batch))]
         inputs = processor([s.image for s in padded], [s.question for s in padded])
-        prompt = read_prompt(params, inputs)
-        for policy in plan:
-            cache = fill_cache(prompt, policy, new_tokens=_SAMPLING.max_new_tokens, key=jax.random.key(begin))
+        targets = answers_as_tokens([s.answer for s in padded])
+        batches.append((len(batch), inputs, targets, read_prompt(params, inputs)))
+    seen: dict[policies.Policy, Seen] = {policy: Seen() for policy in plan}
+    for policy in tqdm(plan, unit="policy"):
+        into = seen[policy]
+        for number, (count, inputs, targets, whole) in enumerate(batches):
+            prompt = whole if policy.reducer is None else read_prompt(params, inputs, policy)
+            cache = fill_cache(prompt, policy, new_tokens=_SAMPLING.max_new_tokens, key=jax.random.key(number))
             tokens, _ = decode(params, cache, prompt.logits, sampling=_SAMPLING)
-            answers[policy] += processor.decode(tokens)[: len(batch)]
+            into.answers += processor.decode(tokens)[:count]
+            into.log_probability += float(np.asarray(score(params, cache, prompt.logits, targets))[:count].sum())
+            into.targets += int((targets[:count] >= 0).sum())
+            into.bytes = cache.bytes
+            into.processed += sum(int(layer.valid[:count].sum()) for layer in prompt.layers)
+        jax.clear_caches()  # a process may hold only so many compiled programs
     truth = [sample.answer for sample in samples]
-    return [summary(policy, answers[policy], truth, answers[plan[0]]) for policy in plan]
+    return [summary(policy, seen[policy], truth, seen[plan[0]]) for policy in plan]
 
 
-def summary(
-    policy: policies.Policy, answers: Sequence[str], truth: Sequence[str], full: Sequence[str]
-) -> dict[str, Any]:
-    """Exact match with its interval, digits read right, and agreement with the full cache's own answers."""
-    exact = sum(a == t for a, t in zip(answers, truth, strict=True))
+@dataclasses.dataclass
+class Seen:
+    """What is gathered of one policy over the batches."""
+
+    answers: list[str] = dataclasses.field(default_factory=list)
+    log_probability: float = 0.0
+    targets: int = 0
+    bytes: int = 0
+    processed: int = 0
+
+
+def answers_as_tokens(answers: Sequence[str]) -> np.ndarray:
+    """[B, S] token ids with the end of the sequence, -1 where there is none."""
+    tokenizer = folder.tokenizer()
+    ids = [[*tokenizer.encode(answer, add_special_tokens=False).ids, folder.EOS] for answer in answers]
+    return np.array([[*row, *[-1] * (_SAMPLING.max_new_tokens - len(row))] for row in ids], np.int32)
+
+
+def summary(policy: policies.Policy, seen: Seen, truth: Sequence[str], full: Seen) -> dict[str, Any]:
+    """Exact match with its interval, digits read right, agreement with the full cache's own answers, and the cost."""
+    exact = sum(a == t for a, t in zip(seen.answers, truth, strict=True))
     interval = binomtest(exact, len(truth)).proportion_ci(0.95, method="wilson")
+    rouge = RougeScorer(["rougeL"])
+    pairs = list(zip(seen.answers, full.answers, strict=True))
     return {
-        "policy": type(policy).__name__,
+        "policy": label(policy),
         "keep": policy.keep,
+        "stage": "reduce" if isinstance(policy, ReducingPolicy) else "score",
         "exact": exact / len(truth),
         "low": interval.low,
         "high": interval.high,
-        "digits": digit_accuracy(answers, truth),
-        "same_as_full": float(np.mean([a == f for a, f in zip(answers, full, strict=True)])),
+        "digits": digit_accuracy(seen.answers, truth),
+        "same_as_full": float(np.mean([a == f for a, f in pairs])),
+        "rouge_l": float(np.mean([rouge.score(f, a)["rougeL"].fmeasure for a, f in pairs])),
+        "perplexity": math.exp(-seen.log_probability / seen.targets),
+        "bytes": seen.bytes / full.bytes,
+        "processed": seen.processed / full.processed,
     }
+
+
+def label(policy: policies.Policy) -> str:
+    """Its name in the table."""
+    return f"KIVI {policy.bits} bits" if isinstance(policy, policies.KIVI) else type(policy).__name__
 
 
 def digit_accuracy(answers: Sequence[str], truth: Sequence[str]) -> float:
@@ -120,16 +191,24 @@ def classifier_accuracy() -> float:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Policies down, keep across: exact match in percent, with the interval."""
+    """Policies down, keep across: exact match with its interval; then agreement and cost, one line per keep."""
     rows = {(row["policy"], row["keep"]): row for row in result["rows"]}
-    names = list(dict.fromkeys(row["policy"] for row in result["rows"] if row["policy"] != "Full"))
-    full = rows["Full", 1.0]
-    table = Table("policy", *(f"{keep:.0%}" for keep in KEEPS), title="exact match, % [95 % interval]")
-    table.add_row("Full", cell(full))
+    names = list(dict.fromkeys(row["policy"] for row in result["rows"]))
+    table = Table("policy", *(f"{keep:.0%}" for keep in (1.0, *KEEPS)), title="exact match, % [95 % interval]")
     for name in names:
-        table.add_row(name, *(cell(rows[name, keep]) for keep in KEEPS))
+        found = (rows.get((name, keep)) for keep in (1.0, *KEEPS))
+        table.add_row(name, *("" if row is None else cell(row) for row in found))
+    columns = ("policy", "keep", "same, %", "ROUGE-L", "perplexity", "cache, %", "processed, %")
+    agreement = Table(*columns, title="against the full cache's own answers; cost against the full cache's")
+    for row in result["rows"]:
+        agreement.add_row(
+            row["policy"], f"{row['keep']:.0%}", f"{100 * row['same_as_full']:.1f}", f"{row['rouge_l']:.3f}",
+            f"{row['perplexity']:.3g}", f"{100 * row['bytes']:.1f}", f"{100 * row['processed']:.1f}",
+        )  # fmt: skip
     console = Console(width=120)
     console.print(table)
+    console.print(agreement)
+    full = rows["Full", 1.0]
     console.print(
         f"{result['questions']} held-out questions. Digits at their place, full cache: {full['digits']:.1%}; "
         f"support-vector classifier on the same digits: {result['classifier']:.1%}.",

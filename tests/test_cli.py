@@ -39,6 +39,26 @@ def test_generate(capsys, sample):
     assert result["cache_bytes"] == result["slots"] * result["slot_bytes"]
 
 
+def test_generate_with_parts_of_several_methods(capsys, sample):
+    _, path = sample
+    command = ["generate", "--model", str(CHECKPOINT), "--image", str(path), "--prompt", "read the page", "--json"]
+    parts = ["--with", "allocate=prefixkv", "--with", "store=kivi(bits=4)"]
+    assert main([*command, "--max-new-tokens", "4", "--policy", "snapkv", "--keep", "0.5", *parts]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["policy"] == "Composed"
+    assert result["options"]["scored"]["policy"] == "SnapKV" and result["options"]["stored"]["bits"] == 4
+    assert result["cache_bytes"] < 0.6 * result["slots"] * result["slot_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [("colour=kivi", "a stage among"), ("store=kivi(4)", "OPTION=VALUE"), ("store=kivy", "did you mean kivi")],
+)
+def test_a_bad_part_is_named(capsys, part, said):
+    assert main(["generate", "--model", str(CHECKPOINT), "--prompt", "x", "--with", part]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_policies(capsys):
     assert main(["policies", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
@@ -67,7 +87,7 @@ def test_demo_draws_what_survived(capsys, monkeypatch, tmp_path):
 
 
 def test_help_everywhere(capsys):
-    for command in ([], ["demo"], ["generate"], ["policies"], ["convert"]):
+    for command in ([], ["demo"], ["generate"], ["policies"], ["convert"], ["inspect"], ["profile"]):
         with pytest.raises(SystemExit) as stop:
             main([*command, "--help"])
         assert stop.value.code == 0

@@ -3,7 +3,7 @@
 from vlkv import cache, policies, sampling
 from vlkv.cache import PackedCache
 from vlkv.errors import InputError
-from vlkv.generate import Output, decode, decode_step, forward, generate, score, stream
+from vlkv.generate import Output, decode, decode_step, forward, generate, log_probabilities, score, stream
 from vlkv.inputs import Buckets, Inputs
 from vlkv.loading import load, load_params, load_processor
 from vlkv.models import init
@@ -30,6 +30,7 @@ __all__ = [
     "load",
     "load_params",
     "load_processor",
+    "log_probabilities",
     "policies",
     "prefill",
     "read_prompt",

@@ -195,6 +195,14 @@ def score(
     policy = Full() if policy is None else policy
     policy_key = None if key is None else jax.random.split(key)[0]  # as in `generate`: the same draw, the same cache
     cache, logits = prefill(params, inputs, policy, new_tokens=new_tokens, key=policy_key)
+    return log_probabilities(params, cache, logits, targets)
+
+
+def log_probabilities(
+    params: Model, cache: PackedCache, logits: Float[Array, "B vocab"], targets: Int[Array | np.ndarray, "B S"]
+) -> Float[Array, "B S"]:
+    """What `score` returns, from a prompt's cache and logits; the tail must have room for S tokens."""
+    targets = jnp.asarray(targets)
 
     def log_probability(logits: Array, target: Array) -> Array:
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(target, 0)[:, None], axis=1)[:, 0]

@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Any:
     """The answer on stdout, what it cost on stderr; or both as JSON."""
-    policy = policy_from(args)  # everything that can be wrong is checked before weights are read
+    # Everything that can be wrong is checked before weights are read.
+    policy = policy_from(args, lambda: loading.load_processor(args.model).config)
     sampling: Greedy = Greedy(max_new_tokens=args.max_new_tokens)
     if (args.temperature, args.top_p, args.top_k) != (None, None, None):
         sampling = Sample(

@@ -79,7 +79,7 @@ def _policy(args: argparse.Namespace) -> Policy:
         args.policy = measure.policy
         if args.keep is None and args.budget is None:
             args.keep = measure.keep
-    return policy_from(args)
+    return policy_from(args, lambda: loading.load_processor(args.model or CHECKPOINT).config)
 
 
 def _question(args: argparse.Namespace) -> tuple[Path, Processor, Inputs]:

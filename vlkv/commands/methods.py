@@ -12,6 +12,8 @@ from rich.table import Table
 
 from vlkv import policies
 
+_COMMON = ("keep", "budget", "scope", "cap")  # of all methods
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv policies`."""
@@ -29,7 +31,7 @@ def run(args: argparse.Namespace) -> Any:
         return _prose(described[0])
     table = Table("policy", "changes", "scope", "options", "paper")
     for method in described:
-        options = ", ".join(f"{k}={v}" for k, v in method["options"].items() if k not in ("keep", "budget", "scope"))
+        options = ", ".join(f"{k}={v}" for k, v in method["options"].items() if k not in _COMMON)
         table.add_row(method["name"], method["stages"], method["scope"], options, method["paper"])
     Console().print(table)
     return None

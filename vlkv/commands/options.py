@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import ast
+from collections.abc import Callable
 from typing import Any
 
-from vlkv import policies
+from vlkv import policies, profiles
+from vlkv.config import ModelConfig
 from vlkv.errors import InputError
+
+_STAGES = ("allocate", "merge", "step", "reduce", "store")
 
 
 def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
-    """--policy, --keep, --budget, --scope and --option."""
+    """--policy, --keep, --budget, --scope, --option and --with."""
     parser.add_argument("--policy", default="full", metavar="NAME", help="see `vlkv policies` (default: full)")
     parser.add_argument(
         "--keep", type=float, metavar="FRACTION", help="share of the tokens in scope that stays, in (0, 1]"
@@ -27,10 +31,23 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="another option of the policy; may be repeated",
     )
+    parser.add_argument(
+        "--with",
+        action="append",
+        default=[],
+        dest="parts",
+        metavar="STAGE=NAME",
+        help=f"another method's stage ({', '.join(_STAGES)}), with options as in store=kivi(bits=4); may be repeated",
+    )
 
 
-def policy_from(args: argparse.Namespace) -> policies.Policy:
-    """The policy that the arguments describe; InputError names what is wrong."""
+def policy_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> policies.Policy:
+    """The policy that the arguments describe; InputError names what is wrong.
+
+    Args:
+        args: parsed.
+        config: reads the model's config, if a profile must be checked against it.
+    """
     options: dict[str, Any] = {
         name: getattr(args, name) for name in ("keep", "budget", "scope") if getattr(args, name) is not None
     }
@@ -39,7 +56,28 @@ def policy_from(args: argparse.Namespace) -> policies.Policy:
         if not sign:
             raise InputError(f"--option {item}: expected NAME=VALUE")
         options[name] = _literal(value)
-    return policies.make(args.policy, **options)
+    if isinstance(options.get("profile"), str):
+        options["profile"] = profiles.load(options["profile"], config())
+    policy = policies.make(args.policy, **options)
+    parts = dict(_part(item) for item in args.parts)
+    return policies.compose(policy, **parts) if parts else policy
+
+
+def _part(item: str) -> tuple[str, policies.Policy | type[policies.Policy]]:
+    """ "store=kivi(bits=4)": the stage, and the method with its options or its class."""
+    stage, _, text = item.partition("=")
+    name, bracket, _ = text.partition("(")
+    if stage not in _STAGES or not name:
+        raise InputError(f"--with {item}: expected STAGE=NAME with a stage among {', '.join(_STAGES)}")
+    if not bracket:
+        return stage, policies.named(name)
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+        assert isinstance(call, ast.Call) and not call.args
+        options = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    except (AssertionError, ValueError, SyntaxError):
+        raise InputError(f"--with {item}: expected NAME(OPTION=VALUE, ...)") from None
+    return stage, policies.make(name, **options)
 
 
 def _literal(text: str) -> Any:
