@@ -10,12 +10,18 @@ import pytest
 from PIL import Image
 
 from vlkv.cli import main
-from vlkv.commands import plots
+from vlkv.commands import plots, views
 from vlkv.commands.views import WHAT
 from vlkv.mini import CHECKPOINT, pages
 
 LAYERS, VISION = 6, pages.GRID**2
 FAST = ("--max-new-tokens", "8")
+
+
+@pytest.fixture(autouse=True)
+def two_sweeps(monkeypatch):
+    """Of the five: every value is a program of its own to compile."""
+    monkeypatch.setattr(views, "SWEEPS", {"S": ("keep", (0.2, 0.6)), "P": ("prefill", (0.3,))})
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +76,18 @@ def test_strength_and_divergence(inspect):
     assert abs(divergence["between_budgets"]["strength & skewness"] - expected) < 1e-5
     assert len(divergence["between_budgets"]) == 6
     assert all(0 < value < 1 for value in divergence["self_and_cross"])
+
+
+def test_sweep(inspect):
+    got = inspect("sweep")
+    assert got["S"]["values"] == [0.2, 0.6] and got["P"]["option"] == "prefill"
+    few, many = got["S"]["stored"]
+    assert few < many < 1
+    # 0.45 asked for: P is raised to it.
+    assert len(got["P"]["stored"]) == 1 and few < got["P"]["stored"][0] < many
+    for part in (got["S"], got["P"]):
+        assert all(0 < u <= s for u, s in zip(part["used"], part["stored"], strict=True))
+        assert all(0 <= a <= 1 for a in part["agreement"])
 
 
 def test_ranking_and_error(inspect):

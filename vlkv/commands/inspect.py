@@ -23,7 +23,7 @@ from vlkv.mini import CHECKPOINT, pages
 from vlkv.policies import Policy
 from vlkv.processing import Processor
 
-_ROWS = 16  # of the table
+_ROWS = 32  # of the table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

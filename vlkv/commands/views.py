@@ -22,6 +22,15 @@ from vlkv.sampling import Greedy
 
 TOP = (0.5, 0.3)  # shares of the image that A-VL's Figs. 4 and 5 compare
 _PICTURES = 8
+# The letters of A-VL's Figs. 9 and 10, the options of `policies.AVL` that they are, and the values tried.
+SWEEPS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "S": ("keep", (0.2, 0.3, 0.4, 0.6, 0.8)),
+    "C": ("core", (0.1, 0.2, 0.3, 0.4)),
+    "K": ("refresh", (1, 2, 3, 5, 8)),
+    "P": ("prefill", (0.5, 0.7, 0.9)),
+    "T": ("text", (0.4, 0.6, 0.8)),
+}
+_SWEPT = ("agreement", "stored", "used")
 _read_prompt = jax.jit(read_prompt)
 _fill_cache = jax.jit(fill_cache, static_argnames="new_tokens")
 _answer = jax.jit(analysis.answer_of)
@@ -304,6 +313,35 @@ def _cost(case: Case) -> View:
     )  # fmt: skip
 
 
+def _sweep(case: Case) -> View:
+    if not isinstance(case.policy, policies.AVL):
+        raise InputError(f"--what sweep varies A-VL's S, C, K, P and T, --policy {type(case.policy).__name__} has none")
+    arrays: dict[str, Any] = {}
+    columns: list[tuple[Any, ...]] = []
+    panels: list[Panel] = []
+    for letter, (option, values) in SWEEPS.items():
+        plan = [_varied(case.policy, option, value) for value in values]
+        swept = analysis.sweep(case.params, case.inputs, plan, new_tokens=case.new_tokens, key=case.key)
+        lines = {name: np.asarray(x)[:, 0] for name, x in zip(_SWEPT, swept, strict=True)}
+        arrays[letter] = {"option": option, "values": list(values), **lines}
+        columns += [(letter, value, *(line[i] for line in lines.values())) for i, value in enumerate(values)]
+        panels.append(Curves(f"{letter} ({option})", option, "share", np.array(values), lines))
+    names = ("parameter", "value", *_SWEPT)
+    return View(arrays, {name: np.array(x) for name, x in zip(names, zip(*columns, strict=True), strict=True)}, panels)
+
+
+def _varied(policy: policies.AVL, option: str, value: Any) -> policies.AVL:
+    """With another value, and what would contradict it brought along: C <= S <= P."""
+    changed = {"keep": policy.keep, "core": policy.core, "prefill": policy.prefill, option: value}
+    if option != "core" and changed["core"] is not None:
+        changed["core"] = min(changed["core"], changed["keep"])
+    if option == "core":
+        changed["keep"] = max(changed["keep"], value)
+    if changed["prefill"] is not None:
+        changed["prefill"] = max(changed["prefill"], changed["keep"])
+    return dataclasses.replace(policy, **changed)
+
+
 class Measure(NamedTuple):
     """One thing to look at, the figures it stands for, and the policy that they show."""
 
@@ -324,4 +362,5 @@ WHAT = {
     "concordance": Measure(_concordance, "A-VL, Figs. 4, 5", "Full", None),
     "survival": Measure(_survival, "LightKV, Fig. 7", "FastV", 0.5),
     "cost": Measure(_cost, "LightKV, Tables 1, 6", "FastV", 0.5),
+    "sweep": Measure(_sweep, "A-VL, Figs. 9, 10", "AVL", 0.45),
 }
