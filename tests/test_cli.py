@@ -52,7 +52,13 @@ def test_generate_with_parts_of_several_methods(capsys, sample):
 
 @pytest.mark.parametrize(
     ("part", "said"),
-    [("colour=kivi", "a stage among"), ("store=kivi(4)", "OPTION=VALUE"), ("store=kivy", "did you mean kivi")],
+    [
+        ("colour=kivi", "a stage among"),
+        ("store=kivi(4)", "OPTION=VALUE"),
+        ("store=kivi(bits=4, bits=2)", "OPTION=VALUE"),
+        ("store=kivi(**{'bits': 4})", "OPTION=VALUE"),
+        ("store=kivy", "did you mean kivi"),
+    ],
 )
 def test_a_bad_part_is_named(capsys, part, said):
     assert main(["generate", "--model", str(CHECKPOINT), "--prompt", "x", "--with", part]) == 2

@@ -192,6 +192,13 @@ def test_on_a_quantised_pool(params, read, batch, bits):
     assert 0 < error < {4: 0.5, 2: 3.0}[bits]
 
 
+def test_merging_on_the_cache_composes_with_a_quantised_pool(read, batch):
+    merging = policies.ToMe(keep=0.25, on="cache")
+    plain, stored = (fill_cache(read, p, new_tokens=1) for p in (merging, compose(merging, store=policies.KIVI)))
+    for row in range(3):
+        np.testing.assert_array_equal(kept_entries(plain, batch, row), kept_entries(stored, batch, row))
+
+
 def test_kivi_alone_stores_everything(read, batch):
     cache = fill_cache(read, policies.KIVI(), new_tokens=1)
     for row in range(3):
@@ -204,6 +211,11 @@ def test_kivi_alone_stores_everything(read, batch):
         (lambda: compose(policies.SnapKV(keep=0.2), allocate=policies.PrefixKV(keep=0.3)), "another budget"),
         (lambda: compose(policies.SnapKV(keep=0.2), reduce=policies.H2O(keep=0.2)), "does not shorten"),
         (lambda: compose(policies.FastV(keep=0.2), reduce=policies.FastV(keep=0.2)), "both shorten"),
+        (lambda: compose(policies.FastV(keep=0.2), allocate=policies.PrefixKV), "nothing is evicted"),
+        (lambda: compose(policies.SnapKV(keep=0.2), merge=policies.H2O), "does not merge"),
+        (lambda: compose(policies.SnapKV(keep=0.5, scope="vision"), merge=policies.ToMe), "does not merge"),
+        (lambda: compose(policies.SnapKV(keep=0.2), step=policies.SnapKV), "does nothing while decoding"),
+        (lambda: compose(policies.SnapKV(keep=0.2), store=policies.H2O(keep=0.5)), "how to store"),
     ],
 )
 def test_parts_that_do_not_fit_are_named(parts, said):
@@ -212,7 +224,9 @@ def test_parts_that_do_not_fit_are_named(parts, said):
 
 
 def test_a_reduction_beyond_the_model_or_of_another_prompt_is_refused_before_anything_runs(params, batch, read):
-    with pytest.raises(vlkv.InputError, match="3 layers"):
+    with pytest.raises(vlkv.InputError, match=r"FastV: layer=3 shortens .* 3 layers"):
         vlkv.read_prompt(params, batch, policies.FastV(keep=0.5, layer=3))
+    with pytest.raises(vlkv.InputError, match=r"LightKV: layers=None .* give another layers="):
+        vlkv.read_prompt(params, batch, policies.LightKV())
     with pytest.raises(vlkv.InputError, match="same policy"):
         vlkv.fill_cache(read, policies.FastV(keep=0.5), new_tokens=1)

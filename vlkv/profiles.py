@@ -33,6 +33,7 @@ from vlkv.files import read_text
 from vlkv.inputs import Inputs
 from vlkv.models import Model
 from vlkv.policies import Policy, PrefixKV
+from vlkv.policies.policy import Scope
 from vlkv.policies.selection import see
 from vlkv.prefill import fill_cache
 from vlkv.reading import LayerPrompt, read_prompt
@@ -49,8 +50,10 @@ def measure(params: Model, samples: Iterable[Inputs], policy: Policy) -> Float[n
         policy: a PrefixKV without a profile, or another whose budgets follow the sample.
 
     Raises:
-        InputError: no samples, or one without tokens in scope.
+        InputError: no samples, one without tokens in scope, or a policy that has a profile already.
     """
+    if getattr(policy, "profile", None) is not None:
+        raise InputError("a profile is measured without one: give PrefixKV no profile=")
     ratios: list[np.ndarray] = []
     for inputs in samples:
         text = np.asarray(inputs.valid & ~inputs.is_vision).sum(axis=1)
@@ -203,15 +206,16 @@ def save(
     return content
 
 
-def load(path: str | os.PathLike[str], config: ModelConfig) -> tuple[float, ...]:
+def load(path: str | os.PathLike[str], config: ModelConfig, *, scope: Scope = "all") -> tuple[float, ...]:
     """The shares in a file, for `PrefixKV(profile=...)`.
 
     Args:
         path: written by `save` or `vlkv profile`.
         config: of the model that is to run (`params.config`).
+        scope: of the policy that is to use it.
 
     Raises:
-        InputError: no such file, none of ours, or measured on another model, which is named.
+        InputError: no such file, none of ours, or measured on a model of another shape or under another scope.
     """
     path = Path(path)
     text = read_text(path)
@@ -220,6 +224,7 @@ def load(path: str | os.PathLike[str], config: ModelConfig) -> tuple[float, ...]
     try:
         content = json.loads(text)
         measured, shares = dict(content["model"]), list(content["shares"])
+        measured_scope = content["options"]["scope"]
     except (ValueError, TypeError, KeyError, RecursionError):
         raise InputError(f"{path}: not a profile; make it again with `vlkv profile`") from None
     for field, ours in fingerprint(config).items():
@@ -228,6 +233,8 @@ def load(path: str | os.PathLike[str], config: ModelConfig) -> tuple[float, ...]
                 f"{path}: measured on {measured.get('name')!r}, another model: {field} {measured.get(field)!r}, "
                 f"here {ours!r}; make one for this model with `vlkv profile`"
             )
+    if measured_scope != scope:
+        raise InputError(f'{path}: measured under scope="{measured_scope}", here "{scope}": shares of other tokens')
     if len(shares) != config.decoder.layers or not all(isinstance(x, float | int) and 0 < x <= 1 for x in shares):
         raise InputError(
             f"{path}: shares must be {config.decoder.layers} fractions in (0, 1]; make it again with `vlkv profile`"

@@ -283,7 +283,7 @@ def test_defaults_and_keep():
     assert LightKV().reductions(6) == (2, 3, 5) and LightKV().reductions(4) == (1, 2, 3)
     assert LightKV(keep=0.343).ratios == (0.3, 0.3, 0.3)
     assert LightKV(rho=(0.3, 0.5, 0.2)).keep == pytest.approx(0.28)
-    assert all(0 < a < 2 * depth for depth in range(4, 90) for a in scaled(depth))
+    assert all(0 < a < depth for depth in range(4, 90) for a in scaled(depth))
     assert all(list(scaled(depth)) == sorted(set(scaled(depth))) for depth in range(4, 90))
     again = LightKV(**LightKV(rho=(0.3, 0.5, 0.2)).options())
     assert again == LightKV(rho=(0.3, 0.5, 0.2)) and hash(again) is not None

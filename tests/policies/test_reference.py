@@ -297,7 +297,10 @@ def test_random_without_a_key_says_so():
         ("roco", {"spread": -0.1}, "spread=-0.1 must lie in"),
         ("csp", {"c": 1.1}, "c=1.1 must lie in"),
         ("csp", {"window": 0}, "window=0 must be a whole number"),
-        ("csp", {"score_n": -1}, "score_n=-1 must not be negative"),
+        ("csp", {"score_n": float("inf")}, "score_n=inf must be a number of at least 0"),
+        ("csp", {"window": True}, "window=True must not be True or False"),
+        ("fastv", {"layer": True}, "layer=True must not be True or False"),
+        ("lightkv", {"windows": (True, 2, 1)}, "must not be True or False"),
     ],
 )
 def test_a_bad_option_is_named(name, bad, said):

@@ -56,14 +56,25 @@ def policy_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> 
         if not sign:
             raise InputError(f"--option {item}: expected NAME=VALUE")
         options[name] = _literal(value)
-    if isinstance(options.get("profile"), str):
-        options["profile"] = profiles.load(options["profile"], config())
-    policy = policies.make(args.policy, **options)
-    parts = dict(_part(item) for item in args.parts)
+    policy = _make(args.policy, options, config)
+    parts: dict[str, policies.Policy | type[policies.Policy]] = {}
+    for item in args.parts:
+        stage, part = _part(item, config)
+        if stage in parts:
+            raise InputError(f"--with {item}: {stage} is given twice")
+        parts[stage] = part
     return policies.compose(policy, **parts) if parts else policy
 
 
-def _part(item: str) -> tuple[str, policies.Policy | type[policies.Policy]]:
+def _make(name: str, options: dict[str, Any], config: Callable[[], ModelConfig]) -> policies.Policy:
+    """The policy, with a profile read from its file."""
+    if isinstance(options.get("profile"), str):
+        scope = options.get("scope", policies.named(name).scope)
+        options = {**options, "profile": profiles.load(options["profile"], config(), scope=scope)}
+    return policies.make(name, **options)
+
+
+def _part(item: str, config: Callable[[], ModelConfig]) -> tuple[str, policies.Policy | type[policies.Policy]]:
     """ "store=kivi(bits=4)": the stage, and the method with its options or its class."""
     stage, _, text = item.partition("=")
     name, bracket, _ = text.partition("(")
@@ -73,11 +84,12 @@ def _part(item: str) -> tuple[str, policies.Policy | type[policies.Policy]]:
         return stage, policies.named(name)
     try:
         call = ast.parse(text.strip(), mode="eval").body
-        assert isinstance(call, ast.Call) and not call.args
+        assert isinstance(call, ast.Call) and not call.args and all(word.arg for word in call.keywords)
         options = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        assert len(options) == len(call.keywords)
     except (AssertionError, ValueError, SyntaxError):
         raise InputError(f"--with {item}: expected NAME(OPTION=VALUE, ...)") from None
-    return stage, policies.make(name, **options)
+    return stage, _make(name, options, config)
 
 
 def _literal(text: str) -> Any:

@@ -37,9 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Any:
     """A table of shares and their spread, or what the file holds."""
-    policy = PrefixKV(
-        keep=args.keep, scope=args.scope
-    )  # everything that can be wrong is checked before weights are read
+    policy = PrefixKV(keep=args.keep, scope=args.scope)  # what can be wrong is checked before weights are read
+    if args.scope == "vision" and not args.images:
+        raise InputError("--scope vision needs --images: without them there is nothing to measure")
+    if args.out.is_dir():
+        raise InputError(f"{args.out}: is a folder; give the name of a file")
     if not args.out.parent.is_dir():
         raise InputError(f"{args.out.parent}: no such folder to write the profile into")
     source = CHECKPOINT if args.model == "mini" and not Path("mini").exists() else args.model

@@ -134,8 +134,10 @@ def _concentration(importance: Any, inside: Any, *budgets: Any) -> tuple[jax.Arr
 def _strength(case: Case) -> View:
     if not isinstance(case.policy, policies.AirCache):
         raise InputError(f"--what strength is AirCache's measure, --policy {type(case.policy).__name__} has none")
+    if case.policy.scope != "vision":
+        raise InputError("--what strength measures the image: give --scope vision")
     vision = case.vision
-    chosen = _choose(case.read(), dataclasses.replace(case.policy, scope="vision"), key=case.key)
+    chosen = _choose(case.read(), case.policy, key=case.key)
     strength, skewness = (np.asarray(chosen.extra[name])[0] for name in ("strength", "skewness"))
     importance = -np.sort(-np.asarray(chosen.scores)[0, :, 0][:, vision], axis=1)
     layer = np.arange(len(strength))
@@ -316,6 +318,8 @@ def _cost(case: Case) -> View:
 def _sweep(case: Case) -> View:
     if not isinstance(case.policy, policies.AVL):
         raise InputError(f"--what sweep varies A-VL's S, C, K, P and T, --policy {type(case.policy).__name__} has none")
+    if case.policy.budget is not None:
+        raise InputError("--what sweep varies S, a fraction: give --keep, not --budget")
     arrays: dict[str, Any] = {}
     columns: list[tuple[Any, ...]] = []
     panels: list[Panel] = []

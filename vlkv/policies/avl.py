@@ -42,6 +42,7 @@ class AVL(Policy):
     refresh: int = 3
     text: float | None = None
     prefill: float | None = None
+    shortens_by = "prefill"
     paper = "Zhang et al. 2024, A-VL: Adaptive Attention for Large Vision-Language Models"
     equations = "Eq. 1, Secs. 4.1, 4.2"
     stages = "reduce, score, step"

@@ -46,16 +46,31 @@ def compose(
     Raises:
         InputError: parts that do not fit together.
     """
+    for name, part in (("allocate", allocate), ("merge", merge), ("step", step), ("reduce", reduce), ("store", store)):
+        fits = part is None or isinstance(part, Policy) or (isinstance(part, type) and issubclass(part, Policy))
+        if not fits:
+            raise InputError(f"compose: {name}={part!r} is no policy: give one, or the class of one")
     allocated, merged, stepped = (_alike(part, scores) for part in (allocate, merge, step))
     stored = store() if isinstance(store, type) else store
     reduced = reduce() if isinstance(reduce, type) else reduce
+    if merged is not None and (type(merged).merge is Policy.merge or isinstance(merged, ReducingPolicy)):
+        raise InputError(f"compose: {type(merged).__name__} does not merge what another method drops")
+    if stepped is not None and not stepped.acts:
+        raise InputError(f"compose: {type(stepped).__name__} does nothing while decoding with these options")
+    if stored is not None and stored.storage is None:
+        raise InputError(f"compose: {type(stored).__name__} does not say how to store a pool")
     if reduced is None:
         reduced = scores.reducer
     elif reduced.reducer is None:
         raise InputError(f"compose: {type(reduced).__name__} does not shorten the prompt")
     elif scores.reducer is not None:
         raise InputError(f"compose: {type(scores).__name__} and {type(reduced).__name__} both shorten the prompt")
-    if isinstance(scores, ReducingPolicy):  # it evicts nothing afterwards
+    if isinstance(scores, ReducingPolicy) and scores.reducer is not None:  # it evicts nothing afterwards
+        if allocated is not None or merged is not None:
+            raise InputError(
+                f"compose: after {type(scores).__name__} nothing is evicted, so there is nothing to allocate or merge: "
+                "give it as reduce= of a method that evicts"
+            )
         scores = Full(scope="vision")
     return Composed(scored=scores, allocated=allocated, merged=merged, stepped=stepped, reduced=reduced, stored=stored)
 

@@ -33,7 +33,7 @@ class CSP(Policy):
         window: observing rows; None: half of the mean budget of a layer, as released a tenth of the prompt.
         recent_bias: the recent window that stays, in observation windows.
         score_n: n of Eq. 7 while scoring; 0 is softmax.
-        decode_n: n of Eq. 7 in decode attention, once something has been pruned; None: 1, as released 0.
+        decode_n: n of Eq. 7 in decode attention, for all rows unless keep=1; None: 1, as released 0.
         heads: scores averaged over all "mean", or for "each" key head; None: "mean", as released "each".
         regions: False ranks by the sum of both scores, the ablation of Sec. 5.3.
         fill: whether the next best of the cross list use what an overlap frees, so that the total is exact.
@@ -60,7 +60,7 @@ class CSP(Policy):
         whole = self.window is None or (isinstance(self.window, int) and self.window >= 1)
         self.check("window", whole, "must be a whole number of at least 1, or None")
         self.check("recent_bias", self.recent_bias >= 0, "must not be negative")
-        self.check("score_n", self.score_n >= 0, "must not be negative")
+        self.check("score_n", 0 <= self.score_n < math.inf, "must be a number of at least 0")
         number = self.decode_n is None or (isinstance(self.decode_n, (int, float)) and self.decode_n >= 0)
         self.check("decode_n", number, "must be a number of at least 0, or None")
         self.check("heads", self.heads in ("mean", "each", None), 'must be "mean", "each" or None')
@@ -69,7 +69,7 @@ class CSP(Policy):
 
     @property
     def softmax_n(self) -> float:
-        """`decode_n`; of no use where everything stays."""
+        """`decode_n`; 0 with keep=1, which is the full cache."""
         if self.keep == 1:
             return 0.0
         return float(self.variant == "paper") if self.decode_n is None else float(self.decode_n)

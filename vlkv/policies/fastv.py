@@ -23,6 +23,7 @@ class FastV(ReducingPolicy):
     """
 
     layer: int = 2
+    shortens_by = "layer"
     paper = "Chen et al. 2024, An Image is Worth 1/2 Tokens After Layer 2: FastV"
     equations = "Sec. 4"
 

@@ -62,6 +62,7 @@ class Policy:
     equations: ClassVar[str] = ""
     stages: ClassVar[str] = "score"
     capped: ClassVar[bool] = False  # whether `cap` has a meaning: budgets differ per layer, nothing is merged
+    shortens_by: ClassVar[str] = "layers"  # the option that says after which layers
     needs_key: ClassVar[bool] = False  # whether `generate` and `select` must be given a key
 
     def __post_init__(self) -> None:
@@ -70,6 +71,9 @@ class Policy:
             value, default = getattr(self, field.name), field.default
             if value is None and "None" in str(field.type):
                 continue
+            if "bool" not in str(field.type):  # which Python counts among the whole numbers
+                parts = value if isinstance(value, tuple) else (value,)
+                self.check(field.name, not any(isinstance(part, bool) for part in parts), "must not be True or False")
             if isinstance(default, bool):
                 self.check(field.name, isinstance(value, bool), "must be True or False")
             elif isinstance(default, int):
@@ -277,8 +281,10 @@ class Policy:
         """Raises InputError if an option does not fit a model of so many layers."""
         after = self.reductions(layers)
         if any(not 0 <= a < layers for a in after) or sorted(set(after)) != list(after):
+            given = f"{self.shortens_by}={getattr(self, self.shortens_by)!r}"
             raise InputError(
-                f"{type(self).__name__}: layers={after!r} must rise and lie within the model's {layers} layers"
+                f"{type(self).__name__}: {given} shortens the prompt after layers {after!r}, which must rise and lie "
+                f"within the model's {layers} layers: give another {self.shortens_by}="
             )
 
     def options(self) -> dict[str, Any]:

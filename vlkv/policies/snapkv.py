@@ -15,8 +15,8 @@ from vlkv.policies.policy import Policy, policy
 class SnapKV(Policy):
     """Attention of the last `window` queries, summed, smoothed along the tokens; the window itself stays.
 
-    (Li et al. 2024, Sec. 4, Eqs. 1-5.) Query heads that share a key head are averaged before smoothing, which is
-    also what the published code does for grouped heads.
+    (Li et al. 2024, Sec. 4, Eqs. 1-5.) Query heads that share a key head are averaged before smoothing; the
+    published code selects for each query head, others average grouped heads as here.
 
     Attributes:
         window: observation rows, the last ones of the prompt.
