@@ -31,6 +31,7 @@ def batch():
 
 prefill = jax.jit(vlkv.prefill, static_argnames="new_tokens")
 step = jax.jit(vlkv.decode_step)
+read_with = jax.jit(vlkv.read_prompt)
 
 
 def row_of(params, batch, row):
@@ -105,6 +106,54 @@ def test_avl_drops_p_after_the_second_layer_from_all_caches_and_keeps_s_of_the_o
     check(params, batch, policy, lambda is_vision: {2: by_last_row(is_vision, 0.6)}, expected)
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.AVL(keep=0.45, core=None, prefill=0.45),
+        policies.AVL(budget=10, core=None, prefill=0.1),
+        compose(policies.SnapKV(keep=0.4, scope="vision"), reduce=policies.AVL(keep=0.4, core=None, prefill=0.4)),
+        compose(policies.AVL(keep=0.4, core=None, prefill=0.6), allocate=policies.PrefixKV),
+        compose(policies.AirCache(budget=10, cap=1.0), reduce=policies.FastV(keep=0.1, layer=1)),
+        compose(policies.PyramidKV(keep=0.5, window=2, scope="all"), reduce=policies.FastV(keep=0.3, layer=1)),
+    ],
+    ids=lambda p: type(p).__name__,
+)
+def test_one_reading_or_two_halves_and_no_entry_without_a_slot(params, batch, policy):
+    """Where S is P, a budget passes what is left, or a cap stands beside a reduction: it ends, and nothing is lost."""
+    whole, _ = prefill(params, batch, policy, new_tokens=1)
+    halves = fill_cache(read_with(params, batch, policy), policy, new_tokens=1)
+    np.testing.assert_array_equal(whole.length, halves.length)
+    for row in range(3):
+        np.testing.assert_array_equal(kept_entries(whole, batch, row), kept_entries(halves, batch, row))
+    np.testing.assert_array_equal((np.asarray(whole.token) >= 0).sum(axis=1), np.asarray(whole.length).sum(axis=0))
+    assert (np.asarray(whole.length) >= (batch.valid & ~batch.is_vision).sum(axis=1)[:, None]).all() or (
+        policy.scope == "all"
+    )
+
+
+def mass_by_place(cache, layer, row=0, head=0):
+    """What a memory knows of each stored token."""
+    memory = cache.memory[layer]
+    columns = (np.asarray(x)[row, head] for x in (memory.place, memory.values["mass"], memory.stored))
+    return {int(place): mass for place, mass, stored in zip(*columns, strict=True) if stored}
+
+
+def agree(one, other):
+    """On the tokens that both store; how many these are."""
+    common = sorted(one.keys() & other.keys())
+    np.testing.assert_allclose([one[place] for place in common], [other[place] for place in common], rtol=1e-4)
+    return len(common)
+
+
+def test_memory_of_padded_rows_holds_the_prompts_numbers(params, batch):
+    """A reduction moves tokens together; a step must find the scores of the tokens that it decides about."""
+    plain = policies.H2O(keep=0.5)
+    reduced = compose(plain, reduce=policies.FastV(keep=1.0, layer=1))
+    caches = [prefill(params, batch, policy, new_tokens=1)[0] for policy in (plain, reduced)]
+    for layer in range(LAYERS):
+        assert agree(*(mass_by_place(cache, layer) for cache in caches)) > 10
+
+
 def test_a_composed_policy_evicts_from_what_a_shortened_prompt_leaves(params, batch):
     """FastV, then the last row again: its share of every layer's own tokens, largest remainders to lower layers."""
     policy = compose(policies.AVL(keep=0.5, core=None), reduce=policies.FastV(keep=0.4, layer=1))
@@ -166,12 +215,18 @@ def test_merging_of_another(read):
     assert float(jnp.abs(merged.k - plain.k).max()) > 1e-3
 
 
-def test_steps_of_another(read):
-    whole = compose(policies.SnapKV(keep=0.5), step=policies.H2O)
-    cache = fill_cache(read, whole, new_tokens=4)
-    assert cache.memory is not None
-    mass = policies.H2O(keep=0.5)
-    assert set(cache.memory[0].values) == set(fill_cache(read, mass, new_tokens=4).memory[0].values)
+def test_steps_of_another(params, read):
+    """SnapKV's entries, H2O's steps: accumulated attention of H2O's own scores, and one entry leaves at every step."""
+    snap, h2o = policies.SnapKV(keep=0.5), policies.H2O(keep=0.5)
+    cache, other = (fill_cache(read, p, new_tokens=4) for p in (compose(snap, step=policies.H2O), h2o))
+    np.testing.assert_array_equal(cache.token, fill_cache(read, snap, new_tokens=4).token)
+    ours, theirs = mass_by_place(cache, 0), mass_by_place(other, 0)
+    assert agree(ours, theirs) > 5 and ours.keys() != theirs.keys()
+    before = np.asarray(cache.memory[0].stored).sum(axis=-1)
+    for i in range(2):
+        cache, _ = step(params, cache, FORCED[:, i])
+        stored = np.asarray(cache.memory[0].stored)
+        assert (stored.sum(axis=-1) == before).all(), "the new entry came, another left"
 
 
 @pytest.mark.parametrize("bits", [4, 2])
@@ -213,7 +268,18 @@ def test_kivi_alone_stores_everything(read, batch):
         (lambda: compose(policies.FastV(keep=0.2), reduce=policies.FastV(keep=0.2)), "both shorten"),
         (lambda: compose(policies.FastV(keep=0.2), allocate=policies.PrefixKV), "nothing is evicted"),
         (lambda: compose(policies.SnapKV(keep=0.2), merge=policies.H2O), "does not merge"),
-        (lambda: compose(policies.SnapKV(keep=0.5, scope="vision"), merge=policies.ToMe), "does not merge"),
+        (lambda: compose(policies.SnapKV(keep=0.2), merge=policies.PrefixKV), "does not merge"),
+        (lambda: compose(policies.AirCache(keep=0.2, cap=2.0), allocate=policies.PrefixKV), "give it the cap=2.0"),
+        (lambda: compose(policies.LookM(keep=0.3), allocate=policies.PrefixKV(keep=0.3, cap=1.0)), "cap=1.0"),
+        (
+            lambda: compose(policies.SnapKV(keep=0.3, scope="vision"), step=policies.AVL(keep=0.3, prefill=0.5)),
+            "give it as reduce=",
+        ),
+        (
+            lambda: compose(policies.LookM(keep=0.3, variant="released"), reduce=policies.FastV(keep=0.3)),
+            "whole prompts only",
+        ),
+        (lambda: compose(policies.SnapKV(keep=0.5, scope="vision"), merge=policies.ToMe), "give it as reduce="),
         (lambda: compose(policies.SnapKV(keep=0.2), step=policies.SnapKV), "does nothing while decoding"),
         (lambda: compose(policies.SnapKV(keep=0.2), store=policies.H2O(keep=0.5)), "how to store"),
     ],

@@ -31,7 +31,7 @@ def totals_of_sums(keep: float | None, budget: int | None, *, layers: int, most:
 
 
 def share(fraction: float, count: Int[Array, "*shape"], most: int) -> Int[Array, "*shape"]:
-    """floor(fraction * count) of counts in 0..most, from a table for the same reason."""
+    """int(fraction * count) in double precision of counts in 0..most, from a table for the same reason."""
     return jnp.asarray(np.floor(fraction * np.arange(most + 1)).astype(np.int32))[count]
 
 

@@ -24,7 +24,7 @@ from vlkv.memory import Memory, begin
 from vlkv.models import Model
 from vlkv.policies.policy import Policy
 from vlkv.policies.selection import Observed, allocate_and_take, observe, require_fit, see, shortlist
-from vlkv.reading import LayerPrompt, Prompt, read
+from vlkv.reading import LayerPrompt, Prompt, read, read_prompt
 
 
 def prefill(
@@ -45,6 +45,9 @@ def prefill(
     Raises:
         InputError: no key where the policy needs one, or it does not fit the model; before anything is traced.
     """
+    if policy.reducer is not None and policy.reducer.forgets:  # what an early layer may keep is known only later
+        prompt = read_prompt(params, inputs, policy, key=key)
+        return fill_cache(prompt, policy, new_tokens=new_tokens, key=key), prompt.logits
     look = _observer(policy, inputs, layers=len(params.decoder.layers), key=key)
     prompt = read(params, inputs, policy, look, key=key)
     return _fill(prompt, policy, new_tokens), prompt.logits
@@ -173,11 +176,8 @@ def _lengthen(mask: Array, length: int) -> Array:
 
 def _by_source(layer: Candidates, length: int) -> dict[str, Array]:
     """Numbers [B, K, t] of a layer's tokens as numbers [B, K, T] of the prompt's."""
-    values = layer.observed.values
-    if layer.stays.shape[1] == length:
-        return values
 
     def spread(value: Float[Array, "K t"], source: Array) -> Float[Array, "K T"]:
         return jnp.zeros((value.shape[0], length), value.dtype).at[:, source].set(value)
 
-    return {name: jax.vmap(spread)(value, layer.source) for name, value in values.items()}
+    return {name: jax.vmap(spread)(value, layer.source) for name, value in layer.observed.values.items()}

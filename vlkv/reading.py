@@ -80,7 +80,7 @@ def read(
 ) -> Prompt:
     """As `read_prompt`, keeping of every layer what `each` makes of it before the next layer begins.
 
-    What `each` returns needs `stays` and `source` where the policy `forgets`.
+    Where the policy `forgets`, `each` must leave layers as they are.
     """
     inputs = jax.tree.map(jnp.asarray, inputs)
     layers = len(params.decoder.layers)
@@ -161,7 +161,7 @@ def _reduce(
     return shorten(changed, kept & tokens.valid, length)
 
 
-def _without(made: Any, tokens: Tokens, length: int) -> Any:
+def _without(made: LayerPrompt, tokens: Tokens, length: int) -> LayerPrompt:
     """A layer that no longer caches what a later reduction dropped."""
     row = jnp.arange(tokens.valid.shape[0])[:, None]
     alive = jnp.zeros((tokens.valid.shape[0], length), bool).at[row, tokens.source].set(tokens.valid)

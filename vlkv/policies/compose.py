@@ -53,16 +53,13 @@ def compose(
     allocated, merged, stepped = (_alike(part, scores) for part in (allocate, merge, step))
     stored = store() if isinstance(store, type) else store
     reduced = reduce() if isinstance(reduce, type) else reduce
-    if merged is not None and (type(merged).merge is Policy.merge or isinstance(merged, ReducingPolicy)):
-        raise InputError(f"compose: {type(merged).__name__} does not merge what another method drops")
-    if stepped is not None and not stepped.acts:
-        raise InputError(f"compose: {type(stepped).__name__} does nothing while decoding with these options")
-    if stored is not None and stored.storage is None:
-        raise InputError(f"compose: {type(stored).__name__} does not say how to store a pool")
+    _check(scores, allocated, merged, stepped, stored)
     if reduced is None:
         reduced = scores.reducer
     elif reduced.reducer is None:
         raise InputError(f"compose: {type(reduced).__name__} does not shorten the prompt")
+    elif any(getattr(part, "variant", "paper") != "paper" for part in (scores, allocated)):
+        raise InputError('compose: budgets of published code know whole prompts only: variant="paper" with reduce=')
     elif scores.reducer is not None:
         raise InputError(f"compose: {type(scores).__name__} and {type(reduced).__name__} both shorten the prompt")
     if isinstance(scores, ReducingPolicy) and scores.reducer is not None:  # it evicts nothing afterwards
@@ -73,6 +70,29 @@ def compose(
             )
         scores = Full(scope="vision")
     return Composed(scored=scores, allocated=allocated, merged=merged, stepped=stepped, reduced=reduced, stored=stored)
+
+
+def _check(
+    scores: Policy, allocated: Policy | None, merged: Policy | None, stepped: Policy | None, stored: Policy | None
+) -> None:
+    """Raises InputError for a part that would do nothing, or something else than its stage."""
+    for part in (allocated, merged, stepped):
+        if part is not None and part.reducer is not None:
+            raise InputError(f"compose: {type(part).__name__} shortens the prompt: give it as reduce=")
+    if merged is not None and not _merges(merged):
+        raise InputError(f"compose: {type(merged).__name__} does not merge what another drops, with these options")
+    if allocated is not None and scores.cap not in (None, allocated.cap):
+        raise InputError(f"compose: {type(allocated).__name__} hands out the budget: give it the cap={scores.cap!r}")
+    if stepped is not None and not stepped.acts:
+        raise InputError(f"compose: {type(stepped).__name__} does nothing while decoding with these options")
+    if stored is not None and stored.storage is None:
+        raise InputError(f"compose: {type(stored).__name__} does not say how to store a pool")
+
+
+def _merges(part: Policy) -> bool:
+    """Whether it folds what is dropped into what stays, whoever drops it."""
+    overrides = type(part).merge is not Policy.merge and not isinstance(part, ReducingPolicy)
+    return overrides and getattr(part, "merging", True) not in ("none", 0)
 
 
 def _alike(part: Part | None, scores: Policy) -> Policy | None:
@@ -116,7 +136,7 @@ class Composed(Policy):
     def capped(self) -> bool:  # type: ignore[override]
         """If budgets differ per layer, every order is one of scores alone, and nothing is merged."""
         ranks = type(self.scored).rank is Policy.rank or self.scored.capped
-        return (self.allocated or self.scored).capped and ranks and self.merged is None
+        return (self.allocated or self.scored).capped and ranks and not _merges(self.merged or self.scored)
 
     @property
     def needs_key(self) -> bool:  # type: ignore[override]
@@ -204,8 +224,10 @@ class Composed(Policy):
 
     def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
         """As the part that allocates; of a prompt that another one shortened, a share of what is left."""
-        if self.reduced is None or self.reduced is self.scored:
+        if self.reduced is None:
             return (self.allocated or self.scored).total(counts, seen, layers=layers, most=most)
+        if self.reduced is self.scored:
+            return self.scored.total(counts, seen, layers=layers, most=most)
         return super().total(counts, seen, layers=layers, most=most)
 
     def vision_bounds(self, *, layers: int, vision: int, images: int) -> tuple[int, ...]:
@@ -214,8 +236,10 @@ class Composed(Policy):
 
     def bound(self, *, layers: int, vision: int, text: int, images: int = 1) -> int:
         """As `total`."""
-        if self.reduced is None or self.reduced is self.scored:
+        if self.reduced is None:
             return (self.allocated or self.scored).bound(layers=layers, vision=vision, text=text, images=images)
+        if self.reduced is self.scored:
+            return self.scored.bound(layers=layers, vision=vision, text=text, images=images)
         return super().bound(layers=layers, vision=vision, text=text, images=images)
 
     def layer_bound(self, *, layers: int, vision: int, text: int) -> int:

@@ -25,7 +25,8 @@ def evict_at_distance(memory: Memory, distance: int, *, capacity: Int[Array, " K
             entry at rank capacity - distance by age leaves at every step.
     """
     prompt = memory.vision + memory.text
-    share = -(-(capacity * (prompt + memory.steps)) // jnp.maximum(prompt, 1))
+    # capacity x seen / prompt, without a product that passes 32 bits.
+    share = capacity - (-(capacity * memory.steps) // jnp.maximum(prompt, 1))
     count = jnp.sum(memory.stored, axis=-1)
     end = count if moving else capacity
     leaving = jnp.where(end > distance, end - distance, end // 2)

@@ -102,7 +102,7 @@ def allocate_and_take(
     out_of_scope = stays & ~in_scope
     scores, protected, statistics, _ = jax.tree.map(lambda *x: _stack(x), *observed)
     most = jnp.sum(in_scope, axis=1)
-    total = policy.total(held, seen, layers=layers, most=bound)
+    total = jnp.minimum(policy.total(held, seen, layers=layers, most=bound), jnp.sum(most))
     granted = policy.allocate(statistics, total=total, most=most, layers=layers)
     kv_heads = scores.shape[1]
     granted = jnp.broadcast_to(granted if granted.ndim == 2 else granted[:, None], (layers, kv_heads))  # [L, K]
@@ -182,7 +182,7 @@ def select(
         key: for policies that draw at random.
 
     Raises:
-        InputError: shapes that do not fit, or no key where one is needed.
+        InputError: shapes that do not fit, no key where one is needed, or a policy that shortens the prompt instead.
     """
     return _choose(policy, q, k, v, is_vision, valid, key)
 
@@ -218,6 +218,11 @@ def _choose(policy, q, k, v, is_vision, valid, key) -> Selection:
     valid = jnp.ones(is_vision.shape, bool) if valid is None else jnp.asarray(valid)
     layers, length = q.shape[0], q.shape[2]
     require_fit(policy, layers, key)
+    if policy.reducer is not None:
+        raise InputError(
+            f"{type(policy).__name__} shortens the prompt while it is read: given queries and keys cannot say what it "
+            "keeps; read_prompt(params, inputs, policy) does"
+        )
     seen = [
         see(policy, q[i], k[i], v[i], is_vision, valid, key, layer=i, layers=layers, max_instruction=length)
         for i in range(layers)
