@@ -73,6 +73,8 @@ def test_ratios_and_curves_of_every_sample(params, scope, least):
 
 
 def test_no_samples_make_no_profile(params):
+    with pytest.raises(InputError, match="no profile="):
+        profiles.measure(params, [unequal_batch()], PrefixKV(keep=0.2, profile=(0.2, 0.2, 0.2)))
     with pytest.raises(InputError, match="at least one sample"):
         profiles.measure(params, [], PrefixKV(keep=0.2))
 
@@ -123,6 +125,8 @@ def test_a_saved_profile_is_read_by_its_own_model_only(tmp_path):
     other = dataclasses.replace(CONFIG, decoder=dataclasses.replace(CONFIG.decoder, width=64))
     with pytest.raises(InputError, match="measured on 'tiny', another model: width 32, here 64"):
         profiles.load(path, other)
+    with pytest.raises(InputError, match='measured under scope="all", here "vision"'):
+        profiles.load(path, CONFIG, scope="vision")
     with pytest.raises(InputError, match="no such folder"):
         profiles.save(tmp_path / "none" / "p.json", ratios, PrefixKV(keep=0.2), CONFIG, name="tiny")
 
