@@ -177,6 +177,16 @@ def test_a_composed_policy_evicts_from_what_a_shortened_prompt_leaves(params, ba
     check(params, batch, policy, lambda is_vision: {1: by_last_row(is_vision, 0.4)}, expected)
 
 
+@pytest.mark.parametrize("variant", ["paper", "released"])
+def test_new_tokens_follow_the_prompt_or_what_is_left_of_it(params, batch, variant):
+    """LightKV's code numbers the survivors anew; the paper, and everything else here, counts every token ever seen."""
+    policy = policies.LightKV(layers=(1,), windows=(1,), variant=variant)
+    prompt = read_with(params, batch, policy)
+    count = batch.valid if variant == "paper" else np.asarray(prompt.layers[-1].valid)
+    np.testing.assert_array_equal(prompt.next_position[:, 0], count.sum(axis=1))
+    assert (np.asarray(prompt.layers[-1].valid).sum(axis=1) < batch.valid.sum(axis=1))[:2].all()
+
+
 def test_the_pool_of_a_shortened_prompt_holds_what_is_left_and_little_more(params):
     policy = policies.FastV(keep=0.25)
     slots = pool_slots(policy, layers=28, vision=8192, text=64, new_tokens=0)

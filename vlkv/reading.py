@@ -115,10 +115,13 @@ def read(
         tokens = dataclasses.replace(tokens, x=x)
     # A prompt that ends with an image is continued from the last of its tokens that is left.
     last = jnp.max(jnp.where(tokens.valid, jnp.arange(tokens.valid.shape[1]), 0), axis=1)
+    row = jnp.arange(len(last))
+    # New tokens count every token ever seen, unless a reduction has numbered what is left anew.
+    renumbered = inputs.positions[row, tokens.source[row, last]] - tokens.positions[row, last]
     return Prompt(
         layers=tuple(made), is_vision=inputs.is_vision, valid=inputs.valid,
-        next_position=jnp.max(jnp.where(inputs.valid[..., None], inputs.positions, -1), axis=1) + 1,
-        logits=params.decoder.logits(tokens.x[jnp.arange(len(last)), last]),
+        next_position=jnp.max(jnp.where(inputs.valid[..., None], inputs.positions, -1), axis=1) + 1 - renumbered,
+        logits=params.decoder.logits(tokens.x[row, last]),
         max_vision=inputs.max_vision, max_text=inputs.max_text, max_instruction=inputs.max_instruction,
         max_images=inputs.max_images, reducer=reducer,
     )  # fmt: skip
