@@ -195,7 +195,9 @@ def per_row(fraction):
 
 
 @pytest.mark.parametrize(
-    ("policy", "keep"), [(FasterVLM(keep=0.4), per_row(0.4)), (HiRED(keep=0.31), per_image(7))], ids=repr
+    ("policy", "keep"),
+    [(FasterVLM(keep=0.4), per_row(0.4)), (HiRED(keep=0.31), per_image(7))],
+    ids=["FasterVLM", "HiRED"],
 )
 def test_the_decoder_sees_only_the_kept_tokens_at_their_own_positions(params, batch, policy, keep):
     prompt = read(params, batch, policy)
