@@ -40,7 +40,7 @@ def prefill(
         key: for policies that draw at random.
 
     Returns:
-        The cache, and the logits of the first new token, which nothing evicted has touched.
+        The cache, and the logits of the first new token, which see the whole prompt unless the policy shortens it.
 
     Raises:
         InputError: no key where the policy needs one, or it does not fit the model; before anything is traced.
