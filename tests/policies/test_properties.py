@@ -63,8 +63,7 @@ def arrays(drawn):
 @jax.jit
 def select(policy, q, k, vision, valid):
     key = jax.random.key(0)
-    one = lambda q, k, vision, valid: policies.select(policy, q, k, k, vision, valid, key)  # noqa: E731
-    return jax.vmap(one)(q, k, vision, valid)
+    return jax.vmap(lambda q, k, *masks: policies.select(policy, q, k, k, *masks, key))(q, k, vision, valid)
 
 
 CASES = [(name, scope) for name in EVICTING for scope in scopes(name)]

@@ -98,7 +98,8 @@ class AVL(Policy):
 
     def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
         """S counts the image's own tokens, not those that P has left."""
-        return jnp.minimum(jnp.asarray(self.totals(layers=layers, most=most))[seen], jnp.sum(counts))
+        del counts
+        return jnp.asarray(self.totals(layers=layers, most=most))[seen]
 
     def bound(self, *, layers: int, vision: int, text: int, images: int = 1) -> int:
         """As `total`."""

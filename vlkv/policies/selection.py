@@ -102,6 +102,7 @@ def allocate_and_take(
     out_of_scope = stays & ~in_scope
     scores, protected, statistics, _ = jax.tree.map(lambda *x: _stack(x), *observed)
     most = jnp.sum(in_scope, axis=1)
+    # A method may count what the prompt had, not what is left of it.
     total = jnp.minimum(policy.total(held, seen, layers=layers, most=bound), jnp.sum(most))
     granted = policy.allocate(statistics, total=total, most=most, layers=layers)
     kv_heads = scores.shape[1]
