@@ -83,14 +83,14 @@ def _write(checkpoint: Checkpoint, folder: Path, dtype: str | None, progress: bo
     weight_map: dict[str, str] = {}
     digests: dict[str, str] = {}
     total = 0
-    with tqdm(total=len(checkpoint.entries), unit="tensor", disable=not progress) as bar:
-        for number, entries in enumerate(shards, start=1):
+    with tqdm(total=sum(map(len, shards)), unit="tensor", disable=not progress) as bar:
+        for number, keys in enumerate(shards, start=1):
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
             tensors = {}
-            for entry in entries:
-                tensors[entry.key] = cast(checkpoint.read(entry), DTYPES[dtype] if dtype else None, entry.key)
-                total += tensors[entry.key].nbytes
-                weight_map[entry.key] = name
+            for key in keys:
+                tensors[key] = cast(checkpoint.read_tensor(key), DTYPES[dtype] if dtype else None, key)
+                total += tensors[key].nbytes
+                weight_map[key] = name
                 bar.update()
             save_file(tensors, folder / name, metadata={"format": "pt"})
             (folder / name).chmod(0o644)  # safetensors writes for the owner alone
@@ -112,7 +112,7 @@ def _write(checkpoint: Checkpoint, folder: Path, dtype: str | None, progress: bo
             "source": checkpoint.folder.resolve().name,
             "family": checkpoint.config.family,
             "dtype": dtype or "as in the source",
-            "parameters": sum(int(np.prod(entry.shape)) for entry in checkpoint.entries),
+            "parameters": sum(int(np.prod(shape)) for shape in _shapes(checkpoint).values()),
             "bytes": total,
             "sha256": digests,
         },
@@ -129,16 +129,21 @@ def _retyped(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
     return {key: _retyped(value, dtype) if isinstance(value, dict) else value for key, value in named.items()}
 
 
-def _shards(checkpoint: Checkpoint, dtype: str | None) -> Iterator[list[Any]]:
-    shard: list[Any] = []
+def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Of every tensor; several parameters may share one."""
+    return {entry.key: entry.shape for entry in checkpoint.entries}
+
+
+def _shards(checkpoint: Checkpoint, dtype: str | None) -> Iterator[list[str]]:
+    shard: list[str] = []
     size = 0
-    for entry in checkpoint.entries:
-        width = DTYPES[dtype].itemsize if dtype else {"F64": 8, "F32": 4}.get(checkpoint.tensors[entry.key].dtype, 2)
-        nbytes = int(np.prod(entry.shape)) * width
+    for key, shape in _shapes(checkpoint).items():
+        width = DTYPES[dtype].itemsize if dtype else {"F64": 8, "F32": 4}.get(checkpoint.tensors[key].dtype, 2)
+        nbytes = int(np.prod(shape)) * width
         if shard and size + nbytes > SHARD_BYTES:
             yield shard
             shard, size = [], 0
-        shard.append(entry)
+        shard.append(key)
         size += nbytes
     yield shard
 

@@ -48,8 +48,13 @@ class Checkpoint:
         return np.dtype(_DTYPES[self.tensors[self.entries[0].key].dtype])
 
     def read(self, entry: tables.Entry) -> np.ndarray:
-        """One tensor, copied out of its file."""
-        tensor = self.tensors[entry.key]
+        """One parameter: its tensor, or the part of it that is meant."""
+        array = self.read_tensor(entry.key)
+        return array if entry.part is None else entry.part.of(array)
+
+    def read_tensor(self, key: str) -> np.ndarray:
+        """One whole tensor, copied out of its file."""
+        tensor = self.tensors[key]
         try:
             with safe_open(tensor.file, framework="np") as file:
                 return file.get_tensor(tensor.key)

@@ -13,7 +13,7 @@ CONFIG = ModelConfig(
     family="llava",
     decoder=DecoderConfig(
         vocab_size=50, width=32, mlp_width=48, layers=3, heads=4, kv_heads=2, head_dim=8, norm_eps=1e-6,
-        rope_theta=1e4, max_positions=512, qkv_bias=True,
+        max_positions=512, qkv_bias=True,
     ),
     vision=ClipConfig(
         width=16, mlp_width=24, layers=2, heads=2, image_size=20, patch_size=4, norm_eps=1e-5, feature_layer=-2,

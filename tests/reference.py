@@ -64,7 +64,7 @@ def prefill(decoder, x, positions=None, reduce=None):
             before = (x, q[places], k[places]) if i else (x, None, None)
             x, kept = reduce[i](*before, places)
             x, places = x[kept], places[kept]
-        part = _project(layer, x, positions[places], layer.rope_theta)
+        part = _project(layer, x, positions[places], layer.rope.theta)
         q, k, v = (np.full((length, *y.shape[1:]), np.nan) for y in part)
         q[places], k[places], v[places] = part
         groups = q.shape[1] // k.shape[1]
@@ -83,7 +83,7 @@ def decode(decoder, layers, kept, tokens, softmax_n=0.0):
     for step, token in enumerate(tokens):
         x = _array(decoder.embedding.weight)[token][None]
         for layer, (_, k, v), keep, (tail_k, tail_v) in zip(decoder.layers, layers, kept, tails, strict=True):
-            q, new_k, new_v = _project(layer, x, np.array([prompt + step]), layer.rope_theta)
+            q, new_k, new_v = _project(layer, x, np.array([prompt + step]), layer.rope.theta)
             tail_k.append(new_k[0])
             tail_v.append(new_v[0])
             groups = q.shape[1] // k.shape[1]

@@ -57,7 +57,7 @@ def test_the_compiled_prefill_needs_less_memory():
     length, layers, shape = 2048, 8, jax.ShapeDtypeStruct
     decoder = DecoderConfig(
         vocab_size=32, width=32, mlp_width=32, layers=layers, heads=16, kv_heads=16, head_dim=64, norm_eps=1e-6,
-        rope_theta=1e4, max_positions=9000,
+        max_positions=9000,
     )  # fmt: skip
     params = jax.eval_shape(lambda: vlkv.init(ModelConfig(family="llama", decoder=decoder), jax.random.key(0)))
 

@@ -77,7 +77,7 @@ def test_no_buffer_of_the_compiled_prefill_reaches_t_times_t_elements(policy):
     length, shape = 8192, jax.ShapeDtypeStruct
     decoder = DecoderConfig(
         vocab_size=32, width=64, mlp_width=64, layers=2, heads=4, kv_heads=2, head_dim=16, norm_eps=1e-6,
-        rope_theta=1e4, max_positions=9000,
+        max_positions=9000,
     )  # fmt: skip
     params = jax.eval_shape(lambda: init(ModelConfig(family="llama", decoder=decoder), jax.random.key(0)))
 

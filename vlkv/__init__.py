@@ -1,10 +1,11 @@
 """Large vision-language models in JAX with a compressed key-value cache."""
 
 from vlkv import cache, policies, sampling
+from vlkv.buckets import Buckets
 from vlkv.cache import PackedCache
 from vlkv.errors import InputError
 from vlkv.generate import Output, decode, decode_step, forward, generate, log_probabilities, score, stream
-from vlkv.inputs import Buckets, Inputs
+from vlkv.inputs import Inputs
 from vlkv.loading import load, load_params, load_processor
 from vlkv.models import init
 from vlkv.prefill import fill_cache, prefill

@@ -31,15 +31,15 @@ class DecoderLayer(nnx.Module):
         self.gate = Linear(c.width, c.mlp_width, bias=False, init=init)
         self.up = Linear(c.width, c.mlp_width, bias=False, init=init)
         self.down = Linear(c.mlp_width, c.width, bias=False, init=init)
-        self.rope_theta = c.rope_theta
+        self.rope = c.rope
 
     def project(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T A"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Queries and keys, rotated, and values."""
         h = self.attention_norm(x)
-        q = rotate(self.query(h), positions, self.rope_theta)
-        k = rotate(self.key(h), positions, self.rope_theta)
+        q = rotate(self.query(h), positions, self.rope)
+        k = rotate(self.key(h), positions, self.rope)
         return q, k, self.value(h)
 
     def finish(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:

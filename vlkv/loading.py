@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 
 from checkpoints_convert import reading  # the module: it and this package import each other
 from vlkv import models, sharding
+from vlkv.buckets import Buckets
 from vlkv.errors import InputError
-from vlkv.inputs import Buckets
 
 if TYPE_CHECKING:
     from vlkv.processing import Processor

@@ -120,7 +120,10 @@ def read(
     renumbered = inputs.positions[row, tokens.source[row, last]] - tokens.positions[row, last]
     return Prompt(
         layers=tuple(made), is_vision=inputs.is_vision, valid=inputs.valid,
-        next_position=jnp.max(jnp.where(inputs.valid[..., None], inputs.positions, -1), axis=1) + 1 - renumbered,
+        # The greatest of all axes: after an image M-RoPE goes on from there.
+        next_position=jnp.max(jnp.where(inputs.valid[..., None], inputs.positions, -1), axis=(1, 2))[:, None]
+        + 1
+        - renumbered,
         logits=params.decoder.logits(tokens.x[row, last]),
         max_vision=inputs.max_vision, max_text=inputs.max_text, max_instruction=inputs.max_instruction,
         max_images=inputs.max_images, reducer=reducer,

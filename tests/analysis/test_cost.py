@@ -18,7 +18,7 @@ TEXT, NEW = 48, 100  # new tokens: LightKV, Sec. 4.2; it does not say how long i
 def vicuna(layers: int, width: int, mlp_width: int, heads: int) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=32000, width=width, mlp_width=mlp_width, layers=layers, heads=heads, kv_heads=heads, head_dim=128,
-        norm_eps=1e-5, rope_theta=1e4, max_positions=4096,
+        norm_eps=1e-5, max_positions=4096,
     )  # fmt: skip
 
 
@@ -28,7 +28,7 @@ V7, V13 = vicuna(32, 4096, 11008, 32), vicuna(40, 5120, 13824, 40)
 def test_by_hand():
     """One layer of width 2, MLP width 3, 2 heads of 4 channels over 1 key head."""
     c = DecoderConfig(
-        vocab_size=10, width=2, mlp_width=3, layers=2, heads=2, kv_heads=1, head_dim=4, norm_eps=1e-5, rope_theta=1e4,
+        vocab_size=10, width=2, mlp_width=3, layers=2, heads=2, kv_heads=1, head_dim=4, norm_eps=1e-5,
         max_positions=64,
     )  # fmt: skip
     weights = 2 * 2 * 8 + 2 * 2 * 4 + 3 * 2 * 3  # queries and output, keys and values, MLP

@@ -103,7 +103,7 @@ def model():
     """Three layers: two before P, one after."""
     decoder = DecoderConfig(
         vocab_size=32, width=16, mlp_width=16, layers=3, heads=2, kv_heads=1, head_dim=8, norm_eps=1e-6,
-        rope_theta=1e4, max_positions=1024,
+        max_positions=1024,
     )  # fmt: skip
     return vlkv.init(ModelConfig(family="llama", decoder=decoder), jax.random.key(0))
 

@@ -7,11 +7,18 @@ import numpy as np
 import PIL.Image
 import pytest
 
+from vlkv.buckets import Buckets
 from vlkv.errors import InputError
-from vlkv.inputs import Buckets, Inputs
+from vlkv.inputs import Inputs
 from vlkv.processing import Processor
 
 IMAGE, PER_IMAGE = 3, 16
+
+
+def ids_of(processor, text, images):
+    """The ids of one prompt about so many pictures."""
+    pictures = [picture(seed) for seed in range(images)]
+    return processor.tokens(text, pictures, [processor.pictures.read(one) for one in pictures])
 
 
 def picture(seed=0, size=(40, 30)):
@@ -45,7 +52,7 @@ def test_a_batch_whose_rows_differ(processor):
     for row, length in enumerate(lengths):  # padded on the right
         assert inputs.valid[row, :length].all()
     for row, (images, text) in enumerate([(1, "one?"), (2, "two?"), (0, "a much longer none?"), (0, "x")]):
-        np.testing.assert_array_equal(inputs.tokens[row, : lengths[row]], processor.tokens(text, images))
+        np.testing.assert_array_equal(inputs.tokens[row, : lengths[row]], ids_of(processor, text, images))
     # every image stands in its own row, in order
     wanted = [processor(picture(seed), "q").pixels[0] for seed in range(3)]
     np.testing.assert_array_equal(inputs.pixels[:3], wanted)

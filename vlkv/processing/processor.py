@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,16 +15,21 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from vlkv.buckets import Buckets
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
-from vlkv.inputs import Buckets, Inputs
-from vlkv.processing.images import Picture, open_image
-from vlkv.processing.pixels import Layout, PixelSettings, read_settings, to_pixels
-from vlkv.processing.prompts import PromptWriter
+from vlkv.inputs import Inputs
+from vlkv.processing.images import Picture
+from vlkv.processing.llava import LlavaPictures
+from vlkv.processing.pictures import Pictures, Read, Video
+from vlkv.processing.pixels import Layout
+from vlkv.processing.prompts import MARKS, PromptWriter
 from vlkv.processing.templates import ChatTemplate
 from vlkv.processing.tokenizer import Lengths, TextTokenizer
 
-RowImages: TypeAlias = Picture | Sequence[Picture] | None
+RowImages: TypeAlias = Picture | Video | Sequence[Picture | Video] | None
+
+_PICTURES: dict[str, Callable[[Path, ModelConfig, Layout], Pictures]] = {"llava": LlavaPictures.from_folder}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +39,7 @@ class Processor:
     config: ModelConfig
     tokenizer: TextTokenizer
     prompts: PromptWriter
-    settings: PixelSettings | None  # None: a model without a tower
+    pictures: Pictures | None  # None: a model without a tower
     buckets: Buckets
 
     @classmethod
@@ -64,21 +69,18 @@ class Processor:
         if layout not in ("checkpoint", "pad"):
             raise InputError(f"layout={layout!r} is neither 'checkpoint' nor 'pad'")
         tokenizer = TextTokenizer.from_folder(folder)
-        image_token = None
-        if config.vision is not None and config.image_token is not None:
-            image_token = tokenizer.tokenizer.id_to_token(config.image_token)
-            if image_token is None:
-                raise InputError(
-                    f"{folder / 'tokenizer.json'}: has no token {config.image_token}, which config.json "
-                    "names as the image token; the two files are not of one checkpoint"
-                )
+        tokens = {kind: _spelling(folder, tokenizer, getattr(config, f"{kind}_token")) for kind in MARKS}
+        read_pictures = _PICTURES.get(config.family)
         return cls(
             config=config,
             tokenizer=tokenizer,
             prompts=PromptWriter(
-                template=ChatTemplate.from_folder(folder), image_token=image_token, special=tokenizer.special
+                template=ChatTemplate.from_folder(folder),
+                image_token=tokens["image"],
+                video_token=tokens["video"],
+                special=tokenizer.special,
             ),
-            settings=read_settings(folder, layout) if config.vision is not None else None,
+            pictures=None if read_pictures is None else read_pictures(folder, config, layout),
             buckets=buckets or Buckets(),
         )
 
@@ -98,39 +100,50 @@ class Processor:
                 or a prompt beyond the model's limit.
         """
         rows, texts = _rows(images, text)
-        prompts = [self.tokens(one, len(row)) for row, one in zip(rows, texts, strict=True)]
-        pixels = [self._pixels(picture) for row in rows for picture in row]
+        for row, one in zip(rows, texts, strict=True):  # before anything is read, what is wrong with the text
+            self.prompts.write(one, **_count(row))
+        reads = [[self._read(picture) for picture in row] for row in rows]
+        prompts = [self.tokens(one, row, read) for row, one, read in zip(rows, texts, reads, strict=True)]
         longest = max(len(prompt) for prompt in prompts)
         ids = np.zeros((len(prompts), longest), np.int32)
         mask = np.zeros((len(prompts), longest), bool)
         for row_index, prompt in enumerate(prompts):
             ids[row_index, : len(prompt)] = prompt
             mask[row_index, : len(prompt)] = True
-        stacked = np.stack(pixels) if pixels else None
-        batch = {"input_ids": ids, "attention_mask": mask, "pixel_values": stacked}
+        batch = {"input_ids": ids, "attention_mask": mask}
+        if self.pictures is not None:
+            batch |= self.pictures.batch([read for row in reads for read in row])
         return Inputs.from_hf(batch, self.config, self.buckets)
 
-    def tokens(self, text: str, images: int = 0) -> Int[np.ndarray, " T"]:
-        """The ids of one prompt, the image token repeated once for every vision token of its image.
+    def tokens(
+        self, text: str, pictures: Sequence[Picture | Video] = (), reads: Sequence[Read] = ()
+    ) -> Int[np.ndarray, " T"]:
+        """The ids of one prompt, each picture's token repeated once for every vision token of it.
+
+        Args:
+            text: the question, marked or not.
+            pictures: what it is about.
+            reads: the same, read, in the same order.
 
         Raises:
             InputError: as `__call__`; also where the prompt's image tokens are not as many as the images.
         """
-        prompt = self.prompts.write(text, images)
+        prompt = self.prompts.write(text, **_count(pictures))
         # As transformers does: for a text model the template alone writes the special tokens.
-        add_special = self.prompts.template is None or self.config.vision is not None
+        add_special = self.prompts.template is None or self.pictures is not None
         ids = self.tokenizer.encode(prompt, add_special=add_special)
         if not ids.size:
             raise InputError("the prompt is empty: the tokenizer makes no token of it")
-        if self.config.vision is None:
-            return ids
-        is_image = ids == self.config.image_token
-        if is_image.sum() != images:
-            # Counted in ids, so that no spelling in the user's text can pass for an image.
-            raise InputError(
-                f"the prompt holds {is_image.sum()} image token(s) for {images} image(s); mark images with <image> only"
-            )
-        return np.repeat(ids, np.where(is_image, self.config.vision.tokens, 1))
+        repeats = np.ones(len(ids), np.int64)
+        for kind, mark in MARKS.items():
+            wanted = [read.tokens for picture, read in zip(pictures, reads, strict=True) if _kind(picture) == kind]
+            places = np.flatnonzero(ids == getattr(self.config, f"{kind}_token"))
+            if len(places) != len(wanted):
+                # Counted in ids, so that no spelling in the user's text can pass for an image.
+                raise InputError(f"the prompt holds {len(places)} {kind} token(s) for {len(wanted)} {kind}(s); "
+                                 f"mark {kind}s with {mark} only")  # fmt: skip
+            repeats[places] = wanted
+        return np.repeat(ids, repeats)
 
     def decode(
         self,
@@ -145,19 +158,34 @@ class Processor:
         """
         return self.tokenizer.decode(tokens, lengths, stop=self.config.stop)
 
-    def _pixels(self, picture: Picture) -> np.ndarray:
-        assert self.settings is not None and self.config.vision is not None  # or the prompt had raised
-        pixels = to_pixels(open_image(picture), self.settings)
-        side = self.config.vision.image_size
-        if pixels.shape != (3, side, side):
-            raise InputError(
-                f"the image processor config makes {pixels.shape[1]} x {pixels.shape[2]} pixels, but the "
-                f"tower in config.json takes {side} x {side}: the files are not of one checkpoint"
-            )
-        return pixels
+    def _read(self, picture: Picture | Video) -> Read:
+        assert self.pictures is not None  # or the prompt had raised
+        return self.pictures.read(picture)
 
 
-def _rows(images: object, text: object) -> tuple[list[list[Picture]], list[str]]:
+def _spelling(folder: Path, tokenizer: TextTokenizer, token: int | None) -> str | None:
+    """How the tokenizer spells one of the config's own tokens."""
+    if token is None:
+        return None
+    text = tokenizer.tokenizer.id_to_token(token)
+    if text is None:
+        raise InputError(
+            f"{folder / 'tokenizer.json'}: has no token {token}, which config.json "
+            "names as the image token; the two files are not of one checkpoint"
+        )
+    return text
+
+
+def _kind(picture: Picture | Video) -> str:
+    return "video" if isinstance(picture, Video) else "image"
+
+
+def _count(pictures: Sequence[Picture | Video]) -> dict[str, int]:
+    videos = sum(isinstance(picture, Video) for picture in pictures)
+    return {"images": len(pictures) - videos, "videos": videos}
+
+
+def _rows(images: object, text: object) -> tuple[list[list[Picture | Video]], list[str]]:
     """The images of each row, and its text."""
     if not isinstance(text, list | tuple):
         return [_as_list(images)], [text]  # type: ignore[list-item]
@@ -175,7 +203,7 @@ def _rows(images: object, text: object) -> tuple[list[list[Picture]], list[str]]
     return [_as_list(entry) for entry in images], texts
 
 
-def _as_list(entry: object) -> list[Picture]:
+def _as_list(entry: object) -> list[Picture | Video]:
     if entry is None:
         return []
     return list(entry) if isinstance(entry, list | tuple) else [entry]  # type: ignore[list-item]

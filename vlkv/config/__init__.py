@@ -1,0 +1,11 @@
+"""What a model is: frozen, hashable configs read from a Hugging Face `config.json`.
+
+A field that changes the answer and that we do not honour is refused by name; nothing is silently ignored.
+"""
+
+from vlkv.config.clip import ClipConfig
+from vlkv.config.decoder import TEXT_FAMILIES, DecoderConfig
+from vlkv.config.model import FAMILIES, ModelConfig
+from vlkv.config.rope import RopeConfig
+
+__all__ = ["FAMILIES", "TEXT_FAMILIES", "ClipConfig", "DecoderConfig", "ModelConfig", "RopeConfig"]

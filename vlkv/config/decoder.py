@@ -1,0 +1,82 @@
+"""The decoder's part of a config: sizes, rotation, and what differs between families of the Llama shape."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from vlkv.config.checks import positive, require
+from vlkv.config.rope import RopeConfig
+from vlkv.errors import InputError
+
+# The class defaults of transformers, which sparse configs (llava-1.5-hf) leave out.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": dict(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
+                  num_attention_heads=32, rms_norm_eps=1e-6, max_position_embeddings=2048, eos_token_id=2),
+    "mistral": dict(vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+                    num_attention_heads=32, num_key_value_heads=8, rms_norm_eps=1e-6,
+                    max_position_embeddings=131072, sliding_window=4096, eos_token_id=2),
+    "qwen2": dict(vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32,
+                  num_attention_heads=32, num_key_value_heads=32, rms_norm_eps=1e-6,
+                  max_position_embeddings=32768, use_sliding_window=False),
+}  # fmt: skip
+TEXT_FAMILIES = ("llama", "mistral", "qwen2")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """A Llama-shaped decoder: RMSNorm, RoPE, grouped-query attention, gated MLP."""
+
+    vocab_size: int
+    width: int  # D
+    mlp_width: int
+    layers: int  # L
+    heads: int  # N
+    kv_heads: int  # K
+    head_dim: int  # H
+    norm_eps: float
+    max_positions: int
+    rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
+    qkv_bias: bool = False
+    out_bias: bool = False
+    tied: bool = False  # the output head is the embedding table
+
+    @classmethod
+    def from_hf(cls, family: str, raw: Mapping[str, Any]) -> DecoderConfig:
+        """Reads the decoder's part of a `config.json`; raises InputError for what we do not honour."""
+        c = {**DEFAULTS[family], **{k: v for k, v in raw.items() if v is not None}}
+        if raw.get("sliding_window", 0) is None:
+            c["sliding_window"] = None
+        for field in ("partial_rotary_factor", "layer_types"):
+            supported = {"partial_rotary_factor": 1.0, "layer_types": ["full_attention"] * c["num_hidden_layers"]}
+            require(field, c.get(field, supported[field]), supported[field])
+        require("hidden_act", c.get("hidden_act", "silu"), "silu")
+        require("mlp_bias", bool(c.get("mlp_bias", False)), False)
+        if family == "mistral" or c.get("use_sliding_window"):
+            require("sliding_window", c.get("sliding_window"), None)
+        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                      "max_position_embeddings"):  # fmt: skip
+            positive(field, c[field])
+        heads = c["num_attention_heads"]
+        kv_heads = positive("num_key_value_heads", c.get("num_key_value_heads", heads))
+        head_dim = positive("head_dim", c.get("head_dim", c["hidden_size"] // heads))
+        if heads % kv_heads or head_dim % 2:
+            raise InputError(f"config.json: {heads} heads, {kv_heads} key heads of {head_dim} channels: key heads must "
+                             "divide the heads, and channels be even")  # fmt: skip
+        bias = bool(c.get("attention_bias", False))
+        return cls(
+            vocab_size=c["vocab_size"],
+            width=c["hidden_size"],
+            mlp_width=c["intermediate_size"],
+            layers=c["num_hidden_layers"],
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            norm_eps=c["rms_norm_eps"],
+            max_positions=c["max_position_embeddings"],
+            rope=RopeConfig.from_hf(c, head_dim),
+            qkv_bias=family == "qwen2" or bias,
+            out_bias=family != "qwen2" and bias,
+            tied=bool(c.get("tie_word_embeddings", False)),
+        )

@@ -1,0 +1,17 @@
+"""Layouts by family: from what an image processor returns to where each vision token comes from and lies.
+
+Host side, numpy only. `arrange` of a family gets the batch (names and shapes as transformers' processor of the family
+returns them), tokens and mask, and returns an `Arranged`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vlkv.config import TEXT_FAMILIES
+from vlkv.layouts import llava, text
+from vlkv.layouts.arranged import Arranged
+
+ARRANGE: dict[str, Callable[..., Arranged]] = {"llava": llava.arrange, **dict.fromkeys(TEXT_FAMILIES, text.arrange)}
+
+__all__ = ["ARRANGE", "Arranged"]
