@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from vlkv import Inputs, cache, init, policies, prefill
-from vlkv.config import DecoderConfig, ModelConfig
+from vlkv.config import ClipConfig, DecoderConfig, ModelConfig
 
 LAYERS, VISION, TEXT, NEW, KEEP = 28, 8192, 64, 512, 0.1
 OPTIONS = {"avl": {"core": 0.05, "text": 0.5}, "lightkv": {"layers": (1,), "windows": (4,)}}
@@ -18,7 +18,8 @@ EVERY = [
     for name, method in policies.registry.items()
     if not issubclass(method, policies.Full)
 ]
-EVERY = [policy for policy in EVERY if not policy.watches]  # before the decoder, by a tower that is not here
+WATCHING = [policy for policy in EVERY if policy.watches]  # they need a tower
+EVERY = [policy for policy in EVERY if not policy.watches]
 EVERY += [
     policies.Full(),
     policies.KIVI(bits=4),
@@ -71,27 +72,39 @@ def test_packed_cache_at_7b_shapes_has_just_these_bytes(method):
     assert allocated <= 1.05 * entries * entry
 
 
-@pytest.mark.parametrize("policy", EVERY, ids=repr)
-def test_no_buffer_of_the_compiled_prefill_reaches_t_times_t_elements(policy):
-    """A text model of 2 layers, D = 64, and one row of T = 8192 tokens; compiled from shapes, never run."""
-    length, shape = 8192, jax.ShapeDtypeStruct
-    decoder = DecoderConfig(
-        vocab_size=32, width=64, mlp_width=64, layers=2, heads=4, kv_heads=2, head_dim=16, norm_eps=1e-6,
-        max_positions=9000,
-    )  # fmt: skip
-    params = jax.eval_shape(lambda: init(ModelConfig(family="llama", decoder=decoder), jax.random.key(0)))
+LENGTH = 8192
+DECODER = DecoderConfig(
+    vocab_size=32, width=64, mlp_width=64, layers=2, heads=4, kv_heads=2, head_dim=16, norm_eps=1e-6,
+    max_positions=9000,
+)  # fmt: skip
+CLIP = ClipConfig(
+    width=16, mlp_width=16, layers=2, heads=2, image_size=16, patch_size=2, norm_eps=1e-5, feature_layer=-2,
+    keep_class_token=False,
+)  # fmt: skip
+IMAGES = (LENGTH - 64) // CLIP.tokens
 
-    def leaves(params, row, valid, seed):
+
+@pytest.mark.parametrize("policy", [*EVERY, *WATCHING], ids=repr)
+def test_no_buffer_of_the_compiled_prefill_reaches_t_times_t_elements(policy):
+    """Two layers, D = 64, and one row of T = 8192 tokens, one image or 127; compiled from shapes, never run."""
+    shape = jax.ShapeDtypeStruct
+    config, pixels, images = ModelConfig(family="llama", decoder=DECODER), None, 1
+    if policy.watches:
+        config = ModelConfig(family="llava", decoder=DECODER, vision=CLIP, image_token=5)
+        pixels, images = shape((IMAGES, 3, 16, 16), jnp.float32), IMAGES
+    params = jax.eval_shape(lambda: init(config, jax.random.key(0)))
+
+    def leaves(params, row, valid, pixels, seed):
         inputs = Inputs(
-            tokens=row, positions=row[..., None], valid=valid, vision_index=row, pixels=None,
+            tokens=row, positions=row[..., None], valid=valid, vision_index=row, pixels=pixels,
             grid=jnp.stack([row - row, row // 96, row % 96], axis=-1),
-            max_vision=length - 64, max_text=64, max_instruction=64, max_images=1,
+            max_vision=LENGTH - 64, max_text=64, max_instruction=64, max_images=images,
         )  # fmt: skip
         return jax.tree.leaves(prefill(params, inputs, policy, new_tokens=64, key=jax.random.key(seed)))
 
-    row, valid = shape((1, length), jnp.int32), shape((1, length), bool)
-    compiled = jax.jit(leaves).lower(params, row, valid, shape((), jnp.int32)).compile()
+    row, valid = shape((1, LENGTH), jnp.int32), shape((1, LENGTH), bool)
+    compiled = jax.jit(leaves).lower(params, row, valid, pixels, shape((), jnp.int32)).compile()
     shapes = re.findall(r"\b[a-z]+\d*\[([\d,]+)\]", compiled.as_text())
     sizes = {dims: math.prod(map(int, dims.split(","))) for dims in shapes}
-    assert max(sizes.values()) >= 4 * length * 16, "the queries at least must show up"
-    assert not {dims for dims, size in sizes.items() if size >= length**2}
+    assert max(sizes.values()) >= 4 * LENGTH * 16, "the queries at least must show up"
+    assert not {dims for dims, size in sizes.items() if size >= LENGTH**2}

@@ -157,6 +157,25 @@ def test_golden_kept_weights_and_merged_hidden_states(golden, windows, variant, 
         np.testing.assert_array_equal(made.positions[:, 0], np.arange(len(kept)))
 
 
+@pytest.mark.parametrize("windows", ["equal", "unequal"])
+def test_golden_stages_from_one_another(golden, windows):
+    """Each stage from what our own stage before it has left, not from the published one."""
+    g = golden(f"lightkv_{windows}_windows")
+    sides, rho = (tuple(g[name].tolist()) for name in ("window_counts_per_side", "merge_ratios"))
+    policy = LightKV(windows=sides, rho=rho, variant="released")
+    hidden = g["stage0_hidden"]
+    for stage in range(len(sides)):
+        is_vision = g[f"stage{stage}_is_vision"]
+        side = math.isqrt(is_vision.sum() - 1) + 1
+        grid = np.full((len(is_vision), 3), -1)
+        grid[is_vision] = np.stack([np.zeros(is_vision.sum()), *np.divmod(np.arange(is_vision.sum()), side)], axis=1)
+        tokens = tokens_of(hidden, grid, is_vision)
+        made, kept = reduce(policy, tokens, observed(tokens, g[f"stage{stage}_q"], g[f"stage{stage}_k"]), stage)
+        want = g[f"stage{stage}_paper_chained_query_softmax_merged_vision"]
+        np.testing.assert_allclose(made.x[kept & is_vision], want, rtol=1e-5, atol=1e-5)
+        hidden = made.x[kept]
+
+
 @pytest.mark.parametrize(("windows", "counts"), [((4, 2, 1), (288, 145, 73)), ((4, 4, 4), (288, 145, 77))])
 def test_576_tokens_become_what_the_paper_says(windows, counts):
     case = make([(24, 24)])

@@ -34,6 +34,10 @@ def test_csp_keeps_what_the_released_code_keeps(golden, name, i):
     # Its two lists, each truncated by itself; a token of both is stored twice there and once here.
     lists = g["as_released_self_and_cross_counts"][i]
     np.testing.assert_array_equal(lists.sum() + window - got.budgets[0], g["as_released_duplicate_count"][i])
+    for head, indices in enumerate(g["as_released_kept_indices_in_order"][i]):
+        for name, part in zip(("self", "cross"), np.split(indices, np.cumsum(lists))[:2], strict=True):
+            best = np.argsort(-np.asarray(got.extra[name])[0, head, : 800 - window], kind="stable")
+            np.testing.assert_array_equal(best[: len(part)], part)
 
 
 def test_csp_lists_are_truncated_apart(golden):
