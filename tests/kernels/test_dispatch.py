@@ -1,5 +1,7 @@
 """Which implementation of an op runs: per platform under None, by name or not at all, interpreted anywhere."""
 
+import types
+
 import jax
 import pytest
 
@@ -17,14 +19,15 @@ def on(platform):
 def implementations(monkeypatch):
     """Kernels that answer with their name, whether they were interpreted, and what they were given; odd is declined."""
 
-    class File:
-        def __init__(self, kernel):
-            setattr(self, f"{kernel.op}_{kernel.name}", lambda x, interpret=False: (kernel.name, interpret, x))
+    def module(kernel):
+        def run(x, interpret=False):
+            return kernel.name, interpret, x
 
-        def unsupported(self, x):
-            return "x is odd" if x % 2 else None
+        return types.SimpleNamespace(
+            **{f"{kernel.op}_{kernel.name}": run}, unsupported=lambda x: "x is odd" if x % 2 else None
+        )
 
-    monkeypatch.setattr(Kernel, "_module", File)
+    monkeypatch.setattr(Kernel, "_module", module)
     plain = {"xla": lambda x: ("xla", x), "reference": lambda x: ("reference", x)}
     return plain | {name: Kernel("op", name) for name in ("mosaic_tpu", "triton")}
 
