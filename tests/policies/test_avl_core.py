@@ -58,7 +58,7 @@ def test_kernels_by_name_give_the_same_answer(step):
 
 def test_where_heads_differ_no_list_is_used(step):
     _, memory, _, _ = step
-    policy = policies.AVL(keep=0.6, core=0.2, refresh=2)
+    policy = policies.AVL(keep=0.6, core=0.2, refresh=5)
     core = memory.values["core"].at[0, 1].set(jnp.roll(memory.values["core"][0, 1], 1))
     values = {**memory.values, "core": core}
     one = jax.tree.map(lambda x: x[0], type(memory)(**{**vars(memory), "values": values}))
