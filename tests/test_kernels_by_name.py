@@ -13,7 +13,7 @@ REFERENCE = Kernels(
     decode_attention="reference", core_attention="reference", attention_mass="reference",
     attention_mass_rows="reference",
 )  # fmt: skip
-SAMPLING = vlkv.Greedy(max_new_tokens=8)
+SAMPLING = vlkv.Greedy(max_new_tokens=5)
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +24,10 @@ def case():
     return vlkv.load_params(CHECKPOINT), inputs
 
 
-@pytest.mark.parametrize("policy", [policies.SnapKV(keep=0.2), policies.AVL(keep=0.4, core=0.1, text=0.9)], ids=repr)
-def test_the_answer_is_the_same(case, policy):
-    answers = [
-        jax.jit(vlkv.generate)(*case, policy=policy, sampling=SAMPLING, kernels=kernels)
-        for kernels in (None, REFERENCE)
-    ]
+def test_the_answer_is_the_same(case):
+    policy = policies.AVL(keep=0.4, core=0.1)  # of four steps, the third attends to everything
+    answer = jax.jit(vlkv.generate)
+    answers = [answer(*case, policy=policy, sampling=SAMPLING, kernels=kernels) for kernels in (None, REFERENCE)]
     for name in ("tokens", "token", "length"):
         np.testing.assert_array_equal(*(getattr(answer, name) for answer in answers))
 

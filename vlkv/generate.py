@@ -72,8 +72,8 @@ def decode_step(
         segment, tail = (cache.k, cache.v, cache.start[i], cache.length[i]), (tail_k[i], tail_v[i], begin, length)
         if cache.policy is None:
             run = cache.kernels.decode_attention
-            parts = (decode_attention(q[:, 0], *pair, implementation=run) for pair in (segment, tail))
-            attended, _ = combine(*parts, softmax_n=cache.softmax_n)
+            first, second = (decode_attention(q[:, 0], *part, implementation=run) for part in (segment, tail))
+            attended, _ = combine(first, second, softmax_n=cache.softmax_n)
         else:
             memory[i] = jax.vmap(arrive)(memory[i])
             attended, mass = attend(q[:, 0], segment, tail, memory[i], softmax_n=cache.softmax_n, kernels=cache.kernels)
