@@ -1,0 +1,37 @@
+"""Block sizes per device: data, not code. `tuning/<device>.json` maps op to sizes; `python -m benchmarks.tune` makes it."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+
+_FOLDER = Path(__file__).parent / "tuning"
+
+
+def block(op: str, device_kind: str | None, default: Mapping[str, int]) -> dict[str, int]:
+    """The sizes that an implementation of an op works with.
+
+    Args:
+        op: key of the table: "<op>/<backend>".
+        device_kind: as `jax.Device.device_kind` says it; None: of the default device.
+        default: every size the implementation needs, safe on any device; names in a table that are not among these
+            are left alone.
+    """
+    kind = jax.devices()[0].device_kind if device_kind is None else device_kind
+    found = _table(kind).get(op, {})
+    return {name: int(found.get(name, size)) for name, size in default.items()}
+
+
+def path(device_kind: str) -> Path:
+    """Where the table of a device lies, made yet or not."""
+    return _FOLDER / f"{'-'.join(device_kind.lower().split())}.json"
+
+
+@functools.cache
+def _table(device_kind: str) -> dict[str, dict[str, int]]:
+    file = path(device_kind)
+    return json.loads(file.read_text()) if file.is_file() else {}
