@@ -34,8 +34,8 @@ def pallas_call(
     out_specs: Sequence[Any],
     out_shape: Sequence[Any],
     name: str,
-    warps: int = 4,
-    stages: int = 2,
+    warps: int,
+    stages: int,
     aliases: Mapping[int, int] | None = None,
     interpret: bool = False,
 ) -> Callable[..., Any]:
@@ -75,6 +75,16 @@ def unsupported(*arrays: Any) -> str | None:
         if x.dtype not in _DTYPES:
             return f"it takes bfloat16, float16 and float32, not {x.dtype}"
     return None
+
+
+def product_sizes(dtype: Any) -> dict[str, int]:
+    """Safe sizes for a program that multiplies one block of vectors, which stays, with block after block that pass.
+
+    Each of 4 warps takes a quarter of those that stay; with 32 of them to a warp, the tensor cores and not the reading
+    of what passes set the pace. float32 has no tensor cores at full precision, and half the room.
+    """
+    small = jnp.dtype(dtype).itemsize < 4
+    return {"stay": 128 if small else 64, "pass": 64 if small else 32, "warps": 4, "stages": 3}
 
 
 def splits(programs: int, steps: int) -> int:

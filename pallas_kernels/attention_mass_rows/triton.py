@@ -19,9 +19,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import program_id, triton
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import gpu
-
-_ROWS, _KEYS = 64, 64  # I, J
+from pallas_kernels import gpu, tuning
 
 
 def unsupported(q: Any, k: Any, *args: Any, **kwargs: Any) -> str | None:
@@ -58,8 +56,6 @@ def softmax_rows(
     row_place: Int[Array, " T"],
     *,
     causal: bool,
-    rows: int = _ROWS,
-    keys: int = _KEYS,
     interpret: bool = False,
 ) -> tuple[Float[Array, "R N T"], Float[Array, "N T"], Float[Array, "N T"]]:
     """Weighted sums of each row's softmax, the log of its denominator, and its largest logit.
@@ -68,6 +64,8 @@ def softmax_rows(
     """
     heads, count, head_dim = q.shape
     kv_heads, slots, _ = k.shape
+    size = tuning.block("attention_mass_rows/triton", None, gpu.product_sizes(k.dtype))
+    rows, keys = min(size["stay"], gpu.padded(count)), size["pass"]
     blocks = -(-count // rows)
     parts = gpu.splits(heads * blocks, -(-slots // keys))
     lines = 0 if key_weight is None else key_weight.shape[0]
@@ -95,6 +93,8 @@ def softmax_rows(
             *[jax.ShapeDtypeStruct((parts, heads, count), jnp.float32)] * 2,
         ),
         name="attention_mass_rows" if lines else "attention_mass_log_sum_exp",
+        warps=size["warps"],
+        stages=size["stages"],
         interpret=interpret,
     )(q, k, key_weight if lines else None, key_mask, row_place)
     mass = jnp.zeros((0, heads, count)) if sums is None else gpu.merge(sums, lse[:, None])

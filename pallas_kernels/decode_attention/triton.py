@@ -21,10 +21,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import program_id, triton
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import gpu
+from pallas_kernels import gpu, tuning
 from pallas_kernels.quantized import QuantizedPool
-
-_BLOCK = 64  # J
 
 Listed = tuple[Int[Array, "B C"], Int[Array, " B"], Int[Array, "B K"]]  # rows, count, text, as in core_attention
 
@@ -64,13 +62,17 @@ def attend(
     max_length: int,
     return_mass: bool,
     *,
-    block: int = _BLOCK,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
     """Attention, log-sum-exp and mass over the slots of each segment, all of them or those of `listed`."""
     batch, heads, head_dim = q.shape
     slots, kv_heads = k.shape[1:3]
     group = heads // kv_heads
+    op = "decode_attention" if listed is None else "core_attention"
+    # Keys and values of two turns, in flight, and of one that is computed: 96 KiB at H = 128.
+    default = {"block": 64 if k.dtype.itemsize < 4 else 32, "warps": 4, "stages": 3}
+    size = tuning.block(f"{op}/triton", None, default)
+    block = size["block"]
     parts = gpu.splits(batch * kv_heads, -(-max_length // block))
 
     def at(*shape: int | None, index: Any) -> Any:
@@ -115,7 +117,9 @@ def attend(
         in_specs=in_specs,
         out_specs=out_specs,
         out_shape=out_shape,
-        name="decode_attention" if listed is None else "core_attention",
+        name=op,
+        warps=size["warps"],
+        stages=size["stages"],
         aliases=None if seen is None else {len(jax.tree.leaves(inputs)) - 1: 2},
         interpret=interpret,
     )
