@@ -11,6 +11,7 @@ segment · H head dim.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -74,7 +75,8 @@ _MODELS = {  # N, K, H, dtype
     "small, H=96": (8, 4, 96, jnp.bfloat16),
     "small, H=128, float32": (8, 2, 128, jnp.float32),
 }
-_BATCH, _SLOTS, _LISTED, _GATHERED = 16, 8192, 2048, 64
+_BATCH, _SLOTS, _LISTED = 16, 8192, 2048
+_PROMPTS, _GATHERED = 2, 64  # prompts scored at once, by vmap; rows of an observation window
 
 Case = tuple[str, Callable[..., Any], tuple[tuple[tuple[int, ...], Any], ...]]  # what, function, shapes and dtypes
 
@@ -113,18 +115,22 @@ def cases(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> Iterator[Case
         places = (rows,), jnp.int32
         weight = (2, rows), jnp.float32
         options = {"causal": True, "in_order": in_order, "softmax_n": 0.0}
+        shared = (0, 0, 0, 0, None)  # the batch has its places in common
 
         def given(*args, options=options):
             return attention_mass_rows_triton(*args, **options)
 
-        yield f"attention_mass_rows, {rows} rows", given, (queries, *keys, places)
+        batched = [((_PROMPTS, *shape), kind) for shape, kind in (queries, *keys, weight)]
+        q, k, key_weight, key_mask, row_weight = batched
+        name = f"B={_PROMPTS}, {rows} rows"
+        yield f"attention_mass_rows, {name}", jax.vmap(given, shared), (q, k, key_weight, key_mask, places)
         for statistic in ("sum", "square", "count"):
 
             def received(*args, options=options, statistic=statistic):
                 return attention_mass_triton(*args, **options, statistic=statistic, threshold=0.01)
 
-            shapes = queries, keys[0], weight, keys[2], places
-            yield f"attention_mass, {rows} rows, {statistic}", received, shapes
+            shapes = q, k, row_weight, key_mask, places
+            yield f"attention_mass, {name}, {statistic}", jax.vmap(received, shared), shapes
 
 
 def target(name: str) -> Any:
@@ -196,6 +202,7 @@ def main() -> None:
     parser.add_argument("--model", choices=_MODELS, nargs="+", default=list(_MODELS))
     parser.add_argument("--output", type=Path, default=_RESULT)
     args = parser.parse_args()
+    versions = _versions()
     rows = []
     for device_name in args.device:
         device = target(device_name)
@@ -210,13 +217,22 @@ def main() -> None:
                 row["seconds"] = round(time.perf_counter() - begin, 1)
                 rows.append(row)
                 _show(row)
-    names = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvcc")
-    versions = {name: importlib.metadata.version(name) for name in names} | {"python": platform.python_version()}
     args.output.write_text(json.dumps({"versions": versions, "results": rows}, indent=1) + "\n")
     failed = sum(not row["compiled"] for row in rows)
     print(f"{len(rows) - failed} of {len(rows)} compiled; written to {args.output}")
     if failed:
         raise SystemExit(1)
+
+
+def _versions() -> dict[str, str]:
+    """Of what compiles; exits where it is not there."""
+    found = {"python": platform.python_version()}
+    for name in ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    if not any(name.endswith("plugin") for name in found) or jax.__version_info__ < (0, 12):
+        raise SystemExit(f'compile_gpu: needs jax 0.12 and its CUDA plugin, found {found}; pip install "vlkv[gpu]"')
+    return found
 
 
 def _show(row: dict[str, Any]) -> None:

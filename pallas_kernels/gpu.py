@@ -9,6 +9,7 @@ jax calls the backend deprecated since 0.11, each time that it lowers a kernel; 
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -84,7 +85,7 @@ def product_sizes(dtype: Any) -> dict[str, int]:
     of what passes set the pace. float32 has no tensor cores at full precision, and half the room.
     """
     small = jnp.dtype(dtype).itemsize < 4
-    return {"stay": 128 if small else 64, "pass": 64 if small else 32, "warps": 4, "stages": 3}
+    return {"stay": 128 if small else 32, "pass": 64 if small else 32, "warps": 4, "stages": 3}
 
 
 def splits(programs: int, steps: int) -> int:
@@ -111,7 +112,7 @@ def tiles(head_dim: int) -> list[tuple[int, int]]:
     return result
 
 
-def load(ref: Any, *places: Int[Array, "..."], mask: Bool[Array, "..."], other: Any = 0) -> Array:
+def load(ref: Any, *places: Array, mask: Array, other: Any = 0) -> Array:
     """`ref[places]`, and `other` where not `mask`; places there may lie outside."""
     return triton.load(ref.at[places], mask=mask, other=other)
 
@@ -145,7 +146,8 @@ def dot(a: Float[Array, "M C"], b: Float[Array, "C N"]) -> Float[Array, "M N"]:
 
 def logits(q: Tiles, k: Tiles, scale: float) -> Float[Array, "M N"]:
     """scale q k^T over all tiles of a head."""
-    return scale * sum(dot(a, b.T) for a, b in zip(q, k, strict=True))
+    products = [dot(a, b.T) for a, b in zip(q, k, strict=True)]
+    return scale * functools.reduce(jnp.add, products)
 
 
 def whole(*shape: int | None, index: Callable[..., tuple[Any, ...]]) -> pl.BlockSpec:
@@ -153,12 +155,12 @@ def whole(*shape: int | None, index: Callable[..., tuple[Any, ...]]) -> pl.Block
     return pl.BlockSpec(shape, index)
 
 
-def total(lse: Float[Array, "Z ..."]) -> Float[Array, "..."]:
+def total(lse: Float[Array, "Z ..."]) -> Array:
     """The log of the denominator of all Z parts from the log of each part's."""
     return jax.nn.logsumexp(lse, axis=0)
 
 
-def merge(parts: Float[Array, "Z ..."], lse: Float[Array, "Z ..."]) -> Float[Array, "..."]:
+def merge(parts: Float[Array, "Z ..."], lse: Float[Array, "Z ..."]) -> Array:
     """Means under a softmax over all Z parts from the mean over each; zero if all of them are empty."""
     denominator = total(lse)
     share = jnp.exp(lse - jnp.where(jnp.isfinite(denominator), denominator, 0.0)[None])

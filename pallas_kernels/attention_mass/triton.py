@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,9 @@ from jax.experimental.pallas import program_id, triton
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import gpu, tuning
-from pallas_kernels.attention_mass_rows.triton import softmax_rows
-from pallas_kernels.attention_mass_rows.triton import unsupported as unsupported
+from pallas_kernels.attention_mass_rows.triton import softmax_rows, unsupported
+
+__all__ = ["attention_mass_triton", "unsupported"]
 
 
 def attention_mass_triton(
@@ -66,7 +66,7 @@ def attention_mass_triton(
         warps=size["warps"],
         stages=size["stages"],
         interpret=interpret,
-    )(q, k, row_weight, key_mask, row_place, level)
+    )(q, k, row_weight.astype(jnp.float32), key_mask, row_place, level)
     return mass
 
 

@@ -42,7 +42,9 @@ def attention_mass_rows_triton(
 ) -> Float[Array, "R N T"]:
     """As `attention_mass_rows` says."""
     del in_order  # the last place of a block of rows bounds its keys, in order or not
-    mass, lse, _ = softmax_rows(q, k, key_weight, key_mask, row_place, causal=causal, interpret=interpret)
+    mass, lse, _ = softmax_rows(
+        q, k, key_weight.astype(jnp.float32), key_mask, row_place, causal=causal, interpret=interpret
+    )
     if not softmax_n:
         return mass
     return mass * jnp.exp(lse - jnp.logaddexp(lse, math.log(softmax_n)))
@@ -144,7 +146,7 @@ def _kernel(
         p = jnp.exp2(logits - shift[:, None])
         old = jnp.exp2(peak - shift)
         sums = [
-            a * old + jnp.sum(p * gpu.load(weight_ref, jnp.full_like(key, r), key, mask=inside)[None].astype(jnp.float32), axis=1)
+            a * old + jnp.sum(p * gpu.load(weight_ref, jnp.full_like(key, r), key, mask=inside)[None], axis=1)
             for r, a in enumerate(sums)
         ]
         return sums, both, total * old + jnp.sum(p, axis=1)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.decode_attention.triton import attend
-from pallas_kernels.decode_attention.triton import unsupported as unsupported
+from pallas_kernels.decode_attention.triton import attend, unsupported
+
+__all__ = ["core_attention_triton", "unsupported"]
 
 
 def core_attention_triton(
@@ -30,5 +32,7 @@ def core_attention_triton(
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Any]:
     """As `core_attention` says."""
+    if not rows.shape[1]:  # an array without elements has no place in a kernel
+        rows = jnp.zeros((rows.shape[0], 1), rows.dtype)
     listed = rows, count, text
     return attend(q, k, v, start, length, listed, valid, max_length, return_mass, interpret=interpret)

@@ -163,15 +163,18 @@ def _kernel(
     head = jnp.arange(gpu.padded(group))
     q = gpu.load_rows(q_ref, head, head < group)
 
-    def step(i, state):
-        out, peak, weight = state
+    def places(i):  # within the segment, of the slots of a turn, and whether they are there
         number = begin + i * block + jnp.arange(block)
         inside = number < end
-        place = number  # within the segment
-        if listed_refs is not None:
-            chosen = gpu.load(rows_ref, number, mask=inside & (number < count))
-            place = jnp.where(number < count, chosen, text + number - count)
-            inside = inside & (place < length)
+        if listed_refs is None:
+            return number, inside
+        chosen = gpu.load(rows_ref, number, mask=inside & (number < count))
+        place = jnp.where(number < count, chosen, text + number - count)
+        return place, inside & (place < length)
+
+    def step(i, state):
+        out, peak, weight, place, inside = state
+        following = places(i + 1)  # looked up one turn ahead, or the copies of keys and values would wait for it
         k = gpu.load_rows(k_ref, start + place, inside)
         v = gpu.load_rows(v_ref, start + place, inside)
         taken = inside
@@ -186,16 +189,17 @@ def _kernel(
         p = jnp.exp(logits - shift[:, None])
         old = jnp.exp(peak - shift)
         out = [a * old[:, None] + gpu.dot(p.astype(b.dtype), b) for a, b in zip(out, v, strict=True)]
-        return out, both, weight * old + jnp.sum(p, axis=1)
+        return out, both, weight * old + jnp.sum(p, axis=1), *following
 
     rows = head.shape[0]
     state = (
         [jnp.zeros((rows, size), jnp.float32) for _, size in gpu.tiles(head_dim)],
         jnp.full((rows,), -jnp.inf, jnp.float32),
         jnp.zeros((rows,), jnp.float32),
+        *places(0),
     )
     turns = jax.lax.div(end - begin + (block - 1), block)  # none or fewer past the end
-    out, peak, weight = jax.lax.fori_loop(0, turns, step, state)
+    out, peak, weight, *_ = jax.lax.fori_loop(0, turns, step, state)
     some = weight > 0
     weight = jnp.where(some, weight, 1.0)
     gpu.store_rows(out_ref, head, head < group, [a / weight[:, None] for a in out])
