@@ -150,11 +150,6 @@ def logits(q: Tiles, k: Tiles, scale: float) -> Float[Array, "M N"]:
     return scale * functools.reduce(jnp.add, products)
 
 
-def whole(*shape: int | None, index: Callable[..., tuple[Any, ...]]) -> pl.BlockSpec:
-    """A block that is the whole array in every axis but those given as None, whose place `index` names."""
-    return pl.BlockSpec(shape, index)
-
-
 def total(lse: Float[Array, "Z ..."]) -> Array:
     """The log of the denominator of all Z parts from the log of each part's."""
     return jax.nn.logsumexp(lse, axis=0)

@@ -14,7 +14,8 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import program_id, triton
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import gpu, tuning
@@ -53,14 +54,14 @@ def attention_mass_triton(
         functools.partial(_kernel, causal=causal, in_order=in_order, statistic=statistic, rows=rows, keys=keys),
         grid=(-(-slots // keys), heads),
         in_specs=(
-            gpu.whole(None, count, head_dim, index=lambda block, head: (head, 0, 0)),
-            gpu.whole(None, slots, head_dim, index=lambda block, head: (head // (heads // kv_heads), 0, 0)),
-            gpu.whole(lines, count, index=lambda block, head: (0, 0)),
-            gpu.whole(slots, index=lambda block, head: (0,)),
-            gpu.whole(count, index=lambda block, head: (0,)),
-            gpu.whole(None, count, index=lambda block, head: (head, 0)),
+            pl.BlockSpec((None, count, head_dim), lambda block, head: (head, 0, 0)),
+            pl.BlockSpec((None, slots, head_dim), lambda block, head: (head // (heads // kv_heads), 0, 0)),
+            pl.BlockSpec((lines, count), lambda block, head: (0, 0)),
+            pl.BlockSpec((slots,), lambda block, head: (0,)),
+            pl.BlockSpec((count,), lambda block, head: (0,)),
+            pl.BlockSpec((None, count), lambda block, head: (head, 0)),
         ),
-        out_specs=(gpu.whole(lines, None, slots, index=lambda block, head: (0, head, 0)),),
+        out_specs=(pl.BlockSpec((lines, None, slots), lambda block, head: (0, head, 0)),),
         out_shape=(jax.ShapeDtypeStruct((lines, heads, slots), jnp.float32),),
         name="attention_mass",
         warps=size["warps"],
@@ -87,11 +88,11 @@ def _kernel(
 ):
     count, head_dim = q_ref.shape
     slots = k_ref.shape[0]
-    key = program_id(0) * keys + jnp.arange(keys)
+    key = pl.program_id(0) * keys + jnp.arange(keys)
     there = key < slots
     k = gpu.load_rows(k_ref, key, there)
     exists = gpu.load(mask_ref, key, mask=there, other=False)[:, None]
-    first = jax.lax.div(program_id(0) * keys, rows) if causal and in_order else jnp.int32(0)
+    first = jax.lax.div(pl.program_id(0) * keys, rows) if causal and in_order else jnp.int32(0)
 
     def step(i, sums):  # the product transposed, [J, I], so that a sum over rows stays within a warp
         row = i * rows + jnp.arange(rows)

@@ -16,7 +16,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import program_id, triton
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import gpu, tuning
@@ -72,21 +73,21 @@ def softmax_rows(
     parts = gpu.splits(heads * blocks, -(-slots // keys))
     lines = 0 if key_weight is None else key_weight.shape[0]
     # The kernel counts in powers of two, whose exponential the hardware has.
-    row = gpu.whole(None, None, count, index=lambda block, head, part: (part, head, 0))
+    row = pl.BlockSpec((None, None, count), lambda block, head, part: (part, head, 0))
     sums, lse, peak = gpu.pallas_call(
         functools.partial(_kernel, causal=causal, rows=rows, keys=keys, parts=parts),
         grid=(blocks, heads, parts),
         in_specs=(
-            gpu.whole(None, count, head_dim, index=lambda block, head, part: (head, 0, 0)),
-            gpu.whole(None, slots, head_dim, index=lambda block, head, part: (head // (heads // kv_heads), 0, 0)),
-            None if not lines else gpu.whole(lines, slots, index=lambda block, head, part: (0, 0)),
-            gpu.whole(slots, index=lambda block, head, part: (0,)),
-            gpu.whole(count, index=lambda block, head, part: (0,)),
+            pl.BlockSpec((None, count, head_dim), lambda block, head, part: (head, 0, 0)),
+            pl.BlockSpec((None, slots, head_dim), lambda block, head, part: (head // (heads // kv_heads), 0, 0)),
+            None if not lines else pl.BlockSpec((lines, slots), lambda block, head, part: (0, 0)),
+            pl.BlockSpec((slots,), lambda block, head, part: (0,)),
+            pl.BlockSpec((count,), lambda block, head, part: (0,)),
         ),
         out_specs=(
             None
             if not lines
-            else gpu.whole(None, lines, None, count, index=lambda block, head, part: (part, 0, head, 0)),
+            else pl.BlockSpec((None, lines, None, count), lambda block, head, part: (part, 0, head, 0)),
             row,
             row,
         ),
@@ -122,13 +123,13 @@ def _kernel(
     slots = k_ref.shape[0]
     lines = 0 if weight_ref is None else weight_ref.shape[0]
     last = -(-count // rows) - 1
-    row = (last - program_id(0)) * rows + jnp.arange(rows)
+    row = (last - pl.program_id(0)) * rows + jnp.arange(rows)
     there = row < count
     q = gpu.load_rows(q_ref, row, there)
     place = gpu.load(place_ref, row, mask=there, other=-1)
     many = jnp.minimum(jnp.max(place) + 1, slots) if causal else jnp.int32(slots)
     part = jax.lax.div(many + (parts * keys - 1), parts * keys) * keys
-    begin = program_id(2) * part
+    begin = pl.program_id(2) * part
     end = jnp.minimum(begin + part, many)
 
     def step(i, state):

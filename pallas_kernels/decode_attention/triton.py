@@ -18,7 +18,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import program_id, triton
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import gpu, tuning
@@ -69,43 +70,30 @@ def attend(
     slots, kv_heads = k.shape[1:3]
     group = heads // kv_heads
     op = "decode_attention" if listed is None else "core_attention"
-    # Keys and values of two turns, in flight, and of one that is computed: 96 KiB at H = 128.
+    # Keys and values of two turns lie in shared memory while a third is read: 64 KiB at H = 128, in bfloat16.
     default = {"block": 64 if k.dtype.itemsize < 4 else 32, "warps": 4, "stages": 3}
     size = tuning.block(f"{op}/triton", None, default)
     block = size["block"]
     parts = gpu.splits(batch * kv_heads, -(-max_length // block))
 
-    def at(*shape: int | None, index: Any) -> Any:
-        return gpu.whole(*shape, index=lambda head, part, row: index(row, head, part))
-
-    per_row = functools.partial(at, index=lambda row, head, part: (row, 0))
-    per_head = functools.partial(at, index=lambda row, head, part: (row, head))
-    segment = functools.partial(at, index=lambda row, head, part: (row, head, 0))
-    block_of_head = functools.partial(at, index=lambda row, head, part: (row, head, 0, 0))
-    pool = at(None, slots, None, head_dim, index=lambda row, head, part: (row, 0, head, 0))
     seen = jnp.full((batch, kv_heads, group, max_length), -jnp.inf) if return_mass else None
     inputs = (q.reshape(batch, kv_heads, group, head_dim), k, v, start, length, listed, valid, seen)
-    in_specs = (
-        block_of_head(None, None, group, head_dim),
-        pool,
-        pool,
-        per_head(None, None),
-        per_head(None, None),
-        None
-        if listed is None
-        else (
-            per_row(None, listed[0].shape[1]),
-            at(None, index=lambda row, head, part: (row,)),
-            per_head(None, None),
-        ),
-        None if valid is None else segment(None, None, max_length),
-        None if seen is None else block_of_head(None, None, group, max_length),
-    )
-    out_specs = (
-        at(None, None, None, group, head_dim, index=lambda row, head, part: (part, row, head, 0, 0)),
-        at(None, None, None, group, index=lambda row, head, part: (part, row, head, 0)),
-        None if seen is None else block_of_head(None, None, group, max_length),
-    )
+
+    # Of a program for (head, part, row): its row's or its row's and head's share of an array, whole in the other axes.
+    scalar = pl.BlockSpec((None, None), lambda head, part, row: (row, head))
+    pool = pl.BlockSpec((None, slots, None, head_dim), lambda head, part, row: (row, 0, head, 0))
+    queries = pl.BlockSpec((None, None, group, head_dim), lambda head, part, row: (row, head, 0, 0))
+    listing = None if listed is None else (
+        pl.BlockSpec((None, listed[0].shape[1]), lambda head, part, row: (row, 0)),
+        pl.BlockSpec((None,), lambda head, part, row: (row,)),
+        scalar,
+    )  # fmt: skip
+    mask = None if valid is None else pl.BlockSpec((None, None, max_length), lambda head, part, row: (row, head, 0))
+    kept = None
+    if seen is not None:
+        kept = pl.BlockSpec((None, None, group, max_length), lambda head, part, row: (row, head, 0, 0))
+    out = pl.BlockSpec((None, None, None, group, head_dim), lambda head, part, row: (part, row, head, 0, 0))
+    sums = pl.BlockSpec((None, None, None, group), lambda head, part, row: (part, row, head, 0))
     out_shape = (
         jax.ShapeDtypeStruct((parts, batch, kv_heads, group, head_dim), jnp.float32),
         jax.ShapeDtypeStruct((parts, batch, kv_heads, group), jnp.float32),
@@ -114,8 +102,8 @@ def attend(
     run = gpu.pallas_call(
         functools.partial(_kernel, block=block, parts=parts),
         grid=(kv_heads, parts, batch),  # heads fastest: their rows are neighbours in memory
-        in_specs=in_specs,
-        out_specs=out_specs,
+        in_specs=(queries, pool, pool, scalar, scalar, listing, mask, kept),
+        out_specs=(out, sums, kept),
         out_shape=out_shape,
         name=op,
         warps=size["warps"],
@@ -123,13 +111,13 @@ def attend(
         aliases=None if seen is None else {len(jax.tree.leaves(inputs)) - 1: 2},
         interpret=interpret,
     )
-    out, lse, seen = run(*inputs)
-    out, lse = gpu.merge(out, lse[..., None]), gpu.total(lse)
+    parts_out, parts_lse, seen = run(*inputs)
+    attended, lse = gpu.merge(parts_out, parts_lse[..., None]), gpu.total(parts_lse)
     mass = None
     if seen is not None:
         mass = jnp.exp(seen - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None])
         mass = mass.reshape(batch, heads, max_length)
-    return out.reshape(batch, heads, head_dim), lse.reshape(batch, heads), mass
+    return attended.reshape(batch, heads, head_dim), lse.reshape(batch, heads), mass
 
 
 def _kernel(
@@ -157,7 +145,7 @@ def _kernel(
         count, text = count_ref[...], text_ref[...]
         many = count + jnp.maximum(length - text, 0)
     part = jax.lax.div(many + (parts * block - 1), parts * block) * block  # slots of a part, in whole turns
-    begin = program_id(1) * part
+    begin = pl.program_id(1) * part
     end = jnp.minimum(begin + part, many)
 
     head = jnp.arange(gpu.padded(group))
