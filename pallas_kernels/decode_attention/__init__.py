@@ -14,10 +14,14 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.decode_attention.reference import decode_attention_reference
 from pallas_kernels.decode_attention.xla import decode_attention_xla
 from pallas_kernels.denominator import add_constant, share
-from pallas_kernels.dispatch import choose
+from pallas_kernels.dispatch import Kernel, choose
 from pallas_kernels.quantized import QuantizedPool
 
-_IMPLEMENTATIONS = {"xla": decode_attention_xla, "reference": decode_attention_reference}
+_IMPLEMENTATIONS = {
+    "xla": decode_attention_xla,
+    "reference": decode_attention_reference,
+    "mosaic_tpu": Kernel("decode_attention", "mosaic_tpu"),
+}
 
 
 @overload
