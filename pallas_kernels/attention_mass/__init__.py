@@ -12,10 +12,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention_mass.reference import attention_mass_reference
 from pallas_kernels.attention_mass.xla import attention_mass_xla
-from pallas_kernels.dispatch import choose
+from pallas_kernels.dispatch import Kernel, choose
 
 Statistic = Literal["sum", "square", "count"]
-_IMPLEMENTATIONS = {"xla": attention_mass_xla, "reference": attention_mass_reference}
+_IMPLEMENTATIONS = {
+    "xla": attention_mass_xla,
+    "reference": attention_mass_reference,
+    "mosaic_tpu": Kernel("attention_mass", "mosaic_tpu"),
+}
 
 
 def attention_mass(

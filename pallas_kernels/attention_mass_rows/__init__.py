@@ -10,9 +10,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention_mass_rows.reference import attention_mass_rows_reference
 from pallas_kernels.attention_mass_rows.xla import attention_mass_rows_xla
-from pallas_kernels.dispatch import choose
+from pallas_kernels.dispatch import Kernel, choose
 
-_IMPLEMENTATIONS = {"xla": attention_mass_rows_xla, "reference": attention_mass_rows_reference}
+_IMPLEMENTATIONS = {
+    "xla": attention_mass_rows_xla,
+    "reference": attention_mass_rows_reference,
+    "mosaic_tpu": Kernel("attention_mass_rows", "mosaic_tpu"),
+}
 
 
 def attention_mass_rows(

@@ -13,10 +13,14 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.core_attention.reference import core_attention_reference
 from pallas_kernels.core_attention.xla import core_attention_xla
 from pallas_kernels.denominator import add_constant, share
-from pallas_kernels.dispatch import choose
+from pallas_kernels.dispatch import Kernel, choose
 from pallas_kernels.quantized import QuantizedPool
 
-_IMPLEMENTATIONS = {"xla": core_attention_xla, "reference": core_attention_reference}
+_IMPLEMENTATIONS = {
+    "xla": core_attention_xla,
+    "reference": core_attention_reference,
+    "mosaic_tpu": Kernel("core_attention", "mosaic_tpu"),
+}
 
 
 @overload
