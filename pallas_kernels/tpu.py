@@ -13,14 +13,23 @@ MASKED = -1e30  # a logit that takes no part; finite, so that differences of two
 FLOOR = -1e29  # of the largest logit so far: exp(MASKED - FLOOR) is 0
 
 
+def device_kind() -> str:
+    """Of the device compiled for."""
+    return _device().device_kind
+
+
 def cores() -> int:
-    """TensorCores that share a kernel's grid: two on v4 and v5p, one elsewhere and in the interpreter."""
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    """TensorCores that share a kernel's grid: two where v4 and v5p join them, else one; one in the interpreter."""
+    device = _device()
     return int(getattr(device, "num_cores", None) or 1) if device.platform == "tpu" else 1
 
 
+def _device() -> Any:
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+
+
 def interpreter(interpret: bool) -> Any:
-    """For `pallas_call`: a simulated TPU that raises on races, or False."""
+    """For `pallas_call`: a simulated TPU that notes races, or False."""
     return pltpu.InterpretParams(detect_races=True) if interpret else False
 
 

@@ -76,9 +76,7 @@ def attention_mass_mosaic_tpu(
     return mass.reshape(q.shape[0], weights, -1).swapaxes(0, 1)[..., :keys]
 
 
-def unsupported(
-    q: Array, k: Array, row_weight: Array, key_mask: Array, row_place: Array, **options: Any
-) -> str | None:
+def unsupported(q: Array, k: Array, row_weight: Array, key_mask: Array, row_place: Array, **options: Any) -> str | None:
     """Why the kernel cannot take these arguments; None: it can."""
     if q.dtype != k.dtype or q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"queries are {q.dtype} and keys {k.dtype}, not both bfloat16 or both float32"
@@ -124,7 +122,7 @@ class Tiles:
         ]
 
     def visit(self, refs: Any, i: Any, j: Any, use: Any) -> None:
-        """`use(e, logits, allowed)` for each head of rows i and keys j, [keys, rows]; of a block that is seen at all."""
+        """`use(e, logits, allowed)`, [keys, rows], for each head of rows i and keys j; not of a block that none sees."""
         q_ref, k_ref, place_ref, mask_ref = refs
         place = place_ref[...]
         last = (i + 1) * self.rows - 1 if self.in_order else jnp.max(place)
@@ -222,7 +220,7 @@ def _columns(*refs: Any, tiles: Tiles, statistic: str, threshold: float) -> None
 
 
 def weigh(weight: Any, p: Any, dtype: Any, contract: tuple[int, int]) -> Any:
-    """Weights by probabilities: in float32 where queries and keys are; else p is rounded as they are, weights are not."""
+    """Weights by probabilities: in float32 where queries and keys are; else p is rounded as they are, weights not."""
     if dtype == jnp.float32:
         return dot(weight, p, contract)
     p, high = p.astype(dtype), weight.astype(dtype)

@@ -1,7 +1,8 @@
 """attention_mass_rows for TPU: flash attention whose values are the keys' weights, in one pass.
 
-Blocks lie keys by rows, as in attention_mass. Axes: R weightings · T query rows · S keys · N query heads · K key heads ·
-H head dim.
+Blocks lie keys by rows, as in attention_mass.
+
+Axes: R weightings · T query rows · S keys · N query heads · K key heads · H head dim.
 """
 
 from __future__ import annotations
@@ -15,9 +16,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention_mass.mosaic_tpu import Tiles, fill_up, lay_out, log_denominator, online, weigh
-from pallas_kernels.attention_mass.mosaic_tpu import unsupported as unsupported
+from pallas_kernels.attention_mass.mosaic_tpu import (
+    Tiles,
+    fill_up,
+    lay_out,
+    log_denominator,
+    online,
+    unsupported,
+    weigh,
+)
 from pallas_kernels.tpu import FLOOR, interpreter
+
+__all__ = ["attention_mass_rows_mosaic_tpu", "unsupported"]
 
 
 def attention_mass_rows_mosaic_tpu(
@@ -45,7 +55,8 @@ def attention_mass_rows_mosaic_tpu(
         ],
         out_specs=pl.BlockSpec(of_head, lambda n, i, j: (n, 0, 0, i)),
         out_shape=jax.ShapeDtypeStruct((tiles.groups, tiles.heads, weights, args[0].shape[2]), jnp.float32),
-        scratch_shapes=[pltpu.VMEM((tiles.heads, tiles.rows), jnp.float32)] * 2 + [pltpu.VMEM(of_head[1:], jnp.float32)],
+        scratch_shapes=[pltpu.VMEM((tiles.heads, tiles.rows), jnp.float32)] * 2
+        + [pltpu.VMEM(of_head[1:], jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpreter(interpret),
         name="attention_mass_rows",

@@ -6,6 +6,7 @@ M bound on a segment · H head dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 from jaxtyping import Array, Bool, Float, Int
@@ -16,7 +17,7 @@ from pallas_kernels.denominator import add_constant, share
 from pallas_kernels.dispatch import Kernel, choose
 from pallas_kernels.quantized import QuantizedPool
 
-_IMPLEMENTATIONS = {
+_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "xla": core_attention_xla,
     "reference": core_attention_reference,
     "mosaic_tpu": Kernel("core_attention", "mosaic_tpu"),
@@ -76,7 +77,7 @@ def core_attention(
         max_length: M, a static bound on `length`; None: P.
         softmax_n: as in `decode_attention`.
         return_mass: whether to return the probabilities too, counted from `start`.
-        implementation: "xla" or "reference"; None chooses.
+        implementation: a name that `dispatch.available` gives; None chooses.
 
     Returns:
         As `decode_attention`.

@@ -43,7 +43,7 @@ def core_attention_mosaic_tpu(
     chosen = core[:, None] | (place >= text[..., None])
     chosen = chosen if valid is None else chosen & valid
     return mosaic_tpu.decode_attention_mosaic_tpu(
-        q, k, v, start, length, chosen, max_length, return_mass, interpret=interpret
+        q, k, v, start, length, chosen, max_length, return_mass, interpret=interpret, op="core_attention"
     )
 
 
@@ -53,4 +53,4 @@ def unsupported(
 ) -> str | None:  # fmt: skip
     """Why the kernel cannot take these arguments; None: it can."""
     masked = jnp.zeros(()) if valid is None else valid
-    return mosaic_tpu.unsupported(q, k, v, start, length, masked, max_length, return_mass)
+    return mosaic_tpu.unsupported(q, k, v, start, length, masked, max_length, return_mass, op="core_attention")
