@@ -1,4 +1,4 @@
-"""Block sizes per device: data, not code. `tuning/<device>.json` maps op to sizes; `python -m benchmarks.tune` makes it."""
+"""Block sizes per device, as data: `tuning/<device>.json` maps ops to sizes, `python -m benchmarks.tune` makes it."""
 
 from __future__ import annotations
 
