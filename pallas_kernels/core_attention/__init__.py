@@ -6,6 +6,7 @@ M bound on a segment · H head dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 from jaxtyping import Array, Bool, Float, Int
@@ -13,10 +14,14 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.core_attention.reference import core_attention_reference
 from pallas_kernels.core_attention.xla import core_attention_xla
 from pallas_kernels.denominator import add_constant, share
-from pallas_kernels.dispatch import choose
+from pallas_kernels.dispatch import Kernel, choose
 from pallas_kernels.quantized import QuantizedPool
 
-_IMPLEMENTATIONS = {"xla": core_attention_xla, "reference": core_attention_reference}
+_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    "xla": core_attention_xla,
+    "reference": core_attention_reference,
+    "mosaic_tpu": Kernel("core_attention", "mosaic_tpu"),
+}
 
 
 @overload
@@ -72,7 +77,7 @@ def core_attention(
         max_length: M, a static bound on `length`; None: P.
         softmax_n: as in `decode_attention`.
         return_mass: whether to return the probabilities too, counted from `start`.
-        implementation: "xla" or "reference"; None chooses.
+        implementation: a name that `dispatch.available` gives; None chooses.
 
     Returns:
         As `decode_attention`.

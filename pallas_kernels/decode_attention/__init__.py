@@ -6,6 +6,7 @@ M bound on a segment · H head dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax.numpy as jnp
@@ -14,10 +15,14 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.decode_attention.reference import decode_attention_reference
 from pallas_kernels.decode_attention.xla import decode_attention_xla
 from pallas_kernels.denominator import add_constant, share
-from pallas_kernels.dispatch import choose
+from pallas_kernels.dispatch import Kernel, choose
 from pallas_kernels.quantized import QuantizedPool
 
-_IMPLEMENTATIONS = {"xla": decode_attention_xla, "reference": decode_attention_reference}
+_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    "xla": decode_attention_xla,
+    "reference": decode_attention_reference,
+    "mosaic_tpu": Kernel("decode_attention", "mosaic_tpu"),
+}
 
 
 @overload
@@ -64,7 +69,7 @@ def decode_attention(
         max_length: M, a static bound on `length`; None: P.
         softmax_n: the constant added to the denominator (CSP, Eq. 7); for a segment that is to be combined, 0.
         return_mass: whether to return the probabilities too, counted from `start`.
-        implementation: "xla" or "reference"; None chooses.
+        implementation: a name that `dispatch.available` gives; None chooses.
 
     Returns:
         The attention in float32 and the log of the softmax's denominator, by which two segments can be combined; then
