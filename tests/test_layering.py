@@ -7,6 +7,7 @@ import pytest
 STANDARD = {
     "__future__",
     "collections",
+    "contextlib",
     "dataclasses",
     "functools",
     "importlib",
