@@ -52,11 +52,11 @@ def attend(
     q = q.reshape(segments, -1, head_dim)
     groups = q.shape[1]
     block, together = _sizes(op, bound, 2 * head_dim * itemsize)
-    together = min(together, segments * -(-bound // block))
+    most = -(-bound // block)  # blocks of a segment
+    together = min(together, segments * most)
     take = jax.vmap(read(block))
     blocks = jnp.maximum(-(-count // block), 1)  # an empty segment has one, all masked: queues have no gaps
     ends = jnp.cumsum(blocks)
-    room = -(-bound // block) * block
 
     def step(i: Array, state: tuple) -> tuple:
         total, peak, weight, logits = state
@@ -68,10 +68,9 @@ def attend(
         new = i + jnp.arange(together) < ends[-1]  # the last few may come round again
         x = jnp.einsum("wch,wgh->wcg", keys, q[segment], preferred_element_type=jnp.float32) * head_dim**-0.5
         x = jnp.where(inside[..., None], x, -jnp.inf).swapaxes(1, 2)  # the product is faster with G last
-        if return_logits:
-            for w in range(together):
-                logits = jax.lax.dynamic_update_slice(logits, x[w][None], (segment[w], 0, first[w]))
         x = jnp.where(new[:, None, None], x, -jnp.inf)
+        if return_logits:
+            logits = jax.lax.dynamic_update_slice_in_dim(logits, x, i, 0)
 
         # Blocks are in order, so those at hand belong to at most W segments in a row.
         begin = segment[0]
@@ -97,9 +96,9 @@ def attend(
         jnp.zeros((padded, groups, head_dim)),
         jnp.full((padded, groups), -jnp.inf),
         jnp.zeros((padded, groups)),
-        jnp.full((segments, groups, room), -jnp.inf) if return_logits else None,
+        jnp.full((segments * most + together, groups, block), -jnp.inf) if return_logits else None,
     )
-    if together == segments * -(-bound // block):  # a short tail: no loop to compile
+    if together == segments * most:  # a short tail: no loop to compile
         total, peak, weight, logits = step(jnp.int32(0), state)
     else:
         turns = -(-ends[-1] // together)
@@ -108,11 +107,10 @@ def attend(
     some = weight > 0
     out = total / jnp.where(some, weight, 1.0)[..., None]
     lse = jnp.where(some, peak + jnp.log(jnp.where(some, weight, 1.0)), -jnp.inf)
-    return (
-        out.reshape(batch, heads, head_dim),
-        lse.reshape(batch, heads),
-        None if logits is None else logits[..., :bound],
-    )
+    if logits is not None:  # from the queue's order to each segment's
+        logits = logits[(ends - blocks)[:, None] + jnp.arange(most)].swapaxes(1, 2).reshape(segments, groups, -1)
+        logits = jnp.where(jnp.arange(bound) < count[:, None, None], logits[..., :bound], -jnp.inf)
+    return out.reshape(batch, heads, head_dim), lse.reshape(batch, heads), logits
 
 
 def probabilities(logits: Float[Array, "S G R"], lse: Float[Array, "B N"]) -> Float[Array, "S G R"]:
