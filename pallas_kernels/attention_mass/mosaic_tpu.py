@@ -122,7 +122,7 @@ class Tiles:
         ]
 
     def visit(self, refs: Any, i: Any, j: Any, use: Any) -> None:
-        """`use(e, logits, allowed)`, [keys, rows], for each head of rows i and keys j; not of a block that none sees."""
+        """`use(e, logits, allowed)`, [keys, rows], for each head of rows i and keys j, if any are seen."""
         q_ref, k_ref, place_ref, mask_ref = refs
         place = place_ref[...]
         last = (i + 1) * self.rows - 1 if self.in_order else jnp.max(place)

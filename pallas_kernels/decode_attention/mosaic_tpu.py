@@ -193,14 +193,13 @@ def _passes(start: Any, units: Any, per_block: int) -> tuple[Any, Any]:
 
 
 def _move(x: Any, by: Any, room: int) -> Any:
-    """x [B, K, M] moved `by` [B, K] places up, into `room` places, what is new zero; free where no head moves."""
+    """x [B, K, M] moved `by` [B, K] < 128 places up or down into `room` places, what is new zero; free if by = 0."""
 
-    def gather(x: Any) -> Any:
-        place = jnp.arange(room) - by[..., None]
-        taken = jnp.take_along_axis(x, jnp.clip(place, 0, x.shape[-1] - 1), axis=-1)
-        return jnp.where((place >= 0) & (place < x.shape[-1]), taken, jnp.zeros((), x.dtype))
+    def windows(x: Any) -> Any:
+        x = _fit(jnp.pad(x, [(0, 0), (0, 0), (LANES, 0)]), room + 2 * LANES)
+        return jax.vmap(jax.vmap(lambda one, by: jax.lax.dynamic_slice_in_dim(one, LANES - by, room)))(x, by)
 
-    return jax.lax.cond(jnp.any(by != 0), gather, lambda x: _fit(x, room), x)
+    return jax.lax.cond(jnp.any(by != 0), windows, lambda x: _fit(x, room), x)
 
 
 def _fit(x: Any, room: int) -> Any:

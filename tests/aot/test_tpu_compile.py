@@ -1,0 +1,117 @@
+"""Every TPU kernel through the real TPU compiler, within VMEM, for hardware that is not there.
+
+A mesh of the topology's first device is set and no implementation named: None must pick the kernel by itself, which
+the compiled text shows. Shapes are those of 7B and 26B models.
+"""
+
+import os
+
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # beside another test process
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # asks no cloud what machine this is
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+
+from pallas_kernels import attention_mass, attention_mass_rows, core_attention, decode_attention
+
+pytest.importorskip("libtpu")  # a wheel for Linux only
+
+TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+LLAVA_7B = {"heads": 32, "kv_heads": 32}
+QWEN2_7B = {"heads": 28, "kv_heads": 4}
+INTERN_26B = {"heads": 48, "kv_heads": 8}
+BATCH, PROMPT, ROWS = 4, 8192, 64
+
+
+@functools.cache
+def mesh(generation):
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation]).devices
+    return jax.sharding.Mesh(np.array(devices[:1]), ("x",))
+
+
+def compile_for(generation, function, *shapes):
+    """The compiled program; shapes are (shape, dtype)."""
+    everywhere = jax.sharding.NamedSharding(mesh(generation), jax.sharding.PartitionSpec())
+    args = [jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere) for shape, dtype in shapes]
+    with jax.set_mesh(mesh(generation)):
+        return jax.jit(function).lower(*args).compile()
+
+
+def kernels(program):
+    return program.as_text().count('custom_call_target="tpu_custom_call"')
+
+
+def pools(heads, kv_heads, slots, head_dim=128, dtype=jnp.bfloat16):
+    """Of decode attention: q, k, v, start, length."""
+    pool, segment = ((BATCH, slots, kv_heads, head_dim), dtype), ((BATCH, kv_heads), jnp.int32)
+    return ((BATCH, heads, head_dim), dtype), pool, pool, segment, segment
+
+
+def prompt(heads, kv_heads, rows):
+    """Of the masses: q, k, weights of rows or keys, key mask."""
+    q, k = (((n, length, 128), jnp.bfloat16) for n, length in ((heads, rows), (kv_heads, PROMPT)))
+    return q, k, ((2, PROMPT), jnp.float32), ((PROMPT,), bool)
+
+
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+@pytest.mark.parametrize(
+    ("model", "slots"), [(LLAVA_7B, 8192), (QWEN2_7B, 16384), (INTERN_26B, 32768)], ids=["7B", "Qwen2-7B", "26B"]
+)
+def test_every_kernel(generation, model, slots):
+    *arrays, segment = pools(**model, slots=slots)
+    memory = ((BATCH, model["kv_heads"], PROMPT), bool)
+    core = (segment, ((BATCH, PROMPT // 2), jnp.int32), ((BATCH,), jnp.int32), segment)
+    q, k, weight, mask = prompt(**model, rows=PROMPT)
+    gathered = (((model["heads"], ROWS, 128), jnp.bfloat16), ((1, ROWS), jnp.float32), ((ROWS,), jnp.int32))
+
+    def everything(decode, memory, core, prompt, gathered):
+        q, k, weight, mask = prompt
+        few, few_weight, few_place = gathered
+        return (
+            decode_attention(*decode, max_length=PROMPT),
+            decode_attention(*decode, max_length=PROMPT, valid=memory, return_mass=True),
+            core_attention(*decode, *core, max_length=PROMPT),
+            attention_mass(q, k, row_weight=weight, key_mask=mask),
+            attention_mass(
+                few, k, row_weight=few_weight, key_mask=mask, row_place=few_place, softmax_n=1.0, statistic="count"
+            ),
+            attention_mass_rows(q, k, key_weight=weight, key_mask=mask),
+        )
+
+    shapes = (*arrays, segment, memory, *core[1:], q, k, weight, mask, *gathered)
+
+    def flat(q, k, v, start, length, memory, rows, count, text, *rest):
+        return everything((q, k, v, start, length), memory, (rows, count, text), rest[:4], rest[4:])
+
+    program = compile_for(generation, flat, *shapes)
+    assert kernels(program) == 1 + 1 + 1 + 2 + 2 + 1
+    pool = np.prod(arrays[1][0]) * 2
+    assert program.memory_analysis().temp_size_in_bytes < pool / 4, "no copy of the pool"
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(14, 2, 64), (16, 16, 80), (32, 32, 96)])
+def test_heads_that_do_not_fill_the_lanes(heads, kv_heads, head_dim):
+    for slots, dtype in ((4096, jnp.bfloat16), (40, jnp.float32)):
+        program = compile_for("v5e", decode_attention, *pools(heads, kv_heads, slots, head_dim, dtype))
+        assert kernels(program) == 1
+
+
+def test_a_short_tail_of_any_length():
+    for slots in (1, 17, 100):
+        assert kernels(compile_for("v4", decode_attention, *pools(**QWEN2_7B, slots=slots))) == 1
+
+
+def test_a_batch_of_prompts_is_one_kernel():
+    q, k, weight, mask = (((2, *shape), dtype) for shape, dtype in prompt(**QWEN2_7B, rows=PROMPT))
+    rows = jax.vmap(lambda q, k, weight, mask: attention_mass_rows(q, k, key_weight=weight, key_mask=mask))
+    assert kernels(compile_for("v5e", rows, q, k, weight, mask)) == 1
+
+
+def test_what_the_kernel_declines_runs_in_xla():
+    program = compile_for("v5e", decode_attention, *pools(**QWEN2_7B, slots=1000))  # not a multiple of 16
+    assert kernels(program) == 0
