@@ -6,14 +6,18 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vlkv.config import llava, text
+from vlkv.config import llava, llava_next, llava_onevision, text
 from vlkv.config.clip import ClipConfig
 from vlkv.config.decoder import TEXT_FAMILIES, DecoderConfig
+from vlkv.config.siglip import SiglipConfig
 from vlkv.errors import InputError
 
 # model_type of a config.json -> the fields of ModelConfig that this family reads from it, besides `stop`.
 _READERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "llava": llava.read,
+    "llava_next": llava_next.read,
+    "llava_next_video": llava_next.read_video,
+    "llava_onevision": llava_onevision.read,
     **dict.fromkeys(TEXT_FAMILIES, text.read),
 }
 FAMILIES = tuple(_READERS)
@@ -25,10 +29,11 @@ class ModelConfig:
 
     family: str
     decoder: DecoderConfig
-    vision: ClipConfig | None = None
+    vision: ClipConfig | SiglipConfig | None = None
     image_token: int | None = None
     video_token: int | None = None
     projector_bias: bool = True
+    wiring: Any = None  # the family's own settings
     stop: tuple[int, ...] = ()  # ids that end a sequence
 
     @classmethod

@@ -21,6 +21,7 @@ from vlkv.errors import InputError
 from vlkv.inputs import Inputs
 from vlkv.processing.images import Picture
 from vlkv.processing.llava import LlavaPictures
+from vlkv.processing.llava_next import LlavaNextPictures
 from vlkv.processing.pictures import Pictures, Read, Video
 from vlkv.processing.pixels import Layout
 from vlkv.processing.prompts import MARKS, PromptWriter
@@ -29,7 +30,10 @@ from vlkv.processing.tokenizer import Lengths, TextTokenizer
 
 RowImages: TypeAlias = Picture | Video | Sequence[Picture | Video] | None
 
-_PICTURES: dict[str, Callable[[Path, ModelConfig, Layout], Pictures]] = {"llava": LlavaPictures.from_folder}
+_PICTURES: dict[str, Callable[[Path, ModelConfig, Layout], Pictures]] = {
+    "llava": LlavaPictures.from_folder,
+    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), LlavaNextPictures.from_folder),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +106,7 @@ class Processor:
         rows, texts = _rows(images, text)
         for row, one in zip(rows, texts, strict=True):  # before anything is read, what is wrong with the text
             self.prompts.write(one, **_count(row))
-        reads = [[self._read(picture) for picture in row] for row in rows]
+        reads = [self._read(row) for row in rows]
         prompts = [self.tokens(one, row, read) for row, one, read in zip(rows, texts, reads, strict=True)]
         longest = max(len(prompt) for prompt in prompts)
         ids = np.zeros((len(prompts), longest), np.int32)
@@ -158,9 +162,12 @@ class Processor:
         """
         return self.tokenizer.decode(tokens, lengths, stop=self.config.stop)
 
-    def _read(self, picture: Picture | Video) -> Read:
+    def _read(self, row: Sequence[Picture | Video]) -> list[Read]:
+        if not row:
+            return []
         assert self.pictures is not None  # or the prompt had raised
-        return self.pictures.read(picture)
+        images = _count(row)["images"]
+        return [self.pictures.read(picture, images=images) for picture in row]
 
 
 def _spelling(folder: Path, tokenizer: TextTokenizer, token: int | None) -> str | None:
