@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vlkv.config import llava, llava_next, llava_onevision, text
+from vlkv.config import llava, llava_next, llava_onevision, llava_video, text
 from vlkv.config.clip import ClipConfig
 from vlkv.config.decoder import TEXT_FAMILIES, DecoderConfig
 from vlkv.config.siglip import SiglipConfig
@@ -18,9 +18,12 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "llava_next": llava_next.read,
     "llava_next_video": llava_next.read_video,
     "llava_onevision": llava_onevision.read,
+    "llava_qwen": llava_video.read,
     **dict.fromkeys(TEXT_FAMILIES, text.read),
 }
 FAMILIES = tuple(_READERS)
+# Architecture of an original checkpoint, whose model_type does not tell -> its config as transformers would write it.
+_ORIGINALS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {"LlavaQwenForCausalLM": llava_video.nested}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,8 @@ class ModelConfig:
         Raises:
             InputError: an unsupported `model_type`, or a field that we do not honour.
         """
+        for architecture in raw.get("architectures") or ():
+            raw = _ORIGINALS.get(architecture, dict)(raw)
         family = raw.get("model_type")
         if family not in FAMILIES:
             raise InputError(f"config.json: model_type={family!r} is not supported (supported: {', '.join(FAMILIES)})")

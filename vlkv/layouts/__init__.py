@@ -14,7 +14,7 @@ from vlkv.layouts.arranged import Arranged
 
 ARRANGE: dict[str, Callable[..., Arranged]] = {
     "llava": llava.arrange,
-    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), llava_next.arrange),
+    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "llava_qwen"), llava_next.arrange),
     **dict.fromkeys(TEXT_FAMILIES, text.arrange),
 }
 

@@ -15,7 +15,7 @@ embeddings, the newline. A mixed one is a weighted sum of patches: `layout["taps
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -161,7 +161,10 @@ def arrange(
             raise InputError(f"{config.family} takes no video: give its frames as pixel_values")
         videos.append(pictures.video(len(given)))
         pixels.append(_tiles("pixel_values_videos", given, len(given), config, "a video"))
-    entry, views, is_vision = _place(tokens, valid, {config.image_token: images, config.video_token: videos})
+    if images and videos and config.image_token == config.video_token:
+        raise InputError(f"{config.family} has one token for images and videos: give a batch of one kind")
+    made = {token: some for token, some in ((config.image_token, images), (config.video_token, videos)) if some}
+    entry, views, is_vision = _place(tokens, valid, config, made)
     layout = pictures.layout(buckets)
     all_tiles = round_up(pictures.tiles, buckets.images)
     mixed = all_tiles * pictures.grid**2
@@ -184,11 +187,16 @@ def arrange(
 
 
 def _place(
-    tokens: Int[np.ndarray, "B T"], valid: Bool[np.ndarray, "B T"], made: Mapping[int | None, list[np.ndarray]]
+    tokens: Int[np.ndarray, "B T"],
+    valid: Bool[np.ndarray, "B T"],
+    config: ModelConfig,
+    made: Mapping[int | None, Sequence[np.ndarray]],
 ) -> tuple[Int[np.ndarray, "B T 4"], int, Bool[np.ndarray, "B T"]]:
     """Every entry at its place; the most views of a row; which tokens are vision."""
-    left: dict[int, Iterator[np.ndarray]] = {token: iter(some) for token, some in made.items() if token is not None}
-    is_vision = valid & np.isin(tokens, list(left))
+    is_vision = valid & np.isin(
+        tokens, [token for token in (config.image_token, config.video_token) if token is not None]
+    )
+    left = {token: iter(some) for token, some in made.items()}
     wanted, given = int(is_vision.sum()), sum(len(one) for some in made.values() for one in some)
     if wanted != given:
         raise InputError(f"the prompt holds {wanted} image and video tokens, but the pictures need {given}: "
@@ -198,7 +206,7 @@ def _place(
         places, views, at = np.flatnonzero(is_vision[row]), 0, 0
         while at < len(places):
             token = int(tokens[row, places[at]])
-            one = next(left[token], None)
+            one = next(left.get(token, iter(())), None)
             span = places[at : at + (0 if one is None else len(one))]
             if one is None or len(span) < len(one) or (tokens[row, span] != token).any():
                 raise InputError(f"row {row} of the prompt: its image tokens do not end where its pictures do; "

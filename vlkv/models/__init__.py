@@ -16,7 +16,7 @@ from vlkv.models.text import TextModel
 Model = Llava | LlavaNext | TextModel
 _CLASSES: dict[str, type] = {
     "llava": Llava,
-    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), LlavaNext),
+    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "llava_qwen"), LlavaNext),
     **dict.fromkeys(TEXT_FAMILIES, TextModel),
 }
 

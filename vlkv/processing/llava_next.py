@@ -11,7 +11,7 @@ import numpy as np
 import PIL.Image
 from jaxtyping import Float
 
-from vlkv.config import ModelConfig
+from vlkv.config import ModelConfig, SiglipConfig
 from vlkv.errors import InputError
 from vlkv.layouts.anyres import best_resolution, fitted
 from vlkv.layouts.llava_next import picture_tokens, video_tokens
@@ -33,13 +33,18 @@ class LlavaNextPictures:
         """Reads the settings; raises InputError where they are missing, not honoured or not those of config.json."""
         if layout != "checkpoint":
             raise InputError(f"layout={layout!r}: {config.family} takes pictures of any shape; leave it out")
-        raw, source = find_settings(folder)
+        assert config.vision is not None
+        size = {"height": config.vision.image_size, "width": config.vision.image_size}
+        # Original checkpoints do not say what becomes of pixels: what the tower was trained on.
+        siglip = isinstance(config.vision, SiglipConfig)
+        default = {"image_processor_type": "SiglipImageProcessor", "size": size} if siglip else None
+        raw, source = find_settings(folder, default=default)
         points = raw.get("image_grid_pinpoints")
         if points is not None and tuple(map(tuple, points)) != config.wiring.pinpoints:
             raise InputError(f"{source}: image_grid_pinpoints are not those of config.json: "
                              "the files are not of one checkpoint")  # fmt: skip
         image = PixelSettings.from_hf(raw, source)
-        frame = PixelSettings.from_hf(*find_settings(folder, "video")) if config.wiring.video else None
+        frame = PixelSettings.from_hf(*find_settings(folder, "video", default)) if config.wiring.video else None
         return cls(config=config, image=image, frame=frame)
 
     def read(self, picture: Picture | Video, *, images: int = 1) -> Read:

@@ -99,14 +99,17 @@ def read_settings(folder: Path, layout: Layout = "checkpoint") -> PixelSettings:
     return PixelSettings.from_hf(*find_settings(folder), layout)
 
 
-def find_settings(folder: Path, part: Literal["image", "video"] = "image") -> tuple[dict[str, Any], str]:
+def find_settings(
+    folder: Path, part: Literal["image", "video"] = "image", default: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], str]:
     """A folder's settings as they are written, and the file they stand in.
 
     That is `processor_config.json` (transformers 5) or `preprocessor_config.json` (4), for videos
-    `video_preprocessor_config.json`; where nothing is said of videos, what is said of images.
+    `video_preprocessor_config.json`; where nothing is said of videos, what is said of images, and where nothing is
+    said of those, `default`.
 
     Raises:
-        InputError: no file has them.
+        InputError: no file has them, and there is no default.
     """
     path = folder / "processor_config.json"
     nested = (read_json(path) or {}).get(f"{part}_processor")
@@ -115,9 +118,9 @@ def find_settings(folder: Path, part: Literal["image", "video"] = "image") -> tu
     if part == "video":
         path = folder / "video_preprocessor_config.json"
         raw = read_json(path)
-        return find_settings(folder) if raw is None else (raw, str(path))
+        return find_settings(folder, default=default) if raw is None else (raw, str(path))
     path = folder / "preprocessor_config.json"
-    raw = read_json(path)
+    raw = read_json(path) or default
     if raw is None:
         raise InputError(f"{path}: no such file, but the model reads images; copy it from the checkpoint")
     return raw, str(path)

@@ -32,7 +32,7 @@ RowImages: TypeAlias = Picture | Video | Sequence[Picture | Video] | None
 
 _PICTURES: dict[str, Callable[[Path, ModelConfig, Layout], Pictures]] = {
     "llava": LlavaPictures.from_folder,
-    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), LlavaNextPictures.from_folder),
+    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "llava_qwen"), LlavaNextPictures.from_folder),
 }
 
 
@@ -139,9 +139,11 @@ class Processor:
         if not ids.size:
             raise InputError("the prompt is empty: the tokenizer makes no token of it")
         repeats = np.ones(len(ids), np.int64)
-        for kind, mark in MARKS.items():
-            wanted = [read.tokens for picture, read in zip(pictures, reads, strict=True) if _kind(picture) == kind]
-            places = np.flatnonzero(ids == getattr(self.config, f"{kind}_token"))
+        own = {kind: getattr(self.config, f"{kind}_token") for kind in MARKS}
+        for kind, mark in MARKS.items():  # of both kinds at once where they share a token
+            alike = [other for other in MARKS if own[other] == own[kind]]
+            wanted = [read.tokens for picture, read in zip(pictures, reads, strict=True) if _kind(picture) in alike]
+            places = np.flatnonzero(ids == own[kind])
             if len(places) != len(wanted):
                 # Counted in ids, so that no spelling in the user's text can pass for an image.
                 raise InputError(f"the prompt holds {len(places)} {kind} token(s) for {len(wanted)} {kind}(s); "
