@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import numpy as np
 import PIL.Image
 import pytest
 
 import vlkv
+from checkpoints_convert.converting import convert
 from tests.parity.conftest import text_config
 from vlkv import policies
 from vlkv.errors import InputError
@@ -125,9 +128,11 @@ def test_video(tmp_path):
 
 def test_new_and_old_names_give_the_same_parameters(saved, tmp_path):
     model, _, params, _, _ = saved
-    model.save_pretrained(tmp_path, save_original_format=False)
-    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(vlkv.load_params(tmp_path)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    model.save_pretrained(tmp_path / "new", save_original_format=False)
+    convert(tmp_path / "new", tmp_path / "converted", progress=False)
+    for name in ("new", "converted"):
+        for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(vlkv.load_params(tmp_path / name)), strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize(
@@ -173,8 +178,6 @@ def test_sizes_and_pixels_are_those_of_the_pil_processor(saved, tmp_path):
     sizes += [(1, 400), (400, 1), (28, 56), (56, 56), (57, 57), (333, 24), (24, 333), (1, 1), (84, 27), (112, 112)]
     ours = [picture_tokens(params.config, size) for size in sizes]
     assert ours == [counter._get_number_of_features(*size, SIDE, SIDE) for size in sizes]
-
-    import json
 
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(raw))
     pictures = LlavaNextPictures.from_folder(tmp_path, params.config, "checkpoint")

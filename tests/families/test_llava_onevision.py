@@ -10,11 +10,13 @@ import PIL.Image
 import pytest
 
 import vlkv
+from checkpoints_convert.converting import convert
 from tests.parity.conftest import text_config
+from tests.processing.conftest import make_tokenizer, write_folder
 from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.layouts.llava_next import picture_tokens, video_tokens
-from vlkv.processing import Video
+from vlkv.processing import Processor, Video
 from vlkv.processing.llava_next import LlavaNextPictures
 
 from .common import (
@@ -104,8 +106,10 @@ def test_greedy_tokens(saved):
 def test_new_and_old_names_and_tied_embeddings(saved, tmp_path):
     model, _, params, _, _ = saved
     model.save_pretrained(tmp_path / "new", save_original_format=False)
-    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(vlkv.load_params(tmp_path / "new")), strict=True):
-        np.testing.assert_array_equal(a, b)
+    convert(tmp_path / "new", tmp_path / "converted", progress=False)
+    for name in ("new", "converted"):
+        for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(vlkv.load_params(tmp_path / name)), strict=True):
+            np.testing.assert_array_equal(a, b)
     make(tied=True).save_pretrained(tmp_path / "tied")
     assert vlkv.load_params(tmp_path / "tied").config.decoder.tied
 
@@ -171,6 +175,38 @@ def test_sizes_and_pixels_are_those_of_the_pil_processor(saved, tmp_path):
     video = pictures.read(Video(frames=[image, image]))
     assert video.tokens == 2 * 4 + 1
     np.testing.assert_allclose(video.arrays["pixel_values_videos"][0], pictures.read(image).arrays["pixel_values"][0])
+
+
+TEMPLATE = """\
+{% for message in messages %}{{ '<|' + message['role'] + '|>' }}
+{%- for item in message['content'] if item['type'] != 'text' %}{{ '<' + item['type'] + '>' }}{% endfor %}
+{%- for item in message['content'] if item['type'] == 'text' %}{{ item['text'] }}{% endfor %}
+{% endfor %}
+"""
+
+
+def test_processor_of_a_folder(tmp_path):
+    """How many pictures a prompt has decides what becomes of each; videos of unequal length share a batch."""
+    folder = write_folder(tmp_path, template=TEMPLATE)
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens(["<video>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"image_processor": processors()[1], "video_processor": {
+        "video_processor_type": "LlavaOnevisionVideoProcessor", "size": {"height": SIDE, "width": SIDE},
+    }}  # fmt: skip
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    raw = make().config.to_dict()
+    raw["text_config"]["vocab_size"] = 300
+    raw |= {"image_token_index": 3, "video_token_index": tokenizer.token_to_id("<video>")}
+    config = vlkv.config.ModelConfig.from_hf(raw)
+    processor = Processor.from_folder(folder, config)
+    image = PIL.Image.new("RGB", (50, 60), (255, 0, 0))
+    videos = [Video(frames=[image] * frames) for frames in (1, 3)]
+    inputs = processor([[image, image], image, [videos[0], image], videos[1], None], ["What is it?"] * 5)
+    alone, among = picture_tokens(config, (60, 50)), 10
+    wanted = [2 * among, alone, 4 + 1 + alone, 12 + 1, 0]
+    assert inputs.is_vision.sum(axis=1).tolist() == wanted
+    assert inputs.grid[2, :, 0].max() == 2, "two views of the picture and a frame"
 
 
 def check_layout(model, config, size, images, count) -> None:

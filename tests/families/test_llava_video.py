@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 
+import jax
 import numpy as np
 import PIL.Image
 import pytest
 
 import vlkv
+from checkpoints_convert.converting import convert
 from tests.processing.conftest import make_tokenizer
 from vlkv.errors import InputError
 from vlkv.layouts.llava_next import picture_tokens, video_tokens
@@ -102,6 +104,13 @@ def saved(tmp_path_factory):
     model = make()
     save(model, folder)
     return model, folder, vlkv.load_params(folder)
+
+
+def test_converted_once_more(saved, tmp_path):
+    _, folder, params = saved
+    convert(folder, tmp_path / "converted", progress=False)
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(vlkv.load_params(tmp_path / "converted")), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def rows_with(config, *frames: int) -> list[Row]:
