@@ -3,9 +3,13 @@
 A field that changes the answer and that we do not honour is refused by name; nothing is silently ignored.
 """
 
+from vlkv.config.anyres import AnyRes
 from vlkv.config.clip import ClipConfig
 from vlkv.config.decoder import TEXT_FAMILIES, DecoderConfig
 from vlkv.config.model import FAMILIES, ModelConfig
 from vlkv.config.rope import RopeConfig
+from vlkv.config.siglip import SiglipConfig
 
-__all__ = ["FAMILIES", "TEXT_FAMILIES", "ClipConfig", "DecoderConfig", "ModelConfig", "RopeConfig"]
+__all__ = [
+    "FAMILIES", "TEXT_FAMILIES", "AnyRes", "ClipConfig", "DecoderConfig", "ModelConfig", "RopeConfig", "SiglipConfig",
+]  # fmt: skip

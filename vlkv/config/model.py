@@ -6,17 +6,24 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vlkv.config import llava, text
+from vlkv.config import llava, llava_next, llava_onevision, llava_video, text
 from vlkv.config.clip import ClipConfig
 from vlkv.config.decoder import TEXT_FAMILIES, DecoderConfig
+from vlkv.config.siglip import SiglipConfig
 from vlkv.errors import InputError
 
 # model_type of a config.json -> the fields of ModelConfig that this family reads from it, besides `stop`.
 _READERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "llava": llava.read,
+    "llava_next": llava_next.read,
+    "llava_next_video": llava_next.read_video,
+    "llava_onevision": llava_onevision.read,
+    "llava_qwen": llava_video.read,
     **dict.fromkeys(TEXT_FAMILIES, text.read),
 }
 FAMILIES = tuple(_READERS)
+# Architecture of an original checkpoint, whose model_type does not tell -> its config as transformers would write it.
+_ORIGINALS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {"LlavaQwenForCausalLM": llava_video.nested}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,10 +32,11 @@ class ModelConfig:
 
     family: str
     decoder: DecoderConfig
-    vision: ClipConfig | None = None
+    vision: ClipConfig | SiglipConfig | None = None
     image_token: int | None = None
     video_token: int | None = None
     projector_bias: bool = True
+    wiring: Any = None  # the family's own settings
     stop: tuple[int, ...] = ()  # ids that end a sequence
 
     @classmethod
@@ -38,6 +46,8 @@ class ModelConfig:
         Raises:
             InputError: an unsupported `model_type`, or a field that we do not honour.
         """
+        for architecture in raw.get("architectures") or ():
+            raw = _ORIGINALS.get(architecture, dict)(raw)
         family = raw.get("model_type")
         if family not in FAMILIES:
             raise InputError(f"config.json: model_type={family!r} is not supported (supported: {', '.join(FAMILIES)})")

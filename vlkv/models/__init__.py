@@ -10,10 +10,15 @@ from jaxtyping import Array, Key
 from vlkv.config import TEXT_FAMILIES, ModelConfig
 from vlkv.layers import Initializer
 from vlkv.models.llava import Llava
+from vlkv.models.llava_next import LlavaNext
 from vlkv.models.text import TextModel
 
-Model = Llava | TextModel
-_CLASSES: dict[str, type] = {"llava": Llava, **dict.fromkeys(TEXT_FAMILIES, TextModel)}
+Model = Llava | LlavaNext | TextModel
+_CLASSES: dict[str, type] = {
+    "llava": Llava,
+    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "llava_qwen"), LlavaNext),
+    **dict.fromkeys(TEXT_FAMILIES, TextModel),
+}
 
 
 def init(config: ModelConfig, key: Key[Array, ""], dtype: DTypeLike = jnp.float32) -> Model:

@@ -21,6 +21,7 @@ from vlkv.errors import InputError
 from vlkv.inputs import Inputs
 from vlkv.processing.images import Picture
 from vlkv.processing.llava import LlavaPictures
+from vlkv.processing.llava_next import LlavaNextPictures
 from vlkv.processing.pictures import Pictures, Read, Video
 from vlkv.processing.pixels import Layout
 from vlkv.processing.prompts import MARKS, PromptWriter
@@ -29,7 +30,10 @@ from vlkv.processing.tokenizer import Lengths, TextTokenizer
 
 RowImages: TypeAlias = Picture | Video | Sequence[Picture | Video] | None
 
-_PICTURES: dict[str, Callable[[Path, ModelConfig, Layout], Pictures]] = {"llava": LlavaPictures.from_folder}
+_PICTURES: dict[str, Callable[[Path, ModelConfig, Layout], Pictures]] = {
+    "llava": LlavaPictures.from_folder,
+    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "llava_qwen"), LlavaNextPictures.from_folder),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +106,7 @@ class Processor:
         rows, texts = _rows(images, text)
         for row, one in zip(rows, texts, strict=True):  # before anything is read, what is wrong with the text
             self.prompts.write(one, **_count(row))
-        reads = [[self._read(picture) for picture in row] for row in rows]
+        reads = [self._read(row) for row in rows]
         prompts = [self.tokens(one, row, read) for row, one, read in zip(rows, texts, reads, strict=True)]
         longest = max(len(prompt) for prompt in prompts)
         ids = np.zeros((len(prompts), longest), np.int32)
@@ -135,9 +139,11 @@ class Processor:
         if not ids.size:
             raise InputError("the prompt is empty: the tokenizer makes no token of it")
         repeats = np.ones(len(ids), np.int64)
-        for kind, mark in MARKS.items():
-            wanted = [read.tokens for picture, read in zip(pictures, reads, strict=True) if _kind(picture) == kind]
-            places = np.flatnonzero(ids == getattr(self.config, f"{kind}_token"))
+        own = {kind: getattr(self.config, f"{kind}_token") for kind in MARKS}
+        for kind, mark in MARKS.items():  # of both kinds at once where they share a token
+            alike = [other for other in MARKS if own[other] == own[kind]]
+            wanted = [read.tokens for picture, read in zip(pictures, reads, strict=True) if _kind(picture) in alike]
+            places = np.flatnonzero(ids == own[kind])
             if len(places) != len(wanted):
                 # Counted in ids, so that no spelling in the user's text can pass for an image.
                 raise InputError(f"the prompt holds {len(places)} {kind} token(s) for {len(wanted)} {kind}(s); "
@@ -158,9 +164,12 @@ class Processor:
         """
         return self.tokenizer.decode(tokens, lengths, stop=self.config.stop)
 
-    def _read(self, picture: Picture | Video) -> Read:
+    def _read(self, row: Sequence[Picture | Video]) -> list[Read]:
+        if not row:
+            return []
         assert self.pictures is not None  # or the prompt had raised
-        return self.pictures.read(picture)
+        images = _count(row)["images"]
+        return [self.pictures.read(picture, images=images) for picture in row]
 
 
 def _spelling(folder: Path, tokenizer: TextTokenizer, token: int | None) -> str | None:
