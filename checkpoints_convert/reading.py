@@ -6,6 +6,8 @@ Every way in which a folder can be wrong ends in one InputError that names the f
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,11 @@ class Tensor:
     key: str  # as written in the file
     shape: tuple[int, ...]
     dtype: str  # safetensors' name, such as BF16
+
+    @property
+    def own_dtype(self) -> np.dtype:
+        """As it lies in the file."""
+        return np.dtype(np.float64 if self.dtype == "F64" else _DTYPES[self.dtype])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +66,19 @@ class Checkpoint:
             with safe_open(tensor.file, framework="np") as file:
                 return file.get_tensor(tensor.key)
         except (SafetensorError, OSError) as error:
-            raise InputError(f"{tensor.file}: cannot read {tensor.key}: {error}") from None
+            raise _unreadable(tensor, error) from None
+
+    def slices(self, key: str, nbytes: int) -> Iterator[np.ndarray]:
+        """The same in slices along its first axis, of no more than so many bytes or of one row each."""
+        tensor = self.tensors[key]
+        rows = max(1, nbytes // max(1, math.prod(tensor.shape[1:]) * tensor.own_dtype.itemsize))
+        try:
+            with safe_open(tensor.file, framework="np") as file:
+                part = file.get_slice(tensor.key)
+                for begin in range(0, tensor.shape[0], rows):
+                    yield part[begin : min(begin + rows, tensor.shape[0])]
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(tensor, error) from None
 
 
 def cast(array: np.ndarray, dtype: np.dtype | None, key: str) -> np.ndarray:
@@ -71,6 +90,10 @@ def cast(array: np.ndarray, dtype: np.dtype | None, key: str) -> np.ndarray:
     if not np.isfinite(made.astype(np.float32)).all() and np.isfinite(array.astype(np.float32)).all():
         raise InputError(f"{key} has values beyond {dtype.name}: use bfloat16 or float32")
     return made
+
+
+def _unreadable(tensor: Tensor, error: Exception) -> InputError:
+    return InputError(f"{tensor.file}: cannot read {tensor.key}: {error}")
 
 
 def require_json(path: Path) -> dict[str, Any]:

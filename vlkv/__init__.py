@@ -4,6 +4,7 @@ from vlkv import cache, policies, sampling
 from vlkv.buckets import Buckets
 from vlkv.cache import PackedCache
 from vlkv.errors import InputError
+from vlkv.extend import extend
 from vlkv.generate import Output, decode, decode_step, forward, generate, log_probabilities, score, stream
 from vlkv.inputs import Inputs
 from vlkv.loading import load, load_params, load_processor
@@ -24,6 +25,7 @@ __all__ = [
     "cache",
     "decode",
     "decode_step",
+    "extend",
     "fill_cache",
     "forward",
     "generate",
