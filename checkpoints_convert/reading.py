@@ -6,6 +6,7 @@ Every way in which a folder can be wrong ends in one InputError that names the f
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,11 +34,17 @@ class Tensor:
     key: str  # as written in the file
     shape: tuple[int, ...]
     dtype: str  # safetensors' name, such as BF16
+    begin: int  # its first byte in the file
 
     @property
     def own_dtype(self) -> np.dtype:
         """As it lies in the file."""
         return np.dtype(np.float64 if self.dtype == "F64" else _DTYPES[self.dtype])
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one step along the first axis."""
+        return math.prod(self.shape[1:]) * self.own_dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,25 +67,26 @@ class Checkpoint:
         return array if entry.part is None else entry.part.of(array)
 
     def read_tensor(self, key: str) -> np.ndarray:
-        """One whole tensor, copied out of its file."""
+        """One whole tensor."""
         tensor = self.tensors[key]
-        try:
-            with safe_open(tensor.file, framework="np") as file:
-                return file.get_tensor(tensor.key)
-        except (SafetensorError, OSError) as error:
-            raise _unreadable(tensor, error) from None
+        return next(self._rows(tensor, math.prod(tensor.shape[:1])))
 
     def slices(self, key: str, nbytes: int) -> Iterator[np.ndarray]:
         """The same in slices along its first axis, of no more than so many bytes or of one row each."""
         tensor = self.tensors[key]
-        rows = max(1, nbytes // max(1, math.prod(tensor.shape[1:]) * tensor.own_dtype.itemsize))
+        yield from self._rows(tensor, max(1, nbytes // max(1, tensor.row_bytes)))
+
+    def _rows(self, tensor: Tensor, rows: int) -> Iterator[np.ndarray]:
+        # Plain reads: what is mapped counts as memory of the process for as long as anything refers to it.
         try:
-            with safe_open(tensor.file, framework="np") as file:
-                part = file.get_slice(tensor.key)
-                for begin in range(0, tensor.shape[0], rows):
-                    yield part[begin : min(begin + rows, tensor.shape[0])]
-        except (SafetensorError, OSError) as error:
-            raise _unreadable(tensor, error) from None
+            with tensor.file.open("rb") as file:
+                file.seek(tensor.begin)
+                for first in range(0, length := math.prod(tensor.shape[:1]), rows):
+                    count = min(rows, length - first)
+                    data = np.fromfile(file, np.uint8, count * tensor.row_bytes).view(tensor.own_dtype)
+                    yield data.reshape((count, *tensor.shape[1:])[: len(tensor.shape)])
+        except (OSError, ValueError) as error:
+            raise InputError(f"{tensor.file}: cannot read {tensor.key}: {error}") from None
 
 
 def cast(array: np.ndarray, dtype: np.dtype | None, key: str) -> np.ndarray:
@@ -90,10 +98,6 @@ def cast(array: np.ndarray, dtype: np.dtype | None, key: str) -> np.ndarray:
     if not np.isfinite(made.astype(np.float32)).all() and np.isfinite(array.astype(np.float32)).all():
         raise InputError(f"{key} has values beyond {dtype.name}: use bfloat16 or float32")
     return made
-
-
-def _unreadable(tensor: Tensor, error: Exception) -> InputError:
-    return InputError(f"{tensor.file}: cannot read {tensor.key}: {error}")
 
 
 def require_json(path: Path) -> dict[str, Any]:
@@ -187,8 +191,12 @@ def _files(folder: Path) -> list[Path]:
 
 def _headers(file: Path) -> list[Tensor]:
     try:
-        with safe_open(file, framework="np") as opened:
+        with safe_open(file, framework="np") as opened:  # which checks every offset
             slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
-            return [Tensor(file, key, tuple(s.get_shape()), s.get_dtype()) for key, s in slices.items()]
+            found = {key: (tuple(s.get_shape()), s.get_dtype()) for key, s in slices.items()}
+        with file.open("rb") as plain:
+            length = int.from_bytes(plain.read(8), "little")
+            header = json.loads(plain.read(length))
     except (SafetensorError, OSError) as error:
         raise InputError(f"{file}: truncated or corrupt safetensors ({error})") from None
+    return [Tensor(file, key, *found[key], 8 + length + header[key]["data_offsets"][0]) for key in found]

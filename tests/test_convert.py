@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -195,9 +196,55 @@ def test_damaged_orbax_folders(tmp_path, capsys):
         with pytest.raises(vlkv.InputError, match=says):
             vlkv.load_params(out)
     (out / "vlkv_manifest.json").write_text(manifest)
-    data = max(out.glob("params-*/**/d/*"), key=lambda path: path.stat().st_size)
+    data = max((path for path in out.glob("params-*/**/*") if path.is_file()), key=lambda path: path.stat().st_size)
     data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
     with pytest.raises(vlkv.InputError, match="cannot be read"):
         vlkv.load_params(out)
     with pytest.raises(vlkv.InputError, match="checksum differs"):
         converting.verify(out)
+
+
+def random_llama(folder: Path, width: int) -> Path:
+    """One layer of 7 matrices and 2 tables, all [width, width], in bfloat16 of random bits, a file for every three."""
+    folder.mkdir()
+    config = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 16, "torch_dtype": "bfloat16"}
+    config |= dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), width)
+    (folder / "config.json").write_text(json.dumps(config))
+    layer = "model.layers.0."
+    names = [f"{layer}self_attn.{x}_proj" for x in "qkvo"] + [f"{layer}mlp.{x}_proj" for x in ("gate", "up", "down")]
+    shapes = {f"{name}.weight": (width, width) for name in [*names, "model.embed_tokens", "lm_head"]}
+    norms = [f"{layer}input_layernorm.weight", f"{layer}post_attention_layernorm.weight", "model.norm.weight"]
+    shapes |= dict.fromkeys(norms, (width,))
+    rng, weight_map = np.random.default_rng(0), {}
+    for first in range(0, len(shapes), 3):
+        part = {key: shapes[key] for key in list(shapes)[first : first + 3]}
+        bits = {key: rng.integers(0, 2**16, shape, np.uint16) for key, shape in part.items()}
+        weight_map |= dict.fromkeys(part, f"model-{first}.safetensors")
+        save_file({key: x.view(ml_dtypes.bfloat16) for key, x in bits.items()}, folder / f"model-{first}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
+    """288 MiB in tensors of 32: private memory grows by a few slices of 4 MiB, not by a tensor or a shard of 64."""
+    code = (
+        "import sys, threading, time; from pathlib import Path; from checkpoints_convert import converting\n"
+        "converting.SHARD_BYTES, converting.streaming.SLICE_BYTES = 2**26, 2**22\n"
+        "def private():\n"
+        "    return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('RssAnon')) // 1024\n"
+        "def watch():\n"
+        "    while True: peak.append(private()); time.sleep(0.001)\n"
+        "converting.convert(Path(sys.argv[1]), Path(sys.argv[1] + '-out'), progress=False)\n"
+        "before, peak = private(), []\n"
+        "threading.Thread(target=watch, daemon=True).start()\n"
+        "converting.convert(Path(sys.argv[2]), Path(sys.argv[2] + '-out'), progress=False)\n"
+        "print(max(peak) - before)\n"
+    )
+    small, big = random_llama(tmp_path / "small", width=64), random_llama(tmp_path / "big", width=4096)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(small), str(big)], capture_output=True, text=True, check=True, env=environment
+    )
+    assert 0 <= int(result.stdout) < 24
+    manifest = json.loads((tmp_path / "big-out" / "vlkv_manifest.json").read_text())
+    assert manifest["bytes"] == 9 * 2**25 + 3 * 2**13 and len(list((tmp_path / "big-out").glob("model-*"))) > 3

@@ -23,7 +23,7 @@ ORDER = [
         "vlkv.matching",
     },
     {"vlkv.decoder", "vlkv.policies", "vlkv.inputs", "vlkv.layouts", "vlkv.sampling", "vlkv.vision"},
-    {"vlkv.cache", "vlkv.models", "vlkv.processing"},
+    {"vlkv.cache", "vlkv.models", "vlkv.presets", "vlkv.processing"},
     {"vlkv.reading", "checkpoints_convert"},
     {"vlkv.prefill"},
     {"vlkv.generate", "vlkv.extend"},

@@ -10,6 +10,7 @@ from vlkv.inputs import Inputs
 from vlkv.loading import load, load_params, load_processor
 from vlkv.models import init
 from vlkv.prefill import fill_cache, prefill
+from vlkv.presets import presets
 from vlkv.reading import Prompt, read_prompt
 from vlkv.sampling import Greedy, Sample
 
@@ -36,6 +37,7 @@ __all__ = [
     "log_probabilities",
     "policies",
     "prefill",
+    "presets",
     "read_prompt",
     "sampling",
     "score",
