@@ -8,8 +8,17 @@ import pytest
 import vlkv
 from vlkv import models
 
-# As published; that of llava-1.5-13b is what transformers makes of its config.
+# As published; those of llava-1.5-13b and of LLaVA-OneVision are what transformers makes of their configs.
 PUBLISHED = {
+    "llava-next-vicuna-7b": 7_063_431_168,
+    "llava-next-vicuna-13b": 13_351_499_776,
+    "llava-next-mistral-7b": 7_566_747_648,
+    "llava-onevision-0.5b": 893_675_552,
+    "llava-onevision-7b": 8_030_807_584,
+    "qwen2-vl-2b": 2_208_985_600,
+    "qwen2-vl-7b": 8_291_375_616,
+    "qwen2.5-vl-3b": 3_754_622_976,
+    "qwen2.5-vl-7b": 8_292_166_656,
     "llava-1.5-7b": 7_063_427_072,
     "llava-1.5-13b": 13_351_494_656,
     "vicuna-1.5-7b": 6_738_415_616,
@@ -42,38 +51,44 @@ def clip(raw) -> int:
     return around + raw["num_hidden_layers"] * clip_block(raw)
 
 
-def whole(raw) -> int:
-    if raw["model_type"] != "llava":
+def whole(raw) -> int | None:
+    """None: of a family that only transformers counts here."""
+    if "vision_config" not in raw:
         return text(raw)
+    if raw["model_type"] not in ("llava", "llava_next"):
+        return None
     sizes = dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32)
     sizes |= {"num_key_value_heads": 32, "tie_word_embeddings": False} | raw["text_config"]
     d, width = sizes["hidden_size"], raw["vision_config"]["hidden_size"]
-    return text(sizes) + clip(raw["vision_config"]) + width * d + d + d * d + d
+    newline = d if raw["model_type"] == "llava_next" else 0
+    return text(sizes) + clip(raw["vision_config"]) + width * d + d + d * d + d + newline
 
 
 def unused(raw) -> int:
-    """What is published and never runs: behind feature layer -2, a block, and the norm after the last."""
-    if raw["model_type"] != "llava":
-        return 0
-    return clip_block(raw["vision_config"]) + 2 * raw["vision_config"]["hidden_size"]
+    """What is published and never runs: a norm behind the tower; with feature layer -2 the last block too."""
+    if raw["model_type"] in ("llava", "llava_next"):
+        return clip_block(raw["vision_config"]) + 2 * raw["vision_config"]["hidden_size"]
+    return 2 * raw["vision_config"]["hidden_size"] if raw["model_type"] == "llava_onevision" else 0
 
 
 @pytest.mark.parametrize("name", vlkv.presets)
 def test_parameters_are_as_many_as_published(name):
     raw = vlkv.presets.raw[name]
-    assert whole(raw) == PUBLISHED[name]
+    assert whole(raw) in (PUBLISHED[name], None)
     shapes = jax.tree.leaves(models.abstract(vlkv.presets[name]))
     assert sum(x.size for x in shapes) == PUBLISHED[name] - unused(raw)
 
 
-@pytest.mark.parametrize("name", ["llava-1.5-7b", "llava-1.5-13b", "mistral-7b", "qwen2-1.5b"])
+COUNTED = [name for name in vlkv.presets if "vision_config" in vlkv.presets.raw[name]]
+
+
+@pytest.mark.parametrize("name", [*COUNTED, "mistral-7b", "qwen2-1.5b"])
 def test_transformers_counts_as_many(name):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     raw = dict(vlkv.presets.raw[name])
-    config = transformers.AutoConfig.for_model(raw.pop("model_type"), **raw)
-    auto = transformers.AutoModelForImageTextToText if name.startswith("llava") else transformers.AutoModelForCausalLM
+    auto = transformers.AutoModelForImageTextToText if name in COUNTED else transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        model = auto.from_config(config)
+        model = auto.from_config(transformers.AutoConfig.for_model(raw.pop("model_type"), **raw))
     assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[name]
 
 
