@@ -6,6 +6,9 @@ Every way in which a folder can be wrong ends in one InputError that names the f
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,17 @@ class Tensor:
     key: str  # as written in the file
     shape: tuple[int, ...]
     dtype: str  # safetensors' name, such as BF16
+    begin: int  # its first byte in the file
+
+    @property
+    def own_dtype(self) -> np.dtype:
+        """As it lies in the file."""
+        return np.dtype(np.float64 if self.dtype == "F64" else _DTYPES[self.dtype])
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one step along the first axis."""
+        return math.prod(self.shape[1:]) * self.own_dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +67,25 @@ class Checkpoint:
         return array if entry.part is None else entry.part.of(array)
 
     def read_tensor(self, key: str) -> np.ndarray:
-        """One whole tensor, copied out of its file."""
+        """One whole tensor."""
         tensor = self.tensors[key]
+        return next(self._rows(tensor, math.prod(tensor.shape[:1])))
+
+    def slices(self, key: str, nbytes: int) -> Iterator[np.ndarray]:
+        """The same in slices along its first axis, of no more than so many bytes or of one row each."""
+        tensor = self.tensors[key]
+        yield from self._rows(tensor, max(1, nbytes // max(1, tensor.row_bytes)))
+
+    def _rows(self, tensor: Tensor, rows: int) -> Iterator[np.ndarray]:
+        # Plain reads: what is mapped counts as memory of the process for as long as anything refers to it.
         try:
-            with safe_open(tensor.file, framework="np") as file:
-                return file.get_tensor(tensor.key)
-        except (SafetensorError, OSError) as error:
+            with tensor.file.open("rb") as file:
+                file.seek(tensor.begin)
+                for first in range(0, length := math.prod(tensor.shape[:1]), rows):
+                    count = min(rows, length - first)
+                    data = np.fromfile(file, np.uint8, count * tensor.row_bytes).view(tensor.own_dtype)
+                    yield data.reshape((count, *tensor.shape[1:])[: len(tensor.shape)])
+        except (OSError, ValueError) as error:
             raise InputError(f"{tensor.file}: cannot read {tensor.key}: {error}") from None
 
 
@@ -164,8 +191,12 @@ def _files(folder: Path) -> list[Path]:
 
 def _headers(file: Path) -> list[Tensor]:
     try:
-        with safe_open(file, framework="np") as opened:
+        with safe_open(file, framework="np") as opened:  # which checks every offset
             slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
-            return [Tensor(file, key, tuple(s.get_shape()), s.get_dtype()) for key, s in slices.items()]
+            found = {key: (tuple(s.get_shape()), s.get_dtype()) for key, s in slices.items()}
+        with file.open("rb") as plain:
+            length = int.from_bytes(plain.read(8), "little")
+            header = json.loads(plain.read(length))
     except (SafetensorError, OSError) as error:
         raise InputError(f"{file}: truncated or corrupt safetensors ({error})") from None
+    return [Tensor(file, key, *found[key], 8 + length + header[key]["data_offsets"][0]) for key in found]

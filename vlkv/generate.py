@@ -1,7 +1,7 @@
 """The seams after prefill: each public, each pure, each jittable.
 
     forward      whole prompts, no cache                       parity and training
-    decode_step  one token more
+    decode_step  one token more                                (`extend`, many more: vlkv/extend.py)
     decode       tokens until every row has ended              the loop
     generate     prefill and decode in one jit                 the main job
     score        log-probabilities of a given continuation     perplexity through the compressed cache
@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels, combine, decode_attention
-from vlkv.cache import PackedCache
+from vlkv.cache import PackedCache, write
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
@@ -59,17 +59,23 @@ def decode_step(
 
     Past the tail's capacity (`new_tokens` of `prefill`) the logits are NaN: there is no slot to write to.
     """
-    capacity = cache.tail_k[0].shape[1]
-    x = params.decoder.embedding(token)[:, None]  # [B, 1, D]
-    positions = cache.next_position[:, None]
+    cache, x = feed(params, cache, params.decoder.embedding(token), cache.next_position)
+    return cache, logits_after(params, cache, x)
+
+
+def feed(
+    params: Model, cache: PackedCache, x: Float[Array, "B D"], positions: Int[Array, "B A"]
+) -> tuple[PackedCache, Float[Array, "B D"]]:
+    """One embedded token per row through all layers; returns the cache with it and the last layer's output."""
+    x, positions = x[:, None], positions[:, None]
     tail_k, tail_v = list(cache.tail_k), list(cache.tail_v)
     memory = list(cache.memory or ())
-    begin, length = jnp.zeros_like(cache.start[0]), jnp.full_like(cache.start[0], cache.used + 1)
+    slot, begin = cache.used[:, None], jnp.zeros_like(cache.start[0])
     for i, layer in enumerate(params.decoder.layers):
         q, k, v = layer.project(x, positions)
-        tail_k[i] = jax.lax.dynamic_update_slice_in_dim(tail_k[i], k, cache.used, axis=1)
-        tail_v[i] = jax.lax.dynamic_update_slice_in_dim(tail_v[i], v, cache.used, axis=1)
-        segment, tail = (cache.k, cache.v, cache.start[i], cache.length[i]), (tail_k[i], tail_v[i], begin, length)
+        tail_k[i], tail_v[i] = write(tail_k[i], k, slot), write(tail_v[i], v, slot)
+        segment = cache.k, cache.v, cache.start[i], cache.length[i]
+        tail = tail_k[i], tail_v[i], begin, begin + slot + 1
         if cache.policy is None:
             run = cache.kernels.decode_attention
             first, second = (decode_attention(q[:, 0], *part, implementation=run) for part in (segment, tail))
@@ -79,7 +85,6 @@ def decode_step(
             attended, mass = attend(q[:, 0], segment, tail, memory[i], softmax_n=cache.softmax_n, kernels=cache.kernels)
             memory[i] = jax.vmap(cache.policy.step)(memory[i], mass)
         x = layer.finish(x, attended[:, None].astype(x.dtype))
-    logits = params.decoder.logits(x[:, 0])
     cache = dataclasses.replace(
         cache,
         tail_k=tuple(tail_k),
@@ -88,7 +93,13 @@ def decode_step(
         next_position=cache.next_position + 1,
         memory=None if cache.memory is None else tuple(memory),
     )
-    return cache, jnp.where(cache.used > capacity, jnp.nan, logits)
+    return cache, x[:, 0]
+
+
+def logits_after(params: Model, cache: PackedCache, x: Float[Array, "B D"]) -> Float[Array, "B vocab"]:
+    """Logits from the last layer's output; NaN in rows that were fed more than their tail holds."""
+    full = cache.used > cache.tail_k[0].shape[1]
+    return jnp.where(full[:, None], jnp.nan, params.decoder.logits(x))
 
 
 class _Decoding(NamedTuple):

@@ -149,7 +149,7 @@ def attend(
 
     if memory.core is None:
         out, lse, mass = whole(kept)
-    else:  # rows of a batch are at the same step
+    else:  # after `extend` rows may be at different steps: then all read the whole
         out, lse, mass = jax.lax.cond(jnp.all(memory.core.suffices), listed, whole, kept)
     tail_out, tail_lse, tail_mass = decode_attention(
         q, *tail, valid=recent, max_length=new_tokens, return_mass=True, implementation=kernels.decode_attention
