@@ -20,7 +20,7 @@ _UNUSED = re.compile(r"^model\.vision_tower\.(?:post_layernorm\.|encoder\.layers
 
 def table(config: ModelConfig) -> Iterator[Entry]:
     """All tensors that a model of this config needs."""
-    assert config.vision is not None
+    assert isinstance(config.vision, ClipConfig)
     yield from decoder(config.decoder, "model.language_model.")
     yield from tower(config.vision, "model.vision_tower.")
     yield from _projector(config, "model.multi_modal_projector.")

@@ -6,14 +6,17 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vlkv.config import llava, text
+from vlkv.config import internvl, internvl_chat, llava, text
 from vlkv.config.clip import ClipConfig
 from vlkv.config.decoder import TEXT_FAMILIES, DecoderConfig
+from vlkv.config.internvit import InternVitConfig
 from vlkv.errors import InputError
 
 # model_type of a config.json -> the fields of ModelConfig that this family reads from it, besides `stop`.
 _READERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "llava": llava.read,
+    "internvl": internvl.read,
+    "internvl_chat": internvl_chat.read,
     **dict.fromkeys(TEXT_FAMILIES, text.read),
 }
 FAMILIES = tuple(_READERS)
@@ -25,15 +28,26 @@ class ModelConfig:
 
     family: str
     decoder: DecoderConfig
-    vision: ClipConfig | None = None
+    vision: ClipConfig | InternVitConfig | None = None
     image_token: int | None = None
     video_token: int | None = None
     projector_bias: bool = True
+    wiring: Any = None  # the family's own settings
     stop: tuple[int, ...] = ()  # ids that end a sequence
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+    def from_hf(
+        cls,
+        raw: Mapping[str, Any],
+        generation: Mapping[str, Any] | None = None,
+        added: Mapping[str, int] | None = None,
+    ) -> ModelConfig:
         """Reads `config.json` and, where there is one, `generation_config.json` (for the stop ids).
+
+        Args:
+            raw: `config.json`.
+            generation: `generation_config.json`.
+            added: ids of the tokenizer's added tokens by their spelling, for families whose config names none.
 
         Raises:
             InputError: an unsupported `model_type`, or a field that we do not honour.
@@ -44,4 +58,6 @@ class ModelConfig:
         if raw.get("quantization_config"):
             raise InputError("config.json: quantization_config: quantised checkpoints are not supported; "
                              "use the original weights")  # fmt: skip
-        return cls(family=family, stop=text.stop(raw, generation or {}), **_READERS[family](raw))
+        # Under a name that no config.json has.
+        fields = _READERS[family]({**raw, "added_tokens": added or {}})
+        return cls(family=family, **{"stop": text.stop(raw, generation or {}), **fields})

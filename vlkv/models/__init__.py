@@ -9,11 +9,16 @@ from jaxtyping import Array, Key
 
 from vlkv.config import TEXT_FAMILIES, ModelConfig
 from vlkv.layers import Initializer
+from vlkv.models.internvl import InternVl
 from vlkv.models.llava import Llava
 from vlkv.models.text import TextModel
 
-Model = Llava | TextModel
-_CLASSES: dict[str, type] = {"llava": Llava, **dict.fromkeys(TEXT_FAMILIES, TextModel)}
+Model = Llava | InternVl | TextModel
+_CLASSES: dict[str, type] = {
+    "llava": Llava,
+    **dict.fromkeys(("internvl", "internvl_chat"), InternVl),
+    **dict.fromkeys(TEXT_FAMILIES, TextModel),
+}
 
 
 def init(config: ModelConfig, key: Key[Array, ""], dtype: DTypeLike = jnp.float32) -> Model:

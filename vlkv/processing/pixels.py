@@ -88,15 +88,20 @@ def read_settings(folder: Path, layout: Layout = "checkpoint") -> PixelSettings:
     Raises:
         InputError: neither file has them, or they are not supported.
     """
+    return PixelSettings.from_hf(*find_settings(folder), layout)
+
+
+def find_settings(folder: Path) -> tuple[Mapping[str, Any], str]:
+    """The JSON object with a folder's image settings, and the file that it comes from; InputError if there is none."""
     path = folder / "processor_config.json"
     nested = (read_json(path) or {}).get("image_processor")
     if isinstance(nested, dict):
-        return PixelSettings.from_hf(nested, str(path), layout)
+        return nested, str(path)
     path = folder / "preprocessor_config.json"
     raw = read_json(path)
     if raw is None:
         raise InputError(f"{path}: no such file, but the model reads images; copy it from the checkpoint")
-    return PixelSettings.from_hf(raw, str(path), layout)
+    return raw, str(path)
 
 
 def to_pixels(image: PIL.Image.Image, settings: PixelSettings) -> Float[np.ndarray, "3 h w"]:

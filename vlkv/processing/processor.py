@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -20,6 +21,7 @@ from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
 from vlkv.processing.images import Picture
+from vlkv.processing.internvl import InternVlPictures, template
 from vlkv.processing.llava import LlavaPictures
 from vlkv.processing.pictures import Pictures, Read, Video
 from vlkv.processing.pixels import Layout
@@ -29,7 +31,12 @@ from vlkv.processing.tokenizer import Lengths, TextTokenizer
 
 RowImages: TypeAlias = Picture | Video | Sequence[Picture | Video] | None
 
-_PICTURES: dict[str, Callable[[Path, ModelConfig, Layout], Pictures]] = {"llava": LlavaPictures.from_folder}
+_PICTURES: dict[str, Callable[[Path, ModelConfig, Layout], Pictures]] = {
+    "llava": LlavaPictures.from_folder,
+    **dict.fromkeys(("internvl", "internvl_chat"), InternVlPictures.from_folder),
+}
+# Families whose checkpoints say how a conversation is written in another way than by a template.
+_TEMPLATES: dict[str, Callable[[ModelConfig], ChatTemplate]] = {"internvl_chat": template}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,16 +78,19 @@ class Processor:
         tokenizer = TextTokenizer.from_folder(folder)
         tokens = {kind: _spelling(folder, tokenizer, getattr(config, f"{kind}_token")) for kind in MARKS}
         read_pictures = _PICTURES.get(config.family)
+        pictures = None if read_pictures is None else read_pictures(folder, config, layout)
+        tokens |= getattr(pictures, "spelled", {})
+        conversation = _TEMPLATES.get(config.family)
         return cls(
             config=config,
             tokenizer=tokenizer,
             prompts=PromptWriter(
-                template=ChatTemplate.from_folder(folder),
+                template=ChatTemplate.from_folder(folder) if conversation is None else conversation(config),
                 image_token=tokens["image"],
                 video_token=tokens["video"],
                 special=tokenizer.special,
             ),
-            pictures=None if read_pictures is None else read_pictures(folder, config, layout),
+            pictures=pictures,
             buckets=buckets or Buckets(),
         )
 
@@ -129,19 +139,23 @@ class Processor:
             InputError: as `__call__`; also where the prompt's image tokens are not as many as the images.
         """
         prompt = self.prompts.write(text, **_count(pictures))
+        spelled_out = any(read.text is not None for read in reads)
+        if spelled_out:
+            prompt = self._spell_out(prompt, pictures, reads)
         # As transformers does: for a text model the template alone writes the special tokens.
         add_special = self.prompts.template is None or self.pictures is not None
         ids = self.tokenizer.encode(prompt, add_special=add_special)
         if not ids.size:
             raise InputError("the prompt is empty: the tokenizer makes no token of it")
+        if spelled_out:
+            _check_count("image", int((ids == self.config.image_token).sum()), sum(read.tokens for read in reads))
+            return ids
         repeats = np.ones(len(ids), np.int64)
-        for kind, mark in MARKS.items():
+        for kind in MARKS:
             wanted = [read.tokens for picture, read in zip(pictures, reads, strict=True) if _kind(picture) == kind]
             places = np.flatnonzero(ids == getattr(self.config, f"{kind}_token"))
-            if len(places) != len(wanted):
-                # Counted in ids, so that no spelling in the user's text can pass for an image.
-                raise InputError(f"the prompt holds {len(places)} {kind} token(s) for {len(wanted)} {kind}(s); "
-                                 f"mark {kind}s with {mark} only")  # fmt: skip
+            # In ids, so that no spelling in the user's text can pass for an image.
+            _check_count(kind, len(places), len(wanted))
             repeats[places] = wanted
         return np.repeat(ids, repeats)
 
@@ -157,6 +171,16 @@ class Processor:
             lengths: how many tokens of each row count; None for all.
         """
         return self.tokenizer.decode(tokens, lengths, stop=self.config.stop)
+
+    def _spell_out(self, prompt: str, pictures: Sequence[Picture | Video], reads: Sequence[Read]) -> str:
+        """The prompt with each picture's own text in the place of its token."""
+        texts = {}
+        for kind, token in (("image", self.prompts.image_token), ("video", self.prompts.video_token)):
+            found = [read.text for picture, read in zip(pictures, reads, strict=True) if _kind(picture) == kind]
+            if token is not None:
+                _check_count(kind, prompt.count(token), len(found))
+                texts[token] = iter(found)
+        return re.sub("|".join(map(re.escape, texts)), lambda match: next(texts[match[0]]) or match[0], prompt)
 
     def _read(self, picture: Picture | Video) -> Read:
         assert self.pictures is not None  # or the prompt had raised
@@ -174,6 +198,11 @@ def _spelling(folder: Path, tokenizer: TextTokenizer, token: int | None) -> str 
             "names as the image token; the two files are not of one checkpoint"
         )
     return text
+
+
+def _check_count(kind: str, found: int, wanted: int) -> None:
+    if found != wanted:
+        raise InputError(f"the prompt holds {found} {kind} token(s) for {wanted}; mark {kind}s with {MARKS[kind]} only")
 
 
 def _kind(picture: Picture | Video) -> str:
