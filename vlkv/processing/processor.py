@@ -110,8 +110,8 @@ class Processor:
                 or a prompt beyond the model's limit.
         """
         rows, texts = _rows(images, text)
-        for row, one in zip(rows, texts, strict=True):  # before anything is read, what is wrong with the text
-            self.prompts.write(one, **_count(row))
+        # Before anything is read, what is wrong with the text.
+        rows = [self._as_written(one, row) for row, one in zip(rows, texts, strict=True)]
         reads = [[self._read(picture) for picture in row] for row in rows]
         prompts = [self.tokens(one, row, read) for row, one, read in zip(rows, texts, reads, strict=True)]
         longest = max(len(prompt) for prompt in prompts)
@@ -171,6 +171,19 @@ class Processor:
             lengths: how many tokens of each row count; None for all.
         """
         return self.tokenizer.decode(tokens, lengths, stop=self.config.stop)
+
+    def _as_written(self, text: str, row: Sequence[Picture | Video]) -> list[Picture | Video]:
+        """The pictures of a row in the order in which its prompt shows them; raises InputError as `write` does."""
+        prompt = self.prompts.write(text, **_count(row))
+        queues = {
+            token: [picture for picture in row if _kind(picture) == kind]
+            for kind, token in (("image", self.prompts.image_token), ("video", self.prompts.video_token))
+            if token is not None
+        }
+        found = re.findall("|".join(map(re.escape, queues)), prompt) if row else []
+        # What the template shows too often or not at all is found out by the count of ids.
+        shown = [queues[token].pop(0) for token in found if queues[token]]
+        return shown + [picture for queue in queues.values() for picture in queue]
 
     def _spell_out(self, prompt: str, pictures: Sequence[Picture | Video], reads: Sequence[Read]) -> str:
         """The prompt with each picture's own text in the place of its token."""
