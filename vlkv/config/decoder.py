@@ -27,7 +27,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
                       num_attention_heads=32, rms_norm_eps=1e-6, max_position_embeddings=2048, bias=True,
                       eos_token_id=2),
 }  # fmt: skip
-TEXT_FAMILIES = tuple(DEFAULTS)
+TEXT_FAMILIES = ("llama", "mistral", "qwen2", "phi3", "internlm2")
 # Families whose tensors are fused or named in a way of their own; see checkpoints_convert/tables/decoder.py.
 _SPELLINGS = ("phi3", "internlm2")
 

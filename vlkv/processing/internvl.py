@@ -71,8 +71,9 @@ class InternVlPictures:
             thumbnail=wiring.thumbnail,
         )
 
-    def read(self, picture: Picture | Video) -> Read:
-        """One picture or video."""
+    def read(self, picture: Picture | Video, *, images: int = 1) -> Read:
+        """One picture or video; how many `images` its prompt has does not matter."""
+        del images
         if isinstance(picture, Video):
             frames = [to_pixels(open_image(frame), self.settings) for frame in picture.frames]
             texts = [f"Frame{i}: {self._marked(1)}" for i in range(1, len(frames) + 1)]
