@@ -73,6 +73,8 @@ class DecoderConfig:
             raise InputError(f"config.json: {heads} heads, {kv_heads} key heads of {head_dim} channels: key heads must "
                              "divide the heads, and channels be even")  # fmt: skip
         bias = bool(c.get("bias" if family == "internlm2" else "attention_bias", False))
+        if family == "phi3":
+            require("attention_bias", bias, False)
         return cls(
             vocab_size=c["vocab_size"],
             width=c["hidden_size"],
