@@ -109,18 +109,28 @@ def require_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The model's config from `config.json` and, for the stop ids, `generation_config.json`."""
+    """The model's config from `config.json`, `generation_config.json` (stop ids) and the tokenizer's added tokens."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder}: no config.json, so this is not a (complete) checkpoint folder")
     raw, generation = require_json(folder / "config.json"), read_json(folder / "generation_config.json")
     try:
-        return ModelConfig.from_hf(raw, generation)
+        return ModelConfig.from_hf(raw, generation, _added_tokens(folder))
     except InputError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise InputError(f"{folder / 'config.json'}: malformed ({type(error).__name__}: {error})") from None
+
+
+def _added_tokens(folder: Path) -> dict[str, int]:
+    """Ids of the tokenizer's added tokens by their spelling, from whichever of its files are there."""
+    older, newer = read_json(folder / "tokenizer_config.json") or {}, read_json(folder / "tokenizer.json") or {}
+    return {
+        **(read_json(folder / "added_tokens.json") or {}),
+        **{token["content"]: int(number) for number, token in (older.get("added_tokens_decoder") or {}).items()},
+        **{token["content"]: token["id"] for token in newer.get("added_tokens") or ()},
+    }
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from types import ModuleType
 
-from checkpoints_convert.tables import llava, llava_next, llava_video, text
+from checkpoints_convert.tables import internvl, internvl_chat, llava, llava_next, llava_video, text
 from checkpoints_convert.tables.entry import Entry, Part
 from vlkv.config import TEXT_FAMILIES, ModelConfig
 
@@ -18,6 +18,8 @@ _FAMILIES: dict[str, ModuleType] = {
     "llava": llava,
     **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), llava_next),
     "llava_qwen": llava_video,
+    "internvl": internvl,
+    "internvl_chat": internvl_chat,
     **dict.fromkeys(TEXT_FAMILIES, text),
 }
 # Buffers that old checkpoints carry and nobody needs.

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vlkv.config import llava, llava_next, llava_onevision, llava_video, text
+from vlkv.config import internvl, internvl_chat, llava, llava_next, llava_onevision, llava_video, text
 from vlkv.config.clip import ClipConfig
 from vlkv.config.decoder import TEXT_FAMILIES, DecoderConfig
+from vlkv.config.internvit import InternVitConfig
 from vlkv.config.siglip import SiglipConfig
 from vlkv.errors import InputError
 
@@ -19,6 +20,8 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "llava_next_video": llava_next.read_video,
     "llava_onevision": llava_onevision.read,
     "llava_qwen": llava_video.read,
+    "internvl": internvl.read,
+    "internvl_chat": internvl_chat.read,
     **dict.fromkeys(TEXT_FAMILIES, text.read),
 }
 FAMILIES = tuple(_READERS)
@@ -32,7 +35,7 @@ class ModelConfig:
 
     family: str
     decoder: DecoderConfig
-    vision: ClipConfig | SiglipConfig | None = None
+    vision: ClipConfig | SiglipConfig | InternVitConfig | None = None
     image_token: int | None = None
     video_token: int | None = None
     projector_bias: bool = True
@@ -40,8 +43,18 @@ class ModelConfig:
     stop: tuple[int, ...] = ()  # ids that end a sequence
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+    def from_hf(
+        cls,
+        raw: Mapping[str, Any],
+        generation: Mapping[str, Any] | None = None,
+        added: Mapping[str, int] | None = None,
+    ) -> ModelConfig:
         """Reads `config.json` and, where there is one, `generation_config.json` (for the stop ids).
+
+        Args:
+            raw: `config.json`.
+            generation: `generation_config.json`.
+            added: ids of the tokenizer's added tokens by their spelling, for families whose config names none.
 
         Raises:
             InputError: an unsupported `model_type`, or a field that we do not honour.
@@ -54,4 +67,6 @@ class ModelConfig:
         if raw.get("quantization_config"):
             raise InputError("config.json: quantization_config: quantised checkpoints are not supported; "
                              "use the original weights")  # fmt: skip
-        return cls(family=family, stop=text.stop(raw, generation or {}), **_READERS[family](raw))
+        # Under a name that no config.json has.
+        fields = _READERS[family]({**raw, "added_tokens": added or {}})
+        return cls(family=family, **{"stop": text.stop(raw, generation or {}), **fields})

@@ -34,7 +34,9 @@ def stop(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ..
 
 
 def _part(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(raw if raw.get("model_type") in TEXT_FAMILIES else raw.get("text_config") or {})
+    return dict(
+        raw if raw.get("model_type") in TEXT_FAMILIES else raw.get("text_config") or raw.get("llm_config") or {}
+    )
 
 
 def _family(part: Mapping[str, Any]) -> str:

@@ -11,14 +11,16 @@ from jaxtyping import Array, Key
 from vlkv import sharding
 from vlkv.config import TEXT_FAMILIES, ModelConfig
 from vlkv.layers import Initializer, Order
+from vlkv.models.internvl import InternVl
 from vlkv.models.llava import Llava
 from vlkv.models.llava_next import LlavaNext
 from vlkv.models.text import TextModel
 
-Model = Llava | LlavaNext | TextModel
+Model = Llava | LlavaNext | InternVl | TextModel
 _CLASSES: dict[str, type] = {
     "llava": Llava,
     **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "llava_qwen"), LlavaNext),
+    **dict.fromkeys(("internvl", "internvl_chat"), InternVl),
     **dict.fromkeys(TEXT_FAMILIES, TextModel),
 }
 

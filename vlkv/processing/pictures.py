@@ -38,6 +38,9 @@ class Read:
 
     arrays: dict[str, np.ndarray]
     tokens: int  # how often its token stands in the prompt
+    # What stands in the prompt for it, where that is more than its token repeated: the image token `tokens` times,
+    # with marks around.
+    text: str | None = None
 
 
 class Pictures(Protocol):
