@@ -170,5 +170,5 @@ def test_a_pool_that_it_cannot_take_is_refused_by_name_and_run_otherwise(slots, 
         decode_attention(*arrays, *segment, implementation=NAME)
     device = jax.sharding.AbstractDevice(device_kind="TPU v4", num_cores=2, platform="tpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):
-        jaxpr = jax.make_jaxpr(lambda *x: decode_attention(*x))(*arrays, *segment)
+        jaxpr = jax.make_jaxpr(decode_attention)(*arrays, *segment)
     assert "pallas_call" not in str(jaxpr)
