@@ -4,7 +4,19 @@ import ast
 
 import pytest
 
-STANDARD = {"__future__", "collections", "dataclasses", "functools", "importlib", "json", "math", "pathlib", "typing"}
+STANDARD = {
+    "__future__",
+    "collections",
+    "contextlib",
+    "dataclasses",
+    "functools",
+    "importlib",
+    "json",
+    "math",
+    "pathlib",
+    "typing",
+    "warnings",
+}
 PACKAGES = ("vlkv", "pallas_kernels", "checkpoints_convert")
 # Low to high: a module may import from its own line and from those above it, except where FORBIDDEN says more.
 ORDER = [

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import QuantizedPool, quantize
+from pallas_kernels import Kernels, QuantizedPool, quantize
 from vlkv.memory import Memory
 from vlkv.policies.policy import Policy
 
@@ -39,6 +39,7 @@ class PackedCache:
     memory: tuple[Memory, ...] | None = None  # one per layer, of methods that act while decoding
     policy: Policy | None = dataclasses.field(default=None, metadata={"static": True})  # the one that acts
     softmax_n: float = dataclasses.field(default=0.0, metadata={"static": True})  # of decode attention
+    kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
 
     @property
     def bytes(self) -> int:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from pallas_kernels import combine, decode_attention
+from pallas_kernels import Kernels, combine, decode_attention
 from vlkv.cache import PackedCache
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
@@ -71,11 +71,12 @@ def decode_step(
         tail_v[i] = jax.lax.dynamic_update_slice_in_dim(tail_v[i], v, cache.used, axis=1)
         segment, tail = (cache.k, cache.v, cache.start[i], cache.length[i]), (tail_k[i], tail_v[i], begin, length)
         if cache.policy is None:
-            parts = decode_attention(q[:, 0], *segment), decode_attention(q[:, 0], *tail)
-            attended, _ = combine(*parts, softmax_n=cache.softmax_n)
+            run = cache.kernels.decode_attention
+            first, second = (decode_attention(q[:, 0], *part, implementation=run) for part in (segment, tail))
+            attended, _ = combine(first, second, softmax_n=cache.softmax_n)
         else:
             memory[i] = jax.vmap(arrive)(memory[i])
-            attended, mass = attend(q[:, 0], segment, tail, memory[i], softmax_n=cache.softmax_n)
+            attended, mass = attend(q[:, 0], segment, tail, memory[i], softmax_n=cache.softmax_n, kernels=cache.kernels)
             memory[i] = jax.vmap(cache.policy.step)(memory[i], mass)
         x = layer.finish(x, attended[:, None].astype(x.dtype))
     logits = params.decoder.logits(x[:, 0])
@@ -107,6 +108,7 @@ def generate(
     policy: Policy | None = None,
     sampling: Greedy | None = None,
     key: Key[Array, ""] | None = None,
+    kernels: Kernels | None = None,
 ) -> Output:
     """Answers every row of a batch from a compressed cache; `jax.jit(generate)` needs no static arguments.
 
@@ -116,6 +118,7 @@ def generate(
         policy: None keeps the full cache.
         sampling: None is `Greedy()`: the likeliest token, at most 64 of them.
         key: for random policies and for `Sample`.
+        kernels: implementations of the ops (`pallas_kernels.Kernels`); they change the speed, not the answer.
 
     Raises:
         InputError: a key is needed and missing, or the answer would pass the model's limit (see `check_room`).
@@ -124,7 +127,7 @@ def generate(
     sampling = Greedy() if sampling is None else sampling
     check_room(params.config, inputs, sampling.max_new_tokens)
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
-    cache, logits = prefill(params, inputs, policy, new_tokens=sampling.max_new_tokens, key=policy_key)
+    cache, logits = prefill(params, inputs, policy, new_tokens=sampling.max_new_tokens, key=policy_key, kernels=kernels)
     tokens, lengths = decode(params, cache, logits, sampling=sampling, key=sample_key)
     return Output(
         tokens=tokens, lengths=lengths, token=cache.token, start=cache.start, length=cache.length,
@@ -179,6 +182,7 @@ def score(
     policy: Policy | None = None,
     *,
     key: Key[Array, ""] | None = None,
+    kernels: Kernels | None = None,
 ) -> Float[Array, "B S"]:
     """Log-probability of each target token given the prompt and the targets before it, through the compressed cache.
 
@@ -188,13 +192,14 @@ def score(
         targets: continuations, padded on the right with -1; padding scores 0.
         policy: None keeps the full cache.
         key: for policies that draw at random.
+        kernels: as in `generate`.
     """
     targets = jnp.asarray(targets)
     new_tokens = targets.shape[1]
     check_room(params.config, inputs, new_tokens)
     policy = Full() if policy is None else policy
     policy_key = None if key is None else jax.random.split(key)[0]  # as in `generate`: the same draw, the same cache
-    cache, logits = prefill(params, inputs, policy, new_tokens=new_tokens, key=policy_key)
+    cache, logits = prefill(params, inputs, policy, new_tokens=new_tokens, key=policy_key, kernels=kernels)
     return log_probabilities(params, cache, logits, targets)
 
 
@@ -228,6 +233,7 @@ def stream(
     policy: Policy | None = None,
     sampling: Greedy | None = None,
     key: Key[Array, ""] | None = None,
+    kernels: Kernels | None = None,
 ) -> Iterator[Int[np.ndarray, " B"]]:
     """As `generate`, but yields each step's tokens as they come; rows that have ended repeat their stop id."""
     policy = Full() if policy is None else policy
@@ -235,7 +241,9 @@ def stream(
     check_room(params.config, inputs, sampling.max_new_tokens)
     stop = params.config.stop if sampling.stop is None else sampling.stop
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
-    cache, logits = _prefill(params, inputs, policy, new_tokens=sampling.max_new_tokens, key=policy_key)
+    cache, logits = _prefill(
+        params, inputs, policy, new_tokens=sampling.max_new_tokens, key=policy_key, kernels=kernels
+    )
     ended, shown = np.zeros(logits.shape[0], bool), np.zeros(logits.shape[0], np.int32)
     for i in range(sampling.max_new_tokens):
         token = sampling.choose(logits, None if sample_key is None else jax.random.fold_in(sample_key, i))

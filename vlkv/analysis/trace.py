@@ -67,7 +67,7 @@ def follow(
             memory[i] = jax.vmap(arrive)(memory[i])
             segment = cache.k, cache.v, cache.start[i], cache.length[i]
             tail = tail_k[i], tail_v[i], nothing, jnp.full_like(nothing, cache.used + 1)
-            attended, mass = attend(q[:, 0], segment, tail, memory[i], softmax_n=cache.softmax_n)
+            attended, mass = attend(q[:, 0], segment, tail, memory[i], softmax_n=cache.softmax_n, kernels=cache.kernels)
             counts.append([jnp.mean(jnp.sum(x, axis=-1), axis=-1) for x in (memory[i].stored, memory[i].attended)])
             if cache.policy is not None:
                 memory[i] = jax.vmap(cache.policy.step)(memory[i], mass)
