@@ -217,7 +217,8 @@ def main() -> None:
                 row["seconds"] = round(time.perf_counter() - begin, 1)
                 rows.append(row)
                 _show(row)
-    args.output.write_text(json.dumps({"versions": versions, "results": rows}, indent=1) + "\n")
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    args.output.write_text(f'{{"versions": {json.dumps(versions)},\n"results": [\n{lines}\n]}}\n')
     failed = sum(not row["compiled"] for row in rows)
     print(f"{len(rows) - failed} of {len(rows)} compiled; written to {args.output}")
     if failed:

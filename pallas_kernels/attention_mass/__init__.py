@@ -20,6 +20,7 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "xla": attention_mass_xla,
     "reference": attention_mass_reference,
     "mosaic_tpu": Kernel("attention_mass", "mosaic_tpu"),
+    "triton": Kernel("attention_mass", "triton"),
 }
 
 

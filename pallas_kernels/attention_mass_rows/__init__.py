@@ -19,6 +19,7 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "xla": attention_mass_rows_xla,
     "reference": attention_mass_rows_reference,
     "mosaic_tpu": Kernel("attention_mass_rows", "mosaic_tpu"),
+    "triton": Kernel("attention_mass_rows", "triton"),
 }
 
 

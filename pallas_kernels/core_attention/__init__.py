@@ -21,6 +21,7 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "xla": core_attention_xla,
     "reference": core_attention_reference,
     "mosaic_tpu": Kernel("core_attention", "mosaic_tpu"),
+    "triton": Kernel("core_attention", "triton"),
 }
 
 

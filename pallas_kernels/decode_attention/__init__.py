@@ -22,6 +22,7 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "xla": decode_attention_xla,
     "reference": decode_attention_reference,
     "mosaic_tpu": Kernel("decode_attention", "mosaic_tpu"),
+    "triton": Kernel("decode_attention", "triton"),
 }
 
 
