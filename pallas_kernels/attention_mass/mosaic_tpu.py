@@ -20,9 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.tpu import FLOOR, LANES, MASKED, dot, interpreter
+from pallas_kernels import tuning
+from pallas_kernels.tpu import FLOOR, LANES, MASKED, device_kind, dot, interpreter
 
-_ROWS = 256  # of a block
+_ROWS = 256  # of a block, at most, where the tuning table says nothing else
 _KEYS = 512
 _HEADS = 8
 
@@ -43,7 +44,7 @@ def attention_mass_mosaic_tpu(
 ) -> Float[Array, "R N S"]:
     """As `attention_mass` says."""
     weights, keys = row_weight.shape[0], k.shape[1]
-    args, tiles = lay_out(q, k, key_mask, row_place, causal=causal, in_order=in_order)
+    args, tiles = lay_out("attention_mass", q, k, key_mask, row_place, causal=causal, in_order=in_order)
     weight = fill_up(row_weight.astype(jnp.float32), 1)
     common = {
         "compiler_params": pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
@@ -88,12 +89,13 @@ def unsupported(q: Array, k: Array, row_weight: Array, key_mask: Array, row_plac
 class Tiles:
     """How heads, rows and keys are cut into blocks: what the kernels of both masses share."""
 
-    def __init__(self, q: Array, k: Array, causal: bool, in_order: bool):
+    def __init__(self, op: str, q: Array, k: Array, causal: bool, in_order: bool):
         (total, rows, head_dim), (kv_heads, keys, _) = q.shape, k.shape
         group = total // kv_heads
         self.heads = max(n for n in range(1, _HEADS + 1) if group % n == 0)
         self.groups = total // self.heads
-        self.rows, self.keys = _block(rows, _ROWS), _block(keys, _KEYS)
+        most = tuning.block(f"{op}/mosaic_tpu", device_kind(), {"rows": _ROWS, "keys": _KEYS})
+        self.rows, self.keys = _block(rows, most["rows"]), _block(keys, most["keys"])
         self.row_blocks, self.key_blocks = -(-rows // self.rows), -(-keys // self.keys)
         self.per_key_head, self.head_dim = group // self.heads, head_dim
         self.causal, self.in_order = causal, causal and in_order
@@ -138,10 +140,10 @@ class Tiles:
 
 
 def lay_out(
-    q: Array, k: Array, key_mask: Array, row_place: Array, *, causal: bool, in_order: bool
+    op: str, q: Array, k: Array, key_mask: Array, row_place: Array, *, causal: bool, in_order: bool
 ) -> tuple[list[Array], Tiles]:
     """Queries, keys, places and key mask as the kernels read them; rows and keys filled up to whole lanes."""
-    tiles = Tiles(q, k, causal, in_order)
+    tiles = Tiles(op, q, k, causal, in_order)
     q = fill_up(q, 1)
     args = [
         q.reshape(tiles.groups, tiles.heads, *q.shape[1:]),

@@ -44,7 +44,7 @@ def attention_mass_rows_mosaic_tpu(
 ) -> Float[Array, "R N T"]:
     """As `attention_mass_rows` says."""
     weights, rows = key_weight.shape[0], q.shape[1]
-    args, tiles = lay_out(q, k, key_mask, row_place, causal=causal, in_order=in_order)
+    args, tiles = lay_out("attention_mass_rows", q, k, key_mask, row_place, causal=causal, in_order=in_order)
     of_head = (1, tiles.heads, weights, tiles.rows)
     mass = pl.pallas_call(
         functools.partial(_rows, tiles=tiles, softmax_n=softmax_n),

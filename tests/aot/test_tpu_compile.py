@@ -65,33 +65,31 @@ def prompt(heads, kv_heads, rows):
 def test_every_kernel(generation, model, slots):
     *arrays, segment = pools(**model, slots=slots)
     memory = ((BATCH, model["kv_heads"], PROMPT), bool)
-    core = (segment, ((BATCH, PROMPT // 2), jnp.int32), ((BATCH,), jnp.int32), segment)
-    q, k, weight, mask = prompt(**model, rows=PROMPT)
-    gathered = (((model["heads"], ROWS, 128), jnp.bfloat16), ((1, ROWS), jnp.float32), ((ROWS,), jnp.int32))
+    core = ((BATCH, PROMPT // 2), jnp.int32), ((BATCH,), jnp.int32), segment
 
-    def everything(decode, memory, core, prompt, gathered):
-        q, k, weight, mask = prompt
-        few, few_weight, few_place = gathered
+    def everything(q, k, v, start, length, memory, rows, count, text, prompt_q, prompt_k, weight, mask):
+        decode = q, k, v, start, length
         return (
             decode_attention(*decode, max_length=PROMPT),
             decode_attention(*decode, max_length=PROMPT, valid=memory, return_mass=True),
-            core_attention(*decode, *core, max_length=PROMPT),
-            attention_mass(q, k, row_weight=weight, key_mask=mask),
-            attention_mass(
-                few, k, row_weight=few_weight, key_mask=mask, row_place=few_place, softmax_n=1.0, statistic="count"
-            ),
-            attention_mass_rows(q, k, key_weight=weight, key_mask=mask),
+            core_attention(*decode, rows, count, text, max_length=PROMPT),
+            attention_mass(prompt_q, prompt_k, row_weight=weight, key_mask=mask),
+            attention_mass_rows(prompt_q, prompt_k, key_weight=weight, key_mask=mask),
         )
 
-    shapes = (*arrays, segment, memory, *core[1:], q, k, weight, mask, *gathered)
-
-    def flat(q, k, v, start, length, memory, rows, count, text, *rest):
-        return everything((q, k, v, start, length), memory, (rows, count, text), rest[:4], rest[4:])
-
-    program = compile_for(generation, flat, *shapes)
-    assert kernels(program) == 1 + 1 + 1 + 2 + 2 + 1
+    program = compile_for(generation, everything, *arrays, segment, memory, *core, *prompt(**model, rows=PROMPT))
+    assert kernels(program) == 1 + 1 + 1 + 2 + 1
     pool = np.prod(arrays[1][0]) * 2
     assert program.memory_analysis().temp_size_in_bytes < pool / 4, "no copy of the pool"
+
+
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+def test_mass_of_a_few_gathered_rows(generation):
+    def mass(q, k, weight, mask, place):
+        return attention_mass(q, k, row_weight=weight, key_mask=mask, row_place=place, softmax_n=1.0, statistic="count")
+
+    q, k, _, mask = prompt(**INTERN_26B, rows=ROWS)
+    assert kernels(compile_for(generation, mass, q, k, ((1, ROWS), jnp.float32), mask, ((ROWS,), jnp.int32))) == 2
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(14, 2, 64), (16, 16, 80), (32, 32, 96)])

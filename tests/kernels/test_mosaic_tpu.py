@@ -64,33 +64,31 @@ SEGMENTS = {  # slots, bound on a segment, start, length
 
 
 @pytest.mark.parametrize(
-    ("case", "kv_heads", "head_dim", "dtype", "two_cores"),
+    ("case", "kv_heads", "head_dim", "dtype", "masked", "two_cores"),
     [
-        ("whole blocks and a part", 2, 128, jnp.bfloat16, False),
-        ("whole blocks and a part", 1, 64, jnp.float32, True),
-        ("empty rows between others", 2, 64, jnp.float32, True),
-        ("heads that begin apart, off tiles", 2, 80, jnp.float32, False),
-        ("a pool smaller than a block", 1, 96, jnp.bfloat16, False),
-        ("a tail of no whole tile", 2, 64, jnp.float32, False),
+        ("whole blocks and a part", 2, 128, jnp.bfloat16, False, False),
+        ("whole blocks and a part", 1, 64, jnp.float32, True, True),
+        ("empty rows between others", 2, 64, jnp.float32, False, True),
+        ("heads that begin apart, off tiles", 2, 80, jnp.float32, True, False),
+        ("a pool smaller than a block", 1, 96, jnp.bfloat16, False, False),
+        ("a tail of no whole tile", 2, 64, jnp.float32, True, False),
     ],
 )
-def test_segments_masked_or_not(monkeypatch, case, kv_heads, head_dim, dtype, two_cores):
+def test_segments_masked_with_mass_or_neither(monkeypatch, case, kv_heads, head_dim, dtype, masked, two_cores):
     # Blocks of one chunk, so that a segment has several.
     monkeypatch.setattr(decode_kernel.tuning, "block", lambda op, kind, default: {"buffer_kib": 1})
     monkeypatch.setattr(decode_kernel, "cores", lambda: 1 + two_cores)
     slots, most, start, length = SEGMENTS[case]
     start, length = ([row[:kv_heads] for row in x] for x in (start, length))
     arrays = pool(4, kv_heads, head_dim, slots, len(start), dtype)
-    segment = jnp.array(start), jnp.array(length)
-    every = np.ones((len(start), kv_heads, most), bool)
-    want = expected(*arrays, start, length, every)
-    check(decode_attention(*arrays, *segment, max_length=most, implementation=NAME), want[:2], dtype)
-    valid = np.random.default_rng(1).random(every.shape) < 0.6
-    valid[0, :, :128] = most < 128  # a block without a valid slot
-    got = decode_attention(
-        *arrays, *segment, max_length=most, valid=jnp.array(valid), return_mass=True, implementation=NAME
-    )
-    check(got, expected(*arrays, start, length, valid), dtype)
+    valid = np.ones((len(start), kv_heads, most), bool)
+    options = {"max_length": most, "implementation": NAME}
+    if masked:
+        valid = np.random.default_rng(1).random(valid.shape) < 0.6
+        valid[0, :, :128] = most < 128  # a block without a valid slot
+        options |= {"valid": jnp.array(valid), "return_mass": True}
+    got = decode_attention(*arrays, jnp.array(start), jnp.array(length), **options)
+    check(got, expected(*arrays, start, length, valid)[: len(got)], dtype)
 
 
 def test_what_lies_outside_a_segment_does_not_matter(monkeypatch):
