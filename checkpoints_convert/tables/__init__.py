@@ -10,11 +10,15 @@ from __future__ import annotations
 import re
 from types import ModuleType
 
-from checkpoints_convert.tables import llava, text
+from checkpoints_convert.tables import llava, qwen2_vl, text
 from checkpoints_convert.tables.entry import Entry, Part
 from vlkv.config import TEXT_FAMILIES, ModelConfig
 
-_FAMILIES: dict[str, ModuleType] = {"llava": llava, **dict.fromkeys(TEXT_FAMILIES, text)}
+_FAMILIES: dict[str, ModuleType] = {
+    "llava": llava,
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), qwen2_vl),
+    **dict.fromkeys(TEXT_FAMILIES, text),
+}
 # Buffers that old checkpoints carry and nobody needs.
 _BUFFERS = re.compile(r"(rotary_emb\.inv_freq|position_ids)$")
 

@@ -20,7 +20,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": dict(vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32,
                   num_attention_heads=32, num_key_value_heads=32, rms_norm_eps=1e-6,
                   max_position_embeddings=32768, use_sliding_window=False),
+    "qwen2_vl": dict(vocab_size=152064, hidden_size=8192, intermediate_size=29568, num_hidden_layers=80,
+                     num_attention_heads=64, num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=32768,
+                     rope_theta=1e6, use_sliding_window=False, eos_token_id=151645),
 }  # fmt: skip
+DEFAULTS["qwen2_5_vl"] = DEFAULTS["qwen2_vl"]
 TEXT_FAMILIES = ("llama", "mistral", "qwen2")
 
 
@@ -76,7 +80,7 @@ class DecoderConfig:
             norm_eps=c["rms_norm_eps"],
             max_positions=c["max_position_embeddings"],
             rope=RopeConfig.from_hf(c, head_dim),
-            qkv_bias=family == "qwen2" or bias,
-            out_bias=family != "qwen2" and bias,
+            qkv_bias=family.startswith("qwen2") or bias,
+            out_bias=not family.startswith("qwen2") and bias,
             tied=bool(c.get("tie_word_embeddings", False)),
         )

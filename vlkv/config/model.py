@@ -6,14 +6,17 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vlkv.config import llava, text
+from vlkv.config import llava, qwen2_vl, text
 from vlkv.config.clip import ClipConfig
 from vlkv.config.decoder import TEXT_FAMILIES, DecoderConfig
+from vlkv.config.qwen2_vision import QwenVisionConfig
 from vlkv.errors import InputError
 
 # model_type of a config.json -> the fields of ModelConfig that this family reads from it, besides `stop`.
 _READERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "llava": llava.read,
+    "qwen2_vl": qwen2_vl.read,
+    "qwen2_5_vl": qwen2_vl.read,
     **dict.fromkeys(TEXT_FAMILIES, text.read),
 }
 FAMILIES = tuple(_READERS)
@@ -25,7 +28,7 @@ class ModelConfig:
 
     family: str
     decoder: DecoderConfig
-    vision: ClipConfig | None = None
+    vision: ClipConfig | QwenVisionConfig | None = None
     image_token: int | None = None
     video_token: int | None = None
     projector_bias: bool = True

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from vlkv.buckets import Buckets, round_up
-from vlkv.config import ModelConfig
+from vlkv.config import ClipConfig, ModelConfig
 from vlkv.errors import InputError
 from vlkv.layouts.arranged import Arranged, count_up, number
 
@@ -26,7 +26,7 @@ def arrange(
     Raises:
         InputError: image tokens and pixels that do not match.
     """
-    assert config.vision is not None
+    assert isinstance(config.vision, ClipConfig)
     pixels = batch.get("pixel_values")
     pixels = None if pixels is None else np.asarray(pixels, np.float32)
     is_vision = valid & (tokens == config.image_token)
@@ -52,7 +52,7 @@ def arrange(
 
 def _grid(is_vision: Bool[np.ndarray, "B T"], config: ModelConfig) -> Int[np.ndarray, "B T 3"]:
     """Where every patch lies. A class token lies on no grid: -1 for line and column."""
-    assert config.vision is not None
+    assert isinstance(config.vision, ClipConfig)
     image, place = np.divmod(np.cumsum(is_vision, axis=1) - 1, config.vision.tokens)
     place = place - int(config.vision.keep_class_token)
     line, column = np.divmod(place, config.vision.grid)

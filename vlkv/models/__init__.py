@@ -10,10 +10,15 @@ from jaxtyping import Array, Key
 from vlkv.config import TEXT_FAMILIES, ModelConfig
 from vlkv.layers import Initializer
 from vlkv.models.llava import Llava
+from vlkv.models.qwen2_vl import QwenVl
 from vlkv.models.text import TextModel
 
-Model = Llava | TextModel
-_CLASSES: dict[str, type] = {"llava": Llava, **dict.fromkeys(TEXT_FAMILIES, TextModel)}
+Model = Llava | QwenVl | TextModel
+_CLASSES: dict[str, type] = {
+    "llava": Llava,
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), QwenVl),
+    **dict.fromkeys(TEXT_FAMILIES, TextModel),
+}
 
 
 def init(config: ModelConfig, key: Key[Array, ""], dtype: DTypeLike = jnp.float32) -> Model:

@@ -24,12 +24,16 @@ from vlkv.processing.llava import LlavaPictures
 from vlkv.processing.pictures import Pictures, Read, Video
 from vlkv.processing.pixels import Layout
 from vlkv.processing.prompts import MARKS, PromptWriter
+from vlkv.processing.qwen2_vl import QwenPictures
 from vlkv.processing.templates import ChatTemplate
 from vlkv.processing.tokenizer import Lengths, TextTokenizer
 
 RowImages: TypeAlias = Picture | Video | Sequence[Picture | Video] | None
 
-_PICTURES: dict[str, Callable[[Path, ModelConfig, Layout], Pictures]] = {"llava": LlavaPictures.from_folder}
+_PICTURES: dict[str, Callable[[Path, ModelConfig, Layout], Pictures]] = {
+    "llava": LlavaPictures.from_folder,
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), QwenPictures.from_folder),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
