@@ -221,7 +221,7 @@ def test_positions_of_many_sizes(case):
 
 
 def test_text_after_a_long_video_comes_after_its_last_frame(case):
-    """The rule of the paper and of transformers before 5.20, written out; 5.23 would put it among the frames."""
+    """The rule of the paper and of transformers 4, written out; transformers 5.23 would put it among the frames."""
     batch = prompts(rows=((1, ("video", 6, 4, 4), 2),))
     inputs = case.inputs(batch)
     step = 1.4 if case.kind == "qwen2_5_vl" else 1

@@ -31,7 +31,6 @@ _FIELDS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_
 class _Picture:
     """An image or a video."""
 
-    kind: str
     patches: Float[np.ndarray, "frames patches C"]
     lines: int  # of tokens, as are columns
     columns: int
@@ -62,8 +61,8 @@ def arrange(
     """From `pixel_values` [patches, C] and `image_grid_thw` [images, 3], the same of videos, `second_per_grid_ts`.
 
     `layout["place"]` [F, n, 2] is the line and column of each patch, -1 for padding. Text after a picture goes on from
-    the greatest position of all axes plus one (Qwen2-VL, Sec. 2.1); transformers 5.23 forgets the temporal axis there,
-    which differs for videos of more frames than lines and columns.
+    the greatest position of all axes plus one (Qwen2-VL, Sec. 2.1; transformers 4). transformers 5.23 leaves the
+    temporal axis out of that, which differs for videos that are longer than their frames are high and wide.
 
     Raises:
         InputError: image or video tokens, pixels and grids that do not match.
@@ -79,17 +78,17 @@ def arrange(
     frames = 0
     for row, mask in enumerate(valid):
         first, following, places = frames, 0, np.flatnonzero(mask)
-        for kind, part in _runs(tokens[row, places], config, left):
+        for picture, part in _runs(tokens[row, places], config, left):
             here = places[part]
-            if isinstance(kind, str):
+            if picture is None:
                 positions[row, here] = following + np.arange(len(here))[:, None]
             else:
-                at = kind.coordinates()
+                at = picture.coordinates()
                 frame[row, here] = frames + at[:, 0]
                 grid[row, here] = at + np.array([frames - first, 0, 0])
-                positions[row, here] = following + kind.positions()
-                frames += len(kind.patches)
-                seen.append(kind)
+                positions[row, here] = following + picture.positions()
+                frames += len(picture.patches)
+                seen.append(picture)
             following = int(positions[row, here].max()) + 1
     for kind, some in left.items():
         spare = sum(1 for _ in some)
@@ -131,21 +130,19 @@ def _pictures(batch: Mapping[str, Any], kind: str, c: QwenVisionConfig) -> list[
         raise InputError(f"second_per_grid_ts has shape {seconds.shape}, {grid_name} {grids.shape}")
     if c.whole_seconds:
         seconds = np.trunc(seconds)
-    speed = 1.0 if kind == "image" or c.tokens_per_second is None else None
+    speed = None if kind == "image" else c.tokens_per_second
+    intervals = np.ones(len(grids)) if speed is None else speed * seconds
     ends = np.cumsum(grids.prod(axis=1))
     return [
-        _Picture(
-            kind, part.reshape(int(t), -1, c.patch_values), int(h) // c.merge, int(w) // c.merge,
-            float(speed or c.tokens_per_second * second),
-        )
-        for part, (t, h, w), second in zip(np.split(pixels, ends[:-1]), grids, seconds, strict=True)
-    ]  # fmt: skip
+        _Picture(part.reshape(int(t), -1, c.patch_values), int(h) // c.merge, int(w) // c.merge, float(interval))
+        for part, (t, h, w), interval in zip(np.split(pixels, ends[:-1]), grids, intervals, strict=True)
+    ]
 
 
 def _runs(
     ids: Int[np.ndarray, " T"], config: ModelConfig, left: Mapping[str, Iterator[_Picture]]
-) -> Iterator[tuple[str | _Picture, slice]]:
-    """A row in pieces: stretches of text, and the pictures that its tokens stand for."""
+) -> Iterator[tuple[_Picture | None, slice]]:
+    """A row in pieces: each picture and where its tokens are; None for a stretch of text."""
     marks: dict[Any, str] = {config.image_token: "image", config.video_token: "video"}
     at = 0
     while at < len(ids):
@@ -153,7 +150,7 @@ def _runs(
         if kind is None:
             marked = np.flatnonzero(np.isin(ids[at:], list(marks)))
             end = at + int(marked[0]) if len(marked) else len(ids)
-            yield "text", slice(at, end)
+            yield None, slice(at, end)
         else:
             picture = next(left[kind], None)
             if picture is None:
