@@ -126,13 +126,13 @@ def read(
     last = jnp.max(jnp.where(tokens.valid, jnp.arange(tokens.valid.shape[1]), 0), axis=1)
     row = jnp.arange(len(last))
     # New tokens count every token ever seen, unless a reduction has numbered what is left anew.
-    renumbered = inputs.positions[row, tokens.source[row, last]] - tokens.positions[row, last]
+    given, now = inputs.positions[row, tokens.source[row, last]], tokens.positions[row, last]
+    renumbered = jnp.max(given, axis=-1) - jnp.max(now, axis=-1)
+    # The greatest of all axes: after an image M-RoPE goes on from there, alike on every axis.
+    greatest = jnp.max(jnp.where(inputs.valid[..., None], inputs.positions, -1), axis=(1, 2))
     return Prompt(
         layers=tuple(made), is_vision=inputs.is_vision, valid=inputs.valid,
-        # The greatest of all axes: after an image M-RoPE goes on from there.
-        next_position=jnp.max(jnp.where(inputs.valid[..., None], inputs.positions, -1), axis=(1, 2))[:, None]
-        + 1
-        - renumbered,
+        next_position=jnp.broadcast_to((greatest + 1 - renumbered)[:, None], now.shape),
         logits=params.decoder.logits(tokens.x[row, last]),
         max_vision=inputs.max_vision, max_text=inputs.max_text, max_instruction=inputs.max_instruction,
         max_images=inputs.max_images, reducer=reducer, kernels=Kernels() if kernels is None else kernels,

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 _SPLIT_AXIS: dict[str, int] = {
     "query.weight": 0, "query.bias": 0, "key.weight": 0, "key.bias": 0, "value.weight": 0, "value.bias": 0,
     "out.weight": 1,
-    "gate.weight": 0, "up.weight": 0, "up.bias": 0, "down.weight": 1,
+    "gate.weight": 0, "gate.bias": 0, "up.weight": 0, "up.bias": 0, "down.weight": 1,
     "embedding.weight": 0, "head.weight": 0,
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from types import ModuleType
 
-from checkpoints_convert.tables import internvl, internvl_chat, llava, llava_next, llava_video, text
+from checkpoints_convert.tables import internvl, internvl_chat, llava, llava_next, llava_video, qwen2_vl, text
 from checkpoints_convert.tables.entry import Entry, Part
 from vlkv.config import TEXT_FAMILIES, ModelConfig
 
@@ -20,6 +20,7 @@ _FAMILIES: dict[str, ModuleType] = {
     "llava_qwen": llava_video,
     "internvl": internvl,
     "internvl_chat": internvl_chat,
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), qwen2_vl),
     **dict.fromkeys(TEXT_FAMILIES, text),
 }
 # Buffers that old checkpoints carry and nobody needs.

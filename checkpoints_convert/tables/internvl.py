@@ -32,7 +32,7 @@ def table(config: ModelConfig) -> Iterator[Entry]:
 def ignored(key: str, config: ModelConfig) -> bool:
     """Tower layers behind the feature layer, and the token that masks patches in training."""
     match = _UNUSED.match(key)
-    if match is None or config.vision is None:
+    if match is None or not isinstance(config.vision, InternVitConfig):
         return False
     return match[1] is None or config.vision.blocks <= int(match[1]) < config.vision.layers
 

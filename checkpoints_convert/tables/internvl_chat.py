@@ -27,7 +27,7 @@ def table(config: ModelConfig) -> Iterator[Entry]:
 def ignored(key: str, config: ModelConfig) -> bool:
     """Tower layers behind the feature layer."""
     match = _LAYER.match(key)
-    if match is None or config.vision is None:
+    if match is None or not isinstance(config.vision, InternVitConfig):
         return False
     return config.vision.blocks <= int(match[1]) < config.vision.layers
 

@@ -29,7 +29,7 @@ def table(config: ModelConfig) -> Iterator[Entry]:
 def ignored(key: str, config: ModelConfig) -> bool:
     """Tower layers behind the feature layer, and the norm after them."""
     match = _UNUSED.match(key)
-    if match is None or config.vision is None:
+    if match is None or not isinstance(config.vision, ClipConfig):
         return False
     return match[1] is None or config.vision.blocks <= int(match[1]) < config.vision.layers
 

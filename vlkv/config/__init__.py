@@ -8,10 +8,11 @@ from vlkv.config.clip import ClipConfig
 from vlkv.config.decoder import TEXT_FAMILIES, DecoderConfig
 from vlkv.config.internvit import InternVitConfig
 from vlkv.config.model import FAMILIES, ModelConfig
+from vlkv.config.qwen2_vision import QwenVisionConfig
 from vlkv.config.rope import RopeConfig
 from vlkv.config.siglip import SiglipConfig
 
 __all__ = [
     "FAMILIES", "TEXT_FAMILIES", "AnyRes", "ClipConfig", "DecoderConfig", "InternVitConfig", "ModelConfig",
-    "RopeConfig", "SiglipConfig",
+    "QwenVisionConfig", "RopeConfig", "SiglipConfig",
 ]  # fmt: skip

@@ -26,7 +26,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "internlm2": dict(vocab_size=103168, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
                       num_attention_heads=32, rms_norm_eps=1e-6, max_position_embeddings=2048, bias=True,
                       eos_token_id=2),
+    "qwen2_vl": dict(vocab_size=152064, hidden_size=8192, intermediate_size=29568, num_hidden_layers=80,
+                     num_attention_heads=64, num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=32768,
+                     rope_theta=1e6, use_sliding_window=False, eos_token_id=151645),
 }  # fmt: skip
+DEFAULTS["qwen2_5_vl"] = DEFAULTS["qwen2_vl"]
 TEXT_FAMILIES = ("llama", "mistral", "qwen2", "phi3", "internlm2")
 # Families whose tensors are fused or named in a way of their own; see checkpoints_convert/tables/decoder.py.
 _SPELLINGS = ("phi3", "internlm2")
@@ -86,8 +90,8 @@ class DecoderConfig:
             norm_eps=c["rms_norm_eps"],
             max_positions=c["max_position_embeddings"],
             rope=RopeConfig.from_hf(c, head_dim),
-            qkv_bias=family == "qwen2" or bias,
-            out_bias=family != "qwen2" and bias,
+            qkv_bias=family.startswith("qwen2") or bias,
+            out_bias=not family.startswith("qwen2") and bias,
             tied=bool(c.get("tie_word_embeddings", False)),
             names=family if family in _SPELLINGS else "llama",
         )

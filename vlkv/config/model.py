@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vlkv.config import internvl, internvl_chat, llava, llava_next, llava_onevision, llava_video, text
+from vlkv.config import internvl, internvl_chat, llava, llava_next, llava_onevision, llava_video, qwen2_vl, text
 from vlkv.config.clip import ClipConfig
 from vlkv.config.decoder import TEXT_FAMILIES, DecoderConfig
 from vlkv.config.internvit import InternVitConfig
+from vlkv.config.qwen2_vision import QwenVisionConfig
 from vlkv.config.siglip import SiglipConfig
 from vlkv.errors import InputError
 
@@ -22,6 +23,8 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "llava_qwen": llava_video.read,
     "internvl": internvl.read,
     "internvl_chat": internvl_chat.read,
+    "qwen2_vl": qwen2_vl.read,
+    "qwen2_5_vl": qwen2_vl.read,
     **dict.fromkeys(TEXT_FAMILIES, text.read),
 }
 FAMILIES = tuple(_READERS)
@@ -35,7 +38,7 @@ class ModelConfig:
 
     family: str
     decoder: DecoderConfig
-    vision: ClipConfig | SiglipConfig | InternVitConfig | None = None
+    vision: ClipConfig | SiglipConfig | InternVitConfig | QwenVisionConfig | None = None
     image_token: int | None = None
     video_token: int | None = None
     projector_bias: bool = True

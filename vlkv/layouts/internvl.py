@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from vlkv.buckets import Buckets, round_up
-from vlkv.config import ModelConfig
+from vlkv.config import InternVitConfig, ModelConfig
 from vlkv.errors import InputError
 from vlkv.layouts.arranged import Arranged, count_up, number
 
@@ -32,7 +32,7 @@ def arrange(
     Raises:
         InputError: image tokens and tiles that do not match.
     """
-    assert config.vision is not None
+    assert isinstance(config.vision, InternVitConfig)
     pixels = batch.get("pixel_values")
     pixels = None if pixels is None else np.asarray(pixels, np.float32)
     is_vision = valid & (tokens == config.image_token)

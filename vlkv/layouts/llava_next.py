@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from vlkv.buckets import Buckets, round_up
-from vlkv.config import AnyRes, ModelConfig
+from vlkv.config import AnyRes, ClipConfig, ModelConfig, SiglipConfig
 from vlkv.errors import InputError
 from vlkv.layouts.anyres import best_resolution, bilinear, means, without_padding
 from vlkv.layouts.arranged import Arranged, count_up
@@ -54,7 +54,7 @@ class Pictures:
     """Numbers patches and mixed embeddings of one batch, picture after picture."""
 
     def __init__(self, config: ModelConfig) -> None:
-        assert config.vision is not None
+        assert isinstance(config.vision, ClipConfig | SiglipConfig)
         self.wiring: AnyRes = config.wiring
         self.side, self.grid = config.vision.image_size, config.vision.grid
         self.tiles = 0
@@ -245,7 +245,7 @@ def _list(batch: Mapping[str, Any], name: str, count: int | None = None) -> Sequ
 
 
 def _tiles(name: str, given: np.ndarray, count: int, config: ModelConfig, what: str) -> np.ndarray:
-    assert config.vision is not None
+    assert isinstance(config.vision, ClipConfig | SiglipConfig)
     side = config.vision.image_size
     if given.ndim != 4 or given.shape[1:] != (3, side, side) or len(given) < count or not count:
         raise InputError(f"{name}: {what} has shape {given.shape}, expected [{count}, 3, {side}, {side}]")

@@ -14,13 +14,15 @@ from vlkv.layers import Initializer, Order
 from vlkv.models.internvl import InternVl
 from vlkv.models.llava import Llava
 from vlkv.models.llava_next import LlavaNext
+from vlkv.models.qwen2_vl import QwenVl
 from vlkv.models.text import TextModel
 
-Model = Llava | LlavaNext | InternVl | TextModel
+Model = Llava | LlavaNext | InternVl | QwenVl | TextModel
 _CLASSES: dict[str, type] = {
     "llava": Llava,
     **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "llava_qwen"), LlavaNext),
     **dict.fromkeys(("internvl", "internvl_chat"), InternVl),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), QwenVl),
     **dict.fromkeys(TEXT_FAMILIES, TextModel),
 }
 

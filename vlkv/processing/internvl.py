@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import PIL.Image
 
-from vlkv.config import ModelConfig
+from vlkv.config import InternVitConfig, ModelConfig
 from vlkv.errors import InputError
 from vlkv.processing.images import Picture, check_area, open_image
 from vlkv.processing.pictures import Read, Video
@@ -49,7 +49,7 @@ class InternVlPictures:
     @classmethod
     def from_folder(cls, folder: Path, config: ModelConfig, layout: Layout) -> InternVlPictures:
         """Reads the settings; raises InputError where they are missing or not honoured."""
-        assert config.vision is not None
+        assert isinstance(config.vision, InternVitConfig)
         if layout != "checkpoint":
             raise InputError(f"layout={layout!r} is not for this model, which cuts pictures into tiles; leave it out")
         wiring, side = config.wiring, config.vision.image_size

@@ -11,7 +11,7 @@ import numpy as np
 import PIL.Image
 from jaxtyping import Float
 
-from vlkv.config import ModelConfig, SiglipConfig
+from vlkv.config import ClipConfig, ModelConfig, SiglipConfig
 from vlkv.errors import InputError
 from vlkv.layouts.anyres import best_resolution, fitted
 from vlkv.layouts.llava_next import picture_tokens, video_tokens
@@ -33,7 +33,7 @@ class LlavaNextPictures:
         """Reads the settings; raises InputError where they are missing, not honoured or not those of config.json."""
         if layout != "checkpoint":
             raise InputError(f"layout={layout!r}: {config.family} takes pictures of any shape; leave it out")
-        assert config.vision is not None
+        assert isinstance(config.vision, ClipConfig | SiglipConfig)
         size = {"height": config.vision.image_size, "width": config.vision.image_size}
         # Original checkpoints do not say what becomes of pixels: what the tower was trained on.
         siglip = isinstance(config.vision, SiglipConfig)
@@ -87,7 +87,7 @@ class LlavaNextPictures:
 
     @property
     def _side(self) -> int:
-        assert self.config.vision is not None
+        assert isinstance(self.config.vision, ClipConfig | SiglipConfig)
         return self.config.vision.image_size
 
     def _whole(self, image: PIL.Image.Image) -> PIL.Image.Image:

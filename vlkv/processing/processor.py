@@ -27,6 +27,7 @@ from vlkv.processing.llava_next import LlavaNextPictures
 from vlkv.processing.pictures import Pictures, Read, Video
 from vlkv.processing.pixels import Layout
 from vlkv.processing.prompts import MARKS, PromptWriter
+from vlkv.processing.qwen2_vl import QwenPictures
 from vlkv.processing.templates import ChatTemplate
 from vlkv.processing.tokenizer import Lengths, TextTokenizer
 
@@ -36,6 +37,7 @@ _PICTURES: dict[str, Callable[[Path, ModelConfig, Layout], Pictures]] = {
     "llava": LlavaPictures.from_folder,
     **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "llava_qwen"), LlavaNextPictures.from_folder),
     **dict.fromkeys(("internvl", "internvl_chat"), InternVlPictures.from_folder),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), QwenPictures.from_folder),
 }
 # Families whose checkpoints say how a conversation is written in another way than by a template.
 _TEMPLATES: dict[str, Callable[[ModelConfig], ChatTemplate]] = {"internvl_chat": template}
