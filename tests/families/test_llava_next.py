@@ -15,6 +15,7 @@ from tests.parity.conftest import text_config
 from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.layouts.llava_next import picture_tokens
+from vlkv.processing import Video
 from vlkv.processing.llava_next import LlavaNextPictures
 
 from .common import (
@@ -237,3 +238,24 @@ def test_batches_that_are_refused(saved):
     ]:
         with pytest.raises(InputError, match=message):
             vlkv.Inputs.from_hf({**joined(rows), **change}, params.config)
+
+
+def test_folders_that_are_refused(saved, tmp_path):
+    config = saved[2].config
+    _, raw = processors()
+    image = PIL.Image.new("RGB", (40, 40))
+    for change, message in [
+        ({"image_grid_pinpoints": [[28, 28]]}, "not of one checkpoint"),
+        ({"size": {"shortest_edge": 14}, "crop_size": 14}, "makes 14 x 14 pixels"),
+    ]:
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps({**raw, **change}))
+        with pytest.raises(InputError, match=message):
+            LlavaNextPictures.from_folder(tmp_path, config, "checkpoint").read(image)
+    with pytest.raises(InputError, match="layout='pad'"):
+        LlavaNextPictures.from_folder(tmp_path, config, "pad")
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(raw))
+    with pytest.raises(InputError, match="takes no video"):
+        LlavaNextPictures.from_folder(tmp_path, config, "checkpoint").read(Video(frames=[image]))
+    (tmp_path / "preprocessor_config.json").unlink()
+    with pytest.raises(InputError, match=r"preprocessor_config\.json: no such file"):
+        LlavaNextPictures.from_folder(tmp_path, config, "checkpoint")
