@@ -21,7 +21,7 @@ from tqdm import tqdm
 from checkpoints_convert import pieces, streaming
 from checkpoints_convert.journal import Journal
 from checkpoints_convert.manifest import MANIFEST, digests_below, sha256, verify, write_json
-from checkpoints_convert.reading import INDEX, Checkpoint, open_checkpoint, require_json
+from checkpoints_convert.reading import INDEX, Checkpoint, Tensor, open_checkpoint, require_json
 from vlkv.errors import InputError
 
 Format = Literal["safetensors", "orbax"]
@@ -201,7 +201,7 @@ def _weights(
     }
 
 
-def _used(checkpoint: Checkpoint) -> list[Any]:
+def _used(checkpoint: Checkpoint) -> list[Tensor]:
     """Every tensor that the model needs, once; several parameters may share one."""
     return [checkpoint.tensors[key] for key in dict.fromkeys(entry.key for entry in checkpoint.entries)]
 

@@ -137,4 +137,5 @@ class Presets:
         return len(self.raw)
 
 
+# Without those whose family cannot be read yet.
 presets = Presets({name: raw for name, raw in _RAW.items() if raw["model_type"] in FAMILIES})
