@@ -19,6 +19,7 @@ import pytest
 from jax.experimental import topologies
 
 from pallas_kernels import attention_mass, attention_mass_rows, core_attention, decode_attention
+from pallas_kernels.decode_attention import mosaic_tpu as decode_kernel
 
 pytest.importorskip("libtpu")  # a wheel for Linux only
 
@@ -59,11 +60,13 @@ def prompt(heads, kv_heads, rows):
     return q, k, ((2, PROMPT), jnp.float32), ((PROMPT,), bool)
 
 
-@pytest.mark.parametrize("generation", TOPOLOGIES)
-@pytest.mark.parametrize(
-    ("model", "slots"), [(LLAVA_7B, 8192), (QWEN2_7B, 16384), (INTERN_26B, 32768)], ids=["7B", "Qwen2-7B", "26B"]
-)
-def test_every_kernel(generation, model, slots):
+MODELS = {"7B": (LLAVA_7B, 8192), "Qwen2-7B": (QWEN2_7B, 16384), "26B": (INTERN_26B, 32768)}  # slots of the pool
+CASES = [(generation, model) for generation in TOPOLOGIES for model in ("7B", "26B")] + [("v5e", "Qwen2-7B")]
+
+
+@pytest.mark.parametrize(("generation", "model"), CASES)
+def test_every_kernel(generation, model):
+    model, slots = MODELS[model]
     *arrays, segment = pools(**model, slots=slots)
     memory = ((BATCH, model["kv_heads"], PROMPT), bool)
     core = ((BATCH, PROMPT // 2), jnp.int32), ((BATCH,), jnp.int32), segment
@@ -103,6 +106,11 @@ def test_heads_that_do_not_fill_the_lanes(heads, kv_heads, head_dim):
 def test_a_short_tail_of_any_length():
     for slots in (1, 17, 100):
         assert kernels(compile_for("v4", decode_attention, *pools(**QWEN2_7B, slots=slots))) == 1
+
+
+def test_two_cores_that_share_a_segment(monkeypatch):
+    monkeypatch.setattr(decode_kernel, "cores", lambda: 2)  # as v4 and v5p say when their cores are joined
+    assert kernels(compile_for("v5p", decode_attention, *pools(**QWEN2_7B, slots=8192))) == 1
 
 
 def test_a_batch_of_prompts_is_one_kernel():
