@@ -62,8 +62,9 @@ def write(
         arrays[path] = cast(checkpoint.read(entry), kind, entry.key).reshape(wanted[path])
         done()
     save = ocp.args.PyTreeSave(arrays, {path: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for path in arrays})
-    # A folder for every array: a database for all of them takes the memory of two more copies.
-    with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+    # A folder for every array, as it is: a database for all of them, or compression, takes the memory of more copies.
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
+    with _quiet(), ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(piece.absolute(), save)
     return sum(array.nbytes for array in arrays.values())
 
