@@ -19,7 +19,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from checkpoints_convert.reading import INDEX, Checkpoint, cast, open_checkpoint, require_json
+from checkpoints_convert.reading import INDEX, Checkpoint, cast, open_checkpoint, read_raw, require_json
 from vlkv.errors import InputError
 
 MANIFEST = "vlkv_manifest.json"
@@ -29,7 +29,6 @@ DTYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
-_COPIED = ("*.json", "*.jinja", "*.model", "*.txt")  # tokenizer, templates, processor settings
 
 
 def convert(source: Path, destination: Path, *, dtype: str | None = None, progress: bool = True) -> Path:
@@ -99,11 +98,11 @@ def _write(checkpoint: Checkpoint, folder: Path, dtype: str | None, progress: bo
     if len(shards) > 1:
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         digests[INDEX] = _sha256(folder / INDEX)
-    for file in sorted({path for pattern in _COPIED for path in checkpoint.folder.glob(pattern)}):
-        if file.is_file() and file.name not in ("config.json", INDEX, MANIFEST):
-            shutil.copyfile(file, folder / file.name)
-            digests[file.name] = _sha256(folder / file.name)
-    config = json.dumps(_retyped(require_json(checkpoint.folder / "config.json"), dtype), indent=2) + "\n"
+    for name, file in checkpoint.settings.items():
+        if name not in ("config.json", INDEX, MANIFEST):
+            shutil.copyfile(file, folder / name)
+            digests[name] = _sha256(folder / name)
+    config = json.dumps(_retyped(read_raw(checkpoint.folder), dtype), indent=2) + "\n"
     digests["config.json"] = hashlib.sha256(config.encode()).hexdigest()
     _write_json(
         folder / MANIFEST,

@@ -10,11 +10,17 @@ from __future__ import annotations
 import re
 from types import ModuleType
 
-from checkpoints_convert.tables import llava, text
+from checkpoints_convert.tables import llava, llava_original, mobilevlm, qwen_vl, text
 from checkpoints_convert.tables.entry import Entry, Part
 from vlkv.config import TEXT_FAMILIES, ModelConfig
 
-_FAMILIES: dict[str, ModuleType] = {"llava": llava, **dict.fromkeys(TEXT_FAMILIES, text)}
+_FAMILIES: dict[str, ModuleType] = {
+    "llava": llava,
+    "llava_llama": llava_original,
+    "mobilevlm": mobilevlm,
+    "qwen": qwen_vl,
+    **dict.fromkeys(TEXT_FAMILIES, text),
+}
 # Buffers that old checkpoints carry and nobody needs.
 _BUFFERS = re.compile(r"(rotary_emb\.inv_freq|position_ids)$")
 

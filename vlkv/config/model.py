@@ -6,14 +6,17 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vlkv.config import llava, text
+from vlkv.config import llava, llava_original, qwen_vl, text
 from vlkv.config.clip import ClipConfig
 from vlkv.config.decoder import TEXT_FAMILIES, DecoderConfig
+from vlkv.config.qwen_vl import QwenVitConfig
 from vlkv.errors import InputError
 
 # model_type of a config.json -> the fields of ModelConfig that this family reads from it, besides `stop`.
 _READERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "llava": llava.read,
+    **dict.fromkeys(("llava_llama", "mobilevlm"), llava_original.read),
+    "qwen": qwen_vl.read,
     **dict.fromkeys(TEXT_FAMILIES, text.read),
 }
 FAMILIES = tuple(_READERS)
@@ -25,10 +28,11 @@ class ModelConfig:
 
     family: str
     decoder: DecoderConfig
-    vision: ClipConfig | None = None
+    vision: ClipConfig | QwenVitConfig | None = None
     image_token: int | None = None
     video_token: int | None = None
     projector_bias: bool = True
+    wiring: Any = None  # the family's own settings
     stop: tuple[int, ...] = ()  # ids that end a sequence
 
     @classmethod
@@ -44,4 +48,5 @@ class ModelConfig:
         if raw.get("quantization_config"):
             raise InputError("config.json: quantization_config: quantised checkpoints are not supported; "
                              "use the original weights")  # fmt: skip
-        return cls(family=family, stop=text.stop(raw, generation or {}), **_READERS[family](raw))
+        fields = _READERS[family](raw)
+        return cls(family=family, **{"stop": text.stop(raw, generation or {}), **fields})

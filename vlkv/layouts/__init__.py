@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vlkv.config import TEXT_FAMILIES
-from vlkv.layouts import llava, text
+from vlkv.layouts import llava, squares, text
 from vlkv.layouts.arranged import Arranged
 
-ARRANGE: dict[str, Callable[..., Arranged]] = {"llava": llava.arrange, **dict.fromkeys(TEXT_FAMILIES, text.arrange)}
+ARRANGE: dict[str, Callable[..., Arranged]] = {
+    **dict.fromkeys(("llava", "llava_llama"), llava.arrange),
+    **dict.fromkeys(("mobilevlm", "qwen"), squares.arrange),
+    **dict.fromkeys(TEXT_FAMILIES, text.arrange),
+}
 
 __all__ = ["ARRANGE", "Arranged"]

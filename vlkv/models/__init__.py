@@ -10,10 +10,17 @@ from jaxtyping import Array, Key
 from vlkv.config import TEXT_FAMILIES, ModelConfig
 from vlkv.layers import Initializer
 from vlkv.models.llava import Llava
+from vlkv.models.mobilevlm import MobileVlm
+from vlkv.models.qwen_vl import QwenVl
 from vlkv.models.text import TextModel
 
-Model = Llava | TextModel
-_CLASSES: dict[str, type] = {"llava": Llava, **dict.fromkeys(TEXT_FAMILIES, TextModel)}
+Model = Llava | MobileVlm | QwenVl | TextModel
+_CLASSES: dict[str, type] = {
+    **dict.fromkeys(("llava", "llava_llama"), Llava),
+    "mobilevlm": MobileVlm,
+    "qwen": QwenVl,
+    **dict.fromkeys(TEXT_FAMILIES, TextModel),
+}
 
 
 def init(config: ModelConfig, key: Key[Array, ""], dtype: DTypeLike = jnp.float32) -> Model:

@@ -19,6 +19,7 @@ from vlkv.buckets import Buckets
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
+from vlkv.processing import llava_original, qwen_vl
 from vlkv.processing.images import Picture
 from vlkv.processing.llava import LlavaPictures
 from vlkv.processing.pictures import Pictures, Read, Video
@@ -29,7 +30,16 @@ from vlkv.processing.tokenizer import Lengths, TextTokenizer
 
 RowImages: TypeAlias = Picture | Video | Sequence[Picture | Video] | None
 
-_PICTURES: dict[str, Callable[[Path, ModelConfig, Layout], Pictures]] = {"llava": LlavaPictures.from_folder}
+_PICTURES: dict[str, Callable[[Path, ModelConfig, Layout], Pictures]] = {
+    "llava": LlavaPictures.from_folder,
+    **dict.fromkeys(("llava_llama", "mobilevlm"), llava_original.from_folder),
+    "qwen": qwen_vl.from_folder,
+}
+# How a family writes a conversation where its checkpoint has no template.
+_CONVERSATIONS: dict[str, Callable[[Path], ChatTemplate]] = {
+    **dict.fromkeys(("llava_llama", "mobilevlm"), llava_original.template),
+    "qwen": qwen_vl.template,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,13 +79,15 @@ class Processor:
         if layout not in ("checkpoint", "pad"):
             raise InputError(f"layout={layout!r} is neither 'checkpoint' nor 'pad'")
         tokenizer = TextTokenizer.from_folder(folder)
+        if config.image_token == config.decoder.vocab_size:  # the model has none: any id that no text has will do
+            config = dataclasses.replace(config, image_token=tokenizer.add(MARKS["image"]))
         tokens = {kind: _spelling(folder, tokenizer, getattr(config, f"{kind}_token")) for kind in MARKS}
         read_pictures = _PICTURES.get(config.family)
         return cls(
             config=config,
             tokenizer=tokenizer,
             prompts=PromptWriter(
-                template=ChatTemplate.from_folder(folder),
+                template=ChatTemplate.from_folder(folder) or _CONVERSATIONS.get(config.family, lambda _: None)(folder),
                 image_token=tokens["image"],
                 video_token=tokens["video"],
                 special=tokenizer.special,

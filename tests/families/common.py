@@ -1,0 +1,119 @@
+"""What the tests of every family share: batches of unequal rows, and transformers' answer to each row alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import vlkv
+from tests.parity.conftest import perturb, torch, transformers
+from vlkv import policies
+from vlkv.attention import attention
+
+NEW = 32  # greedy tokens that are compared
+__all__ = [
+    "NEW",
+    "Row",
+    "answer",
+    "check_answers",
+    "check_states",
+    "joined",
+    "perturb",
+    "read",
+    "torch",
+    "transformers",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One prompt: ids, and what transformers' processor returns beside them for this prompt alone."""
+
+    ids: list[int]
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def joined(rows: list[Row], padding: str = "right") -> dict[str, Any]:
+    """One batch, padded on one side; pixels of all rows one after the other, as lists where they differ in length."""
+    longest = max(len(row.ids) for row in rows)
+    pads = [(longest - len(row.ids), 0) if padding == "left" else (0, longest - len(row.ids)) for row in rows]
+    batch: dict[str, Any] = {
+        "input_ids": np.stack([np.pad(row.ids, pad) for row, pad in zip(rows, pads, strict=True)]),
+        "attention_mask": np.stack(
+            [np.pad(np.ones(len(row.ids), int), pad) for row, pad in zip(rows, pads, strict=True)]
+        ),
+    }
+    for row in rows:
+        for name, value in row.extra.items():
+            batch.setdefault(name, []).extend(value)
+    return batch
+
+
+@jax.jit
+def read(params, inputs):
+    """The input of the first layer, the output of every layer, and the logits."""
+    x = params.embed(inputs)
+    states = [x]
+    for layer in params.decoder.layers:
+        q, k, v = layer.project(x, inputs.positions)
+        x = layer.finish(x, attention(q, k, v, valid=inputs.valid))
+        states.append(x)
+    return jnp.stack(states), params.decoder.logits(x)
+
+
+def answer(model, row: Row, new: int = 0):
+    """Hidden states and logits of transformers for one prompt alone, and its greedy tokens."""
+    extra = {name: torch.tensor(np.asarray(value)) for name, value in row.extra.items()}
+    ids = torch.tensor([row.ids])
+    with torch.no_grad():
+        out = model(input_ids=ids, output_hidden_states=True, **extra)
+        tokens = None
+        if new:
+            tokens = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new,
+                                    do_sample=False, eos_token_id=None, **extra)[0, len(row.ids) :].numpy()  # fmt: skip
+    return [state[0].numpy() for state in out.hidden_states], out.logits[0].numpy(), tokens
+
+
+def check_states(params, rows: list[Row], answers, padding: str = "right") -> vlkv.Inputs:
+    """Layer outputs and logits within 1e-4, of logits that are not all alike."""
+    batch = joined(rows, padding)
+    inputs = vlkv.Inputs.from_hf(batch, params.config)
+    states, logits = (np.asarray(x) for x in read(params, inputs))
+    mask = np.asarray(batch["attention_mask"], bool)
+    width = mask.shape[1]
+    for i, (hidden, theirs, _) in enumerate(answers):
+        for ours, wanted in zip(states[:-1], hidden[:-1], strict=True):  # transformers' last is after the norm
+            np.testing.assert_allclose(ours[i, :width][mask[i]], wanted, atol=1e-4)
+        np.testing.assert_allclose(logits[i, :width][mask[i]], theirs, atol=1e-4)
+    assert np.concatenate([theirs for _, theirs, _ in answers]).std() >= 1
+    return inputs
+
+
+def check_answers(params, inputs: vlkv.Inputs, answers) -> None:
+    """32 greedy tokens of the full cache, all alike."""
+    output = jax.jit(vlkv.generate)(params, inputs, sampling=vlkv.Greedy(max_new_tokens=NEW, stop=()))
+    for row, (_, _, tokens) in enumerate(answers):
+        np.testing.assert_array_equal(output.tokens[row], tokens)
+
+
+def every_stage() -> policies.Policy:
+    """Scores, a reduction on the grid, budgets per layer, merging and steps, in one program."""
+    reduce = policies.LightKV(layers=(1,), windows=(2,))
+    return policies.compose(policies.SnapKV(keep=0.5), allocate=policies.PyramidKV, step=policies.H2O, reduce=reduce)
+
+
+def check_neighbours(params, rows: list[Row], policy) -> None:
+    """The rows in reverse order give the same tokens in reverse order, all bounds being those of the batch."""
+    run, sampling = jax.jit(vlkv.generate), vlkv.Greedy(max_new_tokens=6, stop=())
+    first, second = (
+        np.asarray(
+            run(params, vlkv.Inputs.from_hf(joined(order), params.config), policy=policy, sampling=sampling).tokens
+        )
+        for order in (rows, rows[::-1])
+    )
+    np.testing.assert_array_equal(first, second[::-1])
+    assert len(np.unique(first)) > 2
