@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from types import ModuleType
 
-from checkpoints_convert.tables import llava, llava_original, mobilevlm, qwen_vl, text
+from checkpoints_convert.tables import eve, llava, llava_original, mobilevlm, qwen_vl, text
 from checkpoints_convert.tables.entry import Entry, Part
 from vlkv.config import TEXT_FAMILIES, ModelConfig
 
@@ -19,6 +19,7 @@ _FAMILIES: dict[str, ModuleType] = {
     "llava_llama": llava_original,
     "mobilevlm": mobilevlm,
     "qwen": qwen_vl,
+    "eve": eve,
     **dict.fromkeys(TEXT_FAMILIES, text),
 }
 # Buffers that old checkpoints carry and nobody needs.

@@ -209,7 +209,7 @@ def test_a_row_is_answered_alike_whatever_its_neighbours(saved):
 def test_policies_that_watch_a_class_token_are_refused(saved):
     inputs = vlkv.Inputs.from_hf(joined(saved[3]), saved[2].config)
     with pytest.raises(InputError, match="no class token"):
-        vlkv.generate(saved[2], inputs, policy=policies.HiRED(keep=0.5))
+        vlkv.generate(saved[2], inputs, policy=policies.HiRED(keep=0.5), sampling=vlkv.Greedy(max_new_tokens=4))
 
 
 def test_conversion_keeps_every_parameter(saved, tmp_path):

@@ -5,8 +5,18 @@ A field that changes the answer and that we do not honour is refused by name; no
 
 from vlkv.config.clip import ClipConfig
 from vlkv.config.decoder import TEXT_FAMILIES, DecoderConfig
+from vlkv.config.eve import EveVisionConfig
 from vlkv.config.model import FAMILIES, ModelConfig
 from vlkv.config.qwen_vl import QwenVitConfig
 from vlkv.config.rope import RopeConfig
 
-__all__ = ["FAMILIES", "TEXT_FAMILIES", "ClipConfig", "DecoderConfig", "ModelConfig", "QwenVitConfig", "RopeConfig"]
+__all__ = [
+    "FAMILIES",
+    "TEXT_FAMILIES",
+    "ClipConfig",
+    "DecoderConfig",
+    "EveVisionConfig",
+    "ModelConfig",
+    "QwenVitConfig",
+    "RopeConfig",
+]

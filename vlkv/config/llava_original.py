@@ -73,7 +73,7 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
     require("mm_projector_type", raw.get("mm_projector_type", "linear"), _PROJECTORS[family])
     require("vision_tower_type", raw.get("vision_tower_type", "clip"), "clip")
     require("mm_patch_merge_type", raw.get("mm_patch_merge_type", "flat"), "flat")
-    for field in ("mm_use_im_start_end", "mm_use_im_patch_token", "s2"):
+    for field in ("mm_use_im_start_end", "s2"):
         require(field, bool(raw.get(field, False)), False)
     aspect = raw.get("image_aspect_ratio")
     if aspect not in (None, "square", "pad"):

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vlkv.config import llava, llava_original, qwen_vl, text
+from vlkv.config import eve, llava, llava_original, qwen_vl, text
 from vlkv.config.clip import ClipConfig
 from vlkv.config.decoder import TEXT_FAMILIES, DecoderConfig
+from vlkv.config.eve import EveVisionConfig
 from vlkv.config.qwen_vl import QwenVitConfig
 from vlkv.errors import InputError
 
@@ -17,6 +18,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "llava": llava.read,
     **dict.fromkeys(("llava_llama", "mobilevlm"), llava_original.read),
     "qwen": qwen_vl.read,
+    "eve": eve.read,
     **dict.fromkeys(TEXT_FAMILIES, text.read),
 }
 FAMILIES = tuple(_READERS)
@@ -28,7 +30,7 @@ class ModelConfig:
 
     family: str
     decoder: DecoderConfig
-    vision: ClipConfig | QwenVitConfig | None = None
+    vision: ClipConfig | EveVisionConfig | QwenVitConfig | None = None
     image_token: int | None = None
     video_token: int | None = None
     projector_bias: bool = True

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vlkv.config import TEXT_FAMILIES
-from vlkv.layouts import llava, squares, text
+from vlkv.layouts import eve, llava, squares, text
 from vlkv.layouts.arranged import Arranged
 
 ARRANGE: dict[str, Callable[..., Arranged]] = {
     **dict.fromkeys(("llava", "llava_llama"), llava.arrange),
     **dict.fromkeys(("mobilevlm", "qwen"), squares.arrange),
+    "eve": eve.arrange,
     **dict.fromkeys(TEXT_FAMILIES, text.arrange),
 }
 

@@ -9,16 +9,18 @@ from jaxtyping import Array, Key
 
 from vlkv.config import TEXT_FAMILIES, ModelConfig
 from vlkv.layers import Initializer
+from vlkv.models.eve import Eve
 from vlkv.models.llava import Llava
 from vlkv.models.mobilevlm import MobileVlm
 from vlkv.models.qwen_vl import QwenVl
 from vlkv.models.text import TextModel
 
-Model = Llava | MobileVlm | QwenVl | TextModel
+Model = Eve | Llava | MobileVlm | QwenVl | TextModel
 _CLASSES: dict[str, type] = {
     **dict.fromkeys(("llava", "llava_llama"), Llava),
     "mobilevlm": MobileVlm,
     "qwen": QwenVl,
+    "eve": Eve,
     **dict.fromkeys(TEXT_FAMILIES, TextModel),
 }
 

@@ -20,6 +20,7 @@ from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
 from vlkv.processing import llava_original, qwen_vl
+from vlkv.processing.eve import EvePictures
 from vlkv.processing.images import Picture
 from vlkv.processing.llava import LlavaPictures
 from vlkv.processing.pictures import Pictures, Read, Video
@@ -34,10 +35,11 @@ _PICTURES: dict[str, Callable[[Path, ModelConfig, Layout], Pictures]] = {
     "llava": LlavaPictures.from_folder,
     **dict.fromkeys(("llava_llama", "mobilevlm"), llava_original.from_folder),
     "qwen": qwen_vl.from_folder,
+    "eve": EvePictures.from_folder,
 }
 # How a family writes a conversation where its checkpoint has no template.
 _CONVERSATIONS: dict[str, Callable[[Path], ChatTemplate]] = {
-    **dict.fromkeys(("llava_llama", "mobilevlm"), llava_original.template),
+    **dict.fromkeys(("llava_llama", "mobilevlm", "eve"), llava_original.template),
     "qwen": qwen_vl.template,
 }
 
