@@ -20,7 +20,7 @@ _UNUSED = re.compile(r"^model\.vision_tower\.(?:post_layernorm\.|encoder\.layers
 
 def table(config: ModelConfig) -> Iterator[Entry]:
     """All tensors that a model of this config needs."""
-    assert config.vision is not None
+    assert isinstance(config.vision, ClipConfig)
     yield from decoder(config.decoder, "model.language_model.")
     yield from tower(config.vision, "model.vision_tower.")
     yield from _projector(config, "model.multi_modal_projector.")
@@ -29,7 +29,7 @@ def table(config: ModelConfig) -> Iterator[Entry]:
 def ignored(key: str, config: ModelConfig) -> bool:
     """Tower layers behind the feature layer, and the norm after them."""
     match = _UNUSED.match(key)
-    if match is None or config.vision is None:
+    if match is None or not isinstance(config.vision, ClipConfig):
         return False
     return match[1] is None or config.vision.blocks <= int(match[1]) < config.vision.layers
 

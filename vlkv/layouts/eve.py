@@ -63,7 +63,7 @@ def arrange(
         square[:, :-1] = used + np.arange(count).reshape(lines, columns)
         index[own] = [room + 1 + image, *square.ravel()]
         places = np.full((lines, columns + 1, 2), -1, np.int32)
-        places[:, :-1] = np.stack(np.mgrid[:lines, :columns], axis=-1)
+        places[:, :-1] = np.moveaxis(np.indices((lines, columns)), 0, -1)
         grid[own, 0] = image - first[np.searchsorted(row_ends, ends[image], side="right") - 1]
         grid[own, 1:] = np.concatenate([[[-1, -1]], places.reshape(-1, 2)])
         used += count

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from vlkv.buckets import Buckets, round_up
-from vlkv.config import ModelConfig
+from vlkv.config import ClipConfig, ModelConfig, QwenVitConfig
 from vlkv.errors import InputError
 from vlkv.layouts.arranged import Arranged, count_up, number
 
@@ -26,7 +26,7 @@ def arrange(
     Raises:
         InputError: image tokens and pixels that do not match.
     """
-    assert config.vision is not None
+    assert isinstance(config.vision, ClipConfig)
     grid, first = config.vision.grid, int(config.vision.keep_class_token)
     return squares(batch, tokens, valid, config, buckets, side=grid, first=first)
 
@@ -46,7 +46,7 @@ def squares(
     Raises:
         InputError: image tokens and pixels that do not match.
     """
-    assert config.vision is not None
+    assert isinstance(config.vision, ClipConfig | QwenVitConfig)
     pixels = batch.get("pixel_values")
     pixels = None if pixels is None else np.asarray(pixels, np.float32)
     is_vision = valid & (tokens == config.image_token)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from vlkv.config import ModelConfig
+from vlkv.config import ClipConfig, ModelConfig
 from vlkv.decoder import Decoder
 from vlkv.inputs import Inputs
 from vlkv.layers import Initializer, Linear
@@ -31,7 +31,7 @@ class Llava(nnx.Module):
     """The whole model; `embed` is all that differs from a text model."""
 
     def __init__(self, config: ModelConfig, *, init: Initializer) -> None:
-        assert config.vision is not None
+        assert isinstance(config.vision, ClipConfig)
         self.config = config
         self.vision = ClipTower(config.vision, init=init)
         self.projector = LlavaProjector(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vlkv.config import ModelConfig
+from vlkv.config import ClipConfig, ModelConfig
 from vlkv.errors import InputError
 from vlkv.processing.images import Picture, open_image
 from vlkv.processing.pictures import Read, Video
@@ -26,7 +26,7 @@ class LlavaPictures:
     @classmethod
     def from_folder(cls, folder: Path, config: ModelConfig, layout: Layout) -> LlavaPictures:
         """Reads the settings; raises InputError where they are missing or not honoured."""
-        assert config.vision is not None
+        assert isinstance(config.vision, ClipConfig)
         return cls(settings=read_settings(folder, layout), side=config.vision.image_size, tokens=config.vision.tokens)
 
     def read(self, picture: Picture | Video) -> Read:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vlkv.config import ModelConfig
+from vlkv.config import ClipConfig, ModelConfig
 from vlkv.processing.llava import LlavaPictures
 from vlkv.processing.pixels import Layout, PixelSettings, read_settings
 from vlkv.processing.templates import ChatTemplate
@@ -34,7 +34,7 @@ def from_folder(folder: Path, config: ModelConfig, layout: Layout) -> LlavaPictu
     Raises:
         InputError: settings that we do not honour.
     """
-    assert config.vision is not None
+    assert isinstance(config.vision, ClipConfig)
     wiring, side = config.wiring, config.vision.image_size
     if wiring.pad:
         layout = "pad"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vlkv.config import ModelConfig
+from vlkv.config import ModelConfig, QwenVitConfig
 from vlkv.errors import InputError
 from vlkv.files import read_json
 from vlkv.processing.llava import LlavaPictures
@@ -32,7 +32,7 @@ _FORMATS = {"raw": _RAW, "chatml": _CHAT}
 
 def from_folder(folder: Path, config: ModelConfig, layout: Layout) -> LlavaPictures:
     """The authors' code has no settings but the size; raises InputError for a layout that the model does not know."""
-    assert config.vision is not None
+    assert isinstance(config.vision, QwenVitConfig)
     if layout != "checkpoint":
         raise InputError(f"layout={layout!r} is not for this model, which resizes every picture to a square")
     side = config.vision.image_size
