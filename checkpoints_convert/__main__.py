@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from checkpoints_convert.converting import DTYPES, convert, verify
+from checkpoints_convert.converting import DTYPES, FORMATS, convert, verify
 from vlkv.errors import InputError
 from vlkv.terminal import OneLineParser, guarded
 
@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="SRC", help="a Hugging Face checkpoint folder")
     parser.add_argument("destination", type=Path, nargs="?", metavar="DST", help="the folder to write; must not exist")
     parser.add_argument("--dtype", choices=list(DTYPES), help="of the written weights; without it, the source's own")
+    parser.add_argument("--format", choices=FORMATS, default="safetensors", help="of the written weights (%(default)s)")
     parser.add_argument("--verify", action="store_true", help="only compare SRC, a converted folder, with its manifest")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
@@ -27,7 +28,8 @@ def run(args: argparse.Namespace) -> str:
         return f"{args.source}: every file agrees with the manifest"
     if args.destination is None:
         raise InputError("convert needs a destination: vlkv convert SRC DST")
-    return f"wrote {convert(args.source, args.destination, dtype=args.dtype, progress=not args.quiet)}"
+    made = convert(args.source, args.destination, dtype=args.dtype, format=args.format, progress=not args.quiet)
+    return f"wrote {made}"
 
 
 def main() -> int:

@@ -1,123 +1,208 @@
-"""`convert`: a checkpoint, tensor by tensor, into a folder that loads fast and says where it came from.
+"""`convert`: a checkpoint, piece by piece, into a folder that loads fast and says where it came from.
 
-The result is again a Hugging Face style folder (safetensors under the new-style names, the source's config, tokenizer
-and processor files) plus a manifest. It is written beside its destination and renamed when complete; until then it
-holds no config.json, so nothing would take it for a checkpoint.
+The result is a Hugging Face style folder (safetensors under the new-style names; the source's config, tokenizer and
+processor files) or the same with orbax's arrays for weights, and a manifest in both. It is written beside its
+destination and renamed when complete; until then it holds no config.json, so nothing would take it for a checkpoint.
+What a run that was killed has finished, the next one keeps.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from checkpoints_convert.reading import INDEX, Checkpoint, cast, open_checkpoint, read_raw, require_json
+from checkpoints_convert import pieces, streaming
+from checkpoints_convert.journal import Journal
+from checkpoints_convert.manifest import MANIFEST, digests_below, sha256, verify, write_json
+from checkpoints_convert.reading import INDEX, Checkpoint, open_checkpoint, read_raw
 from vlkv.errors import InputError
 
-MANIFEST = "vlkv_manifest.json"
-SHARD_BYTES = 256 * 2**20  # memory in use is about one shard
+Format = Literal["safetensors", "orbax"]
+FORMATS: tuple[Format, ...] = ("safetensors", "orbax")
+SHARD_BYTES = 256 * 2**20  # of a safetensors file, written slice by slice
+PIECE_BYTES = 64 * 2**20  # of orbax's arrays, which are held in memory
 DTYPES = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
 
+__all__ = ["DTYPES", "FORMATS", "convert", "verify"]
 
-def convert(source: Path, destination: Path, *, dtype: str | None = None, progress: bool = True) -> Path:
+
+def convert(
+    source: Path,
+    destination: Path,
+    *,
+    dtype: str | None = None,
+    format: Format = "safetensors",
+    progress: bool = True,
+) -> Path:
     """Converts one folder into another.
 
     Args:
         source: a Hugging Face folder.
         destination: must not exist yet.
         dtype: float32, float16 or bfloat16; None keeps each tensor's own.
+        format: "safetensors", or "orbax": arrays of our own shapes, for loading onto a mesh.
         progress: whether to draw a bar on stderr.
 
     Returns:
         The destination.
 
     Raises:
-        InputError: something is wrong with the source, or the destination exists. Nothing is left behind.
+        InputError: something is wrong with the source, or the destination exists. Nothing is left behind. Whatever
+            else ends a run leaves a hidden folder beside the destination, from which the same call goes on.
     """
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    if format not in FORMATS:
+        raise InputError(f"format {format!r} is not one of {', '.join(FORMATS)}")
     if destination.exists():
         raise InputError(f"{destination}: exists already; give a new folder or remove it first")
     if not destination.parent.is_dir():
         raise InputError(f"{destination.parent}: no such folder to write into")
+    if pieces.is_pieces(source):
+        raise InputError(f"{source}: holds orbax weights: convert the folder that it was made from")
     checkpoint = open_checkpoint(source)
     partial = destination.with_name(f".{destination.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
-    partial.mkdir()
     try:
-        _write(checkpoint, partial, dtype, progress)
+        _write(checkpoint, partial, DTYPES[dtype] if dtype else None, format, progress)
         partial.rename(destination)
-    except BaseException:
+    except InputError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return destination
 
 
-def verify(folder: Path) -> None:
-    """Compares every file of a converted folder with its manifest; InputError names the first that differs."""
-    digests = require_json(folder / MANIFEST).get("sha256")
-    if not isinstance(digests, dict) or "config.json" not in digests:
-        raise InputError(f"{folder / MANIFEST}: lists no checksums: convert again")
-    for name, digest in digests.items():
-        if name != Path(name).name or not (folder / name).is_file():
-            raise InputError(f"{folder / name}: missing, though the manifest lists it")
-        if _sha256(folder / name) != digest:
-            raise InputError(f"{folder / name}: checksum differs from the manifest: convert again")
-
-
-def _write(checkpoint: Checkpoint, folder: Path, dtype: str | None, progress: bool) -> None:
-    shards = list(_shards(checkpoint, dtype))
-    weight_map: dict[str, str] = {}
-    digests: dict[str, str] = {}
-    total = 0
-    with tqdm(total=sum(map(len, shards)), unit="tensor", disable=not progress) as bar:
-        for number, keys in enumerate(shards, start=1):
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
-            tensors = {}
-            for key in keys:
-                tensors[key] = cast(checkpoint.read_tensor(key), DTYPES[dtype] if dtype else None, key)
-                total += tensors[key].nbytes
-                weight_map[key] = name
-                bar.update()
-            save_file(tensors, folder / name, metadata={"format": "pt"})
-            (folder / name).chmod(0o644)  # safetensors writes for the owner alone
-            del tensors
-            digests[name] = _sha256(folder / name)
-    if len(shards) > 1:
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        digests[INDEX] = _sha256(folder / INDEX)
+def _write(checkpoint: Checkpoint, folder: Path, dtype: np.dtype | None, kind: Format, progress: bool) -> None:
+    plan = _plan(checkpoint, dtype, kind)
+    journal = Journal(folder, _job(checkpoint, dtype, kind, plan))
+    with tqdm(total=sum(map(len, plan.values())), unit="tensor", disable=not progress) as bar:
+        for name, members in plan.items():
+            if name in journal.shards:
+                bar.update(len(members))
+            else:
+                digests, nbytes = _write_shard(checkpoint, members, folder / name, dtype, kind, bar.update)
+                journal.finish(name, digests, nbytes)
+    digests = {file: digest for shard in journal.shards.values() for file, digest in shard["sha256"].items()}
+    total = sum(shard["bytes"] for shard in journal.shards.values())
+    manifest: dict[str, Any] = {
+        "format": 2,
+        "storage": kind,
+        "source": checkpoint.folder.resolve().name,
+        "family": checkpoint.config.family,
+        "dtype": "as in the source" if dtype is None else dtype.name,
+        "parameters": sum(math.prod(tensor.shape) for tensor in _used(checkpoint)),
+        "bytes": total,
+        "sha256": digests,
+    }
+    if kind == "orbax":
+        manifest["weights"] = _weights(checkpoint, plan, dtype)
+    elif len(plan) > 1:
+        weight_map = {key: name for name, members in plan.items() for key in members}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        digests[INDEX] = sha256(folder / INDEX)
     for name, file in checkpoint.settings.items():
         if name not in ("config.json", INDEX, MANIFEST):
             shutil.copyfile(file, folder / name)
-            digests[name] = _sha256(folder / name)
-    config = json.dumps(_retyped(read_raw(checkpoint.folder), dtype), indent=2) + "\n"
-    digests["config.json"] = hashlib.sha256(config.encode()).hexdigest()
-    _write_json(
-        folder / MANIFEST,
-        {
-            "format": 1,
-            "source": checkpoint.folder.resolve().name,
-            "family": checkpoint.config.family,
-            "dtype": dtype or "as in the source",
-            "parameters": sum(int(np.prod(shape)) for shape in _shapes(checkpoint).values()),
-            "bytes": total,
-            "sha256": digests,
-        },
-    )
+            digests[name] = sha256(folder / name)
+    config = _retyped(read_raw(checkpoint.folder), None if dtype is None else dtype.name)
+    ready = folder / "config.json.new"
+    write_json(ready, config)
+    digests["config.json"] = sha256(ready)
+    write_json(folder / MANIFEST, manifest)
+    journal.close()
     # Last: a folder without config.json is no checkpoint.
-    (folder / "config.json").write_text(config, encoding="utf-8")
+    ready.rename(folder / "config.json")
+
+
+def _write_shard(
+    checkpoint: Checkpoint,
+    members: list[str],
+    path: Path,
+    dtype: np.dtype | None,
+    kind: Format,
+    done: Callable[[], Any],
+) -> tuple[dict[str, str], int]:
+    """The digests of its files, and the bytes of its tensors."""
+    if kind == "orbax":
+        nbytes = pieces.write(checkpoint, members, path, dtype, done)
+        return digests_below(path), nbytes
+    digest, nbytes = streaming.write(checkpoint, members, path, dtype, done)
+    return {path.name: digest}, nbytes
+
+
+def _plan(checkpoint: Checkpoint, dtype: np.dtype | None, kind: Format) -> dict[str, list[str]]:
+    """Names of shards, and the tensors' keys (safetensors) or the parameters' paths (orbax) in each."""
+    if kind == "orbax":
+        groups = list(_groups(_sizes_of_parameters(checkpoint, dtype), PIECE_BYTES))
+        return {f"params-{i:05d}-of-{len(groups):05d}": group for i, group in enumerate(groups, start=1)}
+    sizes = {entry.key: _size(entry.shape, dtype or checkpoint.tensors[entry.key].own_dtype)
+             for entry in checkpoint.entries}  # fmt: skip
+    groups = list(_groups(sizes.items(), SHARD_BYTES))
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+
+
+def _sizes_of_parameters(checkpoint: Checkpoint, dtype: np.dtype | None) -> Iterator[tuple[str, int]]:
+    shapes = pieces.shapes(checkpoint.config)
+    for entry in checkpoint.entries:
+        yield entry.path, _size(shapes[entry.path], dtype or pieces.stored_dtype(checkpoint, entry.key))
+
+
+def _size(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _groups(sizes: Iterable[tuple[str, int]], most: int) -> Iterator[list[str]]:
+    """Neighbours together, as long as they are no more than `most` bytes."""
+    group: list[str] = []
+    total = 0
+    for name, size in sizes:
+        if group and total + size > most:
+            yield group
+            group, total = [], 0
+        group.append(name)
+        total += size
+    yield group
+
+
+def _job(checkpoint: Checkpoint, dtype: np.dtype | None, kind: Format, plan: dict[str, list[str]]) -> dict[str, Any]:
+    """What must be the same for two runs to write the same shards; as JSON gives it back."""
+    files = {tensor.file.resolve() for tensor in _used(checkpoint)}
+    stats = {str(file): file.stat() for file in sorted(files)}
+    return {
+        "source": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+        "dtype": None if dtype is None else dtype.name,
+        "storage": kind,
+        "plan": plan,
+    }
+
+
+def _weights(
+    checkpoint: Checkpoint, plan: dict[str, list[str]], dtype: np.dtype | None
+) -> dict[str, tuple[str, str, tuple[int, ...]]]:
+    """Of every parameter: its piece, dtype and shape."""
+    shapes, keys = pieces.shapes(checkpoint.config), {entry.path: entry.key for entry in checkpoint.entries}
+    return {
+        path: (piece, (dtype or pieces.stored_dtype(checkpoint, keys[path])).name, shapes[path])
+        for piece, paths in plan.items()
+        for path in paths
+    }
+
+
+def _used(checkpoint: Checkpoint) -> list[Any]:
+    """Every tensor that the model needs, once; several parameters may share one."""
+    return [checkpoint.tensors[key] for key in dict.fromkeys(entry.key for entry in checkpoint.entries)]
 
 
 def _retyped(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
@@ -126,31 +211,3 @@ def _retyped(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
         return config
     named = {key: dtype if key in ("dtype", "torch_dtype") else value for key, value in config.items()}
     return {key: _retyped(value, dtype) if isinstance(value, dict) else value for key, value in named.items()}
-
-
-def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Of every tensor; several parameters may share one."""
-    return {entry.key: entry.shape for entry in checkpoint.entries}
-
-
-def _shards(checkpoint: Checkpoint, dtype: str | None) -> Iterator[list[str]]:
-    shard: list[str] = []
-    size = 0
-    for key, shape in _shapes(checkpoint).items():
-        width = DTYPES[dtype].itemsize if dtype else {"F64": 8, "F32": 4}.get(checkpoint.tensors[key].dtype, 2)
-        nbytes = int(np.prod(shape)) * width
-        if shard and size + nbytes > SHARD_BYTES:
-            yield shard
-            shard, size = [], 0
-        shard.append(key)
-        size += nbytes
-    yield shard
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -6,6 +6,9 @@ Every way in which a folder can be wrong ends in one InputError that names the f
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,17 @@ class Tensor:
     key: str  # as written in the file
     shape: tuple[int, ...]
     dtype: str  # safetensors' name, such as BF16
+    begin: int  # its first byte in the file
+
+    @property
+    def own_dtype(self) -> np.dtype:
+        """As it lies in the file."""
+        return np.dtype(np.float64 if self.dtype == "F64" else _DTYPES[self.dtype])
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one step along the first axis."""
+        return math.prod(self.shape[1:]) * self.own_dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +78,25 @@ class Checkpoint:
         return array if entry.part is None else entry.part.of(array)
 
     def read_tensor(self, key: str) -> np.ndarray:
-        """One whole tensor, copied out of its file."""
+        """One whole tensor."""
         tensor = self.tensors[key]
+        return next(self._rows(tensor, math.prod(tensor.shape[:1])))
+
+    def slices(self, key: str, nbytes: int) -> Iterator[np.ndarray]:
+        """The same in slices along its first axis, of no more than so many bytes or of one row each."""
+        tensor = self.tensors[key]
+        yield from self._rows(tensor, max(1, nbytes // max(1, tensor.row_bytes)))
+
+    def _rows(self, tensor: Tensor, rows: int) -> Iterator[np.ndarray]:
+        # Plain reads: what is mapped counts as memory of the process for as long as anything refers to it.
         try:
-            with safe_open(tensor.file, framework="np") as file:
-                return file.get_tensor(tensor.key)
-        except (SafetensorError, OSError) as error:
+            with tensor.file.open("rb") as file:
+                file.seek(tensor.begin)
+                for first in range(0, length := math.prod(tensor.shape[:1]), rows):
+                    count = min(rows, length - first)
+                    data = np.fromfile(file, np.uint8, count * tensor.row_bytes).view(tensor.own_dtype)
+                    yield data.reshape((count, *tensor.shape[1:])[: len(tensor.shape)])
+        except (OSError, ValueError) as error:
             raise InputError(f"{tensor.file}: cannot read {tensor.key}: {error}") from None
 
 
@@ -93,14 +120,14 @@ def require_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The model's config from `config.json` and, for the stop ids, `generation_config.json`."""
+    """The model's config from `config.json`, `generation_config.json` (stop ids) and the tokenizer's added tokens."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder}: no config.json, so this is not a (complete) checkpoint folder")
     raw, generation = read_raw(folder), read_json(folder / "generation_config.json")
     try:
-        return ModelConfig.from_hf(raw, generation)
+        return ModelConfig.from_hf(raw, generation, _added_tokens(folder))
     except InputError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -114,6 +141,16 @@ def read_raw(folder: Path) -> dict[str, Any]:
     if llava_original.is_original(raw):
         tower = read_json(folder / llava_original.tower_folder(raw) / "config.json")
     return llava_original.completed(raw, tower)
+
+
+def _added_tokens(folder: Path) -> dict[str, int]:
+    """Ids of the tokenizer's added tokens by their spelling, from whichever of its files are there."""
+    older, newer = read_json(folder / "tokenizer_config.json") or {}, read_json(folder / "tokenizer.json") or {}
+    return {
+        **(read_json(folder / "added_tokens.json") or {}),
+        **{token["content"]: int(number) for number, token in (older.get("added_tokens_decoder") or {}).items()},
+        **{token["content"]: token["id"] for token in newer.get("added_tokens") or ()},
+    }
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -202,8 +239,12 @@ def _files(folder: Path) -> list[Path]:
 
 def _headers(file: Path) -> list[Tensor]:
     try:
-        with safe_open(file, framework="np") as opened:
+        with safe_open(file, framework="np") as opened:  # which checks every offset
             slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
-            return [Tensor(file, key, tuple(s.get_shape()), s.get_dtype()) for key, s in slices.items()]
+            found = {key: (tuple(s.get_shape()), s.get_dtype()) for key, s in slices.items()}
+        with file.open("rb") as plain:
+            length = int.from_bytes(plain.read(8), "little")
+            header = json.loads(plain.read(length))
     except (SafetensorError, OSError) as error:
         raise InputError(f"{file}: truncated or corrupt safetensors ({error})") from None
+    return [Tensor(file, key, *found[key], 8 + length + header[key]["data_offsets"][0]) for key in found]

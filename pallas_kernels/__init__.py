@@ -5,14 +5,18 @@ Imports jax only; knows nothing of models or policies.
 
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.attention_mass_rows import attention_mass_rows
+from pallas_kernels.choice import Kernels
+from pallas_kernels.core_attention import core_attention
 from pallas_kernels.decode_attention import combine, decode_attention
 from pallas_kernels.quantized import QuantizedPool, dequantize, quantize
 
 __all__ = [
+    "Kernels",
     "QuantizedPool",
     "attention_mass",
     "attention_mass_rows",
     "combine",
+    "core_attention",
     "decode_attention",
     "dequantize",
     "quantize",

@@ -99,19 +99,53 @@ def read(pool: Float[Array, "P H"] | QuantizedPool, first: Int[Array, ""], count
     """Slots first <= p < first + count of one head of a pool as an array; they need not begin with a group."""
     if not isinstance(pool, QuantizedPool):
         return jax.lax.dynamic_slice_in_dim(pool, first, count)
+    return _slice(jax.tree.map(lambda x: x[None, :, None], pool), 0, 0, first, count)
+
+
+def read_block(
+    pool: QuantizedPool, row: Int[Array, ""], head: Int[Array, ""], first: Int[Array, ""], count: int
+) -> Float[Array, "C H"]:
+    """Slots first <= p < first + count of one row and head; those past the pool's end hold some finite value."""
+    begin = jnp.clip(first, 0, pool.shape[1] - count)
+    return jnp.roll(_slice(pool, row, head, begin, count), begin - first, axis=0)
+
+
+def read_slots(
+    pool: Float[Array, "B P K H"] | QuantizedPool,
+    row: Int[Array, ""],
+    head: Int[Array, ""],
+    slots: Int[Array, " C"],
+) -> Float[Array, "C H"]:
+    """These slots of one row and head, in any order; past the pool's end its last one is read."""
+    if not isinstance(pool, QuantizedPool):
+        return pool.at[row, slots, head].get(mode="clip")
+    slots = jnp.clip(slots, 0, pool.shape[1] - 1)
+    group = slots // pool.group if pool.axis == "slots" else slots
+
+    def spread(y: Array) -> Array:
+        y = y[row, group, head].astype(jnp.float32)
+        return y if pool.axis == "slots" else jnp.repeat(y, pool.group, axis=1)[:, : pool.shape[-1]]
+
+    codes = _unpack(pool.codes[row, slots, head], pool.bits)
+    return (spread(pool.low) + codes * spread(pool.scale)).astype(pool.dtype)
+
+
+def _slice(pool: QuantizedPool, row: Array | int, head: Array | int, first: Array, count: int) -> Array:
     if pool.axis == "slots":
-        groups = min(-(-count // pool.group) + 1, pool.scale.shape[0])  # the slice may cut its first and its last one
-        begin = jnp.minimum(first // pool.group, pool.scale.shape[0] - groups)
+        groups = min(-(-count // pool.group) + 1, pool.scale.shape[1])  # the slice may cut its first and its last one
+        begin = jnp.minimum(first // pool.group, pool.scale.shape[1] - groups)
         skip = first - begin * pool.group
     else:
         groups, begin, skip = count, first, jnp.int32(0)
 
+    def cut(x: Array, first: Array, count: int) -> Array:
+        return jax.lax.dynamic_slice(x, (row, first, head, 0), (1, count, 1, x.shape[3])).reshape(count, -1)
+
     def spread(y: Array) -> Array:  # repeated, not gathered: 1.5 to 4 times as fast on a CPU
-        y = jax.lax.dynamic_slice_in_dim(y, begin, groups).astype(jnp.float32)
-        y = jnp.repeat(y, pool.group, axis=0 if pool.axis == "slots" else 1)
+        y = jnp.repeat(cut(y, begin, groups).astype(jnp.float32), pool.group, axis=0 if pool.axis == "slots" else 1)
         return jax.lax.dynamic_slice_in_dim(y, skip, count)[:, : pool.shape[-1]]
 
-    codes = _unpack(jax.lax.dynamic_slice_in_dim(pool.codes, first, count), pool.bits)
+    codes = _unpack(cut(pool.codes, first, count), pool.bits)
     return (spread(pool.low) + codes * spread(pool.scale)).astype(pool.dtype)
 
 

@@ -16,20 +16,25 @@ def _norm(x, module):
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + module.eps) * _array(module.weight)
 
 
-def _rotate(x, positions, theta):  # x [T, heads, H]
+def _rotate(x, positions, rope):  # x [T, heads, H], positions [T] or, for M-RoPE, [T, 3]
     half = x.shape[-1] // 2
-    angle = positions[:, None] * theta ** (-np.arange(half) / half)
+    frequency = rope.theta ** (-np.arange(half) / half)
+    if positions.ndim == 1:
+        angle = positions[:, None] * frequency
+    else:
+        chunks = np.split(frequency, np.cumsum(rope.sections)[:-1])
+        angle = np.concatenate([positions[:, [axis]] * chunk for axis, chunk in enumerate(chunks)], axis=1)
     cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
     a, b = x[..., :half], x[..., half:]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def _project(layer, x, positions, theta):
+def _project(layer, x, positions):
     h = _norm(x, layer.attention_norm)
     q, k, v = (np.einsum("td,nhd->tnh", h, _array(m.weight)) for m in (layer.query, layer.key, layer.value))
     if layer.query.bias is not None:
         q, k, v = (y + _array(m.bias) for y, m in ((q, layer.query), (k, layer.key), (v, layer.value)))
-    return _rotate(q, positions, theta), _rotate(k, positions, theta), v
+    return _rotate(q, positions, layer.rope), _rotate(k, positions, layer.rope), v
 
 
 def _finish(layer, x, attended):
@@ -64,7 +69,7 @@ def prefill(decoder, x, positions=None, reduce=None):
             before = (x, q[places], k[places]) if i else (x, None, None)
             x, kept = reduce[i](*before, places)
             x, places = x[kept], places[kept]
-        part = _project(layer, x, positions[places], layer.rope.theta)
+        part = _project(layer, x, positions[places])
         q, k, v = (np.full((length, *y.shape[1:]), np.nan) for y in part)
         q[places], k[places], v[places] = part
         groups = q.shape[1] // k.shape[1]
@@ -75,15 +80,18 @@ def prefill(decoder, x, positions=None, reduce=None):
     return _logits(decoder, x[-1]), layers
 
 
-def decode(decoder, layers, kept, tokens, softmax_n=0.0):
-    """Logits after each of `tokens`, attending to prompt entries where kept [L, K, T] and to all tokens fed so far."""
-    prompt = kept.shape[-1]
+def decode(decoder, layers, kept, tokens, softmax_n=0.0, first=None):
+    """Logits after each of `tokens`, attending to prompt entries where kept [L, K, T] and to all tokens fed so far.
+
+    first: position of the first of them; None: the prompt's length.
+    """
+    first = kept.shape[-1] if first is None else first
     tails = [([], []) for _ in layers]
     out = []
     for step, token in enumerate(tokens):
         x = _array(decoder.embedding.weight)[token][None]
         for layer, (_, k, v), keep, (tail_k, tail_v) in zip(decoder.layers, layers, kept, tails, strict=True):
-            q, new_k, new_v = _project(layer, x, np.array([prompt + step]), layer.rope.theta)
+            q, new_k, new_v = _project(layer, x, np.array([first + step]))
             tail_k.append(new_k[0])
             tail_v.append(new_v[0])
             groups = q.shape[1] // k.shape[1]

@@ -1,4 +1,4 @@
-"""`load(..., mesh=)`: four virtual devices give the tokens of one, and weights are split, not copied."""
+"""A mesh: four virtual devices give the tokens of one; weights are split, not copied, from wherever they come."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import subprocess
 import sys
 
 CODE = """
+import tempfile
+from pathlib import Path
 import jax, numpy as np
+from checkpoints_convert.converting import convert
 from jax.sharding import AxisType
 import vlkv
 from vlkv import policies
@@ -30,6 +33,15 @@ for split in (layer.query.weight, layer.key.weight, layer.gate.weight, layer.dow
     shard = array.addressable_shards[0].data
     assert len(array.sharding.device_set) == 4 and 2 * shard.size == array.size, array.shape
 assert layer.mlp_norm.weight[...].sharding.is_fully_replicated
+
+with tempfile.TemporaryDirectory() as folder:
+    convert(CHECKPOINT, Path(folder) / "orbax", format="orbax", progress=False)
+    from_orbax = vlkv.load_params(Path(folder) / "orbax", mesh=mesh)
+whole, drawn = (vlkv.init(params.config, jax.random.key(1), where) for where in (None, mesh))
+for ours, a, b, c in zip(*map(jax.tree.leaves, (params, from_orbax, whole, drawn)), strict=True):
+    assert a.sharding.is_equivalent_to(ours.sharding, a.ndim) and c.sharding.is_equivalent_to(ours.sharding, c.ndim)
+    np.testing.assert_array_equal(ours, a)
+    np.testing.assert_allclose(b, c, rtol=1e-6)
 """
 
 

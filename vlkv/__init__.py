@@ -4,11 +4,13 @@ from vlkv import cache, policies, sampling
 from vlkv.buckets import Buckets
 from vlkv.cache import PackedCache
 from vlkv.errors import InputError
+from vlkv.extend import extend
 from vlkv.generate import Output, decode, decode_step, forward, generate, log_probabilities, score, stream
 from vlkv.inputs import Inputs
 from vlkv.loading import load, load_params, load_processor
 from vlkv.models import init
 from vlkv.prefill import fill_cache, prefill
+from vlkv.presets import presets
 from vlkv.reading import Prompt, read_prompt
 from vlkv.sampling import Greedy, Sample
 
@@ -24,6 +26,7 @@ __all__ = [
     "cache",
     "decode",
     "decode_step",
+    "extend",
     "fill_cache",
     "forward",
     "generate",
@@ -34,6 +37,7 @@ __all__ = [
     "log_probabilities",
     "policies",
     "prefill",
+    "presets",
     "read_prompt",
     "sampling",
     "score",

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import QuantizedPool, quantize
+from pallas_kernels import Kernels, QuantizedPool, quantize
 from vlkv.memory import Memory
 from vlkv.policies.policy import Policy
 
@@ -25,7 +25,7 @@ ALIGNMENT = 16  # slots: every segment starts on a bf16 tile
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedCache:
-    """A compressed cache during decoding. The pool is read-only; the tail grows by one slot per step."""
+    """A compressed cache during decoding. The pool is read-only; the tail grows by one slot per token."""
 
     k: Float[Array, "B P K H"] | QuantizedPool
     v: Float[Array, "B P K H"] | QuantizedPool
@@ -34,16 +34,24 @@ class PackedCache:
     length: Int[Array, "L B K"]  # slots in use: vision entries first, then text
     tail_k: tuple[Float[Array, "B S K H"], ...]  # one per layer
     tail_v: tuple[Float[Array, "B S K H"], ...]
-    used: Int[Array, ""]  # tail slots in use
+    used: Int[Array, " B"]  # tail slots in use
     next_position: Int[Array, "B A"]  # logical: counts every token ever seen
     memory: tuple[Memory, ...] | None = None  # one per layer, of methods that act while decoding
     policy: Policy | None = dataclasses.field(default=None, metadata={"static": True})  # the one that acts
     softmax_n: float = dataclasses.field(default=0.0, metadata={"static": True})  # of decode attention
+    kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
 
     @property
     def bytes(self) -> int:
         """Bytes of keys and values, as allocated."""
         return sum(x.nbytes for x in (self.k, self.v, *self.tail_k, *self.tail_v))
+
+
+def write(
+    tail: Float[Array, "B S K H"], new: Float[Array, "B T K H"], slot: Int[Array, "B T"]
+) -> Float[Array, "B S K H"]:
+    """The tail with new entries in their slots; what lies past its end is not written."""
+    return tail.at[jnp.arange(tail.shape[0])[:, None], slot].set(new, mode="drop")
 
 
 def align(n: Any, tile: int = ALIGNMENT) -> Any:
@@ -124,7 +132,7 @@ def pack(
         packed_v = quantize(pool_v, token >= 0, bits=bits, group=group, axis="channels")
     return PackedCache(
         k=packed_k, v=packed_v, token=token, start=start, length=counts, tail_k=tail(), tail_v=tail(),
-        used=jnp.int32(0), next_position=next_position, softmax_n=policy.softmax_n,
+        used=jnp.zeros(batch, jnp.int32), next_position=next_position, softmax_n=policy.softmax_n,
     )  # fmt: skip
 
 

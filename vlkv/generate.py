@@ -1,7 +1,7 @@
 """The seams after prefill: each public, each pure, each jittable.
 
     forward      whole prompts, no cache                       parity and training
-    decode_step  one token more
+    decode_step  one token more                                (`extend`, many more: vlkv/extend.py)
     decode       tokens until every row has ended              the loop
     generate     prefill and decode in one jit                 the main job
     score        log-probabilities of a given continuation     perplexity through the compressed cache
@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from pallas_kernels import combine, decode_attention
-from vlkv.cache import PackedCache
+from pallas_kernels import Kernels, combine, decode_attention
+from vlkv.cache import PackedCache, write
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
@@ -59,26 +59,32 @@ def decode_step(
 
     Past the tail's capacity (`new_tokens` of `prefill`) the logits are NaN: there is no slot to write to.
     """
-    capacity = cache.tail_k[0].shape[1]
-    x = params.decoder.embedding(token)[:, None]  # [B, 1, D]
-    positions = cache.next_position[:, None]
+    cache, x = feed(params, cache, params.decoder.embedding(token), cache.next_position)
+    return cache, logits_after(params, cache, x)
+
+
+def feed(
+    params: Model, cache: PackedCache, x: Float[Array, "B D"], positions: Int[Array, "B A"]
+) -> tuple[PackedCache, Float[Array, "B D"]]:
+    """One embedded token per row through all layers; returns the cache with it and the last layer's output."""
+    x, positions = x[:, None], positions[:, None]
     tail_k, tail_v = list(cache.tail_k), list(cache.tail_v)
     memory = list(cache.memory or ())
-    begin, length = jnp.zeros_like(cache.start[0]), jnp.full_like(cache.start[0], cache.used + 1)
+    slot, begin = cache.used[:, None], jnp.zeros_like(cache.start[0])
     for i, layer in enumerate(params.decoder.layers):
         q, k, v = layer.project(x, positions)
-        tail_k[i] = jax.lax.dynamic_update_slice_in_dim(tail_k[i], k, cache.used, axis=1)
-        tail_v[i] = jax.lax.dynamic_update_slice_in_dim(tail_v[i], v, cache.used, axis=1)
-        segment, tail = (cache.k, cache.v, cache.start[i], cache.length[i]), (tail_k[i], tail_v[i], begin, length)
+        tail_k[i], tail_v[i] = write(tail_k[i], k, slot), write(tail_v[i], v, slot)
+        segment = cache.k, cache.v, cache.start[i], cache.length[i]
+        tail = tail_k[i], tail_v[i], begin, begin + slot + 1
         if cache.policy is None:
-            parts = decode_attention(q[:, 0], *segment), decode_attention(q[:, 0], *tail)
-            attended, _ = combine(*parts, softmax_n=cache.softmax_n)
+            run = cache.kernels.decode_attention
+            first, second = (decode_attention(q[:, 0], *part, implementation=run) for part in (segment, tail))
+            attended, _ = combine(first, second, softmax_n=cache.softmax_n)
         else:
             memory[i] = jax.vmap(arrive)(memory[i])
-            attended, mass = attend(q[:, 0], segment, tail, memory[i], softmax_n=cache.softmax_n)
+            attended, mass = attend(q[:, 0], segment, tail, memory[i], softmax_n=cache.softmax_n, kernels=cache.kernels)
             memory[i] = jax.vmap(cache.policy.step)(memory[i], mass)
         x = layer.finish(x, attended[:, None].astype(x.dtype))
-    logits = params.decoder.logits(x[:, 0])
     cache = dataclasses.replace(
         cache,
         tail_k=tuple(tail_k),
@@ -87,7 +93,13 @@ def decode_step(
         next_position=cache.next_position + 1,
         memory=None if cache.memory is None else tuple(memory),
     )
-    return cache, jnp.where(cache.used > capacity, jnp.nan, logits)
+    return cache, x[:, 0]
+
+
+def logits_after(params: Model, cache: PackedCache, x: Float[Array, "B D"]) -> Float[Array, "B vocab"]:
+    """Logits from the last layer's output; NaN in rows that were fed more than their tail holds."""
+    full = cache.used > cache.tail_k[0].shape[1]
+    return jnp.where(full[:, None], jnp.nan, params.decoder.logits(x))
 
 
 class _Decoding(NamedTuple):
@@ -107,6 +119,7 @@ def generate(
     policy: Policy | None = None,
     sampling: Greedy | None = None,
     key: Key[Array, ""] | None = None,
+    kernels: Kernels | None = None,
 ) -> Output:
     """Answers every row of a batch from a compressed cache; `jax.jit(generate)` needs no static arguments.
 
@@ -116,6 +129,7 @@ def generate(
         policy: None keeps the full cache.
         sampling: None is `Greedy()`: the likeliest token, at most 64 of them.
         key: for random policies and for `Sample`.
+        kernels: implementations of the ops (`pallas_kernels.Kernels`); they change the speed, not the answer.
 
     Raises:
         InputError: a key is needed and missing, or the answer would pass the model's limit (see `check_room`).
@@ -124,7 +138,7 @@ def generate(
     sampling = Greedy() if sampling is None else sampling
     check_room(params.config, inputs, sampling.max_new_tokens)
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
-    cache, logits = prefill(params, inputs, policy, new_tokens=sampling.max_new_tokens, key=policy_key)
+    cache, logits = prefill(params, inputs, policy, new_tokens=sampling.max_new_tokens, key=policy_key, kernels=kernels)
     tokens, lengths = decode(params, cache, logits, sampling=sampling, key=sample_key)
     return Output(
         tokens=tokens, lengths=lengths, token=cache.token, start=cache.start, length=cache.length,
@@ -179,6 +193,7 @@ def score(
     policy: Policy | None = None,
     *,
     key: Key[Array, ""] | None = None,
+    kernels: Kernels | None = None,
 ) -> Float[Array, "B S"]:
     """Log-probability of each target token given the prompt and the targets before it, through the compressed cache.
 
@@ -188,13 +203,14 @@ def score(
         targets: continuations, padded on the right with -1; padding scores 0.
         policy: None keeps the full cache.
         key: for policies that draw at random.
+        kernels: as in `generate`.
     """
     targets = jnp.asarray(targets)
     new_tokens = targets.shape[1]
     check_room(params.config, inputs, new_tokens)
     policy = Full() if policy is None else policy
     policy_key = None if key is None else jax.random.split(key)[0]  # as in `generate`: the same draw, the same cache
-    cache, logits = prefill(params, inputs, policy, new_tokens=new_tokens, key=policy_key)
+    cache, logits = prefill(params, inputs, policy, new_tokens=new_tokens, key=policy_key, kernels=kernels)
     return log_probabilities(params, cache, logits, targets)
 
 
@@ -228,6 +244,7 @@ def stream(
     policy: Policy | None = None,
     sampling: Greedy | None = None,
     key: Key[Array, ""] | None = None,
+    kernels: Kernels | None = None,
 ) -> Iterator[Int[np.ndarray, " B"]]:
     """As `generate`, but yields each step's tokens as they come; rows that have ended repeat their stop id."""
     policy = Full() if policy is None else policy
@@ -235,7 +252,9 @@ def stream(
     check_room(params.config, inputs, sampling.max_new_tokens)
     stop = params.config.stop if sampling.stop is None else sampling.stop
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
-    cache, logits = _prefill(params, inputs, policy, new_tokens=sampling.max_new_tokens, key=policy_key)
+    cache, logits = _prefill(
+        params, inputs, policy, new_tokens=sampling.max_new_tokens, key=policy_key, kernels=kernels
+    )
     ended, shown = np.zeros(logits.shape[0], bool), np.zeros(logits.shape[0], np.int32)
     for i in range(sampling.max_new_tokens):
         token = sampling.choose(logits, None if sample_key is None else jax.random.fold_in(sample_key, i))

@@ -5,27 +5,62 @@ That order needs no transpose while loading and, at batch 1 on a CPU, reads a qu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 
 class Initializer:
-    """Hands out random arrays of one dtype, a fresh key for each."""
+    """Hands out random arrays of one dtype, a fresh key for each; where `placed` says, if it says anything."""
 
-    def __init__(self, key: Key[Array, ""], dtype: DTypeLike = jnp.float32) -> None:
+    def __init__(
+        self, key: Key[Array, ""], dtype: DTypeLike = jnp.float32, placed: Iterable[Sharding] | None = None
+    ) -> None:
         self.key, self.dtype, self.count = key, dtype, 0
+        self.placed = None if placed is None else iter(placed)  # in the order in which parameters are made
 
     def normal(self, *shape: int, scale: float) -> nnx.Param:
         """A normal sample times `scale`."""
         self.count += 1
-        return nnx.Param(scale * jax.random.normal(jax.random.fold_in(self.key, self.count), shape, self.dtype))
+        key = jax.random.fold_in(self.key, self.count)
+        if self.placed is None:
+            return nnx.Param(_normal(key, shape, scale, self.dtype))
+        return nnx.Param(_normal_on(key, shape, scale, self.dtype, next(self.placed)))
 
     def constant(self, value: float, *shape: int) -> nnx.Param:
         """All entries equal."""
-        return nnx.Param(jnp.full(shape, value, self.dtype))
+        array = jnp.full(shape, value, self.dtype)
+        return nnx.Param(array if self.placed is None else jax.device_put(array, next(self.placed)))
+
+
+class Order(Initializer):
+    """Hands out 0, 1, 2...: which parameter of a model is made when."""
+
+    def normal(self, *shape: int, scale: float) -> nnx.Param:
+        """The next number."""
+        del shape, scale
+        self.count += 1
+        return nnx.Param(jnp.int32(self.count - 1))
+
+    def constant(self, value: float, *shape: int) -> nnx.Param:
+        """The next number."""
+        return self.normal(*shape, scale=value)
+
+
+def _normal(key: Key[Array, ""], shape: tuple[int, ...], scale: float, dtype: DTypeLike) -> Array:
+    return scale * jax.random.normal(key, shape, dtype)
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _normal_on(key: Array, shape: tuple[int, ...], scale: float, dtype: DTypeLike, placed: Sharding) -> Array:
+    """The same, no device making more than its part. One weight at a time: all in one jit take minutes to compile."""
+    return jax.lax.with_sharding_constraint(_normal(key, shape, scale, dtype), placed)
 
 
 class Linear(nnx.Module):

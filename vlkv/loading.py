@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from checkpoints_convert import reading  # the module: it and this package import each other
+from checkpoints_convert import pieces, reading  # the modules: they and this package import each other
 from vlkv import models, sharding
 from vlkv.buckets import Buckets
 from vlkv.errors import InputError
@@ -52,8 +52,10 @@ def load_params(
     source: str | os.PathLike[str], *, dtype: DTypeLike | None = None, mesh: Mesh | None = None
 ) -> models.Model:
     """The parameters alone: a pytree that knows its `config`. Needs no tokenizer in the folder."""
-    checkpoint = reading.open_checkpoint(resolve(source))
-    return read_params(checkpoint, dtype=dtype, mesh=mesh)
+    folder = resolve(source)
+    if pieces.is_pieces(folder):
+        return read_pieces(pieces.open_pieces(folder), dtype=dtype, mesh=mesh)
+    return read_params(reading.open_checkpoint(folder), dtype=dtype, mesh=mesh)
 
 
 def load_processor(
@@ -81,6 +83,19 @@ def read_params(checkpoint: reading.Checkpoint, *, dtype: DTypeLike | None, mesh
         array = reading.cast(checkpoint.read(entries[path]), leaf.dtype, entries[path].key)
         arrays.append(sharding.place(path, array.reshape(leaf.shape), mesh))
     return jax.tree_util.tree_unflatten(structure, arrays)
+
+
+def read_pieces(held: pieces.Pieces, *, dtype: DTypeLike | None, mesh: Mesh | None) -> models.Model:
+    """Piece by piece, each parameter straight to where it belongs."""
+    own = jnp.dtype(held.weights["decoder.embedding.weight"][1] if dtype is None else dtype)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(models.abstract(held.config, own))
+    shapes = {sharding.path_name(keypath): leaf.shape for keypath, leaf in leaves}
+    placed = {path: sharding.where(path, shape, mesh) for path, shape in shapes.items()}
+    arrays: dict[str, jax.Array] = {}
+    for piece in sorted({piece for piece, _ in held.weights.values()}):
+        for path, array in pieces.read(held, piece, placed).items():
+            arrays[path] = pieces.cast_placed(array, own, path)
+    return jax.tree_util.tree_unflatten(structure, [arrays[path] for path in shapes])
 
 
 def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Path:

@@ -12,7 +12,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import QuantizedPool, combine, decode_attention
+from pallas_kernels import Kernels, QuantizedPool, combine, core_attention, decode_attention
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Core:
+    """The slots of a segment that some steps are content with, so that such a step need not read the others."""
+
+    rows: Int[Array, "*B M"]  # ascending, counted from the segment's start; from `count` on anything
+    count: Int[Array, "*B"]
+    text: Int[Array, "*B K"]  # the segment's first slot of text; all from there on takes part
+    suffices: Bool[Array, "*B"]  # whether the next step attends to nothing else in the segment
 
 
 @jax.tree_util.register_dataclass
@@ -29,6 +40,7 @@ class Memory:
     vision: Int[Array, "*B"]  # vision tokens that the prompt had
     text: Int[Array, "*B"]  # text tokens that the prompt had
     steps: Int[Array, "*B"]  # tokens fed so far
+    core: Core | None = None  # for methods with steps that do not attend to all that is stored; see `list_core`
     new_tokens: int = dataclasses.field(metadata={"static": True})  # S
 
 
@@ -81,6 +93,25 @@ def arrive(memory: Memory) -> Memory:
     )
 
 
+def list_core(memory: Memory, core: Bool[Array, "K E"], suffices: Bool[Array, ""]) -> Memory:
+    """Says which entries the next step attends to in the segment, besides text: `core` if it `suffices`, or any.
+
+    One list serves all heads. Where heads differ, as they may if another method chose what is stored, every step reads
+    the whole segment and masks it by `attended`, which is the same in effect.
+    """
+    inside = slice(0, core.shape[1] - memory.new_tokens)
+    text, vision = memory.is_text[:, inside], core[:, inside] & ~memory.is_text[:, inside]
+    (rows,) = jnp.nonzero(vision[0], size=vision.shape[1], fill_value=0)
+    made = Core(
+        rows=rows.astype(jnp.int32),
+        count=jnp.sum(vision[0], dtype=jnp.int32),
+        # Vision comes first in a segment; evicted text keeps its slot.
+        text=jnp.where(jnp.any(text, axis=1), jnp.argmax(text, axis=1), memory.capacity).astype(jnp.int32),
+        suffices=suffices & jnp.all(vision == vision[0]),
+    )
+    return dataclasses.replace(memory, core=made)
+
+
 def attend(
     q: Float[Array, "B N H"],
     segment: tuple[Array | QuantizedPool, Array | QuantizedPool, Array, Array],
@@ -88,6 +119,7 @@ def attend(
     memory: Memory,
     *,
     softmax_n: float = 0.0,
+    kernels: Kernels | None = None,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N E"]]:
     """Attention over what the memory says, and the share of it that every entry received. Batched.
 
@@ -97,11 +129,31 @@ def attend(
         tail: keys and values of this layer's tail, start (zeros) and length.
         memory: after `arrive`.
         softmax_n: of n-softmax, counted once for segment and tail together.
+        kernels: implementations; None: of the platform.
     """
-    new_tokens = memory.new_tokens
+    new_tokens, kernels = memory.new_tokens, Kernels() if kernels is None else kernels
     kept, recent = memory.attended[..., :-new_tokens], memory.attended[..., -new_tokens:]
-    out, lse, mass = decode_attention(q, *segment, valid=kept, max_length=kept.shape[-1], return_mass=True)
-    tail_out, tail_lse, tail_mass = decode_attention(q, *tail, valid=recent, max_length=new_tokens, return_mass=True)
+
+    def whole(kept: Array) -> tuple[Array, Array, Array]:
+        return decode_attention(
+            q, *segment, valid=kept, max_length=kept.shape[-1], return_mass=True,
+            implementation=kernels.decode_attention,
+        )  # fmt: skip
+
+    def listed(kept: Array) -> tuple[Array, Array, Array]:
+        assert memory.core is not None
+        return core_attention(
+            q, *segment, memory.core.rows, memory.core.count, memory.core.text, valid=kept, max_length=kept.shape[-1],
+            return_mass=True, implementation=kernels.core_attention,
+        )  # fmt: skip
+
+    if memory.core is None:
+        out, lse, mass = whole(kept)
+    else:  # after `extend` rows may be at different steps: then all read the whole
+        out, lse, mass = jax.lax.cond(jnp.all(memory.core.suffices), listed, whole, kept)
+    tail_out, tail_lse, tail_mass = decode_attention(
+        q, *tail, valid=recent, max_length=new_tokens, return_mass=True, implementation=kernels.decode_attention
+    )
     out, total = combine((out, lse), (tail_out, tail_lse), softmax_n=softmax_n)
     shares = (mass * jnp.exp(lse - total)[..., None], tail_mass * jnp.exp(tail_lse - total)[..., None])
     return out, jnp.concatenate(shares, axis=-1)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from pallas_kernels import attention_mass
+from pallas_kernels import Kernels, attention_mass
 
 
 @jax.tree_util.register_dataclass
@@ -31,6 +31,7 @@ class Observation:
     key: Key[Array, ""] | None  # of this row and layer
     layer: int = dataclasses.field(metadata={"static": True})
     max_instruction: int = dataclasses.field(metadata={"static": True})  # bound on the instruction's length
+    kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
 
     @property
     def instruction(self) -> Bool[Array, " T"]:
@@ -76,7 +77,8 @@ def head_mean(x: Float[Array, "N T"], kv_heads: int) -> Float[Array, "K T"]:
 def column_sums(obs: Observation, **options: Any) -> Float[Array, "N T"]:
     """Attention that each token receives from all tokens after it and from itself; options as `attention_mass`."""
     weight = obs.valid[None].astype(jnp.float32)
-    return attention_mass(obs.q, obs.k, row_weight=weight, key_mask=obs.valid, **options)[0]
+    run = obs.kernels.attention_mass
+    return attention_mass(obs.q, obs.k, row_weight=weight, key_mask=obs.valid, implementation=run, **options)[0]
 
 
 def rows_mass(
@@ -105,6 +107,7 @@ def split_rows_mass(
         row_weight=(present & parts[:, picked]).astype(jnp.float32),
         key_mask=obs.valid if keys is None else keys,
         row_place=picked,
+        implementation=obs.kernels.attention_mass,
         **options,
     )
 

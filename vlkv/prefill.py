@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from pallas_kernels import Kernels
 from vlkv.cache import PackedCache, pack
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
@@ -28,7 +29,13 @@ from vlkv.reading import LayerPrompt, Prompt, read, read_prompt
 
 
 def prefill(
-    params: Model, inputs: Inputs, policy: Policy, *, new_tokens: int, key: Key[Array, ""] | None = None
+    params: Model,
+    inputs: Inputs,
+    policy: Policy,
+    *,
+    new_tokens: int,
+    key: Key[Array, ""] | None = None,
+    kernels: Kernels | None = None,
 ) -> tuple[PackedCache, Float[Array, "B vocab"]]:
     """Runs the prompt, lets the policy choose, and packs what stays.
 
@@ -38,6 +45,7 @@ def prefill(
         policy: decides what stays.
         new_tokens: slots of the tail, the most tokens that may follow.
         key: for policies that draw at random.
+        kernels: implementations of the ops, for this and for decoding from the cache; None: of the platform.
 
     Returns:
         The cache, and the logits of the first new token, which see the whole prompt unless the policy shortens it.
@@ -46,10 +54,10 @@ def prefill(
         InputError: no key where the policy needs one, or it does not fit the model; before anything is traced.
     """
     if policy.reducer is not None and policy.reducer.forgets:  # what an early layer may keep is known only later
-        prompt = read_prompt(params, inputs, policy, key=key)
+        prompt = read_prompt(params, inputs, policy, key=key, kernels=kernels)
         return fill_cache(prompt, policy, new_tokens=new_tokens, key=key), prompt.logits
-    look = _observer(policy, inputs, layers=len(params.decoder.layers), key=key)
-    prompt = read(params, inputs, policy, look, key=key)
+    look = _observer(policy, inputs, layers=len(params.decoder.layers), key=key, kernels=kernels)
+    prompt = read(params, inputs, policy, look, key=key, kernels=kernels)
     return _fill(prompt, policy, new_tokens), prompt.logits
 
 
@@ -76,12 +84,13 @@ def _look(
     layers: int,
     max_instruction: int,
     keep: int | None,
+    kernels: Kernels | None,
 ) -> Candidates:
     """Observes one layer of one row; under a cap only the `keep` tokens that may still be kept live on."""
     q, k, v = (jnp.swapaxes(x, 0, 1) for x in (read.q, read.k, read.v))
     obs = see(
         policy, q, k, v, read.is_vision, read.valid, key,
-        layer=layer, layers=layers, max_instruction=max_instruction, stays=read.stays,
+        layer=layer, layers=layers, max_instruction=max_instruction, stays=read.stays, kernels=kernels,
     )  # fmt: skip
     observed, held = observe(policy, obs), jnp.sum(obs.in_scope)
     if keep is None:
@@ -104,13 +113,13 @@ def fill_cache(prompt: Prompt, policy: Policy, *, new_tokens: int, key: Key[Arra
         raise InputError(
             f"{type(policy).__name__} and the prompt do not fit: read_prompt must be given the same policy"
         )
-    look = _observer(policy, prompt, layers=len(prompt.layers), key=key)
+    look = _observer(policy, prompt, layers=len(prompt.layers), key=key, kernels=prompt.kernels)
     found = tuple(look(i, layer) for i, layer in enumerate(prompt.layers))
     return _fill(dataclasses.replace(prompt, layers=found), policy, new_tokens)
 
 
 def _observer(
-    policy: Policy, bounds: Inputs | Prompt, *, layers: int, key: Key[Array, ""] | None
+    policy: Policy, bounds: Inputs | Prompt, *, layers: int, key: Key[Array, ""] | None, kernels: Kernels | None
 ) -> Callable[[int, LayerPrompt], Candidates]:
     """A function from a layer's number and what it read, all rows, to its candidates."""
     batch = bounds.valid.shape[0]
@@ -123,7 +132,9 @@ def _observer(
 
     def look(i: int, read: LayerPrompt) -> Candidates:
         fewer = None if keep is None else min(keep, read.valid.shape[1])
-        one = partial(_look, policy, layer=i, layers=layers, max_instruction=bounds.max_instruction, keep=fewer)
+        one = partial(
+            _look, policy, layer=i, layers=layers, max_instruction=bounds.max_instruction, keep=fewer, kernels=kernels
+        )
         return jax.vmap(one)(read, keys)
 
     return look
@@ -153,6 +164,7 @@ def _fill(prompt: Prompt, policy: Policy, new_tokens: int) -> PackedCache:
         next_position=prompt.next_position, max_vision=prompt.max_vision, max_text=prompt.max_text,
         max_images=prompt.max_images, new_tokens=new_tokens,
     )  # fmt: skip
+    cache = dataclasses.replace(cache, kernels=prompt.kernels)
     if not policy.acts:
         return cache
     max_length = policy.layer_bound(layers=layers, vision=prompt.max_vision, text=prompt.max_text)

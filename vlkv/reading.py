@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from pallas_kernels import Kernels
 from vlkv.attention import attention
 from vlkv.inputs import Inputs
 from vlkv.models import Model
@@ -51,10 +52,16 @@ class Prompt:
     max_instruction: int = dataclasses.field(metadata={"static": True})
     max_images: int = dataclasses.field(metadata={"static": True})
     reducer: Policy | None = dataclasses.field(metadata={"static": True})  # which policy shortened it
+    kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
 
 
 def read_prompt(
-    params: Model, inputs: Inputs, policy: Policy | None = None, *, key: Key[Array, ""] | None = None
+    params: Model,
+    inputs: Inputs,
+    policy: Policy | None = None,
+    *,
+    key: Key[Array, ""] | None = None,
+    kernels: Kernels | None = None,
 ) -> Prompt:
     """The prompt through all layers. Outside of one jit with `fill_cache` it holds all queries, keys and values.
 
@@ -63,11 +70,12 @@ def read_prompt(
         inputs: from the processor.
         policy: matters only if it shortens the prompt on its way.
         key: for policies that shorten it at random.
+        kernels: implementations of the ops, for all that is made of this prompt; None: of the platform.
 
     Raises:
         InputError: the policy does not fit the model, or needs a key, or a tower with a class token.
     """
-    return read(params, inputs, policy, lambda _, layer: layer, key=key)
+    return read(params, inputs, policy, lambda _, layer: layer, key=key, kernels=kernels)
 
 
 def read(
@@ -77,6 +85,7 @@ def read(
     each: Callable[[int, LayerPrompt], Any],
     *,
     key: Key[Array, ""] | None = None,
+    kernels: Kernels | None = None,
 ) -> Prompt:
     """As `read_prompt`, keeping of every layer what `each` makes of it before the next layer begins.
 
@@ -98,7 +107,7 @@ def read(
             length = min(tokens.x.shape[1], vision + inputs.max_text)
             reduce = partial(
                 _reduce, reducer, stage=stage, layer=i - 1, layers=layers, max_instruction=inputs.max_instruction,
-                length=length,
+                length=length, kernels=kernels,
             )  # fmt: skip
             keys = None if key is None else jax.random.split(key, inputs.valid.shape[0])
             tokens = jax.vmap(reduce)(tokens, before, keys)
@@ -117,16 +126,16 @@ def read(
     last = jnp.max(jnp.where(tokens.valid, jnp.arange(tokens.valid.shape[1]), 0), axis=1)
     row = jnp.arange(len(last))
     # New tokens count every token ever seen, unless a reduction has numbered what is left anew.
-    renumbered = inputs.positions[row, tokens.source[row, last]] - tokens.positions[row, last]
+    given, now = inputs.positions[row, tokens.source[row, last]], tokens.positions[row, last]
+    renumbered = jnp.max(given, axis=-1) - jnp.max(now, axis=-1)
+    # The greatest of all axes: after an image M-RoPE goes on from there, alike on every axis.
+    greatest = jnp.max(jnp.where(inputs.valid[..., None], inputs.positions, -1), axis=(1, 2))
     return Prompt(
         layers=tuple(made), is_vision=inputs.is_vision, valid=inputs.valid,
-        # The greatest of all axes: after an image M-RoPE goes on from there.
-        next_position=jnp.max(jnp.where(inputs.valid[..., None], inputs.positions, -1), axis=(1, 2))[:, None]
-        + 1
-        - renumbered,
+        next_position=jnp.broadcast_to((greatest + 1 - renumbered)[:, None], now.shape),
         logits=params.decoder.logits(tokens.x[row, last]),
         max_vision=inputs.max_vision, max_text=inputs.max_text, max_instruction=inputs.max_instruction,
-        max_images=inputs.max_images, reducer=reducer,
+        max_images=inputs.max_images, reducer=reducer, kernels=Kernels() if kernels is None else kernels,
     )  # fmt: skip
 
 
@@ -154,6 +163,7 @@ def _reduce(
     layers: int,
     max_instruction: int,
     length: int,
+    kernels: Kernels | None,
 ) -> Tokens:
     """One stage on one row, which then has `length` places."""
     obs = None
@@ -161,7 +171,7 @@ def _reduce(
         q, k, v = (jnp.swapaxes(x, 0, 1) for x in (read.q, read.k, read.v))
         obs = see(
             policy, q, k, v, read.is_vision, read.valid, key,
-            layer=layer, layers=layers, max_instruction=max_instruction,
+            layer=layer, layers=layers, max_instruction=max_instruction, kernels=kernels,
         )  # fmt: skip
     changed, kept = policy.reduce(tokens, obs, stage=stage)
     return shorten(changed, kept & tokens.valid, length)

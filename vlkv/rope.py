@@ -23,7 +23,12 @@ def rotate(x: Float[Array, "B T N H"], positions: Int[Array, "B T A"], rope: Rop
     turned = positions.astype(jnp.float32)
     if rope.sections is not None:
         turned = turned[..., np.repeat(np.arange(len(rope.sections)), rope.sections)]  # [B, T, H/2]
-    angle = (turned * frequency)[..., None, :]  # [B, T, 1, H/2]
-    cos, sin = rope.scale * jnp.cos(angle), rope.scale * jnp.sin(angle)
+    return turn(x, turned * frequency, rope.scale)
+
+
+def turn(x: Float[Array, "B T N H"], angle: Float[Array, "B T H//2"], scale: float = 1.0) -> Float[Array, "B T N H"]:
+    """Turns channel pairs (i, i + H/2) of all heads by their angles, in float32."""
+    half, angle = x.shape[-1] // 2, angle[..., None, :]  # [B, T, 1, H/2]
+    cos, sin = scale * jnp.cos(angle), scale * jnp.sin(angle)
     a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

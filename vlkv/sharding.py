@@ -8,14 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 # The last two parts of a parameter's path -> the axis that is split.
 _SPLIT_AXIS: dict[str, int] = {
     "query.weight": 0, "query.bias": 0, "key.weight": 0, "key.bias": 0, "value.weight": 0, "value.bias": 0,
     "out.weight": 1,
-    "gate.weight": 0, "up.weight": 0, "up.bias": 0, "down.weight": 1,
+    "gate.weight": 0, "gate.bias": 0, "up.weight": 0, "up.bias": 0, "down.weight": 1,
     "embedding.weight": 0, "head.weight": 0,
 }  # fmt: skip
 
@@ -34,9 +35,13 @@ def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(*(None,) * axis, "model")
 
 
+def where(path: str, shape: tuple[int, ...], mesh: Mesh | None) -> Sharding:
+    """Where one parameter lies: split over the mesh, or on the default device."""
+    return jnp.zeros(()).sharding if mesh is None else NamedSharding(mesh, spec(path, shape, mesh))
+
+
 def place(path: str, array: np.ndarray, mesh: Mesh | None) -> jax.Array:
     """An array on the default device, or split over the mesh without a whole copy on any device."""
     if mesh is None:
         return jax.device_put(array)
-    sharding = NamedSharding(mesh, spec(path, array.shape, mesh))
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    return jax.make_array_from_callback(array.shape, where(path, array.shape, mesh), lambda index: array[index])

@@ -10,7 +10,19 @@ from __future__ import annotations
 import re
 from types import ModuleType
 
-from checkpoints_convert.tables import eve, llava, llava_original, mobilevlm, qwen_vl, text
+from checkpoints_convert.tables import (
+    eve,
+    internvl,
+    internvl_chat,
+    llava,
+    llava_next,
+    llava_original,
+    llava_video,
+    mobilevlm,
+    qwen2_vl,
+    qwen_vl,
+    text,
+)
 from checkpoints_convert.tables.entry import Entry, Part
 from vlkv.config import TEXT_FAMILIES, ModelConfig
 
@@ -20,6 +32,11 @@ _FAMILIES: dict[str, ModuleType] = {
     "mobilevlm": mobilevlm,
     "qwen": qwen_vl,
     "eve": eve,
+    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), llava_next),
+    "llava_qwen": llava_video,
+    "internvl": internvl,
+    "internvl_chat": internvl_chat,
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), qwen2_vl),
     **dict.fromkeys(TEXT_FAMILIES, text),
 }
 # Buffers that old checkpoints carry and nobody needs.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from checkpoints_convert.tables.decoder import decoder
 from checkpoints_convert.tables.entry import Entry, affine
-from vlkv.config import ClipConfig, ModelConfig
+from vlkv.config import ClipConfig, ModelConfig, SiglipConfig
 
 RENAMES = (
     (r"^language_model\.model\.", "model.language_model."),
@@ -23,7 +23,7 @@ def table(config: ModelConfig) -> Iterator[Entry]:
     assert isinstance(config.vision, ClipConfig)
     yield from decoder(config.decoder, "model.language_model.")
     yield from tower(config.vision, "model.vision_tower.")
-    yield from _projector(config, "model.multi_modal_projector.")
+    yield from projector(config, "model.multi_modal_projector.")
 
 
 def ignored(key: str, config: ModelConfig) -> bool:
@@ -36,11 +36,17 @@ def ignored(key: str, config: ModelConfig) -> bool:
 
 def tower(c: ClipConfig, prefix: str) -> Iterator[Entry]:
     """All tensors of a CLIP tower up to its feature layer."""
-    d, f = c.width, c.mlp_width
+    d = c.width
     yield Entry(prefix + "embeddings.class_embedding", "vision.class_token", (d,))
     yield Entry(prefix + "embeddings.patch_embedding.weight", "vision.patch", (d, 3, c.patch_size, c.patch_size))
     yield Entry(prefix + "embeddings.position_embedding.weight", "vision.position.weight", (c.grid**2 + 1, d))
     yield from affine(prefix + "pre_layrnorm", "vision.first_norm", (d,))
+    yield from blocks(c, prefix)
+
+
+def blocks(c: ClipConfig | SiglipConfig, prefix: str) -> Iterator[Entry]:
+    """The blocks of a tower, which CLIP and SigLIP name alike."""
+    d, f = c.width, c.mlp_width
     for i in range(c.blocks):
         key, path = f"{prefix}encoder.layers.{i}.", f"vision.blocks.{i}."
         yield from affine(key + "layer_norm1", path + "attention_norm", (d,))
@@ -51,7 +57,8 @@ def tower(c: ClipConfig, prefix: str) -> Iterator[Entry]:
         yield from affine(key + "mlp.fc2", path + "down", (d, f))
 
 
-def _projector(config: ModelConfig, prefix: str) -> Iterator[Entry]:
+def projector(config: ModelConfig, prefix: str) -> Iterator[Entry]:
+    """The two linear maps."""
     assert config.vision is not None
     d = config.decoder.width
     for name, ours, width_in in (("linear_1", "first", config.vision.width), ("linear_2", "second", d)):

@@ -1,4 +1,4 @@
-"""Llama, Mistral and Qwen2 without a tower."""
+"""Llama, Mistral, Qwen2, Phi-3 and InternLM2 without a tower."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from checkpoints_convert.tables.decoder import decoder
 from checkpoints_convert.tables.entry import Entry
 from vlkv.config import ModelConfig
 
-RENAMES = ()
+RENAMES = ((r"^output\.", "lm_head."),)  # InternLM2
 
 
 def table(config: ModelConfig) -> Iterator[Entry]:

@@ -5,17 +5,23 @@ Axes: R weightings · T query rows · S keys · N query heads · K key heads · 
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention_mass.reference import attention_mass_reference
 from pallas_kernels.attention_mass.xla import attention_mass_xla
-from pallas_kernels.dispatch import choose
+from pallas_kernels.dispatch import Kernel, choose
 
 Statistic = Literal["sum", "square", "count"]
-_IMPLEMENTATIONS = {"xla": attention_mass_xla, "reference": attention_mass_reference}
+_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    "xla": attention_mass_xla,
+    "reference": attention_mass_reference,
+    "mosaic_tpu": Kernel("attention_mass", "mosaic_tpu"),
+    "triton": Kernel("attention_mass", "triton"),
+}
 
 
 def attention_mass(
@@ -45,7 +51,7 @@ def attention_mass(
         softmax_n: the constant added to the denominator (CSP, Eq. 7).
         statistic: f: the probability, its square, or 1 where it is >= threshold x the row's largest.
         threshold: of the statistic "count" (VL-Cache).
-        implementation: "xla" or "reference"; None chooses.
+        implementation: a name that `dispatch.available` gives; None chooses.
 
     Raises:
         ValueError: shapes that do not fit, or an implementation that is not there.

@@ -5,14 +5,22 @@ Axes: R weightings · T query rows · S keys · N query heads · K key heads · 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention_mass_rows.reference import attention_mass_rows_reference
 from pallas_kernels.attention_mass_rows.xla import attention_mass_rows_xla
-from pallas_kernels.dispatch import choose
+from pallas_kernels.dispatch import Kernel, choose
 
-_IMPLEMENTATIONS = {"xla": attention_mass_rows_xla, "reference": attention_mass_rows_reference}
+_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    "xla": attention_mass_rows_xla,
+    "reference": attention_mass_rows_reference,
+    "mosaic_tpu": Kernel("attention_mass_rows", "mosaic_tpu"),
+    "triton": Kernel("attention_mass_rows", "triton"),
+}
 
 
 def attention_mass_rows(
@@ -38,7 +46,7 @@ def attention_mass_rows(
         row_place: where each row stands among the keys, for causality; None: row t at place t.
         causal: a row sees keys up to its own place.
         softmax_n: the constant added to the denominator (CSP, Eq. 7).
-        implementation: "xla" or "reference"; None chooses.
+        implementation: a name that `dispatch.available` gives; None chooses.
 
     Raises:
         ValueError: shapes that do not fit, or an implementation that is not there.

@@ -6,7 +6,7 @@ M bound on a segment · H head dim.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax.numpy as jnp
@@ -14,10 +14,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.decode_attention.reference import decode_attention_reference
 from pallas_kernels.decode_attention.xla import decode_attention_xla
-from pallas_kernels.dispatch import choose
+from pallas_kernels.denominator import add_constant, share
+from pallas_kernels.dispatch import Kernel, choose
 from pallas_kernels.quantized import QuantizedPool
 
-_IMPLEMENTATIONS = {"xla": decode_attention_xla, "reference": decode_attention_reference}
+_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    "xla": decode_attention_xla,
+    "reference": decode_attention_reference,
+    "mosaic_tpu": Kernel("decode_attention", "mosaic_tpu"),
+    "triton": Kernel("decode_attention", "triton"),
+}
 
 
 @overload
@@ -64,7 +70,7 @@ def decode_attention(
         max_length: M, a static bound on `length`; None: P.
         softmax_n: the constant added to the denominator (CSP, Eq. 7); for a segment that is to be combined, 0.
         return_mass: whether to return the probabilities too, counted from `start`.
-        implementation: "xla" or "reference"; None chooses.
+        implementation: a name that `dispatch.available` gives; None chooses.
 
     Returns:
         The attention in float32 and the log of the softmax's denominator, by which two segments can be combined; then
@@ -85,10 +91,10 @@ def decode_attention(
         raise ValueError(f"decode_attention: valid {valid.shape} must be [B, K, M] = {(batch, k.shape[2], most)}")
     run = choose("decode_attention", _IMPLEMENTATIONS, implementation, "xla")
     out, lse, mass = run(q, k, v, start, length, valid, most, return_mass)
-    total = _add_constant(lse, softmax_n)
-    share = _share(lse, total)
-    out = out * share
-    return (out, total, mass * share) if return_mass else (out, total)
+    total = add_constant(lse, softmax_n)
+    part = share(lse, total)
+    out = out * part
+    return (out, total, mass * part) if return_mass else (out, total)
 
 
 def combine(
@@ -107,15 +113,5 @@ def combine(
         The attention and the log of the joint denominator, n included.
     """
     (a, lse_a), (b, lse_b) = first, second
-    total = _add_constant(jnp.logaddexp(lse_a, lse_b), softmax_n)
-    return a * _share(lse_a, total) + b * _share(lse_b, total), total
-
-
-def _add_constant(lse: Float[Array, "B N"], softmax_n: float) -> Float[Array, "B N"]:
-    """log(softmax_n + exp(lse)); large logits do not overflow, and a small n next to them is no matter."""
-    return jnp.logaddexp(lse, math.log(softmax_n)) if softmax_n else lse
-
-
-def _share(lse: Float[Array, "B N"], total: Float[Array, "B N"]) -> Float[Array, "B N 1"]:
-    """The share of a denominator that one part of it has; none of an empty one."""
-    return jnp.exp(lse - jnp.where(jnp.isfinite(total), total, 0.0))[..., None]
+    total = add_constant(jnp.logaddexp(lse_a, lse_b), softmax_n)
+    return a * share(lse_a, total) + b * share(lse_b, total), total

@@ -7,11 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import combine, decode_attention
-from pallas_kernels.decode_attention import xla
+from pallas_kernels import combine, decode_attention, ragged
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM, SLOTS = 2, 6, 2, 8, 75
 IMPLEMENTATIONS = ["xla", "reference"]
+
+
+def blocks_of(entries):
+    """Blocks of so many entries, three at a time."""
+    return lambda op, bound, entry: (min(entries, bound), 3)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +60,7 @@ def check(got, want):
     ],
 )
 def test_segments_of_every_kind(pool, monkeypatch, implementation, chunk, start, length):
-    monkeypatch.setattr(xla, "_CHUNK", chunk)
+    monkeypatch.setattr(ragged, "_sizes", blocks_of(chunk))
     got = decode_attention(*pool, jnp.array(start), jnp.array(length), implementation=implementation)
     segments = [[range(s, s + n) for s, n in zip(*row, strict=True)] for row in zip(start, length, strict=True)]
     check(got, expected(*pool, segments))
@@ -64,7 +68,7 @@ def test_segments_of_every_kind(pool, monkeypatch, implementation, chunk, start,
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_slots_outside_the_segment_do_not_matter_whatever_finite_value_they_hold(pool, monkeypatch, implementation):
-    monkeypatch.setattr(xla, "_CHUNK", 16)
+    monkeypatch.setattr(ragged, "_sizes", blocks_of(16))
     q, k, v = pool
     start, length = jnp.array([[20, 20], [20, 20]]), jnp.array([[30, 30], [30, 30]])
     outside = ((jnp.arange(SLOTS) < 20) | (jnp.arange(SLOTS) >= 50))[:, None, None]
@@ -77,7 +81,7 @@ def test_slots_outside_the_segment_do_not_matter_whatever_finite_value_they_hold
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_peaked_attention_over_several_chunks_stays_finite_and_right(pool, monkeypatch, implementation):
-    monkeypatch.setattr(xla, "_CHUNK", 16)
+    monkeypatch.setattr(ragged, "_sizes", blocks_of(16))
     q, k, v = pool
     start, length = jnp.zeros((2, 2), jnp.int32), jnp.full((2, 2), SLOTS)
     out, lse = decode_attention(500 * q, k, v, start, length, implementation=implementation)
@@ -131,7 +135,7 @@ def n_softmax(golden):
 @pytest.mark.parametrize("i", range(3))
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_golden_outputs_with_n_in_the_denominator(n_softmax, monkeypatch, implementation, i):
-    monkeypatch.setattr(xla, "_CHUNK", 16)
+    monkeypatch.setattr(ragged, "_sizes", blocks_of(16))
     g, (q, k, v) = n_softmax
     slots, heads = k.shape[1:3]
     start, length = jnp.zeros((1, heads), jnp.int32), jnp.full((1, heads), slots)

@@ -8,12 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import QuantizedPool, decode_attention, dequantize, quantize
-from pallas_kernels.decode_attention import xla
+from pallas_kernels import QuantizedPool, decode_attention, dequantize, quantize, ragged
 from pallas_kernels.quantized import read
 
 AXES = ["slots", "channels"]
 run = jax.jit(quantize, static_argnames=("bits", "group", "axis"))
+
+
+def blocks_of(entries):
+    """Blocks of so many entries, three at a time."""
+    return lambda op, bound, entry: (min(entries, bound), 3)
 
 
 def kivi(x, used, bits, group, axis):
@@ -158,7 +162,7 @@ def attention(q, k, v, start, length, valid):
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_attention_is_attention_over_the_dequantised_pool(monkeypatch, implementation, bits, dtype):
-    monkeypatch.setattr(xla, "_CHUNK", 48)  # three chunks, of one group and a half
+    monkeypatch.setattr(ragged, "_sizes", blocks_of(48))  # three chunks, of one group and a half
     random = np.random.default_rng(4)
     q = jnp.array(random.standard_normal((BATCH, HEADS, HEAD_DIM)), dtype)
     x, y = (jnp.array(a, dtype) for a in random.standard_normal((2, BATCH, SLOTS, KV_HEADS, HEAD_DIM)))
@@ -180,7 +184,7 @@ def test_attention_is_attention_over_the_dequantised_pool(monkeypatch, implement
 
 
 def test_one_of_keys_and_values_may_be_an_array(monkeypatch):
-    monkeypatch.setattr(xla, "_CHUNK", 48)
+    monkeypatch.setattr(ragged, "_sizes", blocks_of(48))
     random = np.random.default_rng(5)
     q = jnp.array(random.standard_normal((BATCH, HEADS, HEAD_DIM)), jnp.float32)
     x, y = (jnp.array(a, jnp.float32) for a in random.standard_normal((2, BATCH, SLOTS, KV_HEADS, HEAD_DIM)))
@@ -190,7 +194,8 @@ def test_one_of_keys_and_values_may_be_an_array(monkeypatch):
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-6)
 
 
-def test_xla_never_makes_an_array_of_the_whole_pool():
+def test_xla_never_makes_an_array_of_the_whole_pool(monkeypatch):
+    monkeypatch.setattr(ragged, "_sizes", blocks_of(256))
     slots = 4096
     x, used = random_pool(7, (1, slots, 2, 8))
     pools = (run(x, used, bits=4, axis="slots"), run(x, used, bits=4, axis="channels"))

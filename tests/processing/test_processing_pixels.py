@@ -99,7 +99,7 @@ def test_both_generations_of_files(tmp_path, settings_of):
 @pytest.mark.parametrize(
     "change",
     [
-        {"image_processor_type": "SiglipImageProcessor"},
+        {"image_processor_type": "ViTImageProcessor"},
         {"size": {"longest_edge": 28}},
         {"size": {"shortest_edge": 0}},
         {"crop_size": "wide"},

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv.cache import PackedCache
+from vlkv.cache import PackedCache, write
 from vlkv.memory import Memory, arrive, attend, begin
 from vlkv.models import Model
 from vlkv.reading import Prompt
@@ -59,15 +59,14 @@ def follow(
     def step(cache: PackedCache, token: Int[Array, " B"]) -> tuple[PackedCache, Trace]:
         x = params.decoder.embedding(token)[:, None]
         tail_k, tail_v, memory = list(cache.tail_k), list(cache.tail_v), list(cache.memory or ())
-        hidden, masses, counts = [], [], []
+        hidden, masses, counts, slot = [], [], [], cache.used[:, None]
         for i, layer in enumerate(layers):
             q, k, v = layer.project(x, cache.next_position[:, None])
-            tail_k[i] = jax.lax.dynamic_update_slice_in_dim(tail_k[i], k, cache.used, axis=1)
-            tail_v[i] = jax.lax.dynamic_update_slice_in_dim(tail_v[i], v, cache.used, axis=1)
+            tail_k[i], tail_v[i] = write(tail_k[i], k, slot), write(tail_v[i], v, slot)
             memory[i] = jax.vmap(arrive)(memory[i])
             segment = cache.k, cache.v, cache.start[i], cache.length[i]
-            tail = tail_k[i], tail_v[i], nothing, jnp.full_like(nothing, cache.used + 1)
-            attended, mass = attend(q[:, 0], segment, tail, memory[i], softmax_n=cache.softmax_n)
+            tail = tail_k[i], tail_v[i], nothing, nothing + slot + 1
+            attended, mass = attend(q[:, 0], segment, tail, memory[i], softmax_n=cache.softmax_n, kernels=cache.kernels)
             counts.append([jnp.mean(jnp.sum(x, axis=-1), axis=-1) for x in (memory[i].stored, memory[i].attended)])
             if cache.policy is not None:
                 memory[i] = jax.vmap(cache.policy.step)(memory[i], mass)

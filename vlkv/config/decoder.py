@@ -20,8 +20,20 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": dict(vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32,
                   num_attention_heads=32, num_key_value_heads=32, rms_norm_eps=1e-6,
                   max_position_embeddings=32768, use_sliding_window=False),
+    "phi3": dict(vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32,
+                 num_attention_heads=32, rms_norm_eps=1e-5, max_position_embeddings=4096,
+                 original_max_position_embeddings=4096, eos_token_id=32000),
+    "internlm2": dict(vocab_size=103168, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
+                      num_attention_heads=32, rms_norm_eps=1e-6, max_position_embeddings=2048, bias=True,
+                      eos_token_id=2),
+    "qwen2_vl": dict(vocab_size=152064, hidden_size=8192, intermediate_size=29568, num_hidden_layers=80,
+                     num_attention_heads=64, num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=32768,
+                     rope_theta=1e6, use_sliding_window=False, eos_token_id=151645),
 }  # fmt: skip
-TEXT_FAMILIES = ("llama", "mistral", "qwen2")
+DEFAULTS["qwen2_5_vl"] = DEFAULTS["qwen2_vl"]
+TEXT_FAMILIES = ("llama", "mistral", "qwen2", "phi3", "internlm2")
+# Families whose tensors are fused or named in a way of their own; see checkpoints_convert/tables/decoder.py.
+_SPELLINGS = ("phi3", "internlm2")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +54,7 @@ class DecoderConfig:
     out_bias: bool = False
     log_from: int | None = None  # log-n attention: queries grow with the logarithm of the position behind this one
     tied: bool = False  # the output head is the embedding table
+    names: str = "llama"  # how the checkpoint spells the tensors: "llama", "phi3" or "internlm2"
 
     @classmethod
     def from_hf(cls, family: str, raw: Mapping[str, Any]) -> DecoderConfig:
@@ -54,8 +67,7 @@ class DecoderConfig:
             require(field, c.get(field, supported[field]), supported[field])
         require("hidden_act", c.get("hidden_act", "silu"), "silu")
         require("mlp_bias", bool(c.get("mlp_bias", False)), False)
-        if family == "mistral" or c.get("use_sliding_window"):
-            require("sliding_window", c.get("sliding_window"), None)
+        _require_no_window(family, c)
         for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                       "max_position_embeddings"):  # fmt: skip
             positive(field, c[field])
@@ -65,7 +77,9 @@ class DecoderConfig:
         if heads % kv_heads or head_dim % 2:
             raise InputError(f"config.json: {heads} heads, {kv_heads} key heads of {head_dim} channels: key heads must "
                              "divide the heads, and channels be even")  # fmt: skip
-        bias = bool(c.get("attention_bias", False))
+        bias = bool(c.get("bias" if family == "internlm2" else "attention_bias", False))
+        if family == "phi3":
+            require("attention_bias", bias, False)
         return cls(
             vocab_size=c["vocab_size"],
             width=c["hidden_size"],
@@ -77,7 +91,16 @@ class DecoderConfig:
             norm_eps=c["rms_norm_eps"],
             max_positions=c["max_position_embeddings"],
             rope=RopeConfig.from_hf(c, head_dim),
-            qkv_bias=family == "qwen2" or bias,
-            out_bias=family != "qwen2" and bias,
+            qkv_bias=family.startswith("qwen2") or bias,
+            out_bias=not family.startswith("qwen2") and bias,
             tied=bool(c.get("tie_word_embeddings", False)),
+            names=family if family in _SPELLINGS else "llama",
         )
+
+
+def _require_no_window(family: str, c: Mapping[str, Any]) -> None:
+    """A window that reaches as far as the model's positions (Phi-3's 262144) is not in use."""
+    window = c.get("sliding_window")
+    used = family in ("mistral", "phi3") or c.get("use_sliding_window")
+    if used and not (isinstance(window, int) and window >= c["max_position_embeddings"]):
+        require("sliding_window", window, None)

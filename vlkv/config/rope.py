@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from vlkv.config.checks import require
 from vlkv.errors import InputError
 
 
@@ -40,6 +41,7 @@ class RopeConfig:
         raw = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
         kind = raw.pop("rope_type", None) or raw.get("type", "default")
         raw.pop("type", None)
+        require("rope_parameters.partial_rotary_factor", raw.pop("partial_rotary_factor", 1.0), 1.0)
         theta = float(raw.pop("rope_theta", None) or c.get("rope_theta", 10000.0))
         if kind in ("default", "mrope"):
             sections = raw.pop("mrope_section", None)

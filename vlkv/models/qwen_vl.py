@@ -16,7 +16,7 @@ from vlkv.models.splice import splice
 from vlkv.vision.qwen import QwenVit
 
 
-class QwenVl(nnx.Module):
+class FirstQwenVl(nnx.Module):
     """The whole model; `embed` is all that differs from a text model."""
 
     def __init__(self, config: ModelConfig, *, init: Initializer) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import budgets
-from vlkv.memory import Memory, evict, rank_by_place
+from vlkv.memory import Memory, evict, list_core, rank_by_place
 from vlkv.observe import Observation, column_sums, head_mean, last, rows_mass, top
 from vlkv.policies.policy import Policy, Scope, policy
 from vlkv.tokens import Tokens
@@ -150,8 +150,9 @@ class AVL(Policy):
     def prepare(self, memory: Memory) -> Memory:
         """What the next step attends to: all that is stored if it is a refresh, else core and text."""
         refresh = (memory.steps + 1) % self.refresh == 0
-        attended = memory.stored & (memory.is_text | refresh | (memory.values["core"] > 0))
-        return dataclasses.replace(memory, attended=attended)
+        core = memory.values["core"] > 0
+        memory = dataclasses.replace(memory, attended=memory.stored & (memory.is_text | refresh | core))
+        return memory if self.core is None else list_core(memory, core, ~refresh)
 
     def shorten_text(self, memory: Memory) -> Memory:
         """Lets text go until the window is kept."""

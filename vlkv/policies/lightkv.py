@@ -130,10 +130,14 @@ class LightKV(ReducingPolicy):
         """xi (Eq. 7): attention of each token to all text, over all heads, without the causal mask."""
         text = (obs.valid & ~obs.is_vision)[None].astype(jnp.float32)
         if self.variant == "paper":
-            mass = attention_mass_rows(obs.q, obs.k, key_weight=text, key_mask=obs.valid, causal=False)
+            run = obs.kernels.attention_mass_rows
+            mass = attention_mass_rows(
+                obs.q, obs.k, key_weight=text, key_mask=obs.valid, causal=False, implementation=run
+            )
         else:  # over queries: the same with the two swapped
             k = jnp.repeat(obs.k, obs.q.shape[0] // obs.k.shape[0], axis=0)
-            mass = attention_mass(k, obs.q, row_weight=text, key_mask=obs.valid, causal=False)
+            run = obs.kernels.attention_mass
+            mass = attention_mass(k, obs.q, row_weight=text, key_mask=obs.valid, causal=False, implementation=run)
         return jnp.sum(mass[0], axis=0)
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:

@@ -34,8 +34,9 @@ class EvePictures:
         settings = PixelSettings.from_hf({"do_resize": False, "do_center_crop": False}, str(folder))
         return cls(vision=config.vision, settings=settings)
 
-    def read(self, picture: Picture | Video) -> Read:
+    def read(self, picture: Picture | Video, *, images: int = 1) -> Read:
         """One picture, in the middle of a square, with a mask."""
+        del images
         if isinstance(picture, Video):
             raise InputError("the model takes no video; give it frames as images")
         image = open_image(picture)

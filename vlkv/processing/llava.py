@@ -29,8 +29,9 @@ class LlavaPictures:
         assert isinstance(config.vision, ClipConfig)
         return cls(settings=read_settings(folder, layout), side=config.vision.image_size, tokens=config.vision.tokens)
 
-    def read(self, picture: Picture | Video) -> Read:
+    def read(self, picture: Picture | Video, *, images: int = 1) -> Read:
         """One picture."""
+        del images
         if isinstance(picture, Video):
             raise InputError("the model takes no video; give it frames as images")
         pixels = to_pixels(open_image(picture), self.settings)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -38,13 +38,16 @@ class Read:
 
     arrays: dict[str, np.ndarray]
     tokens: int  # how often its token stands in the prompt
+    # What stands in the prompt for it, where that is more than its token repeated: the image token `tokens` times,
+    # with marks around.
+    text: str | None = None
 
 
 class Pictures(Protocol):
     """What the processor asks of a family."""
 
-    def read(self, picture: Picture | Video) -> Read:
-        """One picture or video; raises InputError for one that cannot be used."""
+    def read(self, picture: Picture | Video, *, images: int = 1) -> Read:
+        """One picture or video, in a prompt of so many images; raises InputError for one that cannot be used."""
 
-    def batch(self, reads: Sequence[Read]) -> dict[str, np.ndarray]:
+    def batch(self, reads: Sequence[Read]) -> dict[str, Any]:
         """All of a batch, under the names and in the shapes of transformers' processor of the family."""

@@ -23,13 +23,21 @@ from vlkv.processing.images import check_area
 Layout: TypeAlias = Literal["checkpoint", "pad"]
 
 _PADDING_KINDS = ("LlavaImageProcessor",)  # the kinds for which `do_pad` means a square
-_KINDS = ("CLIPImageProcessor", "CLIPFeatureExtractor", *_PADDING_KINDS)
 # The class defaults of transformers, which a file may leave out.
 _DEFAULTS: dict[str, Any] = dict(
     do_resize=True, size={"shortest_edge": 224}, resample=3, do_center_crop=True, crop_size=224,
     do_rescale=True, rescale_factor=1 / 255, do_normalize=True, do_pad=False,
     image_mean=(0.48145466, 0.4578275, 0.40821073), image_std=(0.26862954, 0.26130258, 0.27577711),
 )  # fmt: skip
+_WHOLE = dict(size={"height": 384, "width": 384}, do_center_crop=False)
+_HALVES = dict(image_mean=0.5, image_std=0.5, size={"height": 224, "width": 224}, do_center_crop=False)
+# Every kind that is honoured, and which of its defaults are others.
+_KINDS: dict[str, dict[str, Any]] = {
+    "CLIPImageProcessor": {}, "CLIPFeatureExtractor": {}, **{kind: {} for kind in _PADDING_KINDS},
+    "LlavaNextImageProcessor": {}, "LlavaNextVideoImageProcessor": {}, "LlavaNextVideoVideoProcessor": {},
+    "LlavaOnevisionImageProcessor": _WHOLE, "LlavaOnevisionVideoProcessor": _WHOLE, "SiglipImageProcessor": _HALVES,
+}  # fmt: skip
+_KIND_FIELDS = ("video_processor_type", "image_processor_type", "feature_extractor_type")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,12 +65,12 @@ class PixelSettings:
         Raises:
             InputError: a kind of processor or a setting that we do not honour.
         """
-        kind = raw.get("image_processor_type", raw.get("feature_extractor_type", _KINDS[0]))
-        kind = str(kind).removesuffix("Fast").removesuffix("Pil")
+        named = (raw[field] for field in _KIND_FIELDS if field in raw)
+        kind = str(next(named, "CLIPImageProcessor")).removesuffix("Fast").removesuffix("Pil")
         if kind not in _KINDS:
             known = ", ".join(_KINDS)
             raise InputError(f"{source}: image_processor_type={kind!r} is not supported (supported: {known})")
-        c = {**_DEFAULTS, **{key: value for key, value in raw.items() if value is not None}}
+        c = {**_DEFAULTS, **_KINDS[kind], **{key: value for key, value in raw.items() if value is not None}}
         if c.get("pad_size"):
             raise InputError(f"{source}: pad_size={c['pad_size']!r} is not supported")
         padded = raw.get("image_aspect_ratio") == "pad" or (c["do_pad"] and kind in _PADDING_KINDS)
@@ -83,20 +91,39 @@ class PixelSettings:
 
 
 def read_settings(folder: Path, layout: Layout = "checkpoint") -> PixelSettings:
-    """A folder's settings, in `processor_config.json` (transformers 5) or `preprocessor_config.json` (4).
+    """A folder's settings for images.
 
     Raises:
-        InputError: neither file has them, or they are not supported.
+        InputError: no file has them, or they are not supported.
+    """
+    return PixelSettings.from_hf(*find_settings(folder), layout)
+
+
+def find_settings(
+    folder: Path, part: Literal["image", "video"] = "image", default: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], str]:
+    """A folder's settings as they are written, and the file they stand in.
+
+    That is `processor_config.json` (transformers 5) or `preprocessor_config.json` (4), for videos
+    `video_preprocessor_config.json`; where nothing is said of videos, what is said of images, and where nothing is
+    said of those, `default`.
+
+    Raises:
+        InputError: no file has them, and there is no default.
     """
     path = folder / "processor_config.json"
-    nested = (read_json(path) or {}).get("image_processor")
+    nested = (read_json(path) or {}).get(f"{part}_processor")
     if isinstance(nested, dict):
-        return PixelSettings.from_hf(nested, str(path), layout)
+        return nested, str(path)
+    if part == "video":
+        path = folder / "video_preprocessor_config.json"
+        raw = read_json(path)
+        return find_settings(folder, default=default) if raw is None else (raw, str(path))
     path = folder / "preprocessor_config.json"
-    raw = read_json(path)
+    raw = read_json(path) or default
     if raw is None:
         raise InputError(f"{path}: no such file, but the model reads images; copy it from the checkpoint")
-    return PixelSettings.from_hf(raw, str(path), layout)
+    return raw, str(path)
 
 
 def to_pixels(image: PIL.Image.Image, settings: PixelSettings) -> Float[np.ndarray, "3 h w"]:
@@ -126,11 +153,21 @@ def to_pixels(image: PIL.Image.Image, settings: PixelSettings) -> Float[np.ndarr
     pixels = np.asarray(image)  # [h, w, 3], 8 bits
     if settings.crop is not None:
         pixels = _crop(pixels, *settings.crop)
+    return normalise(pixels, settings.scale, settings.mean, settings.std)
+
+
+def normalise(
+    pixels: UInt8[np.ndarray, "h w 3"],
+    scale: float | None,
+    mean: tuple[float, float, float],
+    std: tuple[float, float, float] | None,
+) -> Float[np.ndarray, "3 h w"]:
+    """(pixels * scale - mean) / std; without scale or std that step is left out."""
     # The same precision at each step as transformers: the product in float64, the rest in float32.
-    values: np.ndarray = pixels if settings.scale is None else pixels * np.float64(settings.scale)
+    values: np.ndarray = pixels if scale is None else pixels * np.float64(scale)
     values = values.astype(np.float32)
-    if settings.std is not None:
-        values = (values - np.array(settings.mean, np.float32)) / np.array(settings.std, np.float32)
+    if std is not None:
+        values = (values - np.array(mean, np.float32)) / np.array(std, np.float32)
     return np.ascontiguousarray(values.transpose(2, 0, 1))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -22,10 +23,13 @@ from vlkv.inputs import Inputs
 from vlkv.processing import llava_original, qwen_vl
 from vlkv.processing.eve import EvePictures
 from vlkv.processing.images import Picture
+from vlkv.processing.internvl import InternVlPictures, template
 from vlkv.processing.llava import LlavaPictures
+from vlkv.processing.llava_next import LlavaNextPictures
 from vlkv.processing.pictures import Pictures, Read, Video
 from vlkv.processing.pixels import Layout
 from vlkv.processing.prompts import MARKS, PromptWriter
+from vlkv.processing.qwen2_vl import QwenPictures
 from vlkv.processing.templates import ChatTemplate
 from vlkv.processing.tokenizer import Lengths, TextTokenizer
 
@@ -33,10 +37,15 @@ RowImages: TypeAlias = Picture | Video | Sequence[Picture | Video] | None
 
 _PICTURES: dict[str, Callable[[Path, ModelConfig, Layout], Pictures]] = {
     "llava": LlavaPictures.from_folder,
+    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "llava_qwen"), LlavaNextPictures.from_folder),
+    **dict.fromkeys(("internvl", "internvl_chat"), InternVlPictures.from_folder),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), QwenPictures.from_folder),
     **dict.fromkeys(("llava_llama", "mobilevlm"), llava_original.from_folder),
     "qwen": qwen_vl.from_folder,
     "eve": EvePictures.from_folder,
 }
+# Families whose checkpoints say how a conversation is written in another way than by a template.
+_TEMPLATES: dict[str, Callable[[ModelConfig], ChatTemplate]] = {"internvl_chat": template}
 # How a family writes a conversation where its checkpoint has no template.
 _CONVERSATIONS: dict[str, Callable[[Path], ChatTemplate]] = {
     **dict.fromkeys(("llava_llama", "mobilevlm", "eve"), llava_original.template),
@@ -85,16 +94,18 @@ class Processor:
             config = dataclasses.replace(config, image_token=tokenizer.add(MARKS["image"]))
         tokens = {kind: _spelling(folder, tokenizer, getattr(config, f"{kind}_token")) for kind in MARKS}
         read_pictures = _PICTURES.get(config.family)
+        pictures = None if read_pictures is None else read_pictures(folder, config, layout)
+        tokens |= getattr(pictures, "spelled", {})
         return cls(
             config=config,
             tokenizer=tokenizer,
             prompts=PromptWriter(
-                template=ChatTemplate.from_folder(folder) or _CONVERSATIONS.get(config.family, lambda _: None)(folder),
+                template=_template(folder, config),
                 image_token=tokens["image"],
                 video_token=tokens["video"],
                 special=tokenizer.special,
             ),
-            pictures=None if read_pictures is None else read_pictures(folder, config, layout),
+            pictures=pictures,
             buckets=buckets or Buckets(),
         )
 
@@ -114,9 +125,9 @@ class Processor:
                 or a prompt beyond the model's limit.
         """
         rows, texts = _rows(images, text)
-        for row, one in zip(rows, texts, strict=True):  # before anything is read, what is wrong with the text
-            self.prompts.write(one, **_count(row))
-        reads = [[self._read(picture) for picture in row] for row in rows]
+        # Before anything is read, what is wrong with the text.
+        rows = [self._as_written(one, row) for row, one in zip(rows, texts, strict=True)]
+        reads = [self._read(row) for row in rows]
         prompts = [self.tokens(one, row, read) for row, one, read in zip(rows, texts, reads, strict=True)]
         longest = max(len(prompt) for prompt in prompts)
         ids = np.zeros((len(prompts), longest), np.int32)
@@ -143,19 +154,25 @@ class Processor:
             InputError: as `__call__`; also where the prompt's image tokens are not as many as the images.
         """
         prompt = self.prompts.write(text, **_count(pictures))
+        spelled_out = any(read.text is not None for read in reads)
+        if spelled_out:
+            prompt = self._spell_out(prompt, pictures, reads)
         # As transformers does: for a text model the template alone writes the special tokens.
         add_special = self.prompts.template is None or self.pictures is not None
         ids = self.tokenizer.encode(prompt, add_special=add_special)
         if not ids.size:
             raise InputError("the prompt is empty: the tokenizer makes no token of it")
+        if spelled_out:
+            _check_count("image", int((ids == self.config.image_token).sum()), sum(read.tokens for read in reads))
+            return ids
         repeats = np.ones(len(ids), np.int64)
-        for kind, mark in MARKS.items():
-            wanted = [read.tokens for picture, read in zip(pictures, reads, strict=True) if _kind(picture) == kind]
-            places = np.flatnonzero(ids == getattr(self.config, f"{kind}_token"))
-            if len(places) != len(wanted):
-                # Counted in ids, so that no spelling in the user's text can pass for an image.
-                raise InputError(f"the prompt holds {len(places)} {kind} token(s) for {len(wanted)} {kind}(s); "
-                                 f"mark {kind}s with {mark} only")  # fmt: skip
+        own = {kind: getattr(self.config, f"{kind}_token") for kind in MARKS}
+        for kind in MARKS:  # of both kinds at once where they share a token
+            alike = [other for other in MARKS if own[other] == own[kind]]
+            wanted = [read.tokens for picture, read in zip(pictures, reads, strict=True) if _kind(picture) in alike]
+            places = np.flatnonzero(ids == own[kind])
+            # In ids, so that no spelling in the user's text can pass for an image.
+            _check_count(kind, len(places), len(wanted))
             repeats[places] = wanted
         return np.repeat(ids, repeats)
 
@@ -172,9 +189,44 @@ class Processor:
         """
         return self.tokenizer.decode(tokens, lengths, stop=self.config.stop)
 
-    def _read(self, picture: Picture | Video) -> Read:
+    def _as_written(self, text: str, row: Sequence[Picture | Video]) -> list[Picture | Video]:
+        """The pictures of a row in the order in which its prompt shows them; raises InputError as `write` does."""
+        prompt = self.prompts.write(text, **_count(row))
+        own = {"image": self.prompts.image_token, "video": self.prompts.video_token}
+        if own["image"] == own["video"]:  # the prompt cannot tell them apart, the marks can
+            kinds = {mark: kind for kind, mark in MARKS.items()}
+            order = [kinds[mark] for mark in re.findall("|".join(MARKS.values()), text)]
+        else:
+            kinds = {token: kind for kind, token in own.items() if token is not None}
+            order = [kinds[token] for token in re.findall("|".join(map(re.escape, kinds)), prompt)] if row else []
+        queues = {kind: [picture for picture in row if _kind(picture) == kind] for kind in MARKS}
+        # What the template shows too often or not at all is found out by the count of ids.
+        shown = [queues[kind].pop(0) for kind in order if queues[kind]]
+        return shown + [picture for queue in queues.values() for picture in queue]
+
+    def _spell_out(self, prompt: str, pictures: Sequence[Picture | Video], reads: Sequence[Read]) -> str:
+        """The prompt with each picture's own text in the place of its token."""
+        texts = {}
+        for kind, token in (("image", self.prompts.image_token), ("video", self.prompts.video_token)):
+            found = [read.text for picture, read in zip(pictures, reads, strict=True) if _kind(picture) == kind]
+            if token is not None:
+                _check_count(kind, prompt.count(token), len(found))
+                texts[token] = iter(found)
+        return re.sub("|".join(map(re.escape, texts)), lambda match: next(texts[match[0]]) or match[0], prompt)
+
+    def _read(self, row: Sequence[Picture | Video]) -> list[Read]:
+        if not row:
+            return []
         assert self.pictures is not None  # or the prompt had raised
-        return self.pictures.read(picture)
+        images = _count(row)["images"]
+        return [self.pictures.read(picture, images=images) for picture in row]
+
+
+def _template(folder: Path, config: ModelConfig) -> ChatTemplate | None:
+    if config.family in _TEMPLATES:
+        return _TEMPLATES[config.family](config)
+    found, other = ChatTemplate.from_folder(folder), _CONVERSATIONS.get(config.family)
+    return other(folder) if found is None and other is not None else found
 
 
 def _spelling(folder: Path, tokenizer: TextTokenizer, token: int | None) -> str | None:
@@ -188,6 +240,11 @@ def _spelling(folder: Path, tokenizer: TextTokenizer, token: int | None) -> str 
             "names as the image token; the two files are not of one checkpoint"
         )
     return text
+
+
+def _check_count(kind: str, found: int, wanted: int) -> None:
+    if found != wanted:
+        raise InputError(f"the prompt holds {found} {kind} token(s) for {wanted}; mark {kind}s with {MARKS[kind]} only")
 
 
 def _kind(picture: Picture | Video) -> str:

@@ -18,6 +18,7 @@ from vlkv.files import one_line, read_json
 # How many tokens of each row count, or None for all.
 Lengths: TypeAlias = Int[np.ndarray | jax.Array, "*B"] | Sequence[int] | int | np.integer | None
 
+_OTHER_FORMS = ("tokenizer.model", "vocab.json")  # sentencepiece; byte-level merges
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -37,13 +38,15 @@ class TextTokenizer:
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
+            other = next((name for name in _OTHER_FORMS if (folder / name).is_file()), None)
+            found = "no tokenizer" if other is None else f"its tokenizer in another form only ({other})"
             if any(folder.glob("*.tiktoken")):
                 raise InputError(
                     f"{path}: no such file, and the .tiktoken file beside it lacks the special tokens: make one with "
                     "transformers (convert_tiktoken_to_fast), special tokens at their ids"
                 )
             raise InputError(
-                f"{path}: no such file, so the folder has no tokenizer; save one there (save_pretrained of a "
+                f"{path}: no such file, so the folder has {found}; save one there (save_pretrained of a "
                 "fast tokenizer writes it), or use vlkv.load_params, which works alone"
             )
         try:

@@ -1,0 +1,249 @@
+"""Compiles every GPU kernel for an A100 and an H100 on a host without a GPU: `python -m benchmarks.compile_gpu`.
+
+Needs Linux and `pip install "vlkv[gpu]"` with jax 0.12 (Python 3.12): the plugin brings the compiler down to machine
+code, so what is reported (shared memory, registers, stack) is what a GPU would load. Nothing runs. Every kernel that
+has more than one form is compiled in each: with and without mass and a mask, sums, squares and counts.
+
+Axes: B batch · T query rows · S keys · N query heads · K key heads · P pool slots · C listed slots · M bound on a
+segment · H head dim.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from pallas_kernels.attention_mass.triton import attention_mass_triton
+from pallas_kernels.attention_mass_rows.triton import attention_mass_rows_triton
+from pallas_kernels.core_attention.triton import core_attention_triton
+from pallas_kernels.decode_attention.triton import decode_attention_triton
+
+_RESULT = Path(__file__).parent / "results" / "compile_gpu.json"
+
+# As the CUDA driver reports them; XLA asks for them where there is no driver.
+_TARGET = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: {shared_core} shared_memory_per_block_optin: {shared_block}
+  core_count: {cores} fpus_per_core: {fpus} clock_rate_ghz: {clock}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth} l2_cache_size: {l2} device_memory_size: {memory}
+  cuda_compute_capability {{ major: {major} }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 }}
+runtime_version {{ major: 13 }}
+device_description_str: "{kind}"
+"""
+_DEVICES: dict[str, dict[str, Any]] = {
+    "A100": {
+        "kind": "NVIDIA A100-SXM4-80GB", "major": 8, "cores": 108, "fpus": 64, "clock": 1.41, "shared_core": 167936,
+        "shared_block": 166912, "bandwidth": 2_039_000_000_000, "l2": 41943040, "memory": 84987740160,
+    },
+    "H100": {
+        "kind": "NVIDIA H100 80GB HBM3", "major": 9, "cores": 132, "fpus": 128, "clock": 1.98, "shared_core": 233472,
+        "shared_block": 232448, "bandwidth": 3_352_000_000_000, "l2": 52428800, "memory": 85520809984,
+    },
+}  # fmt: skip
+_MODELS = {  # N, K, H, dtype
+    "7B": (32, 32, 128, jnp.bfloat16),
+    "Qwen2-7B": (28, 4, 128, jnp.bfloat16),
+    "26B": (48, 8, 128, jnp.bfloat16),
+    "small, H=64": (8, 8, 64, jnp.bfloat16),
+    "small, H=80": (16, 2, 80, jnp.bfloat16),
+    "small, H=96": (8, 4, 96, jnp.bfloat16),
+    "small, H=128, float32": (8, 2, 128, jnp.float32),
+}
+_BATCH, _SLOTS, _LISTED = 16, 8192, 2048
+_PROMPTS, _GATHERED = 2, 64  # prompts scored at once, by vmap; rows of an observation window
+
+Case = tuple[str, Callable[..., Any], tuple[tuple[tuple[int, ...], Any], ...]]  # what, function, shapes and dtypes
+
+
+def cases(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> Iterator[Case]:
+    """Every kernel of one model."""
+    q = (_BATCH, heads, head_dim), dtype
+    pool = (_BATCH, _SLOTS, kv_heads, head_dim), dtype
+    per_head = (_BATCH, kv_heads), jnp.int32
+    valid = (_BATCH, kv_heads, _SLOTS), jnp.bool_
+    listed = ((_BATCH, _LISTED), jnp.int32), ((_BATCH,), jnp.int32), per_head
+    segment = q, pool, pool, per_head, per_head
+    single = tuple(((1, *shape[1:]), kind) for shape, kind in segment)
+
+    def decode(*args):
+        return decode_attention_triton(*args, None, _SLOTS, False)
+
+    def decode_all(*args):
+        return decode_attention_triton(*args, _SLOTS, True)
+
+    def core(*args):
+        return core_attention_triton(*args, None, _SLOTS, False)
+
+    def core_all(*args):
+        return core_attention_triton(*args, _SLOTS, True)
+
+    yield f"decode_attention, B={_BATCH}", decode, segment
+    yield "decode_attention, B=1", decode, single
+    yield f"decode_attention, B={_BATCH}, mask and mass", decode_all, (*segment, valid)
+    yield f"core_attention, B={_BATCH}", core, (*segment, *listed)
+    yield f"core_attention, B={_BATCH}, mask and mass", core_all, (*segment, *listed, valid)
+
+    keys = ((kv_heads, _SLOTS, head_dim), dtype), ((2, _SLOTS), jnp.float32), ((_SLOTS,), jnp.bool_)
+    for rows, in_order in ((_SLOTS, True), (_GATHERED, False)):
+        queries = (heads, rows, head_dim), dtype
+        places = (rows,), jnp.int32
+        weight = (2, rows), jnp.float32
+        options = {"causal": True, "in_order": in_order, "softmax_n": 0.0}
+        shared = (0, 0, 0, 0, None)  # the batch has its places in common
+
+        def given(*args, options=options):
+            return attention_mass_rows_triton(*args, **options)
+
+        batched = [((_PROMPTS, *shape), kind) for shape, kind in (queries, *keys, weight)]
+        q, k, key_weight, key_mask, row_weight = batched
+        name = f"B={_PROMPTS}, {rows} rows"
+        yield f"attention_mass_rows, {name}", jax.vmap(given, shared), (q, k, key_weight, key_mask, places)
+        for statistic in ("sum", "square", "count"):
+
+            def received(*args, options=options, statistic=statistic):
+                return attention_mass_triton(*args, **options, statistic=statistic, threshold=0.01)
+
+            shapes = q, k, row_weight, key_mask, places
+            yield f"attention_mass, {name}, {statistic}", jax.vmap(received, shared), shapes
+
+
+def target(name: str) -> Any:
+    """A device to compile for, which need not be there."""
+    text = _TARGET.format(**_DEVICES[name])
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name=f"NVIDIA {name}", topology="1x1x1", target_config=text
+    ).devices[0]
+
+
+def compile_case(function: Callable[..., Any], shapes: tuple[tuple[tuple[int, ...], Any], ...], device: Any) -> Any:
+    """The kernels of a function: name, programs, shared memory, registers and stack (spilt registers) of each."""
+    on = SingleDeviceSharding(device)
+    args = [jax.ShapeDtypeStruct(shape, dtype, sharding=on) for shape, dtype in shapes]
+    kind = jax.sharding.AbstractDevice(device_kind=device.device_kind, platform="cuda", num_cores=None)
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=kind)
+    with jax.sharding.use_abstract_mesh(mesh):
+        lowered = jax.jit(function).lower(*args)
+    with tempfile.TemporaryDirectory() as folder:
+        lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"})
+        launches = {}
+        for file in Path(folder).glob("*thunk_sequence*.txt"):
+            launches.update(_launches(file.read_text()))
+        used = {}
+        for file in Path(folder).glob("*.ptx"):
+            text = file.read_text()
+            name = re.search(r"\.entry (\w+)", text)
+            if name and name[1] in launches:
+                architecture = re.search(r"\.target (\w+)", text)[1]
+                used[name[1]] = {"architecture": architecture, **resources(file, architecture)}
+    return [{"kernel": name, **launch, **used.get(name, {})} for name, launch in launches.items()]
+
+
+def _launches(thunks: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    pattern = r"(\w+) grid: \[([\d, ]+)\] threads: \[(\d+).*shared_memory: (\d+) bytes"
+    for name, grid, threads, shared in re.findall(pattern, thunks):
+        if name.startswith(("decode_attention", "core_attention", "attention_mass")):
+            programs = [int(n) for n in grid.split(",")]
+            yield name, {"grid": programs, "threads": int(threads), "shared_memory_bytes": int(shared)}
+
+
+def resources(file: Path, architecture: str) -> dict[str, int | str]:
+    """Registers of a thread and its bytes of stack (spilt registers), as the assembler reports them."""
+    assembler = _assembler()
+    if assembler is None:
+        return {"registers": "no ptxas"}
+    done = subprocess.run(
+        [assembler, "-v", f"--gpu-name={architecture}", str(file), "-o", os.devnull],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    (registers,) = re.findall(r"Used (\d+) registers", done.stderr)
+    (stack,) = re.findall(r"(\d+) bytes stack frame", done.stderr)
+    return {"registers": int(registers), "stack_bytes": int(stack)}
+
+
+def _assembler() -> str | None:
+    """NVIDIA's ptxas: of the packages that jax's plugin brings, or of a CUDA toolkit."""
+    packages = importlib.util.find_spec("nvidia")
+    for folder in packages.submodule_search_locations or () if packages else ():
+        for found in Path(folder).glob("*/bin/ptxas"):
+            return str(found)
+    return shutil.which("ptxas")
+
+
+def main() -> None:
+    """Compiles, prints a line per kernel, writes the result; fails if any kernel does."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=_DEVICES, nargs="+", default=list(_DEVICES))
+    parser.add_argument("--model", choices=_MODELS, nargs="+", default=list(_MODELS))
+    parser.add_argument("--output", type=Path, default=_RESULT)
+    args = parser.parse_args()
+    versions = _versions()
+    rows = []
+    for device_name in args.device:
+        device = target(device_name)
+        for model in args.model:
+            for what, function, shapes in cases(*_MODELS[model]):
+                begin = time.perf_counter()
+                row = {"device": device_name, "model": model, "case": what}
+                try:
+                    row |= {"compiled": True, "kernels": compile_case(function, shapes, device)}
+                except Exception as error:
+                    row |= {"compiled": False, "error": f"{type(error).__name__}: {error}"[:500]}
+                row["seconds"] = round(time.perf_counter() - begin, 1)
+                rows.append(row)
+                _show(row)
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    args.output.write_text(f'{{"versions": {json.dumps(versions)},\n"results": [\n{lines}\n]}}\n')
+    failed = sum(not row["compiled"] for row in rows)
+    print(f"{len(rows) - failed} of {len(rows)} compiled; written to {args.output}")
+    if failed:
+        raise SystemExit(1)
+
+
+def _versions() -> dict[str, str]:
+    """Of what compiles; exits where it is not there."""
+    found = {"python": platform.python_version()}
+    for name in ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    if not any(name.endswith("plugin") for name in found) or jax.__version_info__ < (0, 12):
+        raise SystemExit(f'compile_gpu: needs jax 0.12 and its CUDA plugin, found {found}; pip install "vlkv[gpu]"')
+    return found
+
+
+def _show(row: dict[str, Any]) -> None:
+    print(f"{row['device']}  {row['model']:<22} {row['case']:<42} {row['seconds']} s", flush=True)
+    for kernel in row.get("kernels", []):
+        rest = ", ".join(f"{name} {value}" for name, value in kernel.items() if name != "kernel")
+        print(f"      {kernel['kernel']}: {rest}")
+    if not row["compiled"]:
+        print(f"      FAILED {row['error']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,369 @@
+"""What the kernels reach of the memory's speed, and what they are worth beside what jax already has.
+
+    python -m benchmarks.kernels [--quick] [--out benchmarks/results/kernels.json]
+
+One command for any device; on a GPU or TPU at the sizes of a 7B model in bfloat16 with a batch of 16, on a CPU in
+float32 with batches of 1 and 4. First every op is checked against its reference. Then everything that answers the same
+question is timed in turn, round by round, so that a busy moment of the machine meets all alike; times are medians.
+"Bytes" are those that must move: keys and values that take part, each once. "Share" is of the bandwidth of a large
+copy, timed in the same rounds. What cannot run here is listed with its reason.
+
+Axes: B batch · N query heads · K key heads · H head dim · T tokens of the whole prompt · P pool slots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import machine
+from pallas_kernels import attention_mass, core_attention, decode_attention
+from pallas_kernels import attention_mass_rows as mass_rows
+from pallas_kernels.attention_mass import _IMPLEMENTATIONS as MASS
+from pallas_kernels.attention_mass_rows import _IMPLEMENTATIONS as MASS_ROWS
+from pallas_kernels.core_attention import _IMPLEMENTATIONS as CORE
+from pallas_kernels.decode_attention import _IMPLEMENTATIONS as DECODE
+from pallas_kernels.dispatch import available, target_platform
+
+KEEPS = (0.1, 1.0)
+CORE_SHARES = (0.3, 0.5, 0.7)
+PAGE = 16  # slots of a page for the paged kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What is measured on a platform."""
+
+    models: tuple[tuple[int, int, int], ...]  # (B, N, K)
+    tokens: int  # T
+    prefill: int  # T of the comparison with prefill attention, of one row
+    copy: int  # bytes of the large copy
+    dtype: Any
+    rounds: int
+    head_dim: int = 128
+
+    @classmethod
+    def here(cls, quick: bool) -> Sizes:
+        """For the device at hand; quick: the same code in seconds."""
+        if quick:
+            return cls(((1, 4, 2),), tokens=512, prefill=256, copy=2**22, dtype=jnp.float32, rounds=3, head_dim=64)
+        if target_platform() == "cpu":
+            shapes = ((1, 32, 32), (1, 28, 4), (4, 32, 32), (4, 28, 4))
+            return cls(shapes, tokens=8192, prefill=2048, copy=2**28, dtype=jnp.float32, rounds=11)
+        return cls(
+            ((16, 32, 32), (16, 28, 4)), tokens=8192, prefill=8192, copy=2**31, dtype=jnp.bfloat16, rounds=31
+        )  # fmt: skip
+
+
+def main() -> None:
+    """Checks, measures, prints the table, writes the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a dry run: tiny shapes, figures without meaning")
+    parser.add_argument("--out", type=Path, help="write the numbers here as JSON")
+    args = parser.parse_args()
+    sizes = Sizes.here(args.quick)
+    result: dict[str, Any] = {
+        "command": "python -m benchmarks.kernels" + (" --quick" if args.quick else ""),
+        "machine": machine.describe(),
+        "copy_bytes": sizes.copy,
+        "checks": checks(sizes),
+    }
+    rows: list[dict[str, Any]] = []
+    for model in sizes.models:
+        rows += measure_decode(sizes, *model)
+        rows += measure_core(sizes, *model)
+    rows += measure_mass(sizes)
+    result["rows"] = rows
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    show(result)
+
+
+def names(implementations: Any) -> list[str]:
+    """Those that run here as they are; the reference is no competitor."""
+    return [x for x in available(implementations) if x != "reference" and not x.endswith(":interpret")]
+
+
+# --- are they right? ----------------------------------------------------------------------------------------------
+
+
+def checks(sizes: Sizes) -> list[dict[str, Any]]:
+    """The largest difference of every implementation from the reference in float32, at a small shape."""
+    heads, kv_heads, slots, dim = 8, 2, 1000, sizes.head_dim
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = jax.random.normal(keys[0], (2, heads, dim), sizes.dtype)
+    k, v = (jax.random.normal(key, (2, slots, kv_heads, dim), sizes.dtype) for key in keys[1:])
+    start, length = jnp.array([[0, 16], [320, 0]]), jnp.array([[777, 1], [333, 1000]])
+    rows, text = jnp.tile(jnp.arange(0, 300, 3), (2, 1)), jnp.minimum(jnp.array([[700, 0], [300, 900]]), length)
+    count = jnp.array([0, 100])
+    one = q[0][:, None] + jnp.zeros((1, 200, 1), sizes.dtype), jnp.swapaxes(k[0, :200], 0, 1)
+    weight, mask = jax.random.uniform(keys[0], (1, 200)), jnp.arange(200) < 190
+    ops: dict[str, tuple[Any, Callable[..., Any]]] = {
+        "decode_attention": (DECODE, partial(decode_attention, q, k, v, start, length, return_mass=True)),
+        "core_attention": (CORE, partial(core_attention, q, k, v, start, length, rows, count, text, return_mass=True)),
+        "attention_mass": (MASS, partial(attention_mass, *one, row_weight=weight, key_mask=mask)),
+        "attention_mass_rows": (MASS_ROWS, partial(mass_rows, *one, key_weight=weight, key_mask=mask)),
+    }
+    found = []
+    for op, (implementations, run) in ops.items():
+        want = run(implementation="reference")
+        for name in names(implementations):
+            got = attempt(partial(run, implementation=name))
+            row = {"op": op, "implementation": name}
+            if isinstance(got, str):
+                found.append({**row, "error": got})
+            else:
+                away = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(jnp.where(a == b, 0.0, a - b)))), got, want)
+                found.append({**row, "largest_difference": max(jax.tree.leaves(away))})
+    return found
+
+
+def attempt(run: Callable[[], Any]) -> Any:
+    """What it returns, or in a line why it did not."""
+    try:
+        return jax.block_until_ready(run())
+    except Exception as error:  # whatever a compiler may say
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+# --- how fast? ----------------------------------------------------------------------------------------------------
+
+
+def compare(
+    sizes: Sizes, label: dict[str, Any], contestants: dict[str, tuple[int, Callable[..., Any], tuple]]
+) -> list[dict[str, Any]]:
+    """Times everything in turn, a large copy among it.
+
+    Args:
+        sizes: how often, and how large a copy.
+        label: goes into every row of the result.
+        contestants: by name, (bytes that must move, function, its arguments).
+    """
+    ready, rows = {}, []
+    for name, (moved, function, arguments) in contestants.items():
+        run = jax.jit(function)
+        failed = attempt(partial(run, *arguments))
+        if isinstance(failed, str):
+            rows.append({**label, "what": name, "error": failed})
+        else:
+            ready[name] = moved, partial(run, *arguments)
+    copied = jnp.ones(sizes.copy // 4, jnp.float32)
+    turn = jax.jit(jnp.negative, donate_argnums=0)  # reads and writes each byte once, in place
+    copied = jax.block_until_ready(turn(copied))
+    times: dict[str, list[float]] = {name: [] for name in [*ready, "copy"]}
+    for _ in range(sizes.rounds):
+        began = time.perf_counter()
+        copied = jax.block_until_ready(turn(copied))
+        times["copy"].append(time.perf_counter() - began)
+        for name, (_, run) in ready.items():
+            began = time.perf_counter()
+            jax.block_until_ready(run())
+            times[name].append(time.perf_counter() - began)
+    bandwidth = 2 * sizes.copy / float(np.median(times["copy"]))
+    for name, (moved, _) in ready.items():
+        seconds = float(np.median(times[name]))
+        rows.append({
+            **label, "what": name, "bytes": moved, "milliseconds": round(1e3 * seconds, 4),
+            "gigabytes_per_second": round(moved / seconds / 1e9, 2),
+            "share_of_copy": round(moved / seconds / bandwidth, 3),
+        })  # fmt: skip
+    return [{**row, "copy_gigabytes_per_second": round(bandwidth / 1e9, 1)} for row in rows]
+
+
+def whole(sizes: Sizes, batch: int, heads: int, kv_heads: int, tokens: int) -> tuple[Any, Any, Any]:
+    """A query, and the full cache of one layer."""
+    keys = jax.random.split(jax.random.key(1), 3)
+    q = jax.random.normal(keys[0], (batch, heads, sizes.head_dim), sizes.dtype)
+    shape = (batch, tokens, kv_heads, sizes.head_dim)
+    k, v = (jax.jit(partial(jax.random.normal, shape=shape, dtype=sizes.dtype))(key) for key in keys[1:])
+    return q, k, v
+
+
+def measure_decode(sizes: Sizes, batch: int, heads: int, kv_heads: int) -> list[dict[str, Any]]:
+    """decode_attention over a pool that holds the kept entries, and over the full cache."""
+    q, k, v = whole(sizes, batch, heads, kv_heads, sizes.tokens)
+    rows = []
+    for keep in KEEPS:
+        kept = max(1, int(keep * sizes.tokens))
+        slots = -(-kept // PAGE) * PAGE
+        pool = k[:, :slots], v[:, :slots]
+        start, length = jnp.zeros((batch, kv_heads), jnp.int32), jnp.full((batch, kv_heads), kept)
+        moved = 2 * batch * kept * kv_heads * sizes.head_dim * k.dtype.itemsize
+        contestants: dict[str, tuple[int, Callable[..., Any], tuple]] = {
+            name: (moved, partial(decode_attention, implementation=name), (q, *pool, start, length))
+            for name in names(DECODE)
+        }
+        if keep < 1:
+            where = jnp.sort(jax.random.permutation(jax.random.key(2), sizes.tokens)[:kept])
+            contestants["gather, then attend"] = moved, gather_and_attend, (q, k, v, jnp.tile(where, (batch, 1)))
+        contestants["jax.nn.dot_product_attention, xla"] = moved, partial(dense, "xla"), (q, *pool, length[:, 0])
+        if target_platform() == "gpu":
+            contestants["jax.nn.dot_product_attention, cudnn"] = (
+                moved, partial(dense, "cudnn"), (q, *pool, length[:, 0]),
+            )  # fmt: skip
+            contestants["jax's decode kernel"] = moved, gpu_decode, (q, *pool, length[:, 0])
+        if target_platform() in ("gpu", "tpu"):
+            paged = gpu_paged if target_platform() == "gpu" else tpu_paged
+            contestants["jax's paged kernel"] = moved, paged, (q, *(pages(x) for x in pool), length[:, 0])
+        label = {"op": "decode_attention", "B": batch, "N": heads, "K": kv_heads, "H": sizes.head_dim}
+        rows += compare(sizes, {**label, "T": sizes.tokens, "keep": keep, "dtype": k.dtype.name}, contestants)
+    return rows
+
+
+def measure_core(sizes: Sizes, batch: int, heads: int, kv_heads: int) -> list[dict[str, Any]]:
+    """core_attention over a share of the stored entries, beside copying them out and beside masking the others."""
+    stored, text = sizes.tokens // 2, 64
+    q, k, v = whole(sizes, batch, heads, kv_heads, stored + text)
+    per_head = (batch, kv_heads)
+    start, length = jnp.zeros(per_head, jnp.int32), jnp.full(per_head, stored + text)
+    rows = []
+    for share in CORE_SHARES:
+        listed = int(share * stored)
+        order = [jax.random.permutation(jax.random.key(b), stored)[:listed] for b in range(batch)]
+        core = jnp.sort(jnp.stack(order), axis=1)
+        mask = jnp.zeros((batch, stored + text), bool).at[jnp.arange(batch)[:, None], core].set(True)
+        mask = jnp.broadcast_to(mask.at[:, stored:].set(True)[:, None], (*per_head, stored + text))
+        moved = 2 * batch * (listed + text) * kv_heads * sizes.head_dim * k.dtype.itemsize
+        arguments = q, k, v, start, length, core, jnp.full(batch, listed), jnp.full(per_head, stored)
+        contestants: dict[str, tuple[int, Callable[..., Any], tuple]] = {
+            name: (moved, partial(core_attention, implementation=name), arguments) for name in names(CORE)
+        }
+        text_rows = jnp.tile(jnp.arange(stored, stored + text), (batch, 1))
+        contestants["gather, then attend"] = (
+            moved, gather_and_attend, (q, k, v, jnp.concatenate([core, text_rows], axis=1)),
+        )  # fmt: skip
+
+        for name in names(DECODE):
+            contestants[f"masked decode_attention, {name}"] = (
+                moved, partial(masked, name), (q, k, v, start, length, mask),
+            )  # fmt: skip
+        label = {"op": "core_attention", "B": batch, "N": heads, "K": kv_heads, "H": sizes.head_dim}
+        rows += compare(sizes, {**label, "S": stored, "core": share, "dtype": k.dtype.name}, contestants)
+    return rows
+
+
+def measure_mass(sizes: Sizes) -> list[dict[str, Any]]:
+    """attention_mass of 64 gathered rows and of all rows, and of keys, beside the prefill attention of the same row."""
+    _, heads, kv_heads = sizes.models[-1]
+    tokens, rows = sizes.prefill, 64
+    keys = jax.random.split(jax.random.key(3), 3)
+    q = jax.random.normal(keys[0], (heads, tokens, sizes.head_dim), sizes.dtype)
+    k, v = (jax.random.normal(key, (kv_heads, tokens, sizes.head_dim), sizes.dtype) for key in keys[1:])
+    mask, place = jnp.ones(tokens, bool), jnp.arange(tokens - rows, tokens)
+    every, few = jnp.ones((1, tokens)), jnp.ones((1, rows))
+    read = (q.nbytes * rows // tokens + k.nbytes, q.nbytes + k.nbytes)
+    contestants: dict[str, tuple[int, Callable[..., Any], tuple]] = {}
+    for name in names(MASS):
+        run = partial(attention_mass, implementation=name)
+
+        def gathered(q: Any, k: Any, run: Callable[..., Any] = run) -> Any:
+            return run(q[:, place], k, row_weight=few, key_mask=mask, row_place=place)
+
+        def all_rows(q: Any, k: Any, run: Callable[..., Any] = run) -> Any:
+            return run(q, k, row_weight=every, key_mask=mask)
+
+        contestants[f"{rows} rows, {name}"] = read[0], gathered, (q, k)
+        contestants[f"all rows, {name}"] = read[1], all_rows, (q, k)
+    for name in names(MASS_ROWS):
+        run = partial(mass_rows, key_weight=every, key_mask=mask, implementation=name)
+        contestants[f"along rows, {name}"] = read[1], run, (q, k)
+    one = tuple(jnp.swapaxes(x, 0, 1)[None] for x in (q, k, v))
+    for name in ("xla", "cudnn") if target_platform() == "gpu" else ("xla",):
+        attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation=name)
+        contestants[f"prefill attention, {name}"] = q.nbytes * 2 + k.nbytes * 2, attend, one
+    if target_platform() == "cpu":  # what prefill runs there
+        from vlkv.attention import attention
+
+        contestants["prefill attention, vlkv"] = q.nbytes * 2 + k.nbytes * 2, attention, one
+    label = {"op": "attention_mass", "N": heads, "K": kv_heads, "H": sizes.head_dim, "T": tokens}
+    return compare(sizes, {**label, "dtype": k.dtype.name}, contestants)
+
+
+# --- what they are compared with ------------------------------------------------------------------------------------
+
+
+def gather_and_attend(q: Any, k: Any, v: Any, rows: Any) -> Any:
+    """The kept rows [B, C] of all heads copied out of the full cache, then attention over the copy."""
+    kept = (jnp.take_along_axis(x, rows[:, :, None, None], axis=1) for x in (k, v))
+    return dense("xla", q, *kept, None)
+
+
+def masked(name: str, q: Any, k: Any, v: Any, start: Any, length: Any, mask: Any) -> Any:
+    """Attention over all stored entries, those outside the core masked."""
+    return decode_attention(q, k, v, start, length, valid=mask, implementation=name)
+
+
+def dense(name: Any, q: Any, k: Any, v: Any, length: Any) -> Any:
+    """jax's own attention with one query."""
+    return jax.nn.dot_product_attention(q[:, None], k, v, key_value_seq_lengths=length, implementation=name)
+
+
+def gpu_decode(q: Any, k: Any, v: Any, length: Any) -> Any:
+    """jax's decode kernel (Triton)."""
+    from jax.experimental.pallas.ops.gpu.decode_attention import gqa
+
+    return gqa(q, k, v, kv_seq_len=length)
+
+
+def gpu_paged(q: Any, k: Any, v: Any, length: Any) -> Any:
+    """jax's paged kernel (Triton), pages in order."""
+    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+    return paged_attention(q / math.sqrt(q.shape[-1]), k, v, table(q, k), length)
+
+
+def tpu_paged(q: Any, k: Any, v: Any, length: Any) -> Any:
+    """jax's paged kernel (Mosaic), pages in order."""
+    from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
+    each = k.shape[1] // q.shape[0]
+    at_once = next(n for n in (32, 16, 8, 4, 2, 1) if each % n == 0)
+    return paged_attention(
+        q / math.sqrt(q.shape[-1]), k, v, length.astype(jnp.int32), table(q, k), pages_per_compute_block=at_once
+    )
+
+
+def pages(x: Any) -> Any:
+    """[B, P, K, H] as the paged kernels want it: [K, pages of all rows, PAGE, H]."""
+    return jnp.moveaxis(x, 2, 0).reshape(x.shape[2], -1, PAGE, x.shape[3])
+
+
+def table(q: Any, k: Any) -> Any:
+    """Which pages are whose."""
+    return jnp.arange(k.shape[1], dtype=jnp.int32).reshape(q.shape[0], -1)
+
+
+def show(result: dict[str, Any]) -> None:
+    """Two tables."""
+    console = Console(width=130)
+    device = result["machine"]["device"]
+    right = Table("op", "implementation", "largest difference from the reference", title=f"Checks on {device}")
+    for row in result["checks"]:
+        right.add_row(row["op"], row["implementation"], row.get("error") or f"{row['largest_difference']:.1e}")
+    console.print(right)
+    fast = Table("op", "shape", "what", "ms", "GB/s", "of a copy", title=f"Times on {device}, medians")
+    for row in result["rows"]:
+        shape = " ".join(f"{name}={row[name]}" for name in ("B", "N", "K", "T", "S", "keep", "core") if name in row)
+        if "error" in row:
+            fast.add_row(row["op"], shape, row["what"], row["error"], "", "")
+        else:
+            numbers = f"{row['milliseconds']:.3f}", f"{row['gigabytes_per_second']:.1f}", f"{row['share_of_copy']:.0%}"
+            fast.add_row(row["op"], shape, row["what"], *numbers)
+    console.print(fast)
+
+
+if __name__ == "__main__":
+    main()

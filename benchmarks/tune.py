@@ -1,0 +1,135 @@
+"""Tries block sizes on the device at hand and writes the table that the kernels read.
+
+    python -m benchmarks.tune [--quick] [--dry]
+
+Which sizes an implementation has is learnt by running it: it asks the table. Each size in turn is halved and doubled
+as long as that helps by more than 3 %; candidates are timed in turn with the best so far, and what does not compile
+or run is passed over. The table (`pallas_kernels/tuning/<device>.json`) has only what beat the default.
+
+Shapes: as in `benchmarks.kernels`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.kernels import CORE, DECODE, MASS, MASS_ROWS, Sizes, attempt, names, whole
+from pallas_kernels import attention_mass, attention_mass_rows, core_attention, decode_attention, tuning
+
+BETTER = 0.97
+
+
+def main() -> None:
+    """Tunes every op, prints what it finds, writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="tiny shapes: shows that it runs")
+    parser.add_argument("--dry", action="store_true", help="print the table, do not write it")
+    args = parser.parse_args()
+    sizes = Sizes.here(args.quick)
+    table: dict[str, dict[str, int]] = {}
+    for runs in workloads(sizes):
+        table |= tune(runs, sizes.rounds)
+    text = json.dumps(table, indent=1, sort_keys=True) + "\n"
+    print(text)
+    if not args.dry:
+        path = tuning.path(jax.devices()[0].device_kind)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+
+def workloads(sizes: Sizes) -> list[list[Callable[[], Callable[[], Any]]]]:
+    """For every op and implementation what to time: functions that trace anew and return what runs.
+
+    Decoding from a long segment and from a short one of every model, since one table serves all.
+    """
+    found: list[list[Callable[[], Callable[[], Any]]]] = []
+    for op, implementations in ((decode_attention, DECODE), (core_attention, CORE)):
+        for name in names(implementations):
+            found.append([
+                partial(decoding, op, name, sizes, model, share) for model in sizes.models for share in (0.02, 0.5)
+            ])  # fmt: skip
+    for op, implementations in ((attention_mass, MASS), (attention_mass_rows, MASS_ROWS)):
+        found += [[partial(scoring, op, name, sizes)] for name in names(implementations)]
+    return found
+
+
+def decoding(op: Any, name: str, sizes: Sizes, model: tuple[int, int, int], share: float) -> Callable[[], Any]:
+    """decode_attention or core_attention over a share of the prompt."""
+    q, k, v = whole(sizes, *model, sizes.tokens)
+    per_head = (model[0], model[2])
+    count = int(share * sizes.tokens)
+    arguments: tuple = jnp.zeros(per_head, jnp.int32), jnp.full(per_head, count)
+    if op is core_attention:  # every second slot, of twice as many
+        rows = jnp.tile(jnp.arange(0, 2 * count, 2), (model[0], 1))
+        ends = jnp.full(per_head, 2 * count)
+        arguments = arguments[0], ends, rows, jnp.full(model[0], count), ends
+    run = jax.jit(lambda *x: op(*x, implementation=name))
+    return partial(run, q, k, v, *arguments)
+
+
+def scoring(op: Any, name: str, sizes: Sizes) -> Callable[[], Any]:
+    """The mass of every key from all rows, or of every row over all keys."""
+    _, heads, kv_heads = sizes.models[-1]
+    q = jnp.ones((heads, sizes.prefill, sizes.head_dim), sizes.dtype)
+    k = jnp.ones((kv_heads, sizes.prefill, sizes.head_dim), sizes.dtype)
+    weight = {"row_weight" if op is attention_mass else "key_weight": jnp.ones((1, sizes.prefill))}
+    mask = jnp.ones(sizes.prefill, bool)
+    return partial(jax.jit(lambda q, k: op(q, k, key_mask=mask, **weight, implementation=name)), q, k)
+
+
+def tune(runs: list[Callable[[], Callable[[], Any]]], rounds: int) -> dict[str, dict[str, int]]:
+    """The sizes of one implementation that beat its defaults, {} if none does."""
+    with tuning.trying({}) as asked:
+        best = prepare(runs)
+        sizes = {op: dict(found) for op, found in asked.items()}
+    if best is None:
+        return {}
+    changed: dict[str, dict[str, int]] = {}
+    for op, options in list(sizes.items()):
+        for name in options:
+            for factor in (0.5, 2.0):
+                while (size := int(sizes[op][name] * factor)) >= 1:
+                    candidate = {**sizes, op: {**sizes[op], name: size}}
+                    made = prepare(runs, candidate)
+                    if made is None or not faster(made, best, rounds):
+                        break
+                    best, sizes = made, candidate
+                    changed[op] = sizes[op]
+                    print(f"{op}: {sizes[op]}", flush=True)
+    return changed
+
+
+def prepare(
+    runs: list[Callable[[], Callable[[], Any]]], sizes: Mapping[str, Mapping[str, int]] | None = None
+) -> list[Callable[[], Any]] | None:
+    """All workloads compiled with these sizes; None: one of them cannot be."""
+    with tuning.trying(sizes or {}):
+        made = [run() for run in runs]
+        return None if any(isinstance(attempt(run), str) for run in made) else made
+
+
+def faster(new: list[Callable[[], Any]], old: list[Callable[[], Any]], rounds: int) -> bool:
+    """Whether the new ones take less time, all workloads weighing the same; timed in turn."""
+    ratios = []
+    for pair in zip(new, old, strict=True):
+        times: list[list[float]] = [[], []]
+        for _ in range(rounds):
+            for run, taken in zip(pair, times, strict=True):
+                began = time.perf_counter()
+                jax.block_until_ready(run())
+                taken.append(time.perf_counter() - began)
+        ratios.append(np.median(times[0]) / np.median(times[1]))
+    return float(np.exp(np.mean(np.log(ratios)))) < BETTER
+
+
+if __name__ == "__main__":
+    main()

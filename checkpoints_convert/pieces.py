@@ -1,0 +1,142 @@
+"""Orbax: weights under our own names and shapes, in pieces that are orbax checkpoints each.
+
+Reading onto a mesh, a device reads no more than its shard, rounded up to chunks. `vlkv_manifest.json` says which piece
+holds which parameter; a piece is a flat dict from a parameter's path, such as `decoder.layers.0.query.weight`, to its
+array, and orbax alone can restore it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints_convert.manifest import MANIFEST
+from checkpoints_convert.reading import Checkpoint, cast, read_config, require_json
+from vlkv import models, sharding
+from vlkv.config import ModelConfig
+from vlkv.errors import InputError
+from vlkv.files import one_line, read_json
+
+_CHUNK_BYTES = 2**24
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """A folder of pieces that has passed all checks."""
+
+    folder: Path
+    config: ModelConfig
+    weights: dict[str, tuple[str, str]]  # path of a parameter: its piece, its dtype
+
+
+def is_pieces(folder: Path) -> bool:
+    """Whether a folder holds what this module writes."""
+    return (read_json(folder / MANIFEST) or {}).get("storage") == "orbax"
+
+
+def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of all parameters, by path."""
+    leaves = jax.tree_util.tree_flatten_with_path(models.abstract(config))[0]
+    return {sharding.path_name(keypath): tuple(leaf.shape) for keypath, leaf in leaves}
+
+
+def write(
+    checkpoint: Checkpoint, paths: list[str], piece: Path, dtype: np.dtype | None, done: Callable[[], Any]
+) -> int:
+    """Writes some parameters as one piece, which appears when it is whole; returns their bytes."""
+    import orbax.checkpoint as ocp  # noqa: PLC0415 (a second, and few need it)
+
+    wanted, entries = shapes(checkpoint.config), {entry.path: entry for entry in checkpoint.entries}
+    arrays = {}
+    for path in paths:
+        entry = entries[path]
+        kind = dtype or stored_dtype(checkpoint, entry.key)
+        arrays[path] = cast(checkpoint.read(entry), kind, entry.key).reshape(wanted[path])
+        done()
+    save = ocp.args.PyTreeSave(arrays, {path: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for path in arrays})
+    # A folder for every array: a database for all of them takes the memory of two more copies.
+    with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        checkpointer.save(piece.absolute(), save)
+    return sum(array.nbytes for array in arrays.values())
+
+
+def stored_dtype(checkpoint: Checkpoint, key: str) -> np.dtype:
+    """A tensor's own dtype, but no wider than jax's."""
+    own = checkpoint.tensors[key].own_dtype
+    return np.dtype(np.float32) if own.itemsize > 4 else own
+
+
+def open_pieces(folder: Path) -> Pieces:
+    """Reads config and manifest, and matches the parameters listed against those of the model.
+
+    Raises:
+        InputError: a manifest that does not fit the config, or a piece that is not there.
+    """
+    config, manifest = read_config(folder), require_json(folder / MANIFEST)
+    listed = manifest.get("weights")
+    try:
+        weights = {path: (str(piece), str(dtype)) for path, (piece, dtype, _) in listed.items()}  # type: ignore[union-attr]
+        held = {path: tuple(shape) for path, (_, _, shape) in listed.items()}  # type: ignore[union-attr]
+    except (AttributeError, TypeError, ValueError):
+        raise InputError(f"{folder / MANIFEST}: lists no weights: convert again") from None
+    tied = "decoder.head.weight" not in weights
+    config = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, tied=tied))
+    wanted = shapes(config)
+    for path in [*wanted, *held]:
+        if held.get(path) != wanted.get(path):
+            raise InputError(f"{folder / MANIFEST}: {path} has shape {_listed(held.get(path))}, config.json says "
+                             f"{_listed(wanted.get(path))}: convert again")  # fmt: skip
+    for piece in sorted({piece for piece, _ in weights.values()}):
+        if piece != Path(piece).name or piece in ("", ".", ".."):
+            raise InputError(f"{folder / MANIFEST}: points outside the folder: {piece!r}")
+        if not (folder / piece).is_dir():
+            raise InputError(f"{folder / piece}: missing, though the manifest lists it")
+    return Pieces(folder, config, weights)
+
+
+def read(pieces: Pieces, piece: str, placed: Mapping[str, jax.sharding.Sharding]) -> dict[str, jax.Array]:
+    """The parameters of one piece, each as it is to be placed."""
+    import orbax.checkpoint as ocp  # noqa: PLC0415
+
+    arguments = {
+        path: ocp.ArrayRestoreArgs(sharding=placed[path]) for path, (name, _) in pieces.weights.items() if name == piece
+    }
+    try:
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            return dict(checkpointer.restore((pieces.folder / piece).absolute(), restore_args=arguments))
+    except Exception as error:  # orbax and tensorstore raise many kinds
+        raise InputError(f"{pieces.folder / piece}: cannot be read ({one_line(error)[:200]}): convert again") from None
+
+
+def cast_placed(array: jax.Array, dtype: np.dtype, path: str) -> jax.Array:
+    """As `reading.cast`, of an array that lies on devices."""
+    if array.dtype == dtype:
+        return array
+    made = array.astype(dtype)
+    if not bool(jnp.isfinite(made).all()) and bool(jnp.isfinite(array).all()):
+        raise InputError(f"{path} has values beyond {dtype.name}: use bfloat16 or float32")
+    return made
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without orbax's warning that there is no such database."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _listed(shape: tuple[int, ...] | None) -> list[int] | None:
+    return None if shape is None else list(shape)

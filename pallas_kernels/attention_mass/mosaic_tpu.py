@@ -1,0 +1,230 @@
+"""attention_mass for TPU: each row's log-sum-exp over blocks of keys, then the columns over blocks of rows.
+
+Blocks of logits lie keys by rows, so that what is known of a row, its place, its log-sum-exp and its weight, is a row
+of lanes and takes O(T) memory. Of rows in order no block beyond the diagonal is copied or computed. The second pass
+multiplies q k^T again: cheaper than to keep it.
+
+Axes: R weightings · T query rows · S keys · N query heads · K key heads · G = N/K · E heads of a block, which share
+its keys · H head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import tuning
+from pallas_kernels.tpu import FLOOR, LANES, MASKED, device_kind, dot, interpreter
+
+_ROWS = 256  # of a block, at most, where the tuning table says nothing else
+_KEYS = 512
+_HEADS = 8
+
+
+def attention_mass_mosaic_tpu(
+    q: Float[Array, "N T H"],
+    k: Float[Array, "K S H"],
+    row_weight: Float[Array, "R T"],
+    key_mask: Bool[Array, " S"],
+    row_place: Int[Array, " T"],
+    *,
+    causal: bool,
+    in_order: bool,
+    softmax_n: float,
+    statistic: str,
+    threshold: float,
+    interpret: bool = False,
+) -> Float[Array, "R N S"]:
+    """As `attention_mass` says."""
+    weights, keys = row_weight.shape[0], k.shape[1]
+    args, tiles = lay_out("attention_mass", q, k, key_mask, row_place, causal=causal, in_order=in_order)
+    weight = fill_up(row_weight.astype(jnp.float32), 1)
+    common = {
+        "compiler_params": pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        "interpret": interpreter(interpret),
+    }
+    level = pl.pallas_call(
+        functools.partial(_levels, tiles=tiles, softmax_n=softmax_n, peak=statistic == "count"),
+        grid=(tiles.groups, tiles.row_blocks, tiles.key_blocks),
+        in_specs=tiles.specs(keys_inner=True),
+        out_specs=pl.BlockSpec((1, tiles.heads, tiles.rows), lambda n, i, j: (n, 0, i)),
+        out_shape=jax.ShapeDtypeStruct((tiles.groups, tiles.heads, weight.shape[1]), jnp.float32),
+        scratch_shapes=[pltpu.VMEM((tiles.heads, tiles.rows), jnp.float32)] * 2,
+        name="attention_mass_levels",
+        **common,
+    )(*args)
+    row_block = tiles.row_block
+    mass = pl.pallas_call(
+        functools.partial(_columns, tiles=tiles, statistic=statistic, threshold=threshold),
+        grid=(tiles.groups, tiles.key_blocks, tiles.row_blocks),
+        in_specs=[
+            *tiles.specs(keys_inner=False),
+            pl.BlockSpec((1, tiles.heads, tiles.rows), lambda n, j, i: (n, 0, row_block(i, j))),
+            pl.BlockSpec((weights, tiles.rows), lambda n, j, i: (0, row_block(i, j))),
+        ],
+        out_specs=pl.BlockSpec((1, tiles.heads, weights, tiles.keys), lambda n, j, i: (n, 0, 0, j)),
+        out_shape=jax.ShapeDtypeStruct((tiles.groups, tiles.heads, weights, args[1].shape[1]), jnp.float32),
+        name="attention_mass",
+        **common,
+    )(*args, level, weight)
+    return mass.reshape(q.shape[0], weights, -1).swapaxes(0, 1)[..., :keys]
+
+
+def unsupported(q: Array, k: Array, row_weight: Array, key_mask: Array, row_place: Array, **options: Any) -> str | None:
+    """Why the kernel cannot take these arguments; None: it can."""
+    if q.dtype != k.dtype or q.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"queries are {q.dtype} and keys {k.dtype}, not both bfloat16 or both float32"
+    if row_weight.shape[0] > 64:
+        return f"{row_weight.shape[0]} weightings are more than 64"
+    return None
+
+
+class Tiles:
+    """How heads, rows and keys are cut into blocks: what the kernels of both masses share."""
+
+    def __init__(self, op: str, q: Array, k: Array, causal: bool, in_order: bool):
+        (total, rows, head_dim), (kv_heads, keys, _) = q.shape, k.shape
+        group = total // kv_heads
+        self.heads = max(n for n in range(1, _HEADS + 1) if group % n == 0)
+        self.groups = total // self.heads
+        most = tuning.block(f"{op}/mosaic_tpu", device_kind(), {"rows": _ROWS, "keys": _KEYS})
+        self.rows, self.keys = _block(rows, most["rows"]), _block(keys, most["keys"])
+        self.row_blocks, self.key_blocks = -(-rows // self.rows), -(-keys // self.keys)
+        self.per_key_head, self.head_dim = group // self.heads, head_dim
+        self.causal, self.in_order = causal, causal and in_order
+
+    def row_block(self, i: Any, j: Any) -> Any:
+        """The block of rows to copy: one that sees no key of block j is none, and the first that does is next."""
+        return jnp.maximum(i, j * self.keys // self.rows) if self.in_order else i
+
+    def key_block(self, i: Any, j: Any) -> Any:
+        """The block of keys to copy: one that no row of block i sees is none, and the last that is seen was there."""
+        return jnp.minimum(j, ((i + 1) * self.rows - 1) // self.keys) if self.in_order else j
+
+    def specs(self, keys_inner: bool) -> list[pl.BlockSpec]:
+        """Of what `lay_out` gives; the grid is groups, rows, keys, or groups, keys, rows."""
+
+        def spec(shape: tuple[int, ...], index: Any) -> pl.BlockSpec:
+            return pl.BlockSpec(shape, index if keys_inner else lambda n, j, i: index(n, i, j))
+
+        row = (lambda i, j: i) if keys_inner else self.row_block
+        key = self.key_block if keys_inner else (lambda i, j: j)
+        return [
+            spec((1, self.heads, self.rows, self.head_dim), lambda n, i, j: (n, 0, row(i, j), 0)),
+            spec((1, self.keys, self.head_dim), lambda n, i, j: (n // self.per_key_head, key(i, j), 0)),
+            spec((1, self.rows), lambda n, i, j: (0, row(i, j))),
+            spec((1, self.keys), lambda n, i, j: (0, key(i, j))),
+        ]
+
+    def visit(self, refs: Any, i: Any, j: Any, use: Any) -> None:
+        """`use(e, logits, allowed)`, [keys, rows], for each head of rows i and keys j, if any are seen."""
+        q_ref, k_ref, place_ref, mask_ref = refs
+        place = place_ref[...]
+        last = (i + 1) * self.rows - 1 if self.in_order else jnp.max(place)
+
+        @pl.when((last >= j * self.keys) if self.causal else True)
+        def _() -> None:
+            allowed = jnp.broadcast_to(mask_ref[...], (8, self.keys)).T[:, :1] > 0
+            if self.causal:
+                key = j * self.keys + jax.lax.broadcasted_iota(jnp.int32, (self.keys, 1), 0)
+                allowed = allowed & (key <= place)
+            for e in range(self.heads):
+                use(e, dot(k_ref[0], q_ref[0, e], (1, 1)) * self.head_dim**-0.5, allowed)
+
+
+def lay_out(
+    op: str, q: Array, k: Array, key_mask: Array, row_place: Array, *, causal: bool, in_order: bool
+) -> tuple[list[Array], Tiles]:
+    """Queries, keys, places and key mask as the kernels read them; rows and keys filled up to whole lanes."""
+    tiles = Tiles(op, q, k, causal, in_order)
+    q = fill_up(q, 1)
+    args = [
+        q.reshape(tiles.groups, tiles.heads, *q.shape[1:]),
+        fill_up(k, 1),
+        fill_up(row_place.astype(jnp.int32)[None], 1),
+        fill_up(key_mask.astype(jnp.float32)[None], 1),
+    ]
+    return args, tiles
+
+
+def fill_up(x: Array, axis: int) -> Array:
+    """Zeros after an axis, up to whole lanes."""
+    return jnp.pad(x, [(0, -n % LANES if i == axis else 0) for i, n in enumerate(x.shape)])
+
+
+def online(logits: Any, allowed: Any, peak: Any, weight: Any) -> tuple[Any, Any, Any, Any]:
+    """The largest logit of each row and the sum of exponentials with one more block of keys, by which the old sum was
+    multiplied, and the block's exponentials.
+    """
+    logits = jnp.where(allowed, logits, MASKED)
+    both = jnp.maximum(peak, jnp.max(logits, axis=0, keepdims=True))
+    old, exponent = jnp.exp(peak - both), jnp.exp(logits - both)
+    return both, weight * old + jnp.sum(exponent, axis=0, keepdims=True), old, exponent
+
+
+def log_denominator(peak: Any, weight: Any, softmax_n: float) -> Any:
+    """log(softmax_n + the sum of exponentials); any finite number where it is empty."""
+    lse = peak + jnp.log(jnp.where(weight > 0, weight, 1.0))
+    return jnp.logaddexp(lse, math.log(softmax_n)) if softmax_n else lse
+
+
+def _block(size: int, most: int) -> int:
+    """The largest block that `size`, filled up to whole lanes, is a multiple of."""
+    size = -(-size // LANES) * LANES
+    return max(n for n in range(LANES, most + 1, LANES) if size % n == 0)
+
+
+def _levels(*refs: Any, tiles: Tiles, softmax_n: float, peak: bool) -> None:
+    *inputs, level_ref, peak_ref, weight_ref = refs
+    i, j = pl.program_id(1), pl.program_id(2)
+
+    @pl.when(j == 0)
+    def _() -> None:
+        peak_ref[...] = jnp.full_like(peak_ref, FLOOR)
+        weight_ref[...] = jnp.zeros_like(weight_ref)
+
+    def use(e: int, logits: Any, allowed: Any) -> None:
+        row = slice(e, e + 1)
+        peak_ref[row], weight_ref[row], _, _ = online(logits, allowed, peak_ref[row], weight_ref[row])
+
+    tiles.visit(inputs, i, j, use)
+
+    @pl.when(j == pl.num_programs(2) - 1)
+    def _() -> None:
+        level = peak_ref[...] if peak else log_denominator(peak_ref[...], weight_ref[...], softmax_n)
+        level_ref[0] = level
+
+
+def _columns(*refs: Any, tiles: Tiles, statistic: str, threshold: float) -> None:
+    *inputs, level_ref, weight_ref, mass_ref = refs
+    j, i = pl.program_id(1), pl.program_id(2)
+
+    @pl.when(i == 0)
+    def _() -> None:
+        mass_ref[...] = jnp.zeros_like(mass_ref)
+
+    def use(e: int, logits: Any, allowed: Any) -> None:
+        p = jnp.exp(logits - level_ref[0, e : e + 1])
+        if statistic == "count":
+            p = (p >= threshold).astype(jnp.float32)
+        elif statistic == "square":
+            p = p * p
+        mass_ref[0, e] += weigh(weight_ref[...], jnp.where(allowed, p, 0.0), inputs[0].dtype, (1, 1))
+
+    tiles.visit(inputs, i, j, use)
+
+
+def weigh(weight: Any, p: Any, dtype: Any, contract: tuple[int, int]) -> Any:
+    """Weights by probabilities: in float32 where queries and keys are; else p is rounded as they are, weights not."""
+    if dtype == jnp.float32:
+        return dot(weight, p, contract)
+    p, high = p.astype(dtype), weight.astype(dtype)
+    low = (weight - high.astype(jnp.float32)).astype(dtype)
+    return dot(high, p, contract) + dot(low, p, contract)

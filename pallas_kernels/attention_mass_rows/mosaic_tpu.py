@@ -1,0 +1,88 @@
+"""attention_mass_rows for TPU: flash attention whose values are the keys' weights, in one pass.
+
+Blocks lie keys by rows, as in attention_mass.
+
+Axes: R weightings · T query rows · S keys · N query heads · K key heads · H head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.attention_mass.mosaic_tpu import (
+    Tiles,
+    fill_up,
+    lay_out,
+    log_denominator,
+    online,
+    unsupported,
+    weigh,
+)
+from pallas_kernels.tpu import FLOOR, interpreter
+
+__all__ = ["attention_mass_rows_mosaic_tpu", "unsupported"]
+
+
+def attention_mass_rows_mosaic_tpu(
+    q: Float[Array, "N T H"],
+    k: Float[Array, "K S H"],
+    key_weight: Float[Array, "R S"],
+    key_mask: Bool[Array, " S"],
+    row_place: Int[Array, " T"],
+    *,
+    causal: bool,
+    in_order: bool,
+    softmax_n: float,
+    interpret: bool = False,
+) -> Float[Array, "R N T"]:
+    """As `attention_mass_rows` says."""
+    weights, rows = key_weight.shape[0], q.shape[1]
+    args, tiles = lay_out("attention_mass_rows", q, k, key_mask, row_place, causal=causal, in_order=in_order)
+    of_head = (1, tiles.heads, weights, tiles.rows)
+    mass = pl.pallas_call(
+        functools.partial(_rows, tiles=tiles, softmax_n=softmax_n),
+        grid=(tiles.groups, tiles.row_blocks, tiles.key_blocks),
+        in_specs=[
+            *tiles.specs(keys_inner=True),
+            pl.BlockSpec((weights, tiles.keys), lambda n, i, j: (0, tiles.key_block(i, j))),
+        ],
+        out_specs=pl.BlockSpec(of_head, lambda n, i, j: (n, 0, 0, i)),
+        out_shape=jax.ShapeDtypeStruct((tiles.groups, tiles.heads, weights, args[0].shape[2]), jnp.float32),
+        scratch_shapes=[pltpu.VMEM((tiles.heads, tiles.rows), jnp.float32)] * 2
+        + [pltpu.VMEM(of_head[1:], jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        interpret=interpreter(interpret),
+        name="attention_mass_rows",
+    )(*args, fill_up(key_weight.astype(jnp.float32), 1))
+    return mass.reshape(q.shape[0], weights, -1).swapaxes(0, 1)[..., :rows]
+
+
+def _rows(*refs: Any, tiles: Tiles, softmax_n: float) -> None:
+    *inputs, weight_ref, mass_ref, peak_ref, sum_ref, total_ref = refs
+    i, j = pl.program_id(1), pl.program_id(2)
+
+    @pl.when(j == 0)
+    def _() -> None:
+        peak_ref[...] = jnp.full_like(peak_ref, FLOOR)
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+        total_ref[...] = jnp.zeros_like(total_ref)
+
+    def use(e: int, logits: Any, allowed: Any) -> None:
+        row = slice(e, e + 1)
+        peak_ref[row], sum_ref[row], old, exponent = online(logits, allowed, peak_ref[row], sum_ref[row])
+        total_ref[e] = total_ref[e] * old + weigh(weight_ref[...], exponent, inputs[0].dtype, (1, 0))
+
+    tiles.visit(inputs, i, j, use)
+
+    @pl.when(j == pl.num_programs(2) - 1)
+    def _() -> None:
+        share = jnp.exp(peak_ref[...] - log_denominator(peak_ref[...], sum_ref[...], softmax_n))
+        for e in range(tiles.heads):
+            mass_ref[0, e] = total_ref[e] * share[e : e + 1]

@@ -1,0 +1,107 @@
+"""core_attention: one query per row against listed slots of its segment and the text behind them (A-VL's operator).
+
+Axes: B batch · N query heads · K key heads · G = N/K · P pool slots · C bound on the listed slots ·
+M bound on a segment · H head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.core_attention.reference import core_attention_reference
+from pallas_kernels.core_attention.xla import core_attention_xla
+from pallas_kernels.denominator import add_constant, share
+from pallas_kernels.dispatch import Kernel, choose
+from pallas_kernels.quantized import QuantizedPool
+
+_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    "xla": core_attention_xla,
+    "reference": core_attention_reference,
+    "mosaic_tpu": Kernel("core_attention", "mosaic_tpu"),
+    "triton": Kernel("core_attention", "triton"),
+}
+
+
+@overload
+def core_attention(
+    q: Any, k: Any, v: Any, start: Any, length: Any, rows: Any, count: Any, text: Any, *, valid: Any = None,
+    max_length: int | None = None, softmax_n: float = 0.0, return_mass: Literal[False] = False,
+    implementation: str | None = None,
+) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+@overload
+def core_attention(
+    q: Any, k: Any, v: Any, start: Any, length: Any, rows: Any, count: Any, text: Any, *, valid: Any = None,
+    max_length: int | None = None, softmax_n: float = 0.0, return_mass: Literal[True],
+    implementation: str | None = None,
+) -> tuple[Array, Array, Array]: ...  # fmt: skip
+
+
+def core_attention(
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B P K H"] | QuantizedPool,
+    v: Float[Array, "B P K H"] | QuantizedPool,
+    start: Int[Array, "B K"],
+    length: Int[Array, "B K"],
+    rows: Int[Array, "B C"],
+    count: Int[Array, " B"],
+    text: Int[Array, "B K"],
+    *,
+    valid: Bool[Array, "B K M"] | None = None,
+    max_length: int | None = None,
+    softmax_n: float = 0.0,
+    return_mass: bool = False,
+    implementation: str | None = None,
+) -> (
+    tuple[Float[Array, "B N H"], Float[Array, "B N"]]
+    | tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"]]
+):
+    """`decode_attention` over slots start + rows[i], i < count, and over all start + j with text <= j < length.
+
+    What lies between, entries that are stored but not in the core, is not part of the answer whatever finite value it
+    holds; whether it is read is the implementation's choice.
+
+    Args:
+        q: one query per row.
+        k: the pool's keys.
+        v: its values.
+        start: first slot of the segment.
+        length: its slots in use.
+        rows: listed slots, counted from `start`, ascending, below `text`, the same for all heads.
+        count: how many of them count; the others may hold anything.
+        text: first slot, counted from `start`, from which on every slot takes part.
+        valid: which slots of the segment may take part at all, counted from `start`; None: all in use.
+        max_length: M, a static bound on `length`; None: P.
+        softmax_n: as in `decode_attention`.
+        return_mass: whether to return the probabilities too, counted from `start`.
+        implementation: a name that `dispatch.available` gives; None chooses.
+
+    Returns:
+        As `decode_attention`.
+
+    Raises:
+        ValueError: shapes that do not fit, or an implementation that is not there.
+    """
+    batch, heads, head_dim = q.shape
+    if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != head_dim or heads % k.shape[2]:
+        raise ValueError(f"core_attention: q {q.shape}, k {k.shape} and v {v.shape} do not fit: expected "
+                         "[B, N, H] and twice [B, P, K, H] with K dividing N")  # fmt: skip
+    per_head = (batch, k.shape[2])
+    if start.shape != per_head or length.shape != per_head or text.shape != per_head:
+        raise ValueError(f"core_attention: start {start.shape}, length {length.shape} and text {text.shape} must be "
+                         f"[B, K] = {per_head}")  # fmt: skip
+    if rows.ndim != 2 or rows.shape[0] != batch or count.shape != (batch,):
+        raise ValueError(f"core_attention: rows {rows.shape} and count {count.shape} must be [B, C] and [B] "
+                         f"with B = {batch}")  # fmt: skip
+    most = k.shape[1] if max_length is None else max_length
+    if valid is not None and valid.shape != (*per_head, most):
+        raise ValueError(f"core_attention: valid {valid.shape} must be [B, K, M] = {(*per_head, most)}")
+    run = choose("core_attention", _IMPLEMENTATIONS, implementation, "xla")
+    out, lse, mass = run(q, k, v, start, length, rows, count, text, valid, most, return_mass)
+    total = add_constant(lse, softmax_n)
+    part = share(lse, total)
+    return (out * part, total, mass * part) if return_mass else (out * part, total)

@@ -1,0 +1,38 @@
+"""core_attention in Triton, for A100 and H100: rows of the list are read where they lie, by index.
+
+The kernel is decode_attention's, which turns the number of a slot into its place: the first `count` are the list's, the
+others the text, one after the other. Parts are cut from both together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.decode_attention.triton import attend, unsupported
+
+__all__ = ["core_attention_triton", "unsupported"]
+
+
+def core_attention_triton(
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B P K H"],
+    v: Float[Array, "B P K H"],
+    start: Int[Array, "B K"],
+    length: Int[Array, "B K"],
+    rows: Int[Array, "B C"],
+    count: Int[Array, " B"],
+    text: Int[Array, "B K"],
+    valid: Bool[Array, "B K M"] | None,
+    max_length: int,
+    return_mass: bool,
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Any]:
+    """As `core_attention` says."""
+    if not rows.shape[1]:  # an array without elements has no place in a kernel
+        rows = jnp.zeros((rows.shape[0], 1), rows.dtype)
+    listed = rows, count, text
+    return attend(q, k, v, start, length, listed, valid, max_length, return_mass, interpret=interpret)

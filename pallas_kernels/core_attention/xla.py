@@ -1,0 +1,64 @@
+"""core_attention in plain XLA: the listed slots and the text, gathered a few blocks at a time and never copied out."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import quantized, ragged
+from pallas_kernels.quantized import QuantizedPool
+
+
+def core_attention_xla(
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B P K H"] | QuantizedPool,
+    v: Float[Array, "B P K H"] | QuantizedPool,
+    start: Int[Array, "B K"],
+    length: Int[Array, "B K"],
+    rows: Int[Array, "B C"],
+    count: Int[Array, " B"],
+    text: Int[Array, "B K"],
+    valid: Bool[Array, "B K M"] | None,
+    max_length: int,
+    return_mass: bool,
+) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
+    """As `core_attention` says. Entries of a segment here: the listed slots, then the text."""
+    (batch, listed), kv_heads = rows.shape, k.shape[2]
+    begin, behind = start.reshape(-1), text.reshape(-1)
+    entries = count[:, None] + jnp.maximum(length - text, 0)
+    bound = min(max_length, k.shape[1])
+
+    def read(block: int) -> ragged.Read:
+        def one(segment: Array, first: Array) -> tuple[Array, Array, Array]:
+            row, head = segment // kv_heads, segment % kv_heads
+            # Nothing outside the list is touched, not even to be masked.
+            entry = jnp.minimum(first + jnp.arange(block), entries.reshape(-1)[segment] - 1)
+            place = jnp.where(
+                entry < count[row],
+                rows.at[row, entry].get(mode="clip") if listed else 0,
+                behind[segment] + entry - count[row],
+            )
+            keys, values = (quantized.read_slots(x, row, head, begin[segment] + place) for x in (k, v))
+            if valid is None:
+                return keys, values, jnp.ones(block, bool)
+            return keys, values, valid.at[row, head, place].get(mode="fill", fill_value=False)
+
+        return one
+
+    out, lse, logits = ragged.attend(
+        "core_attention", q, entries.reshape(-1), read, bound=bound, itemsize=k.dtype.itemsize,
+        return_logits=return_mass,
+    )  # fmt: skip
+    if logits is None:
+        return out, lse, None
+    mass = ragged.probabilities(logits, lse)
+    place = jnp.arange(max_length)
+    number = jnp.arange(listed)
+    listed_place = jnp.where(number < count[:, None], rows, max_length)
+    # Of every slot its entry in the list; `bound`: none.
+    entry = jnp.full((batch, max_length), bound).at[jnp.arange(batch)[:, None], listed_place].set(number, mode="drop")
+    where = jnp.where(place < text[..., None], entry[:, None], count[:, None, None] + place - text[..., None])
+    where = where.reshape(-1, 1, max_length)
+    spread = jax.vmap(lambda m, w: m.at[:, w[0]].get(mode="fill", fill_value=0.0))(mass, where)
+    return out, lse, spread.reshape(*q.shape[:2], max_length)

@@ -1,0 +1,194 @@
+"""decode_attention in Triton, for A100 and H100: a program per row, key head and part of the segment.
+
+A segment is cut into as many parts as fill the device, by its own length: short and long segments keep every program
+busy, and a part past the end of its segment does nothing. Parts merge by their log-sum-exp. The heads of a group are
+the rows of one product (at least 16, which memory hides), so a key or value is read once.
+
+The slots may also be those of a list, followed by a dense rest (`core_attention`): a row of one key head stands by
+itself in the pool [B, P, K, H] anyway, so a list of rows reads at the same speed and nothing is copied out first.
+
+Axes: B batch · N query heads · K key heads · G = N/K · P pool slots · M bound on a segment · H head dim · Z parts ·
+C rows of a list · J slots of a turn of the loop.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import gpu, tuning
+from pallas_kernels.quantized import QuantizedPool
+
+Listed = tuple[Int[Array, "B C"], Int[Array, " B"], Int[Array, "B K"]]  # rows, count, text, as in core_attention
+
+
+def unsupported(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> str | None:
+    """Why this kernel cannot take these arguments; None: it can."""
+    del args, kwargs
+    if isinstance(k, QuantizedPool) or isinstance(v, QuantizedPool):
+        return "it reads arrays only, not quantised pools"
+    return gpu.unsupported(q, k, v)
+
+
+def decode_attention_triton(
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B P K H"],
+    v: Float[Array, "B P K H"],
+    start: Int[Array, "B K"],
+    length: Int[Array, "B K"],
+    valid: Bool[Array, "B K M"] | None,
+    max_length: int,
+    return_mass: bool,
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
+    """As `decode_attention` says."""
+    return attend(q, k, v, start, length, None, valid, max_length, return_mass, interpret=interpret)
+
+
+def attend(
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B P K H"],
+    v: Float[Array, "B P K H"],
+    start: Int[Array, "B K"],
+    length: Int[Array, "B K"],
+    listed: Listed | None,
+    valid: Bool[Array, "B K M"] | None,
+    max_length: int,
+    return_mass: bool,
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
+    """Attention, log-sum-exp and mass over the slots of each segment, all of them or those of `listed`."""
+    batch, heads, head_dim = q.shape
+    slots, kv_heads = k.shape[1:3]
+    group = heads // kv_heads
+    op = "decode_attention" if listed is None else "core_attention"
+    # Keys and values of two turns lie in shared memory while a third is read: 64 KiB at H = 128, in bfloat16.
+    default = {"block": 64 if k.dtype.itemsize < 4 else 32, "warps": 4, "stages": 3}
+    size = tuning.block(f"{op}/triton", None, default)
+    block = size["block"]
+    parts = gpu.splits(batch * kv_heads, -(-max_length // block))
+
+    seen = jnp.full((batch, kv_heads, group, max_length), -jnp.inf) if return_mass else None
+    inputs = (q.reshape(batch, kv_heads, group, head_dim), k, v, start, length, listed, valid, seen)
+
+    # Of a program for (head, part, row): its row's or its row's and head's share of an array, whole in the other axes.
+    scalar = pl.BlockSpec((None, None), lambda head, part, row: (row, head))
+    pool = pl.BlockSpec((None, slots, None, head_dim), lambda head, part, row: (row, 0, head, 0))
+    queries = pl.BlockSpec((None, None, group, head_dim), lambda head, part, row: (row, head, 0, 0))
+    listing = None if listed is None else (
+        pl.BlockSpec((None, listed[0].shape[1]), lambda head, part, row: (row, 0)),
+        pl.BlockSpec((None,), lambda head, part, row: (row,)),
+        scalar,
+    )  # fmt: skip
+    mask = None if valid is None else pl.BlockSpec((None, None, max_length), lambda head, part, row: (row, head, 0))
+    kept = None
+    if seen is not None:
+        kept = pl.BlockSpec((None, None, group, max_length), lambda head, part, row: (row, head, 0, 0))
+    out = pl.BlockSpec((None, None, None, group, head_dim), lambda head, part, row: (part, row, head, 0, 0))
+    sums = pl.BlockSpec((None, None, None, group), lambda head, part, row: (part, row, head, 0))
+    out_shape = (
+        jax.ShapeDtypeStruct((parts, batch, kv_heads, group, head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((parts, batch, kv_heads, group), jnp.float32),
+        None if seen is None else jax.ShapeDtypeStruct(seen.shape, jnp.float32),
+    )
+    run = gpu.pallas_call(
+        functools.partial(_kernel, block=block, parts=parts),
+        grid=(kv_heads, parts, batch),  # heads fastest: their rows are neighbours in memory
+        in_specs=(queries, pool, pool, scalar, scalar, listing, mask, kept),
+        out_specs=(out, sums, kept),
+        out_shape=out_shape,
+        name=op,
+        warps=size["warps"],
+        stages=size["stages"],
+        aliases=None if seen is None else {len(jax.tree.leaves(inputs)) - 1: 2},
+        interpret=interpret,
+    )
+    parts_out, parts_lse, seen = run(*inputs)
+    attended, lse = gpu.merge(parts_out, parts_lse[..., None]), gpu.total(parts_lse)
+    mass = None
+    if seen is not None:
+        mass = jnp.exp(seen - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None])
+        mass = mass.reshape(batch, heads, max_length)
+    return attended.reshape(batch, heads, head_dim), lse.reshape(batch, heads), mass
+
+
+def _kernel(
+    q_ref,  # [G, H]
+    k_ref,  # [P, H]
+    v_ref,  # [P, H]
+    start_ref,  # []
+    length_ref,  # []
+    listed_refs,  # [C], [], []; or None
+    valid_ref,  # [M]; or None
+    _,  # what seen_ref holds at first
+    out_ref,  # [G, H]
+    lse_ref,  # [G]
+    seen_ref,  # [G, M]: logits; or None
+    *,
+    block: int,
+    parts: int,
+):
+    group, head_dim = q_ref.shape
+    start, length = start_ref[...], length_ref[...]
+    if listed_refs is None:
+        many = length
+    else:
+        rows_ref, count_ref, text_ref = listed_refs
+        count, text = count_ref[...], text_ref[...]
+        many = count + jnp.maximum(length - text, 0)
+    part = jax.lax.div(many + (parts * block - 1), parts * block) * block  # slots of a part, in whole turns
+    begin = pl.program_id(1) * part
+    end = jnp.minimum(begin + part, many)
+
+    head = jnp.arange(gpu.padded(group))
+    q = gpu.load_rows(q_ref, head, head < group)
+
+    def places(i):  # within the segment, of the slots of a turn, and whether they are there
+        number = begin + i * block + jnp.arange(block)
+        inside = number < end
+        if listed_refs is None:
+            return number, inside
+        chosen = gpu.load(rows_ref, number, mask=inside & (number < count))
+        place = jnp.where(number < count, chosen, text + number - count)
+        return place, inside & (place < length)
+
+    def step(i, state):
+        out, peak, weight, place, inside = state
+        following = places(i + 1)  # looked up one turn ahead, or the copies of keys and values would wait for it
+        k = gpu.load_rows(k_ref, start + place, inside)
+        v = gpu.load_rows(v_ref, start + place, inside)
+        taken = inside
+        if valid_ref is not None:
+            taken = inside & gpu.load(valid_ref, place, mask=inside, other=False)
+        logits = jnp.where(taken[None], gpu.logits(q, k, head_dim**-0.5), -jnp.inf)  # [G, J]
+        if seen_ref is not None:
+            mask = (head < group)[:, None] & inside[None]
+            triton.store(seen_ref.at[head[:, None], place[None]], logits, mask=mask)
+        both = jnp.maximum(peak, jnp.max(logits, axis=1))
+        shift = jnp.where(both > -jnp.inf, both, 0.0)
+        p = jnp.exp(logits - shift[:, None])
+        old = jnp.exp(peak - shift)
+        out = [a * old[:, None] + gpu.dot(p.astype(b.dtype), b) for a, b in zip(out, v, strict=True)]
+        return out, both, weight * old + jnp.sum(p, axis=1), *following
+
+    rows = head.shape[0]
+    state = (
+        [jnp.zeros((rows, size), jnp.float32) for _, size in gpu.tiles(head_dim)],
+        jnp.full((rows,), -jnp.inf, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+        *places(0),
+    )
+    turns = jax.lax.div(end - begin + (block - 1), block)  # none or fewer past the end
+    out, peak, weight, *_ = jax.lax.fori_loop(0, turns, step, state)
+    some = weight > 0
+    weight = jnp.where(some, weight, 1.0)
+    gpu.store_rows(out_ref, head, head < group, [a / weight[:, None] for a in out])
+    triton.store(lse_ref.at[head], jnp.where(some, peak + jnp.log(weight), -jnp.inf), mask=head < group)

@@ -1,0 +1,131 @@
+"""One query per row over a list of entries per key head, of any lengths: the plain XLA loop that decoding shares.
+
+The entries of each row and head are cut into blocks, and all blocks of all of them form one queue, taken a few at a
+time. So the work is the sum of the lengths, not the longest one times the heads, and what is held at a time fits a
+core's own cache, where a buffer as large as the pool would be written to fresh pages of memory in every step.
+
+Axes: B batch · N query heads · K key heads · G = N/K · S = B K segments · R bound on the entries of one ·
+C entries of a block · W blocks taken at a time · H head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import tuning
+from pallas_kernels.dispatch import target_platform
+
+Read = Callable[[Array, Array], tuple[Array, Array, Array]]
+
+
+def attend(
+    op: str,
+    q: Float[Array, "B N H"],
+    count: Int[Array, " S"],
+    read: Callable[[int], Read],
+    *,
+    bound: int,
+    itemsize: int,
+    return_logits: bool,
+) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "S G R"] | None]:
+    """softmax(q k^T / sqrt(H)) v over every segment's entries, by an online softmax.
+
+    Args:
+        op: whose block sizes to look up.
+        q: one query per row.
+        count: entries of each segment.
+        read: given C, a function from a segment and the first entry of a block to its keys and values [C, H] and to
+            which of them take part [C]; entries from `count` on are masked here, and must hold finite numbers.
+        bound: R.
+        itemsize: bytes of a number of the pool.
+        return_logits: whether to return the logits too; of entries that take no part, -inf.
+
+    Returns:
+        The attention, the log of the denominator (-inf of nothing), both in float32, and the logits.
+    """
+    batch, heads, head_dim = q.shape
+    segments = count.shape[0]
+    q = q.reshape(segments, -1, head_dim)
+    groups = q.shape[1]
+    block, together = _sizes(op, bound, 2 * head_dim * itemsize)
+    most = -(-bound // block)  # blocks of a segment
+    together = min(together, segments * most)
+    take = jax.vmap(read(block))
+    blocks = jnp.maximum(-(-count // block), 1)  # an empty segment has one, all masked: queues have no gaps
+    ends = jnp.cumsum(blocks)
+
+    def step(i: Array, state: tuple) -> tuple:
+        total, peak, weight, logits = state
+        number = jnp.minimum(i + jnp.arange(together), ends[-1] - 1)
+        segment = jnp.sum(number[:, None] >= ends, axis=1)
+        first = (number - (ends - blocks)[segment]) * block
+        keys, values, inside = take(segment, first)
+        inside = inside & (first[:, None] + jnp.arange(block) < count[segment][:, None])
+        new = i + jnp.arange(together) < ends[-1]  # the last few may come round again
+        x = jnp.einsum("wch,wgh->wcg", keys, q[segment], preferred_element_type=jnp.float32) * head_dim**-0.5
+        x = jnp.where(inside[..., None], x, -jnp.inf).swapaxes(1, 2)  # the product is faster with G last
+        x = jnp.where(new[:, None, None], x, -jnp.inf)
+        if return_logits:
+            logits = jax.lax.dynamic_update_slice_in_dim(logits, x, i, 0)
+
+        # Blocks are in order, so those at hand belong to at most W segments in a row.
+        begin = segment[0]
+        at = (segment - begin)[:, None] == jnp.arange(together)  # [block, segment]
+        old_total, old_peak, old_weight = (_window(y, begin, together) for y in (total, peak, weight))
+        both = jnp.maximum(old_peak, jnp.max(jnp.where(at[..., None], jnp.max(x, axis=-1)[:, None], -jnp.inf), axis=0))
+        shift = jnp.where(jnp.isfinite(both), both, 0.0)
+        p = jnp.exp(x - shift[segment - begin][..., None])
+        rest = jnp.exp(old_peak - shift)
+        part = jnp.einsum("wgc,wch->wgh", p.astype(values.dtype), values, preferred_element_type=jnp.float32)
+        join = at.astype(jnp.float32)
+        new_total = old_total * rest[..., None] + jnp.einsum("wu,wgh->ugh", join, part, precision="highest")
+        new_weight = old_weight * rest + jnp.einsum("wu,wg->ug", join, jnp.sum(p, axis=-1), precision="highest")
+        return (
+            jax.lax.dynamic_update_slice_in_dim(total, new_total, begin, 0),
+            jax.lax.dynamic_update_slice_in_dim(peak, both, begin, 0),
+            jax.lax.dynamic_update_slice_in_dim(weight, new_weight, begin, 0),
+            logits,
+        )
+
+    padded = segments + together
+    state = (
+        jnp.zeros((padded, groups, head_dim)),
+        jnp.full((padded, groups), -jnp.inf),
+        jnp.zeros((padded, groups)),
+        jnp.full((segments * most + together, groups, block), -jnp.inf) if return_logits else None,
+    )
+    if together == segments * most:  # a short tail: no loop to compile
+        total, peak, weight, logits = step(jnp.int32(0), state)
+    else:
+        turns = -(-ends[-1] // together)
+        total, peak, weight, logits = jax.lax.fori_loop(0, turns, lambda i, s: step(i * together, s), state)
+    total, peak, weight = total[:segments], peak[:segments], weight[:segments]
+    some = weight > 0
+    out = total / jnp.where(some, weight, 1.0)[..., None]
+    lse = jnp.where(some, peak + jnp.log(jnp.where(some, weight, 1.0)), -jnp.inf)
+    if logits is not None:  # from the queue's order to each segment's
+        logits = logits[(ends - blocks)[:, None] + jnp.arange(most)].swapaxes(1, 2).reshape(segments, groups, -1)
+        logits = jnp.where(jnp.arange(bound) < count[:, None, None], logits[..., :bound], -jnp.inf)
+    return out.reshape(batch, heads, head_dim), lse.reshape(batch, heads), logits
+
+
+def probabilities(logits: Float[Array, "S G R"], lse: Float[Array, "B N"]) -> Float[Array, "S G R"]:
+    """What `attend` weighted each entry with; 0 of those that took no part."""
+    lse = lse.reshape(logits.shape[:2])
+    return jnp.exp(logits - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None])
+
+
+def _window(x: Array, begin: Array, size: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x, begin, size)
+
+
+def _sizes(op: str, bound: int, entry: int) -> tuple[int, int]:
+    """C and W. On a CPU a few blocks at a time, to stay in a core's cache; an accelerator wants them all at once."""
+    default = {"block": 128, "kilobytes": 1024 if target_platform() == "cpu" else 65536}
+    sizes = tuning.block(f"{op}/xla", None, default)
+    block = max(1, min(sizes["block"], bound))
+    return block, max(1, 1024 * sizes["kilobytes"] // (block * entry))

@@ -1,0 +1,116 @@
+"""Every TPU kernel through the real TPU compiler, within VMEM, for hardware that is not there.
+
+A mesh of the topology's first device is set and no implementation named: None must pick the kernel by itself, which
+the compiled text shows. Shapes are those of 7B and 26B models.
+"""
+
+import os
+
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # beside another test process
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # asks no cloud what machine this is
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+
+from pallas_kernels import attention_mass, attention_mass_rows, core_attention, decode_attention
+
+pytest.importorskip("libtpu")  # a wheel for Linux only
+
+TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+LLAVA_7B = {"heads": 32, "kv_heads": 32}
+QWEN2_7B = {"heads": 28, "kv_heads": 4}
+INTERN_26B = {"heads": 48, "kv_heads": 8}
+BATCH, PROMPT, ROWS = 4, 8192, 64
+
+
+@functools.cache
+def mesh(generation):
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation]).devices
+    return jax.sharding.Mesh(np.array(devices[:1]), ("x",))
+
+
+def compile_for(generation, function, *shapes):
+    """The compiled program; shapes are (shape, dtype)."""
+    everywhere = jax.sharding.NamedSharding(mesh(generation), jax.sharding.PartitionSpec())
+    args = [jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere) for shape, dtype in shapes]
+    with jax.set_mesh(mesh(generation)):
+        return jax.jit(function).lower(*args).compile()
+
+
+def kernels(program):
+    return program.as_text().count('custom_call_target="tpu_custom_call"')
+
+
+def pools(heads, kv_heads, slots, head_dim=128, dtype=jnp.bfloat16):
+    """Of decode attention: q, k, v, start, length."""
+    pool, segment = ((BATCH, slots, kv_heads, head_dim), dtype), ((BATCH, kv_heads), jnp.int32)
+    return ((BATCH, heads, head_dim), dtype), pool, pool, segment, segment
+
+
+def prompt(heads, kv_heads, rows):
+    """Of the masses: q, k, weights of rows or keys, key mask."""
+    q, k = (((n, length, 128), jnp.bfloat16) for n, length in ((heads, rows), (kv_heads, PROMPT)))
+    return q, k, ((2, PROMPT), jnp.float32), ((PROMPT,), bool)
+
+
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+@pytest.mark.parametrize(
+    ("model", "slots"), [(LLAVA_7B, 8192), (QWEN2_7B, 16384), (INTERN_26B, 32768)], ids=["7B", "Qwen2-7B", "26B"]
+)
+def test_every_kernel(generation, model, slots):
+    *arrays, segment = pools(**model, slots=slots)
+    memory = ((BATCH, model["kv_heads"], PROMPT), bool)
+    core = ((BATCH, PROMPT // 2), jnp.int32), ((BATCH,), jnp.int32), segment
+
+    def everything(q, k, v, start, length, memory, rows, count, text, prompt_q, prompt_k, weight, mask):
+        decode = q, k, v, start, length
+        return (
+            decode_attention(*decode, max_length=PROMPT),
+            decode_attention(*decode, max_length=PROMPT, valid=memory, return_mass=True),
+            core_attention(*decode, rows, count, text, max_length=PROMPT),
+            attention_mass(prompt_q, prompt_k, row_weight=weight, key_mask=mask),
+            attention_mass_rows(prompt_q, prompt_k, key_weight=weight, key_mask=mask),
+        )
+
+    program = compile_for(generation, everything, *arrays, segment, memory, *core, *prompt(**model, rows=PROMPT))
+    assert kernels(program) == 1 + 1 + 1 + 2 + 1
+    pool = 2 * math.prod(arrays[1][0])
+    assert program.memory_analysis().temp_size_in_bytes < pool / 2, "no copy of the keys"
+
+
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+def test_mass_of_a_few_gathered_rows(generation):
+    def mass(q, k, weight, mask, place):
+        return attention_mass(q, k, row_weight=weight, key_mask=mask, row_place=place, softmax_n=1.0, statistic="count")
+
+    q, k, _, mask = prompt(**INTERN_26B, rows=ROWS)
+    assert kernels(compile_for(generation, mass, q, k, ((1, ROWS), jnp.float32), mask, ((ROWS,), jnp.int32))) == 2
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(14, 2, 64), (16, 16, 80), (32, 32, 96)])
+def test_heads_that_do_not_fill_the_lanes(heads, kv_heads, head_dim):
+    for slots, dtype in ((4096, jnp.bfloat16), (40, jnp.float32)):
+        program = compile_for("v5e", decode_attention, *pools(heads, kv_heads, slots, head_dim, dtype))
+        assert kernels(program) == 1
+
+
+def test_a_short_tail_of_any_length():
+    for slots in (1, 17, 100):
+        assert kernels(compile_for("v4", decode_attention, *pools(**QWEN2_7B, slots=slots))) == 1
+
+
+def test_a_batch_of_prompts_is_one_kernel():
+    q, k, weight, mask = (((2, *shape), dtype) for shape, dtype in prompt(**QWEN2_7B, rows=PROMPT))
+    rows = jax.vmap(lambda q, k, weight, mask: attention_mass_rows(q, k, key_weight=weight, key_mask=mask))
+    assert kernels(compile_for("v5e", rows, q, k, weight, mask)) == 1
+
+
+def test_what_the_kernel_declines_runs_in_xla():
+    program = compile_for("v5e", decode_attention, *pools(**QWEN2_7B, slots=1000))  # not a multiple of 16
+    assert kernels(program) == 0

@@ -1,0 +1,103 @@
+"""Tiny Qwen2-VL and Qwen2.5-VL models made by transformers, and batches for them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vlkv.buckets import Buckets
+
+from ..parity.conftest import VOCABULARY, perturb, torch, transformers
+
+START, END, IMAGE, VIDEO = 95, 96, 97, 98
+BUCKETS = Buckets(patches=(64, 96, 128))
+PATCH, MERGE, VALUES = 4, 2, 3 * 2 * 4 * 4
+SECONDS = 0.7  # of a frame: with two positions a second, frame 1 lies at the truncation of 1.4
+KINDS = ("qwen2_vl", "qwen2_5_vl")
+
+
+def make(kind: str, seed: int = 0, **changes):
+    """Three blocks in the tower; in Qwen2.5-VL windows of 2 x 2 tokens, and one block without."""
+    tied = changes.pop("tied", False)
+    text = dict(
+        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+    )  # fmt: skip
+    vision = dict(depth=3, num_heads=2, patch_size=PATCH, spatial_merge_size=MERGE, temporal_patch_size=2)
+    if kind == "qwen2_vl":
+        classes = transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration
+        vision |= dict(embed_dim=32, hidden_size=48, mlp_ratio=2)
+    else:
+        classes = transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration
+        vision |= dict(hidden_size=32, out_hidden_size=48, intermediate_size=40, window_size=16,
+                       fullatt_block_indexes=[1], tokens_per_second=2)  # fmt: skip
+    config = classes[0](
+        text_config={**text, **changes}, vision_config=vision, image_token_id=IMAGE, video_token_id=VIDEO,
+        vision_start_token_id=START, vision_end_token_id=END, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = classes[1](config).eval()
+    perturb(model, seed)
+    return model
+
+
+# Each row: numbers of text tokens, and between them pictures as (kind, frames, lines and columns of patches).
+ROWS = (
+    (4, ("image", 1, 4, 6), 3, ("image", 1, 6, 2), 5),
+    (2, ("image", 1, 6, 10), 1, ("video", 2, 4, 4), 6),
+    (3, ("image", 1, 4, 8), 9),
+    (12,),
+)
+
+
+def prompts(padding: str = "right", rows=ROWS, seed: int = 0) -> dict[str, np.ndarray]:
+    """A batch as transformers' processor would return it."""
+    rng = np.random.default_rng(seed)
+    ids, grids = [], {"image": [], "video": []}
+    for row in rows:
+        made: list[int] = []
+        for piece in row:
+            if isinstance(piece, int):
+                made += rng.integers(3, 90, piece).tolist()
+            else:
+                kind, *grid = piece
+                grids[kind].append(grid)
+                count = int(np.prod(grid)) // MERGE**2
+                made += [START, *[IMAGE if kind == "image" else VIDEO] * count, END]
+        ids.append(made)
+    longest = max(map(len, ids))
+    pads = [(longest - len(row), 0) if padding == "left" else (0, longest - len(row)) for row in ids]
+    batch = {
+        "input_ids": np.stack([np.pad(row, pad) for row, pad in zip(ids, pads, strict=True)]),
+        "attention_mask": np.stack([np.pad(np.ones(len(row), int), pad) for row, pad in zip(ids, pads, strict=True)]),
+    }
+    for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        if grids[kind]:
+            grid = np.array(grids[kind])
+            batch[name] = rng.normal(size=(int(grid.prod(axis=1).sum()), VALUES)).astype(np.float32)
+            batch[f"{kind}_grid_thw"] = grid
+    if grids["video"]:
+        batch["second_per_grid_ts"] = np.full(len(grids["video"]), SECONDS)
+    return batch
+
+
+def one_row(batch, row: int, rows=ROWS) -> dict:
+    """The arguments of transformers' forward for one row without its padding."""
+    ids = batch["input_ids"][row][batch["attention_mask"][row].astype(bool)][None]
+    kinds = (ids == IMAGE) + 2 * (ids == VIDEO)
+    made = {"input_ids": torch.tensor(ids), "mm_token_type_ids": torch.tensor(kinds.astype(np.int64))}
+    for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        before, own = (sum(sum(not isinstance(p, int) and p[0] == kind for p in r) for r in part)
+                       for part in (rows[:row], rows[row : row + 1]))  # fmt: skip
+        if own:
+            grids = batch[f"{kind}_grid_thw"]
+            ends = np.concatenate([[0], np.cumsum(grids.prod(axis=1))])
+            made[f"{kind}_grid_thw"] = torch.tensor(grids[before : before + own])
+            made[name] = torch.tensor(batch[name][ends[before] : ends[before + own]])
+            if kind == "video" and "second_per_grid_ts" in batch:
+                made["second_per_grid_ts"] = batch["second_per_grid_ts"][before : before + own].tolist()
+    return made
+
+
+def for_model(kind: str, row: dict) -> dict:
+    """Qwen2-VL's forward knows no seconds."""
+    return {key: value for key, value in row.items() if kind == "qwen2_5_vl" or key != "second_per_grid_ts"}

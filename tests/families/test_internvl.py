@@ -1,0 +1,152 @@
+"""InternVL2.5 and 3 in transformers' form: the network against transformers."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import vlkv
+from checkpoints_convert.converting import convert
+from vlkv import policies
+from vlkv.errors import InputError
+
+from .common_internvl import (
+    LARGE_VIT,
+    SMALL_VIT,
+    TOKENS,
+    check_forward,
+    check_generate,
+    make_batch,
+    make_internvl,
+    torch,
+)
+
+
+@pytest.fixture(scope="module")
+def internvl(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("internvl")
+    model = make_internvl("qwen2", SMALL_VIT)
+    model.save_pretrained(folder)
+    return model, folder, vlkv.load_params(folder)
+
+
+def test_logits_and_layers_of_unequal_rows(internvl):
+    model, _, params = internvl
+    check_forward(model, params, make_batch())
+
+
+def test_greedy_tokens(internvl):
+    model, _, params = internvl
+    check_generate(model, params, make_batch())
+
+
+def test_a_large_tower_and_an_inner_feature_layer(tmp_path):
+    """RMSNorm, queries and keys normalised over all heads, no biases; a Llama decoder with a tied head."""
+    model = make_internvl("llama", LARGE_VIT, tied=True, layer=-2)
+    model.save_pretrained(tmp_path)
+    params = vlkv.load_params(tmp_path)
+    assert len(params.vision.blocks) == 2
+    check_forward(model, params, make_batch())
+
+
+def test_every_name_on_disk_gives_the_same_parameters(internvl, tmp_path):
+    model, folder, params = internvl
+    model.save_pretrained(tmp_path / "new", save_original_format=False)
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
+    convert(folder, tmp_path / "converted", progress=False)
+    for other in ("new", "sharded", "converted"):
+        for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(vlkv.load_params(tmp_path / other)), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.SnapKV(keep=0.3, window=4),
+        policies.H2O(keep=0.3),
+        policies.LightKV(layers=(1,), windows=(2,), rho=0.5),
+        policies.FasterVLM(keep=0.5),
+    ],
+    ids=["score", "step", "reduce", "tower"],
+)
+def test_a_policy_of_each_stage(internvl, policy):
+    """Rows of unequal length, in any order: what a row answers is its own business."""
+    _, _, params = internvl
+    generate = jax.jit(vlkv.generate)
+    before, outputs = generate._cache_size(), {}
+    for order in ((0, 1, 2), (2, 0, 1)):
+        inputs = vlkv.Inputs.from_hf(make_batch(order=order), params.config)
+        output = generate(params, inputs, policy=policy, sampling=vlkv.Greedy(max_new_tokens=6, stop=()))
+        length = np.asarray(output.length).sum(axis=(0, 2))
+        for place, row in enumerate(order):
+            assert 0 < length[place] < 4 * inputs.valid[place].sum() or row == 2  # 2 layers, 2 key heads
+            outputs.setdefault(row, []).append((np.asarray(output.tokens[place]).tolist(), length[place]))
+    assert generate._cache_size() == before + 1
+    for first, second in outputs.values():
+        assert first == second
+
+
+def test_what_the_class_token_gives_to_each_vision_token(internvl):
+    """The sum over its four patches, in the tower's last block, against transformers' attention."""
+    model, _, params = internvl
+    batch = make_batch()
+    inputs = vlkv.Inputs.from_hf(batch, params.config)
+    _, ours = jax.jit(lambda params, inputs: params.watch(inputs, (-1,)))(params, inputs)
+    tower = copy.deepcopy(model.model.vision_tower)
+    tower.set_attn_implementation("eager")
+    with torch.no_grad():
+        theirs = tower(torch.tensor(batch["pixel_values"]), output_attentions=True).attentions[-1][:, :, 0, 1:]
+    theirs = theirs.numpy().reshape(5, 2, 4, 2, 4, 2).sum(axis=(3, 5)).reshape(5, 2, TOKENS)
+    first = inputs.is_vision[0]
+    wanted = np.concatenate(theirs[:4], axis=-1)
+    np.testing.assert_allclose(np.asarray(ours)[0, 0][:, first], wanted, atol=1e-5)
+    assert (np.asarray(ours)[0, 0][:, ~first] == 0).all()
+
+
+def test_the_grid_of_a_batch(internvl):
+    """Every tile is an image of its own, in raster order; marks and text lie on no grid."""
+    _, _, params = internvl
+    inputs = vlkv.Inputs.from_hf(make_batch(), params.config)
+    assert inputs.pixels.shape[0] == 6
+    assert (inputs.max_images, inputs.max_vision) == (4, 64)
+    assert inputs.is_vision.sum(axis=1).tolist() == [4 * TOKENS, TOKENS, 0]
+    tiles = inputs.grid[0][inputs.is_vision[0]]
+    wanted = [(tile, line, column) for tile in range(4) for line in range(4) for column in range(4)]
+    np.testing.assert_array_equal(tiles, wanted)
+    assert (inputs.grid[~inputs.is_vision] == -1).all()
+    np.testing.assert_array_equal(inputs.vision_index[inputs.is_vision], np.arange(5 * TOKENS))
+
+
+def test_tiles_that_do_not_match_are_refused(internvl):
+    _, _, params = internvl
+    batch = make_batch()
+    with pytest.raises(InputError, match=r"80 image tokens, but 4 tile\(s\) of 16"):
+        vlkv.Inputs.from_hf({**batch, "pixel_values": batch["pixel_values"][:4]}, params.config)
+    with pytest.raises(InputError, match="expected \\[tiles, 3, 56, 56\\]"):
+        vlkv.Inputs.from_hf({**batch, "pixel_values": batch["pixel_values"][:, :, :28]}, params.config)
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [
+        ("vision_config", "use_mean_pooling", False),
+        ("vision_config", "use_absolute_position_embeddings", False),
+        ("vision_config", "hidden_act", "quick_gelu"),
+        ("vision_config", "norm_type", "group_norm"),
+        ("vision_config", "image_size", [56, 28]),
+        (None, "downsample_ratio", 0.3),
+        (None, "projector_hidden_act", "relu"),
+        (None, "vision_feature_select_strategy", "full"),
+        (None, "vision_feature_layer", [-1, -2]),
+        ("text_config", "model_type", "qwen3"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(internvl, part, field, value):
+    raw = json.loads((internvl[1] / "config.json").read_text())
+    (raw if part is None else raw[part])[field] = value
+    with pytest.raises(InputError, match=field.removeprefix("vision_feature_").replace("layer", "feature layer")):
+        vlkv.config.ModelConfig.from_hf(raw)

@@ -1,0 +1,216 @@
+"""Original InternVL2 checkpoints: transformers has no class for them, but its InternVL over other decoders is the same.
+
+The weights of that reference are renamed and fused here as the authors' code unpacks them.
+"""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import vlkv
+from checkpoints_convert.converting import convert
+from vlkv.config import ModelConfig
+from vlkv.errors import InputError
+
+from .common_internvl import (
+    IMAGE,
+    LARGE_VIT,
+    SMALL_VIT,
+    STOP,
+    check_forward,
+    check_generate,
+    make_batch,
+    make_internvl,
+)
+
+ADDED = {"<IMG_CONTEXT>": IMAGE, "<|im_end|>": STOP, "<|end|>": STOP}
+LONG_ROPE = {
+    "rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.8], "long_factor": [1.1, 2.0, 4.0, 7.5],
+    "rope_theta": 10000.0, "original_max_position_embeddings": 40,
+}  # fmt: skip
+
+
+def tower_keys(old):
+    """The tower and the projector under their original names, with q, k and v stacked."""
+    made = {}
+    for key, value in old.items():
+        if key.startswith("vision_tower."):
+            for pattern, name in (
+                ("vision_tower.", "vision_model."), ("cls_token", "class_embedding"),
+                ("patch_embeddings.projection", "patch_embedding"), ("position_embeddings", "position_embedding"),
+                ("encoder.layer.", "encoder.layers."), ("lambda_", "ls"), ("layernorm_before", "norm1"),
+                ("layernorm_after", "norm2"), ("attention.projection_layer", "attn.proj"), ("attention.", "attn."),
+            ):  # fmt: skip
+                key = key.replace(pattern, name, 1)  # noqa: PLW2901
+            if ".attn.q_proj." in key:
+                source = key.replace("vision_model.", "vision_tower.").replace("layers.", "layer.")
+                source = source.replace(".attn.", ".attention.")
+                thirds = [old[source.replace("q_proj", f"{name}_proj")] for name in "qkv"]
+                made[key.replace("q_proj", "qkv")] = np.concatenate(thirds)
+            elif ".attn.k_proj." not in key and ".attn.v_proj." not in key:
+                made[key] = value
+        elif key.startswith("multi_modal_projector."):
+            name = key.removeprefix("multi_modal_projector.")
+            for pattern, number in (("layer_norm", "0"), ("linear_1", "1"), ("linear_2", "3")):
+                name = name.replace(pattern, number)
+            made["mlp1." + name] = value
+    return made
+
+
+def internlm2_keys(old, kv_heads=2, groups=3, head_dim=8):
+    """A Llama decoder as InternLM2: each key head's queries, then its key, then its value."""
+    made = {}
+    for key, value in old.items():
+        name = key
+        for pattern, other in (
+            ("embed_tokens", "tok_embeddings"), ("input_layernorm", "attention_norm"), ("lm_head", "output"),
+            ("post_attention_layernorm", "ffn_norm"), ("self_attn.o_proj", "attention.wo"),
+            ("mlp.gate_proj", "feed_forward.w1"), ("mlp.up_proj", "feed_forward.w3"),
+            ("mlp.down_proj", "feed_forward.w2"),
+        ):  # fmt: skip
+            name = name.replace(pattern, other)
+        if not key.startswith("language_model.") or "k_proj" in key or "v_proj" in key:
+            continue
+        if "q_proj" in key:
+            q, k, v = (old[key.replace("q_proj", f"{one}_proj")] for one in "qkv")
+            rows = []
+            for head in range(kv_heads):
+                rows.append(q[head * groups * head_dim : (head + 1) * groups * head_dim])
+                rows += [part[head * head_dim : (head + 1) * head_dim] for part in (k, v)]
+            made[name.replace("self_attn.q_proj", "attention.wqkv")] = np.concatenate(rows)
+        else:
+            made[name] = value
+    return made
+
+
+def write(model, folder, template, large, **changes):
+    """The checkpoint as its authors would have written it."""
+    model.save_pretrained(folder / "hf")
+    old = load_file(folder / "hf" / "model.safetensors")
+    text = json.loads((folder / "hf" / "config.json").read_text())["text_config"]
+    rope = text.pop("rope_parameters")
+    llm = {
+        **{key: text[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+           "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "hidden_act", "rms_norm_eps")},
+        "model_type": text["model_type"], "rope_theta": rope["rope_theta"], "eos_token_id": 2,
+    }  # fmt: skip
+    decoder = {key: value for key, value in old.items() if key.startswith("language_model.")}
+    if text["model_type"] == "llama":
+        decoder = internlm2_keys(old)
+        llm |= {"model_type": "internlm2", "bias": False, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    elif text["model_type"] == "phi3":
+        scaling = {"type": "su", "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
+        llm |= {"rope_scaling": scaling, "original_max_position_embeddings": 40, "sliding_window": 262144}
+    elif text["model_type"] == "qwen2":
+        llm |= {"use_sliding_window": False, "sliding_window": 32}
+    vision = {
+        "model_type": "intern_vit_6b", "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "image_size": 56, "patch_size": 7, "qkv_bias": not large,
+        "qk_normalization": large, "norm_type": "rms_norm" if large else "layer_norm",
+    }  # fmt: skip
+    raw = {
+        "model_type": "internvl_chat", "llm_config": llm, "vision_config": vision, "template": template,
+        "downsample_ratio": 0.5, "ps_version": "v2", "select_layer": -1, "force_image_size": 56,
+        "dynamic_image_size": True, "use_thumbnail": True, "min_dynamic_patch": 1, "max_dynamic_patch": 12, **changes,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "added_tokens.json").write_text(json.dumps(ADDED))
+    save_file(tower_keys(old) | decoder, folder / "model.safetensors")
+    return raw
+
+
+@pytest.fixture(scope="module")
+def phi3(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("phi3")
+    model = make_internvl("phi3", SMALL_VIT, rope_parameters=LONG_ROPE, original_max_position_embeddings=40)
+    return model, folder, write(model, folder, "phi3-chat", large=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "template", "large"), [("llama", "internlm2-chat", True), ("qwen2", "Hermes-2", False)]
+)
+def test_internlm2_and_qwen2(tmp_path, kind, template, large):
+    """26B is the large tower with InternLM2, 1B the small one with Qwen2."""
+    model = make_internvl(kind, LARGE_VIT if large else SMALL_VIT, seed=1)
+    write(model, tmp_path, template, large)
+    params = vlkv.load_params(tmp_path)
+    assert params.config.stop == (STOP,)
+    check_forward(model, params, make_batch(seed=1))
+    if large:
+        check_generate(model, params, make_batch(seed=1))
+
+
+def test_phi3_with_rows_on_either_side_of_the_first_training_length(phi3):
+    """40 positions: one row is beyond them in its prompt, the others get there while they answer."""
+    model, folder, _ = phi3
+    params, batch = vlkv.load_params(folder), make_batch()
+    lengths = batch["attention_mask"].sum(axis=1)
+    assert lengths[0] > 40 > lengths[1] > 40 - 32
+    assert 40 - 32 < lengths[2] < 40
+    check_forward(model, params, batch)
+    check_generate(model, params, batch)
+
+
+def test_phi3_alone_and_internlm2_alone(phi3):
+    """The decoders are text families of their own as well."""
+    _, _, raw = phi3
+    config = ModelConfig.from_hf(raw["llm_config"])
+    assert config.decoder == ModelConfig.from_hf(raw, added=ADDED).decoder
+    assert config.decoder.rope.scale == pytest.approx((1 + np.log(256 / 40) / np.log(40)) ** 0.5)
+    made = ModelConfig.from_hf({**raw["llm_config"], "model_type": "internlm2", "rope_scaling": None, "bias": True})
+    assert made.decoder.qkv_bias and made.decoder.out_bias and made.decoder.names == "internlm2"
+
+
+def test_converted_it_is_the_same(phi3, tmp_path):
+    """And needs no other file than those that were copied."""
+    _, folder, _ = phi3
+    convert(folder, tmp_path / "converted", progress=False)
+    ours, again = (jax.tree.leaves(vlkv.load_params(one)) for one in (folder, tmp_path / "converted"))
+    for a, b in zip(ours, again, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "tokenizer.json"])
+def test_the_ids_that_the_config_lacks(phi3, tmp_path, file):
+    """From any file of the tokenizer; without one, refused by name."""
+    _, folder, raw = phi3
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    with pytest.raises(InputError, match="<IMG_CONTEXT>"):
+        vlkv.load_params(tmp_path)
+    content = {
+        "tokenizer_config.json": {"added_tokens_decoder": {str(i): {"content": text} for text, i in ADDED.items()}},
+        "tokenizer.json": {"added_tokens": [{"id": i, "content": text} for text, i in ADDED.items()]},
+    }
+    (tmp_path / file).write_text(json.dumps(content[file]))
+    config = vlkv.load_params(tmp_path).config
+    assert (config.image_token, config.stop) == (IMAGE, (STOP,))
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [
+        (None, "ps_version", "v1"),
+        (None, "template", "vicuna_v1.1"),
+        (None, "pad2square", True),
+        (None, "force_image_size", 28),
+        (None, "use_llm_lora", 16),
+        (None, "max_dynamic_patch", 0),
+        ("vision_config", "norm_type", "batch_norm"),
+        ("llm_config", "sliding_window", 200),
+        ("llm_config", "rope_scaling", {"type": "yarn", "factor": 2.0}),
+        ("llm_config", "model_type", "gemma2"),
+        ("llm_config", "partial_rotary_factor", 0.5),
+        ("llm_config", "attention_bias", True),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(phi3, part, field, value):
+    raw = json.loads(json.dumps(phi3[2]))
+    (raw if part is None else raw[part])[field] = value
+    with pytest.raises(InputError, match={"rope_scaling": "yarn"}.get(field, field)):
+        ModelConfig.from_hf(raw, added=ADDED)

@@ -1,0 +1,239 @@
+"""LLaVA-NeXT and LLaVA-NeXT-Video against transformers, on tiny random checkpoints."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import PIL.Image
+import pytest
+
+import vlkv
+from checkpoints_convert.converting import convert
+from tests.parity.conftest import text_config
+from vlkv import policies
+from vlkv.errors import InputError
+from vlkv.layouts.llava_next import picture_tokens
+from vlkv.processing.llava_next import LlavaNextPictures
+
+from .common import (
+    NEW,
+    Row,
+    answer,
+    check_answers,
+    check_neighbours,
+    check_states,
+    every_stage,
+    joined,
+    perturb,
+    torch,
+    transformers,
+)
+
+IMAGE, VIDEO, SIDE, PATCH = 99, 98, 28, 7  # 16 patches a tile
+PINPOINTS = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
+SIZES = [(30, 50), (90, 21), (61, 60), (20, 21), (7, 40)]
+
+
+def make(kind: str = "llama", *, video: bool = False, seed: int = 0):
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, image_size=SIDE,
+        patch_size=PATCH,
+    )  # fmt: skip
+    changes = {"sliding_window": None} if kind == "mistral" else {}
+    options = dict(vision_config=vision, text_config=text_config(kind, max_position_embeddings=512, **changes),
+                   image_token_index=IMAGE, image_grid_pinpoints=PINPOINTS)  # fmt: skip
+    if video:
+        config = transformers.LlavaNextVideoConfig(**options, video_token_index=VIDEO)
+        model = transformers.LlavaNextVideoForConditionalGeneration(config).eval()
+    else:
+        model = transformers.LlavaNextForConditionalGeneration(transformers.LlavaNextConfig(**options)).eval()
+    perturb(model, seed)
+    return model
+
+
+def tiles(size) -> int:
+    from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+    return image_size_to_num_patches(list(size), PINPOINTS, SIDE)
+
+
+def pixels_of(sizes, rng) -> dict:
+    """As transformers pads them: every picture of a batch with as many tiles."""
+    most = max(map(tiles, SIZES))
+    pixels = np.zeros((len(sizes), most, 3, SIDE, SIDE), np.float32)
+    for one, size in zip(pixels, sizes, strict=True):
+        one[: tiles(size)] = rng.normal(size=(tiles(size), 3, SIDE, SIDE))
+    return {"pixel_values": list(pixels), "image_sizes": [list(size) for size in sizes]}
+
+
+def prompts(config, *, video: bool = False) -> list[Row]:
+    """One picture, two, none, and three or a video."""
+    rng = np.random.default_rng(0)
+
+    def prompt(sizes, text):
+        ids = rng.integers(3, 90, text).tolist()
+        for at, size in enumerate(sizes):
+            ids[2 * at + 1 : 2 * at + 1] = [IMAGE] * picture_tokens(config, size)
+        return Row(ids, pixels_of(sizes, rng) if sizes else {})
+
+    rows = [prompt(SIZES[:1], 9), prompt(SIZES[1:3], 12), prompt([], 7), prompt(SIZES[3:], 5)]
+    if video:
+        frames = rng.normal(size=(1, 3, 3, SIDE, SIDE)).astype(np.float32)
+        rows[3] = Row([5, *[VIDEO] * 12, 7, 8, 9], {"pixel_values_videos": list(frames)})
+    return rows
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llava_next")
+    model = make()
+    model.save_pretrained(folder)
+    params = vlkv.load_params(folder)
+    rows = prompts(params.config)
+    return model, folder, params, rows, [answer(model, row, NEW) for row in rows]
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_layer_outputs_and_logits(saved, padding):
+    _, _, params, rows, answers = saved
+    check_states(params, rows, answers, padding)
+
+
+def test_greedy_tokens(saved):
+    _, _, params, rows, answers = saved
+    check_answers(params, vlkv.Inputs.from_hf(joined(rows), params.config), answers)
+
+
+def test_mistral(tmp_path):
+    model = make("mistral")
+    model.save_pretrained(tmp_path)
+    params = vlkv.load_params(tmp_path)
+    rows = prompts(params.config)
+    check_states(params, rows, [answer(model, row) for row in rows])
+
+
+def test_video(tmp_path):
+    """Frames pooled before they are projected, beside pictures."""
+    model = make(video=True)
+    model.save_pretrained(tmp_path)
+    params = vlkv.load_params(tmp_path)
+    rows = prompts(params.config, video=True)
+    answers = [answer(model, row, NEW) for row in rows]
+    inputs = check_states(params, rows, answers)
+    check_answers(params, inputs, answers)
+    assert inputs.grid[3, 1:13].tolist() == [[t, y, x] for t in range(3) for y in range(2) for x in range(2)]
+
+
+def test_new_and_old_names_give_the_same_parameters(saved, tmp_path):
+    model, _, params, _, _ = saved
+    model.save_pretrained(tmp_path / "new", save_original_format=False)
+    convert(tmp_path / "new", tmp_path / "converted", progress=False)
+    for name in ("new", "converted"):
+        for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(vlkv.load_params(tmp_path / name)), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "policy", [every_stage(), policies.HiRED(keep=0.5)], ids=["every stage", "tower"]
+)  # fmt: skip
+def test_a_row_is_answered_alike_whatever_its_neighbours(saved, policy):
+    check_neighbours(saved[2], saved[3], policy)
+
+
+def test_grid_by_hand(saved):
+    """56 x 56 shows a 30 x 50 picture at its best: of 8 x 8 patches the first and last two lines are padding."""
+    params, rows = saved[2], saved[3]
+    inputs = vlkv.Inputs.from_hf(joined(rows), params.config)
+    grid, vision = inputs.grid[0], inputs.is_vision[0]
+    assert vision.sum() == 16 + 4 * (8 + 1)
+    own = grid[vision]
+    assert own[:16].tolist() == [[0, y, x] for y in range(4) for x in range(4)]
+    assert own[16:].tolist() == [[1, y, x] if x < 8 else [1, -1, -1] for y in range(4) for x in range(9)]
+    index = inputs.vision_index[0][vision][16:].reshape(4, 9)
+    newline = inputs.pixels.shape[0] * 16
+    assert index[0].tolist() == [24, 25, 26, 27, 40, 41, 42, 43, newline], "the third line of the upper two tiles"
+    assert index[2].tolist() == [48, 49, 50, 51, 64, 65, 66, 67, newline], "the first line of the lower two"
+    assert inputs.max_images == 4
+
+
+def processors(pinpoints=PINPOINTS, side=SIDE):
+    pil = pytest.importorskip("transformers.models.llava_next.image_processing_pil_llava_next")
+    raw = dict(image_processor_type="LlavaNextImageProcessor", size={"shortest_edge": side},
+               crop_size={"height": side, "width": side}, image_grid_pinpoints=pinpoints)  # fmt: skip
+    return pil.LlavaNextImageProcessorPil(**raw), raw
+
+
+def test_sizes_and_pixels_are_those_of_the_pil_processor(saved, tmp_path):
+    """Counts of 200 sizes, and the layout and the pixels of some."""
+    from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+
+    model, _, params, _, _ = saved
+    reference, raw = processors()
+    counter = LlavaNextProcessor.__new__(LlavaNextProcessor)
+    counter.image_processor, counter.patch_size, counter.num_additional_image_tokens = reference, PATCH, 0
+    rng = np.random.default_rng(1)
+    sizes = [tuple(map(int, size)) for size in np.exp(rng.uniform(0, 6, (190, 2))).astype(int)]
+    sizes += [(1, 400), (400, 1), (28, 56), (56, 56), (57, 57), (333, 24), (24, 333), (1, 1), (84, 27), (112, 112)]
+    ours = [picture_tokens(params.config, size) for size in sizes]
+    assert ours == [counter._get_number_of_features(*size, SIDE, SIDE) for size in sizes]
+
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(raw))
+    pictures = LlavaNextPictures.from_folder(tmp_path, params.config, "checkpoint")
+    for size in sizes[:6] + sizes[-6:]:
+        image = PIL.Image.fromarray(rng.integers(0, 256, (*size, 3)).astype(np.uint8))
+        read = pictures.read(image)
+        wanted = reference(image, return_tensors="np")
+        assert read.arrays["image_sizes"].tolist() == wanted["image_sizes"][0].tolist() == list(size)
+        np.testing.assert_allclose(read.arrays["pixel_values"], wanted["pixel_values"][0], atol=1e-5, rtol=0)
+        check_layout(model, params.config, size, read.tokens)
+
+
+def check_layout(model, config, size, count) -> None:
+    """transformers' own packing of numbered patches says which patch stands where; -1 is the newline."""
+    patches = torch.arange(tiles(size) * 16.0).reshape(tiles(size), 16, 1)
+    packed, _ = model.model.pack_image_features([patches], [list(size)], "default", torch.tensor([-1.0]))
+    pixels = np.zeros((1, tiles(size), 3, SIDE, SIDE), np.float32)
+    batch = {"input_ids": [[IMAGE] * count], "pixel_values": pixels, "image_sizes": [size]}
+    inputs = vlkv.Inputs.from_hf(batch, config)
+    index = inputs.vision_index[0, :count]
+    newline = inputs.pixels.shape[0] * 16
+    np.testing.assert_array_equal(np.where(index == newline, -1, index), packed[0][:, 0].numpy())
+    assert (inputs.grid[0, :count, 1] == -1).sum() == (index == newline).sum()
+
+
+def test_published_count():
+    """640 x 480 pixels make 2340 tokens with the published settings (see the config of llava-v1.6)."""
+    raw = {"model_type": "llava_next", "text_config": {"model_type": "llama"}}
+    config = vlkv.config.ModelConfig.from_hf(raw)
+    assert picture_tokens(config, (480, 640)) == 2340
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy"),
+        ({"image_grid_pinpoints": [[336, 500]]}, "image_grid_pinpoints"),
+        ({"image_grid_pinpoints": [336]}, "image_grid_pinpoints"),
+        ({"vision_feature_layer": [-2, -1]}, "vision_feature_layer"),
+        ({"use_image_newline_parameter": False}, "use_image_newline_parameter"),
+        ({"model_type": "llava_next_video", "spatial_pool_mode": "conv"}, "spatial_pool_mode"),
+    ],
+)
+def test_settings_that_are_refused(change, message):
+    with pytest.raises(InputError, match=message):
+        vlkv.config.ModelConfig.from_hf({"model_type": "llava_next", **change})
+
+
+def test_batches_that_are_refused(saved):
+    params, rows = saved[2], saved[3]
+    for change, message in [
+        ({"image_sizes": None}, "without image_sizes"),
+        ({"image_sizes": [[30, 50]]}, "pixel_values has"),
+        ({"image_sizes": [[56, 56]] * 5}, "the pictures need"),
+        ({"pixel_values": np.zeros((5, 2, 3, SIDE, SIDE))}, r"expected \[\d+, 3"),
+        ({"pixel_values_videos": np.zeros((1, 2, 3, SIDE, SIDE))}, "takes no video"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            vlkv.Inputs.from_hf({**joined(rows), **change}, params.config)

@@ -1,0 +1,205 @@
+"""Every op on every backend that this host can run, interpreters included, against float64 numpy.
+
+One table of cases, in which every two values of two factors meet at least once. Every case has segments of length 0,
+of 1, of some odd length and of the whole pool, at different places.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.dispatch import available
+
+BATCH, KV_HEADS, SLOTS, ROWS = 2, 2, 96, 37
+GROUPS, HEAD_DIMS = (1, 7, 8), (64, 80, 96, 128)
+STATISTICS = ("sum", "square", "count")
+
+
+def case(g: int, h: int) -> dict:
+    return {
+        "groups": GROUPS[g],
+        "head_dim": HEAD_DIMS[h],
+        "dtype": (jnp.float32, jnp.bfloat16)[(g + h) % 2],
+        "softmax_n": (0.0, 1.0, 4.0)[(g + h) % 3],
+        "masked": "011111001000"[4 * g + h] == "1",
+        "flag": "011110101000"[4 * g + h] == "1",  # with the mass; rows gathered
+    }
+
+
+CASES = [case(g, h) for g in range(3) for h in range(4)]
+
+
+def test_every_two_values_of_two_factors_meet():
+    for a, b in itertools.combinations(CASES[0], 2):
+        values = [{c[name] for c in CASES} for name in (a, b)]
+        assert {(c[a], c[b]) for c in CASES} == set(itertools.product(*values)), (a, b)
+
+
+def runs(op: str):
+    """(implementation, number of the case): interpreters, which are slow, take every fifth."""
+    names = available(importlib.import_module(f"pallas_kernels.{op}")._IMPLEMENTATIONS)
+    for name in names:
+        for i in range(len(CASES)):
+            if not name.endswith(":interpret") or i % 5 == 0:
+                yield pytest.param(name, i, id=f"{name}-{i}")
+
+
+def twice(op: str, implementation: str, *args, **options):
+    """What an op returns, having returned the same bits twice."""
+    f = getattr(importlib.import_module(f"pallas_kernels.{op}"), op)
+
+    @jax.jit
+    def run(*args):
+        return f(*args[:-1], **args[-1], **options, implementation=implementation)
+
+    arrays = {name: options.pop(name) for name in list(options) if isinstance(options[name], jax.Array)}
+    try:
+        first, second = run(*args, arrays), run(*args, arrays)
+    except ValueError as error:
+        if "cannot run this" not in str(error):
+            raise
+        pytest.skip(str(error))
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    return first
+
+
+def segments(i: int):
+    """Starts and lengths [B, K]: empty, one slot, off the blocks, the whole pool; turned from case to case."""
+    start, length = np.roll([[16, 0], [48, 0], [16, 37], [0, SLOTS]], i, axis=0).T
+    return start.reshape(BATCH, KV_HEADS), length.reshape(BATCH, KV_HEADS)
+
+
+def pool(random, c: dict):
+    shape = BATCH, KV_HEADS * c["groups"], c["head_dim"]
+    q = jnp.array(2 * random.standard_normal(shape), c["dtype"])
+    k, v = random.standard_normal((2, BATCH, SLOTS, KV_HEADS, c["head_dim"]))
+    return q, jnp.array(k, c["dtype"]), jnp.array(v, c["dtype"])
+
+
+def attention(q, k, v, start, length, allowed, softmax_n: float):
+    """By the definition: out, log of the denominator, and the mass from each start; allowed [B, K, SLOTS]."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    groups = q.shape[1] // k.shape[2]
+    out, lse, mass = np.zeros(q.shape), np.zeros(q.shape[:2]), np.zeros((*q.shape[:2], SLOTS))
+    for b, n in np.ndindex(*q.shape[:2]):
+        head = n // groups
+        place = np.flatnonzero(allowed[b, head] & (np.arange(SLOTS) < length[b, head]))
+        slots = start[b, head] + place
+        e = np.exp(k[b, slots, head] @ q[b, n] / math.sqrt(q.shape[-1]))
+        total = e.sum() + softmax_n
+        with np.errstate(divide="ignore"):
+            lse[b, n] = np.log(total)
+        mass[b, n, place] = e / total
+        out[b, n] = mass[b, n, place] @ v[b, slots, head]
+    return out, lse, mass
+
+
+def check(got, want, dtype):
+    tolerance = 5e-5 if dtype == jnp.float32 else 0.02
+    for g, w in zip(got, want, strict=False):
+        assert g.dtype == jnp.float32
+        np.testing.assert_allclose(g, w, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("implementation", "i"), runs("decode_attention"))
+def test_decode_attention(implementation, i):
+    c, random = CASES[i], np.random.default_rng(i)
+    q, k, v = pool(random, c)
+    start, length = segments(i)
+    allowed = random.random((BATCH, KV_HEADS, SLOTS)) < (0.6 if c["masked"] else 1.1)
+    options = {"valid": jnp.array(allowed)} if c["masked"] else {}
+    got = twice(
+        "decode_attention", implementation, q, k, v, jnp.array(start), jnp.array(length),
+        softmax_n=c["softmax_n"], return_mass=c["flag"], **options,
+    )  # fmt: skip
+    check(got, attention(q, k, v, start, length, allowed, c["softmax_n"]), c["dtype"])
+
+
+@pytest.mark.parametrize(("implementation", "i"), runs("core_attention"))
+def test_core_attention(implementation, i):
+    c, random = CASES[i], np.random.default_rng(i)
+    q, k, v = pool(random, c)
+    start, length = np.array([[0, 16], [0, 0]]), np.array([[70, 49], [33, SLOTS]])
+    text = np.array([[50, 49], [32, 80]])  # the second has none
+    count = np.roll([0, 31], i)
+    rows = np.stack([np.sort(random.permutation(least)[:31]) for least in text.min(axis=1)])
+    allowed = np.arange(SLOTS) >= text[..., None]
+    for b in range(BATCH):
+        allowed[b, :, rows[b, : count[b]]] = True
+    options = {}
+    if c["masked"]:
+        valid = random.random(allowed.shape) < 0.6
+        allowed, options = allowed & valid, {"valid": jnp.array(valid)}
+    got = twice(
+        "core_attention", implementation, q, k, v,
+        *(jnp.array(x) for x in (start, length, rows, count, text)),
+        softmax_n=c["softmax_n"], return_mass=c["flag"], **options,
+    )  # fmt: skip
+    check(got, attention(q, k, v, start, length, allowed, c["softmax_n"]), c["dtype"])
+
+
+def prompt(random, c: dict):
+    """Queries, keys, which keys exist, and the place of each row, in order or of a few gathered ones."""
+    heads = KV_HEADS * c["groups"]
+    rows = 5 if c["flag"] else ROWS
+    q = jnp.array(random.standard_normal((heads, rows, c["head_dim"])), c["dtype"])
+    k = jnp.array(random.standard_normal((KV_HEADS, ROWS, c["head_dim"])), c["dtype"])
+    mask = random.random(ROWS) < (0.7 if c["masked"] else 1.1)
+    place = np.sort(random.permutation(ROWS)[:rows])
+    return q, k, mask, place
+
+
+def weights(q, k, mask, place, softmax_n: float):
+    """The whole matrix [N, T, S], causal."""
+    k = np.repeat(np.asarray(k, np.float64), q.shape[0] // k.shape[0], axis=0)
+    logits = np.asarray(q, np.float64) @ k.swapaxes(1, 2) / math.sqrt(q.shape[-1])
+    allowed = mask & (np.arange(k.shape[1]) <= place[:, None])
+    e = np.where(allowed, np.exp(logits), 0.0)
+    total = softmax_n + e.sum(-1, keepdims=True)
+    return e / np.where(total > 0, total, 1), allowed
+
+
+def close(got, want, dtype):
+    assert got.dtype == jnp.float32
+    tolerance = 5e-5 if dtype == jnp.float32 else 0.02
+    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("implementation", "i"), runs("attention_mass"))
+def test_attention_mass(implementation, i):
+    c, random = CASES[i], np.random.default_rng(i)
+    q, k, mask, place = prompt(random, c)
+    statistic = STATISTICS[i % 3] if c["dtype"] == jnp.float32 else STATISTICS[i % 2]  # rounding would move a count
+    p, allowed = weights(q, k, mask, place, c["softmax_n"])
+    if statistic == "square":
+        p = p**2
+    elif statistic == "count":
+        p = allowed & (p >= 0.3 * p.max(-1, keepdims=True))
+    row_weight = random.random((2, len(place)))
+    options = {"row_place": jnp.array(place)} if c["flag"] else {}
+    got = twice(
+        "attention_mass", implementation, q, k, row_weight=jnp.array(row_weight, jnp.float32),
+        key_mask=jnp.array(mask), softmax_n=c["softmax_n"], statistic=statistic, threshold=0.3, **options,
+    )  # fmt: skip
+    close(got, np.einsum("rt,nts->rns", row_weight, p), c["dtype"])
+
+
+@pytest.mark.parametrize(("implementation", "i"), runs("attention_mass_rows"))
+def test_attention_mass_rows(implementation, i):
+    c, random = CASES[i], np.random.default_rng(i)
+    q, k, mask, place = prompt(random, c)
+    p, _ = weights(q, k, mask, place, c["softmax_n"])
+    key_weight = random.random((2, ROWS))
+    options = {"row_place": jnp.array(place)} if c["flag"] else {}
+    got = twice(
+        "attention_mass_rows", implementation, q, k, key_weight=jnp.array(key_weight, jnp.float32),
+        key_mask=jnp.array(mask), softmax_n=c["softmax_n"], **options,
+    )  # fmt: skip
+    close(got, np.einsum("rs,nts->rnt", key_weight, p), c["dtype"])

@@ -1,0 +1,172 @@
+"""The TPU kernels in a simulated TPU, on the watch for races, against float64 numpy.
+
+Tiny, for the simulator is slow; the shapes are those at which these kernels could go wrong.
+"""
+
+import importlib
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import attention_mass, attention_mass_rows, core_attention, decode_attention
+from pallas_kernels.attention_mass import mosaic_tpu as mass_kernel
+from pallas_kernels.decode_attention import mosaic_tpu as decode_kernel
+
+NAME = "mosaic_tpu:interpret"
+
+
+@pytest.fixture(autouse=True)
+def watch():
+    """The simulator notes races, it does not raise."""
+    yield
+    simulator = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call")
+    assert simulator.races is None or not simulator.races.races_found
+
+
+def pool(heads, kv_heads, head_dim, slots, batch, dtype=jnp.float32, seed=0):
+    random = np.random.default_rng(seed)
+    q = 2 * random.standard_normal((batch, heads, head_dim))
+    k, v = random.standard_normal((2, batch, slots, kv_heads, head_dim))
+    return tuple(jnp.array(x, dtype) for x in (q, k, v))
+
+
+def expected(q, k, v, start, length, taking_part):
+    """Attention, log-sum-exp and mass from the definition; `taking_part` [B, K, M], counted from the start."""
+    q, k, v = (np.float64(np.asarray(x, np.float32)) for x in (q, k, v))
+    group, most = q.shape[1] // k.shape[2], taking_part.shape[-1]
+    out, lse, mass = np.zeros(q.shape), np.full(q.shape[:2], -np.inf), np.zeros((*q.shape[:2], most))
+    for b, n in np.ndindex(*q.shape[:2]):
+        head = n // group
+        place = np.flatnonzero(taking_part[b, head] & (np.arange(most) < length[b][head]))
+        if place.size:
+            slots = start[b][head] + place
+            e = np.exp(k[b, slots, head] @ q[b, n] / math.sqrt(q.shape[-1]))
+            out[b, n], lse[b, n], mass[b, n, place] = e @ v[b, slots, head] / e.sum(), np.log(e.sum()), e / e.sum()
+    return out, lse, mass
+
+
+def check(got, want, dtype):
+    for g, w in zip(got, want, strict=True):
+        assert g.dtype == jnp.float32
+        np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5 if dtype == jnp.float32 else 0.01)
+
+
+SEGMENTS = {  # slots, bound on a segment, start, length
+    "whole blocks and a part": (288, 256, [[16, 16], [32, 160]], [[200, 256], [256, 128]]),
+    "empty rows between others": (288, 200, [[0, 0], [7, 7], [0, 0]], [[0, 0], [150, 1], [0, 0]]),
+    "heads that begin apart, off tiles": (288, 200, [[3, 88], [16, 7]], [[200, 17], [0, 130]]),
+    "a pool smaller than a block": (48, 48, [[0, 16], [33, 20]], [[48, 1], [15, 28]]),
+    "a tail of no whole tile": (21, 21, [[0, 0], [0, 0]], [[21, 21], [1, 0]]),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "kv_heads", "head_dim", "dtype", "masked", "two_cores"),
+    [
+        ("whole blocks and a part", 2, 128, jnp.bfloat16, False, False),
+        ("whole blocks and a part", 1, 64, jnp.float32, True, True),
+        ("empty rows between others", 2, 64, jnp.float32, False, True),
+        ("heads that begin apart, off tiles", 2, 80, jnp.float32, True, False),
+        ("a pool smaller than a block", 1, 96, jnp.bfloat16, False, False),
+        ("a tail of no whole tile", 2, 64, jnp.float32, True, False),
+    ],
+)
+def test_segments_masked_with_mass_or_neither(monkeypatch, case, kv_heads, head_dim, dtype, masked, two_cores):
+    # Blocks of one chunk, so that a segment has several.
+    monkeypatch.setattr(decode_kernel.tuning, "block", lambda op, kind, default: {"buffer_kib": 1})
+    monkeypatch.setattr(decode_kernel, "cores", lambda: 1 + two_cores)
+    slots, most, start, length = SEGMENTS[case]
+    start, length = ([row[:kv_heads] for row in x] for x in (start, length))
+    arrays = pool(4, kv_heads, head_dim, slots, len(start), dtype)
+    valid = np.ones((len(start), kv_heads, most), bool)
+    options = {"max_length": most, "implementation": NAME}
+    if masked:
+        valid = np.random.default_rng(1).random(valid.shape) < 0.6
+        valid[0, :, :128] = most < 128  # a block without a valid slot
+        options |= {"valid": jnp.array(valid), "return_mass": True}
+    got = decode_attention(*arrays, jnp.array(start), jnp.array(length), **options)
+    check(got, expected(*arrays, start, length, valid)[: len(got)], dtype)
+
+
+def test_what_lies_outside_a_segment_does_not_matter(monkeypatch):
+    monkeypatch.setattr(decode_kernel.tuning, "block", lambda op, kind, default: {"buffer_kib": 1})
+    q, k, v = pool(2, 1, 64, 288, 1)
+    segment = jnp.array([[20]]), jnp.array([[150]])
+    outside = ((jnp.arange(288) < 20) | (jnp.arange(288) >= 170))[:, None, None]
+    dirty = q, jnp.where(outside, 1e4, k), jnp.where(outside, 1e30, v)
+    got = decode_attention(*dirty, *segment, max_length=160, return_mass=True, implementation=NAME)
+    check(got, expected(q, k, v, [[20]], [[150]], np.ones((1, 1, 160), bool)), jnp.float32)
+
+
+def test_core_rows_and_the_text_behind_them(monkeypatch):
+    monkeypatch.setattr(decode_kernel.tuning, "block", lambda op, kind, default: {"buffer_kib": 1})
+    q, k, v = pool(4, 2, 64, 416, 2)
+    start, length, text = [[16, 0], [0, 32]], [[400, 390], [20, 384]], [[390, 380], [0, 384]]
+    rows = np.full((2, 6), -1)  # what is beyond the count may be anything
+    rows[0], rows[1, :3] = [1, 2, 50, 300, 310, 379], [0, 17, 260]  # none in one of the blocks
+    count = np.array([6, 3])
+    place = np.arange(400)
+    core = np.stack([np.isin(place, rows[b, : count[b]]) for b in range(2)])
+    taking_part = core[:, None] | (place >= np.array(text)[..., None])
+    got = core_attention(
+        q, k, v, *(jnp.array(x) for x in (start, length, rows, count, text)), max_length=400, return_mass=True,
+        implementation=NAME,
+    )  # fmt: skip
+    check(got, expected(q, k, v, start, length, taking_part), jnp.float32)
+
+
+def probabilities(q, k, allowed, softmax_n):
+    k = np.repeat(np.float64(np.asarray(k, np.float32)), len(q) // len(k), axis=0)
+    e = np.exp(np.einsum("nth,nsh->nts", np.float64(np.asarray(q, np.float32)), k) / math.sqrt(q.shape[-1])) * allowed
+    total = e.sum(axis=-1, keepdims=True) + softmax_n
+    return np.where(total > 0, e / np.where(total > 0, total, 1), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("place", "causal", "softmax_n", "statistic", "dtype"),
+    [
+        (None, True, 0.0, "sum", jnp.float32),
+        (None, False, 4.0, "square", jnp.bfloat16),
+        ([299, 5, 20, 0, 21, 5, 9, 150], True, 1.0, "count", jnp.float32),
+    ],
+)
+def test_masses(monkeypatch, place, causal, softmax_n, statistic, dtype):
+    for name in ("_ROWS", "_KEYS"):  # three blocks of each
+        monkeypatch.setattr(mass_kernel, name, 128)
+    random = np.random.default_rng(2)
+    keys, rows = 300, 300 if place is None else len(place)
+    q = jnp.array(2 * random.standard_normal((4, rows, 64)), dtype)
+    k = jnp.array(random.standard_normal((2, keys, 64)), dtype)
+    row_weight, key_weight = (random.random((2, n)).astype(np.float32) for n in (rows, keys))
+    mask = random.random(keys) < 0.8
+    mask[:3] = False  # rows 0 to 2 see nothing
+    places = np.arange(rows) if place is None else np.array(place)
+    allowed = mask & ((np.arange(keys) <= places[:, None]) | (not causal))
+    p = probabilities(q, k, allowed, softmax_n)
+    options = {
+        "key_mask": jnp.array(mask), "row_place": None if place is None else jnp.array(place), "causal": causal,
+        "softmax_n": softmax_n, "implementation": NAME,
+    }  # fmt: skip
+    tolerance = {"rtol": 1e-5, "atol": 2e-5} if dtype == jnp.float32 else {"rtol": 0.01, "atol": 0.01}
+    got = attention_mass_rows(q, k, key_weight=jnp.array(key_weight), **options)
+    np.testing.assert_allclose(got, np.einsum("rs,nts->rnt", key_weight, p), **tolerance)
+    share = {"sum": p, "square": p**2, "count": allowed & (p >= 0.1 * p.max(axis=-1, keepdims=True))}[statistic]
+    got = attention_mass(q, k, row_weight=jnp.array(row_weight), statistic=statistic, threshold=0.1, **options)
+    np.testing.assert_allclose(got, np.einsum("rt,nts->rns", row_weight, np.float64(share)), **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("slots", "dtype", "words"),
+    [(200, jnp.float32, "200 slots is not a multiple of 16"), (64, jnp.float16, "not both bfloat16 or both float32")],
+)
+def test_a_pool_that_it_cannot_take_is_refused_by_name_and_run_otherwise(slots, dtype, words):
+    arrays, segment = pool(2, 1, 64, slots, 1, dtype), (jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 20))
+    with pytest.raises(ValueError, match=f"decode_attention: implementation '{NAME}' cannot run this: .*{words}"):
+        decode_attention(*arrays, *segment, implementation=NAME)
+    device = jax.sharding.AbstractDevice(device_kind="TPU v4", num_cores=2, platform="tpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):
+        jaxpr = jax.make_jaxpr(decode_attention)(*arrays, *segment)
+    assert "pallas_call" not in str(jaxpr)

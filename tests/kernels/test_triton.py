@@ -1,0 +1,231 @@
+"""Triton kernels: right in Pallas' interpreter against float64 numpy, and lowered for CUDA on a host without a GPU.
+
+What they compile to for an A100 and an H100: benchmarks/compile_gpu.py, which needs jax's CUDA plugin.
+"""
+
+import functools
+import math
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import gpu, quantize
+from pallas_kernels.attention_mass.triton import attention_mass_triton
+from pallas_kernels.attention_mass_rows.triton import attention_mass_rows_triton
+from pallas_kernels.core_attention.triton import core_attention_triton
+from pallas_kernels.decode_attention.triton import decode_attention_triton, unsupported
+
+BATCH, SLOTS, MOST = 2, 190, 160  # 5 turns of 32 slots (float32) in 2 parts
+
+
+def make_pool(group, head_dim, dtype=jnp.float32, kv_heads=2):
+    random = np.random.default_rng(0)
+    q = 2 * random.standard_normal((BATCH, group * kv_heads, head_dim))
+    k, v = random.standard_normal((2, BATCH, SLOTS, kv_heads, head_dim))
+    valid = random.random((BATCH, kv_heads, MOST)) < 0.7
+    return [jnp.array(x, dtype) for x in (q, k, v)], valid
+
+
+def attention(q, k, v, start, chosen):
+    """Attention, log-sum-exp and mass over the places of `chosen[b][head]`, counted from the start; float64."""
+    q, k, v = (np.float64(x) for x in (q, k, v))
+    out, lse, mass = np.zeros(q.shape), np.full(q.shape[:2], -np.inf), np.zeros((*q.shape[:2], MOST))
+    for b, n in np.ndindex(*q.shape[:2]):
+        head = n // (q.shape[1] // k.shape[2])
+        place = np.array(chosen[b][head], int)
+        if place.size:
+            slots = start[b][head] + place
+            e = np.exp(k[b, slots, head] @ q[b, n] / math.sqrt(q.shape[-1]))
+            out[b, n], lse[b, n], mass[b, n, place] = e @ v[b, slots, head] / e.sum(), np.log(e.sum()), e / e.sum()
+    return out, lse, mass
+
+
+def close(got, want, tolerance):
+    for g, w in zip(got, want, strict=True):
+        assert g.dtype == jnp.float32
+        np.testing.assert_allclose(g, w, rtol=tolerance, atol=tolerance)
+
+
+SEGMENTS = [
+    ([[0, 16], [3, 30]], [[0, 1], [33, 160]]),  # an empty one, one slot, off a turn, up to the last slot
+    ([[7, 0], [48, 0]], [[64, 96], [31, 32]]),
+]
+
+
+@pytest.mark.parametrize(
+    ("group", "head_dim", "dtype"), [(7, 80, jnp.float32), (1, 72, jnp.float32), (8, 64, jnp.bfloat16)]
+)
+def test_decode_attention_on_segments_of_every_kind(group, head_dim, dtype):
+    pool, valid = make_pool(group, head_dim, dtype)
+    run = jax.jit(lambda *a: decode_attention_triton(*a, MOST, True, interpret=True))
+    for start, length in SEGMENTS:
+        got = run(*pool, jnp.array(start), jnp.array(length), jnp.array(valid))
+        chosen = [[np.flatnonzero(valid[b, h][: length[b][h]]) for h in range(2)] for b in range(BATCH)]
+        close(got, attention(*pool, start, chosen), 1e-5 if dtype == jnp.float32 else 0.03)
+
+
+def test_decode_attention_without_mask_and_mass_reads_nothing_outside():
+    (q, k, v), _ = make_pool(2, 64)
+    start, length = np.array(SEGMENTS[0])
+    place = np.arange(SLOTS)[None, :, None]
+    outside = ((place < start[:, None]) | (place >= (start + length)[:, None]))[..., None]
+    dirty = jnp.where(outside, jnp.nan, k), jnp.where(outside, jnp.nan, v)
+    out, lse, mass = decode_attention_triton(
+        q, *dirty, jnp.array(start), jnp.array(length), None, MOST, False, interpret=True
+    )
+    chosen = [[np.arange(length[b, h]) for h in range(2)] for b in range(BATCH)]
+    close((out, lse), attention(q, k, v, start, chosen)[:2], 1e-5)
+    assert mass is None
+
+
+def test_core_attention_on_listed_rows_and_text():
+    pool, valid = make_pool(3, 80)
+    random = np.random.default_rng(1)
+    rows = np.stack([np.sort(random.choice(100, 50, replace=False)) for _ in range(BATCH)])
+    run = jax.jit(lambda *a: core_attention_triton(*a, MOST, True, interpret=True))
+    for count, text, length in (
+        ([50, 17], [[100, 110], [100, 101]], [[160, 130], [100, 102]]),  # without and with little text
+        ([0, 50], [[100, 0], [100, 100]], [[160, 0], [157, 133]]),  # nothing listed, an empty head
+    ):
+        start = [[0, 16], [30, 3]]
+        chosen = [
+            [
+                [
+                    *(p for p in rows[b][: count[b]] if p < length[b][h] and valid[b, h, p]),
+                    *(p for p in range(text[b][h], length[b][h]) if valid[b, h, p]),
+                ]
+                for h in range(2)
+            ]
+            for b in range(BATCH)
+        ]
+        got = run(*pool, *map(jnp.array, (start, length, rows, count, text, valid)))
+        close(got, attention(*pool, start, chosen), 1e-5)
+
+
+# --- mass ---------------------------------------------------------------------------------------------------------
+
+HEADS, KV_HEADS, LENGTH = 4, 2, 100
+
+
+def make_rows(head_dim=80):
+    random = np.random.default_rng(2)
+    q = 2 * random.standard_normal((HEADS, LENGTH, head_dim))
+    k = random.standard_normal((KV_HEADS, LENGTH, head_dim))
+    mask = random.random(LENGTH) < 0.8
+    mask[:3] = False  # the first rows see nothing
+    return *(jnp.array(x, jnp.float32) for x in (q, k, random.random((3, LENGTH)))), mask
+
+
+def probabilities(q, k, allowed, softmax_n):
+    k = np.repeat(np.float64(k), HEADS // KV_HEADS, axis=0)
+    e = np.exp(np.einsum("nth,nsh->nts", np.float64(q), k) / math.sqrt(q.shape[-1])) * allowed
+    total = e.sum(axis=-1, keepdims=True) + softmax_n
+    return e / np.where(total > 0, total, 1)
+
+
+PLACES = np.array([99, 5, 20, 0, 21, 5, 64, 33])  # in no order, one of them twice
+
+
+@pytest.mark.parametrize(
+    ("statistic", "causal", "softmax_n", "gathered"),
+    [("sum", True, 0.0, False), ("sum", False, 4.0, True), ("square", True, 1.0, True), ("count", True, 0.0, False)],
+)
+def test_mass_of_columns_and_rows(statistic, causal, softmax_n, gathered):
+    q, k, weight, mask = make_rows()
+    places = PLACES if gathered else np.arange(LENGTH)
+    q, row_weight = q[:, places], weight[:, places]
+    allowed = mask & ((np.arange(LENGTH) <= places[:, None]) | (not causal))
+    p = probabilities(q, k, allowed, softmax_n)
+    options = {"causal": causal, "in_order": not gathered, "softmax_n": softmax_n, "interpret": True}
+
+    @jax.jit
+    def run(q, k, row_weight, weight, mask, places):
+        received = attention_mass_triton(q, k, row_weight, mask, places, **options, statistic=statistic, threshold=0.1)
+        return received, attention_mass_rows_triton(q, k, weight, mask, places, **options)
+
+    received, given = run(q, k, row_weight, weight, jnp.array(mask), jnp.array(places))
+    close([given], [np.einsum("rs,nts->rnt", np.float64(weight), p)], 1e-5)
+    counted = {"sum": p, "square": p**2, "count": allowed & (p >= 0.1 * p.max(axis=-1, keepdims=True))}[statistic]
+    close([received], [np.einsum("rt,nts->rns", np.float64(row_weight), np.float64(counted))], 1e-5)
+
+
+def test_mass_of_bfloat16_with_logits_of_hundreds():
+    q, k, weight, mask = make_rows(head_dim=64)
+    q, k = (50 * q).astype(jnp.bfloat16), k.astype(jnp.bfloat16)
+    args = weight, jnp.array(mask), jnp.arange(LENGTH)
+    options = {"causal": True, "in_order": True, "softmax_n": 0.0, "interpret": True}
+    p = probabilities(q, k, mask & np.tri(LENGTH, dtype=bool), 0.0)
+    # A logit of hundreds is known to a few of its own float32 roundings, by which its exponential is off.
+    received = attention_mass_triton(q, k, *args, **options, statistic="sum", threshold=0.0)
+    close([received], [np.einsum("rt,nts->rns", np.float64(weight), p)], 1e-3)
+
+
+def test_mass_of_a_batch_is_that_of_each_of_its_prompts():
+    """By vmap, as in prefill; places are shared, everything else is not."""
+    q, k, weight, mask = make_rows(head_dim=64)
+    batch = [jnp.stack([x, x[:, ::-1]]) for x in (q, k, weight)]
+    masks = np.stack([mask, ~mask])
+    options = {"causal": True, "in_order": True, "softmax_n": 0.0, "interpret": True}
+    run = jax.jit(jax.vmap(functools.partial(attention_mass_rows_triton, **options), (0, 0, 0, 0, None)))
+    got = run(*batch, jnp.array(masks), jnp.arange(LENGTH))
+    for b, x in enumerate(got):
+        p = probabilities(batch[0][b], batch[1][b], masks[b] & np.tri(LENGTH, dtype=bool), 0.0)
+        close([x], [np.einsum("rs,nts->rnt", np.float64(batch[2][b]), p)], 1e-5)
+
+
+# --- for a GPU that is not here -----------------------------------------------------------------------------------
+
+
+def lowered(function, *shapes):
+    """The program for CUDA, as text; jax of 0.11 and later asks for which GPU."""
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    devices = {"device_kind": "NVIDIA A100-SXM4-80GB", "platform": "cuda", "num_cores": None}
+    if jax.__version_info__ < (0, 11):
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=jax.sharding.AbstractDevice(**devices))
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 32, 128), (28, 4, 128), (48, 8, 128), (16, 2, 80)])
+def test_every_kernel_lowers_for_cuda_without_a_warning(heads, kv_heads, head_dim):
+    length, half = 512, jnp.bfloat16
+    q, pool = ((4, heads, head_dim), half), ((4, length, kv_heads, head_dim), half)
+    per_head, valid = ((4, kv_heads), jnp.int32), ((4, kv_heads, length), jnp.bool_)
+    listed = ((4, 64), jnp.int32), ((4,), jnp.int32), per_head
+    rows, keys = ((3, heads, length, head_dim), half), ((3, kv_heads, length, head_dim), half)
+    places = (length,), jnp.int32
+    batched = rows, keys, ((3, 2, length), jnp.float32), ((3, length), jnp.bool_)  # as prefill does, by vmap
+    options = {"causal": True, "in_order": True, "softmax_n": 1.0}
+    counting = functools.partial(attention_mass_triton, **options, statistic="count", threshold=0.01)
+    given = functools.partial(attention_mass_rows_triton, **options)
+    for function, *shapes in (
+        (lambda *a: decode_attention_triton(*a, length, True), q, pool, pool, per_head, per_head, valid),
+        (lambda *a: decode_attention_triton(*a, None, length, False), q, pool, pool, per_head, per_head),
+        (lambda *a: core_attention_triton(*a, length, True), q, pool, pool, per_head, per_head, *listed, valid),
+        (jax.vmap(counting, (0, 0, 0, 0, None)), *batched, places),
+        (jax.vmap(given, (0, 0, 0, 0, None)), *batched, places),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert "triton" in lowered(function, *shapes)
+
+
+def test_what_a_kernel_cannot_take_is_said():
+    (q, k, v), _ = make_pool(1, 64)
+    assert unsupported(q, k, v) is None
+    packed = quantize(k, jnp.ones(k.shape[:3], bool), axis="slots")
+    assert "quantised" in unsupported(q, packed, v)
+    assert "int8" in unsupported(q, k.astype(jnp.int8), v)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "parts"),
+    [(64, [(0, 64)]), (80, [(0, 64), (64, 16)]), (96, [(0, 64), (64, 32)]), (128, [(0, 128)]),
+     (72, [(0, 64), (64, 16)]), (8, [(0, 16)]), (112, [(0, 64), (64, 32), (96, 16)])],
+)  # fmt: skip
+def test_a_head_is_held_as_powers_of_two(head_dim, parts):
+    assert gpu.tiles(head_dim) == parts

@@ -1,0 +1,66 @@
+"""A-VL's ordinary steps do not read what is stored but not in the core, whatever it holds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_decode_time import one_layer
+
+from pallas_kernels import Kernels
+from vlkv import policies
+from vlkv.memory import arrive, attend
+
+LENGTH, HEADS, GROUPS, DIM, NEW = 70, 2, 2, 8, 4
+
+
+@pytest.fixture(scope="module")
+def step():
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.normal(size=(n, LENGTH, DIM)).astype(np.float32) for name, n in zip("qkv", (4, 2, 2))}  # noqa: B905
+    arrays["is_vision"] = (np.arange(LENGTH) >= 8) & (np.arange(LENGTH) < 58)
+    cache, memory, _ = one_layer(policies.AVL(keep=0.6, core=0.2, refresh=2), arrays, new_tokens=NEW)
+    q = jnp.array(rng.normal(size=(1, HEADS * GROUPS, DIM)), jnp.float32)
+    tail = jnp.array(rng.normal(size=(2, 1, NEW, HEADS, DIM)), jnp.float32)
+    return cache, jax.vmap(arrive)(memory), q, tail
+
+
+def answer(step, memory, k, v, kernels=None):
+    cache, _, q, tail = step
+    begin = jnp.zeros_like(cache.start[0])
+    segment = k, v, cache.start[0], cache.length[0]
+    run = jax.jit(attend, static_argnames="kernels")
+    return run(q, segment, (*tail, begin, begin + 1), memory, kernels=kernels)
+
+
+def test_an_ordinary_step_does_not_read_what_is_not_in_the_core(step):
+    cache, memory, _, _ = step
+    most = memory.attended.shape[-1] - NEW
+    aside = np.asarray(memory.stored & ~memory.attended)[0, 0, :most]
+    assert aside.sum() == 30 - 10 and memory.core.suffices.all()
+    start = int(cache.start[0, 0, 0])
+    slots = start + np.flatnonzero(aside)
+    poisoned = (cache.k.at[:, slots].set(jnp.nan), cache.v.at[:, slots].set(jnp.nan))
+    for got, want in zip(answer(step, memory, *poisoned), answer(step, memory, cache.k, cache.v), strict=True):
+        np.testing.assert_array_equal(got, want)
+    refreshed = jax.vmap(cache.policy.step)(memory, jnp.zeros((1, HEADS * GROUPS, most + NEW)))
+    assert not refreshed.core.suffices.any()  # the second step is a refresh: it reads everything
+    assert np.isnan(answer(step, refreshed, *poisoned)[0]).any()
+
+
+def test_kernels_by_name_give_the_same_answer(step):
+    cache, memory, _, _ = step
+    named = Kernels(decode_attention="reference", core_attention="reference")
+    for got, want in zip(
+        answer(step, memory, cache.k, cache.v, named), answer(step, memory, cache.k, cache.v), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_where_heads_differ_no_list_is_used(step):
+    _, memory, _, _ = step
+    policy = policies.AVL(keep=0.6, core=0.2, refresh=5)
+    core = memory.values["core"].at[0, 1].set(jnp.roll(memory.values["core"][0, 1], 1))
+    values = {**memory.values, "core": core}
+    one = jax.tree.map(lambda x: x[0], type(memory)(**{**vars(memory), "values": values}))
+    made = policy.prepare(one)
+    assert not made.core.suffices and (made.attended[0] != made.attended[1]).any()

@@ -1,0 +1,172 @@
+"""InternVL's tiles, prompts and conversations: transformers' processor on PIL, and the authors' format, by hand."""
+
+from __future__ import annotations
+
+import json
+import types
+
+import numpy as np
+import PIL.Image
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from vlkv.config import ModelConfig
+from vlkv.config.conversations import CONVERSATIONS
+from vlkv.errors import InputError
+from vlkv.processing import Processor, Video
+from vlkv.processing.internvl import tiling
+
+SPECIAL = ["<s>", "<img>", "</img>", "<IMG_CONTEXT>", "<|im_start|>", "<|im_end|>", "<|end|>", "<|user|>"]
+IMAGE = SPECIAL.index("<IMG_CONTEXT>")
+SIDE, TOKENS = 28, 4
+SETTINGS = {
+    "image_processor_type": "GotOcr2ImageProcessorFast", "crop_size": None, "do_center_crop": None, "resample": 3,
+    "size": {"height": SIDE, "width": SIDE}, "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225],
+    "min_patches": 1, "max_patches": 12, "crop_to_patches": False,
+}  # fmt: skip
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for c in m.content %}{% if c.type == 'image' %}{{ '<IMG_CONTEXT>\\n' }}{% elif c.type == 'video' %}"
+    "{{ '<video>\\n' }}{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+LLM = dict(
+    model_type="qwen2", vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+    num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=4096, eos_token_id=5,
+)  # fmt: skip
+VISION = dict(
+    hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=SIDE, patch_size=7
+)
+HF = dict(model_type="internvl", text_config=LLM, vision_config=VISION, image_token_id=IMAGE)
+ORIGINAL = dict(
+    model_type="internvl_chat", llm_config=LLM, vision_config=VISION, template="internlm2-chat", ps_version="v2",
+    dynamic_image_size=True, use_thumbnail=True, max_dynamic_patch=12,
+)  # fmt: skip
+
+
+def write_tokenizer(folder):
+    names = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SPECIAL])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture
+def hf(tmp_path):
+    write_tokenizer(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    return Processor.from_folder(tmp_path, ModelConfig.from_hf(HF))
+
+
+@pytest.fixture
+def original(tmp_path):
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("not this one")
+    added = {name: i for i, name in enumerate(SPECIAL)}
+    return lambda **changes: Processor.from_folder(tmp_path, ModelConfig.from_hf({**ORIGINAL, **changes}, added=added))
+
+
+def noise(width, height, seed=0):
+    return PIL.Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8))
+
+
+def spelled(processor, inputs, row=0):
+    return processor.tokenizer.tokenizer.decode(inputs.tokens[row][inputs.valid[row]], skip_special_tokens=False)
+
+
+def test_tiles_of_a_screen():
+    assert tiling(640, 480, 448, 1, 12) == (4, 3)  # and the thumbnail: 13 tiles of 256 tokens, 3328
+    assert tiling(448, 448, 448, 1, 12) == (1, 1)
+    assert tiling(100, 1200, 448, 1, 12) == (1, 12)
+
+
+def test_tiles_of_200_sizes_are_those_of_transformers():
+    theirs = pytest.importorskip("transformers.models.got_ocr2.image_processing_pil_got_ocr2")
+    rng = np.random.default_rng(0)
+    sizes = np.exp(rng.uniform(np.log(20), np.log(4000), (200, 2))).astype(int).tolist()
+    sizes += [[side * i, side * j] for side in (224, 300, 317, 448, 896) for i in range(1, 5) for j in range(1, 5)]
+    counts = theirs.GotOcr2ImageProcessorPil(size={"height": 448, "width": 448}, crop_to_patches=True)
+    for width, height in sizes:
+        for fewest, most in ((1, 12), (1, 6), (2, 4)):
+            wanted = theirs.get_optimal_tiled_canvas((height, width), (448, 448), fewest, most)
+            assert tiling(width, height, 448, fewest, most) == wanted
+        columns, lines = tiling(width, height, 448, 1, 12)
+        tiles = columns * lines + (columns * lines > 1)
+        assert tiles == counts.get_number_of_image_patches(height, width, {})
+
+
+@pytest.mark.parametrize("family", ["hf", "original"])
+def test_pixels_are_those_of_transformers(request, family):
+    theirs = pytest.importorskip("transformers.models.got_ocr2.image_processing_pil_got_ocr2")
+    reader = theirs.GotOcr2ImageProcessorPil(
+        crop_to_patches=True, **{key: SETTINGS[key] for key in ("size", "image_mean", "image_std", "resample")}
+    )
+    processor = request.getfixturevalue(family)
+    pictures = (processor if family == "hf" else processor()).pictures
+    rng = np.random.default_rng(1)
+    for seed, (width, height) in enumerate([*rng.integers(5, 200, (9, 2)).tolist(), (SIDE, SIDE)]):
+        image = noise(width, height, seed)
+        read, wanted = pictures.read(image), reader(image, return_tensors="np")
+        assert read.arrays["pixel_values"].shape == wanted["pixel_values"].shape
+        np.testing.assert_allclose(read.arrays["pixel_values"], wanted["pixel_values"], atol=1e-5)
+        assert read.tokens == TOKENS * wanted["num_patches"][0]
+
+
+def test_prompts_of_transformers_form(hf):
+    """The marks of transformers' processor, around as many image tokens; a video's frames are one tile each."""
+    theirs = pytest.importorskip("transformers.models.internvl.processing_internvl").InternVLProcessor
+    like = types.SimpleNamespace(
+        start_image_token="<img>", end_image_token="</img>", image_token="<IMG_CONTEXT>", image_seq_length=TOKENS
+    )
+    video = Video(frames=[noise(40, 30, seed) for seed in range(3)])
+    inputs = hf([[noise(60, 29), noise(28, 28), video], []], ["look <video>\nand <image>\nand <image>\nwhat?", "hi"])
+    frames = theirs.replace_video_token(like, {"pixel_values_videos": [np.zeros((3, 1))]}, 0)
+    pictures = [theirs.replace_image_token(like, {"num_patches": [3, 1]}, i) for i in range(2)]
+    assert spelled(hf, inputs) == (
+        f"<s><|im_start|>user\nlook {frames}\nand {pictures[0]}\nand {pictures[1]}\nwhat?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert spelled(hf, inputs, 1) == "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert inputs.is_vision.sum(axis=1).tolist() == [7 * TOKENS, 0]
+    frame = hf.pictures.read(Video(frames=video.frames[:1])).arrays["pixel_values"][0]
+    np.testing.assert_array_equal(inputs.pixels[0], frame, "pixels in the order of the prompt, not of the call")
+
+
+@pytest.mark.parametrize("name", sorted(CONVERSATIONS))
+def test_conversations_of_the_authors(original, name):
+    """System turn, question, answer: an opening and the separator for each. The folder's own template is not used."""
+    processor = original(template=name)
+    inputs = processor(noise(28, 28), "what?")
+    c = CONVERSATIONS[name]
+    tiles = "<img>" + "<IMG_CONTEXT>" * TOKENS + "</img>"
+    wanted = "<s>" + c.system + c.separator + c.user + tiles + "\nwhat?" + c.separator + c.assistant
+    assert spelled(processor, inputs) == wanted
+    assert processor.config.stop == (SPECIAL.index("<|end|>" if name == "phi3-chat" else "<|im_end|>"),)
+    assert "InternVL" in wanted and ("\n<|im_start|>user\n" in wanted) == (name == "internvl2_5")
+
+
+def test_settings_of_an_original(original):
+    image = noise(60, 29)
+    assert original()(image, "a").is_vision.sum() == 3 * TOKENS
+    assert original(use_thumbnail=False)(image, "a").is_vision.sum() == 2 * TOKENS
+    assert original(dynamic_image_size=False)(image, "a").is_vision.sum() == TOKENS
+    assert original(min_dynamic_patch=3)(image, "a").is_vision.sum() > 3 * TOKENS
+
+
+def test_what_is_refused(hf, original, tmp_path):
+    with pytest.raises(InputError, match="layout"):
+        Processor.from_folder(tmp_path, hf.config, layout="pad")
+    with pytest.raises(InputError, match="<IMG_CONTEXT>"):
+        hf(noise(28, 28), "what is <IMG_CONTEXT>?")
+    for field, value in (("image_processor_type", "CLIPImageProcessor"), ("do_center_crop", True), ("max_patches", 0),
+                         ("size", {"shortest_edge": SIDE}), ("size", {"height": 14, "width": 14})):  # fmt: skip
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps({**SETTINGS, field: value}))
+        with pytest.raises(InputError, match=r"preprocessor_config\.json"):
+            Processor.from_folder(tmp_path, hf.config)
+    (tmp_path / "tokenizer.json").rename(tmp_path / "tokenizer.model")
+    with pytest.raises(InputError, match=r"another form only \(tokenizer\.model\)"):
+        original()

@@ -1,0 +1,250 @@
+"""`vlkv convert`: both formats, killed and resumed, verified, and in little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import vlkv
+from checkpoints_convert import converting, pieces
+from checkpoints_convert.reading import open_checkpoint
+from vlkv.cli import main
+from vlkv.mini import CHECKPOINT
+
+FORMATS = pytest.mark.parametrize("kind", ["safetensors", "orbax"])
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch):
+    """So that the miniature has several, and a tensor several slices."""
+    monkeypatch.setattr(converting, "SHARD_BYTES", 2**20)
+    monkeypatch.setattr(converting, "PIECE_BYTES", 2**20)
+    monkeypatch.setattr(converting.streaming, "SLICE_BYTES", 3000)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return Path(shutil.copytree(CHECKPOINT, tmp_path / "model"))
+
+
+def equal(a, b) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+@FORMATS
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_what_was_converted_loads_as_its_source_does(tmp_path, kind, dtype):
+    converting.convert(CHECKPOINT, tmp_path / "out", format=kind, dtype=dtype, progress=False)
+    converting.verify(tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / "vlkv_manifest.json").read_text())
+    params, processor = vlkv.load(tmp_path / "out")
+    assert manifest["storage"] == kind
+    equal(params, vlkv.load_params(CHECKPOINT, dtype=dtype))
+    half = jax.tree.map(lambda x: x.astype("float16"), params)
+    equal(vlkv.load_params(tmp_path / "out", dtype="float16"), half)
+    assert manifest["parameters"] == sum(x.size for x in jax.tree.leaves(params))
+    assert manifest["bytes"] == sum(x.nbytes for x in jax.tree.leaves(params))
+    assert processor.config == params.config
+
+
+def test_safetensors_reads_what_is_written_slice_by_slice(tmp_path):
+    """The library's own reader, and header: every tensor as in the source, wide types first, aligned."""
+    source = open_checkpoint(CHECKPOINT)
+    keys = list(dict.fromkeys(entry.key for entry in source.entries))
+    done = []
+    digest, nbytes = converting.streaming.write(source, keys, tmp_path / "x.safetensors", None, lambda: done.append(1))
+    found = load_file(tmp_path / "x.safetensors")
+    assert sorted(found) == sorted(keys) and len(done) == len(keys)
+    for key, array in found.items():
+        np.testing.assert_array_equal(array, source.read_tensor(key))
+    assert nbytes == sum(array.nbytes for array in found.values())
+    assert digest == converting.sha256(tmp_path / "x.safetensors")
+
+
+def stop_after(shards: int, monkeypatch) -> list[str]:
+    """Ends a conversion as Ctrl-C does, after so many shards, the next one half-written; returns what it writes."""
+    written: list[str] = []
+    write = converting._write_shard
+
+    def counted(checkpoint, members, path, *rest):
+        if len(written) == shards:
+            path.with_name(f"{path.name}.half").write_bytes(b"half")
+            path.write_bytes(b"half")
+            raise KeyboardInterrupt
+        written.append(path.name)
+        return write(checkpoint, members, path, *rest)
+
+    monkeypatch.setattr(converting, "_write_shard", counted)
+    return written
+
+
+@FORMATS
+def test_a_run_that_was_stopped_is_taken_up(folder, tmp_path, monkeypatch, kind):
+    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+
+    def convert(**options) -> Path:
+        return converting.convert(folder, out, format=kind, progress=False, **options)
+
+    with monkeypatch.context() as patch:
+        first = stop_after(3, patch)
+        with pytest.raises(KeyboardInterrupt):
+            convert()
+    assert not out.exists() and partial.is_dir()
+    with pytest.raises(vlkv.InputError, match="complete"):
+        vlkv.load(partial)
+    damaged = next(path for path in [partial / first[1], *(partial / first[1]).rglob("*")] if path.is_file())
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    with monkeypatch.context() as patch:
+        second = stop_after(99, patch)
+        convert()
+    assert first[1] in second, "its checksum was wrong: written again"
+    assert not {first[0], first[2]} & set(second), "finished shards are kept"
+    assert len({*first, *second}) > 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+    assert not list(out.glob("*unfinished*")) and not list(out.glob("*half*"))
+    converting.verify(out)
+    equal(vlkv.load_params(out), vlkv.load_params(folder))
+
+
+def test_another_job_keeps_nothing_of_the_one_that_was_stopped(folder, tmp_path, monkeypatch):
+    """Another dtype, or a source that has changed since."""
+    for change in ("dtype", "source"):
+        with monkeypatch.context() as patch:
+            first = stop_after(2, patch)
+            with pytest.raises(KeyboardInterrupt):
+                converting.convert(folder, tmp_path / change, progress=False)
+        if change == "source":
+            tensors = load_file(folder / "model.safetensors")
+            save_file({key: 2 * array for key, array in tensors.items()}, folder / "model.safetensors")
+        with monkeypatch.context() as patch:
+            second = stop_after(99, patch)
+            converting.convert(
+                folder, tmp_path / change, dtype="bfloat16" if change == "dtype" else None, progress=False
+            )
+        assert change == "dtype" or set(first) <= set(second)
+        dtype = "bfloat16" if change == "dtype" else None
+        equal(vlkv.load_params(tmp_path / change), vlkv.load_params(folder, dtype=dtype))
+
+
+@FORMATS
+def test_kill_9_leaves_nothing_that_loads_and_the_next_run_goes_on(folder, tmp_path, kind):
+    """In a process of its own, stopped after the second shard."""
+    code = (
+        "import sys, time; from pathlib import Path; from checkpoints_convert import converting, journal\n"
+        "converting.SHARD_BYTES = converting.PIECE_BYTES = 2**20\n"
+        "finish = journal.Journal.finish\n"
+        "def stop(self, *args):\n"
+        "    finish(self, *args)\n"
+        "    if len(self.shards) == 2: print('two', flush=True); time.sleep(60)\n"
+        "journal.Journal.finish = stop\n"
+        "converting.convert(Path(sys.argv[1]), Path(sys.argv[2]), format=sys.argv[3], progress=False)\n"
+    )
+    command = [sys.executable, "-c", code, str(folder), str(tmp_path / "out"), kind]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None and process.stdout.readline() == "two\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "out").exists()
+    partial = tmp_path / ".out.partial"
+    with pytest.raises(vlkv.InputError, match="complete"):
+        vlkv.load(partial)
+    kept = {path: path.stat().st_ino for path in partial.rglob("*") if path.is_file() and "unfinished" not in path.name}
+    assert kept
+    converting.convert(folder, tmp_path / "out", format=kind, progress=False)
+    for path, inode in kept.items():
+        assert (tmp_path / "out" / path.relative_to(partial)).stat().st_ino == inode, "kept, not written again"
+    equal(vlkv.load_params(tmp_path / "out"), vlkv.load_params(folder))
+
+
+def test_damaged_orbax_folders(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["convert", str(CHECKPOINT), str(out), "--quiet", "--format", "orbax"]) == 0
+    assert pieces.is_pieces(out)
+    with pytest.raises(vlkv.InputError, match="holds orbax weights: convert the folder that it was made from"):
+        converting.convert(out, tmp_path / "again", progress=False)
+    manifest, name = (out / "vlkv_manifest.json").read_text(), "decoder.norm.weight"
+
+    def edited(change) -> None:
+        value = json.loads(manifest)
+        change(value["weights"])
+        (out / "vlkv_manifest.json").write_text(json.dumps(value))
+
+    for change, says in (
+        (lambda w: w.pop(name), f"{name} has shape None"),
+        (lambda w: w.update({name: [*w[name][:2], [3]]}), rf"{name} has shape \[3\]"),
+        (lambda w: w.update(surplus=w[name]), "surplus has shape"),
+        (lambda w: w.update({name: ["../elsewhere", *w[name][1:]]}), "points outside"),
+        (lambda w: w.update({name: ["params-9", *w[name][1:]]}), "params-9: missing"),
+        (lambda w: w.update({name: 3}), "lists no weights"),
+    ):
+        edited(change)
+        with pytest.raises(vlkv.InputError, match=says):
+            vlkv.load_params(out)
+    (out / "vlkv_manifest.json").write_text(manifest)
+    data = max((path for path in out.glob("params-*/**/*") if path.is_file()), key=lambda path: path.stat().st_size)
+    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+    with pytest.raises(vlkv.InputError, match="cannot be read"):
+        vlkv.load_params(out)
+    with pytest.raises(vlkv.InputError, match="checksum differs"):
+        converting.verify(out)
+
+
+def random_llama(folder: Path, width: int) -> Path:
+    """One layer of 7 matrices and 2 tables, all [width, width], in bfloat16 of random bits, a file for every three."""
+    folder.mkdir()
+    config = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 16, "torch_dtype": "bfloat16"}
+    config |= dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), width)
+    (folder / "config.json").write_text(json.dumps(config))
+    layer = "model.layers.0."
+    names = [f"{layer}self_attn.{x}_proj" for x in "qkvo"] + [f"{layer}mlp.{x}_proj" for x in ("gate", "up", "down")]
+    shapes = {f"{name}.weight": (width, width) for name in [*names, "model.embed_tokens", "lm_head"]}
+    norms = [f"{layer}input_layernorm.weight", f"{layer}post_attention_layernorm.weight", "model.norm.weight"]
+    shapes |= dict.fromkeys(norms, (width,))
+    rng, weight_map = np.random.default_rng(0), {}
+    for first in range(0, len(shapes), 3):
+        part = {key: shapes[key] for key in list(shapes)[first : first + 3]}
+        bits = {key: rng.integers(0, 2**16, shape, np.uint16) for key, shape in part.items()}
+        weight_map |= dict.fromkeys(part, f"model-{first}.safetensors")
+        save_file({key: x.view(ml_dtypes.bfloat16) for key, x in bits.items()}, folder / f"model-{first}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
+    """288 MiB in tensors of 32: private memory grows by a few slices of 4 MiB, not by a tensor or a shard of 64."""
+    code = (
+        "import sys, threading, time; from pathlib import Path; from checkpoints_convert import converting\n"
+        "converting.SHARD_BYTES, converting.streaming.SLICE_BYTES = 2**26, 2**22\n"
+        "def private():\n"
+        "    return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('RssAnon')) // 1024\n"
+        "def watch():\n"
+        "    while True: peak.append(private()); time.sleep(0.001)\n"
+        "converting.convert(Path(sys.argv[1]), Path(sys.argv[1] + '-out'), progress=False)\n"
+        "before, peak = private(), []\n"
+        "threading.Thread(target=watch, daemon=True).start()\n"
+        "converting.convert(Path(sys.argv[2]), Path(sys.argv[2] + '-out'), progress=False)\n"
+        "print(max(peak) - before)\n"
+    )
+    small, big = random_llama(tmp_path / "small", width=64), random_llama(tmp_path / "big", width=4096)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(small), str(big)], capture_output=True, text=True, check=True, env=environment
+    )
+    assert 0 <= int(result.stdout) < 24
+    manifest = json.loads((tmp_path / "big-out" / "vlkv_manifest.json").read_text())
+    assert manifest["bytes"] == 9 * 2**25 + 3 * 2**13 and len(list((tmp_path / "big-out").glob("model-*"))) > 3
