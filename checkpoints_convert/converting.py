@@ -21,7 +21,7 @@ from tqdm import tqdm
 from checkpoints_convert import pieces, streaming
 from checkpoints_convert.journal import Journal
 from checkpoints_convert.manifest import MANIFEST, digests_below, sha256, verify, write_json
-from checkpoints_convert.reading import INDEX, Checkpoint, Tensor, open_checkpoint, require_json
+from checkpoints_convert.reading import INDEX, Checkpoint, Tensor, open_checkpoint, read_raw
 from vlkv.errors import InputError
 
 Format = Literal["safetensors", "orbax"]
@@ -33,7 +33,6 @@ DTYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
-_COPIED = ("*.json", "*.jinja", "*.model", "*.txt")  # tokenizer, templates, processor settings
 
 __all__ = ["DTYPES", "FORMATS", "convert", "verify"]
 
@@ -111,11 +110,11 @@ def _write(checkpoint: Checkpoint, folder: Path, dtype: np.dtype | None, kind: F
         weight_map = {key: name for name, members in plan.items() for key in members}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         digests[INDEX] = sha256(folder / INDEX)
-    for file in sorted({path for pattern in _COPIED for path in checkpoint.folder.glob(pattern)}):
-        if file.is_file() and file.name not in ("config.json", INDEX, MANIFEST):
-            shutil.copyfile(file, folder / file.name)
-            digests[file.name] = sha256(folder / file.name)
-    config = _retyped(require_json(checkpoint.folder / "config.json"), None if dtype is None else dtype.name)
+    for name, file in checkpoint.settings.items():
+        if name not in ("config.json", INDEX, MANIFEST):
+            shutil.copyfile(file, folder / name)
+            digests[name] = sha256(folder / name)
+    config = _retyped(read_raw(checkpoint.folder), None if dtype is None else dtype.name)
     ready = folder / "config.json.new"
     write_json(ready, config)
     digests["config.json"] = sha256(ready)

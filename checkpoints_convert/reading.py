@@ -17,12 +17,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from checkpoints_convert import tables
-from vlkv.config import ModelConfig
+from vlkv.config import ModelConfig, llava_original
 from vlkv.errors import InputError
 from vlkv.files import read_json
 
 INDEX = "model.safetensors.index.json"
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float32}
+_SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt")
 _PICKLE = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -60,6 +61,16 @@ class Checkpoint:
     def dtype(self) -> np.dtype:
         """That of the embedding table; checkpoints of one dtype are the rule."""
         return np.dtype(_DTYPES[self.tensors[self.entries[0].key].dtype])
+
+    @property
+    def settings(self) -> dict[str, Path]:
+        """Tokenizer, templates and processor settings by file name; the latter may lie beside a separate tower."""
+        files = {path.name: path for pattern in _SETTINGS for path in self.folder.glob(pattern) if path.is_file()}
+        if isinstance(self.config.wiring, llava_original.OriginalConfig):
+            beside = self.folder / self.config.wiring.tower / "preprocessor_config.json"
+            if beside.is_file() and "processor_config.json" not in files:
+                files.setdefault(beside.name, beside)
+        return dict(sorted(files.items()))
 
     def read(self, entry: tables.Entry) -> np.ndarray:
         """One parameter: its tensor, or the part of it that is meant."""
@@ -114,13 +125,22 @@ def read_config(folder: Path) -> ModelConfig:
         raise InputError(f"{folder}: no such folder")
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder}: no config.json, so this is not a (complete) checkpoint folder")
-    raw, generation = require_json(folder / "config.json"), read_json(folder / "generation_config.json")
+    raw, generation = read_raw(folder), read_json(folder / "generation_config.json")
     try:
         return ModelConfig.from_hf(raw, generation, _added_tokens(folder))
     except InputError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise InputError(f"{folder / 'config.json'}: malformed ({type(error).__name__}: {error})") from None
+
+
+def read_raw(folder: Path) -> dict[str, Any]:
+    """`config.json`, with the config of a tower that it only names."""
+    raw = require_json(folder / "config.json")
+    tower = None
+    if llava_original.is_original(raw):
+        tower = read_json(folder / llava_original.tower_folder(raw) / "config.json")
+    return llava_original.completed(raw, tower)
 
 
 def _added_tokens(folder: Path) -> dict[str, int]:
@@ -148,6 +168,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             if key in found:
                 raise InputError(f"{tensor.file}: {tensor.key} is there twice (also in {found[key].file.name})")
             found[key] = tensor
+    found |= _tower_beside(folder, config, found)
     if "lm_head.weight" in found:  # what the file holds decides, not the config
         config = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, tied=False))
     elif not config.decoder.tied:
@@ -155,6 +176,23 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     entries = tuple(tables.table(config))
     _match(found, entries, config, folder)
     return Checkpoint(folder, config, entries, found)
+
+
+def _tower_beside(folder: Path, config: ModelConfig, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a tower that the checkpoint only names, from the folder of that name inside it.
+
+    Only inside: a config from elsewhere must not make us read elsewhere.
+    """
+    if not isinstance(config.wiring, llava_original.OriginalConfig):
+        return {}
+    if any(key.startswith(tables.llava_original.TOWER) for key in found):
+        return {}  # its own, which may have been trained further
+    place = folder / config.wiring.tower
+    if not place.is_dir():
+        raise InputError(f"{folder}: holds no vision tower: put the folder {config.wiring.tower} (config.json and "
+                         "safetensors) of the tower that config.json names into it")  # fmt: skip
+    beside = [tensor for file in _files(place) for tensor in _headers(file) if tensor.key.startswith("vision_model.")]
+    return {tables.canonical(f"vision_tower.{tensor.key}", config.family): tensor for tensor in beside}
 
 
 def _match(found: dict[str, Tensor], entries: tuple[tables.Entry, ...], config: ModelConfig, folder: Path) -> None:

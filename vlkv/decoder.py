@@ -7,6 +7,8 @@ before attention and `finish` after it, so that prefill, decode and the parity f
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -31,7 +33,7 @@ class DecoderLayer(nnx.Module):
         self.gate = Linear(c.width, c.mlp_width, bias=False, init=init)
         self.up = Linear(c.width, c.mlp_width, bias=False, init=init)
         self.down = Linear(c.mlp_width, c.width, bias=False, init=init)
-        self.rope = c.rope
+        self.rope, self.log_from = c.rope, c.log_from
 
     def project(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T A"]
@@ -39,6 +41,8 @@ class DecoderLayer(nnx.Module):
         """Queries and keys, rotated, and values."""
         h = self.attention_norm(x)
         q = rotate(self.query(h), positions, self.rope)
+        if self.log_from is not None:
+            q = q * _growth(positions, self.log_from).astype(q.dtype)
         k = rotate(self.key(h), positions, self.rope)
         return q, k, self.value(h)
 
@@ -47,6 +51,12 @@ class DecoderLayer(nnx.Module):
         x = x + self.out(attended)
         h = self.mlp_norm(x)
         return x + self.down(jax.nn.silu(self.gate(h)) * self.up(h))
+
+
+def _growth(positions: Int[Array, "B T A"], log_from: int) -> Float[Array, "B T 1 1"]:
+    """Log-n attention: 1 for the first `log_from` tokens, then log(n) / log(log_from) for the n-th (Su 2021)."""
+    n = jnp.max(positions, axis=-1)[..., None, None] + 1.0
+    return jnp.maximum(1.0, jnp.log(n) / math.log(log_from))
 
 
 class Decoder(nnx.Module):

@@ -80,7 +80,8 @@ class Inputs:
         longest = int(valid.sum(axis=1).max())
         if longest > config.decoder.max_positions:
             raise InputError(f"the prompt has {longest} tokens, the model's limit is {config.decoder.max_positions}")
-        if tokens[valid].min() < 0 or tokens[valid].max() >= config.decoder.vocab_size:
+        text = tokens[valid & ((tokens != config.image_token) | (config.image_token is None))]
+        if (text < 0).any() or (text >= config.decoder.vocab_size).any():
             raise InputError(f"a token id lies outside the vocabulary of {config.decoder.vocab_size}")
         made = ARRANGE[config.family](batch, tokens, valid, config, buckets)
 
@@ -90,7 +91,8 @@ class Inputs:
         max_text = round_up(int((valid & ~is_vision).sum(axis=1).max()), buckets.text)
         pad = [(0, 0), (0, max(0, made.max_vision + max_text - tokens.shape[1]))]
         return cls(
-            tokens=np.pad(np.where(valid, tokens, 0), pad),
+            # The image's token may stand outside the vocabulary.
+            tokens=np.pad(np.where(valid & (tokens < config.decoder.vocab_size), tokens, 0), pad),
             positions=np.pad(made.positions, [*pad, (0, 0)]),
             valid=np.pad(valid, pad),
             vision_index=np.pad(made.vision_index, pad, constant_values=-1),

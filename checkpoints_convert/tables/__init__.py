@@ -10,12 +10,28 @@ from __future__ import annotations
 import re
 from types import ModuleType
 
-from checkpoints_convert.tables import internvl, internvl_chat, llava, llava_next, llava_video, qwen2_vl, text
+from checkpoints_convert.tables import (
+    eve,
+    internvl,
+    internvl_chat,
+    llava,
+    llava_next,
+    llava_original,
+    llava_video,
+    mobilevlm,
+    qwen2_vl,
+    qwen_vl,
+    text,
+)
 from checkpoints_convert.tables.entry import Entry, Part
 from vlkv.config import TEXT_FAMILIES, ModelConfig
 
 _FAMILIES: dict[str, ModuleType] = {
     "llava": llava,
+    "llava_llama": llava_original,
+    "mobilevlm": mobilevlm,
+    "qwen": qwen_vl,
+    "eve": eve,
     **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), llava_next),
     "llava_qwen": llava_video,
     "internvl": internvl,

@@ -52,6 +52,7 @@ class DecoderConfig:
     rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
     qkv_bias: bool = False
     out_bias: bool = False
+    log_from: int | None = None  # log-n attention: queries grow with the logarithm of the position behind this one
     tied: bool = False  # the output head is the embedding table
     names: str = "llama"  # how the checkpoint spells the tensors: "llama", "phi3" or "internlm2"
 

@@ -6,11 +6,25 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vlkv.config import internvl, internvl_chat, llava, llava_next, llava_onevision, llava_video, qwen2_vl, text
+from vlkv.config import (
+    eve,
+    internvl,
+    internvl_chat,
+    llava,
+    llava_next,
+    llava_onevision,
+    llava_original,
+    llava_video,
+    qwen2_vl,
+    qwen_vl,
+    text,
+)
 from vlkv.config.clip import ClipConfig
 from vlkv.config.decoder import TEXT_FAMILIES, DecoderConfig
+from vlkv.config.eve import EveVisionConfig
 from vlkv.config.internvit import InternVitConfig
 from vlkv.config.qwen2_vision import QwenVisionConfig
+from vlkv.config.qwen_vl import QwenVitConfig
 from vlkv.config.siglip import SiglipConfig
 from vlkv.errors import InputError
 
@@ -25,9 +39,13 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "internvl_chat": internvl_chat.read,
     "qwen2_vl": qwen2_vl.read,
     "qwen2_5_vl": qwen2_vl.read,
+    **dict.fromkeys(("llava_llama", "mobilevlm"), llava_original.read),
+    "qwen": qwen_vl.read,
+    "eve": eve.read,
     **dict.fromkeys(TEXT_FAMILIES, text.read),
 }
 FAMILIES = tuple(_READERS)
+Vision = ClipConfig | SiglipConfig | InternVitConfig | QwenVisionConfig | QwenVitConfig | EveVisionConfig
 # Architecture of an original checkpoint, whose model_type does not tell -> its config as transformers would write it.
 _ORIGINALS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {"LlavaQwenForCausalLM": llava_video.nested}
 
@@ -38,7 +56,9 @@ class ModelConfig:
 
     family: str
     decoder: DecoderConfig
-    vision: ClipConfig | SiglipConfig | InternVitConfig | QwenVisionConfig | None = None
+    vision: ClipConfig | SiglipConfig | InternVitConfig | QwenVisionConfig | QwenVitConfig | EveVisionConfig | None = (
+        None
+    )
     image_token: int | None = None
     video_token: int | None = None
     projector_bias: bool = True

@@ -11,18 +11,24 @@ from jaxtyping import Array, Key
 from vlkv import sharding
 from vlkv.config import TEXT_FAMILIES, ModelConfig
 from vlkv.layers import Initializer, Order
+from vlkv.models.eve import Eve
 from vlkv.models.internvl import InternVl
 from vlkv.models.llava import Llava
 from vlkv.models.llava_next import LlavaNext
+from vlkv.models.mobilevlm import MobileVlm
 from vlkv.models.qwen2_vl import QwenVl
+from vlkv.models.qwen_vl import FirstQwenVl
 from vlkv.models.text import TextModel
 
-Model = Llava | LlavaNext | InternVl | QwenVl | TextModel
+Model = Llava | LlavaNext | InternVl | QwenVl | MobileVlm | FirstQwenVl | Eve | TextModel
 _CLASSES: dict[str, type] = {
-    "llava": Llava,
+    **dict.fromkeys(("llava", "llava_llama"), Llava),
     **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "llava_qwen"), LlavaNext),
     **dict.fromkeys(("internvl", "internvl_chat"), InternVl),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), QwenVl),
+    "mobilevlm": MobileVlm,
+    "qwen": FirstQwenVl,
+    "eve": Eve,
     **dict.fromkeys(TEXT_FAMILIES, TextModel),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from vlkv.config import ClipConfig, ModelConfig
 from vlkv.decoder import Decoder
@@ -53,8 +53,11 @@ class Llava(nnx.Module):
         features, rows = self.vision.watch(inputs.pixels.astype(x.dtype), blocks)
         features = self.projector(features)
         x = splice(x, features.reshape(-1, features.shape[-1]), inputs.vision_index)
-        if not blocks:
-            return x, None
-        attention = jnp.stack(rows).transpose(1, 3, 0, 2)  # [I, V, W, N]
-        attention = attention.reshape(-1, *attention.shape[2:])[jnp.maximum(inputs.vision_index, 0)]
-        return x, jnp.where(inputs.vision_index[..., None, None] >= 0, attention, 0.0).transpose(0, 2, 3, 1)
+        return x, watched(rows, inputs.vision_index) if blocks else None
+
+
+def watched(rows: list[Float[Array, "I N V"]], vision_index: Int[Array, "B T"]) -> Float[Array, "B W N T"]:
+    """What the class token gave, W times, to the token at each place; 0 for text."""
+    attention = jnp.stack(rows).transpose(1, 3, 0, 2)  # [I, V, W, N]
+    attention = attention.reshape(-1, *attention.shape[2:])[jnp.maximum(vision_index, 0)]
+    return jnp.where(vision_index[..., None, None] >= 0, attention, 0.0).transpose(0, 2, 3, 1)

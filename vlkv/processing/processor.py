@@ -20,6 +20,8 @@ from vlkv.buckets import Buckets
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
+from vlkv.processing import llava_original, qwen_vl
+from vlkv.processing.eve import EvePictures
 from vlkv.processing.images import Picture
 from vlkv.processing.internvl import InternVlPictures, template
 from vlkv.processing.llava import LlavaPictures
@@ -38,9 +40,17 @@ _PICTURES: dict[str, Callable[[Path, ModelConfig, Layout], Pictures]] = {
     **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "llava_qwen"), LlavaNextPictures.from_folder),
     **dict.fromkeys(("internvl", "internvl_chat"), InternVlPictures.from_folder),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), QwenPictures.from_folder),
+    **dict.fromkeys(("llava_llama", "mobilevlm"), llava_original.from_folder),
+    "qwen": qwen_vl.from_folder,
+    "eve": EvePictures.from_folder,
 }
 # Families whose checkpoints say how a conversation is written in another way than by a template.
 _TEMPLATES: dict[str, Callable[[ModelConfig], ChatTemplate]] = {"internvl_chat": template}
+# How a family writes a conversation where its checkpoint has no template.
+_CONVERSATIONS: dict[str, Callable[[Path], ChatTemplate]] = {
+    **dict.fromkeys(("llava_llama", "mobilevlm", "eve"), llava_original.template),
+    "qwen": qwen_vl.template,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,16 +90,17 @@ class Processor:
         if layout not in ("checkpoint", "pad"):
             raise InputError(f"layout={layout!r} is neither 'checkpoint' nor 'pad'")
         tokenizer = TextTokenizer.from_folder(folder)
+        if config.image_token == config.decoder.vocab_size:  # the model has none: any id that no text has will do
+            config = dataclasses.replace(config, image_token=tokenizer.add(MARKS["image"]))
         tokens = {kind: _spelling(folder, tokenizer, getattr(config, f"{kind}_token")) for kind in MARKS}
         read_pictures = _PICTURES.get(config.family)
         pictures = None if read_pictures is None else read_pictures(folder, config, layout)
         tokens |= getattr(pictures, "spelled", {})
-        conversation = _TEMPLATES.get(config.family)
         return cls(
             config=config,
             tokenizer=tokenizer,
             prompts=PromptWriter(
-                template=ChatTemplate.from_folder(folder) if conversation is None else conversation(config),
+                template=_template(folder, config),
                 image_token=tokens["image"],
                 video_token=tokens["video"],
                 special=tokenizer.special,
@@ -209,6 +220,13 @@ class Processor:
         assert self.pictures is not None  # or the prompt had raised
         images = _count(row)["images"]
         return [self.pictures.read(picture, images=images) for picture in row]
+
+
+def _template(folder: Path, config: ModelConfig) -> ChatTemplate | None:
+    if config.family in _TEMPLATES:
+        return _TEMPLATES[config.family](config)
+    found, other = ChatTemplate.from_folder(folder), _CONVERSATIONS.get(config.family)
+    return other(folder) if found is None and other is not None else found
 
 
 def _spelling(folder: Path, tokenizer: TextTokenizer, token: int | None) -> str | None:

@@ -40,6 +40,11 @@ class TextTokenizer:
         if not path.is_file():
             other = next((name for name in _OTHER_FORMS if (folder / name).is_file()), None)
             found = "no tokenizer" if other is None else f"its tokenizer in another form only ({other})"
+            if any(folder.glob("*.tiktoken")):
+                raise InputError(
+                    f"{path}: no such file, and the .tiktoken file beside it lacks the special tokens: make one with "
+                    "transformers (convert_tiktoken_to_fast), special tokens at their ids"
+                )
             raise InputError(
                 f"{path}: no such file, so the folder has {found}; save one there (save_pretrained of a "
                 "fast tokenizer writes it), or use vlkv.load_params, which works alone"
@@ -54,6 +59,11 @@ class TextTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return cls(tokenizer=tokenizer, special=_special_names(folder))
+
+    def add(self, text: str) -> int:
+        """The id of a special token, which the tokenizer learns if it does not know it."""
+        self.tokenizer.add_special_tokens([text])
+        return self.tokenizer.encode(text, add_special_tokens=False).ids[0]
 
     def encode(self, text: str, *, add_special: bool = True) -> Int[np.ndarray, " T"]:
         """Token ids.
