@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import vlkv
 from vlkv import analysis
-from vlkv.config import ClipConfig, DecoderConfig
+from vlkv.config import ClipConfig, DecoderConfig, InternVitConfig, SiglipConfig
 
 CLIP = ClipConfig(
     width=1024, mlp_width=4096, layers=24, heads=16, image_size=336, patch_size=14, norm_eps=1e-5, feature_layer=-2,
@@ -42,6 +43,28 @@ def test_by_hand():
     )
     assert analysis.logits_flops(c, 3) == 2 * 3 * 2 * 10
     np.testing.assert_array_equal(analysis.cache_bytes(c, np.array([7, 0]), 2), [2 * 7 * 4 * 2, 0])
+
+
+def test_towers_by_hand():
+    """Four patches of 2 x 2 pixels, one block of width 2 and MLP width 3, to a decoder of width 5; two pictures."""
+    sizes = dict(width=2, mlp_width=3, layers=1, heads=1, image_size=4, patch_size=2, norm_eps=1e-6, feature_layer=-1)
+
+    def by_hand(tokens: int, projected: int, merged: int) -> int:
+        weights = tokens * (4 * 2 * 2 + 2 * 2 * 3)
+        embedded = 4 * (3 * 2 * 2) * 2
+        return 2 * 2 * (embedded + weights + 2 * tokens**2 * 2 + projected * (merged * 5 + 5 * 5))
+
+    assert analysis.tower_flops(SiglipConfig(**sizes), 5, 2) == by_hand(4, 4, 2)
+    clip = ClipConfig(**sizes, keep_class_token=True)
+    assert analysis.tower_flops(clip, 5, 2) == by_hand(5, 5, 2)
+    intern = InternVitConfig(**sizes, norm="layer_norm", qkv_bias=True)
+    assert analysis.tower_flops(intern, 5, 2, merge=2) == by_hand(5, 1, 8)
+
+
+@pytest.mark.parametrize("name, tower", [("qwen2-vl-2b", "QwenVisionConfig"), ("vicuna-1.5-7b", "NoneType")])
+def test_a_tower_that_is_not_counted(name, tower):
+    with pytest.raises(vlkv.InputError, match=rf"one size \(ClipConfig, .*, not {tower}; count the decoder alone"):
+        analysis.tower_flops(vlkv.presets[name].vision, 1536)
 
 
 def measured(c: DecoderConfig, vision: np.ndarray, images: int) -> tuple[float, float]:

@@ -11,8 +11,11 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from vlkv.config import ClipConfig, DecoderConfig
+from vlkv.config import ClipConfig, DecoderConfig, InternVitConfig, SiglipConfig
+from vlkv.errors import InputError
 
+# Towers of pictures of one size -> how many class tokens take part in every block.
+_TOWERS = {ClipConfig: 1, SiglipConfig: 0, InternVitConfig: 1}
 Counts = Int[np.ndarray, " L"]
 
 
@@ -32,13 +35,27 @@ def logits_flops(c: DecoderConfig, tokens: int) -> int:
     return 2 * tokens * c.width * c.vocab_size
 
 
-def tower_flops(c: ClipConfig, width: int, images: int = 1) -> int:
-    """Operations of the vision tower and a two-layer projector to the decoder's `width`."""
+def tower_flops(c: ClipConfig | SiglipConfig | InternVitConfig, width: int, images: int = 1, *, merge: int = 1) -> int:
+    """Operations of the vision tower and a two-layer projector to the decoder's `width`.
+
+    Args:
+        c: the tower.
+        width: the decoder's.
+        images: pictures, tiles or frames, each a tower's whole input.
+        merge: patches per side that become one vision token before they are projected (InternVL: `wiring.merge`).
+
+    Raises:
+        InputError: a tower whose pictures have sizes of their own (Qwen2-VL), or none at all.
+    """
+    if type(c) not in _TOWERS:
+        towers = ", ".join(kind.__name__ for kind in _TOWERS)
+        raise InputError(f"tower_flops counts towers whose pictures all have one size ({towers}), "
+                         f"not {type(c).__name__}; count the decoder alone with prefill_flops")  # fmt: skip
     patches = c.grid**2
-    tokens = patches + 1  # the class token takes part in every block
+    tokens = patches + _TOWERS[type(c)]
     embedding = 2 * patches * 3 * c.patch_size**2 * c.width
     block = 2 * tokens * (4 * c.width**2 + 2 * c.width * c.mlp_width) + 4 * tokens**2 * c.width
-    projector = 2 * c.tokens * (c.width * width + width**2)
+    projector = 2 * (c.tokens * c.width * width + c.tokens // merge**2 * width**2)
     return images * (embedding + c.blocks * block + projector)
 
 
