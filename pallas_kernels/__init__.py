@@ -8,6 +8,7 @@ from pallas_kernels.attention_mass_rows import attention_mass_rows
 from pallas_kernels.choice import Kernels
 from pallas_kernels.core_attention import core_attention
 from pallas_kernels.decode_attention import combine, decode_attention
+from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.quantized import QuantizedPool, dequantize, quantize
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "core_attention",
     "decode_attention",
     "dequantize",
+    "prefill_attention",
     "quantize",
 ]

@@ -16,3 +16,4 @@ class Kernels:
     core_attention: str | None = None
     attention_mass: str | None = None
     attention_mass_rows: str | None = None
+    prefill_attention: str | None = None

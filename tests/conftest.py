@@ -26,8 +26,7 @@ except ImportError:
 else:
     # Not where users hand things in (processing, the command line): there wrong types must meet our own errors.
     inner = (
-        "attention budgets cache decoder extend generate inputs layers memory merging models observe policies prefill"
-        " rope vision"
+        "budgets cache decoder extend generate inputs layers memory merging models observe policies prefill rope vision"
     )
     jaxtyping.install_import_hook(
         ["pallas_kernels", *(f"vlkv.{name}" for name in inner.split())],

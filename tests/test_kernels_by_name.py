@@ -11,7 +11,7 @@ from vlkv.mini import CHECKPOINT, pages
 
 REFERENCE = Kernels(
     decode_attention="reference", core_attention="reference", attention_mass="reference",
-    attention_mass_rows="reference",
+    attention_mass_rows="reference", prefill_attention="reference",
 )  # fmt: skip
 SAMPLING = vlkv.Greedy(max_new_tokens=5)
 
@@ -32,7 +32,7 @@ def test_the_answer_is_the_same(case):
         np.testing.assert_array_equal(*(getattr(answer, name) for answer in answers))
 
 
-@pytest.mark.parametrize("op", ["decode_attention", "core_attention", "attention_mass"])
+@pytest.mark.parametrize("op", ["decode_attention", "core_attention", "attention_mass", "prefill_attention"])
 def test_every_op_of_an_answer_hears_of_it(case, op):
     policy = policies.AVL(keep=0.4, core=0.1)
     with pytest.raises(ValueError, match=f"{op}: .*'none'.*available"):

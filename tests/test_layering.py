@@ -24,7 +24,6 @@ ORDER = [
     {"vlkv.config", "vlkv.buckets", "pallas_kernels"},
     {
         "vlkv.rope",
-        "vlkv.attention",
         "vlkv.layers",
         "vlkv.budgets",
         "vlkv.observe",

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv.attention import attention
+from pallas_kernels import prefill_attention
 from vlkv.config import DecoderConfig
 from vlkv.layers import Embedding, Initializer, JoinHeads, Linear, RMSNorm, SplitHeads
 from vlkv.rope import rotate
@@ -80,5 +80,5 @@ class Decoder(nnx.Module):
         """All layers over whole prompts, without a cache."""
         for layer in self.layers:
             q, k, v = layer.project(x, positions)
-            x = layer.finish(x, attention(q, k, v, valid=valid))
+            x = layer.finish(x, prefill_attention(q, k, v, valid=valid))
         return x

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from pallas_kernels import Kernels
-from vlkv.attention import attention
+from pallas_kernels import Kernels, prefill_attention
 from vlkv.inputs import Inputs
 from vlkv.models import Model
 from vlkv.policies.policy import Policy
@@ -100,6 +99,7 @@ def read(
     tokens, vision = _begin(params, inputs, reducer if after else None), inputs.max_vision
     made: list[Any] = []
     before: LayerPrompt | None = None
+    run = None if kernels is None else kernels.prefill_attention
     for i, layer in enumerate(params.decoder.layers):
         if reducer is not None and i in after:
             stage = after.index(i)
@@ -114,7 +114,8 @@ def read(
             if reducer.forgets:
                 made = [_without(m, tokens, inputs.valid.shape[1]) for m in made]
         q, k, v = layer.project(tokens.x, tokens.positions)
-        x = layer.finish(tokens.x, attention(q, k, v, valid=tokens.valid))
+        attended = prefill_attention(q, k, v, valid=tokens.valid, implementation=run)
+        x = layer.finish(tokens.x, attended)
         before = LayerPrompt(
             q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, stays=tokens.valid, source=tokens.source
         )

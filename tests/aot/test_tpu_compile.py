@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 
-from pallas_kernels import attention_mass, attention_mass_rows, core_attention, decode_attention
+from pallas_kernels import attention_mass, attention_mass_rows, core_attention, decode_attention, prefill_attention
 from pallas_kernels.decode_attention import mosaic_tpu as decode_kernel
 
 pytest.importorskip("libtpu")  # a wheel for Linux only
@@ -94,6 +94,15 @@ def test_mass_of_a_few_gathered_rows(generation):
 
     q, k, _, mask = prompt(**INTERN_26B, rows=ROWS)
     assert kernels(compile_for(generation, mass, q, k, ((1, ROWS), jnp.float32), mask, ((ROWS,), jnp.int32))) == 2
+
+
+@pytest.mark.parametrize(
+    ("generation", "model"), [("v4", LLAVA_7B), ("v5p", INTERN_26B), ("v5e", QWEN2_7B), ("v6e", LLAVA_7B)]
+)
+def test_prefill_attention(generation, model):
+    shapes = [((2, PROMPT, model[name], 128), jnp.bfloat16) for name in ("heads", "kv_heads", "kv_heads")]
+    attend = lambda q, k, v, valid: prefill_attention(q, k, v, valid=valid)  # noqa: E731
+    assert kernels(compile_for(generation, attend, *shapes, ((2, PROMPT), bool))) == 1
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(14, 2, 64), (16, 16, 80), (32, 32, 96)])

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import vlkv
+from pallas_kernels import prefill_attention
 from tests.parity.conftest import perturb, torch, transformers
 from vlkv import policies
-from vlkv.attention import attention
 
 NEW = 32  # greedy tokens that are compared
 __all__ = [
@@ -60,7 +60,7 @@ def read(params, inputs):
     states = [x]
     for layer in params.decoder.layers:
         q, k, v = layer.project(x, inputs.positions)
-        x = layer.finish(x, attention(q, k, v, valid=inputs.valid))
+        x = layer.finish(x, prefill_attention(q, k, v, valid=inputs.valid))
         states.append(x)
     return jnp.stack(states), params.decoder.logits(x)
 

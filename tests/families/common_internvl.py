@@ -6,8 +6,8 @@ import jax
 import numpy as np
 
 import vlkv
+from pallas_kernels import prefill_attention
 from tests.parity.conftest import perturb, torch, transformers
-from vlkv.attention import attention
 
 IMAGE, START, END = 99, 98, 97
 SIDE, TOKENS = 56, 16  # pixels of a tile, vision tokens of a tile
@@ -82,7 +82,7 @@ def states_and_logits(params, inputs):
     states = [x]
     for layer in params.decoder.layers:
         q, k, v = layer.project(x, inputs.positions)
-        x = layer.finish(x, attention(q, k, v, valid=inputs.valid))
+        x = layer.finish(x, prefill_attention(q, k, v, valid=inputs.valid))
         states.append(x)
     return states, params.decoder.logits(x)
 

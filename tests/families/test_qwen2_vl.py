@@ -11,8 +11,8 @@ import pytest
 
 import vlkv
 from checkpoints_convert.converting import convert
+from pallas_kernels import prefill_attention
 from vlkv import policies
-from vlkv.attention import attention
 
 from .. import reference
 from ..test_decode import kept_entries
@@ -48,7 +48,7 @@ def run(params, inputs):
     states = [x]
     for layer in params.decoder.layers:
         q, k, v = layer.project(x, inputs.positions)
-        x = layer.finish(x, attention(q, k, v, valid=inputs.valid))
+        x = layer.finish(x, prefill_attention(q, k, v, valid=inputs.valid))
         states.append(x)
     return states, params.decoder.logits(x)
 

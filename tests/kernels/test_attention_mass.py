@@ -1,16 +1,13 @@
-"""attention_mass and prefill attention against float64 numpy, in one block and in many."""
+"""attention_mass against float64 numpy, in one block and in many."""
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import vlkv.attention
 from pallas_kernels import attention_mass
 from pallas_kernels.attention_mass import xla
-from vlkv.attention import attention
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 
@@ -137,58 +134,3 @@ def test_what_does_not_fit_is_refused(change):
     q, k, weight, mask = make(37, 37)
     with pytest.raises(Exception, match="attention_mass"):
         attention_mass(**{"q": q, "k": k, "row_weight": weight, "key_mask": mask, **change})
-
-
-# --- prefill attention ----------------------------------------------------------------------------------------------
-
-
-def expected_attention(q, k, v, valid, causal):
-    """[B,T,N,H] and rows that count; keys must be valid."""
-    allowed = valid[:, None, :] & (np.tri(q.shape[1], dtype=bool) | (not causal))
-    p = [probabilities(np.moveaxis(q[b], 1, 0), np.moveaxis(k[b], 1, 0), allowed[b]) for b in range(len(q))]
-    v = np.repeat(np.float64(v), q.shape[2] // v.shape[2], axis=2)
-    return np.einsum("bnts,bsnh->btnh", p, v)
-
-
-@pytest.mark.parametrize("elements", [2**24, 0], ids=["one block", "blocks of 16"])
-@pytest.mark.parametrize("causal", [True, False])
-def test_prefill_attention_with_padding_on_both_sides(monkeypatch, elements, causal):
-    monkeypatch.setattr(vlkv.attention, "_BLOCK_ELEMENTS", elements)
-    length = 150  # 10 blocks of 16: more than the 8 groups, the last one ragged
-    random = np.random.default_rng(1)
-    q, k, v = (
-        random.standard_normal((3, length, heads, HEAD_DIM)).astype(np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)
-    )
-    place = np.arange(length)
-    valid = np.stack([place >= 0, place >= 43, place < 101])
-    got = np.asarray(attention(*map(jnp.array, (3 * q, k, v)), valid=jnp.array(valid), causal=causal))
-    want = expected_attention(3 * q, k, v, valid, causal)
-    np.testing.assert_allclose(got[valid], want[valid], rtol=1e-5, atol=1e-5)
-    assert np.isfinite(got).all()
-
-
-@pytest.mark.parametrize("elements", [2**24, 0], ids=["one block", "blocks of 16"])
-def test_prefill_attention_gradients_are_those_of_plain_attention(monkeypatch, elements):
-    monkeypatch.setattr(vlkv.attention, "_BLOCK_ELEMENTS", elements)
-    length = 40
-    random = np.random.default_rng(2)
-    arrays = [
-        jnp.array(random.standard_normal((1, length, heads, HEAD_DIM)), jnp.float32)
-        for heads in (HEADS, KV_HEADS, KV_HEADS)
-    ]
-    valid = jnp.arange(length)[None] >= 7
-
-    def plain(q, k, v):
-        k, v = (jnp.repeat(x, HEADS // KV_HEADS, axis=2) for x in (k, v))
-        logits = jnp.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(HEAD_DIM)
-        logits = jnp.where(jnp.tri(length, dtype=bool) & valid[:, None, None], logits, -1e30)
-        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits), v)
-
-    def loss(attend):
-        return lambda *x: jnp.sum(jnp.sin(attend(*x)) * valid[..., None, None])
-
-    got = jax.grad(loss(lambda *x: attention(*x, valid=valid)), argnums=(0, 1, 2))(*arrays)
-    want = jax.grad(loss(plain), argnums=(0, 1, 2))(*arrays)
-    for g, w in zip(got, want, strict=True):
-        assert np.isfinite(g).all()
-        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)

@@ -101,13 +101,13 @@ def test_layer_outputs_agree(llava):
 
     @jax.jit
     def hidden(params, inputs):
-        from vlkv.attention import attention
+        from pallas_kernels import prefill_attention
 
         x = params.embed(inputs)
         states = [x]
         for layer in params.decoder.layers:
             q, k, v = layer.project(x, inputs.positions)
-            x = layer.finish(x, attention(q, k, v, valid=inputs.valid))
+            x = layer.finish(x, prefill_attention(q, k, v, valid=inputs.valid))
             states.append(x)
         return states
 

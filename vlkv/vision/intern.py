@@ -13,7 +13,7 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float
 
-from vlkv.attention import attention
+from pallas_kernels import prefill_attention
 from vlkv.config import InternVitConfig
 from vlkv.layers import Embedding, Initializer, JoinHeads, LayerNorm, Linear, RMSNorm, SplitHeads
 
@@ -43,7 +43,7 @@ class InternVitBlock(nnx.Module):
         """One block."""
         h = self.attention_norm(x)
         q, k = _whole(self.query_norm, self.query(h)), _whole(self.key_norm, self.key(h))
-        x = x + self.attention_scale[...] * self.out(attention(q, k, self.value(h), causal=False))
+        x = x + self.attention_scale[...] * self.out(prefill_attention(q, k, self.value(h), causal=False))
         h = jax.nn.gelu(self.up(self.mlp_norm(x)), approximate=False)
         return x + self.mlp_scale[...] * self.down(h)
 

@@ -13,7 +13,7 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv.attention import attention
+from pallas_kernels import prefill_attention
 from vlkv.config import QwenVisionConfig
 from vlkv.layers import Initializer, JoinHeads, LayerNorm, Linear, RMSNorm, SplitHeads, quick_gelu
 from vlkv.rope import turn
@@ -47,7 +47,7 @@ class QwenBlock(nnx.Module):
         """One block over frames, or over windows as if they were frames."""
         h = self.attention_norm(x)
         q, k = turn(self.query(h), angle), turn(self.key(h), angle)
-        x = x + self.out(attention(q, k, self.value(h), valid=valid, causal=False))
+        x = x + self.out(prefill_attention(q, k, self.value(h), valid=valid, causal=False))
         h = self.mlp_norm(x)
         up = self.up(h)
         return x + self.down(quick_gelu(up) if self.gate is None else jax.nn.silu(self.gate(h)) * up)

@@ -12,7 +12,7 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float
 
-from vlkv.attention import attention
+from pallas_kernels import prefill_attention
 from vlkv.config import SiglipConfig
 from vlkv.layers import Embedding, Initializer, JoinHeads, LayerNorm, Linear, SplitHeads
 
@@ -34,7 +34,7 @@ class SiglipBlock(nnx.Module):
     def __call__(self, x: Float[Array, "I V D"]) -> Float[Array, "I V D"]:
         """One block."""
         h = self.attention_norm(x)
-        x = x + self.out(attention(self.query(h), self.key(h), self.value(h), causal=False))
+        x = x + self.out(prefill_attention(self.query(h), self.key(h), self.value(h), causal=False))
         return x + self.down(jax.nn.gelu(self.up(self.mlp_norm(x)), approximate=True))
 
 

@@ -1,4 +1,4 @@
-"""Prefill attention, block by block: never a T x T matrix, differentiable, any backend.
+"""prefill_attention in plain XLA, block by block: differentiable, any backend.
 
 Axes: B batch · T queries · S keys · N query heads · K key heads · G = N/K · H head dim.
 """
@@ -9,7 +9,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-from einops import rearrange
 from jaxtyping import Array, Bool, Float
 
 # Logits of one block of queries, in elements: what prefill attention adds to the peak memory.
@@ -17,23 +16,18 @@ _BLOCK_ELEMENTS = 2**24
 _GROUPS = 8  # causal: queries in G static groups, each over its own prefix of keys, waste 1/(2G) of the work
 
 
-def attention(
+def prefill_attention_xla(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
-    *,
-    valid: Bool[Array, "B T"] | None = None,
-    causal: bool = True,
+    valid: Bool[Array, "B T"] | None,
+    causal: bool,
 ) -> Float[Array, "B T N H"]:
-    """softmax(q k^T / sqrt(H)) v over valid keys, in float32, head n reading key head n // G.
-
-    Causality is by place in the row, so rows may be padded on either side. A query that may see no key at all
-    (padding) gets an average of nothing in particular, never NaN.
-    """
+    """As `prefill_attention` says; a query without a key gets an average of nothing in particular."""
     batch, length, heads, head_dim = q.shape
     kv_heads = k.shape[2]
-    q = rearrange(q, "b t (k g) h -> b k g t h", k=kv_heads)
-    k, v = rearrange(k, "b t k h -> b k t h"), rearrange(v, "b t k h -> b k t h")
+    q = q.reshape(batch, length, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H]
     block = _block_size(batch * heads * length, length)
     blocks = -(-length // block)
     per_group = -(-blocks // _GROUPS) if causal else blocks
@@ -51,7 +45,8 @@ def attention(
         else:
             parts = jax.lax.map(attend, (jnp.moveaxis(part, 3, 0), places))
             out.append(jnp.moveaxis(parts, 0, 3).reshape(*q.shape[:3], -1, head_dim))
-    return rearrange(jnp.concatenate(out, axis=3)[..., :length, :], "b k g t h -> b t (k g) h")
+    joined = jnp.concatenate(out, axis=3)[..., :length, :]
+    return joined.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, head_dim)
 
 
 def _block_size(rows: int, length: int) -> int:

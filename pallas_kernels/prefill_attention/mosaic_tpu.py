@@ -1,0 +1,68 @@
+"""prefill_attention for TPU: jax's own splash attention, which skips the blocks that causality empties.
+
+Valid tokens and padding are two segments, so neither sees the other and no query is without a key. Head dims are filled
+up to the 128 lanes that a TPU reads at once.
+
+Axes: B batch · T tokens · N query heads · K key heads · G = N/K · H head dim.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jaxtyping import Array, Bool, Float
+
+from pallas_kernels.tpu import LANES
+
+_BLOCK = 512  # queries and keys of a block
+
+
+def prefill_attention_mosaic_tpu(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    valid: Bool[Array, "B T"] | None,
+    causal: bool,
+    interpret: bool = False,
+) -> Float[Array, "B T N H"]:
+    """As `prefill_attention` says."""
+    batch, length, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    block = min(_BLOCK, _filled(length, LANES))
+    padded = _filled(length, block)
+    room = [(0, 0), (0, padded - length), (0, 0), (0, _filled(head_dim, LANES) - head_dim)]
+    q, k, v = (jnp.pad(x, room).swapaxes(1, 2) for x in (q * q.dtype.type(head_dim**-0.5), k, v))  # [B, heads, T, H]
+    exists = jnp.ones((batch, length), bool) if valid is None else valid
+    segment = jnp.pad(exists, room[:2]).astype(jnp.int32)
+    mask = masks.CausalMask((padded, padded)) if causal else masks.FullMask((padded, padded))
+    group = heads // kv_heads
+    run = splash.make_splash_mqa_single_device(
+        mask=masks.MultiHeadMask([mask] * group), interpret=interpret,
+        block_sizes=splash.BlockSizes(
+            block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
+            block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
+        ),
+    )  # fmt: skip
+
+    def row(q: Array, k: Array, v: Array, segment: Array) -> Array:
+        ids = splash.SegmentIds(q=segment, kv=segment)
+        return jax.vmap(lambda q, k, v: run(q, k, v, segment_ids=ids))(q, k, v)
+
+    out = jax.vmap(row)(q.reshape(batch, kv_heads, group, padded, -1), k, v, segment)
+    return out.reshape(batch, heads, padded, -1).swapaxes(1, 2)[:, :length, :, :head_dim]
+
+
+def unsupported(q: Array, k: Array, v: Array, valid: Array | None, causal: bool) -> str | None:
+    """Why the kernel cannot take these arguments; None: it can."""
+    del valid, causal
+    if {q.dtype, k.dtype, v.dtype} not in ({jnp.dtype(jnp.float32)}, {jnp.dtype(jnp.bfloat16)}):
+        return f"queries, keys and values are {q.dtype}, {k.dtype} and {v.dtype}, not all bfloat16 or all float32"
+    if q.shape[1] < LANES:
+        return f"{q.shape[1]} tokens do not fill a block of {LANES}"
+    return None
+
+
+def _filled(n: int, tile: int) -> int:
+    return -(-n // tile) * tile

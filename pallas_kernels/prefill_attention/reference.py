@@ -1,0 +1,25 @@
+"""The specification of prefill_attention: all pairs, masked."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+
+def prefill_attention_reference(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    valid: Bool[Array, "B T"] | None,
+    causal: bool,
+) -> Float[Array, "B T N H"]:
+    """As `prefill_attention` says, read off the definition."""
+    length, repeat = q.shape[1], q.shape[2] // k.shape[2]
+    wide = [x.astype(jnp.float32) for x in (q, jnp.repeat(k, repeat, axis=2), jnp.repeat(v, repeat, axis=2))]
+    logits = jnp.einsum("btnh,bsnh->bnts", *wide[:2], precision=jax.lax.Precision.HIGHEST) * q.shape[-1] ** -0.5
+    allowed = jnp.tril(jnp.ones((length, length), bool)) if causal else jnp.ones((length, length), bool)
+    if valid is not None:
+        allowed = allowed & valid[:, None, None]
+    weights = jax.nn.softmax(jnp.where(allowed, logits, jnp.finfo(jnp.float32).min), axis=-1)
+    return jnp.einsum("bnts,bsnh->btnh", weights, wide[2], precision=jax.lax.Precision.HIGHEST).astype(q.dtype)

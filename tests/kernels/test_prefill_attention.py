@@ -1,0 +1,93 @@
+"""prefill_attention against float64 numpy: in one block, in many, and by splash attention in Pallas' interpreter."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import prefill_attention
+from pallas_kernels.prefill_attention import mosaic_tpu, xla
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+
+
+def expected_attention(q, k, v, valid, causal):
+    """[B,T,N,H] and rows that count; keys must be valid."""
+    q, k, v = (np.float64(np.repeat(x, q.shape[2] // x.shape[2], axis=2)) for x in (q, k, v))
+    allowed = valid[:, None, :] & (np.tri(q.shape[1], dtype=bool) | (not causal))
+    e = np.exp(np.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(q.shape[-1])) * allowed[:, None]
+    p = e / np.maximum(e.sum(axis=-1, keepdims=True), 1e-300)
+    return np.einsum("bnts,bsnh->btnh", p, v)
+
+
+@pytest.mark.parametrize("elements", [2**24, 0], ids=["one block", "blocks of 16"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_padding_on_both_sides(monkeypatch, elements, causal):
+    monkeypatch.setattr(xla, "_BLOCK_ELEMENTS", elements)
+    length = 150  # 10 blocks of 16: more than the 8 groups, the last one ragged
+    random = np.random.default_rng(1)
+    q, k, v = (
+        random.standard_normal((3, length, heads, HEAD_DIM)).astype(np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    place = np.arange(length)
+    valid = np.stack([place >= 0, place >= 43, place < 101])
+    got = np.asarray(prefill_attention(*map(jnp.array, (3 * q, k, v)), valid=jnp.array(valid), causal=causal))
+    want = expected_attention(3 * q, k, v, valid, causal)
+    np.testing.assert_allclose(got[valid], want[valid], rtol=1e-5, atol=1e-5)
+    assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("elements", [2**24, 0], ids=["one block", "blocks of 16"])
+def test_gradients_are_those_of_plain_attention(monkeypatch, elements):
+    monkeypatch.setattr(xla, "_BLOCK_ELEMENTS", elements)
+    length = 40
+    random = np.random.default_rng(2)
+    arrays = [
+        jnp.array(random.standard_normal((1, length, heads, HEAD_DIM)), jnp.float32)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    valid = jnp.arange(length)[None] >= 7
+
+    def plain(q, k, v):
+        k, v = (jnp.repeat(x, HEADS // KV_HEADS, axis=2) for x in (k, v))
+        logits = jnp.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(HEAD_DIM)
+        logits = jnp.where(jnp.tri(length, dtype=bool) & valid[:, None, None], logits, -1e30)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits), v)
+
+    def loss(attend):
+        return lambda *x: jnp.sum(jnp.sin(attend(*x)) * valid[..., None, None])
+
+    got = jax.grad(loss(lambda *x: prefill_attention(*x, valid=valid)), argnums=(0, 1, 2))(*arrays)
+    want = jax.grad(loss(plain), argnums=(0, 1, 2))(*arrays)
+    for g, w in zip(got, want, strict=True):
+        assert np.isfinite(g).all()
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("causal", "name"), [(True, "mosaic_tpu:interpret"), (False, "mosaic_tpu:interpret"),
+                                              (True, "reference")])  # fmt: skip
+def test_other_implementations(monkeypatch, causal, name):
+    """Two blocks of 128, the second part padding; heads of 80 channels, rows padded on either side."""
+    monkeypatch.setattr(mosaic_tpu, "_BLOCK", 128)
+    length = 200
+    random = np.random.default_rng(3)
+    q, k, v = (
+        random.standard_normal((2, length, heads, 80)).astype(np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    place = np.arange(length)
+    valid = np.stack([place >= 43, place < 151])
+    got = prefill_attention(*map(jnp.array, (q, k, v)), valid=jnp.array(valid), causal=causal, implementation=name)
+    assert got.shape == q.shape and got.dtype == jnp.float32 and np.isfinite(got).all()
+    np.testing.assert_allclose(np.asarray(got)[valid], expected_attention(q, k, v, valid, causal)[valid], atol=2e-5)
+
+
+def test_what_does_not_fit_is_refused():
+    x = jnp.zeros((2, 10, 4, 8))
+    with pytest.raises(ValueError, match=r"prefill_attention: q .* do not fit"):
+        prefill_attention(x, x[:, :, :3], x[:, :, :3])
+    with pytest.raises(Exception, match="valid"):  # ours, or the type checker's where the tests have it
+        prefill_attention(x, x, x, valid=jnp.ones((2, 9), bool))
+    with pytest.raises(ValueError, match="10 tokens do not fill a block"):
+        prefill_attention(x, x, x, implementation="mosaic_tpu:interpret")
