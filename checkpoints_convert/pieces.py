@@ -62,10 +62,15 @@ def write(
         arrays[path] = cast(checkpoint.read(entry), kind, entry.key).reshape(wanted[path])
         done()
     save = ocp.args.PyTreeSave(arrays, {path: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for path in arrays})
-    # A folder for every array, as it is: a database for all of them, or compression, takes the memory of more copies.
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
-    with _quiet(), ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(piece.absolute(), save)
+    with _quiet():
+        # A folder for every array, as it is, and from our own copy, which nobody changes meanwhile: a database for all
+        # of them, compression, and the copy that orbax takes by itself need the memory of more copies.
+        kinds = ocp.type_handlers.create_type_handler_registry(
+            (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False))
+        )
+        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False, type_handler_registry=kinds)
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(piece.absolute(), save)
     return sum(array.nbytes for array in arrays.values())
 
 
@@ -129,7 +134,7 @@ def cast_placed(array: jax.Array, dtype: np.dtype, path: str) -> jax.Array:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without orbax's warning that there is no such database."""
+    """Without orbax's warnings that there is no such database, and nothing but numpy's arrays."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -248,3 +248,26 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
     assert 0 <= int(result.stdout) < 24
     manifest = json.loads((tmp_path / "big-out" / "vlkv_manifest.json").read_text())
     assert manifest["bytes"] == 9 * 2**25 + 3 * 2**13 and len(list((tmp_path / "big-out").glob("model-*"))) > 3
+
+
+def test_orbax_holds_one_piece_at_a_time(tmp_path):
+    """288 MiB in pieces of 64: private memory grows by a piece and by what tensorstore writes of it, no more."""
+    code = (
+        "import sys, threading, time; from vlkv.cli import main\n"
+        "def private():\n"
+        "    return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('RssAnon')) // 1024\n"
+        "def watch():\n"
+        "    while True: peak.append(private()); time.sleep(0.001)\n"
+        "def convert(folder): assert not main(['convert', folder, folder + '-out', '--format', 'orbax', '--quiet'])\n"
+        "convert(sys.argv[1])\n"
+        "before, peak = private(), []\n"
+        "threading.Thread(target=watch, daemon=True).start()\n"
+        "convert(sys.argv[2])\n"
+        "print(max(peak) - before)\n"
+    )
+    small, big = random_llama(tmp_path / "small", width=64), random_llama(tmp_path / "big", width=4096)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(small), str(big)], capture_output=True, text=True, check=True, env=environment
+    )
+    assert 32 <= int(result.stdout.splitlines()[-1]) < 2 * 64 + 32

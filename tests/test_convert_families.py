@@ -1,0 +1,176 @@
+"""`vlkv convert` of every registered family: both formats, from shards under the oldest names, in bfloat16."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+import vlkv
+from checkpoints_convert import converting, tables
+from checkpoints_convert.reading import INDEX, read_config
+from vlkv.config import FAMILIES
+
+TEXT = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+            vocab_size=40, max_position_embeddings=128)  # fmt: skip
+LLAMA = {**TEXT, "model_type": "llama"}
+QWEN2 = {**TEXT, "model_type": "qwen2"}
+PHI3 = {**TEXT, "model_type": "phi3", "sliding_window": None}
+SQUARE = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=28,
+              patch_size=7)  # fmt: skip
+CLIP, SIGLIP = {**SQUARE, "model_type": "clip_vision_model"}, {**SQUARE, "model_type": "siglip_vision_model"}
+LLAVA_NEXT = {"text_config": LLAMA, "vision_config": CLIP, "image_grid_pinpoints": [[28, 56], [56, 28]]}
+MROPE = {**TEXT, "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}, "tie_word_embeddings": True}
+ORIGINAL = {**TEXT, "mm_hidden_size": 16, "mm_projector_type": "mlp2x_gelu"}
+CHAT = {"model_type": "internvl_chat", "ps_version": "v2", "dynamic_image_size": True}
+CHAT_TOWER = {**SQUARE, "qkv_bias": True, "qk_normalization": False, "norm_type": "layer_norm"}
+CHAT_TOWER_6B = {**SQUARE, "qkv_bias": False, "qk_normalization": True, "norm_type": "rms_norm"}
+
+# Today's names -> those that the first checkpoints have.
+TRANSFORMERS_4 = (
+    (r"^model\.language_model\.", "language_model.model."),
+    (r"^lm_head\.", "language_model.lm_head."),
+    (r"^model\.(vision_tower|multi_modal_projector|image_newline)", r"\1"),
+)
+LLAVA_4 = (*TRANSFORMERS_4, (r"^vision_tower\.", "vision_tower.vision_model."))
+QWEN_4 = ((r"^model\.language_model\.", "model."), (r"^model\.visual\.", "visual."))
+LLAVA_ORIGINAL = (
+    (r"^model\.language_model\.", "model."),
+    (r"^model\.vision_tower\.", "model.vision_tower.vision_tower.vision_model."),
+    (r"^model\.multi_modal_projector\.linear_1\.", "model.mm_projector.0."),
+    (r"^model\.multi_modal_projector\.linear_2\.", "model.mm_projector.2."),
+)
+MOBILEVLM = (
+    *LLAVA_ORIGINAL,
+    (r"^model\.mm_projector\.(\d)\.", r"model.mm_projector.mlp.mlp.\1."),
+    (r"^model\.multi_modal_projector\.depthwise\.", "model.mm_projector.peg.peg.0."),
+)
+
+CASES: dict[str, tuple[dict[str, Any], tuple[tuple[str, str], ...]]] = {
+    "llava": ({"model_type": "llava", "text_config": LLAMA, "vision_config": CLIP}, LLAVA_4),
+    "llava_next": ({"model_type": "llava_next", **LLAVA_NEXT}, LLAVA_4),
+    "llava_next_video": ({"model_type": "llava_next_video", **LLAVA_NEXT}, LLAVA_4),
+    "llava_onevision": (
+        {"model_type": "llava_onevision", "text_config": QWEN2, "vision_config": SIGLIP,
+         "image_grid_pinpoints": [[28, 56], [56, 28]]},
+        LLAVA_4,
+    ),
+    "llava_qwen": (
+        {**ORIGINAL, "architectures": ["LlavaQwenForCausalLM"], "model_type": "llava", "vision_config": SIGLIP,
+         "image_aspect_ratio": "anyres_max_2", "image_grid_pinpoints": "(1x1),...,(2x2)",
+         "mm_patch_merge_type": "spatial_unpad"},
+        LLAVA_ORIGINAL,
+    ),
+    "llava_llama": (
+        {**ORIGINAL, "model_type": "llava_llama", "mm_vision_tower": "x/tower", "vision_config": CLIP},
+        LLAVA_ORIGINAL,
+    ),
+    "mobilevlm": (
+        {**ORIGINAL, "model_type": "mobilevlm", "mm_projector_type": "ldpnetv2", "mm_vision_tower": "x/tower",
+         "vision_config": {**CLIP, "image_size": 84}},
+        MOBILEVLM,
+    ),
+    "internvl": (
+        {"model_type": "internvl", "text_config": QWEN2,
+         "vision_config": {**SQUARE, "model_type": "internvl_vision", "attention_bias": True}},
+        TRANSFORMERS_4,
+    ),
+    "internvl_chat": (
+        {**CHAT, "llm_config": {**TEXT, "model_type": "internlm2", "bias": False}, "vision_config": CHAT_TOWER_6B,
+         "template": "internlm2-chat"},
+        ((r"^lm_head\.", "language_model.output."),),
+    ),
+    "internvl_chat with phi3": (
+        {**CHAT, "llm_config": PHI3, "vision_config": CHAT_TOWER, "template": "phi3-chat"},
+        ((r"^lm_head\.", "language_model.lm_head."),),
+    ),
+    "qwen2_vl": (
+        {**MROPE, "model_type": "qwen2_vl", "vision_config": dict(
+            depth=2, embed_dim=16, mlp_ratio=2, num_heads=2, hidden_size=16, patch_size=4)},
+        QWEN_4,
+    ),
+    "qwen2_5_vl": (
+        {**MROPE, "model_type": "qwen2_5_vl", "vision_config": dict(
+            depth=2, hidden_size=16, intermediate_size=20, num_heads=2, out_hidden_size=16, patch_size=4,
+            window_size=16, fullatt_block_indexes=[1])},
+        QWEN_4,
+    ),
+    "qwen": (
+        dict(model_type="qwen", vocab_size=40, hidden_size=128, num_hidden_layers=1, num_attention_heads=2,
+             kv_channels=8, intermediate_size=32, visual=dict(
+                heads=2, image_size=28, layers=2, mlp_ratio=1.5, output_dim=128, patch_size=7, width=16, n_queries=4)),
+        (),
+    ),
+    "eve": ({**ORIGINAL, "model_type": "eve", "mm_vision_tower": "x/eve-patch14-anypixel-672"}, ()),
+    "llama": (LLAMA, ()),
+    "mistral": ({**TEXT, "model_type": "mistral", "sliding_window": None}, ()),
+    "qwen2": (QWEN2, ()),
+    "phi3": (PHI3, ()),
+    "internlm2": ({**TEXT, "model_type": "internlm2", "bias": True}, ((r"^lm_head\.", "output."),)),
+}  # fmt: skip
+
+
+def write(folder: Path, raw: dict[str, Any], renames) -> dict[str, np.ndarray]:
+    """The checkpoint in three shards; returns its tensors under today's names."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**raw, "torch_dtype": "bfloat16"}))
+    if raw["model_type"] == "internvl_chat":
+        (folder / "added_tokens.json").write_text(json.dumps({"<IMG_CONTEXT>": 7, "<|im_end|>": 8, "<|end|>": 9}))
+    shapes = {entry.key: entry.shape for entry in tables.table(read_config(folder))}
+    rng = np.random.default_rng(0)
+    tensors = {key: rng.normal(size=shape).astype(ml_dtypes.bfloat16) for key, shape in shapes.items()}
+    old = {key: key for key in tensors}
+    for pattern, replacement in renames:
+        old = {key: re.sub(pattern, replacement, name) for key, name in old.items()}
+    weight_map = {name: f"model-{i % 3 + 1:05d}-of-00003.safetensors" for i, name in enumerate(old.values())}
+    for file in sorted(set(weight_map.values())):
+        save_file({old[key]: x for key, x in tensors.items() if weight_map[old[key]] == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return tensors
+
+
+def bits(arrays) -> np.ndarray:
+    """Of all numbers, in order of size: what no renaming, splitting or reshaping changes."""
+    return np.sort(np.concatenate([np.asarray(x).reshape(-1).view(np.uint16) for x in arrays]))
+
+
+def test_no_family_is_forgotten():
+    assert {name.split(" ")[0] for name in CASES} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_was_converted_holds_the_same_bits(tmp_path, monkeypatch, name):
+    raw, renames = CASES[name]
+    tensors = write(tmp_path / "source", raw, renames)
+    third = sum(x.nbytes for x in tensors.values()) // 3
+    monkeypatch.setattr(converting, "SHARD_BYTES", third)
+    monkeypatch.setattr(converting, "PIECE_BYTES", third)
+    wanted = vlkv.load_params(tmp_path / "source")
+    assert wanted.config.family == name.split(" ")[0]
+    np.testing.assert_array_equal(bits(jax.tree.leaves(wanted)), bits(tensors.values()))
+    for kind in converting.FORMATS:
+        out = converting.convert(tmp_path / "source", tmp_path / kind, format=kind, progress=False)
+        converting.verify(out)
+        made = vlkv.load_params(out)
+        assert made.config == wanted.config
+        assert jax.tree.structure(made) == jax.tree.structure(wanted)
+        for ours, theirs in zip(jax.tree.leaves(made), jax.tree.leaves(wanted), strict=True):
+            assert ours.dtype == theirs.dtype == ml_dtypes.bfloat16
+            np.testing.assert_array_equal(np.asarray(ours).view(np.uint16), np.asarray(theirs).view(np.uint16))
+    files = sorted((tmp_path / "safetensors").glob("model*.safetensors"))
+    assert len(files) > 1 and len(list((tmp_path / "orbax").glob("params-*"))) > 1
+    found: dict[str, np.ndarray] = {}
+    for file in files:
+        with safe_open(file, framework="np") as opened:
+            found |= {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
+    assert found.keys() == tensors.keys(), "today's names"
+    for key, array in tensors.items():
+        np.testing.assert_array_equal(found[key].view(np.uint16), array.view(np.uint16))
