@@ -1,0 +1,98 @@
+"""Which policy runs on which family: a tiny model of each, a prompt with two images, one with one, one with none.
+
+    python -m benchmarks.matrix [--family NAME ...] [--out benchmarks/results/matrix.json]
+
+A cell is one compiled `generate`, and says "ok" (what `tests.families.tiny.check_output` asks holds), "refused: " and
+the error's text where the policy does not fit the family, or "failed: ". The file is written after every cell, and
+cells that it holds already are not run again: a run that was stopped goes on. Needs the repository, not only the
+installed packages: models and batches are those of the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+RESULT = Path(__file__).parent / "results" / "matrix.json"
+
+
+def run_cell(params: Any, batch: Any, name: str) -> str:
+    """One policy on one family."""
+    from tests.families import tiny
+    from vlkv.errors import InputError
+
+    try:
+        policy = tiny.make_policy(name)
+        tiny.check_output(batch, tiny.answer(params, batch, policy), policy)
+    except InputError as error:
+        return f"refused: {error}"
+    except Exception as error:  # the table is to say which cells fail, not to end at the first
+        return f"failed: {type(error).__name__}: {error}".splitlines()[0]
+    return "ok"
+
+
+def main() -> None:
+    """Fills the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", nargs="*", help="only these; default: all that are registered")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # As in the tests: half the time to compile. Read when JAX starts, so before it is imported.
+    cheap = " --xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + cheap
+
+    import jax
+
+    from benchmarks.machine import describe
+    from tests.families import tiny
+    from vlkv import policies
+
+    made: dict[str, Any] = json.loads(options.out.read_text()) if options.out.is_file() else {}
+    table: dict[str, dict[str, str]] = made.get("table", {})
+    for family in options.family or tiny.FAMILIES:
+        row = table.setdefault(family, {})
+        missing = [name for name in policies.registry if name not in row]
+        if not missing:
+            continue
+        params, batch = tiny.make_model(family), tiny.make_batch(family)
+        for name in missing:
+            row[name] = run_cell(params, batch, name)
+            write(options.out, {"machine": describe(), "new_tokens": tiny.NEW, "table": table})
+            print(f"{family:18}{name:14}{row[name]}", flush=True)
+        jax.clear_caches()
+        gc.collect()
+    show(table)
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    part.replace(path)
+
+
+def show(table: dict[str, dict[str, str]]) -> None:
+    """Policies down, families across; reasons below."""
+    from rich.console import Console
+    from rich.table import Table
+
+    names = list(dict.fromkeys(name for row in table.values() for name in row))
+    grid = Table("policy", *table)
+    for name in names:
+        grid.add_row(name, *(row.get(name, "").partition(":")[0] for row in table.values()))
+    console = Console(width=220)
+    console.print(grid)
+    for family, row in table.items():
+        for name, cell in row.items():
+            if cell != "ok":
+                console.print(f"{family}, {name}: {cell}", highlight=False, markup=False)
+
+
+if __name__ == "__main__":
+    main()

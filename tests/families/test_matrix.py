@@ -1,0 +1,89 @@
+"""Policies on families: each policy on a second one here, all on all behind a marker; what `select` says of the same.
+
+The first family of every policy is the shipped miniature's, in tests/test_every_method.py.
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import vlkv
+from benchmarks import matrix
+from vlkv import policies
+
+from . import tiny
+
+# M-RoPE, and no class token; these need one.
+SECOND = {name: "llava_next" if name in ("fastervlm", "hired") else "qwen2_vl" for name in policies.registry}
+
+
+@pytest.fixture(scope="module")
+def made():
+    """A model and a batch by family, made once."""
+    return {family: (tiny.make_model(family), tiny.make_batch(family)) for family in sorted(set(SECOND.values()))}
+
+
+def test_no_family_is_forgotten():
+    assert set(tiny.FAMILIES) == set(tiny.RAW) == set(tiny.PICTURES)
+    for family in tiny.FAMILIES:
+        batch = tiny.make_batch(family)
+        assert [n > 0 for n in batch.is_vision.sum(axis=1)] == [True, True, False], family
+        assert len(set(batch.valid.sum(axis=1))) == 3, family
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_every_policy_on_a_second_family(made, name):
+    policy = tiny.make_policy(name)
+    params, batch = made[SECOND[name]]
+    output = tiny.answer(params, batch, policy)
+    tiny.check_output(batch, output, policy)
+
+
+@pytest.fixture(scope="module")
+def read(made):
+    return jax.jit(vlkv.read_prompt, compiler_options=tiny.QUICK)(*made["qwen2_vl"])
+
+
+@pytest.mark.parametrize("name", ["snapkv", "aircache", "prefixkv"])
+def test_select_keeps_what_generate_kept(made, read, name):
+    """One that scores, one whose layers share by what they scored, one that allots by the layers' statistics."""
+    params, batch = made["qwen2_vl"]
+    policy = tiny.make_policy(name)
+    output = tiny.answer(params, batch, policy)
+    token, start, length = (np.asarray(x) for x in (output.token, output.start, output.length))
+    select = jax.jit(policies.select, compiler_options=tiny.QUICK)
+    assert (np.diff(batch.positions[0][batch.valid[0]], axis=1) != 0).any(), "M-RoPE's axes must differ"
+    for row in range(3):
+        q, k, v = (jnp.stack([getattr(x, axis)[row].swapaxes(0, 1) for x in read.layers]) for axis in "qkv")
+        wanted = np.asarray(select(policy, q, k, v, batch.is_vision[row], batch.valid[row]).kept)
+        kept = np.zeros(wanted.shape, bool)
+        for layer, head in np.ndindex(kept.shape[:2]):
+            first = start[layer, row, head]
+            held = token[row, first : first + length[layer, row, head], head]
+            assert len(set(held)) == len(held)
+            kept[layer, head, held] = True
+        np.testing.assert_array_equal(kept, wanted)
+        assert kept[:, :, batch.valid[row]].all() <= (row == 2), "of a prompt with an image something goes"
+
+
+def test_the_committed_table_knows_every_family_and_policy():
+    if not matrix.RESULT.is_file():
+        pytest.skip("no table yet: python -m benchmarks.matrix")
+    table = json.loads(matrix.RESULT.read_text())["table"]
+    assert set(table) == set(tiny.FAMILIES), "run python -m benchmarks.matrix"
+    for family, row in table.items():
+        assert set(row) == set(policies.registry), f"{family}: run python -m benchmarks.matrix"
+        for name, cell in row.items():
+            assert cell == "ok" or (cell.startswith("refused: ") and name in ("fastervlm", "hired")), (family, name)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_policy_on_every_family(family):
+    """As the committed table says, cell by cell."""
+    params, batch = tiny.make_model(family), tiny.make_batch(family)
+    wanted = json.loads(matrix.RESULT.read_text())["table"][family]
+    assert {name: matrix.run_cell(params, batch, name) for name in policies.registry} == wanted

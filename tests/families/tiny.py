@@ -1,0 +1,222 @@
+"""A tiny model and a batch of unequal rows for every family with a tower, made without torch.
+
+Each is the part of a `config.json` that matters, read as a folder's would be, and the pictures as transformers'
+processor of the family hands them over. `FAMILIES` comes from the registry: a family that is forgotten here fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+import vlkv
+from vlkv import config, policies
+from vlkv.config import ModelConfig
+from vlkv.layouts.llava_next import picture_tokens
+
+FAMILIES = tuple(family for family in config.FAMILIES if family not in config.TEXT_FAMILIES)
+NEW = 4  # tokens that every row is answered with
+START, END, IMAGE, VIDEO = 95, 96, 97, 98
+VOCABULARY, SIDE, PATCH = 120, 21, 7  # 9 patches an image
+PINPOINTS = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [3 * SIDE, 3 * SIDE]]
+MOST_TILES = 10
+
+DECODER = dict(
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=512, rms_norm_eps=1e-6, eos_token_id=2, tie_word_embeddings=False,
+)  # fmt: skip
+TOWER = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=SIDE,
+             patch_size=PATCH)  # fmt: skip
+SIGLIP = dict(model_type="siglip_vision_model", **TOWER)
+INTERN = TOWER | dict(image_size=6 * PATCH)  # 9 tokens a tile
+QWEN = dict(depth=2, num_heads=2, patch_size=4, spatial_merge_size=2, temporal_patch_size=2)
+MROPE = DECODER | dict(rope_scaling=dict(type="mrope", mrope_section=[2, 1, 1]), image_token_id=IMAGE,
+                       video_token_id=VIDEO)  # fmt: skip
+ORIGINAL = DECODER | dict(
+    mm_vision_tower="somewhere/tiny", mm_hidden_size=16, mm_projector_type="mlp2x_gelu", vision_config=TOWER,
+    image_aspect_ratio="pad",
+)  # fmt: skip
+
+
+def _text(kind: str = "llama") -> dict[str, Any]:
+    return {"model_type": kind, **DECODER}
+
+
+RAW: dict[str, dict[str, Any]] = {
+    "llava": dict(text_config=_text(), vision_config=TOWER, image_token_index=IMAGE),
+    "llava_llama": ORIGINAL,
+    "mobilevlm": ORIGINAL | dict(mm_projector_type="ldpnetv2", vision_config=TOWER | dict(image_size=24, patch_size=2)),
+    "llava_next": dict(text_config=_text("mistral") | dict(sliding_window=None), vision_config=TOWER,
+                       image_token_index=IMAGE, image_grid_pinpoints=PINPOINTS),
+    "llava_next_video": dict(text_config=_text(), vision_config=TOWER, image_token_index=IMAGE,
+                             video_token_index=VIDEO, image_grid_pinpoints=PINPOINTS),
+    "llava_onevision": dict(text_config=_text("qwen2"), vision_config=SIGLIP, image_token_index=IMAGE,
+                            video_token_index=VIDEO, image_grid_pinpoints=PINPOINTS,
+                            vision_aspect_ratio="anyres_max_2"),
+    "llava_qwen": dict(text_config=_text("qwen2"), vision_config=SIGLIP, image_token_index=IMAGE,
+                       image_grid_pinpoints=PINPOINTS, image_aspect_ratio="anyres_max_2",
+                       mm_newline_position="grid"),
+    "internvl": dict(text_config=_text("qwen2"), vision_config=INTERN, image_token_id=IMAGE),
+    "internvl_chat": dict(llm_config=_text("internlm2") | dict(bias=False), vision_config=INTERN, ps_version="v2",
+                          template="internlm2-chat", added_tokens={"<IMG_CONTEXT>": IMAGE, "<|im_end|>": 2}),
+    "qwen2_vl": MROPE | dict(vision_config=QWEN | dict(embed_dim=16, hidden_size=32, mlp_ratio=2)),
+    "qwen2_5_vl": MROPE | dict(vision_config=QWEN | dict(hidden_size=16, out_hidden_size=32, intermediate_size=24,
+                                                         window_size=16, fullatt_block_indexes=[1])),
+    "qwen": DECODER | dict(hidden_size=128, num_attention_heads=2, kv_channels=64, seq_length=512, no_bias=True,
+                           visual=dict(heads=2, image_size=16, image_start_id=START, layers=2, mlp_ratio=1.5,
+                                       output_dim=128, patch_size=4, width=16, n_queries=16)),
+    "eve": DECODER | dict(mm_vision_tower="eve-patch14-anypixel-672", mm_projector_type="mlp2x_gelu",
+                          mm_hidden_size=32),
+}  # fmt: skip
+
+
+def quick_options() -> dict[str, bool]:
+    """What halves the time to compile once more, where this version of XLA knows it (newer ones do not)."""
+    options = {"xla_cpu_use_fusion_emitters": False}
+    try:
+        jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
+    except jax.errors.JaxRuntimeError:
+        return {}
+    return options
+
+
+QUICK = quick_options()
+generate = jax.jit(vlkv.generate, compiler_options=QUICK)
+
+
+def read_config(family: str) -> ModelConfig:
+    """The family's tiny config."""
+    raw = dict(RAW[family])
+    return ModelConfig.from_hf({**raw, "model_type": family}, added=raw.pop("added_tokens", None))
+
+
+def make_model(family: str, seed: int = 0):
+    """Every parameter random and queries large, so that attention is peaked."""
+    leaves, structure = jax.tree.flatten(vlkv.init(read_config(family), jax.random.key(seed)))
+    rng = np.random.default_rng(seed)
+    return jax.tree.unflatten(structure, [x + 0.2 * rng.normal(size=x.shape).astype(np.float32) for x in leaves])
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """How many image tokens stand for it, and what the processor returns beside them."""
+
+    tokens: int
+    extra: dict[str, list[Any]]
+
+
+def _square(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) -> Picture:
+    """LLaVA-1.5, MobileVLM and Qwen-VL: a square each."""
+    del number, alone
+    side = c.wiring.side if c.wiring is not None else c.vision.grid
+    return Picture(side**2, {"pixel_values": [rng.normal(size=(3, c.vision.image_size, c.vision.image_size))]})
+
+
+def _tiled(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) -> Picture:
+    """LLaVA-NeXT and its like: sizes of their own, tiles padded to the same number."""
+    size = ((20, 38), (45, 20), (60, 55))[number]
+    pixels = rng.normal(size=(MOST_TILES, 3, SIDE, SIDE))
+    return Picture(picture_tokens(c, size, alone=alone), {"pixel_values": [pixels], "image_sizes": [size]})
+
+
+def _intern(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) -> Picture:
+    """InternVL: one tile, three, two."""
+    del alone
+    tiles = (1, 3, 2)[number]
+    pixels = rng.normal(size=(tiles, 3, c.vision.image_size, c.vision.image_size))
+    return Picture(tiles * c.wiring.tokens, {"pixel_values": list(pixels)})
+
+
+def _native(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) -> Picture:
+    """Qwen2-VL: patches in one list, lines and columns of each picture."""
+    del alone
+    lines, columns = ((4, 6), (8, 4), (6, 10))[number]
+    patches = rng.normal(size=(lines * columns, c.vision.patch_values))
+    tokens = lines * columns // c.vision.merge**2
+    return Picture(tokens, {"pixel_values": list(patches), "image_grid_thw": [(1, lines, columns)]})
+
+
+def _windows(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) -> Picture:
+    """EVE: somewhere on a square, whose fourth channel says where."""
+    del alone
+    lines, columns = ((2, 3), (4, 1), (3, 4))[number]
+    size = c.vision.window_size
+    pixels = rng.normal(size=(4, 4 * size, 4 * size))
+    pixels[3] = 0
+    pixels[3, : lines * size, : columns * size] = 1
+    return Picture(1 + lines * (columns + 1), {"pixel_values": [pixels]})
+
+
+PICTURES: dict[str, Callable[..., Picture]] = {
+    **dict.fromkeys(("llava", "llava_llama", "mobilevlm", "qwen"), _square),
+    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "llava_qwen"), _tiled),
+    **dict.fromkeys(("internvl", "internvl_chat"), _intern),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _native),
+    "eve": _windows,
+}
+
+
+def make_batch(family: str, seed: int = 0) -> vlkv.Inputs:
+    """Rows with two pictures, one, and none, padded on either side."""
+    c, rng = read_config(family), np.random.default_rng(seed)
+    rows: list[list[int]] = []
+    extra: dict[str, list[Any]] = {}
+    for numbers, words in (((0, 1), 12), ((2,), 9), ((), 14)):
+        ids, at = rng.integers(3, 90, words).tolist(), 3
+        for number in numbers:
+            picture = PICTURES[family](c, rng, number, len(numbers) == 1)
+            ids[at:at] = [START, *[c.image_token] * picture.tokens, END]
+            at += picture.tokens + 3  # one word between two pictures
+            for name, values in picture.extra.items():
+                extra.setdefault(name, []).extend(values)
+        if numbers:
+            extra.setdefault("batch_num_images", []).append(len(numbers))
+        rows.append(ids)
+    longest = max(map(len, rows))
+    tokens, mask = np.zeros((3, longest), int), np.zeros((3, longest), int)
+    for row, ids in enumerate(rows):
+        start = longest - len(ids) if row == 1 else 0
+        tokens[row, start : start + len(ids)] = ids
+        mask[row, start : start + len(ids)] = 1
+    return vlkv.Inputs.from_hf({"input_ids": tokens, "attention_mask": mask, **extra}, c)
+
+
+# What the defaults do not fit: layers that two of them do not have, fractions that one stage of merging cannot reach.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "avl": {"core": 0.2},
+    "fastv": {"layer": 1},
+    "ivtp": {"layers": (1,)},
+    "lightkv": {"keep": 0.5, "layers": (1,), "windows": (2,)},
+    **{name: {"keep": 0.5, "layers": (1,)} for name in ("tome", "pitome", "tofu")},
+}
+
+
+def make_policy(name: str) -> policies.Policy:
+    """A registered policy with options for two layers."""
+    full = issubclass(policies.named(name), policies.Full)
+    return policies.make(name, **({} if full else {"keep": 0.3}) | OPTIONS.get(name, {}))
+
+
+def answer(params, batch: vlkv.Inputs, policy: policies.Policy) -> vlkv.Output:
+    """`NEW` tokens for every row, in one program."""
+    sampling = vlkv.Greedy(max_new_tokens=NEW, stop=())
+    return generate(params, batch, policy=policy, sampling=sampling, key=jax.random.key(0))
+
+
+def check_output(batch: vlkv.Inputs, output: vlkv.Output, policy: policies.Policy) -> None:
+    """Every row is answered; no slot holds padding; fewer entries are kept than the prompts had."""
+    token, length = np.asarray(output.token), np.asarray(output.length)
+    layers, _, heads = length.shape
+    prompt = batch.valid.sum(axis=1)
+    assert (np.asarray(output.lengths) == NEW).all()
+    assert (length > 0).all()
+    assert (length <= prompt[:, None]).all()
+    assert ((token >= 0).sum(axis=1) == length.sum(axis=0)).all()
+    for row in range(len(token)):
+        assert batch.valid[row, token[row][token[row] >= 0]].all(), "padding never gets a slot"
+    if not isinstance(policy, policies.Full):
+        assert length[:, :2].sum() < layers * prompt[:2].sum() * heads
