@@ -42,6 +42,19 @@ def test_every_policy_on_a_second_family(made, name):
     tiny.check_output(batch, output, policy)
 
 
+EVERY_STAGE = policies.compose(
+    policies.SnapKV(keep=0.5), allocate=policies.PyramidKV, merge=policies.LookM, step=policies.H2O,
+    reduce=policies.LightKV(layers=(1,), windows=(2,)), store=policies.KIVI,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_policy_of_every_stage_on_every_family(family):
+    """Reduced in prefill, scored, allotted per layer, merged, quantised, and evicted from while decoding."""
+    batch = tiny.make_batch(family)
+    tiny.check_output(batch, tiny.answer(tiny.make_model(family), batch, EVERY_STAGE), EVERY_STAGE)
+
+
 @pytest.fixture(scope="module")
 def read(made):
     return jax.jit(vlkv.read_prompt, compiler_options=tiny.QUICK)(*made["qwen2_vl"])
