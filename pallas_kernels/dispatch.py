@@ -65,6 +65,8 @@ def choose(
 ) -> Callable[..., Any]:
     """The implementation called `name`; of None, the first kernel of the target platform that takes the arguments.
 
+    On a mesh of several devices None is the default, unless within `shard_map`: set the mesh (`jax.set_mesh`).
+
     Args:
         op: for messages.
         implementations: by name; kernels in order of preference.
@@ -85,9 +87,16 @@ def choose(
     return _named(op, run, name, names) if isinstance(run, Kernel) else run
 
 
+def _split() -> bool:
+    """Whether the compiler splits arrays over a mesh here, which it cannot do to a Pallas kernel; not in shard_map."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True) if mesh.axis_names else ()
+    return any(size > 1 and kind != jax.sharding.AxisType.Manual for size, kind in kinds)
+
+
 def _first(implementations: Mapping[str, Callable[..., Any]], default: str) -> Callable[..., Any]:
-    platform = target_platform()
-    kernels = [implementations[name] for name in implementations if _PLATFORM.get(name) == platform]
+    platform = None if _split() else target_platform()
+    kernels = [implementations[name] for name in implementations if _PLATFORM.get(name, "") == platform]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         for kernel in kernels:

@@ -9,10 +9,11 @@ from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Kernel, available, choose
 
 
-def on(platform):
-    """Within it, programs are compiled for one device of `platform`, which need not be there."""
+def on(platform, devices=1, kind=jax.sharding.AxisType.Auto):
+    """Within it, programs are compiled for devices of `platform`, which need not be there."""
     device = jax.sharding.AbstractDevice(device_kind="any", num_cores=1, platform=platform)
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
+    mesh = jax.sharding.AbstractMesh((devices,), ("x",), axis_types=(kind,), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 @pytest.fixture
@@ -30,6 +31,13 @@ def implementations(monkeypatch):
     monkeypatch.setattr(Kernel, "_module", module)
     plain = {"xla": lambda x: ("xla", x), "reference": lambda x: ("reference", x)}
     return plain | {name: Kernel("op", name) for name in ("mosaic_tpu", "triton")}
+
+
+def test_what_the_compiler_must_split_over_a_mesh_is_no_kernel(implementations):
+    with on("tpu", devices=4):
+        assert choose("op", implementations, None, "xla")(2)[0] == "xla"
+    with on("tpu", devices=4, kind=jax.sharding.AxisType.Manual):  # as within shard_map
+        assert choose("op", implementations, None, "xla")(2)[0] == "mosaic_tpu"
 
 
 @pytest.mark.parametrize(
