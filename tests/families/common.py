@@ -8,12 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import vlkv
 from pallas_kernels import prefill_attention
 from tests.parity.conftest import perturb, torch, transformers
 from vlkv import policies
 
+save_file = pytest.importorskip("safetensors.torch").save_file  # an import of its own would fail where torch is missing
 NEW = 32  # greedy tokens that are compared
 __all__ = [
     "NEW",
@@ -24,6 +26,7 @@ __all__ = [
     "joined",
     "perturb",
     "read",
+    "save_file",
     "torch",
     "transformers",
 ]

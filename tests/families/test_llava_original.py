@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import PIL.Image
 import pytest
-from safetensors.torch import save_file
 
 import vlkv
 from checkpoints_convert.converting import convert
@@ -30,6 +29,7 @@ from .common import (
     every_stage,
     joined,
     perturb,
+    save_file,
     torch,
     transformers,
 )

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import PIL.Image
 import pytest
-from safetensors.torch import save_file
 
 import vlkv
 from checkpoints_convert.converting import convert
@@ -28,6 +27,7 @@ from .common import (
     every_stage,
     joined,
     perturb,
+    save_file,
     torch,
     transformers,
 )
