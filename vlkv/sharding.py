@@ -1,24 +1,90 @@
-"""Weights on a mesh with axes `data` and `model`: which axis of which parameter is split over `model`.
+"""Where arrays lie on a mesh with the axes `data` and `model`: weights, inputs, caches, and what comes back.
 
-Heads, MLP channels and the vocabulary are split where they divide evenly; everything else is replicated.
+    mesh = make_mesh(data=2, model=4)
+    params, processor = vlkv.load(folder, mesh=mesh)
+    with jax.set_mesh(mesh):
+        output = jax.jit(vlkv.generate)(params, place_inputs(inputs, mesh), policy=policy)
+    tokens = gather(output.tokens)
+
+An array names its axes by what they mean; MESH_AXIS says which of these are split over which axis of the mesh. An axis
+is split where it divides evenly; of several that go to the same axis of the mesh, the first that divides. The shapes
+alone, with their places, are `vlkv.models.abstract(config, dtype, mesh)`. How the ops run split: vlkv/parallel.py.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-# The last two parts of a parameter's path -> the axis that is split.
-_SPLIT_AXIS: dict[str, int] = {
-    "query.weight": 0, "query.bias": 0, "key.weight": 0, "key.bias": 0, "value.weight": 0, "value.bias": 0,
-    "out.weight": 1,
-    "gate.weight": 0, "gate.bias": 0, "up.weight": 0, "up.bias": 0, "down.weight": 1,
-    "embedding.weight": 0, "head.weight": 0,
+from vlkv.errors import InputError
+
+Axes = tuple[str | None, ...]
+T = TypeVar("T")
+
+MESH_AXIS = {
+    "batch": "data",
+    "heads": "model",
+    "kv_heads": "model",
+    "slots": "model",
+    "head_dim": "model",  # where the heads do not divide: every weight is still read by one chip only
+    "channels": "model",
+    "vocab": "model",
+}
+
+# The last two parts of a parameter's path -> its axes; all others lie whole on every device.
+_HEADS: Axes = ("heads", "head_dim", None)
+_WEIGHTS: dict[str, Axes] = {
+    "query.weight": _HEADS, "query.bias": _HEADS[:2],
+    "key.weight": _HEADS, "key.bias": _HEADS[:2],
+    "value.weight": _HEADS, "value.bias": _HEADS[:2],
+    "out.weight": (None, "heads", "head_dim"),
+    "gate.weight": ("channels", None), "gate.bias": ("channels",),
+    "up.weight": ("channels", None), "up.bias": ("channels",),
+    "down.weight": (None, "channels"),
+    "embedding.weight": ("vocab", None), "head.weight": ("vocab", None),
 }  # fmt: skip
+
+
+def make_mesh(*, data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh for `load`, `jax.set_mesh` and `place_inputs`; its axes are Auto, so that XLA places what lies between.
+
+    Args:
+        data: devices among which the rows of a batch are divided.
+        model: devices among which heads, MLP channels and the vocabulary are divided; those of one host, if they can.
+        devices: None: all there are, of all processes.
+
+    Raises:
+        InputError: data x model is not the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    if data < 1 or model < 1 or data * model != len(devices):
+        raise InputError(
+            f"a mesh of data={data} x model={model} needs {data * model} devices, and there are {len(devices)}: "
+            "give two numbers with that product, or devices="
+        )
+    grid = mesh_utils.create_device_mesh((data, model), devices, allow_split_physical_axes=True)
+    return Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def resolve(axes: Axes, shape: tuple[int, ...], mesh: Mesh | jax.sharding.AbstractMesh) -> PartitionSpec:
+    """How an array with these logical axes lies on the mesh."""
+    found: list[str | None] = []
+    for name, size in zip(axes, shape, strict=True):
+        target = None if name is None else MESH_AXIS[name]
+        free = target in mesh.shape and target not in found
+        found.append(target if free and size % mesh.shape[target] == 0 else None)
+    while found and found[-1] is None:
+        found.pop()
+    return PartitionSpec(*found)
+
+
+# --- weights --------------------------------------------------------------------------------------------------------
 
 
 def path_name(keypath: tuple[Any, ...]) -> str:
@@ -29,10 +95,7 @@ def path_name(keypath: tuple[Any, ...]) -> str:
 
 def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """How one parameter lies on the mesh."""
-    axis = _SPLIT_AXIS.get(".".join(path.split(".")[-2:]))
-    if axis is None or "model" not in mesh.shape or shape[axis] % mesh.shape["model"]:
-        return PartitionSpec()
-    return PartitionSpec(*(None,) * axis, "model")
+    return resolve(_WEIGHTS.get(".".join(path.split(".")[-2:]), (None,) * len(shape)), shape, mesh)
 
 
 def where(path: str, shape: tuple[int, ...], mesh: Mesh | None) -> Sharding:
@@ -45,3 +108,40 @@ def place(path: str, array: np.ndarray, mesh: Mesh | None) -> jax.Array:
     if mesh is None:
         return jax.device_put(array)
     return jax.make_array_from_callback(array.shape, where(path, array.shape, mesh), lambda index: array[index])
+
+
+# --- what goes in and comes out -------------------------------------------------------------------------------------
+
+
+def place_inputs(inputs: T, mesh: Mesh) -> T:
+    """Inputs with their rows divided over `data`, and images likewise where their number divides.
+
+    Of several processes each gives the same inputs, all rows of the batch, and keeps on its devices the rows that are
+    theirs: the processor runs on every host, which costs no communication and cannot get rows out of order.
+
+    Args:
+        inputs: from the processor, or any tree of numpy arrays with the batch in front; as ShapeDtypeStructs they get
+            a sharding and stay shapes.
+        mesh: of `make_mesh`.
+    """
+
+    def one(x: Any) -> Any:
+        there = NamedSharding(mesh, resolve(("batch", *(None,) * (len(x.shape) - 1)), x.shape, mesh))
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there)
+        x = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, there, lambda index: x[index])
+
+    return jax.tree.map(one, inputs)
+
+
+def gather(tree: T) -> T:
+    """Every array of a tree as a numpy array, whole, in every process; all of them must call it."""
+    from jax.experimental import multihost_utils  # noqa: PLC0415 (not needed on one host)
+
+    def one(x: Any) -> np.ndarray:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+            return np.asarray(x)
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+    return jax.tree.map(one, tree)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -55,6 +57,14 @@ def init(
     return model(config, init=Initializer(key, dtype, [placed[number] for number in range(len(placed))]))
 
 
-def abstract(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Model:
-    """The same tree with ShapeDtypeStructs for arrays; allocates nothing."""
-    return jax.eval_shape(lambda: init(config, jax.random.key(0), dtype=dtype))
+def abstract(config: ModelConfig, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> Model:
+    """The same tree with ShapeDtypeStructs for arrays, placed on a mesh if one is given; allocates nothing."""
+    shapes = jax.eval_shape(lambda: init(config, jax.random.key(0), dtype=dtype))
+    if mesh is None:
+        return shapes
+
+    def one(keypath: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        there = sharding.where(sharding.path_name(keypath), x.shape, mesh)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there)
+
+    return jax.tree_util.tree_map_with_path(one, shapes)
