@@ -27,6 +27,7 @@ ORDER = [
         "vlkv.layers",
         "vlkv.budgets",
         "vlkv.observe",
+        "vlkv.parallel",
         "vlkv.sharding",
         "vlkv.merging",
         "vlkv.memory",

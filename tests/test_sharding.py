@@ -1,10 +1,15 @@
-"""A mesh: four virtual devices give the tokens of one; weights are split, not copied, from wherever they come."""
+"""A mesh: virtual devices give the logits and tokens of one; weights are split, not copied, wherever they come from."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+
+import pytest
+
+from .meshes import CASES
 
 CODE = """
 import tempfile
@@ -45,8 +50,27 @@ for ours, a, b, c in zip(*map(jax.tree.leaves, (params, from_orbax, whole, drawn
 """
 
 
-def test_four_devices_answer_as_one():
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+def run(*arguments: str, devices: int, root) -> str:
+    """What `python *arguments` prints, on so many virtual devices."""
+    flags = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={devices}"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, *arguments], env=environment, cwd=root, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout
+
+
+def test_weights_are_split_from_wherever_they_come(root):
+    run("-c", CODE, devices=4, root=root)
+
+
+@pytest.fixture(scope="module")
+def differences(root):
+    return json.loads(run("-m", "tests.meshes", "compare", devices=8, root=root))
+
+
+@pytest.mark.parametrize("case", [f"{mesh}: {policy}" for mesh, (_, names) in CASES.items() for policy in names])
+def test_a_mesh_answers_as_one_device(differences, case):
+    off, same = differences[case]
+    assert off < 1e-4 and same

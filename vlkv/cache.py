@@ -1,8 +1,10 @@
 """The packed cache: kept prompt entries of all layers in one pool, generated tokens in a tail.
 
-Axes: B batch · L layers · K key heads · T prompt tokens · P pool slots · S tail slots · H head dim · A position axes.
-A slot is where an entry lies; a position is what RoPE saw. Budgets that differ per layer and per row have a fixed
-sum, so a pool wastes nothing where L padded rectangles would.
+Axes: B batch · L layers · K key heads · T prompt tokens · P pool slots · S tail slots · H head dim · A position axes ·
+M parts of the slots. A slot is where an entry lies; a position is what RoPE saw. Budgets that differ per layer and per
+row have a fixed sum, so a pool wastes nothing where L padded rectangles would. On a mesh whose `model` axis does not
+divide the key heads, pool and tail are in M equal parts, one after the other, and every M-th entry goes to the same
+one: `slot_of` says where an entry lies, whatever M is.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import Kernels, QuantizedPool, quantize
+from vlkv import parallel
 from vlkv.memory import Memory
 from vlkv.policies.policy import Policy
 
@@ -30,8 +33,8 @@ class PackedCache:
     k: Float[Array, "B P K H"] | QuantizedPool
     v: Float[Array, "B P K H"] | QuantizedPool
     token: Int[Array, "B P K"]  # which prompt token lies in each slot; -1: free
-    start: Int[Array, "L B K"]  # first slot of each layer's segment
-    length: Int[Array, "L B K"]  # slots in use: vision entries first, then text
+    start: Int[Array, "L B K"]  # first slot of each layer's segment, in each part
+    length: Int[Array, "L B K"]  # slots in use, of all parts: vision entries first, then text
     tail_k: tuple[Float[Array, "B S K H"], ...]  # one per layer
     tail_v: tuple[Float[Array, "B S K H"], ...]
     used: Int[Array, " B"]  # tail slots in use
@@ -40,6 +43,7 @@ class PackedCache:
     policy: Policy | None = dataclasses.field(default=None, metadata={"static": True})  # the one that acts
     softmax_n: float = dataclasses.field(default=0.0, metadata={"static": True})  # of decode attention
     kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
+    parts: int = dataclasses.field(default=1, metadata={"static": True})  # M
 
     @property
     def bytes(self) -> int:
@@ -47,11 +51,45 @@ class PackedCache:
         return sum(x.nbytes for x in (self.k, self.v, *self.tail_k, *self.tail_v))
 
 
+def slot_of(entry: Any, start: Any, slots: int, parts: int) -> Any:
+    """In which of so many slots entry number `entry` of a segment, or of a tail (start 0), lies."""
+    return entry % parts * (slots // parts) + start + entry // parts
+
+
+def entries(
+    token: Int[Array, "B P K"], start: Int[Array, "B K"], length: Int[Array, "B K"], most: int, parts: int = 1
+) -> Int[Array, "B K M"]:
+    """Which prompt token each of the first `most` entries of a layer's segment is, in their order; -1: no entry.
+
+    Args:
+        token: of a `PackedCache` or an `Output`, as are start and length, of one layer.
+        start: see there.
+        length: see there.
+        most: a bound on the entries.
+        parts: see there.
+    """
+    number = jnp.arange(most)
+    slot = slot_of(number, start[..., None], token.shape[1], parts)
+    found = jnp.take_along_axis(jnp.swapaxes(token, 1, 2), slot, axis=2, mode="clip")
+    return jnp.where(number < length[..., None], found, -1)
+
+
 def write(
-    tail: Float[Array, "B S K H"], new: Float[Array, "B T K H"], slot: Int[Array, "B T"]
+    tail: Float[Array, "B S K H"], new: Float[Array, "B T K H"], entry: Int[Array, "B T"], parts: int = 1
 ) -> Float[Array, "B S K H"]:
-    """The tail with new entries in their slots; what lies past its end is not written."""
-    return tail.at[jnp.arange(tail.shape[0])[:, None], slot].set(new, mode="drop")
+    """The tail with new entries in it, by their numbers; what lies past its end is not written."""
+    slots = tail.shape[1]
+
+    def own(part: parallel.Part, tail: Array, new: Array, entry: Array) -> Array:
+        slot = jnp.where(entry < slots, slot_of(entry, 0, slots, parts), slots)
+        row = jnp.arange(tail.shape[0])[:, None]
+        return tail.at[row, part.local(slot, tail.shape[1])].set(new, mode="drop")
+
+    batch, kv_heads = tail.shape[0], tail.shape[2]
+    run = parallel.split(
+        own, ("B P K H", "B T K H", "B T"), "B P K H", batch=batch, kv_heads=kv_heads, parts=parts
+    )  # fmt: skip
+    return run(tail, new, entry)
 
 
 def align(n: Any, tile: int = ALIGNMENT) -> Any:
@@ -59,7 +97,9 @@ def align(n: Any, tile: int = ALIGNMENT) -> Any:
     return -(-n // tile) * tile
 
 
-def pool_slots(policy: Policy, *, layers: int, vision: int, text: int, new_tokens: int, images: int = 1) -> int:
+def pool_slots(
+    policy: Policy, *, layers: int, vision: int, text: int, new_tokens: int, images: int = 1, parts: int = 1
+) -> int:
     """Slots that a cache allocates per row and key head: the pool, and the tails of all layers.
 
     Args:
@@ -69,14 +109,16 @@ def pool_slots(policy: Policy, *, layers: int, vision: int, text: int, new_token
         text: bound on its text tokens (`Inputs.max_text`).
         new_tokens: tokens to be generated.
         images: bound on its images (`Inputs.max_images`).
+        parts: of the slots, all counted: 1 unless `model` of the mesh does not divide the key heads; then its size.
     """
-    return _pool(policy, layers, vision, text, images) + layers * new_tokens
+    return _pool(policy, layers, vision, text, images, parts) + layers * align(new_tokens, parts)
 
 
-def _pool(policy: Policy, layers: int, vision: int, text: int, images: int) -> int:
-    # Every segment may waste up to a tile less one slot; it can never waste more than a whole row would.
+def _pool(policy: Policy, layers: int, vision: int, text: int, images: int, parts: int) -> int:
+    # In every part a segment may waste up to a tile less one slot; it can never waste more than a whole row would.
     kept, tile = policy.bound(layers=layers, vision=vision, text=text, images=images), _tile(policy)
-    return align(min(kept + layers * (tile - 1), layers * align(vision + text, tile)), tile)
+    most = (kept + layers * (parts - 1)) // parts  # of the first part, which has one more where a segment is odd
+    return parts * align(min(most + layers * (tile - 1), layers * align(-(-(vision + text) // parts), tile)), tile)
 
 
 def _tile(policy: Policy) -> int:
@@ -103,36 +145,49 @@ def pack(
     Where the policy quantises the pool, the tail stays as it comes: it is KIVI's recent window in full precision.
     """
     layers, (batch, heads, _, head_dim) = len(k), k[0].shape
-    slots = _pool(policy, layers, max_vision, max_text, max_images)
-    counts = jnp.stack([jnp.sum(mask, axis=-1, dtype=jnp.int32) for mask in kept])  # [L, B, K]
-    rounded = align(counts, _tile(policy))
-    start = jnp.cumsum(rounded, axis=0) - rounded
-    row = jnp.arange(batch)[:, None, None]
-    head = jnp.arange(heads)[:, None]
+    parts, tile = parallel.slot_parts(heads), _tile(policy)
+    slots = _pool(policy, layers, max_vision, max_text, max_images, parts)
 
-    pool_k = jnp.zeros((batch, slots, heads, head_dim), k[0].dtype)
-    pool_v = jnp.zeros_like(pool_k)
-    token = jnp.full((batch, slots, heads), -1, jnp.int32)
-    for layer in range(layers):
-        place = _vision_first(kept[layer], is_vision[layer][:, None])
-        slot = jnp.where(kept[layer], start[layer][..., None] + place, slots)  # past the end: not written
-        where = (row, slot, head)
-        pool_k = pool_k.at[where].set(k[layer], mode="drop")
-        pool_v = pool_v.at[where].set(v[layer], mode="drop")
-        token = token.at[where].set(source[layer][:, None].astype(jnp.int32), mode="drop")
+    def own(part: parallel.Part, k: Any, v: Any, kept: Any, is_vision: Any, source: Any) -> tuple[Any, ...]:
+        """A device's rows, heads and slots."""
+        batch, heads, here = *k[0].shape[:2], slots // parts
+        counts = jnp.stack([jnp.sum(mask, axis=-1, dtype=jnp.int32) for mask in kept])  # [L, B, K]
+        rounded = align(-(-counts // parts), tile)
+        start = jnp.cumsum(rounded, axis=0) - rounded
+        row = jnp.arange(batch)[:, None, None]
+        head = jnp.arange(heads)[:, None]
+        pool_k = jnp.zeros((batch, here, heads, head_dim), k[0].dtype)
+        pool_v = jnp.zeros_like(pool_k)
+        token = jnp.full((batch, here, heads), -1, jnp.int32)
+        for layer in range(layers):
+            entry = _vision_first(kept[layer], is_vision[layer][:, None])
+            slot = part.local(slot_of(entry, start[layer][..., None], slots, parts), here)
+            where = row, jnp.where(kept[layer], slot, here), head  # past the end: not written
+            pool_k = pool_k.at[where].set(k[layer], mode="drop")
+            pool_v = pool_v.at[where].set(v[layer], mode="drop")
+            token = token.at[where].set(source[layer][:, None].astype(jnp.int32), mode="drop")
 
-    def tail() -> tuple[Array, ...]:  # twice: buffers that are shared could not be donated
-        return tuple(jnp.zeros((batch, new_tokens, heads, head_dim), k[0].dtype) for _ in range(layers))
+        def tail() -> tuple[Array, ...]:  # twice: buffers that are shared could not be donated
+            shape = batch, -(-new_tokens // parts), heads, head_dim
+            return tuple(jnp.zeros(shape, k[0].dtype) for _ in range(layers))
 
-    packed_k: Array | QuantizedPool = pool_k
-    packed_v: Array | QuantizedPool = pool_v
-    if policy.storage is not None:
-        bits, group = policy.storage
-        packed_k = quantize(pool_k, token >= 0, bits=bits, group=group, axis="slots")
-        packed_v = quantize(pool_v, token >= 0, bits=bits, group=group, axis="channels")
+        packed_k: Array | QuantizedPool = pool_k
+        packed_v: Array | QuantizedPool = pool_v
+        if policy.storage is not None:
+            bits, group = policy.storage
+            packed_k = quantize(pool_k, token >= 0, bits=bits, group=group, axis="slots")
+            packed_v = quantize(pool_v, token >= 0, bits=bits, group=group, axis="channels")
+        return packed_k, packed_v, token, start, counts, tail(), tail()
+
+    pool, table = "B P K H", "L B K"
+    run = parallel.split(
+        own, ("B K T H", "B K T H", "B K T", "B T", "B T"), (pool, pool, "B P K", table, table, pool, pool),
+        batch=batch, kv_heads=heads, parts=parts,
+    )  # fmt: skip
+    packed_k, packed_v, token, start, length, tail_k, tail_v = run(k, v, kept, is_vision, source)
     return PackedCache(
-        k=packed_k, v=packed_v, token=token, start=start, length=counts, tail_k=tail(), tail_v=tail(),
-        used=jnp.zeros(batch, jnp.int32), next_position=next_position, softmax_n=policy.softmax_n,
+        k=packed_k, v=packed_v, token=token, start=start, length=length, tail_k=tail_k, tail_v=tail_v,
+        used=jnp.zeros(batch, jnp.int32), next_position=next_position, softmax_n=policy.softmax_n, parts=parts,
     )  # fmt: skip
 
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import prefill_attention
 from vlkv.config import DecoderConfig
 from vlkv.layers import Embedding, Initializer, JoinHeads, Linear, RMSNorm, SplitHeads
+from vlkv.parallel import prefill_attention
 from vlkv.rope import rotate
 
 

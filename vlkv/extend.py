@@ -15,22 +15,18 @@ Axes: B batch · T new tokens, padded · N, K heads · H head dim · D width · 
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import combine, decode_attention
 from vlkv.cache import PackedCache, write
 from vlkv.errors import InputError
 from vlkv.generate import feed, logits_after
 from vlkv.inputs import Inputs
 from vlkv.models import Model
-
-# Many queries at once are matrix products, not the one row that the kernels of decoding are made for.
-_attend = partial(decode_attention, implementation="xla")
+from vlkv.parallel import cached_attention
 
 
 def extend(params: Model, cache: PackedCache, inputs: Inputs) -> tuple[PackedCache, Float[Array, "B vocab"]]:
@@ -75,19 +71,16 @@ def _together(
     tail_k, tail_v = list(cache.tail_k), list(cache.tail_v)
     seen = cache.used[:, None] + jnp.cumsum(valid, axis=1)  # [B, T] slots of the tail that a token sees, its own too
     slot = jnp.where(valid, seen - 1, tail_k[0].shape[1])  # padding: past the end, not written
-    begin = jnp.zeros_like(cache.start[0])
     for i, layer in enumerate(params.decoder.layers):
         q, k, v = layer.project(x, positions)
-        tail_k[i], tail_v[i] = write(tail_k[i], k, slot), write(tail_v[i], v, slot)
+        tail_k[i], tail_v[i] = write(tail_k[i], k, slot, cache.parts), write(tail_v[i], v, slot, cache.parts)
         segment = cache.k, cache.v, cache.start[i], cache.length[i]
-
-        def look(
-            q: Float[Array, "B N H"], seen: Int[Array, " B"], segment: tuple = segment, i: int = i
-        ) -> Float[Array, "B N H"]:
-            tail = tail_k[i], tail_v[i], begin, begin + seen[:, None]
-            return combine(_attend(q, *segment), _attend(q, *tail), softmax_n=cache.softmax_n)[0]
-
-        x = layer.finish(x, jax.vmap(look, in_axes=1, out_axes=1)(q, seen).astype(x.dtype))
+        # Many queries at once are matrix products, not the one row that the kernels of decoding are made for.
+        attended = cached_attention(
+            q, segment, (tail_k[i], tail_v[i]), seen, softmax_n=cache.softmax_n, parts=cache.parts,
+            implementation="xla",
+        )  # fmt: skip
+        x = layer.finish(x, attended.astype(x.dtype))
     used = cache.used + jnp.sum(valid, axis=1, dtype=jnp.int32)
     return dataclasses.replace(cache, tail_k=tuple(tail_k), tail_v=tuple(tail_v), used=used), x
 

@@ -21,13 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from pallas_kernels import Kernels, combine, decode_attention
+from pallas_kernels import Kernels
 from vlkv.cache import PackedCache, write
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
 from vlkv.memory import arrive, attend
 from vlkv.models import Model
+from vlkv.parallel import cached_attention
 from vlkv.policies.full import Full
 from vlkv.policies.policy import Policy
 from vlkv.prefill import prefill
@@ -45,6 +46,7 @@ class Output:
     start: Int[Array, "L B K"]
     length: Int[Array, "L B K"]
     cache_bytes: int = dataclasses.field(metadata={"static": True})  # keys and values as allocated, all rows
+    parts: int = dataclasses.field(default=1, metadata={"static": True})  # of the slots, see PackedCache
 
 
 def forward(params: Model, inputs: Inputs) -> Float[Array, "B T vocab"]:
@@ -73,18 +75,21 @@ def feed(
     slot, begin = cache.used[:, None], jnp.zeros_like(cache.start[0])
     for i, layer in enumerate(params.decoder.layers):
         q, k, v = layer.project(x, positions)
-        tail_k[i], tail_v[i] = write(tail_k[i], k, slot), write(tail_v[i], v, slot)
+        tail_k[i], tail_v[i] = write(tail_k[i], k, slot, cache.parts), write(tail_v[i], v, slot, cache.parts)
         segment = cache.k, cache.v, cache.start[i], cache.length[i]
-        tail = tail_k[i], tail_v[i], begin, begin + slot + 1
         if cache.policy is None:
-            run = cache.kernels.decode_attention
-            first, second = (decode_attention(q[:, 0], *part, implementation=run) for part in (segment, tail))
-            attended, _ = combine(first, second, softmax_n=cache.softmax_n)
+            attended = cached_attention(
+                q, segment, (tail_k[i], tail_v[i]), slot + 1, softmax_n=cache.softmax_n, parts=cache.parts,
+                implementation=cache.kernels.decode_attention,
+            )  # fmt: skip
         else:
             memory[i] = jax.vmap(arrive)(memory[i])
-            attended, mass = attend(q[:, 0], segment, tail, memory[i], softmax_n=cache.softmax_n, kernels=cache.kernels)
-            memory[i] = jax.vmap(cache.policy.step)(memory[i], mass)
-        x = layer.finish(x, attended[:, None].astype(x.dtype))
+            tail = tail_k[i], tail_v[i], begin, begin + slot + 1
+            one, mass = attend(
+                q[:, 0], segment, tail, memory[i], softmax_n=cache.softmax_n, kernels=cache.kernels, parts=cache.parts
+            )
+            memory[i], attended = jax.vmap(cache.policy.step)(memory[i], mass), one[:, None]
+        x = layer.finish(x, attended.astype(x.dtype))
     cache = dataclasses.replace(
         cache,
         tail_k=tuple(tail_k),
@@ -142,7 +147,7 @@ def generate(
     tokens, lengths = decode(params, cache, logits, sampling=sampling, key=sample_key)
     return Output(
         tokens=tokens, lengths=lengths, token=cache.token, start=cache.start, length=cache.length,
-        cache_bytes=cache.bytes,
+        cache_bytes=cache.bytes, parts=cache.parts,
     )  # fmt: skip
 
 

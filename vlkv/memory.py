@@ -7,12 +7,14 @@ slots · E = M + S entries, the segment's before the tail's. Evicting masks an e
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import Kernels, QuantizedPool, combine, core_attention, decode_attention
+from pallas_kernels import Kernels, QuantizedPool, core_attention, decode_attention
+from vlkv import parallel
 
 
 @jax.tree_util.register_dataclass
@@ -45,20 +47,16 @@ class Memory:
 
 
 def begin(
-    token: Int[Array, "P K"],
-    start: Int[Array, " K"],
+    token: Int[Array, "K M"],
     length: Int[Array, " K"],
     values: dict[str, Float[Array, "K T"]],
     is_vision: Bool[Array, " T"],
     valid: Bool[Array, " T"],
     *,
-    max_length: int,
     new_tokens: int,
 ) -> Memory:
-    """The memory of a packed segment: values of kept tokens, zeros for the tail to come."""
-    slot = jnp.minimum(start + jnp.arange(max_length)[:, None], token.shape[0] - 1)  # [M, K]
-    inside = (jnp.arange(max_length)[:, None] < length).T  # [K, M]
-    tokens = jnp.maximum(jnp.take_along_axis(token, slot, axis=0), 0).T
+    """The memory of a packed segment: values of kept tokens, zeros for the tail to come; `token` of `cache.entries`."""
+    inside, tokens = token >= 0, jnp.maximum(token, 0)
     heads, count = tokens.shape[0], jnp.sum(valid)
 
     def extend(x: Array, fill: Array | float) -> Array:
@@ -120,6 +118,7 @@ def attend(
     *,
     softmax_n: float = 0.0,
     kernels: Kernels | None = None,
+    parts: int = 1,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N E"]]:
     """Attention over what the memory says, and the share of it that every entry received. Batched.
 
@@ -130,33 +129,50 @@ def attend(
         memory: after `arrive`.
         softmax_n: of n-softmax, counted once for segment and tail together.
         kernels: implementations; None: of the platform.
+        parts: of the cache's slots.
     """
     new_tokens, kernels = memory.new_tokens, Kernels() if kernels is None else kernels
     kept, recent = memory.attended[..., :-new_tokens], memory.attended[..., -new_tokens:]
+    held = memory.core
+    core = () if held is None else (held.rows, held.count, held.text, held.suffices)
 
-    def whole(kept: Array) -> tuple[Array, Array, Array]:
-        return decode_attention(
-            q, *segment, valid=kept, max_length=kept.shape[-1], return_mass=True,
+    def own(
+        part: parallel.Part, q: Array, segment: Any, tail: Any, kept: Array, recent: Array, core: Any
+    ) -> tuple[Array, ...]:
+        """A device's rows, heads and slots."""
+        (k, v, start, length), (tail_k, tail_v, begin, seen) = segment, tail
+        kept, recent = part.mine(kept), part.mine(recent)
+        here = q, k, v, start, part.number(length)
+        options = {"valid": kept, "max_length": kept.shape[-1], "return_mass": True}
+
+        def whole() -> tuple[Array, Array, Array]:
+            return decode_attention(*here, **options, implementation=kernels.decode_attention)
+
+        def listed() -> tuple[Array, Array, Array]:
+            rows, count, text, _ = core
+            listed = *part.listed(rows, count), part.number(text)
+            return core_attention(*here, *listed, **options, implementation=kernels.core_attention)
+
+        if not core:
+            out, lse, mass = whole()
+        else:  # after `extend` rows may be at different steps: then all read the whole
+            out, lse, mass = jax.lax.cond(jnp.all(core[-1]), listed, whole)
+        tail_out, tail_lse, tail_mass = decode_attention(
+            q, tail_k, tail_v, begin, part.number(seen), valid=recent, max_length=recent.shape[-1], return_mass=True,
             implementation=kernels.decode_attention,
         )  # fmt: skip
+        out, total = part.combine((out, lse), (tail_out, tail_lse), softmax_n=softmax_n)
+        shares = mass * jnp.exp(lse - total)[..., None], tail_mass * jnp.exp(tail_lse - total)[..., None]
+        sizes = memory.attended.shape[-1] - new_tokens, new_tokens
+        whole_shares = [part.all(x, size) for x, size in zip(shares, sizes, strict=True)]
+        return out, jnp.concatenate(whole_shares, axis=-1)
 
-    def listed(kept: Array) -> tuple[Array, Array, Array]:
-        assert memory.core is not None
-        return core_attention(
-            q, *segment, memory.core.rows, memory.core.count, memory.core.text, valid=kept, max_length=kept.shape[-1],
-            return_mass=True, implementation=kernels.core_attention,
-        )  # fmt: skip
-
-    if memory.core is None:
-        out, lse, mass = whole(kept)
-    else:  # after `extend` rows may be at different steps: then all read the whole
-        out, lse, mass = jax.lax.cond(jnp.all(memory.core.suffices), listed, whole, kept)
-    tail_out, tail_lse, tail_mass = decode_attention(
-        q, *tail, valid=recent, max_length=new_tokens, return_mass=True, implementation=kernels.decode_attention
-    )
-    out, total = combine((out, lse), (tail_out, tail_lse), softmax_n=softmax_n)
-    shares = (mass * jnp.exp(lse - total)[..., None], tail_mass * jnp.exp(tail_lse - total)[..., None])
-    return out, jnp.concatenate(shares, axis=-1)
+    place, mask, listed = ("B P K H", "B P K H", "B K", "B K"), "B K E", ("B C", "B", "B K", "B")
+    run = parallel.split(
+        own, ("B N H", place, place, mask, mask, listed if core else ()), ("B N H", "B N E"),
+        batch=q.shape[0], kv_heads=kept.shape[1], parts=parts,
+    )  # fmt: skip
+    return run(q, segment, tail, kept, recent, core)
 
 
 def evict(memory: Memory, candidates: Bool[Array, "K E"], value: Float[Array, "K E"]) -> Memory:

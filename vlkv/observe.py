@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from pallas_kernels import Kernels, attention_mass
+from pallas_kernels import Kernels
+from vlkv.parallel import attention_mass
 
 
 @jax.tree_util.register_dataclass

@@ -18,11 +18,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels
-from vlkv.cache import PackedCache, pack
+from vlkv.cache import PackedCache, entries, pack
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
 from vlkv.memory import Memory, begin
 from vlkv.models import Model
+from vlkv.parallel import by_row
 from vlkv.policies.policy import Policy
 from vlkv.policies.selection import Observed, allocate_and_take, observe, require_fit, see, shortlist
 from vlkv.reading import LayerPrompt, Prompt, read, read_prompt
@@ -135,7 +136,7 @@ def _observer(
         one = partial(
             _look, policy, layer=i, layers=layers, max_instruction=bounds.max_instruction, keep=fewer, kernels=kernels
         )
-        return jax.vmap(one)(read, keys)
+        return by_row(one, batch)(read, keys)
 
     return look
 
@@ -169,13 +170,14 @@ def _fill(prompt: Prompt, policy: Policy, new_tokens: int) -> PackedCache:
         return cache
     max_length = policy.layer_bound(layers=layers, vision=prompt.max_vision, text=prompt.max_text)
 
-    def recall(token: Any, start: Any, length: Any, values: Any, is_vision: Any, valid: Any) -> Memory:
-        made = begin(token, start, length, values, is_vision, valid, max_length=max_length, new_tokens=new_tokens)
-        return policy.begin(made)
+    def recall(token: Any, length: Any, values: Any, is_vision: Any, valid: Any) -> Memory:
+        room = cache.tail_k[0].shape[1]  # new_tokens, or a few more where the slots are in parts
+        return policy.begin(begin(token, length, values, is_vision, valid, new_tokens=room))
 
     memory = tuple(
         jax.vmap(recall)(
-            cache.token, cache.start[i], cache.length[i], _by_source(layer, length), prompt.is_vision, prompt.valid
+            entries(cache.token, cache.start[i], cache.length[i], max_length, cache.parts), cache.length[i],
+            _by_source(layer, length), prompt.is_vision, prompt.valid,
         )
         for i, layer in enumerate(found)
     )  # fmt: skip

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from pallas_kernels import Kernels, prefill_attention
+from pallas_kernels import Kernels
 from vlkv.inputs import Inputs
 from vlkv.models import Model
+from vlkv.parallel import by_row, prefill_attention
 from vlkv.policies.policy import Policy
 from vlkv.policies.selection import require_fit, see
 from vlkv.tokens import Tokens, shorten
@@ -110,7 +111,7 @@ def read(
                 length=length, kernels=kernels,
             )  # fmt: skip
             keys = None if key is None else jax.random.split(key, inputs.valid.shape[0])
-            tokens = jax.vmap(reduce)(tokens, before, keys)
+            tokens = by_row(reduce, inputs.valid.shape[0])(tokens, before, keys)
             if reducer.forgets:
                 made = [_without(m, tokens, inputs.valid.shape[1]) for m in made]
         q, k, v = layer.project(tokens.x, tokens.positions)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from vlkv.cache import PackedCache
+from vlkv.cache import PackedCache, entries
 from vlkv.reading import Prompt
 
 
@@ -24,12 +24,11 @@ def reached(prompt: Prompt) -> Bool[Array, "B L T"]:
 def held(cache: PackedCache, length: int) -> Float[Array, "B L T"]:
     """The share of the key heads of each layer whose cache holds each of the prompt's `length` tokens."""
     layers, batch, heads = cache.start.shape
-    slot = jnp.arange(cache.token.shape[1])[:, None]
     row = jnp.arange(batch)[:, None, None]
 
     def layer(i: int) -> Float[Array, "B T"]:
-        inside = (slot >= cache.start[i][:, None]) & (slot < (cache.start[i] + cache.length[i])[:, None])  # [B, P, K]
-        where = jnp.where(inside, cache.token, length)  # past the end: not written
+        token = entries(cache.token, cache.start[i], cache.length[i], length, cache.parts)  # [B, K, T]
+        where = jnp.where(token >= 0, token, length)  # past the end: not written
         return jnp.zeros((batch, length)).at[row, where].add(1.0 / heads, mode="drop")
 
     return jnp.stack([layer(i) for i in range(layers)], axis=1)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv.cache import PackedCache, write
+from vlkv.cache import PackedCache, entries, write
 from vlkv.memory import Memory, arrive, attend, begin
 from vlkv.models import Model
 from vlkv.reading import Prompt
@@ -62,11 +62,13 @@ def follow(
         hidden, masses, counts, slot = [], [], [], cache.used[:, None]
         for i, layer in enumerate(layers):
             q, k, v = layer.project(x, cache.next_position[:, None])
-            tail_k[i], tail_v[i] = write(tail_k[i], k, slot), write(tail_v[i], v, slot)
+            tail_k[i], tail_v[i] = write(tail_k[i], k, slot, cache.parts), write(tail_v[i], v, slot, cache.parts)
             memory[i] = jax.vmap(arrive)(memory[i])
             segment = cache.k, cache.v, cache.start[i], cache.length[i]
             tail = tail_k[i], tail_v[i], nothing, nothing + slot + 1
-            attended, mass = attend(q[:, 0], segment, tail, memory[i], softmax_n=cache.softmax_n, kernels=cache.kernels)
+            attended, mass = attend(
+                q[:, 0], segment, tail, memory[i], softmax_n=cache.softmax_n, kernels=cache.kernels, parts=cache.parts
+            )
             counts.append([jnp.mean(jnp.sum(x, axis=-1), axis=-1) for x in (memory[i].stored, memory[i].attended)])
             if cache.policy is not None:
                 memory[i] = jax.vmap(cache.policy.step)(memory[i], mass)
@@ -93,22 +95,22 @@ def _memory(prompt: Prompt, cache: PackedCache) -> tuple[Memory, ...]:
     if cache.memory is not None:
         return cache.memory
 
-    def made(token: Any, start: Any, length: Any, is_vision: Any, valid: Any) -> Memory:
-        new_tokens = cache.tail_k[0].shape[1]
-        return begin(token, start, length, {}, is_vision, valid, max_length=valid.shape[0], new_tokens=new_tokens)
+    def made(token: Any, length: Any, is_vision: Any, valid: Any) -> Memory:
+        return begin(token, length, {}, is_vision, valid, new_tokens=cache.tail_k[0].shape[1])
 
     return tuple(
-        jax.vmap(made)(cache.token, cache.start[i], cache.length[i], prompt.is_vision, prompt.valid)
+        jax.vmap(made)(
+            entries(cache.token, cache.start[i], cache.length[i], prompt.valid.shape[1], cache.parts),
+            cache.length[i], prompt.is_vision, prompt.valid,
+        )
         for i in range(cache.start.shape[0])
-    )
+    )  # fmt: skip
 
 
 def _tokens_of_slots(cache: PackedCache, layer: int, memory: Memory) -> Int[Array, "B K M"]:
     """Which prompt token lies in each slot of a layer's segment; -1: none."""
     most = memory.stored.shape[-1] - memory.new_tokens
-    slot = cache.start[layer][..., None] + jnp.arange(most)  # [B, K, M]
-    token = jnp.take_along_axis(jnp.swapaxes(cache.token, 1, 2), slot, axis=2, mode="clip")
-    return jnp.where(jnp.arange(most) < cache.length[layer][..., None], token, -1)
+    return entries(cache.token, cache.start[layer], cache.length[layer], most, cache.parts)
 
 
 def _restrict(memory: Memory, places: Int[Array, "B K M"], only: Bool[Array, "B K T"]) -> Memory:

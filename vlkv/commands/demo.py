@@ -16,7 +16,7 @@ from rich.progress import track
 from rich.table import Table
 
 from vlkv import loading, policies
-from vlkv.cache import PackedCache
+from vlkv.cache import PackedCache, entries
 from vlkv.errors import InputError
 from vlkv.generate import decode_step
 from vlkv.inputs import Inputs
@@ -108,14 +108,13 @@ def read(params: Model, processor: Processor, inputs: Inputs, prompt: Prompt, po
 
 def survivors(cache: PackedCache, inputs: Inputs) -> np.ndarray:
     """[L, V]: which share of the heads still holds each vision token, per layer."""
-    token, start, length = (np.asarray(x) for x in (cache.token, cache.start, cache.length))
     where = np.asarray(inputs.vision_index[0])
-    layers, _, heads = start.shape
+    layers, _, heads = cache.start.shape
     share = np.zeros((layers, inputs.max_vision))
     for layer in range(layers):
-        for head in range(heads):
-            begin = start[layer, 0, head]
-            index = where[token[0, begin : begin + length[layer, 0, head], head]]
+        held = entries(cache.token, cache.start[layer], cache.length[layer], len(where), cache.parts)
+        for token in np.asarray(held[0]):
+            index = where[token[token >= 0]]
             share[layer, index[index >= 0]] += 1 / heads
     return share
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import attention_mass, attention_mass_rows
 from vlkv import budgets, matching
 from vlkv.observe import Observation
+from vlkv.parallel import attention_mass, attention_mass_rows
 from vlkv.policies.policy import policy
 from vlkv.policies.reducing import ReducingPolicy
 from vlkv.tokens import Tokens

@@ -12,9 +12,9 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float
 
-from pallas_kernels import prefill_attention
 from vlkv.config import ClipConfig
 from vlkv.layers import Embedding, Initializer, JoinHeads, LayerNorm, Linear, SplitHeads, quick_gelu
+from vlkv.parallel import prefill_attention
 
 
 class ClipBlock(nnx.Module):

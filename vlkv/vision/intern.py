@@ -13,9 +13,9 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float
 
-from pallas_kernels import prefill_attention
 from vlkv.config import InternVitConfig
 from vlkv.layers import Embedding, Initializer, JoinHeads, LayerNorm, Linear, RMSNorm, SplitHeads
+from vlkv.parallel import prefill_attention
 
 _NORMS = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
 

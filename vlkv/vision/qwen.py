@@ -14,9 +14,9 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float
 
-from pallas_kernels import prefill_attention
 from vlkv.config import QwenVitConfig
 from vlkv.layers import Initializer, JoinHeads, LayerNorm, Linear, SplitHeads
+from vlkv.parallel import prefill_attention
 
 _STORED = 16  # positions per side on disk
 

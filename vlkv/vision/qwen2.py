@@ -13,9 +13,9 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import prefill_attention
 from vlkv.config import QwenVisionConfig
 from vlkv.layers import Initializer, JoinHeads, LayerNorm, Linear, RMSNorm, SplitHeads, quick_gelu
+from vlkv.parallel import prefill_attention
 from vlkv.rope import turn
 
 _EPS = 1e-6  # of every norm; no config says it

@@ -1,0 +1,314 @@
+"""The ops of attention, each device doing its part of a mesh's work.
+
+XLA cannot split a Pallas kernel, nor the queue of blocks that decoding runs on a CPU; so every op runs in `shard_map`,
+where a device sees arrays of its own and the dispatcher of `pallas_kernels` chooses as it would on one device. Without
+a mesh (`jax.set_mesh`), on a mesh of one device, and within another `shard_map` the ops are called as they are.
+
+Rows go to `data` and heads to `model`, query heads with the key head that they read: no device needs another. Where
+`model` has more devices than there are key heads, several devices share a key head in prefill, each with some of its
+queries; and a cache is split over its slots, each device attending with all heads to every M-th entry (`Part`).
+
+Axes: B batch · T tokens · N query heads · K key heads · G = N/K · P slots of a pool or a tail · M parts of a cache's
+slots · R weightings. A string like "B P K H" names the axes of an array: B, N, K and P are split, as `split` says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+import pallas_kernels
+from pallas_kernels.denominator import add_constant, share
+from vlkv.errors import InputError
+
+_DATA, _MODEL = "data", "model"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One device's part of the slots of a cache: entries `index`, `index` + `count`, ... of every segment and tail."""
+
+    index: Array | int = 0
+    count: int = 1
+
+    def number(self, entries: Int[Array, "*n"]) -> Int[Array, "*n"]:
+        """How many of the first `entries` are here."""
+        return entries if self.count == 1 else jnp.maximum(-(-(entries - self.index) // self.count), 0)
+
+    def mine(self, x: Any, fill: Any = False) -> Any:
+        """Of numbers per entry (last axis) those of the entries that are here; `fill` where others have one more."""
+        if self.count == 1:
+            return x
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % self.count)], constant_values=fill)
+        x = x.reshape(*x.shape[:-1], -1, self.count)
+        return jax.lax.dynamic_index_in_dim(x, self.index, axis=-1, keepdims=False)
+
+    def all(self, x: Any, entries: int) -> Any:
+        """The reverse of `mine`: numbers of all entries, of which there are so many, on every device."""
+        if self.count == 1:
+            return x
+        x = jax.lax.all_gather(x, _MODEL, axis=x.ndim)
+        return x.reshape(*x.shape[:-2], -1)[..., :entries]
+
+    def local(self, slot: Int[Array, "*n"], slots: int) -> Int[Array, "*n"]:
+        """A slot of the whole, of which `slots` are here, as one of them; `slots`, past the end, if it is elsewhere."""
+        slot = slot - self.index * slots
+        return jnp.where((slot >= 0) & (slot < slots), slot, slots)
+
+    def listed(self, rows: Int[Array, "B C"], count: Int[Array, " B"]) -> tuple[Int[Array, "B c"], Int[Array, " B"]]:
+        """Of a list of distinct entries, ascending, those that are here, counted from the first that is."""
+        if self.count == 1:
+            return rows, count
+        here = (jnp.arange(rows.shape[1]) < count[:, None]) & (rows % self.count == self.index)
+        order = jnp.argsort(~here, axis=1, stable=True)[:, : -(-rows.shape[1] // self.count)]
+        return jnp.take_along_axis(rows // self.count, order, axis=1), jnp.sum(here, axis=1, dtype=count.dtype)
+
+    def combine(
+        self, first: tuple[Array, Array], second: tuple[Array, Array], softmax_n: float = 0.0
+    ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
+        """`pallas_kernels.combine`, of all devices' parts."""
+        if self.count == 1:
+            return pallas_kernels.combine(first, second, softmax_n=softmax_n)
+        out, lse = pallas_kernels.combine(first, second)
+        peak = jax.lax.pmax(lse, _MODEL)
+        peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
+        weight = jnp.exp(lse - peak)[..., None]
+        joint = jax.lax.psum(jnp.concatenate([out * weight, weight], axis=-1), _MODEL)
+        out, weight = joint[..., :-1], joint[..., -1]
+        lse = peak + jnp.log(weight)
+        total = add_constant(lse, softmax_n)
+        return out / jnp.where(weight > 0, weight, 1.0)[..., None] * share(lse, total), total
+
+
+# --- the mesh -------------------------------------------------------------------------------------------------------
+
+
+def _mesh() -> AbstractMesh | None:
+    """The mesh over which XLA splits arrays here; None: there is one device, or this is within `shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = {kind for _, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True) if size > 1}
+    if AxisType.Explicit in kinds:
+        raise InputError("the mesh has explicit axes, which vlkv's arrays do not name: use vlkv.sharding.make_mesh")
+    return mesh if kinds == {AxisType.Auto} else None
+
+
+def _size(axis: str) -> int:
+    mesh = _mesh()
+    return 1 if mesh is None else mesh.shape.get(axis, 1)
+
+
+def slot_parts(kv_heads: int) -> int:
+    """M: 1 where every device can have key heads of its own, else the devices of `model`."""
+    return _size(_MODEL) if kv_heads % _size(_MODEL) else 1
+
+
+def by_row(f: Callable[..., Any], batch: int) -> Callable[..., Any]:
+    """`jax.vmap(f)` over the rows of a batch, which go to `data` in the ops that f calls."""
+    divides = _size(_DATA) > 1 and batch % _size(_DATA) == 0
+    return jax.vmap(f, spmd_axis_name=_DATA if divides else None)
+
+
+def split(
+    f: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    outputs: Any,
+    *,
+    batch: int,
+    kv_heads: int,
+    parts: int = 1,
+) -> Callable[..., Any]:
+    """f(part, *arrays) on every device's own: rows by B, key heads and their queries by K and N, or slots by P.
+
+    Args:
+        f: of a `Part` and the arrays.
+        inputs: the axes of each array, or of all arrays of a tree.
+        outputs: the same of what f returns.
+        batch: rows; not split unless they divide.
+        kv_heads: key heads; likewise, and not where slots are.
+        parts: M of the cache.
+
+    Raises:
+        InputError: the cache was made on another mesh.
+    """
+    mesh = _mesh()
+    model = _size(_MODEL)
+    if parts not in (1, model):
+        raise InputError(f"the cache has its slots in {parts} parts, and `model` of the mesh that is set has {model} "
+                         f"devices: set a mesh with model={parts}, or make the cache anew")  # fmt: skip
+    if mesh is None:
+        return lambda *arrays: f(Part(), *arrays)
+    heads = _MODEL if parts == 1 and model > 1 and kv_heads % model == 0 else None
+    place = {
+        "B": _DATA if _DATA in mesh.shape and batch % mesh.shape[_DATA] == 0 else None,
+        "N": heads,
+        "K": heads,
+        "P": _MODEL if parts > 1 else None,
+    }
+
+    def local(*arrays: Any) -> Any:
+        return f(Part(jax.lax.axis_index(_MODEL), parts) if parts > 1 else Part(), *arrays)
+
+    return _shard_map(local, inputs, outputs, place)
+
+
+def _shard_map(f: Callable[..., Any], inputs: Any, outputs: Any, place: dict[str, str | None]) -> Callable[..., Any]:
+    def spec(axes: str) -> PartitionSpec:
+        return PartitionSpec(*(place.get(axis) for axis in axes.split()))
+
+    return jax.shard_map(f, in_specs=jax.tree.map(spec, inputs), out_specs=jax.tree.map(spec, outputs), check_vma=False)
+
+
+# --- ops of prefill and of scores -----------------------------------------------------------------------------------
+
+
+def _over_heads(
+    f: Callable[..., Array], arrays: tuple[Any, ...], axes: tuple[str, ...], output: str, *, heads: int, kv_heads: int
+) -> Array:
+    """f(*arrays) by heads, whatever their number, if `model` is a multiple of the key heads or the reverse.
+
+    In the first case a key head's devices share out its queries, zeros making their number even; each has all the keys
+    and uses one head of them.
+    """
+    mesh, model = _mesh(), _size(_MODEL)
+    if mesh is None:
+        return f(*arrays)
+    batch = next((x.shape[0] for x, names in zip(arrays, axes, strict=True) if names.startswith("B")), 0)
+    place = {"B": _DATA if _DATA in mesh.shape and batch % mesh.shape[_DATA] == 0 else None}
+    if model == 1 or (kv_heads % model and model % kv_heads):
+        return _shard_map(f, axes, output, place)(*arrays)
+    place["N"] = _MODEL
+    if kv_heads % model == 0:
+        return _shard_map(f, axes, output, {**place, "K": _MODEL})(*arrays)
+    sharing, group = model // kv_heads, heads // kv_heads
+    spare = -group % sharing
+
+    def local(*arrays: Any) -> Array:
+        mine = jax.lax.axis_index(_MODEL) // sharing
+        return f(*(
+            jax.lax.dynamic_slice_in_dim(x, mine, 1, names.split().index("K")) if "K" in names else x
+            for x, names in zip(arrays, axes, strict=True)
+        ))  # fmt: skip
+
+    def regroup(x: Array, at: int, change: Callable[[Array], Array]) -> Array:
+        grouped = change(x.reshape(*x.shape[:at], kv_heads, -1, *x.shape[at + 1 :]))
+        return grouped.reshape(*x.shape[:at], -1, *x.shape[at + 1 :])
+
+    def pad(x: Any, names: str) -> Any:
+        if spare == 0 or "N" not in names:
+            return x
+        whole = PartitionSpec(*(place.get(axis) if axis == "B" else None for axis in names.split()))
+        x, at = jax.lax.with_sharding_constraint(x, whole), names.split().index("N")
+        return regroup(x, at, lambda y: jnp.pad(y, [(0, spare * (i == at + 1)) for i in range(y.ndim)]))
+
+    made = _shard_map(local, axes, output, place)(*(pad(x, names) for x, names in zip(arrays, axes, strict=True)))
+    at = output.split().index("N")
+    return regroup(made, at, lambda y: jax.lax.slice_in_dim(y, 0, group, axis=at + 1)) if spare else made
+
+
+def prefill_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    *,
+    valid: Bool[Array, "B T"] | None = None,
+    **options: Any,
+) -> Float[Array, "B T N H"]:
+    """`pallas_kernels.prefill_attention`."""
+    return _over_heads(
+        lambda q, k, v, valid: pallas_kernels.prefill_attention(q, k, v, valid=valid, **options),
+        (q, k, v, valid), ("B T N H", "B T K H", "B T K H", "B T"), "B T N H",
+        heads=q.shape[2], kv_heads=k.shape[2],
+    )  # fmt: skip
+
+
+def attention_mass(
+    q: Float[Array, "N T H"],
+    k: Float[Array, "K S H"],
+    *,
+    row_weight: Float[Array, "R T"],
+    key_mask: Bool[Array, " S"],
+    row_place: Int[Array, " T"] | None = None,
+    **options: Any,
+) -> Float[Array, "R N S"]:
+    """`pallas_kernels.attention_mass`."""
+
+    def op(q: Array, k: Array, weight: Array, mask: Array, place: Array | None) -> Array:
+        return pallas_kernels.attention_mass(q, k, row_weight=weight, key_mask=mask, row_place=place, **options)
+
+    return _over_heads(
+        op, (q, k, row_weight, key_mask, row_place), ("N T H", "K S H", "R T", "S", "T"), "R N S",
+        heads=q.shape[0], kv_heads=k.shape[0],
+    )  # fmt: skip
+
+
+def attention_mass_rows(
+    q: Float[Array, "N T H"],
+    k: Float[Array, "K S H"],
+    *,
+    key_weight: Float[Array, "R S"],
+    key_mask: Bool[Array, " S"],
+    row_place: Int[Array, " T"] | None = None,
+    **options: Any,
+) -> Float[Array, "R N T"]:
+    """`pallas_kernels.attention_mass_rows`."""
+
+    def op(q: Array, k: Array, weight: Array, mask: Array, place: Array | None) -> Array:
+        return pallas_kernels.attention_mass_rows(q, k, key_weight=weight, key_mask=mask, row_place=place, **options)
+
+    return _over_heads(
+        op, (q, k, key_weight, key_mask, row_place), ("N T H", "K S H", "R S", "S", "T"), "R N T",
+        heads=q.shape[0], kv_heads=k.shape[0],
+    )  # fmt: skip
+
+
+# --- ops of decoding ------------------------------------------------------------------------------------------------
+
+
+def cached_attention(
+    q: Float[Array, "B T N H"],
+    segment: tuple[Any, Any, Int[Array, "B K"], Int[Array, "B K"]],
+    tail: tuple[Float[Array, "B P K H"], Float[Array, "B P K H"]],
+    seen: Int[Array, "B T"],
+    *,
+    softmax_n: float = 0.0,
+    parts: int = 1,
+    implementation: str | None = None,
+) -> Float[Array, "B T N H"]:
+    """Attention of one or more queries of each row to a segment and to the tail, in float32.
+
+    Args:
+        q: queries.
+        segment: keys and values of the pool, start and length of a layer's segment.
+        tail: keys and values.
+        seen: entries of the tail that each query sees.
+        softmax_n: of n-softmax, counted once for segment and tail together.
+        parts: of the cache's slots.
+        implementation: of `decode_attention`.
+    """
+
+    def own(part: Part, q: Array, segment: tuple, tail: tuple, seen: Array) -> Array:
+        k, v, start, length = segment
+        nothing, length = jnp.zeros_like(start), part.number(length)
+
+        def one(q: Array, seen: Array) -> Array:
+            recent = *tail, nothing, nothing + part.number(seen)[:, None]
+            both = (pallas_kernels.decode_attention(q, *x, implementation=implementation)
+                    for x in ((k, v, start, length), recent))  # fmt: skip
+            return part.combine(*both, softmax_n=softmax_n)[0]
+
+        if q.shape[1] == 1:
+            return one(q[:, 0], seen[:, 0])[:, None]
+        return jax.vmap(one, in_axes=1, out_axes=1)(q, seen)
+
+    pool, each, queries = "B P K H", "B K", "B T N H"
+    run = split(
+        own, (queries, (pool, pool, each, each), (pool, pool), "B T"), queries,
+        batch=q.shape[0], kv_heads=tail[0].shape[2], parts=parts,
+    )  # fmt: skip
+    return run(q, segment, tail, seen)
