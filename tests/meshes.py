@@ -1,13 +1,12 @@
 """What tests/test_sharding.py runs in processes of their own: the same work on one device and on meshes of several.
 
-`python -m tests.meshes compare` prints one line of JSON; `python -m tests.meshes process I PORT` is one of two hosts.
+`python -m tests.meshes compare` prints one line of JSON, as do `tpu` and `process I PORT`, one of two hosts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from functools import partial
 
 import jax
@@ -23,7 +22,6 @@ SMALL = dataclasses.replace(CONFIG, decoder=dataclasses.replace(CONFIG.decoder, 
 NEW = 4
 POLICIES = {
     "Full": policies.Full(),
-    "SnapKV": policies.SnapKV(keep=0.4),
     "H2O": policies.H2O(keep=0.3),
     "AVL": policies.AVL(keep=0.5, refresh=2),
     "FastV": policies.FastV(keep=0.5, layer=1),
@@ -31,12 +29,13 @@ POLICIES = {
     "KIVI": policies.KIVI(bits=4, group=8),
     "Random": policies.Random(keep=0.3),
 }
+TURNS = ("Full", "KIVI")  # with these a second turn follows the first
 # Key heads are 2: split over `model` up to there, and the slots beyond.
 CASES = {
     "data": ((4, 1), ("Full",)),
-    "heads": ((2, 2), ("Full", "H2O", "AVL", "FastV", "AirCache", "KIVI")),
-    "slots": ((2, 4), ("Full", "H2O", "AVL", "AirCache", "Random")),
-    "more slots": ((1, 8), ("SnapKV",)),
+    "heads": ((2, 2), ("AVL", "FastV", "KIVI")),
+    "slots": ((2, 4), ("Full", "H2O", "AirCache")),
+    "more slots": ((1, 8), ("Random",)),
 }
 
 
@@ -52,35 +51,43 @@ def placed(params: vlkv.models.Model, mesh: jax.sharding.Mesh) -> vlkv.models.Mo
     return jax.tree_util.tree_map_with_path(lambda path, x: sharding.place(sharding.path_name(path), x, mesh), params)
 
 
-def batch() -> vlkv.Inputs:
-    """Four rows of two, one, no and one image."""
+def first_turn() -> list[list[int]]:
+    """Rows of two, one, no and one image."""
     rng = np.random.default_rng(0)
     image = [IMAGE_TOKEN] * 25
-    rows = [
-        [1, *rng.integers(6, 50, 5), *image, 8, *image, *rng.integers(6, 50, 7)],
-        [1, *rng.integers(6, 50, 3), *image, *rng.integers(6, 50, 14)],
-        [1, *rng.integers(6, 50, 11)],
-        [1, *image, *rng.integers(6, 50, 9)],
+    return [
+        [1, *rng.integers(6, 50, 5).tolist(), *image, 8, *image, *rng.integers(6, 50, 7).tolist()],
+        [1, *rng.integers(6, 50, 3).tolist(), *image, *rng.integers(6, 50, 14).tolist()],
+        [1, *rng.integers(6, 50, 11).tolist()],
+        [1, *image, *rng.integers(6, 50, 9).tolist()],
     ]
+
+
+def second_turn() -> list[list[int]]:
+    """Words, of unequal lengths."""
+    rng = np.random.default_rng(1)
+    return [rng.integers(6, 50, n).tolist() for n in (5, 3, 4, 5)]
+
+
+def batch(rows: list[list[int]], pictures: bool = True) -> vlkv.Inputs:
+    """Rows padded on the right, with the first turn's pictures or with none."""
     longest = max(map(len, rows))
     found = {
         "input_ids": np.stack([np.pad(row, (0, longest - len(row))) for row in rows]),
         "attention_mask": np.stack([np.arange(longest) < len(row) for row in rows]),
-        "pixel_values": rng.normal(size=(4, 3, 20, 20)).astype(np.float32),
     }
+    if pictures:
+        found["pixel_values"] = np.random.default_rng(2).normal(size=(4, 3, 20, 20)).astype(np.float32)
     return vlkv.Inputs.from_hf(found, SMALL)
 
 
-def question() -> vlkv.Inputs:
-    """A second turn, of unequal lengths."""
-    rng = np.random.default_rng(1)
-    mask = np.arange(5) < np.array([[5], [3], [4], [5]])
-    return vlkv.Inputs.from_hf({"input_ids": rng.integers(6, 50, (4, 5)), "attention_mask": mask}, SMALL)
+OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # compiling is all the time
 
 
-@partial(jax.jit, static_argnames="room", compiler_options={"xla_llvm_disable_expensive_passes": True})
-def answer(params, inputs, policy, key, more=None, room=NEW):
+@partial(jax.jit, compiler_options=OPTIONS)
+def answer(params, inputs, policy, key, more=None):
     """Logits [S, B, vocab] and tokens [B, S] of a greedy decode, after another turn if there is one."""
+    room = NEW + (0 if more is None else more.tokens.shape[1])
     cache, first = vlkv.prefill(params, inputs, policy, new_tokens=room, key=key)
     logits = first
     if more is not None:
@@ -95,22 +102,105 @@ def answer(params, inputs, policy, key, more=None, room=NEW):
     return jnp.concatenate([first[None], seen, last[None]]), tokens.T
 
 
+def collectives(text: str) -> list[tuple[str, int]]:
+    """Kind and elements of every collective operation of a compiled program."""
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    found = re.findall(rf"= (\(.*?\)|\S+) ({kinds})(?:-start)?\(", text)
+    sizes = [[math.prod(map(int, filter(None, s.split(",")))) for s in re.findall(r"\w+\[([\d,]*)\]", shape)]
+             for shape, _ in found]  # fmt: skip
+    return [(kind, sum(size)) for (_, kind), size in zip(found, sizes, strict=True)]
+
+
+def step_program(split, inputs, policy, mesh) -> dict:
+    """The collectives of a compiled decode step, and the elements of one device's part of the pool."""
+    with jax.set_mesh(mesh):
+        prefill = partial(vlkv.prefill, policy=policy, new_tokens=NEW)
+        held = sharding.place_cache(jax.eval_shape(prefill, split, inputs)[0], mesh)
+        token = sharding.place_inputs(jax.ShapeDtypeStruct((4,), jnp.int32), mesh)
+        program = jax.jit(vlkv.decode_step, donate_argnames="cache").lower(split, held, token).compile()
+    return {"collectives": collectives(program.as_text()), "pool": held.k.size // mesh.size}
+
+
+def again(params, tokens: np.ndarray) -> np.ndarray:
+    """What `forward` makes of both turns and the answer, all as one prompt: the logits [S, B, vocab] of its tokens."""
+    turns = [a + b for a, b in zip(first_turn(), second_turn(), strict=True)]
+    logits = jax.jit(vlkv.forward, compiler_options=OPTIONS)(
+        params, batch([row + answer for row, answer in zip(turns, tokens.tolist(), strict=True)])
+    )
+    return np.stack([logits[i, len(row) - 1 : len(row) + NEW] for i, row in enumerate(turns)], axis=1)
+
+
 def compare() -> None:
-    """The greatest difference of logits, and whether tokens agree, by mesh and policy."""
-    params, inputs, key = parameters(), batch(), jax.random.key(3)
+    """Logits and tokens by mesh and policy, and what a decode step sends."""
+    params, inputs, key = parameters(), batch(first_turn()), jax.random.key(3)
+    turns = {name: batch(second_turn(), pictures=False) for name in TURNS}
     expected, found = {}, {}
     for name, (shape, names) in CASES.items():
         mesh = sharding.make_mesh(data=shape[0], model=shape[1], devices=jax.devices()[: shape[0] * shape[1]])
-        split = placed(params, mesh)
+        split, given = placed(params, mesh), sharding.place_inputs(inputs, mesh)
         for policy in names:
+            more = turns.get(policy)
             if policy not in expected:
-                expected[policy] = jax.device_get(answer(params, inputs, POLICIES[policy], key))
+                expected[policy] = jax.device_get(answer(params, inputs, POLICIES[policy], key, more))
             with jax.set_mesh(mesh):
-                made = sharding.gather(answer(split, sharding.place_inputs(inputs, mesh), POLICIES[policy], key))
-            off = np.abs(made[0] - expected[policy][0]).max()
-            found[f"{name}: {policy}"] = [float(off), bool((made[1] == expected[policy][1]).all())]
+                logits, tokens = sharding.gather(
+                    answer(split, given, POLICIES[policy], key, sharding.place_inputs(more, mesh))
+                )
+            off = np.abs(logits - expected[policy][0]).max()
+            found[f"{name}: {policy}"] = {
+                "off": float(off), "tokens": tokens.tolist(), "expected": expected[policy][1].tolist()
+            }  # fmt: skip
+            if f"{name}: {policy}" == "slots: Full":
+                found["forward"] = float(np.abs(logits[1:] - again(params, tokens)).max())
+        if name in ("heads", "slots"):
+            found[f"{name}: step"] = step_program(split, given, POLICIES["Full"], mesh)
+    print(json.dumps(found))
+
+
+def process(number: str, port: str) -> None:
+    """One of two hosts with two devices each; all four are the `model` axis, with the slots of the cache in parts."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(number))
+    mesh = sharding.make_mesh(data=1, model=4)
+    params, inputs = placed(parameters(), mesh), sharding.place_inputs(batch(first_turn()), mesh)
+    with jax.set_mesh(mesh):
+        made = sharding.gather(answer(params, inputs, POLICIES["Random"], jax.random.key(3)))
+    print(json.dumps(made[1].tolist()))
+
+
+def compile_for_tpu() -> None:
+    """Of prefill and a decode step on meshes of eight TPU chips that are not there: kernels and largest collectives."""
+    from jax.experimental import topologies
+
+    decoder = dataclasses.replace(CONFIG.decoder, width=512, heads=8, head_dim=128, layers=1, max_positions=4096)
+    config = dataclasses.replace(CONFIG, family="qwen2", decoder=decoder, vision=None, image_token=None)
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+    rows = np.ones((4, 1024), np.int32)
+    plain = vlkv.Inputs.from_hf({"input_ids": 6 * rows, "attention_mask": rows}, config)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), plain)
+    prefill = partial(vlkv.prefill, policy=policies.SnapKV(keep=0.5), new_tokens=32)
+    found = {}
+    for name, sizes in {"heads": (4, 2), "slots": (2, 4)}.items():
+        mesh = sharding.make_mesh(data=sizes[0], model=sizes[1], devices=devices)
+        inputs, params = sharding.place_inputs(shapes, mesh), vlkv.models.abstract(config, jnp.bfloat16, mesh)
+        with jax.set_mesh(mesh):
+            cache, _ = jax.eval_shape(prefill, params, inputs)
+            placed = sharding.place_cache(cache, mesh)
+            token = sharding.place_inputs(jax.ShapeDtypeStruct((4,), jnp.int32), mesh)
+            first = jax.jit(prefill).lower(params, inputs).compile()
+            step = jax.jit(vlkv.decode_step, donate_argnames="cache").lower(params, placed, token).compile()
+        made = first.output_shardings[0]
+        found[name] = {
+            "parts": cache.parts,
+            "kernels": [p.as_text().count('custom_call_target="tpu_custom_call"') for p in (first, step)],
+            "largest": max(elements for _, elements in collectives(step.as_text())),
+            "pool": cache.k.size // 8,
+            "same place": all(a.sharding.is_equivalent_to(b, len(a.shape)) for a, b in
+                              zip(jax.tree.leaves((placed.k, placed.tail_k)), jax.tree.leaves((made.k, made.tail_k)),
+                                  strict=True)),
+        }  # fmt: skip
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    compare()
+    {"compare": compare, "process": process, "tpu": compile_for_tpu}[sys.argv[1]](*sys.argv[2:])

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+
+import vlkv
+from vlkv import cache, parallel, policies, sharding
 
 from .meshes import CASES
 
@@ -50,27 +57,83 @@ for ours, a, b, c in zip(*map(jax.tree.leaves, (params, from_orbax, whole, drawn
 """
 
 
-def run(*arguments: str, devices: int, root) -> str:
-    """What `python *arguments` prints, on so many virtual devices."""
+def start(*arguments: str, devices: int, root) -> subprocess.Popen:
+    """`python *arguments` on so many virtual devices."""
     flags = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={devices}"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run(
-        [sys.executable, *arguments], env=environment, cwd=root, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    return result.stdout
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, *arguments], env=environment, cwd=root, text=True, **pipes)
+
+
+def result(process: subprocess.Popen) -> str:
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err[-2000:]
+    return out
 
 
 def test_weights_are_split_from_wherever_they_come(root):
-    run("-c", CODE, devices=4, root=root)
+    result(start("-c", CODE, devices=4, root=root))
 
 
 @pytest.fixture(scope="module")
-def differences(root):
-    return json.loads(run("-m", "tests.meshes", "compare", devices=8, root=root))
+def answers(root):
+    return json.loads(result(start("-m", "tests.meshes", "compare", devices=8, root=root)))
 
 
 @pytest.mark.parametrize("case", [f"{mesh}: {policy}" for mesh, (_, names) in CASES.items() for policy in names])
-def test_a_mesh_answers_as_one_device(differences, case):
-    off, same = differences[case]
-    assert off < 1e-4 and same
+def test_a_mesh_answers_as_one_device(answers, case):
+    found = answers[case]
+    assert found["off"] < 1e-4 and found["tokens"] == found["expected"]
+    assert len(set(map(tuple, found["tokens"]))) > 1, "rows that answer alike would show little"
+
+
+def test_a_cache_in_parts_answers_as_no_cache_at_all(answers):
+    assert answers["forward"] < 1e-4
+
+
+@pytest.mark.parametrize("mesh", ["heads", "slots"])
+def test_a_decode_step_gathers_neither_the_pool_nor_a_weight(answers, mesh):
+    step = answers[f"{mesh}: step"]
+    assert step["collectives"] and max(elements for _, elements in step["collectives"]) < step["pool"] / 8
+
+
+def test_two_hosts_answer_as_one_device(answers, root):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    hosts = [start("-m", "tests.meshes", "process", str(i), port, devices=2, root=root) for i in range(2)]
+    for host in hosts:
+        assert json.loads(result(host)) == answers["more slots: Random"]["expected"]
+
+
+def test_a_mesh_that_does_not_fit_is_refused():
+    with pytest.raises(vlkv.InputError, match="needs 6 devices, and there are"):
+        sharding.make_mesh(data=2, model=3)
+    explicit = jax.sharding.AbstractMesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.sharding.use_abstract_mesh(explicit), pytest.raises(vlkv.InputError, match="explicit axes"):
+        parallel.slot_parts(2)
+    with pytest.raises(vlkv.InputError, match="set a mesh with model=4"):
+        parallel.split(lambda part, x: x, ("B",), "B", batch=1, kv_heads=1, parts=4)
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_every_entry_has_a_slot_of_its_own(parts):
+    slots, start, length = 64, 3, 30
+    taken = [cache.slot_of(i, start, slots, parts) for i in range(length)]
+    assert len(set(taken)) == length and (parts == 1) == (taken == list(range(3, 33)))
+    assert max(taken) < slots and [s // (slots // parts) for s in taken] == [i % parts for i in range(length)]
+    token = np.full((1, slots, 1), -1, np.int32)
+    token[0, taken, 0] = 100 + np.arange(length)
+    lengths = np.array([[length]], np.int32)
+    found = cache.entries(jnp.asarray(token), jnp.full((1, 1), start), jnp.asarray(lengths), 40, parts)
+    np.testing.assert_array_equal(found[0, 0], [*range(100, 130), *[-1] * 10])
+
+
+@pytest.mark.parametrize(("layers", "vision", "text", "new", "parts"), [(3, 50, 32, 4, 4), (28, 576, 64, 33, 8)])
+def test_slots_in_parts_are_counted(layers, vision, text, new, parts):
+    policy = policies.SnapKV(keep=0.3)
+    sizes = {"layers": layers, "vision": vision, "text": text, "new_tokens": new}
+    whole, split = (cache.pool_slots(policy, **sizes, parts=m) for m in (1, parts))
+    assert split % parts == 0
+    # Of each layer every part may waste a tile, and one entry each of segment and tail.
+    assert whole - layers * 16 <= split <= whole + layers * parts * (16 + 2)

@@ -50,6 +50,16 @@ _WEIGHTS: dict[str, Axes] = {
     "embedding.weight": ("vocab", None), "head.weight": ("vocab", None),
 }  # fmt: skip
 
+# The fields of a PackedCache, and of the Memory of each layer.
+_POOL: Axes = ("batch", "slots", "kv_heads", None)
+_ENTRIES: Axes = ("batch", "kv_heads", None)
+_CACHE: dict[str, Axes] = {
+    "k": _POOL, "v": _POOL, "tail_k": _POOL, "tail_v": _POOL, "token": _POOL[:3],
+    "start": (None, "batch", "kv_heads"), "length": (None, "batch", "kv_heads"),
+    "stored": _ENTRIES, "attended": _ENTRIES, "is_text": _ENTRIES, "place": _ENTRIES, "values": _ENTRIES,
+    "capacity": _ENTRIES[:2], "text": _ENTRIES[:2],
+}  # fmt: skip
+
 
 def make_mesh(*, data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh for `load`, `jax.set_mesh` and `place_inputs`; its axes are Auto, so that XLA places what lies between.
@@ -126,13 +136,32 @@ def place_inputs(inputs: T, mesh: Mesh) -> T:
     """
 
     def one(x: Any) -> Any:
-        there = NamedSharding(mesh, resolve(("batch", *(None,) * (len(x.shape) - 1)), x.shape, mesh))
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there)
-        x = np.asarray(x)
-        return jax.make_array_from_callback(x.shape, there, lambda index: x[index])
+        return _placed(x, NamedSharding(mesh, resolve(("batch", *(None,) * (len(x.shape) - 1)), x.shape, mesh)))
 
     return jax.tree.map(one, inputs)
+
+
+def place_cache(cache: T, mesh: Mesh) -> T:
+    """A `PackedCache` as `prefill` leaves it on the mesh: of arrays, or of ShapeDtypeStructs, which stay shapes.
+
+    Pool and tail are split over their slots where the cache has them in parts, and over the key heads where not.
+    """
+    parts = cache.parts  # type: ignore[attr-defined]
+
+    def one(keypath: tuple[Any, ...], x: Any) -> Any:
+        names = [getattr(key, "name", None) for key in keypath]
+        axes = next((_CACHE[name] for name in reversed(names) if name in _CACHE), ("batch",))
+        axes = tuple(None if axis == "slots" and parts == 1 else axis for axis in axes)[: len(x.shape)]
+        return _placed(x, NamedSharding(mesh, resolve((*axes, *(None,) * (len(x.shape) - len(axes))), x.shape, mesh)))
+
+    return jax.tree_util.tree_map_with_path(one, cache)
+
+
+def _placed(x: Any, there: Sharding) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there)
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, there, lambda index: x[index])
 
 
 def gather(tree: T) -> T:
