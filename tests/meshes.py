@@ -36,11 +36,11 @@ POLICIES = {
 TURNS = ("Full", "KIVI")  # with these a second turn follows the first
 # Key heads are 2: split over `model` up to there, and the slots beyond.
 CASES = {
-    "data": ((4, 1), ("Full",)),
-    "heads": ((2, 2), ("AVL", "FastV", "KIVI")),
-    "slots": ((2, 4), ("Full", "H2O", "AirCache")),
+    "data": ((4, 1), ("FastV",)),
+    "heads": ((2, 2), ("H2O", "KIVI")),
+    "slots": ((2, 4), ("Full", "AVL", "AirCache")),
     "more slots": ((1, 8), ("Random",)),
-    "not set": ((2, 2), ("Random",)),
+    "not set": ((2, 2), ("Random",)),  # without jax.set_mesh
 }
 
 

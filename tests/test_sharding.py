@@ -93,7 +93,8 @@ def test_two_hosts_answer_as_one_device(answers, root):
         port = str(free.getsockname()[1])
     hosts = [start("-m", "tests.meshes", "process", str(i), port, devices=2, root=root) for i in range(2)]
     for host in hosts:
-        assert json.loads(result(host)) == answers["more slots: Random"]["expected"]
+        *_, last = result(host).splitlines()  # gloo greets on the same pipe
+        assert json.loads(last) == answers["more slots: Random"]["expected"]
 
 
 def test_a_mesh_that_does_not_fit_is_refused():
