@@ -150,15 +150,15 @@ def pack(
 
     def own(part: parallel.Part, k: Any, v: Any, kept: Any, is_vision: Any, source: Any) -> tuple[Any, ...]:
         """A device's rows, heads and slots."""
-        batch, heads, here = *k[0].shape[:2], slots // parts
+        (rows, own_heads), here = k[0].shape[:2], slots // parts
         counts = jnp.stack([jnp.sum(mask, axis=-1, dtype=jnp.int32) for mask in kept])  # [L, B, K]
         rounded = align(-(-counts // parts), tile)
         start = jnp.cumsum(rounded, axis=0) - rounded
-        row = jnp.arange(batch)[:, None, None]
-        head = jnp.arange(heads)[:, None]
-        pool_k = jnp.zeros((batch, here, heads, head_dim), k[0].dtype)
+        row = jnp.arange(rows)[:, None, None]
+        head = jnp.arange(own_heads)[:, None]
+        pool_k = jnp.zeros((rows, here, own_heads, head_dim), k[0].dtype)
         pool_v = jnp.zeros_like(pool_k)
-        token = jnp.full((batch, here, heads), -1, jnp.int32)
+        token = jnp.full((rows, here, own_heads), -1, jnp.int32)
         for layer in range(layers):
             entry = _vision_first(kept[layer], is_vision[layer][:, None])
             slot = part.local(slot_of(entry, start[layer][..., None], slots, parts), here)
@@ -168,7 +168,7 @@ def pack(
             token = token.at[where].set(source[layer][:, None].astype(jnp.int32), mode="drop")
 
         def tail() -> tuple[Array, ...]:  # twice: buffers that are shared could not be donated
-            shape = batch, -(-new_tokens // parts), heads, head_dim
+            shape = rows, -(-new_tokens // parts), own_heads, head_dim
             return tuple(jnp.zeros(shape, k[0].dtype) for _ in range(layers))
 
         packed_k: Array | QuantizedPool = pool_k

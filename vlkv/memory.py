@@ -143,15 +143,19 @@ def attend(
         (k, v, start, length), (tail_k, tail_v, begin, seen) = segment, tail
         kept, recent = part.mine(kept), part.mine(recent)
         here = q, k, v, start, part.number(length)
-        options = {"valid": kept, "max_length": kept.shape[-1], "return_mass": True}
+        most = kept.shape[-1]
 
         def whole() -> tuple[Array, Array, Array]:
-            return decode_attention(*here, **options, implementation=kernels.decode_attention)
+            return decode_attention(
+                *here, valid=kept, max_length=most, return_mass=True, implementation=kernels.decode_attention
+            )
 
         def listed() -> tuple[Array, Array, Array]:
-            rows, count, text, _ = core
-            listed = *part.listed(rows, count), part.number(text)
-            return core_attention(*here, *listed, **options, implementation=kernels.core_attention)
+            rows, count = part.listed(*core[:2])
+            return core_attention(
+                *here, rows, count, part.number(core[2]), valid=kept, max_length=most, return_mass=True,
+                implementation=kernels.core_attention,
+            )  # fmt: skip
 
         if not core:
             out, lse, mass = whole()

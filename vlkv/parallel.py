@@ -297,10 +297,9 @@ def cached_attention(
         nothing, length = jnp.zeros_like(start), part.number(length)
 
         def one(q: Array, seen: Array) -> Array:
-            recent = *tail, nothing, nothing + part.number(seen)[:, None]
-            both = (pallas_kernels.decode_attention(q, *x, implementation=implementation)
-                    for x in ((k, v, start, length), recent))  # fmt: skip
-            return part.combine(*both, softmax_n=softmax_n)[0]
+            both = (k, v, start, length), (*tail, nothing, nothing + part.number(seen)[:, None])
+            first, second = (pallas_kernels.decode_attention(q, *x, implementation=implementation) for x in both)
+            return part.combine(first, second, softmax_n=softmax_n)[0]
 
         if q.shape[1] == 1:
             return one(q[:, 0], seen[:, 0])[:, None]
