@@ -11,7 +11,7 @@ from vlkv import policies, profiles
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 
-STAGES = ("allocate", "merge", "step", "reduce", "store")
+_STAGES = ("allocate", "merge", "step", "reduce", "store")
 
 
 def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         dest="parts",
         metavar="STAGE=NAME",
-        help=f"another method's stage ({', '.join(STAGES)}), with options as in store=kivi(bits=4); may be repeated",
+        help=f"another method's stage ({', '.join(_STAGES)}), with options as in store=kivi(bits=4); may be repeated",
     )
 
 
@@ -78,8 +78,8 @@ def _part(item: str, config: Callable[[], ModelConfig]) -> tuple[str, policies.P
     """ "store=kivi(bits=4)": the stage, and the method with its options or its class."""
     stage, _, text = item.partition("=")
     name, bracket, _ = text.partition("(")
-    if stage not in STAGES or not name:
-        raise InputError(f"--with {item}: expected STAGE=NAME with a stage among {', '.join(STAGES)}")
+    if stage not in _STAGES or not name:
+        raise InputError(f"--with {item}: expected STAGE=NAME with a stage among {', '.join(_STAGES)}")
     if not bracket:
         return stage, policies.named(name)
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,12 +22,13 @@ from lmms_eval.models.model_utils.gen_metrics import log_metrics
 from PIL import Image
 from tqdm import tqdm
 
-from vlkv import loading
-from vlkv.commands.options import STAGES, policy_from
+from vlkv import loading, policies
+from vlkv.commands.options import policy_from
 from vlkv.errors import InputError
 from vlkv.harness.answering import Answer, Answerer, Question, sampling_from
 from vlkv.processing.pictures import Video
 
+_STAGES = tuple(inspect.signature(policies.compose).parameters)[1:]
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 
 
@@ -187,7 +189,7 @@ class Vlkv(lmms):
 def _arguments(policy: str, options: dict[str, Any]) -> argparse.Namespace:
     """The same as `vlkv generate` would have parsed."""
     own = {name: options.pop(name, None) for name in ("keep", "budget", "scope")}
-    parts = [f"{stage}={options.pop(stage)}" for stage in STAGES if stage in options]
+    parts = [f"{stage}={options.pop(stage)}" for stage in _STAGES if stage in options]
     return argparse.Namespace(
         policy=policy, **own, option=[f"{name}={value!r}" for name, value in options.items()], parts=parts
     )
