@@ -55,6 +55,7 @@ class Vlkv(lmms):
     """
 
     is_simple = True
+    device = "cpu"  # of the harness' own counters, where it runs several processes
 
     def __init__(
         self,
