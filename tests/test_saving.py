@@ -94,12 +94,12 @@ def path(tmp_path, params, cache):
 def test_a_loaded_cache_answers_as_the_one_that_was_saved(params, read, tmp_path, name):
     policy, path, questions = POLICIES[name], tmp_path / "page.safetensors", turn(QUESTIONS, seed=0)
     made = fill_cache(read, policy, new_tokens=ROOM)
-    said = vlkv.save_cache(path, params, made, policy=policy)
+    said = vlkv.save_cache(path, params, made, policy=policy, note={"page": 3})
     loaded = vlkv.load_cache(path, params)
     same(loaded, made)
     same(go_on(params, loaded, questions), go_on(params, made, questions))
     assert said["policy"]["class"] == {"h2o": "tests.test_saving:Own"}.get(name, type(policy).__name__)
-    assert saving._decode(said["policy"], {}) == policy
+    assert saving.read_note(path) == (policy, {"page": 3})
     assert path.stat().st_size < made.bytes + sum(x.nbytes for x in jax.tree.leaves(made)) + 20_000
     assert [p.name for p in tmp_path.iterdir()] == ["page.safetensors"]
 

@@ -46,7 +46,12 @@ _NOT_SAVED = ("kernels",)  # the machine that loads has its own
 
 
 def save_cache(
-    path: str | os.PathLike[str], params: Model, cache: PackedCache, *, policy: Policy | None = None
+    path: str | os.PathLike[str],
+    params: Model,
+    cache: PackedCache,
+    *,
+    policy: Policy | None = None,
+    note: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Writes a cache, whole or not at all, and returns what the file says about it.
 
@@ -55,6 +60,7 @@ def save_cache(
         params: the model that made the cache.
         cache: of `prefill`, `extend` or `decode_step`.
         policy: the one that made the cache, for the record. Caches of methods that act while decoding carry theirs.
+        note: what else the file shall say, as JSON has it; see `read_note`.
 
     Raises:
         InputError: no such folder, a policy that cannot be found again by its name, or a cache that is spread over
@@ -65,6 +71,7 @@ def save_cache(
         "model": fingerprint(params),
         "policy": _encode(policy if cache.policy is None else cache.policy, "policy", arrays),
         "cache": _encode(cache, "", arrays),
+        "note": dict(note or {}),
     }
     path = Path(path)
     with replacing(path) as partial:
@@ -110,6 +117,12 @@ def load_cache(
     return cache if new_tokens is None else resize_tail(cache, new_tokens)
 
 
+def read_note(path: str | os.PathLike[str]) -> tuple[Policy | None, dict[str, Any]]:
+    """The policy that made a saved cache, if it was said, and the note; raises InputError as `load_cache`."""
+    header, _ = _read(Path(path), arrays=False)
+    return _decode(header["policy"], {}), header["note"]
+
+
 def fingerprint(params: Model) -> dict[str, Any]:
     """What must agree between the model that made a cache and the one that goes on with it.
 
@@ -145,7 +158,7 @@ def _settings(config: Any) -> Any:
     return config if config is None or isinstance(config, bool | int | float | str) else repr(config)
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+def _read(path: Path, *, arrays: bool = True) -> tuple[dict[str, Any], dict[str, jax.Array]]:
     """The header, and the arrays by name."""
     if not path.is_file():
         raise InputError(f"{path}: no such file")
@@ -159,9 +172,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, jax.Array]]:
                     f"{path}: a cache of version {said.get('version')}, this vlkv reads version {VERSION}: "
                     "read the image again and save its cache"
                 )
-            return {name: json.loads(said[name]) for name in ("model", "policy", "cache")}, {
-                name: file.get_tensor(name)
-                for name in file.keys()  # noqa: SIM118 (the file is no dict)
+            return {name: json.loads(said[name]) for name in ("model", "policy", "cache", "note")}, {
+                name: file.get_tensor(name) for name in (file.keys() if arrays else ())
             }
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path}: truncated or corrupt safetensors ({one_line(error)}); save it again") from None
