@@ -30,10 +30,10 @@ _TARGETS = tuple(8 * 2**i for i in range(12))  # lengths that continuations are 
 
 
 class Question(NamedTuple):
-    """A prompt: text, marked or not, and its pictures and videos."""
+    """A prompt: text, marked or not, and its pictures and videos, or a function that opens them when they are due."""
 
     text: str
-    pictures: tuple[Any, ...] = ()
+    pictures: Sequence[Any] | Callable[[], Sequence[Any]] = ()
 
 
 class Answer(NamedTuple):
@@ -131,14 +131,15 @@ class Answerer:
 
     def _batches(self, questions: Sequence[Question]) -> Iterator[tuple[list[int], list[Question]]]:
         """Batches of like questions: which they are, and they themselves, filled up with the last one."""
-        order = sorted(range(len(questions)), key=lambda i: (len(questions[i].pictures), len(questions[i].text)))
+        order = sorted(range(len(questions)), key=lambda i: len(questions[i].text))
         for first in range(0, len(order), self.batch_size):
             places = order[first : first + self.batch_size]
             batch = [questions[i] for i in places]
             yield places, batch + batch[-1:] * (self.batch_size - len(batch))
 
     def _inputs(self, batch: list[Question]) -> Inputs:
-        return self.processor([list(question.pictures) for question in batch], [question.text for question in batch])
+        pictures = [list(one.pictures() if callable(one.pictures) else one.pictures) for one in batch]
+        return self.processor(pictures, [one.text for one in batch])
 
     def _target(self, text: str) -> Int[np.ndarray, " S"]:
         tokens = self.processor.tokenizer.encode(text.strip(), add_special=False)

@@ -162,7 +162,7 @@ class Vlkv(lmms):
         return self.task_dict[task][split][number]
 
     def _question(self, context: str, to_visual: Any, *where: Any) -> Question:
-        return Question(context, self._pictures(to_visual(self._document(*where))))
+        return Question(context, lambda: self._pictures(to_visual(self._document(*where))))  # not all at once
 
     def _pictures(self, visuals: Iterable[Any] | None) -> tuple[Any, ...]:
         """What a task's `doc_to_visual` gives: pictures, arrays, paths of pictures or of videos; nested at times."""
