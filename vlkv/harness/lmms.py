@@ -13,7 +13,7 @@ import inspect
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from lmms_eval.api.instance import GenerationResult, Instance, TokenCounts
@@ -30,6 +30,21 @@ from vlkv.processing.pictures import Video
 
 _STAGES = tuple(inspect.signature(policies.compose).parameters)[1:]
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+
+
+class Loss(NamedTuple):
+    """What `loglikelihood` gives for each request, inside a GenerationResult.
+
+    lmms-eval 0.7.3 makes a string of a bare pair, and of one that comes back from its response cache, and then cannot
+    score it. So the pair comes wrapped, and calls itself blank, which keeps it out of that cache.
+    """
+
+    loss: float
+    greedy: bool
+
+    def strip(self) -> str:
+        """Nothing."""
+        return ""
 
 
 class Vlkv(lmms):
@@ -109,7 +124,7 @@ class Vlkv(lmms):
             answers.append(said)
         return answers
 
-    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: list[Instance]) -> list[GenerationResult]:
         """Mean negative log-probability per token, and whether greedy decoding would say the same."""
         groups: dict[Any, tuple[Question, list[str], list[int]]] = {}
         for i, request in enumerate(requests):
@@ -125,7 +140,7 @@ class Vlkv(lmms):
         with self._progress(len(questions)) as bar:
             found = self._with(bar).likelihoods(questions, texts)
         results = {
-            i: (-one.log_probability / one.tokens, one.greedy)
+            i: GenerationResult(Loss(-one.log_probability / one.tokens, one.greedy))
             for group, mine in zip(places, found, strict=True)
             for i, one in zip(group, mine, strict=True)
         }
