@@ -24,9 +24,9 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-def tiny_llava(seed: int = 0):
+def tiny_llava(seed: int = 0, config: ModelConfig = CONFIG):
     """Every parameter random and queries large, so that attention is peaked."""
-    params = vlkv.init(CONFIG, jax.random.key(seed))
+    params = vlkv.init(config, jax.random.key(seed))
     leaves, structure = jax.tree.flatten(params)
     rng = np.random.default_rng(seed)
     leaves = [leaf + 0.2 * rng.normal(size=leaf.shape).astype(np.float32) for leaf in leaves]

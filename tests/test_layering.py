@@ -39,10 +39,10 @@ ORDER = [
     {"vlkv.reading", "checkpoints_convert"},
     {"vlkv.prefill"},
     {"vlkv.generate", "vlkv.extend"},
-    {"vlkv.loading", "vlkv.analysis", "vlkv.profiles"},
+    {"vlkv.loading", "vlkv.analysis", "vlkv.profiles", "vlkv.saving"},
     {"vlkv.mini", "vlkv"},
     {"vlkv.commands"},
-    {"vlkv.cli", "checkpoints_convert.__main__"},
+    {"vlkv.cli", "vlkv.harness", "checkpoints_convert.__main__"},
 ]
 
 

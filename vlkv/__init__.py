@@ -13,6 +13,7 @@ from vlkv.prefill import fill_cache, prefill
 from vlkv.presets import presets
 from vlkv.reading import Prompt, read_prompt
 from vlkv.sampling import Greedy, Sample
+from vlkv.saving import load_cache, save_cache
 
 __all__ = [
     "Buckets",
@@ -32,6 +33,7 @@ __all__ = [
     "generate",
     "init",
     "load",
+    "load_cache",
     "load_params",
     "load_processor",
     "log_probabilities",
@@ -40,6 +42,7 @@ __all__ = [
     "presets",
     "read_prompt",
     "sampling",
+    "save_cache",
     "score",
     "stream",
 ]

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import Kernels, QuantizedPool, quantize
-from vlkv import parallel
+from vlkv import memory, parallel
+from vlkv.errors import InputError
 from vlkv.memory import Memory
 from vlkv.policies.policy import Policy
 
@@ -90,6 +93,55 @@ def write(
         own, ("B P K H", "B T K H", "B T"), "B P K H", batch=batch, kv_heads=kv_heads, parts=parts
     )  # fmt: skip
     return run(tail, new, entry)
+
+
+def take_rows(cache: PackedCache, rows: Sequence[int] | Int[np.ndarray, " R"] | Int[Array, " R"]) -> PackedCache:
+    """A cache with these rows of another, in this order; a row named several times serves several questions.
+
+    Args:
+        cache: of B rows.
+        rows: which of them, each from 0 to B - 1.
+
+    Raises:
+        InputError: no rows, or, where the numbers are known (under jit they are not), one that there is not.
+    """
+    batch = cache.used.shape[0]
+    if not isinstance(rows, jax.core.Tracer):
+        known = np.asarray(rows)
+        if known.ndim != 1 or not known.size or not np.issubdtype(known.dtype, np.integer):
+            raise InputError(f"rows={rows!r} must be a list of at least one whole number")
+        if known.min() < 0 or known.max() >= batch:
+            raise InputError(f"rows={known.tolist()}: the cache has {batch} rows, counted from 0")
+    index = jnp.asarray(rows, jnp.int32)
+
+    def take(path: tuple[Any, ...], x: Array) -> Array:
+        return jnp.take(x, index, axis=1 if path[0].name in ("start", "length") else 0)  # layers come first in these
+
+    return jax.tree_util.tree_map_with_path(take, cache)
+
+
+def resize_tail(cache: PackedCache, new_tokens: int) -> PackedCache:
+    """The same cache with a tail of `new_tokens` slots: room for more turns, or none to spare.
+
+    Methods whose budgets count the tokens that may follow (A-VL's text window) count the new number from here on; what
+    they have let go before stays away.
+
+    Raises:
+        InputError: fewer slots than are in use. Under jit, where that is unknown, a tail can only grow.
+    """
+    room = cache.tail_k[0].shape[1]
+    used = room if isinstance(cache.used, jax.core.Tracer) else int(jnp.max(cache.used))
+    if new_tokens < used:
+        raise InputError(f"new_tokens={new_tokens} is too few: the tail's {used} slots in use would be cut off")
+
+    def resize(x: Float[Array, "B S K H"]) -> Float[Array, "B _s K H"]:
+        more = jnp.zeros((x.shape[0], max(0, new_tokens - room), *x.shape[2:]), x.dtype)
+        return jnp.concatenate([x[:, :new_tokens], more], axis=1)
+
+    memories = None if cache.memory is None else tuple(memory.resize(layer, new_tokens) for layer in cache.memory)
+    return dataclasses.replace(
+        cache, tail_k=tuple(map(resize, cache.tail_k)), tail_v=tuple(map(resize, cache.tail_v)), memory=memories
+    )
 
 
 def align(n: Any, tile: int = ALIGNMENT) -> Any:

@@ -1,8 +1,10 @@
-"""Reading the small text files of a checkpoint folder, with errors that name the file. No jax, no processing."""
+"""Reading small text files with errors that name the file, and writing whole files or none. No jax, no processing."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,23 @@ def read_json(path: Path) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise InputError(f"{path}: holds a JSON {type(content).__name__}, expected an object")
     return content
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write under; takes the place of `path` when the block ends without an error.
+
+    Raises:
+        InputError: there is no such folder.
+    """
+    if not path.parent.is_dir():
+        raise InputError(f"{path.parent}: no such folder to write {path.name} into")
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def one_line(error: BaseException) -> str:

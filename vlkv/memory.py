@@ -80,6 +80,26 @@ def begin(
     )
 
 
+def resize(memory: Memory, new_tokens: int) -> Memory:
+    """The same for a tail of another size, batched or not: new slots are empty and come next in order."""
+    size = memory.stored.shape[-1] - memory.new_tokens + new_tokens
+    more = max(0, new_tokens - memory.new_tokens)
+
+    def fit(x: Array, fill: Array | bool | float) -> Array:
+        empty = jnp.broadcast_to(jnp.asarray(fill, x.dtype), (*x.shape[:-1], more))
+        return jnp.concatenate([x[..., :size], empty], axis=-1)
+
+    return dataclasses.replace(
+        memory,
+        stored=fit(memory.stored, False),
+        attended=fit(memory.attended, False),
+        is_text=fit(memory.is_text, True),
+        place=fit(memory.place, memory.place[..., -1:] + 1 + jnp.arange(more)),
+        values={name: fit(value, 0.0) for name, value in memory.values.items()},
+        new_tokens=new_tokens,
+    )
+
+
 def arrive(memory: Memory) -> Memory:
     """The entry of the token that is being fed: stored, attended to."""
     slot = memory.stored.shape[-1] - memory.new_tokens + memory.steps

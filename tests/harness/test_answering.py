@@ -1,0 +1,127 @@
+"""What a harness asks for, on the miniature: the same answers as one by one, the same log-probabilities as `score`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import vlkv
+from vlkv import policies
+from vlkv.harness.answering import Answerer, Question, sampling_from
+from vlkv.mini import CHECKPOINT, pages
+
+POLICY = policies.AirCache(keep=0.4)
+SAMPLING = vlkv.Greedy(max_new_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def answerer():
+    params, processor = vlkv.load(CHECKPOINT)
+    return Answerer(params=params, processor=processor, policy=POLICY, batch_size=3)
+
+
+@pytest.fixture(scope="module")
+def questions():
+    """Five, some about the whole page and some about a row."""
+    return [Question(sample.question, (sample.image,)) for sample in pages.held_out(5, seed=1)]
+
+
+def three_times(answerer, question):
+    """Of the shape of every batch."""
+    return answerer.processor([list(question.pictures)] * 3, [question.text] * 3)
+
+
+def test_answers_are_those_of_generate_whatever_the_batches(answerer, questions):
+    counts: list[int] = []
+    ours = dataclasses.replace(answerer, done=counts.append).answers(questions, SAMPLING, until=["/ ", ""])
+    assert counts == [3, 2]
+    assert len({question.text for question in questions}) > 1
+    for question, answer in zip(questions, ours, strict=True):
+        inputs = three_times(answerer, question)
+        output = jax.jit(vlkv.generate)(
+            answerer.params, inputs, policy=POLICY, sampling=SAMPLING, key=jax.random.key(0)
+        )
+        text = answerer.processor.decode(output.tokens[0], output.lengths[0])
+        assert answer.text == text.split("/ ")[0]
+        assert answer.tokens == int(output.lengths[0])
+        assert answer.prompt_tokens == int(inputs.valid[0].sum())
+        assert answer.cache_bytes == output.cache_bytes / 3
+    assert any("/" in sample.answer for sample in pages.held_out(5, seed=1)), "something was cut"
+
+
+def test_likelihoods_are_those_of_score(answerer, questions):
+    continuations = [["1 2", "4"], ["7 7 7"], ["3", " 3", "9 1 / 2"]]
+    ours = answerer.likelihoods(questions[:3], continuations)
+    score = jax.jit(vlkv.score)
+    for question, texts, found in zip(questions[:3], continuations, ours, strict=True):
+        ids = [answerer.processor.tokenizer.encode(text.strip(), add_special=False) for text in texts]
+        targets = np.full((3, 8), -1, np.int32)
+        for row, each in enumerate(ids):
+            targets[row, : len(each)] = each
+        scores = np.asarray(score(answerer.params, three_times(answerer, question), targets, POLICY))
+        for row, (each, one) in enumerate(zip(ids, found, strict=True)):
+            assert one.log_probability == pytest.approx(scores[row].sum(), abs=1e-4)
+            assert one.tokens == len(each)
+    assert ours[2][0] == ours[2][1], "the space before a continuation belongs to the prompt"
+
+
+def test_a_continuation_is_greedy_if_it_is_what_generate_says(answerer, questions):
+    said = [" ".join(answer.text.split()[:2]) for answer in answerer.answers(questions[:3], SAMPLING)]
+    ours = answerer.likelihoods(questions[:3], [[text, "/"] for text in said])
+    assert [[one.greedy for one in each] for each in ours] == [[True, False]] * 3
+
+
+def test_an_answer_never_passes_the_models_positions(answerer, questions):
+    room = pages.GRID**2 + 16 + SAMPLING.max_new_tokens  # 16: what the text is rounded up to
+    short = dataclasses.replace(
+        answerer.processor.config, decoder=dataclasses.replace(answerer.processor.config.decoder, max_positions=room)
+    )
+    model = dataclasses.replace(answerer, processor=dataclasses.replace(answerer.processor, config=short))
+    long = vlkv.Greedy(max_new_tokens=10_000)
+    assert model.answers(questions[:3], long) == answerer.answers(questions[:3], SAMPLING)
+
+
+def test_bad_questions_are_refused(answerer, questions):
+    with pytest.raises(vlkv.InputError, match="is empty: there is nothing to score"):
+        answerer.likelihoods(questions[:1], [[" "]])
+    with pytest.raises(vlkv.InputError, match=r"2 <image> mark"):
+        answerer.answers([Question("<image><image>?", questions[0].pictures)], SAMPLING)
+    assert answerer.answers([], SAMPLING) == answerer.likelihoods([], []) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "sampling", "until"),
+    [
+        ({}, vlkv.Greedy(max_new_tokens=1024), ()),
+        ({"max_new_tokens": 16, "until": "\n\n", "temperature": 0, "do_sample": False, "num_beams": 1, "top_p": None},
+         vlkv.Greedy(max_new_tokens=16), ("\n\n",)),
+        ({"max_gen_toks": 2048, "until": ["a", "b"], "temperature": 0.7, "do_sample": False},
+         vlkv.Greedy(max_new_tokens=500), ("a", "b")),
+        ({"temperature": 0.2, "top_p": 0.9}, vlkv.Sample(max_new_tokens=500, temperature=0.2, top_p=0.9), ()),
+        ({"do_sample": True, "top_k": 5}, vlkv.Sample(max_new_tokens=500, top_k=5), ()),
+        ({"do_sample": True, "temperature": 0.0, "top_p": 0, "image_aspect_ratio": "original"},
+         vlkv.Greedy(max_new_tokens=500), ()),
+    ],
+)  # fmt: skip
+def test_generation_options(options, sampling, until):
+    before = dict(options)
+    most = None if not options or options.get("max_new_tokens") else 500
+    assert sampling_from(options, most=most) == (sampling, until)
+    assert options == before
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_beams": 5}, "num_beams=5 is not supported"),
+        ({"visual_cot": True}, "visual_cot=True is not supported"),
+        ({"image_aspect_ratio": "pad"}, "image_aspect_ratio='pad', but layout='checkpoint'"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p=0.0 must lie in"),
+    ],
+)
+def test_generation_options_that_are_not_honoured(options, said):
+    with pytest.raises(vlkv.InputError, match=said):
+        sampling_from(options)

@@ -1,0 +1,148 @@
+"""MileBench's layout, written by hand, to rows and scores that a reader can check."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from PIL import Image
+
+from benchmarks import milebench
+
+INSTRUCTIONS = ["Look at the pictures.", "Answer with one word."]
+
+
+def sample(number, context, images, response, *, instruction=0, **instance):
+    instance |= {"context": context, "images_path": images}
+    return {
+        "sample_id": number, "task_instruction_id": instruction, "task_instance": instance, "response": response,
+        "image_quantity_level": "Few",
+    }  # fmt: skip
+
+
+DATASETS = {
+    "TQA": ("multi-choice", [
+        sample(1, "{image#1} A lesson. {table#2}\nWhat is it?", ["a.png", "b.png"], "A mountain, high",
+               choice_list=["the sea", "A mountain, high", "mount"]),
+        sample(2, "What is it?", ["a.png"], "the sea", instruction=1, choice_list=["the sea", "a hill"]),
+    ]),
+    "IEdit": ("open-ended", [sample(7, "From {image#2} to {image#1}?", ["a.png", "b.png"], "make the sky blue")]),
+    "MMCoQA": ("open-ended", [sample("3", "{image#1} Who?", ["b.png"], "Ann Lee")]),
+    "TextNeedleInAHaystack": ("open-ended", [sample(0, "{image#1} The number?", ["b.png"], "42")]),
+    "GPR1200": ("multi-choice", [sample(5, "{image#1}", ["a.png"], "cat", choice_list=["dog", "cat"])]),
+}  # fmt: skip
+
+
+@pytest.fixture
+def source(tmp_path):
+    for name, (kind, data) in DATASETS.items():
+        folder = tmp_path / "MileBench" / name
+        (folder / "images").mkdir(parents=True)
+        for picture in ("a.png", "b.png"):
+            Image.new("RGB", (4, 4)).save(folder / "images" / picture)
+        about = {"dataset": name, "question_type": kind, "task_instruction": INSTRUCTIONS}
+        (folder / f"{name}.json").write_text(json.dumps({"meta_data": about, "data": data}))
+    return tmp_path / "MileBench"
+
+
+@pytest.fixture
+def written(source, tmp_path):
+    out = tmp_path / "milebench.jsonl"
+    assert milebench.main([str(source), str(out)]) == 0
+    return out
+
+
+def test_rows(written):
+    rows = {row["id"]: row for row in map(json.loads, written.read_text().splitlines())}
+    assert list(rows) == ["GPR1200/5", "IEdit/7", "MMCoQA/3", "TQA/1", "TQA/2", "TextNeedleInAHaystack/0"]
+    assert rows["TQA/1"] == {
+        "id": "TQA/1",
+        "choices": ["the sea", "A mountain, high", "mount"],
+        "dataset": "TQA",
+        "metric": "choice",
+        "images": ["MileBench/TQA/images/a.png", "MileBench/TQA/images/b.png"],
+        "question": "Look at the pictures.\n<image> A lesson. <image>\nWhat is it?\nChoice list: \nA. the sea\n"
+        "B. A mountain, high\nC. mount\nYour answer is: ",
+        "answer": "A mountain, high",
+    }
+    assert all((written.parent / image).is_file() for row in rows.values() for image in row["images"])
+    assert rows["TQA/2"]["question"].startswith("Answer with one word.\n<image>What is it?\nChoice list")
+    assert [image[-5:] for image in rows["IEdit/7"]["images"]] == ["b.png", "a.png"], "in the order of the prompt"
+    assert rows["IEdit/7"]["question"] == "Look at the pictures.\nFrom <image> to <image>?"
+    assert rows["GPR1200/5"]["question"].endswith("\nChoice list: \ndog\ncat\nYour answer is: ")
+    assert [row["metric"] for row in rows.values()] == ["choice", "rouge-l", "part", "choice", "choice", "needle"]
+
+
+def test_scores(written, capsys, tmp_path):
+    said = {
+        "GPR1200/5": ["Dog or cat", "cat"],
+        "IEdit/7": ["make the sea blue", ""],
+        "MMCoQA/3": ["It is Ann Lee.", "Ann"],
+        "TQA/1": ["B. A mountain, high", "A mountain"],
+        "TQA/2": ["A", "the hill"],
+        "TextNeedleInAHaystack/0": ["It is 42.", "426"],
+    }
+    results = {
+        "rows": [{"policy": "Full"}, {"policy": "CSP"}],
+        "answers": [{"id": name, "said": each} for name, each in said.items()],
+    }
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    capsys.readouterr()
+    assert milebench.main(["--score", str(written), str(tmp_path / "results.json")]) == 0
+    scores = json.loads(capsys.readouterr().out)
+    assert scores["Full"] == pytest.approx(
+        {"GPR1200": 0, "IEdit": 0.75, "MMCoQA": 1, "TQA": 1, "TextNeedleInAHaystack": 1, "mean": 0.75}
+    )
+    # "A mountain" names no choice but "mount"; "the hill" none, and its letters are A or B of neither.
+    assert scores["CSP"] == pytest.approx(
+        {"GPR1200": 1, "IEdit": 0, "MMCoQA": 0, "TQA": 0, "TextNeedleInAHaystack": 0, "mean": 0.2}
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "letter"),
+    [
+        ("B. A mountain, high", "B"),  # letter and text
+        ("I see a mountain high up", "B"),  # text alone
+        ("it is c mount or a the sea", "C"),  # the first that is named
+        ("b", "B"),  # letter alone
+        ("d", ""),
+        ("b a", "BA"),
+    ],
+)
+def test_which_choice_an_answer_names(said, letter):
+    choices = [milebench.normalise(choice) for choice in ("the sea", "A mountain, high", "mount")]
+    assert milebench.pick(milebench.normalise(said), choices) == letter
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [(' "Yes."\n', "yes"), ("1,000 m - e/f", "1000 m  ef"), ("3.5 m.", "3.5 m"), ("a-b", "a b"), ("a- b-c", "a bc")],
+)
+def test_normalise(text, plain):
+    assert milebench.normalise(text) == plain
+
+
+def test_what_is_not_mile_bench_is_refused(source, tmp_path, capsys):
+    out = str(tmp_path / "out.jsonl")
+
+    def refused(*argv):
+        assert milebench.main([str(source), out, *argv]) == 2
+        assert not (tmp_path / "out.jsonl").exists()
+        return capsys.readouterr().err
+
+    assert "WebQA.json: no such file" in refused("--dataset", "WebQA")
+    assert milebench.main([str(source), out, "--images", "1", "--dataset", "TQA", "IEdit"]) == 0
+    assert capsys.readouterr().out.startswith("1 questions")
+    (tmp_path / "out.jsonl").unlink()
+    file = source / "TQA" / "TQA.json"
+    content = json.loads(file.read_text())
+    content["data"][0]["response"] = "a fish"
+    file.write_text(json.dumps(content))
+    assert "TQA, sample 1: the answer 'a fish' is none of its choices" in refused()
+    content["data"][0] |= {"response": "mount", "task_instance": {"context": "{image#9}", "images_path": []}}
+    file.write_text(json.dumps(content))
+    assert "names a picture that it has not" in refused()
+    del content["data"][0]["task_instance"]
+    file.write_text(json.dumps(content))
+    assert "a sample without 'task_instance'" in refused()
