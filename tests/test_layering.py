@@ -38,7 +38,7 @@ ORDER = [
     {"vlkv.reading", "checkpoints_convert"},
     {"vlkv.prefill"},
     {"vlkv.generate", "vlkv.extend"},
-    {"vlkv.loading", "vlkv.analysis", "vlkv.profiles"},
+    {"vlkv.loading", "vlkv.analysis", "vlkv.profiles", "vlkv.evaluation"},
     {"vlkv.mini", "vlkv"},
     {"vlkv.commands"},
     {"vlkv.cli", "checkpoints_convert.__main__"},
