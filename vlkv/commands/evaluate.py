@@ -92,9 +92,10 @@ def run(args: argparse.Namespace) -> Any:
             Console(stderr=True).print(f"going on after {journal.resumed} answers", highlight=False)
         params = loading.load_params(folder, dtype=args.dtype)
         bar = Console(stderr=True)
+        hidden = not bar.is_terminal
         run_all(
             params, processor, records, plan, settings, journal,
-            shown=lambda batches: track(batches, "asking", console=bar, transient=True),
+            shown=lambda batches: track(batches, "asking", console=bar, transient=True, disable=hidden),
         )  # fmt: skip
     except InputError as error:
         raise InputError(f"{args.file}, {error}" if str(error).startswith("line ") else str(error)) from None

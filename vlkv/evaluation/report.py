@@ -102,9 +102,10 @@ def plot(result: Mapping[str, Any], file: Path) -> None:
     metrics, lines = result["metrics"], _lines(result["rows"])
     figure = Figure(figsize=(10.4, 3.6 * len(metrics)), layout="constrained")
     for name, (left, right) in zip(metrics, figure.subplots(len(metrics), 2, squeeze=False), strict=True):
-        for method, rows in lines.items():
+        for number, (method, rows) in enumerate(lines.items()):
+            mark = "os^vDP*X"[number // 10 % 8]  # colours come round after ten
             for axes, x, unit in ((left, "cache_bytes", 1024), (right, "tokens_per_second", 1)):
-                axes.plot([row[x] / unit for row in rows], [row[name] for row in rows], marker="o", label=method)
+                axes.plot([row[x] / unit for row in rows], [row[name] for row in rows], marker=mark, label=method)
         left.set_xlabel("cache of a row, KiB as allocated")
         right.set_xlabel("tokens per second, decoding")
         left.set_ylabel(f"{name} (lower is better)" if name in LOWER_IS_BETTER else name)

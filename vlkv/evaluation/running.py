@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -96,19 +96,26 @@ def run(
     shared = (lambda record: dialogue.image_part(processor, record)) if settings.query_agnostic else None
     for batch in shown(batches(records, settings.batch, shared)):
         todo = [i for i in range(len(plan)) if not _held(journal, batch, records, i)]
-        if not todo:
-            continue
-        inputs, room = asker.begin(batch)
-        # One reading holds every layer's queries: not for the sake of a single policy.
-        whole = [i for i, policy in enumerate(plan) if policy.reducer is None and policy.cap is None]
-        prompt = _read_prompt(params, inputs) if len(whole) > 1 and set(whole) & set(todo) else None
-        key = jax.random.split(jax.random.fold_in(jax.random.key(settings.seed), batch.number))[0]
-        for i in todo:
-            if i in whole and prompt is not None:
-                cache, logits = _fill_cache(prompt, plan[i], new_tokens=room, key=key), prompt.logits
-            else:
-                cache, logits = _prefill(params, inputs, plan[i], new_tokens=room, key=key)
-            journal.append(asker.ask(batch, i, cache, logits))
+        if todo:
+            inputs, room = asker.begin(batch)
+            for i, cache, logits in _compressed(params, inputs, plan, todo, room, settings.seed, batch.number):
+                journal.append(asker.ask(batch, i, cache, logits))
+                del cache, logits  # before the next one is made
+
+
+def _compressed(
+    params: Model, inputs: Inputs, plan: Sequence[Policy], todo: Sequence[int], room: int, seed: int, batch: int
+) -> Iterator[tuple[int, PackedCache, Array]]:
+    """A batch's cache and logits under every policy that is wanted."""
+    key = jax.random.split(jax.random.fold_in(jax.random.key(seed), batch))[0]
+    # One reading holds every layer's queries: not for the sake of a single policy.
+    whole = [i for i, policy in enumerate(plan) if policy.reducer is None and policy.cap is None]
+    prompt = _read_prompt(params, inputs) if len(whole) > 1 and set(whole) & set(todo) else None
+    for i in todo:
+        if i in whole and prompt is not None:
+            yield i, _fill_cache(prompt, plan[i], new_tokens=room, key=key), prompt.logits
+        else:
+            yield i, *_prefill(params, inputs, plan[i], new_tokens=room, key=key)
 
 
 def _held(journal: Journal, batch: Batch, records: Sequence[Record], policy: int) -> bool:
