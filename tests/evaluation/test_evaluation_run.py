@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import vlkv
 from vlkv import policies
@@ -22,12 +25,26 @@ from vlkv.mini import CHECKPOINT, export, folder
 
 NEW = 32
 SNAPKV = policies.SnapKV(keep=0.2, scope="vision")
-generate, score = jax.jit(vlkv.generate), jax.jit(vlkv.score)
+generate = jax.jit(vlkv.generate)
 
 
 @pytest.fixture(scope="module")
-def model():
-    return vlkv.load(CHECKPOINT)
+def small(tmp_path_factory):
+    """The miniature's first two layers, which are compiled in a third of the time and answer anything at all."""
+    made = tmp_path_factory.mktemp("model") / "small"
+    shutil.copytree(CHECKPOINT, made)
+    config = json.loads((made / "config.json").read_text())
+    config["text_config"]["num_hidden_layers"] = 2
+    (made / "config.json").write_text(json.dumps(config))
+    tensors = load_file(made / "model.safetensors")
+    gone = re.compile(r"language_model.*\.layers\.[2-9]\.")
+    save_file({name: x for name, x in tensors.items() if not gone.search(name)}, made / "model.safetensors")
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(small):
+    return vlkv.load(small)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +70,7 @@ def test_several_policies_in_one_pass_answer_as_each_by_itself(model, records, t
     """Read together, with a key, and one that shortens the prompt by itself; three rows fill two batches."""
     params, processor = model
     records = [record for record in records if record.turns[0].question == "read the page"][:3]
-    plan = [SNAPKV, policies.ImgRandom(keep=0.5), policies.FastV(keep=0.3)]
+    plan = [SNAPKV, policies.ImgRandom(keep=0.5), policies.FastV(keep=0.3, layer=1)]
     entries = asked(model, records, plan, tmp_path, batch=2, seed=3)
     assert sorted(entries) == [(row, 0, policy) for row in range(3) for policy in range(3)]
     for batch, rows in enumerate(([0, 1], [2])):
@@ -70,31 +87,39 @@ def test_several_policies_in_one_pass_answer_as_each_by_itself(model, records, t
 
 
 def test_later_turns_see_the_whole_conversation(model, records, tmp_path):
-    """With the full cache as one prompt that holds it all; the journal's numbers give the perplexity of `score`."""
+    """Perplexity of each turn's reference with the full cache, against no cache on one text that holds it all."""
     params, processor = model
     first, second = records[0], records[1]
     assert first.images == second.images
     record = Record(1, "1", first.images, first.turns + second.turns)
     entries = asked(model, [record, record], [policies.Full()], tmp_path, batch=2, perplexity=True)
     said = [entries[0, turn, 0]["answer"] for turn in range(2)]
-    tokenizer = folder.tokenizer()
-    image = processor([record.images[0]] * 2, [first.turns[0].question] * 2)
-    for turn, text in enumerate((
-        f"USER: <image> {first.turns[0].question} ASSISTANT:",
-        f"USER: <image> {first.turns[0].question} ASSISTANT: {said[0]} USER: {second.turns[0].question} ASSISTANT:",
-    )):  # fmt: skip
-        ids = np.array(tokenizer.encode(text).ids)
-        whole = np.repeat(ids, np.where(ids == folder.IMAGE, 144, 1))
-        inputs = vlkv.Inputs.from_hf(
-            {"input_ids": [whole] * 2, "pixel_values": np.asarray(image.pixels)}, params.config
+    encode = folder.tokenizer().encode
+    start = f"USER: <image> {first.turns[0].question} ASSISTANT:"
+    prompts = [encode(start).ids, encode(f"{start} {said[0]} USER: {second.turns[0].question} ASSISTANT:").ids]
+    wanted = [[*encode(turn.answers[0], add_special_tokens=False).ids, folder.EOS] for turn in record.turns]
+    rows = [
+        np.repeat(row, np.where(np.array(row) == folder.IMAGE, 144, 1))
+        for row in ([*ids, *answer] for ids, answer in zip(prompts, wanted, strict=True))
+    ]
+    longest = max(map(len, rows))
+    inputs = vlkv.Inputs.from_hf(
+        {
+            "input_ids": [np.pad(row, (0, longest - len(row))) for row in rows],
+            "attention_mask": [np.arange(longest) < len(row) for row in rows],
+            "pixel_values": np.asarray(processor([record.images[0]] * 2, ["read the page"] * 2).pixels),
+        },
+        params.config,
+    )
+    log_p = jax.nn.log_softmax(jax.jit(vlkv.forward)(params, inputs))
+    for turn, (row, answer) in enumerate(zip(rows, wanted, strict=True)):
+        begin = len(row) - len(answer)
+        own = log_p[turn, begin - 1 : len(row) - 1]
+        assert entries[1, turn, 0]["reference"] == len(answer)
+        assert entries[1, turn, 0]["log_probability"] == pytest.approx(
+            float(own[np.arange(len(answer)), np.array(answer)].sum()), abs=1e-3
         )
-        output = generate(params, inputs, sampling=vlkv.Greedy(max_new_tokens=NEW))
-        assert processor.decode(output.tokens)[0] == said[turn]
-        answer = tokenizer.encode(record.turns[turn].answers[0], add_special_tokens=False).ids
-        targets = np.array([[*answer, folder.EOS]] * 2)
-        wanted = np.asarray(score(params, inputs, targets))[0].sum()
-        assert entries[1, turn, 0]["log_probability"] == pytest.approx(wanted, abs=1e-3)
-        assert entries[1, turn, 0]["reference"] == targets.shape[1]
+        assert said[turn].startswith(processor.decode(np.asarray(own[:1].argmax(-1))))
 
 
 def test_query_agnostic_keeps_the_same_for_every_question(model, records, tmp_path):
@@ -115,17 +140,13 @@ def test_query_agnostic_keeps_the_same_for_every_question(model, records, tmp_pa
     decode = jax.jit(vlkv.decode, static_argnames="sampling")
     answers = processor.decode(decode(params, cache, logits, sampling=vlkv.Greedy(max_new_tokens=NEW))[0])
     plan = [policies.Full(), SNAPKV]
-    agnostic = asked(model, records[:4], plan, tmp_path, batch=2, query_agnostic=True, perplexity=True)
+    agnostic = asked(model, records[:4], plan, tmp_path, batch=2, query_agnostic=True)
     assert [agnostic[row, 0, 1]["answer"] for row in range(2)] == answers
-    # What is compressed is another prompt than in a query-aware run, but with the full cache the answers are the same.
+    # A query-aware run compresses another prompt; with the full cache the answers are the same.
     (tmp_path / "aware").mkdir()
-    aware = asked(model, records[:4], plan, tmp_path / "aware", batch=2, perplexity=True)
-    for row in range(4):
-        assert agnostic[row, 0, 0]["answer"] == aware[row, 0, 0]["answer"]
-        for name in ("log_probability", "reference"):
-            assert agnostic[row, 0, 0][name] == pytest.approx(aware[row, 0, 0][name], abs=1e-3)
-    changed = [abs(agnostic[row, 0, 1]["log_probability"] - aware[row, 0, 1]["log_probability"]) for row in range(4)]
-    assert min(changed) > 1e-2
+    aware = asked(model, records[:4], plan, tmp_path / "aware", batch=2)
+    assert [agnostic[row, 0, 0]["answer"] for row in range(4)] == [aware[row, 0, 0]["answer"] for row in range(4)]
+    assert [agnostic[row, 0, 1]["answer"] for row in range(4)] != [aware[row, 0, 1]["answer"] for row in range(4)]
 
 
 def test_numbers_of_the_report():
@@ -141,9 +162,9 @@ def test_numbers_of_the_report():
     assert [answer["said"] for answer in result["answers"]] == [["4 2"], ["8"]]
 
 
-def test_killed_and_continued_it_gives_the_same(questions, root, tmp_path, capsys):
-    options = ["--model", str(CHECKPOINT), "--policy", "full", "snapkv", "--keep", "0.2", "--scope", "vision",
-               "--metric", "exact", "perplexity", "--batch", "2", "--max-new-tokens", str(NEW)]  # fmt: skip
+def test_killed_and_continued_it_gives_the_same(small, questions, root, tmp_path, capsys):
+    options = ["--model", str(small), "--policy", "full", "snapkv", "--keep", "0.2", "--scope", "vision",
+               "--metric", "exact", "--batch", "2", "--max-new-tokens", str(NEW)]  # fmt: skip
 
     def command(out, *more):
         return ["eval", str(questions), *options, "--out", str(tmp_path / out), *more]
@@ -178,9 +199,10 @@ def test_killed_and_continued_it_gives_the_same(questions, root, tmp_path, capsy
 
     assert numbers("killed") == numbers("whole")
     assert printed["rows"][1]["cache_bytes"] < printed["rows"][0]["cache_bytes"]
-    assert (tmp_path / "whole" / "quality.png").stat().st_size > 1000
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert (tmp_path / "whole" / "quality.png").stat().st_size > 1000
     assert main([*command("whole"), "--seed", "1"]) == 2
-    assert "belongs to a run with another settings; go on" in capsys.readouterr().err
+    assert "belongs to a run that differs in seed; go on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> Any:
         "model": {**fingerprint.of_model(folder), "dtype": args.dtype},
         "file": fingerprint.of_file(args.file),
         "policies": [report.label(policy) for policy in plan],
-        "settings": dataclasses.asdict(settings),
+        **dataclasses.asdict(settings),
     }
     console = Console(stderr=args.json)
     journal = Journal(args.out, facts)

@@ -93,8 +93,8 @@ class Journal:
         changed = [name for name in {**before, **run} if before.get(name) != run.get(name)]
         if changed:
             raise InputError(
-                f"{self.path}: belongs to a run with another {', '.join(changed)}; "
-                "go on with the same settings, or give another --out"
+                f"{self.path}: belongs to a run that differs in {', '.join(changed)}; "
+                "go on with what it had, or give another --out"
             )
 
     def _damaged(self, number: int) -> InputError:
