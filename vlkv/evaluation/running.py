@@ -40,6 +40,7 @@ _prefill = jax.jit(prefill, static_argnames="new_tokens")
 _extend = jax.jit(extend)
 _decode = jax.jit(decode, static_argnames="sampling")
 _log_probabilities = jax.jit(log_probabilities)
+_PROGRAMS = 120  # decoding loops; a process may map only so many pieces of memory, and each holds many
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -232,6 +233,9 @@ class _Asker:
         """Answers, and the seconds that they took without compilation: what is compiled is run once before."""
         shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves((cache, logits)))
         known = jax.tree.structure(cache), shapes
+        if known not in self.compiled and len(self.compiled) == _PROGRAMS:
+            jax.clear_caches()
+            self.compiled.clear()
         for _ in range(1 if known in self.compiled else 2):
             begin = time.perf_counter()
             made = jax.block_until_ready(_decode(self.params, cache, logits, sampling=self.sampling))
