@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from checkpoints_convert import __main__ as convert
-from vlkv.commands import answer, demo, inspect, methods, profile
+from vlkv.commands import answer, demo, evaluate, inspect, methods, profile
 from vlkv.terminal import OneLineParser, guarded
 
 
@@ -21,6 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("policies", methods, "list the policies, or describe one"),
         ("inspect", inspect, "measure budgets, attention, survival or cost, as the papers draw them"),
         ("profile", profile, "measure what share of its tokens each layer keeps, for PrefixKV"),
+        ("eval", evaluate, "ask your own questions under several policies: quality against bytes and speed"),
         ("convert", convert, "convert a Hugging Face checkpoint"),
     ):
         command = commands.add_parser(name, help=summary, description=module.__doc__)

@@ -66,30 +66,48 @@ def policy_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> 
     return policies.compose(policy, **parts) if parts else policy
 
 
-def _make(name: str, options: dict[str, Any], config: Callable[[], ModelConfig]) -> policies.Policy:
-    """The policy, with a profile read from its file."""
-    if isinstance(options.get("profile"), str):
-        scope = options.get("scope", policies.named(name).scope)
-        options = {**options, "profile": profiles.load(options["profile"], config(), scope=scope)}
-    return policies.make(name, **options)
+def policy_called(
+    text: str, where: str, config: Callable[[], ModelConfig]
+) -> tuple[type[policies.Policy], dict[str, Any]]:
+    """ "kivi" or "kivi(bits=4)": the class, and its options, with a profile read from its file.
 
-
-def _part(item: str, config: Callable[[], ModelConfig]) -> tuple[str, policies.Policy | type[policies.Policy]]:
-    """ "store=kivi(bits=4)": the stage, and the method with its options or its class."""
-    stage, _, text = item.partition("=")
+    Args:
+        text: what was given.
+        where: names it in messages.
+        config: as in `policy_from`.
+    """
     name, bracket, _ = text.partition("(")
-    if stage not in _STAGES or not name:
-        raise InputError(f"--with {item}: expected STAGE=NAME with a stage among {', '.join(_STAGES)}")
     if not bracket:
-        return stage, policies.named(name)
+        return policies.named(name), {}
     try:
         call = ast.parse(text.strip(), mode="eval").body
         assert isinstance(call, ast.Call) and not call.args and all(word.arg for word in call.keywords)
         options = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
         assert len(options) == len(call.keywords)
     except (AssertionError, ValueError, SyntaxError):
-        raise InputError(f"--with {item}: expected NAME(OPTION=VALUE, ...)") from None
-    return stage, _make(name, options, config)
+        raise InputError(f"{where}: expected NAME(OPTION=VALUE, ...)") from None
+    return policies.named(name), _with_profile(name, options, config)
+
+
+def _make(name: str, options: dict[str, Any], config: Callable[[], ModelConfig]) -> policies.Policy:
+    return policies.make(name, **_with_profile(name, options, config))
+
+
+def _with_profile(name: str, options: dict[str, Any], config: Callable[[], ModelConfig]) -> dict[str, Any]:
+    """The options with a profile read from its file."""
+    if not isinstance(options.get("profile"), str):
+        return options
+    scope = options.get("scope", policies.named(name).scope)
+    return {**options, "profile": profiles.load(options["profile"], config(), scope=scope)}
+
+
+def _part(item: str, config: Callable[[], ModelConfig]) -> tuple[str, policies.Policy | type[policies.Policy]]:
+    """ "store=kivi(bits=4)": the stage, and the method with its options or its class."""
+    stage, _, text = item.partition("=")
+    if stage not in _STAGES or not text.partition("(")[0]:
+        raise InputError(f"--with {item}: expected STAGE=NAME with a stage among {', '.join(_STAGES)}")
+    cls, options = policy_called(text, f"--with {item}", config)
+    return stage, policies.make(cls.__name__, **options) if "(" in text else cls
 
 
 def _literal(text: str) -> Any:

@@ -79,9 +79,14 @@ def held_out(count: int, seed: int = 0) -> Iterator[Sample]:
     """`count` questions about pages of test digits: 40 % ask for the whole page, the others for one row."""
     rng = np.random.default_rng(seed)
     for _ in range(count):
-        page = compose(held_out_digits(), rng)
-        row = None if rng.random() < _PAGE_SHARE else int(rng.integers(len(page.rows)))
+        page, row = held_out_page(rng)
         yield Sample(page.image, question(row), page.answer(row))
+
+
+def held_out_page(rng: np.random.Generator) -> tuple[Page, int | None]:
+    """A page of test digits, and what is asked about it: a row, or (None) the whole page."""
+    page = compose(held_out_digits(), rng)
+    return page, None if rng.random() < _PAGE_SHARE else int(rng.integers(len(page.rows)))
 
 
 def compose(

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -109,13 +109,17 @@ class Processor:
             buckets=buckets or Buckets(),
         )
 
-    def __call__(self, images: RowImages | Sequence[RowImages], text: str | Sequence[str]) -> Inputs:
+    def __call__(
+        self, images: RowImages | Sequence[RowImages], text: str | Sequence[str], *, question: bool = True
+    ) -> Inputs:
         """One question, or a batch of them.
 
         Args:
             images: for one question: an image (a path, bytes or a PIL image), a list of them, or None. For a
                 list of questions: a list with such an entry for each, or None.
             text: one question, or a list. `<image>` marks where an image goes; without marks they come first.
+            question: False stops before the text after the last image, which `extension` gives to `vlkv.extend`: so
+                what a policy keeps does not depend on what will be asked.
 
         Returns:
             A batch with one row per question, padded on the right.
@@ -128,7 +132,39 @@ class Processor:
         # Before anything is read, what is wrong with the text.
         rows = [self._as_written(one, row) for row, one in zip(rows, texts, strict=True)]
         reads = [self._read(row) for row in rows]
-        prompts = [self.tokens(one, row, read) for row, one, read in zip(rows, texts, reads, strict=True)]
+        write = self.prompts.write if question else self.prompts.before_question
+        prompts = [
+            self._ids(write(one, *_count(row)), row, read) for row, one, read in zip(rows, texts, reads, strict=True)
+        ]
+        return self._batch(prompts, [read for row in reads for read in row])
+
+    def extension(self, before: Sequence[str], after: Sequence[str]) -> Inputs:
+        """What `vlkv.extend` must be given, so that caches of the prompts `before` hold the prompts `after`.
+
+        Args:
+            before: a prompt of each row, as `prompts.write` or `prompts.before_question` wrote it.
+            after: longer ones, of more turns or with the question; they show no image more.
+
+        Raises:
+            InputError: a prompt does not begin with the one before, or is no longer than it.
+        """
+        return self._batch([self.beyond(*pair) for pair in zip(before, after, strict=True)], [])
+
+    def beyond(self, before: str, after: str) -> Int[np.ndarray, " T"]:
+        """The ids by which one written prompt is longer than another; raises InputError as `extension`."""
+        if not after.startswith(before) or len(after) == len(before):
+            raise InputError("the chat template does not write a longer conversation as the shorter one and a rest")
+        shorter, longer = self._encode(before), self._encode(after)
+        if len(longer) > len(shorter) and np.array_equal(longer[: len(shorter)], shorter):
+            return longer[len(shorter) :]
+        return self.tokenizer.encode(after[len(before) :], add_special=False)  # a token reaches over the seam
+
+    def _encode(self, prompt: str) -> Int[np.ndarray, " T"]:
+        # As transformers does: for a text model the template alone writes the special tokens.
+        return self.tokenizer.encode(prompt, add_special=self.prompts.template is None or self.pictures is not None)
+
+    def _batch(self, prompts: Sequence[Int[np.ndarray, " T"]], reads: Sequence[Read]) -> Inputs:
+        """Rows of ids, padded on the right, and their pictures."""
         longest = max(len(prompt) for prompt in prompts)
         ids = np.zeros((len(prompts), longest), np.int32)
         mask = np.zeros((len(prompts), longest), bool)
@@ -137,7 +173,7 @@ class Processor:
             mask[row_index, : len(prompt)] = True
         batch = {"input_ids": ids, "attention_mask": mask}
         if self.pictures is not None:
-            batch |= self.pictures.batch([read for row in reads for read in row])
+            batch |= self.pictures.batch(reads)
         return Inputs.from_hf(batch, self.config, self.buckets)
 
     def tokens(
@@ -153,13 +189,13 @@ class Processor:
         Raises:
             InputError: as `__call__`; also where the prompt's image tokens are not as many as the images.
         """
-        prompt = self.prompts.write(text, **_count(pictures))
+        return self._ids(self.prompts.write(text, *_count(pictures)), pictures, reads)
+
+    def _ids(self, prompt: str, pictures: Sequence[Picture | Video], reads: Sequence[Read]) -> Int[np.ndarray, " T"]:
         spelled_out = any(read.text is not None for read in reads)
         if spelled_out:
             prompt = self._spell_out(prompt, pictures, reads)
-        # As transformers does: for a text model the template alone writes the special tokens.
-        add_special = self.prompts.template is None or self.pictures is not None
-        ids = self.tokenizer.encode(prompt, add_special=add_special)
+        ids = self._encode(prompt)
         if not ids.size:
             raise InputError("the prompt is empty: the tokenizer makes no token of it")
         if spelled_out:
@@ -191,7 +227,7 @@ class Processor:
 
     def _as_written(self, text: str, row: Sequence[Picture | Video]) -> list[Picture | Video]:
         """The pictures of a row in the order in which its prompt shows them; raises InputError as `write` does."""
-        prompt = self.prompts.write(text, **_count(row))
+        prompt = self.prompts.write(text, *_count(row))
         own = {"image": self.prompts.image_token, "video": self.prompts.video_token}
         if own["image"] == own["video"]:  # the prompt cannot tell them apart, the marks can
             kinds = {mark: kind for kind, mark in MARKS.items()}
@@ -218,7 +254,7 @@ class Processor:
         if not row:
             return []
         assert self.pictures is not None  # or the prompt had raised
-        images = _count(row)["images"]
+        images = _count(row).images
         return [self.pictures.read(picture, images=images) for picture in row]
 
 
@@ -251,9 +287,14 @@ def _kind(picture: Picture | Video) -> str:
     return "video" if isinstance(picture, Video) else "image"
 
 
-def _count(pictures: Sequence[Picture | Video]) -> dict[str, int]:
+class _Count(NamedTuple):
+    images: int
+    videos: int
+
+
+def _count(pictures: Sequence[Picture | Video]) -> _Count:
     videos = sum(isinstance(picture, Video) for picture in pictures)
-    return {"images": len(pictures) - videos, "videos": videos}
+    return _Count(len(pictures) - videos, videos)
 
 
 def _rows(images: object, text: object) -> tuple[list[list[Picture | Video]], list[str]]:

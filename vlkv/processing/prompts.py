@@ -7,7 +7,7 @@ spelled like. Without marks they come first, images before videos.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlkv.errors import InputError
@@ -33,26 +33,52 @@ class PromptWriter:
     special: Mapping[str, str]  # names of special tokens, for the template
     video_token: str | None = None  # None for a family that takes no video
 
-    def write(self, text: str, images: int, videos: int = 0) -> str:
-        """The prompt.
+    def write(self, text: str, images: int, videos: int = 0, then: Sequence[tuple[str, str]] = ()) -> str:
+        """The prompt, up to where the model's next answer begins.
 
         Args:
             text: the question, with one mark for each image and video, or none at all. One line break after a mark
                 is taken as part of the mark.
             images: how many images the prompt is about.
             videos: how many videos.
+            then: the turns that followed: what was answered and what was asked next, without images.
 
         Raises:
-            InputError: the text is empty, its marks do not match, or it spells one of the model's own tokens.
+            InputError: a text is empty, its marks do not match, or it spells one of the model's own tokens.
         """
-        pieces = self._split(text, {"image": images, "video": videos})
+        asked = [self._split(text, {"image": images, "video": videos})]
+        asked += [self._split(question, dict.fromkeys(MARKS, 0)) for _, question in then]
+        answers = [answer for answer, _ in then]
         if self.template is None:
-            return self._plain(pieces)
-        if self._takes_items(self.template):
-            content: Any = [_item(piece) for piece in pieces]
-        else:
-            content = self._inline(pieces)
-        return self.template.render([{"role": "user", "content": content}], self.special)
+            return self._plain(asked, answers)
+        items = self._takes_items(self.template)
+
+        def message(role: str, pieces: Sequence[str | _Mark]) -> dict[str, Any]:
+            return {"role": role, "content": [_item(p) for p in pieces] if items else self._inline(pieces)}
+
+        messages = [message("user", asked[0])]
+        for answer, pieces in zip(answers, asked[1:], strict=True):
+            messages += [message("assistant", [answer]), message("user", pieces)]
+        return self.template.render(messages, self.special)
+
+    def before_question(self, text: str, images: int, videos: int = 0) -> str:
+        """The prompt up to where the text after the last image begins: the same for every question about the images.
+
+        Args:
+            text: as in `write`.
+            images: how many images the prompt is about.
+            videos: how many videos.
+
+        Raises:
+            InputError: as `write`; also where no text follows the last image.
+        """
+        end = max((text.rfind(mark) + len(mark) for mark in MARKS.values() if mark in text), default=0)
+        if not text[end:].strip():
+            raise InputError("nothing is asked after the last image: put the question behind it")
+        before, found, _ = self.write(text[:end] + _PROBE, images, videos).partition(_PROBE)
+        if not found or not self.write(text, images, videos).startswith(before):
+            raise InputError("the chat template puts nothing before the question that is the same for all of them")
+        return before
 
     @property
     def _tokens(self) -> dict[str, str | None]:
@@ -99,13 +125,17 @@ class PromptWriter:
                 cut += [_Mark(kind), part.removeprefix("\n")]
         return cut, sum(isinstance(piece, _Mark) and piece.kind == kind for piece in cut)
 
-    def _inline(self, pieces: list[str | _Mark]) -> str:
+    def _inline(self, pieces: Sequence[str | _Mark]) -> str:
         return "".join(piece if isinstance(piece, str) else f"{self._tokens[piece.kind]}\n" for piece in pieces)
 
-    def _plain(self, pieces: list[str | _Mark]) -> str:
+    def _plain(self, asked: list[list[str | _Mark]], answers: list[str]) -> str:
         """Without a template: LLaVA-1.5's own conversation, or the bare text for a text model."""
-        inline = self._inline(pieces)
-        return inline if self.image_token is None else f"USER: {inline} ASSISTANT:"
+        inline = [self._inline(pieces) for pieces in asked]
+        if self.image_token is None:
+            return inline[0] + "".join(f"{a}\n{q}" for a, q in zip(answers, inline[1:], strict=True))
+        end = self.special.get("eos_token", "</s>")
+        rest = (f" {a}{end}USER: {q} ASSISTANT:" for a, q in zip(answers, inline[1:], strict=True))
+        return f"USER: {inline[0]} ASSISTANT:" + "".join(rest)
 
     def _takes_items(self, template: ChatTemplate) -> bool:
         """Whether the template understands a list of items, or wants one string; most know only one."""

@@ -1,0 +1,154 @@
+"""Rows of the file, the journal, the batches and the exported pages: whatever needs no model."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vlkv.errors import InputError
+from vlkv.evaluation.batching import batches
+from vlkv.evaluation.journal import Entry, Journal
+from vlkv.evaluation.records import Record, Turn, read_records
+from vlkv.mini import export, pages
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Writes lines beside two images."""
+    for name in ("a.png", "b.png"):
+        Image.new("L", (4, 4)).save(tmp_path / name)
+
+    def write(*lines):
+        path = tmp_path / "questions.jsonl"
+        path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+        return path
+
+    return write
+
+
+def test_rows(file, tmp_path):
+    a, b = tmp_path / "a.png", tmp_path / "b.png"
+    turns = [{"question": "one?", "answer": "1"}, {"question": "two?", "answers": ["2"]}]
+    path = file(
+        {"image": "a.png", "question": "q?", "answers": ["x", "y"], "source": "a book"},
+        "",
+        {"id": 7, "images": ["b.png", str(a)], "turns": turns},
+        {"question": "no image?", "answer": "none"},
+    )
+    assert read_records(path) == [
+        Record(1, "1", (a,), (Turn("q?", ("x", "y")),)),
+        Record(3, "7", (b, a), (Turn("one?", ("1",)), Turn("two?", ("2",)))),
+        Record(4, "4", (), (Turn("no image?", ("none",)),)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "line 2: not valid JSON"),
+        ("[1]", "line 2: a JSON list"),
+        ({"question": "q", "answer": "a", "image": "c.png"}, "c.png: no such image file"),
+        ({"question": "q", "answer": "a", "image": 3}, "image must be a path"),
+        ({"question": "q", "answer": "a", "image": "a.png", "images": []}, "image and images"),
+        ({"image": "a.png", "answer": "a"}, "line 2: no question"),
+        ({"image": "a.png", "question": "q"}, "line 2: no answer"),
+        ({"image": "a.png", "question": "q", "answers": []}, "line 2: no answer"),
+        ({"image": "a.png", "question": "q", "answers": [4]}, "answers must be text"),
+        ({"image": "a.png", "turns": []}, "turns must be a list"),
+        ({"image": "a.png", "turns": [{"question": "q"}]}, "no answer"),
+        ({"image": "a.png", "turns": ["q"]}, "a turn is a JSON str"),
+        ({"image": "a.png", "question": "q", "turns": []}, "question and turns"),
+    ],
+)
+def test_a_bad_row_is_named_by_its_line(file, line, said):
+    with pytest.raises(InputError, match=re.escape(said)):
+        read_records(file({"question": "fine", "answer": "a"}, line))
+
+
+def test_a_file_that_is_no_file_of_questions(file, tmp_path):
+    with pytest.raises(InputError, match="no such file of questions"):
+        read_records(tmp_path / "other.jsonl")
+    with pytest.raises(InputError, match="holds no questions"):
+        read_records(file("", ""))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="not a text file"):
+        read_records(tmp_path / "binary")
+
+
+def entry(row, **changes):
+    made = Entry(row=row, turn=0, policy=0, answer="4 2", tokens=3, seconds=0.5, bytes=100, log_probability=0.0,
+                 reference=0)  # fmt: skip
+    return {**made, **changes}
+
+
+def test_a_journal_goes_on_where_it_was_cut_off(tmp_path):
+    journal = Journal(tmp_path, {"file": "f"})
+    journal.append([entry(0), entry(1)])
+    journal.close()
+    with journal.path.open("ab") as torn:
+        torn.write(b'{"row": 2, "tu')
+    journal = Journal(tmp_path, {"file": "f"})
+    assert journal.resumed == 2 and journal.entries[1, 0, 0] == entry(1)
+    journal.append([entry(1, answer="another"), entry(2)])
+    journal.close()
+    lines = [json.loads(line) for line in journal.path.read_text().splitlines()]
+    assert lines == [{"run": {"file": "f"}}, entry(0), entry(1), entry(2)]
+
+
+def test_a_first_line_that_was_cut_off_is_no_journal(tmp_path):
+    (tmp_path / "journal.jsonl").write_text('{"run": {"fi')
+    assert Journal(tmp_path, {"file": "f"}).resumed == 0
+    assert (tmp_path / "journal.jsonl").read_text() == '{"run": {"file": "f"}}\n'
+
+
+def test_a_journal_of_another_run_is_refused(tmp_path):
+    Journal(tmp_path, {"file": "f", "model": 1, "policies": ["a"]}).close()
+    with pytest.raises(InputError, match="differs in model, policies; go on with what it had"):
+        Journal(tmp_path, {"file": "f", "model": 2, "policies": ["a", "b"]})
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        file.write("nonsense\n")
+    with pytest.raises(InputError, match=r"line 2: damaged; delete the file"):
+        Journal(tmp_path, {"file": "f", "model": 1, "policies": ["a"]})
+
+
+def test_batches_have_rows_of_as_many_turns_and_read_an_image_once():
+    def record(line, image, turns, length):
+        return Record(line, "", (image,), (Turn("q" * length, ("a",)),) * turns)
+
+    records = [record(1, "x", 1, 9), record(2, "y", 2, 1), record(3, "y", 1, 5), record(4, "x", 1, 3)]
+    alone = batches(records, 2, None)
+    assert [(batch.groups, batch.real) for batch in alone] == [
+        (((3,), (2,)), 2),
+        (((0,), (0,)), 1),  # filled up with itself
+        (((1,), (1,)), 1),
+    ]
+    together = batches(records, 2, lambda record: "")
+    assert [(batch.groups, batch.real) for batch in together] == [(((2,), (0, 3)), 2), (((1,), (1,)), 1)]
+    assert [batch.rows for batch in together] == [[2, 0, 3], [1]]
+
+
+def test_the_exported_pages_are_the_held_out_ones(tmp_path, root):
+    records = read_records(export.export(tmp_path, 5))
+    for record, sample in zip(records, pages.held_out(5), strict=True):
+        with Image.open(record.images[0]) as image:
+            np.testing.assert_array_equal(np.asarray(image.convert("RGB")), np.asarray(sample.image))
+        assert [(turn.question, turn.answers) for turn in record.turns] == [(sample.question, (sample.answer,))]
+    shipped = read_records(root / "benchmarks" / "data" / "digits" / "digits.jsonl")
+    assert len({record.images for record in shipped}) == len(shipped) == 200
+    for ours, theirs in zip(shipped, records, strict=False):
+        assert (ours.id, ours.turns) == (theirs.id, theirs.turns)
+        with Image.open(ours.images[0]) as first, Image.open(theirs.images[0]) as second:
+            np.testing.assert_array_equal(np.asarray(first), np.asarray(second))
+
+
+def test_several_questions_about_a_page(tmp_path):
+    records = read_records(export.export(tmp_path, 2, questions=9))
+    first = [record for record in records if record.images == records[0].images]
+    rows = first[0].turns[0].answers[0].split(" / ")
+    assert [record.turns[0].answers[0] for record in first[1:]] == rows
+    with pytest.raises(InputError, match="at least one"):
+        export.export(tmp_path, 0)

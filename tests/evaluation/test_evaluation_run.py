@@ -1,0 +1,234 @@
+"""`vlkv eval` on the miniature: against `generate`, against whole conversations, and killed half-way."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import vlkv
+from vlkv import policies
+from vlkv.cli import main
+from vlkv.evaluation import Journal, Record, Settings, Turn, read_records, run, summarise
+from vlkv.mini import CHECKPOINT, export, folder
+
+NEW = 32
+SNAPKV = policies.SnapKV(keep=0.2, scope="vision")
+generate = jax.jit(vlkv.generate)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """The miniature's first two layers, which are compiled in a third of the time and answer anything at all."""
+    made = tmp_path_factory.mktemp("model") / "small"
+    shutil.copytree(CHECKPOINT, made)
+    config = json.loads((made / "config.json").read_text())
+    config["text_config"]["num_hidden_layers"] = 2
+    (made / "config.json").write_text(json.dumps(config))
+    tensors = load_file(made / "model.safetensors")
+    gone = re.compile(r"language_model.*\.layers\.[2-9]\.")
+    save_file({name: x for name, x in tensors.items() if not gone.search(name)}, made / "model.safetensors")
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(small):
+    return vlkv.load(small)
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    """Two questions about each of six pages."""
+    return export.export(tmp_path_factory.mktemp("pages"), 6, questions=2)
+
+
+@pytest.fixture(scope="module")
+def records(questions):
+    return read_records(questions)
+
+
+def asked(model, records, plan, out, **settings):
+    """The entries of a run."""
+    journal = Journal(out, {})
+    run(*model, records, plan, Settings(max_new_tokens=NEW, **settings), journal)
+    journal.close()
+    return journal.entries
+
+
+def test_several_policies_in_one_pass_answer_as_each_by_itself(model, records, tmp_path):
+    """Read together, with a key, and one that shortens the prompt by itself; three rows fill two batches."""
+    params, processor = model
+    records = [record for record in records if record.turns[0].question == "read the page"][:3]
+    plan = [SNAPKV, policies.ImgRandom(keep=0.5), policies.FastV(keep=0.3, layer=1)]
+    entries = asked(model, records, plan, tmp_path, batch=2, seed=3)
+    assert sorted(entries) == [(row, 0, policy) for row in range(3) for policy in range(3)]
+    for batch, rows in enumerate(([0, 1], [2])):
+        images = [records[row].images[0] for row in rows]
+        inputs = processor([*images, *images[-1:] * (2 - len(rows))], ["read the page"] * 2)
+        for i, policy in enumerate(plan):
+            key = jax.random.fold_in(jax.random.key(3), batch)
+            output = generate(params, inputs, policy=policy, sampling=vlkv.Greedy(max_new_tokens=NEW), key=key)
+            answers = processor.decode(output.tokens)
+            for place, row in enumerate(rows):
+                entry = entries[row, 0, i]
+                assert (entry["answer"], entry["tokens"]) == (answers[place], output.lengths[place])
+                assert entry["bytes"] * 2 == output.cache_bytes
+
+
+def test_later_turns_see_the_whole_conversation(model, records, tmp_path):
+    """Perplexity of each turn's reference with the full cache, against no cache on one text that holds it all."""
+    params, processor = model
+    first, second = records[0], records[1]
+    assert first.images == second.images
+    record = Record(1, "1", first.images, first.turns + second.turns)
+    entries = asked(model, [record, record], [policies.Full()], tmp_path, batch=2, perplexity=True)
+    said = [entries[0, turn, 0]["answer"] for turn in range(2)]
+    encode = folder.tokenizer().encode
+    start = f"USER: <image> {first.turns[0].question} ASSISTANT:"
+    prompts = [encode(start).ids, encode(f"{start} {said[0]} USER: {second.turns[0].question} ASSISTANT:").ids]
+    wanted = [[*encode(turn.answers[0], add_special_tokens=False).ids, folder.EOS] for turn in record.turns]
+    rows = [
+        np.repeat(row, np.where(np.array(row) == folder.IMAGE, 144, 1))
+        for row in ([*ids, *answer] for ids, answer in zip(prompts, wanted, strict=True))
+    ]
+    longest = max(map(len, rows))
+    inputs = vlkv.Inputs.from_hf(
+        {
+            "input_ids": [np.pad(row, (0, longest - len(row))) for row in rows],
+            "attention_mask": [np.arange(longest) < len(row) for row in rows],
+            "pixel_values": np.asarray(processor([record.images[0]] * 2, ["read the page"] * 2).pixels),
+        },
+        params.config,
+    )
+    log_p = jax.nn.log_softmax(jax.jit(vlkv.forward)(params, inputs))
+    for turn, (row, answer) in enumerate(zip(rows, wanted, strict=True)):
+        begin = len(row) - len(answer)
+        own = log_p[turn, begin - 1 : len(row) - 1]
+        assert entries[1, turn, 0]["reference"] == len(answer)
+        assert entries[1, turn, 0]["log_probability"] == pytest.approx(
+            float(own[np.arange(len(answer)), np.array(answer)].sum()), abs=1e-3
+        )
+        assert said[turn].startswith(processor.decode(np.asarray(own[:1].argmax(-1))))
+
+
+def test_query_agnostic_keeps_the_same_for_every_question(model, records, tmp_path):
+    params, processor = model
+    images, texts = [records[0].images[0]] * 2, [records[0].turns[0].question, records[1].turns[0].question]
+    before = processor(images, texts, question=False)
+    prompt = jax.jit(vlkv.read_prompt)(params, before)
+    cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")(prompt, SNAPKV, new_tokens=48)
+    np.testing.assert_array_equal(cache.token[0], cache.token[1])
+    # And the run is: that cache, then the question, then the answer.
+    fed = processor.extension(
+        [processor.prompts.before_question(text, 1) for text in texts],
+        [processor.prompts.write(text, 1) for text in texts],
+    )
+    ids = folder.tokenizer().encode(f"{texts[1]} ASSISTANT:", add_special_tokens=False).ids
+    assert fed.tokens[1, fed.valid[1]].tolist() == ids
+    cache, logits = jax.jit(vlkv.extend)(params, cache, fed)
+    decode = jax.jit(vlkv.decode, static_argnames="sampling")
+    answers = processor.decode(decode(params, cache, logits, sampling=vlkv.Greedy(max_new_tokens=NEW))[0])
+    plan = [policies.Full(), SNAPKV]
+    agnostic = asked(model, records[:4], plan, tmp_path, batch=2, query_agnostic=True)
+    assert [agnostic[row, 0, 1]["answer"] for row in range(2)] == answers
+    # A query-aware run compresses another prompt; with the full cache the answers are the same.
+    (tmp_path / "aware").mkdir()
+    aware = asked(model, records[:4], plan, tmp_path / "aware", batch=2)
+    assert [agnostic[row, 0, 0]["answer"] for row in range(4)] == [aware[row, 0, 0]["answer"] for row in range(4)]
+    assert [agnostic[row, 0, 1]["answer"] for row in range(4)] != [aware[row, 0, 1]["answer"] for row in range(4)]
+
+
+def test_numbers_of_the_report():
+    records = [Record(1, "1", (), (Turn("q", ("4 2",)),)), Record(2, "2", (), (Turn("q", ("7",)),))]
+    made = {"row": 0, "turn": 0, "policy": 0, "answer": "4 2", "tokens": 3, "seconds": 0.5, "bytes": 100,
+            "log_probability": math.log(1 / 8), "reference": 3}  # fmt: skip
+    entries = {(0, 0, 0): made, (1, 0, 0): {**made, "answer": "8", "tokens": 1, "bytes": 200}}
+    result = summarise(records, [SNAPKV], ["exact", "perplexity"], entries)
+    assert result["rows"] == [{
+        "policy": "SnapKV(keep=0.2, scope='vision')", "keep": 0.2, "exact": 0.5, "perplexity": pytest.approx(2),
+        "cache_bytes": 150, "tokens_per_second": 4,
+    }]  # fmt: skip
+    assert [answer["said"] for answer in result["answers"]] == [["4 2"], ["8"]]
+
+
+def test_killed_and_continued_it_gives_the_same(small, questions, root, tmp_path, capsys):
+    options = ["--model", str(small), "--policy", "full", "snapkv", "--keep", "0.2", "--scope", "vision",
+               "--metric", "exact", "--batch", "2", "--max-new-tokens", str(NEW)]  # fmt: skip
+
+    def command(out, *more):
+        return ["eval", str(questions), *options, "--out", str(tmp_path / out), *more]
+
+    environment = os.environ | {
+        "PYTHONPATH": str(root), "JAX_COMPILATION_CACHE_DIR": str(root / ".jax_cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    }  # fmt: skip
+    journal = tmp_path / "killed" / "journal.jsonl"
+    with subprocess.Popen([sys.executable, "-m", "vlkv.cli", *command("killed")], env=environment, cwd=root,
+                          stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:  # fmt: skip
+        end = time.monotonic() + 300
+        while not (journal.is_file() and journal.read_bytes().count(b"\n") >= 4) and time.monotonic() < end:
+            assert process.poll() is None, process.stderr.read().decode()
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    held = journal.read_bytes()
+    assert 4 <= held.count(b"\n") < 25, "killed before the end"
+    assert not (tmp_path / "killed" / "results.json").exists()
+    journal.write_bytes(held + b'{"row": 3, "turn": 0, "answ')
+    assert main(command("killed")) == 0
+    capsys.readouterr()
+    assert journal.read_bytes().startswith(held) and journal.read_bytes().count(b"\n") == 25
+    assert main(command("whole", "--json")) == 0
+    printed = json.loads(capsys.readouterr().out)
+
+    def numbers(name):
+        result = json.loads((tmp_path / name / "results.json").read_text())
+        for row in result["rows"]:
+            assert row.pop("tokens_per_second") > 0
+        return result
+
+    assert numbers("killed") == numbers("whole")
+    assert printed["rows"][1]["cache_bytes"] < printed["rows"][0]["cache_bytes"]
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert (tmp_path / "whole" / "quality.png").stat().st_size > 1000
+    assert main([*command("whole"), "--seed", "1"]) == 2
+    assert "belongs to a run that differs in seed; go on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["--model", "nowhere"], "nowhere: no such folder"),
+        (["--metric", "bleu"], "no metric 'bleu'"),
+        (["--policy", "snapkw"], "did you mean snapkv"),
+        (["--policy", "snapkv(0.1)"], "expected NAME(OPTION=VALUE"),
+        (["--policy", "snapkv"], "give keep="),
+        (["--batch", "0"], "batch=0 must be at least 1"),
+        (["--max-new-tokens", "500"], "pass the model's limit of 512"),
+        (["--max-new-tokens", "2", "--metric", "perplexity"], "line 1: the first answer has"),
+    ],
+)
+def test_bad_input_is_one_line(questions, tmp_path, capsys, changes, said):
+    options = {"--model": [str(CHECKPOINT)], "--out": [str(tmp_path)]}
+    for i, word in enumerate(changes):
+        if word.startswith("--"):
+            options[word] = [changes[i + 1]]
+    assert main(["eval", str(questions), *(word for name, value in options.items() for word in (name, *value))]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.startswith("error: ") and err.count("\n") == 1, err
+
+
+def test_a_question_about_no_image_cannot_be_query_agnostic(model, tmp_path):
+    with pytest.raises(vlkv.InputError, match="line 1: no image"):
+        asked(model, [Record(1, "1", (), (Turn("q", ("a",)),))], [policies.Full()], tmp_path, query_agnostic=True)

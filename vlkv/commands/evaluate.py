@@ -1,0 +1,137 @@
+"""Ask your own questions under several policies: a table, a JSON and a plot of quality against bytes and speed."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import track
+
+from vlkv import loading
+from vlkv.commands.options import policy_called
+from vlkv.config import ModelConfig
+from vlkv.errors import InputError
+from vlkv.evaluation import fingerprint, report
+from vlkv.evaluation.journal import Journal
+from vlkv.evaluation.metrics import METRICS, check_metrics
+from vlkv.evaluation.records import read_records
+from vlkv.evaluation.running import Settings
+from vlkv.evaluation.running import run as run_all
+from vlkv.mini import CHECKPOINT
+from vlkv.policies import Full, Policy, make
+
+RESULTS, PLOT = "results.json", "quality.png"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vlkv eval`."""
+    parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="images, questions and answers, one row a line")
+    parser.add_argument(
+        "--model", required=True, metavar="DIR", help="a checkpoint folder, a hub id, or `mini`, the shipped miniature"
+    )
+    parser.add_argument(
+        "--policy", nargs="+", default=["full"], metavar="NAME",
+        help='one or several, with options as in "aircache(keep=0.1, alpha=0.5)" (default: full)',
+    )  # fmt: skip
+    parser.add_argument(
+        "--keep", nargs="+", type=float, default=[], metavar="FRACTION", help="of every policy that has none of its own"
+    )
+    parser.add_argument("--scope", choices=["vision", "all"], help="what competes for the budget, likewise")
+    parser.add_argument(
+        "--metric", nargs="+", default=["exact"], metavar="NAME", help=f"of {', '.join(METRICS)} (default: exact)"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a run found there is continued")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="rows that are read together")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+    parser.add_argument(
+        "--query-agnostic", action="store_true", help="compress before the question is known, once for each image"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of random policies")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: their own)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> Any:
+    """The table, and where the files are; or the numbers as JSON."""
+    # What can be wrong is checked before weights are read.
+    records = read_records(args.file)
+    metrics = list(dict.fromkeys(args.metric))
+    check_metrics(metrics, sum(len(record.turns) for record in records))
+    settings = Settings(
+        max_new_tokens=args.max_new_tokens, batch=args.batch, query_agnostic=args.query_agnostic,
+        perplexity="perplexity" in metrics, seed=args.seed,
+    )  # fmt: skip
+    source = CHECKPOINT if args.model == "mini" and not Path("mini").exists() else args.model
+    plan = policies_from(args, lambda: loading.load_processor(source).config)
+    if args.out.exists() and not args.out.is_dir():
+        raise InputError(f"{args.out}: is a file; --out is a folder for the results")
+    processor = loading.load_processor(source)
+    for policy in plan:
+        policy.check_model(processor.config.decoder.layers)
+    folder = loading.resolve(source)
+    args.out.mkdir(parents=True, exist_ok=True)
+    facts = {
+        "model": {**fingerprint.of_model(folder), "dtype": args.dtype},
+        "file": fingerprint.of_file(args.file),
+        "policies": [report.label(policy) for policy in plan],
+        **dataclasses.asdict(settings),
+    }
+    console = Console(stderr=args.json)
+    journal = Journal(args.out, facts)
+    try:
+        if journal.resumed:
+            Console(stderr=True).print(f"going on after {journal.resumed} answers", highlight=False)
+        params = loading.load_params(folder, dtype=args.dtype)
+        bar = Console(stderr=True)
+        hidden = not bar.is_terminal
+        run_all(
+            params, processor, records, plan, settings, journal,
+            shown=lambda batches: track(batches, "asking", console=bar, transient=True, disable=hidden),
+        )  # fmt: skip
+    except InputError as error:
+        raise InputError(f"{args.file}, {error}" if str(error).startswith("line ") else str(error)) from None
+    finally:
+        journal.close()
+    result = {"run": facts, "machine": machine()} | report.summarise(records, plan, metrics, journal.entries)
+    report.save(result, args.out / RESULTS)
+    files = [args.out / RESULTS]
+    if importlib.util.find_spec("matplotlib") is not None:
+        report.plot(result, args.out / PLOT)
+        files.append(args.out / PLOT)
+    if args.json:
+        return {name: value for name, value in result.items() if name != "answers"}
+    console.print(report.table(result))
+    console.print(", ".join(map(str, files)), highlight=False)
+    if len(files) == 1:
+        console.print('no plot: that needs matplotlib (pip install "vlkv[plot]")', highlight=False)
+    return None
+
+
+def policies_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> list[Policy]:
+    """Every policy at every keep; those that keep everything, or name their own keep, once."""
+    plan: list[Policy] = []
+    for text in args.policy:
+        cls, options = policy_called(text, f"--policy {text}", config)
+        if issubclass(cls, Full):  # nothing competes for anything
+            plan.append(make(cls.__name__, **options))
+            continue
+        if args.scope is not None:
+            options.setdefault("scope", args.scope)
+        keeps = [] if {"keep", "budget"} & set(options) else [{"keep": keep} for keep in args.keep]
+        plan += [make(cls.__name__, **options, **keep) for keep in keeps or [{}]]
+    return list(dict.fromkeys(plan))
+
+
+def machine() -> dict[str, Any]:
+    """On what and with what it ran."""
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "flax", "numpy")}
+    return {"device": jax.devices()[0].device_kind, "devices": jax.device_count(), **versions}

@@ -1,0 +1,53 @@
+"""Which rows are read together: rows of as many turns, of alike images and lengths, so that few shapes are compiled.
+
+The same file and settings give the same batches, so a run that goes on where another stopped gives the same answers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from vlkv.evaluation.records import Record
+
+
+class Batch(NamedTuple):
+    """Groups of rows; those of one group share the prompt up to their question. The last ones may only fill."""
+
+    number: int
+    groups: tuple[tuple[int, ...], ...]  # indices of records
+    real: int  # groups that count
+
+    @property
+    def rows(self) -> list[int]:
+        """All records of the batch."""
+        return [row for group in self.groups[: self.real] for row in group]
+
+
+def batches(records: Sequence[Record], size: int, shared: Callable[[Record], str] | None) -> list[Batch]:
+    """All records, `size` groups at a time.
+
+    Args:
+        records: the rows of the file.
+        size: B.
+        shared: the prompt that rows about the same images have in common, if they are to be read once; else every
+            row is a group of its own.
+    """
+    groups: dict[object, list[int]] = {}
+    for row, record in enumerate(records):
+        alone = (row,) if shared is None else (record.images, shared(record))
+        groups.setdefault((len(record.turns), alone), []).append(row)
+
+    def shape(group: list[int]) -> tuple[int, ...]:
+        first = records[group[0]]
+        length = sum(len(turn.question) for turn in first.turns)
+        return len(first.turns), len(first.images), len(group), length, group[0]
+
+    made: list[Batch] = []
+    for _, alike in itertools.groupby(sorted(groups.values(), key=shape), key=lambda group: shape(group)[0]):
+        members = [tuple(group) for group in alike]
+        for begin in range(0, len(members), size):
+            part = members[begin : begin + size]
+            made.append(Batch(len(made), tuple([*part, *part[-1:] * (size - len(part))]), len(part)))
+    return made

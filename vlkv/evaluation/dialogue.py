@@ -1,0 +1,51 @@
+"""What a conversation looks like to the model: prompts as text, and the tokens of the answers that are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vlkv.evaluation.records import Record
+from vlkv.processing import Processor
+
+_ANY = "x"  # a text that only holds a place
+
+
+def prompt(processor: Processor, record: Record, answers: Sequence[str]) -> str:
+    """The conversation up to where the answer after these begins."""
+    later = [turn.question for turn in record.turns[1 : len(answers) + 1]]
+    history = list(zip(answers, later, strict=True))
+    return processor.prompts.write(record.turns[0].question, len(record.images), then=history)
+
+
+def image_part(processor: Processor, record: Record) -> str:
+    """The conversation up to where its first question begins."""
+    return processor.prompts.before_question(record.turns[0].question, len(record.images))
+
+
+def reference(processor: Processor, record: Record, answers: Sequence[str]) -> list[int]:
+    """Ids of the first accepted answer to the question after these answers, as it would stand there, and its end."""
+    wanted = record.turns[len(answers)].answers[0]
+    before = prompt(processor, record, answers)
+    after = processor.prompts.write(
+        record.turns[0].question, len(record.images),
+        then=[*zip([*answers, wanted], [*(turn.question for turn in record.turns[1 : len(answers) + 1]), _ANY],
+                   strict=True)],
+    )  # fmt: skip
+    place = after.find(wanted, len(before)) if wanted and after.startswith(before) else -1
+    if place < 0:  # the template changes what it is given
+        ids = processor.tokenizer.encode(wanted, add_special=False)
+    else:
+        ids = processor.beyond(before, after[: place + len(wanted)])
+    return [*ids.tolist(), *processor.config.stop[:1]]
+
+
+def clipped(processor: Processor, answer: str, tokens: int) -> str:
+    """An answer as it goes into the conversation: with no more tokens than it was allowed to have."""
+    ids = processor.tokenizer.encode(answer, add_special=False)
+    return answer if len(ids) <= tokens else str(processor.tokenizer.decode(ids[:tokens]))
+
+
+def later_tokens(processor: Processor, record: Record, begin: str) -> int:
+    """Tokens that the whole conversation adds to the prompt `begin`, but for the answers."""
+    longest = prompt(processor, record, [_ANY] * (len(record.turns) - 1))
+    return 0 if longest == begin else len(processor.beyond(begin, longest))

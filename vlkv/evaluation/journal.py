@@ -1,0 +1,101 @@
+"""What a run has answered so far, line by line, so that one that was killed goes on where it stopped.
+
+The first line says which run it is; every other is one answer. Lines are appended and synced; a last line that was cut
+off is dropped by whoever opens the journal next. A run with other settings is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypedDict
+
+from vlkv.errors import InputError
+
+NAME = "journal.jsonl"
+
+
+class Entry(TypedDict):
+    """An answer; row, turn and policy count from 0."""
+
+    row: int
+    turn: int
+    policy: int
+    answer: str
+    tokens: int  # generated, the stop id included
+    seconds: float  # of decoding, this row's share of its batch
+    bytes: int  # of the cache as allocated, this row's share of its batch
+    log_probability: float  # of the reference; 0 where it was not asked for
+    reference: int  # its tokens
+
+
+class Journal:
+    """Of one folder."""
+
+    def __init__(self, folder: Path, run: dict[str, Any]) -> None:
+        """Begins the journal of a run, or takes up what one with the same settings has left.
+
+        Raises:
+            InputError: it is of a run with other settings, which are named, or damaged.
+        """
+        self.path = folder / NAME
+        self.entries: dict[tuple[int, int, int], Entry] = {}
+        run = json.loads(json.dumps(run))
+        content = self.path.read_bytes() if self.path.is_file() else b""
+        whole = content[: content.rfind(b"\n") + 1]
+        lines = [self._parse(line, number) for number, line in enumerate(whole.splitlines(), start=1)]
+        if lines:
+            self._require(lines[0].get("run"), run)
+        for number, entry in enumerate(lines[1:], start=2):
+            if set(entry) != set(Entry.__annotations__):
+                raise self._damaged(number)
+            self._remember(entry)  # type: ignore[arg-type]
+        self.resumed = len(self.entries)
+        self.file = self.path.open("ab")
+        self.file.truncate(len(whole))
+        if not lines:
+            self._write([{"run": run}])
+
+    def append(self, entries: Iterable[Entry]) -> None:
+        """Writes down those that it does not hold yet."""
+        new = [entry for entry in entries if (entry["row"], entry["turn"], entry["policy"]) not in self.entries]
+        for entry in new:
+            self._remember(entry)
+        if new:
+            self._write(new)
+
+    def close(self) -> None:
+        """Closes the file, which stays."""
+        self.file.close()
+
+    def _remember(self, entry: Entry) -> None:
+        self.entries.setdefault((entry["row"], entry["turn"], entry["policy"]), entry)
+
+    def _write(self, lines: Iterable[Any]) -> None:
+        self.file.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def _parse(self, line: bytes, number: int) -> dict[str, Any]:
+        try:
+            parsed = json.loads(line)
+        except ValueError:
+            raise self._damaged(number) from None
+        if not isinstance(parsed, dict):
+            raise self._damaged(number)
+        return parsed
+
+    def _require(self, before: Any, run: dict[str, Any]) -> None:
+        if not isinstance(before, dict):
+            raise self._damaged(1)
+        changed = [name for name in {**before, **run} if before.get(name) != run.get(name)]
+        if changed:
+            raise InputError(
+                f"{self.path}: belongs to a run that differs in {', '.join(changed)}; "
+                "go on with what it had, or give another --out"
+            )
+
+    def _damaged(self, number: int) -> InputError:
+        return InputError(f"{self.path}, line {number}: damaged; delete the file to start over, or give another --out")

@@ -1,0 +1,132 @@
+"""What came of a run: numbers per policy, as a dictionary, a table and a plot."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from vlkv.evaluation.journal import Entry
+from vlkv.evaluation.metrics import LOWER_IS_BETTER, Scored, score
+from vlkv.evaluation.records import Record
+from vlkv.policies.policy import Policy
+
+_PERCENT = ("anls", "exact", "rouge-l")
+
+
+def label(policy: Policy) -> str:
+    """A policy's name and the options that are not its defaults."""
+    fields = dataclasses.fields(policy)  # type: ignore[arg-type]
+    options = [f"{f.name}={getattr(policy, f.name)!r}" for f in fields if getattr(policy, f.name) != f.default]
+    return f"{type(policy).__name__}({', '.join(options)})" if options else type(policy).__name__
+
+
+def summarise(
+    records: Sequence[Record],
+    plan: Sequence[Policy],
+    metrics: Sequence[str],
+    entries: Mapping[tuple[int, int, int], Entry],
+) -> dict[str, Any]:
+    """One row per policy, and every question with what each of them answered.
+
+    Args:
+        records: the questions.
+        plan: the policies.
+        metrics: names of `METRICS`.
+        entries: of the journal, complete.
+    """
+    asked = [(row, turn) for row, record in enumerate(records) for turn in range(len(record.turns))]
+    rows = []
+    for i, policy in enumerate(plan):
+        own = [entries[row, turn, i] for row, turn in asked]
+        scored = [
+            Scored(entry["answer"], records[row].turns[turn].answers, entry["log_probability"], entry["reference"])
+            for (row, turn), entry in zip(asked, own, strict=True)
+        ]
+        seconds = sum(entry["seconds"] for entry in own)
+        rows.append({
+            "policy": label(policy),
+            "keep": policy.keep,
+            **score(metrics, scored),
+            "cache_bytes": sum(entry["bytes"] for entry in own) / len(own),
+            "tokens_per_second": sum(entry["tokens"] for entry in own) / seconds,
+        })  # fmt: skip
+    questions = [
+        {
+            "id": records[row].id,
+            "turn": turn,
+            "question": records[row].turns[turn].question,
+            "answers": list(records[row].turns[turn].answers),
+            "said": [entries[row, turn, i]["answer"] for i in range(len(plan))],
+        }
+        for row, turn in asked
+    ]
+    return {"questions": len(asked), "metrics": list(metrics), "rows": rows, "answers": questions}
+
+
+def table(result: Mapping[str, Any]) -> Table:
+    """Policies down; metrics, bytes of a row's cache and decoding speed across."""
+    percent = [name for name in result["metrics"] if name in _PERCENT]
+    title = f"{result['questions']} questions" + (f"; {', '.join(percent)} in percent" if percent else "")
+    made = Table(title=title)
+    made.add_column("policy", overflow="fold")
+    for name in (*result["metrics"], "KiB", "tokens/s"):
+        made.add_column(name, justify="right", no_wrap=True)
+    for row in result["rows"]:
+        values = [f"{100 * row[name]:.1f}" if name in _PERCENT else f"{row[name]:.4g}" for name in result["metrics"]]
+        made.add_row(row["policy"], *values, f"{row['cache_bytes'] / 1024:.1f}", f"{row['tokens_per_second']:.0f}")
+    return made
+
+
+def save(result: Mapping[str, Any], file: Path) -> None:
+    """Writes the result as JSON; the file appears, or changes, when it is whole."""
+    new = file.with_name(f".{file.name}.new")
+    with new.open("w", encoding="utf-8") as out:
+        json.dump(_finite(result), out, indent=1)
+        out.write("\n")
+        out.flush()
+        os.fsync(out.fileno())
+    new.replace(file)
+
+
+def plot(result: Mapping[str, Any], file: Path) -> None:
+    """Every metric against bytes and against speed; a method's points at several keeps are joined. Needs matplotlib."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 (optional, and slow to import)
+
+    metrics, lines = result["metrics"], _lines(result["rows"])
+    figure = Figure(figsize=(10.4, 3.6 * len(metrics)), layout="constrained")
+    for name, (left, right) in zip(metrics, figure.subplots(len(metrics), 2, squeeze=False), strict=True):
+        for number, (method, rows) in enumerate(lines.items()):
+            mark = "os^vDP*X"[number // 10 % 8]  # colours come round after ten
+            for axes, x, unit in ((left, "cache_bytes", 1024), (right, "tokens_per_second", 1)):
+                axes.plot([row[x] / unit for row in rows], [row[name] for row in rows], marker=mark, label=method)
+        left.set_xlabel("cache of a row, KiB as allocated")
+        right.set_xlabel("tokens per second, decoding")
+        left.set_ylabel(f"{name} (lower is better)" if name in LOWER_IS_BETTER else name)
+        for axes in (left, right):
+            axes.grid(alpha=0.3)
+    figure.axes[1].legend(fontsize="small")
+    new = file.with_name(f".{file.name}.new")
+    figure.savefig(new, format="png", dpi=120)
+    new.replace(file)
+
+
+def _lines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    lines: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        lines.setdefault(row["policy"].partition("(")[0], []).append(row)
+    return {name: sorted(found, key=lambda row: row["cache_bytes"]) for name, found in lines.items()}
+
+
+def _finite(x: Any) -> Any:
+    if isinstance(x, Mapping):
+        return {name: _finite(value) for name, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [_finite(value) for value in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
