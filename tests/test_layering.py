@@ -39,7 +39,7 @@ ORDER = [
     {"vlkv.reading", "checkpoints_convert"},
     {"vlkv.prefill"},
     {"vlkv.generate", "vlkv.extend"},
-    {"vlkv.loading", "vlkv.analysis", "vlkv.profiles", "vlkv.saving", "vlkv.evaluation"},
+    {"vlkv.loading", "vlkv.analysis", "vlkv.profiles", "vlkv.saving", "vlkv.evaluation", "vlkv.planning"},
     {"vlkv.mini", "vlkv"},
     {"vlkv.commands"},
     {"vlkv.cli", "vlkv.harness", "checkpoints_convert.__main__"},

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from checkpoints_convert import __main__ as convert
-from vlkv.commands import answer, demo, evaluate, inspect, methods, profile
+from vlkv.commands import answer, demo, evaluate, inspect, methods, plan, profile
 from vlkv.terminal import OneLineParser, guarded
 
 
@@ -22,6 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("inspect", inspect, "measure budgets, attention, survival or cost, as the papers draw them"),
         ("profile", profile, "measure what share of its tokens each layer keeps, for PrefixKV"),
         ("eval", evaluate, "ask your own questions under several policies: quality against bytes and speed"),
+        ("plan", plan, "bytes per chip, collectives and times of a job, compiled for chips that are not there"),
         ("convert", convert, "convert a Hugging Face checkpoint"),
     ):
         command = commands.add_parser(name, help=summary, description=module.__doc__)

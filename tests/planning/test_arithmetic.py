@@ -1,0 +1,195 @@
+"""Shapes and bytes of plans against the family's own layouts and sums made by hand; nothing is compiled here."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+import vlkv
+from vlkv import models, policies
+from vlkv.buckets import Buckets
+from vlkv.config import QwenVisionConfig
+from vlkv.layouts import llava_next
+from vlkv.planning import arithmetic, chips, programs, sizes
+from vlkv.planning.questions import TEXT, question
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shapes_for_arrays():
+    """Here dataclasses of arrays hold ShapeDtypeStructs, which jaxtyping takes for mistakes."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "expected"),
+    [
+        ((32, 128, 4096), "bfloat16", 32 * 128 * 4096 * 2),
+        ((11008, 4096), "bfloat16", 11008 * 4096 * 2),
+        ((100, 4304), "bfloat16", 104 * 4352 * 2),  # 13 times 8 lines, 34 times 128 lanes
+        ((1, 17696, 32, 128), "bfloat16", 17696 * 32 * 128 * 2),
+        ((16, 512, 1, 128), "bfloat16", 16 * 512 * 128 * 2),  # one head: the slots are the lines
+        ((1, 128), "bfloat16", 2 * 128 * 2),  # two 16-bit lines share a word
+        ((28, 4, 1), "int32", 4 * 1 * 128 * 4),  # 28 in the lanes, 1 in the lines
+        ((4096,), "bfloat16", 4096 * 2),
+        ((1,), "int32", 128 * 4),
+        ((5, 0), "float32", 0),
+    ],
+)
+def test_bytes_in_tiles(shape, dtype, expected):
+    assert sizes.tiled_bytes(shape, jnp.dtype(dtype)) == expected
+
+
+# Name, prompt, pictures, tokens of one picture: of section 2 of the families' papers and transformers' processors.
+PROMPTS = [
+    ("llava-1.5-7b", 3072, 5, 576),
+    ("llava-onevision-7b", 3072, 4, 730),
+    ("llava-next-mistral-7b", 4864, 2, 2340),
+    ("internvl2-8b", 3520, 13, 256),
+    ("qwen2-vl-7b", 8192, 7, 34 * 34),
+    ("vicuna-1.5-7b", 500, 0, 0),
+]
+
+
+@pytest.mark.parametrize(("name", "prompt", "pictures", "each"), PROMPTS)
+def test_a_prompt_holds_as_many_pictures_as_fit(name, prompt, pictures, each):
+    asked = question(vlkv.presets[name], batch=3, prompt=prompt)
+    assert asked.pictures == pictures and asked.vision == pictures * each
+    assert asked.text == prompt - asked.vision >= min(TEXT, prompt)
+    assert asked.inputs.tokens.shape[0] == 3 and asked.inputs.max_vision >= asked.vision
+
+
+def test_one_picture_alone_is_cut_into_tiles():
+    asked = question(vlkv.presets["llava-onevision-7b"], batch=1, prompt=3000, pictures=1)
+    assert (asked.pictures, asked.vision, asked.text) == (1, 2929, 71)
+    with pytest.raises(vlkv.InputError, match="at least --prompt 2993"):
+        question(vlkv.presets["llava-onevision-7b"], batch=1, prompt=1000)
+
+
+def real_batch(config, batch, prompt, asked):
+    """The same batch, made whole."""
+    tokens = np.full((batch, prompt), 7)
+    tokens[:, 8 : 8 + asked.vision] = config.image_token
+    count, c = batch * asked.pictures, config.vision
+    if isinstance(c, QwenVisionConfig):
+        side = math.isqrt(asked.vision // asked.pictures) * c.merge
+        grid = np.array([[1, side, side]] * count)
+        arrays = {"pixel_values": np.zeros((count * side**2, c.patch_values), np.float32), "image_grid_thw": grid}
+    elif config.family == "llava_onevision":
+        pictures = llava_next.Pictures(config)
+        pictures.picture((480, 640), alone=asked.pictures == 1)
+        pixels = [np.zeros((pictures.tiles, 3, 384, 384), np.float32)] * count
+        arrays = {"pixel_values": pixels, "image_sizes": [(480, 640)] * count}
+        arrays["batch_num_images"] = [asked.pictures] * batch
+    else:
+        arrays = {"pixel_values": np.zeros((count, 3, c.image_size, c.image_size), np.float32)}
+    return vlkv.Inputs.from_hf({"input_ids": tokens, **arrays}, config, Buckets())
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "batch"),
+    [("llava-1.5-7b", 1300, 3), ("qwen2-vl-7b", 700, 3), ("qwen2.5-vl-7b", 1500, 2), ("internvl2-8b", 900, 3),
+     ("llava-onevision-7b", 3000, 2), ("llava-onevision-7b", 1600, 3)],
+)  # fmt: skip
+def test_a_batch_of_shapes_is_what_the_processor_makes(name, prompt, batch):
+    config = vlkv.presets[name]
+    asked = question(config, batch=batch, prompt=prompt)
+    real = jax.tree.map(lambda x: (x.shape, x.dtype), real_batch(config, batch, prompt, asked))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), asked.inputs) == real
+
+
+def job(name="llava-1.5-7b", batch=16, prompt=3072, policy=None, dtype="bfloat16", new_tokens=512):
+    config = vlkv.presets[name]
+    return arithmetic.Job(
+        config=config, dtype=dtype, policy=policy or policies.Full(), batch=batch, new_tokens=new_tokens,
+        question=question(config, batch=batch, prompt=prompt),
+    )  # fmt: skip
+
+
+def test_a_row_of_cache_by_hand():
+    # LLaVA-1.5-7B: 32 layers, 32 key heads of 128, two bytes; the bucket of 5 pictures is 6 (3456 tokens), of text 192.
+    full = 2 * 32 * 128 * 2 * (32 * 3648 + 32 * 512)
+    assert job().row_bytes() == full
+    kept = round(0.1 * 32 * 3456) + 32 * 192  # and up to 15 slots a layer to begin each on a tile
+    compressed = 2 * 32 * 128 * 2 * (math.ceil((kept + 32 * 15) / 16) * 16 + 32 * 512)
+    assert job(policy=policies.AirCache(keep=0.1)).row_bytes() == compressed
+
+
+def test_weights_by_hand():
+    """Llama-7B: every matrix on two chips, half of each; the norms whole on both."""
+    layer = 4 * 4096**2 + 3 * 4096 * 11008
+    matrices = 32 * layer + 2 * 32000 * 4096
+    norms = (2 * 32 + 1) * 4096
+    assert arithmetic.weight_bytes(vlkv.presets["vicuna-1.5-7b"], "bfloat16", 1, "cuda") == 2 * (matrices + norms)
+    assert arithmetic.weight_bytes(vlkv.presets["vicuna-1.5-7b"], "float32", 2, "cuda") == 4 * (matrices // 2 + norms)
+    total = sum(x.nbytes for x in map(_as_array_size, jax.tree.leaves(models.abstract(vlkv.presets["vicuna-1.5-7b"]))))
+    assert total == 4 * (matrices + norms)
+
+
+class _as_array_size:
+    def __init__(self, x):
+        self.nbytes = math.prod(x.shape) * x.dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "batch", "expected"),
+    [
+        ("llava-1.5-7b", "v5e:1x1", 1, (1, 1)),
+        ("qwen2-vl-7b", "v5e:4x4", 16, (4, 4)),
+        ("qwen2-vl-7b", "v5e:16x16", 64, (64, 4)),
+        ("qwen2-vl-7b", "v5e:16x16", 16, (16, 16)),  # more chips than key heads: slots are split
+        ("internvl2-26b", "v5e:4x4", 16, (2, 8)),
+        ("llava-1.5-7b", "v5p:2x2x1", 4, (4, 1)),
+    ],
+)
+def test_the_mesh_to_begin_with(name, topology, batch, expected):
+    data, model, reason = arithmetic.choose_mesh(job(name, batch), chips.parse(topology))
+    assert (data, model) == expected and f"data={data}, model={model}" in reason
+
+
+def test_what_would_fit():
+    """A chip that needs 30 GiB, 8 of them weights: what is offered needs less than the 15.75 there are."""
+    asked = job(policy=policies.AirCache(keep=0.5), dtype="float32")
+    where = chips.parse("v5e:4x4")
+    weights = arithmetic.weight_bytes(asked.config, "float32", 4, "tpu")
+    found = list(arithmetic.remedies(asked, where, 4, 4, used=30 * GIB, weights=weights))
+    per_row = (30 * GIB - weights) / 4
+    assert found[0].startswith("--batch 4:") and weights + per_row <= where.chip.usable < weights + 2 * per_row
+    assert any("32 chips" in text or "64 chips" in text for text in found)
+    assert any("v4 (32.00 GiB each)" in text for text in found)
+    small = list(arithmetic.remedies(asked, where, 4, 4, used=where.chip.usable + 2**20, weights=weights))
+    assert any("--keep 0.3" in text for text in small) and any("--dtype bfloat16" in text for text in small)
+
+
+TEXT_OF_A_PROGRAM = """\
+  %all-reduce.1 = bf16[4,128]{1,0:T(8,128)(2,1)} all-reduce(%x), channel_id=2, replica_groups=[4,4]<=[16], use=true
+  %all-gather.7 = f32[8,16]{1,0} all-gather(%y), channel_id=3, replica_groups=mesh['a'=4,'b'=2] {'b'}, dimensions={0}
+  %all-gather.8 = f32[8,16]{1,0} all-gather(%y), channel_id=3, replica_groups=mesh['a'=4,'b'=2] {'b'}, dimensions={0}
+  %cp = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%z), channel_id=4, source_target_pairs={{0,1}}
+  ROOT %reduce-scatter.1 = f32[2,8]{1,0} reduce-scatter(%w), channel_id=5, replica_groups={{0,1,2,3}}, dimensions={0}
+  %splash_mqa.1 = (f32[2]{0}, bf16[2,64,128]{2,1,0}) custom-call(%a, %b, %c), custom_call_target="tpu_custom_call", \
+operand_layout_constraints={s8[1,1,1]{2,1,0}, bf16[2,1,64,128]{3,2,1,0}, bf16[2,64,128]{2,1,0}, bf16[2,64,128]{2,1,0}, \
+s32[64,128]{1,0}, s32[8,64]{1,0}}, metadata={}
+"""
+
+
+def test_collectives_and_kernels_are_read_off_the_text():
+    found = {c.kind: (c.count, c.bytes, c.sent) for c in programs.collectives(TEXT_OF_A_PROGRAM)}
+    assert found == {
+        "all-reduce": (1, 1024, 1536),  # 2 (n - 1) / n of 1024 bytes, n = 4
+        "all-gather": (1, 512, 256),  # twice in the text, once on the channel; n = 2
+        "collective-permute": (1, 32, 32),
+        "reduce-scatter": (1, 64, 192),
+    }
+    kernel = programs.kernels(TEXT_OF_A_PROGRAM)
+    operands = 1 + 3 * 2 * 64 * 128 * 2 + 64 * 128 * 4 + 8 * 64 * 4
+    assert kernel == {"kernels": 1, "kernel_bytes": 8 + 2 * 64 * 128 * 2 + operands,
+                      "kernel_flops": 4.0 * 2 * 64 * 64 * 128}  # fmt: skip

@@ -1,0 +1,172 @@
+"""A tiny model planned for four chips that are not there, through the real TPU compiler; what cannot be planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import subprocess
+import sys
+
+import jaxtyping
+import pytest
+from rich.console import Console
+
+from tests.models import CONFIG
+from vlkv import planning
+from vlkv.cli import main
+from vlkv.planning import as_json
+from vlkv.policies import AirCache
+from vlkv.presets import presets
+
+needs_libtpu = pytest.mark.skipif(
+    "not __import__('importlib').util.find_spec('libtpu')", reason="libtpu, a wheel for Linux only, is not installed"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shapes_for_arrays():
+    """Here dataclasses of arrays hold ShapeDtypeStructs, which jaxtyping takes for mistakes."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """Four heads, two key heads and 128 channels each, so that nothing is padded but the smallest arrays."""
+    decoder = dataclasses.replace(CONFIG.decoder, layers=2, head_dim=128, width=256, mlp_width=512, vocab_size=512)
+    return dataclasses.replace(CONFIG, decoder=decoder)
+
+
+@pytest.fixture(scope="module")
+def made(tiny):
+    pytest.importorskip("libtpu")
+    return planning.plan(tiny, topology="v5e:2x2", batch=4, prompt=300, new_tokens=16, policy=AirCache(keep=0.1))
+
+
+def test_bytes_are_those_of_the_shapes(made):
+    for run in made.runs:
+        for step in (run.prefill, run.decode):
+            assert step.program.arguments == pytest.approx(step.argument_bytes, rel=0.02)
+
+
+def test_bytes_by_hand(tiny, made):
+    """300 tokens: 9 pictures of 25 (a bucket of 12: 300 tokens) and 75 others (96); two bytes a number."""
+    assert (made.data, made.model_axis) == (4, 1)
+    full, compressed = made.runs
+    layers, heads, head_dim, row = 2, 2, 128, 1  # a row on each chip
+    number = 2 * row * heads * head_dim * 2  # keys and values
+    assert full.pool == number * layers * math.ceil((300 + 96) / 16) * 16
+    kept = round(0.1 * layers * 300) + layers * 96
+    assert compressed.pool == number * math.ceil((kept + layers * 15) / 16) * 16
+    assert full.tail == compressed.tail == number * layers * 16
+    c = tiny.decoder
+    layer = 2 * c.width * (c.heads + c.kv_heads) * c.head_dim + 3 * c.width * c.mlp_width
+    matrices = layers * layer + 2 * c.vocab_size * c.width
+    assert (
+        2 * matrices < full.weights < 2 * matrices * 1.2
+    )  # besides: the tower, norms and biases, all small and padded
+
+
+def test_what_is_said(made):
+    said = json.loads(json.dumps(as_json(made)))
+    assert said["estimates"] is True and said["fits"] is True and "estimates" in said["notes"][0]
+    assert said["prompt"] == {"tokens": 300, "padded": 396, "pictures": 9, "vision": 225, "text": 75}
+    assert [run["policy"] for run in said["runs"]] == ["Full", "AirCache"]
+    for run in said["runs"]:
+        assert set(run["bytes_per_chip"]) == {"weights", "pool", "tail", "index", "inputs", "temporaries", "used"}
+        assert run["tokens_per_second"] > 0 and run["decode_step"]["compiler"]["kernels"] > 0
+        assert run["prefill"]["compile_seconds"] > 0 and run["prefill"]["estimate"]["seconds"] > 0
+
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(planning.as_table(made))
+    text = console.export_text()
+    assert "estimates" in text and "AirCache 10%" in text and "tokens a second" in text
+
+
+@needs_libtpu
+def test_what_does_not_fit_says_what_would(tiny):
+    """A vocabulary of eight million fills a v5e: 2 x 8 GiB in float32, in bfloat16 half of that."""
+    decoder = dataclasses.replace(tiny.decoder, vocab_size=2**23 + 2**20, layers=1)
+    big = dataclasses.replace(tiny, decoder=decoder)
+    made = planning.plan(big, topology="v5e:1x1", prompt=100, new_tokens=4, dtype="float32")
+    (run,) = made.runs
+    assert not made.fits and not run.fits and run.used > made.topology.chip.usable
+    assert any("--dtype bfloat16" in text for text in run.remedies)
+    assert any("chips with --mesh data=1,model=2" in text for text in run.remedies)
+
+
+BAD = [
+    (["llava-9"], "no preset"),
+    (["llava-1.5-7b", "--topology", "v9:4x4"], "no chip 'v9'"),
+    (["llava-1.5-7b", "--topology", "v5e:4"], "2 dimension"),
+    (["llava-1.5-7b", "--topology", "v5e:"], "as in v5e:4x4"),
+    (["llava-1.5-7b", "--mesh", "data=3,model=4"], "the topology has 16"),
+    (["llava-1.5-7b", "--mesh", "4x4"], "expected data=D,model=M"),
+    (["llava-1.5-7b", "--mesh", "data=8,model=2", "--batch", "12"], "multiple of 8"),
+    (["llava-1.5-7b", "--prompt", "500"], "at least --prompt 640"),
+    (["llava-1.5-7b", "--prompt", "8192"], "limit of 4096 positions"),
+    (["llava-1.5-7b", "--batch", "0"], "--batch 0"),
+    (["llava-1.5-7b", "--new", "-1"], "--new -1"),
+    (["llava-1.5-7b", "--images", "3"], "3 pictures have 1728 tokens"),
+    (["vicuna-1.5-7b", "--images", "1"], "no vision tower"),
+    (["llava-1.5-7b", "--policy", "aircash"], "aircache"),
+    (["llava-1.5-7b", "--topology", "v5e:16x16", "--batch", "3"], "give a multiple of 8"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), BAD)
+def test_bad_input_is_one_line(capsys, monkeypatch, options, said):
+    monkeypatch.setattr(planning.planning, "run", lambda *_, **__: pytest.fail("nothing may be compiled"))
+    given = {"--topology": "v5e:4x4", "--prompt": "1300", "--batch": "16", "--new": "64"}
+    given |= dict(zip(options[1::2], options[2::2], strict=True))
+    assert main(["plan", options[0], *(word for pair in given.items() for word in pair)]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.startswith("error:") and error.count("\n") == 1
+
+
+@needs_libtpu
+def test_a_slice_that_does_not_exist(capsys):
+    assert main(["plan", "llava-1.5-7b", "--topology", "v5e:3x5", "--prompt", "1300", "--batch", "15"]) == 2
+    assert "no such slice" in capsys.readouterr().err
+
+
+def test_gpus_are_planned_from_shapes(capsys):
+    command = ["plan", "qwen2-0.5b", "--topology", "a100:2", "--batch", "4", "--prompt", "200", "--mesh"]
+    assert main([*command, "data=2,model=1", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    (run,) = said["runs"]
+    assert any("nothing is compiled" in note for note in said["notes"])
+    # 24 layers, 2 key heads of 64 channels, 256 places for 200 tokens of text, 2 of the 4 rows on each chip.
+    assert run["bytes_per_chip"]["pool"] == 2 * 2 * 24 * 256 * 2 * 64 * 2 and run["fits"]
+    assert "compiler" not in run["prefill"]
+    # A step reads all weights (the embedding is the head too) and the cache: 494 million and 2 x 2 rows of cache.
+    c = presets["qwen2-0.5b"].decoder
+    layer = 2 * c.width * (c.heads + c.kv_heads) * c.head_dim + 3 * c.width * c.mlp_width
+    moved = 2 * (c.layers * layer + c.vocab_size * c.width) + run["bytes_per_chip"]["pool"]
+    assert run["tokens_per_second"] == pytest.approx(4 / (moved / 2.039e12), rel=0.02)
+
+
+CACHED = """
+import sys, jax, vlkv
+from pathlib import Path
+from vlkv.commands.plan import keep_programs
+from vlkv.planning import programs
+keep_programs(Path(sys.argv[1]))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
+shape = jax.ShapeDtypeStruct((64, 64), "float32", sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+programs.compile_program(jax.jit(lambda x: x @ x + 1), shape)
+print(sum(event == "/jax/compilation_cache/cache_hits" for event in hits))
+"""
+
+
+def test_a_second_process_finds_what_the_first_compiled(tmp_path):
+    found = [
+        subprocess.run([sys.executable, "-c", CACHED, str(tmp_path)], capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    ]
+    assert [int(count) for count in found] == [0, 1] and list(tmp_path.iterdir())

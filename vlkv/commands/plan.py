@@ -1,0 +1,88 @@
+"""Compile prefill and a decode step for chips that are not there: bytes per chip, collectives, estimated times."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from vlkv import planning
+from vlkv.commands.options import add_policy_arguments, policy_from
+from vlkv.errors import InputError
+from vlkv.planning.planning import DTYPES
+from vlkv.presets import presets
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vlkv plan`."""
+    parser.add_argument("preset", metavar="PRESET", help="a published model, as in qwen2-vl-7b")
+    parser.add_argument(
+        "--topology",
+        required=True,
+        metavar="CHIP:SHAPE",
+        help=f"chips and how many, as in v5e:4x4, v4:2x2x1, a100:1; chips: {', '.join(planning.CHIPS)}",
+    )
+    parser.add_argument("--batch", type=int, default=1, metavar="B", help="prompts, over all chips (default: 1)")
+    parser.add_argument("--prompt", type=int, required=True, metavar="TOKENS", help="of each prompt, pictures included")
+    parser.add_argument("--new", type=int, default=64, metavar="TOKENS", help="room for new tokens (default: 64)")
+    parser.add_argument(
+        "--images", type=int, metavar="N", help="pictures (InternVL: tiles) of a prompt (default: as many as fit)"
+    )
+    add_policy_arguments(parser)
+    parser.add_argument("--mesh", metavar="data=D,model=M", help="default: chosen so that heads divide and it fits")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and cache (default: bfloat16)")
+    parser.add_argument(
+        "--thorough", action="store_true", help="compile as for running: several times slower, fewer temporaries"
+    )
+    parser.add_argument(
+        "--generate", action="store_true", help="compile `generate` too: how long a first call waits for it"
+    )
+    parser.add_argument(
+        "--compilation-cache", type=Path, metavar="DIR", help="keep compiled programs here, for the next plan like this"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> Any:
+    """A table on stdout, or JSON; what is being done on stderr."""
+    if not os.environ.get("JAX_PLATFORMS"):  # nothing runs: no accelerator of this machine need be taken
+        jax.config.update("jax_platforms", "cpu")
+    if args.compilation_cache is not None:
+        keep_programs(args.compilation_cache)
+    policy = policy_from(args, lambda: presets[args.preset])
+    with _progress() as say:
+        made = planning.plan(
+            args.preset, topology=args.topology, batch=args.batch, prompt=args.prompt, new_tokens=args.new,
+            policy=policy, mesh=args.mesh, dtype=args.dtype, images=args.images, whole=args.generate,
+            quick=not args.thorough, report=say,
+        )  # fmt: skip
+    if args.json:
+        return planning.as_json(made)
+    Console().print(planning.as_table(made), highlight=False)
+    return None
+
+
+def keep_programs(folder: Path) -> None:
+    """Uses jax's persistent compilation cache in this folder; InputError where there can be none."""
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"--compilation-cache {folder}: is a file; give a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Any]:
+    """Says on stderr what is being compiled."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: console.print(f"compiling {text}", highlight=False)
+        return
+    with console.status("planning") as status:
+        yield lambda text: status.update(f"compiling {text}")

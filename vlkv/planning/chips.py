@@ -1,0 +1,114 @@
+"""What a chip has, and which chips a topology like `v5e:4x4` or `a100:1` names.
+
+Peak numbers are the makers' own for dense bfloat16: Cloud TPU's system architecture pages, NVIDIA's data sheets. A chip
+holds somewhat less than is printed on it, because the runtime keeps a part; `usable` is what a program may fill.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Sequence
+
+from vlkv.errors import InputError
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One accelerator."""
+
+    name: str
+    platform: str  # "tpu" or "cuda"
+    memory: int  # bytes on the chip
+    usable: int  # bytes that one program may fill
+    flops: float  # operations a second on bfloat16 matrices
+    bandwidth: float  # bytes a second from its own memory
+    link: float  # bytes a second that it sends to other chips, over all its links
+    dimensions: int = 1  # of a topology
+
+
+def _tpu(name: str, memory: int, flops: float, bandwidth: float, link: float, dimensions: int) -> Chip:
+    # The TPU compiler keeps 1/64: of a v5e's 16 GiB it gives 15.75.
+    return Chip(name=name, platform="tpu", memory=memory * GIB, usable=memory * GIB * 63 // 64, flops=flops,
+                bandwidth=bandwidth, link=link, dimensions=dimensions)  # fmt: skip
+
+
+def _gpu(name: str, memory: int, flops: float, bandwidth: float, link: float) -> Chip:
+    # Half a GiB for the driver and the libraries' own buffers.
+    return Chip(name=name, platform="cuda", memory=memory, usable=memory - GIB // 2, flops=flops, bandwidth=bandwidth,
+                link=link)  # fmt: skip
+
+
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        _tpu("v4", 32, 275e12, 1.228e12, 300e9, 3),
+        _tpu("v5e", 16, 197e12, 0.819e12, 200e9, 2),
+        _tpu("v5p", 95, 459e12, 2.765e12, 600e9, 3),
+        _tpu("v6e", 32, 918e12, 1.640e12, 400e9, 2),
+        _gpu("a100", 84_987_740_160, 312e12, 2.039e12, 300e9),
+        _gpu("a100-40", 42_405_855_232, 312e12, 1.555e12, 300e9),
+        _gpu("h100", 85_520_809_984, 989e12, 3.352e12, 450e9),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """So many chips of a kind, in this arrangement."""
+
+    chip: Chip
+    shape: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """How many chips."""
+        return math.prod(self.shape)
+
+    @property
+    def name(self) -> str:
+        """As it is written."""
+        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+
+
+def parse(text: str) -> Topology:
+    """`v5e:4x4`, `v4:2x2x1`, `a100:8`; InputError names what there is."""
+    name, colon, sizes = text.lower().partition(":")
+    chip = CHIPS.get(name)
+    if chip is None:
+        near = difflib.get_close_matches(name, CHIPS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise InputError(f"--topology {text}: no chip {name!r}; {hint}there are {', '.join(CHIPS)}")
+    example = f"{name}:" + "x".join(["4", "4", "4"][: chip.dimensions])
+    if not colon or not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})*", sizes):
+        raise InputError(f"--topology {text}: give the number of chips as in {example}")
+    shape = tuple(map(int, sizes.split("x")))
+    if len(shape) != chip.dimensions:
+        raise InputError(f"--topology {text}: {name} is arranged in {chip.dimensions} dimension(s), as in {example}")
+    return Topology(chip, shape)
+
+
+def parse_mesh(text: str, chips: int) -> tuple[int, int]:
+    """`data=4,model=4`: chips along both axes; InputError where they are not all the chips."""
+    found = re.fullmatch(r"(data|model)=([1-9]\d{0,4}),(data|model)=([1-9]\d{0,4})", text.replace(" ", ""))
+    if found is None or found[1] == found[3]:
+        raise InputError(f"--mesh {text}: expected data=D,model=M, as in data=4,model=4")
+    sizes = {found[1]: int(found[2]), found[3]: int(found[4])}
+    data, model = sizes["data"], sizes["model"]
+    if data * model != chips:
+        raise InputError(f"--mesh {text}: {data} x {model} = {data * model} chips, but the topology has {chips}; "
+                         f"give one of {_pairs(factorisations(chips))}")  # fmt: skip
+    return data, model
+
+
+def factorisations(chips: int) -> list[tuple[int, int]]:
+    """All (data, model) over so many chips, the smallest model axis first."""
+    return [(chips // model, model) for model in range(1, chips + 1) if chips % model == 0]
+
+
+def _pairs(pairs: Sequence[tuple[int, int]]) -> str:
+    return "; ".join(f"data={data},model={model}" for data, model in pairs)

@@ -1,0 +1,177 @@
+"""`plan`: prefill and a decode step, compiled for chips that are not there; what each chip holds, does and sends."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from vlkv import models, sharding
+from vlkv.config import ModelConfig
+from vlkv.errors import InputError
+from vlkv.planning import arithmetic, chips, programs
+from vlkv.planning.arithmetic import Job
+from vlkv.planning.chips import Topology
+from vlkv.planning.questions import Question, question
+from vlkv.planning.running import Run, run
+from vlkv.policies import Full, Policy
+from vlkv.policies.selection import require_fit
+from vlkv.presets import presets
+
+DTYPES = ("bfloat16", "float32")
+ESTIMATES = "All numbers are estimates, made without these chips: bytes by the compiler, times by arithmetic."
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What `plan` found: `runs` has the full cache first, then the policy's, if it is another."""
+
+    model: str
+    topology: Topology
+    data: int
+    model_axis: int
+    mesh_reason: str
+    dtype: str
+    batch: int
+    prompt: int
+    new_tokens: int
+    question: Question
+    quick: bool
+    runs: tuple[Run, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the policy that was asked for fits."""
+        return self.runs[-1].fits
+
+
+def plan(
+    model: str | ModelConfig,
+    *,
+    topology: str,
+    prompt: int,
+    batch: int = 1,
+    new_tokens: int = 64,
+    policy: Policy | None = None,
+    mesh: str | tuple[int, int] | None = None,
+    dtype: str = "bfloat16",
+    images: int | None = None,
+    compare: bool = True,
+    whole: bool = False,
+    quick: bool = True,
+    report: Callable[[str], None] | None = None,
+) -> Plan:
+    """Compiles the job for a topology and says what every chip holds, does and sends; nothing runs.
+
+    Args:
+        model: a preset's name, or a config.
+        topology: `v5e:4x4`, `v4:2x2x1`, `a100:1`...; see `vlkv.planning.CHIPS`.
+        prompt: tokens of each prompt, pictures included.
+        batch: prompts at once, over all chips.
+        new_tokens: room for that many generated tokens.
+        policy: None: the full cache alone.
+        mesh: "data=4,model=4" or (data, model); None: chosen, see `choose_mesh`.
+        dtype: of weights and cache.
+        images: pictures of each prompt (InternVL: tiles); None: as many as leave room for 64 other tokens.
+        compare: whether the full cache is planned beside the policy's.
+        whole: whether `generate` is compiled too, to see how long that takes: a first call waits for it.
+        quick: compile with XLA's optimisation level O1, in a fraction of the time: temporaries then are an upper bound,
+            and what the compiler counts as moved is more.
+        report: told what is being done.
+
+    Raises:
+        InputError: anything that cannot be planned, before anything is compiled.
+    """
+    begin, said = time.perf_counter(), report or (lambda text: None)
+    name = model if isinstance(model, str) else model.family
+    config = presets[model] if isinstance(model, str) else model
+    where = chips.parse(topology)
+    policies = _policies(policy, compare, config)
+    _check_numbers(config, batch, prompt, new_tokens, images, dtype)
+    asked = question(config, batch=batch, prompt=prompt, pictures=images)
+    jobs = [Job(config=config, dtype=dtype, policy=one, question=asked, batch=batch, new_tokens=new_tokens)
+            for one in policies]  # fmt: skip
+    data, model_axis, reason = _mesh(jobs[0], where, mesh)
+    made, notes = _devices(where, data, model_axis)
+    params = models.abstract(config, jnp.dtype(dtype), made)  # type: ignore[arg-type]
+    with programs.effort("O1" if quick else None):
+        runs = tuple(run(job, where, made, params, said, whole=whole) for job in jobs)
+    return Plan(
+        model=name, topology=where, data=data, model_axis=model_axis, mesh_reason=reason, dtype=dtype, batch=batch,
+        prompt=prompt, new_tokens=new_tokens, question=asked, quick=quick, runs=runs,
+        notes=(ESTIMATES, *notes, *_notes(runs, quick)), seconds=time.perf_counter() - begin,
+    )  # fmt: skip
+
+
+def _policies(policy: Policy | None, compare: bool, config: ModelConfig) -> list[Policy]:
+    asked = Full() if policy is None else policy
+    require_fit(asked, config.decoder.layers, jax.random.key(0))
+    return [asked] if not compare or asked == Full() else [Full(), asked]
+
+
+def _check_numbers(
+    config: ModelConfig, batch: int, prompt: int, new_tokens: int, images: int | None, dtype: str
+) -> None:
+    for option, value, least in (("batch", batch, 1), ("prompt", prompt, 1), ("new", new_tokens, 1),
+                                 ("images", 0 if images is None else images, 0)):  # fmt: skip
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InputError(f"--{option} {value} must be a whole number of at least {least}")
+    if dtype not in DTYPES:
+        raise InputError(f"--dtype {dtype}: there are {', '.join(DTYPES)}")
+    limit = config.decoder.max_positions
+    if prompt + new_tokens > limit:
+        raise InputError(f"--prompt {prompt} and --new {new_tokens} pass the model's limit of {limit} positions: give "
+                         f"at most --prompt {max(limit - new_tokens, 0)}")  # fmt: skip
+
+
+def _mesh(job: Job, where: Topology, mesh: str | tuple[int, int] | None) -> tuple[int, int, str]:
+    if mesh is None:
+        return arithmetic.choose_mesh(job, where)
+    text = mesh if isinstance(mesh, str) else f"data={mesh[0]},model={mesh[1]}"
+    data, model = chips.parse_mesh(text, where.count)
+    arithmetic.check_mesh(job, data)
+    return data, model, f"data={data}, model={model}: as asked"
+
+
+def _devices(where: Topology, data: int, model: int) -> tuple[Mesh | AbstractMesh, list[str]]:
+    """The mesh, of chips to compile for, or abstract where nothing here can compile for them."""
+    if where.chip.platform == "cuda":
+        kind = jax.sharding.AbstractDevice(device_kind=where.chip.name, platform="cuda", num_cores=None)
+        return AbstractMesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2, abstract_device=kind), [
+            "GPUs are planned from shapes alone, nothing is compiled: temporaries and collectives are missing; what"
+            " fits may still not run, and times are what must be computed and read at least."
+        ]  # fmt: skip
+    try:
+        devices = programs.tpu_devices(where.name)
+    except ModuleNotFoundError:
+        raise InputError(f'--topology {where.name}: TPU programs need libtpu: pip install "vlkv[tpu]"') from None
+    except ValueError as error:
+        said = re.sub(r"\s+", " ", str(error))[:160]
+        raise InputError(f"--topology {where.name}: there is no such slice ({said}); the sides are powers of two, as "
+                         "in v5e:4x4 or v4:2x2x1") from None  # fmt: skip
+    if len(devices) != where.count:
+        raise InputError(f"--topology {where.name}: libtpu makes {len(devices)} devices of it, not {where.count}")
+    return sharding.make_mesh(data=data, model=model, devices=devices), []
+
+
+def _notes(runs: tuple[Run, ...], quick: bool) -> Iterator[str]:
+    compiled = [step.program for run in runs for step in (run.prefill, run.decode) if step.program is not None]
+    if not compiled:
+        return
+    yield ("Times are the larger of operations / peak and bytes / bandwidth, by the compiler's counts of both, plus "
+           "what chips send / link speed; launches, waiting and imperfect overlap are not in them.")  # fmt: skip
+    if quick:
+        yield ("Compiled quickly, at XLA's level O1: at the level of running programs, temporaries and bytes moved are "
+               "fewer; `--thorough` compiles at that.")  # fmt: skip
+    if any(program.kernels for program in compiled):
+        yield ("Of Pallas kernels the compiler knows no work: attention over the prompt is counted from their shapes, "
+               "and a decode step reads the cache once.")  # fmt: skip
+    if any(program.loops and not program.kernels for program in compiled):
+        yield "Attention runs in loops, of which the compiler counts one turn: those times are too short."

@@ -1,0 +1,186 @@
+"""One policy's programs, one after another, and what they say together."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from vlkv import sharding
+from vlkv.generate import decode_step, generate
+from vlkv.planning import arithmetic
+from vlkv.planning.arithmetic import Job
+from vlkv.planning.chips import Topology
+from vlkv.planning.estimate import Estimate, by_shapes, estimate
+from vlkv.planning.programs import DoesNotFit, Program, compile_program
+from vlkv.planning.sizes import chip_bytes
+from vlkv.policies import Policy
+from vlkv.prefill import prefill
+from vlkv.sampling import Greedy
+
+SLOWER = {"bfloat16": 1.0, "float32": 6.0}  # six bfloat16 products make a float32 one; GPUs' TF32 is not asked for
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """Prefill, or one decode step. Without a program the chip's memory does not hold it, or nothing could compile it.
+
+    Attributes:
+        argument_bytes: of its arguments on one chip, by arithmetic from shapes, tile padding included.
+        seconds: what compiling it took, tracing and lowering included.
+    """
+
+    program: Program | None
+    estimate: Estimate | None
+    argument_bytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """The job with one policy. Bytes are of one chip, tile padding included.
+
+    Attributes:
+        pool: keys and values that the prompt leaves.
+        tail: room for those of new tokens.
+        index: of the cache, what says where its entries are.
+        temporaries: the most that lives beside arguments and outputs, in any program.
+        used: the most that must be there at once.
+        fits: whether a chip has as much.
+        remedies: what would fit, if it does not.
+        generate: the same as one program, prefill and all steps, if that was asked for.
+    """
+
+    policy: Policy
+    batch: int
+    weights: int
+    pool: int
+    tail: int
+    index: int
+    inputs: int
+    temporaries: int | None
+    used: int
+    fits: bool
+    remedies: tuple[str, ...]
+    prefill: Step
+    decode: Step
+    generate: Step | None = None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """While decoding, all rows together."""
+        return None if self.decode.estimate is None else self.batch / self.decode.estimate.seconds
+
+
+class _Attempts:
+    """Compiles one program after another; what the compiler refuses is noted."""
+
+    def __init__(self, mesh: Any, say: Callable[[str], None]) -> None:
+        self.mesh, self.say = mesh, say
+        self.programs: dict[str, Program | None] = {}
+        self.seconds: dict[str, float] = {}
+        self.needed: list[int] = []  # where it refuses, as far as it says how much
+        self.refused = False
+
+    def compile(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What the function returns, as shapes; where no compiler placed them they have no place."""
+        begin, program = time.perf_counter(), None
+        self.say(what)
+        if not isinstance(self.mesh, Mesh):
+            out = jax.eval_shape(function, *args, **kwargs)
+        else:
+            try:
+                program, out = compile_program(function, *args, **kwargs)
+            except DoesNotFit as error:
+                out, self.refused = error.out, True
+                self.needed.append(error.needed)
+        self.programs[what], self.seconds[what] = program, time.perf_counter() - begin
+        return out
+
+
+def run(job: Job, where: Topology, mesh: Any, params: Any, say: Callable[[str], None], *, whole: bool) -> Run:
+    """Prefill, then a decode step on what prefill returns; `whole`: `generate` too.
+
+    Args:
+        job: with the policy.
+        where: the chips.
+        mesh: of them; an abstract one where nothing can compile for them: then shapes alone are looked at.
+        params: placed shapes.
+        say: told what is being compiled.
+        whole: see above.
+    """
+    name = type(job.policy).__name__
+    inputs = sharding.place_inputs(job.question.inputs, mesh)
+    token = sharding.place_inputs(jax.ShapeDtypeStruct((job.batch,), np.int32), mesh)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    there = NamedSharding(mesh, PartitionSpec())
+    key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=there) if job.policy.needs_key else None
+
+    # What a program does not use of its inputs lies on the chip all the same.
+    read = jax.jit(prefill, static_argnames="new_tokens", keep_unused=True)
+    step = jax.jit(decode_step, donate_argnames="cache", keep_unused=True)
+    answer = jax.jit(generate, keep_unused=True)
+    made = _Attempts(mesh, lambda what: say(f"{name}: {what}"))
+    with _within(mesh):
+        cache, _ = made.compile("prefill", read, params, inputs, job.policy, new_tokens=job.new_tokens, key=key)
+        cache = cache if made.programs["prefill"] else sharding.place_cache(cache, mesh)
+        made.compile("decode step", step, params, cache, token)
+        if whole:
+            sampling = Greedy(max_new_tokens=job.new_tokens)
+            made.compile("generate", answer, params, inputs, policy=job.policy, sampling=sampling, key=key)
+    return _described(job, where, made, params=params, inputs=inputs, cache=cache, token=token)
+
+
+def _described(job: Job, where: Topology, made: _Attempts, *, params: Any, inputs: Any, cache: Any, token: Any) -> Run:
+    chip, mesh = where.chip, made.mesh
+    size = lambda tree: chip_bytes(tree, chip.platform)  # noqa: E731
+    weights, parts = size(params), arithmetic.kept_bytes(cache, size)
+    read_bytes = parts["pool"] + parts["tail"]
+    first, second = made.programs["prefill"], made.programs["decode step"]
+    times: tuple[Estimate | None, Estimate | None] = (
+        None if first is None else estimate(first, chip, slowdown=SLOWER[job.dtype]),
+        None
+        if second is None
+        else estimate(
+            second, chip, cache_bytes=read_bytes, weights=size(_read_in_a_step(params)), slowdown=SLOWER[job.dtype]
+        ),
+    )
+    if not isinstance(mesh, Mesh):
+        times = by_shapes(job, chip, where.count, weights=weights, read=read_bytes)
+    compiled = [program for program in made.programs.values() if program is not None]
+    used = max([weights + size(inputs) + sum(parts.values()), *(program.peak for program in compiled), *made.needed])
+    fits = used <= chip.usable and not made.refused
+    remedies = arithmetic.remedies(
+        job, where, mesh.shape["data"], mesh.shape["model"], used=max(used, chip.usable + 1), weights=weights
+    )
+
+    def described(what: str, arguments: Any, time: Estimate | None = None) -> Step:
+        return Step(program=made.programs[what], estimate=time, argument_bytes=size(arguments),
+                    seconds=made.seconds[what])  # fmt: skip
+
+    return Run(
+        policy=job.policy, batch=job.batch, weights=weights, **parts, inputs=size(inputs),
+        temporaries=max((program.temporaries for program in compiled), default=None),  # type: ignore[type-var]
+        used=used, fits=fits, remedies=() if fits else tuple(remedies),
+        prefill=described("prefill", (params, inputs), times[0]),
+        decode=described("decode step", (params, cache, token), times[1]),
+        generate=described("generate", (params, inputs)) if "generate" in made.programs else None,
+    )  # fmt: skip
+
+
+def _read_in_a_step(params: Any) -> Any:
+    """The weights that every new token needs: all layers and the head, of the embedding a row."""
+    decoder = params.decoder
+    return decoder.layers, decoder.embedding if decoder.head is None else decoder.head
+
+
+@contextlib.contextmanager
+def _within(mesh: Any) -> Iterator[None]:
+    with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh):
+        yield
