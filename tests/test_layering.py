@@ -39,7 +39,7 @@ ORDER = [
     {"vlkv.prefill"},
     {"vlkv.generate", "vlkv.extend"},
     {"vlkv.loading", "vlkv.analysis", "vlkv.profiles"},
-    {"vlkv.mini", "vlkv"},
+    {"vlkv.mini", "vlkv.benching", "vlkv"},
     {"vlkv.commands"},
     {"vlkv.cli", "checkpoints_convert.__main__"},
 ]

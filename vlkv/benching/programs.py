@@ -1,0 +1,128 @@
+"""Prefill and decoding as compiled programs: what compiling takes, what the compiler says they need, cache hits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array, Key
+
+from pallas_kernels import Kernels
+from vlkv.benching.settings import tree_bytes
+from vlkv.cache import PackedCache
+from vlkv.errors import InputError
+from vlkv.generate import decode, generate
+from vlkv.inputs import Inputs
+from vlkv.models import Model
+from vlkv.policies import Policy
+from vlkv.prefill import prefill
+from vlkv.sampling import Greedy
+
+
+class Program(NamedTuple):
+    """A compiled function of arrays alone."""
+
+    run: Callable[..., Any]
+    trace_seconds: float
+    compile_seconds: float
+    bytes: int  # arguments, results and temporaries, as the compiler has laid them out; weights are arguments
+
+
+class Pair(NamedTuple):
+    """Both halves of a job."""
+
+    prefill: Program  # (params, inputs, key) -> cache, logits
+    decode: Program  # (params, cache, logits) -> tokens, lengths
+    cache_bytes: int
+
+    @property
+    def first_call_seconds(self) -> float:
+        """What the first call costs above the second."""
+        return sum(p.trace_seconds + p.compile_seconds for p in (self.prefill, self.decode))
+
+    @property
+    def bytes(self) -> int:
+        """Of the hungrier half."""
+        return max(self.prefill.bytes, self.decode.bytes)
+
+
+def endless(new: int) -> Greedy:
+    """Always so many tokens: random weights may say the end at once."""
+    return Greedy(max_new_tokens=new, stop=())
+
+
+def compile_pair(
+    params: Model, inputs: Inputs, policy: Policy, *, new: int, key: Key[Array, ""], kernels: Kernels | None = None
+) -> Pair:
+    """Prefill and `new` decoding steps; `params` and `inputs` may be shapes."""
+
+    def read(params: Model, inputs: Inputs, key: Array) -> tuple[PackedCache, Array]:
+        return prefill(params, inputs, policy, new_tokens=new, key=key, kernels=kernels)
+
+    made, (cache, logits) = _compile(read, params, inputs, key)
+    steps, _ = _compile(partial(decode, sampling=endless(new)), params, cache, logits)
+    return Pair(made, steps, tree_bytes((cache.k, cache.v, cache.tail_k, cache.tail_v)))
+
+
+def compile_generate(
+    params: Model, inputs: Inputs, policy: Policy, *, new: int, key: Key[Array, ""], kernels: Kernels | None = None
+) -> Program:
+    """The whole job in one program, as `jax.jit(vlkv.generate)` makes it; from shapes alone if these are shapes."""
+
+    def whole(params: Model, inputs: Inputs, key: Array) -> Any:
+        return generate(params, inputs, policy=policy, sampling=endless(new), key=key, kernels=kernels)
+
+    return _compile(whole, params, inputs, key)[0]
+
+
+def _compile(function: Callable[..., Any], *arguments: Any) -> tuple[Program, Any]:
+    """The program and the shapes of what it returns."""
+    begin = time.perf_counter()
+    traced = jax.jit(function).trace(*arguments)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), traced.out_info)
+    lowered = traced.lower()
+    middle = time.perf_counter()
+    compiled = lowered.compile()
+    end = time.perf_counter()
+    return Program(compiled, middle - begin, end - middle, planned_bytes(compiled)), shapes
+
+
+def planned_bytes(compiled: Any) -> int:
+    """What the compiler has laid out for one run; 0 where the backend does not say."""
+    plan = compiled.memory_analysis()
+    if plan is None:
+        return 0
+    shared = plan.alias_size_in_bytes
+    return plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes - shared
+
+
+class Hits:
+    """Counts what the persistent compilation cache gave and did not give, from now on."""
+
+    def __init__(self) -> None:
+        self.hits, self.misses = 0, 0
+        jax.monitoring.register_event_listener(self._listen)
+
+    def _listen(self, event: str, **_: Any) -> None:
+        self.hits += event == "/jax/compilation_cache/cache_hits"
+        self.misses += event == "/jax/compilation_cache/cache_misses"
+
+
+def keep_programs(folder: Path) -> Hits:
+    """Turns the persistent compilation cache on, for programs of any size.
+
+    Raises:
+        InputError: no folder can be made there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--compilation-cache {folder}: no folder can be made there ({error.strerror})") from None
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return Hits()
