@@ -115,7 +115,8 @@ def _same_devices() -> None:
     import torch
 
     if torch_side.on_gpu() != (jax.default_backend() == "gpu"):
-        raise InputError(f"jax runs on {jax.default_backend()}, torch {'has' if torch_side.on_gpu() else 'has no'} "
+        there = "has" if torch_side.on_gpu() else "has no"
+        raise InputError(f"jax runs on {jax.default_backend()}, torch {there} "
                          "CUDA: a comparison needs both on one device (JAX_PLATFORMS, CUDA_VISIBLE_DEVICES)")  # fmt: skip
     torch.set_num_threads(os.cpu_count() or 1)
 

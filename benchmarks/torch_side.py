@@ -88,14 +88,14 @@ class Peer:
         model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention, dtype=kind)
         return cls(model.eval().to("cuda" if torch.cuda.is_available() else "cpu"))
 
-    def run(self, tokens: np.ndarray, method: str, keep: float, new: int) -> Run:
+    def run(self, tokens: np.ndarray, method: str, keep: float, new: int, *, window: int = WINDOW) -> Run:
         """Prefill under the press, then `new` - 1 steps of the likeliest token."""
         torch = self.torch
         from transformers import DynamicCache
 
         ids = torch.from_numpy(tokens.astype(np.int64)).to(self.model.device)
         cache = DynamicCache()
-        press = _press(method, keep)
+        press = _press(method, keep, window)
         with torch.inference_mode():
             self._wait()
             begin = time.perf_counter()
@@ -120,14 +120,14 @@ class Peer:
             self.torch.cuda.synchronize()
 
 
-def _press(method: str, keep: float) -> Any:
+def _press(method: str, keep: float, window: int) -> Any:
     import kvpress
 
     if method == "none":
         return None
     makers = {
-        "snapkv": lambda ratio: kvpress.SnapKVPress(ratio, window_size=WINDOW),
-        "pyramidkv": lambda ratio: kvpress.PyramidKVPress(ratio, window_size=WINDOW),
+        "snapkv": lambda ratio: kvpress.SnapKVPress(ratio, window_size=window),
+        "pyramidkv": lambda ratio: kvpress.PyramidKVPress(ratio, window_size=window),
         "streamingllm": kvpress.StreamingLLMPress,
         "observed": kvpress.ObservedAttentionPress,
     }

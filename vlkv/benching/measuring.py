@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from vlkv.benching.programs import Pair, compile_pair
@@ -34,6 +35,7 @@ def measure(
     rounds: int,
     tick: Tick = lambda _: None,
     trace: Path | None = None,
+    place: Callable[[Any], Any] = jax.device_put,
 ) -> list[dict[str, Any]]:
     """One result per contestant, the first of which is the one that the others are compared with.
 
@@ -44,11 +46,12 @@ def measure(
         rounds: how often each is timed after one run to warm up.
         tick: is told what has just been done.
         trace: a folder; one more round of each is recorded there for a profiler.
+        place: puts the inputs where they belong; on a mesh call this within `jax.set_mesh`.
 
     Returns:
         Seconds and bytes, or `error` for a contestant that this device has no memory for.
     """
-    inputs = jax.device_put(make_inputs(params.config, setting.batch, setting.prompt, setting.vision))
+    inputs = place(make_inputs(params.config, setting.batch, setting.prompt, setting.vision))
     key = jax.random.key(0)
     found: list[dict[str, Any]] = [{} for _ in contestants]
     pairs: dict[int, Pair] = {}
@@ -84,7 +87,7 @@ def _run(pair: Pair, params: Model, inputs: Any, key: Any) -> tuple[float, float
     middle = time.perf_counter()
     jax.block_until_ready(pair.decode.run(params, cache, logits))
     end = time.perf_counter()
-    return middle - begin, end - middle, float(np.asarray(cache.length).mean())
+    return middle - begin, end - middle, float(jnp.mean(cache.length))
 
 
 def _summary(pair: Pair, times: np.ndarray, setting: Setting) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,16 @@ from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.mini import CHECKPOINT
 from vlkv.presets import presets
+
+# For dry runs and tests: compiles in seconds.
+_TINY: dict[str, Any] = dict(
+    model_type="llava", image_token_index=5, projector_hidden_act="gelu", tie_word_embeddings=False,
+    vision_feature_layer=-2, vision_feature_select_strategy="default",
+    text_config=dict(model_type="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512),
+    vision_config=dict(model_type="clip_vision_model", hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                       num_attention_heads=2, image_size=28, patch_size=14),
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +73,14 @@ def default_dtype() -> str:
 
 
 def find(name: str, *, dtype: DTypeLike | None = None) -> Subject:
-    """A preset's name, "mini", a checkpoint folder or a hub id.
+    """A preset's name, "mini", "tiny" (random weights, for dry runs), a checkpoint folder or a hub id.
 
     Raises:
         InputError: none of these.
     """
     kind = jnp.dtype(default_dtype() if dtype is None else dtype)
-    if name in presets:
-        return Subject(name, presets[name], kind, None)
+    if name == "tiny" or name in presets:
+        return Subject(name, ModelConfig.from_hf(_TINY) if name == "tiny" else presets[name], kind, None)
     if name == "mini":
         return Subject(name, reading.read_config(CHECKPOINT), kind, CHECKPOINT)
     if "/" not in name and not Path(name).exists():
