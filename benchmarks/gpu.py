@@ -115,7 +115,9 @@ def _peers(
     if why is not None:
         console.print(f"peers not measured: {why}", highlight=False)
         return 0
-    snap = policies.SnapKV(keep=0.1, window=min(torch_side.WINDOW, 16 if args.dry_run else torch_side.WINDOW), scope="all")
+    snap = policies.SnapKV(
+        keep=0.1, window=min(torch_side.WINDOW, 16 if args.dry_run else torch_side.WINDOW), scope="all"
+    )
     ours, theirs = None, None
     todo = [setting for setting in settings if held.find(_cell(subject, setting)) is None]
     for i, setting in enumerate(todo):
@@ -124,10 +126,14 @@ def _peers(
         ours = subject.params() if ours is None else ours
         theirs = _same_in_transformers(subject) if theirs is None else theirs
         row = measure(ours, setting, [policies.Full(), snap], rounds=args.rounds)[1]
-        tokens = np.random.default_rng(0).integers(0, subject.config.decoder.vocab_size, (setting.batch, setting.prompt))
+        tokens = np.random.default_rng(0).integers(
+            0, subject.config.decoder.vocab_size, (setting.batch, setting.prompt)
+        )
         window = 16 if args.dry_run else torch_side.WINDOW
         runs = [theirs.run(tokens, "snapkv", 0.1, setting.new, window=window) for _ in range(args.rounds + 1)][1:]
-        prefill, step = (float(np.median([getattr(run, name) for run in runs])) for name in ("prefill_seconds", "step_seconds"))
+        prefill, step = (
+            float(np.median([getattr(run, name) for run in runs])) for name in ("prefill_seconds", "step_seconds")
+        )
         held.add(_cell(subject, setting), {
             "ours": row, "theirs": {"prefill_seconds": prefill, "step_seconds": step, **torch_side.versions()},
         })  # fmt: skip
@@ -162,7 +168,9 @@ def verdict(
         found = held.find(results.identity(subject.name, subject.dtype.name, setting, policy)) or {}
         return {} if "error" in found else found
 
-    printed = {(p.setting.batch, p.setting.prompt, p.policy): p.figures for p in papers.named("aircache-table-3").points}
+    printed = {
+        (p.setting.batch, p.setting.prompt, p.policy): p.figures for p in papers.named("aircache-table-3").points
+    }
     for setting in settings:
         if not row(setting, CONTESTANTS[0]):
             continue
@@ -172,13 +180,22 @@ def verdict(
             ratio = row(setting, policy).get("to_full")
             if ratio is None:
                 continue
-            paper = full and printed[setting.batch, setting.prompt, policy]["decode_seconds"] / full["decode_seconds"]
+            theirs = printed.get((setting.batch, setting.prompt, policy))
+            paper = theirs["decode_seconds"] / full["decode_seconds"] if theirs and full else None
             _say(console, f"{said} keep {policy.keep:.0%}: decoding takes {ratio['decode']:.3f} of the full cache's"
                  + (f", {paper:.3f} in the paper" if paper else ""), paper is None or ratio["decode"] <= paper)  # fmt: skip
-            _say(console, f"{said} keep {policy.keep:.0%}: prefill takes {ratio['prefill']:.3f}", ratio["prefill"] < PREFILL)
+            _say(
+                console,
+                f"{said} keep {policy.keep:.0%}: prefill takes {ratio['prefill']:.3f}",
+                ratio["prefill"] < PREFILL,
+            )
         capped = row(setting, CONTESTANTS[3]).get("to_full")
         if capped is not None and capped["peak"] is not None:
-            _say(console, f"{said} cap {CAP}: peak memory is {capped['peak']:.3f} of the full cache's", capped["peak"] < 1)
+            _say(
+                console,
+                f"{said} cap {CAP}: peak memory is {capped['peak']:.3f} of the full cache's",
+                capped["peak"] < 1,
+            )
     for setting in peers:
         found = held.find(_cell(subject, setting))
         if found is not None and "error" not in found["ours"]:

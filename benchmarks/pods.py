@@ -1,12 +1,12 @@
 """Prefill and decoding on a pod: every host runs this once, process 0 writes the JSON.
 
-    python -m benchmarks.pods --model qwen2-vl-7b --data 4 --model-axis 4 --batch 16 --prompt 8192 --new 512 --out pod.json
+    python -m benchmarks.pods --model qwen2-vl-7b --pod --data 4 --model-axis 4 --batch 16 --prompt 8192 --out pod.json
 
 On a TPU pod JAX finds the other hosts by itself; elsewhere say --coordinator HOST:PORT --processes N --process I, a
 number each. Weights are random and made where they belong, inputs are divided over `data`, and every process runs the
-same programs: full cache and policies in turn, as `vlkv bench` does. One process with 8 virtual CPU devices is the dry run:
+same programs: full cache and policies in turn, as `vlkv bench` does. The dry run is one process with 8 virtual devices:
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks.pods --model tiny --data 2 --model-axis 4 ...
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks.pods --model tiny --data 2 --model-axis 4
 """
 
 from __future__ import annotations

@@ -214,7 +214,8 @@ def test_other_tables():
         [30.7], [16.8, 486.7], [22.5, 363.3], [26.6, 307.9], [29.5, 276.9],
         [], [13.1, 934.4], [], [], [],
     ]  # fmt: skip
-    assert [(p.setting.batch, p.setting.prompt, p.setting.new) for p in papers.named("prefixkv-table-3").points[::5]] == [
+    prefixkv = [point.setting for point in papers.named("prefixkv-table-3").points[::5]]
+    assert [(setting.batch, setting.prompt, setting.new) for setting in prefixkv] == [
         (8, 1024, 512), (16, 624, 256), (16, 1024, 512), (48, 624, 256),
     ]  # fmt: skip
     assert figures("csp-table-2") == [
