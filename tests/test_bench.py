@@ -119,7 +119,7 @@ def test_results_of_another_machine_are_not_mixed(measured, capsys, tmp_path):
 )  # fmt: skip
 def test_bad_input_is_one_line_before_anything_is_compiled(capsys, monkeypatch, options, says):
     monkeypatch.setattr("jax.stages.Lowered.compile", lambda *_, **__: pytest.fail("compiled"))
-    fails(capsys, *GRID[1:5], *options, says=says)
+    fails(capsys, *GRID[1:7], *options, says=says)
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_made(capsys, monkeypatch):

@@ -12,7 +12,6 @@ import jax
 from jaxtyping import Array, Key
 
 from pallas_kernels import Kernels
-from vlkv.benching.settings import tree_bytes
 from vlkv.cache import PackedCache
 from vlkv.errors import InputError
 from vlkv.generate import decode, generate
@@ -58,40 +57,59 @@ def endless(new: int) -> Greedy:
 def compile_pair(
     params: Model, inputs: Inputs, policy: Policy, *, new: int, key: Key[Array, ""], kernels: Kernels | None = None
 ) -> Pair:
-    """Prefill and `new` decoding steps; `params` and `inputs` may be shapes."""
+    """Prefill and `new` decoding steps; `params` may be shapes."""
+    sizes = []
 
     def read(params: Model, inputs: Inputs, key: Array) -> tuple[PackedCache, Array]:
-        return prefill(params, inputs, policy, new_tokens=new, key=key, kernels=kernels)
+        cache, logits = prefill(params, inputs, policy, new_tokens=new, key=key, kernels=kernels)
+        sizes.append(cache.bytes)
+        return cache, logits
 
-    made, (cache, logits) = _compile(read, params, inputs, key)
-    steps, _ = _compile(partial(decode, sampling=endless(new)), params, cache, logits)
-    return Pair(made, steps, tree_bytes((cache.k, cache.v, cache.tail_k, cache.tail_v)))
+    made, leaves, tree = _compile(read, *jax.tree.flatten((params, inputs, key)))
+    all_leaves, whole = jax.tree.flatten(params)
+    joined = jax.tree_util.treedef_tuple((whole, *tree.children()))
+    steps, *_ = _compile(partial(decode, sampling=endless(new)), [*all_leaves, *leaves], joined)
+    return Pair(made, steps, sizes[0])
 
 
 def compile_generate(
     params: Model, inputs: Inputs, policy: Policy, *, new: int, key: Key[Array, ""], kernels: Kernels | None = None
 ) -> Program:
-    """The whole job in one program, as `jax.jit(vlkv.generate)` makes it; from shapes alone if these are shapes."""
+    """The whole job in one program, as `jax.jit(vlkv.generate)` makes it; `params` may be shapes."""
 
     def whole(params: Model, inputs: Inputs, key: Array) -> Any:
         return generate(params, inputs, policy=policy, sampling=endless(new), key=key, kernels=kernels)
 
-    return _compile(whole, params, inputs, key)[0]
+    return _compile(whole, *jax.tree.flatten((params, inputs, key)))[0]
 
 
-def _compile(function: Callable[..., Any], *arguments: Any) -> tuple[Program, Any]:
-    """The program, and the shapes of what it returns with their places on a mesh."""
+def _compile(function: Callable[..., Any], leaves: list[Any], tree: Any) -> tuple[Program, list[Any], Any]:
+    """The program, the shapes of what it returns with their places on a mesh, and its tree.
+
+    Trees are taken apart here and not by jit, which would put descriptions of arrays in our classes' fields.
+    """
+    trees = []
+
+    def flat(*leaves: Any) -> tuple[Any, ...]:
+        made, made_tree = jax.tree.flatten(function(*jax.tree.unflatten(tree, leaves)))
+        trees.append(made_tree)
+        return tuple(made)
+
     begin = time.perf_counter()
-    traced = jax.jit(function).trace(*arguments)
+    traced = jax.jit(flat).trace(*leaves)
     lowered = traced.lower()
     middle = time.perf_counter()
     compiled = lowered.compile()
     end = time.perf_counter()
-    shapes = jax.tree.map(
-        lambda x, placed: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed),
-        traced.out_info, compiled.output_shardings,
-    )  # fmt: skip
-    return Program(compiled, middle - begin, end - middle, planned_bytes(compiled)), shapes
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
+        for x, placed in zip(traced.out_info, compiled.output_shardings, strict=True)
+    ]
+
+    def run(*arguments: Any) -> Any:
+        return jax.tree.unflatten(trees[0], compiled(*jax.tree.leaves(arguments)))
+
+    return Program(run, middle - begin, end - middle, planned_bytes(compiled)), shapes, trees[0]
 
 
 def planned_bytes(compiled: Any) -> int:
