@@ -1,11 +1,12 @@
 """Ours against transformers and kvpress: the same checkpoint, prompt and kept fraction, alternated in one run.
 
-    python -m benchmarks.peers [--model 110m mini] [--prompt 640 2368 4672] [--out benchmarks/results/peers.json]
+    python -m benchmarks.peers [--all] [--model 110m mini] [--prompt 640 2368 4672] [--out benchmarks/results/peers.json]
 
 Needs `pip install 'vlkv[peers]'`. Runs where torch and jax have the same kind of device: CPU in float32 with as many
 threads as cores, or one GPU in bfloat16. A cell is one model and prompt length; in it everything is warmed up, then
 taken in turn, round by round, with a pause before each, because idle threads of the one library spin for a while and
-would slow the other down. Cells that the file holds are not run again. The copy of a buffer far larger than any cache
+would slow the other down. Cells that the file holds are not run again. To stay under ten minutes, full cache and SnapKV
+in sdpa have every round, the other methods and eager one, and none on the longest prompts; --all gives all to all. The copy of a buffer far larger than any cache
 is timed in the same rounds: "bytes' time" is what the bytes of weights and kept cache take at its speed.
 
 Compared are medians of prefill seconds, of decoding steps, peak memory above what was there before the run, and what
@@ -37,7 +38,7 @@ from tqdm import tqdm
 import vlkv
 from benchmarks import machine, torch_side
 from vlkv import policies
-from vlkv.benching.programs import compile_pair
+from vlkv.benching.programs import SEED, compile_pair
 from vlkv.benching.results import write_json
 from vlkv.benching.settings import tree_bytes
 from vlkv.errors import InputError
@@ -45,7 +46,8 @@ from vlkv.mini import CHECKPOINT
 from vlkv.terminal import OneLineParser, guarded
 
 RESULT = Path(__file__).parent / "results" / "peers.json"
-PROMPTS, KEEP, NEW, ROUNDS = (640, 2368, 4672), 0.1, 32, 3
+PROMPTS, KEEP, NEW = (640, 2368, 4672), 0.1, 32
+_LONG, _LONGEST = 1024, 4096  # tokens: fewer rounds from here on, only the most important from there on
 _COPY = 2**28  # bytes
 _PAUSE = 0.25  # seconds; OpenMP's threads spin for 0.2
 _COMMON = dict(architectures=["LlamaForCausalLM"], max_position_embeddings=8192)
@@ -77,7 +79,8 @@ def main() -> int:
     parser.add_argument("--method", nargs="+", default=list(torch_side.METHODS), metavar="NAME")
     parser.add_argument("--keep", type=float, default=KEEP)
     parser.add_argument("--new", type=int, default=NEW, metavar="S", help="tokens per run")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--rounds", type=int, help=f"default: 3, of prompts over {_LONG} tokens 2")
+    parser.add_argument("--all", action="store_true", help="every method on every prompt, in every round")
     parser.add_argument("--out", type=Path, default=RESULT)
     return guarded(lambda: run(parser.parse_args()))
 
@@ -91,7 +94,8 @@ def run(args: argparse.Namespace) -> None:
     for name in args.method:
         if name not in torch_side.METHODS:
             raise InputError(f"--method {name}: there are {', '.join(torch_side.METHODS)}")
-    if not 0 < args.keep < 1 or args.new < 2 or args.rounds < 1 or min(args.prompt) <= torch_side.WINDOW:
+    few = args.rounds is not None and args.rounds < 1
+    if not 0 < args.keep < 1 or args.new < 2 or few or min(args.prompt) <= torch_side.WINDOW:
         raise InputError(f"--keep must lie in (0, 1), --new be at least 2, --rounds 1 and --prompt over "
                          f"{torch_side.WINDOW}, kvpress' window")  # fmt: skip
     _same_devices()
@@ -105,7 +109,8 @@ def run(args: argparse.Namespace) -> None:
             if any(made["cell"] == cell for made in result["cells"]):
                 continue
             with tempfile.TemporaryDirectory() as work:
-                made = measure(make_checkpoint(name, Path(work)), cell, args.method, args.rounds)
+                rounds = args.rounds or (3 if prompt <= _LONG else 2)
+                made = measure(make_checkpoint(name, Path(work)), cell, args.method, rounds, args.all)
             result["cells"].append({"cell": cell, "commit": machine.commit(), **made})
             args.out.parent.mkdir(parents=True, exist_ok=True)
             write_json(args.out, result)
@@ -145,7 +150,12 @@ def make_checkpoint(name: str, folder: Path) -> Path:
     return folder
 
 
-def measure(folder: Path, cell: dict[str, Any], methods: list[str], rounds: int) -> dict[str, Any]:
+def matters(engine: str, method: str) -> bool:
+    """Whether this is one of the four that the promises are about."""
+    return engine in ("vlkv", "sdpa") and method in ("none", "snapkv")
+
+
+def measure(folder: Path, cell: dict[str, Any], methods: list[str], rounds: int, every: bool) -> dict[str, Any]:
     """One model and prompt length."""
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     params = vlkv.load_params(folder, dtype=dtype)
@@ -155,30 +165,36 @@ def measure(folder: Path, cell: dict[str, Any], methods: list[str], rounds: int)
     inputs = jax.device_put(vlkv.Inputs.from_hf({"input_ids": tokens}, params.config, _exact(cell["prompt"])))
     contestants: dict[str, Callable[[], torch_side.Run]] = {}
     rows: dict[str, dict[str, Any]] = {}
+    short = every or cell["prompt"] <= _LONGEST
     for method in methods:
+        if not short and not matters("vlkv", method):
+            continue
         name = f"vlkv, {method}"
-        pair = compile_pair(params, inputs, ours(method, cell["keep"]), new=cell["new"], key=jax.random.key(0))
+        pair = compile_pair(params, inputs, ours(method, cell["keep"]), new=cell["new"])
         rows[name] = {"engine": "vlkv", "method": method, "first_call_seconds": round(pair.first_call_seconds, 2)}
         contestants[name] = _runner(pair, params, inputs, cell["new"])
         for attention in torch_side.METHODS[method]:
+            if not short and not matters(attention, method):
+                continue
             name = f"{attention}, {method}"
             rows[name] = {"engine": attention, "method": method}
             contestants[name] = _peer_runner(peers[attention], tokens, method, cell["keep"], cell["new"])
     firsts: dict[str, np.ndarray] = {}
-    with tqdm(total=len(contestants) * (rounds + 2), unit="run", desc=f"{cell['model']}, {cell['prompt']}") as bar:
+    turns = [[name for name in contestants if every or number == 0 or matters(*name.split(", "))]
+             for number in range(rounds)]  # fmt: skip
+    total = len(contestants) + sum(map(len, turns))
+    with tqdm(total=total, unit="run", desc=f"{cell['model']}, {cell['prompt']}") as bar:
         for name, go in contestants.items():
             begin = time.perf_counter()
-            run = go()
+            run, rows[name]["peak_bytes"] = _peak(go)
             rows[name].setdefault("first_call_seconds", round(time.perf_counter() - begin, 2))
             firsts[name], rows[name]["kept"] = run.first, run.kept
-            rows[name]["peak_bytes"] = _peak(go)
-            bar.update(2)
+            bar.update()
         taken: dict[str, list[torch_side.Run]] = {name: [] for name in contestants}
         copies: list[tuple[float, float]] = []
-        for number in range(rounds):
+        for number, order in enumerate(turns):
             time.sleep(_PAUSE)
             copies.append(_copy())
-            order = list(contestants)
             for name in order[number % len(order) :] + order[: number % len(order)]:
                 time.sleep(_PAUSE)
                 taken[name].append(contestants[name]())
@@ -210,7 +226,7 @@ def _exact(prompt: int) -> vlkv.Buckets:
 def _runner(pair: Any, params: Any, inputs: Any, new: int) -> Callable[[], torch_side.Run]:
     def go() -> torch_side.Run:
         begin = time.perf_counter()
-        cache, logits = jax.block_until_ready(pair.prefill.run(params, inputs, jax.random.key(0)))
+        cache, logits = jax.block_until_ready(pair.prefill.run(params, inputs, SEED))
         middle = time.perf_counter()
         jax.block_until_ready(pair.decode.run(params, cache, logits))
         end = time.perf_counter()
@@ -261,21 +277,20 @@ def _copy() -> tuple[float, float]:
     return best[0], best[1]
 
 
-def _peak(go: Callable[[], Any]) -> int | None:
-    """Bytes above what was there before the run: of the process on a CPU, of torch's own pool on a GPU."""
+def _peak(go: Callable[[], torch_side.Run]) -> tuple[torch_side.Run, int | None]:
+    """A run, and the most bytes it held above what was there before: of the process on a CPU, of each pool on a GPU."""
     if jax.default_backend() == "gpu":
         return _gpu_peak(go)
     try:
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark of resident memory
     except OSError:
-        go()
-        return None
+        return go(), None
     before = _status("VmRSS")
-    go()
-    return max(0, _status("VmHWM") - before)
+    run = go()
+    return run, max(0, _status("VmHWM") - before)
 
 
-def _gpu_peak(go: Callable[[], Any]) -> int | None:
+def _gpu_peak(go: Callable[[], torch_side.Run]) -> tuple[torch_side.Run, int | None]:
     """torch can reset its mark, jax cannot: there it counts only where the mark rises."""
     import torch
 
@@ -284,9 +299,9 @@ def _gpu_peak(go: Callable[[], Any]) -> int | None:
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
     in_use = (device.memory_stats() or {}).get("bytes_in_use", 0)
-    go()
+    run = go()
     after = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
-    return int(max(torch.cuda.max_memory_allocated() - held, after - in_use if after > before else 0))
+    return run, int(max(torch.cuda.max_memory_allocated() - held, after - in_use if after > before else 0))
 
 
 def _status(name: str) -> int:
@@ -321,7 +336,7 @@ def show(result: dict[str, Any]) -> None:
 
 def _ratio(theirs: dict[str, Any], mine: dict[str, Any], times: str) -> float:
     """Round by round, then the median."""
-    return float(np.median(np.array(theirs[times]) / np.array(mine[times])))
+    return float(np.median([a / b for a, b in zip(theirs[times], mine[times], strict=False)]))
 
 
 if __name__ == "__main__":

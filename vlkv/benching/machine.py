@@ -29,7 +29,7 @@ def describe() -> dict[str, Any]:
 
 def memory_bytes() -> int | None:
     """Memory of the default device, or of the machine if that is a CPU; None: it does not say."""
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats:
         return stats.get("bytes_limit")

@@ -52,35 +52,34 @@ def measure(
         Seconds and bytes, or `error` for a contestant that this device has no memory for.
     """
     inputs = place(make_inputs(params.config, setting.batch, setting.prompt, setting.vision))
-    key = jax.random.key(0)
     found: list[dict[str, Any]] = [{} for _ in contestants]
     pairs: dict[int, Pair] = {}
     for i, policy in enumerate(contestants):
         with _failing(found[i]):
-            pairs[i] = compile_pair(params, inputs, policy, new=setting.new, key=key)
+            pairs[i] = compile_pair(params, inputs, policy, new=setting.new)
         tick(f"{label(policy)}: compiled")
     for i in sorted(pairs, key=lambda i: pairs[i].bytes):  # the hungriest last: each can raise the high-water mark
         before = _high_water()
         with _failing(found[i]):
-            _run(pairs[i], params, inputs, key)
+            _run(pairs[i], params, inputs)
             found[i]["peak"] = _peak(pairs[i], before)
         tick(f"{label(contestants[i])}: warm")
     times: dict[int, list[tuple[float, float, float]]] = {i: [] for i in pairs if "error" not in found[i]}
     for number in range(rounds):
         order = list(times)
         for i in order[number % len(order) :] + order[: number % len(order)] if order else []:
-            times[i].append(_run(pairs[i], params, inputs, key))
+            times[i].append(_run(pairs[i], params, inputs))
             tick(f"{label(contestants[i])}: round {number + 1}")
     if trace is not None:
         for i in times:
             with jax.profiler.trace(str(trace / f"b{setting.batch}-t{setting.prompt}-{_plain(contestants[i])}")):
-                _run(pairs[i], params, inputs, key)
+                _run(pairs[i], params, inputs)
     for i, taken in times.items():
         found[i] |= _summary(pairs[i], np.array(taken), setting)
     return [_compared(one, found[0]) for one in found]
 
 
-def _run(pair: Pair, params: Model, inputs: Any, key: Any) -> tuple[float, float, float]:
+def _run(pair: Pair, params: Model, inputs: Any) -> tuple[float, float, float]:
     """Seconds of prefill and of decoding, and entries kept per layer."""
     begin = time.perf_counter()
     cache, logits = jax.block_until_ready(pair.prefill.run(params, inputs, key))
@@ -122,7 +121,7 @@ def _compared(one: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
 
 def _high_water() -> int | None:
     """The most bytes that the device has ever held; None: it does not count (a CPU)."""
-    stats = jax.devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
+    stats = jax.local_devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
     return stats.get("peak_bytes_in_use") if stats else None
 
 

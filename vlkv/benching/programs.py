@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Array, Key
+import numpy as np
+from jaxtyping import Array
 
 from pallas_kernels import Kernels
 from vlkv.cache import PackedCache
@@ -20,6 +21,8 @@ from vlkv.models import Model
 from vlkv.policies import Policy
 from vlkv.prefill import prefill
 from vlkv.sampling import Greedy
+
+SEED = np.uint32(0)  # of random policies; a number and no key, so that every process of a pod may hand it in
 
 
 class Program(NamedTuple):
@@ -34,7 +37,7 @@ class Program(NamedTuple):
 class Pair(NamedTuple):
     """Both halves of a job."""
 
-    prefill: Program  # (params, inputs, key) -> cache, logits
+    prefill: Program  # (params, inputs, SEED) -> cache, logits
     decode: Program  # (params, cache, logits) -> tokens, lengths
     cache_bytes: int
 
@@ -54,18 +57,17 @@ def endless(new: int) -> Greedy:
     return Greedy(max_new_tokens=new, stop=())
 
 
-def compile_pair(
-    params: Model, inputs: Inputs, policy: Policy, *, new: int, key: Key[Array, ""], kernels: Kernels | None = None
-) -> Pair:
+def compile_pair(params: Model, inputs: Inputs, policy: Policy, *, new: int, kernels: Kernels | None = None) -> Pair:
     """Prefill and `new` decoding steps; `params` may be shapes."""
     sizes = []
 
-    def read(params: Model, inputs: Inputs, key: Array) -> tuple[PackedCache, Array]:
+    def read(params: Model, inputs: Inputs, seed: Array) -> tuple[PackedCache, Array]:
+        key = jax.random.key(seed)
         cache, logits = prefill(params, inputs, policy, new_tokens=new, key=key, kernels=kernels)
         sizes.append(cache.bytes)
         return cache, logits
 
-    made, leaves, tree = _compile(read, *jax.tree.flatten((params, inputs, key)))
+    made, leaves, tree = _compile(read, *jax.tree.flatten((params, inputs, SEED)))
     all_leaves, whole = jax.tree.flatten(params)
     joined = jax.tree_util.treedef_tuple((whole, *tree.children()))
     steps, *_ = _compile(partial(decode, sampling=endless(new)), [*all_leaves, *leaves], joined)
@@ -73,14 +75,15 @@ def compile_pair(
 
 
 def compile_generate(
-    params: Model, inputs: Inputs, policy: Policy, *, new: int, key: Key[Array, ""], kernels: Kernels | None = None
+    params: Model, inputs: Inputs, policy: Policy, *, new: int, kernels: Kernels | None = None
 ) -> Program:
     """The whole job in one program, as `jax.jit(vlkv.generate)` makes it; `params` may be shapes."""
 
-    def whole(params: Model, inputs: Inputs, key: Array) -> Any:
+    def whole(params: Model, inputs: Inputs, seed: Array) -> Any:
+        key = jax.random.key(seed)
         return generate(params, inputs, policy=policy, sampling=endless(new), key=key, kernels=kernels)
 
-    return _compile(whole, *jax.tree.flatten((params, inputs, key)))[0]
+    return _compile(whole, *jax.tree.flatten((params, inputs, SEED)))[0]
 
 
 def _compile(function: Callable[..., Any], leaves: list[Any], tree: Any) -> tuple[Program, list[Any], Any]:

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.console import Console
 from tqdm import tqdm
 
@@ -184,7 +183,7 @@ def _compile(args: argparse.Namespace, console: Console, lines: list[tables.Line
     rows = []
     for subject, setting, policy in tqdm(lines, unit="program"):
         inputs = make_inputs(subject.config, setting.batch, setting.prompt, setting.vision)
-        made = compile_generate(subject.shapes, inputs, policy, new=setting.new, key=jax.random.key(0))
+        made = compile_generate(subject.shapes, inputs, policy, new=setting.new)
         rows.append({
             "cell": _identity((subject, setting, policy)), "trace_seconds": made.trace_seconds,
             "compile_seconds": made.compile_seconds, "planned_bytes": made.bytes,
