@@ -1,13 +1,14 @@
 """Ours against transformers and kvpress: the same checkpoint, prompt and kept fraction, alternated in one run.
 
-    python -m benchmarks.peers [--all] [--model 110m mini] [--prompt 640 2368 4672] [--out benchmarks/results/peers.json]
+    python -m benchmarks.peers [--all] [--model 110m mini] [--prompt 640 2368 4672] [--out JSON]
 
 Needs `pip install 'vlkv[peers]'`. Runs where torch and jax have the same kind of device: CPU in float32 with as many
 threads as cores, or one GPU in bfloat16. A cell is one model and prompt length; in it everything is warmed up, then
 taken in turn, round by round, with a pause before each, because idle threads of the one library spin for a while and
-would slow the other down. Cells that the file holds are not run again. To stay under ten minutes, full cache and SnapKV
-in sdpa have every round, the other methods and eager one, and none on the longest prompts; --all gives all to all. The copy of a buffer far larger than any cache
-is timed in the same rounds: "bytes' time" is what the bytes of weights and kept cache take at its speed.
+would slow the other down. To stay under ten minutes, full cache and SnapKV in sdpa have every round, the other methods
+and eager one, and none on the longest prompts; --all gives all to all. Cells that the file holds are not run again. The
+copy of a buffer far larger than any cache is timed in the same rounds: "of bytes' time" says how many times longer a
+step takes than the bytes of weights and kept cache would at its speed.
 
 Compared are medians of prefill seconds, of decoding steps, peak memory above what was there before the run, and what
 the first call costs (compiling, of ours). torch.compile is not used: kvpress' hooks and growing caches defeat it.

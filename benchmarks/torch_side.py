@@ -83,7 +83,9 @@ class Peer:
         """From a folder, on the GPU where there is one."""
         import torch
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         kind = getattr(torch, dtype)
         model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention, dtype=kind)
         return cls(model.eval().to("cuda" if torch.cuda.is_available() else "cpu"))
