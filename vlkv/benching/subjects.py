@@ -50,18 +50,18 @@ class Subject:
         """Of the weights."""
         return tree_bytes(self.shapes)
 
-    def params(self, seed: int = 0) -> models.Model:
-        """The parameters themselves.
-
-        Raises:
-            InputError: they alone are more than the device holds.
-        """
+    def check_fits(self) -> None:
+        """Raises InputError if the weights alone are more than the device holds."""
         room = memory_bytes()
         if room is not None and self.bytes > room:
             raise InputError(
                 f"{self.name}: the weights need {self.bytes / 2**30:.1f} GiB in {self.dtype.name}, the device has "
                 f"{room / 2**30:.1f}: choose a smaller model or --dtype bfloat16"
             )
+
+    def params(self, seed: int = 0) -> models.Model:
+        """The parameters themselves."""
+        self.check_fits()
         if self.folder is not None:
             return loading.load_params(self.folder, dtype=self.dtype)
         return models.init(self.config, jax.random.key(seed), dtype=self.dtype)

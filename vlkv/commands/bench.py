@@ -159,6 +159,8 @@ def _measure(args: argparse.Namespace, work: list[tuple[Subject, Setting, list[P
         absent = missing(results, subject.name, subject.dtype.name, setting, contestants)
         if absent:
             todo.append((subject, setting, absent, with_full(absent)))
+    for subject, *_ in todo:
+        subject.check_fits()
     steps = sum(len(running) * (2 + args.rounds) for *_, running in todo)
     with tqdm(total=steps, unit="step", disable=not todo) as bar:
         params, held = None, None
