@@ -82,7 +82,7 @@ def measure(
 def _run(pair: Pair, params: Model, inputs: Any) -> tuple[float, float, float]:
     """Seconds of prefill and of decoding, and entries kept per layer."""
     begin = time.perf_counter()
-    cache, logits = jax.block_until_ready(pair.prefill.run(params, inputs, key))
+    cache, logits = jax.block_until_ready(pair.prefill.run(params, inputs, SEED))
     middle = time.perf_counter()
     jax.block_until_ready(pair.decode.run(params, cache, logits))
     end = time.perf_counter()
