@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vlkv.benching.programs import Pair, compile_pair
+from vlkv.benching.programs import SEED, Pair, compile_pair
 from vlkv.benching.prompts import make_inputs
 from vlkv.benching.settings import Setting, label
 from vlkv.errors import InputError
