@@ -106,7 +106,8 @@ def run(args: argparse.Namespace) -> None:
         result["cells"] = json.loads(args.out.read_text())["cells"]
     for name in args.model:
         for prompt in args.prompt:
-            cell = {"model": name, "prompt": prompt, "keep": args.keep, "new": args.new}
+            cell = {"model": name, "prompt": prompt, "keep": args.keep, "new": args.new, "methods": args.method,
+                    "all": args.all}  # fmt: skip
             if any(made["cell"] == cell for made in result["cells"]):
                 continue
             with tempfile.TemporaryDirectory() as work:
