@@ -17,8 +17,10 @@ _STAGES = ("allocate", "merge", "step", "reduce", "store")
 def add_policy_arguments(parser: argparse.ArgumentParser, *, many: bool = False) -> None:
     """--policy, --keep, --budget, --scope, --option and --with; `many`: lists of policies and keeps."""
     several: dict[str, Any] = {"nargs": "+"} if many else {}
-    default = None if many else "full"
-    parser.add_argument("--policy", default=default, metavar="NAME", help="see `vlkv policies`", **several)
+    default, said = (None, "snapkv") if many else ("full", "full")
+    parser.add_argument(
+        "--policy", default=default, metavar="NAME", help=f"see `vlkv policies` (default: {said})", **several
+    )
     parser.add_argument(
         "--keep", type=float, metavar="FRACTION", help="share of the tokens in scope that stays, in (0, 1]", **several
     )
