@@ -40,7 +40,7 @@ ORDER = [
     {"vlkv.prefill"},
     {"vlkv.generate", "vlkv.extend"},
     {"vlkv.loading", "vlkv.analysis", "vlkv.profiles", "vlkv.saving", "vlkv.evaluation", "vlkv.planning"},
-    {"vlkv.mini", "vlkv"},
+    {"vlkv.mini", "vlkv.benching", "vlkv"},
     {"vlkv.commands"},
     {"vlkv.cli", "vlkv.harness", "checkpoints_convert.__main__"},
 ]

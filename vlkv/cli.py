@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from checkpoints_convert import __main__ as convert
-from vlkv.commands import answer, demo, evaluate, inspect, methods, plan, profile
+from vlkv.commands import answer, bench, demo, evaluate, inspect, methods, plan, profile
 from vlkv.terminal import OneLineParser, guarded
 
 
@@ -20,6 +20,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("generate", answer, "answer a question about an image"),
         ("policies", methods, "list the policies, or describe one"),
         ("inspect", inspect, "measure budgets, attention, survival or cost, as the papers draw them"),
+        ("bench", bench, "time prefill and decoding, or a published table's settings"),
         ("profile", profile, "measure what share of its tokens each layer keeps, for PrefixKV"),
         ("eval", evaluate, "ask your own questions under several policies: quality against bytes and speed"),
         ("plan", plan, "bytes per chip, collectives and times of a job, compiled for chips that are not there"),

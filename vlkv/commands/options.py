@@ -14,11 +14,15 @@ from vlkv.errors import InputError
 _STAGES = ("allocate", "merge", "step", "reduce", "store")
 
 
-def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
-    """--policy, --keep, --budget, --scope, --option and --with."""
-    parser.add_argument("--policy", default="full", metavar="NAME", help="see `vlkv policies` (default: full)")
+def add_policy_arguments(parser: argparse.ArgumentParser, *, many: bool = False) -> None:
+    """--policy, --keep, --budget, --scope, --option and --with; `many`: lists of policies and keeps."""
+    several: dict[str, Any] = {"nargs": "+"} if many else {}
+    default, said = (None, "snapkv") if many else ("full", "full")
     parser.add_argument(
-        "--keep", type=float, metavar="FRACTION", help="share of the tokens in scope that stays, in (0, 1]"
+        "--policy", default=default, metavar="NAME", help=f"see `vlkv policies` (default: {said})", **several
+    )
+    parser.add_argument(
+        "--keep", type=float, metavar="FRACTION", help="share of the tokens in scope that stays, in (0, 1]", **several
     )
     parser.add_argument("--budget", type=int, metavar="TOKENS", help="instead of --keep: tokens per layer, on average")
     parser.add_argument(

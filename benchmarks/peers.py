@@ -1,0 +1,345 @@
+"""Ours against transformers and kvpress: the same checkpoint, prompt and kept fraction, alternated in one run.
+
+    python -m benchmarks.peers [--all] [--model 110m mini] [--prompt 640 2368 4672] [--out JSON]
+
+Needs `pip install 'vlkv[peers]'`. Runs where torch and jax have the same kind of device: CPU in float32 with as many
+threads as cores, or one GPU in bfloat16. A cell is one model and prompt length; in it everything is warmed up, then
+taken in turn, round by round, with a pause before each, because idle threads of the one library spin for a while and
+would slow the other down. To stay under ten minutes, full cache and SnapKV in sdpa have every round, the other methods
+and eager one, and none on the longest prompts; --all gives all to all. Cells that the file holds are not run again. The
+copy of a buffer far larger than any cache is timed in the same rounds: "of bytes' time" says how many times longer a
+step takes than the bytes of weights and kept cache would at its speed.
+
+Compared are medians of prefill seconds, of decoding steps, peak memory above what was there before the run, and what
+the first call costs (compiling, of ours). torch.compile is not used: kvpress' hooks and growing caches defeat it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch wants some of a GPU too
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+import vlkv
+from benchmarks import machine, torch_side
+from vlkv import policies
+from vlkv.benching.programs import SEED, compile_pair
+from vlkv.benching.results import write_json
+from vlkv.benching.settings import tree_bytes
+from vlkv.errors import InputError
+from vlkv.mini import CHECKPOINT
+from vlkv.terminal import OneLineParser, guarded
+
+RESULT = Path(__file__).parent / "results" / "peers.json"
+PROMPTS, KEEP, NEW = (640, 2368, 4672), 0.1, 32
+_LONG, _LONGEST = 1024, 4096  # tokens: fewer rounds from here on, only the most important from there on
+_COPY = 2**28  # bytes
+_PAUSE = 0.25  # seconds; OpenMP's threads spin for 0.2
+_COMMON = dict(architectures=["LlamaForCausalLM"], max_position_embeddings=8192)
+SIZES: dict[str, dict[str, Any]] = {
+    "110m": dict(vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12,
+                 num_attention_heads=12, num_key_value_heads=12, tie_word_embeddings=True, **_COMMON),
+    "tiny": dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, tie_word_embeddings=True, **_COMMON),
+}  # fmt: skip
+
+
+def ours(method: str, keep: float) -> policies.Policy:
+    """The same method here."""
+    made: dict[str, Callable[[], policies.Policy]] = {
+        "none": policies.Full,
+        "snapkv": lambda: policies.SnapKV(keep=keep, window=torch_side.WINDOW),
+        "pyramidkv": lambda: policies.PyramidKV(keep=keep, window=torch_side.WINDOW, kernel=5, pooling="avg"),
+        "streamingllm": lambda: policies.StreamingLLM(keep=keep),
+        "observed": lambda: policies.H2O(keep=keep, recent=0, evict=False),
+    }
+    return made[method]()
+
+
+def main() -> int:
+    """Measures what is missing, prints the tables, writes the JSON."""
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=["110m", "mini"], metavar="NAME", help="110m, mini or tiny")
+    parser.add_argument("--prompt", nargs="+", type=int, default=PROMPTS, metavar="T")
+    parser.add_argument("--method", nargs="+", default=list(torch_side.METHODS), metavar="NAME")
+    parser.add_argument("--keep", type=float, default=KEEP)
+    parser.add_argument("--new", type=int, default=NEW, metavar="S", help="tokens per run")
+    parser.add_argument("--rounds", type=int, help=f"default: 3, of prompts over {_LONG} tokens 2")
+    parser.add_argument("--all", action="store_true", help="every method on every prompt, in every round")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    return guarded(lambda: run(parser.parse_args()))
+
+
+def run(args: argparse.Namespace) -> None:
+    """All cells."""
+    torch_side.require()
+    for name in args.model:
+        if name not in (*SIZES, "mini"):
+            raise InputError(f"--model {name}: there are {', '.join([*SIZES, 'mini'])}")
+    for name in args.method:
+        if name not in torch_side.METHODS:
+            raise InputError(f"--method {name}: there are {', '.join(torch_side.METHODS)}")
+    few = args.rounds is not None and args.rounds < 1
+    if not 0 < args.keep < 1 or args.new < 2 or few or min(args.prompt) <= torch_side.WINDOW:
+        raise InputError(f"--keep must lie in (0, 1), --new be at least 2, --rounds 1 and --prompt over "
+                         f"{torch_side.WINDOW}, kvpress' window")  # fmt: skip
+    _same_devices()
+    result: dict[str, Any] = {"command": "python -m benchmarks.peers", "machine": {**machine.describe(),
+                              **torch_side.versions()}, "cells": []}  # fmt: skip
+    if args.out.is_file():
+        result["cells"] = json.loads(args.out.read_text())["cells"]
+    for name in args.model:
+        for prompt in args.prompt:
+            cell = {"model": name, "prompt": prompt, "keep": args.keep, "new": args.new, "methods": args.method,
+                    "all": args.all}  # fmt: skip
+            if any(made["cell"] == cell for made in result["cells"]):
+                continue
+            with tempfile.TemporaryDirectory() as work:
+                rounds = args.rounds or (3 if prompt <= _LONG else 2)
+                made = measure(make_checkpoint(name, Path(work)), cell, args.method, rounds, args.all)
+            result["cells"].append({"cell": cell, "commit": machine.commit(), **made})
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            write_json(args.out, result)
+    show(result)
+
+
+def _same_devices() -> None:
+    import torch
+
+    if torch_side.on_gpu() != (jax.default_backend() == "gpu"):
+        there = "has" if torch_side.on_gpu() else "has no"
+        raise InputError(
+            f"jax runs on {jax.default_backend()}, torch {there} CUDA: a comparison needs both on one device "
+            "(JAX_PLATFORMS, CUDA_VISIBLE_DEVICES)"
+        )
+    torch.set_num_threads(os.cpu_count() or 1)
+
+
+def make_checkpoint(name: str, folder: Path) -> Path:
+    """A text-only Llama folder, saved by transformers: random weights, or the miniature's language model."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    if name != "mini":
+        LlamaForCausalLM(LlamaConfig(**SIZES[name])).save_pretrained(folder)
+        return folder
+    text = json.loads((CHECKPOINT / "config.json").read_text())["text_config"]
+    model = LlamaForCausalLM(LlamaConfig(**{**text, **_COMMON}))
+    held = load_file(CHECKPOINT / "model.safetensors")
+    named = {key.replace("language_model.model.", "model.").replace("model.language_model.", "model."): value
+             for key, value in held.items()}  # fmt: skip
+    named = {key.replace("language_model.lm_head", "lm_head"): value for key, value in named.items()}
+    model.load_state_dict({key: named[key] for key in model.state_dict()})
+    model.save_pretrained(folder)
+    return folder
+
+
+def matters(engine: str, method: str) -> bool:
+    """Whether this is one of the four that the promises are about."""
+    return engine in ("vlkv", "sdpa") and method in ("none", "snapkv")
+
+
+def measure(folder: Path, cell: dict[str, Any], methods: list[str], rounds: int, every: bool) -> dict[str, Any]:
+    """One model and prompt length."""
+    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    params = vlkv.load_params(folder, dtype=dtype)
+    peers = {name: torch_side.Peer.load(folder, name, dtype=dtype) for name in ("sdpa", "eager")}
+    vocab = params.config.decoder.vocab_size
+    tokens = np.random.default_rng(0).integers(3, vocab, (1, cell["prompt"]))
+    inputs = jax.device_put(vlkv.Inputs.from_hf({"input_ids": tokens}, params.config, _exact(cell["prompt"])))
+    contestants: dict[str, Callable[[], torch_side.Run]] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    short = every or cell["prompt"] <= _LONGEST
+    for method in methods:
+        if not short and not matters("vlkv", method):
+            continue
+        name = f"vlkv, {method}"
+        pair = compile_pair(params, inputs, ours(method, cell["keep"]), new=cell["new"])
+        rows[name] = {"engine": "vlkv", "method": method, "first_call_seconds": round(pair.first_call_seconds, 2)}
+        contestants[name] = _runner(pair, params, inputs, cell["new"])
+        for attention in torch_side.METHODS[method]:
+            if not short and not matters(attention, method):
+                continue
+            name = f"{attention}, {method}"
+            rows[name] = {"engine": attention, "method": method}
+            contestants[name] = _peer_runner(peers[attention], tokens, method, cell["keep"], cell["new"])
+    firsts: dict[str, np.ndarray] = {}
+    turns = [[name for name in contestants if every or number == 0 or matters(*name.split(", "))]
+             for number in range(rounds)]  # fmt: skip
+    total = len(contestants) + sum(map(len, turns))
+    with tqdm(total=total, unit="run", desc=f"{cell['model']}, {cell['prompt']}") as bar:
+        for name, go in contestants.items():
+            begin = time.perf_counter()
+            run, rows[name]["peak_bytes"] = _peak(go)
+            rows[name].setdefault("first_call_seconds", round(time.perf_counter() - begin, 2))
+            firsts[name], rows[name]["kept"] = run.first, run.kept
+            bar.update()
+        taken: dict[str, list[torch_side.Run]] = {name: [] for name in contestants}
+        copies: list[tuple[float, float]] = []
+        for number, order in enumerate(turns):
+            time.sleep(_PAUSE)
+            copies.append(_copy())
+            for name in order[number % len(order) :] + order[: number % len(order)]:
+                time.sleep(_PAUSE)
+                taken[name].append(contestants[name]())
+                bar.update()
+    for name, runs in taken.items():
+        rows[name] |= {
+            "prefill_seconds": float(np.median([r.prefill_seconds for r in runs])),
+            "step_seconds": float(np.median([r.step_seconds for r in runs])),
+            "prefill_times": [r.prefill_seconds for r in runs],
+            "step_times": [r.step_seconds for r in runs],
+        }
+        rows[name]["tokens_per_second"] = 1 / rows[name]["step_seconds"]
+    bandwidth = float(np.median([max(pair) for pair in copies]))
+    for name in rows:
+        moved = step_bytes(params, rows[name]["kept"] + cell["new"] / 2)
+        rows[name] |= {"step_bytes": int(moved), "step_to_bytes_time": rows[name]["step_seconds"] * bandwidth / moved}
+    agree = float(np.abs(firsts["vlkv, none"] - firsts["sdpa, none"]).max()) if "none" in methods else None
+    return {
+        "dtype": dtype, "copy_bytes_per_second": bandwidth, "copy_by": [list(pair) for pair in copies],
+        "first_logits_differ_by": agree, "rows": list(rows.values()),
+    }  # fmt: skip
+
+
+def _exact(prompt: int) -> vlkv.Buckets:
+    """No rounding up: torch does none."""
+    return vlkv.Buckets(text=(1, prompt))
+
+
+def _runner(pair: Any, params: Any, inputs: Any, new: int) -> Callable[[], torch_side.Run]:
+    def go() -> torch_side.Run:
+        begin = time.perf_counter()
+        cache, logits = jax.block_until_ready(pair.prefill.run(params, inputs, SEED))
+        middle = time.perf_counter()
+        jax.block_until_ready(pair.decode.run(params, cache, logits))
+        end = time.perf_counter()
+        kept = float(np.asarray(cache.length).mean())
+        return torch_side.Run(middle - begin, (end - middle) / (new - 1), kept, np.asarray(logits))
+
+    return go
+
+
+def _peer_runner(peer: Any, tokens: np.ndarray, method: str, keep: float, new: int) -> Callable[[], torch_side.Run]:
+    return lambda: peer.run(tokens, method, keep, new)
+
+
+def step_bytes(params: Any, entries: float) -> float:
+    """Bytes that a decoding step must read: weights, of an untied embedding one row, and the entries of all layers."""
+    c = params.config.decoder
+    itemsize = params.decoder.embedding.weight[...].dtype.itemsize
+    weights = tree_bytes(params.decoder)
+    if params.decoder.head is not None:
+        weights -= (c.vocab_size - 1) * c.width * itemsize
+    return weights + 2 * c.layers * entries * c.kv_heads * c.head_dim * itemsize
+
+
+_turn = jax.jit(jnp.negative, donate_argnums=0)
+_buffers: dict[str, Any] = {}
+
+
+def _copy() -> tuple[float, float]:
+    """Bytes per second, read and written both counted, of copying a large buffer: on one thread, and on all cores.
+
+    On a GPU both are the in-place change of an array.
+    """
+    gpu = jax.default_backend() == "gpu"
+    if not _buffers:
+        _buffers["from"] = jnp.ones(_COPY // 4, jnp.float32) if gpu else np.ones(_COPY // 4, np.float32)
+        _buffers["to"] = None if gpu else np.zeros_like(_buffers["from"])
+        _buffers["pool"] = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+    best = [0.0, 0.0]
+    for _ in range(3):
+        for i, parts in enumerate((1, os.cpu_count() or 1)):
+            begin = time.perf_counter()
+            if gpu:
+                _buffers["from"] = jax.block_until_ready(_turn(_buffers["from"]))
+            else:
+                pieces = (np.array_split(_buffers[name], parts) for name in ("to", "from"))
+                list(_buffers["pool"].map(np.copyto, *pieces))
+            best[i] = max(best[i], 2 * _COPY / (time.perf_counter() - begin))
+    return best[0], best[1]
+
+
+def _peak(go: Callable[[], torch_side.Run]) -> tuple[torch_side.Run, int | None]:
+    """A run, and the most bytes it held above what was there before: of the process on a CPU, of each pool on a GPU."""
+    if jax.default_backend() == "gpu":
+        return _gpu_peak(go)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark of resident memory
+    except OSError:
+        return go(), None
+    before = _status("VmRSS")
+    run = go()
+    return run, max(0, _status("VmHWM") - before)
+
+
+def _gpu_peak(go: Callable[[], torch_side.Run]) -> tuple[torch_side.Run, int | None]:
+    """torch can reset its mark, jax cannot: there it counts only where the mark rises."""
+    import torch
+
+    device = jax.devices()[0]
+    before = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    in_use = (device.memory_stats() or {}).get("bytes_in_use", 0)
+    run = go()
+    after = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+    return run, int(max(torch.cuda.max_memory_allocated() - held, after - in_use if after > before else 0))
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
+
+
+def show(result: dict[str, Any]) -> None:
+    """One table per cell; ratios over 1 say that ours is faster."""
+    console = Console(width=140)
+    for made in result["cells"]:
+        cell, rows = made["cell"], made["rows"]
+        where = {(row["engine"], row["method"]): row for row in rows}
+        speed = made["copy_bytes_per_second"] / 1e9
+        table = Table(
+            "method", "engine", "kept", "prefill s", "ms/step", "token/s", "peak MiB", "first call s", "of bytes' time",
+            "ours: prefill", "ours: decode", title=f"{cell['model']}, {cell['prompt']} tokens, keep {cell['keep']:.0%},"
+            f" {made['dtype']}, copy {speed:.1f} GB/s",
+        )  # fmt: skip
+        for row in rows:
+            mine, ratios = where["vlkv", row["method"]], ["", ""]
+            if row is not mine:
+                ratios = [f"{_ratio(row, mine, name):.2f}x" for name in ("prefill_times", "step_times")]
+            peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.0f}"
+            table.add_row(
+                row["method"], row["engine"], f"{row['kept']:.0f}", f"{row['prefill_seconds']:.3f}",
+                f"{1e3 * row['step_seconds']:.2f}", f"{row['tokens_per_second']:.1f}", peak,
+                f"{row['first_call_seconds']:.1f}", f"{row['step_to_bytes_time']:.2f}", *ratios,
+            )  # fmt: skip
+        console.print(table)
+
+
+def _ratio(theirs: dict[str, Any], mine: dict[str, Any], times: str) -> float:
+    """Round by round, then the median."""
+    return float(np.median([a / b for a, b in zip(theirs[times], mine[times], strict=False)]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

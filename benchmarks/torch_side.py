@@ -1,0 +1,136 @@
+"""The peers: transformers' own attention and cache, compressed by kvpress. Needs the extra `peers`.
+
+Decoding is kvpress' own loop: one forward pass per token with the true position, no `generate` around it, which would
+only add time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vlkv.errors import InputError
+
+# method -> attention implementations that it is measured with
+METHODS = {
+    "none": ("sdpa", "eager"),
+    "snapkv": ("sdpa",),
+    "pyramidkv": ("sdpa",),
+    "streamingllm": ("sdpa",),
+    "observed": ("eager",),  # it sums the attention matrix, which only this one returns
+}
+WINDOW = 64  # kvpress' default
+
+
+class Run(NamedTuple):
+    """One job, timed."""
+
+    prefill_seconds: float
+    step_seconds: float
+    kept: float  # cache entries per layer after the prompt
+    first: np.ndarray  # logits of the first new token
+
+
+def available() -> str | None:
+    """Why the peers cannot be measured here; None: they can."""
+    try:
+        import kvpress
+        import torch  # noqa: F401
+    except ImportError as error:
+        return f"{error.name} is missing: pip install 'vlkv[peers]'"
+    except Exception as error:  # kvpress reaches deep into transformers
+        return f"kvpress does not work with this transformers ({type(error).__name__}): pip install 'vlkv[peers]'"
+    del kvpress
+    return None
+
+
+def require() -> None:
+    """Raises InputError if the peers are not installed."""
+    reason = available()
+    if reason is not None:
+        raise InputError(reason)
+
+
+def versions() -> dict[str, str]:
+    """Of what takes part."""
+    import importlib.metadata
+
+    return {name: importlib.metadata.version(name) for name in ("torch", "transformers", "kvpress")}
+
+
+def on_gpu() -> bool:
+    """Whether torch has a CUDA device."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+class Peer:
+    """One checkpoint in transformers with one attention implementation."""
+
+    def __init__(self, model: Any) -> None:
+        import torch
+
+        self.torch, self.model = torch, model
+        self.gpu = model.device.type == "cuda"
+
+    @classmethod
+    def load(cls, folder: Path, attention: str, *, dtype: str) -> Peer:
+        """From a folder, on the GPU where there is one."""
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        kind = getattr(torch, dtype)
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention, dtype=kind)
+        return cls(model.eval().to("cuda" if torch.cuda.is_available() else "cpu"))
+
+    def run(self, tokens: np.ndarray, method: str, keep: float, new: int, *, window: int = WINDOW) -> Run:
+        """Prefill under the press, then `new` - 1 steps of the likeliest token."""
+        torch = self.torch
+        from transformers import DynamicCache
+
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(self.model.device)
+        cache = DynamicCache()
+        press = _press(method, keep, window)
+        with torch.inference_mode():
+            self._wait()
+            begin = time.perf_counter()
+            with contextlib.nullcontext() if press is None else press(self.model):
+                logits = self.model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+            self._wait()
+            middle = time.perf_counter()
+            kept = float(np.mean([layer.keys.shape[2] for layer in cache.layers]))
+            token = logits.argmax(dim=-1, keepdim=True)
+            self._wait()
+            start = time.perf_counter()
+            for i in range(new - 1):
+                place = torch.full_like(token, ids.shape[1] + i)
+                token = self.model(token, past_key_values=cache, position_ids=place).logits[:, -1].argmax(-1, True)
+            self._wait()
+            end = time.perf_counter()
+        first = logits.float().cpu().numpy()
+        return Run(middle - begin, (end - start) / (new - 1), kept, first)
+
+    def _wait(self) -> None:
+        if self.gpu:
+            self.torch.cuda.synchronize()
+
+
+def _press(method: str, keep: float, window: int) -> Any:
+    import kvpress
+
+    if method == "none":
+        return None
+    makers = {
+        "snapkv": lambda ratio: kvpress.SnapKVPress(ratio, window_size=window),
+        "pyramidkv": lambda ratio: kvpress.PyramidKVPress(ratio, window_size=window),
+        "streamingllm": kvpress.StreamingLLMPress,
+        "observed": kvpress.ObservedAttentionPress,
+    }
+    return makers[method](1 - keep)

@@ -1,0 +1,293 @@
+"""`vlkv bench`: a tiny grid, resumption, papers' figures typed in again from the papers, bad input, the dry runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import vlkv
+from vlkv import benching, policies
+from vlkv.benching import measuring, papers, prompts, results, settings
+from vlkv.cli import main
+
+GRID = ["bench", "--model", "tiny", "--prompt", "40", "--text", "8", "--new", "3", "--rounds", "2"]
+
+
+def fails(capsys, *argv, says):
+    try:
+        status = main(["bench", *argv])
+    except SystemExit as error:
+        status = error.code
+    out, err = capsys.readouterr()
+    assert status == 2 and out == "" and err.count("\n") == 1 and says in err, err
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A grid of one setting, stopped after it by ctrl-C before the second."""
+    path = tmp_path_factory.mktemp("bench") / "grid.json"
+    patch, calls = pytest.MonkeyPatch(), []
+    measure = measuring.measure
+
+    def once(*args, **kwargs):
+        if calls:
+            raise KeyboardInterrupt
+        calls.append(args)
+        return measure(*args, **kwargs)
+
+    patch.setattr("vlkv.commands.bench.measure", once)
+    status = main([*GRID, "--batch", "1", "2", "--keep", "0.5", "--out", str(path)])
+    patch.undo()
+    assert status == 130
+    return path, json.loads(path.read_text())
+
+
+def test_a_cell_says_what_it_is_and_what_it_took(measured):
+    _, held = measured
+    full, snap = held["rows"]
+    assert [row["cell"]["policy"] for row in held["rows"]] == ["Full", "SnapKV"]
+    assert held["machine"]["jax"] and held["machine"]["device"] and full["commit"]
+    # Two layers, two key heads of 8 channels, float32; 40 prompt entries (3 segments of 16) and 3 new ones.
+    slot = 2 * 2 * 8 * 4
+    assert full["cache_bytes"] == slot * 2 * (48 + 3)
+    assert full["kept_per_layer"] == 40
+    assert snap["kept_per_layer"] == 20  # half of all: SnapKV's scope
+    for row in held["rows"]:
+        assert len(row["prefill_times"]) == len(row["decode_times"]) == 2
+        assert row["prefill_seconds"] == pytest.approx(np.median(row["prefill_times"]))
+        assert row["step_seconds"] == pytest.approx(row["decode_seconds"] / 2)
+        assert row["tokens_per_second"] == pytest.approx(3 / row["decode_seconds"])
+        assert row["peak"]["bytes"] >= settings.tree_bytes(benching.subjects.find("tiny").shapes)
+        assert row["peak"]["source"] == "compiled.memory_analysis"  # a CPU does not count
+        assert row["first_call_seconds"] >= row["compile_seconds"] > 0
+    ratio = np.median(np.array(snap["decode_times"]) / full["decode_times"])
+    assert snap["to_full"]["decode"] == pytest.approx(ratio)
+    assert snap["to_full"]["cache"] == pytest.approx(snap["cache_bytes"] / full["cache_bytes"])
+
+
+def test_what_is_there_is_not_measured_again(measured, capsys, monkeypatch):
+    path, before = measured
+    seen = []
+
+    def pretend(params, setting, contestants, **_):
+        seen.append((setting.batch, [type(p).__name__ for p in contestants]))
+        return [{"error": "out of memory"} for _ in contestants]
+
+    monkeypatch.setattr("vlkv.commands.bench.measure", pretend)
+    assert main([*GRID, "--batch", "1", "2", "--keep", "0.5", "0.25", "--out", str(path)]) == 0
+    assert "out of memory" in capsys.readouterr().out
+    assert seen == [(1, ["Full", "SnapKV"]), (2, ["Full", "SnapKV", "SnapKV"])]  # batch 1: only the new keep, and full
+    after = json.loads(path.read_text())["rows"]
+    assert after[:2] == before["rows"] and len(after) == 6
+    assert not list(path.parent.glob("*.part"))
+
+
+def test_results_of_another_machine_are_not_mixed(measured, capsys, tmp_path):
+    _, held = measured
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({**held, "machine": {**held["machine"], "device": "TPU v5e"}}))
+    fails(capsys, *GRID[1:], "--out", str(other), says="measured with device TPU v5e")
+    other.write_text("[]")
+    fails(capsys, *GRID[1:], "--out", str(other), says="expected an object")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--model", "llava-1.5-8b"], "did you mean llava-1.5-7b"),
+        (["--policy", "snapkw"], "did you mean snapkv"),
+        (["--policy", "hired"], "class token"),
+        (["--keep", "1.5"], "must lie in (0, 1]"),
+        (["--keep", "0.5", "--budget", "3"], "one of the two"),
+        (["--batch", "0"], "batch=0 must be at least 1"),
+        (["--new", "1"], "new=1 must be at least 2"),
+        (["--text", "99"], "text=99 must not exceed"),
+        (["--rounds", "0"], "--rounds 0"),
+        (["--out", "nowhere/x.json"], "no such folder"),
+        (["--model", "vicuna-1.5-7b", "--policy", "aircache"], "has none: --scope all"),
+        (["--preset", "aircache-table-33"], "aircache-table-3"),
+        (["--preset", "aircache-table-3", "--keep", "0.5"], "a preset names its own policies"),
+        (["--preset", "aircache-table-3", "--batch", "7"], "has no such line"),
+        (["--preset", "a-vl-figure-8", "--model", "tiny"], "no --model"),
+        (["--dry-run", "--compile-only"], "one of the two"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_before_anything_is_compiled(capsys, monkeypatch, options, says):
+    monkeypatch.setattr("jax.stages.Lowered.compile", lambda *_, **__: pytest.fail("compiled"))
+    fails(capsys, *GRID[1:7], *options, says=says)
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_made(capsys, monkeypatch):
+    monkeypatch.setattr("vlkv.benching.subjects.memory_bytes", lambda: 2**30)
+    fails(capsys, "--model", "llava-1.5-7b", says="the device has 1.0")
+
+
+def test_dry_run_counts_bytes(capsys):
+    options = ["--model", "llava-1.5-7b", "--dtype", "bfloat16", "--batch", "8", "--prompt", "2048", "--new", "512"]
+    assert main(["bench", *options, "--policy", "aircache", "--keep", "0.1", "--dry-run"]) == 0
+    table = capsys.readouterr().out
+    # 32 layers, 32 heads of 128 channels, 2 bytes, keys and values: 0.5 MiB an entry.
+    assert f"{8 * (2048 + 512) * 0.5 / 1024:.4f}" in table
+    # All parameters but those behind the tower's last block but one, which nothing reads.
+    assert f"{2 * (7_063_427_072 - 12_596_224) / 2**30:.3f}" in table
+
+
+def test_prompts_have_the_asked_shape():
+    config = vlkv.presets["qwen2-vl-7b"]
+    inputs = prompts.make_inputs(config, 2, 1300, 1236)
+    assert inputs.positions.shape == (2, 1300, 3) and inputs.is_vision.sum(axis=1).tolist() == [1236, 1236]
+    assert inputs.max_images == 3 and (inputs.max_vision, inputs.max_text) == (1236, 64)
+    np.testing.assert_array_equal(inputs.grid[1, 576 + 25], [1, 1, 1])  # the second image, 24 wide
+    np.testing.assert_array_equal(inputs.grid[1, 2 * 576 + 10], [2, 1, 1])  # 84 left: 9 wide
+    np.testing.assert_array_equal(inputs.grid[0, 1236:], np.full((64, 3), -1))
+
+
+# --- the papers' figures, typed in again ------------------------------------------------------------------------------
+
+AIRCACHE_3 = """
+8 2 1.6 1.8 11.6 9.4 8.2 353 436 500
+8 8 4.9 5.3 15.0 11.9 9.4 273 344 436
+8 16 11.3 11.9 21.7 15.0 10.4 189 273 394
+8 32 25.2 26.4 35.9 22.0 12.3 114 186 333
+16 2 2.3 2.5 14.4 11.2 9.7 569 731 845
+16 8 9.4 9.8 22.6 15.6 11.8 362 525 694
+16 16 20.3 21.4 36.9 23.0 12.8 222 356 640
+"""
+AIRCACHE_9 = {
+    "internvl2-8b": """
+8 2 1.2 1.4 9.3 7.0 5.9 440 585 694
+8 8 4.6 5.0 13.3 10.5 8.8 308 390 465
+8 16 9.8 10.5 24.8 15.7 11.9 165 261 344
+8 32 23.8 24.8 46.2 28.1 18.2 89 146 225
+16 2 2.5 2.7 12.2 7.4 6.0 671 1107 1365
+16 8 9.9 10.6 21.6 12.9 8.9 379 635 920
+16 16 21.6 22.4 28.5 16.2 10.0 287 506 819
+""",
+    "qwen2-vl-7b": """
+8 2 1.1 1.3 8.4 6.6 5.2 488 621 788
+8 8 4.3 4.7 12.6 9.7 8.1 325 422 506
+8 16 9.4 10.2 23.7 14.9 11.2 173 275 366
+8 32 22.7 24.0 45.0 26.2 14.6 91 156 214
+16 2 2.1 2.3 10.1 6.8 5.2 811 1205 1575
+16 8 8.6 9.2 19.7 12.1 8.4 426 677 975
+16 16 19.2 20.1 27.0 15.6 9.7 303 525 845
+""",
+}
+
+
+def lines(name, model):
+    return [point for point in papers.named(name).points if point.model == model]
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "printed"),
+    [("aircache-table-3", "llava-onevision-7b", AIRCACHE_3), *(("aircache-table-9", *x) for x in AIRCACHE_9.items())],
+)
+def test_aircache(name, model, printed):
+    rows = [list(map(float, line.split())) for line in printed.strip().splitlines()]
+    points = lines(name, model)
+    assert len(points) == 3 * len(rows)
+    for i, row in enumerate(rows):
+        for j, (keep, point) in enumerate(zip((1.0, 0.5, 0.1), points[3 * i :], strict=False)):
+            setting = point.setting
+            assert (setting.batch, setting.prompt, setting.text, setting.new) == (row[0], row[1] * 1024, 64, 512)
+            assert point.policy == (policies.AirCache(keep=keep) if j else policies.Full())
+            assert list(point.figures.values()) == [row[3] if j else row[2], row[4 + j], row[7 + j]]
+            # What is printed agrees with itself, but for 214: tokens per second are of decoding alone.
+            if row[7 + j] != 214:
+                assert setting.batch * 512 / row[4 + j] == pytest.approx(row[7 + j], rel=0.03)
+
+
+def figures(name, model=None):
+    return [list(p.figures.values()) for p in papers.named(name).points if model in (None, p.model)]
+
+
+def test_other_tables():
+    assert figures("aircache-table-4") == [[9.4, 22.6], [5.4, 11.7], [5.8, 12.6], [9.8, 11.8]]
+    assert figures("prefixkv-table-3") == [
+        [30.5], [20.0, 204.6], [24.3, 168.1], [27.5, 148.7], [29.7, 137.6],
+        [17.8], [11.7, 349.5], [14.2, 288.0], [15.9, 256.3], [17.3, 236.5],
+        [30.7], [16.8, 486.7], [22.5, 363.3], [26.6, 307.9], [29.5, 276.9],
+        [], [13.1, 934.4], [], [], [],
+    ]  # fmt: skip
+    prefixkv = [point.setting for point in papers.named("prefixkv-table-3").points[::5]]
+    assert [(setting.batch, setting.prompt, setting.new) for setting in prefixkv] == [
+        (8, 1024, 512), (16, 624, 256), (16, 1024, 512), (48, 624, 256),
+    ]  # fmt: skip
+    assert figures("csp-table-2") == [
+        [26.023, 1.571], [24.377, 1.207], [21.027, 0.523], [19.736, 0.476], [16.287, 0.208],
+    ]  # fmt: skip
+    assert figures("a-vl-latency")[:3] == [[1.0], [0.556], [0.505]]
+    assert figures("lightkv-table-4") == [[111], [84], [386], [271]]
+    v15, nxt = "llava-1.5-13b", "llava-next-vicuna-13b"
+    assert figures("lightkv-table-6", v15) == [[19.4, 0.55], [12.6, 0.37], [12.6, 0.37], [13.1, 0.38], [13.1, 0.38]]
+    assert figures("lightkv-table-6", nxt) == [[65.0, 1.75], [37.3, 1.05], [37.3, 1.05], [39.0, 1.09], [39.0, 1.09]]
+    assert figures("lightkv-table-10", v15) == [
+        [111, 3.85], [77, 2.52], [82, 2.85], [81, 2.86], [81, 2.86], [84, 2.87],
+    ]  # fmt: skip
+    assert figures("lightkv-table-10", "llava-1.5-7b") == [
+        [64, 3.00], [47, 1.70], [53, 2.14], [51, 2.13], [54, 2.10], [51, 2.11],
+    ]  # fmt: skip
+    assert figures("lightkv-table-10", nxt) == [
+        [386, 4.17], [259, 2.94], [270, 3.29], [268, 3.28], [268, 3.28], [271, 3.31],
+    ]  # fmt: skip
+    assert figures("lightkv-table-10", "llava-next-vicuna-7b") == [
+        [225, 3.20], [148, 1.83], [157, 2.26], [155, 2.24], [155, 2.23], [159, 2.24],
+    ]  # fmt: skip
+    assert set(papers.TABLES) == {
+        "aircache-table-3", "aircache-table-4", "aircache-table-9", "prefixkv-table-3", "csp-table-2", "a-vl-latency",
+        "lightkv-table-4", "lightkv-table-6", "lightkv-table-10",
+    }  # fmt: skip
+    for table in papers.TABLES.values():
+        for point in table.points:
+            settings.check_policy(point.policy, vlkv.presets[point.model])
+
+
+def test_counted_operations_are_near_the_papers(capsys):
+    assert main(["bench", "--preset", "lightkv-table-6", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    for point, row in zip(papers.named("lightkv-table-6").points, rows, strict=True):
+        assert row["teraflops"] == pytest.approx(point.figures["teraflops"], rel=0.06)
+        assert row["cache_bytes"] / 2**30 == pytest.approx(point.figures["cache_gib"], rel=0.03)
+
+
+def test_ours_beside_the_papers(capsys, monkeypatch):
+    took = {"prefill_seconds": 2.0, "step_seconds": 0.01, "cache_bytes": 1, "first_call_seconds": 1.0,
+            "peak": {"bytes": 2**30, "source": "device.memory_stats"}}  # fmt: skip
+    speeds = [{**took, "decode_seconds": s, "tokens_per_second": 8 * 512 / s} for s in (10.0, 5.0, 2.5)]
+    monkeypatch.setattr("vlkv.commands.bench.measure", lambda *_, **__: speeds)
+    preset = ["bench", "--preset", "aircache-table-3", "--model", "tiny", "--batch", "8", "--prompt", "2048"]
+    assert main(preset) == 0
+    table = capsys.readouterr().out
+    line = next(line for line in table.splitlines() if "AirCache 0.1" in line and "decode seconds" in line)
+    assert [cell.strip() for cell in line.split("│")[-5:-1]] == ["8.2", "2.5", "0.71", "0.25"]
+    assert "A100 80 GB" in table and "not the paper's setting: another model" in table
+
+
+# --- the first call -------------------------------------------------------------------------------------------------
+
+
+def test_a_second_process_finds_the_compiled_programs(tmp_path):
+    command = [
+        sys.executable, "-m", "vlkv.cli", *GRID[:9], "--keep", "0.5", "--compile-only", "--json",
+        "--compilation-cache", str(tmp_path / "programs"),
+    ]  # fmt: skip
+    first, second = (
+        json.loads(subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ}).stdout)
+        for _ in range(2)
+    )
+    assert first["cache_misses"] >= 2 and second["cache_misses"] == 0
+    assert second["cache_hits"] >= first["cache_misses"]
+    assert all(row["compile_seconds"] > 0 and row["planned_bytes"] > 0 for row in first["rows"])
+
+
+def test_results_refuse_what_is_not_theirs(tmp_path):
+    path = tmp_path / "quality.json"
+    path.write_text('{"rows": 3}')
+    with pytest.raises(vlkv.InputError, match="something else than results of vlkv bench"):
+        results.Results(path, "")

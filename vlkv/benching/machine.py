@@ -1,0 +1,57 @@
+"""Which machine, which versions, which commit: written into every result."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jax
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def describe() -> dict[str, Any]:
+    """JSON-able; says nothing that would identify a host."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "device": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in ("jax", "flax", "numpy")},
+        "commit": commit(),
+    }
+
+
+def memory_bytes() -> int | None:
+    """Memory of the default device, or of the machine if that is a CPU; None: it does not say."""
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats:
+        return stats.get("bytes_limit")
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def commit() -> str:
+    """Of the repository that these sources lie in; an installed package has its version only."""
+    if not (_ROOT / ".git").exists():
+        return f"vlkv {importlib.metadata.version('vlkv')}"
+    result = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=_ROOT, capture_output=True, text=True, check=False
+    )
+    return result.stdout.strip() or "unknown"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if not info.is_file():
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()

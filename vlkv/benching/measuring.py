@@ -1,0 +1,150 @@
+"""Policies against the full cache in one run: compiled first, then taken in turn, round by round, medians.
+
+A busy moment of the machine then meets all alike, and a ratio means something on shared cores too.
+
+Axes: B batch · S new tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vlkv.benching.programs import SEED, Pair, compile_pair
+from vlkv.benching.prompts import make_inputs
+from vlkv.benching.settings import Setting, label
+from vlkv.errors import InputError
+from vlkv.models import Model
+from vlkv.policies import Policy
+
+Tick = Callable[[str], None]
+
+
+def measure(
+    params: Model,
+    setting: Setting,
+    contestants: Sequence[Policy],
+    *,
+    rounds: int,
+    tick: Tick = lambda _: None,
+    trace: Path | None = None,
+    place: Callable[[Any], Any] = jax.device_put,
+) -> list[dict[str, Any]]:
+    """One result per contestant, the first of which is the one that the others are compared with.
+
+    Args:
+        params: the model.
+        setting: how long a prompt, how many rows, how many new tokens.
+        contestants: the full cache first.
+        rounds: how often each is timed after one run to warm up.
+        tick: is told what has just been done.
+        trace: a folder; one more round of each is recorded there for a profiler.
+        place: puts the inputs where they belong; on a mesh call this within `jax.set_mesh`.
+
+    Returns:
+        Seconds and bytes, or `error` for a contestant that this device has no memory for.
+    """
+    inputs = place(make_inputs(params.config, setting.batch, setting.prompt, setting.vision))
+    found: list[dict[str, Any]] = [{} for _ in contestants]
+    pairs: dict[int, Pair] = {}
+    for i, policy in enumerate(contestants):
+        with _failing(found[i]):
+            pairs[i] = compile_pair(params, inputs, policy, new=setting.new)
+        tick(f"{label(policy)}: compiled")
+    for i in sorted(pairs, key=lambda i: pairs[i].bytes):  # the hungriest last: each can raise the high-water mark
+        before = _high_water()
+        with _failing(found[i]):
+            _run(pairs[i], params, inputs)
+            found[i]["peak"] = _peak(pairs[i], before)
+        tick(f"{label(contestants[i])}: warm")
+    times: dict[int, list[tuple[float, float, float]]] = {i: [] for i in pairs if "error" not in found[i]}
+    for number in range(rounds):
+        order = list(times)
+        for i in order[number % len(order) :] + order[: number % len(order)] if order else []:
+            times[i].append(_run(pairs[i], params, inputs))
+            tick(f"{label(contestants[i])}: round {number + 1}")
+    if trace is not None:
+        for i in times:
+            with jax.profiler.trace(str(trace / f"b{setting.batch}-t{setting.prompt}-{_plain(contestants[i])}")):
+                _run(pairs[i], params, inputs)
+    for i, taken in times.items():
+        found[i] |= _summary(pairs[i], np.array(taken), setting)
+    return [_compared(one, found[0]) for one in found]
+
+
+def _run(pair: Pair, params: Model, inputs: Any) -> tuple[float, float, float]:
+    """Seconds of prefill and of decoding, and entries kept per layer."""
+    begin = time.perf_counter()
+    cache, logits = jax.block_until_ready(pair.prefill.run(params, inputs, SEED))
+    middle = time.perf_counter()
+    jax.block_until_ready(pair.decode.run(params, cache, logits))
+    end = time.perf_counter()
+    return middle - begin, end - middle, float(jnp.mean(cache.length))
+
+
+def _summary(pair: Pair, times: np.ndarray, setting: Setting) -> dict[str, Any]:
+    prefill, decode, kept = np.median(times, axis=0)
+    return {
+        "prefill_seconds": float(prefill),
+        "decode_seconds": float(decode),  # of all S tokens; the first of them comes with the prefill
+        "step_seconds": float(decode / (setting.new - 1)),
+        "tokens_per_second": float(setting.batch * setting.new / decode),
+        "kept_per_layer": float(kept),
+        "cache_bytes": pair.cache_bytes,
+        "first_call_seconds": round(pair.first_call_seconds, 3),
+        "compile_seconds": round(pair.prefill.compile_seconds + pair.decode.compile_seconds, 3),
+        "prefill_times": [float(x) for x in times[:, 0]],
+        "decode_times": [float(x) for x in times[:, 1]],
+    }
+
+
+def _compared(one: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
+    """With what the first contestant took in the same rounds, and the ratios: round by round, then the median."""
+    if one is full or "error" in one or "error" in full:
+        return one
+    ratios = {
+        "prefill": float(np.median(np.array(one["prefill_times"]) / full["prefill_times"])),
+        "decode": float(np.median(np.array(one["decode_times"]) / full["decode_times"])),
+        "cache": one["cache_bytes"] / full["cache_bytes"],
+        "peak": one["peak"]["bytes"] / full["peak"]["bytes"] if full["peak"]["bytes"] else None,
+    }
+    shown = ("prefill_seconds", "decode_seconds", "tokens_per_second", "cache_bytes", "peak")
+    return {**one, "full": {name: full[name] for name in shown}, "to_full": ratios}
+
+
+def _high_water() -> int | None:
+    """The most bytes that the device has ever held; None: it does not count (a CPU)."""
+    stats = jax.local_devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
+    return stats.get("peak_bytes_in_use") if stats else None
+
+
+def _peak(pair: Pair, before: int | None) -> dict[str, Any]:
+    """Measured where this run has raised the device's high-water mark, else as the compiler has laid it out."""
+    after = _high_water()
+    if before is not None and after is not None and after > before:
+        return {"bytes": after, "source": "device.memory_stats", "planned": pair.bytes}
+    return {"bytes": pair.bytes, "source": "compiled.memory_analysis", "planned": pair.bytes}
+
+
+@contextlib.contextmanager
+def _failing(into: dict[str, Any]) -> Any:
+    """A device without enough memory is a result, as in the papers' tables; anything else is not."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
+            raise
+        into["error"] = "out of memory"
+
+
+def _plain(policy: Policy) -> str:
+    return label(policy).replace(" ", "-").replace("%", "")

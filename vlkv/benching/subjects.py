@@ -1,0 +1,89 @@
+"""Which model is timed: a published size with random weights, a checkpoint folder, or the miniature."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from checkpoints_convert import reading
+from vlkv import loading, models
+from vlkv.benching.machine import memory_bytes
+from vlkv.benching.settings import tree_bytes
+from vlkv.config import ModelConfig
+from vlkv.errors import InputError
+from vlkv.mini import CHECKPOINT
+from vlkv.presets import presets
+
+# For dry runs and tests: compiles in seconds.
+_TINY: dict[str, Any] = dict(
+    model_type="llava", image_token_index=5, projector_hidden_act="gelu", tie_word_embeddings=False,
+    vision_feature_layer=-2, vision_feature_select_strategy="default",
+    text_config=dict(model_type="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512),
+    vision_config=dict(model_type="clip_vision_model", hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                       num_attention_heads=2, image_size=28, patch_size=14),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model that can be made or loaded once everything else is known to be right."""
+
+    name: str
+    config: ModelConfig
+    dtype: jnp.dtype
+    folder: Path | None  # None: random weights
+
+    @functools.cached_property
+    def shapes(self) -> models.Model:
+        """The parameters as shapes."""
+        return models.abstract(self.config, self.dtype)
+
+    @property
+    def bytes(self) -> int:
+        """Of the weights."""
+        return tree_bytes(self.shapes)
+
+    def check_fits(self) -> None:
+        """Raises InputError if the weights alone are more than the device holds."""
+        room = memory_bytes()
+        if room is not None and self.bytes > room:
+            raise InputError(
+                f"{self.name}: the weights need {self.bytes / 2**30:.1f} GiB in {self.dtype.name}, the device has "
+                f"{room / 2**30:.1f}: choose a smaller model or --dtype bfloat16"
+            )
+
+    def params(self, seed: int = 0) -> models.Model:
+        """The parameters themselves."""
+        self.check_fits()
+        if self.folder is not None:
+            return loading.load_params(self.folder, dtype=self.dtype)
+        return models.init(self.config, jax.random.key(seed), dtype=self.dtype)
+
+
+def default_dtype() -> str:
+    """What a benchmark computes in: bfloat16 is slow on a CPU."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def find(name: str, *, dtype: DTypeLike | None = None) -> Subject:
+    """A preset's name, "mini", "tiny" (random weights, for dry runs), a checkpoint folder or a hub id.
+
+    Raises:
+        InputError: none of these.
+    """
+    kind = jnp.dtype(default_dtype() if dtype is None else dtype)
+    if name == "tiny" or name in presets:
+        return Subject(name, ModelConfig.from_hf(_TINY) if name == "tiny" else presets[name], kind, None)
+    if name == "mini":
+        return Subject(name, reading.read_config(CHECKPOINT), kind, CHECKPOINT)
+    if "/" not in name and not Path(name).exists():
+        presets[name]  # says which names there are, and the nearest
+    folder = loading.resolve(name)
+    return Subject(folder.resolve().name, reading.read_config(folder), kind, folder)

@@ -1,0 +1,129 @@
+"""Results as tables: ours, or ours beside what a paper printed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from vlkv import policies
+from vlkv.benching import papers
+from vlkv.benching.settings import Setting, cache_bytes, label
+from vlkv.benching.subjects import Subject
+from vlkv.policies import Policy
+
+Line = tuple[Subject, Setting, Policy]
+_GIB = 2**30
+
+
+def _name(policy: Policy) -> str:
+    """With the options that are not the method's own."""
+    default = type(policy)() if isinstance(policy, policies.Full) else type(policy)(keep=policy.keep or 1.0)
+    differs = {
+        name: value for name, value in policy.options().items()
+        if name not in ("keep", "budget") and value != default.options().get(name)
+    }  # fmt: skip
+    said = ", ".join(f"{name}={value}" for name, value in differs.items())
+    return f"{label(policy)} ({said})" if said else label(policy)
+
+
+def plan(console: Console, lines: Sequence[Line], done: Iterable[bool]) -> None:
+    """What will be run, and the bytes it needs."""
+    table = Table("model", "batch", "prompt", "text", "new", "policy", "weights GiB", "cache GiB", "measured")
+    for (subject, setting, policy), is_there in zip(lines, done, strict=True):
+        size = cache_bytes(policy, subject.config, setting, subject.dtype.itemsize)
+        table.add_row(
+            f"{subject.name}, {subject.dtype.name}", *_sizes(setting), _name(policy), f"{subject.bytes / _GIB:.3f}",
+            f"{size / _GIB:.4f}", "yes" if is_there else "",
+        )  # fmt: skip
+    console.print(table)
+
+
+def measured(console: Console, rows: Sequence[tuple[Line, dict[str, Any]]]) -> None:
+    """Seconds, speed and bytes, and the ratios to the full cache of the same run."""
+    table = Table(
+        "batch", "prompt", "new", "policy", "prefill s", "ms/step", "token/s", "cache MiB", "peak GiB", "first call s",
+        "prefill", "decode", "peak", title="last three: of the full cache's in the same run",
+    )  # fmt: skip
+    planned = False
+    for (_, setting, policy), row in rows:
+        batch, prompt, _, new = _sizes(setting)
+        if "error" in row:
+            table.add_row(batch, prompt, new, _name(policy), row["error"])
+            continue
+        ratio = row.get("to_full", {})
+        planned |= row["peak"]["source"] == "compiled.memory_analysis"
+        table.add_row(
+            batch, prompt, new, _name(policy), f"{row['prefill_seconds']:.4g}", f"{1e3 * row['step_seconds']:.4g}",
+            f"{row['tokens_per_second']:.4g}", f"{row['cache_bytes'] / 2**20:.2f}",
+            f"{row['peak']['bytes'] / _GIB:.3f}", f"{row['first_call_seconds']:.1f}",
+            *(f"{ratio[name]:.2f}" if ratio.get(name) else "" for name in ("prefill", "decode", "peak")),
+        )  # fmt: skip
+    console.print(table)
+    if planned:
+        console.print(
+            "peak: as the compiler has laid it out (compiled.memory_analysis), weights included, where the device "
+            "does not count or was not pushed higher", highlight=False,
+        )  # fmt: skip
+
+
+def beside(
+    console: Console, name: str, lines: Sequence[tuple[papers.Point, Line, dict[str, Any]]], machine: dict[str, Any]
+) -> None:
+    """Each printed figure with ours, and both as shares of the full cache's."""
+    paper = papers.named(name)
+    table = Table("model", "batch", "prompt", "new", "policy", "figure", "paper", "ours", "paper/full", "ours/full")
+    full: dict[tuple[Any, ...], tuple[papers.Figures, dict[str, Any]]] = {}
+    for point, (subject, setting, policy), row in lines:
+        place = subject.name, point.setting
+        if isinstance(policy, policies.Full):
+            full[place] = point.figures, row
+        printed_figures: dict[str, float | None] = {**point.figures} or {"total_seconds": None}
+        for figure, printed in printed_figures.items():
+            ours = None if "error" in row else papers.OURS[figure](row)
+            shares = ["", ""]
+            if place in full and not isinstance(policy, policies.Full):
+                theirs, base = full[place]
+                if printed is not None and theirs.get(figure):
+                    shares[0] = f"{printed / theirs[figure]:.2f}"
+                if ours is not None and "error" not in base:
+                    shares[1] = f"{ours / papers.OURS[figure](base):.2f}"
+            batch, prompt, _, new = _sizes(setting)
+            table.add_row(
+                subject.name, batch, prompt, new, _name(policy), figure.replace("_", " "),
+                "" if printed is None else f"{printed:g}", row["error"] if ours is None else f"{ours:.4g}", *shares,
+            )  # fmt: skip
+    console.print(f"{paper.title}. Paper: {paper.hardware}. Ours: {_machine(machine)}", highlight=False)
+    console.print(table)
+    for note in paper.notes:
+        console.print(f"- {note}", highlight=False)
+    changed = {
+        part for point, (subject, setting, _), _ in lines
+        for part, differs in (("model", subject.name != point.model), ("prompt or tokens", setting != point.setting))
+        if differs
+    }  # fmt: skip
+    if changed and not paper.computed:
+        console.print(f"- not the paper's setting: another {' and '.join(sorted(changed))}", highlight=False)
+
+
+def compiled(console: Console, rows: Sequence[tuple[Line, dict[str, Any]]]) -> None:
+    """Seconds of `generate`'s first call."""
+    table = Table("model", "batch", "prompt", "new", "policy", "trace s", "compile s", title="generate, in one program")
+    for (subject, setting, policy), row in rows:
+        batch, prompt, _, new = _sizes(setting)
+        table.add_row(
+            subject.name, batch, prompt, new, _name(policy), f"{row['trace_seconds']:.2f}",
+            f"{row['compile_seconds']:.2f}",
+        )  # fmt: skip
+    console.print(table)
+
+
+def _sizes(setting: Setting) -> tuple[str, str, str, str]:
+    return str(setting.batch), str(setting.prompt), str(setting.text), str(setting.new)
+
+
+def _machine(machine: dict[str, Any]) -> str:
+    where = machine["processor"] if machine["device"] == "cpu" else machine["device"]
+    return f"{where}, {machine['cores']} cores, jax {machine['jax']}, {machine['commit']}"

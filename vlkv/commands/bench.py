@@ -1,0 +1,208 @@
+"""Time prefill and decoding: policy x keep x batch x prompt length, or the settings of a published table.
+
+Everything of one setting is compiled first and then timed in turn, so that ratios to the full cache come from one run.
+`--out` is written after every setting; a cell that it holds already is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from tqdm import tqdm
+
+from vlkv import policies
+from vlkv.benching import machine, operators, papers, tables
+from vlkv.benching.measuring import measure
+from vlkv.benching.programs import Hits, compile_generate, keep_programs
+from vlkv.benching.prompts import make_inputs
+from vlkv.benching.results import Results, identity, missing
+from vlkv.benching.settings import Setting, check_policy, grid, with_full
+from vlkv.benching.subjects import Subject, find
+from vlkv.commands.options import add_policy_arguments, policy_from
+from vlkv.errors import InputError
+from vlkv.policies import Policy
+
+_BATCHES, _PROMPTS, _NEW, _TEXT, _KEEPS = (1,), (1024,), 64, 64, (0.1,)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vlkv bench`."""
+    parser.add_argument(
+        "--model", metavar="NAME", help="a published size with random weights (llava-1.5-7b, ...), a checkpoint "
+        "folder, a hub id, or mini (default: mini, or the preset's own)",
+    )  # fmt: skip
+    parser.add_argument("--preset", metavar="TABLE", help=f"one of {', '.join([*papers.TABLES, *papers.OPERATORS])}")
+    add_policy_arguments(parser, many=True)
+    parser.add_argument("--batch", type=int, nargs="+", metavar="B", help=f"rows (default: {_BATCHES[0]})")
+    parser.add_argument("--prompt", type=int, nargs="+", metavar="T", help=f"tokens of a row (default: {_PROMPTS[0]})")
+    parser.add_argument("--new", type=int, metavar="S", help=f"tokens generated (default: {_NEW})")
+    parser.add_argument("--text", type=int, metavar="T", help=f"of the prompt, the rest is vision (default: {_TEXT})")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="each is timed so often (default: 5)")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: float32 on a CPU)"
+    )
+    parser.add_argument("--out", type=Path, metavar="JSON", help="results, and what is to be resumed")
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="write a profile of one more round of each there")
+    parser.add_argument(
+        "--compilation-cache", type=Path, metavar="DIR", help="keep compiled programs there for the next process"
+    )
+    parser.add_argument(
+        "--compile-only", action="store_true", help="seconds to compile generate, from shapes alone: no weights"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would be run, and the bytes it needs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> Any:
+    """A table on stdout, or the same as JSON."""
+    if args.rounds < 1:
+        raise InputError(f"--rounds {args.rounds} must be at least 1")
+    if args.dry_run and args.compile_only:
+        raise InputError("--dry-run and --compile-only: give one of the two")
+    console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 160)
+    command = "vlkv bench " + " ".join(sys.argv[2:])
+    hits = None if args.compilation_cache is None else keep_programs(args.compilation_cache)
+    if args.preset in papers.OPERATORS:
+        return operators.run(args, console, Results(args.out, command))
+    points, work = _plan(args)
+    lines = [(subject, setting, policy) for subject, setting, contestants in work for policy in contestants]
+    if args.preset is not None and papers.named(args.preset).computed:
+        counted = [papers.count(line[0].config, point) for point, line in zip(points, lines, strict=True)]
+        tables.beside(console, args.preset, list(zip(points, lines, counted, strict=True)), machine.describe())
+        return counted if args.json else None
+    results = Results(args.out, command)
+    if args.dry_run:
+        there = [results.find(_identity(line)) is not None for line in lines]
+        tables.plan(console, lines, there)
+        return (
+            [{**_identity(line), "measured": done} for line, done in zip(lines, there, strict=True)]
+            if args.json
+            else None
+        )
+    if args.compile_only:
+        return _compile(args, console, lines, hits)
+    _measure(args, work, results)
+    rows = [(line, results.find(_identity(line)) or {}) for line in lines]
+    if args.preset is None:
+        tables.measured(console, rows)
+    else:
+        paired = [(point, line, row) for point, (line, row) in zip(points, rows, strict=True)]
+        tables.beside(console, args.preset, paired, results.content["machine"])
+    _say_hits(console, hits)
+    return results.content if args.json else None
+
+
+def _plan(args: argparse.Namespace) -> tuple[list[papers.Point], list[tuple[Subject, Setting, list[Policy]]]]:
+    """Everything that will be run, checked; of a preset also its lines, in the same order."""
+    if args.preset is None:
+        subject = find(args.model or "mini", dtype=args.dtype)
+        contestants = with_full(_contestants(args, subject))
+        for policy in contestants:
+            check_policy(policy, subject.config)
+        settings = grid(
+            subject.config, batches=args.batch or _BATCHES, prompts=args.prompt or _PROMPTS,
+            text=_TEXT if args.text is None else args.text, new=_NEW if args.new is None else args.new,
+        )  # fmt: skip
+        return [], [(subject, setting, contestants) for setting in settings]
+    for option in ("keep", "budget", "scope"):
+        if getattr(args, option) is not None:
+            raise InputError(f"--{option}: a preset names its own policies; leave it out, or leave out --preset")
+    if args.policy is not None or args.option or args.parts:
+        raise InputError("--policy: a preset names its own policies; leave it out, or leave out --preset")
+    table = papers.named(args.preset)
+    chosen = [
+        point for point in table.points
+        if (args.batch is None or point.setting.batch in args.batch)
+        and (args.prompt is None or point.setting.prompt in args.prompt)
+    ]  # fmt: skip
+    if not chosen:
+        sizes = sorted({(point.setting.batch, point.setting.prompt) for point in table.points})
+        raise InputError(f"--preset {args.preset} has no such line; batch and prompt are one of {sizes}")
+    points, work = [], []
+    for key in dict.fromkeys((point.model, point.setting) for point in chosen):
+        lines = [point for point in chosen if (point.model, point.setting) == key]
+        subject = find(args.model or key[0], dtype=args.dtype)
+        text = key[1].text if args.text is None else args.text
+        setting = grid(
+            subject.config, batches=[key[1].batch], prompts=[key[1].prompt], text=text,
+            new=key[1].new if args.new is None else args.new,
+        )[0]  # fmt: skip
+        for point in lines:
+            check_policy(point.policy, subject.config)
+        points += lines
+        work.append((subject, setting, [point.policy for point in lines]))
+    return points, work
+
+
+def _contestants(args: argparse.Namespace, subject: Subject) -> list[Policy]:
+    """Every --policy at every --keep."""
+    if args.budget is not None and args.keep:
+        raise InputError("--keep and --budget: give one of the two")
+    made: list[Policy] = []
+    for name in args.policy or ["snapkv"]:
+        if issubclass(policies.named(name), policies.Full):
+            continue
+        for keep in [None] if args.budget is not None else args.keep or _KEEPS:
+            one = argparse.Namespace(**{**vars(args), "policy": name, "keep": keep})
+            made.append(policy_from(one, lambda: subject.config))
+    return made
+
+
+def _measure(args: argparse.Namespace, work: list[tuple[Subject, Setting, list[Policy]]], results: Results) -> None:
+    """What is not there yet, setting by setting; the full cache is timed again beside what is new."""
+    todo = []
+    for subject, setting, contestants in work:
+        absent = missing(results, subject.name, subject.dtype.name, setting, contestants)
+        if absent:
+            todo.append((subject, setting, absent, with_full(absent)))
+    for subject, *_ in todo:
+        subject.check_fits()
+    steps = sum(len(running) * (2 + args.rounds) for *_, running in todo)
+    with tqdm(total=steps, unit="step", disable=not todo) as bar:
+        params, held = None, None
+        for subject, setting, absent, running in todo:
+            if held != subject.name:
+                params = None  # let the last one go before the next comes
+                params, held = subject.params(), subject.name
+            assert params is not None
+
+            def tick(said: str, setting: Setting = setting) -> None:
+                bar.set_postfix_str(f"{setting.batch} x {setting.prompt}, {said}")
+                bar.update()
+
+            found = measure(params, setting, running, rounds=args.rounds, tick=tick, trace=args.trace)
+            for policy, row in zip(running, found, strict=True):
+                if policy in absent:
+                    results.add(_identity((subject, setting, policy)), row)
+
+
+def _compile(args: argparse.Namespace, console: Console, lines: list[tables.Line], hits: Hits | None) -> Any:
+    """Seconds of each `generate`; nothing is run."""
+    rows = []
+    for subject, setting, policy in tqdm(lines, unit="program"):
+        inputs = make_inputs(subject.config, setting.batch, setting.prompt, setting.vision)
+        made = compile_generate(subject.shapes, inputs, policy, new=setting.new)
+        rows.append({
+            "cell": _identity((subject, setting, policy)), "trace_seconds": made.trace_seconds,
+            "compile_seconds": made.compile_seconds, "planned_bytes": made.bytes,
+        })  # fmt: skip
+    tables.compiled(console, list(zip(lines, rows, strict=True)))
+    _say_hits(console, hits)
+    if not args.json:
+        return None
+    counted = {} if hits is None else {"cache_hits": hits.hits, "cache_misses": hits.misses}
+    return {"rows": rows, **counted}
+
+
+def _say_hits(console: Console, hits: Hits | None) -> None:
+    if hits is not None:
+        console.print(f"compilation cache: {hits.hits} programs found, {hits.misses} made", highlight=False)
+
+
+def _identity(line: tables.Line) -> dict[str, Any]:
+    subject, setting, policy = line
+    return identity(subject.name, subject.dtype.name, setting, policy)
