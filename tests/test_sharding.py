@@ -128,3 +128,22 @@ def test_slots_in_parts_are_counted(layers, vision, text, new, parts):
     assert split % parts == 0
     # Of each layer every part may waste a tile, and one entry each of segment and tail.
     assert whole - layers * 16 <= split <= whole + layers * parts * (16 + 2)
+
+
+def test_a_tail_in_parts_grows_and_shrinks_around_its_entries():
+    parts, used = 2, 5
+
+    def tail(slots):
+        made = np.zeros((1, slots, 1, 1), np.float32)
+        for i in range(used):
+            made[0, cache.slot_of(i, 0, slots, parts)] = 1 + i
+        return jnp.asarray(made)
+
+    nothing = jnp.zeros((1, 32, 1, 1))
+    table = jnp.zeros((1, 1, 1), jnp.int32)
+    held = cache.PackedCache(
+        k=nothing, v=nothing, token=jnp.full((1, 32, 1), -1), start=table, length=table, tail_k=(tail(8),),
+        tail_v=(tail(8),), used=jnp.array([used]), next_position=jnp.array([[used]]), parts=parts,
+    )  # fmt: skip
+    for room, slots in ((20, 20), (13, 14), (5, 6)):
+        np.testing.assert_array_equal(cache.resize_tail(held, room).tail_k[0], tail(slots))

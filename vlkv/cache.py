@@ -134,9 +134,12 @@ def resize_tail(cache: PackedCache, new_tokens: int) -> PackedCache:
     if new_tokens < used:
         raise InputError(f"new_tokens={new_tokens} is too few: the tail's {used} slots in use would be cut off")
 
+    slots, parts = align(new_tokens, cache.parts), cache.parts
+
     def resize(x: Float[Array, "B S K H"]) -> Float[Array, "B _s K H"]:
-        more = jnp.zeros((x.shape[0], max(0, new_tokens - room), *x.shape[2:]), x.dtype)
-        return jnp.concatenate([x[:, :new_tokens], more], axis=1)
+        x = x.reshape(x.shape[0], parts, room // parts, *x.shape[2:])[:, :, : slots // parts]
+        more = [(0, 0), (0, 0), (0, slots // parts - x.shape[2]), (0, 0), (0, 0)]
+        return jnp.pad(x, more).reshape(x.shape[0], slots, *x.shape[3:])
 
     memories = None if cache.memory is None else tuple(memory.resize(layer, new_tokens) for layer in cache.memory)
     return dataclasses.replace(
