@@ -50,6 +50,44 @@ def test_generate_with_parts_of_several_methods(capsys, sample):
     assert result["cache_bytes"] < 0.6 * result["slots"] * result["slot_bytes"]
 
 
+def test_a_saved_cache_answers_other_questions(capsys, sample, tmp_path):
+    """With the full cache as if each had been asked at once; what was kept does not depend on the question."""
+    page, path = sample
+    file, model = tmp_path / "page.safetensors", ["generate", "--model", str(CHECKPOINT), "--max-new-tokens", "12"]
+    said = {}
+    for question in ("read the page", "what does row two say?"):
+        assert main([*model, "--image", str(path), "--prompt", question]) == 0
+        said[question] = capsys.readouterr().out
+    assert said["what does row two say?"].strip() == page.answer(1)
+    saved = [*model, "--save-cache", str(file), "--image", str(path), "--prompt", "read the page"]
+    assert main(saved) == 0
+    assert capsys.readouterr().out == said["read the page"]
+    for question, answer in said.items():
+        assert main([*model, "--from-cache", str(file), "--prompt", question]) == 0
+        assert capsys.readouterr().out == answer
+    assert main([*saved, "--policy", "snapkv", "--keep", "0.5", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert main([*model, "--from-cache", str(file), "--prompt", "read the page", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert {**again, "seconds_with_compilation": 0} == {**result, "seconds_with_compilation": 0}
+    assert again["policy"] == "SnapKV" and again["cache_bytes"] == again["slots"] * again["slot_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--save-cache", "x"], "at least one --image"),
+        (["--from-cache", "x", "--image", "page.png"], "leave out --save-cache and --image"),
+        (["--from-cache", "x", "--policy", "h2o", "--keep", "0.5"], "leave out --policy"),
+        (["--from-cache", "none.safetensors"], "none.safetensors: no such file"),
+        (["--from-cache", str(CHECKPOINT / "model.safetensors")], "not a cache"),
+    ],
+)
+def test_what_does_not_go_with_a_saved_cache(capsys, options, said):
+    assert main(["generate", "--model", str(CHECKPOINT), "--prompt", "read the page", *options]) == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("part", "said"),
     [
