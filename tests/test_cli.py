@@ -131,7 +131,18 @@ def test_demo_draws_what_survived(capsys, monkeypatch, tmp_path):
 
 
 def test_help_everywhere(capsys):
-    for command in ([], ["demo"], ["generate"], ["policies"], ["convert"], ["inspect"], ["profile"]):
+    for command in (
+        [],
+        ["demo"],
+        ["generate"],
+        ["policies"],
+        ["convert"],
+        ["inspect"],
+        ["profile"],
+        ["plan"],
+        ["bench"],
+        ["eval"],
+    ):
         with pytest.raises(SystemExit) as stop:
             main([*command, "--help"])
         assert stop.value.code == 0
