@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +13,6 @@ from rich.console import Console
 
 from vlkv import planning
 from vlkv.commands.options import add_policy_arguments, policy_from
-from vlkv.errors import InputError
 from vlkv.planning.planning import DTYPES
 from vlkv.presets import presets
 
@@ -43,9 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--generate", action="store_true", help="compile `generate` too: how long a first call waits for it"
     )
-    parser.add_argument(
-        "--compilation-cache", type=Path, metavar="DIR", help="keep compiled programs here, for the next plan like this"
-    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -53,8 +48,6 @@ def run(args: argparse.Namespace) -> Any:
     """A table on stdout, or JSON; what is being done on stderr."""
     if not os.environ.get("JAX_PLATFORMS"):  # nothing runs: no accelerator of this machine need be taken
         jax.config.update("jax_platforms", "cpu")
-    if args.compilation_cache is not None:
-        keep_programs(args.compilation_cache)
     policy = policy_from(args, lambda: presets[args.preset])
     with _progress() as say:
         made = planning.plan(
@@ -66,15 +59,6 @@ def run(args: argparse.Namespace) -> Any:
         return planning.as_json(made)
     Console().print(planning.as_table(made), highlight=False)
     return None
-
-
-def keep_programs(folder: Path) -> None:
-    """Uses jax's persistent compilation cache in this folder; InputError where there can be none."""
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"--compilation-cache {folder}: is a file; give a folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
 
 
 @contextlib.contextmanager
