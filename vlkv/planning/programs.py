@@ -251,9 +251,12 @@ def tpu_devices(topology: str) -> list[Any]:
                         ("TPU_WORKER_HOSTNAMES", "localhost"), ("TPU_STDERR_LOG_LEVEL", "3"),
                         ("TPU_MIN_LOG_LEVEL", "3")):  # fmt: skip
         os.environ.setdefault(name, value)
+    sides = [int(side) for side in topology.partition(":")[2].split("x")]
+    # Some libtpus take a host of 2 x 2 chips even where there are fewer.
+    few = {"chips_per_host_bounds": [*(min(side, 2) for side in sides[:2]), 1]} if min(sides[:2]) < 2 else {}
     try:
         with _without_stderr():
-            return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+            return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **few).devices)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(str(error).splitlines()[0]) from None
 
