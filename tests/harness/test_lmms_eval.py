@@ -175,7 +175,7 @@ def test_rounds(direct):
 
 
 def test_pictures_of_all_kinds(direct, tmp_path):
-    av = pytest.importorskip("av", reason="PyAV is not installed: see the extra `harness`")
+    av = pytest.importorskip("av", reason="PyAV is not installed: pip install 'av<16'")
     asked = lmms.Vlkv.__new__(lmms.Vlkv)
     asked.max_frames, asked.fps = 4, 2.0
     picture = direct[1][0].image
