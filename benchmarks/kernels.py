@@ -29,7 +29,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import machine
 from pallas_kernels import attention_mass, core_attention, decode_attention, prefill_attention
 from pallas_kernels import attention_mass_rows as mass_rows
 from pallas_kernels.attention_mass import _IMPLEMENTATIONS as MASS
@@ -37,6 +36,7 @@ from pallas_kernels.attention_mass_rows import _IMPLEMENTATIONS as MASS_ROWS
 from pallas_kernels.core_attention import _IMPLEMENTATIONS as CORE
 from pallas_kernels.decode_attention import _IMPLEMENTATIONS as DECODE
 from pallas_kernels.dispatch import available, target_platform
+from vlkv.benching import machine
 
 KEEPS = (0.1, 1.0)
 CORE_SHARES = (0.3, 0.5, 0.7)

@@ -48,9 +48,9 @@ def main() -> None:
 
     import jax
 
-    from benchmarks.machine import describe
     from tests.families import tiny
     from vlkv import policies
+    from vlkv.benching.machine import describe
 
     made: dict[str, Any] = json.loads(options.out.read_text()) if options.out.is_file() else {}
     table: dict[str, dict[str, str]] = made.get("table", {})

@@ -37,12 +37,13 @@ from rich.table import Table
 from tqdm import tqdm
 
 import vlkv
-from benchmarks import machine, torch_side
+from benchmarks import torch_side
 from vlkv import policies
+from vlkv.benching import machine
 from vlkv.benching.programs import SEED, compile_pair
-from vlkv.benching.results import write_json
 from vlkv.benching.settings import tree_bytes
 from vlkv.errors import InputError
+from vlkv.files import write_json
 from vlkv.mini import CHECKPOINT
 from vlkv.terminal import OneLineParser, guarded
 

@@ -19,7 +19,8 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from benchmarks import machine
+from vlkv.benching import machine
+from vlkv.files import write_json
 
 _RESULT = Path(__file__).parent / "results" / "plans.json"
 _POLICY = ["--policy", "aircache", "--keep", "0.1"]
@@ -82,8 +83,7 @@ def main() -> None:
         if not mine or "error" in mine[0] or args.again:
             row = run(model, topology, args.thorough) | {"commit": about["commit"]}
             rows = [other for other in rows if other not in mine] + [row]
-            lines = ",\n".join(json.dumps(row) for row in rows)
-            args.output.write_text(f'{{"machine": {json.dumps(about)},\n"results": [\n{lines}\n]}}\n')
+            write_json(args.output, {"machine": about, "results": rows})
             mine = [row]
         _show(mine[0])
 

@@ -30,8 +30,8 @@ from sklearn.svm import SVC
 from tqdm import tqdm
 
 import vlkv
-from benchmarks import machine
 from vlkv import policies
+from vlkv.benching import machine
 from vlkv.mini import CHECKPOINT, folder, pages
 from vlkv.policies.reducing import ReducingPolicy
 

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
-from vlkv.files import read_text
+from vlkv.files import read_text, write_json
 from vlkv.inputs import Inputs
 from vlkv.models import Model
 from vlkv.policies import Policy, PrefixKV
@@ -197,12 +197,7 @@ def save(
         "shares": aggregate(ratios).tolist(),
         "spread": spread(ratios).tolist(),
     }
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_json(path, content)
     return content
 
 

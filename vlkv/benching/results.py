@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from vlkv.benching import machine
 from vlkv.benching.settings import Setting
 from vlkv.errors import InputError
-from vlkv.files import read_json
+from vlkv.files import read_json, write_json
 from vlkv.policies import Policy
 
 _SAME = ("processor", "cores", "device", "devices", "python", "jax")  # or figures must not stand in one file
@@ -67,14 +66,3 @@ def identity(subject: str, dtype: str, setting: Setting, policy: Policy) -> dict
 def missing(results: Results, subject: str, dtype: str, setting: Setting, policies: Sequence[Policy]) -> list[Policy]:
     """Contestants of a setting that no row is there of."""
     return [p for p in policies if results.find(identity(subject, dtype, setting, p)) is None]
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Whole or not at all, even if the process dies."""
-    part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)

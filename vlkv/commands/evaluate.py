@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.console import Console
 from rich.progress import track
 
 from vlkv import loading
+from vlkv.benching.machine import describe
 from vlkv.commands.options import policy_called
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> Any:
         raise InputError(f"{args.file}, {error}" if str(error).startswith("line ") else str(error)) from None
     finally:
         journal.close()
-    result = {"run": facts, "machine": machine()} | report.summarise(records, plan, metrics, journal.entries)
+    result = {"run": facts, "machine": describe()} | report.summarise(records, plan, metrics, journal.entries)
     report.save(result, args.out / RESULTS)
     files = [args.out / RESULTS]
     if importlib.util.find_spec("matplotlib") is not None:
@@ -129,9 +129,3 @@ def policies_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -
         keeps = [] if {"keep", "budget"} & set(options) else [{"keep": keep} for keep in args.keep]
         plan += [make(cls.__name__, **options, **keep) for keep in keeps or [{}]]
     return list(dict.fromkeys(plan))
-
-
-def machine() -> dict[str, Any]:
-    """On what and with what it ran."""
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "flax", "numpy")}
-    return {"device": jax.devices()[0].device_kind, "devices": jax.device_count(), **versions}

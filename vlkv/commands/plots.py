@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vlkv.errors import InputError
+from vlkv.files import replacing
 
 _IN_LEGEND = 12  # lines of one panel; more are told apart by their colour alone
 
@@ -56,12 +57,8 @@ def save(panels: list[Panel], out: Path) -> None:
             _curves(part, panel)
         else:
             _maps(part, panel)
-    partial = out.with_name(f".{out.name}.partial")
-    try:
+    with replacing(out) as partial:
         figure.savefig(partial, format="png", dpi=120)
-        partial.replace(out)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _curves(part: Any, panel: Curves) -> None:

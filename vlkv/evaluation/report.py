@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from rich.table import Table
 from vlkv.evaluation.journal import Entry
 from vlkv.evaluation.metrics import LOWER_IS_BETTER, Scored, score
 from vlkv.evaluation.records import Record
+from vlkv.files import write_json
 from vlkv.policies.policy import Policy
 
 _PERCENT = ("anls", "exact", "rouge-l")
@@ -86,13 +85,7 @@ def table(result: Mapping[str, Any]) -> Table:
 
 def save(result: Mapping[str, Any], file: Path) -> None:
     """Writes the result as JSON; the file appears, or changes, when it is whole."""
-    new = file.with_name(f".{file.name}.new")
-    with new.open("w", encoding="utf-8") as out:
-        json.dump(_finite(result), out, indent=1)
-        out.write("\n")
-        out.flush()
-        os.fsync(out.fileno())
-    new.replace(file)
+    write_json(file, _finite(result))
 
 
 def plot(result: Mapping[str, Any], file: Path) -> None:
