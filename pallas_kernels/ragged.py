@@ -51,9 +51,8 @@ def attend(
     segments = count.shape[0]
     q = q.reshape(segments, -1, head_dim)
     groups = q.shape[1]
-    block, together = _sizes(op, bound, 2 * head_dim * itemsize)
+    block, together = _sizes(op, bound, 2 * head_dim * itemsize, segments)
     most = -(-bound // block)  # blocks of a segment
-    together = min(together, segments * most)
     take = jax.vmap(read(block))
     blocks = jnp.maximum(-(-count // block), 1)  # an empty segment has one, all masked: queues have no gaps
     ends = jnp.cumsum(blocks)
@@ -123,9 +122,12 @@ def _window(x: Array, begin: Array, size: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, begin, size)
 
 
-def _sizes(op: str, bound: int, entry: int) -> tuple[int, int]:
+def _sizes(op: str, bound: int, entry: int, segments: int) -> tuple[int, int]:
     """C and W. On a CPU a few blocks at a time, to stay in a core's cache; an accelerator wants them all at once."""
     default = {"block": 128, "kilobytes": 1024 if target_platform() == "cpu" else 65536}
     sizes = tuning.block(f"{op}/xla", None, default)
     block = max(1, min(sizes["block"], bound))
-    return block, max(1, 1024 * sizes["kilobytes"] // (block * entry))
+    together = max(1, min(1024 * sizes["kilobytes"] // (block * entry), segments * -(-bound // block)))
+    if together > segments:  # most often all segments have as many blocks: no turn should have a few left over
+        together -= together % segments
+    return block, together

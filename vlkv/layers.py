@@ -85,7 +85,7 @@ class SplitHeads(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch N H"]:
         """Projects the last axis into heads."""
-        y = jnp.einsum("...d,nhd->...nh", x, self.weight[...])
+        y = jnp.moveaxis(_product(self.weight[...], x, axes=1), (0, 1), (-2, -1))
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -98,8 +98,19 @@ class JoinHeads(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch N H"]) -> Float[Array, "*batch D"]:
         """Sums the heads back into the model width."""
-        y = jnp.einsum("...nh,dnh->...d", x, self.weight[...])
+        y = jnp.moveaxis(_product(self.weight[...], x, axes=2), 0, -1)
         return y if self.bias is None else y + self.bias[...]
+
+
+def _product(weight: Array, x: Array, *, axes: int) -> Array:
+    """Sums over so many last axes of both; the weight's other axes come first.
+
+    As einsum would write it, XLA copies a weight of three axes into another order in every product, which on a CPU at
+    batch 1 takes seven times the product itself. Not so where the weight comes first and keeps its order.
+    """
+    dtype = jnp.result_type(weight, x)
+    last = tuple(tuple(range(y.ndim - axes, y.ndim)) for y in (weight, x))
+    return jax.lax.dot_general(weight.astype(dtype), x.astype(dtype), (last, ((), ())))
 
 
 class RMSNorm(nnx.Module):

@@ -1,19 +1,23 @@
 """prefill_attention in plain XLA, block by block: differentiable, any backend.
 
-Axes: B batch · T queries · S keys · N query heads · K key heads · G = N/K · H head dim.
+Axes: B batch · T queries · S keys · N query heads · K key heads · G = N/K · H head dim · C queries of a block.
 """
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-# Logits of one block of queries, in elements: what prefill attention adds to the peak memory.
-_BLOCK_ELEMENTS = 2**24
-_GROUPS = 8  # causal: queries in G static groups, each over its own prefix of keys, waste 1/(2G) of the work
+from pallas_kernels.dispatch import target_platform
+
+# Logits held at a time, in elements: what prefill attention adds to the peak memory. On a CPU they should stay in a
+# core's cache, and key heads are taken one by one, which halves the time; an accelerator wants them all at once.
+_BLOCK_ELEMENTS = {"cpu": 2**23, "accelerator": 2**24}
+_SMALL = 2**20  # logits in all: not worth cutting on a CPU
+_GROUPS = 8  # causal: queries in at most 8 static groups, each over its own prefix of keys, waste 1/16 of the work
+_TILE = 16  # queries: the smallest block
+_LARGEST = 512  # queries: the largest one on an accelerator
 
 
 def prefill_attention_xla(
@@ -26,48 +30,80 @@ def prefill_attention_xla(
     """As `prefill_attention` says; a query without a key gets an average of nothing in particular."""
     batch, length, heads, head_dim = q.shape
     kv_heads = k.shape[2]
+    one_by_one, block = _plan(batch, length, heads, kv_heads, causal)
+
+    def attend(row: tuple[Array, Array, Array, Array | None]) -> Array:
+        return _one_head(*row, causal=causal, block=block)
+
     q = q.reshape(batch, length, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H]
-    block = _block_size(batch * heads * length, length)
+    if valid is not None:
+        valid = jnp.broadcast_to(valid[:, None], (batch, kv_heads, length))
+    rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v, valid))
+    out = jax.lax.map(attend, rows) if one_by_one else jax.vmap(attend)(rows)
+    out = out.reshape(batch, kv_heads, -1, length, head_dim)
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, head_dim)
+
+
+def _plan(batch: int, length: int, heads: int, kv_heads: int, causal: bool) -> tuple[bool, int]:
+    """Whether key heads are taken one by one, and how many queries at a time."""
+    on_cpu = target_platform() == "cpu"
+    one_by_one = on_cpu and batch * heads * length**2 > _SMALL
+    together = heads // kv_heads if one_by_one else batch * heads
+    fit = _BLOCK_ELEMENTS["cpu" if on_cpu else "accelerator"] // max(together * length, 1)
+    if not on_cpu:
+        wanted = _LARGEST
+    elif one_by_one and causal:
+        wanted = -(-length // (_GROUPS * _TILE)) * _TILE  # a block for each group
+    else:
+        wanted = length
+    return one_by_one, max(1, min(length, wanted, max(_TILE, 2 ** max(fit, 1).bit_length() // 2)))
+
+
+def _one_head(
+    q: Float[Array, "G T H"],
+    k: Float[Array, "T H"],
+    v: Float[Array, "T H"],
+    valid: Bool[Array, " T"] | None,
+    *,
+    causal: bool,
+    block: int,
+) -> Float[Array, "G T H"]:
+    length = k.shape[0]
     blocks = -(-length // block)
     per_group = -(-blocks // _GROUPS) if causal else blocks
-    q = jnp.pad(q, [(0, 0)] * 3 + [(0, blocks * block - length), (0, 0)])
+    q = jnp.pad(q, [(0, 0), (0, blocks * block - length), (0, 0)])
 
     out = []
     for first in range(0, blocks, per_group):
         last = min(first + per_group, blocks)
         seen = min(last * block, length) if causal else length
-        part = q[..., first * block : last * block, :].reshape(*q.shape[:3], last - first, block, head_dim)
+        part = q[:, first * block : last * block].reshape(q.shape[0], last - first, block, -1)
         places = jnp.arange(first * block, last * block).reshape(-1, block)
-        attend = _attend(k[:, :, :seen], v[:, :, :seen], None if valid is None else valid[:, :seen], causal)
+        attend = _attend(k[:seen], v[:seen], None if valid is None else valid[:seen], causal)
         if last - first == 1:
-            out.append(attend((jnp.squeeze(part, 3), places[0])))
+            out.append(attend((part[:, 0], places[0])))
         else:
-            parts = jax.lax.map(attend, (jnp.moveaxis(part, 3, 0), places))
-            out.append(jnp.moveaxis(parts, 0, 3).reshape(*q.shape[:3], -1, head_dim))
-    joined = jnp.concatenate(out, axis=3)[..., :length, :]
-    return joined.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, head_dim)
+            parts = jax.lax.map(attend, (part.swapaxes(0, 1), places))
+            out.append(parts.swapaxes(0, 1).reshape(q.shape[0], -1, q.shape[2]))
+    return jnp.concatenate(out, axis=1)[:, :length]
 
 
-def _block_size(rows: int, length: int) -> int:
-    """The largest power of two whose logits stay within bounds, at least 16 and at most 512."""
-    fit = max(16, _BLOCK_ELEMENTS // max(rows, 1))
-    return min(512, 2 ** int(math.log2(fit)), max(length, 1))
-
-
-def _attend(k, v, valid, causal):
+def _attend(k: Array, v: Array, valid: Array | None, causal: bool):
     # Recomputed in the backward pass: training must not keep the probabilities of every block either.
     @jax.checkpoint
-    def block(args):
-        q, places = args  # [B, K, G, block, H], [block]
-        logits = jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-        allowed = jnp.ones((1, 1, logits.shape[-1]), bool)
+    def block(args: tuple[Float[Array, "G C H"], Int[Array, " C"]]) -> Float[Array, "G C H"]:
+        q, places = args
+        logits = jnp.einsum("gch,sh->gcs", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+        allowed = jnp.ones((1, logits.shape[-1]), bool)
         if causal:
             allowed = allowed & (jnp.arange(logits.shape[-1]) <= places[:, None])
         if valid is not None:
-            allowed = allowed & valid[:, None]
-        logits = jnp.where(allowed[:, None, None], logits, jnp.finfo(jnp.float32).min)
-        weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
-        return jnp.einsum("bkgts,bksh->bkgth", weights, v)
+            allowed = allowed & valid
+        logits = jnp.where(allowed, logits, jnp.finfo(jnp.float32).min)
+        weights = jnp.exp(logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        out = jnp.einsum("gcs,sh->gch", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return (out / total).astype(v.dtype)  # [G, C, H] divided instead of [G, C, S]
 
     return block

@@ -15,7 +15,7 @@ IMPLEMENTATIONS = ["xla", "reference"]
 
 def blocks_of(entries):
     """Blocks of so many entries, three at a time."""
-    return lambda op, bound, entry: (min(entries, bound), 3)
+    return lambda op, bound, entry, segments: (min(entries, bound), 3)
 
 
 @pytest.fixture(scope="module")
