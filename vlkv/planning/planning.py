@@ -6,6 +6,7 @@ import dataclasses
 import re
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -101,8 +102,9 @@ def plan(
     data, model_axis, reason = _mesh(jobs[0], where, mesh)
     made, notes = _devices(where, data, model_axis)
     params = models.abstract(config, jnp.dtype(dtype), made)  # type: ignore[arg-type]
-    with programs.effort("O1" if quick else None):
-        runs = tuple(run(job, where, made, params, said, whole=whole) for job in jobs)
+    # Side by side: XLA compiles a program for TPU on little more than one core.
+    with programs.effort("O1" if quick else None), ThreadPoolExecutor(len(jobs)) as threads:
+        runs = tuple(threads.map(lambda job: run(job, where, made, params, said, whole=whole), jobs))
     return Plan(
         model=name, topology=where, data=data, model_axis=model_axis, mesh_reason=reason, dtype=dtype, batch=batch,
         prompt=prompt, new_tokens=new_tokens, question=asked, quick=quick, runs=runs,
