@@ -118,7 +118,7 @@ def read_slots(
 ) -> Float[Array, "C H"]:
     """These slots of one row and head, in any order; past the pool's end its last one is read."""
     slots = jnp.clip(slots, 0, pool.shape[1] - 1)
-    if not isinstance(pool, QuantizedPool):  # one index instead of three: half as long again takes the other on a CPU
+    if not isinstance(pool, QuantizedPool):  # one index a row, not three: a third faster on a CPU
         rows = (row * pool.shape[1] + slots) * pool.shape[2] + head
         return pool.reshape(-1, pool.shape[3]).at[rows].get(mode="promise_in_bounds")
     group = slots // pool.group if pool.axis == "slots" else slots
