@@ -76,8 +76,8 @@ def test_the_compiled_prefill_needs_less_memory():
     exact, capped = (bytes_of(policies.AirCache(keep=0.05, cap=cap)) for cap in (None, 2.0))
     cache = 2 * layers * length * 16 * 64 * 4
     assert exact > cache
-    # A CPU is free to put off what frees memory; a third of the cache it does save.
-    assert exact - capped > cache / 3
+    # A CPU is free to put off what frees memory; a quarter of the cache it does save.
+    assert exact - capped > cache / 4
 
 
 @pytest.mark.parametrize(("name", "cap"), [("snapkv", 2.0), ("aircache", 0.5)])
