@@ -109,7 +109,7 @@ def _product(weight: Array, x: Array, *, axes: int) -> Array:
     batch 1 takes seven times the product itself. Not so where the weight comes first and keeps its order.
     """
     dtype = jnp.result_type(weight, x)
-    last = tuple(tuple(range(y.ndim - axes, y.ndim)) for y in (weight, x))
+    last = range(weight.ndim - axes, weight.ndim), range(x.ndim - axes, x.ndim)
     return jax.lax.dot_general(weight.astype(dtype), x.astype(dtype), (last, ((), ())))
 
 
