@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.dispatch import target_platform
 
-# Logits held at a time, in elements: what prefill attention adds to the peak memory. On a CPU they should stay in a
-# core's cache, and key heads are taken one by one, which halves the time; an accelerator wants them all at once.
+# Logits held at a time, in elements: what prefill attention adds to the peak memory. On a CPU key heads are taken one
+# by one, which halves the time; an accelerator wants them all at once.
 _BLOCK_ELEMENTS = {"cpu": 2**23, "accelerator": 2**24}
 _SMALL = 2**20  # logits in all: not worth cutting on a CPU
 _GROUPS = 8  # causal: queries in at most 8 static groups, each over its own prefix of keys, waste 1/16 of the work
