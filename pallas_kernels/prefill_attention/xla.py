@@ -5,6 +5,8 @@ Axes: B batch · T queries · S keys · N query heads · K key heads · G = N/K 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -19,6 +21,8 @@ _GROUPS = 8  # causal: queries in at most 8 static groups, each over its own pre
 _TILE = 16  # queries: the smallest block
 _LARGEST = 512  # queries: the largest one on an accelerator
 
+Row = tuple[Array, Array, Array, Array | None]  # of one key head: q [G, T, H], k and v [T, H], valid [T]
+
 
 def prefill_attention_xla(
     q: Float[Array, "B T N H"],
@@ -32,7 +36,7 @@ def prefill_attention_xla(
     kv_heads = k.shape[2]
     one_by_one, block = _plan(batch, length, heads, kv_heads, causal)
 
-    def attend(row: tuple[Array, Array, Array, Array | None]) -> Array:
+    def attend(row: Row) -> Array:
         return _one_head(*row, causal=causal, block=block)
 
     q = q.reshape(batch, length, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]
@@ -40,9 +44,23 @@ def prefill_attention_xla(
     if valid is not None:
         valid = jnp.broadcast_to(valid[:, None], (batch, kv_heads, length))
     rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v, valid))
-    out = jax.lax.map(attend, rows) if one_by_one else jax.vmap(attend)(rows)
+    out = _over_queries(attend, rows) if one_by_one else jax.vmap(attend)(rows)
     out = out.reshape(batch, kv_heads, -1, length, head_dim)
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, head_dim)
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, head_dim).astype(v.dtype)
+
+
+def _over_queries(attend: Callable[[Row], Array], rows: Row) -> Float[Array, "R G T H"]:
+    """Row by row, each result in the place of its queries.
+
+    A loop with a buffer of its own, as `lax.map` has, would be handed one of zeros, and XLA makes those of all layers
+    of a model before the first layer begins.
+    """
+
+    def one(i: Int[Array, ""], out: Float[Array, "R G T H"]) -> Float[Array, "R G T H"]:
+        q, k, v, valid = jax.tree.map(lambda x: x[i], (out, *rows[1:]))
+        return out.at[i].set(attend((q, k, v, valid)).astype(out.dtype))
+
+    return jax.lax.fori_loop(0, rows[0].shape[0], one, rows[0])
 
 
 def _plan(batch: int, length: int, heads: int, kv_heads: int, causal: bool) -> tuple[bool, int]:
@@ -89,7 +107,11 @@ def _one_head(
     return jnp.concatenate(out, axis=1)[:, :length]
 
 
-def _attend(k: Array, v: Array, valid: Array | None, causal: bool):
+def _attend(
+    k: Float[Array, "S H"], v: Float[Array, "S H"], valid: Bool[Array, " S"] | None, causal: bool
+) -> Callable[[tuple[Array, Array]], Array]:
+    """From a block of queries and their places to what they see of these keys."""
+
     # Recomputed in the backward pass: training must not keep the probabilities of every block either.
     @jax.checkpoint
     def block(args: tuple[Float[Array, "G C H"], Int[Array, " C"]]) -> Float[Array, "G C H"]:
