@@ -5,6 +5,7 @@ M-RoPE (Qwen2-VL, Sec. 2.1) lets channel pairs turn by time, line or column; lon
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -28,7 +29,11 @@ def rotate(x: Float[Array, "B T N H"], positions: Int[Array, "B T A"], rope: Rop
 
 def turn(x: Float[Array, "B T N H"], angle: Float[Array, "B T H//2"], scale: float = 1.0) -> Float[Array, "B T N H"]:
     """Turns channel pairs (i, i + H/2) of all heads by their angles, in float32."""
-    half, angle = x.shape[-1] // 2, angle[..., None, :]  # [B, T, 1, H/2]
-    cos, sin = scale * jnp.cos(angle), scale * jnp.sin(angle)
+    half = x.shape[-1] // 2
+    table = scale * jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1)
+    # A product with one changes nothing, but what goes into a product is made first, once for all heads and layers:
+    # left to itself XLA on a CPU works out cosines anew for every head. Unlike it, a barrier is not kept there.
+    table = jnp.matmul(table, jnp.eye(2 * half), precision=jax.lax.Precision.HIGHEST)[..., None, :]  # [B, T, 1, H]
+    cos, sin = table[..., :half], table[..., half:]
     a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels
 from vlkv.errors import InputError
-from vlkv.observe import Observation, top
+from vlkv.observe import Observation, ordinal, top
 from vlkv.policies.policy import Policy, Statistics
 
 
@@ -99,7 +99,7 @@ def allocate_and_take(
         seen: tokens in scope that the prompt had.
         bound: a static bound on both.
     """
-    layers, length = is_vision.shape
+    layers = len(is_vision)
     in_scope = stays & is_vision if policy.scope == "vision" else stays
     out_of_scope = stays & ~in_scope
     scores, protected, statistics, _ = jax.tree.map(lambda *x: _stack(x), *observed)
@@ -114,15 +114,13 @@ def allocate_and_take(
     granted = jnp.clip(granted, 0, total - jnp.minimum(jnp.cumsum(granted, axis=0) - granted, total))
 
     def take(scores, protected, statistics, budget, in_scope, out_of_scope):  # [K, T], [T], of one layer, [K], [T], [T]
-        spare = jnp.maximum(budget - jnp.sum(protected), 0)
-        order, taken = policy.rank(scores, statistics, in_scope & ~protected, spare)
-        budget = budget - spare + taken
-        scores = jnp.where(out_of_scope, jnp.inf, jnp.where(in_scope, scores, -jnp.inf))
-        best_first = _best_first(order, protected, in_scope, out_of_scope)
-        count = (budget + jnp.sum(out_of_scope))[:, None]
-        taken = jnp.broadcast_to(jnp.arange(length) < count, scores.shape)
-        kept = jnp.put_along_axis(jnp.zeros(scores.shape, bool), best_first, taken, axis=-1, inplace=False)
-        return kept & (in_scope | out_of_scope), budget, scores
+        rest, certain = in_scope & ~protected, jnp.sum(protected)
+        order, taken = policy.rank(scores, statistics, rest, jnp.maximum(budget - certain, 0))
+        budget = jnp.minimum(budget, certain) + taken
+        # Where even the protected are too many, the last of them stay.
+        latest = protected & (ordinal(protected) >= certain - budget[:, None])
+        kept = out_of_scope | latest | top(order, rest, taken)
+        return kept, budget, jnp.where(out_of_scope, jnp.inf, jnp.where(in_scope, scores, -jnp.inf))
 
     kept, spent, scores = jax.vmap(take)(
         scores.astype(jnp.float32), protected & in_scope, statistics, granted.astype(jnp.int32), in_scope, out_of_scope
@@ -130,26 +128,16 @@ def allocate_and_take(
     return Selection(kept, spent, scores, statistics)
 
 
-def _best_first(
-    order: Float[Array, "K T"],
-    protected: Bool[Array, " T"],
-    in_scope: Bool[Array, " T"],
-    out_of_scope: Bool[Array, " T"],
-) -> Int[Array, "K T"]:
-    """Text that stays, protected from the last, the rest, padding: no score, however large, crosses these borders."""
-    tier = jnp.where(out_of_scope, 0, jnp.where(protected, 1, jnp.where(in_scope, 2, 3)))
-    within = jnp.where(protected, -jnp.arange(order.shape[1], dtype=jnp.float32), -order)
-    return jnp.lexsort((within, jnp.broadcast_to(tier, within.shape)), axis=-1)
-
-
 def shortlist(policy: Policy, observed: Observed, obs: Observation, *, layers: int) -> Bool[Array, " T"]:
     """The tokens of a layer that may still be kept under the policy's cap, the same for all heads.
 
     Where heads rank apart, a token's best rank counts, so every head is sure of its first C / K.
     """
+    # Protected from the last, the rest, what is not in scope: no score, however large, crosses these borders.
+    tier = jnp.where(observed.protected, 0, jnp.where(obs.in_scope, 1, 2))
     scores = observed.scores.astype(jnp.float32)
-    nothing = jnp.zeros_like(obs.in_scope)
-    best_first = _best_first(scores, observed.protected, obs.in_scope, nothing)
+    within = jnp.where(observed.protected, -jnp.arange(scores.shape[1], dtype=jnp.float32), -scores)
+    best_first = jnp.lexsort((within, jnp.broadcast_to(tier, within.shape)), axis=-1)
     rank = jnp.min(jnp.argsort(best_first, axis=-1), axis=0)
     table = jnp.asarray(policy.cap_counts(layers=layers, most=rank.shape[0]))
     chosen = top(-rank[None].astype(jnp.float32), obs.in_scope, table[jnp.sum(obs.in_scope)][None])
