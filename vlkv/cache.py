@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,9 +24,11 @@ from pallas_kernels import Kernels, QuantizedPool, quantize
 from vlkv import memory, parallel
 from vlkv.errors import InputError
 from vlkv.memory import Memory
+from vlkv.observe import tokens_at
 from vlkv.policies.policy import Policy
 
 ALIGNMENT = 16  # slots: every segment starts on a bf16 tile
+_SLOTS_AT_A_TIME = 512  # that are written
 
 
 @jax.tree_util.register_dataclass
@@ -209,18 +212,20 @@ def pack(
         counts = jnp.stack([jnp.sum(mask, axis=-1, dtype=jnp.int32) for mask in kept])  # [L, B, K]
         rounded = align(-(-counts // parts), tile)
         start = jnp.cumsum(rounded, axis=0) - rounded
-        row = jnp.arange(rows)[:, None, None]
-        head = jnp.arange(own_heads)[:, None]
-        pool_k = jnp.zeros((rows, here, own_heads, head_dim), k[0].dtype)
-        pool_v = jnp.zeros_like(pool_k)
-        token = jnp.full((rows, here, own_heads), -1, jnp.int32)
+        pools: tuple[Array, ...] = (
+            *(jnp.zeros((rows, here, own_heads, head_dim), k[0].dtype) for _ in "kv"),
+            jnp.full((rows, here, own_heads), -1, jnp.int32),
+        )
         for layer in range(layers):
             entry = _vision_first(kept[layer], is_vision[layer][:, None])
             slot = part.local(slot_of(entry, start[layer][..., None], slots, parts), here)
-            where = row, jnp.where(kept[layer], slot, here), head  # past the end: not written
-            pool_k = pool_k.at[where].set(k[layer], mode="drop")
-            pool_v = pool_v.at[where].set(v[layer], mode="drop")
-            token = token.at[where].set(source[layer][:, None].astype(jnp.int32), mode="drop")
+            length = kept[layer].shape[-1]
+            place = jnp.where(kept[layer] & (slot < here), slot - start[layer][..., None], length)
+            order = jax.vmap(jax.vmap(partial(tokens_at, places=length)))(place)
+            sources = jnp.broadcast_to(source[layer][:, None].astype(jnp.int32), kept[layer].shape)
+            end = jnp.max(start[layer] + rounded[layer], axis=1)
+            pools = _lay(pools, (k[layer], v[layer], sources), order, start[layer], end)
+        pool_k, pool_v, token = pools
 
         def tail() -> tuple[Array, ...]:  # twice: buffers that are shared could not be donated
             shape = rows, -(-new_tokens // parts), own_heads, head_dim
@@ -251,3 +256,41 @@ def _vision_first(kept: Bool[Array, "B K _t"], is_vision: Bool[Array, "B 1 _t"])
     vision, text = kept & is_vision, kept & ~is_vision
     after = jnp.sum(vision, axis=-1, keepdims=True)
     return jnp.where(vision, jnp.cumsum(vision, axis=-1) - 1, after + jnp.cumsum(text, axis=-1) - 1)
+
+
+def _lay(
+    pools: tuple[Float[Array, "B P K *H"] | Int[Array, "B P K"], ...],
+    values: tuple[Float[Array, "B K _t *H"] | Int[Array, "B K _t"], ...],
+    order: Int[Array, "B K _t"],
+    start: Int[Array, "B K"],
+    end: Int[Array, " B"],
+) -> tuple[Array, ...]:
+    """The pools with one more segment: from `start` the values of the tokens that `order` names, up to the first -1.
+
+    Some slots at a time, all heads together. XLA for TPU sorts the slots that one scatter of all values is given, and
+    where a head comes after the other it turns the pool around for it and back.
+    """
+    rows, heads, tokens = order.shape
+    slots = pools[0].shape[1]
+    size, head = min(_SLOTS_AT_A_TIME, slots), jnp.arange(heads)
+
+    def step(i: Int[Array, ""], pools: tuple[Array, ...], row: Int[Array, ""]) -> tuple[Array, ...]:
+        first = jnp.minimum(jnp.min(start[row]) + i * size, slots - size)
+        entry = first + jnp.arange(size)[:, None] - start[row]
+        named = order.at[row, head, jnp.clip(entry, 0, tokens - 1)].get(mode="promise_in_bounds")
+        is_new = (entry >= 0) & (entry < tokens) & (named >= 0)
+
+        def lay(pool: Array, values: Array) -> Array:
+            window = (row, first) + (0,) * (pool.ndim - 2)
+            old = jax.lax.dynamic_slice(pool, window, (1, size, *pool.shape[2:]))[0]
+            new = values.at[row, head, jnp.maximum(named, 0)].get(mode="promise_in_bounds")
+            new = jnp.where(is_new.reshape(size, heads, *[1] * (pool.ndim - 3)), new, old)
+            return jax.lax.dynamic_update_slice(pool, new[None], window)
+
+        return tuple(map(lay, pools, values))
+
+    def lay_row(row: Int[Array, ""], pools: tuple[Array, ...]) -> tuple[Array, ...]:
+        count = -(-(end[row] - jnp.min(start[row])) // size)
+        return jax.lax.fori_loop(0, count, lambda i, pools: step(i, pools, row), pools)
+
+    return jax.lax.fori_loop(0, rows, lay_row, pools)

@@ -7,6 +7,7 @@ G = N/K · H head dim. Every score comes from `attention_mass`, so none of this 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -56,6 +57,22 @@ def last(mask: Bool[Array, " T"], count: Int[Array, ""] | int) -> Bool[Array, " 
     return mask & (ordinal(mask) >= jnp.sum(mask) - count)
 
 
+def tokens_at(place: Int[Array, " T"], places: int) -> Int[Array, " n"]:
+    """Which token has each place from 0 to places - 1; -1: none. Tokens with places past the end have none."""
+    token = jnp.arange(place.shape[0], dtype=jnp.int32)
+    return jnp.full(places, -1, jnp.int32).at[place].set(token, mode="drop")
+
+
+def largest(bits: int, holds: Callable[[Any], Any], shape: tuple[int, ...] = ()) -> UInt32[Array, "*shape"]:
+    """The largest number of so many bits for which `holds`, which holds of all below one that it holds of; or 0."""
+
+    def set_bit(i: Int[Array, ""], number: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+        higher = number | jnp.uint32(1 << bits - 1) >> i.astype(jnp.uint32)
+        return jnp.where(holds(higher), higher, number)
+
+    return jax.lax.fori_loop(0, bits, set_bit, jnp.zeros(shape, jnp.uint32))
+
+
 def top(
     x: Float[Array, "K T"], candidates: Bool[Array, "#K T"] | Bool[Array, " T"], count: Int[Array, " K"]
 ) -> Bool[Array, "K T"]:
@@ -69,12 +86,7 @@ def top(
     order = jnp.where(candidates, order, 0)  # below every float
     wanted = count[:, None]
 
-    def set_bit(i: Int[Array, ""], least: UInt32[Array, "K 1"]) -> UInt32[Array, "K 1"]:
-        higher = least | jnp.uint32(1 << 31) >> i.astype(jnp.uint32)
-        enough = jnp.sum(order >= higher, axis=1, keepdims=True) >= wanted
-        return jnp.where(enough, higher, least)
-
-    least = jax.lax.fori_loop(0, 32, set_bit, jnp.zeros(wanted.shape, jnp.uint32))
+    least = largest(32, lambda least: jnp.sum(order >= least, axis=1, keepdims=True) >= wanted, wanted.shape)
     above, equal = order > least, order == least
     left = wanted - jnp.sum(above, axis=1, keepdims=True)
     return (above | equal & (jnp.cumsum(equal, axis=1) <= left)) & candidates
@@ -113,8 +125,9 @@ def split_rows_mass(
 ) -> Float[Array, "R N T"]:
     """As `rows_mass`, with the rows split into R parts that are summed apart."""
     rows = jnp.any(parts, axis=0)
-    place = jnp.where(rows, jnp.arange(rows.shape[0]), -1)
-    picked = jax.lax.top_k(place, min(most, rows.shape[0]))[0]  # the last rows; -1 where there are fewer
+    most = min(most, rows.shape[0])
+    from_last = jnp.sum(rows) - 1 - ordinal(rows)
+    picked = tokens_at(jnp.where(rows, from_last, most), most)
     present = picked >= 0
     picked = jnp.maximum(picked, 0)
     return attention_mass(

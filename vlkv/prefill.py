@@ -23,6 +23,7 @@ from vlkv.errors import InputError
 from vlkv.inputs import Inputs
 from vlkv.memory import Memory, begin
 from vlkv.models import Model
+from vlkv.observe import ordinal, tokens_at
 from vlkv.parallel import by_row
 from vlkv.policies.policy import Policy
 from vlkv.policies.selection import Observed, allocate_and_take, observe, require_fit, see, shortlist
@@ -97,10 +98,11 @@ def _look(
     if keep is None:
         return Candidates(k, v, read.is_vision, read.stays, read.source, held, observed)
     stays = (read.stays & ~obs.in_scope) | shortlist(policy, observed, obs, layers=layers)
-    order = jnp.argsort(~stays, stable=True)[:keep]
+    order = tokens_at(jnp.where(stays, ordinal(stays), keep), keep)
+    stays, order = order >= 0, jnp.maximum(order, 0)
     values = {name: value[:, order] for name, value in observed.values.items()}
     observed = observed._replace(scores=observed.scores[:, order], protected=observed.protected[order], values=values)
-    return Candidates(k[:, order], v[:, order], read.is_vision[order], stays[order], read.source[order], held, observed)
+    return Candidates(k[:, order], v[:, order], read.is_vision[order], stays, read.source[order], held, observed)
 
 
 def fill_cache(prompt: Prompt, policy: Policy, *, new_tokens: int, key: Key[Array, ""] | None = None) -> PackedCache:

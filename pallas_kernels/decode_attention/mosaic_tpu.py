@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -49,6 +50,26 @@ def decode_attention_mosaic_tpu(
     """As `decode_attention` says. Blocks in which no slot is valid are not read; `op`: whose block sizes."""
     assert not isinstance(k, QuantizedPool) and not isinstance(v, QuantizedPool)
     plan = _plan(op, q, k, valid is not None, max_length, return_mass)
+    split = 1 if plan.blocks == 1 else cores()
+    return _attend(q, k, v, start, length, valid, plan, split, max_length, return_mass, interpret, op)
+
+
+# Under jit, so that a model's layers, all of one shape, are traced once.
+@partial(jax.jit, static_argnums=(6, 7, 8, 9, 10, 11))
+def _attend(
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B P K H"],
+    v: Float[Array, "B P K H"],
+    start: Int[Array, "B K"],
+    length: Int[Array, "B K"],
+    valid: Bool[Array, "B K M"] | None,
+    plan: _Plan,
+    split: int,
+    max_length: int,
+    return_mass: bool,
+    interpret: bool,
+    op: str,
+) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
     batch, heads, head_dim = q.shape
     kv_heads, group, most = plan.kv_heads, heads // plan.kv_heads, min(max_length, k.shape[1])
     start, length = start.astype(jnp.int32), jnp.clip(length, 0, most).astype(jnp.int32)
@@ -77,7 +98,6 @@ def decode_attention_mosaic_tpu(
 
     names = [*scalars, *vectors, *constants, *in_hbm, *outputs, *(f"{name} buffer" for name in buffers)]
     names += ["turn", "semaphores"]
-    split = 1 if plan.blocks == 1 else cores()
     results = pl.pallas_call(
         lambda *refs: _Pass(plan, dict(zip(names, refs, strict=True))).run(),
         grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels
 from vlkv.errors import InputError
-from vlkv.observe import Observation, ordinal, top
+from vlkv.observe import Observation, first, largest, last, top
 from vlkv.policies.policy import Policy, Statistics
 
 
@@ -118,7 +118,7 @@ def allocate_and_take(
         order, taken = policy.rank(scores, statistics, rest, jnp.maximum(budget - certain, 0))
         budget = jnp.minimum(budget, certain) + taken
         # Where even the protected are too many, the last of them stay.
-        latest = protected & (ordinal(protected) >= certain - budget[:, None])
+        latest = jax.vmap(last, (None, 0))(protected, budget)
         kept = out_of_scope | latest | top(order, rest, taken)
         return kept, budget, jnp.where(out_of_scope, jnp.inf, jnp.where(in_scope, scores, -jnp.inf))
 
@@ -133,15 +133,20 @@ def shortlist(policy: Policy, observed: Observed, obs: Observation, *, layers: i
 
     Where heads rank apart, a token's best rank counts, so every head is sure of its first C / K.
     """
-    # Protected from the last, the rest, what is not in scope: no score, however large, crosses these borders.
-    tier = jnp.where(observed.protected, 0, jnp.where(obs.in_scope, 1, 2))
     scores = observed.scores.astype(jnp.float32)
-    within = jnp.where(observed.protected, -jnp.arange(scores.shape[1], dtype=jnp.float32), -scores)
-    best_first = jnp.lexsort((within, jnp.broadcast_to(tier, within.shape)), axis=-1)
-    rank = jnp.min(jnp.argsort(best_first, axis=-1), axis=0)
-    table = jnp.asarray(policy.cap_counts(layers=layers, most=rank.shape[0]))
-    chosen = top(-rank[None].astype(jnp.float32), obs.in_scope, table[jnp.sum(obs.in_scope)][None])
-    return chosen[0]
+    rest, certain = obs.in_scope & ~observed.protected, jnp.sum(observed.protected)
+    table = jnp.asarray(policy.cap_counts(layers=layers, most=obs.in_scope.shape[0]))
+    room = table[jnp.sum(obs.in_scope)]
+
+    def best(rank: Int[Array, ""]) -> Bool[Array, " T"]:
+        """So many of every head's best: first the protected, from the last, whatever their scores."""
+        others = jnp.broadcast_to(jnp.maximum(rank - certain, 0), scores.shape[:1])
+        return last(observed.protected, rank) | jnp.any(top(scores, rest, others), axis=0)
+
+    bits = obs.in_scope.shape[0].bit_length()
+    rank = largest(bits, lambda rank: jnp.sum(best(rank.astype(jnp.int32))) <= room).astype(jnp.int32)
+    sure = best(rank)
+    return sure | first(best(rank + 1) & ~sure, room - jnp.sum(sure))
 
 
 def _stack(arrays: tuple[Array, ...]) -> Array:
