@@ -273,9 +273,12 @@ def _lay(
     rows, heads, tokens = order.shape
     slots = pools[0].shape[1]
     size, head = min(_SLOTS_AT_A_TIME, slots), jnp.arange(heads)
+    low = jnp.min(start, axis=1)
+    count = jnp.max(-(-(end - low) // size))  # of windows, in the longest row
 
-    def step(i: Int[Array, ""], pools: tuple[Array, ...], row: Int[Array, ""]) -> tuple[Array, ...]:
-        first = jnp.minimum(jnp.min(start[row]) + i * size, slots - size)
+    def step(i: Int[Array, ""], pools: tuple[Array, ...]) -> tuple[Array, ...]:
+        row = i // count
+        first = jnp.minimum(low[row] + i % count * size, slots - size)
         entry = first + jnp.arange(size)[:, None] - start[row]
         named = order.at[row, head, jnp.clip(entry, 0, tokens - 1)].get(mode="promise_in_bounds")
         is_new = (entry >= 0) & (entry < tokens) & (named >= 0)
@@ -289,8 +292,4 @@ def _lay(
 
         return tuple(map(lay, pools, values))
 
-    def lay_row(row: Int[Array, ""], pools: tuple[Array, ...]) -> tuple[Array, ...]:
-        count = -(-(end[row] - jnp.min(start[row])) // size)
-        return jax.lax.fori_loop(0, count, lambda i, pools: step(i, pools, row), pools)
-
-    return jax.lax.fori_loop(0, rows, lay_row, pools)
+    return jax.lax.fori_loop(0, rows * count, step, pools)

@@ -130,10 +130,11 @@ def split_rows_mass(
     picked = tokens_at(jnp.where(rows, from_last, most), most)
     present = picked >= 0
     picked = jnp.maximum(picked, 0)
+    q, of_part = (x.at[:, picked].get(mode="promise_in_bounds") for x in (obs.q, parts))
     return attention_mass(
-        obs.q[:, picked],
+        q,
         obs.k,
-        row_weight=(present & parts[:, picked]).astype(jnp.float32),
+        row_weight=(present & of_part).astype(jnp.float32),
         key_mask=obs.valid if keys is None else keys,
         row_place=picked,
         implementation=obs.kernels.attention_mass,

@@ -102,7 +102,8 @@ def _look(
     stays, order = order >= 0, jnp.maximum(order, 0)
     values = {name: value[:, order] for name, value in observed.values.items()}
     observed = observed._replace(scores=observed.scores[:, order], protected=observed.protected[order], values=values)
-    return Candidates(k[:, order], v[:, order], read.is_vision[order], stays, read.source[order], held, observed)
+    k, v = (x.at[:, order].get(mode="promise_in_bounds") for x in (k, v))
+    return Candidates(k, v, read.is_vision[order], stays, read.source[order], held, observed)
 
 
 def fill_cache(prompt: Prompt, policy: Policy, *, new_tokens: int, key: Key[Array, ""] | None = None) -> PackedCache:
