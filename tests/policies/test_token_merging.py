@@ -229,7 +229,7 @@ def test_on_the_cache_nothing_happens_while_the_prompt_is_read():
     inputs = models.unequal_batch()
     cache, logits = prefill(models.tiny_llava(), inputs, policy, new_tokens=2)
     _, whole = prefill(models.tiny_llava(), inputs, Full(), new_tokens=2)
-    np.testing.assert_array_equal(logits, whole)
+    np.testing.assert_allclose(logits, whole, rtol=1e-4, atol=1e-5)  # two programs, which XLA may round apart
     vision = np.asarray(cache.length)[:, :, 0] - np.array([14, 18, 12])
     np.testing.assert_array_equal(vision.sum(axis=0), [15, 8, 0])  # a tenth of three layers with 50, 25 and 0
 
