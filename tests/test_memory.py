@@ -60,7 +60,7 @@ def test_packed_cache_at_7b_shapes_has_just_these_bytes(method):
         return made.k, made.v, made.tail_k, made.tail_v
 
     kept, is_vision, source = (
-        (shape(dims, dtype),) * LAYERS
+        shape((LAYERS, *dims), dtype)
         for dims, dtype in (((1, heads, length), bool), ((1, length), bool), ((1, length), jnp.int32))
     )
     made = jax.tree.leaves(jax.eval_shape(arrays, kv, kv, kept, is_vision, source, shape((1, 1), jnp.int32)))

@@ -19,8 +19,8 @@ def test_every_kept_entry_lies_where_its_segment_says_and_nothing_else_does(monk
     kept = rng.random((LAYERS, ROWS, HEADS, LENGTH)) < np.stack([share, share[::-1], share / 2])[:, None]
     source = np.stack([np.sort(rng.permutation(500)[:LENGTH]) for _ in range(ROWS)])
     made = cache.pack(
-        policies.Full(), tuple(map(jnp.asarray, k)), tuple(map(jnp.asarray, v)), tuple(map(jnp.asarray, kept)),
-        is_vision=(jnp.asarray(is_vision),) * LAYERS, source=(jnp.asarray(source),) * LAYERS,
+        policies.Full(), tuple(map(jnp.asarray, k)), tuple(map(jnp.asarray, v)), jnp.asarray(kept),
+        is_vision=jnp.asarray(np.stack([is_vision] * LAYERS)), source=jnp.asarray(np.stack([source] * LAYERS)),
         next_position=jnp.zeros((ROWS, 1), jnp.int32), max_vision=LENGTH, max_text=0, max_images=1, new_tokens=4,
     )  # fmt: skip
     used = np.zeros(made.token.shape, bool)

@@ -188,19 +188,32 @@ def pack(
     policy: Policy,
     k: tuple[Float[Array, "B K _t H"], ...],
     v: tuple[Float[Array, "B K _t H"], ...],
-    kept: tuple[Bool[Array, "B K _t"], ...],
+    kept: Bool[Array, "L B K T"],
     *,
-    is_vision: tuple[Bool[Array, "B _t"], ...],
-    source: tuple[Int[Array, "B _t"], ...],
+    is_vision: Bool[Array, "L B T"],
+    source: Int[Array, "L B T"],
     next_position: Int[Array, "B A"],
     max_vision: int,
     max_text: int,
     max_images: int,
     new_tokens: int,
 ) -> PackedCache:
-    """Moves the kept entries of all layers into one pool; `source` says which prompt token each of a layer's is.
+    """Moves the kept entries of all layers into one pool.
 
     Where the policy quantises the pool, the tail stays as it comes: it is KIVI's recent window in full precision.
+
+    Args:
+        policy: any policy.
+        k: of each layer; one that holds fewer tokens has shorter arrays.
+        v: likewise.
+        kept: which tokens each layer keeps, padded to the longest layer, as are the next two.
+        is_vision: which come from an image.
+        source: which token of the prompt each is.
+        next_position: see `PackedCache`.
+        max_vision: see `pool_slots`, as the other bounds.
+        max_text: text tokens.
+        max_images: images.
+        new_tokens: slots of the tail.
     """
     layers, (batch, heads, _, head_dim) = len(k), k[0].shape
     parts, tile = parallel.slot_parts(heads), _tile(policy)
@@ -208,23 +221,24 @@ def pack(
 
     def own(part: parallel.Part, k: Any, v: Any, kept: Any, is_vision: Any, source: Any) -> tuple[Any, ...]:
         """A device's rows, heads and slots."""
-        (rows, own_heads), here = k[0].shape[:2], slots // parts
-        counts = jnp.stack([jnp.sum(mask, axis=-1, dtype=jnp.int32) for mask in kept])  # [L, B, K]
+        (_, rows, own_heads, length), here = kept.shape, slots // parts
+        counts = jnp.sum(kept, axis=-1, dtype=jnp.int32)  # [L, B, K]
         rounded = align(-(-counts // parts), tile)
         start = jnp.cumsum(rounded, axis=0) - rounded
+        # What lies where is found for all layers at once: small operations by the hundred are long in compiling.
+        entry = _vision_first(kept, is_vision[:, :, None])
+        slot = part.local(slot_of(entry, start[..., None], slots, parts), here)
+        place = jnp.where(kept & (slot < here), slot - start[..., None], length)
+        order = jax.vmap(jax.vmap(jax.vmap(partial(tokens_at, places=length))))(place)
+        low, end = jnp.min(start, axis=2), jnp.max(start + rounded, axis=2)
+        windows = jnp.max(-(-(end - low) // _window(here)), axis=1)  # in the longest row
         pools: tuple[Array, ...] = (
             *(jnp.zeros((rows, here, own_heads, head_dim), k[0].dtype) for _ in "kv"),
             jnp.full((rows, here, own_heads), -1, jnp.int32),
         )
         for layer in range(layers):
-            entry = _vision_first(kept[layer], is_vision[layer][:, None])
-            slot = part.local(slot_of(entry, start[layer][..., None], slots, parts), here)
-            length = kept[layer].shape[-1]
-            place = jnp.where(kept[layer] & (slot < here), slot - start[layer][..., None], length)
-            order = jax.vmap(jax.vmap(partial(tokens_at, places=length)))(place)
-            sources = jnp.broadcast_to(source[layer][:, None].astype(jnp.int32), kept[layer].shape)
-            end = jnp.max(start[layer] + rounded[layer], axis=1)
-            pools = _lay(pools, (k[layer], v[layer], sources), order, start[layer], end)
+            values = k[layer], v[layer], source[layer].astype(jnp.int32)
+            pools = _lay(pools, values, order[layer], start[layer], low[layer], windows[layer])
         pool_k, pool_v, token = pools
 
         def tail() -> tuple[Array, ...]:  # twice: buffers that are shared could not be donated
@@ -241,7 +255,7 @@ def pack(
 
     pool, table = "B P K H", "L B K"
     run = parallel.split(
-        own, ("B K T H", "B K T H", "B K T", "B T", "B T"), (pool, pool, "B P K", table, table, pool, pool),
+        own, ("B K T H", "B K T H", "L B K T", "L B T", "L B T"), (pool, pool, "B P K", table, table, pool, pool),
         batch=batch, kv_heads=heads, parts=parts,
     )  # fmt: skip
     packed_k, packed_v, token, start, length, tail_k, tail_v = run(k, v, kept, is_vision, source)
@@ -251,45 +265,51 @@ def pack(
     )  # fmt: skip
 
 
-def _vision_first(kept: Bool[Array, "B K _t"], is_vision: Bool[Array, "B 1 _t"]) -> Int[Array, "B K _t"]:
+def _vision_first(kept: Bool[Array, "L B K T"], is_vision: Bool[Array, "L B 1 T"]) -> Int[Array, "L B K T"]:
     """The place of each kept token within its segment."""
     vision, text = kept & is_vision, kept & ~is_vision
     after = jnp.sum(vision, axis=-1, keepdims=True)
     return jnp.where(vision, jnp.cumsum(vision, axis=-1) - 1, after + jnp.cumsum(text, axis=-1) - 1)
 
 
+def _window(slots: int) -> int:
+    return min(_SLOTS_AT_A_TIME, slots)
+
+
 def _lay(
     pools: tuple[Float[Array, "B P K *H"] | Int[Array, "B P K"], ...],
-    values: tuple[Float[Array, "B K _t *H"] | Int[Array, "B K _t"], ...],
-    order: Int[Array, "B K _t"],
+    values: tuple[Float[Array, "B K _t H"] | Int[Array, "B T"], ...],
+    order: Int[Array, "B K T"],
     start: Int[Array, "B K"],
-    end: Int[Array, " B"],
+    low: Int[Array, " B"],
+    windows: Int[Array, ""],
 ) -> tuple[Array, ...]:
     """The pools with one more segment: from `start` the values of the tokens that `order` names, up to the first -1.
 
-    Some slots at a time, all heads together. XLA for TPU sorts the slots that one scatter of all values is given, and
-    where a head comes after the other it turns the pool around for it and back.
+    One window of slots at a time, all heads together, from the first slot that is new in a row (`low`). XLA for TPU
+    sorts the slots that one scatter of all values is given, and where a head comes after the other it turns the pool
+    around for it and back.
     """
     rows, heads, tokens = order.shape
     slots = pools[0].shape[1]
-    size, head = min(_SLOTS_AT_A_TIME, slots), jnp.arange(heads)
-    low = jnp.min(start, axis=1)
-    count = jnp.max(-(-(end - low) // size))  # of windows, in the longest row
+    size, head = _window(slots), jnp.arange(heads)
 
     def step(i: Int[Array, ""], pools: tuple[Array, ...]) -> tuple[Array, ...]:
-        row = i // count
-        first = jnp.minimum(low[row] + i % count * size, slots - size)
+        row = jax.lax.div(i, windows)  # not //, which minds signs in ten operations
+        first = jnp.minimum(low[row] + jax.lax.rem(i, windows) * size, slots - size)
         entry = first + jnp.arange(size)[:, None] - start[row]
         named = order.at[row, head, jnp.clip(entry, 0, tokens - 1)].get(mode="promise_in_bounds")
         is_new = (entry >= 0) & (entry < tokens) & (named >= 0)
+        named = jnp.maximum(named, 0)
 
         def lay(pool: Array, values: Array) -> Array:
             window = (row, first) + (0,) * (pool.ndim - 2)
             old = jax.lax.dynamic_slice(pool, window, (1, size, *pool.shape[2:]))[0]
-            new = values.at[row, head, jnp.maximum(named, 0)].get(mode="promise_in_bounds")
+            where = (row, head, named) if values.ndim > 2 else (row, named)
+            new = values.at[where].get(mode="promise_in_bounds")
             new = jnp.where(is_new.reshape(size, heads, *[1] * (pool.ndim - 3)), new, old)
             return jax.lax.dynamic_update_slice(pool, new[None], window)
 
         return tuple(map(lay, pools, values))
 
-    return jax.lax.fori_loop(0, rows * count, step, pools)
+    return jax.lax.fori_loop(0, rows * windows, step, pools)

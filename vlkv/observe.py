@@ -115,16 +115,26 @@ def rows_mass(
     """Attention summed over a few rows, softmax over `keys` (None: all valid), causal.
 
     At most the last `most` rows of the mask take part: a static bound, because gathering a few rows costs a few rows,
-    while masking all T would cost a second attention pass. `options` go to `attention_mass`.
+    while masking all T would cost a second attention pass. `options` as `split_rows_mass`.
     """
     return split_rows_mass(obs, rows[None], most, keys=keys, **options)[0]
 
 
 def split_rows_mass(
-    obs: Observation, parts: Bool[Array, "R T"], most: int, *, keys: Bool[Array, " T"] | None = None, **options: Any
+    obs: Observation,
+    parts: Bool[Array, "R T"],
+    most: int,
+    *,
+    keys: Bool[Array, " T"] | None = None,
+    among: Bool[Array, " T"] | None = None,
+    **options: Any,
 ) -> Float[Array, "R N T"]:
-    """As `rows_mass`, with the rows split into R parts that are summed apart."""
-    rows = jnp.any(parts, axis=0)
+    """As `rows_mass`, with the rows split into R parts that are summed apart.
+
+    `among` are the rows of which the last `most` are gathered, None: those of the parts. Where all layers gather the
+    same rows, and choose among them by weight, they are looked up once. Other options go to `attention_mass`.
+    """
+    rows = jnp.any(parts, axis=0) if among is None else among
     most = min(most, rows.shape[0])
     from_last = jnp.sum(rows) - 1 - ordinal(rows)
     picked = tokens_at(jnp.where(rows, from_last, most), most)

@@ -148,23 +148,22 @@ def _fill(prompt: Prompt, policy: Policy, new_tokens: int) -> PackedCache:
     """From the candidates of all layers to a cache."""
     layers, length, found = len(prompt.layers), prompt.valid.shape[1], prompt.layers
     longest = max(layer.stays.shape[1] for layer in found)
-    is_vision, stays = (
+    is_vision, stays, source = (
         jnp.stack([_lengthen(getattr(layer, name), longest) for layer in found], axis=1)
-        for name in ("is_vision", "stays")
+        for name in ("is_vision", "stays", "source")
     )  # [B, L, T]
     held = jnp.stack([layer.held for layer in found], axis=1)
     seen = jnp.sum(prompt.valid & prompt.is_vision if policy.scope == "vision" else prompt.valid, axis=1)
     observed = tuple(layer.observed for layer in found)
     choose = partial(allocate_and_take, policy, bound=length)
     selection = jax.vmap(choose)(observed, is_vision, stays, held, seen)
-    merged, kept = [], []
+    merged = []
     for i, layer in enumerate(found):
-        kept.append(selection.kept[:, i, :, : layer.k.shape[2]])
-        scores = selection.scores[:, i, :, : layer.k.shape[2]]
-        merged.append(jax.vmap(policy.merge)(layer.k, layer.v, kept[i], scores))
+        kept, scores = (x[:, i, :, : layer.k.shape[2]] for x in (selection.kept, selection.scores))
+        merged.append(jax.vmap(policy.merge)(layer.k, layer.v, kept, scores))
     cache = pack(
-        policy, tuple(m[0] for m in merged), tuple(m[1] for m in merged), tuple(kept),
-        is_vision=tuple(layer.is_vision for layer in found), source=tuple(layer.source for layer in found),
+        policy, tuple(m[0] for m in merged), tuple(m[1] for m in merged), jnp.swapaxes(selection.kept, 0, 1),
+        is_vision=jnp.swapaxes(is_vision, 0, 1), source=jnp.swapaxes(source, 0, 1),
         next_position=prompt.next_position, max_vision=prompt.max_vision, max_text=prompt.max_text,
         max_images=prompt.max_images, new_tokens=new_tokens,
     )  # fmt: skip

@@ -10,6 +10,7 @@ its keys · H head dim.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -43,8 +44,26 @@ def attention_mass_mosaic_tpu(
     interpret: bool = False,
 ) -> Float[Array, "R N S"]:
     """As `attention_mass` says."""
+    tiles = Tiles.of("attention_mass", q, k, causal, in_order)
+    return _mass(q, k, row_weight, key_mask, row_place, tiles, softmax_n, statistic, threshold, interpret)
+
+
+# Under jit, so that a model's layers, all of one shape, are traced once.
+@functools.partial(jax.jit, static_argnums=(5, 6, 7, 8, 9))
+def _mass(
+    q: Float[Array, "N T H"],
+    k: Float[Array, "K S H"],
+    row_weight: Float[Array, "R T"],
+    key_mask: Bool[Array, " S"],
+    row_place: Int[Array, " T"],
+    tiles: Tiles,
+    softmax_n: float,
+    statistic: str,
+    threshold: float,
+    interpret: bool,
+) -> Float[Array, "R N S"]:
     weights, keys = row_weight.shape[0], k.shape[1]
-    args, tiles = lay_out("attention_mass", q, k, key_mask, row_place, causal=causal, in_order=in_order)
+    args = lay_out(tiles, q, k, key_mask, row_place)
     weight = fill_up(row_weight.astype(jnp.float32), 1)
     common = {
         "compiler_params": pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
@@ -86,19 +105,34 @@ def unsupported(q: Array, k: Array, row_weight: Array, key_mask: Array, row_plac
     return None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiles:
     """How heads, rows and keys are cut into blocks: what the kernels of both masses share."""
 
-    def __init__(self, op: str, q: Array, k: Array, causal: bool, in_order: bool):
+    heads: int  # of a block
+    groups: int
+    rows: int
+    keys: int
+    row_blocks: int
+    key_blocks: int
+    per_key_head: int  # groups
+    head_dim: int
+    causal: bool
+    in_order: bool
+
+    @classmethod
+    def of(cls, op: str, q: Array, k: Array, causal: bool, in_order: bool) -> Tiles:
+        """By the tuning table of the device compiled for."""
         (total, rows, head_dim), (kv_heads, keys, _) = q.shape, k.shape
         group = total // kv_heads
-        self.heads = max(n for n in range(1, _HEADS + 1) if group % n == 0)
-        self.groups = total // self.heads
+        heads = max(n for n in range(1, _HEADS + 1) if group % n == 0)
         most = tuning.block(f"{op}/mosaic_tpu", device_kind(), {"rows": _ROWS, "keys": _KEYS})
-        self.rows, self.keys = _block(rows, most["rows"]), _block(keys, most["keys"])
-        self.row_blocks, self.key_blocks = -(-rows // self.rows), -(-keys // self.keys)
-        self.per_key_head, self.head_dim = group // self.heads, head_dim
-        self.causal, self.in_order = causal, causal and in_order
+        row_block, key_block = _block(rows, most["rows"]), _block(keys, most["keys"])
+        return cls(
+            heads=heads, groups=total // heads, rows=row_block, keys=key_block, row_blocks=-(-rows // row_block),
+            key_blocks=-(-keys // key_block), per_key_head=group // heads, head_dim=head_dim, causal=causal,
+            in_order=causal and in_order,
+        )  # fmt: skip
 
     def row_block(self, i: Any, j: Any) -> Any:
         """The block of rows to copy: one that sees no key of block j is none, and the first that does is next."""
@@ -139,19 +173,15 @@ class Tiles:
                 use(e, dot(k_ref[0], q_ref[0, e], (1, 1)) * self.head_dim**-0.5, allowed)
 
 
-def lay_out(
-    op: str, q: Array, k: Array, key_mask: Array, row_place: Array, *, causal: bool, in_order: bool
-) -> tuple[list[Array], Tiles]:
+def lay_out(tiles: Tiles, q: Array, k: Array, key_mask: Array, row_place: Array) -> list[Array]:
     """Queries, keys, places and key mask as the kernels read them; rows and keys filled up to whole lanes."""
-    tiles = Tiles(op, q, k, causal, in_order)
     q = fill_up(q, 1)
-    args = [
+    return [
         q.reshape(tiles.groups, tiles.heads, *q.shape[1:]),
         fill_up(k, 1),
         fill_up(row_place.astype(jnp.int32)[None], 1),
         fill_up(key_mask.astype(jnp.float32)[None], 1),
     ]
-    return args, tiles
 
 
 def fill_up(x: Array, axis: int) -> Array:

@@ -43,8 +43,24 @@ def attention_mass_rows_mosaic_tpu(
     interpret: bool = False,
 ) -> Float[Array, "R N T"]:
     """As `attention_mass_rows` says."""
+    tiles = Tiles.of("attention_mass_rows", q, k, causal, in_order)
+    return _mass(q, k, key_weight, key_mask, row_place, tiles, softmax_n, interpret)
+
+
+# Under jit, so that a model's layers, all of one shape, are traced once.
+@functools.partial(jax.jit, static_argnums=(5, 6, 7))
+def _mass(
+    q: Float[Array, "N T H"],
+    k: Float[Array, "K S H"],
+    key_weight: Float[Array, "R S"],
+    key_mask: Bool[Array, " S"],
+    row_place: Int[Array, " T"],
+    tiles: Tiles,
+    softmax_n: float,
+    interpret: bool,
+) -> Float[Array, "R N T"]:
     weights, rows = key_weight.shape[0], q.shape[1]
-    args, tiles = lay_out("attention_mass_rows", q, k, key_mask, row_place, causal=causal, in_order=in_order)
+    args = lay_out(tiles, q, k, key_mask, row_place)
     of_head = (1, tiles.heads, weights, tiles.rows)
     mass = pl.pallas_call(
         functools.partial(_rows, tiles=tiles, softmax_n=softmax_n),

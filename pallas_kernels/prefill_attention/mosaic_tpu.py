@@ -8,6 +8,8 @@ Axes: B batch · T tokens · N query heads · K key heads · G = N/K · H head d
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
@@ -19,6 +21,8 @@ from pallas_kernels.tpu import LANES
 _BLOCK = 512  # queries and keys of a block
 
 
+# Under jit, so that a model's layers, all of one shape, are traced once.
+@functools.partial(jax.jit, static_argnames=("causal", "interpret"))
 def prefill_attention_mosaic_tpu(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],

@@ -78,8 +78,11 @@ class AirCache(Policy):
         """Importance I_v (Eq. 8), head-mean."""
         observers = self.observers(obs)
         keys = obs.valid if self.scope == "all" else obs.valid & (obs.is_vision | observers)
-        most = self.rows if self.window in ("recent", "vision") else obs.max_instruction
-        mass = rows_mass(obs, observers, most, keys=keys) / jnp.maximum(jnp.sum(observers), 1)
+        if self.window in ("recent", "vision"):
+            mass = rows_mass(obs, observers, self.rows, keys=keys)
+        else:
+            mass = rows_mass(obs, observers, obs.max_instruction, keys=keys, among=obs.instruction)
+        mass = mass / jnp.maximum(jnp.sum(observers), 1)
         return head_mean(mass, obs.k.shape[0])
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
