@@ -225,11 +225,16 @@ def pack(
         counts = jnp.sum(kept, axis=-1, dtype=jnp.int32)  # [L, B, K]
         rounded = align(-(-counts // parts), tile)
         start = jnp.cumsum(rounded, axis=0) - rounded
-        # What lies where is found for all layers at once: small operations by the hundred are long in compiling.
-        entry = _vision_first(kept, is_vision[:, :, None])
-        slot = part.local(slot_of(entry, start[..., None], slots, parts), here)
-        place = jnp.where(kept & (slot < here), slot - start[..., None], length)
-        order = jax.vmap(jax.vmap(jax.vmap(partial(tokens_at, places=length))))(place)
+
+        def find(layer: tuple[Any, Any, Any]) -> Int[Array, "B K T"]:
+            """Which token comes where in a layer's segment."""
+            kept, is_vision, start = layer
+            entry = _vision_first(kept, is_vision[:, None])
+            slot = part.local(slot_of(entry, start[..., None], slots, parts), here)
+            place = jnp.where(kept & (slot < here), slot - start[..., None], length)
+            return jax.vmap(jax.vmap(partial(tokens_at, places=length)))(place)
+
+        order = jax.lax.map(find, (kept, is_vision, start))  # a loop: it is compiled once for all layers
         low, end = jnp.min(start, axis=2), jnp.max(start + rounded, axis=2)
         windows = jnp.max(-(-(end - low) // _window(here)), axis=1)  # in the longest row
         pools: tuple[Array, ...] = (
@@ -265,7 +270,7 @@ def pack(
     )  # fmt: skip
 
 
-def _vision_first(kept: Bool[Array, "L B K T"], is_vision: Bool[Array, "L B 1 T"]) -> Int[Array, "L B K T"]:
+def _vision_first(kept: Bool[Array, "B K T"], is_vision: Bool[Array, "B 1 T"]) -> Int[Array, "B K T"]:
     """The place of each kept token within its segment."""
     vision, text = kept & is_vision, kept & ~is_vision
     after = jnp.sum(vision, axis=-1, keepdims=True)
