@@ -29,12 +29,12 @@ def _rotate(x, positions, rope):  # x [T, heads, H], positions [T] or, for M-RoP
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def _project(layer, x, positions):
+def _project(layer, x, positions, rope):
     h = _norm(x, layer.attention_norm)
     q, k, v = (np.einsum("td,nhd->tnh", h, _array(m.weight)) for m in (layer.query, layer.key, layer.value))
     if layer.query.bias is not None:
         q, k, v = (y + _array(m.bias) for y, m in ((q, layer.query), (k, layer.key), (v, layer.value)))
-    return _rotate(q, positions, layer.rope), _rotate(k, positions, layer.rope), v
+    return _rotate(q, positions, rope), _rotate(k, positions, rope), v
 
 
 def _finish(layer, x, attended):
@@ -69,7 +69,7 @@ def prefill(decoder, x, positions=None, reduce=None):
             before = (x, q[places], k[places]) if i else (x, None, None)
             x, kept = reduce[i](*before, places)
             x, places = x[kept], places[kept]
-        part = _project(layer, x, positions[places])
+        part = _project(layer, x, positions[places], decoder.rope)
         q, k, v = (np.full((length, *y.shape[1:]), np.nan) for y in part)
         q[places], k[places], v[places] = part
         groups = q.shape[1] // k.shape[1]
@@ -91,7 +91,7 @@ def decode(decoder, layers, kept, tokens, softmax_n=0.0, first=None):
     for step, token in enumerate(tokens):
         x = _array(decoder.embedding.weight)[token][None]
         for layer, (_, k, v), keep, (tail_k, tail_v) in zip(decoder.layers, layers, kept, tails, strict=True):
-            q, new_k, new_v = _project(layer, x, np.array([first + step]))
+            q, new_k, new_v = _project(layer, x, np.array([first + step]), decoder.rope)
             tail_k.append(new_k[0])
             tail_v.append(new_v[0])
             groups = q.shape[1] // k.shape[1]

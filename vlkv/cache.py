@@ -59,6 +59,8 @@ class PackedCache:
 
 def slot_of(entry: Any, start: Any, slots: int, parts: int) -> Any:
     """In which of so many slots entry number `entry` of a segment, or of a tail (start 0), lies."""
+    if parts == 1:
+        return start + entry
     return entry % parts * (slots // parts) + start + entry // parts
 
 
@@ -89,7 +91,7 @@ def write(
     def own(part: parallel.Part, tail: Array, new: Array, entry: Array) -> Array:
         slot = jnp.where(entry < slots, slot_of(entry, 0, slots, parts), slots)
         row = jnp.arange(tail.shape[0])[:, None]
-        return tail.at[row, part.local(slot, tail.shape[1])].set(new, mode="drop")
+        return tail.at[row, part.local(slot, tail.shape[1])].set(new, mode="drop", wrap_negative_indices=False)
 
     batch, kv_heads = tail.shape[0], tail.shape[2]
     run = parallel.split(
@@ -299,21 +301,23 @@ def _lay(
     slots = pools[0].shape[1]
     size, head = _window(slots), jnp.arange(heads)
 
+    def take(x: Array, where: tuple[Array, ...]) -> Array:
+        return x.at[where].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
     def step(i: Int[Array, ""], pools: tuple[Array, ...]) -> tuple[Array, ...]:
         row = jax.lax.div(i, windows)  # not //, which minds signs in ten operations
         first = jnp.minimum(low[row] + jax.lax.rem(i, windows) * size, slots - size)
         entry = first + jnp.arange(size)[:, None] - start[row]
-        named = order.at[row, head, jnp.clip(entry, 0, tokens - 1)].get(mode="promise_in_bounds")
+        named = take(order, (row, head, jnp.clip(entry, 0, tokens - 1)))
         is_new = (entry >= 0) & (entry < tokens) & (named >= 0)
         named = jnp.maximum(named, 0)
 
         def lay(pool: Array, values: Array) -> Array:
             window = (row, first) + (0,) * (pool.ndim - 2)
-            old = jax.lax.dynamic_slice(pool, window, (1, size, *pool.shape[2:]))[0]
-            where = (row, head, named) if values.ndim > 2 else (row, named)
-            new = values.at[where].get(mode="promise_in_bounds")
+            old = jax.lax.dynamic_slice(pool, window, (1, size, *pool.shape[2:]), allow_negative_indices=False)[0]
+            new = take(values, (row, head, named) if values.ndim > 2 else (row, named))
             new = jnp.where(is_new.reshape(size, heads, *[1] * (pool.ndim - 3)), new, old)
-            return jax.lax.dynamic_update_slice(pool, new[None], window)
+            return jax.lax.dynamic_update_slice(pool, new[None], window, allow_negative_indices=False)
 
         return tuple(map(lay, pools, values))
 

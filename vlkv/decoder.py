@@ -8,6 +8,7 @@ before attention and `finish` after it, so that prefill, decode and the parity f
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,14 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv.config import DecoderConfig
 from vlkv.layers import Embedding, Initializer, JoinHeads, Linear, RMSNorm, SplitHeads
 from vlkv.parallel import prefill_attention
-from vlkv.rope import rotate
+from vlkv.rope import table, turn
+
+
+class Rotation(NamedTuple):
+    """What the positions of tokens do to queries and keys, the same in every layer."""
+
+    table: Float[Array, "B T 1 H"]
+    growth: Float[Array, "B T 1 1"] | None  # of queries
 
 
 class DecoderLayer(nnx.Module):
@@ -33,17 +41,15 @@ class DecoderLayer(nnx.Module):
         self.gate = Linear(c.width, c.mlp_width, bias=False, init=init)
         self.up = Linear(c.width, c.mlp_width, bias=False, init=init)
         self.down = Linear(c.mlp_width, c.width, bias=False, init=init)
-        self.rope, self.log_from = c.rope, c.log_from
 
     def project(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T A"]
+        self, x: Float[Array, "B T D"], rotation: Rotation
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Queries and keys, rotated, and values."""
         h = self.attention_norm(x)
-        q = rotate(self.query(h), positions, self.rope)
-        if self.log_from is not None:
-            q = q * _growth(positions, self.log_from).astype(q.dtype)
-        k = rotate(self.key(h), positions, self.rope)
+        q, k = turn(self.query(h), rotation.table), turn(self.key(h), rotation.table)
+        if rotation.growth is not None:
+            q = q * rotation.growth.astype(q.dtype)
         return q, k, self.value(h)
 
     def finish(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
@@ -67,6 +73,12 @@ class Decoder(nnx.Module):
         self.layers = nnx.data(tuple(DecoderLayer(c, init=init) for _ in range(c.layers)))
         self.norm = RMSNorm(c.width, c.norm_eps, init=init)
         self.head = None if c.tied else Linear(c.width, c.vocab_size, bias=False, init=init)
+        self.head_dim, self.rope, self.log_from = c.head_dim, c.rope, c.log_from
+
+    def rotation(self, positions: Int[Array, "B T A"]) -> Rotation:
+        """What `project` of every layer needs to know of these positions."""
+        growth = None if self.log_from is None else _growth(positions, self.log_from)
+        return Rotation(table(positions, self.head_dim, self.rope), growth)
 
     def logits(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch vocab"]:
         """Float32 logits from the last layer's hidden states."""
@@ -78,7 +90,8 @@ class Decoder(nnx.Module):
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T A"], valid: Bool[Array, "B T"]
     ) -> Float[Array, "B T D"]:
         """All layers over whole prompts, without a cache."""
+        rotation = self.rotation(positions)
         for layer in self.layers:
-            q, k, v = layer.project(x, positions)
+            q, k, v = layer.project(x, rotation)
             x = layer.finish(x, prefill_attention(q, k, v, valid=valid))
         return x

@@ -71,8 +71,9 @@ def _together(
     tail_k, tail_v = list(cache.tail_k), list(cache.tail_v)
     seen = cache.used[:, None] + jnp.cumsum(valid, axis=1)  # [B, T] slots of the tail that a token sees, its own too
     slot = jnp.where(valid, seen - 1, tail_k[0].shape[1])  # padding: past the end, not written
+    rotation = params.decoder.rotation(positions)
     for i, layer in enumerate(params.decoder.layers):
-        q, k, v = layer.project(x, positions)
+        q, k, v = layer.project(x, rotation)
         tail_k[i], tail_v[i] = write(tail_k[i], k, slot, cache.parts), write(tail_v[i], v, slot, cache.parts)
         segment = cache.k, cache.v, cache.start[i], cache.length[i]
         # Many queries at once are matrix products, not the one row that the kernels of decoding are made for.

@@ -69,12 +69,12 @@ def feed(
     params: Model, cache: PackedCache, x: Float[Array, "B D"], positions: Int[Array, "B A"]
 ) -> tuple[PackedCache, Float[Array, "B D"]]:
     """One embedded token per row through all layers; returns the cache with it and the last layer's output."""
-    x, positions = x[:, None], positions[:, None]
+    x, rotation = x[:, None], params.decoder.rotation(positions[:, None])
     tail_k, tail_v = list(cache.tail_k), list(cache.tail_v)
     memory = list(cache.memory or ())
     slot, begin = cache.used[:, None], jnp.zeros_like(cache.start[0])
     for i, layer in enumerate(params.decoder.layers):
-        q, k, v = layer.project(x, positions)
+        q, k, v = layer.project(x, rotation)
         tail_k[i], tail_v[i] = write(tail_k[i], k, slot, cache.parts), write(tail_v[i], v, slot, cache.parts)
         segment = cache.k, cache.v, cache.start[i], cache.length[i]
         if cache.policy is None:

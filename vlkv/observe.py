@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Literal
 
 import jax
@@ -35,7 +36,7 @@ class Observation:
     max_instruction: int = dataclasses.field(metadata={"static": True})  # bound on the instruction's length
     kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
 
-    @property
+    @cached_property
     def instruction(self) -> Bool[Array, " T"]:
         """Text after the last vision token; everything where there is no image."""
         place = jnp.arange(self.valid.shape[0])
@@ -60,7 +61,7 @@ def last(mask: Bool[Array, " T"], count: Int[Array, ""] | int) -> Bool[Array, " 
 def tokens_at(place: Int[Array, " T"], places: int) -> Int[Array, " n"]:
     """Which token has each place from 0 to places - 1; -1: none. Tokens with places past the end have none."""
     token = jnp.arange(place.shape[0], dtype=jnp.int32)
-    return jnp.full(places, -1, jnp.int32).at[place].set(token, mode="drop")
+    return jnp.full(places, -1, jnp.int32).at[place].set(token, mode="drop", wrap_negative_indices=False)
 
 
 def largest(bits: int, holds: Callable[[Any], Any], shape: tuple[int, ...] = ()) -> UInt32[Array, "*shape"]:
@@ -140,7 +141,7 @@ def split_rows_mass(
     picked = tokens_at(jnp.where(rows, from_last, most), most)
     present = picked >= 0
     picked = jnp.maximum(picked, 0)
-    q, of_part = (x.at[:, picked].get(mode="promise_in_bounds") for x in (obs.q, parts))
+    q, of_part = (x.at[:, picked].get(mode="promise_in_bounds", wrap_negative_indices=False) for x in (obs.q, parts))
     return attention_mass(
         q,
         obs.k,

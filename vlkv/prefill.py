@@ -186,8 +186,8 @@ def _fill(prompt: Prompt, policy: Policy, new_tokens: int) -> PackedCache:
     return dataclasses.replace(cache, memory=memory, policy=policy)
 
 
-def _lengthen(mask: Array, length: int) -> Array:
-    return jnp.pad(mask, [(0, 0), (0, length - mask.shape[1])])
+def _lengthen(x: Array, length: int) -> Array:
+    return jnp.pad(x, [(0, 0), (0, length - x.shape[1])])
 
 
 def _by_source(layer: Candidates, length: int) -> dict[str, Array]:

@@ -101,6 +101,7 @@ def read(
     made: list[Any] = []
     before: LayerPrompt | None = None
     run = None if kernels is None else kernels.prefill_attention
+    rotation = params.decoder.rotation(tokens.positions)
     for i, layer in enumerate(params.decoder.layers):
         if reducer is not None and i in after:
             stage = after.index(i)
@@ -112,9 +113,10 @@ def read(
             )  # fmt: skip
             keys = None if key is None else jax.random.split(key, inputs.valid.shape[0])
             tokens = by_row(reduce, inputs.valid.shape[0])(tokens, before, keys)
+            rotation = params.decoder.rotation(tokens.positions)
             if reducer.forgets:
                 made = [_without(m, tokens, inputs.valid.shape[1]) for m in made]
-        q, k, v = layer.project(tokens.x, tokens.positions)
+        q, k, v = layer.project(tokens.x, rotation)
         attended = prefill_attention(q, k, v, valid=tokens.valid, implementation=run)
         x = layer.finish(tokens.x, attended)
         before = LayerPrompt(

@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
@@ -73,15 +74,15 @@ def _attend(
     batch, heads, head_dim = q.shape
     kv_heads, group, most = plan.kv_heads, heads // plan.kv_heads, min(max_length, k.shape[1])
     start, length = start.astype(jnp.int32), jnp.clip(length, 0, most).astype(jnp.int32)
-    shift = start % plan.unit  # slots that are read before the segment begins
-    units, ends = _passes(start, jnp.where(length > 0, -(-(shift + length) // plan.unit), 0), plan.per_block)
+    shift = jax.lax.rem(start, plan.unit)  # slots that are read before the segment begins
+    units, ends = _passes(start, jnp.where(length > 0, _up(shift + length, plan.unit), 0), plan.per_block)
     of_query = [jnp.repeat(x, group, axis=1) for x in (start, start + length)]
-    key_head = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) // group, (batch, heads))
+    key_head = jnp.broadcast_to(np.arange(heads, dtype=np.int32) // group, (batch, heads))
     row = jnp.arange(plan.chunk * kv_heads, dtype=jnp.int32)
 
     scalars = {"start": start, "units": units, "ends": ends}
     vectors = {"q": q, "bounds": jnp.stack([*of_query, key_head], axis=-1)}  # [B, ..], a row of the batch at a time
-    constants = {"columns": jnp.stack([row // kv_heads, row % kv_heads])}  # slot and key head
+    constants = {"columns": jnp.stack([jax.lax.div(row, kv_heads), jax.lax.rem(row, kv_heads)])}  # slot and key head
     in_hbm = {"k": k.reshape(batch, -1, head_dim), "v": v.reshape(batch, -1, head_dim)}
     buffers = {name: ((plan.block * kv_heads, head_dim), k.dtype) for name in in_hbm}
     outputs = {"out": (heads, head_dim), "lse": (heads, LANES)}
@@ -202,13 +203,18 @@ def _slot_bytes(k: Array) -> int:
     return k.shape[2] * -(-k.shape[3] // LANES) * LANES * k.dtype.itemsize
 
 
+def _up(x: Any, unit: int) -> Any:
+    """How many units hold so many, which is not below 0; the operator `//` minds signs, in ten operations a layer."""
+    return jax.lax.div(x + (unit - 1), unit)
+
+
 def _passes(start: Any, units: Any, per_block: int) -> tuple[Any, Any]:
     """Heads that begin together share the pass of the first of them: units of each pass, blocks up to its end."""
     heads = jnp.arange(start.shape[1])
     together = start[:, :, None] == start[:, None, :]  # [B, K, K]
     leader = ~jnp.any(together & (heads[None, :] < heads[:, None]), axis=-1)
     units = jnp.where(leader, jnp.max(jnp.where(together, units[:, None], 0), axis=-1), 0)
-    blocks = -(-units // per_block)
+    blocks = _up(units, per_block)
     return units, jnp.sum(jnp.where(heads[None, :] <= heads[:, None], blocks[:, None], 0), axis=-1)
 
 

@@ -64,7 +64,7 @@ def watched(decoder, layers, kept, tokens):
     for s, token in enumerate(tokens):
         x = np.asarray(decoder.embedding.weight[...], np.float64)[token][None]
         for i, (layer, (_, k, v), (new_k, new_v)) in enumerate(zip(decoder.layers, layers, tails, strict=True)):
-            q, *new = reference._project(layer, x, np.array([count + s]))
+            q, *new = reference._project(layer, x, np.array([count + s]), decoder.rope)
             new_k.append(new[0])
             new_v.append(new[1])
             keys, values = np.concatenate([k, *new_k]), np.concatenate([v, *new_v])

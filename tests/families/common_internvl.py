@@ -80,8 +80,9 @@ def states_and_logits(params, inputs):
     """The embeddings, the output of every layer, and the logits."""
     x = params.embed(inputs)
     states = [x]
+    rotation = params.decoder.rotation(inputs.positions)
     for layer in params.decoder.layers:
-        q, k, v = layer.project(x, inputs.positions)
+        q, k, v = layer.project(x, rotation)
         x = layer.finish(x, prefill_attention(q, k, v, valid=inputs.valid))
         states.append(x)
     return states, params.decoder.logits(x)

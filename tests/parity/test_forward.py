@@ -105,8 +105,9 @@ def test_layer_outputs_agree(llava):
 
         x = params.embed(inputs)
         states = [x]
+        rotation = params.decoder.rotation(inputs.positions)
         for layer in params.decoder.layers:
-            q, k, v = layer.project(x, inputs.positions)
+            q, k, v = layer.project(x, rotation)
             x = layer.finish(x, prefill_attention(q, k, v, valid=inputs.valid))
             states.append(x)
         return states

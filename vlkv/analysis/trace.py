@@ -60,8 +60,9 @@ def follow(
         x = params.decoder.embedding(token)[:, None]
         tail_k, tail_v, memory = list(cache.tail_k), list(cache.tail_v), list(cache.memory or ())
         hidden, masses, counts, slot = [], [], [], cache.used[:, None]
+        rotation = params.decoder.rotation(cache.next_position[:, None])
         for i, layer in enumerate(layers):
-            q, k, v = layer.project(x, cache.next_position[:, None])
+            q, k, v = layer.project(x, rotation)
             tail_k[i], tail_v[i] = write(tail_k[i], k, slot, cache.parts), write(tail_v[i], v, slot, cache.parts)
             memory[i] = jax.vmap(arrive)(memory[i])
             segment = cache.k, cache.v, cache.start[i], cache.length[i]

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", metavar="data=D,model=M", help="default: chosen so that heads divide and it fits")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and cache (default: bfloat16)")
     parser.add_argument(
-        "--thorough", action="store_true", help="compile as for running: several times slower, fewer temporaries"
+        "--thorough", action="store_true", help="compile as for running: twice as long, fewer temporaries"
     )
     parser.add_argument(
         "--generate", action="store_true", help="compile `generate` too: how long a first call waits for it"

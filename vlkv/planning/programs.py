@@ -83,7 +83,7 @@ class Program:
 
 @contextlib.contextmanager
 def effort(level: str | None) -> Iterator[None]:
-    """Compiles with this optimisation level of XLA (O1: in a fifth of the time); None: as jax is configured."""
+    """Compiles with this optimisation level of XLA (O1: in half the time); None: as jax is configured."""
     before = jax.config.jax_optimization_level  # type: ignore[attr-defined]
     jax.config.update("jax_optimization_level", level or before)
     try:

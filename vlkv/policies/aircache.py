@@ -78,10 +78,9 @@ class AirCache(Policy):
         """Importance I_v (Eq. 8), head-mean."""
         observers = self.observers(obs)
         keys = obs.valid if self.scope == "all" else obs.valid & (obs.is_vision | observers)
-        if self.window in ("recent", "vision"):
-            mass = rows_mass(obs, observers, self.rows, keys=keys)
-        else:
-            mass = rows_mass(obs, observers, obs.max_instruction, keys=keys, among=obs.instruction)
+        few = self.window in ("recent", "vision")
+        most, among = (self.rows, None) if few else (obs.max_instruction, obs.instruction)
+        mass = rows_mass(obs, observers, most, keys=keys, among=among)
         mass = mass / jnp.maximum(jnp.sum(observers), 1)
         return head_mean(mass, obs.k.shape[0])
 

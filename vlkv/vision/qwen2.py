@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv.config import QwenVisionConfig
 from vlkv.layers import Initializer, JoinHeads, LayerNorm, Linear, RMSNorm, SplitHeads, quick_gelu
 from vlkv.parallel import prefill_attention
-from vlkv.rope import turn
+from vlkv.rope import cosines_and_sines, turn
 
 _EPS = 1e-6  # of every norm; no config says it
 
@@ -42,11 +42,11 @@ class QwenBlock(nnx.Module):
         self.down = Linear(c.mlp_width, c.width, bias=True, init=init)
 
     def __call__(
-        self, x: Float[Array, "F n D"], angle: Float[Array, "F n _"], valid: Bool[Array, "F n"]
+        self, x: Float[Array, "F n D"], rotation: Float[Array, "F n 1 H"], valid: Bool[Array, "F n"]
     ) -> Float[Array, "F n D"]:
         """One block over frames, or over windows as if they were frames."""
         h = self.attention_norm(x)
-        q, k = turn(self.query(h), angle), turn(self.key(h), angle)
+        q, k = turn(self.query(h), rotation), turn(self.key(h), rotation)
         x = x + self.out(prefill_attention(q, k, self.value(h), valid=valid, causal=False))
         h = self.mlp_norm(x)
         up = self.up(h)
@@ -64,11 +64,12 @@ class QwenTower(nnx.Module):
     def __call__(self, pixels: Float[Array, "F n C"], place: Int[Array, "F n 2"]) -> Float[Array, "F n D"]:
         """Features of every patch; `place` is its line and column, -1 for padding."""
         c, n = self.config, pixels.shape[1]
-        x, angle, valid = self.patch(pixels), _angles(place, c), place[..., 0] >= 0
+        x, valid = self.patch(pixels), place[..., 0] >= 0
+        rotation = cosines_and_sines(_angles(place, c))
         size = n if c.window is None else (c.window * c.merge) ** 2  # patches of a window
         for i, block in enumerate(self.blocks):
             part = n if i in c.full else size
-            cut = [rearrange(y, "f (w p) ... -> (f w) p ...", p=part) for y in (x, angle, valid)]
+            cut = [rearrange(y, "f (w p) ... -> (f w) p ...", p=part) for y in (x, rotation, valid)]
             x = rearrange(block(*cut), "(f w) p d -> f (w p) d", w=n // part)
         return x
 
