@@ -20,6 +20,7 @@ import numpy as np
 import vlkv
 from vlkv import policies, sharding
 
+from .families.tiny import QUICK
 from .models import CONFIG, IMAGE_TOKEN
 
 SMALL = dataclasses.replace(CONFIG, decoder=dataclasses.replace(CONFIG.decoder, layers=2))
@@ -86,7 +87,8 @@ def batch(rows: list[list[int]], pictures: bool = True) -> vlkv.Inputs:
     return vlkv.Inputs.from_hf(found, SMALL)
 
 
-OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # compiling is all the time
+# Compiling is all the time.
+OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True, **QUICK}
 
 
 @partial(jax.jit, compiler_options=OPTIONS)

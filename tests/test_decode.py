@@ -13,7 +13,7 @@ from vlkv import policies
 from . import reference
 from .models import tiny_llava, unequal_batch
 
-compress = jax.jit(policies.compress)
+compress, select = jax.jit(policies.compress), jax.jit(policies.select)
 fill_cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")
 FORCED = np.random.default_rng(3).integers(6, 50, (3, 7))
 # What decoding attends to is compared with entries as the prompt made them, so methods that also act while decoding or
@@ -111,9 +111,12 @@ def check_selection(policy, layers, batch, row, kept) -> None:
     if policy.needs_key:
         return  # it draws anew
     q, k, v = (np.stack([x.transpose(1, 0, 2) for x in y]).astype(np.float32) for y in zip(*layers, strict=True))
-    is_vision = np.asarray(batch.is_vision)[row, batch.valid[row]]
-    selection = policies.select(policy, q, k, v, is_vision)
-    np.testing.assert_array_equal(selection.kept, kept)
+    count, length = q.shape[2], batch.valid.shape[1]
+    q, k, v = (np.pad(x, [(0, 0), (0, 0), (0, length - count), (0, 0)], constant_values=9) for x in (q, k, v))
+    is_vision = np.pad(np.asarray(batch.is_vision)[row, batch.valid[row]], (0, length - count))
+    selection = select(policy, q, k, v, is_vision, np.arange(length) < count)  # padded on the right, where it was left
+    np.testing.assert_array_equal(selection.kept[..., :count], kept)
+    assert not selection.kept[..., count:].any()
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def prompt(heads, kv_heads, rows):
 
 
 MODELS = {"7B": (LLAVA_7B, 8192), "Qwen2-7B": (QWEN2_7B, 16384), "26B": (INTERN_26B, 32768)}  # slots of the pool
-CASES = [(generation, model) for generation in TOPOLOGIES for model in ("7B", "26B")] + [("v5e", "Qwen2-7B")]
+CASES = [*((generation, "7B") for generation in TOPOLOGIES), *(("v5e", model) for model in ("Qwen2-7B", "26B"))]
 
 
 @pytest.mark.parametrize(("generation", "model"), CASES)
