@@ -23,7 +23,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
@@ -77,7 +76,7 @@ def _attend(
     shift = jax.lax.rem(start, plan.unit)  # slots that are read before the segment begins
     units, ends = _passes(start, jnp.where(length > 0, _up(shift + length, plan.unit), 0), plan.per_block)
     of_query = [jnp.repeat(x, group, axis=1) for x in (start, start + length)]
-    key_head = jnp.broadcast_to(np.arange(heads, dtype=np.int32) // group, (batch, heads))
+    key_head = jnp.broadcast_to(jax.lax.div(jnp.arange(heads, dtype=jnp.int32), group), (batch, heads))
     row = jnp.arange(plan.chunk * kv_heads, dtype=jnp.int32)
 
     scalars = {"start": start, "units": units, "ends": ends}
