@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, Literal
 
 import jax
@@ -36,7 +35,7 @@ class Observation:
     max_instruction: int = dataclasses.field(metadata={"static": True})  # bound on the instruction's length
     kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
 
-    @cached_property
+    @property
     def instruction(self) -> Bool[Array, " T"]:
         """Text after the last vision token; everything where there is no image."""
         place = jnp.arange(self.valid.shape[0])
