@@ -7,8 +7,9 @@ threads as cores, or one GPU in bfloat16. A cell is one model and prompt length;
 taken in turn, round by round, with a pause before each, because idle threads of the one library spin for a while and
 would slow the other down. To stay under ten minutes, full cache and SnapKV in sdpa have every round, the other methods
 and eager one, and none on the longest prompts; --all gives all to all. Cells that the file holds are not run again. The
-copy of a buffer far larger than any cache is timed in the same rounds: "of bytes' time" says how many times longer a
-step takes than the bytes of weights and kept cache would at its speed.
+copy and the sum of a buffer far larger than any cache are timed in the same rounds: "of bytes' time" says how many
+times longer a step takes than the bytes of weights and kept cache would at the speed of a copy, and as they are read.
+"at most" is what a peer's step is of the latter: no decoding from memory (as of 110m) can be more times as fast.
 
 Compared are medians of prefill seconds, of decoding steps, peak memory above what was there before the run, and what
 the first call costs (compiling, of ours). torch.compile is not used: kvpress' hooks and growing caches defeat it.
@@ -195,9 +196,12 @@ def measure(folder: Path, cell: dict[str, Any], methods: list[str], rounds: int,
             bar.update()
         taken: dict[str, list[torch_side.Run]] = {name: [] for name in contestants}
         copies: list[tuple[float, float]] = []
+        reads: list[float] = []
         for number, order in enumerate(turns):
             time.sleep(_PAUSE)
             copies.append(_copy())
+            reads.append(torch_side.read_speed(_COPY))
+            time.sleep(_PAUSE)
             for name in order[number % len(order) :] + order[: number % len(order)]:
                 time.sleep(_PAUSE)
                 taken[name].append(contestants[name]())
@@ -210,14 +214,19 @@ def measure(folder: Path, cell: dict[str, Any], methods: list[str], rounds: int,
             "step_times": [r.step_seconds for r in runs],
         }
         rows[name]["tokens_per_second"] = 1 / rows[name]["step_seconds"]
-    bandwidth = float(np.median([max(pair) for pair in copies]))
+    bandwidth, reading = float(np.median([max(pair) for pair in copies])), float(np.median(reads))
     for name in rows:
         moved = step_bytes(params, rows[name]["kept"] + cell["new"] / 2)
-        rows[name] |= {"step_bytes": int(moved), "step_to_bytes_time": rows[name]["step_seconds"] * bandwidth / moved}
+        step = rows[name]["step_seconds"] / moved
+        rows[name] |= {
+            "step_bytes": int(moved),
+            "step_to_bytes_time": step * bandwidth,
+            "step_to_read_time": step * reading,
+        }
     agree = float(np.abs(firsts["vlkv, none"] - firsts["sdpa, none"]).max()) if "none" in methods else None
     return {
         "dtype": dtype, "copy_bytes_per_second": bandwidth, "copy_by": [list(pair) for pair in copies],
-        "first_logits_differ_by": agree, "rows": list(rows.values()),
+        "read_bytes_per_second": reading, "first_logits_differ_by": agree, "rows": list(rows.values()),
     }  # fmt: skip
 
 
@@ -314,25 +323,29 @@ def _status(name: str) -> int:
 
 def show(result: dict[str, Any]) -> None:
     """One table per cell; ratios over 1 say that ours is faster."""
-    console = Console(width=140)
+    console = Console(width=155)
     for made in result["cells"]:
         cell, rows = made["cell"], made["rows"]
         where = {(row["engine"], row["method"]): row for row in rows}
-        speed = made["copy_bytes_per_second"] / 1e9
+        copy = made["copy_bytes_per_second"] / 1e9
+        read = made.get("read_bytes_per_second", np.nan) / 1e9  # older files have none
         table = Table(
             "method", "engine", "kept", "prefill s", "ms/step", "token/s", "peak MiB", "first call s", "of bytes' time",
-            "ours: prefill", "ours: decode", title=f"{cell['model']}, {cell['prompt']} tokens, keep {cell['keep']:.0%},"
-            f" {made['dtype']}, copy {speed:.1f} GB/s",
+            "ours: prefill", "ours: decode", "at most",
+            title=f"{cell['model']}, {cell['prompt']} tokens, keep {cell['keep']:.0%}, {made['dtype']}, "
+            f"copy {copy:.1f}, read {read:.1f} GB/s",
         )  # fmt: skip
         for row in rows:
-            mine, ratios = where["vlkv", row["method"]], ["", ""]
+            mine, ratios = where["vlkv", row["method"]], ["", "", ""]
+            to_read = row.get("step_to_read_time", np.nan)
             if row is not mine:
                 ratios = [f"{_ratio(row, mine, name):.2f}x" for name in ("prefill_times", "step_times")]
+                ratios.append(f"{to_read:.2f}x")
             peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.0f}"
             table.add_row(
                 row["method"], row["engine"], f"{row['kept']:.0f}", f"{row['prefill_seconds']:.3f}",
                 f"{1e3 * row['step_seconds']:.2f}", f"{row['tokens_per_second']:.1f}", peak,
-                f"{row['first_call_seconds']:.1f}", f"{row['step_to_bytes_time']:.2f}", *ratios,
+                f"{row['first_call_seconds']:.1f}", f"{row['step_to_bytes_time']:.2f}, {to_read:.2f}", *ratios,
             )  # fmt: skip
         console.print(table)
 

@@ -69,6 +69,19 @@ def on_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def read_speed(size: int) -> float:
+    """Bytes per second of summing so many, on all cores or the GPU: no step can take its weights in faster."""
+    import torch
+
+    x = torch.ones(size // 4, device="cuda" if on_gpu() else "cpu")
+    best = 0.0
+    for _ in range(4):  # the first wakes the threads
+        begin = time.perf_counter()
+        x.sum().item()
+        best = max(best, size / (time.perf_counter() - begin))
+    return best
+
+
 class Peer:
     """One checkpoint in transformers with one attention implementation."""
 

@@ -102,14 +102,20 @@ def attend(
     else:
         turns = -(-ends[-1] // together)
         total, peak, weight, logits = jax.lax.fori_loop(0, turns, lambda i, s: step(i * together, s), state)
-    total, peak, weight = total[:segments], peak[:segments], weight[:segments]
-    some = weight > 0
-    out = total / jnp.where(some, weight, 1.0)[..., None]
-    lse = jnp.where(some, peak + jnp.log(jnp.where(some, weight, 1.0)), -jnp.inf)
+    out, lse = normalized(total[:segments], peak[:segments], weight[:segments])
     if logits is not None:  # from the queue's order to each segment's
         logits = logits[(ends - blocks)[:, None] + jnp.arange(most)].swapaxes(1, 2).reshape(segments, groups, -1)
         logits = jnp.where(jnp.arange(bound) < count[:, None, None], logits[..., :bound], -jnp.inf)
     return out.reshape(batch, heads, head_dim), lse.reshape(batch, heads), logits
+
+
+def normalized(
+    total: Float[Array, "*n H"], peak: Float[Array, "*n"], weight: Float[Array, "*n"]
+) -> tuple[Float[Array, "*n H"], Float[Array, "*n"]]:
+    """The end of an online softmax: the attention, and the log of the denominator (-inf of nothing)."""
+    some = weight > 0
+    weight = jnp.where(some, weight, 1.0)
+    return total / weight[..., None], jnp.where(some, peak + jnp.log(weight), -jnp.inf)
 
 
 def probabilities(logits: Float[Array, "S G R"], lse: Float[Array, "B N"]) -> Float[Array, "S G R"]:

@@ -1,11 +1,16 @@
-"""decode_attention in plain XLA: as much work as there are slots in use."""
+"""decode_attention in plain XLA: as much work as there are slots in use, head by head or all heads at once."""
 
 from __future__ import annotations
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import quantized, ragged
+from pallas_kernels.decode_attention.together import attend_together, is_small, pays
+from pallas_kernels.dispatch import target_platform
 from pallas_kernels.quantized import QuantizedPool
 
 
@@ -19,7 +24,31 @@ def decode_attention_xla(
     max_length: int,
     return_mass: bool,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
-    """As `decode_attention` says, block by block of each segment."""
+    """As `decode_attention` says. Which way is chosen by where the segments lie, while it runs."""
+    head_by_head = partial(_head_by_head, valid=valid, max_length=max_length, return_mass=return_mass)
+    either = target_platform() == "cpu" and valid is None and not return_mass
+    if not either or isinstance(k, QuantizedPool) or isinstance(v, QuantizedPool):
+        return head_by_head(q, k, v, start, length)
+    if is_small(k.shape[1], k.shape[2] * k.shape[3] * k.dtype.itemsize):
+        return *attend_together(q, k, v, start, length), None
+    pair = jax.lax.cond(
+        pays(start, length), attend_together, lambda *arrays: head_by_head(*arrays)[:2], q, k, v, start, length
+    )
+    return *pair, None
+
+
+def _head_by_head(
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B P K H"] | QuantizedPool,
+    v: Float[Array, "B P K H"] | QuantizedPool,
+    start: Int[Array, "B K"],
+    length: Int[Array, "B K"],
+    *,
+    valid: Bool[Array, "B K M"] | None,
+    max_length: int,
+    return_mass: bool,
+) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
+    """Block by block of each segment."""
     kv_heads = k.shape[2]
     begin = start.reshape(-1)
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import combine, decode_attention, ragged
+from pallas_kernels.decode_attention import together, xla
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM, SLOTS = 2, 6, 2, 8, 75
-IMPLEMENTATIONS = ["xla", "reference"]
+IMPLEMENTATIONS = ["xla", "xla, heads together", "reference"]
 
 
 def blocks_of(entries):
@@ -24,6 +25,19 @@ def pool():
     q = 3 * random.standard_normal((BATCH, HEADS, HEAD_DIM))
     k, v = random.standard_normal((2, BATCH, SLOTS, KV_HEADS, HEAD_DIM))
     return tuple(jnp.array(x, jnp.float32) for x in (q, k, v))
+
+
+@pytest.fixture
+def chosen(request, monkeypatch):
+    """The name of an implementation, which of its two ways plain XLA takes decided: together in blocks of 16 slots."""
+    name, _, way = request.param.partition(", ")
+    monkeypatch.setattr(xla, "is_small", lambda *sizes: bool(way))
+    monkeypatch.setattr(xla, "pays", lambda *segments: False)
+    monkeypatch.setattr(together, "_MOST", 16)
+    return name
+
+
+either = pytest.mark.parametrize("chosen", IMPLEMENTATIONS, indirect=True)
 
 
 def expected(q, k, v, segments):
@@ -46,7 +60,7 @@ def check(got, want):
         np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@either
 @pytest.mark.parametrize("chunk", [16, 256], ids=["5 chunks", "1 chunk"])
 @pytest.mark.parametrize(
     ("start", "length"),
@@ -59,32 +73,32 @@ def check(got, want):
         ([[5, 50], [0, 70]], [[70, 1], [31, 5]]),  # very different lengths, off the chunks
     ],
 )
-def test_segments_of_every_kind(pool, monkeypatch, implementation, chunk, start, length):
+def test_segments_of_every_kind(pool, monkeypatch, chosen, chunk, start, length):
     monkeypatch.setattr(ragged, "_sizes", blocks_of(chunk))
-    got = decode_attention(*pool, jnp.array(start), jnp.array(length), implementation=implementation)
+    got = decode_attention(*pool, jnp.array(start), jnp.array(length), implementation=chosen)
     segments = [[range(s, s + n) for s, n in zip(*row, strict=True)] for row in zip(start, length, strict=True)]
     check(got, expected(*pool, segments))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_slots_outside_the_segment_do_not_matter_whatever_finite_value_they_hold(pool, monkeypatch, implementation):
+@either
+def test_slots_outside_the_segment_do_not_matter_whatever_finite_value_they_hold(pool, monkeypatch, chosen):
     monkeypatch.setattr(ragged, "_sizes", blocks_of(16))
     q, k, v = pool
     start, length = jnp.array([[20, 20], [20, 20]]), jnp.array([[30, 30], [30, 30]])
     outside = ((jnp.arange(SLOTS) < 20) | (jnp.arange(SLOTS) >= 50))[:, None, None]
-    clean = decode_attention(q, k, v, start, length, implementation=implementation)
+    clean = decode_attention(q, k, v, start, length, implementation=chosen)
     dirty = decode_attention(
-        q, jnp.where(outside, 1e4, k), jnp.where(outside, 1e30, v), start, length, implementation=implementation
+        q, jnp.where(outside, 1e4, k), jnp.where(outside, 1e30, v), start, length, implementation=chosen
     )
     check(dirty, clean)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_peaked_attention_over_several_chunks_stays_finite_and_right(pool, monkeypatch, implementation):
+@either
+def test_peaked_attention_over_several_chunks_stays_finite_and_right(pool, monkeypatch, chosen):
     monkeypatch.setattr(ragged, "_sizes", blocks_of(16))
     q, k, v = pool
     start, length = jnp.zeros((2, 2), jnp.int32), jnp.full((2, 2), SLOTS)
-    out, lse = decode_attention(500 * q, k, v, start, length, implementation=implementation)
+    out, lse = decode_attention(500 * q, k, v, start, length, implementation=chosen)
     heads = jnp.repeat(k, 3, axis=2)
     best = jnp.argmax(jnp.einsum("bnh,bpnh->bnp", q, heads), axis=-1)
     want = jnp.take_along_axis(jnp.repeat(v, 3, axis=2), best[:, None, :, None], axis=1)[:, 0]
@@ -92,14 +106,37 @@ def test_peaked_attention_over_several_chunks_stays_finite_and_right(pool, monke
     assert np.isfinite(lse).all()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_bfloat16_pool_gives_a_float32_answer(pool, implementation):
+@either
+def test_bfloat16_pool_gives_a_float32_answer(pool, chosen):
     q, k, v = (x.astype(jnp.bfloat16) for x in pool)
     start, length = jnp.zeros((2, 2), jnp.int32), jnp.full((2, 2), 40)
-    got, _ = decode_attention(q, k, v, start, length, implementation=implementation)
+    got, _ = decode_attention(q, k, v, start, length, implementation=chosen)
     want, _ = expected(q, k, v, [[range(40)] * 2] * 2)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("start", "length", "alike"),
+    [
+        ([[0, 0], [20, 20]], [[30, 30], [50, 50]], True),
+        ([[0, 16], [20, 20]], [[30, 20], [50, 50]], True),
+        ([[0, 60], [70, 0]], [[5, 15], [5, 5]], False),  # far apart
+        ([[0, 0], [0, 70]], [[30, 30], [0, 5]], True),  # an empty segment lies nowhere
+        ([[9, 40], [0, 70]], [[0, 0], [0, 0]], True),
+    ],
+)
+def test_heads_are_read_together_only_where_their_segments_lie_side_by_side(pool, monkeypatch, start, length, alike):
+    monkeypatch.setattr(xla, "is_small", lambda *sizes: False)
+    start, length = jnp.array(start), jnp.array(length)
+    assert bool(together.pays(start, length)) == alike
+    segments = [[range(s, s + n) for s, n in zip(*row, strict=True)] for row in zip(start, length, strict=True)]
+    check(jax.jit(decode_attention)(*pool, start, length), expected(*pool, segments))
+
+
+def test_a_tail_of_a_few_blocks_is_small_and_a_pool_is_not():
+    assert together.is_small(64, 12 * 64 * 4) and not together.is_small(2368, 12 * 64 * 4)
+    assert together.is_small(48, 2**20)
 
 
 def test_combine_of_two_parts_is_attention_over_both(pool):
@@ -133,8 +170,8 @@ def n_softmax(golden):
 
 
 @pytest.mark.parametrize("i", range(3))
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_golden_outputs_with_n_in_the_denominator(n_softmax, monkeypatch, implementation, i):
+@either
+def test_golden_outputs_with_n_in_the_denominator(n_softmax, monkeypatch, chosen, i):
     monkeypatch.setattr(ragged, "_sizes", blocks_of(16))
     g, (q, k, v) = n_softmax
     slots, heads = k.shape[1:3]
@@ -142,7 +179,7 @@ def test_golden_outputs_with_n_in_the_denominator(n_softmax, monkeypatch, implem
     n = float(g["softmax_n_values"][i])
     for valid, name in ((None, "paper_output"), (jnp.array(g["valid"])[None], "paper_output_with_valid_mask")):
         out, lse, mass = decode_attention(
-            q, k, v, start, length, valid=valid, softmax_n=n, return_mass=True, implementation=implementation
+            q, k, v, start, length, valid=valid, softmax_n=n, return_mass=True, implementation=chosen
         )
         np.testing.assert_allclose(out[0], g[name][i], rtol=1e-5, atol=1e-6)
         received = jnp.einsum("bnp,bpnh->bnh", mass, jnp.repeat(v, q.shape[1] // heads, axis=2))
