@@ -113,6 +113,10 @@ def checks(sizes: Sizes) -> list[dict[str, Any]]:
     weight, mask = jax.random.uniform(keys[0], (1, 200)), jnp.arange(200) < 190
     ops: dict[str, tuple[Any, Callable[..., Any]]] = {
         "decode_attention": (DECODE, partial(decode_attention, q, k, v, start, length, return_mass=True)),
+        "decode_attention, heads side by side": (
+            DECODE,
+            partial(decode_attention, q, k, v, jnp.full_like(start, 16), jnp.full_like(length, 777)),
+        ),
         "core_attention": (CORE, partial(core_attention, q, k, v, start, length, rows, count, text, return_mass=True)),
         "attention_mass": (MASS, partial(attention_mass, *one, row_weight=weight, key_mask=mask)),
         "attention_mass_rows": (MASS_ROWS, partial(mass_rows, *one, key_weight=weight, key_mask=mask)),
