@@ -9,7 +9,7 @@ would slow the other down. To stay under ten minutes, full cache and SnapKV in s
 and eager one, and none on the longest prompts; --all gives all to all. Cells that the file holds are not run again. The
 copy and the sum of a buffer far larger than any cache are timed in the same rounds: "of bytes' time" says how many
 times longer a step takes than the bytes of weights and kept cache would at the speed of a copy, and as they are read.
-"at most" is what a peer's step is of the latter: no decoding from memory (as of 110m) can be more times as fast.
+"at most" is what a peer's step is of the latter: what a decoding from memory (as of 110m) could gain at that speed.
 
 Compared are medians of prefill seconds, of decoding steps, peak memory above what was there before the run, and what
 the first call costs (compiling, of ours). torch.compile is not used: kvpress' hooks and growing caches defeat it.

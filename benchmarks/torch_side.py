@@ -70,7 +70,7 @@ def on_gpu() -> bool:
 
 
 def read_speed(size: int) -> float:
-    """Bytes per second of summing so many, on all cores or the GPU: no step can take its weights in faster."""
+    """Bytes per second of summing so many, on all cores or the GPU: about how fast a step could take its weights in."""
     import torch
 
     x = torch.ones(size // 4, device="cuda" if on_gpu() else "cpu")
