@@ -18,8 +18,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.ragged import normalized
 
-_BYTES = 2**17  # of a block's keys; larger products are split over cores, and blocks then travel between their caches
+_BYTES = 9 * 2**15  # of a block's keys: just enough for XLA to copy it with more than one core
 _LEAST, _MOST = 16, 128  # slots of a block
+_WIDE = 64  # head dims from which a block's keys stay in the order they lie in
 
 
 class _Spans(NamedTuple):
@@ -70,7 +71,7 @@ def attend_together(
         keys, values = (jax.lax.dynamic_slice(x, (row, at, 0, 0), (1, block, *x.shape[2:]))[0] for x in (k, v))
         place = at + jnp.arange(block)
         inside = (place >= jnp.maximum(start[row], begin)[:, None]) & (place < (start + length)[row][:, None])
-        x = jnp.einsum("ckh,kgh->kgc", keys, grouped[row], preferred_element_type=jnp.float32) * head_dim**-0.5
+        x = _products(keys, grouped[row]) * head_dim**-0.5
         x = jnp.where(inside[:, None], x, -jnp.inf)
         peak = jnp.maximum(state.peak[row], jnp.max(x, axis=-1))
         shift = jnp.where(jnp.isfinite(peak), peak, 0.0)
@@ -88,6 +89,13 @@ def attend_together(
     return out.reshape(q.shape), lse.reshape(q.shape[:2])
 
 
+def _products(keys: Float[Array, "C K H"], q: Float[Array, "K G H"]) -> Float[Array, "K G C"]:
+    """q k^T of every head. With q first XLA turns the keys, number by number, which pays for narrow heads only."""
+    if keys.shape[2] < _WIDE:
+        return jnp.einsum("kgh,ckh->kgc", q, keys, preferred_element_type=jnp.float32)
+    return jnp.swapaxes(jnp.einsum("ckh,kgh->kcg", keys, q, preferred_element_type=jnp.float32), 1, 2)
+
+
 def _spans(start: Int[Array, "B K"], length: Int[Array, "B K"]) -> _Spans:
     some = length > 0
     end = jnp.max(jnp.where(some, start + length, 0), axis=1)
@@ -96,5 +104,5 @@ def _spans(start: Int[Array, "B K"], length: Int[Array, "B K"]) -> _Spans:
 
 
 def _block(slots: int, slot_bytes: int) -> int:
-    fit = 2 ** ((_BYTES // slot_bytes).bit_length() - 1) if slot_bytes <= _BYTES else 1
+    fit = _BYTES // slot_bytes // _LEAST * _LEAST
     return min(slots, max(_LEAST, min(_MOST, fit)))

@@ -11,7 +11,7 @@ from pallas_kernels import combine, decode_attention, ragged
 from pallas_kernels.decode_attention import together, xla
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM, SLOTS = 2, 6, 2, 8, 75
-IMPLEMENTATIONS = ["xla", "xla, heads together", "reference"]
+IMPLEMENTATIONS = ["xla", "xla, heads together", "xla, heads together, keys first", "reference"]
 
 
 def blocks_of(entries):
@@ -30,8 +30,9 @@ def pool():
 @pytest.fixture
 def chosen(request, monkeypatch):
     """The name of an implementation, which of its two ways plain XLA takes decided: together in blocks of 16 slots."""
-    name, _, way = request.param.partition(", ")
+    name, *way = request.param.split(", ")
     monkeypatch.setattr(xla, "is_small", lambda *sizes: bool(way))
+    monkeypatch.setattr(together, "_WIDE", HEAD_DIM if "keys first" in way else HEAD_DIM + 1)
     monkeypatch.setattr(xla, "pays", lambda *segments: False)
     monkeypatch.setattr(together, "_MOST", 16)
     return name
