@@ -29,7 +29,7 @@ def pool():
 
 @pytest.fixture
 def chosen(request, monkeypatch):
-    """The name of an implementation, which of its two ways plain XLA takes decided: together in blocks of 16 slots."""
+    """The name of an implementation, with the way plain XLA takes decided: together it is in blocks of 16 slots."""
     name, *way = request.param.split(", ")
     monkeypatch.setattr(xla, "is_small", lambda *sizes: bool(way))
     monkeypatch.setattr(together, "_WIDE", HEAD_DIM if "keys first" in way else HEAD_DIM + 1)
