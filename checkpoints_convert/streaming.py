@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints_convert.reading import Checkpoint, cast
+from checkpoints_convert.checkpoint import Checkpoint, cast
 
 SLICE_BYTES = 2**24
 NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import vlkv
-from vlkv import models
+from vlkv.families import abstract
 
 # As published; those of llava-1.5-13b and of LLaVA-OneVision are what transformers makes of their configs.
 PUBLISHED = {
@@ -156,7 +156,7 @@ def unused(raw) -> int:
 def test_parameters_are_as_many_as_published(name):
     raw = vlkv.presets.raw[name]
     assert whole(raw) == PUBLISHED[name]
-    shapes = jax.tree.leaves(models.abstract(vlkv.presets[name]))
+    shapes = jax.tree.leaves(abstract(vlkv.presets[name]))
     assert sum(x.size for x in shapes) == PUBLISHED[name] - unused(raw)
 
 

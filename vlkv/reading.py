@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels
+from vlkv.families import Model
 from vlkv.inputs import Inputs
-from vlkv.models import Model
 from vlkv.parallel import by_row, prefill_attention
 from vlkv.policies.policy import Policy
 from vlkv.policies.selection import require_fit, see

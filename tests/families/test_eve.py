@@ -11,13 +11,12 @@ import PIL.Image
 import pytest
 
 import vlkv
-from checkpoints_convert.converting import convert
+from checkpoints_convert.__main__ import convert
 from tests.parity.conftest import VOCABULARY, text_config
 from tests.processing.conftest import make_tokenizer
 from vlkv import policies
-from vlkv.config import ModelConfig
 from vlkv.errors import InputError
-from vlkv.processing.eve import EvePictures
+from vlkv.families import config_from_hf
 
 from .common import (
     NEW,
@@ -195,7 +194,7 @@ def test_conversion_keeps_every_parameter(saved, tmp_path):
 )
 def test_a_field_that_is_not_honoured_is_refused_by_name(changes, message):
     with pytest.raises(InputError, match=message):
-        ModelConfig.from_hf(config_of(**changes))
+        config_from_hf(config_of(**changes))
 
 
 def test_image_tokens_and_pictures_that_do_not_match_are_refused(saved):
@@ -211,8 +210,8 @@ def test_image_tokens_and_pictures_that_do_not_match_are_refused(saved):
 @pytest.mark.parametrize("longest", [672, 1344])
 def test_sizes_as_the_authors_code_computes_them(tmp_path, longest):
     """Its lengths are counted at the teacher's 336 pixels, then multiplied."""
-    config = ModelConfig.from_hf(config_of(mm_vision_tower=f"openai/eve-patch14-anypixel-{longest}"))
-    pictures = EvePictures.from_folder(tmp_path, config, "checkpoint")
+    config = config_from_hf(config_of(mm_vision_tower=f"openai/eve-patch14-anypixel-{longest}"))
+    pictures = config.open_pictures(tmp_path, "checkpoint")
     ratio = longest // 336
     for width, height in np.random.default_rng(0).integers(1, 1500, (200, 2)).tolist():
         if width > height:

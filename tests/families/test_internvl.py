@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import vlkv
-from checkpoints_convert.converting import convert
+from checkpoints_convert.__main__ import convert
 from vlkv import policies
 from vlkv.errors import InputError
+from vlkv.families import config_from_hf
 
 from .common_internvl import (
     LARGE_VIT,
@@ -149,4 +150,4 @@ def test_what_is_not_honoured_is_refused_by_name(internvl, part, field, value):
     raw = json.loads((internvl[1] / "config.json").read_text())
     (raw if part is None else raw[part])[field] = value
     with pytest.raises(InputError, match=field.removeprefix("vision_feature_").replace("layer", "feature layer")):
-        vlkv.config.ModelConfig.from_hf(raw)
+        config_from_hf(raw)

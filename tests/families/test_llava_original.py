@@ -12,12 +12,12 @@ import PIL.Image
 import pytest
 
 import vlkv
-from checkpoints_convert.converting import convert
+from checkpoints_convert.__main__ import convert
 from tests.parity.conftest import VOCABULARY, text_config
 from tests.processing.conftest import make_tokenizer
 from vlkv import policies
-from vlkv.config import ModelConfig
 from vlkv.errors import InputError
+from vlkv.families import config_from_hf
 
 from .common import (
     NEW,
@@ -231,7 +231,7 @@ def test_a_field_that_is_not_honoured_is_refused_by_name(saved, tmp_path, change
 
 
 def test_published_towers_are_known_by_name():
-    config = ModelConfig.from_hf(
+    config = config_from_hf(
         dict(model_type="mobilevlm", mm_vision_tower="openai/clip-vit-large-patch14-336", mm_projector_type="ldpnetv2",
              vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=24, num_attention_heads=16)
     )  # fmt: skip

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import vlkv
-from checkpoints_convert.converting import convert
+from checkpoints_convert.__main__ import convert
 from pallas_kernels import prefill_attention
 from vlkv import policies
+from vlkv.families import config_from_hf
 
 from .. import reference
 from ..test_decode import kept_entries
@@ -277,7 +278,7 @@ def test_a_config_that_is_not_honoured(case, change, message):
     raw["vision_config"] |= change.get("vision", {})
     raw["text_config"] |= {key: value for key, value in change.items() if key != "vision"}
     with pytest.raises(vlkv.InputError, match=message):
-        vlkv.config.ModelConfig.from_hf(raw)
+        config_from_hf(raw)
 
 
 def test_marks_around_pictures_are_text(case):

@@ -32,7 +32,7 @@ _BATCHES, _PROMPTS, _NEW, _TEXT, _KEEPS = (1,), (1024,), 64, 64, (0.1,)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv bench`."""
     parser.add_argument(
-        "--model", metavar="NAME", help="a published size with random weights (llava-1.5-7b, ...), a checkpoint "
+        "--model", metavar="NAME", help="a published size with random weights, a checkpoint "
         "folder, a hub id, or mini (default: mini, or the preset's own)",
     )  # fmt: skip
     parser.add_argument("--preset", metavar="TABLE", help=f"one of {', '.join([*papers.TABLES, *papers.OPERATORS])}")
