@@ -12,7 +12,7 @@ from typing import Any
 from checkpoints_convert import converting
 from checkpoints_convert.converting import DTYPES, FORMATS, verify
 from vlkv.errors import InputError
-from vlkv.families.folder import describe
+from vlkv.families.folders import describe
 from vlkv.terminal import OneLineParser, guarded
 
 

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from tqdm import tqdm
 
-from checkpoints_convert import pieces, streaming
+from checkpoints_convert import pieces, slices
 from checkpoints_convert.checkpoint import INDEX, Checkpoint, Tensor, open_checkpoint
 from checkpoints_convert.entry import Table
 from checkpoints_convert.journal import Journal
@@ -139,7 +139,7 @@ def _write_shard(
     if kind == "orbax":
         nbytes = pieces.write(checkpoint, members, path, dtype, done)
         return digests_below(path), nbytes
-    digest, nbytes = streaming.write(checkpoint, members, path, dtype, done)
+    digest, nbytes = slices.write(checkpoint, members, path, dtype, done)
     return {path.name: digest}, nbytes
 
 

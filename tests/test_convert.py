@@ -21,7 +21,7 @@ from checkpoints_convert import converting, pieces
 from checkpoints_convert.__main__ import convert
 from checkpoints_convert.checkpoint import open_checkpoint
 from vlkv.cli import main
-from vlkv.families.folder import describe
+from vlkv.families.folders import describe
 from vlkv.mini import CHECKPOINT
 
 FORMATS = pytest.mark.parametrize("kind", ["safetensors", "orbax"])
@@ -32,7 +32,7 @@ def small_shards(monkeypatch):
     """So that the miniature has several, and a tensor several slices."""
     monkeypatch.setattr(converting, "SHARD_BYTES", 2**20)
     monkeypatch.setattr(converting, "PIECE_BYTES", 2**20)
-    monkeypatch.setattr(converting.streaming, "SLICE_BYTES", 3000)
+    monkeypatch.setattr(converting.slices, "SLICE_BYTES", 3000)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_safetensors_reads_what_is_written_slice_by_slice(tmp_path):
     source = open_checkpoint(CHECKPOINT, describe(CHECKPOINT))
     keys = list(dict.fromkeys(entry.key for entry in source.entries))
     done = []
-    digest, nbytes = converting.streaming.write(source, keys, tmp_path / "x.safetensors", None, lambda: done.append(1))
+    digest, nbytes = converting.slices.write(source, keys, tmp_path / "x.safetensors", None, lambda: done.append(1))
     found = load_file(tmp_path / "x.safetensors")
     assert sorted(found) == sorted(keys) and len(done) == len(keys)
     for key, array in found.items():
@@ -231,7 +231,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
     code = (
         "import sys, threading, time; from pathlib import Path; from checkpoints_convert import converting\n"
         "from checkpoints_convert.__main__ import convert\n"
-        "converting.SHARD_BYTES, converting.streaming.SLICE_BYTES = 2**26, 2**22\n"
+        "converting.SHARD_BYTES, converting.slices.SLICE_BYTES = 2**26, 2**22\n"
         "def private():\n"
         "    return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('RssAnon')) // 1024\n"
         "def watch():\n"

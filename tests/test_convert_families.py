@@ -20,7 +20,7 @@ from checkpoints_convert.__main__ import convert
 from checkpoints_convert.checkpoint import INDEX
 from checkpoints_convert.entry import HEAD, make_entries
 from vlkv.families import FAMILIES
-from vlkv.families.folder import describe
+from vlkv.families.folders import describe
 
 TEXT = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
             vocab_size=40, max_position_embeddings=128)  # fmt: skip

@@ -17,7 +17,7 @@ from vlkv import sharding
 from vlkv.buckets import Buckets
 from vlkv.errors import InputError
 from vlkv.families import Model, abstract
-from vlkv.families.folder import describe, read_config, with_head
+from vlkv.families.folders import describe, read_config, with_head
 from vlkv.processing import Processor
 
 _SETTINGS = ["*.json", "*.jinja"]

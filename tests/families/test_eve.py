@@ -173,7 +173,7 @@ def test_grid_by_hand(saved):
 
 def test_policies_that_watch_a_class_token_are_refused(saved):
     inputs = vlkv.Inputs.from_hf(joined(saved[3]), saved[2].config)
-    with pytest.raises(InputError, match="no vision tower"):
+    with pytest.raises(InputError, match="no class token"):
         vlkv.generate(saved[2], inputs, policy=policies.HiRED(keep=0.5))
 
 

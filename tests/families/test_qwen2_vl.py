@@ -250,9 +250,9 @@ def test_whole_seconds(case):
         ({"pixel_values": np.zeros((3, VALUES), np.float32)}, "pixel_values have shape"),
         ({"image_grid_thw": None}, "no image_grid_thw"),
         ({"image_grid_thw": np.array([[1, 3, 6]])}, "multiples of 2"),
-        ({"pixel_values": None}, "beyond the pixels"),
-        ({"pixel_values": np.zeros((48, VALUES)), "image_grid_thw": np.array([[1, 4, 6]] * 2)}, "of 2"),
-        ({"pixel_values": np.zeros((32, VALUES)), "image_grid_thw": np.array([[1, 4, 8]])}, "a picture of 8 tokens"),
+        ({"pixel_values": None}, "but 0 image"),
+        ({"pixel_values": np.zeros((48, VALUES)), "image_grid_thw": np.array([[1, 4, 6]] * 2)}, "but 2 image"),
+        ({"pixel_values": np.zeros((32, VALUES)), "image_grid_thw": np.array([[1, 4, 8]])}, "the pictures need 8"),
         ({"second_per_grid_ts": [1.0, 2.0]}, "second_per_grid_ts"),
     ],
 )

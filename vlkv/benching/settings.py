@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from vlkv.benching.prompts import images_of
+from vlkv.benching.shapes import images_of
 from vlkv.cache import pool_slots
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError

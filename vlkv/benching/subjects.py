@@ -17,7 +17,7 @@ from vlkv.benching.settings import tree_bytes
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import Model, abstract, config_from_hf, init, presets
-from vlkv.families.folder import read_config
+from vlkv.families.folders import read_config
 from vlkv.mini import CHECKPOINT
 
 

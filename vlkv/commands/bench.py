@@ -18,9 +18,9 @@ from vlkv import policies
 from vlkv.benching import machine, operators, papers, tables
 from vlkv.benching.measuring import measure
 from vlkv.benching.programs import Hits, compile_generate, keep_programs
-from vlkv.benching.prompts import make_inputs
 from vlkv.benching.results import Results, identity, missing
 from vlkv.benching.settings import Setting, check_policy, grid, with_full
+from vlkv.benching.shapes import make_inputs
 from vlkv.benching.subjects import Subject, find
 from vlkv.commands.options import add_policy_arguments, policy_from
 from vlkv.errors import InputError

@@ -20,7 +20,7 @@ from checkpoints_convert.entry import make_entries
 from vlkv import sharding
 from vlkv.config import ModelConfig
 from vlkv.families import Model, config_from_hf
-from vlkv.families.folder import table_of
+from vlkv.families.folders import table_of
 from vlkv.mini import pages
 
 _SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<image>")

@@ -19,8 +19,8 @@ from vlkv.families import abstract, presets
 from vlkv.planning import arithmetic, chips, programs
 from vlkv.planning.arithmetic import Job
 from vlkv.planning.chips import Topology
+from vlkv.planning.jobs import Run, run
 from vlkv.planning.questions import Question, question
-from vlkv.planning.running import Run, run
 from vlkv.policies import Full, Policy
 from vlkv.policies.selection import require_fit
 

@@ -171,13 +171,15 @@ def entries(
 def arrange_entries(
     tokens: Tokens,
     valid: Mask,
-    made: Mapping[int | None, Sequence[Int[np.ndarray, "V 4"]]],
+    made: Mapping[int | None, Sequence[Int[np.ndarray, "V columns"]]],
     buckets: Buckets,
     *,
-    newline: int,
-    others: int,
-) -> dict[str, Any]:
+    newline: int = 0,
+    others: int = 0,
+) -> tuple[dict[str, Any], Int[np.ndarray, "B T more"]]:
     """The fields of `Arranged`, besides pixels and layout, for pictures whose tokens are listed one by one.
+
+    And what `made` says of each token beyond its four first numbers; zeros for text.
 
     Args:
         tokens: ids.
@@ -192,11 +194,12 @@ def arrange_entries(
     """
     is_vision = valid & np.isin(tokens, [token for token in made if token is not None])
     left = {token: iter(some) for token, some in made.items()}
-    wanted, given = int(is_vision.sum()), sum(len(one) for some in made.values() for one in some)
+    every = [one for some in made.values() for one in some]
+    wanted, given = int(is_vision.sum()), sum(map(len, every))
     if wanted != given:
-        raise InputError(f"the prompt holds {wanted} image and video tokens, but the pictures need {given}: "
-                         "give one <image> mark per image, <video> per video")  # fmt: skip
-    entry, most = np.zeros((*tokens.shape, 4), np.int64), 0
+        raise InputError(f"the prompt holds {wanted} image tokens, but {len(every)} image(s) or video(s): the pictures "
+                         f"need {given}; give one <image> mark per image, <video> per video")  # fmt: skip
+    entry, most = np.zeros((*tokens.shape, every[0].shape[1] if every else 4), np.int64), 0
     for row in range(len(tokens)):
         places, views, at = np.flatnonzero(is_vision[row]), 0, 0
         while at < len(places):
@@ -206,16 +209,18 @@ def arrange_entries(
             if one is None or len(span) < len(one) or (tokens[row, span] != token).any():
                 raise InputError(f"row {row} of the prompt: its image tokens do not end where its pictures do; "
                                  "repeat each picture's token once per vision token")  # fmt: skip
-            entry[row, span] = one + np.array([0, views, 0, 0])
+            entry[row, span] = one
+            entry[row, span, 1] += views
             views += int(one[:, 1].max()) + 1
             at += len(one)
         most = max(most, views)
     source = entry[..., 0]
     source = np.where(source >= 0, source, np.where(source == NEWLINE, newline, others + OTHERS - source))
-    return dict(
+    fields = dict(
         vision_index=np.where(is_vision, source, -1).astype(np.int32),
-        grid=np.where(is_vision[..., None], entry[..., 1:], -1).astype(np.int32),
+        grid=np.where(is_vision[..., None], entry[..., 1:4], -1).astype(np.int32),
         positions=count_up(valid),
         max_vision=round_up(int(is_vision.sum(axis=1).max()), buckets.vision),
         max_images=round_up(most, buckets.images),
     )
+    return fields, entry[..., 4:]

@@ -66,12 +66,15 @@ class Pictures:
 
         Pixels of all pictures are joined along their first axis, everything else has a row for each.
         """
-        found: dict[str, list[np.ndarray]] = {}
-        for read in reads:
-            for name, array in read.arrays.items():
-                found.setdefault(name, []).append(array)
+        found = by_name(reads)
         join = {name: np.concatenate if name.startswith("pixel") else np.stack for name in found}
         return {name: join[name](arrays) for name, arrays in found.items()}
+
+
+def by_name(reads: Sequence[Read]) -> dict[str, list[np.ndarray]]:
+    """The arrays of each name."""
+    names = dict.fromkeys(name for read in reads for name in read.arrays)
+    return {name: [read.arrays[name] for read in reads if name in read.arrays] for name in names}
 
 
 def to_square(image: PIL.Image.Image, settings: PixelSettings, side: int) -> Float[np.ndarray, "3 side side"]:

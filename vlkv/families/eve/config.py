@@ -26,7 +26,9 @@ class EveConfig(EveInputs):
     def read(cls, raw: Raw) -> dict[str, Any]:
         """The fields of the config; raises InputError for what we do not honour."""
         name = tower_folder(raw)
-        require("mm_vision_tower", name, *_LONGEST)
+        if name not in _LONGEST:
+            raise InputError(f"config.json: mm_vision_tower={raw['mm_vision_tower']!r} is not supported "
+                             f"(only {', '.join(_LONGEST)})")  # fmt: skip
         require("mm_projector_type", raw.get("mm_projector_type", "linear"), "mlp2x_gelu")
         require("mm_use_im_start_end", bool(raw.get("mm_use_im_start_end", False)), False)
         width = positive("mm_hidden_size", raw.get("mm_hidden_size", 1024))

@@ -48,7 +48,7 @@ class EveInputs(VicunaInputs):
         ]
         # Rows of the flat embeddings: windows, the end of a row, class tokens.
         space = round_up(int(first[-1]), buckets.vision)
-        fields = arrange_entries(tokens, valid, {self.image_token: made}, buckets, newline=space, others=space + 1)
+        fields, _ = arrange_entries(tokens, valid, {self.image_token: made}, buckets, newline=space, others=space + 1)
         if windows:
             member = np.zeros((round_up(len(windows), buckets.images), space), bool)
             for i in range(len(windows)):

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import PIL.Image
 
+from vlkv.config import filled
 from vlkv.errors import InputError
 from vlkv.processing.arranging import SquareInputs
 from vlkv.processing.images import check_area, open_image
@@ -23,12 +24,10 @@ from vlkv.processing.pictures import Pictures, Read, Video, tiles_of
 from vlkv.processing.pixels import Layout, PixelSettings, find_settings, to_pixels
 
 TOKEN = "<IMG_CONTEXT>"
-_KIND = "GotOcr2ImageProcessor"
 # The class defaults of transformers, which a file may leave out.
-DEFAULTS: dict[str, Any] = dict(
-    size={"height": 384, "width": 384}, resample=3, min_patches=1, max_patches=12,
-    image_mean=(0.48145466, 0.4578275, 0.40821073), image_std=(0.26862954, 0.26130258, 0.27577711),
-)  # fmt: skip
+KIND = "GotOcr2ImageProcessor"
+_KINDS = {KIND: dict(size={"height": 384, "width": 384}, do_center_crop=False)}
+_TILES = dict(min_patches=1, max_patches=12)
 
 
 class InternVlInputs(SquareInputs):
@@ -43,7 +42,7 @@ class InternVlInputs(SquareInputs):
         """Tiles as the folder's settings say."""
         self.only_checkpoint(layout)
         side, (raw, source) = self.vision.image_size, self.settings(folder)
-        settings = PixelSettings.from_hf(_of_a_tile(raw, source), source)
+        settings = PixelSettings.from_hf(raw, source, kinds=_KINDS)
         if settings.size != (side, side):
             raise InputError(f"{source}: tiles of {settings.size} pixels, but the tower in config.json takes "
                              f"{side} x {side}: the files are not of one checkpoint")  # fmt: skip
@@ -53,10 +52,7 @@ class InternVlInputs(SquareInputs):
     def settings(self, folder: Path) -> tuple[dict[str, Any], str]:
         """What is done to a picture, and the file that says it."""
         found, source = find_settings(folder)
-        kind = str(found.get("image_processor_type", _KIND)).removesuffix("Fast").removesuffix("Pil")
-        if kind != _KIND:
-            raise InputError(f"{source}: image_processor_type={kind!r} is not supported (only {_KIND!r})")
-        raw = {**DEFAULTS, **{key: value for key, value in found.items() if value is not None}}
+        raw = filled(found, {"image_processor_type": KIND, **_TILES})
         # `crop_to_patches` decides nothing: transformers' processor of the family always sets it.
         if not raw.get("do_resize", True) or raw.get("do_center_crop"):
             raise InputError(f"{source}: do_resize=False and do_center_crop=True are not supported")
@@ -126,14 +122,3 @@ def tiling(width: int, height: int, side: int, fewest: int, most: int) -> tuple[
         if distance < nearest or (distance == nearest and larger):
             best, nearest = (columns, lines), distance
     return best
-
-
-def _of_a_tile(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """What is done to one tile; on those cut from a resized picture resizing has no effect."""
-    size = raw["size"]
-    if isinstance(size, int):
-        size = {"height": size, "width": size}
-    if not isinstance(size, dict) or set(size) != {"height", "width"}:
-        raise InputError(f"{source}: size={size!r} must give height and width")
-    kept = ("resample", "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
-    return {**{key: raw[key] for key in kept if key in raw}, "size": size, "do_center_crop": False}

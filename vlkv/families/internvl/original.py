@@ -14,7 +14,7 @@ from vlkv.config import Raw, filled, positive, require
 from vlkv.errors import InputError
 from vlkv.families.internvl.config import InternVitConfig, InternVlWiring
 from vlkv.families.internvl.conversations import CONVERSATIONS
-from vlkv.families.internvl.inputs import DEFAULTS, TOKEN, InternVlInputs
+from vlkv.families.internvl.inputs import KIND, TOKEN, InternVlInputs
 from vlkv.families.text.config import PHI3_MINI, QWEN2, internlm2, read_decoder
 from vlkv.processing.templates import ChatTemplate
 
@@ -77,9 +77,11 @@ class InternVlChatConfig(InternVlInputs):
 
     def settings(self, folder: Path) -> tuple[dict[str, Any], str]:
         """No file has them; ImageNet's mean and deviation."""
-        own = dict(size=self.vision.image_size, min_patches=self.wiring.min_tiles, max_patches=self.wiring.max_tiles,
-                   image_mean=(0.485, 0.456, 0.406), image_std=(0.229, 0.224, 0.225))  # fmt: skip
-        return {**DEFAULTS, **own}, str(folder / "config.json")
+        size = {"height": self.vision.image_size, "width": self.vision.image_size}
+        tiles = dict(min_patches=self.wiring.min_tiles, max_patches=self.wiring.max_tiles)
+        own = dict(image_processor_type=KIND, size=size, image_mean=(0.485, 0.456, 0.406),
+                   image_std=(0.229, 0.224, 0.225), **tiles)  # fmt: skip
+        return own, str(folder / "config.json")
 
 
 def _id(raw: Raw, token: str) -> int:

@@ -41,7 +41,7 @@ from vlkv.processing.arranging import (
     zeros,
 )
 from vlkv.processing.images import check_area, open_image
-from vlkv.processing.pictures import Pictures, Read, Video, tiles_of, to_square
+from vlkv.processing.pictures import Pictures, Read, Video, by_name, tiles_of, to_square
 from vlkv.processing.pixels import Layout, PixelSettings, find_settings
 
 
@@ -89,7 +89,7 @@ class LlavaNextInputs(TextInputs):
             pixels.append(self._tiles("pixel_values_videos", given, len(given), "a video"))
         layout, tiles = views.layout(buckets), round_up(views.tiles, buckets.images)
         mixed = tiles * self.vision.grid**2
-        fields = arrange_entries(
+        fields, _ = arrange_entries(
             tokens, valid, made, buckets, others=mixed, newline=mixed + len(layout.get("taps", ()))
         )
         if pixels:
@@ -118,8 +118,9 @@ class Views:
         self.wiring = config.wiring
         self.side, self.grid = config.vision.image_size, config.vision.grid
         self.tiles = 0
-        self.mixed: list[tuple[np.ndarray, np.ndarray]] = []  # [m, taps] each
-        self.count = 0  # of the mixed ones
+        self.count = 0  # of the mixed embeddings
+        self.taps = [np.zeros((0, self.wiring.taps), np.int32)]  # [m, taps] each, as are the weights
+        self.weights = [np.zeros((0, self.wiring.taps), np.float32)]
 
     def picture(self, size: tuple[int, int], *, alone: bool = True) -> Int[np.ndarray, "n 4"]:
         """The prompt's entries for one picture.
@@ -164,23 +165,19 @@ class Views:
     def _mix(
         self, taps: Int[np.ndarray, "lines columns k"], weights: Float[np.ndarray, "lines columns k"]
     ) -> Int[np.ndarray, "lines columns"]:
-        shape, more = taps.shape[:2], [(0, 0), (0, self.wiring.taps - taps.shape[2])]
-        self.mixed.append(
-            (np.pad(taps.reshape(-1, taps.shape[2]), more), np.pad(weights.reshape(-1, taps.shape[2]), more))
-        )
+        *shape, k = taps.shape
+        for made, given in ((self.taps, taps), (self.weights, weights)):
+            flat = np.zeros((shape[0] * shape[1], self.wiring.taps), made[0].dtype)
+            flat[:, :k] = given.reshape(-1, k)
+            made.append(flat)
         first, self.count = self.count, self.count + shape[0] * shape[1]
         return OTHERS - np.arange(first, self.count).reshape(shape)
 
     def layout(self, buckets: Buckets) -> dict[str, np.ndarray]:
         """`taps` and `weights`, padded to a bucket."""
-        if not self.wiring.taps:
-            return {}
-        taps = np.zeros((round_up(self.count, buckets.vision), self.wiring.taps), np.int32)
-        weights = np.zeros(taps.shape, np.float32)
-        if self.mixed:
-            taps[: self.count] = np.concatenate([made[0] for made in self.mixed])
-            weights[: self.count] = np.concatenate([made[1] for made in self.mixed])
-        return {"taps": taps, "weights": weights}
+        rows = round_up(self.count, buckets.vision)
+        made = {"taps": self.taps, "weights": self.weights} if self.wiring.taps else {}
+        return {name: padded(np.concatenate(some), rows) for name, some in made.items()}
 
 
 def picture_tokens(config: LlavaNextInputs, size: tuple[int, int], *, alone: bool = True) -> int:
@@ -210,7 +207,7 @@ class LlavaNextPictures(Pictures):
             whole = image.resize((side, side), resample=self.settings.resample)
             parts = [whole, *self._parts(image, best_resolution(size, wiring.pinpoints), side)]
             tiles = [to_square(part, self.settings, side) for part in parts]
-        arrays = {"pixel_values": np.stack(tiles), "image_sizes": np.array(size), "images": np.array(images)}
+        arrays = {"pixel_values": np.stack(tiles), "image_sizes": np.array(size), "batch_num_images": np.array(images)}
         return Read(arrays=arrays, tokens=picture_tokens(self.config, size, alone=images == 1))
 
     def video(self, video: Video) -> Read:
@@ -222,21 +219,12 @@ class LlavaNextPictures(Pictures):
         return Read(arrays={"pixel_values_videos": np.stack(frames)}, tokens=video_tokens(self.config, len(frames)))
 
     def batch(self, reads: Sequence[Read]) -> dict[str, Any]:
-        """`pixel_values` [I, tiles, 3, h, w] padded with black tiles, `image_sizes`, `batch_num_images`; and videos."""
-        images = [read.arrays for read in reads if "pixel_values" in read.arrays]
-        videos = [read.arrays["pixel_values_videos"] for read in reads if "pixel_values_videos" in read.arrays]
-        made: dict[str, Any] = {}
-        if images:
-            most = max(len(arrays["pixel_values"]) for arrays in images)
-            made["pixel_values"] = np.stack([padded(arrays["pixel_values"], most) for arrays in images])
-            made["image_sizes"] = np.stack([arrays["image_sizes"] for arrays in images])
-            numbers, at = [], 0
-            while at < len(images):
-                numbers.append(int(images[at]["images"]))
-                at += numbers[-1]
-            made["batch_num_images"] = np.array(numbers)
-        if videos:
-            made["pixel_values_videos"] = videos  # a list, because they may differ in length
+        """Lists, because pictures have different numbers of tiles; `batch_num_images` once for each prompt."""
+        made: dict[str, Any] = by_name(reads)
+        at, numbers = 0, made.get("batch_num_images", [])
+        while at < len(numbers):  # each of the prompt's images says the same
+            del numbers[at + 1 : at + int(numbers[at])]
+            at += 1
         return made
 
     def _parts(self, image: PIL.Image.Image, target: tuple[int, int], side: int) -> list[PIL.Image.Image]:

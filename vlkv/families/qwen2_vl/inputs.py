@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,19 +30,16 @@ from jaxtyping import Float, Int
 from vlkv.buckets import Buckets, round_up
 from vlkv.errors import InputError
 from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig
-from vlkv.processing.arranging import Arranged, Batch, Mask, TextInputs, Tokens, zeros
+from vlkv.processing.arranging import Arranged, Batch, Mask, TextInputs, Tokens, arrange_entries, entries, zeros
 from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video
-from vlkv.processing.pixels import Layout, find_settings, normalise
+from vlkv.processing.pixels import Layout, PixelSettings, find_settings, to_pixels
 
 _FIELDS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
-_KINDS = ("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor")
+_KINDS: dict[str, dict[str, Any]] = {"Qwen2VLImageProcessor": {}, "Qwen2VLVideoProcessor": {}}
 # The class defaults of transformers, which a file may leave out.
-_DEFAULTS: dict[str, Any] = dict(
-    do_resize=True, resample=3, do_rescale=True, rescale_factor=1 / 255, do_normalize=True,
-    image_mean=(0.48145466, 0.4578275, 0.40821073), image_std=(0.26862954, 0.26130258, 0.27577711),
-    patch_size=14, temporal_patch_size=2, merge_size=2,
-)  # fmt: skip
+_DEFAULTS: dict[str, Any] = dict(image_processor_type="Qwen2VLImageProcessor", patch_size=14, temporal_patch_size=2,
+                                 merge_size=2)  # fmt: skip
 _PIXELS = {"image": (56 * 56, 28 * 28 * 1280), "video": (128 * 28 * 28, 28 * 28 * 768)}
 _MOST_TOKENS = 1280  # of one image: what the default bound allows
 _STEEPEST = 200  # the most that one side may be of the other
@@ -57,19 +54,17 @@ class _Picture:
     columns: int
     interval: float  # from frame to frame, in temporal positions
 
-    @property
-    def tokens(self) -> int:
-        return len(self.patches) * self.lines * self.columns
+    def entries(self, slots: Int[np.ndarray, "frames lines columns"]) -> Int[np.ndarray, "V 9"]:
+        """Its tokens: as `entries` has them; how far the first moves what follows; how far all do; own position.
 
-    def coordinates(self) -> Int[np.ndarray, "V 3"]:
-        """Frame, line and column of each token, in the order of the prompt."""
-        return np.indices((len(self.patches), self.lines, self.columns)).reshape(3, -1).T
-
-    def positions(self) -> Int[np.ndarray, "V 3"]:
-        """The same as M-RoPE counts them. In float32 before truncation, as transformers computes it."""
-        at = self.coordinates()
-        at[:, 0] = (at[:, 0].astype(np.float32) * np.float32(self.interval)).astype(np.int64)
-        return at
+        Positions are as M-RoPE counts them: computed in float32 before they are truncated, as transformers does.
+        """
+        views = np.concatenate([entries(slot, frame) for frame, slot in enumerate(slots)])
+        own = views[:, 1:].copy()
+        own[:, 0] = (own[:, 0].astype(np.float32) * np.float32(self.interval)).astype(np.int64)
+        extent = np.full((len(own), 1), own.max() + 1)
+        first = np.where(np.arange(len(own)) == 0, extent[:, 0], 0)[:, None]
+        return np.concatenate([views, first, extent, own], axis=1)
 
 
 class Qwen2VlInputs(TextInputs):
@@ -91,45 +86,18 @@ class Qwen2VlInputs(TextInputs):
         from the greatest position of all axes plus one (Qwen2-VL, Sec. 2.1; transformers 4). transformers 5.23 leaves
         the temporal axis out of that, which differs for videos that are longer than their frames are high and wide.
         """
-        c = self.vision
-        pictures = {kind: _pictures(batch, kind, c) for kind in _FIELDS}
-        left = {kind: iter(some) for kind, some in pictures.items()}
-        seen: list[_Picture] = []
-        frame = np.full(tokens.shape, -1, np.int64)  # of the batch
-        grid = np.full((*tokens.shape, 3), -1, np.int32)
-        positions = np.zeros((*tokens.shape, 3), np.int32)
-        frames = 0
-        for row, mask in enumerate(valid):
-            first, following, places = frames, 0, np.flatnonzero(mask)
-            for picture, part in _runs(tokens[row, places], self, left):
-                here = places[part]
-                if picture is None:
-                    positions[row, here] = following + np.arange(len(here))[:, None]
-                else:
-                    at = picture.coordinates()
-                    frame[row, here] = frames + at[:, 0]
-                    grid[row, here] = at + np.array([frames - first, 0, 0])
-                    positions[row, here] = following + picture.positions()
-                    frames += len(picture.patches)
-                    seen.append(picture)
-                following = int(positions[row, here].max()) + 1
-        for kind, some in left.items():
-            spare = sum(1 for _ in some)
-            if spare:
-                raise InputError(f"the prompt holds the {kind} tokens of {len(pictures[kind]) - spare} {kind}(s), but "
-                                 f"there are pixels of {len(pictures[kind])}")  # fmt: skip
-        counts = np.where(frame >= 0, grid[..., 0], -1).max(axis=1) + 1  # frames of each row
-        max_vision = round_up(int((frame >= 0).sum(axis=1).max()), buckets.vision)
-        max_images = round_up(int(counts.max()), buckets.images)
-        if not seen:
-            return Arranged(vision_index=grid[..., 0], grid=grid, positions=positions, max_vision=max_vision,
-                            max_images=max_images)  # fmt: skip
-        pixels, place, slots = _lay_out(seen, c, buckets)
-        return Arranged(
-            vision_index=np.where(frame >= 0, slots[frame, grid[..., 1], grid[..., 2]], -1).astype(np.int32),
-            grid=grid, positions=positions, pixels=pixels, layout={"place": place}, max_vision=max_vision,
-            max_images=max_images,
-        )  # fmt: skip
+        pictures = {kind: _pictures(batch, kind, self.vision) for kind in _FIELDS}
+        every = [picture for some in pictures.values() for picture in some]
+        pixels, place, slots = _lay_out(every, self.vision, buckets) if every else (None, None, ())
+        listed = iter([picture.entries(slot) for picture, slot in zip(every, slots, strict=True)])
+        own = {"image": self.image_token, "video": self.video_token}
+        made = {own[kind]: [next(listed) for _ in some] for kind, some in pictures.items()}
+        fields, more = arrange_entries(tokens, valid, made, buckets)
+        is_vision, more = fields["vision_index"] >= 0, np.pad(more, [(0, 0), (0, 0), (0, 5 - more.shape[2])])
+        # How far each picture, or token of text, moves those behind it.
+        moved = np.cumsum(np.where(is_vision, more[..., 0], valid), axis=1) - np.where(is_vision, more[..., 1], 1)
+        fields["positions"] = np.where(valid[..., None], moved[..., None] + more[..., 2:], 0).astype(np.int32)
+        return Arranged(**fields, pixels=pixels, layout={} if place is None else {"place": place})
 
     def sample(self, pictures: int, room: int) -> tuple[dict[str, Any], int]:
         """Square pictures at their own size that share the room, each of at most 1280 tokens."""
@@ -174,53 +142,27 @@ def _pictures(batch: Batch, kind: str, c: Qwen2VisionConfig) -> list[_Picture]:
     ]
 
 
-def _runs(
-    ids: Int[np.ndarray, " T"], config: Qwen2VlInputs, left: Mapping[str, Iterator[_Picture]]
-) -> Iterator[tuple[_Picture | None, slice]]:
-    """A row in pieces: each picture and where its tokens are; None for a stretch of text."""
-    marks: dict[Any, str] = {config.image_token: "image", config.video_token: "video"}
-    at = 0
-    while at < len(ids):
-        kind = marks.get(int(ids[at]))
-        if kind is None:
-            marked = np.flatnonzero(np.isin(ids[at:], list(marks)))
-            end = at + int(marked[0]) if len(marked) else len(ids)
-            yield None, slice(at, end)
-        else:
-            picture = next(left[kind], None)
-            if picture is None:
-                raise InputError(f"the prompt holds {kind} tokens beyond the pixels given: one picture for each mark")
-            end = at + picture.tokens
-            if end > len(ids) or (ids[at:end] != ids[at]).any():
-                raise InputError(f"a picture of {picture.tokens} tokens stands at token {at} of its prompt, which has "
-                                 f"fewer {kind} tokens there")  # fmt: skip
-            yield picture, slice(at, end)
-        at = end
-
-
 def _lay_out(
     pictures: list[_Picture], c: Qwen2VisionConfig, buckets: Buckets
-) -> tuple[Float[np.ndarray, "F n C"], Int[np.ndarray, "F n 2"], Int[np.ndarray, "F lines columns"]]:
-    """Pixels and places, padded, and which row of the flat vision embeddings each token is."""
+) -> tuple[Float[np.ndarray, "F n C"], Int[np.ndarray, "F n 2"], list[Int[np.ndarray, "frames lines columns"]]]:
+    """Pixels and places, padded, and which row of the flat vision embeddings each token of each picture is."""
     unit = c.merge**2
     slots = [_slots(p.lines, p.columns, c.window) for p in pictures]
     whole = unit * (c.window or 1) ** 2  # a window is whole even where the picture ends in it
     n = -(-max(int(s.max()) + 1 for s in slots) * unit // whole) * whole
     n = -(-round_up(n, buckets.patches) // whole) * whole
     frames = round_up(sum(len(p.patches) for p in pictures), buckets.images)
-    pixels = np.zeros((frames, n, c.patch_values), np.float32)
-    place = np.full((frames, n, 2), -1, np.int32)
-    index = np.zeros((frames, max(p.lines for p in pictures), max(p.columns for p in pictures)), np.int64)
+    pixels, place = np.zeros((frames, n, c.patch_values), np.float32), np.full((frames, n, 2), -1, np.int32)
     within = np.indices((c.merge, c.merge)).reshape(2, -1).T  # [unit, 2]
-    at = 0
+    at, index = 0, []
     for picture, slot in zip(pictures, slots, strict=True):
         patch = (slot.reshape(-1, 1) * unit + np.arange(unit)).ravel()
         token = np.indices((picture.lines, picture.columns)).reshape(2, -1).T
-        where = (token[:, None] * c.merge + within).reshape(-1, 2)
-        for patches in picture.patches:
-            pixels[at, patch], place[at, patch] = patches, where
-            index[at, : picture.lines, : picture.columns] = slot + at * (n // unit)
-            at += 1
+        own = np.arange(at, at + len(picture.patches))
+        pixels[own[:, None], patch] = picture.patches
+        place[own[:, None], patch] = (token[:, None] * c.merge + within).reshape(-1, 2)
+        index.append(slot + own[:, None, None] * (n // unit))
+        at += len(own)
     return pixels, place, index
 
 
@@ -239,10 +181,7 @@ class ScaleSettings:
 
     least: int  # pixels of a picture, once scaled
     most: int
-    resample: PIL.Image.Resampling
-    scale: float | None  # usually 1 / 255
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float] | None
+    pixels: PixelSettings  # of the scaled one
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], source: str, kind: str, c: Qwen2VisionConfig) -> ScaleSettings:
@@ -251,9 +190,6 @@ class ScaleSettings:
         Raises:
             InputError: a kind of processor or a setting that we do not honour, or that config.json contradicts.
         """
-        name = str(raw.get("image_processor_type", raw.get("video_processor_type", _KINDS[0])))
-        if name.removesuffix("Fast").removesuffix("Pil") not in _KINDS:
-            raise InputError(f"{source}: the processor {name!r} is not supported (supported: {', '.join(_KINDS)})")
         s = {**_DEFAULTS, **{key: value for key, value in raw.items() if value is not None}}
         for field, wanted in (("patch_size", c.patch_size), ("merge_size", c.merge), ("temporal_patch_size", c.frames)):
             if s[field] != wanted:
@@ -262,18 +198,11 @@ class ScaleSettings:
         for field, wanted in (("do_resize", True), ("cap_pixels_per_frame", False)):
             if bool(s.get(field, wanted)) != wanted:
                 raise InputError(f"{source}: {field}={s[field]!r} is not supported")
-        try:
-            least, most = _bounds(s, kind)
-            return cls(
-                least=least,
-                most=most,
-                resample=PIL.Image.Resampling(s["resample"]),
-                scale=float(s["rescale_factor"]) if s["do_rescale"] else None,
-                mean=tuple(map(float, s["image_mean"])),  # type: ignore[arg-type]
-                std=tuple(map(float, s["image_std"])) if s["do_normalize"] else None,  # type: ignore[arg-type]
-            )
-        except (TypeError, ValueError, KeyError) as error:
-            raise InputError(f"{source}: a setting of the image processor makes no sense ({error})") from None
+        least, most = _bounds(s, kind)
+        if not 0 < least <= most:
+            raise InputError(f"{source}: bounds of {least} and {most} pixels make no sense")
+        plain = {"do_resize": False, "do_center_crop": False}
+        return cls(least=least, most=most, pixels=PixelSettings.from_hf({**s, **plain}, source, kinds=_KINDS))
 
     def scaled(self, height: int, width: int, factor: int) -> tuple[int, int]:
         """Height and width of whole tokens of `factor` pixels, about the shape of the picture and within the bounds.
@@ -329,11 +258,8 @@ class Qwen2VlPictures(Pictures):
         c = self.config
         height, width = settings.scaled(frames[0].height, frames[0].width, c.patch_size * c.merge)
         check_area(width, height, f"the {frames[0].width} x {frames[0].height} image, once resized")
-        pixels = [
-            normalise(np.asarray(frame.resize((width, height), resample=settings.resample)), settings.scale,
-                      settings.mean, settings.std)
-            for frame in frames
-        ]  # fmt: skip
+        resized = [frame.resize((width, height), resample=settings.pixels.resample) for frame in frames]
+        pixels = [to_pixels(frame, settings.pixels) for frame in resized]
         pixels += pixels[-1:] * (-len(pixels) % c.frames)  # a single image, or the last frame, is repeated
         patches = rearrange(
             np.stack(pixels), "(t f) c (y a p) (x b q) -> (t y x a b) (c f p q)",
@@ -348,6 +274,4 @@ def _bounds(s: Mapping[str, Any], kind: str) -> tuple[int, int]:
     least, most = _PIXELS[kind]
     least = s.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or least
     most = s.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or most
-    if not 0 < least <= most:
-        raise ValueError(f"bounds of {least} and {most} pixels")
     return least, most
