@@ -218,7 +218,7 @@ def test_sizes_as_the_authors_code_computes_them(tmp_path, longest):
             wanted = 336, math.ceil(336 * height / width / 14) * 14
         else:
             wanted = math.ceil(336 * width / height / 14) * 14, 336
-        assert pictures.target(width, height) == (wanted[0] * ratio, wanted[1] * ratio)
+        assert pictures.vision.target(width, height) == (wanted[0] * ratio, wanted[1] * ratio)
 
 
 def test_a_picture_and_its_prompt(tmp_path):
@@ -227,7 +227,7 @@ def test_a_picture_and_its_prompt(tmp_path):
     processor = vlkv.load_processor(tmp_path)
     rng = np.random.default_rng(0)
     picture = PIL.Image.fromarray(rng.integers(0, 256, (60, 200, 3), dtype=np.uint8))
-    pixels = processor.pictures.read(picture).arrays["pixel_values"]
+    pixels = processor.pictures.read(picture).arrays["pixel_values"][0]
     lines = math.ceil(24 * 60 / 200)
     shown = np.asarray(picture.resize((672, 28 * lines))) / 255  # bicubic, as PIL resizes by itself
     mean, std = np.array([0.48145466, 0.4578275, 0.40821073]), np.array([0.26862954, 0.26130258, 0.27577711])

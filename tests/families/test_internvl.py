@@ -125,9 +125,9 @@ def test_the_grid_of_a_batch(internvl):
 def test_tiles_that_do_not_match_are_refused(internvl):
     _, _, params = internvl
     batch = make_batch()
-    with pytest.raises(InputError, match=r"80 image tokens, but 4 tile\(s\) of 16"):
+    with pytest.raises(InputError, match=r"80 image tokens, but 4 image\(s\) or tile\(s\) of 16"):
         vlkv.Inputs.from_hf({**batch, "pixel_values": batch["pixel_values"][:4]}, params.config)
-    with pytest.raises(InputError, match="expected \\[tiles, 3, 56, 56\\]"):
+    with pytest.raises(InputError, match="expected \\[images, 3, 56, 56\\]"):
         vlkv.Inputs.from_hf({**batch, "pixel_values": batch["pixel_values"][:, :, :28]}, params.config)
 
 

@@ -115,7 +115,7 @@ class VitConfig:
             raise InputError("config.json: vision_config: heads must divide the hidden_size")
         layers = c["num_hidden_layers"]
         if not isinstance(feature_layer, int) or not -layers - 1 <= feature_layer <= layers:
-            raise InputError(f"config.json: vision_feature_layer={feature_layer!r} is not supported: one layer index")
+            raise InputError(f"config.json: vision_feature_layer={feature_layer!r}: the feature layer is one number")
         sizes = {ours: c[field] for field, ours in _SIZES.items()}
         return cls(**sizes, norm_eps=c["layer_norm_eps"], feature_layer=feature_layer, **special)
 
