@@ -41,6 +41,28 @@ else:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Marks `full` what `@pytest.mark.default("part of an id", ...)` does not name: the other cases of a test.
+
+    The default suite so runs the named cases only. A name that no case has is an error, unless single tests are asked
+    for, of which the others are then not collected.
+    """
+    named: dict[tuple[str, str], set[str]] = {}
+    for item in items:
+        marker = item.get_closest_marker("default")
+        if marker is None:
+            continue
+        found = {part for part in marker.args if part in item.callspec.id}
+        if not found:
+            item.add_marker(pytest.mark.full)
+        key = item.nodeid.split("[")[0], ", ".join(marker.args)
+        named[key] = named.get(key, set(marker.args)) - found
+    missing = [f"{test}: {', '.join(sorted(parts))}" for (test, _), parts in named.items() if parts]
+    if missing and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError("cases that the default suite names and that do not exist: " + "; ".join(missing))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forget_compiled_programs():
     """Each holds mappings of memory, of which a process may have 65,530; the disk cache keeps what is worth keeping.

@@ -39,6 +39,7 @@ def test_generate(capsys, sample):
     assert result["cache_bytes"] == result["slots"] * result["slot_bytes"]
 
 
+@pytest.mark.full
 def test_generate_with_parts_of_several_methods(capsys, sample):
     _, path = sample
     command = ["generate", "--model", str(CHECKPOINT), "--image", str(path), "--prompt", "read the page", "--json"]

@@ -78,6 +78,7 @@ def test_policies_and_sampling_are_pytrees_without_leaves():
         assert dataclasses.replace(value) == value and hash(dataclasses.replace(value)) == hash(value)
 
 
+@pytest.mark.full
 def test_positions_count_every_token_ever_seen(params):
     cache, _ = vlkv.prefill(params, unequal_batch(), policies.StreamingLLM(keep=0.1), new_tokens=2)
     assert cache.next_position[:, 0].tolist() == np.asarray(unequal_batch().valid).sum(axis=1).tolist()
@@ -117,6 +118,7 @@ def test_randomness_needs_a_key_before_anything_is_traced(params):
         vlkv.generate(params, unequal_batch(), sampling=vlkv.Sample())
 
 
+@pytest.mark.full
 def test_two_keys_draw_two_caches(params):
     prompt = vlkv.read_prompt(params, unequal_batch())
     tokens = [
@@ -155,6 +157,7 @@ def test_an_eager_prefill_can_be_donated(params):
     jax.block_until_ready(jax.jit(vlkv.decode_step, donate_argnames="cache")(params, cache, jnp.array([7])))
 
 
+@pytest.mark.default("H2O")
 @pytest.mark.parametrize(
     "policy",
     [policies.H2O(keep=0.3), policies.PrefixKV(keep=0.3), policies.AVL(keep=0.5, core=0.3, refresh=2, text=0.5)],

@@ -106,6 +106,7 @@ def test_avl_drops_p_after_the_second_layer_from_all_caches_and_keeps_s_of_the_o
     check(params, batch, policy, lambda is_vision: {2: by_last_row(is_vision, 0.6)}, expected)
 
 
+@pytest.mark.default("Composed1")
 @pytest.mark.parametrize(
     "policy",
     [
@@ -145,6 +146,7 @@ def agree(one, other):
     return len(common)
 
 
+@pytest.mark.full
 def test_memory_of_padded_rows_holds_the_prompts_numbers(params, batch):
     """A reduction moves tokens together; a step must find the scores of the tokens that it decides about."""
     plain = policies.H2O(keep=0.5)
@@ -205,6 +207,7 @@ def read(params, batch):
 fill_cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")
 
 
+@pytest.mark.full
 def test_scores_of_one_with_budgets_of_another(read, batch):
     whole = compose(policies.SnapKV(keep=0.4), allocate=policies.PrefixKV)
     cache, snap, prefix = (
@@ -218,6 +221,7 @@ def test_scores_of_one_with_budgets_of_another(read, batch):
         assert (np.where(more, ours | ~theirs, theirs | ~ours)).all()
 
 
+@pytest.mark.full
 def test_merging_of_another(read):
     whole = compose(policies.H2O(keep=0.4, scope="vision"), merge=policies.LookM)
     merged, plain = (fill_cache(read, p, new_tokens=1) for p in (whole, policies.H2O(keep=0.4, scope="vision")))
@@ -225,6 +229,7 @@ def test_merging_of_another(read):
     assert float(jnp.abs(merged.k - plain.k).max()) > 1e-3
 
 
+@pytest.mark.full
 def test_steps_of_another(params, read):
     """SnapKV's entries, H2O's steps: accumulated attention of H2O's own scores, and one entry leaves at every step."""
     snap, h2o = policies.SnapKV(keep=0.5), policies.H2O(keep=0.5)
@@ -239,6 +244,7 @@ def test_steps_of_another(params, read):
         assert (stored.sum(axis=-1) == before).all(), "the new entry came, another left"
 
 
+@pytest.mark.default("4")
 @pytest.mark.parametrize("bits", [4, 2])
 def test_on_a_quantised_pool(params, read, batch, bits):
     plain_policy = policies.SnapKV(keep=0.5)
@@ -257,6 +263,7 @@ def test_on_a_quantised_pool(params, read, batch, bits):
     assert 0 < error < {4: 0.5, 2: 3.0}[bits]
 
 
+@pytest.mark.full
 def test_merging_on_the_cache_composes_with_a_quantised_pool(read, batch):
     merging = policies.ToMe(keep=0.25, on="cache")
     plain, stored = (fill_cache(read, p, new_tokens=1) for p in (merging, compose(merging, store=policies.KIVI)))

@@ -61,6 +61,7 @@ def result(process: subprocess.Popen) -> str:
     return out
 
 
+@pytest.mark.full
 def test_weights_are_split_from_wherever_they_come(root):
     result(start("-c", CODE, devices=4, root=root))
 

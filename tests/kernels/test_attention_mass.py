@@ -45,6 +45,7 @@ def blocks(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.default("blocks of 3-1.0-True-xla", "blocks of 3-4.0-False-reference")
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("softmax_n", [0.0, 1.0, 4.0])
@@ -57,6 +58,7 @@ def test_sums_causal_or_not_with_n_in_the_denominator(blocks, implementation, ca
     np.testing.assert_allclose(got, expected_mass(q, k, weight, allowed, softmax_n), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("statistic", ["square", "count"])
 def test_squares_and_counts(blocks, implementation, statistic):
@@ -82,6 +84,7 @@ def test_gathered_rows_see_keys_up_to_their_own_place(monkeypatch, implementatio
     np.testing.assert_allclose(got, expected_mass(q[:, place], k, weight, allowed), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_a_row_that_sees_no_key_adds_nothing_and_no_nan(blocks):
     q, k, weight, _ = make(37, 37)
     mask = jnp.arange(37) >= 4  # rows 0..3 see nothing

@@ -194,6 +194,7 @@ def test_576_tokens_become_what_the_paper_says(windows, counts):
     assert float(jnp.sum(tokens.size * tokens.is_vision)) == 576
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sides", [[(7, 5)], [(1, 3)], [(1, 1)], [(9, 4), (5, 8)], [(2, 2), (6, 7), (3, 1)]], ids=str)
 @pytest.mark.parametrize("stage", [0, 1])
 def test_any_grid_agrees_with_the_equations(sides, stage):
@@ -330,6 +331,7 @@ def test_bad_options_are_named(options, says):
         LightKV(**options)
 
 
+@pytest.mark.default("paper")
 @pytest.mark.parametrize("variant", ["paper", "released"])
 def test_prefill_caches_what_reached_each_layer_and_padding_changes_no_logit(variant):
     policy = LightKV(layers=(1, 2), windows=(2, 1), variant=variant)

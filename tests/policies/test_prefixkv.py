@@ -37,6 +37,7 @@ def test_the_published_codes_search_budgets_and_kept(golden, ratio, sinks):
         np.testing.assert_array_equal(got.kept[:, head], g["as_released_kept"][ratio, sinks - 1])
 
 
+@pytest.mark.default("all-0.3")
 @pytest.mark.parametrize("keep", [1e-6, 0.3, 0.9, 1.0])
 @pytest.mark.parametrize("scope", ["all", "vision"])
 def test_the_published_budgets_fit_the_pool_for_any_prompt(keep, scope):
@@ -57,6 +58,7 @@ def test_the_published_budgets_fit_the_pool_for_any_prompt(keep, scope):
         assert pool_slots(policy, layers=layers, **bounds, new_tokens=0) >= (-(-budgets // 16) * 16).sum()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("budget", [30, 12], ids=["far", "middle"])
 def test_the_published_code_deletes_at_a_fixed_rank(budget):
     """Where the cache holds more than (1 - forgotten share) x seen by one or more, the entry at rank kept - 25."""

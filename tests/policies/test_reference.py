@@ -166,6 +166,7 @@ def test_merging_agrees_with_the_equations(policy, batch):
                 np.testing.assert_allclose(entries[kept], theirs[kept], atol=1e-5, err_msg=name)
 
 
+@pytest.mark.default("Random(", "AirCache(", "CSP(")
 @pytest.mark.parametrize("policy", ANY, ids=repr)
 def test_totals_are_exact_padding_is_dropped_and_text_out_of_scope_stays(policy, batch):
     _, _, vision, valid = batch
@@ -187,6 +188,7 @@ def test_totals_are_exact_padding_is_dropped_and_text_out_of_scope_stays(policy,
             assert (kept[row] == valid[row]).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scope", ["vision", "all"])
 def test_csp_without_filling_keeps_at_most_its_budget_and_no_more_than_with_it(scope, batch):
     union, filled = (
@@ -200,6 +202,7 @@ def test_csp_without_filling_keeps_at_most_its_budget_and_no_more_than_with_it(s
         np.testing.assert_array_equal(np.asarray(union.kept)[row][..., inside].sum(axis=-1), union.budgets[row])
 
 
+@pytest.mark.default("Random(", "AirCache(", "CSP(")
 @pytest.mark.parametrize("policy", ANY, ids=repr)
 def test_padding_on_either_side_changes_nothing(policy, batch):
     got = select(policy, *batch, jax.random.key(0))
@@ -208,6 +211,7 @@ def test_padding_on_either_side_changes_nothing(policy, batch):
     np.testing.assert_array_equal(got.budgets[left], got.budgets[right])
 
 
+@pytest.mark.default("all-AirCache", "vision-SnapKV")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("scope", ["vision", "all"])
 def test_keep_1_keeps_everything(method, scope, batch):
@@ -217,6 +221,7 @@ def test_keep_1_keeps_everything(method, scope, batch):
     )
 
 
+@pytest.mark.default("PrefixKV", "CSP")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_budget_beyond_the_prompt_keeps_everything_and_a_tiny_one_keeps_one_per_layer(method, batch):
     valid = batch[3]
@@ -269,6 +274,7 @@ def test_random_keeps_every_token_equally_often():
     assert abs(often - 0.25).max() < 4 * np.sqrt(0.25 * 0.75 / (2 * draws))
 
 
+@pytest.mark.full
 def test_random_draws_do_not_depend_on_how_long_the_padded_row_is():
     def kept(length):
         q = jnp.zeros((1, 2, length, 4))

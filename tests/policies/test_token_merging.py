@@ -187,6 +187,7 @@ def by_energy(keys, members, removed, margin):
     return target
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", [ToMe, PiToMe, ToFu])
 def test_on_the_cache_rounds_go_on_until_the_budget_is_met(method):
     random = np.random.default_rng(7)
@@ -224,6 +225,7 @@ def test_on_the_cache_rounds_go_on_until_the_budget_is_met(method):
         np.testing.assert_allclose(got_v[layer][:, kept], values[:, kept], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 def test_on_the_cache_nothing_happens_while_the_prompt_is_read():
     policy = ToMe(keep=0.1, on="cache")
     inputs = models.unequal_batch()

@@ -194,6 +194,7 @@ def per_row(fraction):
     return keep
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("policy", "keep"),
     [(FasterVLM(keep=0.4), per_row(0.4)), (HiRED(keep=0.31), per_image(7))],
@@ -264,6 +265,7 @@ def test_ivtp_groups_patches_and_then_keeps_what_the_instruction_looks_at(params
     ]
 
 
+@pytest.mark.full
 def test_groups_count_their_members():
     policy = IVTP(keep=0.2, groups=0.5)
     tower = np.random.default_rng(0).random((3, 9)).astype(np.float32)
@@ -284,6 +286,7 @@ def test_without_text_after_the_image_the_last_token_judges():
     np.testing.assert_allclose(IVTP(keep=0.5).ranking(obs)[0], expected, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_the_cache_holds_what_is_left(params, batch):
     policy = FasterVLM(keep=0.4)
     cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(params, batch, policy, new_tokens=2)
