@@ -20,13 +20,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Fault(NamedTuple):
-    """A piece of text that occurs once in a file, what takes its place, and the tests that should notice."""
+    """A piece of text that occurs once in a file, what takes its place, and a test that should notice."""
 
     name: str
     file: str
     old: str
     new: str
-    tests: str
+    test: str
 
 
 FAULTS = (
@@ -35,21 +35,21 @@ FAULTS = (
         "pallas_kernels/prefill_attention/xla.py",
         "(jnp.arange(logits.shape[-1]) <= places[:, None])",
         "(jnp.arange(logits.shape[-1]) <= places[:, None] + 1)",
-        "tests/kernels/test_prefill_attention.py",
+        "tests/kernels/test_prefill_attention.py::test_padding_on_both_sides",
     ),
     Fault(
         "wrong RoPE base",
         "vlkv/rope.py",
         "frequency = rope.theta ** -",
         "frequency = (2 * rope.theta) ** -",
-        "tests/test_decode.py",
+        "tests/test_decode.py::test_score_is_the_log_probability_of_the_reference",
     ),
     Fault(
         "score over padding",
         "vlkv/observe.py",
         "weight = obs.valid[None].astype(jnp.float32)",
         "weight = jnp.ones_like(obs.valid, jnp.float32)[None]",
-        "tests/policies/test_reference.py",
+        "tests/policies/test_reference.py::test_padding_on_either_side_changes_nothing",
     ),
     Fault(
         "budget one too high",
@@ -63,56 +63,56 @@ FAULTS = (
         "pallas_kernels/ragged.py",
         "turns = -(-ends[-1] // together)",
         "turns = ends[-1] // together",
-        "tests/kernels/test_decode_attention.py",
+        "tests/kernels/test_decode_attention.py::test_golden_outputs_with_n_in_the_denominator",
     ),
     Fault(
         "converter swaps two tensors",
         "checkpoints_convert/tables/decoder.py",
         '(("q", "query", q), ("k", "key", kv), ("v", "value", kv))',
         '(("q", "query", q), ("v", "key", kv), ("k", "value", kv))',
-        "tests/parity/test_forward.py",
+        "tests/parity/test_forward.py::test_llava_batch_of_unequal_rows",
     ),
     Fault(
         "query heads read each other's key heads",
         "pallas_kernels/prefill_attention/xla.py",
         "q.reshape(batch, length, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)",
         "q.reshape(batch, length, -1, kv_heads, head_dim).transpose(0, 3, 2, 1, 4)",
-        "tests/kernels/test_prefill_attention.py",
+        "tests/kernels/test_prefill_attention.py::test_padding_on_both_sides",
     ),
     Fault(
         "positions of new tokens off by one",
         "vlkv/generate.py",
         "params.decoder.embedding(token), cache.next_position)",
         "params.decoder.embedding(token), cache.next_position + 1)",
-        "tests/test_decode.py",
+        "tests/test_decode.py::test_score_is_the_log_probability_of_the_reference",
     ),
     Fault(
         "stop token does not end a row",
         "vlkv/generate.py",
         "ended | jnp.isin(token, stop)",
         "ended",
-        "tests/parity/test_generate.py",
+        "tests/parity/test_generate.py::test_rows_end_at_their_stop_token_and_the_loop_ends_with_the_last",
     ),
     Fault(
         "scale of the neighbouring group",
         "pallas_kernels/quantized.py",
         "begin = jnp.minimum(first // pool.group, ",
         "begin = jnp.minimum(first // pool.group + 1, ",
-        "tests/kernels/test_quantized.py",
+        "tests/kernels/test_quantized.py::test_any_slice_of_slots_reads_as_the_same_slice_of_the_array",
     ),
     Fault(
         "vision embeddings one late",
         "vlkv/models/splice.py",
         "vision[jnp.maximum(vision_index, 0)]",
         "vision[jnp.maximum(vision_index - 1, 0)]",
-        "tests/parity/test_forward.py",
+        "tests/parity/test_forward.py::test_llava_batch_of_unequal_rows",
     ),
     Fault(
         "eviction protects the oldest",
         "vlkv/policies/h2o.py",
         "rank_by_place(memory, memory.stored) < (count - recent)[:, None]",
         "rank_by_place(memory, memory.stored) >= recent[:, None]",
-        "tests/policies/test_decode_time.py",
+        "tests/policies/test_decode_time.py::test_h2o_evicts_one_entry_a_step",
     ),
 )
 
@@ -149,7 +149,7 @@ def main() -> int:
     """Prints one line per fault; 1 if a fault was missed, or the tests fail without any."""
     parser = argparse.ArgumentParser(description="Plants faults one by one and runs the tests that should notice.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="a fault, by any part of its name; default: all")
-    parser.add_argument("--all", action="store_true", help="run the whole default suite, not only the tests named")
+    parser.add_argument("--all", action="store_true", help="run the whole default suite, not one test a fault")
     args = parser.parse_args()
     chosen = [fault for fault in FAULTS if not args.names or any(name in fault.name for name in args.names)]
     if not chosen:
@@ -158,7 +158,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         copy_project(folder)
-        code, line = run_tests(folder, [] if args.all else sorted({fault.tests for fault in chosen}))
+        code, line = run_tests(folder, [] if args.all else sorted({fault.test for fault in chosen}))
         if code:
             print(f"the tests fail without any fault: {line}")
             return 1
@@ -166,9 +166,9 @@ def main() -> int:
             path = folder / fault.file
             whole = path.read_text()
             path.write_text(planted(fault, whole))
-            code, line = run_tests(folder, [] if args.all else [fault.tests])
+            code, line = run_tests(folder, [] if args.all else [fault.test])
             path.write_text(whole)
-            found = code == 1  # other codes: no tests, or none that could be run
+            found = code == 1  # another code says that pytest could not run the test
             missed += not found
             print(f"{fault.name}: {'found by' if found else 'MISSED:'} {line.removeprefix('FAILED ')}", flush=True)
     return int(missed > 0)
