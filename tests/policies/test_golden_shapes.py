@@ -17,11 +17,12 @@ def first_key_head(arrays):
 
 
 def last_cases(arrays):
-    """All but the first number of sinks and the first two ratios of the file for PrefixKV; every query head twice."""
-    cut = dict(arrays, q=np.repeat(arrays["q"], 2, axis=1), number_of_sink_tokens=arrays["number_of_sink_tokens"][1:])
-    for name in ("keep_ratios", "total_budget", "paper_budgets", "paper_kept"):
-        cut[name] = arrays[name][2:]
-    cut["paper_kept"] = cut["paper_kept"][:, 1:]
+    """The last two numbers of sinks and ratios of the file for PrefixKV; every query head twice."""
+    cut = dict(arrays, q=np.repeat(arrays["q"], 2, axis=1))
+    cut["number_of_sink_tokens"] = arrays["number_of_sink_tokens"][-2:]
+    for name in ("keep_ratios", "total_budget", "paper_budgets"):
+        cut[name] = arrays[name][-2:]
+    cut["paper_kept"] = arrays["paper_kept"][-2:, -2:]
     return cut
 
 
