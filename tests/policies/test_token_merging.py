@@ -54,35 +54,38 @@ def same_rows(got, want):
 # --- published vectors -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("i", range(3))
-def test_golden_tome(golden, i):
+def test_golden_tome(golden):
     g = golden("token_merging")
-    policy = ToMe(keep=(65 - int(g["tome_merge_counts"][i])) / 65, layers=(1,))
-    x, size, kept = reduce(policy, g["tokens"], g["metric"][None], size=g["token_sizes"][:, 0])
-    want = g[f"as_released_tome_tokens_class0_count{i}"], g[f"as_released_tome_sizes_class0_count{i}"]
-    same_rows(np.column_stack([x, size])[kept], np.column_stack(want))
+    for i in range(len(g["tome_merge_counts"])):
+        want = g[f"as_released_tome_tokens_class0_count{i}"], g[f"as_released_tome_sizes_class0_count{i}"]
+        policy = ToMe(keep=len(want[0]) / len(g["tokens"]), layers=(1,))
+        x, size, kept = reduce(policy, g["tokens"], g["metric"][None], size=g["token_sizes"][:, 0])
+        same_rows(np.column_stack([x, size])[kept], np.column_stack(want))
 
 
 @pytest.mark.parametrize("class_token", [0, 1])
-@pytest.mark.parametrize("ratio", range(2))
-@pytest.mark.parametrize("margin", range(2))
-def test_golden_pitome(golden, class_token, ratio, margin):
+def test_golden_pitome(golden, pairs, class_token):
     g = golden("token_merging")
-    name = f"class{class_token}_ratio{ratio}_margin{margin}"
-    want = g[f"as_released_pitome_tokens_{name}"], g[f"as_released_pitome_sizes_{name}"]
-    members = 65 - class_token
-    policy = PiToMe(keep=(len(want[0]) - class_token) / members, layers=(1,), margin=float(g["pitome_margins"][margin]))
-    x, size, kept = reduce(policy, g["tokens"], g["metric"][None], size=g["token_sizes"][:, 0], lone=range(class_token))
-    same_rows(np.column_stack([x, size])[kept], np.column_stack(want))
+    members = len(g["tokens"]) - class_token
+    lone = range(class_token)
+    for r, m in pairs(g["keep_ratios"], g["pitome_margins"]):
+        name = f"class{class_token}_ratio{r}_margin{m}"
+        want = g[f"as_released_pitome_tokens_{name}"], g[f"as_released_pitome_sizes_{name}"]
+        keep = (len(want[0]) - class_token) / members
+        policy = PiToMe(keep=keep, layers=(1,), margin=float(g["pitome_margins"][m]))
+        x, size, kept = reduce(policy, g["tokens"], g["metric"][None], size=g["token_sizes"][:, 0], lone=lone)
+        same_rows(np.column_stack([x, size])[kept], np.column_stack(want))
 
 
-@pytest.mark.parametrize("ratio", range(2))
-def test_golden_tofu(golden, ratio):
+@pytest.mark.parametrize("mode", ["tofu", "prune"])
+def test_golden_tofu(golden, mode):
     g = golden("token_merging")
-    for mode in ("tofu", "prune"):
-        policy = ToFu(keep=float(g["keep_ratios"][ratio]), layers=(1,), mode=mode, pruning=0, variant="released")
+    for i in range(len(g["keep_ratios"])):
+        want = g[f"as_released_tofu_{mode}_class0_ratio{i}"]
+        keep = len(want) / len(g["tokens"])
+        policy = ToFu(keep=keep, layers=(1,), mode=mode, pruning=0, variant="released")
         x, _, kept = reduce(policy, g["tokens"], g["metric"][None])
-        same_rows(x[kept], g[f"as_released_tofu_{mode}_class0_ratio{ratio}"])
+        same_rows(x[kept], want)
 
 
 # --- from the equations ----------------------------------------------------------------------------------------------
