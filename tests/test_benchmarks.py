@@ -40,6 +40,7 @@ def test_the_script_for_a_gpu_runs_dry(dry):
     assert all(set(row["to_full"]) == {"prefill", "decode", "cache", "peak"} for row in rows[1:])
 
 
+@pytest.mark.full
 def test_it_goes_on_where_it_was_and_says_what_holds(dry, capsys, monkeypatch):
     monkeypatch.setattr(gpu, "measure", lambda *_, **__: pytest.fail("measured again"))
     monkeypatch.setattr(torch_side, "available", lambda: "kvpress is missing")

@@ -31,7 +31,7 @@ def test_a_cap_that_nothing_reaches_changes_nothing(read, method, scope):
         np.testing.assert_array_equal(kept_entries(exact, batch, row), kept_entries(capped, batch, row))
 
 
-@pytest.mark.default("AirCache")
+@pytest.mark.full
 @pytest.mark.parametrize(("method", "scope"), CASES)
 def test_no_layer_passes_the_cap_the_total_is_exact_and_select_agrees(read, method, scope):
     batch, keep, cap = unequal_batch(padding="left"), 0.3, 1.0

@@ -120,7 +120,7 @@ def check_selection(policy, layers, batch, row, kept) -> None:
     assert not selection.kept[..., count:].any()
 
 
-@pytest.mark.default("LookM-all")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "policy",
     [policies.ElasticCache(keep=0.3), policies.LookM(keep=0.3), policies.LookM(keep=0.15, scope="vision")],

@@ -56,6 +56,7 @@ def test_one_bucket_traces_once_and_a_new_keep_once_more(params):
     assert generate._cache_size() == before + 3, "a longer bucket is a new shape"
 
 
+@pytest.mark.full
 def test_a_users_policy_keeps_what_it_says(params):
     inputs = question(9, 1)
     prompt = vlkv.read_prompt(params, inputs)
@@ -157,7 +158,7 @@ def test_an_eager_prefill_can_be_donated(params):
     jax.block_until_ready(jax.jit(vlkv.decode_step, donate_argnames="cache")(params, cache, jnp.array([7])))
 
 
-@pytest.mark.default("H2O")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "policy",
     [policies.H2O(keep=0.3), policies.PrefixKV(keep=0.3), policies.AVL(keep=0.5, core=0.3, refresh=2, text=0.5)],

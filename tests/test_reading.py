@@ -83,6 +83,7 @@ def check(params, batch, policy, reduce, expected_kept=None):
         np.testing.assert_allclose(ours[row], np.concatenate([first[None], later]), atol=1e-4)
 
 
+@pytest.mark.default("keep=0.01")
 @pytest.mark.parametrize("policy", [policies.FastV(keep=0.3), policies.FastV(keep=0.01, layer=1)], ids=repr)
 def test_fastv_drops_vision_tokens_after_its_layer_and_nothing_else(params, batch, policy):
     check(params, batch, policy, lambda is_vision: {policy.layer: by_last_row(is_vision, policy.keep)})

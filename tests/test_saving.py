@@ -131,6 +131,7 @@ np.savez(sys.argv[2], logits=logits, tokens=tokens)
         np.testing.assert_array_equal(there["tokens"], tokens)
 
 
+@pytest.mark.default("composed")
 @pytest.mark.parametrize("name", ASKED)
 def test_one_image_serves_three_questions(params, batch, read, tmp_path, name):
     """Read once and repeated, against the image read once for each question."""

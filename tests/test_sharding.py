@@ -88,6 +88,7 @@ def test_a_decode_step_gathers_neither_the_pool_nor_a_weight(answers, mesh):
     assert step["collectives"] and max(elements for _, elements in step["collectives"]) < step["pool"] / 8
 
 
+@pytest.mark.full
 def test_two_hosts_answer_as_one_device(answers, root):
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -81,6 +81,7 @@ def watched(decoder, layers, kept, tokens):
     return hidden, mass
 
 
+@pytest.mark.full
 def test_a_trace_is_what_the_layers_do(params, batch, layers, full, snap):
     length = batch.valid.shape[1]
     hidden = {}

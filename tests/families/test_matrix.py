@@ -49,7 +49,7 @@ EVERY_STAGE = policies.compose(
 )  # fmt: skip
 
 
-@pytest.mark.default("qwen2_vl", "llava_qwen")
+@pytest.mark.default("llava_qwen")
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_policy_of_every_stage_on_every_family(family):
     """Reduced in prefill, scored, allotted per layer, merged, quantised, and evicted from while decoding."""
@@ -62,7 +62,7 @@ def read(made):
     return jax.jit(vlkv.read_prompt, compiler_options=tiny.QUICK)(*made["qwen2_vl"])
 
 
-@pytest.mark.default("aircache")
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["snapkv", "aircache", "prefixkv"])
 def test_select_keeps_what_generate_kept(made, read, name):
     """One that scores, one whose layers share by what they scored, one that allots by the layers' statistics."""

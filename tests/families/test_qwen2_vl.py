@@ -69,6 +69,7 @@ def check(case, batch, rows=ROWS) -> None:
     assert np.concatenate(spread).std() >= 1
 
 
+@pytest.mark.default("qwen2_vl-left", "qwen2_5_vl-right")
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_layers_and_logits_of_a_batch(case, padding):
     """Two images, an image and a video, one image, none."""
@@ -82,6 +83,7 @@ def test_no_picture_at_all(case):
     check(case, batch, rows)
 
 
+@pytest.mark.default("qwen2_5_vl")
 def test_greedy_tokens(case):
     batch = prompts("left")
     output = jax.jit(vlkv.generate)(

@@ -69,6 +69,7 @@ def test_likelihoods_are_those_of_score(answerer, questions):
     assert ours[2][0] == ours[2][1], "the space before a continuation belongs to the prompt"
 
 
+@pytest.mark.full
 def test_a_continuation_is_greedy_if_it_is_what_generate_says(answerer, questions):
     said = [" ".join(answer.text.split()[:2]) for answer in answerer.answers(questions[:3], SAMPLING)]
     ours = answerer.likelihoods(questions[:3], [[text, "/"] for text in said])

@@ -54,6 +54,7 @@ def test_bytes_are_those_of_the_shapes(made):
             assert step.program.arguments == pytest.approx(step.argument_bytes, rel=0.02)
 
 
+@pytest.mark.full
 def test_bytes_by_hand(tiny, made):
     """300 tokens: 9 pictures of 25 (a bucket of 12: 300 tokens) and 75 others (96); two bytes a number."""
     assert (made.data, made.model_axis) == (4, 1)

@@ -266,6 +266,7 @@ def test_the_bound_holds_with_and_without_class_tokens():
     assert policy.vision_bounds(layers=4, vision=576, images=1) == (576, 316, 174, 174)
 
 
+@pytest.mark.default("PiToMe")
 @pytest.mark.parametrize("policy", [ToMe(keep=0.3, layers=(1, 2)), PiToMe(keep=0.3, layers=(1, 2)),
                                     ToFu(keep=0.3, layers=(1, 2))], ids=repr)  # fmt: skip
 def test_prefill_caches_what_reached_each_layer_and_padding_changes_no_logit(policy):
