@@ -90,6 +90,8 @@ def test_stream_and_generate_agree(params):
     output = jax.jit(vlkv.generate)(params, inputs, policy=policy, sampling=sampling, key=key)
     streamed = np.stack(list(vlkv.stream(params, inputs, policy=policy, sampling=sampling, key=key)), axis=1)
     np.testing.assert_array_equal(output.tokens, streamed)
+    broken = jax.tree.map(lambda x: x * jnp.nan, params)
+    assert [x.tolist() for x in vlkv.stream(broken, inputs, policy=policy, sampling=sampling, key=key)] == [[-1] * 3]
 
 
 def test_sampling_draws_from_the_cut_distribution():

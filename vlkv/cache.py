@@ -125,6 +125,14 @@ def take_rows(cache: PackedCache, rows: Sequence[int] | Int[np.ndarray, " R"] | 
     return jax.tree_util.tree_map_with_path(take, cache)
 
 
+def most_used(cache: PackedCache) -> int | None:
+    """Used tail slots of the fullest row; None under jit, where it is unknown."""
+    if isinstance(cache.used, jax.core.Tracer):
+        return None
+    with jax.ensure_compile_time_eval():
+        return int(jnp.max(cache.used))
+
+
 def resize_tail(cache: PackedCache, new_tokens: int) -> PackedCache:
     """The same cache with a tail of `new_tokens` slots: room for more turns, or none to spare.
 
@@ -134,8 +142,8 @@ def resize_tail(cache: PackedCache, new_tokens: int) -> PackedCache:
     Raises:
         InputError: fewer slots than are in use. Under jit, where that is unknown, a tail can only grow.
     """
-    room = cache.tail_k[0].shape[1]
-    used = room if isinstance(cache.used, jax.core.Tracer) else int(jnp.max(cache.used))
+    room, used = cache.tail_k[0].shape[1], most_used(cache)
+    used = room if used is None else used
     if new_tokens < used:
         raise InputError(f"new_tokens={new_tokens} is too few: the tail's {used} slots in use would be cut off")
 
