@@ -152,9 +152,28 @@ def test_an_allocation_that_overspends_loses_nothing_silently(params):
     assert ((np.asarray(cache.token)[0] >= 0).sum(axis=0) == lengths.sum(axis=0)).all()
 
 
-def test_an_eager_prefill_can_be_donated(params):
-    cache, _ = vlkv.prefill(params, question(9, 1), policies.Full(), new_tokens=2)
-    jax.block_until_ready(jax.jit(vlkv.decode_step, donate_argnames="cache")(params, cache, jnp.array([7])))
+@pytest.mark.parametrize("fill", [vlkv.fill_cache, jax.jit(vlkv.fill_cache, static_argnames="new_tokens")])
+def test_a_cache_can_be_donated(params, fill):
+    """Also where a method acts while decoding; the prompt stays whole, so that another cache can be made of it."""
+    prompt = vlkv.read_prompt(params, question(9, 1))
+    step = jax.jit(vlkv.decode_step, donate_argnames="cache")
+    for policy in (policies.Full(), policies.H2O(keep=0.3)):
+        cache = fill(prompt, policy, new_tokens=2)
+        jax.block_until_ready(step(params, cache, jnp.array([7])))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(prompt))
+
+
+@pytest.mark.parametrize("new_tokens", [0, -1])
+def test_a_tail_without_slots_is_refused(params, new_tokens):
+    prompt = vlkv.read_prompt(params, question(9, 1))
+    cache = vlkv.fill_cache(prompt, policies.Full(), new_tokens=1)
+    for make in (
+        lambda: vlkv.prefill(params, question(9, 1), policies.Full(), new_tokens=new_tokens),
+        lambda: vlkv.fill_cache(prompt, policies.Full(), new_tokens=new_tokens),
+        lambda: vlkv.cache.resize_tail(cache, new_tokens),
+    ):
+        with pytest.raises(vlkv.InputError, match=rf"new_tokens={new_tokens} must be a whole number of at least 1"):
+            make()
 
 
 @pytest.mark.parametrize(
