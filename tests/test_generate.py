@@ -145,7 +145,7 @@ class Spendthrift(policies.Policy):
 
 
 def test_an_allocation_that_overspends_loses_nothing_silently(params):
-    """What the cache says it holds it does hold: the upper layers get less."""
+    """What the cache says it holds it does hold: the upper layers get less. `select` knows the values and refuses."""
     cache = vlkv.fill_cache(vlkv.read_prompt(params, question(9, 1)), Spendthrift(budget=20), new_tokens=1)
     lengths = np.asarray(cache.length)[:, 0]
     assert lengths.tolist() == [[35, 35], [25, 25], [0, 0]]
@@ -193,3 +193,6 @@ def test_methods_that_act_while_decoding(params, policy):
     assert generate._cache_size() == before + 1
     idle = generate(params, unequal_batch(), policy=policies.Full(), sampling=sampling)
     assert not np.array_equal(right.tokens[:, 1:], idle.tokens[:, 1:])
+    q = np.ones((3, 2, 35, 8), np.float32)
+    with pytest.raises(vlkv.InputError, match=r"Spendthrift: allocate returned \[35, 35, 35\] .* at most 60 in all"):
+        policies.select(Spendthrift(budget=20), q, q, q, np.zeros(35, bool))

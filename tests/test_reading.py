@@ -194,6 +194,26 @@ def test_the_pool_of_a_shortened_prompt_holds_what_is_left_and_little_more(param
     assert left <= slots <= left + 28 * 15 + 16
 
 
+@policies.policy
+class Hoarder(policies.FastV):
+    """Keeps every token, and promises to keep few."""
+
+    def reduce(self, tokens, obs, *, stage):
+        return tokens, tokens.valid
+
+
+def test_what_a_policy_keeps_beyond_its_promise_does_not_cut_off_the_question(params, batch):
+    policy = Hoarder(keep=0.3, layer=1)
+    promised = policy.remaining(stage=0, vision=batch.max_vision, images=2)
+    with pytest.raises(vlkv.InputError, match=rf"Hoarder: reduce has kept 50 .* remaining allows {promised}"):
+        vlkv.read_prompt(params, batch, policy)
+    last = read_with(params, batch, policy).layers[-1]
+    for row in range(3):
+        kept = np.asarray(last.source)[row, np.asarray(last.valid)[row]]
+        vision = np.flatnonzero(batch.is_vision[row])[:promised]
+        assert kept.tolist() == sorted([*vision, *np.flatnonzero(batch.valid[row] & ~batch.is_vision[row])])
+
+
 # --- made of parts --------------------------------------------------------------------------------------------------
 
 

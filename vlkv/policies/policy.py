@@ -128,6 +128,9 @@ class Policy:
     def rank(
         self,
         scores: Float[Array, "K T"],
+        `select` refuses budgets that pass these bounds. Under jit nothing can be raised: there they are cut, in the
+        upper layers if their sum is too large.
+
         statistics: Statistics,
         candidates: Bool[Array, " T"],
         count: Int[Array, " K"],
@@ -181,7 +184,11 @@ class Policy:
         return tokens, tokens.valid
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
-        """The most vision tokens that leave a stage which at most `vision` tokens of so many images enter."""
+        """The most vision tokens that leave a stage which at most `vision` tokens of so many images enter.
+
+        `read_prompt` refuses a `reduce` that keeps more. Under jit nothing can be raised: there the last of the vision
+        tokens go, and all text stays.
+        """
         del stage, images
         return vision
 

@@ -107,11 +107,7 @@ def allocate_and_take(
     # A method may count what the prompt had, not what is left of it.
     total = jnp.minimum(policy.total(held, seen, layers=layers, most=bound), jnp.sum(most))
     granted = policy.allocate(statistics, total=total, most=most, layers=layers)
-    kv_heads = scores.shape[1]
-    granted = jnp.broadcast_to(granted if granted.ndim == 2 else granted[:, None], (layers, kv_heads))  # [L, K]
-    # The pool has room for `total`: an allocation that hands out more is cut short in the upper layers.
-    granted = jnp.clip(granted, 0, most[:, None])
-    granted = jnp.clip(granted, 0, total - jnp.minimum(jnp.cumsum(granted, axis=0) - granted, total))
+    granted = _within_bounds(policy, granted, total=total, most=most, kv_heads=scores.shape[1])
 
     def take(scores, protected, statistics, budget, in_scope, out_of_scope):  # [K, T], [T], of one layer, [K], [T], [T]
         rest, certain = in_scope & ~protected, jnp.sum(protected)
@@ -123,9 +119,32 @@ def allocate_and_take(
         return kept, budget, jnp.where(out_of_scope, jnp.inf, jnp.where(in_scope, scores, -jnp.inf))
 
     kept, spent, scores = jax.vmap(take)(
-        scores.astype(jnp.float32), protected & in_scope, statistics, granted.astype(jnp.int32), in_scope, out_of_scope
+        scores.astype(jnp.float32), protected & in_scope, statistics, granted, in_scope, out_of_scope
     )
     return Selection(kept, spent, scores, statistics)
+
+
+def _within_bounds(
+    policy: Policy, granted: Array, *, total: Int[Array, ""], most: Int[Array, " L"], kv_heads: int
+) -> Int[Array, "L K"]:
+    """What `allocate` returned, with 0 in the place of less, cut to what each layer holds and to `total`.
+
+    The pool has capacity for `total`. So an allocation that hands out more is cut in the upper layers.
+
+    Raises:
+        InputError: budgets of another shape, or, where their values are known (under jit they are not), out of bounds.
+    """
+    name, layers = type(policy).__name__, len(most)
+    if granted.shape not in ((layers,), (layers, kv_heads)):
+        raise InputError(f"{name}: allocate returned budgets of shape {granted.shape}: return one per layer, "
+                         f"{(layers,)}, or per layer and key head, {(layers, kv_heads)}")  # fmt: skip
+    granted = jnp.broadcast_to(granted if granted.ndim == 2 else granted[:, None], (layers, kv_heads))
+    whole = jnp.clip(jnp.nan_to_num(granted), 0, most[:, None]).astype(jnp.int32)
+    whole = jnp.clip(whole, 0, total - jnp.minimum(jnp.cumsum(whole, axis=0) - whole, total))
+    if not isinstance(whole, jax.core.Tracer) and bool(jnp.any(whole != granted)):
+        raise InputError(f"{name}: allocate returned {granted[:, 0].tolist()} for layers that hold {most.tolist()} "
+                         f"tokens: return whole numbers from 0 to that, at most {total} in all")  # fmt: skip
+    return whole
 
 
 def shortlist(policy: Policy, observed: Observed, obs: Observation, *, layers: int) -> Bool[Array, " T"]:
