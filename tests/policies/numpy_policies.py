@@ -73,6 +73,7 @@ class Prompt:
         self.everything = scope == "all"
         self.scope = np.ones(self.tokens, bool) if self.everything else vision
         self.most = int(self.scope.sum())
+        self.keep = keep
         self.total = total_budget(self.layers, self.most, keep, budget) if self.most else 0
         self.place = np.arange(self.tokens)
         self.instruction = self.place > max(np.flatnonzero(vision), default=-1)
@@ -155,7 +156,7 @@ def aircache(p, alpha=0.9, window="elite", rows=32, allocation="both"):
         "strength": over_mean(strength),
         "skewness": over_mean(skew),
     }
-    mean = p.total / p.layers
+    mean = p.total / p.layers if p.keep is None else p.keep * p.most
     if allocation == "uniform":
         budgets = uniform(p.total, p.layers)
     else:
