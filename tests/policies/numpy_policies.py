@@ -105,6 +105,8 @@ def h2o(p, recent=None):
 
 
 def snapkv(p, window=32, kernel=5, pooling="avg", allocation="uniform"):
+    if p.everything and window >= p.total // p.layers:
+        window = max(1, p.total // p.layers // 2)
     inside = p.place >= p.tokens - window
     candidates = p.scope & ~inside if p.everything else p.scope
     scores = []
@@ -115,7 +117,7 @@ def snapkv(p, window=32, kernel=5, pooling="avg", allocation="uniform"):
         scores.append(around.mean(axis=-1) if pooling == "avg" else around.max(axis=-1))
     budgets = uniform(p.total, p.layers)
     if allocation == "pyramid":
-        always = min(window, p.total // p.layers) if p.everything else 0
+        always = window if p.everything else 0
         budgets = apportion(pyramid(p.total / p.layers, always, p.layers), p.total, p.most)
     return p.finish(scores, budgets, inside)
 
