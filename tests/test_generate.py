@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +135,59 @@ def test_an_answer_that_cannot_fit_is_refused(params):
         vlkv.generate(params, unequal_batch(), sampling=vlkv.Greedy(max_new_tokens=500))
 
 
+class Undecorated(policies.SnapKV):
+    """Without @policies.policy."""
+
+
+@policies.policy
+class PerToken(policies.Policy):
+    """Its scores lack an axis."""
+
+    def score(self, obs):
+        return obs.k.sum(axis=(0, 2))
+
+
+def test_a_policy_that_is_written_wrongly_is_named():
+    with pytest.raises(vlkv.InputError, match=r"Undecorated: write @policies.policy above the class"):
+        Undecorated(keep=0.5)
+    q = np.ones((3, 2, 35, 8), np.float32)
+    for policy in (PerToken(keep=0.5), policies.compose(policies.H2O(keep=0.5), allocate=PerToken)):
+        with pytest.raises(vlkv.InputError, match=r"PerToken: score returned shape \(35,\).*\[K, T\] = \(2, 35\)"):
+            policies.select(policy, q, q, q, np.zeros(35, bool))
+
+
+NO_POLICY = """
+import jax, numpy as np, vlkv
+from vlkv import policies
+from tests.models import tiny_llava, unequal_batch
+
+params, inputs, q = tiny_llava(), unequal_batch(), np.ones((3, 2, 35, 8), np.float32)
+for given, said in ((policies.SnapKV, "policy=SnapKV is a class: "), ("snapkv", "policy='snapkv' is a name: ")):
+    for run in (
+        lambda: vlkv.generate(params, inputs, policy=given),
+        lambda: next(vlkv.stream(params, inputs, policy=given)),
+        lambda: vlkv.score(params, inputs, np.ones((3, 2), np.int32), given),
+        lambda: vlkv.prefill(params, inputs, given, new_tokens=1),
+        lambda: vlkv.read_prompt(params, inputs, given),
+        lambda: policies.select(given, q, q, q, np.zeros(35, bool)),
+        lambda: policies.compose(given, store=policies.KIVI),
+        *([lambda: jax.jit(vlkv.generate)(params, inputs, policy=given)] if given is policies.SnapKV else []),
+    ):
+        try:
+            run()
+        except vlkv.InputError as error:
+            assert str(error).startswith(said) and "keep=0.1)" in str(error) and "\\n" not in str(error), error
+        else:
+            raise AssertionError(given)
+"""
+
+
+def test_what_is_no_policy_is_refused(root):
+    """In a process of its own: here beartype would be first to object."""
+    done = subprocess.run([sys.executable, "-c", NO_POLICY], capture_output=True, text=True, cwd=root, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @policies.policy
 class Spendthrift(policies.Policy):
     """Hands out more than there is."""
@@ -150,6 +205,9 @@ def test_an_allocation_that_overspends_loses_nothing_silently(params):
     lengths = np.asarray(cache.length)[:, 0]
     assert lengths.tolist() == [[35, 35], [25, 25], [0, 0]]
     assert ((np.asarray(cache.token)[0] >= 0).sum(axis=0) == lengths.sum(axis=0)).all()
+    q = np.ones((3, 2, 35, 8), np.float32)
+    with pytest.raises(vlkv.InputError, match=r"Spendthrift: allocate returned \[35, 35, 35\] .* at most 60 in all"):
+        policies.select(Spendthrift(budget=20), q, q, q, np.zeros(35, bool))
 
 
 @pytest.mark.parametrize("fill", [vlkv.fill_cache, jax.jit(vlkv.fill_cache, static_argnames="new_tokens")])
@@ -193,6 +251,3 @@ def test_methods_that_act_while_decoding(params, policy):
     assert generate._cache_size() == before + 1
     idle = generate(params, unequal_batch(), policy=policies.Full(), sampling=sampling)
     assert not np.array_equal(right.tokens[:, 1:], idle.tokens[:, 1:])
-    q = np.ones((3, 2, 35, 8), np.float32)
-    with pytest.raises(vlkv.InputError, match=r"Spendthrift: allocate returned \[35, 35, 35\] .* at most 60 in all"):
-        policies.select(Spendthrift(budget=20), q, q, q, np.zeros(35, bool))

@@ -30,7 +30,7 @@ from vlkv.memory import arrive, attend
 from vlkv.models import Model
 from vlkv.parallel import cached_attention
 from vlkv.policies.full import Full
-from vlkv.policies.policy import Policy
+from vlkv.policies.policy import Policy, require_policy
 from vlkv.prefill import prefill
 from vlkv.sampling import Greedy
 
@@ -277,6 +277,7 @@ def stream(
     """As `generate`, but yields each step's tokens as they come; rows that have ended repeat their stop id."""
     policy = Full() if policy is None else policy
     sampling = Greedy() if sampling is None else sampling
+    require_policy(policy)
     check_room(params.config, inputs, sampling.max_new_tokens)
     stop = params.config.stop if sampling.stop is None else sampling.stop
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)

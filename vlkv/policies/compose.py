@@ -11,7 +11,7 @@ from vlkv.errors import InputError
 from vlkv.memory import Memory
 from vlkv.observe import Observation
 from vlkv.policies.full import Full
-from vlkv.policies.policy import Policy, Statistics, Storage, policy
+from vlkv.policies.policy import Policy, Statistics, Storage, checked_scores, policy, require_policy
 from vlkv.policies.reducing import ReducingPolicy
 
 Part = Policy | type[Policy]
@@ -49,6 +49,7 @@ def compose(
     Raises:
         InputError: parts that do not fit together.
     """
+    require_policy(scores)
     given = {"allocate": allocate, "merge": merge, "step": step, "reduce": reduce, "store": store}
     for name, part in given.items():
         fits = part is None or isinstance(part, Policy) or (isinstance(part, type) and issubclass(part, Policy))
@@ -166,7 +167,7 @@ class Composed(Policy):
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """As `scored`."""
-        return self.scored.score(obs)
+        return checked_scores(self.scored, obs)
 
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
         """As `scored`."""
@@ -177,7 +178,7 @@ class Composed(Policy):
         own = self.scored.statistics(obs, scores)
         if self.allocated is None:
             return own
-        return {"scored": own, "allocated": self.allocated.statistics(obs, self.allocated.score(obs))}
+        return {"scored": own, "allocated": self.allocated.statistics(obs, checked_scores(self.allocated, obs))}
 
     def allocate(
         self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
@@ -222,7 +223,7 @@ class Composed(Policy):
         """What `stepped` wants to find, of its own scores."""
         if self.stepped is None:
             return self.scored.remember(obs, scores)
-        return self.stepped.remember(obs, self.stepped.score(obs))
+        return self.stepped.remember(obs, checked_scores(self.stepped, obs))
 
     def begin(self, memory: Memory) -> Memory:
         """As `stepped`."""

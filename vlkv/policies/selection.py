@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from pallas_kernels import Kernels
 from vlkv.errors import InputError
 from vlkv.observe import Observation, first, largest, last, top
-from vlkv.policies.policy import Policy, Statistics
+from vlkv.policies.policy import Policy, Statistics, checked_scores, require_policy
 
 
 @jax.tree_util.register_dataclass
@@ -73,7 +73,7 @@ def see(
 
 def observe(policy: Policy, obs: Observation) -> Observed:
     """Scores and statistics of one layer."""
-    scores = policy.score(obs)
+    scores = checked_scores(policy, obs)
     protected = policy.protect(obs) & obs.in_scope if policy.scope == "all" else jnp.zeros_like(obs.valid)
     return Observed(scores, protected, policy.statistics(obs, scores), policy.remember(obs, scores))
 
@@ -218,7 +218,8 @@ def compress(
 
 
 def require_fit(policy: Policy, layers: int, key: Key[Array, ""] | None) -> None:
-    """Raises InputError if the policy does not fit the model, or draws at random and has nothing to draw from."""
+    """Raises InputError if it is no policy, does not fit the model, or draws at random and has nothing to draw from."""
+    require_policy(policy)
     policy.check_model(layers)
     if policy.needs_key and key is None:
         raise InputError(f"{type(policy).__name__} draws at random: pass key=jax.random.key(seed)")
