@@ -19,12 +19,13 @@ import numpy as np
 
 import vlkv
 from vlkv import policies, sharding
+from vlkv.cache import align, resize_tail
 
 from .families.tiny import QUICK
 from .models import CONFIG, IMAGE_TOKEN
 
 SMALL = dataclasses.replace(CONFIG, decoder=dataclasses.replace(CONFIG.decoder, layers=2))
-NEW = 4
+NEW = 6
 POLICIES = {
     "Full": policies.Full(),
     "H2O": policies.H2O(keep=0.3),
@@ -93,10 +94,15 @@ OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_pass
 
 @partial(jax.jit, compiler_options=OPTIONS)
 def answer(params, inputs, policy, key, more=None):
-    """Logits [S, B, vocab] and tokens [B, S] of a greedy decode, after another turn if there is one."""
+    """Logits [S, B, vocab] and tokens [B, S] of a greedy decode, after another turn if there is one.
+
+    The tail grows after prefill. On a mesh it is asked for fewer slots than are needed, but rounded up to enough of
+    them: every slot that is there must work.
+    """
     room = NEW + (0 if more is None else more.tokens.shape[1])
-    cache, first = vlkv.prefill(params, inputs, policy, new_tokens=room, key=key)
-    logits = first
+    cache, first = vlkv.prefill(params, inputs, policy, new_tokens=1, key=key)
+    fewest = align(room, cache.parts) - cache.parts + 1
+    cache, logits = resize_tail(cache, max(fewest, cache.tail_k[0].shape[1])), first
     if more is not None:
         cache, logits = vlkv.extend(params, cache, more)
 

@@ -143,6 +143,38 @@ def test_methods_that_act_while_decoding_act_after_every_token(params, read):
     assert after.memory[0].steps.tolist() == [5, 8, 3]
 
 
+def test_an_answer_ends_where_the_tail_of_its_row_does(params, first, read):
+    """Under jit the used slots are unknown: of 12, the turn takes 5, 9 and more than all. Float64 numpy answers too."""
+    said, new = words(5, 9, 13, seed=8), 8
+    cache = fill_cache(read, policies.Full(), new_tokens=12)
+    cache, logits = extend(params, cache, turn(said, seed=0))
+    tokens, lengths = jax.jit(vlkv.decode)(params, cache, logits, sampling=vlkv.Greedy(max_new_tokens=new, stop=()))
+    assert lengths.tolist() == [8, 4, 0], "a token needs a slot when it is fed; the last is not"
+    x = np.asarray(params.embed(jax.tree.map(jnp.asarray, first)))
+    for row, count in ((0, 8), (1, 4)):
+        _, layers = reference.prefill(params.decoder, x[row, first.valid[row]])
+        fed = list(said[row])
+        for _ in range(count):
+            fed.append(int(reference.decode(params.decoder, layers, kept_entries(cache, first, row), fed)[-1].argmax()))
+        answer = fed[-count:]
+        assert tokens[row].tolist() == answer + [answer[-1]] * (new - count)
+    assert tokens[2].tolist() == [-1] * new, "no token, and not token 0"
+
+
+def test_a_tail_that_is_too_small_is_refused_where_its_size_is_known(params, read):
+    logits, tokens = read.logits, jnp.full(3, 7)
+    cache = fill_cache(read, policies.Full(), new_tokens=2)
+    sampling = vlkv.Greedy(max_new_tokens=4, stop=())
+    for decode in (vlkv.decode, jax.jit(vlkv.decode)):
+        with pytest.raises(vlkv.InputError, match=r"tail has 2 slots, 0 of them used, and 3 more.*resize_tail"):
+            decode(params, cache, logits, sampling=sampling)
+    with pytest.raises(vlkv.InputError, match=r"tail has 2 slots"):
+        vlkv.log_probabilities(params, cache, logits, np.full((3, 4), 7))
+    full = dataclasses.replace(cache, used=cache.used + 2)
+    with pytest.raises(vlkv.InputError, match=r"tail has 2 slots, 2 of them used, and 1 more"):
+        vlkv.decode_step(params, full, tokens)
+
+
 def test_too_little_room_is_said_before_anything_is_compiled(params, read):
     cache, inputs = fill_cache(read, policies.CSP(keep=0.3), new_tokens=12), turn(words(5, 13, 3, seed=8), seed=0)
     with pytest.raises(vlkv.InputError, match=r"tail has 12 slots, and 13 are needed.*new_tokens=13"):

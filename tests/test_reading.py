@@ -197,6 +197,26 @@ def test_the_pool_of_a_shortened_prompt_holds_what_is_left_and_little_more(param
     assert left <= slots <= left + 28 * 15 + 16
 
 
+@policies.policy
+class Hoarder(policies.FastV):
+    """Keeps every token, and promises to keep few."""
+
+    def reduce(self, tokens, obs, *, stage):
+        return tokens, tokens.valid
+
+
+def test_what_a_policy_keeps_beyond_its_promise_does_not_cut_off_the_question(params, batch):
+    policy = Hoarder(keep=0.3, layer=1)
+    promised = policy.remaining(stage=0, vision=batch.max_vision, images=2)
+    with pytest.raises(vlkv.InputError, match=rf"Hoarder: reduce has kept 50 .* remaining allows {promised}"):
+        vlkv.read_prompt(params, batch, policy)
+    last = read_with(params, batch, policy).layers[-1]
+    for row in range(3):
+        kept = np.asarray(last.source)[row, np.asarray(last.valid)[row]]
+        vision = np.flatnonzero(batch.is_vision[row])[:promised]
+        assert kept.tolist() == sorted([*vision, *np.flatnonzero(batch.valid[row] & ~batch.is_vision[row])])
+
+
 # --- made of parts --------------------------------------------------------------------------------------------------
 
 
@@ -220,6 +240,31 @@ def test_scores_of_one_with_budgets_of_another(read, batch):
         more = (ours.sum(-1) >= theirs.sum(-1))[..., None]
         # One ranking: where a layer is granted more it keeps what SnapKV keeps, and the other way round.
         assert (np.where(more, ours | ~theirs, theirs | ~ours)).all()
+
+
+SNAP, PREFIX, KIVI = policies.SnapKV(keep=0.4), policies.PrefixKV(keep=0.4), policies.KIVI(bits=4)
+NESTED = [
+    (compose(compose(SNAP, allocate=PREFIX), store=KIVI), compose(SNAP, allocate=PREFIX, store=KIVI)),
+    (compose(compose(compose(SNAP, allocate=PREFIX), step=policies.H2O), store=KIVI),
+     compose(SNAP, allocate=PREFIX, step=policies.H2O, store=KIVI)),
+    (compose(SNAP, allocate=compose(policies.H2O(keep=0.4), allocate=PREFIX)), compose(SNAP, allocate=PREFIX)),
+    (compose(compose(SNAP, allocate=policies.PyramidKV), allocate=compose(PREFIX, store=KIVI)),
+     compose(SNAP, allocate=PREFIX)),
+    (compose(SNAP, merge=compose(policies.LookM(keep=0.4), store=KIVI)), compose(SNAP, merge=policies.LookM)),
+    (compose(compose(SNAP, reduce=compose(policies.FastV(keep=0.5, layer=1), store=KIVI)), store=KIVI),
+     compose(SNAP, reduce=policies.FastV(keep=0.5, layer=1), store=KIVI)),
+    (compose(compose(policies.FastV(keep=0.5, layer=1)), store=KIVI),
+     compose(policies.FastV(keep=0.5, layer=1), store=KIVI)),
+]  # fmt: skip
+
+
+def test_compositions_can_be_composed_again(read):
+    """Each stage stays with its owner, however deep the owner was given."""
+    for nested, flat in NESTED:
+        assert nested == flat and not any(isinstance(part, policies.Composed) for part in nested.parts)
+    cache, prefix = (fill_cache(read, p, new_tokens=1) for p in (NESTED[0][0], PREFIX))
+    np.testing.assert_array_equal(cache.length, prefix.length)
+    assert cache.k.codes.size and isinstance(prefix.k, jax.Array)
 
 
 @pytest.mark.full
@@ -285,6 +330,8 @@ def test_kivi_alone_stores_everything(read, batch):
         (lambda: compose(policies.SnapKV(keep=0.2), reduce=policies.H2O(keep=0.2)), "does not shorten"),
         (lambda: compose(policies.FastV(keep=0.2), reduce=policies.FastV(keep=0.2)), "both shorten"),
         (lambda: compose(policies.FastV(keep=0.2), allocate=policies.PrefixKV), "nothing is evicted"),
+        (lambda: compose(compose(policies.FastV(keep=0.2)), reduce=policies.FastV(keep=0.2)), "both shorten"),
+        (lambda: compose(compose(policies.FastV(keep=0.2)), allocate=policies.PrefixKV), "nothing is evicted"),
         (lambda: compose(policies.SnapKV(keep=0.2), merge=policies.H2O), "does not merge"),
         (lambda: compose(policies.SnapKV(keep=0.2), merge=policies.PrefixKV), "does not merge"),
         (lambda: compose(policies.AirCache(keep=0.2, cap=2.0), allocate=policies.PrefixKV), "give it the cap=2.0"),

@@ -242,6 +242,26 @@ def test_aircache_without_contrast_has_skewness_0_and_uniform_budgets(allocation
     assert (budgets.max(axis=1) - budgets.min(axis=1) <= 1).all()
 
 
+def test_a_window_as_long_as_the_budget_shrinks_to_half_of_it():
+    """30 of 150 tokens, window 32: the last 15 stay, and the 15 that these look at most; the first is one of them."""
+    rng = np.random.default_rng(0)
+    k = rng.normal(size=(1, 1, 150, 8)).astype(np.float32)
+    q = np.broadcast_to(3 * k[:, :, :1], k.shape)
+    kept = np.asarray(policies.select(policies.SnapKV(keep=0.2, kernel=1), q, k, k, np.zeros(150, bool)).kept)[0, 0]
+    weights = np.where(np.tri(150)[135:], np.exp(q[0, 0, 135:] @ k[0, 0].T / np.sqrt(8)), 0)
+    mass = (weights / weights.sum(1, keepdims=True)).sum(0)[:135]
+    assert np.flatnonzero(kept).tolist() == [*sorted(np.argsort(-mass)[:15]), *range(135, 150)] and kept[0]
+
+
+def test_aircache_gives_what_is_left_to_the_largest_remainders_of_eq_11():
+    """47.45 entries for six layers of 73 tokens: 47. Rounded down 45; the remainders .91 and .49 get one each."""
+    real = np.array([8.17, 5.47, 10.49, 7.00, 7.91, 8.41], np.float32)
+    policy, most = policies.AirCache(keep=float(real.sum()) / 6 / 73, allocation="strength"), jnp.full(6, 73)
+    statistics = {"strength": jnp.array(real), "skewness": jnp.zeros(6), "count": most}
+    granted = policy.allocate(statistics, total=jnp.int32(47), most=most, layers=6)
+    np.testing.assert_array_equal(granted, [8, 5, 11, 7, 8, 8])
+
+
 def test_skewness_of_hand_computed_examples():
     everything = jnp.ones(4, bool)
 
