@@ -205,17 +205,17 @@ def test_options(capsys, page, options, says):
     asks(capsys, CHECKPOINT, page, "--policy", "aircache", *options, says=says)
 
 
-def test_an_option_of_the_wrong_type(page):
+@pytest.mark.default("high")
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [("alpha=high", "alpha='high' must be a number"), ("rows=1.5", "rows=1.5"), ("name=x", "'name'")],
+)
+def test_an_option_of_the_wrong_type(option, says):
     """In a process of its own: here beartype would be first to object."""
     command = [sys.executable, "-m", "vlkv.cli", "generate", "--model", str(CHECKPOINT), "--prompt", "read the page"]
-    for option, says in (
-        ("alpha=high", "alpha='high' must be a number"),
-        ("rows=1.5", "rows=1.5"),
-        ("name=x", "'name'"),
-    ):
-        policy = ["--policy", "aircache", "--keep", "0.1", "--option", option]
-        result = subprocess.run([*command, *policy], capture_output=True, text=True, check=False)
-        assert result.returncode == 2 and result.stderr.count("\n") == 1 and says in result.stderr, result.stderr
+    policy = ["--policy", "aircache", "--keep", "0.1", "--option", option]
+    result = subprocess.run([*command, *policy], capture_output=True, text=True, check=False)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and says in result.stderr, result.stderr
 
 
 def test_commands(capsys, page, tmp_path):

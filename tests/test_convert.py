@@ -45,7 +45,7 @@ def equal(a, b) -> None:
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
 
 
-@pytest.mark.default("None-safetensors", "bfloat16-orbax")
+@pytest.mark.default("bfloat16-orbax")
 @FORMATS
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_what_was_converted_loads_as_its_source_does(tmp_path, kind, dtype):
@@ -142,6 +142,7 @@ def test_another_job_keeps_nothing_of_the_one_that_was_stopped(folder, tmp_path,
         equal(vlkv.load_params(tmp_path / change), vlkv.load_params(folder, dtype=dtype))
 
 
+@pytest.mark.default("safetensors")
 @FORMATS
 def test_kill_9_leaves_nothing_that_loads_and_the_next_run_goes_on(folder, tmp_path, kind):
     """In a process of its own, stopped after the second shard."""

@@ -202,6 +202,7 @@ class Spendthrift(policies.Policy):
         return jnp.full(layers, most)
 
 
+@pytest.mark.full
 def test_an_allocation_that_overspends_loses_nothing_silently(params):
     """What the cache says it holds it does hold: the upper layers get less. `select` knows the values and refuses."""
     cache = vlkv.fill_cache(vlkv.read_prompt(params, question(9, 1)), Spendthrift(budget=20), new_tokens=1)
@@ -213,6 +214,7 @@ def test_an_allocation_that_overspends_loses_nothing_silently(params):
         policies.select(Spendthrift(budget=20), q, q, q, np.zeros(35, bool))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fill", [vlkv.fill_cache, jax.jit(vlkv.fill_cache, static_argnames="new_tokens")])
 def test_a_cache_can_be_donated(params, fill):
     """Also where a method acts while decoding; the prompt stays whole, so that another cache can be made of it."""

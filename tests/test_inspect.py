@@ -41,7 +41,7 @@ def inspect(capsys, measured):
     return run
 
 
-@pytest.mark.default("budgets", "strength", "survival", "lorenz", "cost")
+@pytest.mark.default("budgets", "cost")
 @pytest.mark.parametrize("what", WHAT)
 def test_every_measure_says_what_it_is_of(inspect, what):
     got = inspect(what)
@@ -60,6 +60,7 @@ def test_budgets_and_lorenz(inspect):
     assert np.corrcoef(curves["gini"], curves["budgets"])[0, 1] < -0.8  # concentrated: fewer entries (Fig. 4)
 
 
+@pytest.mark.full
 def test_strength_and_divergence(inspect):
     strength, divergence = inspect("strength"), inspect("divergence")
     np.testing.assert_allclose(np.sum(strength["importance"], axis=1), strength["strength"], rtol=1e-4)
@@ -102,6 +103,7 @@ def test_ranking_and_error(inspect):
     assert 0 < error["mean"][0] < error["mean"][-1] and 0 <= error["agreement"] <= 1
 
 
+@pytest.mark.full
 def test_attention_and_concordance(inspect):
     attention, concordance = inspect("attention"), inspect("concordance")
     shares = np.array(attention["shares"])

@@ -83,7 +83,7 @@ def check(params, batch, policy, reduce, expected_kept=None):
         np.testing.assert_allclose(ours[row], np.concatenate([first[None], later]), atol=1e-4)
 
 
-@pytest.mark.default("keep=0.01")
+@pytest.mark.full
 @pytest.mark.parametrize("policy", [policies.FastV(keep=0.3), policies.FastV(keep=0.01, layer=1)], ids=repr)
 def test_fastv_drops_vision_tokens_after_its_layer_and_nothing_else(params, batch, policy):
     check(params, batch, policy, lambda is_vision: {policy.layer: by_last_row(is_vision, policy.keep)})
@@ -157,6 +157,7 @@ def test_memory_of_padded_rows_holds_the_prompts_numbers(params, batch):
         assert agree(*(mass_by_place(cache, layer) for cache in caches)) > 10
 
 
+@pytest.mark.full
 def test_a_composed_policy_evicts_from_what_a_shortened_prompt_leaves(params, batch):
     """FastV, then the last row again: its share of every layer's own tokens, largest remainders to lower layers."""
     policy = compose(policies.AVL(keep=0.5, core=None), reduce=policies.FastV(keep=0.4, layer=1))
@@ -205,6 +206,7 @@ class Hoarder(policies.FastV):
         return tokens, tokens.valid
 
 
+@pytest.mark.full
 def test_what_a_policy_keeps_beyond_its_promise_does_not_cut_off_the_question(params, batch):
     policy = Hoarder(keep=0.3, layer=1)
     promised = policy.remaining(stage=0, vision=batch.max_vision, images=2)
@@ -293,7 +295,7 @@ def test_steps_of_another(params, read):
 @pytest.mark.default("4")
 @pytest.mark.parametrize("bits", [4, 2])
 def test_on_a_quantised_pool(params, read, batch, bits):
-    plain_policy = policies.SnapKV(keep=0.5)
+    plain_policy = policies.SnapKV(keep=0.5, window=8)
     plain = fill_cache(read, plain_policy, new_tokens=8)
     cache = fill_cache(read, compose(plain_policy, store=policies.KIVI(bits=bits)), new_tokens=8)
     for row in range(3):

@@ -131,6 +131,7 @@ def phi3(tmp_path_factory):
     return model, folder, write(model, folder, "phi3-chat", large=False)
 
 
+@pytest.mark.default("qwen2")
 @pytest.mark.parametrize(
     ("kind", "template", "large"), [("llama", "internlm2-chat", True), ("qwen2", "Hermes-2", False)]
 )

@@ -161,7 +161,7 @@ def test_greedy_tokens(saved):
     check_answers(params, vlkv.Inputs.from_hf(joined(rows), params.config), answers)
 
 
-@pytest.mark.default("llava-tower")
+@pytest.mark.full
 @pytest.mark.parametrize("policy", [every_stage(), policies.HiRED(keep=0.5)], ids=["every stage", "tower"])
 def test_a_row_is_answered_alike_whatever_its_neighbours(saved, policy):
     check_neighbours(saved[2], saved[3], policy)

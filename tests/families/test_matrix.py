@@ -34,7 +34,7 @@ def test_no_family_is_forgotten():
         assert len(set(batch.valid.sum(axis=1))) == 3, family
 
 
-@pytest.mark.default("hired")
+@pytest.mark.full
 @pytest.mark.parametrize("name", SECOND)
 def test_every_policy_on_a_second_family(made, name):
     policy = tiny.make_policy(name)

@@ -199,6 +199,7 @@ def test_layer_outputs_and_logits(saved, padding):
     check_states(params, rows, answers, padding)
 
 
+@pytest.mark.full
 def test_greedy_tokens_beyond_the_length_at_which_queries_begin_to_grow(saved):
     _, _, params, rows, answers = saved
     assert max(len(row.ids) for row in rows) < LENGTH < max(len(row.ids) for row in rows) + NEW - 4

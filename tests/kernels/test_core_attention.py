@@ -43,6 +43,7 @@ def test_slots_that_are_not_listed_are_not_touched(arrays):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.full
 def test_a_quantised_pool(arrays):
     used = jnp.ones((BATCH, SLOTS, KV_HEADS), bool)
     k = quantize(arrays["k"], used, bits=4, group=16, axis="slots")

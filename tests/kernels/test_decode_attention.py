@@ -62,7 +62,7 @@ def check(got, want):
         np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.default("start0-length0-5 chunks-xla", "start1-length1-5 chunks-reference")
+@pytest.mark.default("start1-length1-5 chunks-xla")
 @either
 @pytest.mark.parametrize("chunk", [16, 256], ids=["5 chunks", "1 chunk"])
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ def test_bytes_by_hand(tiny, made):
     )  # besides: the tower, norms and biases, all small and padded
 
 
+@pytest.mark.full
 def test_what_is_said(made):
     said = json.loads(json.dumps(as_json(made)))
     assert said["estimates"] is True and said["fits"] is True and "estimates" in said["notes"][0]

@@ -52,6 +52,7 @@ def places(memory, mask, size: int) -> np.ndarray:
     return out
 
 
+@pytest.mark.default("text_eviction")
 @pytest.mark.parametrize("suffix", ["no_text_eviction", "text_eviction"])
 def test_avl_golden(golden, suffix):
     """Outputs, cores and text windows, step by step; every K-th step attends to all secondary tokens."""
@@ -139,6 +140,7 @@ def test_h2o_evicts_one_entry_a_step():
             np.testing.assert_array_equal(np.flatnonzero(stored), kept[h])
 
 
+@pytest.mark.default("far")
 @pytest.mark.parametrize(("budget", "distance"), [(30, 25), (12, 25), (30, 4)], ids=["far", "middle", "near"])
 def test_prefixkv_keeps_its_share_of_what_has_been_seen(budget, distance):
     """By counting, from the sentence: over ceil(R T) the 25th newest leaves, or the middle one of no more than that."""

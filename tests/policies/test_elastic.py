@@ -9,6 +9,7 @@ from test_decode_time import one_layer, places
 from vlkv import InputError, policies
 
 
+@pytest.mark.default("padded")
 @pytest.mark.parametrize("padding", [pytest.param((0, 0), marks=pytest.mark.full), (3, 2)], ids=["whole", "padded"])
 def test_the_published_code_keeps_and_merges_other_tokens(golden, padding):
     g = golden("elastic")
@@ -27,6 +28,7 @@ def test_the_published_code_keeps_and_merges_other_tokens(golden, padding):
                 np.testing.assert_allclose(merged, g[f"as_released_merged_{name}_{i}"][layer], atol=2e-5)
 
 
+@pytest.mark.default("all")
 @pytest.mark.parametrize("scope", ["all", "vision"])
 def test_the_published_mistakes_keep_everything_where_nothing_is_to_go(scope):
     q = np.random.default_rng(0).normal(size=(2, 2, 12, 4)).astype(np.float32)
@@ -38,6 +40,7 @@ def test_the_published_mistakes_keep_everything_where_nothing_is_to_go(scope):
     np.testing.assert_array_equal(v, -q)
 
 
+@pytest.mark.default("paper-30-25")
 @pytest.mark.parametrize(
     ("variant", "budget", "distance"),
     [("paper", 30, 25), ("paper", 12, 25), ("paper", 30, 4), ("released", 30, 25), ("released", 12, 4)],

@@ -190,6 +190,7 @@ def test_golden_stages_from_one_another(golden, windows):
         hidden = made.x[kept]
 
 
+@pytest.mark.default("windows0")
 @pytest.mark.parametrize(("windows", "counts"), [((4, 2, 1), (288, 145, 73)), ((4, 4, 4), (288, 145, 77))])
 def test_576_tokens_become_what_the_paper_says(windows, counts):
     case = make([(24, 24)])
@@ -225,6 +226,7 @@ def test_variants_and_options_agree_with_the_equations():
     np.testing.assert_array_equal(positions, np.arange(len(positions)))
 
 
+@pytest.mark.full
 def test_tokens_on_no_grid_and_prompts_without_an_image_are_left_alone():
     policy = LightKV(layers=(2,), windows=(2,))
     made, kept = agrees(policy, make([(4, 5), (3, 3)], lone=1))

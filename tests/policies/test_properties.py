@@ -69,7 +69,7 @@ def select(policy, q, k, vision, valid):
 CASES = [(name, scope) for name in EVICTING for scope in scopes(name)]
 
 
-@pytest.mark.default("aircache-vision", "csp-all", "snapkv-vision")
+@pytest.mark.default("csp-all")
 @pytest.mark.parametrize(("name", "scope"), CASES)
 @few
 @given(drawn=prompts(), order=st.permutations(range(ROWS)))

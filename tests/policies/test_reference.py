@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from vlkv import InputError, policies
 from vlkv.policies.aircache import skewness
 
-LAYERS, HEADS, KV_HEADS, LENGTH, HEAD_DIM = 3, 4, 2, 28, 8
+LAYERS, HEADS, KV_HEADS, LENGTH, HEAD_DIM = 2, 4, 2, 28, 8
 # S, V, I: a system, vision or instruction token; a dot is padding.
 PROMPTS = {
     "full": "SSSSVVVVVVVVVVVVVVVVIIIIIIII",
@@ -144,6 +144,7 @@ def test_policy_agrees_with_the_equations(policy, batch):
         np.testing.assert_array_equal(got.kept[row][..., valid], kept, err_msg=name)
 
 
+@pytest.mark.default("LookM(keep=0.3", "ElasticCache")
 @pytest.mark.parametrize(
     "policy",
     [
@@ -168,7 +169,7 @@ def test_merging_agrees_with_the_equations(policy, batch):
                 np.testing.assert_allclose(entries[kept], theirs[kept], atol=1e-5, err_msg=name)
 
 
-@pytest.mark.default("Random(", "AirCache(", "CSP(")
+@pytest.mark.default("AirCache(", "CSP(")
 @pytest.mark.parametrize("policy", ANY, ids=repr)
 def test_totals_are_exact_padding_is_dropped_and_text_out_of_scope_stays(policy, batch):
     _, _, vision, valid = batch
@@ -204,7 +205,7 @@ def test_csp_without_filling_keeps_at_most_its_budget_and_no_more_than_with_it(s
         np.testing.assert_array_equal(np.asarray(union.kept)[row][..., inside].sum(axis=-1), union.budgets[row])
 
 
-@pytest.mark.default("Random(", "AirCache(", "CSP(")
+@pytest.mark.default("AirCache(", "CSP(")
 @pytest.mark.parametrize("policy", ANY, ids=repr)
 def test_padding_on_either_side_changes_nothing(policy, batch):
     got = select(policy, *batch, jax.random.key(0))
@@ -223,7 +224,7 @@ def test_keep_1_keeps_everything(method, scope, batch):
     )
 
 
-@pytest.mark.default("PrefixKV", "CSP")
+@pytest.mark.default("PrefixKV")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_budget_beyond_the_prompt_keeps_everything_and_a_tiny_one_keeps_one_per_layer(method, batch):
     valid = batch[3]

@@ -266,7 +266,7 @@ def test_the_bound_holds_with_and_without_class_tokens():
     assert policy.vision_bounds(layers=4, vision=576, images=1) == (576, 316, 174, 174)
 
 
-@pytest.mark.default("PiToMe")
+@pytest.mark.full
 @pytest.mark.parametrize("policy", [ToMe(keep=0.3, layers=(1, 2)), PiToMe(keep=0.3, layers=(1, 2)),
                                     ToFu(keep=0.3, layers=(1, 2))], ids=repr)  # fmt: skip
 def test_prefill_caches_what_reached_each_layer_and_padding_changes_no_logit(policy):
@@ -280,6 +280,7 @@ def test_prefill_caches_what_reached_each_layer_and_padding_changes_no_logit(pol
     np.testing.assert_array_equal(runs[0][0], text + np.array(vision))
 
 
+@pytest.mark.default("ToFu")
 @pytest.mark.parametrize(
     "policy",
     [LightKV(), LightKV(variant="released"), PiToMe(keep=0.2), ToFu(keep=0.2, pruning=0)],
