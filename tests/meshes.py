@@ -1,6 +1,6 @@
 """What tests/test_sharding.py runs in processes of their own: the same work on one device and on meshes of several.
 
-`python -m tests.meshes compare` prints one line of JSON, as do `tpu` and `process I PORT`, one of two hosts.
+`python -m tests.meshes compare CASE ...` prints one line of JSON, as do `tpu` and `process I PORT`, one of two hosts.
 """
 
 from __future__ import annotations
@@ -143,15 +143,19 @@ def again(params, tokens: np.ndarray) -> np.ndarray:
     return np.stack([logits[i, len(row) - 1 : len(row) + NEW] for i, row in enumerate(turns)], axis=1)
 
 
-def compare() -> None:
-    """Logits and tokens by mesh and policy, and what a decode step sends."""
+def compare(*wanted: str) -> None:
+    """Logits and tokens by mesh and policy, and what a decode step sends, of the cases whose names are given.
+
+    Args:
+        wanted: "MESH: POLICY" of CASES, or "MESH: step" for the program of a decode step.
+    """
     params, inputs, key = parameters(), batch(first_turn()), jax.random.key(3)
     turns = {name: batch(second_turn(), pictures=False) for name in TURNS}
     expected, found = {}, {}
     for name, (shape, names) in CASES.items():
         mesh = sharding.make_mesh(data=shape[0], model=shape[1], devices=jax.devices()[: shape[0] * shape[1]])
         split, given = placed(params, mesh), sharding.place_inputs(inputs, mesh)
-        for policy in names:
+        for policy in (policy for policy in names if f"{name}: {policy}" in wanted):
             more = turns.get(policy)
             if policy not in expected:
                 expected[policy] = jax.device_get(answer(params, inputs, POLICIES[policy], key, more))
@@ -164,8 +168,8 @@ def compare() -> None:
                 "off": float(off), "tokens": tokens.tolist(), "expected": expected[policy][1].tolist()
             }  # fmt: skip
             if f"{name}: {policy}" == "slots: Full":
-                found["forward"] = float(np.abs(logits[1:] - again(params, tokens)).max())
-        if name in ("heads", "slots"):
+                found["slots: Full"]["forward"] = float(np.abs(logits[1:] - again(params, tokens)).max())
+        if f"{name}: step" in wanted:
             found[f"{name}: step"] = step_program(split, given, POLICIES["Full"], mesh)
     print(json.dumps(found))
 

@@ -62,6 +62,7 @@ def read(params, first):
     return jax.jit(vlkv.read_prompt)(params, first)
 
 
+@pytest.mark.full
 def test_turns_with_the_full_cache_equal_one_prompt_that_holds_them_all(params, first, read):
     """A turn with images in two of three rows, a turn of text, then two tokens; padding on the left, then right."""
     a, b, c = words(4, 9, 6, seed=5)
@@ -89,6 +90,7 @@ def test_turns_with_the_full_cache_equal_one_prompt_that_holds_them_all(params, 
         assert int(cache.used[row]) == ends[2] + 2 - ends[0]
 
 
+@pytest.mark.default("KIVI")
 @pytest.mark.parametrize("policy", [policies.CSP(keep=0.3), policies.KIVI(bits=4)], ids=lambda p: type(p).__name__)
 def test_a_compressed_first_turn_stays_as_it_is(params, first, read, policy):
     """Against float64 numpy, which attends to just the kept entries and to all that came after them."""

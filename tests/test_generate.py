@@ -58,6 +58,7 @@ def test_one_bucket_traces_once_and_a_new_keep_once_more(params):
     assert generate._cache_size() == before + 3, "a longer bucket is a new shape"
 
 
+@pytest.mark.full
 def test_a_users_policy_keeps_what_it_says(params):
     inputs = question(9, 1)
     prompt = vlkv.read_prompt(params, inputs)
@@ -80,6 +81,7 @@ def test_policies_and_sampling_are_pytrees_without_leaves():
         assert dataclasses.replace(value) == value and hash(dataclasses.replace(value)) == hash(value)
 
 
+@pytest.mark.full
 def test_positions_count_every_token_ever_seen(params):
     cache, _ = vlkv.prefill(params, unequal_batch(), policies.StreamingLLM(keep=0.1), new_tokens=2)
     assert cache.next_position[:, 0].tolist() == np.asarray(unequal_batch().valid).sum(axis=1).tolist()
@@ -121,6 +123,7 @@ def test_randomness_needs_a_key_before_anything_is_traced(params):
         vlkv.generate(params, unequal_batch(), sampling=vlkv.Sample())
 
 
+@pytest.mark.full
 def test_two_keys_draw_two_caches(params):
     prompt = vlkv.read_prompt(params, unequal_batch())
     tokens = [
@@ -248,6 +251,7 @@ def test_a_tail_without_slots_is_refused(params, new_tokens):
             make()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "policy",
     [policies.H2O(keep=0.3), policies.PrefixKV(keep=0.3), policies.AVL(keep=0.5, core=0.3, refresh=2, text=0.5)],

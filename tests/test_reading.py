@@ -83,6 +83,7 @@ def check(params, batch, policy, reduce, expected_kept=None):
         np.testing.assert_allclose(ours[row], np.concatenate([first[None], later]), atol=1e-4)
 
 
+@pytest.mark.default("keep=0.01")
 @pytest.mark.parametrize("policy", [policies.FastV(keep=0.3), policies.FastV(keep=0.01, layer=1)], ids=repr)
 def test_fastv_drops_vision_tokens_after_its_layer_and_nothing_else(params, batch, policy):
     check(params, batch, policy, lambda is_vision: {policy.layer: by_last_row(is_vision, policy.keep)})
@@ -106,6 +107,7 @@ def test_avl_drops_p_after_the_second_layer_from_all_caches_and_keeps_s_of_the_o
     check(params, batch, policy, lambda is_vision: {2: by_last_row(is_vision, 0.6)}, expected)
 
 
+@pytest.mark.default("Composed1")
 @pytest.mark.parametrize(
     "policy",
     [
@@ -145,6 +147,7 @@ def agree(one, other):
     return len(common)
 
 
+@pytest.mark.full
 def test_memory_of_padded_rows_holds_the_prompts_numbers(params, batch):
     """A reduction moves tokens together; a step must find the scores of the tokens that it decides about."""
     plain = policies.H2O(keep=0.5)
@@ -225,6 +228,7 @@ def read(params, batch):
 fill_cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")
 
 
+@pytest.mark.full
 def test_scores_of_one_with_budgets_of_another(read, batch):
     whole = compose(policies.SnapKV(keep=0.4), allocate=policies.PrefixKV)
     cache, snap, prefix = (
@@ -263,6 +267,7 @@ def test_compositions_can_be_composed_again(read):
     assert cache.k.codes.size and isinstance(prefix.k, jax.Array)
 
 
+@pytest.mark.full
 def test_merging_of_another(read):
     whole = compose(policies.H2O(keep=0.4, scope="vision"), merge=policies.LookM)
     merged, plain = (fill_cache(read, p, new_tokens=1) for p in (whole, policies.H2O(keep=0.4, scope="vision")))
@@ -270,6 +275,7 @@ def test_merging_of_another(read):
     assert float(jnp.abs(merged.k - plain.k).max()) > 1e-3
 
 
+@pytest.mark.full
 def test_steps_of_another(params, read):
     """SnapKV's entries, H2O's steps: accumulated attention of H2O's own scores, and one entry leaves at every step."""
     snap, h2o = policies.SnapKV(keep=0.5), policies.H2O(keep=0.5)
@@ -284,6 +290,7 @@ def test_steps_of_another(params, read):
         assert (stored.sum(axis=-1) == before).all(), "the new entry came, another left"
 
 
+@pytest.mark.default("4")
 @pytest.mark.parametrize("bits", [4, 2])
 def test_on_a_quantised_pool(params, read, batch, bits):
     plain_policy = policies.SnapKV(keep=0.5)
@@ -302,6 +309,7 @@ def test_on_a_quantised_pool(params, read, batch, bits):
     assert 0 < error < {4: 0.5, 2: 3.0}[bits]
 
 
+@pytest.mark.full
 def test_merging_on_the_cache_composes_with_a_quantised_pool(read, batch):
     merging = policies.ToMe(keep=0.25, on="cache")
     plain, stored = (fill_cache(read, p, new_tokens=1) for p in (merging, compose(merging, store=policies.KIVI)))

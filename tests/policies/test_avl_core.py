@@ -34,6 +34,7 @@ def answer(step, memory, k, v, kernels=None):
     return run(q, segment, (*tail, begin, begin + 1), memory, kernels=kernels)
 
 
+@pytest.mark.full
 def test_an_ordinary_step_does_not_read_what_is_not_in_the_core(step):
     cache, memory, _, _ = step
     most = memory.attended.shape[-1] - NEW

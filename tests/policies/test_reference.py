@@ -36,49 +36,51 @@ METHODS = {
     policies.CSP: reference.csp,
 }
 CASES = [
-    policies.StreamingLLM(keep=0.4, scope="all"),
     policies.StreamingLLM(budget=7, sinks=2, scope="all"),
     policies.StreamingLLM(keep=0.3, scope="vision"),
     policies.H2O(keep=0.45, scope="all"),
-    policies.H2O(budget=6, recent=2, scope="all"),
     policies.H2O(keep=0.37, scope="vision"),
     policies.SnapKV(keep=0.61, window=4, scope="all"),
-    policies.SnapKV(keep=0.3, scope="all"),  # the window is longer than the prompt
     policies.SnapKV(budget=5, window=6, kernel=3, scope="vision"),
     policies.PyramidKV(keep=0.5, window=3, kernel=3, pooling="avg", scope="all"),
-    policies.PyramidKV(budget=12, window=3, kernel=3, pooling="avg", scope="all"),
     policies.PyramidKV(keep=0.6, window=5, kernel=5, pooling="avg", scope="vision"),
     policies.AirCache(keep=0.4),
-    policies.AirCache(keep=0.9, alpha=0.0),
     policies.AirCache(budget=5, alpha=1.0),
     policies.AirCache(keep=0.4, alpha=0.5, scope="all"),
-    policies.AirCache(keep=0.4, window="recent", rows=3),
     policies.AirCache(keep=0.4, window="text", allocation="strength"),
-    policies.AirCache(keep=0.4, window="vision", rows=5, allocation="uniform"),
-    policies.AirCache(keep=0.4, allocation="skewness"),
-    policies.AirCache(keep=0.6, allocation="pyramid"),
     policies.PrefixKV(keep=0.4, scope="all"),
     policies.PrefixKV(keep=0.15, sinks=4, recent=2, scope="all"),
-    policies.PrefixKV(budget=9, sinks=0, recent=0, scope="all"),
     policies.PrefixKV(keep=0.35, scope="vision"),
     policies.VLCache(keep=0.4),
     policies.VLCache(budget=8, threshold=0.2, window=0.5),
-    policies.VLCache(keep=0.3, scope="vision"),
     policies.ElasticCache(keep=0.4),
     policies.ElasticCache(budget=6, sinks=2, recent=3, scope="vision"),
     policies.LookM(keep=0.4),
-    policies.LookM(budget=9, recent=3, text_prior=False, merging="average"),
     policies.LookM(keep=0.5, scope="vision", merging="weighted"),
     policies.RoCo(keep=0.4, recent=2),
-    policies.RoCo(keep=0.6),
     policies.RoCo(budget=6, spread=0.2, scope="vision"),
-    policies.CSP(keep=0.5),
     policies.CSP(keep=0.6, window=4, heads="each", fill=True),
-    policies.CSP(keep=0.6, window=12, recent_bias=0, c=0.3, heads="each"),
     policies.CSP(budget=9, c="auto", score_n=0.0, heads="each"),
-    policies.CSP(keep=0.4, regions=False, scope="vision"),
     policies.CSP(keep=0.4, window=9, scope="vision", fill=True),
 ]
+MORE = [
+    policies.StreamingLLM(keep=0.4, scope="all"),
+    policies.H2O(budget=6, recent=2, scope="all"),
+    policies.SnapKV(keep=0.3, scope="all"),  # the window is longer than the prompt
+    policies.PyramidKV(budget=12, window=3, kernel=3, pooling="avg", scope="all"),
+    policies.AirCache(keep=0.9, alpha=0.0),
+    policies.AirCache(keep=0.4, window="recent", rows=3),
+    policies.AirCache(keep=0.4, window="vision", rows=5, allocation="uniform"),
+    policies.AirCache(keep=0.4, allocation="skewness"),
+    policies.AirCache(keep=0.6, allocation="pyramid"),
+    policies.PrefixKV(budget=9, sinks=0, recent=0, scope="all"),
+    policies.VLCache(keep=0.3, scope="vision"),
+    policies.LookM(budget=9, recent=3, text_prior=False, merging="average"),
+    policies.RoCo(keep=0.6),
+    policies.CSP(keep=0.5),
+    policies.CSP(keep=0.6, window=12, recent_bias=0, c=0.3, heads="each"),
+    policies.CSP(keep=0.4, regions=False, scope="vision"),
+]  # in the whole suite
 
 
 def exact(cls, **options):
@@ -125,7 +127,7 @@ def options(policy):
     return common, {name: value for name, value in names.items() if value is not None}
 
 
-@pytest.mark.parametrize("policy", CASES, ids=repr)
+@pytest.mark.parametrize("policy", [*CASES, *(pytest.param(p, marks=pytest.mark.full) for p in MORE)], ids=repr)
 def test_policy_agrees_with_the_equations(policy, batch):
     got = select(policy, *batch)
     common, own = options(policy)
@@ -166,6 +168,7 @@ def test_merging_agrees_with_the_equations(policy, batch):
                 np.testing.assert_allclose(entries[kept], theirs[kept], atol=1e-5, err_msg=name)
 
 
+@pytest.mark.default("Random(", "AirCache(", "CSP(")
 @pytest.mark.parametrize("policy", ANY, ids=repr)
 def test_totals_are_exact_padding_is_dropped_and_text_out_of_scope_stays(policy, batch):
     _, _, vision, valid = batch
@@ -187,6 +190,7 @@ def test_totals_are_exact_padding_is_dropped_and_text_out_of_scope_stays(policy,
             assert (kept[row] == valid[row]).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scope", ["vision", "all"])
 def test_csp_without_filling_keeps_at_most_its_budget_and_no_more_than_with_it(scope, batch):
     union, filled = (
@@ -200,6 +204,7 @@ def test_csp_without_filling_keeps_at_most_its_budget_and_no_more_than_with_it(s
         np.testing.assert_array_equal(np.asarray(union.kept)[row][..., inside].sum(axis=-1), union.budgets[row])
 
 
+@pytest.mark.default("Random(", "AirCache(", "CSP(")
 @pytest.mark.parametrize("policy", ANY, ids=repr)
 def test_padding_on_either_side_changes_nothing(policy, batch):
     got = select(policy, *batch, jax.random.key(0))
@@ -208,6 +213,7 @@ def test_padding_on_either_side_changes_nothing(policy, batch):
     np.testing.assert_array_equal(got.budgets[left], got.budgets[right])
 
 
+@pytest.mark.default("all-AirCache", "vision-SnapKV")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("scope", ["vision", "all"])
 def test_keep_1_keeps_everything(method, scope, batch):
@@ -217,6 +223,7 @@ def test_keep_1_keeps_everything(method, scope, batch):
     )
 
 
+@pytest.mark.default("PrefixKV", "CSP")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_budget_beyond_the_prompt_keeps_everything_and_a_tiny_one_keeps_one_per_layer(method, batch):
     valid = batch[3]
@@ -289,6 +296,7 @@ def test_random_keeps_every_token_equally_often():
     assert abs(often - 0.25).max() < 4 * np.sqrt(0.25 * 0.75 / (2 * draws))
 
 
+@pytest.mark.full
 def test_random_draws_do_not_depend_on_how_long_the_padded_row_is():
     def kept(length):
         q = jnp.zeros((1, 2, length, 4))
