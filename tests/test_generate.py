@@ -133,6 +133,20 @@ def test_two_keys_draw_two_caches(params):
     assert np.array_equal(tokens[0], tokens[1]) and not np.array_equal(tokens[0], tokens[2])
 
 
+def test_64_bits_are_refused(params):
+    q = np.ones((3, 2, 35, 8), np.float32)
+    cache, _ = vlkv.prefill(params, question(9, 1), policies.Full(), new_tokens=1)
+    with jax.enable_x64(True):
+        for run in (
+            lambda: vlkv.generate(params, question(9, 1), policy=policies.H2O(keep=0.5)),
+            lambda: jax.jit(vlkv.generate)(params, question(9, 1), policy=policies.AirCache(keep=0.5)),
+            lambda: policies.select(policies.PrefixKV(keep=0.5), q, q, q, np.zeros(35, bool)),
+            lambda: vlkv.decode_step(params, cache, jnp.array([7], jnp.int32)),
+        ):
+            with pytest.raises(vlkv.InputError, match="switch jax_enable_x64 off"):
+                run()
+
+
 def test_an_answer_that_cannot_fit_is_refused(params):
     with pytest.raises(vlkv.InputError, match="limit"):
         vlkv.generate(params, unequal_batch(), sampling=vlkv.Greedy(max_new_tokens=500))

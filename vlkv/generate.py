@@ -31,6 +31,7 @@ from vlkv.models import Model
 from vlkv.parallel import cached_attention
 from vlkv.policies.full import Full
 from vlkv.policies.policy import Policy, require_policy
+from vlkv.policies.selection import require_32_bits
 from vlkv.prefill import prefill
 from vlkv.sampling import Greedy
 
@@ -71,6 +72,7 @@ def feed(
     params: Model, cache: PackedCache, x: Float[Array, "B D"], positions: Int[Array, "B A"]
 ) -> tuple[PackedCache, Float[Array, "B D"]]:
     """One embedded token per row through all layers; returns the cache with it and the last layer's output."""
+    require_32_bits()
     x, rotation = x[:, None], params.decoder.rotation(positions[:, None])
     tail_k, tail_v = list(cache.tail_k), list(cache.tail_v)
     memory = list(cache.memory or ())

@@ -25,7 +25,7 @@ from vlkv.memory import Memory, begin
 from vlkv.models import Model
 from vlkv.observe import ordinal, tokens_at
 from vlkv.parallel import by_row
-from vlkv.policies.policy import Policy, require_policy
+from vlkv.policies.policy import Policy
 from vlkv.policies.selection import Observed, allocate_and_take, observe, require_fit, see, shortlist
 from vlkv.reading import LayerPrompt, Prompt, read, read_prompt
 
@@ -57,7 +57,7 @@ def prefill(
             anything is traced.
     """
     check_new_tokens(new_tokens)
-    require_policy(policy)
+    require_fit(policy, len(params.decoder.layers), key)
     if policy.reducer is not None and policy.reducer.forgets:  # what an early layer may keep is known only later
         prompt = read_prompt(params, inputs, policy, key=key, kernels=kernels)
         return fill_cache(prompt, policy, new_tokens=new_tokens, key=key), prompt.logits

@@ -217,9 +217,19 @@ def compress(
     return jnp.stack([m[0] for m in merged]), jnp.stack([m[1] for m in merged]), selection
 
 
+def require_32_bits() -> None:
+    """Raises InputError under `jax_enable_x64`, which would make the states of the kernels and all counts wider."""
+    if jax.dtypes.canonicalize_dtype(np.int64) == np.int64:
+        raise InputError("vlkv computes in 32 bits: switch jax_enable_x64 off, or call it within jax.enable_x64(False)")
+
+
 def require_fit(policy: Policy, layers: int, key: Key[Array, ""] | None) -> None:
-    """Raises InputError if it is no policy, does not fit the model, or draws at random and has nothing to draw from."""
+    """Raises InputError if it is no policy, does not fit the model, or draws at random and has nothing to draw from.
+
+    Also if jax is set to 64 bits.
+    """
     require_policy(policy)
+    require_32_bits()
     policy.check_model(layers)
     if policy.needs_key and key is None:
         raise InputError(f"{type(policy).__name__} draws at random: pass key=jax.random.key(seed)")
