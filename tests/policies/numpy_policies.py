@@ -46,8 +46,9 @@ def apportion(real, total, most, low=1):
         if value[free].sum() > 0:
             value[free] *= 1 + excess / value[free].sum()
     whole = np.floor(value + 1e-9).astype(int)
-    for i in sorted(range(len(real)), key=lambda i: -(value[i] - whole[i])):
-        whole[i] += whole.sum() < total and whole[i] < most
+    while whole.sum() < min(total, len(real) * most):  # once, unless the bounds left too little to share
+        for i in sorted(range(len(real)), key=lambda i: -(value[i] - whole[i])):
+            whole[i] += whole.sum() < total and whole[i] < most
     return list(whole)
 
 
