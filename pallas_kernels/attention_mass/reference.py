@@ -19,9 +19,10 @@ def attention_mass_reference(
     softmax_n: float,
     statistic: str,
     threshold: float,
+    lse: Float[Array, "N T"] | None = None,
 ) -> Float[Array, "R N S"]:
     """As `attention_mass` says, read off the definition."""
-    del in_order
+    del in_order, lse
     k = jnp.repeat(k, q.shape[0] // k.shape[0], axis=0)
     logits = jnp.einsum("nth,nsh->nts", q, k, precision=jax.lax.Precision.HIGHEST) / jnp.sqrt(q.shape[-1])
     allowed = key_mask & (jnp.arange(k.shape[1]) <= row_place[:, None]) if causal else key_mask[None]
