@@ -30,13 +30,16 @@ def prefill_attention_cudnn(
     attend = _xla if interpret else _cudnn
     if valid is None:
         return attend(q, k, v, None, causal, return_lse)
-    order = jnp.argsort(~valid, axis=1, stable=True)
-    count = jnp.maximum(jnp.sum(valid, axis=1, dtype=jnp.int32), 1)  # a row of padding alone attends to itself
+    place = jnp.arange(valid.shape[1], dtype=jnp.int32)
+    before = jnp.cumsum(valid, axis=1, dtype=jnp.int32)  # tokens up to and including each place
+    count = before[:, -1:]
+    to = jnp.where(valid, before - 1, count + place - before)  # tokens in order, then padding; faster than a sort
+    order = jax.vmap(lambda to: jnp.zeros_like(to).at[to].set(place, unique_indices=True))(to)
     q, k, v = (_take(x, order, axis=1) for x in (q, k, v))
-    out, lse = attend(q, k, v, count, causal, return_lse)
-    back = jnp.argsort(order, axis=1)
-    out = jnp.where(valid[..., None, None], _take(out, back, axis=1), 0)
-    return out, None if lse is None else _take(lse, back, axis=2)
+    # A row of padding alone attends to its first entry: no softmax of nothing.
+    out, lse = attend(q, k, v, jnp.maximum(count[:, 0], 1), causal, return_lse)
+    out = jnp.where(valid[..., None, None], _take(out, to, axis=1), 0)
+    return out, None if lse is None else _take(lse, to, axis=2)
 
 
 def missing() -> str | None:
