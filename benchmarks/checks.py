@@ -106,7 +106,8 @@ class Prepared:
         """Two runs, their bits, and the largest difference from float64."""
         begin = time.perf_counter()
         first, second = (jax.tree.map(np.asarray, self.compiled(*self.arguments)) for _ in range(2))
-        same = all(np.array_equal(*pair, equal_nan=True) for pair in zip(*map(jax.tree.leaves, (first, second))))
+        leaves = jax.tree.leaves(first), jax.tree.leaves(second)
+        same = all(np.array_equal(*pair, equal_nan=True) for pair in zip(*leaves, strict=True))
         error = self.compare(first)
         threshold = THRESHOLDS[self.case.dtype]
         return {
@@ -134,9 +135,8 @@ def prepare(case: Case, platform: str, kernels: Mapping[Any, str] | None = None)
     }  # fmt: skip
     arguments, options, compare = make[case.op](case, np.random.default_rng(zlib.crc32(case.name.encode())))
     op = OPS[case.op]
-    compiled = jax.jit(lambda *x: op(**dict(zip(names, x)), **options, implementation=implementation))
-    names = tuple(arguments)
-    values = tuple(jnp.asarray(x) for x in arguments.values())
+    compiled = jax.jit(lambda x: op(**x, **options, implementation=implementation))
+    values = ({name: jnp.asarray(x) for name, x in arguments.items()},)
     return Prepared(
         case, implementation, compiled.lower(*values).compile(), values, compare, time.perf_counter() - begin
     )
@@ -240,9 +240,7 @@ def _prefill(case: Case, random: np.random.Generator) -> Made:
     place, tokens = np.arange(case.slots), case.slots
     valid = np.stack([place >= 0, place >= tokens // 3, place < tokens // 2 + 1])
     heads = case.kv_heads * case.groups
-    q, k, v = (
-        _normal(random, case.dtype, 3, tokens, n, case.head_dim) for n in (heads, case.kv_heads, case.kv_heads)
-    )
+    q, k, v = (_normal(random, case.dtype, 3, tokens, n, case.head_dim) for n in (heads, case.kv_heads, case.kv_heads))
     for x in (q, k, v):
         x[~valid] = POISON if x is not q else 1.0
     out, lse = exact.prompt(q, k, v, valid, not case.full)

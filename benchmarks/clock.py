@@ -45,13 +45,31 @@ class Timing:
 
 def calls_for(estimate: float) -> int:
     """How many calls of about so many seconds make one program."""
-    return max(2, min(MOST_CALLS, round(WANTED_SECONDS / max(estimate, 1e-7))))
+    return max(1, min(MOST_CALLS, round(WANTED_SECONDS / max(estimate, 1e-7))))
 
 
-def chained(
-    step: Callable[..., Any], first: Any, *fixed: Any, turns: Any = None, calls: int, repeats: int = 5
-) -> Timing:
-    """Times `carry = step(carry, turn, *fixed)`, called `calls` times in one program.
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Many calls in one compiled program."""
+
+    run: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    calls: int
+    compile_seconds: float
+
+    def seconds(self) -> float:
+        """Of one call, in one run of the program."""
+        return run_seconds(self.run, *self.arguments) / self.calls
+
+    def time(self, repeats: int = 5) -> Timing:
+        """The median of some runs; one more comes first and is not counted."""
+        times = [self.seconds() for _ in range(repeats + 1)][1:]
+        median = float(np.median(times))
+        return Timing(median, (max(times) - min(times)) / median, self.calls, self.compile_seconds)
+
+
+def chain(step: Callable[..., Any], first: Any, *fixed: Any, turns: Any = None, calls: int) -> Program:
+    """Compiles `carry = step(carry, turn, *fixed)`, called `calls` times.
 
     Args:
         step: one call; must return the shapes and dtypes of its first argument, and depend on all that is to be timed.
@@ -59,7 +77,6 @@ def chained(
         fixed: arrays that every turn reads from.
         turns: arrays with a leading axis of `calls`, one element for each turn; None: the turn's number.
         calls: how many.
-        repeats: programs timed; the first run, which compiles nothing either, is not counted.
     """
     turns = jnp.arange(calls) if turns is None else turns
 
@@ -68,10 +85,44 @@ def chained(
 
     begin = time.perf_counter()
     compiled = jax.jit(program).lower(first, turns, *fixed).compile()
-    compile_seconds = time.perf_counter() - begin
-    times = [run_seconds(compiled, first, turns, *fixed) for _ in range(repeats + 1)][1:]
-    median = float(np.median(times))
-    return Timing(median / calls, float((max(times) - min(times)) / median), calls, compile_seconds)
+    return Program(compiled, (first, turns, *fixed), calls, time.perf_counter() - begin)
+
+
+def chained(step: Callable[..., Any], first: Any, *fixed: Any, repeats: int = 5, **options: Any) -> Timing:
+    """Times what `chain` compiles."""
+    return chain(step, first, *fixed, **options).time(repeats)
+
+
+def repeated(
+    function: Callable[..., Any], q: Any, *others: Any, moved: int, estimate: float = 0.0, spread_bytes: int = 2**28
+) -> Program:
+    """Compiles many calls of function(q, *others), each with another copy of `others`, so that no cache holds them.
+
+    Args:
+        function: returns an array or a tuple of arrays; the first of them becomes part of the next call's q.
+        q: the array that is passed on.
+        others: the other arguments, arrays.
+        moved: bytes that a call must read or write at least.
+        estimate: seconds of a call where it does more than move them.
+        spread_bytes: of all copies together, at least; more than any cache holds.
+    """
+    copies = max(1, min(16, -(-spread_bytes // max(moved, 1))))
+    sets = [tuple(jnp.copy(x) for x in others) for _ in range(copies)] if copies > 1 else [others]
+
+    def step(q: Any, _: Any, *sets: Any) -> Any:
+        for one in sets:
+            made = jax.tree.leaves(function(q, *one))[0]
+            # The product is too small to change q, but a compiler cannot know that.
+            if made.size == q.size:
+                q = made.astype(q.dtype).reshape(q.shape)
+            else:
+                q = q + 1e-30 * jnp.sum(made).astype(q.dtype)
+        return q
+
+    estimate = max(estimate, moved / (2e10 if jax.default_backend() == "cpu" else 1e12) + 5e-6)
+    turns = max(1, calls_for(estimate) // copies)
+    made = chain(step, q, *sets, calls=turns)
+    return dataclasses.replace(made, calls=turns * copies)
 
 
 def run_seconds(run: Callable[..., Any], *arguments: Any) -> float:
@@ -82,9 +133,7 @@ def run_seconds(run: Callable[..., Any], *arguments: Any) -> float:
     return time.perf_counter() - begin
 
 
-def rotating(
-    calls: int, pool: int, segment: int, unit: int = 16, *, gap: int = 0
-) -> np.ndarray:
+def rotating(calls: int, pool: int, segment: int, unit: int = 16, *, gap: int = 0) -> np.ndarray:
     """First slots [calls] of segments that follow one another through a pool and begin again at its end.
 
     Args:

@@ -6,9 +6,9 @@ Needs Linux and `pip install "vlkv[gpu]"` with jax 0.11 or later (Python 3.12): 
 machine code, so what is reported (shared memory, registers, stack) is what a GPU would load. Nothing runs.
 
 `kernels` compiles every Triton kernel, each that has more than one form in each of them: with and without mass and a
-mask, sums, squares and counts. `prefill` compiles the prefill of a 7B model at batch 8 and 8192 tokens, with few layers,
-and counts the calls of cuDNN's fused attention; `--before` names a checkout of another commit, whose prefill is compiled
-in the same run for comparison.
+mask, sums, squares and counts. `prefill` compiles the prefill of a 7B model at batch 8 and 8192 tokens, with few
+layers, and counts the calls of cuDNN's fused attention; `--before` names a checkout of another commit, whose prefill is
+compiled in the same run for comparison.
 
 Axes: B batch · T query rows · S keys · N query heads · K key heads · P pool slots · C listed slots · M bound on a
 segment · H head dim.
@@ -299,7 +299,7 @@ def compile_prefill(device_name: str, layers: int, policy: str) -> dict[str, Any
 
 
 def _cpu_seconds() -> float:
-    """Processor time of this process and of the assemblers that it started; unlike the clock's, it has no neighbours."""
+    """Processor time of this process and the assemblers that it started, which other work does not lengthen."""
     return sum(resource.getrusage(who).ru_utime for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 

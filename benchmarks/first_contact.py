@@ -36,7 +36,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -317,7 +317,9 @@ def tokens(run: Run) -> None:
 
         def on(device: Any) -> Any:
             with jax.default_matmul_precision("highest"):
-                generate = jax.jit(lambda params, inputs: vlkv.generate(params, inputs, policy=policy, sampling=sampling))
+                generate = jax.jit(
+                    lambda params, inputs: vlkv.generate(params, inputs, policy=policy, sampling=sampling)
+                )
                 output = generate(jax.device_put(params, device), jax.device_put(inputs, device))
             return np.asarray(output.tokens[0])
 
@@ -432,7 +434,9 @@ def scores(run: Run) -> None:
         policy = policies.Full() if name == "Full" else policies.make(name, keep=0.1)
         key = jax.random.key(0)
         begin = time.perf_counter()
-        compiled = jax.jit(lambda p, x: vlkv.prefill(p, x, policy, new_tokens=16, key=key)).lower(params, inputs).compile()
+        compiled = (
+            jax.jit(lambda p, x: vlkv.prefill(p, x, policy, new_tokens=16, key=key)).lower(params, inputs).compile()
+        )
         compile_seconds = time.perf_counter() - begin
         times = [clock.run_seconds(compiled, params, inputs) for _ in range(run.sizes.repeats + 1)][1:]
         seconds = float(np.median(times))
@@ -509,7 +513,7 @@ def top_kernels(folder: Path, most: int = 25) -> dict[str, Any]:
     """The kernels of a trace that took most of the time; of a trace without a device, the host's operations."""
     events: list[dict[str, Any]] = []
     for file in glob.glob(str(folder / "plugins" / "profile" / "*" / "*.trace.json.gz")):
-        events += json.loads(gzip.open(file).read())["traceEvents"]
+        events += json.loads(gzip.decompress(Path(file).read_bytes()))["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
     on_device = {pid for pid, name in names.items() if "/device:" in name}

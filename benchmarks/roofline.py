@@ -24,9 +24,11 @@ def shares(params: Any, setting: Setting, row: dict[str, Any], *, bandwidth: flo
     c = params.config.decoder
     operations = setting.batch * (float(c.layers * cost.prefill_flops(c, setting.prompt)) + cost.logits_flops(c, 1))
     entries = setting.batch * (row["kept_per_layer"] + setting.new / 2)
+    moved = step_bytes(params, entries)
     return {
         "prefill_roofline_share": round(operations / product / row["prefill_seconds"], 4),
-        "decode_roofline_share": round(step_bytes(params, entries) / bandwidth / row["step_seconds"], 4),
+        "decode_roofline_share": round(moved / bandwidth / row["step_seconds"], 4),
+        "step_bytes": moved,
     }
 
 
