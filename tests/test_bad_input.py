@@ -76,6 +76,9 @@ def test_folders(capsys, folder, page, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"model_type": {}}, "model_type={} is not supported"),
+        ({"architectures": [{}]}, "architectures=[{}] must be a list of names"),
+        ({"text_config": [1]}, "text_config=[1] must be an object"),
         ({"model_type": "opt"}, "model_type='opt' is not supported (supported: llava, "),
         ({"text_config__model_type": "gemma"}, "text_config.model_type='gemma'"),
         ({"text_config__rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope type='llama3'"),
@@ -172,6 +175,7 @@ def test_images(capsys, page, tmp_path):
 def test_prompts(capsys, page):
     asks(capsys, CHECKPOINT, page, prompt="", says="empty")
     asks(capsys, CHECKPOINT, page, prompt="   ", says="empty")
+    asks(capsys, CHECKPOINT, page, prompt="read \ud83d", says="lone surrogate '\\ud83d'")
     asks(capsys, CHECKPOINT, page, prompt="<image> <image> read the page", says="<image>")
     asks(capsys, CHECKPOINT, None, prompt="read the <image> page", says="<image>")
     asks(capsys, CHECKPOINT, page, prompt="read the page " * 200, says="limit")

@@ -41,6 +41,7 @@ def inspect(capsys, measured):
     return run
 
 
+@pytest.mark.default("budgets", "strength", "survival", "lorenz", "cost")
 @pytest.mark.parametrize("what", WHAT)
 def test_every_measure_says_what_it_is_of(inspect, what):
     got = inspect(what)
@@ -78,6 +79,7 @@ def test_strength_and_divergence(inspect):
     assert all(0 < value < 1 for value in divergence["self_and_cross"])
 
 
+@pytest.mark.full
 def test_sweep(inspect):
     got = inspect("sweep")
     assert got["S"]["values"] == [0.2, 0.6] and got["P"]["option"] == "prefill"
@@ -90,6 +92,7 @@ def test_sweep(inspect):
         assert all(0 <= a <= 1 for a in part["agreement"])
 
 
+@pytest.mark.full
 def test_ranking_and_error(inspect):
     ranking, error = inspect("ranking"), inspect("error")
     assert ranking["ranks"] == np.rint(np.linspace(0, VISION, 7)).astype(int).tolist()

@@ -81,6 +81,7 @@ def watched(decoder, layers, kept, tokens):
     return hidden, mass
 
 
+@pytest.mark.full
 def test_a_trace_is_what_the_layers_do(params, batch, layers, full, snap):
     length = batch.valid.shape[1]
     hidden = {}
@@ -118,6 +119,7 @@ def test_agreement_and_log_probability(snap):
     np.testing.assert_allclose(analysis.agreement(snap[1].logits, answer), [*right, 1])
 
 
+@pytest.mark.full
 def test_methods_that_act_act_in_a_trace_too(params, prompt):
     cache = fill_cache(prompt, policies.AVL(keep=0.4, core=0.2), new_tokens=7)
     trace = follow(params, prompt, cache, ANSWER[:, :-1])
@@ -183,6 +185,7 @@ def test_pictures_of_a_grid():
     assert analysis.on_grid(np.zeros((2, 3)), np.full((3, 3), -1)) == []
 
 
+@pytest.mark.full
 def test_sweep(params, batch):
     plan = [policies.Full(), policies.AVL(keep=0.4, core=0.2, refresh=3), policies.FastV(keep=0.4)]
     inputs = vlkv.Inputs.from_hf(

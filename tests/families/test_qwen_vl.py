@@ -205,6 +205,7 @@ def test_greedy_tokens_beyond_the_length_at_which_queries_begin_to_grow(saved):
     check_answers(params, vlkv.Inputs.from_hf(joined(rows), params.config), answers)
 
 
+@pytest.mark.full
 def test_a_row_is_answered_alike_whatever_its_neighbours(saved):
     check_neighbours(saved[2], saved[3], every_stage())
 

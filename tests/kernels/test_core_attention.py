@@ -20,6 +20,7 @@ def arrays():
     return made | {"text": jnp.array([[30, 30], [20, 60]])}
 
 
+@pytest.mark.full
 def test_a_list_of_everything_is_decode_attention(arrays, monkeypatch):
     monkeypatch.setattr(ragged, "_sizes", lambda op, bound, entry, segments: (min(16, bound), 3))
     text = jnp.full((BATCH, KV_HEADS), 20)
