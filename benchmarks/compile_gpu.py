@@ -240,15 +240,15 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="a checkout of another commit, to compare compile times with")
     parser.add_argument("--output", type=Path, default=_RESULT)
     args = parser.parse_args()
-    content = {"versions": _versions(), "results": [], "prefill": []}
-    if args.output.is_file():  # the part that is not made anew
-        content |= {name: found for name, found in json.loads(args.output.read_text()).items() if name != "versions"}
+    versions, content = _versions(), {"results": [], "prefill": []}
+    if args.output.is_file():  # the part that is not made anew, and its versions
+        content |= json.loads(args.output.read_text())
     if "kernels" in args.what:
-        content["results"] = kernel_rows(args.device, args.model)
+        content |= {"versions": versions, "results": kernel_rows(args.device, args.model)}
     if "prefill" in args.what:
         content["prefill"] = prefill_rows(args.device, args.before)
     rows = {name: ",\n".join(json.dumps(row) for row in content[name]) for name in ("results", "prefill")}
-    versions = json.dumps(content["versions"])
+    versions = json.dumps(content.get("versions", versions))
     args.output.write_text(
         f'{{"versions": {versions},\n"results": [\n{rows["results"]}\n],\n"prefill": [\n{rows["prefill"]}\n]}}\n'
     )
@@ -320,7 +320,8 @@ def prefill_rows(devices: list[str], before: Path | None) -> list[dict[str, Any]
         commit = subprocess.run(
             ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, check=False
         )  # fmt: skip
-        row = {"case": "prefill", "commit": commit.stdout.strip() or "unknown", "compiled": done.returncode == 0}
+        row = {"case": "prefill", "commit": commit.stdout.strip() or "unknown", "jax": jax.__version__}
+        row["compiled"] = done.returncode == 0
         if done.returncode:
             row |= {"device": device, "layers": layers, "policy": policy, "error": done.stderr.strip()[-500:]}
         else:
