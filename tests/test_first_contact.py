@@ -170,6 +170,12 @@ def test_kernels_of_a_trace_by_time(tmp_path):
     ]  # fmt: skip
 
 
+def test_every_method_that_is_timed_can_be_made():
+    sizes = first_contact.Sizes()
+    for name in (*sizes.methods, *sizes.answers):
+        first_contact.make_policy(name, 0.1).check_model(2)
+
+
 def test_segments_rotate_through_the_pool():
     assert clock.rotating(5, pool=100, segment=33, unit=16).tolist() == [0, 48, 0, 48, 0]
     assert clock.rotating(3, pool=32, segment=32).tolist() == [0, 0, 0]
