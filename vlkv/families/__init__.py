@@ -71,9 +71,12 @@ def model_type(raw: Raw) -> str:
 
     Original checkpoints may bear the `model_type` of another: their families know them by more.
     """
+    architectures = raw.get("architectures") or ()
+    if not isinstance(architectures, list | tuple) or not all(isinstance(name, str) for name in architectures):
+        raise InputError(f"config.json: architectures={architectures!r} must be a list of names")
     claimed = (kind for kind, family in FAMILIES.items() if family.claims is not None and family.claims(raw))
     kind = next(claimed, raw.get("model_type"))
-    if kind not in FAMILIES:
+    if kind not in list(FAMILIES):  # it may be no text
         raise InputError(f"config.json: model_type={kind!r} is not supported (supported: {', '.join(FAMILIES)})")
     return kind
 
