@@ -501,8 +501,8 @@ def profile(run: Run) -> None:
     import vlkv
     from vlkv import policies
     from vlkv.benching.programs import SEED, compile_pair
-    from vlkv.benching.shapes import make_inputs
     from vlkv.benching.settings import Setting
+    from vlkv.benching.shapes import make_inputs
     from vlkv.benching.subjects import find
 
     def top(_: Any) -> dict[str, Any]:
