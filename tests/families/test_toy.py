@@ -82,7 +82,7 @@ def test_plan_and_bench_know_its_sizes(capsys, tmp_path):
         assert main(["plan", "toy-tiny", "--topology", "a100:1", "--prompt", "200", "--json"]) == 0
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
-    planned = json.loads(capsys.readouterr().out)
+    planned = json.loads(capsys.readouterr().out)["prompt"]
     assert planned["vision"] % VISION == 0 and planned["vision"] + VISION > 200 - 64 >= planned["vision"]
     options = ["--prompt", "40", "--text", "8", "--new", "2", "--rounds", "1", "--keep", "0.5"]
     assert main(["bench", "--model", "toy-tiny", *options, "--out", str(tmp_path / "grid.json")]) == 0
