@@ -35,11 +35,10 @@ except ImportError:
     pass
 else:
     # Not where users hand things in (processing, the command line): there wrong types must meet our own errors.
-    inner = (
-        "budgets cache decoder extend generate inputs layers memory merging models observe policies prefill rope vision"
-    )
+    shared = "budgets cache decoder extend generate inputs memory merging observe policies prefill towers"
+    models = (f"families.{path.parent.name}.model" for path in (ROOT / "vlkv" / "families").glob("*/model.py"))
     jaxtyping.install_import_hook(
-        ["pallas_kernels", *(f"vlkv.{name}" for name in inner.split())],
+        ["pallas_kernels", *(f"vlkv.{name}" for name in (*shared.split(), "families.family", *models))],
         "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
     )
 
@@ -76,6 +75,14 @@ def forget_compiled_programs():
     maps = Path("/proc/self/maps")
     if not maps.exists() or maps.read_bytes().count(b"\n") > 20_000:
         jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def shapes_for_arrays():
+    """For tests where dataclasses of arrays hold ShapeDtypeStructs, which jaxtyping takes for mistakes."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")

@@ -20,9 +20,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from pallas_kernels import Kernels
 from vlkv.cache import PackedCache, check_new_tokens, entries, pack
 from vlkv.errors import InputError
+from vlkv.families import Model
 from vlkv.inputs import Inputs
 from vlkv.memory import Memory, begin
-from vlkv.models import Model
 from vlkv.observe import ordinal, tokens_at
 from vlkv.parallel import by_row
 from vlkv.policies.policy import Policy

@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from pallas_kernels import Kernels
 from pallas_kernels.attention_mass import takes_lse
 from vlkv.errors import InputError
+from vlkv.families import Model
 from vlkv.inputs import Inputs
-from vlkv.models import Model
 from vlkv.observe import first
 from vlkv.parallel import by_row, prefill_attention
 from vlkv.policies.policy import Policy

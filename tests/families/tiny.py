@@ -15,11 +15,12 @@ import jax
 import numpy as np
 
 import vlkv
-from vlkv import config, policies
+from vlkv import families, policies
 from vlkv.config import ModelConfig
-from vlkv.layouts.llava_next import picture_tokens
+from vlkv.families import config_from_hf
+from vlkv.families.llava_next.inputs import picture_tokens
 
-FAMILIES = tuple(family for family in config.FAMILIES if family not in config.TEXT_FAMILIES)
+FAMILIES = tuple(kind for kind, family in families.FAMILIES.items() if family is not families.text.FAMILY)
 NEW = 4  # tokens that every row is answered with
 START, END, IMAGE, VIDEO = 95, 96, 97, 98
 VOCABULARY, SIDE, PATCH = 120, 21, 7  # 9 patches an image
@@ -83,7 +84,7 @@ generate = jax.jit(vlkv.generate, compiler_options=QUICK)
 def read_config(family: str) -> ModelConfig:
     """The family's tiny config."""
     raw = dict(RAW[family])
-    return ModelConfig.from_hf({**raw, "model_type": family}, added=raw.pop("added_tokens", None))
+    return config_from_hf({**raw, "model_type": family}, added=raw.pop("added_tokens", None))
 
 
 def make_model(family: str, seed: int = 0):

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from vlkv.benching.programs import SEED, Pair, compile_pair
-from vlkv.benching.prompts import make_inputs
 from vlkv.benching.settings import Setting, label
+from vlkv.benching.shapes import make_inputs
 from vlkv.errors import InputError
-from vlkv.models import Model
+from vlkv.families import Model
 from vlkv.policies import Policy
 
 Tick = Callable[[str], None]

@@ -18,10 +18,10 @@ from rich.table import Table
 from vlkv import loading, policies
 from vlkv.cache import PackedCache, entries
 from vlkv.errors import InputError
+from vlkv.families import Model
 from vlkv.generate import decode_step
 from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, pages
-from vlkv.models import Model
 from vlkv.policies import Policy
 from vlkv.prefill import fill_cache
 from vlkv.processing import Processor

@@ -25,9 +25,9 @@ from vlkv.evaluation.batching import Batch, batches
 from vlkv.evaluation.journal import Entry, Journal
 from vlkv.evaluation.records import Record
 from vlkv.extend import extend
+from vlkv.families import Model
 from vlkv.generate import check_room, decode, log_probabilities
 from vlkv.inputs import Inputs
-from vlkv.models import Model
 from vlkv.policies.policy import Policy
 from vlkv.prefill import fill_cache, prefill
 from vlkv.processing import Processor

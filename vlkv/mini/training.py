@@ -30,10 +30,10 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv import models
+from vlkv.families import init
+from vlkv.families.llava import Llava
 from vlkv.mini import folder, pages
 from vlkv.mini.pages import Digits, Page
-from vlkv.models.llava import Llava
 
 _VISION_START = 3  # <s> user :
 _TEXT_START = _VISION_START + pages.GRID**2
@@ -148,7 +148,7 @@ def loss(params: Llava, batch: Batch, layout: Layout) -> Float[Array, ""]:
 
 def start(seed: int) -> Llava:
     """Random weights, with positions and tokens loud enough to be told apart from the first step on."""
-    params = models.init(folder.config(), jax.random.key(seed))
+    params = init(folder.config(), jax.random.key(seed))
     assert isinstance(params, Llava)
     width = params.vision.position.weight.shape[1]
     # Fixed waves over the grid, as in the first transformers; training changes them like any other weight.

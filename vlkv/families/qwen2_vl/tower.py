@@ -1,0 +1,148 @@
+"""The vision towers of Qwen2-VL (Wang et al. 2024) and Qwen2.5-VL (Bai et al. 2025).
+
+Axes: F frames · n places for patches · C values of a patch · D width · H head dim.
+Quirks kept: attention never leaves a frame, in videos neither; line and column turn half of the channel pairs each, at
+the same frequencies; in Qwen2.5-VL most blocks attend within windows, which the layout has laid side by side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from vlkv.decoder.layers import (
+    Initializer,
+    JoinHeads,
+    LayerNorm,
+    Linear,
+    Mlp,
+    RMSNorm,
+    SplitHeads,
+    quick_gelu,
+)
+from vlkv.decoder.rope import cosines_and_sines, turn
+from vlkv.parallel import prefill_attention
+
+_EPS = 1e-6  # of every norm; no config says it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen2VisionConfig:
+    """A tower over patches of `frames` x `patch_size` x `patch_size` pixels, `merge` x `merge` of which make a token.
+
+    Attributes:
+        gated: blocks of RMSNorm and a gated SiLU MLP (Qwen2.5-VL), not of LayerNorm and quick GELU (Qwen2-VL).
+        window: tokens per side of an attention window; None: every block sees the whole frame.
+        full: the blocks that see the whole frame although there are windows.
+        tokens_per_second: how far a second moves the temporal position of a video; None: a frame moves it by one.
+        whole_seconds: truncate the seconds of a frame before they are multiplied, as transformers 5.2 does; later
+            ones truncate the product alone, as here by default. `dataclasses.replace` the processor's `config` to
+            choose, or truncate `second_per_grid_ts` before `Inputs.from_hf`.
+    """
+
+    width: int
+    mlp_width: int
+    layers: int
+    heads: int
+    out_width: int
+    patch_size: int  # pixels
+    frames: int  # of a video that one patch spans; an image is repeated
+    merge: int
+    theta: float
+    gated: bool
+    window: int | None = None
+    full: tuple[int, ...] = ()
+    tokens_per_second: float | None = None
+    whole_seconds: bool = False
+
+    @property
+    def patch_values(self) -> int:
+        """Numbers in one patch."""
+        return 3 * self.frames * self.patch_size**2
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that run."""
+        return self.layers
+
+    def patches(self, shape: tuple[int, ...]) -> int:
+        """Patches that attend to one another, of pixels of this shape [F, n, C]."""
+        return shape[1]
+
+
+def norm(c: Qwen2VisionConfig, *, init: Initializer) -> RMSNorm | LayerNorm:
+    """The kind of norm that the tower and its merger use."""
+    return (RMSNorm if c.gated else LayerNorm)(c.width, _EPS, init=init)
+
+
+class Qwen2VlBlock(nnx.Module):
+    """Pre-norm attention, then an MLP: gated (SiLU), or plain with quick GELU."""
+
+    def __init__(self, c: Qwen2VisionConfig, *, init: Initializer) -> None:
+        head_dim = c.width // c.heads
+        self.attention_norm = norm(c, init=init)
+        self.query = SplitHeads(c.width, c.heads, head_dim, bias=True, init=init)
+        self.key = SplitHeads(c.width, c.heads, head_dim, bias=True, init=init)
+        self.value = SplitHeads(c.width, c.heads, head_dim, bias=True, init=init)
+        self.out = JoinHeads(c.width, c.heads, head_dim, bias=True, init=init)
+        self.mlp_norm = norm(c, init=init)
+        self.gate = Linear(c.width, c.mlp_width, bias=True, init=init) if c.gated else None
+        self.up = Linear(c.width, c.mlp_width, bias=True, init=init)
+        self.down = Linear(c.mlp_width, c.width, bias=True, init=init)
+
+    def __call__(
+        self, x: Float[Array, "F n D"], rotation: Float[Array, "F n 1 H"], valid: Bool[Array, "F n"]
+    ) -> Float[Array, "F n D"]:
+        """One block over frames, or over windows as if they were frames."""
+        h = self.attention_norm(x)
+        q, k = turn(self.query(h), rotation), turn(self.key(h), rotation)
+        x = x + self.out(prefill_attention(q, k, self.value(h), valid=valid, causal=False))
+        h = self.mlp_norm(x)
+        up = self.up(h)
+        return x + self.down(quick_gelu(up) if self.gate is None else jax.nn.silu(self.gate(h)) * up)
+
+
+class Qwen2VlMerger(Mlp):
+    """Norm, merge x merge patches side by side, linear, exact (erf) GELU, linear."""
+
+    def __init__(self, c: Qwen2VisionConfig, *, init: Initializer) -> None:
+        self.unit = c.merge**2
+        self.norm = norm(c, init=init)
+        super().__init__(c.width * self.unit, c.width * self.unit, c.out_width, init=init)
+
+    def __call__(self, x: Float[Array, "F n i"]) -> Float[Array, "V D"]:
+        """Vision embeddings of all frames in one list."""
+        return super().__call__(rearrange(self.norm(x), "f (v u) i -> (f v) (u i)", u=self.unit))
+
+
+class Qwen2VlTower(nnx.Module):
+    """Patches and blocks; merging them into tokens is the merger's."""
+
+    def __init__(self, c: Qwen2VisionConfig, *, init: Initializer) -> None:
+        self.config = c
+        self.patch = Linear(c.patch_values, c.width, bias=False, init=init)
+        self.blocks = nnx.data(tuple(Qwen2VlBlock(c, init=init) for _ in range(c.layers)))
+
+    def __call__(self, pixels: Float[Array, "F n C"], place: Int[Array, "F n 2"]) -> Float[Array, "F n D"]:
+        """Features of every patch; `place` is its line and column, -1 for padding."""
+        c, n = self.config, pixels.shape[1]
+        x, valid = self.patch(pixels), place[..., 0] >= 0
+        rotation = cosines_and_sines(_angles(place, c))
+        size = n if c.window is None else (c.window * c.merge) ** 2  # patches of a window
+        for i, block in enumerate(self.blocks):
+            part = n if i in c.full else size
+            cut = [rearrange(y, "f (w p) ... -> (f w) p ...", p=part) for y in (x, rotation, valid)]
+            x = rearrange(block(*cut), "(f w) p d -> f (w p) d", w=n // part)
+        return x
+
+
+def _angles(place: Int[Array, "F n 2"], c: Qwen2VisionConfig) -> Float[Array, "F n _"]:
+    """Of each channel pair: the first half by line, the second by column."""
+    pairs = c.width // c.heads // 4  # that turn by one of the two
+    frequency = c.theta ** -(jnp.arange(pairs, dtype=jnp.float32) / pairs)
+    return rearrange(place.astype(jnp.float32)[..., None] * frequency, "f n two pairs -> f n (two pairs)")
