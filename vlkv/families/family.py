@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
+from typing_extensions import override
 
 from checkpoints_convert.entry import Names
 from vlkv.config import ModelConfig, Raw
@@ -85,18 +86,14 @@ class VisionLanguageModel(TextModel):
         del inputs
         return flat(attention)
 
+    @override
     def embed(self, inputs: Inputs) -> Float[Array, "B T D"]:
-        """Token embeddings, with those of pictures in their places."""
         return self._embed(inputs, ())[0]
 
+    @override
     def watch(
         self, inputs: Inputs, blocks: tuple[int, ...]
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B W N T"] | None]:
-        """The same, with what the tower's class token gave to each vision token in some of its blocks.
-
-        Raises:
-            InputError: the tower has no class token.
-        """
         if not getattr(self.config.vision, "class_token", False):
             return super().watch(inputs, blocks)
         return self._embed(inputs, blocks)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from vlkv.config import Raw, filled, honour, positives, require
 from vlkv.decoder.layers import (
@@ -26,43 +26,61 @@ from vlkv.decoder.layers import (
     gelu,
     quick_gelu,
 )
+from vlkv.decoder.rope import turn
 from vlkv.errors import InputError
 from vlkv.parallel import prefill_attention
 
 C = TypeVar("C", bound="VitConfig")
-_ACTIVATIONS = {"quick_gelu": quick_gelu, "gelu": gelu, "gelu_pytorch_tanh": jax.nn.gelu}
-_NORMS = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
+_ACTIVATIONS = {"quick_gelu": quick_gelu, "gelu": gelu, "gelu_pytorch_tanh": jax.nn.gelu, "silu": jax.nn.silu}
 # Field of `vision_config` -> ours.
 _SIZES = {"hidden_size": "width", "intermediate_size": "mlp_width", "num_hidden_layers": "layers",
           "num_attention_heads": "heads", "image_size": "image_size", "patch_size": "patch_size"}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VitConfig:
-    """A tower over square pictures of one size. What all towers of a kind have in common is said once, by the class.
-
-    Attributes:
-        feature_layer: after how many blocks features are taken; negative: counted from behind, -1 after the last.
-    """
+class BlockConfig:
+    """The blocks of a tower. What all towers of a kind have in common is said once, by the class."""
 
     width: int
     mlp_width: int
     layers: int
     heads: int
+
+    activation: ClassVar[str] = "gelu"
+    gated: ClassVar[bool] = False  # the MLP has a gate, which the activation acts on
+    norm: ClassVar[str] = "layer_norm"
+    norm_eps: ClassVar[float] = 1e-6
+    qkv_bias: ClassVar[bool] = True
+    qk_norm_eps: ClassVar[float | None] = None  # None: queries and keys are not normalised
+    scaled: ClassVar[bool] = False  # each branch of a block, channel by channel
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that run."""
+        return self.layers
+
+    def make_norm(self, *, init: Initializer) -> LayerNorm | RMSNorm:
+        """A norm as the blocks have it."""
+        return (RMSNorm if self.norm == "rms_norm" else LayerNorm)(self.width, self.norm_eps, init=init)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VitConfig(BlockConfig):
+    """A tower over square pictures of one size.
+
+    Attributes:
+        feature_layer: after how many blocks features are taken; negative: counted from behind, -1 after the last.
+    """
+
     image_size: int
     patch_size: int
-    norm_eps: float
+    norm_eps: float = dataclasses.field()
     feature_layer: int
 
     class_token: ClassVar[bool] = False  # takes part in every block
     keep_class_token: ClassVar[bool] = False  # and is a feature as well
     patch_bias: ClassVar[bool] = True
     first_norm: ClassVar[bool] = False  # before the first block
-    scaled: ClassVar[bool] = False  # each branch of a block, channel by channel
-    activation: ClassVar[str] = "gelu"
-    norm: ClassVar[str] = "layer_norm"
-    qkv_bias: ClassVar[bool] = True
-    qk_norm_eps: ClassVar[float | None] = None  # None: queries and keys are not normalised
     defaults: ClassVar[Raw] = {}  # of `vision_config`, as transformers' class has them
 
     @property
@@ -158,9 +176,9 @@ class SiglipConfig(VitConfig):
 class VitBlock(nnx.Module):
     """Pre-norm attention over all patches, then an MLP."""
 
-    def __init__(self, c: VitConfig, *, init: Initializer) -> None:
-        head_dim, norm = c.width // c.heads, _NORMS[c.norm]
-        self.attention_norm = norm(c.width, c.norm_eps, init=init)
+    def __init__(self, c: BlockConfig, *, init: Initializer) -> None:
+        head_dim = c.width // c.heads
+        self.attention_norm = c.make_norm(init=init)
         self.query = SplitHeads(c.width, c.heads, head_dim, bias=c.qkv_bias, init=init)
         self.key = SplitHeads(c.width, c.heads, head_dim, bias=c.qkv_bias, init=init)
         self.value = SplitHeads(c.width, c.heads, head_dim, bias=c.qkv_bias, init=init)
@@ -169,18 +187,34 @@ class VitBlock(nnx.Module):
         self.key_norm = None if eps is None else RMSNorm(c.width, eps, init=init)
         self.out = JoinHeads(c.width, c.heads, head_dim, bias=True, init=init)
         self.attention_scale = init.constant(0.1, c.width) if c.scaled else None
-        self.mlp_norm = norm(c.width, c.norm_eps, init=init)
+        self.mlp_norm = c.make_norm(init=init)
+        self.gate = Linear(c.width, c.mlp_width, bias=True, init=init) if c.gated else None
         self.up = Linear(c.width, c.mlp_width, bias=True, init=init)
         self.down = Linear(c.mlp_width, c.width, bias=True, init=init)
         self.mlp_scale = init.constant(0.1, c.width) if c.scaled else None
         self.activation = c.activation
 
-    def __call__(self, x: Float[Array, "I V D"]) -> Float[Array, "I V D"]:
-        """One block."""
+    def __call__(
+        self,
+        x: Float[Array, "I V D"],
+        rotation: Float[Array, "I V 1 H"] | None = None,
+        valid: Bool[Array, "I V"] | None = None,
+    ) -> Float[Array, "I V D"]:
+        """One block.
+
+        Args:
+            x: all patches of each image.
+            rotation: of queries and keys by their places; None: none.
+            valid: which patches are no padding; None: all.
+        """
         h = self.attention_norm(x)
         q, k = _normalised(self.query_norm, self.query(h)), _normalised(self.key_norm, self.key(h))
-        x = x + _times(self.attention_scale, self.out(prefill_attention(q, k, self.value(h), causal=False)))
-        h = _ACTIVATIONS[self.activation](self.up(self.mlp_norm(x)))
+        if rotation is not None:
+            q, k = turn(q, rotation), turn(k, rotation)
+        attended = prefill_attention(q, k, self.value(h), valid=valid, causal=False)
+        x = x + _times(self.attention_scale, self.out(attended))
+        h, activation = self.mlp_norm(x), _ACTIVATIONS[self.activation]
+        h = activation(self.up(h)) if self.gate is None else activation(self.gate(h)) * self.up(h)
         return x + _times(self.mlp_scale, self.down(h))
 
     def class_attention(self, x: Float[Array, "I V D"]) -> Float[Array, "I N V"]:

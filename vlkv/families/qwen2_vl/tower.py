@@ -9,30 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from vlkv.decoder.layers import (
-    Initializer,
-    JoinHeads,
-    LayerNorm,
-    Linear,
-    Mlp,
-    RMSNorm,
-    SplitHeads,
-    quick_gelu,
-)
-from vlkv.decoder.rope import cosines_and_sines, turn
-from vlkv.parallel import prefill_attention
-
-_EPS = 1e-6  # of every norm; no config says it
+from vlkv.decoder.layers import Initializer, Linear, Mlp
+from vlkv.decoder.rope import cosines_and_sines
+from vlkv.towers.vit import BlockConfig, VitBlock
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen2VisionConfig:
+class Qwen2VisionConfig(BlockConfig):
     """A tower over patches of `frames` x `patch_size` x `patch_size` pixels, `merge` x `merge` of which make a token.
 
     Attributes:
@@ -45,16 +33,12 @@ class Qwen2VisionConfig:
             choose, or truncate `second_per_grid_ts` before `Inputs.from_hf`.
     """
 
-    width: int
-    mlp_width: int
-    layers: int
-    heads: int
     out_width: int
     patch_size: int  # pixels
     frames: int  # of a video that one patch spans; an image is repeated
     merge: int
     theta: float
-    gated: bool
+    gated: bool = dataclasses.field()
     window: int | None = None
     full: tuple[int, ...] = ()
     tokens_per_second: float | None = None
@@ -66,45 +50,18 @@ class Qwen2VisionConfig:
         return 3 * self.frames * self.patch_size**2
 
     @property
-    def blocks(self) -> int:
-        """Blocks that run."""
-        return self.layers
+    def norm(self) -> str:  # type: ignore[override]
+        """Of the blocks and the merger."""
+        return "rms_norm" if self.gated else "layer_norm"
+
+    @property
+    def activation(self) -> str:  # type: ignore[override]
+        """Of the MLP, or of its gate."""
+        return "silu" if self.gated else "quick_gelu"
 
     def patches(self, shape: tuple[int, ...]) -> int:
         """Patches that attend to one another, of pixels of this shape [F, n, C]."""
         return shape[1]
-
-
-def norm(c: Qwen2VisionConfig, *, init: Initializer) -> RMSNorm | LayerNorm:
-    """The kind of norm that the tower and its merger use."""
-    return (RMSNorm if c.gated else LayerNorm)(c.width, _EPS, init=init)
-
-
-class Qwen2VlBlock(nnx.Module):
-    """Pre-norm attention, then an MLP: gated (SiLU), or plain with quick GELU."""
-
-    def __init__(self, c: Qwen2VisionConfig, *, init: Initializer) -> None:
-        head_dim = c.width // c.heads
-        self.attention_norm = norm(c, init=init)
-        self.query = SplitHeads(c.width, c.heads, head_dim, bias=True, init=init)
-        self.key = SplitHeads(c.width, c.heads, head_dim, bias=True, init=init)
-        self.value = SplitHeads(c.width, c.heads, head_dim, bias=True, init=init)
-        self.out = JoinHeads(c.width, c.heads, head_dim, bias=True, init=init)
-        self.mlp_norm = norm(c, init=init)
-        self.gate = Linear(c.width, c.mlp_width, bias=True, init=init) if c.gated else None
-        self.up = Linear(c.width, c.mlp_width, bias=True, init=init)
-        self.down = Linear(c.mlp_width, c.width, bias=True, init=init)
-
-    def __call__(
-        self, x: Float[Array, "F n D"], rotation: Float[Array, "F n 1 H"], valid: Bool[Array, "F n"]
-    ) -> Float[Array, "F n D"]:
-        """One block over frames, or over windows as if they were frames."""
-        h = self.attention_norm(x)
-        q, k = turn(self.query(h), rotation), turn(self.key(h), rotation)
-        x = x + self.out(prefill_attention(q, k, self.value(h), valid=valid, causal=False))
-        h = self.mlp_norm(x)
-        up = self.up(h)
-        return x + self.down(quick_gelu(up) if self.gate is None else jax.nn.silu(self.gate(h)) * up)
 
 
 class Qwen2VlMerger(Mlp):
@@ -112,7 +69,7 @@ class Qwen2VlMerger(Mlp):
 
     def __init__(self, c: Qwen2VisionConfig, *, init: Initializer) -> None:
         self.unit = c.merge**2
-        self.norm = norm(c, init=init)
+        self.norm = c.make_norm(init=init)
         super().__init__(c.width * self.unit, c.width * self.unit, c.out_width, init=init)
 
     def __call__(self, x: Float[Array, "F n i"]) -> Float[Array, "V D"]:
@@ -126,7 +83,7 @@ class Qwen2VlTower(nnx.Module):
     def __init__(self, c: Qwen2VisionConfig, *, init: Initializer) -> None:
         self.config = c
         self.patch = Linear(c.patch_values, c.width, bias=False, init=init)
-        self.blocks = nnx.data(tuple(Qwen2VlBlock(c, init=init) for _ in range(c.layers)))
+        self.blocks = nnx.data(tuple(VitBlock(c, init=init) for _ in range(c.layers)))
 
     def __call__(self, pixels: Float[Array, "F n C"], place: Int[Array, "F n 2"]) -> Float[Array, "F n D"]:
         """Features of every patch; `place` is its line and column, -1 for padding."""
