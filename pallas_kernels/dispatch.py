@@ -133,7 +133,7 @@ def _per_platform(choice: Callable[[str], Callable[..., Any]]) -> Callable[..., 
 
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        places = [i for i, x in enumerate(leaves) if hasattr(x, "dtype")]
+        places = [i for i, x in enumerate(leaves) if hasattr(x, "shape")]
         arrays = [leaves[i] for i in places]
 
         def on(platform: str) -> Callable[..., Any]:
