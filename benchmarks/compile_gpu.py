@@ -268,13 +268,14 @@ _PREFILL = {"model": "llava-onevision-7b", "batch": 8, "prompt": 8192, "text": 6
 def compile_prefill(device_name: str, layers: int, policy: str) -> dict[str, Any]:
     """Prefill of the first `layers` layers of a 7B model: seconds, calls of fused attention, scoring kernels, bytes."""
     import vlkv
-    from vlkv import models, policies
-    from vlkv.benching.prompts import make_inputs
+    from vlkv import policies
+    from vlkv.benching.shapes import make_inputs
+    from vlkv.families import abstract
 
     full = vlkv.presets[_PREFILL["model"]]
     config = dataclasses.replace(full, decoder=dataclasses.replace(full.decoder, layers=layers))
     prompt = _PREFILL["batch"], _PREFILL["prompt"], _PREFILL["prompt"] - _PREFILL["text"]
-    leaves, tree = jax.tree.flatten((models.abstract(config, jnp.bfloat16), make_inputs(config, *prompt)))
+    leaves, tree = jax.tree.flatten((abstract(config, jnp.bfloat16), make_inputs(config, *prompt)))
     chosen = policies.make(policy, **({} if policy == "full" else {"keep": 0.1}))
 
     def run(*leaves):

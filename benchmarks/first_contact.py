@@ -432,7 +432,7 @@ def scores(run: Run) -> None:
 
     import vlkv
     from benchmarks import clock
-    from vlkv.benching.prompts import make_inputs
+    from vlkv.benching.shapes import make_inputs
     from vlkv.benching.subjects import find
 
     subject = find(run.sizes.model, dtype=run.sizes.dtype)
@@ -501,8 +501,8 @@ def profile(run: Run) -> None:
     import vlkv
     from vlkv import policies
     from vlkv.benching.programs import SEED, compile_pair
-    from vlkv.benching.prompts import make_inputs
     from vlkv.benching.settings import Setting
+    from vlkv.benching.shapes import make_inputs
     from vlkv.benching.subjects import find
 
     def top(_: Any) -> dict[str, Any]:
