@@ -101,7 +101,7 @@ def test_a_run_that_was_stopped_is_taken_up(folder, tmp_path, monkeypatch, kind)
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
 
     def convert(**options) -> Path:
-        return convert(folder, out, format=kind, progress=False, **options)
+        return converting.convert(folder, out, describe, format=kind, progress=False, **options)
 
     with monkeypatch.context() as patch:
         first = stop_after(3, patch)
