@@ -83,6 +83,8 @@ _MODELS = {  # N, K, H, dtype
     "small, H=80": (16, 2, 80, jnp.bfloat16),
     "small, H=96": (8, 4, 96, jnp.bfloat16),
     "small, H=128, float32": (8, 2, 128, jnp.float32),
+    "small, H=256": (14, 2, 256, jnp.bfloat16),
+    "small, H=256, float32": (14, 2, 256, jnp.float32),
 }
 _BATCH, _SLOTS, _LISTED = 16, 8192, 2048
 _PROMPTS, _GATHERED = 2, 64  # prompts scored at once, by vmap; rows of an observation window

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 _PLATFORM = {"mosaic_tpu": "tpu", "triton": "gpu", "cudnn": "gpu"}
 _INTERPRET = ":interpret"
@@ -134,7 +133,7 @@ def _per_platform(choice: Callable[[str], Callable[..., Any]]) -> Callable[..., 
 
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
+        places = [i for i, x in enumerate(leaves) if hasattr(x, "shape")]
         arrays = [leaves[i] for i in places]
 
         def on(platform: str) -> Callable[..., Any]:

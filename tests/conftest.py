@@ -77,6 +77,14 @@ def forget_compiled_programs():
         jax.clear_caches()
 
 
+@pytest.fixture(scope="module")
+def shapes_for_arrays():
+    """For tests where dataclasses of arrays hold ShapeDtypeStructs, which jaxtyping takes for mistakes."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     return ROOT

@@ -8,6 +8,7 @@ STANDARD = {
     "__future__",
     "collections",
     "contextlib",
+    "contextvars",
     "dataclasses",
     "functools",
     "importlib",

@@ -108,9 +108,10 @@ def column_sums(obs: Observation, **options: Any) -> Float[Array, "N T"]:
 
     `options` are `statistic`, `threshold` and `softmax_n` of `attention_mass`.
     """
+    weight = obs.valid[None].astype(jnp.float32)
     return attention_mass(
-        obs.q, obs.k, row_weight=obs.valid[None].astype(jnp.float32), key_mask=obs.valid, lse=obs.lse,
-        implementation=obs.kernels.attention_mass, **options,
+        obs.q, obs.k, row_weight=weight, key_mask=obs.valid, lse=obs.lse, implementation=obs.kernels.attention_mass,
+        **options,
     )[0]  # fmt: skip
 
 

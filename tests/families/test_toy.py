@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import jax
-import jaxtyping
 import numpy as np
 import PIL.Image
 import pytest
@@ -76,12 +75,9 @@ def test_it_answers_and_is_asked_again(folder, method):
     assert np.isfinite(np.asarray(logits)).all()
 
 
+@pytest.mark.usefixtures("shapes_for_arrays")
 def test_plan_and_bench_know_its_sizes(capsys, tmp_path):
-    jaxtyping.config.update("jaxtyping_disable", True)  # which takes shapes in the place of arrays for mistakes
-    try:
-        assert main(["plan", "toy-tiny", "--topology", "a100:1", "--prompt", "200", "--json"]) == 0
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
+    assert main(["plan", "toy-tiny", "--topology", "a100:1", "--prompt", "200", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)["prompt"]
     assert planned["vision"] % VISION == 0 and planned["vision"] + VISION > 200 - 64 >= planned["vision"]
     options = ["--prompt", "40", "--text", "8", "--new", "2", "--rounds", "1", "--keep", "0.5"]

@@ -6,7 +6,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -22,12 +21,7 @@ from vlkv.planning.questions import TEXT, question
 GIB = 2**30
 
 
-@pytest.fixture(scope="module", autouse=True)
-def shapes_for_arrays():
-    """Here dataclasses of arrays hold ShapeDtypeStructs, which jaxtyping takes for mistakes."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+pytestmark = pytest.mark.usefixtures("shapes_for_arrays")
 
 
 @pytest.mark.parametrize(

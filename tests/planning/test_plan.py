@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 
-import jaxtyping
 import pytest
 from rich.console import Console
 
@@ -26,12 +25,7 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def shapes_for_arrays():
-    """Here dataclasses of arrays hold ShapeDtypeStructs, which jaxtyping takes for mistakes."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+pytestmark = pytest.mark.usefixtures("shapes_for_arrays")
 
 
 @pytest.fixture(scope="module")

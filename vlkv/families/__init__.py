@@ -76,7 +76,7 @@ def model_type(raw: Raw) -> str:
         raise InputError(f"config.json: architectures={architectures!r} must be a list of names")
     claimed = (kind for kind, family in FAMILIES.items() if family.claims is not None and family.claims(raw))
     kind = next(claimed, raw.get("model_type"))
-    if kind not in list(FAMILIES):  # it may be no text
+    if kind not in list(FAMILIES):  # a list, because the value may be of a type that cannot be hashed
         raise InputError(f"config.json: model_type={kind!r} is not supported (supported: {', '.join(FAMILIES)})")
     return kind
 

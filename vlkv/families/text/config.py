@@ -76,7 +76,7 @@ def read_decoder(raw: Raw) -> DecoderConfig:
     if "tie_word_embeddings" in raw:  # transformers reads the outer field
         part["tie_word_embeddings"] = raw["tie_word_embeddings"]
     kind = part.get("model_type", "llama")
-    if kind not in list(KINDS):
+    if kind not in list(KINDS):  # a list, because the value may be of a type that cannot be hashed
         raise InputError(f"config.json: text_config.model_type={kind!r} is not supported "
                          f"(supported: {', '.join(KINDS)})")  # fmt: skip
     return KINDS[kind].read(part, names=kind if kind in _SPELLED else "")
@@ -86,8 +86,7 @@ def read_stop(raw: Raw, default: int | None = None) -> tuple[int, ...]:
     """The ids that end a sequence: those of generation, of the text, of the whole, of the class; in this order."""
     part, generation = text_part(raw), raw.get("generation_config") or {}
     if default is None:
-        kinds = (part.get("model_type"), raw.get("model_type"), "llama")
-        kind = next(kind for kind in kinds if kind in list(KINDS))  # it may be no text
+        kind = next(kind for kind in (part.get("model_type"), raw.get("model_type"), "llama") if kind in list(KINDS))
         default = KINDS[kind].defaults.get("eos_token_id")
     found = generation.get("eos_token_id", part.get("eos_token_id", raw.get("eos_token_id", default)))
     found = () if found is None else (found,) if isinstance(found, int) else tuple(found)
@@ -98,7 +97,7 @@ def read_stop(raw: Raw, default: int | None = None) -> tuple[int, ...]:
 
 def text_part(raw: Raw) -> dict[str, Any]:
     """The decoder's fields of a `config.json`."""
-    part = raw if raw.get("model_type") in KINDS else raw.get("text_config") or raw.get("llm_config") or {}
+    part = raw if raw.get("model_type") in list(KINDS) else raw.get("text_config") or raw.get("llm_config") or {}
     if not isinstance(part, Mapping):
         raise InputError(f"config.json: text_config={part!r} must be an object")
     return dict(part)
