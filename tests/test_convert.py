@@ -95,7 +95,7 @@ def stop_after(shards: int, monkeypatch) -> list[str]:
     return written
 
 
-@pytest.mark.default("orbax")
+@pytest.mark.full
 @FORMATS
 def test_a_run_that_was_stopped_is_taken_up(folder, tmp_path, monkeypatch, kind):
     out, partial = tmp_path / "out", tmp_path / ".out.partial"

@@ -90,7 +90,7 @@ def test_turns_with_the_full_cache_equal_one_prompt_that_holds_them_all(params, 
         assert int(cache.used[row]) == ends[2] + 2 - ends[0]
 
 
-@pytest.mark.default("KIVI")
+@pytest.mark.full
 @pytest.mark.parametrize("policy", [policies.CSP(keep=0.3), policies.KIVI(bits=4)], ids=lambda p: type(p).__name__)
 def test_a_compressed_first_turn_stays_as_it_is(params, first, read, policy):
     """Against float64 numpy, which attends to just the kept entries and to all that came after them."""

@@ -133,6 +133,7 @@ def test_two_keys_draw_two_caches(params):
     assert np.array_equal(tokens[0], tokens[1]) and not np.array_equal(tokens[0], tokens[2])
 
 
+@pytest.mark.full
 def test_64_bits_are_refused(params):
     q = np.ones((3, 2, 35, 8), np.float32)
     cache, _ = vlkv.prefill(params, question(9, 1), policies.Full(), new_tokens=1)

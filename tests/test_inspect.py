@@ -41,7 +41,7 @@ def inspect(capsys, measured):
     return run
 
 
-@pytest.mark.default("budgets", "cost")
+@pytest.mark.default("budgets")
 @pytest.mark.parametrize("what", WHAT)
 def test_every_measure_says_what_it_is_of(inspect, what):
     got = inspect(what)

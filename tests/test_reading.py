@@ -89,6 +89,7 @@ def test_fastv_drops_vision_tokens_after_its_layer_and_nothing_else(params, batc
     check(params, batch, policy, lambda is_vision: {policy.layer: by_last_row(is_vision, policy.keep)})
 
 
+@pytest.mark.full
 def test_avl_drops_p_after_the_second_layer_from_all_caches_and_keeps_s_of_the_original_count(params, batch):
     policy = policies.AVL(keep=0.4, core=None, prefill=0.6)
 

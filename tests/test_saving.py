@@ -93,7 +93,7 @@ def path(tmp_path, params, cache):
     return tmp_path / "page.safetensors"
 
 
-@pytest.mark.default("h2o", "kivi")
+@pytest.mark.default("kivi")
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_loaded_cache_answers_as_the_one_that_was_saved(params, read, tmp_path, name):
     policy, path, questions = POLICIES[name], tmp_path / "page.safetensors", turn(QUESTIONS, seed=0)
@@ -131,7 +131,7 @@ np.savez(sys.argv[2], logits=logits, tokens=tokens)
         np.testing.assert_array_equal(there["tokens"], tokens)
 
 
-@pytest.mark.default("composed")
+@pytest.mark.full
 @pytest.mark.parametrize("name", ASKED)
 def test_one_image_serves_three_questions(params, batch, read, tmp_path, name):
     """Read once and repeated, against the image read once for each question."""

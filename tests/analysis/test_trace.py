@@ -152,6 +152,7 @@ def test_one_token_at_a_time(params, batch, prompt, layers, full):
             np.testing.assert_allclose(ours, log_p[np.arange(steps), ANSWER[row, 1 : steps + 1]].mean(), atol=1e-4)
 
 
+@pytest.mark.full
 def test_what_is_chosen_is_what_is_cached(batch, prompt, snap):
     chosen = jax.jit(analysis.choose)(prompt, SNAP)
     held = analysis.held(snap[0], batch.valid.shape[1])

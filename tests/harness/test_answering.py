@@ -34,6 +34,7 @@ def three_times(answerer, question):
     return answerer.processor([list(question.pictures)] * 3, [question.text] * 3)
 
 
+@pytest.mark.full
 def test_answers_are_those_of_generate_whatever_the_batches(answerer, questions):
     counts: list[int] = []
     ours = dataclasses.replace(answerer, done=counts.append).answers(questions, SAMPLING, until=["/ ", ""])

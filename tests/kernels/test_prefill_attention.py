@@ -103,6 +103,7 @@ def expected_lse(q, k, valid, causal):
         return np.where(valid[:, None], np.log(np.sum(np.exp(logits) * allowed, axis=-1)), np.inf)
 
 
+@pytest.mark.default("one block-cudnn", "blocks of 16-xla")
 @pytest.mark.parametrize(
     ("name", "causal", "dtype"),
     [("cudnn:interpret", True, jnp.bfloat16), ("cudnn:interpret", False, jnp.float16), ("xla", True, jnp.float32),

@@ -190,7 +190,7 @@ def test_golden_stages_from_one_another(golden, windows):
         hidden = made.x[kept]
 
 
-@pytest.mark.default("windows0")
+@pytest.mark.full
 @pytest.mark.parametrize(("windows", "counts"), [((4, 2, 1), (288, 145, 73)), ((4, 4, 4), (288, 145, 77))])
 def test_576_tokens_become_what_the_paper_says(windows, counts):
     case = make([(24, 24)])

@@ -201,7 +201,7 @@ def params():
     return tiny_llava()
 
 
-@pytest.mark.default("PyramidKV(keep=0.4")
+@pytest.mark.full
 @pytest.mark.parametrize("policy", RELEASED, ids=repr)
 def test_the_pool_has_room_and_holds_what_select_names(params, policy):
     """Prompts of two images, one and none, padded on the left: the pool against a float64 run's q and k."""
