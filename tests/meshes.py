@@ -20,6 +20,7 @@ import numpy as np
 import vlkv
 from vlkv import policies, sharding
 from vlkv.cache import align, resize_tail
+from vlkv.families.text.config import TextConfig
 
 from .families.tiny import QUICK
 from .models import CONFIG, IMAGE_TOKEN
@@ -190,7 +191,7 @@ def compile_for_tpu() -> None:
     from jax.experimental import topologies
 
     decoder = dataclasses.replace(CONFIG.decoder, width=512, heads=8, head_dim=128, layers=1, max_positions=4096)
-    config = dataclasses.replace(CONFIG, family="qwen2", decoder=decoder, vision=None, image_token=None)
+    config = TextConfig(family="qwen2", decoder=decoder, stop=CONFIG.stop)
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
     rows = np.ones((4, 1024), np.int32)
     plain = vlkv.Inputs.from_hf({"input_ids": 6 * rows, "attention_mask": rows}, config)
