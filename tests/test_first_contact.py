@@ -204,7 +204,7 @@ def tree(tmp_path_factory, root):
 def start(tree, out, *options, **environment):
     without = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
     return subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.first_contact", "--dry-run", "--minutes", "5", "--out", str(out), *options],
+        [sys.executable, "-m", "benchmarks.first_contact", "--dry-run", "--minutes", "20", "--out", str(out), *options],
         cwd=tree, env={**without, **environment}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 

@@ -46,6 +46,8 @@ def apportion(real, total, most, low=1):
         if value[free].sum() > 0:
             value[free] *= 1 + excess / value[free].sum()
     whole = np.floor(value + 1e-9).astype(int)
+    while whole.sum() > total:  # the lower bound may ask for more than there is to share
+        whole[min((i for i in range(len(real)) if whole[i] > low), key=lambda i: value[i] - whole[i])] -= 1
     while whole.sum() < min(total, len(real) * most):  # once, unless the bounds left too little to share
         for i in sorted(range(len(real)), key=lambda i: -(value[i] - whole[i])):
             whole[i] += whole.sum() < total and whole[i] < most
