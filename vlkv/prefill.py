@@ -92,7 +92,7 @@ def _look(
     q, k, v = (jnp.swapaxes(x, 0, 1) for x in (read.q, read.k, read.v))
     obs = see(
         policy, q, k, v, read.is_vision, read.valid, key,
-        layer=layer, layers=layers, max_instruction=max_instruction, stays=read.stays, kernels=kernels,
+        layer=layer, layers=layers, max_instruction=max_instruction, stays=read.stays, grid=read.grid, kernels=kernels,
     )  # fmt: skip
     observed, held = observe(policy, obs), jnp.sum(obs.in_scope)
     if keep is None:

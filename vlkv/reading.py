@@ -35,6 +35,7 @@ class LayerPrompt:
     valid: Bool[Array, "*B t"]
     stays: Bool[Array, "*B t"]  # may be cached
     source: Int[Array, "*B t"]  # which token of the prompt it is
+    grid: Int[Array, "*B t 3"]  # number of its image in the row, line and column of its patch; -1: on no grid
 
 
 @jax.tree_util.register_dataclass
@@ -120,7 +121,8 @@ def read(
         attended = prefill_attention(q, k, v, valid=tokens.valid, implementation=run)
         x = layer.finish(tokens.x, attended)
         before = LayerPrompt(
-            q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, stays=tokens.valid, source=tokens.source
+            q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, stays=tokens.valid, source=tokens.source,
+            grid=tokens.grid,
         )
         # The next layer waits, so that what `each` does not keep is gone before more is made.
         x, kept = jax.lax.optimization_barrier((x, each(i, before)))
@@ -175,7 +177,7 @@ def _reduce(
         q, k, v = (jnp.swapaxes(x, 0, 1) for x in (read.q, read.k, read.v))
         obs = see(
             policy, q, k, v, read.is_vision, read.valid, key,
-            layer=layer, layers=layers, max_instruction=max_instruction, kernels=kernels,
+            layer=layer, layers=layers, max_instruction=max_instruction, grid=read.grid, kernels=kernels,
         )  # fmt: skip
     changed, kept = policy.reduce(tokens, obs, stage=stage)
     return shorten(changed, kept & tokens.valid, length)

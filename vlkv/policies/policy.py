@@ -64,6 +64,8 @@ class Policy:
     capped: ClassVar[bool] = False  # whether `cap` has a meaning: budgets differ per layer, nothing is merged
     shortens_by: ClassVar[str] = "layers"  # the option that says after which layers
     needs_key: ClassVar[bool] = False  # whether `generate` and `select` must be given a key
+    needs_grid: ClassVar[bool] = False  # whether `select` must be told where on an image each token lies
+    ranked_by: ClassVar[tuple[str, ...]] = ()  # statistics per head and token that `rank` goes by instead of the scores
 
     def __post_init__(self) -> None:
         name = type(self).__name__
