@@ -218,6 +218,31 @@ def test_scores_of_one_with_budgets_of_another(read, batch):
         assert (np.where(more, ours | ~theirs, theirs | ~ours)).all()
 
 
+SNAP, PREFIX, KIVI = policies.SnapKV(keep=0.4), policies.PrefixKV(keep=0.4), policies.KIVI(bits=4)
+NESTED = [
+    (compose(compose(SNAP, allocate=PREFIX), store=KIVI), compose(SNAP, allocate=PREFIX, store=KIVI)),
+    (compose(compose(compose(SNAP, allocate=PREFIX), step=policies.H2O), store=KIVI),
+     compose(SNAP, allocate=PREFIX, step=policies.H2O, store=KIVI)),
+    (compose(SNAP, allocate=compose(policies.H2O(keep=0.4), allocate=PREFIX)), compose(SNAP, allocate=PREFIX)),
+    (compose(compose(SNAP, allocate=policies.PyramidKV), allocate=compose(PREFIX, store=KIVI)),
+     compose(SNAP, allocate=PREFIX)),
+    (compose(SNAP, merge=compose(policies.LookM(keep=0.4), store=KIVI)), compose(SNAP, merge=policies.LookM)),
+    (compose(compose(SNAP, reduce=compose(policies.FastV(keep=0.5, layer=1), store=KIVI)), store=KIVI),
+     compose(SNAP, reduce=policies.FastV(keep=0.5, layer=1), store=KIVI)),
+    (compose(compose(policies.FastV(keep=0.5, layer=1)), store=KIVI),
+     compose(policies.FastV(keep=0.5, layer=1), store=KIVI)),
+]  # fmt: skip
+
+
+def test_compositions_can_be_composed_again(read):
+    """Each stage stays with its owner, however deep the owner was given."""
+    for nested, flat in NESTED:
+        assert nested == flat and not any(isinstance(part, policies.Composed) for part in nested.parts)
+    cache, prefix = (fill_cache(read, p, new_tokens=1) for p in (NESTED[0][0], PREFIX))
+    np.testing.assert_array_equal(cache.length, prefix.length)
+    assert cache.k.codes.size and isinstance(prefix.k, jax.Array)
+
+
 def test_merging_of_another(read):
     whole = compose(policies.H2O(keep=0.4, scope="vision"), merge=policies.LookM)
     merged, plain = (fill_cache(read, p, new_tokens=1) for p in (whole, policies.H2O(keep=0.4, scope="vision")))
@@ -277,6 +302,8 @@ def test_kivi_alone_stores_everything(read, batch):
         (lambda: compose(policies.SnapKV(keep=0.2), reduce=policies.H2O(keep=0.2)), "does not shorten"),
         (lambda: compose(policies.FastV(keep=0.2), reduce=policies.FastV(keep=0.2)), "both shorten"),
         (lambda: compose(policies.FastV(keep=0.2), allocate=policies.PrefixKV), "nothing is evicted"),
+        (lambda: compose(compose(policies.FastV(keep=0.2)), reduce=policies.FastV(keep=0.2)), "both shorten"),
+        (lambda: compose(compose(policies.FastV(keep=0.2)), allocate=policies.PrefixKV), "nothing is evicted"),
         (lambda: compose(policies.SnapKV(keep=0.2), merge=policies.H2O), "does not merge"),
         (lambda: compose(policies.SnapKV(keep=0.2), merge=policies.PrefixKV), "does not merge"),
         (lambda: compose(policies.AirCache(keep=0.2, cap=2.0), allocate=policies.PrefixKV), "give it the cap=2.0"),

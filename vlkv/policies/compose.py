@@ -15,7 +15,7 @@ from vlkv.policies.policy import Policy, Statistics, Storage, policy
 from vlkv.policies.reducing import ReducingPolicy
 
 Part = Policy | type[Policy]
-_ALLOCATE = "allocate."  # before the names of the other method's statistics
+_OWNERS = {"allocate": "allocated", "merge": "merged", "step": "stepped", "reduce": "reduced", "store": "stored"}
 
 
 def compose(
@@ -43,42 +43,48 @@ def compose(
 
     A part is a policy, or a class for its defaults. A budget of its own (allocate, merge, step) must be the same.
 
+    Compositions can be composed again. As `scores`, a composition gives every stage that no argument replaces; as
+    another argument, it gives that one stage.
+
     Raises:
         InputError: parts that do not fit together.
     """
-    for name, part in (("allocate", allocate), ("merge", merge), ("step", step), ("reduce", reduce), ("store", store)):
+    given = {"allocate": allocate, "merge": merge, "step": step, "reduce": reduce, "store": store}
+    for name, part in given.items():
         fits = part is None or isinstance(part, Policy) or (isinstance(part, type) and issubclass(part, Policy))
         if not fits:
             raise InputError(f"compose: {name}={part!r} is no policy: give one, or the class of one")
-    allocated, merged, stepped = (_alike(part, scores) for part in (allocate, merge, step))
-    stored = store() if isinstance(store, type) else store
-    reduced = reduce() if isinstance(reduce, type) else reduce
-    _check(scores, allocated, merged, stepped, stored)
-    if reduced is None:
-        reduced = scores.reducer
-    elif reduced.reducer is None:
-        raise InputError(f"compose: {type(reduced).__name__} does not shorten the prompt")
-    elif any(getattr(part, "variant", "paper") != "paper" for part in (scores, allocated)):
-        raise InputError('compose: budgets of published code know whole prompts only: variant="paper" with reduce=')
-    elif scores.reducer is not None:
-        raise InputError(f"compose: {type(scores).__name__} and {type(reduced).__name__} both shorten the prompt")
-    if isinstance(scores, ReducingPolicy) and scores.reducer is not None:  # it evicts nothing afterwards
-        if allocated is not None or merged is not None:
-            raise InputError(
-                f"compose: after {type(scores).__name__} nothing is evicted, so there is nothing to allocate or merge: "
-                "give it as reduce= of a method that evicts"
-            )
-        scores = Full(scope="vision")
-    return Composed(scored=scores, allocated=allocated, merged=merged, stepped=stepped, reduced=reduced, stored=stored)
+    parts: dict[str, Any] = {}
+    for name, part in given.items():
+        if part is not None:
+            shares = name in ("allocate", "merge", "step")
+            made = _alike(part, scores) if shares else part() if isinstance(part, type) else part
+            if shares and made.reducer is not None:
+                raise InputError(f"compose: {type(made).__name__} shortens the prompt: give it as reduce=")
+            parts[_OWNERS[name]] = _owner(made, _OWNERS[name])
+    owners: dict[str, Any] = {"scored": _owner(scores, "scored"), "reduced": scores.reducer}
+    if isinstance(scores, Composed):
+        owners |= {field: getattr(scores, field) for field in _OWNERS.values()}
+    _check(owners, parts)
+    if isinstance(scores, ReducingPolicy) and scores.reducer is not None:
+        owners["scored"] = Full(scope="vision")  # it evicts nothing afterwards
+    return Composed(**{**owners, **parts})
 
 
-def _check(
-    scores: Policy, allocated: Policy | None, merged: Policy | None, stepped: Policy | None, stored: Policy | None
-) -> None:
-    """Raises InputError for a part that would do nothing, or something else than its stage."""
-    for part in (allocated, merged, stepped):
-        if part is not None and part.reducer is not None:
-            raise InputError(f"compose: {type(part).__name__} shortens the prompt: give it as reduce=")
+def _owner(policy: Policy, field: str) -> Policy:
+    """The policy, itself no composition, that is responsible for this stage of `policy`."""
+    return getattr(policy, field) or policy.scored if isinstance(policy, Composed) else policy
+
+
+def _check(owners: dict[str, Any], parts: dict[str, Any]) -> None:
+    """Raises InputError for a part that would do nothing, or something else than its stage.
+
+    Args:
+        owners: of the stages of the policy that scores.
+        parts: those that replace them.
+    """
+    scores, reducer = owners["scored"], owners["reduced"]
+    allocated, merged, stepped, reduced, stored = (parts.get(field) for field in _OWNERS.values())
     if merged is not None and not _merges(merged):
         raise InputError(f"compose: {type(merged).__name__} does not merge what another drops, with these options")
     if allocated is not None and scores.cap not in (None, allocated.cap):
@@ -87,6 +93,21 @@ def _check(
         raise InputError(f"compose: {type(stepped).__name__} does nothing while decoding with these options")
     if stored is not None and stored.storage is None:
         raise InputError(f"compose: {type(stored).__name__} does not say how to store a pool")
+    if reduced is not None and reduced.reducer is None:
+        raise InputError(f"compose: {type(reduced).__name__} does not shorten the prompt")
+    shortened = reduced or reducer
+    judges = [part for part in (scores, allocated or owners.get("allocated")) if part != shortened]
+    if shortened is not None and any(getattr(part, "variant", "paper") != "paper" for part in judges):
+        raise InputError('compose: budgets of published code know whole prompts only: variant="paper" with reduce=')
+    if reduced is not None and reducer is not None:
+        raise InputError(f"compose: {type(reducer).__name__} and {type(reduced).__name__} both shorten the prompt")
+    # Full is what `compose` puts in the place of a method that only shortens the prompt.
+    evicts_nothing = isinstance(reducer, ReducingPolicy) and isinstance(scores, (ReducingPolicy, Full))
+    if evicts_nothing and (allocated is not None or merged is not None):
+        raise InputError(
+            f"compose: after {type(reducer).__name__} nothing is evicted, so there is nothing to allocate or merge: "
+            "give it as reduce= of a method that evicts"
+        )
 
 
 def _merges(part: Policy) -> bool:
@@ -95,11 +116,11 @@ def _merges(part: Policy) -> bool:
     return overrides and getattr(part, "merging", True) not in ("none", 0)
 
 
-def _alike(part: Part | None, scores: Policy) -> Policy | None:
+def _alike(part: Part, scores: Policy) -> Policy:
     """The part with the budget and scope of the whole."""
     common: dict[str, Any] = {"keep": scores.keep, "budget": scores.budget, "scope": scores.scope}
     made = part(**common) if isinstance(part, type) else part
-    if made is not None and any(getattr(made, field) != value for field, value in common.items()):
+    if any(getattr(made, field) != value for field, value in common.items()):
         asked = ", ".join(f"{field}={value!r}" for field, value in common.items() if value is not None)
         raise InputError(
             f"compose: {type(made).__name__} asks for another budget or scope than {type(scores).__name__}: give the "
@@ -110,7 +131,7 @@ def _alike(part: Part | None, scores: Policy) -> Policy | None:
 
 @policy
 class Composed(Policy):
-    """What `compose` returns. None: the stage of `scored`."""
+    """What `compose` returns: the owner of every stage, none of them a composition. None: the stage of `scored`."""
 
     scored: Policy
     allocated: Policy | None = None
@@ -152,21 +173,19 @@ class Composed(Policy):
         return self.scored.protect(obs)
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """Those of `scored`, and those of `allocated` under names of their own."""
+        """Those of `scored`; or, if another method allocates, of both, each under the name of its field."""
         own = self.scored.statistics(obs, scores)
         if self.allocated is None:
             return own
-        other = self.allocated.statistics(obs, self.allocated.score(obs))
-        return {**own, **{_ALLOCATE + name: value for name, value in other.items()}}
+        return {"scored": own, "allocated": self.allocated.statistics(obs, self.allocated.score(obs))}
 
     def allocate(
         self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
     ) -> Int[Array, " L"] | Int[Array, "L K"]:
         """As `allocated`."""
-        own, other = _split(statistics)
         if self.allocated is None:
-            return self.scored.allocate(own, total=total, most=most, layers=layers)
-        return self.allocated.allocate(other, total=total, most=most, layers=layers)
+            return self.scored.allocate(statistics, total=total, most=most, layers=layers)
+        return self.allocated.allocate(statistics["allocated"], total=total, most=most, layers=layers)
 
     def rank(
         self,
@@ -176,7 +195,8 @@ class Composed(Policy):
         count: Int[Array, " K"],
     ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
         """As `scored`."""
-        return self.scored.rank(scores, _split(statistics)[0], candidates, count)
+        own = statistics if self.allocated is None else statistics["scored"]
+        return self.scored.rank(scores, own, candidates, count)
 
     def merge(
         self,
@@ -191,7 +211,7 @@ class Composed(Policy):
     @property
     def reducer(self) -> Policy | None:
         """`reduced`."""
-        return None if self.reduced is None else self.reduced.reducer
+        return self.reduced
 
     @property
     def acts(self) -> bool:
@@ -226,7 +246,7 @@ class Composed(Policy):
         """As the part that allocates; of a prompt that another one shortened, a share of what is left."""
         if self.reduced is None:
             return (self.allocated or self.scored).total(counts, seen, layers=layers, most=most)
-        if self.reduced is self.scored:
+        if self.reduced == self.scored:
             return self.scored.total(counts, seen, layers=layers, most=most)
         return super().total(counts, seen, layers=layers, most=most)
 
@@ -238,7 +258,7 @@ class Composed(Policy):
         """As `total`."""
         if self.reduced is None:
             return (self.allocated or self.scored).bound(layers=layers, vision=vision, text=text, images=images)
-        if self.reduced is self.scored:
+        if self.reduced == self.scored:
             return self.scored.bound(layers=layers, vision=vision, text=text, images=images)
         return super().bound(layers=layers, vision=vision, text=text, images=images)
 
@@ -261,10 +281,3 @@ class Composed(Policy):
             for name, part in named.items()
             if isinstance(part, Policy)
         }
-
-
-def _split(statistics: Statistics) -> tuple[Statistics, Statistics]:
-    """Of `scored`, of `allocated`."""
-    own = {name: x for name, x in statistics.items() if not name.startswith(_ALLOCATE)}
-    other = {name.removeprefix(_ALLOCATE): x for name, x in statistics.items() if name.startswith(_ALLOCATE)}
-    return own, other

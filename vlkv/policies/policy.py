@@ -21,7 +21,7 @@ from vlkv.observe import Observation
 from vlkv.tokens import Tokens
 
 Scope = Literal["vision", "all"]
-Statistics = dict[str, Array]
+Statistics = dict[str, Any]  # arrays by name; a composition has a dictionary of them for each method
 P = TypeVar("P")
 
 

@@ -32,7 +32,7 @@ class Selection:
     kept: Bool[Array, "*B L K T"]
     budgets: Int[Array, "*B L K"]
     scores: Float[Array, "*B L K T"]
-    extra: dict[str, Array]
+    extra: Statistics
 
 
 class Observed(NamedTuple):
