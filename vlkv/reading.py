@@ -121,7 +121,13 @@ def read(
         attended = prefill_attention(q, k, v, valid=tokens.valid, implementation=run)
         x = layer.finish(tokens.x, attended)
         before = LayerPrompt(
-            q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, stays=tokens.valid, source=tokens.source,
+            q=q,
+            k=k,
+            v=v,
+            is_vision=tokens.is_vision,
+            valid=tokens.valid,
+            stays=tokens.valid,
+            source=tokens.source,
             grid=tokens.grid,
         )
         # The next layer waits, so that what `each` does not keep is gone before more is made.

@@ -110,6 +110,14 @@ def held_out_page(rng: np.random.Generator, kind: str = "ledger") -> tuple[Page,
     return page, page.entries[chosen]
 
 
+def held_out_set(rng: np.random.Generator, images: int = 3) -> tuple[list[Page], int, Entry]:
+    """Several ledger pages of test digits that share the ten tags among them; which is asked about, and the entry."""
+    tags = np.array_split(rng.permutation(10), images)
+    made = [ledger_page(held_out_digits(), rng, entries=(len(some), len(some)), tags=some) for some in tags]
+    chosen = int(rng.integers(images))
+    return made, chosen, made[chosen].entries[rng.integers(len(made[chosen].entries))]
+
+
 def ledger_page(
     digits: Digits,
     rng: np.random.Generator,

@@ -11,7 +11,7 @@ Three things make it cheap enough for two CPU cores:
   stages show more cells.
 - Early stages have ledger pages of few entries.
 
-The steps take turns among `TASKS`, so that one checkpoint answers all of them.
+The steps of a stage take turns among its tasks, so that one checkpoint answers all of them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ TASKS = {
     "pooled": Task("ledger", pooled=True),
     "several": Task("ledger", images=3),
 }
-_TURNS = ("ledger", "digits", "ledger", "pooled", "ledger", "several")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +70,8 @@ class Stage:
     cells: int
     entries: tuple[int, int]  # of a ledger page
     questions: int  # about a ledger page; about a digit page half as many, one of them about the whole page
-    batch: int = 32
+    batch: int
+    turns: tuple[str, ...]  # names of `TASKS`, one step each, over and over
 
     def shown(self, task: Task) -> int:
         """Cells shown per image."""
@@ -85,11 +85,11 @@ class Settings:
     """A training run; the defaults made the shipped checkpoint."""
 
     stages: tuple[Stage, ...] = (
-        Stage(300, 44, (3, 6), 6, 24),
-        Stage(600, 84, (4, 10), 8, 24),
-        Stage(300, 192, (4, 10), 8, 12),
+        Stage(300, 44, (3, 6), 6, 12, ("ledger", "ledger", "digits")),
+        Stage(700, 84, (4, 10), 8, 12, ("ledger", "digits", "ledger", "pooled")),
+        Stage(300, 192, (4, 10), 8, 8, ("ledger", "digits", "ledger", "pooled", "ledger", "several")),
     )
-    learning_rate: float = 1.5e-3
+    learning_rate: float = 1e-3
     warmup: int = 30
     weight_decay: float = 0.05
     clip: float = 1.0
@@ -325,7 +325,8 @@ def evaluate(params: Llava, task: Task, score: Score, count: int = 48) -> dict[s
     Teacher-forced, which for exact answers is the same as greedy decoding: an answer comes out whole exactly
     when every token is the most likely one after the right ones before it.
     """
-    stage = Stage(0, task.images * pages.GRID**2, (4, 10), 4, 6)
+    stage = Stage(0, task.images * pages.GRID**2, (4, 10), 4, 6, ())
+    count //= task.images
     layout, rng = Layout.of(stage, task), np.random.default_rng(1)
     bounds = np.cumsum([0, *layout.lengths])
     rights: dict[str, list[bool]] = {"exact": [], "digit": []} | ({"whole": []} if task.kind == "digits" else {})
@@ -403,9 +404,9 @@ def train(
     begun, before, losses, end = time.monotonic(), log["seconds"], [], 0
     for stage in settings.stages:
         end += stage.steps
-        sources = {name: batches(digits, stage, task, rng) for name, task in TASKS.items()}
+        sources = {name: batches(digits, stage, TASKS[name], rng) for name in stage.turns}
         while done < end:
-            name = _TURNS[done % len(_TURNS)]
+            name = stage.turns[done % len(stage.turns)]
             params, state, value = step(params, state, next(sources[name]), Layout.of(stage, TASKS[name]))
             losses.append(value)
             done += 1
@@ -414,7 +415,7 @@ def train(
             if done % every == 0 or done == end:
                 entry = {"step": done, "loss": round(float(np.mean(losses)), 4)}
                 if done == end:
-                    entry |= {name: evaluate(params, task, score) for name, task in TASKS.items()}
+                    entry |= {name: evaluate(params, TASKS[name], score) for name in dict.fromkeys(stage.turns)}
                 log["steps"].append(entry)
                 log["seconds"] = round(before + time.monotonic() - begun)
                 say(json.dumps(entry))

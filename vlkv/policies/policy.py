@@ -6,6 +6,7 @@ with `policy` and defined anywhere, works like ours.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, dataclass_transform
 
@@ -296,3 +297,14 @@ class Policy:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def with_totals(made: P, totals: Array) -> P:
+    """A copy of a policy, and of its parts, whose `totals` are this array: for tracing only, no static value."""
+    copied = copy.copy(made)
+    object.__setattr__(copied, "totals", lambda **_: totals)
+    for field in dataclasses.fields(made):  # type: ignore[arg-type]
+        part = getattr(made, field.name)
+        if isinstance(part, Policy):
+            object.__setattr__(copied, field.name, with_totals(part, totals))
+    return copied

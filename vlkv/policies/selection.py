@@ -228,8 +228,7 @@ def _choose(policy, q, k, v, is_vision, valid, key, grid) -> Selection:
             "keeps; read_prompt(params, inputs, policy) does"
         )
     seen = [
-        see(policy, q[i], k[i], v[i], is_vision, valid, key, layer=i, layers=layers, max_instruction=length,
-            grid=grid)
+        see(policy, q[i], k[i], v[i], is_vision, valid, key, layer=i, layers=layers, max_instruction=length, grid=grid)
         for i in range(layers)
     ]
     observed = tuple(observe(policy, obs) for obs in seen)
