@@ -19,7 +19,7 @@ from vlkv.mini import CHECKPOINT, pages
 @pytest.fixture
 def sample(tmp_path):
     """A held-out page on disk."""
-    page = pages.compose(pages.held_out_digits(), np.random.default_rng(5), rows=(2, 2), length=(3, 3))
+    page = pages.digit_page(pages.held_out_digits(), np.random.default_rng(5), rows=(2, 2), length=(3, 3))
     page.image.save(tmp_path / "page.png")
     return page, tmp_path / "page.png"
 
@@ -58,7 +58,7 @@ def test_a_saved_cache_answers_other_questions(capsys, sample, tmp_path):
     for question in ("read the page", "what does row two say?"):
         assert main([*model, "--image", str(path), "--prompt", question]) == 0
         said[question] = capsys.readouterr().out
-    assert said["what does row two say?"].strip() == page.answer(1)
+    assert said["what does row two say?"].strip() == page.entries[2].answer
     saved = [*model, "--save-cache", str(file), "--image", str(path), "--prompt", "read the page"]
     assert main(saved) == 0
     assert capsys.readouterr().out == said["read the page"]
