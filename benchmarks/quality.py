@@ -43,7 +43,7 @@ from tqdm import tqdm
 import vlkv
 from vlkv import analysis, policies
 from vlkv.benching import machine
-from vlkv.evaluation.keeps import at_keep, pool_bytes, relative_size, share_programs, totals
+from vlkv.evaluation.keeps import at_bytes, pool_bytes, relative_size, share_programs, totals
 from vlkv.evaluation.report import code
 from vlkv.files import write_json
 from vlkv.inputs import Inputs
@@ -105,14 +105,6 @@ def published(name: str, share: float, layers: int) -> Policy | None:
     return policies.make(name, keep=share, scope="vision", **options)
 
 
-def stored(policy: Policy, bits: int, share: float) -> Policy:
-    """The policy in so many bits, keeping as many vision entries as `share` of the bytes hold."""
-    if bits == 16:
-        return at_keep(policy, share)
-    store = KIVI(bits=bits)
-    return compose(at_keep(policy, min(1.0, share / relative_size(store))), store=store)
-
-
 def compositions() -> dict[str, Policy]:
     """Scores, smoothed in several ways; `keep` is set later."""
     text = AirCache(keep=0.1, window="text")
@@ -145,9 +137,9 @@ def sections(layers: int) -> list[Section]:
     shorter = [Cell(p, b) for n in reducing for b in BYTES if (p := published(n, b, layers)) is not None]
     bits = tuple(Cell(KIVI(bits=n), relative_size(KIVI(bits=n))) for n in (4, 2))
     made = compositions()
-    best = [Cell(stored(p, n, b), b) for p in made.values() for n in (16, 4) for b in (0.02, 0.01)]
+    best = [Cell(at_bytes(p, b, n), b) for p in made.values() for n in (16, 4) for b in (0.02, 0.01)]
     few = ["AirCache text", "AirCache text, " + str(SMOOTHED[2]), "SnapKV window 8, kernel 7"]
-    chosen = [Cell(stored(made[n], 4, b), b) for n in few for b in (0.1, 0.02, 0.01)]
+    chosen = [Cell(at_bytes(made[n], b, 4), b) for n in few for b in (0.1, 0.02, 0.01)]
     default = [Cell(p, b) for n in ("snapkv", "aircache", "h2o", "prefixkv", "csp") for b in (0.2, 0.1, 0.05)
                if (p := published(n, b, layers)) is not None]  # fmt: skip
     return [

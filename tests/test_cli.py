@@ -115,19 +115,42 @@ def test_policies(capsys):
     assert "alpha = 0.9" in capsys.readouterr().out
 
 
-def test_demo_draws_what_survived(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(demo, "KEEPS", (0.1,))
+def test_demo_draws_what_is_kept(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "METHODS", ("ImgRandom", "AirCache"))
+    monkeypatch.setattr(demo, "BYTES", (demo.SHOWN,))
     assert main(["demo", "--json", "--out", str(tmp_path / "demo.png")]) == 0
     result = json.loads(capsys.readouterr().out)
-    rows = {row["policy"]: row for row in result["rows"]}
-    assert set(rows) == {"Full", *demo.METHODS}
+    rows = {row["name"]: row for row in result["rows"]}
+    assert set(rows) == {"Full", "ImgRandom", "AirCache", demo.BEST}
     for name, row in rows.items():
-        expected = 144.0 if name == "Full" else 0.1 * 144
-        assert abs(row["kept"] - expected) < 0.2
         assert row["right"] == (row["answer"] == result["truth"])
-        assert name == "Full" or row["bytes"] < rows["Full"]["bytes"]
+        assert name == "Full" or row["bytes"] < 0.2 * rows["Full"]["bytes"]
+        assert 0 <= row["recall"] <= 1
+    assert rows["Full"]["recall"] == 1 and rows["ImgRandom"]["recall"] < 0.2
     with Image.open(tmp_path / "demo.png") as picture:
-        assert picture.width > 600 and len(set(picture.convert("L").getdata())) > 20
+        colours = picture.convert("RGB").getcolors(2**24)
+        assert picture.width > 1000 and len(colours) > 50
+
+
+def test_demo_on_ones_own_image(capsys, monkeypatch, sample, tmp_path):
+    monkeypatch.setattr(demo, "METHODS", ())
+    monkeypatch.setattr(demo, "BYTES", (demo.SHOWN,))
+    own = ["--model", str(CHECKPOINT), "--image", str(sample[1]), "--question", "what does row one say?"]
+    assert main(["demo", *own, "--out", str(tmp_path / "demo.png")]) == 0
+    said = capsys.readouterr().out
+    assert "as full" in said and "evidence" in said
+    assert main(["demo", *own[:4]]) == 2
+    assert "belong together" in capsys.readouterr().err
+
+
+def test_smoothing_on_the_command_line(capsys, sample):
+    command = ["generate", "--model", str(CHECKPOINT), "--image", str(sample[1]), "--prompt", "read the page", "--json"]
+    policy = ["--policy", "aircache", "--keep", "0.1", "--max-new-tokens", "2"]
+    assert main([*command, *policy, "--with", "smooth=smooth(kernel=(1, 3))"]) == 0
+    options = json.loads(capsys.readouterr().out)["options"]
+    assert options["smoothed"] == {"kernel": [1, 3], "one_sided": False, "pooling": "avg"}
+    assert main([*command, *policy, "--with", "smooth=smooth(size=3)"]) == 2
+    assert "kernel, one_sided and pooling" in capsys.readouterr().err
 
 
 def test_help_everywhere(capsys):
@@ -142,6 +165,7 @@ def test_help_everywhere(capsys):
         ["plan"],
         ["bench"],
         ["eval"],
+        ["frontier"],
     ):
         with pytest.raises(SystemExit) as stop:
             main([*command, "--help"])

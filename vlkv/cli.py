@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from checkpoints_convert import __main__ as convert
-from vlkv.commands import answer, bench, demo, evaluate, inspect, methods, plan, profile
+from vlkv.commands import answer, bench, demo, evaluate, frontier, inspect, methods, plan, profile
 from vlkv.compiled import keep_programs
 from vlkv.terminal import OneLineParser, guarded
 
@@ -24,6 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("bench", bench, "time prefill and decoding, or a published table's settings"),
         ("profile", profile, "measure what share of its tokens each layer keeps, for PrefixKV"),
         ("eval", evaluate, "ask your own questions under several policies: quality against bytes and speed"),
+        ("frontier", frontier, "which method, in how many bits, is best at which number of bytes"),
         ("plan", plan, "bytes per chip, collectives and times of a job, compiled for chips that are not there"),
         ("convert", convert, "convert a Hugging Face checkpoint"),
     ):

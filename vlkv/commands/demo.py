@@ -22,12 +22,12 @@ from rich.table import Table
 from vlkv import analysis, loading, policies
 from vlkv.commands.drawing import Panel, draw
 from vlkv.errors import InputError
-from vlkv.evaluation.keeps import at_keep, pool_bytes, relative_size
+from vlkv.evaluation.keeps import at_bytes, at_keep, pool_bytes
 from vlkv.generate import check_room, decode_step
 from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.models import Model
-from vlkv.policies import KIVI, AirCache, Policy, Smooth, compose
+from vlkv.policies import AirCache, Policy, Smooth, compose
 from vlkv.prefill import fill_cache_with
 from vlkv.processing import Processor
 from vlkv.reading import Prompt, read_prompt
@@ -126,11 +126,11 @@ def find_case(args: argparse.Namespace) -> Case:
 
 def plan() -> list[tuple[str, float, Policy]]:
     """Name, share of the bytes and policy of every row."""
-    best = compose(AirCache(keep=1.0, window="text"), smooth=Smooth(4, one_sided=True), store=KIVI(bits=4))
+    best = compose(AirCache(keep=1.0, window="text"), smooth=Smooth(4, one_sided=True))
     made: list[tuple[str, float, Policy]] = [("Full", 1.0, policies.ImgRandom(keep=1.0))]
     for name in METHODS:
         made += [(name, share, policies.make(name, keep=share, scope="vision")) for share in BYTES]
-    return [*made, *((BEST, share, at_keep(best, min(1.0, share / relative_size(best)))) for share in BYTES)]
+    return [*made, *((BEST, share, at_bytes(best, share, bits=4)) for share in BYTES)]
 
 
 def read(params: Model, case: Case, prompt: Prompt, name: str, share: float, policy: Policy, full: str | None) -> Row:
