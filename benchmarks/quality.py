@@ -4,11 +4,14 @@
 
 Sections (default: all of them):
 
-    digits       digit pages: the full cache and the baselines
-    methods      ledger pages of both shapes: every method with default settings at 20, 10, 5 and 2 % of the bytes
-    compositions ledger pages of both shapes, and with values to the right only: smoothed scores, fewer bits
-    unknown      compressed before any question is known; then several questions with `extend`
-    several      three pages, one of them asked about
+    digits              digit pages with the full cache
+    baselines           ledger pages of both shapes: Oracle, random tokens, a coarser picture
+    methods             every method with default settings at 20, 10, 5 and 2 % of the bytes
+    compositions right  smoothed scores and fewer bits, on pages whose values lie to the right of their tags
+    compositions        the same on pages of both shapes
+    shorter prompts     methods that shorten the prompt, on a fifth of the questions
+    unknown             compressed before any question is known; then several questions with `extend`; a fifth
+    several             three pages, one of them asked about; a fifth
 
 The questions are held out: their digits were never trained on. Bytes are those of the vision entries, as a share of a
 full bfloat16 cache's; all text stays (scope="vision"). Quantised entries are smaller, so that more of them are kept at
@@ -28,7 +31,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +55,6 @@ from vlkv.policies import KIVI, AirCache, Policy, Smooth, SnapKV, compose
 from vlkv.prefill import fill_cache_with
 
 BYTES = (0.2, 0.1, 0.05, 0.02)
-FEW_BYTES = (0.1, 0.05, 0.02, 0.01)
 BATCH = 50
 EVALUATED, TUNED = 0, 7  # seeds: of what is reported, and of what compositions were chosen by
 _QUICK = {"xla_llvm_disable_expensive_passes": True}  # a third off the time to compile
@@ -70,8 +72,10 @@ class Question(NamedTuple):
 class Cell(NamedTuple):
     """One row to be measured."""
 
+    name: str
     policy: Policy | str  # or "Oracle"
     bytes: float  # asked for, as a share
+    bits: int = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,43 +117,50 @@ def compositions() -> dict[str, Policy]:
         "AirCache text": text,
         "SnapKV window 8, kernel 7": SnapKV(keep=0.1, window=8, kernel=7, scope="vision"),
     }
-    for scores, policy in (("AirCache text", text), ("SnapKV window 8", snap)):
-        for smooth in SMOOTHED:
-            made[f"{scores}, {smooth}"] = compose(policy, smooth=smooth)
-    return made
+    made |= {f"AirCache text, {name}": compose(text, smooth=smooth) for name, smooth in SMOOTHED.items()}
+    return made | {
+        f"SnapKV window 8, {name}": compose(snap, smooth=SMOOTHED[name]) for name in ("4 before", "4 x 4 before")
+    }
 
 
-SMOOTHED = (
-    Smooth(9), Smooth(7), Smooth(4, one_sided=True), Smooth(7, one_sided=True), Smooth((7, 7)),
-    Smooth((4, 4), one_sided=True), Smooth((7, 7), one_sided=True, pooling="max"),
-)  # fmt: skip
+SMOOTHED = {
+    "9 tokens": Smooth(9),
+    "4 before": Smooth(4, one_sided=True),
+    "7 before": Smooth(7, one_sided=True),
+    "7 x 7": Smooth((7, 7)),
+    "4 x 4 before": Smooth((4, 4), one_sided=True),
+    "7 x 7 before, max": Smooth((7, 7), one_sided=True, pooling="max"),
+}
 
 
 def sections(layers: int) -> list[Section]:
     """Everything that is measured, the most important first."""
-    full, oracle = Cell(policies.Full(), 1.0), "Oracle"
-    baselines = (full, *(Cell(oracle, b) for b in (0.1, 0.02)), *(
-        Cell(policies.ImgRandom(keep=b), b) for b in BYTES), Cell(downsample(), 0.25))  # fmt: skip
+    full = Cell("Full", policies.Full(), 1.0)
+    random = [Cell("ImgRandom", policies.ImgRandom(keep=b), b) for b in BYTES]
+    oracle = [Cell("Oracle", "Oracle", b) for b in (0.1, 0.02)]
+    bits = [Cell("KIVI", store, relative_size(store), store.bits) for store in (KIVI(bits=4), KIVI(bits=2))]
     names = [name for name in policies.registry if name not in ("full", "kivi", "random", "imgrandom")]
-    evicting = [n for n in names if _evicts(n)]
-    reducing = [n for n in names if not _evicts(n)]
-    every = [Cell(p, b) for n in evicting for b in BYTES if (p := published(n, b, layers)) is not None]
-    shorter = [Cell(p, b) for n in reducing for b in BYTES if (p := published(n, b, layers)) is not None]
-    bits = tuple(Cell(KIVI(bits=n), relative_size(KIVI(bits=n))) for n in (4, 2))
-    made = compositions()
-    best = [Cell(at_bytes(p, b, n), b) for p in made.values() for n in (16, 4) for b in (0.02, 0.01)]
-    few = ["AirCache text", "AirCache text, " + str(SMOOTHED[2]), "SnapKV window 8, kernel 7"]
-    chosen = [Cell(at_bytes(made[n], b, 4), b) for n in few for b in (0.1, 0.02, 0.01)]
-    default = [Cell(p, b) for n in ("snapkv", "aircache", "h2o", "prefixkv", "csp") for b in (0.2, 0.1, 0.05)
-               if (p := published(n, b, layers)) is not None]  # fmt: skip
+
+    def default(chosen: Iterable[str], shares: Iterable[float]) -> list[Cell]:
+        made = ((name, share, published(name, share, layers)) for name in chosen for share in shares)
+        return [Cell(type(policy).__name__, policy, share) for _, share, policy in made if policy is not None]
+
+    def composed(chosen: Iterable[str], bits: Iterable[int], shares: Iterable[float]) -> list[Cell]:
+        every = compositions()
+        return [Cell(name, at_bytes(every[name], b, n), b, n) for name in chosen for n in bits for b in shares]
+
+    few = default(("snapkv", "aircache", "h2o", "prefixkv", "csp"), (0.2, 0.1, 0.05))
+    few += composed(("AirCache text", "AirCache text, 4 before", "SnapKV window 8, kernel 7"), (4,), (0.1, 0.02))
+    best = composed(compositions(), (16, 4), (0.02, 0.01))
     return [
         Section("digits", "digits", (full,), new_tokens=40),
-        Section("methods", "ledger", (*baselines, *bits, *every)),
+        Section("baselines", "ledger", (full, *oracle, *random, Cell("Downsample", downsample(), 0.25))),
+        Section("methods", "ledger", (full, *bits, *default(filter(_evicts, names), BYTES))),
         Section("compositions right", "right", (full, *best)),
         Section("compositions", "ledger", (full, *best)),
-        Section("methods that shorten the prompt", "ledger", (full, *shorter), share=0.2),
-        Section("unknown", "ledger", (full, *default, *chosen), unknown=True, share=0.2),
-        Section("several", "several", (full, *default, *chosen), share=0.4),
+        Section("shorter prompts", "ledger", (full, *default((n for n in names if not _evicts(n)), BYTES)), share=0.2),
+        Section("unknown", "ledger", (full, *few), unknown=True, share=0.2),
+        Section("several", "several", (full, *few), share=0.2),
     ]
 
 
@@ -328,7 +339,8 @@ def summary(
     allocated = [pool_bytes(p, params.config, shape) for p in (policy, policies.Full())]
     vision = shape.is_vision.sum(1)[0]
     return {
-        "method": cell.policy if isinstance(cell.policy, str) else type(cell.policy).__name__,
+        "name": cell.name,
+        "bits": cell.bits,
         "policy": cell.policy if isinstance(cell.policy, str) else code(cell.policy),
         "exact": float(right.mean()), "low": interval.low, "high": interval.high,
         "places": by_place(said, wanted),
@@ -382,7 +394,7 @@ class Done:
             "seed": seed,
             **row,
         }
-        full = self.find(section, Cell(policies.Full(), 1.0), count, seed) or row
+        full = self.find(section, Cell("Full", policies.Full(), 1.0), count, seed) or row
         row["loss"], row["loss_low"], row["loss_high"] = paired(full["right"], row["right"])
         row["same_as_full"] = float(np.mean([a == b for a, b in zip(row["said"], full["said"], strict=True)]))
         if row is not full:

@@ -1,4 +1,4 @@
-"""Policies at equal bytes, the frontier by hand, and the command from questions to a line that reproduces its number."""
+"""Policies at equal bytes, the frontier by hand, and the command, whose line of Python gives its number again."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     """Twice: the second run has nothing to ask, and says the same. The line gives the number that it stands for."""
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
-    command = ["frontier", "--policy", "snapkv", "aircache(window='text')", "--bytes", "0.1", "0.05", "--bits", "16", "4",
-               "--questions", "4", "--batch", "4", "--max-new-tokens", "4", "--out", str(out)]  # fmt: skip
+    command = ["frontier", "--policy", "snapkv", "aircache(window='text')", "--bytes", "0.1", "0.05", "--bits", "16"]
+    command += ["4", "--questions", "4", "--batch", "4", "--max-new-tokens", "4", "--out", str(out)]
     assert main([*command, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [(p["name"], p["bits"]) for p in result["points"][:3]] == [("Full", 16), ("SnapKV", 16), ("SnapKV", 16)]

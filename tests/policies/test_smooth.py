@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -143,11 +146,6 @@ def test_generate_smooths_on_the_grid():
         (lambda: Smooth(4), "must be odd, or give one_sided=True"),
         (lambda: Smooth((3, 4)), "must be odd"),
         (lambda: Smooth(0), "at least 1"),
-        (lambda: Smooth(3.0), "whole number"),
-        (lambda: Smooth((3, 3, 3)), "or two of them"),
-        (lambda: Smooth(3, one_sided=1), "True or False"),
-        (lambda: Smooth(3, pooling="sum"), 'must be "avg" or "max"'),
-        (lambda: compose(policies.SnapKV(keep=0.1), smooth=3), "must be a Smooth"),
         (lambda: compose(policies.Full(), smooth=Smooth(3)), "nothing to smooth"),
         (lambda: compose(policies.FastV(keep=0.5), smooth=Smooth(3)), "allocate, merge or smooth"),
     ],
@@ -163,3 +161,20 @@ def test_smoothing_stays_when_a_composition_is_composed_again():
     inner = compose(policies.SnapKV(keep=0.1), smooth=smooth)
     assert compose(inner, store=policies.KIVI(bits=4)).smoothed == smooth
     assert compose(inner, smooth=Smooth(3)).smoothed == Smooth(3)
+
+
+def test_wrong_types_are_one_line():
+    """In a process of its own: here the annotations are checked first."""
+    code = """
+from vlkv import InputError, policies
+makes = [lambda: policies.Smooth(3.0), lambda: policies.Smooth((3, 3, 3)), lambda: policies.Smooth(3, one_sided=1),
+         lambda: policies.Smooth(3, pooling="sum"), lambda: policies.compose(policies.SnapKV(keep=0.1), smooth=3)]
+for make in makes:
+    try:
+        make()
+    except InputError as error:
+        print(error)
+"""
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.splitlines()
+    wanted = ("whole number", "or two of them", "True or False", '"avg" or "max"', "must be a Smooth")
+    assert len(said) == 5 and all(want in line for want, line in zip(wanted, said, strict=True))

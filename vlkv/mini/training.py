@@ -86,10 +86,10 @@ class Settings:
 
     stages: tuple[Stage, ...] = (
         Stage(300, 44, (3, 6), 6, 12, ("ledger", "ledger", "digits")),
-        Stage(700, 84, (4, 10), 8, 12, ("ledger", "digits", "ledger", "pooled")),
+        Stage(850, 84, (4, 10), 8, 12, ("ledger", "digits", "ledger", "pooled")),
         Stage(300, 192, (4, 10), 8, 8, ("ledger", "digits", "ledger", "pooled", "ledger", "several")),
     )
-    learning_rate: float = 1e-3
+    learning_rate: float = 1.5e-3
     warmup: int = 30
     weight_decay: float = 0.05
     clip: float = 1.0
@@ -390,6 +390,8 @@ def train(
         params, state = _restore(work / "state.npz", (params, state))
         log = json.loads((work / "log.json").read_text())
         done = log["steps"][-1]["step"]
+        if log["settings"] != json.loads(json.dumps(dataclasses.asdict(settings))):
+            log[f"settings from step {done}"] = dataclasses.asdict(settings)
         say(f"resumed at step {done}")
 
     @functools.partial(jax.jit, static_argnames="layout", donate_argnames=("params", "state"))
