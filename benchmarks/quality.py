@@ -46,6 +46,7 @@ from tqdm import tqdm
 import vlkv
 from vlkv import analysis, policies
 from vlkv.benching import machine
+from vlkv.evaluation import frontier
 from vlkv.evaluation.keeps import at_bytes, pool_bytes, relative_size, share_programs, totals
 from vlkv.evaluation.report import code
 from vlkv.files import write_json
@@ -436,6 +437,54 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         console.print(table)
 
 
+def readme(rows: Sequence[dict[str, Any]]) -> str:
+    """The block of the README between the marks `quality`, from the results."""
+    both = {(row["section"], row["name"], row["bits"], row["bytes"]): row for row in rows}
+    full = both["methods", "Full", 16, 1.0]
+
+    def percent(section: str, name: str, bits: int, share: float) -> str:
+        row = both.get((section, name, bits, share))
+        return "" if row is None else f"{100 * row['exact']:.1f}"
+
+    def sentence(section: str, name: str, share: float) -> str:
+        row = both[section, name, 16, share]
+        return f"{100 * row['exact']:.1f} [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
+
+    lines = [
+        f"Exact answers in percent, {full['questions']} questions about pages of both shapes. The full cache has "
+        f"{sentence('methods', 'Full', 1.0)}; Oracle, which keeps the asked entry and random tokens, "
+        f"{sentence('baselines', 'Oracle', 0.02)} at 2 %; random tokens {sentence('baselines', 'ImgRandom', 0.1)} at "
+        f"10 %; the page averaged over 2 x 2 patches (25 %) {sentence('baselines', 'Downsample', 0.25)}.",
+        "",
+        "| method, default settings | 20 % | 10 % | 5 % | 2 % |",
+        "|---|---|---|---|---|",
+    ]
+    names = list(dict.fromkeys(row["name"] for row in rows if row["section"] == "methods" and row["bytes"] in BYTES))
+    names.sort(key=lambda name: -both["methods", name, 16, 0.1]["exact"])
+    lines += [f"| {n} | " + " | ".join(percent("methods", n, 16, b) for b in BYTES) + " |" for n in names]
+    found = [row for row in rows if row["section"] == "compositions" and row["bytes"] in (0.02, 0.01)]
+    lines += ["", "| composition | 2 %, 16 bits | 2 %, 4 bits | 1 %, 4 bits | to the right only: 2 %, 1 %, 4 bits |"]
+    lines += ["|---|---|---|---|---|"]
+    for name in dict.fromkeys(row["name"] for row in found):
+        values = [percent("compositions", name, bits, share) for bits, share in ((16, 0.02), (4, 0.02), (4, 0.01))]
+        right = ", ".join(percent("compositions right", name, 4, share) for share in (0.02, 0.01))
+        lines.append(f"| {name} | " + " | ".join(values) + f" | {right} |")
+    return "\n".join(lines)
+
+
+def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
+    """Quality against bytes, of all methods and compositions on pages of both shapes."""
+    points = [
+        {"name": row["name"], "bits": row["bits"], "bytes": row["bytes"], "quality": row["exact"], "low": row["low"],
+         "high": row["high"]}
+        for row in rows
+        if row["section"] in ("methods", "compositions", "baselines") and row["name"] not in ("Full", "KIVI")
+    ]  # fmt: skip
+    full = next(row for row in rows if row["section"] == "methods" and row["name"] == "Full")
+    frontier.plot(points, file, title="Ledger pages: quality against bytes, 95 % intervals", label="exact answers",
+                  full=full["exact"])  # fmt: skip
+
+
 def main() -> None:
     """Measures, writes the JSON, prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -443,7 +492,9 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=500)
     parser.add_argument("--seed", type=int, default=EVALUATED)
     parser.add_argument("--policy", help="only methods that are made of this one, such as AirCache")
-    parser.add_argument("--out", type=Path, help="write the numbers here as JSON")
+    parser.add_argument("--out", type=Path, help="write the numbers here as JSON, and go on with what it holds")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw quality against bytes")
+    parser.add_argument("--readme", action="store_true", help="print the README's tables")
     args = parser.parse_args()
     params, processor = vlkv.load(CHECKPOINT)
     done = Done(args.out, " ".join(["python -m benchmarks.quality", *sys.argv[1:]]))
@@ -455,6 +506,10 @@ def main() -> None:
         measure(params, processor, dataclasses.replace(section, plan=plan), count, args.seed, done)
         jax.clear_caches()
     show(done.content["rows"])
+    if args.plot:
+        plot(done.content["rows"], args.plot)
+    if args.readme:
+        print(readme(done.content["rows"]))
 
 
 if __name__ == "__main__":
