@@ -1,5 +1,6 @@
 """What every test shares: the CPU unless told otherwise, compiled programs kept between runs, checked shapes."""
 
+import itertools
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -41,6 +42,28 @@ else:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Marks `full` what `@pytest.mark.default("part of an id", ...)` does not name: the other cases of a test.
+
+    The default suite so runs the named cases only. A name that no case has is an error, unless single tests are asked
+    for, of which the others are then not collected.
+    """
+    named: dict[tuple[str, str], set[str]] = {}
+    for item in items:
+        marker = item.get_closest_marker("default")
+        if marker is None:
+            continue
+        found = {part for part in marker.args if part in item.callspec.id}
+        if not found:
+            item.add_marker(pytest.mark.full)
+        key = item.nodeid.split("[")[0], ", ".join(marker.args)
+        named[key] = named.get(key, set(marker.args)) - found
+    missing = [f"{test}: {', '.join(sorted(parts))}" for (test, _), parts in named.items() if parts]
+    if missing and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError("cases that the default suite names and that do not exist: " + "; ".join(missing))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forget_compiled_programs():
     """Each holds mappings of memory, of which a process may have 65,530; the disk cache keeps what is worth keeping.
@@ -60,10 +83,33 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def golden():
-    """Arrays of tests/golden/<name>.npz."""
+    """Arrays of <name>.npz in tests/golden, or in the folder that VLKV_GOLDEN names."""
+    folder = Path(os.environ.get("VLKV_GOLDEN", ROOT / "tests" / "golden"))
 
     def load(name: str) -> dict[str, np.ndarray]:
-        with np.load(ROOT / "tests" / "golden" / f"{name}.npz", allow_pickle=False) as arrays:
+        with np.load(folder / f"{name}.npz", allow_pickle=False) as arrays:
             return dict(arrays)
 
+    def names(pattern: str) -> list[str]:
+        found = sorted(path.stem for path in folder.glob(f"{pattern}.npz"))
+        assert found, f"no {pattern}.npz in {folder}"
+        return found
+
+    load.names = names
     return load
+
+
+@pytest.fixture(params=["some pairs", pytest.param("all pairs", marks=pytest.mark.full)])
+def pairs(request):
+    """Pairs of indices into two lists: each index at least once, in the whole suite all pairs.
+
+    Every pair is a program to compile, and the two indices of a pair usually fail apart.
+    """
+
+    def of(first, second) -> list[tuple[int, int]]:
+        a, b = len(first), len(second)
+        if request.param == "all pairs":
+            return list(itertools.product(range(a), range(b)))
+        return [(i % a, i % b) for i in range(max(a, b))]
+
+    return of

@@ -76,6 +76,9 @@ def test_folders(capsys, folder, page, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"model_type": {}}, "model_type={} is not supported"),
+        ({"architectures": [{}]}, "architectures=[{}] must be a list of names"),
+        ({"text_config": [1]}, "text_config=[1] must be an object"),
         ({"model_type": "opt"}, "model_type='opt' is not supported (supported: llava, "),
         ({"text_config__model_type": "gemma"}, "text_config.model_type='gemma'"),
         ({"text_config__rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope type='llama3'"),
@@ -172,6 +175,7 @@ def test_images(capsys, page, tmp_path):
 def test_prompts(capsys, page):
     asks(capsys, CHECKPOINT, page, prompt="", says="empty")
     asks(capsys, CHECKPOINT, page, prompt="   ", says="empty")
+    asks(capsys, CHECKPOINT, page, prompt="read \ud83d", says="lone surrogate '\\ud83d'")
     asks(capsys, CHECKPOINT, page, prompt="<image> <image> read the page", says="<image>")
     asks(capsys, CHECKPOINT, None, prompt="read the <image> page", says="<image>")
     asks(capsys, CHECKPOINT, page, prompt="read the page " * 200, says="limit")
@@ -201,17 +205,17 @@ def test_options(capsys, page, options, says):
     asks(capsys, CHECKPOINT, page, "--policy", "aircache", *options, says=says)
 
 
-def test_an_option_of_the_wrong_type(page):
+@pytest.mark.default("high")
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [("alpha=high", "alpha='high' must be a number"), ("rows=1.5", "rows=1.5"), ("name=x", "'name'")],
+)
+def test_an_option_of_the_wrong_type(option, says):
     """In a process of its own: here beartype would be first to object."""
     command = [sys.executable, "-m", "vlkv.cli", "generate", "--model", str(CHECKPOINT), "--prompt", "read the page"]
-    for option, says in (
-        ("alpha=high", "alpha='high' must be a number"),
-        ("rows=1.5", "rows=1.5"),
-        ("name=x", "'name'"),
-    ):
-        policy = ["--policy", "aircache", "--keep", "0.1", "--option", option]
-        result = subprocess.run([*command, *policy], capture_output=True, text=True, check=False)
-        assert result.returncode == 2 and result.stderr.count("\n") == 1 and says in result.stderr, result.stderr
+    policy = ["--policy", "aircache", "--keep", "0.1", "--option", option]
+    result = subprocess.run([*command, *policy], capture_output=True, text=True, check=False)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and says in result.stderr, result.stderr
 
 
 def test_commands(capsys, page, tmp_path):

@@ -272,6 +272,7 @@ def test_ours_beside_the_papers(capsys, monkeypatch):
 # --- the first call -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_second_process_finds_the_compiled_programs(tmp_path):
     command = [
         sys.executable, "-m", "vlkv.cli", *GRID[:9], "--keep", "0.5", "--compile-only", "--json",

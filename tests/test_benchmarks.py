@@ -30,6 +30,7 @@ def dry(tmp_path_factory):
     return path
 
 
+@pytest.mark.full
 def test_the_script_for_a_gpu_runs_dry(dry):
     rows = [row for row in json.loads(dry.read_text())["rows"] if "policy" in row["cell"]]
     assert [(row["cell"]["policy"], row["cell"]["options"]["keep"], row["cell"]["options"]["cap"]) for row in rows] == [
@@ -39,6 +40,7 @@ def test_the_script_for_a_gpu_runs_dry(dry):
     assert all(set(row["to_full"]) == {"prefill", "decode", "cache", "peak"} for row in rows[1:])
 
 
+@pytest.mark.full
 def test_it_goes_on_where_it_was_and_says_what_holds(dry, capsys, monkeypatch):
     monkeypatch.setattr(gpu, "measure", lambda *_, **__: pytest.fail("measured again"))
     monkeypatch.setattr(torch_side, "available", lambda: "kvpress is missing")
@@ -98,6 +100,7 @@ def test_peers_side_by_side(tmp_path):
     assert all(row[name] > 0 for row in cell["rows"] for name in measured)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(sharding, "make_mesh"), reason="needs a mesh by its sizes")
 def test_the_pod_runs_dry_on_eight_virtual_devices(tmp_path):
     path = tmp_path / "pod.json"

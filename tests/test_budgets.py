@@ -71,6 +71,9 @@ def test_totals_of_sums_of_equal_layers_are_totals():
         ([9.0, 1.0, 5.0, 3.0], 20, 1, 5, [5, 5, 5, 5]),
         ([9.0, 1.0, 5.0, 3.0], 4, 1, 5, [1, 1, 1, 1]),
         ([np.nan, 1.0, 5.0, 3.0], 9, 1, 5, [3, 2, 2, 2]),  # ends, and exactly
+        ([9.0, 1.0, 5.0, 3.0], 21, 1, 5, [5, 5, 5, 5]),  # more than the bounds allow
+        ([9.0, 1.0, 5.0, 3.0], 3, 1, 5, [1, 1, 1, 1]),  # less
+        ([9.0, 1.0, 5.0, 3.0], 9, 7, 5, [5, 5, 5, 5]),  # bounds that contradict each other: the ceiling holds
     ],
 )
 def test_apportion_by_hand(real, total, floor, ceiling, expected):

@@ -21,6 +21,7 @@ def read():
     return jax.jit(vlkv.read_prompt)(tiny_llava(), unequal_batch(padding="left"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("method", "scope"), CASES)
 def test_a_cap_that_nothing_reaches_changes_nothing(read, method, scope):
     batch = unequal_batch(padding="left")
@@ -30,6 +31,7 @@ def test_a_cap_that_nothing_reaches_changes_nothing(read, method, scope):
         np.testing.assert_array_equal(kept_entries(exact, batch, row), kept_entries(capped, batch, row))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("method", "scope"), CASES)
 def test_no_layer_passes_the_cap_the_total_is_exact_and_select_agrees(read, method, scope):
     batch, keep, cap = unequal_batch(padding="left"), 0.3, 1.0
@@ -52,6 +54,7 @@ def test_no_layer_passes_the_cap_the_total_is_exact_and_select_agrees(read, meth
     assert changed or method is policies.VLCache  # whose budgets hardly differ here
 
 
+@pytest.mark.full
 def test_a_layer_more_costs_the_compiled_prefill_its_short_list_only():
     """In layers of 16 keys of 64 and a row of 2048 the cache outweighs all else that a layer leaves behind."""
     length, heads, head_dim, shape = 2048, 16, 64, jax.ShapeDtypeStruct

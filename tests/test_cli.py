@@ -39,6 +39,7 @@ def test_generate(capsys, sample):
     assert result["cache_bytes"] == result["slots"] * result["slot_bytes"]
 
 
+@pytest.mark.full
 def test_generate_with_parts_of_several_methods(capsys, sample):
     _, path = sample
     command = ["generate", "--model", str(CHECKPOINT), "--image", str(path), "--prompt", "read the page", "--json"]
@@ -50,6 +51,7 @@ def test_generate_with_parts_of_several_methods(capsys, sample):
     assert result["cache_bytes"] < 0.6 * result["slots"] * result["slot_bytes"]
 
 
+@pytest.mark.full
 def test_a_saved_cache_answers_other_questions(capsys, sample, tmp_path):
     """With the full cache as if each had been asked at once; what was kept does not depend on the question."""
     page, path = sample

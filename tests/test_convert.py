@@ -45,6 +45,7 @@ def equal(a, b) -> None:
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
 
 
+@pytest.mark.default("bfloat16-orbax")
 @FORMATS
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_what_was_converted_loads_as_its_source_does(tmp_path, kind, dtype):
@@ -92,6 +93,7 @@ def stop_after(shards: int, monkeypatch) -> list[str]:
     return written
 
 
+@pytest.mark.default("orbax")
 @FORMATS
 def test_a_run_that_was_stopped_is_taken_up(folder, tmp_path, monkeypatch, kind):
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
@@ -140,6 +142,7 @@ def test_another_job_keeps_nothing_of_the_one_that_was_stopped(folder, tmp_path,
         equal(vlkv.load_params(tmp_path / change), vlkv.load_params(folder, dtype=dtype))
 
 
+@pytest.mark.default("safetensors")
 @FORMATS
 def test_kill_9_leaves_nothing_that_loads_and_the_next_run_goes_on(folder, tmp_path, kind):
     """In a process of its own, stopped after the second shard."""
@@ -225,6 +228,7 @@ def random_llama(folder: Path, width: int) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
     """288 MiB in tensors of 32: private memory grows by a few slices of 4 MiB, not by a tensor or a shard of 64."""
     code = (
@@ -250,6 +254,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
     assert manifest["bytes"] == 9 * 2**25 + 3 * 2**13 and len(list((tmp_path / "big-out").glob("model-*"))) > 3
 
 
+@pytest.mark.full
 def test_orbax_holds_one_piece_at_a_time(tmp_path):
     """288 MiB in pieces of 64: private memory grows by a piece and by what tensorstore writes of it, no more."""
     code = (

@@ -87,6 +87,7 @@ def kept_entries(cache, batch, row: int) -> np.ndarray:
     return kept[:, :, batch.valid[row]]
 
 
+@pytest.mark.default("AirCache-vision", "CSP-all", "PrefixKV-all")
 @pytest.mark.parametrize("policy", PLAN, ids=lambda p: f"{type(p).__name__}-{p.scope}")
 def test_decoding_from_the_cache(params, batch, read, prompts, policy):
     cache, logits = fill_cache(read, policy, new_tokens=8, key=jax.random.key(1)), read.logits
@@ -119,6 +120,7 @@ def check_selection(policy, layers, batch, row, kept) -> None:
     assert not selection.kept[..., count:].any()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "policy",
     [policies.ElasticCache(keep=0.3), policies.LookM(keep=0.3), policies.LookM(keep=0.15, scope="vision")],
@@ -141,6 +143,7 @@ def test_merged_entries_lie_in_the_pool(batch, read, policy):
             assert changed or not batch.is_vision[row].any()
 
 
+@pytest.mark.default("SnapKV")
 @pytest.mark.parametrize(
     "policy", [policies.AirCache(keep=0.1), policies.SnapKV(keep=0.3)], ids=lambda p: type(p).__name__
 )

@@ -62,6 +62,7 @@ def read(params, first):
     return jax.jit(vlkv.read_prompt)(params, first)
 
 
+@pytest.mark.full
 def test_turns_with_the_full_cache_equal_one_prompt_that_holds_them_all(params, first, read):
     """A turn with images in two of three rows, a turn of text, then two tokens; padding on the left, then right."""
     a, b, c = words(4, 9, 6, seed=5)
@@ -89,6 +90,7 @@ def test_turns_with_the_full_cache_equal_one_prompt_that_holds_them_all(params, 
         assert int(cache.used[row]) == ends[2] + 2 - ends[0]
 
 
+@pytest.mark.default("KIVI")
 @pytest.mark.parametrize("policy", [policies.CSP(keep=0.3), policies.KIVI(bits=4)], ids=lambda p: type(p).__name__)
 def test_a_compressed_first_turn_stays_as_it_is(params, first, read, policy):
     """Against float64 numpy, which attends to just the kept entries and to all that came after them."""
@@ -139,6 +141,38 @@ def test_methods_that_act_while_decoding_act_after_every_token(params, read):
                 np.testing.assert_array_equal(ours.attended[row], other.attended[row])
     assert after.used.tolist() == [5, 8, 3]
     assert after.memory[0].steps.tolist() == [5, 8, 3]
+
+
+def test_an_answer_ends_where_the_tail_of_its_row_does(params, first, read):
+    """Under jit the used slots are unknown: of 12, the turn takes 5, 9 and more than all. Float64 numpy answers too."""
+    said, new = words(5, 9, 13, seed=8), 8
+    cache = fill_cache(read, policies.Full(), new_tokens=12)
+    cache, logits = extend(params, cache, turn(said, seed=0))
+    tokens, lengths = jax.jit(vlkv.decode)(params, cache, logits, sampling=vlkv.Greedy(max_new_tokens=new, stop=()))
+    assert lengths.tolist() == [8, 4, 0], "a token needs a slot when it is fed; the last is not"
+    x = np.asarray(params.embed(jax.tree.map(jnp.asarray, first)))
+    for row, count in ((0, 8), (1, 4)):
+        _, layers = reference.prefill(params.decoder, x[row, first.valid[row]])
+        fed = list(said[row])
+        for _ in range(count):
+            fed.append(int(reference.decode(params.decoder, layers, kept_entries(cache, first, row), fed)[-1].argmax()))
+        answer = fed[-count:]
+        assert tokens[row].tolist() == answer + [answer[-1]] * (new - count)
+    assert tokens[2].tolist() == [-1] * new, "no token, and not token 0"
+
+
+def test_a_tail_that_is_too_small_is_refused_where_its_size_is_known(params, read):
+    logits, tokens = read.logits, jnp.full(3, 7)
+    cache = fill_cache(read, policies.Full(), new_tokens=2)
+    sampling = vlkv.Greedy(max_new_tokens=4, stop=())
+    for decode in (vlkv.decode, jax.jit(vlkv.decode)):
+        with pytest.raises(vlkv.InputError, match=r"tail has 2 slots, 0 of them used, and 3 more.*resize_tail"):
+            decode(params, cache, logits, sampling=sampling)
+    with pytest.raises(vlkv.InputError, match=r"tail has 2 slots"):
+        vlkv.log_probabilities(params, cache, logits, np.full((3, 4), 7))
+    full = dataclasses.replace(cache, used=cache.used + 2)
+    with pytest.raises(vlkv.InputError, match=r"tail has 2 slots, 2 of them used, and 1 more"):
+        vlkv.decode_step(params, full, tokens)
 
 
 def test_too_little_room_is_said_before_anything_is_compiled(params, read):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +58,7 @@ def test_one_bucket_traces_once_and_a_new_keep_once_more(params):
     assert generate._cache_size() == before + 3, "a longer bucket is a new shape"
 
 
+@pytest.mark.full
 def test_a_users_policy_keeps_what_it_says(params):
     inputs = question(9, 1)
     prompt = vlkv.read_prompt(params, inputs)
@@ -78,6 +81,7 @@ def test_policies_and_sampling_are_pytrees_without_leaves():
         assert dataclasses.replace(value) == value and hash(dataclasses.replace(value)) == hash(value)
 
 
+@pytest.mark.full
 def test_positions_count_every_token_ever_seen(params):
     cache, _ = vlkv.prefill(params, unequal_batch(), policies.StreamingLLM(keep=0.1), new_tokens=2)
     assert cache.next_position[:, 0].tolist() == np.asarray(unequal_batch().valid).sum(axis=1).tolist()
@@ -90,6 +94,8 @@ def test_stream_and_generate_agree(params):
     output = jax.jit(vlkv.generate)(params, inputs, policy=policy, sampling=sampling, key=key)
     streamed = np.stack(list(vlkv.stream(params, inputs, policy=policy, sampling=sampling, key=key)), axis=1)
     np.testing.assert_array_equal(output.tokens, streamed)
+    broken = jax.tree.map(lambda x: x * jnp.nan, params)
+    assert [x.tolist() for x in vlkv.stream(broken, inputs, policy=policy, sampling=sampling, key=key)] == [[-1] * 3]
 
 
 def test_sampling_draws_from_the_cut_distribution():
@@ -117,6 +123,7 @@ def test_randomness_needs_a_key_before_anything_is_traced(params):
         vlkv.generate(params, unequal_batch(), sampling=vlkv.Sample())
 
 
+@pytest.mark.full
 def test_two_keys_draw_two_caches(params):
     prompt = vlkv.read_prompt(params, unequal_batch())
     tokens = [
@@ -126,9 +133,76 @@ def test_two_keys_draw_two_caches(params):
     assert np.array_equal(tokens[0], tokens[1]) and not np.array_equal(tokens[0], tokens[2])
 
 
+def test_64_bits_are_refused(params):
+    q = np.ones((3, 2, 35, 8), np.float32)
+    cache, _ = vlkv.prefill(params, question(9, 1), policies.Full(), new_tokens=1)
+    with jax.enable_x64(True):
+        for run in (
+            lambda: vlkv.generate(params, question(9, 1), policy=policies.H2O(keep=0.5)),
+            lambda: jax.jit(vlkv.generate)(params, question(9, 1), policy=policies.AirCache(keep=0.5)),
+            lambda: policies.select(policies.PrefixKV(keep=0.5), q, q, q, np.zeros(35, bool)),
+            lambda: vlkv.decode_step(params, cache, jnp.array([7], jnp.int32)),
+        ):
+            with pytest.raises(vlkv.InputError, match="switch jax_enable_x64 off"):
+                run()
+
+
 def test_an_answer_that_cannot_fit_is_refused(params):
     with pytest.raises(vlkv.InputError, match="limit"):
         vlkv.generate(params, unequal_batch(), sampling=vlkv.Greedy(max_new_tokens=500))
+
+
+class Undecorated(policies.SnapKV):
+    """Without @policies.policy."""
+
+
+@policies.policy
+class PerToken(policies.Policy):
+    """Its scores lack an axis."""
+
+    def score(self, obs):
+        return obs.k.sum(axis=(0, 2))
+
+
+def test_a_policy_that_is_written_wrongly_is_named():
+    with pytest.raises(vlkv.InputError, match=r"Undecorated: write @policies.policy above the class"):
+        Undecorated(keep=0.5)
+    q = np.ones((3, 2, 35, 8), np.float32)
+    for policy in (PerToken(keep=0.5), policies.compose(policies.H2O(keep=0.5), allocate=PerToken)):
+        with pytest.raises(vlkv.InputError, match=r"PerToken: score returned shape \(35,\).*\[K, T\] = \(2, 35\)"):
+            policies.select(policy, q, q, q, np.zeros(35, bool))
+
+
+NO_POLICY = """
+import jax, numpy as np, vlkv
+from vlkv import policies
+from tests.models import tiny_llava, unequal_batch
+
+params, inputs, q = tiny_llava(), unequal_batch(), np.ones((3, 2, 35, 8), np.float32)
+for given, said in ((policies.SnapKV, "policy=SnapKV is a class: "), ("snapkv", "policy='snapkv' is a name: ")):
+    for run in (
+        lambda: vlkv.generate(params, inputs, policy=given),
+        lambda: next(vlkv.stream(params, inputs, policy=given)),
+        lambda: vlkv.score(params, inputs, np.ones((3, 2), np.int32), given),
+        lambda: vlkv.prefill(params, inputs, given, new_tokens=1),
+        lambda: vlkv.read_prompt(params, inputs, given),
+        lambda: policies.select(given, q, q, q, np.zeros(35, bool)),
+        lambda: policies.compose(given, store=policies.KIVI),
+        *([lambda: jax.jit(vlkv.generate)(params, inputs, policy=given)] if given is policies.SnapKV else []),
+    ):
+        try:
+            run()
+        except vlkv.InputError as error:
+            assert str(error).startswith(said) and "keep=0.1)" in str(error) and "\\n" not in str(error), error
+        else:
+            raise AssertionError(given)
+"""
+
+
+def test_what_is_no_policy_is_refused(root):
+    """In a process of its own: here beartype would be first to object."""
+    done = subprocess.run([sys.executable, "-c", NO_POLICY], capture_output=True, text=True, cwd=root, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @policies.policy
@@ -142,19 +216,44 @@ class Spendthrift(policies.Policy):
         return jnp.full(layers, most)
 
 
+@pytest.mark.full
 def test_an_allocation_that_overspends_loses_nothing_silently(params):
-    """What the cache says it holds it does hold: the upper layers get less."""
+    """What the cache says it holds it does hold: the upper layers get less. `select` knows the values and refuses."""
     cache = vlkv.fill_cache(vlkv.read_prompt(params, question(9, 1)), Spendthrift(budget=20), new_tokens=1)
     lengths = np.asarray(cache.length)[:, 0]
     assert lengths.tolist() == [[35, 35], [25, 25], [0, 0]]
     assert ((np.asarray(cache.token)[0] >= 0).sum(axis=0) == lengths.sum(axis=0)).all()
+    q = np.ones((3, 2, 35, 8), np.float32)
+    with pytest.raises(vlkv.InputError, match=r"Spendthrift: allocate returned \[35, 35, 35\] .* at most 60 in all"):
+        policies.select(Spendthrift(budget=20), q, q, q, np.zeros(35, bool))
 
 
-def test_an_eager_prefill_can_be_donated(params):
-    cache, _ = vlkv.prefill(params, question(9, 1), policies.Full(), new_tokens=2)
-    jax.block_until_ready(jax.jit(vlkv.decode_step, donate_argnames="cache")(params, cache, jnp.array([7])))
+@pytest.mark.full
+@pytest.mark.parametrize("fill", [vlkv.fill_cache, jax.jit(vlkv.fill_cache, static_argnames="new_tokens")])
+def test_a_cache_can_be_donated(params, fill):
+    """Also where a method acts while decoding; the prompt stays whole, so that another cache can be made of it."""
+    prompt = vlkv.read_prompt(params, question(9, 1))
+    step = jax.jit(vlkv.decode_step, donate_argnames="cache")
+    for policy in (policies.Full(), policies.H2O(keep=0.3)):
+        cache = fill(prompt, policy, new_tokens=2)
+        jax.block_until_ready(step(params, cache, jnp.array([7])))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(prompt))
 
 
+@pytest.mark.parametrize("new_tokens", [0, -1])
+def test_a_tail_without_slots_is_refused(params, new_tokens):
+    prompt = vlkv.read_prompt(params, question(9, 1))
+    cache = vlkv.fill_cache(prompt, policies.Full(), new_tokens=1)
+    for make in (
+        lambda: vlkv.prefill(params, question(9, 1), policies.Full(), new_tokens=new_tokens),
+        lambda: vlkv.fill_cache(prompt, policies.Full(), new_tokens=new_tokens),
+        lambda: vlkv.cache.resize_tail(cache, new_tokens),
+    ):
+        with pytest.raises(vlkv.InputError, match=rf"new_tokens={new_tokens} must be a whole number of at least 1"):
+            make()
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     "policy",
     [policies.H2O(keep=0.3), policies.PrefixKV(keep=0.3), policies.AVL(keep=0.5, core=0.3, refresh=2, text=0.5)],

@@ -41,6 +41,7 @@ def inspect(capsys, measured):
     return run
 
 
+@pytest.mark.default("budgets", "cost")
 @pytest.mark.parametrize("what", WHAT)
 def test_every_measure_says_what_it_is_of(inspect, what):
     got = inspect(what)
@@ -59,6 +60,7 @@ def test_budgets_and_lorenz(inspect):
     assert np.corrcoef(curves["gini"], curves["budgets"])[0, 1] < -0.8  # concentrated: fewer entries (Fig. 4)
 
 
+@pytest.mark.full
 def test_strength_and_divergence(inspect):
     strength, divergence = inspect("strength"), inspect("divergence")
     np.testing.assert_allclose(np.sum(strength["importance"], axis=1), strength["strength"], rtol=1e-4)
@@ -78,6 +80,7 @@ def test_strength_and_divergence(inspect):
     assert all(0 < value < 1 for value in divergence["self_and_cross"])
 
 
+@pytest.mark.full
 def test_sweep(inspect):
     got = inspect("sweep")
     assert got["S"]["values"] == [0.2, 0.6] and got["P"]["option"] == "prefill"
@@ -90,6 +93,7 @@ def test_sweep(inspect):
         assert all(0 <= a <= 1 for a in part["agreement"])
 
 
+@pytest.mark.full
 def test_ranking_and_error(inspect):
     ranking, error = inspect("ranking"), inspect("error")
     assert ranking["ranks"] == np.rint(np.linspace(0, VISION, 7)).astype(int).tolist()
@@ -99,6 +103,7 @@ def test_ranking_and_error(inspect):
     assert 0 < error["mean"][0] < error["mean"][-1] and 0 <= error["agreement"] <= 1
 
 
+@pytest.mark.full
 def test_attention_and_concordance(inspect):
     attention, concordance = inspect("attention"), inspect("concordance")
     shares = np.array(attention["shares"])

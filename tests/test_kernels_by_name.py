@@ -24,6 +24,7 @@ def case():
     return vlkv.load_params(CHECKPOINT), inputs
 
 
+@pytest.mark.full
 def test_the_answer_is_the_same(case):
     policy = policies.AVL(keep=0.4, core=0.1)  # of four steps, the third attends to everything
     answer = jax.jit(vlkv.generate)

@@ -9,6 +9,7 @@ from vlkv import cache, policies
 ROWS, LAYERS, HEADS, LENGTH, CHANNELS = 2, 3, 4, 70, 8
 
 
+@pytest.mark.default("32")
 @pytest.mark.parametrize("at_a_time", [7, 32, 512])
 def test_every_kept_entry_lies_where_its_segment_says_and_nothing_else_does(monkeypatch, at_a_time):
     monkeypatch.setattr(cache, "_SLOTS_AT_A_TIME", at_a_time)

@@ -42,6 +42,7 @@ def budgets(cumulative, total, least):
     return granted
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("scope", "least"), [("all", 2), ("vision", 1)])
 def test_ratios_and_curves_of_every_sample(params, scope, least):
     batches = [unequal_batch(padding="left"), unequal_batch(padding="right", seed=1)]

@@ -83,6 +83,7 @@ def check(params, batch, policy, reduce, expected_kept=None):
         np.testing.assert_allclose(ours[row], np.concatenate([first[None], later]), atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", [policies.FastV(keep=0.3), policies.FastV(keep=0.01, layer=1)], ids=repr)
 def test_fastv_drops_vision_tokens_after_its_layer_and_nothing_else(params, batch, policy):
     check(params, batch, policy, lambda is_vision: {policy.layer: by_last_row(is_vision, policy.keep)})
@@ -106,6 +107,7 @@ def test_avl_drops_p_after_the_second_layer_from_all_caches_and_keeps_s_of_the_o
     check(params, batch, policy, lambda is_vision: {2: by_last_row(is_vision, 0.6)}, expected)
 
 
+@pytest.mark.default("Composed1")
 @pytest.mark.parametrize(
     "policy",
     [
@@ -145,6 +147,7 @@ def agree(one, other):
     return len(common)
 
 
+@pytest.mark.full
 def test_memory_of_padded_rows_holds_the_prompts_numbers(params, batch):
     """A reduction moves tokens together; a step must find the scores of the tokens that it decides about."""
     plain = policies.H2O(keep=0.5)
@@ -154,6 +157,7 @@ def test_memory_of_padded_rows_holds_the_prompts_numbers(params, batch):
         assert agree(*(mass_by_place(cache, layer) for cache in caches)) > 10
 
 
+@pytest.mark.full
 def test_a_composed_policy_evicts_from_what_a_shortened_prompt_leaves(params, batch):
     """FastV, then the last row again: its share of every layer's own tokens, largest remainders to lower layers."""
     policy = compose(policies.AVL(keep=0.5, core=None), reduce=policies.FastV(keep=0.4, layer=1))
@@ -194,6 +198,27 @@ def test_the_pool_of_a_shortened_prompt_holds_what_is_left_and_little_more(param
     assert left <= slots <= left + 28 * 15 + 16
 
 
+@policies.policy
+class Hoarder(policies.FastV):
+    """Keeps every token, and promises to keep few."""
+
+    def reduce(self, tokens, obs, *, stage):
+        return tokens, tokens.valid
+
+
+@pytest.mark.full
+def test_what_a_policy_keeps_beyond_its_promise_does_not_cut_off_the_question(params, batch):
+    policy = Hoarder(keep=0.3, layer=1)
+    promised = policy.remaining(stage=0, vision=batch.max_vision, images=2)
+    with pytest.raises(vlkv.InputError, match=rf"Hoarder: reduce has kept 50 .* remaining allows {promised}"):
+        vlkv.read_prompt(params, batch, policy)
+    last = read_with(params, batch, policy).layers[-1]
+    for row in range(3):
+        kept = np.asarray(last.source)[row, np.asarray(last.valid)[row]]
+        vision = np.flatnonzero(batch.is_vision[row])[:promised]
+        assert kept.tolist() == sorted([*vision, *np.flatnonzero(batch.valid[row] & ~batch.is_vision[row])])
+
+
 # --- made of parts --------------------------------------------------------------------------------------------------
 
 
@@ -205,6 +230,7 @@ def read(params, batch):
 fill_cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")
 
 
+@pytest.mark.full
 def test_scores_of_one_with_budgets_of_another(read, batch):
     whole = compose(policies.SnapKV(keep=0.4), allocate=policies.PrefixKV)
     cache, snap, prefix = (
@@ -243,6 +269,7 @@ def test_compositions_can_be_composed_again(read):
     assert cache.k.codes.size and isinstance(prefix.k, jax.Array)
 
 
+@pytest.mark.full
 def test_merging_of_another(read):
     whole = compose(policies.H2O(keep=0.4, scope="vision"), merge=policies.LookM)
     merged, plain = (fill_cache(read, p, new_tokens=1) for p in (whole, policies.H2O(keep=0.4, scope="vision")))
@@ -250,6 +277,7 @@ def test_merging_of_another(read):
     assert float(jnp.abs(merged.k - plain.k).max()) > 1e-3
 
 
+@pytest.mark.full
 def test_steps_of_another(params, read):
     """SnapKV's entries, H2O's steps: accumulated attention of H2O's own scores, and one entry leaves at every step."""
     snap, h2o = policies.SnapKV(keep=0.5), policies.H2O(keep=0.5)
@@ -264,9 +292,10 @@ def test_steps_of_another(params, read):
         assert (stored.sum(axis=-1) == before).all(), "the new entry came, another left"
 
 
+@pytest.mark.default("4")
 @pytest.mark.parametrize("bits", [4, 2])
 def test_on_a_quantised_pool(params, read, batch, bits):
-    plain_policy = policies.SnapKV(keep=0.5)
+    plain_policy = policies.SnapKV(keep=0.5, window=8)
     plain = fill_cache(read, plain_policy, new_tokens=8)
     cache = fill_cache(read, compose(plain_policy, store=policies.KIVI(bits=bits)), new_tokens=8)
     for row in range(3):
@@ -282,6 +311,7 @@ def test_on_a_quantised_pool(params, read, batch, bits):
     assert 0 < error < {4: 0.5, 2: 3.0}[bits]
 
 
+@pytest.mark.full
 def test_merging_on_the_cache_composes_with_a_quantised_pool(read, batch):
     merging = policies.ToMe(keep=0.25, on="cache")
     plain, stored = (fill_cache(read, p, new_tokens=1) for p in (merging, compose(merging, store=policies.KIVI)))

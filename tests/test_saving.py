@@ -93,6 +93,7 @@ def path(tmp_path, params, cache):
     return tmp_path / "page.safetensors"
 
 
+@pytest.mark.default("h2o", "kivi")
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_loaded_cache_answers_as_the_one_that_was_saved(params, read, tmp_path, name):
     policy, path, questions = POLICIES[name], tmp_path / "page.safetensors", turn(QUESTIONS, seed=0)
@@ -108,6 +109,7 @@ def test_a_loaded_cache_answers_as_the_one_that_was_saved(params, read, tmp_path
     assert [p.name for p in tmp_path.iterdir()] == ["page.safetensors"]
 
 
+@pytest.mark.full
 def test_another_process_goes_on_where_this_one_stopped(params, cache, path, root, tmp_path):
     """Half of a conversation here, half there."""
     questions = turn(QUESTIONS, seed=0)
@@ -129,6 +131,7 @@ np.savez(sys.argv[2], logits=logits, tokens=tokens)
         np.testing.assert_array_equal(there["tokens"], tokens)
 
 
+@pytest.mark.default("composed")
 @pytest.mark.parametrize("name", ASKED)
 def test_one_image_serves_three_questions(params, batch, read, tmp_path, name):
     """Read once and repeated, against the image read once for each question."""
@@ -144,6 +147,7 @@ def test_one_image_serves_three_questions(params, batch, read, tmp_path, name):
     assert len({tuple(row) for row in np.asarray(ours).tolist()}) == 3
 
 
+@pytest.mark.full
 def test_a_tail_that_grew_is_one_that_was_long_from_the_start(params, read, cache, path):
     questions = turn(QUESTIONS, seed=0)
     long = fill_cache(read, POLICIES["h2o"], new_tokens=30)

@@ -61,15 +61,19 @@ def result(process: subprocess.Popen) -> str:
     return out
 
 
+@pytest.mark.full
 def test_weights_are_split_from_wherever_they_come(root):
     result(start("-c", CODE, devices=4, root=root))
 
 
 @pytest.fixture(scope="module")
-def answers(root):
-    return json.loads(result(start("-m", "tests.meshes", "compare", devices=8, root=root)))
+def answers(root, request):
+    """One process runs the cases of all tests that were selected."""
+    cases = {item.callspec.params["case"] for item in request.session.items if "answers" in item.fixturenames}
+    return json.loads(result(start("-m", "tests.meshes", "compare", *sorted(cases), devices=8, root=root)))
 
 
+@pytest.mark.default("heads: H2O", "slots: AirCache")
 @pytest.mark.parametrize("case", [f"{mesh}: {policy}" for mesh, (_, names) in CASES.items() for policy in names])
 def test_a_mesh_answers_as_one_device(answers, case):
     found = answers[case]
@@ -77,24 +81,29 @@ def test_a_mesh_answers_as_one_device(answers, case):
     assert len(set(map(tuple, found["tokens"]))) > 1, "rows that answer alike would show little"
 
 
-def test_a_cache_in_parts_answers_as_no_cache_at_all(answers):
-    assert answers["forward"] < 1e-4
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["slots: Full"])
+def test_a_cache_in_parts_answers_as_no_cache_at_all(answers, case):
+    assert answers[case]["forward"] < 1e-4
 
 
-@pytest.mark.parametrize("mesh", ["heads", "slots"])
-def test_a_decode_step_gathers_neither_the_pool_nor_a_weight(answers, mesh):
-    step = answers[f"{mesh}: step"]
+@pytest.mark.default("slots")
+@pytest.mark.parametrize("case", ["heads: step", "slots: step"])
+def test_a_decode_step_gathers_neither_the_pool_nor_a_weight(answers, case):
+    step = answers[case]
     assert step["collectives"] and max(elements for _, elements in step["collectives"]) < step["pool"] / 8
 
 
-def test_two_hosts_answer_as_one_device(answers, root):
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["more slots: Random"])
+def test_two_hosts_answer_as_one_device(answers, case, root):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     hosts = [start("-m", "tests.meshes", "process", str(i), port, devices=2, root=root) for i in range(2)]
     for host in hosts:
         *_, last = result(host).splitlines()  # gloo greets on the same pipe
-        assert json.loads(last) == answers["more slots: Random"]["expected"]
+        assert json.loads(last) == answers[case]["expected"]
 
 
 def test_a_mesh_that_does_not_fit_is_refused():

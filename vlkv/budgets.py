@@ -5,6 +5,8 @@ A ratio becomes integers once, here; everything after counts slots.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +37,17 @@ def share(fraction: float, count: Int[Array, "*shape"], most: int) -> Int[Array,
     return jnp.asarray(np.floor(fraction * np.arange(most + 1)).astype(np.int32))[count]
 
 
+def part(fraction: float, count: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+    """The fraction (0 to 1) of counts below 2^17, rounded down. For counts of which no static bound is known.
+
+    Computed in integers, because in float32 0.53 x 4300 is less than 2279. The fraction is rounded up to 30 binary
+    digits, so 0.29 x 100 is 29, as it is on paper but not in double precision.
+    """
+    high, low = divmod(math.ceil(fraction * 2**30), 2**15)
+    count = count.astype(jnp.uint32)
+    return (high * count + (low * count >> 15) >> 15).astype(jnp.int32)
+
+
 def uniform(total: Int[Array, ""], most: Int[Array, " L"]) -> Int[Array, " L"]:
     """Equal shares of what each of the layers holds; what is left over goes to the lower layers."""
     share = total * (most / jnp.maximum(jnp.sum(most), 1))
@@ -51,10 +64,13 @@ def apportion(
     """Integers in [floor, ceiling] that sum to `total` and follow `real` (which need not sum to it exactly).
 
     Values outside the bounds are fixed at them, and what that frees or costs is shared by the others in proportion,
-    until nothing changes; then largest remainders, ties to the lower layer. `total` must lie between the bounds' sums.
-    Values that are no numbers give equal shares.
+    until nothing changes; then largest remainders, ties to the lower layer. Values that are no numbers give equal
+    shares. A `total` that the bounds do not allow becomes the nearest that they do.
     """
     layers = real.shape[0]
+    ceiling = jnp.broadcast_to(ceiling, (layers,))
+    floor = jnp.minimum(floor, ceiling)
+    total = jnp.clip(total, jnp.sum(floor), jnp.sum(ceiling))
 
     def clip(_, state):
         value, free = state

@@ -125,6 +125,22 @@ def take_rows(cache: PackedCache, rows: Sequence[int] | Int[np.ndarray, " R"] | 
     return jax.tree_util.tree_map_with_path(take, cache)
 
 
+def check_new_tokens(new_tokens: int) -> None:
+    """Raises InputError unless a tail can have so many slots."""
+    if not (isinstance(new_tokens, int) and new_tokens >= 1):
+        raise InputError(
+            f"new_tokens={new_tokens!r} must be a whole number of at least 1: every new token needs a slot"
+        )
+
+
+def most_used(cache: PackedCache) -> int | None:
+    """Used tail slots of the fullest row; None under jit, where it is unknown."""
+    if isinstance(cache.used, jax.core.Tracer):
+        return None
+    with jax.ensure_compile_time_eval():
+        return int(jnp.max(cache.used))
+
+
 def resize_tail(cache: PackedCache, new_tokens: int) -> PackedCache:
     """The same cache with a tail of `new_tokens` slots: room for more turns, or none to spare.
 
@@ -132,10 +148,11 @@ def resize_tail(cache: PackedCache, new_tokens: int) -> PackedCache:
     they have let go before stays away.
 
     Raises:
-        InputError: fewer slots than are in use. Under jit, where that is unknown, a tail can only grow.
+        InputError: no slot, or fewer than are in use. Under jit, where that is unknown, a tail can only grow.
     """
-    room = cache.tail_k[0].shape[1]
-    used = room if isinstance(cache.used, jax.core.Tracer) else int(jnp.max(cache.used))
+    check_new_tokens(new_tokens)
+    room, used = cache.tail_k[0].shape[1], most_used(cache)
+    used = room if used is None else used
     if new_tokens < used:
         raise InputError(f"new_tokens={new_tokens} is too few: the tail's {used} slots in use would be cut off")
 
@@ -146,7 +163,7 @@ def resize_tail(cache: PackedCache, new_tokens: int) -> PackedCache:
         more = [(0, 0), (0, 0), (0, slots // parts - x.shape[2]), (0, 0), (0, 0)]
         return jnp.pad(x, more).reshape(x.shape[0], slots, *x.shape[3:])
 
-    memories = None if cache.memory is None else tuple(memory.resize(layer, new_tokens) for layer in cache.memory)
+    memories = None if cache.memory is None else tuple(memory.resize(layer, slots) for layer in cache.memory)
     return dataclasses.replace(
         cache, tail_k=tuple(map(resize, cache.tail_k)), tail_v=tuple(map(resize, cache.tail_v)), memory=memories
     )

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels
-from vlkv.cache import PackedCache, write
+from vlkv.cache import PackedCache, most_used, write
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
@@ -30,7 +30,8 @@ from vlkv.memory import arrive, attend
 from vlkv.models import Model
 from vlkv.parallel import cached_attention
 from vlkv.policies.full import Full
-from vlkv.policies.policy import Policy
+from vlkv.policies.policy import Policy, require_policy
+from vlkv.policies.selection import require_32_bits
 from vlkv.prefill import prefill
 from vlkv.sampling import Greedy
 
@@ -40,8 +41,8 @@ from vlkv.sampling import Greedy
 class Output:
     """An answer, and what the cache kept for it."""
 
-    tokens: Int[Array, "B S"]  # after a row's end: its stop id again
-    lengths: Int[Array, " B"]  # tokens of each row, the stop id included
+    tokens: Int[Array, "B S"]  # after a row's end: its last token again; -1 if it has none
+    lengths: Int[Array, " B"]  # tokens of each row, the stop id included; fewer if its logits became NaN
     token: Int[Array, "B P K"]  # prompt token in each pool slot, see PackedCache
     start: Int[Array, "L B K"]
     length: Int[Array, "L B K"]
@@ -59,8 +60,10 @@ def decode_step(
 ) -> tuple[PackedCache, Float[Array, "B vocab"]]:
     """Feeds one token per row; returns the cache with it and the logits of the next. The cache may be donated.
 
-    Past the tail's capacity (`new_tokens` of `prefill`) the logits are NaN: there is no slot to write to.
+    Raises:
+        InputError: the tail of a row is full; where that is known (under jit it is not, and the row's logits are NaN).
     """
+    check_tail(cache, 1)
     cache, x = feed(params, cache, params.decoder.embedding(token), cache.next_position)
     return cache, logits_after(params, cache, x)
 
@@ -69,6 +72,7 @@ def feed(
     params: Model, cache: PackedCache, x: Float[Array, "B D"], positions: Int[Array, "B A"]
 ) -> tuple[PackedCache, Float[Array, "B D"]]:
     """One embedded token per row through all layers; returns the cache with it and the last layer's output."""
+    require_32_bits()
     x, rotation = x[:, None], params.decoder.rotation(positions[:, None])
     tail_k, tail_v = list(cache.tail_k), list(cache.tail_v)
     memory = list(cache.memory or ())
@@ -161,18 +165,27 @@ def decode(
 ) -> tuple[Int[Array, "B S"], Int[Array, " B"]]:
     """One `while_loop` from a prompt's cache and logits until every row has ended.
 
+    A row also ends where its next logits are NaN, as they are if `extend` has left fewer slots of its tail than the
+    answer needs: no token is made of them.
+
     Returns:
-        Tokens, a row's stop id again after its end, and how many each row has, the stop id included.
+        Tokens, and how many each row has, the stop id included. After its end a row repeats its last token, or -1 if it
+        has none.
+
+    Raises:
+        InputError: the tail is too small for `max_new_tokens`; if slots of it are used, where that is known (under jit
+            it is not).
     """
+    check_tail(cache, sampling.max_new_tokens - 1)  # the last token is not fed
     stop = jnp.asarray(params.config.stop if sampling.stop is None else sampling.stop, jnp.int32)
 
     def pick(logits: Array, step: Array | int) -> Array:
         return sampling.choose(logits, None if key is None else jax.random.fold_in(key, step))
 
-    def append(state: _Decoding, token: Array) -> _Decoding:
+    def append(state: _Decoding, logits: Array) -> _Decoding:
+        token, ended = pick(logits, state.step), state.ended | _without_token(logits)
         tokens = jax.lax.dynamic_update_slice_in_dim(state.tokens, token[:, None], state.step, axis=1)
-        ended = state.ended | jnp.isin(token, stop)
-        return _Decoding(state.step + 1, state.cache, tokens, ended, state.lengths + ~state.ended)
+        return _Decoding(state.step + 1, state.cache, tokens, ended | jnp.isin(token, stop), state.lengths + ~ended)
 
     def unfinished(state: _Decoding) -> Array:
         return (state.step < sampling.max_new_tokens) & ~jnp.all(state.ended)
@@ -180,15 +193,21 @@ def decode(
     def step(state: _Decoding) -> _Decoding:
         previous = jax.lax.dynamic_index_in_dim(state.tokens, state.step - 1, axis=1, keepdims=False)
         cache, logits = decode_step(params, state.cache, previous)
-        return append(state._replace(cache=cache), pick(logits, state.step))
+        return append(state._replace(cache=cache), logits)
 
     batch = logits.shape[0]
     blank = jnp.zeros((batch, sampling.max_new_tokens), jnp.int32)
     state = _Decoding(jnp.int32(0), cache, blank, jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32))
-    state = jax.lax.while_loop(unfinished, step, append(state, pick(logits, 0)))
+    state = jax.lax.while_loop(unfinished, step, append(state, logits))
     place = jnp.arange(sampling.max_new_tokens)
-    last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
+    last = jnp.take_along_axis(state.tokens, jnp.maximum(state.lengths - 1, 0)[:, None], axis=1)
+    last = jnp.where(state.lengths[:, None] > 0, last, -1)
     return jnp.where(place < state.lengths[:, None], state.tokens, last), state.lengths
+
+
+def _without_token(logits: Float[Array, "B vocab"]) -> Bool[Array, " B"]:
+    """Which rows have no next token, because their logits are NaN."""
+    return jnp.any(jnp.isnan(logits), axis=-1)
 
 
 def score(
@@ -222,8 +241,14 @@ def score(
 def log_probabilities(
     params: Model, cache: PackedCache, logits: Float[Array, "B vocab"], targets: Int[Array | np.ndarray, "B S"]
 ) -> Float[Array, "B S"]:
-    """What `score` returns, from a prompt's cache and logits; the tail must have room for S tokens."""
+    """What `score` returns, from a prompt's cache and logits.
+
+    Raises:
+        InputError: the tail has fewer than the S - 1 slots that are needed. If slots of it are used and that is unknown
+            (under jit), targets without a slot score NaN.
+    """
     targets = jnp.asarray(targets)
+    check_tail(cache, targets.shape[1] - 1)  # the last target is not fed
 
     def log_probability(logits: Array, target: Array) -> Array:
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(target, 0)[:, None], axis=1)[:, 0]
@@ -254,21 +279,33 @@ def stream(
     """As `generate`, but yields each step's tokens as they come; rows that have ended repeat their stop id."""
     policy = Full() if policy is None else policy
     sampling = Greedy() if sampling is None else sampling
+    require_policy(policy)
     check_room(params.config, inputs, sampling.max_new_tokens)
     stop = params.config.stop if sampling.stop is None else sampling.stop
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
     cache, logits = _prefill(
         params, inputs, policy, new_tokens=sampling.max_new_tokens, key=policy_key, kernels=kernels
     )
-    ended, shown = np.zeros(logits.shape[0], bool), np.zeros(logits.shape[0], np.int32)
+    ended, shown = np.zeros(logits.shape[0], bool), np.full(logits.shape[0], -1, np.int32)
     for i in range(sampling.max_new_tokens):
         token = sampling.choose(logits, None if sample_key is None else jax.random.fold_in(sample_key, i))
+        ended |= np.asarray(_without_token(logits))
         shown = np.where(ended, shown, np.asarray(token))
         yield shown
         ended |= np.isin(shown, stop)
         if ended.all() or i + 1 == sampling.max_new_tokens:
             return
         cache, logits = _decode_step(params, cache, jnp.asarray(shown))
+
+
+def check_tail(cache: PackedCache, new_tokens: int) -> None:
+    """Raises InputError if a row has too few free tail slots for `new_tokens`. Under jit it counts all as free."""
+    slots, used = cache.tail_k[0].shape[1], most_used(cache) or 0
+    if used + new_tokens > slots:
+        raise InputError(
+            f"the tail has {slots} slots, {used} of them used, and {new_tokens} more are needed: prefill with a larger "
+            f"new_tokens, or vlkv.cache.resize_tail(cache, {used + new_tokens})"
+        )
 
 
 def check_room(config: ModelConfig, inputs: Inputs, new_tokens: int) -> None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels
-from vlkv.cache import PackedCache, entries, pack
+from vlkv.cache import PackedCache, check_new_tokens, entries, pack
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
 from vlkv.memory import Memory, begin
@@ -53,8 +53,11 @@ def prefill(
         The cache, and the logits of the first new token, which see the whole prompt unless the policy shortens it.
 
     Raises:
-        InputError: no key where the policy needs one, or it does not fit the model; before anything is traced.
+        InputError: no key where the policy needs one, it does not fit the model, or new_tokens is less than 1; before
+            anything is traced.
     """
+    check_new_tokens(new_tokens)
+    require_fit(policy, len(params.decoder.layers), key)
     if policy.reducer is not None and policy.reducer.forgets:  # what an early layer may keep is known only later
         prompt = read_prompt(params, inputs, policy, key=key, kernels=kernels)
         return fill_cache(prompt, policy, new_tokens=new_tokens, key=key), prompt.logits
@@ -110,7 +113,8 @@ def fill_cache(prompt: Prompt, policy: Policy, *, new_tokens: int, key: Key[Arra
     """What the policy keeps of a prompt, packed, with room for `new_tokens`.
 
     Raises:
-        InputError: no key where the policy needs one, or a prompt that another policy has shortened.
+        InputError: no key where the policy needs one, a prompt that another policy has shortened, or new_tokens is less
+            than 1.
     """
     return fill_cache_with(prompt, policy, None, new_tokens=new_tokens, key=key)
 
@@ -133,8 +137,9 @@ def fill_cache_with(
         key: for policies that draw at random.
 
     Raises:
-        InputError: no key where the policy needs one, or a prompt that another policy has shortened.
+        InputError: as `fill_cache`.
     """
+    check_new_tokens(new_tokens)
     require_fit(policy, len(prompt.layers), key)
     if policy.reducer != prompt.reducer:
         raise InputError(
@@ -170,7 +175,7 @@ def _observer(
 
 def _fill(prompt: Prompt, policy: Policy, new_tokens: int, chooser: Policy | None = None) -> PackedCache:
     """From the candidates of all layers to a cache; `chooser` is the policy whose budgets count, if not `policy`."""
-    layers, length, found = len(prompt.layers), prompt.valid.shape[1], prompt.layers
+    length, found = prompt.valid.shape[1], prompt.layers
     longest = max(layer.stays.shape[1] for layer in found)
     is_vision, stays, source = (
         jnp.stack([_lengthen(getattr(layer, name), longest) for layer in found], axis=1)
@@ -192,22 +197,43 @@ def _fill(prompt: Prompt, policy: Policy, new_tokens: int, chooser: Policy | Non
         max_images=prompt.max_images, new_tokens=new_tokens,
     )  # fmt: skip
     cache = dataclasses.replace(cache, kernels=prompt.kernels)
-    if not policy.acts:
-        return cache
+    if policy.acts:
+        cache = dataclasses.replace(cache, memory=_memories(prompt, policy, cache), policy=policy)
+    return _own_buffers(cache, prompt)
+
+
+def _memories(prompt: Prompt, policy: Policy, cache: PackedCache) -> tuple[Memory, ...]:
+    """What a policy that acts while decoding remembers of each layer."""
+    layers, length = len(prompt.layers), prompt.valid.shape[1]
     max_length = policy.layer_bound(layers=layers, vision=prompt.max_vision, text=prompt.max_text)
 
     def recall(token: Any, length: Any, values: Any, is_vision: Any, valid: Any) -> Memory:
         room = cache.tail_k[0].shape[1]  # new_tokens, or a few more where the slots are in parts
         return policy.begin(begin(token, length, values, is_vision, valid, new_tokens=room))
 
-    memory = tuple(
+    return tuple(
         jax.vmap(recall)(
             entries(cache.token, cache.start[i], cache.length[i], max_length, cache.parts), cache.length[i],
             _by_source(layer, length), prompt.is_vision, prompt.valid,
         )
-        for i, layer in enumerate(found)
+        for i, layer in enumerate(prompt.layers)
     )  # fmt: skip
-    return dataclasses.replace(cache, memory=memory, policy=policy)
+
+
+def _own_buffers(cache: PackedCache, prompt: Prompt) -> PackedCache:
+    """The cache without an array that it holds twice, or that the prompt holds too.
+
+    A cache may be donated, and then no array may be donated twice or still be needed by the prompt.
+    """
+    seen = {id(x) for x in jax.tree.leaves(prompt)}
+
+    def own(x: Array) -> Array:
+        if id(x) in seen:
+            return jnp.copy(x)
+        seen.add(id(x))
+        return x
+
+    return jax.tree.map(own, cache)
 
 
 def _lengthen(x: Array, length: int) -> Array:

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels
+from vlkv.errors import InputError
 from vlkv.inputs import Inputs
 from vlkv.models import Model
+from vlkv.observe import first
 from vlkv.parallel import by_row, prefill_attention
 from vlkv.policies.policy import Policy
 from vlkv.policies.selection import require_fit, see
@@ -74,7 +76,8 @@ def read_prompt(
         kernels: implementations of the ops, for all that is made of this prompt; None: of the platform.
 
     Raises:
-        InputError: the policy does not fit the model, or needs a key, or a tower with a class token.
+        InputError: the policy does not fit the model, or needs a key, or a tower with a class token, or keeps more than
+            its `remaining` allows (which is unknown under jit).
     """
     return read(params, inputs, policy, lambda _, layer: layer, key=key, kernels=kernels)
 
@@ -94,9 +97,9 @@ def read(
     """
     inputs = jax.tree.map(jnp.asarray, inputs)
     layers = len(params.decoder.layers)
-    reducer = None if policy is None else policy.reducer
     if policy is not None:
         require_fit(policy, layers, key)
+    reducer = None if policy is None else policy.reducer
     after = () if reducer is None or inputs.max_vision == 0 else reducer.reductions(layers)
     tokens, vision = _begin(params, inputs, reducer if after else None), inputs.max_vision
     made: list[Any] = []
@@ -110,10 +113,13 @@ def read(
             length = min(tokens.x.shape[1], vision + inputs.max_text)
             reduce = partial(
                 _reduce, reducer, stage=stage, layer=i - 1, layers=layers, max_instruction=inputs.max_instruction,
-                length=length, kernels=kernels,
+                vision=vision, length=length, kernels=kernels,
             )  # fmt: skip
             keys = None if key is None else jax.random.split(key, inputs.valid.shape[0])
-            tokens = by_row(reduce, inputs.valid.shape[0])(tokens, before, keys)
+            tokens, left = by_row(reduce, inputs.valid.shape[0])(tokens, before, keys)
+            if not isinstance(left, jax.core.Tracer) and int(jnp.max(left)) > vision:
+                raise InputError(f"{type(reducer).__name__}: reduce has kept {int(jnp.max(left))} vision tokens at "
+                                 f"stage {stage}, where remaining allows {vision}: correct one of the two")  # fmt: skip
             rotation = params.decoder.rotation(tokens.positions)
             if reducer.forgets:
                 made = [_without(m, tokens, inputs.valid.shape[1]) for m in made]
@@ -174,10 +180,14 @@ def _reduce(
     layer: int,
     layers: int,
     max_instruction: int,
+    vision: int,
     length: int,
     kernels: Kernels | None,
-) -> Tokens:
-    """One stage on one row, which then has `length` places."""
+) -> tuple[Tokens, Int[Array, ""]]:
+    """One stage on one row, which then has `length` places, and how many vision tokens the policy has kept.
+
+    Those after the first `vision` go too: the row has no more places, and the end of the prompt must not be cut off.
+    """
     obs = None
     if read is not None:
         q, k, v = (jnp.swapaxes(x, 0, 1) for x in (read.q, read.k, read.v))
@@ -186,7 +196,9 @@ def _reduce(
             layer=layer, layers=layers, max_instruction=max_instruction, grid=read.grid, kernels=kernels,
         )  # fmt: skip
     changed, kept = policy.reduce(tokens, obs, stage=stage)
-    return shorten(changed, kept & tokens.valid, length)
+    of_image = kept & tokens.valid & tokens.is_vision
+    kept = (kept & tokens.valid & ~tokens.is_vision) | first(of_image, vision)
+    return shorten(changed, kept, length), jnp.sum(of_image)
 
 
 def _without(made: LayerPrompt, tokens: Tokens, length: int) -> LayerPrompt:

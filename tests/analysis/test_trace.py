@@ -81,6 +81,7 @@ def watched(decoder, layers, kept, tokens):
     return hidden, mass
 
 
+@pytest.mark.full
 def test_a_trace_is_what_the_layers_do(params, batch, layers, full, snap):
     length = batch.valid.shape[1]
     hidden = {}
@@ -105,6 +106,7 @@ def test_a_trace_is_what_the_layers_do(params, batch, layers, full, snap):
         np.testing.assert_allclose(error[:, :, row], expected, atol=2e-4)
 
 
+@pytest.mark.full
 def test_agreement_and_log_probability(snap):
     logits = np.asarray(snap[1].logits, np.float64)
     log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
@@ -118,6 +120,7 @@ def test_agreement_and_log_probability(snap):
     np.testing.assert_allclose(analysis.agreement(snap[1].logits, answer), [*right, 1])
 
 
+@pytest.mark.full
 def test_methods_that_act_act_in_a_trace_too(params, prompt):
     cache = fill_cache(prompt, policies.AVL(keep=0.4, core=0.2), new_tokens=7)
     trace = follow(params, prompt, cache, ANSWER[:, :-1])
@@ -129,6 +132,7 @@ def test_methods_that_act_act_in_a_trace_too(params, prompt):
     assert fewer[[0, 1, 3, 4], :, :2].all() and not fewer[2].any(), "the third step attends to all that is stored"
 
 
+@pytest.mark.full
 def test_one_token_at_a_time(params, batch, prompt, layers, full):
     scores = np.random.default_rng(1).integers(0, 9, (3, 3, 2, batch.valid.shape[1])).astype(np.float32)  # ties
     curve = jax.jit(analysis.one_token_curve)(params, prompt, full[0], scores, ANSWER, np.array([0, 1, 13, 60]))
@@ -161,6 +165,7 @@ def test_what_is_chosen_is_what_is_cached(batch, prompt, snap):
         analysis.choose(prompt, policies.FastV(keep=0.5))
 
 
+@pytest.mark.full
 def test_who_survives_a_shortened_prompt(params, batch):
     policy = policies.FastV(keep=0.4)
     prompt = jax.jit(vlkv.read_prompt)(params, batch, policy)
@@ -183,6 +188,7 @@ def test_pictures_of_a_grid():
     assert analysis.on_grid(np.zeros((2, 3)), np.full((3, 3), -1)) == []
 
 
+@pytest.mark.full
 def test_sweep(params, batch):
     plan = [policies.Full(), policies.AVL(keep=0.4, core=0.2, refresh=3), policies.FastV(keep=0.4)]
     inputs = vlkv.Inputs.from_hf(

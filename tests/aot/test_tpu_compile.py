@@ -64,6 +64,7 @@ MODELS = {"7B": (LLAVA_7B, 8192), "Qwen2-7B": (QWEN2_7B, 16384), "26B": (INTERN_
 CASES = [*((generation, "7B") for generation in TOPOLOGIES), *(("v5e", model) for model in ("Qwen2-7B", "26B"))]
 
 
+@pytest.mark.default("v5e-Qwen2-7B")
 @pytest.mark.parametrize(("generation", "model"), CASES)
 def test_every_kernel(generation, model):
     model, slots = MODELS[model]
@@ -87,6 +88,7 @@ def test_every_kernel(generation, model):
     assert program.memory_analysis().temp_size_in_bytes < pool / 2, "no copy of the keys"
 
 
+@pytest.mark.default("v5e")
 @pytest.mark.parametrize("generation", TOPOLOGIES)
 def test_mass_of_a_few_gathered_rows(generation):
     def mass(q, k, weight, mask, place):
@@ -96,6 +98,7 @@ def test_mass_of_a_few_gathered_rows(generation):
     assert kernels(compile_for(generation, mass, q, k, ((1, ROWS), jnp.float32), mask, ((ROWS,), jnp.int32))) == 2
 
 
+@pytest.mark.default("v5e")
 @pytest.mark.parametrize(
     ("generation", "model"), [("v4", LLAVA_7B), ("v5p", INTERN_26B), ("v5e", QWEN2_7B), ("v6e", LLAVA_7B)]
 )
@@ -105,6 +108,7 @@ def test_prefill_attention(generation, model):
     assert kernels(compile_for(generation, attend, *shapes, ((2, PROMPT), bool))) == 1
 
 
+@pytest.mark.default("14-2-64")
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(14, 2, 64), (16, 16, 80), (32, 32, 96)])
 def test_heads_that_do_not_fill_the_lanes(heads, kv_heads, head_dim):
     for slots, dtype in ((4096, jnp.bfloat16), (40, jnp.float32)):

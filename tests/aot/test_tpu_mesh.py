@@ -23,6 +23,7 @@ def programs(root):
     return json.loads(result.stdout)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "parts"), [("heads", 1), ("slots", 4)])
 def test_the_kernels_run_split(programs, name, parts):
     found = programs[name]

@@ -34,7 +34,7 @@ def test_rows(file, tmp_path):
     a, b = tmp_path / "a.png", tmp_path / "b.png"
     turns = [{"question": "one?", "answer": "1"}, {"question": "two?", "answers": ["2"]}]
     path = file(
-        {"image": "a.png", "question": "q?", "answers": ["x", "y"], "source": "a book"},
+        {"image": "a.png", "question": "q?", "answers": ["x", "y"], "extra": {"source": "a book"}},
         "",
         {"id": 7, "images": ["b.png", str(a)], "turns": turns},
         {"question": "no image?", "answer": "none"},
@@ -62,6 +62,8 @@ def test_rows(file, tmp_path):
         ({"image": "a.png", "turns": [{"question": "q"}]}, "no answer"),
         ({"image": "a.png", "turns": ["q"]}, "a turn is a JSON str"),
         ({"image": "a.png", "question": "q", "turns": []}, "question and turns"),
+        ({"imgae": "a.png", "question": "q", "answer": "a"}, "line 2: unknown key 'imgae': did you mean image?"),
+        ({"turns": [{"question": "q", "anwsers": ["a"]}]}, "line 2: unknown key 'anwsers': did you mean answers?"),
     ],
 )
 def test_a_bad_row_is_named_by_its_line(file, line, said):

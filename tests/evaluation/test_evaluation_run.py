@@ -87,6 +87,7 @@ def test_several_policies_in_one_pass_answer_as_each_by_itself(model, records, t
                 assert entry["bytes"] * 2 == output.cache_bytes
 
 
+@pytest.mark.full
 def test_later_turns_see_the_whole_conversation(model, records, tmp_path):
     """Perplexity of each turn's reference with the full cache, against no cache on one text that holds it all."""
     params, processor = model
@@ -123,6 +124,7 @@ def test_later_turns_see_the_whole_conversation(model, records, tmp_path):
         assert said[turn].startswith(processor.decode(np.asarray(own[:1].argmax(-1))))
 
 
+@pytest.mark.full
 def test_query_agnostic_keeps_the_same_for_every_question(model, records, tmp_path):
     params, processor = model
     images, texts = [records[0].images[0]] * 2, [records[0].turns[0].question, records[1].turns[0].question]
@@ -163,6 +165,7 @@ def test_numbers_of_the_report():
     assert [answer["said"] for answer in result["answers"]] == [["4 2"], ["8"]]
 
 
+@pytest.mark.full
 def test_killed_and_continued_it_gives_the_same(small, questions, root, tmp_path, capsys):
     options = ["--model", str(small), "--policy", "full", "snapkv", "--keep", "0.2", "--scope", "vision",
                "--metric", "exact", "--batch", "2", "--max-new-tokens", str(NEW)]  # fmt: skip

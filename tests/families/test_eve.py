@@ -158,6 +158,7 @@ def test_greedy_tokens(saved):
     check_answers(params, vlkv.Inputs.from_hf(joined(rows), params.config), answers)
 
 
+@pytest.mark.full
 def test_a_row_is_answered_alike_whatever_its_neighbours(saved):
     check_neighbours(saved[2], saved[3], every_stage())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import numpy as np
+import pytest
 
 import vlkv
 from vlkv import policies
@@ -14,6 +15,7 @@ FIRST = ((4, ("image", 1, 4, 6), 3), (7,))
 SECOND = ((2, ("image", 1, 6, 2), 5), (3,))
 
 
+@pytest.mark.full
 def test_positions_of_a_later_turn_go_on_after_an_image(tmp_path):
     model = make("qwen2_vl")
     model.save_pretrained(tmp_path)

@@ -63,6 +63,7 @@ def test_every_name_on_disk_gives_the_same_parameters(internvl, tmp_path):
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "policy",
     [

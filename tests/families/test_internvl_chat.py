@@ -131,6 +131,7 @@ def phi3(tmp_path_factory):
     return model, folder, write(model, folder, "phi3-chat", large=False)
 
 
+@pytest.mark.default("qwen2")
 @pytest.mark.parametrize(
     ("kind", "template", "large"), [("llama", "internlm2-chat", True), ("qwen2", "Hermes-2", False)]
 )
@@ -145,6 +146,7 @@ def test_internlm2_and_qwen2(tmp_path, kind, template, large):
         check_generate(model, params, make_batch(seed=1))
 
 
+@pytest.mark.full
 def test_phi3_with_rows_on_either_side_of_the_first_training_length(phi3):
     """40 positions: one row is beyond them in its prompt, the others get there while they answer."""
     model, folder, _ = phi3

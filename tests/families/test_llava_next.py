@@ -115,6 +115,7 @@ def test_mistral(tmp_path):
     check_states(params, rows, [answer(model, row) for row in rows])
 
 
+@pytest.mark.full
 def test_video(tmp_path):
     """Frames pooled before they are projected, beside pictures."""
     model = make(video=True)
@@ -136,6 +137,7 @@ def test_new_and_old_names_give_the_same_parameters(saved, tmp_path):
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "policy", [every_stage(), policies.HiRED(keep=0.5)], ids=["every stage", "tower"]
 )  # fmt: skip

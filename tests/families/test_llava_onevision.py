@@ -114,6 +114,7 @@ def test_new_and_old_names_and_tied_embeddings(saved, tmp_path):
     assert vlkv.load_params(tmp_path / "tied").config.decoder.tied
 
 
+@pytest.mark.full
 def test_a_row_is_answered_alike_whatever_its_neighbours(saved):
     check_neighbours(saved[2], saved[3], every_stage())
 

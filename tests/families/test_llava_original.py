@@ -155,11 +155,13 @@ def test_layer_outputs_and_logits(saved):
     check_states(params, rows, answers, "left")
 
 
+@pytest.mark.default("mobilevlm")
 def test_greedy_tokens(saved):
     _, _, params, rows, answers = saved
     check_answers(params, vlkv.Inputs.from_hf(joined(rows), params.config), answers)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", [every_stage(), policies.HiRED(keep=0.5)], ids=["every stage", "tower"])
 def test_a_row_is_answered_alike_whatever_its_neighbours(saved, policy):
     check_neighbours(saved[2], saved[3], policy)

@@ -127,6 +127,7 @@ def rows_with(config, *frames: int) -> list[Row]:
     return rows
 
 
+@pytest.mark.full
 def test_videos_of_unequal_length(saved):
     model, _, params = saved
     rows = rows_with(params.config, 3, 1, 0)

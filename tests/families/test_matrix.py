@@ -34,6 +34,7 @@ def test_no_family_is_forgotten():
         assert len(set(batch.valid.sum(axis=1))) == 3, family
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SECOND)
 def test_every_policy_on_a_second_family(made, name):
     policy = tiny.make_policy(name)
@@ -48,6 +49,7 @@ EVERY_STAGE = policies.compose(
 )  # fmt: skip
 
 
+@pytest.mark.default("llava_qwen")
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_policy_of_every_stage_on_every_family(family):
     """Reduced in prefill, scored, allotted per layer, merged, quantised, and evicted from while decoding."""
@@ -60,6 +62,7 @@ def read(made):
     return jax.jit(vlkv.read_prompt, compiler_options=tiny.QUICK)(*made["qwen2_vl"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["snapkv", "aircache", "prefixkv"])
 def test_select_keeps_what_generate_kept(made, read, name):
     """One that scores, one whose layers share by what they scored, one that allots by the layers' statistics."""

@@ -69,6 +69,7 @@ def check(case, batch, rows=ROWS) -> None:
     assert np.concatenate(spread).std() >= 1
 
 
+@pytest.mark.default("qwen2_vl-left", "qwen2_5_vl-right")
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_layers_and_logits_of_a_batch(case, padding):
     """Two images, an image and a video, one image, none."""
@@ -82,6 +83,7 @@ def test_no_picture_at_all(case):
     check(case, batch, rows)
 
 
+@pytest.mark.default("qwen2_5_vl")
 def test_greedy_tokens(case):
     batch = prompts("left")
     output = jax.jit(vlkv.generate)(
@@ -96,6 +98,7 @@ def test_greedy_tokens(case):
         np.testing.assert_array_equal(output.tokens[row], tokens[0, ids.shape[1] :].numpy())
 
 
+@pytest.mark.full
 def test_after_eviction_positions_go_on_from_the_whole_prompt(case):
     """Float64 numpy with every position written out: the prompt's by transformers, then its length plus rope delta."""
     batch = prompts("left")
@@ -126,6 +129,7 @@ def test_after_eviction_positions_go_on_from_the_whole_prompt(case):
     assert all(delta < 0 for delta in deltas[:3])
 
 
+@pytest.mark.full
 def test_a_renumbered_prompt_goes_on_from_its_own_length(case):
     """LightKV as published numbers what is left anew, alike on all axes; here the prompt ends with an image, too."""
     rows = ((6, ("image", 1, 8, 8)), (30,))
@@ -139,6 +143,7 @@ def test_a_renumbered_prompt_goes_on_from_its_own_length(case):
     np.testing.assert_array_equal(cache.next_position, length[1][:, None].repeat(3, axis=1))
 
 
+@pytest.mark.full
 def test_a_step_that_evicts_runs_on_unequal_rows(case):
     inputs, sampling = case.inputs(prompts()), vlkv.Greedy(max_new_tokens=4, stop=())
     output = jax.jit(vlkv.generate)(case.params, inputs, policy=policies.H2O(keep=0.5), sampling=sampling)

@@ -199,12 +199,14 @@ def test_layer_outputs_and_logits(saved, padding):
     check_states(params, rows, answers, padding)
 
 
+@pytest.mark.full
 def test_greedy_tokens_beyond_the_length_at_which_queries_begin_to_grow(saved):
     _, _, params, rows, answers = saved
     assert max(len(row.ids) for row in rows) < LENGTH < max(len(row.ids) for row in rows) + NEW - 4
     check_answers(params, vlkv.Inputs.from_hf(joined(rows), params.config), answers)
 
 
+@pytest.mark.full
 def test_a_row_is_answered_alike_whatever_its_neighbours(saved):
     check_neighbours(saved[2], saved[3], every_stage())
 

@@ -52,6 +52,7 @@ def test_answers_are_those_of_generate_whatever_the_batches(answerer, questions)
     assert any("/" in sample.answer for sample in pages.held_out(5, seed=1)), "something was cut"
 
 
+@pytest.mark.full
 def test_likelihoods_are_those_of_score(answerer, questions):
     continuations = [["1 2", "4"], ["7 7 7"], ["3", " 3", "9 1 / 2"]]
     ours = answerer.likelihoods(questions[:3], continuations)
@@ -68,6 +69,7 @@ def test_likelihoods_are_those_of_score(answerer, questions):
     assert ours[2][0] == ours[2][1], "the space before a continuation belongs to the prompt"
 
 
+@pytest.mark.full
 def test_a_continuation_is_greedy_if_it_is_what_generate_says(answerer, questions):
     said = [" ".join(answer.text.split()[:2]) for answer in answerer.answers(questions[:3], SAMPLING)]
     ours = answerer.likelihoods(questions[:3], [[text, "/"] for text in said])

@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -45,6 +46,7 @@ def blocks(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.default("blocks of 3-1.0-True-xla", "blocks of 3-4.0-False-reference")
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("softmax_n", [0.0, 1.0, 4.0])
@@ -57,6 +59,7 @@ def test_sums_causal_or_not_with_n_in_the_denominator(blocks, implementation, ca
     np.testing.assert_allclose(got, expected_mass(q, k, weight, allowed, softmax_n), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("statistic", ["square", "count"])
 def test_squares_and_counts(blocks, implementation, statistic):
@@ -82,6 +85,7 @@ def test_gathered_rows_see_keys_up_to_their_own_place(monkeypatch, implementatio
     np.testing.assert_allclose(got, expected_mass(q[:, place], k, weight, allowed), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_a_row_that_sees_no_key_adds_nothing_and_no_nan(blocks):
     q, k, weight, _ = make(37, 37)
     mask = jnp.arange(37) >= 4  # rows 0..3 see nothing
@@ -108,16 +112,19 @@ def test_bfloat16_keys_give_a_float32_answer_of_bfloat16_accuracy():
     np.testing.assert_allclose(half, attention_mass(q, k, row_weight=weight, key_mask=mask), rtol=0.1, atol=0.02)
 
 
-@pytest.mark.parametrize("i", range(3))
-def test_golden_column_sums_and_windows(golden, i):
-    g = golden(f"column_sums_{i}")
-    q, k, length = jnp.array(g["q"]), jnp.array(g["k"]), g["q"].shape[1]
-    windows = [length, *g["window_sizes"].tolist()]
-    weight = jnp.array([np.arange(length) >= length - w for w in windows], jnp.float32)
-    everything, *windowed = np.asarray(attention_mass(q, k, row_weight=weight, key_mask=jnp.ones(length, bool)))
-    np.testing.assert_allclose(everything, g["paper_column_sums"], rtol=1e-5)
-    np.testing.assert_allclose(everything.mean(axis=0), g["paper_head_mean_column_sums"], rtol=1e-5)
-    np.testing.assert_allclose(windowed, g["paper_windowed_column_sums"], rtol=1e-5)
+jit_mass = jax.jit(attention_mass)
+
+
+def test_golden_column_sums_and_windows(golden):
+    for name in golden.names("column_sums_*"):
+        g = golden(name)
+        q, k, length = jnp.array(g["q"]), jnp.array(g["k"]), g["q"].shape[1]
+        windows = [length, *g["window_sizes"].tolist()]
+        weight = jnp.array([np.arange(length) >= length - w for w in windows], jnp.float32)
+        everything, *windowed = np.asarray(jit_mass(q, k, row_weight=weight, key_mask=jnp.ones(length, bool)))
+        np.testing.assert_allclose(everything, g["paper_column_sums"], rtol=1e-5)
+        np.testing.assert_allclose(everything.mean(axis=0), g["paper_head_mean_column_sums"], rtol=1e-5)
+        np.testing.assert_allclose(windowed, g["paper_windowed_column_sums"], rtol=1e-5)
 
 
 @pytest.mark.parametrize(

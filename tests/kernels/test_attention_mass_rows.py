@@ -36,6 +36,7 @@ def blocks(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("softmax_n", [0.0, 4.0])
@@ -60,6 +61,7 @@ def test_gathered_rows_see_keys_up_to_their_own_place(monkeypatch, implementatio
     np.testing.assert_allclose(got, expected(q[:, place], k, weight, allowed), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_a_row_that_sees_no_key_gives_nothing_and_no_nan(blocks):
     q, k, weight, _ = make()
     mask = jnp.arange(LENGTH) >= 4  # rows 0..3 see nothing

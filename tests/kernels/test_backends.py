@@ -108,6 +108,7 @@ def check(got, want, dtype):
         np.testing.assert_allclose(g, w, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.default("xla-0", "interpret-5")
 @pytest.mark.parametrize(("implementation", "i"), runs("decode_attention"))
 def test_decode_attention(implementation, i):
     c, random = CASES[i], np.random.default_rng(i)
@@ -122,6 +123,7 @@ def test_decode_attention(implementation, i):
     check(got, attention(q, k, v, start, length, allowed, c["softmax_n"]), c["dtype"])
 
 
+@pytest.mark.default("xla-0", "interpret-5")
 @pytest.mark.parametrize(("implementation", "i"), runs("core_attention"))
 def test_core_attention(implementation, i):
     c, random = CASES[i], np.random.default_rng(i)
@@ -172,6 +174,7 @@ def close(got, want, dtype):
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.default("xla-0", "interpret-5")
 @pytest.mark.parametrize(("implementation", "i"), runs("attention_mass"))
 def test_attention_mass(implementation, i):
     c, random = CASES[i], np.random.default_rng(i)
@@ -191,6 +194,7 @@ def test_attention_mass(implementation, i):
     close(got, np.einsum("rt,nts->rns", row_weight, p), c["dtype"])
 
 
+@pytest.mark.default("xla-0", "interpret-5")
 @pytest.mark.parametrize(("implementation", "i"), runs("attention_mass_rows"))
 def test_attention_mass_rows(implementation, i):
     c, random = CASES[i], np.random.default_rng(i)

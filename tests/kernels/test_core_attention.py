@@ -20,6 +20,7 @@ def arrays():
     return made | {"text": jnp.array([[30, 30], [20, 60]])}
 
 
+@pytest.mark.full
 def test_a_list_of_everything_is_decode_attention(arrays, monkeypatch):
     monkeypatch.setattr(ragged, "_sizes", lambda op, bound, entry, segments: (min(16, bound), 3))
     text = jnp.full((BATCH, KV_HEADS), 20)
@@ -42,6 +43,7 @@ def test_slots_that_are_not_listed_are_not_touched(arrays):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.full
 def test_a_quantised_pool(arrays):
     used = jnp.ones((BATCH, SLOTS, KV_HEADS), bool)
     k = quantize(arrays["k"], used, bits=4, group=16, axis="slots")

@@ -1,5 +1,6 @@
 """decode_attention against float64 numpy: every kind of segment of a pool, and two parts made one."""
 
+import functools
 import math
 
 import jax
@@ -61,6 +62,7 @@ def check(got, want):
         np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.default("start1-length1-5 chunks-xla")
 @either
 @pytest.mark.parametrize("chunk", [16, 256], ids=["5 chunks", "1 chunk"])
 @pytest.mark.parametrize(
@@ -170,40 +172,38 @@ def n_softmax(golden):
     return g, (q[:, 0], k, v)
 
 
-@pytest.mark.parametrize("i", range(3))
+attend = jax.jit(decode_attention, static_argnames=("softmax_n", "return_mass", "implementation"))
+
+
 @either
-def test_golden_outputs_with_n_in_the_denominator(n_softmax, monkeypatch, chosen, i):
+def test_golden_outputs_with_n_in_the_denominator(n_softmax, monkeypatch, chosen):
     monkeypatch.setattr(ragged, "_sizes", blocks_of(16))
     g, (q, k, v) = n_softmax
     slots, heads = k.shape[1:3]
     start, length = jnp.zeros((1, heads), jnp.int32), jnp.full((1, heads), slots)
-    n = float(g["softmax_n_values"][i])
+    run = functools.partial(decode_attention, start=start, length=length, return_mass=True, implementation=chosen)
+    n = float(g["softmax_n_values"][0])  # joins what an implementation returns: the test of two parts takes every n
     for valid, name in ((None, "paper_output"), (jnp.array(g["valid"])[None], "paper_output_with_valid_mask")):
-        out, lse, mass = decode_attention(
-            q, k, v, start, length, valid=valid, softmax_n=n, return_mass=True, implementation=chosen
-        )
-        np.testing.assert_allclose(out[0], g[name][i], rtol=1e-5, atol=1e-6)
+        out, lse, mass = jax.jit(functools.partial(run, softmax_n=n))(q, k, v, valid=valid)
+        np.testing.assert_allclose(out[0], g[name][0], rtol=1e-5, atol=1e-6)
         received = jnp.einsum("bnp,bpnh->bnh", mass, jnp.repeat(v, q.shape[1] // heads, axis=2))
-        np.testing.assert_allclose(received[0], g[name][i], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(received[0], g[name][0], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(jnp.sum(mass, axis=-1), 1 - n * np.exp(-lse), rtol=1e-5)
-    np.testing.assert_allclose(
-        decode_attention(q, k, v, start, length, softmax_n=n)[0][0], g["as_released_output"][i], rtol=1e-4, atol=2e-5
-    )
 
 
-@pytest.mark.parametrize("i", range(3))
-def test_golden_outputs_of_two_parts_with_n_in_their_joint_denominator(n_softmax, i):
+def test_golden_outputs_of_one_part_and_of_two_with_n_in_their_joint_denominator(n_softmax):
     g, (q, k, v) = n_softmax
     slots, heads = k.shape[1:3]
     start = jnp.zeros((1, heads), jnp.int32)
-    n = float(g["softmax_n_values"][i])
-    for cut in (0, 23, slots):
-        first = decode_attention(q, k, v, start, start + cut)
-        second = decode_attention(q, k, v, start + cut, start + slots - cut)
-        out, total = combine(first, second, softmax_n=n)
-        np.testing.assert_allclose(out[0], g["paper_output"][i], rtol=1e-5, atol=1e-6)
-        _, lse = decode_attention(q, k, v, start, start + slots, softmax_n=n)
-        np.testing.assert_allclose(total, lse, rtol=1e-5)
+    for i, n in enumerate(g["softmax_n_values"].tolist()):
+        whole, lse = attend(q, k, v, start, start + slots, softmax_n=n)
+        np.testing.assert_allclose(whole[0], g["paper_output"][i], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(whole[0], g["as_released_output"][i], rtol=1e-4, atol=2e-5)
+        for cut in (0, slots // 3, slots):
+            first, second = attend(q, k, v, start, start + cut), attend(q, k, v, start + cut, start + slots - cut)
+            out, total = combine(first, second, softmax_n=n)
+            np.testing.assert_allclose(out[0], g["paper_output"][i], rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(total, lse, rtol=1e-5)
 
 
 @pytest.mark.parametrize("scale", [500.0, 1e-3])
@@ -221,17 +221,16 @@ def test_n_next_to_very_large_and_very_small_denominators(pool, scale):
     assert not np.asarray(out[1, :3]).any() and np.isfinite(out).all()  # the empty segment
 
 
-@pytest.mark.parametrize("i", range(3))
-def test_golden_attention_of_the_last_rows_and_their_log_sum_exp(golden, i):
-    g = golden(f"column_sums_{i}")
-    k, v = (jnp.swapaxes(jnp.array(g[name]), 0, 1)[None] for name in "kv")
-    length, heads = k.shape[1:3]
-    attend = jax.jit(decode_attention)
-    for row in range(1, 5):
-        seen = jnp.full((1, heads), length - row + 1)
-        out, lse = attend(jnp.array(g["q"])[None, :, -row], k, v, jnp.zeros_like(seen), seen)
-        np.testing.assert_allclose(out[0], g["paper_attention_output"][:, -row], rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(lse[0], g["paper_log_sum_exp"][:, -row], rtol=1e-5)
+def test_golden_attention_of_the_last_rows_and_their_log_sum_exp(golden):
+    for name in golden.names("column_sums_*"):
+        g = golden(name)
+        k, v = (jnp.swapaxes(jnp.array(g[part]), 0, 1)[None] for part in "kv")
+        length, heads = k.shape[1:3]
+        for row in range(1, g["paper_attention_output"].shape[1] + 1):
+            seen = jnp.full((1, heads), length - row + 1)
+            out, lse = attend(jnp.array(g["q"])[None, :, -row], k, v, jnp.zeros_like(seen), seen)
+            np.testing.assert_allclose(out[0], g["paper_attention_output"][:, -row], rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(lse[0], g["paper_log_sum_exp"][:, -row], rtol=1e-5)
 
 
 @pytest.mark.parametrize(

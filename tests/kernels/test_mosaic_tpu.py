@@ -63,6 +63,7 @@ SEGMENTS = {  # slots, bound on a segment, start, length
 }
 
 
+@pytest.mark.default("empty rows between others")
 @pytest.mark.parametrize(
     ("case", "kv_heads", "head_dim", "dtype", "masked", "two_cores"),
     [
@@ -125,6 +126,7 @@ def probabilities(q, k, allowed, softmax_n):
     return np.where(total > 0, e / np.where(total > 0, total, 1), 0.0)
 
 
+@pytest.mark.default("count")
 @pytest.mark.parametrize(
     ("place", "causal", "softmax_n", "statistic", "dtype"),
     [

@@ -31,6 +31,7 @@ def cut(request, monkeypatch):
         monkeypatch.setattr(xla, "_BLOCK_ELEMENTS", dict.fromkeys(xla._BLOCK_ELEMENTS, 0))
 
 
+@pytest.mark.default("blocks of 16-True")
 @pytest.mark.parametrize("causal", [True, False])
 def test_padding_on_both_sides(cut, causal):
     length = 150  # 10 blocks of 16: more than the 8 groups, the last one ragged
@@ -46,6 +47,7 @@ def test_padding_on_both_sides(cut, causal):
     assert np.isfinite(got).all()
 
 
+@pytest.mark.default("head by head, blocks of 16")
 def test_gradients_are_those_of_plain_attention(cut):
     length = 40
     random = np.random.default_rng(2)

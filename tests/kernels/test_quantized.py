@@ -84,6 +84,7 @@ def test_as_kivi_defines_it_and_never_off_by_more_than_half_a_step(bits, axis, d
     assert np.mean(away <= 2 * rounding[inside]) > 1 - 2**bits * eps
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("axis", AXES)
 def test_free_slots_widen_no_range_whatever_they_hold(axis):
     x, used = random_pool(2, (2, 40, 3, 12))
@@ -95,6 +96,7 @@ def test_free_slots_widen_no_range_whatever_they_hold(axis):
     np.testing.assert_array_equal(*(dequantize(pool)[np.asarray(used)] for pool in pools))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_constant_groups_are_exact_and_empty_ones_zero(axis, dtype):
@@ -114,6 +116,7 @@ def test_bytes_are_the_codes_and_two_numbers_per_group(bits):
     assert keys.nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(keys))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("axis", AXES)
 def test_any_slice_of_slots_reads_as_the_same_slice_of_the_array(axis):
     x, used = random_pool(3, (1, 75, 1, 12))
@@ -158,6 +161,7 @@ def attention(q, k, v, start, length, valid):
     return out, lse, mass
 
 
+@pytest.mark.default("float32-2-xla")
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -183,6 +187,7 @@ def test_attention_is_attention_over_the_dequantised_pool(monkeypatch, implement
                 np.testing.assert_allclose(g, w, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.full
 def test_one_of_keys_and_values_may_be_an_array(monkeypatch):
     monkeypatch.setattr(ragged, "_sizes", blocks_of(48))
     random = np.random.default_rng(5)

@@ -67,6 +67,7 @@ def test_decode_attention_on_segments_of_every_kind(group, head_dim, dtype):
         close(got, attention(*pool, start, chosen), 1e-5 if dtype == jnp.float32 else 0.03)
 
 
+@pytest.mark.full
 def test_decode_attention_without_mask_and_mass_reads_nothing_outside():
     (q, k, v), _ = make_pool(2, 64)
     start, length = np.array(SEGMENTS[0])
@@ -129,6 +130,7 @@ def probabilities(q, k, allowed, softmax_n):
 PLACES = np.array([99, 5, 20, 0, 21, 5, 64, 33])  # in no order, one of them twice
 
 
+@pytest.mark.default("square")
 @pytest.mark.parametrize(
     ("statistic", "causal", "softmax_n", "gathered"),
     [("sum", True, 0.0, False), ("sum", False, 4.0, True), ("square", True, 1.0, True), ("count", True, 0.0, False)],
@@ -152,6 +154,7 @@ def test_mass_of_columns_and_rows(statistic, causal, softmax_n, gathered):
     close([received], [np.einsum("rt,nts->rns", np.float64(row_weight), np.float64(counted))], 1e-5)
 
 
+@pytest.mark.full
 def test_mass_of_bfloat16_with_logits_of_hundreds():
     q, k, weight, mask = make_rows(head_dim=64)
     q, k = (50 * q).astype(jnp.bfloat16), k.astype(jnp.bfloat16)
@@ -163,6 +166,7 @@ def test_mass_of_bfloat16_with_logits_of_hundreds():
     close([received], [np.einsum("rt,nts->rns", np.float64(weight), p)], 1e-3)
 
 
+@pytest.mark.full
 def test_mass_of_a_batch_is_that_of_each_of_its_prompts():
     """By vmap, as in prefill; places are shared, everything else is not."""
     q, k, weight, mask = make_rows(head_dim=64)

@@ -87,6 +87,7 @@ def test_variation_keeps_digits_legible():
     assert not np.array_equal(first, second)
 
 
+@pytest.mark.full
 def test_resumes_where_it_stopped(tmp_path, monkeypatch):
     """A run of two steps, then the same again with four: it goes on, and writes a folder that loads."""
     monkeypatch.setattr(training, "evaluate", lambda *_: {"exact": 0.0})

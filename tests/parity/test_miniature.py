@@ -17,6 +17,7 @@ def theirs():
     return transformers.LlavaForConditionalGeneration.from_pretrained(CHECKPOINT).eval()
 
 
+@pytest.mark.full
 def test_answers_of_transformers(theirs):
     params, processor = vlkv.load(CHECKPOINT)
     samples = list(pages.held_out(8, seed=3))

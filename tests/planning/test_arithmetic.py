@@ -59,6 +59,7 @@ PROMPTS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "prompt", "pictures", "each"), PROMPTS)
 def test_a_prompt_holds_as_many_pictures_as_fit(name, prompt, pictures, each):
     asked = question(vlkv.presets[name], batch=3, prompt=prompt)
@@ -139,6 +140,7 @@ class _as_array_size:
         self.nbytes = math.prod(x.shape) * x.dtype.itemsize
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "topology", "batch", "expected"),
     [

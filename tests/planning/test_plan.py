@@ -47,12 +47,14 @@ def made(tiny):
     return planning.plan(tiny, topology="v5e:2x2", batch=4, prompt=300, new_tokens=16, policy=AirCache(keep=0.1))
 
 
+@pytest.mark.full
 def test_bytes_are_those_of_the_shapes(made):
     for run in made.runs:
         for step in (run.prefill, run.decode):
             assert step.program.arguments == pytest.approx(step.argument_bytes, rel=0.02)
 
 
+@pytest.mark.full
 def test_bytes_by_hand(tiny, made):
     """300 tokens: 9 pictures of 25 (a bucket of 12: 300 tokens) and 75 others (96); two bytes a number."""
     assert (made.data, made.model_axis) == (4, 1)
@@ -71,6 +73,7 @@ def test_bytes_by_hand(tiny, made):
     )  # besides: the tower, norms and biases, all small and padded
 
 
+@pytest.mark.full
 def test_what_is_said(made):
     said = json.loads(json.dumps(as_json(made)))
     assert said["estimates"] is True and said["fits"] is True and "estimates" in said["notes"][0]
@@ -163,6 +166,7 @@ print(sum(event == "/jax/compilation_cache/cache_hits" for event in found))
 """
 
 
+@pytest.mark.full
 def test_a_second_process_finds_what_the_first_compiled(tmp_path, root):
     """As docs/scaling.md says it: jax's persistent cache, by its environment variables, holds `generate`."""
     cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}

@@ -46,8 +46,9 @@ def apportion(real, total, most, low=1):
         if value[free].sum() > 0:
             value[free] *= 1 + excess / value[free].sum()
     whole = np.floor(value + 1e-9).astype(int)
-    for i in sorted(range(len(real)), key=lambda i: -(value[i] - whole[i])):
-        whole[i] += whole.sum() < total and whole[i] < most
+    while whole.sum() < min(total, len(real) * most):  # once, unless the bounds left too little to share
+        for i in sorted(range(len(real)), key=lambda i: -(value[i] - whole[i])):
+            whole[i] += whole.sum() < total and whole[i] < most
     return list(whole)
 
 
@@ -73,6 +74,7 @@ class Prompt:
         self.everything = scope == "all"
         self.scope = np.ones(self.tokens, bool) if self.everything else vision
         self.most = int(self.scope.sum())
+        self.keep = keep
         self.total = total_budget(self.layers, self.most, keep, budget) if self.most else 0
         self.place = np.arange(self.tokens)
         self.instruction = self.place > max(np.flatnonzero(vision), default=-1)
@@ -104,6 +106,8 @@ def h2o(p, recent=None):
 
 
 def snapkv(p, window=32, kernel=5, pooling="avg", allocation="uniform"):
+    if p.everything and window >= p.total // p.layers:
+        window = max(1, p.total // p.layers // 2)
     inside = p.place >= p.tokens - window
     candidates = p.scope & ~inside if p.everything else p.scope
     scores = []
@@ -114,7 +118,7 @@ def snapkv(p, window=32, kernel=5, pooling="avg", allocation="uniform"):
         scores.append(around.mean(axis=-1) if pooling == "avg" else around.max(axis=-1))
     budgets = uniform(p.total, p.layers)
     if allocation == "pyramid":
-        always = min(window, p.total // p.layers) if p.everything else 0
+        always = window if p.everything else 0
         budgets = apportion(pyramid(p.total / p.layers, always, p.layers), p.total, p.most)
     return p.finish(scores, budgets, inside)
 
@@ -155,7 +159,7 @@ def aircache(p, alpha=0.9, window="elite", rows=32, allocation="both"):
         "strength": over_mean(strength),
         "skewness": over_mean(skew),
     }
-    mean = p.total / p.layers
+    mean = p.total / p.layers if p.keep is None else p.keep * p.most
     if allocation == "uniform":
         budgets = uniform(p.total, p.layers)
     else:

@@ -32,6 +32,7 @@ def merged(x, kept, importance, scope, share):
     return out
 
 
+@pytest.mark.default("0.4-0.3-all")
 @pytest.mark.parametrize(
     ("merging", "keep", "scope"), [(1.0, 0.2, "vision"), (0.6, 0.2, "vision"), (0.4, 0.3, "all"), (0.2, 0.05, "vision")]
 )

@@ -1,5 +1,7 @@
 """A-VL's ordinary steps do not read what is stored but not in the core, whatever it holds."""
 
+from fractions import Fraction
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from test_decode_time import one_layer
 
 from pallas_kernels import Kernels
 from vlkv import policies
-from vlkv.memory import arrive, attend
+from vlkv.memory import arrive, attend, begin
 
 LENGTH, HEADS, GROUPS, DIM, NEW = 70, 2, 2, 8, 4
 
@@ -32,6 +34,7 @@ def answer(step, memory, k, v, kernels=None):
     return run(q, segment, (*tail, begin, begin + 1), memory, kernels=kernels)
 
 
+@pytest.mark.full
 def test_an_ordinary_step_does_not_read_what_is_not_in_the_core(step):
     cache, memory, _, _ = step
     most = memory.attended.shape[-1] - NEW
@@ -45,6 +48,20 @@ def test_an_ordinary_step_does_not_read_what_is_not_in_the_core(step):
     refreshed = jax.vmap(cache.policy.step)(memory, jnp.zeros((1, HEADS * GROUPS, most + NEW)))
     assert not refreshed.core.suffices.any()  # the second step is a refresh: it reads everything
     assert np.isnan(answer(step, refreshed, *poisoned)[0]).any()
+
+
+@pytest.mark.parametrize(("fraction", "count"), [(0.53, 4300), (0.29, 100)])
+def test_core_and_text_window_are_rounded_down_from_the_exact_product(fraction, count):
+    """Of the tokens of an image, or of text. The first loses a token in float32, the second in double precision."""
+    expected = int(Fraction(str(fraction)) * count)
+    policy = policies.AVL(keep=0.6, core=fraction, text=fraction)
+    token, everything = jnp.arange(count)[None], jnp.ones(count, bool)
+    for is_vision, new in ((everything, 1), (~everything, 0)):
+        memory = begin(token, jnp.array([count]), {}, is_vision, everything, new_tokens=new)
+        if new:
+            assert policy.pick(memory, jnp.zeros(memory.stored.shape)).sum() == expected
+        else:
+            assert policy.window(memory) == expected
 
 
 def test_kernels_by_name_give_the_same_answer(step):

@@ -70,6 +70,7 @@ class Paper:
         return out, len(read)
 
 
+@pytest.mark.default("8-text window")
 @pytest.mark.parametrize("text", [1.0, 0.6], ids=["all text", "text window"])
 @pytest.mark.parametrize("refresh", [1, 3, 8])
 def test_32_steps(refresh, text):
@@ -108,6 +109,7 @@ def model():
     return vlkv.init(ModelConfig(family="llama", decoder=decoder), jax.random.key(0))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "stored", "used"),
     [

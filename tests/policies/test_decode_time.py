@@ -59,38 +59,46 @@ def places(memory, mask, size: int) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("text", [None, 0.5], ids=["text stays", "text window"])
-def test_avl_golden(golden, text):
-    """8 steps: outputs, cores and text windows; K = 3, so steps 3 and 6 attend to all secondary tokens."""
-    arrays = golden("a_vl")
-    # The longest text of the vectors is 64: 44 in the prompt and room for 20 more.
-    policy = policies.AVL(keep=0.5, core=0.2, refresh=3, text=text)
-    _, memory, step = one_layer(policy, arrays, new_tokens=20)
-    suffix = "no_text_eviction" if text is None else "text_eviction"
-    vision, length = arrays["is_vision"], len(arrays["is_vision"])
+@pytest.mark.default("text_eviction")
+@pytest.mark.parametrize("suffix", ["no_text_eviction", "text_eviction"])
+def test_avl_golden(golden, suffix):
+    """Outputs, cores and text windows, step by step; every K-th step attends to all secondary tokens."""
+    g = golden("a_vl")
+    vision, length = g["is_vision"], len(g["is_vision"])
+    steps, heads, width = g["k_new"].shape
+    new_tokens = int(g["maximum_text_length"]) - int((~vision).sum())
+    policy = policies.AVL(
+        keep=float(g["secondary_ratio"]),
+        core=float(g["core_ratio"]),
+        refresh=int(g["core_refresh_interval"]),
+        text=float(g["text_ratio"]) if suffix == "text_eviction" else None,
+    )
+    _, memory, step = one_layer(policy, g, new_tokens=new_tokens)
 
-    def vision_part(memory, mask):
-        return places(memory, np.asarray(mask), 160)[:, :length][:, vision]
+    def same_in_every_head(got, expected):
+        np.testing.assert_array_equal(got, np.broadcast_to(expected, got.shape))
 
-    def text_part(memory):
-        full = places(memory, np.asarray(memory.stored[0] & memory.is_text[0]), 160)
-        return full[:, : length + 8]
+    def vision_part(mask):
+        return places(memory, np.asarray(mask), length + new_tokens)[:, :length][:, vision]
 
-    np.testing.assert_array_equal(vision_part(memory, memory.stored[0])[0], arrays["paper_secondary"])
-    np.testing.assert_array_equal(vision_part(memory, memory.values["core"][0] > 0)[1], arrays["paper_initial_core"])
-    np.testing.assert_array_equal(text_part(memory)[0], arrays[f"paper_text_kept_after_prefill_{suffix}"])
-    tail_k, tail_v = jnp.zeros((2, 1, 20, 2, 16))
-    for i in range(8):
-        new = (jnp.asarray(arrays[name][i]) for name in ("q_new", "k_new", "v_new"))
+    def text_part():
+        full = places(memory, np.asarray(memory.stored[0] & memory.is_text[0]), length + new_tokens)
+        return full[:, : length + steps]
+
+    same_in_every_head(vision_part(memory.stored[0]), g["paper_secondary"])
+    same_in_every_head(vision_part(memory.values["core"][0] > 0), g["paper_initial_core"])
+    same_in_every_head(text_part(), g[f"paper_text_kept_after_prefill_{suffix}"])
+    tail_k, tail_v = jnp.zeros((2, 1, new_tokens, heads, width))
+    for i in range(steps):
+        new = (jnp.asarray(g[name][i]) for name in ("q_new", "k_new", "v_new"))
         memory, tail_k, tail_v, out, used = step(memory, tail_k, tail_v, i, *new)
-        np.testing.assert_allclose(out, arrays[f"paper_output_{suffix}"][i], atol=2e-5)
-        np.testing.assert_array_equal(
-            vision_part(memory, memory.values["core"][0] > 0)[0], arrays[f"paper_core_after_step_{suffix}"][i]
-        )
-        np.testing.assert_array_equal(text_part(memory)[0], arrays[f"paper_text_kept_after_step_{suffix}"][i])
+        np.testing.assert_allclose(out, g[f"paper_output_{suffix}"][i], atol=2e-5)
+        same_in_every_head(vision_part(memory.values["core"][0] > 0), g[f"paper_core_after_step_{suffix}"][i])
+        same_in_every_head(text_part(), g[f"paper_text_kept_after_step_{suffix}"][i])
         # An ordinary step reads the core and the text, nothing else.
         vision_read = int((np.asarray(used)[0] & ~np.asarray(memory.is_text)[0, 0]).sum())
-        assert vision_read == (48 if (i + 1) % 3 == 0 else 19)
+        read = "paper_secondary" if (i + 1) % policy.refresh == 0 else "paper_initial_core"
+        assert vision_read == g[read].sum()
 
 
 def softmax(x):
@@ -139,6 +147,7 @@ def test_h2o_evicts_one_entry_a_step():
             np.testing.assert_array_equal(np.flatnonzero(stored), kept[h])
 
 
+@pytest.mark.default("far")
 @pytest.mark.parametrize(("budget", "distance"), [(30, 25), (12, 25), (30, 4)], ids=["far", "middle", "near"])
 def test_prefixkv_keeps_its_share_of_what_has_been_seen(budget, distance):
     """By counting, from the sentence: over ceil(R T) the 25th newest leaves, or the middle one of no more than that."""

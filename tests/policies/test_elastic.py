@@ -1,33 +1,34 @@
 """Elastic Cache: what the published code keeps and merges by mistake, and deletion while decoding."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden_vectors import compress, same_in_every_head
 from test_decode_time import one_layer, places
 
 from vlkv import InputError, policies
 
-compress = jax.jit(policies.compress)
 
-
-@pytest.mark.parametrize("i", range(2))
-@pytest.mark.parametrize("padding", [(0, 0), (3, 2)], ids=["whole", "padded"])
-def test_the_published_code_keeps_and_merges_other_tokens(golden, i, padding):
+@pytest.mark.default("padded")
+@pytest.mark.parametrize("padding", [pytest.param((0, 0), marks=pytest.mark.full), (3, 2)], ids=["whole", "padded"])
+def test_the_published_code_keeps_and_merges_other_tokens(golden, padding):
     g = golden("elastic")
     q, k, v = (np.pad(g[name], [(0, 0), (0, 0), padding, (0, 0)]) for name in "qkv")
     vision, valid = (np.pad(x, padding) for x in (g["is_vision"], np.ones_like(g["is_vision"])))
-    asked = int(g[f"paper_kept_{i}"][0].sum())
-    policy = policies.ElasticCache(budget=asked, sinks=int(g["number_of_sink_tokens"]), variant="released")
-    k, v, got = compress(policy, q, k, v, vision, valid)
-    assert (np.asarray(got.budgets) == asked - 1).all()
-    for layer, kept in enumerate(g[f"as_released_kept_{i}"]):
-        np.testing.assert_array_equal(got.kept[layer][:, valid], np.stack([kept] * 4))
-        for ours, name in ((k, "key"), (v, "value")):
-            merged = np.asarray(ours)[layer][:, valid][:, kept]
-            np.testing.assert_allclose(merged, g[f"as_released_merged_{name}_{i}"][layer], atol=2e-5)
+    sinks, recent = int(g["number_of_sink_tokens"]), int(g["number_of_recent_tokens"])
+    for i in range(len(g["drop_ratios"])):
+        asked = int(g[f"paper_kept_{i}"][0].sum())
+        policy = policies.ElasticCache(budget=asked, sinks=sinks, recent=recent, variant="released")
+        merged_k, merged_v, got = compress(policy, q, k, v, vision, valid)
+        assert (np.asarray(got.budgets) == asked - 1).all()
+        same_in_every_head(got.kept[:, :, valid], g[f"as_released_kept_{i}"])
+        for layer, kept in enumerate(g[f"as_released_kept_{i}"]):
+            for ours, name in ((merged_k, "key"), (merged_v, "value")):
+                merged = np.asarray(ours)[layer][:, valid][:, kept]
+                np.testing.assert_allclose(merged, g[f"as_released_merged_{name}_{i}"][layer], atol=2e-5)
 
 
+@pytest.mark.default("all")
 @pytest.mark.parametrize("scope", ["all", "vision"])
 def test_the_published_mistakes_keep_everything_where_nothing_is_to_go(scope):
     q = np.random.default_rng(0).normal(size=(2, 2, 12, 4)).astype(np.float32)
@@ -39,6 +40,7 @@ def test_the_published_mistakes_keep_everything_where_nothing_is_to_go(scope):
     np.testing.assert_array_equal(v, -q)
 
 
+@pytest.mark.default("paper-30-25")
 @pytest.mark.parametrize(
     ("variant", "budget", "distance"),
     [("paper", 30, 25), ("paper", 12, 25), ("paper", 30, 4), ("released", 30, 25), ("released", 12, 4)],

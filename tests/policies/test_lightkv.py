@@ -17,6 +17,7 @@ from vlkv.tokens import Tokens, shorten
 HEADS, KV_HEADS, HEAD_DIM, WIDTH = 4, 2, 8, 16
 prefill = jax.jit(vlkv.prefill, static_argnames="new_tokens")
 _reduce = jax.jit(lambda policy, tokens, obs, stage: policy.reduce(tokens, obs, stage=stage), static_argnums=3)
+guidance = jax.jit(lambda policy, obs: policy.guidance(obs))
 
 
 def tokens_of(x, grid, is_vision, valid=None):
@@ -126,56 +127,70 @@ def agrees(policy, case, stage=0):
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("windows", ["equal", "unequal"])
-@pytest.mark.parametrize("variant", ["paper", "released"])
-@pytest.mark.parametrize("stage", range(3))
-def test_golden_kept_weights_and_merged_hidden_states(golden, windows, variant, stage):
+def golden_stages(g, variant):
+    """The policy of a file of vectors, and what its stages are given but for the hidden states."""
+    sides, rho = (tuple(g[name].tolist()) for name in ("window_counts_per_side", "merge_ratios"))
+    policy = LightKV(layers=tuple(range(1, len(sides) + 1)), windows=sides, rho=rho, variant=variant)
+
+    def stage_input(stage, hidden):
+        is_vision = g[f"stage{stage}_is_vision"]
+        count = is_vision.sum()
+        side = math.isqrt(count - 1) + 1
+        grid = np.full((len(is_vision), 3), -1)
+        grid[is_vision] = np.stack([np.zeros(count, int), *np.divmod(np.arange(count), side)], axis=1)
+        tokens = tokens_of(hidden, grid, is_vision)
+        return is_vision, tokens, observed(tokens, g[f"stage{stage}_q"], g[f"stage{stage}_k"])
+
+    return policy, len(sides), stage_input
+
+
+@pytest.mark.parametrize(
+    ("windows", "variant"),
+    [
+        ("equal", "released"),
+        ("unequal", "paper"),
+        pytest.param("unequal", "released", marks=pytest.mark.full),
+        pytest.param("equal", "paper", marks=pytest.mark.full),
+    ],
+)
+def test_golden_kept_weights_and_merged_hidden_states(golden, windows, variant):
     g = golden(f"lightkv_{windows}_windows")
-    hidden = g["stage0_hidden"] if stage == 0 else g[f"stage{stage - 1}_as_released_hidden"]
-    is_vision = g[f"stage{stage}_is_vision"]
-    side = math.isqrt(is_vision.sum() - 1) + 1
-    grid = np.full((len(is_vision), 3), -1)
-    grid[is_vision] = np.stack([np.zeros(is_vision.sum(), int), *np.divmod(np.arange(is_vision.sum()), side)], axis=1)
-    policy = LightKV(
-        windows=tuple(g["window_counts_per_side"].tolist()), rho=tuple(g["merge_ratios"].tolist()), variant=variant
-    )
-    tokens = tokens_of(hidden, grid, is_vision)
-    obs = observed(tokens, g[f"stage{stage}_q"], g[f"stage{stage}_k"])
-    made, kept = reduce(policy, tokens, obs, stage)
+    policy, stages, stage_input = golden_stages(g, variant)
     softmax = "paper_row_softmax" if variant == "paper" else "paper_query_softmax"
-    np.testing.assert_array_equal(kept[is_vision], g[f"stage{stage}_as_released_kept_vision"])
-    assert kept[~is_vision].all()
-    weights = np.asarray(policy.guidance(obs))[is_vision]
-    np.testing.assert_allclose(weights, g[f"stage{stage}_{softmax}_weights"], rtol=1e-5)
-    want = g[f"stage{stage}_{softmax}_merged_vision"]
-    np.testing.assert_allclose(made.x[kept & is_vision], want, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(made.x[~is_vision], hidden[~is_vision])
-    if variant == "released":
-        np.testing.assert_allclose(made.x[kept], g[f"stage{stage}_as_released_hidden"], atol=2e-5)
-        np.testing.assert_array_equal(made.positions[kept, 0], np.arange(kept.sum()))
-    else:
-        np.testing.assert_array_equal(made.positions[:, 0], np.arange(len(kept)))
+    hidden = g["stage0_hidden"]
+    for stage in range(stages):
+        is_vision, tokens, obs = stage_input(stage, hidden)
+        made, kept = reduce(policy, tokens, obs, stage)
+        np.testing.assert_array_equal(kept[is_vision], g[f"stage{stage}_as_released_kept_vision"])
+        assert kept[~is_vision].all()
+        weights = np.asarray(guidance(policy, obs))[is_vision]
+        np.testing.assert_allclose(weights, g[f"stage{stage}_{softmax}_weights"], rtol=1e-5)
+        want = g[f"stage{stage}_{softmax}_merged_vision"]
+        np.testing.assert_allclose(made.x[kept & is_vision], want, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(made.x[~is_vision], hidden[~is_vision])
+        hidden = g[f"stage{stage}_as_released_hidden"]
+        if variant == "released":
+            np.testing.assert_allclose(made.x[kept], hidden, atol=2e-5)
+            np.testing.assert_array_equal(made.positions[kept, 0], np.arange(kept.sum()))
+        else:
+            np.testing.assert_array_equal(made.positions[:, 0], np.arange(len(kept)))
 
 
-@pytest.mark.parametrize("windows", ["equal", "unequal"])
+@pytest.mark.parametrize("windows", ["equal", pytest.param("unequal", marks=pytest.mark.full)])
 def test_golden_stages_from_one_another(golden, windows):
     """Each stage from what our own stage before it has left, not from the published one."""
     g = golden(f"lightkv_{windows}_windows")
-    sides, rho = (tuple(g[name].tolist()) for name in ("window_counts_per_side", "merge_ratios"))
-    policy = LightKV(windows=sides, rho=rho, variant="released")
+    policy, stages, stage_input = golden_stages(g, "released")
     hidden = g["stage0_hidden"]
-    for stage in range(len(sides)):
-        is_vision = g[f"stage{stage}_is_vision"]
-        side = math.isqrt(is_vision.sum() - 1) + 1
-        grid = np.full((len(is_vision), 3), -1)
-        grid[is_vision] = np.stack([np.zeros(is_vision.sum()), *np.divmod(np.arange(is_vision.sum()), side)], axis=1)
-        tokens = tokens_of(hidden, grid, is_vision)
-        made, kept = reduce(policy, tokens, observed(tokens, g[f"stage{stage}_q"], g[f"stage{stage}_k"]), stage)
+    for stage in range(stages):
+        is_vision, tokens, obs = stage_input(stage, hidden)
+        made, kept = reduce(policy, tokens, obs, stage)
         want = g[f"stage{stage}_paper_chained_query_softmax_merged_vision"]
         np.testing.assert_allclose(made.x[kept & is_vision], want, rtol=1e-5, atol=1e-5)
         hidden = made.x[kept]
 
 
+@pytest.mark.default("windows0")
 @pytest.mark.parametrize(("windows", "counts"), [((4, 2, 1), (288, 145, 73)), ((4, 4, 4), (288, 145, 77))])
 def test_576_tokens_become_what_the_paper_says(windows, counts):
     case = make([(24, 24)])
@@ -194,6 +209,7 @@ def test_576_tokens_become_what_the_paper_says(windows, counts):
     assert float(jnp.sum(tokens.size * tokens.is_vision)) == 576
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sides", [[(7, 5)], [(1, 3)], [(1, 1)], [(9, 4), (5, 8)], [(2, 2), (6, 7), (3, 1)]], ids=str)
 @pytest.mark.parametrize("stage", [0, 1])
 def test_any_grid_agrees_with_the_equations(sides, stage):
@@ -210,6 +226,7 @@ def test_variants_and_options_agree_with_the_equations():
     np.testing.assert_array_equal(positions, np.arange(len(positions)))
 
 
+@pytest.mark.full
 def test_tokens_on_no_grid_and_prompts_without_an_image_are_left_alone():
     policy = LightKV(layers=(2,), windows=(2,))
     made, kept = agrees(policy, make([(4, 5), (3, 3)], lone=1))
@@ -330,6 +347,7 @@ def test_bad_options_are_named(options, says):
         LightKV(**options)
 
 
+@pytest.mark.default("paper")
 @pytest.mark.parametrize("variant", ["paper", "released"])
 def test_prefill_caches_what_reached_each_layer_and_padding_changes_no_logit(variant):
     policy = LightKV(layers=(1, 2), windows=(2, 1), variant=variant)

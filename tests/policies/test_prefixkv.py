@@ -5,38 +5,36 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_policies as reference
 import pytest
+from golden_vectors import choose, compress, same_in_every_head, select
 from test_decode_time import one_layer, places
 
 from vlkv import InputError, policies
 from vlkv.cache import pool_slots
 from vlkv.policies.prefixkv import found_forget_counts, scaled_forget_counts
 
-select = jax.jit(policies.select)
-compress = jax.jit(policies.compress)
-
 
 def released(**options):
     return policies.PrefixKV(variant="released", **options)
 
 
-@pytest.mark.parametrize("ratio", range(4))
-@pytest.mark.parametrize("sinks", range(1, 5))
-def test_the_published_codes_search_budgets_and_kept(golden, ratio, sinks):
+def test_the_published_codes_search_budgets_and_kept(golden, pairs):
     g = golden("prefixkv")
-    layers, heads, length = g["k"].shape[:3]
-    keep = float(g["keep_ratios"][ratio])
-    got = select(released(keep=keep, sinks=sinks), g["q"], g["k"], g["k"], g["is_vision"])
-    target = jnp.int32(layers * length - g["total_budget"][ratio])
-    most = jnp.full(layers, length)
-    found = found_forget_counts(got.extra["cumulative"], target, most, protected=sinks + 1)
-    np.testing.assert_array_equal(found, g["as_released_forget_counts_from_obtain_cdf_num"][ratio, sinks - 1])
-    scaled = scaled_forget_counts(found, target)
-    np.testing.assert_array_equal(scaled, g["as_released_forget_counts_rescaled"][ratio, sinks - 1])
-    for head in range(heads):
-        np.testing.assert_array_equal(got.budgets[:, head], g["as_released_budgets"][ratio, sinks - 1])
-        np.testing.assert_array_equal(got.kept[:, head], g["as_released_kept"][ratio, sinks - 1])
+    layers, _, length = g["k"].shape[:3]
+    recent = int(g["number_of_recent_tokens"])
+    find = jax.jit(found_forget_counts, static_argnames="protected")
+    for r, s in pairs(g["keep_ratios"], g["number_of_sink_tokens"]):
+        sinks = int(g["number_of_sink_tokens"][s])
+        got = choose(released(keep=float(g["keep_ratios"][r]), sinks=sinks, recent=recent), g)
+        target = jnp.int32(layers * length - g["total_budget"][r])
+        found = find(got.extra["cumulative"], target, jnp.full(layers, length), protected=sinks + recent)
+        np.testing.assert_array_equal(found, g["as_released_forget_counts_from_obtain_cdf_num"][r, s])
+        scaled = scaled_forget_counts(found, target)
+        np.testing.assert_array_equal(scaled, g["as_released_forget_counts_rescaled"][r, s])
+        same_in_every_head(got.budgets, g["as_released_budgets"][r, s])
+        same_in_every_head(got.kept, g["as_released_kept"][r, s])
 
 
+@pytest.mark.default("all-0.3")
 @pytest.mark.parametrize("keep", [1e-6, 0.3, 0.9, 1.0])
 @pytest.mark.parametrize("scope", ["all", "vision"])
 def test_the_published_budgets_fit_the_pool_for_any_prompt(keep, scope):
@@ -57,6 +55,7 @@ def test_the_published_budgets_fit_the_pool_for_any_prompt(keep, scope):
         assert pool_slots(policy, layers=layers, **bounds, new_tokens=0) >= (-(-budgets // 16) * 16).sum()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("budget", [30, 12], ids=["far", "middle"])
 def test_the_published_code_deletes_at_a_fixed_rank(budget):
     """Where the cache holds more than (1 - forgotten share) x seen by one or more, the entry at rank kept - 25."""

@@ -69,6 +69,7 @@ def select(policy, q, k, vision, valid):
 CASES = [(name, scope) for name in EVICTING for scope in scopes(name)]
 
 
+@pytest.mark.default("csp-all")
 @pytest.mark.parametrize(("name", "scope"), CASES)
 @few
 @given(drawn=prompts(), order=st.permutations(range(ROWS)))
@@ -103,6 +104,7 @@ def test_evicting(name, scope, drawn, order):
         before = kept
 
 
+@pytest.mark.default("lookm-all")
 @pytest.mark.parametrize(("name", "scope"), CASES)
 def test_keep_1_selects_everything(name, scope):
     drawn = 5, ["SSVVVVVVIII".ljust(LENGTH, "."), "..SVVSVVVIIII".ljust(LENGTH, "."), "I".ljust(LENGTH, ".")]

@@ -1,9 +1,12 @@
 """variant="released" (or a re-implementation's name): what published code does otherwise than its paper."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden_vectors import choose, compress, layered, look_m, look_m_merges, select
 
 import vlkv
 from pallas_kernels import attention_mass
@@ -12,61 +15,53 @@ from tests.models import tiny_llava, unequal_batch
 from vlkv import policies
 from vlkv.cache import pool_slots
 
-select = jax.jit(policies.select)
-compress = jax.jit(policies.compress)
-
-
-def layered(g, *names):
-    return tuple(g[name] if g[name].ndim == 4 else g[name][None] for name in names)
-
-
 # --- CSP ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["csp_text_window", "csp_mixed_window"])
-@pytest.mark.parametrize("i", range(3))
-def test_csp_keeps_what_the_released_code_keeps(golden, name, i):
+def test_csp_keeps_what_the_released_code_keeps(golden, name):
     g = golden(name)
     window, chosen = int(g["recent_size"]), int(g["selected_size"])
-    policy = policies.CSP(budget=window + chosen, window=window, c=float(g["cross_ratios"][i]), variant="released")
-    got = select(policy, *layered(g, "q", "k", "k"), g["is_vision"])
-    np.testing.assert_array_equal(got.kept[0], g["as_released_kept"][i])
-    # Its two lists, each truncated by itself; a token of both is stored twice there and once here.
-    lists = g["as_released_self_and_cross_counts"][i]
-    np.testing.assert_array_equal(lists.sum() + window - got.budgets[0], g["as_released_duplicate_count"][i])
-    for head, indices in enumerate(g["as_released_kept_indices_in_order"][i]):
-        for name, part in zip(("self", "cross"), np.split(indices, np.cumsum(lists))[:2], strict=True):
-            best = np.argsort(-np.asarray(got.extra[name])[0, head, : 800 - window], kind="stable")
-            np.testing.assert_array_equal(best[: len(part)], part)
+    for i, c in enumerate(g["cross_ratios"].tolist()):
+        policy = policies.CSP(
+            budget=window + chosen, window=window, c=c, score_n=float(g.get("softmax_n", 1)), variant="released"
+        )
+        got = choose(policy, g, g["as_released_kept"].shape[1])
+        np.testing.assert_array_equal(got.kept[0], g["as_released_kept"][i])
+        # Its two lists, each truncated by itself; a token of both is stored twice there and once here.
+        lists = g["as_released_self_and_cross_counts"][i]
+        np.testing.assert_array_equal(lists.sum() + window - got.budgets[0], g["as_released_duplicate_count"][i])
+        for head, indices in enumerate(g["as_released_kept_indices_in_order"][i]):
+            for region, part in zip(("self", "cross"), np.split(indices, np.cumsum(lists))[:2], strict=True):
+                best = np.argsort(-np.asarray(got.extra[region])[0, head, :-window], kind="stable")
+                np.testing.assert_array_equal(best[: len(part)], part)
 
 
 def test_csp_lists_are_truncated_apart(golden):
     g = golden("csp_text_window")
-    counts = jnp.array([80, 80, 80, 80])
+    count = int(g["selected_size"])
+    falling = np.arange(count, 0, -1, dtype=np.float32)
+    one, other = np.r_[falling, 0 * falling], np.r_[0 * falling, falling]
+    both = {"self": jnp.asarray(one)[None], "cross": jnp.asarray(other)[None]}
+    everything = jnp.ones(2 * count, bool)
     for c, (own, cross) in zip(g["cross_ratios"], g["as_released_self_and_cross_counts"], strict=True):
-        policy = policies.CSP(budget=120, c=float(c), variant="released")
-        scores = np.zeros((4, 400), np.float32)
-        both = {"self": scores.copy(), "cross": scores.copy()}
-        both["self"][:, :200] = np.arange(200, 0, -1)
-        both["cross"][:, 200:] = np.arange(200, 0, -1)
-        order, taken = policy.rank(jnp.asarray(scores), jax.tree.map(jnp.asarray, both), jnp.ones(400, bool), counts)
-        chosen = np.isinf(order)
-        assert (chosen[:, :200].sum(axis=1) == own).all() and (chosen[:, 200:].sum(axis=1) == cross).all()
-        assert (np.asarray(taken) == own + cross).all()
+        policy = policies.CSP(budget=2 * count, c=float(c), variant="released")
+        order, taken = jax.jit(policy.rank)(jnp.zeros((1, 2 * count)), both, everything, jnp.array([count]))
+        chosen = np.isinf(order[0])
+        assert chosen[:count].sum() == own and chosen[count:].sum() == cross and taken[0] == own + cross
 
 
 def test_csp_observes_with_the_last_tenth_of_the_prompt(golden):
     """As with `window=` that number; and it decodes with an ordinary softmax, as `decode_n=0` does."""
     g = golden("csp_mixed_window")
-    valid = np.arange(800) >= 9  # 791 tokens: 79 rows
+    valid = np.arange(len(g["is_vision"])) >= 9
+    rows = valid.sum() // 10
     free, fixed = (
-        select(
-            policies.CSP(budget=160, window=w, variant="released"), *layered(g, "q", "k", "k"), g["is_vision"], valid
-        )
-        for w in (None, 79)
+        choose(policies.CSP(budget=2 * int(rows) + 2, window=window, variant="released"), g, valid=valid)
+        for window in (None, int(rows))
     )
     np.testing.assert_array_equal(free.kept, fixed.kept)
-    assert free.kept[0, :, -79:].all()
+    assert free.kept[0, :, -rows:].all()
     assert policies.CSP(keep=0.2, variant="released").softmax_n == 0
     assert policies.CSP(keep=0.2, variant="released", decode_n=2).softmax_n == 2
     assert policies.CSP(keep=0.2).softmax_n == 1
@@ -75,62 +70,57 @@ def test_csp_observes_with_the_last_tenth_of_the_prompt(golden):
 def test_n_softmax_rows(golden):
     g = golden("csp_text_window")
     q, k = (jnp.asarray(g[name]) for name in ("q", "k"))
-    rows = jnp.arange(797, 800)
-    every = jnp.ones(800, bool)
-    got = attention_mass(q[:, rows], k, row_weight=jnp.eye(3), key_mask=every, row_place=rows, softmax_n=1.0)
-    np.testing.assert_allclose(got.swapaxes(0, 1), g["paper_softmax_n_last_rows"], rtol=1e-5, atol=1e-9)
-    np.testing.assert_allclose(got.swapaxes(0, 1), g["as_released_softmax_n_last_rows"], atol=2e-5)
+    length, rows = q.shape[1], g["paper_softmax_n_last_rows"].shape[1]
+    places = jnp.arange(length - rows, length)
+    mass = jax.jit(functools.partial(attention_mass, softmax_n=float(g.get("softmax_n", 1))))
+    got = mass(q[:, places], k, row_weight=jnp.eye(rows), key_mask=jnp.ones(length, bool), row_place=places).swapaxes(
+        0, 1
+    )
+    np.testing.assert_allclose(got, g["paper_softmax_n_last_rows"], rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(got, g["as_released_softmax_n_last_rows"], atol=2e-5)
 
 
 # --- LOOK-M ---------------------------------------------------------------------------------------------------------
 
 
-def look_m(g, ratio, prior, way="none"):
-    heavy, recent = (int(624 * share) for share in g["ratio_pairs_heavy_recent"][ratio])
-    policy = policies.LookM(
-        budget=heavy + recent, recent=recent, text_prior=prior == "text_prior", merging=way, variant="released"
-    )
-    return policy, compress(policy, *layered(g, "q", "k", "v"), g["is_vision"])
-
-
-@pytest.mark.parametrize("ratio", range(3))
-@pytest.mark.parametrize("prior", ["plain", "text_prior"])
-def test_look_m_keeps_all_text_even_over_the_budget(golden, ratio, prior):
+@pytest.mark.parametrize("prior", ["text_prior", pytest.param("plain", marks=pytest.mark.full)])
+def test_look_m_keeps_all_text_even_over_the_budget(golden, prior):
     g = golden("lookm")
-    policy, (_, _, got) = look_m(g, ratio, prior)
-    np.testing.assert_array_equal(got.kept[0], g[f"as_released_kept_{prior}_ratio{ratio}"])
     vision = int(g["is_vision"].sum())
-    bound = policy.bound(layers=1, vision=vision, text=624 - vision)
-    assert got.kept[0].sum(axis=-1).max() <= bound
-    if (prior, ratio) == ("text_prior", 2):
-        assert policy.budget < got.kept[0, 0].sum() == 624 - vision
+    for ratio in range(len(g["ratio_pairs_heavy_recent"])):
+        policy, (_, _, got) = look_m(g, ratio, prior, variant="released")
+        np.testing.assert_array_equal(got.kept[0], g[f"as_released_kept_{prior}_ratio{ratio}"])
+        bound = policy.bound(layers=1, vision=vision, text=len(g["is_vision"]) - vision)
+        assert got.kept[0].sum(axis=-1).max() <= bound
 
 
-@pytest.mark.parametrize("prior", ["plain", "text_prior"])
-@pytest.mark.parametrize("way", ["average", "weighted", "pivot"])
-def test_look_m_merges_what_the_released_code_merges(golden, prior, way):
+def test_look_m_merges_what_the_released_code_merges(golden, pairs):
     g = golden("lookm")
-    source = "paper" if way == "pivot" else "as_released"  # there they are the same
-    k, v, got = look_m(g, 0, prior, way)[1]
-    for head, kept in enumerate(np.asarray(got.kept[0])):
-        np.testing.assert_allclose(k[0, head][kept], g[f"{source}_merged_key_{way}_{prior}"][head], atol=2e-5)
-        np.testing.assert_allclose(v[0, head][kept], g[f"{source}_merged_value_{way}_{prior}"][head], atol=2e-5)
+    ways, priors = ("average", "weighted"), ("plain", "text_prior")  # the released "pivot" is the paper's
+    for way, prior in pairs(ways, priors):
+        look_m_merges(g, "as_released", ways[way], priors[prior], variant="released")
 
 
 # --- PyramidKV ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", range(8))
-def test_pyramidkv_hands_out_what_the_released_code_hands_out(golden, row):
+def test_pyramidkv_hands_out_what_the_released_code_hands_out(golden):
     g = golden("pyramidkv")
-    layers, capacity, window, length = (int(x) for x in g["budget_table_layers_capacity_window_length"][row])
-    expected = g["as_released_tokens_kept_per_layer"][row, :layers]
-    policy = policies.PyramidKV(budget=capacity, window=window, beta=int(g["beta"]), variant="released")
-    counts = jnp.full(layers, length, jnp.int32)
-    statistics = {"mean": jnp.minimum(capacity, counts), "count": counts}
-    total = policy.total(counts, counts[0], layers=layers, most=length + 3)
-    np.testing.assert_array_equal(policy.allocate(statistics, total=total, most=counts, layers=layers), expected)
-    assert total == expected.sum() <= policy.bound(layers=layers, vision=length - 5, text=8)
+    rows = g["budget_table_layers_capacity_window_length"].tolist()
+    longest = max(length for *_, length in rows)
+
+    @jax.jit
+    def hand_out(policy, mean, counts):
+        total = policy.total(counts, counts[0], layers=len(counts), most=longest)
+        statistics = {"mean": mean, "count": counts}
+        return total, policy.allocate(statistics, total=total, most=counts, layers=len(counts))
+
+    for (layers, capacity, window, length), expected in zip(rows, g["as_released_tokens_kept_per_layer"], strict=True):
+        policy = policies.PyramidKV(budget=capacity, window=window, beta=int(g["beta"]), variant="released")
+        counts = jnp.full(layers, length, jnp.int32)
+        total, got = hand_out(policy, jnp.minimum(capacity, counts), counts)
+        np.testing.assert_array_equal(got, expected[:layers])
+        assert total == expected[:layers].sum()
 
 
 def test_pyramidkv_keeps_what_the_released_code_keeps(golden):
@@ -139,30 +129,33 @@ def test_pyramidkv_keeps_what_the_released_code_keeps(golden):
         budget=int(g["capacity"]), window=int(g["window_size"]), kernel=int(g["kernel_size"]), pooling="avg",
         beta=int(g["beta"]), variant="released",
     )  # fmt: skip
-    q, k = (np.broadcast_to(g[name], (int(g["number_of_layers"]), *g[name].shape)) for name in ("q", "k"))
-    np.testing.assert_array_equal(select(policy, q, k, k, g["is_vision"]).kept, g["as_released_kept"])
+    layers, heads, _ = g["as_released_kept"].shape
+    every = {**g, **{name: np.broadcast_to(g[name], (layers, *g[name].shape)) for name in ("q", "k")}}
+    np.testing.assert_array_equal(choose(policy, every, heads).kept, g["as_released_kept"])
 
 
 # --- VL-Cache -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", ["shared_window", "per_layer_window"])
-@pytest.mark.parametrize("i", range(2))
-def test_vlcache_as_others_have_written_it(golden, variant, i):
+def test_vlcache_as_others_have_written_it(golden, pairs):
     g = golden("vlcache")
-    policy = policies.VLCache(keep=float(g["budget_ratios"][i]), variant=variant)
-    got = select(policy, g["q"], g["k"], g["k"], g["is_vision"])
-    np.testing.assert_allclose(got.extra["sparsity"], g["as_released_sparsity"], rtol=1e-5)
-    fractions = policy.fractions(1 - got.extra["sparsity"])
-    np.testing.assert_allclose(fractions, g[f"as_released_layer_budget_fractions_{variant}_{i}"], rtol=1e-5)
-    np.testing.assert_array_equal(got.kept, g[f"as_released_kept_{variant}_{i}"])
+    variants = ("shared_window", "per_layer_window")
+    for i, j in pairs(g["budget_ratios"], variants):
+        variant = variants[j]
+        policy = policies.VLCache(keep=float(g["budget_ratios"][i]), variant=variant)
+        got = choose(policy, g)
+        np.testing.assert_allclose(got.extra["sparsity"], g["as_released_sparsity"], rtol=1e-5)
+        fractions = policy.fractions(1 - got.extra["sparsity"])
+        np.testing.assert_allclose(fractions, g[f"as_released_layer_budget_fractions_{variant}_{i}"], rtol=1e-5)
+        np.testing.assert_array_equal(got.kept, g[f"as_released_kept_{variant}_{i}"])
 
 
+@pytest.mark.full  # the sums of a group are checked per key head
 def test_vlcache_importance_per_query_head(golden):
     g = golden("vlcache")
-    k = np.repeat(g["k"], 2, axis=1)
-    got = select(policies.VLCache(keep=0.1, variant="shared_window"), g["q"], k, k, g["is_vision"])
-    np.testing.assert_allclose(got.scores, g["as_released_token_importance_per_query_head"], rtol=1e-4, atol=1e-6)
+    expected = g["as_released_token_importance_per_query_head"]
+    got = choose(policies.VLCache(keep=0.1, variant="shared_window"), g, expected.shape[1])
+    np.testing.assert_allclose(got.scores, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("variant", ["shared_window", "per_layer_window"])
@@ -208,6 +201,7 @@ def params():
     return tiny_llava()
 
 
+@pytest.mark.default("PyramidKV(keep=0.4")
 @pytest.mark.parametrize("policy", RELEASED, ids=repr)
 def test_the_pool_has_room_and_holds_what_select_names(params, policy):
     """Prompts of two images, one and none, padded on the left: the pool against a float64 run's q and k."""

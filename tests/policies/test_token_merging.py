@@ -54,35 +54,38 @@ def same_rows(got, want):
 # --- published vectors -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("i", range(3))
-def test_golden_tome(golden, i):
+def test_golden_tome(golden):
     g = golden("token_merging")
-    policy = ToMe(keep=(65 - int(g["tome_merge_counts"][i])) / 65, layers=(1,))
-    x, size, kept = reduce(policy, g["tokens"], g["metric"][None], size=g["token_sizes"][:, 0])
-    want = g[f"as_released_tome_tokens_class0_count{i}"], g[f"as_released_tome_sizes_class0_count{i}"]
-    same_rows(np.column_stack([x, size])[kept], np.column_stack(want))
+    for i in range(len(g["tome_merge_counts"])):
+        want = g[f"as_released_tome_tokens_class0_count{i}"], g[f"as_released_tome_sizes_class0_count{i}"]
+        policy = ToMe(keep=len(want[0]) / len(g["tokens"]), layers=(1,))
+        x, size, kept = reduce(policy, g["tokens"], g["metric"][None], size=g["token_sizes"][:, 0])
+        same_rows(np.column_stack([x, size])[kept], np.column_stack(want))
 
 
 @pytest.mark.parametrize("class_token", [0, 1])
-@pytest.mark.parametrize("ratio", range(2))
-@pytest.mark.parametrize("margin", range(2))
-def test_golden_pitome(golden, class_token, ratio, margin):
+def test_golden_pitome(golden, pairs, class_token):
     g = golden("token_merging")
-    name = f"class{class_token}_ratio{ratio}_margin{margin}"
-    want = g[f"as_released_pitome_tokens_{name}"], g[f"as_released_pitome_sizes_{name}"]
-    members = 65 - class_token
-    policy = PiToMe(keep=(len(want[0]) - class_token) / members, layers=(1,), margin=float(g["pitome_margins"][margin]))
-    x, size, kept = reduce(policy, g["tokens"], g["metric"][None], size=g["token_sizes"][:, 0], lone=range(class_token))
-    same_rows(np.column_stack([x, size])[kept], np.column_stack(want))
+    members = len(g["tokens"]) - class_token
+    lone = range(class_token)
+    for r, m in pairs(g["keep_ratios"], g["pitome_margins"]):
+        name = f"class{class_token}_ratio{r}_margin{m}"
+        want = g[f"as_released_pitome_tokens_{name}"], g[f"as_released_pitome_sizes_{name}"]
+        keep = (len(want[0]) - class_token) / members
+        policy = PiToMe(keep=keep, layers=(1,), margin=float(g["pitome_margins"][m]))
+        x, size, kept = reduce(policy, g["tokens"], g["metric"][None], size=g["token_sizes"][:, 0], lone=lone)
+        same_rows(np.column_stack([x, size])[kept], np.column_stack(want))
 
 
-@pytest.mark.parametrize("ratio", range(2))
-def test_golden_tofu(golden, ratio):
+@pytest.mark.parametrize("mode", ["tofu", "prune"])
+def test_golden_tofu(golden, mode):
     g = golden("token_merging")
-    for mode in ("tofu", "prune"):
-        policy = ToFu(keep=float(g["keep_ratios"][ratio]), layers=(1,), mode=mode, pruning=0, variant="released")
+    for i in range(len(g["keep_ratios"])):
+        want = g[f"as_released_tofu_{mode}_class0_ratio{i}"]
+        keep = len(want) / len(g["tokens"])
+        policy = ToFu(keep=keep, layers=(1,), mode=mode, pruning=0, variant="released")
         x, _, kept = reduce(policy, g["tokens"], g["metric"][None])
-        same_rows(x[kept], g[f"as_released_tofu_{mode}_class0_ratio{ratio}"])
+        same_rows(x[kept], want)
 
 
 # --- from the equations ----------------------------------------------------------------------------------------------
@@ -187,6 +190,7 @@ def by_energy(keys, members, removed, margin):
     return target
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", [ToMe, PiToMe, ToFu])
 def test_on_the_cache_rounds_go_on_until_the_budget_is_met(method):
     random = np.random.default_rng(7)
@@ -224,6 +228,7 @@ def test_on_the_cache_rounds_go_on_until_the_budget_is_met(method):
         np.testing.assert_allclose(got_v[layer][:, kept], values[:, kept], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 def test_on_the_cache_nothing_happens_while_the_prompt_is_read():
     policy = ToMe(keep=0.1, on="cache")
     inputs = models.unequal_batch()
@@ -261,6 +266,7 @@ def test_the_bound_holds_with_and_without_class_tokens():
     assert policy.vision_bounds(layers=4, vision=576, images=1) == (576, 316, 174, 174)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", [ToMe(keep=0.3, layers=(1, 2)), PiToMe(keep=0.3, layers=(1, 2)),
                                     ToFu(keep=0.3, layers=(1, 2))], ids=repr)  # fmt: skip
 def test_prefill_caches_what_reached_each_layer_and_padding_changes_no_logit(policy):
@@ -274,6 +280,7 @@ def test_prefill_caches_what_reached_each_layer_and_padding_changes_no_logit(pol
     np.testing.assert_array_equal(runs[0][0], text + np.array(vision))
 
 
+@pytest.mark.default("ToFu")
 @pytest.mark.parametrize(
     "policy",
     [LightKV(), LightKV(variant="released"), PiToMe(keep=0.2), ToFu(keep=0.2, pruning=0)],

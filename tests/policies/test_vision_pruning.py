@@ -1,5 +1,7 @@
 """Pruning by the tower's class token and by the instruction: golden vectors, and whole models against float64."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,37 +45,33 @@ def kept(policy, tokens):
 # --- golden vectors -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("i", range(2))
-def test_fastervlm_keeps_what_the_released_code_keeps(golden, i):
+def test_fastervlm_keeps_what_the_released_code_keeps(golden):
     g = golden("vision_pruning")
-    policy = FasterVLM(keep=float(g["fastervlm_token_counts"][i] / 144))
-    got = kept(policy, tokens_of(g["fastervlm_class_attention"]))
-    np.testing.assert_array_equal(got, g["as_released_fastervlm_kept"][i])
+    attention = g["fastervlm_class_attention"]
+    for count, expected in zip(g["fastervlm_token_counts"], g["as_released_fastervlm_kept"], strict=True):
+        policy = FasterVLM(keep=float(count / attention.shape[1]))
+        np.testing.assert_array_equal(kept(policy, tokens_of(attention)), expected)
 
 
-@pytest.mark.parametrize("rate", range(2))
-def test_hired_keeps_of_a_whole_image_what_the_released_code_keeps(golden, rate):
+def test_hired_keeps_of_a_whole_image_what_the_released_code_keeps(golden):
     g = golden("vision_pruning")
-    policy = HiRED(keep=float(g["hired_token_budget_rates"][rate]))
-    got = kept(policy, tokens_of(g["hired_late_layer_class_attention"][0, :, 1:]))
-    np.testing.assert_array_equal(got, g[f"as_released_hired_single_image_kept_{rate}"])
+    for i, rate in enumerate(g["hired_token_budget_rates"].tolist()):
+        got = kept(HiRED(keep=rate), tokens_of(g["hired_late_layer_class_attention"][0, :, 1:]))
+        np.testing.assert_array_equal(got, g[f"as_released_hired_single_image_kept_{i}"])
 
 
 @pytest.mark.parametrize("variant", ["paper", "released"])
-@pytest.mark.parametrize("rate", range(2))
-@pytest.mark.parametrize("alpha", range(2))
-def test_hired_shares_out_the_budget_of_an_image_in_parts(golden, variant, rate, alpha):
+def test_hired_shares_out_the_budget_of_an_image_in_parts(golden, variant):
     g = golden("vision_pruning")
-    rows, columns = (int(x) for x in g["hired_grid_rows_columns"])
-    policy = HiRED(
-        keep=float(g["hired_token_budget_rates"][rate]), alpha=float(g["hired_alphas"][alpha]), variant=variant
-    )
+    rows, columns = g["hired_grid_rows_columns"].tolist()
     first, late = (jnp.asarray(g[f"hired_{which}_layer_class_attention"]) for which in ("first", "late"))
-    got = policy.choose(first, late, rows=rows, columns=columns)
     source = "paper" if variant == "paper" else "as_released"
-    np.testing.assert_array_equal(got, g[f"{source}_hired_kept_rate{rate}_alpha{alpha}"])
-    if variant == "paper":
-        np.testing.assert_array_equal(np.asarray(got).sum(axis=1), g[f"paper_hired_budgets_rate{rate}_alpha{alpha}"])
+    for (i, rate), (j, alpha) in itertools.product(*map(enumerate, (g["hired_token_budget_rates"], g["hired_alphas"]))):
+        policy = HiRED(keep=float(rate), alpha=float(alpha), variant=variant)
+        got = policy.choose(first, late, rows=rows, columns=columns)
+        np.testing.assert_array_equal(got, g[f"{source}_hired_kept_rate{i}_alpha{j}"])
+        if variant == "paper":
+            np.testing.assert_array_equal(np.asarray(got).sum(axis=1), g[f"paper_hired_budgets_rate{i}_alpha{j}"])
 
 
 def test_hired_shares_by_hand():
@@ -110,8 +108,7 @@ def test_hired_bound_holds_for_every_way_to_cut_tokens_into_images(keep):
         assert most <= policy.remaining(stage=0, vision=60, images=images) <= most + 1
 
 
-@pytest.mark.parametrize("i", range(2))
-def test_fastv_scores_and_kept(golden, i):
+def test_fastv_scores_and_kept(golden):
     g = golden("vision_pruning")
     vision, length = jnp.asarray(g["is_vision"]), len(g["is_vision"])
     everything = jnp.ones(length, bool)
@@ -119,13 +116,17 @@ def test_fastv_scores_and_kept(golden, i):
         q=jnp.asarray(g["q"]), k=jnp.asarray(g["k"]), v=jnp.asarray(g["k"]), is_vision=vision, valid=everything,
         in_scope=vision, mean_budget=jnp.int32(1), key=None, layer=1, max_instruction=length,
     )  # fmt: skip
-    policy = policies.FastV(keep=float(g["fastv_vision_tokens_kept"][i] / g["is_vision"].sum()))
-    np.testing.assert_allclose(policy.ranking(obs)[0], g["paper_fastv_last_row_scores"], rtol=1e-5)
     tokens = Tokens(
         x=jnp.zeros((length, 1)), positions=jnp.zeros((length, 1), int), is_vision=vision, valid=everything,
         source=jnp.arange(length), size=jnp.ones(length), grid=jnp.zeros((length, 3), int),
     )  # fmt: skip
-    np.testing.assert_array_equal(policy.reduce(tokens, obs, stage=0)[1], g["as_released_fastv_kept"][i])
+    for count, expected in zip(g["fastv_vision_tokens_kept"], g["as_released_fastv_kept"], strict=True):
+        policy = policies.FastV(keep=float(count / g["is_vision"].sum()))
+        ranking, mask = jax.jit(lambda policy, obs: (policy.ranking(obs), policy.reduce(tokens, obs, stage=0)[1]))(
+            policy, obs
+        )
+        np.testing.assert_allclose(ranking[0], g["paper_fastv_last_row_scores"], rtol=1e-5)
+        np.testing.assert_array_equal(mask, expected)
 
 
 # --- whole models ---------------------------------------------------------------------------------------------------
@@ -194,6 +195,7 @@ def per_row(fraction):
     return keep
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("policy", "keep"),
     [(FasterVLM(keep=0.4), per_row(0.4)), (HiRED(keep=0.31), per_image(7))],
@@ -264,6 +266,7 @@ def test_ivtp_groups_patches_and_then_keeps_what_the_instruction_looks_at(params
     ]
 
 
+@pytest.mark.full
 def test_groups_count_their_members():
     policy = IVTP(keep=0.2, groups=0.5)
     tower = np.random.default_rng(0).random((3, 9)).astype(np.float32)
@@ -284,6 +287,7 @@ def test_without_text_after_the_image_the_last_token_judges():
     np.testing.assert_allclose(IVTP(keep=0.5).ranking(obs)[0], expected, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_the_cache_holds_what_is_left(params, batch):
     policy = FasterVLM(keep=0.4)
     cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(params, batch, policy, new_tokens=2)

@@ -1,6 +1,7 @@
 """Prompts: where the images go, which text is refused, and parity with transformers' templates."""
 
 import json
+import tracemalloc
 
 import pytest
 
@@ -134,3 +135,29 @@ def test_the_text_is_what_transformers_renders(template, make_folder):
         # some versions return (texts, spans)
         wanted = render([messages], chat_template=template, add_generation_prompt=True, bos_token="<s>")[0][0]
         assert ChatTemplate.from_text(template, "t").render(messages, {"bos_token": "<s>"}) == wanted
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'a' * 10**9 }}",
+        "{{ 10**9 * [0] }}",
+        "{{ 10**(10**9) }}",
+        "{% set x = namespace(v='a') %}{% for i in range(99) %}{% set x.v = x.v + x.v %}{% endfor %}",
+        "{% set x = namespace(v=9) %}{% for i in range(99) %}{% set x.v = x.v * x.v %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{{ 'a' * 9999 }}{% endfor %}{% endfor %}",
+        "{{ 'a' | center(10**9) }}",
+        "{{ 'a'.ljust(width) }}",
+        "{{ '%1000000000d' % 1 }}",
+    ],
+)
+def test_a_template_cannot_fill_the_memory(template):
+    """Not even while it is compiled, where jinja2 computes what is constant."""
+    tracemalloc.start()
+    with pytest.raises(InputError, match=r"^chat_template.jinja: the chat template refuses the prompt"):
+        writer(template, width=10**9).write("a", 0)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**28
+    ordinary = "{{ 'a' * 3 + 'b' }}{{ 2**3 * 7 % 5 }}{{ [1] + [2] * 2 }}{{ '%02d' % 7 }}{{ 'x' | center(3) }}"
+    assert writer(ordinary).write("a", 0) == "aaab1[1, 2, 2]07 x "

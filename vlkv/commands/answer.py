@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> Any:
         if args.save_cache is not None:
             _save(args, policy, params, processor)
         done = _answer_from(args, sampling, params, processor)
-    answer = processor.decode(np.asarray(done.tokens)[0])
+    answer = processor.decode(np.asarray(done.tokens)[0], np.asarray(done.lengths)[0])
     seconds = time.perf_counter() - begin
     decoder = params.config.decoder
     result = {

@@ -55,7 +55,7 @@ def completed(raw: Mapping[str, Any], tower: Mapping[str, Any] | None) -> dict[s
 
 def is_original(raw: Mapping[str, Any]) -> bool:
     """Whether a `config.json` is one of these."""
-    return raw.get("model_type") in _FAMILIES and "mm_vision_tower" in raw
+    return raw.get("model_type") in list(_FAMILIES) and "mm_vision_tower" in raw  # it may be no text
 
 
 def tower_folder(raw: Mapping[str, Any]) -> str:

@@ -82,7 +82,10 @@ class ModelConfig:
         Raises:
             InputError: an unsupported `model_type`, or a field that we do not honour.
         """
-        for architecture in raw.get("architectures") or ():
+        architectures = raw.get("architectures") or ()
+        if not isinstance(architectures, list | tuple) or not all(isinstance(name, str) for name in architectures):
+            raise InputError(f"config.json: architectures={architectures!r} must be a list of names")
+        for architecture in architectures:
             raw = _ORIGINALS.get(architecture, dict)(raw)
         family = raw.get("model_type")
         if family not in FAMILIES:

@@ -25,7 +25,7 @@ def decoder(raw: Mapping[str, Any]) -> DecoderConfig:
 def stop(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
     """The ids that end a sequence: those of generation, of the text, of the whole, of the class; in this order."""
     part = _part(raw)
-    family = next(kind for kind in (part.get("model_type"), raw.get("model_type"), "llama") if kind in DEFAULTS)
+    family = next(kind for kind in (part.get("model_type"), raw.get("model_type"), "llama") if kind in list(DEFAULTS))
     default = DEFAULTS[family].get("eos_token_id")
     found = generation.get("eos_token_id", part.get("eos_token_id", raw.get("eos_token_id", default)))
     found = () if found is None else (found,) if isinstance(found, int) else tuple(found)
@@ -35,9 +35,10 @@ def stop(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ..
 
 
 def _part(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(
-        raw if raw.get("model_type") in TEXT_FAMILIES else raw.get("text_config") or raw.get("llm_config") or {}
-    )
+    part = raw if raw.get("model_type") in TEXT_FAMILIES else raw.get("text_config") or raw.get("llm_config") or {}
+    if not isinstance(part, Mapping):
+        raise InputError(f"config.json: text_config={part!r} must be an object")
+    return dict(part)
 
 
 def _family(part: Mapping[str, Any]) -> str:

@@ -3,18 +3,23 @@
     {"image": "page.png", "question": "what does row one say?", "answers": ["4 2", "42"]}
     {"images": ["a.png", "b.png"], "turns": [{"question": "which is older?", "answer": "the first"}, ...]}
 
-`image` may be a list and `answers` a single string; `id` names a row in the results (else its line does). What else an
-object holds is left alone.
+`image` may be a list and `answers` a single string; `id` names a row in the results (else its line does). Any other key
+is an error, because it may be one of these misspelt. Notes of your own go under `extra`, which is ignored, as are
+`choices`, `dataset` and `metric`, which benchmarks/milebench.py writes for its own scores.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 from pathlib import Path
 from typing import Any
 
 from vlkv.errors import InputError
+
+_TURN = ("question", "answer", "answers", "extra")
+_ROW = ("id", "image", "images", "turns", "choices", "dataset", "metric", *_TURN)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +71,7 @@ def read_records(file: Path) -> list[Record]:
 def _record(row: Any, line: int, folder: Path) -> Record:
     if not isinstance(row, dict):
         raise InputError(f"a JSON {type(row).__name__}, expected an object")
+    _require_known(row, _ROW)
     if "image" in row and "images" in row:
         raise InputError("has image and images: give one of the two")
     names = row.get("images", row.get("image", []))
@@ -78,7 +84,7 @@ def _record(row: Any, line: int, folder: Path) -> Record:
         raise InputError(f"{missing}: no such image file")
     turns = row.get("turns")
     if turns is None:
-        turns = [row]
+        turns = [{key: value for key, value in row.items() if key in _TURN}]
     elif "question" in row:
         raise InputError("has question and turns: give one of the two")
     if not isinstance(turns, list) or not turns:
@@ -86,9 +92,17 @@ def _record(row: Any, line: int, folder: Path) -> Record:
     return Record(line, str(row.get("id", line)), images, tuple(_turn(turn) for turn in turns))
 
 
+def _require_known(found: dict[str, Any], known: tuple[str, ...]) -> None:
+    """Raises InputError for a key that means nothing here."""
+    for key in found.keys() - set(known):
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
+        raise InputError(f"unknown key {key!r}: did you mean {near}? Notes go under extra")
+
+
 def _turn(turn: Any) -> Turn:
     if not isinstance(turn, dict):
         raise InputError(f"a turn is a JSON {type(turn).__name__}, expected an object")
+    _require_known(turn, _TURN)
     question = turn.get("question")
     if not isinstance(question, str) or not question.strip():
         raise InputError("no question")

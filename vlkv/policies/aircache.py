@@ -85,12 +85,13 @@ class AirCache(Policy):
         return head_mean(mass, obs.k.shape[0])
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """Strength and skewness of the importance of the tokens in scope, and who observed."""
+        """Strength and skewness of the importance of the tokens in scope, how many these are, and who observed."""
         importance, inside = scores[0], obs.in_scope
         count = jnp.sum(inside)
         strength = jnp.sum(jnp.where(inside, importance, 0.0))
         return {
             "observers": self.observers(obs),
+            "count": count,
             "strength": strength,
             "skewness": skewness(importance, inside, count),
         }
@@ -98,10 +99,11 @@ class AirCache(Policy):
     def allocate(
         self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
     ) -> Int[Array, " L"]:
-        """Eq. 11, made of integers."""
+        """Eq. 11, rounded down; what is left of `total` goes to the largest remainders."""
         if self.allocation == "uniform":
             return budgets.uniform(total, most)
-        mean = total / layers
+        # Not total / layers if `keep` is given: `total` is rounded, and the remainders must be those of Eq. 11.
+        mean = total / layers if self.keep is None else self.keep * jnp.mean(statistics["count"])
         strength = by_mean(statistics["strength"])
         skew = by_mean(jnp.maximum(statistics["skewness"], 0.0))
         if self.allocation == "pyramid":

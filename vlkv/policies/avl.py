@@ -140,8 +140,7 @@ class AVL(Policy):
         secondary = memory.stored & ~memory.is_text
         if self.core is None:
             return secondary
-        # The small term keeps 0.3 x 110 from becoming 32.99 in float32.
-        count = jnp.maximum(jnp.floor(self.core * memory.vision + 1e-4), 1)
+        count = jnp.maximum(budgets.part(self.core, memory.vision), 1)
         order = jnp.lexsort((memory.place, jnp.where(secondary, -shares, jnp.inf)), axis=-1)
         chosen = jnp.broadcast_to(jnp.arange(order.shape[-1]) < count, order.shape)
         best = jnp.put_along_axis(jnp.zeros(order.shape, bool), order, chosen, axis=-1, inplace=False)
@@ -177,4 +176,4 @@ class AVL(Policy):
     def window(self, memory: Memory) -> Int[Array, ""]:
         """Text entries that may stay: T times the row's prompt text and all the tokens that may follow."""
         assert self.text is not None
-        return jnp.floor(self.text * (memory.text + memory.new_tokens) + 1e-4).astype(jnp.int32)
+        return budgets.part(self.text, memory.text + memory.new_tokens)

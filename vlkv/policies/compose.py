@@ -11,7 +11,7 @@ from vlkv.errors import InputError
 from vlkv.memory import Memory
 from vlkv.observe import Observation
 from vlkv.policies.full import Full
-from vlkv.policies.policy import Policy, Statistics, Storage, policy
+from vlkv.policies.policy import Policy, Statistics, Storage, checked_scores, policy, require_policy
 from vlkv.policies.reducing import ReducingPolicy
 from vlkv.policies.smooth import Smooth
 
@@ -53,6 +53,7 @@ def compose(
     Raises:
         InputError: parts that do not fit together.
     """
+    require_policy(scores)
     given = {"allocate": allocate, "merge": merge, "step": step, "reduce": reduce, "store": store}
     for name, part in given.items():
         fits = part is None or isinstance(part, Policy) or (isinstance(part, type) and issubclass(part, Policy))
@@ -183,7 +184,7 @@ class Composed(Policy):
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """As `scored`, smoothed."""
-        scores = self.scored.score(obs)
+        scores = checked_scores(self.scored, obs)
         return scores if self.smoothed is None else self.smoothed(scores, obs)
 
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
@@ -200,7 +201,7 @@ class Composed(Policy):
             own |= {name: self.smoothed(own[name], obs) for name in self.scored.ranked_by}
         if self.allocated is None:
             return own
-        return {"scored": own, "allocated": self.allocated.statistics(obs, self.allocated.score(obs))}
+        return {"scored": own, "allocated": self.allocated.statistics(obs, checked_scores(self.allocated, obs))}
 
     def allocate(
         self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
@@ -246,7 +247,7 @@ class Composed(Policy):
         if self.stepped is None and self.smoothed is None:
             return self.scored.remember(obs, scores)
         owner = self.stepped or self.scored
-        return owner.remember(obs, owner.score(obs))
+        return owner.remember(obs, checked_scores(owner, obs))
 
     def begin(self, memory: Memory) -> Memory:
         """As `stepped`."""

@@ -41,8 +41,15 @@ def policy(cls: type[P]) -> type[P]:
     return made
 
 
+class _PolicyType(type):
+    """The type of policy classes. Static for jit too, so that a class that is passed by mistake meets our own error."""
+
+
+jax.tree_util.register_static(_PolicyType)
+
+
 @policy
-class Policy:
+class Policy(metaclass=_PolicyType):
     """The base: keeps a share of the tokens in scope, ranked by `score`, the same number in every layer.
 
     Attributes:
@@ -70,6 +77,8 @@ class Policy:
 
     def __post_init__(self) -> None:
         name = type(self).__name__
+        if jax.tree_util.all_leaves([self]):
+            raise InputError(f"{name}: write @policies.policy above the class, or jit cannot take it as static")
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value, default = getattr(self, field.name), field.default
             if value is None and "None" in str(field.type):
@@ -121,6 +130,9 @@ class Policy:
         self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
     ) -> Int[Array, " L"] | Int[Array, "L K"]:
         """Budgets per layer (or per layer and head) that sum to `total` per head, each between min(1, most) and most.
+
+        `select` refuses budgets that pass these bounds. Under jit nothing can be raised: there they are cut, in the
+        upper layers if their sum is too large.
 
         `statistics` has a leading axis L; `most` is the number of tokens in scope that each layer holds, the same for
         all unless the prompt got shorter on its way.
@@ -184,7 +196,11 @@ class Policy:
         return tokens, tokens.valid
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
-        """The most vision tokens that leave a stage which at most `vision` tokens of so many images enter."""
+        """The most vision tokens that leave a stage which at most `vision` tokens of so many images enter.
+
+        `read_prompt` refuses a `reduce` that keeps more. Under jit nothing can be raised: there the last of the vision
+        tokens go, and all text stays.
+        """
         del stage, images
         return vision
 
@@ -293,6 +309,27 @@ class Policy:
     def options(self) -> dict[str, Any]:
         """Its options as a plain dict, for tables and JSON."""
         return dataclasses.asdict(self)  # type: ignore[call-overload]
+
+
+def require_policy(given: object) -> None:
+    """Raises InputError unless this is a policy."""
+    if isinstance(given, Policy):
+        return
+    if isinstance(given, _PolicyType):
+        raise InputError(f"policy={given.__name__} is a class: make a policy of it, as in {given.__name__}(keep=0.1)")
+    if isinstance(given, str):
+        raise InputError(f"policy={given!r} is a name: make a policy of it, as in policies.make({given!r}, keep=0.1)")
+    raise InputError(f"policy={given!r} is no policy: pass one of vlkv.policies, or one of a subclass of Policy")
+
+
+def checked_scores(policy: Policy, obs: Observation) -> Float[Array, "K T"]:
+    """`policy.score`; raises InputError if its shape is wrong."""
+    scores, expected = policy.score(obs), obs.k.shape[:2]
+    found = getattr(scores, "shape", None)
+    if found != expected:
+        raise InputError(f"{type(policy).__name__}: score returned {scores if found is None else f'shape {found}'}: "
+                         f"return a number for each key head and token, [K, T] = {expected}")  # fmt: skip
+    return scores
 
 
 def _is_number(value: object) -> bool:

@@ -59,7 +59,7 @@ class PyramidKV(SnapKV):
         """The line, made of integers."""
         if self.variant == "released":
             return self.released_line(statistics["mean"][0], statistics["count"][0], layers=layers)
-        window = jnp.minimum(self.window, total // layers) if self.scope == "all" else jnp.int32(0)
+        window = self.rows(total // layers) if self.scope == "all" else 0
         line = pyramid(total / layers - window, layers, self.beta) + window
         return budgets.apportion(line, total, floor=jnp.minimum(1, most), ceiling=most)
 
@@ -71,7 +71,7 @@ class PyramidKV(SnapKV):
             count: tokens in scope.
             layers: L.
         """
-        window = jnp.minimum(self.window, mean) if self.scope == "all" else 0
+        window = self.rows(mean) if self.scope == "all" else 0
         spare = mean - window
         highest = spare // self.beta
         lowest = jnp.minimum(2 * spare - highest, count - window)

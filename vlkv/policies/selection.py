@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from pallas_kernels import Kernels
 from vlkv.errors import InputError
 from vlkv.observe import Observation, first, largest, last, top
-from vlkv.policies.policy import Policy, Statistics
+from vlkv.policies.policy import Policy, Statistics, checked_scores, require_policy
 
 
 @jax.tree_util.register_dataclass
@@ -74,7 +74,7 @@ def see(
 
 def observe(policy: Policy, obs: Observation) -> Observed:
     """Scores and statistics of one layer."""
-    scores = policy.score(obs)
+    scores = checked_scores(policy, obs)
     protected = policy.protect(obs) & obs.in_scope if policy.scope == "all" else jnp.zeros_like(obs.valid)
     return Observed(scores, protected, policy.statistics(obs, scores), policy.remember(obs, scores))
 
@@ -108,11 +108,7 @@ def allocate_and_take(
     # A method may count what the prompt had, not what is left of it.
     total = jnp.minimum(policy.total(held, seen, layers=layers, most=bound), jnp.sum(most))
     granted = policy.allocate(statistics, total=total, most=most, layers=layers)
-    kv_heads = scores.shape[1]
-    granted = jnp.broadcast_to(granted if granted.ndim == 2 else granted[:, None], (layers, kv_heads))  # [L, K]
-    # The pool has room for `total`: an allocation that hands out more is cut short in the upper layers.
-    granted = jnp.clip(granted, 0, most[:, None])
-    granted = jnp.clip(granted, 0, total - jnp.minimum(jnp.cumsum(granted, axis=0) - granted, total))
+    granted = _within_bounds(policy, granted, total=total, most=most, kv_heads=scores.shape[1])
 
     def take(scores, protected, statistics, budget, in_scope, out_of_scope):  # [K, T], [T], of one layer, [K], [T], [T]
         rest, certain = in_scope & ~protected, jnp.sum(protected)
@@ -124,9 +120,32 @@ def allocate_and_take(
         return kept, budget, jnp.where(out_of_scope, jnp.inf, jnp.where(in_scope, scores, -jnp.inf))
 
     kept, spent, scores = jax.vmap(take)(
-        scores.astype(jnp.float32), protected & in_scope, statistics, granted.astype(jnp.int32), in_scope, out_of_scope
+        scores.astype(jnp.float32), protected & in_scope, statistics, granted, in_scope, out_of_scope
     )
     return Selection(kept, spent, scores, statistics)
+
+
+def _within_bounds(
+    policy: Policy, granted: Array, *, total: Int[Array, ""], most: Int[Array, " L"], kv_heads: int
+) -> Int[Array, "L K"]:
+    """What `allocate` returned, with 0 in the place of less, cut to what each layer holds and to `total`.
+
+    The pool has capacity for `total`. So an allocation that hands out more is cut in the upper layers.
+
+    Raises:
+        InputError: budgets of another shape, or, where their values are known (under jit they are not), out of bounds.
+    """
+    name, layers = type(policy).__name__, len(most)
+    if granted.shape not in ((layers,), (layers, kv_heads)):
+        raise InputError(f"{name}: allocate returned budgets of shape {granted.shape}: return one per layer, "
+                         f"{(layers,)}, or per layer and key head, {(layers, kv_heads)}")  # fmt: skip
+    granted = jnp.broadcast_to(granted if granted.ndim == 2 else granted[:, None], (layers, kv_heads))
+    whole = jnp.clip(jnp.nan_to_num(granted), 0, most[:, None]).astype(jnp.int32)
+    whole = jnp.clip(whole, 0, total - jnp.minimum(jnp.cumsum(whole, axis=0) - whole, total))
+    if not isinstance(whole, jax.core.Tracer) and bool(jnp.any(whole != granted)):
+        raise InputError(f"{name}: allocate returned {granted[:, 0].tolist()} for layers that hold {most.tolist()} "
+                         f"tokens: return whole numbers from 0 to that, at most {total} in all")  # fmt: skip
+    return whole
 
 
 def shortlist(policy: Policy, observed: Observed, obs: Observation, *, layers: int) -> Bool[Array, " T"]:
@@ -203,8 +222,19 @@ def compress(
     return jnp.stack([m[0] for m in merged]), jnp.stack([m[1] for m in merged]), selection
 
 
+def require_32_bits() -> None:
+    """Raises InputError under `jax_enable_x64`, which would make the states of the kernels and all counts wider."""
+    if jax.dtypes.canonicalize_dtype(np.int64) == np.int64:
+        raise InputError("vlkv computes in 32 bits: switch jax_enable_x64 off, or call it within jax.enable_x64(False)")
+
+
 def require_fit(policy: Policy, layers: int, key: Key[Array, ""] | None) -> None:
-    """Raises InputError if the policy does not fit the model, or draws at random and has nothing to draw from."""
+    """Raises InputError if it is no policy, does not fit the model, or draws at random and has nothing to draw from.
+
+    Also if jax is set to 64 bits.
+    """
+    require_policy(policy)
+    require_32_bits()
     policy.check_model(layers)
     if policy.needs_key and key is None:
         raise InputError(f"{type(policy).__name__} draws at random: pass key=jax.random.key(seed)")

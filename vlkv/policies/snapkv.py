@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.observe import Observation, group_mean, last, pool, rows_mass
 from vlkv.policies.policy import Policy, policy
@@ -15,11 +15,13 @@ from vlkv.policies.policy import Policy, policy
 class SnapKV(Policy):
     """Attention of the last `window` queries, summed, smoothed along the tokens; the window itself stays.
 
-    (Li et al. 2024, Sec. 4, Eqs. 1-5.) Query heads that share a key head are averaged before smoothing; the
-    published code selects for each query head, others average grouped heads as here.
+    (Li et al. 2024, Sec. 4, Eqs. 1-5.) A window that would take the whole budget shrinks to half of it: otherwise
+    nothing would be chosen, and only the latest tokens would stay. Query heads that share a key head are averaged
+    before smoothing; the published code selects for each query head, others average grouped heads as here.
 
     Attributes:
-        window: observation rows, the last ones of the prompt.
+        window: observation rows, the last ones of the prompt. Under scope="all" at most half of the mean budget of a
+            layer, where that is not larger than the window.
         kernel: width of the smoothing, odd.
         pooling: "avg" or "max".
     """
@@ -38,11 +40,17 @@ class SnapKV(Policy):
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Smoothed attention of the window; tokens that stay anyway count as zeros for the smoothing."""
-        window = last(obs.valid, self.window)
+        window = self.protect(obs)
         mass = group_mean(rows_mass(obs, window, self.window), obs.k.shape[0])
-        candidates = obs.in_scope & ~self.protect(obs) if self.scope == "all" else obs.in_scope
+        candidates = obs.in_scope & ~window if self.scope == "all" else obs.in_scope
         return pool(jnp.where(candidates, mass, 0.0), self.kernel, self.pooling)
 
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
         """The observation window."""
-        return last(obs.valid, self.window)
+        return last(obs.valid, self.rows(obs.mean_budget))
+
+    def rows(self, mean: Int[Array, ""]) -> Int[Array, ""] | int:
+        """Length of the observation window where a layer keeps `mean` tokens in scope on average."""
+        if self.scope == "vision":
+            return self.window
+        return jnp.where(self.window < mean, self.window, jnp.maximum(1, mean // 2))

@@ -1,15 +1,17 @@
 """Chat templates: find the checkpoint's own, and render it in a sandbox as transformers does.
 
 A template is a program from whoever made the checkpoint. The sandbox keeps it away from Python's internals,
-and it sees nothing but plain strings, lists and dictionaries.
+it sees nothing but plain strings, lists and dictionaries, and what it writes is bounded.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,10 +19,13 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 import jinja2.sandbox
 
 from vlkv.errors import InputError
 from vlkv.files import one_line, read_json, read_text
+
+_LONGEST = 2**22  # characters of a prompt, far more than any model takes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +78,12 @@ class ChatTemplate:
             InputError: the template fails or refuses these messages.
         """
         try:
-            return self.compiled.render(messages=messages, add_generation_prompt=True, **special)
+            pieces, length = [], 0
+            for piece in self.compiled.generate(messages=messages, add_generation_prompt=True, **special):
+                pieces.append(piece)
+                length += len(piece)
+                _require_short(length)
+            return "".join(pieces)
         except Exception as error:  # whatever a foreign program may raise
             reason = one_line(error)
             raise InputError(f"{self.source}: the chat template refuses the prompt ({reason})") from None
@@ -89,10 +99,58 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """jinja2's sandbox, which here also refuses operators, filters and methods that would fill the memory."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.filters.update({name: _bounded(filter) for name, filter in self.filters.items()})
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        """The operator; for text and lists only if the result is short, for numbers only if it has few digits."""
+        a, b = (len(x) if isinstance(x, Sized) else x for x in (left, right))
+        if operator == "%":
+            if isinstance(left, str) and re.search(r"\*|\d{7}", left):
+                raise jinja2.sandbox.SecurityError(f"a width in {left!r} is too large")
+        elif isinstance(a, int) and isinstance(b, int):
+            if isinstance(left, Sized) or isinstance(right, Sized):
+                _require_short(a * b if operator == "*" else a + b)
+            elif operator != "+":
+                _require_short(a.bit_length() * (b if operator == "**" else b.bit_length()))
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **options: Any) -> Any:
+        """The function or method, unless it is given a number as large as no width or count has to be."""
+        _require_small(*args, *options.values())
+        return super().call(__context, __obj, *args, **options)
+
+
+def _bounded(filter: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter, with the same check."""
+
+    @functools.wraps(filter)  # keeps what it says about the arguments that jinja2 adds
+    def run(*args: Any, **options: Any) -> Any:
+        _require_small(*args[1:], *options.values())  # the first may be any number, to be printed
+        return filter(*args, **options)
+
+    return run
+
+
+def _require_small(*values: object) -> None:
+    for value in values:
+        if isinstance(value, int):
+            _require_short(value)
+
+
+def _require_short(length: int) -> None:
+    if length > _LONGEST:
+        raise jinja2.sandbox.SecurityError(f"it would make more than {_LONGEST} characters")
+
+
 def _environment() -> jinja2.Environment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)

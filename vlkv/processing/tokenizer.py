@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -72,7 +73,14 @@ class TextTokenizer:
             text: may itself spell special tokens, as chat templates do.
             add_special: add what the file's post-processor adds (as a rule the BOS token), unless the text
                 itself begins with it.
+
+        Raises:
+            InputError: the text has half of a surrogate pair, which no file in UTF-8 can hold.
         """
+        lone = re.search("[\ud800-\udfff]", text)
+        if lone:
+            raise InputError(f"the text has the lone surrogate {lone[0]!r} at character {lone.start()}: remove it, or "
+                             "write the whole character")  # fmt: skip
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         if add_special:
             full = self.tokenizer.encode(text).ids

@@ -1,0 +1,178 @@
+"""Plants faults one by one in a copy of the project and runs the tests that should notice each of them.
+
+    python -m tests.plant_faults [NAME ...] [--all]
+
+This measures the tests: each fault in the table is one that somebody could make, and the default suite must fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Fault(NamedTuple):
+    """A piece of text that occurs once in a file, what takes its place, and a test that should notice."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+FAULTS = (
+    Fault(
+        "mask off by one",
+        "pallas_kernels/prefill_attention/xla.py",
+        "(jnp.arange(logits.shape[-1]) <= places[:, None])",
+        "(jnp.arange(logits.shape[-1]) <= places[:, None] + 1)",
+        "tests/kernels/test_prefill_attention.py::test_padding_on_both_sides",
+    ),
+    Fault(
+        "wrong RoPE base",
+        "vlkv/rope.py",
+        "frequency = rope.theta ** -",
+        "frequency = (2 * rope.theta) ** -",
+        "tests/test_decode.py::test_score_is_the_log_probability_of_the_reference",
+    ),
+    Fault(
+        "score over padding",
+        "vlkv/observe.py",
+        "weight = obs.valid[None].astype(jnp.float32)",
+        "weight = jnp.ones_like(obs.valid, jnp.float32)[None]",
+        "tests/policies/test_reference.py::test_padding_on_either_side_changes_nothing",
+    ),
+    Fault(
+        "budget one too high",
+        "vlkv/budgets.py",
+        "return np.minimum(layers * counts, np.maximum(layers, asked)).astype(np.int32)",
+        "return np.minimum(layers * counts, np.maximum(layers, asked + 1)).astype(np.int32)",
+        "tests/test_budgets.py",
+    ),
+    Fault(
+        "kernel skips its last block",
+        "pallas_kernels/ragged.py",
+        "turns = -(-ends[-1] // together)",
+        "turns = ends[-1] // together",
+        "tests/kernels/test_decode_attention.py::test_golden_outputs_with_n_in_the_denominator",
+    ),
+    Fault(
+        "converter swaps two tensors",
+        "checkpoints_convert/tables/decoder.py",
+        '(("q", "query", q), ("k", "key", kv), ("v", "value", kv))',
+        '(("q", "query", q), ("v", "key", kv), ("k", "value", kv))',
+        "tests/parity/test_forward.py::test_llava_batch_of_unequal_rows",
+    ),
+    Fault(
+        "query heads read each other's key heads",
+        "pallas_kernels/prefill_attention/xla.py",
+        "q.reshape(batch, length, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)",
+        "q.reshape(batch, length, -1, kv_heads, head_dim).transpose(0, 3, 2, 1, 4)",
+        "tests/kernels/test_prefill_attention.py::test_padding_on_both_sides",
+    ),
+    Fault(
+        "positions of new tokens off by one",
+        "vlkv/generate.py",
+        "params.decoder.embedding(token), cache.next_position)",
+        "params.decoder.embedding(token), cache.next_position + 1)",
+        "tests/test_decode.py::test_score_is_the_log_probability_of_the_reference",
+    ),
+    Fault(
+        "stop token does not end a row",
+        "vlkv/generate.py",
+        "ended | jnp.isin(token, stop)",
+        "ended",
+        "tests/parity/test_generate.py::test_rows_end_at_their_stop_token_and_the_loop_ends_with_the_last",
+    ),
+    Fault(
+        "scale of the neighbouring group",
+        "pallas_kernels/quantized.py",
+        "begin = jnp.minimum(first // pool.group, ",
+        "begin = jnp.minimum(first // pool.group + 1, ",
+        "tests/kernels/test_quantized.py::test_any_slice_of_slots_reads_as_the_same_slice_of_the_array",
+    ),
+    Fault(
+        "vision embeddings one late",
+        "vlkv/models/splice.py",
+        "vision[jnp.maximum(vision_index, 0)]",
+        "vision[jnp.maximum(vision_index - 1, 0)]",
+        "tests/parity/test_forward.py::test_llava_batch_of_unequal_rows",
+    ),
+    Fault(
+        "eviction protects the oldest",
+        "vlkv/policies/h2o.py",
+        "rank_by_place(memory, memory.stored) < (count - recent)[:, None]",
+        "rank_by_place(memory, memory.stored) >= recent[:, None]",
+        "tests/policies/test_decode_time.py::test_h2o_evicts_one_entry_a_step",
+    ),
+)
+
+
+def planted(fault: Fault, text: str) -> str:
+    """The text of a file with the fault in it; ValueError unless what it replaces is there exactly once."""
+    if text.count(fault.old) != 1:
+        raise ValueError(f"{fault.name}: {fault.old!r} occurs {text.count(fault.old)} times in {fault.file}, not once")
+    return text.replace(fault.old, fault.new)
+
+
+def copy_project(folder: Path) -> None:
+    """Copies what git tracks, and new files that it does not ignore; compiled programs are shared."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0"):
+        if name and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    (ROOT / ".jax_cache").mkdir(exist_ok=True)
+    (folder / ".jax_cache").symlink_to(ROOT / ".jax_cache")
+
+
+def run_tests(folder: Path, tests: list[str]) -> tuple[int, str]:
+    """pytest's exit code up to the first failure, and the line that names it, or else the last line."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    return done.returncode, (failed or lines[-1:] or [""])[0]
+
+
+def main() -> int:
+    """Prints one line per fault; 1 if a fault was missed, or the tests fail without any."""
+    parser = argparse.ArgumentParser(description="Plants faults one by one and runs the tests that should notice.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a fault, by any part of its name; default: all")
+    parser.add_argument("--all", action="store_true", help="run the whole default suite, not one test a fault")
+    args = parser.parse_args()
+    chosen = [fault for fault in FAULTS if not args.names or any(name in fault.name for name in args.names)]
+    if not chosen:
+        parser.error(f"no such fault; there are: {', '.join(fault.name for fault in FAULTS)}")
+    missed = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copy_project(folder)
+        code, line = run_tests(folder, [] if args.all else sorted({fault.test for fault in chosen}))
+        if code:
+            print(f"the tests fail without any fault: {line}")
+            return 1
+        for fault in chosen:
+            path = folder / fault.file
+            whole = path.read_text()
+            path.write_text(planted(fault, whole))
+            code, line = run_tests(folder, [] if args.all else [fault.test])
+            path.write_text(whole)
+            found = code == 1  # another code says that pytest could not run the test
+            missed += not found
+            print(f"{fault.name}: {'found by' if found else 'MISSED:'} {line.removeprefix('FAILED ')}", flush=True)
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""What the tests on golden vectors share: a policy on the arrays of a file, whatever their shapes."""
+
+import jax
+import numpy as np
+
+from vlkv import policies
+
+select = jax.jit(policies.select)
+compress = jax.jit(policies.compress)
+allocate = jax.jit(
+    lambda policy, statistics, total, most: policy.allocate(statistics, total=total, most=most, layers=len(most))
+)
+
+
+def layered(g, *names):
+    """Arrays with a leading axis L, which files of one layer leave out."""
+    return tuple(g[name] if g[name].ndim == 4 else g[name][None] for name in names)
+
+
+def choose(policy, g, heads=None, valid=None):
+    """What a policy keeps; `heads`: so many key heads choose, each key head handed in as often as that takes."""
+    q, k = layered(g, "q", "k")
+    k = np.repeat(k, (heads or k.shape[1]) // k.shape[1], axis=1)
+    return select(policy, q, k, k, g["is_vision"], valid)
+
+
+def same_in_every_head(got, expected):
+    """Asserts that `got` [L, K, ...] is `expected` [L, ...] in every head."""
+    got, expected = np.asarray(got), np.asarray(expected)
+    np.testing.assert_array_equal(got, np.broadcast_to(expected[:, None], got.shape))
+
+
+def look_m(g, ratio, prior, way="none", **options):
+    """LOOK-M with a share of heavy and a share of recent tokens; `prior` is "plain" or "text_prior"."""
+    heavy, recent = (int(len(g["is_vision"]) * share) for share in g["ratio_pairs_heavy_recent"][ratio])
+    policy = policies.LookM(
+        budget=heavy + recent, recent=recent, text_prior=prior == "text_prior", merging=way, **options
+    )
+    return policy, compress(policy, *layered(g, "q", "k", "v"), g["is_vision"])
+
+
+def look_m_merges(g, source, way, prior, **options):
+    """Asserts that the merged entries under the first pair of shares are those of `source`."""
+    k, v, got = look_m(g, 0, prior, way, **options)[1]
+    for ours, name in ((k, "key"), (v, "value")):
+        for head, kept in enumerate(np.asarray(got.kept[0])):
+            expected = g[f"{source}_merged_{name}_{way}_{prior}"][head]
+            np.testing.assert_allclose(ours[0, head][kept], expected, atol=2e-5)
