@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> Any:
         raise InputError(f"--metric {args.metric}: give one of which more is better")
     if args.out.exists() and not args.out.is_dir():
         raise InputError(f"{args.out}: is a file; --out is a folder for the results")
-    source = frontier.resolve(args.model)
+    source = CHECKPOINT if args.model == "mini" and not Path("mini").exists() else args.model
     processor = loading.load_processor(source)
     args.out.mkdir(parents=True, exist_ok=True)
     check_plots(args.out / PLOT)
@@ -110,7 +110,10 @@ def run(args: argparse.Namespace) -> Any:
         points.append({"name": name, "bits": bits, "bytes": share, "quality": row[args.metric], "low": low,
                        "high": high, "code": code(policy), "cache_bytes": row["cache_bytes"]})  # fmt: skip
     chosen = [(share, best) for share in args.bytes if (best := frontier.best_at(points[1:], share)) is not None]
-    lines = [{"share": share, **best, "python": _python(args, file, settings, best["code"])} for share, best in chosen]
+    lines = [
+        {"share": share, **best, "python": _python(args, source, file, settings, best["code"])}
+        for share, best in chosen
+    ]
     result = {"run": facts, "machine": describe(), "metric": args.metric, "questions": summary["questions"],
               "points": points, "best": lines}  # fmt: skip
     save(result, args.out / RESULTS)
@@ -150,12 +153,15 @@ def _plan(args: argparse.Namespace, processor: Processor) -> list[tuple[str, int
     return plan
 
 
-def _python(args: argparse.Namespace, file: Path, settings: Settings, policy: str) -> str:
+def _python(args: argparse.Namespace, source: Any, file: Path, settings: Settings, policy: str) -> str:
     options = f"batch={settings.batch}, max_new_tokens={settings.max_new_tokens}"
     metric = "" if args.metric == "exact" else f"metric={args.metric!r}, "
+    model, start = repr(str(source)), ""
+    if source == CHECKPOINT:
+        model, start = "CHECKPOINT", "from vlkv.mini import CHECKPOINT; "
     return (
-        "from vlkv.evaluation.frontier import quality; from vlkv.policies import *; "
-        f"print(quality({str(args.model)!r}, {str(file)!r}, {policy}, {metric}{options}))"
+        f"{start}from vlkv.evaluation.frontier import quality; from vlkv.policies import *; "
+        f"print(quality({model}, {str(file)!r}, {policy}, {metric}{options}))"
     )
 
 

@@ -1,6 +1,6 @@
 """Quality against bytes: which methods, in how many bits, are best for a budget.
 
-quality("mini", "questions.jsonl", SnapKV(keep=0.1, scope="vision"))     one point
+quality("checkpoint", "questions.jsonl", SnapKV(keep=0.1, scope="vision"))     one point
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from vlkv.evaluation.records import read_records
 from vlkv.evaluation.report import summarise
 from vlkv.evaluation.running import Settings, run
 from vlkv.files import replacing
-from vlkv.mini import CHECKPOINT
 from vlkv.policies.policy import Policy
 
 Point = Mapping[str, Any]  # name, bits, bytes (a share), quality, low, high, code
@@ -35,11 +34,6 @@ _COLOURS = (
 )
 
 
-def resolve(model: str | Path) -> str | Path:
-    """The folder of the demo model for "mini", unless there is a folder of that name; else what was given."""
-    return CHECKPOINT if model == "mini" and not Path("mini").exists() else model
-
-
 def quality(
     model: str | Path,
     file: str | Path,
@@ -52,14 +46,14 @@ def quality(
     """The mean of a metric over the questions of a file, under one policy; what `vlkv frontier` prints for it.
 
     Args:
-        model: a checkpoint folder, a hub id, or "mini".
+        model: a checkpoint folder or a hub id.
         file: of questions, as `read_records` reads them.
         policy: any policy.
         metric: a name of `METRICS`.
         batch: questions that are answered together.
         max_new_tokens: of the longest answer.
     """
-    params, processor = loading.load(resolve(model))
+    params, processor = loading.load(model)
     records = read_records(Path(file))
     settings = Settings(max_new_tokens=max_new_tokens, batch=batch)
     with TemporaryDirectory() as folder:
