@@ -16,7 +16,7 @@ def folder() -> Path:
 
 def keep_programs() -> None:
     """Has jax keep what it compiles, unless the user has told jax where, or that it should not."""
-    if "JAX_COMPILATION_CACHE_DIR" in os.environ or jax.config.jax_compilation_cache_dir is not None:
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ or getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
         return
     jax.config.update("jax_compilation_cache_dir", str(folder()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

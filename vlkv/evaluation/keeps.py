@@ -28,10 +28,9 @@ def at_keep(policy: Policy, keep: float) -> Policy:
     """
     if not isinstance(policy, Composed):
         return dataclasses.replace(policy, keep=keep)  # type: ignore[type-var]
-    parts = {name: getattr(policy, name) for name in _SHARING}
-    return dataclasses.replace(
-        policy, **{name: at_keep(part, keep) for name, part in parts.items() if part is not None}
-    )
+    parts: dict[str, Any] = {name: getattr(policy, name) for name in _SHARING}
+    parts = {name: at_keep(part, keep) for name, part in parts.items() if part is not None}
+    return dataclasses.replace(policy, **parts)
 
 
 def at_bytes(policy: Policy, share: float, bits: int = 16) -> Policy:

@@ -113,7 +113,7 @@ def held_out_page(rng: np.random.Generator, kind: str = "ledger") -> tuple[Page,
 def held_out_set(rng: np.random.Generator, images: int = 3) -> tuple[list[Page], int, Entry]:
     """Several ledger pages of test digits that share the ten tags among them; which is asked about, and the entry."""
     tags = np.array_split(rng.permutation(10), images)
-    made = [ledger_page(held_out_digits(), rng, entries=(len(some), len(some)), tags=some) for some in tags]
+    made = [ledger_page(held_out_digits(), rng, entries=(len(some), len(some)), tags=some.tolist()) for some in tags]
     chosen = int(rng.integers(images))
     return made, chosen, made[chosen].entries[rng.integers(len(made[chosen].entries))]
 
@@ -170,7 +170,7 @@ def digit_page(
         n = int(rng.integers(length[0], length[1] + 1))
         x = int(rng.integers(GRID - n + 1))
         chosen = rng.integers(len(digits.label), size=n)
-        cells = _write(ink, digits.ink[chosen], [(int(y), x + j) for j in range(n)])
+        cells = _write(ink, list(digits.ink[chosen]), [(int(y), x + j) for j in range(n)])
         made.append(Entry(f"what does row {ORDINALS[i]} say?", _spoken(digits.label[chosen]), cells))
     everything = f" {SEPARATOR} ".join(row.answer for row in made)
     whole = Entry(READ_PAGE, everything, tuple(cell for row in made for cell in row.cells))

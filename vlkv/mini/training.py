@@ -87,7 +87,7 @@ class Settings:
     stages: tuple[Stage, ...] = (
         Stage(300, 44, (3, 6), 6, 12, ("ledger", "ledger", "digits")),
         Stage(850, 84, (4, 10), 8, 12, ("ledger", "digits", "ledger", "pooled")),
-        Stage(300, 192, (4, 10), 8, 8, ("ledger", "digits", "ledger", "pooled", "ledger", "several")),
+        Stage(500, 192, (4, 10), 8, 8, (*("ledger", "digits") * 2, "ledger", "pooled", "ledger", "several")),
     )
     learning_rate: float = 1.5e-3
     warmup: int = 30
@@ -258,7 +258,7 @@ def make_pages(digits: Digits, stage: Stage, task: Task, rng: np.random.Generato
         return [pages.digit_page(digits, rng)]
     fewest, most = (max(1, n // task.images) for n in stage.entries)
     tags = np.array_split(rng.permutation(10), task.images)
-    return [pages.ledger_page(digits, rng, entries=(fewest, most), tags=some) for some in tags]
+    return [pages.ledger_page(digits, rng, entries=(fewest, most), tags=some.tolist()) for some in tags]
 
 
 def compose_row(
@@ -329,7 +329,8 @@ def evaluate(params: Llava, task: Task, score: Score, count: int = 48) -> dict[s
     count //= task.images
     layout, rng = Layout.of(stage, task), np.random.default_rng(1)
     bounds = np.cumsum([0, *layout.lengths])
-    rights: dict[str, list[bool]] = {"exact": [], "digit": []} | ({"whole": []} if task.kind == "digits" else {})
+    names = ("exact", "digit", "whole") if task.kind == "digits" else ("exact", "digit")
+    rights: dict[str, list[bool]] = {name: [] for name in names}
     for _ in range(count // stage.batch):
         made = [compose_row(make_pages(pages.held_out_digits(), stage, task, rng), stage, layout, rng)
                 for _ in range(stage.batch)]  # fmt: skip
