@@ -55,7 +55,13 @@ def test_shares_of_bytes():
 
 def test_code_makes_the_same_policy():
     names = {name: getattr(policies, name) for name in policies.__all__}
-    for policy in (SNAP, COMPOSED, policies.Full(), compose(SNAP, reduce=FastV(keep=0.5), step=policies.H2O)):
+    for policy in (
+        SNAP,
+        COMPOSED,
+        policies.Full(),
+        compose(SnapKV(keep=0.4), step=policies.H2O),
+        compose(SNAP, reduce=FastV(keep=0.5)),
+    ):
         assert eval(code(policy), names) == policy
 
 
