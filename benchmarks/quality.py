@@ -463,6 +463,8 @@ def readme(rows: Sequence[dict[str, Any]]) -> str:
     names.sort(key=lambda name: -both["methods", name, 16, 0.1]["exact"])
     lines += [f"| {n} | " + " | ".join(percent("methods", n, 16, b) for b in BYTES) + " |" for n in names]
     found = [row for row in rows if row["section"] == "compositions" and row["bytes"] in (0.02, 0.01)]
+    if not found:
+        return "\n".join(lines)
     lines += ["", "| composition | 2 %, 16 bits | 2 %, 4 bits | 1 %, 4 bits | to the right only: 2 %, 1 %, 4 bits |"]
     lines += ["|---|---|---|---|---|"]
     for name in dict.fromkeys(row["name"] for row in found):

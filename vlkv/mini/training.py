@@ -382,6 +382,7 @@ def train(
         "measured": "after each stage, per task: shares right on 48 sets of held-out pages: exact answers, digits, "
         "and whole pages (of digit pages); nothing was chosen by them",
         "machine": machine,
+        "start": "random weights" if checkpoint is None else "the weights of an earlier demo model",
         "settings": dataclasses.asdict(settings),
         "seconds": 0.0,
         "steps": [],
