@@ -51,7 +51,7 @@ def model(small):
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory):
     """Two questions about each of six pages."""
-    return export.export(tmp_path_factory.mktemp("pages"), 6, questions=2)
+    return export.export(tmp_path_factory.mktemp("pages"), 6, kind="digits", questions=2)
 
 
 @pytest.fixture(scope="module")
