@@ -1,8 +1,14 @@
 """Compiles every GPU kernel for an A100 and an H100 on a host without a GPU: `python -m benchmarks.compile_gpu`.
 
-Needs Linux and `pip install "vlkv[gpu]"` with jax 0.12 (Python 3.12): the plugin brings the compiler down to machine
-code, so what is reported (shared memory, registers, stack) is what a GPU would load. Nothing runs. Every kernel that
-has more than one form is compiled in each: with and without mass and a mask, sums, squares and counts.
+    python -m benchmarks.compile_gpu [kernels | prefill] [--device A100 H100] [--before FOLDER]
+
+Needs Linux and `pip install "vlkv[gpu]"` with jax 0.11 or later (Python 3.12): the plugin brings the compiler down to
+machine code, so what is reported (shared memory, registers, stack) is what a GPU would load. Nothing runs.
+
+`kernels` compiles every Triton kernel, each that has more than one form in each of them: with and without mass and a
+mask, sums, squares and counts. `prefill` compiles the prefill of a 7B model at batch 8 and 8192 tokens, with few
+layers, and counts the calls of cuDNN's fused attention; `--before` names a checkout of another commit, whose prefill is
+compiled in the same run for comparison.
 
 Axes: B batch · T query rows · S keys · N query heads · K key heads · P pool slots · C listed slots · M bound on a
 segment · H head dim.
@@ -12,14 +18,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
 import re
+import resource
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -74,6 +83,8 @@ _MODELS = {  # N, K, H, dtype
     "small, H=80": (16, 2, 80, jnp.bfloat16),
     "small, H=96": (8, 4, 96, jnp.bfloat16),
     "small, H=128, float32": (8, 2, 128, jnp.float32),
+    "small, H=256": (14, 2, 256, jnp.bfloat16),
+    "small, H=256, float32": (14, 2, 256, jnp.float32),
 }
 _BATCH, _SLOTS, _LISTED = 16, 8192, 2048
 _PROMPTS, _GATHERED = 2, 64  # prompts scored at once, by vmap; rows of an observation window
@@ -145,9 +156,7 @@ def compile_case(function: Callable[..., Any], shapes: tuple[tuple[tuple[int, ..
     """The kernels of a function: name, programs, shared memory, registers and stack (spilt registers) of each."""
     on = SingleDeviceSharding(device)
     args = [jax.ShapeDtypeStruct(shape, dtype, sharding=on) for shape, dtype in shapes]
-    kind = jax.sharding.AbstractDevice(device_kind=device.device_kind, platform="cuda", num_cores=None)
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=kind)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with _compiling_for(device):
         lowered = jax.jit(function).lower(*args)
     with tempfile.TemporaryDirectory() as folder:
         lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"})
@@ -162,6 +171,12 @@ def compile_case(function: Callable[..., Any], shapes: tuple[tuple[tuple[int, ..
                 architecture = re.search(r"\.target (\w+)", text)[1]
                 used[name[1]] = {"architecture": architecture, **resources(file, architecture)}
     return [{"kernel": name, **launch, **used.get(name, {})} for name, launch in launches.items()]
+
+
+def _compiling_for(device: Any) -> Any:
+    """A context in which programs are traced for this device."""
+    kind = jax.sharding.AbstractDevice(device_kind=device.device_kind, platform="cuda", num_cores=None)
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=kind))
 
 
 def _launches(thunks: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -195,18 +210,12 @@ def _assembler() -> str | None:
     return shutil.which("ptxas")
 
 
-def main() -> None:
-    """Compiles, prints a line per kernel, writes the result; fails if any kernel does."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=_DEVICES, nargs="+", default=list(_DEVICES))
-    parser.add_argument("--model", choices=_MODELS, nargs="+", default=list(_MODELS))
-    parser.add_argument("--output", type=Path, default=_RESULT)
-    args = parser.parse_args()
-    versions = _versions()
+def kernel_rows(devices: list[str], wanted: list[str]) -> list[dict[str, Any]]:
+    """Every Triton kernel of these models."""
     rows = []
-    for device_name in args.device:
+    for device_name in devices:
         device = target(device_name)
-        for model in args.model:
+        for model in wanted:
             for what, function, shapes in cases(*_MODELS[model]):
                 begin = time.perf_counter()
                 row = {"device": device_name, "model": model, "case": what}
@@ -217,12 +226,112 @@ def main() -> None:
                 row["seconds"] = round(time.perf_counter() - begin, 1)
                 rows.append(row)
                 _show(row)
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    args.output.write_text(f'{{"versions": {json.dumps(versions)},\n"results": [\n{lines}\n]}}\n')
-    failed = sum(not row["compiled"] for row in rows)
-    print(f"{len(rows) - failed} of {len(rows)} compiled; written to {args.output}")
+    return rows
+
+
+def main() -> None:
+    """Compiles, prints a line per program, writes the result; fails if any program does."""
+    if sys.argv[1:2] == ["one"]:  # a child of `prefill_rows`
+        device, layers, policy = sys.argv[2:]
+        print(json.dumps(compile_prefill(device, int(layers), policy)))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("kernels", "prefill"), nargs="*", default=["kernels", "prefill"])
+    parser.add_argument("--device", choices=_DEVICES, nargs="+", default=list(_DEVICES))
+    parser.add_argument("--model", choices=_MODELS, nargs="+", default=list(_MODELS), help="of the kernels")
+    parser.add_argument("--before", type=Path, help="a checkout of another commit, to compare compile times with")
+    parser.add_argument("--output", type=Path, default=_RESULT)
+    args = parser.parse_args()
+    versions, content = _versions(), {"results": [], "prefill": []}
+    if args.output.is_file():  # the part that is not made anew, and its versions
+        content |= json.loads(args.output.read_text())
+    if "kernels" in args.what:
+        content |= {"versions": versions, "results": kernel_rows(args.device, args.model)}
+    if "prefill" in args.what:
+        content["prefill"] = prefill_rows(args.device, args.before)
+    rows = {name: ",\n".join(json.dumps(row) for row in content[name]) for name in ("results", "prefill")}
+    versions = json.dumps(content.get("versions", versions))
+    args.output.write_text(
+        f'{{"versions": {versions},\n"results": [\n{rows["results"]}\n],\n"prefill": [\n{rows["prefill"]}\n]}}\n'
+    )
+    failed = sum(not row["compiled"] for name in args.what for row in content["results" if name == "kernels" else name])
+    print(f"{failed} failed; written to {args.output}")
     if failed:
         raise SystemExit(1)
+
+
+# --- prefill --------------------------------------------------------------------------------------------------------
+
+_PREFILL = {"model": "llava-onevision-7b", "batch": 8, "prompt": 8192, "text": 64, "new": 16}
+
+
+def compile_prefill(device_name: str, layers: int, policy: str) -> dict[str, Any]:
+    """Prefill of the first `layers` layers of a 7B model: seconds, calls of fused attention, scoring kernels, bytes."""
+    import vlkv
+    from vlkv import policies
+    from vlkv.benching.shapes import make_inputs
+    from vlkv.families import abstract
+
+    full = vlkv.presets[_PREFILL["model"]]
+    config = dataclasses.replace(full, decoder=dataclasses.replace(full.decoder, layers=layers))
+    prompt = _PREFILL["batch"], _PREFILL["prompt"], _PREFILL["prompt"] - _PREFILL["text"]
+    leaves, tree = jax.tree.flatten((abstract(config, jnp.bfloat16), make_inputs(config, *prompt)))
+    chosen = policies.make(policy, **({} if policy == "full" else {"keep": 0.1}))
+
+    def run(*leaves):
+        cache, logits = vlkv.prefill(*jax.tree.unflatten(tree, leaves), chosen, new_tokens=_PREFILL["new"])
+        return *jax.tree.leaves(cache), logits
+
+    device = target(device_name)
+    on = SingleDeviceSharding(device)
+    begin = time.perf_counter()
+    with _compiling_for(device):
+        lowered = jax.jit(run).lower(*(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on) for x in leaves))
+    middle, cpu = time.perf_counter(), _cpu_seconds()
+    compiled = lowered.compile()
+    end = time.perf_counter()
+    text = compiled.as_text()
+    return {
+        **_PREFILL, "layers": layers, "policy": policy, "device": device_name,
+        "trace_seconds": round(middle - begin, 2), "compile_seconds": round(end - middle, 2),
+        "compile_cpu_seconds": round(_cpu_seconds() - cpu, 2),
+        "fused_attention_calls": len(re.findall(r'custom_call_target="__cudnn\$fmhaSoftmax"', text)),
+        "scoring_kernels": sorted(re.findall(r'name = "(attention_mass\w*)"', lowered.as_text())),
+        "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+    }  # fmt: skip
+
+
+def _cpu_seconds() -> float:
+    """Processor time of this process and the assemblers that it started, which other work does not lengthen."""
+    return sum(resource.getrusage(who).ru_utime for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
+def prefill_rows(devices: list[str], before: Path | None) -> list[dict[str, Any]]:
+    """Two layers of the full cache and of H2O, which scores all rows; four layers of this tree and of `before`.
+
+    Each compiles in a process of its own, so that no one finds another's programs.
+    """
+    jobs = [(device, 2, policy, None) for device in devices for policy in ("full", "h2o")]
+    jobs += [(device, 4, "full", tree) for device in devices for tree in (None, *([before] if before else []))]
+    rows = []
+    for device, layers, policy, tree in jobs:
+        root = Path(__file__).parents[1] if tree is None else tree
+        done = subprocess.run(
+            [sys.executable, __file__, "one", device, str(layers), policy],
+            capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(root)},
+        )  # fmt: skip
+        commit = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, check=False
+        )  # fmt: skip
+        row = {"case": "prefill", "commit": commit.stdout.strip() or "unknown", "jax": jax.__version__}
+        row["compiled"] = done.returncode == 0
+        if done.returncode:
+            row |= {"device": device, "layers": layers, "policy": policy, "error": done.stderr.strip()[-500:]}
+        else:
+            row |= json.loads(done.stdout.strip().splitlines()[-1])
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
 
 
 def _versions() -> dict[str, str]:
@@ -231,8 +340,8 @@ def _versions() -> dict[str, str]:
     for name in ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    if not any(name.endswith("plugin") for name in found) or jax.__version_info__ < (0, 12):
-        raise SystemExit(f'compile_gpu: needs jax 0.12 and its CUDA plugin, found {found}; pip install "vlkv[gpu]"')
+    if not any(name.endswith("plugin") for name in found) or jax.__version_info__ < (0, 11):
+        raise SystemExit(f'compile_gpu: needs jax 0.11 and its CUDA plugin, found {found}; pip install "vlkv[gpu]"')
     return found
 
 

@@ -4,7 +4,9 @@
 
 One command for any device; on a GPU or TPU at the sizes of a 7B model in bfloat16 with a batch of 16, on a CPU in
 float32 with batches of 1 and 4. First every op is checked against its reference. Then everything that answers the same
-question is timed in turn, round by round, so that a busy moment of the machine meets all alike; times are medians.
+question is timed in turn, round by round, so that a busy moment of the machine meets all alike; times are medians, by
+`benchmarks.clock`: many calls in one program, each on other copies of the data, so that neither the dispatch nor a
+cache counts.
 "Bytes" are those that must move: keys and values that take part, each once. "Share" is of the bandwidth of a large
 copy, timed in the same rounds. What cannot run here is listed with its reason.
 
@@ -17,7 +19,6 @@ import argparse
 import dataclasses
 import json
 import math
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import clock
 from pallas_kernels import attention_mass, core_attention, decode_attention, prefill_attention
 from pallas_kernels import attention_mass_rows as mass_rows
 from pallas_kernels.attention_mass import _IMPLEMENTATIONS as MASS
@@ -54,17 +56,19 @@ class Sizes:
     dtype: Any
     rounds: int
     head_dim: int = 128
+    spread: int = 2**28  # bytes of the copies that a kernel's calls go round, more than a cache holds
 
     @classmethod
     def here(cls, quick: bool) -> Sizes:
         """For the device at hand; quick: the same code in seconds."""
         if quick:
-            return cls(((1, 4, 2),), tokens=512, prefill=256, copy=2**22, dtype=jnp.float32, rounds=3, head_dim=64)
+            return cls(((1, 4, 2),), tokens=512, prefill=256, copy=2**22, dtype=jnp.float32, rounds=3, head_dim=64,
+                       spread=0)  # fmt: skip
         if target_platform() == "cpu":
             shapes = ((1, 32, 32), (1, 28, 4), (4, 32, 32), (4, 28, 4))
             return cls(shapes, tokens=8192, prefill=2048, copy=2**28, dtype=jnp.float32, rounds=11)
         return cls(
-            ((16, 32, 32), (16, 28, 4)), tokens=8192, prefill=8192, copy=2**31, dtype=jnp.bfloat16, rounds=31
+            ((16, 32, 32), (16, 28, 4)), tokens=8192, prefill=8192, copy=2**31, dtype=jnp.bfloat16, rounds=7
         )  # fmt: skip
 
 
@@ -157,25 +161,22 @@ def compare(
         contestants: by name, (bytes that must move, function, its arguments).
     """
     ready, rows = {}, []
+    spread = {"spread_bytes": sizes.spread, "estimate": 1e-3 if label["op"] == "attention_mass" else 0.0}
     for name, (moved, function, arguments) in contestants.items():
-        run = jax.jit(function)
-        failed = attempt(partial(run, *arguments))
+        made = attempt(partial(clock.repeated, function, *arguments, moved=moved, **spread))
+        failed = made if isinstance(made, str) else attempt(made.seconds)  # the first run is not counted
         if isinstance(failed, str):
             rows.append({**label, "what": name, "error": failed})
         else:
-            ready[name] = moved, partial(run, *arguments)
+            ready[name] = moved, made
     copied = jnp.ones(sizes.copy // 4, jnp.float32)
-    turn = jax.jit(jnp.negative, donate_argnums=0)  # reads and writes each byte once, in place
-    copied = jax.block_until_ready(turn(copied))
+    copy = clock.chain(lambda x, _: -x, copied, calls=4)  # reads and writes each byte once, in place
+    copy.seconds()
     times: dict[str, list[float]] = {name: [] for name in [*ready, "copy"]}
     for _ in range(sizes.rounds):
-        began = time.perf_counter()
-        copied = jax.block_until_ready(turn(copied))
-        times["copy"].append(time.perf_counter() - began)
-        for name, (_, run) in ready.items():
-            began = time.perf_counter()
-            jax.block_until_ready(run())
-            times[name].append(time.perf_counter() - began)
+        times["copy"].append(copy.seconds())
+        for name, (_, made) in ready.items():
+            times[name].append(made.seconds())
     bandwidth = 2 * sizes.copy / float(np.median(times["copy"]))
     for name, (moved, _) in ready.items():
         seconds = float(np.median(times[name]))

@@ -39,10 +39,10 @@ from tqdm import tqdm
 
 import vlkv
 from benchmarks import torch_side
+from benchmarks.roofline import step_bytes
 from vlkv import policies
 from vlkv.benching import machine
 from vlkv.benching.programs import SEED, compile_pair
-from vlkv.benching.settings import tree_bytes
 from vlkv.errors import InputError
 from vlkv.files import write_json
 from vlkv.mini import CHECKPOINT
@@ -250,16 +250,6 @@ def _runner(pair: Any, params: Any, inputs: Any, new: int) -> Callable[[], torch
 
 def _peer_runner(peer: Any, tokens: np.ndarray, method: str, keep: float, new: int) -> Callable[[], torch_side.Run]:
     return lambda: peer.run(tokens, method, keep, new)
-
-
-def step_bytes(params: Any, entries: float) -> float:
-    """Bytes that a decoding step must read: weights, of an untied embedding one row, and the entries of all layers."""
-    c = params.config.decoder
-    itemsize = params.decoder.embedding.weight[...].dtype.itemsize
-    weights = tree_bytes(params.decoder)
-    if params.decoder.head is not None:
-        weights -= (c.vocab_size - 1) * c.width * itemsize
-    return weights + 2 * c.layers * entries * c.kv_heads * c.head_dim * itemsize
 
 
 _turn = jax.jit(jnp.negative, donate_argnums=0)

@@ -19,12 +19,13 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from vlkv import models, policies
+from vlkv import policies
 from vlkv.benching import results, tables
 from vlkv.benching.measuring import measure
 from vlkv.benching.settings import Setting, check_policy, with_full
 from vlkv.benching.subjects import find
 from vlkv.errors import InputError
+from vlkv.families import init
 from vlkv.sharding import make_mesh, place_inputs
 from vlkv.terminal import OneLineParser, guarded
 
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
 
     done = [held.find(cell(policy)) is not None for policy in contestants]
     if not _agreed(all(done)):
-        params = models.init(subject.config, jax.random.key(0), mesh, dtype=subject.dtype)
+        params = init(subject.config, jax.random.key(0), mesh, dtype=subject.dtype)
         with jax.set_mesh(mesh):
             rows = measure(params, setting, contestants, rounds=args.rounds, place=lambda x: place_inputs(x, mesh))
         for policy, row, there in zip(contestants, rows, done, strict=True):

@@ -3,8 +3,9 @@
     python -m benchmarks.tune [--quick] [--dry]
 
 Which sizes an implementation has is learnt by running it: it asks the table. Each size in turn is halved and doubled
-as long as that helps by more than 3 %; candidates are timed in turn with the best so far, and what does not compile
-or run is passed over. The table (`pallas_kernels/tuning/<device>.json`) has only what beat the default.
+as long as that helps by more than 3 %; candidates are timed in turn with the best so far, by `benchmarks.clock`, and
+what does not compile or run is passed over. The table (`pallas_kernels/tuning/<device>.json`) has only what beat the
+default.
 
 Shapes: as in `benchmarks.kernels`.
 """
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import clock
 from benchmarks.kernels import CORE, DECODE, MASS, MASS_ROWS, Sizes, attempt, names, whole
 from pallas_kernels import attention_mass, attention_mass_rows, core_attention, decode_attention, tuning
 
@@ -46,12 +47,15 @@ def main() -> None:
         path.write_text(text)
 
 
-def workloads(sizes: Sizes) -> list[list[Callable[[], Callable[[], Any]]]]:
-    """For every op and implementation what to time: functions that trace anew and return what runs.
+Make = Callable[[], clock.Program]
+
+
+def workloads(sizes: Sizes) -> list[list[Make]]:
+    """For every op and implementation what to time: functions that trace anew and return the compiled program.
 
     Decoding from a long segment and from a short one of every model, since one table serves all.
     """
-    found: list[list[Callable[[], Callable[[], Any]]]] = []
+    found: list[list[Make]] = []
     for op, implementations in ((decode_attention, DECODE), (core_attention, CORE)):
         for name in names(implementations):
             found.append([
@@ -62,7 +66,7 @@ def workloads(sizes: Sizes) -> list[list[Callable[[], Callable[[], Any]]]]:
     return found
 
 
-def decoding(op: Any, name: str, sizes: Sizes, model: tuple[int, int, int], share: float) -> Callable[[], Any]:
+def decoding(op: Any, name: str, sizes: Sizes, model: tuple[int, int, int], share: float) -> clock.Program:
     """decode_attention or core_attention over a share of the prompt."""
     q, k, v = whole(sizes, *model, sizes.tokens)
     per_head = (model[0], model[2])
@@ -72,21 +76,24 @@ def decoding(op: Any, name: str, sizes: Sizes, model: tuple[int, int, int], shar
         rows = jnp.tile(jnp.arange(0, 2 * count, 2), (model[0], 1))
         ends = jnp.full(per_head, 2 * count)
         arguments = arguments[0], ends, rows, jnp.full(model[0], count), ends
-    run = jax.jit(lambda *x: op(*x, implementation=name))
-    return partial(run, q, k, v, *arguments)
+    moved = 2 * count * model[0] * model[2] * sizes.head_dim * k.dtype.itemsize
+    run = partial(op, implementation=name)
+    return clock.repeated(run, q, k, v, *arguments, moved=moved, spread_bytes=sizes.spread)
 
 
-def scoring(op: Any, name: str, sizes: Sizes) -> Callable[[], Any]:
+def scoring(op: Any, name: str, sizes: Sizes) -> clock.Program:
     """The mass of every key from all rows, or of every row over all keys."""
     _, heads, kv_heads = sizes.models[-1]
     q = jnp.ones((heads, sizes.prefill, sizes.head_dim), sizes.dtype)
     k = jnp.ones((kv_heads, sizes.prefill, sizes.head_dim), sizes.dtype)
     weight = {"row_weight" if op is attention_mass else "key_weight": jnp.ones((1, sizes.prefill))}
     mask = jnp.ones(sizes.prefill, bool)
-    return partial(jax.jit(lambda q, k: op(q, k, key_mask=mask, **weight, implementation=name)), q, k)
+    run = partial(op, key_mask=mask, **weight, implementation=name)
+    moved = q.nbytes + k.nbytes
+    return clock.repeated(run, q, k, moved=moved, estimate=1e-3, spread_bytes=sizes.spread)
 
 
-def tune(runs: list[Callable[[], Callable[[], Any]]], rounds: int) -> dict[str, dict[str, int]]:
+def tune(runs: list[Make], rounds: int) -> dict[str, dict[str, int]]:
     """The sizes of one implementation that beat its defaults, {} if none does."""
     with tuning.trying({}) as asked:
         best = prepare(runs)
@@ -108,26 +115,21 @@ def tune(runs: list[Callable[[], Callable[[], Any]]], rounds: int) -> dict[str, 
     return changed
 
 
-def prepare(
-    runs: list[Callable[[], Callable[[], Any]]], sizes: Mapping[str, Mapping[str, int]] | None = None
-) -> list[Callable[[], Any]] | None:
-    """All workloads compiled with these sizes; None: one of them cannot be."""
+def prepare(runs: list[Make], sizes: Mapping[str, Mapping[str, int]] | None = None) -> list[clock.Program] | None:
+    """All workloads compiled with these sizes and run once; None: one of them cannot be."""
     with tuning.trying(sizes or {}):
-        made = [run() for run in runs]
-        return None if any(isinstance(attempt(run), str) for run in made) else made
+        made = [attempt(run) for run in runs]
+        failed = any(isinstance(one, str) or isinstance(attempt(one.seconds), str) for one in made)
+        return None if failed else made
 
 
-def faster(new: list[Callable[[], Any]], old: list[Callable[[], Any]], rounds: int) -> bool:
+def faster(new: list[clock.Program], old: list[clock.Program], rounds: int) -> bool:
     """Whether the new ones take less time, all workloads weighing the same; timed in turn."""
     ratios = []
     for pair in zip(new, old, strict=True):
-        times: list[list[float]] = [[], []]
-        for _ in range(rounds):
-            for run, taken in zip(pair, times, strict=True):
-                began = time.perf_counter()
-                jax.block_until_ready(run())
-                taken.append(time.perf_counter() - began)
-        ratios.append(np.median(times[0]) / np.median(times[1]))
+        times = [[one.seconds() for one in pair] for _ in range(rounds)]
+        first, second = np.median(np.array(times), axis=0)
+        ratios.append(first / second)
     return float(np.exp(np.mean(np.log(ratios)))) < BETTER
 
 

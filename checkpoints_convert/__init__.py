@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints: tables of names, reading, and a streaming converter."""
+"""Hugging Face checkpoints: the engine that reads and converts them, given the table of a family. No jax."""

@@ -7,9 +7,12 @@ import contextlib
 import ctypes
 import sys
 from pathlib import Path
+from typing import Any
 
-from checkpoints_convert.converting import DTYPES, FORMATS, convert, verify
+from checkpoints_convert import converting
+from checkpoints_convert.converting import DTYPES, FORMATS, verify
 from vlkv.errors import InputError
+from vlkv.families.folders import describe
 from vlkv.terminal import OneLineParser, guarded
 
 
@@ -33,6 +36,11 @@ def run(args: argparse.Namespace) -> str:
     _return_memory_at_once()
     made = convert(args.source, args.destination, dtype=args.dtype, format=args.format, progress=not args.quiet)
     return f"wrote {made}"
+
+
+def convert(source: Path, destination: Path, **options: Any) -> Path:
+    """`converting.convert` of a checkpoint of any family."""
+    return converting.convert(source, destination, describe, **options)
 
 
 def _return_memory_at_once() -> None:

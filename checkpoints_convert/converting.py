@@ -18,10 +18,11 @@ import ml_dtypes
 import numpy as np
 from tqdm import tqdm
 
-from checkpoints_convert import pieces, streaming
+from checkpoints_convert import pieces, slices
+from checkpoints_convert.checkpoint import INDEX, Checkpoint, Tensor, open_checkpoint
+from checkpoints_convert.entry import Table
 from checkpoints_convert.journal import Journal
 from checkpoints_convert.manifest import MANIFEST, digests_below, sha256, verify, write_json
-from checkpoints_convert.reading import INDEX, Checkpoint, Tensor, open_checkpoint, read_raw
 from vlkv.errors import InputError
 
 Format = Literal["safetensors", "orbax"]
@@ -40,6 +41,7 @@ __all__ = ["DTYPES", "FORMATS", "convert", "verify"]
 def convert(
     source: Path,
     destination: Path,
+    describe: Callable[[Path], Table],
     *,
     dtype: str | None = None,
     format: Format = "safetensors",
@@ -50,6 +52,7 @@ def convert(
     Args:
         source: a Hugging Face folder.
         destination: must not exist yet.
+        describe: the table of a checkpoint folder; raises InputError for one that is not supported.
         dtype: float32, float16 or bfloat16; None keeps each tensor's own.
         format: "safetensors", or "orbax": arrays of our own shapes, for loading onto a mesh.
         progress: whether to draw a bar on stderr.
@@ -71,7 +74,7 @@ def convert(
         raise InputError(f"{destination.parent}: no such folder to write into")
     if pieces.is_pieces(source):
         raise InputError(f"{source}: holds orbax weights: convert the folder that it was made from")
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, describe(source))
     partial = destination.with_name(f".{destination.name}.partial")
     try:
         _write(checkpoint, partial, DTYPES[dtype] if dtype else None, format, progress)
@@ -98,7 +101,7 @@ def _write(checkpoint: Checkpoint, folder: Path, dtype: np.dtype | None, kind: F
         "format": 2,
         "storage": kind,
         "source": checkpoint.folder.resolve().name,
-        "family": checkpoint.config.family,
+        "family": checkpoint.table.family,
         "dtype": "as in the source" if dtype is None else dtype.name,
         "parameters": sum(math.prod(tensor.shape) for tensor in _used(checkpoint)),
         "bytes": total,
@@ -114,7 +117,7 @@ def _write(checkpoint: Checkpoint, folder: Path, dtype: np.dtype | None, kind: F
         if name not in ("config.json", INDEX, MANIFEST):
             shutil.copyfile(file, folder / name)
             digests[name] = sha256(folder / name)
-    config = _retyped(read_raw(checkpoint.folder), None if dtype is None else dtype.name)
+    config = _retyped(dict(checkpoint.table.config), None if dtype is None else dtype.name)
     ready = folder / "config.json.new"
     write_json(ready, config)
     digests["config.json"] = sha256(ready)
@@ -136,7 +139,7 @@ def _write_shard(
     if kind == "orbax":
         nbytes = pieces.write(checkpoint, members, path, dtype, done)
         return digests_below(path), nbytes
-    digest, nbytes = streaming.write(checkpoint, members, path, dtype, done)
+    digest, nbytes = slices.write(checkpoint, members, path, dtype, done)
     return {path.name: digest}, nbytes
 
 
@@ -154,7 +157,7 @@ def _plan(checkpoint: Checkpoint, dtype: np.dtype | None, kind: Format) -> dict[
 
 
 def _sizes_of_parameters(checkpoint: Checkpoint, dtype: np.dtype | None) -> Iterator[tuple[str, int]]:
-    shapes = pieces.shapes(checkpoint.config)
+    shapes = checkpoint.table.shapes()
     for entry in checkpoint.entries:
         yield entry.path, _size(shapes[entry.path], dtype or pieces.stored_dtype(checkpoint, entry.key))
 
@@ -192,7 +195,7 @@ def _weights(
     checkpoint: Checkpoint, plan: dict[str, list[str]], dtype: np.dtype | None
 ) -> dict[str, tuple[str, str, tuple[int, ...]]]:
     """Of every parameter: its piece, dtype and shape."""
-    shapes, keys = pieces.shapes(checkpoint.config), {entry.path: entry.key for entry in checkpoint.entries}
+    shapes, keys = checkpoint.table.shapes(), {entry.path: entry.key for entry in checkpoint.entries}
     return {
         path: (piece, (dtype or pieces.stored_dtype(checkpoint, keys[path])).name, shapes[path])
         for piece, paths in plan.items()

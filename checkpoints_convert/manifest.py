@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from checkpoints_convert.reading import require_json
+from checkpoints_convert.checkpoint import require_json
 from vlkv.errors import InputError
 
 MANIFEST = "vlkv_manifest.json"

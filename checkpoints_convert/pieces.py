@@ -14,14 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+from checkpoints_convert.checkpoint import Checkpoint, cast, require_json
+from checkpoints_convert.entry import HEAD, Shape
 from checkpoints_convert.manifest import MANIFEST
-from checkpoints_convert.reading import Checkpoint, cast, read_config, require_json
-from vlkv import models, sharding
-from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.files import one_line, read_json
 
@@ -33,7 +30,6 @@ class Pieces:
     """A folder of pieces that has passed all checks."""
 
     folder: Path
-    config: ModelConfig
     weights: dict[str, tuple[str, str]]  # path of a parameter: its piece, its dtype
 
 
@@ -42,19 +38,13 @@ def is_pieces(folder: Path) -> bool:
     return (read_json(folder / MANIFEST) or {}).get("storage") == "orbax"
 
 
-def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of all parameters, by path."""
-    leaves = jax.tree_util.tree_flatten_with_path(models.abstract(config))[0]
-    return {sharding.path_name(keypath): tuple(leaf.shape) for keypath, leaf in leaves}
-
-
 def write(
     checkpoint: Checkpoint, paths: list[str], piece: Path, dtype: np.dtype | None, done: Callable[[], Any]
 ) -> int:
     """Writes some parameters as one piece, which appears when it is whole; returns their bytes."""
     import orbax.checkpoint as ocp  # noqa: PLC0415 (a second, and few need it)
 
-    wanted, entries = shapes(checkpoint.config), {entry.path: entry for entry in checkpoint.entries}
+    wanted, entries = checkpoint.table.shapes(), {entry.path: entry for entry in checkpoint.entries}
     arrays = {}
     for path in paths:
         entry = entries[path]
@@ -80,22 +70,19 @@ def stored_dtype(checkpoint: Checkpoint, key: str) -> np.dtype:
     return np.dtype(np.float32) if own.itemsize > 4 else own
 
 
-def open_pieces(folder: Path) -> Pieces:
-    """Reads config and manifest, and matches the parameters listed against those of the model.
+def open_pieces(folder: Path, shapes: Mapping[str, Shape]) -> Pieces:
+    """Reads the manifest, and matches the parameters listed against those of the model, by path.
 
     Raises:
         InputError: a manifest that does not fit the config, or a piece that is not there.
     """
-    config, manifest = read_config(folder), require_json(folder / MANIFEST)
-    listed = manifest.get("weights")
+    listed = require_json(folder / MANIFEST).get("weights")
     try:
         weights = {path: (str(piece), str(dtype)) for path, (piece, dtype, _) in listed.items()}  # type: ignore[union-attr]
         held = {path: tuple(shape) for path, (_, _, shape) in listed.items()}  # type: ignore[union-attr]
     except (AttributeError, TypeError, ValueError):
         raise InputError(f"{folder / MANIFEST}: lists no weights: convert again") from None
-    tied = "decoder.head.weight" not in weights
-    config = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, tied=tied))
-    wanted = shapes(config)
+    wanted = {path: shape for path, shape in shapes.items() if path != HEAD or path in weights}
     for path in [*wanted, *held]:
         if held.get(path) != wanted.get(path):
             raise InputError(f"{folder / MANIFEST}: {path} has shape {_listed(held.get(path))}, config.json says "
@@ -105,11 +92,11 @@ def open_pieces(folder: Path) -> Pieces:
             raise InputError(f"{folder / MANIFEST}: points outside the folder: {piece!r}")
         if not (folder / piece).is_dir():
             raise InputError(f"{folder / piece}: missing, though the manifest lists it")
-    return Pieces(folder, config, weights)
+    return Pieces(folder, weights)
 
 
-def read(pieces: Pieces, piece: str, placed: Mapping[str, jax.sharding.Sharding]) -> dict[str, jax.Array]:
-    """The parameters of one piece, each as it is to be placed."""
+def read(pieces: Pieces, piece: str, placed: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of one piece as jax arrays, each as it is to be placed (jax shardings by path)."""
     import orbax.checkpoint as ocp  # noqa: PLC0415
 
     arguments = {
@@ -120,16 +107,6 @@ def read(pieces: Pieces, piece: str, placed: Mapping[str, jax.sharding.Sharding]
             return dict(checkpointer.restore((pieces.folder / piece).absolute(), restore_args=arguments))
     except Exception as error:  # orbax and tensorstore raise many kinds
         raise InputError(f"{pieces.folder / piece}: cannot be read ({one_line(error)[:200]}): convert again") from None
-
-
-def cast_placed(array: jax.Array, dtype: np.dtype, path: str) -> jax.Array:
-    """As `reading.cast`, of an array that lies on devices."""
-    if array.dtype == dtype:
-        return array
-    made = array.astype(dtype)
-    if not bool(jnp.isfinite(made).all()) and bool(jnp.isfinite(array).all()):
-        raise InputError(f"{path} has values beyond {dtype.name}: use bfloat16 or float32")
-    return made
 
 
 @contextlib.contextmanager

@@ -6,14 +6,16 @@ runs in Pallas' interpreter when its name ends in ":interpret".
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-_PLATFORM = {"mosaic_tpu": "tpu", "triton": "gpu", "mosaic_gpu": "gpu"}
+_PLATFORM = {"mosaic_tpu": "tpu", "triton": "gpu", "cudnn": "gpu"}
 _INTERPRET = ":interpret"
 
 
@@ -21,8 +23,9 @@ _INTERPRET = ":interpret"
 class Kernel:
     """The Pallas kernel in `pallas_kernels/<op>/<name>.py`, imported when first used: Pallas takes a quarter second.
 
-    The file defines `<op>_<name>(*args, interpret=False, **kwargs)` and may define `unsupported(*args, **kwargs)`,
-    which says in a string why the kernel cannot take these arguments, or None.
+    The file defines `<op>_<name>(*args, interpret=False, **kwargs)`. It may define `unsupported(*args, **kwargs)`,
+    which says in a string why the kernel cannot take these arguments, or None; and `missing()`, which says what this
+    host lacks to run it without the interpreter, or None.
     """
 
     op: str
@@ -32,31 +35,48 @@ class Kernel:
         """Runs the kernel."""
         return getattr(self._module(), f"{self.op}_{self.name}")(*args, **kwargs)
 
-    def unsupported(self, *args: Any, **kwargs: Any) -> str | None:
-        """Why the kernel cannot take these arguments; None: it can."""
+    def unsupported(self, *args: Any, interpret: bool = False, **kwargs: Any) -> str | None:
+        """Why the kernel cannot run here or cannot take these arguments; None: it can."""
+        missing = getattr(self._module(), "missing", None)
         check = getattr(self._module(), "unsupported", None)
-        return None if check is None else check(*args, **kwargs)
+        reason = None if missing is None or interpret else missing()
+        return reason if reason is not None or check is None else check(*args, **kwargs)
 
     def _module(self) -> Any:
         return importlib.import_module(f"pallas_kernels.{self.op}.{self.name}")
 
 
-def target_platform() -> str:
-    """ "cpu", "gpu" or "tpu": what is being compiled for.
+def platforms() -> tuple[str, ...]:
+    """The platforms, of "cpu", "gpu" and "tpu", that the program being traced may be compiled for, the likeliest first.
 
     The device of the mesh in scope, which need not be there (`jax.set_mesh` of a topology, or an abstract mesh with an
-    abstract device); else jax's default device, else its default backend. The shardings of arguments are not known
-    while a function is traced, so to compile for hardware that is not there a mesh must be set.
+    abstract device), decides. Without one a host with an accelerator may run the program there or on its CPU: the
+    devices of the arguments are not known while a function is traced.
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device or getattr(jax.config, "jax_default_device", None)
-    platform = device if isinstance(device, str) else getattr(device, "platform", None) or jax.default_backend()
-    return "gpu" if platform in ("cuda", "rocm") else platform
+    if (branch := _branch.get()) is not None:
+        return (branch,)
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        return (_plain(device.platform),)
+    default = _plain(jax.default_backend())
+    return (default,) if default == "cpu" or not _has_cpu() else (default, "cpu")
+
+
+def target_platform() -> str:
+    """The platform that is being compiled for; within an implementation of an op it is certain."""
+    return platforms()[0]
+
+
+def device_kind() -> str:
+    """The kind of device that is being compiled for, as `jax.Device.device_kind` gives it."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return (jax.local_devices(backend=target_platform())[0] if device is None else device).device_kind
 
 
 def available(implementations: Mapping[str, Callable[..., Any]]) -> tuple[str, ...]:
-    """The names that can run here: plain ones, kernels of the target platform, and every kernel interpreted."""
-    platform = target_platform()
-    plain = [name for name in implementations if _PLATFORM.get(name) in (None, platform)]
+    """The names that can run here: plain ones, kernels of the platforms here, and every kernel interpreted."""
+    here = platforms()
+    plain = [name for name in implementations if _PLATFORM.get(name) is None or _PLATFORM[name] in here]
     return *plain, *(name + _INTERPRET for name in implementations if name in _PLATFORM)
 
 
@@ -78,13 +98,72 @@ def choose(
             name cannot take its arguments (says why).
     """
     if name is None:
-        return _first(implementations, default)
+        return _per_platform(lambda platform: _first(implementations, default, platform))
     names = available(implementations)
     if name not in names:
-        known = f"needs a {_PLATFORM[name]}, not {target_platform()}" if name in implementations else "does not exist"
+        here = " or ".join(platforms())
+        known = f"needs a {_PLATFORM[name]}, not {here}" if name in implementations else "does not exist"
         raise ValueError(f"{op}: implementation {name!r} {known} (available: {', '.join(names)})")
     run = implementations[name.removesuffix(_INTERPRET)]
-    return _named(op, run, name, names) if isinstance(run, Kernel) else run
+    return _named(op, run, name, names) if isinstance(run, Kernel) else _per_platform(lambda _: run)
+
+
+_branch: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    "platform of the branch being traced", default=None
+)
+
+
+def _plain(platform: str) -> str:
+    return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+@functools.cache
+def _has_cpu() -> bool:
+    try:
+        return bool(jax.local_devices(backend="cpu"))
+    except RuntimeError:  # JAX_PLATFORMS leaves it out
+        return False
+
+
+def _per_platform(choice: Callable[[str], Callable[..., Any]]) -> Callable[..., Any]:
+    """A function that runs `choice(platform)`, where the platform is the one that the program is compiled for.
+
+    If that is not known yet, every choice is traced, and jax keeps the right one when it lowers the program.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        places = [i for i, x in enumerate(leaves) if hasattr(x, "shape")]
+        arrays = [leaves[i] for i in places]
+
+        def on(platform: str) -> Callable[..., Any]:
+            def branch(*arrays: Any) -> Any:
+                given = dict(zip(places, arrays, strict=True))
+                args, kwargs = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
+                token = _branch.set(platform)
+                try:
+                    return choice(platform)(*args, **kwargs)
+                finally:
+                    _branch.reset(token)
+
+            return branch
+
+        here = platforms()
+        if len(here) > 1:
+            here = _of_arrays(arrays) or here
+        if len(here) == 1:
+            return on(here[0])(*arrays)
+        return jax.lax.platform_dependent(*arrays, cpu=on("cpu"), default=on(here[0]))
+
+    return run
+
+
+def _of_arrays(arrays: list[Any]) -> tuple[str, ...]:
+    """The platform of the arrays that an op is called with outside of jit; () while a function is traced."""
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return ()
+    placed = (x for x in arrays if isinstance(x, jax.Array) and x.committed)
+    return tuple({_plain(device.platform) for x in placed for device in x.devices()})[:1]
 
 
 def _split() -> bool:
@@ -94,9 +173,8 @@ def _split() -> bool:
     return any(size > 1 and kind != jax.sharding.AxisType.Manual for size, kind in kinds)
 
 
-def _first(implementations: Mapping[str, Callable[..., Any]], default: str) -> Callable[..., Any]:
-    platform = None if _split() else target_platform()
-    kernels = [implementations[name] for name in implementations if _PLATFORM.get(name, "") == platform]
+def _first(implementations: Mapping[str, Callable[..., Any]], default: str, platform: str) -> Callable[..., Any]:
+    kernels = [] if _split() else [run for name, run in implementations.items() if _PLATFORM.get(name) == platform]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         for kernel in kernels:
@@ -109,9 +187,10 @@ def _first(implementations: Mapping[str, Callable[..., Any]], default: str) -> C
 
 def _named(op: str, kernel: Kernel, name: str, names: tuple[str, ...]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        reason = kernel.unsupported(*args, **kwargs)
+        interpret = name.endswith(_INTERPRET)
+        reason = kernel.unsupported(*args, interpret=interpret, **kwargs)
         if reason is not None:
             raise ValueError(f"{op}: implementation {name!r} cannot run this: {reason} (available: {', '.join(names)})")
-        return kernel(*args, **kwargs, interpret=name.endswith(_INTERPRET))
+        return kernel(*args, **kwargs, interpret=interpret)
 
     return run

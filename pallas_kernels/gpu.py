@@ -4,13 +4,13 @@ Triton's arrays have sizes that are powers of two, and its products want at leas
 channels is therefore held as tiles of 64 and 16 or 32, which reads and multiplies nothing but the head; one that is no
 multiple of 16 ends in a tile that is masked.
 
-jax calls the backend deprecated since 0.11, each time that it lowers a kernel; here alone that is silenced.
+jax calls the backend deprecated since 0.11, each time that it lowers a kernel. Python hides that DeprecationWarning
+unless it is asked to show it, so nothing is filtered here.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -54,9 +54,6 @@ def pallas_call(
         aliases: which input an output overwrites.
         interpret: run in the interpreter, on any host.
     """
-    # When jax lowers, this function has long returned, so a context would not hold. Not filtered once and for all
-    # because test runners put their own filters back; the same filter twice is one filter.
-    warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
     return pl.pallas_call(
         kernel,
         grid=grid,

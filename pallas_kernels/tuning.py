@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import jax
+from pallas_kernels import dispatch
 
 _FOLDER = Path(__file__).parent / "tuning"
 
@@ -18,11 +18,11 @@ def block(op: str, device_kind: str | None, default: Mapping[str, int]) -> dict[
 
     Args:
         op: key of the table: "<op>/<backend>".
-        device_kind: as `jax.Device.device_kind` says it; None: of the default device.
+        device_kind: as `jax.Device.device_kind` says it; None: of the device that is being compiled for.
         default: every size the implementation needs, safe on any device; names in a table that are not among these
             are left alone.
     """
-    kind = jax.devices()[0].device_kind if device_kind is None else device_kind
+    kind = dispatch.device_kind() if device_kind is None else device_kind
     found = {**_table(kind).get(op, {}), **_trying.get(op, {})}
     sizes = {name: int(found.get(name, size)) for name, size in default.items()}
     _asked[op] = sizes

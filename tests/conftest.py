@@ -2,13 +2,15 @@
 
 import itertools
 import os
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Half the time to compile, and less below, little off the speed of models this small.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
+# `pytest -m accelerator` runs on the GPU or TPU that is here, compiled as for use. Other tests run on the CPU and are
+# compiled in half the time, and less below, which costs models this small little speed.
+os.environ.setdefault("JAX_PLATFORMS", "" if "accelerator" in sys.argv else "cpu")
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
+    "" if "accelerator" in sys.argv else " --xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 )
 
 import jax
@@ -19,7 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 EMITTERS = " --xla_cpu_use_fusion_emitters=false"  # known to jaxlib 0.10, neither to later ones nor to every libtpu
 
-if version("jaxlib").startswith("0.10."):
+if version("jaxlib").startswith("0.10.") and "accelerator" not in sys.argv:
     os.environ["XLA_FLAGS"] += EMITTERS
     jax.devices()  # has jaxlib read them
     os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].removesuffix(EMITTERS)
@@ -33,11 +35,10 @@ except ImportError:
     pass
 else:
     # Not where users hand things in (processing, the command line): there wrong types must meet our own errors.
-    inner = (
-        "budgets cache decoder extend generate inputs layers memory merging models observe policies prefill rope vision"
-    )
+    shared = "budgets cache decoder extend generate inputs memory merging observe policies prefill towers"
+    models = (f"families.{path.parent.name}.model" for path in (ROOT / "vlkv" / "families").glob("*/model.py"))
     jaxtyping.install_import_hook(
-        ["pallas_kernels", *(f"vlkv.{name}" for name in inner.split())],
+        ["pallas_kernels", *(f"vlkv.{name}" for name in (*shared.split(), "families.family", *models))],
         "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
     )
 
@@ -74,6 +75,14 @@ def forget_compiled_programs():
     maps = Path("/proc/self/maps")
     if not maps.exists() or maps.read_bytes().count(b"\n") > 20_000:
         jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def shapes_for_arrays():
+    """For tests where dataclasses of arrays hold ShapeDtypeStructs, which jaxtyping takes for mistakes."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")

@@ -46,14 +46,14 @@ CASES = {
 }
 
 
-def parameters() -> vlkv.models.Model:
+def parameters() -> vlkv.families.Model:
     """Random weights, queries large, so that attention is peaked."""
-    leaves, structure = jax.tree.flatten(vlkv.models.abstract(SMALL))
+    leaves, structure = jax.tree.flatten(vlkv.families.abstract(SMALL))
     rng = np.random.default_rng(0)
     return jax.tree.unflatten(structure, [rng.normal(size=x.shape).astype(np.float32) * 0.3 for x in leaves])
 
 
-def placed(params: vlkv.models.Model, mesh: jax.sharding.Mesh) -> vlkv.models.Model:
+def placed(params: vlkv.families.Model, mesh: jax.sharding.Mesh) -> vlkv.families.Model:
     """As `load_params` places them."""
     return jax.tree_util.tree_map_with_path(lambda path, x: sharding.place(sharding.path_name(path), x, mesh), params)
 
@@ -199,7 +199,7 @@ def compile_for_tpu() -> None:
     found = {}
     for name, sizes in {"heads": (4, 2), "slots": (2, 4)}.items():
         mesh = sharding.make_mesh(data=sizes[0], model=sizes[1], devices=devices)
-        inputs, params = sharding.place_inputs(shapes, mesh), vlkv.models.abstract(config, jnp.bfloat16, mesh)
+        inputs, params = sharding.place_inputs(shapes, mesh), vlkv.families.abstract(config, jnp.bfloat16, mesh)
         with jax.set_mesh(mesh):
             cache, _ = jax.eval_shape(prefill, params, inputs)
             placed = sharding.place_cache(cache, mesh)

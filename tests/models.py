@@ -6,10 +6,12 @@ import jax
 import numpy as np
 
 import vlkv
-from vlkv.config import ClipConfig, DecoderConfig, ModelConfig
+from vlkv.config import DecoderConfig, ModelConfig
+from vlkv.families.llava.config import LlavaConfig
+from vlkv.towers.vit import ClipConfig
 
 IMAGE_TOKEN = 5
-CONFIG = ModelConfig(
+CONFIG = LlavaConfig(
     family="llava",
     decoder=DecoderConfig(
         vocab_size=50, width=32, mlp_width=48, layers=3, heads=4, kv_heads=2, head_dim=8, norm_eps=1e-6,

@@ -39,7 +39,7 @@ FAULTS = (
     ),
     Fault(
         "wrong RoPE base",
-        "vlkv/rope.py",
+        "vlkv/decoder/rope.py",
         "frequency = rope.theta ** -",
         "frequency = (2 * rope.theta) ** -",
         "tests/test_decode.py::test_score_is_the_log_probability_of_the_reference",
@@ -67,9 +67,9 @@ FAULTS = (
     ),
     Fault(
         "converter swaps two tensors",
-        "checkpoints_convert/tables/decoder.py",
-        '(("q", "query", q), ("k", "key", kv), ("v", "value", kv))',
-        '(("q", "query", q), ("v", "key", kv), ("k", "value", kv))',
+        "vlkv/families/text/weights.py",
+        '"layers.*.key": "layers.*.self_attn.k_proj", "layers.*.value": "layers.*.self_attn.v_proj",',
+        '"layers.*.key": "layers.*.self_attn.v_proj", "layers.*.value": "layers.*.self_attn.k_proj",',
         "tests/parity/test_forward.py::test_llava_batch_of_unequal_rows",
     ),
     Fault(
@@ -102,7 +102,7 @@ FAULTS = (
     ),
     Fault(
         "vision embeddings one late",
-        "vlkv/models/splice.py",
+        "vlkv/families/family.py",
         "vision[jnp.maximum(vision_index, 0)]",
         "vision[jnp.maximum(vision_index - 1, 0)]",
         "tests/parity/test_forward.py::test_llava_batch_of_unequal_rows",

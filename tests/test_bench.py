@@ -12,7 +12,7 @@ import pytest
 
 import vlkv
 from vlkv import benching, policies
-from vlkv.benching import measuring, papers, prompts, results, settings
+from vlkv.benching import measuring, papers, results, settings, shapes
 from vlkv.cli import main
 
 GRID = ["bench", "--model", "tiny", "--prompt", "40", "--text", "8", "--new", "3", "--rounds", "2"]
@@ -139,7 +139,7 @@ def test_dry_run_counts_bytes(capsys):
 
 def test_prompts_have_the_asked_shape():
     config = vlkv.presets["qwen2-vl-7b"]
-    inputs = prompts.make_inputs(config, 2, 1300, 1236)
+    inputs = shapes.make_inputs(config, 2, 1300, 1236)
     assert inputs.positions.shape == (2, 1300, 3) and inputs.is_vision.sum(axis=1).tolist() == [1236, 1236]
     assert inputs.max_images == 3 and (inputs.max_vision, inputs.max_text) == (1236, 64)
     np.testing.assert_array_equal(inputs.grid[1, 576 + 25], [1, 1, 1])  # the second image, 24 wide

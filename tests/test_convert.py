@@ -18,8 +18,10 @@ from safetensors.numpy import load_file, save_file
 
 import vlkv
 from checkpoints_convert import converting, pieces
-from checkpoints_convert.reading import open_checkpoint
+from checkpoints_convert.__main__ import convert
+from checkpoints_convert.checkpoint import open_checkpoint
 from vlkv.cli import main
+from vlkv.families.folders import describe
 from vlkv.mini import CHECKPOINT
 
 FORMATS = pytest.mark.parametrize("kind", ["safetensors", "orbax"])
@@ -30,7 +32,7 @@ def small_shards(monkeypatch):
     """So that the miniature has several, and a tensor several slices."""
     monkeypatch.setattr(converting, "SHARD_BYTES", 2**20)
     monkeypatch.setattr(converting, "PIECE_BYTES", 2**20)
-    monkeypatch.setattr(converting.streaming, "SLICE_BYTES", 3000)
+    monkeypatch.setattr(converting.slices, "SLICE_BYTES", 3000)
 
 
 @pytest.fixture
@@ -49,7 +51,7 @@ def equal(a, b) -> None:
 @FORMATS
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_what_was_converted_loads_as_its_source_does(tmp_path, kind, dtype):
-    converting.convert(CHECKPOINT, tmp_path / "out", format=kind, dtype=dtype, progress=False)
+    convert(CHECKPOINT, tmp_path / "out", format=kind, dtype=dtype, progress=False)
     converting.verify(tmp_path / "out")
     manifest = json.loads((tmp_path / "out" / "vlkv_manifest.json").read_text())
     params, processor = vlkv.load(tmp_path / "out")
@@ -64,10 +66,10 @@ def test_what_was_converted_loads_as_its_source_does(tmp_path, kind, dtype):
 
 def test_safetensors_reads_what_is_written_slice_by_slice(tmp_path):
     """The library's own reader, and header: every tensor as in the source, wide types first, aligned."""
-    source = open_checkpoint(CHECKPOINT)
+    source = open_checkpoint(CHECKPOINT, describe(CHECKPOINT))
     keys = list(dict.fromkeys(entry.key for entry in source.entries))
     done = []
-    digest, nbytes = converting.streaming.write(source, keys, tmp_path / "x.safetensors", None, lambda: done.append(1))
+    digest, nbytes = converting.slices.write(source, keys, tmp_path / "x.safetensors", None, lambda: done.append(1))
     found = load_file(tmp_path / "x.safetensors")
     assert sorted(found) == sorted(keys) and len(done) == len(keys)
     for key, array in found.items():
@@ -99,7 +101,7 @@ def test_a_run_that_was_stopped_is_taken_up(folder, tmp_path, monkeypatch, kind)
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
 
     def convert(**options) -> Path:
-        return converting.convert(folder, out, format=kind, progress=False, **options)
+        return converting.convert(folder, out, describe, format=kind, progress=False, **options)
 
     with monkeypatch.context() as patch:
         first = stop_after(3, patch)
@@ -128,15 +130,13 @@ def test_another_job_keeps_nothing_of_the_one_that_was_stopped(folder, tmp_path,
         with monkeypatch.context() as patch:
             first = stop_after(2, patch)
             with pytest.raises(KeyboardInterrupt):
-                converting.convert(folder, tmp_path / change, progress=False)
+                convert(folder, tmp_path / change, progress=False)
         if change == "source":
             tensors = load_file(folder / "model.safetensors")
             save_file({key: 2 * array for key, array in tensors.items()}, folder / "model.safetensors")
         with monkeypatch.context() as patch:
             second = stop_after(99, patch)
-            converting.convert(
-                folder, tmp_path / change, dtype="bfloat16" if change == "dtype" else None, progress=False
-            )
+            convert(folder, tmp_path / change, dtype="bfloat16" if change == "dtype" else None, progress=False)
         assert change == "dtype" or set(first) <= set(second)
         dtype = "bfloat16" if change == "dtype" else None
         equal(vlkv.load_params(tmp_path / change), vlkv.load_params(folder, dtype=dtype))
@@ -148,13 +148,14 @@ def test_kill_9_leaves_nothing_that_loads_and_the_next_run_goes_on(folder, tmp_p
     """In a process of its own, stopped after the second shard."""
     code = (
         "import sys, time; from pathlib import Path; from checkpoints_convert import converting, journal\n"
+        "from checkpoints_convert.__main__ import convert\n"
         "converting.SHARD_BYTES = converting.PIECE_BYTES = 2**20\n"
         "finish = journal.Journal.finish\n"
         "def stop(self, *args):\n"
         "    finish(self, *args)\n"
         "    if len(self.shards) == 2: print('two', flush=True); time.sleep(60)\n"
         "journal.Journal.finish = stop\n"
-        "converting.convert(Path(sys.argv[1]), Path(sys.argv[2]), format=sys.argv[3], progress=False)\n"
+        "convert(Path(sys.argv[1]), Path(sys.argv[2]), format=sys.argv[3], progress=False)\n"
     )
     command = [sys.executable, "-c", code, str(folder), str(tmp_path / "out"), kind]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
@@ -168,7 +169,7 @@ def test_kill_9_leaves_nothing_that_loads_and_the_next_run_goes_on(folder, tmp_p
         vlkv.load(partial)
     kept = {path: path.stat().st_ino for path in partial.rglob("*") if path.is_file() and "unfinished" not in path.name}
     assert kept
-    converting.convert(folder, tmp_path / "out", format=kind, progress=False)
+    convert(folder, tmp_path / "out", format=kind, progress=False)
     for path, inode in kept.items():
         assert (tmp_path / "out" / path.relative_to(partial)).stat().st_ino == inode, "kept, not written again"
     equal(vlkv.load_params(tmp_path / "out"), vlkv.load_params(folder))
@@ -179,7 +180,7 @@ def test_damaged_orbax_folders(tmp_path, capsys):
     assert main(["convert", str(CHECKPOINT), str(out), "--quiet", "--format", "orbax"]) == 0
     assert pieces.is_pieces(out)
     with pytest.raises(vlkv.InputError, match="holds orbax weights: convert the folder that it was made from"):
-        converting.convert(out, tmp_path / "again", progress=False)
+        convert(out, tmp_path / "again", progress=False)
     manifest, name = (out / "vlkv_manifest.json").read_text(), "decoder.norm.weight"
 
     def edited(change) -> None:
@@ -233,15 +234,16 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
     """288 MiB in tensors of 32: private memory grows by a few slices of 4 MiB, not by a tensor or a shard of 64."""
     code = (
         "import sys, threading, time; from pathlib import Path; from checkpoints_convert import converting\n"
-        "converting.SHARD_BYTES, converting.streaming.SLICE_BYTES = 2**26, 2**22\n"
+        "from checkpoints_convert.__main__ import convert\n"
+        "converting.SHARD_BYTES, converting.slices.SLICE_BYTES = 2**26, 2**22\n"
         "def private():\n"
         "    return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('RssAnon')) // 1024\n"
         "def watch():\n"
         "    while True: peak.append(private()); time.sleep(0.001)\n"
-        "converting.convert(Path(sys.argv[1]), Path(sys.argv[1] + '-out'), progress=False)\n"
+        "convert(Path(sys.argv[1]), Path(sys.argv[1] + '-out'), progress=False)\n"
         "before, peak = private(), []\n"
         "threading.Thread(target=watch, daemon=True).start()\n"
-        "converting.convert(Path(sys.argv[2]), Path(sys.argv[2] + '-out'), progress=False)\n"
+        "convert(Path(sys.argv[2]), Path(sys.argv[2] + '-out'), progress=False)\n"
         "print(max(peak) - before)\n"
     )
     small, big = random_llama(tmp_path / "small", width=64), random_llama(tmp_path / "big", width=4096)

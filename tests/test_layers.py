@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from vlkv.layers import Initializer, JoinHeads, SplitHeads
+from vlkv.decoder.layers import Initializer, JoinHeads, SplitHeads
 
 WIDTH, HEADS, HEAD_DIM = 24, 4, 10
 

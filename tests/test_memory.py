@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from vlkv import Inputs, cache, init, policies, prefill
-from vlkv.config import ClipConfig, DecoderConfig, ModelConfig
+from vlkv.config import DecoderConfig, ModelConfig
+from vlkv.towers.vit import ClipConfig
 
 LAYERS, VISION, TEXT, NEW, KEEP = 28, 8192, 64, 512, 0.1
 OPTIONS = {"avl": {"core": 0.05, "text": 0.5}, "lightkv": {"layers": (1,), "windows": (4,)}}

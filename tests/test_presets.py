@@ -6,15 +6,17 @@ import jax
 import pytest
 
 import vlkv
-from vlkv import models
+from vlkv.families import abstract
 
-# As published; those of llava-1.5-13b and of LLaVA-OneVision are what transformers makes of their configs.
+# As published; those of llava-1.5-13b, LLaVA-OneVision and NeXT-Video are what transformers makes of their configs, and
+# those of MobileVLM-V2 and EVE what this file counts.
 PUBLISHED = {
     "llava-1.5-7b": 7_063_427_072,
     "llava-1.5-13b": 13_351_494_656,
     "llava-next-vicuna-7b": 7_063_431_168,
     "llava-next-vicuna-13b": 13_351_499_776,
     "llava-next-mistral-7b": 7_566_747_648,
+    "llava-next-video-7b": 7_063_431_168,
     "llava-onevision-0.5b": 893_675_552,
     "llava-onevision-7b": 8_030_807_584,
     "llava-video-7b": 8_030_348_832,
@@ -30,9 +32,16 @@ PUBLISHED = {
     "internvl2-4b": 4_146_855_936,
     "internvl2-8b": 8_075_365_376,
     "internvl2-26b": 25_514_186_112,
+    "internvl2.5-8b": 8_075_365_376,
     "internvl3-1b": 938_193_024,
     "internvl3-2b": 2_088_957_440,
     "internvl3-8b": 7_944_373_760,
+    "mobilevlm-v2-1.7b": 1_674_121_216,
+    "mobilevlm-v2-3b": 3_014_273_536,
+    "mobilevlm-v2-7b": 7_062_943_744,
+    "qwen-vl": 9_656_935_168,
+    "eve-7b": 6_768_398_336,
+    "eve-7b-hd": 6_768_398_336,
     "vicuna-1.5-7b": 6_738_415_616,
     "vicuna-1.5-13b": 13_015_864_320,
     "llama-3-8b": 8_030_261_248,
@@ -40,11 +49,16 @@ PUBLISHED = {
     "qwen2-0.5b": 494_032_768,
     "qwen2-1.5b": 1_543_714_304,
     "qwen2-7b": 7_615_616_512,
+    "phi-3-mini": 3_821_079_552,
+    "internlm2-7b": 7_737_708_544,
 }
 LLAMA_7B = dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
                 num_key_value_heads=32, tie_word_embeddings=False)  # fmt: skip
 # Named, not described, in the original configs: google/siglip-so400m-patch14-384 without its last block.
 SIGLIP = dict(hidden_size=1152, intermediate_size=4304, num_hidden_layers=26, image_size=384, patch_size=14)
+
+
+CLIP = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, image_size=336, patch_size=14)
 
 
 def linear(i: int, o: int) -> int:
@@ -112,6 +126,16 @@ def qwen2_5_tower(raw) -> int:
     return 2 * 3 * 14**2 * d + blocks + d + linear(4 * d, 4 * d) + linear(4 * d, raw["out_hidden_size"])
 
 
+def qwen_vl(raw) -> int:
+    """Decoder with biases of queries, keys and values; OpenCLIP's bigG; a resampler to 256 tokens."""
+    d, f, c = raw["hidden_size"], raw["intermediate_size"] // 2, raw["visual"]
+    w, h = c["width"], int(c["width"] * c["mlp_ratio"])
+    decoder = raw["num_hidden_layers"] * (3 * linear(d, d) + d * d + 3 * d * f + 2 * d) + d + 2 * raw["vocab_size"] * d
+    tower = 3 * 14**2 * w + 256 * w + 2 * w + c["layers"] * (4 * linear(w, w) + linear(w, h) + linear(h, w) + 4 * w)
+    resampler = 2 * 256 * d + w * d + 4 * d + 4 * linear(d, d)
+    return decoder + tower + resampler + 2 * d + d * d
+
+
 def two_layers(width: int, d: int) -> int:
     return linear(width, d) + linear(d, d)
 
@@ -124,10 +148,19 @@ def whole(raw) -> int:
     vision = raw.get("vision_config", SIGLIP)
     width = vision["hidden_size"]
     match kind(raw):
-        case "llava" | "llava_next" as family:
+        case "mobilevlm":
+            d = raw["hidden_size"]
+            return text(raw) + clip(CLIP) + two_layers(1024, d) + 10 * d
+        case "eve":
+            d = raw["hidden_size"]
+            readers = 2 * (4 * 1024 + 3 * 1024**2 + linear(1024, 1024))
+            return text(raw) + 3 * 14**2 * 1024 + 2 * 1024 + readers + two_layers(1024, d)
+        case "qwen":
+            return qwen_vl(raw)
+        case "llava" | "llava_next" | "llava_next_video" as family:
             sizes = LLAMA_7B | raw["text_config"]
             d = sizes["hidden_size"]
-            return text(sizes) + clip(vision) + two_layers(width, d) + d * (family == "llava_next")
+            return text(sizes) + clip(vision) + two_layers(width, d) + d * (family != "llava")
         case "llava_onevision" | "llava_video":
             sizes = raw.get("text_config", raw)
             d = sizes["hidden_size"]
@@ -147,8 +180,8 @@ def whole(raw) -> int:
 
 def unused(raw) -> int:
     """What is published and never runs: a norm behind the tower; with feature layer -2 the last block too."""
-    if kind(raw) in ("llava", "llava_next"):
-        return clip_block(raw["vision_config"]) + 2 * raw["vision_config"]["hidden_size"]
+    if kind(raw) in ("llava", "llava_next", "llava_next_video", "mobilevlm"):
+        return clip_block(CLIP) + 2 * CLIP["hidden_size"]
     return 2 * SIGLIP["hidden_size"] if kind(raw) in ("llava_onevision", "llava_video") else 0
 
 
@@ -157,7 +190,7 @@ def unused(raw) -> int:
 def test_parameters_are_as_many_as_published(name):
     raw = vlkv.presets.raw[name]
     assert whole(raw) == PUBLISHED[name]
-    shapes = jax.tree.leaves(models.abstract(vlkv.presets[name]))
+    shapes = jax.tree.leaves(abstract(vlkv.presets[name]))
     assert sum(x.size for x in shapes) == PUBLISHED[name] - unused(raw)
 
 

@@ -22,7 +22,7 @@ CODE = """
 import tempfile
 from pathlib import Path
 import jax, numpy as np
-from checkpoints_convert.converting import convert
+from checkpoints_convert.__main__ import convert
 import vlkv
 from vlkv import sharding
 from vlkv.mini import CHECKPOINT

@@ -23,9 +23,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.cache import PackedCache, write
 from vlkv.errors import InputError
+from vlkv.families import Model
 from vlkv.generate import feed, logits_after
 from vlkv.inputs import Inputs
-from vlkv.models import Model
 from vlkv.parallel import cached_attention
 
 

@@ -25,9 +25,9 @@ from pallas_kernels import Kernels
 from vlkv.cache import PackedCache, most_used, write
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
+from vlkv.families import Model
 from vlkv.inputs import Inputs
 from vlkv.memory import arrive, attend
-from vlkv.models import Model
 from vlkv.parallel import cached_attention
 from vlkv.policies.full import Full
 from vlkv.policies.policy import Policy, require_policy

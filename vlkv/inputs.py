@@ -17,7 +17,6 @@ from jaxtyping import Bool, Float, Int
 from vlkv.buckets import Buckets, round_up
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
-from vlkv.layouts import ARRANGE
 
 # numpy as the processor makes them, jax once inside jit.
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ class Inputs:
     vision_index: Int[AnyArray, "B T"]  # row of the batch's flat vision embeddings; -1: text
     grid: Int[AnyArray, "B T 3"]  # number of its image in the row, line and column of its patch; -1: on no grid
     pixels: Float[AnyArray, I * pixels] | None  # as the family's tower takes them
-    # What the wiring must know of the pixels; see vlkv/layouts.
+    # What the wiring must know of the pixels; see the family's inputs.py.
     layout: dict[str, AnyArray] = dataclasses.field(default_factory=dict)
     max_vision: int = dataclasses.field(metadata={"static": True})  # vision tokens of any row
     max_text: int = dataclasses.field(metadata={"static": True})  # text tokens of any row
@@ -83,7 +82,7 @@ class Inputs:
         text = tokens[valid & ((tokens != config.image_token) | (config.image_token is None))]
         if (text < 0).any() or (text >= config.decoder.vocab_size).any():
             raise InputError(f"a token id lies outside the vocabulary of {config.decoder.vocab_size}")
-        made = ARRANGE[config.family](batch, tokens, valid, config, buckets)
+        made = config.arrange(batch, tokens, valid, buckets)
 
         is_vision, place = made.vision_index >= 0, np.arange(tokens.shape[1])
         last_vision = np.where(is_vision, place, -1).max(axis=1)  # -1: a row without an image is all instruction

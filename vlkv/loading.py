@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from checkpoints_convert import pieces, reading  # the modules: they and this package import each other
-from vlkv import models, sharding
+from checkpoints_convert import checkpoint, pieces
+from checkpoints_convert.entry import HEAD
+from vlkv import sharding
 from vlkv.buckets import Buckets
 from vlkv.errors import InputError
-
-if TYPE_CHECKING:
-    from vlkv.processing import Processor
+from vlkv.families import Model, abstract
+from vlkv.families.folders import describe, read_config, with_head
+from vlkv.processing import Processor
 
 _SETTINGS = ["*.json", "*.jinja"]
 _WEIGHTS = ["model*.safetensors"]
@@ -30,7 +31,7 @@ def load(
     mesh: Mesh | None = None,
     buckets: Buckets | None = None,
     layout: Literal["checkpoint", "pad"] = "checkpoint",
-) -> tuple[models.Model, Processor]:
+) -> tuple[Model, Processor]:
     """`(load_params(...), load_processor(...))` of one folder or hub id.
 
     Args:
@@ -38,7 +39,7 @@ def load(
         dtype: of the parameters; None keeps the checkpoint's own.
         mesh: places every weight shard by shard on this mesh (axes `data`, `model`); None: the default device.
         buckets: bounds for lengths and counts, see `vlkv.Buckets`.
-        layout: "pad" pads pictures to a square, as LLaVA-1.5 was trained, instead of cutting out the middle.
+        layout: "pad" pads pictures to a square, instead of cutting out the middle.
 
     Raises:
         InputError: anything that is wrong with the folder, before a weight is read.
@@ -48,14 +49,13 @@ def load(
     return load_params(folder, dtype=dtype, mesh=mesh), processor
 
 
-def load_params(
-    source: str | os.PathLike[str], *, dtype: DTypeLike | None = None, mesh: Mesh | None = None
-) -> models.Model:
+def load_params(source: str | os.PathLike[str], *, dtype: DTypeLike | None = None, mesh: Mesh | None = None) -> Model:
     """The parameters alone: a pytree that knows its `config`. Needs no tokenizer in the folder."""
     folder = resolve(source)
+    table = describe(folder)
     if pieces.is_pieces(folder):
-        return read_pieces(pieces.open_pieces(folder), dtype=dtype, mesh=mesh)
-    return read_params(reading.open_checkpoint(folder), dtype=dtype, mesh=mesh)
+        return read_pieces(pieces.open_pieces(folder, table.shapes()), dtype=dtype, mesh=mesh)
+    return read_params(checkpoint.open_checkpoint(folder, table), dtype=dtype, mesh=mesh)
 
 
 def load_processor(
@@ -65,37 +65,46 @@ def load_processor(
     layout: Literal["checkpoint", "pad"] = "checkpoint",
 ) -> Processor:
     """The processor alone: tokenizer, chat template and image settings of the folder."""
-    from vlkv.processing import Processor  # noqa: PLC0415 (tokenizers and PIL only where they are needed)
-
     folder = resolve(source, weights=False)
-    return Processor.from_folder(folder, reading.read_config(folder), buckets=buckets, layout=layout)
+    return Processor.from_folder(folder, read_config(folder), buckets=buckets, layout=layout)
 
 
-def read_params(checkpoint: reading.Checkpoint, *, dtype: DTypeLike | None, mesh: Mesh | None) -> models.Model:
+def read_params(source: checkpoint.Checkpoint, *, dtype: DTypeLike | None, mesh: Mesh | None) -> Model:
     """Tensor by tensor: at any time the host holds one."""
-    own = checkpoint.dtype if dtype is None else jnp.dtype(dtype)
-    shapes = models.abstract(checkpoint.config, own)
+    own = source.dtype if dtype is None else jnp.dtype(dtype)
+    shapes = abstract(with_head(read_config(source.folder), tied=source.tied), own)
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
-    entries = {entry.path: entry for entry in checkpoint.entries}
+    entries = {entry.path: entry for entry in source.entries}
     arrays = []
     for keypath, leaf in leaves:
         path = sharding.path_name(keypath)
-        array = reading.cast(checkpoint.read(entries[path]), leaf.dtype, entries[path].key)
+        array = checkpoint.cast(source.read(entries[path]), leaf.dtype, entries[path].key)
         arrays.append(sharding.place(path, array.reshape(leaf.shape), mesh))
     return jax.tree_util.tree_unflatten(structure, arrays)
 
 
-def read_pieces(held: pieces.Pieces, *, dtype: DTypeLike | None, mesh: Mesh | None) -> models.Model:
+def read_pieces(held: pieces.Pieces, *, dtype: DTypeLike | None, mesh: Mesh | None) -> Model:
     """Piece by piece, each parameter straight to where it belongs."""
     own = jnp.dtype(held.weights["decoder.embedding.weight"][1] if dtype is None else dtype)
-    leaves, structure = jax.tree_util.tree_flatten_with_path(models.abstract(held.config, own))
+    config = with_head(read_config(held.folder), tied=HEAD not in held.weights)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(abstract(config, own))
     shapes = {sharding.path_name(keypath): leaf.shape for keypath, leaf in leaves}
     placed = {path: sharding.where(path, shape, mesh) for path, shape in shapes.items()}
     arrays: dict[str, jax.Array] = {}
     for piece in sorted({piece for piece, _ in held.weights.values()}):
         for path, array in pieces.read(held, piece, placed).items():
-            arrays[path] = pieces.cast_placed(array, own, path)
+            arrays[path] = _cast_placed(array, own, path)
     return jax.tree_util.tree_unflatten(structure, [arrays[path] for path in shapes])
+
+
+def _cast_placed(array: jax.Array, dtype: jnp.dtype, path: str) -> jax.Array:
+    """As `checkpoint.cast`, of an array that lies on devices."""
+    if array.dtype == dtype:
+        return array
+    made = array.astype(dtype)
+    if not bool(jnp.isfinite(made).all()) and bool(jnp.isfinite(array).all()):
+        raise InputError(f"{path} has values beyond {dtype.name}: use bfloat16 or float32")
+    return made
 
 
 def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Path:
@@ -115,7 +124,7 @@ def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Path:
     try:
         folder = Path(snapshot_download(name, allow_patterns=_SETTINGS))
         if weights:
-            reading.read_config(folder)  # an unsupported model is refused before its weights come
+            read_config(folder)  # an unsupported model is refused before its weights come
             folder = Path(snapshot_download(name, allow_patterns=[*_SETTINGS, *_WEIGHTS]))
         return folder
     except InputError:

@@ -34,6 +34,7 @@ class Observation:
     layer: int = dataclasses.field(metadata={"static": True})
     max_instruction: int = dataclasses.field(metadata={"static": True})  # bound on the instruction's length
     grid: Int[Array, "T 3"] | None = None  # number of its image in the row, line and column of its patch; -1: none
+    lse: Float[Array, "N T"] | None = None  # log-sum-exp of each row's logits; None: not known
     kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
 
     @property
@@ -104,10 +105,15 @@ def head_mean(x: Float[Array, "N T"], kv_heads: int) -> Float[Array, "K T"]:
 
 
 def column_sums(obs: Observation, **options: Any) -> Float[Array, "N T"]:
-    """Attention that each token receives from all tokens after it and from itself; options as `attention_mass`."""
+    """Attention that each token receives from all tokens after it and from itself.
+
+    `options` are `statistic`, `threshold` and `softmax_n` of `attention_mass`.
+    """
     weight = obs.valid[None].astype(jnp.float32)
-    run = obs.kernels.attention_mass
-    return attention_mass(obs.q, obs.k, row_weight=weight, key_mask=obs.valid, implementation=run, **options)[0]
+    return attention_mass(
+        obs.q, obs.k, row_weight=weight, key_mask=obs.valid, lse=obs.lse, implementation=obs.kernels.attention_mass,
+        **options,
+    )[0]  # fmt: skip
 
 
 def rows_mass(

@@ -168,8 +168,8 @@ def _shard_map(f: Callable[..., Any], inputs: Any, outputs: Any, place: dict[str
 
 
 def _over_heads(
-    f: Callable[..., Array], arrays: tuple[Any, ...], axes: tuple[str, ...], output: str, *, heads: int, kv_heads: int
-) -> Array:
+    f: Callable[..., Any], arrays: tuple[Any, ...], axes: tuple[str, ...], output: Any, *, heads: int, kv_heads: int
+) -> Any:
     """f(*arrays) by heads, whatever their number, if `model` is a multiple of the key heads or the reverse.
 
     In the first case a key head's devices share out its queries, zeros making their number even; each has all the keys
@@ -207,8 +207,12 @@ def _over_heads(
         return regroup(x, at, lambda y: jnp.pad(y, [(0, spare * (i == at + 1)) for i in range(y.ndim)]))
 
     made = _shard_map(local, axes, output, place)(*(pad(x, names) for x, names in zip(arrays, axes, strict=True)))
-    at = output.split().index("N")
-    return regroup(made, at, lambda y: jax.lax.slice_in_dim(y, 0, group, axis=at + 1)) if spare else made
+
+    def unpad(axes: str, x: Array) -> Array:
+        at = axes.split().index("N")
+        return regroup(x, at, lambda y: jax.lax.slice_in_dim(y, 0, group, axis=at + 1))
+
+    return jax.tree.map(unpad, output, made) if spare else made
 
 
 def prefill_attention(
@@ -217,12 +221,17 @@ def prefill_attention(
     v: Float[Array, "B T K H"],
     *,
     valid: Bool[Array, "B T"] | None = None,
-    **options: Any,
-) -> Float[Array, "B T N H"]:
+    causal: bool = True,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Any:
     """`pallas_kernels.prefill_attention`."""
     return _over_heads(
-        lambda q, k, v, valid: pallas_kernels.prefill_attention(q, k, v, valid=valid, **options),
-        (q, k, v, valid), ("B T N H", "B T K H", "B T K H", "B T"), "B T N H",
+        lambda q, k, v, valid: pallas_kernels.prefill_attention(
+            q, k, v, valid=valid, causal=causal, return_lse=return_lse, implementation=implementation
+        ),
+        (q, k, v, valid), ("B T N H", "B T K H", "B T K H", "B T"),
+        ("B T N H", "B N T") if return_lse else "B T N H",
         heads=q.shape[2], kv_heads=k.shape[2],
     )  # fmt: skip
 
@@ -234,15 +243,18 @@ def attention_mass(
     row_weight: Float[Array, "R T"],
     key_mask: Bool[Array, " S"],
     row_place: Int[Array, " T"] | None = None,
+    lse: Float[Array, "N T"] | None = None,
     **options: Any,
 ) -> Float[Array, "R N S"]:
     """`pallas_kernels.attention_mass`."""
 
-    def op(q: Array, k: Array, weight: Array, mask: Array, place: Array | None) -> Array:
-        return pallas_kernels.attention_mass(q, k, row_weight=weight, key_mask=mask, row_place=place, **options)
+    def op(q: Array, k: Array, weight: Array, mask: Array, place: Array | None, lse: Array | None) -> Array:
+        return pallas_kernels.attention_mass(
+            q, k, row_weight=weight, key_mask=mask, row_place=place, lse=lse, **options
+        )
 
     return _over_heads(
-        op, (q, k, row_weight, key_mask, row_place), ("N T H", "K S H", "R T", "S", "T"), "R N S",
+        op, (q, k, row_weight, key_mask, row_place, lse), ("N T H", "K S H", "R T", "S", "T", "N T"), "R N S",
         heads=q.shape[0], kv_heads=k.shape[0],
     )  # fmt: skip
 

@@ -20,9 +20,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from pallas_kernels import Kernels
 from vlkv.cache import PackedCache, check_new_tokens, entries, pack
 from vlkv.errors import InputError
+from vlkv.families import Model
 from vlkv.inputs import Inputs
 from vlkv.memory import Memory, begin
-from vlkv.models import Model
 from vlkv.observe import ordinal, tokens_at
 from vlkv.parallel import by_row
 from vlkv.policies.policy import Policy, with_totals
@@ -95,7 +95,8 @@ def _look(
     q, k, v = (jnp.swapaxes(x, 0, 1) for x in (read.q, read.k, read.v))
     obs = see(
         policy, q, k, v, read.is_vision, read.valid, key,
-        layer=layer, layers=layers, max_instruction=max_instruction, stays=read.stays, grid=read.grid, kernels=kernels,
+        layer=layer, layers=layers, max_instruction=max_instruction, stays=read.stays, lse=read.lse,
+        grid=read.grid, kernels=kernels,
     )  # fmt: skip
     observed, held = observe(policy, obs), jnp.sum(obs.in_scope)
     if keep is None:

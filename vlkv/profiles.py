@@ -29,9 +29,9 @@ from jaxtyping import Array, Float, Int
 
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
+from vlkv.families import Model
 from vlkv.files import read_text, write_json
 from vlkv.inputs import Inputs
-from vlkv.models import Model
 from vlkv.policies import Policy, PrefixKV
 from vlkv.policies.policy import Scope
 from vlkv.policies.selection import see

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels
+from pallas_kernels.attention_mass import takes_lse
 from vlkv.errors import InputError
+from vlkv.families import Model
 from vlkv.inputs import Inputs
-from vlkv.models import Model
 from vlkv.observe import first
 from vlkv.parallel import by_row, prefill_attention
 from vlkv.policies.policy import Policy
@@ -38,6 +39,7 @@ class LayerPrompt:
     stays: Bool[Array, "*B t"]  # may be cached
     source: Int[Array, "*B t"]  # which token of the prompt it is
     grid: Int[Array, "*B t 3"]  # number of its image in the row, line and column of its patch; -1: on no grid
+    lse: Float[Array, "*B N t"] | None = None  # log-sum-exp of each query's logits; None: the kernels gain nothing
 
 
 @jax.tree_util.register_dataclass
@@ -104,7 +106,9 @@ def read(
     tokens, vision = _begin(params, inputs, reducer if after else None), inputs.max_vision
     made: list[Any] = []
     before: LayerPrompt | None = None
-    run = None if kernels is None else kernels.prefill_attention
+    kernels = Kernels() if kernels is None else kernels
+    attend = partial(prefill_attention, implementation=kernels.prefill_attention)
+    return_lse = takes_lse(kernels.attention_mass)
     rotation = params.decoder.rotation(tokens.positions)
     for i, layer in enumerate(params.decoder.layers):
         if reducer is not None and i in after:
@@ -124,18 +128,13 @@ def read(
             if reducer.forgets:
                 made = [_without(m, tokens, inputs.valid.shape[1]) for m in made]
         q, k, v = layer.project(tokens.x, rotation)
-        attended = prefill_attention(q, k, v, valid=tokens.valid, implementation=run)
+        attended = attend(q, k, v, valid=tokens.valid, return_lse=return_lse)
+        attended, lse = attended if return_lse else (attended, None)
         x = layer.finish(tokens.x, attended)
         before = LayerPrompt(
-            q=q,
-            k=k,
-            v=v,
-            is_vision=tokens.is_vision,
-            valid=tokens.valid,
-            stays=tokens.valid,
-            source=tokens.source,
-            grid=tokens.grid,
-        )
+            q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, stays=tokens.valid, source=tokens.source,
+            grid=tokens.grid, lse=lse,
+        )  # fmt: skip
         # The next layer waits, so that what `each` does not keep is gone before more is made.
         x, kept = jax.lax.optimization_barrier((x, each(i, before)))
         made.append(kept)
@@ -153,7 +152,7 @@ def read(
         next_position=jnp.broadcast_to((greatest + 1 - renumbered)[:, None], now.shape),
         logits=params.decoder.logits(tokens.x[row, last]),
         max_vision=inputs.max_vision, max_text=inputs.max_text, max_instruction=inputs.max_instruction,
-        max_images=inputs.max_images, reducer=reducer, kernels=Kernels() if kernels is None else kernels,
+        max_images=inputs.max_images, reducer=reducer, kernels=kernels,
     )  # fmt: skip
 
 
@@ -182,7 +181,7 @@ def _reduce(
     max_instruction: int,
     vision: int,
     length: int,
-    kernels: Kernels | None,
+    kernels: Kernels,
 ) -> tuple[Tokens, Int[Array, ""]]:
     """One stage on one row, which then has `length` places, and how many vision tokens the policy has kept.
 

@@ -30,9 +30,9 @@ from pallas_kernels import Kernels, QuantizedPool
 from vlkv import policies, profiles
 from vlkv.cache import PackedCache, resize_tail, take_rows
 from vlkv.errors import InputError
+from vlkv.families import Model
 from vlkv.files import one_line, replacing
 from vlkv.memory import Core, Memory
-from vlkv.models import Model
 from vlkv.policies import Policy
 from vlkv.sharding import path_name
 

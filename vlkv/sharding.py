@@ -8,7 +8,7 @@
 
 An array names its axes by what they mean; MESH_AXIS says which of these are split over which axis of the mesh. An axis
 is split where it divides evenly; of several that go to the same axis of the mesh, the first that divides. The shapes
-alone, with their places, are `vlkv.models.abstract(config, dtype, mesh)`. How the ops run split: vlkv/parallel.py.
+alone, with their places, are `vlkv.families.abstract(config, dtype, mesh)`. How the ops run split: vlkv/parallel.py.
 """
 
 from __future__ import annotations

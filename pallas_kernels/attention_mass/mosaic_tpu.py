@@ -41,9 +41,11 @@ def attention_mass_mosaic_tpu(
     softmax_n: float,
     statistic: str,
     threshold: float,
+    lse: Float[Array, "N T"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "R N S"]:
     """As `attention_mass` says."""
+    del lse
     tiles = Tiles.of("attention_mass", q, k, causal, in_order)
     return _mass(q, k, row_weight, key_mask, row_place, tiles, softmax_n, statistic, threshold, interpret)
 

@@ -19,14 +19,17 @@ def attention_mass_reference(
     softmax_n: float,
     statistic: str,
     threshold: float,
+    lse: Float[Array, "N T"] | None = None,
 ) -> Float[Array, "R N S"]:
     """As `attention_mass` says, read off the definition."""
-    del in_order
-    k = jnp.repeat(k, q.shape[0] // k.shape[0], axis=0)
+    del in_order, lse
+    q, k = q.astype(jnp.float32), jnp.repeat(k.astype(jnp.float32), q.shape[0] // k.shape[0], axis=0)
     logits = jnp.einsum("nth,nsh->nts", q, k, precision=jax.lax.Precision.HIGHEST) / jnp.sqrt(q.shape[-1])
     allowed = key_mask & (jnp.arange(k.shape[1]) <= row_place[:, None]) if causal else key_mask[None]
-    exponent = jnp.where(allowed, jnp.exp(logits), 0.0)
-    total = softmax_n + jnp.sum(exponent, axis=-1, keepdims=True)
+    peak = jnp.max(jnp.where(allowed, logits, -jnp.inf), axis=-1, keepdims=True)
+    peak = jnp.maximum(peak, 0.0) if softmax_n else jnp.where(jnp.isfinite(peak), peak, 0.0)
+    exponent = jnp.where(allowed, jnp.exp(logits - peak), 0.0)
+    total = softmax_n * jnp.exp(-peak) + jnp.sum(exponent, axis=-1, keepdims=True)
     p = exponent / jnp.where(total > 0, total, 1.0)
     if statistic == "square":
         p = p**2

@@ -1,7 +1,8 @@
 """attention_mass in Triton, for A100 and H100: each row's log-sum-exp first, then sums down the columns from it.
 
-Two passes over q k^T and O(T) numbers between them. In the second a program owns a block of keys of one head and walks
-over all rows that may see them, so nothing is added atomically and two runs agree to the bit.
+Two passes over q k^T and O(T) numbers between them; one pass where the log-sum-exps are given. In the second a program
+owns a block of keys of one head and walks over all rows that may see them, so nothing is added atomically and two runs
+agree to the bit.
 
 Axes: R weightings · T query rows · S keys · N query heads · K key heads · H head dim · I rows of a turn of
 the loop · J keys of a program.
@@ -36,12 +37,14 @@ def attention_mass_triton(
     softmax_n: float,
     statistic: str,
     threshold: float,
+    lse: Float[Array, "N T"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "R N S"]:
     """As `attention_mass` says. `in_order`: row t stands at place t, so no row before a block of keys sees it."""
     heads, count, head_dim = q.shape
     kv_heads, slots, _ = k.shape
-    _, lse, peak = softmax_rows(q, k, None, key_mask, row_place, causal=causal, interpret=interpret)
+    if lse is None or statistic == "count":
+        _, lse, peak = softmax_rows(q, k, None, key_mask, row_place, causal=causal, interpret=interpret)
     if statistic == "count":
         level = peak + (math.log(threshold) if threshold > 0 else -math.inf)  # what a logit must reach
     else:

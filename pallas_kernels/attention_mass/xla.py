@@ -22,8 +22,10 @@ def attention_mass_xla(
     softmax_n: float,
     statistic: str,
     threshold: float,
+    lse: Float[Array, "N T"] | None = None,
 ) -> Float[Array, "R N S"]:
     """As `attention_mass` says. `in_order`: row t stands at place t, so a prefix of rows needs a prefix of keys."""
+    del lse  # each block of rows has all its logits at hand
     heads, rows, head_dim = q.shape
     keys = k.shape[1]
     block = max(1, min(rows, 512, _BLOCK_ELEMENTS // max(heads * keys, 1)))

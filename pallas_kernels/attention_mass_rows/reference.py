@@ -20,10 +20,12 @@ def attention_mass_rows_reference(
 ) -> Float[Array, "R N T"]:
     """As `attention_mass_rows` says, read off the definition."""
     del in_order
-    k = jnp.repeat(k, q.shape[0] // k.shape[0], axis=0)
+    q, k = q.astype(jnp.float32), jnp.repeat(k.astype(jnp.float32), q.shape[0] // k.shape[0], axis=0)
     logits = jnp.einsum("nth,nsh->nts", q, k, precision=jax.lax.Precision.HIGHEST) / jnp.sqrt(q.shape[-1])
     allowed = key_mask & (jnp.arange(k.shape[1]) <= row_place[:, None]) if causal else key_mask[None]
-    exponent = jnp.where(allowed, jnp.exp(logits), 0.0)
-    total = softmax_n + jnp.sum(exponent, axis=-1, keepdims=True)
+    peak = jnp.max(jnp.where(allowed, logits, -jnp.inf), axis=-1, keepdims=True)
+    peak = jnp.maximum(peak, 0.0) if softmax_n else jnp.where(jnp.isfinite(peak), peak, 0.0)
+    exponent = jnp.where(allowed, jnp.exp(logits - peak), 0.0)
+    total = softmax_n * jnp.exp(-peak) + jnp.sum(exponent, axis=-1, keepdims=True)
     p = exponent / jnp.where(total > 0, total, 1.0)
     return jnp.einsum("rs,nts->rnt", key_weight, p, precision=jax.lax.Precision.HIGHEST)

@@ -22,16 +22,18 @@ _BLOCK = 512  # queries and keys of a block
 
 
 # Under jit, so that a model's layers, all of one shape, are traced once.
-@functools.partial(jax.jit, static_argnames=("causal", "interpret"))
+@functools.partial(jax.jit, static_argnames=("causal", "return_lse", "interpret"))
 def prefill_attention_mosaic_tpu(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     valid: Bool[Array, "B T"] | None,
     causal: bool,
+    return_lse: bool,
     interpret: bool = False,
-) -> Float[Array, "B T N H"]:
+) -> tuple[Float[Array, "B T N H"], None]:
     """As `prefill_attention` says."""
+    del return_lse
     batch, length, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     block = min(_BLOCK, _filled(length, LANES))
@@ -55,12 +57,14 @@ def prefill_attention_mosaic_tpu(
         return jax.vmap(lambda q, k, v: run(q, k, v, segment_ids=ids))(q, k, v)
 
     out = jax.vmap(row)(q.reshape(batch, kv_heads, group, padded, -1), k, v, segment)
-    return out.reshape(batch, heads, padded, -1).swapaxes(1, 2)[:, :length, :, :head_dim]
+    return out.reshape(batch, heads, padded, -1).swapaxes(1, 2)[:, :length, :, :head_dim], None
 
 
-def unsupported(q: Array, k: Array, v: Array, valid: Array | None, causal: bool) -> str | None:
+def unsupported(q: Array, k: Array, v: Array, valid: Array | None, causal: bool, return_lse: bool) -> str | None:
     """Why the kernel cannot take these arguments; None: it can."""
     del valid, causal
+    if return_lse:
+        return "it returns no log-sum-exp"
     if {q.dtype, k.dtype, v.dtype} not in ({jnp.dtype(jnp.float32)}, {jnp.dtype(jnp.bfloat16)}):
         return f"queries, keys and values are {q.dtype}, {k.dtype} and {v.dtype}, not all bfloat16 or all float32"
     if q.shape[1] < LANES:

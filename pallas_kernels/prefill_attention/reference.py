@@ -13,7 +13,8 @@ def prefill_attention_reference(
     v: Float[Array, "B T K H"],
     valid: Bool[Array, "B T"] | None,
     causal: bool,
-) -> Float[Array, "B T N H"]:
+    return_lse: bool,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"] | None]:
     """As `prefill_attention` says, read off the definition."""
     length, repeat = q.shape[1], q.shape[2] // k.shape[2]
     wide = [x.astype(jnp.float32) for x in (q, jnp.repeat(k, repeat, axis=2), jnp.repeat(v, repeat, axis=2))]
@@ -21,5 +22,7 @@ def prefill_attention_reference(
     allowed = jnp.tril(jnp.ones((length, length), bool)) if causal else jnp.ones((length, length), bool)
     if valid is not None:
         allowed = allowed & valid[:, None, None]
-    weights = jax.nn.softmax(jnp.where(allowed, logits, jnp.finfo(jnp.float32).min), axis=-1)
-    return jnp.einsum("bnts,bsnh->btnh", weights, wide[2], precision=jax.lax.Precision.HIGHEST).astype(q.dtype)
+    logits = jnp.where(allowed, logits, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(logits, axis=-1)
+    out = jnp.einsum("bnts,bsnh->btnh", weights, wide[2], precision=jax.lax.Precision.HIGHEST).astype(q.dtype)
+    return out, jax.nn.logsumexp(logits, axis=-1) if return_lse else None

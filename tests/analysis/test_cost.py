@@ -7,7 +7,9 @@ import pytest
 
 import vlkv
 from vlkv import analysis
-from vlkv.config import ClipConfig, DecoderConfig, InternVitConfig, SiglipConfig
+from vlkv.config import DecoderConfig
+from vlkv.families.internvl.config import InternVitConfig
+from vlkv.towers.vit import ClipConfig, SiglipConfig
 
 CLIP = ClipConfig(
     width=1024, mlp_width=4096, layers=24, heads=16, image_size=336, patch_size=14, norm_eps=1e-5, feature_layer=-2,
@@ -61,7 +63,7 @@ def test_towers_by_hand():
     assert analysis.tower_flops(intern, 5, 2, merge=2) == by_hand(5, 1, 8)
 
 
-@pytest.mark.parametrize("name, tower", [("qwen2-vl-2b", "QwenVisionConfig"), ("vicuna-1.5-7b", "NoneType")])
+@pytest.mark.parametrize("name, tower", [("qwen2-vl-2b", "Qwen2VisionConfig"), ("vicuna-1.5-7b", "NoneType")])
 def test_a_tower_that_is_not_counted(name, tower):
     with pytest.raises(vlkv.InputError, match=rf"one size \(ClipConfig, .*, not {tower}; count the decoder alone"):
         analysis.tower_flops(vlkv.presets[name].vision, 1536)

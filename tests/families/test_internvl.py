@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import vlkv
-from checkpoints_convert.converting import convert
+from checkpoints_convert.__main__ import convert
 from vlkv import policies
 from vlkv.errors import InputError
+from vlkv.families import config_from_hf
 
 from .common_internvl import (
     LARGE_VIT,
@@ -125,9 +126,9 @@ def test_the_grid_of_a_batch(internvl):
 def test_tiles_that_do_not_match_are_refused(internvl):
     _, _, params = internvl
     batch = make_batch()
-    with pytest.raises(InputError, match=r"80 image tokens, but 4 tile\(s\) of 16"):
+    with pytest.raises(InputError, match=r"80 image tokens, but 4 image\(s\) or tile\(s\) of 16"):
         vlkv.Inputs.from_hf({**batch, "pixel_values": batch["pixel_values"][:4]}, params.config)
-    with pytest.raises(InputError, match="expected \\[tiles, 3, 56, 56\\]"):
+    with pytest.raises(InputError, match="expected \\[images, 3, 56, 56\\]"):
         vlkv.Inputs.from_hf({**batch, "pixel_values": batch["pixel_values"][:, :, :28]}, params.config)
 
 
@@ -150,4 +151,4 @@ def test_what_is_not_honoured_is_refused_by_name(internvl, part, field, value):
     raw = json.loads((internvl[1] / "config.json").read_text())
     (raw if part is None else raw[part])[field] = value
     with pytest.raises(InputError, match=field.removeprefix("vision_feature_").replace("layer", "feature layer")):
-        vlkv.config.ModelConfig.from_hf(raw)
+        config_from_hf(raw)

@@ -13,9 +13,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import vlkv
-from checkpoints_convert.converting import convert
-from vlkv.config import ModelConfig
+from checkpoints_convert.__main__ import convert
 from vlkv.errors import InputError
+from vlkv.families import config_from_hf
 
 from .common_internvl import (
     IMAGE,
@@ -161,10 +161,10 @@ def test_phi3_with_rows_on_either_side_of_the_first_training_length(phi3):
 def test_phi3_alone_and_internlm2_alone(phi3):
     """The decoders are text families of their own as well."""
     _, _, raw = phi3
-    config = ModelConfig.from_hf(raw["llm_config"])
-    assert config.decoder == ModelConfig.from_hf(raw, added=ADDED).decoder
+    config = config_from_hf(raw["llm_config"])
+    assert config.decoder == config_from_hf(raw, added=ADDED).decoder
     assert config.decoder.rope.scale == pytest.approx((1 + np.log(256 / 40) / np.log(40)) ** 0.5)
-    made = ModelConfig.from_hf({**raw["llm_config"], "model_type": "internlm2", "rope_scaling": None, "bias": True})
+    made = config_from_hf({**raw["llm_config"], "model_type": "internlm2", "rope_scaling": None, "bias": True})
     assert made.decoder.qkv_bias and made.decoder.out_bias and made.decoder.names == "internlm2"
 
 
@@ -215,4 +215,4 @@ def test_what_is_not_honoured_is_refused_by_name(phi3, part, field, value):
     raw = json.loads(json.dumps(phi3[2]))
     (raw if part is None else raw[part])[field] = value
     with pytest.raises(InputError, match={"rope_scaling": "yarn"}.get(field, field)):
-        ModelConfig.from_hf(raw, added=ADDED)
+        config_from_hf(raw, added=ADDED)

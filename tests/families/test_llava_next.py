@@ -10,13 +10,13 @@ import PIL.Image
 import pytest
 
 import vlkv
-from checkpoints_convert.converting import convert
+from checkpoints_convert.__main__ import convert
 from tests.parity.conftest import text_config
 from vlkv import policies
 from vlkv.errors import InputError
-from vlkv.layouts.llava_next import picture_tokens
+from vlkv.families import config_from_hf
+from vlkv.families.llava_next.inputs import picture_tokens
 from vlkv.processing import Video
-from vlkv.processing.llava_next import LlavaNextPictures
 
 from .common import (
     NEW,
@@ -183,7 +183,7 @@ def test_sizes_and_pixels_are_those_of_the_pil_processor(saved, tmp_path):
     assert ours == [counter._get_number_of_features(*size, SIDE, SIDE) for size in sizes]
 
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(raw))
-    pictures = LlavaNextPictures.from_folder(tmp_path, params.config, "checkpoint")
+    pictures = params.config.open_pictures(tmp_path, "checkpoint")
     for size in sizes[:6] + sizes[-6:]:
         image = PIL.Image.fromarray(rng.integers(0, 256, (*size, 3)).astype(np.uint8))
         read = pictures.read(image)
@@ -209,7 +209,7 @@ def check_layout(model, config, size, count) -> None:
 def test_published_count():
     """640 x 480 pixels make 2340 tokens with the published settings (see the config of llava-v1.6)."""
     raw = {"model_type": "llava_next", "text_config": {"model_type": "llama"}}
-    config = vlkv.config.ModelConfig.from_hf(raw)
+    config = config_from_hf(raw)
     assert picture_tokens(config, (480, 640)) == 2340
 
 
@@ -226,7 +226,7 @@ def test_published_count():
 )
 def test_settings_that_are_refused(change, message):
     with pytest.raises(InputError, match=message):
-        vlkv.config.ModelConfig.from_hf({"model_type": "llava_next", **change})
+        config_from_hf({"model_type": "llava_next", **change})
 
 
 def test_batches_that_are_refused(saved):
@@ -252,12 +252,12 @@ def test_folders_that_are_refused(saved, tmp_path):
     ]:
         (tmp_path / "preprocessor_config.json").write_text(json.dumps({**raw, **change}))
         with pytest.raises(InputError, match=message):
-            LlavaNextPictures.from_folder(tmp_path, config, "checkpoint").read(image)
+            config.open_pictures(tmp_path, "checkpoint").read(image)
     with pytest.raises(InputError, match="layout='pad'"):
-        LlavaNextPictures.from_folder(tmp_path, config, "pad")
+        config.open_pictures(tmp_path, "pad")
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(raw))
     with pytest.raises(InputError, match="takes no video"):
-        LlavaNextPictures.from_folder(tmp_path, config, "checkpoint").read(Video(frames=[image]))
+        config.open_pictures(tmp_path, "checkpoint").read(Video(frames=[image]))
     (tmp_path / "preprocessor_config.json").unlink()
     with pytest.raises(InputError, match=r"preprocessor_config\.json: no such file"):
-        LlavaNextPictures.from_folder(tmp_path, config, "checkpoint")
+        config.open_pictures(tmp_path, "checkpoint")

@@ -10,14 +10,14 @@ import PIL.Image
 import pytest
 
 import vlkv
-from checkpoints_convert.converting import convert
+from checkpoints_convert.__main__ import convert
 from tests.parity.conftest import text_config
 from tests.processing.conftest import make_tokenizer, write_folder
 from vlkv import policies
 from vlkv.errors import InputError
-from vlkv.layouts.llava_next import picture_tokens, video_tokens
+from vlkv.families import config_from_hf
+from vlkv.families.llava_next.inputs import picture_tokens, video_tokens
 from vlkv.processing import Processor, Video
-from vlkv.processing.llava_next import LlavaNextPictures
 
 from .common import (
     NEW,
@@ -164,7 +164,7 @@ def test_sizes_and_pixels_are_those_of_the_pil_processor(saved, tmp_path):
     assert ours == [counter._get_number_of_features(*size, SIDE, SIDE) for size in sizes]
 
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(raw))
-    pictures = LlavaNextPictures.from_folder(tmp_path, params.config, "checkpoint")
+    pictures = params.config.open_pictures(tmp_path, "checkpoint")
     for size in sizes[:6] + sizes[-6:]:
         image = PIL.Image.fromarray(rng.integers(0, 256, (*size, 3)).astype(np.uint8))
         for images in (1, 2):
@@ -199,7 +199,7 @@ def test_processor_of_a_folder(tmp_path):
     raw = make().config.to_dict()
     raw["text_config"]["vocab_size"] = 300
     raw |= {"image_token_index": 3, "video_token_index": tokenizer.token_to_id("<video>")}
-    config = vlkv.config.ModelConfig.from_hf(raw)
+    config = config_from_hf(raw)
     processor = Processor.from_folder(folder, config)
     image = PIL.Image.new("RGB", (50, 60), (255, 0, 0))
     videos = [Video(frames=[image] * frames) for frames in (1, 3)]
@@ -231,7 +231,7 @@ def check_layout(model, config, size, images, count) -> None:
 
 def test_published_counts():
     """With the published settings 640 x 480 pixels make 2929 tokens, and a frame 196."""
-    config = vlkv.config.ModelConfig.from_hf({"model_type": "llava_onevision"})
+    config = config_from_hf({"model_type": "llava_onevision"})
     assert picture_tokens(config, (480, 640)) == 2929
     assert picture_tokens(config, (480, 640), alone=False) == 730
     assert video_tokens(config, 8) == 8 * 196 + 1
@@ -249,4 +249,4 @@ def test_published_counts():
 )
 def test_settings_that_are_refused(change, message):
     with pytest.raises(InputError, match=message):
-        vlkv.config.ModelConfig.from_hf({"model_type": "llava_onevision", **change})
+        config_from_hf({"model_type": "llava_onevision", **change})

@@ -12,12 +12,12 @@ import PIL.Image
 import pytest
 
 import vlkv
-from checkpoints_convert.converting import convert
+from checkpoints_convert.__main__ import convert
 from tests.parity.conftest import VOCABULARY, text_config
 from tests.processing.conftest import make_tokenizer
 from vlkv import policies
-from vlkv.config import ModelConfig
 from vlkv.errors import InputError
+from vlkv.families import config_from_hf
 
 from .common import (
     NEW,
@@ -233,7 +233,7 @@ def test_a_field_that_is_not_honoured_is_refused_by_name(saved, tmp_path, change
 
 
 def test_published_towers_are_known_by_name():
-    config = ModelConfig.from_hf(
+    config = config_from_hf(
         dict(model_type="mobilevlm", mm_vision_tower="openai/clip-vit-large-patch14-336", mm_projector_type="ldpnetv2",
              vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=24, num_attention_heads=16)
     )  # fmt: skip
@@ -287,4 +287,4 @@ def test_pictures_are_padded_as_the_config_says(processor):
         top, left = (most - height) // 2, (most - width) // 2
         square[top : top + height, left : left + width] = np.asarray(picture)
         wanted = theirs(PIL.Image.fromarray(square), return_tensors="np")["pixel_values"][0]
-        np.testing.assert_allclose(ours.pictures.read(picture).arrays["pixel_values"], wanted, atol=1e-5)
+        np.testing.assert_allclose(ours.pictures.read(picture).arrays["pixel_values"][0], wanted, atol=1e-5)

@@ -13,10 +13,11 @@ import PIL.Image
 import pytest
 
 import vlkv
-from checkpoints_convert.converting import convert
+from checkpoints_convert.__main__ import convert
 from tests.processing.conftest import make_tokenizer
 from vlkv.errors import InputError
-from vlkv.layouts.llava_next import picture_tokens, video_tokens
+from vlkv.families import config_from_hf
+from vlkv.families.llava_next.inputs import picture_tokens, video_tokens
 from vlkv.processing import Processor, Video
 
 from .common import NEW, Row, check_answers, check_states, torch
@@ -155,7 +156,7 @@ def test_every_arrangement_of_frames(saved, newline, mode):
     """The sums that the layout asks for, of the projected patches, are the reference's embeddings."""
     model = saved[0]
     raw = {**RAW, "mm_newline_position": newline, "mm_spatial_pool_mode": mode}
-    config = vlkv.config.ModelConfig.from_hf(raw)
+    config = config_from_hf(raw)
     frames = np.random.default_rng(3).normal(size=(2, 3, SIDE, SIDE)).astype(np.float32)
     count = video_tokens(config, 2)
     inputs = vlkv.Inputs.from_hf({"input_ids": [[TOKEN] * count], "pixel_values_videos": [frames]}, config)
@@ -172,7 +173,7 @@ def test_every_arrangement_of_frames(saved, newline, mode):
 
 def test_processor_of_an_original_folder(saved, tmp_path):
     """No image settings: SigLIP's own. One token for a picture and a video."""
-    config = vlkv.config.ModelConfig.from_hf({**RAW, "vocab_size": 300, "image_token_index": 3})
+    config = config_from_hf({**RAW, "vocab_size": 300, "image_token_index": 3})
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text("{}")
     processor = Processor.from_folder(tmp_path, config)
@@ -192,11 +193,11 @@ def test_published_counts_and_settings():
     """210 tokens a frame; pinpoints as a range or as pairs (width, height)."""
     raw = {**RAW, "mm_vision_tower": "google/siglip-so400m-patch14-384", "vision_config": {"model_type": "clip"},
            "image_aspect_ratio": "anyres_max_9", "image_grid_pinpoints": [[768, 384], [384, 384]]}  # fmt: skip
-    config = vlkv.config.ModelConfig.from_hf(raw)
+    config = config_from_hf(raw)
     assert video_tokens(config, 64) == 64 * 210
     assert config.wiring.pinpoints == ((384, 768), (384, 384))
     assert config.stop == (2,)
-    tiny = vlkv.config.ModelConfig.from_hf(RAW).wiring.pinpoints
+    tiny = config_from_hf(RAW).wiring.pinpoints
     assert sorted(tiny) == sorted(map(tuple, PINPOINTS))
 
 
@@ -210,4 +211,4 @@ def test_published_counts_and_settings():
 )  # fmt: skip
 def test_settings_that_are_refused(change):
     with pytest.raises(InputError, match=next(iter(change))):
-        vlkv.config.ModelConfig.from_hf({**RAW, **change})
+        config_from_hf({**RAW, **change})

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import vlkv
-from checkpoints_convert.converting import convert
+from checkpoints_convert.__main__ import convert
 from pallas_kernels import prefill_attention
 from vlkv import policies
+from vlkv.families import config_from_hf
 
 from .. import reference
 from ..test_decode import kept_entries
@@ -254,9 +255,9 @@ def test_whole_seconds(case):
         ({"pixel_values": np.zeros((3, VALUES), np.float32)}, "pixel_values have shape"),
         ({"image_grid_thw": None}, "no image_grid_thw"),
         ({"image_grid_thw": np.array([[1, 3, 6]])}, "multiples of 2"),
-        ({"pixel_values": None}, "beyond the pixels"),
-        ({"pixel_values": np.zeros((48, VALUES)), "image_grid_thw": np.array([[1, 4, 6]] * 2)}, "of 2"),
-        ({"pixel_values": np.zeros((32, VALUES)), "image_grid_thw": np.array([[1, 4, 8]])}, "a picture of 8 tokens"),
+        ({"pixel_values": None}, "but 0 image"),
+        ({"pixel_values": np.zeros((48, VALUES)), "image_grid_thw": np.array([[1, 4, 6]] * 2)}, "but 2 image"),
+        ({"pixel_values": np.zeros((32, VALUES)), "image_grid_thw": np.array([[1, 4, 8]])}, "the pictures need 8"),
         ({"second_per_grid_ts": [1.0, 2.0]}, "second_per_grid_ts"),
     ],
 )
@@ -282,7 +283,7 @@ def test_a_config_that_is_not_honoured(case, change, message):
     raw["vision_config"] |= change.get("vision", {})
     raw["text_config"] |= {key: value for key, value in change.items() if key != "vision"}
     with pytest.raises(vlkv.InputError, match=message):
-        vlkv.config.ModelConfig.from_hf(raw)
+        config_from_hf(raw)
 
 
 def test_marks_around_pictures_are_text(case):

@@ -9,9 +9,8 @@ import PIL.Image
 import pytest
 
 import vlkv
-from vlkv.config import ModelConfig
+from vlkv.families import config_from_hf
 from vlkv.processing import Processor, Video
-from vlkv.processing.qwen2_vl import QwenPictures
 
 from ..processing.conftest import make_tokenizer
 
@@ -41,7 +40,7 @@ def config_of(family):
     text = dict(vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
                 num_key_value_heads=2, rope_scaling={"type": "mrope", "mrope_section": [2, 1, 1]})  # fmt: skip
     vision = {"out_hidden_size": 16} if family == "qwen2_5_vl" else {"hidden_size": 16}
-    return ModelConfig.from_hf(
+    return config_from_hf(
         {**text, "model_type": family, "vision_config": vision, "image_token_id": 3, "video_token_id": 260}
     )
 
@@ -78,7 +77,7 @@ def test_sizes_are_those_of_transformers(tmp_path, config, bounds):
     theirs = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
     least, most = bounds
     settings = {**SETTINGS, "min_pixels": least, "max_pixels": most}
-    ours = QwenPictures.from_folder(write_folder(tmp_path, settings), config, "checkpoint").image
+    ours = config.open_pictures(write_folder(tmp_path, settings), "checkpoint").image_settings
     rng = np.random.default_rng(0)
     sizes = [tuple(int(side) for side in np.exp(rng.uniform(2.5, 8, 2))) for _ in range(200)]
     for height, width in [*sizes, *((14 * i, 14 * j) for i in range(1, 20) for j in (1, 2, 7, 11))]:
@@ -146,7 +145,7 @@ def test_a_trace_serves_other_pictures_of_the_bucket(processor):
         ({"patch_size": 16}, "not of one checkpoint"),
         ({"do_resize": False}, "do_resize"),
         ({"image_processor_type": "CLIPImageProcessor"}, "CLIPImageProcessor"),
-        ({"min_pixels": 10, "max_pixels": 5}, "makes no sense"),
+        ({"min_pixels": 10, "max_pixels": 5}, "no sense"),
     ],
 )
 def test_settings_that_are_refused(tmp_path, change, message):
@@ -169,9 +168,9 @@ def test_bounds_under_all_their_names_and_for_videos(tmp_path, settings, files):
     write_folder(tmp_path, {**bare, **settings})
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
-    made = QwenPictures.from_folder(tmp_path, config_of("qwen2_vl"), "checkpoint")
-    assert (made.video.least, made.video.most) == (4000, 9000)
-    assert (made.image.least, made.image.most) == ((3136, 1003520) if files else (4000, 9000))
+    made = config_of("qwen2_vl").open_pictures(tmp_path, "checkpoint")
+    assert (made.video_settings.least, made.video_settings.most) == (4000, 9000)
+    assert (made.image_settings.least, made.image_settings.most) == ((3136, 1003520) if files else (4000, 9000))
 
 
 def test_pictures_that_are_refused(processor, tmp_path):

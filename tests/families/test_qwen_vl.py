@@ -11,11 +11,12 @@ import PIL.Image
 import pytest
 
 import vlkv
-from checkpoints_convert.converting import convert
+from checkpoints_convert.__main__ import convert
 from tests.parity.conftest import text_config
 from tests.processing.conftest import make_tokenizer
 from vlkv import policies
 from vlkv.errors import InputError
+from vlkv.families import config_from_hf
 
 from .common import (
     NEW,
@@ -235,7 +236,7 @@ def test_conversion_keeps_every_parameter(saved, tmp_path):
 )
 def test_a_field_that_is_not_honoured_is_refused_by_name(changes, message):
     with pytest.raises(InputError, match=message):
-        vlkv.config.ModelConfig.from_hf(config_of(**changes))
+        config_from_hf(config_of(**changes))
 
 
 def test_prompts_beyond_the_trained_length_are_refused(saved):

@@ -15,11 +15,12 @@ import jax
 import numpy as np
 
 import vlkv
-from vlkv import config, policies
+from vlkv import families, policies
 from vlkv.config import ModelConfig
-from vlkv.layouts.llava_next import picture_tokens
+from vlkv.families import config_from_hf
+from vlkv.families.llava_next.inputs import picture_tokens
 
-FAMILIES = tuple(family for family in config.FAMILIES if family not in config.TEXT_FAMILIES)
+FAMILIES = tuple(kind for kind, family in families.FAMILIES.items() if family is not families.text.FAMILY)
 NEW = 4  # tokens that every row is answered with
 START, END, IMAGE, VIDEO = 95, 96, 97, 98
 VOCABULARY, SIDE, PATCH = 120, 21, 7  # 9 patches an image
@@ -58,9 +59,8 @@ RAW: dict[str, dict[str, Any]] = {
     "llava_onevision": dict(text_config=_text("qwen2"), vision_config=SIGLIP, image_token_index=IMAGE,
                             video_token_index=VIDEO, image_grid_pinpoints=PINPOINTS,
                             vision_aspect_ratio="anyres_max_2"),
-    "llava_qwen": dict(text_config=_text("qwen2"), vision_config=SIGLIP, image_token_index=IMAGE,
-                       image_grid_pinpoints=PINPOINTS, image_aspect_ratio="anyres_max_2",
-                       mm_newline_position="grid"),
+    "llava_qwen": _text("qwen2") | dict(vision_config=SIGLIP, image_token_index=IMAGE, image_grid_pinpoints=PINPOINTS,
+                                        image_aspect_ratio="anyres_max_2", mm_newline_position="grid"),
     "internvl": dict(text_config=_text("qwen2"), vision_config=INTERN, image_token_id=IMAGE),
     "internvl_chat": dict(llm_config=_text("internlm2") | dict(bias=False), vision_config=INTERN, ps_version="v2",
                           template="internlm2-chat", added_tokens={"<IMG_CONTEXT>": IMAGE, "<|im_end|>": 2}),
@@ -83,7 +83,7 @@ generate = jax.jit(vlkv.generate, compiler_options=QUICK)
 def read_config(family: str) -> ModelConfig:
     """The family's tiny config."""
     raw = dict(RAW[family])
-    return ModelConfig.from_hf({**raw, "model_type": family}, added=raw.pop("added_tokens", None))
+    return config_from_hf({**raw, "model_type": family}, added=raw.pop("added_tokens", None))
 
 
 def make_model(family: str, seed: int = 0):

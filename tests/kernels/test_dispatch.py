@@ -1,8 +1,10 @@
 """Which implementation of an op runs: per platform under None, by name or not at all, interpreted anywhere."""
 
+import math
 import types
 
 import jax
+import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
@@ -55,11 +57,34 @@ def test_without_a_kernel_for_the_platform_none_is_the_default(implementations):
         assert choose("op", implementations, None, "xla")(2) == ("xla", 2)
 
 
-def test_the_default_device_counts_when_no_mesh_is_set():
-    with jax.default_device(jax.devices("cpu")[0]):
-        assert dispatch.target_platform() == "cpu"
-    with jax.default_device("cpu"):
-        assert dispatch.target_platform() == "cpu"
+@pytest.fixture
+def host_with_a_gpu(monkeypatch):
+    """As far as dispatch can tell, the default backend is a GPU; arrays are on the CPU."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(Kernel, "_module", lambda _: types.SimpleNamespace(op_triton=jax.numpy.exp))
+    return {"xla": jax.numpy.tanh, "triton": Kernel("op", "triton")}
+
+
+def test_arrays_on_the_cpu_of_a_host_with_a_gpu_run_there(host_with_a_gpu):
+    x = jax.device_put(1.0, jax.devices("cpu")[0])
+    run = choose("op", host_with_a_gpu, None, "xla")
+    want = np.float32(math.tanh(1.0))
+    assert run(x) == pytest.approx(want) and jax.jit(run)(x) == pytest.approx(want)
+    assert jax.vmap(run)(x[None]) == pytest.approx(want) and jax.grad(jax.jit(run))(x) == pytest.approx(1 - want**2)
+
+
+def test_a_program_holds_the_implementation_of_the_platform_that_it_is_lowered_for(host_with_a_gpu):
+    traced = jax.jit(choose("op", host_with_a_gpu, None, "xla")).trace(1.0)
+    texts = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda")}
+    assert "tanh" in texts["cpu"] and "exponential" not in texts["cpu"]
+    assert "exponential" in texts["cuda"] and "tanh" not in texts["cuda"]
+
+
+def test_an_implementation_knows_the_platform_of_its_branch(host_with_a_gpu):
+    found = []
+    plain = {"xla": lambda x: found.append(dispatch.target_platform()) or x}
+    jax.jit(choose("op", plain, "xla", "xla"))(1.0)
+    assert sorted(found) == ["cpu", "gpu"] and dispatch.platforms() == ("gpu", "cpu")
 
 
 def test_what_is_available_here(implementations):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import prefill_attention
-from pallas_kernels.prefill_attention import mosaic_tpu, xla
+from pallas_kernels.prefill_attention import cudnn, mosaic_tpu, xla
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 
@@ -88,6 +88,52 @@ def test_other_implementations(monkeypatch, causal, name):
     got = prefill_attention(*map(jnp.array, (q, k, v)), valid=jnp.array(valid), causal=causal, implementation=name)
     assert got.shape == q.shape and got.dtype == jnp.float32 and np.isfinite(got).all()
     np.testing.assert_allclose(np.asarray(got)[valid], expected_attention(q, k, v, valid, causal)[valid], atol=2e-5)
+
+
+PLACE = np.arange(100)
+PADDED = np.stack([PLACE >= 37, PLACE < 71, (PLACE > 5) & (PLACE != 40), PLACE < 0])  # left, right, a hole, nothing
+
+
+def expected_lse(q, k, valid, causal):
+    """[B, N, T], +inf where a token does not exist."""
+    k = np.repeat(np.float64(k), q.shape[2] // k.shape[2], axis=2)
+    logits = np.einsum("btnh,bsnh->bnts", np.float64(q), k) / math.sqrt(q.shape[-1])
+    allowed = valid[:, None, None] & (np.tri(q.shape[1], dtype=bool) | (not causal))
+    with np.errstate(divide="ignore"):
+        return np.where(valid[:, None], np.log(np.sum(np.exp(logits) * allowed, axis=-1)), np.inf)
+
+
+@pytest.mark.parametrize(
+    ("name", "causal", "dtype"),
+    [("cudnn:interpret", True, jnp.bfloat16), ("cudnn:interpret", False, jnp.float16), ("xla", True, jnp.float32),
+     ("reference", False, jnp.float32)],
+)  # fmt: skip
+def test_padding_anywhere_and_log_sum_exps(cut, name, causal, dtype):
+    random = np.random.default_rng(4)
+    shapes = [(*PADDED.shape, heads, 16) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    q, k, v = (jnp.array(random.standard_normal(shape), dtype) for shape in shapes)
+    out, lse = prefill_attention(
+        q, k, v, valid=jnp.array(PADDED), causal=causal, return_lse=True, implementation=name
+    )  # fmt: skip
+    assert out.dtype == dtype and lse.dtype == jnp.float32 and np.isfinite(out).all()
+    tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
+    want = expected_attention(*(np.float64(x) for x in (q, k, v)), PADDED, causal)
+    np.testing.assert_allclose(np.float64(out)[PADDED], want[PADDED], rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(lse, expected_lse(np.float64(q), np.float64(k), PADDED, causal), rtol=1e-5, atol=1e-5)
+    alone = prefill_attention(q, k, v, valid=jnp.array(PADDED), causal=causal, implementation=name)
+    np.testing.assert_array_equal(alone, out)
+
+
+def test_what_cudnn_cannot_take_is_said():
+    x = jnp.zeros((1, 100, 2, 64), jnp.bfloat16)
+    said = [
+        cudnn.unsupported(x, x, x, None, True, False), cudnn.unsupported(*[x[:, :63]] * 3, None, True, False),
+        cudnn.unsupported(*[x[..., :60]] * 3, None, True, False),
+        cudnn.unsupported(*[jnp.zeros((1, 100, 2, 512), jnp.float16)] * 3, None, True, False),
+        cudnn.unsupported(*[x.astype(jnp.float32)] * 3, None, True, False),
+    ]  # fmt: skip
+    assert said[0] is None and "63 tokens" in said[1] and "60 channels" in said[2]
+    assert "512 channels" in said[3] and "not all bfloat16" in said[4]
 
 
 def test_what_does_not_fit_is_refused():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import vlkv
-from checkpoints_convert.converting import convert
+from checkpoints_convert.__main__ import convert
 
 from .conftest import IMAGE_TOKEN, make_llava, make_text, torch
 

@@ -6,27 +6,22 @@ import math
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
 import vlkv
-from vlkv import models, policies
+from vlkv import policies
 from vlkv.buckets import Buckets
-from vlkv.config import QwenVisionConfig
-from vlkv.layouts import llava_next
+from vlkv.families import abstract
+from vlkv.families.llava_next.inputs import Views
+from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig
 from vlkv.planning import arithmetic, chips, programs, sizes
 from vlkv.planning.questions import TEXT, question
 
 GIB = 2**30
 
 
-@pytest.fixture(scope="module", autouse=True)
-def shapes_for_arrays():
-    """Here dataclasses of arrays hold ShapeDtypeStructs, which jaxtyping takes for mistakes."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+pytestmark = pytest.mark.usefixtures("shapes_for_arrays")
 
 
 @pytest.mark.parametrize(
@@ -80,12 +75,12 @@ def real_batch(config, batch, prompt, asked):
     tokens = np.full((batch, prompt), 7)
     tokens[:, 8 : 8 + asked.vision] = config.image_token
     count, c = batch * asked.pictures, config.vision
-    if isinstance(c, QwenVisionConfig):
+    if isinstance(c, Qwen2VisionConfig):
         side = math.isqrt(asked.vision // asked.pictures) * c.merge
         grid = np.array([[1, side, side]] * count)
         arrays = {"pixel_values": np.zeros((count * side**2, c.patch_values), np.float32), "image_grid_thw": grid}
     elif config.family == "llava_onevision":
-        pictures = llava_next.Pictures(config)
+        pictures = Views(config)
         pictures.picture((480, 640), alone=asked.pictures == 1)
         pixels = [np.zeros((pictures.tiles, 3, 384, 384), np.float32)] * count
         arrays = {"pixel_values": pixels, "image_sizes": [(480, 640)] * count}
@@ -131,7 +126,7 @@ def test_weights_by_hand():
     norms = (2 * 32 + 1) * 4096
     assert arithmetic.weight_bytes(vlkv.presets["vicuna-1.5-7b"], "bfloat16", 1, "cuda") == 2 * (matrices + norms)
     assert arithmetic.weight_bytes(vlkv.presets["vicuna-1.5-7b"], "float32", 2, "cuda") == 4 * (matrices // 2 + norms)
-    total = sum(x.nbytes for x in map(_as_array_size, jax.tree.leaves(models.abstract(vlkv.presets["vicuna-1.5-7b"]))))
+    total = sum(x.nbytes for x in map(_as_array_size, jax.tree.leaves(abstract(vlkv.presets["vicuna-1.5-7b"]))))
     assert total == 4 * (matrices + norms)
 
 

@@ -10,28 +10,22 @@ import os
 import subprocess
 import sys
 
-import jaxtyping
 import pytest
 from rich.console import Console
 
 from tests.models import CONFIG
 from vlkv import planning
 from vlkv.cli import main
+from vlkv.families import presets
 from vlkv.planning import as_json
 from vlkv.policies import AirCache
-from vlkv.presets import presets
 
 needs_libtpu = pytest.mark.skipif(
     "not __import__('importlib').util.find_spec('libtpu')", reason="libtpu, a wheel for Linux only, is not installed"
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def shapes_for_arrays():
-    """Here dataclasses of arrays hold ShapeDtypeStructs, which jaxtyping takes for mistakes."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+pytestmark = pytest.mark.usefixtures("shapes_for_arrays")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import json
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from vlkv.config import ModelConfig
+from vlkv.families import config_from_hf
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<image>"]
 IMAGE = SPECIAL.index("<image>")
@@ -67,14 +67,14 @@ TEXT_CONFIG = dict(
 def config():
     vision = dict(model_type="clip_vision_model", hidden_size=16, intermediate_size=32, num_hidden_layers=2,
                   num_attention_heads=2, image_size=SIDE, patch_size=PATCH)  # fmt: skip
-    return ModelConfig.from_hf(
+    return config_from_hf(
         dict(model_type="llava", text_config=TEXT_CONFIG, vision_config=vision, image_token_index=IMAGE)
     )
 
 
 @pytest.fixture(scope="session")
 def text_config():
-    return ModelConfig.from_hf(TEXT_CONFIG)
+    return config_from_hf(TEXT_CONFIG)
 
 
 @pytest.fixture

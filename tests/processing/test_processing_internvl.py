@@ -10,11 +10,11 @@ import PIL.Image
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from vlkv.config import ModelConfig
-from vlkv.config.conversations import CONVERSATIONS
 from vlkv.errors import InputError
+from vlkv.families import config_from_hf
+from vlkv.families.internvl.conversations import CONVERSATIONS
+from vlkv.families.internvl.inputs import tiling
 from vlkv.processing import Processor, Video
-from vlkv.processing.internvl import tiling
 
 SPECIAL = ["<s>", "<img>", "</img>", "<IMG_CONTEXT>", "<|im_start|>", "<|im_end|>", "<|end|>", "<|user|>"]
 IMAGE = SPECIAL.index("<IMG_CONTEXT>")
@@ -59,7 +59,7 @@ def hf(tmp_path):
     write_tokenizer(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    return Processor.from_folder(tmp_path, ModelConfig.from_hf(HF))
+    return Processor.from_folder(tmp_path, config_from_hf(HF))
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def original(tmp_path):
     write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("not this one")
     added = {name: i for i, name in enumerate(SPECIAL)}
-    return lambda **changes: Processor.from_folder(tmp_path, ModelConfig.from_hf({**ORIGINAL, **changes}, added=added))
+    return lambda **changes: Processor.from_folder(tmp_path, config_from_hf({**ORIGINAL, **changes}, added=added))
 
 
 def noise(width, height, seed=0):

@@ -7,6 +7,7 @@ import PIL.Image
 import pytest
 
 from vlkv.errors import InputError
+from vlkv.families.llava.inputs import LLAVA_KINDS
 from vlkv.processing.pixels import PixelSettings, read_settings, to_pixels
 
 
@@ -65,7 +66,7 @@ def test_pad_parity_with_the_llava_processor(settings_of):
     for seed, size in enumerate(SIZES):
         image = picture(*size, seed)
         wanted = reference(image, return_tensors="np")["pixel_values"][0]
-        by_file = to_pixels(image, PixelSettings.from_hf(raw, "test"))
+        by_file = to_pixels(image, PixelSettings.from_hf(raw, "test", kinds=LLAVA_KINDS))
         by_layout = to_pixels(image, PixelSettings.from_hf(settings_of(), "test", "pad"))
         np.testing.assert_allclose(by_file, wanted, atol=1e-5, rtol=0)
         np.testing.assert_array_equal(by_layout, by_file)

@@ -1,12 +1,12 @@
 """The measurements that the papers draw, as pure functions that return arrays; `vlkv inspect` shows them."""
 
 from vlkv.analysis.attention import TYPES, concordance, shares_by_type, token_types
-from vlkv.analysis.budgets import gini, jensen_shannon, layer_budgets, lorenz, retained, value_histograms
-from vlkv.analysis.choice import choose
+from vlkv.analysis.choosing import choose
 from vlkv.analysis.cost import cache_bytes, decode_flops, logits_flops, prefill_flops, tower_flops
 from vlkv.analysis.fidelity import Sweep, agreement, answer_of, feature_error, log_probability, sweep
 from vlkv.analysis.oracle import oracle_cache
 from vlkv.analysis.ranking import one_token_curve
+from vlkv.analysis.spread import gini, jensen_shannon, layer_budgets, lorenz, retained, value_histograms
 from vlkv.analysis.survival import evidence_recall, held, held_by_head, on_grid, reached
 from vlkv.analysis.trace import Trace, follow
 

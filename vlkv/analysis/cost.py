@@ -11,11 +11,10 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from vlkv.config import ClipConfig, DecoderConfig, InternVitConfig, SiglipConfig
+from vlkv.config import DecoderConfig
 from vlkv.errors import InputError
+from vlkv.towers.vit import VitConfig
 
-# Towers of pictures of one size -> how many class tokens take part in every block.
-_TOWERS = {ClipConfig: 1, SiglipConfig: 0, InternVitConfig: 1}
 Counts = Int[np.ndarray, " L"]
 
 
@@ -35,24 +34,24 @@ def logits_flops(c: DecoderConfig, tokens: int) -> int:
     return 2 * tokens * c.width * c.vocab_size
 
 
-def tower_flops(c: ClipConfig | SiglipConfig | InternVitConfig, width: int, images: int = 1, *, merge: int = 1) -> int:
+def tower_flops(c: VitConfig, width: int, images: int = 1, *, merge: int = 1) -> int:
     """Operations of the vision tower and a two-layer projector to the decoder's `width`.
 
     Args:
         c: the tower.
         width: the decoder's.
         images: pictures, tiles or frames, each a tower's whole input.
-        merge: patches per side that become one vision token before they are projected (InternVL: `wiring.merge`).
+        merge: patches per side that become one vision token before they are projected (`wiring.merge`).
 
     Raises:
-        InputError: a tower whose pictures have sizes of their own (Qwen2-VL), or none at all.
+        InputError: a tower whose pictures have sizes of their own, or none at all.
     """
-    if type(c) not in _TOWERS:
-        towers = ", ".join(kind.__name__ for kind in _TOWERS)
+    if not isinstance(c, VitConfig):
+        towers = ", ".join(kind.__name__ for kind in VitConfig.__subclasses__())
         raise InputError(f"tower_flops counts towers whose pictures all have one size ({towers}), "
                          f"not {type(c).__name__}; count the decoder alone with prefill_flops")  # fmt: skip
     patches = c.grid**2
-    tokens = patches + _TOWERS[type(c)]
+    tokens = patches + c.class_token
     embedding = 2 * patches * 3 * c.patch_size**2 * c.width
     block = 2 * tokens * (4 * c.width**2 + 2 * c.width * c.mlp_width) + 4 * tokens**2 * c.width
     projector = 2 * (c.tokens * c.width * width + c.tokens // merge**2 * width**2)

@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, Int, Key
 from vlkv.analysis.trace import Trace, follow
 from vlkv.cache import PackedCache
 from vlkv.errors import InputError
+from vlkv.families import Model
 from vlkv.generate import check_room, decode
 from vlkv.inputs import Inputs
-from vlkv.models import Model
 from vlkv.policies.full import Full
 from vlkv.policies.policy import Policy
 from vlkv.prefill import fill_cache

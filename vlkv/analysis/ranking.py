@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from vlkv.analysis.fidelity import log_probability
 from vlkv.analysis.trace import follow
 from vlkv.cache import PackedCache
-from vlkv.models import Model
+from vlkv.families import Model
 from vlkv.reading import Prompt
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.cache import PackedCache, entries, write
+from vlkv.families import Model
 from vlkv.memory import Memory, arrive, attend, begin
-from vlkv.models import Model
 from vlkv.reading import Prompt
 
 

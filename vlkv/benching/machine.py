@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,17 @@ def memory_bytes() -> int | None:
 
 
 def commit() -> str:
-    """Of the repository that these sources lie in; an installed package has its version only."""
-    if not (_ROOT / ".git").exists():
+    """The commit of the repository that these sources lie in; else the installed version; else "unknown"."""
+    if (_ROOT / ".git").exists() and shutil.which("git") is not None:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=_ROOT, capture_output=True, text=True, check=False
+        )
+        if described.stdout.strip():
+            return described.stdout.strip()
+    try:
         return f"vlkv {importlib.metadata.version('vlkv')}"
-    result = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=_ROOT, capture_output=True, text=True, check=False
-    )
-    return result.stdout.strip() or "unknown"
+    except importlib.metadata.PackageNotFoundError:  # a plain copy of the tree
+        return "unknown"
 
 
 def _processor() -> str:

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from vlkv.benching.programs import SEED, Pair, compile_pair
-from vlkv.benching.prompts import make_inputs
 from vlkv.benching.settings import Setting, label
+from vlkv.benching.shapes import make_inputs
 from vlkv.errors import InputError
-from vlkv.models import Model
+from vlkv.families import Model
 from vlkv.policies import Policy
 
 Tick = Callable[[str], None]
@@ -76,7 +76,7 @@ def measure(
                 _run(pairs[i], params, inputs)
     for i, taken in times.items():
         found[i] |= _summary(pairs[i], np.array(taken), setting)
-    return [_compared(one, found[0]) for one in found]
+    return [compared(one, found[0]) for one in found]
 
 
 def _run(pair: Pair, params: Model, inputs: Any) -> tuple[float, float, float]:
@@ -105,8 +105,8 @@ def _summary(pair: Pair, times: np.ndarray, setting: Setting) -> dict[str, Any]:
     }
 
 
-def _compared(one: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
-    """With what the first contestant took in the same rounds, and the ratios: round by round, then the median."""
+def compared(one: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
+    """A row with the figures of the first contestant's, and the ratios: round by round, then the median."""
     if one is full or "error" in one or "error" in full:
         return one
     ratios = {

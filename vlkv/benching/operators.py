@@ -32,7 +32,9 @@ BATCHES = (1, 2, 4, 8)
 def run(args: argparse.Namespace, console: Console, results: Results) -> Any:
     """Medians of alternated rounds, in milliseconds."""
     if args.model is not None or (args.prompt is not None and len(args.prompt) != 1):
-        raise InputError("--preset a-vl-figure-8 is one layer of LLaVA-1.6-7B: no --model, and one --prompt at most")
+        raise InputError(
+            "--preset a-vl-figure-8 is one layer of the paper's model: no --model, and one --prompt at most"
+        )
     stored, dtype = (args.prompt or [STORED])[0], args.dtype or default_dtype()
     batches = args.batch or BATCHES
     if args.dry_run:

@@ -15,7 +15,7 @@ import numpy as np
 from vlkv import policies
 from vlkv.analysis import cost
 from vlkv.benching.settings import Setting
-from vlkv.config import ClipConfig, ModelConfig
+from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.policies import Policy
 
@@ -298,7 +298,7 @@ def count(config: ModelConfig, point: Point) -> dict[str, float]:
     vision = point.policy.vision_bounds(layers=c.layers, vision=setting.vision, images=1)
     prompt = np.array(vision) + setting.text
     flops = cost.prefill_flops(c, prompt).sum() + cost.logits_flops(c, int(prompt[-1]) + setting.new - 1)
-    if isinstance(config.vision, ClipConfig):
+    if config.vision is not None:
         flops += cost.tower_flops(
             config.vision, c.width, -(-setting.vision // config.vision.tokens) + (setting.vision > config.vision.tokens)
         )

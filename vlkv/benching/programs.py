@@ -15,9 +15,9 @@ from jaxtyping import Array
 from pallas_kernels import Kernels
 from vlkv.cache import PackedCache
 from vlkv.errors import InputError
+from vlkv.families import Model
 from vlkv.generate import decode, generate
 from vlkv.inputs import Inputs
-from vlkv.models import Model
 from vlkv.policies import Policy
 from vlkv.prefill import prefill
 from vlkv.sampling import Greedy

@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 
-from vlkv.benching.prompts import images_of
+from vlkv.benching.shapes import images_of
 from vlkv.cache import pool_slots
-from vlkv.config import TEXT_FAMILIES, ModelConfig
+from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.policies import Full, Policy
 
@@ -52,7 +52,7 @@ def grid(config: ModelConfig, *, batches: Iterable[int], prompts: Iterable[int],
     """All settings, the smallest first; a text model's prompt is all text."""
     made = []
     for batch, prompt in itertools.product(batches, prompts):
-        made.append(Setting(batch, prompt, prompt if config.family in TEXT_FAMILIES else text, new))
+        made.append(Setting(batch, prompt, prompt if config.vision is None else text, new))
     return sorted(set(made), key=lambda setting: setting.size)
 
 
@@ -65,7 +65,7 @@ def check_policy(policy: Policy, config: ModelConfig) -> None:
             f"{name} ranks vision tokens by its tower's class token, and vlkv bench times the decoder alone: "
             "choose another policy"
         )
-    if config.family in TEXT_FAMILIES and policy.scope == "vision" and not isinstance(policy, Full):
+    if config.vision is None and policy.scope == "vision" and not isinstance(policy, Full):
         raise InputError(f"{name} spends its budget on vision tokens, of which {config.family} has none: --scope all")
 
 

@@ -5,30 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from checkpoints_convert import reading
-from vlkv import loading, models
+from checkpoints_convert.checkpoint import require_json
+from vlkv import loading
 from vlkv.benching.machine import memory_bytes
 from vlkv.benching.settings import tree_bytes
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
+from vlkv.families import Model, abstract, config_from_hf, init, presets
+from vlkv.families.folders import read_config
 from vlkv.mini import CHECKPOINT
-from vlkv.presets import presets
-
-# For dry runs and tests: compiles in seconds.
-_TINY: dict[str, Any] = dict(
-    model_type="llava", image_token_index=5, projector_hidden_act="gelu", tie_word_embeddings=False,
-    vision_feature_layer=-2, vision_feature_select_strategy="default",
-    text_config=dict(model_type="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512),
-    vision_config=dict(model_type="clip_vision_model", hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-                       num_attention_heads=2, image_size=28, patch_size=14),
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +31,9 @@ class Subject:
     folder: Path | None  # None: random weights
 
     @functools.cached_property
-    def shapes(self) -> models.Model:
+    def shapes(self) -> Model:
         """The parameters as shapes."""
-        return models.abstract(self.config, self.dtype)
+        return abstract(self.config, self.dtype)
 
     @property
     def bytes(self) -> int:
@@ -59,12 +49,12 @@ class Subject:
                 f"{room / 2**30:.1f}: choose a smaller model or --dtype bfloat16"
             )
 
-    def params(self, seed: int = 0) -> models.Model:
+    def params(self, seed: int = 0) -> Model:
         """The parameters themselves."""
         self.check_fits()
         if self.folder is not None:
             return loading.load_params(self.folder, dtype=self.dtype)
-        return models.init(self.config, jax.random.key(seed), dtype=self.dtype)
+        return init(self.config, jax.random.key(seed), dtype=self.dtype)
 
 
 def default_dtype() -> str:
@@ -80,10 +70,21 @@ def find(name: str, *, dtype: DTypeLike | None = None) -> Subject:
     """
     kind = jnp.dtype(default_dtype() if dtype is None else dtype)
     if name == "tiny" or name in presets:
-        return Subject(name, ModelConfig.from_hf(_TINY) if name == "tiny" else presets[name], kind, None)
+        return Subject(name, _tiny() if name == "tiny" else presets[name], kind, None)
     if name == "mini":
-        return Subject(name, reading.read_config(CHECKPOINT), kind, CHECKPOINT)
+        return Subject(name, read_config(CHECKPOINT), kind, CHECKPOINT)
     if "/" not in name and not Path(name).exists():
         presets[name]  # says which names there are, and the nearest
     folder = loading.resolve(name)
-    return Subject(folder.resolve().name, reading.read_config(folder), kind, folder)
+    return Subject(folder.resolve().name, read_config(folder), kind, folder)
+
+
+def _tiny() -> ModelConfig:
+    """The miniature's config with smaller sizes, for dry runs and tests: compiles in seconds."""
+    raw = require_json(CHECKPOINT / "config.json")
+    text = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=2, head_dim=8)  # fmt: skip
+    vision = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=28,
+                  patch_size=14)  # fmt: skip
+    parts = {"text_config": raw["text_config"] | text, "vision_config": raw["vision_config"] | vision}
+    return config_from_hf({**raw, **parts})

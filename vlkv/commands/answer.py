@@ -20,8 +20,8 @@ from vlkv.cache import resize_tail
 from vlkv.commands.options import add_policy_arguments, policy_from
 from vlkv.errors import InputError
 from vlkv.extend import extend
+from vlkv.families import Model
 from vlkv.generate import check_room, decode, generate
-from vlkv.models import Model
 from vlkv.policies import Policy
 from vlkv.prefill import prefill
 from vlkv.processing import Processor

@@ -18,9 +18,9 @@ from vlkv import policies
 from vlkv.benching import machine, operators, papers, tables
 from vlkv.benching.measuring import measure
 from vlkv.benching.programs import Hits, compile_generate, keep_programs
-from vlkv.benching.prompts import make_inputs
 from vlkv.benching.results import Results, identity, missing
 from vlkv.benching.settings import Setting, check_policy, grid, with_full
+from vlkv.benching.shapes import make_inputs
 from vlkv.benching.subjects import Subject, find
 from vlkv.commands.options import add_policy_arguments, policy_from
 from vlkv.errors import InputError
@@ -32,7 +32,7 @@ _BATCHES, _PROMPTS, _NEW, _TEXT, _KEEPS = (1,), (1024,), 64, 64, (0.1,)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv bench`."""
     parser.add_argument(
-        "--model", metavar="NAME", help="a published size with random weights (llava-1.5-7b, ...), a checkpoint "
+        "--model", metavar="NAME", help="a published size with random weights, a checkpoint "
         "folder, a hub id, or mini (default: mini, or the preset's own)",
     )  # fmt: skip
     parser.add_argument("--preset", metavar="TABLE", help=f"one of {', '.join([*papers.TABLES, *papers.OPERATORS])}")

@@ -23,10 +23,10 @@ from vlkv import analysis, loading, policies
 from vlkv.commands.drawing import Panel, draw
 from vlkv.errors import InputError
 from vlkv.evaluation.keeps import at_bytes, at_keep, pool_bytes
+from vlkv.families import Model
 from vlkv.generate import check_room, decode_step
 from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, pages
-from vlkv.models import Model
 from vlkv.policies import AirCache, Policy, Smooth, compose
 from vlkv.prefill import fill_cache_with
 from vlkv.processing import Processor

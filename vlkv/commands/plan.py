@@ -13,13 +13,13 @@ from rich.console import Console
 
 from vlkv import planning
 from vlkv.commands.options import add_policy_arguments, policy_from
+from vlkv.families import presets
 from vlkv.planning.planning import DTYPES
-from vlkv.presets import presets
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv plan`."""
-    parser.add_argument("preset", metavar="PRESET", help="a published model, as in qwen2-vl-7b")
+    parser.add_argument("preset", metavar="PRESET", help="a published model, one of vlkv.presets")
     parser.add_argument(
         "--topology",
         required=True,
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, required=True, metavar="TOKENS", help="of each prompt, pictures included")
     parser.add_argument("--new", type=int, default=64, metavar="TOKENS", help="room for new tokens (default: 64)")
     parser.add_argument(
-        "--images", type=int, metavar="N", help="pictures (InternVL: tiles) of a prompt (default: as many as fit)"
+        "--images", type=int, metavar="N", help="pictures, or tiles, of a prompt (default: as many as fit)"
     )
     add_policy_arguments(parser)
     parser.add_argument("--mesh", metavar="data=D,model=M", help="default: chosen so that heads divide and it fits")

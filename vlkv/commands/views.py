@@ -13,8 +13,8 @@ from vlkv import analysis, policies
 from vlkv.cache import PackedCache
 from vlkv.commands.plots import Curves, Maps, Panel
 from vlkv.errors import InputError
+from vlkv.families import Model
 from vlkv.inputs import Inputs
-from vlkv.models import Model
 from vlkv.policies import Policy
 from vlkv.prefill import fill_cache
 from vlkv.reading import Prompt, read_prompt

@@ -26,9 +26,9 @@ from vlkv.evaluation.journal import Entry, Journal
 from vlkv.evaluation.keeps import pool_bytes, share_programs, totals
 from vlkv.evaluation.records import Record
 from vlkv.extend import extend
+from vlkv.families import Model
 from vlkv.generate import check_room, decode, log_probabilities
 from vlkv.inputs import Inputs
-from vlkv.models import Model
 from vlkv.policies.policy import Policy
 from vlkv.prefill import fill_cache_with, prefill
 from vlkv.processing import Processor

@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Int, Key
 from vlkv.buckets import round_up
 from vlkv.cache import take_rows
 from vlkv.errors import InputError
+from vlkv.families import Model
 from vlkv.generate import check_room, decode, generate, log_probabilities
 from vlkv.inputs import Inputs
-from vlkv.models import Model
 from vlkv.policies.policy import Policy
 from vlkv.prefill import prefill
 from vlkv.processing import Processor

@@ -16,11 +16,12 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from checkpoints_convert import tables
+from checkpoints_convert.entry import make_entries
 from vlkv import sharding
 from vlkv.config import ModelConfig
+from vlkv.families import Model, config_from_hf
+from vlkv.families.folders import table_of
 from vlkv.mini import pages
-from vlkv.models import Model
 
 _SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<image>")
 PAD, BOS, EOS, _, IMAGE = range(len(_SPECIAL))
@@ -119,7 +120,7 @@ _TOKENIZER = {
 
 def config() -> ModelConfig:
     """The miniature's config, as `load_params` reads it from the folder."""
-    return ModelConfig.from_hf(CONFIG, {"eos_token_id": EOS})
+    return config_from_hf(CONFIG, {"eos_token_id": EOS})
 
 
 def tokenizer() -> Tokenizer:
@@ -165,7 +166,9 @@ def tensors(params: Model) -> dict[str, np.ndarray]:
     """The weights under their names and shapes on disk."""
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     ours = {sharding.path_name(path): np.asarray(leaf, np.float32) for path, leaf in leaves}
-    used = {entry.key: ours[entry.path].reshape(entry.shape) for entry in tables.table(params.config)}
+    table = table_of(params.config, CONFIG)
+    entries = make_entries(table.names, table.shapes())
+    used = {entry.key: ours[entry.path].reshape(entry.shape) for entry in entries}
     return used | _unused()
 
 

@@ -31,11 +31,11 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-import vlkv
-from vlkv import models
+from vlkv import loading
+from vlkv.families import init
+from vlkv.families.llava import Llava
 from vlkv.mini import folder, pages
 from vlkv.mini.pages import Digits, Entry, Page
-from vlkv.models.llava import Llava
 
 _VISION_START = 3  # <s> user :
 _BLOCK = 4  # cells whose features an average-pooled grid replaces by their mean: 2 x 2
@@ -196,10 +196,10 @@ def start(seed: int, checkpoint: Path | None = None) -> Llava:
         checkpoint: a folder of an earlier demo model, whose weights are taken instead.
     """
     if checkpoint is not None:
-        loaded = vlkv.load_params(checkpoint)
-        return jax.tree.unflatten(jax.tree.structure(models.init(folder.config(), jax.random.key(0))),
+        loaded = loading.load_params(checkpoint)
+        return jax.tree.unflatten(jax.tree.structure(init(folder.config(), jax.random.key(0))),
                                   [jnp.asarray(leaf) for leaf in jax.tree.leaves(loaded)])  # fmt: skip
-    params = models.init(folder.config(), jax.random.key(seed))
+    params = init(folder.config(), jax.random.key(seed))
     assert isinstance(params, Llava)
     width = params.vision.position.weight.shape[1]
     # Fixed waves over the grid, as in the first transformers; training changes them like any other weight.

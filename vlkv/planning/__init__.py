@@ -14,8 +14,8 @@ report      the same as a table and as JSON
 from __future__ import annotations
 
 from vlkv.planning.chips import CHIPS
+from vlkv.planning.jobs import Run, Step
 from vlkv.planning.planning import Plan, plan
 from vlkv.planning.report import as_json, as_table
-from vlkv.planning.running import Run, Step
 
 __all__ = ["CHIPS", "Plan", "Run", "Step", "as_json", "as_table", "plan"]

@@ -14,10 +14,11 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
-from vlkv import models, sharding
+from vlkv import sharding
 from vlkv.cache import align, pool_slots
-from vlkv.config import ModelConfig, QwenVisionConfig
+from vlkv.config import ModelConfig
 from vlkv.errors import InputError
+from vlkv.families import shapes_by_path
 from vlkv.planning.chips import CHIPS, GIB, Chip, Topology, factorisations
 from vlkv.planning.questions import Question
 from vlkv.planning.sizes import rule
@@ -63,11 +64,9 @@ class Job:
         c, pixels = self.config.vision, self.question.inputs.pixels
         if c is None or pixels is None:
             return 0.0
-        weights = sum(math.prod(shape) for path, shape in _weights(self.config) if path.startswith("vision."))
-        native = isinstance(c, QwenVisionConfig)
-        patches = pixels.shape[1] if native else c.grid**2  # type: ignore[union-attr]
-        blocks = c.layers if native else c.blocks  # type: ignore[union-attr]
-        attention = 4.0 * patches**2 * c.width * blocks  # type: ignore[union-attr]
+        weights = sum(math.prod(shape) for path, shape in _weights(self.config).items() if path.startswith("vision."))
+        patches = c.patches(pixels.shape)
+        attention = 4.0 * patches**2 * c.width * c.blocks
         return pixels.shape[0] * (2.0 * weights * patches + attention)
 
 
@@ -76,17 +75,16 @@ def weight_bytes(config: ModelConfig, dtype: str, model: int, platform: str) -> 
     mesh: Any = AbstractMesh((1, model), ("data", "model"))
     pad = rule(platform)
     total = 0
-    for path, shape in _weights(config):
+    for path, shape in _weights(config).items():
         placed = NamedSharding(mesh, sharding.spec(path, shape, mesh))
         total += pad(placed.shard_shape(shape), jax.numpy.dtype(dtype))
     return total
 
 
 @functools.lru_cache(maxsize=8)
-def _weights(config: ModelConfig) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _weights(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Path and shape of every weight."""
-    leaves = jax.tree_util.tree_flatten_with_path(models.abstract(config))[0]
-    return tuple((sharding.path_name(keypath), tuple(leaf.shape)) for keypath, leaf in leaves)
+    return shapes_by_path(config)
 
 
 def choose_mesh(job: Job, topology: Topology) -> tuple[int, int, str]:

@@ -12,17 +12,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from vlkv import models, sharding
+from vlkv import sharding
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
+from vlkv.families import abstract, presets
 from vlkv.planning import arithmetic, chips, programs
 from vlkv.planning.arithmetic import Job
 from vlkv.planning.chips import Topology
+from vlkv.planning.jobs import Run, run
 from vlkv.planning.questions import Question, question
-from vlkv.planning.running import Run, run
 from vlkv.policies import Full, Policy
 from vlkv.policies.selection import require_fit
-from vlkv.presets import presets
 
 DTYPES = ("bfloat16", "float32")
 ESTIMATES = "All numbers are estimates, made without these chips: bytes by the compiler, times by arithmetic."
@@ -80,7 +80,7 @@ def plan(
         policy: None: the full cache alone.
         mesh: "data=4,model=4" or (data, model); None: chosen, see `choose_mesh`.
         dtype: of weights and cache.
-        images: pictures of each prompt (InternVL: tiles); None: as many as leave room for 64 other tokens.
+        images: pictures of each prompt (or tiles); None: as many as leave room for 64 other tokens.
         compare: whether the full cache is planned beside the policy's.
         whole: whether `generate` is compiled too, to see how long that takes: a first call waits for it.
         quick: compile with XLA's optimisation level O1, in a fraction of the time: temporaries then are an upper bound,
@@ -101,7 +101,7 @@ def plan(
             for one in policies]  # fmt: skip
     data, model_axis, reason = _mesh(jobs[0], where, mesh)
     made, notes = _devices(where, data, model_axis)
-    params = models.abstract(config, jnp.dtype(dtype), made)  # type: ignore[arg-type]
+    params = abstract(config, jnp.dtype(dtype), made)  # type: ignore[arg-type]
     # Side by side: XLA compiles a program for TPU on little more than one core.
     with programs.effort("O1" if quick else None), ThreadPoolExecutor(len(jobs)) as threads:
         runs = tuple(threads.map(lambda job: run(job, where, made, params, said, whole=whole), jobs))

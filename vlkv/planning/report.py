@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from vlkv.planning.arithmetic import gib
+from vlkv.planning.jobs import Run, Step
 from vlkv.planning.planning import Plan
-from vlkv.planning.running import Run, Step
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

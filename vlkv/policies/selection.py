@@ -58,6 +58,7 @@ def see(
     max_instruction: int,
     stays: Bool[Array, " T"] | None = None,
     grid: Int[Array, "T 3"] | None = None,
+    lse: Float[Array, "N T"] | None = None,
     kernels: Kernels | None = None,
 ) -> Observation:
     """One layer as the policy's stages see it; `stays` marks what may be kept, None: all that is valid."""
@@ -68,7 +69,8 @@ def see(
         q=q, k=k, v=v, is_vision=is_vision & valid, valid=valid, in_scope=in_scope,
         mean_budget=table[jnp.sum(in_scope)] // layers,
         key=None if key is None else jax.random.fold_in(key, layer),
-        layer=layer, max_instruction=max_instruction, grid=grid, kernels=Kernels() if kernels is None else kernels,
+        layer=layer, max_instruction=max_instruction, grid=grid, lse=lse,
+        kernels=Kernels() if kernels is None else kernels,
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """From an RGB picture to the tower's pixels, step by step as the checkpoint's image processor config says.
 
 The steps and their order are those of transformers' CLIP image processor on PIL: resize (8 bits a channel),
-centre crop, rescale, normalise. `layout="pad"` first pads to a square with the mean colour, as the original
-LLaVA does and transformers' LLaVA processor does under `do_pad`.
+centre crop, rescale, normalise. `layout="pad"` first pads to a square with the mean colour, as some
+processors do under `do_pad`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,19 @@ from vlkv.files import read_json
 from vlkv.processing.images import check_area
 
 Layout: TypeAlias = Literal["checkpoint", "pad"]
+Kinds: TypeAlias = Mapping[str, Mapping[str, Any]]
 
-_PADDING_KINDS = ("LlavaImageProcessor",)  # the kinds for which `do_pad` means a square
 # The class defaults of transformers, which a file may leave out.
 _DEFAULTS: dict[str, Any] = dict(
     do_resize=True, size={"shortest_edge": 224}, resample=3, do_center_crop=True, crop_size=224,
     do_rescale=True, rescale_factor=1 / 255, do_normalize=True, do_pad=False,
     image_mean=(0.48145466, 0.4578275, 0.40821073), image_std=(0.26862954, 0.26130258, 0.27577711),
 )  # fmt: skip
-_WHOLE = dict(size={"height": 384, "width": 384}, do_center_crop=False)
 _HALVES = dict(image_mean=0.5, image_std=0.5, size={"height": 224, "width": 224}, do_center_crop=False)
-# Every kind that is honoured, and which of its defaults are others.
-_KINDS: dict[str, dict[str, Any]] = {
-    "CLIPImageProcessor": {}, "CLIPFeatureExtractor": {}, **{kind: {} for kind in _PADDING_KINDS},
-    "LlavaNextImageProcessor": {}, "LlavaNextVideoImageProcessor": {}, "LlavaNextVideoVideoProcessor": {},
-    "LlavaOnevisionImageProcessor": _WHOLE, "LlavaOnevisionVideoProcessor": _WHOLE, "SiglipImageProcessor": _HALVES,
-}  # fmt: skip
+# Kinds of image processor that every model may name, and which of their defaults are others. A family adds its own;
+# `padding="square"` is for kinds whose `do_pad` means a square.
+KINDS: dict[str, dict[str, Any]] = {"CLIPImageProcessor": {}, "CLIPFeatureExtractor": {},
+                                    "SiglipImageProcessor": _HALVES}  # fmt: skip
 _KIND_FIELDS = ("video_processor_type", "image_processor_type", "feature_extractor_type")
 
 
@@ -54,26 +51,29 @@ class PixelSettings:
     std: tuple[float, float, float] | None
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any], source: str, layout: Layout = "checkpoint") -> PixelSettings:
+    def from_hf(
+        cls, raw: Mapping[str, Any], source: str, layout: Layout = "checkpoint", kinds: Kinds = KINDS
+    ) -> PixelSettings:
         """Reads an image processor config.
 
         Args:
             raw: the JSON object.
             source: its file, for messages.
             layout: `checkpoint` as the file says, `pad` to a square whatever the file says.
+            kinds: of processors that are honoured, and their own defaults.
 
         Raises:
             InputError: a kind of processor or a setting that we do not honour.
         """
         named = (raw[field] for field in _KIND_FIELDS if field in raw)
         kind = str(next(named, "CLIPImageProcessor")).removesuffix("Fast").removesuffix("Pil")
-        if kind not in _KINDS:
-            known = ", ".join(_KINDS)
+        if kind not in kinds:
+            known = ", ".join(kinds)
             raise InputError(f"{source}: image_processor_type={kind!r} is not supported (supported: {known})")
-        c = {**_DEFAULTS, **_KINDS[kind], **{key: value for key, value in raw.items() if value is not None}}
+        c = {**_DEFAULTS, **kinds[kind], **{key: value for key, value in raw.items() if value is not None}}
         if c.get("pad_size"):
             raise InputError(f"{source}: pad_size={c['pad_size']!r} is not supported")
-        padded = raw.get("image_aspect_ratio") == "pad" or (c["do_pad"] and kind in _PADDING_KINDS)
+        padded = raw.get("image_aspect_ratio") == "pad" or (c["do_pad"] and c.get("padding") == "square")
         try:
             edge, size = _resize_target(c["size"]) if c["do_resize"] else (None, None)
             return cls(
@@ -90,13 +90,13 @@ class PixelSettings:
             raise InputError(f"{source}: a setting of the image processor makes no sense ({error})") from None
 
 
-def read_settings(folder: Path, layout: Layout = "checkpoint") -> PixelSettings:
+def read_settings(folder: Path, layout: Layout = "checkpoint", kinds: Kinds = KINDS) -> PixelSettings:
     """A folder's settings for images.
 
     Raises:
         InputError: no file has them, or they are not supported.
     """
-    return PixelSettings.from_hf(*find_settings(folder), layout)
+    return PixelSettings.from_hf(*find_settings(folder), layout, kinds)
 
 
 def find_settings(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -17,47 +17,23 @@ import numpy as np
 from jaxtyping import Int
 
 from vlkv.buckets import Buckets
-from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
-from vlkv.processing import llava_original, qwen_vl
-from vlkv.processing.eve import EvePictures
+from vlkv.processing.arranging import TextInputs
 from vlkv.processing.images import Picture
-from vlkv.processing.internvl import InternVlPictures, template
-from vlkv.processing.llava import LlavaPictures
-from vlkv.processing.llava_next import LlavaNextPictures
 from vlkv.processing.pictures import Pictures, Read, Video
 from vlkv.processing.pixels import Layout
 from vlkv.processing.prompts import MARKS, PromptWriter
-from vlkv.processing.qwen2_vl import QwenPictures
-from vlkv.processing.templates import ChatTemplate
 from vlkv.processing.tokenizer import Lengths, TextTokenizer
 
 RowImages: TypeAlias = Picture | Video | Sequence[Picture | Video] | None
-
-_PICTURES: dict[str, Callable[[Path, ModelConfig, Layout], Pictures]] = {
-    "llava": LlavaPictures.from_folder,
-    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "llava_qwen"), LlavaNextPictures.from_folder),
-    **dict.fromkeys(("internvl", "internvl_chat"), InternVlPictures.from_folder),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), QwenPictures.from_folder),
-    **dict.fromkeys(("llava_llama", "mobilevlm"), llava_original.from_folder),
-    "qwen": qwen_vl.from_folder,
-    "eve": EvePictures.from_folder,
-}
-# Families whose checkpoints say how a conversation is written in another way than by a template.
-_TEMPLATES: dict[str, Callable[[ModelConfig], ChatTemplate]] = {"internvl_chat": template}
-# How a family writes a conversation where its checkpoint has no template.
-_CONVERSATIONS: dict[str, Callable[[Path], ChatTemplate]] = {
-    **dict.fromkeys(("llava_llama", "mobilevlm", "eve"), llava_original.template),
-    "qwen": qwen_vl.template,
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Processor:
     """What a checkpoint folder says about its inputs and outputs; runs on the host alone."""
 
-    config: ModelConfig
+    config: TextInputs
     tokenizer: TextTokenizer
     prompts: PromptWriter
     pictures: Pictures | None  # None: a model without a tower
@@ -67,7 +43,7 @@ class Processor:
     def from_folder(
         cls,
         folder: str | os.PathLike[str],
-        config: ModelConfig,
+        config: TextInputs,
         *,
         buckets: Buckets | None = None,
         layout: Layout = "checkpoint",
@@ -78,8 +54,8 @@ class Processor:
             folder: a Hugging Face checkpoint, or one written by `vlkv convert`.
             config: the model's config (`params.config`).
             buckets: how to round lengths and counts; None for the defaults.
-            layout: what becomes of a picture that is not square: `checkpoint` as the folder says (LLaVA-1.5:
-                the middle is cut out), `pad` to a square with the mean colour, as LLaVA was trained.
+            layout: what becomes of a picture that is not square: `checkpoint` as the folder says (often the
+                middle is cut out), `pad` to a square with the mean colour.
 
         Raises:
             InputError: a file is missing, damaged, or says something that we do not honour.
@@ -93,14 +69,13 @@ class Processor:
         if config.image_token == config.decoder.vocab_size:  # the model has none: any id that no text has will do
             config = dataclasses.replace(config, image_token=tokenizer.add(MARKS["image"]))
         tokens = {kind: _spelling(folder, tokenizer, getattr(config, f"{kind}_token")) for kind in MARKS}
-        read_pictures = _PICTURES.get(config.family)
-        pictures = None if read_pictures is None else read_pictures(folder, config, layout)
-        tokens |= getattr(pictures, "spelled", {})
+        pictures = config.open_pictures(folder, layout)
+        tokens |= {} if pictures is None else pictures.spelled
         return cls(
             config=config,
             tokenizer=tokenizer,
             prompts=PromptWriter(
-                template=_template(folder, config),
+                template=config.template(folder),
                 image_token=tokens["image"],
                 video_token=tokens["video"],
                 special=tokenizer.special,
@@ -256,13 +231,6 @@ class Processor:
         assert self.pictures is not None  # or the prompt had raised
         images = _count(row).images
         return [self.pictures.read(picture, images=images) for picture in row]
-
-
-def _template(folder: Path, config: ModelConfig) -> ChatTemplate | None:
-    if config.family in _TEMPLATES:
-        return _TEMPLATES[config.family](config)
-    found, other = ChatTemplate.from_folder(folder), _CONVERSATIONS.get(config.family)
-    return other(folder) if found is None and other is not None else found
 
 
 def _spelling(folder: Path, tokenizer: TextTokenizer, token: int | None) -> str | None:

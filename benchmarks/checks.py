@@ -1,0 +1,274 @@
+"""Every kernel on the device at hand against float64 on the host: cases, one result for each.
+
+A case has segments that are empty, of one slot, of an odd length and of the whole pool; slots that take no part hold
+large numbers, so that a kernel which reads one is far off. Differences are relative to the largest number of each head,
+so that one wrong head cannot hide behind the others.
+
+Axes: B batch · T query rows · N query heads · K key heads · G = N/K · P pool slots · H head dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels
+from benchmarks import exact
+
+THRESHOLDS = {"bfloat16": 1e-2, "float16": 1e-2, "float32": 1e-5}
+KERNELS = {  # by platform; on a CPU what a GPU would run, interpreted
+    "gpu": {"prefill_attention": "cudnn", None: "triton"},
+    "tpu": {None: "mosaic_tpu"},
+    "cpu": {"prefill_attention": "cudnn:interpret", None: "triton:interpret"},
+}
+POISON = 1e4  # finite, as free slots must be
+OPS: dict[str, Callable[..., Any]] = {
+    name: getattr(pallas_kernels, name)
+    for name in (
+        "decode_attention", "core_attention", "attention_mass", "attention_mass_rows", "prefill_attention"
+    )
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of one op."""
+
+    op: str
+    head_dim: int = 128
+    groups: int = 7
+    dtype: str = "bfloat16"
+    slots: int = 2048  # P, or T = S of a prompt
+    batch: int = 2
+    kv_heads: int = 2
+    softmax_n: float = 0.0
+    full: bool = False  # decoding: with a mask and with the probabilities; mass: gathered rows; prefill: not causal
+    statistic: str = "sum"
+    pool_bytes: int = 0  # decoding: of keys, at least; the segments then lie at the pool's end
+
+    @property
+    def name(self) -> str:
+        """What differs from the usual case."""
+        said = [
+            f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)[1:]
+            if field.name in ("head_dim", "groups", "dtype") or getattr(self, field.name) != field.default
+        ]  # fmt: skip
+        return f"{self.op} {' '.join(said)}"
+
+
+def cases(slots: int = 2048, big_pool: int = 5 * 2**30) -> Iterator[Case]:
+    """All of them, the most telling first: H = 64, 80, 96, 128, 256 and G = 1, 7, 8 of every op.
+
+    Args:
+        slots: of a pool and of a prompt.
+        big_pool: bytes of the keys of a pool past 32-bit offsets; 0: no such case.
+    """
+    decoding = ("decode_attention", "core_attention")
+    yield Case("decode_attention", slots=slots)
+    yield Case("core_attention", slots=slots, full=True)
+    yield Case("prefill_attention", slots=slots // 2)
+    yield Case("attention_mass", slots=slots // 2)
+    yield Case("attention_mass_rows", slots=slots // 2, full=True)
+    if big_pool:
+        yield Case("decode_attention", slots=slots, batch=1, kv_heads=4, pool_bytes=big_pool)
+    yield Case("decode_attention", slots=slots // 4, batch=64, kv_heads=8)  # a program for each head: no split
+    shapes = [(h, g) for h in (64, 80, 96, 128, 256) for g in (1, 7, 8)]
+    for i, (head_dim, groups) in enumerate(shapes):
+        dtype = ("float32", "bfloat16", "bfloat16", "float32", "float16")[i % 5]
+        for op in decoding:
+            yield Case(op, head_dim, groups, dtype, slots, softmax_n=float(i % 3), full=i % 2 == (op == decoding[0]))
+        statistic = ("sum", "square", "count")[i % 3]
+        yield Case("attention_mass", head_dim, groups, dtype, slots // 2, full=i % 2 == 0, statistic=statistic)
+        yield Case("attention_mass_rows", head_dim, groups, dtype, slots // 2, softmax_n=float(i % 2), full=i % 2 == 1)
+        if dtype != "float32":
+            yield Case("prefill_attention", head_dim, groups, dtype, slots // 2, full=i % 2 == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A case that is compiled; `run` gives its result."""
+
+    case: Case
+    implementation: str
+    compiled: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    compare: Callable[[Any], float]  # of what the op returns, the largest relative difference
+    prepare_seconds: float
+
+    def run(self) -> dict[str, Any]:
+        """Two runs, their bits, and the largest difference from float64."""
+        begin = time.perf_counter()
+        first, second = (jax.tree.map(np.asarray, self.compiled(*self.arguments)) for _ in range(2))
+        leaves = jax.tree.leaves(first), jax.tree.leaves(second)
+        same = all(np.array_equal(*pair, equal_nan=True) for pair in zip(*leaves, strict=True))
+        error = self.compare(first)
+        threshold = THRESHOLDS[self.case.dtype]
+        return {
+            "case": self.case.name, "implementation": self.implementation,
+            "passed": bool(error <= threshold and same), "largest_error": float(f"{error:.3g}"),
+            "threshold": threshold, "equal_bits": same,
+            "seconds": round(self.prepare_seconds + time.perf_counter() - begin, 2),
+        }  # fmt: skip
+
+
+def prepare(case: Case, platform: str, kernels: Mapping[Any, str] | None = None) -> Prepared:
+    """Makes the arrays of a case and compiles its op.
+
+    Args:
+        case: which.
+        platform: "gpu", "tpu" or "cpu".
+        kernels: implementation of each op, None: of the others; default: those of the platform.
+    """
+    begin = time.perf_counter()
+    table = KERNELS[platform] if kernels is None else kernels
+    implementation = table.get(case.op, table[None])
+    make = {
+        "decode_attention": _decoding, "core_attention": _decoding, "attention_mass": _mass,
+        "attention_mass_rows": _mass, "prefill_attention": _prefill,
+    }  # fmt: skip
+    arguments, options, compare = make[case.op](case, np.random.default_rng(zlib.crc32(case.name.encode())))
+    op = OPS[case.op]
+    compiled = jax.jit(lambda x: op(**x, **options, implementation=implementation))
+    values = ({name: jnp.asarray(x) for name, x in arguments.items()},)
+    return Prepared(
+        case, implementation, compiled.lower(*values).compile(), values, compare, time.perf_counter() - begin
+    )
+
+
+Made = tuple[dict[str, Any], dict[str, Any], Callable[[Any], float]]
+
+
+def _normal(random: np.random.Generator, dtype: str, *shape: int, scale: float = 1.0) -> Any:
+    return (scale * random.standard_normal(shape, np.float32)).astype(jnp.dtype(dtype))
+
+
+def _decoding(case: Case, random: np.random.Generator) -> Made:
+    """decode_attention and core_attention."""
+    batch, kv_heads, slots = case.batch, case.kv_heads, case.slots
+    each = batch, kv_heads
+    kinds = [(0, 0), (slots // 2 + 16, 1), (16, slots // 3 + 5), (0, slots)]
+    start, length = np.array([kinds[i % 4] for i in range(batch * kv_heads)]).T.reshape(2, *each)
+    if case.pool_bytes:
+        length = np.maximum(length, slots // 5)
+        start = np.minimum(start, slots - length)
+    takes_part = random.random((*each, slots)) < 0.7 if case.full else None
+    options: dict[str, Any] = {"softmax_n": case.softmax_n, "return_mass": case.full, "max_length": slots}
+    extra: dict[str, Any] = {} if takes_part is None else {"valid": takes_part}
+    taken = np.ones((*each, slots), bool) if takes_part is None else takes_part
+    if case.op == "core_attention":
+        text = np.minimum(slots // 2, length)  # an empty segment has no text before its list
+        count = np.full(batch, slots // 8)
+        rows = np.stack([np.sort(random.permutation(slots // 2)[: slots // 4]) for _ in range(batch)])
+        least = text.min(axis=1)  # listed slots lie below the text of every head
+        count = np.array([min(n, int(np.sum(r < m))) for n, r, m in zip(count, rows, least, strict=True)])
+        extra |= {"rows": rows.astype(np.int32), "count": count.astype(np.int32), "text": text.astype(np.int32)}
+        taken = taken & exact.listed(rows, count, text, length, slots)
+    q = _normal(random, case.dtype, batch, kv_heads * case.groups, case.head_dim, scale=2.0)
+    k, v = (_normal(random, case.dtype, batch, slots, kv_heads, case.head_dim) for _ in range(2))
+    for b, head in np.ndindex(each):
+        place = np.arange(slots) - start[b, head]
+        inside = (place >= 0) & (place < length[b, head])
+        inside[inside] = taken[b, head, place[inside]]
+        k[b, ~inside, head], v[b, ~inside, head] = POISON, POISON
+    want = exact.segments(q, k, v, start, length, taken, case.softmax_n, slots)
+
+    def compare(got: Any) -> float:
+        found = got if case.full else (*got, None)
+        errors = [_by_head(found[0], want[0], axis=-1), _logs(found[1], want[1])]
+        return max([*errors, _by_head(found[2], want[2], axis=-1)] if case.full else errors)
+
+    if case.pool_bytes:
+        k, v, shift = _in_large_pool(k, v, case.pool_bytes)
+        start = start + shift
+    arrays = {"q": q, "k": k, "v": v, "start": start.astype(np.int32), "length": length.astype(np.int32)}
+    return arrays | extra, options, compare
+
+
+def _in_large_pool(k: Any, v: Any, pool_bytes: int) -> tuple[Any, Any, int]:
+    """Both at the end of a pool of so many bytes on the device, and where they begin there."""
+    slots = -(-pool_bytes // (k.nbytes // k.shape[1]))
+    shift = slots - k.shape[1]
+
+    def place(x: Any) -> Any:
+        make = jax.jit(lambda x: jnp.full((x.shape[0], slots, *x.shape[2:]), POISON, x.dtype).at[:, shift:].set(x))
+        return make(jnp.asarray(x))
+
+    return place(k), place(v), shift
+
+
+def _mass(case: Case, random: np.random.Generator) -> Made:
+    """attention_mass and attention_mass_rows."""
+    keys = case.slots
+    places = np.sort(random.permutation(keys)[: max(2, keys // 16)]) if case.full else np.arange(keys)
+    q = _normal(random, case.dtype, case.kv_heads * case.groups, len(places), case.head_dim, scale=2.0)
+    k = _normal(random, case.dtype, case.kv_heads, keys, case.head_dim)
+    mask = random.random(keys) < 0.8
+    mask[:3] = False  # the first rows see nothing
+    k[:, ~mask] = POISON
+    arrays = {"q": q, "k": k, "key_mask": mask}
+    if case.full:
+        arrays["row_place"] = places.astype(np.int32)
+    options: dict[str, Any] = {"softmax_n": case.softmax_n}
+    p, allowed = exact.probabilities(q, k, mask, places, softmax_n=case.softmax_n)
+    if case.op == "attention_mass_rows":
+        weight = random.random((2, keys)).astype(np.float32)
+        want = np.einsum("rs,nts->rnt", weight.astype(np.float64), p, optimize=True)
+        return arrays | {"key_weight": weight}, options, lambda got: _by_head(got, want, axis=-1)
+    weight = random.random((2, len(places))).astype(np.float32)
+    arrays["row_weight"] = weight
+    options |= {"statistic": case.statistic, "threshold": 0.05}
+
+    def total(p: np.ndarray) -> np.ndarray:
+        return np.einsum("rt,nts->rns", weight.astype(np.float64), p.astype(np.float64), optimize=True)
+
+    if case.statistic == "count":
+        surely, possibly = map(total, exact.counts(p, allowed, 0.05, 1e-4))
+        return arrays, options, lambda got: _by_head(np.clip(got, surely, possibly), exact.wide(got), axis=-1)
+    want = total(p if case.statistic == "sum" else p**2)
+    return arrays, options, lambda got: _by_head(got, want, axis=-1)
+
+
+def _prefill(case: Case, random: np.random.Generator) -> Made:
+    """prefill_attention with its log-sum-exp: rows without padding, padded on the left, and on the right."""
+    place, tokens = np.arange(case.slots), case.slots
+    valid = np.stack([place >= 0, place >= tokens // 3, place < tokens // 2 + 1])
+    heads = case.kv_heads * case.groups
+    q, k, v = (_normal(random, case.dtype, 3, tokens, n, case.head_dim) for n in (heads, case.kv_heads, case.kv_heads))
+    for x in (q, k, v):
+        x[~valid] = POISON if x is not q else 1.0
+    out, lse = exact.prompt(q, k, v, valid, not case.full)
+
+    def compare(got: Any) -> float:
+        attended = np.where(valid[..., None, None], exact.wide(got[0]), 0.0)
+        if not np.all(np.isfinite(exact.wide(got[0]))):
+            return float("inf")
+        return max(_by_head(attended.swapaxes(1, 2), out.swapaxes(1, 2), axis=(-2, -1)), _logs(got[1], lse))
+
+    arrays = {"q": q, "k": k, "v": v, "valid": valid}
+    return arrays, {"causal": not case.full, "return_lse": True}, compare
+
+
+def _by_head(got: Any, want: np.ndarray, axis: Any) -> float:
+    """The largest difference relative to the largest number along `axis`; absolute where all of them are 0."""
+    got = exact.wide(got)
+    if got.shape != want.shape or not np.all(np.isfinite(got)):
+        return float("inf")
+    scale = np.max(np.abs(want), axis=axis, keepdims=True)
+    return float(np.max(np.abs(got - want) / np.where(scale > 0, scale, 1.0), initial=0.0))
+
+
+def _logs(got: Any, want: np.ndarray) -> float:
+    """The largest difference of logarithms, relative above 1; infinities must agree."""
+    got = exact.wide(got)
+    finite = np.isfinite(want)
+    if got.shape != want.shape or not np.array_equal(got[~finite], want[~finite]):
+        return float("inf")
+    error = np.abs(got[finite] - want[finite]) / np.maximum(np.abs(want[finite]), 1.0)
+    return float(np.max(np.where(np.isfinite(error), error, np.inf), initial=0.0))

@@ -1,0 +1,177 @@
+"""A clock for kernels of microseconds: many calls in one program, on data that the caches cannot hold.
+
+A host's clock around one call measures its dispatch, 50 to 100 microseconds on a GPU, and a second call finds the data
+in the L2 cache. So a call is repeated within one jitted loop whose number of turns is static (then the device needs no
+word from the host between turns), each turn reads another segment of a pool of gigabytes, and what a turn returns is
+part of the next one's input, so that none is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+WANTED_SECONDS = 0.03  # of one program: hundreds of times its dispatch
+MOST_CALLS = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds of one call."""
+
+    seconds: float  # the median over the repeats
+    spread: float  # (largest - smallest) / median
+    calls: int  # in one program
+    compile_seconds: float
+
+    def row(self, *, moved: float = 0.0, operations: float = 0.0) -> dict[str, float]:
+        """For a journal: microseconds, and GB/s and TFLOP/s of the bytes and operations of one call."""
+        found = {
+            "microseconds": round(1e6 * self.seconds, 2), "spread": round(self.spread, 3), "calls": self.calls,
+            "compile_seconds": round(self.compile_seconds, 2),
+        }  # fmt: skip
+        if moved:
+            found["gigabytes_per_second"] = round(moved / self.seconds / 1e9, 2)
+        if operations:
+            found["teraflops_per_second"] = round(operations / self.seconds / 1e12, 3)
+        return found
+
+
+def calls_for(estimate: float) -> int:
+    """How many calls of about so many seconds make one program."""
+    return max(1, min(MOST_CALLS, round(WANTED_SECONDS / max(estimate, 1e-7))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Many calls in one compiled program."""
+
+    run: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    calls: int
+    compile_seconds: float
+
+    def seconds(self) -> float:
+        """Of one call, in one run of the program."""
+        return run_seconds(self.run, *self.arguments) / self.calls
+
+    def time(self, repeats: int = 5) -> Timing:
+        """The median of some runs; one more comes first and is not counted."""
+        times = [self.seconds() for _ in range(repeats + 1)][1:]
+        median = float(np.median(times))
+        return Timing(median, (max(times) - min(times)) / median, self.calls, self.compile_seconds)
+
+
+def chain(step: Callable[..., Any], first: Any, *fixed: Any, turns: Any = None, calls: int) -> Program:
+    """Compiles `carry = step(carry, turn, *fixed)`, called `calls` times.
+
+    Args:
+        step: one call; must return the shapes and dtypes of its first argument, and depend on all that is to be timed.
+        first: the first carry.
+        fixed: arrays that every turn reads from.
+        turns: arrays with a leading axis of `calls`, one element for each turn; None: the turn's number.
+        calls: how many.
+    """
+    turns = jnp.arange(calls) if turns is None else turns
+
+    def program(first: Any, turns: Any, *fixed: Any) -> Any:
+        return jax.lax.scan(lambda carry, turn: (step(carry, turn, *fixed), None), first, turns)[0]
+
+    begin = time.perf_counter()
+    compiled = jax.jit(program).lower(first, turns, *fixed).compile()
+    return Program(compiled, (first, turns, *fixed), calls, time.perf_counter() - begin)
+
+
+def chained(step: Callable[..., Any], first: Any, *fixed: Any, repeats: int = 5, **options: Any) -> Timing:
+    """Times what `chain` compiles."""
+    return chain(step, first, *fixed, **options).time(repeats)
+
+
+def repeated(
+    function: Callable[..., Any], q: Any, *others: Any, moved: int, estimate: float = 0.0, spread_bytes: int = 2**28
+) -> Program:
+    """Compiles many calls of function(q, *others), each with another copy of `others`, so that no cache holds them.
+
+    Args:
+        function: returns an array or a tuple of arrays; the first of them becomes part of the next call's q.
+        q: the array that is passed on.
+        others: the other arguments, arrays.
+        moved: bytes that a call must read or write at least.
+        estimate: seconds of a call where it does more than move them.
+        spread_bytes: of all copies together, at least; more than any cache holds.
+    """
+    copies = max(1, min(16, -(-spread_bytes // max(moved, 1))))
+    sets = [tuple(jnp.copy(x) for x in others) for _ in range(copies)] if copies > 1 else [others]
+
+    def step(q: Any, _: Any, *sets: Any) -> Any:
+        for one in sets:
+            made = jax.tree.leaves(function(q, *one))[0]
+            # The product is too small to change q, but a compiler cannot know that.
+            if made.size == q.size:
+                q = made.astype(q.dtype).reshape(q.shape)
+            else:
+                q = q + 1e-30 * jnp.sum(made).astype(q.dtype)
+        return q
+
+    estimate = max(estimate, moved / (2e10 if jax.default_backend() == "cpu" else 1e12) + 5e-6)
+    turns = max(1, calls_for(estimate) // copies)
+    made = chain(step, q, *sets, calls=turns)
+    return dataclasses.replace(made, calls=turns * copies)
+
+
+def run_seconds(run: Callable[..., Any], *arguments: Any) -> float:
+    """Of one call, until its results are there."""
+    jax.block_until_ready(arguments)
+    begin = time.perf_counter()
+    jax.block_until_ready(run(*arguments))
+    return time.perf_counter() - begin
+
+
+def rotating(calls: int, pool: int, segment: int, unit: int = 16, *, gap: int = 0) -> np.ndarray:
+    """First slots [calls] of segments that follow one another through a pool and begin again at its end.
+
+    Args:
+        calls: how many.
+        pool: slots.
+        segment: slots that a call reads.
+        unit: a segment begins at a multiple of it.
+        gap: slots left out between two.
+    """
+    stride = -(-(segment + gap) // unit) * unit
+    places = max(1, (pool - segment) // stride + 1)
+    return (np.arange(calls) % places * stride).astype(np.int32)
+
+
+# --- what the device can do at most -------------------------------------------------------------------------------
+
+
+def copy_bandwidth(size: int, calls: int | None = None) -> tuple[float, Timing]:
+    """Bytes per second, read and written both counted, of changing an array of so many bytes in place."""
+    x = jnp.ones(size // 4, jnp.float32)
+    calls = 4 * calls_for(2 * size / 3e12) if calls is None else calls  # many: one more copy begins a program
+    timing = chained(lambda x, _: -x, x, calls=calls)
+    return 2 * size / timing.seconds, timing
+
+
+def read_bandwidth(size: int, calls: int | None = None) -> tuple[float, Timing]:
+    """Bytes per second of summing an array of so many bytes."""
+    x = jnp.ones((8, size // 32), jnp.float32)
+
+    def step(total: Any, _: Any, x: Any) -> Any:  # depends on the sum so far, or one sum would do for all turns
+        return jnp.sum(jnp.where(x > total, x, 0.5 * x)) * 1e-12
+
+    timing = chained(step, jnp.zeros(()), x, calls=calls or calls_for(size / 3e12))
+    return x.nbytes / timing.seconds, timing
+
+
+def product_rate(size: int, calls: int | None = None) -> tuple[float, Timing]:
+    """Operations per second of bfloat16 products of square matrices."""
+    w = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16) / size**0.5
+    timing = chained(lambda x, _, w: x @ w, w, w, calls=calls or calls_for(2 * size**3 / 8e14))
+    return 2 * size**3 / timing.seconds, timing

@@ -1,0 +1,129 @@
+"""The ops of `pallas_kernels` in float64 numpy, by their definitions: what every kernel is compared with.
+
+Axes: B batch · T query rows · S keys · R weightings · N query heads · K key heads · G = N/K · P pool slots ·
+M bound on a segment · H head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+
+def wide(x: Any) -> np.ndarray:
+    """Any array as float64."""
+    return np.asarray(x).astype(np.float64)
+
+
+def segments(
+    q: Any, k: Any, v: Any, start: Any, length: Any, takes_part: Any, softmax_n: float = 0.0, bound: int | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One query per row over the slots of a segment that take part.
+
+    Args:
+        q: [B, N, H].
+        k: [B, P, K, H].
+        v: likewise.
+        start: [B, K], first slot of each segment.
+        length: [B, K].
+        takes_part: [B, K, M], counted from `start`; None: every slot of the segment.
+        softmax_n: the constant in the denominator.
+        bound: M; None: P.
+
+    Returns:
+        Attention [B, N, H], log of the denominator [B, N], and the probabilities [B, N, M].
+    """
+    q, start, length = wide(q), np.asarray(start), np.asarray(length)
+    batch, heads, head_dim = q.shape
+    slots, kv_heads = np.shape(k)[1:3]
+    bound = slots if bound is None else bound
+    out, lse = np.zeros(q.shape), np.zeros((batch, heads))
+    mass = np.zeros((batch, heads, bound))
+    for b, head in np.ndindex(batch, kv_heads):
+        place = np.arange(length[b, head])
+        if takes_part is not None:
+            place = place[np.asarray(takes_part)[b, head, : len(place)]]
+        first, last = int(start[b, head]), int(start[b, head]) + int(length[b, head])
+        keys, values = (wide(x[b, first:last, head])[place] for x in (k, v))  # of a large pool only this is fetched
+        of_head = slice(head * heads // kv_heads, (head + 1) * heads // kv_heads)
+        logits = q[b, of_head] @ keys.T / math.sqrt(head_dim)
+        peak = np.max(logits, axis=1, initial=0.0 if softmax_n else -np.inf, keepdims=True)
+        peak = np.where(np.isfinite(peak), peak, 0.0)
+        e = np.exp(logits - peak)
+        total = e.sum(axis=1, keepdims=True) + softmax_n * np.exp(-peak)
+        with np.errstate(divide="ignore"):
+            lse[b, of_head] = (np.log(total) + peak)[:, 0]
+        p = e / np.where(total > 0, total, 1.0)
+        mass[b, of_head][:, place] = p
+        out[b, of_head] = p @ values
+    return out, lse, mass
+
+
+def listed(rows: Any, count: Any, text: Any, length: Any, bound: int) -> np.ndarray:
+    """Which slots [B, K, M] take part in `core_attention`: the listed ones below `text`, and all from `text` on."""
+    place = np.arange(bound)
+    core = np.zeros((len(rows), bound), bool)
+    for b, row in enumerate(np.asarray(rows)):
+        core[b, row[: int(np.asarray(count)[b])]] = True
+    text, length = np.asarray(text)[..., None], np.asarray(length)[..., None]
+    return np.where(place < text, core[:, None], True) & (place < length)
+
+
+def probabilities(
+    q: Any, k: Any, mask: Any, place: Any, *, causal: bool = True, softmax_n: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """The whole matrix [N, T, S] of one prompt and which of its elements are allowed.
+
+    Args:
+        q: [N, T, H].
+        k: [K, S, H].
+        mask: [S], which keys exist.
+        place: [T], where each row stands among the keys.
+        causal: a row sees keys up to its own place.
+        softmax_n: the constant in the denominator.
+    """
+    q, k = wide(q), wide(k)
+    k = np.repeat(k, q.shape[0] // k.shape[0], axis=0)
+    logits = q @ k.swapaxes(1, 2) / math.sqrt(q.shape[-1])
+    allowed = np.broadcast_to(np.asarray(mask, bool), logits.shape[1:])
+    if causal:
+        allowed = allowed & (np.arange(k.shape[1]) <= np.asarray(place)[:, None])
+    logits = np.where(allowed, logits, -np.inf)
+    peak = np.max(logits, axis=-1, keepdims=True, initial=0.0 if softmax_n else -np.inf)
+    peak = np.where(np.isfinite(peak), peak, 0.0)
+    e = np.exp(logits - peak)
+    total = softmax_n * np.exp(-peak) + e.sum(axis=-1, keepdims=True)
+    return e / np.where(total > 0, total, 1.0), allowed
+
+
+def counts(p: np.ndarray, allowed: np.ndarray, threshold: float, slack: float) -> tuple[np.ndarray, np.ndarray]:
+    """Which probabilities reach `threshold` times their row's largest: surely, and possibly.
+
+    Args:
+        p: [N, T, S].
+        allowed: [T, S].
+        threshold: of the statistic "count".
+        slack: how far rounding may move a logit.
+    """
+    level = threshold * p.max(axis=-1, keepdims=True)
+    return allowed & (p >= level * math.exp(slack)), allowed & (p >= level * math.exp(-slack))
+
+
+def prompt(q: Any, k: Any, v: Any, valid: Any, causal: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Attention of a prompt [B, T, N, H] and log of the denominators [B, N, T], +inf where a token does not exist."""
+    q, k, v = wide(q), wide(k), wide(v)
+    batch, length, heads, head_dim = q.shape
+    valid = np.ones((batch, length), bool) if valid is None else np.asarray(valid)
+    allowed = valid[:, None] & (np.tri(length, dtype=bool) | (not causal))
+    out, lse = np.zeros(q.shape), np.full((batch, heads, length), np.inf)
+    for b, n in np.ndindex(batch, heads):
+        head = n * k.shape[2] // heads
+        logits = np.where(allowed[b], q[b, :, n] @ k[b, :, head].T / math.sqrt(head_dim), -np.inf)
+        rows = valid[b]
+        peak = logits[rows].max(axis=1, keepdims=True)
+        e = np.exp(logits[rows] - peak)
+        out[b, rows, n] = e @ v[b, :, head] / e.sum(axis=1, keepdims=True)
+        lse[b, n, rows] = (np.log(e.sum(axis=1, keepdims=True)) + peak)[:, 0]
+    return out, lse

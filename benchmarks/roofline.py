@@ -1,0 +1,42 @@
+"""The least time that a device could take for prefill and for a decoding step, from its own measured limits.
+
+Axes: B batch · T prompt · L layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vlkv.analysis import cost
+from vlkv.benching.settings import Setting, tree_bytes
+
+
+def shares(params: Any, setting: Setting, row: dict[str, Any], *, bandwidth: float, product: float) -> dict[str, float]:
+    """How much of the device's limits prefill and decoding reached: 1 is the limit.
+
+    Args:
+        params: the model.
+        setting: what was measured.
+        row: a row of `vlkv.benching.measuring.measure`.
+        bandwidth: bytes per second of a copy, read and written both counted.
+        product: operations per second of bfloat16 matrix products.
+    """
+    c = params.config.decoder
+    operations = setting.batch * (float(c.layers * cost.prefill_flops(c, setting.prompt)) + cost.logits_flops(c, 1))
+    entries = setting.batch * (row["kept_per_layer"] + setting.new / 2)
+    moved = step_bytes(params, entries)
+    return {
+        "prefill_roofline_share": round(operations / product / row["prefill_seconds"], 4),
+        "decode_roofline_share": round(moved / bandwidth / row["step_seconds"], 4),
+        "step_bytes": moved,
+    }
+
+
+def step_bytes(params: Any, entries: float) -> float:
+    """Bytes that a decoding step must read: weights, of an untied embedding one row, and the entries of all layers."""
+    c = params.config.decoder
+    itemsize = params.decoder.embedding.weight[...].dtype.itemsize
+    weights = tree_bytes(params.decoder)
+    if params.decoder.head is not None:
+        weights -= (c.vocab_size - 1) * c.width * itemsize
+    return weights + 2 * c.layers * entries * c.kv_heads * c.head_dim * itemsize

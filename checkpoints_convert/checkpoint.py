@@ -1,0 +1,218 @@
+"""Opens a checkpoint folder and checks it whole against a table, before a single weight is read.
+
+Every way in which a folder can be wrong ends in one InputError that names the file or the key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from checkpoints_convert.entry import HEAD, Entry, Table, make_entries
+from vlkv.errors import InputError
+from vlkv.files import read_json
+
+INDEX = "model.safetensors.index.json"
+_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float32}
+_SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt")
+_PICKLE = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """Where one tensor lies."""
+
+    file: Path
+    key: str  # as written in the file
+    shape: tuple[int, ...]
+    dtype: str  # safetensors' name, such as BF16
+    begin: int  # its first byte in the file
+
+    @property
+    def own_dtype(self) -> np.dtype:
+        """As it lies in the file."""
+        return np.dtype(np.float64 if self.dtype == "F64" else _DTYPES[self.dtype])
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one step along the first axis."""
+        return math.prod(self.shape[1:]) * self.own_dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A folder that has passed all checks: its table, and the tensor of every entry."""
+
+    folder: Path
+    table: Table
+    entries: tuple[Entry, ...]
+    tensors: dict[str, Tensor]  # by new-style key
+
+    @property
+    def dtype(self) -> np.dtype:
+        """That of the embedding table; checkpoints of one dtype are the rule."""
+        key = next(entry.key for entry in self.entries if entry.path == "decoder.embedding.weight")
+        return np.dtype(_DTYPES[self.tensors[key].dtype])
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output head is the embedding table."""
+        return all(entry.path != HEAD for entry in self.entries)
+
+    @property
+    def settings(self) -> dict[str, Path]:
+        """Tokenizer, templates and processor settings by file name; the latter may lie beside a separate tower."""
+        files = {path.name: path for pattern in _SETTINGS for path in self.folder.glob(pattern) if path.is_file()}
+        if self.table.names.tower is not None:
+            beside = self.folder / self.table.names.tower[0] / "preprocessor_config.json"
+            if beside.is_file() and "processor_config.json" not in files:
+                files.setdefault(beside.name, beside)
+        return dict(sorted(files.items()))
+
+    def read(self, entry: Entry) -> np.ndarray:
+        """One parameter: its tensor, or the part of it that is meant."""
+        array = self.read_tensor(entry.key)
+        return array if entry.part is None else entry.part.of(array)
+
+    def read_tensor(self, key: str) -> np.ndarray:
+        """One whole tensor."""
+        tensor = self.tensors[key]
+        return next(self._rows(tensor, math.prod(tensor.shape[:1])))
+
+    def slices(self, key: str, nbytes: int) -> Iterator[np.ndarray]:
+        """The same in slices along its first axis, of no more than so many bytes or of one row each."""
+        tensor = self.tensors[key]
+        yield from self._rows(tensor, max(1, nbytes // max(1, tensor.row_bytes)))
+
+    def _rows(self, tensor: Tensor, rows: int) -> Iterator[np.ndarray]:
+        # Plain reads: what is mapped counts as memory of the process for as long as anything refers to it.
+        try:
+            with tensor.file.open("rb") as file:
+                file.seek(tensor.begin)
+                for first in range(0, length := math.prod(tensor.shape[:1]), rows):
+                    count = min(rows, length - first)
+                    data = np.fromfile(file, np.uint8, count * tensor.row_bytes).view(tensor.own_dtype)
+                    yield data.reshape((count, *tensor.shape[1:])[: len(tensor.shape)])
+        except (OSError, ValueError) as error:
+            raise InputError(f"{tensor.file}: cannot read {tensor.key}: {error}") from None
+
+
+def cast(array: np.ndarray, dtype: np.dtype | None, key: str) -> np.ndarray:
+    """The array in another dtype; InputError if a finite value would not stay finite."""
+    if dtype is None or array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore"):
+        made = array.astype(dtype)
+    if not np.isfinite(made.astype(np.float32)).all() and np.isfinite(array.astype(np.float32)).all():
+        raise InputError(f"{key} has values beyond {dtype.name}: use bfloat16 or float32")
+    return made
+
+
+def require_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file that must be there; InputError otherwise."""
+    content = read_json(path)
+    if content is None:
+        raise InputError(f"{path}: no such file")
+    return content
+
+
+def open_checkpoint(folder: Path, table: Table) -> Checkpoint:
+    """Reads the headers, and matches every tensor against the table.
+
+    Raises:
+        InputError: no weights, pickle weights, a broken or truncated file, an index that points outside the folder, or
+            keys that are unknown, missing, doubled or misshapen.
+    """
+    found: dict[str, Tensor] = {}
+    for file in _files(folder):
+        for tensor in _headers(file):
+            key = table.names.canonical(tensor.key)
+            if key in found:
+                raise InputError(f"{tensor.file}: {tensor.key} is there twice (also in {found[key].file.name})")
+            found[key] = tensor
+    found |= _tower_beside(folder, table, found)
+    made = make_entries(table.names, table.shapes())
+    entries = tuple(entry for entry in made if entry.path != HEAD or entry.key in found)
+    _match(found, entries, table, folder)
+    return Checkpoint(folder, table, entries, found)
+
+
+def _tower_beside(folder: Path, table: Table, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a tower that the checkpoint only names, from the folder of that name inside it.
+
+    Only inside: a config from elsewhere must not make us read elsewhere.
+    """
+    if table.names.tower is None:
+        return {}
+    name, prefix = table.names.tower
+    if any(key.startswith(prefix) for key in found):
+        return {}  # its own, which may have been trained further
+    place = folder / name
+    if not place.is_dir():
+        raise InputError(f"{folder}: holds no vision tower: put the folder {name} (config.json and "
+                         "safetensors) of the tower that config.json names into it")  # fmt: skip
+    beside = [tensor for file in _files(place) for tensor in _headers(file) if tensor.key.startswith("vision_model.")]
+    return {table.names.canonical(f"vision_tower.{tensor.key}"): tensor for tensor in beside}
+
+
+def _match(found: dict[str, Tensor], entries: tuple[Entry, ...], table: Table, folder: Path) -> None:
+    wanted = {entry.key: entry for entry in entries}
+    for key, tensor in found.items():
+        if key not in wanted:
+            if not table.names.ignores(key):
+                raise InputError(f"{tensor.file}: unknown key {tensor.key} for model_type {table.family}")
+        elif tensor.shape != wanted[key].shape:
+            raise InputError(f"{tensor.file}: {tensor.key} has shape {list(tensor.shape)}, "
+                             f"config.json says {list(wanted[key].shape)}")  # fmt: skip
+        elif tensor.dtype not in _DTYPES:
+            raise InputError(
+                f"{tensor.file}: {tensor.key} has dtype {tensor.dtype}: quantised weights are not supported"
+            )
+    missing = [key for key in wanted if key not in found]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InputError(f"{folder}: missing key {missing[0]}{more}")
+
+
+def _files(folder: Path) -> list[Path]:
+    index, single = folder / INDEX, folder / "model.safetensors"
+    if index.is_file():
+        names = require_json(index).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise InputError(f"{index}: no weight_map from keys to file names")
+        files = []
+        for name in sorted(set(names.values())):
+            # Only plain names: an index from elsewhere must not make us read outside its folder.
+            if name != Path(name).name or name in ("", ".", ".."):
+                raise InputError(f"{index}: points outside the folder: {name!r}")
+            if not (folder / name).is_file():
+                raise InputError(f"{index}: names {name}, which is not in the folder")
+            files.append(folder / name)
+        return files
+    if single.is_file():
+        return [single]
+    if any(next(folder.glob(pattern), None) for pattern in _PICKLE):
+        raise InputError(f"{folder}: only pickle weights (.bin, .pt): they can run code when opened; "
+                         "save the model with safetensors first")  # fmt: skip
+    raise InputError(f"{folder}: no model.safetensors and no {INDEX}")
+
+
+def _headers(file: Path) -> list[Tensor]:
+    try:
+        with safe_open(file, framework="np") as opened:  # which checks every offset
+            slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
+            found = {key: (tuple(s.get_shape()), s.get_dtype()) for key, s in slices.items()}
+        with file.open("rb") as plain:
+            length = int.from_bytes(plain.read(8), "little")
+            header = json.loads(plain.read(length))
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{file}: truncated or corrupt safetensors ({error})") from None
+    return [Tensor(file, key, *found[key], 8 + length + header[key]["data_offsets"][0]) for key in found]

@@ -1,0 +1,132 @@
+"""What holds of the code of all families: names are in one place, and every family has sizes that can be planned."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import re
+import subprocess
+import sys
+import tokenize
+
+import jaxtyping
+import pytest
+
+import vlkv
+from vlkv import families
+from vlkv.planning.questions import TEXT, question
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shapes_for_arrays():
+    """Here dataclasses of arrays hold ShapeDtypeStructs, which jaxtyping takes for mistakes."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+PACKAGES = ("vlkv", "pallas_kernels", "checkpoints_convert")
+NAMES = re.compile(r"llava|qwen|intern_?(vl|vit|lm)|mobile_?vlm|\beve\b|mistral|phi-?_?3|llama|vicuna", re.IGNORECASE)
+# Data about published models: tables of papers' figures, and the demo model, which is a LLaVA.
+DATA = ("vlkv/benching/papers.py", "vlkv/mini/folder.py", "vlkv/mini/training.py")
+# Modules that share a name because they do the same for another thing.
+ALIKE = {
+    "config", "inputs", "model", "original", "weights",  # of each family
+    "mosaic_tpu", "reference", "triton", "xla",  # of each kernel
+    "tower",  # of one family
+    "journal",  # of unfinished work
+    "programs",  # compiled
+    "report",  # text
+}  # fmt: skip
+
+
+def code(path):
+    """The names and strings of a file, without comments and docstrings, by line."""
+    text = path.read_text()
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docs = {
+        line
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, documented) and ast.get_docstring(node) is not None
+        for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)
+    }
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.NAME, tokenize.STRING) and token.start[0] not in docs:
+            yield token.start[0], token.string
+
+
+def modules(root):
+    for package in PACKAGES:
+        yield from sorted((root / package).rglob("*.py"))
+
+
+def test_no_family_is_named_outside_of_the_families(root):
+    for path in modules(root):
+        name = path.relative_to(root).as_posix()
+        if name.startswith("vlkv/families/") or name in DATA:
+            continue
+        for line, text in code(path):
+            assert not NAMES.search(text), f"{name}:{line}: {text}"
+
+
+def test_no_class_is_named_after_another_family(root):
+    """The class begins with the name of its family, or of what it is (CLIP, SigLIP, InternViT, Vicuna's words)."""
+    parts = [path.name for path in (root / "vlkv" / "families").iterdir() if path.is_dir()]
+    for path in modules(root):
+        own = path.parent.name
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and own in parts:
+                spelled = re.sub(r"(?<!^)(?=[A-Z])", "_", node.name.lstrip("_")).lower()
+                if own == "llava_next" and node.name.startswith(("LlavaOnevision", "LlavaVideo")):
+                    continue  # models of this folder
+                named = [family for family in parts if spelled.replace("_", "").startswith(family.replace("_", ""))]
+                assert not named or own == max(named, key=len), f"{node.name} in {own}"
+
+
+def test_modules_of_one_name_do_the_same(root):
+    seen: dict[str, list[str]] = {}
+    for path in modules(root):
+        if not path.stem.startswith("__"):
+            seen.setdefault(path.stem, []).append(path.relative_to(root).as_posix())
+    shared = {name: paths for name, paths in seen.items() if len(paths) > 1 and name not in ALIKE}
+    assert not shared
+
+
+def test_the_converter_does_not_load_jax():
+    code = (
+        "import sys, checkpoints_convert\n"
+        "from checkpoints_convert import checkpoint, converting, entry, journal, manifest, pieces, slices\n"
+        "assert 'jax' not in sys.modules and 'vlkv.families' not in sys.modules\n"
+        "import vlkv\n"
+        "assert 'jax' not in sys.modules\n"
+        "import vlkv.generate\n"
+        "assert vlkv.generate is sys.modules['vlkv.generate'].generate and vlkv.presets['llava-1.5-7b']\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_public_names_are_what_they_were():
+    for name in vlkv.__all__:
+        assert getattr(vlkv, name) is not None
+    assert inspect.isfunction(vlkv.prefill) and inspect.isfunction(vlkv.extend)
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = vlkv.nothing
+
+
+@pytest.mark.parametrize("name", {kind: name for name, raw in vlkv.presets.raw.items()
+                                  for kind in [families.model_type(raw)]}.values())  # fmt: skip
+def test_a_size_of_every_family_can_be_planned(name):
+    config = vlkv.presets[name]
+    prompt = min(config.decoder.max_positions, 4096) - 64
+    for batch in (1, 3):
+        asked = question(config, batch=batch, prompt=prompt)
+        assert asked.inputs.tokens.shape[0] == batch and (asked.pictures > 0) == (config.vision is not None)
+        assert asked.vision + asked.text == prompt and asked.text >= TEXT
+        assert asked.inputs.max_vision >= asked.vision
+
+
+def test_every_family_has_published_sizes():
+    """The authors' LLaVA-1.5 is the same model as transformers' LLaVA-1.5."""
+    sized = {families.model_type(raw) for raw in vlkv.presets.raw.values()}
+    assert set(families.FAMILIES) - sized == {"llava_llama"}

@@ -1,0 +1,22 @@
+"""Every picture is one square, behind a class token."""
+
+from vlkv.families.text.config import read_decoder
+from vlkv.processing.arranging import SquareInputs
+from vlkv.towers.vit import ClipConfig
+
+
+class ToyConfig(SquareInputs):
+    @classmethod
+    def read(cls, raw):
+        vision = ClipConfig.from_hf(raw["vision_config"], -1, keep_class_token=True)
+        return {"decoder": read_decoder(raw), "vision": vision, "image_token": raw["image_token"]}
+
+
+RAW = dict(
+    model_type="toy", image_token=3,
+    text_config=dict(model_type="llama", vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, eos_token_id=2),
+    vision_config=dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28,
+                       patch_size=7),
+)  # fmt: skip
+PUBLISHED = {"toy-tiny": RAW}

@@ -1,0 +1,232 @@
+"""What a model is: frozen, hashable configs, and how they are read from a Hugging Face `config.json`.
+
+A field that changes the answer and that we do not honour is refused by name; nothing is silently ignored. What one
+family reads is in `vlkv/families/<family>/config.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+from vlkv.buckets import Buckets
+from vlkv.errors import InputError
+
+Raw = Mapping[str, Any]
+
+
+def require(field: str, value: object, *supported: object) -> None:
+    """Raises InputError unless a field of `config.json` has one of the values that we honour."""
+    if value not in supported:
+        only = " and ".join(map(repr, supported))
+        raise InputError(f"config.json: {field}={value!r} is not supported (only {only})")
+
+
+def honour(raw: Raw, supported: Raw, prefix: str = "") -> None:
+    """Raises InputError unless every field has the value in `supported`, which is also what a missing one means."""
+    for field, value in supported.items():
+        require(prefix + field, raw.get(field, value), value)
+
+
+def positive(field: str, value: object) -> int:
+    """The value, a whole number of at least 1; InputError otherwise."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"config.json: {field}={value!r} must be a whole number of at least 1")
+    return value
+
+
+def positives(raw: Raw, fields: Iterable[str], prefix: str = "") -> None:
+    """Raises InputError unless all these fields are whole numbers of at least 1."""
+    for field in fields:
+        positive(prefix + field, raw.get(field))
+
+
+def filled(raw: Raw, defaults: Raw) -> dict[str, Any]:
+    """The fields, and the defaults of those that are missing or null."""
+    return {**defaults, **{field: value for field, value in raw.items() if value is not None}}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding of one decoder; channels are counted in pairs, H/2 of them.
+
+    Attributes:
+        theta: base of the frequencies.
+        sections: M-RoPE: how many channel pairs turn by each position axis (time, line, column); None: one axis.
+        short: long-RoPE: divisors of the frequencies, a channel pair each; None: no scaling.
+        long: the same for prompts longer than `original`.
+        original: positions that the model was first trained on.
+        scale: long-RoPE: factor of cosine and sine.
+    """
+
+    theta: float = 1e4
+    sections: tuple[int, ...] | None = None
+    short: tuple[float, ...] | None = None
+    long: tuple[float, ...] | None = None
+    original: int = 0
+    scale: float = 1.0
+
+    @classmethod
+    def from_hf(cls, c: Raw, head_dim: int) -> RopeConfig:
+        """From a decoder's config, old style (`rope_theta`, `rope_scaling`) or new (`rope_parameters`).
+
+        Raises:
+            InputError: a kind of scaling, or a field of it, that we do not honour.
+        """
+        raw = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
+        kind = raw.pop("rope_type", None) or raw.get("type", "default")
+        raw.pop("type", None)
+        require("rope_parameters.partial_rotary_factor", raw.pop("partial_rotary_factor", 1.0), 1.0)
+        made: dict[str, Any] = {"theta": float(raw.pop("rope_theta", None) or c.get("rope_theta", 10000.0))}
+        if kind in ("default", "mrope"):
+            sections = raw.pop("mrope_section", None)
+            for field in ("factor", "original_max_position_embeddings"):
+                raw.pop(field, None)
+            if kind == "mrope" and sections is None:
+                raise InputError("config.json: rope_parameters.mrope_section is missing")
+            if sections is not None and sum(sections) != head_dim // 2:
+                raise InputError(f"config.json: rope_parameters.mrope_section={sections!r} must add up to half of "
+                                 f"{head_dim} channels")  # fmt: skip
+            made["sections"] = None if sections is None else tuple(sections)
+        elif kind in ("longrope", "su"):
+            made |= _long(raw, c, head_dim)
+        elif kind == "dynamic":  # acts on prompts beyond the model's limit only, and those are refused
+            raw.pop("factor", None)
+        else:
+            raise InputError(f"config.json: rope type={kind!r} is not supported "
+                             "(only default, mrope, longrope, dynamic)")  # fmt: skip
+        for field in raw:
+            raise InputError(f"config.json: rope_parameters.{field} is not supported")
+        return cls(**made)
+
+
+def _long(raw: dict[str, Any], c: Raw, head_dim: int) -> dict[str, Any]:
+    short, long = (tuple(float(x) for x in raw.pop(f"{name}_factor")) for name in ("short", "long"))
+    limit = c["max_position_embeddings"]
+    original = raw.pop("original_max_position_embeddings", None) or c.get("original_max_position_embeddings") or limit
+    stretch = limit / original
+    scale = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+    scale = raw.pop("attention_factor", None) or scale
+    raw.pop("factor", None)
+    for name, factors in (("short", short), ("long", long)):
+        if len(factors) != head_dim // 2:
+            raise InputError(f"config.json: rope_scaling.{name}_factor has {len(factors)} numbers, "
+                             f"{head_dim} channels need {head_dim // 2}")  # fmt: skip
+    return {"short": short, "long": long, "original": original, "scale": scale}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """A decoder of RMSNorm, RoPE, grouped-query attention and gated MLP."""
+
+    vocab_size: int
+    width: int  # D
+    mlp_width: int
+    layers: int  # L
+    heads: int  # N
+    kv_heads: int  # K
+    head_dim: int  # H
+    norm_eps: float
+    max_positions: int
+    rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
+    qkv_bias: bool = False
+    out_bias: bool = False
+    log_from: int | None = None  # log-n attention: queries grow with the logarithm of the position behind this one
+    tied: bool = False  # the output head is the embedding table
+    names: str = ""  # how the checkpoint spells the tensors, where not in the usual way; see vlkv/families/text
+
+    @classmethod
+    def from_hf(cls, c: Raw, *, windowed: bool, **special: Any) -> DecoderConfig:
+        """Reads the decoder's part of a `config.json`, defaults filled in.
+
+        Args:
+            c: the fields.
+            windowed: whether `sliding_window` is in use where no `use_sliding_window` says so.
+            special: fields of DecoderConfig that are the family's own.
+
+        Raises:
+            InputError: a field that we do not honour.
+        """
+        heads, layers = c["num_attention_heads"], c["num_hidden_layers"]
+        honour(c, {"partial_rotary_factor": 1.0, "layer_types": ["full_attention"] * layers, "hidden_act": "silu"})
+        require("mlp_bias", bool(c.get("mlp_bias", False)), False)
+        window, limit = c.get("sliding_window"), c["max_position_embeddings"]
+        # A window that reaches as far as the model's positions is not in use.
+        if (windowed or c.get("use_sliding_window")) and not (isinstance(window, int) and window >= limit):
+            require("sliding_window", window, None)
+        positives(c, ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                      "max_position_embeddings"))  # fmt: skip
+        kv_heads = positive("num_key_value_heads", c.get("num_key_value_heads", heads))
+        head_dim = positive("head_dim", c.get("head_dim", c["hidden_size"] // heads))
+        if heads % kv_heads or head_dim % 2:
+            raise InputError(f"config.json: {heads} heads, {kv_heads} key heads of {head_dim} channels: key heads must "
+                             "divide the heads, and channels be even")  # fmt: skip
+        return cls(
+            vocab_size=c["vocab_size"], width=c["hidden_size"], mlp_width=c["intermediate_size"], layers=layers,
+            heads=heads, kv_heads=kv_heads, head_dim=head_dim, norm_eps=c["rms_norm_eps"], max_positions=limit,
+            rope=RopeConfig.from_hf(c, head_dim), tied=bool(c.get("tie_word_embeddings", False)), **special,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A whole model. `vision` and the tokens are None for a family without a tower.
+
+    A family's config derives from this class, or from one of vlkv/processing/arranging.py. It says how a `config.json`
+    is read and, by the methods there, what happens on the host: how pictures are read, where their tokens stand in the
+    prompt and where they lie. So nothing outside `vlkv/families` asks which family a config belongs to.
+    """
+
+    family: str  # `model_type`
+    decoder: DecoderConfig
+    vision: Any = None  # the tower's config
+    image_token: int | None = None
+    video_token: int | None = None
+    projector_bias: bool = True
+    wiring: Any = None  # the family's own settings
+    stop: tuple[int, ...] = ()  # ids that end a sequence
+
+    # Arrays of Inputs that span the whole batch: which buckets each of their first axes is rounded up to.
+    whole_batch: ClassVar[Mapping[str, tuple[str, ...]]] = {"pixels": ("images",)}
+
+    @classmethod
+    def read(cls, raw: Raw) -> dict[str, Any]:
+        """The fields, except `family`, from a `config.json`; raises InputError for what we do not honour.
+
+        `raw` also holds `generation_config` and `added_tokens`: ids of the tokenizer's added tokens, by spelling.
+        """
+        raise NotImplementedError
+
+    def arrange(self, batch: Raw, tokens: Any, valid: Any, buckets: Buckets) -> Any:
+        """Where each vision token comes from and lies; an `Arranged`, see vlkv/processing/arranging.py.
+
+        Args:
+            batch: as transformers' processor of the family returns it.
+            tokens: ids [B, T].
+            valid: which of them are no padding [B, T].
+            buckets: how to round lengths and counts.
+
+        Raises:
+            InputError: image tokens and pixels that do not match.
+        """
+        raise NotImplementedError
+
+    def sample(self, pictures: int, room: int) -> tuple[dict[str, Any], int]:
+        """So many pictures without content, as the processor would hand them over, and their tokens.
+
+        Args:
+            pictures: of one prompt.
+            room: tokens that they may have, for families whose pictures may be of any size.
+        """
+        raise NotImplementedError
+
+    def most_pictures(self, room: int) -> int:
+        """How many pictures fill so many tokens: as many as have room in them, at least one."""
+        if self.vision is None:
+            return 0
+        best = 1
+        while best < 4096 and self.sample(best + 1, room)[1] <= room:
+            best += 1
+        return best

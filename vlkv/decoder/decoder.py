@@ -1,0 +1,97 @@
+"""One decoder for every family of the Llama shape.
+
+Axes: B batch · T tokens · N query heads · K key heads · H head dim · D width · A position axes.
+The layers are a tuple that a Python loop walks (docs/architecture.md, decision 1). A layer is cut in two, `project`
+before attention and `finish` after it, so that prefill, decode and the parity forward share every weight's use.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from vlkv.config import DecoderConfig
+from vlkv.decoder.layers import Embedding, Initializer, JoinHeads, Linear, RMSNorm, SplitHeads
+from vlkv.decoder.rope import table, turn
+from vlkv.parallel import prefill_attention
+
+
+class Rotation(NamedTuple):
+    """What the positions of tokens do to queries and keys, the same in every layer."""
+
+    table: Float[Array, "B T 1 H"]
+    growth: Float[Array, "B T 1 1"] | None  # of queries
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and gated MLP, each behind an RMSNorm and a residual."""
+
+    def __init__(self, c: DecoderConfig, *, init: Initializer) -> None:
+        self.attention_norm = RMSNorm(c.width, c.norm_eps, init=init)
+        self.query = SplitHeads(c.width, c.heads, c.head_dim, bias=c.qkv_bias, init=init)
+        self.key = SplitHeads(c.width, c.kv_heads, c.head_dim, bias=c.qkv_bias, init=init)
+        self.value = SplitHeads(c.width, c.kv_heads, c.head_dim, bias=c.qkv_bias, init=init)
+        self.out = JoinHeads(c.width, c.heads, c.head_dim, bias=c.out_bias, init=init)
+        self.mlp_norm = RMSNorm(c.width, c.norm_eps, init=init)
+        self.gate = Linear(c.width, c.mlp_width, bias=False, init=init)
+        self.up = Linear(c.width, c.mlp_width, bias=False, init=init)
+        self.down = Linear(c.mlp_width, c.width, bias=False, init=init)
+
+    def project(
+        self, x: Float[Array, "B T D"], rotation: Rotation
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        """Queries and keys, rotated, and values."""
+        h = self.attention_norm(x)
+        q, k = turn(self.query(h), rotation.table), turn(self.key(h), rotation.table)
+        if rotation.growth is not None:
+            q = q * rotation.growth.astype(q.dtype)
+        return q, k, self.value(h)
+
+    def finish(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        """The rest of the layer, from what attention returned."""
+        x = x + self.out(attended)
+        h = self.mlp_norm(x)
+        return x + self.down(jax.nn.silu(self.gate(h)) * self.up(h))
+
+
+def _growth(positions: Int[Array, "B T A"], log_from: int) -> Float[Array, "B T 1 1"]:
+    """Log-n attention: 1 for the first `log_from` tokens, then log(n) / log(log_from) for the n-th (Su 2021)."""
+    n = jnp.max(positions, axis=-1)[..., None, None] + 1.0
+    return jnp.maximum(1.0, jnp.log(n) / math.log(log_from))
+
+
+class Decoder(nnx.Module):
+    """Embedding, layers, final norm and output head (None: tied to the embedding)."""
+
+    def __init__(self, c: DecoderConfig, *, init: Initializer) -> None:
+        self.embedding = Embedding(c.vocab_size, c.width, init=init)
+        self.layers = nnx.data(tuple(DecoderLayer(c, init=init) for _ in range(c.layers)))
+        self.norm = RMSNorm(c.width, c.norm_eps, init=init)
+        self.head = None if c.tied else Linear(c.width, c.vocab_size, bias=False, init=init)
+        self.head_dim, self.rope, self.log_from = c.head_dim, c.rope, c.log_from
+
+    def rotation(self, positions: Int[Array, "B T A"]) -> Rotation:
+        """What `project` of every layer needs to know of these positions."""
+        growth = None if self.log_from is None else _growth(positions, self.log_from)
+        return Rotation(table(positions, self.head_dim, self.rope), growth)
+
+    def logits(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch vocab"]:
+        """Float32 logits from the last layer's hidden states."""
+        h = self.norm(x)
+        table = self.embedding.weight[...] if self.head is None else self.head.weight[...]
+        return jnp.einsum("...d,vd->...v", h, table, preferred_element_type=jnp.float32)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T A"], valid: Bool[Array, "B T"]
+    ) -> Float[Array, "B T D"]:
+        """All layers over whole prompts, without a cache."""
+        rotation = self.rotation(positions)
+        for layer in self.layers:
+            q, k, v = layer.project(x, rotation)
+            x = layer.finish(x, prefill_attention(q, k, v, valid=valid))
+        return x

@@ -1,0 +1,176 @@
+"""The small modules that every tower and decoder is built from. Weights keep the checkpoint's [out, in] order.
+
+That order needs no transpose while loading and, at batch 1 on a CPU, reads a quarter faster than [in, out].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Key
+
+
+class Initializer:
+    """Hands out random arrays of one dtype, a fresh key for each; where `placed` says, if it says anything."""
+
+    def __init__(
+        self, key: Key[Array, ""], dtype: DTypeLike = jnp.float32, placed: Iterable[Sharding] | None = None
+    ) -> None:
+        self.key, self.dtype, self.count = key, dtype, 0
+        self.placed = None if placed is None else iter(placed)  # in the order in which parameters are made
+
+    def normal(self, *shape: int, scale: float) -> nnx.Param:
+        """A normal sample times `scale`."""
+        self.count += 1
+        key = jax.random.fold_in(self.key, self.count)
+        if self.placed is None:
+            return nnx.Param(_normal(key, shape, scale, self.dtype))
+        return nnx.Param(_normal_on(key, shape, scale, self.dtype, next(self.placed)))
+
+    def constant(self, value: float, *shape: int) -> nnx.Param:
+        """All entries equal."""
+        array = jnp.full(shape, value, self.dtype)
+        return nnx.Param(array if self.placed is None else jax.device_put(array, next(self.placed)))
+
+
+class Order(Initializer):
+    """Hands out 0, 1, 2...: which parameter of a model is made when."""
+
+    def normal(self, *shape: int, scale: float) -> nnx.Param:
+        """The next number."""
+        del shape, scale
+        self.count += 1
+        return nnx.Param(jnp.int32(self.count - 1))
+
+    def constant(self, value: float, *shape: int) -> nnx.Param:
+        """The next number."""
+        return self.normal(*shape, scale=value)
+
+
+def _normal(key: Key[Array, ""], shape: tuple[int, ...], scale: float, dtype: DTypeLike) -> Array:
+    return scale * jax.random.normal(key, shape, dtype)
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _normal_on(key: Array, shape: tuple[int, ...], scale: float, dtype: DTypeLike, placed: Sharding) -> Array:
+    """The same, no device making more than its part. One weight at a time: all in one jit take minutes to compile."""
+    return jax.lax.with_sharding_constraint(_normal(key, shape, scale, dtype), placed)
+
+
+class Linear(nnx.Module):
+    """y = x W^T + b with W [out, in]."""
+
+    def __init__(self, width_in: int, width_out: int, *, bias: bool, init: Initializer) -> None:
+        self.weight = init.normal(width_out, width_in, scale=width_in**-0.5)
+        self.bias = init.constant(0.0, width_out) if bias else None
+
+    def __call__(self, x: Float[Array, "*batch i"]) -> Float[Array, "*batch o"]:
+        """Applies the map to the last axis."""
+        y = jnp.einsum("...i,oi->...o", x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...]
+
+
+class SplitHeads(nnx.Module):
+    """A projection into heads: x [..., D] -> [..., N, H], weight [N, H, D]."""
+
+    def __init__(self, width: int, heads: int, head_dim: int, *, bias: bool, init: Initializer) -> None:
+        self.weight = init.normal(heads, head_dim, width, scale=width**-0.5)
+        self.bias = init.constant(0.0, heads, head_dim) if bias else None
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch N H"]:
+        """Projects the last axis into heads."""
+        y = jnp.moveaxis(_product(self.weight[...], x, axes=1), (0, 1), (-2, -1))
+        return y if self.bias is None else y + self.bias[...]
+
+
+class JoinHeads(nnx.Module):
+    """The projection back: x [..., N, H] -> [..., D], weight [D, N, H]."""
+
+    def __init__(self, width: int, heads: int, head_dim: int, *, bias: bool, init: Initializer) -> None:
+        self.weight = init.normal(width, heads, head_dim, scale=(heads * head_dim) ** -0.5)
+        self.bias = init.constant(0.0, width) if bias else None
+
+    def __call__(self, x: Float[Array, "*batch N H"]) -> Float[Array, "*batch D"]:
+        """Sums the heads back into the model width."""
+        y = jnp.moveaxis(_product(self.weight[...], x, axes=2), 0, -1)
+        return y if self.bias is None else y + self.bias[...]
+
+
+def _product(weight: Array, x: Array, *, axes: int) -> Array:
+    """Sums over so many last axes of both; the weight's other axes come first.
+
+    As einsum would write it, XLA copies a weight of three axes into another order in every product, which on a CPU at
+    batch 1 takes seven times the product itself. Not so where the weight comes first and keeps its order.
+    """
+    dtype = jnp.result_type(weight, x)
+    last = range(weight.ndim - axes, weight.ndim), range(x.ndim - axes, x.ndim)
+    return jax.lax.dot_general(weight.astype(dtype), x.astype(dtype), (last, ((), ())))
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * weight; statistics in float32, cast back, then the weight."""
+
+    def __init__(self, width: int, eps: float, *, init: Initializer) -> None:
+        self.weight = init.constant(1.0, width)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        """Normalises the last axis."""
+        x32 = x.astype(jnp.float32)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        return x32.astype(x.dtype) * self.weight[...]
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / std * weight + bias, statistics in float32."""
+
+    def __init__(self, width: int, eps: float, *, init: Initializer) -> None:
+        self.weight = init.constant(1.0, width)
+        self.bias = init.constant(0.0, width)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        """Normalises the last axis."""
+        x32 = x.astype(jnp.float32)
+        x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        return x32.astype(x.dtype) * self.weight[...] + self.bias[...]
+
+
+class Embedding(nnx.Module):
+    """A table of vectors, one per id."""
+
+    def __init__(self, count: int, width: int, *, init: Initializer) -> None:
+        self.weight = init.normal(count, width, scale=0.02)
+
+    def __call__(self, ids: Int[Array, "*batch"]) -> Float[Array, "*batch D"]:
+        """Looks the ids up."""
+        return self.weight[...][ids]
+
+
+def gelu(x: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
+    """The exact GELU, with erf."""
+    return jax.nn.gelu(x, approximate=False)
+
+
+def quick_gelu(x: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
+    """x sigmoid(1.702 x), an approximation of it."""
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+class Mlp(nnx.Module):
+    """Linear, exact GELU, linear: the projector of most families."""
+
+    def __init__(self, width_in: int, width: int, width_out: int, *, bias: bool = True, init: Initializer) -> None:
+        self.first = Linear(width_in, width, bias=bias, init=init)
+        self.second = Linear(width, width_out, bias=bias, init=init)
+
+    def __call__(self, x: Float[Array, "*batch i"]) -> Float[Array, "*batch o"]:
+        """Maps the last axis."""
+        return self.second(gelu(self.first(x)))

@@ -1,0 +1,152 @@
+"""Model families: one folder and one line each. `init` makes a model with random weights, `abstract` its shapes alone.
+
+params = vlkv.init(vlkv.presets["llava-1.5-7b"], jax.random.key(0), mesh, dtype=jnp.bfloat16)
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Key
+
+from vlkv import sharding
+from vlkv.config import ModelConfig, Raw
+from vlkv.decoder.layers import Initializer, Order
+from vlkv.errors import InputError
+from vlkv.families import eve, internvl, llava, llava_next, mobilevlm, qwen2_vl, qwen_vl, text
+from vlkv.families.family import Family, TextModel
+from vlkv.families.text.config import KINDS, read_stop
+from vlkv.processing.arranging import TextInputs
+
+Model: TypeAlias = TextModel
+
+FAMILIES: dict[str, Family] = {  # by `model_type`
+    "llava": llava.FAMILY,
+    "llava_llama": llava.ORIGINAL,
+    "llava_next": llava_next.FAMILY,
+    "llava_next_video": llava_next.VIDEO,
+    "llava_onevision": llava_next.ONEVISION,
+    "llava_qwen": llava_next.ORIGINAL,
+    "internvl": internvl.FAMILY,
+    "internvl_chat": internvl.ORIGINAL,
+    "qwen2_vl": qwen2_vl.FAMILY,
+    "qwen2_5_vl": qwen2_vl.FAMILY_2_5,
+    "mobilevlm": mobilevlm.FAMILY,
+    "qwen": qwen_vl.FAMILY,
+    "eve": eve.FAMILY,
+    **dict.fromkeys(KINDS, text.FAMILY),
+}
+
+
+def config_from_hf(raw: Raw, generation: Raw | None = None, added: Mapping[str, int] | None = None) -> TextInputs:
+    """Reads `config.json` and, where there is one, `generation_config.json` (for the stop ids).
+
+    Args:
+        raw: `config.json`.
+        generation: `generation_config.json`.
+        added: ids of the tokenizer's added tokens by their spelling, for families whose config names none.
+
+    Raises:
+        InputError: an unsupported `model_type`, or a field that we do not honour.
+    """
+    kind = model_type(raw)
+    if raw.get("quantization_config"):
+        raise InputError("config.json: quantization_config: quantised checkpoints are not supported; "
+                         "use the original weights")  # fmt: skip
+    beside = {"generation_config": generation or {}, "added_tokens": added or raw.get("added_tokens") or {}}
+    raw = {**raw, **beside, "model_type": kind}
+    family = FAMILIES[kind].config
+    return family(family=kind, **{"stop": read_stop(raw), **family.read(raw)})
+
+
+def model_type(raw: Raw) -> str:
+    """The family of a `config.json`; InputError for one that there is not.
+
+    Original checkpoints may bear the `model_type` of another: their families know them by more.
+    """
+    architectures = raw.get("architectures") or ()
+    if not isinstance(architectures, list | tuple) or not all(isinstance(name, str) for name in architectures):
+        raise InputError(f"config.json: architectures={architectures!r} must be a list of names")
+    claimed = (kind for kind, family in FAMILIES.items() if family.claims is not None and family.claims(raw))
+    kind = next(claimed, raw.get("model_type"))
+    if kind not in list(FAMILIES):  # a list, because the value may be of a type that cannot be hashed
+        raise InputError(f"config.json: model_type={kind!r} is not supported (supported: {', '.join(FAMILIES)})")
+    return kind
+
+
+def init(
+    config: ModelConfig, key: Key[Array, ""], mesh: Mesh | None = None, *, dtype: DTypeLike = jnp.float32
+) -> Model:
+    """A model with random weights: for training, and for timing, since speed does not depend on the weights.
+
+    Args:
+        config: its sizes, from a folder or from `vlkv.presets`.
+        key: of all weights; a mesh does not change them.
+        mesh: makes every weight where it belongs on this mesh, as `load` places them; None: the default device.
+        dtype: of the weights.
+    """
+    model = FAMILIES[config.family].model
+    if mesh is None:
+        return model(config, init=Initializer(key, dtype))
+    order = jax.tree.leaves(model(config, init=Order(key)))
+    leaves = jax.tree_util.tree_flatten_with_path(abstract(config, dtype))[0]
+    placed = {int(number): sharding.where(sharding.path_name(keypath), leaf.shape, mesh)
+              for number, (keypath, leaf) in zip(order, leaves, strict=True)}  # fmt: skip
+    return model(config, init=Initializer(key, dtype, [placed[number] for number in range(len(placed))]))
+
+
+def abstract(config: ModelConfig, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> Model:
+    """The same tree with ShapeDtypeStructs for arrays, placed on a mesh if one is given; allocates nothing."""
+    shapes = jax.eval_shape(lambda: init(config, jax.random.key(0), dtype=dtype))
+    if mesh is None:
+        return shapes
+
+    def one(keypath: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        there = sharding.where(sharding.path_name(keypath), x.shape, mesh)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there)
+
+    return jax.tree_util.tree_map_with_path(one, shapes)
+
+
+def shapes_by_path(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of all parameters, by names such as `decoder.layers.0.query.weight`."""
+    leaves = jax.tree_util.tree_flatten_with_path(abstract(config))[0]
+    return {sharding.path_name(keypath): tuple(leaf.shape) for keypath, leaf in leaves}
+
+
+class Presets(Mapping[str, TextInputs]):
+    """Published models by name, as configs, for planning and for timing without weights; read when asked for."""
+
+    @property
+    def raw(self) -> dict[str, dict[str, Any]]:
+        """What is read: the part of each `config.json` that matters."""
+        unique = {id(family): family for family in FAMILIES.values()}.values()
+        return dict(itertools.chain.from_iterable(family.published.items() for family in unique))
+
+    def __getitem__(self, name: str) -> TextInputs:
+        """The config; InputError for a name that is not there."""
+        raw = self.raw
+        if name not in raw:
+            near = difflib.get_close_matches(str(name), raw, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(raw)}"
+            raise InputError(f"no preset {name!r}: {hint}")
+        return config_from_hf(raw[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.raw
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.raw)
+
+    def __len__(self) -> int:
+        return len(self.raw)
+
+
+presets = Presets()

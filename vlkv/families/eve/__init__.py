@@ -1,0 +1,8 @@
+"""EVE (Diao et al. 2024, version 1): no encoder, a layer of patches before a Llama decoder."""
+
+from vlkv.families.eve.config import PUBLISHED, EveConfig
+from vlkv.families.eve.model import Eve
+from vlkv.families.eve.weights import names
+from vlkv.families.family import Family
+
+FAMILY = Family(config=EveConfig, model=Eve, names=names, published=PUBLISHED)

@@ -1,0 +1,47 @@
+"""EVE-7B and EVE-7B-HD.
+
+The checkpoint only names its patch layer, and the file of that name was never published with it; its numbers stand
+here. The name gives the longest side of a picture; patches and windows are 14 and 2 in both (for HD an inference: no
+other window fits its 4096 positions).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vlkv.config import Raw, positive, require
+from vlkv.errors import InputError
+from vlkv.families.eve.inputs import EveInputs
+from vlkv.families.eve.patches import EvePatchesConfig
+from vlkv.families.llava.original import tower_folder
+from vlkv.families.text.config import KINDS, llama
+
+_LONGEST = {"eve-patch14-anypixel-672": 672, "eve-patch14-anypixel-1344": 1344}
+
+
+class EveConfig(EveInputs):
+    """The form of `config.json` that the authors' code reads."""
+
+    @classmethod
+    def read(cls, raw: Raw) -> dict[str, Any]:
+        """The fields of the config; raises InputError for what we do not honour."""
+        name = tower_folder(raw)
+        if name not in _LONGEST:
+            raise InputError(f"config.json: mm_vision_tower={raw['mm_vision_tower']!r} is not supported "
+                             f"(only {', '.join(_LONGEST)})")  # fmt: skip
+        require("mm_projector_type", raw.get("mm_projector_type", "linear"), "mlp2x_gelu")
+        require("mm_use_im_start_end", bool(raw.get("mm_use_im_start_end", False)), False)
+        width = positive("mm_hidden_size", raw.get("mm_hidden_size", 1024))
+        vision = EvePatchesConfig(width=width, longest=_LONGEST[name])
+        if width % vision.heads:
+            raise InputError(f"config.json: mm_hidden_size={width} must be a multiple of {vision.heads}")
+        decoder = KINDS["llama"].read(raw)
+        # No token of the vocabulary stands for an image: the id behind the last does.
+        return {"decoder": decoder, "vision": vision, "image_token": decoder.vocab_size}
+
+
+PUBLISHED = {
+    f"eve-7b{suffix}": llama() | dict(model_type="eve", mm_vision_tower=f"eve-patch14-anypixel-{longest}",
+                                      mm_projector_type="mlp2x_gelu", mm_hidden_size=1024)
+    for suffix, longest in (("", 672), ("-hd", 1344))
+}  # fmt: skip

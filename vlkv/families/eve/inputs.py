@@ -1,0 +1,100 @@
+"""EVE's pictures: of one length on the longer side, on the shorter as near their shape as whole steps allow.
+
+They are cut into windows; a class token stands before each picture, a token at the end of every row of windows. All of
+them are vision tokens. Windows lie on the grid by row and column; class and end-of-row tokens lie on none (-1), as they
+show no part of the picture.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import PIL.Image
+from einops import rearrange
+from jaxtyping import Float
+
+from vlkv.buckets import Buckets, round_up
+from vlkv.errors import InputError
+from vlkv.families.eve.patches import EvePatchesConfig
+from vlkv.families.llava.original import VicunaInputs
+from vlkv.processing.arranging import OTHERS, PICTURE, Arranged, Batch, Mask, Tokens, arrange_entries, entries, padded
+from vlkv.processing.pictures import Pictures, Read
+from vlkv.processing.pixels import Layout, PixelSettings, to_pixels
+
+
+class EveInputs(VicunaInputs):
+    """Pictures of any shape, in windows."""
+
+    whole_batch: ClassVar = {"pixels": ("vision",), "member": ("images", "vision")}
+
+    def open_pictures(self, folder: Path, layout: Layout) -> EvePictures:
+        """The authors' code has no settings but the patch layer's."""
+        self.only_checkpoint(layout)
+        settings = PixelSettings.from_hf({"do_resize": False, "do_center_crop": False}, str(folder))
+        return EvePictures(vision=self.vision, settings=settings)
+
+    def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
+        """From `pixel_values` [I, 4, S, S], whose last channel says by ones where on its square the picture lies."""
+        given = batch.get("pixel_values")
+        windows = [] if given is None else [_windows(pixels, self.vision) for pixels in np.asarray(given, np.float32)]
+        counts = [made.shape[0] * made.shape[1] for made in windows]
+        first = np.cumsum([0, *counts])  # window of each picture
+        made = [
+            np.concatenate([[[OTHERS - i, 0, -1, -1]], entries(numbers.reshape(one.shape[:2]), 0, "line")])
+            for i, (one, numbers) in enumerate(zip(windows, np.split(np.arange(first[-1]), first[1:-1]), strict=False))
+        ]
+        # Rows of the flat embeddings: windows, the end of a row, class tokens.
+        space = round_up(int(first[-1]), buckets.vision)
+        fields, _ = arrange_entries(tokens, valid, {self.image_token: made}, buckets, newline=space, others=space + 1)
+        if windows:
+            member = np.zeros((round_up(len(windows), buckets.images), space), bool)
+            for i in range(len(windows)):
+                member[i, first[i] : first[i + 1]] = True
+            pixels = np.concatenate([one.reshape(-1, *one.shape[2:]) for one in windows])
+            fields |= {"pixels": padded(pixels, space), "layout": {"member": member}}
+        return Arranged(**fields)
+
+    def sample(self, pictures: int, room: int) -> tuple[dict[str, Any], int]:
+        """Pictures of 640 x 480."""
+        del room
+        c = self.vision
+        width, height = c.target(PICTURE[1], PICTURE[0])
+        pixels = np.zeros((pictures, 4, c.longest, c.longest), np.float32)
+        pixels[:, 3, :height, :width] = 1
+        return {"pixel_values": pixels}, pictures * c.tokens(width, height)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvePictures(Pictures):
+    """Reads pictures as the authors' code does."""
+
+    vision: EvePatchesConfig
+    settings: PixelSettings
+
+    def image(self, image: PIL.Image.Image, images: int) -> Read:
+        """One picture, in the middle of a square, with a mask."""
+        c = self.vision
+        width, height = c.target(image.width, image.height)
+        step = c.longest // c.coarse
+        left, top = ((c.longest - side) // step // 2 * step for side in (width, height))
+        resized = image.resize((width, height), PIL.Image.Resampling.BICUBIC)
+        pixels = np.zeros((1, 4, c.longest, c.longest), np.float32)
+        pixels[0, :, top : top + height, left : left + width] = np.concatenate(
+            [to_pixels(resized, self.settings), np.ones((1, height, width), np.float32)]
+        )
+        return Read(arrays={"pixel_values": pixels}, tokens=c.tokens(width, height))
+
+
+def _windows(pixels: Float[np.ndarray, "4 S S"], c: EvePatchesConfig) -> Float[np.ndarray, "lines columns 3 p p"]:
+    if pixels.ndim != 3 or len(pixels) != 4:
+        raise InputError(f"pixel_values of an image have shape {pixels.shape}, expected [4, S, S]: the last is a mask")
+    mask = pixels[3] > 0
+    lines, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
+    size = c.window_size
+    if not mask.any() or mask.sum() != len(lines) * len(columns) or len(lines) % size or len(columns) % size:
+        raise InputError(f"the mask of pixel_values must be a rectangle of whole windows of {size} x {size} pixels")
+    shown = pixels[:3, lines[0] : lines[-1] + 1, columns[0] : columns[-1] + 1]
+    return rearrange(shown, "c (y a) (x b) -> y x c a b", a=size, b=size)

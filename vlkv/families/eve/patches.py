@@ -1,0 +1,110 @@
+"""EVE's patch layer (Diao et al. 2024, Sec. 3.1): patches, attention within each window, a class token per image.
+
+Axes: W windows of all images, flat · P patches of a window · I images · N heads · H head dim · D width. Quirks kept:
+logits are scaled by the whole width, not a head's; the class token reads what the windows have become.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from vlkv.decoder.layers import Initializer, JoinHeads, LayerNorm, SplitHeads
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvePatchesConfig:
+    """The patch layer."""
+
+    width: int
+    longest: int  # pixels of a picture's longer side
+    heads: int = 8
+    patch_size: int = 14
+    window: int = 2  # patches per side that become one token
+    coarse: int = 24  # steps in which the shorter side grows, to the longer one
+    norm_eps: float = 1e-5
+
+    @property
+    def window_size(self) -> int:
+        """Pixels per side that become one token."""
+        return self.patch_size * self.window
+
+    def target(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height in pixels that a picture is resized to."""
+        # In the units of the teacher of its training (336 pixels, steps of 14), or rounding would differ.
+        steps = math.ceil(336 * min(width, height) / max(width, height) / 14)
+        short = steps * (self.longest // self.coarse)
+        return (self.longest, short) if width > height else (short, self.longest)
+
+    def tokens(self, width: int, height: int) -> int:
+        """Vision tokens of a picture of so many pixels, once resized."""
+        return 1 + height // self.window_size * (width // self.window_size + 1)
+
+    @property
+    def blocks(self) -> int:
+        """Layers of attention within windows."""
+        return 1
+
+    def patches(self, shape: tuple[int, ...]) -> int:
+        """Patches that attend to one another, of pixels of this shape [W, 3, h, w]."""
+        del shape
+        return self.window**2
+
+
+class Reader(nnx.Module):
+    """Some queries read their own keys each, and get what they read on top of themselves."""
+
+    def __init__(self, c: EvePatchesConfig, *, init: Initializer) -> None:
+        head_dim = c.width // c.heads
+        self.query_norm = LayerNorm(c.width, c.norm_eps, init=init)
+        self.query = SplitHeads(c.width, c.heads, head_dim, bias=False, init=init)
+        self.key_norm = LayerNorm(c.width, c.norm_eps, init=init)
+        self.key = SplitHeads(c.width, c.heads, head_dim, bias=False, init=init)
+        self.value = SplitHeads(c.width, c.heads, head_dim, bias=False, init=init)
+        self.out = JoinHeads(c.width, c.heads, head_dim, bias=True, init=init)
+        self.scale = c.width**-0.5
+
+    def windows(self, queries: Float[Array, "W D"], x: Float[Array, "W P D"]) -> Float[Array, "W D"]:
+        """Each window's query reads its patches."""
+        q, h = self.query(self.query_norm(queries)), self.key_norm(x)
+        logits = jnp.einsum("wnh,wpnh->wnp", q, self.key(h), preferred_element_type=jnp.float32) * self.scale
+        weights = jax.nn.softmax(logits, axis=-1).astype(x.dtype)
+        return queries + self.out(jnp.einsum("wnp,wpnh->wnh", weights, self.value(h)))
+
+    def images(
+        self, query: Float[Array, " D"], x: Float[Array, "W D"], member: Bool[Array, "I W"]
+    ) -> Float[Array, "I D"]:
+        """The one query reads the windows of each image."""
+        q, h = self.query(self.query_norm(query)), self.key_norm(x)
+        logits = jnp.einsum("nh,wnh->nw", q, self.key(h), preferred_element_type=jnp.float32) * self.scale
+        # An image that is padding has no windows; what it reads is not used.
+        logits = jnp.where(member[:, None], logits, jnp.finfo(jnp.float32).min)  # [I, N, W]
+        weights = jax.nn.softmax(logits, axis=-1).astype(x.dtype)
+        return query + self.out(jnp.einsum("inw,wnh->inh", weights, self.value(h)))
+
+
+class EvePatches(nnx.Module):
+    """Windows of pixels to vectors, and those of the tokens between and before them."""
+
+    def __init__(self, c: EvePatchesConfig, *, init: Initializer) -> None:
+        self.config = c
+        self.patch = init.normal(c.width, 3, c.patch_size, c.patch_size, scale=(3 * c.patch_size**2) ** -0.5)
+        self.class_token = init.normal(c.width, scale=c.width**-0.5)
+        self.split_token = init.normal(c.width, scale=c.width**-0.5)
+        self.within = Reader(c, init=init)
+        self.whole = Reader(c, init=init)
+
+    def __call__(self, pixels: Float[Array, "W 3 h w"], member: Bool[Array, "I W"]) -> Float[Array, "V D"]:
+        """All windows, then the token that ends every row, then each image's class token: V = W + 1 + I."""
+        size = self.config.patch_size
+        patches = rearrange(pixels, "w c (y a) (x b) -> w (y x) c a b", a=size, b=size)
+        x = jnp.einsum("wpcab,dcab->wpd", patches, self.patch[...])
+        windows = self.within.windows(jnp.mean(x, axis=1), x)
+        classes = self.whole.images(self.class_token[...], windows, member)
+        return jnp.concatenate([windows, self.split_token[...][None], classes])

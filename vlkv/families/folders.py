@@ -1,0 +1,72 @@
+"""A checkpoint folder: its config, and the table of its tensors for the converter."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from checkpoints_convert.checkpoint import require_json
+from checkpoints_convert.entry import Table
+from vlkv.config import ModelConfig
+from vlkv.errors import InputError
+from vlkv.families import FAMILIES, config_from_hf, model_type, shapes_by_path
+from vlkv.files import read_json
+from vlkv.processing.arranging import TextInputs
+
+
+def describe(folder: Path) -> Table:
+    """What the engine must know of a folder; raises InputError as `read_config`."""
+    return table_of(read_config(folder), read_raw(folder))
+
+
+def table_of(config: ModelConfig, raw: dict[str, Any]) -> Table:
+    """The table of a model, with an output head of its own: the checkpoint decides whether it has one."""
+    return Table(
+        family=config.family,
+        config=raw,
+        names=FAMILIES[config.family].names(config),
+        shapes=lambda: shapes_by_path(with_head(config, tied=False)),
+    )
+
+
+def with_head(config: ModelConfig, *, tied: bool) -> ModelConfig:
+    """The config, saying whether the output head is the embedding table."""
+    return dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, tied=tied))
+
+
+def read_config(folder: Path) -> TextInputs:
+    """The model's config from `config.json`, `generation_config.json` (stop ids) and the tokenizer's added tokens.
+
+    Raises:
+        InputError: no folder, no config, or one that we do not honour.
+    """
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder")
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder}: no config.json, so this is not a (complete) checkpoint folder")
+    raw, generation = read_raw(folder), read_json(folder / "generation_config.json")
+    try:
+        return config_from_hf(raw, generation, _added_tokens(folder))
+    except InputError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise InputError(f"{folder / 'config.json'}: malformed ({type(error).__name__}: {error})") from None
+
+
+def read_raw(folder: Path) -> dict[str, Any]:
+    """`config.json`, with what its family finds beside it."""
+    raw = require_json(folder / "config.json")
+    kind = model_type(raw)
+    complete = FAMILIES[kind].complete
+    return raw if complete is None else {**complete(raw, lambda name: read_json(folder / name)), "model_type": kind}
+
+
+def _added_tokens(folder: Path) -> dict[str, int]:
+    """Ids of the tokenizer's added tokens by their spelling, from whichever of its files are there."""
+    older, newer = read_json(folder / "tokenizer_config.json") or {}, read_json(folder / "tokenizer.json") or {}
+    return {
+        **(read_json(folder / "added_tokens.json") or {}),
+        **{token["content"]: int(number) for number, token in (older.get("added_tokens_decoder") or {}).items()},
+        **{token["content"]: token["id"] for token in newer.get("added_tokens") or ()},
+    }

@@ -1,0 +1,102 @@
+"""InternVL2.5 and 3 in transformers' form."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from vlkv.config import Raw, filled, honour, require
+from vlkv.errors import InputError
+from vlkv.families.internvl.conversations import Conversation
+from vlkv.families.internvl.inputs import InternVlInputs
+from vlkv.families.text.config import QWEN2, read_decoder
+from vlkv.towers.vit import VitConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InternVitConfig(VitConfig):
+    """InternViT: 300M (LayerNorm) or 6B (RMSNorm, normalised queries and keys); no norm follows the last block."""
+
+    norm: str = dataclasses.field()  # "layer_norm" or "rms_norm"
+    qkv_bias: bool = dataclasses.field()
+    qk_norm_eps: float | None = None
+    feature_layer: int = -1
+
+    class_token = True
+    scaled = True
+    defaults: ClassVar = dict(
+        model_type="internvl_vision", hidden_size=1024, intermediate_size=4096, num_hidden_layers=24,
+        num_attention_heads=16, image_size=448, patch_size=14, norm_type="layer_norm", layer_norm_eps=1e-6,
+        attention_bias=False, use_qk_norm=False,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        require("vision_config.norm_type", self.norm, "layer_norm", "rms_norm")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InternVlWiring:
+    """What lies between tower and decoder, and what else is InternVL's own.
+
+    Attributes:
+        merge: patches per side that become one vision token.
+        tokens: vision tokens of a tile.
+        min_tiles: a picture becomes at least so many tiles, the thumbnail not counted.
+        max_tiles: and at most so many.
+        thumbnail: whether the whole picture follows its tiles, once more, where they are several.
+        conversation: how prompts are written; None: the checkpoint has a chat template.
+    """
+
+    merge: int
+    tokens: int
+    min_tiles: int = 1
+    max_tiles: int = 12
+    thumbnail: bool = True
+    conversation: Conversation | None = None
+
+    @classmethod
+    def of(cls, raw: Raw, vision: VitConfig, **settings: Any) -> InternVlWiring:
+        """Reads `downsample_ratio`; InputError unless so many patches tile the grid."""
+        ratio = raw.get("downsample_ratio", 0.5)
+        if not isinstance(ratio, int | float) or not 0 < ratio <= 1 or (1 / ratio) % 1 or vision.grid % int(1 / ratio):
+            raise InputError(f"config.json: downsample_ratio={ratio!r} must be one over a divisor of the "
+                             f"{vision.grid} patches per side")  # fmt: skip
+        return cls(merge=int(1 / ratio), tokens=(vision.grid // int(1 / ratio)) ** 2, **settings)
+
+
+class InternVlConfig(InternVlInputs):
+    """An InternViT tower and any decoder."""
+
+    @classmethod
+    def read(cls, raw: Raw) -> dict[str, Any]:
+        """The fields of the config; raises InputError for what we do not honour."""
+        honour(raw, {"projector_hidden_act": "gelu", "vision_feature_select_strategy": "default"})
+        tower = raw.get("vision_config") or {}
+        honour(tower, {"use_mean_pooling": True, "use_absolute_position_embeddings": True}, "vision_config.")
+        c = filled(tower, InternVitConfig.defaults)
+        vision = InternVitConfig.from_hf(
+            tower, raw.get("vision_feature_layer", -1), norm=c["norm_type"], qkv_bias=bool(c["attention_bias"]),
+            # transformers leaves these norms at the default epsilon, whatever layer_norm_eps says
+            qk_norm_eps=1e-6 if c["use_qk_norm"] else None,
+        )  # fmt: skip
+        return {
+            "decoder": read_decoder(raw),
+            "vision": vision,
+            "image_token": raw.get("image_token_id", 151667),
+            "wiring": InternVlWiring.of(raw, vision),
+        }
+
+
+def _internvl3(text: dict[str, Any]) -> dict[str, Any]:
+    """OpenGVLab/InternVL3-*-hf: the tower with 300M under transformers' names."""
+    vision = InternVitConfig.defaults | dict(image_size=[448, 448], patch_size=[14, 14], attention_bias=True)
+    text = text | dict(vocab_size=151674, rope_scaling=dict(rope_type="dynamic", factor=2.0), sliding_window=None,
+                       tie_word_embeddings=False)  # fmt: skip
+    return dict(model_type="internvl", image_token_id=151667, downsample_ratio=0.5, projector_hidden_act="gelu",
+                vision_feature_layer=-1, vision_feature_select_strategy="default", tie_word_embeddings=False,
+                text_config=text, vision_config=vision)  # fmt: skip
+
+
+PUBLISHED = {
+    f"internvl3-{size}": _internvl3(QWEN2[text]) for size, text in (("1b", "0.5b"), ("2b", "1.5b"), ("8b", "7b"))
+}

@@ -1,0 +1,50 @@
+"""InternVL: a pixel shuffle between tower and projector."""
+
+from __future__ import annotations
+
+from einops import rearrange, reduce
+from flax import nnx
+from jaxtyping import Array, Float
+
+from vlkv.config import ModelConfig
+from vlkv.decoder.layers import Initializer, LayerNorm, Mlp
+from vlkv.families.family import VisionLanguageModel
+from vlkv.inputs import Inputs
+from vlkv.towers.vit import Vit
+
+
+class InternVlProjector(Mlp):
+    """LayerNorm, linear, exact (erf) GELU, linear."""
+
+    def __init__(self, width_in: int, width_out: int, *, init: Initializer) -> None:
+        self.norm = LayerNorm(width_in, 1e-5, init=init)
+        super().__init__(width_in, width_out, width_out, init=init)
+
+    def __call__(self, x: Float[Array, "*batch i"]) -> Float[Array, "*batch D"]:
+        """Merged patches to the decoder's width."""
+        return super().__call__(self.norm(x))
+
+
+class InternVl(VisionLanguageModel):
+    """A token is merge x merge patches side by side, and gets all that was given to them."""
+
+    tower = Vit
+
+    def make_projector(self, config: ModelConfig, *, init: Initializer) -> nnx.Module:
+        """With a norm before it."""
+        return InternVlProjector(config.vision.width * config.wiring.merge**2, config.decoder.width, init=init)
+
+    def project(self, features: Float[Array, "I V d"], inputs: Inputs) -> Float[Array, "R D"]:
+        """Patches of a token joined, then projected."""
+        del inputs
+        return self.projector(rearrange(features, "i (y a x b) d -> (i y x) (a b d)", **self._sides))
+
+    def pool(self, attention: Float[Array, "I V C"], inputs: Inputs) -> Float[Array, "R C"]:
+        """Sums over the patches of a token."""
+        del inputs
+        return reduce(attention, "i (y a x b) c -> (i y x) c", "sum", **self._sides)
+
+    @property
+    def _sides(self) -> dict[str, int]:
+        merge = self.config.wiring.merge
+        return {"y": self.config.vision.grid // merge, "a": merge, "x": self.config.vision.grid // merge, "b": merge}

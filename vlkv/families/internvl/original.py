@@ -1,0 +1,127 @@
+"""InternVL-Chat-V1.5, InternVL2 and InternVL2.5 as their authors published them (`internvl_chat`).
+
+`config.json` names neither the image token nor the token that ends an answer: both are looked up by their spelling
+among the tokenizer's added tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+from vlkv.config import Raw, filled, positive, require
+from vlkv.errors import InputError
+from vlkv.families.internvl.config import InternVitConfig, InternVlWiring
+from vlkv.families.internvl.conversations import CONVERSATIONS
+from vlkv.families.internvl.inputs import KIND, TOKEN, InternVlInputs
+from vlkv.families.text.config import PHI3_MINI, QWEN2, internlm2, read_decoder
+from vlkv.processing.templates import ChatTemplate
+
+
+class _ChatVitConfig(InternVitConfig):
+    """The defaults of the authors' class."""
+
+    defaults: ClassVar = dict(
+        model_type="intern_vit_6b", hidden_size=3200, intermediate_size=12800, num_hidden_layers=48,
+        num_attention_heads=25, image_size=224, patch_size=14, norm_type="rms_norm", layer_norm_eps=1e-6,
+        qkv_bias=False, qk_normalization=True,
+    )  # fmt: skip
+
+
+class InternVlChatConfig(InternVlInputs):
+    """The form of `config.json` that the authors' code reads."""
+
+    @classmethod
+    def read(cls, raw: Raw) -> dict[str, Any]:
+        """The fields of the config; raises InputError for what we do not honour."""
+        # An older pixel shuffle, and weights that are not merged yet.
+        require("ps_version", raw.get("ps_version", "v1"), "v2")
+        for field in ("use_backbone_lora", "use_llm_lora", "pad2square"):
+            require(field, int(raw.get(field, 0)), 0)
+        tower = raw.get("vision_config") or {}
+        c = filled(tower, _ChatVitConfig.defaults)
+        vision = _ChatVitConfig.from_hf(
+            tower, raw.get("select_layer", -1), norm=c["norm_type"], qkv_bias=bool(c["qkv_bias"]),
+            qk_norm_eps=c["layer_norm_eps"] if c["qk_normalization"] else None,
+        )  # fmt: skip
+        require("force_image_size", raw.get("force_image_size") or vision.image_size, vision.image_size)
+        require("template", raw.get("template"), *CONVERSATIONS)
+        conversation = CONVERSATIONS[raw["template"]]
+        tiled = bool(raw.get("dynamic_image_size", False))
+        fewest = positive("min_dynamic_patch", raw.get("min_dynamic_patch", 1)) if tiled else 1
+        most = positive("max_dynamic_patch", raw.get("max_dynamic_patch", 6)) if tiled else 1
+        if fewest > most:
+            raise InputError(f"config.json: min_dynamic_patch={fewest} is above max_dynamic_patch={most}")
+        return {
+            "decoder": read_decoder({"text_config": raw.get("llm_config")}),
+            "vision": vision,
+            "image_token": _id(raw, TOKEN),
+            "stop": (_id(raw, conversation.stop),),
+            "wiring": InternVlWiring.of(raw, vision, min_tiles=fewest, max_tiles=most, conversation=conversation,
+                                        thumbnail=bool(raw.get("use_thumbnail", False))),
+        }  # fmt: skip
+
+    def template(self, folder: Path) -> ChatTemplate:
+        """The conversation of the config, as a chat template."""
+        del folder
+        c = self.wiring.conversation
+        opening = {"user": c.user, "assistant": c.assistant}
+        text = (
+            f"{{{{ {json.dumps(c.system + c.separator)} }}}}"
+            f"{{% for message in messages %}}{{{{ {json.dumps(opening)}[message.role] }}}}{{{{ message.content }}}}"
+            f"{{{{ {json.dumps(c.separator)} }}}}{{% endfor %}}"
+            f"{{% if add_generation_prompt %}}{{{{ {json.dumps(c.assistant)} }}}}{{% endif %}}"
+        )
+        return ChatTemplate.from_text(text, "config.json: template")
+
+    def settings(self, folder: Path) -> tuple[dict[str, Any], str]:
+        """No file has them; ImageNet's mean and deviation."""
+        size = {"height": self.vision.image_size, "width": self.vision.image_size}
+        tiles = dict(min_patches=self.wiring.min_tiles, max_patches=self.wiring.max_tiles)
+        own = dict(image_processor_type=KIND, size=size, image_mean=(0.485, 0.456, 0.406),
+                   image_std=(0.229, 0.224, 0.225), **tiles)  # fmt: skip
+        return own, str(folder / "config.json")
+
+
+def _id(raw: Raw, token: str) -> int:
+    added = raw.get("added_tokens") or {}
+    if token not in added:
+        raise InputError(f"config.json does not say which id {token} has, and neither tokenizer.json, "
+                         "tokenizer_config.json nor added_tokens.json does; copy them from the checkpoint")  # fmt: skip
+    return added[token]
+
+
+# --- published sizes: OpenGVLab/... ---------------------------------------------------------------------------------
+
+_VIT_300M = dict(model_type="intern_vit_6b", hidden_size=1024, intermediate_size=4096, num_hidden_layers=24,
+                 num_attention_heads=16, image_size=448, patch_size=14, qkv_bias=True, qk_normalization=False,
+                 norm_type="layer_norm")  # fmt: skip
+_VIT_6B = dict(model_type="intern_vit_6b", hidden_size=3200, intermediate_size=12800, num_hidden_layers=45,
+               num_attention_heads=25, image_size=448, patch_size=14, qkv_bias=False, qk_normalization=True,
+               norm_type="rms_norm")  # fmt: skip
+_2B = internlm2(hidden_size=2048, intermediate_size=8192, num_hidden_layers=24, num_attention_heads=16,
+                vocab_size=92553)  # fmt: skip
+_20B = internlm2(3.0, hidden_size=6144, intermediate_size=16384, num_hidden_layers=48, num_attention_heads=48,
+                 vocab_size=92553)  # fmt: skip
+# What the config leaves to the tokenizer.
+_INTERNLM2_ADDED = {"<|im_end|>": 92542, TOKEN: 92546}
+
+
+def _chat(vision: dict[str, Any], text: dict[str, Any], template: str, added: dict[str, int]) -> dict[str, Any]:
+    return dict(model_type="internvl_chat", vision_config=vision, llm_config=text, template=template, select_layer=-1,
+                ps_version="v2", downsample_ratio=0.5, force_image_size=448, dynamic_image_size=True,
+                use_thumbnail=True, min_dynamic_patch=1, max_dynamic_patch=12, added_tokens=added)  # fmt: skip
+
+
+PUBLISHED_ORIGINAL = {
+    "internvl-1.5-26b": _chat(_VIT_6B, _20B, "internlm2-chat", _INTERNLM2_ADDED),
+    "internvl2-1b": _chat(_VIT_300M, QWEN2["0.5b"] | dict(vocab_size=151655, tie_word_embeddings=False), "Hermes-2",
+                          {"<|im_end|>": 151645, TOKEN: 151648}),
+    "internvl2-2b": _chat(_VIT_300M, _2B, "internlm2-chat", _INTERNLM2_ADDED),
+    "internvl2-4b": _chat(_VIT_300M, PHI3_MINI | dict(vocab_size=32020), "phi3-chat",
+                          {"<|end|>": 32007, TOKEN: 32013}),
+    "internvl2-8b": _chat(_VIT_300M, internlm2(vocab_size=92553), "internlm2-chat", _INTERNLM2_ADDED),
+    "internvl2-26b": _chat(_VIT_6B, _20B, "internlm2-chat", _INTERNLM2_ADDED),
+    "internvl2.5-8b": _chat(_VIT_300M, internlm2(vocab_size=92553), "internvl2_5", _INTERNLM2_ADDED),
+}  # fmt: skip

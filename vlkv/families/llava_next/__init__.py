@@ -1,0 +1,22 @@
+"""LLaVA-NeXT, NeXT-Video, OneVision and Video: a tower over tiles and frames, a projector, a decoder."""
+
+from vlkv.families.family import Family
+from vlkv.families.llava.original import claims_video
+from vlkv.families.llava_next.config import (
+    PUBLISHED,
+    PUBLISHED_ONEVISION,
+    PUBLISHED_VIDEO,
+    LlavaNextConfig,
+    LlavaNextVideoConfig,
+    LlavaOnevisionConfig,
+)
+from vlkv.families.llava_next.model import LlavaNext
+from vlkv.families.llava_next.original import PUBLISHED_ORIGINAL, LlavaVideoConfig
+from vlkv.families.llava_next.weights import names, original_names
+
+FAMILY = Family(config=LlavaNextConfig, model=LlavaNext, names=names, published=PUBLISHED)
+VIDEO = Family(config=LlavaNextVideoConfig, model=LlavaNext, names=names, published=PUBLISHED_VIDEO)
+ONEVISION = Family(config=LlavaOnevisionConfig, model=LlavaNext, names=names, published=PUBLISHED_ONEVISION)
+# LLaVA-Video and OneVision as their authors publish them.
+ORIGINAL = Family(config=LlavaVideoConfig, model=LlavaNext, names=original_names, published=PUBLISHED_ORIGINAL,
+                  claims=claims_video)  # fmt: skip

@@ -1,0 +1,198 @@
+"""LLaVA-NeXT, NeXT-Video and OneVision in transformers' form."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+from vlkv.config import Raw, honour, positive
+from vlkv.errors import InputError
+from vlkv.families.llava.config import CLIP_LARGE, llava
+from vlkv.families.llava_next.inputs import LlavaNextInputs
+from vlkv.families.text.config import MISTRAL, QWEN2, VICUNA_13B, read_decoder
+from vlkv.towers.vit import ClipConfig, SiglipConfig
+
+_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+_SIDES = range(384, 2305, 384)  # pixels
+TILES = [[height, width] for height in _SIDES for width in _SIDES]
+# The last of its 27 blocks is cut off where it is loaded.
+SIGLIP = dict(model_type="siglip_vision_model", hidden_size=1152, intermediate_size=4304, num_hidden_layers=26,
+              num_attention_heads=16, image_size=384, patch_size=14, vision_use_head=False)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VideoPooling:
+    """What becomes of the patches of a video's frame.
+
+    Attributes:
+        mode: how a frame's patches become fewer: means of squares, or the frame resized.
+        stride: how many times fewer there are per side; what is left over a mean drops and a resized frame keeps.
+        newline: where the newline embedding stands: after every line, after every frame, after the video, nowhere.
+        before_projector: whether patches are pooled before they are projected, or after.
+    """
+
+    mode: Literal["average", "bilinear"]
+    stride: int = 2
+    newline: Literal["line", "frame", "video", "none"] = "none"
+    before_projector: bool = False
+
+    @property
+    def taps(self) -> int:
+        """Patches that make one token."""
+        return 4 if self.mode == "bilinear" else self.stride**2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnyRes:
+    """How pictures of any resolution, and videos, become tokens.
+
+    Attributes:
+        pinpoints: heights and widths, in pixels, that a picture may be resized to and cut into tiles from.
+        most_tiles: with more patches than this many tiles have, the stitched patches are resized; None: never.
+        only_alone: whether a picture is cut into tiles only where it is the only one of its prompt.
+        rounded: whether the height and width without padding are rounded to 7 digits, as transformers does, before
+            they are cut to a whole number; the original code does not.
+        video: None for a family without video.
+    """
+
+    pinpoints: tuple[tuple[int, int], ...]
+    most_tiles: int | None = None
+    only_alone: bool = False
+    rounded: bool = True
+    video: VideoPooling | None = None
+
+    @property
+    def taps(self) -> int:
+        """Patches that make one token at most; 0 where each token is one patch."""
+        return max(0 if self.most_tiles is None else 4, 0 if self.video is None else self.video.taps)
+
+
+class LlavaNextConfig(LlavaNextInputs):
+    """LLaVA-NeXT: a CLIP tower and any decoder."""
+
+    tokens: ClassVar[tuple[int, int | None]] = (32000, None)  # of an image and of a video, where the config says none
+
+    @classmethod
+    def read(cls, raw: Raw) -> dict[str, Any]:
+        """The fields of the config; raises InputError for what we do not honour."""
+        # The tiles of a picture make one grid, on which a class token has no place.
+        honour(raw, {"vision_feature_select_strategy": "default"})
+        tower = ClipConfig.beside({**raw, "vision_config": raw.get("vision_config") or CLIP_LARGE})
+        points = read_pinpoints(raw.get("image_grid_pinpoints") or _PINPOINTS, tower.image_size)
+        made = AnyRes(pinpoints=points, video=cls.read_video(raw))
+        return read_common(raw, *cls.tokens) | {"vision": tower, "wiring": made}
+
+    @classmethod
+    def read_video(cls, raw: Raw) -> VideoPooling | None:
+        """What becomes of frames."""
+        del raw
+        return None
+
+
+class LlavaNextVideoConfig(LlavaNextConfig):
+    """LLaVA-NeXT-Video: frames are pooled before they are projected, and no newline is added."""
+
+    tokens = (32001, 32000)
+
+    @classmethod
+    def read_video(cls, raw: Raw) -> VideoPooling:
+        """What becomes of frames."""
+        honour(raw, {"spatial_pool_mode": "average"})
+        stride = positive("spatial_pool_stride", raw.get("spatial_pool_stride", 2))
+        return VideoPooling(mode="average", stride=stride, before_projector=True)
+
+
+class LlavaOnevisionConfig(LlavaNextInputs):
+    """LLaVA-OneVision: a SigLIP tower and a Qwen2 decoder."""
+
+    @classmethod
+    def read(cls, raw: Raw) -> dict[str, Any]:
+        """The fields of the config; raises InputError for what we do not honour."""
+        # "default" would drop the first token, which here is a patch.
+        honour(raw, {"vision_feature_select_strategy": "full"})
+        tower = SiglipConfig.from_hf(
+            raw.get("vision_config") or SIGLIP, raw.get("vision_feature_layer", -1), whole=False
+        )
+        decoder = {"model_type": "qwen2", **(raw.get("text_config") or {})}
+        # transformers ties where either field says so.
+        tied = bool(raw.get("tie_word_embeddings") or decoder.get("tie_word_embeddings"))
+        return read_common({**raw, "text_config": decoder, "tie_word_embeddings": tied}, 151646, 151647) | {
+            "vision": tower,
+            "wiring": AnyRes(
+                pinpoints=read_pinpoints(raw.get("image_grid_pinpoints") or TILES, tower.image_size),
+                most_tiles=read_most_tiles(raw.get("vision_aspect_ratio", "anyres_max_9"), "vision_aspect_ratio"),
+                only_alone=True,
+                video=VideoPooling(mode="bilinear", newline="video"),
+            ),
+        }
+
+
+def read_common(raw: Raw, image_token: int, video_token: int | None = None) -> dict[str, Any]:
+    """The fields that these models have in common."""
+    honour(raw, {"projector_hidden_act": "gelu", "use_image_newline_parameter": True})
+
+    def token(kind: str, default: int) -> int:
+        return raw.get(f"{kind}_token_index", raw.get(f"{kind}_token_id", default))
+
+    return {
+        "decoder": read_decoder(raw),
+        "image_token": token("image", image_token),
+        "video_token": None if video_token is None else token("video", video_token),
+        "projector_bias": raw.get("multimodal_projector_bias", True),
+    }
+
+
+def read_pinpoints(value: Any, side: int) -> tuple[tuple[int, int], ...]:
+    """Checks `image_grid_pinpoints`: pairs of pixels, each a multiple of a tile's side; InputError otherwise."""
+    whole = isinstance(value, Sequence) and all(
+        isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(n, int) and n > 0 for n in pair)
+        for pair in value
+    )
+    if not whole or not value:
+        raise InputError(f"config.json: image_grid_pinpoints={value!r} must be a list of [height, width]")
+    for pair in value:
+        if any(n % side for n in pair):
+            raise InputError(f"config.json: image_grid_pinpoints has {list(pair)}: not whole tiles of {side} pixels")
+    return tuple((int(pair[0]), int(pair[1])) for pair in value)
+
+
+def read_most_tiles(value: Any, field: str) -> int:
+    """The number in anyres_max_9; InputError for another kind."""
+    number = value.removeprefix("anyres_max_") if isinstance(value, str) and value.startswith("anyres_max_") else ""
+    if not number.isdecimal() or not int(number):
+        raise InputError(f"config.json: {field}={value!r} is not supported (only anyres_max_N)")
+    return int(number)
+
+
+# --- published sizes ------------------------------------------------------------------------------------------------
+
+
+def _next(**text: Any) -> dict[str, Any]:
+    """llava-v1.6-*-hf."""
+    return llava(**text) | dict(model_type="llava_next", image_grid_pinpoints=_PINPOINTS,
+                                use_image_newline_parameter=True)  # fmt: skip
+
+
+def _onevision(text: dict[str, Any]) -> dict[str, Any]:
+    """llava-onevision-qwen2-*-ov-hf."""
+    return dict(model_type="llava_onevision", image_token_index=151646, video_token_index=151647,
+                projector_hidden_act="gelu", vision_feature_layer=-1, vision_feature_select_strategy="full",
+                vision_aspect_ratio="anyres_max_9", image_grid_pinpoints=TILES,
+                tie_word_embeddings=text["tie_word_embeddings"], text_config=text, vision_config=SIGLIP)  # fmt: skip
+
+
+PUBLISHED = {
+    "llava-next-vicuna-7b": _next(),
+    "llava-next-vicuna-13b": _next(**VICUNA_13B),
+    "llava-next-mistral-7b": _next(**MISTRAL | dict(vocab_size=32064)),
+}
+PUBLISHED_VIDEO = {
+    "llava-next-video-7b": _next() | dict(model_type="llava_next_video", image_token_index=32001,
+                                          video_token_index=32000, spatial_pool_mode="average",
+                                          spatial_pool_stride=2),
+}  # fmt: skip
+PUBLISHED_ONEVISION = {
+    "llava-onevision-0.5b": _onevision(QWEN2["0.5b"] | dict(vocab_size=152000)),
+    "llava-onevision-7b": _onevision(QWEN2["7b"] | dict(vocab_size=152128)),
+}

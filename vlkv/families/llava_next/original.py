@@ -1,0 +1,101 @@
+"""Original checkpoints of LLaVA-Video and OneVision (LlavaQwenForCausalLM): a SigLIP tower and a Qwen2 decoder.
+
+Their config is Qwen2's with fields of the tower (`mm_...`) beside it; whatever it says in `text_config` or of another
+tower is left over from a class that does not read it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from vlkv.config import Raw, honour, positive, require
+from vlkv.errors import InputError
+from vlkv.families.llava_next.config import (
+    SIGLIP,
+    TILES,
+    AnyRes,
+    VideoPooling,
+    read_common,
+    read_most_tiles,
+    read_pinpoints,
+)
+from vlkv.families.llava_next.inputs import LlavaNextInputs
+from vlkv.families.text.config import QWEN2, read_stop
+from vlkv.towers.vit import SiglipConfig
+
+_TOWERS = {"siglip-so400m-patch14-384": SIGLIP}
+_NEWLINES = {"grid": "line", "frame": "frame", "one_token": "video", "no_token": "none"}
+_ONE_VALUE = {
+    "mm_projector_type": "mlp2x_gelu", "mm_patch_merge_type": "spatial_unpad", "mm_vision_select_feature": "patch",
+    "mm_resampler_type": None, "mm_use_im_start_end": False, "mm_use_im_patch_token": False,
+    "add_faster_video": False, "use_pos_skipping": False,
+}  # fmt: skip
+
+
+class LlavaVideoConfig(LlavaNextInputs):
+    """The form of `config.json` that the authors' code reads."""
+
+    @classmethod
+    def read(cls, raw: Raw) -> dict[str, Any]:
+        """The fields of the config; raises InputError for what we do not honour."""
+        honour(raw, _ONE_VALUE)
+        tower = SiglipConfig.from_hf(_tower(raw), -1, whole=False)
+        decoder = {field: value for field, value in raw.items() if field not in ("text_config", "vision_config")}
+        nested = {**raw, "text_config": {**decoder, "model_type": "qwen2"}}
+        token = raw.get("image_token_index", 151646)  # of pictures and videos
+        return read_common(nested, token) | {
+            "stop": read_stop(nested),
+            "video_token": token,
+            "projector_bias": True,
+            "vision": tower,
+            "wiring": AnyRes(
+                pinpoints=read_pinpoints(_height_first(raw.get("image_grid_pinpoints"), tower.image_size),
+                                         tower.image_size),
+                most_tiles=read_most_tiles(raw.get("image_aspect_ratio"), "image_aspect_ratio"),
+                only_alone=True,
+                rounded=False,
+                video=_video(raw),
+            ),
+        }  # fmt: skip
+
+
+def _tower(raw: Raw) -> Raw:
+    own = raw.get("vision_config") or {}
+    if own.get("model_type") == "siglip_vision_model":
+        return own
+    name = str(raw.get("mm_vision_tower")).rsplit("/", maxsplit=1)[-1]
+    if name not in _TOWERS:
+        raise InputError(f"config.json: mm_vision_tower={raw.get('mm_vision_tower')!r} is not supported "
+                         f"(supported: {', '.join(_TOWERS)})")  # fmt: skip
+    return _TOWERS[name]
+
+
+def _video(raw: Raw) -> VideoPooling:
+    mode, newline = raw.get("mm_spatial_pool_mode", "bilinear"), raw.get("mm_newline_position", "one_token")
+    require("mm_spatial_pool_mode", mode, "average", "bilinear")
+    require("mm_newline_position", newline, *_NEWLINES)
+    stride = positive("mm_spatial_pool_stride", raw.get("mm_spatial_pool_stride") or 2)
+    return VideoPooling(mode=mode, stride=stride, newline=_NEWLINES[newline])  # type: ignore[arg-type]
+
+
+def _height_first(value: Any, side: int) -> Any:
+    """Pinpoints are (width, height) here, and may be a range of tiles: "(1x1),...,(6x6)"."""
+    if isinstance(value, str):
+        ends = re.findall(r"\((\d+)x(\d+)\)", value)
+        if len(ends) < 2:
+            raise InputError(f"config.json: image_grid_pinpoints={value!r} is no range such as (1x1),...,(6x6)")
+        first, last = ([int(n) for n in end] for end in (ends[0], ends[-1]))
+        value = [[x * side, y * side] for x in range(first[0], last[0] + 1) for y in range(first[1], last[1] + 1)]
+    return [pair[::-1] if isinstance(pair, list) else pair for pair in value] if isinstance(value, list) else value
+
+
+# LLaVA-Video-*-Qwen2: the decoder's own config, and the tower by its name.
+PUBLISHED_ORIGINAL = {
+    "llava-video-7b": QWEN2["7b"] | dict(
+        architectures=["LlavaQwenForCausalLM"], model_type="llava", image_token_index=151646,
+        mm_vision_tower="google/siglip-so400m-patch14-384", mm_projector_type="mlp2x_gelu",
+        mm_patch_merge_type="spatial_unpad", mm_spatial_pool_mode="bilinear", mm_newline_position="grid",
+        image_aspect_ratio="anyres_max_9", image_grid_pinpoints=TILES,
+    ),
+}  # fmt: skip

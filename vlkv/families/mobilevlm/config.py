@@ -1,0 +1,50 @@
+"""MobileVLM-V2 as its authors publish it (`mtgv/MobileVLM_V2-*`): the form of the first LLaVA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vlkv.config import Raw, honour
+from vlkv.errors import InputError
+from vlkv.families.llava.original import LlavaOriginalConfig
+from vlkv.families.text.config import llama
+
+_SIDE = 12  # LDPv2 pools to 12 x 12 tokens, whatever it is given
+
+
+class MobileVlmConfig(LlavaOriginalConfig):
+    """The projector pools the patches; a class token has no place among them."""
+
+    projector = "ldpnetv2"
+
+    @property
+    def first(self) -> int:
+        """Tokens before the square."""
+        return 0
+
+    @classmethod
+    def tokens_per_side(cls, raw: Raw, grid: int) -> int:
+        """Tokens per side, of so many patches."""
+        honour(raw, {"mm_vision_select_feature": "patch"})
+        if grid % _SIDE:
+            raise InputError(f"config.json: a tower of {grid} x {grid} patches is not supported: "
+                             f"the projector pools them to {_SIDE} x {_SIDE}")  # fmt: skip
+        return _SIDE
+
+
+def _published(**sizes: Any) -> dict[str, Any]:
+    return llama(**sizes) | dict(
+        model_type="mobilevlm", mm_vision_tower="openai/clip-vit-large-patch14-336", mm_hidden_size=1024,
+        mm_projector_type="ldpnetv2", mm_vision_select_layer=-2, image_aspect_ratio="pad",
+    )  # fmt: skip
+
+
+PUBLISHED = {
+    "mobilevlm-v2-1.7b": _published(hidden_size=2048, intermediate_size=5632, num_hidden_layers=24,
+                                    num_attention_heads=16, num_key_value_heads=16, max_position_embeddings=2048,
+                                    rms_norm_eps=1e-6),
+    "mobilevlm-v2-3b": _published(hidden_size=2560, intermediate_size=6912, num_hidden_layers=32,
+                                  num_attention_heads=32, num_key_value_heads=32, max_position_embeddings=2048,
+                                  rms_norm_eps=1e-6),
+    "mobilevlm-v2-7b": _published(),
+}  # fmt: skip

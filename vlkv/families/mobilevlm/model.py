@@ -1,0 +1,59 @@
+"""MobileVLM-V2: the projector that pools patches."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from einops import reduce
+from flax import nnx
+from jaxtyping import Array, Float
+
+from vlkv.config import ModelConfig
+from vlkv.decoder.layers import Initializer, Mlp
+from vlkv.families.family import VisionLanguageModel, flat
+from vlkv.inputs import Inputs
+from vlkv.towers.vit import Vit
+
+
+class LdpProjector(Mlp):
+    """LDPv2 (Sec. 3.2): two linear maps, the mean of each window of patches, and where each token lies among the rest.
+
+    The last part is a depthwise 3 x 3 convolution, added to the token itself.
+    """
+
+    def __init__(self, width_in: int, width_out: int, side: int, *, init: Initializer) -> None:
+        super().__init__(width_in, width_out, width_out, init=init)
+        self.weight = init.normal(width_out, 1, 3, 3, scale=1 / 3)
+        self.bias = init.constant(0.0, width_out)
+        self.side = side
+
+    def __call__(self, x: Float[Array, "I V C"]) -> Float[Array, "I v D"]:
+        """Features of all patches to `side` x `side` tokens of the decoder's width."""
+        x = pool(super().__call__(x), self.side)
+        x = x.reshape(-1, self.side, self.side, x.shape[-1])
+        padded, weight = jnp.pad(x, [(0, 0), (1, 1), (1, 1), (0, 0)]), self.weight[...][:, 0]
+        for line in range(3):
+            for column in range(3):
+                x = x + padded[:, line : line + self.side, column : column + self.side] * weight[:, line, column]
+        return (x + self.bias[...]).reshape(len(x), self.side**2, -1)
+
+
+class MobileVlm(VisionLanguageModel):
+    """A token is the mean of a window of patches, and gets the mean of what was given to them."""
+
+    tower = Vit
+
+    def make_projector(self, config: ModelConfig, *, init: Initializer) -> nnx.Module:
+        """The pooling one."""
+        return LdpProjector(config.vision.width, config.decoder.width, config.wiring.side, init=init)
+
+    def pool(self, attention: Float[Array, "I V C"], inputs: Inputs) -> Float[Array, "R C"]:
+        """Means over the windows."""
+        del inputs
+        return flat(pool(attention, self.config.wiring.side))
+
+
+def pool(x: Float[Array, "I V C"], side: int) -> Float[Array, "I v C"]:
+    """Means over the windows of patches that become one of `side` x `side` tokens each."""
+    grid = round(x.shape[1] ** 0.5)
+    x = x.reshape(-1, grid, grid, x.shape[-1])
+    return reduce(x, "i (y a) (x b) c -> i (y x) c", "mean", a=grid // side, b=grid // side)

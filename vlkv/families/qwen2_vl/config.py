@@ -1,0 +1,121 @@
+"""Qwen2-VL and Qwen2.5-VL: a tower at native resolution and a Qwen2 decoder with M-RoPE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vlkv.config import Raw, filled, honour, positive, positives, require
+from vlkv.errors import InputError
+from vlkv.families.qwen2_vl.inputs import Qwen2VlInputs
+from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig
+from vlkv.families.text.config import QWEN2, Kind, read_stop
+
+_DECODER = Kind(qkv_bias=True, defaults=dict(
+    vocab_size=152064, hidden_size=8192, intermediate_size=29568, num_hidden_layers=80, num_attention_heads=64,
+    num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=32768, rope_theta=1e6, use_sliding_window=False,
+))  # fmt: skip
+_EOS = 151645
+# The class defaults of transformers, by family.
+_TOWER: dict[str, dict[str, Any]] = {
+    "qwen2_vl": dict(depth=32, embed_dim=1280, mlp_ratio=4, num_heads=16, hidden_size=3584, patch_size=14,
+                     spatial_merge_size=2, temporal_patch_size=2, hidden_act="quick_gelu"),
+    "qwen2_5_vl": dict(depth=32, hidden_size=3584, intermediate_size=3420, num_heads=16, out_hidden_size=3584,
+                       patch_size=14, spatial_merge_size=2, temporal_patch_size=2, hidden_act="silu", window_size=112,
+                       fullatt_block_indexes=(7, 15, 23, 31), tokens_per_second=4),
+}  # fmt: skip
+_COUNTS = ("depth", "num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size")
+
+
+class Qwen2VlConfig(Qwen2VlInputs):
+    """Both generations; the second differs in its tower."""
+
+    @classmethod
+    def read(cls, raw: Raw) -> dict[str, Any]:
+        """The fields of the config, from a flat config.json (transformers 4) or a nested one (5).
+
+        Raises:
+            InputError: what we do not honour, or parts that do not fit together.
+        """
+        family = raw["model_type"]
+        part = dict(raw.get("text_config") or raw)
+        if part.get("model_type") != family:
+            require("text_config.model_type", part.get("model_type", f"{family}_text"), f"{family}_text")
+        part["tie_word_embeddings"] = bool(raw.get("tie_word_embeddings") or part.get("tie_word_embeddings"))
+        decoder = _DECODER.read(part)
+        if decoder.rope.sections is None or len(decoder.rope.sections) != 3:
+            raise InputError(f"config.json: mrope_section={decoder.rope.sections!r} must give time, line and column "
+                             "their channels")  # fmt: skip
+        vision = _read_tower(family, raw.get("vision_config") or {})
+        if vision.out_width != decoder.width:
+            raise InputError(f"config.json: vision_config makes {vision.out_width} channels, the decoder takes "
+                             f"{decoder.width}")  # fmt: skip
+        return {
+            "decoder": decoder,
+            "vision": vision,
+            "image_token": raw.get("image_token_id", 151655),
+            "video_token": raw.get("video_token_id", 151656),
+            "stop": read_stop(raw, _EOS),
+        }
+
+
+def _read_tower(family: str, raw: Raw) -> Qwen2VisionConfig:
+    c, where = filled(raw, _TOWER[family]), "vision_config."
+    honour(c, {"hidden_act": _TOWER[family]["hidden_act"], "in_channels": 3, "in_chans": 3}, where)  # 4 wrote the last
+    rope = c.get("rope_parameters") or {}
+    honour(rope, {"rope_type": "axial"}, where + "rope_parameters.")
+    positives(c, _COUNTS, where)
+    own = _qwen2_vl(c) if family == "qwen2_vl" else _qwen2_5_vl(c)
+    if own["width"] % (4 * c["num_heads"]):
+        raise InputError(f"config.json: vision_config: {c['num_heads']} heads must share {own['width']} channels "
+                         "evenly, four or a multiple of it each")  # fmt: skip
+    return Qwen2VisionConfig(
+        layers=c["depth"], heads=c["num_heads"], patch_size=c["patch_size"], frames=c["temporal_patch_size"],
+        merge=c["spatial_merge_size"], theta=float(rope.get("rope_theta", 1e4)), **own,
+    )  # fmt: skip
+
+
+def _qwen2_vl(c: Raw) -> dict[str, Any]:
+    width = positive("vision_config.embed_dim", c["embed_dim"])
+    out_width = positive("vision_config.hidden_size", c["hidden_size"])  # sic: the decoder's
+    return dict(width=width, mlp_width=int(width * c["mlp_ratio"]), out_width=out_width, gated=False)
+
+
+def _qwen2_5_vl(c: Raw) -> dict[str, Any]:
+    side = c["patch_size"] * c["spatial_merge_size"]  # pixels
+    positives(c, ("window_size", "hidden_size", "intermediate_size", "out_hidden_size"), "vision_config.")
+    if c["window_size"] % side:
+        raise InputError(f"config.json: vision_config.window_size={c['window_size']} must be a multiple of {side}")
+    full = tuple(c["fullatt_block_indexes"])
+    if not all(isinstance(block, int) and block >= 0 for block in full):
+        raise InputError(f"config.json: vision_config.fullatt_block_indexes={full!r} must be numbers of blocks")
+    return dict(
+        width=c["hidden_size"], mlp_width=c["intermediate_size"], out_width=c["out_hidden_size"], gated=True,
+        window=c["window_size"] // side, full=full, tokens_per_second=float(c["tokens_per_second"]),
+    )  # fmt: skip
+
+
+# --- published sizes, the instruction-tuned ones ----------------------------------------------------------------------
+
+
+def _published(text: dict[str, Any]) -> dict[str, Any]:
+    """Qwen/Qwen2-VL-*-Instruct."""
+    return text | dict(model_type="qwen2_vl", rope_scaling=dict(type="mrope", mrope_section=[16, 24, 24]),
+                       image_token_id=151655, video_token_id=151656,
+                       vision_config=_TOWER["qwen2_vl"] | dict(hidden_size=text["hidden_size"]))  # fmt: skip
+
+
+def _published_2_5(text: dict[str, Any], mlp_width: int = 3420) -> dict[str, Any]:
+    """Qwen/Qwen2.5-VL-*-Instruct."""
+    vision = _TOWER["qwen2_5_vl"] | dict(hidden_size=1280, intermediate_size=mlp_width, tokens_per_second=2,
+                                         out_hidden_size=text["hidden_size"])  # fmt: skip
+    return _published(text) | dict(model_type="qwen2_5_vl", max_position_embeddings=128000, vision_config=vision)
+
+
+PUBLISHED = {
+    f"qwen2-vl-{size}": _published(QWEN2[text]) for size, text in (("2b", "1.5b"), ("7b", "7b"), ("72b", "72b"))
+}
+PUBLISHED_2_5 = {
+    "qwen2.5-vl-3b": _published_2_5(QWEN2["3b"]),
+    "qwen2.5-vl-7b": _published_2_5(QWEN2["7b"]),
+    "qwen2.5-vl-72b": _published_2_5(QWEN2["72b"], mlp_width=3456),
+}

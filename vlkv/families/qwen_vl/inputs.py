@@ -1,0 +1,64 @@
+"""Qwen-VL's pictures, resized to one square whatever their shape, and its two ways to write a prompt.
+
+Every picture is a square of tokens: the resampler's queries, by their own places. All of them are vision tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vlkv.errors import InputError
+from vlkv.files import read_json
+from vlkv.processing.arranging import SquareInputs
+from vlkv.processing.pictures import Pictures
+from vlkv.processing.pixels import Layout, PixelSettings
+from vlkv.processing.templates import ChatTemplate
+
+# The picture's token between its marks; the processor repeats it once for every vision token.
+_CONTENT = (
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for item in message.content %}"
+    "{% if item.type == 'image' %}{% set count.pictures = count.pictures + 1 %}"
+    "Picture {{ count.pictures }}: <img><imgpad></img>{{ '\\n' }}"
+    "{% else %}{{ item.text }}{% endif %}{% endfor %}{% endif %}"
+)
+_RAW = f"{{% set count = namespace(pictures=0) %}}{{% for message in messages %}}{_CONTENT}{{% endfor %}}"
+_CHAT = (
+    "{% set count = namespace(pictures=0) %}"
+    "{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
+    f"{_CONTENT}"
+    "{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+_FORMATS = {"raw": _RAW, "chatml": _CHAT}
+
+
+class QwenVlInputs(SquareInputs):
+    """A square of queries."""
+
+    @property
+    def side(self) -> int:
+        """Tokens per side."""
+        return self.wiring.side
+
+    def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
+        """The authors' code has no settings but the size."""
+        self.only_checkpoint(layout)
+        size = self.vision.image_size
+        raw = {"size": {"height": size, "width": size}, "do_center_crop": False}
+        return self.squares(PixelSettings.from_hf(raw, str(folder)))
+
+    def template(self, folder: Path) -> ChatTemplate:
+        """The folder's, or what its `generation_config.json` names: the bare text, or ChatML.
+
+        Raises:
+            InputError: it names another.
+        """
+        found = super().template(folder)
+        if found is not None:
+            return found
+        path = folder / "generation_config.json"
+        name = (read_json(path) or {}).get("chat_format", "raw")
+        if name not in _FORMATS:
+            raise InputError(f"{path}: chat_format={name!r} is not supported (only {', '.join(_FORMATS)})")
+        return ChatTemplate.from_text(_FORMATS[name], f"{path}: chat_format={name!r}")

@@ -1,0 +1,126 @@
+"""Qwen-VL's tower: OpenCLIP's ViT without a class token, and the resampler that reads its patches.
+
+Axes: I images · V patches · v tokens · N heads · H head dim · D width. Quirks kept: positions are stored for 16 x 16
+patches, whatever the grid, and enlarged bicubically (torch's: a = -0.75, corners not aligned); values of the resampler
+see no positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from vlkv.decoder.layers import Initializer, JoinHeads, LayerNorm, Linear, SplitHeads
+from vlkv.towers.vit import Vit, VitConfig
+
+RESAMPLER_HEAD_DIM = 128
+_STORED = 16  # positions per side on disk
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QwenVlTowerConfig(VitConfig):
+    """OpenCLIP's ViT and a resampler to a square of tokens."""
+
+    side: int  # tokens per side that an image becomes
+    resampler_heads: int
+    norm_eps: float = 1e-6
+    feature_layer: int = -1
+
+    patch_bias = False
+    first_norm = True
+
+    @property
+    def positions(self) -> int:
+        """Position embeddings."""
+        return _STORED**2
+
+    @property
+    def tokens(self) -> int:
+        """Features of one image."""
+        return self.side**2
+
+    @property
+    def out_width(self) -> int:
+        """The decoder's width."""
+        return self.resampler_heads * RESAMPLER_HEAD_DIM
+
+
+class Resampler(nnx.Module):
+    """One cross attention from learnt queries, which have places on a square, to all patches."""
+
+    def __init__(self, c: QwenVlTowerConfig, *, init: Initializer) -> None:
+        width, head_dim = c.out_width, RESAMPLER_HEAD_DIM
+        self.tokens = init.normal(c.tokens, width, scale=0.02)
+        self.position = init.normal(c.tokens, width, scale=0.02)
+        self.inner = None if c.width == width else Linear(c.width, width, bias=False, init=init)
+        self.query_norm = LayerNorm(width, c.norm_eps, init=init)
+        self.key_norm = LayerNorm(width, c.norm_eps, init=init)
+        self.query = SplitHeads(width, c.resampler_heads, head_dim, bias=True, init=init)
+        self.key = SplitHeads(width, c.resampler_heads, head_dim, bias=True, init=init)
+        self.value = SplitHeads(width, c.resampler_heads, head_dim, bias=True, init=init)
+        self.out = JoinHeads(width, c.resampler_heads, head_dim, bias=True, init=init)
+        self.grid = c.grid
+
+    def __call__(self, x: Float[Array, "I V C"]) -> Float[Array, "I v D"]:
+        """Patches to tokens, in raster order of the queries' own square."""
+        x = self.key_norm(x if self.inner is None else self.inner(x))
+        position = self.position[...]
+        q = self.query(self.query_norm(self.tokens[...]) + position)  # [v, N, H]
+        k, value = self.key(x + enlarged(position, self.grid)), self.value(x)
+        logits = jnp.einsum("tnh,ivnh->intv", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+        weights = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
+        return self.out(jnp.einsum("intv,ivnh->itnh", weights, value))
+
+
+class QwenVlTower(Vit):
+    """Patches, blocks, resampler, a last norm and map."""
+
+    config: QwenVlTowerConfig
+
+    def __init__(self, c: QwenVlTowerConfig, *, init: Initializer) -> None:
+        super().__init__(c, init=init)
+        self.resampler = Resampler(c, init=init)
+        self.last_norm = LayerNorm(c.out_width, c.norm_eps, init=init)
+        self.last = init.normal(c.out_width, c.out_width, scale=c.out_width**-0.5)  # [in, out]
+
+    def __call__(self, pixels: Float[Array, "I 3 h w"]) -> Float[Array, "I v D"]:
+        """Tokens of every image, of the decoder's width."""
+        x = self.resampler(super().__call__(pixels))
+        return jnp.einsum("ivd,de->ive", self.last_norm(x), self.last[...])
+
+    def make_places(self, c: VitConfig, *, init: Initializer) -> nnx.Param:
+        """A plain parameter."""
+        return init.normal(c.positions, c.width, scale=c.width**-0.5)
+
+    def places(self) -> Float[Array, "V D"]:
+        """The stored positions at the grid's size."""
+        return enlarged(self.position[...], self.config.grid)
+
+
+def enlarged(table: Float[Array, "V D"], side: int) -> Float[Array, "V2 D"]:
+    """A square of vectors at another size, bicubic in float32; the same where the size is."""
+    stored = round(table.shape[0] ** 0.5)
+    if stored == side:
+        return table
+    weights = _bicubic(stored, side)
+    square = table.astype(jnp.float32).reshape(stored, stored, -1)
+    made = jnp.einsum("ya,xb,abd->yxd", weights, weights, square, precision="highest")
+    return made.reshape(side**2, -1).astype(table.dtype)
+
+
+def _bicubic(stored: int, side: int) -> Float[np.ndarray, "side stored"]:
+    """Weights of Keys' cubic with a = -0.75, sampled at the middles, the outermost entries repeated."""
+    a, weights = -0.75, np.zeros((side, stored))
+    for out in range(side):
+        middle = (out + 0.5) * stored / side - 0.5
+        first = int(np.floor(middle))
+        for at in range(first - 1, first + 3):
+            d = abs(middle - at)
+            weight = (a + 2) * d**3 - (a + 3) * d**2 + 1 if d <= 1 else a * (d**3 - 5 * d**2 + 8 * d - 4)
+            weights[out, min(max(at, 0), stored - 1)] += weight
+    return weights.astype(np.float32)

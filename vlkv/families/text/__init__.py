@@ -1,0 +1,7 @@
+"""Llama, Mistral, Qwen2, Phi-3 and InternLM2, by themselves and as the decoders of other families."""
+
+from vlkv.families.family import Family, TextModel
+from vlkv.families.text.config import PUBLISHED, TextConfig
+from vlkv.families.text.weights import names
+
+FAMILY = Family(config=TextConfig, model=TextModel, names=names, published=PUBLISHED)

@@ -1,0 +1,170 @@
+"""Language models: the whole of a `config.json`, or its `text_config`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from vlkv.config import DecoderConfig, Raw, filled, require
+from vlkv.errors import InputError
+from vlkv.processing.arranging import TextInputs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of decoder.
+
+    Attributes:
+        defaults: the class defaults of transformers, which sparse configs leave out.
+        bias: the field that says whether attention has biases.
+        qkv_bias: whether queries, keys and values have them without that field, and the output never.
+        windowed: whether `sliding_window` needs no `use_sliding_window` to be in use.
+    """
+
+    defaults: Mapping[str, Any]
+    bias: str = "attention_bias"
+    qkv_bias: bool = False
+    windowed: bool = False
+
+    def read(self, raw: Raw, *, names: str = "") -> DecoderConfig:
+        """The decoder; raises InputError for what we do not honour."""
+        c = filled(raw, self.defaults)
+        if raw.get("sliding_window", 0) is None:
+            c["sliding_window"] = None
+        bias = bool(c.get(self.bias, False))
+        if names == "phi3":
+            require(self.bias, bias, False)
+        return DecoderConfig.from_hf(c, windowed=self.windowed, qkv_bias=self.qkv_bias or bias,
+                                     out_bias=bias and not self.qkv_bias, names=names)  # fmt: skip
+
+
+KINDS = {
+    "llama": Kind(defaults=dict(
+        vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+        rms_norm_eps=1e-6, max_position_embeddings=2048, eos_token_id=2)),
+    "mistral": Kind(windowed=True, defaults=dict(
+        vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, rms_norm_eps=1e-6, max_position_embeddings=131072, sliding_window=4096,
+        eos_token_id=2)),
+    "qwen2": Kind(qkv_bias=True, defaults=dict(
+        vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=32, rms_norm_eps=1e-6, max_position_embeddings=32768, use_sliding_window=False)),
+    "phi3": Kind(windowed=True, defaults=dict(
+        vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=32,
+        rms_norm_eps=1e-5, max_position_embeddings=4096, original_max_position_embeddings=4096,
+        eos_token_id=32000)),
+    "internlm2": Kind(bias="bias", defaults=dict(
+        vocab_size=103168, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+        rms_norm_eps=1e-6, max_position_embeddings=2048, bias=True, eos_token_id=2)),
+}  # fmt: skip
+_SPELLED = ("phi3", "internlm2")  # their checkpoints name or fuse tensors in a way of their own
+
+
+class TextConfig(TextInputs):
+    """Nothing but a decoder."""
+
+    @classmethod
+    def read(cls, raw: Raw) -> dict[str, Any]:
+        """The fields of the config."""
+        return {"decoder": read_decoder(raw)}
+
+
+def read_decoder(raw: Raw) -> DecoderConfig:
+    """The decoder of any model, whichever of the kinds it is; raises InputError for another."""
+    part = text_part(raw)
+    if "tie_word_embeddings" in raw:  # transformers reads the outer field
+        part["tie_word_embeddings"] = raw["tie_word_embeddings"]
+    kind = part.get("model_type", "llama")
+    if kind not in list(KINDS):  # a list, because the value may be of a type that cannot be hashed
+        raise InputError(f"config.json: text_config.model_type={kind!r} is not supported "
+                         f"(supported: {', '.join(KINDS)})")  # fmt: skip
+    return KINDS[kind].read(part, names=kind if kind in _SPELLED else "")
+
+
+def read_stop(raw: Raw, default: int | None = None) -> tuple[int, ...]:
+    """The ids that end a sequence: those of generation, of the text, of the whole, of the class; in this order."""
+    part, generation = text_part(raw), raw.get("generation_config") or {}
+    if default is None:
+        kind = next(kind for kind in (part.get("model_type"), raw.get("model_type"), "llama") if kind in list(KINDS))
+        default = KINDS[kind].defaults.get("eos_token_id")
+    found = generation.get("eos_token_id", part.get("eos_token_id", raw.get("eos_token_id", default)))
+    found = () if found is None else (found,) if isinstance(found, int) else tuple(found)
+    if not all(isinstance(token, int) for token in found):
+        raise InputError(f"config.json: eos_token_id={found!r} must be a token id or a list of them")
+    return found
+
+
+def text_part(raw: Raw) -> dict[str, Any]:
+    """The decoder's fields of a `config.json`."""
+    part = raw if raw.get("model_type") in list(KINDS) else raw.get("text_config") or raw.get("llm_config") or {}
+    if not isinstance(part, Mapping):
+        raise InputError(f"config.json: text_config={part!r} must be an object")
+    return dict(part)
+
+
+# --- published sizes ------------------------------------------------------------------------------------------------
+
+VICUNA_13B = dict(hidden_size=5120, intermediate_size=13824, num_hidden_layers=40, num_attention_heads=40,
+                  num_key_value_heads=40)  # fmt: skip
+
+
+def llama(**sizes: Any) -> dict[str, Any]:
+    """Llama 2, 7B, unless sizes say otherwise."""
+    return dict(model_type="llama", hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
+                num_attention_heads=32, num_key_value_heads=32, vocab_size=32000, max_position_embeddings=4096,
+                rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False) | sizes  # fmt: skip
+
+
+def _qwen2(**sizes: Any) -> dict[str, Any]:
+    return dict(model_type="qwen2", rms_norm_eps=1e-6, rope_theta=1e6, use_sliding_window=False, sliding_window=32768,
+                max_position_embeddings=32768, eos_token_id=151645) | sizes  # fmt: skip
+
+
+def internlm2(factor: float = 2.0, **sizes: Any) -> dict[str, Any]:
+    """InternLM2 with prompts of 32768 tokens: 7B, unless sizes say otherwise."""
+    return dict(model_type="internlm2", vocab_size=92544, hidden_size=4096, intermediate_size=14336,
+                num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=32768,
+                rope_theta=1e6, rope_scaling=dict(type="dynamic", factor=factor), bias=False, rms_norm_eps=1e-5,
+                eos_token_id=2, tie_word_embeddings=False) | sizes  # fmt: skip
+
+
+# Qwen2's, and Qwen2.5's of the same sizes; 3b is Qwen2.5's alone.
+QWEN2 = {
+    "0.5b": _qwen2(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+                   num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True),
+    "1.5b": _qwen2(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+                   num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True),
+    "3b": _qwen2(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16,
+                 num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True),
+    "7b": _qwen2(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+                 num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False),
+    "72b": _qwen2(hidden_size=8192, intermediate_size=29568, num_hidden_layers=80, num_attention_heads=64,
+                  num_key_value_heads=8, vocab_size=152064, tie_word_embeddings=False),
+}  # fmt: skip
+# Instruct, v0.2: the first one's sliding window is not supported.
+MISTRAL = dict(model_type="mistral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+               num_attention_heads=32, num_key_value_heads=8, vocab_size=32000, rms_norm_eps=1e-5, rope_theta=1e6,
+               max_position_embeddings=32768, sliding_window=None, eos_token_id=2,
+               tie_word_embeddings=False)  # fmt: skip
+# Phi-3-mini-128k-instruct as it first came out, without the float32 noise of its factors.
+_SHORT = [1.05, 1.05, 1.05, 1.1, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.5, *[2.0] * 21, 2.05, 2.05, 2.05, 2.1, 2.1, 2.1,
+          2.15, 2.15, 2.35, 2.55, 2.6, 2.6, 2.75, 2.85, 2.85, 2.95]  # fmt: skip
+_LONG = [1.03, 1.05, 1.05, 1.08, 1.23, 1.23, 1.3, 1.45, 1.6, 1.65, 1.9, 2.86, 3.69, 5.42, 5.49, 5.49, 9.09, 11.58,
+         15.66, 15.77, 15.79, 18.36, 21.99, 23.08, 30.01, 32.35, 32.59, 35.56, 39.95, 53.84, 56.2, 57.95, 59.29, 59.77,
+         59.92, 61.19, 61.96, 62.5, 63.37, 63.48, 63.48, 63.66, 63.85, 64.08, 64.76, 64.8, 64.81, 64.81]  # fmt: skip
+PHI3_MINI = dict(model_type="phi3", vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32,
+                 num_attention_heads=32, num_key_value_heads=32, rms_norm_eps=1e-5, rope_theta=1e4,
+                 max_position_embeddings=131072, original_max_position_embeddings=4096, sliding_window=262144,
+                 rope_scaling=dict(type="su", short_factor=_SHORT, long_factor=_LONG),
+                 tie_word_embeddings=False)  # fmt: skip
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "vicuna-1.5-7b": llama(),
+    "vicuna-1.5-13b": llama(**VICUNA_13B),
+    "llama-3-8b": llama(intermediate_size=14336, num_key_value_heads=8, vocab_size=128256, rope_theta=5e5,
+                        max_position_embeddings=8192, bos_token_id=128000, eos_token_id=128009),
+    "mistral-7b": MISTRAL,
+    **{f"qwen2-{size}": QWEN2[size] for size in ("0.5b", "1.5b", "7b")},
+    "phi-3-mini": PHI3_MINI,
+    "internlm2-7b": internlm2(),
+}  # fmt: skip

@@ -1,0 +1,56 @@
+"""The decoder's tensors, as Llama, Mistral and Qwen2 name them, as Phi-3 fuses them, and as InternLM2 does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from checkpoints_convert.entry import Fused, Name, Names
+from vlkv.config import ModelConfig
+from vlkv.families.text.config import TextConfig
+
+# Our names below `decoder.`, theirs below a prefix.
+_LLAMA: dict[str, Name] = {
+    "embedding": "embed_tokens", "norm": "norm",
+    "layers.*.attention_norm": "layers.*.input_layernorm", "layers.*.query": "layers.*.self_attn.q_proj",
+    "layers.*.key": "layers.*.self_attn.k_proj", "layers.*.value": "layers.*.self_attn.v_proj",
+    "layers.*.out": "layers.*.self_attn.o_proj", "layers.*.mlp_norm": "layers.*.post_attention_layernorm",
+    "layers.*.gate": "layers.*.mlp.gate_proj", "layers.*.up": "layers.*.mlp.up_proj",
+    "layers.*.down": "layers.*.mlp.down_proj",
+}  # fmt: skip
+_PHI3 = _LLAMA | {
+    **{f"layers.*.{name}": Fused("layers.*.self_attn.qkv_proj") for name in ("query", "key", "value")},
+    **{f"layers.*.{name}": Fused("layers.*.mlp.gate_up_proj", ("gate", "up")) for name in ("gate", "up")},
+}
+_INTERNLM2: dict[str, Name] = {
+    "embedding": "tok_embeddings", "norm": "norm", "layers.*.attention_norm": "layers.*.attention_norm",
+    **{f"layers.*.{name}": Fused("layers.*.attention.wqkv", by_head=True) for name in ("query", "key", "value")},
+    "layers.*.out": "layers.*.attention.wo", "layers.*.mlp_norm": "layers.*.ffn_norm",
+    "layers.*.gate": "layers.*.feed_forward.w1", "layers.*.up": "layers.*.feed_forward.w3",
+    "layers.*.down": "layers.*.feed_forward.w2",
+}  # fmt: skip
+_KINDS = {"": _LLAMA, "phi3": _PHI3, "internlm2": _INTERNLM2}
+# What transformers 4 called a part of a model with a tower, and what 5 calls it.
+TRANSFORMERS_4 = (
+    (r"^language_model\.model\.", "model.language_model."),
+    (r"^language_model\.lm_head\.", "lm_head."),
+    (r"^(vision_tower|multi_modal_projector)\.", r"model.\1."),
+)
+
+
+def decoder(config: ModelConfig, prefix: str) -> dict[str, Name]:
+    """All of a decoder, whose names begin with `prefix`."""
+    return below("decoder.", prefix, _KINDS[config.decoder.names]) | {"decoder.head": "lm_head"}
+
+
+def below(ours: str, theirs: str, names: Mapping[str, Name]) -> dict[str, Name]:
+    """The same names with prefixes on both sides."""
+    return {
+        ours + path: theirs + name if isinstance(name, str) else replace(name, key=theirs + name.key)
+        for path, name in names.items()
+    }
+
+
+def names(config: TextConfig) -> Names:
+    """All tensors of a text model."""
+    return Names(ours=decoder(config, "model."), renames=((r"^output\.", "lm_head."),))  # InternLM2

@@ -1,0 +1,1 @@
+"""Vision towers that families share: pixels to features."""

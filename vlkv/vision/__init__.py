@@ -1,1 +1,0 @@
-"""Vision towers: pixels to features. They never import one another."""
