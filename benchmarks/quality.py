@@ -58,6 +58,8 @@ from vlkv.prefill import fill_cache_with
 BYTES = (0.2, 0.1, 0.05, 0.02)
 BATCH = 50
 EVALUATED, TUNED = 0, 7  # seeds: of what is reported, and of what compositions were chosen by
+RESULTS = Path(__file__).parent / "results" / "quality.json"
+NOT_MEASURED = "The demo model of this version has not been measured yet: `python -m benchmarks.quality --out FILE`."
 _QUICK = {"xla_llvm_disable_expensive_passes": True}  # a third off the time to compile
 
 
@@ -439,6 +441,8 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 def readme(rows: Sequence[dict[str, Any]]) -> str:
     """The block of the README between the marks `quality`, from the results."""
+    if not rows:
+        return NOT_MEASURED
     both = {(row["section"], row["name"], row["bits"], row["bytes"]): row for row in rows}
     full = both["methods", "Full", 16, 1.0]
 
