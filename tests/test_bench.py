@@ -47,6 +47,7 @@ def measured(tmp_path_factory):
     return path, json.loads(path.read_text())
 
 
+@pytest.mark.full
 def test_a_cell_says_what_it_is_and_what_it_took(measured):
     _, held = measured
     full, snap = held["rows"]

@@ -87,7 +87,7 @@ def kept_entries(cache, batch, row: int) -> np.ndarray:
     return kept[:, :, batch.valid[row]]
 
 
-@pytest.mark.default("AirCache-vision", "CSP-all")
+@pytest.mark.default("CSP-all")
 @pytest.mark.parametrize("policy", PLAN, ids=lambda p: f"{type(p).__name__}-{p.scope}")
 def test_decoding_from_the_cache(params, batch, read, prompts, policy):
     cache, logits = fill_cache(read, policy, new_tokens=8, key=jax.random.key(1)), read.logits

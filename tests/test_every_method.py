@@ -24,7 +24,7 @@ def mini():
     return params, batch(0), batch(1)
 
 
-@pytest.mark.default("h2o")
+@pytest.mark.full
 @pytest.mark.parametrize("name", list(policies.registry))
 def test_generate_in_one_trace(mini, name):
     params, *batches = mini

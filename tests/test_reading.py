@@ -111,7 +111,7 @@ def test_avl_drops_p_after_the_second_layer_from_all_caches_and_keeps_s_of_the_o
     check(params, batch, policy, lambda is_vision: {2: by_last_row(is_vision, 0.6)}, expected)
 
 
-@pytest.mark.default("Composed1")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "policy",
     [

@@ -64,7 +64,7 @@ MODELS = {"7B": (LLAVA_7B, 8192), "Qwen2-7B": (QWEN2_7B, 16384), "26B": (INTERN_
 CASES = [*((generation, "7B") for generation in TOPOLOGIES), *(("v5e", model) for model in ("Qwen2-7B", "26B"))]
 
 
-@pytest.mark.default("v5e-Qwen2-7B")
+@pytest.mark.full
 @pytest.mark.parametrize(("generation", "model"), CASES)
 def test_every_kernel(generation, model):
     model, slots = MODELS[model]

@@ -40,6 +40,7 @@ def test_logits_and_layers_of_unequal_rows(internvl):
     check_forward(model, params, make_batch())
 
 
+@pytest.mark.full
 def test_greedy_tokens(internvl):
     model, _, params = internvl
     check_generate(model, params, make_batch())

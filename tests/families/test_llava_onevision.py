@@ -98,6 +98,7 @@ def test_layer_outputs_and_logits(saved, padding):
     assert inputs.layout["taps"].shape == (64, 4)
 
 
+@pytest.mark.full
 def test_greedy_tokens(saved):
     _, _, params, rows, answers = saved
     check_answers(params, vlkv.Inputs.from_hf(joined(rows), params.config), answers)

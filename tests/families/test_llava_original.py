@@ -155,7 +155,7 @@ def test_layer_outputs_and_logits(saved):
     check_states(params, rows, answers, "left")
 
 
-@pytest.mark.default("mobilevlm")
+@pytest.mark.full
 def test_greedy_tokens(saved):
     _, _, params, rows, answers = saved
     check_answers(params, vlkv.Inputs.from_hf(joined(rows), params.config), answers)
@@ -167,6 +167,7 @@ def test_a_row_is_answered_alike_whatever_its_neighbours(saved, policy):
     check_neighbours(saved[2], saved[3], policy)
 
 
+@pytest.mark.full
 def test_class_attention_of_a_pooled_token_is_the_mean_over_its_patches(tmp_path):
     model = Model("mobilevlm").eval()
     perturb(model)

@@ -49,7 +49,7 @@ EVERY_STAGE = policies.compose(
 )  # fmt: skip
 
 
-@pytest.mark.default("llava_qwen")
+@pytest.mark.full
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_policy_of_every_stage_on_every_family(family):
     """Reduced in prefill, scored, allotted per layer, merged, quantised, and evicted from while decoding."""

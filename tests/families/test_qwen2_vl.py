@@ -84,7 +84,7 @@ def test_no_picture_at_all(case):
     check(case, batch, rows)
 
 
-@pytest.mark.default("qwen2_5_vl")
+@pytest.mark.full
 def test_greedy_tokens(case):
     batch = prompts("left")
     output = jax.jit(vlkv.generate)(

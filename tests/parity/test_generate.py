@@ -24,7 +24,7 @@ def theirs(model, batch, row: int, images: slice) -> np.ndarray:
     return tokens[0, ids.shape[1] :].numpy()
 
 
-@pytest.mark.default("left")
+@pytest.mark.full
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_greedy_tokens_of_a_batch(llava, padding):
     model, folder = llava

@@ -84,6 +84,7 @@ def test_what_is_said(made):
     assert "estimates" in text and "AirCache 10%" in text and "tokens a second" in text
 
 
+@pytest.mark.full
 @needs_libtpu
 def test_what_does_not_fit_says_what_would(tiny):
     """A vocabulary of eight million fills a v5e: 2 x 8 GiB in float32, in bfloat16 half of that."""

@@ -64,6 +64,7 @@ def test_core_and_text_window_are_rounded_down_from_the_exact_product(fraction, 
             assert policy.window(memory) == expected
 
 
+@pytest.mark.full
 def test_kernels_by_name_give_the_same_answer(step):
     cache, memory, _, _ = step
     named = Kernels(decode_attention="reference", core_attention="reference")

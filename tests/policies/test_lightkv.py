@@ -347,7 +347,7 @@ def test_bad_options_are_named(options, says):
         LightKV(**options)
 
 
-@pytest.mark.default("paper")
+@pytest.mark.full
 @pytest.mark.parametrize("variant", ["paper", "released"])
 def test_prefill_caches_what_reached_each_layer_and_padding_changes_no_logit(variant):
     policy = LightKV(layers=(1, 2), windows=(2, 1), variant=variant)
