@@ -98,7 +98,7 @@ def read_pieces(held: pieces.Pieces, *, dtype: DTypeLike | None, mesh: Mesh | No
 
 
 def _cast_placed(array: jax.Array, dtype: jnp.dtype, path: str) -> jax.Array:
-    """As `checkpoint.cast`, of an array that lies on devices."""
+    """Casts an array that is already on devices, with the same checks as `checkpoint.cast`."""
     if array.dtype == dtype:
         return array
     made = array.astype(dtype)

@@ -26,7 +26,7 @@ def prefill_attention_cudnn(
     return_lse: bool,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"] | None]:
-    """As `prefill_attention` says; a token that does not exist gets zeros. `interpret`: jax's XLA attention instead."""
+    """See `prefill_attention` for the arguments. Padding gets zeros. `interpret` computes the same without cuDNN."""
     attend = _xla if interpret else _cudnn
     if valid is None:
         return attend(q, k, v, None, causal, return_lse)

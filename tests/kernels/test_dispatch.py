@@ -59,7 +59,7 @@ def test_without_a_kernel_for_the_platform_none_is_the_default(implementations):
 
 @pytest.fixture
 def host_with_a_gpu(monkeypatch):
-    """As far as dispatch can tell, the default backend is a GPU; arrays are on the CPU."""
+    """Makes dispatch see a GPU as the default backend while the arrays are on the CPU."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(Kernel, "_module", lambda _: types.SimpleNamespace(op_triton=jax.numpy.exp))
     return {"xla": jax.numpy.tanh, "triton": Kernel("op", "triton")}
