@@ -47,7 +47,7 @@ class Kernel:
 
 
 def platforms() -> tuple[str, ...]:
-    """The platforms, of "cpu", "gpu" and "tpu", that the program being traced may be compiled for, the most likely first.
+    """The platforms ("cpu", "gpu", "tpu") that the traced program may be compiled for, the most likely first.
 
     The device of the mesh in scope, which need not be there (`jax.set_mesh` of a topology, or an abstract mesh with an
     abstract device), decides. Without one a host with an accelerator may run the program there or on its CPU: the
