@@ -87,7 +87,7 @@ def budget(policy: Policy, program: Policy, *, layers: int, length: int) -> Budg
     """What `fill_cache_with` needs to run `policy` in the program of another: None if it is its own."""
     if policy is program:
         return None
-    return Budget(np.float32(policy.keep), policy.totals(layers=layers, most=length))
+    return Budget(np.asarray(policy.keep, np.float32), policy.totals(layers=layers, most=length))
 
 
 def pool_bytes(policy: Policy, config: ModelConfig, inputs: Inputs, *, number: int = 2) -> int:
