@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from checkpoints_convert import __main__ as convert
-from vlkv.commands import answer, bench, demo, evaluate, inspect, methods, plan, profile
+from vlkv.commands import answer, bench, demo, evaluate, inspect, methods, plan, profile, verify
 from vlkv.terminal import OneLineParser, guarded
 
 
@@ -24,7 +24,8 @@ def build_parser() -> argparse.ArgumentParser:
         ("profile", profile, "measure what share of its tokens each layer keeps, for PrefixKV"),
         ("eval", evaluate, "ask your own questions under several policies: quality against bytes and speed"),
         ("plan", plan, "bytes per chip, collectives and times of a job, compiled for chips that are not there"),
-        ("convert", convert, "convert a Hugging Face checkpoint"),
+        ("convert", convert, "convert a checkpoint folder, Hugging Face's or its authors'"),
+        ("verify", verify, "compare a checkpoint with transformers: logits and greedy tokens"),
     ):
         command = commands.add_parser(name, help=summary, description=module.__doc__)
         module.add_arguments(command)
