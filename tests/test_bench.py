@@ -102,7 +102,6 @@ def test_results_of_another_machine_are_not_mixed(measured, capsys, tmp_path):
     [
         (["--model", "llava-1.5-8b"], "did you mean llava-1.5-7b"),
         (["--policy", "snapkw"], "did you mean snapkv"),
-        (["--policy", "hired"], "class token"),
         (["--keep", "1.5"], "must lie in (0, 1]"),
         (["--keep", "0.5", "--budget", "3"], "one of the two"),
         (["--batch", "0"], "batch=0 must be at least 1"),
