@@ -38,6 +38,7 @@ class LayerPrompt:
     valid: Bool[Array, "*B t"]
     stays: Bool[Array, "*B t"]  # may be cached
     source: Int[Array, "*B t"]  # which token of the prompt it is
+    grid: Int[Array, "*B t 3"]  # number of its image in the row, line and column of its patch; -1: on no grid
     lse: Float[Array, "*B N t"] | None = None  # log-sum-exp of each query's logits; None: the kernels gain nothing
 
 
@@ -132,7 +133,7 @@ def read(
         x = layer.finish(tokens.x, attended)
         before = LayerPrompt(
             q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, stays=tokens.valid, source=tokens.source,
-            lse=lse,
+            grid=tokens.grid, lse=lse,
         )  # fmt: skip
         # The next layer waits, so that what `each` does not keep is gone before more is made.
         x, kept = jax.lax.optimization_barrier((x, each(i, before)))
@@ -191,7 +192,7 @@ def _reduce(
         q, k, v = (jnp.swapaxes(x, 0, 1) for x in (read.q, read.k, read.v))
         obs = see(
             policy, q, k, v, read.is_vision, read.valid, key,
-            layer=layer, layers=layers, max_instruction=max_instruction, kernels=kernels,
+            layer=layer, layers=layers, max_instruction=max_instruction, grid=read.grid, kernels=kernels,
         )  # fmt: skip
     changed, kept = policy.reduce(tokens, obs, stage=stage)
     of_image = kept & tokens.valid & tokens.is_vision

@@ -20,7 +20,14 @@ def one_layer(policy, arrays, new_tokens: int):
     length = is_vision.shape[1]
     everything = jnp.ones_like(is_vision)
     layer = LayerPrompt(
-        q=q, k=k, v=v, is_vision=is_vision, valid=everything, stays=everything, source=jnp.arange(length)[None]
+        q=q,
+        k=k,
+        v=v,
+        is_vision=is_vision,
+        valid=everything,
+        stays=everything,
+        source=jnp.arange(length)[None],
+        grid=jnp.full((1, length, 3), -1),
     )
     prompt = Prompt(
         layers=(layer,), is_vision=is_vision, valid=everything,
