@@ -31,7 +31,7 @@ def _name(policy: Policy) -> str:
 
 def show(console: Console, table: Table) -> None:
     """Prints a table that fits a narrow terminal: a line above it says what is the same in every row."""
-    columns = {str(column.header): list(column.cells) for column in table.columns}
+    columns = {str(column.header): list(map(str, column.cells)) for column in table.columns}
     same = {name: cells[0] for name, cells in columns.items() if len(cells) > 1 and len(set(cells)) == 1}
     said = [f"{name} {value}" for name, value in same.items() if value]
     made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
