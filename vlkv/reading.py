@@ -180,7 +180,7 @@ def _begin(params: Model, inputs: Inputs, reducer: Policy | None) -> Tokens:
     return Tokens(
         x=x, positions=inputs.positions, is_vision=inputs.is_vision, valid=inputs.valid,
         source=jnp.broadcast_to(jnp.arange(x.shape[1]), inputs.valid.shape), size=jnp.ones(inputs.valid.shape),
-        grid=inputs.grid, tower=tower,
+        grid=inputs.grid, parts=inputs.parts, tower=tower,
     )  # fmt: skip
 
 

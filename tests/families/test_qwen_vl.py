@@ -14,7 +14,6 @@ import vlkv
 from checkpoints_convert.__main__ import convert
 from tests.parity.conftest import text_config
 from tests.processing.conftest import make_tokenizer
-from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 
@@ -210,12 +209,6 @@ def test_greedy_tokens_beyond_the_length_at_which_queries_begin_to_grow(saved):
 @pytest.mark.full
 def test_a_row_is_answered_alike_whatever_its_neighbours(saved):
     check_neighbours(saved[2], saved[3], every_stage())
-
-
-def test_policies_that_watch_a_class_token_are_refused(saved):
-    inputs = vlkv.Inputs.from_hf(joined(saved[3]), saved[2].config)
-    with pytest.raises(InputError, match="no class token"):
-        vlkv.generate(saved[2], inputs, policy=policies.HiRED(keep=0.5), sampling=vlkv.Greedy(max_new_tokens=4))
 
 
 def test_conversion_keeps_every_parameter(saved, tmp_path):
