@@ -33,6 +33,7 @@ class Observation:
     key: Key[Array, ""] | None  # of this row and layer
     layer: int = dataclasses.field(metadata={"static": True})
     max_instruction: int = dataclasses.field(metadata={"static": True})  # bound on the instruction's length
+    grid: Int[Array, "T 3"] | None = None  # number of its image in the row, line and column of its patch; -1: none
     lse: Float[Array, "N T"] | None = None  # log-sum-exp of each row's logits; None: not known
     kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
 

@@ -25,7 +25,7 @@ from vlkv.inputs import Inputs
 from vlkv.memory import Memory, begin
 from vlkv.observe import ordinal, tokens_at
 from vlkv.parallel import by_row
-from vlkv.policies.policy import Policy
+from vlkv.policies.policy import Budget, Policy, with_budget
 from vlkv.policies.selection import Observed, allocate_and_take, observe, require_fit, see, shortlist
 from vlkv.reading import LayerPrompt, Prompt, read, read_prompt
 
@@ -96,7 +96,7 @@ def _look(
     obs = see(
         policy, q, k, v, read.is_vision, read.valid, key,
         layer=layer, layers=layers, max_instruction=max_instruction, stays=read.stays, lse=read.lse,
-        kernels=kernels,
+        grid=read.grid, kernels=kernels,
     )  # fmt: skip
     observed, held = observe(policy, obs), jnp.sum(obs.in_scope)
     if keep is None:
@@ -117,15 +117,39 @@ def fill_cache(prompt: Prompt, policy: Policy, *, new_tokens: int, key: Key[Arra
         InputError: no key where the policy needs one, a prompt that another policy has shortened, or new_tokens is less
             than 1.
     """
+    return fill_cache_with(prompt, policy, None, new_tokens=new_tokens, key=key)
+
+
+def fill_cache_with(
+    prompt: Prompt,
+    policy: Policy,
+    budget: Budget | None,
+    *,
+    new_tokens: int,
+    key: Key[Array, ""] | None = None,
+) -> PackedCache:
+    """As `fill_cache`, with the budget as arrays, so that one program serves every keep.
+
+    Args:
+        prompt: that was read.
+        policy: with the largest keep; memory is reserved for it.
+        budget: of the same policy with a smaller keep. None: its own.
+        new_tokens: slots of the tail.
+        key: for policies that draw at random.
+
+    Raises:
+        InputError: as `fill_cache`.
+    """
     check_new_tokens(new_tokens)
     require_fit(policy, len(prompt.layers), key)
     if policy.reducer != prompt.reducer:
         raise InputError(
             f"{type(policy).__name__} and the prompt do not fit: read_prompt must be given the same policy"
         )
-    look = _observer(policy, prompt, layers=len(prompt.layers), key=key, kernels=prompt.kernels)
+    chooser = policy if budget is None else with_budget(policy, budget)
+    look = _observer(chooser, prompt, layers=len(prompt.layers), key=key, kernels=prompt.kernels)
     found = tuple(look(i, layer) for i, layer in enumerate(prompt.layers))
-    return _fill(dataclasses.replace(prompt, layers=found), policy, new_tokens)
+    return _fill(dataclasses.replace(prompt, layers=found), policy, new_tokens, chooser)
 
 
 def _observer(
@@ -150,8 +174,8 @@ def _observer(
     return look
 
 
-def _fill(prompt: Prompt, policy: Policy, new_tokens: int) -> PackedCache:
-    """From the candidates of all layers to a cache."""
+def _fill(prompt: Prompt, policy: Policy, new_tokens: int, chooser: Policy | None = None) -> PackedCache:
+    """From the candidates of all layers to a cache; `chooser` is the policy whose budgets count, if not `policy`."""
     length, found = prompt.valid.shape[1], prompt.layers
     longest = max(layer.stays.shape[1] for layer in found)
     is_vision, stays, source = (
@@ -161,7 +185,7 @@ def _fill(prompt: Prompt, policy: Policy, new_tokens: int) -> PackedCache:
     held = jnp.stack([layer.held for layer in found], axis=1)
     seen = jnp.sum(prompt.valid & prompt.is_vision if policy.scope == "vision" else prompt.valid, axis=1)
     observed = tuple(layer.observed for layer in found)
-    choose = partial(allocate_and_take, policy, bound=length)
+    choose = partial(allocate_and_take, chooser or policy, bound=length)
     selection = jax.vmap(choose)(observed, is_vision, stays, held, seen)
     merged = []
     for i, layer in enumerate(found):

@@ -23,15 +23,31 @@ def reached(prompt: Prompt) -> Bool[Array, "B L T"]:
 
 def held(cache: PackedCache, length: int) -> Float[Array, "B L T"]:
     """The share of the key heads of each layer whose cache holds each of the prompt's `length` tokens."""
-    layers, batch, heads = cache.start.shape
-    row = jnp.arange(batch)[:, None, None]
+    return jnp.mean(held_by_head(cache, length), axis=2)
 
-    def layer(i: int) -> Float[Array, "B T"]:
-        token = entries(cache.token, cache.start[i], cache.length[i], length, cache.parts)  # [B, K, T]
+
+def held_by_head(cache: PackedCache, length: int) -> Bool[Array, "B L K T"]:
+    """Which of the prompt's `length` tokens the cache of each layer and key head holds."""
+    layers, batch, heads = cache.start.shape
+    row, head = jnp.arange(batch)[:, None, None], jnp.arange(heads)[:, None]
+
+    def layer(i: int) -> Bool[Array, "B K T"]:
+        token = entries(cache.token, cache.start[i], cache.length[i], length, cache.parts)
         where = jnp.where(token >= 0, token, length)  # past the end: not written
-        return jnp.zeros((batch, length)).at[row, where].add(1.0 / heads, mode="drop")
+        return jnp.zeros((batch, heads, length), bool).at[row, head, where].set(True, mode="drop")
 
     return jnp.stack([layer(i) for i in range(layers)], axis=1)
+
+
+def evidence_recall(cache: PackedCache, evidence: Bool[Array, "B T"]) -> Float[Array, "B L K"]:
+    """The share of the evidence tokens of each row that the cache of each layer and key head holds.
+
+    Args:
+        cache: of `prefill` or `fill_cache`.
+        evidence: the prompt tokens that an answer needs; at least one in every row.
+    """
+    found = held_by_head(cache, evidence.shape[1]) & evidence[:, None, None]
+    return jnp.sum(found, axis=-1) / jnp.sum(evidence, axis=-1)[:, None, None]
 
 
 def on_grid(values: Shaped[np.ndarray, "*L T"], grid: Int[np.ndarray, "T 3"]) -> list[Float[np.ndarray, "*L h w"]]:

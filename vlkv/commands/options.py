@@ -14,6 +14,15 @@ from vlkv.errors import InputError
 _STAGES = ("allocate", "merge", "step", "reduce", "store")
 
 
+def add_model_arguments(parser: argparse.ArgumentParser, **options: Any) -> None:
+    """--model, required unless `options` (of `add_argument`) say otherwise, and --dtype."""
+    said = "a checkpoint folder, a hub id, or mini, the demo model that vlkv ships"
+    parser.add_argument("--model", metavar="DIR", **{"required": True, "help": said, **options})
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: their own)"
+    )
+
+
 def add_policy_arguments(parser: argparse.ArgumentParser, *, many: bool = False) -> None:
     """--policy, --keep, --budget, --scope, --option and --with; `many`: lists of policies and keeps."""
     several: dict[str, Any] = {"nargs": "+"} if many else {}
@@ -41,7 +50,8 @@ def add_policy_arguments(parser: argparse.ArgumentParser, *, many: bool = False)
         default=[],
         dest="parts",
         metavar="STAGE=NAME",
-        help=f"another method's stage ({', '.join(_STAGES)}), with options as in store=kivi(bits=4); may be repeated",
+        help=f"another method's stage ({', '.join(_STAGES)}), with options as in store=kivi(bits=4), or "
+        "smooth=smooth(kernel=9); may be repeated",
     )
 
 
@@ -61,7 +71,7 @@ def policy_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> 
             raise InputError(f"--option {item}: expected NAME=VALUE")
         options[name] = _literal(value)
     policy = _make(args.policy, options, config)
-    parts: dict[str, policies.Policy | type[policies.Policy]] = {}
+    parts: dict[str, Any] = {}
     for item in args.parts:
         stage, part = _part(item, config)
         if stage in parts:
@@ -83,6 +93,11 @@ def policy_called(
     name, bracket, _ = text.partition("(")
     if not bracket:
         return policies.named(name), {}
+    return policies.named(name), _with_profile(name, _options(text, where), config)
+
+
+def _options(text: str, where: str) -> dict[str, Any]:
+    """The options in "kivi(bits=4)"."""
     try:
         call = ast.parse(text.strip(), mode="eval").body
         assert isinstance(call, ast.Call) and not call.args and all(word.arg for word in call.keywords)
@@ -90,7 +105,7 @@ def policy_called(
         assert len(options) == len(call.keywords)
     except (AssertionError, ValueError, SyntaxError):
         raise InputError(f"{where}: expected NAME(OPTION=VALUE, ...)") from None
-    return policies.named(name), _with_profile(name, options, config)
+    return options
 
 
 def _make(name: str, options: dict[str, Any], config: Callable[[], ModelConfig]) -> policies.Policy:
@@ -105,9 +120,15 @@ def _with_profile(name: str, options: dict[str, Any], config: Callable[[], Model
     return {**options, "profile": profiles.load(options["profile"], config(), scope=scope)}
 
 
-def _part(item: str, config: Callable[[], ModelConfig]) -> tuple[str, policies.Policy | type[policies.Policy]]:
+def _part(item: str, config: Callable[[], ModelConfig]) -> tuple[str, Any]:
     """ "store=kivi(bits=4)": the stage, and the method with its options or its class."""
     stage, _, text = item.partition("=")
+    if stage == "smooth":
+        options = _options(text, f"--with {item}")
+        try:
+            return stage, policies.Smooth(**options)
+        except TypeError:
+            raise InputError(f"--with {item}: Smooth has the options kernel, one_sided and pooling") from None
     if stage not in _STAGES or not text.partition("(")[0]:
         raise InputError(f"--with {item}: expected STAGE=NAME with a stage among {', '.join(_STAGES)}")
     cls, options = policy_called(text, f"--with {item}", config)

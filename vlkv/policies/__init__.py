@@ -11,6 +11,7 @@ from vlkv.policies.aircache import AirCache
 from vlkv.policies.avl import AVL
 from vlkv.policies.compose import Composed, compose
 from vlkv.policies.csp import CSP
+from vlkv.policies.downsample import Downsample
 from vlkv.policies.elastic import ElasticCache
 from vlkv.policies.fastervlm import FasterVLM
 from vlkv.policies.fastv import FastV
@@ -28,6 +29,7 @@ from vlkv.policies.pyramidkv import PyramidKV
 from vlkv.policies.random import ImgRandom, Random
 from vlkv.policies.roco import RoCo
 from vlkv.policies.selection import Selection, compress, select
+from vlkv.policies.smooth import Smooth
 from vlkv.policies.snapkv import SnapKV
 from vlkv.policies.streaming import StreamingLLM
 from vlkv.policies.tofu import ToFu
@@ -72,6 +74,7 @@ __all__ = [
     "KIVI",
     "AirCache",
     "Composed",
+    "Downsample",
     "ElasticCache",
     "FastV",
     "FasterVLM",
@@ -87,6 +90,7 @@ __all__ = [
     "Random",
     "RoCo",
     "Selection",
+    "Smooth",
     "SnapKV",
     "StreamingLLM",
     "ToFu",

@@ -1,4 +1,4 @@
-"""One method's scores with another's budgets, merging, steps, shortening or storage."""
+"""One method's scores, smoothed if asked, with another's budgets, merging, steps, shortening or storage."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from vlkv.observe import Observation
 from vlkv.policies.full import Full
 from vlkv.policies.policy import Policy, Statistics, Storage, checked_scores, policy, require_policy
 from vlkv.policies.reducing import ReducingPolicy
+from vlkv.policies.smooth import Smooth
 
 Part = Policy | type[Policy]
 _OWNERS = {"allocate": "allocated", "merge": "merged", "step": "stepped", "reduce": "reduced", "store": "stored"}
@@ -26,11 +27,13 @@ def compose(
     step: Part | None = None,
     reduce: Part | None = None,
     store: Part | None = None,
+    smooth: Smooth | None = None,
 ) -> Composed:
     """A policy made of the stages of several.
 
         compose(SnapKV(keep=0.2), allocate=PrefixKV)                      SnapKV's scores, PrefixKV's budgets
         compose(AirCache(keep=0.1), reduce=LightKV(), store=KIVI(bits=4)) AirCache on what LightKV leaves, in 4 bits
+        compose(SnapKV(keep=0.1, kernel=1), smooth=Smooth(9))             SnapKV with the mean over nine tokens
 
     Args:
         scores: ranks and protects; its `keep` or `budget` and its `scope` are those of the whole. Of a prompt that was
@@ -40,6 +43,7 @@ def compose(
         step: acts while decoding.
         reduce: shortens the prompt while it is read; its own `keep` says by how much.
         store: how the pool is stored.
+        smooth: changes what `scores` ranks by. Budgets and eviction while decoding see its scores as they are.
 
     A part is a policy, or a class for its defaults. A budget of its own (allocate, merge, step) must be the same.
 
@@ -65,7 +69,9 @@ def compose(
             parts[_OWNERS[name]] = _owner(made, _OWNERS[name])
     owners: dict[str, Any] = {"scored": _owner(scores, "scored"), "reduced": scores.reducer}
     if isinstance(scores, Composed):
-        owners |= {field: getattr(scores, field) for field in _OWNERS.values()}
+        owners |= {field: getattr(scores, field) for field in (*_OWNERS.values(), "smoothed")}
+    if smooth is not None:
+        parts["smoothed"] = smooth
     _check(owners, parts)
     if isinstance(scores, ReducingPolicy) and scores.reducer is not None:
         owners["scored"] = Full(scope="vision")  # it evicts nothing afterwards
@@ -102,13 +108,18 @@ def _check(owners: dict[str, Any], parts: dict[str, Any]) -> None:
         raise InputError('compose: budgets of published code know whole prompts only: variant="paper" with reduce=')
     if reduced is not None and reducer is not None:
         raise InputError(f"compose: {type(reducer).__name__} and {type(reduced).__name__} both shorten the prompt")
+    smoothed = parts.get("smoothed")
+    if smoothed is not None and not isinstance(smoothed, Smooth):
+        raise InputError(f"compose: smooth={smoothed!r} must be a Smooth, such as Smooth(9)")
     # Full is what `compose` puts in the place of a method that only shortens the prompt.
     evicts_nothing = isinstance(reducer, ReducingPolicy) and isinstance(scores, (ReducingPolicy, Full))
-    if evicts_nothing and (allocated is not None or merged is not None):
+    if evicts_nothing and any(part is not None for part in (allocated, merged, smoothed)):
         raise InputError(
-            f"compose: after {type(reducer).__name__} nothing is evicted, so there is nothing to allocate or merge: "
-            "give it as reduce= of a method that evicts"
+            f"compose: after {type(reducer).__name__} nothing is evicted, so there is nothing to allocate, merge or "
+            "smooth: give it as reduce= of a method that evicts"
         )
+    if smoothed is not None and isinstance(scores, Full):
+        raise InputError("compose: Full keeps every token, so there is nothing to smooth")
 
 
 def _merges(part: Policy) -> bool:
@@ -140,6 +151,7 @@ class Composed(Policy):
     stepped: Policy | None = None
     reduced: Policy | None = None
     stored: Policy | None = None
+    smoothed: Smooth | None = None
     stages = "composed"
 
     def __post_init__(self) -> None:
@@ -165,17 +177,28 @@ class Composed(Policy):
         """If one of them does."""
         return any(part.needs_key for part in self.parts)
 
+    @property
+    def needs_grid(self) -> bool:  # type: ignore[override]
+        """If one of them does."""
+        return any(part.needs_grid for part in (*self.parts, self.smoothed) if part is not None)
+
     def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """As `scored`."""
-        return checked_scores(self.scored, obs)
+        """As `scored`, smoothed."""
+        scores = checked_scores(self.scored, obs)
+        return scores if self.smoothed is None else self.smoothed(scores, obs)
 
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
         """As `scored`."""
         return self.scored.protect(obs)
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """Those of `scored`; or, if another method allocates, of both, each under the name of its field."""
-        own = self.scored.statistics(obs, scores)
+        """Those of `scored`; or, if another method allocates, of both, each under the name of its field.
+
+        Smoothing changes only those that `scored` ranks by.
+        """
+        own = self.scored.statistics(obs, scores if self.smoothed is None else self.scored.score(obs))
+        if self.smoothed is not None:
+            own |= {name: self.smoothed(own[name], obs) for name in self.scored.ranked_by}
         if self.allocated is None:
             return own
         return {"scored": own, "allocated": self.allocated.statistics(obs, checked_scores(self.allocated, obs))}
@@ -220,10 +243,11 @@ class Composed(Policy):
         return (self.stepped or self.scored).acts
 
     def remember(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
-        """What `stepped` wants to find, of its own scores."""
-        if self.stepped is None:
+        """What `stepped` wants to find, of its own scores, which are not smoothed."""
+        if self.stepped is None and self.smoothed is None:
             return self.scored.remember(obs, scores)
-        return self.stepped.remember(obs, checked_scores(self.stepped, obs))
+        owner = self.stepped or self.scored
+        return owner.remember(obs, checked_scores(owner, obs))
 
     def begin(self, memory: Memory) -> Memory:
         """As `stepped`."""
@@ -277,8 +301,9 @@ class Composed(Policy):
     def options(self) -> dict[str, Any]:
         """The parts by stage, each with its name and options."""
         named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
-        return {
+        options: dict[str, Any] = {
             name: {"policy": type(part).__name__, **part.options()}
             for name, part in named.items()
             if isinstance(part, Policy)
         }
+        return options if self.smoothed is None else options | {"smoothed": dataclasses.asdict(self.smoothed)}

@@ -51,7 +51,9 @@ class CSP(Policy):
     variant: Literal["paper", "released"] = "paper"
     paper = "Pei et al. 2024, Cross-Self KV Cache Pruning for Efficient Vision-Language Inference"
     equations = "Eqs. 1-4, 7"
+    ranked_by = ("self", "cross")
     stages = "score, rank"
+    ranked_by = ("self", "cross")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -166,7 +166,7 @@ def left_by_windows(tokens: int, rho: float, windows: int) -> int:
     return tokens - max(0, removed)
 
 
-def part(index: Int[Array, " T"], side: Int[Array, " T"], parts: int) -> Int[Array, " T"]:
+def part(index: Int[Array, " T"], side: Int[Array, " T"], parts: Int[Array, " T"] | int) -> Int[Array, " T"]:
     """Which part an index in 0..side-1 falls into, of parts that differ by one at most, the first ones larger."""
     size, larger = side // parts, side % parts
     border = larger * (size + 1)

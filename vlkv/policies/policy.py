@@ -6,6 +6,7 @@ with `policy` and defined anywhere, works like ours.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, dataclass_transform
 
@@ -71,6 +72,8 @@ class Policy(metaclass=_PolicyType):
     capped: ClassVar[bool] = False  # whether `cap` has a meaning: budgets differ per layer, nothing is merged
     shortens_by: ClassVar[str] = "layers"  # the option that says after which layers
     needs_key: ClassVar[bool] = False  # whether `generate` and `select` must be given a key
+    needs_grid: ClassVar[bool] = False  # whether `select` must be told where on an image each token lies
+    ranked_by: ClassVar[tuple[str, ...]] = ()  # statistics per head and token that `rank` goes by instead of the scores
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -331,3 +334,22 @@ def checked_scores(policy: Policy, obs: Observation) -> Float[Array, "K T"]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+class Budget(NamedTuple):
+    """The budget of a policy as arrays, so that policies that differ in `keep` alone share one compiled program."""
+
+    keep: Float[Array | np.ndarray, ""]
+    totals: Int[Array | np.ndarray, " counts"]  # what `Policy.totals` returns
+
+
+def with_budget(made: P, budget: Budget) -> P:
+    """A copy of a policy, and of its parts, with this budget: for tracing only, its options are not static values."""
+    copied = copy.copy(made)
+    object.__setattr__(copied, "keep", budget.keep)
+    object.__setattr__(copied, "totals", lambda **_: budget.totals)
+    for field in dataclasses.fields(made):  # type: ignore[arg-type]
+        part = getattr(made, field.name)
+        if isinstance(part, Policy):
+            object.__setattr__(copied, field.name, with_budget(part, budget))
+    return copied

@@ -57,6 +57,7 @@ def see(
     layers: int,
     max_instruction: int,
     stays: Bool[Array, " T"] | None = None,
+    grid: Int[Array, "T 3"] | None = None,
     lse: Float[Array, "N T"] | None = None,
     kernels: Kernels | None = None,
 ) -> Observation:
@@ -68,7 +69,8 @@ def see(
         q=q, k=k, v=v, is_vision=is_vision & valid, valid=valid, in_scope=in_scope,
         mean_budget=table[jnp.sum(in_scope)] // layers,
         key=None if key is None else jax.random.fold_in(key, layer),
-        layer=layer, max_instruction=max_instruction, lse=lse, kernels=Kernels() if kernels is None else kernels,
+        layer=layer, max_instruction=max_instruction, grid=grid, lse=lse,
+        kernels=Kernels() if kernels is None else kernels,
     )  # fmt: skip
 
 
@@ -185,6 +187,7 @@ def select(
     is_vision: Bool[Array | np.ndarray, " T"],
     valid: Bool[Array | np.ndarray, " T"] | None = None,
     key: Key[Array, ""] | None = None,
+    grid: Int[Array | np.ndarray, "T 3"] | None = None,
 ) -> Selection:
     """What would this policy keep of one prompt?
 
@@ -196,11 +199,13 @@ def select(
         is_vision: which tokens come from an image.
         valid: which tokens are no padding; None: all.
         key: for policies that draw at random.
+        grid: where on an image each token lies, as in `Inputs.grid`, for policies that smooth scores on it.
 
     Raises:
-        InputError: shapes that do not fit, no key where one is needed, or a policy that shortens the prompt instead.
+        InputError: shapes that do not fit, no key or grid where one is needed, or a policy that shortens the prompt
+            instead.
     """
-    return _choose(policy, q, k, v, is_vision, valid, key)
+    return _choose(policy, q, k, v, is_vision, valid, key, grid)
 
 
 def compress(
@@ -211,9 +216,10 @@ def compress(
     is_vision: Bool[Array | np.ndarray, " T"],
     valid: Bool[Array | np.ndarray, " T"] | None = None,
     key: Key[Array, ""] | None = None,
+    grid: Int[Array | np.ndarray, "T 3"] | None = None,
 ) -> tuple[Float[Array, "L K T H"], Float[Array, "L K T H"], Selection]:
     """As `select`, with the entries that would go into the cache: where kept, k and v after the policy's merge."""
-    selection = _choose(policy, q, k, v, is_vision, valid, key)
+    selection = _choose(policy, q, k, v, is_vision, valid, key, grid)
     merged = [policy.merge(*args) for args in zip(k, v, selection.kept, selection.scores, strict=True)]
     return jnp.stack([m[0] for m in merged]), jnp.stack([m[1] for m in merged]), selection
 
@@ -236,7 +242,7 @@ def require_fit(policy: Policy, layers: int, key: Key[Array, ""] | None) -> None
         raise InputError(f"{type(policy).__name__} draws at random: pass key=jax.random.key(seed)")
 
 
-def _choose(policy, q, k, v, is_vision, valid, key) -> Selection:
+def _choose(policy, q, k, v, is_vision, valid, key, grid) -> Selection:
     q, k, v, is_vision = (jnp.asarray(x) for x in (q, k, v, is_vision))
     fits = q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[2:] == k.shape[2:]
     if not fits or q.shape[1] % k.shape[1] or is_vision.shape != q.shape[2:3]:
@@ -245,13 +251,16 @@ def _choose(policy, q, k, v, is_vision, valid, key) -> Selection:
     valid = jnp.ones(is_vision.shape, bool) if valid is None else jnp.asarray(valid)
     layers, length = q.shape[0], q.shape[2]
     require_fit(policy, layers, key)
+    if policy.needs_grid and grid is None:
+        raise InputError(f"{type(policy).__name__} smooths scores on the image: pass grid=inputs.grid[row]")
+    grid = None if grid is None else jnp.asarray(grid)
     if policy.reducer is not None:
         raise InputError(
             f"{type(policy).__name__} shortens the prompt while it is read: given queries and keys cannot say what it "
             "keeps; read_prompt(params, inputs, policy) does"
         )
     seen = [
-        see(policy, q[i], k[i], v[i], is_vision, valid, key, layer=i, layers=layers, max_instruction=length)
+        see(policy, q[i], k[i], v[i], is_vision, valid, key, layer=i, layers=layers, max_instruction=length, grid=grid)
         for i in range(layers)
     ]
     observed = tuple(observe(policy, obs) for obs in seen)

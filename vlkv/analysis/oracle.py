@@ -1,0 +1,60 @@
+"""Oracle: the cache of somebody who knows which tokens the answer needs.
+
+Axes: B batch · L layers · K key heads · T prompt tokens.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Key
+
+from vlkv.cache import PackedCache, pack
+from vlkv.observe import top
+from vlkv.policies.random import ImgRandom
+from vlkv.reading import Prompt
+
+
+def oracle_cache(
+    prompt: Prompt,
+    evidence: Bool[Array, "B T"],
+    policy: ImgRandom,
+    totals: Int[Array, " counts"] | None = None,
+    *,
+    new_tokens: int,
+    key: Key[Array, ""],
+) -> PackedCache:
+    """The evidence in every layer and head, then random vision tokens up to the budget, and all text.
+
+    A baseline: everything between it and a method is that method's loss. If the evidence exceeds the budget, its
+    first tokens stay.
+
+    Args:
+        prompt: read whole.
+        evidence: the vision tokens that the answer needs.
+        policy: says how many vision tokens are kept.
+        totals: in place of `policy.totals(layers=L, most=T)`, as in `fill_cache_with`.
+        new_tokens: slots of the tail.
+        key: of the random tokens.
+    """
+    layers, (batch, length) = len(prompt.layers), prompt.valid.shape
+    heads = prompt.layers[0].k.shape[2]
+    table = jnp.asarray(policy.totals(layers=layers, most=length)) if totals is None else totals
+    vision = prompt.valid & prompt.is_vision
+    total = table[jnp.sum(vision, axis=1)]
+    share = total[:, None] // layers + (jnp.arange(layers) < total[:, None] % layers)  # [B, L]
+    scores = jax.random.uniform(key, (batch, layers, heads, length)) + 2.0 * evidence[:, None, None]
+
+    def choose(scores, share, vision, valid):  # [L, K, T], [L], [T], [T] of one row
+        count = jnp.broadcast_to(share[:, None], (layers, heads))
+        return jax.vmap(top, (0, None, 0))(scores, vision, count) | (valid & ~vision)
+
+    kept = jax.vmap(choose)(scores, share, vision, prompt.valid)
+    everywhere = (layers, batch, length)
+    return pack(
+        policy, tuple(jnp.swapaxes(layer.k, 1, 2) for layer in prompt.layers),
+        tuple(jnp.swapaxes(layer.v, 1, 2) for layer in prompt.layers), jnp.swapaxes(kept, 0, 1),
+        is_vision=jnp.broadcast_to(prompt.is_vision, everywhere),
+        source=jnp.broadcast_to(jnp.arange(length), everywhere), next_position=prompt.next_position,
+        max_vision=prompt.max_vision, max_text=prompt.max_text, max_images=prompt.max_images, new_tokens=new_tokens,
+    )  # fmt: skip

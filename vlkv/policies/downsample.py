@@ -1,0 +1,80 @@
+"""Downsample: the baseline that gives the language model a coarser picture."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from vlkv.observe import Observation
+from vlkv.policies.policy import policy
+from vlkv.policies.reducing import ReducingPolicy
+from vlkv.tokens import Tokens
+
+
+@policy
+class Downsample(ReducingPolicy):
+    """Averages blocks of `side` x `side` vision embeddings before the first layer.
+
+    A baseline: what a compression method must beat, because it costs nothing to choose and makes the prompt shorter.
+    The mean takes the place and the position of the block's first token in reading order. Blocks at an edge may be
+    smaller. A token on no grid (a newline, a class token) stays as it is. The model should have been trained on pooled
+    grids; the demo model was.
+
+    `keep` follows from `side` and need not be given.
+
+    Attributes:
+        side: of a block, in tokens.
+        most: the most vision tokens that are left of a row, if it is known (144 for one image of 24 x 24 and side 2).
+            The cache reserves memory for that many. None: for as many as there were, because images may have any shape.
+    """
+
+    side: int = 2
+    most: int | None = None
+    shortens_by = "side"
+    paper = "baseline"
+    equations = ""
+
+    def __post_init__(self) -> None:
+        self.check("side", isinstance(self.side, int) and self.side >= 1, "must be a whole number of at least 1")
+        share = 1 / self.side**2
+        self.check("keep", self.keep in (None, share), f"follows from side={self.side}: leave it out")
+        object.__setattr__(self, "keep", share)
+        super().__post_init__()
+        self.check("most", self.most is None or (isinstance(self.most, int) and self.most >= 1), "must be at least 1")
+
+    def reductions(self, layers: int) -> tuple[int, ...]:
+        """Before the first layer."""
+        del layers
+        return (0,)
+
+    def remaining(self, *, stage: int, vision: int, images: int) -> int:
+        """`most`, if given."""
+        del stage, images
+        return vision if self.most is None else min(vision, self.most)
+
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
+        """The means, each in the place of its block's first token."""
+        del obs, stage
+        length = tokens.valid.shape[0]
+        pooled = tokens.valid & tokens.is_vision & (tokens.grid[:, 1] >= 0)
+        block = jnp.where(pooled[:, None], tokens.grid // jnp.array([1, self.side, self.side]), -1)
+        order = jnp.lexsort((jnp.arange(length), *block.T[::-1]))
+        first = jnp.any(block[order] != jnp.roll(block[order], 1, axis=0), axis=1).at[0].set(True)
+        number = jnp.zeros(length, jnp.int32).at[order].set(jnp.cumsum(first) - 1)  # of each token's block
+
+        def total(x: Array) -> Array:
+            return jax.ops.segment_sum(x, number, num_segments=length)[number]
+
+        leads = jnp.zeros(length, bool).at[order].set(first) | ~pooled
+        size = total(tokens.size)
+        mean = total(tokens.x.astype(jnp.float32) * tokens.size[:, None]) / size[:, None]
+        made = dataclasses.replace(
+            tokens,
+            x=jnp.where(pooled[:, None], mean.astype(tokens.x.dtype), tokens.x),
+            size=jnp.where(pooled, size, tokens.size),
+            grid=jnp.where(pooled[:, None], block, tokens.grid),
+        )
+        return made, tokens.valid & leads
