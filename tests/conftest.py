@@ -91,6 +91,21 @@ def root() -> Path:
 
 
 @pytest.fixture(scope="session")
+def miniature(tmp_path_factory):
+    """The folder of the miniature with so many of its layers, for an image of `grid` x `grid` patches."""
+    from tests.miniature import cut
+
+    made: dict[tuple[int, int], Path] = {}
+
+    def of(layers: int = 2, grid: int = 6) -> Path:
+        if (layers, grid) not in made:
+            made[layers, grid] = cut(tmp_path_factory.mktemp("miniature") / "model", layers=layers, grid=grid)
+        return made[layers, grid]
+
+    return of
+
+
+@pytest.fixture(scope="session")
 def golden():
     """Arrays of <name>.npz in tests/golden, or in the folder that VLKV_GOLDEN names."""
     folder = Path(os.environ.get("VLKV_GOLDEN", ROOT / "tests" / "golden"))

@@ -55,6 +55,12 @@ def tiny_llava(seed: int = 0, config: ModelConfig = CONFIG):
     return random_model(config, seed)
 
 
+@jax.jit
+def embed(params, inputs: vlkv.Inputs):
+    """What the first layer is given."""
+    return params.embed(inputs)
+
+
 def unequal_batch(config: ModelConfig = CONFIG, seed: int = 0, padding: str = "right") -> vlkv.Inputs:
     """Rows with two images, one image, and none; 25 vision tokens an image."""
     rng = np.random.default_rng(seed)

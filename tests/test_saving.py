@@ -16,7 +16,7 @@ import vlkv
 from vlkv import policies, saving
 from vlkv.cache import resize_tail, take_rows
 
-from .models import CONFIG, SMALL, tiny_llava, unequal_batch
+from .models import SMALL, tiny_llava, unequal_batch
 from .test_extend import turn, words
 
 fill_cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")

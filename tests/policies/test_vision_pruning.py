@@ -10,7 +10,7 @@ import pytest
 import vlkv
 from tests import reference
 from tests.families import tiny
-from tests.models import tiny_llava, unequal_batch
+from tests.models import embed, tiny_llava, unequal_batch
 from vlkv import policies
 from vlkv.observe import Observation
 from vlkv.policies.fastervlm import FasterVLM
@@ -189,7 +189,7 @@ def class_attention(params, pixels):
 def row_of(params, batch, row):
     """Embeddings of a row without padding, which of them are vision, and what the class token gave them."""
     valid = batch.valid[row]
-    x = np.asarray(params.embed(jax.tree.map(jnp.asarray, batch)))[row, valid]
+    x = np.asarray(embed(params, batch))[row, valid]
     index = batch.vision_index[row, valid]
     return x, index >= 0, np.where(index >= 0, class_attention(params, batch.pixels).ravel()[index], -1.0)
 
