@@ -3,6 +3,9 @@
 The same arrays go into both, so what is compared is the model: its weights, its tower and its decoder. Float32 logits
 may differ by rounding only. Those of bfloat16 may lie twice as far from transformers' float32 logits as transformers'
 own bfloat16 does. Tokens may part where the two most likely ones are closer than that. Needs torch and transformers.
+
+  vlkv verify mini
+  vlkv verify converted --reference original --dtype float32
 """
 
 from __future__ import annotations
