@@ -205,7 +205,7 @@ def test_csp_without_filling_keeps_at_most_its_budget_and_no_more_than_with_it(s
         np.testing.assert_array_equal(np.asarray(union.kept)[row][..., inside].sum(axis=-1), union.budgets[row])
 
 
-@pytest.mark.default("AirCache(", "CSP(")
+@pytest.mark.default("AirCache(", "CSP(", "H2O(keep=0.4, budget=None, scope='all'")
 @pytest.mark.parametrize("policy", ANY, ids=repr)
 def test_padding_on_either_side_changes_nothing(policy, batch):
     got = select(policy, *batch, jax.random.key(0))
