@@ -6,8 +6,11 @@ from . import processing as processing
 from . import profiles as profiles
 from . import sampling as sampling
 from . import sharding as sharding
+from .analysis.fidelity import kl_to_full as kl_to_full
 from .buckets import Buckets as Buckets
 from .cache import PackedCache as PackedCache
+from .cache import pool_slots as pool_slots
+from .chat import Chat as Chat
 from .errors import InputError as InputError
 from .extend import extend as extend
 from .families import init as init

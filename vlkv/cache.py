@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import Kernels, QuantizedPool, quantize
 from vlkv import memory, parallel
 from vlkv.errors import InputError
+from vlkv.inputs import Inputs
 from vlkv.memory import Memory
 from vlkv.observe import tokens_at
 from vlkv.policies.policy import Policy
@@ -175,19 +176,23 @@ def align(n: Any, tile: int = ALIGNMENT) -> Any:
 
 
 def pool_slots(
-    policy: Policy, *, layers: int, vision: int, text: int, new_tokens: int, images: int = 1, parts: int = 1
-) -> int:
+    policy: Policy, inputs: Inputs | None = None, *, layers: int, new_tokens: int = 64, vision: int = 0, text: int = 0,
+    images: int = 1, parts: int = 1,
+) -> int:  # fmt: skip
     """Slots that a cache allocates per row and key head: the pool, and the tails of all layers.
 
     Args:
         policy: decides how many entries may be kept.
-        layers: L.
+        inputs: prompts; their bounds are used. None: the next three are.
+        layers: L, `len(params.decoder.layers)`.
+        new_tokens: tokens to be generated.
         vision: bound on the vision tokens of a row (`Inputs.max_vision`).
         text: bound on its text tokens (`Inputs.max_text`).
-        new_tokens: tokens to be generated.
         images: bound on its images (`Inputs.max_images`).
         parts: of the slots, all counted: 1 unless `model` of the mesh does not divide the key heads; then its size.
     """
+    if inputs is not None:
+        vision, text, images = inputs.max_vision, inputs.max_text, inputs.max_images
     return _pool(policy, layers, vision, text, images, parts) + layers * align(new_tokens, parts)
 
 

@@ -13,8 +13,8 @@ Axes: B batch · T prompt · L layers · N, K heads · H head dim · S new token
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,18 +84,22 @@ class _Decoding(NamedTuple):
 
 def generate(
     params: Model,
-    inputs: Inputs,
+    inputs: Inputs | Mapping[str, Any],
     *,
     policy: Policy | None = None,
     sampling: Greedy | None = None,
     key: Key[Array, ""] | None = None,
     kernels: Kernels | None = None,
 ) -> Output:
-    """Answers every row of a batch from a compressed cache; `jax.jit(generate)` needs no static arguments.
+    """Answers every row of a batch from a compressed cache.
+
+    It is compiled when it is first called with a policy, a sampling and inputs of some shape. `jax.jit(generate)` works
+    too and needs no static argument names.
 
     Args:
         params: the model.
-        inputs: from the processor. Batches with the same shapes and bounds share one trace.
+        inputs: from the processor of `load`, or (outside jit) from the family's transformers processor. Batches with
+            the same shapes and bounds share one trace.
         policy: None keeps the full cache.
         sampling: None is `Greedy()`: the likeliest token, at most 64 of them.
         key: for random policies and for `Sample`.
@@ -104,10 +108,24 @@ def generate(
     Raises:
         InputError: a key is needed and missing, or the answer would pass the model's limit (see `check_room`).
     """
+    inputs = Inputs.of(inputs, params.config)
     policy = Full() if policy is None else policy
     sampling = Greedy() if sampling is None else sampling
+    require_policy(policy)
     check_room(params.config, inputs, sampling.max_new_tokens)
     sampling.require_key(key)
+    return _generate(params, inputs, policy, sampling, key, kernels)
+
+
+@jax.jit
+def _generate(
+    params: Model,
+    inputs: Inputs,
+    policy: Policy,
+    sampling: Greedy,
+    key: Key[Array, ""] | None,
+    kernels: Kernels | None,
+) -> Output:
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
     cache, logits = prefill(params, inputs, policy, new_tokens=sampling.max_new_tokens, key=policy_key, kernels=kernels)
     tokens, lengths = decode(params, cache, logits, sampling=sampling, key=sample_key)

@@ -55,6 +55,22 @@ class Inputs:
         return self.vision_index >= 0
 
     @classmethod
+    def of(cls, given: Inputs | Mapping[str, Any], config: ModelConfig) -> Inputs:
+        """What a public function was given, as `Inputs`: also what a transformers processor returns.
+
+        Raises:
+            InputError: neither, or arrays that jit traces, which cannot be arranged on the host.
+        """
+        if isinstance(given, Inputs):
+            return given
+        if not isinstance(given, Mapping) or any(isinstance(x, jax.core.Tracer) for x in given.values()):
+            raise InputError(
+                f"inputs: {type(given).__name__} cannot be used here; make them with the processor of vlkv.load, or "
+                "outside jit with vlkv.Inputs.from_hf(batch, params.config)"
+            )
+        return cls.from_hf(given, config)
+
+    @classmethod
     def from_hf(cls, batch: Mapping[str, Any], config: ModelConfig, buckets: Buckets | None = None) -> Inputs:
         """From what the family's transformers processor returns: input_ids, attention_mask, pixel_values and so on.
 
@@ -81,7 +97,13 @@ class Inputs:
             raise InputError("a prompt of the batch is empty: every row needs at least one token")
         longest = int(valid.sum(axis=1).max())
         if longest > config.decoder.max_positions:
-            raise InputError(f"the prompt has {longest} tokens, the model's limit is {config.decoder.max_positions}")
+            vision = (
+                int((valid & (tokens == config.image_token)).sum(axis=1).max()) if config.image_token is not None else 0
+            )
+            said = f" ({vision} of them from images: give fewer images)" if vision else ""
+            raise InputError(
+                f"the prompt has {longest} tokens, the model's limit is {config.decoder.max_positions}{said}"
+            )
         text = tokens[valid & ((tokens != config.image_token) | (config.image_token is None))]
         if (text < 0).any() or (text >= config.decoder.vocab_size).any():
             raise InputError(f"a token id lies outside the vocabulary of {config.decoder.vocab_size}")

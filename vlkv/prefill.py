@@ -28,6 +28,7 @@ from vlkv.parallel import by_row
 from vlkv.policies.policy import Budget, Policy, with_budget
 from vlkv.policies.selection import Observed, allocate_and_take, observe, require_fit, see, shortlist
 from vlkv.reading import LayerPrompt, Prompt, read, read_prompt
+from vlkv.sampling import Greedy
 
 
 def prefill(
@@ -35,17 +36,21 @@ def prefill(
     inputs: Inputs,
     policy: Policy,
     *,
-    new_tokens: int,
+    sampling: Greedy | None = None,
+    new_tokens: int | None = None,
     key: Key[Array, ""] | None = None,
     kernels: Kernels | None = None,
 ) -> tuple[PackedCache, Float[Array, "B vocab"]]:
     """Runs the prompt, lets the policy choose, and packs what stays.
 
+    `jax.jit(prefill)` needs no static argument names if it is given `sampling`; with `new_tokens` that one is static.
+
     Args:
         params: the model.
         inputs: from the processor.
         policy: decides what stays.
-        new_tokens: slots of the tail, the most tokens that may follow.
+        sampling: its `max_new_tokens` are the slots of the tail, the most tokens that may follow; None is `Greedy()`.
+        new_tokens: the same as a number, instead of `sampling`.
         key: for policies that draw at random.
         kernels: implementations of the ops, for this and for decoding from the cache; None: of the platform.
 
@@ -56,6 +61,12 @@ def prefill(
         InputError: no key where the policy needs one, it does not fit the model, or new_tokens is less than 1; before
             anything is traced.
     """
+    if isinstance(new_tokens, jax.core.Tracer):
+        raise InputError(
+            "new_tokens must be known to jit: give sampling=vlkv.Greedy(max_new_tokens=...) instead, or "
+            'jax.jit(prefill, static_argnames="new_tokens")'
+        )
+    new_tokens = (sampling or Greedy()).max_new_tokens if new_tokens is None else new_tokens
     check_new_tokens(new_tokens)
     require_fit(policy, len(params.decoder.layers), key)
     if policy.reducer is not None and policy.reducer.forgets:  # what an early layer may keep is known only later

@@ -119,7 +119,7 @@ def test_missing_and_folder_and_not_an_image(tmp_path):
     empty.write_bytes(b"")
     assert "empty file" in refusal(empty)
     assert "download" in refusal("https://example.org/page.png")
-    assert "PIL.Image.fromarray" in refusal(np.zeros((4, 4, 3), np.uint8))
+    assert "uint8 [height, width, 3]" in refusal(np.zeros((3, 4, 4), np.float32))
     assert "check the path" in refusal("a\0b")
     refusal("two\nlines.png")
     refusal(b"")

@@ -5,8 +5,8 @@ Axes: B batch · S tokens · L layers · D width · P policies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,11 @@ from vlkv.analysis.trace import Trace, follow
 from vlkv.cache import PackedCache
 from vlkv.errors import InputError
 from vlkv.families import Model
-from vlkv.generate import check_room, decode
+from vlkv.generate import check_room, decode, decode_step
 from vlkv.inputs import Inputs
 from vlkv.policies.full import Full
 from vlkv.policies.policy import Policy
-from vlkv.prefill import fill_cache
+from vlkv.prefill import fill_cache, prefill
 from vlkv.reading import read_prompt
 from vlkv.sampling import Greedy
 
@@ -61,6 +61,67 @@ def answer_of(
     """What the model says from this cache, padded with -1 after a row's end."""
     tokens, lengths = decode(params, cache, logits, sampling=sampling)
     return jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], tokens, -1)
+
+
+def kl_to_full(
+    params: Model,
+    inputs: Inputs | Mapping[str, Any],
+    policy: Policy,
+    *,
+    sampling: Greedy | None = None,
+    key: Key[Array, ""] | None = None,
+) -> Float[Array, " B"]:
+    """How far a policy moves the model: mean over an answer's tokens of KL(full cache || compressed cache), in nats.
+
+    The answer is what the full cache says greedily; both caches are fed its tokens. 0 means that nothing changes.
+
+    Args:
+        params: the model.
+        inputs: from the processor.
+        policy: to be judged.
+        sampling: its `max_new_tokens` bounds the answer; None is `Greedy()`.
+        key: for random policies.
+
+    Raises:
+        InputError: as `generate`.
+    """
+    inputs, sampling = Inputs.of(inputs, params.config), sampling or Greedy()
+    check_room(params.config, inputs, sampling.max_new_tokens)
+    answer, full = _full_answer(params, inputs, sampling)
+    policy_key = None if key is None else jax.random.split(key)[0]  # as in `generate`
+    return _divergence(params, inputs, policy, sampling, answer, full, policy_key)
+
+
+@jax.jit
+def _full_answer(params: Model, inputs: Inputs, sampling: Greedy) -> tuple[Array, Array]:
+    cache, logits = prefill(params, inputs, Full(), sampling=sampling)
+    answer = answer_of(
+        params, cache, logits, sampling=Greedy(max_new_tokens=sampling.max_new_tokens, stop=sampling.stop)
+    )
+    return answer, _log_softmax(params, cache, logits, answer)
+
+
+@jax.jit
+def _divergence(
+    params: Model, inputs: Inputs, policy: Policy, sampling: Greedy, answer: Array, full: Array, key: Any
+) -> Float[Array, " B"]:
+    cache, logits = prefill(params, inputs, policy, sampling=sampling, key=key)
+    compressed = _log_softmax(params, cache, logits, answer)
+    divergence = jnp.sum(jnp.exp(full) * (full - compressed), axis=-1)  # [S, B]
+    counts = (answer >= 0).T
+    return jnp.sum(jnp.where(counts, divergence, 0.0), axis=0) / jnp.maximum(jnp.sum(counts, axis=0), 1)
+
+
+def _log_softmax(
+    params: Model, cache: PackedCache, logits: Float[Array, "B vocab"], answer: Int[Array, "B S"]
+) -> Float[Array, "S B vocab"]:
+    """Log-probabilities of all tokens at each place of the answer, given the answer before it."""
+
+    def step(cache: PackedCache, token: Array) -> tuple[PackedCache, Array]:
+        return decode_step(params, cache, jnp.maximum(token, 0))
+
+    rest = jax.lax.scan(step, cache, answer[:, :-1].T)[1]
+    return jax.nn.log_softmax(jnp.concatenate([logits[None], rest]).astype(jnp.float32))
 
 
 class Sweep(NamedTuple):

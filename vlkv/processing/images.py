@@ -16,20 +16,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
 import PIL.Image
 import PIL.ImageOps
 
 from vlkv.errors import InputError
 from vlkv.files import one_line
 
-Picture: TypeAlias = str | os.PathLike[str] | bytes | PIL.Image.Image
+Picture: TypeAlias = str | os.PathLike[str] | bytes | PIL.Image.Image | np.ndarray
 
 
 def open_image(picture: Picture) -> PIL.Image.Image:
     """The picture in RGB, upright; the first frame of an animation. An image passed in stays as it was.
 
     Args:
-        picture: a path, the bytes of an image file, or a `PIL.Image.Image`.
+        picture: a path, the bytes of an image file, a `PIL.Image.Image`, or an array uint8 [height, width, 3] (grey:
+            [height, width]).
 
     Raises:
         InputError: missing, a folder, not an image, truncated, without pixels, or with more of them than
@@ -37,13 +39,19 @@ def open_image(picture: Picture) -> PIL.Image.Image:
     """
     if isinstance(picture, PIL.Image.Image):
         return _decode(picture, "the given PIL image")
+    if isinstance(picture, np.ndarray):
+        if picture.dtype != np.uint8 or not (picture.ndim == 2 or (picture.ndim == 3 and picture.shape[2] in (3, 4))):
+            raise InputError(
+                f"an image given as an array must be uint8 [height, width, 3], not {picture.dtype} "
+                f"{list(picture.shape)}; several images are a list of arrays"
+            )
+        if not picture.size:
+            raise InputError(f"the given array has no pixels {list(picture.shape)}; give another")
+        return _decode(PIL.Image.fromarray(picture), "the given array")
     if isinstance(picture, bytes):
         return _open(io.BytesIO(picture), f"the given {len(picture)} bytes")
     if not isinstance(picture, str | os.PathLike):
-        raise InputError(
-            f"an image must be a path, bytes or a PIL.Image, not {type(picture).__name__} "
-            "(an array: PIL.Image.fromarray)"
-        )
+        raise InputError(f"an image must be a path, bytes, a PIL.Image or a numpy array, not {type(picture).__name__}")
     name = repr(os.fspath(picture))
     try:
         path = Path(picture).expanduser()

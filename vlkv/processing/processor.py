@@ -90,7 +90,7 @@ class Processor:
         """One question, or a batch of them.
 
         Args:
-            images: for one question: an image (a path, bytes or a PIL image), a list of them, or None. For a
+            images: for one question: an image (a path, bytes, a PIL image or an array), a list of them, or None. For a
                 list of questions: a list with such an entry for each, or None.
             text: one question, or a list. `<image>` marks where an image goes; without marks they come first.
             question: False stops before the text after the last image, which `extension` gives to `vlkv.extend`: so
@@ -109,7 +109,7 @@ class Processor:
         reads = [self._read(row) for row in rows]
         write = self.prompts.write if question else self.prompts.before_question
         prompts = [
-            self._ids(write(one, *_count(row)), row, read) for row, one, read in zip(rows, texts, reads, strict=True)
+            self._ids(write(one, *count(row)), row, read) for row, one, read in zip(rows, texts, reads, strict=True)
         ]
         return self._batch(prompts, [read for row in reads for read in row])
 
@@ -164,7 +164,7 @@ class Processor:
         Raises:
             InputError: as `__call__`; also where the prompt's image tokens are not as many as the images.
         """
-        return self._ids(self.prompts.write(text, *_count(pictures)), pictures, reads)
+        return self._ids(self.prompts.write(text, *count(pictures)), pictures, reads)
 
     def _ids(self, prompt: str, pictures: Sequence[Picture | Video], reads: Sequence[Read]) -> Int[np.ndarray, " T"]:
         spelled_out = any(read.text is not None for read in reads)
@@ -202,7 +202,7 @@ class Processor:
 
     def _as_written(self, text: str, row: Sequence[Picture | Video]) -> list[Picture | Video]:
         """The pictures of a row in the order in which its prompt shows them; raises InputError as `write` does."""
-        prompt = self.prompts.write(text, *_count(row))
+        prompt = self.prompts.write(text, *count(row))
         own = {"image": self.prompts.image_token, "video": self.prompts.video_token}
         if own["image"] == own["video"]:  # the prompt cannot tell them apart, the marks can
             kinds = {mark: kind for kind, mark in MARKS.items()}
@@ -229,7 +229,7 @@ class Processor:
         if not row:
             return []
         assert self.pictures is not None  # or the prompt had raised
-        images = _count(row).images
+        images = count(row).images
         return [self.pictures.read(picture, images=images) for picture in row]
 
 
@@ -260,7 +260,8 @@ class _Count(NamedTuple):
     videos: int
 
 
-def _count(pictures: Sequence[Picture | Video]) -> _Count:
+def count(pictures: Sequence[Picture | Video]) -> _Count:
+    """How many images and how many videos."""
     videos = sum(isinstance(picture, Video) for picture in pictures)
     return _Count(len(pictures) - videos, videos)
 
@@ -268,7 +269,7 @@ def _count(pictures: Sequence[Picture | Video]) -> _Count:
 def _rows(images: object, text: object) -> tuple[list[list[Picture | Video]], list[str]]:
     """The images of each row, and its text."""
     if not isinstance(text, list | tuple):
-        return [_as_list(images)], [text]  # type: ignore[list-item]
+        return [as_list(images)], [text]  # type: ignore[list-item]
     texts = list(text)
     if not texts:
         raise InputError("the list of prompts is empty")
@@ -278,12 +279,13 @@ def _rows(images: object, text: object) -> tuple[list[list[Picture | Video]], li
         given = f"a list of {len(images)}" if isinstance(images, list | tuple) else "a single image"
         raise InputError(
             f"{len(texts)} prompts need a list of {len(texts)} entries, each an image, a list of images or "
-            f"None, not {given}"
+            f'None, not {given}; one question about several images: processor([a, b], "question")'
         )
-    return [_as_list(entry) for entry in images], texts
+    return [as_list(entry) for entry in images], texts
 
 
-def _as_list(entry: object) -> list[Picture | Video]:
+def as_list(entry: object) -> list[Picture | Video]:
+    """What `Processor` takes as the images of one question, as a list."""
     if entry is None:
         return []
     return list(entry) if isinstance(entry, list | tuple) else [entry]  # type: ignore[list-item]

@@ -1,0 +1,149 @@
+"""What a new user does first: a second question, a comparison with the full cache, a transformers batch."""
+
+from __future__ import annotations
+
+import io
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+import vlkv
+import vlkv.loading
+from vlkv import policies
+from vlkv.cli import main
+from vlkv.loading import MINI
+
+QUESTIONS = ("what does row one say?", "what does row two say?", "what does row one say?")
+
+
+@pytest.fixture(scope="module")
+def mini():
+    return vlkv.load("mini")
+
+
+@pytest.fixture(scope="module")
+def page(root):
+    with Image.open(root / "benchmarks" / "data" / "digits" / "page000.png") as image:
+        return image.convert("RGB")
+
+
+def whole_conversation(processor, page, questions, answers):
+    """One prompt with all turns, as if it had been asked at once."""
+    reads = processor._read([page])
+    then = list(zip(answers, questions[1:], strict=True))
+    return processor._batch([processor._ids(processor.prompts.write(questions[0], 1, then=then), [page], reads)], reads)
+
+
+def test_a_chat_says_what_the_whole_conversation_would(mini, page):
+    """With the full cache: the reference reads the conversation anew for every answer."""
+    params, processor = mini
+    sampling, pieces = vlkv.Greedy(max_new_tokens=6), []
+    chat = vlkv.Chat(params, processor, page, sampling=sampling)
+    for number, question in enumerate(QUESTIONS):
+        inputs = whole_conversation(processor, page, QUESTIONS[: number + 1], [said for _, said in chat.turns])
+        reference = vlkv.generate(params, inputs, sampling=sampling)
+        pieces.clear()
+        answer = chat.ask(question, on_text=pieces.append)
+        assert answer == processor.decode(np.asarray(reference.tokens)[0], np.asarray(reference.lengths)[0])
+        assert "".join(pieces) == answer and len(pieces) > 1, "the answer comes in pieces"
+        fed = int(inputs.valid.sum()) + len(processor.tokenizer.encode(answer, add_special=False))
+        assert int(chat.cache.next_position[0, 0]) == fed, "the cache holds the conversation, every token once"
+    assert chat.cache.tail_k[0].shape[1] > 4 * 6, "the cache has grown"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("query_agnostic", [False, True])
+def test_a_chat_keeps_the_compressed_cache(mini, page, query_agnostic):
+    params, processor = mini
+    policy = policies.SnapKV(keep=0.5, scope="vision")
+    chat = vlkv.Chat(params, processor, page, policy=policy, query_agnostic=query_agnostic,
+                     sampling=vlkv.Greedy(max_new_tokens=6))  # fmt: skip
+    assert (chat.cache is not None) == query_agnostic
+    chat.ask(QUESTIONS[0])
+    length, used = np.asarray(chat.cache.length), int(chat.cache.used[0])
+    if not query_agnostic:
+        output = vlkv.generate(params, processor(page, QUESTIONS[0]), policy=policy)
+        np.testing.assert_array_equal(length, output.length)
+    chat.ask(QUESTIONS[1])
+    np.testing.assert_array_equal(np.asarray(chat.cache.length), length)
+    assert int(chat.cache.used[0]) > used
+
+
+def test_the_chat_command(capsys, monkeypatch, root):
+    monkeypatch.setattr("sys.stdin", io.StringIO("what does row two say?\n"))
+    image = str(root / "benchmarks" / "data" / "digits" / "page000.png")
+    assert main(["chat", "--model", "mini", "--image", image, "--max-new-tokens", "6"]) == 0
+    assert capsys.readouterr().out == "2 7 4\n"
+
+
+def test_prefill_is_jitted_without_static_names(mini, page):
+    params, processor = mini
+    inputs, policy = processor(page, QUESTIONS[0]), policies.SnapKV(keep=0.5)
+    with pytest.raises(vlkv.InputError, match="static_argnames"):
+        jax.jit(vlkv.prefill)(params, inputs, policy, new_tokens=5)
+    cache = jax.eval_shape(vlkv.prefill, params, inputs, policy, sampling=vlkv.Greedy(max_new_tokens=5))[0]
+    assert cache.tail_k[0].shape[1] == 5
+    layers = len(params.decoder.layers)
+    assert vlkv.pool_slots(policy, inputs, layers=layers, new_tokens=5) == cache.token.shape[1] + 5 * layers
+
+
+def test_a_transformers_batch_is_an_input(mini, page):
+    params, processor = mini
+    inputs = processor(page, QUESTIONS[0])
+    ids = np.where(inputs.is_vision, processor.config.image_token, inputs.tokens)
+    batch = {
+        "input_ids": ids,
+        "attention_mask": inputs.valid,
+        "pixel_values": processor._read([page])[0].arrays["pixel_values"],
+    }
+    np.testing.assert_array_equal(vlkv.Inputs.of(batch, params.config).pixels, inputs.pixels)
+    with pytest.raises(vlkv.InputError, match="Inputs.from_hf"):
+        jax.jit(vlkv.generate)(params, batch)
+    with pytest.raises(vlkv.InputError, match="Inputs.from_hf"):
+        vlkv.generate(params, ["page.png", "read the page"])
+
+
+def test_images_that_do_not_fit_are_counted(mini, page):
+    _, processor = mini
+    with pytest.raises(
+        vlkv.InputError, match=r"tokens, the model's limit is \d+ \(\d+ of them from images: give fewer"
+    ):
+        processor([page] * 20, "read the page")
+    with pytest.raises(vlkv.InputError, match="one question about several images"):
+        processor([page] * 4, ["read the page"])
+    np.testing.assert_array_equal(processor(np.asarray(page), "x").pixels, processor(page, "x").pixels)
+
+
+@pytest.mark.full
+def test_kl_to_full(mini, page):
+    """Against a loop over tokens in float64."""
+    params, processor = mini
+    inputs, sampling = processor(page, QUESTIONS[1]), vlkv.Greedy(max_new_tokens=6)
+    assert float(vlkv.kl_to_full(params, inputs, policies.Full(), sampling=sampling)[0]) == 0
+    policy = policies.SnapKV(keep=0.1, scope="vision")
+    output = vlkv.generate(params, inputs, sampling=sampling)
+    answer = np.asarray(output.tokens)[0, : int(output.lengths[0])]
+    step, logs = jax.jit(vlkv.decode_step), []
+    for one in (policies.Full(), policy):
+        cache, logits = jax.jit(vlkv.prefill)(params, inputs, one, sampling=sampling)
+        rows = [logits]
+        for token in answer[:-1]:
+            cache, logits = step(params, cache, np.array([token]))
+            rows.append(logits)
+        rows = np.stack([np.asarray(row, np.float64)[0] for row in rows])
+        logs.append(
+            rows - np.log(np.exp(rows - rows.max(1, keepdims=True)).sum(1, keepdims=True)) - rows.max(1, keepdims=True)
+        )
+    expected = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(axis=1).mean()
+    assert expected > 1e-4
+    found = vlkv.kl_to_full(params, inputs, policy, sampling=sampling)
+    np.testing.assert_allclose(found, [expected], rtol=1e-3)
+
+
+def test_mini_is_a_name(tmp_path, monkeypatch):
+    assert vlkv.loading.resolve("mini") == MINI
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mini").mkdir()
+    assert vlkv.loading.resolve("mini").resolve() == tmp_path / "mini", "a folder of that name comes first"
