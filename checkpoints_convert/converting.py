@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from tqdm import tqdm
 
-from checkpoints_convert import pieces, slices, tokenizer
+from checkpoints_convert import byte_pairs, pieces, slices
 from checkpoints_convert.checkpoint import INDEX, Checkpoint, Tensor, open_checkpoint
 from checkpoints_convert.entry import Table
 from checkpoints_convert.journal import Journal
@@ -77,7 +77,7 @@ def convert(
         raise InputError(f"{source}: holds orbax weights: convert the folder that it was made from")
     table = describe(source)
     checkpoint = open_checkpoint(source, table, pickled=True)
-    made = tokenizer.make(source, table.special)
+    made = byte_pairs.make(source, table.special)
     partial = destination.with_name(f".{destination.name}.partial")
     try:
         extra = {} if made is None else {"tokenizer.json": made.to_str(pretty=True)}

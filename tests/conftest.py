@@ -73,7 +73,7 @@ def forget_compiled_programs():
     """
     yield
     maps = Path("/proc/self/maps")
-    if not maps.exists() or maps.read_bytes().count(b"\n") > 20_000:
+    if not maps.exists() or maps.read_bytes().count(b"\n") > 45_000:
         jax.clear_caches()
 
 
@@ -88,6 +88,21 @@ def shapes_for_arrays():
 @pytest.fixture(scope="session")
 def root() -> Path:
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def miniature(tmp_path_factory):
+    """The folder of the miniature with so many of its layers, for an image of `grid` x `grid` patches."""
+    from tests.miniature import cut
+
+    made: dict[tuple[int, int], Path] = {}
+
+    def of(layers: int = 2, grid: int = 6) -> Path:
+        if (layers, grid) not in made:
+            made[layers, grid] = cut(tmp_path_factory.mktemp("miniature") / "model", layers=layers, grid=grid)
+        return made[layers, grid]
+
+    return of
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from tokenizers import pre_tokenizers
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from checkpoints_convert.tokenizer import make
+from checkpoints_convert.byte_pairs import make
 from tests.families.common_internvl import LARGE_VIT, check_forward, make_batch, make_internvl
 from tests.families.test_internvl_chat import write as write_internvl
 from tests.parity.conftest import IMAGE_TOKEN, make_llava, torch, transformers

@@ -25,7 +25,8 @@ COMMANDS = {
     "profile": ("vlkv.commands.profile", "measure what share of its tokens each layer keeps, for PrefixKV"),
     "eval": ("vlkv.commands.evaluate", "ask your own questions under several policies: quality, bytes and speed"),
     "plan": ("vlkv.commands.plan", "bytes per chip, collectives and times of a job, without the chips"),
-    "convert": ("checkpoints_convert.__main__", "convert a Hugging Face checkpoint"),
+    "convert": ("checkpoints_convert.__main__", "convert a checkpoint folder, Hugging Face's or its authors'"),
+    "verify": ("vlkv.commands.verify", "compare a checkpoint with transformers: logits and greedy tokens"),
 }
 
 

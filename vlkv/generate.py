@@ -107,6 +107,7 @@ def generate(
     policy = Full() if policy is None else policy
     sampling = Greedy() if sampling is None else sampling
     check_room(params.config, inputs, sampling.max_new_tokens)
+    sampling.require_key(key)
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
     cache, logits = prefill(params, inputs, policy, new_tokens=sampling.max_new_tokens, key=policy_key, kernels=kernels)
     tokens, lengths = decode(params, cache, logits, sampling=sampling, key=sample_key)
@@ -242,6 +243,7 @@ def stream(
     sampling = Greedy() if sampling is None else sampling
     require_policy(policy)
     check_room(params.config, inputs, sampling.max_new_tokens)
+    sampling.require_key(key)
     stop = params.config.stop if sampling.stop is None else sampling.stop
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
     cache, logits = _prefill(

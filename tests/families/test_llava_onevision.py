@@ -6,7 +6,6 @@ import copy
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import PIL.Image
 import pytest
@@ -125,7 +124,7 @@ def test_a_tower_without_a_class_token_gives_the_mean_attention_received(saved):
     """Of transformers' tower, in the last block; newlines receive nothing."""
     model, _, params, rows, _ = saved
     inputs = vlkv.Inputs.from_hf(joined(rows), params.config)
-    _, ours = params.watch(jax.tree.map(jnp.asarray, inputs), (-1,))
+    _, ours = jax.jit(lambda params, inputs: params.watch(inputs, (-1,)))(params, inputs)
     tower = copy.deepcopy(model.model.vision_tower)
     tower.set_attn_implementation("eager")
     with torch.no_grad():

@@ -3,12 +3,12 @@
 Axes: I tiles · V patches of one · N heads · D width.
 """
 
-import jax
 import numpy as np
 import pytest
 
 import vlkv
 from tests.families import tiny
+from tests.models import random_model
 from tests.reference import _array as array
 from vlkv import policies
 from vlkv.families import config_from_hf
@@ -23,8 +23,7 @@ def model():
     raw = tiny.RAW["llava_next"] | dict(vision_config=tiny.TOWER | dict(num_hidden_layers=3))  # two blocks run
     config = config_from_hf({**raw, "model_type": "llava_next"})
     rng = np.random.default_rng(0)
-    leaves, structure = jax.tree.flatten(vlkv.init(config, jax.random.key(0)))
-    params = jax.tree.unflatten(structure, [x + 0.3 * rng.normal(size=x.shape).astype(np.float32) for x in leaves])
+    params = random_model(config)
     pixels, rows = [], []
     for size, (lines, columns) in PICTURES:
         pixels.append(rng.normal(size=(1 + lines * columns, 3, tiny.SIDE, tiny.SIDE)))

@@ -10,7 +10,7 @@ import pytest
 import vlkv
 from tests import reference
 from tests.families import tiny
-from tests.models import tiny_llava, unequal_batch
+from tests.models import embed, tiny_llava, unequal_batch
 from vlkv import policies
 from vlkv.observe import Observation
 from vlkv.policies.fastervlm import FasterVLM
@@ -189,7 +189,7 @@ def class_attention(params, pixels):
 def row_of(params, batch, row):
     """Embeddings of a row without padding, which of them are vision, and what the class token gave them."""
     valid = batch.valid[row]
-    x = np.asarray(params.embed(jax.tree.map(jnp.asarray, batch)))[row, valid]
+    x = np.asarray(embed(params, batch))[row, valid]
     index = batch.vision_index[row, valid]
     return x, index >= 0, np.where(index >= 0, class_attention(params, batch.pixels).ravel()[index], -1.0)
 
@@ -342,7 +342,7 @@ def test_layers_that_the_model_does_not_have_are_named(params, batch):
 def test_the_tokens_of_a_picture_receive_the_attention_of_all_its_patches(family):
     """In every block that runs, also in windows: the shares of a picture's tokens add up to 1."""
     params, batch = tiny.make_model(family), tiny.make_batch(family)
-    _, given = params.watch(jax.tree.map(jnp.asarray, batch), (0, -1))
+    _, given = jax.jit(lambda params, batch: params.watch(batch, (0, -1)))(params, batch)
     for row in range(2):
         for image in range(batch.grid[row, :, 0].max() + 1):
             total = np.asarray(given)[row, ..., batch.grid[row, :, 0] == image].sum(axis=0)
@@ -351,10 +351,14 @@ def test_the_tokens_of_a_picture_receive_the_attention_of_all_its_patches(family
 
 def test_a_resampled_token_receives_what_the_patches_that_it_reads_receive():
     params, batch = tiny.make_model("qwen"), tiny.make_batch("qwen")
-    tower, pixels = params.vision, jnp.asarray(batch.pixels)
-    x, patches = super(type(tower), tower).watch(pixels, (-1,))
-    reads = np.asarray(tower.resampler(x)[1], np.float64).mean(axis=1)  # [I, token, patch]
-    _, given = params.watch(jax.tree.map(jnp.asarray, batch), (-1,))
+
+    @jax.jit
+    def run(params, batch):
+        x, patches = super(type(params.vision), params.vision).watch(batch.pixels, (-1,))
+        return patches, params.vision.resampler(x)[1], params.watch(batch, (-1,))[1]
+
+    patches, reads, given = run(params, batch)
+    reads = np.asarray(reads, np.float64).mean(axis=1)  # [I, token, patch]
     is_vision = batch.is_vision[1]
     wanted = np.einsum("tv,nv->nt", reads[2], np.asarray(patches[0], np.float64)[2])
     np.testing.assert_allclose(np.asarray(given)[1, 0][:, is_vision], wanted, atol=1e-6)

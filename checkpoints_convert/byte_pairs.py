@@ -21,9 +21,10 @@ from vlkv.files import one_line, read_json
 Token = TypeVar("Token", str, bytes)
 
 # How Qwen's tokenizers, of every version, cut text into words (tokenization_qwen.py, PAT_STR).
-_QWEN_WORDS = (
+_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CLASSES = "Qwen2Tokenizer", "Qwen2TokenizerFast"  # of transformers, which cut so
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of pieces in sentencepiece_model.proto
 _SAMPLES = (
     "A photo of 3 cats: what's on the left?\nAnswer in 1-2 words.",
@@ -115,31 +116,31 @@ def _from_tiktoken(file: Path, special: Sequence[str]) -> tokenizers.Tokenizer:
         )
     vocab = {_spelled(token): rank for token, rank in ranks.items()}
     merges = [(_spelled(left), _spelled(right)) for left, right in _merges(ranks)]
-    made = _qwen(models.BPE(vocab, merges))
+    made = _byte_level(models.BPE(vocab, merges))
     after = enumerate(special, start=len(ranks))
     _add(made, {i: AddedToken(name, normalized=False, special=True) for i, name in after}, file)
     return made
 
 
 def _from_merges(folder: Path) -> tokenizers.Tokenizer:
-    """Qwen2's two files; other families that have such files cut words differently."""
+    """The two files of classes that cut words as `_WORDS` does; others that have such files cut them differently."""
     kind = (read_json(folder / "tokenizer_config.json") or {}).get("tokenizer_class")
-    if kind not in ("Qwen2Tokenizer", "Qwen2TokenizerFast"):
+    if kind not in _CLASSES:
         raise InputError(f"{folder / 'vocab.json'}: tokenizer_class={kind!r} is not supported without tokenizer.json; "
                          "save one with transformers")  # fmt: skip
     try:
-        made = _qwen(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
+        made = _byte_level(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
     except Exception as error:  # the package raises plain Exception
         raise InputError(f"{folder / 'vocab.json'}: not a valid vocabulary ({one_line(error)})") from None
     _add(made, _added(folder), folder / "vocab.json")
     return made
 
 
-def _qwen(model: models.BPE) -> tokenizers.Tokenizer:
+def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
     made = tokenizers.Tokenizer(model)
     made.normalizer = normalizers.NFC()
     made.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(_QWEN_WORDS), behavior="isolated"),
+        pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ])  # fmt: skip
     made.decoder = decoders.ByteLevel()
