@@ -27,7 +27,7 @@ from vlkv.observe import ordinal, tokens_at
 from vlkv.parallel import by_row
 from vlkv.policies.policy import Budget, Policy, with_budget
 from vlkv.policies.selection import Observed, allocate_and_take, observe, require_fit, see, shortlist
-from vlkv.reading import LayerPrompt, Prompt, read, read_prompt
+from vlkv.reading import LayerPrompt, Prompt, read
 
 
 def prefill(

@@ -30,8 +30,7 @@ class CSP(Policy):
 
     Attributes:
         c: share of the cross list, or "auto": the share that cross attention has of both, per layer and head. The paper
-            calibrates one number on samples (Sec. 4.3): `profiles.cross_share` measures it, `vlkv profile --policy csp`
-            prints it.
+            calibrates one number on samples (Sec. 4.3), which `profiles.cross_share` measures.
         window: observing rows; None: half of the mean budget of a layer, as released a tenth of the prompt.
         recent_bias: the recent window that stays, in observation windows, rounded down (Sec. 4.3 uses 1.5 on SlideVQA).
         score_n: n of Eq. 7 while scoring; 0 is softmax.
@@ -133,7 +132,7 @@ class CSP(Policy):
             return scores, count
         own, cross = (jnp.where(candidates, statistics[name], 0.0) for name in ("self", "cross"))
         if self.c == "auto":
-            crossing = jnp.floor(cross_share(own, cross) * count).astype(jnp.int32)
+            crossing = jnp.floor(region_share(own, cross) * count).astype(jnp.int32)
         else:
             crossing = budgets.share(float(self.c), count, scores.shape[1])
         if self.variant == "released":
@@ -148,6 +147,6 @@ class CSP(Policy):
         return jnp.where(chosen, jnp.inf, scores), jnp.sum(chosen, axis=1)
 
 
-def cross_share(own: Float[Array, "K T"], cross: Float[Array, "K T"]) -> Float[Array, " K"]:
+def region_share(own: Float[Array, "K T"], cross: Float[Array, "K T"]) -> Float[Array, " K"]:
     """The share that cross attention has of both regions, per head."""
     return jnp.sum(cross, axis=1) / jnp.maximum(jnp.sum(own + cross, axis=1), 1e-30)
