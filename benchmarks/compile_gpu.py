@@ -2,7 +2,7 @@
 
     python -m benchmarks.compile_gpu [kernels | prefill] [--device A100 H100] [--before FOLDER]
 
-Needs Linux and `pip install "vlkv[gpu]"` with jax 0.11 or later (Python 3.12): the plugin brings the compiler down to
+Needs Linux and `pip install '.[gpu]'` with jax 0.11 or later (Python 3.12): the plugin brings the compiler down to
 machine code, so what is reported (shared memory, registers, stack) is what a GPU would load. Nothing runs.
 
 `kernels` compiles every Triton kernel, each that has more than one form in each of them: with and without mass and a
@@ -341,7 +341,7 @@ def _versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     if not any(name.endswith("plugin") for name in found) or jax.__version_info__ < (0, 11):
-        raise SystemExit(f'compile_gpu: needs jax 0.11 and its CUDA plugin, found {found}; pip install "vlkv[gpu]"')
+        raise SystemExit(f'compile_gpu: needs jax 0.11 and its CUDA plugin, found {found}; pip install ".[gpu]"')
     return found
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.peers [--all] [--model 110m mini] [--prompt 640 2368 4672] [--out JSON]
 
-Needs `pip install 'vlkv[peers]'`. Runs where torch and jax have the same kind of device: CPU in float32 with as many
+Needs `pip install '.[peers]'`. Runs where torch and jax have the same kind of device: CPU in float32 with as many
 threads as cores, or one GPU in bfloat16. A cell is one model and prompt length; in it everything is warmed up, then
 taken in turn, round by round, with a pause before each, because idle threads of the one library spin for a while and
 would slow the other down. To stay under ten minutes, full cache and SnapKV in sdpa have every round, the other methods

@@ -41,9 +41,9 @@ def available() -> str | None:
         import kvpress
         import torch  # noqa: F401
     except ImportError as error:
-        return f"{error.name} is missing: pip install 'vlkv[peers]'"
+        return f"{error.name} is missing: pip install '.[peers]'"
     except Exception as error:  # kvpress reaches deep into transformers
-        return f"kvpress does not work with this transformers ({type(error).__name__}): pip install 'vlkv[peers]'"
+        return f"kvpress does not work with this transformers ({type(error).__name__}): pip install '.[peers]'"
     del kvpress
     return None
 

@@ -1,4 +1,8 @@
-"""`python -m checkpoints_convert SRC DST`: the same as `vlkv convert`."""
+"""Convert a Hugging Face checkpoint: a checked, sharded copy with a manifest. An interrupted conversion resumes.
+
+vlkv convert SRC DST --dtype bfloat16
+python -m checkpoints_convert SRC DST --format orbax
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,10 @@ from vlkv.terminal import OneLineParser, guarded
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `convert`, shared with the `vlkv` command."""
-    parser.add_argument("source", type=Path, metavar="SRC", help="a Hugging Face checkpoint folder")
+    parser.add_argument("source", type=Path, metavar="SRC", help="a checkpoint folder, Hugging Face's or its authors'")
     parser.add_argument("destination", type=Path, nargs="?", metavar="DST", help="the folder to write; must not exist")
     parser.add_argument("--dtype", choices=list(DTYPES), help="of the written weights; without it, the source's own")
-    parser.add_argument("--format", choices=FORMATS, default="safetensors", help="of the written weights (%(default)s)")
+    parser.add_argument("--format", choices=FORMATS, default="safetensors", help="of the written weights")
     parser.add_argument("--verify", action="store_true", help="only compare SRC, a converted folder, with its manifest")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 

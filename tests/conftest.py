@@ -35,7 +35,7 @@ except ImportError:
     pass
 else:
     # Not where users hand things in (processing, the command line): there wrong types must meet our own errors.
-    shared = "budgets cache decoder extend generate inputs memory merging observe policies prefill towers"
+    shared = "budgets cache decoder extend feeding generate inputs memory merging observe policies prefill towers"
     models = (f"families.{path.parent.name}.model" for path in (ROOT / "vlkv" / "families").glob("*/model.py"))
     jaxtyping.install_import_hook(
         ["pallas_kernels", *(f"vlkv.{name}" for name in (*shared.split(), "families.family", *models))],
@@ -73,7 +73,7 @@ def forget_compiled_programs():
     """
     yield
     maps = Path("/proc/self/maps")
-    if not maps.exists() or maps.read_bytes().count(b"\n") > 20_000:
+    if not maps.exists() or maps.read_bytes().count(b"\n") > 45_000:
         jax.clear_caches()
 
 
@@ -88,6 +88,21 @@ def shapes_for_arrays():
 @pytest.fixture(scope="session")
 def root() -> Path:
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def miniature(tmp_path_factory):
+    """The folder of the miniature with so many of its layers, for an image of `grid` x `grid` patches."""
+    from tests.miniature import cut
+
+    made: dict[tuple[int, int], Path] = {}
+
+    def of(layers: int = 2, grid: int = 6) -> Path:
+        if (layers, grid) not in made:
+            made[layers, grid] = cut(tmp_path_factory.mktemp("miniature") / "model", layers=layers, grid=grid)
+        return made[layers, grid]
+
+    return of
 
 
 @pytest.fixture(scope="session")

@@ -23,9 +23,8 @@ from vlkv.cache import align, resize_tail
 from vlkv.families.text.config import TextConfig
 
 from .families.tiny import QUICK
-from .models import CONFIG, IMAGE_TOKEN
+from .models import CONFIG, IMAGE_TOKEN, SMALL
 
-SMALL = dataclasses.replace(CONFIG, decoder=dataclasses.replace(CONFIG.decoder, layers=2))
 NEW = 6
 POLICIES = {
     "Full": policies.Full(),

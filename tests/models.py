@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
+from flax import nnx
 
 import vlkv
 from vlkv.config import DecoderConfig, ModelConfig
+from vlkv.decoder.layers import Initializer
+from vlkv.families import FAMILIES
 from vlkv.families.llava.config import LlavaConfig
 from vlkv.towers.vit import ClipConfig
 
@@ -24,15 +29,36 @@ CONFIG = LlavaConfig(
     image_token=IMAGE_TOKEN,
     stop=(2,),
 )  # fmt: skip
+SMALL = dataclasses.replace(CONFIG, decoder=dataclasses.replace(CONFIG.decoder, layers=2))
+
+
+class Drawn(Initializer):
+    """Draws with numpy, which compiles nothing, and moves every parameter, the constant ones too."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def normal(self, *shape: int, scale: float) -> nnx.Param:
+        return self.constant(0.0, *shape, spread=np.hypot(scale, 0.2))
+
+    def constant(self, value: float, *shape: int, spread: float = 0.2) -> nnx.Param:
+        return nnx.Param(jax.device_put((value + spread * self.rng.normal(size=shape)).astype(np.float32)))
+
+
+def random_model(config: ModelConfig, seed: int = 0):
+    """Every parameter random and queries large, so that attention is peaked."""
+    return FAMILIES[config.family].model(config, init=Drawn(seed))
 
 
 def tiny_llava(seed: int = 0, config: ModelConfig = CONFIG):
-    """Every parameter random and queries large, so that attention is peaked."""
-    params = vlkv.init(config, jax.random.key(seed))
-    leaves, structure = jax.tree.flatten(params)
-    rng = np.random.default_rng(seed)
-    leaves = [leaf + 0.2 * rng.normal(size=leaf.shape).astype(np.float32) for leaf in leaves]
-    return jax.tree.unflatten(structure, leaves)
+    """The model that most tests share."""
+    return random_model(config, seed)
+
+
+@jax.jit
+def embed(params, inputs: vlkv.Inputs):
+    """What the first layer is given."""
+    return params.embed(inputs)
 
 
 def unequal_batch(config: ModelConfig = CONFIG, seed: int = 0, padding: str = "right") -> vlkv.Inputs:

@@ -102,7 +102,6 @@ def test_results_of_another_machine_are_not_mixed(measured, capsys, tmp_path):
     [
         (["--model", "llava-1.5-8b"], "did you mean llava-1.5-7b"),
         (["--policy", "snapkw"], "did you mean snapkv"),
-        (["--policy", "hired"], "class token"),
         (["--keep", "1.5"], "must lie in (0, 1]"),
         (["--keep", "0.5", "--budget", "3"], "one of the two"),
         (["--batch", "0"], "batch=0 must be at least 1"),
@@ -209,7 +208,7 @@ def figures(name, model=None):
 
 
 def test_other_tables():
-    assert figures("aircache-table-4") == [[9.4, 22.6], [5.4, 11.7], [5.8, 12.6], [9.8, 11.8]]
+    assert figures("aircache-table-4") == [[9.4, 22.6], [5.4, 11.7], [5.2, 11.3], [5.8, 12.6], [9.8, 11.8]]
     assert figures("prefixkv-table-3") == [
         [30.5], [20.0, 204.6], [24.3, 168.1], [27.5, 148.7], [29.7, 137.6],
         [17.8], [11.7, 349.5], [14.2, 288.0], [15.9, 256.3], [17.3, 236.5],
@@ -266,7 +265,7 @@ def test_ours_beside_the_papers(capsys, monkeypatch):
     assert main(preset) == 0
     table = capsys.readouterr().out
     line = next(line for line in table.splitlines() if "AirCache 0.1" in line and "decode seconds" in line)
-    assert [cell.strip() for cell in line.split("│")[-5:-1]] == ["8.2", "2.5", "0.71", "0.25"]
+    assert line.split()[-4:] == ["8.2", "2.5", "0.71", "0.25"]
     assert "A100 80 GB" in table and "not the paper's setting: another model" in table
 
 

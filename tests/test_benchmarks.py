@@ -85,7 +85,7 @@ def test_peers_that_are_missing_are_one_line(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "kvpress", None)
     monkeypatch.setattr(sys, "argv", ["peers"])
     assert peers.main() == 2
-    assert capsys.readouterr().err == "error: kvpress is missing: pip install 'vlkv[peers]'\n"
+    assert capsys.readouterr().err == "error: kvpress is missing: pip install '.[peers]'\n"
 
 
 def test_peers_side_by_side(tmp_path):

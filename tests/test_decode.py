@@ -11,7 +11,7 @@ import vlkv
 from vlkv import policies
 
 from . import reference
-from .models import tiny_llava, unequal_batch
+from .models import embed, tiny_llava, unequal_batch
 
 compress, select = jax.jit(policies.compress), jax.jit(policies.select)
 fill_cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")
@@ -65,7 +65,7 @@ def read(params, batch):
 @pytest.fixture(scope="module")
 def prompts(params, batch):
     """The float64 prefill of every row, without its padding."""
-    x = np.asarray(params.embed(jax.tree.map(jnp.asarray, batch)))
+    x = np.asarray(embed(params, batch))
     return [reference.prefill(params.decoder, x[row, batch.valid[row]]) for row in range(3)]
 
 

@@ -14,7 +14,7 @@ from pallas_kernels import dequantize
 from vlkv import policies
 
 from . import reference
-from .models import CONFIG, IMAGE_TOKEN, tiny_llava, unequal_batch
+from .models import CONFIG, IMAGE_TOKEN, SMALL, embed, tiny_llava, unequal_batch
 from .test_decode import kept_entries
 
 IMAGE = [IMAGE_TOKEN] * 25
@@ -49,7 +49,7 @@ def words(*counts: int, seed: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def params():
-    return tiny_llava()
+    return tiny_llava(config=SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_a_compressed_first_turn_stays_as_it_is(params, first, read, policy):
         for before, now in zip(*(jax.tree.leaves(getattr(x, name)) for x in (cache, after)), strict=True):
             np.testing.assert_array_equal(before, now)
     after, next_logits = decode_step(params, after, np.array([7, 8, 9]))
-    x = np.asarray(params.embed(jax.tree.map(jnp.asarray, first)))
+    x = np.asarray(embed(params, first))
     for row in range(3):
         _, layers = reference.prefill(params.decoder, x[row, first.valid[row]])
         kept = kept_entries(cache, first, row)
@@ -150,7 +150,7 @@ def test_an_answer_ends_where_the_tail_of_its_row_does(params, first, read):
     cache, logits = extend(params, cache, turn(said, seed=0))
     tokens, lengths = jax.jit(vlkv.decode)(params, cache, logits, sampling=vlkv.Greedy(max_new_tokens=new, stop=()))
     assert lengths.tolist() == [8, 4, 0], "a token needs a slot when it is fed; the last is not"
-    x = np.asarray(params.embed(jax.tree.map(jnp.asarray, first)))
+    x = np.asarray(embed(params, first))
     for row, count in ((0, 8), (1, 4)):
         _, layers = reference.prefill(params.decoder, x[row, first.valid[row]])
         fed = list(said[row])
@@ -176,7 +176,7 @@ def test_a_tail_that_is_too_small_is_refused_where_its_size_is_known(params, rea
 
 
 def test_too_little_room_is_said_before_anything_is_compiled(params, read):
-    cache, inputs = fill_cache(read, policies.CSP(keep=0.3), new_tokens=12), turn(words(5, 13, 3, seed=8), seed=0)
+    cache, inputs = fill_cache(read, policies.Full(), new_tokens=12), turn(words(5, 13, 3, seed=8), seed=0)
     with pytest.raises(vlkv.InputError, match=r"tail has 12 slots, and 13 are needed.*new_tokens=13"):
         vlkv.extend(params, cache, inputs)
     _, logits = extend(params, cache, inputs)

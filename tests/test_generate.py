@@ -14,8 +14,9 @@ import pytest
 import vlkv
 from vlkv import policies
 
-from .models import CONFIG, IMAGE_TOKEN, tiny_llava, unequal_batch
+from .models import CONFIG, IMAGE_TOKEN, SMALL, tiny_llava, unequal_batch
 
+LAYERS = SMALL.decoder.layers
 SHORT = vlkv.Greedy(max_new_tokens=4, stop=())
 traces: list[str] = []
 
@@ -33,7 +34,12 @@ class Norms(policies.Policy):
 
 @pytest.fixture(scope="module")
 def params():
-    return tiny_llava()
+    return tiny_llava(config=SMALL)
+
+
+@pytest.fixture(scope="module")
+def read(params):
+    return jax.jit(vlkv.read_prompt)(params, question(9, 1))
 
 
 def question(length: int, seed: int) -> vlkv.Inputs:
@@ -48,14 +54,12 @@ def test_one_bucket_traces_once_and_a_new_keep_once_more(params):
     before = generate._cache_size()
     traces.clear()
     outputs = [generate(params, question(n, n), policy=Norms(keep=0.2), sampling=SHORT) for n in (18, 29)]
-    assert len(traces) == CONFIG.decoder.layers, "two images and two questions of one bucket: one trace"
-    assert outputs[0].length.sum() != outputs[1].length.sum()
-    generate(params, question(20, 1), policy=Norms(keep=0.2), sampling=SHORT)
+    assert len(traces) == LAYERS, "two images and two questions of one bucket: one trace"
     assert generate._cache_size() == before + 1
-    generate(params, question(20, 1), policy=Norms(keep=0.4), sampling=SHORT)
-    assert generate._cache_size() == before + 2
-    generate(params, question(40, 1), policy=Norms(keep=0.4), sampling=SHORT)
-    assert generate._cache_size() == before + 3, "a longer bucket is a new shape"
+    assert np.sum(outputs[0].length) != np.sum(outputs[1].length)
+    for length, keep, times in ((20, 0.2, 1), (20, 0.4, 2), (25, 0.4, 2), (40, 0.4, 3)):  # a longer bucket: a new shape
+        generate.trace(params, question(length, 1), policy=Norms(keep=keep), sampling=SHORT)
+        assert len(traces) == times * LAYERS, f"{length} tokens, keep={keep}"
 
 
 @pytest.mark.full
@@ -63,11 +67,11 @@ def test_a_users_policy_keeps_what_it_says(params):
     inputs = question(9, 1)
     prompt = vlkv.read_prompt(params, inputs)
     cache = vlkv.fill_cache(prompt, Norms(keep=0.25), new_tokens=4)
-    total = policies.Full().totals(layers=3, most=35)[-1]
-    assert int(total) == 3 * 35
+    total = policies.Full().totals(layers=LAYERS, most=35)[-1]
+    assert int(total) == LAYERS * 35
     lengths = np.asarray(cache.length)[:, 0]
-    assert lengths.sum(axis=0).tolist() == [round(0.25 * 3 * 35)] * 2
-    for layer in range(3):
+    assert lengths.sum(axis=0).tolist() == [round(0.25 * LAYERS * 35)] * 2
+    for layer in range(LAYERS):
         for head in range(2):
             norms = np.linalg.norm(np.asarray(prompt.layers[layer].k)[0, :35, head], axis=-1)
             best = set(np.argsort(-norms, kind="stable")[: lengths[layer, head]])
@@ -94,7 +98,7 @@ def test_stream_and_generate_agree(params):
     output = jax.jit(vlkv.generate)(params, inputs, policy=policy, sampling=sampling, key=key)
     streamed = np.stack(list(vlkv.stream(params, inputs, policy=policy, sampling=sampling, key=key)), axis=1)
     np.testing.assert_array_equal(output.tokens, streamed)
-    broken = jax.tree.map(lambda x: x * jnp.nan, params)
+    broken = jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), params)
     assert [x.tolist() for x in vlkv.stream(broken, inputs, policy=policy, sampling=sampling, key=key)] == [[-1] * 3]
 
 
@@ -111,7 +115,7 @@ def test_sampling_draws_from_the_cut_distribution():
     }
     keys = jax.random.split(jax.random.key(0), 4000)
     for sampling, expected in cases.items():
-        drawn = jax.vmap(lambda key, s=sampling: s.choose(logits, key)[0])(keys)
+        drawn = jax.jit(jax.vmap(lambda key, s=sampling: s.choose(logits, key)[0]))(keys)
         share = np.bincount(np.asarray(drawn), minlength=5) / len(keys)
         np.testing.assert_allclose(share, expected, atol=0.03)
 
@@ -222,7 +226,7 @@ def test_an_allocation_that_overspends_loses_nothing_silently(params):
     """What the cache says it holds it does hold: the upper layers get less. `select` knows the values and refuses."""
     cache = vlkv.fill_cache(vlkv.read_prompt(params, question(9, 1)), Spendthrift(budget=20), new_tokens=1)
     lengths = np.asarray(cache.length)[:, 0]
-    assert lengths.tolist() == [[35, 35], [25, 25], [0, 0]]
+    assert lengths.tolist() == [[35, 35], [5, 5]]
     assert ((np.asarray(cache.token)[0] >= 0).sum(axis=0) == lengths.sum(axis=0)).all()
     q = np.ones((3, 2, 35, 8), np.float32)
     with pytest.raises(vlkv.InputError, match=r"Spendthrift: allocate returned \[35, 35, 35\] .* at most 60 in all"):
@@ -242,12 +246,11 @@ def test_a_cache_can_be_donated(params, fill):
 
 
 @pytest.mark.parametrize("new_tokens", [0, -1])
-def test_a_tail_without_slots_is_refused(params, new_tokens):
-    prompt = vlkv.read_prompt(params, question(9, 1))
-    cache = vlkv.fill_cache(prompt, policies.Full(), new_tokens=1)
+def test_a_tail_without_slots_is_refused(params, read, new_tokens):
+    cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")(read, policies.Full(), new_tokens=1)
     for make in (
         lambda: vlkv.prefill(params, question(9, 1), policies.Full(), new_tokens=new_tokens),
-        lambda: vlkv.fill_cache(prompt, policies.Full(), new_tokens=new_tokens),
+        lambda: vlkv.fill_cache(read, policies.Full(), new_tokens=new_tokens),
         lambda: vlkv.cache.resize_tail(cache, new_tokens),
     ):
         with pytest.raises(vlkv.InputError, match=rf"new_tokens={new_tokens} must be a whole number of at least 1"):

@@ -10,11 +10,13 @@ import pytest
 from PIL import Image
 
 from vlkv.cli import main
+from vlkv.commands import inspect as command
 from vlkv.commands import plots, views
 from vlkv.commands.views import WHAT
-from vlkv.mini import CHECKPOINT, pages
+from vlkv.mini import pages
 
-LAYERS, VISION = 6, pages.GRID**2
+LAYERS, GRID = 3, 6
+VISION = GRID**2
 FAST = ("--max-new-tokens", "8")
 
 
@@ -22,6 +24,14 @@ FAST = ("--max-new-tokens", "8")
 def two_sweeps(monkeypatch):
     """Of the five: every value is a program of its own to compile."""
     monkeypatch.setattr(views, "SWEEPS", {"S": ("keep", (0.2, 0.6)), "P": ("prefill", (0.3,))})
+
+
+@pytest.fixture(autouse=True)
+def model(monkeypatch, miniature):
+    """A few layers of the miniature take its place: as many as FastV's figure needs."""
+    folder = miniature(LAYERS, GRID)
+    monkeypatch.setattr(command, "CHECKPOINT", folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +127,9 @@ def test_attention_and_concordance(inspect):
 
 def test_survival_and_cost(inspect):
     survival, cost = inspect("survival"), inspect("cost")
-    assert survival["computed"] == survival["cached"] == [VISION, VISION] + [VISION // 2] * 4
+    assert survival["computed"] == survival["cached"] == [VISION, VISION] + [VISION // 2] * (LAYERS - 2)
     (image,) = survival["cached_by_image"]
-    assert np.shape(image) == (LAYERS, pages.GRID, pages.GRID)
+    assert np.shape(image) == (LAYERS, GRID, GRID)
     assert np.sum(image, axis=(1, 2)).tolist() == survival["cached"]
     assert cost["tokens"] == [n + 8 for n in survival["computed"]]
     assert cost["cache_bytes"] == [n * 2 * 2 * 32 * 4 for n in cost["tokens"]]
@@ -129,11 +139,11 @@ def test_survival_and_cost(inspect):
 
 
 @pytest.mark.parametrize("what", ["cost", "survival"])  # curves, and maps
-def test_a_table_and_a_picture(capsys, tmp_path, what):
+def test_a_table_and_a_picture(capsys, tmp_path, model, what):
     pytest.importorskip("matplotlib")
     page = pages.compose(pages.held_out_digits(), np.random.default_rng(5), rows=(2, 2))
     page.image.save(tmp_path / "page.png")
-    question = ["--model", str(CHECKPOINT), "--image", str(tmp_path / "page.png"), "--prompt", pages.READ_PAGE]
+    question = ["--model", str(model), "--image", str(tmp_path / "page.png"), "--prompt", pages.READ_PAGE]
     out = tmp_path / "cost.png"
     assert main(["inspect", "--what", what, *question, *FAST, "--out", str(out)]) == 0
     said = capsys.readouterr().out
@@ -157,19 +167,19 @@ def fails(capsys, *argv, says):
     assert out == "" and err.count("\n") == 1 and err.startswith("error: ") and says in err, err
 
 
-def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path):
+def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, model):
     fails(capsys, "--what", "budget", says="there are budgets, lorenz, strength")
     fails(capsys, "--what", "cost", "--image", "page.png", says="--image needs --model")
-    fails(capsys, "--what", "cost", "--model", CHECKPOINT, says="--model needs --prompt")
+    fails(capsys, "--what", "cost", "--model", model, says="--model needs --prompt")
     fails(capsys, "--what", "cost", "--max-new-tokens", 1, says="--max-new-tokens 1")
     fails(capsys, "--what", "ranking", "--ranks", 0, says="--ranks 0")
     fails(capsys, "--what", "strength", "--policy", "snapkv", says="give keep=")
     fails(capsys, "--what", "strength", "--policy", "snapkv", "--keep", 0.2, "--json", says="AirCache's measure")
     fails(capsys, "--what", "lorenz", "--policy", "fastv", "--keep", 0.2, "--json", says="FastV shortens the prompt")
-    text = ("--model", CHECKPOINT, "--prompt", pages.READ_PAGE, "--json", *FAST)
+    text = ("--model", model, "--prompt", pages.READ_PAGE, "--json", *FAST)
     fails(capsys, "--what", "concordance", *text, says="no vision tokens")
     fails(capsys, "--what", "cost", "--out", tmp_path / "no" / "x.png", says="no such folder")
     fails(capsys, "--what", "cost", "--out", tmp_path / "x.pdf", says="ends in .png")
     monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
-    fails(capsys, "--what", "cost", "--out", tmp_path / "x.png", says='pip install "vlkv[plot]"')
+    fails(capsys, "--what", "cost", "--out", tmp_path / "x.png", says="pip install matplotlib")
     assert not list(tmp_path.iterdir())

@@ -7,7 +7,7 @@ import pytest
 import vlkv
 from pallas_kernels import Kernels
 from vlkv import policies
-from vlkv.mini import CHECKPOINT, pages
+from vlkv.mini import pages
 
 REFERENCE = Kernels(
     decode_attention="reference", core_attention="reference", attention_mass="reference",
@@ -17,11 +17,11 @@ SAMPLING = vlkv.Greedy(max_new_tokens=5)
 
 
 @pytest.fixture(scope="module")
-def case():
-    processor = vlkv.load_processor(CHECKPOINT)
+def case(miniature):
+    processor = vlkv.load_processor(miniature())
     samples = list(pages.held_out(2, seed=3))
     inputs = processor([s.image for s in samples], [s.question for s in samples])
-    return vlkv.load_params(CHECKPOINT), inputs
+    return vlkv.load_params(miniature()), inputs
 
 
 @pytest.mark.full

@@ -85,7 +85,7 @@ CLIP = ClipConfig(
 IMAGES = (LENGTH - 64) // CLIP.tokens
 
 
-@pytest.mark.default("LightKV(")
+@pytest.mark.default("windows=(4,)")
 @pytest.mark.parametrize("policy", [*EVERY, *WATCHING], ids=repr)
 def test_no_buffer_of_the_compiled_prefill_reaches_t_times_t_elements(policy):
     """Two layers, D = 64, and one row of T = 8192 tokens, one image or 127; compiled from shapes, never run."""

@@ -16,7 +16,7 @@ from vlkv.cache import pool_slots
 from vlkv.policies import compose
 
 from . import reference
-from .models import tiny_llava, unequal_batch
+from .models import embed, tiny_llava, unequal_batch
 from .test_decode import FORCED, kept_entries
 
 LAYERS, KV_HEADS = 3, 2
@@ -39,7 +39,7 @@ read_with = jax.jit(vlkv.read_prompt)
 
 def row_of(params, batch, row):
     """Embeddings of a row without its padding, and which of them are vision."""
-    x = np.asarray(params.embed(jax.tree.map(jnp.asarray, batch)))
+    x = np.asarray(embed(params, batch))
     return x[row, batch.valid[row]], np.asarray(batch.is_vision)[row, batch.valid[row]]
 
 

@@ -16,12 +16,11 @@ import vlkv
 from vlkv import policies, saving
 from vlkv.cache import resize_tail, take_rows
 
-from .models import CONFIG, tiny_llava, unequal_batch
+from .models import SMALL, tiny_llava, unequal_batch
 from .test_extend import turn, words
 
 fill_cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")
 read_prompt = jax.jit(vlkv.read_prompt)
-SMALL = dataclasses.replace(CONFIG, decoder=dataclasses.replace(CONFIG.decoder, layers=2))  # half the time to compile
 QUESTIONS = words(5, 8, 3, seed=9)
 ROOM = 20
 

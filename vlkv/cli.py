@@ -3,39 +3,75 @@
 from __future__ import annotations
 
 import argparse
+import glob
+import importlib
+import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 
-from checkpoints_convert import __main__ as convert
-from vlkv.commands import answer, bench, demo, evaluate, inspect, methods, plan, profile
+import shtab
+
+import vlkv
 from vlkv.terminal import OneLineParser, guarded
 
+# Name -> its module, imported when the command is run, and one line of help.
+COMMANDS = {
+    "demo": ("vlkv.commands.demo", "read a page of handwritten digits with every policy; no arguments, no network"),
+    "generate": ("vlkv.commands.answer", "answer a question about an image"),
+    "policies": ("vlkv.commands.methods", "list the policies, or describe one"),
+    "inspect": ("vlkv.commands.inspect", "measure budgets, attention, survival or cost, as the papers draw them"),
+    "bench": ("vlkv.commands.bench", "time prefill and decoding, or a published table's settings"),
+    "profile": ("vlkv.commands.profile", "measure what share of its tokens each layer keeps, for PrefixKV"),
+    "eval": ("vlkv.commands.evaluate", "ask your own questions under several policies: quality, bytes and speed"),
+    "plan": ("vlkv.commands.plan", "bytes per chip, collectives and times of a job, without the chips"),
+    "convert": ("checkpoints_convert.__main__", "convert a checkpoint folder, Hugging Face's or its authors'"),
+    "verify": ("vlkv.commands.verify", "compare a checkpoint with transformers: logits and greedy tokens"),
+}
 
-def build_parser() -> argparse.ArgumentParser:
-    """All subcommands with their options."""
-    parser = OneLineParser(prog="vlkv", description="Vision-language models in JAX with a compressed key-value cache.")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for name, module, summary in (
-        ("demo", demo, "read a page of handwritten digits with every policy; no arguments, no network"),
-        ("generate", answer, "answer a question about an image"),
-        ("policies", methods, "list the policies, or describe one"),
-        ("inspect", inspect, "measure budgets, attention, survival or cost, as the papers draw them"),
-        ("bench", bench, "time prefill and decoding, or a published table's settings"),
-        ("profile", profile, "measure what share of its tokens each layer keeps, for PrefixKV"),
-        ("eval", evaluate, "ask your own questions under several policies: quality against bytes and speed"),
-        ("plan", plan, "bytes per chip, collectives and times of a job, compiled for chips that are not there"),
-        ("convert", convert, "convert a Hugging Face checkpoint"),
-    ):
-        command = commands.add_parser(name, help=summary, description=module.__doc__)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
+
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser of `vlkv`.
+
+    Args:
+        command: the one whose options are needed. None: all, which takes the imports of all.
+    """
+    parser = OneLineParser(
+        prog="vlkv",
+        description=f"{(vlkv.__doc__ or '').splitlines()[0]}\n\n  vlkv demo\n  vlkv COMMAND --help",
+    )
+    parser.add_argument("--version", action="version", version=f"vlkv {vlkv.__version__}")
+    shtab.add_argument_to(parser, "--print-completion", help="print a completion script for this shell")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, (path, summary) in COMMANDS.items():
+        added = commands.add_parser(name, help=summary)
+        if command in (name, None):
+            module = importlib.import_module(path)
+            added.description = module.__doc__
+            module.add_arguments(added)
+            added.set_defaults(run=module.run)
+            for action in added._actions:
+                if action.metavar in ("FILE", "FILE.jsonl", "PNG", "JSON", "SRC", "DST", "DIR", "FOLDER"):
+                    action.complete = shtab.FILE  # type: ignore[attr-defined]
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit status."""
-    args = build_parser().parse_args(argv)
+    """Runs one command and returns the exit status; without a command it prints the help."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    _skip_absent_tpu()
+    first = next(iter(argv), "--help")
+    parser = build_parser(None if first.startswith("--print") else first)
+    args = parser.parse_args(argv or [first])
     return guarded(lambda: args.run(args))
+
+
+def _skip_absent_tpu() -> None:
+    """Has jax use the CPU where libtpu is installed without a TPU or GPU: loading libtpu prints several alarms."""
+    if importlib.util.find_spec("libtpu") is None or importlib.util.find_spec("jax_plugins") is not None:
+        return
+    if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/[0-9]*"):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 if __name__ == "__main__":

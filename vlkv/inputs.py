@@ -39,6 +39,9 @@ class Inputs:
     vision_index: Int[AnyArray, "B T"]  # row of the batch's flat vision embeddings; -1: text
     grid: Int[AnyArray, "B T 3"]  # number of its image in the row, line and column of its patch; -1: on no grid
     pixels: Float[AnyArray, I * pixels] | None  # as the family's tower takes them
+    # For pictures that are cut into tiles: the number of the token's tile in the row; and, for a token of the view of
+    # the whole picture, the number of the tile that shows the same place larger. -1: none. None: no picture is cut.
+    parts: Int[AnyArray, "B T 2"] | None = None
     # What the wiring must know of the pixels; see the family's inputs.py.
     layout: dict[str, AnyArray] = dataclasses.field(default_factory=dict)
     max_vision: int = dataclasses.field(metadata={"static": True})  # vision tokens of any row
@@ -97,6 +100,7 @@ class Inputs:
             vision_index=np.pad(made.vision_index, pad, constant_values=-1),
             grid=np.pad(made.grid, [*pad, (0, 0)], constant_values=-1),
             pixels=made.pixels,
+            parts=None if made.parts is None else np.pad(made.parts, [*pad, (0, 0)], constant_values=-1),
             layout=made.layout,
             max_vision=made.max_vision,
             max_text=max_text,

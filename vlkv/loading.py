@@ -1,4 +1,4 @@
-"""`load`: a folder (Hugging Face's or one written by `vlkv convert`) or a hub id -> parameters and processor."""
+"""`load`: a folder (Hugging Face's or one written by `vlkv convert`), a hub id or "mini" -> parameters, processor."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from vlkv.families import Model, abstract
 from vlkv.families.folders import describe, read_config, with_head
 from vlkv.processing import Processor
 
+MINI = Path(__file__).parent / "mini" / "checkpoint"  # the demo model
 _SETTINGS = ["*.json", "*.jinja"]
 _WEIGHTS = ["model*.safetensors"]
 
@@ -35,7 +36,8 @@ def load(
     """`(load_params(...), load_processor(...))` of one folder or hub id.
 
     Args:
-        source: a folder, or a hub id such as `llava-hf/llava-1.5-7b-hf` (downloaded once, safetensors only).
+        source: a folder, a hub id such as `llava-hf/llava-1.5-7b-hf` (downloaded once, safetensors only), or "mini",
+            the demo model that vlkv ships: it reads pages of handwritten digits.
         dtype: of the parameters; None keeps the checkpoint's own.
         mesh: places every weight shard by shard on this mesh (axes `data`, `model`); None: the default device.
         buckets: bounds for lengths and counts, see `vlkv.Buckets`.
@@ -108,15 +110,17 @@ def _cast_placed(array: jax.Array, dtype: jnp.dtype, path: str) -> jax.Array:
 
 
 def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Path:
-    """A local folder for `source`, downloading a hub id if need be: settings first, and weights if they are wanted."""
+    """A local folder for `source`; downloads a hub id if necessary: settings first, and weights if they are wanted."""
     name = os.fspath(source)
     if not name:
-        raise InputError("no model given: a checkpoint folder or a hub id")
+        raise InputError("no model given: a checkpoint folder, a hub id, or mini")
     path = Path(os.path.expanduser(name))
     if path.is_dir():
         return path
     if path.exists():
         raise InputError(f"{path}: not a folder; give the folder that holds config.json")
+    if name == "mini":
+        return MINI
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise InputError(f"{path}: no such folder")
     from huggingface_hub import snapshot_download  # noqa: PLC0415 (slow to import)

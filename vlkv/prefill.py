@@ -27,7 +27,7 @@ from vlkv.observe import ordinal, tokens_at
 from vlkv.parallel import by_row
 from vlkv.policies.policy import Budget, Policy, with_budget
 from vlkv.policies.selection import Observed, allocate_and_take, observe, require_fit, see, shortlist
-from vlkv.reading import LayerPrompt, Prompt, read, read_prompt
+from vlkv.reading import LayerPrompt, Prompt, read
 
 
 def prefill(
@@ -58,9 +58,6 @@ def prefill(
     """
     check_new_tokens(new_tokens)
     require_fit(policy, len(params.decoder.layers), key)
-    if policy.reducer is not None and policy.reducer.forgets:  # what an early layer may keep is known only later
-        prompt = read_prompt(params, inputs, policy, key=key, kernels=kernels)
-        return fill_cache(prompt, policy, new_tokens=new_tokens, key=key), prompt.logits
     look = _observer(policy, inputs, layers=len(params.decoder.layers), key=key, kernels=kernels)
     prompt = read(params, inputs, policy, look, key=key, kernels=kernels)
     return _fill(prompt, policy, new_tokens), prompt.logits

@@ -28,6 +28,10 @@ class Greedy:
         if not (isinstance(self.max_new_tokens, int) and self.max_new_tokens >= 1):
             raise InputError(f"max_new_tokens={self.max_new_tokens!r} must be a whole number of at least 1")
 
+    def require_key(self, key: Key[Array, ""] | None) -> Key[Array, ""] | None:
+        """The key; InputError if the choice is random and there is none."""
+        return key
+
     def choose(self, logits: Float[Array, "B vocab"], key: Key[Array, ""] | None) -> Int[Array, " B"]:
         """The next token of every row."""
         del key
@@ -58,10 +62,15 @@ class Sample(Greedy):
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p={self.top_p!r} must lie in (0, 1]")
 
-    def choose(self, logits: Float[Array, "B vocab"], key: Key[Array, ""] | None) -> Int[Array, " B"]:
-        """The next token of every row; order: temperature, top-k, top-p, as transformers does."""
+    def require_key(self, key: Key[Array, ""] | None) -> Key[Array, ""]:
+        """The key; InputError if there is none."""
         if key is None:
             raise InputError("sampling draws at random: pass key=jax.random.key(seed)")
+        return key
+
+    def choose(self, logits: Float[Array, "B vocab"], key: Key[Array, ""] | None) -> Int[Array, " B"]:
+        """The next token of every row; order: temperature, top-k, top-p, as transformers does."""
+        key = self.require_key(key)
         logits = logits / self.temperature
         if self.top_k is not None:
             least = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[0][..., -1:]

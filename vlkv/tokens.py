@@ -24,7 +24,8 @@ class Tokens:
     source: Int[Array, "*B T"]  # which token of the prompt it is
     size: Float[Array, "*B T"]  # how many tokens of the prompt it stands for
     grid: Int[Array, "*B T 3"]  # number of its image in the row, line and column of its patch; -1: on no grid
-    tower: Float[Array, "*B W N T"] | None = None  # attention of the tower's class token, where a policy watches it
+    parts: Int[Array, "*B T 2"] | None = None  # as in `Inputs`
+    tower: Float[Array, "*B W N T"] | None = None  # attention in the tower, where a policy watches it
 
 
 def shorten(tokens: Tokens, kept: Bool[Array, " T"], length: int) -> Tokens:

@@ -15,6 +15,10 @@ from vlkv.prefill import fill_cache_with
 KEEP = 0.2  # of 50, 25 and 0 vision tokens in 3 layers: 30, 15 and 0 entries
 
 
+evidence_recall, select = jax.jit(analysis.evidence_recall), jax.jit(policies.select)
+held_by_head = jax.jit(analysis.held_by_head, static_argnums=1)
+
+
 @pytest.fixture(scope="module")
 def inputs():
     return unequal_batch(padding="left")
@@ -37,7 +41,7 @@ def test_the_evidence_then_random_tokens_then_all_text(inputs, prompt):
     first, second = (
         run(prompt, wanted, policies.ImgRandom(keep=KEEP), new_tokens=1, key=jax.random.key(seed)) for seed in (0, 1)
     )
-    held, other = (np.asarray(analysis.held_by_head(c, inputs.valid.shape[1])) for c in (first, second))
+    held, other = (np.asarray(held_by_head(c, inputs.valid.shape[1])) for c in (first, second))
     vision = held & inputs.is_vision[:, None, None]
     assert vision.sum(-1)[:, :, 0].tolist() == [[10] * 3, [5] * 3, [0] * 3]
     assert (vision.sum(-1)[:, :, 0] == vision.sum(-1)[:, :, 1]).all()
@@ -48,39 +52,45 @@ def test_the_evidence_then_random_tokens_then_all_text(inputs, prompt):
     )
     assert not np.array_equal(held, other), "the rest is random"
     assert not np.array_equal(held[0, 0], held[0, 1]), "in every layer anew"
-    np.testing.assert_array_equal(analysis.evidence_recall(first, wanted)[:2], np.ones((2, 3, 2)))
+    np.testing.assert_array_equal(evidence_recall(first, wanted)[:2], np.ones((2, 3, 2)))
 
 
 def test_a_smaller_budget_in_the_memory_of_a_larger(inputs, prompt):
     """Three entries in all: one in each layer, the first of the evidence or another of it."""
     policy, wanted = policies.ImgRandom(keep=KEEP), evidence(inputs, [3, 4], [3, 4], [])
     few = policies.ImgRandom(budget=1).totals(layers=3, most=inputs.valid.shape[1])
-    cache = analysis.oracle_cache(prompt, wanted, policy, few, new_tokens=1, key=jax.random.key(0))
-    np.testing.assert_array_equal(analysis.evidence_recall(cache, wanted)[:2], np.full((2, 3, 2), 0.5))
+    cache = jax.jit(analysis.oracle_cache, static_argnames="new_tokens")(
+        prompt, wanted, policy, few, new_tokens=1, key=jax.random.key(0)
+    )
+    np.testing.assert_array_equal(evidence_recall(cache, wanted)[:2], np.full((2, 3, 2), 0.5))
 
 
 @pytest.mark.parametrize("policy", [policies.SnapKV(keep=0.4, scope="vision"), policies.H2O(keep=0.4, scope="vision")])
 def test_recall_is_a_count_of_what_select_keeps(inputs, prompt, policy):
     wanted = evidence(inputs, [1, 2, 26, 40], [0, 24], [])
     cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")(prompt, policy, new_tokens=1)
-    recall = np.asarray(analysis.evidence_recall(cache, wanted))
+    recall = np.asarray(evidence_recall(cache, wanted))
     for row in range(2):
         q, k, v = (np.stack([np.asarray(getattr(x, n))[row] for x in prompt.layers]).swapaxes(1, 2) for n in "qkv")
-        kept = np.asarray(policies.select(policy, q, k, v, inputs.is_vision[row], inputs.valid[row]).kept)
+        kept = np.asarray(select(policy, q, k, v, inputs.is_vision[row], inputs.valid[row]).kept)
         np.testing.assert_allclose(recall[row], kept[:, :, wanted[row]].mean(axis=-1), rtol=1e-6)
 
 
-def test_one_program_for_every_keep(inputs, prompt):
+TEXT = policies.AirCache(keep=0.5, window="text")
+COMPOSED = policies.compose(TEXT, allocate=policies.PrefixKV, smooth=policies.Smooth(3))
+
+
+def test_policies_that_differ_in_keep_share_a_program():
+    plan = [at_keep(policy, keep) for policy in (TEXT, COMPOSED) for keep in (0.1, 0.5)]
+    assert share_programs(plan) == [plan[i] for i in (1, 1, 3, 3)]
+
+
+@pytest.mark.default("Composed")
+@pytest.mark.parametrize("policy", [TEXT, COMPOSED], ids=lambda policy: type(policy).__name__)
+def test_one_program_for_every_keep(inputs, prompt, policy):
     """A table of a smaller keep in the program of a larger one keeps what the smaller one keeps by itself."""
-    length = inputs.valid.shape[1]
-    text = policies.AirCache(keep=0.5, window="text")
-    composed = policies.compose(text, allocate=policies.PrefixKV, smooth=policies.Smooth(3))
-    plan = [at_keep(policy, keep) for policy in (text, composed) for keep in (0.1, 0.5)]
-    programs = share_programs(plan)
-    assert [program is plan[i] for program, i in zip(programs, (1, 1, 3, 3), strict=True)] == [True] * 4
-    alone = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")
-    for policy, program in zip(plan, programs, strict=True):
-        table = budget(policy, program, layers=3, length=length)
-        got = jax.jit(fill_cache_with, static_argnames="new_tokens")(prompt, program, table, new_tokens=1)
-        want = alone(prompt, policy, new_tokens=1)
-        np.testing.assert_array_equal(*(analysis.held_by_head(cache, length) for cache in (got, want)))
+    length, less = inputs.valid.shape[1], at_keep(policy, 0.1)
+    table = budget(less, policy, layers=3, length=length)
+    got = jax.jit(fill_cache_with, static_argnames="new_tokens")(prompt, policy, table, new_tokens=1)
+    want = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")(prompt, less, new_tokens=1)
+    np.testing.assert_array_equal(*(held_by_head(cache, length) for cache in (got, want)))

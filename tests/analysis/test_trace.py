@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import vlkv
 from tests import reference
-from tests.models import tiny_llava, unequal_batch
+from tests.models import embed, tiny_llava, unequal_batch
 from tests.test_decode import kept_entries
 from vlkv import analysis, policies
 
@@ -51,7 +50,7 @@ def snap(params, prompt):
 @pytest.fixture(scope="module")
 def layers(params, batch):
     """Queries, keys and values of every row's prompt in float64, without its padding."""
-    x = np.asarray(params.embed(jax.tree.map(jnp.asarray, batch)))
+    x = np.asarray(embed(params, batch))
     return [reference.prefill(params.decoder, x[row, batch.valid[row]])[1] for row in range(3)]
 
 

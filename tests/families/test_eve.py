@@ -14,7 +14,6 @@ import vlkv
 from checkpoints_convert.__main__ import convert
 from tests.parity.conftest import VOCABULARY, text_config
 from tests.processing.conftest import make_tokenizer
-from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 
@@ -170,12 +169,6 @@ def test_grid_by_hand(saved):
     second = inputs.grid[1][inputs.is_vision[1]]
     assert second[:, 0].tolist() == [0] * 11 + [1] * 6
     assert second[11:].tolist() == [[1, -1, -1], *[[1, 0, x] for x in range(4)], [1, -1, -1]]
-
-
-def test_policies_that_watch_a_class_token_are_refused(saved):
-    inputs = vlkv.Inputs.from_hf(joined(saved[3]), saved[2].config)
-    with pytest.raises(InputError, match="no class token"):
-        vlkv.generate(saved[2], inputs, policy=policies.HiRED(keep=0.5))
 
 
 def test_conversion_keeps_every_parameter(saved, tmp_path):

@@ -28,8 +28,8 @@ def shapes_for_arrays():
 
 PACKAGES = ("vlkv", "pallas_kernels", "checkpoints_convert")
 NAMES = re.compile(r"llava|qwen|intern_?(vl|vit|lm)|mobile_?vlm|\beve\b|mistral|phi-?_?3|llama|vicuna", re.IGNORECASE)
-# Data about published models: tables of papers' figures, and the demo model, which is a LLaVA.
-DATA = ("vlkv/benching/papers.py", "vlkv/mini/folder.py", "vlkv/mini/training.py")
+# Data about published models: tables of papers' figures, the demo model, which is a LLaVA, and classes of tokenizers.
+DATA = ("vlkv/benching/papers.py", "vlkv/mini/folder.py", "vlkv/mini/training.py", "checkpoints_convert/byte_pairs.py")
 # Modules that share a name because they do the same for another thing.
 ALIKE = {
     "config", "inputs", "model", "original", "weights",  # of each family

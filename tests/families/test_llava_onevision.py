@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import jax
@@ -13,7 +14,6 @@ import vlkv
 from checkpoints_convert.__main__ import convert
 from tests.parity.conftest import text_config
 from tests.processing.conftest import make_tokenizer, write_folder
-from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 from vlkv.families.llava_next.inputs import picture_tokens, video_tokens
@@ -120,11 +120,22 @@ def test_a_row_is_answered_alike_whatever_its_neighbours(saved):
     check_neighbours(saved[2], saved[3], every_stage())
 
 
-def test_a_tower_without_a_class_token_ranks_nothing(saved):
-    _, _, params, rows, _ = saved
+def test_a_tower_without_a_class_token_gives_the_mean_attention_received(saved):
+    """Of transformers' tower, in the last block; newlines receive nothing."""
+    model, _, params, rows, _ = saved
     inputs = vlkv.Inputs.from_hf(joined(rows), params.config)
-    with pytest.raises(InputError, match="no class token"):
-        vlkv.generate(params, inputs, policy=policies.HiRED(keep=0.5))
+    _, ours = jax.jit(lambda params, inputs: params.watch(inputs, (-1,)))(params, inputs)
+    tower = copy.deepcopy(model.model.vision_tower)
+    tower.set_attn_implementation("eager")
+    with torch.no_grad():
+        given = tower(torch.tensor(inputs.pixels), output_attentions=True).attentions[-1].mean(2).numpy()  # [I, N, V]
+    flat = given.swapaxes(1, 2).reshape(-1, given.shape[1])
+    plain = (inputs.vision_index >= 0) & (inputs.vision_index < len(flat))
+    newline = inputs.is_vision & (inputs.grid[..., 1] < 0)
+    assert plain.any() and newline.any()
+    received = np.asarray(ours)[:, 0].swapaxes(1, 2)
+    np.testing.assert_allclose(received[plain], flat[inputs.vision_index[plain]], atol=1e-6)
+    assert (received[newline] == 0).all()
 
 
 def test_grid_by_hand(saved):

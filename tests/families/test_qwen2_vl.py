@@ -155,11 +155,6 @@ def test_a_step_that_evicts_runs_on_unequal_rows(case):
         assert inputs.valid[row, token[row][token[row] >= 0]].all()
 
 
-def test_no_class_token_to_watch(case):
-    with pytest.raises(vlkv.InputError, match="class token"):
-        vlkv.read_prompt(case.params, case.inputs(prompts()), policies.FasterVLM(keep=0.5))
-
-
 def test_every_name_on_disk_gives_the_same_parameters(case, tmp_path):
     """Old keys and a flat config, new keys, sharded, converted."""
     leaves = jax.tree.leaves(case.params)

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 import vlkv
+from tests.models import random_model
 from vlkv import families, policies
 from vlkv.config import ModelConfig
 from vlkv.families import config_from_hf
@@ -88,9 +89,7 @@ def read_config(family: str) -> ModelConfig:
 
 def make_model(family: str, seed: int = 0):
     """Every parameter random and queries large, so that attention is peaked."""
-    leaves, structure = jax.tree.flatten(vlkv.init(read_config(family), jax.random.key(seed)))
-    rng = np.random.default_rng(seed)
-    return jax.tree.unflatten(structure, [x + 0.2 * rng.normal(size=x.shape).astype(np.float32) for x in leaves])
+    return random_model(read_config(family), seed)
 
 
 @dataclasses.dataclass(frozen=True)

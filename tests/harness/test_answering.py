@@ -24,6 +24,13 @@ def answerer():
 
 
 @pytest.fixture(scope="module")
+def quick(miniature):
+    """One that compiles in a third of the time, where it does not matter what it says."""
+    params, processor = vlkv.load(miniature())
+    return Answerer(params=params, processor=processor, policy=POLICY, batch_size=3)
+
+
+@pytest.fixture(scope="module")
 def questions():
     """Five, some about the whole page and some about a row."""
     return [Question(sample.question, (sample.image,)) for sample in pages.held_out(5, seed=1)]
@@ -77,22 +84,22 @@ def test_a_continuation_is_greedy_if_it_is_what_generate_says(answerer, question
     assert [[one.greedy for one in each] for each in ours] == [[True, False]] * 3
 
 
-def test_an_answer_never_passes_the_models_positions(answerer, questions):
-    room = pages.GRID**2 + 16 + SAMPLING.max_new_tokens  # 16: what the text is rounded up to
-    short = dataclasses.replace(
-        answerer.processor.config, decoder=dataclasses.replace(answerer.processor.config.decoder, max_positions=room)
-    )
-    model = dataclasses.replace(answerer, processor=dataclasses.replace(answerer.processor, config=short))
-    long = vlkv.Greedy(max_new_tokens=10_000)
-    assert model.answers(questions[:3], long) == answerer.answers(questions[:3], SAMPLING)
+def test_an_answer_never_passes_the_models_positions(quick, questions):
+    config, new = quick.processor.config, 4
+    room = config.vision.tokens + 16 + new  # 16: what the text is rounded up to
+    short = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, max_positions=room))
+    model = dataclasses.replace(quick, processor=dataclasses.replace(quick.processor, config=short))
+    asked, long = (vlkv.Greedy(max_new_tokens=count, stop=()) for count in (new, 10_000))
+    answers = quick.answers(questions[:3], asked)
+    assert model.answers(questions[:3], long) == answers and [answer.tokens for answer in answers] == [new] * 3
 
 
-def test_bad_questions_are_refused(answerer, questions):
+def test_bad_questions_are_refused(quick, questions):
     with pytest.raises(vlkv.InputError, match="is empty: there is nothing to score"):
-        answerer.likelihoods(questions[:1], [[" "]])
+        quick.likelihoods(questions[:1], [[" "]])
     with pytest.raises(vlkv.InputError, match=r"2 <image> mark"):
-        answerer.answers([Question("<image><image>?", questions[0].pictures)], SAMPLING)
-    assert answerer.answers([], SAMPLING) == answerer.likelihoods([], []) == []
+        quick.answers([Question("<image><image>?", questions[0].pictures)], SAMPLING)
+    assert quick.answers([], SAMPLING) == quick.likelihoods([], []) == []
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,12 @@ from pallas_kernels.attention_mass import xla
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 
 
+def run(q, k, **options):
+    """In one program, made anew each time: tests change what is chosen while it is traced."""
+    arrays = {name: options.pop(name) for name in list(options) if isinstance(options[name], jax.Array)}
+    return jax.jit(lambda q, k, arrays: attention_mass(q, k, **arrays, **options))(q, k, arrays)
+
+
 def probabilities(q, k, allowed, softmax_n=0.0):
     """exp(x) / (n + sum exp(x)) over the allowed keys; q [N,T,H], k [K,S,H], allowed [T,S] -> [N,T,S], float64."""
     k = np.repeat(np.float64(k), len(q) // len(k), axis=0)
@@ -53,9 +59,7 @@ def blocks(request, monkeypatch):
 def test_sums_causal_or_not_with_n_in_the_denominator(blocks, implementation, causal, softmax_n):
     q, k, weight, mask = make(37, 37)
     allowed = np.asarray(mask) & (np.tri(37, dtype=bool) | (not causal))
-    got = attention_mass(
-        q, k, row_weight=weight, key_mask=mask, causal=causal, softmax_n=softmax_n, implementation=implementation
-    )
+    got = run(q, k, row_weight=weight, key_mask=mask, causal=causal, softmax_n=softmax_n, implementation=implementation)
     np.testing.assert_allclose(got, expected_mass(q, k, weight, allowed, softmax_n), rtol=1e-5, atol=1e-6)
 
 
@@ -64,9 +68,7 @@ def test_sums_causal_or_not_with_n_in_the_denominator(blocks, implementation, ca
 @pytest.mark.parametrize("statistic", ["square", "count"])
 def test_squares_and_counts(blocks, implementation, statistic):
     q, k, weight, mask = make(37, 37)
-    got = attention_mass(
-        q, k, row_weight=weight, key_mask=mask, statistic=statistic, threshold=0.1, implementation=implementation
-    )
+    got = run(q, k, row_weight=weight, key_mask=mask, statistic=statistic, threshold=0.1, implementation=implementation)
     allowed = np.asarray(mask) & np.tri(37, dtype=bool)
     want = expected_mass(q, k, weight, allowed, statistic=statistic, threshold=0.1)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
@@ -78,9 +80,7 @@ def test_gathered_rows_see_keys_up_to_their_own_place(monkeypatch, implementatio
     q, k, _, mask = make(37, 37)
     place = jnp.array([36, 5, 20, 0, 21, 5, 9, 1])  # in no order, one of them twice
     weight = jnp.array([[1.0, 1, 1, 1, 1, 0, 1, 1]])
-    got = attention_mass(
-        q[:, place], k, row_weight=weight, key_mask=mask, row_place=place, implementation=implementation
-    )
+    got = run(q[:, place], k, row_weight=weight, key_mask=mask, row_place=place, implementation=implementation)
     allowed = np.asarray(mask) & np.tri(37, dtype=bool)[place]
     np.testing.assert_allclose(got, expected_mass(q[:, place], k, weight, allowed), rtol=1e-5, atol=1e-6)
 
@@ -89,16 +89,16 @@ def test_gathered_rows_see_keys_up_to_their_own_place(monkeypatch, implementatio
 def test_a_row_that_sees_no_key_adds_nothing_and_no_nan(blocks):
     q, k, weight, _ = make(37, 37)
     mask = jnp.arange(37) >= 4  # rows 0..3 see nothing
-    got = attention_mass(q, k, row_weight=weight, key_mask=mask)
+    got = run(q, k, row_weight=weight, key_mask=mask)
     want = expected_mass(q, k, weight, np.asarray(mask) & np.tri(37, dtype=bool))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-    assert not np.asarray(attention_mass(q, k, row_weight=weight, key_mask=jnp.zeros(37, bool))).any()
+    assert not np.asarray(run(q, k, row_weight=weight, key_mask=jnp.zeros(37, bool))).any()
 
 
 def test_huge_logits_stay_finite():
     q, k, weight, mask = make(37, 37, scale=2000.0)
     for n in (0.0, 1.0):
-        got = np.asarray(attention_mass(q, k, row_weight=weight, key_mask=mask, softmax_n=n))
+        got = np.asarray(run(q, k, row_weight=weight, key_mask=mask, softmax_n=n))
         assert np.isfinite(got).all()
         if n == 0:
             seen = np.asarray(mask)[:1] | (np.cumsum(mask) > 0)  # rows that see any key hand out all their weight
@@ -107,9 +107,9 @@ def test_huge_logits_stay_finite():
 
 def test_bfloat16_keys_give_a_float32_answer_of_bfloat16_accuracy():
     q, k, weight, mask = make(37, 37)
-    half = attention_mass(q.astype(jnp.bfloat16), k.astype(jnp.bfloat16), row_weight=weight, key_mask=mask)
+    half = run(q.astype(jnp.bfloat16), k.astype(jnp.bfloat16), row_weight=weight, key_mask=mask)
     assert half.dtype == jnp.float32
-    np.testing.assert_allclose(half, attention_mass(q, k, row_weight=weight, key_mask=mask), rtol=0.1, atol=0.02)
+    np.testing.assert_allclose(half, run(q, k, row_weight=weight, key_mask=mask), rtol=0.1, atol=0.02)
 
 
 jit_mass = jax.jit(attention_mass)

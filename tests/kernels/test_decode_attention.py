@@ -56,6 +56,14 @@ def expected(q, k, v, segments):
     return out, lse
 
 
+def attend(*arrays, valid=None, **options):
+    """In one program, made anew each time: tests change what is chosen while it is traced."""
+    return jax.jit(functools.partial(decode_attention, **options))(*arrays, valid=valid)
+
+
+whole = jax.jit(decode_attention, static_argnames=("softmax_n", "return_mass"))  # where nothing is patched
+
+
 def check(got, want):
     for g, w in zip(got, want, strict=True):
         assert g.dtype == jnp.float32
@@ -78,7 +86,7 @@ def check(got, want):
 )
 def test_segments_of_every_kind(pool, monkeypatch, chosen, chunk, start, length):
     monkeypatch.setattr(ragged, "_sizes", blocks_of(chunk))
-    got = decode_attention(*pool, jnp.array(start), jnp.array(length), implementation=chosen)
+    got = attend(*pool, jnp.array(start), jnp.array(length), implementation=chosen)
     segments = [[range(s, s + n) for s, n in zip(*row, strict=True)] for row in zip(start, length, strict=True)]
     check(got, expected(*pool, segments))
 
@@ -88,10 +96,11 @@ def test_slots_outside_the_segment_do_not_matter_whatever_finite_value_they_hold
     monkeypatch.setattr(ragged, "_sizes", blocks_of(16))
     q, k, v = pool
     start, length = jnp.array([[20, 20], [20, 20]]), jnp.array([[30, 30], [30, 30]])
-    outside = ((jnp.arange(SLOTS) < 20) | (jnp.arange(SLOTS) >= 50))[:, None, None]
-    clean = decode_attention(q, k, v, start, length, implementation=chosen)
-    dirty = decode_attention(
-        q, jnp.where(outside, 1e4, k), jnp.where(outside, 1e30, v), start, length, implementation=chosen
+    outside = ((np.arange(SLOTS) < 20) | (np.arange(SLOTS) >= 50))[:, None, None]
+    run = jax.jit(functools.partial(decode_attention, implementation=chosen))
+    clean, dirty = (
+        run(q, np.where(outside, a, k), np.where(outside, b, v), start, length)
+        for a, b in ((k, v), (np.float32(1e4), np.float32(1e30)))
     )
     check(dirty, clean)
 
@@ -101,10 +110,10 @@ def test_peaked_attention_over_several_chunks_stays_finite_and_right(pool, monke
     monkeypatch.setattr(ragged, "_sizes", blocks_of(16))
     q, k, v = pool
     start, length = jnp.zeros((2, 2), jnp.int32), jnp.full((2, 2), SLOTS)
-    out, lse = decode_attention(500 * q, k, v, start, length, implementation=chosen)
-    heads = jnp.repeat(k, 3, axis=2)
-    best = jnp.argmax(jnp.einsum("bnh,bpnh->bnp", q, heads), axis=-1)
-    want = jnp.take_along_axis(jnp.repeat(v, 3, axis=2), best[:, None, :, None], axis=1)[:, 0]
+    out, lse = attend(500 * q, k, v, start, length, implementation=chosen)
+    heads = np.repeat(k, 3, axis=2)
+    best = np.argmax(np.einsum("bnh,bpnh->bnp", q, heads), axis=-1)
+    want = np.take_along_axis(np.repeat(v, 3, axis=2), best[:, None, :, None], axis=1)[:, 0]
     np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-4)
     assert np.isfinite(lse).all()
 
@@ -113,7 +122,7 @@ def test_peaked_attention_over_several_chunks_stays_finite_and_right(pool, monke
 def test_bfloat16_pool_gives_a_float32_answer(pool, chosen):
     q, k, v = (x.astype(jnp.bfloat16) for x in pool)
     start, length = jnp.zeros((2, 2), jnp.int32), jnp.full((2, 2), 40)
-    got, _ = decode_attention(q, k, v, start, length, implementation=chosen)
+    got, _ = attend(q, k, v, start, length, implementation=chosen)
     want, _ = expected(q, k, v, [[range(40)] * 2] * 2)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, atol=0.03)
@@ -132,7 +141,7 @@ def test_bfloat16_pool_gives_a_float32_answer(pool, chosen):
 def test_heads_are_read_together_only_where_their_segments_lie_side_by_side(pool, monkeypatch, start, length, alike):
     monkeypatch.setattr(xla, "is_small", lambda *sizes: False)
     start, length = jnp.array(start), jnp.array(length)
-    assert bool(together.pays(start, length)) == alike
+    assert bool(jax.jit(together.pays)(start, length)) == alike
     segments = [[range(s, s + n) for s, n in zip(*row, strict=True)] for row in zip(start, length, strict=True)]
     check(jax.jit(decode_attention)(*pool, start, length), expected(*pool, segments))
 
@@ -145,21 +154,21 @@ def test_a_tail_of_a_few_blocks_is_small_and_a_pool_is_not():
 def test_combine_of_two_parts_is_attention_over_both(pool):
     one = jnp.array([[0, 0], [0, 10]]), jnp.array([[20, 5], [0, 1]])
     two = jnp.array([[20, 5], [0, 11]]), jnp.array([[10, 0], [9, 60]])
-    got = combine(decode_attention(*pool, *one), decode_attention(*pool, *two))
+    got = combine(whole(*pool, *one), whole(*pool, *two))
     check(got, expected(*pool, [[range(30), range(5)], [range(9), range(10, 71)]]))
 
 
 def test_combine_with_an_empty_side_is_the_other_side(pool):
     start = jnp.zeros((2, 2), jnp.int32)
-    part = decode_attention(*pool, start, jnp.full((2, 2), 33))
-    empty = decode_attention(*pool, start, start)
+    part = whole(*pool, start, jnp.full((2, 2), 33))
+    empty = whole(*pool, start, start)
     for got in (combine(part, empty), combine(empty, part)):
         check(got, part)
 
 
 def test_combine_of_two_empty_sides_is_zero(pool):
     start = jnp.zeros((2, 2), jnp.int32)
-    empty = decode_attention(*pool, start, start)
+    empty = whole(*pool, start, start)
     check(combine(empty, empty), empty)
     out, total = combine(empty, empty, softmax_n=3.0)
     check((out, total), (np.zeros(out.shape), np.full(total.shape, math.log(3))))
@@ -170,9 +179,6 @@ def n_softmax(golden):
     g = golden("n_softmax_decode")
     q, k, v = (jnp.swapaxes(jnp.array(g[name]), 0, 1)[None] for name in "qkv")
     return g, (q[:, 0], k, v)
-
-
-attend = jax.jit(decode_attention, static_argnames=("softmax_n", "return_mass", "implementation"))
 
 
 @either
@@ -186,9 +192,9 @@ def test_golden_outputs_with_n_in_the_denominator(n_softmax, monkeypatch, chosen
     for valid, name in ((None, "paper_output"), (jnp.array(g["valid"])[None], "paper_output_with_valid_mask")):
         out, lse, mass = jax.jit(functools.partial(run, softmax_n=n))(q, k, v, valid=valid)
         np.testing.assert_allclose(out[0], g[name][0], rtol=1e-5, atol=1e-6)
-        received = jnp.einsum("bnp,bpnh->bnh", mass, jnp.repeat(v, q.shape[1] // heads, axis=2))
+        received = np.einsum("bnp,bpnh->bnh", mass, np.repeat(v, q.shape[1] // heads, axis=2))
         np.testing.assert_allclose(received[0], g[name][0], rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(jnp.sum(mass, axis=-1), 1 - n * np.exp(-lse), rtol=1e-5)
+        np.testing.assert_allclose(np.sum(mass, axis=-1), 1 - n * np.exp(-lse), rtol=1e-5)
 
 
 def test_golden_outputs_of_one_part_and_of_two_with_n_in_their_joint_denominator(n_softmax):
@@ -196,11 +202,11 @@ def test_golden_outputs_of_one_part_and_of_two_with_n_in_their_joint_denominator
     slots, heads = k.shape[1:3]
     start = jnp.zeros((1, heads), jnp.int32)
     for i, n in enumerate(g["softmax_n_values"].tolist()):
-        whole, lse = attend(q, k, v, start, start + slots, softmax_n=n)
-        np.testing.assert_allclose(whole[0], g["paper_output"][i], rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(whole[0], g["as_released_output"][i], rtol=1e-4, atol=2e-5)
+        one, lse = whole(q, k, v, start, start + slots, softmax_n=n)
+        np.testing.assert_allclose(one[0], g["paper_output"][i], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(one[0], g["as_released_output"][i], rtol=1e-4, atol=2e-5)
         for cut in (0, slots // 3, slots):
-            first, second = attend(q, k, v, start, start + cut), attend(q, k, v, start + cut, start + slots - cut)
+            first, second = whole(q, k, v, start, start + cut), whole(q, k, v, start + cut, start + slots - cut)
             out, total = combine(first, second, softmax_n=n)
             np.testing.assert_allclose(out[0], g["paper_output"][i], rtol=1e-5, atol=1e-6)
             np.testing.assert_allclose(total, lse, rtol=1e-5)
@@ -210,14 +216,14 @@ def test_golden_outputs_of_one_part_and_of_two_with_n_in_their_joint_denominator
 def test_n_next_to_very_large_and_very_small_denominators(pool, scale):
     q, k, v = pool
     start, length = jnp.zeros((2, 2), jnp.int32), jnp.array([[75, 1], [0, 30]])
-    plain, lse, mass = decode_attention(scale * q, k, v, start, length, return_mass=True)
-    out, total, shares = decode_attention(scale * q, k, v, start, length, softmax_n=2.0, return_mass=True)
+    plain, lse, mass = whole(scale * q, k, v, start, length, return_mass=True)
+    out, total, shares = whole(scale * q, k, v, start, length, softmax_n=2.0, return_mass=True)
     want = np.logaddexp(np.float64(lse), math.log(2))
     np.testing.assert_allclose(total, want, rtol=1e-5)
     weight = np.exp(np.float64(lse) - want)[..., None]
     # A log-sum-exp of hundreds is known to an ulp of its own, which its exponential multiplies.
-    for got, whole in ((out, plain), (shares, mass)):
-        np.testing.assert_allclose(got, whole * weight, rtol=1e-4, atol=1e-6)
+    for got, before in ((out, plain), (shares, mass)):
+        np.testing.assert_allclose(got, before * weight, rtol=1e-4, atol=1e-6)
     assert not np.asarray(out[1, :3]).any() and np.isfinite(out).all()  # the empty segment
 
 
@@ -228,7 +234,7 @@ def test_golden_attention_of_the_last_rows_and_their_log_sum_exp(golden):
         length, heads = k.shape[1:3]
         for row in range(1, g["paper_attention_output"].shape[1] + 1):
             seen = jnp.full((1, heads), length - row + 1)
-            out, lse = attend(jnp.array(g["q"])[None, :, -row], k, v, jnp.zeros_like(seen), seen)
+            out, lse = whole(jnp.array(g["q"][None, :, -row]), k, v, jnp.zeros_like(seen), seen)
             np.testing.assert_allclose(out[0], g["paper_attention_output"][:, -row], rtol=1e-5, atol=1e-6)
             np.testing.assert_allclose(lse[0], g["paper_log_sum_exp"][:, -row], rtol=1e-5)
 

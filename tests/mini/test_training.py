@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests.models import random_model
 from vlkv.inputs import Inputs
 from vlkv.mini import folder, pages
 
@@ -16,7 +17,7 @@ from vlkv.mini import training
 
 
 def test_branches_equal_separate_rows():
-    params = training.start(0)
+    params = random_model(folder.config())
     stage = training.Stage(1, 144, (3, 3), (2, 4), 2, batch=1)
     layout = training.Layout.of(stage)
     rng = np.random.default_rng(0)

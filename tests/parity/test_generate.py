@@ -12,6 +12,8 @@ from vlkv import policies
 from .conftest import IMAGE_TOKEN, make_text, torch
 from .test_forward import prompts
 
+IMAGES = slice(0, 2), slice(2, 3), slice(3, 3)  # of each row
+
 
 def theirs(model, batch, row: int, images: slice) -> np.ndarray:
     mask = batch["attention_mask"][row].astype(bool)
@@ -35,7 +37,7 @@ def test_greedy_tokens_of_a_batch(llava, padding):
         params, inputs, policy=policies.Full(), sampling=vlkv.Greedy(max_new_tokens=32, stop=())
     )
     assert output.lengths.tolist() == [32, 32, 32]
-    for row, images in enumerate((slice(0, 2), slice(2, 3), slice(3, 3))):
+    for row, images in enumerate(IMAGES):
         np.testing.assert_array_equal(output.tokens[row], theirs(model, batch, row, images))
 
 
@@ -53,17 +55,16 @@ def test_greedy_tokens_of_a_text_model(tmp_path):
 
 
 def test_rows_end_at_their_stop_token_and_the_loop_ends_with_the_last(llava):
-    """The stop id is chosen from what the model says, so that rows end at different steps."""
-    _, folder = llava
-    params = vlkv.load_params(folder)
-    inputs = vlkv.Inputs.from_hf(prompts("right"), params.config)
-    free = jax.jit(vlkv.generate)(params, inputs, sampling=vlkv.Greedy(max_new_tokens=32, stop=()))
-    stop = (int(free.tokens[0, 3]), int(free.tokens[1, 6]))
-    output = jax.jit(vlkv.generate)(params, inputs, sampling=vlkv.Greedy(max_new_tokens=32, stop=stop))
-    streamed = np.stack(list(vlkv.stream(params, inputs, sampling=vlkv.Greedy(max_new_tokens=32, stop=stop))), axis=1)
-    for row in range(3):
-        said = np.asarray(free.tokens[row])
-        ends = np.flatnonzero(np.isin(said, stop))
+    """The stop ids are chosen from what transformers says, so that rows end at different steps."""
+    model, folder = llava
+    params, batch = vlkv.load_params(folder), prompts("right")
+    inputs = vlkv.Inputs.from_hf(batch, params.config)
+    every = [theirs(model, batch, row, images) for row, images in enumerate(IMAGES)]
+    sampling = vlkv.Greedy(max_new_tokens=32, stop=(int(every[0][3]), int(every[1][6])))
+    output = jax.jit(vlkv.generate)(params, inputs, sampling=sampling)
+    streamed = np.stack(list(vlkv.stream(params, inputs, sampling=sampling)), axis=1)
+    for row, said in enumerate(every):
+        ends = np.flatnonzero(np.isin(said, sampling.stop))
         length = int(ends[0]) + 1 if len(ends) else 32
         assert int(output.lengths[row]) == length
         np.testing.assert_array_equal(output.tokens[row, :length], said[:length])

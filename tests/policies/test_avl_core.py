@@ -10,7 +10,7 @@ from test_decode_time import one_layer
 
 from pallas_kernels import Kernels
 from vlkv import policies
-from vlkv.memory import arrive, attend, begin
+from vlkv.memory import arrive, attend_to, begin
 
 LENGTH, HEADS, GROUPS, DIM, NEW = 70, 2, 2, 8, 4
 
@@ -20,18 +20,17 @@ def step():
     rng = np.random.default_rng(0)
     arrays = {name: rng.normal(size=(n, LENGTH, DIM)).astype(np.float32) for name, n in zip("qkv", (4, 2, 2))}  # noqa: B905
     arrays["is_vision"] = (np.arange(LENGTH) >= 8) & (np.arange(LENGTH) < 58)
-    cache, memory, _ = one_layer(policies.AVL(keep=0.6, core=0.2, refresh=2), arrays, new_tokens=NEW)
+    cache, _ = one_layer(policies.AVL(keep=0.6, core=0.2, refresh=2), arrays, new_tokens=NEW)
     q = jnp.array(rng.normal(size=(1, HEADS * GROUPS, DIM)), jnp.float32)
     tail = jnp.array(rng.normal(size=(2, 1, NEW, HEADS, DIM)), jnp.float32)
-    return cache, jax.vmap(arrive)(memory), q, tail
+    return cache, jax.jit(jax.vmap(arrive))(cache.memory[0]), q, tail
 
 
 def answer(step, memory, k, v, kernels=None):
     cache, _, q, tail = step
-    begin = jnp.zeros_like(cache.start[0])
     segment = k, v, cache.start[0], cache.length[0]
-    run = jax.jit(attend, static_argnames="kernels")
-    return run(q, segment, (*tail, begin, begin + 1), memory, kernels=kernels)
+    run = jax.jit(attend_to, static_argnames="kernels")
+    return run(q, segment, tuple(tail), jnp.array([1]), memory, kernels=kernels)
 
 
 @pytest.mark.full
@@ -57,7 +56,9 @@ def test_core_and_text_window_are_rounded_down_from_the_exact_product(fraction, 
     policy = policies.AVL(keep=0.6, core=fraction, text=fraction)
     token, everything = jnp.arange(count)[None], jnp.ones(count, bool)
     for is_vision, new in ((everything, 1), (~everything, 0)):
-        memory = begin(token, jnp.array([count]), {}, is_vision, everything, new_tokens=new)
+        memory = jax.jit(begin, static_argnames="new_tokens")(
+            token, jnp.array([count]), {}, is_vision, everything, new_tokens=new
+        )
         if new:
             assert policy.pick(memory, jnp.zeros(memory.stored.shape)).sum() == expected
         else:
@@ -80,5 +81,5 @@ def test_where_heads_differ_no_list_is_used(step):
     core = memory.values["core"].at[0, 1].set(jnp.roll(memory.values["core"][0, 1], 1))
     values = {**memory.values, "core": core}
     one = jax.tree.map(lambda x: x[0], type(memory)(**{**vars(memory), "values": values}))
-    made = policy.prepare(one)
+    made = jax.jit(policy.prepare)(one)
     assert not made.core.suffices and (made.attended[0] != made.attended[1]).any()

@@ -205,7 +205,7 @@ def test_csp_without_filling_keeps_at_most_its_budget_and_no_more_than_with_it(s
         np.testing.assert_array_equal(np.asarray(union.kept)[row][..., inside].sum(axis=-1), union.budgets[row])
 
 
-@pytest.mark.default("AirCache(", "CSP(")
+@pytest.mark.default("AirCache(", "CSP(", "H2O(keep=0.4, budget=None, scope='all'")
 @pytest.mark.parametrize("policy", ANY, ids=repr)
 def test_padding_on_either_side_changes_nothing(policy, batch):
     got = select(policy, *batch, jax.random.key(0))
@@ -248,7 +248,8 @@ def test_a_window_as_long_as_the_budget_shrinks_to_half_of_it():
     rng = np.random.default_rng(0)
     k = rng.normal(size=(1, 1, 150, 8)).astype(np.float32)
     q = np.broadcast_to(3 * k[:, :, :1], k.shape)
-    kept = np.asarray(policies.select(policies.SnapKV(keep=0.2, kernel=1), q, k, k, np.zeros(150, bool)).kept)[0, 0]
+    selection = jax.jit(policies.select)(policies.SnapKV(keep=0.2, kernel=1), q, k, k, np.zeros(150, bool))
+    kept = np.asarray(selection.kept)[0, 0]
     weights = np.where(np.tri(150)[135:], np.exp(q[0, 0, 135:] @ k[0, 0].T / np.sqrt(8)), 0)
     mass = (weights / weights.sum(1, keepdims=True)).sum(0)[:135]
     assert np.flatnonzero(kept).tolist() == [*sorted(np.argsort(-mass)[:15]), *range(135, 150)] and kept[0]

@@ -11,7 +11,7 @@ from golden_vectors import choose, compress, layered, look_m, look_m_merges, sel
 import vlkv
 from pallas_kernels import attention_mass
 from tests import reference
-from tests.models import tiny_llava, unequal_batch
+from tests.models import embed, tiny_llava, unequal_batch
 from vlkv import policies
 from vlkv.cache import pool_slots
 
@@ -209,7 +209,7 @@ def test_the_pool_has_room_and_holds_what_select_names(params, policy):
     cache, _ = prefill(params, batch, policy, new_tokens=2)
     slots = pool_slots(policy, layers=3, vision=batch.max_vision, text=batch.max_text, new_tokens=0, images=2)
     assert cache.token.shape[1] == slots
-    x = np.asarray(params.embed(jax.tree.map(jnp.asarray, batch)))
+    x = np.asarray(embed(params, batch))
     for row, valid in enumerate(batch.valid):
         _, layers = reference.prefill(params.decoder, x[row, valid])
         q, k, v = (np.zeros((3, heads, len(valid), 8), np.float32) for heads in (4, 2, 2))

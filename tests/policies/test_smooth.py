@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 import vlkv
-from tests.models import tiny_llava, unequal_batch
+from tests.models import SMALL, tiny_llava, unequal_batch
 from vlkv import policies
 from vlkv.observe import Observation
 from vlkv.policies import Smooth, compose
+
+select = jax.jit(policies.select)
 
 
 def observation(in_scope, grid=None):
@@ -102,8 +104,8 @@ def test_a_composition_ranks_by_smoothed_scores_and_pays_by_the_others():
     q, k = rng.normal(size=(2, 4, 40, 8)).astype(np.float32), rng.normal(size=(2, 2, 40, 8)).astype(np.float32)
     vision = (np.arange(40) >= 3) & (np.arange(40) < 33)
     plain, smooth = policies.AirCache(keep=0.2, window="text"), Smooth(4, one_sided=True)
-    before = policies.select(plain, q, k, k, vision)
-    after = policies.select(compose(plain, smooth=smooth), q, k, k, vision)
+    before = select(plain, q, k, k, vision)
+    after = select(compose(plain, smooth=smooth), q, k, k, vision)
     np.testing.assert_array_equal(after.budgets, before.budgets)
     for layer in range(2):
         for head in range(2):
@@ -120,7 +122,7 @@ def test_methods_that_rank_by_statistics_are_smoothed_too():
     q, k = rng.normal(size=(1, 2, 40, 8)).astype(np.float32), rng.normal(size=(1, 1, 40, 8)).astype(np.float32)
     vision = np.arange(40) < 30
     csp = policies.CSP(keep=0.3, scope="vision")
-    plain, after = (policies.select(p, q, k, k, vision) for p in (csp, compose(csp, smooth=Smooth(9))))
+    plain, after = (select(p, q, k, k, vision) for p in (csp, compose(csp, smooth=Smooth(9))))
     for name in ("self", "cross"):
         want = [np.asarray(plain.extra[name])[0, 0, max(0, t - 4) : min(30, t + 5)].mean() for t in range(30)]
         np.testing.assert_allclose(after.extra[name][0, 0, :30], want, rtol=1e-5)
@@ -128,14 +130,15 @@ def test_methods_that_rank_by_statistics_are_smoothed_too():
 
 def test_generate_smooths_on_the_grid():
     """The cache holds what `select` chooses from the layers that were read, image by image."""
-    params, inputs = tiny_llava(), unequal_batch()
+    params, inputs = tiny_llava(config=SMALL), unequal_batch()
     policy = compose(policies.SnapKV(keep=0.3, scope="vision", kernel=1), smooth=Smooth((3, 3)))
     prompt = jax.jit(vlkv.read_prompt)(params, inputs)
     cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")(prompt, policy, new_tokens=1)
     q, k, v = (np.stack([np.asarray(getattr(layer, n))[0] for layer in prompt.layers]).swapaxes(1, 2) for n in "qkv")
     row = np.asarray(inputs.is_vision)[0], np.asarray(inputs.valid)[0], None
-    chosen = policies.select(policy, q, k, v, *row, np.asarray(inputs.grid)[0])
-    np.testing.assert_array_equal(vlkv.analysis.held_by_head(cache, inputs.valid.shape[1])[0], chosen.kept)
+    chosen = select(policy, q, k, v, *row, np.asarray(inputs.grid)[0])
+    held = jax.jit(vlkv.analysis.held_by_head, static_argnums=1)(cache, inputs.valid.shape[1])
+    np.testing.assert_array_equal(held[0], chosen.kept)
     with pytest.raises(vlkv.InputError, match="pass grid="):
         policies.select(policy, q, k, v, row[0])
 

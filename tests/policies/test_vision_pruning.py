@@ -9,12 +9,14 @@ import pytest
 
 import vlkv
 from tests import reference
-from tests.models import tiny_llava, unequal_batch
+from tests.families import tiny
+from tests.models import embed, tiny_llava, unequal_batch
 from vlkv import policies
 from vlkv.observe import Observation
 from vlkv.policies.fastervlm import FasterVLM
-from vlkv.policies.hired import HiRED, band_budgets, cell_budgets
+from vlkv.policies.hired import HiRED
 from vlkv.policies.ivtp import IVTP
+from vlkv.processing.arranging import cells
 from vlkv.reading import read_prompt
 from vlkv.tokens import Tokens
 
@@ -26,16 +28,29 @@ def best(scores, count):
     return np.isin(np.arange(len(scores)), np.argsort(-scores, kind="stable")[:count])
 
 
-def tokens_of(tower, images=None, valid=None, width=4):
-    """Vision tokens alone, with what the class token gave them: tower [N, V]."""
+def tokens_of(tower, images=None, valid=None, width=4, parts=None):
+    """Vision tokens alone, with the attention that they received: tower [W, N, V], or [N, V] of every watched block."""
+    tower = jnp.asarray(tower)
     length = tower.shape[-1]
     number = np.zeros(length, np.int32) if images is None else np.array(images, np.int32)
     return Tokens(
         x=jnp.asarray(np.random.default_rng(0).normal(size=(length, width)), jnp.float32),
         positions=jnp.arange(length)[:, None], is_vision=jnp.ones(length, bool),
         valid=jnp.ones(length, bool) if valid is None else jnp.asarray(valid), source=jnp.arange(length),
-        size=jnp.ones(length), grid=jnp.tile(number[:, None], (1, 3)), tower=jnp.asarray(tower)[None],
+        size=jnp.ones(length), grid=jnp.tile(number[:, None], (1, 3)), parts=parts,
+        tower=tower if tower.ndim == 3 else jnp.stack([tower, tower]),
     )  # fmt: skip
+
+
+def tokens_in_tiles(first, late, rows, columns):
+    """A view and rows x columns tiles of it: first, late [I, N, V]."""
+    count, _, length = first.shape
+    side = int(length**0.5)
+    shown = np.full((count, length), -1)
+    shown[0] = 1 + cells(side, rows, columns).ravel()
+    parts = np.stack([np.repeat(np.arange(count), length), shown.ravel()], axis=-1)
+    tower = np.stack([np.concatenate([*x], axis=-1) for x in (first, late)])
+    return tokens_of(tower, parts=jnp.asarray(parts))
 
 
 def kept(policy, tokens):
@@ -64,23 +79,26 @@ def test_hired_keeps_of_a_whole_image_what_the_released_code_keeps(golden):
 def test_hired_shares_out_the_budget_of_an_image_in_parts(golden, variant):
     g = golden("vision_pruning")
     rows, columns = g["hired_grid_rows_columns"].tolist()
-    first, late = (jnp.asarray(g[f"hired_{which}_layer_class_attention"]) for which in ("first", "late"))
+    tokens = tokens_in_tiles(*(g[f"hired_{which}_layer_class_attention"][..., 1:] for which in ("first", "late")),
+                             rows, columns)  # fmt: skip
     source = "paper" if variant == "paper" else "as_released"
     for (i, rate), (j, alpha) in itertools.product(*map(enumerate, (g["hired_token_budget_rates"], g["hired_alphas"]))):
         policy = HiRED(keep=float(rate), alpha=float(alpha), variant=variant)
-        got = policy.choose(first, late, rows=rows, columns=columns)
-        np.testing.assert_array_equal(got, g[f"{source}_hired_kept_rate{i}_alpha{j}"])
-        if variant == "paper":
-            np.testing.assert_array_equal(np.asarray(got).sum(axis=1), g[f"paper_hired_budgets_rate{i}_alpha{j}"])
+        wanted = g[f"{source}_hired_kept_rate{i}_alpha{j}"]
+        np.testing.assert_array_equal(kept(policy, tokens).reshape(wanted.shape), wanted)
 
 
-def test_hired_shares_by_hand():
-    # 4 x 4 tokens after the class token's own share; all attention lies in the last line.
-    whole = jnp.asarray([[0.2, *[0.0] * 12, 0.1, 0.1, 0.1, 0.5]])
-    # Five views of 16 tokens, a half kept: 40, of which 20 for the whole; the lower cells hold 1/4 and 3/4 of it.
-    np.testing.assert_array_equal(cell_budgets(whole, rows=2, columns=2, keep=0.5, alpha=0.5), [16, 0, 0, 5, 15])
-    # Of the best 8 the release counts four in the last band; the other four are ties, which go to the earlier.
-    np.testing.assert_array_equal(band_budgets(whole, rows=2, columns=2, keep=0.5, alpha=0.5), [16, 10, 0, 0, 10])
+@pytest.mark.parametrize(("variant", "budgets"), [("paper", [16, 0, 0, 6, 18]), ("released", [16, 12, 0, 0, 12])])
+def test_hired_shares_by_hand(variant, budgets):
+    """4 x 4 tokens, all attention in the last line; of five views of 16 tokens a half: 40, of which 16 for the whole.
+
+    The lower cells hold 1/4 and 3/4 of the attention, but a tile has 16 tokens only. Of the best 8 the release counts
+    four in the last band; the other four are ties, which go to the earlier.
+    """
+    whole = np.array([[0.0] * 12 + [0.1, 0.1, 0.1, 0.5]], np.float32)
+    attention = np.stack([whole, *np.random.default_rng(0).random((4, 1, 16), np.float32)])
+    found = kept(HiRED(keep=0.5, alpha=0.5, variant=variant), tokens_in_tiles(attention, attention, 2, 2))
+    np.testing.assert_array_equal(found.reshape(5, 16).sum(axis=1), np.minimum(budgets, 16))
 
 
 def test_hired_rounds_down_per_image_and_keeps_one():
@@ -99,7 +117,7 @@ def test_hired_rounds_down_per_image_and_keeps_one():
 @pytest.mark.parametrize("keep", [0.05, 0.29, 0.7, 1.0])
 def test_hired_bound_holds_for_every_way_to_cut_tokens_into_images(keep):
     policy = HiRED(keep=keep)
-    table = np.asarray(policy.survivors(60))
+    table = np.minimum(np.arange(61), np.maximum(1, np.floor(keep * np.arange(61)))).astype(int)
     for images in (1, 2, 3):
         cuts = [[60]] if images == 1 else [[n, 60 - n] for n in range(1, 60)]
         if images == 3:
@@ -171,7 +189,7 @@ def class_attention(params, pixels):
 def row_of(params, batch, row):
     """Embeddings of a row without padding, which of them are vision, and what the class token gave them."""
     valid = batch.valid[row]
-    x = np.asarray(params.embed(jax.tree.map(jnp.asarray, batch)))[row, valid]
+    x = np.asarray(embed(params, batch))[row, valid]
     index = batch.vision_index[row, valid]
     return x, index >= 0, np.where(index >= 0, class_attention(params, batch.pixels).ravel()[index], -1.0)
 
@@ -314,3 +332,53 @@ def test_layers_that_the_model_does_not_have_are_named(params, batch):
     for layers in ((2, 1), (3,)):
         with pytest.raises(vlkv.InputError, match="layers="):
             read_prompt(params, batch, IVTP(keep=0.3, layers=layers))
+
+
+# --- towers without a class token -----------------------------------------------------------------------------------
+
+
+@pytest.mark.default("qwen2_5_vl", "eve")
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "eve"])
+def test_the_tokens_of_a_picture_receive_the_attention_of_all_its_patches(family):
+    """In every block that runs, also in windows: the shares of a picture's tokens add up to 1."""
+    params, batch = tiny.make_model(family), tiny.make_batch(family)
+    _, given = jax.jit(lambda params, batch: params.watch(batch, (0, -1)))(params, batch)
+    for row in range(2):
+        for image in range(batch.grid[row, :, 0].max() + 1):
+            total = np.asarray(given)[row, ..., batch.grid[row, :, 0] == image].sum(axis=0)
+            np.testing.assert_allclose(total, 1, atol=1e-5)
+
+
+def test_a_resampled_token_receives_what_the_patches_that_it_reads_receive():
+    params, batch = tiny.make_model("qwen"), tiny.make_batch("qwen")
+
+    @jax.jit
+    def run(params, batch):
+        x, patches = super(type(params.vision), params.vision).watch(batch.pixels, (-1,))
+        return patches, params.vision.resampler(x)[1], params.watch(batch, (-1,))[1]
+
+    patches, reads, given = run(params, batch)
+    reads = np.asarray(reads, np.float64).mean(axis=1)  # [I, token, patch]
+    is_vision = batch.is_vision[1]
+    wanted = np.einsum("tv,nv->nt", reads[2], np.asarray(patches[0], np.float64)[2])
+    np.testing.assert_allclose(np.asarray(given)[1, 0][:, is_vision], wanted, atol=1e-6)
+
+
+def test_received_attention_is_the_dense_mean():
+    """With padding and a rotation, against float64."""
+    params = tiny.make_model("qwen2_vl")
+    block, rng = params.vision.blocks[0], np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(1, 6, 16)), jnp.float32)
+    angle = rng.normal(size=(6, 4))
+    rotation = jnp.asarray(np.concatenate([np.cos(angle), np.sin(angle)], axis=-1)[None, :, None], jnp.float32)
+    valid = np.array([[True, True, False, True, True, True]])
+    q, k = (
+        np.asarray(m(block.attention_norm(x)), np.float64)[0].swapaxes(0, 1).reshape(2, 6, 2, 4).transpose(0, 1, 3, 2)
+        for m in (block.query, block.key)
+    )  # [N, V, pair, half]
+    turn = np.stack([np.stack([np.cos(angle), -np.sin(angle)], -1), np.stack([np.sin(angle), np.cos(angle)], -1)], -2)
+    q, k = (np.einsum("vpab,nvpb->nvpa", turn, y).reshape(2, 6, 8) for y in (q, k))
+    logits = np.where(valid[0], np.einsum("nth,nsh->nts", q, k) / np.sqrt(8), -np.inf)
+    e = np.exp(logits - logits.max(-1, keepdims=True))
+    wanted = (e / e.sum(-1, keepdims=True))[:, valid[0]].sum(axis=1)
+    np.testing.assert_allclose(block.received(x, rotation, jnp.asarray(valid))[0], wanted, atol=1e-5)

@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+import vlkv
+
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -41,17 +43,14 @@ def memory_bytes() -> int | None:
 
 
 def commit() -> str:
-    """The commit of the repository that these sources lie in; else the installed version; else "unknown"."""
+    """The commit of the repository that these sources lie in; else the version."""
     if (_ROOT / ".git").exists() and shutil.which("git") is not None:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty"], cwd=_ROOT, capture_output=True, text=True, check=False
         )
         if described.stdout.strip():
             return described.stdout.strip()
-    try:
-        return f"vlkv {importlib.metadata.version('vlkv')}"
-    except importlib.metadata.PackageNotFoundError:  # a plain copy of the tree
-        return "unknown"
+    return f"vlkv {vlkv.__version__}"
 
 
 def _processor() -> str:

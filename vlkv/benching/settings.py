@@ -60,11 +60,6 @@ def check_policy(policy: Policy, config: ModelConfig) -> None:
     """Raises InputError if a policy cannot be timed on this model: before anything is compiled."""
     name = type(policy).__name__
     policy.check_model(config.decoder.layers)
-    if policy.reducer is not None and policy.reducer.watches:
-        raise InputError(
-            f"{name} ranks vision tokens by its tower's class token, and vlkv bench times the decoder alone: "
-            "choose another policy"
-        )
     if config.vision is None and policy.scope == "vision" and not isinstance(policy, Full):
         raise InputError(f"{name} spends its budget on vision tokens, of which {config.family} has none: --scope all")
 

@@ -2,7 +2,7 @@
 
 Vision tokens come first and lie on square grids, text is last, as in the papers' measurements. The vision tower does
 not run: vision tokens are embedded as if they were text, which changes no shape behind the splice. The tower costs the
-same with every policy.
+same with every policy, but for the attention that FasterVLM, HiRED and IVTP ask of it: here it is zero.
 
 Axes: B batch · T prompt · V vision tokens · A position axes.
 """

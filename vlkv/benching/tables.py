@@ -29,6 +29,23 @@ def _name(policy: Policy) -> str:
     return f"{label(policy)} ({said})" if said else label(policy)
 
 
+def show(console: Console, table: Table) -> None:
+    """Prints a table that fits a narrow terminal: a line above it says what is the same in every row."""
+    columns = {str(column.header): list(map(str, column.cells)) for column in table.columns}
+    same = {name: cells[0] for name, cells in columns.items() if len(cells) > 1 and len(set(cells)) == 1}
+    said = [f"{name} {value}" for name, value in same.items() if value]
+    made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    shown = {name: cells for name, cells in columns.items() if name not in same}
+    for name, cells in shown.items():
+        made.add_column(name, overflow="fold", min_width=max((len(x) for x in cells if len(x) < 10), default=0))
+    for row in zip(*shown.values(), strict=True):
+        made.add_row(*row)
+    for line in (table.title, ", ".join(said)):
+        if line:
+            console.print(line, highlight=False)
+    console.print(made)
+
+
 def plan(console: Console, lines: Sequence[Line], done: Iterable[bool]) -> None:
     """What will be run, and the bytes it needs."""
     table = Table("model", "batch", "prompt", "text", "new", "policy", "weights GiB", "cache GiB", "measured")
@@ -38,13 +55,13 @@ def plan(console: Console, lines: Sequence[Line], done: Iterable[bool]) -> None:
             f"{subject.name}, {subject.dtype.name}", *_sizes(setting), _name(policy), f"{subject.bytes / _GIB:.3f}",
             f"{size / _GIB:.4f}", "yes" if is_there else "",
         )  # fmt: skip
-    console.print(table)
+    show(console, table)
 
 
 def measured(console: Console, rows: Sequence[tuple[Line, dict[str, Any]]]) -> None:
     """Seconds, speed and bytes, and the ratios to the full cache of the same run."""
     table = Table(
-        "batch", "prompt", "new", "policy", "prefill s", "ms/step", "token/s", "cache MiB", "peak GiB", "first call s",
+        "batch", "prompt", "new", "policy", "prefill s", "ms/step", "token/s", "cache MiB", "peak GiB", "first s",
         "prefill", "decode", "peak", title="last three: of the full cache's in the same run",
     )  # fmt: skip
     planned = False
@@ -61,7 +78,7 @@ def measured(console: Console, rows: Sequence[tuple[Line, dict[str, Any]]]) -> N
             f"{row['peak']['bytes'] / _GIB:.3f}", f"{row['first_call_seconds']:.1f}",
             *(f"{ratio[name]:.2f}" if ratio.get(name) else "" for name in ("prefill", "decode", "peak")),
         )  # fmt: skip
-    console.print(table)
+    show(console, table)
     if planned:
         console.print(
             "peak: as the compiler has laid it out (compiled.memory_analysis), weights included, where the device "
@@ -96,7 +113,7 @@ def beside(
                 "" if printed is None else f"{printed:g}", row["error"] if ours is None else f"{ours:.4g}", *shares,
             )  # fmt: skip
     console.print(f"{paper.title}. Paper: {paper.hardware}. Ours: {_machine(machine)}", highlight=False)
-    console.print(table)
+    show(console, table)
     for note in paper.notes:
         console.print(f"- {note}", highlight=False)
     changed = {
@@ -117,7 +134,7 @@ def compiled(console: Console, rows: Sequence[tuple[Line, dict[str, Any]]]) -> N
             subject.name, batch, prompt, new, _name(policy), f"{row['trace_seconds']:.2f}",
             f"{row['compile_seconds']:.2f}",
         )  # fmt: skip
-    console.print(table)
+    show(console, table)
 
 
 def _sizes(setting: Setting) -> tuple[str, str, str, str]:

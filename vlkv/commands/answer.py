@@ -1,5 +1,11 @@
 """Answer a question about an image (or none) from a compressed cache.
 
+  vlkv generate --model mini --image page.png --prompt "read the page" \\
+      --policy snapkv --keep 0.2
+  vlkv generate --model llava-hf/llava-1.5-7b-hf --image cat.png \\
+      --prompt "What is this?" --policy aircache --keep 0.1 \\
+      --with "store=kivi(bits=4)"
+
 With --save-cache the images are compressed before the question is known, and kept in a file; with --from-cache other
 questions about them are answered from it.
 """
@@ -17,7 +23,7 @@ from rich.console import Console
 from vlkv import loading, saving
 from vlkv.buckets import round_up
 from vlkv.cache import resize_tail
-from vlkv.commands.options import add_policy_arguments, policy_from
+from vlkv.commands.options import add_model_arguments, add_policy_arguments, policy_from
 from vlkv.errors import InputError
 from vlkv.extend import extend
 from vlkv.families import Model
@@ -30,20 +36,17 @@ from vlkv.sampling import Greedy, Sample
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv generate`."""
-    parser.add_argument("--model", required=True, metavar="DIR", help="a checkpoint folder, or a hub id")
-    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="may be repeated")
-    parser.add_argument("--prompt", required=True, metavar="TEXT")
+    add_model_arguments(parser)
+    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture; may be repeated")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the question")
     add_policy_arguments(parser)
     parser.add_argument("--save-cache", metavar="FILE", help="keep what the policy leaves of the images in this file")
     parser.add_argument("--from-cache", metavar="FILE", help="ask about images that such a file holds")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="the longest answer")
     parser.add_argument("--temperature", type=float, metavar="T", help="sample instead of taking the likeliest token")
     parser.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens of this mass")
     parser.add_argument("--top-k", type=int, metavar="K", help="sample from this many likeliest tokens")
     parser.add_argument("--seed", type=int, default=0, help="of sampling and of random policies")
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: their own)"
-    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

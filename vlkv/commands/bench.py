@@ -1,5 +1,8 @@
 """Time prefill and decoding: policy x keep x batch x prompt length, or the settings of a published table.
 
+  vlkv bench --model mini --policy snapkv h2o --keep 0.2 0.1 --prompt 512
+  vlkv bench --preset aircache-table-3 --dry-run
+
 Everything of one setting is compiled first and then timed in turn, so that ratios to the full cache come from one run.
 `--out` is written after every setting; a cell that it holds already is not measured again.
 """

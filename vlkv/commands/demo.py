@@ -1,4 +1,8 @@
-"""Read an unseen page of real handwritten digits with eight policies: a table, and a picture of what survived."""
+"""Read an unseen page of real handwritten digits with eight policies: a table, and a picture of what survived.
+
+vlkv demo
+vlkv demo --seed 3 --out digits.png
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,13 @@
-"""Ask your own questions under several policies: a table, a JSON and a plot of quality against bytes and speed."""
+"""Ask your own questions under several policies: a table, a JSON and a plot of quality against bytes and speed.
+
+  vlkv eval questions.jsonl --model mini --policy full snapkv h2o \\
+      --keep 0.2 0.1 --scope vision --out results
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +18,7 @@ from rich.progress import track
 
 from vlkv import loading
 from vlkv.benching.machine import describe
-from vlkv.commands.options import policy_called
+from vlkv.commands.options import add_model_arguments, policy_called
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.evaluation import fingerprint, report
@@ -24,7 +27,6 @@ from vlkv.evaluation.metrics import METRICS, check_metrics
 from vlkv.evaluation.records import read_records
 from vlkv.evaluation.running import Settings
 from vlkv.evaluation.running import run as run_all
-from vlkv.mini import CHECKPOINT
 from vlkv.policies import Full, Policy, make
 
 RESULTS, PLOT = "results.json", "quality.png"
@@ -33,15 +35,18 @@ RESULTS, PLOT = "results.json", "quality.png"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv eval`."""
     parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="images, questions and answers, one row a line")
-    parser.add_argument(
-        "--model", required=True, metavar="DIR", help="a checkpoint folder, a hub id, or `mini`, the shipped miniature"
-    )
+    add_model_arguments(parser)
     parser.add_argument(
         "--policy", nargs="+", default=["full"], metavar="NAME",
         help='one or several, with options as in "aircache(keep=0.1, alpha=0.5)" (default: full)',
     )  # fmt: skip
     parser.add_argument(
-        "--keep", nargs="+", type=float, default=[], metavar="FRACTION", help="of every policy that has none of its own"
+        "--keep",
+        nargs="+",
+        type=float,
+        default=[],
+        metavar="FRACTION",
+        help="of every policy that names none itself",
     )
     parser.add_argument("--scope", choices=["vision", "all"], help="what competes for the budget, likewise")
     parser.add_argument(
@@ -49,14 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a run found there is continued")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="rows that are read together")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="the longest answer")
     parser.add_argument(
         "--query-agnostic", action="store_true", help="compress before the question is known, once for each image"
     )
     parser.add_argument("--seed", type=int, default=0, help="of random policies")
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: their own)"
-    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -70,14 +72,13 @@ def run(args: argparse.Namespace) -> Any:
         max_new_tokens=args.max_new_tokens, batch=args.batch, query_agnostic=args.query_agnostic,
         perplexity="perplexity" in metrics, seed=args.seed,
     )  # fmt: skip
-    source = CHECKPOINT if args.model == "mini" and not Path("mini").exists() else args.model
-    plan = policies_from(args, lambda: loading.load_processor(source).config)
+    plan = policies_from(args, lambda: loading.load_processor(args.model).config)
     if args.out.exists() and not args.out.is_dir():
         raise InputError(f"{args.out}: is a file; --out is a folder for the results")
-    processor = loading.load_processor(source)
+    processor = loading.load_processor(args.model)
     for policy in plan:
         policy.check_model(processor.config.decoder.layers)
-    folder = loading.resolve(source)
+    folder = loading.resolve(args.model)
     args.out.mkdir(parents=True, exist_ok=True)
     facts = {
         "model": {**fingerprint.of_model(folder), "dtype": args.dtype},
@@ -112,7 +113,7 @@ def run(args: argparse.Namespace) -> Any:
     console.print(report.table(result))
     console.print(", ".join(map(str, files)), highlight=False)
     if len(files) == 1:
-        console.print('no plot: that needs matplotlib (pip install "vlkv[plot]")', highlight=False)
+        console.print("no plot: that needs matplotlib (pip install matplotlib)", highlight=False)
     return None
 
 

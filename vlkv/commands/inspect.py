@@ -1,4 +1,10 @@
-"""Measure what the papers draw, of any model, image and policy: budgets, attention, survival, cost and more."""
+"""Measure what the papers draw, of any model, image and policy: budgets, attention, survival, cost and more.
+
+vlkv inspect --what budgets
+vlkv inspect --what survival --policy lightkv --out survival.png
+vlkv inspect --what attention --model DIR --image cat.png \\
+    --prompt "What is this?"
+"""
 
 from __future__ import annotations
 
@@ -13,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vlkv import loading
-from vlkv.commands.options import add_policy_arguments, policy_from
+from vlkv.commands.options import add_model_arguments, add_policy_arguments, policy_from
 from vlkv.commands.plots import check_plots, save
 from vlkv.commands.views import WHAT, Case
 from vlkv.errors import InputError
@@ -29,8 +35,8 @@ _ROWS = 32  # of the table
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv inspect`."""
     parser.add_argument("--what", required=True, metavar="NAME", help=f"one of {', '.join(WHAT)}")
-    parser.add_argument(
-        "--model", metavar="DIR", help="a checkpoint folder, or a hub id (default: the miniature on a held-out page)"
+    add_model_arguments(
+        parser, required=False, help="a checkpoint folder, or a hub id (default: the demo model on a held-out page)"
     )
     parser.add_argument("--image", action="append", default=[], metavar="FILE", help="may be repeated")
     parser.add_argument("--prompt", metavar="TEXT", help="needed with --model")
@@ -39,9 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=20, metavar="N", help="of decoding that is watched")
     parser.add_argument("--ranks", type=int, default=32, metavar="N", help="points of the ranking curve")
     parser.add_argument("--seed", type=int, default=0, help="of random policies, and of the miniature's page")
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: their own)"
-    )
     parser.add_argument("--out", type=Path, metavar="PNG", help="where the picture goes (default: inspect-NAME.png)")
     parser.add_argument("--json", action="store_true", help="print JSON, and draw only if --out is given")
 

@@ -1,4 +1,8 @@
-"""List the policies with their stages, scope, defaults and papers, or describe one."""
+"""List the policies with their stages, scope, defaults and papers, or describe one.
+
+vlkv policies
+vlkv policies aircache
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ def run(args: argparse.Namespace) -> Any:
     table = Table("policy", "changes", "scope", "options", "paper")
     for method in described:
         options = ", ".join(f"{k}={v}" for k, v in method["options"].items() if k not in _COMMON)
-        table.add_row(method["name"], method["stages"], method["scope"], options, method["paper"])
+        table.add_row(method["name"], method["stages"], method["scope"], options, method["paper"].partition(",")[0])
     Console().print(table)
     return None
 

@@ -14,6 +14,15 @@ from vlkv.errors import InputError
 _STAGES = ("allocate", "merge", "step", "reduce", "store")
 
 
+def add_model_arguments(parser: argparse.ArgumentParser, **options: Any) -> None:
+    """--model, required unless `options` (of `add_argument`) say otherwise, and --dtype."""
+    said = "a checkpoint folder, a hub id, or mini, the demo model that vlkv ships"
+    parser.add_argument("--model", metavar="DIR", **{"required": True, "help": said, **options})
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: their own)"
+    )
+
+
 def add_policy_arguments(parser: argparse.ArgumentParser, *, many: bool = False) -> None:
     """--policy, --keep, --budget, --scope, --option and --with; `many`: lists of policies and keeps."""
     several: dict[str, Any] = {"nargs": "+"} if many else {}

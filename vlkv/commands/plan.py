@@ -1,4 +1,8 @@
-"""Compile prefill and a decode step for chips that are not there: bytes per chip, collectives, estimated times."""
+"""Compile prefill and a decode step for chips that are not there: bytes per chip, collectives, estimated times.
+
+  vlkv plan llava-1.5-7b --topology v5e:2x2 --prompt 1024 \\
+      --policy aircache --keep 0.1
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,13 @@ import argparse
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 from rich.console import Console
 
-from vlkv import planning
+from vlkv import loading, planning
 from vlkv.commands.options import add_policy_arguments, policy_from
 from vlkv.families import presets
 from vlkv.planning.planning import DTYPES
@@ -19,7 +24,9 @@ from vlkv.planning.planning import DTYPES
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv plan`."""
-    parser.add_argument("preset", metavar="PRESET", help="a published model, one of vlkv.presets")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a published size (one of vlkv.presets), a checkpoint folder, a hub id, or mini"
+    )
     parser.add_argument(
         "--topology",
         required=True,
@@ -48,12 +55,14 @@ def run(args: argparse.Namespace) -> Any:
     """A table on stdout, or JSON; what is being done on stderr."""
     if not os.environ.get("JAX_PLATFORMS"):  # nothing runs: no accelerator of this machine need be taken
         jax.config.update("jax_platforms", "cpu")
-    policy = policy_from(args, lambda: presets[args.preset])
+    named = args.model in presets or not (args.model == "mini" or "/" in args.model or Path(args.model).exists())
+    config = presets[args.model] if named else loading.load_processor(args.model).config
+    policy = policy_from(args, lambda: config)
     with _progress() as say:
         made = planning.plan(
-            args.preset, topology=args.topology, batch=args.batch, prompt=args.prompt, new_tokens=args.new,
-            policy=policy, mesh=args.mesh, dtype=args.dtype, images=args.images, whole=args.generate,
-            quick=not args.thorough, report=say,
+            args.model if named else config, topology=args.topology, batch=args.batch, prompt=args.prompt,
+            new_tokens=args.new, policy=policy, mesh=args.mesh, dtype=args.dtype, images=args.images,
+            whole=args.generate, quick=not args.thorough, report=say,
         )  # fmt: skip
     if args.json:
         return planning.as_json(made)

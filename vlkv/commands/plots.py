@@ -37,7 +37,7 @@ Panel = Curves | Maps
 def check_plots(out: Path) -> None:
     """Raises InputError, before anything is computed, if the picture could not be drawn or written."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise InputError('plots need matplotlib: pip install "vlkv[plot]", or ask for --json')
+        raise InputError("plots need matplotlib: pip install matplotlib, or ask for --json")
     if not out.parent.is_dir():
         raise InputError(f"{out.parent}: no such folder to write the picture into")
     if out.suffix.lower() != ".png":

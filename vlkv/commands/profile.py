@@ -1,4 +1,10 @@
-"""Measure on a few samples what share of its tokens each layer keeps under PrefixKV, and save that as a profile."""
+"""Measure on a few samples what share of its tokens each layer keeps under PrefixKV, and save that as a profile.
+
+  vlkv profile --model mini --images page.png --prompts "read the page" \\
+      --keep 0.5 --out profile.json
+  vlkv generate --model mini --image page.png --prompt "read the page" \\
+      --policy prefixkv --keep 0.5 --option profile=profile.json
+"""
 
 from __future__ import annotations
 
@@ -11,17 +17,15 @@ from rich.progress import track
 from rich.table import Table
 
 from vlkv import loading, profiles
+from vlkv.commands.options import add_model_arguments
 from vlkv.errors import InputError
 from vlkv.generate import check_room
-from vlkv.mini import CHECKPOINT
 from vlkv.policies import PrefixKV
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv profile`."""
-    parser.add_argument(
-        "--model", required=True, metavar="DIR", help="a checkpoint folder, a hub id, or `mini`, the shipped miniature"
-    )
+    add_model_arguments(parser)
     parser.add_argument("--images", nargs="+", default=[], metavar="FILE", help="one for each sample; none: text alone")
     parser.add_argument(
         "--prompts", nargs="+", required=True, metavar="TEXT", help="one for each sample, or one for all"
@@ -29,9 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", type=float, required=True, metavar="FRACTION", help="share of the tokens, in (0, 1]")
     parser.add_argument("--scope", choices=["vision", "all"], default="all", help="what competes for the budget")
     parser.add_argument("--out", type=Path, required=True, metavar="JSON", help="where the profile goes")
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: their own)"
-    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -44,12 +45,11 @@ def run(args: argparse.Namespace) -> Any:
         raise InputError(f"{args.out}: is a folder; give the name of a file")
     if not args.out.parent.is_dir():
         raise InputError(f"{args.out.parent}: no such folder to write the profile into")
-    source = CHECKPOINT if args.model == "mini" and not Path("mini").exists() else args.model
-    processor = loading.load_processor(source)
+    processor = loading.load_processor(args.model)
     samples = [processor(image, prompt) for image, prompt in pairs(args.images, args.prompts)]
     for inputs in samples:
         check_room(processor.config, inputs, 1)
-    params = loading.load_params(source, dtype=args.dtype)
+    params = loading.load_params(args.model, dtype=args.dtype)
     shown = track(samples, "measuring", console=Console(stderr=True), transient=True)
     ratios = profiles.measure(params, shown, policy)
     content = profiles.save(args.out, ratios, policy, params.config, name=Path(args.model).name)

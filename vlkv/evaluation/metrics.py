@@ -97,7 +97,7 @@ def check_metrics(names: Sequence[str], questions: int) -> None:
             raise InputError(f"no metric {name!r}: there are {', '.join(METRICS)}")
         module, package = _PACKAGES.get(name, ("", ""))
         if module and importlib.util.find_spec(module) is None:
-            raise InputError(f'metric {name} needs {package}: pip install "vlkv[eval]", or leave it out of --metric')
+            raise InputError(f"metric {name} needs {package}: pip install {package}, or leave it out of --metric")
     if "cider" in names and questions < 2:
         raise InputError("metric cider needs more than one question: rare words are those of few questions' answers")
 

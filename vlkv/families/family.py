@@ -40,13 +40,15 @@ class TextModel(nnx.Module):
     def watch(
         self, inputs: Inputs, blocks: tuple[int, ...]
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B W N T"] | None]:
-        """The same, with what the tower's class token gave to each vision token in some of its blocks.
+        """The same, with the attention that each vision token received in some blocks of the tower.
+
+        It is the attention of the tower's class token, or, where the tower has none, the mean over all patches.
 
         Raises:
-            InputError: the model has no tower with a class token.
+            InputError: the model has no tower.
         """
         del inputs, blocks
-        raise InputError(f"{self.config.family} has no class token in a vision tower to rank its vision tokens by")
+        raise InputError(f"{self.config.family} has no vision tower to rank vision tokens by")
 
 
 class VisionLanguageModel(TextModel):
@@ -72,9 +74,9 @@ class VisionLanguageModel(TextModel):
         """Parameters beyond tower, projector and decoder, if there are any."""
 
     def see(self, inputs: Inputs, pixels: Array, blocks: tuple[int, ...]) -> tuple[Array, list[Float[Array, "I N V"]]]:
-        """The tower's features of all pictures, and the class token's attention in some of its blocks."""
+        """The tower's features of all pictures, and the attention that each received in some of the tower's blocks."""
         del inputs
-        return self.vision.watch(pixels, blocks) if blocks else (self.vision(pixels), [])
+        return self.vision.watch(pixels, blocks)
 
     def project(self, features: Array, inputs: Inputs) -> Vision:
         """Features to the flat vision embeddings that `vision_index` counts."""
@@ -82,7 +84,7 @@ class VisionLanguageModel(TextModel):
         return flat(self.projector(features))
 
     def pool(self, attention: Float[Array, "I V C"], inputs: Inputs) -> Float[Array, "R C"]:
-        """What was given to each feature to what was given to each embedding, as `project` joins features."""
+        """From the attention that each feature received to that of each embedding, as `project` joins features."""
         del inputs
         return flat(attention)
 
@@ -94,16 +96,14 @@ class VisionLanguageModel(TextModel):
     def watch(
         self, inputs: Inputs, blocks: tuple[int, ...]
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B W N T"] | None]:
-        if not getattr(self.config.vision, "class_token", False):
-            return super().watch(inputs, blocks)
         return self._embed(inputs, blocks)
 
     def _embed(
         self, inputs: Inputs, blocks: tuple[int, ...]
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B W N T"] | None]:
         x = self.decoder.embedding(inputs.tokens)
-        if inputs.pixels is None:
-            return x, None
+        if inputs.pixels is None:  # no pictures, or pictures that vlkv bench leaves out
+            return x, jnp.zeros((x.shape[0], len(blocks), 1, x.shape[1])) if blocks else None
         features, rows = self.see(inputs, inputs.pixels.astype(x.dtype), blocks)
         x = splice(x, self.project(features, inputs), inputs.vision_index)
         if not blocks:
@@ -136,6 +136,7 @@ class Family:
         published: the sizes that were published: the part of a `config.json` that matters, by the name of a preset. An
             end of sequence that is in `generation_config.json` only is written into it.
         complete: a folder's `config.json` with what is beside it in the folder; None: it is complete.
+        special: tokens whose ids follow those of a tiktoken file, for families that are published with one.
         claims: whether a `config.json` is of this family although it bears the `model_type` of another; None: none is.
     """
 
@@ -144,4 +145,5 @@ class Family:
     names: Callable[[Any], Names]
     published: Mapping[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     complete: Callable[[Raw, Callable[[str], Raw | None]], dict[str, Any]] | None = None
+    special: tuple[str, ...] = ()
     claims: Callable[[Raw], bool] | None = None

@@ -153,7 +153,7 @@ def _devices(where: Topology, data: int, model: int) -> tuple[Mesh | AbstractMes
     try:
         devices = programs.tpu_devices(where.name)
     except ModuleNotFoundError:
-        raise InputError(f'--topology {where.name}: TPU programs need libtpu: pip install "vlkv[tpu]"') from None
+        raise InputError(f"--topology {where.name}: TPU programs need libtpu: pip install libtpu") from None
     except ValueError as error:
         said = re.sub(r"\s+", " ", str(error))[:160]
         raise InputError(f"--topology {where.name}: there is no such slice ({said}); the sides are powers of two, as "

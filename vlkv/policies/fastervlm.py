@@ -15,9 +15,10 @@ from vlkv.tokens import Tokens
 class FasterVLM(ReducingPolicy):
     """Keeps the vision tokens that the class token attends to most, head-mean (Zhang et al. 2024).
 
-    The attention is that of the last block of the tower that runs. What is left stays in raster order and keeps its
-    positions. The published code agrees. Several images of a row compete for one budget, which is our decision: the
-    paper has one image.
+    The attention is that of the last block of the tower that runs; in a tower without a class token, the mean attention
+    that a patch receives there takes its place. What is left stays in raster order and keeps its positions. The
+    published code agrees. Several images of a row compete for one budget, which is our decision: the paper has one
+    image.
     """
 
     paper = "Zhang et al. 2024, [CLS] Attention is All You Need for Training-Free Visual Token Pruning"

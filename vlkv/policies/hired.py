@@ -1,6 +1,6 @@
 """HiRED: an image's budget goes to its partitions by what the tower sees early, and there to what it sees late.
 
-Axes: I partitions, the whole image first, then its parts row by row · N heads of the tower · V tokens of a partition.
+Axes: T tokens; partitions of a row are numbered from 0, so that T places are enough for them.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv.observe import Observation, top
+from vlkv import budgets, matching
+from vlkv.observe import Observation
+from vlkv.policies.lightkv import part
 from vlkv.policies.policy import policy
 from vlkv.policies.reducing import ReducingPolicy
 from vlkv.tokens import Tokens
@@ -22,17 +24,22 @@ from vlkv.tokens import Tokens
 class HiRED(ReducingPolicy):
     """Keeps the tokens of each partition that the class token attends to most in the last block (Arif et al. 2024).
 
-    Every partition has a budget of its own. A whole image, as in LLaVA-1.5, is one partition and keeps floor(keep x
-    its tokens), at least one. An image in parts (`choose`) gives `alpha` of its budget to the view of the whole; the
-    parts share the rest by the class token's attention to their cells of that view, in the tower's first block. Shares
-    are rounded down, so that a few tokens may be lost; what is left stays in raster order and keeps its positions.
+    A picture that is cut into tiles (LLaVA-NeXT, OneVision and Video; InternVL by our own processor) has floor(keep n)
+    of its n tokens. The view of the whole picture gets floor(alpha x that). The tiles share the rest: tile i gets
+    floor(rest x a_i / sum a), where a_i is the attention of the tower's first block in the cell of the view that shows
+    the tile. A picture that is one partition, as in LLaVA-1.5, keeps floor(keep n) tokens, at least one. Shares are
+    rounded down, so that a few tokens may be lost; what is left stays in raster order and keeps its positions.
+
+    A partition counts the tokens that the prompt holds, without the padding that a family cuts off. A token that shows
+    no patch, such as the newlines of LLaVA-NeXT, is in no partition and leaves, as in the published code. With keep=1
+    everything stays. In a tower without a class token the mean attention that a patch receives takes its place.
 
     The published code cuts the raster list of the view into bands of equal length in place of cells, and pays a band
     by how many of the V (1 - alpha) most attended tokens lie in it, not by their attention.
 
     Attributes:
-        alpha: share of the view of the whole image.
-        variant: "released" partitions as the published code does.
+        alpha: share of the view of the whole picture.
+        variant: "released" shares out as the published code does.
     """
 
     alpha: float = 0.5
@@ -54,88 +61,65 @@ class HiRED(ReducingPolicy):
 
     @property
     def watches(self) -> tuple[int, ...]:
-        """The last block that runs; a whole image has no budget to share out, so the first is not asked."""
-        return (-1,)
-
-    def survivors(self, most: int) -> Int[Array, " counts"]:
-        """Rounded down, at least one: what an image of 0..most tokens keeps."""
-        counts = np.arange(most + 1)
-        return jnp.asarray(np.minimum(counts, np.maximum(1, np.floor(self.last_keep * counts))).astype(np.int32))
+        """The first block, for the budgets, and the last one that runs, for the tokens."""
+        return (0, -1)
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         """Most is left where all images but one consist of a single token."""
         del stage
+        if self.keep == 1:
+            return vision
         single = max(images, 1) - 1
         return min(vision, single + max(1, math.ceil(self.last_keep * (vision - single))))
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """The best of each image."""
+        """The best of each partition."""
         del obs, stage
         assert tokens.tower is not None
+        if self.keep == 1:
+            return tokens, tokens.valid
+        first, late = jnp.mean(tokens.tower, axis=1)
         vision = tokens.valid & tokens.is_vision
-        length = vision.shape[0]
-        image = jnp.where(vision, tokens.grid[:, 0], length)
-        attention = jnp.mean(tokens.tower[-1], axis=0)
-        best_first = jnp.lexsort((-attention, image))
-        ordered = image[best_first]
-        rank = jnp.arange(length) - jnp.searchsorted(ordered, ordered)
-        size = jnp.zeros(length + 1, jnp.int32).at[image].add(1)[ordered]
-        kept = jnp.zeros(length, bool).at[best_first].set(rank < self.survivors(length)[size])
+        image, line = tokens.grid[:, 0], tokens.grid[:, 1]
+        own = jnp.where(line >= 0, image, -1) if tokens.parts is None else tokens.parts[:, 0]
+        shown = jnp.full_like(own, -1) if tokens.parts is None else tokens.parts[:, 1]
+        own, shown = (jnp.where(vision, x, -1) for x in (own, shown))
+        granted = self.granted(first, own, shown)
+        kept = (own >= 0) & (matching.rank_within(own, -late) < granted[own])
         return tokens, tokens.valid & (~tokens.is_vision | kept)
 
-    def choose(
-        self, first: Float[Array, "I N _tokens"], late: Float[Array, "I N _tokens"], *, rows: int, columns: int
-    ) -> Bool[Array, "I _V"]:
-        """What an image of rows x columns parts keeps of each partition.
+    def granted(self, first: Float[Array, " T"], own: Int[Array, " T"], shown: Int[Array, " T"]) -> Int[Array, " T"]:
+        """How many tokens each partition of a row keeps.
 
         Args:
-            first: the class token's row of attention in the first block, its own share before the V tokens'.
-            late: the same in the last block that runs.
-            rows: parts from top to bottom.
-            columns: parts from left to right.
+            first: attention that each token receives in the tower's first block, head-mean.
+            own: number of the token's partition; -1: none.
+            shown: of a token in the view of a whole picture, the partition that shows the same place; -1: none.
         """
-        share = cell_budgets if self.variant == "paper" else band_budgets
-        granted = share(first[0], rows=rows, columns=columns, keep=self.last_keep, alpha=self.alpha)
-        attention = jnp.mean(late, axis=1)[:, 1:]
-        return top(attention, jnp.ones(attention.shape, bool), granted)
+        length = own.shape[0]
 
+        def summed(value: Array, number: Array) -> Array:
+            return jax.ops.segment_sum(value, jnp.where(number < 0, length, number), length + 1)[:length]
 
-def cell_budgets(
-    whole: Float[Array, "N _tokens"], *, rows: int, columns: int, keep: float, alpha: float
-) -> Int[Array, " I"]:
-    """Budgets by the attention in the cells of the view, which is square; of sides that differ the first are longer.
-
-    Args:
-        whole: the class token's row for the view of the whole image, its own share first.
-        rows: parts from top to bottom.
-        columns: parts from left to right.
-        keep: fraction of all partitions' tokens that is kept.
-        alpha: share of the view.
-    """
-    attention = jnp.mean(whole, axis=0)[1:]
-    count, side = attention.shape[0], math.isqrt(attention.shape[0])
-    bands = jnp.array_split(attention.reshape(side, side), rows, axis=0)
-    area = jnp.stack([jnp.sum(cell) for band in bands for cell in jnp.array_split(band, columns, axis=1)])
-    view, rest = split(keep * count * (1 + rows * columns), alpha)
-    parts = jnp.floor(rest * (area / jnp.sum(area))).astype(jnp.int32)
-    return jnp.minimum(jnp.concatenate([jnp.array([view], jnp.int32), parts]), count)
-
-
-def band_budgets(
-    whole: Float[Array, "N _tokens"], *, rows: int, columns: int, keep: float, alpha: float
-) -> Int[Array, " I"]:
-    """Budgets as in the published code, by the most attended tokens in each run of the raster list; as above."""
-    attention = jnp.mean(whole, axis=0, keepdims=True)[:, 1:]
-    count, parts = attention.shape[1], rows * columns
-    asked = int(count * (1 - alpha))
-    best = top(attention, jnp.ones(attention.shape, bool), jnp.array([asked]))[0]
-    inside = jnp.stack([jnp.sum(band) for band in jnp.array_split(best, parts)])
-    view, rest = split(keep * count * (1 + parts), alpha)
-    table = np.floor(np.arange(count + 1) / max(asked, 1) * rest).astype(np.int32)
-    return jnp.minimum(jnp.concatenate([jnp.array([view], jnp.int32), jnp.asarray(table)[inside]]), count)
-
-
-def split(total: float, alpha: float) -> tuple[int, int]:
-    """What the view gets of a budget, rounded down, and what is left of it for the parts."""
-    view = int(alpha * int(total))
-    return view, int(total) - view
+        number = jnp.arange(length)
+        size = summed(jnp.ones_like(own), own)
+        view = jax.ops.segment_max(own, jnp.where(shown < 0, length, shown), length + 1)[:length]
+        is_part = view >= 0
+        view = jnp.where(is_part, view, number)  # of the picture that the partition belongs to
+        asked = budgets.share(self.last_keep, summed(size, view), length)
+        parts = summed(is_part.astype(jnp.int32), view)
+        whole = jnp.minimum(budgets.share(self.alpha, asked, length), size)
+        if self.variant == "paper":
+            area = summed(first, shown)
+            total = summed(area, view)[view]
+            share = (asked - whole)[view] * (area / jnp.where(total > 0, total, 1.0))
+            paid = jnp.floor(share).astype(jnp.int32)
+        else:
+            most = budgets.share(1 - self.alpha, size, length)
+            best = (shown >= 0) & (matching.rank_within(own, -first) < most[own])
+            lowest = jax.ops.segment_min(jnp.where(is_part, number, length), view, length)
+            band = part(matching.rank_within(own, number), size[own], jnp.maximum(parts[own], 1))
+            inside = summed(best.astype(jnp.int32), jnp.where(shown >= 0, lowest[own] + band, -1))
+            paid = inside * (asked - whole)[view] // jnp.maximum(most[view], 1)
+        granted = jnp.where(is_part, paid, jnp.where(parts > 0, whole, jnp.maximum(asked, 1)))
+        return jnp.minimum(granted, size)

@@ -38,6 +38,7 @@ class Arranged:
     positions: Int[np.ndarray, "B T A"]  # what RoPE sees
     pixels: np.ndarray | None = None
     layout: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # what the wiring must know of the pixels
+    parts: Int[np.ndarray, "B T 2"] | None = None  # of pictures that are cut into tiles; see `Inputs`
     max_vision: int = 0  # bound on the vision tokens of any row
     max_images: int = 0  # bound on the images of any row
 
@@ -148,6 +149,27 @@ def padded(array: np.ndarray, count: int) -> np.ndarray:
 def count_up(valid: Mask) -> Int[np.ndarray, "B T 1"]:
     """Positions 0, 1, 2... of the valid tokens of each row, on either side of padding."""
     return np.maximum(np.cumsum(valid, axis=1) - 1, 0).astype(np.int32)[..., None]
+
+
+def cells(side: int, lines: int, columns: int) -> Int[np.ndarray, "side side"]:
+    """The cell of each place of a square that is cut into lines x columns, of sides that differ the first longer."""
+    line, column = (np.repeat(np.arange(n), [len(x) for x in np.array_split(range(side), n)]) for n in (lines, columns))
+    return line[:, None] * columns + column
+
+
+def parts_of(
+    vision_index: Int[np.ndarray, "B T"], tile: Int[np.ndarray, " R"], shown: Int[np.ndarray, " R"]
+) -> Int[np.ndarray, "B T 2"]:
+    """`Inputs.parts`: the tiles of a batch, numbered from 0 in every row.
+
+    Args:
+        vision_index: row of the flat vision embeddings of each token; -1: text.
+        tile: number of the tile of each flat embedding, the tiles of a row one after the other; -1: none.
+        shown: for those of a view of the whole picture, the tile that shows the same place; -1: none.
+    """
+    found = np.where(vision_index[..., None] >= 0, np.stack([tile, shown], axis=-1)[vision_index], -1)
+    least = np.where(found < 0, len(tile), found).min(axis=(1, 2), keepdims=True)
+    return np.where(found < 0, -1, found - least).astype(np.int32)
 
 
 def entries(

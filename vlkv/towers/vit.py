@@ -28,7 +28,7 @@ from vlkv.decoder.layers import (
 )
 from vlkv.decoder.rope import turn
 from vlkv.errors import InputError
-from vlkv.parallel import prefill_attention
+from vlkv.parallel import attention_mass, by_row, prefill_attention
 
 C = TypeVar("C", bound="VitConfig")
 _ACTIVATIONS = {"quick_gelu": quick_gelu, "gelu": gelu, "gelu_pytorch_tanh": jax.nn.gelu, "silu": jax.nn.silu}
@@ -217,12 +217,33 @@ class VitBlock(nnx.Module):
         h = activation(self.up(h)) if self.gate is None else activation(self.gate(h)) * self.up(h)
         return x + _times(self.mlp_scale, self.down(h))
 
-    def class_attention(self, x: Float[Array, "I V D"]) -> Float[Array, "I N V"]:
-        """The class token's row of the attention of this block: what it gives to itself and to every patch."""
+    def received(
+        self,
+        x: Float[Array, "I V D"],
+        rotation: Float[Array, "I V 1 H"] | None = None,
+        valid: Bool[Array, "I V"] | None = None,
+        *,
+        rows: int | None = None,
+    ) -> Float[Array, "I N V"]:
+        """The attention of this block that every patch receives from the first `rows` patches, summed over them.
+
+        Args:
+            x: the block's input.
+            rotation: as in `__call__`.
+            valid: likewise.
+            rows: 1 for the class token's own attention; None: all.
+        """
         h = self.attention_norm(x)
-        q, k = _normalised(self.query_norm, self.query(h[:, :1])), _normalised(self.key_norm, self.key(h))
-        logits = jnp.einsum("itnh,ivnh->inv", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-        return jax.nn.softmax(logits, axis=-1)
+        q, k = _normalised(self.query_norm, self.query(h[:, :rows])), _normalised(self.key_norm, self.key(h))
+        if rotation is not None:
+            q, k = turn(q, rotation[:, :rows]), turn(k, rotation)
+        valid = jnp.ones(x.shape[:2], bool) if valid is None else valid
+
+        def one(q: Float[Array, "N _rows H"], k: Float[Array, "N V H"], valid: Bool[Array, " V"]) -> Array:
+            weight = valid[None, : q.shape[1]].astype(jnp.float32)
+            return attention_mass(q, k, row_weight=weight, key_mask=valid, causal=False)[0]
+
+        return by_row(one, len(x))(jnp.swapaxes(q, 1, 2), jnp.swapaxes(k, 1, 2), valid)
 
 
 class Vit(nnx.Module):
@@ -237,14 +258,16 @@ class Vit(nnx.Module):
         self.first_norm = LayerNorm(c.width, c.norm_eps, init=init) if c.first_norm else None
         self.blocks = nnx.data(tuple(VitBlock(c, init=init) for _ in range(c.blocks)))
 
-    def __call__(self, pixels: Float[Array, "I 3 h w"]) -> Float[Array, "I V D"]:
-        """Features of every image, in raster order."""
-        return self.watch(pixels, ())[0]
-
     def watch(
         self, pixels: Float[Array, "I 3 h w"], blocks: tuple[int, ...]
     ) -> tuple[Float[Array, "I V D"], list[Float[Array, "I N V"]]]:
-        """The same, with the class token's attention in some of the blocks that run (negative: from the last)."""
+        """Features of every image, in raster order, and the attention that they receive in some of the blocks.
+
+        Args:
+            pixels: of all images.
+            blocks: among those that run; negative: from the last. The attention is that of the class token. Where the
+                tower has none, it is the mean over all patches.
+        """
         c, p = self.config, self.config.patch_size
         used = c.grid * p  # a margin that fills no patch is left out
         x = rearrange(pixels[..., :used, :used], "i c (y a) (x b) -> i (y x) c a b", a=p, b=p)
@@ -259,8 +282,9 @@ class Vit(nnx.Module):
         for block in self.blocks:
             inputs.append(x)
             x = block(x)
-        skip = int(c.class_token and not c.keep_class_token)
-        return x[:, skip:], [self.blocks[i].class_attention(inputs[i])[..., skip:] for i in blocks]
+        skip, rows = int(c.class_token and not c.keep_class_token), 1 if c.class_token else x.shape[1]
+        given = [self.blocks[i].received(inputs[i], rows=rows) / rows for i in blocks]
+        return x[:, skip:], [attention[..., skip:] for attention in given]
 
     def make_places(self, c: VitConfig, *, init: Initializer) -> Any:
         """The parameters behind `places`."""

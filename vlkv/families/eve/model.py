@@ -15,8 +15,12 @@ class Eve(VisionLanguageModel):
     tower = EvePatches
 
     def see(self, inputs: Inputs, pixels: Array, blocks: tuple[int, ...]) -> tuple[Array, list[Array]]:
-        """Embeddings of windows and of the tokens around them."""
-        return self.vision(pixels, inputs.layout["member"]), []
+        """Embeddings of windows and of the tokens around them.
+
+        The patch layer has one block only: whichever is asked for, it is the class token's attention to the windows.
+        """
+        features, attention = self.vision(pixels, inputs.layout["member"])
+        return features, [attention[None] for _ in blocks]
 
     def project(self, features: Float[Array, "R d"], inputs: Inputs) -> Float[Array, "R D"]:
         """Each to the decoder's width."""

@@ -79,14 +79,14 @@ class Reader(nnx.Module):
 
     def images(
         self, query: Float[Array, " D"], x: Float[Array, "W D"], member: Bool[Array, "I W"]
-    ) -> Float[Array, "I D"]:
-        """The one query reads the windows of each image."""
+    ) -> tuple[Float[Array, "I D"], Float[Array, "I N W"]]:
+        """The one query reads the windows of each image; and how much it reads of each."""
         q, h = self.query(self.query_norm(query)), self.key_norm(x)
         logits = jnp.einsum("nh,wnh->nw", q, self.key(h), preferred_element_type=jnp.float32) * self.scale
         # An image that is padding has no windows; what it reads is not used.
         logits = jnp.where(member[:, None], logits, jnp.finfo(jnp.float32).min)  # [I, N, W]
         weights = jax.nn.softmax(logits, axis=-1).astype(x.dtype)
-        return query + self.out(jnp.einsum("inw,wnh->inh", weights, self.value(h)))
+        return query + self.out(jnp.einsum("inw,wnh->inh", weights, self.value(h))), weights
 
 
 class EvePatches(nnx.Module):
@@ -100,11 +100,18 @@ class EvePatches(nnx.Module):
         self.within = Reader(c, init=init)
         self.whole = Reader(c, init=init)
 
-    def __call__(self, pixels: Float[Array, "W 3 h w"], member: Bool[Array, "I W"]) -> Float[Array, "V D"]:
-        """All windows, then the token that ends every row, then each image's class token: V = W + 1 + I."""
+    def __call__(
+        self, pixels: Float[Array, "W 3 h w"], member: Bool[Array, "I W"]
+    ) -> tuple[Float[Array, "V D"], Float[Array, "N V"]]:
+        """All windows, then the token that ends every row, then each image's class token: V = W + 1 + I.
+
+        And the attention that each window receives from the class token of its image; zeros for the other tokens.
+        """
         size = self.config.patch_size
         patches = rearrange(pixels, "w c (y a) (x b) -> w (y x) c a b", a=size, b=size)
         x = jnp.einsum("wpcab,dcab->wpd", patches, self.patch[...])
         windows = self.within.windows(jnp.mean(x, axis=1), x)
-        classes = self.whole.images(self.class_token[...], windows, member)
-        return jnp.concatenate([windows, self.split_token[...][None], classes])
+        classes, weights = self.whole.images(self.class_token[...], windows, member)
+        given = jnp.sum(jnp.where(member[:, None], weights, 0.0), axis=0, dtype=jnp.float32)
+        made = jnp.concatenate([windows, self.split_token[...][None], classes])
+        return made, jnp.pad(given, [(0, 0), (0, 1 + len(classes))])

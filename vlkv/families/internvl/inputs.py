@@ -1,7 +1,8 @@
 """InternVL's pictures: cut into square tiles on the grid that distorts them least, the whole once more at the end.
 
 Every tile is an image of its own on the grid, the thumbnail (the last, where there are several) too: the tower sees
-them apart, no token says where a tile lay in its picture, and what transformers' processor returns does not tell.
+them apart, and no token says where a tile lay in its picture. Our own processor says it beside the pixels
+(`pixel_tiles`), for methods that share a budget among the tiles of a picture (`Inputs.parts`); transformers' does not.
 Only the tiles' tokens are vision; the marks `<img>` and `</img>` around a picture, and the `Frame1: ` of a video, whose
 frames are one tile each, are text. Resizing is PIL's, as in the original and in transformers' processor on PIL.
 """
@@ -16,9 +17,10 @@ from typing import Any, ClassVar
 import numpy as np
 import PIL.Image
 
+from vlkv.buckets import Buckets
 from vlkv.config import filled
 from vlkv.errors import InputError
-from vlkv.processing.arranging import SquareInputs
+from vlkv.processing.arranging import Arranged, Batch, Mask, SquareInputs, Tokens, cells, parts_of
 from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video, tiles_of
 from vlkv.processing.pixels import Layout, PixelSettings, find_settings, to_pixels
@@ -48,6 +50,20 @@ class InternVlInputs(SquareInputs):
                              f"{side} x {side}: the files are not of one checkpoint")  # fmt: skip
         return InternVlPictures(settings=settings, side=side, tokens=self.per_picture, min_tiles=raw["min_patches"],
                                 max_tiles=raw["max_patches"], thumbnail=self.wiring.thumbnail)  # fmt: skip
+
+    def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
+        """As for squares; with `pixel_tiles` [I, 2], which says of how many lines and columns of tiles, those just
+        before it, a thumbnail is the view: zeros for all other tiles.
+        """
+        made = super().arrange(batch, tokens, valid, buckets)
+        if batch.get("pixel_tiles") is None:
+            return made
+        given = np.asarray(batch["pixel_tiles"])
+        shown = np.full((len(given), self.per_picture), -1)
+        for view in np.flatnonzero(given.prod(axis=1)):
+            shown[view] = view - given[view].prod() + cells(self.side, *given[view]).ravel()
+        tile = np.repeat(np.arange(len(given)), self.per_picture)
+        return dataclasses.replace(made, parts=parts_of(made.vision_index, tile, shown.ravel()))
 
     def settings(self, folder: Path) -> tuple[dict[str, Any], str]:
         """What is done to a picture, and the file that says it."""
@@ -80,7 +96,9 @@ class InternVlPictures(Pictures):
     def image(self, image: PIL.Image.Image, images: int) -> Read:
         """Its tiles."""
         tiles = [to_pixels(tile, self.settings) for tile in self.cut(image)]
-        return self._made(tiles, self._marked(len(tiles)))
+        columns, lines = self._tiling(image)
+        view = (lines, columns) if len(tiles) > lines * columns else (0, 0)
+        return self._made(tiles, self._marked(len(tiles)), view)
 
     def video(self, video: Video) -> Read:
         """Its frames, a tile each."""
@@ -89,7 +107,7 @@ class InternVlPictures(Pictures):
 
     def cut(self, image: PIL.Image.Image) -> list[PIL.Image.Image]:
         """The tiles of a picture, line by line, and the picture itself as the thumbnail (not resized yet)."""
-        columns, lines = tiling(image.width, image.height, self.side, self.min_tiles, self.max_tiles)
+        columns, lines = self._tiling(image)
         if columns * lines == 1:
             return [image]
         width, height = columns * self.side, lines * self.side
@@ -97,11 +115,16 @@ class InternVlPictures(Pictures):
         tiles = tiles_of(image.resize((width, height), resample=self.settings.resample), self.side)
         return [*tiles, image] if self.thumbnail else tiles
 
+    def _tiling(self, image: PIL.Image.Image) -> tuple[int, int]:
+        return tiling(image.width, image.height, self.side, self.min_tiles, self.max_tiles)
+
     def _marked(self, tiles: int) -> str:
         return f"<img>{TOKEN * (self.tokens * tiles)}</img>"
 
-    def _made(self, tiles: list[np.ndarray], text: str) -> Read:
-        return Read(arrays={"pixel_values": np.stack(tiles)}, tokens=self.tokens * len(tiles), text=text)
+    def _made(self, tiles: list[np.ndarray], text: str, view: tuple[int, int] = (0, 0)) -> Read:
+        lines_columns = np.array([*[(0, 0)] * (len(tiles) - 1), view])
+        arrays = {"pixel_values": np.stack(tiles), "pixel_tiles": lines_columns}
+        return Read(arrays=arrays, tokens=self.tokens * len(tiles), text=text)
 
 
 def tiling(width: int, height: int, side: int, fewest: int, most: int) -> tuple[int, int]:

@@ -36,8 +36,10 @@ from vlkv.processing.arranging import (
     TextInputs,
     Tokens,
     arrange_entries,
+    cells,
     entries,
     padded,
+    parts_of,
     zeros,
 )
 from vlkv.processing.images import check_area, open_image
@@ -93,7 +95,8 @@ class LlavaNextInputs(TextInputs):
             tokens, valid, made, buckets, others=mixed, newline=mixed + len(layout.get("taps", ()))
         )
         if pixels:
-            fields |= {"pixels": padded(np.concatenate(pixels), tiles), "layout": layout}
+            parts = parts_of(fields["vision_index"], *views.tables(tiles, len(layout.get("taps", ()))))
+            fields |= {"pixels": padded(np.concatenate(pixels), tiles), "layout": layout, "parts": parts}
         return Arranged(**fields)
 
     def sample(self, pictures: int, room: int) -> tuple[dict[str, Any], int]:
@@ -118,6 +121,7 @@ class Views:
         self.wiring = config.wiring
         self.side, self.grid = config.vision.image_size, config.vision.grid
         self.tiles = 0
+        self.cut: list[tuple[int, int, int]] = []  # a view of a whole picture, and lines and columns of its tiles
         self.count = 0  # of the mixed embeddings
         self.taps = [np.zeros((0, self.wiring.taps), np.int32)]  # [m, taps] each, as are the weights
         self.weights = [np.zeros((0, self.wiring.taps), np.float32)]
@@ -133,6 +137,7 @@ class Views:
         if self.wiring.only_alone and not alone:
             return entries(whole, 0, "end")
         height, width = best_resolution(size, self.wiring.pinpoints)
+        self.cut.append((self.tiles - 1, height // self.side, width // self.side))
         parts = self._tiles(height // self.side, width // self.side)
         parts = without_padding(parts, size, rounded=self.wiring.rounded)
         if self.wiring.most_tiles is not None:
@@ -172,6 +177,23 @@ class Views:
             made.append(flat)
         first, self.count = self.count, self.count + shape[0] * shape[1]
         return OTHERS - np.arange(first, self.count).reshape(shape)
+
+    def tables(self, tiles: int, mixed: int) -> tuple[Int[np.ndarray, " R"], Int[np.ndarray, " R"]]:
+        """What `parts_of` asks for; a mixed embedding is in the tile of the patch that counts most.
+
+        Args:
+            tiles: of the batch, padded.
+            mixed: embeddings, padded.
+        """
+        tile = np.repeat(np.arange(tiles), self.grid**2)
+        shown = np.full((tiles, self.grid**2), -1)
+        for view, lines, columns in self.cut:
+            shown[view] = view + 1 + cells(self.grid, lines, columns).ravel()
+        taps, weights = np.concatenate(self.taps), np.concatenate(self.weights)
+        most = tile[np.take_along_axis(taps, weights.argmax(axis=1)[:, None], axis=1)[:, 0]] if len(taps) else taps
+        rest = np.full(mixed + 1, -1)  # the last is the newline
+        rest[: len(most)] = most.ravel()
+        return np.concatenate([tile, rest]), np.concatenate([shown.ravel(), np.full(mixed + 1, -1)])
 
     def layout(self, buckets: Buckets) -> dict[str, np.ndarray]:
         """`taps` and `weights`, padded to a bucket."""

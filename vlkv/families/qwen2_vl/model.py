@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from einops import reduce
 from jaxtyping import Array, Float
 
 from vlkv.config import ModelConfig
@@ -24,8 +25,13 @@ class Qwen2Vl(VisionLanguageModel):
         self.merger = Qwen2VlMerger(config.vision, init=init)
 
     def see(self, inputs: Inputs, pixels: Array, blocks: tuple[int, ...]) -> tuple[Array, list[Array]]:
-        """Features of the patches of all frames."""
-        return self.vision(pixels, inputs.layout["place"]), []
+        """Features of the patches of all frames, and the attention that they received."""
+        return self.vision.watch(pixels, inputs.layout["place"], blocks)
+
+    def pool(self, attention: Float[Array, "F n C"], inputs: Inputs) -> Float[Array, "R C"]:
+        """Sums over the patches of a token."""
+        del inputs
+        return reduce(attention, "f (v u) c -> (f v) c", "sum", u=self.config.vision.merge**2)
 
     def project(self, features: Float[Array, "F n d"], inputs: Inputs) -> Float[Array, "R D"]:
         """Patches of a token joined, then projected."""

@@ -85,17 +85,31 @@ class Qwen2VlTower(nnx.Module):
         self.patch = Linear(c.patch_values, c.width, bias=False, init=init)
         self.blocks = nnx.data(tuple(VitBlock(c, init=init) for _ in range(c.layers)))
 
-    def __call__(self, pixels: Float[Array, "F n C"], place: Int[Array, "F n 2"]) -> Float[Array, "F n D"]:
-        """Features of every patch; `place` is its line and column, -1 for padding."""
+    def watch(
+        self, pixels: Float[Array, "F n C"], place: Int[Array, "F n 2"], blocks: tuple[int, ...]
+    ) -> tuple[Float[Array, "F n D"], list[Float[Array, "F N n"]]]:
+        """Features of every patch, and the mean attention that each receives in some of the blocks.
+
+        Args:
+            pixels: of all frames.
+            place: line and column of each patch, -1 for padding.
+            blocks: negative: from the last. The mean is over the patches of a frame; in a block with windows, the
+                patches of other windows give nothing.
+        """
         c, n = self.config, pixels.shape[1]
         x, valid = self.patch(pixels), place[..., 0] >= 0
         rotation = cosines_and_sines(_angles(place, c))
         size = n if c.window is None else (c.window * c.merge) ** 2  # patches of a window
+        watched, count = {i % len(self.blocks): i for i in blocks}, jnp.maximum(jnp.sum(valid, axis=1), 1)
+        given: dict[int, Array] = {}
         for i, block in enumerate(self.blocks):
             part = n if i in c.full else size
             cut = [rearrange(y, "f (w p) ... -> (f w) p ...", p=part) for y in (x, rotation, valid)]
+            if i in watched:
+                summed = rearrange(block.received(*cut), "(f w) h p -> f h (w p)", w=n // part)
+                given[watched[i]] = summed / count[:, None, None]
             x = rearrange(block(*cut), "(f w) p d -> f (w p) d", w=n // part)
-        return x
+        return x, [given[i] for i in blocks]
 
 
 def _angles(place: Int[Array, "F n 2"], c: Qwen2VisionConfig) -> Float[Array, "F n _"]:

@@ -66,15 +66,15 @@ class Resampler(nnx.Module):
         self.out = JoinHeads(width, c.resampler_heads, head_dim, bias=True, init=init)
         self.grid = c.grid
 
-    def __call__(self, x: Float[Array, "I V C"]) -> Float[Array, "I v D"]:
-        """Patches to tokens, in raster order of the queries' own square."""
+    def __call__(self, x: Float[Array, "I V C"]) -> tuple[Float[Array, "I v D"], Float[Array, "I N v V"]]:
+        """Patches to tokens, in raster order of the queries' own square, and what each token reads of each patch."""
         x = self.key_norm(x if self.inner is None else self.inner(x))
         position = self.position[...]
         q = self.query(self.query_norm(self.tokens[...]) + position)  # [v, N, H]
         k, value = self.key(x + enlarged(position, self.grid)), self.value(x)
         logits = jnp.einsum("tnh,ivnh->intv", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
         weights = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
-        return self.out(jnp.einsum("intv,ivnh->itnh", weights, value))
+        return self.out(jnp.einsum("intv,ivnh->itnh", weights, value)), weights
 
 
 class QwenVlTower(Vit):
@@ -88,10 +88,17 @@ class QwenVlTower(Vit):
         self.last_norm = LayerNorm(c.out_width, c.norm_eps, init=init)
         self.last = init.normal(c.out_width, c.out_width, scale=c.out_width**-0.5)  # [in, out]
 
-    def __call__(self, pixels: Float[Array, "I 3 h w"]) -> Float[Array, "I v D"]:
-        """Tokens of every image, of the decoder's width."""
-        x = self.resampler(super().__call__(pixels))
-        return jnp.einsum("ivd,de->ive", self.last_norm(x), self.last[...])
+    def watch(
+        self, pixels: Float[Array, "I 3 h w"], blocks: tuple[int, ...]
+    ) -> tuple[Float[Array, "I v D"], list[Float[Array, "I N v"]]]:
+        """Tokens of every image, of the decoder's width, and the attention that they received.
+
+        A token has received what its patches have, each counted by what the resampler's heads read of it on average.
+        """
+        x, given = super().watch(pixels, blocks)
+        x, weights = self.resampler(x)
+        made = jnp.einsum("ivd,de->ive", self.last_norm(x), self.last[...])
+        return made, [jnp.einsum("itv,inv->int", jnp.mean(weights, axis=1), attention) for attention in given]
 
     def make_places(self, c: VitConfig, *, init: Initializer) -> nnx.Param:
         """A plain parameter."""

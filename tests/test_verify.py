@@ -1,0 +1,104 @@
+"""`vlkv verify` against transformers: it passes on whole checkpoints, and names the layer where a tensor is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.families.common_qwen import make as make_qwen
+from tests.families.test_qwen2_vl_pictures import SETTINGS
+from tests.families.test_qwen2_vl_pictures import write_folder as write_qwen_processor
+from tests.parity.conftest import make_llava, make_text
+from tests.processing.conftest import IMAGE, write_folder
+from vlkv.cli import main
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llava")
+    model = make_llava(vocab_size=300, max_position_embeddings=512)
+    model.config.image_token_id = IMAGE
+    model.save_pretrained(folder)
+    return write_folder(folder)
+
+
+def rows(capsys) -> dict[tuple[str, str], dict]:
+    report = json.loads(capsys.readouterr().out)
+    assert report["passed"] == all(row["passed"] for row in report["rows"])
+    return {(row["prompt"], row["dtype"]): row for row in report["rows"]}
+
+
+def check(found, prompts=("image", "text")) -> None:
+    """Float32 agrees to rounding in all 32 tokens."""
+    assert set(found) == {(prompt, dtype) for prompt in prompts for dtype in ("float32", "bfloat16")}
+    for (_, dtype), row in found.items():
+        assert row["passed"] and row["logit_std"] > 0.5
+        if dtype == "float32":
+            assert row["tokens"] == row["of"] == 32 and row["logit_error"] < 1e-3
+
+
+@pytest.mark.full
+def test_llava(llava, capsys):
+    assert main(["verify", str(llava), "--json"]) == 0
+    check(rows(capsys))
+
+
+@pytest.mark.full
+def test_qwen2_vl(tmp_path, capsys):
+    """Pictures of many sizes, and three axes of positions."""
+    model = make_qwen("qwen2_vl", vocab_size=300)
+    model.config.image_token_id, model.config.video_token_id = 3, 260
+    model.save_pretrained(tmp_path)
+    write_qwen_processor(tmp_path, {**SETTINGS, "patch_size": 4, "min_pixels": 64, "max_pixels": 4096})
+    assert main(["verify", str(tmp_path), "--json"]) == 0
+    check(rows(capsys))
+
+
+@pytest.mark.full
+def test_a_text_model(tmp_path, capsys):
+    make_text("llama", vocab_size=300, max_position_embeddings=512).save_pretrained(tmp_path)
+    write_folder(tmp_path)
+    assert main(["verify", str(tmp_path), "--json"]) == 0
+    check(rows(capsys), prompts=("text",))
+
+
+@pytest.mark.full
+def test_the_demo_model(capsys):
+    assert main(["verify", "mini"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("passes") == 4 and "DIFFERS" not in printed
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("language_model.model.layers.1.self_attn.{}_proj.weight", "decoder layer 1 or the last norm"),
+        pytest.param("vision_tower.encoder.layers.0.self_attn.{}_proj.weight", "the vision tower or the projector",
+                     marks=pytest.mark.full),
+    ],
+)  # fmt: skip
+def test_two_swapped_tensors_are_found(llava, tmp_path, capsys, pattern, said):
+    """Keys for values where their shapes agree: the copy loads, and answers something else."""
+    for file in llava.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    tensors = load_file(llava / "model.safetensors")
+    first, second = (next(key for key in tensors if key.endswith(pattern.format(x).split("model.")[-1])) for x in "kv")
+    tensors[first], tensors[second] = tensors[second], tensors[first]
+    (tmp_path / "model.safetensors").unlink()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    command = ["verify", str(tmp_path), "--reference", str(llava), "--dtype", "float32", "--tokens", "2", "--json"]
+    assert main(command) == 2
+    printed = capsys.readouterr()
+    assert not json.loads(printed.out)["passed"]
+    assert f"differs from transformers: image, float32: first at {said}" in printed.err
+
+
+def test_a_family_that_transformers_does_not_have(tmp_path, capsys):
+    write_folder(tmp_path)
+    raw = {"model_type": "internlm2", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+           "num_attention_heads": 2, "vocab_size": 300, "bias": False}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "no class of its own for model_type internlm2" in capsys.readouterr().err

@@ -1,0 +1,234 @@
+"""Compare a checkpoint with transformers: logits of prompts with and without an image, and greedy tokens.
+
+The same arrays go into both, so what is compared is the model: its weights, its tower and its decoder. Float32 logits
+may differ by rounding only. Those of bfloat16 may lie twice as far from transformers' float32 logits as transformers'
+own bfloat16 does. Tokens may part where the two most likely ones are closer than that. Needs torch and transformers.
+
+  vlkv verify mini
+  vlkv verify converted --reference original --dtype float32
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import inspect
+import json
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import PIL.Image
+import PIL.ImageDraw
+from jaxtyping import Array, Float
+from rich.console import Console
+from rich.table import Table
+
+from pallas_kernels import prefill_attention
+from vlkv import loading
+from vlkv.errors import InputError
+from vlkv.families import Model
+from vlkv.files import one_line
+from vlkv.generate import check_room, forward, generate
+from vlkv.inputs import Inputs
+from vlkv.mini import CHECKPOINT
+from vlkv.processing import Processor
+from vlkv.sampling import Greedy
+
+DTYPES = ("float32", "bfloat16")
+_ROUNDING = 5e-3  # of the reference's standard deviation: what float32 sums in another order may differ by
+_QUESTION = "What is shown here? Describe its shapes and colours."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vlkv verify`."""
+    parser.add_argument("model", metavar="MODEL", help="a checkpoint folder, a hub id, or mini")
+    parser.add_argument("--reference", metavar="DIR", help="what transformers loads instead, if MODEL was converted")
+    parser.add_argument("--image", metavar="FILE", help="instead of a drawn one")
+    parser.add_argument("--prompt", default=_QUESTION, metavar="TEXT", help="the question (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=32, metavar="N", help="greedy tokens (default: %(default)s)")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES), help="of the weights (both)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> Any:
+    """The comparison as a table or as JSON; raises InputError where the models differ."""
+    demo = args.model == "mini" and not Path("mini").exists()
+    folder = CHECKPOINT if demo else loading.resolve(args.model)
+    processor = loading.load_processor(folder)
+    theirs = Reference(args.reference or folder, processor.config.family, vision=processor.pictures is not None)
+    batches = _batches(processor, args.image, args.prompt)
+    for batch in batches.values():
+        check_room(processor.config, Inputs.from_hf(batch, processor.config, processor.buckets), args.tokens)
+    wanted = {dtype: {name: theirs.answer(batch, args.tokens, dtype) for name, batch in batches.items()}
+              for dtype in dict.fromkeys(("float32", *args.dtype))}  # fmt: skip
+    rows, first = [], None
+    for dtype in args.dtype:
+        params = loading.load_params(folder, dtype=dtype)
+        for name, batch in batches.items():
+            inputs = Inputs.from_hf(batch, params.config, processor.buckets)
+            row = compare(params, inputs, wanted[dtype][name], wanted["float32"][name], args.tokens)
+            rows.append({"prompt": name, "dtype": dtype, **row})
+            if not row["passed"] and first is None:
+                first = f"{name}, {dtype}: {first_difference(params, inputs, wanted[dtype][name])}"
+    report = {
+        "model": str(args.model), "family": processor.config.family, "passed": first is None,
+        "device": jax.devices()[0].device_kind, "machine": platform.machine(),
+        "versions": {name: version(name) for name in ("vlkv", "jax", "torch", "transformers")}, "rows": rows,
+    }  # fmt: skip
+    print(json.dumps(report, indent=2)) if args.json else _print(report)
+    if first is not None:
+        raise InputError(f"{args.model} differs from transformers: {first}")
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What transformers makes of one prompt."""
+
+    logits: Float[np.ndarray, "T vocab"]
+    hidden: tuple[Float[np.ndarray, "T D"], ...]  # input of each layer, then the last output after its norm
+    tokens: list[int]
+    steps: Float[np.ndarray, "S vocab"]  # logits that each token was chosen from
+
+
+class Reference:
+    """A checkpoint in transformers, without code from the checkpoint."""
+
+    def __init__(self, folder: Any, family: str, *, vision: bool) -> None:
+        try:
+            import torch  # noqa: PLC0415 (heavy, and only this command needs them)
+            import transformers  # noqa: PLC0415
+            from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # noqa: PLC0415
+        except ImportError:
+            raise InputError("vlkv verify compares with transformers: pip install 'vlkv[parity]'") from None
+        if family not in CONFIG_MAPPING_NAMES:
+            raise InputError(f"transformers has no class of its own for model_type {family}: nothing to compare with")
+        kind = transformers.AutoModelForImageTextToText if vision else transformers.AutoModelForCausalLM
+        try:
+            self.model = kind.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
+        except Exception as error:  # transformers raises many kinds
+            raise InputError(f"{folder}: transformers cannot load it ({one_line(error)[:200]})") from None
+        # Without the folder's own settings, such as a penalty on repetitions or a token that ends the answer.
+        self.model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
+        self.torch = torch
+
+    def answer(self, batch: Mapping[str, Any], new: int, dtype: str) -> Answer:
+        """One prompt, in one dtype; a lower one is not undone, so float32 comes first."""
+        model = self.model.to(getattr(self.torch, dtype))
+        given = {name: self._tensor(value) for name, value in batch.items()}
+        ids = given["input_ids"]
+        if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+            token = getattr(model.config, "image_token_id", None)
+            given["mm_token_type_ids"] = (ids == (-1 if token is None else token)).long()
+        with self.torch.no_grad():
+            out = model(**given, output_hidden_states=True)
+            told = model.generate(**given, max_new_tokens=new, output_logits=True, return_dict_in_generate=True)
+        return Answer(
+            logits=out.logits[0].float().numpy(),
+            hidden=tuple(state[0].float().numpy() for state in out.hidden_states),
+            tokens=told.sequences[0, ids.shape[1] :].tolist(),
+            steps=np.stack([step[0].float().numpy() for step in told.logits]),
+        )
+
+    def _tensor(self, value: Any) -> Any:
+        tensor = self.torch.as_tensor(np.asarray(value))
+        return tensor.to(self.model.dtype) if tensor.is_floating_point() else tensor.long()
+
+
+def compare(params: Model, inputs: Inputs, wanted: Answer, exact: Answer, new: int) -> dict[str, Any]:
+    """Errors of one prompt, and whether they pass.
+
+    Args:
+        params: our model.
+        inputs: the prompt.
+        wanted: transformers' answer in the same dtype.
+        exact: its answer in float32.
+        new: greedy tokens.
+    """
+    valid = np.asarray(inputs.valid[0])
+    ours = np.asarray(jax.jit(forward)(params, inputs)[0], np.float32)[valid]
+    error, std = float(np.abs(ours - exact.logits).max()), float(exact.logits.std())
+    allowed = max(_ROUNDING * std, 2 * float(np.abs(wanted.logits - exact.logits).max()))
+    output = jax.jit(generate)(params, inputs, sampling=Greedy(max_new_tokens=new, stop=()))
+    tokens = np.asarray(output.tokens)[0].tolist()
+    same = next((i for i, pair in enumerate(zip(tokens, wanted.tokens, strict=True)) if len(set(pair)) > 1), new)
+    margin = 0.0 if same == new else float(wanted.steps[same][wanted.tokens[same]] - wanted.steps[same][tokens[same]])
+    return {
+        "logit_error": error, "allowed": allowed, "logit_std": std, "tokens": same, "of": new, "margin": margin,
+        "passed": bool(error <= allowed and margin <= 2 * allowed),
+    }  # fmt: skip
+
+
+def first_difference(params: Model, inputs: Inputs, wanted: Answer) -> str:
+    """The first part of the model whose output is not transformers', in words."""
+    valid, is_vision = np.asarray(inputs.valid[0]), np.asarray(inputs.is_vision[0])
+    states = [np.asarray(state[0], np.float32)[valid] for state in _states(params, inputs)]
+    is_vision, layers = is_vision[valid], len(params.decoder.layers)
+    rounding = _ROUNDING if params.decoder.embedding.weight[...].dtype == jnp.float32 else 2**-4
+    names = [f"decoder layer {i}" for i in range(layers - 1)] + [f"decoder layer {layers - 1} or the last norm"]
+    parts = [("the embedding of text", states[0][~is_vision], wanted.hidden[0][~is_vision]),
+             ("the vision tower or the projector", states[0][is_vision], wanted.hidden[0][is_vision]),
+             *zip(names, states[1:], wanted.hidden[1:], strict=True)]  # fmt: skip
+    for name, ours, theirs in parts:
+        if theirs.size and np.abs(ours - theirs).max() > rounding * theirs.std():
+            return f"first at {name}"
+    return "first at the output head, or while decoding"
+
+
+@jax.jit
+def _states(params: Model, inputs: Inputs) -> list[Float[Array, "B T D"]]:
+    """The input of each layer, and the last output after its norm."""
+    states = [params.embed(inputs)]
+
+    def note(_: int, x: Array) -> tuple[Array, None]:
+        states.append(x)
+        return x, None
+
+    params.decoder.walk(
+        states[0], inputs.positions, lambda _, q, k, v: prefill_attention(q, k, v, valid=inputs.valid), note
+    )
+    return [*states[:-1], params.decoder.norm(states[-1])]
+
+
+def _batches(processor: Processor, image: str | None, question: str) -> dict[str, dict[str, Any]]:
+    """Prompts as transformers' processors return them: about an image, if the model sees any, and without one."""
+    made = {}
+    for name, pictures in (("image", [image or _picture()]), ("text", [])):
+        if pictures and processor.pictures is None:
+            continue
+        reads = [processor.pictures.read(picture) for picture in pictures] if processor.pictures is not None else []
+        ids = processor.tokens(question, pictures, reads)[None]
+        made[name] = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+        if reads and processor.pictures is not None:
+            made[name] |= processor.pictures.batch(reads)
+    return made
+
+
+def _picture() -> PIL.Image.Image:
+    """Some shapes on a gradient."""
+    ramp = np.linspace(0, 255, 480 * 360).reshape(360, 480)
+    image = PIL.Image.fromarray(np.stack([ramp, ramp[::-1], ramp[:, ::-1]], axis=-1).astype(np.uint8))
+    draw = PIL.ImageDraw.Draw(image)
+    draw.ellipse((60, 40, 220, 200), fill="red", outline="black", width=4)
+    draw.rectangle((260, 150, 430, 310), fill="blue")
+    draw.line((20, 340, 460, 20), fill="yellow", width=8)
+    return image
+
+
+def _print(report: dict[str, Any]) -> None:
+    table = Table("prompt", "dtype", "logit error", "allowed", "std of logits", "same tokens", "",
+                  title=f"{report['model']} ({report['family']}) against transformers "
+                        f"{report['versions']['transformers']}, {report['device']}")  # fmt: skip
+    for row in report["rows"]:
+        table.add_row(row["prompt"], row["dtype"], f"{row['logit_error']:.2g}", f"{row['allowed']:.2g}",
+                      f"{row['logit_std']:.3g}", f"{row['tokens']}/{row['of']}",
+                      "passes" if row["passed"] else "DIFFERS")  # fmt: skip
+    with contextlib.suppress(BrokenPipeError):
+        Console().print(table)
