@@ -1,4 +1,4 @@
-"""A quantised pool with 2 or 4 bits per number, as in KIVI: keys share a range per channel, values per token.
+"""A quantised pool with 2, 4 or 8 bits per number, as in KIVI: keys share a range per channel, values per token.
 
 Liu et al. 2024, "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (arXiv:2402.02750). Some key channels
 are large in every token, so groups of keys run along the slots. Values have no such channels, so their groups run along
@@ -60,7 +60,7 @@ def quantize(
     Args:
         x: the pool.
         used: which slots are used; free slots may hold anything and do not affect the ranges.
-        bits: 2 or 4.
+        bits: 2, 4 or 8.
         group: how many numbers share a range.
         axis: "slots" (for keys) or "channels" (for values): the axis along which groups run.
 
@@ -68,8 +68,8 @@ def quantize(
         ValueError: an invalid option, or a head that does not fill whole bytes.
     """
     head_dim = x.shape[-1]
-    if bits not in (2, 4) or group < 1 or axis not in ("slots", "channels"):
-        raise ValueError(f"quantize: bits={bits!r} must be 2 or 4, group={group!r} at least 1, "
+    if bits not in (2, 4, 8) or group < 1 or axis not in ("slots", "channels"):
+        raise ValueError(f"quantize: bits={bits!r} must be 2, 4 or 8, group={group!r} at least 1, "
                          f'axis={axis!r} "slots" or "channels"')  # fmt: skip
     if head_dim * bits % 8:
         raise ValueError(f"quantize: {head_dim} channels of {bits} bits do not fill whole bytes")
