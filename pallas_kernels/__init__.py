@@ -1,6 +1,6 @@
-"""Kernels for compressed caches: each op has one meaning (`reference.py`) and one implementation per backend.
+"""Attention kernels for compressed caches. Each op has a specification (`reference.py`) and one file per backend.
 
-Imports jax only; knows nothing of models or policies.
+This package imports jax only and does not depend on models or policies.
 """
 
 from pallas_kernels.attention_mass import attention_mass

@@ -1,4 +1,4 @@
-"""Which implementation of each op to run: one value to hand down where several ops are used."""
+"""The choice of an implementation for each op, as one value that is passed through functions that use several ops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """Names as the ops' `implementation=` takes them; None: what suits the platform. Static under jit: no leaves."""
+    """Implementation of each op, by name; None chooses one for the platform. It has no leaves: static under jit."""
 
     decode_attention: str | None = None
     core_attention: str | None = None

@@ -1,7 +1,7 @@
-"""Picks the implementation of an op: None always works, a named one runs or says why not.
+"""Chooses the implementation of an op. None always works; a name runs or raises an error that says why not.
 
-A plain implementation is a function. One written in Pallas is a `Kernel`: it belongs to one platform, and elsewhere
-runs in Pallas' interpreter when its name ends in ":interpret".
+A plain implementation is a function. One written in Pallas is a `Kernel`. It belongs to one platform; elsewhere it runs
+in the Pallas interpreter if its name ends in ":interpret".
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _INTERPRET = ":interpret"
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """The Pallas kernel in `pallas_kernels/<op>/<name>.py`, imported when first used: Pallas takes a quarter second.
+    """The Pallas kernel in `pallas_kernels/<op>/<name>.py`, imported at first use, as Pallas takes 0.25 s to load.
 
     The file defines `<op>_<name>(*args, interpret=False, **kwargs)`. It may define `unsupported(*args, **kwargs)`,
-    which says in a string why the kernel cannot take these arguments, or None; and `missing()`, which says what this
-    host lacks to run it without the interpreter, or None.
+    which returns why the kernel cannot run with these arguments, or None; and `missing()`, which returns what this host
+    lacks to run it without the interpreter, or None.
     """
 
     op: str
@@ -36,7 +36,7 @@ class Kernel:
         return getattr(self._module(), f"{self.op}_{self.name}")(*args, **kwargs)
 
     def unsupported(self, *args: Any, interpret: bool = False, **kwargs: Any) -> str | None:
-        """Why the kernel cannot run here or cannot take these arguments; None: it can."""
+        """Returns why the kernel cannot run on this host or with these arguments, or None if it can."""
         missing = getattr(self._module(), "missing", None)
         check = getattr(self._module(), "unsupported", None)
         reason = None if missing is None or interpret else missing()
@@ -49,9 +49,9 @@ class Kernel:
 def platforms() -> tuple[str, ...]:
     """The platforms ("cpu", "gpu", "tpu") that the traced program may be compiled for, the most likely first.
 
-    The device of the mesh in scope, which need not be there (`jax.set_mesh` of a topology, or an abstract mesh with an
-    abstract device), decides. Without one a host with an accelerator may run the program there or on its CPU: the
-    devices of the arguments are not known while a function is traced.
+    The current mesh decides, even if its devices do not exist on this host (`jax.set_mesh` of a topology, or an
+    abstract mesh with an abstract device). Without a mesh, a host with an accelerator may run the program
+    there or on its CPU, because the devices of the arguments are not known during tracing.
     """
     if (branch := _branch.get()) is not None:
         return (branch,)
@@ -63,18 +63,18 @@ def platforms() -> tuple[str, ...]:
 
 
 def target_platform() -> str:
-    """The platform that is being compiled for; within an implementation of an op it is certain."""
+    """The platform that is compiled for. It is certain only within an implementation of an op."""
     return platforms()[0]
 
 
 def device_kind() -> str:
-    """The kind of device that is being compiled for, as `jax.Device.device_kind` gives it."""
+    """The kind of device that is compiled for, in the form of `jax.Device.device_kind`."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return (jax.local_devices(backend=target_platform())[0] if device is None else device).device_kind
 
 
 def available(implementations: Mapping[str, Callable[..., Any]]) -> tuple[str, ...]:
-    """The names that can run here: plain ones, kernels of the platforms here, and every kernel interpreted."""
+    """Names that can run here: plain implementations, kernels of this platform, and all kernels with ":interpret"."""
     here = platforms()
     plain = [name for name in implementations if _PLATFORM.get(name) is None or _PLATFORM[name] in here]
     return *plain, *(name + _INTERPRET for name in implementations if name in _PLATFORM)
@@ -83,19 +83,20 @@ def available(implementations: Mapping[str, Callable[..., Any]]) -> tuple[str, .
 def choose(
     op: str, implementations: Mapping[str, Callable[..., Any]], name: str | None, default: str
 ) -> Callable[..., Any]:
-    """The implementation called `name`; of None, the first kernel of the target platform that takes the arguments.
+    """Returns the implementation called `name`, as a function.
 
-    On a mesh of several devices None is the default, unless within `shard_map`: set the mesh (`jax.set_mesh`).
+    For None, the function runs the first kernel of the target platform that accepts its arguments, else `default`. On a
+    mesh of several devices it runs `default` except within `shard_map`, so set the mesh with `jax.set_mesh`.
 
     Args:
-        op: for messages.
-        implementations: by name; kernels in order of preference.
-        name: None, a name, or a kernel's name followed by ":interpret".
-        default: what None falls back on; runs on every platform.
+        op: name of the op, for error messages.
+        implementations: implementations by name; kernels in order of preference.
+        name: None, a name, or the name of a kernel followed by ":interpret".
+        default: name of an implementation that runs on every platform.
 
     Raises:
-        ValueError: no such implementation here (names those there are); or, when called, one that was asked for by
-            name cannot take its arguments (says why).
+        ValueError: no such implementation here (the message lists those available). The returned function raises it if
+            the named kernel does not accept its arguments (the message says why).
     """
     if name is None:
         return _per_platform(lambda platform: _first(implementations, default, platform))
@@ -121,14 +122,14 @@ def _plain(platform: str) -> str:
 def _has_cpu() -> bool:
     try:
         return bool(jax.local_devices(backend="cpu"))
-    except RuntimeError:  # JAX_PLATFORMS leaves it out
+    except RuntimeError:  # JAX_PLATFORMS excludes it
         return False
 
 
 def _per_platform(choice: Callable[[str], Callable[..., Any]]) -> Callable[..., Any]:
-    """A function that runs `choice(platform)`, where the platform is the one that the program is compiled for.
+    """A function that runs `choice(platform)` for the platform that the program is compiled for.
 
-    If that is not known yet, every choice is traced, and jax keeps the right one when it lowers the program.
+    If that is not known yet, all choices are traced, and jax keeps the right one when it lowers the program.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -159,7 +160,7 @@ def _per_platform(choice: Callable[[str], Callable[..., Any]]) -> Callable[..., 
 
 
 def _of_arrays(arrays: list[Any]) -> tuple[str, ...]:
-    """The platform of the arrays that an op is called with outside of jit; () while a function is traced."""
+    """The platform of concrete arrays (outside of jit), as a tuple; () during tracing."""
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
         return ()
     placed = (x for x in arrays if isinstance(x, jax.Array) and x.committed)
@@ -167,7 +168,7 @@ def _of_arrays(arrays: list[Any]) -> tuple[str, ...]:
 
 
 def _split() -> bool:
-    """Whether the compiler splits arrays over a mesh here, which it cannot do to a Pallas kernel; not in shard_map."""
+    """Whether the compiler partitions arrays over a mesh here, not in shard_map; it cannot partition Pallas kernels."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True) if mesh.axis_names else ()
     return any(size > 1 and kind != jax.sharding.AxisType.Manual for size, kind in kinds)

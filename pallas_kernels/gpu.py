@@ -1,11 +1,11 @@
-"""What the Triton kernels share: the call, tiles of a head, a product, the number of programs, and the merge of parts.
+"""Functions that the Triton kernels share.
 
-Triton's arrays have sizes that are powers of two, and its products want at least 16 in every axis. A head of 80 or 96
-channels is therefore held as tiles of 64 and 16 or 32, which reads and multiplies nothing but the head; one that is no
-multiple of 16 ends in a tile that is masked.
+Arrays in Triton have sizes that are powers of two, and products need at least 16 in every axis. A head of 80 or 96
+channels is therefore held as tiles of 64 and 16 or 32, so that no padding is read or multiplied. If a head is not a
+multiple of 16, its last tile is masked.
 
-jax calls the backend deprecated since 0.11, each time that it lowers a kernel. Python hides that DeprecationWarning
-unless it is asked to show it, so nothing is filtered here.
+Since 0.11 jax emits a DeprecationWarning for this backend each time it lowers a kernel. Python hides it by default, so
+it is not filtered here.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
-_PROGRAMS = 512  # four for each core of an A100 (108) or H100 (132)
-_LEAST = 16  # of an axis of a product
+_PROGRAMS = 512  # about four for each multiprocessor of an A100 (108) or H100 (132)
+_LEAST = 16  # size of an axis of a product
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
-Tiles = list[Any]  # of one head: arrays [rows, channels of the tile]
+Tiles = list[Any]  # one head: arrays [rows, channels of the tile]
 
 
 def pallas_call(
@@ -40,18 +40,18 @@ def pallas_call(
     aliases: Mapping[int, int] | None = None,
     interpret: bool = False,
 ) -> Callable[..., Any]:
-    """`pl.pallas_call` of the Triton backend, which no default chooses.
+    """`pl.pallas_call` with the Triton backend, which is not jax's default.
 
     Args:
-        kernel: of references, inputs first.
-        grid: programs; the first axis runs fastest.
-        in_specs: of the inputs; None: the whole array.
-        out_specs: of the outputs.
+        kernel: function of references, inputs first.
+        grid: number of programs along each axis; the first axis changes fastest.
+        in_specs: block specs of the inputs; None: the whole array.
+        out_specs: block specs of the outputs.
         out_shape: shapes and dtypes of the outputs.
-        name: in profiles.
-        warps: of 32 threads, for one program.
-        stages: how many turns of a loop are being fetched while one is computed.
-        aliases: which input an output overwrites.
+        name: name in profiles.
+        warps: warps (of 32 threads) per program.
+        stages: iterations of a loop whose loads run ahead.
+        aliases: maps the index of an input to that of the output that overwrites it.
         interpret: run in the interpreter, on any host.
     """
     return pl.pallas_call(
@@ -68,7 +68,7 @@ def pallas_call(
 
 
 def unsupported(*arrays: Any) -> str | None:
-    """Why a kernel cannot take arrays of these dtypes; None: it can."""
+    """Returns why a kernel cannot take arrays of these dtypes, or None if it can."""
     for x in arrays:
         if x.dtype not in _DTYPES:
             return f"it takes bfloat16, float16 and float32, not {x.dtype}"
@@ -76,30 +76,30 @@ def unsupported(*arrays: Any) -> str | None:
 
 
 def product_sizes(dtype: Any) -> dict[str, int]:
-    """Safe sizes for a program that multiplies one block of vectors, which stays, with block after block that pass.
+    """Block sizes for a program that multiplies one fixed block of vectors ("stay") with a loop over others ("pass").
 
-    Each of 4 warps takes a quarter of those that stay; with 32 of them to a warp, the tensor cores and not the reading
-    of what passes set the pace. float32 has no tensor cores at full precision, and half the room.
+    Each of 4 warps takes a quarter of the fixed block. With 32 vectors per warp, the tensor cores are the limit and not
+    the loads. float32 has no tensor cores at full precision and takes twice the memory.
     """
     small = jnp.dtype(dtype).itemsize < 4
     return {"stay": 128 if small else 32, "pass": 64 if small else 32, "warps": 4, "stages": 3}
 
 
 def splits(programs: int, steps: int) -> int:
-    """Into how many parts to cut a loop of `steps` turns, of which `programs` programs run one each.
+    """Number of parts into which to cut a loop of `steps` iterations that each of `programs` programs would run.
 
-    As many as fill the device, but no part shorter than two turns.
+    As many as fill the device, but each part has at least two iterations.
     """
     return max(1, min(-(-_PROGRAMS // programs), steps // 2))
 
 
 def padded(count: int) -> int:
-    """The size of an array for `count` rows that take part in a product: a power of two, at least 16."""
+    """Size of an array that holds `count` rows of a product: the next power of two, at least 16."""
     return max(_LEAST, pl.next_power_of_2(count))
 
 
 def tiles(head_dim: int) -> list[tuple[int, int]]:
-    """First channel and size of each tile of a head: 80 as (0, 64) and (64, 16)."""
+    """First channel and size of each tile of a head. Example: 80 gives (0, 64) and (64, 16)."""
     result, first = [], 0
     while first < head_dim:
         left = head_dim - first
@@ -110,12 +110,12 @@ def tiles(head_dim: int) -> list[tuple[int, int]]:
 
 
 def load(ref: Any, *places: Array, mask: Array, other: Any = 0) -> Array:
-    """`ref[places]`, and `other` where not `mask`; places there may lie outside."""
+    """`ref[places]` where `mask`, else `other`; masked indices may be out of bounds."""
     return triton.load(ref.at[places], mask=mask, other=other)
 
 
 def load_rows(ref: Any, rows: Int[Array, " C"], mask: Bool[Array, " C"]) -> Tiles:
-    """Rows of a reference [.., H] as tiles; zeros where not `mask` and past the last channel."""
+    """Loads rows of a reference [.., H] as tiles, with zeros where `mask` is False and past the last channel."""
     result = []
     for first, size in tiles(ref.shape[-1]):
         channel = first + jnp.arange(size)
@@ -127,7 +127,7 @@ def load_rows(ref: Any, rows: Int[Array, " C"], mask: Bool[Array, " C"]) -> Tile
 
 
 def store_rows(ref: Any, rows: Int[Array, " C"], mask: Bool[Array, " C"], values: Tiles) -> None:
-    """The inverse of `load_rows`."""
+    """Writes tiles to rows of a reference where `mask` is True: the inverse of `load_rows`."""
     for (first, size), x in zip(tiles(ref.shape[-1]), values, strict=True):
         channel = first + jnp.arange(size)
         inside = mask[:, None] & (channel < ref.shape[-1])[None]
@@ -135,7 +135,7 @@ def store_rows(ref: Any, rows: Int[Array, " C"], mask: Bool[Array, " C"], values
 
 
 def dot(a: Float[Array, "M C"], b: Float[Array, "C N"]) -> Float[Array, "M N"]:
-    """a b, summed in float32; of float32 arrays to full precision, of others on tensor cores."""
+    """a b, accumulated in float32. float32 inputs keep full precision, others use tensor cores."""
     dtype = jnp.promote_types(a.dtype, b.dtype)
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
     return jnp.dot(a.astype(dtype), b.astype(dtype), precision=precision, preferred_element_type=jnp.float32)
@@ -148,12 +148,12 @@ def logits(q: Tiles, k: Tiles, scale: float) -> Float[Array, "M N"]:
 
 
 def total(lse: Float[Array, "Z ..."]) -> Array:
-    """The log of the denominator of all Z parts from the log of each part's."""
+    """Log-sum-exp of the log-denominators of Z parts."""
     return jax.nn.logsumexp(lse, axis=0)
 
 
 def merge(parts: Float[Array, "Z ..."], lse: Float[Array, "Z ..."]) -> Array:
-    """Means under a softmax over all Z parts from the mean over each; zero if all of them are empty."""
+    """Softmax-weighted mean over Z parts from the mean and log-denominator of each; 0 if all parts are empty."""
     denominator = total(lse)
     share = jnp.exp(lse - jnp.where(jnp.isfinite(denominator), denominator, 0.0)[None])
     return jnp.sum(parts * share, axis=0)

@@ -1,8 +1,9 @@
-"""A pool of a few bits per number, KIVI's way: keys share a range per channel, values per token.
+"""A quantised pool with 2, 4 or 8 bits per number, as in KIVI: keys share a range per channel, values per token.
 
-Liu et al. 2024, "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (arXiv:2402.02750). Keys have channels
-that are large in every token, so their groups run along the slots; values have none, so theirs run along the channels.
-Within a group x is low + code * scale, code one of 2^bits whole numbers, low its least value (asymmetric).
+Liu et al. 2024, "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (arXiv:2402.02750). Some key channels
+are large in every token, so groups of keys run along the slots. Values have no such channels, so their groups run along
+the channels. Within a group, x = low + code * scale, where code is an integer below 2^bits and low the smallest value
+of the group (asymmetric quantisation).
 
 Axes: B batch · P pool slots · K key heads · H head dim · W = H bits / 8, bytes of a head · C slots of a slice.
 """
@@ -22,53 +23,53 @@ Axis = Literal["slots", "channels"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedPool:
-    """Stands where a pool [B, P, K, H] would; inside `vmap` for one row and head of it, [P, H].
+    """A quantised array that replaces a pool [B, P, K, H]; inside `vmap`, one row and head of it, [P, H].
 
-    Ranges have the dtype of the pool they were made of. A group's least value is then exact, and rounding the scale
-    costs nothing, since codes are chosen after it: in bfloat16 the top code misses the largest value by 6% of a step.
+    Ranges have the dtype of the original pool. The smallest value of a group is then exact. Rounding the scale costs
+    little, since codes are chosen afterwards: in bfloat16 the top code misses the largest value by 6% of a step.
     """
 
     codes: UInt8[Array, "*slots"]  # [B, P, K, W], the first channel in the lowest bits
     scale: Float[Array, "*groups"]  # [B, ceil(P / group), K, H] along slots, [B, P, K, ceil(H / group)] along channels
     low: Float[Array, "*groups"]
     bits: int = dataclasses.field(metadata={"static": True})
-    group: int = dataclasses.field(metadata={"static": True})  # the last one of an axis may be smaller
-    axis: Axis = dataclasses.field(metadata={"static": True})  # along which groups run
+    group: int = dataclasses.field(metadata={"static": True})  # numbers per group; the last group may be smaller
+    axis: Axis = dataclasses.field(metadata={"static": True})  # the axis along which groups run
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the pool that this one stands for."""
+        """Shape of the pool that this one replaces."""
         return (*self.codes.shape[:-1], self.codes.shape[-1] * 8 // self.bits)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of what is read from it."""
+        """Dtype of the dequantised values."""
         return self.scale.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes as allocated: codes and ranges."""
+        """Allocated bytes: codes and ranges."""
         return self.codes.nbytes + self.scale.nbytes + self.low.nbytes
 
 
 def quantize(
     x: Float[Array, "B P K H"], used: Bool[Array, "B P K"], *, bits: int = 4, group: int = 32, axis: Axis
 ) -> QuantizedPool:
-    """The nearest of 2^bits values between the least and the largest of each group's used slots.
+    """Quantises each group's used slots to 2^bits equally spaced values between their smallest and largest.
 
     Args:
-        x: a pool.
-        used: its slots in use; free ones may hold anything, and read as some value of their group's range.
-        bits: 2 or 4.
+        x: the pool.
+        used: which slots are used; free slots may hold anything and do not affect the ranges.
+        bits: 2, 4 or 8.
         group: how many numbers share a range.
-        axis: "slots" (keys) or "channels" (values).
+        axis: "slots" (for keys) or "channels" (for values): the axis along which groups run.
 
     Raises:
-        ValueError: an option that is not one of these, or a head that does not fill whole bytes.
+        ValueError: an invalid option, or a head that does not fill whole bytes.
     """
     head_dim = x.shape[-1]
-    if bits not in (2, 4) or group < 1 or axis not in ("slots", "channels"):
-        raise ValueError(f"quantize: bits={bits!r} must be 2 or 4, group={group!r} at least 1, "
+    if bits not in (2, 4, 8) or group < 1 or axis not in ("slots", "channels"):
+        raise ValueError(f"quantize: bits={bits!r} must be 2, 4 or 8, group={group!r} at least 1, "
                          f'axis={axis!r} "slots" or "channels"')  # fmt: skip
     if head_dim * bits % 8:
         raise ValueError(f"quantize: {head_dim} channels of {bits} bits do not fill whole bytes")
@@ -88,7 +89,7 @@ def quantize(
 
 
 def dequantize(pool: Float[Array, "B P K H"] | QuantizedPool) -> Float[Array, "B P K H"]:
-    """The whole pool as an array, which an array is already."""
+    """The whole pool as an array; an array is returned as it is."""
     if not isinstance(pool, QuantizedPool):
         return pool
     per_head = jax.vmap(lambda one: read(one, jnp.int32(0), pool.shape[1]), in_axes=1, out_axes=1)
@@ -96,7 +97,7 @@ def dequantize(pool: Float[Array, "B P K H"] | QuantizedPool) -> Float[Array, "B
 
 
 def read(pool: Float[Array, "P H"] | QuantizedPool, first: Int[Array, ""], count: int) -> Float[Array, "C H"]:
-    """Slots first <= p < first + count of one head of a pool as an array; they need not begin with a group."""
+    """Slots first <= p < first + count of one head of a pool as an array; `first` need not be the start of a group."""
     if not isinstance(pool, QuantizedPool):
         return jax.lax.dynamic_slice_in_dim(pool, first, count)
     return _slice(jax.tree.map(lambda x: x[None, :, None], pool), 0, 0, first, count)
@@ -105,7 +106,7 @@ def read(pool: Float[Array, "P H"] | QuantizedPool, first: Int[Array, ""], count
 def read_block(
     pool: QuantizedPool, row: Int[Array, ""], head: Int[Array, ""], first: Int[Array, ""], count: int
 ) -> Float[Array, "C H"]:
-    """Slots first <= p < first + count of one row and head; those past the pool's end hold some finite value."""
+    """Slots first <= p < first + count of one row and head; slots past the end of the pool read as finite numbers."""
     begin = jnp.clip(first, 0, pool.shape[1] - count)
     return jnp.roll(_slice(pool, row, head, begin, count), begin - first, axis=0)
 
@@ -116,9 +117,9 @@ def read_slots(
     head: Int[Array, ""],
     slots: Int[Array, " C"],
 ) -> Float[Array, "C H"]:
-    """These slots of one row and head, in any order; past the pool's end its last one is read."""
+    """The given slots of one row and head, in any order; indices past the end of the pool read the last slot."""
     slots = jnp.clip(slots, 0, pool.shape[1] - 1)
-    if not isinstance(pool, QuantizedPool):  # one index a row, not three: a third faster on a CPU
+    if not isinstance(pool, QuantizedPool):  # one flat index is a third faster on a CPU than three indices
         rows = (row * pool.shape[1] + slots) * pool.shape[2] + head
         return pool.reshape(-1, pool.shape[3]).at[rows].get(mode="promise_in_bounds")
     group = slots // pool.group if pool.axis == "slots" else slots
@@ -133,7 +134,7 @@ def read_slots(
 
 def _slice(pool: QuantizedPool, row: Array | int, head: Array | int, first: Array, count: int) -> Array:
     if pool.axis == "slots":
-        groups = min(-(-count // pool.group) + 1, pool.scale.shape[1])  # the slice may cut its first and its last one
+        groups = min(-(-count // pool.group) + 1, pool.scale.shape[1])  # the slice may begin and end within a group
         begin = jnp.minimum(first // pool.group, pool.scale.shape[1] - groups)
         skip = first - begin * pool.group
     else:
@@ -142,7 +143,7 @@ def _slice(pool: QuantizedPool, row: Array | int, head: Array | int, first: Arra
     def cut(x: Array, first: Array, count: int) -> Array:
         return jax.lax.dynamic_slice(x, (row, first, head, 0), (1, count, 1, x.shape[3])).reshape(count, -1)
 
-    def spread(y: Array) -> Array:  # repeated, not gathered: 1.5 to 4 times as fast on a CPU
+    def spread(y: Array) -> Array:  # repeat is 1.5 to 4 times as fast on a CPU as a gather
         y = jnp.repeat(cut(y, begin, groups).astype(jnp.float32), pool.group, axis=0 if pool.axis == "slots" else 1)
         return jax.lax.dynamic_slice_in_dim(y, skip, count)[:, : pool.shape[-1]]
 
@@ -151,7 +152,7 @@ def _slice(pool: QuantizedPool, row: Array | int, head: Array | int, first: Arra
 
 
 def _split(x: Array, axis: int, group: int, fill: float) -> Array:
-    """[.., n, ..] to [.., groups, group, ..], the last group filled up."""
+    """[.., n, ..] to [.., groups, group, ..]; the last group is padded with `fill`."""
     pad = [(0, -n % group if i == axis else 0) for i, n in enumerate(x.shape)]
     x = jnp.pad(x, pad, constant_values=fill)
     return x.reshape(*x.shape[:axis], -1, group, *x.shape[axis + 1 :])

@@ -1,11 +1,11 @@
-"""One query per row over a list of entries per key head, of any lengths: the plain XLA loop that decoding shares.
+"""Attention of one query per row over lists of entries of different lengths, in plain XLA; for decoding on a CPU.
 
-The entries of each row and head are cut into blocks, and all blocks of all of them form one queue, taken a few at a
-time. So the work is the sum of the lengths, not the longest one times the heads, and what is held at a time fits a
-core's own cache, where a buffer as large as the pool would be written to fresh pages of memory in every step.
+The entries of each row and head are cut into blocks. The blocks of all rows and heads form one queue, and a few are
+processed at a time. So the work is the sum of the lengths, not the largest length times the number of heads. The
+buffers fit the cache of one core; buffers as large as the pool would be new memory pages in every step.
 
-Axes: B batch · N query heads · K key heads · G = N/K · S = B K segments · R bound on the entries of one ·
-C entries of a block · W blocks taken at a time · H head dim.
+Axes: B batch · N query heads · K key heads · G = N/K · S = B K segments · R bound on the entries of a segment ·
+C entries of a block · W blocks processed at a time · H head dim.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ def attend(
     itemsize: int,
     return_logits: bool,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "S G R"] | None]:
-    """softmax(q k^T / sqrt(H)) v over every segment's entries, by an online softmax.
+    """softmax(q k^T / sqrt(H)) v over the entries of every segment, by an online softmax.
 
     Args:
-        op: whose block sizes to look up.
+        op: name of the op whose block sizes are used.
         q: one query per row.
-        count: entries of each segment.
-        read: given C, a function from a segment and the first entry of a block to its keys and values [C, H] and to
-            which of them take part [C]; entries from `count` on are masked here, and must hold finite numbers.
+        count: number of entries of each segment.
+        read: maps C to a function from a segment and the first entry of a block to keys and values [C, H] and a mask
+            [C] of those that take part. Entries from `count` on are masked here, but must be finite numbers.
         bound: R.
-        itemsize: bytes of a number of the pool.
-        return_logits: whether to return the logits too; of entries that take no part, -inf.
+        itemsize: bytes per number of the pool.
+        return_logits: whether to return the logits too; -inf for entries that take no part.
 
     Returns:
-        The attention, the log of the denominator (-inf of nothing), both in float32, and the logits.
+        The attention, the log of the denominator (-inf for an empty segment), both in float32, and the logits.
     """
     batch, heads, head_dim = q.shape
     segments = count.shape[0]
@@ -54,7 +54,7 @@ def attend(
     block, together = _sizes(op, bound, 2 * head_dim * itemsize, segments)
     most = -(-bound // block)  # blocks of a segment
     take = jax.vmap(read(block))
-    blocks = jnp.maximum(-(-count // block), 1)  # an empty segment has one, all masked: queues have no gaps
+    blocks = jnp.maximum(-(-count // block), 1)  # an empty segment has one masked block, so that the queue has no gaps
     ends = jnp.cumsum(blocks)
 
     def step(i: Array, state: tuple) -> tuple:
@@ -64,14 +64,14 @@ def attend(
         first = (number - (ends - blocks)[segment]) * block
         keys, values, inside = take(segment, first)
         inside = inside & (first[:, None] + jnp.arange(block) < count[segment][:, None])
-        new = i + jnp.arange(together) < ends[-1]  # the last few may come round again
+        new = i + jnp.arange(together) < ends[-1]  # in the last step, some blocks are repeated
         x = jnp.einsum("wch,wgh->wcg", keys, q[segment], preferred_element_type=jnp.float32) * head_dim**-0.5
         x = jnp.where(inside[..., None], x, -jnp.inf).swapaxes(1, 2)  # the product is faster with G last
         x = jnp.where(new[:, None, None], x, -jnp.inf)
         if return_logits:
             logits = jax.lax.dynamic_update_slice_in_dim(logits, x, i, 0)
 
-        # Blocks are in order, so those at hand belong to at most W segments in a row.
+        # Blocks are in order, so the current ones belong to at most W consecutive segments.
         begin = segment[0]
         at = (segment - begin)[:, None] == jnp.arange(together)  # [block, segment]
         old_total, old_peak, old_weight = (_window(y, begin, together) for y in (total, peak, weight))
@@ -97,13 +97,13 @@ def attend(
         jnp.zeros((padded, groups)),
         jnp.full((segments * most + together, groups, block), -jnp.inf) if return_logits else None,
     )
-    if together == segments * most:  # a short tail: no loop to compile
+    if together == segments * most:  # a short tail: avoids compiling a loop
         total, peak, weight, logits = step(jnp.int32(0), state)
     else:
         turns = -(-ends[-1] // together)
         total, peak, weight, logits = jax.lax.fori_loop(0, turns, lambda i, s: step(i * together, s), state)
     out, lse = normalized(total[:segments], peak[:segments], weight[:segments])
-    if logits is not None:  # from the queue's order to each segment's
+    if logits is not None:  # from the order of the queue to the order of the segments
         logits = logits[(ends - blocks)[:, None] + jnp.arange(most)].swapaxes(1, 2).reshape(segments, groups, -1)
         logits = jnp.where(jnp.arange(bound) < count[:, None, None], logits[..., :bound], -jnp.inf)
     return out.reshape(batch, heads, head_dim), lse.reshape(batch, heads), logits
@@ -112,14 +112,14 @@ def attend(
 def normalized(
     total: Float[Array, "*n H"], peak: Float[Array, "*n"], weight: Float[Array, "*n"]
 ) -> tuple[Float[Array, "*n H"], Float[Array, "*n"]]:
-    """The end of an online softmax: the attention, and the log of the denominator (-inf of nothing)."""
+    """Ends an online softmax: the attention, and the log of the denominator (-inf for an empty segment)."""
     some = weight > 0
     weight = jnp.where(some, weight, 1.0)
     return total / weight[..., None], jnp.where(some, peak + jnp.log(weight), -jnp.inf)
 
 
 def probabilities(logits: Float[Array, "S G R"], lse: Float[Array, "B N"]) -> Float[Array, "S G R"]:
-    """What `attend` weighted each entry with; 0 of those that took no part."""
+    """The probability of each entry in `attend`, from its logits and log-denominators; 0 for entries without a part."""
     lse = lse.reshape(logits.shape[:2])
     return jnp.exp(logits - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None])
 
@@ -129,11 +129,11 @@ def _window(x: Array, begin: Array, size: int) -> Array:
 
 
 def _sizes(op: str, bound: int, entry: int, segments: int) -> tuple[int, int]:
-    """C and W. On a CPU a few blocks at a time, to stay in a core's cache; an accelerator wants them all at once."""
+    """C and W. A CPU processes a few blocks at a time, to stay in a core's cache; an accelerator all at once."""
     default = {"block": 128, "kilobytes": 1024 if target_platform() == "cpu" else 65536}
     sizes = tuning.block(f"{op}/xla", None, default)
     block = max(1, min(sizes["block"], bound))
     together = max(1, min(1024 * sizes["kilobytes"] // (block * entry), segments * -(-bound // block)))
-    if together > segments:  # most often all segments have as many blocks: no turn should have a few left over
+    if together > segments:  # segments usually have equally many blocks: avoids a last iteration with a few left over
         together -= together % segments
     return block, together

@@ -1,4 +1,4 @@
-"""Block sizes per device, as data: `tuning/<device>.json` maps ops to sizes, `python -m benchmarks.tune` makes it."""
+"""Block sizes per device: `tuning/<device>.json` maps ops to sizes. `python -m benchmarks.tune` writes it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _FOLDER = Path(__file__).parent / "tuning"
 
 
 def block(op: str, device_kind: str | None, default: Mapping[str, int]) -> dict[str, int]:
-    """The sizes that an implementation of an op works with.
+    """Block sizes for an implementation of an op: those of the tuning table, else the defaults.
 
     Args:
         op: key of the table: "<op>/<backend>".
-        device_kind: as `jax.Device.device_kind` says it; None: of the device that is being compiled for.
-        default: every size the implementation needs, safe on any device; names in a table that are not among these
-            are left alone.
+        device_kind: in the form of `jax.Device.device_kind`; None: the device that is compiled for.
+        default: every size that the implementation needs, with a value that is safe on any device. Other names in the
+            table are ignored.
     """
     kind = dispatch.device_kind() if device_kind is None else device_kind
     found = {**_table(kind).get(op, {}), **_trying.get(op, {})}
@@ -30,15 +30,15 @@ def block(op: str, device_kind: str | None, default: Mapping[str, int]) -> dict[
 
 
 def path(device_kind: str) -> Path:
-    """Where the table of a device lies, made yet or not."""
+    """Path of the tuning table of a device, which need not exist."""
     return _FOLDER / f"{'-'.join(device_kind.lower().split())}.json"
 
 
 @contextlib.contextmanager
 def trying(sizes: Mapping[str, Mapping[str, int]]) -> Iterator[dict[str, dict[str, int]]]:
-    """For measurements: these sizes instead of the table's, for what is traced inside; yields what each op came to.
+    """Replaces the table's sizes by these within the context, for measurements. Yields the sizes that each op used.
 
-    A function that is already compiled keeps the sizes that it was traced with.
+    It affects functions traced within the context. A function that is already compiled keeps its sizes.
     """
     before = dict(_trying)
     _trying.update(sizes)

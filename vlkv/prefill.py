@@ -27,7 +27,7 @@ from vlkv.observe import ordinal, tokens_at
 from vlkv.parallel import by_row
 from vlkv.policies.policy import Budget, Policy, with_budget
 from vlkv.policies.selection import Observed, allocate_and_take, observe, require_fit, see, shortlist
-from vlkv.reading import LayerPrompt, Prompt, read, read_prompt
+from vlkv.reading import LayerPrompt, Prompt, read
 from vlkv.sampling import Greedy
 
 
@@ -37,7 +37,7 @@ def prefill(
     policy: Policy,
     *,
     sampling: Greedy | None = None,
-    new_tokens: int | None = None,
+    new_tokens: int | Array | None = None,  # an array is refused below, with the remedy
     key: Key[Array, ""] | None = None,
     kernels: Kernels | None = None,
 ) -> tuple[PackedCache, Float[Array, "B vocab"]]:
@@ -61,17 +61,16 @@ def prefill(
         InputError: no key where the policy needs one, it does not fit the model, or new_tokens is less than 1; before
             anything is traced.
     """
-    if isinstance(new_tokens, jax.core.Tracer):
+    if isinstance(new_tokens, jax.Array):
         raise InputError(
             "new_tokens must be known to jit: give sampling=vlkv.Greedy(max_new_tokens=...) instead, or "
             'jax.jit(prefill, static_argnames="new_tokens")'
         )
-    new_tokens = (sampling or Greedy()).max_new_tokens if new_tokens is None else new_tokens
+    if new_tokens is None:
+        new_tokens = (sampling or Greedy()).max_new_tokens
+    assert not isinstance(new_tokens, jax.Array)
     check_new_tokens(new_tokens)
     require_fit(policy, len(params.decoder.layers), key)
-    if policy.reducer is not None and policy.reducer.forgets:  # what an early layer may keep is known only later
-        prompt = read_prompt(params, inputs, policy, key=key, kernels=kernels)
-        return fill_cache(prompt, policy, new_tokens=new_tokens, key=key), prompt.logits
     look = _observer(policy, inputs, layers=len(params.decoder.layers), key=key, kernels=kernels)
     prompt = read(params, inputs, policy, look, key=key, kernels=kernels)
     return _fill(prompt, policy, new_tokens), prompt.logits

@@ -32,7 +32,8 @@ from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.files import read_text, write_json
 from vlkv.inputs import Inputs
-from vlkv.policies import Policy, PrefixKV
+from vlkv.policies import CSP, Policy, PrefixKV
+from vlkv.policies.csp import region_share
 from vlkv.policies.policy import Scope
 from vlkv.policies.selection import see
 from vlkv.prefill import fill_cache
@@ -146,6 +147,42 @@ def search(
             break
         low, high = (p, high) if delta < 0 else (low, p)
     return np.minimum(ratios * (goal / ratios.sum()), 1.0), taken
+
+
+def cross_share(params: Model, samples: Iterable[Inputs], policy: CSP) -> float:
+    """The mean share that cross attention has of both regions, over samples, layers and heads (CSP, Sec. 4.3).
+
+    It is the calibrated number that the paper gives CSP as `c`, where `c="auto"` follows each sample and layer.
+
+    Args:
+        params: the model.
+        samples: from the processor; every row of a batch is one sample.
+        policy: whose window and n-softmax are used; its own `c` has no effect.
+
+    Raises:
+        InputError: no samples.
+    """
+    found = [np.asarray(_cross_share(params, inputs, policy), np.float64) for inputs in samples]
+    if not found:
+        raise InputError("a calibrated share needs at least one sample")
+    return float(np.concatenate(found).mean())
+
+
+@jax.jit
+def _cross_share(params: Model, inputs: Inputs, policy: CSP) -> Float[Array, "B L K"]:
+    prompt = read_prompt(params, inputs)
+    layers = len(prompt.layers)
+
+    def row(read: LayerPrompt, layer: int) -> Float[Array, " K"]:
+        q, k, v = (jnp.swapaxes(x, 0, 1) for x in (read.q, read.k, read.v))
+        obs = see(
+            policy, q, k, v, read.is_vision, read.valid, None,
+            layer=layer, layers=layers, max_instruction=prompt.max_instruction,
+        )  # fmt: skip
+        return region_share(*(jnp.where(obs.valid, x, 0.0) for x in policy.regions_of(obs)))
+
+    found = [jax.vmap(lambda read, i=i: row(read, i))(read) for i, read in enumerate(prompt.layers)]
+    return jnp.stack(found, axis=1)
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def read(
 ) -> Prompt:
     """As `read_prompt`, keeping of every layer what `each` makes of it before the next layer begins.
 
-    Where the policy `forgets`, `each` must leave layers as they are.
+    Where the policy `forgets`, the layers before the last reduction wait for it, and `each` sees what is left of them.
     """
     inputs = jax.tree.map(jnp.asarray, inputs)
     layers = len(params.decoder.layers)
@@ -128,6 +128,8 @@ def read(
                              f"stage {stage}, where remaining allows {vision}: correct one of the two")  # fmt: skip
         if reducer.forgets:
             made = [_without(m, tokens, inputs.valid.shape[1]) for m in made]
+            if layer == stages[-1]:
+                made = [each(i, m) for i, m in enumerate(made)]
         return tokens.positions
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
@@ -145,8 +147,9 @@ def read(
     def after(i: int, x: Array) -> tuple[Array, Array | None]:
         nonlocal tokens
         assert before is not None
+        waits = reducer is not None and reducer.forgets and i < max(stages, default=0)
         # The next layer waits, so that what `each` does not keep is gone before more is made.
-        x, kept = jax.lax.optimization_barrier((x, each(i, before)))
+        x, kept = jax.lax.optimization_barrier((x, before if waits else each(i, before)))
         made.append(kept)
         tokens = dataclasses.replace(tokens, x=x)
         moved = reduce(i + 1)

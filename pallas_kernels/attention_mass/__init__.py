@@ -1,4 +1,4 @@
-"""attention_mass: how much weighted attention every key receives, without a T x T matrix.
+"""attention_mass: the weighted sum of attention that every key receives, without a T x T matrix.
 
 Axes: R weightings · T query rows · S keys · N query heads · K key heads · G = N/K · H head dim.
 """
@@ -38,26 +38,27 @@ def attention_mass(
     lse: Float[Array, "N T"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "R N S"]:
-    """row_weight @ f(softmax_n(q k^T / sqrt(H))) over the allowed keys, in float32 and O(S) memory.
+    """Computes row_weight @ f(softmax_n(q k^T / sqrt(H))) over the allowed keys, in float32 and O(S) memory.
 
-    softmax_n(x)_j = exp(x_j) / (softmax_n + sum_i exp(x_i)); a row that may see no key contributes nothing.
+    softmax_n(x)_j = exp(x_j) / (softmax_n + sum_i exp(x_i)). A row without any allowed key contributes nothing.
 
     Args:
-        q: query rows, all of them or a few gathered ones; head n reads key head n // G.
+        q: query rows, either all rows of the prompt or a few gathered ones; head n uses key head n // G.
         k: keys.
-        row_weight: what each row counts, one line per weighting; 0 leaves a row out.
-        key_mask: which keys exist for all rows.
-        row_place: where each row stands among the keys, for causality; None: row t at place t.
-        causal: a row sees keys up to its own place.
-        softmax_n: the constant added to the denominator (CSP, Eq. 7).
-        statistic: f: the probability, its square, or 1 where it is >= threshold x the row's largest.
-        threshold: of the statistic "count" (VL-Cache).
-        lse: log(sum_i exp(x_i)) of each row over the keys that it may see, as `prefill_attention` returns it; None: not
-            known. An implementation that makes a pass over all keys for it (`takes_lse`) leaves that pass out.
-        implementation: a name that `dispatch.available` gives; None chooses.
+        row_weight: weight of each row, one line per weighting; weight 0 excludes a row.
+        key_mask: which keys exist; applies to all rows.
+        row_place: index of each row among the keys, used for causality; None: row t has index t.
+        causal: each row attends only to keys up to its own index.
+        softmax_n: constant added to the denominator (CSP, Eq. 7).
+        statistic: f: "sum" is the probability, "square" its square, "count" is 1 where the probability is at least
+            `threshold` times the largest one of the row, else 0.
+        threshold: for the statistic "count" (VL-Cache).
+        lse: log(sum_i exp(x_i)) of each row over its allowed keys, as `prefill_attention` returns it. Implementations
+            that would need an extra pass to compute it (`takes_lse`) skip that pass. None: compute it.
+        implementation: a name from `dispatch.available`; None chooses one for the platform.
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that is not there.
+        ValueError: the shapes do not fit, or the implementation is not available.
     """
     heads, rows, _ = q.shape
     kv_heads, keys, _ = k.shape
@@ -79,5 +80,5 @@ def attention_mass(
 
 
 def takes_lse(implementation: str | None) -> bool:
-    """Whether `attention_mass` gains from being given `lse`, on a platform that it may be compiled for here."""
+    """Whether passing `lse` to `attention_mass` saves work on a platform that the program may be compiled for."""
     return "gpu" in platforms() if implementation is None else implementation.startswith("triton")

@@ -1,11 +1,11 @@
-"""attention_mass for TPU: each row's log-sum-exp over blocks of keys, then the columns over blocks of rows.
+"""attention_mass for TPU, in two passes: the log-sum-exp of each row, then the sum over rows for each key.
 
-Blocks of logits lie keys by rows, so that what is known of a row, its place, its log-sum-exp and its weight, is a row
-of lanes and takes O(T) memory. Of rows in order no block beyond the diagonal is copied or computed. The second pass
-multiplies q k^T again: cheaper than to keep it.
+A block of logits has shape [keys, rows], so that the values that belong to a row (its index, log-sum-exp and weight)
+are one row of lanes and take O(T) memory. If rows are in order, blocks above the diagonal are neither copied nor
+computed. The second pass computes q k^T again, which is cheaper than storing it.
 
-Axes: R weightings · T query rows · S keys · N query heads · K key heads · G = N/K · E heads of a block, which share
-its keys · H head dim.
+Axes: R weightings · T query rows · S keys · N query heads · K key heads · G = N/K · E heads of a block (they share
+one key head) · H head dim.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import tuning
 from pallas_kernels.tpu import FLOOR, LANES, MASKED, device_kind, dot, interpreter
 
-_ROWS = 256  # of a block, at most, where the tuning table says nothing else
+# Largest sizes of a block, unless the tuning table gives others.
+_ROWS = 256
 _KEYS = 512
 _HEADS = 8
 
@@ -44,13 +45,13 @@ def attention_mass_mosaic_tpu(
     lse: Float[Array, "N T"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "R N S"]:
-    """As `attention_mass` says."""
+    """Implements `attention_mass` for TPU. `lse` is not used."""
     del lse
     tiles = Tiles.of("attention_mass", q, k, causal, in_order)
     return _mass(q, k, row_weight, key_mask, row_place, tiles, softmax_n, statistic, threshold, interpret)
 
 
-# Under jit, so that a model's layers, all of one shape, are traced once.
+# Under jit, so that it is traced once for all layers of a model, which have the same shapes.
 @functools.partial(jax.jit, static_argnums=(5, 6, 7, 8, 9))
 def _mass(
     q: Float[Array, "N T H"],
@@ -65,7 +66,7 @@ def _mass(
     interpret: bool,
 ) -> Float[Array, "R N S"]:
     weights, keys = row_weight.shape[0], k.shape[1]
-    args = lay_out(tiles, q, k, key_mask, row_place)
+    args = prepare(tiles, q, k, key_mask, row_place)
     weight = fill_up(row_weight.astype(jnp.float32), 1)
     common = {
         "compiler_params": pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
@@ -99,7 +100,7 @@ def _mass(
 
 
 def unsupported(q: Array, k: Array, row_weight: Array, key_mask: Array, row_place: Array, **options: Any) -> str | None:
-    """Why the kernel cannot take these arguments; None: it can."""
+    """Returns why the kernel cannot run with these arguments, or None if it can."""
     if q.dtype != k.dtype or q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"queries are {q.dtype} and keys {k.dtype}, not both bfloat16 or both float32"
     if row_weight.shape[0] > 64:
@@ -109,22 +110,22 @@ def unsupported(q: Array, k: Array, row_weight: Array, key_mask: Array, row_plac
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """How heads, rows and keys are cut into blocks: what the kernels of both masses share."""
+    """How heads, rows and keys are cut into blocks. Used by `attention_mass` and `attention_mass_rows` for TPU."""
 
-    heads: int  # of a block
-    groups: int
-    rows: int
-    keys: int
+    heads: int  # heads of a block
+    groups: int  # groups of `heads` heads
+    rows: int  # rows of a block
+    keys: int  # keys of a block
     row_blocks: int
     key_blocks: int
-    per_key_head: int  # groups
+    per_key_head: int  # groups that share one key head
     head_dim: int
     causal: bool
     in_order: bool
 
     @classmethod
     def of(cls, op: str, q: Array, k: Array, causal: bool, in_order: bool) -> Tiles:
-        """By the tuning table of the device compiled for."""
+        """Chooses block sizes from the tuning table of the device that is compiled for."""
         (total, rows, head_dim), (kv_heads, keys, _) = q.shape, k.shape
         group = total // kv_heads
         heads = max(n for n in range(1, _HEADS + 1) if group % n == 0)
@@ -137,15 +138,24 @@ class Tiles:
         )  # fmt: skip
 
     def row_block(self, i: Any, j: Any) -> Any:
-        """The block of rows to copy: one that sees no key of block j is none, and the first that does is next."""
+        """Index of the row block to copy at step (i, j).
+
+        Row blocks that attend to no key of block j are replaced by the first that does, so nothing is copied for them.
+        """
         return jnp.maximum(i, j * self.keys // self.rows) if self.in_order else i
 
     def key_block(self, i: Any, j: Any) -> Any:
-        """The block of keys to copy: one that no row of block i sees is none, and the last that is seen was there."""
+        """Index of the key block to copy at step (i, j).
+
+        Key blocks that no row of block i attends to are replaced by the last that is used, so nothing is copied.
+        """
         return jnp.minimum(j, ((i + 1) * self.rows - 1) // self.keys) if self.in_order else j
 
     def specs(self, keys_inner: bool) -> list[pl.BlockSpec]:
-        """Of what `lay_out` gives; the grid is groups, rows, keys, or groups, keys, rows."""
+        """Block specs of the arrays from `prepare`.
+
+        The grid is (groups, row blocks, key blocks) if `keys_inner`, else (groups, key blocks, row blocks).
+        """
 
         def spec(shape: tuple[int, ...], index: Any) -> pl.BlockSpec:
             return pl.BlockSpec(shape, index if keys_inner else lambda n, j, i: index(n, i, j))
@@ -160,7 +170,10 @@ class Tiles:
         ]
 
     def visit(self, refs: Any, i: Any, j: Any, use: Any) -> None:
-        """`use(e, logits, allowed)`, [keys, rows], for each head of rows i and keys j, if any are seen."""
+        """Calls `use(e, logits, allowed)` for each head e of the block (i, j), unless causality masks the whole block.
+
+        `logits` is [keys, rows]; `allowed` is a mask that broadcasts to it.
+        """
         q_ref, k_ref, place_ref, mask_ref = refs
         place = place_ref[...]
         last = (i + 1) * self.rows - 1 if self.in_order else jnp.max(place)
@@ -175,8 +188,8 @@ class Tiles:
                 use(e, dot(k_ref[0], q_ref[0, e], (1, 1)) * self.head_dim**-0.5, allowed)
 
 
-def lay_out(tiles: Tiles, q: Array, k: Array, key_mask: Array, row_place: Array) -> list[Array]:
-    """Queries, keys, places and key mask as the kernels read them; rows and keys filled up to whole lanes."""
+def prepare(tiles: Tiles, q: Array, k: Array, key_mask: Array, row_place: Array) -> list[Array]:
+    """Queries, keys, row indices and key mask in the shapes that the kernels read, padded to whole lanes."""
     q = fill_up(q, 1)
     return [
         q.reshape(tiles.groups, tiles.heads, *q.shape[1:]),
@@ -187,13 +200,16 @@ def lay_out(tiles: Tiles, q: Array, k: Array, key_mask: Array, row_place: Array)
 
 
 def fill_up(x: Array, axis: int) -> Array:
-    """Zeros after an axis, up to whole lanes."""
+    """Pads an axis with zeros to a multiple of the lane count."""
     return jnp.pad(x, [(0, -n % LANES if i == axis else 0) for i, n in enumerate(x.shape)])
 
 
 def online(logits: Any, allowed: Any, peak: Any, weight: Any) -> tuple[Any, Any, Any, Any]:
-    """The largest logit of each row and the sum of exponentials with one more block of keys, by which the old sum was
-    multiplied, and the block's exponentials.
+    """Adds one block of keys to an online softmax.
+
+    Returns:
+        The new largest logit of each row, the new sum of exponentials, the factor by which the old sum was multiplied,
+        and the exponentials of the block.
     """
     logits = jnp.where(allowed, logits, MASKED)
     both = jnp.maximum(peak, jnp.max(logits, axis=0, keepdims=True))
@@ -202,13 +218,13 @@ def online(logits: Any, allowed: Any, peak: Any, weight: Any) -> tuple[Any, Any,
 
 
 def log_denominator(peak: Any, weight: Any, softmax_n: float) -> Any:
-    """log(softmax_n + the sum of exponentials); any finite number where it is empty."""
+    """log(softmax_n + sum of exponentials); an arbitrary finite number for a row without keys."""
     lse = peak + jnp.log(jnp.where(weight > 0, weight, 1.0))
     return jnp.logaddexp(lse, math.log(softmax_n)) if softmax_n else lse
 
 
 def _block(size: int, most: int) -> int:
-    """The largest block that `size`, filled up to whole lanes, is a multiple of."""
+    """The largest multiple of the lane count, at most `most`, that divides `size` rounded up to whole lanes."""
     size = -(-size // LANES) * LANES
     return max(n for n in range(LANES, most + 1, LANES) if size % n == 0)
 
@@ -254,7 +270,11 @@ def _columns(*refs: Any, tiles: Tiles, statistic: str, threshold: float) -> None
 
 
 def weigh(weight: Any, p: Any, dtype: Any, contract: tuple[int, int]) -> Any:
-    """Weights by probabilities: in float32 where queries and keys are; else p is rounded as they are, weights not."""
+    """Weights times probabilities, with the weights at float32 accuracy.
+
+    If queries and keys are float32 (`dtype`), so is the product. Otherwise p is rounded to `dtype`, and the weight is
+    split into two numbers of `dtype`, so that it is not rounded.
+    """
     if dtype == jnp.float32:
         return dot(weight, p, contract)
     p, high = p.astype(dtype), weight.astype(dtype)

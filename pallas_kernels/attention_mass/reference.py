@@ -1,4 +1,4 @@
-"""The specification of attention_mass: the whole matrix, float32. For tests; not for long prompts."""
+"""The specification of attention_mass: the whole [T, S] matrix in float32. For tests, not for long prompts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def attention_mass_reference(
     threshold: float,
     lse: Float[Array, "N T"] | None = None,
 ) -> Float[Array, "R N S"]:
-    """As `attention_mass` says, read off the definition."""
+    """Implements `attention_mass` directly from its definition."""
     del in_order, lse
     q, k = q.astype(jnp.float32), jnp.repeat(k.astype(jnp.float32), q.shape[0] // k.shape[0], axis=0)
     logits = jnp.einsum("nth,nsh->nts", q, k, precision=jax.lax.Precision.HIGHEST) / jnp.sqrt(q.shape[-1])

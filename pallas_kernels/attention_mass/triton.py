@@ -1,11 +1,11 @@
-"""attention_mass in Triton, for A100 and H100: each row's log-sum-exp first, then sums down the columns from it.
+"""attention_mass in Triton, for A100 and H100: the log-sum-exp of each row, then the sum over rows for each key.
 
-Two passes over q k^T and O(T) numbers between them; one pass where the log-sum-exps are given. In the second a program
-owns a block of keys of one head and walks over all rows that may see them, so nothing is added atomically and two runs
-agree to the bit.
+It makes two passes over q k^T and stores O(T) numbers between them, or one pass if the log-sum-exps are given. In the
+last pass, a program owns a block of keys of one head and loops over all rows that may attend to them. So there are no
+atomic additions, and results are bitwise reproducible.
 
-Axes: R weightings · T query rows · S keys · N query heads · K key heads · H head dim · I rows of a turn of
-the loop · J keys of a program.
+Axes: R weightings · T query rows · S keys · N query heads · K key heads · H head dim · I rows of one iteration · J keys
+of a program.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ def attention_mass_triton(
     lse: Float[Array, "N T"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "R N S"]:
-    """As `attention_mass` says. `in_order`: row t stands at place t, so no row before a block of keys sees it."""
+    """Implements `attention_mass`. `in_order`: row t has index t, so earlier rows are skipped."""
     heads, count, head_dim = q.shape
     kv_heads, slots, _ = k.shape
     if lse is None or statistic == "count":
         _, lse, peak = softmax_rows(q, k, None, key_mask, row_place, causal=causal, interpret=interpret)
     if statistic == "count":
-        level = peak + (math.log(threshold) if threshold > 0 else -math.inf)  # what a logit must reach
+        level = peak + (math.log(threshold) if threshold > 0 else -math.inf)  # the smallest logit that counts
     else:
         level = jnp.logaddexp(lse, math.log(softmax_n)) if softmax_n else lse
     lines = row_weight.shape[0]
-    # The keys stay, as rows do in the other pass, so the sizes change places.
+    # Here a program keeps its keys and loops over rows; in the other pass it is the reverse, so the sizes are swapped.
     size = tuning.block("attention_mass/triton", None, gpu.product_sizes(k.dtype))
     keys, rows = size["stay"], min(size["pass"], gpu.padded(count))
     (mass,) = gpu.pallas_call(
@@ -80,7 +80,7 @@ def _kernel(
     weight_ref,  # [R, T]
     mask_ref,  # [S]
     place_ref,  # [T]
-    level_ref,  # [T]: log-sum-exp; or, of "count", the least logit that counts
+    level_ref,  # [T]: log-sum-exp; for "count", the smallest logit that counts
     mass_ref,  # [R, S]
     *,
     causal: bool,
@@ -97,7 +97,7 @@ def _kernel(
     exists = gpu.load(mask_ref, key, mask=there, other=False)[:, None]
     first = jax.lax.div(pl.program_id(0) * keys, rows) if causal and in_order else jnp.int32(0)
 
-    def step(i, sums):  # the product transposed, [J, I], so that a sum over rows stays within a warp
+    def step(i, sums):  # the product is transposed, [J, I], so that the sum over rows stays within a warp
         row = i * rows + jnp.arange(rows)
         inside = row < count
         q = gpu.load_rows(q_ref, row, inside)

@@ -1,4 +1,4 @@
-"""attention_mass in plain XLA: a few query rows at a time against all the keys that they may see."""
+"""attention_mass in plain XLA: a few query rows at a time against all keys that they may attend to."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-_BLOCK_ELEMENTS = 2**22  # logits held at a time, of one row of the batch
-_GROUPS = 8  # rows in order: each group of rows sees only its own prefix of the keys
+_BLOCK_ELEMENTS = 2**22  # logits held at a time, for one row of the batch
+_GROUPS = 8  # if rows are in order, each group of rows reads only its own prefix of the keys
 
 
 def attention_mass_xla(
@@ -24,8 +24,8 @@ def attention_mass_xla(
     threshold: float,
     lse: Float[Array, "N T"] | None = None,
 ) -> Float[Array, "R N S"]:
-    """As `attention_mass` says. `in_order`: row t stands at place t, so a prefix of rows needs a prefix of keys."""
-    del lse  # each block of rows has all its logits at hand
+    """Implements `attention_mass`. `in_order`: row t has index t, so a prefix of rows needs only a prefix of keys."""
+    del lse  # not needed: each block of rows holds all its logits
     heads, rows, head_dim = q.shape
     keys = k.shape[1]
     block = max(1, min(rows, 512, _BLOCK_ELEMENTS // max(heads * keys, 1)))
@@ -48,7 +48,7 @@ def attention_mass_xla(
             allowed = jnp.broadcast_to(key_mask[:seen], (block, seen))
             if causal:
                 allowed = allowed & (jnp.arange(seen) <= place[:, None])
-            p = _statistic(logits, allowed, softmax_n, statistic, threshold)
+            p = softmax_statistic(logits, allowed, softmax_n, statistic, threshold)
             return total + jnp.einsum("rt,kgts->rkgs", w, p), None
 
         part = jnp.zeros((*mass.shape[:-1], seen), jnp.float32)
@@ -57,7 +57,7 @@ def attention_mass_xla(
             weight[:, first:last].transpose(1, 0, 2),
             places[first:last],
         )
-        if last - first == 1:  # no loop to compile
+        if last - first == 1:  # avoids compiling a loop
             part, _ = step(part, jax.tree.map(lambda x: x[0], slices))
         else:
             part, _ = jax.lax.scan(step, part, slices)
@@ -65,9 +65,12 @@ def attention_mass_xla(
     return mass.reshape(-1, heads, keys)
 
 
-def _statistic(logits, allowed, softmax_n, statistic, threshold):
+def softmax_statistic(
+    logits: Float[Array, "*n S"], allowed: Bool[Array, "*#n S"], softmax_n: float, statistic: str, threshold: float
+) -> Float[Array, "*n S"]:
+    """Probabilities over the allowed keys (zeros if there are none), their squares, or which ones count."""
     peak = jnp.max(jnp.where(allowed, logits, -jnp.inf), axis=-1, keepdims=True)
-    # With an n in the denominator 0 takes part as one more logit, so the shift must not fall below it.
+    # softmax_n acts like additional logits of value 0, so the shift must be at least 0 to avoid overflow.
     shift = jnp.maximum(peak, 0.0) if softmax_n else jnp.where(jnp.isfinite(peak), peak, 0.0)
     exponent = jnp.where(allowed, jnp.exp(logits - shift), 0.0)
     if statistic == "count":

@@ -1,4 +1,4 @@
-"""attention_mass_rows: how much weighted attention every query row gives, without a T x T matrix.
+"""attention_mass_rows: the weighted sum of attention that every query row gives, without a T x T matrix.
 
 Axes: R weightings · T query rows · S keys · N query heads · K key heads · G = N/K · H head dim.
 """
@@ -34,22 +34,22 @@ def attention_mass_rows(
     softmax_n: float = 0.0,
     implementation: str | None = None,
 ) -> Float[Array, "R N T"]:
-    """softmax_n(q k^T / sqrt(H)) @ key_weight^T over the allowed keys, in float32 and O(T) memory.
+    """Computes softmax_n(q k^T / sqrt(H)) @ key_weight^T over the allowed keys, in float32 and O(T) memory.
 
-    softmax_n(x)_j = exp(x_j) / (softmax_n + sum_i exp(x_i)); a row that may see no key gives nothing.
+    softmax_n(x)_j = exp(x_j) / (softmax_n + sum_i exp(x_i)). A row without any allowed key gives 0.
 
     Args:
-        q: query rows, all of them or a few gathered ones; head n reads key head n // G.
+        q: query rows, either all rows of the prompt or a few gathered ones; head n uses key head n // G.
         k: keys.
-        key_weight: what each key counts, one line per weighting.
-        key_mask: which keys exist for all rows.
-        row_place: where each row stands among the keys, for causality; None: row t at place t.
-        causal: a row sees keys up to its own place.
-        softmax_n: the constant added to the denominator (CSP, Eq. 7).
-        implementation: a name that `dispatch.available` gives; None chooses.
+        key_weight: weight of each key, one line per weighting.
+        key_mask: which keys exist; applies to all rows.
+        row_place: index of each row among the keys, used for causality; None: row t has index t.
+        causal: each row attends only to keys up to its own index.
+        softmax_n: constant added to the denominator (CSP, Eq. 7).
+        implementation: a name from `dispatch.available`; None chooses one for the platform.
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that is not there.
+        ValueError: the shapes do not fit, or the implementation is not available.
     """
     heads, rows, _ = q.shape
     kv_heads, keys, _ = k.shape

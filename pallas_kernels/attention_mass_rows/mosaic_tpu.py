@@ -1,6 +1,6 @@
-"""attention_mass_rows for TPU: flash attention whose values are the keys' weights, in one pass.
+"""attention_mass_rows for TPU: one pass of flash attention in which the weights of the keys take the place of values.
 
-Blocks lie keys by rows, as in attention_mass.
+A block of logits has shape [keys, rows], as in attention_mass.
 
 Axes: R weightings · T query rows · S keys · N query heads · K key heads · H head dim.
 """
@@ -19,9 +19,9 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.attention_mass.mosaic_tpu import (
     Tiles,
     fill_up,
-    lay_out,
     log_denominator,
     online,
+    prepare,
     unsupported,
     weigh,
 )
@@ -42,12 +42,12 @@ def attention_mass_rows_mosaic_tpu(
     softmax_n: float,
     interpret: bool = False,
 ) -> Float[Array, "R N T"]:
-    """As `attention_mass_rows` says."""
+    """Implements `attention_mass_rows` for TPU."""
     tiles = Tiles.of("attention_mass_rows", q, k, causal, in_order)
     return _mass(q, k, key_weight, key_mask, row_place, tiles, softmax_n, interpret)
 
 
-# Under jit, so that a model's layers, all of one shape, are traced once.
+# Under jit, so that it is traced once for all layers of a model, which have the same shapes.
 @functools.partial(jax.jit, static_argnums=(5, 6, 7))
 def _mass(
     q: Float[Array, "N T H"],
@@ -60,7 +60,7 @@ def _mass(
     interpret: bool,
 ) -> Float[Array, "R N T"]:
     weights, rows = key_weight.shape[0], q.shape[1]
-    args = lay_out(tiles, q, k, key_mask, row_place)
+    args = prepare(tiles, q, k, key_mask, row_place)
     of_head = (1, tiles.heads, weights, tiles.rows)
     mass = pl.pallas_call(
         functools.partial(_rows, tiles=tiles, softmax_n=softmax_n),

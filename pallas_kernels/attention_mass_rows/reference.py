@@ -1,4 +1,4 @@
-"""The specification of attention_mass_rows: the whole matrix, float32. For tests; not for long prompts."""
+"""The specification of attention_mass_rows: the whole [T, S] matrix in float32. For tests, not for long prompts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def attention_mass_rows_reference(
     in_order: bool,
     softmax_n: float,
 ) -> Float[Array, "R N T"]:
-    """As `attention_mass_rows` says, read off the definition."""
+    """Implements `attention_mass_rows` directly from its definition."""
     del in_order
     q, k = q.astype(jnp.float32), jnp.repeat(k.astype(jnp.float32), q.shape[0] // k.shape[0], axis=0)
     logits = jnp.einsum("nth,nsh->nts", q, k, precision=jax.lax.Precision.HIGHEST) / jnp.sqrt(q.shape[-1])

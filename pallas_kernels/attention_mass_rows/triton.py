@@ -1,11 +1,11 @@
-"""attention_mass_rows in Triton, for A100 and H100: an online softmax that carries weighted sums of probabilities.
+"""attention_mass_rows in Triton, for A100 and H100: flash attention with the key weights in place of values.
 
-Flash attention with the key weights in place of values. A program takes a block of rows of one head; the keys are cut
-into parts where rows are few (gathered ones), and parts merge by their log-sum-exp. Rows at the end come first: under
-causality they see most. `attention_mass` takes its log-sum-exp from here too.
+A program computes a block of rows of one head. If there are few rows (gathered ones), the keys are cut into parts,
+which are merged by their log-sum-exps. The last rows come first, because under causality they have the most work.
+`attention_mass` uses the same kernel to compute log-sum-exps.
 
 Axes: R weightings · T query rows · S keys · N query heads · K key heads · G = N/K · H head dim · Z parts · I rows of a
-program · J keys of a turn of the loop.
+program · J keys of one iteration.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pallas_kernels import gpu, tuning
 
 
 def unsupported(q: Any, k: Any, *args: Any, **kwargs: Any) -> str | None:
-    """Why this kernel cannot take these arguments; None: it can."""
+    """Returns why the kernel cannot run with these arguments, or None if it can."""
     del args, kwargs
     return gpu.unsupported(q, k)
 
@@ -41,8 +41,8 @@ def attention_mass_rows_triton(
     softmax_n: float,
     interpret: bool = False,
 ) -> Float[Array, "R N T"]:
-    """As `attention_mass_rows` says."""
-    del in_order  # the last place of a block of rows bounds its keys, in order or not
+    """Implements `attention_mass_rows` in Triton."""
+    del in_order  # not needed: the kernel finds the largest row index of each block
     mass, lse, _ = softmax_rows(
         q, k, key_weight.astype(jnp.float32), key_mask, row_place, causal=causal, interpret=interpret
     )
@@ -61,9 +61,9 @@ def softmax_rows(
     causal: bool,
     interpret: bool = False,
 ) -> tuple[Float[Array, "R N T"], Float[Array, "N T"], Float[Array, "N T"]]:
-    """Weighted sums of each row's softmax, the log of its denominator, and its largest logit.
+    """Weighted sums of each row's softmax, the log-sum-exp of its logits, and its largest logit.
 
-    A row that sees no key has sums of 0, and -inf twice. `key_weight` None: no sums, R = 0.
+    A row without any allowed key has sums of 0, and -inf for the other two. Without `key_weight` R is 0.
     """
     heads, count, head_dim = q.shape
     kv_heads, slots, _ = k.shape
@@ -72,7 +72,7 @@ def softmax_rows(
     blocks = -(-count // rows)
     parts = gpu.splits(heads * blocks, -(-slots // keys))
     lines = 0 if key_weight is None else key_weight.shape[0]
-    # The kernel counts in powers of two, whose exponential the hardware has.
+    # The kernel works in base 2, because the hardware has an instruction for powers of two.
     row = pl.BlockSpec((None, None, count), lambda block, head, part: (part, head, 0))
     sums, lse, peak = gpu.pallas_call(
         functools.partial(_kernel, causal=causal, rows=rows, keys=keys, parts=parts),

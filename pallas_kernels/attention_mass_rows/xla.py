@@ -1,4 +1,4 @@
-"""attention_mass_rows in plain XLA: a few query rows at a time against all the keys that they may see."""
+"""attention_mass_rows in plain XLA: a few query rows at a time against all keys that they may attend to."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-_BLOCK_ELEMENTS = 2**22  # logits held at a time, of one row of the batch
-_GROUPS = 8  # rows in order: each group of rows sees only its own prefix of the keys
+from pallas_kernels.attention_mass.xla import softmax_statistic
+
+_BLOCK_ELEMENTS = 2**22  # logits held at a time, for one row of the batch
+_GROUPS = 8  # if rows are in order, each group of rows reads only its own prefix of the keys
 
 
 def attention_mass_rows_xla(
@@ -21,7 +23,7 @@ def attention_mass_rows_xla(
     in_order: bool,
     softmax_n: float,
 ) -> Float[Array, "R N T"]:
-    """As `attention_mass_rows` says. `in_order`: row t stands at place t, so a prefix of rows needs one of keys."""
+    """Implements `attention_mass_rows`. `in_order`: row t has index t, so a prefix of rows needs a prefix of keys."""
     heads, rows, head_dim = q.shape
     keys = k.shape[1]
     block = max(1, min(rows, 512, _BLOCK_ELEMENTS // max(heads * keys, 1)))
@@ -44,22 +46,13 @@ def attention_mass_rows_xla(
             allowed = jnp.broadcast_to(key_mask[:seen], (block, seen))
             if causal:
                 allowed = allowed & (jnp.arange(seen) <= place[:, None])
-            p = _softmax(logits * head_dim**-0.5, allowed, softmax_n)
+            p = softmax_statistic(logits * head_dim**-0.5, allowed, softmax_n, "sum", 0.0)
             return jnp.einsum("rs,kgts->rkgt", weight[:, :seen], p)
 
         slices = q[first:last], places[first:last]
-        if last - first == 1:  # no loop to compile
+        if last - first == 1:  # avoids compiling a loop
             parts.append(give(jax.tree.map(lambda x: x[0], slices))[None])
         else:
             parts.append(jax.lax.map(give, slices))
     mass = jnp.concatenate(parts).transpose(1, 2, 3, 0, 4)  # [R, K, G, blocks, block]
     return mass.reshape(-1, heads, blocks * block)[..., :rows]
-
-
-def _softmax(logits, allowed, softmax_n):
-    peak = jnp.max(jnp.where(allowed, logits, -jnp.inf), axis=-1, keepdims=True)
-    # With an n in the denominator 0 takes part as one more logit, so the shift must not fall below it.
-    shift = jnp.maximum(peak, 0.0) if softmax_n else jnp.where(jnp.isfinite(peak), peak, 0.0)
-    exponent = jnp.where(allowed, jnp.exp(logits - shift), 0.0)
-    total = jnp.sum(exponent, axis=-1, keepdims=True) + (softmax_n * jnp.exp(-shift) if softmax_n else 0.0)
-    return exponent / jnp.where(total > 0, total, 1.0)

@@ -1,4 +1,4 @@
-"""core_attention: one query per row against listed slots of its segment and the text behind them (A-VL's operator).
+"""core_attention: one query per row against a list of slots of its segment and the text after them (A-VL's operator).
 
 Axes: B batch · N query heads · K key heads · G = N/K · P pool slots · C bound on the listed slots ·
 M bound on a segment · H head dim.
@@ -60,31 +60,31 @@ def core_attention(
     tuple[Float[Array, "B N H"], Float[Array, "B N"]]
     | tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"]]
 ):
-    """`decode_attention` over slots start + rows[i], i < count, and over all start + j with text <= j < length.
+    """`decode_attention` over slots start + rows[i] for i < count, and over start + j for text <= j < length.
 
-    What lies between, entries that are stored but not in the core, is not part of the answer whatever finite value it
-    holds; whether it is read is the implementation's choice.
+    Other slots of the segment have no influence, as long as they hold finite numbers. Whether they are read depends on
+    the implementation.
 
     Args:
         q: one query per row.
-        k: the pool's keys.
-        v: its values.
+        k: keys of the pool.
+        v: values of the pool.
         start: first slot of the segment.
-        length: its slots in use.
-        rows: listed slots, counted from `start`, ascending, below `text`, the same for all heads.
-        count: how many of them count; the others may hold anything.
-        text: first slot, counted from `start`, from which on every slot takes part.
-        valid: which slots of the segment may take part at all, counted from `start`; None: all in use.
+        length: number of used slots of the segment.
+        rows: listed slots as offsets from `start`: ascending, below `text`, the same for all heads.
+        count: how many entries of `rows` are used; the others may hold anything.
+        text: offset from `start` of the first text slot; all slots from there on take part.
+        valid: which slots of the segment may take part, by offset from `start`; None: all used slots.
         max_length: M, a static bound on `length`; None: P.
-        softmax_n: as in `decode_attention`.
-        return_mass: whether to return the probabilities too, counted from `start`.
-        implementation: a name that `dispatch.available` gives; None chooses.
+        softmax_n: see `decode_attention`.
+        return_mass: whether to return the probabilities too, by offset from `start`.
+        implementation: a name from `dispatch.available`; None chooses one for the platform.
 
     Returns:
-        As `decode_attention`.
+        The same as `decode_attention`.
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that is not there.
+        ValueError: the shapes do not fit, or the implementation is not available.
     """
     batch, heads, head_dim = q.shape
     if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != head_dim or heads % k.shape[2]:

@@ -1,10 +1,10 @@
-"""core_attention for TPU: the pass of decode_attention, masked, past blocks that hold no core row.
+"""core_attention for TPU: decode_attention with a mask. Blocks without any listed slot are skipped.
 
-Rows are not copied one by one: a copy of one slot moves 2 to 16 KiB, less than the memory delivers in the time that
-starting a copy takes, so single rows are bound by their number. A block costs its bytes whether one of its slots is in
-the core or all. With the core scattered over 0.3 to 0.7 of the vision slots nearly every block holds a row and the
-pass reads them all; what is saved is runs of blocks without any, and the text behind is dense either way. This is an
-estimate from sizes, not a measurement: no TPU was at hand.
+Slots are not copied one by one. A copy of one slot moves 2 to 16 KiB, and starting a copy takes longer than that, so
+the number of copies would limit the speed. A block costs the same whether one of its slots is listed or all of them.
+If the listed slots are scattered over 0.3 to 0.7 of the vision slots, nearly every block holds one and all are read;
+only runs of blocks without any are saved. The text is dense in any case. This is an estimate from sizes, not a
+measurement on a TPU.
 
 Axes: B batch · N query heads · K key heads · P pool slots · C bound on the listed slots · M bound on a segment ·
 H head dim.
@@ -35,7 +35,7 @@ def core_attention_mosaic_tpu(
     return_mass: bool,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
-    """As `core_attention` says."""
+    """Implements `core_attention` for TPU."""
     place = jnp.arange(max_length)
     listed = jnp.where(jnp.arange(rows.shape[1]) < count[:, None], rows, max_length)
     row = jnp.arange(rows.shape[0])[:, None]
@@ -51,6 +51,6 @@ def unsupported(
     q: Array, k: Any, v: Any, start: Array, length: Array, rows: Array, count: Array, text: Array, valid: Any,
     max_length: int, return_mass: bool,
 ) -> str | None:  # fmt: skip
-    """Why the kernel cannot take these arguments; None: it can."""
+    """Returns why the kernel cannot run with these arguments, or None if it can."""
     masked = jnp.zeros(()) if valid is None else valid
     return mosaic_tpu.unsupported(q, k, v, start, length, masked, max_length, return_mass, op="core_attention")

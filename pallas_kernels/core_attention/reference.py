@@ -21,7 +21,7 @@ def core_attention_reference(
     max_length: int,
     return_mass: bool,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
-    """As `core_attention` says, read off the definition."""
+    """Implements `core_attention` directly from its definition."""
     place = jnp.arange(max_length)
     listed = jnp.arange(rows.shape[1]) < count[:, None]
     core = jnp.any(listed[..., None] & (rows[..., None] == place), axis=1)[:, None]  # [B, 1, M]

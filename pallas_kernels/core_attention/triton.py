@@ -1,7 +1,7 @@
-"""core_attention in Triton, for A100 and H100: rows of the list are read where they lie, by index.
+"""core_attention in Triton, for A100 and H100: listed slots are read from the pool by index, without a copy.
 
-The kernel is decode_attention's, which turns the number of a slot into its place: the first `count` are the list's, the
-others the text, one after the other. Parts are cut from both together.
+The kernel is the one of decode_attention, which maps the number of an entry to its slot: the first `count` entries are
+the listed slots, the others the text slots in order. Parts are cut from both together.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def core_attention_triton(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Any]:
-    """As `core_attention` says."""
-    if not rows.shape[1]:  # an array without elements has no place in a kernel
+    """Implements `core_attention` in Triton."""
+    if not rows.shape[1]:  # Triton does not accept an empty array
         rows = jnp.zeros((rows.shape[0], 1), rows.dtype)
     listed = rows, count, text
     return attend(q, k, v, start, length, listed, valid, max_length, return_mass, interpret=interpret)

@@ -1,4 +1,4 @@
-"""core_attention in plain XLA: the listed slots and the text, gathered a few blocks at a time and never copied out."""
+"""core_attention in plain XLA: listed slots and text, gathered a few blocks at a time without a copy of the whole."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def core_attention_xla(
     max_length: int,
     return_mass: bool,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
-    """As `core_attention` says. Entries of a segment here: the listed slots, then the text."""
+    """Implements `core_attention`. The entries of a segment are the listed slots, then the text slots."""
     (batch, listed), kv_heads = rows.shape, k.shape[2]
     begin, behind = start.reshape(-1), text.reshape(-1)
     entries = count[:, None] + jnp.maximum(length - text, 0)
@@ -32,7 +32,7 @@ def core_attention_xla(
     def read(block: int) -> ragged.Read:
         def one(segment: Array, first: Array) -> tuple[Array, Array, Array]:
             row, head = segment // kv_heads, segment % kv_heads
-            # Nothing outside the list is touched, not even to be masked.
+            # Indices are clipped to listed entries, because other slots must not be read, not even masked.
             entry = jnp.minimum(first + jnp.arange(block), entries.reshape(-1)[segment] - 1)
             place = jnp.where(
                 entry < count[row],
@@ -56,7 +56,7 @@ def core_attention_xla(
     place = jnp.arange(max_length)
     number = jnp.arange(listed)
     listed_place = jnp.where(number < count[:, None], rows, max_length)
-    # Of every slot its entry in the list; `bound`: none.
+    # For every slot the index of its entry, or `bound` if it has none.
     entry = jnp.full((batch, max_length), bound).at[jnp.arange(batch)[:, None], listed_place].set(number, mode="drop")
     where = jnp.where(place < text[..., None], entry[:, None], count[:, None, None] + place - text[..., None])
     where = where.reshape(-1, 1, max_length)

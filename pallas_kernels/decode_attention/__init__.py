@@ -1,7 +1,6 @@
-"""decode_attention: one query per row against its own contiguous segment of a packed pool.
+"""decode_attention: one query per row against its own contiguous segment of the packed pool.
 
-Axes: B batch · N query heads · K key heads · G = N/K · P pool slots ·
-M bound on a segment · H head dim.
+Axes: B batch · N query heads · K key heads · G = N/K · P pool slots · M bound on a segment · H head dim.
 """
 
 from __future__ import annotations
@@ -56,28 +55,28 @@ def decode_attention(
     tuple[Float[Array, "B N H"], Float[Array, "B N"]]
     | tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"]]
 ):
-    """softmax_n(q k^T / sqrt(H)) v over slots start <= p < start + length, head n reading key head n // G.
+    """Computes softmax_n(q k^T / sqrt(H)) v over slots start <= p < start + length; head n uses key head n // G.
 
     softmax_n(x)_j = exp(x_j) / (softmax_n + sum_i exp(x_i)).
 
     Args:
         q: one query per row.
-        k: the pool's keys; of a quantised pool no more than a chunk is an array at any time.
-        v: its values, likewise.
+        k: keys of the pool; a quantised pool is dequantised one block at a time.
+        v: values of the pool, likewise.
         start: first slot of the segment.
-        length: its slots in use.
-        valid: which slots of the segment take part, counted from `start`; None: all in use.
+        length: number of used slots of the segment.
+        valid: which slots of the segment take part, by offset from `start`; None: all used slots.
         max_length: M, a static bound on `length`; None: P.
-        softmax_n: the constant added to the denominator (CSP, Eq. 7); for a segment that is to be combined, 0.
-        return_mass: whether to return the probabilities too, counted from `start`.
-        implementation: a name that `dispatch.available` gives; None chooses.
+        softmax_n: constant added to the denominator (CSP, Eq. 7); must be 0 if the result goes to `combine`.
+        return_mass: whether to return the probabilities too, by offset from `start`.
+        implementation: a name from `dispatch.available`; None chooses one for the platform.
 
     Returns:
-        The attention in float32 and the log of the softmax's denominator, by which two segments can be combined; then
-        the mass, if asked for. An empty segment gives zeros and log(softmax_n), that is -inf without an n.
+        The attention output in float32, the log of the softmax denominator (`combine` needs it), and with
+        `return_mass` the probabilities. An empty segment gives zeros and log(softmax_n), which is -inf for 0.
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that is not there.
+        ValueError: the shapes do not fit, or the implementation is not available.
     """
     batch, heads, head_dim = q.shape
     if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != head_dim or heads % k.shape[2]:
@@ -102,15 +101,15 @@ def combine(
     second: tuple[Float[Array, "B N H"], Float[Array, "B N"]],
     softmax_n: float = 0.0,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
-    """Attention over two disjoint sets of keys from attention over each; either may be empty.
+    """Attention over the union of two disjoint sets of keys, from the attention over each; either may be empty.
 
     Args:
-        first: attention and log of the denominator, as `decode_attention` returns them without an n.
-        second: the same over the other keys.
-        softmax_n: the constant added to the joint denominator (CSP, Eq. 7), once: not for parts to be combined again.
+        first: attention and log of the denominator, as `decode_attention` returns them with softmax_n = 0.
+        second: the same for the other keys.
+        softmax_n: constant added to the joint denominator (CSP, Eq. 7). Leave it 0 if the result is combined again.
 
     Returns:
-        The attention and the log of the joint denominator, n included.
+        The attention and the log of the joint denominator, which includes softmax_n.
     """
     (a, lse_a), (b, lse_b) = first, second
     total = add_constant(jnp.logaddexp(lse_a, lse_b), softmax_n)

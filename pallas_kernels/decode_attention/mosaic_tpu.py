@@ -1,17 +1,17 @@
-"""decode_attention for TPU: one pass over the segments, blocks of slots copied from HBM while the last one is used.
+"""decode_attention for TPU: one pass over the segments; the next block is copied from HBM while one is computed.
 
-A slot's K heads lie together in a pool [P, K, H], so the pool is read as rows of [P K, H] (a bitcast where K is a
-power of two and H fills the lanes) and all heads of a block at once: q [N, H] against [C K, H] is one matrix product,
-in which head n uses the columns of its own key head and the rest are masked. The matrix unit streams those rows in any
-case; memory bounds the whole. Heads whose segments begin together share a pass, as they do in every method that gives
-the heads of a layer one budget; each further start costs one more pass over all heads of its segment.
+The pool [P, K, H] is read as rows of [P K, H] (a bitcast if K is a power of two and H fills the lanes), all heads of a
+block at once. q [N, H] times [C K, H] is one matrix product in which query head n uses the columns of its own key head
+and the others are masked. The extra columns cost nothing, since memory bandwidth is the limit. Heads whose segments
+begin at the same slot share a pass, which is the case for every method that gives all heads of a layer one budget.
+Each further start costs one more pass over all heads of its segment.
 
-Copies are of whole blocks, the last of a segment in units of 16 slots: what is read is what is used, rounded up to a
-tile. The next copy is under way while a block is computed, across rows of the batch too. Where the device has two
-cores each takes half of every row's blocks, joined by their log-sum-exp.
+Whole blocks are copied, the last of a segment in units of 16 slots, so at most one incomplete unit is read in vain. The
+next copy runs while a block is computed, also across rows of the batch. If the device has two cores, each takes half of
+the blocks of every row, and the results are joined by their log-sum-exps.
 
 Axes: B batch · N query heads · K key heads · G = N/K · P pool slots · M bound on a segment · H head dim ·
-C slots of a chunk, what is multiplied at once · R = C K its rows · Z cores.
+C slots of a chunk (multiplied at once) · R = C K rows of a chunk · Z cores.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pallas_kernels.quantized import QuantizedPool
 from pallas_kernels.tpu import FLOOR, LANES, MASKED, cores, device_kind, dot, dot_exact, interpreter
 
 _UNIT = 16  # slots: a segment begins on a bfloat16 tile
-_VMEM_BYTES = 15 * 2**20  # of 16 MiB that a kernel may use on every generation
+_VMEM_BYTES = 15 * 2**20  # a kernel may use 16 MiB on every generation
 
 
 def decode_attention_mosaic_tpu(
@@ -47,14 +47,14 @@ def decode_attention_mosaic_tpu(
     interpret: bool = False,
     op: str = "decode_attention",
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
-    """As `decode_attention` says. Blocks in which no slot is valid are not read; `op`: whose block sizes."""
+    """Implements `decode_attention` for TPU. Blocks without a valid slot are not read. `op` selects the block sizes."""
     assert not isinstance(k, QuantizedPool) and not isinstance(v, QuantizedPool)
     plan = _plan(op, q, k, valid is not None, max_length, return_mass)
     split = 1 if plan.blocks == 1 else cores()
     return _attend(q, k, v, start, length, valid, plan, split, max_length, return_mass, interpret, op)
 
 
-# Under jit, so that a model's layers, all of one shape, are traced once.
+# Under jit, so that it is traced once for all layers of a model, which have the same shapes.
 @partial(jax.jit, static_argnums=(6, 7, 8, 9, 10, 11))
 def _attend(
     q: Float[Array, "B N H"],
@@ -73,14 +73,14 @@ def _attend(
     batch, heads, head_dim = q.shape
     kv_heads, group, most = plan.kv_heads, heads // plan.kv_heads, min(max_length, k.shape[1])
     start, length = start.astype(jnp.int32), jnp.clip(length, 0, most).astype(jnp.int32)
-    shift = jax.lax.rem(start, plan.unit)  # slots that are read before the segment begins
+    shift = jax.lax.rem(start, plan.unit)  # slots that are read before the segment begins, because copies are aligned
     units, ends = _passes(start, jnp.where(length > 0, _up(shift + length, plan.unit), 0), plan.per_block)
     of_query = [jnp.repeat(x, group, axis=1) for x in (start, start + length)]
     key_head = jnp.broadcast_to(jax.lax.div(jnp.arange(heads, dtype=jnp.int32), group), (batch, heads))
     row = jnp.arange(plan.chunk * kv_heads, dtype=jnp.int32)
 
     scalars = {"start": start, "units": units, "ends": ends}
-    vectors = {"q": q, "bounds": jnp.stack([*of_query, key_head], axis=-1)}  # [B, ..], a row of the batch at a time
+    vectors = {"q": q, "bounds": jnp.stack([*of_query, key_head], axis=-1)}  # [B, ..], one row of the batch at a time
     constants = {"columns": jnp.stack([jax.lax.div(row, kv_heads), jax.lax.rem(row, kv_heads)])}  # slot and key head
     in_hbm = {"k": k.reshape(batch, -1, head_dim), "v": v.reshape(batch, -1, head_dim)}
     buffers = {name: ((plan.block * kv_heads, head_dim), k.dtype) for name in in_hbm}
@@ -140,7 +140,7 @@ def unsupported(
     return_mass: bool,
     op: str = "decode_attention",
 ) -> str | None:
-    """Why the kernel cannot take these arguments; None: it can."""
+    """Returns why the kernel cannot run with these arguments, or None if it can."""
     if isinstance(k, QuantizedPool) or isinstance(v, QuantizedPool):
         return "the pool is quantised"
     if k.dtype != v.dtype or k.dtype not in (jnp.bfloat16, jnp.float32):
@@ -161,16 +161,16 @@ def unsupported(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """Sizes in slots; all but `lined_up` follow from shapes and the tuning table."""
+    """Sizes in slots. They follow from the shapes and the tuning table."""
 
     batch: int
     kv_heads: int
-    unit: int  # what a copy is a multiple of
-    chunk: int  # what is multiplied at once
-    block: int  # what is copied ahead
-    blocks: int  # that the longest segment may have
+    unit: int  # copies are multiples of it
+    chunk: int  # multiplied at once
+    block: int  # copied at once
+    blocks: int  # largest number of blocks of a segment
     masked: bool
-    lined_up: bool  # slots are lanes, of a mask or of the mass
+    lined_up: bool  # slots are lanes, because a mask is read or the mass is written
 
     @property
     def per_block(self) -> int:
@@ -178,7 +178,7 @@ class _Plan:
 
     @property
     def small(self) -> bool:
-        """A pool of one chunk, which need not fill whole tiles."""
+        """Whether the pool is a single chunk, which need not fill whole tiles."""
         return self.blocks * self.block == self.chunk
 
 
@@ -188,27 +188,31 @@ def _plan(op: str, q: Array, k: Array, masked: bool, max_length: int, return_mas
     if slots <= LANES:
         unit, chunk, block = slots if slots % _UNIT else _UNIT, slots, slots
     else:
-        default = {"buffer_kib": 512}  # of keys in a block: long enough a copy to reach the memory's speed
-        room = tuning.block(f"{op}/mosaic_tpu", device_kind(), default)["buffer_kib"] * 2**10
+        default = {"buffer_kib": 512}  # keys of a block: a copy this long reaches the memory's full bandwidth
+        capacity = tuning.block(f"{op}/mosaic_tpu", device_kind(), default)["buffer_kib"] * 2**10
         unit = _UNIT
         chunk = LANES if lined_up else min(max(2048 // kv_heads // unit, 1), slots // unit, 32) * unit
-        block = max(1, min(room // (chunk * _slot_bytes(k)), slots // chunk)) * chunk
+        block = max(1, min(capacity // (chunk * _slot_bytes(k)), slots // chunk)) * chunk
     blocks = -(-min(max_length + unit - 1, slots) // block)
     return _Plan(batch, kv_heads, unit, chunk, block, blocks, masked, lined_up)
 
 
 def _slot_bytes(k: Array) -> int:
-    """Of one slot of the pool, as it lies in VMEM."""
+    """Bytes of one slot of the pool in VMEM, where heads are padded to whole lanes."""
     return k.shape[2] * -(-k.shape[3] // LANES) * LANES * k.dtype.itemsize
 
 
 def _up(x: Any, unit: int) -> Any:
-    """How many units hold so many, which is not below 0; the operator `//` minds signs, in ten operations a layer."""
+    """x / unit rounded up, for x >= 0. `//` would handle signs too, with ten more operations per layer."""
     return jax.lax.div(x + (unit - 1), unit)
 
 
 def _passes(start: Any, units: Any, per_block: int) -> tuple[Any, Any]:
-    """Heads that begin together share the pass of the first of them: units of each pass, blocks up to its end."""
+    """Plans the passes over the segments: heads that begin at the same slot share the pass of the first of them.
+
+    Returns:
+        Units of each head's pass (0 if the head shares another's), and the cumulated number of blocks, both [B, K].
+    """
     heads = jnp.arange(start.shape[1])
     together = start[:, :, None] == start[:, None, :]  # [B, K, K]
     leader = ~jnp.any(together & (heads[None, :] < heads[:, None]), axis=-1)
@@ -217,23 +221,26 @@ def _passes(start: Any, units: Any, per_block: int) -> tuple[Any, Any]:
     return units, jnp.sum(jnp.where(heads[None, :] <= heads[:, None], blocks[:, None], 0), axis=-1)
 
 
-def _move(x: Any, by: Any, room: int) -> Any:
-    """x [B, K, M] moved `by` [B, K] < 128 places up or down into `room` places, what is new zero; free if by = 0."""
+def _move(x: Any, by: Any, size: int) -> Any:
+    """Shifts x [B, K, M] by `by` [B, K] (|by| < 128) along the last axis, into an axis of `size`, padded with zeros.
+
+    Costs nothing if all of `by` are 0.
+    """
 
     def windows(x: Any) -> Any:
-        x = _fit(jnp.pad(x, [(0, 0), (0, 0), (LANES, 0)]), room + 2 * LANES)
-        return jax.vmap(jax.vmap(lambda one, by: jax.lax.dynamic_slice_in_dim(one, LANES - by, room)))(x, by)
+        x = _fit(jnp.pad(x, [(0, 0), (0, 0), (LANES, 0)]), size + 2 * LANES)
+        return jax.vmap(jax.vmap(lambda one, by: jax.lax.dynamic_slice_in_dim(one, LANES - by, size)))(x, by)
 
-    return jax.lax.cond(jnp.any(by != 0), windows, lambda x: _fit(x, room), x)
+    return jax.lax.cond(jnp.any(by != 0), windows, lambda x: _fit(x, size), x)
 
 
-def _fit(x: Any, room: int) -> Any:
-    """The last axis cut or filled up to `room` places."""
-    return jnp.pad(x[..., :room], [(0, 0)] * (x.ndim - 1) + [(0, max(0, room - x.shape[-1]))])
+def _fit(x: Any, size: int) -> Any:
+    """Cuts or zero-pads the last axis to `size`."""
+    return jnp.pad(x[..., :size], [(0, 0)] * (x.ndim - 1) + [(0, max(0, size - x.shape[-1]))])
 
 
 def _join(out: Any, lse: Any) -> tuple[Any, Any]:
-    """Attention over all from attention over each core's part, [Z, B, N, H] and [Z, B, N]."""
+    """Joins the attention [Z, B, N, H] and log-sum-exps [Z, B, N] of all cores."""
     if len(out) == 1:
         return out[0], lse[0]
     total = jax.nn.logsumexp(lse, axis=0)
@@ -242,22 +249,22 @@ def _join(out: Any, lse: Any) -> tuple[Any, Any]:
 
 
 class _Pass:
-    """One row of the batch on one core: `run` makes its visits, each to a block of one pass."""
+    """The work of one core for one row of the batch: a sequence of visits, each to one block of one pass."""
 
     def __init__(self, plan: _Plan, refs: dict[str, Any]):
         self.plan, self.refs = plan, refs
         self.core, self.row = pl.program_id(0), pl.program_id(1)
         self.q, self.bounds, self.columns = refs["q"][0], refs["bounds"][0], refs["columns"][...]
-        self.own = self.columns[1:2] == self.bounds[:, 2:3]  # [N, R]: rows of the query head's own key head
+        self.own = self.columns[1:2] == self.bounds[:, 2:3]  # [N, R]: rows that hold the query head's own key head
 
     def run(self) -> None:
-        """Writes this core's part of one row's attention."""
+        """Writes this core's part of the attention of one row."""
         refs, (heads, head_dim) = self.refs, self.q.shape
         first, count = self.visits(self.row)
 
         @pl.when(self.row == 0)
         def _() -> None:
-            # What no copy has filled yet is multiplied by zero, which must not be zero times NaN.
+            # Masked slots that no copy has filled are multiplied by zero, so they must not hold NaN.
             refs["v buffer"][...] = jnp.zeros_like(refs["v buffer"])
             refs["turn"][0] = 0
             self.copies(self.row, first, 0, lambda copy: copy.start())
@@ -273,13 +280,13 @@ class _Pass:
         refs["lse"][0, 0] = jnp.broadcast_to(jnp.where(some, peak + jnp.log(weight), -jnp.inf), (heads, LANES))
 
     def visits(self, row: Any) -> tuple[Any, Any]:
-        """First visit and number of visits of this core; at least one, so that each row knows what comes next."""
+        """First visit and number of visits of this core; at least one, in which the next row's copies are started."""
         total = self.refs["ends"][(row + 1) * self.plan.kv_heads - 1]
         per_core = pl.cdiv(total, pl.num_programs(0))
         return self.core * per_core, jnp.maximum(per_core, 1)
 
     def locate(self, row: Any, i: Any) -> tuple[Any, Any, Any]:
-        """Visit i of a row: where its pass begins, its block of that pass, and how many units there are to read."""
+        """For visit i of a row: first slot of its pass, index of its block in that pass, and units to read."""
         plan, refs = self.plan, self.refs
         first, last = row * plan.kv_heads, (row + 1) * plan.kv_heads - 1
         at = jax.lax.while_loop(lambda h: (h < last) & (refs["ends"][h] <= i), lambda h: h + 1, first)
@@ -292,7 +299,7 @@ class _Pass:
         return refs["start"][at], index, size
 
     def copies(self, row: Any, i: Any, turn: Any, act: Callable[[Any], None]) -> None:
-        """Starts or awaits the copies that visit i of a row needs."""
+        """Applies `act` (start or wait) to the copies that visit i of a row needs, into buffer `turn` (0 or 1)."""
         plan, refs = self.plan, self.refs
         begin, index, size = self.locate(row, i)
         place = begin // plan.unit * plan.unit + index * plan.block
@@ -318,7 +325,7 @@ class _Pass:
         pl.when(size < plan.per_block)(lambda: jax.lax.fori_loop(0, size, unit, None))
 
     def visit(self, i: Any, last: Any, state: Any) -> Any:
-        """Starts what comes after visit i, awaits what it needs and attends to it."""
+        """Starts the copies of the next visit, waits for those of visit i, and adds its block to the softmax."""
         turn = self.refs["turn"][0] % 2
 
         @pl.when(i < last)
@@ -337,7 +344,7 @@ class _Pass:
         return state
 
     def attend(self, c: Any, turn: Any, begin: Any, index: Any, state: Any) -> Any:
-        """The online softmax with chunk c of a block."""
+        """Adds chunk c of a block to the online softmax."""
         (plan, refs), (peak, weight, total) = (self.plan, self.refs), state
         rows = _slice(c * plan.chunk * plan.kv_heads, plan.unit * plan.kv_heads, plan.chunk * plan.kv_heads, plan.small)
         logits = dot(self.q, refs["k buffer"][turn, rows], (1, 1)) * self.q.shape[-1] ** -0.5  # [N, R]
@@ -359,12 +366,12 @@ class _Pass:
         return both, weight * old + jnp.sum(p, axis=-1, keepdims=True), total
 
     def chosen(self, valid: Any) -> Any:
-        """Which rows of a chunk are valid, [1, R], from which slots are, [K, C]."""
+        """Spreads a mask over slots [K, C] to a mask over the rows of a chunk [1, R]."""
         spread = dot(valid, self.refs["spread"][...], (1, 0))  # [K, R]
         of_head = self.columns[1:2] == jax.lax.broadcasted_iota(jnp.int32, (self.plan.kv_heads, 1), 0)
         return jnp.max(jnp.where(of_head, spread, 0.0), axis=0, keepdims=True) > 0.5
 
 
 def _slice(begin: Any, multiple: int, count: int, known: bool) -> Any:
-    """`count` from a multiple of `multiple` on; from 0 if that is known, so that nothing need be aligned."""
+    """Slice of `count` elements from `begin`, a multiple of `multiple`; from 0, without alignment, if `known`."""
     return pl.ds(0, count) if known else pl.ds(pl.multiple_of(begin, multiple), count)

@@ -1,4 +1,4 @@
-"""The specification of decode_attention: every slot, masked."""
+"""The specification of decode_attention: attention over all slots of the pool with a mask."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def decode_attention_reference(
     max_length: int,
     return_mass: bool,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
-    """As `decode_attention` says, read off the definition."""
+    """Implements `decode_attention` directly from its definition."""
     repeat = q.shape[1] // k.shape[2]
     q, k, v = (x.astype(jnp.float32) for x in (q, dequantize(k), dequantize(v)))
     k, v = jnp.repeat(k, repeat, axis=2), jnp.repeat(v, repeat, axis=2)

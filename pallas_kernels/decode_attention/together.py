@@ -1,9 +1,9 @@
-"""decode_attention in plain XLA for a CPU, where the segments of a row's heads lie side by side.
+"""decode_attention in plain XLA for a CPU, for segments of a row's heads that cover about the same slots.
 
-A block is some slots with all their heads, as they lie in memory, so it is read in one piece and in order: twice as
-fast as head by head (`ragged`), where each head's numbers are a few cache lines apart. Slots that are some heads' only
-are masked for the others, so this pays where segments begin and end at much the same slots, as they do unless a method
-gives heads budgets of their own; and in a tail.
+A block is a number of slots with all their heads, which are contiguous in memory. Reading them in order is twice as
+fast as reading head by head (`ragged`). Slots that belong to the segments of only some heads are masked for the others.
+So this is faster if the segments of all heads begin and end at about the same slots, which is the case unless a method
+gives each head its own budget, and always in the tail.
 
 Axes: B batch · N query heads · K key heads · G = N/K · P pool slots · C slots of a block · H head dim.
 """
@@ -18,20 +18,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.ragged import normalized
 
-_BYTES = 9 * 2**15  # of a block's keys: just enough for XLA to copy it with more than one core
+_BYTES = 9 * 2**15  # keys of a block: just enough for XLA to copy it with more than one core
 _LEAST, _MOST = 16, 128  # slots of a block
-_WIDE = 64  # head dims from which a block's keys stay in the order they lie in
+_WIDE = 64  # smallest head dim for which the keys of a block are not transposed
 
 
 class _Spans(NamedTuple):
-    """The slots that a row's segments cover together; of a row without entries none."""
+    """First slot and end of the union of a row's segments; equal if the row has no entries."""
 
     first: Int[Array, " B"]
     end: Int[Array, " B"]
 
 
 class _State(NamedTuple):
-    """Of an online softmax, unnormalized."""
+    """State of an online softmax; `total` is not yet divided by `weight`."""
 
     total: Float[Array, "B K G H"]
     peak: Float[Array, "B K G"]
@@ -39,13 +39,13 @@ class _State(NamedTuple):
 
 
 def pays(start: Int[Array, "B K"], length: Int[Array, "B K"]) -> Bool[Array, ""]:
-    """Whether reading all heads' slots of what their segments cover is less work than reading head by head."""
+    """Whether `attend_together` is faster than reading head by head: it reads at most twice as many entries."""
     first, end = _spans(start, length)
     return jnp.sum(end - first) * start.shape[1] <= 2 * jnp.sum(length)
 
 
 def is_small(slots: int, slot_bytes: int) -> bool:
-    """Whether so many slots are few blocks, so that it pays, or hardly costs, wherever segments lie."""
+    """Whether the pool has so few blocks that `attend_together` is fast for any segments."""
     return slots <= 4 * _block(slots, slot_bytes)
 
 
@@ -56,7 +56,7 @@ def attend_together(
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
-    """The attention and the log of its denominator, as `decode_attention` says; free slots must hold finite numbers."""
+    """Attention and log of its denominator, as `decode_attention` returns them. Free slots must hold finite numbers."""
     batch, slots, kv_heads, head_dim = k.shape
     block = _block(slots, kv_heads * head_dim * k.dtype.itemsize)
     grouped = q.reshape(batch, kv_heads, -1, head_dim)
@@ -67,7 +67,7 @@ def attend_together(
     def step(i: Array, state: _State) -> _State:
         row = jnp.sum(i >= ends)
         begin = first[row] + (i - (ends - blocks)[row]) * block
-        at = jnp.minimum(begin, slots - block)  # the last block of a pool may reach back into the one before
+        at = jnp.minimum(begin, slots - block)  # the last block of a pool may overlap the one before
         keys, values = (jax.lax.dynamic_slice(x, (row, at, 0, 0), (1, block, *x.shape[2:]))[0] for x in (k, v))
         place = at + jnp.arange(block)
         inside = (place >= jnp.maximum(start[row], begin)[:, None]) & (place < (start + length)[row][:, None])
@@ -90,7 +90,7 @@ def attend_together(
 
 
 def _products(keys: Float[Array, "C K H"], q: Float[Array, "K G H"]) -> Float[Array, "K G C"]:
-    """q k^T of every head. With q first XLA turns the keys, number by number, which pays for narrow heads only."""
+    """q k^T of every head. With q first, XLA transposes the keys, which is faster only for narrow heads."""
     if keys.shape[2] < _WIDE:
         return jnp.einsum("kgh,ckh->kgc", q, keys, preferred_element_type=jnp.float32)
     return jnp.swapaxes(jnp.einsum("ckh,kgh->kcg", keys, q, preferred_element_type=jnp.float32), 1, 2)

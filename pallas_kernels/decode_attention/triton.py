@@ -1,14 +1,14 @@
-"""decode_attention in Triton, for A100 and H100: a program per row, key head and part of the segment.
+"""decode_attention in Triton, for A100 and H100: one program per row, key head and part of the segment.
 
-A segment is cut into as many parts as fill the device, by its own length: short and long segments keep every program
-busy, and a part past the end of its segment does nothing. Parts merge by their log-sum-exp. The heads of a group are
-the rows of one product (at least 16, which memory hides), so a key or value is read once.
+Each segment is cut, according to its own length, into as many parts as fill the device. So every program has work for
+short and long segments alike. Parts are merged by their log-sum-exps. The query heads of a group are the rows of one
+product (padded to 16, which is free since memory is the limit), so each key and value is read once.
 
-The slots may also be those of a list, followed by a dense rest (`core_attention`): a row of one key head stands by
-itself in the pool [B, P, K, H] anyway, so a list of rows reads at the same speed and nothing is copied out first.
+The slots may also be listed ones, followed by a dense rest (`core_attention`). The entries of one key head are not
+contiguous in the pool [B, P, K, H] anyway, so listed slots are read at the same speed and nothing is copied first.
 
 Axes: B batch · N query heads · K key heads · G = N/K · P pool slots · M bound on a segment · H head dim · Z parts ·
-C rows of a list · J slots of a turn of the loop.
+C listed slots · J slots of one iteration.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import gpu, tuning
 from pallas_kernels.quantized import QuantizedPool
 
-Listed = tuple[Int[Array, "B C"], Int[Array, " B"], Int[Array, "B K"]]  # rows, count, text, as in core_attention
+Listed = tuple[Int[Array, "B C"], Int[Array, " B"], Int[Array, "B K"]]  # rows, count, text of core_attention
 
 
 def unsupported(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> str | None:
-    """Why this kernel cannot take these arguments; None: it can."""
+    """Returns why the kernel cannot run with these arguments, or None if it can."""
     del args, kwargs
     if isinstance(k, QuantizedPool) or isinstance(v, QuantizedPool):
         return "it reads arrays only, not quantised pools"
@@ -48,7 +48,7 @@ def decode_attention_triton(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
-    """As `decode_attention` says."""
+    """Implements `decode_attention` in Triton."""
     return attend(q, k, v, start, length, None, valid, max_length, return_mass, interpret=interpret)
 
 
@@ -65,12 +65,12 @@ def attend(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
-    """Attention, log-sum-exp and mass over the slots of each segment, all of them or those of `listed`."""
+    """Attention, log-sum-exp and mass over all slots of each segment, or over those of `listed`."""
     batch, heads, head_dim = q.shape
     slots, kv_heads = k.shape[1:3]
     group = heads // kv_heads
     op = "decode_attention" if listed is None else "core_attention"
-    # Keys and values of two turns lie in shared memory while a third is read: 64 KiB at H = 128, in bfloat16.
+    # Keys and values of two iterations are in shared memory while a third is read: 64 KiB at H = 128, in bfloat16.
     default = {"block": 64 if k.dtype.itemsize < 4 else 32, "warps": 4, "stages": 3}
     size = tuning.block(f"{op}/triton", None, default)
     block = size["block"]
@@ -79,7 +79,7 @@ def attend(
     seen = jnp.full((batch, kv_heads, group, max_length), -jnp.inf) if return_mass else None
     inputs = (q.reshape(batch, kv_heads, group, head_dim), k, v, start, length, listed, valid, seen)
 
-    # Of a program for (head, part, row): its row's or its row's and head's share of an array, whole in the other axes.
+    # A program has the indices (head, part, row). Each spec selects its part of an array by row and head.
     scalar = pl.BlockSpec((None, None), lambda head, part, row: (row, head))
     pool = pl.BlockSpec((None, slots, None, head_dim), lambda head, part, row: (row, 0, head, 0))
     queries = pl.BlockSpec((None, None, group, head_dim), lambda head, part, row: (row, head, 0, 0))
@@ -101,7 +101,7 @@ def attend(
     )
     run = gpu.pallas_call(
         functools.partial(_kernel, block=block, parts=parts),
-        grid=(kv_heads, parts, batch),  # heads fastest: their rows are neighbours in memory
+        grid=(kv_heads, parts, batch),  # heads change fastest: their entries are neighbours in memory
         in_specs=(queries, pool, pool, scalar, scalar, listing, mask, kept),
         out_specs=(out, sums, kept),
         out_shape=out_shape,
@@ -128,7 +128,7 @@ def _kernel(
     length_ref,  # []
     listed_refs,  # [C], [], []; or None
     valid_ref,  # [M]; or None
-    _,  # what seen_ref holds at first
+    _,  # initial contents of seen_ref
     out_ref,  # [G, H]
     lse_ref,  # [G]
     seen_ref,  # [G, M]: logits; or None
@@ -144,14 +144,14 @@ def _kernel(
         rows_ref, count_ref, text_ref = listed_refs
         count, text = count_ref[...], text_ref[...]
         many = count + jnp.maximum(length - text, 0)
-    part = jax.lax.div(many + (parts * block - 1), parts * block) * block  # slots of a part, in whole turns
+    part = jax.lax.div(many + (parts * block - 1), parts * block) * block  # slots of a part, in whole iterations
     begin = pl.program_id(1) * part
     end = jnp.minimum(begin + part, many)
 
     head = jnp.arange(gpu.padded(group))
     q = gpu.load_rows(q_ref, head, head < group)
 
-    def places(i):  # within the segment, of the slots of a turn, and whether they are there
+    def places(i):  # offsets from `start` of the slots of iteration i, and which of them exist
         number = begin + i * block + jnp.arange(block)
         inside = number < end
         if listed_refs is None:
@@ -162,7 +162,7 @@ def _kernel(
 
     def step(i, state):
         out, peak, weight, place, inside = state
-        following = places(i + 1)  # looked up one turn ahead, or the copies of keys and values would wait for it
+        following = places(i + 1)  # one iteration ahead, so that the copies of keys and values need not wait for it
         k = gpu.load_rows(k_ref, start + place, inside)
         v = gpu.load_rows(v_ref, start + place, inside)
         taken = inside
@@ -186,7 +186,7 @@ def _kernel(
         jnp.zeros((rows,), jnp.float32),
         *places(0),
     )
-    turns = jax.lax.div(end - begin + (block - 1), block)  # none or fewer past the end
+    turns = jax.lax.div(end - begin + (block - 1), block)  # at most 0 past the end
     out, peak, weight, *_ = jax.lax.fori_loop(0, turns, step, state)
     some = weight > 0
     weight = jnp.where(some, weight, 1.0)

@@ -1,4 +1,4 @@
-"""decode_attention in plain XLA: as much work as there are slots in use, head by head or all heads at once."""
+"""decode_attention in plain XLA. The work is proportional to the number of used slots."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def decode_attention_xla(
     max_length: int,
     return_mass: bool,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
-    """As `decode_attention` says. Which way is chosen by where the segments lie, while it runs."""
+    """Implements `decode_attention`. It chooses at run time between all heads at once and head by head."""
     head_by_head = partial(_head_by_head, valid=valid, max_length=max_length, return_mass=return_mass)
     either = target_platform() == "cpu" and valid is None and not return_mass
     if not either or isinstance(k, QuantizedPool) or isinstance(v, QuantizedPool):
@@ -48,7 +48,7 @@ def _head_by_head(
     max_length: int,
     return_mass: bool,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
-    """Block by block of each segment."""
+    """Attention by the loop of `ragged`, which reads one block of one head at a time."""
     kv_heads = k.shape[2]
     begin = start.reshape(-1)
 
@@ -73,7 +73,7 @@ def _head_by_head(
 
 
 def _fetch(pool: Array | QuantizedPool, row: Array, head: Array, first: Array, count: int) -> Float[Array, "C H"]:
-    """A block of slots. Of an array, rows gathered one by one are no slower than a slice; of codes they are."""
+    """Reads `count` slots. In an array, gathered rows are as fast as a slice; in a quantised pool a slice is faster."""
     if isinstance(pool, QuantizedPool):
         return quantized.read_block(pool, row, head, first, count)
     return quantized.read_slots(pool, row, head, first + jnp.arange(count))

@@ -1,4 +1,4 @@
-"""prefill_attention: every query of a prompt against all keys it may see, never a T x T matrix.
+"""prefill_attention: attention of all tokens of a prompt, without a T x T matrix.
 
 Axes: B batch · T tokens · N query heads · K key heads · G = N/K · H head dim.
 """
@@ -54,23 +54,23 @@ def prefill_attention(
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
-    """softmax(q k^T / sqrt(H)) v over valid keys, accumulated in float32, head n reading key head n // G.
+    """Computes softmax(q k^T / sqrt(H)) v over valid keys, accumulated in float32; head n uses key head n // G.
 
     Args:
         q: queries.
         k: keys.
         v: values.
-        valid: which tokens exist; None: all. A query that may see none gets something finite, whatever it is.
-        causal: a query sees keys up to its own place in the row, so rows may be padded on either side.
-        return_lse: whether to return the log of each query's denominator too, from which `attention_mass` can start.
-        implementation: a name that `dispatch.available` gives; None chooses.
+        valid: which tokens exist; None: all. A query without any allowed key gets an arbitrary finite result.
+        causal: each query attends to keys up to its own index, so rows may be padded on either side.
+        return_lse: whether to return the log of each query's denominator too; `attention_mass` can use it.
+        implementation: a name from `dispatch.available`; None chooses one for the platform.
 
     Returns:
-        The attention. With `return_lse` also log(sum(exp(q k^T / sqrt(H)))) of each query in float32, which is +inf for
-        a token that does not exist, so that its probabilities are 0.
+        The attention. With `return_lse` also log(sum(exp(q k^T / sqrt(H)))) of each query in float32. It is +inf for
+        padding, so that the probabilities there are 0.
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that is not there.
+        ValueError: the shapes do not fit, or the implementation is not available.
     """
     batch, length, heads, head_dim = q.shape
     if k.shape != v.shape or k.shape[:2] != (batch, length) or k.shape[3] != head_dim or heads % k.shape[2]:

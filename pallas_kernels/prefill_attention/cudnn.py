@@ -1,7 +1,8 @@
-"""prefill_attention by cuDNN's fused attention, for A100 and later: one launch where XLA makes a loop of blocks.
+"""prefill_attention by cuDNN's fused attention, for A100 and later: one launch instead of XLA's loop over blocks.
 
-cuDNN takes rows that begin with their tokens and end with padding, so the tokens of other rows are moved to the front
-and their results back. It is called below `jax.nn.dot_product_attention`, which rounds the log-sum-exp to bfloat16.
+cuDNN expects padding at the end of each row. So the tokens of other rows are moved to the front, and their results
+back. This calls jax's internal function instead of `jax.nn.dot_product_attention`, which rounds the log-sum-exp to
+bfloat16.
 
 Axes: B batch · T tokens · N query heads · K key heads · H head dim.
 """
@@ -14,7 +15,7 @@ from jax._src.cudnn.fused_attention_stablehlo import MaskType, check_compute_cap
 from jax._src.lib import cuda_versions
 from jaxtyping import Array, Bool, Float, Int
 
-_LEAST = 64  # tokens: cuDNN refuses some shapes that are shorter, and XLA is fast there
+_LEAST = 64  # tokens: cuDNN does not support some shorter shapes, for which XLA is fast
 
 
 def prefill_attention_cudnn(
@@ -26,33 +27,33 @@ def prefill_attention_cudnn(
     return_lse: bool,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"] | None]:
-    """See `prefill_attention` for the arguments. Padding gets zeros. `interpret` computes the same without cuDNN."""
+    """Implements `prefill_attention`. Padding gets zeros. `interpret` computes the same with XLA instead of cuDNN."""
     attend = _xla if interpret else _cudnn
     if valid is None:
         return attend(q, k, v, None, causal, return_lse)
     place = jnp.arange(valid.shape[1], dtype=jnp.int32)
-    before = jnp.cumsum(valid, axis=1, dtype=jnp.int32)  # tokens up to and including each place
+    before = jnp.cumsum(valid, axis=1, dtype=jnp.int32)  # valid tokens up to and including each index
     count = before[:, -1:]
-    to = jnp.where(valid, before - 1, count + place - before)  # tokens in order, then padding; faster than a sort
+    to = jnp.where(valid, before - 1, count + place - before)  # tokens first, then padding; faster than a sort
     order = jax.vmap(lambda to: jnp.zeros_like(to).at[to].set(place, unique_indices=True))(to)
     q, k, v = (_take(x, order, axis=1) for x in (q, k, v))
-    # A row of padding alone attends to its first entry: no softmax of nothing.
+    # A row without tokens attends to its first entry, which avoids a softmax over nothing.
     out, lse = attend(q, k, v, jnp.maximum(count[:, 0], 1), causal, return_lse)
     out = jnp.where(valid[..., None, None], _take(out, to, axis=1), 0)
     return out, None if lse is None else _take(lse, to, axis=2)
 
 
 def missing() -> str | None:
-    """What this host lacks to run or compile cuDNN's attention; None: nothing."""
+    """Returns what this host lacks to run or compile cuDNN's attention, or None if nothing."""
     return "jax's CUDA plugin is not installed" if cuda_versions is None else None
 
 
 def unsupported(q: Array, k: Array, v: Array, valid: Array | None, causal: bool, return_lse: bool) -> str | None:
-    """Why cuDNN cannot take these arguments; None: it can."""
+    """Returns why cuDNN cannot run with these arguments, or None if it can."""
     del valid, causal, return_lse
     if {q.dtype, k.dtype, v.dtype} not in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)}):
         return f"queries, keys and values are {q.dtype}, {k.dtype} and {v.dtype}, not all bfloat16 or all float16"
-    most = 256 if check_compute_capability("9.0") else 128  # of the GPU that is here; without one, of any
+    most = 256 if check_compute_capability("9.0") else 128  # without a GPU on this host the check passes
     if q.shape[3] % 8 or q.shape[3] > most:
         return f"{q.shape[3]} channels of a head are not a multiple of 8 up to {most}"
     if q.shape[1] < _LEAST:
@@ -63,7 +64,7 @@ def unsupported(q: Array, k: Array, v: Array, valid: Array | None, causal: bool,
 def _cudnn(
     q: Array, k: Array, v: Array, count: Int[Array, " B"] | None, causal: bool, return_lse: bool
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"] | None]:
-    """Attention of the first `count` tokens of each row; what the others get is undefined."""
+    """Attention by cuDNN among the first `count` tokens of each row; the results of other tokens are undefined."""
     padded = {True: MaskType.PADDING_CAUSAL, False: MaskType.PADDING}
     whole = {True: MaskType.CAUSAL, False: MaskType.NO_MASK}
     found = dot_product_attention(
@@ -76,7 +77,7 @@ def _cudnn(
 def _xla(
     q: Array, k: Array, v: Array, count: Int[Array, " B"] | None, causal: bool, return_lse: bool
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"] | None]:
-    """The same by jax's specification of it, in float32."""
+    """The same as `_cudnn`, by jax's reference implementation in float32."""
     wide = (x.astype(jnp.float32) for x in (q, k, v))
     out, lse = jax.nn.dot_product_attention(
         *wide, is_causal=causal, query_seq_lengths=count, key_value_seq_lengths=count, implementation="xla",
@@ -86,7 +87,7 @@ def _xla(
 
 
 def _take(x: Array, order: Int[Array, "B T"], axis: int) -> Array:
-    """x with its tokens in another order."""
+    """Reorders the tokens of x along an axis."""
     shape = [1] * x.ndim
     shape[0], shape[axis] = order.shape
     return jnp.take_along_axis(x, order.reshape(shape), axis=axis, mode="promise_in_bounds")

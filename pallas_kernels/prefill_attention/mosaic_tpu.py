@@ -1,8 +1,7 @@
-"""prefill_attention for TPU: jax's own splash attention, which skips the blocks that causality empties.
+"""prefill_attention for TPU: jax's splash attention, which skips blocks that causality masks.
 
-Valid tokens and padding are two segments, so neither sees the other and no query is without a key. Head dims are filled
-up to the 128 lanes that a TPU reads at once.
-
+Valid tokens and padding are two segments, so neither attends to the other and every query has a key. Head dims are
+padded to the 128 lanes that a TPU reads at once.
 Axes: B batch · T tokens · N query heads · K key heads · G = N/K · H head dim.
 """
 
@@ -21,7 +20,7 @@ from pallas_kernels.tpu import LANES
 _BLOCK = 512  # queries and keys of a block
 
 
-# Under jit, so that a model's layers, all of one shape, are traced once.
+# Under jit, so that it is traced once for all layers of a model, which have the same shapes.
 @functools.partial(jax.jit, static_argnames=("causal", "return_lse", "interpret"))
 def prefill_attention_mosaic_tpu(
     q: Float[Array, "B T N H"],
@@ -32,16 +31,17 @@ def prefill_attention_mosaic_tpu(
     return_lse: bool,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T N H"], None]:
-    """As `prefill_attention` says."""
+    """Implements `prefill_attention` for TPU, without log-sum-exp."""
     del return_lse
     batch, length, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     block = min(_BLOCK, _filled(length, LANES))
     padded = _filled(length, block)
-    room = [(0, 0), (0, padded - length), (0, 0), (0, _filled(head_dim, LANES) - head_dim)]
-    q, k, v = (jnp.pad(x, room).swapaxes(1, 2) for x in (q * q.dtype.type(head_dim**-0.5), k, v))  # [B, heads, T, H]
+    padding = [(0, 0), (0, padded - length), (0, 0), (0, _filled(head_dim, LANES) - head_dim)]
+    scaled = q * q.dtype.type(head_dim**-0.5)
+    q, k, v = (jnp.pad(x, padding).swapaxes(1, 2) for x in (scaled, k, v))  # [B, heads, T, H]
     exists = jnp.ones((batch, length), bool) if valid is None else valid
-    segment = jnp.pad(exists, room[:2]).astype(jnp.int32)
+    segment = jnp.pad(exists, padding[:2]).astype(jnp.int32)
     mask = masks.CausalMask((padded, padded)) if causal else masks.FullMask((padded, padded))
     group = heads // kv_heads
     run = splash.make_splash_mqa_single_device(
@@ -61,7 +61,7 @@ def prefill_attention_mosaic_tpu(
 
 
 def unsupported(q: Array, k: Array, v: Array, valid: Array | None, causal: bool, return_lse: bool) -> str | None:
-    """Why the kernel cannot take these arguments; None: it can."""
+    """Returns why the kernel cannot run with these arguments, or None if it can."""
     del valid, causal
     if return_lse:
         return "it returns no log-sum-exp"

@@ -1,4 +1,4 @@
-"""The specification of prefill_attention: all pairs, masked."""
+"""The specification of prefill_attention: all pairs of tokens, masked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def prefill_attention_reference(
     causal: bool,
     return_lse: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"] | None]:
-    """As `prefill_attention` says, read off the definition."""
+    """Implements `prefill_attention` directly from its definition."""
     length, repeat = q.shape[1], q.shape[2] // k.shape[2]
     wide = [x.astype(jnp.float32) for x in (q, jnp.repeat(k, repeat, axis=2), jnp.repeat(v, repeat, axis=2))]
     logits = jnp.einsum("btnh,bsnh->bnts", *wide[:2], precision=jax.lax.Precision.HIGHEST) * q.shape[-1] ** -0.5

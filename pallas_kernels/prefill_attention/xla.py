@@ -1,4 +1,4 @@
-"""prefill_attention in plain XLA, block by block: differentiable, any backend.
+"""prefill_attention in plain XLA, block by block: differentiable, for any backend.
 
 Axes: B batch · T queries · S keys · N query heads · K key heads · G = N/K · H head dim · C queries of a block.
 """
@@ -13,17 +13,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.dispatch import target_platform
 
-# Logits held at a time, in elements: what prefill attention adds to the peak memory. On a CPU key heads are taken one
-# by one, which halves the time. An accelerator wants them all at once and large blocks, since it pays for each launch;
-# it comes here only where its own kernel does not apply.
+# Logits held at a time, in elements: this is what prefill attention adds to the peak memory. On a CPU key heads are
+# processed one by one, which halves the time. An accelerator processes all of them at once in large blocks, since each
+# launch costs time; it uses this file only if its own kernel does not apply.
 _BLOCK_ELEMENTS = {"cpu": 2**23, "accelerator": 2**28}
-_SMALL = 2**20  # logits in all: not worth cutting on a CPU
-_GROUPS = 8  # causal: queries in at most 8 static groups, each over its own prefix of keys, waste 1/16 of the work
+_SMALL = 2**20  # logits in total: with fewer, a CPU computes all heads at once
+_GROUPS = 8  # causal: at most 8 static groups of queries, each with its own prefix of keys, waste 1/16 of the work
 _TILE = 16  # queries: the smallest block
-_LARGEST = 512  # queries: the largest one on an accelerator
+_LARGEST = 512  # queries: the largest block on an accelerator
 
-Row = tuple[Array, Array, Array, Array | None]  # of one key head: q [G, T, H], k and v [T, H], valid [T]
-Attended = tuple[Array, Array | None]  # of one key head: attention [G, T, H] and, if asked for, log-sum-exp [G, T]
+Row = tuple[Array, Array, Array, Array | None]  # one key head of one row: q [G, T, H], k and v [T, H], valid [T]
+Attended = tuple[Array, Array | None]  # one key head of one row: attention [G, T, H]; log-sum-exp [G, T] if asked for
 
 
 def prefill_attention_xla(
@@ -34,7 +34,7 @@ def prefill_attention_xla(
     causal: bool,
     return_lse: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"] | None]:
-    """As `prefill_attention` says; a query without a key gets an average of nothing in particular."""
+    """Implements `prefill_attention`. A query without any allowed key gets an arbitrary average of values."""
     batch, length, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     one_by_one, block = _plan(batch, length, heads, kv_heads, causal)
@@ -54,9 +54,9 @@ def prefill_attention_xla(
 
 
 def _over_queries(attend: Callable[[Row], Attended], rows: Row, return_lse: bool) -> Attended:
-    """Row by row, each result in the place of its queries.
+    """Runs `attend` on each row in turn and overwrites the row's queries with its result.
 
-    A loop with a buffer of its own, as `lax.map` has, would be handed one of zeros, and XLA makes those of all layers
+    `lax.map` would write to a buffer of its own, initialised with zeros, and XLA allocates these buffers for all layers
     of a model before the first layer begins.
     """
 
@@ -69,7 +69,7 @@ def _over_queries(attend: Callable[[Row], Attended], rows: Row, return_lse: bool
 
 
 def _plan(batch: int, length: int, heads: int, kv_heads: int, causal: bool) -> tuple[bool, int]:
-    """Whether key heads are taken one by one, and how many queries at a time."""
+    """Whether to process key heads one by one, and the number of queries of a block."""
     on_cpu = target_platform() == "cpu"
     one_by_one = on_cpu and batch * heads * length**2 > _SMALL
     together = heads // kv_heads if one_by_one else batch * heads
@@ -116,9 +116,12 @@ def _one_head(
 def _attend(
     k: Float[Array, "S H"], v: Float[Array, "S H"], valid: Bool[Array, " S"] | None, causal: bool, return_lse: bool
 ) -> Callable[[tuple[Array, Array]], Attended]:
-    """From a block of queries and their places to their attention over these keys, and its log-sum-exp if asked for."""
+    """A function that maps a block of queries and their indices to their attention over these keys.
 
-    # Recomputed in the backward pass: training must not keep the probabilities of every block either.
+    It also returns the log-sum-exp if `return_lse`.
+    """
+
+    # Recomputed in the backward pass, so that training does not store the probabilities of every block.
     @jax.checkpoint
     def block(args: tuple[Float[Array, "G C H"], Int[Array, " C"]]) -> Attended:
         q, places = args
@@ -134,6 +137,6 @@ def _attend(
         total = jnp.sum(weights, axis=-1, keepdims=True)
         out = jnp.einsum("gcs,sh->gch", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         lse = (peak + jnp.log(total))[..., 0] if return_lse else None
-        return (out / total).astype(v.dtype), lse  # [G, C, H] divided instead of [G, C, S]
+        return (out / total).astype(v.dtype), lse  # dividing [G, C, H] is cheaper than dividing [G, C, S]
 
     return block

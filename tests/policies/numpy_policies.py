@@ -140,7 +140,7 @@ def over_mean(x):
     return np.array(x) / np.mean(x) if np.mean(x) > 0 else np.ones(len(x))
 
 
-def aircache(p, alpha=0.9, window="elite", rows=32, allocation="both"):
+def aircache(p, alpha=0.9, window="elite", rows=32, allocation="both", heads="mean"):
     scores, strength, skew = [], [], []
     for q, k in zip(p.q, p.k, strict=True):
         if window == "elite":
@@ -152,8 +152,9 @@ def aircache(p, alpha=0.9, window="elite", rows=32, allocation="both"):
             group = np.flatnonzero(p.instruction if window == "recent" else p.vision)[-rows:]
             watch = np.isin(p.place, group)
         keys = np.ones(p.tokens, bool) if p.everything else p.vision | watch
-        importance = attention(q, k, keys)[:, watch].mean(axis=(0, 1)) if watch.any() else np.zeros(p.tokens)
-        scores.append(np.broadcast_to(importance, (p.heads, p.tokens)))
+        each = attention(q, k, keys)[:, watch].mean(axis=1) if watch.any() else np.zeros((len(q), p.tokens))
+        each, importance = per_key_head(each, p.heads), each.mean(axis=0)
+        scores.append(each if heads == "each" else np.broadcast_to(importance, (p.heads, p.tokens)))
         strength.append(importance[p.scope].sum())
         skew.append(max(0.0, skewness(importance[p.scope])))
     share = {

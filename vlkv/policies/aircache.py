@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import budgets
 from vlkv.merging import dropped, fold, nearest_place
-from vlkv.observe import Observation, head_mean, last, rows_mass, top
+from vlkv.observe import Observation, group_mean, head_mean, last, rows_mass, top
 from vlkv.policies.policy import Policy, Scope, Statistics, policy
 from vlkv.policies.pyramidkv import pyramid
 
@@ -34,6 +34,8 @@ class AirCache(Policy):
             instruction; "vision", the last `rows` vision tokens.
         rows: length of the windows "recent" and "vision" (the paper tries 16 and 32).
         allocation: budgets (Table 5) by "both" strength and skewness, "strength", "skewness", "uniform", "pyramid".
+        heads: importance averaged over all heads "mean", as Eq. 8 is read here; or "each" key head ranks for itself, by
+            the mean over its query heads. Budgets per layer are by the mean over all heads in both cases.
         merging: share of the dropped entries that is merged (Table 11); 0 drops all of them, as the paper does.
     """
 
@@ -42,6 +44,7 @@ class AirCache(Policy):
     window: Literal["elite", "recent", "text", "vision"] = "elite"
     rows: int = 32
     allocation: Literal["both", "strength", "skewness", "uniform", "pyramid"] = "both"
+    heads: Literal["mean", "each"] = "mean"
     merging: float = 0.0
     paper = "Huang et al. 2025, AirCache: Activating Inter-modal Relevancy KV Cache Compression"
     equations = "Eqs. 4-11, Alg. 1"
@@ -59,6 +62,7 @@ class AirCache(Policy):
         self.check("rows", self.rows >= 1, "must be at least 1")
         allocations = ("both", "strength", "skewness", "uniform", "pyramid")
         self.check("allocation", self.allocation in allocations, f"is none of {', '.join(allocations)}")
+        self.check("heads", self.heads in ("mean", "each"), 'must be "mean" or "each"')
         self.check("merging", 0 <= self.merging <= 1, "must lie in [0, 1]")
         self.check("cap", self.cap is None or self.merging == 0, "cannot be had with merging")
 
@@ -75,18 +79,18 @@ class AirCache(Policy):
         return obs.instruction & (attention >= self.alpha * jnp.max(attention))
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Importance I_v (Eq. 8), head-mean."""
+        """Importance I_v (Eq. 8)."""
         observers = self.observers(obs)
         keys = obs.valid if self.scope == "all" else obs.valid & (obs.is_vision | observers)
         few = self.window in ("recent", "vision")
         most, among = (self.rows, None) if few else (obs.max_instruction, obs.instruction)
         mass = rows_mass(obs, observers, most, keys=keys, among=among)
         mass = mass / jnp.maximum(jnp.sum(observers), 1)
-        return head_mean(mass, obs.k.shape[0])
+        return (head_mean if self.heads == "mean" else group_mean)(mass, obs.k.shape[0])
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
         """Strength and skewness of the importance of the tokens in scope, how many these are, and who observed."""
-        importance, inside = scores[0], obs.in_scope
+        importance, inside = jnp.mean(scores, axis=0), obs.in_scope
         count = jnp.sum(inside)
         strength = jnp.sum(jnp.where(inside, importance, 0.0))
         return {

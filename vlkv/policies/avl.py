@@ -31,7 +31,7 @@ class AVL(Policy):
     second layer of prefill; the others leave the caches of the first two layers too.
 
     Attributes:
-        core: C; None: all secondary tokens are attended to.
+        core: C, at most all of S; None: all secondary tokens are attended to.
         refresh: K.
         text: T; None: all text stays.
         prefill: P, a fraction of the image's tokens; None: all go on.
@@ -56,8 +56,6 @@ class AVL(Policy):
             self.check(
                 name, value is None or (isinstance(value, (int, float)) and 0 < value <= 1), "must lie in (0, 1]"
             )
-        fits = self.core is None or self.keep is None or self.core <= self.keep
-        self.check("core", fits, f"must not exceed keep={self.keep!r}: the core is part of the secondary set")
         fits = self.prefill is None or self.keep is None or self.keep <= self.prefill
         self.check("prefill", fits, f"must not be less than keep={self.keep!r}: what is dropped cannot be kept")
 

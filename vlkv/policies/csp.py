@@ -29,9 +29,10 @@ class CSP(Policy):
     once.
 
     Attributes:
-        c: share of the cross list, or "auto": the share that cross attention has of both, per head.
+        c: share of the cross list, or "auto": the share that cross attention has of both, per layer and head. The paper
+            calibrates one number on samples (Sec. 4.3), which `profiles.cross_share` measures.
         window: observing rows; None: half of the mean budget of a layer, as released a tenth of the prompt.
-        recent_bias: the recent window that stays, in observation windows.
+        recent_bias: the recent window that stays, in observation windows, rounded down (Sec. 4.3 uses 1.5 on SlideVQA).
         score_n: n of Eq. 7 while scoring; 0 is softmax.
         decode_n: n of Eq. 7 in decode attention, for all rows unless keep=1; None: 1, as released 0.
         heads: scores averaged over all "mean", or for "each" key head; None: "mean", as released "each".
@@ -42,7 +43,7 @@ class CSP(Policy):
 
     c: float | Literal["auto"] = 0.5
     window: int | None = None
-    recent_bias: int = 1
+    recent_bias: float = 1.0
     score_n: float = 1.0
     decode_n: float | None = None
     heads: Literal["mean", "each"] | None = None
@@ -61,7 +62,7 @@ class CSP(Policy):
         self.check("c", self.c == "auto" or fraction, 'must lie in [0, 1] or be "auto"')
         whole = self.window is None or (isinstance(self.window, int) and self.window >= 1)
         self.check("window", whole, "must be a whole number of at least 1, or None")
-        self.check("recent_bias", self.recent_bias >= 0, "must not be negative")
+        self.check("recent_bias", 0 <= self.recent_bias < math.inf, "must be a number of at least 0")
         self.check("score_n", 0 <= self.score_n < math.inf, "must be a number of at least 0")
         number = self.decode_n is None or (isinstance(self.decode_n, (int, float)) and self.decode_n >= 0)
         self.check("decode_n", number, "must be a number of at least 0, or None")
@@ -114,7 +115,10 @@ class CSP(Policy):
 
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
         """The recent window."""
-        return last(obs.valid, self.recent_bias * self.rows(obs))
+        rows, bias = self.rows(obs), float(self.recent_bias)
+        if isinstance(rows, int):
+            return last(obs.valid, math.floor(bias * rows))
+        return last(obs.valid, budgets.share(bias, rows, obs.valid.shape[0]))
 
     def rank(
         self,
@@ -128,8 +132,7 @@ class CSP(Policy):
             return scores, count
         own, cross = (jnp.where(candidates, statistics[name], 0.0) for name in ("self", "cross"))
         if self.c == "auto":
-            share = jnp.sum(cross, axis=1) / jnp.maximum(jnp.sum(own + cross, axis=1), 1e-30)
-            crossing = jnp.floor(share * count).astype(jnp.int32)
+            crossing = jnp.floor(region_share(own, cross) * count).astype(jnp.int32)
         else:
             crossing = budgets.share(float(self.c), count, scores.shape[1])
         if self.variant == "released":
@@ -142,3 +145,8 @@ class CSP(Policy):
         chosen = chosen | top(cross, candidates & ~chosen if self.fill else candidates, crossing)
         chosen = jnp.where((count >= jnp.sum(candidates))[:, None], candidates, chosen)
         return jnp.where(chosen, jnp.inf, scores), jnp.sum(chosen, axis=1)
+
+
+def region_share(own: Float[Array, "K T"], cross: Float[Array, "K T"]) -> Float[Array, " K"]:
+    """The share that cross attention has of both regions, per head."""
+    return jnp.sum(cross, axis=1) / jnp.maximum(jnp.sum(own + cross, axis=1), 1e-30)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
+from vlkv import budgets
 from vlkv.memory import Memory, evict, rank_by_place
 from vlkv.observe import Observation, column_sums, group_mean, last
 from vlkv.policies.policy import Policy, policy
@@ -20,11 +21,12 @@ class H2O(Policy):
     entry outside the recent window. Under scope="vision" new tokens are text, so nothing leaves.
 
     Attributes:
-        recent: tokens kept as recent; None: half of the mean budget of a layer.
+        recent: tokens kept as recent: a whole number of them, or a share of the mean budget of a layer, rounded down
+            (A-VL's baseline keeps 0.75); None: half of it.
         evict: whether to go on while decoding; False keeps what prefill has chosen, and all new tokens.
     """
 
-    recent: int | None = None
+    recent: int | float | None = None
     evict: bool = True
     paper = "Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inference"
     equations = "Def. 4.1, Alg. 1"
@@ -32,16 +34,23 @@ class H2O(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        valid = self.recent is None or (isinstance(self.recent, int) and self.recent >= 0)
-        self.check("recent", valid, "must be a whole number of at least 0, or None")
+        tokens = self.recent is None or (isinstance(self.recent, int) and self.recent >= 0)
+        share = isinstance(self.recent, float) and 0 <= self.recent <= 1
+        self.check("recent", tokens or share, "must be a whole number of at least 0, a share in [0, 1], or None")
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Column sums of the causal attention, averaged over the query heads of each key head."""
         return group_mean(column_sums(obs), obs.k.shape[0])
 
+    def recent_of(self, budget: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+        """How many of so many entries are kept as recent."""
+        if isinstance(self.recent, int):
+            return jnp.full_like(budget, self.recent)
+        return budgets.part(0.5 if self.recent is None else self.recent, budget)
+
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
-        """The recent half."""
-        return last(obs.valid, obs.mean_budget // 2 if self.recent is None else self.recent)
+        """The recent ones."""
+        return last(obs.valid, self.recent_of(obs.mean_budget))
 
     @property
     def acts(self) -> bool:
@@ -59,6 +68,6 @@ class H2O(Policy):
         total = memory.values["mass"] + group_mean(mass, heads)
         memory = dataclasses.replace(memory, values={"mass": total})
         count = jnp.sum(memory.stored, axis=-1)
-        recent = memory.capacity // 2 if self.recent is None else jnp.full_like(memory.capacity, self.recent)
+        recent = self.recent_of(memory.capacity)
         old = rank_by_place(memory, memory.stored) < (count - recent)[:, None]
         return evict(memory, memory.stored & old & (count > memory.capacity)[:, None], total)

@@ -18,6 +18,8 @@ from vlkv.policies.policy import policy
 from vlkv.policies.reducing import ReducingPolicy
 from vlkv.tokens import Tokens
 
+_LAYERS = (15, 23, 31)  # of 40: Table 6
+
 
 @policy
 class LightKV(ReducingPolicy):
@@ -36,7 +38,12 @@ class LightKV(ReducingPolicy):
 
     Attributes:
         layers: Lambda, how many layers run before each stage; None: 15, 23 and 31 of 40, scaled to the model.
-        windows: W, windows per side, of each stage.
+        windows: W, windows per side, of each stage. The paper uses (6, 4, 2) for LLaVA-NeXT (App. E.2).
+        rate: instead of `layers`, the share of the vision entries that all layers together process and cache (Eq. 9),
+            as in Table 8: 0.55, 0.4, 0.3 or 0.2. The paper does not print its Lambda. Here 15, 23 and 31 of 40 are
+            scaled until Eq. 9 gives the rate, and rounded to the model's layers.
+        grid: where later stages lay out what is left: "survivors" in raster order on the next larger square, as the
+            published code does; or on the "original" grid of the image, where each stands at the place of its patch.
         rho: fraction of a window's tokens that a stage removes, at most 0.5, one for all stages or one each; None: 0.5,
             or what `keep` (the fraction that survives all stages) asks of each.
         variant: "paper" or "released".
@@ -45,6 +52,8 @@ class LightKV(ReducingPolicy):
     layers: tuple[int, ...] | None = None
     windows: tuple[int, ...] = (4, 2, 1)
     rho: float | tuple[float, ...] | None = None
+    rate: float | None = None
+    grid: Literal["survivors", "original"] = "survivors"
     variant: Literal["paper", "released"] = "paper"
     paper = "Anonymous 2025, Make Your LVLM KV Cache More Lightweight (LightKV)"
     equations = "Eqs. 4-9"
@@ -54,6 +63,11 @@ class LightKV(ReducingPolicy):
         self.check("windows", whole and len(self.windows) >= 1, "must be whole numbers of at least 1, one per stage")
         check_layers(self, self.layers, len(self.windows))
         self.check("variant", self.variant in ("paper", "released"), 'must be "paper" or "released"')
+        self.check("grid", self.grid in ("survivors", "original"), 'must be "survivors" or "original"')
+        if self.rate is not None:
+            self.check("rate", self.layers is None, f"chooses the layers: leave out layers={self.layers!r}")
+            number = isinstance(self.rate, float) and len(self.windows) == 3
+            self.check("rate", number, "must be a fraction, for three stages")
         if self.rho is not None:
             self.check("rho", self._fractions_fit(), "must lie in (0, 0.5], one for all stages or one for each")
         if self.keep is None and self.budget is None:
@@ -62,6 +76,8 @@ class LightKV(ReducingPolicy):
         if self.rho is None:
             check_share(self, len(self.windows), "layers= and windows=")
         survives = math.prod(1 - rho for rho in self.ratios)
+        if self.rate is not None:
+            self.check("rate", survives < self.rate <= 1, f"must lie between {survives:.4g}, what is left, and 1")
         agrees = math.isclose(survives, self.last_keep, rel_tol=1e-9)
         self.check("keep", agrees, f"is not what rho={self.rho!r} leaves ({survives:.4g}): give one of the two")
 
@@ -84,7 +100,12 @@ class LightKV(ReducingPolicy):
 
     def reductions(self, layers: int) -> tuple[int, ...]:
         """Lambda."""
-        return scaled(layers) if self.layers is None else self.layers
+        if self.layers is not None:
+            return self.layers
+        if self.rate is None:
+            return scaled(layers)
+        left = math.prod(1 - rho for rho in self.ratios)
+        return scaled(layers, (self.rate - left) / (processed(_LAYERS, 40, self.ratios) - left))
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """One stage."""
@@ -111,7 +132,7 @@ class LightKV(ReducingPolicy):
         inside = tokens.valid & tokens.is_vision & (line >= 0)
         image = jnp.where(inside, image, -1)
         count = matching.sum_within(image, inside)
-        if stage == 0:
+        if stage == 0 or self.grid == "original":
             lines, columns = (matching.largest_within(image, x) + 1 for x in (line, column))
         else:
             # Exact, unlike the root of a float: the smallest square that holds n.
@@ -173,12 +194,25 @@ def part(index: Int[Array, " T"], side: Int[Array, " T"], parts: Int[Array, " T"
     return jnp.where(index < border, index // (size + 1), larger + (index - border) // jnp.maximum(size, 1))
 
 
-def scaled(depth: int) -> tuple[int, ...]:
-    """15, 23 and 31 of 40 layers, for a decoder of another depth; in a shallow one they are pushed apart."""
-    first, second, third = (math.floor(after * depth / 40 + 0.5) for after in (15, 23, 31))
+def scaled(depth: int, factor: float = 1.0) -> tuple[int, ...]:
+    """15, 23 and 31 of 40 layers, times `factor`, for a decoder of any depth; pushed apart in a shallow one."""
+    first, second, third = (math.floor(factor * after * depth / 40 + 0.5) for after in _LAYERS)
     third = min(third, depth - 1)
     second = min(second, third - 1)
-    return max(1, min(first, second - 1)), second, third
+    first = max(1, min(first, second - 1))
+    if factor == 1:
+        return first, second, third
+    second = min(max(second, first + 1), depth - 2)
+    return first, second, min(max(third, second + 1), depth - 1)
+
+
+def processed(layers: tuple[int, ...], depth: int, ratios: tuple[float, ...]) -> float:
+    """The share of the vision entries that all layers together process and cache (Eq. 9)."""
+    left, total = 1.0, 0.0
+    for begin, end, rho in zip((0, *layers), (*layers, depth), (*ratios, 0.0), strict=True):
+        total += left * (end - begin)
+        left *= 1 - rho
+    return total / depth
 
 
 def share_per_stage(keep: float, stages: int) -> float:

@@ -1,0 +1,260 @@
+"""Every table and figure of the five papers, with the command that repeats its protocol here, and what is missing.
+
+    python -m benchmarks.papers [--paper NAME] [--dry-run] [--json]
+
+MODEL is a checkpoint folder and DATA.jsonl a data set as `vlkv eval` reads it: neither is in the repository.
+`--dry-run` parses every command, builds inputs and evaluates each policy's program with `eval_shape`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+
+COUNTS = {  # tables and figures of each paper
+    "AirCache": (13, 9), "PrefixKV": (22, 6), "LightKV": (10, 7), "CSP": (5, 7), "A-VL": (3, 10),
+}  # fmt: skip
+_EVAL = "eval DATA.jsonl --model MODEL --policy"  # written EVAL below
+_DATA = "the checkpoint, and the data set as JSONL"
+_LIST = "nothing is measured: it explains or lists"
+_VISION = "--scope vision --out OUT"
+_RIVALS = "EVAL full h2o elasticcache prefixkv snapkv aircache"
+_FOUR = "--keep 0.5 0.1 0.05 0.01"
+_OPENQ = "EVAL full streamingllm h2o elasticcache prefixkv"
+_NINE = "--keep 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9 --metric perplexity rouge-l --out OUT"
+_PPL = "--keep 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9 --metric perplexity --out OUT"
+_MILE = "EVAL full h2o snapkv roco lookm csp --keep 0.1 --metric exact rouge-l --out OUT"
+_LIGHT = "lightkv fastv(keep=0.53) tome(keep=0.125) pitome(keep=0.125) tofu(keep=0.125)"
+_QUOTED = " ".join(f"'{name}'" if "(" in name else name for name in _LIGHT.split())
+_MERGE = f"EVAL full {_QUOTED} --metric exact cider --out OUT"
+_ELITE = " ".join(f"'aircache(alpha={a})'" for a in (0.99, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6))
+_PARTS = " ".join(
+    f"'aircache({option})'"
+    for option in ('window="recent",rows=16', 'window="recent"', 'window="text"', 'window="vision"',
+                   'allocation="uniform"', 'allocation="pyramid"', 'allocation="strength"', 'allocation="skewness"')
+)  # fmt: skip
+_AVL = " ".join(
+    f"'avl({option})'"
+    for option in ("keep=0.4,core=None", "keep=0.4", "keep=0.45,prefill=0.9", "keep=0.45,prefill=0.9,text=0.5")
+)
+_RATES = " ".join(f"'lightkv(rate={rate})'" for rate in (0.55, 0.4, 0.3, 0.2))
+
+
+class Item(NamedTuple):
+    """A table or a figure."""
+
+    paper: str
+    what: str
+    title: str
+    command: str  # of `vlkv`; empty: none repeats it
+    missing: str
+
+
+# Number of each, title, command, what is missing beyond a device like the paper's.
+_TABLES: dict[str, list[tuple[str, str, str]]] = {
+    "AirCache": [
+        ("VQA, three models", f"{_RIVALS} {_FOUR} --metric anls {_VISION}", _DATA),
+        ("multiple choice, judgment, video", f"{_RIVALS} --keep 0.5 0.1 0.01 --metric exact {_VISION}",
+         f"{_DATA}; a judge for MMBench-Video"),
+        ("latency and throughput", "bench --preset aircache-table-3", "an A100 80 GB"),
+        ("token pruning", "bench --preset aircache-table-4", f"an A100 80 GB; for the scores {_DATA}"),
+        ("components", f"EVAL aircache {_PARTS} --keep 0.01 {_VISION}", _DATA),
+        ("unified compression (starred)", "EVAL h2o aircache "
+         "'h2o(scope=\"all\")' 'aircache(scope=\"all\")' --keep 0.5 0.1 0.05 0.01 --out OUT", _DATA),
+        ("numbers of tokens", "", f"{_LIST}; needs the data sets"),
+        ("VQA, sizes of InternVL2", f"{_RIVALS} {_FOUR} --metric anls {_VISION}", _DATA),
+        ("latency on InternVL2 and Qwen2-VL", "bench --preset aircache-table-9", "an A100 80 GB"),
+        ("MMBench-Video in detail", f"{_RIVALS} --keep 0.5 0.1 0.01 {_VISION}", f"{_DATA}; a judge"),
+        ("merging", "EVAL " + " ".join(
+            f"'aircache(merging={share})'" for share in (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)) + f" --keep 0.1 0.01 {_VISION}",
+         _DATA),
+        ("relevance threshold", f"EVAL {_ELITE} --keep 0.1 0.01 {_VISION}", _DATA),
+        ("divergence of budgets", "inspect --what divergence --policy aircache --keep 0.1", _DATA),
+    ],
+    "PrefixKV": [
+        ("LLaVA-Description", f"{_OPENQ} pyramidkv {_NINE}", f"{_DATA}; references by the full cache"),
+        ("MM-Vet", f"{_OPENQ} pyramidkv {_NINE}", f"{_DATA}; references by the full cache"),
+        ("inference time", "bench --preset prefixkv-table-3", "an A100"),
+        ("prefix configuration", f"EVAL elasticcache pyramidkv prefixkv {_PPL}", _DATA),
+        ("number of samples", f"EVAL prefixkv {_PPL}", f"{_DATA}; vlkv profile first"),
+        ("offline estimation", f"EVAL prefixkv {_PPL}", f"{_DATA}; vlkv profile first"),
+        ("deviations", "inspect --what budgets --policy prefixkv --keep 0.5", _DATA),
+        ("robustness to domain", f"EVAL prefixkv {_PPL}", f"{_DATA}; a profile each"),
+        ("instruction complexity", f"EVAL prefixkv {_PPL}", f"{_DATA}; a profile each"),
+        ("robustness to delta", "", f"{_DATA}; vlkv.profiles.search is the function"),
+        ("robustness to steps", "", f"{_DATA}; vlkv.profiles.search is the function"),
+        ("merging", "EVAL prefixkv 'prefixkv(merging=\"position\")' "
+         f"'prefixkv(merging=\"cosine\")' {_PPL}", _DATA),
+        ("Qwen-VL", f"{_OPENQ} {_PPL}", _DATA),
+        ("LongBench and needles", f"{_OPENQ} pyramidkv --metric exact --keep 0.1 --out OUT",
+         f"{_DATA}, scored as LongBench does"),
+        ("with quantisation", "EVAL kivi 'kivi(bits=4)' prefixkv --keep 0.5 --out OUT",
+         _DATA),
+        ("several rounds, long text", f"{_OPENQ} --keep 0.5 --metric perplexity --out OUT", f"{_DATA}, not released"),
+        ("high resolution", f"{_OPENQ} --keep 0.5 --metric perplexity --out OUT", _DATA),
+        *[(f"an answer as an example, {n}", f"{_OPENQ} --keep 0.2 --out OUT", "the checkpoint and the picture")
+          for n in range(18, 23)],
+    ],
+    "LightKV": [
+        ("LLaVA at 55 %", _MERGE, f"{_DATA}; its FLOPs and bytes: lightkv-table-6"),
+        ("InternVL2-8B", _MERGE, _DATA),
+        ("EVE-7B", "EVAL full 'fastv(keep=0.53)' lightkv --out OUT", _DATA),
+        ("time to the first token", "bench --preset lightkv-table-4", "an A100"),
+        ("window sizes", "EVAL " + " ".join(
+            f"'lightkv(layers=({after},),windows=({w},))'" for after in (3, 14) for w in (1, 2, 4)) + " --out OUT",
+         _DATA),
+        ("operations and bytes", "bench --preset lightkv-table-6", "nothing: it is counted"),
+        ("Qwen2.5-VL at 55 %", _MERGE, _DATA),
+        ("Qwen2.5-VL at four rates", f"EVAL full {_RATES} --out OUT", _DATA),
+        ("windows on 13B", "EVAL full lightkv 'lightkv(windows=(6,4,2))' --out OUT", _DATA),
+        ("latency", "bench --preset lightkv-table-10", "an A100"),
+    ],
+    "CSP": [
+        ("MileBench", _MILE, f"{_DATA}: python -m benchmarks.milebench reads it"),
+        ("latency and memory", "bench --preset csp-table-2", "an RTX 4090, and samples of ALFRED"),
+        ("InternVL and MobileVLM", _MILE, _DATA),
+        ("ratios by task", "EVAL " + " ".join(
+            f"'csp(c={c})'" for c in (0.0, 0.1, 0.5, 0.9, 1.0)) + " --keep 0.1 --out OUT", _DATA),
+        ("the data sets", "", _LIST),
+    ],
+    "A-VL": [
+        ("parameters", "", _LIST),
+        ("six data sets", "EVAL full 'fastv(keep=0.5)' 'h2o(keep=0.5,recent=0.75)' "
+         "'avl(keep=0.5)' --metric anls exact cider --out OUT", _DATA),
+        ("settings", f"EVAL full {_AVL} --metric anls exact cider --out OUT", _DATA),
+    ],
+}  # fmt: skip
+_FIGURES: dict[str, list[tuple[str, str, str]]] = {
+    "AirCache": [
+        ("consistency of observers", "", "a view of each observer"), ("overview", "", _LIST),
+        ("strength and skewness", "inspect --what strength --policy aircache --keep 0.1", _DATA),
+        ("one token, ChatQA and TextVQA", "inspect --what ranking --policy aircache --keep 0.1", _DATA),
+        ("one token, InfoVQA and DocVQA", "inspect --what ranking --policy aircache --keep 0.1", _DATA),
+        *[(f"an answer as an example, {n}", "EVAL full h2o elasticcache aircache "
+           f"--keep 0.01 {_VISION}", "the checkpoint and the picture") for n in range(6, 10)],
+    ],
+    "PrefixKV": [
+        ("comparison", "", _LIST), ("Lorenz curves", "inspect --what lorenz --policy prefixkv --keep 0.5", _DATA),
+        ("overview", "", _LIST),
+        ("budgets of 100 samples", "inspect --what budgets --policy prefixkv --keep 0.5", _DATA),
+        ("error of features", "inspect --what error --policy prefixkv --keep 0.5", _DATA),
+        ("budgets on Qwen-VL", "inspect --what budgets --policy prefixkv --keep 0.5", _DATA),
+    ],
+    "LightKV": [
+        ("memory in prefill", "inspect --what cost --policy lightkv", "an A100 for measured memory"),
+        ("overview", "", _LIST), ("windows", "", _LIST),
+        ("rates on Qwen2.5-VL", f"EVAL full {_RATES} --out OUT", _DATA),
+        ("where it acts", "", _LIST),
+        ("layers", "EVAL " + " ".join(
+            f"'lightkv(layers=({after},),windows=(4,))'" for after in (3, 5)) + " --out OUT", _DATA),
+        ("survival", "inspect --what survival --policy lightkv", "the picture under the survivors"),
+    ],
+    "CSP": [
+        ("self and cross attention", "inspect --what divergence --policy csp --keep 0.2", _DATA),
+        ("overview", "", _LIST),
+        ("ratios", "EVAL " + " ".join(
+            f"'csp(c={c})'" for c in (0.0, 0.1, 0.5, 0.9, 1.0)) + " --keep 0.1 --out OUT", _DATA),
+        ("n-softmax and regions", "EVAL csp 'csp(score_n=0,decode_n=0)' "
+         "'csp(regions=False)' 'csp(regions=False,score_n=0,decode_n=0)' --keep 0.1 --out OUT", _DATA),
+        ("budgets", "EVAL full h2o snapkv csp --keep 0.1 0.2 0.3 0.6 --out OUT", _DATA),
+        ("densities", "", "a view of densities"),
+        ("divergence by data set", "inspect --what divergence --policy csp --keep 0.2", _DATA),
+    ],
+    "A-VL": [
+        ("attention by type of token", "inspect --what attention", _DATA), ("the sequence", "", _LIST),
+        ("vision attention on the picture", "", "a view of attention on the picture"),
+        ("concordance of layers", "inspect --what concordance", _DATA),
+        ("concordance of steps", "inspect --what concordance", _DATA),
+        ("the design", "", _LIST), ("the operator", "", _LIST),
+        ("time of the operator", "bench --preset a-vl-figure-8", "an A40"),
+        ("S, C and K", "inspect --what sweep --policy avl --keep 0.4", _DATA),
+        ("P and T", "inspect --what sweep --policy avl --keep 0.4", _DATA),
+    ],
+}  # fmt: skip
+
+
+def items() -> Iterator[Item]:
+    """All of them, paper by paper."""
+    for paper in COUNTS:
+        for kind, lists in (("Table", _TABLES), ("Figure", _FIGURES)):
+            for number, (title, command, missing) in enumerate(lists[paper], start=1):
+                yield Item(paper, f"{kind} {number}", title, command.replace("EVAL", _EVAL), missing)
+
+
+def policies_of(command: str) -> list[Any]:
+    """The policies that a command runs; its options are checked by the command's own parser."""
+    from vlkv import policies
+    from vlkv.benching import papers
+    from vlkv.cli import build_parser
+    from vlkv.commands.options import policy_called, policy_from
+
+    words = shlex.split(command)
+    args = build_parser(words[0]).parse_args(words)
+    if words[0] == "bench":
+        return [] if args.preset in papers.OPERATORS else [point.policy for point in papers.named(args.preset).points]
+    if words[0] == "inspect":
+        return [policies.Full() if args.policy is None else policy_from(args, lambda: None)]  # type: ignore[arg-type, return-value]
+    made = []
+    for text in args.policy:
+        cls, options = policy_called(text, "--policy", lambda: None)  # type: ignore[arg-type, return-value]
+        full = issubclass(cls, policies.Full)
+        if args.scope and not full:
+            options = {"scope": args.scope, **options}
+        keeps = [None] if full or "keep" in options or "rate" in options or not args.keep else args.keep
+        made += [cls(**options) if keep is None else cls(keep=keep, **options) for keep in keeps]
+    return made
+
+
+def dry_run(policy: Any) -> None:
+    """Builds inputs and evaluates `generate` with `eval_shape`, on shapes of the demo model.
+
+    Where the policy's layers need a deeper model, the shapes are those of LLaVA-1.5-13B.
+    """
+    from vlkv.benching.programs import endless
+    from vlkv.benching.shapes import make_inputs
+    from vlkv.benching.subjects import find
+    from vlkv.errors import InputError
+    from vlkv.generate import generate
+
+    subject = find("mini")
+    try:
+        policy.check_model(subject.config.decoder.layers)
+    except InputError:
+        subject = find("llava-1.5-13b")
+    inputs = make_inputs(subject.config, 1, 140, 100)
+    run = partial(generate, policy=policy, sampling=endless(2), key=jax.random.key(0))
+    jax.eval_shape(run, subject.shapes, inputs)
+
+
+def main() -> None:
+    """The list, or the dry run of its commands."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--paper", choices=list(COUNTS), help="only this one")
+    parser.add_argument("--dry-run", action="store_true", help="parse every command and evaluate its programs' shapes")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args()
+    chosen = [item for item in items() if args.paper in (None, item.paper)]
+    if args.json:
+        print(json.dumps([item._asdict() for item in chosen], indent=1))
+        return
+    done: set[Any] = set()
+    for item in chosen:
+        print(f"{item.paper}, {item.what}: {item.title}")
+        print(
+            f"    {'vlkv ' + item.command if item.command else 'no command'}\n    missing: {item.missing}", flush=True
+        )
+        if args.dry_run and item.command:
+            for policy in policies_of(item.command):
+                if policy not in done:
+                    done.add(policy)
+                    dry_run(policy)
+
+
+if __name__ == "__main__":
+    main()

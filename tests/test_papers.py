@@ -1,0 +1,30 @@
+"""benchmarks.papers: every table and figure is listed, and every command's dry run works."""
+
+import pytest
+
+from benchmarks import papers
+
+
+def test_all_tables_and_figures_are_listed():
+    """As many as the papers have: 53 tables and 39 figures."""
+    listed = list(papers.items())
+    for paper, (tables, figures) in papers.COUNTS.items():
+        names = [item.what for item in listed if item.paper == paper]
+        assert names == [f"Table {i + 1}" for i in range(tables)] + [f"Figure {i + 1}" for i in range(figures)]
+    assert len(listed) == 92
+    assert all(item.missing for item in listed)
+    for item in listed:
+        if item.command:
+            papers.policies_of(item.command)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("shapes_for_arrays")
+@pytest.mark.parametrize("paper", ["AirCache", "CSP"])
+def test_the_dry_run_of_the_commands(paper):
+    every = {
+        p for item in papers.items() if item.paper == paper and item.command for p in papers.policies_of(item.command)
+    }
+    assert every
+    for policy in every:
+        papers.dry_run(policy)
