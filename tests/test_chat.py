@@ -36,6 +36,7 @@ def whole_conversation(processor, page, questions, answers):
     return processor._batch([processor._ids(processor.prompts.write(questions[0], 1, then=then), [page], reads)], reads)
 
 
+@pytest.mark.full
 def test_a_chat_says_what_the_whole_conversation_would(mini, page):
     """With the full cache: the reference reads the conversation anew for every answer."""
     params, processor = mini
@@ -85,7 +86,7 @@ def test_prefill_is_jitted_without_static_names(mini, page):
     inputs, policy = processor(page, QUESTIONS[0]), policies.SnapKV(keep=0.5)
     with pytest.raises(vlkv.InputError, match="static_argnames"):
         jax.jit(vlkv.prefill)(params, inputs, policy, new_tokens=5)
-    cache = jax.eval_shape(vlkv.prefill, params, inputs, policy, sampling=vlkv.Greedy(max_new_tokens=5))[0]
+    cache, _ = jax.jit(vlkv.prefill)(params, inputs, policy, sampling=vlkv.Greedy(max_new_tokens=5))
     assert cache.tail_k[0].shape[1] == 5
     layers = len(params.decoder.layers)
     assert vlkv.pool_slots(policy, inputs, layers=layers, new_tokens=5) == cache.token.shape[1] + 5 * layers
