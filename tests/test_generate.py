@@ -248,7 +248,7 @@ def test_a_tail_without_slots_is_refused(params, new_tokens):
     for make in (
         lambda: vlkv.prefill(params, question(9, 1), policies.Full(), new_tokens=new_tokens),
         lambda: vlkv.fill_cache(prompt, policies.Full(), new_tokens=new_tokens),
-        lambda: vlkv.cache.resize_tail(cache, new_tokens),
+        lambda: vlkv.cache.resize(cache, new_tokens),
     ):
         with pytest.raises(vlkv.InputError, match=rf"new_tokens={new_tokens} must be a whole number of at least 1"):
             make()

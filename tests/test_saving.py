@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import vlkv
 from vlkv import policies, saving
-from vlkv.cache import resize_tail, take_rows
+from vlkv.cache import resize, take_rows
 
 from .models import CONFIG, tiny_llava, unequal_batch
 from .test_extend import turn, words
@@ -153,12 +153,12 @@ def test_a_tail_that_grew_is_one_that_was_long_from_the_start(params, read, cach
     long = fill_cache(read, POLICIES["h2o"], new_tokens=30)
     grown = vlkv.load_cache(path, params, new_tokens=30)
     same(grown, long)
-    same(resize_tail(long, ROOM), cache)
+    same(resize(long, ROOM), cache)
     later = go_on(params, cache, questions)[0]
     vlkv.save_cache(path, params, later)
     same(vlkv.load_cache(path, params, new_tokens=30), go_on(params, long, questions)[0])
     same(vlkv.load_cache(path, params, new_tokens=8).used, later.used)
-    with pytest.raises(vlkv.InputError, match="new_tokens=7 is too few: the tail's 8 slots in use"):
+    with pytest.raises(vlkv.InputError, match="new_tokens=7 is too few: 8 tokens have been fed"):
         vlkv.load_cache(path, params, new_tokens=7)
 
 
@@ -189,8 +189,8 @@ def test_a_damaged_file_is_refused(params, cache, path, monkeypatch):
         with pytest.raises(vlkv.InputError, match=r"page.safetensors: truncated or corrupt"):
             vlkv.load_cache(path, params)
     path.write_bytes(whole)
-    monkeypatch.setattr(saving, "VERSION", "2")
-    with pytest.raises(vlkv.InputError, match="a cache of version 1, this vlkv reads version 2"):
+    monkeypatch.setattr(saving, "READS", ("1",))
+    with pytest.raises(vlkv.InputError, match="a cache of version 2, this vlkv reads 1: read the image again"):
         vlkv.load_cache(path, params)
     monkeypatch.undo()
     save_file(load_file(path), path)

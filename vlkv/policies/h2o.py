@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from vlkv.memory import Memory, evict, rank_by_place
+from vlkv.memory import Memory, evict
 from vlkv.observe import Observation, column_sums, group_mean, last
 from vlkv.policies.policy import Policy, policy
 
@@ -48,6 +48,11 @@ class H2O(Policy):
         """While tokens of all kinds count."""
         return self.evict and self.scope == "all"
 
+    @property
+    def evicts(self) -> bool:
+        """If it acts."""
+        return self.acts
+
     def remember(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
         """Attention accumulated over the prompt."""
         del obs
@@ -59,6 +64,6 @@ class H2O(Policy):
         total = memory.values["mass"] + group_mean(mass, heads)
         memory = dataclasses.replace(memory, values={"mass": total})
         count = jnp.sum(memory.stored, axis=-1)
-        recent = memory.capacity // 2 if self.recent is None else jnp.full_like(memory.capacity, self.recent)
-        old = rank_by_place(memory, memory.stored) < (count - recent)[:, None]
-        return evict(memory, memory.stored & old & (count > memory.capacity)[:, None], total)
+        recent = memory.capacity // 2 if self.recent is None else jnp.minimum(self.recent, memory.capacity)
+        old = memory.stored & (memory.rank < (count - recent)[:, None])
+        return evict(memory, old & (count > memory.capacity)[:, None], total)
