@@ -33,7 +33,7 @@ ALIGNMENT = 16  # slots: every segment starts on a bf16 tile
 _SLOTS_AT_A_TIME = 512  # that are written
 
 
-_POOL = "batch", "slots", "kv_heads"
+_POOL, _TABLE = axes("batch", "slots", "kv_heads"), axes(None, "batch", "kv_heads")
 
 
 @jax.tree_util.register_dataclass
@@ -41,26 +41,18 @@ _POOL = "batch", "slots", "kv_heads"
 class PackedCache:
     """A compressed cache during decoding."""
 
-    k: Float[Array, "B P K H"] | QuantizedPool = field(metadata=axes(*_POOL))
-    v: Float[Array, "B P K H"] | QuantizedPool = field(metadata=axes(*_POOL))
-    token: Int[Array, "B P K"] = field(
-        metadata=axes(*_POOL)
-    )  # which prompt token lies in each slot; -1: none, or a new token
-    start: Int[Array, "L B K"] = field(
-        metadata=axes(None, "batch", "kv_heads")
-    )  # first slot of each layer's segment, in each part
+    k: Float[Array, "B P K H"] | QuantizedPool = field(metadata=_POOL)
+    v: Float[Array, "B P K H"] | QuantizedPool = field(metadata=_POOL)
+    token: Int[Array, "B P K"] = field(metadata=_POOL)  # which prompt token each slot holds; -1: none, or a new token
+    start: Int[Array, "L B K"] = field(metadata=_TABLE)  # first slot of each layer's segment, in each part
     # Slots of all parts that entries may take: those of prompt entries, vision first, then text; or, where slots are
     # reused, as many as the segment has.
-    length: Int[Array, "L B K"] = field(metadata=axes(None, "batch", "kv_heads"))
-    tail_k: tuple[Float[Array, "B S K H"], ...] = field(
-        metadata=axes(*_POOL)
-    )  # one per layer; none where slots are reused
-    tail_v: tuple[Float[Array, "B S K H"], ...] = field(metadata=axes(*_POOL))
+    length: Int[Array, "L B K"] = field(metadata=_TABLE)
+    tail_k: tuple[Float[Array, "B S K H"], ...] = field(metadata=_POOL)  # of each layer; none where slots are reused
+    tail_v: tuple[Float[Array, "B S K H"], ...] = field(metadata=_POOL)
     used: Int[Array, " B"] = field(metadata=axes("batch"))  # tokens fed
     next_position: Int[Array, "B A"] = field(metadata=axes("batch"))  # logical: counts every token ever seen
-    memory: tuple[Memory, ...] | None = field(
-        default=None, metadata=axes()
-    )  # one per layer, of methods that act while decoding
+    memory: tuple[Memory, ...] | None = None  # of each layer, of methods that act while decoding
     policy: Policy | None = field(default=None, metadata={"static": True})  # the one that acts
     softmax_n: float = field(default=0.0, metadata={"static": True})  # of decode attention
     kernels: Kernels = field(default=Kernels(), metadata={"static": True})  # implementations of the ops
@@ -72,7 +64,7 @@ class PackedCache:
 
         Of a quantised pool the scales too; of every slot its token; of methods that act the numbers of their memory.
         """
-        return sum(x.nbytes for x, axes in leaves_with_axes(self) if {"slots", "entries"} & set(axes))
+        return sum(x.nbytes for x, names in leaves_with_axes(self) if {"slots", "entries"} & set(names))
 
     @property
     def whole_axes(self) -> tuple[str, ...]:
@@ -197,7 +189,7 @@ def take_rows(cache: PackedCache, rows: Sequence[int] | Int[np.ndarray, " R"] | 
             raise InputError(f"rows={known.tolist()}: the cache has {batch} rows, counted from 0")
     index = jnp.asarray(rows, jnp.int32)
 
-    return map_with_axes(lambda x, axes: jnp.take(x, index, axis=axes.index("batch")), cache)
+    return map_with_axes(lambda x, names: jnp.take(x, index, axis=names.index("batch")), cache)
 
 
 def check_new_tokens(new_tokens: int) -> None:
@@ -217,7 +209,7 @@ def most_used(cache: PackedCache) -> int | None:
 
 
 def resize(cache: PackedCache, new_tokens: int) -> PackedCache:
-    """The same cache where `new_tokens` may follow the prompt, those fed included: room for more turns, or none to spare.
+    """The same cache with room for `new_tokens`, those fed included: for more turns, or with none to spare.
 
     Methods whose budgets count the tokens that may follow (A-VL's text window) count the new number from here on; what
     they have let go before stays away. Where slots are reused, a segment gets more of them if the method's budget
@@ -265,12 +257,9 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
     here = cache.token.shape[1] // parts
     here += align(max(0, int(jnp.max(end)) - here), layers * ALIGNMENT)
     most = max(int(jnp.max(asked)), cache.memory[0].stored.shape[-1])
-    memories = [
-        dataclasses.replace(
-            memory.resize(layer, new_tokens, more=align(most) - layer.stored.shape[-1]), slots=length[i]
-        )
-        for i, layer in enumerate(cache.memory)
-    ]
+    more = align(most) - cache.memory[0].stored.shape[-1]
+    memories = [memory.resize(layer, new_tokens, more) for layer in cache.memory]
+    memories = [dataclasses.replace(layer, slots=length[i]) for i, layer in enumerate(memories)]
     place = jnp.arange(here)[:, None, None, None] - start  # [slots of a part, L, B, K], within each segment
     source = jnp.max(jnp.where((place >= 0) & (place < before), place + cache.start, -1), axis=1)
     source = jnp.moveaxis(source, 0, 1)[:, None]  # [B, 1, slots of a part, K]

@@ -51,7 +51,9 @@ def feed(
     require_32_bits()
     if cache.memory is not None and x.shape[1] > 1:
         return _one_by_one(decoder, cache, x, positions, valid)
-    pool_k, pool_v, taken = cache.k, cache.v, []
+    pool_k: Any = cache.k
+    pool_v: Any = cache.v
+    taken: list[Array] = []
     tail_k, tail_v, memory = list(cache.tail_k), list(cache.tail_v), list(cache.memory or ())
     count = jnp.arange(1, x.shape[1] + 1) if valid is None else jnp.cumsum(valid, axis=1)
     seen = cache.used[:, None] + count  # [B, T] entries of the tail that a token sees, its own too
@@ -61,7 +63,8 @@ def feed(
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
         nonlocal pool_k, pool_v
-        start, tail = cache.start[i], None
+        start = cache.start[i]
+        tail: Any = None
         if cache.memory is not None:
             held, into = jax.vmap(arrive)(memory[i])
         if cache.reuses:

@@ -22,7 +22,7 @@ from pallas_kernels import Kernels, QuantizedPool, core_attention, decode_attent
 from vlkv import parallel
 from vlkv.sharding import axes
 
-_ENTRIES = "batch", "kv_heads", "entries"
+_ENTRIES, _HEADS = axes("batch", "kv_heads", "entries"), axes("batch", "kv_heads")
 _LAST = jnp.iinfo(jnp.int32).max
 
 
@@ -31,28 +31,20 @@ _LAST = jnp.iinfo(jnp.int32).max
 class Memory:
     """One layer of one row."""
 
-    stored: Bool[Array, "*B K E"] = field(metadata=axes(*_ENTRIES))  # in memory
-    attended: Bool[Array, "*B K E"] = field(
-        metadata=axes(*_ENTRIES)
-    )  # what the next step attends to, besides its own entry
-    is_text: Bool[Array, "*B K E"] = field(
-        metadata=axes(*_ENTRIES)
-    )  # prompt text and generated tokens, and slots for these
-    place: Int[Array, "*B K E"] = field(metadata=axes(*_ENTRIES))  # order in which tokens were seen, from 0
-    rank: Int[Array, "*B K E"] = field(
-        metadata=axes(*_ENTRIES)
-    )  # how many of the stored entries were seen before this one
-    values: dict[str, Float[Array, "*B K E"]] = field(
-        metadata=axes(*_ENTRIES)
-    )  # the method's own numbers, from `Policy.remember`
-    slots: Int[Array, "*B K"] = field(metadata=axes(*_ENTRIES[:2]))  # entries that there are slots for
-    capacity: Int[Array, "*B K"] = field(metadata=axes(*_ENTRIES[:2]))  # prompt entries that were kept
+    stored: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # in memory
+    attended: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # by the next step, besides its own entry
+    is_text: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # prompt text, generated tokens, and slots for these
+    place: Int[Array, "*B K E"] = field(metadata=_ENTRIES)  # order in which tokens were seen, from 0
+    rank: Int[Array, "*B K E"] = field(metadata=_ENTRIES)  # stored entries that were seen before this one
+    values: dict[str, Float[Array, "*B K E"]] = field(metadata=_ENTRIES)  # the method's own, from `Policy.remember`
+    slots: Int[Array, "*B K"] = field(metadata=_HEADS)  # entries that there are slots for
+    capacity: Int[Array, "*B K"] = field(metadata=_HEADS)  # prompt entries that were kept
     vision: Int[Array, "*B"] = field(metadata=axes("batch"))  # vision tokens that the prompt had
     text: Int[Array, "*B"] = field(metadata=axes("batch"))  # text tokens that the prompt had
     steps: Int[Array, "*B"] = field(metadata=axes("batch"))  # tokens fed so far
     # For methods with steps that do not attend to all that is stored: the vision entries that these are content with,
     # besides all text; and whether the next step is one of them. Such a step does not read the others.
-    core: Bool[Array, "*B K E"] | None = field(default=None, metadata=axes(*_ENTRIES))
+    core: Bool[Array, "*B K E"] | None = field(default=None, metadata=_ENTRIES)
     core_only: Bool[Array, "*B"] | None = field(default=None, metadata=axes("batch"))
     new_tokens: int = field(metadata={"static": True})  # the most tokens that may follow the prompt
     reuses: bool = field(default=False, metadata={"static": True})  # whether new entries take free slots
@@ -253,7 +245,7 @@ def attend_to(
                 max_length=recent.shape[-1], return_mass=True, implementation=kernels.decode_attention,
             )  # fmt: skip
             pieces, masses, sizes = [*pieces, (out, lse)], [*masses, mass], [*sizes, memory.tail]
-        out, total = part.combine(*pieces, softmax_n=softmax_n)
+        out, total = part.combine(pieces[0], pieces[1] if pieces[1:] else None, softmax_n)
         shares = (mass * jnp.exp(lse - total)[..., None] for mass, (_, lse) in zip(masses, pieces, strict=True))
         whole_shares = [part.all(x, size) for x, size in zip(shares, sizes, strict=True)]
         return out, jnp.concatenate(whole_shares, axis=-1)
