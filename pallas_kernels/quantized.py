@@ -59,7 +59,7 @@ def quantize(
     Args:
         x: a pool.
         used: its slots in use; free ones may hold anything, and read as some value of their group's range.
-        bits: 2 or 4.
+        bits: 2, 4 or 8.
         group: how many numbers share a range.
         axis: "slots" (keys) or "channels" (values).
 
@@ -67,8 +67,8 @@ def quantize(
         ValueError: an option that is not one of these, or a head that does not fill whole bytes.
     """
     head_dim = x.shape[-1]
-    if bits not in (2, 4) or group < 1 or axis not in ("slots", "channels"):
-        raise ValueError(f"quantize: bits={bits!r} must be 2 or 4, group={group!r} at least 1, "
+    if bits not in (2, 4, 8) or group < 1 or axis not in ("slots", "channels"):
+        raise ValueError(f"quantize: bits={bits!r} must be 2, 4 or 8, group={group!r} at least 1, "
                          f'axis={axis!r} "slots" or "channels"')  # fmt: skip
     if head_dim * bits % 8:
         raise ValueError(f"quantize: {head_dim} channels of {bits} bits do not fill whole bytes")

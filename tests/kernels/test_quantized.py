@@ -46,7 +46,7 @@ def random_pool(seed, shape, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_values_on_the_grid_come_back_exactly_from_packed_bytes(bits, axis):
     random = np.random.default_rng(0)
     codes = random.integers(0, 2**bits, (2, 16, 3, 8))
@@ -68,7 +68,7 @@ def test_a_byte_holds_its_first_channel_in_the_lowest_bits():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_as_kivi_defines_it_and_never_off_by_more_than_half_a_step(bits, axis, dtype):
     x, used = random_pool(1, (2, 45, 3, 12), dtype)  # the last group smaller: 13 slots, 4 channels
     group = 16 if axis == "slots" else 8

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy", nargs="+", metavar="NAME",
         help=f"with options as in 'aircache(window=\"text\")' (default: {', '.join(_METHODS)}, and smoothed ones)",
     )  # fmt: skip
-    parser.add_argument("--bits", nargs="+", type=int, default=[16, 4, 2], metavar="N", help="of an entry's numbers")
+    parser.add_argument("--bits", nargs="+", type=int, default=[16, 8, 4, 2], metavar="N", help="of an entry's numbers")
     parser.add_argument(
         "--bytes", nargs="+", type=float, default=[0.2, 0.1, 0.05, 0.02, 0.01], metavar="SHARE",
         help="budgets, as shares of the full cache in 16 bits (default: 0.2 0.1 0.05 0.02 0.01)",

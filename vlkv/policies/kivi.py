@@ -16,7 +16,7 @@ class KIVI(Full):
     `policies.compose(other, store=KIVI(bits=2))` stores in this way what another method keeps.
 
     Attributes:
-        bits: 2 or 4.
+        bits: 2 or 4 as published, or 8.
         group: numbers that share a minimum and a scale.
     """
 
@@ -28,7 +28,7 @@ class KIVI(Full):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check("bits", self.bits in (2, 4), "must be 2 or 4")
+        self.check("bits", self.bits in (2, 4, 8), "must be 2, 4 or 8")
         self.check("group", self.group >= 1, "must be at least 1")
 
     @property
