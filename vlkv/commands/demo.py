@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from rich.table import Column, Table
 
 from vlkv import analysis, loading, policies
 from vlkv.commands.drawing import Panel, draw
@@ -160,7 +160,7 @@ def read(params: Model, case: Case, prompt: Prompt, name: str, share: float, pol
 def show(console: Console, case: Case, rows: list[Row]) -> None:
     """The table."""
     title = f"{case.question} -> {case.truth}" if case.truth is not None else case.question
-    table = Table("method", "bytes", "answer", "", "evidence kept", "cache KiB", "ms/token", title=title)
+    table = Table(Column("method", no_wrap=True), "bytes", "answer", "", "evidence kept", "cache KiB", "ms/token", title=title)
     for row in rows:
         mark = "[green]right[/]" if row.right else "[red]wrong[/]"
         if case.truth is None:
