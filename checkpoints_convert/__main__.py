@@ -18,7 +18,7 @@ from vlkv.terminal import OneLineParser, guarded
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `convert`, shared with the `vlkv` command."""
-    parser.add_argument("source", type=Path, metavar="SRC", help="a Hugging Face checkpoint folder")
+    parser.add_argument("source", type=Path, metavar="SRC", help="a checkpoint folder, Hugging Face's or its authors'")
     parser.add_argument("destination", type=Path, nargs="?", metavar="DST", help="the folder to write; must not exist")
     parser.add_argument("--dtype", choices=list(DTYPES), help="of the written weights; without it, the source's own")
     parser.add_argument("--format", choices=FORMATS, default="safetensors", help="of the written weights (%(default)s)")

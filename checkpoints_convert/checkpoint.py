@@ -16,13 +16,15 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from checkpoints_convert import pickles
 from checkpoints_convert.entry import HEAD, Entry, Table, make_entries
 from vlkv.errors import InputError
 from vlkv.files import read_json
 
 INDEX = "model.safetensors.index.json"
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float32}
-_SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt")
+_SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+_PICKLE_INDEX = "pytorch_model.bin.index.json"
 _PICKLE = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -70,7 +72,8 @@ class Checkpoint:
     @property
     def settings(self) -> dict[str, Path]:
         """Tokenizer, templates and processor settings by file name; the latter may lie beside a separate tower."""
-        files = {path.name: path for pattern in _SETTINGS for path in self.folder.glob(pattern) if path.is_file()}
+        files = {path.name: path for pattern in _SETTINGS for path in self.folder.glob(pattern)
+                 if path.is_file() and not path.name.endswith(".index.json")}  # fmt: skip
         if self.table.names.tower is not None:
             beside = self.folder / self.table.names.tower[0] / "preprocessor_config.json"
             if beside.is_file() and "processor_config.json" not in files:
@@ -124,28 +127,33 @@ def require_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def open_checkpoint(folder: Path, table: Table) -> Checkpoint:
+def open_checkpoint(folder: Path, table: Table, *, pickled: bool = False) -> Checkpoint:
     """Reads the headers, and matches every tensor against the table.
 
+    Args:
+        folder: with the weights.
+        table: of its family.
+        pickled: whether weights that torch has pickled will do, where there are no safetensors.
+
     Raises:
-        InputError: no weights, pickle weights, a broken or truncated file, an index that points outside the folder, or
-            keys that are unknown, missing, doubled or misshapen.
+        InputError: no weights, pickle weights if they are not allowed or not safe, a broken or truncated file, an index
+            that points outside the folder, or keys that are unknown, missing, doubled or misshapen.
     """
     found: dict[str, Tensor] = {}
-    for file in _files(folder):
-        for tensor in _headers(file):
+    for file in _files(folder, pickled):
+        for tensor in _headers(file, pickled):
             key = table.names.canonical(tensor.key)
             if key in found:
                 raise InputError(f"{tensor.file}: {tensor.key} is there twice (also in {found[key].file.name})")
             found[key] = tensor
-    found |= _tower_beside(folder, table, found)
+    found |= _tower_beside(folder, table, found, pickled)
     made = make_entries(table.names, table.shapes())
     entries = tuple(entry for entry in made if entry.path != HEAD or entry.key in found)
     _match(found, entries, table, folder)
     return Checkpoint(folder, table, entries, found)
 
 
-def _tower_beside(folder: Path, table: Table, found: dict[str, Tensor]) -> dict[str, Tensor]:
+def _tower_beside(folder: Path, table: Table, found: dict[str, Tensor], pickled: bool) -> dict[str, Tensor]:
     """The tensors of a tower that the checkpoint only names, from the folder of that name inside it.
 
     Only inside: a config from elsewhere must not make us read elsewhere.
@@ -158,8 +166,9 @@ def _tower_beside(folder: Path, table: Table, found: dict[str, Tensor]) -> dict[
     place = folder / name
     if not place.is_dir():
         raise InputError(f"{folder}: holds no vision tower: put the folder {name} (config.json and "
-                         "safetensors) of the tower that config.json names into it")  # fmt: skip
-    beside = [tensor for file in _files(place) for tensor in _headers(file) if tensor.key.startswith("vision_model.")]
+                         "weights) of the tower that config.json names into it")  # fmt: skip
+    beside = [tensor for file in _files(place, pickled) for tensor in _headers(file, pickled)
+              if tensor.key.startswith("vision_model.")]  # fmt: skip
     return {table.names.canonical(f"vision_tower.{tensor.key}"): tensor for tensor in beside}
 
 
@@ -182,30 +191,38 @@ def _match(found: dict[str, Tensor], entries: tuple[Entry, ...], table: Table, f
         raise InputError(f"{folder}: missing key {missing[0]}{more}")
 
 
-def _files(folder: Path) -> list[Path]:
-    index, single = folder / INDEX, folder / "model.safetensors"
-    if index.is_file():
-        names = require_json(index).get("weight_map")
-        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-            raise InputError(f"{index}: no weight_map from keys to file names")
-        files = []
-        for name in sorted(set(names.values())):
-            # Only plain names: an index from elsewhere must not make us read outside its folder.
-            if name != Path(name).name or name in ("", ".", ".."):
-                raise InputError(f"{index}: points outside the folder: {name!r}")
-            if not (folder / name).is_file():
-                raise InputError(f"{index}: names {name}, which is not in the folder")
-            files.append(folder / name)
-        return files
-    if single.is_file():
-        return [single]
+def _files(folder: Path, pickled: bool) -> list[Path]:
+    """The files of weights: safetensors where there are any."""
+    for index, single in ((INDEX, "model.safetensors"), (_PICKLE_INDEX, "pytorch_model.bin")):
+        if (pickled or index == INDEX) and (found := _indexed(folder / index, folder / single)):
+            return found
     if any(next(folder.glob(pattern), None) for pattern in _PICKLE):
-        raise InputError(f"{folder}: only pickle weights (.bin, .pt): they can run code when opened; "
-                         "save the model with safetensors first")  # fmt: skip
+        remedy = (f"name it pytorch_model.bin, or write {_PICKLE_INDEX}" if pickled else
+                  "`vlkv convert` reads them safely")  # fmt: skip
+        raise InputError(f"{folder}: only pickle weights (.bin, .pt), which can run code when opened: {remedy}")
     raise InputError(f"{folder}: no model.safetensors and no {INDEX}")
 
 
-def _headers(file: Path) -> list[Tensor]:
+def _indexed(index: Path, single: Path) -> list[Path]:
+    """The files that an index names, or the one file; empty if neither is there."""
+    if not index.is_file():
+        return [single] if single.is_file() else []
+    names = require_json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise InputError(f"{index}: no weight_map from keys to file names")
+    files = [index.parent / name for name in sorted(set(names.values()))]
+    for name, file in zip(sorted(set(names.values())), files, strict=True):
+        # Only plain names: an index from elsewhere must not make us read outside its folder.
+        if name != Path(name).name or name in ("", ".", ".."):
+            raise InputError(f"{index}: points outside the folder: {name!r}")
+        if not file.is_file():
+            raise InputError(f"{index}: names {name}, which is not in the folder")
+    return files
+
+
+def _headers(file: Path, pickled: bool) -> list[Tensor]:
+    if pickled and file.suffix != ".safetensors":
+        return [Tensor(file, *header) for header in pickles.headers(file)]
     try:
         with safe_open(file, framework="np") as opened:  # which checks every offset
             slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from tqdm import tqdm
 
-from checkpoints_convert import pieces, slices
+from checkpoints_convert import pieces, slices, tokenizer
 from checkpoints_convert.checkpoint import INDEX, Checkpoint, Tensor, open_checkpoint
 from checkpoints_convert.entry import Table
 from checkpoints_convert.journal import Journal
@@ -50,7 +50,8 @@ def convert(
     """Converts one folder into another.
 
     Args:
-        source: a Hugging Face folder.
+        source: a Hugging Face folder, or one in its authors' form: weights may be pickles, read by torch's weights-only
+            loader, and the tokenizer a sentencepiece or tiktoken file, from which `tokenizer.json` is made.
         destination: must not exist yet.
         describe: the table of a checkpoint folder; raises InputError for one that is not supported.
         dtype: float32, float16 or bfloat16; None keeps each tensor's own.
@@ -74,10 +75,13 @@ def convert(
         raise InputError(f"{destination.parent}: no such folder to write into")
     if pieces.is_pieces(source):
         raise InputError(f"{source}: holds orbax weights: convert the folder that it was made from")
-    checkpoint = open_checkpoint(source, describe(source))
+    table = describe(source)
+    checkpoint = open_checkpoint(source, table, pickled=True)
+    made = tokenizer.make(source, table.special)
     partial = destination.with_name(f".{destination.name}.partial")
     try:
-        _write(checkpoint, partial, DTYPES[dtype] if dtype else None, format, progress)
+        extra = {} if made is None else {"tokenizer.json": made.to_str(pretty=True)}
+        _write(checkpoint, partial, DTYPES[dtype] if dtype else None, format, extra, progress)
         partial.rename(destination)
     except InputError:
         shutil.rmtree(partial, ignore_errors=True)
@@ -85,7 +89,10 @@ def convert(
     return destination
 
 
-def _write(checkpoint: Checkpoint, folder: Path, dtype: np.dtype | None, kind: Format, progress: bool) -> None:
+def _write(
+    checkpoint: Checkpoint, folder: Path, dtype: np.dtype | None, kind: Format, extra: dict[str, str], progress: bool
+) -> None:
+    """The weights, then copies of the settings and the `extra` files (text by name), then the manifest."""
     plan = _plan(checkpoint, dtype, kind)
     journal = Journal(folder, _job(checkpoint, dtype, kind, plan))
     with tqdm(total=sum(map(len, plan.values())), unit="tensor", disable=not progress) as bar:
@@ -117,6 +124,9 @@ def _write(checkpoint: Checkpoint, folder: Path, dtype: np.dtype | None, kind: F
         if name not in ("config.json", INDEX, MANIFEST):
             shutil.copyfile(file, folder / name)
             digests[name] = sha256(folder / name)
+    for name, text in extra.items():
+        (folder / name).write_text(text, encoding="utf-8")
+        digests[name] = sha256(folder / name)
     config = _retyped(dict(checkpoint.table.config), None if dtype is None else dtype.name)
     ready = folder / "config.json.new"
     write_json(ready, config)

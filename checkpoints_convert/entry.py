@@ -113,12 +113,14 @@ class Table:
         config: `config.json` as the converted folder is to have it.
         names: of its tensors.
         shapes: of our parameters by path; worked out when asked for.
+        special: tokens whose ids follow those of a tiktoken file.
     """
 
     family: str
     config: Mapping[str, Any]
     names: Names
     shapes: Callable[[], Mapping[str, Shape]]
+    special: tuple[str, ...] = ()
 
 
 def make_entries(names: Names, shapes: Mapping[str, Shape]) -> tuple[Entry, ...]:

@@ -35,7 +35,7 @@ except ImportError:
     pass
 else:
     # Not where users hand things in (processing, the command line): there wrong types must meet our own errors.
-    shared = "budgets cache decoder extend generate inputs memory merging observe policies prefill towers"
+    shared = "budgets cache decoder extend feeding generate inputs memory merging observe policies prefill towers"
     models = (f"families.{path.parent.name}.model" for path in (ROOT / "vlkv" / "families").glob("*/model.py"))
     jaxtyping.install_import_hook(
         ["pallas_kernels", *(f"vlkv.{name}" for name in (*shared.split(), "families.family", *models))],

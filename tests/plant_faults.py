@@ -82,8 +82,8 @@ FAULTS = (
     Fault(
         "positions of new tokens off by one",
         "vlkv/generate.py",
-        "params.decoder.embedding(token), cache.next_position)",
-        "params.decoder.embedding(token), cache.next_position + 1)",
+        "params.decoder.embedding(token)[:, None], cache.next_position[:, None])",
+        "params.decoder.embedding(token)[:, None], cache.next_position[:, None] + 1)",
         "tests/test_decode.py::test_score_is_the_log_probability_of_the_reference",
     ),
     Fault(

@@ -37,7 +37,7 @@ ORDER = [
     },
     {"vlkv.decoder", "vlkv.policies", "vlkv.processing", "vlkv.sampling"},
     {"vlkv.cache", "vlkv.towers"},
-    {"vlkv.families"},
+    {"vlkv.families", "vlkv.feeding"},
     {"vlkv.reading"},
     {"vlkv.prefill"},
     {"vlkv.generate", "vlkv.extend"},

@@ -19,14 +19,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from vlkv.cache import PackedCache, write
+from vlkv.cache import PackedCache
 from vlkv.errors import InputError
 from vlkv.families import Model
-from vlkv.generate import feed, logits_after
+from vlkv.feeding import feed
+from vlkv.generate import logits_after
 from vlkv.inputs import Inputs
-from vlkv.parallel import cached_attention
 
 
 def extend(params: Model, cache: PackedCache, inputs: Inputs) -> tuple[PackedCache, Float[Array, "B vocab"]]:
@@ -51,63 +51,12 @@ def extend(params: Model, cache: PackedCache, inputs: Inputs) -> tuple[PackedCac
     _check(params, cache, inputs)
     inputs = jax.tree.map(jnp.asarray, inputs)
     positions = cache.next_position[:, None] + inputs.positions
-    read = _together if cache.policy is None else _one_by_one
-    fed, x = read(params, cache, params.embed(inputs), positions, inputs.valid)
+    fed, x = feed(params.decoder, cache, params.embed(inputs), positions, inputs.valid)
     # The greatest of all axes: after an image M-RoPE goes on from there.
     furthest = jnp.max(jnp.where(inputs.valid[..., None], positions, -1), axis=(1, 2))
     fed = dataclasses.replace(fed, next_position=jnp.broadcast_to(furthest[:, None] + 1, cache.next_position.shape))
     last = jnp.max(jnp.where(inputs.valid, jnp.arange(x.shape[1]), 0), axis=1)
     return fed, logits_after(params, fed, x[jnp.arange(len(last)), last])
-
-
-def _together(
-    params: Model,
-    cache: PackedCache,
-    x: Float[Array, "B T D"],
-    positions: Int[Array, "B T A"],
-    valid: Bool[Array, "B T"],
-) -> tuple[PackedCache, Float[Array, "B T D"]]:
-    """All tokens through one layer after the other."""
-    tail_k, tail_v = list(cache.tail_k), list(cache.tail_v)
-    seen = cache.used[:, None] + jnp.cumsum(valid, axis=1)  # [B, T] slots of the tail that a token sees, its own too
-    slot = jnp.where(valid, seen - 1, tail_k[0].shape[1])  # padding: past the end, not written
-    rotation = params.decoder.rotation(positions)
-    for i, layer in enumerate(params.decoder.layers):
-        q, k, v = layer.project(x, rotation)
-        tail_k[i], tail_v[i] = write(tail_k[i], k, slot, cache.parts), write(tail_v[i], v, slot, cache.parts)
-        segment = cache.k, cache.v, cache.start[i], cache.length[i]
-        # Many queries at once are matrix products, not the one row that the kernels of decoding are made for.
-        attended = cached_attention(
-            q, segment, (tail_k[i], tail_v[i]), seen, softmax_n=cache.softmax_n, parts=cache.parts,
-            implementation="xla",
-        )  # fmt: skip
-        x = layer.finish(x, attended.astype(x.dtype))
-    used = cache.used + jnp.sum(valid, axis=1, dtype=jnp.int32)
-    return dataclasses.replace(cache, tail_k=tuple(tail_k), tail_v=tuple(tail_v), used=used), x
-
-
-def _one_by_one(
-    params: Model,
-    cache: PackedCache,
-    x: Float[Array, "B T D"],
-    positions: Int[Array, "B T A"],
-    valid: Bool[Array, "B T"],
-) -> tuple[PackedCache, Float[Array, "B T D"]]:
-    """One token after the other through all layers."""
-
-    def step(cache: PackedCache, token: tuple[Array, ...]) -> tuple[PackedCache, Array]:
-        x, positions, valid = token
-        fed, out = feed(params, cache, x, positions)
-
-        def only_valid(new: Array, old: Array) -> Array:
-            return jnp.where(valid.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-
-        # What padding has written lies behind the slots in use, where the next token overwrites it.
-        used, memory = jax.tree.map(only_valid, (fed.used, fed.memory), (cache.used, cache.memory))
-        return dataclasses.replace(fed, used=used, memory=memory), out
-
-    cache, out = jax.lax.scan(step, cache, tuple(jnp.swapaxes(a, 0, 1) for a in (x, positions, valid)))
-    return cache, jnp.swapaxes(out, 0, 1)
 
 
 def _check(params: Model, cache: PackedCache, inputs: Inputs) -> None:

@@ -22,16 +22,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels
-from vlkv.cache import PackedCache, most_used, write
+from vlkv.cache import PackedCache, most_used
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import Model
+from vlkv.feeding import feed
 from vlkv.inputs import Inputs
-from vlkv.memory import arrive, attend
-from vlkv.parallel import cached_attention
 from vlkv.policies.full import Full
 from vlkv.policies.policy import Policy, require_policy
-from vlkv.policies.selection import require_32_bits
 from vlkv.prefill import prefill
 from vlkv.sampling import Greedy
 
@@ -64,45 +62,8 @@ def decode_step(
         InputError: the tail of a row is full; where that is known (under jit it is not, and the row's logits are NaN).
     """
     check_tail(cache, 1)
-    cache, x = feed(params, cache, params.decoder.embedding(token), cache.next_position)
-    return cache, logits_after(params, cache, x)
-
-
-def feed(
-    params: Model, cache: PackedCache, x: Float[Array, "B D"], positions: Int[Array, "B A"]
-) -> tuple[PackedCache, Float[Array, "B D"]]:
-    """One embedded token per row through all layers; returns the cache with it and the last layer's output."""
-    require_32_bits()
-    x, rotation = x[:, None], params.decoder.rotation(positions[:, None])
-    tail_k, tail_v = list(cache.tail_k), list(cache.tail_v)
-    memory = list(cache.memory or ())
-    slot, begin = cache.used[:, None], jnp.zeros_like(cache.start[0])
-    for i, layer in enumerate(params.decoder.layers):
-        q, k, v = layer.project(x, rotation)
-        tail_k[i], tail_v[i] = write(tail_k[i], k, slot, cache.parts), write(tail_v[i], v, slot, cache.parts)
-        segment = cache.k, cache.v, cache.start[i], cache.length[i]
-        if cache.policy is None:
-            attended = cached_attention(
-                q, segment, (tail_k[i], tail_v[i]), slot + 1, softmax_n=cache.softmax_n, parts=cache.parts,
-                implementation=cache.kernels.decode_attention,
-            )  # fmt: skip
-        else:
-            memory[i] = jax.vmap(arrive)(memory[i])
-            tail = tail_k[i], tail_v[i], begin, begin + slot + 1
-            one, mass = attend(
-                q[:, 0], segment, tail, memory[i], softmax_n=cache.softmax_n, kernels=cache.kernels, parts=cache.parts
-            )
-            memory[i], attended = jax.vmap(cache.policy.step)(memory[i], mass), one[:, None]
-        x = layer.finish(x, attended.astype(x.dtype))
-    cache = dataclasses.replace(
-        cache,
-        tail_k=tuple(tail_k),
-        tail_v=tuple(tail_v),
-        used=cache.used + 1,
-        next_position=cache.next_position + 1,
-        memory=None if cache.memory is None else tuple(memory),
-    )
-    return cache, x[:, 0]
+    cache, x = feed(params.decoder, cache, params.decoder.embedding(token)[:, None], cache.next_position[:, None])
+    return dataclasses.replace(cache, next_position=cache.next_position + 1), logits_after(params, cache, x[:, 0])
 
 
 def logits_after(params: Model, cache: PackedCache, x: Float[Array, "B D"]) -> Float[Array, "B vocab"]:

@@ -130,10 +130,11 @@ def list_core(memory: Memory, core: Bool[Array, "K E"], suffices: Bool[Array, ""
     return dataclasses.replace(memory, core=made)
 
 
-def attend(
+def attend_to(
     q: Float[Array, "B N H"],
     segment: tuple[Array | QuantizedPool, Array | QuantizedPool, Array, Array],
-    tail: tuple[Array, Array, Array, Array],
+    tail: tuple[Array, Array],
+    seen: Int[Array, " B"],
     memory: Memory,
     *,
     softmax_n: float = 0.0,
@@ -145,7 +146,8 @@ def attend(
     Args:
         q: this step's queries.
         segment: keys and values of the pool, start and length of this layer's segment.
-        tail: keys and values of this layer's tail, start (zeros) and length.
+        tail: keys and values of this layer's tail.
+        seen: its entries.
         memory: after `arrive`.
         softmax_n: of n-softmax, counted once for segment and tail together.
         kernels: implementations; None: of the platform.
@@ -157,10 +159,11 @@ def attend(
     core = () if held is None else (held.rows, held.count, held.text, held.suffices)
 
     def own(
-        part: parallel.Part, q: Array, segment: Any, tail: Any, kept: Array, recent: Array, core: Any
+        part: parallel.Part, q: Array, segment: Any, tail: Any, seen: Array, kept: Array, recent: Array, core: Any
     ) -> tuple[Array, ...]:
         """A device's rows, heads and slots."""
-        (k, v, start, length), (tail_k, tail_v, begin, seen) = segment, tail
+        (k, v, start, length), (tail_k, tail_v) = segment, tail
+        nothing = jnp.zeros_like(start)
         kept, recent = part.mine(kept), part.mine(recent)
         here = q, k, v, start, part.number(length)
         most = kept.shape[-1]
@@ -182,8 +185,8 @@ def attend(
         else:  # after `extend` rows may be at different steps: then all read the whole
             out, lse, mass = jax.lax.cond(jnp.all(core[-1]), listed, whole)
         tail_out, tail_lse, tail_mass = decode_attention(
-            q, tail_k, tail_v, begin, part.number(seen), valid=recent, max_length=recent.shape[-1], return_mass=True,
-            implementation=kernels.decode_attention,
+            q, tail_k, tail_v, nothing, nothing + part.number(seen)[:, None], valid=recent,
+            max_length=recent.shape[-1], return_mass=True, implementation=kernels.decode_attention,
         )  # fmt: skip
         out, total = part.combine((out, lse), (tail_out, tail_lse), softmax_n=softmax_n)
         shares = mass * jnp.exp(lse - total)[..., None], tail_mass * jnp.exp(tail_lse - total)[..., None]
@@ -191,12 +194,12 @@ def attend(
         whole_shares = [part.all(x, size) for x, size in zip(shares, sizes, strict=True)]
         return out, jnp.concatenate(whole_shares, axis=-1)
 
-    place, mask, listed = ("B P K H", "B P K H", "B K", "B K"), "B K E", ("B C", "B", "B K", "B")
+    pool, mask, listed = "B P K H", "B K E", ("B C", "B", "B K", "B")
     run = parallel.split(
-        own, ("B N H", place, place, mask, mask, listed if core else ()), ("B N H", "B N E"),
-        batch=q.shape[0], kv_heads=kept.shape[1], parts=parts,
+        own, ("B N H", (pool, pool, "B K", "B K"), (pool, pool), "B", mask, mask, listed if core else ()),
+        ("B N H", "B N E"), batch=q.shape[0], kv_heads=kept.shape[1], parts=parts,
     )  # fmt: skip
-    return run(q, segment, tail, kept, recent, core)
+    return run(q, segment, tail, seen, kept, recent, core)
 
 
 def evict(memory: Memory, candidates: Bool[Array, "K E"], value: Float[Array, "K E"]) -> Memory:

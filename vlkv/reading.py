@@ -102,43 +102,58 @@ def read(
     if policy is not None:
         require_fit(policy, layers, key)
     reducer = None if policy is None else policy.reducer
-    after = () if reducer is None or inputs.max_vision == 0 else reducer.reductions(layers)
-    tokens, vision = _begin(params, inputs, reducer if after else None), inputs.max_vision
+    stages = () if reducer is None or inputs.max_vision == 0 else reducer.reductions(layers)
+    tokens, vision = _begin(params, inputs, reducer if stages else None), inputs.max_vision
     made: list[Any] = []
     before: LayerPrompt | None = None
     kernels = Kernels() if kernels is None else kernels
-    attend = partial(prefill_attention, implementation=kernels.prefill_attention)
     return_lse = takes_lse(kernels.attention_mass)
-    rotation = params.decoder.rotation(tokens.positions)
-    for i, layer in enumerate(params.decoder.layers):
-        if reducer is not None and i in after:
-            stage = after.index(i)
-            vision = min(vision, reducer.remaining(stage=stage, vision=vision, images=inputs.max_images))
-            length = min(tokens.x.shape[1], vision + inputs.max_text)
-            reduce = partial(
-                _reduce, reducer, stage=stage, layer=i - 1, layers=layers, max_instruction=inputs.max_instruction,
-                vision=vision, length=length, kernels=kernels,
-            )  # fmt: skip
-            keys = None if key is None else jax.random.split(key, inputs.valid.shape[0])
-            tokens, left = by_row(reduce, inputs.valid.shape[0])(tokens, before, keys)
-            if not isinstance(left, jax.core.Tracer) and int(jnp.max(left)) > vision:
-                raise InputError(f"{type(reducer).__name__}: reduce has kept {int(jnp.max(left))} vision tokens at "
-                                 f"stage {stage}, where remaining allows {vision}: correct one of the two")  # fmt: skip
-            rotation = params.decoder.rotation(tokens.positions)
-            if reducer.forgets:
-                made = [_without(m, tokens, inputs.valid.shape[1]) for m in made]
-        q, k, v = layer.project(tokens.x, rotation)
-        attended = attend(q, k, v, valid=tokens.valid, return_lse=return_lse)
+
+    def reduce(layer: int) -> Array | None:
+        """Reduces the prompt before this layer if the policy asks for it; returns the positions of what is left."""
+        nonlocal tokens, vision, made
+        if reducer is None or layer not in stages:
+            return None
+        stage = stages.index(layer)
+        vision = min(vision, reducer.remaining(stage=stage, vision=vision, images=inputs.max_images))
+        length = min(tokens.x.shape[1], vision + inputs.max_text)
+        one = partial(
+            _reduce, reducer, stage=stage, layer=layer - 1, layers=layers, max_instruction=inputs.max_instruction,
+            vision=vision, length=length, kernels=kernels,
+        )  # fmt: skip
+        keys = None if key is None else jax.random.split(key, inputs.valid.shape[0])
+        tokens, left = by_row(one, inputs.valid.shape[0])(tokens, before, keys)
+        if not isinstance(left, jax.core.Tracer) and int(jnp.max(left)) > vision:
+            raise InputError(f"{type(reducer).__name__}: reduce has kept {int(jnp.max(left))} vision tokens at "
+                             f"stage {stage}, where remaining allows {vision}: correct one of the two")  # fmt: skip
+        if reducer.forgets:
+            made = [_without(m, tokens, inputs.valid.shape[1]) for m in made]
+        return tokens.positions
+
+    def attend(i: int, q: Array, k: Array, v: Array) -> Array:
+        nonlocal before
+        attended = prefill_attention(
+            q, k, v, valid=tokens.valid, return_lse=return_lse, implementation=kernels.prefill_attention
+        )
         attended, lse = attended if return_lse else (attended, None)
-        x = layer.finish(tokens.x, attended)
         before = LayerPrompt(
             q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, stays=tokens.valid, source=tokens.source,
             grid=tokens.grid, lse=lse,
         )  # fmt: skip
+        return attended
+
+    def after(i: int, x: Array) -> tuple[Array, Array | None]:
+        nonlocal tokens
+        assert before is not None
         # The next layer waits, so that what `each` does not keep is gone before more is made.
         x, kept = jax.lax.optimization_barrier((x, each(i, before)))
         made.append(kept)
         tokens = dataclasses.replace(tokens, x=x)
+        moved = reduce(i + 1)
+        return tokens.x, moved
+
+    reduce(0)
+    params.decoder.walk(tokens.x, tokens.positions, attend, after)
     # A prompt that ends with an image is continued from the last of its tokens that is left.
     last = jnp.max(jnp.where(tokens.valid, jnp.arange(tokens.valid.shape[1]), 0), axis=1)
     row = jnp.arange(len(last))

@@ -279,5 +279,5 @@ def test_prompts_as_the_authors_write_them(tmp_path, chat):
 def test_a_tiktoken_file_alone_is_refused_with_a_remedy(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_of()))
     (tmp_path / "qwen.tiktoken").write_text("")
-    with pytest.raises(InputError, match="convert_tiktoken_to_fast"):
+    with pytest.raises(InputError, match=r"only qwen\.tiktoken: `vlkv convert` makes one"):
         vlkv.load_processor(tmp_path)

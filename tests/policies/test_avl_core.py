@@ -10,7 +10,7 @@ from test_decode_time import one_layer
 
 from pallas_kernels import Kernels
 from vlkv import policies
-from vlkv.memory import arrive, attend, begin
+from vlkv.memory import arrive, attend_to, begin
 
 LENGTH, HEADS, GROUPS, DIM, NEW = 70, 2, 2, 8, 4
 
@@ -20,18 +20,17 @@ def step():
     rng = np.random.default_rng(0)
     arrays = {name: rng.normal(size=(n, LENGTH, DIM)).astype(np.float32) for name, n in zip("qkv", (4, 2, 2))}  # noqa: B905
     arrays["is_vision"] = (np.arange(LENGTH) >= 8) & (np.arange(LENGTH) < 58)
-    cache, memory, _ = one_layer(policies.AVL(keep=0.6, core=0.2, refresh=2), arrays, new_tokens=NEW)
+    cache, _ = one_layer(policies.AVL(keep=0.6, core=0.2, refresh=2), arrays, new_tokens=NEW)
     q = jnp.array(rng.normal(size=(1, HEADS * GROUPS, DIM)), jnp.float32)
     tail = jnp.array(rng.normal(size=(2, 1, NEW, HEADS, DIM)), jnp.float32)
-    return cache, jax.vmap(arrive)(memory), q, tail
+    return cache, jax.vmap(arrive)(cache.memory[0]), q, tail
 
 
 def answer(step, memory, k, v, kernels=None):
     cache, _, q, tail = step
-    begin = jnp.zeros_like(cache.start[0])
     segment = k, v, cache.start[0], cache.length[0]
-    run = jax.jit(attend, static_argnames="kernels")
-    return run(q, segment, (*tail, begin, begin + 1), memory, kernels=kernels)
+    run = jax.jit(attend_to, static_argnames="kernels")
+    return run(q, segment, tuple(tail), jnp.array([1]), memory, kernels=kernels)
 
 
 @pytest.mark.full

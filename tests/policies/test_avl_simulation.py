@@ -1,7 +1,6 @@
 """A-VL over 32 decode steps against float64 numpy that does what the paper says, and its Table 3."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_decode_time import one_layer, places
@@ -82,18 +81,17 @@ def test_32_steps(refresh, text):
         "is_vision": IS_VISION,
     }
     policy = policies.AVL(keep=0.45, core=0.3, refresh=refresh, text=text)
-    _, memory, step = one_layer(policy, arrays, new_tokens=STEPS)
+    cache, step = one_layer(policy, arrays, new_tokens=STEPS)
     paper = Paper(arrays, 0.45, 0.3, refresh, text)
-    tail_k, tail_v = jnp.zeros((2, 1, STEPS, HEADS, DIM))
     for i in range(STEPS):
         q, k, v = (2 * rng.normal(size=(n, DIM)).astype(np.float32) for n in (HEADS * GROUPS, HEADS, HEADS))
-        memory, tail_k, tail_v, out, used = step(memory, tail_k, tail_v, i, q, k, v)
+        cache, out, used = step(cache, q, k, v)
         expected, read = paper.step(i + 1, q, k, v)
         np.testing.assert_allclose(out, expected, atol=2e-5, err_msg=f"step {i + 1}")
         assert (np.asarray(used).sum(-1) == read).all(), "an ordinary step reads core and text, nothing else"
         if (i + 1) % refresh:
             assert read - len(paper.core) <= paper.room + 1
-        stored = places(memory, np.asarray(memory.stored[0]), LENGTH + STEPS)
+        stored = places(cache, cache.memory[0].stored[0], LENGTH + STEPS)
         wanted = sorted([*paper.secondary, *paper.text])
         for head in range(HEADS):
             np.testing.assert_array_equal(np.flatnonzero(stored[head]), wanted)

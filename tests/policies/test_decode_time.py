@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from vlkv import policies
-from vlkv.memory import arrive, attend
+from vlkv.decoder import Decoder
+from vlkv.feeding import feed
 from vlkv.prefill import fill_cache
 from vlkv.reading import LayerPrompt, Prompt
 
 
 def one_layer(policy, arrays, new_tokens: int):
-    """A cache of one layer and one row from q [N,T,H] and k, v [K,T,H], and a function that decodes a step."""
+    """A cache of one layer and one row from q [N,T,H] and k, v [K,T,H], and a function that decodes a step of it."""
     q, k, v = (jnp.swapaxes(jnp.asarray(arrays[name]), 0, 1)[None] for name in "qkv")
     is_vision = jnp.asarray(arrays["is_vision"])[None]
     length = is_vision.shape[1]
@@ -36,26 +37,34 @@ def one_layer(policy, arrays, new_tokens: int):
         max_images=1, reducer=None,
     )  # fmt: skip
     cache = jax.jit(fill_cache, static_argnames="new_tokens")(prompt, policy, new_tokens=new_tokens)
-    (memory,) = cache.memory
 
     @jax.jit
-    def step(memory, tail_k, tail_v, index, q_new, k_new, v_new):
-        tail_k, tail_v = tail_k.at[0, index].set(k_new), tail_v.at[0, index].set(v_new)
-        memory = jax.vmap(arrive)(memory)
-        begin = jnp.zeros_like(cache.start[0])
-        segment = (cache.k, cache.v, cache.start[0], cache.length[0])
-        out, mass = attend(q_new[None], segment, (tail_k, tail_v, begin, begin + index + 1), memory)
-        used = memory.attended
-        return jax.vmap(policy.step)(memory, mass), tail_k, tail_v, out[0], used[0]
+    def step(cache, q_new, k_new, v_new):
+        attended = []
 
-    return cache, memory, step
+        class OneLayer(Decoder):
+            """Queries, keys and values that are given."""
+
+            def __init__(self):
+                pass
+
+            def walk(self, x, positions, attend, after=None):
+                return attend(0, q_new[None, None], k_new[None, None], v_new[None, None]).reshape(x.shape)
+
+        x = jnp.zeros((1, 1, q_new.size))
+        cache, out = feed(
+            OneLayer(), cache, x, jnp.zeros((1, 1, 1), int), watch=lambda i, memory, mass: attended.append(memory)
+        )
+        return cache, out.reshape(q_new.shape), attended[0].attended[0]
+
+    return cache, step
 
 
-def places(memory, mask, size: int) -> np.ndarray:
+def places(cache, mask, size: int) -> np.ndarray:
     """A mask over slots as one over the order of tokens, [K, size]."""
     out = np.zeros((mask.shape[0], size), bool)
     for head in range(mask.shape[0]):
-        out[head, np.asarray(memory.place)[0, head][np.asarray(mask)[head]]] = True
+        out[head, np.asarray(cache.memory[0].place)[0, head][np.asarray(mask)[head]]] = True
     return out
 
 
@@ -65,7 +74,7 @@ def test_avl_golden(golden, suffix):
     """Outputs, cores and text windows, step by step; every K-th step attends to all secondary tokens."""
     g = golden("a_vl")
     vision, length = g["is_vision"], len(g["is_vision"])
-    steps, heads, width = g["k_new"].shape
+    steps = len(g["k_new"])
     new_tokens = int(g["maximum_text_length"]) - int((~vision).sum())
     policy = policies.AVL(
         keep=float(g["secondary_ratio"]),
@@ -73,30 +82,29 @@ def test_avl_golden(golden, suffix):
         refresh=int(g["core_refresh_interval"]),
         text=float(g["text_ratio"]) if suffix == "text_eviction" else None,
     )
-    _, memory, step = one_layer(policy, g, new_tokens=new_tokens)
+    cache, step = one_layer(policy, g, new_tokens=new_tokens)
 
     def same_in_every_head(got, expected):
         np.testing.assert_array_equal(got, np.broadcast_to(expected, got.shape))
 
     def vision_part(mask):
-        return places(memory, np.asarray(mask), length + new_tokens)[:, :length][:, vision]
+        return places(cache, mask, length + new_tokens)[:, :length][:, vision]
 
     def text_part():
-        full = places(memory, np.asarray(memory.stored[0] & memory.is_text[0]), length + new_tokens)
+        full = places(cache, cache.memory[0].stored[0] & cache.memory[0].is_text[0], length + new_tokens)
         return full[:, : length + steps]
 
-    same_in_every_head(vision_part(memory.stored[0]), g["paper_secondary"])
-    same_in_every_head(vision_part(memory.values["core"][0] > 0), g["paper_initial_core"])
+    same_in_every_head(vision_part(cache.memory[0].stored[0]), g["paper_secondary"])
+    same_in_every_head(vision_part(cache.memory[0].values["core"][0] > 0), g["paper_initial_core"])
     same_in_every_head(text_part(), g[f"paper_text_kept_after_prefill_{suffix}"])
-    tail_k, tail_v = jnp.zeros((2, 1, new_tokens, heads, width))
     for i in range(steps):
         new = (jnp.asarray(g[name][i]) for name in ("q_new", "k_new", "v_new"))
-        memory, tail_k, tail_v, out, used = step(memory, tail_k, tail_v, i, *new)
+        cache, out, used = step(cache, *new)
         np.testing.assert_allclose(out, g[f"paper_output_{suffix}"][i], atol=2e-5)
-        same_in_every_head(vision_part(memory.values["core"][0] > 0), g[f"paper_core_after_step_{suffix}"][i])
+        same_in_every_head(vision_part(cache.memory[0].values["core"][0] > 0), g[f"paper_core_after_step_{suffix}"][i])
         same_in_every_head(text_part(), g[f"paper_text_kept_after_step_{suffix}"][i])
         # An ordinary step reads the core and the text, nothing else.
-        vision_read = int((np.asarray(used)[0] & ~np.asarray(memory.is_text)[0, 0]).sum())
+        vision_read = int((np.asarray(used)[0] & ~np.asarray(cache.memory[0].is_text)[0, 0]).sum())
         read = "paper_secondary" if (i + 1) % policy.refresh == 0 else "paper_initial_core"
         assert vision_read == g[read].sum()
 
@@ -117,7 +125,7 @@ def test_h2o_evicts_one_entry_a_step():
         "is_vision": np.zeros(length, bool),
     }
     policy = policies.H2O(budget=12)
-    _, memory, step = one_layer(policy, arrays, new_tokens=steps)
+    cache, step = one_layer(policy, arrays, new_tokens=steps)
     q_new, k_new, v_new = (
         2 * rng.normal(size=(steps, n, dim)).astype(np.float32) for n in (heads * groups, heads, heads)
     )
@@ -130,9 +138,8 @@ def test_h2o_evicts_one_entry_a_step():
     kept = [sorted({*range(34, 40), *sorted(range(34), key=lambda j, h=h: -score[h, j])[:6]}) for h in range(heads)]
     keys = [np.concatenate([arrays["k"][h], k_new[:, h]]).astype(np.float64) for h in range(heads)]
     values = [np.concatenate([arrays["v"][h], v_new[:, h]]).astype(np.float64) for h in range(heads)]
-    tail_k, tail_v = jnp.zeros((2, 1, steps, heads, dim))
     for i in range(steps):
-        memory, tail_k, tail_v, out, _ = step(memory, tail_k, tail_v, i, q_new[i], k_new[i], v_new[i])
+        cache, out, _ = step(cache, q_new[i], k_new[i], v_new[i])
         for h in range(heads):
             kept[h].append(length + i)
             for g in range(groups):
@@ -143,7 +150,7 @@ def test_h2o_evicts_one_entry_a_step():
             old = kept[h][: len(kept[h]) - 6]
             kept[h].remove(min(old, key=lambda j, h=h: score[h, j]))
             assert len(kept[h]) == 12
-            stored = places(memory, np.asarray(memory.stored[0]), length + steps)[h]
+            stored = places(cache, cache.memory[0].stored[0], length + steps)[h]
             np.testing.assert_array_equal(np.flatnonzero(stored), kept[h])
 
 
@@ -155,16 +162,15 @@ def test_prefixkv_keeps_its_share_of_what_has_been_seen(budget, distance):
     length, steps = 40, 20
     arrays = {name: rng.normal(size=(2, length, 4)).astype(np.float32) for name in "qkv"}
     arrays["is_vision"] = np.zeros(length, bool)
-    _, memory, step = one_layer(policies.PrefixKV(budget=budget, distance=distance), arrays, new_tokens=steps)
-    kept = np.flatnonzero(places(memory, np.asarray(memory.stored[0]), length + steps)[0]).tolist()
+    cache, step = one_layer(policies.PrefixKV(budget=budget, distance=distance), arrays, new_tokens=steps)
+    kept = np.flatnonzero(places(cache, cache.memory[0].stored[0], length + steps)[0]).tolist()
     assert len(kept) == budget
-    tail_k, tail_v = jnp.zeros((2, 1, steps, 2, 4))
     for i in range(steps):
         new = rng.normal(size=(3, 2, 4)).astype(np.float32)
-        memory, tail_k, tail_v, _, _ = step(memory, tail_k, tail_v, i, *new)
+        cache, _, _ = step(cache, *new)
         kept.append(length + i)
         if len(kept) > -(-budget * (length + i + 1) // length):
             del kept[-distance if len(kept) > distance else len(kept) // 2]
-        stored = places(memory, np.asarray(memory.stored[0]), length + steps)
+        stored = places(cache, cache.memory[0].stored[0], length + steps)
         for head in range(2):
             assert np.flatnonzero(stored[head]).tolist() == kept

@@ -1,6 +1,5 @@
 """Elastic Cache: what the published code keeps and merges by mistake, and deletion while decoding."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden_vectors import compress, same_in_every_head
@@ -52,18 +51,17 @@ def test_while_decoding_one_entry_leaves_at_a_fixed_distance(variant, budget, di
     arrays = {name: rng.normal(size=(2, length, 4)).astype(np.float32) for name in "qkv"}
     arrays["is_vision"] = np.zeros(length, bool)
     policy = policies.ElasticCache(budget=budget, distance=distance, variant=variant)
-    _, memory, step = one_layer(policy, arrays, new_tokens=steps)
-    kept = np.flatnonzero(places(memory, np.asarray(memory.stored[0]), length + steps)[0]).tolist()
+    cache, step = one_layer(policy, arrays, new_tokens=steps)
+    kept = np.flatnonzero(places(cache, cache.memory[0].stored[0], length + steps)[0]).tolist()
     assert len(kept) == budget - (variant == "released")
-    tail_k, tail_v = jnp.zeros((2, 1, steps, 2, 4))
     for i in range(steps):
         new = rng.normal(size=(3, 2, 4)).astype(np.float32)
-        memory, tail_k, tail_v, _, _ = step(memory, tail_k, tail_v, i, *new)
+        cache, _, _ = step(cache, *new)
         kept.append(length + i)
         if len(kept) > -(-budget * (length + i + 1) // length):
             end = len(kept) if variant == "paper" else budget
             del kept[end - distance if end > distance else end // 2]
-        stored = places(memory, np.asarray(memory.stored[0]), length + steps)
+        stored = places(cache, cache.memory[0].stored[0], length + steps)
         for head in range(2):
             assert np.flatnonzero(stored[head]).tolist() == kept
     assert len(kept) < budget + steps

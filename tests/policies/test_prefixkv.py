@@ -63,20 +63,19 @@ def test_the_published_code_deletes_at_a_fixed_rank(budget):
     length, steps = 40, 20
     arrays = {name: rng.normal(size=(2, length, 4)).astype(np.float32) for name in "qkv"}
     arrays["is_vision"] = np.zeros(length, bool)
-    _, memory, step = one_layer(released(budget=budget), arrays, new_tokens=steps)
-    kept = np.flatnonzero(places(memory, np.asarray(memory.stored[0]), length + steps)[0]).tolist()
+    cache, step = one_layer(released(budget=budget), arrays, new_tokens=steps)
+    kept = np.flatnonzero(places(cache, cache.memory[0].stored[0], length + steps)[0]).tolist()
     assert len(kept) == budget
     rank = budget - 25 if budget > 25 else budget // 2
-    tail_k, tail_v = jnp.zeros((2, 1, steps, 2, 4))
     deleted = 0
     for i in range(steps):
         new = rng.normal(size=(3, 2, 4)).astype(np.float32)
-        memory, tail_k, tail_v, _, _ = step(memory, tail_k, tail_v, i, *new)
+        cache, _, _ = step(cache, *new)
         kept.append(length + i)
         if len(kept) * length - (length + i + 1) * budget >= length:
             del kept[rank]
             deleted += 1
-        stored = places(memory, np.asarray(memory.stored[0]), length + steps)
+        stored = places(cache, cache.memory[0].stored[0], length + steps)
         for head in range(2):
             assert np.flatnonzero(stored[head]).tolist() == kept
     assert deleted > 4

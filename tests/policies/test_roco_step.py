@@ -1,6 +1,5 @@
 """RoCo while decoding: running mean and deviation of the attention received, against float64 numpy."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_decode_time import one_layer, places, softmax
@@ -29,7 +28,7 @@ def test_the_least_attended_of_the_steady_leaves(budget, spread, recent):
         "is_vision": np.arange(LENGTH) % 3 == 0,
     }
     policy = policies.RoCo(budget=budget, spread=spread, recent=recent)
-    _, memory, step = one_layer(policy, arrays, new_tokens=STEPS)
+    cache, step = one_layer(policy, arrays, new_tokens=STEPS)
     q_new, k_new, v_new = (
         2 * rng.normal(size=(STEPS, n, DIM)).astype(np.float32) for n in (HEADS * GROUPS, HEADS, HEADS)
     )
@@ -50,18 +49,17 @@ def test_the_least_attended_of_the_steady_leaves(budget, spread, recent):
         for t in range(LENGTH):
             see(n // GROUPS, np.arange(t + 1), softmax(logits[t, : t + 1]))
     recent = min(recent, budget)
-    kept = [np.flatnonzero(x).tolist() for x in places(memory, np.asarray(memory.stored[0]), LENGTH + STEPS)]
+    kept = [np.flatnonzero(x).tolist() for x in places(cache, cache.memory[0].stored[0], LENGTH + STEPS)]
     assert all(len(x) == budget for x in kept)
     keys = [np.concatenate([arrays["k"][h], k_new[:, h]]).astype(np.float64) for h in range(HEADS)]
-    tail_k, tail_v = jnp.zeros((2, 1, STEPS, HEADS, DIM))
     for i in range(STEPS):
-        memory, tail_k, tail_v, _, _ = step(memory, tail_k, tail_v, i, q_new[i], k_new[i], v_new[i])
+        cache, _, _ = step(cache, q_new[i], k_new[i], v_new[i])
         for h in range(HEADS):
             kept[h].append(LENGTH + i)
             for g in range(GROUPS):
                 see(h, kept[h], softmax(keys[h][kept[h]] @ np.float64(q_new[i, h * GROUPS + g]) / np.sqrt(DIM)))
             kept[h].remove(ranked(kept[h], *moments(h), spread, recent)[0])
-            stored = places(memory, np.asarray(memory.stored[0]), LENGTH + STEPS)[h]
+            stored = places(cache, cache.memory[0].stored[0], LENGTH + STEPS)[h]
             np.testing.assert_array_equal(np.flatnonzero(stored), kept[h])
 
 

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv.cache import PackedCache, entries, write
+from vlkv.cache import PackedCache, entries
 from vlkv.families import Model
-from vlkv.memory import Memory, arrive, attend, begin
+from vlkv.feeding import feed
+from vlkv.memory import Memory, begin
 from vlkv.reading import Prompt
 
 
@@ -49,44 +50,31 @@ def follow(
         tokens: to be fed; -1, padding, is fed as 0.
         only: prompt tokens that may be attended to, of those in the cache; None: all.
     """
-    layers, batch = params.decoder.layers, prompt.valid.shape[0]
     memory = _memory(prompt, cache)
     places = [_tokens_of_slots(cache, i, m) for i, m in enumerate(memory)]  # [B, K, M]
     if only is not None:
         memory = tuple(_restrict(m, places[i], only[i]) for i, m in enumerate(memory))
-    nothing = jnp.zeros_like(cache.start[0])
 
     def step(cache: PackedCache, token: Int[Array, " B"]) -> tuple[PackedCache, Trace]:
-        x = params.decoder.embedding(token)[:, None]
-        tail_k, tail_v, memory = list(cache.tail_k), list(cache.tail_v), list(cache.memory or ())
-        hidden, masses, counts, slot = [], [], [], cache.used[:, None]
-        rotation = params.decoder.rotation(cache.next_position[:, None])
-        for i, layer in enumerate(layers):
-            q, k, v = layer.project(x, rotation)
-            tail_k[i], tail_v[i] = write(tail_k[i], k, slot, cache.parts), write(tail_v[i], v, slot, cache.parts)
-            memory[i] = jax.vmap(arrive)(memory[i])
-            segment = cache.k, cache.v, cache.start[i], cache.length[i]
-            tail = tail_k[i], tail_v[i], nothing, nothing + slot + 1
-            attended, mass = attend(
-                q[:, 0], segment, tail, memory[i], softmax_n=cache.softmax_n, kernels=cache.kernels, parts=cache.parts
-            )
-            counts.append([jnp.mean(jnp.sum(x, axis=-1), axis=-1) for x in (memory[i].stored, memory[i].attended)])
-            if cache.policy is not None:
-                memory[i] = jax.vmap(cache.policy.step)(memory[i], mass)
-            x = layer.finish(x, attended[:, None].astype(x.dtype))
-            hidden.append(x[:, 0])
+        hidden, masses, counts = [], [], []
+
+        def watch(i: int, memory: Memory, mass: Array) -> None:
             masses.append(_by_token(mass, places[i], prompt.valid.shape[1]))
-        cache = dataclasses.replace(
-            cache, tail_k=tuple(tail_k), tail_v=tuple(tail_v), used=cache.used + 1, memory=tuple(memory),
-            next_position=cache.next_position + 1,
-        )  # fmt: skip
+            counts.append([jnp.mean(jnp.sum(x, axis=-1), axis=-1) for x in (memory.stored, memory.attended)])
+
+        def after(i: int, x: Array) -> tuple[Array, None]:
+            hidden.append(x[:, 0])
+            return x, None
+
+        x, positions = params.decoder.embedding(token)[:, None], cache.next_position[:, None]
+        cache, x = feed(params.decoder, cache, x, positions, watch=watch, after=after)
         stored, used = (jnp.stack(column) for column in zip(*counts, strict=True))
-        return cache, Trace(
+        return dataclasses.replace(cache, next_position=cache.next_position + 1), Trace(
             logits=params.decoder.logits(x[:, 0]), hidden=jnp.stack(hidden), mass=jnp.stack(masses), stored=stored,
             used=used,
         )  # fmt: skip
 
-    assert tokens.shape[0] == batch
+    assert tokens.shape[0] == prompt.valid.shape[0]
     fed = jnp.maximum(jnp.asarray(tokens), 0).T
     return jax.lax.scan(step, dataclasses.replace(cache, memory=memory), fed)[1]
 

@@ -1,13 +1,14 @@
 """One decoder for every family of the Llama shape.
 
 Axes: B batch · T tokens · N query heads · K key heads · H head dim · D width · A position axes.
-The layers are a tuple that a Python loop walks (docs/architecture.md, decision 1). A layer is cut in two, `project`
-before attention and `finish` after it, so that prefill, decode and the parity forward share every weight's use.
+The layers are a tuple (docs/architecture.md, decision 1), and `Decoder.walk` is the only loop over them. It is given
+what computes attention, so prefill, decoding, scoring, tracing and the forward pass all use every weight alike.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -19,6 +20,9 @@ from vlkv.config import DecoderConfig
 from vlkv.decoder.layers import Embedding, Initializer, JoinHeads, Linear, RMSNorm, SplitHeads
 from vlkv.decoder.rope import table, turn
 from vlkv.parallel import prefill_attention
+
+Attend = Callable[[int, Array, Array, Array], Array]  # layer, [B,T,N,H], [B,T,K,H], [B,T,K,H] -> [B,T,N,H]
+After = Callable[[int, Array], tuple[Array, Array | None]]  # layer, [B,T,D] -> [B,t,D], [B,t,A] or None
 
 
 class Rotation(NamedTuple):
@@ -90,8 +94,24 @@ class Decoder(nnx.Module):
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T A"], valid: Bool[Array, "B T"]
     ) -> Float[Array, "B T D"]:
         """All layers over whole prompts, without a cache."""
+        return self.walk(x, positions, lambda i, q, k, v: prefill_attention(q, k, v, valid=valid))
+
+    def walk(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T A"], attend: Attend, after: After | None = None
+    ) -> Float[Array, "B _T D"]:
+        """All layers, one after the other; returns the last layer's output.
+
+        Args:
+            x: what enters the first layer.
+            positions: of the tokens.
+            attend: given a layer's number, its rotated queries and keys, and its values, computes attention.
+            after: given a layer's number and its output, returns what enters the next layer and the positions of these
+                tokens, or None for the same positions. It may reduce the prompt, add features, or record.
+        """
         rotation = self.rotation(positions)
-        for layer in self.layers:
-            q, k, v = layer.project(x, rotation)
-            x = layer.finish(x, prefill_attention(q, k, v, valid=valid))
+        for i, layer in enumerate(self.layers):
+            x = layer.finish(x, attend(i, *layer.project(x, rotation)).astype(x.dtype))
+            if after is not None:
+                x, moved = after(i, x)
+                rotation = rotation if moved is None else self.rotation(moved)
         return x

@@ -136,6 +136,7 @@ class Family:
         published: the sizes that were published: the part of a `config.json` that matters, by the name of a preset. An
             end of sequence that is in `generation_config.json` only is written into it.
         complete: a folder's `config.json` with what is beside it in the folder; None: it is complete.
+        special: tokens whose ids follow those of a tiktoken file, for families that are published with one.
         claims: whether a `config.json` is of this family although it bears the `model_type` of another; None: none is.
     """
 
@@ -144,4 +145,5 @@ class Family:
     names: Callable[[Any], Names]
     published: Mapping[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     complete: Callable[[Raw, Callable[[str], Raw | None]], dict[str, Any]] | None = None
+    special: tuple[str, ...] = ()
     claims: Callable[[Raw], bool] | None = None

@@ -27,6 +27,7 @@ def table_of(config: ModelConfig, raw: dict[str, Any]) -> Table:
         config=raw,
         names=FAMILIES[config.family].names(config),
         shapes=lambda: shapes_by_path(with_head(config, tied=False)),
+        special=FAMILIES[config.family].special,
     )
 
 

@@ -149,11 +149,8 @@ def log_probs(params: Llava, batch: Batch, layout: Layout) -> Float[Array, "B ta
     first = jnp.broadcast_to(jnp.arange(_VISION_START), (rows, _VISION_START))
     text = jnp.broadcast_to(layout.positions, batch.tokens.shape)
     positions = jnp.concatenate([first, _VISION_START + cells, text], axis=1)[..., None]
-    mask = jnp.asarray(layout.mask(vision.shape[1]))
-    rotation = params.decoder.rotation(positions)
-    for layer in params.decoder.layers:
-        q, k, v = layer.project(x, rotation)
-        x = layer.finish(x, jax.nn.dot_product_attention(q, k, v, mask=mask[None, None]))
+    mask = jnp.asarray(layout.mask(vision.shape[1]))[None, None]
+    x = params.decoder.walk(x, positions, lambda i, q, k, v: jax.nn.dot_product_attention(q, k, v, mask=mask))
     return jax.nn.log_softmax(params.decoder.logits(x[:, -batch.tokens.shape[1] : -1]))
 
 

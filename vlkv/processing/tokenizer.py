@@ -19,7 +19,7 @@ from vlkv.files import one_line, read_json
 # How many tokens of each row count, or None for all.
 Lengths: TypeAlias = Int[np.ndarray | jax.Array, "*B"] | Sequence[int] | int | np.integer | None
 
-_OTHER_FORMS = ("tokenizer.model", "vocab.json")  # sentencepiece; byte-level merges
+_OTHER_FORMS = ("tokenizer.model", "*.tiktoken", "vocab.json")  # sentencepiece; ranks; a vocabulary and its merges
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -39,16 +39,12 @@ class TextTokenizer:
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
-            other = next((name for name in _OTHER_FORMS if (folder / name).is_file()), None)
-            found = "no tokenizer" if other is None else f"its tokenizer in another form only ({other})"
-            if any(folder.glob("*.tiktoken")):
-                raise InputError(
-                    f"{path}: no such file, and the .tiktoken file beside it lacks the special tokens: make one with "
-                    "transformers (convert_tiktoken_to_fast), special tokens at their ids"
-                )
+            other = next((file.name for form in _OTHER_FORMS for file in folder.glob(form)), None)
+            if other is not None:
+                raise InputError(f"{path}: no such file, only {other}: `vlkv convert` makes one from it")
             raise InputError(
-                f"{path}: no such file, so the folder has {found}; save one there (save_pretrained of a "
-                "fast tokenizer writes it), or use vlkv.load_params, which works alone"
+                f"{path}: no such file, so the folder has no tokenizer; copy it from the checkpoint's source, or use "
+                "vlkv.load_params, which works alone"
             )
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))

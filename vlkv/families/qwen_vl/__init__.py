@@ -1,8 +1,8 @@
 """Qwen-VL (Bai et al. 2023): a ViT whose patches a resampler reads into a square of tokens, and the first Qwen."""
 
 from vlkv.families.family import Family
-from vlkv.families.qwen_vl.config import PUBLISHED, QwenVlConfig
+from vlkv.families.qwen_vl.config import PUBLISHED, SPECIAL, QwenVlConfig
 from vlkv.families.qwen_vl.model import QwenVl
 from vlkv.families.qwen_vl.weights import names
 
-FAMILY = Family(config=QwenVlConfig, model=QwenVl, names=names, published=PUBLISHED)
+FAMILY = Family(config=QwenVlConfig, model=QwenVl, names=names, published=PUBLISHED, special=SPECIAL)

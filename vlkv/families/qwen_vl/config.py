@@ -15,6 +15,11 @@ from vlkv.errors import InputError
 from vlkv.families.qwen_vl.inputs import QwenVlInputs
 from vlkv.families.qwen_vl.tower import RESAMPLER_HEAD_DIM, QwenVlTowerConfig
 
+# The authors' tokenizer (tokenization_qwen.py): these follow the ordinary tokens.
+SPECIAL = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)),
+    "<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>", "<img>", "</img>", "<imgpad>",
+)  # fmt: skip
 # The class defaults of the authors' code.
 _DEFAULTS: dict[str, Any] = dict(
     vocab_size=151936, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=22016,
