@@ -86,10 +86,10 @@ class Settings:
 
     stages: tuple[Stage, ...] = (
         Stage(300, 44, (3, 6), 6, 12, ("ledger", "ledger", "digits")),
-        Stage(850, 84, (4, 10), 8, 12, ("ledger", "digits", "ledger", "pooled")),
-        Stage(500, 192, (4, 10), 8, 8, (*("ledger", "digits") * 2, "ledger", "pooled", "ledger", "several")),
+        Stage(2050, 84, (4, 10), 8, 16, (*("ledger", "digits") * 2, "ledger", "pooled")),
+        Stage(850, 192, (4, 10), 8, 8, ("ledger", "digits", "digits", "ledger", "pooled", "digits", "ledger", "several")),
     )
-    learning_rate: float = 1.5e-3
+    learning_rate: float = 2.5e-3
     warmup: int = 30
     weight_decay: float = 0.05
     clip: float = 1.0

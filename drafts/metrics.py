@@ -1,0 +1,111 @@
+"""What an answer is worth, compared with every answer that is accepted: the best of them counts, except for CIDEr.
+
+anls        1 - Levenshtein distance / longer length, 0 unless above one half (Biten et al. 2019, Eq. 1); case and
+            runs of blanks do not count. DocVQA, InfoVQA.
+exact       equal but for case, runs of blanks and a full stop at the end.
+rouge-l     F-measure of the longest common subsequence of words a-z, 0-9 (Lin 2004; rouge-score).
+cider       CIDEr-D (Vedantam et al. 2015; pycocoevalcap) over words, times ten as usual; needs other questions,
+            whose answers say which words are rare.
+perplexity  of the first accepted answer and its end, through the compressed cache; lower is better.
+judge       what an external command says (vlkv/evaluation/judge.py).
+
+Scores of published benchmarks are in vlkv/evaluation/protocols.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from vlkv.errors import InputError
+from vlkv.evaluation.judge import judge
+from vlkv.evaluation.protocols import PROTOCOLS, Scored
+
+_THRESHOLD = 0.5  # of ANLS
+
+
+def anls(scored: Sequence[Scored]) -> float:
+    """Average normalised Levenshtein similarity."""
+    from rapidfuzz.distance import Levenshtein  # noqa: PLC0415 (optional)
+
+    def similarity(said: str, answer: str) -> float:
+        distance = Levenshtein.normalized_distance(_plain(said), _plain(answer))
+        return 1 - distance if distance < _THRESHOLD else 0.0
+
+    return float(np.mean([max(similarity(one.said, answer) for answer in one.accepted) for one in scored]))
+
+
+def exact(scored: Sequence[Scored]) -> float:
+    """Share of the answers that are accepted."""
+
+    def bare(text: str) -> str:
+        return _plain(text).removesuffix(".").rstrip()
+
+    return float(np.mean([bare(one.said) in map(bare, one.accepted) for one in scored]))
+
+
+def rouge_l(scored: Sequence[Scored]) -> float:
+    """Mean ROUGE-L."""
+    from rouge_score.rouge_scorer import RougeScorer  # noqa: PLC0415 (optional)
+
+    scorer = RougeScorer(["rougeL"])
+    return float(np.mean([scorer.score_multi(one.accepted, one.said)["rougeL"].fmeasure for one in scored]))
+
+
+def cider(scored: Sequence[Scored]) -> float:
+    """CIDEr-D of all questions together."""
+    from pycocoevalcap.cider.cider import Cider  # noqa: PLC0415 (optional)
+
+    def words(text: str) -> str:
+        return " ".join(re.findall(r"\w+", text.lower()))
+
+    wanted = {i: [words(answer) for answer in one.accepted] for i, one in enumerate(scored)}
+    return float(Cider().compute_score(wanted, {i: [words(one.said)] for i, one in enumerate(scored)})[0])
+
+
+def perplexity(scored: Sequence[Scored]) -> float:
+    """Of all reference tokens together."""
+    mean = sum(one.log_probability for one in scored) / sum(one.tokens for one in scored)
+    return math.exp(-mean) if -mean < 700 else math.inf
+
+
+METRICS: dict[str, Callable[[Sequence[Scored]], float]] = {
+    "anls": anls,
+    "exact": exact,
+    "rouge-l": rouge_l,
+    "cider": cider,
+    "perplexity": perplexity,
+    **PROTOCOLS,
+}
+LOWER_IS_BETTER = ("perplexity",)
+FRACTIONS = ("anls", "exact", "rouge-l", *(name for name in PROTOCOLS if name != "mme"))  # shown in percent
+_PACKAGES = {"anls": ("rapidfuzz", "rapidfuzz"), "rouge-l": ("rouge_score", "rouge-score"),
+             "self-rouge-l": ("rouge_score", "rouge-score"),
+             "cider": ("pycocoevalcap", "pycocoevalcap")}  # fmt: skip
+
+
+def check_metrics(names: Sequence[str], questions: int) -> None:
+    """Raises InputError, before anything is computed, for a metric that does not exist or cannot be had."""
+    for name in names:
+        if name not in METRICS:
+            raise InputError(f"no metric {name!r}: there are {', '.join(METRICS)}")
+        module, package = _PACKAGES.get(name, ("", ""))
+        if module and importlib.util.find_spec(module) is None:
+            raise InputError(f"metric {name} needs {package}: pip install {package}, or leave it out of --metric")
+    if "cider" in names and questions < 2:
+        raise InputError("metric cider needs more than one question: rare words are those of few questions' answers")
+
+
+def score(names: Sequence[str], scored: Sequence[Scored], command: str | None = None) -> dict[str, Any]:
+    """Every metric by name, and under "judge" what a command says, if one is given."""
+    judged = {} if command is None else {"judge": judge(command, scored)}
+    return {name: METRICS[name](scored) for name in names} | judged
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.lower().split())
