@@ -30,6 +30,7 @@ def select(policy, prompt):
     return np.asarray(policies.select(policy, q, k, k, VISION).kept)
 
 
+@pytest.mark.default("None-10")
 @pytest.mark.parametrize(("window", "recent"), [(4, 6), (None, 10)])  # 1.5 x 4; 1.5 x half of the budget of 14
 def test_csp_recent_bias(prompt, window, recent):
     policy = policies.CSP(keep=0.5, window=window, recent_bias=1.5)
@@ -41,6 +42,7 @@ def test_csp_recent_bias(prompt, window, recent):
     np.testing.assert_array_equal(policy.protect(obs), np.arange(LENGTH) >= LENGTH - recent)
 
 
+@pytest.mark.full
 def test_csp_calibrated_share():
     """The share of cross attention among all attention of the last four rows, mean over rows, layers and heads."""
     params, batch = tiny_llava(), unequal_batch()
@@ -76,6 +78,7 @@ def test_avl_any_keep_on_the_command_line():
         assert (policy.keep, policy.core) == (keep, 0.3)
 
 
+@pytest.mark.full
 def test_avl_waits_for_two_layers_only():
     """With P the first two layers are observed once the second has run, without what P dropped; later ones at once."""
     params, batch, events = tiny_llava(), unequal_batch(), []

@@ -128,6 +128,7 @@ def test_methods_that_rank_by_statistics_are_smoothed_too():
         np.testing.assert_allclose(after.extra[name][0, 0, :30], want, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_generate_smooths_on_the_grid():
     """The cache holds what `select` chooses from the layers that were read, image by image."""
     params, inputs = tiny_llava(config=SMALL), unequal_batch()
