@@ -19,7 +19,7 @@ from vlkv.terminal import OneLineParser, guarded
 COMMANDS = {
     "demo": ("vlkv.commands.demo", "read a page of handwritten digits with every policy; no arguments, no network"),
     "generate": ("vlkv.commands.answer", "answer a question about an image"),
-    "chat": ("vlkv.commands.chat", "ask several questions about the same images"),
+    "chat": ("vlkv.commands.conversation", "ask several questions about the same images"),
     "policies": ("vlkv.commands.methods", "list the policies, or describe one"),
     "inspect": ("vlkv.commands.inspect", "measure budgets, attention, survival or cost, as the papers draw them"),
     "bench": ("vlkv.commands.bench", "time prefill and decoding, or a published table's settings"),
