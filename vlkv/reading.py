@@ -177,7 +177,7 @@ def read(
 def _begin(params: Model, inputs: Inputs, reducer: Policy | None) -> Tokens:
     tower = None
     if reducer is not None and reducer.watches:
-        x, tower = params.watch(inputs, reducer.watches)
+        x, tower = params.embed_with_attention(inputs, reducer.watches)
     else:
         x = params.embed(inputs)
     return Tokens(

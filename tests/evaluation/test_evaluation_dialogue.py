@@ -45,7 +45,7 @@ def test_a_conversation_as_text(prompts, whole, before):
     assert prompts.write("q1", 1, then=[("a1", "q2")]) == whole
     assert whole.startswith(prompts.write("q1", 1))
     assert prompts.before_question("q1", 1) == prompts.before_question("<image>\nother", 1) == before
-    with pytest.raises(InputError, match="nothing is asked after the last image"):
+    with pytest.raises(InputError, match="no text follows the last image"):
         prompts.before_question("what is <image>", 1)
     with pytest.raises(InputError, match=r"1 <image> mark\(s\) for 0"):
         prompts.write("q1", 1, then=[("a1", "<image> q2")])
