@@ -154,4 +154,5 @@ def _from_file(args: argparse.Namespace, sampling: Greedy, params: Model, proces
     question = int(fed.valid.sum())
     room = round_up(question, processor.buckets.text) + sampling.max_new_tokens
     cache = resize_tail(cache, int(cache.used[0]) + room)
-    return _Ready(*jax.jit(extend)(params, cache, fed), policy, note["prompt_tokens"] + question)
+    cache, logits = jax.jit(extend)(params, cache, fed)
+    return _Ready(cache, logits, policy, note["prompt_tokens"] + question)
