@@ -59,7 +59,7 @@ def test_what_is_fed_after_a_prompt(processor):
               for text in ("4 2 USER: read the page ASSISTANT:", "7")]  # fmt: skip
     assert [fed.tokens[row, fed.valid[row]].tolist() for row in range(2)] == wanted
     assert not fed.is_vision.any()
-    with pytest.raises(InputError, match="does not write a longer conversation"):
+    with pytest.raises(InputError, match="changes earlier turns"):
         processor.extension(longer, prompts)
 
 

@@ -113,7 +113,7 @@ class VisionLanguageModel(TextModel):
         return spliced, received.reshape(*x.shape[:2], *stacked.shape[2:]).transpose(0, 2, 3, 1)
 
 
-def flat(x: Float[Array, "I V D"]) -> Vision:
+def flat(x: Float[Array, "*I D"]) -> Vision:
     """The embeddings of all images in one list."""
     return x.reshape(-1, x.shape[-1])
 

@@ -1,4 +1,4 @@
-"""Every method, one per file, and the registry by name."""
+"""The compression methods, one per file, and a registry by name."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ registry: dict[str, type[Policy]] = {
 
 
 def named(name: str) -> type[Policy]:
-    """The policy called `name`, in any case; InputError lists the names there are."""
+    """The policy class called `name` (upper or lower case); InputError lists all names."""
     cls = registry.get(name.lower())
     if cls is None:
         near = difflib.get_close_matches(name.lower(), registry, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise InputError(f"no policy {name!r}: {hint}there are {', '.join(registry)}")
+        raise InputError(f"no policy {name!r}: {hint}policies are {', '.join(registry)}")
     return cls
 
 
 def make(name: str, /, **options: Any) -> Policy:
-    """A policy from its name and options; InputError names an option that it does not have."""
+    """A policy from its name and options; InputError names an unknown option."""
     cls = named(name)
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for option in options:
