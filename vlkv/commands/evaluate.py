@@ -137,10 +137,10 @@ def policies_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -
     for text in args.policy:
         cls, options = policy_called(text, f"--policy {text}", config)
         if issubclass(cls, Full):  # nothing competes for anything
-            plan.append(make(cls.__name__, **options))
+            plan.append(make(cls, **options))
             continue
         if args.scope is not None:
             options.setdefault("scope", args.scope)
         keeps = [] if {"keep", "budget"} & set(options) else [{"keep": keep} for keep in args.keep]
-        plan += [make(cls.__name__, **options, **keep) for keep in keeps or [{}]]
+        plan += [make(cls, **options, **keep) for keep in keeps or [{}]]
     return list(dict.fromkeys(plan))

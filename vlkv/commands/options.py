@@ -28,7 +28,11 @@ def add_policy_arguments(parser: argparse.ArgumentParser, *, many: bool = False)
     several: dict[str, Any] = {"nargs": "+"} if many else {}
     default, said = (None, "snapkv") if many else ("full", "full")
     parser.add_argument(
-        "--policy", default=default, metavar="NAME", help=f"see `vlkv policies` (default: {said})", **several
+        "--policy",
+        default=default,
+        metavar="NAME",
+        help=f"see `vlkv policies`; FILE.py:CLASS is a method of your own (default: {said})",
+        **several,
     )
     parser.add_argument(
         "--keep", type=float, metavar="FRACTION", help="share of the tokens in scope that stays, in (0, 1]", **several
@@ -132,7 +136,7 @@ def _part(item: str, config: Callable[[], ModelConfig]) -> tuple[str, Any]:
     if stage not in _STAGES or not text.partition("(")[0]:
         raise InputError(f"--with {item}: expected STAGE=NAME with a stage among {', '.join(_STAGES)}")
     cls, options = policy_called(text, f"--with {item}", config)
-    return stage, policies.make(cls.__name__, **options) if "(" in text else cls
+    return stage, policies.make(cls, **options) if "(" in text else cls
 
 
 def _literal(text: str) -> Any:
