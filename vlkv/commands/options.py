@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vlkv import policies, profiles
@@ -39,7 +39,10 @@ def add_policy_arguments(parser: argparse.ArgumentParser, *, many: bool = False)
     )
     parser.add_argument("--budget", type=int, metavar="TOKENS", help="instead of --keep: tokens per layer, on average")
     parser.add_argument(
-        "--scope", choices=["vision", "all"], help="what competes for the budget (default: the method's)"
+        "--scope",
+        choices=["vision", "all"],
+        help="what competes for the budget (default: the method's; vision where "
+        "methods with different defaults are compared)",
     )
     parser.add_argument(
         "--option",
@@ -82,6 +85,15 @@ def policy_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> 
             raise InputError(f"--with {item}: {stage} is given twice")
         parts[stage] = part
     return policies.compose(policy, **parts) if parts else policy
+
+
+def common_scope(methods: Iterable[type[policies.Policy]]) -> policies.Scope | None:
+    """The scope of methods that are compared, unless the user names one: "vision" if their defaults differ.
+
+    None: their defaults agree. Methods that keep everything have no scope.
+    """
+    scopes = {cls.scope for cls in methods if not issubclass(cls, policies.Full)}
+    return "vision" if len(scopes) > 1 else None
 
 
 def policy_called(

@@ -29,7 +29,7 @@ from vlkv.policies.kivi import KIVI
 from vlkv.policies.lightkv import LightKV
 from vlkv.policies.lookm import LookM
 from vlkv.policies.pitome import PiToMe
-from vlkv.policies.policy import Policy, policy
+from vlkv.policies.policy import Policy, Scope, policy
 from vlkv.policies.prefixkv import PrefixKV
 from vlkv.policies.pyramidkv import PyramidKV
 from vlkv.policies.random import ImgRandom, Random
@@ -130,6 +130,7 @@ __all__ = [
     "PyramidKV",
     "Random",
     "RoCo",
+    "Scope",
     "Selection",
     "Smooth",
     "SnapKV",
