@@ -22,7 +22,7 @@ from rich.console import Console
 
 from vlkv import loading, saving
 from vlkv.buckets import round_up
-from vlkv.cache import resize_tail
+from vlkv.cache import resize
 from vlkv.commands.options import add_model_arguments, add_policy_arguments, policy_from
 from vlkv.errors import InputError
 from vlkv.extend import extend
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> Any:
         output = jax.jit(generate)(params, inputs, policy=policy, sampling=sampling, key=jax.random.key(args.seed))
         done = _Done(
             output.tokens, output.lengths, policy, int(inputs.valid.sum()), output.length, output.cache_bytes,
-            output.token.shape[1] + params.config.decoder.layers * sampling.max_new_tokens,
+            output.slots,
         )  # fmt: skip
     else:
         _check_files(args)
@@ -139,7 +139,7 @@ def _save(args: argparse.Namespace, policy: Policy, params: Model, processor: Pr
 
 
 def _answer_from(args: argparse.Namespace, sampling: Greedy, params: Model, processor: Processor) -> _Done:
-    """The question fed to a saved cache, whose tail is made as long as it takes."""
+    """The question fed to a saved cache, which gets as much room as it takes."""
     file = args.from_cache or args.save_cache
     cache, (policy, note) = saving.load_cache(file, params), saving.read_note(file)
     if policy is None or "images" not in note:
@@ -148,9 +148,9 @@ def _answer_from(args: argparse.Namespace, sampling: Greedy, params: Model, proc
     fed = processor.extension([before], [processor.prompts.write(args.prompt, note["images"])])
     question = int(fed.valid.sum())
     room = round_up(question, processor.buckets.text) + sampling.max_new_tokens
-    cache = resize_tail(cache, int(cache.used[0]) + room)
+    cache = resize(cache, int(cache.used[0]) + room)
     cache, logits = jax.jit(extend)(params, cache, fed)
     key = jax.random.split(jax.random.key(args.seed))[1]
     tokens, lengths = jax.jit(decode, static_argnames="sampling")(params, cache, logits, sampling=sampling, key=key)
-    slots = cache.token.shape[1] + len(cache.tail_k) * cache.tail_k[0].shape[1]
-    return _Done(tokens, lengths, policy, note["prompt_tokens"] + question, cache.length, cache.bytes, slots)
+    kept = cache.counts
+    return _Done(tokens, lengths, policy, note["prompt_tokens"] + question, kept, cache.bytes, cache.slots)
