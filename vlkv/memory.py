@@ -36,7 +36,9 @@ class Memory:
     is_text: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # prompt text, generated tokens, and slots for these
     place: Int[Array, "*B K E"] = field(metadata=_ENTRIES)  # order in which tokens were seen, from 0
     rank: Int[Array, "*B K E"] = field(metadata=_ENTRIES)  # stored entries that were seen before this one
-    values: dict[str, Float[Array, "*B K E"]] = field(metadata=_ENTRIES)  # the method's own, from `Policy.remember`
+    values: dict[str, Float[Array, "*B K E"]] = field(
+        metadata=_ENTRIES
+    )  # the method's own, from `Policy.decode_values`
     slots: Int[Array, "*B K"] = field(metadata=_HEADS)  # entries that there are slots for
     capacity: Int[Array, "*B K"] = field(metadata=_HEADS)  # prompt entries that were kept
     vision: Int[Array, "*B"] = field(metadata=axes("batch"))  # vision tokens that the prompt had
@@ -217,7 +219,7 @@ def attend_to(
     ) -> tuple[Array, ...]:
         """A device's rows, heads and slots."""
         k, v, start, length = segment
-        kept, recent = part.mine(kept), part.mine(recent)
+        kept, recent = part.local_entries(kept), part.local_entries(recent)
         here = q, k, v, start, part.number(length)
         most = kept.shape[-1]
 

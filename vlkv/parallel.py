@@ -41,7 +41,7 @@ class Part:
         """How many of the first `entries` are here."""
         return entries if self.count == 1 else jnp.maximum(-(-(entries - self.index) // self.count), 0)
 
-    def mine(self, x: Any, fill: Any = False) -> Any:
+    def local_entries(self, x: Any, fill: Any = False) -> Any:
         """Of numbers per entry (last axis) those of the entries that are here; `fill` where others have one more."""
         if self.count == 1:
             return x
@@ -50,7 +50,7 @@ class Part:
         return jax.lax.dynamic_index_in_dim(x, self.index, axis=-1, keepdims=False)
 
     def all(self, x: Any, entries: int) -> Any:
-        """The reverse of `mine`: numbers of all entries, of which there are so many, on every device."""
+        """The reverse of `local_entries`: numbers of all entries, of which there are so many, on every device."""
         if self.count == 1:
             return x
         x = jax.lax.all_gather(x, _MODEL, axis=x.ndim)

@@ -25,7 +25,7 @@ from vlkv.memory import Memory, begin, packed
 from vlkv.observe import ordinal, tokens_at
 from vlkv.parallel import by_row
 from vlkv.policies.policy import Budget, Policy, with_budget
-from vlkv.policies.selection import Observed, allocate_and_take, observe, require_fit, see, shortlist
+from vlkv.policies.selection import Observed, allocate_and_take, make_observation, observe, require_fit, shortlist
 from vlkv.reading import LayerPrompt, Prompt, read
 from vlkv.sampling import Greedy
 
@@ -40,14 +40,14 @@ def prefill(
     key: Key[Array, ""] | None = None,
     kernels: Kernels | None = None,
 ) -> tuple[PackedCache, Float[Array, "B vocab"]]:
-    """Runs the prompt, lets the policy choose, and packs what stays.
+    """Runs the prompt, lets the policy choose, and packs what is_candidate.
 
     `jax.jit(prefill)` needs no static argument names if it is given `sampling`; with `new_tokens` that one is static.
 
     Args:
         params: the model.
         inputs: from the processor.
-        policy: decides what stays.
+        policy: decides what is_candidate.
         sampling: its `max_new_tokens` are the most tokens that may follow; None is `Greedy()`.
         new_tokens: the same as a number, instead of `sampling`.
         key: for policies that draw at random.
@@ -83,7 +83,7 @@ class Candidates:
     k: Float[Array, "*B K t H"]
     v: Float[Array, "*B K t H"]
     is_vision: Bool[Array, "*B t"]
-    stays: Bool[Array, "*B t"]  # may be kept
+    is_candidate: Bool[Array, "*B t"]  # may be kept
     source: Int[Array, "*B t"]  # which token of the prompt it is
     held: Int[Array, "*B"]  # tokens in scope
     observed: Observed
@@ -102,21 +102,21 @@ def _look(
 ) -> Candidates:
     """Observes one layer of one row; under a cap only the `keep` tokens that may still be kept live on."""
     q, k, v = (jnp.swapaxes(x, 0, 1) for x in (read.q, read.k, read.v))
-    obs = see(
+    obs = make_observation(
         policy, q, k, v, read.is_vision, read.valid, key,
-        layer=layer, layers=layers, max_instruction=max_instruction, stays=read.stays, lse=read.lse,
+        layer=layer, layers=layers, max_instruction=max_instruction, is_candidate=read.is_candidate, lse=read.lse,
         grid=read.grid, kernels=kernels,
     )  # fmt: skip
     observed, held = observe(policy, obs), jnp.sum(obs.in_scope)
     if keep is None:
-        return Candidates(k, v, read.is_vision, read.stays, read.source, held, observed)
-    stays = (read.stays & ~obs.in_scope) | shortlist(policy, observed, obs, layers=layers)
-    order = tokens_at(jnp.where(stays, ordinal(stays), keep), keep)
-    stays, order = order >= 0, jnp.maximum(order, 0)
+        return Candidates(k, v, read.is_vision, read.is_candidate, read.source, held, observed)
+    is_candidate = (read.is_candidate & ~obs.in_scope) | shortlist(policy, observed, obs, layers=layers)
+    order = tokens_at(jnp.where(is_candidate, ordinal(is_candidate), keep), keep)
+    is_candidate, order = order >= 0, jnp.maximum(order, 0)
     values = {name: value[:, order] for name, value in observed.values.items()}
     observed = observed._replace(scores=observed.scores[:, order], protected=observed.protected[order], values=values)
     k, v = (x.at[:, order].get(mode="promise_in_bounds") for x in (k, v))
-    return Candidates(k, v, read.is_vision[order], stays, read.source[order], held, observed)
+    return Candidates(k, v, read.is_vision[order], is_candidate, read.source[order], held, observed)
 
 
 def fill_cache(prompt: Prompt, policy: Policy, *, new_tokens: int, key: Key[Array, ""] | None = None) -> PackedCache:
@@ -186,23 +186,23 @@ def _observer(
 def _fill(prompt: Prompt, policy: Policy, new_tokens: int, chooser: Policy | None = None) -> PackedCache:
     """From the candidates of all layers to a cache; `chooser` is the policy whose budgets count, if not `policy`."""
     length, found = prompt.valid.shape[1], prompt.layers
-    longest = max(layer.stays.shape[1] for layer in found)
-    is_vision, stays, source = (
+    longest = max(layer.is_candidate.shape[1] for layer in found)
+    is_vision, is_candidate, source = (
         jnp.stack([_lengthen(getattr(layer, name), longest) for layer in found], axis=1)
-        for name in ("is_vision", "stays", "source")
+        for name in ("is_vision", "is_candidate", "source")
     )  # [B, L, T]
     held = jnp.stack([layer.held for layer in found], axis=1)
     seen = jnp.sum(prompt.valid & prompt.is_vision if policy.scope == "vision" else prompt.valid, axis=1)
     observed = tuple(layer.observed for layer in found)
     choose = partial(allocate_and_take, chooser or policy, bound=length)
-    selection = jax.vmap(choose)(observed, is_vision, stays, held, seen)
+    selection = jax.vmap(choose)(observed, is_vision, is_candidate, held, seen)
     merged = []
     for i, layer in enumerate(found):
         kept, scores = (x[:, i, :, : layer.k.shape[2]] for x in (selection.kept, selection.scores))
         merged.append(jax.vmap(policy.merge)(layer.k, layer.v, kept, scores))
     kept, asked, reuses = jnp.swapaxes(selection.kept, 0, 1), None, reuses_slots(policy)
     memories: tuple[Memory, ...] = ()
-    if policy.acts:
+    if policy.updates_while_decoding:
         recall = jax.vmap(partial(_recall, policy, new_tokens=new_tokens))
         recalled = [
             recall(
@@ -219,7 +219,7 @@ def _fill(prompt: Prompt, policy: Policy, new_tokens: int, chooser: Policy | Non
         next_position=prompt.next_position, new_tokens=new_tokens, asked=asked, **bounds,
     )  # fmt: skip
     cache = dataclasses.replace(cache, kernels=prompt.kernels)
-    if policy.acts:
+    if policy.updates_while_decoding:
         most = segment_slots(
             policy, layers=len(found), vision=prompt.max_vision, text=prompt.max_text, images=prompt.max_images,
             new_tokens=new_tokens,
