@@ -157,7 +157,7 @@ def test_a_tail_that_grew_is_one_that_was_long_from_the_start(params, read, cach
     vlkv.save_cache(path, params, later)
     same(vlkv.load_cache(path, params, new_tokens=30), go_on(params, long, questions)[0])
     same(vlkv.load_cache(path, params, new_tokens=8).used, later.used)
-    with pytest.raises(vlkv.InputError, match="new_tokens=7 is too few: 8 tokens have been fed"):
+    with pytest.raises(vlkv.InputError, match="new_tokens=7 is too small: the cache already has 8 new tokens"):
         vlkv.load_cache(path, params, new_tokens=7)
 
 
