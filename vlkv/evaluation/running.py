@@ -23,19 +23,20 @@ from vlkv.errors import InputError
 from vlkv.evaluation import dialogue
 from vlkv.evaluation.batching import Batch, batches
 from vlkv.evaluation.journal import Entry, Journal
+from vlkv.evaluation.keeps import budget, pool_bytes, share_programs
 from vlkv.evaluation.records import Record
 from vlkv.extend import extend
 from vlkv.families import Model
 from vlkv.generate import check_room, decode, log_probabilities
 from vlkv.inputs import Inputs
 from vlkv.policies.policy import Policy
-from vlkv.prefill import fill_cache, prefill
+from vlkv.prefill import fill_cache_with, prefill
 from vlkv.processing import Processor
 from vlkv.reading import read_prompt
 from vlkv.sampling import Greedy
 
 _read_prompt = jax.jit(read_prompt)
-_fill_cache = jax.jit(fill_cache, static_argnames="new_tokens")
+_fill_cache = jax.jit(fill_cache_with, static_argnames="new_tokens")
 _prefill = jax.jit(prefill, static_argnames="new_tokens")
 _extend = jax.jit(extend)
 _decode = jax.jit(decode, static_argnames="sampling")
@@ -99,24 +100,37 @@ def run(
         todo = [i for i in range(len(plan)) if not _held(journal, batch, records, i)]
         if todo:
             inputs, room = asker.begin(batch)
-            for i, cache, logits in _compressed(params, inputs, plan, todo, room, settings.seed, batch.number):
-                journal.append(asker.ask(batch, i, cache, logits))
+            for i, size, cache, logits in _compressed(params, inputs, plan, todo, room, settings.seed, batch.number):
+                journal.append(asker.ask(batch, i, size, cache, logits))
                 del cache, logits  # before the next one is made
 
 
 def _compressed(
     params: Model, inputs: Inputs, plan: Sequence[Policy], todo: Sequence[int], room: int, seed: int, batch: int
-) -> Iterator[tuple[int, PackedCache, Array]]:
-    """A batch's cache and logits under every policy that is wanted."""
+) -> Iterator[tuple[int, int, PackedCache, Array]]:
+    """A batch's cache and logits under every policy that is wanted, and the bytes that its cache takes by itself.
+
+    All keeps of a method run in one program, with the memory of the largest.
+    """
     key = jax.random.split(jax.random.fold_in(jax.random.key(seed), batch))[0]
     # One reading holds every layer's queries: not for the sake of a single policy.
     whole = [i for i, policy in enumerate(plan) if policy.reducer is None and policy.cap is None]
     prompt = _read_prompt(params, inputs) if len(whole) > 1 and set(whole) & set(todo) else None
+    programs = share_programs(plan)
+    layers, length = params.config.decoder.layers, inputs.valid.shape[1]
     for i in todo:
+        policy, program = plan[i], programs[i]
         if i in whole and prompt is not None:
-            yield i, _fill_cache(prompt, plan[i], new_tokens=room, key=key), prompt.logits
+            table = budget(policy, program, layers=layers, length=length)
+            cache, logits = _fill_cache(prompt, program, table, new_tokens=room, key=key), prompt.logits
         else:
-            yield i, *_prefill(params, inputs, plan[i], new_tokens=room, key=key)
+            cache, logits = _prefill(params, inputs, policy, new_tokens=room, key=key)
+        size = cache.bytes
+        if program is not policy and prompt is not None:
+            number = cache.tail_k[0].dtype.itemsize
+            saved = [pool_bytes(p, params.config, inputs, number=number) for p in (program, policy)]
+            size -= len(inputs.valid) * (saved[0] - saved[1])
+        yield i, size, cache, logits
 
 
 def _held(journal: Journal, batch: Batch, records: Sequence[Record], policy: int) -> bool:
@@ -186,18 +200,21 @@ class _Asker:
             return dialogue.image_part(self.processor, record)
         return dialogue.prompt(self.processor, record, [])
 
-    def ask(self, batch: Batch, policy: int, cache: PackedCache, logits: Float[Array, "B vocab"]) -> list[Entry]:
+    def ask(
+        self, batch: Batch, policy: int, size: int, cache: PackedCache, logits: Float[Array, "B vocab"]
+    ) -> list[Entry]:
         """Every row of the batch through a cache of its groups."""
         entries: list[Entry] = []
         for number in range(max(map(len, batch.groups))):
             rows = [group[min(number, len(group) - 1)] for group in batch.groups]
             new = [i for i, group in enumerate(batch.groups[: batch.real]) if number < len(group)]
-            entries += self._converse(rows, new, policy, cache, logits)
+            entries += self._converse(rows, new, policy, size, cache, logits)
         return entries
 
     def _converse(
-        self, rows: list[int], new: list[int], policy: int, cache: PackedCache, logits: Float[Array, "B vocab"]
-    ) -> list[Entry]:
+        self, rows: list[int], new: list[int], policy: int, size: int, cache: PackedCache,
+        logits: Float[Array, "B vocab"],
+    ) -> list[Entry]:  # fmt: skip
         records = [self.records[row] for row in rows]
         said: list[list[str]] = [[] for _ in rows]
         before = [self._begin_text(record) for record in records]
@@ -215,7 +232,7 @@ class _Asker:
             entries += [
                 Entry(
                     row=rows[i], turn=turn, policy=policy, answer=answers[i], tokens=int(lengths[i]),
-                    seconds=seconds / len(rows), bytes=cache.bytes // len(rows), log_probability=float(scores[i]),
+                    seconds=seconds / len(rows), bytes=size // len(rows), log_probability=float(scores[i]),
                     reference=int(references[i]),
                 )
                 for i in new
