@@ -13,6 +13,7 @@ from vlkv.errors import InputError
 from vlkv.evaluation.batching import batches
 from vlkv.evaluation.journal import Entry, Journal
 from vlkv.evaluation.records import Record, Turn, read_records
+from vlkv.evaluation.videos import read_video
 from vlkv.mini import export, pages
 
 
@@ -32,18 +33,23 @@ def file(tmp_path):
 
 def test_rows(file, tmp_path):
     a, b = tmp_path / "a.png", tmp_path / "b.png"
+    (tmp_path / "frames").mkdir()
     turns = [{"question": "one?", "answer": "1"}, {"question": "two?", "answers": ["2"]}]
     path = file(
         {"image": "a.png", "question": "q?", "answers": ["x", "y"], "extra": {"source": "a book"}},
         "",
         {"id": 7, "images": ["b.png", str(a)], "turns": turns},
         {"question": "no image?", "answer": "none"},
+        {"image": "a.png", "videos": ["frames"], "question": "moves?", "answer": "yes", "dataset": "sports"},
     )
     assert read_records(path) == [
         Record(1, "1", (a,), (Turn("q?", ("x", "y")),)),
         Record(3, "7", (b, a), (Turn("one?", ("1",)), Turn("two?", ("2",)))),
         Record(4, "4", (), (Turn("no image?", ("none",)),)),
+        Record(5, "5", (a,), (Turn("moves?", ("yes",)),), (tmp_path / "frames",), "sports"),
     ]
+    alone = file({"question": "why?"})
+    assert read_records(alone, answers=False) == [Record(1, "1", (), (Turn("why?", ()),))]
 
 
 @pytest.mark.parametrize(
@@ -54,6 +60,8 @@ def test_rows(file, tmp_path):
         ({"question": "q", "answer": "a", "image": "c.png"}, "c.png: no such image file"),
         ({"question": "q", "answer": "a", "image": 3}, "image must be a path"),
         ({"question": "q", "answer": "a", "image": "a.png", "images": []}, "image and images"),
+        ({"question": "q", "answer": "a", "video": "a.png", "videos": []}, "video and videos"),
+        ({"question": "q", "answer": "a", "video": "c.mp4"}, "c.mp4: no such video file"),
         ({"image": "a.png", "answer": "a"}, "line 2: no question"),
         ({"image": "a.png", "question": "q"}, "line 2: no answer"),
         ({"image": "a.png", "question": "q", "answers": []}, "line 2: no answer"),
@@ -81,9 +89,38 @@ def test_a_file_that_is_no_file_of_questions(file, tmp_path):
         read_records(tmp_path / "binary")
 
 
+def test_frames_of_a_video(tmp_path):
+    """Every third of 7 pictures, which were 2 a second; and the same from a file, where PyAV is installed."""
+    folder = tmp_path / "frames"
+    folder.mkdir()
+    shades = [Image.new("RGB", (32, 32), (30 * i,) * 3) for i in range(7)]
+    for i, shade in enumerate(shades):
+        shade.save(folder / f"{i}.png")
+    video = read_video(folder, 3)
+    assert [path.name for path in video.frames] == ["0.png", "3.png", "6.png"]
+    assert video.fps == pytest.approx(2 * 3 / 7)
+    assert len(read_video(folder, 99).frames) == 7
+    (tmp_path / "none").mkdir()
+    with pytest.raises(InputError, match="none: an empty folder"):
+        read_video(tmp_path / "none", 3)
+    av = pytest.importorskip("av")
+    with av.open(str(tmp_path / "clip.mp4"), "w") as out:
+        stream = out.add_stream("mpeg4", rate=7)
+        stream.width = stream.height = 32
+        for shade in shades:
+            out.mux(stream.encode(av.VideoFrame.from_image(shade)))
+        out.mux(stream.encode())
+    video = read_video(tmp_path / "clip.mp4", 3)
+    np.testing.assert_allclose([np.asarray(frame).mean() for frame in video.frames], [0, 90, 180], atol=4)
+    assert video.fps == pytest.approx(3)
+    with pytest.raises(InputError, match="not a video"):
+        (tmp_path / "0.png").write_text("no")
+        read_video(tmp_path / "0.png", 3)
+
+
 def entry(row, **changes):
     made = Entry(row=row, turn=0, policy=0, answer="4 2", tokens=3, seconds=0.5, bytes=100, log_probability=0.0,
-                 reference=0)  # fmt: skip
+                 reference=0, drawn=[])  # fmt: skip
     return {**made, **changes}
 
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from vlkv.errors import InputError
-from vlkv.evaluation import metrics
-from vlkv.evaluation.metrics import Scored
+from vlkv.evaluation import judge, metrics, protocols
+from vlkv.evaluation.records import Scored
 
 
 def one(said: str, *accepted: str) -> list[Scored]:
@@ -53,6 +53,13 @@ def test_rouge_l():
     assert metrics.rouge_l(one("the cat sat", "dog", "cat sat")) == pytest.approx(4 / 5)
 
 
+def test_self_rouge_l():
+    """Of "a b c" against the full cache's "a b d" 2 of 3 words; the full cache's own: two drawn answers, 1 of 2."""
+    pytest.importorskip("rouge_score")
+    assert metrics.self_rouge_l([Scored("a b c", ("x",), full=("a b d",))]) == pytest.approx(2 / 3)
+    assert metrics.self_rouge_l([Scored("a b d", ("x",), full=("a b", "a c"))]) == pytest.approx(1 / 2)
+
+
 def test_cider():
     """All n-grams are equally rare: cosines of 1/2, 1/3, 0 and 0 for one to four words; the other answer is perfect."""
     pytest.importorskip("pycocoevalcap")
@@ -81,3 +88,90 @@ def test_a_metric_that_cannot_be_had_is_named(monkeypatch):
     monkeypatch.setattr(metrics, "_PACKAGES", {})
     with pytest.raises(InputError, match="more than one question"):
         metrics.check_metrics(["cider"], 1)
+
+
+@pytest.mark.parametrize(
+    ("said", "answer", "right"),
+    [
+        ("105", "100", 1),
+        ("105.1", "100", 0),
+        ("52%", "0.5", 1),  # a percentage is a fraction
+        ("0", "0", 1),
+        ("0.001", "0", 0),  # no relative error of 0
+        (" Blue", "blue ", 1),
+        ("blue", "light blue", 0),
+    ],
+)
+def test_relaxed(said, answer, right):
+    assert protocols.relaxed(one(said, answer)) == right
+
+
+@pytest.mark.parametrize(
+    ("said", "people", "value"),
+    [
+        ("yes", ["yes"] * 2 + ["no"] * 8, (2 * 1 / 3 + 8 * 2 / 3) / 10),
+        ("yes", ["yes"] * 4 + ["no"] * 6, 1.0),
+        ("yes", ["no"] * 10, 0.0),
+        ("The two cats.", ["2 cats"] * 10, 1.0),  # article, number, full stop
+        ("dont know", ["don't know"] * 10, 1.0),
+        ("red-blue", ["red blue"] * 10, 1.0),  # a mark between letters becomes a space
+        ("1,000", ["1000"] * 10, 1.0),
+        ("3.5", ["35"] * 10, 0.0),
+    ],
+)
+def test_vqa(said, people, value):
+    assert protocols.vqa(one(said, *people)) == pytest.approx(value)
+
+
+def test_pope_f1():
+    """2 of 3 that were said to be there are, 2 of 3 that are there were found."""
+    said = ["Yes, it is.", "yes. No.", "Yes", "No, not", "there is no dog"]
+    wanted = ["yes", "yes", "no", "Yes", "no"]
+    assert protocols.pope_f1([Scored(*pair) for pair in zip(said, [(w,) for w in wanted], strict=True)]) == 2 / 3
+    assert protocols.pope_f1(one("no", "no")) == 0
+
+
+def test_ocrbench():
+    assert protocols.ocrbench(one("It says STOP\nhere", "go", "stop here")) == 1
+    assert protocols.ocrbench(one("x ^ 2", "x^2")) == 0
+    formula = Scored("so x ^ 2", ("x^2",), dataset="HME100k")  # spaces do not count, case does
+    assert protocols.ocrbench([formula, formula._replace(said="X ^ 2")]) == 0.5
+
+
+def test_mme():
+    """One of two images is right in both questions: 75 + 50. The other dataset: one wrong question, 0 + 0."""
+    said = [("Yes", "yes", "a", "x"), ("no.", "no", "a", "x"), (" Yes it", "yes", "a", "y"), ("maybe", "no", "a", "y"),
+            ("unknown", "yes", "b", "x")]  # fmt: skip
+    scored = [Scored(text, (wanted,), dataset=name, images=(image,)) for text, wanted, name, image in said]
+    assert protocols.mme(scored) == 125
+
+
+def test_f1():
+    """{red, big, cat} and {big, cat, sat, here}: 2 in common, 2 * 2 / 7."""
+    assert protocols.f1(one("The red, big cat!", "nothing", "a big cat sat here")) == pytest.approx(4 / 7)
+    assert protocols.f1(one("", "x")) == 0
+
+
+def test_needle():
+    assert protocols.needle(one("Eat a sandwich, in the park.", "sandwich in park")) == 1
+    assert protocols.needle(one("it is 4266", "426")) == 0
+
+
+def test_judge(tmp_path):
+    """The command sees the question, the references and the answer; each different answer is judged once."""
+    script = tmp_path / "judge.py"
+    script.write_text(
+        "import json, sys, pathlib\n"
+        "x = json.load(sys.stdin)\n"
+        "assert x == {'question': 'why?', 'references': ['a', 'b'], 'answer': x['answer']}\n"
+        "with open(sys.argv[1], 'a') as log: log.write(x['answer'])\n"
+        "print(len(x['answer']) / 2)\n"
+    )
+    command = f"{sys.executable} {script} {tmp_path / 'log'}"
+    scored = [Scored(said, ("a", "b"), question="why?") for said in ("x", "yyy", "x")]
+    assert judge.judge(command, scored) == pytest.approx((0.5 + 1.5 + 0.5) / 3)
+    assert (tmp_path / "log").read_text() == "xyyy"
+    for bad, says in ((f"{sys.executable} -c 'print(1, 2)'", "expected one number"), ("no-such-judge", "cannot be run"),
+                      (f"{sys.executable} -c 'raise SystemExit(3)'", "status 3")):  # fmt: skip
+        with pytest.raises(InputError, match=says):
+            judge.judge(bad, scored)

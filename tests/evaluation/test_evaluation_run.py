@@ -155,7 +155,7 @@ def test_query_agnostic_keeps_the_same_for_every_question(model, records, tmp_pa
 def test_numbers_of_the_report():
     records = [Record(1, "1", (), (Turn("q", ("4 2",)),)), Record(2, "2", (), (Turn("q", ("7",)),))]
     made = {"row": 0, "turn": 0, "policy": 0, "answer": "4 2", "tokens": 3, "seconds": 0.5, "bytes": 100,
-            "log_probability": math.log(1 / 8), "reference": 3}  # fmt: skip
+            "log_probability": math.log(1 / 8), "reference": 3, "drawn": []}  # fmt: skip
     entries = {(0, 0, 0): made, (1, 0, 0): {**made, "answer": "8", "tokens": 1, "bytes": 200}}
     result = summarise(records, [SNAPKV], ["exact", "perplexity"], entries)
     assert result["rows"] == [{
@@ -163,6 +163,28 @@ def test_numbers_of_the_report():
         "cache_bytes": 150, "tokens_per_second": 4,
     }]  # fmt: skip
     assert [answer["said"] for answer in result["answers"]] == [["4 2"], ["8"]]
+
+
+def test_references_by_the_full_cache():
+    """Of "4 2" and the full cache's "4 2 1" 2 of 2 and 2 of 3 words; the full cache's own two drawn answers: 1 of 2."""
+    pytest.importorskip("rouge_score")
+    records = [Record(1, "1", (), (Turn("q", ()),))]
+    made = {"row": 0, "turn": 0, "policy": 0, "answer": "4 2", "tokens": 3, "seconds": 0.5, "bytes": 100,
+            "log_probability": 0.0, "reference": 0, "drawn": []}  # fmt: skip
+    entries = {(0, 0, 0): made, (0, 0, 1): {**made, "answer": "4 2 1", "drawn": ["4 2", "4 1"]}}
+    result = summarise(records, [SNAPKV, policies.Full()], ["self-rouge-l"], entries, "echo 7")
+    assert [row["self-rouge-l"] for row in result["rows"]] == pytest.approx([4 / 5, 1 / 2])
+    assert [row["judge"] for row in result["rows"]] == [7, 7] and result["metrics"] == ["self-rouge-l", "judge"]
+
+
+@pytest.mark.full
+def test_the_full_cache_draws_two_answers(model, records, tmp_path):
+    """At a low temperature they are the greedy answer, at a high one they differ; other policies draw none."""
+    cold = asked(model, records[:1], [policies.Full(), SNAPKV], tmp_path, temperature=1e-6)
+    assert cold[0, 0, 0]["drawn"] == [cold[0, 0, 0]["answer"]] * 2 and cold[0, 0, 1]["drawn"] == []
+    (tmp_path / "hot").mkdir()
+    hot = asked(model, records[:1], [policies.Full()], tmp_path / "hot", temperature=5.0)[0, 0, 0]
+    assert hot["drawn"][0] != hot["drawn"][1] and hot["answer"] == cold[0, 0, 0]["answer"]
 
 
 @pytest.mark.full
@@ -217,6 +239,7 @@ def test_killed_and_continued_it_gives_the_same(small, questions, root, tmp_path
         (["--policy", "snapkw"], "did you mean snapkv"),
         (["--policy", "snapkv(0.1)"], "expected NAME(OPTION=VALUE"),
         (["--policy", "snapkv"], "give keep="),
+        (["--policy", "snapkv(keep=0.5)", "--metric", "self-rouge-l"], "add full to --policy"),
         (["--batch", "0"], "batch=0 must be at least 1"),
         (["--max-new-tokens", "2000"], "pass the model's limit of 2048"),
         (["--max-new-tokens", "2", "--metric", "perplexity"], "line 1: the first answer has"),

@@ -23,7 +23,7 @@ from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.evaluation import fingerprint, report
 from vlkv.evaluation.journal import Journal
-from vlkv.evaluation.metrics import METRICS, check_metrics
+from vlkv.evaluation.metrics import METRICS, SELF, check_metrics
 from vlkv.evaluation.records import read_records
 from vlkv.evaluation.running import Settings
 from vlkv.evaluation.running import run as run_all
@@ -34,7 +34,7 @@ RESULTS, PLOT = "results.json", "quality.png"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv eval`."""
-    parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="images, questions and answers, one row a line")
+    parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="images, questions and answers, one row per line")
     add_model_arguments(parser)
     parser.add_argument(
         "--policy", nargs="+", default=["full"], metavar="NAME",
@@ -52,27 +52,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--metric", nargs="+", default=["exact"], metavar="NAME", help=f"of {', '.join(METRICS)} (default: exact)"
     )
+    parser.add_argument(
+        "--judge", metavar="COMMAND",
+        help="also score each answer by a command that reads JSON (question, references, answer) and prints a number",
+    )  # fmt: skip
+    parser.add_argument(
+        "--temperature", type=float, default=0.2, metavar="T",
+        help=f"of the two drawn answers that are the full cache's own {SELF}; 0: draw none (default: 0.2)",
+    )  # fmt: skip
+    parser.add_argument("--frames", type=int, default=8, metavar="N", help="most frames of a video (default: 8)")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a run found there is continued")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="rows that are read together")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="the longest answer")
     parser.add_argument(
         "--query-agnostic", action="store_true", help="compress before the question is known, once for each image"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of random policies")
+    parser.add_argument("--seed", type=int, default=0, help="of random policies and drawn answers")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> Any:
     """The table, and where the files are; or the numbers as JSON."""
     # What can be wrong is checked before weights are read.
-    records = read_records(args.file)
     metrics = list(dict.fromkeys(args.metric))
+    records = read_records(args.file, answers=metrics != [SELF])
     check_metrics(metrics, sum(len(record.turns) for record in records))
     settings = Settings(
         max_new_tokens=args.max_new_tokens, batch=args.batch, query_agnostic=args.query_agnostic,
-        perplexity="perplexity" in metrics, seed=args.seed,
+        perplexity="perplexity" in metrics, temperature=args.temperature if SELF in metrics else 0.0,
+        frames=args.frames, seed=args.seed,
     )  # fmt: skip
     plan = policies_from(args, lambda: loading.load_processor(args.model).config)
+    if SELF in metrics and not any(isinstance(policy, Full) for policy in plan):
+        raise InputError(f"metric {SELF} compares with the full cache: add full to --policy")
     if args.out.exists() and not args.out.is_dir():
         raise InputError(f"{args.out}: is a file; --out is a folder for the results")
     processor = loading.load_processor(args.model)
@@ -102,7 +114,9 @@ def run(args: argparse.Namespace) -> Any:
         raise InputError(f"{args.file}, {error}" if str(error).startswith("line ") else str(error)) from None
     finally:
         journal.close()
-    result = {"run": facts, "machine": describe()} | report.summarise(records, plan, metrics, journal.entries)
+    result = {"run": facts, "machine": describe()} | report.summarise(
+        records, plan, metrics, journal.entries, args.judge
+    )
     report.save(result, args.out / RESULTS)
     files = [args.out / RESULTS]
     if importlib.util.find_spec("matplotlib") is not None:

@@ -36,13 +36,13 @@ def batches(records: Sequence[Record], size: int, shared: Callable[[Record], str
     """
     groups: dict[object, list[int]] = {}
     for row, record in enumerate(records):
-        alone = (row,) if shared is None else (record.images, shared(record))
+        alone = (row,) if shared is None else (record.images, record.videos, shared(record))
         groups.setdefault((len(record.turns), alone), []).append(row)
 
     def shape(group: list[int]) -> tuple[int, ...]:
         first = records[group[0]]
         length = sum(len(turn.question) for turn in first.turns)
-        return len(first.turns), len(first.images), len(group), length, group[0]
+        return len(first.turns), len(first.images) + len(first.videos), len(group), length, group[0]
 
     made: list[Batch] = []
     for _, alike in itertools.groupby(sorted(groups.values(), key=shape), key=lambda group: shape(group)[0]):

@@ -1,4 +1,4 @@
-"""What a conversation looks like to the model: prompts as text, and the tokens of the answers that are wanted."""
+"""Conversations as the model sees them: prompts as text, and the tokens of the reference answers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def prompt(processor: Processor, record: Record, answers: Sequence[str]) -> str:
     """The conversation up to where the answer after these begins."""
     later = [turn.question for turn in record.turns[1 : len(answers) + 1]]
     history = list(zip(answers, later, strict=True))
-    return processor.prompts.write(record.turns[0].question, len(record.images), then=history)
+    return processor.prompts.write(record.turns[0].question, *_count(record), then=history)
 
 
 def image_part(processor: Processor, record: Record) -> str:
     """The conversation up to where its first question begins."""
-    return processor.prompts.before_question(record.turns[0].question, len(record.images))
+    return processor.prompts.before_question(record.turns[0].question, *_count(record))
 
 
 def reference(processor: Processor, record: Record, answers: Sequence[str]) -> list[int]:
@@ -27,7 +27,7 @@ def reference(processor: Processor, record: Record, answers: Sequence[str]) -> l
     wanted = record.turns[len(answers)].answers[0]
     before = prompt(processor, record, answers)
     after = processor.prompts.write(
-        record.turns[0].question, len(record.images),
+        record.turns[0].question, *_count(record),
         then=[*zip([*answers, wanted], [*(turn.question for turn in record.turns[1 : len(answers) + 1]), _ANY],
                    strict=True)],
     )  # fmt: skip
@@ -49,3 +49,8 @@ def later_tokens(processor: Processor, record: Record, begin: str) -> int:
     """Tokens that the whole conversation adds to the prompt `begin`, but for the answers."""
     longest = prompt(processor, record, [_ANY] * (len(record.turns) - 1))
     return 0 if longest == begin else len(processor.beyond(begin, longest))
+
+
+def _count(record: Record) -> tuple[int, int]:
+    """How many images and videos the prompt is about."""
+    return len(record.images), len(record.videos)

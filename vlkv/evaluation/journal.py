@@ -1,7 +1,7 @@
-"""What a run has answered so far, line by line, so that one that was killed goes on where it stopped.
+"""The answers of a run so far, one per line, so that an interrupted run resumes where it stopped.
 
-The first line says which run it is; every other is one answer. Lines are appended and synced; a last line that was cut
-off is dropped by whoever opens the journal next. A run with other settings is refused.
+The first line describes the run; every other line is one answer. Lines are appended and synced. If the last line was
+cut off, it is dropped when the journal is opened again. A run with other settings is refused.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Entry(TypedDict):
     bytes: int  # of the cache as allocated, this row's share of its batch
     log_probability: float  # of the reference; 0 where it was not asked for
     reference: int  # its tokens
+    drawn: list[str]  # two answers drawn at the temperature of `Settings`; empty except for the full cache
 
 
 class Journal:

@@ -1,12 +1,17 @@
-"""What an answer is worth, compared with every answer that is accepted: the best of them counts, except for CIDEr.
+"""What answers are worth, compared with all accepted answers; the best match counts, except for CIDEr.
 
-anls        1 - Levenshtein distance / longer length, 0 unless above one half (Biten et al. 2019, Eq. 1); case and
-            runs of blanks do not count. DocVQA, InfoVQA.
-exact       equal but for case, runs of blanks and a full stop at the end.
-rouge-l     F-measure of the longest common subsequence of words a-z, 0-9 (Lin 2004; rouge-score).
-cider       CIDEr-D (Vedantam et al. 2015; pycocoevalcap) over words, times ten as usual; needs other questions,
-            whose answers say which words are rare.
-perplexity  of the first accepted answer and its end, through the compressed cache; lower is better.
+anls          1 - Levenshtein distance / longer length, 0 unless above one half (Biten et al. 2019, Eq. 1); case and
+              repeated spaces do not count. DocVQA, InfoVQA.
+exact         equal except for case, repeated spaces and a full stop at the end.
+rouge-l       F-measure of the longest common subsequence of words a-z, 0-9 (Lin 2004; rouge-score).
+self-rouge-l  ROUGE-L against the model's own answer from the full cache (PrefixKV, Tables 1 and 2). The full cache's
+              own score compares two of its answers, drawn at a temperature.
+cider         CIDEr-D (Vedantam et al. 2015; pycocoevalcap) over words, times ten as usual; needs other questions,
+              whose answers say which words are rare.
+perplexity    of the first accepted answer and its end, through the compressed cache; lower is better.
+judge         the mean score that an external command gives (vlkv/evaluation/judge.py).
+
+Scores of published benchmarks are in vlkv/evaluation/protocols.py.
 """
 
 from __future__ import annotations
@@ -15,22 +20,17 @@ import importlib.util
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from vlkv.errors import InputError
+from vlkv.evaluation.judge import judge
+from vlkv.evaluation.protocols import PROTOCOLS
+from vlkv.evaluation.records import Scored
 
+SELF = "self-rouge-l"
 _THRESHOLD = 0.5  # of ANLS
-
-
-class Scored(NamedTuple):
-    """An answer to one question."""
-
-    said: str
-    accepted: Sequence[str]
-    log_probability: float = 0.0  # of the reference
-    tokens: int = 0  # of the reference, its end included
 
 
 def anls(scored: Sequence[Scored]) -> float:
@@ -61,6 +61,11 @@ def rouge_l(scored: Sequence[Scored]) -> float:
     return float(np.mean([scorer.score_multi(one.accepted, one.said)["rougeL"].fmeasure for one in scored]))
 
 
+def self_rouge_l(scored: Sequence[Scored]) -> float:
+    """Mean ROUGE-L against the answer from the full cache; for the full cache, between two drawn answers."""
+    return rouge_l([Scored((*one.full, one.said)[1], one.full[:1]) for one in scored])
+
+
 def cider(scored: Sequence[Scored]) -> float:
     """CIDEr-D of all questions together."""
     from pycocoevalcap.cider.cider import Cider  # noqa: PLC0415 (optional)
@@ -84,10 +89,13 @@ METRICS: dict[str, Callable[[Sequence[Scored]], float]] = {
     "rouge-l": rouge_l,
     "cider": cider,
     "perplexity": perplexity,
+    SELF: self_rouge_l,
+    **PROTOCOLS,
 }
 LOWER_IS_BETTER = ("perplexity",)
+FRACTIONS = ("anls", "exact", "rouge-l", SELF, *(name for name in PROTOCOLS if name != "mme"))  # shown in percent
 _PACKAGES = {"anls": ("rapidfuzz", "rapidfuzz"), "rouge-l": ("rouge_score", "rouge-score"),
-             "cider": ("pycocoevalcap", "pycocoevalcap")}  # fmt: skip
+             SELF: ("rouge_score", "rouge-score"), "cider": ("pycocoevalcap", "pycocoevalcap")}  # fmt: skip
 
 
 def check_metrics(names: Sequence[str], questions: int) -> None:
@@ -102,9 +110,10 @@ def check_metrics(names: Sequence[str], questions: int) -> None:
         raise InputError("metric cider needs more than one question: rare words are those of few questions' answers")
 
 
-def score(names: Sequence[str], scored: Sequence[Scored]) -> dict[str, Any]:
-    """Every metric by name."""
-    return {name: METRICS[name](scored) for name in names}
+def score(names: Sequence[str], scored: Sequence[Scored], command: str | None = None) -> dict[str, Any]:
+    """Every metric by name; under "judge" the score of an external command, if one is given."""
+    judged = {} if command is None else {"judge": judge(command, scored)}
+    return {name: METRICS[name](scored) for name in names} | judged
 
 
 def _plain(text: str) -> str:

@@ -1,11 +1,13 @@
-"""Questions from a JSONL file: one object a line, images named relative to the file.
+"""Questions from a JSONL file: one object per line; paths are relative to the file.
 
     {"image": "page.png", "question": "what does row one say?", "answers": ["4 2", "42"]}
     {"images": ["a.png", "b.png"], "turns": [{"question": "which is older?", "answer": "the first"}, ...]}
+    {"video": "clip.mp4", "question": "what happens?", "answer": "a goal", "dataset": "sports"}
 
-`image` may be a list and `answers` a single string; `id` names a row in the results (else its line does). Any other key
-is an error, because it may be one of these misspelt. Notes of your own go under `extra`, which is ignored, as are
-`choices`, `dataset` and `metric`, which benchmarks/milebench.py writes for its own scores.
+`image`, `video` may be lists and `answers` a single string. `id` names a row in the results; without it the line number
+does. `dataset` is what some metrics average over. Any other key is an error, because it may be a misspelt one. Your own
+notes go under `extra`, which is ignored, as are `choices`, `classes` and `metric`, which the readers of published
+benchmarks (`benchmarks/milebench.py`, `benchmarks/longbench.py`) write for their own scores.
 """
 
 from __future__ import annotations
@@ -13,18 +15,20 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vlkv.errors import InputError
 
 _TURN = ("question", "answer", "answers", "extra")
-_ROW = ("id", "image", "images", "turns", "choices", "dataset", "metric", *_TURN)
+_MEDIA = ("image", "video")
+_ROW = ("id", "image", "images", "video", "videos", "turns", "choices", "classes", "dataset", "metric", *_TURN)
 
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """A question and every answer to it that is accepted; the first one is the reference of perplexity."""
+    """A question and all accepted answers; the first one is the reference for perplexity."""
 
     question: str
     answers: tuple[str, ...]
@@ -32,19 +36,38 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A row of the file: images, and one question about them or several in turn."""
+    """A row of the file: images and videos, and one question about them or several in turn."""
 
     line: int
     id: str
     images: tuple[Path, ...]
     turns: tuple[Turn, ...]
+    videos: tuple[Path, ...] = ()
+    dataset: str = ""
 
 
-def read_records(file: Path) -> list[Record]:
+class Scored(NamedTuple):
+    """An answer to one question, with everything that a metric may need."""
+
+    said: str
+    accepted: Sequence[str]
+    log_probability: float = 0.0  # of the reference
+    tokens: int = 0  # of the reference, its end included
+    question: str = ""
+    dataset: str = ""
+    images: tuple[Path, ...] = ()
+    full: tuple[str, ...] = ()  # what the full cache answers; for the full cache itself two answers drawn at random
+
+
+def read_records(file: Path, *, answers: bool = True) -> list[Record]:
     """All rows of the file; empty lines are skipped.
 
+    Args:
+        file: JSON lines.
+        answers: whether every question must have an accepted answer.
+
     Raises:
-        InputError: the file or an image is missing, or a line is not what the module says; it names the line.
+        InputError: the file, an image or a video is missing, or a line is not as described above; it names the line.
     """
     if not file.is_file():
         raise InputError(f"{file}: no such file of questions")
@@ -56,7 +79,7 @@ def read_records(file: Path) -> list[Record]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                records.append(_record(json.loads(line), number, file.parent))
+                records.append(_record(json.loads(line), number, file.parent, answers))
             except json.JSONDecodeError as error:
                 raise InputError(f"{file}, line {number}: not valid JSON ({error.msg})") from None
             except RecursionError:
@@ -68,20 +91,11 @@ def read_records(file: Path) -> list[Record]:
     return records
 
 
-def _record(row: Any, line: int, folder: Path) -> Record:
+def _record(row: Any, line: int, folder: Path, answers: bool) -> Record:
     if not isinstance(row, dict):
         raise InputError(f"a JSON {type(row).__name__}, expected an object")
     _require_known(row, _ROW)
-    if "image" in row and "images" in row:
-        raise InputError("has image and images: give one of the two")
-    names = row.get("images", row.get("image", []))
-    names = [] if names is None else names if isinstance(names, list) else [names]
-    if not all(isinstance(name, str) and name for name in names):
-        raise InputError("image must be a path, or a list of them")
-    images = tuple(folder / name for name in names)
-    missing = next((image for image in images if not image.is_file()), None)
-    if missing is not None:
-        raise InputError(f"{missing}: no such image file")
+    images, videos = (_paths(row, kind, folder) for kind in _MEDIA)
     turns = row.get("turns")
     if turns is None:
         turns = [{key: value for key, value in row.items() if key in _TURN}]
@@ -89,7 +103,23 @@ def _record(row: Any, line: int, folder: Path) -> Record:
         raise InputError("has question and turns: give one of the two")
     if not isinstance(turns, list) or not turns:
         raise InputError("turns must be a list of questions with their answers")
-    return Record(line, str(row.get("id", line)), images, tuple(_turn(turn) for turn in turns))
+    read = tuple(_turn(turn, answers) for turn in turns)
+    return Record(line, str(row.get("id", line)), images, read, videos, str(row.get("dataset", "")))
+
+
+def _paths(row: dict[str, Any], kind: str, folder: Path) -> tuple[Path, ...]:
+    """The files under `kind` or its plural."""
+    if kind in row and f"{kind}s" in row:
+        raise InputError(f"has {kind} and {kind}s: give one of the two")
+    names = row.get(f"{kind}s", row.get(kind, []))
+    names = [] if names is None else names if isinstance(names, list) else [names]
+    if not all(isinstance(name, str) and name for name in names):
+        raise InputError(f"{kind} must be a path, or a list of them")
+    paths = tuple(folder / name for name in names)
+    for path in paths:
+        if not (path.is_file() or (kind == "video" and path.is_dir())):
+            raise InputError(f"{path}: no such {kind} file")
+    return paths
 
 
 def _require_known(found: dict[str, Any], known: tuple[str, ...]) -> None:
@@ -99,7 +129,7 @@ def _require_known(found: dict[str, Any], known: tuple[str, ...]) -> None:
         raise InputError(f"unknown key {key!r}: did you mean {near}? Notes go under extra")
 
 
-def _turn(turn: Any) -> Turn:
+def _turn(turn: Any, required: bool) -> Turn:
     if not isinstance(turn, dict):
         raise InputError(f"a turn is a JSON {type(turn).__name__}, expected an object")
     _require_known(turn, _TURN)
@@ -110,7 +140,7 @@ def _turn(turn: Any) -> Turn:
         raise InputError("has answer and answers: give one of the two")
     answers = turn.get("answers", turn.get("answer", []))
     answers = answers if isinstance(answers, list) else [answers]
-    if not answers:
+    if required and not answers:
         raise InputError("no answer: give answers, a list of all that are accepted")
     if not all(isinstance(answer, str) for answer in answers):
         raise InputError("answers must be text")

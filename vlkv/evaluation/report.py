@@ -1,4 +1,4 @@
-"""What came of a run: numbers per policy, as a dictionary, a table and a plot."""
+"""The results of a run: numbers per policy, as a dictionary, a table and a plot."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from typing import Any
 from rich.table import Table
 
 from vlkv.evaluation.journal import Entry
-from vlkv.evaluation.metrics import LOWER_IS_BETTER, Scored, score
-from vlkv.evaluation.records import Record
+from vlkv.evaluation.metrics import FRACTIONS, LOWER_IS_BETTER, score
+from vlkv.evaluation.records import Record, Scored
 from vlkv.files import write_json
 from vlkv.policies.compose import Composed
+from vlkv.policies.full import Full
 from vlkv.policies.policy import Policy
-
-_PERCENT = ("anls", "exact", "rouge-l")
 
 
 def code(policy: Policy) -> str:
@@ -46,6 +45,7 @@ def summarise(
     plan: Sequence[Policy],
     metrics: Sequence[str],
     entries: Mapping[tuple[int, int, int], Entry],
+    judge: str | None = None,
 ) -> dict[str, Any]:
     """One row per policy, and every question with what each of them answered.
 
@@ -54,20 +54,26 @@ def summarise(
         plan: the policies.
         metrics: names of `METRICS`.
         entries: of the journal, complete.
+        judge: a command that scores an answer (vlkv/evaluation/judge.py).
     """
     asked = [(row, turn) for row, record in enumerate(records) for turn in range(len(record.turns))]
+    full = next((i for i, policy in enumerate(plan) if isinstance(policy, Full)), None)
     rows = []
     for i, policy in enumerate(plan):
         own = [entries[row, turn, i] for row, turn in asked]
         scored = [
-            Scored(entry["answer"], records[row].turns[turn].answers, entry["log_probability"], entry["reference"])
+            Scored(
+                entry["answer"], records[row].turns[turn].answers, entry["log_probability"], entry["reference"],
+                records[row].turns[turn].question, records[row].dataset, records[row].images,
+                () if full is None else tuple(entry["drawn"]) or (entries[row, turn, full]["answer"],),
+            )
             for (row, turn), entry in zip(asked, own, strict=True)
-        ]
+        ]  # fmt: skip
         seconds = sum(entry["seconds"] for entry in own)
         rows.append({
             "policy": label(policy),
             "keep": policy.keep,
-            **score(metrics, scored),
+            **score(metrics, scored, judge),
             "cache_bytes": sum(entry["bytes"] for entry in own) / len(own),
             "tokens_per_second": sum(entry["tokens"] for entry in own) / seconds,
         })  # fmt: skip
@@ -81,19 +87,20 @@ def summarise(
         }
         for row, turn in asked
     ]
-    return {"questions": len(asked), "metrics": list(metrics), "rows": rows, "answers": questions}
+    names = [*metrics, *([] if judge is None else ["judge"])]
+    return {"questions": len(asked), "metrics": names, "rows": rows, "answers": questions}
 
 
 def table(result: Mapping[str, Any]) -> Table:
     """Policies down; metrics, bytes of a row's cache and decoding speed across."""
-    percent = [name for name in result["metrics"] if name in _PERCENT]
+    percent = [name for name in result["metrics"] if name in FRACTIONS]
     title = f"{result['questions']} questions" + (f"; {', '.join(percent)} in percent" if percent else "")
     made = Table(title=title)
     made.add_column("policy", overflow="fold")
     for name in (*result["metrics"], "KiB", "tokens/s"):
         made.add_column(name, justify="right", no_wrap=True)
     for row in result["rows"]:
-        values = [f"{100 * row[name]:.1f}" if name in _PERCENT else f"{row[name]:.4g}" for name in result["metrics"]]
+        values = [f"{100 * row[name]:.1f}" if name in FRACTIONS else f"{row[name]:.4g}" for name in result["metrics"]]
         made.add_row(row["policy"], *values, f"{row['cache_bytes'] / 1024:.1f}", f"{row['tokens_per_second']:.0f}")
     return made
 

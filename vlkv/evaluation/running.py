@@ -9,8 +9,10 @@ Axes: B rows of a batch · S tokens.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,15 +27,17 @@ from vlkv.evaluation.batching import Batch, batches
 from vlkv.evaluation.journal import Entry, Journal
 from vlkv.evaluation.keeps import budget, pool_bytes, share_programs
 from vlkv.evaluation.records import Record
+from vlkv.evaluation.videos import read_video
 from vlkv.extend import extend
 from vlkv.families import Model
 from vlkv.generate import check_room, decode, log_probabilities
 from vlkv.inputs import Inputs
+from vlkv.policies.full import Full
 from vlkv.policies.policy import Policy
 from vlkv.prefill import fill_cache_with, prefill
-from vlkv.processing import Processor
+from vlkv.processing import Processor, Video
 from vlkv.reading import read_prompt
-from vlkv.sampling import Greedy
+from vlkv.sampling import Greedy, Sample
 
 _read_prompt = jax.jit(read_prompt)
 _fill_cache = jax.jit(fill_cache_with, static_argnames="new_tokens")
@@ -53,17 +57,21 @@ class Settings:
         batch: rows that are read together.
         query_agnostic: the policy sees the prompt up to the question only; the question follows through `extend`.
         perplexity: whether the first accepted answer is scored as well.
-        seed: of policies that draw at random.
+        temperature: 0, or at which the full cache also draws two answers, which are compared with each other.
+        frames: the most frames of a video.
+        seed: of policies and answers that are drawn at random.
     """
 
     max_new_tokens: int = 64
     batch: int = 1
     query_agnostic: bool = False
     perplexity: bool = False
+    temperature: float = 0.0
+    frames: int = 8
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("max_new_tokens", 1), ("batch", 1), ("seed", 0)):
+        for name, least in (("max_new_tokens", 1), ("batch", 1), ("temperature", 0), ("frames", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 raise InputError(f"{name}={getattr(self, name)} must be at least {least}")
 
@@ -101,7 +109,8 @@ def run(
         if todo:
             inputs, room = asker.begin(batch)
             for i, size, cache, logits in _compressed(params, inputs, plan, todo, room, settings.seed, batch.number):
-                journal.append(asker.ask(batch, i, size, cache, logits))
+                drawn = settings.temperature if isinstance(plan[i], Full) else 0.0
+                journal.append(asker.ask(batch, i, size, cache, logits, drawn))
                 del cache, logits  # before the next one is made
 
 
@@ -156,7 +165,7 @@ class _Asker:
     def _check(self, record: Record) -> None:
         answers: list[str] = []
         if self.settings.query_agnostic:
-            if not record.images:
+            if not (record.images or record.videos):
                 raise InputError("no image: a query-agnostic run compresses what stands before the question")
             self.processor.beyond(self._begin_text(record), dialogue.prompt(self.processor, record, answers))
         for turn in record.turns:
@@ -168,21 +177,25 @@ class _Asker:
                         f"the first answer has {count} tokens, more than --max-new-tokens "
                         f"{self.settings.max_new_tokens}: raise that, or leave out the metric perplexity"
                     )
-            answers.append(turn.answers[0])
+            answers.append(next(iter(turn.answers), "x"))
 
     def begin(self, batch: Batch) -> tuple[Inputs, int]:
         """What is read first, and how many tokens may follow it."""
         records = [self.records[group[0]] for group in batch.groups]
         whole = not self.settings.query_agnostic
-        images, texts = [list(r.images) for r in records], [r.turns[0].question for r in records]
+        texts = [record.turns[0].question for record in records]
         try:
-            inputs = self.processor(images, texts, question=whole)
+            inputs = self.processor([self._media(record) for record in records], texts, question=whole)
             room = self.settings.max_new_tokens + round_up(max(map(self._later, batch.rows)), self.buckets)
             check_room(self.params.config, inputs, room)
             return inputs, room
         except InputError as error:
             lines = ", ".join(str(record.line) for record in records[: batch.real])
             raise InputError(f"line {lines}: {error}") from None
+
+    def _media(self, record: Record) -> list[Path | Video]:
+        """The images, then the videos."""
+        return [*record.images, *(read_video(video, self.settings.frames) for video in record.videos)]
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -201,20 +214,34 @@ class _Asker:
         return dialogue.prompt(self.processor, record, [])
 
     def ask(
-        self, batch: Batch, policy: int, size: int, cache: PackedCache, logits: Float[Array, "B vocab"]
+        self,
+        batch: Batch,
+        policy: int,
+        size: int,
+        cache: PackedCache,
+        logits: Float[Array, "B vocab"],
+        temperature: float,
     ) -> list[Entry]:
-        """Every row of the batch through a cache of its groups."""
+        """The answers to every row of the batch from a cache of its groups; with a temperature two more are drawn."""
         entries: list[Entry] = []
+        key = jax.random.fold_in(jax.random.key(self.settings.seed), batch.number)
         for number in range(max(map(len, batch.groups))):
             rows = [group[min(number, len(group) - 1)] for group in batch.groups]
             new = [i for i, group in enumerate(batch.groups[: batch.real]) if number < len(group)]
-            entries += self._converse(rows, new, policy, size, cache, logits)
+            draw = functools.partial(self._draw, temperature, jax.random.fold_in(key, number))
+            entries += self._converse(rows, new, policy, size, cache, logits, draw)
         return entries
 
     def _converse(
-        self, rows: list[int], new: list[int], policy: int, size: int, cache: PackedCache,
+        self,
+        rows: list[int],
+        new: list[int],
+        policy: int,
+        size: int,
+        cache: PackedCache,
         logits: Float[Array, "B vocab"],
-    ) -> list[Entry]:  # fmt: skip
+        draw: Callable[[int, PackedCache, Array], list[list[str]]],
+    ) -> list[Entry]:
         records = [self.records[row] for row in rows]
         said: list[list[str]] = [[] for _ in rows]
         before = [self._begin_text(record) for record in records]
@@ -229,11 +256,12 @@ class _Asker:
             tokens, lengths, seconds = self._decode(cache, logits)
             answers = self.processor.decode(tokens, lengths)
             references, scores = self._score(records, said, cache, logits)
+            drawn = draw(turn, cache, logits)
             entries += [
                 Entry(
                     row=rows[i], turn=turn, policy=policy, answer=answers[i], tokens=int(lengths[i]),
                     seconds=seconds / len(rows), bytes=size // len(rows), log_probability=float(scores[i]),
-                    reference=int(references[i]),
+                    reference=int(references[i]), drawn=[texts[i] for texts in drawn],
                 )
                 for i in new
             ]  # fmt: skip
@@ -260,6 +288,17 @@ class _Asker:
         self.compiled.add(known)
         tokens, lengths = (np.asarray(x) for x in made)
         return tokens, lengths, seconds
+
+    def _draw(
+        self, temperature: float, key: jax.Array, turn: int, cache: PackedCache, logits: Float[Array, "B vocab"]
+    ) -> list[list[str]]:
+        """Two answers of every row at a temperature; none at temperature 0."""
+        if not temperature:
+            return []
+        sampling = Sample(max_new_tokens=self.settings.max_new_tokens, temperature=temperature)
+        keys = jax.random.split(jax.random.fold_in(key, turn))
+        made = [_decode(self.params, cache, logits, sampling=sampling, key=each) for each in keys]
+        return [self.processor.decode(*map(np.asarray, each)) for each in made]
 
     def _score(
         self, records: Sequence[Record], said: Sequence[list[str]], cache: PackedCache, logits: Float[Array, "B vocab"]

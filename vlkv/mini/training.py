@@ -90,9 +90,12 @@ class Settings:
         Stage(
             850, 192, (4, 10), 8, 8, ("ledger", "digits", "digits", "ledger", "pooled", "digits", "ledger", "several")
         ),
+        Stage(
+            1200, 192, (4, 10), 8, 8, ("digits", "ledger", "digits", "several", "digits", "ledger", "digits", "pooled")
+        ),
     )
-    learning_rate: float = 2.5e-3
-    warmup: int = 30
+    cycles: tuple[tuple[int, float], ...] = ((3200, 2.5e-3), (1200, 6e-4))  # steps, and the peak of the learning rate
+    warmup: int = 30  # of each cycle; after it the rate falls along a cosine
     weight_decay: float = 0.05
     clip: float = 1.0
     seed: int = 0
@@ -367,9 +370,11 @@ def train(
         machine: the machine in plain words, for the log.
         say: prints a line.
     """
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, settings.learning_rate, settings.warmup, settings.steps, settings.learning_rate / 50
-    )
+    schedule = optax.sgdr_schedule(
+        {"init_value": 0.0, "peak_value": peak, "warmup_steps": settings.warmup, "decay_steps": steps,
+         "end_value": peak / 50}
+        for steps, peak in settings.cycles
+    )  # fmt: skip
     optimizer = optax.chain(
         optax.clip_by_global_norm(settings.clip),
         optax.adamw(schedule, b2=0.98, weight_decay=settings.weight_decay,
