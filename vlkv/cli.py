@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import shtab
 
 import vlkv
-from vlkv.compiled import keep_programs
 from vlkv.terminal import OneLineParser, guarded
 
 # Name -> its module, imported when the command is run, and one line of help.
@@ -70,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser(None if first.startswith("--print") else first)
     args = parser.parse_args(argv or [first])
     if not getattr(args, "no_compile_cache", True):
-        keep_programs()
+        importlib.import_module("vlkv.compiled").keep_programs()
     return guarded(lambda: args.run(args))
 
 

@@ -2,6 +2,9 @@
 
 Without arguments the demo model reads a ledger page of handwritten digits: 576 vision tokens, of which the answer needs
 the five or so of one entry. With --image, --question and --model it shows the same for your own data.
+
+  vlkv demo
+  vlkv demo --model FOLDER --image page.png --question "what does the sign say?"
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Which method, in how many bits, answers best at which number of bytes: a table, a plot, and a line of Python each.
 
-    vlkv frontier --quick --out frontier                                 the demo model, in minutes
-    vlkv frontier questions.jsonl --model DIR --policy snapkv aircache   your model and questions
+  vlkv frontier --quick --out frontier
+  vlkv frontier questions.jsonl --model FOLDER --policy snapkv aircache
 
+The first asks the demo model and takes minutes; the second asks your model your own questions.
 Every policy runs alone and with its entries in fewer bits, at equal bytes. A run that was stopped is continued.
 """
 

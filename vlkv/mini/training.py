@@ -93,8 +93,16 @@ class Settings:
         Stage(
             1200, 192, (4, 10), 8, 8, ("digits", "ledger", "digits", "several", "digits", "ledger", "digits", "pooled")
         ),
+        Stage(1000, 192, (4, 10), 8, 8, (*("digits", "ledger", "digits") * 3, "digits", "several", "pooled")),
+        Stage(450, 576, (4, 10), 8, 5, (*("digits", "ledger") * 3, "digits", "several", "ledger", "pooled")),
     )
-    cycles: tuple[tuple[int, float], ...] = ((3200, 2.5e-3), (1200, 6e-4))  # steps, and the peak of the learning rate
+    # Steps of each cycle, and the peak of its learning rate.
+    cycles: tuple[tuple[int, float], ...] = (
+        (3200, 2.5e-3),
+        (1200, 6e-4),
+        (1000, 6e-4),
+        (450, 4e-4),
+    )  # steps, peak learning rate
     warmup: int = 30  # of each cycle; after it the rate falls along a cosine
     weight_decay: float = 0.05
     clip: float = 1.0
