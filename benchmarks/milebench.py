@@ -1,17 +1,19 @@
 """MileBench (Song et al. 2024), the benchmark of CSP: its folders to questions for `vlkv eval`, and its own scores.
 
-    python -m benchmarks.milebench MileBench milebench.jsonl [--dataset TQA ...] [--images 30]
+    python -m benchmarks.milebench MileBench milebench.jsonl [--dataset TQA ...] [--context 4000 --model DIR]
     vlkv eval milebench.jsonl --model DIR --policy full csp --keep 0.2 --out results
     python -m benchmarks.milebench --score milebench.jsonl results/results.json
 
-The first reads MileBench/<dataset>/<dataset>.json and images/ beside it. A prompt is the task's instruction and the
-context with every picture in its place; choices follow under letters. Where MileBench's own code cuts a prompt that is
-too long for a model, `vlkv eval` refuses it: leave such rows out with --images.
+The first command reads MileBench/<dataset>/<dataset>.json and the images beside it. A prompt is the task's instruction
+and the context with every picture in its place; choices follow with letters. With --context, a prompt that is too long
+loses its beginning, as in MileBench's own code: the instruction stays, and of the context as many whole pieces (text
+between two images, or an image) from its end as fit. MileBench counts neither the chat template nor the answer, so
+leave room for both: CSP's limit is 4096 tokens.
 
 The scores are those of MileBench's evaluate.py: accuracy of choices, found in the answer by letter and text, then by
 text, then by letter; of needles, a word of the answer; of MMCoQA, a part of it; ROUGE-L for open questions. Two
-things differ: an empty answer is wrong (there it counts as C), and ROUGE-L is that of rouge-score, which counts a word
-as often as it stands there.
+things differ: an empty answer is wrong (MileBench counts it as C), and ROUGE-L is that of rouge-score, which counts a
+word as often as it occurs. T-1 to IR are the columns of CSP's Table 1: means over the data sets of a task.
 """
 
 from __future__ import annotations
@@ -22,28 +24,70 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rouge_score.rouge_scorer import RougeScorer
 
+from vlkv import loading
 from vlkv.errors import InputError
+from vlkv.evaluation.protocols import strip_punctuation
 from vlkv.files import read_json, read_text, replacing
+from vlkv.processing.tokenizer import TextTokenizer
 from vlkv.terminal import guarded
 
 _PLACE = re.compile(r"\{(?:image|table)#(\d+)\}")
 _WITHOUT_LETTERS = "GPR1200"  # has more choices than there are letters
-_PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
+TASKS = {  # MileBench, Table 1; the columns of CSP's Table 1
+    "T-1": "ActionLocalization ActionPrediction ActionSequence",
+    "T-2": "ObjectExistence ObjectInteraction MovingAttribute ObjectShuffle",
+    "T-3": "EgocentricNavigation MovingDirection",
+    "T-4": "CounterfactualInference StateChange CharacterOrder SceneTransition",
+    "S-1": "WebQA TQA MultiModalQA WikiVQA",
+    "S-2": "SlideVQA OCR-VQA DocVQA",
+    "S-3": "Spot-the-Diff CLEVR-Change IEdit",
+    "S-4": "MMCoQA ALFRED",
+    "S-5": "nuscenes",
+    "NH": "TextNeedleInAHaystack ImageNeedleInAHaystack",
+    "IR": "GPR1200",
+}
 
 
-def rows(source: Path, datasets: Sequence[str] = (), images: int | None = None) -> Iterator[dict[str, Any]]:
+class Limit(NamedTuple):
+    """How long a prompt may be."""
+
+    context: int  # tokens of instruction, text and images
+    image: int  # tokens of an image
+    tokenizer: TextTokenizer
+
+    def cut(self, instruction: str, context: str) -> str:
+        """The end of the context that fits; raises InputError if not even the instruction does."""
+        left = self.context - len(self._ids(instruction))
+        if left < 1:
+            raise InputError(f"--context {self.context} does not hold the instruction: {instruction[:60]!r}")
+        kept, pieces = "", context.split("<image>")[::-1]
+        for i, piece in enumerate(pieces):
+            ids = self._ids(piece)
+            if len(ids) > left:
+                return kept or str(self.tokenizer.decode(ids[-left:]))
+            kept, left = piece + kept, left - len(ids)
+            if i == len(pieces) - 1 or self.image > left:
+                break
+            kept, left = f"<image>{kept}", left - self.image
+        return kept
+
+    def _ids(self, text: str) -> Any:
+        return self.tokenizer.encode(text, add_special=False)
+
+
+def rows(source: Path, datasets: Sequence[str] = (), limit: Limit | None = None) -> Iterator[dict[str, Any]]:
     """One row for `vlkv eval` for each sample.
 
     Args:
         source: the folder with a folder for each dataset.
         datasets: which of them; none: all that are there.
-        images: leave out samples with more images than that.
+        limit: cuts prompts that are too long.
 
     Raises:
         InputError: no such dataset, or a file that is not laid out as MileBench's are.
@@ -58,14 +102,14 @@ def rows(source: Path, datasets: Sequence[str] = (), images: int | None = None) 
             raise InputError(f"{file}: no such file")
         for sample in content.get("data", ()):
             try:
-                row = _row(name, content["meta_data"], sample, file.parent / "images")
+                yield _row(name, content["meta_data"], sample, file.parent / "images", limit)
             except (KeyError, IndexError, TypeError) as error:
                 raise InputError(f"{file}: a sample without {error}: not as MileBench lays it out") from None
-            if images is None or len(row["images"]) <= images:
-                yield row
 
 
-def _row(dataset: str, about: Mapping[str, Any], sample: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _row(
+    dataset: str, about: Mapping[str, Any], sample: Mapping[str, Any], folder: Path, limit: Limit | None
+) -> dict[str, Any]:
     instance, instructions = sample["task_instance"], about["task_instruction"]
     which = sample["task_instruction_id"]
     instruction = instructions[which if isinstance(instructions, list) or which in instructions else str(which)]
@@ -74,7 +118,7 @@ def _row(dataset: str, about: Mapping[str, Any], sample: Mapping[str, Any], fold
     if not all(0 <= i < len(paths) for i in shown):
         raise InputError(f"{dataset}, sample {sample['sample_id']}: its context names a picture that it has not")
     before = [i for i in range(len(paths)) if i not in shown]
-    question = f"{instruction}\n{'<image>' * len(before)}{_PLACE.sub('<image>', context)}"
+    context = f"{'<image>' * len(before)}{_PLACE.sub('<image>', context)}"
     row: dict[str, Any] = {"id": f"{dataset}/{sample['sample_id']}"}
     answer, choices = str(sample["response"]), instance.get("choice_list")
     metric = "rouge-l" if about["question_type"] == "open-ended" else "choice"
@@ -84,20 +128,28 @@ def _row(dataset: str, about: Mapping[str, Any], sample: Mapping[str, Any], fold
         choices = [str(choice) for choice in choices]
         letters = [f"{chr(65 + i)}. " if dataset != _WITHOUT_LETTERS else "" for i in range(len(choices))]
         listed = "\n".join(letter + choice for letter, choice in zip(letters, choices, strict=True))
-        question += f"\nChoice list: \n{listed}\nYour answer is: "
+        context += f"\nChoice list: \n{listed}\nYour answer is: "
         row["choices"] = choices
     if metric == "choice" and normalise(answer) not in map(normalise, choices or ()):
         raise InputError(f"{dataset}, sample {sample['sample_id']}: the answer {answer!r} is none of its choices")
+    if limit is not None:
+        context = limit.cut(instruction, context)
     images = [str(folder / paths[i]) for i in before + shown]
-    return {**row, "dataset": dataset, "metric": metric, "images": images, "question": question, "answer": answer}
+    return {
+        **row, "dataset": dataset, "metric": metric, "images": images[len(images) - context.count("<image>") :],
+        "question": f"{instruction}\n{context}", "answer": answer,
+    }  # fmt: skip
 
 
-def score(asked: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Per policy: the mean score of each dataset, and of all datasets under "mean".
+def score(
+    asked: Sequence[Mapping[str, Any]], results: Mapping[str, Any], judge: Callable[[Mapping[str, Any], str], float]
+) -> dict[str, dict[str, float]]:
+    """Per policy: the mean score of each dataset, of each of `TASKS`, and of all datasets under "mean".
 
     Args:
         asked: the rows.
         results: what `vlkv eval` wrote about them.
+        judge: from a row and an answer to a score from 0 to 1.
 
     Raises:
         InputError: results of other questions.
@@ -111,8 +163,21 @@ def score(asked: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) -> dic
                 raise InputError(f"the results have no answer to {row['id']}: they are of other questions")
             found[row["dataset"]].append(judge(row, said[row["id"]][i]))
         means = {name: sum(values) / len(values) for name, values in found.items()}
-        scores[policy] = {**means, "mean": sum(means.values()) / len(means)}
+        scores[policy] = {**means, **_tasks(means), "mean": sum(means.values()) / len(means)}
     return scores
+
+
+def _tasks(means: Mapping[str, float]) -> dict[str, float]:
+    """The means over the datasets of a task that were asked; names count as letters and digits alone."""
+
+    def plain(name: str) -> str:
+        return re.sub(r"[^a-z0-9]", "", name.lower())
+
+    known = {plain(name): value for name, value in means.items()}
+    found = {
+        task: [known[plain(name)] for name in names.split() if plain(name) in known] for task, names in TASKS.items()
+    }
+    return {task: sum(values) / len(values) for task, values in found.items() if values}
 
 
 def judge(row: Mapping[str, Any], said: str) -> float:
@@ -142,14 +207,8 @@ def pick(said: str, choices: Sequence[str]) -> str:
 
 
 def normalise(text: str) -> str:
-    """As the evaluation of VQA does: small letters, no punctuation, no full stop unless a digit follows."""
-    text = re.sub(r"[\n\t]", " ", text).strip()
-    grouped = re.search(r"\d,\d", text) is not None
-    made = text
-    for mark in _PUNCTUATION:
-        apart = grouped or f"{mark} " in text or f" {mark}" in text
-        made = made.replace(mark, "" if apart else " ")
-    return re.sub(r"\.(?!\d)", "", made).strip("'").strip('"').strip().lower()
+    """As in the evaluation of VQA: lower case, no punctuation, no full stop unless a digit follows."""
+    return strip_punctuation(re.sub(r"[\n\t]", " ", text).strip()).strip("'").strip('"').strip().lower()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -158,27 +217,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("first", type=Path, metavar="SRC", help="the folder of MileBench; with --score the JSONL")
     parser.add_argument("second", type=Path, metavar="OUT.jsonl", help="to write; with --score results.json")
     parser.add_argument("--dataset", nargs="+", default=[], metavar="NAME", help="only these")
-    parser.add_argument("--images", type=int, metavar="N", help="leave out samples with more images")
+    parser.add_argument("--context", type=int, metavar="N", help="the most tokens of a prompt; needs --model")
+    parser.add_argument("--model", metavar="DIR", help="whose tokenizer counts")
+    parser.add_argument("--image-tokens", type=int, default=576, metavar="N", help="tokens of an image (default: 576)")
     parser.add_argument("--score", action="store_true", help="score what `vlkv eval` has answered")
     args = parser.parse_args(argv)
-    return guarded(lambda: _score_files(args) if args.score else _convert(args))
+    if args.score:
+        return guarded(lambda: score_files(args.first, args.second, judge))
+    return guarded(lambda: _convert(args))
 
 
 def _convert(args: argparse.Namespace) -> str:
-    out, count = args.second, 0
+    limit = None
+    if args.context is not None:
+        if args.model is None:
+            raise InputError("--context needs --model, whose tokenizer counts")
+        limit = Limit(args.context, args.image_tokens, loading.load_processor(args.model).tokenizer)
+    return write(args.second, rows(args.first, args.dataset, limit))
+
+
+def write(out: Path, found: Iterator[dict[str, Any]]) -> str:
+    """Writes rows as JSON lines, with images relative to the file."""
+    count = 0
     with replacing(out) as partial, partial.open("w", encoding="utf-8") as file:
-        for row in rows(args.first, args.dataset, args.images):
-            images = [os.path.relpath(image, out.parent) for image in row["images"]]
-            file.write(json.dumps({**row, "images": images}, ensure_ascii=False) + "\n")
+        for row in found:
             count += 1
+            images = [os.path.relpath(image, out.parent) for image in row.get("images", ())]
+            file.write(json.dumps(row | ({"images": images} if images else {}), ensure_ascii=False) + "\n")
     return f"{count} questions in {out}"
 
 
-def _score_files(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    text, results = read_text(args.first), read_json(args.second)
+def score_files(
+    questions: Path, answers: Path, judge: Callable[[Mapping[str, Any], str], float]
+) -> dict[str, dict[str, float]]:
+    """The scores of `score`, from the JSON lines of `write` and the results of `vlkv eval`."""
+    text, results = read_text(questions), read_json(answers)
     if text is None or results is None:
-        raise InputError(f"{args.first if text is None else args.second}: no such file")
-    return score([json.loads(line) for line in text.splitlines() if line.strip()], results)
+        raise InputError(f"{questions if text is None else answers}: no such file")
+    return score([json.loads(line) for line in text.splitlines() if line.strip()], results, judge)
 
 
 if __name__ == "__main__":

@@ -440,7 +440,8 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def readme(rows: Sequence[dict[str, Any]]) -> str:
-    """The block of the README between the marks `quality`, from the results."""
+    """The block of the README between the marks `quality`, from the results of the seed that is reported."""
+    rows = [row for row in rows if row["seed"] == EVALUATED]
     if not rows:
         return NOT_MEASURED
     both = {(row["section"], row["name"], row["bits"], row["bytes"]): row for row in rows}
@@ -480,6 +481,7 @@ def readme(rows: Sequence[dict[str, Any]]) -> str:
 
 def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """Quality against bytes, of all methods and compositions on pages of both shapes."""
+    rows = [row for row in rows if row["seed"] == EVALUATED]
     points = [
         {"name": row["name"], "bits": row["bits"], "bytes": row["bytes"], "quality": row["exact"], "low": row["low"],
          "high": row["high"]}

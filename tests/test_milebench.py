@@ -6,8 +6,11 @@ import json
 
 import pytest
 from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmarks import milebench
+from vlkv.errors import InputError
+from vlkv.processing.tokenizer import TextTokenizer
 
 INSTRUCTIONS = ["Look at the pictures.", "Answer with one word."]
 
@@ -31,6 +34,14 @@ DATASETS = {
     "TextNeedleInAHaystack": ("open-ended", [sample(0, "{image#1} The number?", ["b.png"], "42")]),
     "GPR1200": ("multi-choice", [sample(5, "{image#1}", ["a.png"], "cat", choice_list=["dog", "cat"])]),
 }  # fmt: skip
+
+
+@pytest.fixture
+def tokenizer():
+    """Words are tokens."""
+    words = Tokenizer(models.WordLevel({"one": 0, "two": 1, "three": 2, "four": 3, "five": 4, "six": 5, "?": 6}, "?"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return TextTokenizer(tokenizer=words, special={})
 
 
 @pytest.fixture
@@ -91,12 +102,60 @@ def test_scores(written, capsys, tmp_path):
     assert milebench.main(["--score", str(written), str(tmp_path / "results.json")]) == 0
     scores = json.loads(capsys.readouterr().out)
     assert scores["Full"] == pytest.approx(
-        {"GPR1200": 0, "IEdit": 0.75, "MMCoQA": 1, "TQA": 1, "TextNeedleInAHaystack": 1, "mean": 0.75}
+        {
+            "GPR1200": 0,
+            "IEdit": 0.75,
+            "MMCoQA": 1,
+            "TQA": 1,
+            "TextNeedleInAHaystack": 1,
+            "mean": 0.75,
+            "S-1": 1,
+            "S-3": 0.75,
+            "S-4": 1,
+            "NH": 1,
+            "IR": 0,
+        }
     )
     # "A mountain" names no choice but "mount"; "the hill" none, and its letters are A or B of neither.
     assert scores["CSP"] == pytest.approx(
-        {"GPR1200": 1, "IEdit": 0, "MMCoQA": 0, "TQA": 0, "TextNeedleInAHaystack": 0, "mean": 0.2}
+        {
+            "GPR1200": 1,
+            "IEdit": 0,
+            "MMCoQA": 0,
+            "TQA": 0,
+            "TextNeedleInAHaystack": 0,
+            "mean": 0.2,
+            "S-1": 0,
+            "S-3": 0,
+            "S-4": 0,
+            "NH": 0,
+            "IR": 1,
+        }
     )
+
+
+@pytest.mark.parametrize(
+    ("context", "kept"),
+    [
+        (99, "<image>one two<image>three four<image>five six"),
+        (2 + 6 + 3 * 5, "<image>one two<image>three four<image>five six"),
+        (2 + 6 + 2 * 5 + 4, "one two<image>three four<image>five six"),  # an image does not fit
+        (2 + 4 + 2 * 5 + 1, "<image>three four<image>five six"),  # a text does not fit, not even a part of it
+        (2 + 2 + 4, "five six"),
+        (2 + 1, "six"),  # only of the last text a part is kept
+    ],
+)
+def test_a_prompt_that_is_too_long_loses_its_beginning(tokenizer, context, kept):
+    """Two tokens of instruction, an image of five, words of one."""
+    limit = milebench.Limit(context, 5, tokenizer)
+    assert limit.cut("one two", "<image>one two<image>three four<image>five six") == kept
+    with pytest.raises(InputError, match="does not hold the instruction"):
+        limit._replace(context=2).cut("one two", "three")
+
+
+def test_the_images_of_a_cut_prompt_are_the_last_ones(source, tokenizer):
+    (row,) = milebench.rows(source, ["IEdit"], milebench.Limit(4 + 3 + 5, 5, tokenizer))
+    assert row["question"] == "Look at the pictures.\n to <image>?" and row["images"][0].endswith("a.png")
 
 
 @pytest.mark.parametrize(
@@ -132,8 +191,9 @@ def test_what_is_not_mile_bench_is_refused(source, tmp_path, capsys):
         return capsys.readouterr().err
 
     assert "WebQA.json: no such file" in refused("--dataset", "WebQA")
-    assert milebench.main([str(source), out, "--images", "1", "--dataset", "TQA", "IEdit"]) == 0
-    assert capsys.readouterr().out.startswith("1 questions")
+    assert "--context needs --model" in refused("--context", "9")
+    assert milebench.main([str(source), out, "--dataset", "MMCoQA", "IEdit"]) == 0
+    assert capsys.readouterr().out.startswith("2 questions")
     (tmp_path / "out.jsonl").unlink()
     file = source / "TQA" / "TQA.json"
     content = json.loads(file.read_text())

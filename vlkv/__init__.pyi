@@ -6,6 +6,7 @@ from . import processing as processing
 from . import profiles as profiles
 from . import sampling as sampling
 from . import sharding as sharding
+from .analysis.drawing import draw_survivors as draw_survivors
 from .analysis.fidelity import kl_to_full as kl_to_full
 from .buckets import Buckets as Buckets
 from .cache import PackedCache as PackedCache

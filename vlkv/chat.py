@@ -102,17 +102,12 @@ class Chat:
         Raises:
             InputError: an empty question, or a conversation beyond the model's limit.
         """
-        logits, said = self._feed(question), ""
-        tokens: list[int] = []
-        for token in self._decode(logits):
-            tokens.append(token)
-            text = str(self.processor.decode(np.array(tokens)))
-            if on_text is not None and len(text) > len(said) and not text.endswith("\ufffd"):  # half a character
-                on_text(text[len(said) :])
-                said = text
-        answer = str(self.processor.decode(np.array(tokens, np.int32)))
-        if on_text is not None and len(answer) > len(said):
-            on_text(answer[len(said) :])
+        logits, pieces = self._feed(question), []
+        for piece in self.processor.pieces(self._decode(logits)):
+            pieces.append(piece)
+            if on_text is not None:
+                on_text(piece)
+        answer = "".join(pieces)
         self.turns.append((question, answer))
         return answer
 

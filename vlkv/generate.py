@@ -5,7 +5,7 @@
     decode       tokens until every row has ended              the loop
     generate     prefill and decode in one jit                 the main job
     score        log-probabilities of a given continuation     perplexity through the compressed cache
-    stream       `generate`, handing out tokens as they come
+    stream       `generate`, handing out tokens as they come; from a cache `decode_steps`
 
 Axes: B batch · T prompt · L layers · N, K heads · H head dim · S new tokens.
 """
@@ -243,7 +243,7 @@ def log_probabilities(
     return jnp.concatenate([log_probability(logits, targets[:, 0])[:, None], rest.T], axis=1)
 
 
-_prefill = jax.jit(prefill, static_argnames="new_tokens")
+_prefill = jax.jit(prefill)
 _decode_step = jax.jit(decode_step, donate_argnames="cache")
 
 
@@ -262,14 +262,27 @@ def stream(
     require_policy(policy)
     check_room(params.config, inputs, sampling.max_new_tokens)
     sampling.require_key(key)
-    stop = params.config.stop if sampling.stop is None else sampling.stop
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
-    cache, logits = _prefill(
-        params, inputs, policy, new_tokens=sampling.max_new_tokens, key=policy_key, kernels=kernels
-    )
+    cache, logits = _prefill(params, inputs, policy, sampling=sampling, key=policy_key, kernels=kernels)
+    yield from decode_steps(params, cache, logits, sampling=sampling, key=sample_key)
+
+
+def decode_steps(
+    params: Model,
+    cache: PackedCache,
+    logits: Float[Array, "B vocab"],
+    *,
+    sampling: Greedy,
+    key: Key[Array, ""] | None = None,
+) -> Iterator[Int[np.ndarray, " B"]]:
+    """As `decode`, but yields each step's tokens as they come; the cache is donated.
+
+    Rows that have ended repeat their stop id, and are -1 if they have no token.
+    """
+    stop = params.config.stop if sampling.stop is None else sampling.stop
     ended, shown = np.zeros(logits.shape[0], bool), np.full(logits.shape[0], -1, np.int32)
     for i in range(sampling.max_new_tokens):
-        token = sampling.choose(logits, None if sample_key is None else jax.random.fold_in(sample_key, i))
+        token = sampling.choose(logits, None if key is None else jax.random.fold_in(key, i))
         ended |= np.asarray(_without_token(logits))
         shown = np.where(ended, shown, np.asarray(token))
         yield shown

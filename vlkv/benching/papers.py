@@ -1,6 +1,6 @@
-"""What the papers printed, with the settings and the hardware they name: `vlkv bench --preset NAME` measures the same.
+"""Published tables of times, operations and memory, with their settings: `vlkv bench --preset NAME` measures the same.
 
-Figures are copied as printed. Where a paper leaves a setting out, `notes` says what stands in for it. "k" is 1024
+Figures are copied as printed. Where a paper does not say a setting, `notes` says what is used instead. "k" is 1024
 tokens. Every table's throughput counts decoding alone, except PrefixKV's.
 """
 
@@ -56,6 +56,7 @@ OURS: dict[str, Callable[[dict[str, Any]], float]] = {
     "first_token_milliseconds": lambda row: 1e3 * row["prefill_seconds"],
     "relative_decode": lambda row: row["to_full"]["decode"] if "to_full" in row else 1.0,
     "cache_gib": lambda row: row["cache_bytes"] / 2**30,
+    "cache_megabytes": lambda row: row["cache_bytes"] / 1e6,
     "teraflops": lambda row: row["teraflops"],
 }
 
@@ -108,6 +109,25 @@ _AIRCACHE_4 = Table(
         _TOWER,
         "LLaVA-OneVision's tower has no class token: FasterVLM ranks by mean attention, of the tower that is not run",
         "the shares of IVTP's two stages are not said: both leave the root of 10 %",
+    ),
+)
+_AIRCACHE_6 = Table(
+    "AirCache, Table 6: LLaVA-OneVision-7B, eviction among all tokens (starred rows) or vision tokens alone",
+    _A100,
+    tuple(
+        Point("llava-onevision-7b", Setting(1, 8 * 1024, 64, 512), make(keep), {"total_seconds": time})
+        for make, seconds in (
+            (lambda keep: policies.H2O(keep=keep, scope="all"), (407, 559, 733, 1048)),
+            (lambda keep: policies.H2O(keep=keep, scope="vision"), (323, 251, 239, 215)),
+            (lambda keep: policies.AirCache(keep=keep, scope="all"), (374, 530, 688, 963)),
+            (lambda keep: policies.AirCache(keep=keep), (306, 235, 221, 207)),
+        )
+        for keep, time in zip((0.5, 0.1, 0.05, 0.01), seconds, strict=True)
+    ),
+    (
+        _TOWER,
+        "the paper's seconds are of a whole benchmark, which it does not name: compare rows with each other",
+        "starred rows take longer in the paper because the answers get longer: here all have 512 tokens",
     ),
 )
 _AIRCACHE_9 = Table(
@@ -206,6 +226,30 @@ _AVL_LATENCY = Table(
     tuple(_avl()),
     ("batches and prompt length not said: five tiles of 576 tokens here", "1 / 1.8 and 50.5 % hold for all batches"),
 )
+_AVL_3 = {  # S, C, P, T in percent, and megabytes: vision and other tokens of a row are what the megabytes hold
+    ("llava-1.5-7b", 576, 70): (
+        (339,), (156, 40), (156, 40, 30), (170, 45, 30, 90), (163, 45, 30, 90, 50),
+    ),
+    ("llava-1.5-13b", 576, 70): (
+        (529,), (243, 40), (265, 45, 30), (265, 45, 30, 90), (254, 45, 30, 90, 60),
+    ),
+    ("llava-next-vicuna-7b", 2144, 105): ((1179,), (507, 40), (554, 45, 30, 90), (531, 45, 30, 90, 70)),
+    ("llava-next-vicuna-13b", 2144, 105): ((1841,), (792, 40), (865, 45, 30, 90), (828, 45, 30, 90, 70)),
+}  # fmt: skip
+
+
+def _avl_3() -> Iterator[Point]:
+    for (model, vision, others), lines in _AVL_3.items():
+        for megabytes, *percent in lines:
+            stored, core, prefill, text = (x / 100 for x in (*percent, *[0] * (4 - len(percent))))
+            policy: Policy = policies.Full()
+            if stored:
+                policy = policies.AVL(keep=stored, core=core or None, prefill=prefill or None, text=text or None)
+            new = 2  # of which one is cached
+            setting = Setting(1, vision + others - 1, others - 1, new)
+            yield Point(model, setting, policy, {"cache_megabytes": megabytes})
+
+
 # Table 6's layers count from 0, and the one named still sees what the one before saw: one more has run.
 _LAMBDA: dict[tuple[int, ...], tuple[int, ...]] = {(15, 23, 31): (16, 24, 32), (17, 24, 31): (18, 25, 32)}
 _LIGHTKV_SIZES = {
@@ -225,9 +269,67 @@ def _lightkv(model: str, method: Policy, new: int, **figures: float) -> Point:
     return Point(model, Setting(1, vision + 48, 48, new), method, figures)
 
 
-def _light(model: str, windows: tuple[int, ...] = (4, 2, 1), layers: tuple[int, ...] = (15, 23, 31)) -> Policy:
-    deep = model.endswith("13b")
-    return policies.LightKV(layers=_LAMBDA[layers] if deep else None, windows=windows)
+def _lambda(model: str, printed: tuple[int, ...] = (15, 23, 31)) -> tuple[int, ...] | None:
+    """The stages of a 13B model; None: scaled to another depth, which the paper does not print."""
+    return _LAMBDA[printed] if model.endswith("13b") else None
+
+
+def _light(model: str, windows: tuple[int, ...] | None = None, layers: tuple[int, ...] = (15, 23, 31)) -> Policy:
+    windows = windows or ((6, 4, 2) if "next" in model else (4, 2, 1))  # App. E.2
+    return policies.LightKV(layers=_lambda(model, layers), windows=windows)
+
+
+def _rivals(model: str) -> tuple[Policy, ...]:
+    """The methods that shorten the prompt, in the order of Table 10; their operations in Table 1 are LightKV's."""
+    stages = _lambda(model)
+    return (
+        policies.FastV(keep=0.53),
+        policies.PiToMe(keep=0.125, layers=stages),
+        policies.ToFu(keep=0.125, layers=stages),
+        policies.ToMe(keep=0.125, layers=stages),
+        _light(model),
+    )
+
+
+def _lightkv_1() -> Iterator[Point]:
+    """Tera-operations and GiB: full; Elastic, Rand, ImgRand, ToMe (C) after prefill; FastV to LightKV during it."""
+    printed = {
+        "llava-1.5-13b": ((19.4, 0.55), (19.3, 0.31), (19.0, 0.31), (19.0, 0.31), (19.0, 0.33),
+                          (12.4, 0.37), (12.6, 0.37), (12.6, 0.37), (12.6, 0.37), (12.6, 0.37)),
+        "llava-1.5-7b": ((10.2, 0.35), (10.2, 0.20), (9.9, 0.20), (9.9, 0.20), (10.0, 0.21),
+                         (5.3, 0.22), (6.6, 0.23), (6.6, 0.23), (6.6, 0.23), (6.6, 0.23)),
+        "llava-next-vicuna-13b": ((65.0, 1.75), None, (60.8, 0.91), (60.8, 0.91), (61.3, 0.93),
+                                  (36.1, 1.03), (37.3, 1.05), (37.3, 1.05), (37.3, 1.05), (37.3, 1.05)),
+        "llava-next-vicuna-7b": ((34.8, 1.12), (34.7, 0.58), (32.2, 0.58), (32.2, 0.58), (32.5, 0.60),
+                                 (18.5, 0.65), (20.0, 0.67), (20.0, 0.67), (21.1, 0.67), (22.3, 0.67)),
+    }  # fmt: skip
+    for model, lines in printed.items():
+        keep = 0.485 if "next" in model else 0.45
+        methods = (
+            policies.Full(),
+            policies.ElasticCache(keep=keep, scope="vision"),
+            policies.Random(keep=keep, scope="vision"),
+            policies.ImgRandom(keep=keep),
+            policies.ToMe(keep=0.5, on="cache"),
+            *_rivals(model),
+        )
+        for method, line in zip(methods, lines, strict=True):
+            if line is not None:  # out of memory
+                yield _lightkv(model, method, 100, teraflops=line[0], cache_gib=line[1])
+
+
+def _lightkv_2() -> Iterator[Point]:
+    """InternVL2-8B; the order of rivals is the paper's."""
+    setting = Setting(1, 7 * 256 + 74, 74, 100)
+    yield Point("internvl2-8b", setting, policies.Full(), {"teraflops": 35.7, "cache_gib": 0.24})
+    for rate, flops, size in ((0.6, 24.0, 0.15), (0.55, 22.9, 0.14)):
+        light = policies.LightKV(rate=rate)
+        stages = light.reductions(32)
+        fastv = policies.FastV(keep=round((32 * rate - 2) / 30, 3))  # two layers see all tokens
+        rivals = (kind(keep=0.125, layers=stages) for kind in (policies.ToFu, policies.PiToMe, policies.ToMe))
+        for method in (fastv, *rivals, light):
+            printed = 24.8 if method == fastv and rate == 0.6 else flops
+            yield Point("internvl2-8b", setting, method, {"teraflops": printed, "cache_gib": size})
 
 
 def _lightkv_10() -> Iterator[Point]:
@@ -238,11 +340,7 @@ def _lightkv_10() -> Iterator[Point]:
         "llava-next-vicuna-7b": ((225, 3.20), (148, 1.83), (157, 2.26), (155, 2.24), (155, 2.23), (159, 2.24)),
     }
     for model, lines in printed.items():
-        methods = (
-            policies.Full(), policies.FastV(keep=0.53), policies.PiToMe(keep=0.125), policies.ToFu(keep=0.125),
-            policies.ToMe(keep=0.125), _light(model),
-        )  # fmt: skip
-        for method, (first, generation) in zip(methods, lines, strict=True):
+        for method, (first, generation) in zip((policies.Full(), *_rivals(model)), lines, strict=True):
             yield _lightkv(model, method, 100, first_token_milliseconds=first, decode_seconds=generation)
 
 
@@ -266,13 +364,32 @@ def _lightkv_6() -> Iterator[Point]:
 TABLES: dict[str, Table] = {
     "aircache-table-3": _AIRCACHE_3,
     "aircache-table-4": _AIRCACHE_4,
+    "aircache-table-6": _AIRCACHE_6,
     "aircache-table-9": _AIRCACHE_9,
     "prefixkv-table-3": _PREFIXKV_3,
     "csp-table-2": _CSP_2,
     "a-vl-latency": _AVL_LATENCY,
+    "a-vl-table-3": Table(
+        "A-VL, Table 3: memory of the cache", "not said", tuple(_avl_3()),
+        ("prompt lengths not said: 646 and 2249 tokens are what the full cache's megabytes hold",
+         "our bytes are those allocated, in tiles of 16 slots; K = 3 where there is a core"),
+    ),
+    "lightkv-table-1": Table(
+        "LightKV, Table 1: operations and cache of LLaVA at 55 %", "counted, not timed", tuple(_lightkv_1()),
+        (_LIGHTKV_NOTES[1], "tower, all logits and 100 new tokens counted; the cache is what is kept, unpadded",
+         "methods after prefill keep what the printed bytes hold: 45 %, 48.5 % for NeXT, ToMe (C) 50 %",
+         "HiRED's share is not printed: left out. The operations of methods after prefill include the whole prefill"),
+        computed=True,
+    ),
+    "lightkv-table-2": Table(
+        "LightKV, Table 2: operations and cache of InternVL2-8B", "counted, not timed", tuple(_lightkv_2()),
+        ("prompt not said: seven tiles and 74 tokens of text hold the full cache's 0.24 GiB",
+         "Lambda not said: chosen by rate= so that 60 and 55 % of the vision tokens are left on average"),
+        computed=True,
+    ),
     "lightkv-table-4": Table(
         "LightKV, Table 4: time to the first token, LLaVA 13B", "A100 (memory not said)", tuple(_lightkv_4()),
-        (*_LIGHTKV_NOTES, "windows 4, 2, 1; printed deviations 0.91, 0.72, 2.22 and 0.79 ms"),
+        (*_LIGHTKV_NOTES, "windows 4, 2, 1, for NeXT 6, 4, 2; printed deviations 0.91, 0.72, 2.22 and 0.79 ms"),
     ),
     "lightkv-table-6": Table(
         "LightKV, Table 6: operations and cache, LLaVA 13B", "counted, not timed", tuple(_lightkv_6()),
@@ -296,14 +413,17 @@ def named(name: str) -> Table:
 
 def count(config: ModelConfig, point: Point) -> dict[str, float]:
     """Operations of the whole job and bytes kept at its end, by `vlkv.analysis.cost`, of one row of a batch."""
-    c, setting = config.decoder, point.setting
-    vision = point.policy.vision_bounds(layers=c.layers, vision=setting.vision, images=1)
+    c, setting, policy = config.decoder, point.setting, point.policy
+    vision = policy.vision_bounds(layers=c.layers, vision=setting.vision, images=1)
     prompt = np.array(vision) + setting.text
+    total = policy.bound(layers=c.layers, vision=setting.vision, text=setting.text)
+    held = np.array([total // c.layers + (i < total % c.layers) for i in range(c.layers)])  # decoding is linear in them
     flops = cost.prefill_flops(c, prompt).sum() + cost.logits_flops(c, int(prompt[-1]) + setting.new - 1)
     if config.vision is not None:
-        flops += cost.tower_flops(
-            config.vision, c.width, -(-setting.vision // config.vision.tokens) + (setting.vision > config.vision.tokens)
-        )
-    flops += sum(cost.decode_flops(c, prompt + i).sum() for i in range(1, setting.new))
-    held = cost.cache_bytes(c, prompt + setting.new, 2).sum()
-    return {"teraflops": float(flops / 1e12), "cache_bytes": float(held)}
+        merge = getattr(config.wiring, "merge", 1)
+        each = config.vision.tokens // merge**2
+        cut = setting.vision > each and setting.vision % each > 0  # tiles lose their padding: one more than they fill
+        flops += cost.tower_flops(config.vision, c.width, -(-setting.vision // each) + cut, merge=merge)
+    flops += sum(cost.decode_flops(c, held + i).sum() for i in range(1, setting.new))
+    size = cost.cache_bytes(c, held + setting.new, 2).sum()
+    return {"teraflops": float(flops / 1e12), "cache_bytes": float(size)}

@@ -1,4 +1,4 @@
-"""Answer a question about an image (or none) from a compressed cache.
+"""Answer a question about an image (or none) from a compressed cache; the answer appears as it is made.
 
   vlkv generate --model mini --image page.png --prompt "read the page" \\
       --policy snapkv --keep 0.2
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -22,12 +23,12 @@ from rich.console import Console
 
 from vlkv import loading, saving
 from vlkv.buckets import round_up
-from vlkv.cache import resize_tail
+from vlkv.cache import PackedCache, resize_tail
 from vlkv.commands.options import add_model_arguments, add_policy_arguments, policy_from
 from vlkv.errors import InputError
 from vlkv.extend import extend
 from vlkv.families import Model
-from vlkv.generate import check_room, decode, generate
+from vlkv.generate import check_room, decode_steps
 from vlkv.policies import Policy
 from vlkv.prefill import prefill
 from vlkv.processing import Processor
@@ -50,20 +51,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-class _Done(NamedTuple):
-    """An answer, and the cache that it came from."""
+class _Ready(NamedTuple):
+    """A prompt in the cache, and what its answer begins with."""
 
-    tokens: Any  # [1, S]
-    lengths: Any  # [1]
+    cache: PackedCache
+    logits: jax.Array  # [1, vocab]
     policy: Policy
     prompt_tokens: int
-    kept: Any  # [L, 1, K]
-    cache_bytes: int
-    slots: int
 
 
 def run(args: argparse.Namespace) -> Any:
-    """The answer on stdout, what it cost on stderr; or both as JSON."""
+    """The answer on stdout, token by token, and what it cost on stderr; or both as JSON."""
     # Everything that can be wrong is checked before weights are read.
     policy = policy_from(args, lambda: loading.load_processor(args.model).config)
     sampling: Greedy = Greedy(max_new_tokens=args.max_new_tokens)
@@ -75,46 +73,54 @@ def run(args: argparse.Namespace) -> Any:
             top_k=args.top_k,
         )
     processor = loading.load_processor(args.model)
+    policy_key, sample_key = jax.random.split(jax.random.key(args.seed))  # as in `vlkv.generate`
     if args.save_cache is None and args.from_cache is None:
         inputs = processor(args.image or None, args.prompt)
         check_room(processor.config, inputs, sampling.max_new_tokens)
         params = loading.load_params(args.model, dtype=args.dtype)
         begin = time.perf_counter()
-        output = jax.jit(generate)(params, inputs, policy=policy, sampling=sampling, key=jax.random.key(args.seed))
-        done = _Done(
-            output.tokens, output.lengths, policy, int(inputs.valid.sum()), output.length, output.cache_bytes,
-            output.token.shape[1] + params.config.decoder.layers * sampling.max_new_tokens,
-        )  # fmt: skip
+        cache, logits = jax.jit(prefill)(params, inputs, policy, sampling=sampling, key=policy_key)
+        ready = _Ready(cache, logits, policy, int(inputs.valid.sum()))
     else:
         _check_files(args)
         params = loading.load_params(args.model, dtype=args.dtype)
         begin = time.perf_counter()
         if args.save_cache is not None:
-            _save(args, policy, params, processor)
-        done = _answer_from(args, sampling, params, processor)
-    answer = processor.decode(np.asarray(done.tokens)[0], np.asarray(done.lengths)[0])
-    seconds = time.perf_counter() - begin
-    decoder = params.config.decoder
+            _save(args, policy, params, processor, policy_key)
+        ready = _from_file(args, sampling, params, processor)
+    cache, decoder = ready.cache, params.config.decoder
     result = {
-        "answer": answer,
-        "tokens": int(done.lengths[0]),
-        "policy": type(done.policy).__name__,
-        "options": done.policy.options(),
-        "prompt_tokens": done.prompt_tokens,
-        "kept_per_layer": np.asarray(done.kept)[:, 0].mean(axis=1).tolist(),
-        "cache_bytes": done.cache_bytes,
-        "slots": done.slots,
+        "policy": type(ready.policy).__name__,
+        "options": ready.policy.options(),
+        "prompt_tokens": ready.prompt_tokens,
+        "kept_per_layer": np.asarray(cache.length)[:, 0].mean(axis=1).tolist(),
+        "cache_bytes": cache.bytes,
+        "slots": cache.token.shape[1] + len(cache.tail_k) * cache.tail_k[0].shape[1],
         "slot_bytes": 2 * decoder.kv_heads * decoder.head_dim * params.decoder.embedding.weight[...].dtype.itemsize,
-        "seconds_with_compilation": round(seconds, 3),
     }
+    tokens: list[int] = []
+
+    def decoded() -> Iterator[int]:
+        for step in decode_steps(params, cache, ready.logits, sampling=sampling, key=sample_key):
+            tokens.append(int(step[0]))
+            yield tokens[-1]
+
+    pieces = []
+    for piece in processor.pieces(decoded()):
+        pieces.append(piece)
+        if not args.json:
+            print(piece, end="", flush=True)
+    seconds = time.perf_counter() - begin
     if args.json:
-        return result
+        said = {"answer": "".join(pieces), "tokens": len(tokens)}
+        return {**said, **result, "seconds_with_compilation": round(seconds, 3)}
+    print()
     kept = sum(result["kept_per_layer"]) / decoder.layers
     Console(stderr=True).print(
-        f"{result['policy']}: {kept:.1f} of {result['prompt_tokens']} prompt entries kept per layer, "
-        f"cache {result['cache_bytes'] / 2**20:.2f} MiB, {seconds:.1f} s with compilation", highlight=False,
+        f"{result['policy']} (scope {ready.policy.scope}): {kept:.1f} of {ready.prompt_tokens} prompt entries kept per "
+        f"layer, cache {cache.bytes / 2**20:.2f} MiB, {seconds:.1f} s with compilation", highlight=False,
     )  # fmt: skip
-    return answer
+    return None
 
 
 def _check_files(args: argparse.Namespace) -> None:
@@ -128,17 +134,16 @@ def _check_files(args: argparse.Namespace) -> None:
         raise InputError("--from-cache was made by a policy of its own: leave out --policy and its options")
 
 
-def _save(args: argparse.Namespace, policy: Policy, params: Model, processor: Processor) -> None:
-    """What the policy keeps of the images, and of the prompt up to the question."""
+def _save(args: argparse.Namespace, policy: Policy, params: Model, processor: Processor, key: jax.Array) -> None:
+    """Keeps in a file what the policy leaves of the images, and of the prompt up to the question."""
     inputs = processor(args.image, args.prompt, question=False)
     check_room(processor.config, inputs, args.max_new_tokens)
-    key = jax.random.split(jax.random.key(args.seed))[0]
-    cache, _ = jax.jit(prefill, static_argnames="new_tokens")(params, inputs, policy, new_tokens=1, key=key)
+    cache, _ = jax.jit(prefill)(params, inputs, policy, sampling=Greedy(max_new_tokens=1), key=key)
     note = {"images": len(args.image), "prompt_tokens": int(inputs.valid.sum())}
     saving.save_cache(args.save_cache, params, cache, policy=policy, note=note)
 
 
-def _answer_from(args: argparse.Namespace, sampling: Greedy, params: Model, processor: Processor) -> _Done:
+def _from_file(args: argparse.Namespace, sampling: Greedy, params: Model, processor: Processor) -> _Ready:
     """The question fed to a saved cache, whose tail is made as long as it takes."""
     file = args.from_cache or args.save_cache
     cache, (policy, note) = saving.load_cache(file, params), saving.read_note(file)
@@ -150,7 +155,4 @@ def _answer_from(args: argparse.Namespace, sampling: Greedy, params: Model, proc
     room = round_up(question, processor.buckets.text) + sampling.max_new_tokens
     cache = resize_tail(cache, int(cache.used[0]) + room)
     cache, logits = jax.jit(extend)(params, cache, fed)
-    key = jax.random.split(jax.random.key(args.seed))[1]
-    tokens, lengths = jax.jit(decode, static_argnames="sampling")(params, cache, logits, sampling=sampling, key=key)
-    slots = cache.token.shape[1] + len(cache.tail_k) * cache.tail_k[0].shape[1]
-    return _Done(tokens, lengths, policy, note["prompt_tokens"] + question, cache.length, cache.bytes, slots)
+    return _Ready(cache, logits, policy, note["prompt_tokens"] + question)

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> Any:
         frames=args.frames, seed=args.seed,
     )  # fmt: skip
     plan = policies_from(args, lambda: loading.load_processor(args.model).config)
-    if SELF in metrics and not any(isinstance(policy, Full) for policy in plan):
+    if SELF in metrics and not any(type(policy) is Full for policy in plan):
         raise InputError(f"metric {SELF} compares with the full cache: add full to --policy")
     if args.out.exists() and not args.out.is_dir():
         raise InputError(f"{args.out}: is a file; --out is a folder for the results")

@@ -57,7 +57,7 @@ def summarise(
         judge: a command that scores an answer (vlkv/evaluation/judge.py).
     """
     asked = [(row, turn) for row, record in enumerate(records) for turn in range(len(record.turns))]
-    full = next((i for i, policy in enumerate(plan) if isinstance(policy, Full)), None)
+    full = next((i for i, policy in enumerate(plan) if type(policy) is Full), None)
     rows = []
     for i, policy in enumerate(plan):
         own = [entries[row, turn, i] for row, turn in asked]

@@ -109,7 +109,7 @@ def run(
         if todo:
             inputs, room = asker.begin(batch)
             for i, size, cache, logits in _compressed(params, inputs, plan, todo, room, settings.seed, batch.number):
-                drawn = settings.temperature if isinstance(plan[i], Full) else 0.0
+                drawn = settings.temperature if type(plan[i]) is Full else 0.0
                 journal.append(asker.ask(batch, i, size, cache, logits, drawn))
                 del cache, logits  # before the next one is made
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -199,6 +199,26 @@ class Processor:
             lengths: how many tokens of each row count; None for all.
         """
         return self.tokenizer.decode(tokens, lengths, stop=self.config.stop)
+
+    def pieces(self, tokens: Iterable[Any]) -> Iterator[str]:
+        """The text of one row, piece by piece as its tokens come, without special tokens.
+
+            for piece in processor.pieces(vlkv.stream(params, inputs)):
+                print(piece, end="", flush=True)
+
+        Args:
+            tokens: ids, or arrays of one id as `vlkv.stream` yields them.
+        """
+        seen: list[int] = []
+        text = said = ""
+        for token in tokens:
+            seen.append(int(np.asarray(token).reshape(())))
+            text = str(self.decode(np.array(seen, np.int32)))
+            if len(text) > len(said) and not text.endswith("\ufffd"):  # half a character
+                yield text[len(said) :]
+                said = text
+        if len(text) > len(said):
+            yield text[len(said) :]
 
     def _as_written(self, text: str, row: Sequence[Picture | Video]) -> list[Picture | Video]:
         """The pictures of a row in the order in which its prompt shows them; raises InputError as `write` does."""

@@ -1,0 +1,206 @@
+"""Which patches of an image several methods keep, as one picture for slides and papers. PIL only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+from vlkv.analysis.survival import held, on_grid
+from vlkv.cache import PackedCache
+from vlkv.errors import InputError
+from vlkv.families import Model
+from vlkv.inputs import Inputs
+from vlkv.policies.compose import Composed
+from vlkv.policies.policy import Policy, require_policy
+from vlkv.prefill import prefill
+from vlkv.processing.images import Picture, open_image
+from vlkv.sampling import Greedy
+
+_SIDE, _GAP, _COLUMNS = 380, 34, 4  # pixels of a panel's longer side and between panels; panels of a line
+_TITLE, _TEXT, _SMALL = 40, 28, 23  # sizes of the font
+_INK, _GREY, _GOOD, _BAD = (28, 30, 36), (110, 114, 124), (16, 122, 70), (190, 36, 44)
+_KEPT = np.array([255, 138, 0])  # colour of a patch that every layer and head keeps
+_FRAME = (0, 92, 230)
+
+
+@jax.jit
+def _compressed(params: Model, inputs: Inputs, policy: Policy, key: Key[Array, ""] | None) -> PackedCache:
+    return prefill(params, inputs, policy, sampling=Greedy(max_new_tokens=1), key=key)[0]
+
+
+def draw_survivors(
+    params: Model,
+    inputs: Inputs | Mapping[str, Any],
+    image: Picture,
+    plan: Sequence[Policy] | Mapping[str, Policy],
+    *,
+    fit: Literal["crop", "stretch", "pad"] = "crop",
+    number: int = 0,
+    key: Key[Array, ""] | None = None,
+) -> Image.Image:
+    """Draws which patches of an image each policy keeps after prefill: one panel per policy, over the image.
+
+        picture = vlkv.draw_survivors(params, inputs, "page.png", [policies.SnapKV(keep=0.1), policies.H2O(keep=0.1)])
+        picture.save("kept.png")
+
+    The stronger the orange, the larger the share of layers and key heads whose cache holds the patch. A merged entry
+    counts as the patch that it was merged into.
+
+    Args:
+        params: the model.
+        inputs: one question, from the processor.
+        image: the image that the question shows.
+        plan: policies, or names for the panels and their policies.
+        fit: how the image came to the shape of the patch grid. "crop": its middle, as CLIP's processor does; "stretch":
+            resized, as SigLIP's does; "pad": with a border, as `load(..., layout="pad")` does.
+        number: which grid of `Inputs.grid` to draw, if there are several images, views or tiles.
+        key: for random policies.
+
+    Returns:
+        An RGB picture.
+
+    Raises:
+        InputError: an empty plan, more than one question, or no such image among the inputs.
+    """
+    inputs = Inputs.of(inputs, params.config)
+    named = plan if isinstance(plan, Mapping) else _names(plan)
+    if not named:
+        raise InputError("plan is empty: give at least one policy")
+    if inputs.tokens.shape[0] != 1:
+        raise InputError(f"inputs hold {inputs.tokens.shape[0]} questions: give one of them")
+    grid = np.asarray(inputs.grid)[0]
+    sizes = [picture.shape for picture in on_grid(np.zeros(len(grid)), grid)]
+    if not 0 <= number < len(sizes):
+        raise InputError(f"number={number}: the inputs have {len(sizes)} images on a grid, counted from 0")
+    base = _fitted(open_image(image), sizes[number], fit)
+    policy_key = None if key is None else jax.random.split(key)[0]  # as in `generate`
+    panels = []
+    for name, policy in named.items():
+        cache = _compressed(params, inputs, policy, policy_key)
+        share = np.asarray(held(cache, len(grid)))[0]  # [L, T]
+        vision = np.asarray(inputs.is_vision & inputs.valid)[0]
+        note = f"{share[:, vision].sum(axis=1).mean():.0f} of {vision.sum()} vision tokens"
+        size = f"{cache.bytes / 2**20:.2f} MiB, scope {policy.scope}"
+        panels.append(Panel(name, size, "", note, on_grid(share.mean(axis=0), grid)[number], None))
+    return draw("Image patches in the compressed cache", base, panels, "mean over layers and key heads")
+
+
+def _names(plan: Sequence[Policy]) -> dict[str, Policy]:
+    """A name for each policy: its classes, its share, and a number where two would be called alike."""
+    named: dict[str, Policy] = {}
+    for policy in plan:
+        require_policy(policy)
+        share = "" if policy.keep is None else f" {policy.keep:.0%}"
+        parts = policy.parts if isinstance(policy, Composed) else (policy,)
+        name = f"{' + '.join(dict.fromkeys(type(part).__name__ for part in parts))}{share}"
+        alike = sum(other.startswith(name) for other in named)
+        named[f"{name} ({alike + 1})" if alike else name] = policy
+    return named
+
+
+def _fitted(image: Image.Image, shape: tuple[int, ...], fit: str) -> Image.Image:
+    """The part of the image that the patches show, in the proportions of the grid."""
+    lines, columns = shape
+    scale = max(1, max(image.size) // max(lines, columns))
+    size = (columns * scale, lines * scale)
+    if fit == "crop":
+        return ImageOps.fit(image, size)
+    if fit == "pad":
+        return ImageOps.pad(image, size, color=(127, 127, 127))
+    if fit != "stretch":
+        raise InputError(f"fit={fit!r}: there are crop, stretch and pad")
+    return image.resize(size)
+
+
+class Panel(NamedTuple):
+    """One method: what it answers, and what it keeps."""
+
+    name: str
+    answer: str
+    verdict: str  # "right", "wrong", "as full", "differs"; empty: the answer is not judged
+    note: str
+    kept: Float[np.ndarray, "h w"] | None  # share of the layers and heads that keep each patch; None: all of them
+    frame: Int[np.ndarray, "n 2"] | None  # lines and columns of the patches that the answer needs
+
+
+def draw(title: str, image: Image.Image, panels: list[Panel], subtitle: str) -> Image.Image:
+    """Title, panels and legend.
+
+    Args:
+        title: first line.
+        image: that was asked about.
+        panels: in reading order.
+        subtitle: second line.
+    """
+    scale = _SIDE / max(image.size)
+    width, height = (max(1, round(side * scale)) for side in image.size)
+    columns = min(_COLUMNS, len(panels))
+    lines = -(-len(panels) // columns)
+    top, text = 2 * _GAP + _TITLE + _TEXT, _TEXT + 2 * _SMALL + 26
+    cell_width = max(width, 340)
+    sheet = Image.new(
+        "RGB", (_GAP + columns * (cell_width + _GAP), top + lines * (height + text + _GAP) + _GAP + 10), "white"
+    )
+    pen = ImageDraw.Draw(sheet)
+    pen.text((_GAP, _GAP // 2), title, fill=_INK, font=_font(_TITLE))
+    pen.text((_GAP, _GAP // 2 + _TITLE + 14), subtitle, fill=_GREY, font=_font(_TEXT))
+    base = image.convert("RGB").resize((width, height), Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BOX)
+    for i, panel in enumerate(panels):
+        x, y = _GAP + i % columns * (cell_width + _GAP), top + i // columns * (height + text + _GAP)
+        _panel(sheet, pen, base, panel, x, y, text)
+    _legend(sheet, pen, any(panel.frame is not None for panel in panels))
+    return sheet
+
+
+def _panel(
+    sheet: Image.Image, pen: ImageDraw.ImageDraw, base: Image.Image, panel: Panel, x: int, y: int, text: int
+) -> None:
+    width, height = base.size
+    pen.text((x, y), panel.name, fill=_INK, font=_font(_TEXT))
+    colour = {"right": _GOOD, "as full": _GOOD, "": _INK}.get(panel.verdict, _BAD)
+    pen.text((x, y + _TEXT + 8), f"{panel.answer}   {panel.verdict}", fill=colour, font=_font(_SMALL))
+    pen.text((x, y + _TEXT + _SMALL + 14), panel.note, fill=_GREY, font=_font(_SMALL))
+    top = y + text
+    sheet.paste(base if panel.kept is None else _overlaid(base, panel.kept), (x, top))
+    pen.rectangle((x - 1, top - 1, x + width, top + height), outline=(170, 174, 182))
+    if panel.frame is not None:
+        h, w = (24, 24) if panel.kept is None else panel.kept.shape
+        (low_y, low_x), (high_y, high_x) = panel.frame.min(axis=0), panel.frame.max(axis=0) + 1
+        box = (x + low_x * width / w - 4, top + low_y * height / h - 4,
+               x + high_x * width / w + 3, top + high_y * height / h + 3)  # fmt: skip
+        pen.rectangle(box, outline=_FRAME, width=3)
+
+
+def _overlaid(base: Image.Image, kept: Float[np.ndarray, "h w"]) -> Image.Image:
+    """The image, pale where nothing is kept and orange where patches are."""
+    share = Image.fromarray(np.nan_to_num(kept).astype(np.float32)).resize(base.size, Image.Resampling.NEAREST)
+    weight = np.asarray(share)[..., None]
+    pixels = np.asarray(base, np.float32)
+    pale = 0.25 * pixels + 0.75 * 244
+    inked = pixels / 255 * _KEPT  # dark strokes stay dark
+    return Image.fromarray(np.clip(pale + np.sqrt(weight) * (inked - pale), 0, 255).astype(np.uint8))
+
+
+def _legend(sheet: Image.Image, pen: ImageDraw.ImageDraw, framed: bool) -> None:
+    """At the bottom: what the colours mean."""
+    y, x, bar = sheet.height - _GAP - 14, _GAP, 220
+    font = _font(_SMALL)
+    for step in range(bar):
+        pale = 244 + np.sqrt(step / bar) * (_KEPT - 244)
+        pen.line((x + step, y, x + step, y + 22), fill=tuple(int(c) for c in pale))
+    pen.rectangle((x, y, x + bar, y + 22), outline=(170, 174, 182))
+    words = "patch kept by none ... all of the layers and heads"
+    pen.text((x + bar + 12, y - 4), words, fill=_INK, font=font)
+    if framed:
+        x += bar + 48 + round(pen.textlength(words, font=font))
+        pen.rectangle((x, y, x + 34, y + 22), outline=_FRAME, width=3)
+        pen.text((x + 46, y - 4), "what the answer needs", fill=_INK, font=font)
+
+
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size=size)  # Aileron, which Pillow contains
