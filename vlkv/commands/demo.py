@@ -23,7 +23,7 @@ from rich.progress import track
 from rich.table import Column, Table
 
 from vlkv import analysis, loading, policies
-from vlkv.commands.drawing import Panel, draw
+from vlkv.analysis.drawing import Panel, draw
 from vlkv.errors import InputError
 from vlkv.evaluation.keeps import at_bytes, at_keep, budget, pool_bytes
 from vlkv.families import Model
