@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> Any:
     if args.json:
         said = {"what": args.what, "policy": type(policy).__name__, "options": policy.options()}
         return _plain({**said, "prompt_tokens": inputs.valid.sum(), "picture": out and str(out), **view.arrays})
-    _show(f"{args.what} of {type(policy).__name__} ({measure.source})", view.columns)
+    _show(f"{args.what} of {type(policy).__name__}, scope {policy.scope} ({measure.source})", view.columns)
     Console().print(str(out), highlight=False)
     return None
 

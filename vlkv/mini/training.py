@@ -82,7 +82,7 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A training run. The defaults are the stages of the shipped checkpoint; its log says what was changed meanwhile."""
+    """A training run. The defaults are the stages of the shipped checkpoint; its log says what changed."""
 
     stages: tuple[Stage, ...] = (
         Stage(300, 44, (3, 6), 6, 12, ("ledger", "ledger", "digits")),
