@@ -188,15 +188,16 @@ def questions(section: Section, count: int, seed: int) -> list[Question]:
         if section.kind == "several":
             shown, chosen, entry = pages.held_out_set(rng)
             offset = chosen * pages.GRID**2
-            cells = [tuple(offset + cell for cell in entry.cells)]
+            cells = [tuple(offset + cell for cell in entry.evidence)]
             made.append(Question([page.image for page in shown], [entry.question], [entry.answer], cells))
         elif section.unknown:
             page, _ = pages.held_out_page(rng, section.kind)
             asked = page.entries[:4]
-            made.append(Question([page.image], *(list(column) for column in zip(*asked, strict=True))))
+            columns = ([e.question for e in asked], [e.answer for e in asked], [e.evidence for e in asked])
+            made.append(Question([page.image], *columns))
         else:
             page, entry = pages.held_out_page(rng, section.kind)
-            made.append(Question([page.image], [entry.question], [entry.answer], [entry.cells]))
+            made.append(Question([page.image], [entry.question], [entry.answer], [entry.evidence]))
     return made
 
 

@@ -58,7 +58,7 @@ def test_an_entry_is_a_tag_and_its_value_in_a_line(label_of, shape):
     for seed in range(20):
         page = pages.ledger_page(pages.held_out_digits(), np.random.default_rng(seed), shape=shape)
         tags = []
-        for question, answer, cells in page.entries:
+        for question, answer, cells, end in page.entries:
             found = [label_of[np.ascontiguousarray(cells_of(page)[cell]).tobytes()] for cell in cells]
             assert [inverted for _, inverted in found] == [True] + [False] * (len(cells) - 1)
             assert question == f"what does {found[0][0]} say?"
@@ -68,6 +68,9 @@ def test_an_entry_is_a_tag_and_its_value_in_a_line(label_of, shape):
             assert np.ptp(across) == 0 and (np.diff(along) == 1).all()
             tags.append(found[0][0])
             lengths.add(len(cells) - 1)
+            step = cells[1] - cells[0]
+            edge = (cells[-1] + step) // pages.GRID == pages.GRID or (step == 1 and (cells[-1] + 1) % pages.GRID == 0)
+            assert end == (() if edge else (cells[-1] + step,)) and not set(end) & set(page.cells)
         assert len(set(tags)) == len(tags)
         assert len(page.cells) == sum(len(entry.cells) for entry in page.entries), "no two entries share a cell"
         counts.add(len(tags))
@@ -76,7 +79,7 @@ def test_an_entry_is_a_tag_and_its_value_in_a_line(label_of, shape):
 
 
 def test_half_of_the_pages_have_either_shape():
-    below = [np.diff(sample.cells[:2])[0] == pages.GRID for sample in pages.held_out(200, 1)]
+    below = [np.diff(sample.evidence[:2])[0] == pages.GRID for sample in pages.held_out(200, 1)]
     assert 0.4 < np.mean(below) < 0.6
 
 

@@ -123,7 +123,7 @@ def find_case(args: argparse.Namespace) -> Case:
     processor = loading.load_processor(CHECKPOINT)
     page, entry = pages.held_out_page(np.random.default_rng(args.seed))
     inputs = processor(page.image, entry.question)
-    evidence = np.isin(np.cumsum(inputs.is_vision, axis=1) - 1, entry.cells) & inputs.is_vision
+    evidence = np.isin(np.cumsum(inputs.is_vision, axis=1) - 1, entry.evidence) & inputs.is_vision
     return Case(CHECKPOINT, processor, inputs, page.image, entry.question, entry.answer, evidence)
 
 
@@ -164,7 +164,14 @@ def show(console: Console, case: Case, rows: list[Row]) -> None:
     """The table."""
     title = f"{case.question} -> {case.truth}" if case.truth is not None else case.question
     table = Table(
-        Column("method", no_wrap=True), "bytes", "answer", "", "evidence kept", "cache KiB", "ms/token", title=title
+        Column("method", no_wrap=True),
+        "bytes",
+        Column("answer", no_wrap=True),
+        Column("", no_wrap=True),
+        "evidence",
+        "KiB",
+        "ms",
+        title=title,
     )
     for row in rows:
         mark = "[green]right[/]" if row.right else "[red]wrong[/]"

@@ -49,7 +49,13 @@ class Entry(NamedTuple):
 
     question: str
     answer: str
-    cells: tuple[int, ...]  # the evidence; cell = 24 * y + x = index of the vision token
+    cells: tuple[int, ...]  # with the digits; cell = 24 * y + x = index of the vision token
+    end: tuple[int, ...] = ()  # the cell after a ledger page's value, which shows that it ends
+
+    @property
+    def evidence(self) -> tuple[int, ...]:
+        """The vision tokens that the answer needs."""
+        return self.cells + self.end
 
 
 class Sample(NamedTuple):
@@ -58,7 +64,7 @@ class Sample(NamedTuple):
     image: Image.Image
     question: str
     answer: str
-    cells: tuple[int, ...]
+    evidence: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +103,7 @@ def held_out(count: int, seed: int = 0, kind: str = "ledger") -> Iterator[Sample
     rng = np.random.default_rng(seed)
     for _ in range(count):
         page, entry = held_out_page(rng, kind)
-        yield Sample(page.image, *entry)
+        yield Sample(page.image, entry.question, entry.answer, entry.evidence)
 
 
 def held_out_page(rng: np.random.Generator, kind: str = "ledger") -> tuple[Page, Entry]:
@@ -149,7 +155,10 @@ def ledger_page(
         value = rng.integers(len(digits.label), size=n)
         glyphs = [1 - digits.ink[rng.choice(np.flatnonzero(digits.label == tag))], *digits.ink[value]]
         places = [(start + i, line) if down else (line, start + i) for i in range(n + 1)]
-        made.append(Entry(f"what does {tag} say?", _spoken(digits.label[value]), _write(ink, glyphs, places)))
+        written = _write(ink, glyphs, places)
+        after = start + n + 1
+        end = () if after == GRID else (after * GRID + line if down else line * GRID + after,)
+        made.append(Entry(f"what does {tag} say?", _spoken(digits.label[value]), written, end))
     return Page(_pixels(ink), tuple(made))
 
 
