@@ -166,7 +166,7 @@ def show(console: Console, case: Case, rows: list[Row]) -> None:
     table = Table(
         Column("method", no_wrap=True),
         "bytes",
-        Column("answer", no_wrap=True),
+        "answer",
         Column("", no_wrap=True),
         "evidence",
         "KiB",
