@@ -163,26 +163,20 @@ def read(params: Model, case: Case, prompt: Prompt, name: str, share: float, pol
 def show(console: Console, case: Case, rows: list[Row]) -> None:
     """The table."""
     title = f"{case.question} -> {case.truth}" if case.truth is not None else case.question
-    table = Table(
-        Column("method", no_wrap=True),
-        "bytes",
-        "answer",
-        Column("", no_wrap=True),
-        "evidence",
-        "KiB",
-        "ms",
-        title=title,
-    )
+    verdict, recall = Column("", no_wrap=True), Column("evidence", no_wrap=True)
+    table = Table("method", "bytes", "answer", verdict, recall, "KiB", "ms", title=title)
     for row in rows:
         mark = "[green]right[/]" if row.right else "[red]wrong[/]"
         if case.truth is None:
             mark = "as full" if row.right else "differs"
-        recall = "" if row.recall is None else f"{row.recall:.0%}"
-        table.add_row(
-            row.name, f"{row.share:.0%}", row.answer, mark, recall, f"{row.bytes / 1024:.0f}", f"{row.milliseconds:.2f}"
-        )
+        kept = "" if row.recall is None else f"{row.recall:.0%}"
+        size, milliseconds = f"{row.bytes / 1024:.0f}", f"{row.milliseconds:.1f}"
+        table.add_row(row.name, f"{row.share:.0%}", row.answer, mark, kept, size, milliseconds)
     console.print(table)
-    console.print("bytes: of the vision entries, as a share of a full cache's in 16 bits; all text is kept")
+    console.print(
+        'bytes: of the vision entries, as a share of a full cache\'s in 16 bits; all text is kept (scope="vision").\n'
+        "evidence: share of the tokens that the answer needs, mean over layers and heads. KiB: the cache. ms: a token."
+    )
 
 
 def said(case: Case, full: Row) -> str:
