@@ -122,17 +122,17 @@ def compositions() -> dict[str, Policy]:
     }
     made |= {f"AirCache text, {name}": compose(text, smooth=smooth) for name, smooth in SMOOTHED.items()}
     return made | {
-        f"SnapKV window 8, {name}": compose(snap, smooth=SMOOTHED[name]) for name in ("4 before", "4 x 4 before")
+        f"SnapKV window 8, {name}": compose(snap, smooth=SMOOTHED[name]) for name in ("8 before", "8 x 8 before")
     }
 
 
 SMOOTHED = {
     "9 tokens": Smooth(9),
-    "4 before": Smooth(4, one_sided=True),
-    "7 before": Smooth(7, one_sided=True),
+    "8 before": Smooth(8, one_sided=True),
+    "8 before, max": Smooth(8, one_sided=True, pooling="max"),
     "7 x 7": Smooth((7, 7)),
-    "4 x 4 before": Smooth((4, 4), one_sided=True),
-    "7 x 7 before, max": Smooth((7, 7), one_sided=True, pooling="max"),
+    "8 x 8 before": Smooth((8, 8), one_sided=True),
+    "8 x 8 before, max": Smooth((8, 8), one_sided=True, pooling="max"),
 }
 
 
@@ -153,7 +153,7 @@ def sections(layers: int) -> list[Section]:
         return [Cell(name, at_bytes(every[name], b, n), b, n) for name in chosen for n in bits for b in shares]
 
     few = default(("snapkv", "aircache", "h2o", "prefixkv", "csp"), (0.2, 0.1, 0.05))
-    few += composed(("AirCache text", "AirCache text, 4 before", "SnapKV window 8, kernel 7"), (4,), (0.1, 0.02))
+    few += composed(("AirCache text", "AirCache text, 8 before", "SnapKV window 8, kernel 7"), (4,), (0.1, 0.02))
     best = composed(compositions(), (16, 4), (0.02, 0.01))
     return [
         Section("digits", "digits", (full,), new_tokens=40),
