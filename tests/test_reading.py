@@ -362,7 +362,7 @@ def test_parts_that_do_not_fit_are_named(parts, said):
 
 
 def test_a_reduction_beyond_the_model_or_of_another_prompt_is_refused_before_anything_runs(params, batch, read):
-    with pytest.raises(vlkv.InputError, match=r"FastV: layer=3 shortens .* 3 layers"):
+    with pytest.raises(vlkv.InputError, match=r"FastV: layer=3 reduces .* 3 layers"):
         vlkv.read_prompt(params, batch, policies.FastV(keep=0.5, layer=3))
     with pytest.raises(vlkv.InputError, match=r"LightKV: layers=None .* give another layers="):
         vlkv.read_prompt(params, batch, policies.LightKV())
