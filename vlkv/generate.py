@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -245,7 +246,6 @@ def log_probabilities(
 
 
 _prefill = jax.jit(prefill)
-_decode_step = jax.jit(decode_step, donate_argnames="cache")
 
 
 def stream(
@@ -282,15 +282,37 @@ def decode_steps(
     """
     stop = params.config.stop if sampling.stop is None else sampling.stop
     ended, shown = np.zeros(logits.shape[0], bool), np.full(logits.shape[0], -1, np.int32)
-    for i in range(sampling.max_new_tokens):
-        token = sampling.choose(logits, None if key is None else jax.random.fold_in(key, i))
-        ended |= np.asarray(_without_token(logits))
+    token, without = first_token(logits, sampling, key)
+    for i in range(1, sampling.max_new_tokens + 1):
+        ended |= np.asarray(without)
         shown = np.where(ended, shown, np.asarray(token))
         yield shown
         ended |= np.isin(shown, stop)
-        if ended.all() or i + 1 == sampling.max_new_tokens:
+        if ended.all() or i == sampling.max_new_tokens:
             return
-        cache, logits = _decode_step(params, cache, jnp.asarray(shown))
+        cache, token, without = next_token(params, cache, shown, sampling, key, i)
+
+
+@jax.jit
+def first_token(
+    logits: Float[Array, "B vocab"], sampling: Greedy, key: Key[Array, ""] | None, step: int | Array = 0
+) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """The token that `decode` chooses in this step, and which rows have none, because their logits are NaN."""
+    return sampling.choose(logits, None if key is None else jax.random.fold_in(key, step)), _without_token(logits)
+
+
+@partial(jax.jit, donate_argnames="cache")
+def next_token(
+    params: Model,
+    cache: PackedCache,
+    token: Int[Array | np.ndarray, " B"],
+    sampling: Greedy,
+    key: Key[Array, ""] | None,
+    step: int | Array,
+) -> tuple[PackedCache, Int[Array, " B"], Bool[Array, " B"]]:
+    """Feeds a token to the cache, which is donated, and chooses the next one as `first_token` does."""
+    cache, logits = decode_step(params, cache, jnp.asarray(token))
+    return cache, *first_token(logits, sampling, key, step)
 
 
 def check_new_room(cache: PackedCache, new_tokens: int) -> None:

@@ -156,7 +156,7 @@ def compare(params: Model, inputs: Inputs, wanted: Answer, exact: Answer, new: i
     ours = np.asarray(jax.jit(forward)(params, inputs)[0], np.float32)[valid]
     error, std = float(np.abs(ours - exact.logits).max()), float(exact.logits.std())
     allowed = max(_ROUNDING * std, 2 * float(np.abs(wanted.logits - exact.logits).max()))
-    output = jax.jit(generate)(params, inputs, sampling=Greedy(max_new_tokens=new, stop=()))
+    output = generate(params, inputs, sampling=Greedy(max_new_tokens=new, stop=()))
     tokens = np.asarray(output.tokens)[0].tolist()
     same = next((i for i, pair in enumerate(zip(tokens, wanted.tokens, strict=True)) if len(set(pair)) > 1), new)
     margin = 0.0 if same == new else float(wanted.steps[same][wanted.tokens[same]] - wanted.steps[same][tokens[same]])
