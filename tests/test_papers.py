@@ -20,7 +20,7 @@ def test_all_tables_and_figures_are_listed():
 
 @pytest.mark.full
 @pytest.mark.usefixtures("shapes_for_arrays")
-@pytest.mark.parametrize("paper", ["AirCache", "CSP"])
+@pytest.mark.parametrize("paper", papers.COUNTS)
 def test_the_dry_run_of_the_commands(paper):
     every = {
         p for item in papers.items() if item.paper == paper and item.command for p in papers.policies_of(item.command)

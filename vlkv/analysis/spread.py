@@ -1,6 +1,6 @@
 """How importance is spread over the tokens of a layer, and budgets over the layers.
 
-Axes: B batch · L layers · K key heads · T tokens. Whatever stands before the last axis is carried along.
+Axes: B batch · L layers · K key heads · T tokens. Axes before the last one are batch axes.
 """
 
 from __future__ import annotations
@@ -89,3 +89,16 @@ def value_histograms(
         return rows.reshape(*x.shape[:-1], bins)
 
     return count(a), count(b)
+
+
+def density(values: Float[np.ndarray, " n"], x: Float[np.ndarray, " m"]) -> Float[np.ndarray, " m"]:
+    """Gaussian kernel density estimate of values at the points x, bandwidth by Scott's rule (CSP, Fig. 6).
+
+    The rule is n^(-1/5) standard deviations. Values without spread get the smallest bandwidth that x resolves.
+    """
+    if not len(values):
+        return np.zeros(len(x))
+    least = np.abs(np.diff(x)).min() if len(x) > 1 else 1.0
+    width = max(float(np.std(values)) * len(values) ** -0.2, float(least))
+    z = (x[:, None] - values[None]) / width
+    return np.exp(-(z**2) / 2).mean(axis=1) / (width * np.sqrt(2 * np.pi))
