@@ -1,4 +1,4 @@
-"""The measurements that the papers draw, as pure functions that return arrays; `vlkv inspect` shows them."""
+"""The measurements of the papers' figures, as functions that return arrays; `vlkv inspect` draws them."""
 
 from vlkv.analysis.attention import TYPES, concordance, shares_by_type, token_types
 from vlkv.analysis.choosing import choose

@@ -34,8 +34,8 @@ def observed(
 
 
 def consistency(rows: Float[np.ndarray, "R V"]) -> float:
-    """Mean cosine between the rows of all pairs of observers; 1 for a single observer, and where all see the same."""
+    """Mean cosine between the rows of all pairs of observers: 1 where all see the same; NaN for a single observer."""
     length = np.linalg.norm(rows, axis=1, keepdims=True)
     unit = rows / np.maximum(length, 1e-30)
     count = len(rows)
-    return 1.0 if count < 2 else float((unit @ unit.T).sum() - (unit**2).sum()) / (count * (count - 1))
+    return float("nan") if count < 2 else float((unit @ unit.T).sum() - (unit**2).sum()) / (count * (count - 1))

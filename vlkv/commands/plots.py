@@ -103,11 +103,17 @@ def _decades(lines: dict[str, np.ndarray]) -> float:
 
 
 def _maps(part: Any, panel: Maps) -> None:
-    columns = min(4, len(panel.pictures))
+    lists = all(_is_list(picture) for picture in panel.pictures.values())
+    columns = min(2 if lists else 4, len(panel.pictures))
     grid = part.subplots(-(-len(panel.pictures) // columns), columns, squeeze=False).ravel()
     for axes in grid:
         axes.axis("off")
     for axes, (name, picture) in zip(grid, panel.pictures.items(), strict=False):
-        flat = picture.ndim == 2 and picture.shape[0] * 4 < picture.shape[1]  # rows of tokens, no picture
-        axes.imshow(picture, vmin=0, vmax=1, cmap="viridis", aspect="auto" if flat else None, interpolation="nearest")
+        aspect = "auto" if _is_list(picture) else None
+        axes.imshow(picture, vmin=0, vmax=1, cmap="viridis", aspect=aspect, interpolation="nearest")
         axes.set_title(name, fontsize="small")
+
+
+def _is_list(picture: np.ndarray) -> bool:
+    """Whether it is rows of tokens rather than a picture."""
+    return picture.ndim == 2 and picture.shape[0] * 2 < picture.shape[1]

@@ -28,6 +28,7 @@ _PICTURES = 8
 _SHARES = np.linspace(0, 1, 101)  # of the tokens, where Lorenz curves of any length are compared
 _WEIGHTS = np.linspace(-7, 0.5, 151)  # powers of ten of attention, where densities are compared
 WINDOWS: tuple[Literal["elite", "text", "recent", "vision"], ...] = ("elite", "text", "recent", "vision")
+_ROWS = 16  # of the windows of AirCache's Fig. 1 that are a number of rows
 _MOST = 0.8  # of the attention: A-VL's measure of sparsity
 _OBSERVERS = 64  # most of a window that are drawn and compared
 # The letters of A-VL's Figs. 9 and 10, the options of `policies.AVL` that they are, and the values tried.
@@ -349,7 +350,7 @@ def _observers(case: Case) -> View:
     agreed: dict[str, np.ndarray] = {}
     drawn: dict[str, np.ndarray] = {}
     for window in WINDOWS:
-        chosen = _choose(prompt, dataclasses.replace(policy, window=window), key=case.key)
+        chosen = _choose(prompt, dataclasses.replace(policy, window=window, rows=_ROWS), key=case.key)
         masks = np.asarray(chosen.extra["observers"])[0]
         agreed[window] = np.zeros(len(prompt.layers))
         for i, (layer, mask) in enumerate(zip(prompt.layers, masks, strict=True)):
@@ -364,7 +365,10 @@ def _observers(case: Case) -> View:
         {"layer": layer, **agreed},
         [
             Curves("agreement of the observers", "layer", "mean cosine of two observers", layer, agreed),
-            Maps(f"layer {middle}: observers down, vision tokens across", drawn),
+            Maps(
+                f"root of the attention in layer {middle}: observers down, vision tokens across",
+                {name: np.sqrt(rows) for name, rows in drawn.items()},
+            ),
         ],
     )
 
