@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ from vlkv.generate import check_room
 from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.policies import Policy
-from vlkv.processing import Processor, Video
+from vlkv.processing import Processor
 from vlkv.processing.images import open_image
 
 _ROWS = 32  # of the table
@@ -44,8 +45,9 @@ _FRAMES = 8  # of a video
 class Sample(NamedTuple):
     """A question and what it is about."""
 
-    images: list[Any]
+    images: Sequence[Any]
     question: str
+    videos: Sequence[Path] = ()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,10 +97,9 @@ def run(args: argparse.Namespace) -> Any:
     problem = ""
     for i, sample in enumerate(track(samples, "measuring", console=console, transient=True, disable=len(samples) < 2)):
         inputs = _inputs(processor, sample)
-        images = tuple(open_image(image) for image in sample.images if not isinstance(image, Video))
         case = Case(
             params, inputs, policy, jax.random.fold_in(jax.random.key(args.seed), i), args.max_new_tokens, args.ranks,
-            images if len(samples) == 1 else (), partial(console.print, highlight=False),
+            tuple(map(open_image, sample.images)) if len(samples) == 1 else (), partial(console.print, highlight=False),
         )  # fmt: skip
         try:
             views.append(measure.view(case))
@@ -160,10 +161,8 @@ def _samples(args: argparse.Namespace) -> list[Sample]:
 def _from_data(data: Path, prompt: str | None) -> list[Sample]:
     """The first question of each row of a JSONL, or one question about each image of a folder."""
     if not data.is_dir():
-        return [
-            Sample([*record.images, *(read_video(video, _FRAMES) for video in record.videos)], record.turns[0].question)
-            for record in read_records(data, answers=False)
-        ]
+        records = read_records(data, answers=False)
+        return [Sample(record.images, record.turns[0].question, record.videos) for record in records]
     if prompt is None:
         raise InputError(f"{data}: a folder of images needs --prompt")
     known = Image.registered_extensions()
@@ -174,7 +173,8 @@ def _from_data(data: Path, prompt: str | None) -> list[Sample]:
 
 
 def _inputs(processor: Processor, sample: Sample) -> Inputs:
-    return processor(sample.images or None, sample.question)
+    media = [*sample.images, *(read_video(video, _FRAMES) for video in sample.videos)]
+    return processor(media or None, sample.question)
 
 
 def _plain(x: Any) -> Any:

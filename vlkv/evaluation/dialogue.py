@@ -23,7 +23,7 @@ def image_part(processor: Processor, record: Record) -> str:
 
 
 def reference(processor: Processor, record: Record, answers: Sequence[str]) -> list[int]:
-    """Ids of the first accepted answer to the question that follows `answers`, tokenised in its context, and its end."""
+    """Ids of the first accepted answer to the question after `answers`, tokenised in its context, and its end."""
     wanted = record.turns[len(answers)].answers[0]
     before = prompt(processor, record, answers)
     after = processor.prompts.write(
