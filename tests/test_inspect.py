@@ -182,10 +182,12 @@ def test_the_mean_of_samples_by_hand():
     def view(numbers, count):
         panel = plots.Curves("t", "x", "y", np.arange(len(numbers)), {"a": np.array(numbers)})
         maps = plots.Maps("m", {"l": np.array([[count, np.nan]])})
-        return views.View({"n": count, "a": [np.array(numbers)], "s": "text", "same": np.arange(2)}, {}, [panel, maps])
+        return views.View(
+            {"n": count, "a": [np.array(numbers)], "s": np.array(["text"]), "same": np.arange(2)}, {}, [panel, maps]
+        )
 
     got = averaging.mean_view([view([1.0, 3.0], 2), view([2.0, 5.0, 7.0], 4)])
-    assert got.arrays["n"] == 3 and got.arrays["s"] == "text" and got.arrays["same"].dtype.kind == "i"
+    assert got.arrays["n"] == 3 and got.arrays["s"] == ["text"] and got.arrays["same"].dtype.kind == "i"
     np.testing.assert_array_equal(got.arrays["a"][0], [1.5, 4, 7])
     curves, maps = got.panels
     np.testing.assert_array_equal(curves.lines["a"], [1.5, 4, 7])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -46,7 +47,7 @@ def owners(params: Model, inputs: Inputs, method: Policy) -> Int[np.ndarray, "st
             jax.debug.callback(record, stage, *self.pairs(tokens, stage), tokens.source)
             return super().reduce(tokens, obs, stage=stage)
 
-    recorded = Recorded(**{name: getattr(method, name) for name in method.__dataclass_fields__})
+    recorded = Recorded(**{field.name: getattr(method, field.name) for field in dataclasses.fields(method)})
     jax.block_until_ready(jax.jit(lambda p, i: read(p, i, recorded, lambda *_: None).logits)(params, inputs))
     jax.effects_barrier()
     owner, found = np.arange(inputs.tokens.shape[1]), []

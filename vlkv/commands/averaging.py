@@ -39,7 +39,7 @@ def _mean(values: Sequence[Any]) -> Any:
         return {name: _mean([value[name] for value in values]) for name in first if all(name in v for v in values)}
     if isinstance(first, (list, tuple)):
         return [_mean(alike) for alike in zip(*values, strict=False)]
-    if first is None or isinstance(first, str):
+    if first is None or np.asarray(first).dtype.kind in "USO":  # names
         return first
     stack = _stack(values)
     counts = np.isfinite(stack).sum(axis=0)

@@ -27,6 +27,7 @@ class Curves(NamedTuple):
     x: np.ndarray
     lines: dict[str, np.ndarray]
     spread: Mapping[str, np.ndarray] = MappingProxyType({})  # standard deviation over the samples, drawn as a band
+    log: bool = True  # whether the axis may be logarithmic
 
 
 class Maps(NamedTuple):
@@ -81,7 +82,7 @@ def _curves(part: Any, panel: Curves) -> None:
         if name in panel.spread and len(panel.lines) <= _IN_LEGEND:
             half = panel.spread[name]
             axes.fill_between(panel.x, y - half, y + half, color=colour, alpha=0.15, linewidth=0)
-    if _decades(panel.lines) > _LOG:
+    if panel.log and _decades(panel.lines) > _LOG:
         axes.set_yscale("log")
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)

@@ -415,7 +415,9 @@ def _densities(case: Case) -> View:
         {"log10_attention": _WEIGHTS, "density": found, "divergence": divergence, "share": share, "c": share.mean()},
         {"layer": layer, "Jensen-Shannon divergence": divergence, "share of cross attention (mean: c)": share},
         [
-            Curves("density, mean over layers", "log10 of the attention of a token", "density", _WEIGHTS, both),
+            Curves(
+                "density, mean over layers", "log10 of the attention of a token", "density", _WEIGHTS, both, log=False
+            ),
             Curves("self and cross attention", "layer", "Jensen-Shannon divergence", layer, {"": divergence}),
         ],
     )
