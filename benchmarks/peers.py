@@ -242,7 +242,7 @@ def _runner(pair: Any, params: Any, inputs: Any, new: int) -> Callable[[], torch
         middle = time.perf_counter()
         jax.block_until_ready(pair.decode.run(params, cache, logits))
         end = time.perf_counter()
-        kept = float(np.asarray(cache.length).mean())
+        kept = float(np.asarray(cache.counts).mean())
         return torch_side.Run(middle - begin, (end - middle) / (new - 1), kept, np.asarray(logits))
 
     return go

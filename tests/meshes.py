@@ -19,7 +19,7 @@ import numpy as np
 
 import vlkv
 from vlkv import policies, sharding
-from vlkv.cache import align, resize_tail
+from vlkv.cache import align, resize
 from vlkv.families.text.config import TextConfig
 
 from .families.tiny import QUICK
@@ -101,8 +101,8 @@ def answer(params, inputs, policy, key, more=None):
     """
     room = NEW + (0 if more is None else more.tokens.shape[1])
     cache, first = vlkv.prefill(params, inputs, policy, new_tokens=1, key=key)
-    fewest = align(room, cache.parts) - cache.parts + 1
-    cache, logits = resize_tail(cache, max(fewest, cache.tail_k[0].shape[1])), first
+    fewest = room if cache.reuses else align(room, cache.parts) - cache.parts + 1
+    cache, logits = resize(cache, max(fewest, cache.new_tokens)), first
     if more is not None:
         cache, logits = vlkv.extend(params, cache, more)
 

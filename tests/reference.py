@@ -80,27 +80,32 @@ def prefill(decoder, x, positions=None, reduce=None):
     return _logits(decoder, x[-1]), layers
 
 
-def decode(decoder, layers, kept, tokens, softmax_n=0.0, first=None):
+def decode(decoder, layers, kept, tokens, softmax_n=0.0, first=None, evict=None):
     """Logits after each of `tokens`, attending to prompt entries where kept [L, K, T] and to all tokens fed so far.
 
     first: position of the first of them; None: the prompt's length.
+    evict: of a method that evicts: from layer, key head, places [n] of the entries in the order of the tokens, and the
+    attention [G, n] that each received, to the indices of those that are deleted.
     """
     first = kept.shape[-1] if first is None else first
-    tails = [([], []) for _ in layers]
+    held = [
+        [(np.flatnonzero(mask), k[mask, head], v[mask, head]) for head, mask in enumerate(keep)]
+        for (_, k, v), keep in zip(layers, kept, strict=True)
+    ]
     out = []
     for step, token in enumerate(tokens):
         x = _array(decoder.embedding.weight)[token][None]
-        for layer, (_, k, v), keep, (tail_k, tail_v) in zip(decoder.layers, layers, kept, tails, strict=True):
-            q, new_k, new_v = _project(layer, x, np.array([first + step]), decoder.rope)
-            tail_k.append(new_k[0])
-            tail_v.append(new_v[0])
-            groups = q.shape[1] // k.shape[1]
-            attended = np.empty_like(q)
-            for n in range(q.shape[1]):
-                head = n // groups
-                keys = np.concatenate([k[keep[head], head], np.stack(tail_k)[:, head]])
-                values = np.concatenate([v[keep[head], head], np.stack(tail_v)[:, head]])
-                attended[0, n] = _softmax(keys @ q[0, n] / np.sqrt(q.shape[-1]), softmax_n) @ values
+        for i, layer in enumerate(decoder.layers):
+            q, *new = _project(layer, x, np.array([first + step]), decoder.rope)
+            attended, groups = np.empty_like(q), q.shape[1] // new[0].shape[1]
+            for head, (before, *entries) in enumerate(held[i]):
+                places = np.append(before, kept.shape[-1] + step)
+                keys, values = (np.vstack([old, x[:, head]]) for old, x in zip(entries, new, strict=True))
+                queries = slice(head * groups, (head + 1) * groups)
+                shares = _softmax(q[0, queries] @ keys.T / np.sqrt(q.shape[-1]), softmax_n)
+                attended[0, queries] = shares @ values
+                gone = [] if evict is None else evict(i, head, places, shares)
+                held[i][head] = tuple(np.delete(x, gone, axis=0) for x in (places, keys, values))
             x = _finish(layer, x, attended)
         out.append(_logits(decoder, x[0]))
     return np.stack(out)

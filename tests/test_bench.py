@@ -53,9 +53,10 @@ def test_a_cell_says_what_it_is_and_what_it_took(measured):
     full, snap = held["rows"]
     assert [row["cell"]["policy"] for row in held["rows"]] == ["Full", "SnapKV"]
     assert held["machine"]["jax"] and held["machine"]["device"] and full["commit"]
-    # Two layers, two key heads of 8 channels, float32; 40 prompt entries (3 segments of 16) and 3 new ones.
-    slot = 2 * 2 * 8 * 4
-    assert full["cache_bytes"] == slot * 2 * (48 + 3)
+    # Two layers, two key heads of 8 channels, float32; 40 prompt entries (3 segments of 16) and 3 new ones. The pool
+    # also has the number of the token of each slot.
+    slot, number = 2 * 2 * 8 * 4, 2 * 4
+    assert full["cache_bytes"] == slot * 2 * (48 + 3) + number * 2 * 48
     assert full["kept_per_layer"] == 40
     assert snap["kept_per_layer"] == 20  # half of all: SnapKV's scope
     for row in held["rows"]:

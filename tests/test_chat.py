@@ -51,7 +51,7 @@ def test_a_chat_says_what_the_whole_conversation_would(mini, page):
         assert "".join(pieces) == answer and len(pieces) > 1, "the answer comes in pieces"
         fed = int(inputs.valid.sum()) + len(processor.tokenizer.encode(answer, add_special=False))
         assert int(chat.cache.next_position[0, 0]) == fed, "the cache holds the conversation, every token once"
-    assert chat.cache.tail_k[0].shape[1] > 4 * 6, "the cache has grown"
+    assert chat.cache.new_tokens > 4 * 6, "the cache has grown"
 
 
 @pytest.mark.full
@@ -63,12 +63,12 @@ def test_a_chat_keeps_the_compressed_cache(mini, page, query_agnostic):
                      sampling=vlkv.Greedy(max_new_tokens=6))  # fmt: skip
     assert (chat.cache is not None) == query_agnostic
     chat.ask(QUESTIONS[0])
-    length, used = np.asarray(chat.cache.length), int(chat.cache.used[0])
+    length, used = np.asarray(chat.cache.counts), int(chat.cache.used[0])
     if not query_agnostic:
         output = vlkv.generate(params, processor(page, QUESTIONS[0]), policy=policy)
         np.testing.assert_array_equal(length, output.length)
     chat.ask(QUESTIONS[1])
-    np.testing.assert_array_equal(np.asarray(chat.cache.length), length)
+    np.testing.assert_array_equal(np.asarray(chat.cache.counts), length)
     assert int(chat.cache.used[0]) > used
 
 
@@ -87,7 +87,7 @@ def test_prefill_is_jitted_without_static_names(mini, page):
     with pytest.raises(vlkv.InputError, match="static_argnames"):
         jax.jit(vlkv.prefill)(params, inputs, policy, new_tokens=5)
     cache, _ = jax.jit(vlkv.prefill)(params, inputs, policy, sampling=vlkv.Greedy(max_new_tokens=5))
-    assert cache.tail_k[0].shape[1] == 5
+    assert cache.new_tokens == 5
     layers = len(params.decoder.layers)
     assert vlkv.pool_slots(policy, inputs, layers=layers, new_tokens=5) == cache.token.shape[1] + 5 * layers
 

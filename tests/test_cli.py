@@ -38,7 +38,8 @@ def test_generate(capsys, sample, miniature):
     vision = vlkv.load_processor(miniature()).config.vision.tokens
     text = result["prompt_tokens"] - vision
     assert sum(result["kept_per_layer"]) == layers * text + round(0.1 * layers * vision)
-    assert result["cache_bytes"] == result["slots"] * result["slot_bytes"]
+    numbers = result["cache_bytes"] - result["slots"] * result["slot_bytes"]  # of the token of each slot of the pool
+    assert 0 < numbers <= 4 * result["slots"] * vlkv.load_processor(miniature()).config.decoder.kv_heads
 
 
 @pytest.mark.full
@@ -74,7 +75,7 @@ def test_a_saved_cache_answers_other_questions(capsys, sample, tmp_path):
     assert main([*model, "--from-cache", str(file), "--prompt", "read the page", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert {**again, "seconds_with_compilation": 0} == {**result, "seconds_with_compilation": 0}
-    assert again["policy"] == "SnapKV" and again["cache_bytes"] == again["slots"] * again["slot_bytes"]
+    assert again["policy"] == "SnapKV" and again["cache_bytes"] > again["slots"] * again["slot_bytes"]
 
 
 @pytest.mark.parametrize(

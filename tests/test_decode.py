@@ -71,7 +71,7 @@ def prompts(params, batch):
 
 def kept_entries(cache, batch, row: int) -> np.ndarray:
     """[L, K, T] over the row's own tokens, read from the cache's slots; every slot in use holds one entry once."""
-    token, start, length = (np.asarray(x) for x in (cache.token, cache.start, cache.length))
+    token, start, length = (np.asarray(x) for x in (cache.token, cache.start, cache.counts))
     layers, _, heads = start.shape
     kept = np.zeros((layers, heads, batch.valid.shape[1]), bool)
     for layer in range(layers):
@@ -128,7 +128,7 @@ def check_selection(policy, layers, batch, row, kept) -> None:
 )
 def test_merged_entries_lie_in_the_pool(batch, read, policy):
     cache = fill_cache(read, policy, new_tokens=8)
-    start, length = np.asarray(cache.start), np.asarray(cache.length)
+    start, length = np.asarray(cache.start), np.asarray(cache.counts)
     for row in range(3):
         q, k, v = (jnp.stack([getattr(x, name)[row].swapaxes(0, 1) for x in read.layers]) for name in "qkv")
         merged = compress(policy, q, k, v, batch.is_vision[row], batch.valid[row])[:2]

@@ -120,12 +120,13 @@ def as_stored(cache, layers, first, row):
     for i, layer in enumerate(layers):
         k, v = (array.copy() for array in layer[1:])
         for head in range(k.shape[1]):
-            slots = int(cache.start[i, row, head]) + np.arange(int(cache.length[i, row, head]))
+            slots = int(cache.start[i, row, head]) + np.arange(int(cache.counts[i, row, head]))
             tokens = place[np.asarray(cache.token)[row, slots, head]]
             k[tokens, head], v[tokens, head] = pool_k[slots, head], pool_v[slots, head]
         yield k, v
 
 
+@pytest.mark.full
 def test_methods_that_act_while_decoding_act_after_every_token(params, read):
     """As often as tokens are fed one by one, and padding is no step; `decode_step` is held by tests/policies."""
     said = words(5, 8, 3, seed=9)
@@ -166,18 +167,18 @@ def test_a_tail_that_is_too_small_is_refused_where_its_size_is_known(params, rea
     cache = fill_cache(read, policies.Full(), new_tokens=2)
     sampling = vlkv.Greedy(max_new_tokens=4, stop=())
     for decode in (vlkv.decode, jax.jit(vlkv.decode)):
-        with pytest.raises(vlkv.InputError, match=r"tail has 2 slots, 0 of them used, and 3 more.*resize_tail"):
+        with pytest.raises(vlkv.InputError, match=r"room for 2 new tokens, 0 of them used, and 3 more.*resize"):
             decode(params, cache, logits, sampling=sampling)
-    with pytest.raises(vlkv.InputError, match=r"tail has 2 slots"):
+    with pytest.raises(vlkv.InputError, match=r"room for 2 new tokens"):
         vlkv.log_probabilities(params, cache, logits, np.full((3, 4), 7))
     full = dataclasses.replace(cache, used=cache.used + 2)
-    with pytest.raises(vlkv.InputError, match=r"tail has 2 slots, 2 of them used, and 1 more"):
+    with pytest.raises(vlkv.InputError, match=r"room for 2 new tokens, 2 of them used, and 1 more"):
         vlkv.decode_step(params, full, tokens)
 
 
 def test_too_little_room_is_said_before_anything_is_compiled(params, read):
     cache, inputs = fill_cache(read, policies.Full(), new_tokens=12), turn(words(5, 13, 3, seed=8), seed=0)
-    with pytest.raises(vlkv.InputError, match=r"tail has 12 slots, and 13 are needed.*new_tokens=13"):
+    with pytest.raises(vlkv.InputError, match=r"room for 12 new tokens, and 13 are needed.*new_tokens=13"):
         vlkv.extend(params, cache, inputs)
     _, logits = extend(params, cache, inputs)
     assert np.isnan(logits).all(axis=1).tolist() == [False, True, False], "under jit the row without room"

@@ -69,7 +69,7 @@ def test_a_users_policy_keeps_what_it_says(params):
     cache = vlkv.fill_cache(prompt, Norms(keep=0.25), new_tokens=4)
     total = policies.Full().totals(layers=LAYERS, most=35)[-1]
     assert int(total) == LAYERS * 35
-    lengths = np.asarray(cache.length)[:, 0]
+    lengths = np.asarray(cache.counts)[:, 0]
     assert lengths.sum(axis=0).tolist() == [round(0.25 * LAYERS * 35)] * 2
     for layer in range(LAYERS):
         for head in range(2):
@@ -225,7 +225,7 @@ class Spendthrift(policies.Policy):
 def test_an_allocation_that_overspends_loses_nothing_silently(params):
     """What the cache says it holds it does hold: the upper layers get less. `select` knows the values and refuses."""
     cache = vlkv.fill_cache(vlkv.read_prompt(params, question(9, 1)), Spendthrift(budget=20), new_tokens=1)
-    lengths = np.asarray(cache.length)[:, 0]
+    lengths = np.asarray(cache.counts)[:, 0]
     assert lengths.tolist() == [[35, 35], [5, 5]]
     assert ((np.asarray(cache.token)[0] >= 0).sum(axis=0) == lengths.sum(axis=0)).all()
     q = np.ones((3, 2, 35, 8), np.float32)
@@ -251,7 +251,7 @@ def test_a_tail_without_slots_is_refused(params, read, new_tokens):
     for make in (
         lambda: vlkv.prefill(params, question(9, 1), policies.Full(), new_tokens=new_tokens),
         lambda: vlkv.fill_cache(read, policies.Full(), new_tokens=new_tokens),
-        lambda: vlkv.cache.resize_tail(cache, new_tokens),
+        lambda: vlkv.cache.resize(cache, new_tokens),
     ):
         with pytest.raises(vlkv.InputError, match=rf"new_tokens={new_tokens} must be a whole number of at least 1"):
             make()

@@ -19,7 +19,7 @@ from vlkv.commands import inspect as command
 from vlkv.commands.views import WHAT
 from vlkv.mini import pages
 
-LAYERS, GRID = 3, 6
+LAYERS, GRID = 4, 6
 VISION = GRID**2
 PAGE = next(pages.held_out(1))  # what is measured if nothing is given
 FAST = ("--max-new-tokens", "8")
@@ -33,7 +33,7 @@ def two_sweeps(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def model(monkeypatch, miniature):
-    """A few layers of the miniature take its place: as many as FastV's figure needs."""
+    """A few layers of the miniature take its place: as many as LightKV's three stages need."""
     folder = miniature(LAYERS, GRID)
     monkeypatch.setattr(command, "CHECKPOINT", folder)
     return folder

@@ -128,11 +128,11 @@ def test_one_reading_or_two_halves_and_no_entry_without_a_slot(params, batch, po
     """Where S is P, a budget passes what is left, or a cap stands beside a reduction: it ends, and nothing is lost."""
     whole, _ = prefill(params, batch, policy, new_tokens=1)
     halves = fill_cache(read_with(params, batch, policy), policy, new_tokens=1)
-    np.testing.assert_array_equal(whole.length, halves.length)
+    np.testing.assert_array_equal(whole.counts, halves.counts)
     for row in range(3):
         np.testing.assert_array_equal(kept_entries(whole, batch, row), kept_entries(halves, batch, row))
-    np.testing.assert_array_equal((np.asarray(whole.token) >= 0).sum(axis=1), np.asarray(whole.length).sum(axis=0))
-    assert (np.asarray(whole.length) >= (batch.valid & ~batch.is_vision).sum(axis=1)[:, None]).all() or (
+    np.testing.assert_array_equal((np.asarray(whole.token) >= 0).sum(axis=1), np.asarray(whole.counts).sum(axis=0))
+    assert (np.asarray(whole.counts) >= (batch.valid & ~batch.is_vision).sum(axis=1)[:, None]).all() or (
         policy.scope == "all"
     )
 
@@ -240,7 +240,7 @@ def test_scores_of_one_with_budgets_of_another(read, batch):
     cache, snap, prefix = (
         fill_cache(read, p, new_tokens=1) for p in (whole, policies.SnapKV(keep=0.4), policies.PrefixKV(keep=0.4))
     )
-    np.testing.assert_array_equal(cache.length, prefix.length)
+    np.testing.assert_array_equal(cache.counts, prefix.counts)
     for row in range(3):
         ours, theirs = kept_entries(cache, batch, row), kept_entries(snap, batch, row)
         more = (ours.sum(-1) >= theirs.sum(-1))[..., None]
@@ -269,7 +269,7 @@ def test_compositions_can_be_composed_again(read):
     for nested, flat in NESTED:
         assert nested == flat and not any(isinstance(part, policies.Composed) for part in nested.parts)
     cache, prefix = (fill_cache(read, p, new_tokens=1) for p in (NESTED[0][0], PREFIX))
-    np.testing.assert_array_equal(cache.length, prefix.length)
+    np.testing.assert_array_equal(cache.counts, prefix.counts)
     assert cache.k.codes.size and isinstance(prefix.k, jax.Array)
 
 
@@ -308,8 +308,8 @@ def test_on_a_quantised_pool(params, read, batch, bits):
     assert cache.k.codes.nbytes == 3 * slots * heads * head_dim * bits // 8
     # Ranges: keys one pair per channel and group of 32 slots, values one per token here, where a head has 8 channels.
     ranges = 2 * 4 * 3 * heads * (-(-slots // 32) * head_dim + slots)
-    tails = 2 * 3 * LAYERS * 8 * heads * head_dim * 4
-    assert cache.bytes == 2 * cache.k.codes.nbytes + ranges + tails
+    tails, tokens = 2 * 3 * LAYERS * 8 * heads * head_dim * 4, 3 * slots * heads * 4
+    assert cache.bytes == 2 * cache.k.codes.nbytes + ranges + tails + tokens
     dequantised = dataclasses.replace(cache, k=dequantize(cache.k), v=dequantize(cache.v))
     before, ours, expected = (step(params, made, FORCED[:, 0])[1] for made in (plain, cache, dequantised))
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-4)

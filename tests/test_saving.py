@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import vlkv
 from vlkv import policies, saving
-from vlkv.cache import resize_tail, take_rows
+from vlkv.cache import resize, take_rows
 
 from .models import SMALL, tiny_llava, unequal_batch
 from .test_extend import turn, words
@@ -152,13 +152,32 @@ def test_a_tail_that_grew_is_one_that_was_long_from_the_start(params, read, cach
     long = fill_cache(read, POLICIES["h2o"], new_tokens=30)
     grown = vlkv.load_cache(path, params, new_tokens=30)
     same(grown, long)
-    same(resize_tail(long, ROOM), cache)
+    same(resize(long, ROOM), cache)
     later = go_on(params, cache, questions)[0]
     vlkv.save_cache(path, params, later)
     same(vlkv.load_cache(path, params, new_tokens=30), go_on(params, long, questions)[0])
     same(vlkv.load_cache(path, params, new_tokens=8).used, later.used)
-    with pytest.raises(vlkv.InputError, match="new_tokens=7 is too few: the tail's 8 slots in use"):
+    with pytest.raises(vlkv.InputError, match="new_tokens=7 is too few: 8 tokens have been fed"):
         vlkv.load_cache(path, params, new_tokens=7)
+
+
+@pytest.mark.full
+def test_a_file_of_version_1_answers_as_it_did_and_as_a_prompt_that_is_read_today(root):
+    """It was written before evictions freed slots: entries that have left are masked, and new ones are in a tail."""
+    path, params = root / "tests" / "golden" / "cache_version_1.safetensors", tiny_llava(config=SMALL)
+    policy, note = saving.read_note(path)
+    row, targets = (np.array([note[name]]) for name in ("row", "targets"))
+    old = vlkv.load_cache(path, params)
+    assert old.tail_k and not old.reuses and policy == old.policy == policies.AVL(keep=0.4, refresh=2, text=0.5)
+    prompt = read_prompt(params, turn(row.tolist(), seed=4))
+    new, logits = vlkv.extend(params, fill_cache(prompt, policy, new_tokens=12), turn(words(3, seed=9), seed=0))
+    assert new.reuses and new.slots < old.slots
+    np.testing.assert_allclose(logits[0], note["logits"], atol=1e-4)
+    answer = jax.jit(vlkv.log_probabilities)
+    for cache in (old, new):
+        np.testing.assert_allclose(
+            answer(params, cache, jnp.array([note["logits"]]), targets)[0], note["log_probabilities"], atol=1e-4
+        )
 
 
 def test_bfloat16_stays_bfloat16(params, cache, tmp_path):
@@ -188,8 +207,8 @@ def test_a_damaged_file_is_refused(params, cache, path, monkeypatch):
         with pytest.raises(vlkv.InputError, match=r"page.safetensors: truncated or corrupt"):
             vlkv.load_cache(path, params)
     path.write_bytes(whole)
-    monkeypatch.setattr(saving, "VERSION", "2")
-    with pytest.raises(vlkv.InputError, match="a cache of version 1, this vlkv reads version 2"):
+    monkeypatch.setattr(saving, "READS", ("1",))
+    with pytest.raises(vlkv.InputError, match="a cache of version 2, this vlkv reads 1: read the image again"):
         vlkv.load_cache(path, params)
     monkeypatch.undo()
     save_file(load_file(path), path)

@@ -155,4 +155,4 @@ def test_a_tail_in_parts_grows_and_shrinks_around_its_entries():
         tail_v=(tail(8),), used=jnp.array([used]), next_position=jnp.array([[used]]), parts=parts,
     )  # fmt: skip
     for room, slots in ((20, 20), (13, 14), (5, 6)):
-        np.testing.assert_array_equal(cache.resize_tail(held, room).tail_k[0], tail(slots))
+        np.testing.assert_array_equal(cache.resize(held, room).tail_k[0], tail(slots))

@@ -1,4 +1,4 @@
-"""The packed cache: kept prompt entries of all layers in one pool, generated tokens in a tail.
+"""The packed cache: kept prompt entries of all layers in one pool, generated tokens in a tail or in freed slots.
 
 Axes: B batch · L layers · K key heads · T prompt tokens · P pool slots · S tail slots · H head dim · A position axes ·
 M parts of the slots. A slot is where an entry lies; a position is what RoPE saw. Budgets that differ per layer and per
@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import field
 from functools import partial
 from typing import Any
 
@@ -27,35 +28,75 @@ from vlkv.inputs import Inputs
 from vlkv.memory import Memory
 from vlkv.observe import tokens_at
 from vlkv.policies.policy import Policy
+from vlkv.sharding import axes, leaves_with_axes, map_with_axes
 
 ALIGNMENT = 16  # slots: every segment starts on a bf16 tile
 _SLOTS_AT_A_TIME = 512  # that are written
 
 
+_POOL, _TABLE = axes("batch", "slots", "kv_heads"), axes(None, "batch", "kv_heads")
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedCache:
-    """A compressed cache during decoding. The pool is read-only; the tail grows by one slot per token."""
+    """A compressed cache during decoding."""
 
-    k: Float[Array, "B P K H"] | QuantizedPool
-    v: Float[Array, "B P K H"] | QuantizedPool
-    token: Int[Array, "B P K"]  # which prompt token lies in each slot; -1: free
-    start: Int[Array, "L B K"]  # first slot of each layer's segment, in each part
-    length: Int[Array, "L B K"]  # slots in use, of all parts: vision entries first, then text
-    tail_k: tuple[Float[Array, "B S K H"], ...]  # one per layer
-    tail_v: tuple[Float[Array, "B S K H"], ...]
-    used: Int[Array, " B"]  # tail slots in use
-    next_position: Int[Array, "B A"]  # logical: counts every token ever seen
-    memory: tuple[Memory, ...] | None = None  # one per layer, of methods that act while decoding
-    policy: Policy | None = dataclasses.field(default=None, metadata={"static": True})  # the one that acts
-    softmax_n: float = dataclasses.field(default=0.0, metadata={"static": True})  # of decode attention
-    kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
-    parts: int = dataclasses.field(default=1, metadata={"static": True})  # M
+    k: Float[Array, "B P K H"] | QuantizedPool = field(metadata=_POOL)
+    v: Float[Array, "B P K H"] | QuantizedPool = field(metadata=_POOL)
+    token: Int[Array, "B P K"] = field(metadata=_POOL)  # which prompt token each slot holds; -1: none, or a new token
+    start: Int[Array, "L B K"] = field(metadata=_TABLE)  # first slot of each layer's segment, in each part
+    # Slots of all parts that entries may take: those of prompt entries, vision first, then text; or, where slots are
+    # reused, as many as the segment has.
+    length: Int[Array, "L B K"] = field(metadata=_TABLE)
+    tail_k: tuple[Float[Array, "B S K H"], ...] = field(metadata=_POOL)  # of each layer; none where slots are reused
+    tail_v: tuple[Float[Array, "B S K H"], ...] = field(metadata=_POOL)
+    used: Int[Array, " B"] = field(metadata=axes("batch"))  # tokens fed
+    next_position: Int[Array, "B A"] = field(metadata=axes("batch"))  # logical: counts every token ever seen
+    memory: tuple[Memory, ...] | None = None  # of each layer, of methods that act while decoding
+    policy: Policy | None = field(default=None, metadata={"static": True})  # the one that acts
+    softmax_n: float = field(default=0.0, metadata={"static": True})  # of decode attention
+    kernels: Kernels = field(default=Kernels(), metadata={"static": True})  # implementations of the ops
+    parts: int = field(default=1, metadata={"static": True})  # M
 
     @property
     def bytes(self) -> int:
-        """Bytes of keys and values, as allocated."""
-        return sum(x.nbytes for x in (self.k, self.v, *self.tail_k, *self.tail_v))
+        """Bytes, as allocated, of all that grows with the number of entries: keys, values, and what is known of each.
+
+        Of a quantised pool the scales too; of every slot its token; of methods that act the numbers of their memory.
+        """
+        return sum(x.nbytes for x, names in leaves_with_axes(self) if {"slots", "entries"} & set(names))
+
+    @property
+    def whole_axes(self) -> tuple[str, ...]:
+        """Axes that no mesh splits."""
+        return ("slots",) if self.parts == 1 else ()
+
+    @property
+    def reuses(self) -> bool:
+        """Whether new entries take free slots of the pool, and not a tail."""
+        return self.memory is not None and self.memory[0].reuses
+
+    @property
+    def new_tokens(self) -> int:
+        """The most tokens that may follow the prompt, those fed included."""
+        return self.memory[0].new_tokens if self.memory is not None else self.tail_k[0].shape[1]
+
+    @property
+    def slots(self) -> int:
+        """Slots of a row and key head, of pool and tails."""
+        return self.token.shape[1] + sum(x.shape[1] for x in self.tail_k)
+
+    @property
+    def counts(self) -> Int[Array, "L B K"]:
+        """Entries of the pool that are in memory."""
+        if self.memory is None:
+            return self.length
+        return jnp.stack([jnp.sum(m.stored[..., : m.stored.shape[-1] - m.tail], axis=-1) for m in self.memory])
+
+    def entries(self, layer: int, most: int) -> Int[Array, "B K M"]:
+        """Which prompt token each of the first `most` entries of a layer is; -1: none."""
+        return entries(self.token, self.start[layer], self.length[layer], most, self.parts)
 
 
 def slot_of(entry: Any, start: Any, slots: int, parts: int) -> Any:
@@ -83,22 +124,51 @@ def entries(
     return jnp.where(number < length[..., None], found, -1)
 
 
-def write(
+def write_tail(
     tail: Float[Array, "B S K H"], new: Float[Array, "B T K H"], entry: Int[Array, "B T"], parts: int = 1
 ) -> Float[Array, "B S K H"]:
     """The tail with new entries in it, by their numbers; what lies past its end is not written."""
     slots = tail.shape[1]
+    return _write(tail, new, jnp.where(entry < slots, slot_of(entry, 0, slots, parts), slots), parts)
 
-    def own(part: parallel.Part, tail: Array, new: Array, entry: Array) -> Array:
-        slot = jnp.where(entry < slots, slot_of(entry, 0, slots, parts), slots)
-        row = jnp.arange(tail.shape[0])[:, None]
-        return tail.at[row, part.local(slot, tail.shape[1])].set(new, mode="drop", wrap_negative_indices=False)
 
-    batch, kv_heads = tail.shape[0], tail.shape[2]
+def write_pool(
+    pool: Float[Array, "B P K *H"] | Int[Array, "B P K"],
+    new: Float[Array, "B T K *H"] | Int[Array, "B T K"],
+    entry: Int[Array, "B T K"],
+    start: Int[Array, "B T K"],
+    valid: Bool[Array, "B 1"] | None = None,
+    parts: int = 1,
+) -> Float[Array, "B P K *H"] | Int[Array, "B P K"]:
+    """The pool with new entries in place of others.
+
+    Args:
+        pool: keys, values or tokens.
+        new: what each key head writes.
+        entry: which entry of its segment.
+        start: of the segment.
+        valid: rows that write; None: all.
+        parts: of the slots.
+    """
+    slots = pool.shape[1]
+    slot = slot_of(entry, start, slots, parts)
+    return _write(pool, new, slot if valid is None else jnp.where(valid[..., None], slot, slots), parts)
+
+
+def _write(x: Array, new: Array, slot: Int[Array, "B T"] | Int[Array, "B T K"], parts: int) -> Array:
+    """x [B, P, K, ...] with `new` [B, T, K, ...] in these slots, of all heads or of each; past the end is no slot."""
+
+    def own(part: parallel.Part, x: Array, new: Array, slot: Array) -> Array:
+        slot, row = part.local(slot, x.shape[1]), jnp.arange(x.shape[0])[:, None]
+        where = (row, slot) if slot.ndim == 2 else (row[..., None], slot, jnp.arange(x.shape[2]))
+        return x.at[where].set(new, mode="drop", wrap_negative_indices=False)
+
+    pool = "B P K" + " H" * (x.ndim - 3)
     run = parallel.split(
-        own, ("B P K H", "B T K H", "B T"), "B P K H", batch=batch, kv_heads=kv_heads, parts=parts
+        own, (pool, pool.replace("P", "T"), "B T" + " K" * (slot.ndim - 2)), pool,
+        batch=x.shape[0], kv_heads=x.shape[2], parts=parts,
     )  # fmt: skip
-    return run(tail, new, entry)
+    return run(x, new, slot)
 
 
 def take_rows(cache: PackedCache, rows: Sequence[int] | Int[np.ndarray, " R"] | Int[Array, " R"]) -> PackedCache:
@@ -120,14 +190,11 @@ def take_rows(cache: PackedCache, rows: Sequence[int] | Int[np.ndarray, " R"] | 
             raise InputError(f"rows={known.tolist()}: the cache has {batch} rows, counted from 0")
     index = jnp.asarray(rows, jnp.int32)
 
-    def take(path: tuple[Any, ...], x: Array) -> Array:
-        return jnp.take(x, index, axis=1 if path[0].name in ("start", "length") else 0)  # layers come first in these
-
-    return jax.tree_util.tree_map_with_path(take, cache)
+    return map_with_axes(lambda x, names: jnp.take(x, index, axis=names.index("batch")), cache)
 
 
 def check_new_tokens(new_tokens: int) -> None:
-    """Raises InputError unless a tail can have so many slots."""
+    """Raises InputError unless so many tokens can follow a prompt."""
     if not (isinstance(new_tokens, int) and new_tokens >= 1):
         raise InputError(
             f"new_tokens={new_tokens!r} must be a whole number of at least 1: every new token needs a slot"
@@ -135,39 +202,91 @@ def check_new_tokens(new_tokens: int) -> None:
 
 
 def most_used(cache: PackedCache) -> int | None:
-    """Used tail slots of the fullest row; None under jit, where it is unknown."""
+    """Tokens fed to the row that was fed most; None under jit, where it is unknown."""
     if isinstance(cache.used, jax.core.Tracer):
         return None
     with jax.ensure_compile_time_eval():
         return int(jnp.max(cache.used))
 
 
-def resize_tail(cache: PackedCache, new_tokens: int) -> PackedCache:
-    """The same cache with a tail of `new_tokens` slots: room for more turns, or none to spare.
+def resize(cache: PackedCache, new_tokens: int) -> PackedCache:
+    """The same cache with room for `new_tokens`, those fed included: for more turns, or with none to spare.
 
     Methods whose budgets count the tokens that may follow (A-VL's text window) count the new number from here on; what
-    they have let go before stays away.
+    they have let go before stays away. Where slots are reused, a segment gets more of them if the method's budget
+    grows with the number of tokens, and never gives one back.
 
     Raises:
-        InputError: no slot, or fewer than are in use. Under jit, where that is unknown, a tail can only grow.
+        InputError: fewer than 1, or than were fed; under jit, where that is unknown, a tail can only grow. Or, under
+            jit, a pool whose segments would grow by a number that is unknown.
     """
     check_new_tokens(new_tokens)
-    room, used = cache.tail_k[0].shape[1], most_used(cache)
+    room, used = cache.new_tokens, most_used(cache)
     used = room if used is None else used
     if new_tokens < used:
-        raise InputError(f"new_tokens={new_tokens} is too few: the tail's {used} slots in use would be cut off")
+        raise InputError(f"new_tokens={new_tokens} is too few: {used} tokens have been fed to the cache")
+    if cache.reuses:
+        return _resize_pool(cache, new_tokens)
 
     slots, parts = align(new_tokens, cache.parts), cache.parts
 
-    def resize(x: Float[Array, "B S K H"]) -> Float[Array, "B _s K H"]:
+    def fit(x: Float[Array, "B S K H"]) -> Float[Array, "B _s K H"]:
         x = x.reshape(x.shape[0], parts, room // parts, *x.shape[2:])[:, :, : slots // parts]
         more = [(0, 0), (0, 0), (0, slots // parts - x.shape[2]), (0, 0), (0, 0)]
         return jnp.pad(x, more).reshape(x.shape[0], slots, *x.shape[3:])
 
     memories = None if cache.memory is None else tuple(memory.resize(layer, slots) for layer in cache.memory)
     return dataclasses.replace(
-        cache, tail_k=tuple(map(resize, cache.tail_k)), tail_v=tuple(map(resize, cache.tail_v)), memory=memories
+        cache, tail_k=tuple(map(fit, cache.tail_k)), tail_v=tuple(map(fit, cache.tail_v)), memory=memories
     )
+
+
+def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
+    """The same where slots are reused: segments get the slots that the policy asks for, and move apart."""
+    assert cache.memory is not None and cache.policy is not None
+    layers, parts = len(cache.memory), cache.parts
+    memories = [memory.resize(layer, new_tokens) for layer in cache.memory]
+    asked = jnp.stack([jax.vmap(cache.policy.decode_slots)(layer) for layer in memories])
+    if new_tokens <= cache.new_tokens or not _grows(cache.policy):
+        return dataclasses.replace(cache, memory=tuple(memories))
+    if isinstance(asked, jax.core.Tracer):
+        raise InputError("how many slots more the method needs is unknown under jit: resize the cache outside of it")
+    length = jnp.maximum(cache.length, asked)
+    before, after = (align(-(-x // parts), ALIGNMENT) for x in (cache.length, length))  # in each part
+    start, end = jnp.cumsum(after, axis=0) - after, jnp.sum(after, axis=0)
+    # In whole tiles of all layers, so that few sizes are compiled anew.
+    here = cache.token.shape[1] // parts
+    here += align(max(0, int(jnp.max(end)) - here), layers * ALIGNMENT)
+    most = max(int(jnp.max(asked)), cache.memory[0].stored.shape[-1])
+    more = align(most) - cache.memory[0].stored.shape[-1]
+    memories = [memory.resize(layer, new_tokens, more) for layer in cache.memory]
+    memories = [dataclasses.replace(layer, slots=length[i]) for i, layer in enumerate(memories)]
+    place = jnp.arange(here)[:, None, None, None] - start  # [slots of a part, L, B, K], within each segment
+    source = jnp.max(jnp.where((place >= 0) & (place < before), place + cache.start, -1), axis=1)
+    source = jnp.moveaxis(source, 0, 1)[:, None]  # [B, 1, slots of a part, K]
+
+    def move(x: Array, fill: int) -> Array:
+        split = x.reshape(x.shape[0], parts, -1, *x.shape[2:])
+        where = source.reshape(*source.shape, *(1,) * (split.ndim - source.ndim))
+        moved = jnp.where(where >= 0, jnp.take_along_axis(split, jnp.maximum(where, 0), axis=2), fill)
+        return moved.reshape(x.shape[0], -1, *x.shape[2:]).astype(x.dtype)
+
+    assert not isinstance(cache.k, QuantizedPool) and not isinstance(cache.v, QuantizedPool)
+    return dataclasses.replace(
+        cache, k=move(cache.k, 0), v=move(cache.v, 0), token=move(cache.token, -1), start=start, length=length,
+        memory=tuple(memories),
+    )  # fmt: skip
+
+
+def _grows(policy: Policy) -> bool:
+    """Whether more tokens to come mean more slots."""
+    few, many = (policy.decode_bounds(1, 1, layers=1, vision=0, text=1, new_tokens=n) for n in (0, 2**16))
+    return many > few
+
+
+def reuses_slots(policy: Policy) -> bool:
+    """Whether a policy's cache has no tail: entries leave while it decodes, and quantised slots do not share scales."""
+    return policy.evicts and policy.storage is None
 
 
 def align(n: Any, tile: int = ALIGNMENT) -> Any:
@@ -179,7 +298,7 @@ def pool_slots(
     policy: Policy, inputs: Inputs | None = None, *, layers: int, new_tokens: int = 64, vision: int = 0, text: int = 0,
     images: int = 1, parts: int = 1,
 ) -> int:  # fmt: skip
-    """Slots that a cache allocates per row and key head: the pool, and the tails of all layers.
+    """Slots that a cache allocates per row and key head: the pool, and the tails of all layers if it has any.
 
     Args:
         policy: decides how many entries may be kept.
@@ -193,14 +312,31 @@ def pool_slots(
     """
     if inputs is not None:
         vision, text, images = inputs.max_vision, inputs.max_text, inputs.max_images
-    return _pool(policy, layers, vision, text, images, parts) + layers * align(new_tokens, parts)
+    pool = _pool(policy, layers, vision, text, images, new_tokens, parts)[0]
+    return pool if reuses_slots(policy) else pool + layers * align(new_tokens, parts)
 
 
-def _pool(policy: Policy, layers: int, vision: int, text: int, images: int, parts: int) -> int:
-    # In every part a segment may waste up to a tile less one slot; it can never waste more than a whole row would.
+def _pool(
+    policy: Policy, layers: int, vision: int, text: int, images: int, new_tokens: int, parts: int
+) -> tuple[int, int, int]:
+    """Slots of the pool, and what bounds them: entries of all layers per head, and of one layer."""
     kept, tile = policy.bound(layers=layers, vision=vision, text=text, images=images), _tile(policy)
+    longest = policy.layer_bound(layers=layers, vision=vision, text=text)
+    row = vision + text
+    if reuses_slots(policy):
+        kept, longest = policy.decode_bounds(
+            kept, longest, layers=layers, vision=vision, text=text, new_tokens=new_tokens
+        )
+        row = longest
+    # In every part a segment may waste up to a tile less one slot; it can never waste more than a whole row would.
     most = (kept + layers * (parts - 1)) // parts  # of the first part, which has one more where a segment is odd
-    return parts * align(min(most + layers * (tile - 1), layers * align(-(-(vision + text) // parts), tile)), tile)
+    here = min(max(most + layers * (tile - 1), tile) // tile * tile, layers * align(-(-row // parts), tile))
+    return parts * here, kept, longest
+
+
+def segment_slots(policy: Policy, *, layers: int, vision: int, text: int, images: int, new_tokens: int) -> int:
+    """A bound on the slots of one layer's segment; see `pool_slots`."""
+    return _pool(policy, layers, vision, text, images, new_tokens, 1)[2]
 
 
 def _tile(policy: Policy) -> int:
@@ -221,6 +357,7 @@ def pack(
     max_text: int,
     max_images: int,
     new_tokens: int,
+    asked: Int[Array, "L B K"] | None = None,
 ) -> PackedCache:
     """Moves the kept entries of all layers into one pool.
 
@@ -238,16 +375,26 @@ def pack(
         max_text: text tokens.
         max_images: images.
         new_tokens: slots of the tail.
+        asked: slots that a policy asks for each segment, where they are reused; None: they are not. A segment has at
+            least one more than it keeps. Where all of them would pass what `pool_slots` allows, the upper layers get
+            fewer, which may happen if a prompt of few tokens keeps more than the policy's share of it.
     """
     layers, (batch, heads, _, head_dim) = len(k), k[0].shape
     parts, tile = parallel.slot_parts(heads), _tile(policy)
-    slots = _pool(policy, layers, max_vision, max_text, max_images, parts)
+    slots, total, longest = _pool(policy, layers, max_vision, max_text, max_images, new_tokens, parts)
+    counts = jnp.sum(kept, axis=-1, dtype=jnp.int32)  # [L, B, K]
+    table = counts
+    if asked is not None:
+        least = counts + 1
+        spare = jnp.clip(jnp.minimum(asked, longest) - least, 0)
+        free = jnp.maximum(total - jnp.sum(least, axis=0), 0)
+        table = least + jnp.clip(spare, 0, jnp.maximum(free - (jnp.cumsum(spare, axis=0) - spare), 0))
 
-    def own(part: parallel.Part, k: Any, v: Any, kept: Any, is_vision: Any, source: Any) -> tuple[Any, ...]:
+    def own(part: parallel.Part, k: Any, v: Any, kept: Any, table: Any, is_vision: Any, source: Any) -> tuple[Any, ...]:
         """A device's rows, heads and slots."""
         (_, rows, own_heads, length), here = kept.shape, slots // parts
-        counts = jnp.sum(kept, axis=-1, dtype=jnp.int32)  # [L, B, K]
-        rounded = align(-(-counts // parts), tile)
+        counts = jnp.sum(kept, axis=-1, dtype=jnp.int32)
+        rounded, filled = align(-(-table // parts), tile), align(-(-counts // parts), tile)
         start = jnp.cumsum(rounded, axis=0) - rounded
 
         def find(layer: tuple[Any, Any, Any]) -> Int[Array, "B K T"]:
@@ -259,7 +406,7 @@ def pack(
             return jax.vmap(jax.vmap(partial(tokens_at, places=length)))(place)
 
         order = jax.lax.map(find, (kept, is_vision, start))  # a loop: it is compiled once for all layers
-        low, end = jnp.min(start, axis=2), jnp.max(start + rounded, axis=2)
+        low, end = jnp.min(start, axis=2), jnp.max(start + filled, axis=2)
         windows = jnp.max(-(-(end - low) // _window(here)), axis=1)  # in the longest row
         pools: tuple[Array, ...] = (
             *(jnp.zeros((rows, here, own_heads, head_dim), k[0].dtype) for _ in "kv"),
@@ -272,7 +419,7 @@ def pack(
 
         def tail() -> tuple[Array, ...]:  # twice: buffers that are shared could not be donated
             shape = rows, -(-new_tokens // parts), own_heads, head_dim
-            return tuple(jnp.zeros(shape, k[0].dtype) for _ in range(layers))
+            return tuple(jnp.zeros(shape, k[0].dtype) for _ in range(layers if asked is None else 0))
 
         packed_k: Array | QuantizedPool = pool_k
         packed_v: Array | QuantizedPool = pool_v
@@ -280,16 +427,16 @@ def pack(
             bits, group = policy.storage
             packed_k = quantize(pool_k, token >= 0, bits=bits, group=group, axis="slots")
             packed_v = quantize(pool_v, token >= 0, bits=bits, group=group, axis="channels")
-        return packed_k, packed_v, token, start, counts, tail(), tail()
+        return packed_k, packed_v, token, start, tail(), tail()
 
-    pool, table = "B P K H", "L B K"
+    pool, each = "B P K H", "L B K"
     run = parallel.split(
-        own, ("B K T H", "B K T H", "L B K T", "L B T", "L B T"), (pool, pool, "B P K", table, table, pool, pool),
+        own, ("B K T H", "B K T H", "L B K T", each, "L B T", "L B T"), (pool, pool, "B P K", each, pool, pool),
         batch=batch, kv_heads=heads, parts=parts,
     )  # fmt: skip
-    packed_k, packed_v, token, start, length, tail_k, tail_v = run(k, v, kept, is_vision, source)
+    packed_k, packed_v, token, start, tail_k, tail_v = run(k, v, kept, table, is_vision, source)
     return PackedCache(
-        k=packed_k, v=packed_v, token=token, start=start, length=length, tail_k=tail_k, tail_v=tail_v,
+        k=packed_k, v=packed_v, token=token, start=start, length=table, tail_k=tail_k, tail_v=tail_v,
         used=jnp.zeros(batch, jnp.int32), next_position=next_position, softmax_n=policy.softmax_n, parts=parts,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from vlkv.cache import PackedCache, resize_tail
+from vlkv.cache import PackedCache, resize
 from vlkv.errors import InputError
 from vlkv.extend import extend
 from vlkv.families import Model
@@ -137,14 +137,14 @@ class Chat:
     def _extend(self, fed: Inputs) -> Float[Array, "1 vocab"]:
         assert self.cache is not None
         tokens = int(fed.valid.sum())
-        room, need = self.cache.tail_k[0].shape[1], int(self.cache.used[0]) + tokens + self.sampling.max_new_tokens
+        room, need = self.cache.new_tokens, int(self.cache.used[0]) + tokens + self.sampling.max_new_tokens
         end = int(np.asarray(self.cache.next_position).max()) + tokens + self.sampling.max_new_tokens
         limit = self.params.config.decoder.max_positions
         if end > limit:
             raise InputError(f"with this question and its answer the conversation would have {end} tokens, the model's "
                              f"limit is {limit}: start a new Chat")  # fmt: skip
         if need > room:
-            self.cache = resize_tail(self.cache, max(need, 2 * room))  # twice: every size is a program to compile
+            self.cache = resize(self.cache, max(need, 2 * room))  # twice: every size is a program to compile
         self.cache, logits = _extend(self.params, self.cache, fed)
         return logits
 

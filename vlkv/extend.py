@@ -5,9 +5,9 @@
     cache, logits = extend(params, cache, second)     # the answer and the next question; images too
     tokens, lengths = decode(params, cache, logits, sampling=Greedy(max_new_tokens=64))
 
-The pool stays as it is. New tokens go to the tail, are never compressed, and attend as generated ones do: to what the
-cache holds, to the tail, and to one another in order. So the tail must be large enough from the start (`new_tokens` of
-`prefill`): it does not grow, because every size of it would be compiled anew.
+New tokens are entries like generated ones: of a method that does not act while decoding they are never compressed, and
+the pool stays as it is. So there must be room for them from the start (`new_tokens` of `prefill`): a tail does not grow
+by itself, because every size of it would be compiled anew.
 
 Axes: B batch · T new tokens, padded · N, K heads · H head dim · D width · S tail slots · A position axes.
 """
@@ -37,7 +37,7 @@ def extend(params: Model, cache: PackedCache, inputs: Inputs) -> tuple[PackedCac
 
     Args:
         params: the model.
-        cache: of `prefill` or of `extend`, with room in its tail for these tokens and for the answer. `decode` returns
+        cache: of `prefill` or of `extend`, with room for these tokens and for the answer. `decode` returns
             no cache: the answer that it gave is fed again, at the head of `inputs`.
         inputs: a row for each of the cache's, padded on either side; positions count on from `cache.next_position`.
 
@@ -45,7 +45,7 @@ def extend(params: Model, cache: PackedCache, inputs: Inputs) -> tuple[PackedCac
         The cache with the new tokens, and the logits of the token after them.
 
     Raises:
-        InputError: a batch of another size; or where it is known (under jit it is not) too little room in the tail or
+        InputError: a batch of another size; or where it is known (under jit it is not) too little room in the cache or
             in the model. Under jit the logits of a row that finds no room are NaN.
     """
     _check(params, cache, inputs)
@@ -60,7 +60,7 @@ def extend(params: Model, cache: PackedCache, inputs: Inputs) -> tuple[PackedCac
 
 
 def _check(params: Model, cache: PackedCache, inputs: Inputs) -> None:
-    room, batch = cache.tail_k[0].shape[:2][::-1]
+    room, batch = cache.new_tokens, cache.used.shape[0]
     if inputs.tokens.shape[0] != batch:
         raise InputError(f"the cache has {batch} rows, the inputs {inputs.tokens.shape[0]}: extend needs one for each")
     if not isinstance(inputs.valid, np.ndarray) or isinstance(cache.used, jax.core.Tracer):
@@ -69,8 +69,8 @@ def _check(params: Model, cache: PackedCache, inputs: Inputs) -> None:
     need = int((np.asarray(cache.used) + counts).max())
     if need > room:
         raise InputError(
-            f"the tail has {room} slots, and {need} are needed before the answer: prefill with new_tokens={need} and "
-            "as many more as the answer may have"
+            f"the cache has room for {room} new tokens, and {need} are needed before the answer: prefill with "
+            f"new_tokens={need} and as many more as the answer may have"
         )
     limit, end = params.config.decoder.max_positions, np.asarray(cache.next_position).max(axis=1) + counts
     if end.max() > limit:

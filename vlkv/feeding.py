@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv.cache import PackedCache, write
+from vlkv.cache import PackedCache, write_pool, write_tail
 from vlkv.decoder import Decoder
 from vlkv.decoder.decoder import After
 from vlkv.memory import Memory, arrive, attend_to
@@ -51,21 +51,37 @@ def feed(
     require_32_bits()
     if cache.memory is not None and x.shape[1] > 1:
         return _one_by_one(decoder, cache, x, positions, valid)
+    pool_k: Any = cache.k
+    pool_v: Any = cache.v
+    taken: list[Array] = []
     tail_k, tail_v, memory = list(cache.tail_k), list(cache.tail_v), list(cache.memory or ())
     count = jnp.arange(1, x.shape[1] + 1) if valid is None else jnp.cumsum(valid, axis=1)
     seen = cache.used[:, None] + count  # [B, T] entries of the tail that a token sees, its own too
-    entry = seen - 1 if valid is None else jnp.where(valid, seen - 1, tail_k[0].shape[1])  # past the end: not written
+    entry = seen - 1 if valid is None else jnp.where(valid, seen - 1, cache.new_tokens)  # past the end: not written
     # Many queries at once are matrix products, not the one row that the kernels of decoding are made for.
     kernel = cache.kernels.decode_attention if x.shape[1] == 1 else "xla"
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
-        tail_k[i], tail_v[i] = (write(tail[i], new, entry, cache.parts) for tail, new in ((tail_k, k), (tail_v, v)))
-        segment, tail = (cache.k, cache.v, cache.start[i], cache.length[i]), (tail_k[i], tail_v[i])
+        nonlocal pool_k, pool_v
+        start = cache.start[i]
+        tail: Any = None
+        if cache.memory is not None:
+            held, into = jax.vmap(arrive)(memory[i])
+        if cache.reuses:
+            taken.append(into)
+            pool_k, pool_v = (
+                write_pool(pool, new, into[:, None], start[:, None], valid, cache.parts)
+                for pool, new in ((pool_k, k), (pool_v, v))
+            )
+        else:
+            tail = tail_k[i], tail_v[i] = (
+                write_tail(tail_k[i], k, entry, cache.parts), write_tail(tail_v[i], v, entry, cache.parts)
+            )  # fmt: skip
+        segment = pool_k, pool_v, start, cache.length[i]
         if cache.memory is None:
             return cached_attention(
                 q, segment, tail, seen, softmax_n=cache.softmax_n, parts=cache.parts, implementation=kernel
             )
-        held = jax.vmap(arrive)(memory[i])
         attended, mass = attend_to(
             q[:, 0], segment, tail, seen[:, 0], held, softmax_n=cache.softmax_n, kernels=cache.kernels,
             parts=cache.parts,
@@ -76,12 +92,18 @@ def feed(
         return attended[:, None]
 
     x = decoder.walk(x, positions, attend, after)
-    used, memories = cache.used + count[..., -1], None if cache.memory is None else tuple(memory)
-    if valid is not None and memories is not None:  # padding is no step, and the next token overwrites its entry
+    used, memories, token = cache.used + count[..., -1], None if cache.memory is None else tuple(memory), cache.token
+    if taken:
+        where = jnp.stack(taken, axis=1), jnp.swapaxes(cache.start, 0, 1)  # [B, L, K]
+        token = write_pool(token, jnp.full(where[0].shape, -1, jnp.int32), *where, valid, cache.parts)
+    if valid is not None and memories is not None:  # padding is no step
         memories = jax.tree.map(
             lambda new, old: jnp.where(valid.reshape(-1, *(1,) * (new.ndim - 1)), new, old), memories, cache.memory
         )
-    return dataclasses.replace(cache, tail_k=tuple(tail_k), tail_v=tuple(tail_v), used=used, memory=memories), x
+    cache = dataclasses.replace(
+        cache, k=pool_k, v=pool_v, token=token, tail_k=tuple(tail_k), tail_v=tuple(tail_v), used=used, memory=memories
+    )
+    return cache, x
 
 
 def _one_by_one(decoder: Decoder, cache: PackedCache, *tokens: Any) -> tuple[PackedCache, Float[Array, "B T D"]]:

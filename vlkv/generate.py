@@ -43,8 +43,9 @@ class Output:
     lengths: Int[Array, " B"]  # tokens of each row, the stop id included; fewer if its logits became NaN
     token: Int[Array, "B P K"]  # prompt token in each pool slot, see PackedCache
     start: Int[Array, "L B K"]
-    length: Int[Array, "L B K"]
-    cache_bytes: int = dataclasses.field(metadata={"static": True})  # keys and values as allocated, all rows
+    length: Int[Array, "L B K"]  # prompt entries that were kept
+    cache_bytes: int = dataclasses.field(metadata={"static": True})  # as allocated, all rows: see PackedCache.bytes
+    slots: int = dataclasses.field(metadata={"static": True})  # allocated for each row and key head, tails included
     parts: int = dataclasses.field(default=1, metadata={"static": True})  # of the slots, see PackedCache
 
 
@@ -59,16 +60,16 @@ def decode_step(
     """Feeds one token per row; returns the cache with it and the logits of the next. The cache may be donated.
 
     Raises:
-        InputError: the tail of a row is full; where that is known (under jit it is not, and the row's logits are NaN).
+        InputError: the cache has no room for it, where that is known (under jit it is not: the row's logits are NaN).
     """
-    check_tail(cache, 1)
+    check_new_room(cache, 1)
     cache, x = feed(params.decoder, cache, params.decoder.embedding(token)[:, None], cache.next_position[:, None])
     return dataclasses.replace(cache, next_position=cache.next_position + 1), logits_after(params, cache, x[:, 0])
 
 
 def logits_after(params: Model, cache: PackedCache, x: Float[Array, "B D"]) -> Float[Array, "B vocab"]:
-    """Logits from the last layer's output; NaN in rows that were fed more than their tail holds."""
-    full = cache.used > cache.tail_k[0].shape[1]
+    """Logits from the last layer's output; NaN in rows that were fed more tokens than the cache was made for."""
+    full = cache.used > cache.new_tokens
     return jnp.where(full[:, None], jnp.nan, params.decoder.logits(x))
 
 
@@ -130,8 +131,8 @@ def _generate(
     cache, logits = prefill(params, inputs, policy, new_tokens=sampling.max_new_tokens, key=policy_key, kernels=kernels)
     tokens, lengths = decode(params, cache, logits, sampling=sampling, key=sample_key)
     return Output(
-        tokens=tokens, lengths=lengths, token=cache.token, start=cache.start, length=cache.length,
-        cache_bytes=cache.bytes, parts=cache.parts,
+        tokens=tokens, lengths=lengths, token=cache.token, start=cache.start, length=cache.counts,
+        cache_bytes=cache.bytes, slots=cache.slots, parts=cache.parts,
     )  # fmt: skip
 
 
@@ -145,18 +146,18 @@ def decode(
 ) -> tuple[Int[Array, "B S"], Int[Array, " B"]]:
     """One `while_loop` from a prompt's cache and logits until every row has ended.
 
-    A row also ends where its next logits are NaN, as they are if `extend` has left fewer slots of its tail than the
-    answer needs: no token is made of them.
+    A row also ends where its next logits are NaN, as they are if `extend` has left less room than the answer needs: no
+    token is made of them.
 
     Returns:
         Tokens, and how many each row has, the stop id included. After its end a row repeats its last token, or -1 if it
         has none.
 
     Raises:
-        InputError: the tail is too small for `max_new_tokens`; if slots of it are used, where that is known (under jit
-            it is not).
+        InputError: the cache has too little room for `max_new_tokens`; tokens fed before count where their number is
+            known (under jit it is not).
     """
-    check_tail(cache, sampling.max_new_tokens - 1)  # the last token is not fed
+    check_new_room(cache, sampling.max_new_tokens - 1)  # the last token is not fed
     stop = jnp.asarray(params.config.stop if sampling.stop is None else sampling.stop, jnp.int32)
 
     def pick(logits: Array, step: Array | int) -> Array:
@@ -224,11 +225,11 @@ def log_probabilities(
     """What `score` returns, from a prompt's cache and logits.
 
     Raises:
-        InputError: the tail has fewer than the S - 1 slots that are needed. If slots of it are used and that is unknown
-            (under jit), targets without a slot score NaN.
+        InputError: the cache has no room for S - 1 tokens. If tokens have been fed and that is unknown (under jit),
+            targets without room score NaN.
     """
     targets = jnp.asarray(targets)
-    check_tail(cache, targets.shape[1] - 1)  # the last target is not fed
+    check_new_room(cache, targets.shape[1] - 1)  # the last target is not fed
 
     def log_probability(logits: Array, target: Array) -> Array:
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(target, 0)[:, None], axis=1)[:, 0]
@@ -292,13 +293,13 @@ def decode_steps(
         cache, logits = _decode_step(params, cache, jnp.asarray(shown))
 
 
-def check_tail(cache: PackedCache, new_tokens: int) -> None:
-    """Raises InputError if a row has too few free tail slots for `new_tokens`. Under jit it counts all as free."""
-    slots, used = cache.tail_k[0].shape[1], most_used(cache) or 0
-    if used + new_tokens > slots:
+def check_new_room(cache: PackedCache, new_tokens: int) -> None:
+    """Raises InputError if a cache cannot take so many tokens more. Under jit it counts none as fed."""
+    most, used = cache.new_tokens, most_used(cache) or 0
+    if used + new_tokens > most:
         raise InputError(
-            f"the tail has {slots} slots, {used} of them used, and {new_tokens} more are needed: prefill with a larger "
-            f"new_tokens, or vlkv.cache.resize_tail(cache, {used + new_tokens})"
+            f"the cache has room for {most} new tokens, {used} of them used, and {new_tokens} more are needed: prefill "
+            f"with a larger new_tokens, or vlkv.cache.resize(cache, {used + new_tokens})"
         )
 
 

@@ -1,12 +1,17 @@
 """What a method that acts while decoding remembers of one layer's entries, and the attention that feeds it.
 
-Unbatched like every stage: B is vmapped outside. Axes: K key heads · N query heads · M bound on the segment · S tail
-slots · E = M + S entries, the segment's before the tail's. Evicting masks an entry; its slot is not reused.
+Where methods evict, a new entry takes a slot that is free, each key head for itself: `arrive` says which. So the cache
+stays as large as the method's budget. Elsewhere (`reuses` is False: the pool is quantised, or nothing is ever evicted)
+new entries go to a tail, an evicted entry is masked, and its slot stays empty.
+
+Unbatched like every stage: B is vmapped outside. Axes: K key heads · N query heads · T prompt tokens · M bound on the
+segment's slots · S tail slots, 0 if slots are reused · E = M + S entries, the segment's before the tail's.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import field
 from typing import Any
 
 import jax
@@ -15,17 +20,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import Kernels, QuantizedPool, core_attention, decode_attention
 from vlkv import parallel
+from vlkv.sharding import axes
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Core:
-    """The slots of a segment that some steps are content with, so that such a step need not read the others."""
-
-    rows: Int[Array, "*B M"]  # ascending, counted from the segment's start; from `count` on anything
-    count: Int[Array, "*B"]
-    text: Int[Array, "*B K"]  # the segment's first slot of text; all from there on takes part
-    suffices: Bool[Array, "*B"]  # whether the next step attends to nothing else in the segment
+_ENTRIES, _HEADS = axes("batch", "kv_heads", "entries"), axes("batch", "kv_heads")
+_LAST = jnp.iinfo(jnp.int32).max
 
 
 @jax.tree_util.register_dataclass
@@ -33,107 +31,163 @@ class Core:
 class Memory:
     """One layer of one row."""
 
-    stored: Bool[Array, "*B K E"]  # in memory
-    attended: Bool[Array, "*B K E"]  # what the next step attends to, besides its own entry
-    is_text: Bool[Array, "*B K E"]  # prompt text and generated tokens
-    place: Int[Array, "*B K E"]  # order in which tokens were seen, from 0
-    values: dict[str, Float[Array, "*B K E"]]  # the method's own numbers, from `Policy.remember`
-    capacity: Int[Array, "*B K"]  # prompt entries that were kept
-    vision: Int[Array, "*B"]  # vision tokens that the prompt had
-    text: Int[Array, "*B"]  # text tokens that the prompt had
-    steps: Int[Array, "*B"]  # tokens fed so far
-    core: Core | None = None  # for methods with steps that do not attend to all that is stored; see `list_core`
-    new_tokens: int = dataclasses.field(metadata={"static": True})  # S
+    stored: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # in memory
+    attended: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # by the next step, besides its own entry
+    is_text: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # prompt text, generated tokens, and slots for these
+    place: Int[Array, "*B K E"] = field(metadata=_ENTRIES)  # order in which tokens were seen, from 0
+    rank: Int[Array, "*B K E"] = field(metadata=_ENTRIES)  # stored entries that were seen before this one
+    values: dict[str, Float[Array, "*B K E"]] = field(metadata=_ENTRIES)  # the method's own, from `Policy.remember`
+    slots: Int[Array, "*B K"] = field(metadata=_HEADS)  # entries that there are slots for
+    capacity: Int[Array, "*B K"] = field(metadata=_HEADS)  # prompt entries that were kept
+    vision: Int[Array, "*B"] = field(metadata=axes("batch"))  # vision tokens that the prompt had
+    text: Int[Array, "*B"] = field(metadata=axes("batch"))  # text tokens that the prompt had
+    steps: Int[Array, "*B"] = field(metadata=axes("batch"))  # tokens fed so far
+    # For methods with steps that do not attend to all that is stored: the vision entries that these are content with,
+    # besides all text; and whether the next step is one of them. Such a step does not read the others.
+    core: Bool[Array, "*B K E"] | None = field(default=None, metadata=_ENTRIES)
+    core_only: Bool[Array, "*B"] | None = field(default=None, metadata=axes("batch"))
+    new_tokens: int = field(metadata={"static": True})  # the most tokens that may follow the prompt
+    reuses: bool = field(default=False, metadata={"static": True})  # whether new entries take free slots
+
+    @property
+    def tail(self) -> int:
+        """S."""
+        return 0 if self.reuses else self.new_tokens
 
 
 def begin(
-    token: Int[Array, "K M"],
-    length: Int[Array, " K"],
+    kept: Bool[Array, "K T"],
     values: dict[str, Float[Array, "K T"]],
     is_vision: Bool[Array, " T"],
     valid: Bool[Array, " T"],
     *,
     new_tokens: int,
 ) -> Memory:
-    """The memory of a packed segment: values of kept tokens, zeros for the tail to come; `token` of `cache.entries`."""
-    inside, tokens = token >= 0, jnp.maximum(token, 0)
-    heads, count = tokens.shape[0], jnp.sum(valid)
-
-    def extend(x: Array, fill: Array | float) -> Array:
-        return jnp.concatenate([x, jnp.broadcast_to(jnp.asarray(fill, x.dtype), (heads, new_tokens))], axis=1)
-
-    stored = extend(inside, False)
+    """The memory of a layer before its entries are packed: an entry for every token of the prompt, in their order."""
+    count = jnp.sum(kept, axis=-1, dtype=jnp.int32)
     return Memory(
-        stored=stored,
-        attended=stored,
-        is_text=extend(inside & ~is_vision[tokens], True),
-        place=extend((jnp.cumsum(valid) - 1)[tokens].astype(jnp.int32), count + jnp.arange(new_tokens)),
-        values={
-            name: extend(jnp.where(inside, jnp.take_along_axis(value, tokens, axis=1), 0.0), 0.0)
-            for name, value in values.items()
-        },
-        capacity=length,
+        stored=kept,
+        attended=kept,
+        is_text=jnp.broadcast_to(~is_vision, kept.shape),
+        place=jnp.broadcast_to(jnp.cumsum(valid) - 1, kept.shape).astype(jnp.int32),
+        rank=(jnp.cumsum(kept, axis=-1) - kept).astype(jnp.int32),
+        values=values,
+        slots=count,
+        capacity=count,
         vision=jnp.sum(is_vision & valid),
         text=jnp.sum(valid & ~is_vision),
         steps=jnp.int32(0),
         new_tokens=new_tokens,
+        reuses=True,  # there is no tail yet
     )
 
 
-def resize(memory: Memory, new_tokens: int) -> Memory:
-    """The same for a tail of another size, batched or not: new slots are empty and come next in order."""
-    size = memory.stored.shape[-1] - memory.new_tokens + new_tokens
-    more = max(0, new_tokens - memory.new_tokens)
+def packed(
+    memory: Memory, token: Int[Array, "K M"], slots: Int[Array, " K"], *, new_tokens: int, reuses: bool
+) -> Memory:
+    """The same memory after packing.
 
-    def fit(x: Array, fill: Array | bool | float) -> Array:
-        empty = jnp.broadcast_to(jnp.asarray(fill, x.dtype), (*x.shape[:-1], more))
+    Args:
+        memory: of all tokens of the prompt.
+        token: which of them lies in each slot of the segment; -1: none. See `cache.entries`.
+        slots: entries that the segment has slots for.
+        new_tokens: S, where there is a tail.
+        reuses: whether there is none.
+    """
+    inside, at = token >= 0, jnp.maximum(token, 0)
+
+    def fit(x: Any, fill: Any) -> Any:
+        return None if x is None else jnp.where(inside, jnp.take_along_axis(x, at, axis=1), jnp.asarray(fill, x.dtype))
+
+    made = _each(memory, fit)
+    if reuses:
+        return dataclasses.replace(made, slots=slots, new_tokens=new_tokens)
+    made = dataclasses.replace(made, slots=jnp.full_like(slots, token.shape[1]), new_tokens=0, reuses=False)
+    return resize(made, new_tokens)
+
+
+def _each(memory: Memory, change: Any) -> Memory:
+    """`change(x, what an entry that is not there holds)` of every array that has the axis E."""
+    return dataclasses.replace(
+        memory,
+        **{name: change(getattr(memory, name), False) for name in ("stored", "attended", "core")},
+        **{name: change(getattr(memory, name), 0) for name in ("place", "rank")},
+        is_text=change(memory.is_text, True),
+        values={name: change(value, 0.0) for name, value in memory.values.items()},
+    )
+
+
+def resize(memory: Memory, new_tokens: int, more: int = 0) -> Memory:
+    """The same where another number of tokens may follow, batched or not.
+
+    Args:
+        memory: any.
+        new_tokens: of these there may be so many, those fed included.
+        more: slots that the segment gets, where slots are reused.
+    """
+    more = more if memory.reuses else new_tokens - memory.new_tokens
+    size = memory.stored.shape[-1] + more
+
+    def fit(x: Any, fill: Any) -> Any:
+        if x is None:
+            return None
+        empty = jnp.broadcast_to(jnp.asarray(fill, x.dtype), (*x.shape[:-1], max(0, more)))
         return jnp.concatenate([x[..., :size], empty], axis=-1)
 
-    return dataclasses.replace(
-        memory,
-        stored=fit(memory.stored, False),
-        attended=fit(memory.attended, False),
-        is_text=fit(memory.is_text, True),
-        place=fit(memory.place, memory.place[..., -1:] + 1 + jnp.arange(more)),
-        values={name: fit(value, 0.0) for name, value in memory.values.items()},
-        new_tokens=new_tokens,
-    )
+    slots = memory.slots if memory.reuses else memory.slots + more
+    return dataclasses.replace(_each(memory, fit), slots=slots, new_tokens=new_tokens)
 
 
-def arrive(memory: Memory) -> Memory:
-    """The entry of the token that is being fed: stored, attended to."""
-    slot = memory.stored.shape[-1] - memory.new_tokens + memory.steps
-    return dataclasses.replace(
-        memory,
-        stored=memory.stored.at[:, slot].set(True),
-        attended=memory.attended.at[:, slot].set(True),
-        steps=memory.steps + 1,
-    )
+def arrive(memory: Memory) -> tuple[Memory, Int[Array, " K"]]:
+    """The memory with the token that is being fed, stored and attended to, and which entry it is in each head.
 
-
-def list_core(memory: Memory, core: Bool[Array, "K E"], suffices: Bool[Array, ""]) -> Memory:
-    """Says which entries the next step attends to in the segment, besides text: `core` if it `suffices`, or any.
-
-    One list serves all heads. Where heads differ, as they may if another method chose what is stored, every step reads
-    the whole segment and masks it by `attended`, which is the same in effect.
+    Where slots are reused it takes a free one. If a method has let nothing go and there is none, the oldest leaves.
     """
-    inside = slice(0, core.shape[1] - memory.new_tokens)
-    text, vision = memory.is_text[:, inside], core[:, inside] & ~memory.is_text[:, inside]
-    (rows,) = jnp.nonzero(vision[0], size=vision.shape[1], fill_value=0)
-    made = Core(
-        rows=rows.astype(jnp.int32),
-        count=jnp.sum(vision[0], dtype=jnp.int32),
-        # Vision comes first in a segment; evicted text keeps its slot.
-        text=jnp.where(jnp.any(text, axis=1), jnp.argmax(text, axis=1), memory.capacity).astype(jnp.int32),
-        suffices=suffices & jnp.all(vision == vision[0]),
+    size = memory.stored.shape[-1]
+    number = jnp.arange(size)
+    if memory.reuses:
+        taken = jnp.where(memory.stored, 1 + memory.rank, 0)
+        entry = jnp.argmin(jnp.where(number < memory.slots[:, None], taken, _LAST), axis=-1)
+    else:
+        entry = jnp.full_like(memory.slots, size - memory.tail + memory.steps)
+    new = number == entry[:, None]
+    memory = _without(memory, new & memory.stored)
+    return dataclasses.replace(
+        memory,
+        stored=memory.stored | new,
+        attended=memory.attended | new,
+        is_text=memory.is_text | new,
+        place=jnp.where(new, memory.vision + memory.text + memory.steps, memory.place),
+        rank=jnp.where(new, jnp.sum(memory.stored, axis=-1, keepdims=True), memory.rank),
+        values={name: jnp.where(new, 0.0, value) for name, value in memory.values.items()},
+        core=None if memory.core is None else memory.core & ~new,
+        steps=memory.steps + 1,
+    ), entry
+
+
+def evict(memory: Memory, candidates: Bool[Array, "K E"], value: Float[Array, "K E"]) -> Memory:
+    """Lets go, in every head, the candidate of the least value; ties go to the oldest. None: nothing happens."""
+    least = jnp.min(jnp.where(candidates, value, jnp.inf), axis=-1, keepdims=True)
+    tied = candidates & (value == least)
+    oldest = jnp.argmin(jnp.where(tied, memory.rank, _LAST), axis=-1)
+    return _without(memory, tied & (jnp.arange(tied.shape[-1]) == oldest[:, None]))
+
+
+def _without(memory: Memory, gone: Bool[Array, "K E"]) -> Memory:
+    """The memory without these entries, at most one of each head."""
+    rank = jnp.min(jnp.where(gone, memory.rank, _LAST), axis=-1, keepdims=True)
+    return dataclasses.replace(
+        memory,
+        stored=memory.stored & ~gone,
+        attended=memory.attended & ~gone,
+        rank=memory.rank - (memory.rank > rank),
     )
-    return dataclasses.replace(memory, core=made)
 
 
 def attend_to(
     q: Float[Array, "B N H"],
     segment: tuple[Array | QuantizedPool, Array | QuantizedPool, Array, Array],
-    tail: tuple[Array, Array],
+    tail: tuple[Array, Array] | None,
     seen: Int[Array, " B"],
     memory: Memory,
     *,
@@ -146,24 +200,23 @@ def attend_to(
     Args:
         q: this step's queries.
         segment: keys and values of the pool, start and length of this layer's segment.
-        tail: keys and values of this layer's tail.
-        seen: its entries.
+        tail: keys and values of this layer's tail; None: slots are reused.
+        seen: entries of the tail.
         memory: after `arrive`.
         softmax_n: of n-softmax, counted once for segment and tail together.
         kernels: implementations; None: of the platform.
         parts: of the cache's slots.
     """
-    new_tokens, kernels = memory.new_tokens, Kernels() if kernels is None else kernels
-    kept, recent = memory.attended[..., :-new_tokens], memory.attended[..., -new_tokens:]
-    held = memory.core
-    core = () if held is None else (held.rows, held.count, held.text, held.suffices)
+    kernels = Kernels() if kernels is None else kernels
+    segment_slots = memory.stored.shape[-1] - memory.tail
+    kept, recent = memory.attended[..., :segment_slots], memory.attended[..., segment_slots:]
+    core = () if memory.core is None else jax.vmap(_listed)(memory)
 
     def own(
         part: parallel.Part, q: Array, segment: Any, tail: Any, seen: Array, kept: Array, recent: Array, core: Any
     ) -> tuple[Array, ...]:
         """A device's rows, heads and slots."""
-        (k, v, start, length), (tail_k, tail_v) = segment, tail
-        nothing = jnp.zeros_like(start)
+        k, v, start, length = segment
         kept, recent = part.mine(kept), part.mine(recent)
         here = q, k, v, start, part.number(length)
         most = kept.shape[-1]
@@ -184,33 +237,51 @@ def attend_to(
             out, lse, mass = whole()
         else:  # after `extend` rows may be at different steps: then all read the whole
             out, lse, mass = jax.lax.cond(jnp.all(core[-1]), listed, whole)
-        tail_out, tail_lse, tail_mass = decode_attention(
-            q, tail_k, tail_v, nothing, nothing + part.number(seen)[:, None], valid=recent,
-            max_length=recent.shape[-1], return_mass=True, implementation=kernels.decode_attention,
-        )  # fmt: skip
-        out, total = part.combine((out, lse), (tail_out, tail_lse), softmax_n=softmax_n)
-        shares = mass * jnp.exp(lse - total)[..., None], tail_mass * jnp.exp(tail_lse - total)[..., None]
-        sizes = memory.attended.shape[-1] - new_tokens, new_tokens
+        pieces, masses, sizes = [(out, lse)], [mass], [segment_slots]
+        if tail is not None:
+            nothing = jnp.zeros_like(start)
+            out, lse, mass = decode_attention(
+                q, tail[0], tail[1], nothing, nothing + part.number(seen)[:, None], valid=recent,
+                max_length=recent.shape[-1], return_mass=True, implementation=kernels.decode_attention,
+            )  # fmt: skip
+            pieces, masses, sizes = [*pieces, (out, lse)], [*masses, mass], [*sizes, memory.tail]
+        out, total = part.combine(pieces[0], pieces[1] if pieces[1:] else None, softmax_n)
+        shares = (mass * jnp.exp(lse - total)[..., None] for mass, (_, lse) in zip(masses, pieces, strict=True))
         whole_shares = [part.all(x, size) for x, size in zip(shares, sizes, strict=True)]
         return out, jnp.concatenate(whole_shares, axis=-1)
 
+    if tail is None:  # what lies beyond the last entry need not be read
+        number = jnp.arange(1, segment_slots + 1)
+        segment = *segment[:3], jnp.max(jnp.where(kept, number, 0), axis=-1)
     pool, mask, listed = "B P K H", "B K E", ("B C", "B", "B K", "B")
     run = parallel.split(
-        own, ("B N H", (pool, pool, "B K", "B K"), (pool, pool), "B", mask, mask, listed if core else ()),
+        own, ("B N H", (pool, pool, "B K", "B K"), None if tail is None else (pool, pool), "B", mask, mask,
+              listed if core else ()),
         ("B N H", "B N E"), batch=q.shape[0], kv_heads=kept.shape[1], parts=parts,
     )  # fmt: skip
     return run(q, segment, tail, seen, kept, recent, core)
 
 
-def evict(memory: Memory, candidates: Bool[Array, "K E"], value: Float[Array, "K E"]) -> Memory:
-    """Masks, in every head, the candidate of the least value; ties go to the earlier slot. None: nothing happens."""
-    worst = jnp.argmin(jnp.where(candidates, value, jnp.inf), axis=-1)
-    gone = jax.nn.one_hot(worst, candidates.shape[-1], dtype=bool) & candidates
-    return dataclasses.replace(memory, stored=memory.stored & ~gone, attended=memory.attended & ~gone)
+def _listed(memory: Memory) -> tuple[Array, Array, Array, Array]:
+    """What `core_attention` reads of a segment: rows and their number, the first slot of text; and whether it may.
+
+    One list serves all heads. Where heads differ, as they may if another method chose what is stored, every step reads
+    the whole segment and masks it by `attended`, which is the same in effect.
+    """
+    assert memory.core is not None and memory.core_only is not None
+    inside = slice(0, memory.stored.shape[1] - memory.tail)
+    text = memory.is_text[:, inside]
+    vision = memory.core[:, inside] & ~text
+    (rows,) = jnp.nonzero(vision[0], size=vision.shape[1], fill_value=0)
+    first = jnp.where(jnp.any(text, axis=1), jnp.argmax(text, axis=1), vision.shape[1])  # vision comes first
+    return (
+        rows.astype(jnp.int32), jnp.sum(vision[0], dtype=jnp.int32), first.astype(jnp.int32),
+        memory.core_only & jnp.all(vision == vision[0]),
+    )  # fmt: skip
 
 
-def rank_by_place(memory: Memory, among: Bool[Array, "K E"]) -> Int[Array, "K E"]:
+def rank_among(memory: Memory, among: Bool[Array, "K E"]) -> Int[Array, "K E"]:
     """For every entry the number of entries `among` that were seen before it."""
-    order = jnp.argsort(jnp.where(among, memory.place, jnp.iinfo(jnp.int32).max), axis=-1)
+    order = jnp.argsort(jnp.where(among, memory.place, _LAST), axis=-1)
     before = jnp.broadcast_to(jnp.arange(order.shape[-1]), order.shape)
     return jnp.put_along_axis(jnp.zeros_like(order), order, before, axis=-1, inplace=False)

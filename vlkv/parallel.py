@@ -70,12 +70,13 @@ class Part:
         return jnp.take_along_axis(rows // self.count, order, axis=1), jnp.sum(here, axis=1, dtype=count.dtype)
 
     def combine(
-        self, first: tuple[Array, Array], second: tuple[Array, Array], softmax_n: float = 0.0
+        self, first: tuple[Array, Array], second: tuple[Array, Array] | None = None, softmax_n: float = 0.0
     ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
-        """`pallas_kernels.combine`, of all devices' parts."""
+        """`pallas_kernels.combine` of one or two sets of keys, of all devices' parts."""
+        out, lse = first if second is None else pallas_kernels.combine(first, second)
         if self.count == 1:
-            return pallas_kernels.combine(first, second, softmax_n=softmax_n)
-        out, lse = pallas_kernels.combine(first, second)
+            total = add_constant(lse, softmax_n)
+            return out * share(lse, total), total
         peak = jax.lax.pmax(lse, _MODEL)
         peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
         weight = jnp.exp(lse - peak)[..., None]

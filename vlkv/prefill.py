@@ -11,18 +11,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels
-from vlkv.cache import PackedCache, check_new_tokens, entries, pack
+from vlkv.cache import PackedCache, check_new_tokens, pack, reuses_slots, segment_slots
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.inputs import Inputs
-from vlkv.memory import Memory, begin
+from vlkv.memory import Memory, begin, packed
 from vlkv.observe import ordinal, tokens_at
 from vlkv.parallel import by_row
 from vlkv.policies.policy import Budget, Policy, with_budget
@@ -49,7 +48,7 @@ def prefill(
         params: the model.
         inputs: from the processor.
         policy: decides what stays.
-        sampling: its `max_new_tokens` are the slots of the tail, the most tokens that may follow; None is `Greedy()`.
+        sampling: its `max_new_tokens` are the most tokens that may follow; None is `Greedy()`.
         new_tokens: the same as a number, instead of `sampling`.
         key: for policies that draw at random.
         kernels: implementations of the ops, for this and for decoding from the cache; None: of the platform.
@@ -201,34 +200,57 @@ def _fill(prompt: Prompt, policy: Policy, new_tokens: int, chooser: Policy | Non
     for i, layer in enumerate(found):
         kept, scores = (x[:, i, :, : layer.k.shape[2]] for x in (selection.kept, selection.scores))
         merged.append(jax.vmap(policy.merge)(layer.k, layer.v, kept, scores))
+    kept, asked, reuses = jnp.swapaxes(selection.kept, 0, 1), None, reuses_slots(policy)
+    memories: tuple[Memory, ...] = ()
+    if policy.acts:
+        recall = jax.vmap(partial(_recall, policy, new_tokens=new_tokens))
+        recalled = [
+            recall(
+                layer.source, kept[i][..., : layer.k.shape[2]], layer.observed.values, prompt.is_vision, prompt.valid
+            )
+            for i, layer in enumerate(found)
+        ]
+        memories, kept = tuple(m for m, _ in recalled), jnp.stack([_lengthen(x, longest) for _, x in recalled])
+        asked = jnp.stack([jax.vmap(policy.decode_slots)(m) for m in memories]) if reuses else None
+    bounds = {"max_vision": prompt.max_vision, "max_text": prompt.max_text, "max_images": prompt.max_images}
     cache = pack(
-        policy, tuple(m[0] for m in merged), tuple(m[1] for m in merged), jnp.swapaxes(selection.kept, 0, 1),
+        policy, tuple(m[0] for m in merged), tuple(m[1] for m in merged), kept,
         is_vision=jnp.swapaxes(is_vision, 0, 1), source=jnp.swapaxes(source, 0, 1),
-        next_position=prompt.next_position, max_vision=prompt.max_vision, max_text=prompt.max_text,
-        max_images=prompt.max_images, new_tokens=new_tokens,
+        next_position=prompt.next_position, new_tokens=new_tokens, asked=asked, **bounds,
     )  # fmt: skip
     cache = dataclasses.replace(cache, kernels=prompt.kernels)
     if policy.acts:
-        cache = dataclasses.replace(cache, memory=_memories(prompt, policy, cache), policy=policy)
+        most = segment_slots(
+            policy, layers=len(found), vision=prompt.max_vision, text=prompt.max_text, images=prompt.max_images,
+            new_tokens=new_tokens,
+        )  # fmt: skip
+        moved = jax.vmap(partial(packed, new_tokens=new_tokens if reuses else cache.new_tokens, reuses=reuses))
+        memories = tuple(moved(m, cache.entries(i, most), cache.length[i]) for i, m in enumerate(memories))
+        cache = dataclasses.replace(cache, memory=memories, policy=policy)
     return _own_buffers(cache, prompt)
 
 
-def _memories(prompt: Prompt, policy: Policy, cache: PackedCache) -> tuple[Memory, ...]:
-    """What a policy that acts while decoding remembers of each layer."""
-    layers, length = len(prompt.layers), prompt.valid.shape[1]
-    max_length = policy.layer_bound(layers=layers, vision=prompt.max_vision, text=prompt.max_text)
+def _recall(
+    policy: Policy,
+    source: Int[Array, " t"],
+    kept: Bool[Array, "K t"],
+    values: dict[str, Float[Array, "K t"]],
+    is_vision: Bool[Array, " T"],
+    valid: Bool[Array, " T"],
+    *,
+    new_tokens: int,
+) -> tuple[Memory, Bool[Array, "K t"]]:
+    """What a policy that acts while decoding remembers of one layer of one row, and which tokens it stores."""
 
-    def recall(token: Any, length: Any, values: Any, is_vision: Any, valid: Any) -> Memory:
-        room = cache.tail_k[0].shape[1]  # new_tokens, or a few more where the slots are in parts
-        return policy.begin(begin(token, length, values, is_vision, valid, new_tokens=room))
+    def spread(x: Array) -> Array:  # from a layer's tokens to the prompt's
+        return jnp.zeros((len(x), len(valid)), x.dtype).at[:, source].set(x)
 
-    return tuple(
-        jax.vmap(recall)(
-            entries(cache.token, cache.start[i], cache.length[i], max_length, cache.parts), cache.length[i],
-            _by_source(layer, length), prompt.is_vision, prompt.valid,
-        )
-        for i, layer in enumerate(prompt.layers)
+    memory = begin(
+        jnp.zeros((len(kept), len(valid)), bool).at[:, source].max(kept),
+        {name: spread(value) for name, value in values.items()}, is_vision, valid, new_tokens=new_tokens,
     )  # fmt: skip
+    memory = policy.begin(memory)
+    return memory, kept & memory.stored[:, source]
 
 
 def _own_buffers(cache: PackedCache, prompt: Prompt) -> PackedCache:
@@ -248,13 +270,4 @@ def _own_buffers(cache: PackedCache, prompt: Prompt) -> PackedCache:
 
 
 def _lengthen(x: Array, length: int) -> Array:
-    return jnp.pad(x, [(0, 0), (0, length - x.shape[1])])
-
-
-def _by_source(layer: Candidates, length: int) -> dict[str, Array]:
-    """Numbers [B, K, t] of a layer's tokens as numbers [B, K, T] of the prompt's."""
-
-    def spread(value: Float[Array, "K t"], source: Array) -> Float[Array, "K T"]:
-        return jnp.zeros((value.shape[0], length), value.dtype).at[:, source].set(value)
-
-    return {name: jax.vmap(spread)(value, layer.source) for name, value in layer.observed.values.items()}
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, length - x.shape[-1])])

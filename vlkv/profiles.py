@@ -71,7 +71,7 @@ def measure(params: Model, samples: Iterable[Inputs], policy: Policy) -> Float[n
 
 @jax.jit
 def _kept(params: Model, inputs: Inputs, policy: Policy) -> Int[Array, "L B K"]:
-    return fill_cache(read_prompt(params, inputs, policy), policy, new_tokens=1).length
+    return fill_cache(read_prompt(params, inputs, policy), policy, new_tokens=1).counts
 
 
 def aggregate(ratios: Float[np.ndarray, "S L"]) -> Float[np.ndarray, " L"]:

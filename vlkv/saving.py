@@ -22,25 +22,25 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
 from pallas_kernels import Kernels, QuantizedPool
 from vlkv import policies, profiles
-from vlkv.cache import PackedCache, resize_tail, take_rows
+from vlkv.cache import PackedCache, resize, take_rows
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.files import one_line, replacing
-from vlkv.memory import Core, Memory
+from vlkv.memory import Memory
 from vlkv.policies import Policy
 from vlkv.sharding import path_name
 
-FORMAT, VERSION = "vlkv cache", "1"
+FORMAT, VERSION, READS = "vlkv cache", "2", ("1", "2")
 _CORNER = 4  # numbers of each axis of a weight that tell one model from another
 _OWN: dict[str, type] = {
-    cls.__name__: cls
-    for cls in (PackedCache, QuantizedPool, Memory, Core, policies.Composed, *policies.registry.values())
+    cls.__name__: cls for cls in (PackedCache, QuantizedPool, Memory, policies.Composed, *policies.registry.values())
 }
 _NOT_SAVED = ("kernels",)  # the machine that loads has its own
 
@@ -95,7 +95,7 @@ def load_cache(
     Args:
         path: the file.
         params: the same model, in the same dtype.
-        new_tokens: slots of the tail from here on, those in use included; None: as many as it was saved with.
+        new_tokens: the most tokens that may follow the prompt, those fed included; None: as it was saved.
         rows: which rows, see `vlkv.cache.take_rows`; None: all.
         kernels: implementations of the ops; None: of the platform.
 
@@ -114,7 +114,7 @@ def load_cache(
         raise InputError(f"{path}: {error}") from None
     cache = dataclasses.replace(cache, kernels=Kernels() if kernels is None else kernels)
     cache = cache if rows is None else take_rows(cache, rows)
-    return cache if new_tokens is None else resize_tail(cache, new_tokens)
+    return cache if new_tokens is None else resize(cache, new_tokens)
 
 
 def read_note(path: str | os.PathLike[str]) -> tuple[Policy | None, dict[str, Any]]:
@@ -167,20 +167,37 @@ def _read(path: Path, *, arrays: bool = True) -> tuple[dict[str, Any], dict[str,
             said = file.metadata() or {}
             if said.get("format") != FORMAT:
                 raise InputError(f"{path}: not a cache; `vlkv.save_cache` writes one")
-            if said.get("version") != VERSION:
+            if said.get("version") not in READS:
                 raise InputError(
-                    f"{path}: a cache of version {said.get('version')}, this vlkv reads version {VERSION}: "
-                    "read the image again and save its cache"
+                    f"{path}: a cache of version {said.get('version')}, this vlkv reads {' and '.join(READS)}: read "
+                    "the image again and save its cache"
                 )
-            return {name: json.loads(said[name]) for name in ("model", "policy", "cache", "note")}, {
-                name: file.get_tensor(name) for name in (file.keys() if arrays else ())
-            }
+            header = {name: json.loads(said[name]) for name in ("model", "policy", "cache", "note")}
+            tensors = {name: file.get_tensor(name) for name in (file.keys() if arrays else ())}
+            if arrays and said["version"] == "1":
+                _from_version_1(header["cache"]["fields"]["memory"] or (), tensors)
+            return header, tensors
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path}: truncated or corrupt safetensors ({one_line(error)}); save it again") from None
     except (KeyError, ValueError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{path}: its metadata cannot be read; save it again") from None
+
+
+def _from_version_1(memories: Sequence[dict[str, Any]], arrays: dict[str, jax.Array]) -> None:
+    """Gives each layer's memory the fields of version 2: no slot was reused, and the core was a list of slots."""
+    for i, memory in enumerate(memories):
+        fields = memory["fields"]
+        stored, place = (arrays[fields[name]["array"]] for name in ("stored", "place"))
+        order = jnp.argsort(jnp.where(stored, place, jnp.iinfo(jnp.int32).max), axis=-1)
+        arrays[f"memory.{i}.rank"] = jnp.argsort(order, axis=-1).astype(jnp.int32)
+        arrays[f"memory.{i}.slots"] = jnp.full(stored.shape[:-1], stored.shape[-1], jnp.int32)
+        fields |= {name: {"array": f"memory.{i}.{name}"} for name in ("rank", "slots")}
+        if fields["core"] is not None:
+            core = fields["values"]["dict"].pop("core")["array"]
+            arrays[core] = arrays[core] > 0
+            fields |= {"core": {"array": core}, "core_only": fields["core"]["fields"]["suffices"]}
 
 
 def _check_model(path: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:

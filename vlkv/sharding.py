@@ -13,7 +13,7 @@ alone, with their places, are `vlkv.families.abstract(config, dtype, mesh)`. How
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -50,15 +50,31 @@ _WEIGHTS: dict[str, Axes] = {
     "embedding.weight": ("vocab", None), "head.weight": ("vocab", None),
 }  # fmt: skip
 
-# The fields of a PackedCache, and of the Memory of each layer.
-_POOL: Axes = ("batch", "slots", "kv_heads", None)
-_ENTRIES: Axes = ("batch", "kv_heads", None)
-_CACHE: dict[str, Axes] = {
-    "k": _POOL, "v": _POOL, "tail_k": _POOL, "tail_v": _POOL, "token": _POOL[:3],
-    "start": (None, "batch", "kv_heads"), "length": (None, "batch", "kv_heads"),
-    "stored": _ENTRIES, "attended": _ENTRIES, "is_text": _ENTRIES, "place": _ENTRIES, "values": _ENTRIES,
-    "capacity": _ENTRIES[:2], "text": _ENTRIES[:2],
-}  # fmt: skip
+
+def axes(*names: str | None) -> dict[str, Any]:
+    """Metadata for a dataclass field that holds arrays, or a tree of them: the names of their first axes."""
+    return {"axes": names}
+
+
+def leaves_with_axes(tree: Any) -> list[tuple[Any, Axes]]:
+    """Every array of a tree of dataclasses, and the names of its axes, of which the innermost field decides."""
+    return [(x, _axes(tree, keypath, x)) for keypath, x in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def map_with_axes(f: Callable[[Any, Axes], Any], tree: T) -> T:
+    """The same tree of what `f` makes of every array and of the names of its axes."""
+    return jax.tree_util.tree_map_with_path(lambda keypath, x: f(x, _axes(tree, keypath, x)), tree)
+
+
+def _axes(tree: Any, keypath: tuple[Any, ...], x: Any) -> Axes:
+    names: Axes = ()
+    for key in keypath:
+        if isinstance(key, jax.tree_util.GetAttrKey):
+            names = type(tree).__dataclass_fields__[key.name].metadata.get("axes", names)
+            tree = getattr(tree, key.name)
+        else:
+            tree = tree[getattr(key, "idx", getattr(key, "key", None))]
+    return (*names, *(None,) * len(x.shape))[: len(x.shape)]
 
 
 def make_mesh(*, data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -86,7 +102,7 @@ def resolve(axes: Axes, shape: tuple[int, ...], mesh: Mesh | jax.sharding.Abstra
     """How an array with these logical axes lies on the mesh."""
     found: list[str | None] = []
     for name, size in zip(axes, shape, strict=True):
-        target = None if name is None else MESH_AXIS[name]
+        target = None if name is None else MESH_AXIS.get(name)
         free = target in mesh.shape and target not in found
         found.append(target if free and size % mesh.shape[target] == 0 else None)
     while found and found[-1] is None:
@@ -146,15 +162,12 @@ def place_cache(cache: T, mesh: Mesh) -> T:
 
     Pool and tail are split over their slots where the cache has them in parts, and over the key heads where not.
     """
-    parts = cache.parts  # type: ignore[attr-defined]
 
-    def one(keypath: tuple[Any, ...], x: Any) -> Any:
-        names = [getattr(key, "name", None) for key in keypath]
-        axes = next((_CACHE[name] for name in reversed(names) if name in _CACHE), ("batch",))
-        axes = tuple(None if axis == "slots" and parts == 1 else axis for axis in axes)[: len(x.shape)]
-        return _placed(x, NamedSharding(mesh, resolve((*axes, *(None,) * (len(x.shape) - len(axes))), x.shape, mesh)))
+    def one(x: Any, names: Axes) -> Any:
+        split = tuple(None if name in cache.whole_axes else name for name in names)  # type: ignore[attr-defined]
+        return _placed(x, NamedSharding(mesh, resolve(split, x.shape, mesh)))
 
-    return jax.tree_util.tree_map_with_path(one, cache)
+    return map_with_axes(one, cache)
 
 
 def _placed(x: Any, there: Sharding) -> Any:

@@ -159,8 +159,8 @@ def test_numbers_of_the_report():
     entries = {(0, 0, 0): made, (1, 0, 0): {**made, "answer": "8", "tokens": 1, "bytes": 200}}
     result = summarise(records, [SNAPKV], ["exact", "perplexity"], entries)
     assert result["rows"] == [{
-        "policy": "SnapKV(keep=0.2, scope='vision')", "keep": 0.2, "exact": 0.5, "perplexity": pytest.approx(2),
-        "cache_bytes": 150, "tokens_per_second": 4,
+        "policy": "SnapKV(keep=0.2, scope='vision')", "keep": 0.2, "scope": "vision", "exact": 0.5,
+        "perplexity": pytest.approx(2), "cache_bytes": 150, "tokens_per_second": 4,
     }]  # fmt: skip
     assert [answer["said"] for answer in result["answers"]] == [["4 2"], ["8"]]
 

@@ -139,7 +139,7 @@ def test_a_renumbered_prompt_goes_on_from_its_own_length(case):
     policy = policies.LightKV(layers=(1,), windows=(1,), rho=0.5, variant="released")
     cache, logits = prefill(case.params, case.inputs(batch), policy, new_tokens=4)
     assert np.isfinite(logits).all()
-    length = np.asarray(cache.length[:, :, 0])
+    length = np.asarray(cache.counts[:, :, 0])
     assert length.tolist() == [[8 + 16, 30], [8 + 8, 30]]
     np.testing.assert_array_equal(cache.next_position, length[1][:, None].repeat(3, axis=1))
 

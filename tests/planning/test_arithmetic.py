@@ -115,7 +115,7 @@ def test_a_row_of_cache_by_hand():
     full = 2 * 32 * 128 * 2 * (32 * 3648 + 32 * 512)
     assert job().row_bytes() == full
     kept = round(0.1 * 32 * 3456) + 32 * 192  # and up to 15 slots a layer to begin each on a tile
-    compressed = 2 * 32 * 128 * 2 * (math.ceil((kept + 32 * 15) / 16) * 16 + 32 * 512)
+    compressed = 2 * 32 * 128 * 2 * ((kept + 32 * 15) // 16 * 16 + 32 * 512)
     assert job(policy=policies.AirCache(keep=0.1)).row_bytes() == compressed
 
 

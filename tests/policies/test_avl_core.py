@@ -1,5 +1,6 @@
 """A-VL's ordinary steps do not read what is stored but not in the core, whatever it holds."""
 
+import dataclasses
 from fractions import Fraction
 
 import jax
@@ -10,7 +11,7 @@ from test_decode_time import one_layer
 
 from pallas_kernels import Kernels
 from vlkv import policies
-from vlkv.memory import arrive, attend_to, begin
+from vlkv.memory import _listed, arrive, attend_to, begin
 
 LENGTH, HEADS, GROUPS, DIM, NEW = 70, 2, 2, 8, 4
 
@@ -23,7 +24,7 @@ def step():
     cache, _ = one_layer(policies.AVL(keep=0.6, core=0.2, refresh=2), arrays, new_tokens=NEW)
     q = jnp.array(rng.normal(size=(1, HEADS * GROUPS, DIM)), jnp.float32)
     tail = jnp.array(rng.normal(size=(2, 1, NEW, HEADS, DIM)), jnp.float32)
-    return cache, jax.jit(jax.vmap(arrive))(cache.memory[0]), q, tail
+    return cache, jax.jit(jax.vmap(arrive))(cache.memory[0])[0], q, tail
 
 
 def answer(step, memory, k, v, kernels=None):
@@ -38,14 +39,14 @@ def test_an_ordinary_step_does_not_read_what_is_not_in_the_core(step):
     cache, memory, _, _ = step
     most = memory.attended.shape[-1] - NEW
     aside = np.asarray(memory.stored & ~memory.attended)[0, 0, :most]
-    assert aside.sum() == 30 - 10 and memory.core.suffices.all()
+    assert aside.sum() == 30 - 10 and memory.core_only.all()
     start = int(cache.start[0, 0, 0])
     slots = start + np.flatnonzero(aside)
     poisoned = (cache.k.at[:, slots].set(jnp.nan), cache.v.at[:, slots].set(jnp.nan))
     for got, want in zip(answer(step, memory, *poisoned), answer(step, memory, cache.k, cache.v), strict=True):
         np.testing.assert_array_equal(got, want)
     refreshed = jax.vmap(cache.policy.step)(memory, jnp.zeros((1, HEADS * GROUPS, most + NEW)))
-    assert not refreshed.core.suffices.any()  # the second step is a refresh: it reads everything
+    assert not refreshed.core_only.any()  # the second step is a refresh: it reads everything
     assert np.isnan(answer(step, refreshed, *poisoned)[0]).any()
 
 
@@ -54,10 +55,10 @@ def test_core_and_text_window_are_rounded_down_from_the_exact_product(fraction, 
     """Of the tokens of an image, or of text. The first loses a token in float32, the second in double precision."""
     expected = int(Fraction(str(fraction)) * count)
     policy = policies.AVL(keep=0.6, core=fraction, text=fraction)
-    token, everything = jnp.arange(count)[None], jnp.ones(count, bool)
+    everything = jnp.ones(count, bool)
     for is_vision, new in ((everything, 1), (~everything, 0)):
         memory = jax.jit(begin, static_argnames="new_tokens")(
-            token, jnp.array([count]), {}, is_vision, everything, new_tokens=new
+            everything[None], {}, is_vision, everything, new_tokens=new
         )
         if new:
             assert policy.pick(memory, jnp.zeros(memory.stored.shape)).sum() == expected
@@ -78,8 +79,7 @@ def test_kernels_by_name_give_the_same_answer(step):
 def test_where_heads_differ_no_list_is_used(step):
     _, memory, _, _ = step
     policy = policies.AVL(keep=0.6, core=0.2, refresh=5)
-    core = memory.values["core"].at[0, 1].set(jnp.roll(memory.values["core"][0, 1], 1))
-    values = {**memory.values, "core": core}
-    one = jax.tree.map(lambda x: x[0], type(memory)(**{**vars(memory), "values": values}))
+    core = memory.core.at[0, 1].set(jnp.roll(memory.core[0, 1], 1))
+    one = jax.tree.map(lambda x: x[0], dataclasses.replace(memory, core=core))
     made = jax.jit(policy.prepare)(one)
-    assert not made.core.suffices and (made.attended[0] != made.attended[1]).any()
+    assert made.core_only and not _listed(made)[-1] and (made.attended[0] != made.attended[1]).any()

@@ -95,13 +95,13 @@ def test_avl_golden(golden, suffix):
         return full[:, : length + steps]
 
     same_in_every_head(vision_part(cache.memory[0].stored[0]), g["paper_secondary"])
-    same_in_every_head(vision_part(cache.memory[0].values["core"][0] > 0), g["paper_initial_core"])
+    same_in_every_head(vision_part(cache.memory[0].core[0]), g["paper_initial_core"])
     same_in_every_head(text_part(), g[f"paper_text_kept_after_prefill_{suffix}"])
     for i in range(steps):
         new = (jnp.asarray(g[name][i]) for name in ("q_new", "k_new", "v_new"))
         cache, out, used = step(cache, *new)
         np.testing.assert_allclose(out, g[f"paper_output_{suffix}"][i], atol=2e-5)
-        same_in_every_head(vision_part(cache.memory[0].values["core"][0] > 0), g[f"paper_core_after_step_{suffix}"][i])
+        same_in_every_head(vision_part(cache.memory[0].core[0]), g[f"paper_core_after_step_{suffix}"][i])
         same_in_every_head(text_part(), g[f"paper_text_kept_after_step_{suffix}"][i])
         # An ordinary step reads the core and the text, nothing else.
         vision_read = int((np.asarray(used)[0] & ~np.asarray(cache.memory[0].is_text)[0, 0]).sum())

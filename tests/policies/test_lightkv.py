@@ -354,7 +354,7 @@ def test_prefill_caches_what_reached_each_layer_and_padding_changes_no_logit(var
     runs = []
     for padding in ("left", "right"):
         cache, logits = prefill(models.tiny_llava(), models.unequal_batch(padding=padding), policy, new_tokens=2)
-        runs.append((np.asarray(cache.length)[:, :, 0], np.asarray(logits)))
+        runs.append((np.asarray(cache.counts)[:, :, 0], np.asarray(logits)))
     for left, right in zip(*runs, strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-5)
     # 5 x 5 patches in windows of 9, 6, 6 and 4 lose 4 + 3 + 3 + 2; 25 tokens are fewer than 8 x 2^2.

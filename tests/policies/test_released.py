@@ -217,7 +217,7 @@ def test_the_pool_has_room_and_holds_what_select_names(params, policy):
             whole[:, :, valid] = np.stack([layer[i].swapaxes(0, 1) for layer in layers])
         wanted = np.asarray(select(policy, q, k, v, batch.is_vision[row], valid).kept)
         for layer, head in np.ndindex(3, 2):
-            start, length = (int(x[layer, row, head]) for x in (cache.start, cache.length))
+            start, length = (int(x[layer, row, head]) for x in (cache.start, cache.counts))
             held = np.sort(np.asarray(cache.token)[row, start : start + length, head])
             np.testing.assert_array_equal(held, np.flatnonzero(wanted[layer, head]))
 

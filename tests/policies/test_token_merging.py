@@ -235,7 +235,7 @@ def test_on_the_cache_nothing_happens_while_the_prompt_is_read():
     cache, logits = prefill(models.tiny_llava(), inputs, policy, new_tokens=2)
     _, whole = prefill(models.tiny_llava(), inputs, Full(), new_tokens=2)
     np.testing.assert_allclose(logits, whole, rtol=1e-4, atol=1e-5)  # two programs, which XLA may round apart
-    vision = np.asarray(cache.length)[:, :, 0] - np.array([14, 18, 12])
+    vision = np.asarray(cache.counts)[:, :, 0] - np.array([14, 18, 12])
     np.testing.assert_array_equal(vision.sum(axis=0), [15, 8, 0])  # a tenth of three layers with 50, 25 and 0
 
 
@@ -273,7 +273,7 @@ def test_prefill_caches_what_reached_each_layer_and_padding_changes_no_logit(pol
     runs = []
     for padding in ("left", "right"):
         cache, logits = prefill(models.tiny_llava(), models.unequal_batch(padding=padding), policy, new_tokens=2)
-        runs.append((np.asarray(cache.length)[:, :, 0], np.asarray(logits)))
+        runs.append((np.asarray(cache.counts)[:, :, 0], np.asarray(logits)))
     for left, right in zip(*runs, strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-5)
     text, vision = np.array([14, 18, 12]), [(50, 25, 0), (27, 14, 0), (15, 8, 0)]

@@ -310,7 +310,7 @@ def test_the_cache_holds_what_is_left(params, batch):
     policy = FasterVLM(keep=0.4)
     cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(params, batch, policy, new_tokens=2)
     left = (batch.valid & ~batch.is_vision).sum(axis=1) + np.array([20, 10, 0])
-    np.testing.assert_array_equal(cache.length, np.broadcast_to(left[:, None], (3, 3, 2)))
+    np.testing.assert_array_equal(cache.counts, np.broadcast_to(left[:, None], (3, 3, 2)))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ AnyArray = Array | np.ndarray
 
 def layer_budgets(cache: PackedCache) -> Float[Array, "B L"]:
     """Prompt entries per key head that each layer holds, text included (PrefixKV, Fig. 4; AirCache, Sec. 3.4)."""
-    return jnp.mean(cache.length.astype(jnp.float32), axis=-1).T
+    return jnp.mean(cache.counts.astype(jnp.float32), axis=-1).T
 
 
 def lorenz(importance: Float[AnyArray, "*L T"], inside: Bool[AnyArray, "*#L T"]) -> Float[Array, "*L T"]:

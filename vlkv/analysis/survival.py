@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from vlkv.cache import PackedCache, entries
+from vlkv.cache import PackedCache
 from vlkv.reading import Prompt
 
 
@@ -32,7 +32,7 @@ def held_by_head(cache: PackedCache, length: int) -> Bool[Array, "B L K T"]:
     row, head = jnp.arange(batch)[:, None, None], jnp.arange(heads)[:, None]
 
     def layer(i: int) -> Bool[Array, "B K T"]:
-        token = entries(cache.token, cache.start[i], cache.length[i], length, cache.parts)
+        token = cache.entries(i, length)
         where = jnp.where(token >= 0, token, length)  # past the end: not written
         return jnp.zeros((batch, heads, length), bool).at[row, head, where].set(True, mode="drop")
 

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv.cache import PackedCache, entries
+from vlkv.cache import PackedCache
 from vlkv.families import Model
 from vlkv.feeding import feed
-from vlkv.memory import Memory, begin
+from vlkv.memory import Memory, begin, packed
 from vlkv.reading import Prompt
 
 
@@ -51,15 +51,14 @@ def follow(
         only: prompt tokens that may be attended to, of those in the cache; None: all.
     """
     memory = _memory(prompt, cache)
-    places = [_tokens_of_slots(cache, i, m) for i, m in enumerate(memory)]  # [B, K, M]
     if only is not None:
-        memory = tuple(_restrict(m, places[i], only[i]) for i, m in enumerate(memory))
+        memory = tuple(_restrict(m, _tokens(m, prompt.valid), only[i]) for i, m in enumerate(memory))
 
     def step(cache: PackedCache, token: Int[Array, " B"]) -> tuple[PackedCache, Trace]:
         hidden, masses, counts = [], [], []
 
         def watch(i: int, memory: Memory, mass: Array) -> None:
-            masses.append(_by_token(mass, places[i], prompt.valid.shape[1]))
+            masses.append(_by_token(mass, _tokens(memory, prompt.valid), prompt.valid.shape[1] + cache.new_tokens))
             counts.append([jnp.mean(jnp.sum(x, axis=-1), axis=-1) for x in (memory.stored, memory.attended)])
 
         def after(i: int, x: Array) -> tuple[Array, None]:
@@ -84,37 +83,35 @@ def _memory(prompt: Prompt, cache: PackedCache) -> tuple[Memory, ...]:
     if cache.memory is not None:
         return cache.memory
 
-    def made(token: Any, length: Any, is_vision: Any, valid: Any) -> Memory:
-        return begin(token, length, {}, is_vision, valid, new_tokens=cache.tail_k[0].shape[1])
+    most = prompt.valid.shape[1]
+
+    def made(token: Any, slots: Any, is_vision: Any, valid: Any) -> Memory:
+        kept = jnp.zeros((len(token), most), bool).at[jnp.arange(len(token))[:, None], token].max(token >= 0)
+        memory = begin(kept, {}, is_vision, valid, new_tokens=0)
+        return packed(memory, token, slots, new_tokens=cache.new_tokens, reuses=False)
 
     return tuple(
-        jax.vmap(made)(
-            entries(cache.token, cache.start[i], cache.length[i], prompt.valid.shape[1], cache.parts),
-            cache.length[i], prompt.is_vision, prompt.valid,
-        )
+        jax.vmap(made)(cache.entries(i, most), cache.length[i], prompt.is_vision, prompt.valid)
         for i in range(cache.start.shape[0])
-    )  # fmt: skip
+    )
 
 
-def _tokens_of_slots(cache: PackedCache, layer: int, memory: Memory) -> Int[Array, "B K M"]:
-    """Which prompt token lies in each slot of a layer's segment; -1: none."""
-    most = memory.stored.shape[-1] - memory.new_tokens
-    return entries(cache.token, cache.start[layer], cache.length[layer], most, cache.parts)
+def _tokens(memory: Memory, valid: Bool[Array, "B T"]) -> Int[Array, "B K E"]:
+    """Which token each entry is: of the prompt, or T + n for the n-th new one."""
+    length, count = valid.shape[1], jnp.sum(valid, axis=1)[:, None, None]
+    order = jnp.argsort(~valid, axis=1, stable=True)[:, None]
+    of_prompt = jnp.take_along_axis(order, jnp.minimum(memory.place, length - 1), axis=2)
+    return jnp.where(memory.place < count, of_prompt, length + memory.place - count)
 
 
-def _restrict(memory: Memory, places: Int[Array, "B K M"], only: Bool[Array, "B K T"]) -> Memory:
+def _restrict(memory: Memory, tokens: Int[Array, "B K E"], only: Bool[Array, "B K T"]) -> Memory:
     """Masks prompt entries that are not wanted."""
-    wanted = jnp.take_along_axis(only, jnp.maximum(places, 0), axis=2)
-    wanted = jnp.pad(wanted, [(0, 0), (0, 0), (0, memory.new_tokens)], constant_values=True)
+    wanted = jnp.take_along_axis(only, jnp.minimum(tokens, only.shape[2] - 1), axis=2) | (tokens >= only.shape[2])
     return dataclasses.replace(memory, stored=memory.stored & wanted, attended=memory.attended & wanted)
 
 
-def _by_token(mass: Float[Array, "B N _e"], places: Int[Array, "B K M"], length: int) -> Float[Array, "B E"]:
+def _by_token(mass: Float[Array, "B N _e"], tokens: Int[Array, "B K _e"], most: int) -> Float[Array, "B E"]:
     """Head-mean attention by token: the prompt's, then the new ones."""
     batch, heads, entries = mass.shape
-    kv_heads, most = places.shape[1:]
-    mass = jnp.sum(mass.reshape(batch, kv_heads, -1, entries), axis=2) / heads
-    row = jnp.arange(batch)[:, None, None]
-    where = jnp.where(places >= 0, places, length)  # past the end: not written
-    prompt = jnp.zeros((batch, length)).at[row, where].add(mass[..., :most], mode="drop")
-    return jnp.concatenate([prompt, jnp.sum(mass[..., most:], axis=1)], axis=1)
+    mass = jnp.sum(mass.reshape(batch, tokens.shape[1], -1, entries), axis=2) / heads
+    return jnp.zeros((batch, most)).at[jnp.arange(batch)[:, None, None], tokens].add(mass, mode="drop")

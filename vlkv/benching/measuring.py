@@ -86,7 +86,7 @@ def _run(pair: Pair, params: Model, inputs: Any) -> tuple[float, float, float]:
     middle = time.perf_counter()
     jax.block_until_ready(pair.decode.run(params, cache, logits))
     end = time.perf_counter()
-    return middle - begin, end - middle, float(jnp.mean(cache.length))
+    return middle - begin, end - middle, float(jnp.mean(cache.counts))
 
 
 def _summary(pair: Pair, times: np.ndarray, setting: Setting) -> dict[str, Any]:

@@ -19,13 +19,14 @@ _GIB = 2**30
 
 
 def _name(policy: Policy) -> str:
-    """With the options that are not the method's own."""
-    default = type(policy)() if isinstance(policy, policies.Full) else type(policy)(keep=policy.keep or 1.0)
+    """With its scope, and the options that are not the method's own."""
+    full = isinstance(policy, policies.Full)
+    default = type(policy)() if full else type(policy)(keep=policy.keep or 1.0)
     differs = {
         name: value for name, value in policy.options().items()
-        if name not in ("keep", "budget") and value != default.options().get(name)
+        if name not in ("keep", "budget", "scope") and value != default.options().get(name)
     }  # fmt: skip
-    said = ", ".join(f"{name}={value}" for name, value in differs.items())
+    said = ", ".join([*([] if full else [policy.scope]), *(f"{name}={value}" for name, value in differs.items())])
     return f"{label(policy)} ({said})" if said else label(policy)
 
 

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from vlkv import loading, saving
 from vlkv.buckets import round_up
-from vlkv.cache import PackedCache, resize_tail
+from vlkv.cache import PackedCache, resize
 from vlkv.commands.options import add_model_arguments, add_policy_arguments, policy_from
 from vlkv.errors import InputError
 from vlkv.extend import extend
@@ -93,9 +93,9 @@ def run(args: argparse.Namespace) -> Any:
         "policy": type(ready.policy).__name__,
         "options": ready.policy.options(),
         "prompt_tokens": ready.prompt_tokens,
-        "kept_per_layer": np.asarray(cache.length)[:, 0].mean(axis=1).tolist(),
+        "kept_per_layer": np.asarray(cache.counts)[:, 0].mean(axis=1).tolist(),
         "cache_bytes": cache.bytes,
-        "slots": cache.token.shape[1] + len(cache.tail_k) * cache.tail_k[0].shape[1],
+        "slots": cache.slots,
         "slot_bytes": 2 * decoder.kv_heads * decoder.head_dim * params.decoder.embedding.weight[...].dtype.itemsize,
     }
     tokens: list[int] = []
@@ -144,7 +144,7 @@ def _save(args: argparse.Namespace, policy: Policy, params: Model, processor: Pr
 
 
 def _from_file(args: argparse.Namespace, sampling: Greedy, params: Model, processor: Processor) -> _Ready:
-    """The question fed to a saved cache, whose tail is made as long as it takes."""
+    """The question fed to a saved cache, which gets as much room as it takes."""
     file = args.from_cache or args.save_cache
     cache, (policy, note) = saving.load_cache(file, params), saving.read_note(file)
     if policy is None or "images" not in note:
@@ -153,6 +153,6 @@ def _from_file(args: argparse.Namespace, sampling: Greedy, params: Model, proces
     fed = processor.extension([before], [processor.prompts.write(args.prompt, note["images"])])
     question = int(fed.valid.sum())
     room = round_up(question, processor.buckets.text) + sampling.max_new_tokens
-    cache = resize_tail(cache, int(cache.used[0]) + room)
+    cache = resize(cache, int(cache.used[0]) + room)
     cache, logits = jax.jit(extend)(params, cache, fed)
     return _Ready(cache, logits, policy, note["prompt_tokens"] + question)

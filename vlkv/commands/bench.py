@@ -25,7 +25,7 @@ from vlkv.benching.results import Results, identity, missing
 from vlkv.benching.settings import Setting, check_policy, grid, with_full
 from vlkv.benching.shapes import make_inputs
 from vlkv.benching.subjects import Subject, find
-from vlkv.commands.options import add_policy_arguments, policy_from
+from vlkv.commands.options import add_policy_arguments, common_scope, policy_from
 from vlkv.errors import InputError
 from vlkv.policies import Policy
 
@@ -146,11 +146,13 @@ def _contestants(args: argparse.Namespace, subject: Subject) -> list[Policy]:
     if args.budget is not None and args.keep:
         raise InputError("--keep and --budget: give one of the two")
     made: list[Policy] = []
-    for name in args.policy or ["snapkv"]:
+    names = args.policy or ["snapkv"]
+    scope = args.scope or common_scope(map(policies.named, names))
+    for name in names:
         if issubclass(policies.named(name), policies.Full):
             continue
         for keep in [None] if args.budget is not None else args.keep or _KEEPS:
-            one = argparse.Namespace(**{**vars(args), "policy": name, "keep": keep})
+            one = argparse.Namespace(**{**vars(args), "policy": name, "keep": keep, "scope": scope})
             made.append(policy_from(one, lambda: subject.config))
     return made
 

@@ -20,7 +20,7 @@ from rich.progress import track
 from rich.table import Table
 
 from vlkv import loading, policies
-from vlkv.cache import PackedCache, entries
+from vlkv.cache import PackedCache
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generate import decode_step
@@ -116,7 +116,7 @@ def survivors(cache: PackedCache, inputs: Inputs) -> np.ndarray:
     layers, _, heads = cache.start.shape
     share = np.zeros((layers, inputs.max_vision))
     for layer in range(layers):
-        held = entries(cache.token, cache.start[layer], cache.length[layer], len(where), cache.parts)
+        held = cache.entries(layer, len(where))
         for token in np.asarray(held[0]):
             index = where[token[token >= 0]]
             share[layer, index[index >= 0]] += 1 / heads

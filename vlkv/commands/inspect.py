@@ -111,13 +111,13 @@ def run(args: argparse.Namespace) -> Any:
         raise InputError(f"none of {len(samples)} samples can be measured, the last one because: {problem}")
     if len(views) < len(samples):
         console.print(f"{len(samples) - len(views)} samples left out, the last one because: {problem}", highlight=False)
-    view = mean_view(views)
+    view, title = mean_view(views), _title(args.model, policy, len(views))
     if out is not None:
-        save(view.panels, out, _title(args.model, policy, len(views)))
+        save(view.panels, out, title)
     if args.json:
         said = {"what": args.what, "policy": type(policy).__name__, "options": policy.options(), "samples": len(views)}
         return _plain({**said, "prompt_tokens": first.valid.sum(), "picture": out and str(out), **view.arrays})
-    _show(f"{args.what} of {type(policy).__name__}, {len(views)} sample(s) ({measure.source})", view.columns)
+    _show(f"{args.what} of {title} ({measure.source})", view.columns)
     Console().print(str(out), highlight=False)
     return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vlkv import policies, profiles
@@ -28,14 +28,21 @@ def add_policy_arguments(parser: argparse.ArgumentParser, *, many: bool = False)
     several: dict[str, Any] = {"nargs": "+"} if many else {}
     default, said = (None, "snapkv") if many else ("full", "full")
     parser.add_argument(
-        "--policy", default=default, metavar="NAME", help=f"see `vlkv policies` (default: {said})", **several
+        "--policy",
+        default=default,
+        metavar="NAME",
+        help=f"see `vlkv policies`; FILE.py:CLASS is a method of your own (default: {said})",
+        **several,
     )
     parser.add_argument(
         "--keep", type=float, metavar="FRACTION", help="share of the tokens in scope that stays, in (0, 1]", **several
     )
     parser.add_argument("--budget", type=int, metavar="TOKENS", help="instead of --keep: tokens per layer, on average")
     parser.add_argument(
-        "--scope", choices=["vision", "all"], help="what competes for the budget (default: the method's)"
+        "--scope",
+        choices=["vision", "all"],
+        help="what competes for the budget (default: the method's; vision where "
+        "methods with different defaults are compared)",
     )
     parser.add_argument(
         "--option",
@@ -78,6 +85,15 @@ def policy_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> 
             raise InputError(f"--with {item}: {stage} is given twice")
         parts[stage] = part
     return policies.compose(policy, **parts) if parts else policy
+
+
+def common_scope(methods: Iterable[type[policies.Policy]]) -> policies.Scope | None:
+    """The scope of methods that are compared, unless the user names one: "vision" if their defaults differ.
+
+    None: their defaults agree. Methods that keep everything have no scope.
+    """
+    scopes = {cls.scope for cls in methods if not issubclass(cls, policies.Full)}
+    return "vision" if len(scopes) > 1 else None
 
 
 def policy_called(
@@ -132,7 +148,7 @@ def _part(item: str, config: Callable[[], ModelConfig]) -> tuple[str, Any]:
     if stage not in _STAGES or not text.partition("(")[0]:
         raise InputError(f"--with {item}: expected STAGE=NAME with a stage among {', '.join(_STAGES)}")
     cls, options = policy_called(text, f"--with {item}", config)
-    return stage, policies.make(cls.__name__, **options) if "(" in text else cls
+    return stage, policies.make(cls, **options) if "(" in text else cls
 
 
 def _literal(text: str) -> Any:

@@ -427,7 +427,7 @@ def _cost(case: Case) -> View:
     decoder, prompt = case.params.config.decoder, case.read(case.policy)
     cache = case.fill(prompt, case.policy)
     tokens = np.asarray(analysis.reached(prompt))[0].sum(axis=1)
-    entries = np.asarray(cache.length)[:, 0].mean(axis=1)
+    entries = np.asarray(cache.counts)[:, 0].mean(axis=1)
     itemsize = case.params.decoder.embedding.weight[...].dtype.itemsize
     whole = np.full_like(tokens, int(case.inputs.valid.sum()))
     prefill = analysis.prefill_flops(decoder, tokens)

@@ -58,6 +58,7 @@ def summarise(
         rows.append({
             "policy": label(policy),
             "keep": policy.keep,
+            "scope": policy.scope,
             **score(metrics, scored, judge),
             "cache_bytes": sum(entry["bytes"] for entry in own) / len(own),
             "tokens_per_second": sum(entry["tokens"] for entry in own) / seconds,
@@ -82,11 +83,14 @@ def table(result: Mapping[str, Any]) -> Table:
     title = f"{result['questions']} questions" + (f"; {', '.join(percent)} in percent" if percent else "")
     made = Table(title=title)
     made.add_column("policy", overflow="fold")
+    made.add_column("scope")
     for name in (*result["metrics"], "KiB", "tokens/s"):
         made.add_column(name, justify="right", no_wrap=True)
     for row in result["rows"]:
         values = [f"{100 * row[name]:.1f}" if name in FRACTIONS else f"{row[name]:.4g}" for name in result["metrics"]]
-        made.add_row(row["policy"], *values, f"{row['cache_bytes'] / 1024:.1f}", f"{row['tokens_per_second']:.0f}")
+        made.add_row(
+            row["policy"], row["scope"], *values, f"{row['cache_bytes'] / 1024:.1f}", f"{row['tokens_per_second']:.0f}"
+        )
     return made
 
 
@@ -120,7 +124,7 @@ def plot(result: Mapping[str, Any], file: Path) -> None:
 def _lines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        lines.setdefault(row["policy"].partition("(")[0], []).append(row)
+        lines.setdefault(f"{row['policy'].partition('(')[0]}, {row['scope']}", []).append(row)
     return {name: sorted(found, key=lambda row: row["cache_bytes"]) for name, found in lines.items()}
 
 

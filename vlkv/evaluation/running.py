@@ -294,5 +294,5 @@ class _Asker:
     def _require(self, cache: PackedCache, used: Int[np.ndarray, " B"], records: Sequence[Record]) -> None:
         """Raises InputError where earlier answers have become longer than there is room for."""
         worst = int(used.argmax())
-        if used[worst] + self.settings.max_new_tokens > cache.tail_k[0].shape[1]:
+        if used[worst] + self.settings.max_new_tokens > cache.new_tokens:
             raise InputError(f"line {records[worst].line}: its answers do not fit: raise --max-new-tokens")

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
 from vlkv import sharding
-from vlkv.cache import align, pool_slots
+from vlkv.cache import align, pool_slots, reuses_slots
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import shapes_by_path
@@ -51,7 +51,7 @@ class Job:
         """
         c, bounds = self.config.decoder, self.question.inputs
         policy, parts = self.policy, 1 if c.kv_heads % model == 0 else model
-        tail = c.layers * align(self.new_tokens, parts)
+        tail = 0 if reuses_slots(policy) else c.layers * align(self.new_tokens, parts)
         slots = pool_slots(policy, layers=c.layers, vision=bounds.max_vision, text=bounds.max_text,
                            new_tokens=self.new_tokens, images=bounds.max_images, parts=parts)  # fmt: skip
         per_number: float = self.itemsize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import budgets
-from vlkv.memory import Memory, evict, list_core, rank_by_place
+from vlkv.memory import Memory, evict, rank_among
 from vlkv.observe import Observation, column_sums, head_mean, last, rows_mass, top
 from vlkv.policies.policy import Policy, Scope, policy
 from vlkv.tokens import Tokens
@@ -109,6 +110,24 @@ class AVL(Policy):
         """Always, unless it only evicts once."""
         return self.core is not None or self.text is not None
 
+    @property
+    def evicts(self) -> bool:
+        """With a text window."""
+        return self.text is not None
+
+    def decode_slots(self, memory: Memory) -> Int[Array, " K"]:
+        """The secondary tokens, the window, and one entry that arrives."""
+        secondary = jnp.sum(memory.stored & ~memory.is_text, axis=-1, dtype=jnp.int32)
+        return secondary + self.window(memory) + 1
+
+    def decode_bounds(
+        self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
+    ) -> tuple[int, int]:
+        """As `decode_slots`, instead of all text."""
+        del vision
+        more = math.ceil((self.text or 0) * (text + new_tokens)) + 1 - text
+        return kept + layers * more, longest + more
+
     def remember(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
         """The ranking of prefill, and, for the text window, attention accumulated over the prompt."""
         values = {"rank": scores}
@@ -119,9 +138,9 @@ class AVL(Policy):
     def begin(self, memory: Memory) -> Memory:
         """The first core, the first look at the text window."""
         memory = self.shorten_text(memory)
-        core = self.pick(memory, memory.values["rank"])
+        core = None if self.core is None else self.pick(memory, memory.values["rank"])
         values = {name: value for name, value in memory.values.items() if name != "rank"}
-        return self.prepare(dataclasses.replace(memory, values={**values, "core": core.astype(jnp.float32)}))
+        return self.prepare(dataclasses.replace(memory, values=values, core=core))
 
     def step(self, memory: Memory, mass: Float[Array, "N E"]) -> Memory:
         """A refresh names a new core; the text window moves; the next step is prepared."""
@@ -129,15 +148,15 @@ class AVL(Policy):
         values = dict(memory.values)
         if self.text is not None:
             values["mass"] = values["mass"] + shares
-        core = jnp.where(memory.steps % self.refresh == 0, self.pick(memory, shares), values["core"] > 0)
-        values["core"] = core.astype(jnp.float32)
-        return self.prepare(self.shorten_text(dataclasses.replace(memory, values=values)))
+        core = memory.core
+        if core is not None:
+            core = jnp.where(memory.steps % self.refresh == 0, self.pick(memory, shares), core)
+        return self.prepare(self.shorten_text(dataclasses.replace(memory, values=values, core=core)))
 
     def pick(self, memory: Memory, shares: Float[Array, "K E"]) -> Bool[Array, "K E"]:
         """The core: the best C of the image's tokens, ties to the earlier one."""
         secondary = memory.stored & ~memory.is_text
-        if self.core is None:
-            return secondary
+        assert self.core is not None
         count = jnp.maximum(budgets.part(self.core, memory.vision), 1)
         order = jnp.lexsort((memory.place, jnp.where(secondary, -shares, jnp.inf)), axis=-1)
         chosen = jnp.broadcast_to(jnp.arange(order.shape[-1]) < count, order.shape)
@@ -146,10 +165,11 @@ class AVL(Policy):
 
     def prepare(self, memory: Memory) -> Memory:
         """What the next step attends to: all that is stored if it is a refresh, else core and text."""
+        if memory.core is None:
+            return dataclasses.replace(memory, attended=memory.stored)
         refresh = (memory.steps + 1) % self.refresh == 0
-        core = memory.values["core"] > 0
-        memory = dataclasses.replace(memory, attended=memory.stored & (memory.is_text | refresh | core))
-        return memory if self.core is None else list_core(memory, core, ~refresh)
+        attended = memory.stored & (memory.is_text | refresh | memory.core)
+        return dataclasses.replace(memory, attended=attended, core_only=~refresh)
 
     def shorten_text(self, memory: Memory) -> Memory:
         """Lets text go until the window is kept."""
@@ -166,7 +186,7 @@ class AVL(Policy):
         def drop(memory: Memory) -> Memory:
             text = texts(memory)
             count = jnp.sum(text, axis=-1, keepdims=True)
-            first_half = rank_by_place(memory, text) < jnp.maximum(1, count // 2)
+            first_half = rank_among(memory, text) < jnp.maximum(1, count // 2)
             return evict(memory, text & first_half & (count > room), memory.values["mass"])
 
         return jax.lax.while_loop(over, drop, memory)

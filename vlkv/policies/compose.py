@@ -242,6 +242,23 @@ class Composed(Policy):
         """As `stepped`."""
         return (self.stepped or self.scored).acts
 
+    @property
+    def evicts(self) -> bool:
+        """As `stepped`."""
+        return (self.stepped or self.scored).evicts
+
+    def decode_slots(self, memory: Memory) -> Int[Array, " K"]:
+        """As `stepped`."""
+        return (self.stepped or self.scored).decode_slots(memory)
+
+    def decode_bounds(
+        self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
+    ) -> tuple[int, int]:
+        """As `stepped`."""
+        return (self.stepped or self.scored).decode_bounds(
+            kept, longest, layers=layers, vision=vision, text=text, new_tokens=new_tokens
+        )
+
     def remember(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
         """What `stepped` wants to find, of its own scores, which are not smoothed."""
         if self.stepped is None and self.smoothed is None:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv import merging
 from vlkv.memory import Memory
 from vlkv.observe import Observation, column_sums, first, head_mean, last, ordinal
-from vlkv.policies.fixed_distance import evict_at_distance
+from vlkv.policies.fixed_distance import evict_at_distance, share_bounds, share_of_seen
 from vlkv.policies.policy import Policy, Statistics, policy
 
 
@@ -105,11 +105,30 @@ class ElasticCache(Policy):
         """While tokens of all kinds count."""
         return self.distance is not None and self.scope == "all"
 
+    @property
+    def evicts(self) -> bool:
+        """If it acts."""
+        return self.acts
+
+    def decode_slots(self, memory: Memory) -> Int[Array, " K"]:
+        """Its share of all tokens that may be seen, and one that arrives."""
+        return share_of_seen(self.asked(memory), memory, memory.new_tokens) + 1
+
+    def decode_bounds(
+        self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
+    ) -> tuple[int, int]:
+        """As `decode_slots`."""
+        return share_bounds(self, kept, longest, layers=layers, most=vision + text, new_tokens=new_tokens)
+
     def step(self, memory: Memory, mass: Float[Array, "N E"]) -> Memory:
         """Lets one entry go if the layer holds more than its share of what has been seen."""
         del mass
         assert self.distance is not None
+        moving = self.variant == "paper"
+        return evict_at_distance(memory, self.distance, capacity=self.asked(memory), moving=moving)
+
+    def asked(self, memory: Memory) -> Int[Array, " K"]:
+        """What prefill asked for; the published code has kept one fewer."""
         if self.variant == "paper":
-            return evict_at_distance(memory, self.distance, capacity=memory.capacity)
-        asked = jnp.minimum(memory.capacity + 1, memory.vision + memory.text)
-        return evict_at_distance(memory, self.distance, capacity=asked, moving=False)
+            return memory.capacity
+        return jnp.minimum(memory.capacity + 1, memory.vision + memory.text)

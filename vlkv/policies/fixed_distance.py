@@ -5,10 +5,14 @@ Unbatched. Axes: K key heads · E entries.
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
-from vlkv.memory import Memory, evict, rank_by_place
+from vlkv.memory import Memory, evict
+from vlkv.policies.policy import Policy
 
 
 def evict_at_distance(memory: Memory, distance: int, *, capacity: Int[Array, " K"], moving: bool = True) -> Memory:
@@ -24,12 +28,42 @@ def evict_at_distance(memory: Memory, distance: int, *, capacity: Int[Array, " K
         moving: False counts the distance from the end of the prompt's entries, as the published codes do: then the
             entry at rank capacity - distance by age leaves at every step.
     """
-    prompt = memory.vision + memory.text
-    # capacity x seen / prompt, without a product that passes 32 bits.
-    share = capacity - (-(capacity * memory.steps) // jnp.maximum(prompt, 1))
+    share = share_of_seen(capacity, memory, memory.steps)
+    if memory.reuses:
+        share = jnp.minimum(share, memory.slots - 1)
     count = jnp.sum(memory.stored, axis=-1)
     end = count if moving else capacity
     leaving = jnp.where(end > distance, end - distance, end // 2)
-    rank = rank_by_place(memory, memory.stored)
-    over = memory.stored & (rank == leaving[:, None]) & (count > share)[:, None]
-    return evict(memory, over, rank.astype(jnp.float32))
+    over = memory.stored & (memory.rank == leaving[:, None]) & (count > share)[:, None]
+    return evict(memory, over, memory.rank.astype(jnp.float32))
+
+
+def share_of_seen(capacity: Int[Array, " K"], memory: Memory, new: Int[Array, ""] | int) -> Int[Array, " K"]:
+    """ceil(capacity / prompt x seen) after so many new tokens."""
+    prompt = jnp.maximum(memory.vision + memory.text, 1)
+    return capacity - (-(capacity * new) // prompt)  # without a product that passes 32 bits
+
+
+def share_bounds(
+    policy: Policy, kept: int, longest: int, *, layers: int, most: int, new_tokens: int, slack: bool = False
+) -> tuple[int, int]:
+    """`Policy.decode_bounds` of a method whose share of all tokens seen stays that of the prompt.
+
+    Prompts of fewer tokens than 1 / keep, of which every layer keeps one, are granted no more than longer ones.
+
+    Args:
+        policy: the method.
+        kept: of the prompt.
+        longest: of the prompt.
+        layers: L.
+        most: the most tokens of a prompt.
+        new_tokens: the most tokens that may follow.
+        slack: whether prefill may keep up to L - 1 entries more than asked.
+    """
+    seen = np.arange(max(1, min(most, 0 if policy.keep is None else math.ceil(1 / policy.keep))), most + 1)
+    total = policy.totals(layers=layers, most=most)[seen].astype(np.int64)
+    total = np.minimum(total + slack * (layers - 1), layers * seen)
+    one = -(-total // layers)
+    more = int(np.max(total + total * new_tokens // seen) - total[-1])
+    longer = int(np.max(one - (-one * new_tokens // seen)) - one[-1]) if longest < most else new_tokens
+    return kept + more + 2 * layers, longest + longer + 1

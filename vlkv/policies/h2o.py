@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import budgets
-from vlkv.memory import Memory, evict, rank_by_place
+from vlkv.memory import Memory, evict
 from vlkv.observe import Observation, column_sums, group_mean, last
 from vlkv.policies.policy import Policy, policy
 
@@ -57,6 +57,11 @@ class H2O(Policy):
         """While tokens of all kinds count."""
         return self.evict and self.scope == "all"
 
+    @property
+    def evicts(self) -> bool:
+        """If it acts."""
+        return self.acts
+
     def remember(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
         """Attention accumulated over the prompt."""
         del obs
@@ -68,6 +73,6 @@ class H2O(Policy):
         total = memory.values["mass"] + group_mean(mass, heads)
         memory = dataclasses.replace(memory, values={"mass": total})
         count = jnp.sum(memory.stored, axis=-1)
-        recent = self.recent_of(memory.capacity)
-        old = rank_by_place(memory, memory.stored) < (count - recent)[:, None]
-        return evict(memory, memory.stored & old & (count > memory.capacity)[:, None], total)
+        recent = jnp.minimum(self.recent_of(memory.capacity), memory.capacity)
+        old = memory.stored & (memory.rank < (count - recent)[:, None])
+        return evict(memory, old & (count > memory.capacity)[:, None], total)

@@ -226,14 +226,43 @@ class Policy(metaclass=_PolicyType):
         del obs, scores
         return {}
 
+    @property
+    def evicts(self) -> bool:
+        """Whether `step` lets entries go, so that new ones can take their slots. If not, new ones go to a tail."""
+        return False
+
     def begin(self, memory: Memory) -> Memory:
-        """Once, after prefill."""
+        """Once, after prefill and before packing: what it lets go takes no slot."""
         return memory
 
     def step(self, memory: Memory, mass: Float[Array, "N E"]) -> Memory:
         """After each step's attention; `mass` is the share of it that every entry received."""
         del mass
         return memory
+
+    def decode_slots(self, memory: Memory) -> Int[Array, " K"]:
+        """Slots of a segment of a method that `evicts`: the most entries that it ever holds, an arriving one included.
+
+        `memory` is as `begin` leaves it, `memory.new_tokens` the most tokens that may follow. A segment that is full
+        loses its oldest entry if `step` lets nothing go.
+        """
+        return memory.capacity + 1
+
+    def decode_bounds(
+        self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
+    ) -> tuple[int, int]:
+        """Bounds on `decode_slots`, of all layers together and of one.
+
+        Args:
+            kept: `bound` of such a prompt.
+            longest: its `layer_bound`.
+            layers: L.
+            vision: the most vision tokens of a prompt.
+            text: its most text tokens.
+            new_tokens: the most tokens that may follow.
+        """
+        del vision, text, new_tokens
+        return kept + layers, longest + 1
 
     @property
     def softmax_n(self) -> float:

@@ -13,7 +13,7 @@ from vlkv.errors import InputError
 from vlkv.memory import Memory
 from vlkv.merging import dropped, fold, nearest_key, nearest_place
 from vlkv.observe import Observation, column_sums, first, head_mean, last
-from vlkv.policies.fixed_distance import evict_at_distance
+from vlkv.policies.fixed_distance import evict_at_distance, share_bounds, share_of_seen
 from vlkv.policies.policy import Policy, Statistics, policy
 
 _TOLERANCE = 5  # tokens off the target at which the published search stops
@@ -144,6 +144,23 @@ class PrefixKV(Policy):
     def acts(self) -> bool:
         """While tokens of all kinds count."""
         return self.distance is not None and self.scope == "all"
+
+    @property
+    def evicts(self) -> bool:
+        """If it acts."""
+        return self.acts
+
+    def decode_slots(self, memory: Memory) -> Int[Array, " K"]:
+        """Its share of all tokens that may be seen, and one that arrives."""
+        return share_of_seen(memory.capacity, memory, memory.new_tokens) + 1
+
+    def decode_bounds(
+        self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
+    ) -> tuple[int, int]:
+        """As `decode_slots`."""
+        return share_bounds(
+            self, kept, longest, layers=layers, most=vision + text, new_tokens=new_tokens, slack=self.slack
+        )
 
     def step(self, memory: Memory, mass: Float[Array, "N E"]) -> Memory:
         """Lets one entry go if the layer holds more than its share of what has been seen."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import budgets
-from vlkv.memory import Memory, evict, rank_by_place
+from vlkv.memory import Memory, evict
 from vlkv.observe import Observation, column_sums, group_mean, last, ordinal, top
 from vlkv.policies.policy import Policy, Statistics, policy
 
@@ -78,6 +78,11 @@ class RoCo(Policy):
         """While tokens of all kinds count."""
         return self.evict and self.scope == "all"
 
+    @property
+    def evicts(self) -> bool:
+        """If it acts."""
+        return self.acts
+
     def remember(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
         """Mean, mean square, and of how many rows."""
         rows = jnp.broadcast_to(self.rows(obs).astype(jnp.float32), scores.shape)
@@ -94,7 +99,7 @@ class RoCo(Policy):
         memory = dataclasses.replace(memory, values={"mean": mean, "square": square, "rows": rows})
         count = jnp.sum(memory.stored, axis=-1)
         recent = jnp.minimum(self.recent, memory.capacity)
-        old = memory.stored & (rank_by_place(memory, memory.stored) < (count - recent)[:, None])
+        old = memory.stored & (memory.rank < (count - recent)[:, None])
         spared = top(deviation(mean, square), old, budgets.share(self.spread, memory.capacity - recent, most))
         return evict(memory, old & ~spared & (count > memory.capacity)[:, None], mean)
 
