@@ -53,7 +53,7 @@ def relative_size(policy: Policy, *, number: int = 2) -> float:
     """Bytes of a stored entry relative to one that is not quantised and has `number` bytes per channel."""
     if policy.storage is None:
         return 1.0
-    bits, group = policy.storage
+    bits, group, _ = policy.storage
     return bits / (8 * number) + 2 / group
 
 
@@ -107,7 +107,7 @@ def pool_bytes(policy: Policy, config: ModelConfig, inputs: Inputs, *, number: i
     )  # fmt: skip
     if policy.storage is None:
         return 2 * slots * heads * channels * number
-    bits, group = policy.storage
+    bits, group, _ = policy.storage
     codes = slots * heads * channels * bits // 8
     ranges = 2 * number * heads * (-(-slots // group) * channels + slots * -(-channels // group))
     return 2 * codes + ranges

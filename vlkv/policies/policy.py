@@ -27,10 +27,14 @@ P = TypeVar("P")
 
 
 class Storage(NamedTuple):
-    """How the pool is stored (KIVI): `bits` per number, a scale and a minimum for every `group` of them."""
+    """How the pool is stored (KIVI): `bits` per number, a scale and a minimum for every `group` of them.
+
+    `window`: how many of the last generated tokens attention sees in full precision; None: all of them.
+    """
 
     bits: int
     group: int
+    window: int | None = None
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
