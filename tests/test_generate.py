@@ -229,7 +229,7 @@ def test_an_allocation_that_overspends_loses_nothing_silently(params):
     assert lengths.tolist() == [[35, 35], [5, 5]]
     assert ((np.asarray(cache.token)[0] >= 0).sum(axis=0) == lengths.sum(axis=0)).all()
     q = np.ones((3, 2, 35, 8), np.float32)
-    with pytest.raises(vlkv.InputError, match=r"Spendthrift: allocate returned \[35, 35, 35\] .* at most 60 in all"):
+    with pytest.raises(vlkv.InputError, match=r"Spendthrift: allocate returned \[35, 35, 35\] .* a sum of at most 60"):
         policies.select(Spendthrift(budget=20), q, q, q, np.zeros(35, bool))
 
 

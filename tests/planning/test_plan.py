@@ -109,7 +109,7 @@ BAD = [
     (["llava-1.5-7b", "--prompt", "8192"], "limit of 4096 positions"),
     (["llava-1.5-7b", "--batch", "0"], "--batch 0"),
     (["llava-1.5-7b", "--new", "-1"], "--new -1"),
-    (["llava-1.5-7b", "--images", "3"], "3 pictures have 1728 tokens"),
+    (["llava-1.5-7b", "--images", "3"], "3 images have 1728 tokens"),
     (["vicuna-1.5-7b", "--images", "1"], "no vision tower"),
     (["llava-1.5-7b", "--policy", "aircash"], "aircache"),
     (["llava-1.5-7b", "--topology", "v5e:16x16", "--batch", "3"], "give a multiple of 8"),

@@ -333,7 +333,7 @@ def test_defaults_and_keep():
         ({"rho": (0.5, 0.5)}, "rho"),
         ({"keep": 0.05}, "more stages"),
         ({"keep": 0.5, "rho": 0.5}, "give one of the two"),
-        ({"windows": (4, 2)}, "layers=None stands for three"),
+        ({"windows": (4, 2)}, "layers=None means three"),
         ({"windows": (4, 0, 1)}, "windows"),
         ({"layers": (3, 2, 5)}, "layers"),
         ({"layers": (0, 2, 5)}, "layers"),

@@ -1,4 +1,4 @@
-"""Every method, one per file, and the registry by name."""
+"""The compression methods, one per file, and a registry by name."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def named(name: str) -> type[Policy]:
     """The policy class called `name`.
 
     Args:
-        name: one of the registry, in any case; or a class of your own as `FILE.py:CLASS` or `MODULE:CLASS`, whose code
-            is run.
+        name: a name of the registry, in upper or lower case; or your own class as `FILE.py:CLASS` or `MODULE:CLASS`,
+            whose code is executed.
 
     Raises:
-        InputError: there is no such policy; the message lists the names there are.
+        InputError: there is no such policy; the message lists all names.
     """
     if ":" in name:
         return _own(name)
@@ -68,7 +68,7 @@ def named(name: str) -> type[Policy]:
     if cls is None:
         near = difflib.get_close_matches(name.lower(), registry, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise InputError(f"no policy {name!r}: {hint}there are {', '.join(registry)}")
+        raise InputError(f"no policy {name!r}: {hint}policies are {', '.join(registry)}")
     return cls
 
 
@@ -87,7 +87,7 @@ def _own(name: str) -> type[Policy]:
     return found
 
 
-@functools.cache  # so that a policy of the file is the same class every time
+@functools.cache  # so that the class is the same in every call
 def _load(file: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None and spec.loader is not None
@@ -97,7 +97,7 @@ def _load(file: str) -> ModuleType:
 
 
 def make(name: str | type[Policy], /, **options: Any) -> Policy:
-    """A policy from its name or class, and its options; InputError names an option that it does not have."""
+    """A policy from its name or class, and its options; InputError names an unknown option."""
     cls = named(name) if isinstance(name, str) else name
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for option in options:
