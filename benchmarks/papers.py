@@ -10,6 +10,7 @@ is calibrated by the command of its Fig. 6, which prints the mean share of cross
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shlex
 from collections.abc import Iterator
@@ -223,9 +224,10 @@ def policies_of(command: str) -> list[Any]:
 
 
 def dry_run(policy: Any) -> None:
-    """Builds inputs and evaluates `generate` with `eval_shape`, on shapes of the demo model.
+    """Builds inputs and evaluates `generate` with `eval_shape`, on the demo model cut to a depth that the policy fits.
 
-    Where the policy's layers need a deeper model, the shapes are those of LLaVA-1.5-13B.
+    Raises:
+        InputError: the policy fits no model of 4 to 40 layers.
     """
     from vlkv.benching.programs import endless
     from vlkv.benching.shapes import make_inputs
@@ -234,13 +236,18 @@ def dry_run(policy: Any) -> None:
     from vlkv.generate import generate
 
     subject = find("mini")
-    try:
-        policy.check_model(subject.config.decoder.layers)
-    except InputError:
-        subject = find("llava-1.5-13b")
-    inputs = make_inputs(subject.config, 1, 140, 100)
+    for layers in (4, 8, 40):
+        try:
+            policy.check_model(layers)
+            break
+        except InputError:
+            if layers == 40:
+                raise
+    config = dataclasses.replace(subject.config, decoder=dataclasses.replace(subject.config.decoder, layers=layers))
+    shapes = dataclasses.replace(subject, config=config).shapes
+    inputs = make_inputs(config, 1, 140, 100)
     run = partial(generate, policy=policy, sampling=endless(2), key=jax.random.key(0))
-    jax.eval_shape(run, subject.shapes, inputs)
+    jax.eval_shape(run, shapes, inputs)
 
 
 def main() -> None:

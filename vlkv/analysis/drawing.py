@@ -202,13 +202,13 @@ def outlined(base: Image.Image, owner: Int[np.ndarray, "h w"]) -> Image.Image:
     for number in np.flatnonzero(np.bincount(group.ravel()) > 1):
         y, x = np.nonzero(group == number)
         patches[y, :, x] = patches[y, :, x].mean(axis=(0, 1, 2))
-    made = patches.reshape(lines * side, columns * side, 3)
+    made, thick = patches.reshape(lines * side, columns * side, 3), max(1, side // 14)
     y, x = np.nonzero(group[1:] != group[:-1])
     for row, column in zip(y, x, strict=True):
-        made[(row + 1) * side, column * side : (column + 1) * side] = _FRAME
+        made[(row + 1) * side - thick : (row + 1) * side + thick, column * side : (column + 1) * side] = _FRAME
     y, x = np.nonzero(group[:, 1:] != group[:, :-1])
     for row, column in zip(y, x, strict=True):
-        made[row * side : (row + 1) * side, (column + 1) * side] = _FRAME
+        made[row * side : (row + 1) * side, (column + 1) * side - thick : (column + 1) * side + thick] = _FRAME
     return Image.fromarray(made.astype(np.uint8))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -84,6 +85,8 @@ def _curves(part: Any, panel: Curves) -> None:
             axes.fill_between(panel.x, y - half, y + half, color=colour, alpha=0.15, linewidth=0)
     if panel.log and _decades(panel.lines) > _LOG:
         axes.set_yscale("log")
+    if np.asarray(panel.x).dtype.kind in "iu":
+        axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     axes.grid(alpha=0.3)
@@ -105,13 +108,14 @@ def _decades(lines: dict[str, np.ndarray]) -> float:
 
 def _maps(part: Any, panel: Maps) -> None:
     lists = all(_is_list(picture) for picture in panel.pictures.values())
-    columns = min(2 if lists else 4, len(panel.pictures))
+    columns = 2 if lists else math.ceil(math.sqrt(len(panel.pictures)))
     grid = part.subplots(-(-len(panel.pictures) // columns), columns, squeeze=False).ravel()
     for axes in grid:
         axes.axis("off")
     for axes, (name, picture) in zip(grid, panel.pictures.items(), strict=False):
         aspect = "auto" if _is_list(picture) else None
-        axes.imshow(picture, vmin=0, vmax=1, cmap="viridis", aspect=aspect, interpolation="nearest")
+        smooth = "nearest" if picture.ndim == 2 else "antialiased"
+        axes.imshow(picture, vmin=0, vmax=1, cmap="viridis", aspect=aspect, interpolation=smooth)
         axes.set_title(name, fontsize="small")
 
 
