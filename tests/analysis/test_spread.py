@@ -70,13 +70,10 @@ def test_token_types_and_their_shares():
 
 def test_density_by_hand():
     """Two values at 0 and 2: deviation 1, bandwidth 2^(-1/5); and a single value gets the distance of the points."""
-    x, width = np.array([0.0, 1.0, 2.0]), 2**-0.2
-    peak = 1 / (width * np.sqrt(2 * np.pi))
-    far, near = np.exp(-((2 / width) ** 2) / 2), np.exp(-((1 / width) ** 2) / 2)
-    np.testing.assert_allclose(
-        analysis.density(np.array([0.0, 2.0]), x), peak * np.array([(1 + far) / 2, near, (1 + far) / 2])
-    )
-    assert analysis.density(np.array([1.0]), x)[1] == 1 / np.sqrt(2 * np.pi)
+    x, width = np.array([0.0, 0.5, 1.0, 2.0]), 2**-0.2
+    heights = [(np.exp(-((at / width) ** 2) / 2) + np.exp(-(((2 - at) / width) ** 2) / 2)) / 2 for at in x]
+    np.testing.assert_allclose(analysis.density(np.array([0.0, 2.0]), x), heights / (width * np.sqrt(2 * np.pi)))
+    assert analysis.density(np.array([1.0]), x)[2] == pytest.approx(2 / np.sqrt(2 * np.pi))
     assert not analysis.density(np.array([]), x).any()
 
 

@@ -195,7 +195,8 @@ def outlined(base: Image.Image, owner: Int[np.ndarray, "h w"]) -> Image.Image:
     """
     lines, columns = owner.shape
     side = max(8, _SIDE // max(lines, columns))
-    pixels = np.asarray(base.convert("RGB").resize((columns * side, lines * side)), np.float32)
+    how = Image.Resampling.NEAREST if base.width < columns * side else Image.Resampling.BOX
+    pixels = np.asarray(base.convert("RGB").resize((columns * side, lines * side), how), np.float32)
     patches = pixels.reshape(lines, side, columns, side, 3)
     _, group = np.unique(owner, return_inverse=True)
     group = group.reshape(owner.shape)

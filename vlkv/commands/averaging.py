@@ -53,6 +53,6 @@ def _stack(values: Sequence[Any]) -> np.ndarray:
     arrays = [np.asarray(value, float) for value in values]
     shape = np.max([array.shape for array in arrays], axis=0).astype(int)
     stack = np.full((len(arrays), *shape), np.nan)
-    for place, array in zip(stack, arrays, strict=True):
-        place[tuple(map(slice, array.shape))] = np.where(np.isfinite(array), array, np.nan)
+    for i, array in enumerate(arrays):
+        stack[i, *map(slice, array.shape)] = np.where(np.isfinite(array), array, np.nan)
     return stack
