@@ -99,7 +99,7 @@ _TABLES: dict[str, list[tuple[str, str, str]]] = {
         ("LongBench and needles", "EVAL full 'streamingllm(budget=128)' 'h2o(budget=128)' 'pyramidkv(budget=128)' "
          "'prefixkv(budget=128)' --metric needle f1 rouge-l --out OUT",
          f"{_DATA}: python -m benchmarks.longbench makes and scores it"),
-        ("with quantisation", "EVAL kivi 'kivi(bits=4)' prefixkv --keep 0.5 --out OUT",
+        ("with quantisation", "EVAL 'kivi(window=128)' 'kivi(bits=4,window=128)' prefixkv --keep 0.5 --out OUT",
          _DATA),
         ("several rounds, long text", f"{_OPENQ} --keep 0.5 --metric perplexity --out OUT", f"{_DATA}, not released"),
         ("high resolution", f"{_OPENQ} --keep 0.5 --metric perplexity --out OUT", _DATA),
