@@ -153,7 +153,7 @@ def test_survival_and_cost(inspect, text):
 @pytest.mark.parametrize("what", ["cost", "survival"])  # curves, and maps
 def test_a_table_and_a_picture(capsys, tmp_path, model, what):
     pytest.importorskip("matplotlib")
-    page = pages.compose(pages.held_out_digits(), np.random.default_rng(5), rows=(2, 2))
+    page = pages.digit_page(pages.held_out_digits(), np.random.default_rng(5), rows=(2, 2))
     page.image.save(tmp_path / "page.png")
     question = ["--model", str(model), "--image", str(tmp_path / "page.png"), "--prompt", pages.READ_PAGE]
     out = tmp_path / "cost.png"

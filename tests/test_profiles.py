@@ -163,7 +163,7 @@ def images(tmp_path):
     """Two held-out pages on disk."""
     paths = []
     for seed in range(2):
-        page = pages.compose(pages.held_out_digits(), np.random.default_rng(seed), rows=(2, 2), length=(3, 3))
+        page = pages.digit_page(pages.held_out_digits(), np.random.default_rng(seed), rows=(2, 2), length=(3, 3))
         paths.append(str(tmp_path / f"{seed}.png"))
         page.image.save(paths[-1])
     return paths

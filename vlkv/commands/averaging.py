@@ -54,5 +54,6 @@ def _stack(values: Sequence[Any]) -> np.ndarray:
     shape = np.max([array.shape for array in arrays], axis=0).astype(int)
     stack = np.full((len(arrays), *shape), np.nan)
     for i, array in enumerate(arrays):
-        stack[i, *map(slice, array.shape)] = np.where(np.isfinite(array), array, np.nan)
+        place: Any = (i, *map(slice, array.shape))
+        stack[place] = np.where(np.isfinite(array), array, np.nan)
     return stack

@@ -1,6 +1,6 @@
 """Ask several questions about the same images. Answers appear as they are made; an empty line or Ctrl-D ends the chat.
 
-vlkv chat --model mini --image benchmarks/data/digits/page000.png \\
+vlkv chat --model mini --image benchmarks/data/ledger/page000.png \\
     --policy snapkv --keep 0.5
 
 The policy compresses the images and the first question. Later questions and answers are added to the same cache.

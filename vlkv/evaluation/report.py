@@ -14,8 +14,23 @@ from vlkv.evaluation.journal import Entry
 from vlkv.evaluation.metrics import FRACTIONS, LOWER_IS_BETTER, score
 from vlkv.evaluation.records import Record, Scored
 from vlkv.files import write_json
+from vlkv.policies.compose import Composed
 from vlkv.policies.full import Full
 from vlkv.policies.policy import Policy
+
+
+def code(policy: Policy) -> str:
+    """The Python expression that makes a policy, with the names of `vlkv.policies`."""
+    if not isinstance(policy, Composed):
+        fields = dataclasses.fields(policy)  # type: ignore[arg-type]
+        options = [f"{f.name}={getattr(policy, f.name)!r}" for f in fields if getattr(policy, f.name) != f.default]
+        return f"{type(policy).__name__}({', '.join(options)})"
+    stages = {"allocate": policy.allocated, "merge": policy.merged, "step": policy.stepped, "reduce": policy.reduced,
+              "store": policy.stored}  # fmt: skip
+    parts = [code(policy.scored), *(f"{name}={code(part)}" for name, part in stages.items() if part is not None)]
+    if policy.smoothed is not None:
+        parts.append(f"smooth={policy.smoothed!r}")
+    return f"compose({', '.join(parts)})"
 
 
 def label(policy: Policy) -> str:
