@@ -1,4 +1,9 @@
-"""A method of your own: a dataclass with a `score`. It works wherever a published method does."""
+"""A method of your own: a dataclass with a `score`. It works wherever a published method does.
+
+On the command line its name is FILE.py:CLASS:
+
+    vlkv generate --policy examples/own_method.py:KeyNorm --keep 0.2 --model mini --image page.png --prompt "..."
+"""
 
 import jax
 import jax.numpy as jnp

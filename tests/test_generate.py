@@ -170,7 +170,7 @@ class PerToken(policies.Policy):
 
 
 def test_a_policy_that_is_written_wrongly_is_named():
-    with pytest.raises(vlkv.InputError, match=r"Undecorated: write @policies.policy above the class"):
+    with pytest.raises(vlkv.InputError, match=r"Undecorated: decorate the class with @policies.policy"):
         Undecorated(keep=0.5)
     q = np.ones((3, 2, 35, 8), np.float32)
     for policy in (PerToken(keep=0.5), policies.compose(policies.H2O(keep=0.5), allocate=PerToken)):

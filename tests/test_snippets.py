@@ -170,6 +170,25 @@ def test_a_method_of_ones_own_has_a_name(clone, capsys):
     own = ["--policy", "examples/own_method.py:KeyNorm", "--keep", "0.5", "--scope", "vision", "--max-new-tokens", "4"]
     assert main([*command, *own]) == 0
     assert json.loads(capsys.readouterr().out)["policy"] == "KeyNorm"
+    question = {"image": str(mini.PAGE), "question": mini.QUESTION, "answer": "0 6 7"}
+    (clone / "one.jsonl").write_text(json.dumps(question))
+    compared = [
+        "eval",
+        "one.jsonl",
+        "--model",
+        "mini",
+        "--policy",
+        "snapkv",
+        own[1],
+        "--keep",
+        "0.5",
+        "--out",
+        "results",
+    ]
+    assert main([*compared, "--max-new-tokens", "4", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["policy"] for row in rows] == ["SnapKV(keep=0.5)", "KeyNorm(keep=0.5)"]
+    assert rows[0]["cache_bytes"] == rows[1]["cache_bytes"]
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Key
 
 from vlkv.cache import PackedCache, resize
 from vlkv.errors import InputError
 from vlkv.extend import extend
 from vlkv.families import Model
-from vlkv.generate import check_room, decode_step
+from vlkv.generate import check_room, first_token, next_token
 from vlkv.inputs import Inputs
 from vlkv.policies.full import Full
 from vlkv.policies.policy import Policy
@@ -151,26 +150,11 @@ class Chat:
         """The answer's tokens without the stop token. Each is added to the cache."""
         stop = self.params.config.stop if self.sampling.stop is None else self.sampling.stop
         key = None if self._key is None else jax.random.fold_in(self._key, len(self.turns))
-        token = _choose(logits, self.sampling, key)
-        for i in range(self.sampling.max_new_tokens):
+        token, _ = first_token(logits, self.sampling, key)
+        for i in range(1, self.sampling.max_new_tokens + 1):
             if int(token[0]) in stop:
                 return
-            self.cache, following = _step(
-                self.params, self.cache, token, self.sampling, None if key is None else jax.random.fold_in(key, i + 1)
-            )
+            assert self.cache is not None
+            self.cache, following, _ = next_token(self.params, self.cache, token, self.sampling, key, i)
             yield int(token[0])
             token = following
-
-
-@jax.jit
-def _choose(logits: Float[Array, "1 vocab"], sampling: Greedy, key: Key[Array, ""] | None) -> Int[Array, " 1"]:
-    return sampling.choose(logits, None if key is None else jax.random.fold_in(key, 0))
-
-
-@partial(jax.jit, donate_argnames="cache")
-def _step(
-    params: Model, cache: PackedCache, token: Int[Array, " 1"], sampling: Greedy, key: Key[Array, ""] | None
-) -> tuple[PackedCache, Int[Array, " 1"]]:
-    """Adds one token to the cache and chooses the next."""
-    cache, logits = decode_step(params, cache, token)
-    return cache, sampling.choose(logits, key)

@@ -62,7 +62,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit status; without a command it prints the help."""
+    """Runs one command and returns its exit status; without a command, prints the help."""
     argv = sys.argv[1:] if argv is None else list(argv)
     _skip_absent_tpu()
     first = next(iter(argv), "--help")
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _skip_absent_tpu() -> None:
-    """Has jax use the CPU where libtpu is installed without a TPU or GPU: loading libtpu prints several alarms."""
+    """Makes jax use the CPU if libtpu is installed without a TPU or GPU, because loading libtpu prints warnings."""
     if importlib.util.find_spec("libtpu") is None or importlib.util.find_spec("jax_plugins") is not None:
         return
     if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/[0-9]*"):

@@ -35,7 +35,7 @@ from vlkv.inputs import Inputs
 from vlkv.policies import CSP, Policy, PrefixKV
 from vlkv.policies.csp import region_share
 from vlkv.policies.policy import Scope
-from vlkv.policies.selection import see
+from vlkv.policies.selection import make_observation
 from vlkv.prefill import fill_cache
 from vlkv.reading import LayerPrompt, read_prompt
 
@@ -111,7 +111,7 @@ def curves(params: Model, inputs: Inputs, policy: PrefixKV) -> Float[Array, "B L
 
     def row(read: LayerPrompt, layer: int) -> Float[Array, " T"]:
         q, k, v = (jnp.swapaxes(x, 0, 1) for x in (read.q, read.k, read.v))
-        obs = see(
+        obs = make_observation(
             policy, q, k, v, read.is_vision, read.valid, None,
             layer=layer, layers=layers, max_instruction=prompt.max_instruction,
         )  # fmt: skip
@@ -175,7 +175,7 @@ def _cross_share(params: Model, inputs: Inputs, policy: CSP) -> Float[Array, "B 
 
     def row(read: LayerPrompt, layer: int) -> Float[Array, " K"]:
         q, k, v = (jnp.swapaxes(x, 0, 1) for x in (read.q, read.k, read.v))
-        obs = see(
+        obs = make_observation(
             policy, q, k, v, read.is_vision, read.valid, None,
             layer=layer, layers=layers, max_instruction=prompt.max_instruction,
         )  # fmt: skip

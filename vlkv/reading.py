@@ -23,7 +23,7 @@ from vlkv.inputs import Inputs
 from vlkv.observe import first
 from vlkv.parallel import by_row, prefill_attention
 from vlkv.policies.policy import Policy
-from vlkv.policies.selection import require_fit, see
+from vlkv.policies.selection import make_observation, require_fit
 from vlkv.tokens import Tokens, shorten
 
 
@@ -40,7 +40,7 @@ class LayerPrompt:
     v: Float[Array, "*B t K H"]
     is_vision: Bool[Array, "*B t"]
     valid: Bool[Array, "*B t"]
-    stays: Bool[Array, "*B t"]  # candidates for the cache
+    is_candidate: Bool[Array, "*B t"]  # candidates for the cache
     source: Int[Array, "*B t"]  # index of the token in the prompt
     grid: Int[Array, "*B t 3"]  # number of the image in its row, line and column of the patch; -1: none
     lse: Float[Array, "*B N t"] | None = None  # log-sum-exp of each query's logits; None: kernels do not use it
@@ -101,8 +101,8 @@ def read(
 ) -> Prompt:
     """`read_prompt` that keeps only the result of `each` for every layer, computed before the next layer runs.
 
-    If the policy `forgets`, `each` is called for the layers before the last reduction after this reduction, and gets
-    only the tokens that are left.
+    If the policy has `drops_early_layers`, `each` is called for the layers before the last reduction only after this
+    reduction, and gets only the tokens that are left.
     """
     inputs = jax.tree.map(jnp.asarray, inputs)
     layers = len(params.decoder.layers)
@@ -133,7 +133,7 @@ def read(
         if not isinstance(left, jax.core.Tracer) and int(jnp.max(left)) > vision:
             raise InputError(f"{type(reducer).__name__}: reduce has kept {int(jnp.max(left))} vision tokens at "
                              f"stage {stage}, but remaining allows {vision}: correct one of the two")  # fmt: skip
-        if reducer.forgets:
+        if reducer.drops_early_layers:
             results = [_without(m, tokens, inputs.valid.shape[1]) for m in results]
             if layer == stages[-1]:
                 results = [each(i, m) for i, m in enumerate(results)]
@@ -146,15 +146,15 @@ def read(
         )
         attended, lse = attended if return_lse else (attended, None)
         before = LayerPrompt(
-            q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, stays=tokens.valid, source=tokens.source,
-            grid=tokens.grid, lse=lse,
+            q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, is_candidate=tokens.valid,
+            source=tokens.source, grid=tokens.grid, lse=lse,
         )  # fmt: skip
         return attended
 
     def after(i: int, x: Array) -> tuple[Array, Array | None]:
         nonlocal tokens
         assert before is not None
-        waits = reducer is not None and reducer.forgets and i < max(stages, default=0)
+        waits = reducer is not None and reducer.drops_early_layers and i < max(stages, default=0)
         # With this barrier, the next layer starts after `each`, so that the layer's arrays are freed first.
         x, kept = jax.lax.optimization_barrier((x, before if waits else each(i, before)))
         results.append(kept)
@@ -183,8 +183,8 @@ def read(
 
 def _begin(params: Model, inputs: Inputs, reducer: Policy | None) -> Tokens:
     tower = None
-    if reducer is not None and reducer.watches:
-        x, tower = params.embed_with_attention(inputs, reducer.watches)
+    if reducer is not None and reducer.class_attention_layers:
+        x, tower = params.embed_with_attention(inputs, reducer.class_attention_layers)
     else:
         x = params.embed(inputs)
     return Tokens(
@@ -215,7 +215,7 @@ def _reduce(
     obs = None
     if read is not None:
         q, k, v = (jnp.swapaxes(x, 0, 1) for x in (read.q, read.k, read.v))
-        obs = see(
+        obs = make_observation(
             policy, q, k, v, read.is_vision, read.valid, key,
             layer=layer, layers=layers, max_instruction=max_instruction, grid=read.grid, kernels=kernels,
         )  # fmt: skip
@@ -229,4 +229,4 @@ def _without(layer: LayerPrompt, tokens: Tokens, length: int) -> LayerPrompt:
     """The layer without the candidates that a later reduction dropped."""
     row = jnp.arange(tokens.valid.shape[0])[:, None]
     left = jnp.zeros((tokens.valid.shape[0], length), bool).at[row, tokens.source].set(tokens.valid)
-    return dataclasses.replace(layer, stays=layer.stays & left[row, layer.source])
+    return dataclasses.replace(layer, is_candidate=layer.is_candidate & left[row, layer.source])

@@ -241,7 +241,7 @@ def test_killed_and_continued_it_gives_the_same(small, questions, root, tmp_path
         (["--policy", "snapkv"], "give keep="),
         (["--policy", "kivi", "--metric", "self-rouge-l"], "add full to --policy"),
         (["--batch", "0"], "batch=0 must be at least 1"),
-        (["--max-new-tokens", "2000"], "pass the model's limit of 2048"),
+        (["--max-new-tokens", "2000"], "exceed the model's limit of 2048"),
         (["--max-new-tokens", "2", "--metric", "perplexity"], "line 1: the first answer has"),
     ],
 )

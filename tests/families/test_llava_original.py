@@ -210,7 +210,7 @@ def test_a_missing_tower_is_refused_with_a_remedy(saved, tmp_path):
         vlkv.load_params(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "vision_config": model.tower.config.to_dict()}))
-    with pytest.raises(InputError, match=f"holds no vision tower: put the folder {TOWER} "):
+    with pytest.raises(InputError, match=f"contains no vision tower: put the folder {TOWER} "):
         vlkv.load_params(tmp_path)
 
 

@@ -143,7 +143,7 @@ def _plan(args: argparse.Namespace, processor: Processor) -> list[tuple[str, int
     base: dict[str, Policy] = {}
     for text in args.policy or (_QUICK if args.quick else _METHODS):
         cls, options = policy_called(text, f"--policy {text}", lambda: processor.config)
-        made = make(cls.__name__, **{"keep": 0.1, "scope": "vision", **options})
+        made = make(cls, **{"keep": 0.1, "scope": "vision", **options})
         base[code(made).replace("keep=0.1, ", "") if options else cls.__name__] = made
     if args.policy is None:
         base |= {name: policy for name, policy in _OURS.items() if not args.quick or name == "AirCache, smoothed"}

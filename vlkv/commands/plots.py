@@ -1,4 +1,4 @@
-"""Panels as a picture, with matplotlib: the optional extra `plot`, imported when something is drawn."""
+"""Draws panels with matplotlib (optional extra `plot`), which is imported only when needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOG = 2.0  # powers of ten from which on an axis is logarithmic
 
 
 class Curves(NamedTuple):
-    """Lines over one axis."""
+    """Lines with a common x axis."""
 
     title: str
     x_label: str
@@ -42,7 +42,7 @@ Panel = Curves | Maps
 
 
 def check_plots(out: Path) -> None:
-    """Raises InputError, before anything is computed, if the picture could not be drawn or written."""
+    """Raises InputError if the picture cannot be drawn or written. Called before anything is computed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError("plots need matplotlib: pip install matplotlib, or ask for --json")
     if not out.parent.is_dir():

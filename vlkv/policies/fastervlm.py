@@ -28,7 +28,7 @@ class FasterVLM(ReducingPolicy):
         return (0,)
 
     @property
-    def watches(self) -> tuple[int, ...]:
+    def class_attention_layers(self) -> tuple[int, ...]:
         """The last block that runs."""
         return (-1,)
 

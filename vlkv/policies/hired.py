@@ -60,7 +60,7 @@ class HiRED(ReducingPolicy):
         return (0,)
 
     @property
-    def watches(self) -> tuple[int, ...]:
+    def class_attention_layers(self) -> tuple[int, ...]:
         """The first block for budgets, and the last one that runs for the choice of tokens."""
         return (0, -1)
 

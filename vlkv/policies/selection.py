@@ -40,7 +40,7 @@ class Observed(NamedTuple):
     values: dict[str, Float[Array, "K T"]]  # for the decode state
 
 
-def see(
+def make_observation(
     policy: Policy,
     q: Float[Array, "N T H"],
     k: Float[Array, "K T H"],
@@ -52,14 +52,14 @@ def see(
     layer: int,
     layers: int,
     max_instruction: int,
-    stays: Bool[Array, " T"] | None = None,
+    is_candidate: Bool[Array, " T"] | None = None,
     grid: Int[Array, "T 3"] | None = None,
     lse: Float[Array, "N T"] | None = None,
     kernels: Kernels | None = None,
 ) -> Observation:
-    """The observation of one layer for the policy's stages. `stays` marks the candidates; None: all valid tokens."""
-    stays = valid if stays is None else stays
-    in_scope = stays & is_vision if policy.scope == "vision" else stays
+    """The observation of one layer for the policy's stages. `is_candidate`: None: all valid tokens."""
+    is_candidate = valid if is_candidate is None else is_candidate
+    in_scope = is_candidate & is_vision if policy.scope == "vision" else is_candidate
     table = jnp.asarray(policy.totals(layers=layers, most=in_scope.shape[0]))
     return Observation(
         q=q, k=k, v=v, is_vision=is_vision & valid, valid=valid, in_scope=in_scope,
@@ -74,14 +74,14 @@ def observe(policy: Policy, obs: Observation) -> Observed:
     """Scores and statistics of one layer."""
     scores = checked_scores(policy, obs)
     protected = policy.protect(obs) & obs.in_scope if policy.scope == "all" else jnp.zeros_like(obs.valid)
-    return Observed(scores, protected, policy.statistics(obs, scores), policy.remember(obs, scores))
+    return Observed(scores, protected, policy.statistics(obs, scores), policy.decode_values(obs, scores))
 
 
 def allocate_and_take(
     policy: Policy,
     observed: tuple[Observed, ...],
     is_vision: Bool[Array, "L T"],
-    stays: Bool[Array, "L T"],
+    is_candidate: Bool[Array, "L T"],
     held: Int[Array, " L"],
     seen: Int[Array, ""],
     *,
@@ -93,14 +93,14 @@ def allocate_and_take(
         policy: any policy.
         observed: one per layer; a layer with fewer tokens has shorter arrays.
         is_vision: of each layer's tokens, padded to the longest layer.
-        stays: which tokens are candidates.
+        is_candidate: which tokens are candidates.
         held: number of tokens in scope of each layer, before a cap.
         seen: number of tokens in scope of the prompt.
         bound: static bound on `held` and `seen`.
     """
     layers = len(is_vision)
-    in_scope = stays & is_vision if policy.scope == "vision" else stays
-    out_of_scope = stays & ~in_scope
+    in_scope = is_candidate & is_vision if policy.scope == "vision" else is_candidate
+    out_of_scope = is_candidate & ~in_scope
     scores, protected, statistics, _ = jax.tree.map(lambda *x: _stack(x), *observed)
     most = jnp.sum(in_scope, axis=1)
     # A method may return a share of the whole prompt, which is larger than the number of tokens that are left.
@@ -252,16 +252,18 @@ def _choose(policy, q, k, v, is_vision, valid, key, grid) -> Selection:
             "not show what it keeps; use read_prompt(params, inputs, policy)"
         )
     seen = [
-        see(policy, q[i], k[i], v[i], is_vision, valid, key, layer=i, layers=layers, max_instruction=length, grid=grid)
+        make_observation(
+            policy, q[i], k[i], v[i], is_vision, valid, key, layer=i, layers=layers, max_instruction=length, grid=grid
+        )
         for i in range(layers)
     ]
     observed = tuple(observe(policy, obs) for obs in seen)
-    stays = [valid] * layers
+    is_candidate = [valid] * layers
     if policy.cap is not None:
-        stays = [
+        is_candidate = [
             (valid & ~obs.in_scope) | shortlist(policy, o, obs, layers=layers)
             for o, obs in zip(observed, seen, strict=True)
         ]
     count, vision = jnp.sum(seen[0].in_scope), jnp.broadcast_to(is_vision, (layers, length))
     held = jnp.full(layers, count)
-    return allocate_and_take(policy, observed, vision, jnp.stack(stays), held, count, bound=length)
+    return allocate_and_take(policy, observed, vision, jnp.stack(is_candidate), held, count, bound=length)
