@@ -39,7 +39,7 @@ RESULTS, PLOT, QUESTIONS = "frontier.json", "frontier.png", "questions"
 _METHODS = ("imgrandom", "h2o", "snapkv", "pyramidkv", "aircache", "prefixkv", "csp", "vlcache")
 _QUICK = ("snapkv", "aircache")
 _OURS = {
-    "AirCache, smoothed": compose(AirCache(keep=0.1, window="text"), smooth=Smooth(8, one_sided=True)),
+    "AirCache, smoothed": compose(AirCache(keep=0.1, window="text"), smooth=Smooth(8, one_sided=True, pooling="max")),
     "SnapKV, window 8": SnapKV(keep=0.1, window=8, kernel=7, scope="vision"),
 }
 
