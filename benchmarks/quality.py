@@ -134,6 +134,7 @@ CHOSEN = (
     "AirCache text, 8 x 8 before, max",
 )
 
+
 SMOOTHED = {
     "9 tokens": Smooth(9),
     "8 before": Smooth(8, one_sided=True),
