@@ -46,7 +46,7 @@ from tqdm import tqdm
 import vlkv
 from vlkv import analysis, policies
 from vlkv.benching import machine
-from vlkv.evaluation import frontier
+from vlkv.evaluation import curves
 from vlkv.evaluation.keeps import at_bytes, budget, pool_bytes, relative_size, share_programs
 from vlkv.evaluation.report import code
 from vlkv.files import write_json
@@ -544,7 +544,7 @@ def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
         if row["section"] in ("methods", "compositions", "baselines") and row["name"] not in ("Full", "KIVI")
     ]  # fmt: skip
     full = next(row for row in rows if row["section"] == "methods" and row["name"] == "Full")
-    frontier.plot(points, file, title="Ledger pages: quality against bytes, 95 % intervals", label="exact answers",
+    curves.plot(points, file, title="Ledger pages: quality against bytes, 95 % intervals", label="exact answers",
                   full=full["exact"])  # fmt: skip
 
 

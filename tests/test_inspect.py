@@ -173,7 +173,7 @@ def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, model):
     fails(capsys, "--what", "cost", "--model", model, says="--model needs --prompt")
     fails(capsys, "--what", "cost", "--max-new-tokens", 1, says="--max-new-tokens 1")
     fails(capsys, "--what", "ranking", "--ranks", 0, says="--ranks 0")
-    fails(capsys, "--what", "strength", "--policy", "snapkv", says="give keep=")
+    fails(capsys, "--what", "strength", "--policy", "snapkv", says="give either keep=")
     fails(capsys, "--what", "strength", "--policy", "snapkv", "--keep", 0.2, "--json", says="AirCache's measure")
     fails(capsys, "--what", "lorenz", "--policy", "fastv", "--keep", 0.2, "--json", says="FastV shortens the prompt")
     text = ("--model", model, "--prompt", pages.READ_PAGE, "--json", *FAST)

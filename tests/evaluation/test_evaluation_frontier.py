@@ -14,7 +14,7 @@ import vlkv
 from tests.models import CONFIG, tiny_llava, unequal_batch
 from vlkv import policies
 from vlkv.cli import main
-from vlkv.evaluation import frontier
+from vlkv.evaluation import curves
 from vlkv.evaluation.keeps import at_bytes, at_keep, pool_bytes, relative_size, share_of_bytes
 from vlkv.evaluation.report import code
 from vlkv.policies import KIVI, AirCache, Composed, FastV, PrefixKV, Smooth, SnapKV, compose
@@ -73,11 +73,11 @@ def test_the_frontier_by_hand():
     points = [
         dict(bytes=b, quality=q) for b, q in ((0.1, 0.5), (0.02, 0.5), (0.2, 0.9), (0.05, 0.4), (0.3, 0.9), (0.02, 0.1))
     ]
-    assert [(p["bytes"], p["quality"]) for p in frontier.pareto(points)] == [(0.02, 0.5), (0.2, 0.9)]
-    assert frontier.best_at(points, 0.1) == points[1] and frontier.best_at(points, 0.01) is None
+    assert [(p["bytes"], p["quality"]) for p in curves.pareto(points)] == [(0.02, 0.5), (0.2, 0.9)]
+    assert curves.best_at(points, 0.1) == points[1] and curves.best_at(points, 0.01) is None
     for right, count in ((0, 7), (3, 10), (500, 500)):
         want = binomtest(right, count).proportion_ci(0.95, method="wilson")
-        np.testing.assert_allclose(frontier.wilson(right / count, count), (want.low, want.high), atol=1e-6)
+        np.testing.assert_allclose(curves.wilson(right / count, count), (want.low, want.high), atol=1e-6)
 
 
 def test_the_command(capsys, tmp_path, monkeypatch):

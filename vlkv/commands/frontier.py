@@ -23,7 +23,7 @@ from vlkv.benching.machine import describe
 from vlkv.commands.options import policy_called
 from vlkv.commands.plots import check_plots
 from vlkv.errors import InputError
-from vlkv.evaluation import fingerprint, frontier
+from vlkv.evaluation import curves, fingerprint
 from vlkv.evaluation.journal import Journal
 from vlkv.evaluation.keeps import at_bytes, share_of_bytes
 from vlkv.evaluation.metrics import LOWER_IS_BETTER, METRICS, check_metrics
@@ -106,11 +106,11 @@ def run(args: argparse.Namespace) -> Any:
     inputs = processor(list(map(str, records[0].images)), records[0].turns[0].question)
     points = []
     for (name, bits, policy), row in zip(named, summary["rows"], strict=True):
-        low, high = frontier.wilson(min(1.0, row[args.metric]), summary["questions"])
+        low, high = curves.wilson(min(1.0, row[args.metric]), summary["questions"])
         share = share_of_bytes(policy, processor.config, inputs)
         points.append({"name": name, "bits": bits, "bytes": share, "quality": row[args.metric], "low": low,
                        "high": high, "code": code(policy), "cache_bytes": row["cache_bytes"]})  # fmt: skip
-    chosen = [(share, best) for share in args.bytes if (best := frontier.best_at(points[1:], share)) is not None]
+    chosen = [(share, best) for share in args.bytes if (best := curves.best_at(points[1:], share)) is not None]
     lines = [
         {"share": share, **best, "python": _python(args, source, file, settings, best["code"])}
         for share, best in chosen
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> Any:
               "points": points, "best": lines}  # fmt: skip
     save(result, args.out / RESULTS)
     title = f"{args.model}, {summary['questions']} questions, 95 % intervals"
-    frontier.plot(points[1:], args.out / PLOT, title=title, label=args.metric, full=points[0]["quality"])
+    curves.plot(points[1:], args.out / PLOT, title=title, label=args.metric, full=points[0]["quality"])
     if args.json:
         return result
     _show(points, lines, args)
@@ -161,7 +161,7 @@ def _python(args: argparse.Namespace, source: Any, file: Path, settings: Setting
     if source == CHECKPOINT:
         model, start = "CHECKPOINT", "from vlkv.mini import CHECKPOINT; "
     return (
-        f"{start}from vlkv.evaluation.frontier import quality; from vlkv.policies import *; "
+        f"{start}from vlkv.evaluation.curves import quality; from vlkv.policies import *; "
         f"print(quality({model}, {str(file)!r}, {policy}, {metric}{options}))"
     )
 
@@ -169,7 +169,7 @@ def _python(args: argparse.Namespace, source: Any, file: Path, settings: Setting
 def _show(points: list[dict[str, Any]], lines: list[dict[str, Any]], args: argparse.Namespace) -> None:
     console = Console()
     table = Table("method", "bits", "bytes", args.metric, "95 %", "KiB", title="quality against bytes")
-    on_frontier = [point["code"] for point in frontier.pareto(points)]
+    on_frontier = [point["code"] for point in curves.pareto(points)]
     for point in points:
         mark = "[bold]" if point["code"] in on_frontier else ""
         table.add_row(
