@@ -1,224 +1,524 @@
-"""How well the miniature reads from a compressed cache: every policy at several values of keep, with 95 % intervals.
+"""How well the demo model answers from a compressed cache, at equal bytes: every method, and compositions.
 
-    python -m benchmarks.quality [--all] [--questions 500] [--out benchmarks/results/quality.json]
+    python -m benchmarks.quality [SECTION ...] [--questions 500] [--out benchmarks/results/quality.json]
 
-The questions are held out: their digits were never trained on. A batch is read once for all methods that leave the
-prompt whole, and compressed in every way. Beside exact match stand the agreement with the full cache's own answers
-(exact match, ROUGE-L), the perplexity of the true answer, and what it cost: bytes of the cache as allocated and tokens
-processed while reading, both as shares of the full cache's. A support-vector classifier trained on the same digits
-says how well digits of this kind can be read at all.
+Sections (default: all of them):
+
+    digits              digit pages with the full cache
+    baselines           ledger pages of both shapes: Oracle, random tokens, a coarser picture
+    methods             every method with default settings at 20, 10, 5 and 2 % of the bytes
+    compositions right  smoothed scores and fewer bits, on pages whose values lie to the right of their tags
+    compositions        the same on pages of both shapes
+    shorter prompts     methods that shorten the prompt, on a fifth of the questions
+    unknown             compressed before any question is known; then several questions with `extend`; a fifth
+    several             three pages, one of them asked about; a fifth
+
+The questions are held out: their digits were never trained on. Bytes are those of the vision entries, as a share of a
+full bfloat16 cache's; all text stays (scope="vision"). Quantised entries are smaller, so that more of them are kept at
+equal bytes; their ranges are counted. `allocated` is what `generate` allocates for the whole prompt, likewise as a
+share. Methods that shorten the prompt get this share as the `keep` of their last stage; `held` says what they hold.
+
+A prompt is read once for all methods that leave it whole, and a method is compiled once for all its keeps. Results are
+written after every method, and a run goes on where another stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
-from collections.abc import Iterable, Sequence
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from rouge_score.rouge_scorer import RougeScorer
 from scipy.stats import binomtest
-from sklearn.datasets import load_digits
-from sklearn.svm import SVC
 from tqdm import tqdm
 
 import vlkv
-from vlkv import policies
+from vlkv import analysis, policies
 from vlkv.benching import machine
+from vlkv.evaluation import frontier
+from vlkv.evaluation.keeps import at_bytes, budget, pool_bytes, relative_size, share_programs
+from vlkv.evaluation.report import code
+from vlkv.files import write_json
+from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, folder, pages
-from vlkv.policies.reducing import ReducingPolicy
+from vlkv.policies import KIVI, AirCache, Policy, Smooth, SnapKV, compose
+from vlkv.prefill import fill_cache_with
 
-COMMON = ("random", "streamingllm", "h2o", "snapkv", "pyramidkv", "aircache", "prefixkv")
-KEEPS = (0.5, 0.2, 0.1, 0.05, 0.01)
+BYTES = (0.2, 0.1, 0.05, 0.02)
 BATCH = 50
-_SAMPLING = vlkv.Greedy(max_new_tokens=40)
+EVALUATED, TUNED = 0, 7  # seeds: of what is reported, and of what compositions were chosen by
+RESULTS = Path(__file__).parent / "results" / "quality.json"
+NOT_MEASURED = "The demo model of this version has not been measured yet: `python -m benchmarks.quality --out FILE`."
+_QUICK = {"xla_llvm_disable_expensive_passes": True}  # a third off the time to compile
 
 
-def main() -> None:
-    """Runs, prints the table, writes the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="every method, not only the eight of the demonstration")
-    parser.add_argument("--questions", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="write the numbers here as JSON")
-    args = parser.parse_args()
-    samples = list(pages.held_out(args.questions, args.seed))
-    names = policies.registry if args.all else COMMON
-    every = "--all " if args.all else ""
-    result = {
-        "command": f"python -m benchmarks.quality {every}--questions {args.questions} --seed {args.seed}",
-        "machine": machine.describe(),
-        "questions": len(samples),
-        "classifier": classifier_accuracy(),
-        "rows": measure(samples, names),
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    show(result)
+class Question(NamedTuple):
+    """What is asked, and what the answer needs."""
+
+    images: list[Any]
+    texts: list[str]  # several where they are asked one after the other about one compressed cache
+    answers: list[str]
+    cells: list[tuple[int, ...]]  # of each answer, among the vision tokens of all images
 
 
-def planned(names: Iterable[str], layers: int) -> list[policies.Policy]:
-    """Every method at every keep that it can have."""
-    plan: list[policies.Policy] = [policies.Full()]
-    for name in names:
-        method = policies.named(name)
-        if issubclass(method, policies.KIVI):
-            plan += [method(bits=bits) for bits in (4, 2)]
-        elif not issubclass(method, policies.Full):
-            made = (make(name, keep, layers) for keep in KEEPS)
-            plan += [policy for policy in made if policy is not None]
-    return plan
+class Cell(NamedTuple):
+    """One row to be measured."""
+
+    name: str
+    policy: Policy | str  # or "Oracle"
+    bytes: float  # asked for, as a share
+    bits: int = 16
 
 
-def make(name: str, keep: float, layers: int) -> policies.Policy | None:
-    """A method with the options that its papers give it at this keep; None where it cannot keep so little."""
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """Questions of one kind, and what is measured on them."""
+
+    name: str
+    kind: str  # of pages.KINDS, or "several"
+    plan: tuple[Cell, ...]
+    unknown: bool = False
+    share: float = 1.0  # of the questions
+    new_tokens: int = 8
+
+
+# --- what is measured -----------------------------------------------------------------------------------------------
+
+
+def published(name: str, share: float, layers: int) -> Policy | None:
+    """A method with default settings and all text kept; None where it cannot keep so little."""
     options: dict[str, Any] = {}
     if name == "avl":
-        options = {"core": 0.75 * keep}  # as in the paper's settings
+        options = {"core": 0.75 * share}  # as in the paper's settings
     elif name in ("lightkv", "tome", "pitome", "tofu"):
-        stages = max(3, math.ceil(math.log2(1 / keep)))  # each merges half at most
+        stages = max(3, math.ceil(math.log2(1 / share)))  # each merges half at most
         if stages >= layers:
             return None
         if stages > 3:
             options = {"layers": tuple(range(layers - stages, layers))}
             if name == "lightkv":
                 options["windows"] = (4, 2, *[1] * (stages - 2))
-    return policies.make(name, keep=keep, scope="vision", **options)
+    return policies.make(name, keep=share, scope="vision", **options)
 
 
-def measure(samples: Sequence[pages.Sample], names: Iterable[str]) -> list[dict[str, Any]]:
-    """One row per policy and keep."""
-    params, processor = vlkv.load(CHECKPOINT)
-    plan = planned(names, params.config.decoder.layers)
-    read_prompt = jax.jit(vlkv.read_prompt)
-    fill_cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")
-    decode = jax.jit(vlkv.decode, static_argnames="sampling")
-    score = jax.jit(vlkv.log_probabilities)
-    batches = []
-    for begin in range(0, len(samples), BATCH):
-        batch = samples[begin : begin + BATCH]
-        padded = [*batch, *[batch[-1]] * (BATCH - len(batch))]
-        inputs = processor([s.image for s in padded], [s.question for s in padded])
-        targets = answers_as_tokens([s.answer for s in padded])
-        batches.append((len(batch), inputs, targets, read_prompt(params, inputs)))
-    seen: dict[policies.Policy, Seen] = {policy: Seen() for policy in plan}
-    for policy in tqdm(plan, unit="policy"):
-        into = seen[policy]
-        for number, (count, inputs, targets, whole) in enumerate(batches):
-            prompt = whole if policy.reducer is None else read_prompt(params, inputs, policy)
-            cache = fill_cache(prompt, policy, new_tokens=_SAMPLING.max_new_tokens, key=jax.random.key(number))
-            tokens, _ = decode(params, cache, prompt.logits, sampling=_SAMPLING)
-            into.answers += processor.decode(tokens)[:count]
-            into.log_probability += float(np.asarray(score(params, cache, prompt.logits, targets))[:count].sum())
-            into.targets += int((targets[:count] >= 0).sum())
-            into.bytes = cache.bytes
-            into.processed += sum(int(layer.valid[:count].sum()) for layer in prompt.layers)
-        jax.clear_caches()  # a process may hold only so many compiled programs
-    truth = [sample.answer for sample in samples]
-    return [summary(policy, seen[policy], truth, seen[plan[0]]) for policy in plan]
-
-
-@dataclasses.dataclass
-class Seen:
-    """What is gathered of one policy over the batches."""
-
-    answers: list[str] = dataclasses.field(default_factory=list)
-    log_probability: float = 0.0
-    targets: int = 0
-    bytes: int = 0
-    processed: int = 0
-
-
-def answers_as_tokens(answers: Sequence[str]) -> np.ndarray:
-    """[B, S] token ids with the end of the sequence, -1 where there is none."""
-    tokenizer = folder.tokenizer()
-    ids = [[*tokenizer.encode(answer, add_special_tokens=False).ids, folder.EOS] for answer in answers]
-    return np.array([[*row, *[-1] * (_SAMPLING.max_new_tokens - len(row))] for row in ids], np.int32)
-
-
-def summary(policy: policies.Policy, seen: Seen, truth: Sequence[str], full: Seen) -> dict[str, Any]:
-    """Exact match with its interval, digits read right, agreement with the full cache's own answers, and the cost."""
-    exact = sum(a == t for a, t in zip(seen.answers, truth, strict=True))
-    interval = binomtest(exact, len(truth)).proportion_ci(0.95, method="wilson")
-    rouge = RougeScorer(["rougeL"])
-    pairs = list(zip(seen.answers, full.answers, strict=True))
-    return {
-        "policy": label(policy),
-        "keep": policy.keep,
-        "stage": "reduce" if isinstance(policy, ReducingPolicy) else "score",
-        "exact": exact / len(truth),
-        "low": interval.low,
-        "high": interval.high,
-        "digits": digit_accuracy(seen.answers, truth),
-        "same_as_full": float(np.mean([a == f for a, f in pairs])),
-        "rouge_l": float(np.mean([rouge.score(f, a)["rougeL"].fmeasure for a, f in pairs])),
-        "perplexity": math.exp(-seen.log_probability / seen.targets),
-        "bytes": seen.bytes / full.bytes,
-        "processed": seen.processed / full.processed,
+def compositions() -> dict[str, Policy]:
+    """Scores, smoothed in several ways; `keep` is set later."""
+    text = AirCache(keep=0.1, window="text")
+    snap = SnapKV(keep=0.1, window=8, kernel=1, scope="vision")
+    made: dict[str, Policy] = {
+        "AirCache text": text,
+        "SnapKV window 8, kernel 7": SnapKV(keep=0.1, window=8, kernel=7, scope="vision"),
+    }
+    made |= {f"AirCache text, {name}": compose(text, smooth=smooth) for name, smooth in SMOOTHED.items()}
+    return made | {
+        f"SnapKV window 8, {name}": compose(snap, smooth=SMOOTHED[name]) for name in ("8 before", "8 x 8 before")
     }
 
 
-def label(policy: policies.Policy) -> str:
-    """Its name in the table."""
-    return f"KIVI {policy.bits} bits" if isinstance(policy, policies.KIVI) else type(policy).__name__
+SMOOTHED = {
+    "9 tokens": Smooth(9),
+    "8 before": Smooth(8, one_sided=True),
+    "8 before, max": Smooth(8, one_sided=True, pooling="max"),
+    "7 x 7": Smooth((7, 7)),
+    "8 x 8 before": Smooth((8, 8), one_sided=True),
+    "8 x 8 before, max": Smooth((8, 8), one_sided=True, pooling="max"),
+}
 
 
-def digit_accuracy(answers: Sequence[str], truth: Sequence[str]) -> float:
-    """Share of the digits asked for that stand at their place in the answer."""
-    right = total = 0
-    for answer, wanted in zip(answers, truth, strict=True):
-        said = answer.split()
-        for place, symbol in enumerate(wanted.split()):
-            if symbol.isdigit():
-                total += 1
-                right += place < len(said) and said[place] == symbol
-    return right / total
+def sections(layers: int) -> list[Section]:
+    """Everything that is measured, the most important first."""
+    full = Cell("Full", policies.Full(), 1.0)
+    random = [Cell("ImgRandom", policies.ImgRandom(keep=b), b) for b in BYTES]
+    oracle = [Cell("Oracle", "Oracle", b) for b in (0.1, 0.02)]
+    bits = [Cell("KIVI", store, relative_size(store), store.bits) for store in (KIVI(bits=4), KIVI(bits=2))]
+    names = [name for name in policies.registry if name not in ("full", "kivi", "random", "imgrandom")]
+
+    def default(chosen: Iterable[str], shares: Iterable[float]) -> list[Cell]:
+        made = ((name, share, published(name, share, layers)) for name in chosen for share in shares)
+        return [Cell(type(policy).__name__, policy, share) for _, share, policy in made if policy is not None]
+
+    def composed(chosen: Iterable[str], bits: Iterable[int], shares: Iterable[float]) -> list[Cell]:
+        every = compositions()
+        return [Cell(name, at_bytes(every[name], b, n), b, n) for name in chosen for n in bits for b in shares]
+
+    few = default(("snapkv", "aircache", "h2o", "prefixkv", "csp"), (0.2, 0.1, 0.05))
+    few += composed(("AirCache text", "AirCache text, 8 before", "SnapKV window 8, kernel 7"), (4,), (0.1, 0.02))
+    best = composed(compositions(), (16, 4), (0.02, 0.01))
+    return [
+        Section("digits", "digits", (full,), new_tokens=40),
+        Section("baselines", "ledger", (full, *oracle, *random, Cell("Downsample", downsample(), 0.25))),
+        Section("methods", "ledger", (full, *bits, *default(filter(_evicts, names), BYTES))),
+        Section("compositions right", "right", (full, *best)),
+        Section("compositions", "ledger", (full, *best)),
+        Section("shorter prompts", "ledger", (full, *default((n for n in names if not _evicts(n)), BYTES)), share=0.2),
+        Section("unknown", "ledger", (full, *few), unknown=True, share=0.2),
+        Section("several", "several", (full, *few), share=0.2),
+    ]
 
 
-def classifier_accuracy() -> float:
-    """A support-vector classifier on the same division of the digits."""
-    data, label = load_digits(return_X_y=True)
-    train = len(label) - pages.HELD_OUT
-    model = SVC(gamma=0.001, C=10).fit(data[:train], label[:train])
-    return float(model.score(data[train:], label[train:]))
+def downsample() -> Policy:
+    """One image of 24 x 24 tokens becomes 12 x 12."""
+    return policies.Downsample(most=pages.GRID**2 // 4)
 
 
-def show(result: dict[str, Any]) -> None:
-    """Policies down, keep across: exact match with its interval; then agreement and cost, one line per keep."""
-    rows = {(row["policy"], row["keep"]): row for row in result["rows"]}
-    names = list(dict.fromkeys(row["policy"] for row in result["rows"]))
-    table = Table("policy", *(f"{keep:.0%}" for keep in (1.0, *KEEPS)), title="exact match, % [95 % interval]")
-    for name in names:
-        found = (rows.get((name, keep)) for keep in (1.0, *KEEPS))
-        table.add_row(name, *("" if row is None else cell(row) for row in found))
-    columns = ("policy", "keep", "same, %", "ROUGE-L", "perplexity", "cache, %", "processed, %")
-    agreement = Table(*columns, title="against the full cache's own answers; cost against the full cache's")
-    for row in result["rows"]:
-        agreement.add_row(
-            row["policy"], f"{row['keep']:.0%}", f"{100 * row['same_as_full']:.1f}", f"{row['rouge_l']:.3f}",
-            f"{row['perplexity']:.3g}", f"{100 * row['bytes']:.1f}", f"{100 * row['processed']:.1f}",
-        )  # fmt: skip
-    console = Console(width=120)
-    console.print(table)
-    console.print(agreement)
-    full = rows["Full", 1.0]
-    console.print(
-        f"{result['questions']} held-out questions. Digits at their place, full cache: {full['digits']:.1%}; "
-        f"support-vector classifier on the same digits: {result['classifier']:.1%}.",
-        highlight=False,
-    )
+def _evicts(name: str) -> bool:
+    made = published(name, 0.2, layers=6)
+    return made is not None and made.reducer is None
 
 
-def cell(row: dict[str, Any]) -> str:
-    """62.4 [58.1, 66.6]"""
-    return f"{100 * row['exact']:.1f} \\[{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
+# --- questions ------------------------------------------------------------------------------------------------------
+
+
+def questions(section: Section, count: int, seed: int) -> list[Question]:
+    """The same seed gives the same questions."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(count):
+        if section.kind == "several":
+            shown, chosen, entry = pages.held_out_set(rng)
+            offset = chosen * pages.GRID**2
+            cells = [tuple(offset + cell for cell in entry.evidence)]
+            made.append(Question([page.image for page in shown], [entry.question], [entry.answer], cells))
+        elif section.unknown:
+            page, _ = pages.held_out_page(rng, section.kind)
+            asked = page.entries[:4]
+            columns = ([e.question for e in asked], [e.answer for e in asked], [e.evidence for e in asked])
+            made.append(Question([page.image], *columns))
+        else:
+            page, entry = pages.held_out_page(rng, section.kind)
+            made.append(Question([page.image], [entry.question], [entry.answer], [entry.evidence]))
+    return made
+
+
+def evidence(inputs: Inputs, cells: Sequence[tuple[int, ...]]) -> np.ndarray:
+    """[B, T]: the tokens of these vision tokens, counted from the first of each row."""
+    number = np.cumsum(inputs.is_vision, axis=1) - 1
+    return np.stack([np.isin(n, c) & v for n, c, v in zip(number, cells, inputs.is_vision, strict=True)])
+
+
+def targets(answers: Sequence[str], length: int) -> np.ndarray:
+    """[B, S] token ids with the end of the sequence, -1 where there is none."""
+    tokenizer = folder.tokenizer()
+    ids = [[*tokenizer.encode(answer, add_special_tokens=False).ids, folder.EOS] for answer in answers]
+    return np.array([[*row, *[-1] * (length - len(row))] for row in ids], np.int32)
+
+
+# --- the programs ---------------------------------------------------------------------------------------------------
+
+_read = jax.jit(vlkv.read_prompt, compiler_options=_QUICK)
+
+
+class Seen(NamedTuple):
+    """Of one batch."""
+
+    tokens: jax.Array  # [B, Q, S]
+    log_probability: jax.Array  # [B, Q]
+    recall: jax.Array  # [B, L, K] of the first question's evidence
+    held: jax.Array  # [B] vision entries, mean over layers and heads
+
+
+@functools.partial(jax.jit, static_argnames="new_tokens", compiler_options=_QUICK)
+def _compress(prompt, policy, table, evidence, key, *, new_tokens: int) -> tuple[vlkv.PackedCache, Any, Any]:
+    """One batch's cache, evidence recall and vision entries. `policy` None: the oracle, with ImgRandom's memory."""
+    if policy is None:
+        most = policies.ImgRandom(keep=BYTES[0])
+        cache = analysis.oracle_cache(prompt, evidence, most, table, new_tokens=new_tokens, key=key)
+    else:
+        cache = fill_cache_with(prompt, policy, table, new_tokens=new_tokens, key=key)
+    held = analysis.held_by_head(cache, prompt.valid.shape[1]) & prompt.is_vision[:, None, None]
+    return cache, analysis.evidence_recall(cache, evidence), jnp.mean(jnp.sum(held, axis=-1), axis=(1, 2))
+
+
+@functools.partial(jax.jit, static_argnames="new_tokens", compiler_options=_QUICK)
+def _ask(params, cache, logits, wanted, *, new_tokens: int) -> tuple[Any, Any]:
+    """Greedy answers, and the log-probabilities of the right ones."""
+    tokens = vlkv.decode(params, cache, logits, sampling=vlkv.Greedy(max_new_tokens=new_tokens))[0]
+    return tokens, jnp.sum(vlkv.log_probabilities(params, cache, logits, wanted), axis=1)
+
+
+_extend = jax.jit(vlkv.extend, compiler_options=_QUICK)
+
+
+def _answer(params: Any, prompt: vlkv.Prompt, policy: Policy | None, table: Any, batch: Batch, key: Any,
+            new_tokens: int) -> Seen:  # fmt: skip
+    """Compresses one batch, and asks it all its questions."""
+    room = new_tokens + (0 if batch.fed is None else batch.fed[0].tokens.shape[1])
+    cache, recall, held = _compress(prompt, policy, table, batch.evidence, key, new_tokens=room)
+    asked = [(cache, prompt.logits)] if batch.fed is None else [_extend(params, cache, fed) for fed in batch.fed]
+    said = [_ask(params, *one, batch.wanted[:, i], new_tokens=new_tokens) for i, one in enumerate(asked)]
+    tokens, scores = (np.stack(column, 1) for column in zip(*said, strict=True))
+    return Seen(tokens, scores, recall, held)
+
+
+class Batch(NamedTuple):
+    """Questions that are answered together."""
+
+    real: int
+    inputs: Inputs
+    fed: tuple[Inputs, ...] | None
+    wanted: np.ndarray  # [B, Q, S]
+    evidence: np.ndarray
+    answers: list[list[str]]  # [B][Q]
+
+
+def batches(asked: Sequence[Question], processor: Any, section: Section) -> Iterator[Batch]:
+    """All questions; the last batch is filled up with its last question."""
+    size = BATCH if section.kind != "several" else 10
+    for begin in range(0, len(asked), size):
+        part = asked[begin : begin + size]
+        rows = [*part, *part[-1:] * (size - len(part))]
+        images = [row.images for row in rows]
+        fed = None
+        if section.unknown:
+            inputs = processor(images, [row.texts[0] for row in rows], question=False)
+            fed = tuple(_extension(processor, [row.texts[i] for row in rows]) for i in range(len(rows[0].texts)))
+        else:
+            inputs = processor(images, [row.texts[0] for row in rows])
+        wanted = [targets([row.answers[i] for row in rows], section.new_tokens) for i in range(len(rows[0].texts))]
+        yield Batch(len(part), inputs, fed, np.stack(wanted, 1), evidence(inputs, [row.cells[0] for row in rows]),
+                    [row.answers for row in part])  # fmt: skip
+
+
+def _extension(processor: Any, texts: Sequence[str]) -> Inputs:
+    """What follows the image in a prompt."""
+    prompts = [processor.prompts.write(text, 1, 0) for text in texts]
+    before = processor.prompts.write("", 1, 0)
+    start = before[: before.index("<image>") + len("<image>")]
+    return processor.extension([start] * len(prompts), prompts)
+
+
+def measure(params: Any, processor: Any, section: Section, count: int, seed: int, done: Done) -> None:
+    """Answers whatever the results do not hold yet."""
+    todo = [cell for cell in section.plan if done.find(section, cell, count, seed) is None]
+    if not todo:
+        return
+    made = list(batches(questions(section, count, seed), processor, section))
+    layers, length = params.config.decoder.layers, made[0].inputs.valid.shape[1]
+    evicting = [cell.policy for cell in todo if isinstance(cell.policy, Policy)]
+    programs = dict(zip(evicting, share_programs(evicting), strict=True))
+    whole: list[Any] = []
+    for cell in tqdm(todo, desc=section.name, unit="cell", mininterval=5):
+        policy = cell.policy
+        shortens = isinstance(policy, Policy) and policy.reducer is not None
+        if not whole and not shortens:
+            whole = [_read(params, batch.inputs) for batch in made]
+        if isinstance(policy, str):
+            program, table = None, policies.ImgRandom(keep=cell.bytes).totals(layers=layers, most=length)
+        else:
+            program = programs[policy]
+            table = budget(policy, program, layers=layers, length=length)
+        seen, processed = [], []
+        for number, batch in enumerate(made):
+            key = jax.random.key(number)
+            prompt = _read(params, batch.inputs, policy, key=key) if shortens else whole[number]
+            out = _answer(params, prompt, program, table, batch, key, section.new_tokens)
+            seen.append(jax.tree.map(lambda x, n=batch.real: np.asarray(x)[:n], out))
+            processed.append(np.mean([np.asarray(layer.valid)[: batch.real].sum(1) for layer in prompt.layers], 0))
+        joined = Seen(*(np.concatenate(column) for column in zip(*seen, strict=True)))
+        done.add(section, cell, count, seed, summary(params, processor, cell, made, joined, np.concatenate(processed)))
+
+
+def summary(
+    params: Any, processor: Any, cell: Cell, made: list[Batch], seen: Seen, processed: np.ndarray
+) -> dict[str, Any]:
+    """Exact match with its interval, digits by place, perplexity, evidence recall, and the cost."""
+    wanted = [answer for batch in made for row in batch.answers for answer in row]
+    said = [str(text) for row in seen.tokens for text in processor.decode(row)]
+    right = np.array([a == b for a, b in zip(said, wanted, strict=True)])
+    interval = binomtest(int(right.sum()), len(right)).proportion_ci(0.95, method="wilson")
+    scored = sum(len(answer.split()) + 1 for answer in wanted)
+    shape = made[0].inputs
+    policy = policies.ImgRandom(keep=cell.bytes) if isinstance(cell.policy, str) else cell.policy
+    allocated = [pool_bytes(p, params.config, shape) for p in (policy, policies.Full())]
+    vision = shape.is_vision.sum(1)[0]
+    return {
+        "name": cell.name,
+        "bits": cell.bits,
+        "policy": cell.policy if isinstance(cell.policy, str) else code(cell.policy),
+        "exact": float(right.mean()), "low": interval.low, "high": interval.high,
+        "places": by_place(said, wanted),
+        "perplexity": math.exp(-float(seen.log_probability.sum()) / scored),
+        "recall": np.round(seen.recall.mean(0), 4).tolist(),
+        "held": float(seen.held.mean() / vision),
+        "allocated": allocated[0] / allocated[1],
+        "processed": float(processed.mean() / shape.valid.sum(1).mean()),
+        "right": "".join("01"[int(r)] for r in right),
+        "said": said,
+    }  # fmt: skip
+
+
+def by_place(said: Sequence[str], wanted: Sequence[str]) -> list[float]:
+    """Share of the answers whose first, second, ... digit is right, of those that have one there."""
+    places: list[list[bool]] = []
+    for answer, truth in zip(said, wanted, strict=True):
+        digits = answer.split()
+        for place, digit in enumerate(truth.split()):
+            if place == len(places):
+                places.append([])
+            places[place].append(place < len(digits) and digits[place] == digit)
+    return [round(float(np.mean(place)), 4) for place in places]
+
+
+# --- results --------------------------------------------------------------------------------------------------------
+
+
+class Done:
+    """The results file: rows by section, policy and bytes."""
+
+    def __init__(self, path: Path | None, command: str) -> None:
+        self.path = path
+        self.content: dict[str, Any] = {"command": command, "machine": machine.describe(), "rows": []}
+        if path is not None and path.exists():
+            self.content["rows"] = json.loads(path.read_text())["rows"]
+
+    def find(self, section: Section, cell: Cell, count: int, seed: int) -> dict[str, Any] | None:
+        """The row, if it is there."""
+        name = cell.policy if isinstance(cell.policy, str) else code(cell.policy)
+        wanted = (section.name, name, cell.bytes, count, seed)
+        return next((row for row in self.content["rows"] if _identity(row) == wanted), None)
+
+    def add(self, section: Section, cell: Cell, count: int, seed: int, row: dict[str, Any]) -> None:
+        """Compares the row with the full cache's, and writes the file."""
+        row = {
+            "section": section.name,
+            "kind": section.kind,
+            "bytes": cell.bytes,
+            "questions": count,
+            "seed": seed,
+            **row,
+        }
+        full = self.find(section, Cell("Full", policies.Full(), 1.0), count, seed) or row
+        row["loss"], row["loss_low"], row["loss_high"] = paired(full["right"], row["right"])
+        row["same_as_full"] = float(np.mean([a == b for a, b in zip(row["said"], full["said"], strict=True)]))
+        if row is not full:
+            del row["said"]
+        self.content["rows"].append(row)
+        if self.path is not None:
+            write_json(self.path, self.content)
+
+
+def _words(cell: Cell) -> list[str]:
+    return re.findall(r"\w+", cell.policy if isinstance(cell.policy, str) else code(cell.policy))
+
+
+def _identity(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["section"], row["policy"], row["bytes"], row["questions"], row["seed"]
+
+
+def paired(full: str, other: str) -> tuple[float, float, float]:
+    """Mean difference of two lists of right and wrong answers to the same questions, with its 95 % interval."""
+    difference = np.array([int(a) - int(b) for a, b in zip(full, other, strict=True)], float)
+    margin = 1.96 * difference.std(ddof=1) / math.sqrt(len(difference))
+    return float(difference.mean()), float(difference.mean() - margin), float(difference.mean() + margin)
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """One table per section."""
+    console = Console(width=150)
+    for name in dict.fromkeys(row["section"] for row in rows):
+        table = Table("policy", "bytes", "held", "exact, % [95 %]", "loss", "by place", "recall", "perplexity",
+                      title=name)  # fmt: skip
+        for row in rows:
+            if row["section"] == name:
+                table.add_row(
+                    row["policy"], f"{row['bytes']:.1%}", f"{row['held']:.1%}",
+                    f"{100 * row['exact']:.1f} \\[{100 * row['low']:.1f}, {100 * row['high']:.1f}]",
+                    f"{100 * row['loss']:.1f}", " ".join(f"{100 * p:.0f}" for p in row["places"]),
+                    f"{np.mean(row['recall']):.2f}", f"{row['perplexity']:.3g}",
+                )  # fmt: skip
+        console.print(table)
+
+
+def readme(rows: Sequence[dict[str, Any]]) -> str:
+    """The block of the README between the marks `quality`, from the results of the seed that is reported."""
+    rows = [row for row in rows if row["seed"] == EVALUATED]
+    if not rows:
+        return NOT_MEASURED
+    both = {(row["section"], row["name"], row["bits"], row["bytes"]): row for row in rows}
+    full = both["methods", "Full", 16, 1.0]
+
+    def percent(section: str, name: str, bits: int, share: float) -> str:
+        row = both.get((section, name, bits, share))
+        return "" if row is None else f"{100 * row['exact']:.1f}"
+
+    def sentence(section: str, name: str, share: float) -> str:
+        row = both[section, name, 16, share]
+        return f"{100 * row['exact']:.1f} [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
+
+    lines = [
+        f"Exact answers in percent, {full['questions']} questions about pages of both shapes. The full cache has "
+        f"{sentence('methods', 'Full', 1.0)}; Oracle, which keeps the asked entry and random tokens, "
+        f"{sentence('baselines', 'Oracle', 0.02)} at 2 %; random tokens {sentence('baselines', 'ImgRandom', 0.1)} at "
+        f"10 %; the page averaged over 2 x 2 patches (25 %) {sentence('baselines', 'Downsample', 0.25)}.",
+        "",
+        "| method, default settings | 20 % | 10 % | 5 % | 2 % |",
+        "|---|---|---|---|---|",
+    ]
+    names = list(dict.fromkeys(row["name"] for row in rows if row["section"] == "methods" and row["bytes"] in BYTES))
+    names.sort(key=lambda name: -both["methods", name, 16, 0.1]["exact"])
+    lines += [f"| {n} | " + " | ".join(percent("methods", n, 16, b) for b in BYTES) + " |" for n in names]
+    found = [row for row in rows if row["section"] == "compositions" and row["bytes"] in (0.02, 0.01)]
+    if not found:
+        return "\n".join(lines)
+    lines += ["", "| composition | 2 %, 16 bits | 2 %, 4 bits | 1 %, 4 bits | to the right only: 2 %, 1 %, 4 bits |"]
+    lines += ["|---|---|---|---|---|"]
+    for name in dict.fromkeys(row["name"] for row in found):
+        values = [percent("compositions", name, bits, share) for bits, share in ((16, 0.02), (4, 0.02), (4, 0.01))]
+        right = ", ".join(percent("compositions right", name, 4, share) for share in (0.02, 0.01))
+        lines.append(f"| {name} | " + " | ".join(values) + f" | {right} |")
+    return "\n".join(lines)
+
+
+def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
+    """Quality against bytes, of all methods and compositions on pages of both shapes."""
+    rows = [row for row in rows if row["seed"] == EVALUATED]
+    points = [
+        {"name": row["name"], "bits": row["bits"], "bytes": row["bytes"], "quality": row["exact"], "low": row["low"],
+         "high": row["high"]}
+        for row in rows
+        if row["section"] in ("methods", "compositions", "baselines") and row["name"] not in ("Full", "KIVI")
+    ]  # fmt: skip
+    full = next(row for row in rows if row["section"] == "methods" and row["name"] == "Full")
+    frontier.plot(points, file, title="Ledger pages: quality against bytes, 95 % intervals", label="exact answers",
+                  full=full["exact"])  # fmt: skip
+
+
+def main() -> None:
+    """Measures, writes the JSON, prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("section", nargs="*", help="names as above, or their first words (default: all)")
+    parser.add_argument("--questions", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=EVALUATED)
+    parser.add_argument("--policy", help="only methods that are made of this one, such as AirCache")
+    parser.add_argument("--out", type=Path, help="write the numbers here as JSON, and go on with what it holds")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw quality against bytes")
+    parser.add_argument("--readme", action="store_true", help="print the README's tables")
+    args = parser.parse_args()
+    params, processor = vlkv.load(CHECKPOINT)
+    done = Done(args.out, " ".join(["python -m benchmarks.quality", *sys.argv[1:]]))
+    for section in sections(params.config.decoder.layers):
+        if args.section and not any(section.name.startswith(word) for word in args.section):
+            continue
+        plan = tuple(c for c in section.plan if args.policy in (None, *_words(c)) or c.bytes == 1)
+        count = round(args.questions * section.share)
+        measure(params, processor, dataclasses.replace(section, plan=plan), count, args.seed, done)
+        jax.clear_caches()
+    show(done.content["rows"])
+    if args.plot:
+        plot(done.content["rows"], args.plot)
+    if args.readme:
+        print(readme(done.content["rows"]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Trains the miniature that ships in vlkv/mini/checkpoint: `python -m benchmarks.train_mini --out FOLDER`."""
+"""Trains the demo model that ships in vlkv/mini/checkpoint: `python -m benchmarks.train_mini --out FOLDER`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("mini-checkpoint"), help="the folder to write")
     parser.add_argument("--work", type=Path, default=Path("mini-work"), help="the state, to resume from")
+    parser.add_argument("--start", type=Path, metavar="FOLDER", help="an earlier demo model to start from")
     parser.add_argument("--every", type=int, default=200, help="steps between checkpoints")
     parser.add_argument("--machine", default="", help="the machine in plain words, for the log")
     options = parser.parse_args()
     settings = training.Settings()
-    training.train(options.out, options.work, settings, every=options.every, machine=options.machine)
+    training.train(
+        options.out,
+        options.work,
+        settings,
+        checkpoint=options.start,
+        every=options.every,
+        machine=options.machine,
+    )
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints: the engine that reads and converts them, given the table of a family. No jax."""
+"""Reads and converts Hugging Face checkpoints, given the table of a family. Does not import jax."""

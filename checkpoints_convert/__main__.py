@@ -1,4 +1,4 @@
-"""Convert a Hugging Face checkpoint: a checked, sharded copy with a manifest. An interrupted conversion resumes.
+"""Convert a Hugging Face checkpoint to a checked, sharded copy with a manifest. An interrupted conversion resumes.
 
 vlkv convert SRC DST --dtype bfloat16
 python -m checkpoints_convert SRC DST --format orbax
@@ -22,16 +22,16 @@ from vlkv.terminal import OneLineParser, guarded
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `convert`, shared with the `vlkv` command."""
-    parser.add_argument("source", type=Path, metavar="SRC", help="a checkpoint folder, Hugging Face's or its authors'")
+    parser.add_argument("source", type=Path, metavar="SRC", help="a checkpoint folder of Hugging Face or the authors")
     parser.add_argument("destination", type=Path, nargs="?", metavar="DST", help="the folder to write; must not exist")
-    parser.add_argument("--dtype", choices=list(DTYPES), help="of the written weights; without it, the source's own")
-    parser.add_argument("--format", choices=FORMATS, default="safetensors", help="of the written weights")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="of the written weights (default: that of the source)")
+    parser.add_argument("--format", choices=FORMATS, default="safetensors", help="format of the written weights")
     parser.add_argument("--verify", action="store_true", help="only compare SRC, a converted folder, with its manifest")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
 def run(args: argparse.Namespace) -> str:
-    """Does what the arguments say and returns one line about it."""
+    """Runs the command and returns one line about its result."""
     if args.verify:
         verify(args.source)
         return f"{args.source}: every file agrees with the manifest"
@@ -48,10 +48,10 @@ def convert(source: Path, destination: Path, **options: Any) -> Path:
 
 
 def _return_memory_at_once() -> None:
-    """Has glibc map all that is larger than 1 MiB by itself, where there is a glibc, for the rest of the process.
+    """Makes glibc allocate blocks larger than 1 MiB with mmap, for the rest of the process.
 
-    By itself it takes up to 32 MiB from its heaps once it has seen as much, one heap for each of tensorstore's threads,
-    and of every heap a part stays: 200 MB after 2 GiB.
+    Otherwise glibc takes blocks of up to 32 MiB from a heap for each of tensorstore's threads, and does not return all
+    of this memory: after 2 GiB it keeps 200 MB.
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD

@@ -1,7 +1,7 @@
-"""`tokenizer.json` from the tokenizer files that authors publish: sentencepiece, tiktoken, or a vocabulary and merges.
+"""Makes `tokenizer.json` from other tokenizer files: sentencepiece, tiktoken, or a vocabulary and merges.
 
-All three are byte-pair encodings, so one set of merges describes them; what differs is how text is cut before. A
-sentencepiece conversion is compared with sentencepiece itself on a few lines of text before it is used.
+All three are byte-pair encodings, which are described by merges; they differ in how text is split before. A tokenizer
+tokenizer from sentencepiece is compared with sentencepiece on a few lines of text.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from vlkv.files import one_line, read_json
 
 Token = TypeVar("Token", str, bytes)
 
-# How Qwen's tokenizers, of every version, cut text into words (tokenization_qwen.py, PAT_STR).
+# Pattern by which all versions of Qwen's tokenizer split text into words (tokenization_qwen.py, PAT_STR).
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_CLASSES = "Qwen2Tokenizer", "Qwen2TokenizerFast"  # of transformers, which cut so
+_CLASSES = "Qwen2Tokenizer", "Qwen2TokenizerFast"  # classes of transformers that use this pattern
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of pieces in sentencepiece_model.proto
 _SAMPLES = (
     "A photo of 3 cats: what's on the left?\nAnswer in 1-2 words.",
@@ -34,14 +34,14 @@ _SAMPLES = (
 
 
 def make(folder: Path, special: Sequence[str] = ()) -> tokenizers.Tokenizer | None:
-    """The tokenizer of a checkpoint folder, or None if it has `tokenizer.json` already or no file that we know.
+    """The tokenizer of a checkpoint folder; None if it has `tokenizer.json` or no supported file.
 
     Args:
         folder: with `tokenizer.model` (sentencepiece), a `.tiktoken` file, or `vocab.json` and `merges.txt`.
-        special: the tokens whose ids follow those of a tiktoken file, which lists the ordinary tokens only.
+        special: special tokens, whose ids follow those in a tiktoken file.
 
     Raises:
-        InputError: a damaged file, a kind that is not supported, or sentencepiece is not installed.
+        InputError: a damaged or unsupported file, or sentencepiece is not installed.
     """
     if (folder / "tokenizer.json").is_file():
         return None
@@ -56,17 +56,17 @@ def make(folder: Path, special: Sequence[str] = ()) -> tokenizers.Tokenizer | No
 
 
 def _from_sentencepiece(folder: Path) -> tokenizers.Tokenizer:
-    """As transformers' slow Llama tokenizer: each text between special tokens begins with the model's own prefix."""
+    """Like transformers' slow Llama tokenizer: each text between special tokens starts with the model's prefix."""
     file = folder / "tokenizer.model"
     try:
         import sentencepiece  # noqa: PLC0415 (only needed here)
         from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]  # noqa: PLC0415
     except ImportError:
-        raise InputError(f"{file}: is read with sentencepiece: pip install 'vlkv[convert]'") from None
+        raise InputError(f"{file}: needs sentencepiece: pip install 'vlkv[convert]'") from None
     try:
         model = ModelProto.FromString(file.read_bytes())
-        spoken = sentencepiece.SentencePieceProcessor(model_proto=file.read_bytes())
-    except Exception as error:  # both packages raise plain kinds
+        reference = sentencepiece.SentencePieceProcessor(model_proto=file.read_bytes())
+    except Exception as error:  # both packages raise many kinds of errors
         raise InputError(f"{file}: not a valid sentencepiece model ({one_line(error)[:200]})") from None
     if model.trainer_spec.model_type != model.trainer_spec.BPE:
         raise InputError(f"{file}: only byte-pair encodings are supported; save a tokenizer.json with transformers")
@@ -75,13 +75,13 @@ def _from_sentencepiece(folder: Path) -> tokenizers.Tokenizer:
     ranks = {piece.piece: -piece.score for i, piece in enumerate(model.pieces)
              if piece.type == _NORMAL and i not in added}  # fmt: skip
     settings, vocab = model.trainer_spec, {name: i for i, name in enumerate(pieces)}
-    made = tokenizers.Tokenizer(
+    tokenizer = tokenizers.Tokenizer(
         models.BPE(vocab, _merges(ranks), unk_token=pieces[settings.unk_id], fuse_unk=True,
                    byte_fallback=settings.byte_fallback)
     )  # fmt: skip
     prefix = model.normalizer_spec.add_dummy_prefix
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁")] * prefix + [normalizers.Replace(" ", "▁")])
-    made.decoder = decoders.Sequence(
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁")] * prefix + [normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         + [decoders.Strip(content=" ", left=1)] * prefix
     )
@@ -90,21 +90,21 @@ def _from_sentencepiece(folder: Path) -> tokenizers.Tokenizer:
         for i, (name, piece) in enumerate(zip(pieces, model.pieces, strict=True))
         if piece.type in (_UNKNOWN, _CONTROL, _USER_DEFINED)
     }
-    _add(made, own | added, file)
+    _add(tokenizer, own | added, file)
     for text in _SAMPLES:
-        if made.encode(text).ids != spoken.encode(text):
+        if tokenizer.encode(text).ids != reference.encode(text):
             raise InputError(f"{file}: a byte-pair encoding does not reproduce this model; "
                              "save a tokenizer.json with transformers")  # fmt: skip
-    if (read_json(folder / "tokenizer_config.json") or {}).get("add_bos_token", True) and spoken.bos_id() >= 0:
-        bos = pieces[spoken.bos_id()]
-        made.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, spoken.bos_id())]
+    if (read_json(folder / "tokenizer_config.json") or {}).get("add_bos_token", True) and reference.bos_id() >= 0:
+        bos = pieces[reference.bos_id()]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, reference.bos_id())]
         )
-    return made
+    return tokenizer
 
 
 def _from_tiktoken(file: Path, special: Sequence[str]) -> tokenizers.Tokenizer:
-    """A file with a line for each token: its bytes in base64, and its id, which is its rank too."""
+    """From a file with one line per token: its bytes in base64, and its id, which is also its rank."""
     try:
         lines = [line.split() for line in file.read_bytes().splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
@@ -116,39 +116,39 @@ def _from_tiktoken(file: Path, special: Sequence[str]) -> tokenizers.Tokenizer:
         )
     vocab = {_spelled(token): rank for token, rank in ranks.items()}
     merges = [(_spelled(left), _spelled(right)) for left, right in _merges(ranks)]
-    made = _byte_level(models.BPE(vocab, merges))
+    tokenizer = _byte_level(models.BPE(vocab, merges))
     after = enumerate(special, start=len(ranks))
-    _add(made, {i: AddedToken(name, normalized=False, special=True) for i, name in after}, file)
-    return made
+    _add(tokenizer, {i: AddedToken(name, normalized=False, special=True) for i, name in after}, file)
+    return tokenizer
 
 
 def _from_merges(folder: Path) -> tokenizers.Tokenizer:
-    """The two files of classes that cut words as `_WORDS` does; others that have such files cut them differently."""
+    """From `vocab.json` and `merges.txt` of classes that split words by `_WORDS`; other classes split differently."""
     kind = (read_json(folder / "tokenizer_config.json") or {}).get("tokenizer_class")
     if kind not in _CLASSES:
         raise InputError(f"{folder / 'vocab.json'}: tokenizer_class={kind!r} is not supported without tokenizer.json; "
                          "save one with transformers")  # fmt: skip
     try:
-        made = _byte_level(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
+        tokenizer = _byte_level(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
     except Exception as error:  # the package raises plain Exception
         raise InputError(f"{folder / 'vocab.json'}: not a valid vocabulary ({one_line(error)})") from None
-    _add(made, _added(folder), folder / "vocab.json")
-    return made
+    _add(tokenizer, _added(folder), folder / "vocab.json")
+    return tokenizer
 
 
 def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
-    made = tokenizers.Tokenizer(model)
-    made.normalizer = normalizers.NFC()
-    made.pre_tokenizer = pre_tokenizers.Sequence([
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ])  # fmt: skip
-    made.decoder = decoders.ByteLevel()
-    return made
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def _merges(ranks: Mapping[Token, float]) -> list[tuple[Token, Token]]:
-    """Every pair of tokens that joins to a token, in the order of what it makes, then of its parts."""
+    """All pairs of tokens whose concatenation is a token, in the order of the ranks of result and parts."""
     pairs = [
         (token[:i], token[i:])
         for token in ranks
@@ -159,7 +159,7 @@ def _merges(ranks: Mapping[Token, float]) -> list[tuple[Token, Token]]:
 
 
 def _spelled(token: bytes) -> str:
-    """Bytes as byte-level tokenizers write them: printable Latin-1 as itself, the rest from U+0100 on in order."""
+    """Bytes as text of byte-level tokenizers: printable Latin-1 unchanged, other bytes from U+0100 on in order."""
     return "".join(_ALPHABET[byte] for byte in token)
 
 
@@ -173,7 +173,7 @@ _ALPHABET = _alphabet()
 
 
 def _added(folder: Path) -> dict[int, AddedToken]:
-    """Tokens that the folder's settings add to the vocabulary, or spell anew, by their ids."""
+    """Tokens that the folder's settings add to the vocabulary or rename, by id."""
     listed = (read_json(folder / "tokenizer_config.json") or {}).get("added_tokens_decoder")
     try:
         if listed:
@@ -191,4 +191,4 @@ def _add(tokenizer: tokenizers.Tokenizer, added: Mapping[int, AddedToken], file:
     for i, token in sorted(added.items()):
         (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
         if tokenizer.token_to_id(token.content) != i:
-            raise InputError(f"{file}: {token.content} should have id {i}, but the ids before it are not all taken")
+            raise InputError(f"{file}: {token.content} should have id {i}, but smaller ids are missing")

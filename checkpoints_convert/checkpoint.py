@@ -1,6 +1,6 @@
-"""Opens a checkpoint folder and checks it whole against a table, before a single weight is read.
+"""Opens a checkpoint folder and checks it against a table before weights are read.
 
-Every way in which a folder can be wrong ends in one InputError that names the file or the key.
+Every error in a folder raises an InputError with the file or the key.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ _PICKLE = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """Where one tensor lies."""
+    """The location of one tensor."""
 
     file: Path
     key: str  # as written in the file
     shape: tuple[int, ...]
     dtype: str  # safetensors' name, such as BF16
-    begin: int  # its first byte in the file
+    begin: int  # offset of its first byte in the file
 
     @property
     def own_dtype(self) -> np.dtype:
-        """As it lies in the file."""
+        """The dtype in the file."""
         return np.dtype(np.float64 if self.dtype == "F64" else _DTYPES[self.dtype])
 
     @property
     def row_bytes(self) -> int:
-        """Of one step along the first axis."""
+        """Bytes of one entry of the first axis."""
         return math.prod(self.shape[1:]) * self.own_dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A folder that has passed all checks: its table, and the tensor of every entry."""
+    """A checked folder: its table, and the tensor of every entry."""
 
     folder: Path
     table: Table
     entries: tuple[Entry, ...]
-    tensors: dict[str, Tensor]  # by new-style key
+    tensors: dict[str, Tensor]  # by new name
 
     @property
     def dtype(self) -> np.dtype:
-        """That of the embedding table; checkpoints of one dtype are the rule."""
+        """The dtype of the embedding table, which usually is that of all tensors."""
         key = next(entry.key for entry in self.entries if entry.path == "decoder.embedding.weight")
         return np.dtype(_DTYPES[self.tensors[key].dtype])
 
@@ -71,7 +71,7 @@ class Checkpoint:
 
     @property
     def settings(self) -> dict[str, Path]:
-        """Tokenizer, templates and processor settings by file name; the latter may lie beside a separate tower."""
+        """Files of tokenizer, templates and processor by name. The processor's may be in the folder of the tower."""
         files = {path.name: path for pattern in _SETTINGS for path in self.folder.glob(pattern)
                  if path.is_file() and not path.name.endswith(".index.json")}  # fmt: skip
         if self.table.names.tower is not None:
@@ -81,7 +81,7 @@ class Checkpoint:
         return dict(sorted(files.items()))
 
     def read(self, entry: Entry) -> np.ndarray:
-        """One parameter: its tensor, or the part of it that is meant."""
+        """One parameter: its tensor, or its part of a fused tensor."""
         array = self.read_tensor(entry.key)
         return array if entry.part is None else entry.part.of(array)
 
@@ -91,12 +91,12 @@ class Checkpoint:
         return next(self._rows(tensor, math.prod(tensor.shape[:1])))
 
     def slices(self, key: str, nbytes: int) -> Iterator[np.ndarray]:
-        """The same in slices along its first axis, of no more than so many bytes or of one row each."""
+        """One tensor in slices along its first axis, of at most `nbytes` bytes or one row each."""
         tensor = self.tensors[key]
         yield from self._rows(tensor, max(1, nbytes // max(1, tensor.row_bytes)))
 
     def _rows(self, tensor: Tensor, rows: int) -> Iterator[np.ndarray]:
-        # Plain reads: what is mapped counts as memory of the process for as long as anything refers to it.
+        # Not memory-mapped, because mapped files count as memory of the process while anything refers to them.
         try:
             with tensor.file.open("rb") as file:
                 file.seek(tensor.begin)
@@ -109,18 +109,18 @@ class Checkpoint:
 
 
 def cast(array: np.ndarray, dtype: np.dtype | None, key: str) -> np.ndarray:
-    """The array in another dtype; InputError if a finite value would not stay finite."""
+    """The array in another dtype; InputError if a finite value overflows."""
     if dtype is None or array.dtype == dtype:
         return array
     with np.errstate(over="ignore"):
-        made = array.astype(dtype)
-    if not np.isfinite(made.astype(np.float32)).all() and np.isfinite(array.astype(np.float32)).all():
+        result = array.astype(dtype)
+    if not np.isfinite(result.astype(np.float32)).all() and np.isfinite(array.astype(np.float32)).all():
         raise InputError(f"{key} has values beyond {dtype.name}: use bfloat16 or float32")
-    return made
+    return result
 
 
 def require_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file that must be there; InputError otherwise."""
+    """The JSON object in a file; InputError if the file does not exist."""
     content = read_json(path)
     if content is None:
         raise InputError(f"{path}: no such file")
@@ -128,23 +128,23 @@ def require_json(path: Path) -> dict[str, Any]:
 
 
 def open_checkpoint(folder: Path, table: Table, *, pickled: bool = False) -> Checkpoint:
-    """Reads the headers, and matches every tensor against the table.
+    """Reads the headers and compares every tensor with the table.
 
     Args:
         folder: with the weights.
         table: of its family.
-        pickled: whether weights that torch has pickled will do, where there are no safetensors.
+        pickled: whether weights pickled by torch are accepted if there are no safetensors.
 
     Raises:
-        InputError: no weights, pickle weights if they are not allowed or not safe, a broken or truncated file, an index
-            that points outside the folder, or keys that are unknown, missing, doubled or misshapen.
+        InputError: no weights, pickle weights that are not accepted or not safe, a damaged file, an index that points
+            outside the folder, or keys that are unknown, missing, duplicate or of another shape.
     """
     found: dict[str, Tensor] = {}
     for file in _files(folder, pickled):
         for tensor in _headers(file, pickled):
             key = table.names.canonical(tensor.key)
             if key in found:
-                raise InputError(f"{tensor.file}: {tensor.key} is there twice (also in {found[key].file.name})")
+                raise InputError(f"{tensor.file}: {tensor.key} exists twice (also in {found[key].file.name})")
             found[key] = tensor
     found |= _tower_beside(folder, table, found, pickled)
     made = make_entries(table.names, table.shapes())
@@ -154,19 +154,19 @@ def open_checkpoint(folder: Path, table: Table, *, pickled: bool = False) -> Che
 
 
 def _tower_beside(folder: Path, table: Table, found: dict[str, Tensor], pickled: bool) -> dict[str, Tensor]:
-    """The tensors of a tower that the checkpoint only names, from the folder of that name inside it.
+    """The tensors of a tower that the checkpoint does not contain, from the tower's folder inside the checkpoint.
 
-    Only inside: a config from elsewhere must not make us read elsewhere.
+    Other folders are never read, because a config that we do not trust could name them.
     """
     if table.names.tower is None:
         return {}
     name, prefix = table.names.tower
     if any(key.startswith(prefix) for key in found):
-        return {}  # its own, which may have been trained further
+        return {}  # the checkpoint contains the tower, which may have been trained further
     place = folder / name
     if not place.is_dir():
-        raise InputError(f"{folder}: holds no vision tower: put the folder {name} (config.json and "
-                         "weights) of the tower that config.json names into it")  # fmt: skip
+        raise InputError(f"{folder}: contains no vision tower: put the folder {name} (config.json and weights) of the "
+                         "tower that config.json names into it")  # fmt: skip
     beside = [tensor for file in _files(place, pickled) for tensor in _headers(file, pickled)
               if tensor.key.startswith("vision_model.")]  # fmt: skip
     return {table.names.canonical(f"vision_tower.{tensor.key}"): tensor for tensor in beside}
@@ -192,7 +192,7 @@ def _match(found: dict[str, Tensor], entries: tuple[Entry, ...], table: Table, f
 
 
 def _files(folder: Path, pickled: bool) -> list[Path]:
-    """The files of weights: safetensors where there are any."""
+    """The files of weights: safetensors if there are any, else pickles."""
     for index, single in ((INDEX, "model.safetensors"), (_PICKLE_INDEX, "pytorch_model.bin")):
         if (pickled or index == INDEX) and (found := _indexed(folder / index, folder / single)):
             return found
@@ -204,7 +204,7 @@ def _files(folder: Path, pickled: bool) -> list[Path]:
 
 
 def _indexed(index: Path, single: Path) -> list[Path]:
-    """The files that an index names, or the one file; empty if neither is there."""
+    """The files that an index names, or the single file; empty if neither exists."""
     if not index.is_file():
         return [single] if single.is_file() else []
     names = require_json(index).get("weight_map")
@@ -212,7 +212,7 @@ def _indexed(index: Path, single: Path) -> list[Path]:
         raise InputError(f"{index}: no weight_map from keys to file names")
     files = [index.parent / name for name in sorted(set(names.values()))]
     for name, file in zip(sorted(set(names.values())), files, strict=True):
-        # Only plain names: an index from elsewhere must not make us read outside its folder.
+        # Only plain names, because an index that we do not trust must not make us read outside its folder.
         if name != Path(name).name or name in ("", ".", ".."):
             raise InputError(f"{index}: points outside the folder: {name!r}")
         if not file.is_file():
@@ -224,7 +224,7 @@ def _headers(file: Path, pickled: bool) -> list[Tensor]:
     if pickled and file.suffix != ".safetensors":
         return [Tensor(file, *header) for header in pickles.headers(file)]
     try:
-        with safe_open(file, framework="np") as opened:  # which checks every offset
+        with safe_open(file, framework="np") as opened:  # checks all offsets
             slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
             found = {key: (tuple(s.get_shape()), s.get_dtype()) for key, s in slices.items()}
         with file.open("rb") as plain:

@@ -1,9 +1,9 @@
-"""`convert`: a checkpoint, piece by piece, into a folder that loads fast and says where it came from.
+"""`convert` writes a checkpoint to a folder that loads fast and describes its source.
 
-The result is a Hugging Face style folder (safetensors under the new-style names; the source's config, tokenizer and
-processor files) or the same with orbax's arrays for weights, and a manifest in both. It is written beside its
-destination and renamed when complete; until then it holds no config.json, so nothing would take it for a checkpoint.
-What a run that was killed has finished, the next one keeps.
+The result is a Hugging Face folder (safetensors with the new names; config, tokenizer and processor files of the
+source), or the same with orbax arrays as weights. Both have a manifest. The folder is written next to its destination
+and renamed when it is complete. Until then it has no config.json, so it cannot be mistaken for a checkpoint. A
+conversion resumes after a kill.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from vlkv.errors import InputError
 
 Format = Literal["safetensors", "orbax"]
 FORMATS: tuple[Format, ...] = ("safetensors", "orbax")
-SHARD_BYTES = 256 * 2**20  # of a safetensors file, written slice by slice
-PIECE_BYTES = 64 * 2**20  # of orbax's arrays, which are held in memory
+SHARD_BYTES = 256 * 2**20  # of a safetensors file, which is written in slices
+PIECE_BYTES = 64 * 2**20  # of orbax's arrays, which must fit into memory
 DTYPES = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -50,31 +50,31 @@ def convert(
     """Converts one folder into another.
 
     Args:
-        source: a Hugging Face folder, or one in its authors' form: weights may be pickles, read by torch's weights-only
-            loader, and the tokenizer a sentencepiece or tiktoken file, from which `tokenizer.json` is made.
-        destination: must not exist yet.
-        describe: the table of a checkpoint folder; raises InputError for one that is not supported.
-        dtype: float32, float16 or bfloat16; None keeps each tensor's own.
+        source: a Hugging Face folder, or one in its authors' form. Weights may be pickles, which torch's weights-only
+            loader reads; the tokenizer may be a sentencepiece or tiktoken file, which is converted.
+        destination: a folder that does not exist.
+        describe: returns the table of a checkpoint folder; raises InputError if it is not supported.
+        dtype: float32, float16 or bfloat16; None: that of each tensor.
         format: "safetensors", or "orbax": arrays of our own shapes, for loading onto a mesh.
-        progress: whether to draw a bar on stderr.
+        progress: show a progress bar on stderr.
 
     Returns:
         The destination.
 
     Raises:
-        InputError: something is wrong with the source, or the destination exists. Nothing is left behind. Whatever
-            else ends a run leaves a hidden folder beside the destination, from which the same call goes on.
+        InputError: the source is not valid, or the destination exists. No files are left. Any other interruption leaves
+            a hidden folder next to the destination, from which the same call resumes.
     """
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if format not in FORMATS:
         raise InputError(f"format {format!r} is not one of {', '.join(FORMATS)}")
     if destination.exists():
-        raise InputError(f"{destination}: exists already; give a new folder or remove it first")
+        raise InputError(f"{destination}: already exists; give a new folder or remove it first")
     if not destination.parent.is_dir():
         raise InputError(f"{destination.parent}: no such folder to write into")
     if pieces.is_pieces(source):
-        raise InputError(f"{source}: holds orbax weights: convert the folder that it was made from")
+        raise InputError(f"{source}: contains orbax weights: convert the folder that it was made from")
     table = describe(source)
     checkpoint = open_checkpoint(source, table, pickled=True)
     made = byte_pairs.make(source, table.special)
@@ -92,7 +92,7 @@ def convert(
 def _write(
     checkpoint: Checkpoint, folder: Path, dtype: np.dtype | None, kind: Format, extra: dict[str, str], progress: bool
 ) -> None:
-    """The weights, then copies of the settings and the `extra` files (text by name), then the manifest."""
+    """Writes the weights, then copies of the settings and the `extra` files (name -> text), then the manifest."""
     plan = _plan(checkpoint, dtype, kind)
     journal = Journal(folder, _job(checkpoint, dtype, kind, plan))
     with tqdm(total=sum(map(len, plan.values())), unit="tensor", disable=not progress) as bar:
@@ -133,7 +133,7 @@ def _write(
     digests["config.json"] = sha256(ready)
     write_json(folder / MANIFEST, manifest)
     journal.close()
-    # Last: a folder without config.json is no checkpoint.
+    # The last step, because a folder without config.json is not a checkpoint.
     ready.rename(folder / "config.json")
 
 
@@ -145,7 +145,7 @@ def _write_shard(
     kind: Format,
     done: Callable[[], Any],
 ) -> tuple[dict[str, str], int]:
-    """The digests of its files, and the bytes of its tensors."""
+    """Writes a shard; returns the digests of its files and the bytes of its tensors."""
     if kind == "orbax":
         nbytes = pieces.write(checkpoint, members, path, dtype, done)
         return digests_below(path), nbytes
@@ -154,7 +154,7 @@ def _write_shard(
 
 
 def _plan(checkpoint: Checkpoint, dtype: np.dtype | None, kind: Format) -> dict[str, list[str]]:
-    """Names of shards, and the tensors' keys (safetensors) or the parameters' paths (orbax) in each."""
+    """Names of shards -> the keys of tensors (safetensors) or the paths of parameters (orbax) in each."""
     if kind == "orbax":
         groups = list(_groups(_sizes_of_parameters(checkpoint, dtype), PIECE_BYTES))
         return {f"params-{i:05d}-of-{len(groups):05d}": group for i, group in enumerate(groups, start=1)}
@@ -177,7 +177,7 @@ def _size(shape: tuple[int, ...], dtype: np.dtype) -> int:
 
 
 def _groups(sizes: Iterable[tuple[str, int]], most: int) -> Iterator[list[str]]:
-    """Neighbours together, as long as they are no more than `most` bytes."""
+    """Groups neighbours with at most `most` bytes together."""
     group: list[str] = []
     total = 0
     for name, size in sizes:
@@ -190,7 +190,7 @@ def _groups(sizes: Iterable[tuple[str, int]], most: int) -> Iterator[list[str]]:
 
 
 def _job(checkpoint: Checkpoint, dtype: np.dtype | None, kind: Format, plan: dict[str, list[str]]) -> dict[str, Any]:
-    """What must be the same for two runs to write the same shards; as JSON gives it back."""
+    """Properties that must be equal for two runs that write the same shards, as JSON."""
     files = {tensor.file.resolve() for tensor in _used(checkpoint)}
     stats = {str(file): file.stat() for file in sorted(files)}
     return {
@@ -204,7 +204,7 @@ def _job(checkpoint: Checkpoint, dtype: np.dtype | None, kind: Format, plan: dic
 def _weights(
     checkpoint: Checkpoint, plan: dict[str, list[str]], dtype: np.dtype | None
 ) -> dict[str, tuple[str, str, tuple[int, ...]]]:
-    """Of every parameter: its piece, dtype and shape."""
+    """Parameter -> its piece, dtype and shape."""
     shapes, keys = checkpoint.table.shapes(), {entry.path: entry.key for entry in checkpoint.entries}
     return {
         path: (piece, (dtype or pieces.stored_dtype(checkpoint, keys[path])).name, shapes[path])
@@ -214,12 +214,12 @@ def _weights(
 
 
 def _used(checkpoint: Checkpoint) -> list[Tensor]:
-    """Every tensor that the model needs, once; several parameters may share one."""
+    """Every tensor that the model needs, once, even if several parameters share it."""
     return [checkpoint.tensors[key] for key in dict.fromkeys(entry.key for entry in checkpoint.entries)]
 
 
 def _retyped(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
-    """The config, saying the dtype that the weights now have, in its nested parts too."""
+    """The config with the new dtype of the weights, also in nested parts."""
     if dtype is None:
         return config
     named = {key: dtype if key in ("dtype", "torch_dtype") else value for key, value in config.items()}

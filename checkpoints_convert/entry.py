@@ -1,7 +1,7 @@
-"""Which tensor of a checkpoint is which of our parameters.
+"""Maps tensors of a checkpoint to our parameters.
 
-A family names our modules and theirs; everything else follows from the shapes of our parameters. Weights of heads have
-an axis for the heads, which theirs do not have, and several of our parameters may share a fused tensor.
+A family lists the names of our modules and of the checkpoint's tensors. Shapes and slices follow from the shapes of our
+parameters: our projections have an axis for the heads, and several of our parameters may be slices of a fused tensor.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from typing import Any
 import numpy as np
 
 Shape = tuple[int, ...]
-# Leaves of the last two axes that a checkpoint has as one; of all other heads it is the first two.
+# The checkpoint merges the last two axes of this parameter (heads, channels); of other projections, the first two.
 _JOINED = "out.weight"
-HEAD = "decoder.head.weight"  # whether a model has one of its own the checkpoint decides, not its config
+HEAD = "decoder.head.weight"  # exists if the checkpoint has it, whatever the config says
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A piece of a tensor that several of our parameters share: reshape to `view`, then take the slices."""
+    """One parameter's part of a fused tensor: reshape to `view`, then take the slices `take`."""
 
     view: Shape
     take: tuple[slice, ...]
 
     def of(self, array: np.ndarray) -> np.ndarray:
-        """The piece."""
+        """The part of the given tensor."""
         return array.reshape(self.view)[self.take]
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One of our parameters: its tensor's name on disk (new style) and shape there, and its path in our tree.
+    """One of our parameters: name and shape of its tensor in the checkpoint (new names), and its path in our tree.
 
-    Where several parameters share a tensor (fused projections), each has an entry with the same key and its part.
+    If several parameters share a fused tensor, each has an entry with the same key and its part.
     """
 
     key: str
@@ -47,12 +47,12 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """A tensor that holds several of our modules: their rows one after another.
+    """A tensor that contains the rows of several of our modules.
 
     Attributes:
         key: its name.
-        of: the last names of our modules in it, in order.
-        by_head: for each key head its queries, its key, its value, and so on for the next.
+        of: the names of our modules in it, in order, without their parents.
+        by_head: True: the rows are grouped by key head: its queries, its key, its value, then the next head.
     """
 
     key: str
@@ -62,7 +62,7 @@ class Fused:
 
 @dataclasses.dataclass(frozen=True)
 class Shaped:
-    """A tensor whose shape on disk has other axes than ours; -1 stands for what follows from the rest."""
+    """A tensor with another shape in the checkpoint; -1 means the size that follows from the other axes."""
 
     key: str
     shape: Shape
@@ -73,15 +73,15 @@ Name = str | Fused | Shaped
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Names:
-    """How a family's checkpoints name what it needs.
+    """The tensor names of a family's checkpoints.
 
     Attributes:
-        ours: path of our module or parameter -> its name on disk; `*` is the number of a layer. A module's weight and
-            bias follow its name.
-        renames: what older names become, by regular expression, before they are looked up.
-        unused: keys that are known and not needed, by regular expression.
-        blocks: a number that `unused` captures means the block of a tower, and those from this one on are unused.
-        tower: the tensors of a tower that a checkpoint may only name: the folder beside, and their prefix.
+        ours: path of our module or parameter -> its name in the checkpoint; `*` is the number of a layer. The name of a
+            module applies to its weight and bias.
+        renames: (regular expression, replacement) pairs that turn older names into the new ones.
+        unused: regular expression of tensors that are known and not needed.
+        blocks: if `unused` captures a number, it is a block of the tower, and only blocks from this one on are unused.
+        tower: folder and prefix of the tower's tensors, for checkpoints that may have the tower in a separate folder.
     """
 
     ours: Mapping[str, Name]
@@ -91,13 +91,13 @@ class Names:
     tower: tuple[str, str] | None = None
 
     def canonical(self, key: str) -> str:
-        """The new-style name of a key found on disk."""
+        """The new name of a tensor in the checkpoint."""
         for pattern, replacement in self.renames:
             key = re.sub(pattern, replacement, key)
         return key
 
     def ignores(self, key: str) -> bool:
-        """Whether a (new-style) key is known but unused; buffers of old checkpoints are, in every family."""
+        """Whether a tensor (new name) is known and unused. Buffers of old checkpoints are unused in every family."""
         found = re.search(self.unused, key)
         block = found.groups()[0] if found and found.groups() else None
         unused = found is not None and (block is None or int(block) >= self.blocks)
@@ -106,14 +106,14 @@ class Names:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table:
-    """All that the engine must know of one checkpoint folder.
+    """All that the converter must know of one checkpoint folder.
 
     Attributes:
         family: for messages and the manifest.
-        config: `config.json` as the converted folder is to have it.
-        names: of its tensors.
-        shapes: of our parameters by path; worked out when asked for.
-        special: tokens whose ids follow those of a tiktoken file.
+        config: `config.json` of the converted folder.
+        names: names of its tensors.
+        shapes: returns the shapes of our parameters by path.
+        special: special tokens whose ids follow those of a tiktoken file.
     """
 
     family: str
@@ -157,7 +157,7 @@ def _entry(ours: Mapping[str, Name], path: str, shapes: Mapping[str, Shape]) -> 
 
 
 def _on_disk(path: str, shape: Shape) -> Shape:
-    """The shape of our parameter with the heads and their channels in one axis, as checkpoints have it."""
+    """The shape of a parameter in the checkpoint: heads and their channels are one axis."""
     kind, name = len(shape), path.split(".")
     if kind == 3 and ".".join(name[-2:]) == _JOINED:
         return (shape[0], shape[1] * shape[2])

@@ -1,7 +1,7 @@
-"""What a conversion has finished so far, so that one that was killed goes on where it stopped.
+"""The journal of finished shards, with which an interrupted conversion resumes where it stopped.
 
-A shard counts as finished when the journal holds the checksums of its files; the journal is replaced in one step after
-each of them. A later run keeps what the journal lists and what still has its checksum, and removes all else.
+A shard is finished when the journal contains the checksums of its files. The journal is replaced atomically after each
+shard. A later run keeps the shards in the journal whose checksums are right, and removes all other files.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ JOURNAL = "vlkv_unfinished.json"
 
 
 class Journal:
-    """Of one folder that is being written."""
+    """The journal of one folder."""
 
     def __init__(self, folder: Path, job: dict[str, Any]) -> None:
-        """Takes up what another run of the same `job` has left in the folder; of another job nothing stays."""
+        """Keeps the shards that an earlier run of the same `job` has finished, and removes all other files."""
         self.folder, self.job = folder, job
-        self.shards: dict[str, dict[str, Any]] = {}  # by name: the digests of its files, its bytes
+        self.shards: dict[str, dict[str, Any]] = {}  # name -> digests of its files, and its bytes
         try:
             before = read_json(folder / JOURNAL) or {}
-        except InputError:  # half-written
+        except InputError:  # an incomplete file
             before = {}
         if before.get("job") == job:
             self.shards = {name: shard for name, shard in before["shards"].items() if self._is_whole(shard["sha256"])}
@@ -37,7 +37,7 @@ class Journal:
         self._save()
 
     def finish(self, name: str, digests: dict[str, str], nbytes: int) -> None:
-        """Writes down that a shard is whole."""
+        """Records that a shard is complete."""
         self.shards[name] = {"sha256": digests, "bytes": nbytes}
         self._save()
 

@@ -1,4 +1,4 @@
-"""What a converted folder says about itself: where it came from, and the checksum of every file."""
+"""The manifest of a converted folder: its source, and the checksum of every file."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ def verify(folder: Path) -> None:
     """Compares every file of a converted folder with its manifest; InputError names the first that differs."""
     digests = require_json(folder / MANIFEST).get("sha256")
     if not isinstance(digests, dict) or "config.json" not in digests:
-        raise InputError(f"{folder / MANIFEST}: lists no checksums: convert again")
+        raise InputError(f"{folder / MANIFEST}: contains no checksums: convert again")
     for name, digest in digests.items():
         path = Path(name)
         if path.is_absolute() or ".." in path.parts or not (folder / name).is_file():
-            raise InputError(f"{folder / name}: missing, though the manifest lists it")
+            raise InputError(f"{folder / name}: missing, but listed in the manifest")
         if sha256(folder / name) != digest:
             raise InputError(f"{folder / name}: checksum differs from the manifest: convert again")
 
 
 def sha256(path: Path) -> str:
-    """Of a file's bytes."""
+    """The SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digests_below(path: Path) -> dict[str, str]:
-    """Of one file, or of every file in a folder; named from where `path` lies."""
+    """SHA-256 of one file, or of every file in a folder, by names relative to the parent of `path`."""
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     return {file.relative_to(path.parent).as_posix(): sha256(file) for file in files}
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Indented, for people to read."""
+    """Writes indented JSON."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Weights that torch has pickled: where each tensor's bytes lie in the file. Needs torch, no memory for the weights.
+"""Finds the offset of each tensor in weights pickled by torch. Needs torch, but no memory for the weights.
 
-A pickle can run code when it is opened. Only torch's weights-only loader opens it here, which builds tensors and plain
-containers and refuses all else. Under fake tensors it reads no data and notes the offset of every storage instead.
+A pickle can run code when it is opened. Here only torch's weights-only loader opens it, which accepts only tensors and
+plain containers. With fake tensors it does not read data, and records the offset of every storage.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F
 
 
 def headers(file: Path) -> list[tuple[str, tuple[int, ...], str, int]]:
-    """Of every tensor in a state dict: its key, shape, safetensors' name of its dtype, and its first byte in the file.
+    """For every tensor of a state dict: key, shape, safetensors' name of its dtype, and offset of its first byte.
 
     Raises:
-        InputError: torch is missing, the pickle holds more than tensors, the file is damaged or older than torch 1.6.
+        InputError: torch is missing, the pickle contains more than tensors, or the file is damaged or older than torch
+            1.6.
     """
     try:
         import torch  # noqa: PLC0415 (heavy, and only pickles need it)
         from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
     except ImportError:
-        raise InputError(f"{file}: pickle weights are read with torch: pip install 'vlkv[convert]'") from None
+        raise InputError(f"{file}: pickle weights need torch: pip install 'vlkv[convert]'") from None
     if not zipfile.is_zipfile(file):
         raise InputError(f"{file}: damaged, or saved before torch 1.6; load and save it once with a newer torch")
     try:
@@ -37,7 +38,7 @@ def headers(file: Path) -> list[tuple[str, tuple[int, ...], str, int]]:
         asked = re.search(r"GLOBAL (\S+)", str(error))
         what = asked[1] if asked else one_line(error)[:200]
         raise InputError(
-            f"{file}: refused: the pickle asks for more than tensors, which could run code: {what}"
+            f"{file}: refused: the pickle contains more than tensors, which could run code: {what}"
         ) from None
     except Exception as error:  # torch raises many kinds for a damaged file
         raise InputError(f"{file}: truncated or corrupt pickle weights ({one_line(error)[:200]})") from None
@@ -48,7 +49,7 @@ def headers(file: Path) -> list[tuple[str, tuple[int, ...], str, int]]:
 
 def _place(file: Path, key: str, tensor: torch.Tensor) -> tuple[tuple[int, ...], str, int]:
     if not tensor.is_contiguous():
-        raise InputError(f"{file}: {key} is not stored in one piece; save it with safetensors first")
+        raise InputError(f"{file}: {key} is not contiguous; save it with safetensors first")
     name = str(tensor.dtype).removeprefix("torch.")
     begin = tensor.untyped_storage()._checkpoint_offset
     return tuple(tensor.shape), _DTYPES.get(name, name), begin + tensor.storage_offset() * tensor.itemsize

@@ -1,8 +1,8 @@
-"""Orbax: weights under our own names and shapes, in pieces that are orbax checkpoints each.
+"""Weights in orbax's format, with our own names and shapes, in pieces that are separate orbax checkpoints.
 
-Reading onto a mesh, a device reads no more than its shard, rounded up to chunks. `vlkv_manifest.json` says which piece
-holds which parameter; a piece is a flat dict from a parameter's path, such as `decoder.layers.0.query.weight`, to its
-array, and orbax alone can restore it.
+On a mesh, each device reads only its shard, rounded up to chunks. `vlkv_manifest.json` maps parameters to pieces. A
+piece is a flat dictionary from paths of parameters, such as `decoder.layers.0.query.weight`, to arrays, and can be
+restored by orbax without vlkv.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _CHUNK_BYTES = 2**24
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """A folder of pieces that has passed all checks."""
+    """A checked folder of pieces."""
 
     folder: Path
-    weights: dict[str, tuple[str, str]]  # path of a parameter: its piece, its dtype
+    weights: dict[str, tuple[str, str]]  # path of a parameter -> its piece and dtype
 
 
 def is_pieces(folder: Path) -> bool:
-    """Whether a folder holds what this module writes."""
+    """Whether a folder contains weights in this format."""
     return (read_json(folder / MANIFEST) or {}).get("storage") == "orbax"
 
 
 def write(
     checkpoint: Checkpoint, paths: list[str], piece: Path, dtype: np.dtype | None, done: Callable[[], Any]
 ) -> int:
-    """Writes some parameters as one piece, which appears when it is whole; returns their bytes."""
-    import orbax.checkpoint as ocp  # noqa: PLC0415 (a second, and few need it)
+    """Writes some parameters atomically as one piece; returns their bytes."""
+    import orbax.checkpoint as ocp  # noqa: PLC0415 (takes a second, and is rarely needed)
 
     wanted, entries = checkpoint.table.shapes(), {entry.path: entry for entry in checkpoint.entries}
     arrays = {}
@@ -53,8 +53,8 @@ def write(
         done()
     save = ocp.args.PyTreeSave(arrays, {path: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for path in arrays})
     with _quiet():
-        # A folder for every array, as it is, and from our own copy, which nobody changes meanwhile: a database for all
-        # of them, compression, and the copy that orbax takes by itself need the memory of more copies.
+        # One folder per array, without compression and without orbax's copy of each array, because a database, a
+        # compressor and a copy would need more memory. Our arrays do not change while they are written.
         kinds = ocp.type_handlers.create_type_handler_registry(
             (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False))
         )
@@ -65,23 +65,23 @@ def write(
 
 
 def stored_dtype(checkpoint: Checkpoint, key: str) -> np.dtype:
-    """A tensor's own dtype, but no wider than jax's."""
+    """The dtype of a tensor; float32 for float64, which jax does not use."""
     own = checkpoint.tensors[key].own_dtype
     return np.dtype(np.float32) if own.itemsize > 4 else own
 
 
 def open_pieces(folder: Path, shapes: Mapping[str, Shape]) -> Pieces:
-    """Reads the manifest, and matches the parameters listed against those of the model, by path.
+    """Reads the manifest, and compares its parameters with those of the model.
 
     Raises:
-        InputError: a manifest that does not fit the config, or a piece that is not there.
+        InputError: the manifest does not fit the config, or a piece is missing.
     """
     listed = require_json(folder / MANIFEST).get("weights")
     try:
         weights = {path: (str(piece), str(dtype)) for path, (piece, dtype, _) in listed.items()}  # type: ignore[union-attr]
         held = {path: tuple(shape) for path, (_, _, shape) in listed.items()}  # type: ignore[union-attr]
     except (AttributeError, TypeError, ValueError):
-        raise InputError(f"{folder / MANIFEST}: lists no weights: convert again") from None
+        raise InputError(f"{folder / MANIFEST}: contains no weights: convert again") from None
     wanted = {path: shape for path, shape in shapes.items() if path != HEAD or path in weights}
     for path in [*wanted, *held]:
         if held.get(path) != wanted.get(path):
@@ -91,12 +91,12 @@ def open_pieces(folder: Path, shapes: Mapping[str, Shape]) -> Pieces:
         if piece != Path(piece).name or piece in ("", ".", ".."):
             raise InputError(f"{folder / MANIFEST}: points outside the folder: {piece!r}")
         if not (folder / piece).is_dir():
-            raise InputError(f"{folder / piece}: missing, though the manifest lists it")
+            raise InputError(f"{folder / piece}: missing, but listed in the manifest")
     return Pieces(folder, weights)
 
 
 def read(pieces: Pieces, piece: str, placed: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of one piece as jax arrays, each as it is to be placed (jax shardings by path)."""
+    """The parameters of one piece as jax arrays with the shardings `placed` (by path)."""
     import orbax.checkpoint as ocp  # noqa: PLC0415
 
     arguments = {
@@ -111,7 +111,7 @@ def read(pieces: Pieces, piece: str, placed: Mapping[str, Any]) -> dict[str, Any
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without orbax's warnings that there is no such database, and nothing but numpy's arrays."""
+    """Hides orbax's warnings about the missing database and about numpy arrays."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)

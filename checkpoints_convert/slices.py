@@ -1,6 +1,6 @@
-"""Writing safetensors slice by slice: the memory in use does not depend on the size of a tensor or of a file.
+"""Writes safetensors files in slices, so that memory does not depend on the size of a tensor or a file.
 
-The format: the length of a JSON header (8 bytes, little endian), the header, the tensors' bytes without gaps.
+The format: the length of a JSON header (8 bytes, little endian), the header, the bytes of the tensors without gaps.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def write(
     """Writes some tensors of a checkpoint into one file.
 
     Args:
-        checkpoint: to read from.
-        keys: which tensors.
-        file: overwritten if it is there.
-        dtype: of all of them; None keeps each one's own.
+        checkpoint: the source.
+        keys: the tensors.
+        file: the file, which is overwritten.
+        dtype: of all tensors; None: that of each tensor.
         done: called after every tensor.
 
     Returns:
         The file's SHA-256, and the bytes of its tensors.
     """
     kinds = {key: dtype or checkpoint.tensors[key].own_dtype for key in keys}
-    # Wide types first, so that every tensor begins at a multiple of its own width.
+    # Wide types first, so that the offset of every tensor is a multiple of its item size.
     order = sorted(keys, key=lambda key: -kinds[key].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -65,7 +65,7 @@ def test_folders(capsys, folder, page, tmp_path):
     asks(capsys, tmp_path / "empty", page, says="config.json")
     asks(capsys, page, page, says="not a folder")
     fails(capsys, "convert", tmp_path / "empty", tmp_path / "out", "--quiet", says="config.json")
-    fails(capsys, "convert", folder, page.parent, "--quiet", says="exists already")
+    fails(capsys, "convert", folder, page.parent, "--quiet", says="already exists")
     fails(capsys, "convert", folder, tmp_path / "no" / "parent", says="no such folder")
     fails(capsys, "convert", folder, says="destination")
     (folder / "tokenizer.json").unlink()
@@ -149,7 +149,7 @@ def test_keys(capsys, folder, page):
     damaged(lambda t: t.update({norm: tensors[norm].astype(np.int8)}), "quantised weights")
     twin = "model.language_model.norm.weight"
     twin = twin if twin != norm else "language_model.model.norm.weight"
-    damaged(lambda t: t.update({twin: tensors[norm]}), "is there twice")
+    damaged(lambda t: t.update({twin: tensors[norm]}), "exists twice")
 
 
 def png_header(width: int, height: int) -> bytes:

@@ -110,7 +110,7 @@ def test_results_of_another_machine_are_not_mixed(measured, capsys, tmp_path):
         (["--text", "99"], "text=99 must not exceed"),
         (["--rounds", "0"], "--rounds 0"),
         (["--out", "nowhere/x.json"], "no such folder"),
-        (["--model", "vicuna-1.5-7b", "--policy", "aircache"], "has none: --scope all"),
+        (["--model", "vicuna-1.5-7b", "--policy", "aircache"], "has none: use --scope all"),
         (["--preset", "aircache-table-33"], "aircache-table-3"),
         (["--preset", "aircache-table-3", "--keep", "0.5"], "a preset names its own policies"),
         (["--preset", "aircache-table-3", "--batch", "7"], "has no such line"),
@@ -306,7 +306,7 @@ def test_ours_beside_the_papers(capsys, monkeypatch):
     table = capsys.readouterr().out
     line = next(line for line in table.splitlines() if "AirCache 0.1" in line and "decode seconds" in line)
     assert line.split()[-4:] == ["8.2", "2.5", "0.71", "0.25"]
-    assert "A100 80 GB" in table and "not the paper's setting: another model" in table
+    assert "A100 80 GB" in table and "not the paper's setting: different model" in table
 
 
 # --- the first call -------------------------------------------------------------------------------------------------
@@ -330,5 +330,5 @@ def test_a_second_process_finds_the_compiled_programs(tmp_path):
 def test_results_refuse_what_is_not_theirs(tmp_path):
     path = tmp_path / "quality.json"
     path.write_text('{"rows": 3}')
-    with pytest.raises(vlkv.InputError, match="something else than results of vlkv bench"):
+    with pytest.raises(vlkv.InputError, match="not a file with results of vlkv bench"):
         results.Results(path, "")

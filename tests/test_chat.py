@@ -25,7 +25,7 @@ def mini():
 
 @pytest.fixture(scope="module")
 def page(root):
-    with Image.open(root / "benchmarks" / "data" / "digits" / "page000.png") as image:
+    with Image.open(root / "benchmarks" / "data" / "ledger" / "page000.png") as image:
         return image.convert("RGB")
 
 
@@ -75,7 +75,7 @@ def test_a_chat_keeps_the_compressed_cache(mini, page, query_agnostic):
 def test_the_chat_command(capsys, monkeypatch, root, mini, page):
     params, processor = mini
     monkeypatch.setattr("sys.stdin", io.StringIO("what does row two say?\n"))
-    image = str(root / "benchmarks" / "data" / "digits" / "page000.png")
+    image = str(root / "benchmarks" / "data" / "ledger" / "page000.png")
     assert main(["chat", "--model", "mini", "--image", image, "--max-new-tokens", "6"]) == 0
     output = vlkv.generate(params, processor(page, "what does row two say?"), sampling=vlkv.Greedy(max_new_tokens=6))
     assert capsys.readouterr().out == f"{processor.decode(output.tokens[0])}\n"

@@ -20,7 +20,7 @@ from vlkv.mini import CHECKPOINT, pages
 @pytest.fixture
 def sample(tmp_path):
     """A held-out page on disk."""
-    page = pages.compose(pages.held_out_digits(), np.random.default_rng(5), rows=(2, 2), length=(3, 3))
+    page = pages.digit_page(pages.held_out_digits(), np.random.default_rng(5), rows=(2, 2), length=(3, 3))
     page.image.save(tmp_path / "page.png")
     return page, tmp_path / "page.png"
 
@@ -63,7 +63,7 @@ def test_a_saved_cache_answers_other_questions(capsys, sample, tmp_path):
     for question in ("read the page", "what does row two say?"):
         assert main([*model, "--image", str(path), "--prompt", question]) == 0
         said[question] = capsys.readouterr().out
-    assert said["what does row two say?"].strip() == page.answer(1)
+    assert said["what does row two say?"].strip() == page.entries[2].answer
     saved = [*model, "--save-cache", str(file), "--image", str(path), "--prompt", "read the page"]
     assert main(saved) == 0
     assert capsys.readouterr().out == said["read the page"]
@@ -120,19 +120,42 @@ def test_policies(capsys):
     assert "alpha = 0.9" in capsys.readouterr().out
 
 
-def test_demo_draws_what_survived(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(demo, "KEEPS", (0.1,))
+def test_demo_draws_what_is_kept(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "METHODS", ("ImgRandom", "AirCache"))
+    monkeypatch.setattr(demo, "BYTES", (demo.SHOWN,))
     assert main(["demo", "--json", "--out", str(tmp_path / "demo.png")]) == 0
     result = json.loads(capsys.readouterr().out)
-    rows = {row["policy"]: row for row in result["rows"]}
-    assert set(rows) == {"Full", *demo.METHODS}
+    rows = {row["name"]: row for row in result["rows"]}
+    assert set(rows) == {"Full", "ImgRandom", "AirCache", demo.BEST}
     for name, row in rows.items():
-        expected = 144.0 if name == "Full" else 0.1 * 144
-        assert abs(row["kept"] - expected) < 0.2
         assert row["right"] == (row["answer"] == result["truth"])
-        assert name == "Full" or row["bytes"] < rows["Full"]["bytes"]
+        assert name == "Full" or row["bytes"] < 0.2 * rows["Full"]["bytes"]
+        assert 0 <= row["recall"] <= 1
+    assert rows["Full"]["recall"] == 1 and rows["ImgRandom"]["recall"] < 0.2
     with Image.open(tmp_path / "demo.png") as picture:
-        assert picture.width > 600 and len(set(picture.convert("L").getdata())) > 20
+        colours = picture.convert("RGB").getcolors(2**24)
+        assert picture.width > 1000 and len(colours) > 50
+
+
+def test_demo_on_ones_own_image(capsys, monkeypatch, sample, tmp_path):
+    monkeypatch.setattr(demo, "METHODS", ())
+    monkeypatch.setattr(demo, "BYTES", (demo.SHOWN,))
+    own = ["--model", str(CHECKPOINT), "--image", str(sample[1]), "--question", "what does row one say?"]
+    assert main(["demo", *own, "--out", str(tmp_path / "demo.png")]) == 0
+    said = capsys.readouterr().out
+    assert "as full" in said and "evidence" in said
+    assert main(["demo", *own[:4]]) == 2
+    assert "belong together" in capsys.readouterr().err
+
+
+def test_smoothing_on_the_command_line(capsys, sample):
+    command = ["generate", "--model", str(CHECKPOINT), "--image", str(sample[1]), "--prompt", "read the page", "--json"]
+    policy = ["--policy", "aircache", "--keep", "0.1", "--max-new-tokens", "2"]
+    assert main([*command, *policy, "--with", "smooth=smooth(kernel=(1, 3))"]) == 0
+    options = json.loads(capsys.readouterr().out)["options"]
+    assert options["smoothed"] == {"kernel": [1, 3], "one_sided": False, "pooling": "avg"}
+    assert main([*command, *policy, "--with", "smooth=smooth(size=3)"]) == 2
+    assert "kernel, one_sided and pooling" in capsys.readouterr().err
 
 
 def test_help_everywhere(capsys):
@@ -147,6 +170,7 @@ def test_help_everywhere(capsys):
         ["plan"],
         ["bench"],
         ["eval"],
+        ["frontier"],
     ):
         with pytest.raises(SystemExit) as stop:
             main([*command, "--help"])

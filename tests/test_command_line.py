@@ -128,3 +128,18 @@ def test_mypy_sees_types_in_a_users_script(root, tmp_path):
     for name in ("Processor", "Inputs", "Output", '"str | list[str]"'):
         assert f"{name}" in said, said
     assert "Any" not in said and "Incompatible types" in said, said
+
+
+def test_methods_are_compared_with_one_scope():
+    """H2O's default is "all", AirCache's "vision"; what the user names goes first."""
+    from vlkv.commands.evaluate import policies_from
+
+    def scopes(*options):
+        args = build_parser("eval").parse_args(["eval", "x.jsonl", "--model", "mini", "--out", "x", "--keep", "0.5",
+                                                "--policy", *options])  # fmt: skip
+        return [policy.scope for policy in policies_from(args, lambda: None)[1:]]
+
+    assert scopes("full", "h2o", "aircache") == ["vision", "vision"]
+    assert scopes("full", "h2o", "snapkv") == ["all", "all"]
+    assert scopes("full", "h2o", "aircache", "--scope", "all") == ["all", "all"]
+    assert scopes("full", "h2o(scope='all')", "aircache") == ["all", "vision"]

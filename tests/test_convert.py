@@ -179,7 +179,7 @@ def test_damaged_orbax_folders(tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["convert", str(CHECKPOINT), str(out), "--quiet", "--format", "orbax"]) == 0
     assert pieces.is_pieces(out)
-    with pytest.raises(vlkv.InputError, match="holds orbax weights: convert the folder that it was made from"):
+    with pytest.raises(vlkv.InputError, match="contains orbax weights: convert the folder that it was made from"):
         convert(out, tmp_path / "again", progress=False)
     manifest, name = (out / "vlkv_manifest.json").read_text(), "decoder.norm.weight"
 
@@ -194,7 +194,7 @@ def test_damaged_orbax_folders(tmp_path, capsys):
         (lambda w: w.update(surplus=w[name]), "surplus has shape"),
         (lambda w: w.update({name: ["../elsewhere", *w[name][1:]]}), "points outside"),
         (lambda w: w.update({name: ["params-9", *w[name][1:]]}), "params-9: missing"),
-        (lambda w: w.update({name: 3}), "lists no weights"),
+        (lambda w: w.update({name: 3}), "contains no weights"),
     ):
         edited(change)
         with pytest.raises(vlkv.InputError, match=says):

@@ -167,22 +167,22 @@ def test_a_tail_that_is_too_small_is_refused_where_its_size_is_known(params, rea
     cache = fill_cache(read, policies.Full(), new_tokens=2)
     sampling = vlkv.Greedy(max_new_tokens=4, stop=())
     for decode in (vlkv.decode, jax.jit(vlkv.decode)):
-        with pytest.raises(vlkv.InputError, match=r"room for 2 new tokens, 0 of them used, and 3 more.*resize"):
+        with pytest.raises(vlkv.InputError, match=r"capacity for 2 new tokens, 0 of them used, and 3 more.*resize"):
             decode(params, cache, logits, sampling=sampling)
-    with pytest.raises(vlkv.InputError, match=r"room for 2 new tokens"):
+    with pytest.raises(vlkv.InputError, match=r"capacity for 2 new tokens"):
         vlkv.log_probabilities(params, cache, logits, np.full((3, 4), 7))
     full = dataclasses.replace(cache, used=cache.used + 2)
-    with pytest.raises(vlkv.InputError, match=r"room for 2 new tokens, 2 of them used, and 1 more"):
+    with pytest.raises(vlkv.InputError, match=r"capacity for 2 new tokens, 2 of them used, and 1 more"):
         vlkv.decode_step(params, full, tokens)
 
 
 def test_too_little_room_is_said_before_anything_is_compiled(params, read):
     cache, inputs = fill_cache(read, policies.Full(), new_tokens=12), turn(words(5, 13, 3, seed=8), seed=0)
-    with pytest.raises(vlkv.InputError, match=r"room for 12 new tokens, and 13 are needed.*new_tokens=13"):
+    with pytest.raises(vlkv.InputError, match=r"capacity for 12 new tokens, and 13 are needed.*new_tokens=13"):
         vlkv.extend(params, cache, inputs)
     _, logits = extend(params, cache, inputs)
     assert np.isnan(logits).all(axis=1).tolist() == [False, True, False], "under jit the row without room"
-    with pytest.raises(vlkv.InputError, match="3 rows, the inputs 1"):
+    with pytest.raises(vlkv.InputError, match="3 rows, but the inputs have 1"):
         vlkv.extend(params, cache, turn(words(4, seed=1), seed=0))
     cache = dataclasses.replace(cache, next_position=cache.next_position + 445)
     with pytest.raises(vlkv.InputError, match=r"would have 514 tokens, the model's limit is 512"):

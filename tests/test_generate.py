@@ -170,7 +170,7 @@ class PerToken(policies.Policy):
 
 
 def test_a_policy_that_is_written_wrongly_is_named():
-    with pytest.raises(vlkv.InputError, match=r"Undecorated: write @policies.policy above the class"):
+    with pytest.raises(vlkv.InputError, match=r"Undecorated: decorate the class with @policies.policy"):
         Undecorated(keep=0.5)
     q = np.ones((3, 2, 35, 8), np.float32)
     for policy in (PerToken(keep=0.5), policies.compose(policies.H2O(keep=0.5), allocate=PerToken)):
@@ -229,7 +229,7 @@ def test_an_allocation_that_overspends_loses_nothing_silently(params):
     assert lengths.tolist() == [[35, 35], [5, 5]]
     assert ((np.asarray(cache.token)[0] >= 0).sum(axis=0) == lengths.sum(axis=0)).all()
     q = np.ones((3, 2, 35, 8), np.float32)
-    with pytest.raises(vlkv.InputError, match=r"Spendthrift: allocate returned \[35, 35, 35\] .* at most 60 in all"):
+    with pytest.raises(vlkv.InputError, match=r"Spendthrift: allocate returned \[35, 35, 35\] .* a sum of at most 60"):
         policies.select(Spendthrift(budget=20), q, q, q, np.zeros(35, bool))
 
 

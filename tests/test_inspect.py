@@ -16,7 +16,7 @@ from vlkv.commands.views import WHAT
 from vlkv.mini import pages
 
 LAYERS, GRID = 3, 6
-VISION = GRID**2
+VISION, TEXT = GRID**2, 10
 FAST = ("--max-new-tokens", "8")
 
 
@@ -57,12 +57,12 @@ def test_every_measure_says_what_it_is_of(inspect, what):
     got = inspect(what)
     assert got["what"] == what and got["policy"] == WHAT[what].policy and got["picture"] is None
     assert got["options"]["keep"] == (WHAT[what].keep or 1.0)
-    assert got["prompt_tokens"] == VISION + 8
+    assert got["prompt_tokens"] == VISION + TEXT
 
 
 def test_budgets_and_lorenz(inspect):
     got, curves = inspect("budgets"), inspect("lorenz")
-    assert sum(got["entries"]) == math.floor(0.5 * LAYERS * (VISION + 8) + 0.5)
+    assert sum(got["entries"]) == math.floor(0.5 * LAYERS * (VISION + TEXT) + 0.5)
     assert got["entries"] == curves["budgets"]
     assert all(v <= n for v, n in zip(got["vision"], got["entries"], strict=True))
     np.testing.assert_allclose(np.array(curves["lorenz"])[:, -1], 1)
@@ -131,7 +131,7 @@ def test_survival_and_cost(inspect):
     (image,) = survival["cached_by_image"]
     assert np.shape(image) == (LAYERS, GRID, GRID)
     assert np.sum(image, axis=(1, 2)).tolist() == survival["cached"]
-    assert cost["tokens"] == [n + 8 for n in survival["computed"]]
+    assert cost["tokens"] == [n + TEXT for n in survival["computed"]]
     assert cost["cache_bytes"] == [n * 2 * 2 * 32 * 4 for n in cost["tokens"]]
     assert sum(cost["cache_bytes"]) <= cost["allocated_bytes"]
     assert cost["total"]["prefill_flops"] == sum(cost["prefill_flops"])
@@ -141,7 +141,7 @@ def test_survival_and_cost(inspect):
 @pytest.mark.parametrize("what", ["cost", "survival"])  # curves, and maps
 def test_a_table_and_a_picture(capsys, tmp_path, model, what):
     pytest.importorskip("matplotlib")
-    page = pages.compose(pages.held_out_digits(), np.random.default_rng(5), rows=(2, 2))
+    page = pages.digit_page(pages.held_out_digits(), np.random.default_rng(5), rows=(2, 2))
     page.image.save(tmp_path / "page.png")
     question = ["--model", str(model), "--image", str(tmp_path / "page.png"), "--prompt", pages.READ_PAGE]
     out = tmp_path / "cost.png"

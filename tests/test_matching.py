@@ -11,7 +11,7 @@ from vlkv import matching
 from vlkv.policies import tofu
 
 closest = jax.jit(matching.closest)
-turns = jax.jit(matching.turns)
+merge_order = jax.jit(matching.merge_order)
 fold = jax.jit(matching.fold)
 LENGTH, WIDTH = 53, 6
 
@@ -68,7 +68,7 @@ def test_ties_go_to_the_earlier_token_on_both_sides():
     even, group = jnp.arange(8) % 2 == 0, jnp.zeros(8, jnp.int32)
     target, cosine = closest(x, ~even, group)
     assert target[0] == target[2] == target[4] == 1
-    merged = turns(cosine, even, group) < 2
+    merged = merge_order(cosine, even, group) < 2
     np.testing.assert_array_equal(np.flatnonzero(merged), [0, 2])
     assert np.isfinite(np.asarray(cosine)).all(), "a vector of zeros is like none, and no NaN"
 
@@ -78,7 +78,7 @@ def test_the_closest_of_each_group_as_many_as_asked(case):
     count = np.where(group == 3, 2, np.where(group == 1000, LENGTH, 0))
     giving = ~receiving
     _, cosine = closest(jnp.array(x), jnp.array(receiving), jnp.array(group))
-    turn = np.asarray(turns(cosine, jnp.array(giving), jnp.array(group)))
+    turn = np.asarray(merge_order(cosine, jnp.array(giving), jnp.array(group)))
     merged = turn < count
     assert (turn[~giving] == LENGTH).all()
     exact = np.where(receiving & (group[:, None] == group), cosines(x), -np.inf).max(axis=1)
@@ -142,7 +142,7 @@ def matched(g, left, *, class_token):
     even, group = place % 2 == 0, jnp.zeros(len(place), jnp.int32)
     target, cosine = closest(g["metric"], ~even, group)
     giving = even & (place >= class_token)
-    return target, turns(cosine, giving, group) < len(place) - left
+    return target, merge_order(cosine, giving, group) < len(place) - left
 
 
 @pytest.mark.parametrize("class_token", [0, 1])

@@ -19,8 +19,8 @@ EVERY = [
     for name, method in policies.registry.items()
     if not issubclass(method, policies.Full)
 ]
-WATCHING = [policy for policy in EVERY if policy.watches]  # they need a tower
-EVERY = [policy for policy in EVERY if not policy.watches]
+WATCHING = [policy for policy in EVERY if policy.class_attention_layers]  # they need a tower
+EVERY = [policy for policy in EVERY if not policy.class_attention_layers]
 EVERY += [
     policies.Full(),
     policies.KIVI(bits=4),
@@ -92,7 +92,7 @@ def test_no_buffer_of_the_compiled_prefill_reaches_t_times_t_elements(policy):
     """Two layers, D = 64, and one row of T = 8192 tokens, one image or 127; compiled from shapes, never run."""
     shape = jax.ShapeDtypeStruct
     config, pixels, images = ModelConfig(family="llama", decoder=DECODER), None, 1
-    if policy.watches:
+    if policy.class_attention_layers:
         config = ModelConfig(family="llava", decoder=DECODER, vision=CLIP, image_token=5)
         pixels, images = shape((IMAGES, 3, 16, 16), jnp.float32), IMAGES
     params = jax.eval_shape(lambda: init(config, jax.random.key(0)))

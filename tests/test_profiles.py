@@ -92,7 +92,7 @@ def test_what_the_tables_compare():
     groups = profiles.by_group(RATIOS, ["ocr", "vqa", "ocr"])
     assert list(groups) == ["ocr", "vqa"]
     np.testing.assert_allclose(groups["ocr"], [0.3, 0.4])
-    with pytest.raises(InputError, match="of 4 samples cannot be had from 3"):
+    with pytest.raises(InputError, match="of 4 samples cannot be made from 3"):
         profiles.by_number(RATIOS, (4,))
     with pytest.raises(InputError, match="2 groups for 3 samples"):
         profiles.by_group(RATIOS, ["ocr", "vqa"])
@@ -127,7 +127,7 @@ def test_a_saved_profile_is_read_by_its_own_model_only(tmp_path):
     other = dataclasses.replace(CONFIG, decoder=dataclasses.replace(CONFIG.decoder, width=64))
     with pytest.raises(InputError, match="measured on 'tiny', another model: width 32, here 64"):
         profiles.load(path, other)
-    with pytest.raises(InputError, match='measured under scope="all", here "vision"'):
+    with pytest.raises(InputError, match='measured with scope="all", but the policy has scope="vision"'):
         profiles.load(path, CONFIG, scope="vision")
     with pytest.raises(InputError, match="no such folder"):
         profiles.save(tmp_path / "none" / "p.json", ratios, PrefixKV(keep=0.2), CONFIG, name="tiny")
@@ -163,7 +163,7 @@ def images(tmp_path):
     """Two held-out pages on disk."""
     paths = []
     for seed in range(2):
-        page = pages.compose(pages.held_out_digits(), np.random.default_rng(seed), rows=(2, 2), length=(3, 3))
+        page = pages.digit_page(pages.held_out_digits(), np.random.default_rng(seed), rows=(2, 2), length=(3, 3))
         paths.append(str(tmp_path / f"{seed}.png"))
         page.image.save(paths[-1])
     return paths

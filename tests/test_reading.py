@@ -334,11 +334,11 @@ def test_kivi_alone_stores_everything(read, batch):
     ("parts", "said"),
     [
         (lambda: compose(policies.SnapKV(keep=0.2), allocate=policies.PrefixKV(keep=0.3)), "another budget"),
-        (lambda: compose(policies.SnapKV(keep=0.2), reduce=policies.H2O(keep=0.2)), "does not shorten"),
-        (lambda: compose(policies.FastV(keep=0.2), reduce=policies.FastV(keep=0.2)), "both shorten"),
-        (lambda: compose(policies.FastV(keep=0.2), allocate=policies.PrefixKV), "nothing is evicted"),
-        (lambda: compose(compose(policies.FastV(keep=0.2)), reduce=policies.FastV(keep=0.2)), "both shorten"),
-        (lambda: compose(compose(policies.FastV(keep=0.2)), allocate=policies.PrefixKV), "nothing is evicted"),
+        (lambda: compose(policies.SnapKV(keep=0.2), reduce=policies.H2O(keep=0.2)), "does not reduce"),
+        (lambda: compose(policies.FastV(keep=0.2), reduce=policies.FastV(keep=0.2)), "both reduce"),
+        (lambda: compose(policies.FastV(keep=0.2), allocate=policies.PrefixKV), "evicts nothing"),
+        (lambda: compose(compose(policies.FastV(keep=0.2)), reduce=policies.FastV(keep=0.2)), "both reduce"),
+        (lambda: compose(compose(policies.FastV(keep=0.2)), allocate=policies.PrefixKV), "evicts nothing"),
         (lambda: compose(policies.SnapKV(keep=0.2), merge=policies.H2O), "does not merge"),
         (lambda: compose(policies.SnapKV(keep=0.2), merge=policies.PrefixKV), "does not merge"),
         (lambda: compose(policies.AirCache(keep=0.2, cap=2.0), allocate=policies.PrefixKV), "give it the cap=2.0"),
@@ -349,11 +349,11 @@ def test_kivi_alone_stores_everything(read, batch):
         ),
         (
             lambda: compose(policies.LookM(keep=0.3, variant="released"), reduce=policies.FastV(keep=0.3)),
-            "whole prompts only",
+            "do not support reduced prompts",
         ),
         (lambda: compose(policies.SnapKV(keep=0.5, scope="vision"), merge=policies.ToMe), "give it as reduce="),
         (lambda: compose(policies.SnapKV(keep=0.2), step=policies.SnapKV), "does nothing while decoding"),
-        (lambda: compose(policies.SnapKV(keep=0.2), store=policies.H2O(keep=0.5)), "how to store"),
+        (lambda: compose(policies.SnapKV(keep=0.2), store=policies.H2O(keep=0.5)), "does not quantise"),
     ],
 )
 def test_parts_that_do_not_fit_are_named(parts, said):
@@ -362,7 +362,7 @@ def test_parts_that_do_not_fit_are_named(parts, said):
 
 
 def test_a_reduction_beyond_the_model_or_of_another_prompt_is_refused_before_anything_runs(params, batch, read):
-    with pytest.raises(vlkv.InputError, match=r"FastV: layer=3 shortens .* 3 layers"):
+    with pytest.raises(vlkv.InputError, match=r"FastV: layer=3 reduces .* 3 layers"):
         vlkv.read_prompt(params, batch, policies.FastV(keep=0.5, layer=3))
     with pytest.raises(vlkv.InputError, match=r"LightKV: layers=None .* give another layers="):
         vlkv.read_prompt(params, batch, policies.LightKV())

@@ -157,7 +157,7 @@ def test_a_tail_that_grew_is_one_that_was_long_from_the_start(params, read, cach
     vlkv.save_cache(path, params, later)
     same(vlkv.load_cache(path, params, new_tokens=30), go_on(params, long, questions)[0])
     same(vlkv.load_cache(path, params, new_tokens=8).used, later.used)
-    with pytest.raises(vlkv.InputError, match="new_tokens=7 is too few: 8 tokens have been fed"):
+    with pytest.raises(vlkv.InputError, match="new_tokens=7 is too small: the cache already has 8 new tokens"):
         vlkv.load_cache(path, params, new_tokens=7)
 
 
@@ -189,7 +189,7 @@ def test_bfloat16_stays_bfloat16(params, cache, tmp_path):
 def test_another_model_is_refused(params, path):
     with pytest.raises(vlkv.InputError, match="another model: the same sizes, but another config or other weights"):
         vlkv.load_cache(path, tiny_llava(1, SMALL))
-    with pytest.raises(vlkv.InputError, match=r"another model: dtype 'float32', here 'bfloat16'; read the image again"):
+    with pytest.raises(vlkv.InputError, match=r"another model: dtype 'float32', here 'bfloat16'; make the cache again"):
         vlkv.load_cache(path, jax.tree.map(narrow, params))
     smaller = tiny_llava(config=SMALL)
     smaller.config = dataclasses.replace(smaller.config, stop=(3,))
@@ -208,7 +208,7 @@ def test_a_damaged_file_is_refused(params, cache, path, monkeypatch):
             vlkv.load_cache(path, params)
     path.write_bytes(whole)
     monkeypatch.setattr(saving, "READS", ("1",))
-    with pytest.raises(vlkv.InputError, match="a cache of version 2, this vlkv reads 1: read the image again"):
+    with pytest.raises(vlkv.InputError, match="a cache of version 2, but this vlkv reads 1: make the cache again"):
         vlkv.load_cache(path, params)
     monkeypatch.undo()
     save_file(load_file(path), path)

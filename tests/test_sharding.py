@@ -107,7 +107,7 @@ def test_two_hosts_answer_as_one_device(answers, case, root):
 
 
 def test_a_mesh_that_does_not_fit_is_refused():
-    with pytest.raises(vlkv.InputError, match="needs 6 devices, and there are"):
+    with pytest.raises(vlkv.InputError, match="needs 6 devices, but there are"):
         sharding.make_mesh(data=2, model=3)
     explicit = jax.sharding.AbstractMesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.sharding.use_abstract_mesh(explicit), pytest.raises(vlkv.InputError, match="explicit axes"):

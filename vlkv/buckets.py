@@ -1,4 +1,4 @@
-"""Bounds that lengths and counts are rounded up to, so that jit sees few shapes."""
+"""Buckets: lengths and counts are rounded up to them, so that jit compiles few shapes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Buckets:
-    """Past the last bound, further steps like the last one.
+    """Bounds in increasing order. After the last one, bounds continue with the last step.
 
     Attributes:
         text: text tokens of a row.
         images: images (or tiles, or frames) of a row and of a batch.
-        vision: vision tokens of a row, for families whose images differ in size.
-        patches: patches of one image, for towers that take images at their own size.
+        vision: vision tokens of a row, for families with images of different sizes.
+        patches: patches of one image, for towers that process images at native resolution.
     """
 
     text: tuple[int, ...] = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -25,6 +25,6 @@ class Buckets:
 
 
 def round_up(n: int, bounds: tuple[int, ...]) -> int:
-    """The smallest bound >= n, or as many steps past the last one as it takes."""
+    """The smallest bound >= n."""
     step = bounds[-1] - bounds[-2] if len(bounds) > 1 else bounds[-1]
     return next((b for b in bounds if b >= n), bounds[-1] + -(-(n - bounds[-1]) // step) * step)

@@ -1,7 +1,4 @@
-"""Integer budgets with exact totals. Axes: L layers · T tokens.
-
-A ratio becomes integers once, here; everything after counts slots.
-"""
+"""Integer budgets with exact totals. Ratios are converted to integers only here. Axes: L layers · T tokens."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ from jaxtyping import Array, Float, Int
 
 
 def totals(keep: float | None, budget: int | None, *, layers: int, most: int) -> Int[np.ndarray, " counts"]:
-    """How many entries all layers together keep, for every number 0..most of tokens in scope.
+    """Number of entries that all layers together keep, for every number 0..most of tokens in scope.
 
-    `keep` is the fraction of the tokens in scope, rounded half up over all layers; `budget` the mean number per
-    layer. Every layer keeps at least one, none more than there are. A table, because a count is traced and the
-    product with a fraction must not be rounded in float32.
+    `keep` is the fraction of the tokens in scope, rounded half up over all layers; `budget` is the mean number per
+    layer. Every layer keeps at least one token and at most all. The result is a table, because counts are traced, and
+    the product of a traced count and a fraction would be rounded in float32.
     """
     counts = np.arange(most + 1)
     asked = layers * (budget or 0) if keep is None else np.floor(keep * layers * counts + 0.5)
@@ -26,22 +23,22 @@ def totals(keep: float | None, budget: int | None, *, layers: int, most: int) ->
 
 
 def totals_of_sums(keep: float | None, budget: int | None, *, layers: int, most: int) -> Int[np.ndarray, " sums"]:
-    """The same for layers that hold different numbers of tokens: for every sum of them, 0..most."""
+    """`totals` for layers with different numbers of tokens: for every sum of these numbers, 0..most."""
     sums = np.arange(most + 1)
     asked = layers * (budget or 0) if keep is None else np.floor(keep * sums + 0.5)
     return np.minimum(sums, np.maximum(layers, asked)).astype(np.int32)
 
 
 def share(fraction: float, count: Int[Array, "*shape"], most: int) -> Int[Array, "*shape"]:
-    """int(fraction * count) in double precision of counts in 0..most, from a table for the same reason."""
+    """int(fraction * count) in double precision for counts in 0..most, from a table as in `totals`."""
     return jnp.asarray(np.floor(fraction * np.arange(most + 1)).astype(np.int32))[count]
 
 
 def part(fraction: float, count: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
-    """The fraction (0 to 1) of counts below 2^17, rounded down. For counts of which no static bound is known.
+    """int(fraction * count) for a fraction in [0, 1] and counts below 2^17, without a static bound on counts.
 
-    Computed in integers, because in float32 0.53 x 4300 is less than 2279. The fraction is rounded up to 30 binary
-    digits, so 0.29 x 100 is 29, as it is on paper but not in double precision.
+    Computed in integers, because 0.53 x 4300 is less than 2279 in float32. The fraction is rounded up to 30 binary
+    digits, so that 0.29 x 100 is 29; in double precision it would be less.
     """
     high, low = divmod(math.ceil(fraction * 2**30), 2**15)
     count = count.astype(jnp.uint32)
@@ -49,7 +46,7 @@ def part(fraction: float, count: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
 
 
 def uniform(total: Int[Array, ""], most: Int[Array, " L"]) -> Int[Array, " L"]:
-    """Equal shares of what each of the layers holds; what is left over goes to the lower layers."""
+    """Budgets proportional to the tokens of each layer (`most`); the remainder goes to the lower layers."""
     share = total * (most / jnp.maximum(jnp.sum(most), 1))
     return apportion(share, total, floor=jnp.minimum(1, most), ceiling=most)
 
@@ -61,11 +58,11 @@ def apportion(
     floor: Int[Array, ""] | Int[Array, " L"] | int,
     ceiling: Int[Array, ""] | Int[Array, " L"],
 ) -> Int[Array, " L"]:
-    """Integers in [floor, ceiling] that sum to `total` and follow `real` (which need not sum to it exactly).
+    """Rounds `real` to integers in [floor, ceiling] with the sum `total`.
 
-    Values outside the bounds are fixed at them, and what that frees or costs is shared by the others in proportion,
-    until nothing changes; then largest remainders, ties to the lower layer. Values that are no numbers give equal
-    shares. A `total` that the bounds do not allow becomes the nearest that they do.
+    Values outside the bounds are clipped, and the others absorb the difference in proportion, until nothing changes.
+    Then the largest remainders are rounded up; ties: the lower layer. NaN values give equal shares. If the bounds do
+    not allow `total`, the nearest possible sum is used.
     """
     layers = real.shape[0]
     ceiling = jnp.broadcast_to(ceiling, (layers,))
@@ -101,10 +98,10 @@ def apportion(
 
 
 def smallest(values: Float[Array, "L T"], total: Int[Array, ""]) -> Int[Array, " L"]:
-    """How many of the `total` smallest values lie in each layer; ties go to the lower layer.
+    """Number of the `total` smallest values that are in each layer; ties: the lower layer.
 
-    The values are >= 0, +inf never counts. Finds the threshold by bisecting the ordered bits of a float32: 31 steps,
-    exact, and no sort of L x T values.
+    The values must be >= 0; +inf is never counted. Binary search in the ordered bits of a float32 finds the exact
+    threshold in 31 steps, without a sort of L x T values.
     """
     bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32)
 

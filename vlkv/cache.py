@@ -1,10 +1,10 @@
-"""The packed cache: kept prompt entries of all layers in one pool, generated tokens in a tail or in freed slots.
+"""The packed cache: kept prompt entries of all layers in one pool; generated tokens in a tail or in free slots.
 
 Axes: B batch · L layers · K key heads · T prompt tokens · P pool slots · S tail slots · H head dim · A position axes ·
-M parts of the slots. A slot is where an entry lies; a position is what RoPE saw. Budgets that differ per layer and per
-row have a fixed sum, so a pool wastes nothing where L padded rectangles would. On a mesh whose `model` axis does not
-divide the key heads, pool and tail are in M equal parts, one after the other, and every M-th entry goes to the same
-one: `slot_of` says where an entry lies, whatever M is.
+M parts of the slots. A slot is a location in the pool; a position is the value that RoPE uses. Budgets differ per layer
+and row, but have a fixed sum, so one pool needs less memory than L padded arrays. If the `model` axis of the mesh does
+not divide the key heads, pool and tail consist of M equal parts, and every M-th entry is in the same part. `slot_of`
+returns the slot of an entry for every M.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vlkv.policies.policy import Policy
 from vlkv.sharding import axes, leaves_with_axes, map_with_axes
 
 ALIGNMENT = 16  # slots: every segment starts on a bf16 tile
-_SLOTS_AT_A_TIME = 512  # that are written
+_SLOTS_AT_A_TIME = 512  # slots that `_write_segment` writes at a time
 
 
 _POOL, _TABLE = axes("batch", "slots", "kv_heads"), axes(None, "batch", "kv_heads")
@@ -44,26 +44,26 @@ class PackedCache:
 
     k: Float[Array, "B P K H"] | QuantizedPool = field(metadata=_POOL)
     v: Float[Array, "B P K H"] | QuantizedPool = field(metadata=_POOL)
-    token: Int[Array, "B P K"] = field(metadata=_POOL)  # which prompt token each slot holds; -1: none, or a new token
+    token: Int[Array, "B P K"] = field(metadata=_POOL)  # prompt token in each slot; -1: none, or a new token
     start: Int[Array, "L B K"] = field(metadata=_TABLE)  # first slot of each layer's segment, in each part
-    # Slots of all parts that entries may take: those of prompt entries, vision first, then text; or, where slots are
-    # reused, as many as the segment has.
+    # Number of slots of each segment that entries may use, in all parts together: the prompt entries, vision first,
+    # then text; if slots are reused, all slots of the segment.
     length: Int[Array, "L B K"] = field(metadata=_TABLE)
-    tail_k: tuple[Float[Array, "B S K H"], ...] = field(metadata=_POOL)  # of each layer; none where slots are reused
+    tail_k: tuple[Float[Array, "B S K H"], ...] = field(metadata=_POOL)  # one per layer; none if slots are reused
     tail_v: tuple[Float[Array, "B S K H"], ...] = field(metadata=_POOL)
-    used: Int[Array, " B"] = field(metadata=axes("batch"))  # tokens fed
-    next_position: Int[Array, "B A"] = field(metadata=axes("batch"))  # logical: counts every token ever seen
-    memory: tuple[Memory, ...] | None = None  # of each layer, of methods that act while decoding
-    policy: Policy | None = field(default=None, metadata={"static": True})  # the one that acts
+    used: Int[Array, " B"] = field(metadata=axes("batch"))  # number of new tokens so far
+    next_position: Int[Array, "B A"] = field(metadata=axes("batch"))  # counts all tokens, including dropped ones
+    memory: tuple[Memory, ...] | None = None  # decode state of each layer, for methods that have one
+    policy: Policy | None = field(default=None, metadata={"static": True})  # the policy that updates `memory`
     softmax_n: float = field(default=0.0, metadata={"static": True})  # of decode attention
     kernels: Kernels = field(default=Kernels(), metadata={"static": True})  # implementations of the ops
     parts: int = field(default=1, metadata={"static": True})  # M
 
     @property
     def bytes(self) -> int:
-        """Bytes, as allocated, of all that grows with the number of entries: keys, values, and what is known of each.
+        """Allocated bytes of all arrays that grow with the number of entries.
 
-        Of a quantised pool the scales too; of every slot its token; of methods that act the numbers of their memory.
+        These are keys, values, scales of a quantised pool, the token of every slot, and the decode state.
         """
         return sum(x.nbytes for x, names in leaves_with_axes(self) if {"slots", "entries"} & set(names))
 
@@ -74,33 +74,33 @@ class PackedCache:
 
     @property
     def reuses(self) -> bool:
-        """Whether new entries take free slots of the pool, and not a tail."""
+        """Whether new entries take free slots of the pool instead of a tail."""
         return self.memory is not None and self.memory[0].reuses
 
     @property
     def new_tokens(self) -> int:
-        """The most tokens that may follow the prompt, those fed included."""
+        """Capacity for tokens after the prompt, including those in `used`."""
         return self.memory[0].new_tokens if self.memory is not None else self.tail_k[0].shape[1]
 
     @property
     def slots(self) -> int:
-        """Slots of a row and key head, of pool and tails."""
+        """Slots of a row and key head, in pool and tails."""
         return self.token.shape[1] + sum(x.shape[1] for x in self.tail_k)
 
     @property
     def counts(self) -> Int[Array, "L B K"]:
-        """Entries of the pool that are in memory."""
+        """Number of stored entries of each segment."""
         if self.memory is None:
             return self.length
         return jnp.stack([jnp.sum(m.stored[..., : m.stored.shape[-1] - m.tail], axis=-1) for m in self.memory])
 
     def entries(self, layer: int, most: int) -> Int[Array, "B K M"]:
-        """Which prompt token each of the first `most` entries of a layer is; -1: none."""
+        """The prompt token of each of the first `most` entries of a layer; -1: none."""
         return entries(self.token, self.start[layer], self.length[layer], most, self.parts)
 
 
 def slot_of(entry: Any, start: Any, slots: int, parts: int) -> Any:
-    """In which of so many slots entry number `entry` of a segment, or of a tail (start 0), lies."""
+    """The slot of entry number `entry` of a segment, or of a tail (start 0), in a pool or tail of `slots` slots."""
     if parts == 1:
         return start + entry
     return entry % parts * (slots // parts) + start + entry // parts
@@ -109,14 +109,14 @@ def slot_of(entry: Any, start: Any, slots: int, parts: int) -> Any:
 def entries(
     token: Int[Array, "B P K"], start: Int[Array, "B K"], length: Int[Array, "B K"], most: int, parts: int = 1
 ) -> Int[Array, "B K M"]:
-    """Which prompt token each of the first `most` entries of a layer's segment is, in their order; -1: no entry.
+    """The prompt token of each of the first `most` entries of a layer's segment, in order; -1: no entry.
 
     Args:
-        token: of a `PackedCache` or an `Output`, as are start and length, of one layer.
-        start: see there.
-        length: see there.
-        most: a bound on the entries.
-        parts: see there.
+        token: field of a `PackedCache` or an `Output`.
+        start: the field's entry for the layer.
+        length: the field's entry for the layer.
+        most: bound on the number of entries.
+        parts: field of the same object.
     """
     number = jnp.arange(most)
     slot = slot_of(number, start[..., None], token.shape[1], parts)
@@ -127,7 +127,7 @@ def entries(
 def write_tail(
     tail: Float[Array, "B S K H"], new: Float[Array, "B T K H"], entry: Int[Array, "B T"], parts: int = 1
 ) -> Float[Array, "B S K H"]:
-    """The tail with new entries in it, by their numbers; what lies past its end is not written."""
+    """Writes entries to the tail at their numbers; numbers beyond its end are ignored."""
     slots = tail.shape[1]
     return _write(tail, new, jnp.where(entry < slots, slot_of(entry, 0, slots, parts), slots), parts)
 
@@ -140,15 +140,15 @@ def write_pool(
     valid: Bool[Array, "B 1"] | None = None,
     parts: int = 1,
 ) -> Float[Array, "B P K *H"] | Int[Array, "B P K"]:
-    """The pool with new entries in place of others.
+    """Writes entries to segments of the pool.
 
     Args:
         pool: keys, values or tokens.
-        new: what each key head writes.
-        entry: which entry of its segment.
-        start: of the segment.
-        valid: rows that write; None: all.
-        parts: of the slots.
+        new: the entries, for each key head.
+        entry: number of the entry in its segment.
+        start: first slot of the segment.
+        valid: rows to write; None: all.
+        parts: M.
     """
     slots = pool.shape[1]
     slot = slot_of(entry, start, slots, parts)
@@ -156,30 +156,30 @@ def write_pool(
 
 
 def _write(x: Array, new: Array, slot: Int[Array, "B T"] | Int[Array, "B T K"], parts: int) -> Array:
-    """x [B, P, K, ...] with `new` [B, T, K, ...] in these slots, of all heads or of each; past the end is no slot."""
+    """Writes `new` [B, T, K, ...] to slots of x [B, P, K, ...], given for all heads or for each; past the end: not."""
 
-    def own(part: parallel.Part, x: Array, new: Array, slot: Array) -> Array:
+    def local(part: parallel.Part, x: Array, new: Array, slot: Array) -> Array:
         slot, row = part.local(slot, x.shape[1]), jnp.arange(x.shape[0])[:, None]
         where = (row, slot) if slot.ndim == 2 else (row[..., None], slot, jnp.arange(x.shape[2]))
         return x.at[where].set(new, mode="drop", wrap_negative_indices=False)
 
     pool = "B P K" + " H" * (x.ndim - 3)
     run = parallel.split(
-        own, (pool, pool.replace("P", "T"), "B T" + " K" * (slot.ndim - 2)), pool,
+        local, (pool, pool.replace("P", "T"), "B T" + " K" * (slot.ndim - 2)), pool,
         batch=x.shape[0], kv_heads=x.shape[2], parts=parts,
     )  # fmt: skip
     return run(x, new, slot)
 
 
 def take_rows(cache: PackedCache, rows: Sequence[int] | Int[np.ndarray, " R"] | Int[Array, " R"]) -> PackedCache:
-    """A cache with these rows of another, in this order; a row named several times serves several questions.
+    """A cache with the given rows of another, in this order. Repeat a row to ask several questions about it.
 
     Args:
-        cache: of B rows.
-        rows: which of them, each from 0 to B - 1.
+        cache: a cache of B rows.
+        rows: numbers from 0 to B - 1.
 
     Raises:
-        InputError: no rows, or, where the numbers are known (under jit they are not), one that there is not.
+        InputError: no rows; outside jit, also numbers out of range.
     """
     batch = cache.used.shape[0]
     if not isinstance(rows, jax.core.Tracer):
@@ -187,14 +187,14 @@ def take_rows(cache: PackedCache, rows: Sequence[int] | Int[np.ndarray, " R"] | 
         if known.ndim != 1 or not known.size or not np.issubdtype(known.dtype, np.integer):
             raise InputError(f"rows={rows!r} must be a list of at least one whole number")
         if known.min() < 0 or known.max() >= batch:
-            raise InputError(f"rows={known.tolist()}: the cache has {batch} rows, counted from 0")
+            raise InputError(f"rows={known.tolist()}: the cache has {batch} rows, numbered from 0")
     index = jnp.asarray(rows, jnp.int32)
 
     return map_with_axes(lambda x, names: jnp.take(x, index, axis=names.index("batch")), cache)
 
 
 def check_new_tokens(new_tokens: int) -> None:
-    """Raises InputError unless so many tokens can follow a prompt."""
+    """Raises InputError unless `new_tokens` is a whole number of at least 1."""
     if not (isinstance(new_tokens, int) and new_tokens >= 1):
         raise InputError(
             f"new_tokens={new_tokens!r} must be a whole number of at least 1: every new token needs a slot"
@@ -202,7 +202,7 @@ def check_new_tokens(new_tokens: int) -> None:
 
 
 def most_used(cache: PackedCache) -> int | None:
-    """Tokens fed to the row that was fed most; None under jit, where it is unknown."""
+    """The largest number of new tokens of any row; None under jit, where it is unknown."""
     if isinstance(cache.used, jax.core.Tracer):
         return None
     with jax.ensure_compile_time_eval():
@@ -210,28 +210,28 @@ def most_used(cache: PackedCache) -> int | None:
 
 
 def resize(cache: PackedCache, new_tokens: int) -> PackedCache:
-    """The same cache with room for `new_tokens`, those fed included: for more turns, or with none to spare.
+    """The cache with capacity for `new_tokens` tokens after the prompt, including those it already has.
 
-    Methods whose budgets count the tokens that may follow (A-VL's text window) count the new number from here on; what
-    they have let go before stays away. Where slots are reused, a segment gets more of them if the method's budget
-    grows with the number of tokens, and never gives one back.
+    Budgets that depend on the number of new tokens (A-VL's text window) use the new number from now on; evicted entries
+    do not return. If slots are reused, a segment gets more slots if the method's budget grows with the number of
+    tokens; it never loses slots.
 
     Raises:
-        InputError: fewer than 1, or than were fed; under jit, where that is unknown, a tail can only grow. Or, under
-            jit, a pool whose segments would grow by a number that is unknown.
+        InputError: less than 1, or less than the tokens it already has. Under jit, where these are unknown, a tail can
+            only grow, and segments of a pool cannot grow.
     """
     check_new_tokens(new_tokens)
-    room, used = cache.new_tokens, most_used(cache)
-    used = room if used is None else used
+    capacity, used = cache.new_tokens, most_used(cache)
+    used = capacity if used is None else used
     if new_tokens < used:
-        raise InputError(f"new_tokens={new_tokens} is too few: {used} tokens have been fed to the cache")
+        raise InputError(f"new_tokens={new_tokens} is too small: the cache already has {used} new tokens")
     if cache.reuses:
         return _resize_pool(cache, new_tokens)
 
     slots, parts = align(new_tokens, cache.parts), cache.parts
 
     def fit(x: Float[Array, "B S K H"]) -> Float[Array, "B _s K H"]:
-        x = x.reshape(x.shape[0], parts, room // parts, *x.shape[2:])[:, :, : slots // parts]
+        x = x.reshape(x.shape[0], parts, capacity // parts, *x.shape[2:])[:, :, : slots // parts]
         more = [(0, 0), (0, 0), (0, slots // parts - x.shape[2]), (0, 0), (0, 0)]
         return jnp.pad(x, more).reshape(x.shape[0], slots, *x.shape[3:])
 
@@ -242,7 +242,7 @@ def resize(cache: PackedCache, new_tokens: int) -> PackedCache:
 
 
 def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
-    """The same where slots are reused: segments get the slots that the policy asks for, and move apart."""
+    """`resize` if slots are reused: moves the segments so that each has the slots that the policy needs."""
     assert cache.memory is not None and cache.policy is not None
     layers, parts = len(cache.memory), cache.parts
     memories = [memory.resize(layer, new_tokens) for layer in cache.memory]
@@ -250,11 +250,11 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
     if new_tokens <= cache.new_tokens or not _grows(cache.policy):
         return dataclasses.replace(cache, memory=tuple(memories))
     if isinstance(asked, jax.core.Tracer):
-        raise InputError("how many slots more the method needs is unknown under jit: resize the cache outside of it")
+        raise InputError("the number of slots that the method needs is unknown under jit: resize the cache outside jit")
     length = jnp.maximum(cache.length, asked)
     before, after = (align(-(-x // parts), ALIGNMENT) for x in (cache.length, length))  # in each part
     start, end = jnp.cumsum(after, axis=0) - after, jnp.sum(after, axis=0)
-    # In whole tiles of all layers, so that few sizes are compiled anew.
+    # Grows by whole tiles of all layers, so that few sizes must be compiled.
     here = cache.token.shape[1] // parts
     here += align(max(0, int(jnp.max(end)) - here), layers * ALIGNMENT)
     most = max(int(jnp.max(asked)), cache.memory[0].stored.shape[-1])
@@ -279,18 +279,18 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
 
 
 def _grows(policy: Policy) -> bool:
-    """Whether more tokens to come mean more slots."""
+    """Whether the method needs more slots for more new tokens."""
     few, many = (policy.decode_bounds(1, 1, layers=1, vision=0, text=1, new_tokens=n) for n in (0, 2**16))
     return many > few
 
 
 def reuses_slots(policy: Policy) -> bool:
-    """Whether a policy's cache has no tail: entries leave while it decodes, and quantised slots do not share scales."""
+    """Whether new entries take free slots: the policy evicts, and the pool is not quantised (slots share scales)."""
     return policy.evicts and policy.storage is None
 
 
 def align(n: Any, tile: int = ALIGNMENT) -> Any:
-    """Rounds up to a whole number of tiles."""
+    """Rounds up to a multiple of `tile`."""
     return -(-n // tile) * tile
 
 
@@ -298,17 +298,17 @@ def pool_slots(
     policy: Policy, inputs: Inputs | None = None, *, layers: int, new_tokens: int = 64, vision: int = 0, text: int = 0,
     images: int = 1, parts: int = 1,
 ) -> int:  # fmt: skip
-    """Slots that a cache allocates per row and key head: the pool, and the tails of all layers if it has any.
+    """Slots that a cache allocates per row and key head, in the pool and the tails of all layers.
 
     Args:
-        policy: decides how many entries may be kept.
-        inputs: prompts; their bounds are used. None: the next three are.
+        policy: determines how many entries may be kept.
+        inputs: prompts, whose bounds are used; None: the bounds are the next three arguments.
         layers: L, `len(params.decoder.layers)`.
-        new_tokens: tokens to be generated.
+        new_tokens: capacity for generated tokens.
         vision: bound on the vision tokens of a row (`Inputs.max_vision`).
         text: bound on its text tokens (`Inputs.max_text`).
         images: bound on its images (`Inputs.max_images`).
-        parts: of the slots, all counted: 1 unless `model` of the mesh does not divide the key heads; then its size.
+        parts: M: 1, or the size of the mesh's `model` axis if it does not divide the key heads.
     """
     if inputs is not None:
         vision, text, images = inputs.max_vision, inputs.max_text, inputs.max_images
@@ -319,7 +319,7 @@ def pool_slots(
 def _pool(
     policy: Policy, layers: int, vision: int, text: int, images: int, new_tokens: int, parts: int
 ) -> tuple[int, int, int]:
-    """Slots of the pool, and what bounds them: entries of all layers per head, and of one layer."""
+    """Slots of the pool; bounds on the entries per head of all layers together, and of one layer."""
     kept, tile = policy.bound(layers=layers, vision=vision, text=text, images=images), _tile(policy)
     longest = policy.layer_bound(layers=layers, vision=vision, text=text)
     row = vision + text
@@ -328,19 +328,19 @@ def _pool(
             kept, longest, layers=layers, vision=vision, text=text, new_tokens=new_tokens
         )
         row = longest
-    # In every part a segment may waste up to a tile less one slot; it can never waste more than a whole row would.
-    most = (kept + layers * (parts - 1)) // parts  # of the first part, which has one more where a segment is odd
+    # In every part, alignment adds up to tile - 1 slots to a segment, but a segment is never larger than a whole row.
+    most = (kept + layers * (parts - 1)) // parts  # entries of the first part, which may have one more per segment
     here = min(max(most + layers * (tile - 1), tile) // tile * tile, layers * align(-(-row // parts), tile))
     return parts * here, kept, longest
 
 
 def segment_slots(policy: Policy, *, layers: int, vision: int, text: int, images: int, new_tokens: int) -> int:
-    """A bound on the slots of one layer's segment; see `pool_slots`."""
+    """Bound on the slots of one layer's segment; arguments as in `pool_slots`."""
     return _pool(policy, layers, vision, text, images, new_tokens, 1)[2]
 
 
 def _tile(policy: Policy) -> int:
-    """Slots that a segment is rounded up to: no group of quantised keys reaches into two layers."""
+    """Alignment of segments, chosen so that no group of quantised keys belongs to two layers."""
     return ALIGNMENT if policy.storage is None else math.lcm(ALIGNMENT, policy.storage.group)
 
 
@@ -361,23 +361,23 @@ def pack(
 ) -> PackedCache:
     """Moves the kept entries of all layers into one pool.
 
-    Where the policy quantises the pool, the tail stays as it comes: it is KIVI's recent window in full precision.
+    If the policy quantises the pool, the tail is not quantised: it is KIVI's recent window in full precision.
 
     Args:
         policy: any policy.
-        k: of each layer; one that holds fewer tokens has shorter arrays.
-        v: likewise.
-        kept: which tokens each layer keeps, padded to the longest layer, as are the next two.
-        is_vision: which come from an image.
-        source: which token of the prompt each is.
-        next_position: see `PackedCache`.
-        max_vision: see `pool_slots`, as the other bounds.
-        max_text: text tokens.
-        max_images: images.
+        k: one per layer; a layer with fewer tokens has a shorter array.
+        v: as k.
+        kept: tokens that each layer keeps, padded to the longest layer, like the next two.
+        is_vision: which tokens come from an image.
+        source: index of each token in the prompt.
+        next_position: as in `PackedCache`.
+        max_vision: bounds as in `pool_slots`.
+        max_text: bound on text tokens.
+        max_images: bound on images.
         new_tokens: slots of the tail.
-        asked: slots that a policy asks for each segment, where they are reused; None: they are not. A segment has at
-            least one more than it keeps. Where all of them would pass what `pool_slots` allows, the upper layers get
-            fewer, which may happen if a prompt of few tokens keeps more than the policy's share of it.
+        asked: slots that the policy requests for each segment, if slots are reused; None: there is a tail. A segment
+            gets at least one slot more than its entries. If the sum exceeds the pool, upper layers get fewer slots;
+            this may happen if a short prompt keeps more than the policy's share.
     """
     layers, (batch, heads, _, head_dim) = len(k), k[0].shape
     parts, tile = parallel.slot_parts(heads), _tile(policy)
@@ -390,34 +390,36 @@ def pack(
         free = jnp.maximum(total - jnp.sum(least, axis=0), 0)
         table = least + jnp.clip(spare, 0, jnp.maximum(free - (jnp.cumsum(spare, axis=0) - spare), 0))
 
-    def own(part: parallel.Part, k: Any, v: Any, kept: Any, table: Any, is_vision: Any, source: Any) -> tuple[Any, ...]:
-        """A device's rows, heads and slots."""
+    def local(
+        part: parallel.Part, k: Any, v: Any, kept: Any, table: Any, is_vision: Any, source: Any
+    ) -> tuple[Any, ...]:
+        """Packs this device's rows, heads and slots."""
         (_, rows, own_heads, length), here = kept.shape, slots // parts
         counts = jnp.sum(kept, axis=-1, dtype=jnp.int32)
         rounded, filled = align(-(-table // parts), tile), align(-(-counts // parts), tile)
         start = jnp.cumsum(rounded, axis=0) - rounded
 
         def find(layer: tuple[Any, Any, Any]) -> Int[Array, "B K T"]:
-            """Which token comes where in a layer's segment."""
+            """The token of each slot of a layer's segment."""
             kept, is_vision, start = layer
             entry = _vision_first(kept, is_vision[:, None])
             slot = part.local(slot_of(entry, start[..., None], slots, parts), here)
             place = jnp.where(kept & (slot < here), slot - start[..., None], length)
             return jax.vmap(jax.vmap(partial(tokens_at, places=length)))(place)
 
-        order = jax.lax.map(find, (kept, is_vision, start))  # a loop: it is compiled once for all layers
+        order = jax.lax.map(find, (kept, is_vision, start))  # a loop is compiled once for all layers
         low, end = jnp.min(start, axis=2), jnp.max(start + filled, axis=2)
-        windows = jnp.max(-(-(end - low) // _window(here)), axis=1)  # in the longest row
+        windows = jnp.max(-(-(end - low) // _window(here)), axis=1)  # of the longest row
         pools: tuple[Array, ...] = (
             *(jnp.zeros((rows, here, own_heads, head_dim), k[0].dtype) for _ in "kv"),
             jnp.full((rows, here, own_heads), -1, jnp.int32),
         )
         for layer in range(layers):
             values = k[layer], v[layer], source[layer].astype(jnp.int32)
-            pools = _lay(pools, values, order[layer], start[layer], low[layer], windows[layer])
+            pools = _write_segment(pools, values, order[layer], start[layer], low[layer], windows[layer])
         pool_k, pool_v, token = pools
 
-        def tail() -> tuple[Array, ...]:  # twice: buffers that are shared could not be donated
+        def tail() -> tuple[Array, ...]:  # called twice, because shared buffers cannot be donated
             shape = rows, -(-new_tokens // parts), own_heads, head_dim
             return tuple(jnp.zeros(shape, k[0].dtype) for _ in range(layers if asked is None else 0))
 
@@ -431,7 +433,7 @@ def pack(
 
     pool, each = "B P K H", "L B K"
     run = parallel.split(
-        own, ("B K T H", "B K T H", "L B K T", each, "L B T", "L B T"), (pool, pool, "B P K", each, pool, pool),
+        local, ("B K T H", "B K T H", "L B K T", each, "L B T", "L B T"), (pool, pool, "B P K", each, pool, pool),
         batch=batch, kv_heads=heads, parts=parts,
     )  # fmt: skip
     packed_k, packed_v, token, start, tail_k, tail_v = run(k, v, kept, table, is_vision, source)
@@ -442,7 +444,7 @@ def pack(
 
 
 def _vision_first(kept: Bool[Array, "B K T"], is_vision: Bool[Array, "B 1 T"]) -> Int[Array, "B K T"]:
-    """The place of each kept token within its segment."""
+    """The number of each kept token in its segment: vision tokens first, then text."""
     vision, text = kept & is_vision, kept & ~is_vision
     after = jnp.sum(vision, axis=-1, keepdims=True)
     return jnp.where(vision, jnp.cumsum(vision, axis=-1) - 1, after + jnp.cumsum(text, axis=-1) - 1)
@@ -452,7 +454,7 @@ def _window(slots: int) -> int:
     return min(_SLOTS_AT_A_TIME, slots)
 
 
-def _lay(
+def _write_segment(
     pools: tuple[Float[Array, "B P K *H"] | Int[Array, "B P K"], ...],
     values: tuple[Float[Array, "B K _t H"] | Int[Array, "B T"], ...],
     order: Int[Array, "B K T"],
@@ -460,11 +462,11 @@ def _lay(
     low: Int[Array, " B"],
     windows: Int[Array, ""],
 ) -> tuple[Array, ...]:
-    """The pools with one more segment: from `start` the values of the tokens that `order` names, up to the first -1.
+    """Writes one segment: the values of the tokens in `order`, up to the first -1, to the slots from `start` on.
 
-    One window of slots at a time, all heads together, from the first slot that is new in a row (`low`). XLA for TPU
-    sorts the slots that one scatter of all values is given, and where a head comes after the other it turns the pool
-    around for it and back.
+    It writes one window of slots of all heads at a time, beginning at the first new slot of a row (`low`). One scatter
+    of all values would be slow, because XLA for TPU sorts its indices, and a scatter per head
+    transposes the pool twice.
     """
     rows, heads, tokens = order.shape
     slots = pools[0].shape[1]
@@ -474,20 +476,20 @@ def _lay(
         return x.at[where].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
     def step(i: Int[Array, ""], pools: tuple[Array, ...]) -> tuple[Array, ...]:
-        row = jax.lax.div(i, windows)  # not //, which minds signs in ten operations
+        row = jax.lax.div(i, windows)  # `//` would need ten operations, because it handles signs
         first = jnp.minimum(low[row] + jax.lax.rem(i, windows) * size, slots - size)
         entry = first + jnp.arange(size)[:, None] - start[row]
         named = take(order, (row, head, jnp.clip(entry, 0, tokens - 1)))
         is_new = (entry >= 0) & (entry < tokens) & (named >= 0)
         named = jnp.maximum(named, 0)
 
-        def lay(pool: Array, values: Array) -> Array:
+        def write(pool: Array, values: Array) -> Array:
             window = (row, first) + (0,) * (pool.ndim - 2)
             old = jax.lax.dynamic_slice(pool, window, (1, size, *pool.shape[2:]), allow_negative_indices=False)[0]
             new = take(values, (row, head, named) if values.ndim > 2 else (row, named))
             new = jnp.where(is_new.reshape(size, heads, *[1] * (pool.ndim - 3)), new, old)
             return jax.lax.dynamic_update_slice(pool, new[None], window, allow_negative_indices=False)
 
-        return tuple(map(lay, pools, values))
+        return tuple(map(write, pools, values))
 
     return jax.lax.fori_loop(0, rows * windows, step, pools)

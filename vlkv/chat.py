@@ -1,21 +1,20 @@
-"""Several questions about the same images, answered from one compressed cache that grows with the conversation."""
+"""A conversation about images: questions are answered from one compressed cache, which grows with the conversation."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Key
 
 from vlkv.cache import PackedCache, resize
 from vlkv.errors import InputError
 from vlkv.extend import extend
 from vlkv.families import Model
-from vlkv.generate import check_room, decode_step
+from vlkv.generate import check_room, first_token, next_token
 from vlkv.inputs import Inputs
 from vlkv.policies.full import Full
 from vlkv.policies.policy import Policy
@@ -24,23 +23,23 @@ from vlkv.processing import Processor
 from vlkv.processing.processor import RowImages, as_list, count
 from vlkv.sampling import Greedy
 
-_ANSWERS = 4  # for so many of the longest answers a new cache has slots; it grows later
-_ANY = "x"  # a question that only holds a place
+_ANSWERS = 4  # a new cache has slots for this number of answers of the greatest length; it grows later
+_ANY = "x"  # placeholder for a question
 _prefill = jax.jit(prefill)
 _extend = jax.jit(extend, donate_argnames="cache")
 
 
 class Chat:
-    """A conversation. Every question sees the images, the earlier questions and the answers.
+    """A conversation. Every question is answered with the images, earlier questions and answers in the cache.
 
         chat = vlkv.Chat(params, processor, "page.png", policy=policies.SnapKV(keep=0.2))
         print(chat.ask("what does row one say?"))
         print(chat.ask("what does row two say?"))
 
-    The policy compresses the prompt of the first question once. Later questions and all answers follow in full.
+    The policy compresses the prompt of the first question. Later questions and all answers are not compressed.
 
     Attributes:
-        cache: what the model remembers; None before the first question.
+        cache: the cache of the conversation; None before the first question.
         turns: (question, answer) pairs so far.
     """
 
@@ -62,13 +61,12 @@ class Chat:
 
         Args:
             params: the model.
-            processor: of the same folder.
+            processor: of the same checkpoint.
             image: an image, a list of images and videos, or None.
-            policy: None keeps the full cache.
-            sampling: None is `Greedy()`. Its `max_new_tokens` bounds each answer.
+            policy: None: the full cache.
+            sampling: None: `Greedy()`. Its `max_new_tokens` limits each answer.
             key: for random policies and for `Sample`.
-            query_agnostic: compress the images now, before any question is known, so that what is kept does not depend
-                on the first question.
+            query_agnostic: compress the images now, so that the kept entries do not depend on the first question.
 
         Raises:
             InputError: an image that cannot be used, a policy that does not fit the model, or a missing key.
@@ -92,8 +90,8 @@ class Chat:
         """Answers a question and adds both to the cache.
 
         Args:
-            question: text; in the first one `<image>` may mark where an image goes.
-            on_text: called with each piece of the answer as soon as it is known, for example
+            question: text; in the first one `<image>` may mark the place of an image.
+            on_text: called with each piece of the answer when it is decoded, for example
                 `lambda text: print(text, end="", flush=True)`.
 
         Returns:
@@ -112,8 +110,8 @@ class Chat:
         return answer
 
     def _feed(self, question: str) -> Float[Array, "1 vocab"]:
-        """Brings the question into the cache, and the images with the first one. Returns the next token's logits."""
-        questions, answers = [*(asked for asked, _ in self.turns), question], [said for _, said in self.turns]
+        """Adds the question to the cache, and with the first one the images. Returns the logits of the next token."""
+        questions, answers = [*(asked for asked, _ in self.turns), question], [answer for _, answer in self.turns]
         then = list(zip(answers, questions[1:], strict=True))
         prompt = self.processor.prompts.write(questions[0], self._images, self._videos, then)
         if self.cache is None:
@@ -122,7 +120,7 @@ class Chat:
             answer = answers[-1] if answers else ""
             place = prompt.find(answer, len(self._seen))
             if not prompt.startswith(self._seen) or place < 0:
-                raise InputError("the chat template rewrites earlier turns: start a new Chat for this question")
+                raise InputError("the chat template changes earlier turns: start a new Chat for this question")
             fed = self.processor.extension([prompt[: place + len(answer)]], [prompt])
             logits = self._extend(fed)
         self._seen = prompt
@@ -130,48 +128,33 @@ class Chat:
 
     def _begin(self, inputs: Inputs) -> Float[Array, "1 vocab"]:
         check_room(self.params.config, inputs, self.sampling.max_new_tokens)
-        room = dataclasses.replace(self.sampling, max_new_tokens=_ANSWERS * self.sampling.max_new_tokens)
-        self.cache, logits = _prefill(self.params, inputs, self.policy, sampling=room, key=self._policy_key)
+        sampling = dataclasses.replace(self.sampling, max_new_tokens=_ANSWERS * self.sampling.max_new_tokens)
+        self.cache, logits = _prefill(self.params, inputs, self.policy, sampling=sampling, key=self._policy_key)
         return logits
 
     def _extend(self, fed: Inputs) -> Float[Array, "1 vocab"]:
         assert self.cache is not None
         tokens = int(fed.valid.sum())
-        room, need = self.cache.new_tokens, int(self.cache.used[0]) + tokens + self.sampling.max_new_tokens
+        capacity, need = self.cache.new_tokens, int(self.cache.used[0]) + tokens + self.sampling.max_new_tokens
         end = int(np.asarray(self.cache.next_position).max()) + tokens + self.sampling.max_new_tokens
         limit = self.params.config.decoder.max_positions
         if end > limit:
             raise InputError(f"with this question and its answer the conversation would have {end} tokens, the model's "
                              f"limit is {limit}: start a new Chat")  # fmt: skip
-        if need > room:
-            self.cache = resize(self.cache, max(need, 2 * room))  # twice: every size is a program to compile
+        if need > capacity:
+            self.cache = resize(self.cache, max(need, 2 * capacity))  # doubled, as every size must be compiled
         self.cache, logits = _extend(self.params, self.cache, fed)
         return logits
 
     def _decode(self, logits: Float[Array, "1 vocab"]) -> Iterator[int]:
-        """The answer's tokens without the stop token, each fed to the cache."""
+        """The answer's tokens without the stop token. Each is added to the cache."""
         stop = self.params.config.stop if self.sampling.stop is None else self.sampling.stop
         key = None if self._key is None else jax.random.fold_in(self._key, len(self.turns))
-        token = _choose(logits, self.sampling, key)
-        for i in range(self.sampling.max_new_tokens):
+        token, _ = first_token(logits, self.sampling, key)
+        for i in range(1, self.sampling.max_new_tokens + 1):
             if int(token[0]) in stop:
                 return
-            self.cache, following = _step(
-                self.params, self.cache, token, self.sampling, None if key is None else jax.random.fold_in(key, i + 1)
-            )
+            assert self.cache is not None
+            self.cache, following, _ = next_token(self.params, self.cache, token, self.sampling, key, i)
             yield int(token[0])
             token = following
-
-
-@jax.jit
-def _choose(logits: Float[Array, "1 vocab"], sampling: Greedy, key: Key[Array, ""] | None) -> Int[Array, " 1"]:
-    return sampling.choose(logits, None if key is None else jax.random.fold_in(key, 0))
-
-
-@partial(jax.jit, donate_argnames="cache")
-def _step(
-    params: Model, cache: PackedCache, token: Int[Array, " 1"], sampling: Greedy, key: Key[Array, ""] | None
-) -> tuple[PackedCache, Int[Array, " 1"]]:
-    """Feeds one token and chooses the next."""
-    cache, logits = decode_step(params, cache, token)
-    return cache, sampling.choose(logits, key)

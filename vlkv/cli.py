@@ -17,7 +17,7 @@ from vlkv.terminal import OneLineParser, guarded
 
 # Name -> its module, imported when the command is run, and one line of help.
 COMMANDS = {
-    "demo": ("vlkv.commands.demo", "read a page of handwritten digits with every policy; no arguments, no network"),
+    "demo": ("vlkv.commands.demo", "one question about one page under several methods; no arguments, no network"),
     "generate": ("vlkv.commands.answer", "answer a question about an image"),
     "chat": ("vlkv.commands.conversation", "ask several questions about the same images"),
     "policies": ("vlkv.commands.methods", "list the policies, or describe one"),
@@ -25,6 +25,7 @@ COMMANDS = {
     "bench": ("vlkv.commands.bench", "time prefill and decoding, or a published table's settings"),
     "profile": ("vlkv.commands.profile", "measure what share of its tokens each layer keeps, for PrefixKV"),
     "eval": ("vlkv.commands.evaluate", "ask your own questions under several policies: quality, bytes and speed"),
+    "frontier": ("vlkv.commands.frontier", "which method, in how many bits, is best at which number of bytes"),
     "plan": ("vlkv.commands.plan", "bytes per chip, collectives and times of a job, without the chips"),
     "convert": ("checkpoints_convert.__main__", "convert a checkpoint folder, Hugging Face's or its authors'"),
     "verify": ("vlkv.commands.verify", "compare a checkpoint with transformers: logits and greedy tokens"),
@@ -51,6 +52,9 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
             added.description = module.__doc__
             module.add_arguments(added)
             added.set_defaults(run=module.run)
+            if name != "convert":
+                help = "compile anew, and keep no programs for the next run"
+                added.add_argument("--no-compile-cache", action="store_true", help=help)
             for action in added._actions:
                 if action.metavar in ("FILE", "FILE.jsonl", "PNG", "JSON", "SRC", "DST", "DIR", "FOLDER"):
                     action.complete = shtab.FILE  # type: ignore[attr-defined]
@@ -58,17 +62,19 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit status; without a command it prints the help."""
+    """Runs one command and returns its exit status; without a command, prints the help."""
     argv = sys.argv[1:] if argv is None else list(argv)
     _skip_absent_tpu()
     first = next(iter(argv), "--help")
     parser = build_parser(None if first.startswith("--print") else first)
     args = parser.parse_args(argv or [first])
+    if not getattr(args, "no_compile_cache", True):
+        importlib.import_module("vlkv.compiled").keep_programs()
     return guarded(lambda: args.run(args))
 
 
 def _skip_absent_tpu() -> None:
-    """Has jax use the CPU where libtpu is installed without a TPU or GPU: loading libtpu prints several alarms."""
+    """Makes jax use the CPU if libtpu is installed without a TPU or GPU, because loading libtpu prints warnings."""
     if importlib.util.find_spec("libtpu") is None or importlib.util.find_spec("jax_plugins") is not None:
         return
     if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/[0-9]*"):

@@ -1,7 +1,7 @@
-"""What a model is: frozen, hashable configs, and how they are read from a Hugging Face `config.json`.
+"""Configs of models, frozen and hashable, and functions that read them from a Hugging Face `config.json`.
 
-A field that changes the answer and that we do not honour is refused by name; nothing is silently ignored. What one
-family reads is in `vlkv/families/<family>/config.py`.
+A field that would change the output and is not supported raises an error with its name; it is never ignored. The
+fields of one family are in `vlkv/families/<family>/config.py`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ Raw = Mapping[str, Any]
 
 
 def require(field: str, value: object, *supported: object) -> None:
-    """Raises InputError unless a field of `config.json` has one of the values that we honour."""
+    """Raises InputError unless a field of `config.json` has one of the supported values."""
     if value not in supported:
         only = " and ".join(map(repr, supported))
         raise InputError(f"config.json: {field}={value!r} is not supported (only {only})")
 
 
-def honour(raw: Raw, supported: Raw, prefix: str = "") -> None:
-    """Raises InputError unless every field has the value in `supported`, which is also what a missing one means."""
+def require_all(raw: Raw, supported: Raw, prefix: str = "") -> None:
+    """Raises InputError unless every field of `supported` is missing from `raw` or has the value given there."""
     for field, value in supported.items():
         require(prefix + field, raw.get(field, value), value)
 
 
 def positive(field: str, value: object) -> int:
-    """The value, a whole number of at least 1; InputError otherwise."""
+    """Returns `value` if it is a whole number of at least 1, else raises InputError."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError(f"config.json: {field}={value!r} must be a whole number of at least 1")
     return value
@@ -44,20 +44,20 @@ def positives(raw: Raw, fields: Iterable[str], prefix: str = "") -> None:
 
 
 def filled(raw: Raw, defaults: Raw) -> dict[str, Any]:
-    """The fields, and the defaults of those that are missing or null."""
+    """The fields of `raw`, with defaults for those that are missing or null."""
     return {**defaults, **{field: value for field, value in raw.items() if value is not None}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding of one decoder; channels are counted in pairs, H/2 of them.
+    """Rotary position embedding of one decoder, with H/2 channel pairs.
 
     Attributes:
         theta: base of the frequencies.
-        sections: M-RoPE: how many channel pairs turn by each position axis (time, line, column); None: one axis.
-        short: long-RoPE: divisors of the frequencies, a channel pair each; None: no scaling.
-        long: the same for prompts longer than `original`.
-        original: positions that the model was first trained on.
+        sections: M-RoPE: number of channel pairs per position axis (time, line, column); None: one axis.
+        short: long-RoPE: divisor of the frequency of each channel pair; None: no scaling.
+        long: long-RoPE: `short` for rows longer than `original`.
+        original: long-RoPE: number of positions in the first training.
         scale: long-RoPE: factor of cosine and sine.
     """
 
@@ -70,10 +70,10 @@ class RopeConfig:
 
     @classmethod
     def from_hf(cls, c: Raw, head_dim: int) -> RopeConfig:
-        """From a decoder's config, old style (`rope_theta`, `rope_scaling`) or new (`rope_parameters`).
+        """Reads a decoder's config, old style (`rope_theta`, `rope_scaling`) or new (`rope_parameters`).
 
         Raises:
-            InputError: a kind of scaling, or a field of it, that we do not honour.
+            InputError: an unsupported kind of scaling, or an unsupported field.
         """
         raw = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
         kind = raw.pop("rope_type", None) or raw.get("type", "default")
@@ -92,7 +92,7 @@ class RopeConfig:
             made["sections"] = None if sections is None else tuple(sections)
         elif kind in ("longrope", "su"):
             made |= _long(raw, c, head_dim)
-        elif kind == "dynamic":  # acts on prompts beyond the model's limit only, and those are refused
+        elif kind == "dynamic":  # changes only prompts beyond the model's limit, which raise an error anyway
             raw.pop("factor", None)
         else:
             raise InputError(f"config.json: rope type={kind!r} is not supported "
@@ -133,27 +133,27 @@ class DecoderConfig:
     rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
     qkv_bias: bool = False
     out_bias: bool = False
-    log_from: int | None = None  # log-n attention: queries grow with the logarithm of the position behind this one
+    log_from: int | None = None  # log-length scaling: number of tokens from which queries are scaled; see `Decoder`
     tied: bool = False  # the output head is the embedding table
-    names: str = ""  # how the checkpoint spells the tensors, where not in the usual way; see vlkv/families/text
+    names: str = ""  # which tensor names the checkpoint has; see vlkv/families/text/weights.py
 
     @classmethod
     def from_hf(cls, c: Raw, *, windowed: bool, **special: Any) -> DecoderConfig:
-        """Reads the decoder's part of a `config.json`, defaults filled in.
+        """Reads the decoder's part of a `config.json`.
 
         Args:
-            c: the fields.
-            windowed: whether `sliding_window` is in use where no `use_sliding_window` says so.
-            special: fields of DecoderConfig that are the family's own.
+            c: its fields, including defaults.
+            windowed: True: `sliding_window` is used without `use_sliding_window`.
+            special: fields of DecoderConfig that depend on the family.
 
         Raises:
-            InputError: a field that we do not honour.
+            InputError: an unsupported value.
         """
         heads, layers = c["num_attention_heads"], c["num_hidden_layers"]
-        honour(c, {"partial_rotary_factor": 1.0, "layer_types": ["full_attention"] * layers, "hidden_act": "silu"})
+        require_all(c, {"partial_rotary_factor": 1.0, "layer_types": ["full_attention"] * layers, "hidden_act": "silu"})
         require("mlp_bias", bool(c.get("mlp_bias", False)), False)
         window, limit = c.get("sliding_window"), c["max_position_embeddings"]
-        # A window that reaches as far as the model's positions is not in use.
+        # A window as large as the number of positions has no effect.
         if (windowed or c.get("use_sliding_window")) and not (isinstance(window, int) and window >= limit):
             require("sliding_window", window, None)
         positives(c, ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -161,8 +161,8 @@ class DecoderConfig:
         kv_heads = positive("num_key_value_heads", c.get("num_key_value_heads", heads))
         head_dim = positive("head_dim", c.get("head_dim", c["hidden_size"] // heads))
         if heads % kv_heads or head_dim % 2:
-            raise InputError(f"config.json: {heads} heads, {kv_heads} key heads of {head_dim} channels: key heads must "
-                             "divide the heads, and channels be even")  # fmt: skip
+            raise InputError(f"config.json: {heads} heads, {kv_heads} key heads of {head_dim} channels: the number of "
+                             "key heads must divide the heads, and channels must be even")  # fmt: skip
         return cls(
             vocab_size=c["vocab_size"], width=c["hidden_size"], mlp_width=c["intermediate_size"], layers=layers,
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, norm_eps=c["rms_norm_eps"], max_positions=limit,
@@ -172,11 +172,10 @@ class DecoderConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A whole model. `vision` and the tokens are None for a family without a tower.
+    """Config of a whole model. `vision` and the token ids are None for a family without a tower.
 
-    A family's config derives from this class, or from one of vlkv/processing/arranging.py. It says how a `config.json`
-    is read and, by the methods there, what happens on the host: how pictures are read, where their tokens stand in the
-    prompt and where they lie. So nothing outside `vlkv/families` asks which family a config belongs to.
+    The config of a family derives from a class in vlkv/processing/arranging.py. It reads `config.json` and converts
+    images on the host, so code outside `vlkv/families` does not depend on the family.
     """
 
     family: str  # `model_type`
@@ -188,24 +187,24 @@ class ModelConfig:
     wiring: Any = None  # the family's own settings
     stop: tuple[int, ...] = ()  # ids that end a sequence
 
-    # Arrays of Inputs that span the whole batch: which buckets each of their first axes is rounded up to.
+    # Arrays of Inputs without an axis for the rows of the batch -> the buckets of their first axes.
     whole_batch: ClassVar[Mapping[str, tuple[str, ...]]] = {"pixels": ("images",)}
 
     @classmethod
     def read(cls, raw: Raw) -> dict[str, Any]:
-        """The fields, except `family`, from a `config.json`; raises InputError for what we do not honour.
+        """The fields of the class, except `family`, from a `config.json`; raises InputError for unsupported values.
 
-        `raw` also holds `generation_config` and `added_tokens`: ids of the tokenizer's added tokens, by spelling.
+        `raw` also contains `generation_config` and `added_tokens` (text of the tokenizer's added tokens -> id).
         """
         raise NotImplementedError
 
     def arrange(self, batch: Raw, tokens: Any, valid: Any, buckets: Buckets) -> Any:
-        """Where each vision token comes from and lies; an `Arranged`, see vlkv/processing/arranging.py.
+        """Maps each image token to its vision embedding; returns `Arranged` of vlkv/processing/arranging.py.
 
         Args:
-            batch: as transformers' processor of the family returns it.
+            batch: the output of the family's processor in transformers.
             tokens: ids [B, T].
-            valid: which of them are no padding [B, T].
+            valid: False for padding [B, T].
             buckets: how to round lengths and counts.
 
         Raises:
@@ -213,20 +212,20 @@ class ModelConfig:
         """
         raise NotImplementedError
 
-    def sample(self, pictures: int, room: int) -> tuple[dict[str, Any], int]:
-        """So many pictures without content, as the processor would hand them over, and their tokens.
+    def sample(self, pictures: int, max_tokens: int) -> tuple[dict[str, Any], int]:
+        """Empty images for one prompt, in the form of the processor's output, and the number of their vision tokens.
 
         Args:
-            pictures: of one prompt.
-            room: tokens that they may have, for families whose pictures may be of any size.
+            pictures: number of images.
+            max_tokens: limit on their vision tokens together, for families that choose the size of images.
         """
         raise NotImplementedError
 
-    def most_pictures(self, room: int) -> int:
-        """How many pictures fill so many tokens: as many as have room in them, at least one."""
+    def max_pictures(self, max_tokens: int) -> int:
+        """The greatest number of images with at most `max_tokens` vision tokens, at least 1; 0 without a tower."""
         if self.vision is None:
             return 0
         best = 1
-        while best < 4096 and self.sample(best + 1, room)[1] <= room:
+        while best < 4096 and self.sample(best + 1, max_tokens)[1] <= max_tokens:
             best += 1
         return best

@@ -1,7 +1,7 @@
-"""The one error for bad input: it names the thing that is wrong and says what to do about it."""
+"""The error for bad input. Its message names what is wrong and how to correct it."""
 
 from __future__ import annotations
 
 
 class InputError(ValueError):
-    """Something the caller handed us cannot be used; the message is one line, fit for a terminal."""
+    """An input of the caller cannot be used. The message is one line."""

@@ -1,15 +1,15 @@
-"""`extend`: another turn of a conversation, or another question about what a cache holds.
+"""`extend` adds text or images to a cache: another turn of a conversation, or another question about an image.
 
     cache, logits = prefill(params, first, policy, new_tokens=200)
     tokens, lengths = decode(params, cache, logits, sampling=Greedy(max_new_tokens=64))
     cache, logits = extend(params, cache, second)     # the answer and the next question; images too
     tokens, lengths = decode(params, cache, logits, sampling=Greedy(max_new_tokens=64))
 
-New tokens are entries like generated ones: of a method that does not act while decoding they are never compressed, and
-the pool stays as it is. So there must be room for them from the start (`new_tokens` of `prefill`): a tail does not grow
-by itself, because every size of it would be compiled anew.
+New tokens are stored like generated ones. Only methods that evict while decoding compress them. So the cache must have
+capacity for them from the start (`new_tokens` of `prefill`, or `cache.resize`). It does not grow by itself, because
+every size must be compiled.
 
-Axes: B batch · T new tokens, padded · N, K heads · H head dim · D width · S tail slots · A position axes.
+Axes: B batch · T new tokens, padded · D width · A position axes.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from vlkv.inputs import Inputs
 
 
 def extend(params: Model, cache: PackedCache, inputs: Inputs) -> tuple[PackedCache, Float[Array, "B vocab"]]:
-    """Feeds whole texts, of unequal length and with images if need be, to a cache that has been filled.
+    """Adds texts, which may contain images and differ in length, to a cache.
 
-    Methods that act while decoding act after every token here too, one by one; new images count as text for them. The
-    others read all tokens together.
+    Methods with a decode state process the tokens one by one, and treat new images as text. The others process all
+    tokens together.
 
     Args:
         params: the model.
-        cache: of `prefill` or of `extend`, with room for these tokens and for the answer. `decode` returns
-            no cache: the answer that it gave is fed again, at the head of `inputs`.
-        inputs: a row for each of the cache's, padded on either side; positions count on from `cache.next_position`.
+        cache: from `prefill` or `extend`, with capacity for these tokens and the answer. `decode` does not return a
+            cache, so its answer must be at the start of `inputs`.
+        inputs: one row per row of the cache, padded on either side; positions continue at `cache.next_position`.
 
     Returns:
         The cache with the new tokens, and the logits of the token after them.
 
     Raises:
-        InputError: a batch of another size; or where it is known (under jit it is not) too little room in the cache or
-            in the model. Under jit the logits of a row that finds no room are NaN.
+        InputError: another batch size; outside jit, also too little capacity in the cache or the model. Under jit the
+            logits of a row without capacity are NaN.
     """
     _check(params, cache, inputs)
     inputs = jax.tree.map(jnp.asarray, inputs)
     positions = cache.next_position[:, None] + inputs.positions
     fed, x = feed(params.decoder, cache, params.embed(inputs), positions, inputs.valid)
-    # The greatest of all axes: after an image M-RoPE goes on from there.
+    # In M-RoPE the position after an image is the greatest one on all axes plus one.
     furthest = jnp.max(jnp.where(inputs.valid[..., None], positions, -1), axis=(1, 2))
     fed = dataclasses.replace(fed, next_position=jnp.broadcast_to(furthest[:, None] + 1, cache.next_position.shape))
     last = jnp.max(jnp.where(inputs.valid, jnp.arange(x.shape[1]), 0), axis=1)
@@ -60,17 +60,17 @@ def extend(params: Model, cache: PackedCache, inputs: Inputs) -> tuple[PackedCac
 
 
 def _check(params: Model, cache: PackedCache, inputs: Inputs) -> None:
-    room, batch = cache.new_tokens, cache.used.shape[0]
+    capacity, batch = cache.new_tokens, cache.used.shape[0]
     if inputs.tokens.shape[0] != batch:
-        raise InputError(f"the cache has {batch} rows, the inputs {inputs.tokens.shape[0]}: extend needs one for each")
+        raise InputError(f"the cache has {batch} rows, but the inputs have {inputs.tokens.shape[0]}")
     if not isinstance(inputs.valid, np.ndarray) or isinstance(cache.used, jax.core.Tracer):
         return
     counts = inputs.valid.sum(axis=1)
     need = int((np.asarray(cache.used) + counts).max())
-    if need > room:
+    if need > capacity:
         raise InputError(
-            f"the cache has room for {room} new tokens, and {need} are needed before the answer: prefill with "
-            f"new_tokens={need} and as many more as the answer may have"
+            f"the cache has capacity for {capacity} new tokens, and {need} are needed before the answer: prefill with "
+            f"new_tokens={need} plus the length of the answer"
         )
     limit, end = params.config.decoder.max_positions, np.asarray(cache.next_position).max(axis=1) + counts
     if end.max() > limit:

@@ -1,6 +1,6 @@
-"""New tokens through a cache: where their entries are written, and what they attend to.
+"""Runs new tokens through the layers with a cache: writes their entries and computes attention.
 
-Axes: B batch · T new tokens · N, K heads · H head dim · D width · E entries · A position axes.
+Axes: B batch · T new tokens · N query heads · K key heads · H head dim · D width · E entries · A position axes.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def feed(
     watch: Watch | None = None,
     after: After | None = None,
 ) -> tuple[PackedCache, Float[Array, "B T D"]]:
-    """Embedded tokens through all layers: the cache with their entries, and the last layer's output.
+    """Runs embedded tokens through all layers; returns the cache with their entries, and the last layer's output.
 
-    Methods that act while decoding act after every token, so their tokens go through the layers one after the other;
-    with the others all T tokens go together.
+    If the cache has a decode state, tokens are processed one after the other, because the state changes with each.
+    Otherwise all T tokens are processed together.
 
     Args:
         decoder: of the model that made the cache.
-        cache: with free slots for the tokens. `next_position` is left to the caller.
+        cache: with capacity for the tokens. The caller updates `next_position`.
         x: embedded tokens.
-        positions: what RoPE shall see.
-        valid: which are no padding, which leaves no entry; None: all.
-        watch: of a cache with memory and T = 1: called with each layer's number, its memory as this token attends to
-            it, and the share of the attention [B, N, E] that every entry received.
+        positions: of the tokens, for RoPE.
+        valid: False for padding, which has no entry; None: there is no padding.
+        watch: for a cache with a decode state and T = 1: called for each layer with its number, its decode state for
+            this token, and the share of attention [B, N, E] that every entry received.
         after: as in `Decoder.walk`.
     """
     require_32_bits()
@@ -56,9 +56,9 @@ def feed(
     taken: list[Array] = []
     tail_k, tail_v, memory = list(cache.tail_k), list(cache.tail_v), list(cache.memory or ())
     count = jnp.arange(1, x.shape[1] + 1) if valid is None else jnp.cumsum(valid, axis=1)
-    seen = cache.used[:, None] + count  # [B, T] entries of the tail that a token sees, its own too
+    seen = cache.used[:, None] + count  # [B, T] entries of the tail that a token attends to, including its own
     entry = seen - 1 if valid is None else jnp.where(valid, seen - 1, cache.new_tokens)  # past the end: not written
-    # Many queries at once are matrix products, not the one row that the kernels of decoding are made for.
+    # Kernels for decoding are made for one query; several queries are matrix products, which XLA computes well.
     kernel = cache.kernels.decode_attention if x.shape[1] == 1 else "xla"
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
@@ -96,7 +96,7 @@ def feed(
     if taken:
         where = jnp.stack(taken, axis=1), jnp.swapaxes(cache.start, 0, 1)  # [B, L, K]
         token = write_pool(token, jnp.full(where[0].shape, -1, jnp.int32), *where, valid, cache.parts)
-    if valid is not None and memories is not None:  # padding is no step
+    if valid is not None and memories is not None:  # padding does not change the decode state
         memories = jax.tree.map(
             lambda new, old: jnp.where(valid.reshape(-1, *(1,) * (new.ndim - 1)), new, old), memories, cache.memory
         )
@@ -107,7 +107,7 @@ def feed(
 
 
 def _one_by_one(decoder: Decoder, cache: PackedCache, *tokens: Any) -> tuple[PackedCache, Float[Array, "B T D"]]:
-    """One token after the other through all layers."""
+    """`feed` for one token after the other."""
 
     def step(cache: PackedCache, token: tuple[Any, ...]) -> tuple[PackedCache, Array]:
         cache, x = feed(decoder, cache, *(part[:, None] for part in token))

@@ -1,4 +1,4 @@
-"""Reading small text files with errors that name the file, and writing whole files or none. No jax, no processing."""
+"""Reads small text files, with errors that name the file, and writes files atomically. Does not import jax."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from vlkv.errors import InputError
 
 
 def read_text(path: Path) -> str | None:
-    """The file's text, or None where there is no such file.
+    """The file's text, or None if there is no such file.
 
     Raises:
-        InputError: the file is there but is not readable text.
+        InputError: the file is not readable text.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -29,10 +29,10 @@ def read_text(path: Path) -> str | None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in the file, or None where there is no such file.
+    """The JSON object in the file, or None if there is no such file.
 
     Raises:
-        InputError: the file is there but does not hold a JSON object.
+        InputError: the file does not contain a JSON object.
     """
     text = read_text(path)
     if text is None:
@@ -42,13 +42,13 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         raise InputError(f"{path}: not valid JSON; copy it again from the checkpoint's source") from None
     if not isinstance(content, dict):
-        raise InputError(f"{path}: holds a JSON {type(content).__name__}, expected an object")
+        raise InputError(f"{path}: contains a JSON {type(content).__name__}, expected an object")
     return content
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write under; takes the place of `path` when the block ends without an error.
+    """A temporary path in the same folder. It replaces `path` when the block ends without an error.
 
     Raises:
         InputError: there is no such folder.
@@ -64,7 +64,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """The content as JSON, whole or not at all, even if the process dies."""
+    """Writes the content as JSON. If the process is killed, the old file is left unchanged."""
     with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
         json.dump(content, file, indent=1)
         file.write("\n")
@@ -73,5 +73,5 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's message without line breaks, so that it fits into a message of ours."""
+    """An exception's message in one line."""
     return " ".join(str(error).split()) or type(error).__name__

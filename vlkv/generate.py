@@ -1,19 +1,21 @@
-"""The seams after prefill: each public, each pure, each jittable.
+"""Generation from a compressed cache. All functions are public and pure; all except the generators can be jitted.
 
-    forward      whole prompts, no cache                       parity and training
-    decode_step  one token more                                (`extend`, many more: vlkv/extend.py)
-    decode       tokens until every row has ended              the loop
-    generate     prefill and decode in one jit                 the main job
-    score        log-probabilities of a given continuation     perplexity through the compressed cache
-    stream       `generate`, handing out tokens as they come; from a cache `decode_steps`
+    forward       logits of whole prompts without a cache, for parity tests and training
+    decode_step   one more token (several tokens: vlkv/extend.py)
+    decode        a loop until every row has ended
+    generate      prefill and decode in one program
+    score         log-probabilities of a given continuation
+    stream        `generate` as a generator of tokens
+    decode_steps  `decode` as a generator of tokens
 
-Axes: B batch · T prompt · L layers · N, K heads · H head dim · S new tokens.
+Axes: B batch · T prompt · L layers · N query heads · K key heads · H head dim · S new tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -37,30 +39,30 @@ from vlkv.sampling import Greedy
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Output:
-    """An answer, and what the cache kept for it."""
+    """Generated tokens, and the prompt entries in the cache."""
 
-    tokens: Int[Array, "B S"]  # after a row's end: its last token again; -1 if it has none
-    lengths: Int[Array, " B"]  # tokens of each row, the stop id included; fewer if its logits became NaN
-    token: Int[Array, "B P K"]  # prompt token in each pool slot, see PackedCache
-    start: Int[Array, "L B K"]
-    length: Int[Array, "L B K"]  # prompt entries that were kept
-    cache_bytes: int = dataclasses.field(metadata={"static": True})  # as allocated, all rows: see PackedCache.bytes
-    slots: int = dataclasses.field(metadata={"static": True})  # allocated for each row and key head, tails included
-    parts: int = dataclasses.field(default=1, metadata={"static": True})  # of the slots, see PackedCache
+    tokens: Int[Array, "B S"]  # a row that has ended repeats its last token, or -1 if it has none
+    lengths: Int[Array, " B"]  # number of tokens of each row, including the stop token
+    token: Int[Array, "B P K"]  # prompt token in each slot of the pool, as in PackedCache
+    start: Int[Array, "L B K"]  # as in PackedCache
+    length: Int[Array, "L B K"]  # number of stored prompt entries
+    cache_bytes: int = dataclasses.field(metadata={"static": True})  # allocated bytes of all rows (PackedCache.bytes)
+    slots: int = dataclasses.field(metadata={"static": True})  # allocated slots per row and key head, with tails
+    parts: int = dataclasses.field(default=1, metadata={"static": True})  # as in PackedCache
 
 
 def forward(params: Model, inputs: Inputs) -> Float[Array, "B T vocab"]:
-    """Logits of every position, without a cache."""
+    """Logits at every token of the prompts, without a cache."""
     return params.decoder.logits(params.decoder(params.embed(inputs), inputs.positions, inputs.valid))
 
 
 def decode_step(
     params: Model, cache: PackedCache, token: Int[Array, " B"]
 ) -> tuple[PackedCache, Float[Array, "B vocab"]]:
-    """Feeds one token per row; returns the cache with it and the logits of the next. The cache may be donated.
+    """Adds one token per row; returns the cache with it and the logits of the next token. The cache may be donated.
 
     Raises:
-        InputError: the cache has no room for it, where that is known (under jit it is not: the row's logits are NaN).
+        InputError: the cache has no capacity for it. Under jit, where this is unknown, the logits of the row are NaN.
     """
     check_new_room(cache, 1)
     cache, x = feed(params.decoder, cache, params.decoder.embedding(token)[:, None], cache.next_position[:, None])
@@ -68,13 +70,13 @@ def decode_step(
 
 
 def logits_after(params: Model, cache: PackedCache, x: Float[Array, "B D"]) -> Float[Array, "B vocab"]:
-    """Logits from the last layer's output; NaN in rows that were fed more tokens than the cache was made for."""
+    """Logits from the last layer's output; NaN in rows with more new tokens than the cache has capacity for."""
     full = cache.used > cache.new_tokens
     return jnp.where(full[:, None], jnp.nan, params.decoder.logits(x))
 
 
 class _Decoding(NamedTuple):
-    """The state of the loop: `step` tokens of every row are written."""
+    """The state of the loop after `step` tokens of every row."""
 
     step: Int[Array, ""]
     cache: PackedCache
@@ -92,22 +94,22 @@ def generate(
     key: Key[Array, ""] | None = None,
     kernels: Kernels | None = None,
 ) -> Output:
-    """Answers every row of a batch from a compressed cache.
+    """Prefill and decoding of every row of a batch with a compressed cache.
 
-    It is compiled when it is first called with a policy, a sampling and inputs of some shape. `jax.jit(generate)` works
-    too and needs no static argument names.
+    It compiles itself for each policy, sampling and shape of the inputs. `jax.jit(generate)` works too and needs no
+    static argument names.
 
     Args:
         params: the model.
         inputs: from the processor of `load`, or (outside jit) from the family's transformers processor. Batches with
-            the same shapes and bounds share one trace.
-        policy: None keeps the full cache.
-        sampling: None is `Greedy()`: the likeliest token, at most 64 of them.
+            the same shapes and bounds share one compiled program.
+        policy: None: the full cache.
+        sampling: None: `Greedy()`, at most 64 of the most likely tokens.
         key: for random policies and for `Sample`.
-        kernels: implementations of the ops (`pallas_kernels.Kernels`); they change the speed, not the answer.
+        kernels: implementations of the ops (`pallas_kernels.Kernels`), which affect only the speed.
 
     Raises:
-        InputError: a key is needed and missing, or the answer would pass the model's limit (see `check_room`).
+        InputError: a key is missing, or prompt and answer exceed the model's limit (see `check_room`).
     """
     inputs = Inputs.of(inputs, params.config)
     policy = Full() if policy is None else policy
@@ -144,20 +146,19 @@ def decode(
     sampling: Greedy,
     key: Key[Array, ""] | None = None,
 ) -> tuple[Int[Array, "B S"], Int[Array, " B"]]:
-    """One `while_loop` from a prompt's cache and logits until every row has ended.
+    """Decodes from a prompt's cache and logits until every row has ended, in one `while_loop`.
 
-    A row also ends where its next logits are NaN, as they are if `extend` has left less room than the answer needs: no
-    token is made of them.
+    A row also ends if its logits are NaN, because `extend` has left too little capacity for the answer.
 
     Returns:
-        Tokens, and how many each row has, the stop id included. After its end a row repeats its last token, or -1 if it
-        has none.
+        Tokens, and the number of tokens of each row, including the stop token. A row that has ended repeats its last
+        token, or -1 if it has none.
 
     Raises:
-        InputError: the cache has too little room for `max_new_tokens`; tokens fed before count where their number is
-            known (under jit it is not).
+        InputError: the cache has too little capacity for `max_new_tokens`. Under jit, earlier new tokens are not
+            counted.
     """
-    check_new_room(cache, sampling.max_new_tokens - 1)  # the last token is not fed
+    check_new_room(cache, sampling.max_new_tokens - 1)  # the last token is not added to the cache
     stop = jnp.asarray(params.config.stop if sampling.stop is None else sampling.stop, jnp.int32)
 
     def pick(logits: Array, step: Array | int) -> Array:
@@ -187,7 +188,7 @@ def decode(
 
 
 def _without_token(logits: Float[Array, "B vocab"]) -> Bool[Array, " B"]:
-    """Which rows have no next token, because their logits are NaN."""
+    """Rows without a next token, because their logits are NaN."""
     return jnp.any(jnp.isnan(logits), axis=-1)
 
 
@@ -200,13 +201,13 @@ def score(
     key: Key[Array, ""] | None = None,
     kernels: Kernels | None = None,
 ) -> Float[Array, "B S"]:
-    """Log-probability of each target token given the prompt and the targets before it, through the compressed cache.
+    """Log-probability of each target token given the prompt and earlier targets, computed with the compressed cache.
 
     Args:
         params: the model.
         inputs: the prompts.
-        targets: continuations, padded on the right with -1; padding scores 0.
-        policy: None keeps the full cache.
+        targets: continuations, padded on the right with -1; the result is 0 for padding.
+        policy: None: the full cache.
         key: for policies that draw at random.
         kernels: as in `generate`.
     """
@@ -214,7 +215,7 @@ def score(
     new_tokens = targets.shape[1]
     check_room(params.config, inputs, new_tokens)
     policy = Full() if policy is None else policy
-    policy_key = None if key is None else jax.random.split(key)[0]  # as in `generate`: the same draw, the same cache
+    policy_key = None if key is None else jax.random.split(key)[0]  # the same cache as in `generate` with this key
     cache, logits = prefill(params, inputs, policy, new_tokens=new_tokens, key=policy_key, kernels=kernels)
     return log_probabilities(params, cache, logits, targets)
 
@@ -222,14 +223,14 @@ def score(
 def log_probabilities(
     params: Model, cache: PackedCache, logits: Float[Array, "B vocab"], targets: Int[Array | np.ndarray, "B S"]
 ) -> Float[Array, "B S"]:
-    """What `score` returns, from a prompt's cache and logits.
+    """`score` from a prompt's cache and logits.
 
     Raises:
-        InputError: the cache has no room for S - 1 tokens. If tokens have been fed and that is unknown (under jit),
-            targets without room score NaN.
+        InputError: the cache has no capacity for S - 1 tokens. Under jit, where earlier new tokens are not counted, the
+            result is NaN for targets beyond the capacity.
     """
     targets = jnp.asarray(targets)
-    check_new_room(cache, targets.shape[1] - 1)  # the last target is not fed
+    check_new_room(cache, targets.shape[1] - 1)  # the last target is not added to the cache
 
     def log_probability(logits: Array, target: Array) -> Array:
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(target, 0)[:, None], axis=1)[:, 0]
@@ -245,7 +246,6 @@ def log_probabilities(
 
 
 _prefill = jax.jit(prefill)
-_decode_step = jax.jit(decode_step, donate_argnames="cache")
 
 
 def stream(
@@ -257,7 +257,7 @@ def stream(
     key: Key[Array, ""] | None = None,
     kernels: Kernels | None = None,
 ) -> Iterator[Int[np.ndarray, " B"]]:
-    """As `generate`, but yields each step's tokens as they come; rows that have ended repeat their stop id."""
+    """`generate` as a generator: yields the tokens of each step. Rows that have ended repeat their stop token."""
     policy = Full() if policy is None else policy
     sampling = Greedy() if sampling is None else sampling
     require_policy(policy)
@@ -276,37 +276,59 @@ def decode_steps(
     sampling: Greedy,
     key: Key[Array, ""] | None = None,
 ) -> Iterator[Int[np.ndarray, " B"]]:
-    """As `decode`, but yields each step's tokens as they come; the cache is donated.
+    """`decode` as a generator: yields the tokens of each step. The cache is donated.
 
-    Rows that have ended repeat their stop id, and are -1 if they have no token.
+    Rows that have ended repeat their stop token, or -1 if they have no token.
     """
     stop = params.config.stop if sampling.stop is None else sampling.stop
     ended, shown = np.zeros(logits.shape[0], bool), np.full(logits.shape[0], -1, np.int32)
-    for i in range(sampling.max_new_tokens):
-        token = sampling.choose(logits, None if key is None else jax.random.fold_in(key, i))
-        ended |= np.asarray(_without_token(logits))
+    token, without = first_token(logits, sampling, key)
+    for i in range(1, sampling.max_new_tokens + 1):
+        ended |= np.asarray(without)
         shown = np.where(ended, shown, np.asarray(token))
         yield shown
         ended |= np.isin(shown, stop)
-        if ended.all() or i + 1 == sampling.max_new_tokens:
+        if ended.all() or i == sampling.max_new_tokens:
             return
-        cache, logits = _decode_step(params, cache, jnp.asarray(shown))
+        cache, token, without = next_token(params, cache, shown, sampling, key, i)
+
+
+@jax.jit
+def first_token(
+    logits: Float[Array, "B vocab"], sampling: Greedy, key: Key[Array, ""] | None, step: int | Array = 0
+) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """The token that `decode` chooses in this step, and which rows have none, because their logits are NaN."""
+    return sampling.choose(logits, None if key is None else jax.random.fold_in(key, step)), _without_token(logits)
+
+
+@partial(jax.jit, donate_argnames="cache")
+def next_token(
+    params: Model,
+    cache: PackedCache,
+    token: Int[Array | np.ndarray, " B"],
+    sampling: Greedy,
+    key: Key[Array, ""] | None,
+    step: int | Array,
+) -> tuple[PackedCache, Int[Array, " B"], Bool[Array, " B"]]:
+    """Feeds a token to the cache, which is donated, and chooses the next one as `first_token` does."""
+    cache, logits = decode_step(params, cache, jnp.asarray(token))
+    return cache, *first_token(logits, sampling, key, step)
 
 
 def check_new_room(cache: PackedCache, new_tokens: int) -> None:
-    """Raises InputError if a cache cannot take so many tokens more. Under jit it counts none as fed."""
+    """Raises InputError if a cache has no capacity for `new_tokens` more. Under jit, earlier tokens are not counted."""
     most, used = cache.new_tokens, most_used(cache) or 0
     if used + new_tokens > most:
         raise InputError(
-            f"the cache has room for {most} new tokens, {used} of them used, and {new_tokens} more are needed: prefill "
-            f"with a larger new_tokens, or vlkv.cache.resize(cache, {used + new_tokens})"
+            f"the cache has capacity for {most} new tokens, {used} of them used, and {new_tokens} more are needed: "
+            f"prefill with a larger new_tokens, or use vlkv.cache.resize(cache, {used + new_tokens})"
         )
 
 
 def check_room(config: ModelConfig, inputs: Inputs, new_tokens: int) -> None:
-    """Raises InputError if prompt and answer together pass the model's positions.
+    """Raises InputError if prompt and answer together exceed the model's positions.
 
-    Under jit the length of a prompt is unknown and only `new_tokens` is checked; the command line asks before.
+    Under jit the length of a prompt is unknown, so only `new_tokens` is checked. Commands call this outside jit.
     """
     limit = config.decoder.max_positions
     if new_tokens >= limit:
@@ -317,5 +339,5 @@ def check_room(config: ModelConfig, inputs: Inputs, new_tokens: int) -> None:
         longest = int(inputs.valid.sum(axis=1).max())
         if longest + new_tokens > limit:
             raise InputError(
-                f"a prompt of {longest} tokens and {new_tokens} new ones pass the model's limit of {limit}"
+                f"a prompt of {longest} tokens and {new_tokens} new ones exceed the model's limit of {limit}"
             )

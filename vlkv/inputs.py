@@ -1,7 +1,6 @@
-"""Inputs: what the processor hands to the model, a pytree whose static bounds decide what jit traces.
+"""Inputs: the model's input, a pytree made by the processor. Its static bounds are part of jit's cache key.
 
-Axes: B batch · T padded prompt length · A position axes (1; 3 for M-RoPE) · I images, tiles or frames
-of the whole batch.
+Axes: B batch · T padded prompt length · A position axes (1; 3 for M-RoPE) · I images, tiles or frames of the batch.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from vlkv.buckets import Buckets, round_up
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 
-# numpy as the processor makes them, jax once inside jit.
+# The processor makes numpy arrays; inside jit they are jax arrays.
 if TYPE_CHECKING:
     AnyArray = Any
 else:
@@ -34,15 +33,15 @@ class Inputs:
     """
 
     tokens: Int[AnyArray, "B T"]
-    positions: Int[AnyArray, "B T A"]  # what RoPE sees
+    positions: Int[AnyArray, "B T A"]  # of RoPE
     valid: Bool[AnyArray, "B T"]
-    vision_index: Int[AnyArray, "B T"]  # row of the batch's flat vision embeddings; -1: text
-    grid: Int[AnyArray, "B T 3"]  # number of its image in the row, line and column of its patch; -1: on no grid
-    pixels: Float[AnyArray, I * pixels] | None  # as the family's tower takes them
-    # For pictures that are cut into tiles: the number of the token's tile in the row; and, for a token of the view of
-    # the whole picture, the number of the tile that shows the same place larger. -1: none. None: no picture is cut.
+    vision_index: Int[AnyArray, "B T"]  # index in the list of the batch's vision embeddings; -1: text
+    grid: Int[AnyArray, "B T 3"]  # number of the image in its row, line and column of the patch; -1: none
+    pixels: Float[AnyArray, I * pixels] | None  # input of the family's tower
+    # For images that are cut into tiles: the number of the token's tile in its row; and, for tokens of an overview, the
+    # number of the tile that shows the same part of the image. -1: none. None: no image is cut into tiles.
     parts: Int[AnyArray, "B T 2"] | None = None
-    # What the wiring must know of the pixels; see the family's inputs.py.
+    # Further arrays for the family's model; see the family's inputs.py.
     layout: dict[str, AnyArray] = dataclasses.field(default_factory=dict)
     max_vision: int = dataclasses.field(metadata={"static": True})  # vision tokens of any row
     max_text: int = dataclasses.field(metadata={"static": True})  # text tokens of any row
@@ -51,15 +50,15 @@ class Inputs:
 
     @property
     def is_vision(self) -> Bool[AnyArray, "B T"]:
-        """Which entries are vision tokens; from here on nothing else says what an image is."""
+        """Which tokens are vision tokens."""
         return self.vision_index >= 0
 
     @classmethod
     def of(cls, given: Inputs | Mapping[str, Any], config: ModelConfig) -> Inputs:
-        """What a public function was given, as `Inputs`: also what a transformers processor returns.
+        """Converts the output of a transformers processor; returns `Inputs` unchanged.
 
         Raises:
-            InputError: neither, or arrays that jit traces, which cannot be arranged on the host.
+            InputError: `given` is of another type, or contains traced arrays, which cannot be converted on the host.
         """
         if isinstance(given, Inputs):
             return given
@@ -72,10 +71,10 @@ class Inputs:
 
     @classmethod
     def from_hf(cls, batch: Mapping[str, Any], config: ModelConfig, buckets: Buckets | None = None) -> Inputs:
-        """From what the family's transformers processor returns: input_ids, attention_mask, pixel_values and so on.
+        """Converts the output of the family's transformers processor: input_ids, attention_mask, pixel_values etc.
 
         Args:
-            batch: arrays, lists or CPU tensors; the image token must already be repeated once per vision token.
+            batch: arrays, lists or CPU tensors; the image token must be repeated once per vision token.
             config: the model's config (`params.config`).
             buckets: how to round lengths and counts; None for the defaults.
 
@@ -87,8 +86,8 @@ class Inputs:
             raise InputError(f"inputs have no input_ids (found: {', '.join(sorted(batch)) or 'nothing'})")
         try:
             tokens = np.atleast_2d(np.asarray(batch["input_ids"])).astype(np.int32)
-        except ValueError:  # numpy's refusal of a ragged list
-            raise InputError("input_ids: rows differ in length; call the processor: padding=True") from None
+        except ValueError:  # numpy's error for a ragged list
+            raise InputError("input_ids: rows differ in length; call the processor with padding=True") from None
         mask = batch.get("attention_mask")
         valid = np.ones(tokens.shape, bool) if mask is None else np.atleast_2d(np.asarray(mask)).astype(bool)
         if valid.shape != tokens.shape:
@@ -100,22 +99,22 @@ class Inputs:
             vision = (
                 int((valid & (tokens == config.image_token)).sum(axis=1).max()) if config.image_token is not None else 0
             )
-            said = f" ({vision} of them from images: give fewer images)" if vision else ""
+            hint = f" ({vision} of them from images: give fewer images)" if vision else ""
             raise InputError(
-                f"the prompt has {longest} tokens, the model's limit is {config.decoder.max_positions}{said}"
+                f"the prompt has {longest} tokens, the model's limit is {config.decoder.max_positions}{hint}"
             )
         text = tokens[valid & ((tokens != config.image_token) | (config.image_token is None))]
         if (text < 0).any() or (text >= config.decoder.vocab_size).any():
-            raise InputError(f"a token id lies outside the vocabulary of {config.decoder.vocab_size}")
+            raise InputError(f"a token id is outside the vocabulary of {config.decoder.vocab_size} tokens")
         made = config.arrange(batch, tokens, valid, buckets)
 
         is_vision, place = made.vision_index >= 0, np.arange(tokens.shape[1])
-        last_vision = np.where(is_vision, place, -1).max(axis=1)  # -1: a row without an image is all instruction
+        last_vision = np.where(is_vision, place, -1).max(axis=1)  # -1 without an image: the whole row is instruction
         instruction = (valid & (place > last_vision[:, None])).sum(axis=1)
         max_text = round_up(int((valid & ~is_vision).sum(axis=1).max()), buckets.text)
         pad = [(0, 0), (0, max(0, made.max_vision + max_text - tokens.shape[1]))]
         return cls(
-            # The image's token may stand outside the vocabulary.
+            # The id of the image token may be outside the vocabulary.
             tokens=np.pad(np.where(valid & (tokens < config.decoder.vocab_size), tokens, 0), pad),
             positions=np.pad(made.positions, [*pad, (0, 0)]),
             valid=np.pad(valid, pad),

@@ -1,4 +1,4 @@
-"""`load`: a folder (Hugging Face's or one written by `vlkv convert`), a hub id or "mini" -> parameters, processor."""
+"""`load` returns the parameters and the processor of a checkpoint folder, a hub id or "mini"."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def load(
     """`(load_params(...), load_processor(...))` of one folder or hub id.
 
     Args:
-        source: a folder, a hub id such as `llava-hf/llava-1.5-7b-hf` (downloaded once, safetensors only), or "mini",
-            the demo model that vlkv ships: it reads pages of handwritten digits.
-        dtype: of the parameters; None keeps the checkpoint's own.
-        mesh: places every weight shard by shard on this mesh (axes `data`, `model`); None: the default device.
-        buckets: bounds for lengths and counts, see `vlkv.Buckets`.
-        layout: "pad" pads pictures to a square, instead of cutting out the middle.
+        source: a folder from Hugging Face or `vlkv convert`, a hub id such as `llava-hf/llava-1.5-7b-hf` (downloaded
+            once, safetensors only), or "mini", the demo model of vlkv, which reads pages of handwritten digits.
+        dtype: of the parameters; None: that of the checkpoint.
+        mesh: the mesh (axes `data`, `model`) on which weights are sharded; None: the default device.
+        buckets: how to round lengths and counts; see `vlkv.Buckets`.
+        layout: "pad" pads images to a square, instead of cropping the middle.
 
     Raises:
-        InputError: anything that is wrong with the folder, before a weight is read.
+        InputError: the folder is not complete, damaged or not supported. Raised before weights are read.
     """
     folder = resolve(source)
     processor = load_processor(folder, buckets=buckets, layout=layout)
@@ -52,7 +52,7 @@ def load(
 
 
 def load_params(source: str | os.PathLike[str], *, dtype: DTypeLike | None = None, mesh: Mesh | None = None) -> Model:
-    """The parameters alone: a pytree that knows its `config`. Needs no tokenizer in the folder."""
+    """The parameters, a pytree with the attribute `config`. The folder needs no tokenizer; arguments as in `load`."""
     folder = resolve(source)
     table = describe(folder)
     if pieces.is_pieces(folder):
@@ -66,15 +66,15 @@ def load_processor(
     buckets: Buckets | None = None,
     layout: Literal["checkpoint", "pad"] = "checkpoint",
 ) -> Processor:
-    """The processor alone: tokenizer, chat template and image settings of the folder."""
+    """The processor: tokenizer, chat template and image settings of the folder. Arguments as in `load`."""
     folder = resolve(source, weights=False)
     return Processor.from_folder(folder, read_config(folder), buckets=buckets, layout=layout)
 
 
 def read_params(source: checkpoint.Checkpoint, *, dtype: DTypeLike | None, mesh: Mesh | None) -> Model:
-    """Tensor by tensor: at any time the host holds one."""
-    own = source.dtype if dtype is None else jnp.dtype(dtype)
-    shapes = abstract(with_head(read_config(source.folder), tied=source.tied), own)
+    """Reads parameters one tensor at a time, so that the host needs memory for only one."""
+    dtype = source.dtype if dtype is None else jnp.dtype(dtype)
+    shapes = abstract(with_head(read_config(source.folder), tied=source.tied), dtype)
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
     entries = {entry.path: entry for entry in source.entries}
     arrays = []
@@ -86,7 +86,7 @@ def read_params(source: checkpoint.Checkpoint, *, dtype: DTypeLike | None, mesh:
 
 
 def read_pieces(held: pieces.Pieces, *, dtype: DTypeLike | None, mesh: Mesh | None) -> Model:
-    """Piece by piece, each parameter straight to where it belongs."""
+    """Reads parameters of a converted folder piece by piece, each directly onto its devices."""
     own = jnp.dtype(held.weights["decoder.embedding.weight"][1] if dtype is None else dtype)
     config = with_head(read_config(held.folder), tied=HEAD not in held.weights)
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract(config, own))
@@ -100,17 +100,17 @@ def read_pieces(held: pieces.Pieces, *, dtype: DTypeLike | None, mesh: Mesh | No
 
 
 def _cast_placed(array: jax.Array, dtype: jnp.dtype, path: str) -> jax.Array:
-    """Casts an array that is already on devices, with the same checks as `checkpoint.cast`."""
+    """Casts an array on devices, with the same checks as `checkpoint.cast`."""
     if array.dtype == dtype:
         return array
-    made = array.astype(dtype)
-    if not bool(jnp.isfinite(made).all()) and bool(jnp.isfinite(array).all()):
+    result = array.astype(dtype)
+    if not bool(jnp.isfinite(result).all()) and bool(jnp.isfinite(array).all()):
         raise InputError(f"{path} has values beyond {dtype.name}: use bfloat16 or float32")
-    return made
+    return result
 
 
 def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Path:
-    """A local folder for `source`; downloads a hub id if necessary: settings first, and weights if they are wanted."""
+    """The local folder of `source`. Downloads a hub id if necessary: first settings, then weights if `weights`."""
     name = os.fspath(source)
     if not name:
         raise InputError("no model given: a checkpoint folder, a hub id, or mini")
@@ -118,7 +118,7 @@ def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise InputError(f"{path}: not a folder; give the folder that holds config.json")
+        raise InputError(f"{path}: not a folder; give the folder that contains config.json")
     if name == "mini":
         return MINI
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
@@ -128,10 +128,10 @@ def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Path:
     try:
         folder = Path(snapshot_download(name, allow_patterns=_SETTINGS))
         if weights:
-            read_config(folder)  # an unsupported model is refused before its weights come
+            read_config(folder)  # raises an error for an unsupported model before its weights are downloaded
             folder = Path(snapshot_download(name, allow_patterns=[*_SETTINGS, *_WEIGHTS]))
         return folder
     except InputError:
         raise
-    except Exception as error:  # network libraries raise many kinds; none is the caller's fault
-        raise InputError(f"{name}: no such folder, and not to be had from the hub ({type(error).__name__})") from None
+    except Exception as error:  # network libraries raise many kinds of errors
+        raise InputError(f"{name}: no such folder, and the hub cannot provide it ({type(error).__name__})") from None

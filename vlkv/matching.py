@@ -1,8 +1,8 @@
-"""Which tokens are alike, and folding one into the other, while a prompt is read.
+"""Finds similar tokens of a prompt and merges them, for methods that reduce the prompt.
 
-Unbatched: a row of T tokens, some of which give themselves away (A) and some of which receive (B). A token belongs to
-a group, any integer, and is matched within it: a window of an image, or one group for all. Tokens stay at their places,
-and no T x T matrix is built. Axes: T tokens · D width · H width of what is compared.
+Unbatched: in a row of T tokens, tokens of set A are merged into tokens of set B. Each token belongs to a group, any
+integer, such as a window of an image, and is matched within it. Arrays keep their order and length, and no T x T matrix
+is built. Axes: T tokens · D width · H width of the compared vectors.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ _BLOCK_ELEMENTS = 2**22  # similarities held at a time, of one row of the batch
 
 
 def numbered(group: Int[Array, " T"]) -> Int[Array, " T"]:
-    """The groups that occur, numbered 0, 1, 2, ... upwards, so that T slots are enough for any of them."""
+    """The groups renumbered 0, 1, 2, ..., so that an array of size T can index them."""
     order = jnp.argsort(group, stable=True)
     new = jnp.diff(group[order], prepend=group[order][:1]) != 0
     return jnp.zeros_like(order).at[order].set(jnp.cumsum(new))
 
 
 def sum_within(group: Int[Array, " T"], value: Num[Array, " T"] | Bool[Array, " T"]) -> Num[Array, " T"]:
-    """The sum of a value, or the number of members of a mask, over each token's group."""
+    """For each token, the sum of `value` (or the count of a mask) over its group."""
     number = numbered(group)
     return jax.ops.segment_sum(value.astype(jnp.result_type(value, jnp.int32)), number, group.shape[0])[number]
 
 
 def largest_within(group: Int[Array, " T"], value: Int[Array, " T"]) -> Int[Array, " T"]:
-    """The largest of a value over each token's group."""
+    """For each token, the largest `value` in its group."""
     number = numbered(group)
     return jax.ops.segment_max(value, number, group.shape[0])[number]
 
 
 def rank_within(group: Int[Array, " T"], key: Num[Array, " T"]) -> Int[Array, " T"]:
-    """Each token's place in its group by a rising key, counting from 0; ties to the earlier token."""
+    """Each token's rank in its group by increasing key, starting at 0; ties: the earlier token first."""
     order = jnp.lexsort((key, group))
     place = jnp.arange(group.shape[0])
     new = jnp.diff(group[order], prepend=group[order][:1]) != 0
     return jnp.zeros_like(order).at[order].set(place - jax.lax.cummax(jnp.where(new, place, 0)))
 
 
-# --- who goes to whom -----------------------------------------------------------------------------------------------
+# --- matching -------------------------------------------------------------------------------------------------------
 
 
 def unit(x: Float[Array, "T H"]) -> Float[Array, "T H"]:
-    """Vectors of length 1, in float32; zero stays zero."""
+    """Vectors of length 1, in float32; zero vectors stay zero."""
     x = x.astype(jnp.float32)
     return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
 
@@ -56,15 +56,15 @@ def unit(x: Float[Array, "T H"]) -> Float[Array, "T H"]:
 def closest(
     metric: Float[Array, "T H"], receiving: Bool[Array, " T"], group: Int[Array, " T"]
 ) -> tuple[Int[Array, " T"], Float[Array, " T"]]:
-    """The receiving token of each token's group with the largest cosine, and that cosine; ties to the earlier.
+    """For each token, the token of B in its group with the largest cosine, and this cosine; ties: the earlier token.
 
     Args:
-        metric: what is compared.
+        metric: vectors to compare.
         receiving: B, at most half of the tokens.
-        group: only tokens of one group are compared.
+        group: only tokens of the same group are compared.
 
     Returns:
-        Where to, and the cosine: -inf, and a target without meaning, where the group has none that receives.
+        Targets and cosines. If the group has no token in B, the cosine is -inf and the target undefined.
     """
     length = metric.shape[0]
     vectors = unit(metric)
@@ -80,10 +80,10 @@ def closest(
     return _by_blocks(search, vectors, group, others=len(places))
 
 
-def turns(cosine: Float[Array, " T"], giving: Bool[Array, " T"], group: Int[Array, " T"]) -> Int[Array, " T"]:
-    """When each giving token (A) of a group is merged, counting from 0: the closest first, ties to the earlier.
+def merge_order(cosine: Float[Array, " T"], giving: Bool[Array, " T"], group: Int[Array, " T"]) -> Int[Array, " T"]:
+    """The rank of each token of A in its group in the order of merging: largest cosine first; ties: the earlier token.
 
-    T, which is never, for those that give nothing or, with a cosine of -inf from `closest`, found nobody.
+    T, which means never, for tokens outside A and for a cosine of -inf.
     """
     giving = giving & ~jnp.isneginf(cosine)
     rank = rank_within(group, jnp.where(giving, -cosine, jnp.inf))
@@ -91,7 +91,7 @@ def turns(cosine: Float[Array, " T"], giving: Bool[Array, " T"], group: Int[Arra
 
 
 def energy(metric: Float[Array, "T H"], members: Bool[Array, " T"], margin: float) -> Float[Array, " T"]:
-    """How much each token is like all members: the mean of elu(cosine - margin) over them, itself included (PiToMe)."""
+    """Similarity of each token to all members: the mean of elu(cosine - margin), including itself (PiToMe)."""
     vectors = unit(metric)
 
     def average(rows: Float[Array, "W H"]) -> tuple[Array]:
@@ -103,7 +103,7 @@ def energy(metric: Float[Array, "T H"], members: Bool[Array, " T"], margin: floa
 
 
 def _by_blocks(function, *rows, others):
-    """`function` of a few rows at a time, which compares each with so many others."""
+    """Applies `function` to a few rows at a time; each row is compared with `others` tokens."""
     length = rows[0].shape[0]
     block = max(1, min(length, 512, _BLOCK_ELEMENTS // others))
     blocks = -(-length // block)
@@ -116,15 +116,15 @@ def _by_blocks(function, *rows, others):
     return tuple(x.reshape(-1, *x.shape[2:])[:length] for x in made)
 
 
-# --- what becomes of them -------------------------------------------------------------------------------------------
+# --- merging --------------------------------------------------------------------------------------------------------
 
 
 def fold(
     x: Float[Array, "T D"], weight: Float[Array, " T"], target: Int[Array, " T"], merged: Bool[Array, " T"]
 ) -> Float[Array, "T D"]:
-    """(w x + sum of w_a x_a) / (w + sum of w_a) where tokens a are merged into one; all others stay as they are.
+    """(w x + sum of w_a x_a) / (w + sum of w_a) for each token x into which tokens a are merged; others do not change.
 
-    Weights of 0 all round leave the one that receives as it is.
+    If all weights are 0, x does not change.
     """
     amount = jnp.where(merged, weight.astype(jnp.float32), 0.0)
     full = x.astype(jnp.float32)
@@ -135,15 +135,15 @@ def fold(
 
 
 def receives(target: Int[Array, " T"], merged: Bool[Array, " T"]) -> Bool[Array, " T"]:
-    """Which tokens others are merged into."""
+    """Tokens into which others are merged."""
     return jnp.zeros_like(merged).at[target].max(merged)
 
 
 def sizes(size: Float[Array, " T"], target: Int[Array, " T"], merged: Bool[Array, " T"]) -> Float[Array, " T"]:
-    """How many tokens of the prompt each stands for afterwards; what was merged keeps its own number."""
+    """Number of prompt tokens that each token represents after merging; merged tokens keep their number."""
     return size.at[target].add(jnp.where(merged, size, 0.0))
 
 
 def largest(x: Float[Array, "T D"], target: Int[Array, " T"], merged: Bool[Array, " T"]) -> Float[Array, "T D"]:
-    """The elementwise maximum of each token and of those merged into it."""
+    """The elementwise maximum of each token and the tokens merged into it."""
     return x.at[target].max(jnp.where(merged[:, None], x, -jnp.inf))

@@ -1,11 +1,11 @@
-"""What a method that acts while decoding remembers of one layer's entries, and the attention that feeds it.
+"""The decode state of methods that evict or select entries while decoding, and attention that measures its shares.
 
-Where methods evict, a new entry takes a slot that is free, each key head for itself: `arrive` says which. So the cache
-stays as large as the method's budget. Elsewhere (`reuses` is False: the pool is quantised, or nothing is ever evicted)
-new entries go to a tail, an evicted entry is masked, and its slot stays empty.
+If a method evicts, a new entry takes a free slot, chosen by `arrive` for each key head, so the cache does not grow. If
+`reuses` is False (the pool is quantised, or nothing is evicted), new entries go to a tail, and an evicted entry is
+masked and its slot stays empty.
 
-Unbatched like every stage: B is vmapped outside. Axes: K key heads · N query heads · T prompt tokens · M bound on the
-segment's slots · S tail slots, 0 if slots are reused · E = M + S entries, the segment's before the tail's.
+Unbatched; the caller applies vmap over B. Axes: K key heads · N query heads · T prompt tokens · M bound on the slots of
+the segment · S tail slots, 0 if slots are reused · E = M + S entries: those of the segment, then those of the tail.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ _LAST = jnp.iinfo(jnp.int32).max
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """One layer of one row."""
+    """The decode state of one layer and row."""
 
-    stored: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # in memory
-    attended: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # by the next step, besides its own entry
+    stored: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # the slot contains an entry
+    attended: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # the next step attends to it, and to its own entry
     is_text: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # prompt text, generated tokens, and slots for these
-    place: Int[Array, "*B K E"] = field(metadata=_ENTRIES)  # order in which tokens were seen, from 0
-    rank: Int[Array, "*B K E"] = field(metadata=_ENTRIES)  # stored entries that were seen before this one
-    values: dict[str, Float[Array, "*B K E"]] = field(metadata=_ENTRIES)  # the method's own, from `Policy.remember`
-    slots: Int[Array, "*B K"] = field(metadata=_HEADS)  # entries that there are slots for
-    capacity: Int[Array, "*B K"] = field(metadata=_HEADS)  # prompt entries that were kept
-    vision: Int[Array, "*B"] = field(metadata=axes("batch"))  # vision tokens that the prompt had
-    text: Int[Array, "*B"] = field(metadata=axes("batch"))  # text tokens that the prompt had
-    steps: Int[Array, "*B"] = field(metadata=axes("batch"))  # tokens fed so far
-    # For methods with steps that do not attend to all that is stored: the vision entries that these are content with,
-    # besides all text; and whether the next step is one of them. Such a step does not read the others.
+    place: Int[Array, "*B K E"] = field(metadata=_ENTRIES)  # number of the token in the order of all tokens, from 0
+    rank: Int[Array, "*B K E"] = field(metadata=_ENTRIES)  # number of stored entries that are older
+    values: dict[str, Float[Array, "*B K E"]] = field(metadata=_ENTRIES)  # from `Policy.decode_values`
+    slots: Int[Array, "*B K"] = field(metadata=_HEADS)  # number of slots for entries
+    capacity: Int[Array, "*B K"] = field(metadata=_HEADS)  # number of kept prompt entries
+    vision: Int[Array, "*B"] = field(metadata=axes("batch"))  # number of vision tokens of the prompt
+    text: Int[Array, "*B"] = field(metadata=axes("batch"))  # number of text tokens of the prompt
+    steps: Int[Array, "*B"] = field(metadata=axes("batch"))  # number of new tokens so far
+    # For methods with steps that attend only to a core of the stored vision entries and to all text: this core, and
+    # whether the next step is such a step. It does not read the other entries.
     core: Bool[Array, "*B K E"] | None = field(default=None, metadata=_ENTRIES)
     core_only: Bool[Array, "*B"] | None = field(default=None, metadata=axes("batch"))
-    new_tokens: int = field(metadata={"static": True})  # the most tokens that may follow the prompt
+    new_tokens: int = field(metadata={"static": True})  # capacity for tokens after the prompt
     reuses: bool = field(default=False, metadata={"static": True})  # whether new entries take free slots
 
     @property
     def tail(self) -> int:
-        """S."""
+        """Number of tail slots S."""
         return 0 if self.reuses else self.new_tokens
 
 
@@ -63,7 +63,7 @@ def begin(
     *,
     new_tokens: int,
 ) -> Memory:
-    """The memory of a layer before its entries are packed: an entry for every token of the prompt, in their order."""
+    """The decode state of a layer before packing, with an entry for every token of the prompt."""
     count = jnp.sum(kept, axis=-1, dtype=jnp.int32)
     return Memory(
         stored=kept,
@@ -85,29 +85,29 @@ def begin(
 def packed(
     memory: Memory, token: Int[Array, "K M"], slots: Int[Array, " K"], *, new_tokens: int, reuses: bool
 ) -> Memory:
-    """The same memory after packing.
+    """The decode state after packing.
 
     Args:
-        memory: of all tokens of the prompt.
-        token: which of them lies in each slot of the segment; -1: none. See `cache.entries`.
-        slots: entries that the segment has slots for.
-        new_tokens: S, where there is a tail.
-        reuses: whether there is none.
+        memory: with an entry for every token of the prompt.
+        token: token in each slot of the segment; -1: none. See `cache.entries`.
+        slots: number of slots of the segment.
+        new_tokens: capacity for new tokens; S, if there is a tail.
+        reuses: whether slots are reused, so that there is no tail.
     """
     inside, at = token >= 0, jnp.maximum(token, 0)
 
     def fit(x: Any, fill: Any) -> Any:
         return None if x is None else jnp.where(inside, jnp.take_along_axis(x, at, axis=1), jnp.asarray(fill, x.dtype))
 
-    made = _each(memory, fit)
+    memory = _each(memory, fit)
     if reuses:
-        return dataclasses.replace(made, slots=slots, new_tokens=new_tokens)
-    made = dataclasses.replace(made, slots=jnp.full_like(slots, token.shape[1]), new_tokens=0, reuses=False)
-    return resize(made, new_tokens)
+        return dataclasses.replace(memory, slots=slots, new_tokens=new_tokens)
+    memory = dataclasses.replace(memory, slots=jnp.full_like(slots, token.shape[1]), new_tokens=0, reuses=False)
+    return resize(memory, new_tokens)
 
 
 def _each(memory: Memory, change: Any) -> Memory:
-    """`change(x, what an entry that is not there holds)` of every array that has the axis E."""
+    """Applies `change(x, fill)` to every array with the axis E; `fill` is the value of an empty entry."""
     return dataclasses.replace(
         memory,
         **{name: change(getattr(memory, name), False) for name in ("stored", "attended", "core")},
@@ -118,12 +118,12 @@ def _each(memory: Memory, change: Any) -> Memory:
 
 
 def resize(memory: Memory, new_tokens: int, more: int = 0) -> Memory:
-    """The same where another number of tokens may follow, batched or not.
+    """The decode state with another capacity for new tokens; batched or unbatched.
 
     Args:
-        memory: any.
-        new_tokens: of these there may be so many, those fed included.
-        more: slots that the segment gets, where slots are reused.
+        memory: the decode state.
+        new_tokens: the new capacity, including tokens so far.
+        more: additional slots of the segment, if slots are reused.
     """
     more = more if memory.reuses else new_tokens - memory.new_tokens
     size = memory.stored.shape[-1] + more
@@ -139,9 +139,10 @@ def resize(memory: Memory, new_tokens: int, more: int = 0) -> Memory:
 
 
 def arrive(memory: Memory) -> tuple[Memory, Int[Array, " K"]]:
-    """The memory with the token that is being fed, stored and attended to, and which entry it is in each head.
+    """Adds the new token as a stored and attended entry; also returns its entry number in each head.
 
-    Where slots are reused it takes a free one. If a method has let nothing go and there is none, the oldest leaves.
+    If slots are reused, it takes a free slot. If there is none, because the method has evicted nothing, the oldest
+    entry is evicted.
     """
     size = memory.stored.shape[-1]
     number = jnp.arange(size)
@@ -166,7 +167,7 @@ def arrive(memory: Memory) -> tuple[Memory, Int[Array, " K"]]:
 
 
 def evict(memory: Memory, candidates: Bool[Array, "K E"], value: Float[Array, "K E"]) -> Memory:
-    """Lets go, in every head, the candidate of the least value; ties go to the oldest. None: nothing happens."""
+    """Evicts in every head the candidate with the least value (ties: the oldest), or nothing without candidates."""
     least = jnp.min(jnp.where(candidates, value, jnp.inf), axis=-1, keepdims=True)
     tied = candidates & (value == least)
     oldest = jnp.argmin(jnp.where(tied, memory.rank, _LAST), axis=-1)
@@ -174,7 +175,7 @@ def evict(memory: Memory, candidates: Bool[Array, "K E"], value: Float[Array, "K
 
 
 def _without(memory: Memory, gone: Bool[Array, "K E"]) -> Memory:
-    """The memory without these entries, at most one of each head."""
+    """The decode state without these entries, at most one per head."""
     rank = jnp.min(jnp.where(gone, memory.rank, _LAST), axis=-1, keepdims=True)
     return dataclasses.replace(
         memory,
@@ -195,29 +196,29 @@ def attend_to(
     kernels: Kernels | None = None,
     parts: int = 1,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N E"]]:
-    """Attention over what the memory says, and the share of it that every entry received. Batched.
+    """Attention to `memory.attended`, and the share of attention that every entry received. Batched.
 
     Args:
-        q: this step's queries.
+        q: queries of this step.
         segment: keys and values of the pool, start and length of this layer's segment.
         tail: keys and values of this layer's tail; None: slots are reused.
-        seen: entries of the tail.
-        memory: after `arrive`.
-        softmax_n: of n-softmax, counted once for segment and tail together.
-        kernels: implementations; None: of the platform.
-        parts: of the cache's slots.
+        seen: number of entries in the tail.
+        memory: the decode state after `arrive`.
+        softmax_n: n of n-softmax over segment and tail together.
+        kernels: implementations; None: those of the platform.
+        parts: M of the cache.
     """
     kernels = Kernels() if kernels is None else kernels
     segment_slots = memory.stored.shape[-1] - memory.tail
     kept, recent = memory.attended[..., :segment_slots], memory.attended[..., segment_slots:]
     core = () if memory.core is None else jax.vmap(_listed)(memory)
 
-    def own(
+    def local(
         part: parallel.Part, q: Array, segment: Any, tail: Any, seen: Array, kept: Array, recent: Array, core: Any
     ) -> tuple[Array, ...]:
-        """A device's rows, heads and slots."""
+        """Computes this device's rows, heads and slots."""
         k, v, start, length = segment
-        kept, recent = part.mine(kept), part.mine(recent)
+        kept, recent = part.local_entries(kept), part.local_entries(recent)
         here = q, k, v, start, part.number(length)
         most = kept.shape[-1]
 
@@ -235,7 +236,7 @@ def attend_to(
 
         if not core:
             out, lse, mass = whole()
-        else:  # after `extend` rows may be at different steps: then all read the whole
+        else:  # after `extend`, rows may be at different steps; then all rows use the whole segment
             out, lse, mass = jax.lax.cond(jnp.all(core[-1]), listed, whole)
         pieces, masses, sizes = [(out, lse)], [mass], [segment_slots]
         if tail is not None:
@@ -250,12 +251,12 @@ def attend_to(
         whole_shares = [part.all(x, size) for x, size in zip(shares, sizes, strict=True)]
         return out, jnp.concatenate(whole_shares, axis=-1)
 
-    if tail is None:  # what lies beyond the last entry need not be read
+    if tail is None:  # slots after the last attended entry need not be read
         number = jnp.arange(1, segment_slots + 1)
         segment = *segment[:3], jnp.max(jnp.where(kept, number, 0), axis=-1)
     pool, mask, listed = "B P K H", "B K E", ("B C", "B", "B K", "B")
     run = parallel.split(
-        own, ("B N H", (pool, pool, "B K", "B K"), None if tail is None else (pool, pool), "B", mask, mask,
+        local, ("B N H", (pool, pool, "B K", "B K"), None if tail is None else (pool, pool), "B", mask, mask,
               listed if core else ()),
         ("B N H", "B N E"), batch=q.shape[0], kv_heads=kept.shape[1], parts=parts,
     )  # fmt: skip
@@ -263,10 +264,10 @@ def attend_to(
 
 
 def _listed(memory: Memory) -> tuple[Array, Array, Array, Array]:
-    """What `core_attention` reads of a segment: rows and their number, the first slot of text; and whether it may.
+    """Arguments of `core_attention`: core entries, their number, and the first text slot; and whether it can be used.
 
-    One list serves all heads. Where heads differ, as they may if another method chose what is stored, every step reads
-    the whole segment and masks it by `attended`, which is the same in effect.
+    The list of core entries must be the same for all heads. Heads may differ if another method selects the
+    stored entries. Then every step reads the whole segment with the mask `attended`, with the same result.
     """
     assert memory.core is not None and memory.core_only is not None
     inside = slice(0, memory.stored.shape[1] - memory.tail)

@@ -1,7 +1,7 @@
-"""Folding dropped entries into kept ones: where each goes, and what the kept one becomes.
+"""Merges dropped cache entries into kept ones.
 
-Unbatched. Axes: K key heads · T tokens · H head dim. Keys and values change with the same weights, and no T x T matrix
-is built.
+Unbatched. Axes: K key heads · T tokens · H head dim. Keys and values are merged with the same weights, and no T x T
+matrix is built.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _BLOCK_ELEMENTS = 2**22  # similarities held at a time, of one row of the batch
 
 
 def dropped(kept: Bool[Array, "K T"], scores: Float[Array, "K T"]) -> Bool[Array, "K T"]:
-    """What a policy let go of: neither kept nor padding, which `Selection.scores` marks with -inf."""
+    """Tokens that are neither kept nor padding (padding has a score of -inf in `Selection.scores`)."""
     return ~kept & ~jnp.isneginf(scores)
 
 
 def nearest_place(kept: Bool[Array, "K T"]) -> Int[Array, "K T"]:
-    """The kept token nearest in position to each token; ties to the lower position."""
+    """For each token, the kept token with the nearest position; ties: the lower position."""
     length = kept.shape[1]
     place = jnp.arange(length)
     before = jax.lax.cummax(jnp.where(kept, place, -length), axis=1)
@@ -47,7 +47,7 @@ def nearest_key(k: Float[Array, "K T H"], kept: Bool[Array, "K T"]) -> tuple[Int
 
 
 def at(x: Float[Array, "K T H"], target: Int[Array, "K T"]) -> Float[Array, "K T H"]:
-    """Each token's target entry."""
+    """The entries at `target`."""
     return jnp.take_along_axis(x, target[..., None], axis=1)
 
 
@@ -57,13 +57,13 @@ def fold(
     target: Int[Array, "K T"],
     gone: Bool[Array, "K T"],
 ) -> Float[Array, "K T H"]:
-    """(entry + sum of what it is given) / (1 + how many give): the mean, of entries that receive something.
+    """The mean of each entry and of the contributions that are merged into it.
 
     Args:
         x: keys or values.
-        given: what each token hands over.
-        target: to whom.
-        gone: which tokens hand over anything.
+        given: contribution of each token.
+        target: the entry into which each token is merged.
+        gone: which tokens are merged.
     """
     head = jnp.arange(x.shape[0])[:, None]
     amount = gone.astype(jnp.float32)

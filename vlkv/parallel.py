@@ -1,15 +1,15 @@
-"""The ops of attention, each device doing its part of a mesh's work.
+"""Attention ops on a mesh, where each device computes a part.
 
-XLA cannot split a Pallas kernel, nor the queue of blocks that decoding runs on a CPU; so every op runs in `shard_map`,
-where a device sees arrays of its own and the dispatcher of `pallas_kernels` chooses as it would on one device. Without
-a mesh (`jax.set_mesh`), on a mesh of one device, and within another `shard_map` the ops are called as they are.
+XLA can split neither Pallas kernels nor the queue of blocks used for decoding on a CPU. So every op runs in `shard_map`
+on local arrays, and `pallas_kernels` chooses an implementation as on one device. Without a mesh (`jax.set_mesh`), on a
+mesh of one device, and within another `shard_map`, ops are called directly.
 
-Rows go to `data` and heads to `model`, query heads with the key head that they read: no device needs another. Where
-`model` has more devices than there are key heads, several devices share a key head in prefill, each with some of its
-queries; and a cache is split over its slots, each device attending with all heads to every M-th entry (`Part`).
+Rows are split over `data` and heads over `model`; query heads are on the device of their key head, so no communication
+is needed. If `model` has more devices than there are key heads, several devices share a key head in prefill, each with
+a part of its queries, and the cache is split over slots: each device attends with all heads to every M-th entry.
 
 Axes: B batch · T tokens · N query heads · K key heads · G = N/K · P slots of a pool or a tail · M parts of a cache's
-slots · R weightings. A string like "B P K H" names the axes of an array: B, N, K and P are split, as `split` says.
+slots · R weightings. A string such as "B P K H" names the axes of an array; `split` splits B, N, K and P.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _DATA, _MODEL = "data", "model"
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One device's part of the slots of a cache: entries `index`, `index` + `count`, ... of every segment and tail."""
+    """One device's part of a cache: entries `index`, `index` + `count`, ... of every segment and tail."""
 
     index: Array | int = 0
     count: int = 1
 
     def number(self, entries: Int[Array, "*n"]) -> Int[Array, "*n"]:
-        """How many of the first `entries` are here."""
+        """Number of local entries among the first `entries`."""
         return entries if self.count == 1 else jnp.maximum(-(-(entries - self.index) // self.count), 0)
 
-    def mine(self, x: Any, fill: Any = False) -> Any:
-        """Of numbers per entry (last axis) those of the entries that are here; `fill` where others have one more."""
+    def local_entries(self, x: Any, fill: Any = False) -> Any:
+        """Selects this device's entries along the last axis. Pads with `fill` so that all devices have equally many."""
         if self.count == 1:
             return x
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % self.count)], constant_values=fill)
@@ -50,19 +50,19 @@ class Part:
         return jax.lax.dynamic_index_in_dim(x, self.index, axis=-1, keepdims=False)
 
     def all(self, x: Any, entries: int) -> Any:
-        """The reverse of `mine`: numbers of all entries, of which there are so many, on every device."""
+        """The inverse of `local_entries`: gathers all `entries` entries on every device."""
         if self.count == 1:
             return x
         x = jax.lax.all_gather(x, _MODEL, axis=x.ndim)
         return x.reshape(*x.shape[:-2], -1)[..., :entries]
 
     def local(self, slot: Int[Array, "*n"], slots: int) -> Int[Array, "*n"]:
-        """A slot of the whole, of which `slots` are here, as one of them; `slots`, past the end, if it is elsewhere."""
+        """The local number of a slot, of which each device has `slots`; `slots`, past the end, if it is not local."""
         slot = slot - self.index * slots
         return jnp.where((slot >= 0) & (slot < slots), slot, slots)
 
     def listed(self, rows: Int[Array, "B C"], count: Int[Array, " B"]) -> tuple[Int[Array, "B c"], Int[Array, " B"]]:
-        """Of a list of distinct entries, ascending, those that are here, counted from the first that is."""
+        """The local entries of an increasing list of distinct entries, as local numbers, and their count."""
         if self.count == 1:
             return rows, count
         here = (jnp.arange(rows.shape[1]) < count[:, None]) & (rows % self.count == self.index)
@@ -72,7 +72,7 @@ class Part:
     def combine(
         self, first: tuple[Array, Array], second: tuple[Array, Array] | None = None, softmax_n: float = 0.0
     ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
-        """`pallas_kernels.combine` of one or two sets of keys, of all devices' parts."""
+        """`pallas_kernels.combine` for one or two sets of keys and the parts of all devices."""
         out, lse = first if second is None else pallas_kernels.combine(first, second)
         if self.count == 1:
             total = add_constant(lse, softmax_n)
@@ -91,11 +91,11 @@ class Part:
 
 
 def _mesh() -> AbstractMesh | None:
-    """The mesh over which XLA splits arrays here; None: there is one device, or this is within `shard_map`."""
+    """The mesh over which XLA splits arrays; None on one device or within `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = {kind for _, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True) if size > 1}
     if AxisType.Explicit in kinds:
-        raise InputError("the mesh has explicit axes, which vlkv's arrays do not name: use vlkv.sharding.make_mesh")
+        raise InputError("the mesh has explicit axes, which vlkv does not support: use vlkv.sharding.make_mesh")
     return mesh if kinds == {AxisType.Auto} else None
 
 
@@ -105,12 +105,12 @@ def _size(axis: str) -> int:
 
 
 def slot_parts(kv_heads: int) -> int:
-    """M: 1 where every device can have key heads of its own, else the devices of `model`."""
+    """M: 1 if key heads can be split over `model`, else the number of devices of `model`."""
     return _size(_MODEL) if kv_heads % _size(_MODEL) else 1
 
 
 def by_row(f: Callable[..., Any], batch: int) -> Callable[..., Any]:
-    """`jax.vmap(f)` over the rows of a batch, which go to `data` in the ops that f calls."""
+    """`jax.vmap(f)` over the rows of a batch, which are split over `data` in the ops that f calls."""
     divides = _size(_DATA) > 1 and batch % _size(_DATA) == 0
     return jax.vmap(f, spmd_axis_name=_DATA if divides else None)
 
@@ -124,14 +124,14 @@ def split(
     kv_heads: int,
     parts: int = 1,
 ) -> Callable[..., Any]:
-    """f(part, *arrays) on every device's own: rows by B, key heads and their queries by K and N, or slots by P.
+    """Runs f(part, *arrays) on local arrays, split by rows (B), key heads and their queries (K, N), or slots (P).
 
     Args:
-        f: of a `Part` and the arrays.
+        f: function of a `Part` and the arrays.
         inputs: the axes of each array, or of all arrays of a tree.
-        outputs: the same of what f returns.
-        batch: rows; not split unless they divide.
-        kv_heads: key heads; likewise, and not where slots are.
+        outputs: the axes of the results.
+        batch: number of rows, which are split if `data` divides it.
+        kv_heads: number of key heads, which are split if `model` divides it and slots are not split.
         parts: M of the cache.
 
     Raises:
@@ -140,8 +140,8 @@ def split(
     mesh = _mesh()
     model = _size(_MODEL)
     if parts not in (1, model):
-        raise InputError(f"the cache has its slots in {parts} parts, and `model` of the mesh that is set has {model} "
-                         f"devices: set a mesh with model={parts}, or make the cache anew")  # fmt: skip
+        raise InputError(f"the slots of the cache are in {parts} parts, but `model` of the current mesh has {model} "
+                         f"devices: set a mesh with model={parts}, or make the cache again")  # fmt: skip
     if mesh is None:
         return lambda *arrays: f(Part(), *arrays)
     heads = _MODEL if parts == 1 and model > 1 and kv_heads % model == 0 else None
@@ -171,10 +171,10 @@ def _shard_map(f: Callable[..., Any], inputs: Any, outputs: Any, place: dict[str
 def _over_heads(
     f: Callable[..., Any], arrays: tuple[Any, ...], axes: tuple[str, ...], output: Any, *, heads: int, kv_heads: int
 ) -> Any:
-    """f(*arrays) by heads, whatever their number, if `model` is a multiple of the key heads or the reverse.
+    """Runs f(*arrays) split by heads, if `model` divides the key heads or is a multiple of them.
 
-    In the first case a key head's devices share out its queries, zeros making their number even; each has all the keys
-    and uses one head of them.
+    If it is a multiple, the queries of a key head are divided among several devices, padded to equal numbers. Each
+    device gets all keys and uses one head of them.
     """
     mesh, model = _mesh(), _size(_MODEL)
     if mesh is None:
@@ -298,14 +298,14 @@ def cached_attention(
     Args:
         q: queries.
         segment: keys and values of the pool, start and length of a layer's segment.
-        tail: keys and values.
-        seen: entries of the tail that each query sees.
-        softmax_n: of n-softmax, counted once for segment and tail together.
-        parts: of the cache's slots.
+        tail: keys and values of the tail.
+        seen: number of tail entries that each query attends to.
+        softmax_n: n of n-softmax over segment and tail together.
+        parts: M of the cache.
         implementation: of `decode_attention`.
     """
 
-    def own(part: Part, q: Array, segment: tuple, tail: tuple, seen: Array) -> Array:
+    def local(part: Part, q: Array, segment: tuple, tail: tuple, seen: Array) -> Array:
         k, v, start, length = segment
         nothing, length = jnp.zeros_like(start), part.number(length)
 
@@ -320,7 +320,7 @@ def cached_attention(
 
     pool, each, queries = "B P K H", "B K", "B T N H"
     run = split(
-        own, (queries, (pool, pool, each, each), (pool, pool), "B T"), queries,
+        local, (queries, (pool, pool, each, each), (pool, pool), "B T"), queries,
         batch=q.shape[0], kv_heads=tail[0].shape[2], parts=parts,
     )  # fmt: skip
     return run(q, segment, tail, seen)

@@ -1,9 +1,10 @@
-"""Prefill: the prompt through the model, then the policy's choice, then one packed cache.
+"""Prefill: runs the model over the prompt, selects entries with the policy, and packs them into one cache.
 
-`prefill` observes each layer as soon as it has run, and lets go of its queries. `read_prompt` and `fill_cache` are the
-same in two halves, so that one reading of a prompt can be compressed in many ways.
+`prefill` observes each layer as soon as it has run, so that its queries can be freed. `read_prompt` and `fill_cache`
+are the two halves of it, for compressing the same prompt in several ways.
 
-Axes: B batch · T prompt · t tokens of one layer · L layers · N, K heads · H head dim · A position axes.
+Axes: B batch · T prompt · t tokens of one layer · L layers · N query heads · K key heads · H head dim ·
+A position axes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from vlkv.memory import Memory, begin, packed
 from vlkv.observe import ordinal, tokens_at
 from vlkv.parallel import by_row
 from vlkv.policies.policy import Budget, Policy, with_budget
-from vlkv.policies.selection import Observed, allocate_and_take, observe, require_fit, see, shortlist
+from vlkv.policies.selection import Observed, allocate_and_take, make_observation, observe, require_fit, shortlist
 from vlkv.reading import LayerPrompt, Prompt, read
 from vlkv.sampling import Greedy
 
@@ -36,29 +37,29 @@ def prefill(
     policy: Policy,
     *,
     sampling: Greedy | None = None,
-    new_tokens: int | Array | None = None,  # an array is refused below, with the remedy
+    new_tokens: int | Array | None = None,  # an array raises an error with the remedy
     key: Key[Array, ""] | None = None,
     kernels: Kernels | None = None,
 ) -> tuple[PackedCache, Float[Array, "B vocab"]]:
-    """Runs the prompt, lets the policy choose, and packs what stays.
+    """Runs the model over the prompt and makes a cache of the entries that the policy keeps.
 
-    `jax.jit(prefill)` needs no static argument names if it is given `sampling`; with `new_tokens` that one is static.
+    `jax.jit(prefill)` needs no static argument names with `sampling`; with `new_tokens`, this argument must be static.
 
     Args:
         params: the model.
         inputs: from the processor.
-        policy: decides what stays.
-        sampling: its `max_new_tokens` are the most tokens that may follow; None is `Greedy()`.
-        new_tokens: the same as a number, instead of `sampling`.
+        policy: selects the entries.
+        sampling: its `max_new_tokens` is the capacity for new tokens; None: `Greedy()`.
+        new_tokens: the capacity for new tokens, instead of `sampling`.
         key: for policies that draw at random.
-        kernels: implementations of the ops, for this and for decoding from the cache; None: of the platform.
+        kernels: implementations of the ops, also for decoding with the cache; None: those of the platform.
 
     Returns:
-        The cache, and the logits of the first new token, which see the whole prompt unless the policy shortens it.
+        The cache, and the logits of the first new token, computed from the whole prompt unless the policy reduces it.
 
     Raises:
-        InputError: no key where the policy needs one, it does not fit the model, or new_tokens is less than 1; before
-            anything is traced.
+        InputError: the policy needs a key or does not fit the model, or new_tokens is less than 1. Raised before
+            tracing.
     """
     if isinstance(new_tokens, jax.Array):
         raise InputError(
@@ -78,14 +79,14 @@ def prefill(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Candidates:
-    """What one layer brings to the choice, of one row: heads first, as a policy sees them."""
+    """The candidates of one layer and row, with the axes in the order of policy stages."""
 
     k: Float[Array, "*B K t H"]
     v: Float[Array, "*B K t H"]
     is_vision: Bool[Array, "*B t"]
-    stays: Bool[Array, "*B t"]  # may be kept
-    source: Int[Array, "*B t"]  # which token of the prompt it is
-    held: Int[Array, "*B"]  # tokens in scope
+    is_candidate: Bool[Array, "*B t"]  # may be kept
+    source: Int[Array, "*B t"]  # index of the token in the prompt
+    held: Int[Array, "*B"]  # number of tokens in scope
     observed: Observed
 
 
@@ -100,31 +101,30 @@ def _look(
     keep: int | None,
     kernels: Kernels | None,
 ) -> Candidates:
-    """Observes one layer of one row; under a cap only the `keep` tokens that may still be kept live on."""
+    """Observes one layer of one row. With a cap, the result contains only the `keep` tokens that may still be kept."""
     q, k, v = (jnp.swapaxes(x, 0, 1) for x in (read.q, read.k, read.v))
-    obs = see(
+    obs = make_observation(
         policy, q, k, v, read.is_vision, read.valid, key,
-        layer=layer, layers=layers, max_instruction=max_instruction, stays=read.stays, lse=read.lse,
+        layer=layer, layers=layers, max_instruction=max_instruction, is_candidate=read.is_candidate, lse=read.lse,
         grid=read.grid, kernels=kernels,
     )  # fmt: skip
     observed, held = observe(policy, obs), jnp.sum(obs.in_scope)
     if keep is None:
-        return Candidates(k, v, read.is_vision, read.stays, read.source, held, observed)
-    stays = (read.stays & ~obs.in_scope) | shortlist(policy, observed, obs, layers=layers)
-    order = tokens_at(jnp.where(stays, ordinal(stays), keep), keep)
-    stays, order = order >= 0, jnp.maximum(order, 0)
+        return Candidates(k, v, read.is_vision, read.is_candidate, read.source, held, observed)
+    is_candidate = (read.is_candidate & ~obs.in_scope) | shortlist(policy, observed, obs, layers=layers)
+    order = tokens_at(jnp.where(is_candidate, ordinal(is_candidate), keep), keep)
+    is_candidate, order = order >= 0, jnp.maximum(order, 0)
     values = {name: value[:, order] for name, value in observed.values.items()}
     observed = observed._replace(scores=observed.scores[:, order], protected=observed.protected[order], values=values)
     k, v = (x.at[:, order].get(mode="promise_in_bounds") for x in (k, v))
-    return Candidates(k, v, read.is_vision[order], stays, read.source[order], held, observed)
+    return Candidates(k, v, read.is_vision[order], is_candidate, read.source[order], held, observed)
 
 
 def fill_cache(prompt: Prompt, policy: Policy, *, new_tokens: int, key: Key[Array, ""] | None = None) -> PackedCache:
-    """What the policy keeps of a prompt, packed, with room for `new_tokens`.
+    """A cache of the prompt entries that the policy keeps, with capacity for `new_tokens`.
 
     Raises:
-        InputError: no key where the policy needs one, a prompt that another policy has shortened, or new_tokens is less
-            than 1.
+        InputError: the policy needs a key, another policy has reduced the prompt, or new_tokens is less than 1.
     """
     return fill_cache_with(prompt, policy, None, new_tokens=new_tokens, key=key)
 
@@ -137,13 +137,13 @@ def fill_cache_with(
     new_tokens: int,
     key: Key[Array, ""] | None = None,
 ) -> PackedCache:
-    """As `fill_cache`, with the budget as arrays, so that one program serves every keep.
+    """`fill_cache` with the budget as arrays, so that one compiled program can be used for every keep.
 
     Args:
-        prompt: that was read.
-        policy: with the largest keep; memory is reserved for it.
-        budget: of the same policy with a smaller keep. None: its own.
-        new_tokens: slots of the tail.
+        prompt: from `read_prompt`.
+        policy: with the largest keep, for which memory is allocated.
+        budget: of the same policy with a smaller keep; None: that of `policy`.
+        new_tokens: capacity for new tokens.
         key: for policies that draw at random.
 
     Raises:
@@ -152,9 +152,7 @@ def fill_cache_with(
     check_new_tokens(new_tokens)
     require_fit(policy, len(prompt.layers), key)
     if policy.reducer != prompt.reducer:
-        raise InputError(
-            f"{type(policy).__name__} and the prompt do not fit: read_prompt must be given the same policy"
-        )
+        raise InputError(f"{type(policy).__name__} and the prompt do not fit: give the same policy to read_prompt")
     chooser = policy if budget is None else with_budget(policy, budget)
     look = _observer(chooser, prompt, layers=len(prompt.layers), key=key, kernels=prompt.kernels)
     found = tuple(look(i, layer) for i, layer in enumerate(prompt.layers))
@@ -164,7 +162,7 @@ def fill_cache_with(
 def _observer(
     policy: Policy, bounds: Inputs | Prompt, *, layers: int, key: Key[Array, ""] | None, kernels: Kernels | None
 ) -> Callable[[int, LayerPrompt], Candidates]:
-    """A function from a layer's number and what it read, all rows, to its candidates."""
+    """A function from a layer's number and its LayerPrompt, for all rows, to its candidates."""
     batch = bounds.valid.shape[0]
     keys = None if key is None else jax.random.split(key, batch)
     keep = None
@@ -184,25 +182,25 @@ def _observer(
 
 
 def _fill(prompt: Prompt, policy: Policy, new_tokens: int, chooser: Policy | None = None) -> PackedCache:
-    """From the candidates of all layers to a cache; `chooser` is the policy whose budgets count, if not `policy`."""
+    """Makes a cache from the candidates of all layers. `chooser` is the policy that selects, if it is not `policy`."""
     length, found = prompt.valid.shape[1], prompt.layers
-    longest = max(layer.stays.shape[1] for layer in found)
-    is_vision, stays, source = (
+    longest = max(layer.is_candidate.shape[1] for layer in found)
+    is_vision, is_candidate, source = (
         jnp.stack([_lengthen(getattr(layer, name), longest) for layer in found], axis=1)
-        for name in ("is_vision", "stays", "source")
+        for name in ("is_vision", "is_candidate", "source")
     )  # [B, L, T]
     held = jnp.stack([layer.held for layer in found], axis=1)
     seen = jnp.sum(prompt.valid & prompt.is_vision if policy.scope == "vision" else prompt.valid, axis=1)
     observed = tuple(layer.observed for layer in found)
     choose = partial(allocate_and_take, chooser or policy, bound=length)
-    selection = jax.vmap(choose)(observed, is_vision, stays, held, seen)
+    selection = jax.vmap(choose)(observed, is_vision, is_candidate, held, seen)
     merged = []
     for i, layer in enumerate(found):
         kept, scores = (x[:, i, :, : layer.k.shape[2]] for x in (selection.kept, selection.scores))
         merged.append(jax.vmap(policy.merge)(layer.k, layer.v, kept, scores))
     kept, asked, reuses = jnp.swapaxes(selection.kept, 0, 1), None, reuses_slots(policy)
     memories: tuple[Memory, ...] = ()
-    if policy.acts:
+    if policy.updates_while_decoding:
         recall = jax.vmap(partial(_recall, policy, new_tokens=new_tokens))
         recalled = [
             recall(
@@ -219,7 +217,7 @@ def _fill(prompt: Prompt, policy: Policy, new_tokens: int, chooser: Policy | Non
         next_position=prompt.next_position, new_tokens=new_tokens, asked=asked, **bounds,
     )  # fmt: skip
     cache = dataclasses.replace(cache, kernels=prompt.kernels)
-    if policy.acts:
+    if policy.updates_while_decoding:
         most = segment_slots(
             policy, layers=len(found), vision=prompt.max_vision, text=prompt.max_text, images=prompt.max_images,
             new_tokens=new_tokens,
@@ -240,9 +238,9 @@ def _recall(
     *,
     new_tokens: int,
 ) -> tuple[Memory, Bool[Array, "K t"]]:
-    """What a policy that acts while decoding remembers of one layer of one row, and which tokens it stores."""
+    """The decode state of one layer and row, and the tokens that it stores."""
 
-    def spread(x: Array) -> Array:  # from a layer's tokens to the prompt's
+    def spread(x: Array) -> Array:  # from the layer's tokens to those of the prompt
         return jnp.zeros((len(x), len(valid)), x.dtype).at[:, source].set(x)
 
     memory = begin(
@@ -254,19 +252,16 @@ def _recall(
 
 
 def _own_buffers(cache: PackedCache, prompt: Prompt) -> PackedCache:
-    """The cache without an array that it holds twice, or that the prompt holds too.
-
-    A cache may be donated, and then no array may be donated twice or still be needed by the prompt.
-    """
+    """Copies arrays that the cache contains twice or shares with the prompt, so that the cache can be donated."""
     seen = {id(x) for x in jax.tree.leaves(prompt)}
 
-    def own(x: Array) -> Array:
+    def unshared(x: Array) -> Array:
         if id(x) in seen:
             return jnp.copy(x)
         seen.add(id(x))
         return x
 
-    return jax.tree.map(own, cache)
+    return jax.tree.map(unshared, cache)
 
 
 def _lengthen(x: Array, length: int) -> Array:

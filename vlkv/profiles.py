@@ -1,15 +1,15 @@
-"""Offline profiles (PrefixKV): what share of its tokens each layer keeps, measured on a few samples and then fixed.
+"""Offline profiles of PrefixKV: the share of tokens that each layer keeps, measured on a few samples and then fixed.
 
-Measure, save, and give the policy what was saved; nothing is searched while a prompt is read:
+Measure a profile, save it, and give it to the policy, which then needs no search during prefill:
 
     ratios = profiles.measure(params, samples, PrefixKV(keep=0.2))
     profiles.save("profile.json", ratios, PrefixKV(keep=0.2), params.config, name="llava-1.5-7b")
     policy = PrefixKV(keep=0.2, profile=profiles.load("profile.json", params.config))
 
-The paper's Tables 5 to 11 ask how far one may trust a profile. Where they show perplexity, here is what lies beneath:
-profiles of so many samples (Table 5, `by_number`) and of each group of them (Tables 8 and 9, `by_group`), their
-deviations (Table 7, `spread` and `distance`), and the search cut short (Tables 10 and 11, `search` on `curves`).
-Table 6 is the policy with a profile and without.
+The paper's Tables 5 to 11 study how reliable profiles are. They show perplexity; the functions here return the profiles
+behind it: profiles of n samples (Table 5, `by_number`), of groups of samples (Tables 8 and 9, `by_group`), deviations
+(Table 7, `spread` and `distance`), and a search with fewer steps (Tables 10 and 11, `search` on `curves`). Table 6
+compares the policy with and without a profile.
 
 Axes: S samples · L layers · B rows of a batch · T tokens. Numbers are float64 on the host.
 """
@@ -35,26 +35,26 @@ from vlkv.inputs import Inputs
 from vlkv.policies import CSP, Policy, PrefixKV
 from vlkv.policies.csp import region_share
 from vlkv.policies.policy import Scope
-from vlkv.policies.selection import see
+from vlkv.policies.selection import make_observation
 from vlkv.prefill import fill_cache
 from vlkv.reading import LayerPrompt, read_prompt
 
-AGGREGATION = "mean"  # the only one; the file says so, for those who come after
+AGGREGATION = "mean"  # the only one; written to the file to document it
 
 
 def measure(params: Model, samples: Iterable[Inputs], policy: Policy) -> Float[np.ndarray, "S L"]:
-    """The share of its tokens in scope that each layer keeps of each sample, averaged over key heads.
+    """The share of tokens in scope that each layer keeps of each sample, averaged over key heads.
 
     Args:
         params: the model.
         samples: from the processor; every row of a batch is one sample.
-        policy: a PrefixKV without a profile, or another whose budgets follow the sample.
+        policy: a PrefixKV without a profile, or another policy with budgets that depend on the sample.
 
     Raises:
-        InputError: no samples, one without tokens in scope, or a policy that has a profile already.
+        InputError: no samples, a sample without tokens in scope, or a policy with a profile.
     """
     if getattr(policy, "profile", None) is not None:
-        raise InputError("a profile is measured without one: give PrefixKV no profile=")
+        raise InputError("to measure a profile, give PrefixKV no profile=")
     ratios: list[np.ndarray] = []
     for inputs in samples:
         text = np.asarray(inputs.valid & ~inputs.is_vision).sum(axis=1)
@@ -90,28 +90,28 @@ def distance(ratios: Float[np.ndarray, "S L"], profile: Float[np.ndarray, " L"])
 
 
 def by_number(ratios: Float[np.ndarray, "S L"], numbers: Sequence[int]) -> Float[np.ndarray, "n L"]:
-    """The profiles of the first so many samples (Table 5)."""
+    """The profiles of the first n samples, for each n in `numbers` (Table 5)."""
     for n in numbers:
         if not 1 <= n <= len(ratios):
-            raise InputError(f"a profile of {n} samples cannot be had from {len(ratios)}")
+            raise InputError(f"a profile of {n} samples cannot be made from {len(ratios)}")
     return np.stack([aggregate(ratios[:n]) for n in numbers])
 
 
 def by_group(ratios: Float[np.ndarray, "S L"], groups: Sequence[str]) -> dict[str, Float[np.ndarray, " L"]]:
-    """The profile of each group of samples, as domains or lengths of the instruction (Tables 8 and 9)."""
+    """The profile of each group of samples, such as domains or instruction lengths (Tables 8 and 9)."""
     if len(groups) != len(ratios):
-        raise InputError(f"{len(groups)} groups for {len(ratios)} samples: name the group of each")
+        raise InputError(f"{len(groups)} groups for {len(ratios)} samples: give one group per sample")
     return {group: aggregate(ratios[np.array(groups) == group]) for group in dict.fromkeys(groups)}
 
 
 def curves(params: Model, inputs: Inputs, policy: PrefixKV) -> Float[Array, "B L T"]:
-    """P_l(o), the share of importance that a layer's o best tokens have; +inf past the tokens in scope. Jittable."""
+    """P_l(o), the share of importance of a layer's o best tokens; +inf beyond the tokens in scope. Jittable."""
     prompt = read_prompt(params, inputs, policy)
     layers = len(prompt.layers)
 
     def row(read: LayerPrompt, layer: int) -> Float[Array, " T"]:
         q, k, v = (jnp.swapaxes(x, 0, 1) for x in (read.q, read.k, read.v))
-        obs = see(
+        obs = make_observation(
             policy, q, k, v, read.is_vision, read.valid, None,
             layer=layer, layers=layers, max_instruction=prompt.max_instruction,
         )  # fmt: skip
@@ -124,16 +124,16 @@ def curves(params: Model, inputs: Inputs, policy: PrefixKV) -> Float[Array, "B L
 def search(
     cumulative: Float[np.ndarray, "L T"], keep: float, *, tolerance: float = 0.0, steps: int = 64
 ) -> tuple[Float[np.ndarray, " L"], int]:
-    """Alg. 1 as printed, cut short, and what it finds scaled to the budget (Tables 10 and 11).
+    """Alg. 1 as printed, with a limit on its steps; the result is scaled to the budget (Tables 10 and 11).
 
     Args:
         cumulative: of one sample, a row of `curves`.
-        keep: r, the share of all tokens that stays.
-        tolerance: of |sum R_l - r L|, where R_l are shares: the delta at which the search ends.
-        steps: the most halvings of [0, 1].
+        keep: r, the share of all tokens that is kept.
+        tolerance: the search ends when |sum R_l - r L| is at most this, where R_l are the shares of layers.
+        steps: limit on the bisections of [0, 1].
 
     Returns:
-        R_l, which sum to r L (a layer that would pass 1 is left there), and the steps taken.
+        R_l, which sum to r L (except that each is at most 1), and the number of steps.
     """
     count = np.isfinite(cumulative).sum(axis=1)
     low, high, goal = 0.0, 1.0, keep * len(cumulative)
@@ -150,14 +150,14 @@ def search(
 
 
 def cross_share(params: Model, samples: Iterable[Inputs], policy: CSP) -> float:
-    """The mean share that cross attention has of both regions, over samples, layers and heads (CSP, Sec. 4.3).
+    """The mean share of cross attention in both regions, over samples, layers and heads (CSP, Sec. 4.3).
 
-    It is the calibrated number that the paper gives CSP as `c`, where `c="auto"` follows each sample and layer.
+    This is the paper's calibrated value for the option `c` of CSP; `c="auto"` uses the share of each layer and head.
 
     Args:
         params: the model.
         samples: from the processor; every row of a batch is one sample.
-        policy: whose window and n-softmax are used; its own `c` has no effect.
+        policy: its window and n-softmax are used; its `c` has no effect.
 
     Raises:
         InputError: no samples.
@@ -175,7 +175,7 @@ def _cross_share(params: Model, inputs: Inputs, policy: CSP) -> Float[Array, "B 
 
     def row(read: LayerPrompt, layer: int) -> Float[Array, " K"]:
         q, k, v = (jnp.swapaxes(x, 0, 1) for x in (read.q, read.k, read.v))
-        obs = see(
+        obs = make_observation(
             policy, q, k, v, read.is_vision, read.valid, None,
             layer=layer, layers=layers, max_instruction=prompt.max_instruction,
         )  # fmt: skip
@@ -189,7 +189,7 @@ def _cross_share(params: Model, inputs: Inputs, policy: CSP) -> Float[Array, "B 
 
 
 def fingerprint(config: ModelConfig) -> dict[str, Any]:
-    """What must agree between the model that was measured and the one that runs."""
+    """Properties of the model that must be the same when a profile is used."""
     decoder = config.decoder
     return {
         "family": config.family,
@@ -209,14 +209,14 @@ def save(
     *,
     name: str,
 ) -> dict[str, Any]:
-    """Writes a profile as JSON, whole or not at all, and returns what it holds.
+    """Writes a profile as JSON and returns its content.
 
     Args:
-        path: the file; one that is there is replaced.
+        path: the file; an existing one is replaced.
         ratios: from `measure`.
-        policy: that they were measured with.
-        config: the model's (`params.config`).
-        name: what the model is called, for people.
+        policy: the policy of the measurement.
+        config: of the model (`params.config`).
+        name: name of the model, for readers of the file.
 
     Raises:
         InputError: the folder does not exist.
@@ -243,11 +243,11 @@ def load(path: str | os.PathLike[str], config: ModelConfig, *, scope: Scope = "a
 
     Args:
         path: written by `save` or `vlkv profile`.
-        config: of the model that is to run (`params.config`).
-        scope: of the policy that is to use it.
+        config: of the model that will use the profile (`params.config`).
+        scope: of the policy that will use it.
 
     Raises:
-        InputError: no such file, none of ours, or measured on a model of another shape or under another scope.
+        InputError: no such file, not a profile, or measured on a model of another shape or with another scope.
     """
     path = Path(path)
     text = read_text(path)
@@ -266,7 +266,7 @@ def load(path: str | os.PathLike[str], config: ModelConfig, *, scope: Scope = "a
                 f"here {ours!r}; make one for this model with `vlkv profile`"
             )
     if measured_scope != scope:
-        raise InputError(f'{path}: measured under scope="{measured_scope}", here "{scope}": shares of other tokens')
+        raise InputError(f'{path}: measured with scope="{measured_scope}", but the policy has scope="{scope}"')
     if len(shares) != config.decoder.layers or not all(isinstance(x, float | int) and 0 < x <= 1 for x in shares):
         raise InputError(
             f"{path}: shares must be {config.decoder.layers} fractions in (0, 1]; make it again with `vlkv profile`"

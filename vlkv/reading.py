@@ -1,6 +1,7 @@
-"""Reading a prompt: all layers over all tokens, and where a policy asks for it, over fewer and fewer of them.
+"""The first half of prefill: runs all layers over a prompt, which some policies reduce between layers.
 
-Axes: B batch · T prompt · t tokens that one layer sees · N, K heads · H head dim · A position axes.
+Axes: B batch · T tokens of the prompt · t tokens of one layer · N query heads · K key heads · H head dim ·
+A position axes.
 """
 
 from __future__ import annotations
@@ -22,32 +23,35 @@ from vlkv.inputs import Inputs
 from vlkv.observe import first
 from vlkv.parallel import by_row, prefill_attention
 from vlkv.policies.policy import Policy
-from vlkv.policies.selection import require_fit, see
+from vlkv.policies.selection import make_observation, require_fit
 from vlkv.tokens import Tokens, shorten
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerPrompt:
-    """What one layer would put into a full cache, and the queries that judge it."""
+    """Queries, keys and values of one layer for the whole prompt.
+
+    Keys and values are what a full cache would contain; the queries are used for scores.
+    """
 
     q: Float[Array, "*B t N H"]  # rotated
     k: Float[Array, "*B t K H"]
     v: Float[Array, "*B t K H"]
     is_vision: Bool[Array, "*B t"]
     valid: Bool[Array, "*B t"]
-    stays: Bool[Array, "*B t"]  # may be cached
-    source: Int[Array, "*B t"]  # which token of the prompt it is
-    grid: Int[Array, "*B t 3"]  # number of its image in the row, line and column of its patch; -1: on no grid
-    lse: Float[Array, "*B N t"] | None = None  # log-sum-exp of each query's logits; None: the kernels gain nothing
+    is_candidate: Bool[Array, "*B t"]  # candidates for the cache
+    source: Int[Array, "*B t"]  # index of the token in the prompt
+    grid: Int[Array, "*B t 3"]  # number of the image in its row, line and column of the patch; -1: none
+    lse: Float[Array, "*B N t"] | None = None  # log-sum-exp of each query's logits; None: kernels do not use it
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A prompt that has been read."""
+    """A prompt after all layers, from which `fill_cache` makes a cache."""
 
-    layers: tuple[Any, ...]  # LayerPrompt, or what `each` of `read` made of it
+    layers: tuple[Any, ...]  # LayerPrompt, or the result of `each` in `read`
     is_vision: Bool[Array, "B T"]
     valid: Bool[Array, "B T"]
     next_position: Int[Array, "B A"]
@@ -56,7 +60,7 @@ class Prompt:
     max_text: int = dataclasses.field(metadata={"static": True})
     max_instruction: int = dataclasses.field(metadata={"static": True})
     max_images: int = dataclasses.field(metadata={"static": True})
-    reducer: Policy | None = dataclasses.field(metadata={"static": True})  # which policy shortened it
+    reducer: Policy | None = dataclasses.field(metadata={"static": True})  # the policy that reduced the prompt
     kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
 
 
@@ -68,18 +72,20 @@ def read_prompt(
     key: Key[Array, ""] | None = None,
     kernels: Kernels | None = None,
 ) -> Prompt:
-    """The prompt through all layers. Outside of one jit with `fill_cache` it holds all queries, keys and values.
+    """Runs all layers over a prompt. The result contains the queries, keys and values of all layers.
+
+    Under one jit with `fill_cache`, XLA keeps only what the policy needs.
 
     Args:
         params: the model.
         inputs: from the processor.
-        policy: matters only if it shortens the prompt on its way.
-        key: for policies that shorten it at random.
-        kernels: implementations of the ops, for all that is made of this prompt; None: of the platform.
+        policy: used only if it reduces the prompt between layers.
+        key: for policies that reduce the prompt at random.
+        kernels: implementations of the ops, also for functions that use the result; None: those of the platform.
 
     Raises:
-        InputError: the policy does not fit the model, or needs a key, or a tower with a class token, or keeps more than
-            its `remaining` allows (which is unknown under jit).
+        InputError: the policy does not fit the model, needs a key or a vision tower, or, outside jit, keeps more tokens
+            than its `remaining` allows.
     """
     return read(params, inputs, policy, lambda _, layer: layer, key=key, kernels=kernels)
 
@@ -93,9 +99,10 @@ def read(
     key: Key[Array, ""] | None = None,
     kernels: Kernels | None = None,
 ) -> Prompt:
-    """As `read_prompt`, keeping of every layer what `each` makes of it before the next layer begins.
+    """`read_prompt` that keeps only the result of `each` for every layer, computed before the next layer runs.
 
-    Where the policy `forgets`, the layers before the last reduction wait for it, and `each` sees what is left of them.
+    If the policy has `drops_early_layers`, `each` is called for the layers before the last reduction only after this
+    reduction, and gets only the tokens that are left.
     """
     inputs = jax.tree.map(jnp.asarray, inputs)
     layers = len(params.decoder.layers)
@@ -104,14 +111,14 @@ def read(
     reducer = None if policy is None else policy.reducer
     stages = () if reducer is None or inputs.max_vision == 0 else reducer.reductions(layers)
     tokens, vision = _begin(params, inputs, reducer if stages else None), inputs.max_vision
-    made: list[Any] = []
+    results: list[Any] = []  # of `each`; LayerPrompts while they wait for the last reduction
     before: LayerPrompt | None = None
     kernels = Kernels() if kernels is None else kernels
     return_lse = takes_lse(kernels.attention_mass)
 
     def reduce(layer: int) -> Array | None:
-        """Reduces the prompt before this layer if the policy asks for it; returns the positions of what is left."""
-        nonlocal tokens, vision, made
+        """Reduces the prompt before this layer if the policy asks for it; returns the new positions, else None."""
+        nonlocal tokens, vision, results
         if reducer is None or layer not in stages:
             return None
         stage = stages.index(layer)
@@ -125,11 +132,11 @@ def read(
         tokens, left = by_row(one, inputs.valid.shape[0])(tokens, before, keys)
         if not isinstance(left, jax.core.Tracer) and int(jnp.max(left)) > vision:
             raise InputError(f"{type(reducer).__name__}: reduce has kept {int(jnp.max(left))} vision tokens at "
-                             f"stage {stage}, where remaining allows {vision}: correct one of the two")  # fmt: skip
-        if reducer.forgets:
-            made = [_without(m, tokens, inputs.valid.shape[1]) for m in made]
+                             f"stage {stage}, but remaining allows {vision}: correct one of the two")  # fmt: skip
+        if reducer.drops_early_layers:
+            results = [_without(m, tokens, inputs.valid.shape[1]) for m in results]
             if layer == stages[-1]:
-                made = [each(i, m) for i, m in enumerate(made)]
+                results = [each(i, m) for i, m in enumerate(results)]
         return tokens.positions
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
@@ -139,34 +146,34 @@ def read(
         )
         attended, lse = attended if return_lse else (attended, None)
         before = LayerPrompt(
-            q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, stays=tokens.valid, source=tokens.source,
-            grid=tokens.grid, lse=lse,
+            q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, is_candidate=tokens.valid,
+            source=tokens.source, grid=tokens.grid, lse=lse,
         )  # fmt: skip
         return attended
 
     def after(i: int, x: Array) -> tuple[Array, Array | None]:
         nonlocal tokens
         assert before is not None
-        waits = reducer is not None and reducer.forgets and i < max(stages, default=0)
-        # The next layer waits, so that what `each` does not keep is gone before more is made.
+        waits = reducer is not None and reducer.drops_early_layers and i < max(stages, default=0)
+        # With this barrier, the next layer starts after `each`, so that the layer's arrays are freed first.
         x, kept = jax.lax.optimization_barrier((x, before if waits else each(i, before)))
-        made.append(kept)
+        results.append(kept)
         tokens = dataclasses.replace(tokens, x=x)
         moved = reduce(i + 1)
         return tokens.x, moved
 
     reduce(0)
     params.decoder.walk(tokens.x, tokens.positions, attend, after)
-    # A prompt that ends with an image is continued from the last of its tokens that is left.
+    # The last token that is left. It may be a vision token, if the prompt ends with an image.
     last = jnp.max(jnp.where(tokens.valid, jnp.arange(tokens.valid.shape[1]), 0), axis=1)
     row = jnp.arange(len(last))
-    # New tokens count every token ever seen, unless a reduction has numbered what is left anew.
+    # The next position counts all tokens of the prompt, minus the difference if a reduction has renumbered positions.
     given, now = inputs.positions[row, tokens.source[row, last]], tokens.positions[row, last]
     renumbered = jnp.max(given, axis=-1) - jnp.max(now, axis=-1)
-    # The greatest of all axes: after an image M-RoPE goes on from there, alike on every axis.
+    # In M-RoPE the position after an image is the greatest one on all axes plus one.
     greatest = jnp.max(jnp.where(inputs.valid[..., None], inputs.positions, -1), axis=(1, 2))
     return Prompt(
-        layers=tuple(made), is_vision=inputs.is_vision, valid=inputs.valid,
+        layers=tuple(results), is_vision=inputs.is_vision, valid=inputs.valid,
         next_position=jnp.broadcast_to((greatest + 1 - renumbered)[:, None], now.shape),
         logits=params.decoder.logits(tokens.x[row, last]),
         max_vision=inputs.max_vision, max_text=inputs.max_text, max_instruction=inputs.max_instruction,
@@ -176,8 +183,8 @@ def read(
 
 def _begin(params: Model, inputs: Inputs, reducer: Policy | None) -> Tokens:
     tower = None
-    if reducer is not None and reducer.watches:
-        x, tower = params.watch(inputs, reducer.watches)
+    if reducer is not None and reducer.class_attention_layers:
+        x, tower = params.embed_with_attention(inputs, reducer.class_attention_layers)
     else:
         x = params.embed(inputs)
     return Tokens(
@@ -201,14 +208,14 @@ def _reduce(
     length: int,
     kernels: Kernels,
 ) -> tuple[Tokens, Int[Array, ""]]:
-    """One stage on one row, which then has `length` places, and how many vision tokens the policy has kept.
+    """One stage on one row, which then has `length` tokens; also returns the number of vision tokens that were kept.
 
-    Those after the first `vision` go too: the row has no more places, and the end of the prompt must not be cut off.
+    If they are more than `vision`, the last ones are dropped, because the text at the end must fit into the row.
     """
     obs = None
     if read is not None:
         q, k, v = (jnp.swapaxes(x, 0, 1) for x in (read.q, read.k, read.v))
-        obs = see(
+        obs = make_observation(
             policy, q, k, v, read.is_vision, read.valid, key,
             layer=layer, layers=layers, max_instruction=max_instruction, grid=read.grid, kernels=kernels,
         )  # fmt: skip
@@ -218,8 +225,8 @@ def _reduce(
     return shorten(changed, kept, length), jnp.sum(of_image)
 
 
-def _without(made: LayerPrompt, tokens: Tokens, length: int) -> LayerPrompt:
-    """A layer that no longer caches what a later reduction dropped."""
+def _without(layer: LayerPrompt, tokens: Tokens, length: int) -> LayerPrompt:
+    """The layer without the candidates that a later reduction dropped."""
     row = jnp.arange(tokens.valid.shape[0])[:, None]
-    alive = jnp.zeros((tokens.valid.shape[0], length), bool).at[row, tokens.source].set(tokens.valid)
-    return dataclasses.replace(made, stays=made.stays & alive[row, made.source])
+    left = jnp.zeros((tokens.valid.shape[0], length), bool).at[row, tokens.source].set(tokens.valid)
+    return dataclasses.replace(layer, is_candidate=layer.is_candidate & left[row, layer.source])

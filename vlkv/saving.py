@@ -1,13 +1,13 @@
-"""A compressed cache in a file: an image is read once, and serves questions for as long as the model stays the same.
+"""Saves a compressed cache to a file, so that later questions about an image need no prefill of it.
 
     vlkv.save_cache("page.safetensors", params, cache)
     cache = vlkv.load_cache("page.safetensors", params, new_tokens=100, rows=[0, 0, 0])
     cache, logits = vlkv.extend(params, cache, questions)     # three of them about one page
 
-The file is a safetensors file like any other: its tensors are the arrays of the cache under their own names and in
-their own dtypes (packed codes of a quantised pool stay packed), its metadata says how they hang together, which model
-and which policy made them, and the version of all this. Nothing in it is code: a class of a policy is looked up among
-ours, or, one's own, among those that the program has imported.
+The file is a safetensors file. Its tensors are the arrays of the cache with their names and dtypes; codes of a
+quantised pool are packed. Its metadata contains the structure of the cache, the model, the policy, and the version of
+the format.
+The file contains no code: the class of a policy is one of ours, or one that the program has already imported.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from vlkv.policies import Policy
 from vlkv.sharding import path_name
 
 FORMAT, VERSION, READS = "vlkv cache", "2", ("1", "2")
-_CORNER = 4  # numbers of each axis of a weight that tell one model from another
+_CORNER = 4  # first and last entries of each axis of a weight that are part of the model's fingerprint
 _OWN: dict[str, type] = {
     cls.__name__: cls for cls in (PackedCache, QuantizedPool, Memory, policies.Composed, *policies.registry.values())
 }
-_NOT_SAVED = ("kernels",)  # the machine that loads has its own
+_NOT_SAVED = ("kernels",)  # chosen by the machine that loads the cache
 
 
 def save_cache(
@@ -53,18 +53,18 @@ def save_cache(
     policy: Policy | None = None,
     note: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Writes a cache, whole or not at all, and returns what the file says about it.
+    """Writes a cache to a file atomically, and returns the content of its metadata.
 
     Args:
-        path: the file; one that is there is replaced.
+        path: the file; an existing one is replaced.
         params: the model that made the cache.
-        cache: of `prefill`, `extend` or `decode_step`.
-        policy: the one that made the cache, for the record. Caches of methods that act while decoding carry theirs.
-        note: what else the file shall say, as JSON has it; see `read_note`.
+        cache: from `prefill`, `extend` or `decode_step`.
+        policy: the policy that made the cache, for `read_note`. Caches with a decode state contain theirs.
+        note: further content of the metadata, as JSON; see `read_note`.
 
     Raises:
-        InputError: no such folder, a policy that cannot be found again by its name, or a cache that is spread over
-            several processes.
+        InputError: no such folder, a policy class that cannot be imported by its name, or a cache that is distributed
+            over several processes.
     """
     arrays: dict[str, Any] = {}
     content = {
@@ -78,7 +78,7 @@ def save_cache(
         save_file(
             arrays, partial, {"format": FORMAT, "version": VERSION, **{k: json.dumps(v) for k, v in content.items()}}
         )
-        partial.chmod(0o644)  # safetensors makes it readable by its owner alone
+        partial.chmod(0o644)  # safetensors makes the file readable only by its owner
     return content
 
 
@@ -90,17 +90,17 @@ def load_cache(
     rows: Sequence[int] | None = None,
     kernels: Kernels | None = None,
 ) -> PackedCache:
-    """A cache that `save_cache` has written, ready for `extend` and `decode_step`.
+    """Reads a cache that `save_cache` has written, for `extend` and `decode_step`.
 
     Args:
         path: the file.
         params: the same model, in the same dtype.
-        new_tokens: the most tokens that may follow the prompt, those fed included; None: as it was saved.
+        new_tokens: capacity for tokens after the prompt, including those it already has; None: as saved.
         rows: which rows, see `vlkv.cache.take_rows`; None: all.
-        kernels: implementations of the ops; None: of the platform.
+        kernels: implementations of the ops; None: those of the platform.
 
     Raises:
-        InputError: no such file, a damaged one, one of another version or model, or a policy that is not imported.
+        InputError: the file is missing, damaged, or of another version or model; or its policy is not imported.
     """
     path = Path(path)
     header, arrays = _read(path)
@@ -118,15 +118,15 @@ def load_cache(
 
 
 def read_note(path: str | os.PathLike[str]) -> tuple[Policy | None, dict[str, Any]]:
-    """The policy that made a saved cache, if it was said, and the note; raises InputError as `load_cache`."""
+    """The policy that made a saved cache, or None, and the note; raises InputError like `load_cache`."""
     header, _ = _read(Path(path), arrays=False)
     return _decode(header["policy"], {}), header["note"]
 
 
 def fingerprint(params: Model) -> dict[str, Any]:
-    """What must agree between the model that made a cache and the one that goes on with it.
+    """Properties that must be equal for the model that made a cache and the model that uses it.
 
-    Its sizes, its dtype, and a hash of its config and of two corners of every weight, which any training changes.
+    These are its sizes, its dtype, and a hash of its config and of two corners of every weight.
     """
     leaves = [(path_name(keypath), leaf) for keypath, leaf in jax.tree_util.tree_flatten_with_path(params)[0]]
     corners = [
@@ -147,7 +147,7 @@ def fingerprint(params: Model) -> dict[str, Any]:
 
 
 def _settings(config: Any) -> Any:
-    """A config as JSON without what stands at its default, so that a field added later changes no fingerprint."""
+    """A config as JSON without fields that have default values, so that new fields do not change the fingerprint."""
     if dataclasses.is_dataclass(config):
         fields = {field.name: (getattr(config, field.name), field.default) for field in dataclasses.fields(config)}
         return {name: _settings(value) for name, (value, default) in fields.items() if value != default}
@@ -159,22 +159,22 @@ def _settings(config: Any) -> Any:
 
 
 def _read(path: Path, *, arrays: bool = True) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-    """The header, and the arrays by name."""
+    """The metadata, and the arrays by name."""
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     try:
         with safe_open(path, framework="flax") as file:
-            said = file.metadata() or {}
-            if said.get("format") != FORMAT:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
                 raise InputError(f"{path}: not a cache; `vlkv.save_cache` writes one")
-            if said.get("version") not in READS:
+            if metadata.get("version") not in READS:
                 raise InputError(
-                    f"{path}: a cache of version {said.get('version')}, this vlkv reads {' and '.join(READS)}: read "
-                    "the image again and save its cache"
+                    f"{path}: a cache of version {metadata.get('version')}, but this vlkv reads {' and '.join(READS)}: "
+                    "make the cache again"
                 )
-            header = {name: json.loads(said[name]) for name in ("model", "policy", "cache", "note")}
+            header = {name: json.loads(metadata[name]) for name in ("model", "policy", "cache", "note")}
             tensors = {name: file.get_tensor(name) for name in (file.keys() if arrays else ())}
-            if arrays and said["version"] == "1":
+            if arrays and metadata["version"] == "1":
                 _from_version_1(header["cache"]["fields"]["memory"] or (), tensors)
             return header, tensors
     except (SafetensorError, OSError) as error:
@@ -186,7 +186,7 @@ def _read(path: Path, *, arrays: bool = True) -> tuple[dict[str, Any], dict[str,
 
 
 def _from_version_1(memories: Sequence[dict[str, Any]], arrays: dict[str, jax.Array]) -> None:
-    """Gives each layer's memory the fields of version 2: no slot was reused, and the core was a list of slots."""
+    """Adds the fields of version 2 to decode states. Version 1 reused no slots, and its core was a list of slots."""
     for i, memory in enumerate(memories):
         fields = memory["fields"]
         stored, place = (arrays[fields[name]["array"]] for name in ("stored", "place"))
@@ -206,16 +206,16 @@ def _check_model(path: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) 
             what = f"{name} {saved.get(name)!r}, here {value!r}"
             if name == "config and weights":
                 what = "the same sizes, but another config or other weights"
-            raise InputError(f"{path}: the cache of another model: {what}; read the image again with this one")
+            raise InputError(f"{path}: the cache of another model: {what}; make the cache again with this model")
 
 
 def _encode(value: Any, name: str, arrays: dict[str, Any]) -> Any:
-    """A tree of dataclasses, dicts and tuples as JSON; its arrays go into `arrays` under their paths."""
+    """A tree of dataclasses, dicts and tuples as JSON; its arrays are added to `arrays` under their paths."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, jax.Array | np.ndarray):
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
-            raise InputError("the cache is spread over several processes: gather it before it is saved")
+            raise InputError("the cache is distributed over several processes: gather it before saving")
         arrays[name] = value
         return {"array": name}
     if isinstance(value, tuple):
@@ -223,14 +223,14 @@ def _encode(value: Any, name: str, arrays: dict[str, Any]) -> Any:
     if isinstance(value, dict):
         return {"dict": {key: _encode(part, _join(name, key), arrays) for key, part in value.items()}}
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        raise InputError(f"{name} is a {type(value).__name__}, which cannot be saved: use numbers, texts and tuples")
+        raise InputError(f"{name} is a {type(value).__name__}, which cannot be saved: use numbers, strings and tuples")
     names = [field.name for field in dataclasses.fields(value) if field.init and field.name not in _NOT_SAVED]
     fields = {field: _encode(getattr(value, field), _join(name, field), arrays) for field in names}
     return {"class": _spell(type(value)), "fields": fields}
 
 
 def _decode(value: Any, arrays: Mapping[str, jax.Array]) -> Any:
-    """What `_encode` was given."""
+    """The inverse of `_encode`."""
     if isinstance(value, list):
         return tuple(_decode(part, arrays) for part in value)
     if not isinstance(value, dict):
@@ -247,12 +247,12 @@ def _join(name: str, part: Any) -> str:
 
 
 def _spell(cls: type) -> str:
-    """A name under which `_find` finds the class: ours by its own, another policy as module:name."""
+    """The name of a class for `_find`: that of our own class, or `module:name` for another policy."""
     if _OWN.get(cls.__name__) is cls:
         return cls.__name__
     if not issubclass(cls, Policy) or "<locals>" in cls.__qualname__:
         raise InputError(
-            f"{cls.__qualname__} cannot be saved, since it could not be found again: define it at the top of a module"
+            f"{cls.__qualname__} cannot be saved, because it could not be imported: define it at the top of a module"
         )
     return f"{cls.__module__}:{cls.__qualname__}"
 
@@ -261,9 +261,9 @@ def _find(name: str) -> type:
     if name in _OWN:
         return _OWN[name]
     module, _, rest = name.partition(":")
-    found: Any = sys.modules.get(module)  # importing what a file names would run code of its choice
+    found: Any = sys.modules.get(module)  # not imported here, because a file must not run code
     for part in rest.split("."):
         found = getattr(found, part, None)
     if not (isinstance(found, type) and issubclass(found, Policy)):
-        raise InputError(f"its policy is {rest or name} of the module {module}, which must be imported first")
+        raise InputError(f"its policy is {rest or name} of the module {module}: import this module first")
     return found

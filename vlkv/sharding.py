@@ -1,4 +1,4 @@
-"""Where arrays lie on a mesh with the axes `data` and `model`: weights, inputs, caches, and what comes back.
+"""Shardings of weights, inputs and caches on a mesh with the axes `data` and `model`.
 
     mesh = make_mesh(data=2, model=4)
     params, processor = vlkv.load(folder, mesh=mesh)
@@ -6,9 +6,9 @@
         output = jax.jit(vlkv.generate)(params, place_inputs(inputs, mesh), policy=policy)
     tokens = gather(output.tokens)
 
-An array names its axes by what they mean; MESH_AXIS says which of these are split over which axis of the mesh. An axis
-is split where it divides evenly; of several that go to the same axis of the mesh, the first that divides. The shapes
-alone, with their places, are `vlkv.families.abstract(config, dtype, mesh)`. How the ops run split: vlkv/parallel.py.
+The axes of an array have logical names; MESH_AXIS maps these names to axes of the mesh. An axis is split if the mesh
+axis divides it; if several axes map to the same mesh axis, the first that can be split is. `vlkv.families.abstract(
+config, dtype, mesh)` returns the shapes of a model with their shardings. vlkv/parallel.py runs ops on shards.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ MESH_AXIS = {
     "heads": "model",
     "kv_heads": "model",
     "slots": "model",
-    "head_dim": "model",  # where the heads do not divide: every weight is still read by one chip only
+    "head_dim": "model",  # if heads cannot be split, so that every weight is still read by only one chip
     "channels": "model",
     "vocab": "model",
 }
 
-# The last two parts of a parameter's path -> its axes; all others lie whole on every device.
+# The last two parts of a parameter's path -> its axes; other parameters are replicated.
 _HEADS: Axes = ("heads", "head_dim", None)
 _WEIGHTS: dict[str, Axes] = {
     "query.weight": _HEADS, "query.bias": _HEADS[:2],
@@ -52,17 +52,17 @@ _WEIGHTS: dict[str, Axes] = {
 
 
 def axes(*names: str | None) -> dict[str, Any]:
-    """Metadata for a dataclass field that holds arrays, or a tree of them: the names of their first axes."""
+    """Metadata for a dataclass field with arrays, or a tree of arrays: the names of their first axes."""
     return {"axes": names}
 
 
 def leaves_with_axes(tree: Any) -> list[tuple[Any, Axes]]:
-    """Every array of a tree of dataclasses, and the names of its axes, of which the innermost field decides."""
+    """Every array of a tree of dataclasses, and the names of its axes, which are those of the innermost field."""
     return [(x, _axes(tree, keypath, x)) for keypath, x in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def map_with_axes(f: Callable[[Any, Axes], Any], tree: T) -> T:
-    """The same tree of what `f` makes of every array and of the names of its axes."""
+    """Maps f(array, names of its axes) over a tree of dataclasses."""
     return jax.tree_util.tree_map_with_path(lambda keypath, x: f(x, _axes(tree, keypath, x)), tree)
 
 
@@ -78,12 +78,12 @@ def _axes(tree: Any, keypath: tuple[Any, ...], x: Any) -> Axes:
 
 
 def make_mesh(*, data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh for `load`, `jax.set_mesh` and `place_inputs`; its axes are Auto, so that XLA places what lies between.
+    """A mesh for `load`, `jax.set_mesh` and `place_inputs`. Its axes are Auto: XLA chooses shardings of intermediates.
 
     Args:
-        data: devices among which the rows of a batch are divided.
-        model: devices among which heads, MLP channels and the vocabulary are divided; those of one host, if they can.
-        devices: None: all there are, of all processes.
+        data: number of devices over which rows of a batch are split.
+        model: number of devices over which heads, MLP channels and the vocabulary are split; on one host if possible.
+        devices: None: all devices of all processes.
 
     Raises:
         InputError: data x model is not the number of devices.
@@ -91,15 +91,15 @@ def make_mesh(*, data: int = 1, model: int = 1, devices: Sequence[jax.Device] | 
     devices = jax.devices() if devices is None else devices
     if data < 1 or model < 1 or data * model != len(devices):
         raise InputError(
-            f"a mesh of data={data} x model={model} needs {data * model} devices, and there are {len(devices)}: "
-            "give two numbers with that product, or devices="
+            f"a mesh of data={data} x model={model} needs {data * model} devices, but there are {len(devices)}: "
+            "give two numbers with this product, or devices="
         )
     grid = mesh_utils.create_device_mesh((data, model), devices, allow_split_physical_axes=True)
     return Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
 def resolve(axes: Axes, shape: tuple[int, ...], mesh: Mesh | jax.sharding.AbstractMesh) -> PartitionSpec:
-    """How an array with these logical axes lies on the mesh."""
+    """The PartitionSpec of an array with these logical axes and this shape."""
     found: list[str | None] = []
     for name, size in zip(axes, shape, strict=True):
         target = None if name is None else MESH_AXIS.get(name)
@@ -120,35 +120,35 @@ def path_name(keypath: tuple[Any, ...]) -> str:
 
 
 def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """How one parameter lies on the mesh."""
+    """The PartitionSpec of one parameter."""
     return resolve(_WEIGHTS.get(".".join(path.split(".")[-2:]), (None,) * len(shape)), shape, mesh)
 
 
 def where(path: str, shape: tuple[int, ...], mesh: Mesh | None) -> Sharding:
-    """Where one parameter lies: split over the mesh, or on the default device."""
+    """The sharding of one parameter on the mesh, or on the default device without a mesh."""
     return jnp.zeros(()).sharding if mesh is None else NamedSharding(mesh, spec(path, shape, mesh))
 
 
 def place(path: str, array: np.ndarray, mesh: Mesh | None) -> jax.Array:
-    """An array on the default device, or split over the mesh without a whole copy on any device."""
+    """Puts a parameter on the default device, or shards it over the mesh, without a whole copy on any device."""
     if mesh is None:
         return jax.device_put(array)
     return jax.make_array_from_callback(array.shape, where(path, array.shape, mesh), lambda index: array[index])
 
 
-# --- what goes in and comes out -------------------------------------------------------------------------------------
+# --- inputs and outputs ---------------------------------------------------------------------------------------------
 
 
 def place_inputs(inputs: T, mesh: Mesh) -> T:
-    """Inputs with their rows divided over `data`, and images likewise where their number divides.
+    """Shards the rows of inputs over `data`, and the images too if their number can be split.
 
-    Of several processes each gives the same inputs, all rows of the batch, and keeps on its devices the rows that are
-    theirs: the processor runs on every host, which costs no communication and cannot get rows out of order.
+    Every process must pass the same inputs, with all rows of the batch; its devices get their own rows. So the
+    processor runs on every host, which needs no communication.
 
     Args:
-        inputs: from the processor, or any tree of numpy arrays with the batch in front; as ShapeDtypeStructs they get
-            a sharding and stay shapes.
-        mesh: of `make_mesh`.
+        inputs: from the processor, or any tree of arrays whose first axis is the batch. ShapeDtypeStructs get a
+            sharding and stay shapes.
+        mesh: from `make_mesh`.
     """
 
     def one(x: Any) -> Any:
@@ -158,9 +158,9 @@ def place_inputs(inputs: T, mesh: Mesh) -> T:
 
 
 def place_cache(cache: T, mesh: Mesh) -> T:
-    """A `PackedCache` as `prefill` leaves it on the mesh: of arrays, or of ShapeDtypeStructs, which stay shapes.
+    """Shards a `PackedCache` as `prefill` does. ShapeDtypeStructs get a sharding and stay shapes.
 
-    Pool and tail are split over their slots where the cache has them in parts, and over the key heads where not.
+    Pool and tail are split over slots if the cache has several parts, else over key heads.
     """
 
     def one(x: Any, names: Axes) -> Any:
@@ -170,15 +170,15 @@ def place_cache(cache: T, mesh: Mesh) -> T:
     return map_with_axes(one, cache)
 
 
-def _placed(x: Any, there: Sharding) -> Any:
+def _placed(x: Any, sharding: Sharding) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     x = np.asarray(x)
-    return jax.make_array_from_callback(x.shape, there, lambda index: x[index])
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 def gather(tree: T) -> T:
-    """Every array of a tree as a numpy array, whole, in every process; all of them must call it."""
+    """Every array of a tree as a whole numpy array in every process. All processes must call it."""
     from jax.experimental import multihost_utils  # noqa: PLC0415 (not needed on one host)
 
     def one(x: Any) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What commands share at the terminal: help, one line for bad input, JSON for machines, exit status 2."""
+"""Help texts, error messages and output that all commands share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlkv.errors import InputError
 
 
 class _Help(argparse.HelpFormatter):
-    """Fills paragraphs to the terminal's width, but not examples (`vlkv ...`), and says what the defaults are."""
+    """Wraps paragraphs, except examples (`vlkv ...`), at the width of the terminal, and shows defaults."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines = (
@@ -25,9 +25,9 @@ class _Help(argparse.HelpFormatter):
         return "\n\n".join(lines)
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        said = action.help or ""
-        told = "default" in said or action.default in (None, False, [], argparse.SUPPRESS)
-        return said if told else f"{said} (default: {_shown(action.default)})".strip()
+        text = action.help or ""
+        complete = "default" in text or action.default in (None, False, [], argparse.SUPPRESS)
+        return text if complete else f"{text} (default: {_shown(action.default)})".strip()
 
 
 def _shown(value: Any) -> str:
@@ -36,24 +36,24 @@ def _shown(value: Any) -> str:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """argparse, but an error is one line, and help shows defaults and keeps indented examples."""
+    """An ArgumentParser with errors of one line, and with `_Help`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": _Help, **options})
 
     def error(self, message: str) -> NoReturn:
-        """Says what is wrong and exits with 2."""
+        """Prints the error and exits with status 2."""
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
 
 def guarded(command: Callable[[], Any]) -> int:
-    """Runs a command and prints what it returns; bad input is one line on stderr and status 2."""
+    """Runs a command and prints its result, a text or JSON. Bad input gives one line on stderr and exit status 2."""
     try:
         result = command()
         if result is not None:
             print(result if isinstance(result, str) else json.dumps(result, indent=2))
         sys.stdout.flush()
-    except BrokenPipeError:  # as in `vlkv policies | head`: nobody reads on
+    except BrokenPipeError:  # the reader has closed the pipe, as in `vlkv policies | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (InputError, OSError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)

@@ -1,6 +1,6 @@
-"""What flows between two layers while a prompt is read, and how it gets shorter.
+"""The tokens between two layers of prefill, and their reduction.
 
-Axes: B batch · T tokens · D width · A position axes · W watched blocks of the tower · N its heads.
+Axes: B batch · T tokens · D width · A position axes · W blocks of the tower whose attention is used · N its heads.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from jaxtyping import Array, Bool, Float, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Hidden states, and what each of them is. A policy's `reduce` sees one row, without B."""
+    """Hidden states and what is known about each token. A policy's `reduce` gets one row, without B."""
 
     x: Float[Array, "*B T D"]
     positions: Int[Array, "*B T A"]
     is_vision: Bool[Array, "*B T"]
     valid: Bool[Array, "*B T"]
-    source: Int[Array, "*B T"]  # which token of the prompt it is
-    size: Float[Array, "*B T"]  # how many tokens of the prompt it stands for
-    grid: Int[Array, "*B T 3"]  # number of its image in the row, line and column of its patch; -1: on no grid
+    source: Int[Array, "*B T"]  # index of the token in the prompt
+    size: Float[Array, "*B T"]  # number of prompt tokens that it represents after merging
+    grid: Int[Array, "*B T 3"]  # number of the image in its row, line and column of the patch; -1: none
     parts: Int[Array, "*B T 2"] | None = None  # as in `Inputs`
-    tower: Float[Array, "*B W N T"] | None = None  # attention in the tower, where a policy watches it
+    tower: Float[Array, "*B W N T"] | None = None  # attention received in the tower, if the policy uses it
 
 
 def shorten(tokens: Tokens, kept: Bool[Array, " T"], length: int) -> Tokens:
-    """The tokens kept, in their order, in a row of `length`; what is left of it is padding. Unbatched."""
+    """The kept tokens, in their order, padded to a row of `length`. Unbatched."""
     order = jnp.argsort(~kept, stable=True)[:length]
     tower = None if tokens.tower is None else tokens.tower[..., order]
     rest = jax.tree.map(lambda x: x[order], dataclasses.replace(tokens, tower=None))

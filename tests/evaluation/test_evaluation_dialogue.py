@@ -45,7 +45,7 @@ def test_a_conversation_as_text(prompts, whole, before):
     assert prompts.write("q1", 1, then=[("a1", "q2")]) == whole
     assert whole.startswith(prompts.write("q1", 1))
     assert prompts.before_question("q1", 1) == prompts.before_question("<image>\nother", 1) == before
-    with pytest.raises(InputError, match="nothing is asked after the last image"):
+    with pytest.raises(InputError, match="no text follows the last image"):
         prompts.before_question("what is <image>", 1)
     with pytest.raises(InputError, match=r"1 <image> mark\(s\) for 0"):
         prompts.write("q1", 1, then=[("a1", "<image> q2")])
@@ -59,7 +59,7 @@ def test_what_is_fed_after_a_prompt(processor):
               for text in ("4 2 USER: read the page ASSISTANT:", "7")]  # fmt: skip
     assert [fed.tokens[row, fed.valid[row]].tolist() for row in range(2)] == wanted
     assert not fed.is_vision.any()
-    with pytest.raises(InputError, match="does not write a longer conversation"):
+    with pytest.raises(InputError, match="changes earlier turns"):
         processor.extension(longer, prompts)
 
 

@@ -176,8 +176,8 @@ def test_the_exported_pages_are_the_held_out_ones(tmp_path, root):
         with Image.open(record.images[0]) as image:
             np.testing.assert_array_equal(np.asarray(image.convert("RGB")), np.asarray(sample.image))
         assert [(turn.question, turn.answers) for turn in record.turns] == [(sample.question, (sample.answer,))]
-    shipped = read_records(root / "benchmarks" / "data" / "digits" / "digits.jsonl")
-    assert len({record.images for record in shipped}) == len(shipped) == 200
+    shipped = read_records(root / "benchmarks" / "data" / "ledger" / export.QUESTIONS)
+    assert len({record.images for record in shipped}) == len(shipped) == 100
     for ours, theirs in zip(shipped, records, strict=False):
         assert (ours.id, ours.turns) == (theirs.id, theirs.turns)
         with Image.open(ours.images[0]) as first, Image.open(theirs.images[0]) as second:
@@ -185,9 +185,11 @@ def test_the_exported_pages_are_the_held_out_ones(tmp_path, root):
 
 
 def test_several_questions_about_a_page(tmp_path):
-    records = read_records(export.export(tmp_path, 2, questions=9))
+    records = read_records(export.export(tmp_path, 2, kind="digits", questions=9))
     first = [record for record in records if record.images == records[0].images]
     rows = first[0].turns[0].answers[0].split(" / ")
     assert [record.turns[0].answers[0] for record in first[1:]] == rows
     with pytest.raises(InputError, match="at least one"):
         export.export(tmp_path, 0)
+    with pytest.raises(InputError, match="there are ledger, right, below, digits"):
+        export.export(tmp_path, 1, kind="letters")

@@ -22,7 +22,7 @@ import vlkv
 from vlkv import policies
 from vlkv.cli import main
 from vlkv.evaluation import Journal, Record, Settings, Turn, read_records, run, summarise
-from vlkv.mini import CHECKPOINT, export, folder
+from vlkv.mini import CHECKPOINT, export, folder, pages
 
 NEW = 32
 SNAPKV = policies.SnapKV(keep=0.2, scope="vision")
@@ -51,7 +51,7 @@ def model(small):
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory):
     """Two questions about each of six pages."""
-    return export.export(tmp_path_factory.mktemp("pages"), 6, questions=2)
+    return export.export(tmp_path_factory.mktemp("pages"), 6, kind="digits", questions=2)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_later_turns_see_the_whole_conversation(model, records, tmp_path):
     prompts = [encode(start).ids, encode(f"{start} {said[0]} USER: {second.turns[0].question} ASSISTANT:").ids]
     wanted = [[*encode(turn.answers[0], add_special_tokens=False).ids, folder.EOS] for turn in record.turns]
     rows = [
-        np.repeat(row, np.where(np.array(row) == folder.IMAGE, 144, 1))
+        np.repeat(row, np.where(np.array(row) == folder.IMAGE, pages.GRID**2, 1))
         for row in ([*ids, *answer] for ids, answer in zip(prompts, wanted, strict=True))
     ]
     longest = max(map(len, rows))
@@ -159,8 +159,8 @@ def test_numbers_of_the_report():
     entries = {(0, 0, 0): made, (1, 0, 0): {**made, "answer": "8", "tokens": 1, "bytes": 200}}
     result = summarise(records, [SNAPKV], ["exact", "perplexity"], entries)
     assert result["rows"] == [{
-        "policy": "SnapKV(keep=0.2, scope='vision')", "keep": 0.2, "exact": 0.5, "perplexity": pytest.approx(2),
-        "cache_bytes": 150, "tokens_per_second": 4,
+        "policy": "SnapKV(keep=0.2, scope='vision')", "keep": 0.2, "scope": "vision", "exact": 0.5,
+        "perplexity": pytest.approx(2), "cache_bytes": 150, "tokens_per_second": 4,
     }]  # fmt: skip
     assert [answer["said"] for answer in result["answers"]] == [["4 2"], ["8"]]
 
@@ -241,7 +241,7 @@ def test_killed_and_continued_it_gives_the_same(small, questions, root, tmp_path
         (["--policy", "snapkv"], "give keep="),
         (["--policy", "kivi", "--metric", "self-rouge-l"], "add full to --policy"),
         (["--batch", "0"], "batch=0 must be at least 1"),
-        (["--max-new-tokens", "500"], "pass the model's limit of 512"),
+        (["--max-new-tokens", "2000"], "exceed the model's limit of 2048"),
         (["--max-new-tokens", "2", "--metric", "perplexity"], "line 1: the first answer has"),
     ],
 )

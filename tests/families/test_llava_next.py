@@ -233,11 +233,11 @@ def test_settings_that_are_refused(change, message):
 def test_batches_that_are_refused(saved):
     params, rows = saved[2], saved[3]
     for change, message in [
-        ({"image_sizes": None}, "without image_sizes"),
+        ({"image_sizes": None}, "no image_sizes"),
         ({"image_sizes": [[30, 50]]}, "pixel_values has"),
-        ({"image_sizes": [[56, 56]] * 5}, "the pictures need"),
+        ({"image_sizes": [[56, 56]] * 5}, "need"),
         ({"pixel_values": np.zeros((5, 2, 3, SIDE, SIDE))}, r"expected \[\d+, 3"),
-        ({"pixel_values_videos": np.zeros((1, 2, 3, SIDE, SIDE))}, "takes no video"),
+        ({"pixel_values_videos": np.zeros((1, 2, 3, SIDE, SIDE))}, "does not support videos"),
     ]:
         with pytest.raises(InputError, match=message):
             vlkv.Inputs.from_hf({**joined(rows), **change}, params.config)
@@ -248,7 +248,7 @@ def test_folders_that_are_refused(saved, tmp_path):
     _, raw = processors()
     image = PIL.Image.new("RGB", (40, 40))
     for change, message in [
-        ({"image_grid_pinpoints": [[28, 28]]}, "not of one checkpoint"),
+        ({"image_grid_pinpoints": [[28, 28]]}, "different checkpoints"),
         ({"size": {"shortest_edge": 14}, "crop_size": 14}, "makes 14 x 14 pixels"),
     ]:
         (tmp_path / "preprocessor_config.json").write_text(json.dumps({**raw, **change}))
@@ -257,7 +257,7 @@ def test_folders_that_are_refused(saved, tmp_path):
     with pytest.raises(InputError, match="layout='pad'"):
         config.open_pictures(tmp_path, "pad")
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(raw))
-    with pytest.raises(InputError, match="takes no video"):
+    with pytest.raises(InputError, match="does not support videos"):
         config.open_pictures(tmp_path, "checkpoint").read(Video(frames=[image]))
     (tmp_path / "preprocessor_config.json").unlink()
     with pytest.raises(InputError, match=r"preprocessor_config\.json: no such file"):

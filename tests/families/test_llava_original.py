@@ -180,7 +180,7 @@ def test_class_attention_of_a_pooled_token_is_the_mean_over_its_patches(tmp_path
     write(model, "mobilevlm", tmp_path)
     params, is_vision = vlkv.load_params(tmp_path), np.asarray(row.ids) == IMAGE
     inputs = vlkv.Inputs.from_hf(joined([row]), params.config)
-    _, rows = params.watch(jax.tree.map(jnp.asarray, inputs), (1,))
+    _, rows = params.embed_with_attention(jax.tree.map(jnp.asarray, inputs), (1,))
     np.testing.assert_allclose(np.asarray(rows)[0, 0, :, : len(is_vision)][:, is_vision], pooled, atol=1e-6)
 
 
@@ -210,7 +210,7 @@ def test_a_missing_tower_is_refused_with_a_remedy(saved, tmp_path):
         vlkv.load_params(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "vision_config": model.tower.config.to_dict()}))
-    with pytest.raises(InputError, match=f"holds no vision tower: put the folder {TOWER} "):
+    with pytest.raises(InputError, match=f"contains no vision tower: put the folder {TOWER} "):
         vlkv.load_params(tmp_path)
 
 
@@ -223,7 +223,7 @@ def test_a_missing_tower_is_refused_with_a_remedy(saved, tmp_path):
         ({"mm_patch_merge_type": "spatial_unpad"}, "mm_patch_merge_type='spatial_unpad'"),
         ({"mm_vision_select_feature": "cls"}, "mm_vision_select_feature='cls'"),
         ({"mm_hidden_size": 20}, "mm_hidden_size=20"),
-        ({"mm_vision_tower": "google/.."}, "mm_vision_tower='google/..' names no tower"),
+        ({"mm_vision_tower": "google/.."}, "mm_vision_tower='google/..' is not the name of a tower"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -185,7 +185,7 @@ def test_processor_of_an_original_folder(saved, tmp_path):
     pair = processor([[image, image], [image], []], ["Which?", "Where?", "Why?"])
     alone = picture_tokens(config, (40, 30))
     assert pair.is_vision.sum(axis=1).tolist() == [2 * (GRID**2 + 1), alone, 0]
-    with pytest.raises(InputError, match="one kind"):
+    with pytest.raises(InputError, match="same token"):
         processor([image, Video(frames=[image])], ["Which?", "Where?"])
 
 

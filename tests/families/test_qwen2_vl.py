@@ -252,7 +252,7 @@ def test_whole_seconds(case):
         ({"image_grid_thw": np.array([[1, 3, 6]])}, "multiples of 2"),
         ({"pixel_values": None}, "but 0 image"),
         ({"pixel_values": np.zeros((48, VALUES)), "image_grid_thw": np.array([[1, 4, 6]] * 2)}, "but 2 image"),
-        ({"pixel_values": np.zeros((32, VALUES)), "image_grid_thw": np.array([[1, 4, 8]])}, "the pictures need 8"),
+        ({"pixel_values": np.zeros((32, VALUES)), "image_grid_thw": np.array([[1, 4, 8]])}, "need 8"),
         ({"second_per_grid_ts": [1.0, 2.0]}, "second_per_grid_ts"),
     ],
 )

@@ -142,10 +142,10 @@ def test_a_trace_serves_other_pictures_of_the_bucket(processor):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"patch_size": 16}, "not of one checkpoint"),
+        ({"patch_size": 16}, "different checkpoints"),
         ({"do_resize": False}, "do_resize"),
         ({"image_processor_type": "CLIPImageProcessor"}, "CLIPImageProcessor"),
-        ({"min_pixels": 10, "max_pixels": 5}, "no sense"),
+        ({"min_pixels": 10, "max_pixels": 5}, "positive"),
     ],
 )
 def test_settings_that_are_refused(tmp_path, change, message):

@@ -221,7 +221,7 @@ def test_conversion_keeps_every_parameter(saved, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"visual": None}, "only Qwen-VL is supported"),
+        ({"visual": None}, "Qwen-VL is supported"),
         ({"rotary_pct": 0.5}, "rotary_pct=0.5"),
         ({"no_bias": False}, "no_bias=False"),
         ({"hidden_size": 128}, "visual.output_dim=256"),
@@ -272,5 +272,5 @@ def test_prompts_as_the_authors_write_them(tmp_path, chat):
 def test_a_tiktoken_file_alone_is_refused_with_a_remedy(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_of()))
     (tmp_path / "qwen.tiktoken").write_text("")
-    with pytest.raises(InputError, match=r"only qwen\.tiktoken: `vlkv convert` makes one"):
+    with pytest.raises(InputError, match=r"only qwen\.tiktoken: `vlkv convert` converts it"):
         vlkv.load_processor(tmp_path)

@@ -103,8 +103,7 @@ class Picture:
 def _square(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) -> Picture:
     """LLaVA-1.5, MobileVLM and Qwen-VL: a square each."""
     del number, alone
-    side = c.wiring.side if c.wiring is not None else c.vision.grid
-    return Picture(side**2, {"pixel_values": [rng.normal(size=(3, c.vision.image_size, c.vision.image_size))]})
+    return Picture(c.side**2, {"pixel_values": [rng.normal(size=(3, c.vision.image_size, c.vision.image_size))]})
 
 
 def _tiled(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) -> Picture:

@@ -75,7 +75,7 @@ def which(doc):
 def direct():
     """The model without a harness."""
     model = lmms.Vlkv(str(CHECKPOINT), policy="aircache", keep=0.4, batch_size=3).model
-    samples = list(pages.held_out(5, seed=1))
+    samples = list(pages.held_out(5, seed=1, kind="digits"))
     answers = model.answers([Question(s.question, (s.image,)) for s in samples], vlkv.Greedy(max_new_tokens=12))
     return model, samples, [answer.text for answer in answers]
 

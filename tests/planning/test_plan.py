@@ -109,7 +109,7 @@ BAD = [
     (["llava-1.5-7b", "--prompt", "8192"], "limit of 4096 positions"),
     (["llava-1.5-7b", "--batch", "0"], "--batch 0"),
     (["llava-1.5-7b", "--new", "-1"], "--new -1"),
-    (["llava-1.5-7b", "--images", "3"], "3 pictures have 1728 tokens"),
+    (["llava-1.5-7b", "--images", "3"], "3 images have 1728 tokens"),
     (["vicuna-1.5-7b", "--images", "1"], "no vision tower"),
     (["llava-1.5-7b", "--policy", "aircash"], "aircache"),
     (["llava-1.5-7b", "--topology", "v5e:16x16", "--batch", "3"], "give a multiple of 8"),
@@ -137,7 +137,7 @@ def test_gpus_are_planned_from_shapes(capsys):
     assert main([*command, "data=2,model=1", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     (run,) = said["runs"]
-    assert any("nothing is compiled" in note for note in said["notes"])
+    assert any("without a compiler" in note for note in said["notes"])
     # 24 layers, 2 key heads of 64 channels, 256 places for 200 tokens of text, 2 of the 4 rows on each chip.
     assert run["bytes_per_chip"]["pool"] == 2 * 2 * 24 * 256 * 2 * 64 * 2 and run["fits"]
     assert "compiler" not in run["prefill"]

@@ -59,5 +59,5 @@ def test_the_best_share_of_the_dropped_is_averaged_into_the_nearest_kept(merging
 def test_a_bad_share_is_named():
     with pytest.raises(InputError, match=r"AirCache: merging=1\.2 must lie in \[0, 1\]"):
         policies.AirCache(keep=0.5, merging=1.2)
-    with pytest.raises(InputError, match=r"cap=2\.0 cannot be had with merging"):
+    with pytest.raises(InputError, match=r"cap=2\.0 cannot be combined with merging"):
         policies.AirCache(keep=0.5, merging=0.5, cap=2.0)

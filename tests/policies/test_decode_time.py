@@ -26,7 +26,7 @@ def one_layer(policy, arrays, new_tokens: int):
         v=v,
         is_vision=is_vision,
         valid=everything,
-        stays=everything,
+        is_candidate=everything,
         source=jnp.arange(length)[None],
         grid=jnp.full((1, length, 3), -1),
     )
@@ -115,7 +115,7 @@ def softmax(x):
 
 
 def test_h2o_evicts_one_entry_a_step():
-    """Grouped heads, each with its own set: accumulated attention, the recent half stays."""
+    """Grouped heads, each with its own set: accumulated attention, the recent half is_candidate."""
     rng = np.random.default_rng(0)
     length, steps, heads, groups, dim = 40, 12, 2, 3, 8
     arrays = {

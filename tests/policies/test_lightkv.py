@@ -333,7 +333,7 @@ def test_defaults_and_keep():
         ({"rho": (0.5, 0.5)}, "rho"),
         ({"keep": 0.05}, "more stages"),
         ({"keep": 0.5, "rho": 0.5}, "give one of the two"),
-        ({"windows": (4, 2)}, "layers=None stands for three"),
+        ({"windows": (4, 2)}, "layers=None means three"),
         ({"windows": (4, 0, 1)}, "windows"),
         ({"layers": (3, 2, 5)}, "layers"),
         ({"layers": (0, 2, 5)}, "layers"),
@@ -365,7 +365,7 @@ def test_prefill_caches_what_reached_each_layer_and_padding_changes_no_logit(var
 
 
 def test_a_model_too_shallow_for_three_stages_is_refused():
-    with pytest.raises(InputError, match="must rise"):
+    with pytest.raises(InputError, match="increasing"):
         LightKV().check_model(3)
     LightKV().check_model(4)
     assert isinstance(LightKV(), policies.Policy)

@@ -38,7 +38,7 @@ def test_csp_recent_bias(prompt, window, recent):
     assert kept[..., -recent:].all()
     q, k = (jnp.asarray(x[0]) for x in prompt)
     masks = jnp.asarray(VISION), jnp.ones(LENGTH, bool)
-    obs = reading.see(policy, q, k, k, *masks, None, layer=0, layers=LAYERS, max_instruction=LENGTH)
+    obs = reading.make_observation(policy, q, k, k, *masks, None, layer=0, layers=LAYERS, max_instruction=LENGTH)
     np.testing.assert_array_equal(policy.protect(obs), np.arange(LENGTH) >= LENGTH - recent)
 
 
@@ -84,7 +84,7 @@ def test_avl_waits_for_two_layers_only():
     params, batch, events = tiny_llava(), unequal_batch(), []
 
     def each(i, layer):
-        events.append((i, int(jnp.sum(layer.stays & layer.is_vision, axis=1)[0])))
+        events.append((i, int(jnp.sum(layer.is_candidate & layer.is_vision, axis=1)[0])))
         return layer
 
     policy = policies.AVL(keep=0.3, prefill=0.6)

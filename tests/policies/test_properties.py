@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from vlkv import policies
 from vlkv.policies.policy import Policy
 from vlkv.policies.reducing import ReducingPolicy
-from vlkv.policies.selection import see
+from vlkv.policies.selection import make_observation
 from vlkv.tokens import Tokens, shorten
 
 ROWS, LAYERS, HEADS, KV_HEADS, LENGTH, HEAD_DIM, WIDTH, SHIFT = 3, 3, 4, 2, 26, 8, 6, 4
@@ -139,11 +139,13 @@ def reduce(policy, x, q, k, vision, valid, grid, tower):
     def one(x, q, k, vision, valid, grid, tower):
         tokens = Tokens(
             x=x, positions=jnp.cumsum(valid)[:, None] - 1, is_vision=vision, valid=valid, source=jnp.arange(LENGTH),
-            size=jnp.ones(LENGTH), grid=grid, tower=tower if policy.watches else None,
+            size=jnp.ones(LENGTH), grid=grid, tower=tower if policy.class_attention_layers else None,
         )  # fmt: skip
         obs = None
         if after:
-            obs = see(policy, q, k, k, vision, valid, None, layer=after - 1, layers=12, max_instruction=LENGTH)
+            obs = make_observation(
+                policy, q, k, k, vision, valid, None, layer=after - 1, layers=12, max_instruction=LENGTH
+            )
         changed, kept = policy.reduce(tokens, obs, stage=0)
         return kept, changed.x, shorten(changed, kept, LENGTH).source
 
@@ -159,7 +161,7 @@ def test_shortening(name, drawn, order):
     rng = np.random.default_rng(drawn[0])
     x = rng.normal(size=(ROWS, LENGTH, WIDTH)).astype(np.float32)
     policy = policies.make(name, keep=0.55)
-    tower = rng.random((ROWS, max(1, len(policy.watches)), 2, LENGTH)).astype(np.float32)
+    tower = rng.random((ROWS, max(1, len(policy.class_attention_layers)), 2, LENGTH)).astype(np.float32)
     everything = (x, q[:, 0], k[:, 0], vision, valid, grids(vision), tower)
     kept, hidden, source = (np.asarray(y) for y in reduce(policy, *everything))
     assert not (kept & ~valid).any()
@@ -186,7 +188,7 @@ def test_keep_1_shortens_nothing(name):
     q, k, vision, valid = arrays(drawn)
     policy = policies.make(name, keep=1.0)
     x = np.random.default_rng(0).normal(size=(ROWS, LENGTH, WIDTH)).astype(np.float32)
-    tower = np.ones((ROWS, max(1, len(policy.watches)), 2, LENGTH), np.float32)
+    tower = np.ones((ROWS, max(1, len(policy.class_attention_layers)), 2, LENGTH), np.float32)
     kept, hidden, _ = reduce(policy, x, q[:, 0], k[:, 0], vision, valid, grids(vision), tower)
     np.testing.assert_array_equal(kept, valid)
     np.testing.assert_array_equal(hidden, x)

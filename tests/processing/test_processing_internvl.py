@@ -168,5 +168,5 @@ def test_what_is_refused(hf, original, tmp_path):
         with pytest.raises(InputError, match=r"preprocessor_config\.json"):
             Processor.from_folder(tmp_path, hf.config)
     (tmp_path / "tokenizer.json").rename(tmp_path / "tokenizer.model")
-    with pytest.raises(InputError, match=r"only tokenizer\.model: `vlkv convert` makes one"):
+    with pytest.raises(InputError, match=r"only tokenizer\.model: `vlkv convert` converts it"):
         original()

@@ -7,7 +7,7 @@ import PIL.Image
 import pytest
 
 from vlkv.errors import InputError
-from vlkv.families.llava.inputs import LLAVA_KINDS
+from vlkv.families.llava.config import LLAVA_KINDS
 from vlkv.processing.pixels import PixelSettings, read_settings, to_pixels
 
 
@@ -128,5 +128,5 @@ def test_files_that_are_refused(tmp_path):
 def test_a_line_of_pixels_does_not_fill_the_memory(settings_of):
     line = PIL.Image.new("RGB", (1, 1_000_000))
     for layout in ("checkpoint", "pad"):
-        with pytest.raises(InputError, match=r"once (resized|padded)"):
+        with pytest.raises(InputError, match=r"after (resizing|padding)"):
             to_pixels(line, PixelSettings.from_hf(settings_of(size={"shortest_edge": 336}), "test", layout))

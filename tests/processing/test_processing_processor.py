@@ -169,7 +169,7 @@ def test_folders_that_are_refused(make_folder, config, tmp_path):
     with pytest.raises(InputError, match=r"vlkv\.load_params"):
         Processor.from_folder(tmp_path / "empty", config)
     folder = make_folder()
-    with pytest.raises(InputError, match="one checkpoint"):
+    with pytest.raises(InputError, match="different checkpoints"):
         Processor.from_folder(folder, dataclasses.replace(config, image_token=900))
     larger = dataclasses.replace(config, vision=dataclasses.replace(config.vision, image_size=56))
     with pytest.raises(InputError, match="28 x 28"):

@@ -1,5 +1,6 @@
-"""What `vlkv bench` is made of: the grid, programs compiled apart, alternated measurement, papers.
+"""The parts of `vlkv bench`.
 
-`machine` says what it ran on, `settings` what is measured, `subjects` of which model, `prompts` on what, `programs`
-compiles it, `measuring` times it, `results` keeps it, `papers` knows what was published, `tables` prints both.
+`machine` describes the machine, `settings` the grid of measurements, `subjects` the models, `shapes` the inputs;
+`programs` compiles, `measuring` measures, `results` stores results, `papers` contains published numbers, and `tables`
+prints results beside them.
 """

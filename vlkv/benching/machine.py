@@ -1,4 +1,4 @@
-"""Which machine, which versions, which commit: written into every result."""
+"""Description of the machine, versions and commit, which every result contains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def describe() -> dict[str, Any]:
-    """JSON-able; says nothing that would identify a host."""
+    """The description as JSON. It contains nothing that identifies a host."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -31,7 +31,7 @@ def describe() -> dict[str, Any]:
 
 
 def memory_bytes() -> int | None:
-    """Memory of the default device, or of the machine if that is a CPU; None: it does not say."""
+    """Memory of the default device, or of the machine if that is a CPU; None if unknown."""
     device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats:
@@ -43,7 +43,7 @@ def memory_bytes() -> int | None:
 
 
 def commit() -> str:
-    """The commit of the repository that these sources lie in; else the version."""
+    """The commit of the repository that contains these sources; without a repository, the version."""
     if (_ROOT / ".git").exists() and shutil.which("git") is not None:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty"], cwd=_ROOT, capture_output=True, text=True, check=False

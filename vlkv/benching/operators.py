@@ -1,6 +1,7 @@
-"""A-VL, Figure 8: attention to 30 % of the stored entries, by its operator, by copying them out, and by masking.
+"""A-VL, Figure 8: attention to 30 % of the stored entries, by its operator, by copying them, and by masking.
 
-The figure's bars carry no numbers in print, so ours stand alone: LLaVA-1.6-7B's sizes, one layer, an A40 in the paper.
+The figure has bars without numbers, so only our numbers are shown: sizes of LLaVA-1.6-7B, one layer; the paper used an
+A40.
 
 Axes: B batch · N query heads · K key heads · H head dim · S stored entries.
 """
@@ -30,7 +31,7 @@ BATCHES = (1, 2, 4, 8)
 
 
 def run(args: argparse.Namespace, console: Console, results: Results) -> Any:
-    """Medians of alternated rounds, in milliseconds."""
+    """Measures all batch sizes and prints medians of alternating rounds, in milliseconds."""
     if args.model is not None or (args.prompt is not None and len(args.prompt) != 1):
         raise InputError(
             "--preset a-vl-figure-8 is one layer of the paper's model: no --model, and one --prompt at most"
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace, console: Console, results: Results) -> Any:
 
 
 def measure(batch: int, stored: int, dtype: Any, rounds: int) -> dict[str, float]:
-    """All entries, the core by its operator, the core copied out first, and the rest masked."""
+    """Milliseconds of attention to all entries, to the core by its operator, to a copy of the core, and with a mask."""
     keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (batch, HEADS, HEAD_DIM), dtype)
     k, v = (jax.random.normal(key, (batch, stored, HEADS, HEAD_DIM), dtype) for key in keys[1:])

@@ -1,4 +1,4 @@
-"""Prefill and decoding as compiled programs: what compiling takes, what the compiler says they need, cache hits."""
+"""Compiles prefill and decoding; reports compile time, the memory that the compiler plans, and cache hits."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from vlkv.policies import Policy
 from vlkv.prefill import prefill
 from vlkv.sampling import Greedy
 
-SEED = np.uint32(0)  # of random policies; a number and no key, so that every process of a pod may hand it in
+SEED = np.uint32(0)  # for random policies; a number, because every process of a pod can pass it, unlike a key
 
 
 class Program(NamedTuple):
-    """A compiled function of arrays alone."""
+    """A compiled function of arrays."""
 
     run: Callable[..., Any]
     trace_seconds: float
     compile_seconds: float
-    bytes: int  # arguments, results and temporaries, as the compiler has laid them out; weights are arguments
+    bytes: int  # of arguments (including weights), results and temporaries, as planned by the compiler
 
 
 class Pair(NamedTuple):
-    """Both halves of a job."""
+    """Prefill and decoding."""
 
     prefill: Program  # (params, inputs, SEED) -> cache, logits
     decode: Program  # (params, cache, logits) -> tokens, lengths
@@ -43,17 +43,17 @@ class Pair(NamedTuple):
 
     @property
     def first_call_seconds(self) -> float:
-        """What the first call costs above the second."""
+        """Time of tracing and compiling."""
         return sum(p.trace_seconds + p.compile_seconds for p in (self.prefill, self.decode))
 
     @property
     def bytes(self) -> int:
-        """Of the hungrier half."""
+        """The larger memory of the two."""
         return max(self.prefill.bytes, self.decode.bytes)
 
 
 def endless(new: int) -> Greedy:
-    """Always so many tokens: random weights may say the end at once."""
+    """Greedy decoding of exactly `new` tokens, because random weights may generate the stop token at once."""
     return Greedy(max_new_tokens=new, stop=())
 
 
@@ -77,7 +77,7 @@ def compile_pair(params: Model, inputs: Inputs, policy: Policy, *, new: int, ker
 def compile_generate(
     params: Model, inputs: Inputs, policy: Policy, *, new: int, kernels: Kernels | None = None
 ) -> Program:
-    """The whole job in one program, as `jax.jit(vlkv.generate)` makes it; `params` may be shapes."""
+    """`jax.jit(vlkv.generate)` as one program; `params` may be shapes."""
 
     def whole(params: Model, inputs: Inputs, seed: Array) -> Any:
         key = jax.random.key(seed)
@@ -87,16 +87,16 @@ def compile_generate(
 
 
 def _compile(function: Callable[..., Any], leaves: list[Any], tree: Any) -> tuple[Program, list[Any], Any]:
-    """The program, the shapes of what it returns with their places on a mesh, and its tree.
+    """The program, the shapes of its results with shardings, and their tree structure.
 
-    Trees are taken apart here and not by jit, which would put descriptions of arrays in our classes' fields.
+    Trees are flattened here and not by jit, which would put descriptions of arrays in fields of our classes.
     """
     trees = []
 
     def flat(*leaves: Any) -> tuple[Any, ...]:
-        made, made_tree = jax.tree.flatten(function(*jax.tree.unflatten(tree, leaves)))
-        trees.append(made_tree)
-        return tuple(made)
+        results, result_tree = jax.tree.flatten(function(*jax.tree.unflatten(tree, leaves)))
+        trees.append(result_tree)
+        return tuple(results)
 
     begin = time.perf_counter()
     traced = jax.jit(flat).trace(*leaves)
@@ -116,7 +116,7 @@ def _compile(function: Callable[..., Any], leaves: list[Any], tree: Any) -> tupl
 
 
 def planned_bytes(compiled: Any) -> int:
-    """What the compiler has laid out for one run; 0 where the backend does not say."""
+    """Bytes that the compiler plans for one run; 0 if the backend does not report them."""
     plan = compiled.memory_analysis()
     if plan is None:
         return 0
@@ -125,7 +125,7 @@ def planned_bytes(compiled: Any) -> int:
 
 
 class Hits:
-    """Counts what the persistent compilation cache gave and did not give, from now on."""
+    """Counts hits and misses of the persistent compilation cache from now on."""
 
     def __init__(self) -> None:
         self.hits, self.misses = 0, 0
@@ -137,15 +137,15 @@ class Hits:
 
 
 def keep_programs(folder: Path) -> Hits:
-    """Turns the persistent compilation cache on, for programs of any size.
+    """Turns on the persistent compilation cache, for programs of any size.
 
     Raises:
-        InputError: no folder can be made there.
+        InputError: the folder cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"--compilation-cache {folder}: no folder can be made there ({error.strerror})") from None
+        raise InputError(f"--compilation-cache {folder}: cannot be created ({error.strerror})") from None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

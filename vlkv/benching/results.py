@@ -1,4 +1,4 @@
-"""What has been measured, in a JSON file that is written after every setting: a run that was stopped goes on."""
+"""Results in a JSON file, which is written after every setting, so that an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from vlkv.errors import InputError
 from vlkv.files import read_json, write_json
 from vlkv.policies import Policy
 
-_SAME = ("processor", "cores", "device", "devices", "python", "jax")  # or figures must not stand in one file
+_SAME = ("processor", "cores", "device", "devices", "python", "jax")  # must be equal for all results of a file
 
 
 class Results:
-    """Rows of one machine. The commit stands in every row, since a file may outlive it."""
+    """Rows of one machine. Every row contains its commit, because rows of one file may differ in it."""
 
     def __init__(self, path: Path | None, command: str) -> None:
-        """Raises InputError for a file that is not ours, or of another machine."""
+        """Opens or creates the file; raises InputError for another kind of file, or one of another machine."""
         self.path = path
         self.content: dict[str, Any] = {"command": command, "machine": machine.describe(), "rows": []}
         if path is None:
@@ -31,32 +31,33 @@ class Results:
         if held is None:
             return
         if not isinstance(held.get("rows"), list) or not isinstance(held.get("machine"), dict):
-            raise InputError(f"{path}: holds something else than results of vlkv bench; give another --out")
+            raise InputError(f"{path}: not a file with results of vlkv bench; give another --out")
         for name in _SAME:
             then, now = held["machine"].get(name), self.content["machine"][name]
             if then != now:
-                raise InputError(f"{path}: was measured with {name} {then}, here it is {now}; give another --out")
+                raise InputError(f"{path}: was measured with {name} {then}, but this machine has {now}; "
+                                 "give another --out")  # fmt: skip
         self.content["rows"] = held["rows"]
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """All of them, in the order in which they were measured."""
+        """All rows, in the order of measurement."""
         return self.content["rows"]
 
     def find(self, identity: dict[str, Any]) -> dict[str, Any] | None:
-        """The row of one cell of the grid, if it is there."""
+        """The row of one cell of the grid; None if it has not been measured."""
         plain = json.loads(json.dumps(identity))
         return next((row for row in self.rows if row["cell"] == plain), None)
 
     def add(self, identity: dict[str, Any], found: dict[str, Any]) -> None:
-        """One more row; the file is replaced whole."""
+        """Adds a row and writes the file."""
         self.rows.append({"cell": json.loads(json.dumps(identity)), "commit": machine.commit(), **found})
         if self.path is not None:
             write_json(self.path, self.content)
 
 
 def identity(subject: str, dtype: str, setting: Setting, policy: Policy) -> dict[str, Any]:
-    """What makes a cell of the grid the same cell."""
+    """The properties that identify a cell of the grid."""
     return {
         "model": subject, "dtype": dtype, "batch": setting.batch, "prompt": setting.prompt, "text": setting.text,
         "new": setting.new, "policy": type(policy).__name__, "options": policy.options(),
@@ -64,5 +65,5 @@ def identity(subject: str, dtype: str, setting: Setting, policy: Policy) -> dict
 
 
 def missing(results: Results, subject: str, dtype: str, setting: Setting, policies: Sequence[Policy]) -> list[Policy]:
-    """Contestants of a setting that no row is there of."""
+    """The policies of a setting that have not been measured."""
     return [p for p in policies if results.find(identity(subject, dtype, setting, p)) is None]

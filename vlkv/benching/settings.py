@@ -1,4 +1,4 @@
-"""The grid: policy x keep x batch x prompt length, and how many bytes each point of it needs.
+"""The grid of measurements (policy x keep x batch x prompt length), and the bytes that each point needs.
 
 Axes: B batch · T prompt · V vision tokens · S new tokens · L layers.
 """
@@ -21,12 +21,12 @@ from vlkv.policies import Full, Policy
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Setting:
-    """One prompt: the contestants of one setting are measured in turn."""
+    """One prompt length and batch size. All policies of a setting are measured alternately."""
 
     batch: int
     prompt: int  # tokens of a row
-    text: int  # of them at the end; the others are vision tokens
-    new: int  # tokens generated
+    text: int  # text tokens, at the end of the row; the others are vision tokens
+    new: int  # generated tokens
 
     def __post_init__(self) -> None:
         for name in ("batch", "prompt", "new", "text"):
@@ -39,38 +39,37 @@ class Setting:
 
     @property
     def vision(self) -> int:
-        """V."""
+        """Vision tokens of a row."""
         return self.prompt - self.text
 
     @property
     def size(self) -> int:
-        """By which settings are put in order: entries of the full cache."""
+        """Entries of the full cache, by which settings are sorted."""
         return self.batch * (self.prompt + self.new)
 
 
 def grid(config: ModelConfig, *, batches: Iterable[int], prompts: Iterable[int], text: int, new: int) -> list[Setting]:
-    """All settings, the smallest first; a text model's prompt is all text."""
-    made = []
-    for batch, prompt in itertools.product(batches, prompts):
-        made.append(Setting(batch, prompt, prompt if config.vision is None else text, new))
-    return sorted(set(made), key=lambda setting: setting.size)
+    """All settings, the smallest first. The prompt of a text model is all text."""
+    settings = {Setting(batch, prompt, prompt if config.vision is None else text, new)
+                for batch, prompt in itertools.product(batches, prompts)}  # fmt: skip
+    return sorted(settings, key=lambda setting: setting.size)
 
 
 def check_policy(policy: Policy, config: ModelConfig) -> None:
-    """Raises InputError if a policy cannot be timed on this model: before anything is compiled."""
+    """Raises InputError if a policy cannot be measured on this model. Called before anything is compiled."""
     name = type(policy).__name__
     policy.check_model(config.decoder.layers)
     if config.vision is None and policy.scope == "vision" and not isinstance(policy, Full):
-        raise InputError(f"{name} spends its budget on vision tokens, of which {config.family} has none: --scope all")
+        raise InputError(f"{name} compresses vision tokens, but {config.family} has none: use --scope all")
 
 
 def tree_bytes(tree: Any) -> int:
-    """Of all leaves, arrays or shapes."""
+    """Bytes of all leaves, which are arrays or shapes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def cache_bytes(policy: Policy, config: ModelConfig, setting: Setting, itemsize: int) -> int:
-    """Keys and values as they will be allocated, of all rows, before any quantisation."""
+    """Bytes of allocated keys and values of all rows, without quantisation."""
     c = config.decoder
     slots = pool_slots(
         policy, layers=c.layers, vision=setting.vision, text=setting.text, new_tokens=setting.new,
@@ -80,7 +79,7 @@ def cache_bytes(policy: Policy, config: ModelConfig, setting: Setting, itemsize:
 
 
 def label(policy: Policy) -> str:
-    """ "AirCache 10%": how tables call a contestant."""
+    """The name of a policy in tables, such as "AirCache 0.1"."""
     name = type(policy).__name__
     if isinstance(policy, Full):
         return "full cache"

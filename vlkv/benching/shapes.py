@@ -1,8 +1,8 @@
-"""Prompts of any length for any model, without a processor: timing needs shapes, not meaning.
+"""Random prompts of any length for any model, without a processor, because timing depends only on shapes.
 
-Vision tokens come first and lie on square grids, text is last, as in the papers' measurements. The vision tower does
-not run: vision tokens are embedded as if they were text, which changes no shape behind the splice. The tower costs the
-same with every policy, but for the attention that FasterVLM, HiRED and IVTP ask of it: here it is zero.
+Vision tokens come first, on square grids, and text last, as in the papers' measurements. The vision tower does not run:
+vision tokens are embedded like text, which does not change shapes. The tower has the same cost with every policy,
+except for the attention that FasterVLM, HiRED and IVTP use; here it is zero.
 
 Axes: B batch · T prompt · V vision tokens · A position axes.
 """
@@ -16,24 +16,16 @@ import numpy as np
 from vlkv.config import ModelConfig
 from vlkv.inputs import Inputs
 
-IMAGE = 576  # vision tokens of one image, 24 x 24; what is left over makes a smaller one
+IMAGE = 576  # vision tokens of one image, 24 x 24; the rest of a prompt is a smaller image
 
 
 def images_of(vision: int) -> int:
-    """How many images so many vision tokens are."""
+    """Number of images for `vision` tokens."""
     return -(-vision // IMAGE)
 
 
 def make_inputs(config: ModelConfig, batch: int, prompt: int, vision: int, *, seed: int = 0) -> Inputs:
-    """Rows of `vision` vision tokens and then text, all of the same length.
-
-    Args:
-        config: of the model.
-        batch: B.
-        prompt: T.
-        vision: V of every row.
-        seed: of the token ids.
-    """
+    """Rows of `prompt` tokens: `vision` vision tokens, then text. `seed` is for the token ids."""
     axes = 1 if config.decoder.rope.sections is None else len(config.decoder.rope.sections)
     place = np.arange(prompt)
     is_vision = place < vision
@@ -54,10 +46,10 @@ def make_inputs(config: ModelConfig, batch: int, prompt: int, vision: int, *, se
 
 
 def _grid(prompt: int, vision: int) -> np.ndarray:
-    """[T, 3]: image, line and column of every vision token, -1 of text."""
+    """[T, 3]: image, line and column of every vision token; -1 for text."""
     grid = np.full((prompt, 3), -1, np.int32)
     image, place = np.divmod(np.arange(vision), IMAGE)
-    last = vision % IMAGE  # tokens of the smaller image, as wide as they fill
+    last = vision % IMAGE  # tokens of the smaller image
     side = np.where((image == vision // IMAGE) & (last > 0), max(1, math.isqrt(last)), math.isqrt(IMAGE))
     grid[:vision] = np.stack([image, place // side, place % side], axis=1)
     return grid

@@ -1,4 +1,4 @@
-"""Which model is timed: a published size with random weights, a checkpoint folder, or the miniature."""
+"""The model of a benchmark: a published size with random weights, a checkpoint folder, or the demo model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vlkv.mini import CHECKPOINT
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A model that can be made or loaded once everything else is known to be right."""
+    """A model that is made or loaded later, after all other checks."""
 
     name: str
     config: ModelConfig
@@ -37,20 +37,20 @@ class Subject:
 
     @property
     def bytes(self) -> int:
-        """Of the weights."""
+        """Bytes of the weights."""
         return tree_bytes(self.shapes)
 
     def check_fits(self) -> None:
-        """Raises InputError if the weights alone are more than the device holds."""
-        room = memory_bytes()
-        if room is not None and self.bytes > room:
+        """Raises InputError if the weights exceed the memory of the device."""
+        memory = memory_bytes()
+        if memory is not None and self.bytes > memory:
             raise InputError(
                 f"{self.name}: the weights need {self.bytes / 2**30:.1f} GiB in {self.dtype.name}, the device has "
-                f"{room / 2**30:.1f}: choose a smaller model or --dtype bfloat16"
+                f"{memory / 2**30:.1f}: choose a smaller model or --dtype bfloat16"
             )
 
     def params(self, seed: int = 0) -> Model:
-        """The parameters themselves."""
+        """The parameters, loaded or random."""
         self.check_fits()
         if self.folder is not None:
             return loading.load_params(self.folder, dtype=self.dtype)
@@ -58,7 +58,7 @@ class Subject:
 
 
 def default_dtype() -> str:
-    """What a benchmark computes in: bfloat16 is slow on a CPU."""
+    """The dtype of benchmarks: bfloat16, or float32 on a CPU, where bfloat16 is slow."""
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
@@ -74,13 +74,13 @@ def find(name: str, *, dtype: DTypeLike | None = None) -> Subject:
     if name == "mini":
         return Subject(name, read_config(CHECKPOINT), kind, CHECKPOINT)
     if "/" not in name and not Path(name).exists():
-        presets[name]  # says which names there are, and the nearest
+        presets[name]  # raises an error that lists the names
     folder = loading.resolve(name)
     return Subject(folder.resolve().name, read_config(folder), kind, folder)
 
 
 def _tiny() -> ModelConfig:
-    """The miniature's config with smaller sizes, for dry runs and tests: compiles in seconds."""
+    """The demo model's config with smaller sizes, which compiles in seconds, for dry runs and tests."""
     raw = require_json(CHECKPOINT / "config.json")
     text = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
                 num_key_value_heads=2, head_dim=8)  # fmt: skip

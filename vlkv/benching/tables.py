@@ -1,4 +1,4 @@
-"""Results as tables: ours, or ours beside what a paper printed."""
+"""Prints results as tables: ours, or ours beside a paper's."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ _GIB = 2**30
 
 
 def _name(policy: Policy) -> str:
-    """With the options that are not the method's own."""
-    default = type(policy)() if isinstance(policy, policies.Full) else type(policy)(keep=policy.keep or 1.0)
+    """With its scope, and the options that are not the method's own."""
+    full = isinstance(policy, policies.Full)
+    default = type(policy)() if full else type(policy)(keep=policy.keep or 1.0)
     differs = {
         name: value for name, value in policy.options().items()
-        if name not in ("keep", "budget") and value != default.options().get(name)
+        if name not in ("keep", "budget", "scope") and value != default.options().get(name)
     }  # fmt: skip
-    said = ", ".join(f"{name}={value}" for name, value in differs.items())
+    said = ", ".join([*([] if full else [policy.scope]), *(f"{name}={value}" for name, value in differs.items())])
     return f"{label(policy)} ({said})" if said else label(policy)
 
 
 def show(console: Console, table: Table) -> None:
-    """Prints a table that fits a narrow terminal: a line above it says what is the same in every row."""
+    """Prints a table that fits a narrow terminal: values that are equal in all rows are in a line above it."""
     columns = {str(column.header): list(map(str, column.cells)) for column in table.columns}
     same = {name: cells[0] for name, cells in columns.items() if len(cells) > 1 and len(set(cells)) == 1}
     said = [f"{name} {value}" for name, value in same.items() if value]
@@ -47,7 +48,7 @@ def show(console: Console, table: Table) -> None:
 
 
 def plan(console: Console, lines: Sequence[Line], done: Iterable[bool]) -> None:
-    """What will be run, and the bytes it needs."""
+    """Prints the planned measurements and the bytes that they need."""
     table = Table("model", "batch", "prompt", "text", "new", "policy", "weights GiB", "cache GiB", "measured")
     for (subject, setting, policy), is_there in zip(lines, done, strict=True):
         size = cache_bytes(policy, subject.config, setting, subject.dtype.itemsize)
@@ -59,10 +60,10 @@ def plan(console: Console, lines: Sequence[Line], done: Iterable[bool]) -> None:
 
 
 def measured(console: Console, rows: Sequence[tuple[Line, dict[str, Any]]]) -> None:
-    """Seconds, speed and bytes, and the ratios to the full cache of the same run."""
+    """Prints times, speed and bytes, and ratios to the full cache of the same run."""
     table = Table(
         "batch", "prompt", "new", "policy", "prefill s", "ms/step", "token/s", "cache MiB", "peak GiB", "first s",
-        "prefill", "decode", "peak", title="last three: of the full cache's in the same run",
+        "prefill", "decode", "peak", title="last three columns: relative to the full cache in the same run",
     )  # fmt: skip
     planned = False
     for (_, setting, policy), row in rows:
@@ -81,15 +82,15 @@ def measured(console: Console, rows: Sequence[tuple[Line, dict[str, Any]]]) -> N
     show(console, table)
     if planned:
         console.print(
-            "peak: as the compiler has laid it out (compiled.memory_analysis), weights included, where the device "
-            "does not count or was not pushed higher", highlight=False,
+            "peak: memory planned by the compiler (compiled.memory_analysis), including weights, if the device does "
+            "not report its peak, or its peak was reached by an earlier program", highlight=False,
         )  # fmt: skip
 
 
 def beside(
     console: Console, name: str, lines: Sequence[tuple[papers.Point, Line, dict[str, Any]]], machine: dict[str, Any]
 ) -> None:
-    """Each printed figure with ours, and both as shares of the full cache's."""
+    """Prints each number of a paper with ours, and both relative to the full cache."""
     paper = papers.named(name)
     table = Table("model", "batch", "prompt", "new", "policy", "figure", "paper", "ours", "paper/full", "ours/full")
     full: dict[tuple[Any, ...], tuple[papers.Figures, dict[str, Any]]] = {}
@@ -122,11 +123,11 @@ def beside(
         if differs
     }  # fmt: skip
     if changed and not paper.computed:
-        console.print(f"- not the paper's setting: another {' and '.join(sorted(changed))}", highlight=False)
+        console.print(f"- not the paper's setting: different {' and '.join(sorted(changed))}", highlight=False)
 
 
 def compiled(console: Console, rows: Sequence[tuple[Line, dict[str, Any]]]) -> None:
-    """Seconds of `generate`'s first call."""
+    """Prints the compile times of `generate`."""
     table = Table("model", "batch", "prompt", "new", "policy", "trace s", "compile s", title="generate, in one program")
     for (subject, setting, policy), row in rows:
         batch, prompt, _, new = _sizes(setting)

@@ -1,4 +1,4 @@
-"""Answer a question about an image (or none) from a compressed cache; the answer appears as it is made.
+"""Answer a question, with or without images, from a compressed cache. The answer is printed token by token.
 
   vlkv generate --model mini --image page.png --prompt "read the page" \\
       --policy snapkv --keep 0.2
@@ -38,21 +38,21 @@ from vlkv.sampling import Greedy, Sample
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv generate`."""
     add_model_arguments(parser)
-    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture; may be repeated")
+    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="an image; may be repeated")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="the question")
     add_policy_arguments(parser)
-    parser.add_argument("--save-cache", metavar="FILE", help="keep what the policy leaves of the images in this file")
-    parser.add_argument("--from-cache", metavar="FILE", help="ask about images that such a file holds")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="the longest answer")
-    parser.add_argument("--temperature", type=float, metavar="T", help="sample instead of taking the likeliest token")
-    parser.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens of this mass")
-    parser.add_argument("--top-k", type=int, metavar="K", help="sample from this many likeliest tokens")
+    parser.add_argument("--save-cache", metavar="FILE", help="save the compressed cache of the images to this file")
+    parser.add_argument("--from-cache", metavar="FILE", help="ask about images whose cache is in this file")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="limit on the length of the answer")
+    parser.add_argument("--temperature", type=float, metavar="T", help="sample instead of taking the most likely token")
+    parser.add_argument("--top-p", type=float, metavar="P", help="sample from the nucleus of this probability")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from this number of most likely tokens")
     parser.add_argument("--seed", type=int, default=0, help="of sampling and of random policies")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 class _Ready(NamedTuple):
-    """A prompt in the cache, and what its answer begins with."""
+    """The cache of a prompt, and the logits of the first token of its answer."""
 
     cache: PackedCache
     logits: jax.Array  # [1, vocab]
@@ -61,8 +61,8 @@ class _Ready(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> Any:
-    """The answer on stdout, token by token, and what it cost on stderr; or both as JSON."""
-    # Everything that can be wrong is checked before weights are read.
+    """Prints the answer on stdout and its cost on stderr, or both as JSON."""
+    # All arguments are checked before weights are read.
     policy = policy_from(args, lambda: loading.load_processor(args.model).config)
     sampling: Greedy = Greedy(max_new_tokens=args.max_new_tokens)
     if (args.temperature, args.top_p, args.top_k) != (None, None, None):
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> Any:
             top_k=args.top_k,
         )
     processor = loading.load_processor(args.model)
-    policy_key, sample_key = jax.random.split(jax.random.key(args.seed))  # as in `vlkv.generate`
+    policy_key, sample_key = jax.random.split(jax.random.key(args.seed))  # the same keys as in `vlkv.generate`
     if args.save_cache is None and args.from_cache is None:
         inputs = processor(args.image or None, args.prompt)
         check_room(processor.config, inputs, sampling.max_new_tokens)
@@ -125,17 +125,17 @@ def run(args: argparse.Namespace) -> Any:
 
 def _check_files(args: argparse.Namespace) -> None:
     if args.save_cache is not None and not args.image:
-        raise InputError("--save-cache keeps what is left of images: give at least one --image")
+        raise InputError("--save-cache saves the cache of images: give at least one --image")
     if args.from_cache is None:
         return
     if args.save_cache is not None or args.image:
-        raise InputError("--from-cache holds its images: leave out --save-cache and --image")
+        raise InputError("--from-cache contains its images: leave out --save-cache and --image")
     if args.policy != "full" or args.parts or (args.keep, args.budget, args.scope) != (None, None, None):
-        raise InputError("--from-cache was made by a policy of its own: leave out --policy and its options")
+        raise InputError("--from-cache contains its policy: leave out --policy and its options")
 
 
 def _save(args: argparse.Namespace, policy: Policy, params: Model, processor: Processor, key: jax.Array) -> None:
-    """Keeps in a file what the policy leaves of the images, and of the prompt up to the question."""
+    """Saves the compressed cache of the images and of the prompt before the question."""
     inputs = processor(args.image, args.prompt, question=False)
     check_room(processor.config, inputs, args.max_new_tokens)
     cache, _ = jax.jit(prefill)(params, inputs, policy, sampling=Greedy(max_new_tokens=1), key=key)
@@ -144,11 +144,11 @@ def _save(args: argparse.Namespace, policy: Policy, params: Model, processor: Pr
 
 
 def _from_file(args: argparse.Namespace, sampling: Greedy, params: Model, processor: Processor) -> _Ready:
-    """The question fed to a saved cache, which gets as much room as it takes."""
+    """Loads a saved cache with the capacity that question and answer need, and adds the question."""
     file = args.from_cache or args.save_cache
     cache, (policy, note) = saving.load_cache(file, params), saving.read_note(file)
     if policy is None or "images" not in note:
-        raise InputError(f"{file}: not made by --save-cache; ask through `vlkv.extend`")
+        raise InputError(f"{file}: not made by --save-cache; use `vlkv.extend`")
     before = processor.prompts.before_question(args.prompt, note["images"])
     fed = processor.extension([before], [processor.prompts.write(args.prompt, note["images"])])
     question = int(fed.valid.sum())

@@ -1,10 +1,10 @@
-"""Time prefill and decoding: policy x keep x batch x prompt length, or the settings of a published table.
+"""Measure prefill and decoding for policies, keeps, batch sizes and prompt lengths, or for a published table.
 
   vlkv bench --model mini --policy snapkv h2o --keep 0.2 0.1 --prompt 512
   vlkv bench --preset aircache-table-3 --dry-run
 
-Everything of one setting is compiled first and then timed in turn, so that ratios to the full cache come from one run.
-`--out` is written after every setting; a cell that it holds already is not measured again.
+The programs of one setting are compiled first and then measured alternately, so that ratios to the full cache are from
+the same run. `--out` is written after every setting; results that it already contains are not measured again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vlkv.benching.results import Results, identity, missing
 from vlkv.benching.settings import Setting, check_policy, grid, with_full
 from vlkv.benching.shapes import make_inputs
 from vlkv.benching.subjects import Subject, find
-from vlkv.commands.options import add_policy_arguments, policy_from
+from vlkv.commands.options import add_policy_arguments, common_scope, policy_from
 from vlkv.errors import InputError
 from vlkv.policies import Policy
 
@@ -36,36 +36,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv bench`."""
     parser.add_argument(
         "--model", metavar="NAME", help="a published size with random weights, a checkpoint "
-        "folder, a hub id, or mini (default: mini, or the preset's own)",
+        "folder, a hub id, or mini (default: mini, or the model of the preset)",
     )  # fmt: skip
     parser.add_argument("--preset", metavar="TABLE", help=f"one of {', '.join([*papers.TABLES, *papers.OPERATORS])}")
     add_policy_arguments(parser, many=True)
     parser.add_argument("--batch", type=int, nargs="+", metavar="B", help=f"rows (default: {_BATCHES[0]})")
     parser.add_argument("--prompt", type=int, nargs="+", metavar="T", help=f"tokens of a row (default: {_PROMPTS[0]})")
-    parser.add_argument("--new", type=int, metavar="S", help=f"tokens generated (default: {_NEW})")
-    parser.add_argument("--text", type=int, metavar="T", help=f"of the prompt, the rest is vision (default: {_TEXT})")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="each is timed so often (default: 5)")
+    parser.add_argument("--new", type=int, metavar="S", help=f"generated tokens (default: {_NEW})")
+    parser.add_argument(
+        "--text",
+        type=int,
+        metavar="T",
+        help=f"text tokens of the prompt; the rest is vision (default: {_TEXT})",
+    )
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="measurements of each (default: 5)")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: float32 on a CPU)"
     )
-    parser.add_argument("--out", type=Path, metavar="JSON", help="results, and what is to be resumed")
-    parser.add_argument("--trace", type=Path, metavar="DIR", help="write a profile of one more round of each there")
+    parser.add_argument("--out", type=Path, metavar="JSON", help="file of results, from which a run resumes")
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="folder for a profile of one further round of each")
     parser.add_argument(
-        "--compilation-cache", type=Path, metavar="DIR", help="keep compiled programs there for the next process"
+        "--compilation-cache", type=Path, metavar="DIR", help="folder in which compiled programs are cached"
     )
     parser.add_argument(
-        "--compile-only", action="store_true", help="seconds to compile generate, from shapes alone: no weights"
+        "--compile-only",
+        action="store_true",
+        help="only measure the compile time of generate, without weights",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print what would be run, and the bytes it needs")
+    parser.add_argument("--dry-run", action="store_true", help="only print the plan and the bytes it needs")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> Any:
-    """A table on stdout, or the same as JSON."""
+    """Prints a table, or returns the same content for JSON."""
     if args.rounds < 1:
         raise InputError(f"--rounds {args.rounds} must be at least 1")
     if args.dry_run and args.compile_only:
-        raise InputError("--dry-run and --compile-only: give one of the two")
+        raise InputError("--dry-run and --compile-only: give only one of them")
     console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 160)
     command = "vlkv bench " + " ".join(sys.argv[2:])
     hits = None if args.compilation_cache is None else keep_programs(args.compilation_cache)
@@ -100,7 +107,7 @@ def run(args: argparse.Namespace) -> Any:
 
 
 def _plan(args: argparse.Namespace) -> tuple[list[papers.Point], list[tuple[Subject, Setting, list[Policy]]]]:
-    """Everything that will be run, checked; of a preset also its lines, in the same order."""
+    """The checked list of measurements; for a preset also its lines, in the same order."""
     if args.preset is None:
         subject = find(args.model or "mini", dtype=args.dtype)
         contestants = with_full(_contestants(args, subject))
@@ -142,21 +149,23 @@ def _plan(args: argparse.Namespace) -> tuple[list[papers.Point], list[tuple[Subj
 
 
 def _contestants(args: argparse.Namespace, subject: Subject) -> list[Policy]:
-    """Every --policy at every --keep."""
+    """Every --policy with every --keep."""
     if args.budget is not None and args.keep:
-        raise InputError("--keep and --budget: give one of the two")
+        raise InputError("--keep and --budget: give only one of them")
     made: list[Policy] = []
-    for name in args.policy or ["snapkv"]:
+    names = args.policy or ["snapkv"]
+    scope = args.scope or common_scope(map(policies.named, names))
+    for name in names:
         if issubclass(policies.named(name), policies.Full):
             continue
         for keep in [None] if args.budget is not None else args.keep or _KEEPS:
-            one = argparse.Namespace(**{**vars(args), "policy": name, "keep": keep})
+            one = argparse.Namespace(**{**vars(args), "policy": name, "keep": keep, "scope": scope})
             made.append(policy_from(one, lambda: subject.config))
     return made
 
 
 def _measure(args: argparse.Namespace, work: list[tuple[Subject, Setting, list[Policy]]], results: Results) -> None:
-    """What is not there yet, setting by setting; the full cache is timed again beside what is new."""
+    """Measures what is missing, setting by setting; the full cache is measured again with the new ones."""
     todo = []
     for subject, setting, contestants in work:
         absent = missing(results, subject.name, subject.dtype.name, setting, contestants)
@@ -184,7 +193,7 @@ def _measure(args: argparse.Namespace, work: list[tuple[Subject, Setting, list[P
 
 
 def _compile(args: argparse.Namespace, console: Console, lines: list[tables.Line], hits: Hits | None) -> Any:
-    """Seconds of each `generate`; nothing is run."""
+    """Compile times of each `generate`; nothing runs."""
     rows = []
     for subject, setting, policy in tqdm(lines, unit="program"):
         inputs = make_inputs(subject.config, setting.batch, setting.prompt, setting.vision)

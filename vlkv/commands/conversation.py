@@ -1,6 +1,6 @@
-"""Ask several questions about the same images. Answers appear as they are made; an empty line or Ctrl-D ends the chat.
+"""Ask several questions about the same images. Answers are printed token by token; an empty line or Ctrl-D ends it.
 
-vlkv chat --model mini --image benchmarks/data/digits/page000.png \\
+vlkv chat --model mini --image benchmarks/data/ledger/page000.png \\
     --policy snapkv --keep 0.5
 
 The policy compresses the images and the first question. Later questions and answers are added to the same cache.
@@ -23,10 +23,10 @@ from vlkv.sampling import Greedy
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv chat`."""
     add_model_arguments(parser)
-    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture; may be repeated")
+    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="an image; may be repeated")
     add_policy_arguments(parser)
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="the longest answer")
-    parser.add_argument("--seed", type=int, default=0, help="of random policies")
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="limit on the length of an answer")
+    parser.add_argument("--seed", type=int, default=0, help="for random policies")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
     policy = policy_from(args, lambda: processor.config)
     sampling = Greedy(max_new_tokens=args.max_new_tokens)
     if args.image:
-        processor(args.image, "x")  # images that cannot be used are refused before weights are read
+        processor(args.image, "x")  # raises an error for unusable images before weights are read
     params = loading.load_params(args.model, dtype=args.dtype)
     chat = Chat(params, processor, args.image or None, policy=policy, sampling=sampling, key=jax.random.key(args.seed))
     while question := _next_question():

@@ -18,7 +18,7 @@ from rich.progress import track
 
 from vlkv import loading
 from vlkv.benching.machine import describe
-from vlkv.commands.options import add_model_arguments, policy_called
+from vlkv.commands.options import add_model_arguments, common_scope, policy_called
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.evaluation import fingerprint, report
@@ -48,7 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FRACTION",
         help="of every policy that names none itself",
     )
-    parser.add_argument("--scope", choices=["vision", "all"], help="what competes for the budget, likewise")
+    parser.add_argument(
+        "--scope",
+        choices=["vision", "all"],
+        help="what competes for the budget (default: the method's; vision where defaults differ)",
+    )
     parser.add_argument(
         "--metric", nargs="+", default=["exact"], metavar="NAME", help=f"of {', '.join(METRICS)} (default: exact)"
     )
@@ -134,13 +138,14 @@ def run(args: argparse.Namespace) -> Any:
 def policies_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> list[Policy]:
     """Every policy at every keep; those that keep everything, or name their own keep, once."""
     plan: list[Policy] = []
-    for text in args.policy:
-        cls, options = policy_called(text, f"--policy {text}", config)
+    called = [policy_called(text, f"--policy {text}", config) for text in args.policy]
+    scope = args.scope or common_scope(cls for cls, options in called if "scope" not in options)
+    for cls, options in called:
         if issubclass(cls, Full):  # nothing competes for anything
-            plan.append(make(cls.__name__, **options))
+            plan.append(make(cls, **options))
             continue
-        if args.scope is not None:
-            options.setdefault("scope", args.scope)
+        if scope is not None:
+            options.setdefault("scope", scope)
         keeps = [] if {"keep", "budget"} & set(options) else [{"keep": keep} for keep in args.keep]
-        plan += [make(cls.__name__, **options, **keep) for keep in keeps or [{}]]
+        plan += [make(cls, **options, **keep) for keep in keeps or [{}]]
     return list(dict.fromkeys(plan))

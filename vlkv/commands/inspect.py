@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> Any:
     if args.json:
         said = {"what": args.what, "policy": type(policy).__name__, "options": policy.options()}
         return _plain({**said, "prompt_tokens": inputs.valid.sum(), "picture": out and str(out), **view.arrays})
-    _show(f"{args.what} of {type(policy).__name__} ({measure.source})", view.columns)
+    _show(f"{args.what} of {type(policy).__name__}, scope {policy.scope} ({measure.source})", view.columns)
     Console().print(str(out), highlight=False)
     return None
 
@@ -90,9 +90,9 @@ def _question(args: argparse.Namespace) -> tuple[Path, Processor, Inputs]:
     if args.model is None:
         if args.image:
             raise InputError("--image needs --model: without both, the miniature reads a held-out page")
-        page = pages.compose(pages.held_out_digits(), np.random.default_rng(args.seed), rows=(4, 4))
+        page, entry = pages.held_out_page(np.random.default_rng(args.seed))
         processor = loading.load_processor(CHECKPOINT)
-        return CHECKPOINT, processor, processor(page.image, args.prompt or pages.question())
+        return CHECKPOINT, processor, processor(page.image, args.prompt or entry.question)
     if args.prompt is None:
         raise InputError("--model needs --prompt: what is asked about the image")
     processor = loading.load_processor(args.model)

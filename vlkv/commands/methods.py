@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Any:
-    """A table or a description, or the same as JSON."""
+    """A table or a description, or the content for JSON."""
     chosen = policies.registry.values() if args.name is None else [policies.named(args.name)]
     described = [describe(cls) for cls in chosen]
     if args.json:
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> Any:
 
 
 def describe(cls: type[policies.Policy]) -> dict[str, Any]:
-    """Everything that is said of one policy, JSON-able."""
+    """The description of one policy, as JSON."""
     options = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     return {
         "name": cls.__name__,

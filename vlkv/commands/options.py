@@ -1,10 +1,10 @@
-"""Command line options that say which policy, shared by the commands that run one."""
+"""Command line options for models and policies, shared by several commands."""
 
 from __future__ import annotations
 
 import argparse
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vlkv import policies, profiles
@@ -15,27 +15,34 @@ _STAGES = ("allocate", "merge", "step", "reduce", "store")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, **options: Any) -> None:
-    """--model, required unless `options` (of `add_argument`) say otherwise, and --dtype."""
-    said = "a checkpoint folder, a hub id, or mini, the demo model that vlkv ships"
+    """Adds --model, which is required unless `options` (of `add_argument`) change this, and --dtype."""
+    said = "a checkpoint folder, a hub id, or mini, the demo model of vlkv"
     parser.add_argument("--model", metavar="DIR", **{"required": True, "help": said, **options})
     parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: their own)"
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: as in the checkpoint)"
     )
 
 
 def add_policy_arguments(parser: argparse.ArgumentParser, *, many: bool = False) -> None:
-    """--policy, --keep, --budget, --scope, --option and --with; `many`: lists of policies and keeps."""
+    """Adds --policy, --keep, --budget, --scope, --option and --with; `many`: lists of policies and keeps."""
     several: dict[str, Any] = {"nargs": "+"} if many else {}
     default, said = (None, "snapkv") if many else ("full", "full")
     parser.add_argument(
-        "--policy", default=default, metavar="NAME", help=f"see `vlkv policies` (default: {said})", **several
+        "--policy",
+        default=default,
+        metavar="NAME",
+        help=f"see `vlkv policies`; FILE.py:CLASS is a method of your own (default: {said})",
+        **several,
     )
     parser.add_argument(
-        "--keep", type=float, metavar="FRACTION", help="share of the tokens in scope that stays, in (0, 1]", **several
+        "--keep", type=float, metavar="FRACTION", help="share of the tokens in scope that is kept, in (0, 1]", **several
     )
     parser.add_argument("--budget", type=int, metavar="TOKENS", help="instead of --keep: tokens per layer, on average")
     parser.add_argument(
-        "--scope", choices=["vision", "all"], help="what competes for the budget (default: the method's)"
+        "--scope",
+        choices=["vision", "all"],
+        help="what competes for the budget (default: the method's; vision where "
+        "methods with different defaults are compared)",
     )
     parser.add_argument(
         "--option",
@@ -56,11 +63,11 @@ def add_policy_arguments(parser: argparse.ArgumentParser, *, many: bool = False)
 
 
 def policy_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> policies.Policy:
-    """The policy that the arguments describe; InputError names what is wrong.
+    """The policy that the arguments describe; raises InputError for wrong arguments.
 
     Args:
         args: parsed.
-        config: reads the model's config, if a profile must be checked against it.
+        config: returns the config of the model; called only to check a profile.
     """
     options: dict[str, Any] = {
         name: getattr(args, name) for name in ("keep", "budget", "scope") if getattr(args, name) is not None
@@ -80,14 +87,23 @@ def policy_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> 
     return policies.compose(policy, **parts) if parts else policy
 
 
+def common_scope(methods: Iterable[type[policies.Policy]]) -> policies.Scope | None:
+    """The common scope of compared methods: "vision" if their defaults differ, else None (their default).
+
+    Methods that keep everything are ignored.
+    """
+    scopes = {cls.scope for cls in methods if not issubclass(cls, policies.Full)}
+    return "vision" if len(scopes) > 1 else None
+
+
 def policy_called(
     text: str, where: str, config: Callable[[], ModelConfig]
 ) -> tuple[type[policies.Policy], dict[str, Any]]:
-    """ "kivi" or "kivi(bits=4)": the class, and its options, with a profile read from its file.
+    """Parses "kivi" or "kivi(bits=4)": the class and its options; a profile is read from its file.
 
     Args:
-        text: what was given.
-        where: names it in messages.
+        text: the argument.
+        where: its description in messages.
         config: as in `policy_from`.
     """
     name, bracket, _ = text.partition("(")
@@ -97,7 +113,7 @@ def policy_called(
 
 
 def _options(text: str, where: str) -> dict[str, Any]:
-    """The options in "kivi(bits=4)"."""
+    """Parses the options in "kivi(bits=4)"."""
     try:
         call = ast.parse(text.strip(), mode="eval").body
         assert isinstance(call, ast.Call) and not call.args and all(word.arg for word in call.keywords)
@@ -113,7 +129,7 @@ def _make(name: str, options: dict[str, Any], config: Callable[[], ModelConfig])
 
 
 def _with_profile(name: str, options: dict[str, Any], config: Callable[[], ModelConfig]) -> dict[str, Any]:
-    """The options with a profile read from its file."""
+    """The options, with the file name of a profile replaced by the profile."""
     if not isinstance(options.get("profile"), str):
         return options
     scope = options.get("scope", policies.named(name).scope)
@@ -121,7 +137,7 @@ def _with_profile(name: str, options: dict[str, Any], config: Callable[[], Model
 
 
 def _part(item: str, config: Callable[[], ModelConfig]) -> tuple[str, Any]:
-    """ "store=kivi(bits=4)": the stage, and the method with its options or its class."""
+    """Parses "store=kivi(bits=4)": the stage, and the method with its options or its class."""
     stage, _, text = item.partition("=")
     if stage == "smooth":
         options = _options(text, f"--with {item}")
@@ -132,7 +148,7 @@ def _part(item: str, config: Callable[[], ModelConfig]) -> tuple[str, Any]:
     if stage not in _STAGES or not text.partition("(")[0]:
         raise InputError(f"--with {item}: expected STAGE=NAME with a stage among {', '.join(_STAGES)}")
     cls, options = policy_called(text, f"--with {item}", config)
-    return stage, policies.make(cls.__name__, **options) if "(" in text else cls
+    return stage, policies.make(cls, **options) if "(" in text else cls
 
 
 def _literal(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""Compile prefill and a decode step for chips that are not there: bytes per chip, collectives, estimated times.
+"""Compile prefill and a decode step for absent chips: bytes per chip, collectives, estimated times.
 
   vlkv plan llava-1.5-7b --topology v5e:2x2 --prompt 1024 \\
       --policy aircache --keep 0.1
@@ -34,26 +34,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"chips and how many, as in v5e:4x4, v4:2x2x1, a100:1; chips: {', '.join(planning.CHIPS)}",
     )
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="prompts, over all chips (default: 1)")
-    parser.add_argument("--prompt", type=int, required=True, metavar="TOKENS", help="of each prompt, pictures included")
-    parser.add_argument("--new", type=int, default=64, metavar="TOKENS", help="room for new tokens (default: 64)")
     parser.add_argument(
-        "--images", type=int, metavar="N", help="pictures, or tiles, of a prompt (default: as many as fit)"
+        "--prompt", type=int, required=True, metavar="TOKENS", help="of each prompt, including vision tokens"
+    )
+    parser.add_argument("--new", type=int, default=64, metavar="TOKENS", help="generated tokens (default: 64)")
+    parser.add_argument(
+        "--images", type=int, metavar="N", help="images, or tiles, of a prompt (default: as many as fit)"
     )
     add_policy_arguments(parser)
-    parser.add_argument("--mesh", metavar="data=D,model=M", help="default: chosen so that heads divide and it fits")
+    parser.add_argument("--mesh", metavar="data=D,model=M", help="default: heads can be split, and the job fits")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and cache (default: bfloat16)")
     parser.add_argument(
-        "--thorough", action="store_true", help="compile as for running: twice as long, fewer temporaries"
+        "--thorough",
+        action="store_true",
+        help="compile as for running, which takes twice as long",
     )
     parser.add_argument(
-        "--generate", action="store_true", help="compile `generate` too: how long a first call waits for it"
+        "--generate", action="store_true", help="compile `generate` too, to see the compile time of a first call"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> Any:
-    """A table on stdout, or JSON; what is being done on stderr."""
-    if not os.environ.get("JAX_PLATFORMS"):  # nothing runs: no accelerator of this machine need be taken
+    """Prints a table on stdout, or returns the content for JSON; progress is on stderr."""
+    if not os.environ.get("JAX_PLATFORMS"):  # nothing runs, so no accelerator of this machine is needed
         jax.config.update("jax_platforms", "cpu")
     named = args.model in presets or not (args.model == "mini" or "/" in args.model or Path(args.model).exists())
     config = presets[args.model] if named else loading.load_processor(args.model).config
@@ -72,7 +76,7 @@ def run(args: argparse.Namespace) -> Any:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Any]:
-    """Says on stderr what is being compiled."""
+    """Prints on stderr which program is being compiled."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda text: console.print(f"compiling {text}", highlight=False)

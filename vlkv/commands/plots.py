@@ -1,4 +1,4 @@
-"""Panels as a picture, with matplotlib: the optional extra `plot`, imported when something is drawn."""
+"""Draws panels with matplotlib (optional extra `plot`), which is imported only when needed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from vlkv.errors import InputError
 from vlkv.files import replacing
 
-_IN_LEGEND = 12  # lines of one panel; more are told apart by their colour alone
+_IN_LEGEND = 12  # a panel with more lines has no legend entry for each
 
 
 class Curves(NamedTuple):
-    """Lines over one axis."""
+    """Lines with a common x axis."""
 
     title: str
     x_label: str
@@ -25,7 +25,7 @@ class Curves(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """Pictures of patches, values between 0 and 1, NaN: no token there."""
+    """Maps of patches with values between 0 and 1; NaN: no token."""
 
     title: str
     pictures: dict[str, np.ndarray]
@@ -35,7 +35,7 @@ Panel = Curves | Maps
 
 
 def check_plots(out: Path) -> None:
-    """Raises InputError, before anything is computed, if the picture could not be drawn or written."""
+    """Raises InputError if the picture cannot be drawn or written. Called before anything is computed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError("plots need matplotlib: pip install matplotlib, or ask for --json")
     if not out.parent.is_dir():
@@ -47,7 +47,7 @@ def check_plots(out: Path) -> None:
 
 
 def save(panels: list[Panel], out: Path) -> None:
-    """Draws the panels side by side; the file appears when it is whole."""
+    """Draws the panels side by side and writes the file atomically."""
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional, and slow to import)
 
     figure = Figure(figsize=(5.2 * len(panels), 4.0), layout="constrained")

@@ -1,4 +1,4 @@
-"""Measure on a few samples what share of its tokens each layer keeps under PrefixKV, and save that as a profile.
+"""Measure the share of tokens that each layer keeps with PrefixKV on a few samples, and save it as a profile.
 
   vlkv profile --model mini --images page.png --prompts "read the page" \\
       --keep 0.5 --out profile.json
@@ -26,19 +26,17 @@ from vlkv.policies import PrefixKV
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv profile`."""
     add_model_arguments(parser)
-    parser.add_argument("--images", nargs="+", default=[], metavar="FILE", help="one for each sample; none: text alone")
-    parser.add_argument(
-        "--prompts", nargs="+", required=True, metavar="TEXT", help="one for each sample, or one for all"
-    )
+    parser.add_argument("--images", nargs="+", default=[], metavar="FILE", help="one per sample; none: only text")
+    parser.add_argument("--prompts", nargs="+", required=True, metavar="TEXT", help="one per sample, or one for all")
     parser.add_argument("--keep", type=float, required=True, metavar="FRACTION", help="share of the tokens, in (0, 1]")
     parser.add_argument("--scope", choices=["vision", "all"], default="all", help="what competes for the budget")
-    parser.add_argument("--out", type=Path, required=True, metavar="JSON", help="where the profile goes")
+    parser.add_argument("--out", type=Path, required=True, metavar="JSON", help="file of the profile")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> Any:
-    """A table of shares and their spread, or what the file holds."""
-    policy = PrefixKV(keep=args.keep, scope=args.scope)  # what can be wrong is checked before weights are read
+    """A table of shares and their deviation, or the content of the file."""
+    policy = PrefixKV(keep=args.keep, scope=args.scope)  # arguments are checked before weights are read
     if args.scope == "vision" and not args.images:
         raise InputError("--scope vision needs --images: without them there is nothing to measure")
     if args.out.is_dir():
@@ -63,9 +61,9 @@ def run(args: argparse.Namespace) -> Any:
 
 
 def pairs(images: list[str], prompts: list[str]) -> list[tuple[str | None, str]]:
-    """Which prompt goes with which image: one each, or one prompt for all images."""
+    """Pairs of image and prompt: one prompt per image, or the same prompt for all images."""
     if images and len(prompts) not in (1, len(images)):
-        raise InputError(f"{len(prompts)} prompts for {len(images)} images: give one for all, or one for each")
+        raise InputError(f"{len(prompts)} prompts for {len(images)} images: give one for all, or one per image")
     if not images:
         return [(None, prompt) for prompt in prompts]
     return list(zip(images, prompts * (len(images) // len(prompts)), strict=True))

@@ -42,15 +42,15 @@ from vlkv.processing import Processor
 from vlkv.sampling import Greedy
 
 DTYPES = ("float32", "bfloat16")
-_ROUNDING = 5e-3  # of the reference's standard deviation: what float32 sums in another order may differ by
+_ROUNDING = 5e-3  # tolerance for float32 sums in another order, relative to the reference's standard deviation
 _QUESTION = "What is shown here? Describe its shapes and colours."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv verify`."""
     parser.add_argument("model", metavar="MODEL", help="a checkpoint folder, a hub id, or mini")
-    parser.add_argument("--reference", metavar="DIR", help="what transformers loads instead, if MODEL was converted")
-    parser.add_argument("--image", metavar="FILE", help="instead of a drawn one")
+    parser.add_argument("--reference", metavar="DIR", help="the folder that transformers loads, if MODEL was converted")
+    parser.add_argument("--image", metavar="FILE", help="image to use (default: a generated one)")
     parser.add_argument("--prompt", default=_QUESTION, metavar="TEXT", help="the question (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=32, metavar="N", help="greedy tokens (default: %(default)s)")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES), help="of the weights (both)")
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Any:
-    """The comparison as a table or as JSON; raises InputError where the models differ."""
+    """The comparison as a table or for JSON; raises InputError if the models differ."""
     demo = args.model == "mini" and not Path("mini").exists()
     folder = CHECKPOINT if demo else loading.resolve(args.model)
     processor = loading.load_processor(folder)
@@ -90,12 +90,12 @@ def run(args: argparse.Namespace) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What transformers makes of one prompt."""
+    """Results of transformers for one prompt."""
 
     logits: Float[np.ndarray, "T vocab"]
     hidden: tuple[Float[np.ndarray, "T D"], ...]  # input of each layer, then the last output after its norm
     tokens: list[int]
-    steps: Float[np.ndarray, "S vocab"]  # logits that each token was chosen from
+    steps: Float[np.ndarray, "S vocab"]  # logits from which each token was chosen
 
 
 class Reference:
@@ -120,7 +120,7 @@ class Reference:
         self.torch = torch
 
     def answer(self, batch: Mapping[str, Any], new: int, dtype: str) -> Answer:
-        """One prompt, in one dtype; a lower one is not undone, so float32 comes first."""
+        """Runs one prompt in one dtype. The model is cast in place, so float32 must come first."""
         model = self.model.to(getattr(self.torch, dtype))
         given = {name: self._tensor(value) for name, value in batch.items()}
         ids = given["input_ids"]
@@ -156,7 +156,7 @@ def compare(params: Model, inputs: Inputs, wanted: Answer, exact: Answer, new: i
     ours = np.asarray(jax.jit(forward)(params, inputs)[0], np.float32)[valid]
     error, std = float(np.abs(ours - exact.logits).max()), float(exact.logits.std())
     allowed = max(_ROUNDING * std, 2 * float(np.abs(wanted.logits - exact.logits).max()))
-    output = jax.jit(generate)(params, inputs, sampling=Greedy(max_new_tokens=new, stop=()))
+    output = generate(params, inputs, sampling=Greedy(max_new_tokens=new, stop=()))
     tokens = np.asarray(output.tokens)[0].tolist()
     same = next((i for i, pair in enumerate(zip(tokens, wanted.tokens, strict=True)) if len(set(pair)) > 1), new)
     margin = 0.0 if same == new else float(wanted.steps[same][wanted.tokens[same]] - wanted.steps[same][tokens[same]])
@@ -167,7 +167,7 @@ def compare(params: Model, inputs: Inputs, wanted: Answer, exact: Answer, new: i
 
 
 def first_difference(params: Model, inputs: Inputs, wanted: Answer) -> str:
-    """The first part of the model whose output is not transformers', in words."""
+    """The name of the first part of the model whose output differs from transformers."""
     valid, is_vision = np.asarray(inputs.valid[0]), np.asarray(inputs.is_vision[0])
     states = [np.asarray(state[0], np.float32)[valid] for state in _states(params, inputs)]
     is_vision, layers = is_vision[valid], len(params.decoder.layers)
@@ -198,7 +198,7 @@ def _states(params: Model, inputs: Inputs) -> list[Float[Array, "B T D"]]:
 
 
 def _batches(processor: Processor, image: str | None, question: str) -> dict[str, dict[str, Any]]:
-    """Prompts as transformers' processors return them: about an image, if the model sees any, and without one."""
+    """Prompts in the form of transformers' processors: with an image, if the model has a tower, and without."""
     made = {}
     for name, pictures in (("image", [image or _picture()]), ("text", [])):
         if pictures and processor.pictures is None:
@@ -212,7 +212,7 @@ def _batches(processor: Processor, image: str | None, question: str) -> dict[str
 
 
 def _picture() -> PIL.Image.Image:
-    """Some shapes on a gradient."""
+    """An image of some shapes on a gradient."""
     ramp = np.linspace(0, 255, 480 * 360).reshape(360, 480)
     image = PIL.Image.fromarray(np.stack([ramp, ramp[::-1], ramp[:, ::-1]], axis=-1).astype(np.uint8))
     draw = PIL.ImageDraw.Draw(image)

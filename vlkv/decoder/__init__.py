@@ -1,4 +1,4 @@
-"""The decoder that every family shares, and the small modules that towers are built from too."""
+"""The decoder of all families, and the small modules that decoders and towers share."""
 
 from vlkv.decoder.decoder import Decoder
 

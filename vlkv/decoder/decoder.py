@@ -1,8 +1,8 @@
-"""One decoder for every family of the Llama shape.
+"""The decoder of all families, which has the shape of Llama.
 
 Axes: B batch · T tokens · N query heads · K key heads · H head dim · D width · A position axes.
-The layers are a tuple (docs/architecture.md, decision 1), and `Decoder.walk` is the only loop over them. It is given
-what computes attention, so prefill, decoding, scoring, tracing and the forward pass all use every weight alike.
+The layers are a tuple (docs/architecture.md, decision 1), and `Decoder.walk` is the only loop over them. The caller
+passes it the function that computes attention, so prefill, decoding, scoring and tracing share all other code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.config import DecoderConfig
 from vlkv.decoder.layers import Embedding, Initializer, JoinHeads, Linear, RMSNorm, SplitHeads
-from vlkv.decoder.rope import table, turn
+from vlkv.decoder.rope import apply_rope, rope_table
 from vlkv.parallel import prefill_attention
 
 Attend = Callable[[int, Array, Array, Array], Array]  # layer, [B,T,N,H], [B,T,K,H], [B,T,K,H] -> [B,T,N,H]
@@ -26,14 +26,14 @@ After = Callable[[int, Array], tuple[Array, Array | None]]  # layer, [B,T,D] -> 
 
 
 class Rotation(NamedTuple):
-    """What the positions of tokens do to queries and keys, the same in every layer."""
+    """Arrays that depend on positions and are the same in every layer."""
 
-    table: Float[Array, "B T 1 H"]
-    growth: Float[Array, "B T 1 1"] | None  # of queries
+    table: Float[Array, "B T 1 H"]  # for `apply_rope`
+    log_scale: Float[Array, "B T 1 1"] | None  # factor of queries; see `_log_scale`
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and gated MLP, each behind an RMSNorm and a residual."""
+    """Attention and gated MLP, each with an RMSNorm before it and a residual connection."""
 
     def __init__(self, c: DecoderConfig, *, init: Initializer) -> None:
         self.attention_norm = RMSNorm(c.width, c.norm_eps, init=init)
@@ -49,28 +49,28 @@ class DecoderLayer(nnx.Module):
     def project(
         self, x: Float[Array, "B T D"], rotation: Rotation
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        """Queries and keys, rotated, and values."""
+        """Rotated queries, rotated keys, and values."""
         h = self.attention_norm(x)
-        q, k = turn(self.query(h), rotation.table), turn(self.key(h), rotation.table)
-        if rotation.growth is not None:
-            q = q * rotation.growth.astype(q.dtype)
+        q, k = apply_rope(self.query(h), rotation.table), apply_rope(self.key(h), rotation.table)
+        if rotation.log_scale is not None:
+            q = q * rotation.log_scale.astype(q.dtype)
         return q, k, self.value(h)
 
     def finish(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        """The rest of the layer, from what attention returned."""
+        """The rest of the layer: output projection, residual and MLP. `attended` is the output of attention."""
         x = x + self.out(attended)
         h = self.mlp_norm(x)
         return x + self.down(jax.nn.silu(self.gate(h)) * self.up(h))
 
 
-def _growth(positions: Int[Array, "B T A"], log_from: int) -> Float[Array, "B T 1 1"]:
-    """Log-n attention: 1 for the first `log_from` tokens, then log(n) / log(log_from) for the n-th (Su 2021)."""
+def _log_scale(positions: Int[Array, "B T A"], log_from: int) -> Float[Array, "B T 1 1"]:
+    """Log-length scaling of queries (Su 2021): log(n) / log(log_from) for the n-th token, at least 1."""
     n = jnp.max(positions, axis=-1)[..., None, None] + 1.0
     return jnp.maximum(1.0, jnp.log(n) / math.log(log_from))
 
 
 class Decoder(nnx.Module):
-    """Embedding, layers, final norm and output head (None: tied to the embedding)."""
+    """Embedding, layers, final norm and output head. The head is None if it is tied to the embedding."""
 
     def __init__(self, c: DecoderConfig, *, init: Initializer) -> None:
         self.embedding = Embedding(c.vocab_size, c.width, init=init)
@@ -80,12 +80,12 @@ class Decoder(nnx.Module):
         self.head_dim, self.rope, self.log_from = c.head_dim, c.rope, c.log_from
 
     def rotation(self, positions: Int[Array, "B T A"]) -> Rotation:
-        """What `project` of every layer needs to know of these positions."""
-        growth = None if self.log_from is None else _growth(positions, self.log_from)
-        return Rotation(table(positions, self.head_dim, self.rope), growth)
+        """The argument `rotation` of `DecoderLayer.project` for these positions."""
+        log_scale = None if self.log_from is None else _log_scale(positions, self.log_from)
+        return Rotation(rope_table(positions, self.head_dim, self.rope), log_scale)
 
     def logits(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch vocab"]:
-        """Float32 logits from the last layer's hidden states."""
+        """Logits in float32 from the output of the last layer."""
         h = self.norm(x)
         table = self.embedding.weight[...] if self.head is None else self.head.weight[...]
         return jnp.einsum("...d,vd->...v", h, table, preferred_element_type=jnp.float32)
@@ -93,20 +93,20 @@ class Decoder(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T A"], valid: Bool[Array, "B T"]
     ) -> Float[Array, "B T D"]:
-        """All layers over whole prompts, without a cache."""
+        """Runs all layers over whole prompts, without a cache."""
         return self.walk(x, positions, lambda i, q, k, v: prefill_attention(q, k, v, valid=valid))
 
     def walk(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T A"], attend: Attend, after: After | None = None
     ) -> Float[Array, "B _T D"]:
-        """All layers, one after the other; returns the last layer's output.
+        """Runs all layers; returns the output of the last one.
 
         Args:
-            x: what enters the first layer.
+            x: input of the first layer.
             positions: of the tokens.
-            attend: given a layer's number, its rotated queries and keys, and its values, computes attention.
-            after: given a layer's number and its output, returns what enters the next layer and the positions of these
-                tokens, or None for the same positions. It may reduce the prompt, add features, or record.
+            attend: attend(i, q, k, v) computes attention of layer i from rotated queries, rotated keys and values.
+            after: after(i, x) gets the output of layer i and returns the input of layer i + 1, and the positions of
+                its tokens or None if they are unchanged. It may reduce the prompt, add features, or record.
         """
         rotation = self.rotation(positions)
         for i, layer in enumerate(self.layers):

@@ -1,6 +1,7 @@
-"""The small modules that every tower and decoder is built from. Weights keep the checkpoint's [out, in] order.
+"""Small modules of towers and decoders. Weights have the checkpoint's [out, in] order.
 
-That order needs no transpose while loading and, at batch 1 on a CPU, reads a quarter faster than [in, out].
+This order needs no transpose when a checkpoint is loaded and, at batch 1 on a CPU, is read a quarter faster than
+[in, out].
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jaxtyping import Array, Float, Int, Key
 
 
 class Initializer:
-    """Hands out random arrays of one dtype, a fresh key for each; where `placed` says, if it says anything."""
+    """Makes random parameters of one dtype, each with a new key, with the shardings of `placed` if it is given."""
 
     def __init__(
         self, key: Key[Array, ""], dtype: DTypeLike = jnp.float32, placed: Iterable[Sharding] | None = None
@@ -40,7 +41,7 @@ class Initializer:
 
 
 class Order(Initializer):
-    """Hands out 0, 1, 2...: which parameter of a model is made when."""
+    """Makes 0, 1, 2... instead of parameters, which shows the order in which a model makes them."""
 
     def normal(self, *shape: int, scale: float) -> nnx.Param:
         """The next number."""
@@ -59,7 +60,7 @@ def _normal(key: Key[Array, ""], shape: tuple[int, ...], scale: float, dtype: DT
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _normal_on(key: Array, shape: tuple[int, ...], scale: float, dtype: DTypeLike, placed: Sharding) -> Array:
-    """The same, no device making more than its part. One weight at a time: all in one jit take minutes to compile."""
+    """`_normal` for one weight; each device makes only its part. One jit for all weights would compile for minutes."""
     return jax.lax.with_sharding_constraint(_normal(key, shape, scale, dtype), placed)
 
 
@@ -103,10 +104,10 @@ class JoinHeads(nnx.Module):
 
 
 def _product(weight: Array, x: Array, *, axes: int) -> Array:
-    """Sums over so many last axes of both; the weight's other axes come first.
+    """Product over the last `axes` axes of both; the weight's other axes come first in the result.
 
-    As einsum would write it, XLA copies a weight of three axes into another order in every product, which on a CPU at
-    batch 1 takes seven times the product itself. Not so where the weight comes first and keeps its order.
+    With einsum, XLA transposes a weight of three axes in every product, which on a CPU at batch 1 takes seven times as
+    long as the product. It does not if the weight is the first operand and keeps its order.
     """
     dtype = jnp.result_type(weight, x)
     last = range(weight.ndim - axes, weight.ndim), range(x.ndim - axes, x.ndim)
@@ -114,7 +115,7 @@ def _product(weight: Array, x: Array, *, axes: int) -> Array:
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight; statistics in float32, cast back, then the weight."""
+    """x / rms(x) * weight. Normalises in float32, casts to the dtype of x, then multiplies by the weight."""
 
     def __init__(self, width: int, eps: float, *, init: Initializer) -> None:
         self.weight = init.constant(1.0, width)
@@ -160,7 +161,7 @@ def gelu(x: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
 
 
 def quick_gelu(x: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
-    """x sigmoid(1.702 x), an approximation of it."""
+    """x sigmoid(1.702 x), an approximation of GELU."""
     return x * jax.nn.sigmoid(1.702 * x)
 
 

@@ -14,8 +14,23 @@ from vlkv.evaluation.journal import Entry
 from vlkv.evaluation.metrics import FRACTIONS, LOWER_IS_BETTER, score
 from vlkv.evaluation.records import Record, Scored
 from vlkv.files import write_json
+from vlkv.policies.compose import Composed
 from vlkv.policies.full import Full
 from vlkv.policies.policy import Policy
+
+
+def code(policy: Policy) -> str:
+    """The Python expression that makes a policy, with the names of `vlkv.policies`."""
+    if not isinstance(policy, Composed):
+        fields = dataclasses.fields(policy)  # type: ignore[arg-type]
+        options = [f"{f.name}={getattr(policy, f.name)!r}" for f in fields if getattr(policy, f.name) != f.default]
+        return f"{type(policy).__name__}({', '.join(options)})"
+    stages = {"allocate": policy.allocated, "merge": policy.merged, "step": policy.stepped, "reduce": policy.reduced,
+              "store": policy.stored}  # fmt: skip
+    parts = [code(policy.scored), *(f"{name}={code(part)}" for name, part in stages.items() if part is not None)]
+    if policy.smoothed is not None:
+        parts.append(f"smooth={policy.smoothed!r}")
+    return f"compose({', '.join(parts)})"
 
 
 def label(policy: Policy) -> str:
@@ -58,6 +73,7 @@ def summarise(
         rows.append({
             "policy": label(policy),
             "keep": policy.keep,
+            "scope": policy.scope,
             **score(metrics, scored, judge),
             "cache_bytes": sum(entry["bytes"] for entry in own) / len(own),
             "tokens_per_second": sum(entry["tokens"] for entry in own) / seconds,
@@ -82,11 +98,14 @@ def table(result: Mapping[str, Any]) -> Table:
     title = f"{result['questions']} questions" + (f"; {', '.join(percent)} in percent" if percent else "")
     made = Table(title=title)
     made.add_column("policy", overflow="fold")
+    made.add_column("scope")
     for name in (*result["metrics"], "KiB", "tokens/s"):
         made.add_column(name, justify="right", no_wrap=True)
     for row in result["rows"]:
         values = [f"{100 * row[name]:.1f}" if name in FRACTIONS else f"{row[name]:.4g}" for name in result["metrics"]]
-        made.add_row(row["policy"], *values, f"{row['cache_bytes'] / 1024:.1f}", f"{row['tokens_per_second']:.0f}")
+        made.add_row(
+            row["policy"], row["scope"], *values, f"{row['cache_bytes'] / 1024:.1f}", f"{row['tokens_per_second']:.0f}"
+        )
     return made
 
 
@@ -120,7 +139,7 @@ def plot(result: Mapping[str, Any], file: Path) -> None:
 def _lines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        lines.setdefault(row["policy"].partition("(")[0], []).append(row)
+        lines.setdefault(f"{row['policy'].partition('(')[0]}, {row['scope']}", []).append(row)
     return {name: sorted(found, key=lambda row: row["cache_bytes"]) for name, found in lines.items()}
 
 

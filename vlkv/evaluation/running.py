@@ -25,6 +25,7 @@ from vlkv.errors import InputError
 from vlkv.evaluation import dialogue
 from vlkv.evaluation.batching import Batch, batches
 from vlkv.evaluation.journal import Entry, Journal
+from vlkv.evaluation.keeps import budget, pool_bytes, share_programs
 from vlkv.evaluation.records import Record
 from vlkv.evaluation.videos import read_video
 from vlkv.extend import extend
@@ -33,13 +34,13 @@ from vlkv.generate import check_room, decode, log_probabilities
 from vlkv.inputs import Inputs
 from vlkv.policies.full import Full
 from vlkv.policies.policy import Policy
-from vlkv.prefill import fill_cache, prefill
+from vlkv.prefill import fill_cache_with, prefill
 from vlkv.processing import Processor, Video
 from vlkv.reading import read_prompt
 from vlkv.sampling import Greedy, Sample
 
 _read_prompt = jax.jit(read_prompt)
-_fill_cache = jax.jit(fill_cache, static_argnames="new_tokens")
+_fill_cache = jax.jit(fill_cache_with, static_argnames="new_tokens")
 _prefill = jax.jit(prefill, static_argnames="new_tokens")
 _extend = jax.jit(extend)
 _decode = jax.jit(decode, static_argnames="sampling")
@@ -107,25 +108,38 @@ def run(
         todo = [i for i in range(len(plan)) if not _held(journal, batch, records, i)]
         if todo:
             inputs, room = asker.begin(batch)
-            for i, cache, logits in _compressed(params, inputs, plan, todo, room, settings.seed, batch.number):
+            for i, size, cache, logits in _compressed(params, inputs, plan, todo, room, settings.seed, batch.number):
                 drawn = settings.temperature if type(plan[i]) is Full else 0.0
-                journal.append(asker.ask(batch, i, cache, logits, drawn))
+                journal.append(asker.ask(batch, i, size, cache, logits, drawn))
                 del cache, logits  # before the next one is made
 
 
 def _compressed(
     params: Model, inputs: Inputs, plan: Sequence[Policy], todo: Sequence[int], room: int, seed: int, batch: int
-) -> Iterator[tuple[int, PackedCache, Array]]:
-    """A batch's cache and logits under every policy that is wanted."""
+) -> Iterator[tuple[int, int, PackedCache, Array]]:
+    """A batch's cache and logits under every policy that is wanted, and the bytes that its cache takes by itself.
+
+    All keeps of a method run in one program, with the memory of the largest.
+    """
     key = jax.random.split(jax.random.fold_in(jax.random.key(seed), batch))[0]
     # One reading holds every layer's queries: not for the sake of a single policy.
     whole = [i for i, policy in enumerate(plan) if policy.reducer is None and policy.cap is None]
     prompt = _read_prompt(params, inputs) if len(whole) > 1 and set(whole) & set(todo) else None
+    programs = share_programs(plan)
+    layers, length = params.config.decoder.layers, inputs.valid.shape[1]
     for i in todo:
+        policy, program = plan[i], programs[i]
         if i in whole and prompt is not None:
-            yield i, _fill_cache(prompt, plan[i], new_tokens=room, key=key), prompt.logits
+            table = budget(policy, program, layers=layers, length=length)
+            cache, logits = _fill_cache(prompt, program, table, new_tokens=room, key=key), prompt.logits
         else:
-            yield i, *_prefill(params, inputs, plan[i], new_tokens=room, key=key)
+            cache, logits = _prefill(params, inputs, policy, new_tokens=room, key=key)
+        size = cache.bytes
+        if program is not policy and prompt is not None:
+            number = cache.tail_k[0].dtype.itemsize
+            saved = [pool_bytes(p, params.config, inputs, number=number) for p in (program, policy)]
+            size -= len(inputs.valid) * (saved[0] - saved[1])
+        yield i, size, cache, logits
 
 
 def _held(journal: Journal, batch: Batch, records: Sequence[Record], policy: int) -> bool:
@@ -200,7 +214,13 @@ class _Asker:
         return dialogue.prompt(self.processor, record, [])
 
     def ask(
-        self, batch: Batch, policy: int, cache: PackedCache, logits: Float[Array, "B vocab"], temperature: float
+        self,
+        batch: Batch,
+        policy: int,
+        size: int,
+        cache: PackedCache,
+        logits: Float[Array, "B vocab"],
+        temperature: float,
     ) -> list[Entry]:
         """The answers to every row of the batch from a cache of its groups; with a temperature two more are drawn."""
         entries: list[Entry] = []
@@ -209,7 +229,7 @@ class _Asker:
             rows = [group[min(number, len(group) - 1)] for group in batch.groups]
             new = [i for i, group in enumerate(batch.groups[: batch.real]) if number < len(group)]
             draw = functools.partial(self._draw, temperature, jax.random.fold_in(key, number))
-            entries += self._converse(rows, new, policy, cache, logits, draw)
+            entries += self._converse(rows, new, policy, size, cache, logits, draw)
         return entries
 
     def _converse(
@@ -217,6 +237,7 @@ class _Asker:
         rows: list[int],
         new: list[int],
         policy: int,
+        size: int,
         cache: PackedCache,
         logits: Float[Array, "B vocab"],
         draw: Callable[[int, PackedCache, Array], list[list[str]]],
@@ -239,7 +260,7 @@ class _Asker:
             entries += [
                 Entry(
                     row=rows[i], turn=turn, policy=policy, answer=answers[i], tokens=int(lengths[i]),
-                    seconds=seconds / len(rows), bytes=cache.bytes // len(rows), log_probability=float(scores[i]),
+                    seconds=seconds / len(rows), bytes=size // len(rows), log_probability=float(scores[i]),
                     reference=int(references[i]), drawn=[texts[i] for texts in drawn],
                 )
                 for i in new

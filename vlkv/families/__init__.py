@@ -1,4 +1,4 @@
-"""Model families: one folder and one line each. `init` makes a model with random weights, `abstract` its shapes alone.
+"""Model families: one folder and one line each. `init` makes a model with random weights, `abstract` only its shapes.
 
 params = vlkv.init(vlkv.presets["llava-1.5-7b"], jax.random.key(0), mesh, dtype=jnp.bfloat16)
 """
@@ -51,10 +51,10 @@ def config_from_hf(raw: Raw, generation: Raw | None = None, added: Mapping[str, 
     Args:
         raw: `config.json`.
         generation: `generation_config.json`.
-        added: ids of the tokenizer's added tokens by their spelling, for families whose config names none.
+        added: added tokens of the tokenizer -> their ids, for families whose config does not contain these ids.
 
     Raises:
-        InputError: an unsupported `model_type`, or a field that we do not honour.
+        InputError: an unsupported `model_type` or field.
     """
     kind = model_type(raw)
     if raw.get("quantization_config"):
@@ -67,9 +67,9 @@ def config_from_hf(raw: Raw, generation: Raw | None = None, added: Mapping[str, 
 
 
 def model_type(raw: Raw) -> str:
-    """The family of a `config.json`; InputError for one that there is not.
+    """The key in `FAMILIES` of a `config.json`; InputError if there is none.
 
-    Original checkpoints may bear the `model_type` of another: their families know them by more.
+    Checkpoints in their authors' form may have the `model_type` of another family, so `Family.claims` is asked first.
     """
     architectures = raw.get("architectures") or ()
     if not isinstance(architectures, list | tuple) or not all(isinstance(name, str) for name in architectures):
@@ -84,12 +84,12 @@ def model_type(raw: Raw) -> str:
 def init(
     config: ModelConfig, key: Key[Array, ""], mesh: Mesh | None = None, *, dtype: DTypeLike = jnp.float32
 ) -> Model:
-    """A model with random weights: for training, and for timing, since speed does not depend on the weights.
+    """A model with random weights, for training and for timing.
 
     Args:
         config: its sizes, from a folder or from `vlkv.presets`.
-        key: of all weights; a mesh does not change them.
-        mesh: makes every weight where it belongs on this mesh, as `load` places them; None: the default device.
+        key: the weights follow from it alone and are the same on every mesh.
+        mesh: each weight is made on its own devices of this mesh, placed as by `load`; None: the default device.
         dtype: of the weights.
     """
     model = FAMILIES[config.family].model
@@ -103,35 +103,35 @@ def init(
 
 
 def abstract(config: ModelConfig, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> Model:
-    """The same tree with ShapeDtypeStructs for arrays, placed on a mesh if one is given; allocates nothing."""
+    """`init` with ShapeDtypeStructs in place of arrays, with shardings if a mesh is given; allocates nothing."""
     shapes = jax.eval_shape(lambda: init(config, jax.random.key(0), dtype=dtype))
     if mesh is None:
         return shapes
 
     def one(keypath: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        there = sharding.where(sharding.path_name(keypath), x.shape, mesh)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there)
+        placed = sharding.where(sharding.path_name(keypath), x.shape, mesh)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
 
     return jax.tree_util.tree_map_with_path(one, shapes)
 
 
 def shapes_by_path(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of all parameters, by names such as `decoder.layers.0.query.weight`."""
+    """Shapes of all parameters, by paths such as `decoder.layers.0.query.weight`."""
     leaves = jax.tree_util.tree_flatten_with_path(abstract(config))[0]
     return {sharding.path_name(keypath): tuple(leaf.shape) for keypath, leaf in leaves}
 
 
 class Presets(Mapping[str, TextInputs]):
-    """Published models by name, as configs, for planning and for timing without weights; read when asked for."""
+    """Configs of published models by name, for planning and timing without weights. Each is made at access."""
 
     @property
     def raw(self) -> dict[str, dict[str, Any]]:
-        """What is read: the part of each `config.json` that matters."""
+        """The fields of each `config.json` that matter."""
         unique = {id(family): family for family in FAMILIES.values()}.values()
         return dict(itertools.chain.from_iterable(family.published.items() for family in unique))
 
     def __getitem__(self, name: str) -> TextInputs:
-        """The config; InputError for a name that is not there."""
+        """The config; InputError for an unknown name."""
         raw = self.raw
         if name not in raw:
             near = difflib.get_close_matches(str(name), raw, n=1)

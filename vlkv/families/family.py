@@ -1,7 +1,7 @@
-"""What a family is, and the base models that families derive from.
+"""The record of a model family, and the base models that families derive from.
 
-Axes: B batch · T tokens · I images · V vision tokens of one · R flat vision embeddings · W watched blocks · N heads of
-the tower · D width.
+Axes: B batch · T tokens · I images · V vision tokens of one image · R vision embeddings of the batch in one list ·
+W blocks of the tower whose attention is returned · N heads of the tower · D width.
 """
 
 from __future__ import annotations
@@ -27,34 +27,35 @@ Vision = Float[Array, "R D"]
 
 
 class TextModel(nnx.Module):
-    """A decoder that knows its config."""
+    """A decoder without a vision tower."""
 
     def __init__(self, config: ModelConfig, *, init: Initializer) -> None:
         self.config = config
         self.decoder = Decoder(config.decoder, init=init)
 
     def embed(self, inputs: Inputs) -> Float[Array, "B T D"]:
-        """Token embeddings, with those of pictures in their places."""
+        """The decoder's input: text embeddings, and vision embeddings at the image tokens."""
         return self.decoder.embedding(inputs.tokens)
 
-    def watch(
+    def embed_with_attention(
         self, inputs: Inputs, blocks: tuple[int, ...]
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B W N T"] | None]:
-        """The same, with the attention that each vision token received in some blocks of the tower.
+        """`embed`, and the attention that each vision token receives in the given blocks of the tower.
 
-        It is the attention of the tower's class token, or, where the tower has none, the mean over all patches.
+        This is the attention of the class token. If the tower has none, it is the mean over the attention of all
+        patches. Negative blocks count from the last one.
 
         Raises:
             InputError: the model has no tower.
         """
         del inputs, blocks
-        raise InputError(f"{self.config.family} has no vision tower to rank vision tokens by")
+        raise InputError(f"{self.config.family} has no vision tower, so its attention cannot rank vision tokens")
 
 
 class VisionLanguageModel(TextModel):
-    """Tower, projector, splice, decoder. A family makes the modules and overrides what is special about it."""
+    """Tower, projector, splice, decoder. A family sets `tower` and overrides what is special about it."""
 
-    tower: Callable[..., nnx.Module]  # of the class: makes the tower from its config
+    tower: Callable[..., nnx.Module]  # class attribute: makes the tower from its config
     vision: Any
     projector: Any
 
@@ -62,29 +63,27 @@ class VisionLanguageModel(TextModel):
         self.config = config
         self.vision = type(self).tower(config.vision, init=init)
         self.projector = self.make_projector(config, init=init)
-        self.make_more(config, init=init)
         self.decoder = Decoder(config.decoder, init=init)
 
     def make_projector(self, config: ModelConfig, *, init: Initializer) -> nnx.Module | None:
-        """From the tower's width to the decoder's: by default two linear maps."""
+        """The module from the tower's width to the decoder's: by default two linear maps. None: there is none."""
         width = config.decoder.width
         return Mlp(config.vision.width, width, width, bias=config.projector_bias, init=init)
 
-    def make_more(self, config: ModelConfig, *, init: Initializer) -> None:
-        """Parameters beyond tower, projector and decoder, if there are any."""
-
-    def see(self, inputs: Inputs, pixels: Array, blocks: tuple[int, ...]) -> tuple[Array, list[Float[Array, "I N V"]]]:
-        """The tower's features of all pictures, and the attention that each received in some of the tower's blocks."""
+    def run_tower(
+        self, inputs: Inputs, pixels: Array, blocks: tuple[int, ...]
+    ) -> tuple[Array, list[Float[Array, "I N V"]]]:
+        """The tower's features of all images, and the attention that each feature receives in the given blocks."""
         del inputs
-        return self.vision.watch(pixels, blocks)
+        return self.vision.with_attention(pixels, blocks)
 
     def project(self, features: Array, inputs: Inputs) -> Vision:
-        """Features to the flat vision embeddings that `vision_index` counts."""
+        """The vision embeddings, in the order that `Inputs.vision_index` refers to."""
         del inputs
-        return flat(self.projector(features))
+        return flat(features if self.projector is None else self.projector(features))
 
     def pool(self, attention: Float[Array, "I V C"], inputs: Inputs) -> Float[Array, "R C"]:
-        """From the attention that each feature received to that of each embedding, as `project` joins features."""
+        """Attention per vision embedding, from attention per feature. It joins features in the way of `project`."""
         del inputs
         return flat(attention)
 
@@ -93,7 +92,7 @@ class VisionLanguageModel(TextModel):
         return self._embed(inputs, ())[0]
 
     @override
-    def watch(
+    def embed_with_attention(
         self, inputs: Inputs, blocks: tuple[int, ...]
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B W N T"] | None]:
         return self._embed(inputs, blocks)
@@ -102,42 +101,41 @@ class VisionLanguageModel(TextModel):
         self, inputs: Inputs, blocks: tuple[int, ...]
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B W N T"] | None]:
         x = self.decoder.embedding(inputs.tokens)
-        if inputs.pixels is None:  # no pictures, or pictures that vlkv bench leaves out
+        if inputs.pixels is None:  # no images, or images that vlkv bench leaves out
             return x, jnp.zeros((x.shape[0], len(blocks), 1, x.shape[1])) if blocks else None
-        features, rows = self.see(inputs, inputs.pixels.astype(x.dtype), blocks)
-        x = splice(x, self.project(features, inputs), inputs.vision_index)
+        features, attention = self.run_tower(inputs, inputs.pixels.astype(x.dtype), blocks)
+        spliced = splice(x, self.project(features, inputs), inputs.vision_index)
         if not blocks:
-            return x, None
-        stacked = jnp.stack(rows).transpose(1, 3, 0, 2)  # [I, V, W, N]
-        given = self.pool(stacked.reshape(*stacked.shape[:2], -1), inputs)
-        given = given[jnp.maximum(inputs.vision_index, 0)]
-        given = jnp.where(inputs.vision_index[..., None] >= 0, given, 0.0)
-        return x, given.reshape(*x.shape[:2], *stacked.shape[2:]).transpose(0, 2, 3, 1)
+            return spliced, None
+        stacked = jnp.stack(attention).transpose(1, 3, 0, 2)  # [I, V, W, N]
+        pooled = self.pool(stacked.reshape(*stacked.shape[:2], -1), inputs)
+        received = splice(jnp.zeros((*x.shape[:2], pooled.shape[-1]), pooled.dtype), pooled, inputs.vision_index)
+        return spliced, received.reshape(*x.shape[:2], *stacked.shape[2:]).transpose(0, 2, 3, 1)
 
 
-def flat(x: Float[Array, "I V D"]) -> Vision:
-    """The pictures' embeddings in one list."""
+def flat(x: Float[Array, "*I D"]) -> Vision:
+    """The embeddings of all images in one list."""
     return x.reshape(-1, x.shape[-1])
 
 
 def splice(x: Float[Array, "B T D"], vision: Vision, vision_index: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """Row `vision_index` of the flat vision embeddings where it is >= 0, the token's own elsewhere."""
+    """Replaces each token with `vision_index` >= 0 by that row of `vision`."""
     return jnp.where(vision_index[..., None] >= 0, vision[jnp.maximum(vision_index, 0)].astype(x.dtype), x)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """One `model_type`.
+    """All that the library must know of one `model_type`.
 
     Attributes:
-        config: reads `config.json`, and does the host's part of the work.
-        model: the parameters and what they compute.
-        names: how checkpoints name the parameters.
-        published: the sizes that were published: the part of a `config.json` that matters, by the name of a preset. An
-            end of sequence that is in `generation_config.json` only is written into it.
-        complete: a folder's `config.json` with what is beside it in the folder; None: it is complete.
-        special: tokens whose ids follow those of a tiktoken file, for families that are published with one.
-        claims: whether a `config.json` is of this family although it bears the `model_type` of another; None: none is.
+        config: class that reads `config.json` and turns images into `Inputs` on the host.
+        model: class of the parameters and of the computation.
+        names: returns the checkpoint's names of the parameters.
+        published: published sizes: preset name -> the fields of `config.json` that matter. A stop token that only
+            `generation_config.json` contains is added to them.
+        complete: adds to `config.json` what other files of the folder say; None: nothing is needed.
+        special: special tokens whose ids follow those of a tiktoken file.
+        claims: whether a `config.json` belongs to this family although its `model_type` names another; None: never.
     """
 
     config: type[TextInputs]

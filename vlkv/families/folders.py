@@ -1,4 +1,4 @@
-"""A checkpoint folder: its config, and the table of its tensors for the converter."""
+"""Reads the config of a checkpoint folder, and makes the table of its tensors for the converter."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from vlkv.processing.arranging import TextInputs
 
 
 def describe(folder: Path) -> Table:
-    """What the engine must know of a folder; raises InputError as `read_config`."""
+    """The converter's table for a folder; raises InputError like `read_config`."""
     return table_of(read_config(folder), read_raw(folder))
 
 
 def table_of(config: ModelConfig, raw: dict[str, Any]) -> Table:
-    """The table of a model, with an output head of its own: the checkpoint decides whether it has one."""
+    """The converter's table for a model. It has an output head, because only the checkpoint shows if there is one."""
     return Table(
         family=config.family,
         config=raw,
@@ -32,7 +32,7 @@ def table_of(config: ModelConfig, raw: dict[str, Any]) -> Table:
 
 
 def with_head(config: ModelConfig, *, tied: bool) -> ModelConfig:
-    """The config, saying whether the output head is the embedding table."""
+    """The config with `tied` set: whether the output head is the embedding table."""
     return dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, tied=tied))
 
 
@@ -40,7 +40,7 @@ def read_config(folder: Path) -> TextInputs:
     """The model's config from `config.json`, `generation_config.json` (stop ids) and the tokenizer's added tokens.
 
     Raises:
-        InputError: no folder, no config, or one that we do not honour.
+        InputError: there is no folder or no config, or it is malformed or unsupported.
     """
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
@@ -56,7 +56,7 @@ def read_config(folder: Path) -> TextInputs:
 
 
 def read_raw(folder: Path) -> dict[str, Any]:
-    """`config.json`, with what its family finds beside it."""
+    """`config.json`, completed by the family from other files of the folder (`Family.complete`)."""
     raw = require_json(folder / "config.json")
     kind = model_type(raw)
     complete = FAMILIES[kind].complete
@@ -64,7 +64,7 @@ def read_raw(folder: Path) -> dict[str, Any]:
 
 
 def _added_tokens(folder: Path) -> dict[str, int]:
-    """Ids of the tokenizer's added tokens by their spelling, from whichever of its files are there."""
+    """Added tokens of the tokenizer -> their ids, from those of its files that exist."""
     older, newer = read_json(folder / "tokenizer_config.json") or {}, read_json(folder / "tokenizer.json") or {}
     return {
         **(read_json(folder / "added_tokens.json") or {}),

@@ -87,7 +87,7 @@ class Answerer:
             most = self.processor.config.decoder.max_positions - inputs.max_vision - inputs.max_text
             fitting = dataclasses.replace(sampling, max_new_tokens=max(1, min(sampling.max_new_tokens, most)))
             check_room(self.processor.config, inputs, fitting.max_new_tokens)
-            output = _generate(self.params, inputs, policy=self.policy, sampling=fitting, key=jax.random.key(self.seed))
+            output = generate(self.params, inputs, policy=self.policy, sampling=fitting, key=jax.random.key(self.seed))
             texts = self.processor.decode(output.tokens, output.lengths)
             prompts, lengths = inputs.valid.sum(axis=1), np.asarray(output.lengths)
             for row, place in enumerate(places):
@@ -146,9 +146,6 @@ class Answerer:
         if not tokens.size:
             raise InputError(f"the continuation {text!r} is empty: there is nothing to score")
         return tokens
-
-
-_generate = jax.jit(generate)
 
 
 @partial(jax.jit, static_argnames="policy")

@@ -9,5 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
+PAGE = Path(__file__).parent / "page.png"  # a page that the model has not seen, for examples
+QUESTION = "what does row two say?"
 
-__all__ = ["CHECKPOINT"]
+__all__ = ["CHECKPOINT", "PAGE", "QUESTION"]

@@ -28,7 +28,7 @@ PAD, BOS, EOS, _, IMAGE = range(len(_SPECIAL))
 _WORDS = ("user", "assistant", ":", "?", ".", "what", "does", "row", "say", "read", "the", "page",
           *pages.ORDINALS, pages.SEPARATOR, *"0123456789")  # fmt: skip
 VOCABULARY = (*_SPECIAL, *_WORDS)
-MAX_POSITIONS = 512
+MAX_POSITIONS = 2048
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'].upper() + ': ' }}"

@@ -1,14 +1,21 @@
-"""Pages of handwritten digits: rows of real digits on a page that is otherwise empty or covered with texture.
+"""Pages of handwritten digits for the demo model: ledger pages and digit pages, with questions and answers.
 
-A page is 96 x 96 pixels, dark ink on white: a grid of 12 x 12 cells of 8 x 8 pixels, one cell per vision
-token of the miniature. A digit fills one cell. The digits are those of scikit-learn's `load_digits`; the last
-360 of them are shipped here (HELD_OUT.md) and never trained on.
+A page is 192 x 192 pixels, dark ink on white: a grid of 24 x 24 cells of 8 x 8 pixels, one cell per vision token.
+A digit fills one cell. Between the digits the page is empty or covered with texture.
+
+- A **ledger page** has 4 to 10 entries. An entry is a tag (one digit, white on black, different for all entries of a
+  page) and a value of 3 to 6 digits. The values of a page lie to the right of their tags, or below them.
+  Question: "what does 4 say?".
+- A **digit page** has 2 to 5 rows of 2 to 5 digits. Questions: "what does row two say?", "read the page".
+
+The digits are those of scikit-learn's `load_digits`. The last 360 of them are shipped here (HELD_OUT.md); training
+never sees them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -17,16 +24,17 @@ import numpy as np
 from jaxtyping import Float, Int, UInt8
 from PIL import Image
 
-GRID = 12  # cells per side
+GRID = 24  # cells per side
 CELL = 8  # pixels per side of a cell
 SIZE = GRID * CELL
 HELD_OUT = 360  # digits at the end of the data set that are for testing alone
 SEPARATOR = "/"
 ORDINALS = ("one", "two", "three", "four", "five")
 READ_PAGE = "read the page"
+SHAPES = ("right", "below")  # where the values of a ledger page lie, as seen from their tags
 
 _TEXTURES = ("noise", "stripes", "dots", "shade", "empty")
-_PAGE_SHARE = 0.4  # of the held-out questions that ask for the whole page
+_PAGE_SHARE = 0.4  # of the held-out questions about digit pages that ask for the whole page
 
 
 class Digits(NamedTuple):
@@ -36,36 +44,45 @@ class Digits(NamedTuple):
     label: Int[np.ndarray, " n"]
 
 
+class Entry(NamedTuple):
+    """Something that can be asked about a page."""
+
+    question: str
+    answer: str
+    cells: tuple[int, ...]  # with the digits; cell = 24 * y + x = index of the vision token
+    end: tuple[int, ...] = ()  # the cell after a ledger page's value, which shows that it ends
+
+    @property
+    def evidence(self) -> tuple[int, ...]:
+        """The vision tokens that the answer needs."""
+        return self.cells + self.end
+
+
 class Sample(NamedTuple):
     """One question about one page."""
 
     image: Image.Image
     question: str
     answer: str
+    evidence: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """A page and what it says."""
+    """A page and everything that can be asked about it."""
 
-    pixels: UInt8[np.ndarray, "96 96"]
-    rows: tuple[tuple[int, ...], ...]  # the digits, from the top
-    cells: tuple[int, ...]  # where they lie, in reading order: cell = 12 * y + x = index of the vision token
+    pixels: UInt8[np.ndarray, "192 192"]
+    entries: tuple[Entry, ...]
 
     @property
     def image(self) -> Image.Image:
         """The page as a picture."""
         return Image.fromarray(self.pixels).convert("RGB")
 
-    def answer(self, row: int | None = None) -> str:
-        """What one row says, or (None) the whole page."""
-        rows = self.rows if row is None else self.rows[row : row + 1]
-        return f" {SEPARATOR} ".join(" ".join(map(str, digits)) for digits in rows)
-
-
-def question(row: int | None = None) -> str:
-    """The question that `Page.answer(row)` answers; rows count from 0."""
-    return READ_PAGE if row is None else f"what does row {ORDINALS[row]} say?"
+    @property
+    def cells(self) -> tuple[int, ...]:
+        """All cells with digits, in reading order."""
+        return tuple(sorted({cell for entry in self.entries for cell in entry.cells}))
 
 
 @cache
@@ -75,49 +92,138 @@ def held_out_digits() -> Digits:
         return Digits(file["ink"].astype(np.float32) / 16, file["label"].astype(np.int64))
 
 
-def held_out(count: int, seed: int = 0) -> Iterator[Sample]:
-    """`count` questions about pages of test digits: 40 % ask for the whole page, the others for one row."""
+def held_out(count: int, seed: int = 0, kind: str = "ledger") -> Iterator[Sample]:
+    """`count` questions, each about another page of test digits.
+
+    Args:
+        count: pages.
+        seed: the same seed gives the same pages.
+        kind: a name of `KINDS`. 40 % of the questions about digit pages ask for the whole page.
+    """
     rng = np.random.default_rng(seed)
     for _ in range(count):
-        page, row = held_out_page(rng)
-        yield Sample(page.image, question(row), page.answer(row))
+        page, entry = held_out_page(rng, kind)
+        yield Sample(page.image, entry.question, entry.answer, entry.evidence)
 
 
-def held_out_page(rng: np.random.Generator) -> tuple[Page, int | None]:
-    """A page of test digits, and what is asked about it: a row, or (None) the whole page."""
-    page = compose(held_out_digits(), rng)
-    return page, None if rng.random() < _PAGE_SHARE else int(rng.integers(len(page.rows)))
+def held_out_page(rng: np.random.Generator, kind: str = "ledger") -> tuple[Page, Entry]:
+    """A page of test digits, and the entry that is asked about."""
+    page = KINDS[kind](held_out_digits(), rng)
+    if page.entries[0].question == READ_PAGE:
+        chosen = 0 if rng.random() < _PAGE_SHARE else int(rng.integers(1, len(page.entries)))
+    else:
+        chosen = int(rng.integers(len(page.entries)))
+    return page, page.entries[chosen]
 
 
-def compose(
+def held_out_set(rng: np.random.Generator, images: int = 3) -> tuple[list[Page], int, Entry]:
+    """Several ledger pages of test digits that share the ten tags among them; which is asked about, and the entry."""
+    tags = np.array_split(rng.permutation(10), images)
+    made = [ledger_page(held_out_digits(), rng, entries=(len(some), len(some)), tags=some.tolist()) for some in tags]
+    chosen = int(rng.integers(images))
+    return made, chosen, made[chosen].entries[rng.integers(len(made[chosen].entries))]
+
+
+def ledger_page(
+    digits: Digits,
+    rng: np.random.Generator,
+    *,
+    shape: str | None = None,
+    entries: tuple[int, int] = (4, 10),
+    length: tuple[int, int] = (3, 6),
+    tags: Sequence[int] = range(10),
+) -> Page:
+    """A random page of tags and values.
+
+    Args:
+        digits: what to write with.
+        rng: source of all random choices.
+        shape: "right" or "below", where values lie as seen from their tags; one of the two at random by default.
+        entries: smallest and largest number of entries; never more than there are tags.
+        length: smallest and largest number of digits of a value.
+        tags: the tags to choose from.
+    """
+    down = (shape or SHAPES[rng.integers(2)]) == "below"
+    ink = _background(rng)
+    used = np.zeros((GRID, GRID), bool)  # [line, place in the line]; a line is a column of the page if `down`
+    count = min(int(rng.integers(entries[0], entries[1] + 1)), len(tags))
+    made = []
+    for tag in rng.permutation(np.asarray(tags))[:count]:
+        n = int(rng.integers(length[0], length[1] + 1))
+        line, start = _free_place(used, n + 1, rng)
+        used[line, start : start + n + 1] = True
+        value = rng.integers(len(digits.label), size=n)
+        glyphs = [1 - digits.ink[rng.choice(np.flatnonzero(digits.label == tag))], *digits.ink[value]]
+        places = [(start + i, line) if down else (line, start + i) for i in range(n + 1)]
+        written = _write(ink, glyphs, places)
+        after = start + n + 1
+        end = () if after == GRID else (after * GRID + line if down else line * GRID + after,)
+        made.append(Entry(f"what does {tag} say?", _spoken(digits.label[value]), written, end))
+    return Page(_pixels(ink), tuple(made))
+
+
+def digit_page(
     digits: Digits,
     rng: np.random.Generator,
     *,
     rows: tuple[int, int] = (2, 5),
     length: tuple[int, int] = (2, 5),
 ) -> Page:
-    """A random page of between `rows[0]` and `rows[1]` rows, each of `length[0]` to `length[1]` digits."""
+    """A random page of between `rows[0]` and `rows[1]` rows, each of `length[0]` to `length[1]` digits.
+
+    The first entry asks for the whole page, the others for its rows from the top.
+    """
     ink = _background(rng)
-    lines = np.sort(rng.choice(GRID, rng.integers(rows[0], rows[1] + 1), replace=False))
-    text: list[tuple[int, ...]] = []
-    cells: list[int] = []
-    for y in lines:
+    made = []
+    for i, y in enumerate(np.sort(rng.choice(GRID, rng.integers(rows[0], rows[1] + 1), replace=False))):
         n = int(rng.integers(length[0], length[1] + 1))
         x = int(rng.integers(GRID - n + 1))
         chosen = rng.integers(len(digits.label), size=n)
-        # Paper under the digits is clean: a digit that texture has made unreadable would test nothing.
-        line = digits.ink[chosen].transpose(1, 0, 2).reshape(CELL, -1)
-        ink[y * CELL : (y + 1) * CELL, x * CELL : (x + n) * CELL] = line
-        text.append(tuple(int(label) for label in digits.label[chosen]))
-        cells.extend(int(y) * GRID + np.arange(x, x + n))
-    pixels = np.rint(255 * (1 - np.clip(ink, 0, 1))).astype(np.uint8)
-    return Page(pixels, tuple(text), tuple(int(cell) for cell in cells))
+        cells = _write(ink, list(digits.ink[chosen]), [(int(y), x + j) for j in range(n)])
+        made.append(Entry(f"what does row {ORDINALS[i]} say?", _spoken(digits.label[chosen]), cells))
+    everything = f" {SEPARATOR} ".join(row.answer for row in made)
+    whole = Entry(READ_PAGE, everything, tuple(cell for row in made for cell in row.cells))
+    return Page(_pixels(ink), (whole, *made))
 
 
-def _background(rng: np.random.Generator) -> Float[np.ndarray, "96 96"]:
+KINDS: dict[str, Callable[[Digits, np.random.Generator], Page]] = {
+    "ledger": ledger_page,
+    "right": lambda digits, rng: ledger_page(digits, rng, shape="right"),
+    "below": lambda digits, rng: ledger_page(digits, rng, shape="below"),
+    "digits": digit_page,
+}
+
+
+def _free_place(used: np.ndarray, length: int, rng: np.random.Generator) -> tuple[int, int]:
+    """A random line and start with `length` unused places and at least one unused place before and after them."""
+    while True:
+        line, start = int(rng.integers(GRID)), int(rng.integers(GRID - length + 1))
+        if not used[line, max(0, start - 1) : start + length + 1].any():
+            return line, start
+
+
+def _write(ink: np.ndarray, glyphs: Sequence[np.ndarray], places: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """Writes one glyph into each cell (y, x) and returns the cells.
+
+    Paper under the digits is clean: a digit that texture has made unreadable would test nothing.
+    """
+    for glyph, (y, x) in zip(glyphs, places, strict=True):
+        ink[y * CELL : (y + 1) * CELL, x * CELL : (x + 1) * CELL] = glyph
+    return tuple(y * GRID + x for y, x in places)
+
+
+def _spoken(labels: Int[np.ndarray, " n"]) -> str:
+    return " ".join(str(int(label)) for label in labels)
+
+
+def _pixels(ink: Float[np.ndarray, "h w"]) -> UInt8[np.ndarray, "h w"]:
+    return np.rint(255 * (1 - np.clip(ink, 0, 1))).astype(np.uint8)
+
+
+def _background(rng: np.random.Generator) -> Float[np.ndarray, "192 192"]:
     """Patches of texture and a few long scratches; about half of the page stays empty."""
     ink = np.zeros((SIZE, SIZE), np.float32)
-    for _ in range(rng.integers(1, 6)):
+    for _ in range(rng.integers(3, 14)):
         height, width = int(rng.integers(1, 6)) * CELL, int(rng.integers(2, 9)) * CELL
         y, x = rng.integers(SIZE - height + 1), rng.integers(SIZE - width + 1)
         patch = ink[y : y + height, x : x + width]

@@ -1,14 +1,14 @@
-"""Plans for hardware that is not there: `vlkv.planning.plan("qwen2-vl-7b", topology="v5e:4x4", prompt=8192, ...)`.
+"""Plans jobs for hardware that is not present: `plan("qwen2-vl-7b", topology="v5e:4x4", prompt=8192, ...)`.
 
-chips       what a chip has, and what a topology's name means
-questions   prompts of a given length, as shapes
+chips       specifications of chips, and names of topologies
+questions   shapes of prompts of a given length
 sizes       bytes of arrays in a chip's memory
-programs    compiling for absent chips, and reading the result
-arithmetic  the mesh to begin with, and what would fit
-estimate    how long a program would take
-running     one policy's programs, one after another
-planning    `plan`, all of it together
-report      the same as a table and as JSON
+programs    compiles for absent chips, and reads the compiler's analysis
+arithmetic  choice of the mesh, and changes that would fit
+estimate    time of a program
+jobs        the programs of one policy
+planning    `plan`
+report      a plan as a table and as JSON
 """
 
 from __future__ import annotations

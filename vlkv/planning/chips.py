@@ -1,7 +1,7 @@
-"""What a chip has, and which chips a topology like `v5e:4x4` or `a100:1` names.
+"""Specifications of chips, and topologies such as `v5e:4x4` or `a100:1`.
 
-Peak numbers are the makers' own for dense bfloat16: Cloud TPU's system architecture pages, NVIDIA's data sheets. A chip
-holds somewhat less than is printed on it, because the runtime keeps a part; `usable` is what a program may fill.
+Peak numbers are those of the manufacturers for dense bfloat16, from Cloud TPU's system architecture pages and NVIDIA's
+data sheets. A program can use less than the nominal memory, because the runtime needs a part; see `usable`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ class Chip:
     name: str
     platform: str  # "tpu" or "cuda"
     memory: int  # bytes on the chip
-    usable: int  # bytes that one program may fill
-    flops: float  # operations a second on bfloat16 matrices
-    bandwidth: float  # bytes a second from its own memory
-    link: float  # bytes a second that it sends to other chips, over all its links
+    usable: int  # bytes that one program can use
+    flops: float  # operations per second on bfloat16 matrices
+    bandwidth: float  # bytes per second from its own memory
+    link: float  # bytes per second to other chips, over all links
     dimensions: int = 1  # of a topology
 
 
 def _tpu(name: str, memory: int, flops: float, bandwidth: float, link: float, dimensions: int) -> Chip:
-    # The TPU compiler keeps 1/64: of a v5e's 16 GiB it gives 15.75.
+    # The TPU compiler reserves 1/64: programs get 15.75 of a v5e's 16 GiB.
     return Chip(name=name, platform="tpu", memory=memory * GIB, usable=memory * GIB * 63 // 64, flops=flops,
                 bandwidth=bandwidth, link=link, dimensions=dimensions)  # fmt: skip
 
 
 def _gpu(name: str, memory: int, flops: float, bandwidth: float, link: float) -> Chip:
-    # Half a GiB for the driver and the libraries' own buffers.
+    # Half a GiB is for the driver and for buffers of libraries.
     return Chip(name=name, platform="cuda", memory=memory, usable=memory - GIB // 2, flops=flops, bandwidth=bandwidth,
                 link=link)  # fmt: skip
 
@@ -59,30 +59,30 @@ CHIPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """So many chips of a kind, in this arrangement."""
+    """Chips of one kind in an arrangement such as 4 x 4."""
 
     chip: Chip
     shape: tuple[int, ...]
 
     @property
     def count(self) -> int:
-        """How many chips."""
+        """Number of chips."""
         return math.prod(self.shape)
 
     @property
     def name(self) -> str:
-        """As it is written."""
+        """The name that `parse` accepts."""
         return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
 
 
 def parse(text: str) -> Topology:
-    """`v5e:4x4`, `v4:2x2x1`, `a100:8`; InputError names what there is."""
+    """Parses `v5e:4x4`, `v4:2x2x1` or `a100:8`; InputError lists the known chips."""
     name, colon, sizes = text.lower().partition(":")
     chip = CHIPS.get(name)
     if chip is None:
         near = difflib.get_close_matches(name, CHIPS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise InputError(f"--topology {text}: no chip {name!r}; {hint}there are {', '.join(CHIPS)}")
+        raise InputError(f"--topology {text}: no chip {name!r}; {hint}chips are {', '.join(CHIPS)}")
     example = f"{name}:" + "x".join(["4", "4", "4"][: chip.dimensions])
     if not colon or not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})*", sizes):
         raise InputError(f"--topology {text}: give the number of chips as in {example}")
@@ -93,7 +93,7 @@ def parse(text: str) -> Topology:
 
 
 def parse_mesh(text: str, chips: int) -> tuple[int, int]:
-    """`data=4,model=4`: chips along both axes; InputError where they are not all the chips."""
+    """Parses `data=4,model=4`, the numbers of chips along the axes; InputError if their product is not `chips`."""
     found = re.fullmatch(r"(data|model)=([1-9]\d{0,4}),(data|model)=([1-9]\d{0,4})", text.replace(" ", ""))
     if found is None or found[1] == found[3]:
         raise InputError(f"--mesh {text}: expected data=D,model=M, as in data=4,model=4")
@@ -106,7 +106,7 @@ def parse_mesh(text: str, chips: int) -> tuple[int, int]:
 
 
 def factorisations(chips: int) -> list[tuple[int, int]]:
-    """All (data, model) over so many chips, the smallest model axis first."""
+    """All (data, model) with the product `chips`, the smallest model axis first."""
     return [(chips // model, model) for model in range(1, chips + 1) if chips % model == 0]
 
 

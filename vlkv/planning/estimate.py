@@ -1,9 +1,10 @@
-"""How long a program would take: the slowest of what the chip computes and what it reads, then what chips exchange.
+"""Estimates the time of a program: the larger of computing and memory access, plus communication between chips.
 
-The TPU compiler's own seconds (`optimal_seconds`) are no use for programs with kernels, whose time it does not know:
-it gives negative ones. Its operations and bytes are good, except that of a kernel it counts no operations and its
-operands whole or not at all, and of a loop one turn. So kernels are counted here: attention over whole prompts from the
-shapes that the program itself gives them, and the cache once a step instead of the whole pool in every layer.
+The TPU compiler's time (`optimal_seconds`) cannot be used for programs with kernels, for which it is negative. The
+compiler's counts of operations and bytes are good, except for kernels, whose operations it does not count and whose
+operands it counts completely or not at all, and for loops, of which it counts one iteration. So kernels are counted
+here: attention over whole prompts from the shapes in the program, and the cache once per decode step, instead of the
+whole pool in every layer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from vlkv.planning.programs import Program
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Seconds of one run of a program, if nothing but the chip's own limits held it back."""
+    """Seconds of one run of a program at the peak performance of the chip."""
 
     compute: float
     memory: float
@@ -30,12 +31,12 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Computing and reading overlap; exchanging is taken to wait for both."""
+        """Total time: computing and memory access overlap, communication does not."""
         return max(self.compute, self.memory) + self.exchange
 
     @property
     def bound(self) -> str:
-        """What takes longest."""
+        """The part that takes longest: compute, memory or exchange."""
         times = {"compute": self.compute, "memory": self.memory, "exchange": self.exchange}
         return max(times, key=lambda name: times[name])
 
@@ -43,18 +44,19 @@ class Estimate:
 def estimate(
     program: Program, chip: Chip, *, cache_bytes: int | None = None, weights: int = 0, slowdown: float = 1.0
 ) -> Estimate:
-    """Of one program on one chip.
+    """The estimate of one compiled program on one chip.
 
     Args:
         program: compiled.
-        chip: where it would run.
-        cache_bytes: of a decode step: what its kernels read of the cache, instead of their operands; None: all of them.
-        weights: bytes of those that a step reads.
-        slowdown: how many times slower than bfloat16 the chip multiplies this dtype.
+        chip: the chip.
+        cache_bytes: for a decode step: bytes of the cache that its kernels read; None: all operands of kernels.
+        weights: bytes of the weights that a step reads.
+        slowdown: time of matrix products in this dtype relative to bfloat16.
     """
     moved = program.bytes
     if cache_bytes is not None and program.kernels:
-        # Whether the compiler counts a kernel's operands depends on its level: without them weights must remain.
+        # At some optimisation levels the compiler does not count operands of kernels. It does, if the rest of the bytes
+        # is at least that of the weights.
         counted = moved - program.kernel_bytes >= weights
         moved += cache_bytes - (program.kernel_bytes if counted else 0)
     flops = program.flops + program.kernel_flops
@@ -64,12 +66,12 @@ def estimate(
 
 
 def by_shapes(job: Job, chip: Chip, chips: int, *, weights: int, read: int) -> tuple[Estimate, Estimate]:
-    """Prefill and a decode step where nothing compiles them: what must be computed and read at least, evenly split.
+    """Prefill and a decode step without a compiler: the least operations and bytes, divided evenly among chips.
 
     Args:
-        job: what is asked for; methods that shorten the prompt compute less than this.
-        chip: where it would run.
-        chips: how many there are.
+        job: the job; methods that reduce the prompt compute less than this.
+        chip: the chip.
+        chips: number of chips.
         weights: bytes of the weights on one chip.
         read: bytes of the cache on one chip.
     """
@@ -81,8 +83,8 @@ def by_shapes(job: Job, chip: Chip, chips: int, *, weights: int, read: int) -> t
     first, step = (job.batch * float(flops) / chips for flops in (long, one))
     first += job.tower_flops() / chips
 
-    def made(flops: float, moved: int) -> Estimate:
+    def peak(flops: float, moved: int) -> Estimate:
         return Estimate(compute=flops / chip.flops, memory=moved / chip.bandwidth, exchange=0.0, flops=flops,
                         bytes=float(moved))  # fmt: skip
 
-    return made(first, weights + read), made(step, weights + read)
+    return peak(first, weights + read), peak(step, weights + read)

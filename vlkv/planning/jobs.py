@@ -1,4 +1,4 @@
-"""One policy's programs, one after another, and what they say together."""
+"""Compiles the programs of one policy and summarises them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ from vlkv.policies import Policy
 from vlkv.prefill import prefill
 from vlkv.sampling import Greedy
 
-SLOWER = {"bfloat16": 1.0, "float32": 6.0}  # six bfloat16 products make a float32 one; GPUs' TF32 is not asked for
+SLOWER = {"bfloat16": 1.0, "float32": 6.0}  # a float32 product is six bfloat16 products; GPUs' TF32 is not used
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """Prefill, or one decode step. Without a program the chip's memory does not hold it, or nothing could compile it.
+    """Prefill, one decode step, or `generate`.
 
     Attributes:
-        argument_bytes: of its arguments on one chip, by arithmetic from shapes, tile padding included.
-        seconds: what compiling it took, tracing and lowering included.
+        program: None if it does not fit into the chip's memory, or if no compiler for the chip is available.
+        estimate: of its time; None if it does not fit.
+        argument_bytes: bytes of its arguments on one chip, computed from shapes, including tile padding.
+        seconds: time of compiling, including tracing and lowering.
     """
 
     program: Program | None
@@ -44,17 +46,17 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """The job with one policy. Bytes are of one chip, tile padding included.
+    """The job with one policy. Bytes are those of one chip, including tile padding.
 
     Attributes:
-        pool: keys and values that the prompt leaves.
-        tail: room for those of new tokens.
-        index: of the cache, what says where its entries are.
-        temporaries: the most that lives beside arguments and outputs, in any program.
-        used: the most that must be there at once.
-        fits: whether a chip has as much.
-        remedies: what would fit, if it does not.
-        generate: the same as one program, prefill and all steps, if that was asked for.
+        pool: keys and values of the prompt.
+        tail: keys and values of new tokens.
+        index: arrays of the cache that describe where entries are.
+        temporaries: greatest size of temporaries in any program.
+        used: greatest memory that is needed at once.
+        fits: whether a chip has this memory.
+        remedies: changes that would fit, if it does not.
+        generate: prefill and all steps in one program, if requested.
     """
 
     policy: Policy
@@ -74,22 +76,22 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """While decoding, all rows together."""
+        """Decoding speed of all rows together."""
         return None if self.decode.estimate is None else self.batch / self.decode.estimate.seconds
 
 
 class _Attempts:
-    """Compiles one program after another; what the compiler refuses is noted."""
+    """Compiles programs and records which do not fit."""
 
     def __init__(self, mesh: Any, say: Callable[[str], None]) -> None:
         self.mesh, self.say = mesh, say
         self.programs: dict[str, Program | None] = {}
         self.seconds: dict[str, float] = {}
-        self.needed: list[int] = []  # where it refuses, as far as it says how much
+        self.needed: list[int] = []  # bytes of programs that do not fit, if the compiler reports them
         self.refused = False
 
     def compile(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What the function returns, as shapes; where no compiler placed them they have no place."""
+        """Compiles a function; returns the shapes of its results, with shardings if a compiler has chosen them."""
         begin, program = time.perf_counter(), None
         self.say(what)
         if not isinstance(self.mesh, Mesh):
@@ -105,15 +107,15 @@ class _Attempts:
 
 
 def run(job: Job, where: Topology, mesh: Any, params: Any, say: Callable[[str], None], *, whole: bool) -> Run:
-    """Prefill, then a decode step on what prefill returns; `whole`: `generate` too.
+    """Compiles prefill, and a decode step on the cache that prefill returns.
 
     Args:
-        job: with the policy.
+        job: the job with its policy.
         where: the chips.
-        mesh: of them; an abstract one where nothing can compile for them: then shapes alone are looked at.
-        params: placed shapes.
-        say: told what is being compiled.
-        whole: see above.
+        mesh: mesh of the chips; an abstract mesh if no compiler is available, and then only shapes are computed.
+        params: shapes with shardings.
+        say: called with the name of each program before it is compiled.
+        whole: compile `generate` too.
     """
     name = type(job.policy).__name__
     inputs = sharding.place_inputs(job.question.inputs, mesh)
@@ -122,7 +124,7 @@ def run(job: Job, where: Topology, mesh: Any, params: Any, say: Callable[[str], 
     there = NamedSharding(mesh, PartitionSpec())
     key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=there) if job.policy.needs_key else None
 
-    # What a program does not use of its inputs lies on the chip all the same.
+    # keep_unused, because inputs take memory on the chip even if a program does not use them.
     read = jax.jit(prefill, static_argnames="new_tokens", keep_unused=True)
     step = jax.jit(decode_step, donate_argnames="cache", keep_unused=True)
     answer = jax.jit(generate, keep_unused=True)
@@ -175,7 +177,7 @@ def _described(job: Job, where: Topology, made: _Attempts, *, params: Any, input
 
 
 def _read_in_a_step(params: Any) -> Any:
-    """The weights that every new token needs: all layers and the head, of the embedding a row."""
+    """The weights that a decode step reads: all layers and the head. Of the embedding it reads only one row."""
     decoder = params.decoder
     return decoder.layers, decoder.embedding if decoder.head is None else decoder.head
 

@@ -1,4 +1,4 @@
-"""`plan`: prefill and a decode step, compiled for chips that are not there; what each chip holds, does and sends."""
+"""`plan` compiles prefill and a decode step for absent chips, and reports memory, time and communication."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ESTIMATES = "All numbers are estimates, made without these chips: bytes by the c
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What `plan` found: `runs` has the full cache first, then the policy's, if it is another."""
+    """The result of `plan`. `runs` contains the full cache, then the policy, if they differ."""
 
     model: str
     topology: Topology
@@ -49,7 +49,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the policy that was asked for fits."""
+        """Whether the job fits with the requested policy."""
         return self.runs[-1].fits
 
 
@@ -69,28 +69,28 @@ def plan(
     quick: bool = True,
     report: Callable[[str], None] | None = None,
 ) -> Plan:
-    """Compiles the job for a topology and says what every chip holds, does and sends; nothing runs.
+    """Compiles the job for a topology and reports memory, time and communication of every chip. Nothing runs.
 
     Args:
-        model: a preset's name, or a config.
-        topology: `v5e:4x4`, `v4:2x2x1`, `a100:1`...; see `vlkv.planning.CHIPS`.
-        prompt: tokens of each prompt, pictures included.
-        batch: prompts at once, over all chips.
-        new_tokens: room for that many generated tokens.
-        policy: None: the full cache alone.
-        mesh: "data=4,model=4" or (data, model); None: chosen, see `choose_mesh`.
+        model: name of a preset, or a config.
+        topology: such as `v5e:4x4`, `v4:2x2x1` or `a100:1`; see `vlkv.planning.CHIPS`.
+        prompt: tokens of each prompt, including vision tokens.
+        batch: number of prompts, over all chips.
+        new_tokens: number of generated tokens.
+        policy: None: only the full cache.
+        mesh: "data=4,model=4" or (data, model); None: see `choose_mesh`.
         dtype: of weights and cache.
-        images: pictures of each prompt (or tiles); None: as many as leave room for 64 other tokens.
-        compare: whether the full cache is planned beside the policy's.
-        whole: whether `generate` is compiled too, to see how long that takes: a first call waits for it.
-        quick: compile with XLA's optimisation level O1, in a fraction of the time: temporaries then are an upper bound,
-            and what the compiler counts as moved is more.
-        report: told what is being done.
+        images: images (or tiles) of each prompt; None: as many as fit beside 64 text tokens.
+        compare: plan the full cache too.
+        whole: compile `generate` too, to see the compile time of a first call.
+        quick: compile with XLA's optimisation level O1, which takes a fraction of the time. Temporaries and moved bytes
+            are then upper bounds.
+        report: called with the name of each program before it is compiled.
 
     Raises:
-        InputError: anything that cannot be planned, before anything is compiled.
+        InputError: the job cannot be planned. Raised before anything is compiled.
     """
-    begin, said = time.perf_counter(), report or (lambda text: None)
+    begin, say = time.perf_counter(), report or (lambda text: None)
     name = model if isinstance(model, str) else model.family
     config = presets[model] if isinstance(model, str) else model
     where = chips.parse(topology)
@@ -100,11 +100,11 @@ def plan(
     jobs = [Job(config=config, dtype=dtype, policy=one, question=asked, batch=batch, new_tokens=new_tokens)
             for one in policies]  # fmt: skip
     data, model_axis, reason = _mesh(jobs[0], where, mesh)
-    made, notes = _devices(where, data, model_axis)
-    params = abstract(config, jnp.dtype(dtype), made)  # type: ignore[arg-type]
-    # Side by side: XLA compiles a program for TPU on little more than one core.
+    devices, notes = _devices(where, data, model_axis)
+    params = abstract(config, jnp.dtype(dtype), devices)  # type: ignore[arg-type]
+    # In parallel, because XLA compiles a program for TPU on little more than one core.
     with programs.effort("O1" if quick else None), ThreadPoolExecutor(len(jobs)) as threads:
-        runs = tuple(threads.map(lambda job: run(job, where, made, params, said, whole=whole), jobs))
+        runs = tuple(threads.map(lambda job: run(job, where, devices, params, say, whole=whole), jobs))
     return Plan(
         model=name, topology=where, data=data, model_axis=model_axis, mesh_reason=reason, dtype=dtype, batch=batch,
         prompt=prompt, new_tokens=new_tokens, question=asked, quick=quick, runs=runs,
@@ -126,11 +126,11 @@ def _check_numbers(
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise InputError(f"--{option} {value} must be a whole number of at least {least}")
     if dtype not in DTYPES:
-        raise InputError(f"--dtype {dtype}: there are {', '.join(DTYPES)}")
+        raise InputError(f"--dtype {dtype} must be one of {', '.join(DTYPES)}")
     limit = config.decoder.max_positions
     if prompt + new_tokens > limit:
-        raise InputError(f"--prompt {prompt} and --new {new_tokens} pass the model's limit of {limit} positions: give "
-                         f"at most --prompt {max(limit - new_tokens, 0)}")  # fmt: skip
+        raise InputError(f"--prompt {prompt} and --new {new_tokens} exceed the model's limit of {limit} positions: "
+                         f"give at most --prompt {max(limit - new_tokens, 0)}")  # fmt: skip
 
 
 def _mesh(job: Job, where: Topology, mesh: str | tuple[int, int] | None) -> tuple[int, int, str]:
@@ -139,27 +139,27 @@ def _mesh(job: Job, where: Topology, mesh: str | tuple[int, int] | None) -> tupl
     text = mesh if isinstance(mesh, str) else f"data={mesh[0]},model={mesh[1]}"
     data, model = chips.parse_mesh(text, where.count)
     arithmetic.check_mesh(job, data)
-    return data, model, f"data={data}, model={model}: as asked"
+    return data, model, f"data={data}, model={model}: as requested"
 
 
 def _devices(where: Topology, data: int, model: int) -> tuple[Mesh | AbstractMesh, list[str]]:
-    """The mesh, of chips to compile for, or abstract where nothing here can compile for them."""
+    """The mesh of the chips, and notes; an abstract mesh if no compiler for them is available."""
     if where.chip.platform == "cuda":
         kind = jax.sharding.AbstractDevice(device_kind=where.chip.name, platform="cuda", num_cores=None)
         return AbstractMesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2, abstract_device=kind), [
-            "GPUs are planned from shapes alone, nothing is compiled: temporaries and collectives are missing; what"
-            " fits may still not run, and times are what must be computed and read at least."
+            "GPU plans are computed from shapes, without a compiler: temporaries and collectives are missing, so a job"
+            " that fits here may still need too much memory, and times are lower bounds."
         ]  # fmt: skip
     try:
         devices = programs.tpu_devices(where.name)
     except ModuleNotFoundError:
         raise InputError(f"--topology {where.name}: TPU programs need libtpu: pip install libtpu") from None
     except ValueError as error:
-        said = re.sub(r"\s+", " ", str(error))[:160]
-        raise InputError(f"--topology {where.name}: there is no such slice ({said}); the sides are powers of two, as "
-                         "in v5e:4x4 or v4:2x2x1") from None  # fmt: skip
+        reason = re.sub(r"\s+", " ", str(error))[:160]
+        raise InputError(f"--topology {where.name}: no such slice ({reason}); sides must be powers of two, as in "
+                         "v5e:4x4 or v4:2x2x1") from None  # fmt: skip
     if len(devices) != where.count:
-        raise InputError(f"--topology {where.name}: libtpu makes {len(devices)} devices of it, not {where.count}")
+        raise InputError(f"--topology {where.name}: libtpu returns {len(devices)} devices, not {where.count}")
     return sharding.make_mesh(data=data, model=model, devices=devices), []
 
 
@@ -167,13 +167,13 @@ def _notes(runs: tuple[Run, ...], quick: bool) -> Iterator[str]:
     compiled = [step.program for run in runs for step in (run.prefill, run.decode) if step.program is not None]
     if not compiled:
         return
-    yield ("Times are the larger of operations / peak and bytes / bandwidth, by the compiler's counts of both, plus "
-           "what chips send / link speed; launches, waiting and imperfect overlap are not in them.")  # fmt: skip
+    yield ("Times are the larger of operations / peak and bytes / bandwidth, counted by the compiler, plus sent bytes "
+           "/ link speed. Launch overhead, waiting and imperfect overlap are not included.")  # fmt: skip
     if quick:
-        yield ("Compiled quickly, at XLA's level O1: at the level of running programs, temporaries and bytes moved are "
-               "fewer; `--thorough` compiles at that.")  # fmt: skip
+        yield ("Compiled at XLA's level O1, which is fast. At the level of running programs, temporaries and moved "
+               "bytes are smaller; `--thorough` uses that level.")  # fmt: skip
     if any(program.kernels for program in compiled):
-        yield ("Of Pallas kernels the compiler knows no work: attention over the prompt is counted from their shapes, "
-               "and a decode step reads the cache once.")  # fmt: skip
+        yield ("The compiler does not count the work of Pallas kernels: attention over the prompt is counted from "
+               "shapes, and a decode step reads the cache once.")  # fmt: skip
     if any(program.loops and not program.kernels for program in compiled):
-        yield "Attention runs in loops, of which the compiler counts one turn: those times are too short."
+        yield "Attention runs in loops, of which the compiler counts one iteration: these times are too short."

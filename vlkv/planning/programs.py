@@ -1,7 +1,7 @@
-"""Compiles a program for chips that are not there, and reads off the compiler what it says of it.
+"""Compiles a program for absent chips, and reads the compiler's analysis of memory, operations and communication.
 
-What a chip holds, what it computes and moves, and what chips send to one another. The compiler counts the body of a
-loop once, and a kernel's work not at all: of a kernel it only knows its operands, which `kernel_bytes` tells apart.
+The compiler counts the body of a loop once. It does not count the operations of a kernel, only its operands, which
+`kernel_bytes` contains.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute
 
 
 class DoesNotFit(Exception):
-    """The compiler refused: the program needs more memory than a chip has. `needed`: bytes, 0 where it did not say."""
+    """The program needs more memory than a chip has. `needed`: the bytes, or 0 if the compiler does not report them."""
 
     def __init__(self, needed: int, message: str, seconds: dict[str, float], out: Any) -> None:
         super().__init__(message)
@@ -36,26 +36,26 @@ class Collective:
     kind: str
     count: int
     bytes: int  # of their results
-    sent: int  # bytes that a chip sends on, around a ring
+    sent: int  # bytes that a chip sends in a ring algorithm
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """One compiled program, of one chip.
+    """One compiled program, on one chip. Bytes include tile padding.
 
     Attributes:
-        trace_seconds: from Python to what the compiler reads.
-        compile_seconds: the compiler's.
-        arguments: bytes, tile padding included, as are all of these.
-        outputs: those that reuse an argument's memory included.
-        temporaries: the most that lives at once besides.
+        trace_seconds: time of tracing and lowering.
+        compile_seconds: time of the compiler.
+        arguments: bytes of arguments.
+        outputs: bytes of outputs, including those in the memory of arguments.
+        temporaries: greatest number of bytes of temporaries at one time.
         aliased: bytes of outputs in the memory of arguments.
-        code: bytes of the program itself.
-        flops: as the compiler counts them.
-        bytes: moved from and to the chip's memory, as the compiler counts them.
-        kernels: calls of Pallas kernels.
-        kernel_bytes: bytes of their operands, each counted whole, which are part of `bytes`.
-        kernel_flops: of attention over whole prompts in kernels, which are no part of `flops`.
+        code: bytes of the program.
+        flops: operations counted by the compiler.
+        bytes: bytes moved from and to the chip's memory, counted by the compiler.
+        kernels: number of calls of Pallas kernels.
+        kernel_bytes: bytes of their complete operands, which are part of `bytes`.
+        kernel_flops: operations of attention over whole prompts in kernels, which are not part of `flops`.
         loops: whether there are loops, whose body the compiler counts once.
         collectives: by kind.
     """
@@ -77,13 +77,13 @@ class Program:
 
     @property
     def peak(self) -> int:
-        """Bytes that a chip must have for it."""
+        """Bytes of memory that the program needs."""
         return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
 
 
 @contextlib.contextmanager
 def effort(level: str | None) -> Iterator[None]:
-    """Compiles with this optimisation level of XLA (O1: in half the time); None: as jax is configured."""
+    """Sets XLA's optimisation level (O1 takes half the time); None: jax's configuration."""
     before = jax.config.jax_optimization_level  # type: ignore[attr-defined]
     jax.config.update("jax_optimization_level", level or before)
     try:
@@ -93,13 +93,13 @@ def effort(level: str | None) -> Iterator[None]:
 
 
 def compile_program(jitted: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Program, Any]:
-    """Compiles a jitted function for where its arguments, ShapeDtypeStructs, say that they lie.
+    """Compiles a jitted function for the shardings of its arguments, which are ShapeDtypeStructs.
 
     Returns:
-        The program, and what it returns: ShapeDtypeStructs placed as the compiler placed them.
+        The program, and its results as ShapeDtypeStructs with the compiler's shardings.
 
     Raises:
-        DoesNotFit: the compiler says that no chip of this kind has the memory.
+        DoesNotFit: the program needs more memory than a chip has.
     """
     begin = time.perf_counter()
     traced = jitted.trace(*args, **kwargs)  # type: ignore[attr-defined]
@@ -138,7 +138,7 @@ def compile_program(jitted: Callable[..., Any], *args: Any, **kwargs: Any) -> tu
 
 
 def _needed(message: str) -> int:
-    """ "... (18.04G) exceeds available HBM (15.75G)" or, of older ones, "Used 18.04G of 15.75G hbm", in bytes."""
+    """Bytes from "... (18.04G) exceeds available HBM (15.75G)" or, in older versions, "Used 18.04G of 15.75G hbm"."""
     found = re.search(r"\(([\d.]+)([KMGT]?)\) exceeds available|Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", message)
     if found is None:
         return 0
@@ -150,10 +150,9 @@ _RESULT = r"^\s*(?:ROOT )?%?[\w.-]+ = (.*?) "
 
 
 def collectives(text: str) -> Iterator[Collective]:
-    """What chips send to one another, from a compiled program's text.
+    """The collective operations in the text of a compiled program.
 
-    One operation may stand there several times, once for every stage of its running beside others: it is told by its
-    channel.
+    An asynchronous operation occurs several times in the text, with the same channel, and is counted once.
     """
     pattern = re.compile(_RESULT + rf"({'|'.join(COLLECTIVES)})(-start)?\((.*)$", re.MULTILINE)
     found: dict[str, dict[Any, tuple[int, int]]] = {kind: {} for kind in COLLECTIVES}
@@ -176,7 +175,7 @@ def collectives(text: str) -> Iterator[Collective]:
 
 
 def _group(rest: str) -> int:
-    """How many chips take part together: `{{0,1},{2,3}}`, `[8,2]<=[16]` or `mesh['a'=4,'b'=2] {'b'}`."""
+    """Chips per group, from `{{0,1},{2,3}}`, `[8,2]<=[16]` or `mesh['a'=4,'b'=2] {'b'}`."""
     listed = re.search(r"replica_groups=\{\{([\d,]*)\}", rest)
     if listed:
         return max(1, len(listed[1].split(",")))
@@ -191,7 +190,7 @@ def _group(rest: str) -> int:
 
 
 def _shape_bytes(text: str, *, last: bool = False) -> int:
-    """Bytes of `bf16[4,128]{1,0}`, or of a tuple of such; `last`: of a tuple that starts an operation."""
+    """Bytes of `bf16[4,128]{1,0}`, or of a tuple; `last`: only the result in the tuple of a "-start" operation."""
     sizes = [
         math.prod(int(n) for n in shape.split(",") if n) * _itemsize(kind)
         for kind, shape in re.findall(r"\b(pred|[subf]\w*\d+\w*)\[([\d,]*)\]", text)
@@ -207,7 +206,7 @@ def _itemsize(kind: str) -> int:
 
 
 def kernels(text: str) -> dict[str, Any]:
-    """The fields of Program that are about kernels."""
+    """The fields of Program for kernels."""
     count, total, flops = 0, 0, 0.0
     pattern = re.compile(
         r"^\s*(?:ROOT )?%?([\w.-]+) = (.*?) custom-call\(.*custom_call_target=\"tpu_custom_call\"(.*)$", re.MULTILINE
@@ -223,9 +222,9 @@ def kernels(text: str) -> dict[str, Any]:
 
 
 def _attention_flops(operands: str) -> float:
-    """Of one splash attention, from its operands: queries [.., T, H] and keys [.., S, H] are the first with floats.
+    """Operations of a splash attention kernel. Its first float operands are queries [.., T, H] and keys [.., S, H].
 
-    A causal one is given the places of its queries, behind two arrays that tell rows from padding, and does half.
+    A causal kernel has a third integer operand, the positions of queries, and computes half.
     """
     floats = re.findall(r"\b(?:bf16|f32)\[([\d,]+)\]", operands)
     if len(floats) < 2:
@@ -240,19 +239,19 @@ def tpu_devices(topology: str) -> list[Any]:
 
     Raises:
         ModuleNotFoundError: libtpu is not installed.
-        ValueError: there is no such topology, by libtpu's own words.
+        ValueError: there is no such topology; the message is libtpu's.
     """
     from jax.experimental import topologies  # noqa: PLC0415 (loads libtpu)
 
     if importlib.util.find_spec("libtpu") is None:
         raise ModuleNotFoundError("libtpu")
-    # Read when libtpu is loaded: it may be in use by another process, and this machine is no part of a pod.
+    # libtpu reads these when it is loaded: another process may use it, and this machine is not part of a pod.
     for name, value in (("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"), ("TPU_SKIP_MDS_QUERY", "1"),
                         ("TPU_WORKER_HOSTNAMES", "localhost"), ("TPU_STDERR_LOG_LEVEL", "3"),
                         ("TPU_MIN_LOG_LEVEL", "3")):  # fmt: skip
         os.environ.setdefault(name, value)
     sides = [int(side) for side in topology.partition(":")[2].split("x")]
-    # Some libtpus take a host of 2 x 2 chips even where there are fewer.
+    # Some versions of libtpu assume 2 x 2 chips per host even if the topology has fewer.
     few = {"chips_per_host_bounds": [*(min(side, 2) for side in sides[:2]), 1]} if min(sides[:2]) < 2 else {}
     try:
         with _without_stderr():
@@ -263,7 +262,7 @@ def tpu_devices(topology: str) -> list[Any]:
 
 @contextlib.contextmanager
 def _without_stderr() -> Iterator[None]:
-    """libtpu complains there, before any log level counts, that this machine is no TPU."""
+    """Hides stderr, because libtpu warns that this machine is not a TPU before it reads log levels."""
     kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nothing, 2)

@@ -1,9 +1,9 @@
-"""Prompts of a given length, as shapes: as many pictures as fit, the rest text, laid out by the family's own code.
+"""Shapes of `Inputs` for prompts of a given length, filled with as many images as fit, the rest text.
 
-One row is laid out for real, with zeros for pixels; a batch has as many times its pictures, rounded up to the bucket
-that a batch of the processor would be rounded up to. So nothing of the batch's size is ever made.
+The family's own code makes the inputs of one row, with zeros for pixels. The shapes of the batch follow from it: B
+times the images, rounded up to buckets. So no array of the size of the batch is made.
 
-Axes: B batch · T tokens · I pictures, tiles or frames of the batch.
+Axes: B batch · T tokens · I images, tiles or frames of the batch.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
 
-TEXT = 64  # tokens of a prompt, at least, that are not pictures: the marks, the system's words and a question
+TEXT = 64  # least number of text tokens in a prompt with images: marks, system message and question
 
 Batch = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
-    """One row of the batch.
+    """A batch of equal prompts.
 
     Attributes:
-        pictures: pictures, or tiles, of a prompt.
-        vision: their tokens.
-        text: the others.
-        inputs: the whole batch, ShapeDtypeStructs for arrays.
+        pictures: images of one prompt.
+        vision: vision tokens of one prompt.
+        text: text tokens of one prompt.
+        inputs: the whole batch, with ShapeDtypeStructs in place of arrays.
     """
 
     pictures: int
@@ -47,24 +47,25 @@ def question(
     """A batch of prompts of `prompt` tokens each.
 
     Args:
-        config: the model's.
+        config: of the model.
         batch: B.
-        prompt: tokens of each prompt, pictures included.
-        pictures: of each prompt; None: as many as leave room for 64 other tokens.
-        buckets: as the processor's.
+        prompt: tokens of each prompt, including vision tokens.
+        pictures: images of each prompt; None: as many as fit beside 64 text tokens.
+        buckets: those of the processor.
 
     Raises:
-        InputError: a prompt in which not one picture has room, or more pictures than it has room for.
+        InputError: the images do not fit into the prompt.
     """
     buckets = buckets or Buckets()
     count, arrays, vision = _filled(config, prompt, pictures)
     tokens = np.ones((1, prompt), np.int64)
-    before = min(8, prompt - vision)  # what stands before a picture; what comes after is the instruction
+    before = min(8, prompt - vision)  # text before the images; the text after them is the instruction
     tokens[0, before : before + vision] = 1 if config.image_token is None else config.image_token
     one = Inputs.from_hf({"input_ids": tokens, **arrays}, config, buckets)
-    exact = Inputs.from_hf({"input_ids": tokens, **arrays}, config, _unrounded(buckets))
+    unrounded = dataclasses.replace(buckets, images=(0, 1), vision=(0, 1))
+    exact = Inputs.from_hf({"input_ids": tokens, **arrays}, config, unrounded)
 
-    # How many entries every array of one row really needs.
+    # Sizes of the arrays of one row before rounding.
     needed = {jax.tree_util.keystr(path): x.shape for path, x in jax.tree_util.tree_flatten_with_path(exact)[0]}
 
     def whole(path: tuple[Any, ...], x: np.ndarray) -> jax.ShapeDtypeStruct:
@@ -79,22 +80,17 @@ def question(
     return Question(pictures=count, vision=vision, text=prompt - vision, inputs=inputs)
 
 
-def _unrounded(buckets: Buckets) -> Buckets:
-    """Every number of pictures, and of mixed embeddings, is a bound of its own; sizes of a picture keep theirs."""
-    return dataclasses.replace(buckets, images=(0, 1), vision=(0, 1))
-
-
 def _filled(config: ModelConfig, prompt: int, pictures: int | None) -> tuple[int, Batch, int]:
-    """How many pictures, what the processor would hand over for them, and their tokens."""
-    room = prompt - TEXT
-    count = config.most_pictures(room) if pictures is None else pictures
+    """Number of images, the processor's arrays for them, and their number of vision tokens."""
+    max_tokens = prompt - TEXT
+    count = config.max_pictures(max_tokens) if pictures is None else pictures
     if not count:
         return 0, {}, 0
     if config.vision is None:
         raise InputError(f"--images {pictures}: the model has no vision tower; leave it out")
-    arrays, vision = config.sample(count, room)
+    arrays, vision = config.sample(count, max_tokens)
     if vision + TEXT > prompt:
-        what = "a picture has" if count == 1 else f"{count} pictures have"
-        raise InputError(f"--prompt {prompt}: {what} {vision} tokens, and {TEXT} are for the text around; give at "
-                         f"least --prompt {vision + TEXT}, or fewer --images (0: text alone)")  # fmt: skip
+        what = "an image has" if count == 1 else f"{count} images have"
+        raise InputError(f"--prompt {prompt}: {what} {vision} tokens, and {TEXT} are for text; give at least "
+                         f"--prompt {vision + TEXT}, or fewer --images (0: only text)")  # fmt: skip
     return count, arrays, vision

@@ -16,7 +16,7 @@ from vlkv.planning.planning import Plan
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Everything; bytes and seconds are of one chip."""
+    """The whole plan; bytes and seconds are those of one chip."""
     chip, asked = plan.topology.chip, plan.question
     return {
         "estimates": True,
@@ -60,17 +60,17 @@ def _run(run: Run) -> dict[str, Any]:
 
 
 def _step(step: Step) -> dict[str, Any]:
-    made: dict[str, Any] = {"compile_seconds": round(step.seconds, 2), "argument_bytes": step.argument_bytes}
+    content: dict[str, Any] = {"compile_seconds": round(step.seconds, 2), "argument_bytes": step.argument_bytes}
     if step.program is not None:
-        made["compiler"] = dataclasses.asdict(step.program)
+        content["compiler"] = dataclasses.asdict(step.program)
     if step.estimate is not None:
         seconds = {"seconds": step.estimate.seconds, "bound": step.estimate.bound}
-        made["estimate"] = {**dataclasses.asdict(step.estimate), **seconds}
-    return made
+        content["estimate"] = {**dataclasses.asdict(step.estimate), **seconds}
+    return content
 
 
 def as_table(plan: Plan) -> Group:
-    """What a person wants to see, the full cache beside the policy's."""
+    """The main numbers as a table, with a column for each policy."""
     asked, chip = plan.question, plan.topology.chip
     table = Table(title=f"{plan.model} on {plan.topology.name}, {plan.dtype}: estimates", title_justify="left")
     table.add_column("of one chip")
@@ -105,8 +105,8 @@ def as_table(plan: Plan) -> Group:
     parts: list[Any] = [head, table]
     for run in plan.runs:
         if not run.fits:
-            found = "; ".join(run.remedies) or "nothing that was tried: a larger slice, a smaller model"
-            parts.append(Text(f"{_name(run)} does not fit. By arithmetic this would: {found}.", style="bold"))
+            found = "; ".join(run.remedies) or "none was found; use a larger slice or a smaller model"
+            parts.append(Text(f"{_name(run)} does not fit. Changes that would fit: {found}.", style="bold"))
     return Group(*parts, *(Text(note, style="dim") for note in plan.notes))
 
 

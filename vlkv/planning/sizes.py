@@ -1,8 +1,8 @@
-"""Bytes of arrays as a chip holds them: its own part of each, padded to tiles on a TPU.
+"""Bytes of arrays on one chip: the chip's shard of each array, padded to tiles on a TPU.
 
-A TPU keeps the two innermost axes of an array in tiles of 8 x 128 numbers (fewer lines for arrays that have fewer; two
-16-bit numbers share a word, so at least 2 lines of those). Which axes are innermost the runtime chooses for every array
-so that padding costs least, and so does this arithmetic.
+A TPU stores the two innermost axes of an array in tiles of 8 x 128 numbers. Arrays with fewer lines have smaller tiles,
+but at least 2 lines for 16-bit numbers, because two of them share a word. The runtime chooses the innermost axes of
+each array so that padding is smallest; the functions here do the same.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def _up(n: int, tile: int) -> int:
 
 
 def rule(platform: str) -> Rule:
-    """How a platform pads."""
+    """The function that computes bytes on a platform."""
     return tiled_bytes if platform == "tpu" else plain_bytes
 
 
 def chip_bytes(tree: Any, platform: str) -> int:
-    """Bytes of a tree's arrays on one chip; ShapeDtypeStructs whose sharding says what part of each lies there."""
+    """Bytes of a tree's arrays on one chip, from ShapeDtypeStructs with shardings."""
     pad = rule(platform)
 
     def one(x: Any) -> int:

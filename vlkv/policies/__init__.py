@@ -1,12 +1,18 @@
-"""Every method, one per file, and the registry by name."""
+"""The compression methods, one per file, and a registry by name."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import importlib
+import importlib.util
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from vlkv.errors import InputError
+from vlkv.observe import Observation
 from vlkv.policies.aircache import AirCache
 from vlkv.policies.avl import AVL
 from vlkv.policies.compose import Composed, compose
@@ -23,7 +29,7 @@ from vlkv.policies.kivi import KIVI
 from vlkv.policies.lightkv import LightKV
 from vlkv.policies.lookm import LookM
 from vlkv.policies.pitome import PiToMe
-from vlkv.policies.policy import Policy, policy
+from vlkv.policies.policy import Policy, Scope, policy
 from vlkv.policies.prefixkv import PrefixKV
 from vlkv.policies.pyramidkv import PyramidKV
 from vlkv.policies.random import ImgRandom, Random
@@ -47,18 +53,52 @@ registry: dict[str, type[Policy]] = {
 
 
 def named(name: str) -> type[Policy]:
-    """The policy called `name`, in any case; InputError lists the names there are."""
+    """The policy class called `name`.
+
+    Args:
+        name: a name of the registry, in upper or lower case; or your own class as `FILE.py:CLASS` or `MODULE:CLASS`,
+            whose code is executed.
+
+    Raises:
+        InputError: there is no such policy; the message lists all names.
+    """
+    if ":" in name:
+        return _own(name)
     cls = registry.get(name.lower())
     if cls is None:
         near = difflib.get_close_matches(name.lower(), registry, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise InputError(f"no policy {name!r}: {hint}there are {', '.join(registry)}")
+        raise InputError(f"no policy {name!r}: {hint}policies are {', '.join(registry)}")
     return cls
 
 
-def make(name: str, /, **options: Any) -> Policy:
-    """A policy from its name and options; InputError names an option that it does not have."""
-    cls = named(name)
+def _own(name: str) -> type[Policy]:
+    """The class of a user's file or module."""
+    place, _, cls = name.rpartition(":")
+    try:
+        module = importlib.import_module(place) if not place.endswith(".py") else _load(place)
+    except ImportError as error:
+        raise InputError(f"policy {name!r}: {error}") from None
+    except OSError:
+        raise InputError(f"policy {name!r}: {place}: no such file") from None
+    found = getattr(module, cls, None)
+    if not (isinstance(found, type) and issubclass(found, Policy)):
+        raise InputError(f"policy {name!r}: {place} has no class {cls!r} that is derived from vlkv.policies.Policy")
+    return found
+
+
+@functools.cache  # so that the class is the same in every call
+def _load(file: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make(name: str | type[Policy], /, **options: Any) -> Policy:
+    """A policy from its name or class, and its options; InputError names an unknown option."""
+    cls = named(name) if isinstance(name, str) else name
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for option in options:
         if option not in known:
@@ -83,12 +123,14 @@ __all__ = [
     "ImgRandom",
     "LightKV",
     "LookM",
+    "Observation",
     "PiToMe",
     "Policy",
     "PrefixKV",
     "PyramidKV",
     "Random",
     "RoCo",
+    "Scope",
     "Selection",
     "Smooth",
     "SnapKV",

@@ -1,4 +1,4 @@
-"""AirCache: the few instruction tokens that matter judge the image, and layers are paid by how they look at it."""
+"""AirCache: selected instruction tokens score the vision tokens; budgets of layers follow the scores' statistics."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from vlkv.policies.pyramidkv import pyramid
 class AirCache(Policy):
     """Elite observation window and budgets by strength and skewness (Huang et al. 2025, Eqs. 4-11).
 
-    Elite: instruction tokens whose attention from the last one, within the instruction, is at least alpha of the
-    largest. Importance of a vision token: mean over the elite rows and all heads of a softmax over vision keys and
-    elite keys (Eqs. 6-8). Strength is its sum over the image (Eq. 9), skewness the adjusted Fisher-Pearson moment
-    (Eq. 10, sample deviation, negative counts as 0); each is divided by its mean over layers, and a layer's ratio is
-    their mean times keep (Eq. 11). Under scope="all" (the starred rows of Table 6) the elite attend to every key.
+    The elite are the instruction tokens that receive at least alpha times the largest attention from the last
+    instruction token. The importance of a vision token is the mean, over elite rows and all heads, of a softmax over
+    vision keys and elite keys (Eqs. 6-8). Strength is the sum of importance over the image (Eq. 9); skewness is the
+    adjusted Fisher-Pearson moment (Eq. 10, with the sample deviation; negative values count as 0). Each is divided by
+    its mean over layers. The ratio of a layer is their mean times keep (Eq. 11). With scope="all" (rows with a star in
+    Table 6) the elite attend to every key.
 
-    Table 11 merges a share of what is dropped into the nearest kept entry. It does not say which share, and by what
-    measure: here the most important of each layer's dropped tokens, into the kept token in scope that is nearest in
-    position, ties to the lower, as a mean of keys and of values.
+    Table 11 merges a share of the dropped entries into the nearest kept entry, without further details. Here the most
+    important dropped tokens of each layer are merged into the kept token in scope with the nearest position (the lower
+    one if two are equally near), as the mean of keys and of values.
 
     Attributes:
-        alpha: relevance threshold of Eq. 5; 0 takes the whole instruction, 1 only the strongest token.
-        window: who judges (Table 5): "elite"; "recent", the last `rows` instruction tokens; "text", all of the
-            instruction; "vision", the last `rows` vision tokens.
+        alpha: relevance threshold of Eq. 5; 0 selects the whole instruction, 1 only the strongest token.
+        window: rows that observe (Table 5): "elite"; "recent": the last `rows` instruction tokens; "text": the whole
+            instruction; "vision": the last `rows` vision tokens.
         rows: length of the windows "recent" and "vision" (the paper tries 16 and 32).
         allocation: budgets (Table 5) by "both" strength and skewness, "strength", "skewness", "uniform", "pyramid".
-        heads: importance averaged over all heads "mean", as Eq. 8 is read here; or "each" key head ranks for itself, by
-            the mean over its query heads. Budgets per layer are by the mean over all heads in both cases.
-        merging: share of the dropped entries that is merged (Table 11); 0 drops all of them, as the paper does.
+        heads: "mean": importance is averaged over all heads, as we understand Eq. 8; "each": per key head, averaged
+            over its query heads. Budgets of layers use the mean over all heads in both cases.
+        merging: share of the dropped entries that is merged (Table 11); 0, the paper's default, drops all of them.
     """
 
     scope: Scope = "vision"
@@ -64,10 +65,10 @@ class AirCache(Policy):
         self.check("allocation", self.allocation in allocations, f"is none of {', '.join(allocations)}")
         self.check("heads", self.heads in ("mean", "each"), 'must be "mean" or "each"')
         self.check("merging", 0 <= self.merging <= 1, "must lie in [0, 1]")
-        self.check("cap", self.cap is None or self.merging == 0, "cannot be had with merging")
+        self.check("cap", self.cap is None or self.merging == 0, "cannot be combined with merging")
 
     def observers(self, obs: Observation) -> Bool[Array, " T"]:
-        """The tokens whose attention judges the image."""
+        """The tokens whose attention scores the image."""
         if self.window == "vision":
             return last(obs.valid & obs.is_vision, self.rows)
         if self.window == "recent":
@@ -79,7 +80,7 @@ class AirCache(Policy):
         return obs.instruction & (attention >= self.alpha * jnp.max(attention))
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Importance I_v (Eq. 8)."""
+        """The importance I_v (Eq. 8)."""
         observers = self.observers(obs)
         keys = obs.valid if self.scope == "all" else obs.valid & (obs.is_vision | observers)
         few = self.window in ("recent", "vision")
@@ -89,7 +90,7 @@ class AirCache(Policy):
         return (head_mean if self.heads == "mean" else group_mean)(mass, obs.k.shape[0])
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """Strength and skewness of the importance of the tokens in scope, how many these are, and who observed."""
+        """Number of tokens in scope, strength and skewness of their importance, and the observers."""
         importance, inside = jnp.mean(scores, axis=0), obs.in_scope
         count = jnp.sum(inside)
         strength = jnp.sum(jnp.where(inside, importance, 0.0))
@@ -103,10 +104,10 @@ class AirCache(Policy):
     def allocate(
         self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
     ) -> Int[Array, " L"]:
-        """Eq. 11, rounded down; what is left of `total` goes to the largest remainders."""
+        """Eq. 11, rounded down; the rest of `total` goes to the largest remainders."""
         if self.allocation == "uniform":
             return budgets.uniform(total, most)
-        # Not total / layers if `keep` is given: `total` is rounded, and the remainders must be those of Eq. 11.
+        # With `keep`, the mean is not total / layers, because rounding `total` would change the remainders of Eq. 11.
         mean = total / layers if self.keep is None else self.keep * jnp.mean(statistics["count"])
         strength = by_mean(statistics["strength"])
         skew = by_mean(jnp.maximum(statistics["skewness"], 0.0))
@@ -124,7 +125,7 @@ class AirCache(Policy):
         kept: Bool[Array, "K T"],
         scores: Float[Array, "K T"],
     ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
-        """The mean over each kept token in scope and those of the merged that are nearest to it (Table 11)."""
+        """The mean of each kept token in scope and of the dropped tokens that are merged into it (Table 11)."""
         if self.merging == 0:
             return k, v
         gone = dropped(kept, scores)
@@ -139,8 +140,8 @@ def skewness(x: Float[Array, " T"], inside: Bool[Array, " T"], count: Int[Array,
     mean = jnp.sum(jnp.where(inside, x, 0.0)) / n
     centred = jnp.where(inside, x - mean, 0.0)
     largest = jnp.max(jnp.abs(centred))
-    defined = (count >= 3) & (largest > 1e-6 * jnp.abs(mean))  # below this it is rounding
-    # Scaled by the largest deviation first: cubes of attention shares underflow in float32.
+    defined = (count >= 3) & (largest > 1e-6 * jnp.abs(mean))  # smaller deviations are rounding errors
+    # Divided by the largest deviation, because cubes of attention weights underflow in float32.
     centred = centred / jnp.where(defined, largest, 1.0)
     deviation = jnp.sqrt(jnp.sum(centred**2) / (n - 1))
     cubes = jnp.sum((centred / jnp.where(defined, deviation, 1.0)) ** 3)
@@ -148,6 +149,6 @@ def skewness(x: Float[Array, " T"], inside: Bool[Array, " T"], count: Int[Array,
 
 
 def by_mean(x: Float[Array, " L"]) -> Float[Array, " L"]:
-    """Divides by the mean over layers; all-zero becomes all-one."""
+    """x divided by its mean over layers; all ones if all are zero."""
     mean = jnp.mean(x)
     return jnp.where(mean > 0, x / jnp.where(mean > 0, mean, 1.0), 1.0)

@@ -1,4 +1,4 @@
-"""A-VL: three sets of vision tokens, of which only the smallest is attended to at an ordinary step."""
+"""A-VL: divides vision tokens into three sets, of which an ordinary decode step uses only the smallest."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from vlkv import budgets
 from vlkv.memory import Memory, evict
@@ -16,26 +17,27 @@ from vlkv.observe import Observation, column_sums, head_mean, last, rows_mass, t
 from vlkv.policies.policy import Policy, Scope, policy
 from vlkv.tokens import Tokens
 
-_EARLY = 2  # layers of prefill that see the whole image
+_EARLY = 2  # layers of prefill that process the whole image
 
 
 @policy
 class AVL(Policy):
-    """Secondary tokens stay in memory, core tokens are attended to, the others leave (Zhang et al. 2024).
+    """Secondary tokens are stored, core tokens are attended to, the others are dropped (Zhang et al. 2024).
 
-    Vision tokens are ranked by the head-mean attention of the last prompt token. The best `keep` of them are secondary
-    (S), the best `core` are core (C), fractions of the image's tokens. At an ordinary step the core and all text take
-    part; at every `refresh`-th (K, counted from 1) all secondary tokens do, and that step's attention names the new
-    core. Text may have a window of `text` (T) times the longest text that the row can have, prompt and new tokens: over
-    it, the entry with the least accumulated attention among the first half leaves, after prefill and after every step.
-    All choices are the same for all heads. `prefill` (P) of the vision tokens, ranked in the same way, go on after the
-    second layer of prefill; the others leave the caches of the first two layers too.
+    Vision tokens are ranked by the attention of the last prompt token, averaged over heads. The best `keep` of them are
+    secondary (S), the best `core` are core (C); both are fractions of the image's tokens. An ordinary step attends to
+    the core and all text. Every `refresh`-th step (K, counted from 1) attends to all secondary tokens, and its
+    attention determines the new core. Text may have a window: if it has more than `text` (T) times the row's greatest
+    number of text tokens, prompt and new ones, the entry with the least accumulated attention in the first half is
+    evicted, after prefill and after every step. All choices are the same for all heads. After the second layer of
+    prefill, `prefill` (P) of the vision tokens are kept, ranked in the same way; the others are removed from the caches
+    of the first two layers too.
 
     Attributes:
-        core: C, at most all of S; None: all secondary tokens are attended to.
+        core: C, at most all of S; None: every step attends to all secondary tokens.
         refresh: K.
-        text: T; None: all text stays.
-        prefill: P, a fraction of the image's tokens; None: all go on.
+        text: T; None: all text is kept.
+        prefill: P, a fraction of the image's tokens; None: the prompt is not reduced.
     """
 
     scope: Scope = "vision"
@@ -58,15 +60,15 @@ class AVL(Policy):
                 name, value is None or (isinstance(value, (int, float)) and 0 < value <= 1), "must lie in (0, 1]"
             )
         fits = self.prefill is None or self.keep is None or self.keep <= self.prefill
-        self.check("prefill", fits, f"must not be less than keep={self.keep!r}: what is dropped cannot be kept")
+        self.check("prefill", fits, f"must not be less than keep={self.keep!r}: dropped tokens cannot be kept")
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Head-mean attention row of the last token (Eq. 1)."""
+        """Attention of the last token, averaged over heads (Eq. 1)."""
         return head_mean(rows_mass(obs, last(obs.valid, 1), 1), obs.k.shape[0])
 
     @property
     def reducer(self) -> Policy | None:
-        """Itself, with P."""
+        """The policy itself, if `prefill` is given."""
         return None if self.prefill is None else self
 
     def reductions(self, layers: int) -> tuple[int, ...]:
@@ -74,7 +76,7 @@ class AVL(Policy):
         return () if self.prefill is None else (_EARLY,)
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """P of the image."""
+        """Keeps text and P of the vision tokens."""
         del stage
         assert obs is not None
         vision = tokens.valid & tokens.is_vision
@@ -82,68 +84,68 @@ class AVL(Policy):
         return tokens, (tokens.valid & ~tokens.is_vision) | top(self.score(obs)[:1], vision, count[None])[0]
 
     def going_on(self, most: int) -> Int[np.ndarray, " counts"]:
-        """P of every number 0..most of vision tokens, rounded half up."""
+        """P times every number 0..most of vision tokens, rounded half up."""
         return budgets.totals(self.prefill, None, layers=1, most=most)
 
+    @override
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
-        """P of the bound."""
         del stage, images
         return int(self.going_on(vision)[-1])
 
     @property
-    def forgets(self) -> bool:
-        """Yes."""
+    @override
+    def drops_early_layers(self) -> bool:
         return True
 
     def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
-        """S counts the image's own tokens, not those that P has left."""
+        """The number of S, which is a share of all tokens of the image, including those that P drops."""
         del counts
         return jnp.asarray(self.totals(layers=layers, most=most))[seen]
 
+    @override
     def bound(self, *, layers: int, vision: int, text: int, images: int = 1) -> int:
-        """As `total`."""
         del images
         return int(self.totals(layers=layers, most=vision)[-1]) + layers * text
 
     @property
-    def acts(self) -> bool:
-        """Always, unless it only evicts once."""
+    @override
+    def updates_while_decoding(self) -> bool:
         return self.core is not None or self.text is not None
 
     @property
+    @override
     def evicts(self) -> bool:
-        """With a text window."""
         return self.text is not None
 
     def decode_slots(self, memory: Memory) -> Int[Array, " K"]:
-        """The secondary tokens, the window, and one entry that arrives."""
+        """The secondary tokens, the text window, and one new entry."""
         secondary = jnp.sum(memory.stored & ~memory.is_text, axis=-1, dtype=jnp.int32)
         return secondary + self.window(memory) + 1
 
     def decode_bounds(
         self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
     ) -> tuple[int, int]:
-        """As `decode_slots`, instead of all text."""
+        """The bounds with the text window instead of all text."""
         del vision
         more = math.ceil((self.text or 0) * (text + new_tokens)) + 1 - text
         return kept + layers * more, longest + more
 
-    def remember(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
-        """The ranking of prefill, and, for the text window, attention accumulated over the prompt."""
+    def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
+        """The scores of prefill, and, for the text window, attention accumulated over the prompt."""
         values = {"rank": scores}
         if self.text is not None:
             values["mass"] = head_mean(column_sums(obs), obs.k.shape[0])
         return values
 
     def begin(self, memory: Memory) -> Memory:
-        """The first core, the first look at the text window."""
+        """Chooses the first core and applies the text window."""
         memory = self.shorten_text(memory)
         core = None if self.core is None else self.pick(memory, memory.values["rank"])
         values = {name: value for name, value in memory.values.items() if name != "rank"}
         return self.prepare(dataclasses.replace(memory, values=values, core=core))
 
     def step(self, memory: Memory, mass: Float[Array, "N E"]) -> Memory:
-        """A refresh names a new core; the text window moves; the next step is prepared."""
+        """Chooses a new core after a refresh step, applies the text window, and prepares the next step."""
         shares = head_mean(mass, memory.stored.shape[0])
         values = dict(memory.values)
         if self.text is not None:
@@ -154,14 +156,14 @@ class AVL(Policy):
         return self.prepare(self.shorten_text(dataclasses.replace(memory, values=values, core=core)))
 
     def pick(self, memory: Memory, shares: Float[Array, "K E"]) -> Bool[Array, "K E"]:
-        """The core: the best C of the image's tokens, ties to the earlier one."""
+        """The core: the best C of the image's tokens; ties: the earlier token."""
         secondary = memory.stored & ~memory.is_text
         assert self.core is not None
         count = jnp.maximum(budgets.part(self.core, memory.vision), 1)
         return top(shares, secondary, jnp.broadcast_to(count, secondary.shape[:1]))
 
     def prepare(self, memory: Memory) -> Memory:
-        """What the next step attends to: all that is stored if it is a refresh, else core and text."""
+        """Sets the entries that the next step attends to: all stored ones in a refresh step, else core and text."""
         if memory.core is None:
             return dataclasses.replace(memory, attended=memory.stored)
         refresh = (memory.steps + 1) % self.refresh == 0
@@ -169,26 +171,26 @@ class AVL(Policy):
         return dataclasses.replace(memory, attended=attended, core_only=~refresh)
 
     def shorten_text(self, memory: Memory) -> Memory:
-        """Lets text go until the window is kept."""
+        """Evicts text entries until their number is within the window."""
         if self.text is None:
             return memory
-        room = self.window(memory)
+        capacity = self.window(memory)
 
         def texts(memory: Memory) -> Bool[Array, "K E"]:
             return memory.stored & memory.is_text
 
         def over(memory: Memory) -> Bool[Array, ""]:
-            return jnp.any(jnp.sum(texts(memory), axis=-1) > room)
+            return jnp.any(jnp.sum(texts(memory), axis=-1) > capacity)
 
         def drop(memory: Memory) -> Memory:
             text = texts(memory)
             count = jnp.sum(text, axis=-1)
             first_half = top(-memory.place.astype(jnp.float32), text, jnp.maximum(1, count // 2))
-            return evict(memory, first_half & (count > room)[:, None], memory.values["mass"])
+            return evict(memory, first_half & (count > capacity)[:, None], memory.values["mass"])
 
         return jax.lax.while_loop(over, drop, memory)
 
     def window(self, memory: Memory) -> Int[Array, ""]:
-        """Text entries that may stay: T times the row's prompt text and all the tokens that may follow."""
+        """Greatest number of text entries: T times the sum of the row's text tokens and all tokens that may follow."""
         assert self.text is not None
         return budgets.part(self.text, memory.text + memory.new_tokens)

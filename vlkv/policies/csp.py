@@ -1,4 +1,4 @@
-"""CSP: attention within a modality and across modalities are ranked apart, each with its own share of the budget."""
+"""CSP: separate rankings by attention within a modality and across modalities, each with a share of the budget."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from vlkv.policies.policy import Policy, Statistics, policy
 class CSP(Policy):
     """Cross-self pruning: two top-k lists, their union, and a recent window (Pei et al. 2024, Eqs. 1-4 and 7).
 
-    The last rows observe. A key's self score is what rows of its own modality give it, its cross score what the other
-    modality gives it (Eq. 1), both by n-softmax (Eq. 7). Of the k tokens besides the recent ones k_cross = c k are the
-    best by cross score and k - k_cross by self score (Eq. 2); their union stays (Eq. 3). So the paper keeps fewer than
-    k where the lists overlap: `Selection.budgets` counts what is kept. A list with fewer scores above zero than its
-    share, as when no row of one modality observes, leaves the rest to the other.
+    The last rows observe. The self score of a key is the attention from rows of its own modality, the cross score that
+    from rows of the other modality (Eq. 1), both with n-softmax (Eq. 7). Of the k tokens besides the recent ones,
+    k_cross = c k are the best by cross score and k - k_cross the best by self score (Eq. 2). The union is kept (Eq. 3),
+    so fewer than k tokens are kept if the lists overlap; `Selection.budgets` counts the kept ones. If a list has fewer
+    positive scores than its share, for example because no row of one modality observes, the other list gets the rest.
 
     The published code selects per head and observes with the last tenth of the prompt. It truncates c k and (1 - c) k
-    apart, which may lose a token, and takes so many of each list whatever their scores. It leaves out n-softmax while
-    decoding. A token that both lists name it stores twice, so that it counts twice in attention; here it is stored
-    once.
+    separately, which may lose a token, and takes these numbers for all scores. It does not use n-softmax for decoding.
+    It stores a token of both lists twice, so that it counts twice in attention; here it is stored once.
 
     Attributes:
-        c: share of the cross list, or "auto": the share that cross attention has of both, per layer and head. The paper
+        c: share of the cross list, or "auto": the share of cross attention in both, per layer and head. The paper
             calibrates one number on samples (Sec. 4.3), which `profiles.cross_share` measures.
-        window: observing rows; None: half of the mean budget of a layer, as released a tenth of the prompt.
-        recent_bias: the recent window that stays, in observation windows, rounded down (Sec. 4.3 uses 1.5 on SlideVQA).
-        score_n: n of Eq. 7 while scoring; 0 is softmax.
-        decode_n: n of Eq. 7 in decode attention, for all rows unless keep=1; None: 1, as released 0.
-        heads: scores averaged over all "mean", or for "each" key head; None: "mean", as released "each".
-        regions: False ranks by the sum of both scores, the ablation of Sec. 5.3.
-        fill: whether the next best of the cross list use what an overlap frees, so that the total is exact.
-        variant: the lists of the "paper", or "released" as the published code.
+        window: number of observing rows; None: half of a layer's mean budget (released: a tenth of the prompt).
+        recent_bias: length of the recent window that is kept, in observation windows, rounded down (Sec. 4.3 uses 1.5
+            on SlideVQA).
+        score_n: n of Eq. 7 for scores; 0 is softmax.
+        decode_n: n of Eq. 7 in decode attention, unless keep=1; None: 1 (released: 0).
+        heads: "mean": scores are averaged over all heads; "each": per key head; None: "mean" (released: "each").
+        regions: False: rank by the sum of both scores (ablation of Sec. 5.3).
+        fill: replace tokens of both lists by the next best of the cross list, so that the total is exact.
+        variant: "paper", or "released" for the published code.
     """
 
     c: float | Literal["auto"] = 0.5
@@ -52,7 +52,6 @@ class CSP(Policy):
     variant: Literal["paper", "released"] = "paper"
     paper = "Pei et al. 2024, Cross-Self KV Cache Pruning for Efficient Vision-Language Inference"
     equations = "Eqs. 1-4, 7"
-    ranked_by = ("self", "cross")
     stages = "score, rank"
     ranked_by = ("self", "cross")
 
@@ -68,7 +67,7 @@ class CSP(Policy):
         self.check("decode_n", number, "must be a number of at least 0, or None")
         self.check("heads", self.heads in ("mean", "each", None), 'must be "mean", "each" or None')
         self.check("variant", self.variant in ("paper", "released"), 'must be "paper" or "released"')
-        self.check("fill", not (self.fill and self.variant == "released"), "is not what the published code does")
+        self.check("fill", not (self.fill and self.variant == "released"), "does not exist in the published code")
 
     @property
     def softmax_n(self) -> float:
@@ -78,7 +77,7 @@ class CSP(Policy):
         return float(self.variant == "paper") if self.decode_n is None else float(self.decode_n)
 
     def rows(self, obs: Observation) -> Int[Array, ""] | int:
-        """How many rows observe."""
+        """Number of observing rows."""
         if self.window is not None:
             return self.window
         if self.variant == "released":
@@ -94,7 +93,7 @@ class CSP(Policy):
         return max(1, math.ceil((self.budget or (self.keep or 1) * length + 1) / 2))
 
     def regions_of(self, obs: Observation) -> tuple[Float[Array, "K T"], Float[Array, "K T"]]:
-        """What every key receives from rows of its own modality, and from the other's (Eq. 1)."""
+        """Attention that every key receives from rows of its own modality, and from rows of the other (Eq. 1)."""
         window = last(obs.valid, self.rows(obs))
         parts = jnp.stack([window & ~obs.is_vision, window & obs.is_vision])
         mass = split_rows_mass(obs, parts, self.most_rows(window.shape[0]), softmax_n=self.score_n)
@@ -104,12 +103,12 @@ class CSP(Policy):
         return jnp.where(obs.is_vision, vision, text), jnp.where(obs.is_vision, text, vision)
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Self and cross score together."""
+        """The sum of self and cross score."""
         own, cross = self.regions_of(obs)
         return own + cross
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """`self` and `cross` scores apart."""
+        """The `self` and the `cross` scores."""
         del scores
         return dict(zip(("self", "cross"), self.regions_of(obs), strict=True))
 
@@ -148,5 +147,5 @@ class CSP(Policy):
 
 
 def region_share(own: Float[Array, "K T"], cross: Float[Array, "K T"]) -> Float[Array, " K"]:
-    """The share that cross attention has of both regions, per head."""
+    """The share of cross attention in the attention of both regions, per head."""
     return jnp.sum(cross, axis=1) / jnp.maximum(jnp.sum(own + cross, axis=1), 1e-30)

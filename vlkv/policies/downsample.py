@@ -1,4 +1,4 @@
-"""Downsample: the baseline that gives the language model a coarser picture."""
+"""Downsample: a baseline that gives the language model an image of lower resolution."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ from vlkv.tokens import Tokens
 class Downsample(ReducingPolicy):
     """Averages blocks of `side` x `side` vision embeddings before the first layer.
 
-    A baseline: what a compression method must beat, because it costs nothing to choose and makes the prompt shorter.
-    The mean takes the place and the position of the block's first token in reading order. Blocks at an edge may be
-    smaller. A token on no grid (a newline, a class token) stays as it is. The model should have been trained on pooled
-    grids; the demo model was.
-
-    `keep` follows from `side` and need not be given.
+    A compression method must beat this baseline, because it needs no selection and makes the prompt shorter. The mean
+    replaces the first token of the block and has its position. Blocks at an edge may be smaller. Tokens without a grid
+    position (a newline, a class token) do not change. The model should have been trained on pooled grids; the demo
+    model was. `keep` follows from `side`.
 
     Attributes:
-        side: of a block, in tokens.
-        most: the most vision tokens that are left of a row, if it is known (144 for one image of 24 x 24 and side 2).
-            The cache reserves memory for that many. None: for as many as there were, because images may have any shape.
+        side: tokens per side of a block.
+        most: greatest number of vision tokens that a row has afterwards, if known (144 for one image of 24 x 24 and
+            side 2), for which the cache reserves memory. None: the number before, because images may have any shape.
     """
 
     side: int = 2
@@ -56,7 +54,7 @@ class Downsample(ReducingPolicy):
         return vision if self.most is None else min(vision, self.most)
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """The means, each in the place of its block's first token."""
+        """Replaces the first token of each block by the mean, and removes the others."""
         del obs, stage
         length = tokens.valid.shape[0]
         pooled = tokens.valid & tokens.is_vision & (tokens.grid[:, 1] >= 0)
@@ -71,10 +69,10 @@ class Downsample(ReducingPolicy):
         leads = jnp.zeros(length, bool).at[order].set(first) | ~pooled
         size = total(tokens.size)
         mean = total(tokens.x.astype(jnp.float32) * tokens.size[:, None]) / size[:, None]
-        made = dataclasses.replace(
+        reduced = dataclasses.replace(
             tokens,
             x=jnp.where(pooled[:, None], mean.astype(tokens.x.dtype), tokens.x),
             size=jnp.where(pooled, size, tokens.size),
             grid=jnp.where(pooled[:, None], block, tokens.grid),
         )
-        return made, tokens.valid & leads
+        return reduced, tokens.valid & leads

@@ -1,4 +1,4 @@
-"""Elastic Cache: what is dropped is averaged into its nearest neighbour that stays."""
+"""Elastic Cache: merges every dropped entry into the nearest kept entry."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from vlkv import merging
 from vlkv.memory import Memory
@@ -16,26 +17,26 @@ from vlkv.policies.policy import Policy, Statistics, policy
 
 @policy
 class ElasticCache(Policy):
-    """Head-mean column sums, and every dropped entry merged into the nearest kept one (Liu et al. 2024).
+    """Scores are column sums averaged over heads; dropped entries are merged into kept ones (Liu et al. 2024).
 
-    A kept entry becomes the mean of itself and of the dropped ones that are nearer to it than to any other, by
-    position, ties to the lower; keys and values alike, in every head. Any kept token may receive, text too.
+    A dropped entry is merged into the kept entry with the nearest position (ties: the lower one), which becomes the
+    mean; keys and values in the same way, in every head. Entries may be merged into text tokens too.
 
-    While decoding a layer's share of all tokens seen stays that of the prompt, and what leaves is the entry at a fixed
-    distance from the newest; where there are no more entries than that, the middle one. Under scope="vision" new
-    tokens are text, so nothing leaves.
+    While decoding, a layer keeps the same share of all tokens as of the prompt. The entry at a fixed distance from the
+    newest one is evicted, or the middle one if there are not enough entries. With scope="vision" nothing is evicted,
+    because new tokens are text.
 
-    The published code takes argsort's permutation for ranks and so keeps another set than the best, one token fewer
-    than asked; it forgets the sinks' offset among the dropped, so that other tokens are merged, and lets neither sinks
-    nor recent tokens receive; while decoding it deletes at the rank, by age, that lies `distance` before the end of
-    the prompt's entries. All of this is variant="released".
+    The published code uses the permutation of argsort as ranks, so it keeps a different set, and one token fewer. It
+    ignores the offset of the sinks in the list of dropped tokens, so it merges other tokens, and does not merge into
+    sinks or recent tokens. While decoding it deletes the entry whose rank by age is `distance` before the end of the
+    prompt's entries. All this is variant="released".
 
     Attributes:
-        sinks: first tokens that always stay.
-        recent: last tokens that always stay.
-        merging: "position", or "none" to drop without merging.
-        distance: the entry that leaves while decoding is the `distance`-th newest; None: nothing leaves.
-        variant: "paper", or "released" as the published code.
+        sinks: number of first tokens that are always kept.
+        recent: number of last tokens that are always kept.
+        merging: "position", or "none" to drop entries without merging.
+        distance: while decoding, the `distance`-th newest entry is evicted; None: nothing is evicted.
+        variant: "paper", or "released" for the published code.
     """
 
     sinks: int = 1
@@ -56,7 +57,7 @@ class ElasticCache(Policy):
         self.check("variant", self.variant in ("paper", "released"), 'must be "paper" or "released"')
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Head-mean column sums."""
+        """Column sums of attention, averaged over heads."""
         return head_mean(column_sums(obs), obs.k.shape[0])
 
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
@@ -70,7 +71,7 @@ class ElasticCache(Policy):
         candidates: Bool[Array, " T"],
         count: Int[Array, " K"],
     ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
-        """By score; released: by which candidate has the score of one's own number, and one fewer."""
+        """By score; released: by the permutation of argsort, and one fewer."""
         del statistics
         if self.variant == "paper":
             return scores, count
@@ -87,7 +88,7 @@ class ElasticCache(Policy):
         kept: Bool[Array, "K T"],
         scores: Float[Array, "K T"],
     ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
-        """The mean over each kept token and the dropped ones nearest to it."""
+        """The mean of each kept entry and the dropped entries that are nearest to it."""
         if self.merging == "none":
             return k, v
         receives, gone = kept, merging.dropped(kept, scores)
@@ -101,34 +102,34 @@ class ElasticCache(Policy):
         return merging.fold(k, k, target, gone), merging.fold(v, v, target, gone)
 
     @property
-    def acts(self) -> bool:
-        """While tokens of all kinds count."""
+    @override
+    def updates_while_decoding(self) -> bool:
         return self.distance is not None and self.scope == "all"
 
     @property
+    @override
     def evicts(self) -> bool:
-        """If it acts."""
-        return self.acts
+        return self.updates_while_decoding
 
     def decode_slots(self, memory: Memory) -> Int[Array, " K"]:
-        """Its share of all tokens that may be seen, and one that arrives."""
+        """The share of all tokens that may be seen, and one new entry."""
         return share_of_seen(self.asked(memory), memory, memory.new_tokens) + 1
 
+    @override
     def decode_bounds(
         self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
     ) -> tuple[int, int]:
-        """As `decode_slots`."""
         return share_bounds(self, kept, longest, layers=layers, most=vision + text, new_tokens=new_tokens)
 
     def step(self, memory: Memory, mass: Float[Array, "N E"]) -> Memory:
-        """Lets one entry go if the layer holds more than its share of what has been seen."""
+        """Evicts one entry if the layer has more than its share of all tokens."""
         del mass
         assert self.distance is not None
         moving = self.variant == "paper"
         return evict_at_distance(memory, self.distance, capacity=self.asked(memory), moving=moving)
 
     def asked(self, memory: Memory) -> Int[Array, " K"]:
-        """What prefill asked for; the published code has kept one fewer."""
+        """The budget of prefill; the published code keeps one entry fewer."""
         if self.variant == "paper":
             return memory.capacity
         return jnp.minimum(memory.capacity + 1, memory.vision + memory.text)

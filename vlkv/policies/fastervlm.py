@@ -1,4 +1,4 @@
-"""FasterVLM: the tower's own class token says which patches matter, before the decoder sees any."""
+"""FasterVLM: selects vision tokens before the decoder, by the attention of the tower's class token."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from vlkv.tokens import Tokens
 
 @policy
 class FasterVLM(ReducingPolicy):
-    """Keeps the vision tokens that the class token attends to most, head-mean (Zhang et al. 2024).
+    """Keeps the vision tokens that the class token attends to most, averaged over heads (Zhang et al. 2024).
 
-    The attention is that of the last block of the tower that runs; in a tower without a class token, the mean attention
-    that a patch receives there takes its place. What is left stays in raster order and keeps its positions. The
-    published code agrees. Several images of a row compete for one budget, which is our decision: the paper has one
-    image.
+    The attention is that of the last block of the tower that runs. In a tower without a class token, it is the mean
+    attention that a patch receives in this block. Kept tokens keep their order and positions, as in the published code.
+    All images of a row share one budget; the paper has only one image.
     """
 
     paper = "Zhang et al. 2024, [CLS] Attention is All You Need for Training-Free Visual Token Pruning"
@@ -29,12 +28,12 @@ class FasterVLM(ReducingPolicy):
         return (0,)
 
     @property
-    def watches(self) -> tuple[int, ...]:
+    def class_attention_layers(self) -> tuple[int, ...]:
         """The last block that runs."""
         return (-1,)
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """The best of the row's images."""
+        """Keeps text and the best vision tokens of the row."""
         del obs, stage
         assert tokens.tower is not None
         vision = tokens.valid & tokens.is_vision

@@ -1,4 +1,4 @@
-"""FastV: after the second layer half of the image is hardly looked at, so it goes."""
+"""FastV: removes vision tokens with little attention in an early layer, because later layers hardly use them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vlkv.tokens import Tokens
 class FastV(ReducingPolicy):
     """Keeps the vision tokens that the last token attends to most after `layer` layers (Chen et al. 2024, Sec. 4).
 
-    The attention is head-mean and of the layer just run; text always stays, and so does the order of what is left.
-    Caches of the layers before hold the whole image. The published code agrees; its cached path reuses the entries
-    of one layer for all later ones, which is not done here.
+    The attention is that of the last layer that ran, averaged over heads. Text is always kept, and the order of tokens
+    does not change. The caches of the first `layer` layers contain the whole image. The published code does the same;
+    its path with a cache uses the entries of one layer for all later ones, which we do not.
 
     Attributes:
-        layer: K, how many layers see everything.
+        layer: K, number of layers that process all tokens.
     """
 
     layer: int = 2
@@ -29,18 +29,18 @@ class FastV(ReducingPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check("layer", self.layer >= 1, "must be at least 1: it ranks by a layer's attention")
+        self.check("layer", self.layer >= 1, "must be at least 1, because tokens are ranked by a layer's attention")
 
     def reductions(self, layers: int) -> tuple[int, ...]:
-        """One."""
+        """One reduction, after `layer` layers."""
         return (self.layer,)
 
     def ranking(self, obs: Observation) -> Float[Array, "1 T"]:
-        """Head-mean attention row of the last token."""
+        """Attention of the last token, averaged over heads."""
         return head_mean(rows_mass(obs, last(obs.valid, 1), 1), 1)
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """The best of the image."""
+        """Keeps text and the best vision tokens."""
         del stage
         assert obs is not None
         vision = tokens.valid & tokens.is_vision

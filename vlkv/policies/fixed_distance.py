@@ -1,4 +1,4 @@
-"""Letting go at a fixed distance while decoding, shared by PrefixKV and Elastic Cache.
+"""Eviction at a fixed distance from the newest entry while decoding, for PrefixKV and Elastic Cache.
 
 Unbatched. Axes: K key heads · E entries.
 """
@@ -16,17 +16,17 @@ from vlkv.policies.policy import Policy
 
 
 def evict_at_distance(memory: Memory, distance: int, *, capacity: Int[Array, " K"], moving: bool = True) -> Memory:
-    """Lets one entry go where a layer holds more than its share of what has been seen, which stays that of the prompt.
+    """Evicts one entry if a layer has more than its share of all tokens, which is that of the prompt.
 
-    Over ceil(capacity / prompt x seen) the `distance`-th newest entry leaves, or the middle one where there are no
-    more entries than that.
+    If there are more than ceil(capacity / prompt x seen) entries, the `distance`-th newest is evicted, or the middle
+    one if there are not more than `distance` entries.
 
     Args:
-        memory: after the step's attention, its own entry included.
+        memory: after the attention of the step, with the new entry.
         distance: 1 is the newest entry.
-        capacity: entries that the prompt was granted.
-        moving: False counts the distance from the end of the prompt's entries, as the published codes do: then the
-            entry at rank capacity - distance by age leaves at every step.
+        capacity: budget of the prompt.
+        moving: False: the distance is counted from the end of the prompt's entries, as in the published codes. Then the
+            entry whose rank by age is capacity - distance is evicted at every step.
     """
     share = share_of_seen(capacity, memory, memory.steps)
     if memory.reuses:
@@ -39,26 +39,26 @@ def evict_at_distance(memory: Memory, distance: int, *, capacity: Int[Array, " K
 
 
 def share_of_seen(capacity: Int[Array, " K"], memory: Memory, new: Int[Array, ""] | int) -> Int[Array, " K"]:
-    """ceil(capacity / prompt x seen) after so many new tokens."""
+    """ceil(capacity / prompt x seen) after `new` new tokens."""
     prompt = jnp.maximum(memory.vision + memory.text, 1)
-    return capacity - (-(capacity * new) // prompt)  # without a product that passes 32 bits
+    return capacity - (-(capacity * new) // prompt)  # in this form, no product exceeds 32 bits
 
 
 def share_bounds(
     policy: Policy, kept: int, longest: int, *, layers: int, most: int, new_tokens: int, slack: bool = False
 ) -> tuple[int, int]:
-    """`Policy.decode_bounds` of a method whose share of all tokens seen stays that of the prompt.
+    """`Policy.decode_bounds` of a method that keeps the same share of all tokens as of the prompt.
 
-    Prompts of fewer tokens than 1 / keep, of which every layer keeps one, are granted no more than longer ones.
+    Prompts of fewer than 1 / keep tokens, of which every layer keeps one, get no more slots than longer ones.
 
     Args:
         policy: the method.
-        kept: of the prompt.
-        longest: of the prompt.
+        kept: as in `decode_bounds`.
+        longest: as in `decode_bounds`.
         layers: L.
-        most: the most tokens of a prompt.
-        new_tokens: the most tokens that may follow.
-        slack: whether prefill may keep up to L - 1 entries more than asked.
+        most: bound on the tokens of a prompt.
+        new_tokens: bound on the tokens that follow.
+        slack: whether prefill may keep up to L - 1 entries more than the budget.
     """
     seen = np.arange(max(1, min(most, 0 if policy.keep is None else math.ceil(1 / policy.keep))), most + 1)
     total = policy.totals(layers=layers, most=most)[seen].astype(np.int64)

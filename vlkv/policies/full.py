@@ -22,5 +22,5 @@ class Full(Policy):
         self.check("keep", self.keep == 1.0, "must be 1: this is the full cache")
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """All alike."""
+        """Equal scores."""
         return jnp.zeros(obs.k.shape[:2])

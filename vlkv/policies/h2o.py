@@ -1,4 +1,4 @@
-"""H2O: heavy hitters, the tokens that have received most attention so far, and a recent window."""
+"""H2O: keeps heavy hitters, the tokens with the most accumulated attention, and a recent window."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from vlkv import budgets
 from vlkv.memory import Memory, evict
@@ -17,13 +18,14 @@ from vlkv.policies.policy import Policy, policy
 class H2O(Policy):
     """Accumulated attention per head, half of the budget for the most recent tokens (Zhang et al. 2023, Sec. 4.1).
 
-    While decoding every step adds its attention, and what is over the budget of the prompt leaves: the least attended
-    entry outside the recent window. Under scope="vision" new tokens are text, so nothing leaves.
+    While decoding, every step adds its attention. If there are more entries than the budget of the prompt, the one with
+    the least attention outside the recent window is evicted. With scope="vision" nothing is evicted, because new tokens
+    are text.
 
     Attributes:
-        recent: tokens kept as recent: a whole number of them, or a share of the mean budget of a layer, rounded down
-            (A-VL's baseline keeps 0.75); None: half of it.
-        evict: whether to go on while decoding; False keeps what prefill has chosen, and all new tokens.
+        recent: number of recent tokens that are kept, or their share of a layer's mean budget, rounded down (A-VL's
+            baseline keeps 0.75); None: half of it.
+        evict: False: nothing is evicted while decoding.
     """
 
     recent: int | float | None = None
@@ -43,32 +45,32 @@ class H2O(Policy):
         return group_mean(column_sums(obs), obs.k.shape[0])
 
     def recent_of(self, budget: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
-        """How many of so many entries are kept as recent."""
+        """Number of recent tokens for a budget."""
         if isinstance(self.recent, int):
             return jnp.full_like(budget, self.recent)
         return budgets.part(0.5 if self.recent is None else self.recent, budget)
 
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
-        """The recent ones."""
+        """The recent tokens."""
         return last(obs.valid, self.recent_of(obs.mean_budget))
 
     @property
-    def acts(self) -> bool:
-        """While tokens of all kinds count."""
+    @override
+    def updates_while_decoding(self) -> bool:
         return self.evict and self.scope == "all"
 
     @property
+    @override
     def evicts(self) -> bool:
-        """If it acts."""
-        return self.acts
+        return self.updates_while_decoding
 
-    def remember(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
+    def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
         """Attention accumulated over the prompt."""
         del obs
         return {"mass": scores}
 
     def step(self, memory: Memory, mass: Float[Array, "N E"]) -> Memory:
-        """Adds this step's attention and lets one entry go."""
+        """Adds this step's attention and evicts one entry."""
         heads = memory.stored.shape[0]
         total = memory.values["mass"] + group_mean(mass, heads)
         memory = dataclasses.replace(memory, values={"mass": total})

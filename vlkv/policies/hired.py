@@ -1,6 +1,6 @@
-"""HiRED: an image's budget goes to its partitions by what the tower sees early, and there to what it sees late.
+"""HiRED: the tower's first block divides an image's budget among partitions; its last block selects tokens in each.
 
-Axes: T tokens; partitions of a row are numbered from 0, so that T places are enough for them.
+Axes: T tokens. Partitions of a row are numbered from 0, so an array of size T can index them.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from vlkv.tokens import Tokens
 class HiRED(ReducingPolicy):
     """Keeps the tokens of each partition that the class token attends to most in the last block (Arif et al. 2024).
 
-    A picture that is cut into tiles (LLaVA-NeXT, OneVision and Video; InternVL by our own processor) has floor(keep n)
-    of its n tokens. The view of the whole picture gets floor(alpha x that). The tiles share the rest: tile i gets
-    floor(rest x a_i / sum a), where a_i is the attention of the tower's first block in the cell of the view that shows
-    the tile. A picture that is one partition, as in LLaVA-1.5, keeps floor(keep n) tokens, at least one. Shares are
-    rounded down, so that a few tokens may be lost; what is left stays in raster order and keeps its positions.
+    An image that is cut into tiles (LLaVA-NeXT, OneVision and Video; InternVL with our own processor) keeps floor(keep
+    n) of its n tokens. The overview gets floor(alpha x that). The tiles divide the rest: tile i gets
+    floor(rest x a_i / sum a), where a_i is the attention in the tower's first block to the cell of the overview that
+    shows the tile. An image with one partition, as in LLaVA-1.5, keeps floor(keep n) tokens, at least one. Shares are
+    rounded down, so a few tokens may be lost. Kept tokens keep their order and positions.
 
-    A partition counts the tokens that the prompt holds, without the padding that a family cuts off. A token that shows
-    no patch, such as the newlines of LLaVA-NeXT, is in no partition and leaves, as in the published code. With keep=1
-    everything stays. In a tower without a class token the mean attention that a patch receives takes its place.
+    A partition consists of its tokens in the prompt, without padding. Tokens that are no patch, such as the newlines of
+    LLaVA-NeXT, are in no partition and are dropped, as in the published code. With keep=1 all tokens are kept. In a
+    tower without a class token, the mean attention that a patch receives is used.
 
-    The published code cuts the raster list of the view into bands of equal length in place of cells, and pays a band
-    by how many of the V (1 - alpha) most attended tokens lie in it, not by their attention.
+    The published code uses bands of equal length of the overview's tokens in raster order instead of cells. The share
+    of a band is the number of the V (1 - alpha) most attended tokens in it, not their attention.
 
     Attributes:
-        alpha: share of the view of the whole picture.
-        variant: "released" shares out as the published code does.
+        alpha: share of the overview.
+        variant: "released" divides the budget as the published code does.
     """
 
     alpha: float = 0.5
@@ -60,12 +60,12 @@ class HiRED(ReducingPolicy):
         return (0,)
 
     @property
-    def watches(self) -> tuple[int, ...]:
-        """The first block, for the budgets, and the last one that runs, for the tokens."""
+    def class_attention_layers(self) -> tuple[int, ...]:
+        """The first block for budgets, and the last one that runs for the choice of tokens."""
         return (0, -1)
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
-        """Most is left where all images but one consist of a single token."""
+        """A bound; it is reached if all images but one consist of a single token."""
         del stage
         if self.keep == 1:
             return vision
@@ -73,7 +73,7 @@ class HiRED(ReducingPolicy):
         return min(vision, single + max(1, math.ceil(self.last_keep * (vision - single))))
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """The best of each partition."""
+        """Keeps text and the best vision tokens of each partition."""
         del obs, stage
         assert tokens.tower is not None
         if self.keep == 1:
@@ -89,12 +89,12 @@ class HiRED(ReducingPolicy):
         return tokens, tokens.valid & (~tokens.is_vision | kept)
 
     def granted(self, first: Float[Array, " T"], own: Int[Array, " T"], shown: Int[Array, " T"]) -> Int[Array, " T"]:
-        """How many tokens each partition of a row keeps.
+        """Number of tokens that each partition of a row keeps.
 
         Args:
-            first: attention that each token receives in the tower's first block, head-mean.
-            own: number of the token's partition; -1: none.
-            shown: of a token in the view of a whole picture, the partition that shows the same place; -1: none.
+            first: attention that each token receives in the tower's first block, averaged over heads.
+            own: partition of each token; -1: none.
+            shown: for tokens of an overview, the partition that shows the same part of the image; -1: none.
         """
         length = own.shape[0]
 
@@ -105,7 +105,7 @@ class HiRED(ReducingPolicy):
         size = summed(jnp.ones_like(own), own)
         view = jax.ops.segment_max(own, jnp.where(shown < 0, length, shown), length + 1)[:length]
         is_part = view >= 0
-        view = jnp.where(is_part, view, number)  # of the picture that the partition belongs to
+        view = jnp.where(is_part, view, number)  # the overview of the partition's image
         asked = budgets.share(self.last_keep, summed(size, view), length)
         parts = summed(is_part.astype(jnp.int32), view)
         whole = jnp.minimum(budgets.share(self.alpha, asked, length), size)

@@ -1,4 +1,4 @@
-"""IVTP: patches alike are grouped before the decoder, and in it the instruction says which tokens matter."""
+"""IVTP: groups similar patches before the decoder, and prunes tokens in it by the attention of the instruction."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from vlkv.tokens import Tokens
 
 @policy
 class IVTP(ReducingPolicy):
-    """Keeps the vision tokens that the instruction attends to, after grouping those alike (Huang et al. 2024).
+    """Keeps the vision tokens that the instruction attends to, after grouping similar ones (Huang et al. 2024).
 
-    No code was published, and the paper itself was not at hand. From its summaries: tokens are pruned in two places,
-    in the tower in groups by what the class token attends to, in the decoder by what the instruction attends to. All
-    else here is our reading. Groups: the tokens with the largest head-mean class attention in the last block that runs
-    stay, every other one joins the nearest of them by cosine, over all images of the row, and a group's embedding is
-    its mean, where its largest token stands. Instruction: head-mean attention of the rows after the last vision token
-    in the layer just run (without any: of the last row). The paper rolls attention out over several layers, which
-    needs T x T matrices; here one layer speaks.
+    No code was published, and we had only summaries of the paper: tokens are pruned in the tower in groups, by the
+    attention of the class token, and in the decoder, by the attention of the instruction. The details here are ours.
+    Groups: the tokens with the largest class attention (mean over heads, last block that runs) are kept. Every other
+    token joins the one with the largest cosine among all images of the row. The embedding of a group is its mean, at
+    the position of the kept token. Instruction: the attention of the rows after the last vision token (the last row if
+    there are none) in the last layer that ran, averaged over heads. The paper uses attention rollout over several
+    layers, which needs T x T matrices; here one layer is used.
 
     Attributes:
-        layers: after how many layers tokens go. Each time the same fraction of what is there, so that `keep` survives
-            the last; every stage rounds half up and keeps at least one.
-        groups: fraction of the vision tokens that are left before the decoder, at least `keep`; None: no grouping.
+        layers: numbers of layers after which tokens are pruned. Each stage keeps the same fraction, rounded half up and
+            at least one token, so that `keep` is left after the last.
+        groups: fraction of the vision tokens that are left after grouping, at least `keep`; None: no grouping.
     """
 
     layers: tuple[int, ...] = (2,)
@@ -44,29 +44,29 @@ class IVTP(ReducingPolicy):
         self.check("groups", valid, "must lie between keep and 1, or be None")
 
     def reductions(self, layers: int) -> tuple[int, ...]:
-        """Before the decoder where tokens are grouped, then `layers`."""
+        """Before the first layer if tokens are grouped, and after `layers`."""
         del layers
         return self.layers if self.groups is None else (0, *self.layers)
 
     @property
-    def watches(self) -> tuple[int, ...]:
-        """The last block that runs, for the groups."""
+    def class_attention_layers(self) -> tuple[int, ...]:
+        """The last block that runs, if tokens are grouped."""
         return () if self.groups is None else (-1,)
 
     def fraction(self, stage: int) -> float:
-        """What a stage leaves of the vision tokens that reach it."""
+        """The fraction of its vision tokens that a stage keeps."""
         grouped = 1.0 if self.groups is None else self.groups
         if self.groups is not None and stage == 0:
             return grouped
         return (self.last_keep / grouped) ** (1 / len(self.layers))
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
-        """Its fraction, rounded half up."""
+        """The stage's fraction, rounded half up."""
         del images
         return int(budgets.totals(self.fraction(stage), None, layers=1, most=vision)[-1])
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Groups before the decoder, the best of the image in it."""
+        """Before the decoder: groups tokens. In the decoder: keeps text and the best vision tokens."""
         vision = tokens.valid & tokens.is_vision
         table = budgets.totals(self.fraction(stage), None, layers=1, most=vision.shape[0])
         count: Int[Array, " 1"] = jnp.asarray(table)[jnp.sum(vision)][None]
@@ -79,13 +79,13 @@ class IVTP(ReducingPolicy):
         return tokens, (tokens.valid & ~tokens.is_vision) | best[0]
 
     def ranking(self, obs: Observation) -> Float[Array, "1 T"]:
-        """Head-mean attention of the instruction's rows, summed."""
+        """Attention of the instruction's rows, summed over rows and averaged over heads."""
         rows = jnp.where(jnp.any(obs.instruction), obs.instruction, last(obs.valid, 1))
         return head_mean(rows_mass(obs, rows, max(1, obs.max_instruction)), 1)
 
 
 def grouped(tokens: Tokens, kept: Bool[Array, "1 T"], gone: Bool[Array, "1 T"]) -> Tokens:
-    """Every token that goes joins the kept one most like it, which becomes the mean; `size` counts."""
+    """Averages each kept token with the removed tokens that are most similar to it, and adds their sizes."""
     x = tokens.x[None]
     target, _ = merging.nearest_key(x, kept)
     size = tokens.size.at[target[0]].add(jnp.where(gone[0], tokens.size, 0.0))

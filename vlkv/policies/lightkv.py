@@ -1,4 +1,4 @@
-"""LightKV: tokens of the image that resemble a neighbour are merged into it, weighted by what the prompt is to them."""
+"""LightKV: merges vision tokens with similar neighbours in windows of the image, weighted by attention to the text."""
 
 from __future__ import annotations
 
@@ -23,29 +23,30 @@ _LAYERS = (15, 23, 31)  # of 40: Table 6
 
 @policy
 class LightKV(ReducingPolicy):
-    """Bipartite matching in windows of the image's grid, several times while the prompt is read (Sec. 3.2).
+    """Bipartite matching in windows of the image's grid, at several layers of prefill (Sec. 3.2).
 
-    After each of `layers` an image lies on its grid, later what is left of it in raster order on the next larger
-    square, cut into W x W windows (sides that do not divide: the first are one larger). The even places A of a
-    window's raster list each find the most similar hidden state among the odd ones B (Eq. 5); of n tokens the
-    min(int(rho n), n // 2) closest A are merged into their B, averaged by xi (Eq. 8), and vanish. xi of a vision token
-    is its attention to the text of the prompt, over all heads and before the causal mask (Eq. 7). Order and positions
-    of what is left stay. A token on no grid is left alone. The printed floor(rho v / 2) merges would leave 1 - rho / 2
-    and contradict Eq. 9, which this follows.
+    After each of `layers`, the image is cut into W x W windows (if W does not divide a side, the first windows are one
+    larger). In the first stage this is done on the image's grid; later the remaining tokens are arranged in raster
+    order on the smallest square that holds them. In a window, the tokens at even indices (A) each find the most similar
+    hidden state among those at odd indices (B) (Eq. 5). Of the n tokens, the min(int(rho n), n // 2) closest of A are
+    merged into their B, as an average weighted by xi (Eq. 8), and removed. xi of a vision token is its attention to the
+    text of the prompt, over all heads and without the causal mask (Eq. 7). The other tokens keep their order and
+    positions. Tokens without a grid position are not merged. The number of merges printed in the paper,
+    floor(rho v / 2), would keep 1 - rho / 2 and contradicts Eq. 9, which we follow.
 
-    The published code ("released") takes the softmax of xi over queries instead of keys, numbers the positions of what
-    is left anew, and leaves an image of fewer than 8 W^2 tokens alone.
+    The published code ("released") takes the softmax of xi over queries instead of keys, renumbers the positions of
+    the remaining tokens, and does not merge images of fewer than 8 W^2 tokens.
 
     Attributes:
-        layers: Lambda, how many layers run before each stage; None: 15, 23 and 31 of 40, scaled to the model.
+        layers: Lambda, the numbers of layers before the stages; None: 15, 23 and 31 of 40, scaled to the model.
         windows: W, windows per side, of each stage. The paper uses (6, 4, 2) for LLaVA-NeXT (App. E.2).
-        rate: instead of `layers`, the share of the vision entries that all layers together process and cache (Eq. 9),
-            as in Table 8: 0.55, 0.4, 0.3 or 0.2. The paper does not print its Lambda. Here 15, 23 and 31 of 40 are
-            scaled until Eq. 9 gives the rate, and rounded to the model's layers.
-        grid: where later stages lay out what is left: "survivors" in raster order on the next larger square, as the
-            published code does; or on the "original" grid of the image, where each stands at the place of its patch.
-        rho: fraction of a window's tokens that a stage removes, at most 0.5, one for all stages or one each; None: 0.5,
-            or what `keep` (the fraction that survives all stages) asks of each.
+        rate: instead of `layers`, the share of vision entries that all layers together process and cache (Eq. 9), as in
+            Table 8: 0.55, 0.4, 0.3 or 0.2. The paper does not print its Lambda. Here 15, 23 and 31 of 40 are scaled
+            until Eq. 9 gives the rate, and rounded to the model's layers.
+        grid: how later stages arrange the remaining tokens: "survivors": in raster order on the smallest square, as in
+            the published code; "original": at their patches on the grid of the image.
+        rho: fraction of a window's tokens that a stage removes, at most 0.5; one for all stages or one per stage. None:
+            0.5, or the fraction that follows from `keep` (the fraction left after all stages).
         variant: "paper" or "released".
     """
 
@@ -77,9 +78,9 @@ class LightKV(ReducingPolicy):
             check_share(self, len(self.windows), "layers= and windows=")
         survives = math.prod(1 - rho for rho in self.ratios)
         if self.rate is not None:
-            self.check("rate", survives < self.rate <= 1, f"must lie between {survives:.4g}, what is left, and 1")
+            self.check("rate", survives < self.rate <= 1, f"must lie between {survives:.4g}, the share left, and 1")
         agrees = math.isclose(survives, self.last_keep, rel_tol=1e-9)
-        self.check("keep", agrees, f"is not what rho={self.rho!r} leaves ({survives:.4g}): give one of the two")
+        self.check("keep", agrees, f"contradicts rho={self.rho!r}, which keeps {survives:.4g}: give one of the two")
 
     def _fractions_fit(self) -> bool:
         each = self.rho if isinstance(self.rho, tuple) else (self.rho,) * len(self.windows)
@@ -89,7 +90,7 @@ class LightKV(ReducingPolicy):
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """rho of each stage."""
+        """The rho of each stage."""
         if isinstance(self.rho, tuple):
             return self.rho
         if self.rho is not None:
@@ -99,7 +100,7 @@ class LightKV(ReducingPolicy):
         return (round(1 - share_per_stage(self.keep, len(self.windows)), 12),) * len(self.windows)
 
     def reductions(self, layers: int) -> tuple[int, ...]:
-        """Lambda."""
+        """The paper's Lambda."""
         if self.layers is not None:
             return self.layers
         if self.rate is None:
@@ -108,13 +109,13 @@ class LightKV(ReducingPolicy):
         return scaled(layers, (self.rate - left) / (processed(_LAYERS, 40, self.ratios) - left))
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """One stage."""
+        """Merges similar tokens in the windows of one stage."""
         assert obs is not None
         window, place, count = self.windowed(tokens, stage)
         inside = window >= 0
         target, cosine = matching.closest(tokens.x, inside & (place % 2 == 1), window)
         removed = jnp.minimum(budgets.share(self.ratios[stage], count, count.shape[0]), count // 2)
-        merged = matching.turns(cosine, inside & (place % 2 == 0), window) < removed
+        merged = matching.merge_order(cosine, inside & (place % 2 == 0), window) < removed
         kept = tokens.valid & ~merged
         positions = tokens.positions
         if self.variant == "released":
@@ -124,10 +125,7 @@ class LightKV(ReducingPolicy):
         return dataclasses.replace(tokens, x=x, positions=positions, size=size), kept
 
     def windowed(self, tokens: Tokens, stage: int) -> tuple[Int[Array, " T"], Int[Array, " T"], Int[Array, " T"]]:
-        """The window of each token (-1: none), its place in the window's raster list, and the window's tokens.
-
-        An image's tokens stand in raster order in the prompt.
-        """
+        """The window of each token (-1: none), its index in the window in raster order, and the window's size."""
         image, line, column = tokens.grid.T
         inside = tokens.valid & tokens.is_vision & (line >= 0)
         image = jnp.where(inside, image, -1)
@@ -135,7 +133,7 @@ class LightKV(ReducingPolicy):
         if stage == 0 or self.grid == "original":
             lines, columns = (matching.largest_within(image, x) + 1 for x in (line, column))
         else:
-            # Exact, unlike the root of a float: the smallest square that holds n.
+            # Side of the smallest square that holds n, in integers, because a float root may be inexact.
             squares = np.array([math.isqrt(max(n - 1, 0)) + 1 for n in range(line.shape[0] + 1)], np.int32)
             lines = columns = jnp.asarray(squares)[count]
             line, column = jnp.divmod(matching.rank_within(image, jnp.arange(line.shape[0])), columns)
@@ -155,19 +153,20 @@ class LightKV(ReducingPolicy):
             mass = attention_mass_rows(
                 obs.q, obs.k, key_weight=text, key_mask=obs.valid, causal=False, implementation=run
             )
-        else:  # over queries: the same with the two swapped
+        else:  # softmax over queries: queries and keys are swapped
             k = jnp.repeat(obs.k, obs.q.shape[0] // obs.k.shape[0], axis=0)
             run = obs.kernels.attention_mass
             mass = attention_mass(k, obs.q, row_weight=text, key_mask=obs.valid, causal=False, implementation=run)
         return jnp.sum(mass[0], axis=0)
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
-        """As `left_by_windows`, however the tokens are spread over the images and windows."""
+        """`left_by_windows` for the worst distribution of tokens over images and windows."""
         sides = self.windows[stage]
         rho = self.ratios[stage]
         if self.variant == "paper":
             return left_by_windows(vision, rho, images * (sides**2 + 1))
-        alone = 8 * sides**2  # an image that is left alone has fewer on its grid, and at most one token beside it
+        # An image that is not merged has fewer than this on its grid, and at most one other token.
+        alone = 8 * sides**2
 
         def left(some: int) -> int:
             rest = max(vision - some * alone, 0) if some < images else 0
@@ -177,9 +176,9 @@ class LightKV(ReducingPolicy):
 
 
 def left_by_windows(tokens: int, rho: float, windows: int) -> int:
-    """The most of so many tokens that are left when each of at most so many windows removes int(rho n) of its n.
+    """Bound on the tokens that are left if each of at most `windows` windows removes int(rho n) of its n tokens.
 
-    With rho = p / q, int(rho n) >= (p n - (q - 1)) / q; a token on no grid counts as a window of its own.
+    With rho = p / q, int(rho n) >= (p n - (q - 1)) / q. A token without a grid position counts as a window.
     """
     exact = Fraction(rho)
     windows = min(windows, tokens)
@@ -188,14 +187,14 @@ def left_by_windows(tokens: int, rho: float, windows: int) -> int:
 
 
 def part(index: Int[Array, " T"], side: Int[Array, " T"], parts: Int[Array, " T"] | int) -> Int[Array, " T"]:
-    """Which part an index in 0..side-1 falls into, of parts that differ by one at most, the first ones larger."""
+    """The part of an index in 0..side-1, where sizes of parts differ by at most one and the first ones are larger."""
     size, larger = side // parts, side % parts
     border = larger * (size + 1)
     return jnp.where(index < border, index // (size + 1), larger + (index - border) // jnp.maximum(size, 1))
 
 
 def scaled(depth: int, factor: float = 1.0) -> tuple[int, ...]:
-    """15, 23 and 31 of 40 layers, times `factor`, for a decoder of any depth; pushed apart in a shallow one."""
+    """15, 23 and 31 of 40 layers, times `factor`, for a decoder of `depth` layers; always three different layers."""
     first, second, third = (math.floor(factor * after * depth / 40 + 0.5) for after in _LAYERS)
     third = min(third, depth - 1)
     second = min(second, third - 1)
@@ -207,7 +206,7 @@ def scaled(depth: int, factor: float = 1.0) -> tuple[int, ...]:
 
 
 def processed(layers: tuple[int, ...], depth: int, ratios: tuple[float, ...]) -> float:
-    """The share of the vision entries that all layers together process and cache (Eq. 9)."""
+    """The share of vision entries that all layers together process and cache (Eq. 9)."""
     left, total = 1.0, 0.0
     for begin, end, rho in zip((0, *layers), (*layers, depth), (*ratios, 0.0), strict=True):
         total += left * (end - begin)
@@ -216,23 +215,23 @@ def processed(layers: tuple[int, ...], depth: int, ratios: tuple[float, ...]) ->
 
 
 def share_per_stage(keep: float, stages: int) -> float:
-    """The fraction that each of several equal stages leaves, so that `keep` survives the last."""
-    return round(keep ** (1 / stages), 12)  # 0.343 by three stages is 0.7, not a little more
+    """The fraction that each of several equal stages keeps, so that `keep` is left after the last."""
+    return round(keep ** (1 / stages), 12)  # 0.343 in three stages gives 0.7, without a rounding error
 
 
 def check_share(policy: ReducingPolicy, stages: int, remedy: str) -> None:
-    """Raises InputError if so many stages cannot leave as little as `keep`, since each merges half at most."""
+    """Raises InputError if `stages` stages cannot reach `keep`, because each removes at most half."""
     share = share_per_stage(policy.last_keep, stages)
-    policy.check("keep", share >= 0.5, f"needs {stages} stages that leave {share:.2f} each, and 0.50 is the least: "
-                 f"give more stages ({remedy})")  # fmt: skip
+    policy.check("keep", share >= 0.5, f"needs {stages} stages that keep {share:.2f} each, but a stage keeps at least "
+                 f"0.50: give more stages ({remedy})")  # fmt: skip
 
 
 def check_layers(policy: ReducingPolicy, layers: tuple[int, ...] | None, stages: int | None = None) -> None:
-    """Raises InputError unless `layers` rise from at least 1, one for each of so many stages."""
+    """Raises InputError unless `layers` are increasing numbers of at least 1, one per stage."""
     if layers is None:
-        policy.check("layers", stages in (None, 3), f"stands for three stages, not {stages}: give layers=")
+        policy.check("layers", stages in (None, 3), f"means three stages, not {stages}: give layers=")
         return
     whole = isinstance(layers, tuple) and all(isinstance(a, int) and a >= 1 for a in layers)
     policy.check("layers", whole and len(layers) >= 1 and sorted(set(layers)) == list(layers),
-                 "must be whole numbers that rise from at least 1")  # fmt: skip
-    policy.check("layers", stages in (None, len(layers)), f"has not the length of windows, {stages}")
+                 "must be increasing whole numbers of at least 1")  # fmt: skip
+    policy.check("layers", stages in (None, len(layers)), f"must have the length of windows, {stages}")

@@ -1,4 +1,4 @@
-"""LOOK-M: text first, and what the image loses is merged into the keys most like it."""
+"""LOOK-M: prefers text, and merges dropped entries into the most similar kept keys."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from vlkv.policies.policy import Policy, Statistics, policy
 class LookM(Policy):
     """Column sums with a text prior, and dropped entries merged into the most similar kept keys (Wan et al. 2024).
 
-    Scores are per head as in H2O; with the prior the largest is added to every text token. Half of the budget is
-    recent, half heavy (the paper: 10 % of the tokens each). Every dropped key goes to the kept key with the largest
-    cosine, its value goes along; an entry becomes (entry + sum of contributions) / (1 + how many). A dropped entry e
-    contributes to c: "average" e, "pivot" (e + c) / 2, "weighted" cosine x e.
+    Scores are those of H2O per head. The text prior adds the largest score to every text token. Half of the budget is
+    for recent tokens, half for tokens with large scores (in the paper 10 % of the tokens each). Every dropped key and
+    its value are merged into the kept entry whose key has the largest cosine: an entry c becomes
+    (c + sum of contributions) / (1 + their number). The contribution of a dropped entry e is e ("average"),
+    (e + c) / 2 ("pivot") or cosine x e ("weighted").
 
-    The published code keeps every text token even where that passes the budget. Under "weighted" and "average" it
-    merges only what is at least as similar as the mean: the i-th dropped token of all heads or of none, by the mean of
-    their cosines, though heads drop different tokens. Under "average" it takes the first so many dropped tokens in
-    their place and sends them to the targets of those. Its "pivot" is the paper's.
+    The published code keeps every text token even if they exceed the budget. With "weighted" and "average" it merges
+    only entries whose similarity is at least the mean. It compares the i-th dropped token of all heads by the mean of
+    their cosines, although heads drop different tokens. With "average" it merges the first dropped tokens instead of
+    the similar ones, into the targets of the similar ones. Its "pivot" is that of the paper.
 
     Attributes:
-        recent: tokens kept as recent; None: half of the mean budget of a layer.
-        text_prior: whether text goes before vision.
+        recent: number of recent tokens that are kept; None: half of a layer's mean budget.
+        text_prior: whether text is preferred.
         merging: "average", "weighted", "pivot", or "none".
-        sinks: first tokens that always stay without the text prior, as in the published code.
-        variant: the "paper", or "released" as the published code; the pool then has room for all text.
+        sinks: number of first tokens that are always kept without the text prior, as in the published code.
+        variant: "paper", or "released" for the published code; its pool has capacity for all text.
     """
 
     recent: int | None = None
@@ -55,23 +56,23 @@ class LookM(Policy):
 
     @property
     def overshoots(self) -> bool:
-        """Whether text may pass the budget."""
+        """Whether text may exceed the budget."""
         return self.variant == "released" and self.text_prior and self.scope == "all"
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Column sums per key head, and for text the largest of them on top."""
+        """Column sums per key head; for text, plus the largest of them."""
         scores = group_mean(column_sums(obs), obs.k.shape[0])
         if not self.text_prior:
             return scores
         return scores + jnp.where(obs.is_vision, 0.0, jnp.max(scores, axis=-1, keepdims=True))
 
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
-        """The recent half, and the sinks where text has no prior."""
+        """The recent tokens, and the sinks if there is no text prior."""
         recent = last(obs.valid, obs.mean_budget // 2 if self.recent is None else self.recent)
         return recent if self.text_prior else recent | first(obs.valid, self.sinks)
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """`granted`: the budget, or all text and the recent tokens where that is more."""
+        """`granted`: the budget, or the number of text and recent tokens if that is larger."""
         del scores
         if not self.overshoots:
             return {}
@@ -80,13 +81,13 @@ class LookM(Policy):
     def allocate(
         self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
     ) -> Int[Array, " L"] | Int[Array, "L K"]:
-        """Equal shares, or what text needs."""
+        """Equal shares, or `granted` if text may exceed the budget."""
         if self.overshoots:
             return jnp.minimum(statistics["granted"], most)
         return super().allocate(statistics, total=total, most=most, layers=layers)
 
     def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
-        """The budget; where text may pass it, `allocate` knows better."""
+        """The budget; all tokens if text may exceed it, so that `allocate` decides."""
         if self.overshoots:
             return jnp.sum(counts)
         return super().total(counts, seen, layers=layers, most=most)
@@ -106,7 +107,7 @@ class LookM(Policy):
         kept: Bool[Array, "K T"],
         scores: Float[Array, "K T"],
     ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
-        """Into the nearest kept key by cosine; values follow their keys."""
+        """Merges each dropped entry into the kept entry whose key has the largest cosine."""
         if self.merging == "none":
             return k, v
         target, cosine = merging.nearest_key(k, kept)
@@ -125,13 +126,13 @@ class LookM(Policy):
 def released_pairs(
     target: Int[Array, "K T"], cosine: Float[Array, "K T"], gone: Bool[Array, "K T"], *, misaligned: bool
 ) -> tuple[Int[Array, "K T"], Bool[Array, "K T"]]:
-    """Who is merged into whom in the published code.
+    """Targets and merged tokens of the published code.
 
     Args:
-        target: the kept token nearest to each token.
-        cosine: how near.
-        gone: what was dropped, as many tokens in every head.
-        misaligned: whether the targets that pass the filter go to the first dropped tokens, not to their own.
+        target: the most similar kept token of each token.
+        cosine: its similarity.
+        gone: dropped tokens, equally many in every head.
+        misaligned: merge the first dropped tokens, not those that pass the filter, into the targets of the latter.
     """
     head, slot = jnp.arange(target.shape[0])[:, None], jnp.arange(target.shape[1])
     token = jnp.argsort(~gone, axis=1, stable=True)  # the i-th dropped token of every head

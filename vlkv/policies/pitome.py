@@ -1,4 +1,4 @@
-"""PiToMe: only tokens that are like many others are merged; what stands out is protected."""
+"""PiToMe: merges only tokens that are similar to many others, and protects the rest."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from vlkv.policies.tome import ToMe
 
 @policy
 class PiToMe(ToMe):
-    """As ToMe among the 2r tokens of the highest energy; the others are protected (Tran et al. 2024, Sec. 3).
+    """ToMe among the 2r tokens of the highest energy; the others are protected (Tran et al. 2024, Sec. 3).
 
-    Energy of a token: the mean of elu(cosine - margin) over all mergeable vision tokens, itself included. Ranked by
-    falling energy, the even places (A) all go to their most similar odd one (B).
+    The energy of a token is the mean of elu(cosine - margin) over all mergeable vision tokens, including itself. In
+    the order of falling energy, all tokens at even indices (A) are merged into the most similar token at an odd index
+    (B).
 
     Attributes:
-        margin: cosine from which likeness counts in full, one for all stages or one each; None: 0.9 falling linearly
-            over the stages, 0.9 (1 - (s + 1) / (S + 1)), where the paper lets it fall over the layers.
+        margin: cosine from which similarity counts in full; one for all stages or one per stage. None: it falls
+            linearly over the stages, 0.9 (1 - (s + 1) / (S + 1)); in the paper it falls over the layers.
     """
 
     margin: float | tuple[float, ...] | None = None
@@ -46,7 +47,7 @@ class PiToMe(ToMe):
     def match(
         self, metric: Float[Array, "T H"], members: Bool[Array, " T"], removed: Int[Array, ""], *, stage: int
     ) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
-        """Every second of the 2 x `removed` members of the highest energy goes to the most similar of the others."""
+        """Matches every second of the 2 x `removed` members of the highest energy with the most similar other one."""
         energy = matching.energy(metric, members, self.margins[stage])
         group = jnp.where(members, 0, 1)
         rank = matching.rank_within(group, -energy)

@@ -1,7 +1,7 @@
-"""What a policy is: a frozen dataclass without leaves, and the stages it may change.
+"""The base class of policies: a frozen dataclass without leaves, with stages that methods override.
 
-Stages are unbatched (vmapped over B outside). A method overrides the few it needs; a user's own subclass, decorated
-with `policy` and defined anywhere, works like ours.
+Stages are unbatched; the caller applies vmap over B. A method overrides the stages that it needs. A user's subclass,
+decorated with `policy`, works like the methods of this package.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ P = TypeVar("P")
 
 
 class Storage(NamedTuple):
-    """How the pool is stored (KIVI): `bits` per number, a scale and a minimum for every `group` of them."""
+    """Quantisation of the pool (KIVI): `bits` per number, and a scale and a minimum for every `group` of numbers."""
 
     bits: int
     group: int
@@ -35,14 +35,14 @@ class Storage(NamedTuple):
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def policy(cls: type[P]) -> type[P]:
-    """Makes a class a frozen, keyword-only dataclass that jit treats as static: no leaves, equal by value."""
-    made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    jax.tree_util.register_static(made)
-    return made
+    """Makes a class a frozen, keyword-only dataclass that is static under jit: without leaves, and equal by value."""
+    result = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    jax.tree_util.register_static(result)
+    return result
 
 
 class _PolicyType(type):
-    """The type of policy classes. Static for jit too, so that a class that is passed by mistake meets our own error."""
+    """The type of policy classes. It is static too, so that a class passed instead of a policy gives our own error."""
 
 
 jax.tree_util.register_static(_PolicyType)
@@ -50,15 +50,15 @@ jax.tree_util.register_static(_PolicyType)
 
 @policy
 class Policy(metaclass=_PolicyType):
-    """The base: keeps a share of the tokens in scope, ranked by `score`, the same number in every layer.
+    """Base class: keeps the tokens in scope with the highest `score`, the same number in every layer.
 
     Attributes:
-        keep: fraction of the tokens in scope that survives, in (0, 1].
-        budget: instead of `keep`, the mean number of surviving tokens in scope per layer and head.
-        scope: "vision" keeps all text and spends the budget on vision tokens; "all" counts every token.
-        cap: for methods whose budgets differ per layer: a layer gets at most this many times the mean budget (at least
-            1), and only that many of its entries live on until all layers have been read. So the uncompressed cache of
-            all layers need not exist at once; what a layer would have had above the cap goes to the others.
+        keep: fraction of the tokens in scope that is kept, in (0, 1].
+        budget: instead of `keep`, the mean number of tokens in scope that is kept per layer and head.
+        scope: "vision": the budget is for vision tokens, and all text is kept; "all": the budget is for all tokens.
+        cap: for methods with different budgets per layer: limit on a layer's budget, as a multiple (at least 1) of the
+            mean budget. During prefill a layer stores only this number of entries until budgets are known, so the
+            uncompressed cache of all layers never exists. Budget above the cap goes to other layers.
     """
 
     keep: float | None = None
@@ -69,21 +69,21 @@ class Policy(metaclass=_PolicyType):
     paper: ClassVar[str] = ""
     equations: ClassVar[str] = ""
     stages: ClassVar[str] = "score"
-    capped: ClassVar[bool] = False  # whether `cap` has a meaning: budgets differ per layer, nothing is merged
-    shortens_by: ClassVar[str] = "layers"  # the option that says after which layers
-    needs_key: ClassVar[bool] = False  # whether `generate` and `select` must be given a key
-    needs_grid: ClassVar[bool] = False  # whether `select` must be told where on an image each token lies
-    ranked_by: ClassVar[tuple[str, ...]] = ()  # statistics per head and token that `rank` goes by instead of the scores
+    capped: ClassVar[bool] = False  # whether `cap` is supported: budgets differ per layer, and nothing is merged
+    shortens_by: ClassVar[str] = "layers"  # the option that determines `reductions`, for error messages
+    needs_key: ClassVar[bool] = False  # whether `generate` and `select` need a key
+    needs_grid: ClassVar[bool] = False  # whether `select` needs the grid position of each token
+    ranked_by: ClassVar[tuple[str, ...]] = ()  # statistics per head and token that `rank` uses instead of the scores
 
     def __post_init__(self) -> None:
         name = type(self).__name__
         if jax.tree_util.all_leaves([self]):
-            raise InputError(f"{name}: write @policies.policy above the class, or jit cannot take it as static")
+            raise InputError(f"{name}: decorate the class with @policies.policy, which makes it static under jit")
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value, default = getattr(self, field.name), field.default
             if value is None and "None" in str(field.type):
                 continue
-            if "bool" not in str(field.type):  # which Python counts among the whole numbers
+            if "bool" not in str(field.type):  # in Python, True is an int
                 parts = value if isinstance(value, tuple) else (value,)
                 self.check(field.name, not any(isinstance(part, bool) for part in parts), "must not be True or False")
             if isinstance(default, bool):
@@ -93,49 +93,52 @@ class Policy(metaclass=_PolicyType):
             elif isinstance(default, float) and "Literal" not in str(field.type):
                 self.check(field.name, _is_number(value), "must be a number")
         if (self.keep is None) == (self.budget is None):
-            raise InputError(f"{name}: give keep= (a fraction) or budget= (tokens per layer), one of the two")
+            raise InputError(f"{name}: give either keep= (a fraction) or budget= (tokens per layer)")
         if self.keep is not None and not (_is_number(self.keep) and 0 < self.keep <= 1):
             raise InputError(f"{name}: keep={self.keep!r} must lie in (0, 1]")
         if self.budget is not None and not (isinstance(self.budget, int) and self.budget >= 1):
             raise InputError(f"{name}: budget={self.budget!r} must be a whole number of at least 1")
         self.check("scope", self.scope in ("vision", "all"), 'must be "vision" or "all"')
         self.check("cap", self.cap is None or (_is_number(self.cap) and self.cap >= 1), "must be at least 1")
-        self.check("cap", self.cap is None or self.capped, "is for methods whose budgets differ per layer")
+        self.check("cap", self.cap is None or self.capped, "is only for methods with different budgets per layer")
 
     def check(self, field: str, ok: bool, rule: str) -> None:
-        """Raises InputError naming the option unless `ok`."""
+        """Raises InputError with the option and the rule unless `ok`."""
         if not ok:
             raise InputError(f"{type(self).__name__}: {field}={getattr(self, field)!r} {rule}")
 
     # --- stages -------------------------------------------------------------------------------------------------
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """How much each token in scope deserves to stay; higher is better. Values out of scope do not matter."""
+        """The importance of each token; higher is better. Values out of scope are ignored."""
         raise NotImplementedError
 
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
-        """Tokens that stay whatever their score and count against the budget; if that is short, the latest stay.
+        """Tokens that are kept whatever their score, within the budget; if they exceed it, the last of them are kept.
 
-        Asked only under scope="all": under "vision" the budget goes by scores alone, since sinks and recent tokens
-        are usually text, which stays anyway.
+        Used only with scope="all". With "vision" there are no protected tokens, because sinks and recent tokens are
+        usually text, which is kept anyway.
         """
         return jnp.zeros_like(obs.valid)
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """What `allocate` needs to know of this layer."""
+        """Arrays of this layer that `allocate` and `rank` need."""
         del obs, scores
         return {}
 
     def allocate(
         self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
     ) -> Int[Array, " L"] | Int[Array, "L K"]:
-        """Budgets per layer (or per layer and head) that sum to `total` per head, each between min(1, most) and most.
+        """Budgets per layer (or per layer and head) that sum to `total` per head, each from min(1, most) to most.
 
-        `select` refuses budgets that pass these bounds. Under jit nothing can be raised: there they are cut, in the
-        upper layers if their sum is too large.
+        `select` raises InputError for budgets outside these bounds. Under jit they are clipped instead, in the upper
+        layers if their sum is too large.
 
-        `statistics` has a leading axis L; `most` is the number of tokens in scope that each layer holds, the same for
-        all unless the prompt got shorter on its way.
+        Args:
+            statistics: of all layers, with a leading axis L.
+            total: sum of the budgets.
+            most: number of tokens in scope of each layer; it is the same in all layers unless the prompt was reduced.
+            layers: L.
         """
         del statistics, layers
         return budgets.uniform(total, most)
@@ -147,16 +150,16 @@ class Policy(metaclass=_PolicyType):
         candidates: Bool[Array, " T"],
         count: Int[Array, " K"],
     ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
-        """The last word on one layer, for methods whose order depends on how much the layer was granted.
+        """Final ranking of one layer's tokens. Override it if the ranking depends on the layer's budget.
 
         Args:
-            scores: what `score` returned.
+            scores: result of `score`.
             statistics: of this layer.
             candidates: tokens in scope that are not protected.
-            count: how many of them may stay, per head.
+            count: number of candidates to keep, per head.
 
         Returns:
-            What to rank the candidates by, and how many to take: `count`, or fewer where a method leaves some unspent.
+            The values to rank the candidates by, and the number to keep: `count` or less.
         """
         del statistics, candidates
         return scores, count
@@ -168,126 +171,125 @@ class Policy(metaclass=_PolicyType):
         kept: Bool[Array, "K T"],
         scores: Float[Array, "K T"],
     ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
-        """The entries that go into the cache where `kept`; a method may fold what it drops into them."""
+        """Keys and values, of which those where `kept` are cached. A method may merge dropped entries into them."""
         del kept, scores
         return k, v
 
-    # --- stages while the prompt is read, for methods that shorten it -----------------------------------------------
+    # --- stages during prefill, for methods that reduce the prompt --------------------------------------------------
 
     @property
     def reducer(self) -> Policy | None:
-        """The part of the policy that must be known before a prompt is read; None: the prompt stays whole."""
+        """The policy that reduces the prompt during prefill; None: no policy does."""
         return None if type(self).reductions is Policy.reductions else self
 
     def reductions(self, layers: int) -> tuple[int, ...]:
-        """After how many layers `reduce` is asked, upwards; 0: before the first."""
+        """Numbers of layers after which `reduce` is called, in increasing order; 0: before the first layer."""
         del layers
         return ()
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """The hidden states that go on, and which tokens stay; a method may fold what it drops into them.
+        """The tokens with new hidden states, and which of them are kept. Dropped tokens may be merged into kept ones.
 
         Args:
             tokens: after the layer, or before the first.
-            obs: that layer's attention; None before the first.
+            obs: observation of the layer; None before the first.
             stage: index into `reductions`.
         """
         del obs, stage
         return tokens, tokens.valid
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
-        """The most vision tokens that leave a stage which at most `vision` tokens of so many images enter.
+        """Bound on the vision tokens after a stage, for at most `vision` vision tokens of `images` images before it.
 
-        `read_prompt` refuses a `reduce` that keeps more. Under jit nothing can be raised: there the last of the vision
-        tokens go, and all text stays.
+        `read_prompt` raises InputError if `reduce` keeps more. Under jit the last vision tokens are dropped instead.
         """
         del stage, images
         return vision
 
     @property
-    def forgets(self) -> bool:
-        """Whether tokens dropped by `reduce` leave the caches of earlier layers too."""
+    def drops_early_layers(self) -> bool:
+        """Whether tokens dropped by `reduce` are removed from the caches of earlier layers too."""
         return False
 
     @property
-    def watches(self) -> tuple[int, ...]:
-        """Blocks of the vision tower whose class token's attention `reduce` wants to see."""
+    def class_attention_layers(self) -> tuple[int, ...]:
+        """Blocks of the vision tower whose class-token attention `reduce` needs, as `Tokens.tower`."""
         return ()
 
-    # --- stages while decoding, for methods whose `acts` is true --------------------------------------------------
+    # --- stages while decoding, for methods with `updates_while_decoding` -------------------------------------------
 
     @property
-    def acts(self) -> bool:
-        """Whether the method does anything after prefill; if not, decoding takes a shorter path."""
+    def updates_while_decoding(self) -> bool:
+        """Whether the method has a decode state (`Memory`), which `step` updates for every new token."""
         return False
 
-    def remember(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
-        """Numbers per prompt token that `begin` and `step` want to find in the memory of the kept ones."""
+    def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
+        """Numbers per prompt token that `begin` and `step` need; the decode state stores those of kept tokens."""
         del obs, scores
         return {}
 
     @property
     def evicts(self) -> bool:
-        """Whether `step` lets entries go, so that new ones can take their slots. If not, new ones go to a tail."""
+        """Whether `step` evicts entries. Then new entries take free slots; otherwise they go to a tail."""
         return False
 
     def begin(self, memory: Memory) -> Memory:
-        """Once, after prefill and before packing: what it lets go takes no slot."""
+        """Called once after prefill and before packing. Entries that it evicts take no slot."""
         return memory
 
     def step(self, memory: Memory, mass: Float[Array, "N E"]) -> Memory:
-        """After each step's attention; `mass` is the share of it that every entry received."""
+        """Called after the attention of each step; `mass` is the share of attention that every entry received."""
         del mass
         return memory
 
     def decode_slots(self, memory: Memory) -> Int[Array, " K"]:
-        """Slots of a segment of a method that `evicts`: the most entries that it ever holds, an arriving one included.
+        """Slots of a segment of a method that `evicts`: the greatest number of entries at one time, with the new one.
 
-        `memory` is as `begin` leaves it, `memory.new_tokens` the most tokens that may follow. A segment that is full
-        loses its oldest entry if `step` lets nothing go.
+        `memory` is the result of `begin`; at most `memory.new_tokens` tokens follow. If a segment is full and `step`
+        evicts nothing, the oldest entry is evicted.
         """
         return memory.capacity + 1
 
     def decode_bounds(
         self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
     ) -> tuple[int, int]:
-        """Bounds on `decode_slots`, of all layers together and of one.
+        """Bounds on `decode_slots`, for all layers together and for one layer.
 
         Args:
-            kept: `bound` of such a prompt.
-            longest: its `layer_bound`.
+            kept: result of `bound`.
+            longest: result of `layer_bound`.
             layers: L.
-            vision: the most vision tokens of a prompt.
-            text: its most text tokens.
-            new_tokens: the most tokens that may follow.
+            vision: bound on the vision tokens of a prompt.
+            text: bound on its text tokens.
+            new_tokens: bound on the tokens that follow.
         """
         del vision, text, new_tokens
         return kept + layers, longest + 1
 
     @property
     def softmax_n(self) -> float:
-        """The n of n-softmax in decode attention (CSP, Eq. 7)."""
+        """The n of n-softmax in decode attention (CSP, Eq. 7); 0: softmax."""
         return 0.0
 
     @property
     def storage(self) -> Storage | None:
-        """How the pool is quantised; None: stored as it comes."""
+        """Quantisation of the pool; None: not quantised."""
         return None
 
-    # --- what is known before tracing ---------------------------------------------------------------------------
+    # --- static bounds ------------------------------------------------------------------------------------------
 
     def totals(self, *, layers: int, most: int) -> Int[np.ndarray, " counts"]:
-        """Entries that all layers together keep of n tokens in scope, for n = 0..most."""
+        """Number of entries that all layers together keep of n tokens in scope, for n = 0..most."""
         return budgets.totals(self.keep, self.budget, layers=layers, most=most)
 
     def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
-        """Entries per head that all layers together keep.
+        """Number of entries per head that all layers together keep.
 
         Args:
-            counts: tokens in scope that each layer holds.
-            seen: tokens in scope that the prompt had.
+            counts: number of tokens in scope of each layer.
+            seen: number of tokens in scope of the prompt.
             layers: L.
-            most: a bound on all of these.
+            most: bound on `counts` and `seen`.
         """
         del seen
         if self.reducer is None:
@@ -296,29 +298,29 @@ class Policy(metaclass=_PolicyType):
         return jnp.asarray(table)[jnp.sum(counts)]
 
     def vision_bounds(self, *, layers: int, vision: int, images: int) -> tuple[int, ...]:
-        """The most vision tokens that each layer's cache may hold before anything is chosen."""
+        """Bound on the vision tokens of each layer, before tokens are selected."""
         after, left = self.reductions(layers), [vision]
         for stage in range(len(after)):
             left.append(min(left[-1], self.remaining(stage=stage, vision=left[-1], images=images)))
-        if self.forgets:
+        if self.drops_early_layers:
             return (left[-1],) * layers
         return tuple(left[sum(i >= a for a in after)] for i in range(layers))
 
     def bound(self, *, layers: int, vision: int, text: int, images: int = 1) -> int:
-        """The most entries per head, summed over layers, that a row with at most these tokens and images may keep."""
+        """Bound on the entries per head, summed over layers, that are kept of a row with at most these tokens."""
         held = sum(self.vision_bounds(layers=layers, vision=vision, images=images))
         in_scope = held + (layers * text if self.scope == "all" else 0)
         kept = budgets.totals_of_sums(self.keep, self.budget, layers=layers, most=in_scope)[-1]
         return int(kept) + (layers * text if self.scope == "vision" else 0)
 
     def cap_counts(self, *, layers: int, most: int) -> Int[np.ndarray, " counts"]:
-        """Entries in scope that one layer may have under the cap, for n = 0..most tokens in scope."""
+        """Greatest number of entries in scope of one layer with `cap`, for n = 0..most tokens in scope."""
         assert self.cap is not None
         mean = self.totals(layers=layers, most=most) / layers
         return np.minimum(np.arange(most + 1), np.ceil(self.cap * mean)).astype(np.int32)
 
     def layer_bound(self, *, layers: int, vision: int, text: int) -> int:
-        """The most entries per head that one layer of such a row may keep."""
+        """Bound on the entries per head that one layer keeps of a row with at most these tokens."""
         if type(self).allocate is not Policy.allocate or self.reducer is not None:
             return vision + text
         count = vision if self.scope == "vision" else vision + text
@@ -326,29 +328,29 @@ class Policy(metaclass=_PolicyType):
         return mean + (text if self.scope == "vision" else 0)
 
     def check_model(self, layers: int) -> None:
-        """Raises InputError if an option does not fit a model of so many layers."""
+        """Raises InputError if an option does not fit a model with `layers` layers."""
         after = self.reductions(layers)
         if any(not 0 <= a < layers for a in after) or sorted(set(after)) != list(after):
             given = f"{self.shortens_by}={getattr(self, self.shortens_by)!r}"
             raise InputError(
-                f"{type(self).__name__}: {given} shortens the prompt after layers {after!r}, which must rise and lie "
-                f"within the model's {layers} layers: give another {self.shortens_by}="
+                f"{type(self).__name__}: {given} reduces the prompt after layers {after!r}, which must be increasing "
+                f"and less than the model's {layers} layers: give another {self.shortens_by}="
             )
 
     def options(self) -> dict[str, Any]:
-        """Its options as a plain dict, for tables and JSON."""
+        """The options as a dictionary, for tables and JSON."""
         return dataclasses.asdict(self)  # type: ignore[call-overload]
 
 
 def require_policy(given: object) -> None:
-    """Raises InputError unless this is a policy."""
+    """Raises InputError unless `given` is a policy."""
     if isinstance(given, Policy):
         return
     if isinstance(given, _PolicyType):
-        raise InputError(f"policy={given.__name__} is a class: make a policy of it, as in {given.__name__}(keep=0.1)")
+        raise InputError(f"policy={given.__name__} is a class: pass an instance, such as {given.__name__}(keep=0.1)")
     if isinstance(given, str):
-        raise InputError(f"policy={given!r} is a name: make a policy of it, as in policies.make({given!r}, keep=0.1)")
-    raise InputError(f"policy={given!r} is no policy: pass one of vlkv.policies, or one of a subclass of Policy")
+        raise InputError(f"policy={given!r} is a name: pass an instance, such as policies.make({given!r}, keep=0.1)")
+    raise InputError(f"policy={given!r} is not a policy: pass one of vlkv.policies, or of your own subclass of Policy")
 
 
 def checked_scores(policy: Policy, obs: Observation) -> Float[Array, "K T"]:
@@ -357,7 +359,7 @@ def checked_scores(policy: Policy, obs: Observation) -> Float[Array, "K T"]:
     found = getattr(scores, "shape", None)
     if found != expected:
         raise InputError(f"{type(policy).__name__}: score returned {scores if found is None else f'shape {found}'}: "
-                         f"return a number for each key head and token, [K, T] = {expected}")  # fmt: skip
+                         f"return one number per key head and token, [K, T] = {expected}")  # fmt: skip
     return scores
 
 
@@ -366,19 +368,19 @@ def _is_number(value: object) -> bool:
 
 
 class Budget(NamedTuple):
-    """The budget of a policy as arrays, so that policies that differ in `keep` alone share one compiled program."""
+    """The budget of a policy as arrays, so that policies that differ only in `keep` share one compiled program."""
 
     keep: Float[Array | np.ndarray, ""]
-    totals: Int[Array | np.ndarray, " counts"]  # what `Policy.totals` returns
+    totals: Int[Array | np.ndarray, " counts"]  # result of `Policy.totals`
 
 
-def with_budget(made: P, budget: Budget) -> P:
-    """A copy of a policy, and of its parts, with this budget: for tracing only, its options are not static values."""
-    copied = copy.copy(made)
+def with_budget(given: P, budget: Budget) -> P:
+    """A copy of a policy and its parts with this budget. It is only for tracing, because its options are not static."""
+    copied = copy.copy(given)
     object.__setattr__(copied, "keep", budget.keep)
     object.__setattr__(copied, "totals", lambda **_: budget.totals)
-    for field in dataclasses.fields(made):  # type: ignore[arg-type]
-        part = getattr(made, field.name)
+    for field in dataclasses.fields(given):  # type: ignore[arg-type]
+        part = getattr(given, field.name)
         if isinstance(part, Policy):
             object.__setattr__(copied, field.name, with_budget(part, budget))
     return copied

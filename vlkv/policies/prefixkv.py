@@ -1,4 +1,4 @@
-"""PrefixKV: every layer keeps the same share of its importance, so layers with flat importance keep more tokens."""
+"""PrefixKV: every layer keeps the same share of its importance, so layers with uniform importance keep more tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from vlkv import budgets
 from vlkv.errors import InputError
@@ -16,36 +17,36 @@ from vlkv.observe import Observation, column_sums, first, head_mean, last
 from vlkv.policies.fixed_distance import evict_at_distance, share_bounds, share_of_seen
 from vlkv.policies.policy import Policy, Statistics, policy
 
-_TOLERANCE = 5  # tokens off the target at which the published search stops
-_HALVINGS = 24  # of [0, 1] that a float32 can tell apart
+_TOLERANCE = 5  # the published search stops within this number of tokens of the target
+_HALVINGS = 24  # bisections of [0, 1] that float32 can represent
 
 
 @policy
 class PrefixKV(Policy):
-    """Head-mean column sums, and one threshold on their cumulative sum for all layers (Eq. 1, Alg. 1).
+    """Column sums averaged over heads, and one threshold on their cumulative sum for all layers (Eq. 1, Alg. 1).
 
-    Importance is normalised per layer and sorted; R_l is the shortest prefix that reaches p, and p is bisected until
-    the R_l sum to the budget: on the bits of a float32, hence exact, with what is left given to the layers whose next
-    cumulative value is smallest. R_l counts the protected sinks and recent tokens.
+    Importance is normalised per layer and sorted. R_l is the shortest prefix whose sum reaches p. Bisection finds the p
+    for which the R_l sum to the budget. It runs on the bits of a float32, so it is exact; the remainder goes to the
+    layers whose next cumulative value is smallest. R_l includes the protected sinks and recent tokens.
 
-    While decoding a layer's share of all tokens seen stays that of the prompt: over ceil(share x seen), the entry at a
-    fixed distance from the newest leaves, as in Elastic Cache; where there are no more entries than that, the middle
-    one. Under scope="vision" new tokens are text, so nothing leaves.
+    While decoding, a layer keeps the same share of all tokens as of the prompt. Above ceil(share x seen) entries, the
+    one at a fixed distance from the newest is evicted, as in Elastic Cache, or the middle one if there are not enough
+    entries. With scope="vision" nothing is evicted, because new tokens are text.
 
-    The published code counts what is forgotten, sinks and the recent token apart; its search stops within 5 tokens of
-    the target, and scaling and truncating what it found may keep up to L - 1 tokens more than asked. While decoding it
-    deletes at the rank, by age, that lies `distance` before the end of the prompt's entries. Both are
-    variant="released"; that its new positions restart from the compressed length is not offered.
+    The published code counts dropped tokens instead, without sinks and the recent token. Its search stops within 5
+    tokens of the target, and scaling and truncation may keep up to L - 1 tokens more than the budget. While decoding it
+    deletes the entry whose rank by age is `distance` before the end of the prompt's entries. Both are
+    variant="released". Its new positions restart from the compressed length, which we do not support.
 
     Attributes:
-        sinks: first tokens that always stay.
-        recent: last tokens that always stay.
-        distance: the entry that leaves while decoding is the `distance`-th newest; None: nothing leaves.
-        merging: what is dropped is averaged into the kept entry nearest by "position" or by "cosine" of the keys
-            (Table 12), or goes, "none".
-        profile: shares of the tokens that the layers keep, measured offline (`vlkv.profiles`), in place of the search;
-            the budget is spent in their proportion. None: searched for every prompt.
-        variant: "paper", or "released" as the published code.
+        sinks: number of first tokens that are always kept.
+        recent: number of last tokens that are always kept.
+        distance: while decoding, the `distance`-th newest entry is evicted; None: nothing is evicted.
+        merging: dropped entries are merged into the kept entry that is nearest by "position" or by "cosine" of the keys
+            (Table 12); "none": they are not merged.
+        profile: share of tokens that each layer keeps, measured offline (`vlkv.profiles`). The budget is divided in
+            this proportion, without a search. None: a search for every prompt.
+        variant: "paper", or "released" for the published code.
     """
 
     sinks: int = 1
@@ -68,32 +69,32 @@ class PrefixKV(Policy):
         self.check("merging", self.merging in ("none", "position", "cosine"), "is none of none, position, cosine")
         shares = self.profile is None or (isinstance(self.profile, tuple) and all(map(_is_share, self.profile)))
         self.check("profile", shares, "must be a tuple of fractions in (0, 1], one per layer, or None")
-        self.check("cap", self.cap is None or self.merging == "none", "cannot be had with merging")
+        self.check("cap", self.cap is None or self.merging == "none", "cannot be combined with merging")
         self.check("variant", self.variant in ("paper", "released"), 'must be "paper" or "released"')
 
     def check_model(self, layers: int) -> None:
-        """Raises InputError if the profile is of another depth."""
+        """Raises InputError if the profile has another number of layers."""
         super().check_model(layers)
         if self.profile is not None and len(self.profile) != layers:
             raise InputError(f"PrefixKV: profile has {len(self.profile)} layers, the model has {layers}")
 
     @property
     def slack(self) -> bool:
-        """Whether the layers may keep a little more than the budget together."""
+        """Whether all layers together may keep up to L - 1 tokens more than the budget."""
         return self.variant == "released" and self.profile is None
 
     def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
-        """The budget, and what truncation may add to it."""
+        """The budget, plus the tokens that truncation may add."""
         total = super().total(counts, seen, layers=layers, most=most)
         return total + layers - 1 if self.slack else total
 
+    @override
     def bound(self, *, layers: int, vision: int, text: int, images: int = 1) -> int:
-        """As `total`."""
         bound = super().bound(layers=layers, vision=vision, text=text, images=images)
         return min(bound + layers - 1, layers * (vision + text)) if self.slack else bound
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Head-mean column sums."""
+        """Column sums of attention, averaged over heads."""
         return head_mean(column_sums(obs), obs.k.shape[0])
 
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
@@ -101,7 +102,7 @@ class PrefixKV(Policy):
         return first(obs.valid, self.sinks) | last(obs.valid, self.recent)
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """`cumulative`: P_l(o) for o = 1..T, importance sorted downwards; +inf past the tokens in scope."""
+        """`cumulative`: P_l(o) for o = 1..T, of importance in falling order; +inf beyond the tokens in scope."""
         importance = jnp.where(obs.in_scope, scores[0], 0.0)
         ordered = -jnp.sort(-importance / jnp.maximum(jnp.sum(importance), 1e-30))
         inside = jnp.arange(ordered.shape[0]) < jnp.sum(obs.in_scope)
@@ -110,7 +111,7 @@ class PrefixKV(Policy):
     def allocate(
         self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
     ) -> Int[Array, " L"]:
-        """R_l: a layer takes its (o + 1)-th token exactly if P_l(o) lies below the common threshold."""
+        """R_l: a layer keeps its (o + 1)-th token if P_l(o) is below the common threshold."""
         cumulative = statistics["cumulative"]
         protected = self.sinks + self.recent if self.scope == "all" else 0
         if self.slack:
@@ -133,7 +134,7 @@ class PrefixKV(Policy):
         kept: Bool[Array, "K T"],
         scores: Float[Array, "K T"],
     ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
-        """The mean over each kept entry and the dropped ones that match it; values follow their keys."""
+        """The mean of each kept entry and the dropped entries that are nearest to it."""
         if self.merging == "none":
             return k, v
         target = nearest_place(kept) if self.merging == "position" else nearest_key(k, kept)[0]
@@ -141,29 +142,29 @@ class PrefixKV(Policy):
         return fold(k, k, target, gone), fold(v, v, target, gone)
 
     @property
-    def acts(self) -> bool:
-        """While tokens of all kinds count."""
+    @override
+    def updates_while_decoding(self) -> bool:
         return self.distance is not None and self.scope == "all"
 
     @property
+    @override
     def evicts(self) -> bool:
-        """If it acts."""
-        return self.acts
+        return self.updates_while_decoding
 
     def decode_slots(self, memory: Memory) -> Int[Array, " K"]:
-        """Its share of all tokens that may be seen, and one that arrives."""
+        """The share of all tokens that may be seen, and one new entry."""
         return share_of_seen(memory.capacity, memory, memory.new_tokens) + 1
 
+    @override
     def decode_bounds(
         self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
     ) -> tuple[int, int]:
-        """As `decode_slots`."""
         return share_bounds(
             self, kept, longest, layers=layers, most=vision + text, new_tokens=new_tokens, slack=self.slack
         )
 
     def step(self, memory: Memory, mass: Float[Array, "N E"]) -> Memory:
-        """Lets one entry go if the layer holds more than its share of what has been seen."""
+        """Evicts one entry if the layer has more than its share of all tokens."""
         del mass
         assert self.distance is not None
         moving = self.variant == "paper"
@@ -173,9 +174,9 @@ class PrefixKV(Policy):
 def found_forget_counts(
     cumulative: Float[Array, "L T"], target: Int[Array, ""], most: Int[Array, " L"], *, protected: int
 ) -> Int[Array, " L"]:
-    """What the published search finds: tokens to forget besides the protected ones, within 5 of `target` together.
+    """The result of the published search: numbers of unprotected tokens to drop, whose sum is within 5 of `target`.
 
-    Where no threshold comes as near, the last of 24 is taken; the published loop would not end.
+    If no threshold gives such a sum, the last of 24 is used; the published loop would not end.
     """
 
     def counts(p: Float[Array, ""]) -> Int[Array, " L"]:
@@ -198,9 +199,9 @@ def found_forget_counts(
 
 
 def scaled_forget_counts(found: Int[Array, " L"], target: Int[Array, ""]) -> Int[Array, " L"]:
-    """What was found, scaled to sum to `target` and truncated."""
+    """The numbers scaled to the sum `target`, then truncated."""
     total = jnp.sum(found)
-    # As a difference, which is small: the product of a count and the target would be rounded in float32.
+    # Computed as a small difference, because the product of a count and the target would be rounded in float32.
     change = found.astype(jnp.float32) * (target - total) / jnp.maximum(total, 1)
     return found + jnp.floor(change).astype(found.dtype)
 
@@ -213,11 +214,11 @@ def released_budgets(
     most: Int[Array, " L"],
     protected: int,
 ) -> Int[Array, " L"]:
-    """Budgets as the published code computes them for `exact` tokens, never more than `total`, at least one each."""
+    """Budgets of the published code for `exact` tokens; at least one per layer, and not more than `total` together."""
     target = jnp.sum(most) - exact
     forgotten = scaled_forget_counts(found_forget_counts(cumulative, target, most, protected=protected), target)
     kept = jnp.clip(most - forgotten, jnp.minimum(max(protected, 1), most), most)
-    # Where next to nothing may stay, the protected tokens alone can pass the total.
+    # With a very small budget, the protected tokens alone can exceed the total.
     return budgets.apportion(
         kept.astype(jnp.float32), jnp.minimum(jnp.sum(kept), total), floor=jnp.minimum(1, most), ceiling=most
     )

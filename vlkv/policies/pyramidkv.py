@@ -1,4 +1,4 @@
-"""PyramidKV: many entries in low layers, few in high ones, on a straight line."""
+"""PyramidKV: budgets that fall linearly from the lowest layer to the highest."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from vlkv.policies.snapkv import SnapKV
 class PyramidKV(SnapKV):
     """SnapKV's scores with linearly falling budgets (Cai et al. 2024, Eqs. 3-5).
 
-    With C the mean budget and w the window (0 under scope="vision"): from 2(C - w) - (C - w)/beta in the lowest layer
-    to (C - w)/beta in the highest, plus w each; clipped to what there is, the total exact.
+    With mean budget C and window w (0 with scope="vision"), budgets fall from 2(C - w) - (C - w)/beta in the lowest
+    layer to (C - w)/beta in the highest, plus w in each. They are clipped to the number of tokens, and the total is
+    exact.
 
-    The published code rounds the ends and the step down, so that it hands out more than L C. Where the lowest layer
-    would get more than there is, it gets that and the highest the rest of 2(C - w). A prompt of fewer than 2(C - w)
-    tokens gets C in every layer, one of fewer than C stays whole.
+    The published code rounds the two ends and the step down, so its total exceeds L C. If the lowest layer would get
+    more than the number of tokens, it gets all tokens, and the highest gets the rest of 2(C - w). A prompt of fewer
+    than 2(C - w) tokens gets C in every layer; one of fewer than C is kept whole.
 
     Attributes:
-        beta: how small the top of the pyramid is.
-        variant: the "paper" line, or "released" as the published code rounds it; the pool is as much larger.
+        beta: ratio that makes the highest layer's budget small.
+        variant: "paper", or "released" for the rounding of the published code, which needs a larger pool.
     """
 
     window: int = 8
@@ -44,10 +45,10 @@ class PyramidKV(SnapKV):
         super().__post_init__()
         self.check("beta", self.beta >= 1, "must be at least 1")
         self.check("variant", self.variant in ("paper", "released"), 'must be "paper" or "released"')
-        self.check("cap", self.cap is None or self.variant == "paper", "is not for the released variant")
+        self.check("cap", self.cap is None or self.variant == "paper", "is not supported for the released variant")
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """What the released line is made of: the mean budget, and how many tokens there are."""
+        """For the released variant: the mean budget and the number of tokens in scope."""
         del scores
         if self.variant == "paper":
             return {}
@@ -56,7 +57,7 @@ class PyramidKV(SnapKV):
     def allocate(
         self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
     ) -> Int[Array, " L"]:
-        """The line, made of integers."""
+        """The linear budgets as integers."""
         if self.variant == "released":
             return self.released_line(statistics["mean"][0], statistics["count"][0], layers=layers)
         window = self.rows(total // layers) if self.scope == "all" else 0
@@ -64,30 +65,24 @@ class PyramidKV(SnapKV):
         return budgets.apportion(line, total, floor=jnp.minimum(1, most), ceiling=most)
 
     def released_line(self, mean: Int[Array, ""], count: Int[Array, ""], *, layers: int) -> Int[Array, " L"]:
-        """What the published code gives to each layer.
-
-        Args:
-            mean: C.
-            count: tokens in scope.
-            layers: L.
-        """
+        """Budgets of the published code. `mean` is C, `count` the number of tokens in scope."""
         window = self.rows(mean) if self.scope == "all" else 0
         spare = mean - window
         highest = spare // self.beta
         lowest = jnp.minimum(2 * spare - highest, count - window)
-        step = (2 * lowest - 2 * spare) // max(layers - 1, 1)  # the ends sum to 2(C - w), clipped or not
+        step = (2 * lowest - 2 * spare) // max(layers - 1, 1)  # the two ends always sum to 2(C - w)
         line = lowest - step * jnp.arange(layers) + window
         return jnp.where(count < mean, count, jnp.where(count < 2 * spare, mean, line))
 
     def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
-        """What the line sums to."""
+        """The sum of the budgets."""
         if self.variant == "paper":
             return super().total(counts, seen, layers=layers, most=most)
         mean = jnp.asarray(self.totals(layers=layers, most=most) // layers)[counts[0]]
         return jnp.sum(self.released_line(mean, counts[0], layers=layers))
 
     def bound(self, *, layers: int, vision: int, text: int, images: int = 1) -> int:
-        """The largest sum of any prompt up to this length: rounding makes it rise and fall."""
+        """The largest sum for any prompt up to this length, because rounding makes the sum non-monotone."""
         if self.variant == "paper":
             return super().bound(layers=layers, vision=vision, text=text, images=images)
         most = vision if self.scope == "vision" else vision + text
@@ -99,7 +94,7 @@ class PyramidKV(SnapKV):
 
 
 def pyramid(mean: Array, layers: int, beta: int) -> Array:
-    """The real-valued line of L budgets around a mean."""
+    """L real-valued budgets that fall linearly and have the given mean."""
     if layers == 1:
         return jnp.asarray(mean, jnp.float32)[None]
     lowest = 2 * mean - mean / beta

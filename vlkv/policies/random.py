@@ -1,4 +1,4 @@
-"""Random: tokens drawn uniformly, a strong baseline on coarse questions."""
+"""Random: tokens drawn uniformly. For coarse questions this is a strong baseline."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from vlkv.policies.policy import Policy, Scope, policy
 
 @policy
 class Random(Policy):
-    """A fresh uniform draw for every layer and head. Needs the key= of `generate` or `select`."""
+    """Independent uniform draws for every layer and head. Needs the key= of `generate` or `select`."""
 
     paper = "baseline"
     needs_key = True
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Uniform in [0, 1), drawn per ordinal of the token, so that padding changes nothing."""
+        """Uniform in [0, 1). Draws depend on the number of the token among the valid ones, so not on padding."""
         root = obs.key
-        assert root is not None  # select and generate have checked
+        assert root is not None  # checked by select and generate
         kv_heads, length, _ = obs.k.shape
         keys = jax.vmap(lambda i: jax.random.fold_in(root, i))(jnp.arange(length))
         return jax.vmap(lambda key: jax.random.uniform(key, (kv_heads,)))(keys)[ordinal(obs.valid)].T
@@ -28,6 +28,6 @@ class Random(Policy):
 
 @policy
 class ImgRandom(Random):
-    """Random among the vision tokens, all text kept: what any method for images must beat."""
+    """Random among the vision tokens, with all text kept: a baseline for methods that compress images."""
 
     scope: Scope = "vision"

@@ -1,4 +1,4 @@
-"""RoCo: tokens whose attention varies are spared, and of the steady ones the least attended go."""
+"""RoCo: keeps tokens with varying attention, and drops those of the others with the lowest mean attention."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from vlkv import budgets
 from vlkv.memory import Memory, evict
@@ -17,18 +18,18 @@ from vlkv.policies.policy import Policy, Statistics, policy
 class RoCo(Policy):
     """Mean and standard deviation of the attention that each token receives (Ren & Zhu 2024).
 
-    Both run over the rows that may see the token, and over the query heads of its key head, so that early tokens gain
-    nothing by their age. The tokens with the largest deviation stay; of the others, with the lowest, those with the
-    lowest mean go. LOOK-M's and CSP's code call another class RoCo.
+    Both are over the rows that can attend to the token and over the query heads of its key head, so early tokens have
+    no advantage. The tokens with the largest deviation are kept; of the others, those with the lowest mean are dropped.
+    The code of LOOK-M and CSP contains a different method named RoCo.
 
-    While decoding every step counts as one more row, and what is over the budget of the prompt leaves: of the entries
-    outside the recent window and not among the largest deviations, the one with the lowest mean. Under scope="vision"
-    new tokens are text, so nothing leaves.
+    While decoding, every step counts as one more row. If there are more entries than the budget of the prompt, the one
+    with the lowest mean is evicted, except recent entries and those with the largest deviations. With scope="vision"
+    nothing is evicted, because new tokens are text.
 
     Attributes:
-        spread: share of what the recent tokens leave of the budget that goes to the largest deviations.
-        recent: last tokens that always stay.
-        evict: whether to go on while decoding; False keeps what prefill has chosen, and all new tokens.
+        spread: share of the budget without recent tokens that is for the largest deviations.
+        recent: number of last tokens that are always kept.
+        evict: False: nothing is evicted while decoding.
     """
 
     spread: float = 0.5
@@ -43,15 +44,15 @@ class RoCo(Policy):
         self.check("recent", self.recent >= 0, "must not be negative")
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """The mean."""
+        """The mean attention that each token receives."""
         return self.moment(obs, "sum")
 
     def moment(self, obs: Observation, statistic: str) -> Float[Array, "K T"]:
-        """Column sums of A or of its square, per row that sees the token."""
+        """Column sums of the attention ("sum") or of its square ("square"), per row that can attend to the token."""
         return group_mean(column_sums(obs, statistic=statistic), obs.k.shape[0]) / self.rows(obs)
 
     def rows(self, obs: Observation) -> Int[Array, " T"]:
-        """How many rows see each token."""
+        """Number of rows that can attend to each token."""
         return jnp.maximum(jnp.sum(obs.valid) - ordinal(obs.valid), 1)
 
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
@@ -59,7 +60,7 @@ class RoCo(Policy):
         return last(obs.valid, self.recent)
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """`deviation` of the attention received."""
+        """`deviation`: the standard deviation of the attention that each token receives."""
         return {"deviation": deviation(scores, self.moment(obs, "square"))}
 
     def rank(
@@ -69,27 +70,27 @@ class RoCo(Policy):
         candidates: Bool[Array, " T"],
         count: Int[Array, " K"],
     ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
-        """The largest deviations, then by mean."""
+        """The largest deviations first, then by mean."""
         spared = top(statistics["deviation"], candidates, budgets.share(self.spread, count, scores.shape[1]))
         return jnp.where(spared, jnp.inf, scores), count
 
     @property
-    def acts(self) -> bool:
-        """While tokens of all kinds count."""
+    @override
+    def updates_while_decoding(self) -> bool:
         return self.evict and self.scope == "all"
 
     @property
+    @override
     def evicts(self) -> bool:
-        """If it acts."""
-        return self.acts
+        return self.updates_while_decoding
 
-    def remember(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
-        """Mean, mean square, and of how many rows."""
+    def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
+        """Mean, mean square, and number of rows."""
         rows = jnp.broadcast_to(self.rows(obs).astype(jnp.float32), scores.shape)
         return {"mean": scores, "square": self.moment(obs, "square"), "rows": rows}
 
     def step(self, memory: Memory, mass: Float[Array, "N E"]) -> Memory:
-        """Counts this step's attention and lets one entry go."""
+        """Adds this step's attention and evicts one entry."""
         heads, most = memory.stored.shape
         rows = memory.values["rows"] + memory.stored
         mean, square = (
@@ -105,6 +106,6 @@ class RoCo(Policy):
 
 
 def deviation(mean: Float[Array, "K T"], square: Float[Array, "K T"]) -> Float[Array, "K T"]:
-    """From the mean and the mean of the squares; 0 where it is within rounding of the mean."""
+    """The standard deviation from the mean and the mean square; 0 if it is smaller than the rounding error."""
     variance = square - mean**2
     return jnp.sqrt(jnp.where(variance > 1e-6 * mean**2, variance, 0.0))

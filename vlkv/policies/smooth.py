@@ -1,7 +1,7 @@
-"""Smoothing of scores: tokens beside an attended token are kept too.
+"""Smoothing of scores, so that the neighbours of an attended token are kept too.
 
-The last tokens of a prompt attend to what the next token needs. The rest of the answer needs what stands beside it.
-A one-sided kernel gives the credit of an attended token to the tokens after it in reading order.
+The last tokens of a prompt attend to what the next token needs. The rest of the answer often needs the neighbours.
+A one-sided kernel adds the score of an attended token to the tokens after it in reading order.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class Smooth:
         Smooth((3, 5))                   3 lines x 5 columns of the image's grid
         Smooth((4, 4), one_sided=True)   a patch, the 3 lines above it and the 3 columns to its left
 
-    Only tokens in scope count, and fewer of them at an edge. On the grid a window never reaches into another image or
-    tile, and a token on no grid (a newline, a class token) keeps its score.
+    Only tokens in scope are used; at an edge the window contains fewer of them. On the grid a window stays within one
+    image or tile, and a token without a grid position (a newline, a class token) keeps its score.
 
     Attributes:
         kernel: tokens along the sequence; or (lines, columns) on the grid.
-        one_sided: the window ends at the token itself. Otherwise the token is in its middle, and sizes are odd.
+        one_sided: True: the window ends at the token. False: the token is in the middle, and sizes must be odd.
         pooling: "avg" or "max".
 
     Raises:
-        InputError: sizes that are not whole numbers of at least 1, or even ones of a two-sided window.
+        InputError: sizes that are not whole numbers of at least 1, or an even size of a two-sided window.
     """
 
     kernel: int | tuple[int, int]
@@ -56,7 +56,7 @@ class Smooth:
 
     @property
     def needs_grid(self) -> bool:
-        """Whether it has to know where on an image each token lies."""
+        """Whether it needs the grid position of each token."""
         return isinstance(self.kernel, tuple)
 
     def __call__(self, scores: Float[Array, "K T"], obs: Observation) -> Float[Array, "K T"]:
@@ -66,7 +66,7 @@ class Smooth:
             nothing = jnp.zeros_like(place)
             smoothed = self._reduce(scores, obs.in_scope, [(self.kernel, place, nothing, nothing)])
             return jnp.where(obs.in_scope, smoothed, scores)
-        assert obs.grid is not None  # select and generate have checked
+        assert obs.grid is not None  # checked by select and generate
         image, line, column = obs.grid.T
         on_grid = obs.in_scope & (obs.grid >= 0).all(axis=1)
         lines, columns = self.kernel
@@ -79,7 +79,7 @@ class Smooth:
         among: Bool[Array, " T"],
         axes: list[tuple[int, Int[Array, " T"], Int[Array, " T"], Int[Array, " T"]]],
     ) -> Float[Array, "K T"]:
-        """One pass per axis: window size, coordinate along the axis, and what must agree (two more coordinates)."""
+        """One pass per axis: window size, coordinate along the axis, and two coordinates that must be equal."""
         largest = self.pooling == "max"
         values = jnp.where(among, scores, -jnp.inf if largest else 0.0)
         counts = among.astype(scores.dtype)[None]
@@ -101,9 +101,9 @@ def _along(
     *,
     largest: bool,
 ) -> Float[Array, "R T"]:
-    """Sum or maximum over the tokens from `before` places before to `after` places after, on the same line.
+    """Sum or maximum over tokens at coordinates from place - before to place + after whose `same` coordinates agree.
 
-    In the order of lines and places, a token that is at most n places away is at most n entries away.
+    After sorting by `same` and place, a token at a distance of at most n is at most n entries away.
     """
     length = place.shape[0]
     entry = jnp.arange(length)

@@ -1,4 +1,4 @@
-"""SnapKV: what the last queries of the prompt look at is what the answer will look at."""
+"""SnapKV: scores tokens by the attention of the last queries of the prompt, which predicts that of the answer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from vlkv.policies.policy import Policy, policy
 
 @policy
 class SnapKV(Policy):
-    """Attention of the last `window` queries, summed, smoothed along the tokens; the window itself stays.
+    """Attention of the last `window` queries, summed and smoothed along the tokens; the window itself is kept.
 
-    (Li et al. 2024, Sec. 4, Eqs. 1-5.) A window that would take the whole budget shrinks to half of it: otherwise
-    nothing would be chosen, and only the latest tokens would stay. Query heads that share a key head are averaged
-    before smoothing; the published code selects for each query head, others average grouped heads as here.
+    Source: Li et al. 2024, Sec. 4, Eqs. 1-5. Query heads that share a key head are averaged before smoothing. The
+    published code selects for each query head; other implementations average as here.
 
     Attributes:
-        window: observation rows, the last ones of the prompt. Under scope="all" at most half of the mean budget of a
-            layer, where that is not larger than the window.
+        window: number of observing rows at the end of the prompt. With scope="all", a window that is as large as a
+            layer's mean budget shrinks to half of it, because otherwise only recent tokens would be kept.
         kernel: width of the smoothing, odd.
         pooling: "avg" or "max".
     """
@@ -39,7 +38,7 @@ class SnapKV(Policy):
         self.check("pooling", self.pooling in ("avg", "max"), 'must be "avg" or "max"')
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Smoothed attention of the window; tokens that stay anyway count as zeros for the smoothing."""
+        """Smoothed attention of the window. For smoothing, tokens that are always kept count as zero."""
         window = self.protect(obs)
         mass = group_mean(rows_mass(obs, window, self.window), obs.k.shape[0])
         candidates = obs.in_scope & ~window if self.scope == "all" else obs.in_scope
@@ -50,7 +49,7 @@ class SnapKV(Policy):
         return last(obs.valid, self.rows(obs.mean_budget))
 
     def rows(self, mean: Int[Array, ""]) -> Int[Array, ""] | int:
-        """Length of the observation window where a layer keeps `mean` tokens in scope on average."""
+        """Length of the observation window if `mean` is a layer's mean budget."""
         if self.scope == "vision":
             return self.window
         return jnp.where(self.window < mean, self.window, jnp.maximum(1, mean // 2))

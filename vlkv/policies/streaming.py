@@ -13,8 +13,8 @@ from vlkv.policies.policy import Policy, policy
 class StreamingLLM(Policy):
     """The first `sinks` tokens and the most recent ones (Xiao et al. 2024, Sec. 3.2).
 
-    The authors rotate keys to their cache positions; here, as in the tables that compare with it, keys keep the
-    rotation of their place in the prompt.
+    The authors rotate keys by their positions in the cache. Here keys keep the rotation of their positions in the
+    prompt, as in papers that compare with this method.
     """
 
     sinks: int = 4
@@ -26,7 +26,7 @@ class StreamingLLM(Policy):
         self.check("sinks", self.sinks >= 0, "must not be negative")
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """The later, the better."""
+        """Increases with the position."""
         return jnp.broadcast_to(ordinal(obs.valid).astype(jnp.float32), obs.k.shape[:2])
 
     def protect(self, obs: Observation) -> Bool[Array, " T"]:

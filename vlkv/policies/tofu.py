@@ -1,4 +1,4 @@
-"""ToFu: early layers prune, because they are not linear; later ones merge, without shrinking what they merge."""
+"""ToFu: prunes in early layers, because they are not linear, and merges in later ones with the norm preserved."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from vlkv.policies.tome import ToMe
 
 @policy
 class ToFu(ToMe):
-    """ToMe's matching; the first stages drop what is matched, later ones merge it (Kim et al. 2024, Sec. 3).
+    """ToMe's matching; the first stages drop matched tokens, later ones merge them (Kim et al. 2024, Sec. 3).
 
-    "tofu" keeps the norm: the plain mean of those merged, stretched to the largest norm among them, because an average
-    of vectors is shorter than they are and later layers have never seen such. Where the first stages of a decoder lie
-    in its first half, pruning them is the paper's rule; with the default layers that is the first of three.
+    The mode "tofu" preserves the norm: it scales the mean of the merged vectors to the largest norm among them, because
+    a mean of vectors has a smaller norm than the model was trained with. The paper prunes in the first half of the
+    layers; with the default `layers` this is the first of three stages.
 
-    The published code ("released") divides the mean by the norm that the receiving token had, not by its own.
+    The published code ("released") divides the mean by the norm of the receiving token, not by the norm of the mean.
 
     Attributes:
-        mode: what merging means: "tofu", the plain "mean", the elementwise maximum "amax", or "prune", nothing.
-        pruning: how many of the first stages prune whatever the mode.
+        mode: result of a merge: "tofu", the "mean", the elementwise maximum "amax", or "prune": the receiving token.
+        pruning: number of first stages that prune in every mode.
         variant: "paper" or "released".
     """
 
@@ -50,7 +50,7 @@ class ToFu(ToMe):
         *,
         stage: int,
     ) -> tuple[Float[Array, "T D"], Float[Array, " T"]]:
-        """Vectors and sizes; what is pruned leaves nothing behind."""
+        """Vectors and sizes after merging; pruned tokens do not change them."""
         if stage < self.pruning or self.mode == "prune":
             return x, size
         sizes = matching.sizes(size, target, merged)

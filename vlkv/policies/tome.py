@@ -1,4 +1,4 @@
-"""ToMe: tokens of the image whose keys are alike become their average."""
+"""ToMe: merges vision tokens with similar keys into their average."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from vlkv.tokens import Tokens
 class ToMe(ReducingPolicy):
     """Bipartite soft matching of all vision tokens of a row, between layers of the decoder (Bolya et al. 2023, Sec. 3).
 
-    Tokens are compared by their keys in the layer just run, averaged over the key heads and rotated as they are cached.
-    Every even one (A) finds the odd one (B) with the largest cosine; the closest r are merged, as averages weighted by
-    how many tokens each stands for already. Made for image encoders; this is how LightKV's tables run it on a prompt.
-    A vision token on no grid (a class token) is left alone, and order and positions of what is left stay. Attention
-    does not weigh a merged token by its size (the paper's proportional attention).
+    Tokens are compared by their keys in the last layer that ran, averaged over key heads and rotated. Every token with
+    an even number (A) finds the one with an odd number (B) with the largest cosine. The closest r pairs are merged, as
+    averages weighted by the number of tokens that each represents. The method was made for image encoders; LightKV's
+    tables use it on prompts in this way. Vision tokens without a grid position (a class token) are not merged. The
+    other tokens keep their order and positions. Attention does not weight a merged token by its size (the paper's
+    proportional attention).
 
-    On the cache (LightKV's "ToMe (C)") the prompt is read whole, and every layer merges its own entries, keys and
-    values alike and the same tokens in all heads: rounds that halve them, the last one cut short where `keep` is
-    reached. There all vision tokens take part.
+    On the cache (LightKV's "ToMe (C)"), prefill processes the whole prompt, and every layer merges the keys and values
+    of its own entries, the same tokens in all heads. Each round halves them; the last one ends when `keep` is reached.
+    All vision tokens take part.
 
     Attributes:
-        layers: how many layers run before each stage; None: 15, 23 and 31 of 40, scaled to the model. Every stage
-            leaves the same share, the root of `keep`, rounded half up and at least a half.
-        on: what is merged: "hidden" states while the prompt is read, or the "cache" afterwards, where `layers` means
-            nothing and the rounds stand for its three stages, the last one for all that follow.
+        layers: numbers of layers before the stages; None: 15, 23 and 31 of 40, scaled to the model. Every stage keeps
+            the same share, the root of `keep`, rounded half up and at least a half.
+        on: "hidden": merge hidden states during prefill; "cache": merge cache entries. On the cache, `layers` is not
+            used; round i has the options of stage i, and rounds after the third those of the third.
     """
 
     layers: tuple[int, ...] | None = None
@@ -51,38 +52,38 @@ class ToMe(ReducingPolicy):
         super().__post_init__()
         self.check("on", self.on in ("hidden", "cache"), 'must be "hidden" or "cache"')
         if self.on == "cache":
-            self.check("layers", self.layers is None, 'is for on="hidden": on the cache every layer merges its own')
+            self.check("layers", self.layers is None, 'needs on="hidden"; on the cache every layer merges its entries')
         else:
             check_share(self, self.stage_count, 'layers=, or on="cache"')
 
     @property
     def stage_count(self) -> int:
-        """How many stages."""
+        """Number of stages."""
         return 3 if self.layers is None else len(self.layers)
 
     @property
     def reducer(self) -> Policy | None:
-        """Itself, unless it waits for the cache."""
+        """The policy itself; None if it merges cache entries."""
         return None if self.on == "cache" else self
 
     def reductions(self, layers: int) -> tuple[int, ...]:
-        """As `layers` says."""
+        """`layers`, or the default."""
         if self.on == "cache":
             return ()
         return scaled(layers) if self.layers is None else self.layers
 
     def left(self, most: int) -> Int[np.ndarray, " counts"]:
-        """How many of 0..most mergeable tokens a stage leaves."""
+        """Number of tokens that a stage keeps, for every number 0..most of mergeable tokens."""
         return budgets.totals(share_per_stage(self.last_keep, self.stage_count), None, layers=1, most=most)
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
-        """As `left` says; each image may have one token that cannot be merged."""
+        """`left`, if each image has one token that cannot be merged."""
         del stage
         lone = min(images, vision)
         return lone + int(self.left(vision - lone)[-1])
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """One stage."""
+        """Merges similar vision tokens."""
         assert obs is not None
         members = tokens.valid & tokens.is_vision & (tokens.grid[:, 1] >= 0)
         count = jnp.sum(members)
@@ -95,12 +96,12 @@ class ToMe(ReducingPolicy):
     def match(
         self, metric: Float[Array, "T H"], members: Bool[Array, " T"], removed: Int[Array, ""], *, stage: int
     ) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
-        """Where each of these members would go, and its turn: the first `removed` are merged, the closest even ones."""
+        """The target of each member, and its number in the order of merging; the first `removed` are merged."""
         del removed, stage
         even = ordinal(members) % 2 == 0
         group = jnp.zeros(members.shape, jnp.int32)
         target, cosine = matching.closest(metric, members & ~even, group)
-        return target, matching.turns(cosine, members & even, group)
+        return target, matching.merge_order(cosine, members & even, group)
 
     def combine(
         self,
@@ -124,9 +125,9 @@ class ToMe(ReducingPolicy):
         members: Bool[Array, " T"],
         wanted: Int[Array, ""] | int,
     ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"], Int[Array, " T"]]:
-        """Merges the members until `wanted` are left; entries, and a number that is higher the longer a token lived.
+        """Merges the members until `wanted` are left. Returns keys, values and the time at which each was merged.
 
-        No fewer are left than halving as often as `keep` asks for, and once more, leaves.
+        The number of rounds is static: one more than `keep` needs.
         """
         length = members.shape[0]
         halvings = math.ceil(math.log2(1 / self.last_keep)) + 1 if self.last_keep < 1 else 0
@@ -147,7 +148,7 @@ class ToMe(ReducingPolicy):
         return k, v, lived
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """On the cache, how long each token lives."""
+        """On the cache: the time at which each token would be merged."""
         if self.on == "hidden":
             return super().score(obs)
         *_, lived = self.rounds(obs.k, obs.v, obs.in_scope, 1)
@@ -160,7 +161,7 @@ class ToMe(ReducingPolicy):
         kept: Bool[Array, "K T"],
         scores: Float[Array, "K T"],
     ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
-        """On the cache, the same rounds again, as far as this layer's budget asks."""
+        """On the cache: the rounds again, until this layer's budget is reached."""
         if self.on == "hidden":
             return k, v
         members = jnp.isfinite(scores[0])
@@ -168,13 +169,13 @@ class ToMe(ReducingPolicy):
         return k, v
 
     def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
-        """Everything that is left; on the cache `keep` of it."""
+        """All tokens of the layers; on the cache, the budget."""
         if self.on == "cache":
             return Policy.total(self, counts, seen, layers=layers, most=most)
         return super().total(counts, seen, layers=layers, most=most)
 
     def bound(self, *, layers: int, vision: int, text: int, images: int = 1) -> int:
-        """What the layers can hold; on the cache `keep` of it."""
+        """Bound on `total`."""
         if self.on == "cache":
             return Policy.bound(self, layers=layers, vision=vision, text=text, images=images)
         return super().bound(layers=layers, vision=vision, text=text, images=images)

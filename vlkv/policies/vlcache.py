@@ -1,4 +1,4 @@
-"""VL-Cache: layers whose attention is dense get more entries, and the text after the image says which."""
+"""VL-Cache: layers with dense attention get larger budgets; the text after the image scores the tokens."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from vlkv.policies.policy import Policy, Statistics, policy
 class VLCache(Policy):
     """Budgets by sparsity and scores by post-vision attention (Tu et al. 2024).
 
-    Rows are those of the text after the image. An entry counts when it reaches `threshold` of its row's maximum;
-    sparsity is 1 - counted / causal entries, mean over heads. Budgets are proportional to 1 - sparsity,
-    within [0.01, 1] of the tokens. Score: column sums over those rows, averaged over a key head's group (the sum
-    ranks alike). Of the n_l tokens that a layer is granted, max(1, 0.1 n_l) are the most recent; under
-    scope="vision", where text stays anyway, none are.
+    The rows of the text after the image observe. An entry of such a row is counted if it is at least `threshold` of the
+    row's maximum. Sparsity is 1 - counted / causal entries, averaged over heads. Budgets are proportional to
+    1 - sparsity, and between 0.01 and 1 of the tokens. The score is the column sum over these rows, averaged over the
+    query heads of a key head (which gives the same ranking as the sum). Of the n_l tokens of a layer's budget,
+    max(1, 0.1 n_l) are the most recent ones; with scope="vision" none are, because text is kept anyway.
 
     The authors published no code. Totals are exact here. Without text after the image the last token observes. Two
-    re-implementations by others neither share out again what the clip frees, so that they keep another number than
-    asked, nor count the window in n_l. "shared_window" gives every layer the last 0.1 keep T tokens, and 0.9 of its
-    budget besides; "per_layer_window" puts 0.1 n_l on top of the whole budget.
+    re-implementations by others do not redistribute the entries that clipping frees, so their total differs, and do not
+    count the window in n_l. "shared_window" gives every layer the last 0.1 keep T tokens and 0.9 of its budget;
+    "per_layer_window" adds 0.1 n_l to the whole budget.
 
     Attributes:
-        threshold: share of a row's maximum from which an entry counts.
-        window: share of a layer's tokens that are its most recent.
-        variant: "paper", or one of the re-implementations, which ask for `keep` and count all tokens; the pool is as
-            much larger as they may overshoot.
+        threshold: share of a row's maximum from which an entry is counted.
+        window: share of a layer's budget for its most recent tokens.
+        variant: "paper", or a re-implementation, which needs keep= and scope="all". The pool is larger for them,
+            because they may exceed the budget.
     """
 
     threshold: float = 0.01
@@ -61,7 +61,7 @@ class VLCache(Policy):
         return group_mean(rows_mass(obs, self.observers(obs), most_rows(obs)), obs.k.shape[0])
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """`sparsity` of the post-vision rows; for a re-implementation also its `window`, or those of 0..T picked."""
+        """`sparsity`; also `window` of "shared_window", or `windows` of "per_layer_window" for 0..T selected tokens."""
         rows = self.observers(obs)
         counted = rows_mass(obs, rows, most_rows(obs), statistic="count", threshold=self.threshold)
         entries = jnp.sum(jnp.where(rows, ordinal(obs.valid) + 1, 0))
@@ -76,7 +76,7 @@ class VLCache(Policy):
     def allocate(
         self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
     ) -> Int[Array, " L"]:
-        """In proportion to 1 - sparsity, never below a hundredth of the tokens unless the whole budget is."""
+        """Proportional to 1 - sparsity, and at least a hundredth of the tokens unless the mean budget is smaller."""
         density = 1 - statistics["sparsity"]
         if self.variant != "paper":
             picked = jnp.maximum(1, jnp.floor(self.fractions(density) * most).astype(jnp.int32))
@@ -94,7 +94,7 @@ class VLCache(Policy):
         candidates: Bool[Array, " T"],
         count: Int[Array, " K"],
     ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
-        """The most recent tenth of what was granted, then by score."""
+        """The most recent tokens of the window first, then by score."""
         if self.scope == "vision":
             return scores, count
         if self.variant == "shared_window":
@@ -108,14 +108,14 @@ class VLCache(Policy):
         return jnp.where(recent, jnp.inf, scores), count
 
     def fractions(self, density: Float[Array, " L"]) -> Float[Array, " L"]:
-        """The re-implementations' shares of the tokens, clipped; those of "shared_window" leave room for the window."""
-        room = 1 - self.window if self.variant == "shared_window" else 1.0
-        share = density / jnp.maximum(jnp.sum(density), 1e-30) * room * self.asked * density.shape[0]
-        return jnp.clip(share, 0.01 * room, 1.0)
+        """Clipped shares of the tokens in the re-implementations; those of "shared_window" are without the window."""
+        scale = 1 - self.window if self.variant == "shared_window" else 1.0
+        share = density / jnp.maximum(jnp.sum(density), 1e-30) * scale * self.asked * density.shape[0]
+        return jnp.clip(share, 0.01 * scale, 1.0)
 
     @property
     def asked(self) -> float:
-        """`keep`, which the constructor has checked."""
+        """`keep`, which the re-implementations need."""
         assert self.keep is not None
         return self.keep
 
@@ -124,7 +124,7 @@ class VLCache(Policy):
         return np.maximum(1, np.arange(most + 1) * self.asked * self.window).astype(np.int32)
 
     def largest(self, *, layers: int, most: int) -> Int[np.ndarray, " counts"]:
-        """The most that a re-implementation keeps of 0..most tokens: all but the densest layers at the clip."""
+        """Bound on the total of a re-implementation for 0..most tokens; reached if all but one layer are clipped."""
         count = layers * np.arange(most + 1)
         picked = (self.asked + 0.01 * (1 - self.asked)) * count + layers
         if self.variant == "shared_window":
@@ -134,13 +134,13 @@ class VLCache(Policy):
         return np.minimum(count, np.ceil(kept)).astype(np.int32)
 
     def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
-        """The budget, or room for what a re-implementation makes of it."""
+        """The budget, or the bound on the total of a re-implementation."""
         if self.variant == "paper":
             return super().total(counts, seen, layers=layers, most=most)
         return jnp.asarray(self.largest(layers=layers, most=most))[counts[0]]
 
     def bound(self, *, layers: int, vision: int, text: int, images: int = 1) -> int:
-        """As `total`."""
+        """Bound on `total`."""
         if self.variant == "paper":
             return super().bound(layers=layers, vision=vision, text=text, images=images)
         return int(self.largest(layers=layers, most=vision + text)[-1])

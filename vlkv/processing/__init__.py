@@ -1,4 +1,4 @@
-"""From a picture and a question to `Inputs`, on the host: numpy, PIL, tokenizers and jinja2."""
+"""Converts images and questions to `Inputs`. Host code with numpy, PIL, tokenizers and jinja2."""
 
 from vlkv.processing.pictures import Video
 from vlkv.processing.processor import Processor

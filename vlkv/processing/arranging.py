@@ -1,6 +1,8 @@
-"""Where each vision token comes from and where it lies: what families share. Host side, numpy only.
+"""Maps image tokens to vision embeddings, grid positions and RoPE positions. Host code in numpy that families share.
 
-Axes: B batch · T tokens · A position axes · V vision tokens of a picture · I pictures, tiles or frames of the batch.
+A picture is an image or a video.
+Axes: B batch · T tokens · A position axes · V vision tokens of a picture · I images, tiles or frames of the batch ·
+R vision embeddings of the batch in one list.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
+from typing_extensions import override
 
 from vlkv.buckets import Buckets, round_up
 from vlkv.config import ModelConfig
@@ -24,94 +27,86 @@ Batch = Mapping[str, Any]
 Tokens = Int[np.ndarray, "B T"]
 Mask = Bool[np.ndarray, "B T"]
 
-PICTURE = (480, 640)  # height and width in pixels of a sample, for families whose tokens depend on them
-# Sources of embeddings that are no patch: the family's newline, and below it others that it numbers itself.
+PICTURE = (480, 640)  # height and width in pixels of a sample image, for families whose tokens depend on them
+# Sources in `entries` that are not patches: the newline; and from OTHERS downwards, numbers that a family assigns.
 NEWLINE, OTHERS = -1, -2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arranged:
-    """One batch, on the host. `pixels` and `layout` are padded to buckets; the rest is not yet."""
+    """Fields of `Inputs` for one batch. `pixels` and `layout` are padded to buckets; the other arrays are not."""
 
-    vision_index: Int[np.ndarray, "B T"]  # row of the batch's flat vision embeddings; -1: text
-    grid: Int[np.ndarray, "B T 3"]  # number of its image in the row, line and column of its patch; -1: on no grid
-    positions: Int[np.ndarray, "B T A"]  # what RoPE sees
+    vision_index: Int[np.ndarray, "B T"]  # index of the token's vision embedding; -1: text
+    grid: Int[np.ndarray, "B T 3"]  # number of the image in its row, line and column of the patch; -1: none
+    positions: Int[np.ndarray, "B T A"]  # of RoPE
     pixels: np.ndarray | None = None
-    layout: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # what the wiring must know of the pixels
-    parts: Int[np.ndarray, "B T 2"] | None = None  # of pictures that are cut into tiles; see `Inputs`
+    layout: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # further arrays for the family's model
+    parts: Int[np.ndarray, "B T 2"] | None = None  # tiles of images that are cut into tiles; see `Inputs`
     max_vision: int = 0  # bound on the vision tokens of any row
     max_images: int = 0  # bound on the images of any row
 
 
 class TextInputs(ModelConfig):
-    """The host's part of a model without a tower, and what other families override."""
+    """Config of a model without a tower, with the methods that other families override."""
 
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures | None:
-        """What reads the pictures of a checkpoint folder; None for a model without a tower.
+        """The converter from pictures to arrays of a checkpoint folder; None for a model without a tower.
 
         Raises:
-            InputError: settings in the folder, or a layout, that are not honoured.
+            InputError: settings in the folder, or the layout, are not supported.
         """
         del folder, layout
         return None
 
     def template(self, folder: Path) -> ChatTemplate | None:
-        """How a conversation is written; None: as the first LLaVA, or the bare text."""
+        """The chat template; None: LLaVA-1.5's prompt format, or plain text without a tower."""
         return ChatTemplate.from_folder(folder)
 
+    @override
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
-        """From what transformers' processor of the family returns; raises InputError where that does not match."""
         del buckets
         if batch.get("pixel_values") is not None:
             raise InputError("the model has no vision tower and cannot be given pixel_values")
-        nowhere = np.full((*tokens.shape, 3), -1, np.int32)
-        return Arranged(vision_index=nowhere[..., 0], grid=nowhere, positions=count_up(valid))
+        none = np.full((*tokens.shape, 3), -1, np.int32)
+        return Arranged(vision_index=none[..., 0], grid=none, positions=count_up(valid))
 
     def only_checkpoint(self, layout: Layout) -> None:
-        """Raises InputError for a way to lay out pictures that is for models with square pictures alone."""
+        """Raises InputError for layouts that only models with square images support."""
         if layout != "checkpoint":
-            raise InputError(f"layout={layout!r} is not for {self.family}, which has its own; leave it out")
+            raise InputError(f"layout={layout!r} is not supported for {self.family}; leave it out")
 
 
 class SquareInputs(TextInputs):
-    """Every picture, or tile of one, is one square of `side` x `side` tokens in raster order.
-
-    They may stand behind `first` tokens that lie on no grid, such as a class token.
-    """
+    """Every image, or every tile, becomes a class token (if the tower keeps it) and `side` x `side` tokens."""
 
     kinds: ClassVar[Kinds] = KINDS  # of image processors
 
     @property
     def side(self) -> int:
-        """Tokens per side."""
+        """Vision tokens per side."""
         return self.vision.grid
 
     @property
-    def first(self) -> int:
-        """Tokens before them."""
-        return self.vision.keep_class_token
-
-    @property
     def per_picture(self) -> int:
-        """Tokens of a picture, or of a tile."""
-        return self.side**2 + self.first
+        """Vision tokens of an image, or of a tile."""
+        return self.side**2 + self.vision.keep_class_token
 
+    @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
-        """One square each, as the folder's settings say."""
         return self.squares(read_settings(folder, layout, self.kinds))
 
     def squares(self, settings: PixelSettings) -> SquarePictures:
-        """A reader of pictures that become one square each."""
+        """A converter for images that become one square each."""
         return SquarePictures(settings=settings, side=self.vision.image_size, tokens=self.per_picture)
 
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
-        """From `pixel_values` [I, 3, h, w], the pictures or tiles of the whole batch in the prompts' order."""
+        """From `pixel_values` [I, 3, h, w], the images or tiles of the whole batch in the order of the prompts."""
         given, each = batch.get("pixel_values"), self.per_picture
         pixels = None if given is None else np.asarray(given, np.float32)
         is_vision, count = valid & (tokens == self.image_token), 0 if pixels is None else len(pixels)
         if is_vision.sum() != count * each or (is_vision.sum(axis=1) % each).any():
             raise InputError(
-                f"the prompt holds {is_vision.sum()} image tokens, but {count} image(s) or tile(s) of {each} tokens "
+                f"the prompt has {is_vision.sum()} image tokens, but {count} image(s) or tile(s) of {each} tokens "
                 f"need {count * each}: give one <image> mark per image"
             )
         if pixels is not None:
@@ -121,7 +116,8 @@ class SquareInputs(TextInputs):
             pixels = padded(pixels, round_up(count, buckets.images))
         most = round_up(int(is_vision.sum(axis=1).max()) // each, buckets.images)
         picture, place = np.divmod(np.cumsum(is_vision, axis=1) - 1, each)
-        line, column = np.where(place >= self.first, np.divmod(place - self.first, self.side), -1)
+        special = each - self.side**2
+        line, column = np.where(place >= special, np.divmod(place - special, self.side), -1)
         grid = np.where(is_vision[..., None], np.stack([picture, line, column], axis=-1), -1).astype(np.int32)
         index = np.where(is_vision, np.cumsum(is_vision.ravel()).reshape(is_vision.shape) - 1, -1).astype(np.int32)
         return Arranged(
@@ -129,30 +125,30 @@ class SquareInputs(TextInputs):
             max_vision=most * each, max_images=most,
         )  # fmt: skip
 
-    def sample(self, pictures: int, room: int) -> tuple[dict[str, Any], int]:
-        """Pictures of one size and one number of tokens."""
-        del room
+    def sample(self, pictures: int, max_tokens: int) -> tuple[dict[str, Any], int]:
+        """All images have the same number of tokens."""
+        del max_tokens
         size = self.vision.image_size
         return {"pixel_values": zeros(pictures, 3, size, size)}, pictures * self.per_picture
 
 
 def zeros(*shape: int) -> Float[np.ndarray, ...]:
-    """An array of zeros that takes no memory."""
+    """A read-only array of zeros that takes no memory."""
     return np.broadcast_to(np.float32(0), shape)
 
 
 def padded(array: np.ndarray, count: int) -> np.ndarray:
-    """The array with zeros behind it, `count` entries in all."""
+    """Pads the first axis with zeros to `count` entries."""
     return np.pad(array, [(0, count - len(array)), *[(0, 0)] * (array.ndim - 1)])
 
 
 def count_up(valid: Mask) -> Int[np.ndarray, "B T 1"]:
-    """Positions 0, 1, 2... of the valid tokens of each row, on either side of padding."""
+    """Positions 0, 1, 2... of the valid tokens of each row; padding may be on either side."""
     return np.maximum(np.cumsum(valid, axis=1) - 1, 0).astype(np.int32)[..., None]
 
 
 def cells(side: int, lines: int, columns: int) -> Int[np.ndarray, "side side"]:
-    """The cell of each place of a square that is cut into lines x columns, of sides that differ the first longer."""
+    """Cuts a square of side x side patches into lines x columns cells, as equal as possible; the cell of each patch."""
     line, column = (np.repeat(np.arange(n), [len(x) for x in np.array_split(range(side), n)]) for n in (lines, columns))
     return line[:, None] * columns + column
 
@@ -163,9 +159,9 @@ def parts_of(
     """`Inputs.parts`: the tiles of a batch, numbered from 0 in every row.
 
     Args:
-        vision_index: row of the flat vision embeddings of each token; -1: text.
-        tile: number of the tile of each flat embedding, the tiles of a row one after the other; -1: none.
-        shown: for those of a view of the whole picture, the tile that shows the same place; -1: none.
+        vision_index: index of the vision embedding of each token; -1: text.
+        tile: the tile of each vision embedding, numbered in the order of the batch; -1: none.
+        shown: for embeddings of an overview, the tile that shows the same part of the image; -1: none.
     """
     found = np.where(vision_index[..., None] >= 0, np.stack([tile, shown], axis=-1)[vision_index], -1)
     least = np.where(found < 0, len(tile), found).min(axis=(1, 2), keepdims=True)
@@ -175,52 +171,52 @@ def parts_of(
 def entries(
     field: Int[np.ndarray, "lines columns"], number: int, newline: Literal["line", "end", "none"] = "none"
 ) -> Int[np.ndarray, "V 4"]:
-    """The vision tokens of one view of a picture: source, number of the view, line, column.
+    """The vision tokens of one view of a picture, one row each: source, number of the view, line, column.
 
     Args:
-        field: the source of each token in its lines and columns.
+        field: the source of each token: an index of a vision embedding, or from `OTHERS` downwards.
         number: of the view.
-        newline: where newline tokens stand: after every line, after the last, nowhere. They lie on no grid.
+        newline: where to add newline tokens, with -1 for line and column: after every line, after the last, or nowhere.
     """
-    places = np.stack([field, np.full(field.shape, number), *np.indices(field.shape)], axis=-1)
+    rows = np.stack([field, np.full(field.shape, number), *np.indices(field.shape)], axis=-1)
     end = np.array([NEWLINE, number, -1, -1])
     if newline == "line":
-        places = np.concatenate([places, np.broadcast_to(end, (len(field), 1, 4))], axis=1)
-    places = places.reshape(-1, 4)
-    return np.concatenate([places, end[None]]) if newline == "end" else places
+        rows = np.concatenate([rows, np.broadcast_to(end, (len(field), 1, 4))], axis=1)
+    rows = rows.reshape(-1, 4)
+    return np.concatenate([rows, end[None]]) if newline == "end" else rows
 
 
 def arrange_entries(
     tokens: Tokens,
     valid: Mask,
-    made: Mapping[int | None, Sequence[Int[np.ndarray, "V columns"]]],
+    pictures: Mapping[int | None, Sequence[Int[np.ndarray, "V columns"]]],
     buckets: Buckets,
     *,
     newline: int = 0,
     others: int = 0,
 ) -> tuple[dict[str, Any], Int[np.ndarray, "B T more"]]:
-    """The fields of `Arranged`, besides pixels and layout, for pictures whose tokens are listed one by one.
+    """The fields of `Arranged`, except pixels and layout, for pictures given as `entries`.
 
-    And what `made` says of each token beyond its four first numbers; zeros for text.
+    Also returns the further columns of the entries; zeros for text.
 
     Args:
         tokens: ids.
-        valid: which of them are no padding.
-        made: token of a kind of picture -> `entries` of each such picture, in the order of the prompts.
+        valid: False for padding.
+        pictures: id of the image or video token -> `entries` of each such picture, in the order of the prompts.
         buckets: for the bounds.
-        newline: row of the newline among the flat embeddings.
-        others: row of the first of those that are numbered from `OTHERS` downwards.
+        newline: index of the newline's vision embedding.
+        others: index of the embedding with source `OTHERS`; that with source `OTHERS - 1` follows, and so on.
 
     Raises:
         InputError: image tokens and pictures that do not match.
     """
-    is_vision = valid & np.isin(tokens, [token for token in made if token is not None])
-    left = {token: iter(some) for token, some in made.items()}
-    every = [one for some in made.values() for one in some]
-    wanted, given = int(is_vision.sum()), sum(map(len, every))
-    if wanted != given:
-        raise InputError(f"the prompt holds {wanted} image tokens, but {len(every)} image(s) or video(s): the pictures "
-                         f"need {given}; give one <image> mark per image, <video> per video")  # fmt: skip
+    is_vision = valid & np.isin(tokens, [token for token in pictures if token is not None])
+    left = {token: iter(some) for token, some in pictures.items()}
+    every = [one for some in pictures.values() for one in some]
+    found, wanted = int(is_vision.sum()), sum(map(len, every))
+    if found != wanted:
+        raise InputError(f"the prompt has {found} image tokens, but {len(every)} image(s) or video(s) need {wanted}; "
+                         "give one <image> mark per image, <video> per video")  # fmt: skip
     entry, most = np.zeros((*tokens.shape, every[0].shape[1] if every else 4), np.int64), 0
     for row in range(len(tokens)):
         places, views, at = np.flatnonzero(is_vision[row]), 0, 0
@@ -229,8 +225,8 @@ def arrange_entries(
             one = next(left[token], None)
             span = places[at : at + (0 if one is None else len(one))]
             if one is None or len(span) < len(one) or (tokens[row, span] != token).any():
-                raise InputError(f"row {row} of the prompt: its image tokens do not end where its pictures do; "
-                                 "repeat each picture's token once per vision token")  # fmt: skip
+                raise InputError(f"row {row} of the batch: the image tokens do not fit the images or videos; repeat "
+                                 "the token of each image or video once per vision token")  # fmt: skip
             entry[row, span] = one
             entry[row, span, 1] += views
             views += int(one[:, 1].max()) + 1

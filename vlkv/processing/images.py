@@ -1,9 +1,9 @@
-"""Open a picture that may be anything at all: it comes back upright and in RGB, or it is refused in one line.
+"""Opens an image: returns it upright and in RGB, or raises an error of one line.
 
-What `transformers.image_utils.load_image` makes of a file is the reference: the EXIF rotation is applied,
-then PIL converts to RGB. So alpha is dropped, not blended, and 16-bit grey is clipped at 255. A path, the
-file's bytes and the opened `PIL.Image` of one picture all give the same pixels here; in transformers they may
-not, because its processors skip the rotation for a `PIL.Image`, and late 5.x ones blend its alpha onto white.
+The reference is `transformers.image_utils.load_image` for a file: the EXIF rotation is applied, then PIL converts to
+RGB. So alpha is dropped, not blended, and 16-bit grey is clipped at 255. A path, the bytes of the file and the opened
+`PIL.Image` give the same pixels here. In transformers they may differ, because its processors do not rotate a
+`PIL.Image`, and those of late 5.x versions blend alpha onto white.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Picture: TypeAlias = str | os.PathLike[str] | bytes | PIL.Image.Image | np.ndarr
 
 
 def open_image(picture: Picture) -> PIL.Image.Image:
-    """The picture in RGB, upright; the first frame of an animation. An image passed in stays as it was.
+    """Returns the image upright and in RGB; of an animation, the first frame. A given PIL image is not changed.
 
     Args:
         picture: a path, the bytes of an image file, a `PIL.Image.Image`, or an array uint8 [height, width, 3] (grey:
             [height, width]).
 
     Raises:
-        InputError: missing, a folder, not an image, truncated, without pixels, or with more of them than
-            `PIL.Image.MAX_IMAGE_PIXELS` (such a file is never decoded).
+        InputError: missing, a folder, not an image, truncated, without pixels, or with more pixels than
+            `PIL.Image.MAX_IMAGE_PIXELS` (such a file is not decoded).
     """
     if isinstance(picture, PIL.Image.Image):
         return _decode(picture, "the given PIL image")
@@ -46,7 +46,7 @@ def open_image(picture: Picture) -> PIL.Image.Image:
                 f"{list(picture.shape)}; several images are a list of arrays"
             )
         if not picture.size:
-            raise InputError(f"the given array has no pixels {list(picture.shape)}; give another")
+            raise InputError(f"the given array of shape {list(picture.shape)} has no pixels")
         return _decode(PIL.Image.fromarray(picture), "the given array")
     if isinstance(picture, bytes):
         return _open(io.BytesIO(picture), f"the given {len(picture)} bytes")
@@ -60,8 +60,8 @@ def open_image(picture: Picture) -> PIL.Image.Image:
         if not path.exists():
             remedy = "download it first" if "://" in name else "check the path"
             raise InputError(f"{name}: no such image file; {remedy}")
-        if not path.is_file():  # reading a pipe or a device might never end
-            raise InputError(f"{name}: not a regular file; save the image to one")
+        if not path.is_file():  # a pipe or a device, which may never end
+            raise InputError(f"{name}: not a regular file; save the image to a file")
         with path.open("rb") as file:
             return _open(file, name)
     except InputError:
@@ -70,16 +70,12 @@ def open_image(picture: Picture) -> PIL.Image.Image:
         raise InputError(f"{name}: cannot be read ({one_line(error)}); check the path") from None
 
 
-# Named, because PIL would try every reader it has, Ghostscript for EPS among them.
+# Given to PIL, because it would otherwise try all its readers, including Ghostscript for EPS.
 FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "ICO", "PPM")
 
 
 def check_area(width: int, height: int, name: str) -> None:
-    """Refuses more pixels than PIL's own limit, which a user may raise or lift (None) as PIL documents.
-
-    Raises:
-        InputError: too many pixels; the message starts with `name`.
-    """
+    """Raises InputError for more pixels than PIL.Image.MAX_IMAGE_PIXELS. The message starts with `name`."""
     limit = PIL.Image.MAX_IMAGE_PIXELS
     if limit is not None and width * height > limit:
         raise InputError(
@@ -94,7 +90,7 @@ def _open(file: io.BytesIO | io.BufferedReader, name: str) -> PIL.Image.Image:
             image = PIL.Image.open(file, formats=FORMATS)
     except InputError:
         raise
-    except Exception:  # PIL's readers raise almost anything on a file that is not what its first bytes say
+    except Exception:  # PIL's readers raise many kinds of errors for a damaged file
         size = file.seek(0, io.SEEK_END)
         what = "not an image, or a damaged one" if size else "an empty file"
         raise InputError(f"{name}: {what}; give a PNG, JPEG, WebP, TIFF, BMP or GIF file") from None
@@ -103,10 +99,10 @@ def _open(file: io.BytesIO | io.BufferedReader, name: str) -> PIL.Image.Image:
 
 def _decode(image: PIL.Image.Image, name: str) -> PIL.Image.Image:
     if 0 in image.size:
-        raise InputError(f"{name}: the image has no pixels ({image.width} x {image.height}); give another")
+        raise InputError(f"{name}: the image has no pixels ({image.width} x {image.height})")
     check_area(image.width, image.height, name)
     try:
-        with _reading(name):  # again: some containers (ICO) hold an inner image, whose size shows only now
+        with _reading(name):  # checks again, because a container such as ICO shows the size of its image only now
             image.load()
             return PIL.ImageOps.exif_transpose(image).convert("RGB")
     except InputError:
@@ -119,11 +115,11 @@ def _decode(image: PIL.Image.Image, name: str) -> PIL.Image.Image:
 
 @contextlib.contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Turns PIL's alarm about a bomb into ours; lesser warnings would be further lines on the terminal."""
+    """Turns PIL's warning about a decompression bomb into InputError, and hides other warnings."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # Between once and twice its limit PIL only warns, beyond that it raises.
+            # Up to twice its limit PIL warns, beyond that it raises an error.
             warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
             yield
     except (PIL.Image.DecompressionBombWarning, PIL.Image.DecompressionBombError) as error:

@@ -1,8 +1,7 @@
-"""From an RGB picture to the tower's pixels, step by step as the checkpoint's image processor config says.
+"""Converts an RGB image to the tower's pixels, according to the checkpoint's image processor config.
 
-The steps and their order are those of transformers' CLIP image processor on PIL: resize (8 bits a channel),
-centre crop, rescale, normalise. `layout="pad"` first pads to a square with the mean colour, as some
-processors do under `do_pad`.
+The steps are those of transformers' CLIP image processor with PIL: resize (8 bits per channel), centre crop, rescale,
+normalise. With `layout="pad"` the image is first padded to a square with the mean colour.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from vlkv.processing.images import check_area
 Layout: TypeAlias = Literal["checkpoint", "pad"]
 Kinds: TypeAlias = Mapping[str, Mapping[str, Any]]
 
-# The class defaults of transformers, which a file may leave out.
+# Class defaults in transformers, for fields that a file leaves out.
 _DEFAULTS: dict[str, Any] = dict(
     do_resize=True, size={"shortest_edge": 224}, resample=3, do_center_crop=True, crop_size=224,
     do_rescale=True, rescale_factor=1 / 255, do_normalize=True, do_pad=False,
     image_mean=(0.48145466, 0.4578275, 0.40821073), image_std=(0.26862954, 0.26130258, 0.27577711),
 )  # fmt: skip
 _HALVES = dict(image_mean=0.5, image_std=0.5, size={"height": 224, "width": 224}, do_center_crop=False)
-# Kinds of image processor that every model may name, and which of their defaults are others. A family adds its own;
-# `padding="square"` is for kinds whose `do_pad` means a square.
+# Image processors that every model may name -> their defaults that differ from `_DEFAULTS`. A family adds its own.
+# `padding="square"` marks processors whose `do_pad` pads to a square.
 KINDS: dict[str, dict[str, Any]] = {"CLIPImageProcessor": {}, "CLIPFeatureExtractor": {},
                                     "SiglipImageProcessor": _HALVES}  # fmt: skip
 _KIND_FIELDS = ("video_processor_type", "image_processor_type", "feature_extractor_type")
@@ -39,15 +38,15 @@ _KIND_FIELDS = ("video_processor_type", "image_processor_type", "feature_extract
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PixelSettings:
-    """What is done to a picture. A step whose setting is None is left out."""
+    """Settings of an image processor. A step with the setting None is skipped."""
 
     square: bool  # pad to a square first
-    shortest_edge: int | None  # pixels; keeps the aspect ratio
-    size: tuple[int, int] | None  # (height, width); does not keep it
+    shortest_edge: int | None  # pixels; resizing keeps the aspect ratio
+    size: tuple[int, int] | None  # (height, width); resizing changes the aspect ratio
     resample: PIL.Image.Resampling
     crop: tuple[int, int] | None  # (height, width)
     scale: float | None  # usually 1 / 255
-    mean: tuple[float, float, float]  # also the padding colour, so always there
+    mean: tuple[float, float, float]  # also the colour of padding
     std: tuple[float, float, float] | None
 
     @classmethod
@@ -59,11 +58,11 @@ class PixelSettings:
         Args:
             raw: the JSON object.
             source: its file, for messages.
-            layout: `checkpoint` as the file says, `pad` to a square whatever the file says.
-            kinds: of processors that are honoured, and their own defaults.
+            layout: `checkpoint`: as the file says; `pad`: always pad to a square.
+            kinds: supported processors -> their defaults.
 
         Raises:
-            InputError: a kind of processor or a setting that we do not honour.
+            InputError: the processor or a setting is not supported.
         """
         named = (raw[field] for field in _KIND_FIELDS if field in raw)
         kind = str(next(named, "CLIPImageProcessor")).removesuffix("Fast").removesuffix("Pil")
@@ -87,29 +86,24 @@ class PixelSettings:
                 std=_triple(c["image_std"]) if c["do_normalize"] else None,
             )
         except (TypeError, ValueError, KeyError) as error:
-            raise InputError(f"{source}: a setting of the image processor makes no sense ({error})") from None
+            raise InputError(f"{source}: a setting of the image processor is not valid ({error})") from None
 
 
 def read_settings(folder: Path, layout: Layout = "checkpoint", kinds: Kinds = KINDS) -> PixelSettings:
-    """A folder's settings for images.
-
-    Raises:
-        InputError: no file has them, or they are not supported.
-    """
+    """A folder's settings for images; raises InputError if they are missing or not supported."""
     return PixelSettings.from_hf(*find_settings(folder), layout, kinds)
 
 
 def find_settings(
     folder: Path, part: Literal["image", "video"] = "image", default: dict[str, Any] | None = None
 ) -> tuple[dict[str, Any], str]:
-    """A folder's settings as they are written, and the file they stand in.
+    """A folder's settings as a JSON object, and the file that contains them.
 
-    That is `processor_config.json` (transformers 5) or `preprocessor_config.json` (4), for videos
-    `video_preprocessor_config.json`; where nothing is said of videos, what is said of images, and where nothing is
-    said of those, `default`.
+    The file is `processor_config.json` (transformers 5), `preprocessor_config.json` (4), or, for videos,
+    `video_preprocessor_config.json`. Videos without settings get those of images; images without settings `default`.
 
     Raises:
-        InputError: no file has them, and there is no default.
+        InputError: no file contains settings, and there is no default.
     """
     path = folder / "processor_config.json"
     nested = (read_json(path) or {}).get(f"{part}_processor")
@@ -122,22 +116,15 @@ def find_settings(
     path = folder / "preprocessor_config.json"
     raw = read_json(path) or default
     if raw is None:
-        raise InputError(f"{path}: no such file, but the model reads images; copy it from the checkpoint")
+        raise InputError(f"{path}: no such file, but the model needs it for images; copy it from the checkpoint")
     return raw, str(path)
 
 
 def to_pixels(image: PIL.Image.Image, settings: PixelSettings) -> Float[np.ndarray, "3 h w"]:
-    """The picture as the tower wants it.
-
-    Args:
-        image: in RGB, from `open_image`.
-        settings: from `read_settings`.
-
-    Returns:
-        float32, normalised units (about -2 to 2 under CLIP's mean and deviation).
+    """Converts an RGB image to the pixels of the tower, normalised (about -2 to 2 with CLIP's mean and deviation).
 
     Raises:
-        InputError: so elongated that the resized or padded picture would exceed PIL's pixel limit.
+        InputError: the resized or padded image would exceed PIL's limit of pixels.
     """
     if settings.square:
         image = _pad_square(image, settings.mean)
@@ -148,7 +135,7 @@ def to_pixels(image: PIL.Image.Image, settings: PixelSettings) -> Float[np.ndarr
         narrow = image.width <= image.height
         target = (other, settings.shortest_edge) if narrow else (settings.shortest_edge, other)
     if target is not None:
-        check_area(target[1], target[0], f"the {image.width} x {image.height} image, once resized")
+        check_area(target[1], target[0], f"the {image.width} x {image.height} image, after resizing")
         image = image.resize((target[1], target[0]), resample=settings.resample)
     pixels = np.asarray(image)  # [h, w, 3], 8 bits
     if settings.crop is not None:
@@ -162,8 +149,8 @@ def normalise(
     mean: tuple[float, float, float],
     std: tuple[float, float, float] | None,
 ) -> Float[np.ndarray, "3 h w"]:
-    """(pixels * scale - mean) / std; without scale or std that step is left out."""
-    # The same precision at each step as transformers: the product in float64, the rest in float32.
+    """(pixels * scale - mean) / std. None for scale or std skips that step."""
+    # The precision of each step is that of transformers: float64 for the product, float32 for the rest.
     values: np.ndarray = pixels if scale is None else pixels * np.float64(scale)
     values = values.astype(np.float32)
     if std is not None:
@@ -173,14 +160,14 @@ def normalise(
 
 def _pad_square(image: PIL.Image.Image, mean: tuple[float, float, float]) -> PIL.Image.Image:
     side = max(image.size)
-    check_area(side, side, f"the {image.width} x {image.height} image, once padded to a square")
+    check_area(side, side, f"the {image.width} x {image.height} image, after padding to a square")
     square = PIL.Image.new("RGB", (side, side), tuple(int(channel * 255) for channel in mean))
     square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
     return square
 
 
 def _crop(pixels: UInt8[np.ndarray, "h w 3"], height: int, width: int) -> UInt8[np.ndarray, "height width 3"]:
-    """The middle of the picture; where it is too small, black around it."""
+    """The middle of the image, padded with black if the image is too small."""
     margins = []
     for axis, wanted in enumerate((height, width)):
         missing = max(0, wanted - pixels.shape[axis])

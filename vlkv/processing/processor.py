@@ -1,4 +1,4 @@
-"""`Processor`: pictures and questions in, `Inputs` out; tokens in, text out.
+"""`Processor` converts images and questions to `Inputs`, and tokens to text. A picture is an image or a video.
 
 Axes: B batch · T tokens.
 """
@@ -31,7 +31,7 @@ RowImages: TypeAlias = Picture | Video | Sequence[Picture | Video] | None
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Processor:
-    """What a checkpoint folder says about its inputs and outputs; runs on the host alone."""
+    """Prepares the inputs of one checkpoint and decodes its outputs, on the host."""
 
     config: TextInputs
     tokenizer: TextTokenizer
@@ -54,11 +54,11 @@ class Processor:
             folder: a Hugging Face checkpoint, or one written by `vlkv convert`.
             config: the model's config (`params.config`).
             buckets: how to round lengths and counts; None for the defaults.
-            layout: what becomes of a picture that is not square: `checkpoint` as the folder says (often the
-                middle is cut out), `pad` to a square with the mean colour.
+            layout: for images that are not square: `checkpoint`: as the folder says (often a crop of the middle);
+                `pad`: pad to a square with the mean colour.
 
         Raises:
-            InputError: a file is missing, damaged, or says something that we do not honour.
+            InputError: a file is missing, damaged, or has unsupported values.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -66,7 +66,7 @@ class Processor:
         if layout not in ("checkpoint", "pad"):
             raise InputError(f"layout={layout!r} is neither 'checkpoint' nor 'pad'")
         tokenizer = TextTokenizer.from_folder(folder)
-        if config.image_token == config.decoder.vocab_size:  # the model has none: any id that no text has will do
+        if config.image_token == config.decoder.vocab_size:  # the vocabulary has no image token, so add one
             config = dataclasses.replace(config, image_token=tokenizer.add(MARKS["image"]))
         tokens = {kind: _spelling(folder, tokenizer, getattr(config, f"{kind}_token")) for kind in MARKS}
         pictures = config.open_pictures(folder, layout)
@@ -87,14 +87,14 @@ class Processor:
     def __call__(
         self, images: RowImages | Sequence[RowImages], text: str | Sequence[str], *, question: bool = True
     ) -> Inputs:
-        """One question, or a batch of them.
+        """The inputs of one question, or of a batch of questions.
 
         Args:
             images: for one question: an image (a path, bytes, a PIL image or an array), a list of them, or None. For a
                 list of questions: a list with such an entry for each, or None.
-            text: one question, or a list. `<image>` marks where an image goes; without marks they come first.
-            question: False stops before the text after the last image, which `extension` gives to `vlkv.extend`: so
-                what a policy keeps does not depend on what will be asked.
+            text: one question, or a list. `<image>` marks the place of an image; without marks, images come first.
+            question: False: stop before the text after the last image, so that the compressed cache does not depend on
+                the question. `extension` makes this text for `vlkv.extend`.
 
         Returns:
             A batch with one row per question, padded on the right.
@@ -104,7 +104,7 @@ class Processor:
                 or a prompt beyond the model's limit.
         """
         rows, texts = _rows(images, text)
-        # Before anything is read, what is wrong with the text.
+        # Checks the texts before any image is opened.
         rows = [self._as_written(one, row) for row, one in zip(rows, texts, strict=True)]
         reads = [self._read(row) for row in rows]
         write = self.prompts.write if question else self.prompts.before_question
@@ -114,32 +114,33 @@ class Processor:
         return self._batch(prompts, [read for row in reads for read in row])
 
     def extension(self, before: Sequence[str], after: Sequence[str]) -> Inputs:
-        """What `vlkv.extend` must be given, so that caches of the prompts `before` hold the prompts `after`.
+        """The inputs for `vlkv.extend` that turn caches of the prompts `before` into caches of the prompts `after`.
 
         Args:
-            before: a prompt of each row, as `prompts.write` or `prompts.before_question` wrote it.
-            after: longer ones, of more turns or with the question; they show no image more.
+            before: one prompt per row, from `prompts.write` or `prompts.before_question`.
+            after: the same prompts with the question or further turns, without new images.
 
         Raises:
-            InputError: a prompt does not begin with the one before, or is no longer than it.
+            InputError: a prompt of `after` does not start with that of `before`, or is not longer.
         """
         return self._batch([self.beyond(*pair) for pair in zip(before, after, strict=True)], [])
 
     def beyond(self, before: str, after: str) -> Int[np.ndarray, " T"]:
-        """The ids by which one written prompt is longer than another; raises InputError as `extension`."""
+        """The ids that follow `before` in `after`; raises InputError like `extension`."""
         if not after.startswith(before) or len(after) == len(before):
-            raise InputError("the chat template does not write a longer conversation as the shorter one and a rest")
+            raise InputError("the chat template changes earlier turns of a longer conversation, so the cache of the "
+                             "shorter one cannot be extended")  # fmt: skip
         shorter, longer = self._encode(before), self._encode(after)
         if len(longer) > len(shorter) and np.array_equal(longer[: len(shorter)], shorter):
             return longer[len(shorter) :]
-        return self.tokenizer.encode(after[len(before) :], add_special=False)  # a token reaches over the seam
+        return self.tokenizer.encode(after[len(before) :], add_special=False)  # a token crosses the end of `before`
 
     def _encode(self, prompt: str) -> Int[np.ndarray, " T"]:
-        # As transformers does: for a text model the template alone writes the special tokens.
+        # As in transformers: for a text model with a template, only the template writes special tokens.
         return self.tokenizer.encode(prompt, add_special=self.prompts.template is None or self.pictures is not None)
 
     def _batch(self, prompts: Sequence[Int[np.ndarray, " T"]], reads: Sequence[Read]) -> Inputs:
-        """Rows of ids, padded on the right, and their pictures."""
+        """`Inputs` from rows of ids, which are padded on the right, and their pictures."""
         longest = max(len(prompt) for prompt in prompts)
         ids = np.zeros((len(prompts), longest), np.int32)
         mask = np.zeros((len(prompts), longest), bool)
@@ -154,15 +155,15 @@ class Processor:
     def tokens(
         self, text: str, pictures: Sequence[Picture | Video] = (), reads: Sequence[Read] = ()
     ) -> Int[np.ndarray, " T"]:
-        """The ids of one prompt, each picture's token repeated once for every vision token of it.
+        """The ids of one prompt, in which the token of each picture is repeated once per vision token.
 
         Args:
-            text: the question, marked or not.
-            pictures: what it is about.
-            reads: the same, read, in the same order.
+            text: the question, with or without marks.
+            pictures: its images and videos.
+            reads: the same pictures, converted by `Pictures.read`.
 
         Raises:
-            InputError: as `__call__`; also where the prompt's image tokens are not as many as the images.
+            InputError: as `__call__`; also if the numbers of image tokens and images differ.
         """
         return self._ids(self.prompts.write(text, *count(pictures)), pictures, reads)
 
@@ -172,17 +173,17 @@ class Processor:
             prompt = self._spell_out(prompt, pictures, reads)
         ids = self._encode(prompt)
         if not ids.size:
-            raise InputError("the prompt is empty: the tokenizer makes no token of it")
+            raise InputError("the prompt is empty: the tokenizer returns no tokens")
         if spelled_out:
             _check_count("image", int((ids == self.config.image_token).sum()), sum(read.tokens for read in reads))
             return ids
         repeats = np.ones(len(ids), np.int64)
         own = {kind: getattr(self.config, f"{kind}_token") for kind in MARKS}
-        for kind in MARKS:  # of both kinds at once where they share a token
+        for kind in MARKS:  # both kinds together if they share a token
             alike = [other for other in MARKS if own[other] == own[kind]]
             wanted = [read.tokens for picture, read in zip(pictures, reads, strict=True) if _kind(picture) in alike]
             places = np.flatnonzero(ids == own[kind])
-            # In ids, so that no spelling in the user's text can pass for an image.
+            # Counts ids, so that text of the user cannot be taken for an image.
             _check_count(kind, len(places), len(wanted))
             repeats[places] = wanted
         return np.repeat(ids, repeats)
@@ -192,11 +193,11 @@ class Processor:
         tokens: Int[np.ndarray | jax.Array, "*B T"],
         lengths: Lengths = None,
     ) -> str | list[str]:
-        """The text of one row [T], or a list with the text of each row of [B, T], without special tokens.
+        """The text of one row [T], or a list with the text of each row [B, T], without special tokens.
 
         Args:
-            tokens: generated ids; a row ends at the model's first stop token.
-            lengths: how many tokens of each row count; None for all.
+            tokens: generated ids; a row ends at its first stop token.
+            lengths: number of tokens of each row; None for all.
         """
         return self.tokenizer.decode(tokens, lengths, stop=self.config.stop)
 
@@ -221,22 +222,22 @@ class Processor:
             yield text[len(said) :]
 
     def _as_written(self, text: str, row: Sequence[Picture | Video]) -> list[Picture | Video]:
-        """The pictures of a row in the order in which its prompt shows them; raises InputError as `write` does."""
+        """The pictures of a row in the order of its prompt; raises InputError like `PromptWriter.write`."""
         prompt = self.prompts.write(text, *count(row))
         own = {"image": self.prompts.image_token, "video": self.prompts.video_token}
-        if own["image"] == own["video"]:  # the prompt cannot tell them apart, the marks can
+        if own["image"] == own["video"]:  # only the marks distinguish images and videos
             kinds = {mark: kind for kind, mark in MARKS.items()}
             order = [kinds[mark] for mark in re.findall("|".join(MARKS.values()), text)]
         else:
             kinds = {token: kind for kind, token in own.items() if token is not None}
             order = [kinds[token] for token in re.findall("|".join(map(re.escape, kinds)), prompt)] if row else []
         queues = {kind: [picture for picture in row if _kind(picture) == kind] for kind in MARKS}
-        # What the template shows too often or not at all is found out by the count of ids.
+        # `_ids` raises an error if the template repeats or drops a picture.
         shown = [queues[kind].pop(0) for kind in order if queues[kind]]
         return shown + [picture for queue in queues.values() for picture in queue]
 
     def _spell_out(self, prompt: str, pictures: Sequence[Picture | Video], reads: Sequence[Read]) -> str:
-        """The prompt with each picture's own text in the place of its token."""
+        """The prompt with the token of each picture replaced by `Read.text`."""
         texts = {}
         for kind, token in (("image", self.prompts.image_token), ("video", self.prompts.video_token)):
             found = [read.text for picture, read in zip(pictures, reads, strict=True) if _kind(picture) == kind]
@@ -248,27 +249,28 @@ class Processor:
     def _read(self, row: Sequence[Picture | Video]) -> list[Read]:
         if not row:
             return []
-        assert self.pictures is not None  # or the prompt had raised
+        assert self.pictures is not None  # PromptWriter.write raises an error otherwise
         images = count(row).images
         return [self.pictures.read(picture, images=images) for picture in row]
 
 
 def _spelling(folder: Path, tokenizer: TextTokenizer, token: int | None) -> str | None:
-    """How the tokenizer spells one of the config's own tokens."""
+    """The text of a token of the config, such as the image token."""
     if token is None:
         return None
     text = tokenizer.tokenizer.id_to_token(token)
     if text is None:
         raise InputError(
-            f"{folder / 'tokenizer.json'}: has no token {token}, which config.json "
-            "names as the image token; the two files are not of one checkpoint"
+            f"{folder / 'tokenizer.json'}: has no token {token}, which is the image token in config.json; "
+            "the files belong to different checkpoints"
         )
     return text
 
 
 def _check_count(kind: str, found: int, wanted: int) -> None:
     if found != wanted:
-        raise InputError(f"the prompt holds {found} {kind} token(s) for {wanted}; mark {kind}s with {MARKS[kind]} only")
+        raise InputError(f"the prompt has {found} {kind} token(s), but needs {wanted}; mark {kind}s only with "
+                         f"{MARKS[kind]}")  # fmt: skip
 
 
 def _kind(picture: Picture | Video) -> str:
@@ -281,13 +283,13 @@ class _Count(NamedTuple):
 
 
 def count(pictures: Sequence[Picture | Video]) -> _Count:
-    """How many images and how many videos."""
+    """The numbers of images and of videos."""
     videos = sum(isinstance(picture, Video) for picture in pictures)
     return _Count(len(pictures) - videos, videos)
 
 
 def _rows(images: object, text: object) -> tuple[list[list[Picture | Video]], list[str]]:
-    """The images of each row, and its text."""
+    """The pictures and the text of each row."""
     if not isinstance(text, list | tuple):
         return [as_list(images)], [text]  # type: ignore[list-item]
     texts = list(text)
@@ -305,7 +307,7 @@ def _rows(images: object, text: object) -> tuple[list[list[Picture | Video]], li
 
 
 def as_list(entry: object) -> list[Picture | Video]:
-    """What `Processor` takes as the images of one question, as a list."""
+    """The images of one question, in any form that `Processor` accepts, as a list."""
     if entry is None:
         return []
     return list(entry) if isinstance(entry, list | tuple) else [entry]  # type: ignore[list-item]

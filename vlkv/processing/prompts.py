@@ -1,7 +1,7 @@
-"""From a question and a number of images and videos to the prompt's text, in which each is one token.
+"""Writes the text of a prompt from a question and the numbers of images and videos; each of them is one token.
 
-A user marks the place of an image with `<image>`, of a video with `<video>`, whatever the checkpoint's own tokens are
-spelled like. Without marks they come first, images before videos.
+In all families the user marks the place of an image with `<image>` and that of a video with `<video>`. Without marks
+the images come first, then the videos, then the text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PROBE = "vlkvprobe"
 
 @dataclasses.dataclass(frozen=True)
 class _Mark:
-    """A place where an image or a video goes."""
+    """The place of an image or a video in a prompt."""
 
     kind: str  # "image" or "video"
 
@@ -29,22 +29,22 @@ class PromptWriter:
     """Writes the prompts of one checkpoint."""
 
     template: ChatTemplate | None
-    image_token: str | None  # as the tokenizer spells it; None for a model without a tower
-    special: Mapping[str, str]  # names of special tokens, for the template
-    video_token: str | None = None  # None for a family that takes no video
+    image_token: str | None  # its text; None for a model without a tower
+    special: Mapping[str, str]  # special tokens for the template, such as bos_token -> "<s>"
+    video_token: str | None = None  # None for a family that does not support videos
 
     def write(self, text: str, images: int, videos: int = 0, then: Sequence[tuple[str, str]] = ()) -> str:
-        """The prompt, up to where the model's next answer begins.
+        """The prompt up to the start of the model's next answer.
 
         Args:
-            text: the question, with one mark for each image and video, or none at all. One line break after a mark
-                is taken as part of the mark.
-            images: how many images the prompt is about.
-            videos: how many videos.
-            then: the turns that followed: what was answered and what was asked next, without images.
+            text: the question, with one mark for each image and video, or without marks. One line break after a mark
+                belongs to the mark.
+            images: number of images.
+            videos: number of videos.
+            then: later turns: pairs of an answer and the next question, without images.
 
         Raises:
-            InputError: a text is empty, its marks do not match, or it spells one of the model's own tokens.
+            InputError: a text is empty, its marks do not match, or it contains the text of an image or video token.
         """
         asked = [self._split(text, {"image": images, "video": videos})]
         asked += [self._split(question, dict.fromkeys(MARKS, 0)) for _, question in then]
@@ -62,22 +62,19 @@ class PromptWriter:
         return self.template.render(messages, self.special)
 
     def before_question(self, text: str, images: int, videos: int = 0) -> str:
-        """The prompt up to where the text after the last image begins: the same for every question about the images.
+        """The part of the prompt before the text after the last image. It is the same for every question.
 
-        Args:
-            text: as in `write`.
-            images: how many images the prompt is about.
-            videos: how many videos.
+        The arguments are those of `write`.
 
         Raises:
-            InputError: as `write`; also where no text follows the last image.
+            InputError: as `write`; also if no text follows the last image.
         """
         end = max((text.rfind(mark) + len(mark) for mark in MARKS.values() if mark in text), default=0)
         if not text[end:].strip():
-            raise InputError("nothing is asked after the last image: put the question behind it")
+            raise InputError("no text follows the last image: put the question after it")
         before, found, _ = self.write(text[:end] + _PROBE, images, videos).partition(_PROBE)
         if not found or not self.write(text, images, videos).startswith(before):
-            raise InputError("the chat template puts nothing before the question that is the same for all of them")
+            raise InputError("with this chat template, the text before the question depends on the question")
         return before
 
     @property
@@ -85,7 +82,7 @@ class PromptWriter:
         return {"image": self.image_token, "video": self.video_token}
 
     def _split(self, text: str, counts: dict[str, int]) -> list[str | _Mark]:
-        """The text in pieces, with marks where images and videos go."""
+        """The text in pieces, with marks for images and videos."""
         if not isinstance(text, str):
             raise InputError(f"a prompt must be a string, not {type(text).__name__}")
         pieces: list[str | _Mark] = [text]
@@ -93,26 +90,25 @@ class PromptWriter:
             pieces, found = self._find(pieces, kind)
             if found not in (0, count):
                 raise InputError(f"the prompt has {found} {MARKS[kind]} mark(s) for {count} {kind}(s); "
-                                 "one mark for each, or none")  # fmt: skip
+                                 f"give one mark per {kind}, or no marks")  # fmt: skip
             if not found:
                 first = next((i for i, piece in enumerate(pieces) if isinstance(piece, str)), 0)
                 pieces[first:first] = [_Mark(kind)] * count
         words = [piece for piece in pieces if isinstance(piece, str)]
         if not "".join(words).strip():
-            raise InputError("the prompt is empty; ask something")
+            raise InputError("the prompt is empty; give a question")
         for kind, token in self._tokens.items():
             if token is None and counts[kind]:
-                what = "has no vision tower and" if self.image_token is None else "takes no video: it"
-                raise InputError(f"the model {what} cannot be given {'an image' if kind == 'image' else 'a video'}; "
-                                 f"drop the {kind}")  # fmt: skip
+                what = "has no vision tower" if self.image_token is None else "does not support videos"
+                raise InputError(f"the model {what}; remove the {kind}")
             if token is not None and any(token in piece for piece in words):
-                raise InputError(f"the prompt spells the model's {kind} token {token!r}; mark {kind}s "
+                raise InputError(f"the prompt contains the model's {kind} token {token!r}; mark {kind}s "
                                  f"with {MARKS[kind]}")  # fmt: skip
         return [piece for piece in pieces if isinstance(piece, _Mark) or piece.strip()] if len(pieces) > 1 else pieces
 
     def _find(self, pieces: list[str | _Mark], kind: str) -> tuple[list[str | _Mark], int]:
-        """The pieces cut at the marks of one kind, and how many there were."""
-        if kind == "video" and self.video_token is None:  # then the mark is nothing but text
+        """The pieces, split at the marks of one kind, and the number of these marks."""
+        if kind == "video" and self.video_token is None:  # then the mark is ordinary text
             return pieces, 0
         cut: list[str | _Mark] = []
         for piece in pieces:
@@ -129,7 +125,7 @@ class PromptWriter:
         return "".join(piece if isinstance(piece, str) else f"{self._tokens[piece.kind]}\n" for piece in pieces)
 
     def _plain(self, asked: list[list[str | _Mark]], answers: list[str]) -> str:
-        """Without a template: LLaVA-1.5's own conversation, or the bare text for a text model."""
+        """The prompt without a template: in LLaVA-1.5's format, or plain text for a text model."""
         inline = [self._inline(pieces) for pieces in asked]
         if self.image_token is None:
             return inline[0] + "".join(f"{a}\n{q}" for a, q in zip(answers, inline[1:], strict=True))
@@ -138,13 +134,13 @@ class PromptWriter:
         return f"USER: {inline[0]} ASSISTANT:" + "".join(rest)
 
     def _takes_items(self, template: ChatTemplate) -> bool:
-        """Whether the template understands a list of items, or wants one string; most know only one."""
+        """Whether the template accepts a list of items as content; if not, it needs one string."""
         if self.image_token is None and self._shows_probe(template, _PROBE):
             return False
         return self._shows_probe(template, [{"type": "text", "text": _PROBE}])
 
     def _shows_probe(self, template: ChatTemplate, content: object) -> bool:
-        """Whether this content reaches the prompt, and not as the printed form of a Python list."""
+        """Whether the prompt contains the text of this content, and not the printed form of a Python list."""
         try:
             written = template.render([{"role": "user", "content": content}], self.special)
         except InputError:

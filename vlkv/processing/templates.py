@@ -1,7 +1,7 @@
-"""Chat templates: find the checkpoint's own, and render it in a sandbox as transformers does.
+"""Finds the chat template of a checkpoint and renders it in a sandbox, as transformers does.
 
-A template is a program from whoever made the checkpoint. The sandbox keeps it away from Python's internals,
-it sees nothing but plain strings, lists and dictionaries, and what it writes is bounded.
+A template is a program that we do not trust. In the sandbox it cannot access Python's internals, it gets only strings,
+lists and dictionaries, and the length of its output is limited.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import jinja2.sandbox
 from vlkv.errors import InputError
 from vlkv.files import one_line, read_json, read_text
 
-_LONGEST = 2**22  # characters of a prompt, far more than any model takes
+_LONGEST = 2**22  # limit on the characters of a prompt, more than any model can process
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate | None:
-        """The folder's template, or None where it has none.
-
-        Where several files have one, the order is that of transformers' processors.
+        """The folder's template; None if there is none. If several files have one, the order is that of transformers.
 
         Raises:
             InputError: a file is damaged, or the template is not valid Jinja.
@@ -68,14 +66,14 @@ class ChatTemplate:
             raise InputError(f"{source}: the chat template is not valid ({one_line(error)})") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], special: Mapping[str, str]) -> str:
-        """The prompt, up to and including what opens the model's answer.
+        """The prompt, including the text that opens the model's answer.
 
         Args:
             messages: dictionaries with `role` and `content` (a string, or a list of image and text items).
-            special: names of special tokens, seen by the template as variables.
+            special: special tokens, which are variables of the template.
 
         Raises:
-            InputError: the template fails or refuses these messages.
+            InputError: the template raises an error.
         """
         try:
             pieces, length = [], 0
@@ -84,13 +82,12 @@ class ChatTemplate:
                 length += len(piece)
                 _require_short(length)
             return "".join(pieces)
-        except Exception as error:  # whatever a foreign program may raise
-            reason = one_line(error)
-            raise InputError(f"{self.source}: the chat template refuses the prompt ({reason})") from None
+        except Exception as error:  # a template can raise any error
+            raise InputError(f"{self.source}: the chat template refuses the prompt ({one_line(error)})") from None
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the answers for training; when a prompt is written it has no effect."""
+    """`{% generation %}`, which marks answers for training and has no effect on a prompt."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it a set)
 
@@ -100,7 +97,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """jinja2's sandbox, which here also refuses operators, filters and methods that would fill the memory."""
+    """jinja2's sandbox, which also refuses operators, filters and methods with very large results."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -109,7 +106,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters.update({name: _bounded(filter) for name, filter in self.filters.items()})
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        """The operator; for text and lists only if the result is short, for numbers only if it has few digits."""
+        """Applies an operator unless the resulting text, list or number would be too long."""
         a, b = (len(x) if isinstance(x, Sized) else x for x in (left, right))
         if operator == "%":
             if isinstance(left, str) and re.search(r"\*|\d{7}", left):
@@ -122,17 +119,17 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **options: Any) -> Any:
-        """The function or method, unless it is given a number as large as no width or count has to be."""
+        """Calls a function or method unless an argument is a very large number, such as the width of a text."""
         _require_small(*args, *options.values())
         return super().call(__context, __obj, *args, **options)
 
 
 def _bounded(filter: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter, with the same check."""
+    """The filter, with the check of `_Sandbox.call`."""
 
-    @functools.wraps(filter)  # keeps what it says about the arguments that jinja2 adds
+    @functools.wraps(filter)  # keeps jinja2's mark on filters that get further arguments
     def run(*args: Any, **options: Any) -> Any:
-        _require_small(*args[1:], *options.values())  # the first may be any number, to be printed
+        _require_small(*args[1:], *options.values())  # the first is the value to print, and may be any number
         return filter(*args, **options)
 
     return run
@@ -146,7 +143,7 @@ def _require_small(*values: object) -> None:
 
 def _require_short(length: int) -> None:
     if length > _LONGEST:
-        raise jinja2.sandbox.SecurityError(f"it would make more than {_LONGEST} characters")
+        raise jinja2.sandbox.SecurityError(f"the result would have more than {_LONGEST} characters")
 
 
 def _environment() -> jinja2.Environment:
@@ -162,12 +159,12 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Jinja's own filter escapes HTML, which a prompt is not."""
+    """JSON without the HTML escapes of jinja2's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _default(found: object) -> str | None:
-    """One of several named templates, as a dictionary or as transformers 4's list: the one named default."""
+    """The template, or, of several named ones (a dictionary, or a list in transformers 4), the one named "default"."""
     if isinstance(found, list):
         found = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
     if isinstance(found, dict):

@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the checkpoint's `tokenizer.json` alone."""
+"""Converts text to token ids and back with the checkpoint's `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from jaxtyping import Int
 from vlkv.errors import InputError
 from vlkv.files import one_line, read_json
 
-# How many tokens of each row count, or None for all.
+# Number of tokens of each row; None for all.
 Lengths: TypeAlias = Int[np.ndarray | jax.Array, "*B"] | Sequence[int] | int | np.integer | None
 
-_OTHER_FORMS = ("tokenizer.model", "*.tiktoken", "vocab.json")  # sentencepiece; ranks; a vocabulary and its merges
+_OTHER_FORMS = ("tokenizer.model", "*.tiktoken", "vocab.json")  # sentencepiece; tiktoken; vocabulary and merges
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextTokenizer:
-    """A tokenizer and the names of its special tokens (`bos_token` and so on), which chat templates use."""
+    """A tokenizer and its special tokens (bos_token -> "<s>" and so on), which chat templates use."""
 
     tokenizer: tokenizers.Tokenizer
     special: Mapping[str, str]
 
     @classmethod
     def from_folder(cls, folder: Path) -> TextTokenizer:
-        """Reads `tokenizer.json` and the names in `tokenizer_config.json` or `special_tokens_map.json`.
+        """Reads `tokenizer.json`, and special tokens from `tokenizer_config.json` or `special_tokens_map.json`.
 
         Raises:
             InputError: a file is missing or damaged.
@@ -41,10 +41,10 @@ class TextTokenizer:
         if not path.is_file():
             other = next((file.name for form in _OTHER_FORMS for file in folder.glob(form)), None)
             if other is not None:
-                raise InputError(f"{path}: no such file, only {other}: `vlkv convert` makes one from it")
+                raise InputError(f"{path}: no such file, only {other}: `vlkv convert` converts it")
             raise InputError(
                 f"{path}: no such file, so the folder has no tokenizer; copy it from the checkpoint's source, or use "
-                "vlkv.load_params, which works alone"
+                "vlkv.load_params, which does not need it"
             )
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -52,13 +52,13 @@ class TextTokenizer:
             raise InputError(
                 f"{path}: not a valid tokenizer ({one_line(error)}); copy it again from its source"
             ) from None
-        # A saved file may still say how its training data were cut and padded; prompts must be neither.
+        # The file may contain settings for truncation and padding of training data.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return cls(tokenizer=tokenizer, special=_special_names(folder))
 
     def add(self, text: str) -> int:
-        """The id of a special token, which the tokenizer learns if it does not know it."""
+        """Adds a special token if the tokenizer does not have it, and returns its id."""
         self.tokenizer.add_special_tokens([text])
         return self.tokenizer.encode(text, add_special_tokens=False).ids[0]
 
@@ -66,12 +66,12 @@ class TextTokenizer:
         """Token ids.
 
         Args:
-            text: may itself spell special tokens, as chat templates do.
-            add_special: add what the file's post-processor adds (as a rule the BOS token), unless the text
-                itself begins with it.
+            text: may contain the text of special tokens, as chat templates do.
+            add_special: add the tokens of the file's post-processor (usually the BOS token), unless the text
+                starts with it.
 
         Raises:
-            InputError: the text has half of a surrogate pair, which no file in UTF-8 can hold.
+            InputError: the text contains half of a surrogate pair.
         """
         lone = re.search("[\ud800-\udfff]", text)
         if lone:
@@ -80,7 +80,7 @@ class TextTokenizer:
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         if add_special:
             full = self.tokenizer.encode(text).ids
-            if full[:2] != ids[:1] * 2:  # else the first token would stand there twice: the template wrote it
+            if full[:2] != ids[:1] * 2:  # otherwise the template has already added the first token
                 ids = full
         return np.asarray(ids, np.int32)
 
@@ -95,10 +95,10 @@ class TextTokenizer:
         """Text of one row [T], or a list of texts of a batch [B, T].
 
         Args:
-            tokens: ids; what lies past the end of a row may be anything.
-            lengths: how many tokens of each row count; None for all.
-            stop: ids that end a row, and are not part of its text.
-            skip_special_tokens: leave out the special tokens.
+            tokens: ids; entries after the end of a row are ignored.
+            lengths: number of tokens of each row; None for all.
+            stop: ids that end a row; they are not part of its text.
+            skip_special_tokens: remove special tokens from the text.
 
         Raises:
             InputError: not integers, not one row or a batch, lengths of another shape, or a negative id.
@@ -122,12 +122,12 @@ class TextTokenizer:
     def _decode_row(self, row: list[int], stop: tuple[int, ...], skip_special_tokens: bool) -> str:
         row = row[: next((place for place, token in enumerate(row) if token in stop), len(row))]
         if any(token < 0 for token in row):
-            raise InputError("a token id to decode is negative: give the lengths of the rows")
+            raise InputError("a token id is negative: give the lengths of the rows")
         return self.tokenizer.decode(row, skip_special_tokens=skip_special_tokens)
 
 
 def _special_names(folder: Path) -> dict[str, str]:
-    """`bos_token` and so on; transformers 4 writes some as objects with the text under `content`."""
+    """Special tokens by name, such as `bos_token`. transformers 4 writes some as objects with the field `content`."""
     found = {
         **(read_json(folder / "special_tokens_map.json") or {}),
         **(read_json(folder / "tokenizer_config.json") or {}),

@@ -1,4 +1,4 @@
-"""EVE (Diao et al. 2024, version 1): no encoder, a layer of patches before a Llama decoder."""
+"""EVE (Diao et al. 2024, version 1): a patch layer and a Llama decoder, without a vision tower."""
 
 from vlkv.families.eve.config import PUBLISHED, EveConfig
 from vlkv.families.eve.model import Eve

@@ -1,8 +1,8 @@
 """EVE-7B and EVE-7B-HD.
 
-The checkpoint only names its patch layer, and the file of that name was never published with it; its numbers stand
-here. The name gives the longest side of a picture; patches and windows are 14 and 2 in both (for HD an inference: no
-other window fits its 4096 positions).
+The checkpoint only names its patch layer, and the file with the settings of that layer was never published. So they
+are written here. The name contains the longer side of an image in pixels. Patches have 14 pixels and windows 2 patches
+per side in both models; for HD we conclude this from its 4096 positions, which no other window fits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class EveConfig(EveInputs):
 
     @classmethod
     def read(cls, raw: Raw) -> dict[str, Any]:
-        """The fields of the config; raises InputError for what we do not honour."""
+        """The fields of the config; raises InputError for unsupported values."""
         name = tower_folder(raw)
         if name not in _LONGEST:
             raise InputError(f"config.json: mm_vision_tower={raw['mm_vision_tower']!r} is not supported "
@@ -36,7 +36,7 @@ class EveConfig(EveInputs):
         if width % vision.heads:
             raise InputError(f"config.json: mm_hidden_size={width} must be a multiple of {vision.heads}")
         decoder = KINDS["llama"].read(raw)
-        # No token of the vocabulary stands for an image: the id behind the last does.
+        # The vocabulary has no image token, so the first id after it is used.
         return {"decoder": decoder, "vision": vision, "image_token": decoder.vocab_size}
 
 

@@ -1,8 +1,8 @@
-"""EVE's pictures: of one length on the longer side, on the shorter as near their shape as whole steps allow.
+"""EVE's images: all have the same longer side; the shorter side is rounded up to a step, so the shape is nearly kept.
 
-They are cut into windows; a class token stands before each picture, a token at the end of every row of windows. All of
-them are vision tokens. Windows lie on the grid by row and column; class and end-of-row tokens lie on none (-1), as they
-show no part of the picture.
+They are cut into windows. A class token precedes each image, and an end-of-line token follows every line of windows.
+All of these are vision tokens. Windows have a line and a column in the grid; class and end-of-line tokens have none
+(-1), because they show no part of the image.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from vlkv.processing.pixels import Layout, PixelSettings, to_pixels
 
 
 class EveInputs(VicunaInputs):
-    """Pictures of any shape, in windows."""
+    """Images of any shape, in windows."""
 
     whole_batch: ClassVar = {"pixels": ("vision",), "member": ("images", "vision")}
 
     def open_pictures(self, folder: Path, layout: Layout) -> EvePictures:
-        """The authors' code has no settings but the patch layer's."""
+        """The authors' code has no settings except those of the patch layer."""
         self.only_checkpoint(layout)
         settings = PixelSettings.from_hf({"do_resize": False, "do_center_crop": False}, str(folder))
         return EvePictures(vision=self.vision, settings=settings)
 
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
-        """From `pixel_values` [I, 4, S, S], whose last channel says by ones where on its square the picture lies."""
+        """From `pixel_values` [I, 4, S, S]: each image is part of a square, and its last channel is 1 in that part."""
         given = batch.get("pixel_values")
         windows = [] if given is None else [_windows(pixels, self.vision) for pixels in np.asarray(given, np.float32)]
         counts = [made.shape[0] * made.shape[1] for made in windows]
-        first = np.cumsum([0, *counts])  # window of each picture
+        first = np.cumsum([0, *counts])  # first window of each image
         made = [
             np.concatenate([[[OTHERS - i, 0, -1, -1]], entries(numbers.reshape(one.shape[:2]), 0, "line")])
             for i, (one, numbers) in enumerate(zip(windows, np.split(np.arange(first[-1]), first[1:-1]), strict=False))
         ]
-        # Rows of the flat embeddings: windows, the end of a row, class tokens.
+        # Order of the vision embeddings: windows, the end-of-line token, class tokens.
         space = round_up(int(first[-1]), buckets.vision)
         fields, _ = arrange_entries(tokens, valid, {self.image_token: made}, buckets, newline=space, others=space + 1)
         if windows:
@@ -57,9 +57,9 @@ class EveInputs(VicunaInputs):
             fields |= {"pixels": padded(pixels, space), "layout": {"member": member}}
         return Arranged(**fields)
 
-    def sample(self, pictures: int, room: int) -> tuple[dict[str, Any], int]:
-        """Pictures of 640 x 480."""
-        del room
+    def sample(self, pictures: int, max_tokens: int) -> tuple[dict[str, Any], int]:
+        """Images of 640 x 480."""
+        del max_tokens
         c = self.vision
         width, height = c.target(PICTURE[1], PICTURE[0])
         pixels = np.zeros((pictures, 4, c.longest, c.longest), np.float32)
@@ -69,13 +69,13 @@ class EveInputs(VicunaInputs):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvePictures(Pictures):
-    """Reads pictures as the authors' code does."""
+    """Reads images in the way of the authors' code."""
 
     vision: EvePatchesConfig
     settings: PixelSettings
 
     def image(self, image: PIL.Image.Image, images: int) -> Read:
-        """One picture, in the middle of a square, with a mask."""
+        """One image, in the middle of a square, with a mask."""
         c = self.vision
         width, height = c.target(image.width, image.height)
         step = c.longest // c.coarse

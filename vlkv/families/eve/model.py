@@ -1,8 +1,8 @@
-"""EVE: windows of all pictures in one list, and which picture each belongs to."""
+"""EVE: a patch layer instead of a tower. It takes the windows of all images as one list."""
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from vlkv.families.eve.patches import EvePatches
 from vlkv.families.family import VisionLanguageModel
@@ -10,18 +10,14 @@ from vlkv.inputs import Inputs
 
 
 class Eve(VisionLanguageModel):
-    """The patch layer stands in the place of a tower."""
+    """EVE's patch layer, a projector and a decoder."""
 
     tower = EvePatches
 
-    def see(self, inputs: Inputs, pixels: Array, blocks: tuple[int, ...]) -> tuple[Array, list[Array]]:
-        """Embeddings of windows and of the tokens around them.
+    def run_tower(self, inputs: Inputs, pixels: Array, blocks: tuple[int, ...]) -> tuple[Array, list[Array]]:
+        """Features of the windows and of the special tokens, and the class token's attention to the windows.
 
-        The patch layer has one block only: whichever is asked for, it is the class token's attention to the windows.
+        The patch layer has only one block, so every entry of `blocks` means that block.
         """
         features, attention = self.vision(pixels, inputs.layout["member"])
         return features, [attention[None] for _ in blocks]
-
-    def project(self, features: Float[Array, "R d"], inputs: Inputs) -> Float[Array, "R D"]:
-        """Each to the decoder's width."""
-        return self.projector(features)

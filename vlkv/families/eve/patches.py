@@ -1,7 +1,8 @@
 """EVE's patch layer (Diao et al. 2024, Sec. 3.1): patches, attention within each window, a class token per image.
 
-Axes: W windows of all images, flat · P patches of a window · I images · N heads · H head dim · D width. Quirks kept:
-logits are scaled by the whole width, not a head's; the class token reads what the windows have become.
+Axes: W windows of all images · P patches of a window · I images · N heads · H head dim · D width. Two details of the
+authors' code are kept: logits are scaled by the full width, not by the head dim; the class token attends to the windows
+after their own attention.
 """
 
 from __future__ import annotations
@@ -20,45 +21,45 @@ from vlkv.decoder.layers import Initializer, JoinHeads, LayerNorm, SplitHeads
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvePatchesConfig:
-    """The patch layer."""
+    """Settings of the patch layer."""
 
     width: int
-    longest: int  # pixels of a picture's longer side
+    longest: int  # pixels of the longer side of an image
     heads: int = 8
     patch_size: int = 14
     window: int = 2  # patches per side that become one token
-    coarse: int = 24  # steps in which the shorter side grows, to the longer one
+    coarse: int = 24  # the shorter side is a multiple of longest / coarse
     norm_eps: float = 1e-5
 
     @property
     def window_size(self) -> int:
-        """Pixels per side that become one token."""
+        """Pixels per side of a window, which becomes one token."""
         return self.patch_size * self.window
 
     def target(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height in pixels that a picture is resized to."""
-        # In the units of the teacher of its training (336 pixels, steps of 14), or rounding would differ.
+        """Width and height in pixels that an image is resized to."""
+        # Rounding is done at the size of EVE's teacher model (336 pixels, steps of 14), as in the authors' code.
         steps = math.ceil(336 * min(width, height) / max(width, height) / 14)
         short = steps * (self.longest // self.coarse)
         return (self.longest, short) if width > height else (short, self.longest)
 
     def tokens(self, width: int, height: int) -> int:
-        """Vision tokens of a picture of so many pixels, once resized."""
+        """Vision tokens of an image of `width` x `height` pixels, after resizing."""
         return 1 + height // self.window_size * (width // self.window_size + 1)
 
     @property
     def blocks(self) -> int:
-        """Layers of attention within windows."""
+        """Attention blocks within windows."""
         return 1
 
     def patches(self, shape: tuple[int, ...]) -> int:
-        """Patches that attend to one another, of pixels of this shape [W, 3, h, w]."""
+        """Patches that attend to one another. `shape` is that of the pixels, [W, 3, h, w]."""
         del shape
         return self.window**2
 
 
-class Reader(nnx.Module):
-    """Some queries read their own keys each, and get what they read on top of themselves."""
+class CrossAttention(nnx.Module):
+    """Cross-attention with a residual: each query attends to its own keys, and the result is added to the query."""
 
     def __init__(self, c: EvePatchesConfig, *, init: Initializer) -> None:
         head_dim = c.width // c.heads
@@ -71,7 +72,7 @@ class Reader(nnx.Module):
         self.scale = c.width**-0.5
 
     def windows(self, queries: Float[Array, "W D"], x: Float[Array, "W P D"]) -> Float[Array, "W D"]:
-        """Each window's query reads its patches."""
+        """Each query attends to the patches of its window."""
         q, h = self.query(self.query_norm(queries)), self.key_norm(x)
         logits = jnp.einsum("wnh,wpnh->wnp", q, self.key(h), preferred_element_type=jnp.float32) * self.scale
         weights = jax.nn.softmax(logits, axis=-1).astype(x.dtype)
@@ -80,38 +81,38 @@ class Reader(nnx.Module):
     def images(
         self, query: Float[Array, " D"], x: Float[Array, "W D"], member: Bool[Array, "I W"]
     ) -> tuple[Float[Array, "I D"], Float[Array, "I N W"]]:
-        """The one query reads the windows of each image; and how much it reads of each."""
+        """The query attends to the windows of each image (`member`). Returns its output and the attention weights."""
         q, h = self.query(self.query_norm(query)), self.key_norm(x)
         logits = jnp.einsum("nh,wnh->nw", q, self.key(h), preferred_element_type=jnp.float32) * self.scale
-        # An image that is padding has no windows; what it reads is not used.
+        # Padding images have no windows; their output is not used.
         logits = jnp.where(member[:, None], logits, jnp.finfo(jnp.float32).min)  # [I, N, W]
         weights = jax.nn.softmax(logits, axis=-1).astype(x.dtype)
         return query + self.out(jnp.einsum("inw,wnh->inh", weights, self.value(h))), weights
 
 
 class EvePatches(nnx.Module):
-    """Windows of pixels to vectors, and those of the tokens between and before them."""
+    """Embeds windows of pixels, and makes the embeddings of the end-of-line token and the class tokens."""
 
     def __init__(self, c: EvePatchesConfig, *, init: Initializer) -> None:
         self.config = c
         self.patch = init.normal(c.width, 3, c.patch_size, c.patch_size, scale=(3 * c.patch_size**2) ** -0.5)
         self.class_token = init.normal(c.width, scale=c.width**-0.5)
         self.split_token = init.normal(c.width, scale=c.width**-0.5)
-        self.within = Reader(c, init=init)
-        self.whole = Reader(c, init=init)
+        self.within = CrossAttention(c, init=init)
+        self.whole = CrossAttention(c, init=init)
 
     def __call__(
         self, pixels: Float[Array, "W 3 h w"], member: Bool[Array, "I W"]
     ) -> tuple[Float[Array, "V D"], Float[Array, "N V"]]:
-        """All windows, then the token that ends every row, then each image's class token: V = W + 1 + I.
+        """Embeddings of all windows, of the end-of-line token and of each image's class token: V = W + 1 + I.
 
-        And the attention that each window receives from the class token of its image; zeros for the other tokens.
+        Also returns the attention that each window receives from its image's class token; zeros for other tokens.
         """
         size = self.config.patch_size
         patches = rearrange(pixels, "w c (y a) (x b) -> w (y x) c a b", a=size, b=size)
         x = jnp.einsum("wpcab,dcab->wpd", patches, self.patch[...])
         windows = self.within.windows(jnp.mean(x, axis=1), x)
         classes, weights = self.whole.images(self.class_token[...], windows, member)
-        given = jnp.sum(jnp.where(member[:, None], weights, 0.0), axis=0, dtype=jnp.float32)
-        made = jnp.concatenate([windows, self.split_token[...][None], classes])
-        return made, jnp.pad(given, [(0, 0), (0, 1 + len(classes))])
+        attention = jnp.sum(jnp.where(member[:, None], weights, 0.0), axis=0, dtype=jnp.float32)
+        embeddings = jnp.concatenate([windows, self.split_token[...][None], classes])
+        return embeddings, jnp.pad(attention, [(0, 0), (0, 1 + len(classes))])

@@ -1,4 +1,4 @@
-"""EVE's tensors: decoder, patch layer, projector. What served its training alone is unused."""
+"""Tensor names of EVE: decoder, patch layer, projector."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from checkpoints_convert.entry import Fused, Name, Names
 from vlkv.config import ModelConfig
 from vlkv.families.text.weights import below, decoder
 
-_READER: dict[str, Name] = {
+_ATTENTION: dict[str, Name] = {
     "query_norm": "q.0", "query": "q.1", "key_norm": "kv.0", "out": "proj",
     **{name: Fused("kv.1", ("key", "value")) for name in ("key", "value")},
 }  # fmt: skip
 _PATCHES: dict[str, Name] = {
     "patch": "patch_embedding.weight", "class_token": "class_embedding", "split_token": "split_embedding",
-    **below("within.", "local_attention.", _READER), **below("whole.", "global_attention.", _READER),
+    **below("within.", "local_attention.", _ATTENTION), **below("whole.", "global_attention.", _ATTENTION),
 }  # fmt: skip
 _PROJECTOR: dict[str, Name] = {"projector.first": "model.mm_projector.0", "projector.second": "model.mm_projector.2"}
 
 
 def names(config: ModelConfig) -> Names:
-    """All tensors; the teacher of its training, and what compared the decoder with it, are unused."""
+    """All tensors. Those used only in training are unused: the teacher model, and the module that compares with it."""
     return Names(
         ours=decoder(config, "model.") | below("vision.", "model.vision_tower.", _PATCHES) | _PROJECTOR,
         unused=r"^model\.(?:vision_clip|vision_tower_compressor)\.",

@@ -1,4 +1,4 @@
-"""InternVL (Chen et al. 2024): InternViT over tiles, a pixel shuffle, a two-layer projector, any decoder."""
+"""InternVL (Chen et al. 2024): an InternViT tower over tiles, pixel shuffle, a two-layer projector, any decoder."""
 
 from vlkv.families.family import Family
 from vlkv.families.internvl.config import PUBLISHED, InternVlConfig
@@ -7,5 +7,5 @@ from vlkv.families.internvl.original import PUBLISHED_ORIGINAL, InternVlChatConf
 from vlkv.families.internvl.weights import names, original_names
 
 FAMILY = Family(config=InternVlConfig, model=InternVl, names=names, published=PUBLISHED)
-# InternVL-Chat-V1.5, InternVL2 and InternVL2.5 as their authors publish them (`internvl_chat`).
+# InternVL-Chat-V1.5, InternVL2 and InternVL2.5 in their authors' form (`internvl_chat`).
 ORIGINAL = Family(config=InternVlChatConfig, model=InternVl, names=original_names, published=PUBLISHED_ORIGINAL)

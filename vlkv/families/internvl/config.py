@@ -1,11 +1,11 @@
-"""InternVL2.5 and 3 in transformers' form."""
+"""InternVL2.5 and InternVL3 in transformers' form."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any, ClassVar
 
-from vlkv.config import Raw, filled, honour, require
+from vlkv.config import Raw, filled, require, require_all
 from vlkv.errors import InputError
 from vlkv.families.internvl.conversations import Conversation
 from vlkv.families.internvl.inputs import InternVlInputs
@@ -36,15 +36,15 @@ class InternVitConfig(VitConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InternVlWiring:
-    """What lies between tower and decoder, and what else is InternVL's own.
+    """InternVL's own settings.
 
     Attributes:
         merge: patches per side that become one vision token.
         tokens: vision tokens of a tile.
-        min_tiles: a picture becomes at least so many tiles, the thumbnail not counted.
-        max_tiles: and at most so many.
-        thumbnail: whether the whole picture follows its tiles, once more, where they are several.
-        conversation: how prompts are written; None: the checkpoint has a chat template.
+        min_tiles: least number of tiles of an image, without the thumbnail.
+        max_tiles: greatest number of tiles of an image, without the thumbnail.
+        thumbnail: whether an image that is cut into several tiles is followed by a thumbnail of the whole.
+        conversation: the prompt format; None: the checkpoint has a chat template.
     """
 
     merge: int
@@ -56,10 +56,10 @@ class InternVlWiring:
 
     @classmethod
     def of(cls, raw: Raw, vision: VitConfig, **settings: Any) -> InternVlWiring:
-        """Reads `downsample_ratio`; InputError unless so many patches tile the grid."""
+        """Reads `downsample_ratio`; InputError unless its inverse divides the patches per side."""
         ratio = raw.get("downsample_ratio", 0.5)
         if not isinstance(ratio, int | float) or not 0 < ratio <= 1 or (1 / ratio) % 1 or vision.grid % int(1 / ratio):
-            raise InputError(f"config.json: downsample_ratio={ratio!r} must be one over a divisor of the "
+            raise InputError(f"config.json: downsample_ratio={ratio!r} must be 1/n, where n divides the "
                              f"{vision.grid} patches per side")  # fmt: skip
         return cls(merge=int(1 / ratio), tokens=(vision.grid // int(1 / ratio)) ** 2, **settings)
 
@@ -69,14 +69,14 @@ class InternVlConfig(InternVlInputs):
 
     @classmethod
     def read(cls, raw: Raw) -> dict[str, Any]:
-        """The fields of the config; raises InputError for what we do not honour."""
-        honour(raw, {"projector_hidden_act": "gelu", "vision_feature_select_strategy": "default"})
+        """The fields of the config; raises InputError for unsupported values."""
+        require_all(raw, {"projector_hidden_act": "gelu", "vision_feature_select_strategy": "default"})
         tower = raw.get("vision_config") or {}
-        honour(tower, {"use_mean_pooling": True, "use_absolute_position_embeddings": True}, "vision_config.")
+        require_all(tower, {"use_mean_pooling": True, "use_absolute_position_embeddings": True}, "vision_config.")
         c = filled(tower, InternVitConfig.defaults)
         vision = InternVitConfig.from_hf(
             tower, raw.get("vision_feature_layer", -1), norm=c["norm_type"], qkv_bias=bool(c["attention_bias"]),
-            # transformers leaves these norms at the default epsilon, whatever layer_norm_eps says
+            # transformers always uses the default epsilon for these norms and ignores layer_norm_eps
             qk_norm_eps=1e-6 if c["use_qk_norm"] else None,
         )  # fmt: skip
         return {
@@ -88,7 +88,7 @@ class InternVlConfig(InternVlInputs):
 
 
 def _internvl3(text: dict[str, Any]) -> dict[str, Any]:
-    """OpenGVLab/InternVL3-*-hf: the tower with 300M under transformers' names."""
+    """OpenGVLab/InternVL3-*-hf, with the 300M tower."""
     vision = InternVitConfig.defaults | dict(image_size=[448, 448], patch_size=[14, 14], attention_bias=True)
     text = text | dict(vocab_size=151674, rope_scaling=dict(rope_type="dynamic", factor=2.0), sliding_window=None,
                        tie_word_embeddings=False)  # fmt: skip

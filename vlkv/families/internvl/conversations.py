@@ -1,7 +1,7 @@
-"""How the original InternVL checkpoints write a conversation: data that they ship as Python code, not as a template.
+"""Prompt formats of the original InternVL checkpoints, which ship them as Python code and not as a chat template.
 
 Source: `internvl_chat/internvl/conversation.py` of the authors' repository. One known difference: InternVL-Chat-V1.5
-shipped InternLM's own system message under the name `internlm2-chat`; here it gets InternVL2's, as in that repository.
+was published with InternLM's system message under the name `internlm2-chat`; that repository, and we, use InternVL2's.
 """
 # ruff: noqa: RUF001 (the system messages are Chinese)
 
@@ -19,9 +19,9 @@ _INTERNVL2_5 = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """What opens each turn, and what ends it."""
+    """The text that opens each turn, and the text that ends it."""
 
-    system: str  # the whole system turn, but for the separator
+    system: str  # the whole system turn, without the separator
     user: str
     assistant: str
     separator: str

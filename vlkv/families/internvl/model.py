@@ -1,10 +1,11 @@
-"""InternVL: a pixel shuffle between tower and projector."""
+"""InternVL: pixel shuffle between tower and projector."""
 
 from __future__ import annotations
 
 from einops import rearrange, reduce
 from flax import nnx
 from jaxtyping import Array, Float
+from typing_extensions import override
 
 from vlkv.config import ModelConfig
 from vlkv.decoder.layers import Initializer, LayerNorm, Mlp
@@ -21,26 +22,26 @@ class InternVlProjector(Mlp):
         super().__init__(width_in, width_out, width_out, init=init)
 
     def __call__(self, x: Float[Array, "*batch i"]) -> Float[Array, "*batch D"]:
-        """Merged patches to the decoder's width."""
+        """Projects merged patches to the decoder's width."""
         return super().__call__(self.norm(x))
 
 
 class InternVl(VisionLanguageModel):
-    """A token is merge x merge patches side by side, and gets all that was given to them."""
+    """Each vision token is merge x merge neighbouring patches, so its attention is the sum over them."""
 
     tower = Vit
 
+    @override
     def make_projector(self, config: ModelConfig, *, init: Initializer) -> nnx.Module:
-        """With a norm before it."""
         return InternVlProjector(config.vision.width * config.wiring.merge**2, config.decoder.width, init=init)
 
+    @override
     def project(self, features: Float[Array, "I V d"], inputs: Inputs) -> Float[Array, "R D"]:
-        """Patches of a token joined, then projected."""
         del inputs
         return self.projector(rearrange(features, "i (y a x b) d -> (i y x) (a b d)", **self._sides))
 
+    @override
     def pool(self, attention: Float[Array, "I V C"], inputs: Inputs) -> Float[Array, "R C"]:
-        """Sums over the patches of a token."""
         del inputs
         return reduce(attention, "i (y a x b) c -> (i y x) c", "sum", **self._sides)
 

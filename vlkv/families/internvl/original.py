@@ -1,6 +1,6 @@
-"""InternVL-Chat-V1.5, InternVL2 and InternVL2.5 as their authors published them (`internvl_chat`).
+"""InternVL-Chat-V1.5, InternVL2 and InternVL2.5 in their authors' form (`internvl_chat`).
 
-`config.json` names neither the image token nor the token that ends an answer: both are looked up by their spelling
+`config.json` contains neither the id of the image token nor that of the stop token. Both are looked up by their text
 among the tokenizer's added tokens.
 """
 
@@ -20,7 +20,7 @@ from vlkv.processing.templates import ChatTemplate
 
 
 class _ChatVitConfig(InternVitConfig):
-    """The defaults of the authors' class."""
+    """InternViT with the defaults of the authors' class."""
 
     defaults: ClassVar = dict(
         model_type="intern_vit_6b", hidden_size=3200, intermediate_size=12800, num_hidden_layers=48,
@@ -34,8 +34,8 @@ class InternVlChatConfig(InternVlInputs):
 
     @classmethod
     def read(cls, raw: Raw) -> dict[str, Any]:
-        """The fields of the config; raises InputError for what we do not honour."""
-        # An older pixel shuffle, and weights that are not merged yet.
+        """The fields of the config; raises InputError for unsupported values."""
+        # Not supported: an older pixel shuffle, and LoRA weights that are not merged.
         require("ps_version", raw.get("ps_version", "v1"), "v2")
         for field in ("use_backbone_lora", "use_llm_lora", "pad2square"):
             require(field, int(raw.get(field, 0)), 0)
@@ -63,7 +63,7 @@ class InternVlChatConfig(InternVlInputs):
         }  # fmt: skip
 
     def template(self, folder: Path) -> ChatTemplate:
-        """The conversation of the config, as a chat template."""
+        """The config's conversation as a chat template."""
         del folder
         c = self.wiring.conversation
         opening = {"user": c.user, "assistant": c.assistant}
@@ -76,7 +76,7 @@ class InternVlChatConfig(InternVlInputs):
         return ChatTemplate.from_text(text, "config.json: template")
 
     def settings(self, folder: Path) -> tuple[dict[str, Any], str]:
-        """No file has them; ImageNet's mean and deviation."""
+        """The authors' constants (ImageNet's mean and deviation), because no file contains them."""
         size = {"height": self.vision.image_size, "width": self.vision.image_size}
         tiles = dict(min_patches=self.wiring.min_tiles, max_patches=self.wiring.max_tiles)
         own = dict(image_processor_type=KIND, size=size, image_mean=(0.485, 0.456, 0.406),
@@ -87,8 +87,8 @@ class InternVlChatConfig(InternVlInputs):
 def _id(raw: Raw, token: str) -> int:
     added = raw.get("added_tokens") or {}
     if token not in added:
-        raise InputError(f"config.json does not say which id {token} has, and neither tokenizer.json, "
-                         "tokenizer_config.json nor added_tokens.json does; copy them from the checkpoint")  # fmt: skip
+        raise InputError(f"the id of {token} is not in tokenizer.json, tokenizer_config.json or added_tokens.json; "
+                         "copy them from the checkpoint")  # fmt: skip
     return added[token]
 
 
@@ -104,7 +104,7 @@ _2B = internlm2(hidden_size=2048, intermediate_size=8192, num_hidden_layers=24, 
                 vocab_size=92553)  # fmt: skip
 _20B = internlm2(3.0, hidden_size=6144, intermediate_size=16384, num_hidden_layers=48, num_attention_heads=48,
                  vocab_size=92553)  # fmt: skip
-# What the config leaves to the tokenizer.
+# Added tokens, which only the tokenizer contains.
 _INTERNLM2_ADDED = {"<|im_end|>": 92542, TOKEN: 92546}
 
 

@@ -1,4 +1,4 @@
-"""InternVL's tensors: decoder, InternViT tower, projector, under transformers' names and under the authors'."""
+"""Tensor names of InternVL: decoder, InternViT tower and projector, in transformers' and in the authors' form."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ORIGINAL_TOWER: dict[str, Name] = {
 
 
 def names(config: ModelConfig) -> Names:
-    """All tensors; unused are the tower's layers behind the feature layer and the token that masks patches."""
+    """All tensors. The tower's layers after the feature layer and its mask token are unused."""
     c = config.vision
     position: Name = Shaped("embeddings.position_embeddings", (1, c.positions, -1))
     tower = below("vision.", "model.vision_tower.", {**_TOWER, "position.weight": position})
@@ -44,7 +44,7 @@ def names(config: ModelConfig) -> Names:
 
 
 def original_names(config: ModelConfig) -> Names:
-    """The same under the authors' names, with fused queries, keys and values."""
+    """All tensors in the authors' form, where queries, keys and values are fused."""
     c = config.vision
     position: Name = Shaped("embeddings.position_embedding", (1, c.positions, -1))
     tower = below("vision.", "vision_model.", {**_ORIGINAL_TOWER, "position.weight": position})

@@ -14,5 +14,5 @@ class Llava(VisionLanguageModel):
 
 
 FAMILY = Family(config=LlavaConfig, model=Llava, names=names, published=PUBLISHED)
-# As its authors publish it.
+# In its authors' form.
 ORIGINAL = Family(config=LlavaOriginalConfig, model=Llava, names=original_names, complete=complete, claims=claims)

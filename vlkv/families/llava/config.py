@@ -4,32 +4,41 @@ from __future__ import annotations
 
 from typing import Any
 
-from vlkv.config import Raw, honour
-from vlkv.families.llava.inputs import LlavaInputs
+from vlkv.config import Raw, require_all
 from vlkv.families.text.config import VICUNA_13B, read_decoder
+from vlkv.processing.arranging import SquareInputs
+from vlkv.processing.pixels import KINDS
 from vlkv.towers.vit import ClipConfig
 
 CLIP_LARGE = dict(model_type="clip_vision_model", hidden_size=1024, intermediate_size=4096, num_hidden_layers=24,
                   num_attention_heads=16, image_size=336, patch_size=14)  # fmt: skip
+_WHOLE = dict(size={"height": 384, "width": 384}, do_center_crop=False)
+# Image processors of all LLaVA families in transformers.
+LLAVA_KINDS: dict[str, dict[str, Any]] = KINDS | {
+    "LlavaImageProcessor": {"padding": "square"}, "LlavaNextImageProcessor": {}, "LlavaNextVideoImageProcessor": {},
+    "LlavaNextVideoVideoProcessor": {}, "LlavaOnevisionImageProcessor": _WHOLE, "LlavaOnevisionVideoProcessor": _WHOLE,
+}  # fmt: skip
 
 
-class LlavaConfig(LlavaInputs):
-    """A CLIP tower and any decoder."""
+class LlavaConfig(SquareInputs):
+    """A CLIP tower and any decoder. Every image becomes one square of patches."""
+
+    kinds = LLAVA_KINDS
 
     @classmethod
     def read(cls, raw: Raw) -> dict[str, Any]:
-        """The fields of the config; raises InputError for what we do not honour."""
-        honour(raw, {"projector_hidden_act": "gelu"})
+        """The fields of the config; raises InputError for unsupported values."""
+        require_all(raw, {"projector_hidden_act": "gelu"})
         return {
             "decoder": read_decoder(raw),
-            "vision": ClipConfig.beside(raw),
+            "vision": ClipConfig.from_config_json(raw),
             "image_token": raw.get("image_token_index", raw.get("image_token_id", 32000)),
             "projector_bias": raw.get("multimodal_projector_bias", True),
         }
 
 
 def llava(**text: Any) -> dict[str, Any]:
-    """llava-1.5-*-hf; what `text_config` leaves out is Llama's default, 7B."""
+    """llava-1.5-*-hf. Fields that `text_config` leaves out have Llama's defaults, which are those of 7B."""
     text = dict(model_type="llama", max_position_embeddings=4096, rms_norm_eps=1e-5, vocab_size=32064) | text
     return dict(model_type="llava", image_token_index=32000, projector_hidden_act="gelu", tie_word_embeddings=False,
                 vision_feature_layer=-2, vision_feature_select_strategy="default", text_config=text,

@@ -1,8 +1,8 @@
-"""LLaVA-1.5 as its authors publish it (`liuhaotian/llava-v1.5-*`): a decoder's config that only names its tower.
+"""LLaVA-1.5 in its authors' form (`liuhaotian/llava-v1.5-*`): `config.json` is the decoder's and only names the tower.
 
-The vocabulary has no token for an image: the id behind the last one stands for it. The tower's own image processor
-reads pictures, behind a padding to a square where the config says so, and prompts are Vicuna's conversation; the
-checkpoints carry neither as a file. MobileVLM-V2 is published in the same form.
+The vocabulary has no image token, so the first id after it is used. Images are padded to a square if the config asks
+for it, then processed by the tower's image processor. Prompts have Vicuna's format. The checkpoints contain neither the
+processor's settings nor a chat template. MobileVLM-V2 is published in the same form.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from checkpoints_convert.entry import Names
-from vlkv.config import ModelConfig, Raw, honour, require
+from vlkv.config import ModelConfig, Raw, require, require_all
 from vlkv.errors import InputError
-from vlkv.families.llava.config import CLIP_LARGE
-from vlkv.families.llava.inputs import LlavaInputs
+from vlkv.families.llava.config import CLIP_LARGE, LLAVA_KINDS
 from vlkv.families.llava.weights import names
 from vlkv.families.text.config import KINDS
+from vlkv.processing.arranging import SquareInputs
 from vlkv.processing.pictures import Pictures
 from vlkv.processing.pixels import Layout, PixelSettings, read_settings
 from vlkv.processing.templates import ChatTemplate
 from vlkv.towers.vit import ClipConfig
 
-# The towers that the published models name.
+# Towers of the published models, by name.
 _TOWERS = {
     "clip-vit-large-patch14": {**CLIP_LARGE, "image_size": 224},
     "clip-vit-large-patch14-336": CLIP_LARGE,
@@ -45,11 +47,11 @@ _VICUNA = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OriginalConfig:
-    """What the tower's config does not say.
+    """The family's own settings.
 
     Attributes:
-        tower: name of the tower's own folder, inside the checkpoint's.
-        pad: pictures are padded to a square.
+        tower: name of the folder of the tower inside the checkpoint's folder.
+        pad: whether images are padded to a square.
         side: vision tokens per side of an image.
     """
 
@@ -58,11 +60,13 @@ class OriginalConfig:
     side: int
 
 
-class VicunaInputs(LlavaInputs):
-    """Vicuna's conversation, version 1.1, where the folder has no template."""
+class VicunaInputs(SquareInputs):
+    """Prompts in Vicuna's format, version 1.1, unless the folder has a chat template."""
 
+    kinds = LLAVA_KINDS
+
+    @override
     def template(self, folder: Path) -> ChatTemplate | None:
-        """How a conversation is written."""
         return super().template(folder) or ChatTemplate.from_text(_VICUNA, "Vicuna's conversation")
 
 
@@ -72,16 +76,16 @@ class LlavaOriginalConfig(VicunaInputs):
     projector: ClassVar[str] = "mlp2x_gelu"
 
     @property
+    @override
     def side(self) -> int:
-        """Tokens per side."""
         return self.wiring.side
 
     @classmethod
     def read(cls, raw: Raw) -> dict[str, Any]:
-        """The fields of the config; raises InputError for what we do not honour."""
+        """The fields of the config; raises InputError for unsupported values."""
         folder = tower_folder(raw)
         require("mm_projector_type", raw.get("mm_projector_type", "linear"), cls.projector)
-        honour(raw, {"vision_tower_type": "clip", "mm_patch_merge_type": "flat"})
+        require_all(raw, {"vision_tower_type": "clip", "mm_patch_merge_type": "flat"})
         for field in ("mm_use_im_start_end", "s2"):
             require(field, bool(raw.get(field, False)), False)
         aspect = raw.get("image_aspect_ratio") or "square"
@@ -100,12 +104,12 @@ class LlavaOriginalConfig(VicunaInputs):
 
     @classmethod
     def tokens_per_side(cls, raw: Raw, grid: int) -> int:
-        """Tokens per side, of so many patches."""
+        """Vision tokens per side of an image of `grid` patches per side."""
         del raw
         return grid
 
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
-        """The settings of the folder, else of the tower's folder in it, else CLIP's own at the tower's size."""
+        """Uses the folder's settings, else those of the tower's folder, else CLIP's defaults at the tower's size."""
         layout, side = "pad" if self.wiring.pad else layout, self.vision.image_size
         for place in (folder, folder / self.wiring.tower):
             if any((place / name).is_file() for name in _SETTINGS):
@@ -114,27 +118,27 @@ class LlavaOriginalConfig(VicunaInputs):
 
 
 def claims(raw: Raw) -> bool:
-    """Early checkpoints say `llava`, which transformers took for its own form of the model."""
+    """Whether the config is in the authors' form. Early ones have the `model_type` of transformers' form, `llava`."""
     return raw.get("model_type") == "llava" and "mm_vision_tower" in raw and not claims_video(raw)
 
 
 def claims_video(raw: Raw) -> bool:
-    """LLaVA-Video and OneVision say so too, and what class reads them."""
+    """Whether the config is that of LLaVA-Video or OneVision; its `model_type` may be `llava` too."""
     return "LlavaQwenForCausalLM" in (raw.get("architectures") or ())
 
 
 def complete(raw: Raw, read_beside: Callable[[str], Raw | None]) -> dict[str, Any]:
-    """A `config.json` with its tower's config in it, where the folder has that."""
+    """Adds the tower's config to `config.json` if the folder contains it."""
     tower = read_beside(f"{tower_folder(raw)}/config.json")
     return {**raw, **({} if tower is None else {"vision_config": tower.get("vision_config", tower)})}
 
 
 def tower_folder(raw: Raw) -> str:
-    """Last part of the tower's name: its folder inside the checkpoint's, whatever its path was when it was trained."""
+    """Name of the tower's folder: the last part of `mm_vision_tower`, which may be a path of the authors' machine."""
     name = raw.get("mm_vision_tower")
     last = name.rstrip("/").rsplit("/", 1)[-1] if isinstance(name, str) else ""
     if last in ("", ".", ".."):
-        raise InputError(f"config.json: mm_vision_tower={name!r} names no tower")
+        raise InputError(f"config.json: mm_vision_tower={name!r} is not the name of a tower")
     return last
 
 
@@ -143,16 +147,16 @@ def _read_tower(raw: Raw, folder: str) -> ClipConfig:
     if vision is None:
         raise InputError(
             f"config.json: mm_vision_tower={raw['mm_vision_tower']!r} is not known (known: {', '.join(_TOWERS)}): "
-            f"put its config.json into a folder {folder} inside the checkpoint's"
+            f"put its config.json into a folder {folder} inside the checkpoint's folder"
         )
     selected = raw.get("mm_vision_select_feature", "patch")
     require("mm_vision_select_feature", selected, *_SELECTED)
     layer = raw.get("mm_vision_select_layer", -2)
-    return ClipConfig.beside({"vision_config": vision, "vision_feature_layer": layer,
+    return ClipConfig.from_config_json({"vision_config": vision, "vision_feature_layer": layer,
                               "vision_feature_select_strategy": _SELECTED[selected]})  # fmt: skip
 
 
-# What the authors' code calls a part of a LLaVA, and what transformers calls it.
+# From the authors' tensor names to those of transformers.
 ORIGINAL_RENAMES = (
     (r"^model\.(embed_tokens|layers|norm)\.", r"model.language_model.\1."),
     (r"^model\.vision_tower\.vision_tower\.", _TOWER),
@@ -162,6 +166,6 @@ ORIGINAL_RENAMES = (
 
 
 def original_names(config: ModelConfig) -> Names:
-    """Of a LLaVA under the authors' names, whose tower may be in a folder of its own."""
+    """All tensors in the authors' form. The tower may be in a separate folder."""
     made = names(config)
     return dataclasses.replace(made, renames=(*ORIGINAL_RENAMES, *made.renames), tower=(config.wiring.tower, _TOWER))

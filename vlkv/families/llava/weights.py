@@ -1,4 +1,4 @@
-"""LLaVA-1.5's tensors, under transformers' names: decoder, CLIP tower, projector."""
+"""Tensor names of LLaVA-1.5 in transformers' form: decoder, CLIP tower, projector."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from checkpoints_convert.entry import Name, Names
 from vlkv.config import ModelConfig
 from vlkv.families.text.weights import TRANSFORMERS_4, below, decoder
 
-RENAMES = (*TRANSFORMERS_4, (r"^model\.vision_tower\.vision_model\.", "model.vision_tower."))
-UNUSED = r"^model\.vision_tower\.(?:post_layernorm\.|head\.|encoder\.layers\.(\d+)\.)"
-# CLIP and SigLIP, which has fewer of them.
+_RENAMES = (*TRANSFORMERS_4, (r"^model\.vision_tower\.vision_model\.", "model.vision_tower."))
+_UNUSED = r"^model\.vision_tower\.(?:post_layernorm\.|head\.|encoder\.layers\.(\d+)\.)"
+# Names of CLIP; SigLIP has a part of them.
 _TOWER: dict[str, Name] = {
     "patch": "embeddings.patch_embedding.weight", "patch_bias": "embeddings.patch_embedding.bias",
     "class_token": "embeddings.class_embedding", "position": "embeddings.position_embedding",
@@ -21,16 +21,9 @@ _TOWER: dict[str, Name] = {
 _PROJECTOR: dict[str, Name] = {"first": "linear_1", "second": "linear_2"}
 
 
-def ours(config: ModelConfig) -> dict[str, Name]:
-    """Names of everything that all LLaVAs have."""
-    tower = below("vision.", "model.vision_tower.", _TOWER)
-    return (
-        decoder(config, "model.language_model.")
-        | tower
-        | below("projector.", "model.multi_modal_projector.", _PROJECTOR)
-    )
-
-
 def names(config: ModelConfig) -> Names:
-    """All tensors, and those behind the feature layer, which are not needed."""
-    return Names(ours=ours(config), renames=RENAMES, unused=UNUSED, blocks=config.vision.blocks)
+    """All tensors. The tower's layers after the feature layer are unused."""
+    vision = below("vision.", "model.vision_tower.", _TOWER)
+    projector = below("projector.", "model.multi_modal_projector.", _PROJECTOR)
+    ours = decoder(config, "model.language_model.") | vision | projector
+    return Names(ours=ours, renames=_RENAMES, unused=_UNUSED, blocks=config.vision.blocks)

@@ -17,6 +17,6 @@ from vlkv.families.llava_next.weights import names, original_names
 FAMILY = Family(config=LlavaNextConfig, model=LlavaNext, names=names, published=PUBLISHED)
 VIDEO = Family(config=LlavaNextVideoConfig, model=LlavaNext, names=names, published=PUBLISHED_VIDEO)
 ONEVISION = Family(config=LlavaOnevisionConfig, model=LlavaNext, names=names, published=PUBLISHED_ONEVISION)
-# LLaVA-Video and OneVision as their authors publish them.
+# LLaVA-Video and OneVision in their authors' form.
 ORIGINAL = Family(config=LlavaVideoConfig, model=LlavaNext, names=original_names, published=PUBLISHED_ORIGINAL,
                   claims=claims_video)  # fmt: skip

@@ -1,6 +1,6 @@
-"""The geometry of pictures that are cut into tiles: which resolution, which patches are padding, what is resized.
+"""Geometry of images that are cut into tiles: choice of the resolution, removal of padding, resizing of patches.
 
-Host side, numpy. Sizes are (height, width), in pixels or patches.
+Host code in numpy. Sizes are (height, width), in pixels or patches.
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ from jaxtyping import Float, Int
 
 
 def best_resolution(size: tuple[int, int], choices: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Of the choices the one that shows most of the picture's own pixels, then the one that wastes least.
+    """The choice that shows most pixels of the image; among equals, the one with least padding, then the first one.
 
-    Liu et al. 2024, LLaVA-NeXT; ties go to the earlier.
+    Source: LLaVA-NeXT (Liu et al. 2024).
     """
-    own = size[0] * size[1]
 
     def merit(choice: tuple[int, int]) -> tuple[int, int]:
         scale = min(choice[1] / size[1], choice[0] / size[0])
-        shown = min(int(size[1] * scale) * int(size[0] * scale), own)
+        shown = min(int(size[1] * scale) * int(size[0] * scale), size[0] * size[1])
         return shown, shown - choice[0] * choice[1]
 
     return max(choices, key=merit)
 
 
 def fitted(size: tuple[int, int], target: tuple[int, int]) -> tuple[int, int]:
-    """The picture's size once it is resized, its aspect ratio kept, to fit into the target; rounded up."""
+    """The size of the image after resizing it, with its aspect ratio, to fit into `target`; rounded up."""
     by_height, by_width = target[0] / size[0], target[1] / size[1]
     if by_width < by_height:
         return min(int(np.ceil(size[0] * by_width)), target[0]), target[1]
@@ -37,12 +36,12 @@ def fitted(size: tuple[int, int], target: tuple[int, int]) -> tuple[int, int]:
 def without_padding(
     field: Int[np.ndarray, "lines columns"], size: tuple[int, int], *, rounded: bool
 ) -> Int[np.ndarray, "h w"]:
-    """The patches that show the picture: what was padded is cut off, the same number on both sides.
+    """Cuts off the patches that show only padding, the same number on both sides.
 
     Args:
-        field: patches of the padded picture.
-        size: of the picture, in pixels.
-        rounded: round to 7 digits first, so that 24 minus a rounding error is 24.
+        field: patches of the padded image.
+        size: of the image without padding, in pixels.
+        rounded: round the result to 7 digits before truncating it, so that 23.9999999 counts as 24.
     """
     lines, columns = field.shape
     wide = size[1] / size[0] > columns / lines
@@ -54,7 +53,7 @@ def without_padding(
 def bilinear(
     field: Int[np.ndarray, "lines columns"], size: tuple[int, int]
 ) -> tuple[Int[np.ndarray, "h w 4"], Float[np.ndarray, "h w 4"]]:
-    """The four patches that each patch of the resized field is made of, and their weights (torch's `bilinear`)."""
+    """Bilinear resizing (torch's): the four source patches of each patch, and their weights."""
     top, bottom, down = _neighbours(field.shape[0], size[0])
     left, right, across = _neighbours(field.shape[1], size[1])
     taps = [field[np.ix_(y, x)] for y in (top, bottom) for x in (left, right)]
@@ -65,7 +64,7 @@ def bilinear(
 def means(
     field: Int[np.ndarray, "lines columns"], stride: int
 ) -> tuple[Int[np.ndarray, "h w taps"], Float[np.ndarray, "h w taps"]]:
-    """The patches of each square and their equal weights; what fills no square is left out."""
+    """Mean pooling: the source patches of each stride x stride square, and their weights; incomplete squares drop."""
     lines, columns = (side // stride for side in field.shape)
     squares = field[: lines * stride, : columns * stride].reshape(lines, stride, columns, stride)
     taps = squares.transpose(0, 2, 1, 3).reshape(lines, columns, stride**2)
@@ -73,7 +72,7 @@ def means(
 
 
 def _neighbours(size: int, target: int) -> tuple[Int[np.ndarray, " t"], Int[np.ndarray, " t"], Float[np.ndarray, " t"]]:
-    """Of each place on the resized axis: the places before and after it, and the weight of the latter."""
+    """For each point of the resized axis: the source points before and after it, and the weight of the latter."""
     place = np.maximum((np.arange(target) + 0.5) * (size / target) - 0.5, 0)
     before = np.minimum(place.astype(int), size - 1)
     return before, np.minimum(before + 1, size - 1), place - before

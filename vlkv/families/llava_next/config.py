@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
-from vlkv.config import Raw, honour, positive
+from typing_extensions import override
+
+from vlkv.config import Raw, positive, require_all
 from vlkv.errors import InputError
 from vlkv.families.llava.config import CLIP_LARGE, llava
 from vlkv.families.llava_next.inputs import LlavaNextInputs
@@ -16,20 +18,21 @@ from vlkv.towers.vit import ClipConfig, SiglipConfig
 _PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 _SIDES = range(384, 2305, 384)  # pixels
 TILES = [[height, width] for height in _SIDES for width in _SIDES]
-# The last of its 27 blocks is cut off where it is loaded.
+# SigLIP has 27 blocks; the family does not use the last one.
 SIGLIP = dict(model_type="siglip_vision_model", hidden_size=1152, intermediate_size=4304, num_hidden_layers=26,
               num_attention_heads=16, image_size=384, patch_size=14, vision_use_head=False)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VideoPooling:
-    """What becomes of the patches of a video's frame.
+    """How the patches of a video frame are pooled.
 
     Attributes:
-        mode: how a frame's patches become fewer: means of squares, or the frame resized.
-        stride: how many times fewer there are per side; what is left over a mean drops and a resized frame keeps.
-        newline: where the newline embedding stands: after every line, after every frame, after the video, nowhere.
-        before_projector: whether patches are pooled before they are projected, or after.
+        mode: mean pooling, or bilinear resizing of the frame.
+        stride: factor by which the patches per side decrease. If it does not divide them, mean pooling rounds down and
+            resizing rounds up.
+        newline: where the newline embedding is added: after every line, after every frame, after the video, or nowhere.
+        before_projector: whether patches are pooled before they are projected.
     """
 
     mode: Literal["average", "bilinear"]
@@ -39,20 +42,19 @@ class VideoPooling:
 
     @property
     def taps(self) -> int:
-        """Patches that make one token."""
+        """Source patches of one token."""
         return 4 if self.mode == "bilinear" else self.stride**2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnyRes:
-    """How pictures of any resolution, and videos, become tokens.
+    """How images of any resolution, and videos, become tokens.
 
     Attributes:
-        pinpoints: heights and widths, in pixels, that a picture may be resized to and cut into tiles from.
-        most_tiles: with more patches than this many tiles have, the stitched patches are resized; None: never.
-        only_alone: whether a picture is cut into tiles only where it is the only one of its prompt.
-        rounded: whether the height and width without padding are rounded to 7 digits, as transformers does, before
-            they are cut to a whole number; the original code does not.
+        pinpoints: (height, width) in pixels that an image may be resized to before it is cut into tiles.
+        most_tiles: an image with more patches than this number of tiles is resized to that number; None: never.
+        only_alone: cut an image into tiles only if it is the only one of its prompt.
+        rounded: the `rounded` of `without_padding`: True in transformers, False in the authors' code.
         video: None for a family without video.
     """
 
@@ -64,28 +66,28 @@ class AnyRes:
 
     @property
     def taps(self) -> int:
-        """Patches that make one token at most; 0 where each token is one patch."""
+        """The greatest number of source patches of one token; 0 if every token is one patch."""
         return max(0 if self.most_tiles is None else 4, 0 if self.video is None else self.video.taps)
 
 
 class LlavaNextConfig(LlavaNextInputs):
     """LLaVA-NeXT: a CLIP tower and any decoder."""
 
-    tokens: ClassVar[tuple[int, int | None]] = (32000, None)  # of an image and of a video, where the config says none
+    tokens: ClassVar[tuple[int, int | None]] = (32000, None)  # default ids of the image token and the video token
 
     @classmethod
     def read(cls, raw: Raw) -> dict[str, Any]:
-        """The fields of the config; raises InputError for what we do not honour."""
-        # The tiles of a picture make one grid, on which a class token has no place.
-        honour(raw, {"vision_feature_select_strategy": "default"})
-        tower = ClipConfig.beside({**raw, "vision_config": raw.get("vision_config") or CLIP_LARGE})
+        """The fields of the config; raises InputError for unsupported values."""
+        # The class token must be dropped, because the patches of all tiles form one grid.
+        require_all(raw, {"vision_feature_select_strategy": "default"})
+        tower = ClipConfig.from_config_json({**raw, "vision_config": raw.get("vision_config") or CLIP_LARGE})
         points = read_pinpoints(raw.get("image_grid_pinpoints") or _PINPOINTS, tower.image_size)
-        made = AnyRes(pinpoints=points, video=cls.read_video(raw))
-        return read_common(raw, *cls.tokens) | {"vision": tower, "wiring": made}
+        wiring = AnyRes(pinpoints=points, video=cls.read_video(raw))
+        return read_common(raw, *cls.tokens) | {"vision": tower, "wiring": wiring}
 
     @classmethod
     def read_video(cls, raw: Raw) -> VideoPooling | None:
-        """What becomes of frames."""
+        """How frames are pooled; None: no video."""
         del raw
         return None
 
@@ -96,9 +98,9 @@ class LlavaNextVideoConfig(LlavaNextConfig):
     tokens = (32001, 32000)
 
     @classmethod
+    @override
     def read_video(cls, raw: Raw) -> VideoPooling:
-        """What becomes of frames."""
-        honour(raw, {"spatial_pool_mode": "average"})
+        require_all(raw, {"spatial_pool_mode": "average"})
         stride = positive("spatial_pool_stride", raw.get("spatial_pool_stride", 2))
         return VideoPooling(mode="average", stride=stride, before_projector=True)
 
@@ -108,14 +110,14 @@ class LlavaOnevisionConfig(LlavaNextInputs):
 
     @classmethod
     def read(cls, raw: Raw) -> dict[str, Any]:
-        """The fields of the config; raises InputError for what we do not honour."""
-        # "default" would drop the first token, which here is a patch.
-        honour(raw, {"vision_feature_select_strategy": "full"})
+        """The fields of the config; raises InputError for unsupported values."""
+        # "default" would drop the first patch, because the tower has no class token.
+        require_all(raw, {"vision_feature_select_strategy": "full"})
         tower = SiglipConfig.from_hf(
             raw.get("vision_config") or SIGLIP, raw.get("vision_feature_layer", -1), whole=False
         )
         decoder = {"model_type": "qwen2", **(raw.get("text_config") or {})}
-        # transformers ties where either field says so.
+        # transformers ties the head to the embedding if one of the two fields is true.
         tied = bool(raw.get("tie_word_embeddings") or decoder.get("tie_word_embeddings"))
         return read_common({**raw, "text_config": decoder, "tie_word_embeddings": tied}, 151646, 151647) | {
             "vision": tower,
@@ -129,8 +131,8 @@ class LlavaOnevisionConfig(LlavaNextInputs):
 
 
 def read_common(raw: Raw, image_token: int, video_token: int | None = None) -> dict[str, Any]:
-    """The fields that these models have in common."""
-    honour(raw, {"projector_hidden_act": "gelu", "use_image_newline_parameter": True})
+    """The fields that all these models have in common; `image_token` and `video_token` are default ids."""
+    require_all(raw, {"projector_hidden_act": "gelu", "use_image_newline_parameter": True})
 
     def token(kind: str, default: int) -> int:
         return raw.get(f"{kind}_token_index", raw.get(f"{kind}_token_id", default))
@@ -144,21 +146,22 @@ def read_common(raw: Raw, image_token: int, video_token: int | None = None) -> d
 
 
 def read_pinpoints(value: Any, side: int) -> tuple[tuple[int, int], ...]:
-    """Checks `image_grid_pinpoints`: pairs of pixels, each a multiple of a tile's side; InputError otherwise."""
-    whole = isinstance(value, Sequence) and all(
+    """Checks `image_grid_pinpoints`: pairs of pixels, multiples of a tile's `side`; InputError otherwise."""
+    pairs = isinstance(value, Sequence) and all(
         isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(n, int) and n > 0 for n in pair)
         for pair in value
     )
-    if not whole or not value:
+    if not pairs or not value:
         raise InputError(f"config.json: image_grid_pinpoints={value!r} must be a list of [height, width]")
     for pair in value:
         if any(n % side for n in pair):
-            raise InputError(f"config.json: image_grid_pinpoints has {list(pair)}: not whole tiles of {side} pixels")
+            raise InputError(f"config.json: image_grid_pinpoints has {list(pair)}: not a multiple of {side} pixels, "
+                             "the side of a tile")  # fmt: skip
     return tuple((int(pair[0]), int(pair[1])) for pair in value)
 
 
 def read_most_tiles(value: Any, field: str) -> int:
-    """The number in anyres_max_9; InputError for another kind."""
+    """The number N of a value "anyres_max_N"; InputError for other values."""
     number = value.removeprefix("anyres_max_") if isinstance(value, str) and value.startswith("anyres_max_") else ""
     if not number.isdecimal() or not int(number):
         raise InputError(f"config.json: {field}={value!r} is not supported (only anyres_max_N)")

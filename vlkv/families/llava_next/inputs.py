@@ -1,15 +1,16 @@
-"""Pictures of LLaVA-NeXT, OneVision and Video: seen whole and, larger, in tiles; and the frames of videos.
+"""Images of LLaVA-NeXT, OneVision and Video, as an overview and as tiles; and frames of videos.
 
-A picture is first one tile, the view of the whole, then many: stitched together again, line after line, without the
-patches that only show padding, a newline embedding after every line. Each of the two is an image of its own in `grid`,
-and so is every frame of a video. Lines and columns run over the stitched picture, not over a tile, as the prompt holds
-it after unpadding and resizing: so LightKV's windows join what is close in the picture. Newlines are vision tokens,
-because they stand under the image token in the prompt, but lie on no grid: they have the number of their view, and -1
-for line and column.
+An image has two views. The overview is the whole image as one tile. The second view is the image at a higher
+resolution, cut into tiles; the patches of the tiles are joined again line by line, without those that only show
+padding, and a newline embedding follows every line. Each view is a separate image in `Inputs.grid`, and so is every
+video frame. Lines and columns are counted over the whole view, not within a tile, so that LightKV's windows contain
+patches that are neighbours in the image. Newlines count as vision tokens, because the prompt has an image token for
+them. Their `grid` contains the number of their view, and -1 for line and column.
 
-The batch's flat vision embeddings are, in this order: the patches of all tiles and frames in raster order, the mixed
-embeddings, the newline. A mixed one is a weighted sum of patches: `layout["taps"]` [M, taps] says which,
-`layout["weights"]` [M, taps] how much. M is a bucket, and both are missing for a family that mixes nothing.
+The vision embeddings of the batch are, in this order: the patches of all tiles and frames in raster order, the mixed
+embeddings, the newline. A mixed embedding is a weighted sum of patches, the result of pooling or resizing:
+`layout["taps"]` [M, taps] contains the patches, `layout["weights"]` [M, taps] their weights. M is rounded up to a
+bucket. Both are missing for a family that does not mix patches.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from jaxtyping import Float, Int
 
 from vlkv.buckets import Buckets, round_up
 from vlkv.errors import InputError
-from vlkv.families.llava.inputs import LLAVA_KINDS
+from vlkv.families.llava.config import LLAVA_KINDS
 from vlkv.families.llava_next.anyres import best_resolution, bilinear, fitted, means, without_padding
 from vlkv.processing.arranging import (
     OTHERS,
@@ -48,21 +49,21 @@ from vlkv.processing.pixels import Layout, PixelSettings, find_settings
 
 
 class LlavaNextInputs(TextInputs):
-    """Pictures of any shape, and videos where the family takes them."""
+    """Images of any shape, and videos if the family supports them."""
 
     whole_batch: ClassVar = {"pixels": ("images",), "taps": ("vision",), "weights": ("vision",)}
 
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
-        """The settings of the folder, which must be those of config.json."""
+        """Uses the settings of the folder, which must agree with config.json."""
         self.only_checkpoint(layout)
-        # Original checkpoints do not say what becomes of pixels: what the tower was trained on.
+        # Checkpoints in the authors' form have no settings; the tower was trained with these.
         size = {"height": self.vision.image_size, "width": self.vision.image_size}
         default = None if self.vision.class_token else {"image_processor_type": "SiglipImageProcessor", "size": size}
         raw, source = find_settings(folder, default=default)
         points = raw.get("image_grid_pinpoints")
         if points is not None and tuple(map(tuple, points)) != self.wiring.pinpoints:
-            raise InputError(f"{source}: image_grid_pinpoints are not those of config.json: "
-                             "the files are not of one checkpoint")  # fmt: skip
+            raise InputError(f"{source}: image_grid_pinpoints differ from those of config.json: "
+                             "the files belong to different checkpoints")  # fmt: skip
         image, frame = PixelSettings.from_hf(raw, source, kinds=LLAVA_KINDS), None
         if self.wiring.video is not None:
             frame = PixelSettings.from_hf(*find_settings(folder, "video", default), kinds=LLAVA_KINDS)
@@ -71,8 +72,8 @@ class LlavaNextInputs(TextInputs):
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
         """From `pixel_values` [I, tiles, 3, h, w], `image_sizes` [I, 2], `pixel_values_videos` [I, frames, 3, h, w].
 
-        Pictures of different numbers of tiles may be padded with any tiles, or come as a list. `batch_num_images` says
-        how many pictures the prompts with pictures have, where the family asks (None: one each).
+        `pixel_values` may be padded with any tiles, or be a list with a different number of tiles for each image.
+        `batch_num_images` contains the number of images of each prompt that has images; None: one each.
         """
         views, pixels = Views(self), []
         made: dict[int | None, list[np.ndarray]] = {self.image_token: [], self.video_token: []}
@@ -83,9 +84,10 @@ class LlavaNextInputs(TextInputs):
             pixels.append(self._tiles("pixel_values", given, views.tiles - before, f"an image of {size} pixels"))
         videos = _list(batch, "pixel_values_videos")
         if videos and self.wiring.video is None:
-            raise InputError(f"{self.family} takes no video: give its frames as pixel_values")
+            raise InputError(f"{self.family} does not support videos: give the frames as pixel_values")
         if videos and sizes and self.image_token == self.video_token:
-            raise InputError(f"{self.family} has one token for images and videos: give a batch of one kind")
+            raise InputError(f"{self.family} has the same token for images and videos: "
+                             "give a batch with only images or only videos")  # fmt: skip
         for given in videos:
             made[self.video_token].append(views.video(len(given)))
             pixels.append(self._tiles("pixel_values_videos", given, len(given), "a video"))
@@ -99,9 +101,9 @@ class LlavaNextInputs(TextInputs):
             fields |= {"pixels": padded(np.concatenate(pixels), tiles), "layout": layout, "parts": parts}
         return Arranged(**fields)
 
-    def sample(self, pictures: int, room: int) -> tuple[dict[str, Any], int]:
-        """Pictures of 640 x 480 that are cut into tiles; several in one prompt may be shown whole only."""
-        del room
+    def sample(self, pictures: int, max_tokens: int) -> tuple[dict[str, Any], int]:
+        """Images of 640 x 480, cut into tiles unless the family shows several images in a prompt as overviews only."""
+        del max_tokens
         views, side = Views(self), self.vision.image_size
         each = len(views.picture(PICTURE, alone=pictures == 1))
         return {"pixel_values": [zeros(views.tiles, 3, side, side)] * pictures, "image_sizes": [PICTURE] * pictures,
@@ -115,23 +117,23 @@ class LlavaNextInputs(TextInputs):
 
 
 class Views:
-    """Numbers patches and mixed embeddings of one batch, picture after picture."""
+    """Assigns numbers to the patches and mixed embeddings of one batch, one image or video after the other."""
 
     def __init__(self, config: LlavaNextInputs) -> None:
         self.wiring = config.wiring
         self.side, self.grid = config.vision.image_size, config.vision.grid
         self.tiles = 0
-        self.cut: list[tuple[int, int, int]] = []  # a view of a whole picture, and lines and columns of its tiles
-        self.count = 0  # of the mixed embeddings
-        self.taps = [np.zeros((0, self.wiring.taps), np.int32)]  # [m, taps] each, as are the weights
+        self.cut: list[tuple[int, int, int]] = []  # tile number of an overview; lines and columns of the tiles after it
+        self.count = 0  # number of mixed embeddings
+        self.taps = [np.zeros((0, self.wiring.taps), np.int32)]  # [m, taps] each, like the weights
         self.weights = [np.zeros((0, self.wiring.taps), np.float32)]
 
     def picture(self, size: tuple[int, int], *, alone: bool = True) -> Int[np.ndarray, "n 4"]:
-        """The prompt's entries for one picture.
+        """The vision tokens of one image, as `entries`.
 
         Args:
             size: height and width in pixels.
-            alone: whether it is the only picture of its prompt.
+            alone: whether it is the only image of its prompt.
         """
         whole = self._tiles(1, 1)
         if self.wiring.only_alone and not alone:
@@ -147,7 +149,7 @@ class Views:
         return np.concatenate([entries(whole, 0), entries(parts, 1, "line")])
 
     def video(self, frames: int) -> Int[np.ndarray, "n 4"]:
-        """The prompt's entries for one video."""
+        """The vision tokens of one video, as `entries`."""
         pooling, made = self.wiring.video, []
         for frame in range(frames):
             field = self._tiles(1, 1)
@@ -161,7 +163,7 @@ class Views:
         return np.concatenate(made)
 
     def _tiles(self, rows: int, columns: int) -> Int[np.ndarray, "lines columns"]:
-        """The next tiles, stitched together."""
+        """The patches of the next rows x columns tiles, as one array."""
         side, first = self.grid, self.tiles
         self.tiles += rows * columns
         patches = np.arange(first * side**2, self.tiles * side**2).reshape(rows, columns, side, side)
@@ -179,11 +181,11 @@ class Views:
         return OTHERS - np.arange(first, self.count).reshape(shape)
 
     def tables(self, tiles: int, mixed: int) -> tuple[Int[np.ndarray, " R"], Int[np.ndarray, " R"]]:
-        """What `parts_of` asks for; a mixed embedding is in the tile of the patch that counts most.
+        """The arguments `tile` and `shown` of `parts_of`. A mixed embedding is in the tile of its heaviest patch.
 
         Args:
-            tiles: of the batch, padded.
-            mixed: embeddings, padded.
+            tiles: number of tiles of the batch, with padding.
+            mixed: number of mixed embeddings, with padding.
         """
         tile = np.repeat(np.arange(tiles), self.grid**2)
         shown = np.full((tiles, self.grid**2), -1)
@@ -203,25 +205,25 @@ class Views:
 
 
 def picture_tokens(config: LlavaNextInputs, size: tuple[int, int], *, alone: bool = True) -> int:
-    """Vision tokens of a picture of so many pixels, newlines among them."""
+    """Number of vision tokens, including newlines, of an image of `size` (height, width) in pixels."""
     return len(Views(config).picture(size, alone=alone))
 
 
 def video_tokens(config: LlavaNextInputs, frames: int) -> int:
-    """Vision tokens of a video, newlines among them."""
+    """Number of vision tokens of a video, including newlines."""
     return len(Views(config).video(frames))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlavaNextPictures(Pictures):
-    """Reads pictures and videos as the folder's settings say."""
+    """Converts images and videos to tiles and frames."""
 
     config: LlavaNextInputs
     settings: PixelSettings
     frame: PixelSettings | None  # None: no video
 
     def image(self, image: PIL.Image.Image, images: int) -> Read:
-        """Its tiles: the whole, then its parts."""
+        """The overview, then the tiles."""
         size, wiring, side = (image.height, image.width), self.config.wiring, self.config.vision.image_size
         if wiring.only_alone and images > 1:
             tiles = [to_square(image, dataclasses.replace(self.settings, square=True), side)]
@@ -233,7 +235,7 @@ class LlavaNextPictures(Pictures):
         return Read(arrays=arrays, tokens=picture_tokens(self.config, size, alone=images == 1))
 
     def video(self, video: Video) -> Read:
-        """Its frames."""
+        """The frames of a video."""
         if self.frame is None:
             return super().video(video)
         side = self.config.vision.image_size
@@ -241,18 +243,18 @@ class LlavaNextPictures(Pictures):
         return Read(arrays={"pixel_values_videos": np.stack(frames)}, tokens=video_tokens(self.config, len(frames)))
 
     def batch(self, reads: Sequence[Read]) -> dict[str, Any]:
-        """Lists, because pictures have different numbers of tiles; `batch_num_images` once for each prompt."""
-        made: dict[str, Any] = by_name(reads)
-        at, numbers = 0, made.get("batch_num_images", [])
-        while at < len(numbers):  # each of the prompt's images says the same
+        """Lists, because images have different numbers of tiles; `batch_num_images` has one number per prompt."""
+        batch: dict[str, Any] = by_name(reads)
+        at, numbers = 0, batch.get("batch_num_images", [])
+        while at < len(numbers):  # every image contains the number, so keep that of the prompt's first image
             del numbers[at + 1 : at + int(numbers[at])]
             at += 1
-        return made
+        return batch
 
     def _parts(self, image: PIL.Image.Image, target: tuple[int, int], side: int) -> list[PIL.Image.Image]:
-        """The picture resized, on black, in tiles, row by row."""
+        """The image resized, padded with black to `target`, and cut into tiles line by line."""
         height, width = fitted((image.height, image.width), target)
-        check_area(width, height, f"the {image.width} x {image.height} image, once resized")
+        check_area(width, height, f"the {image.width} x {image.height} image, after resizing")
         canvas = PIL.Image.new("RGB", (target[1], target[0]))
         corner = (target[1] - width) // 2, (target[0] - height) // 2
         canvas.paste(image.resize((width, height), resample=self.settings.resample), corner)
@@ -260,14 +262,14 @@ class LlavaNextPictures(Pictures):
 
 
 def _sizes(batch: Batch) -> tuple[list[tuple[int, int]], list[bool]]:
-    """Height and width of each picture, and whether it is the only one of its prompt."""
+    """Height and width of each image, and whether it is the only one of its prompt."""
     if batch.get("pixel_values") is None:
         return [], []
     if batch.get("image_sizes") is None:
-        raise InputError("pixel_values come without image_sizes, the height and width of each picture")
+        raise InputError("inputs have pixel_values but no image_sizes, the height and width of each image")
     sizes = [(int(height), int(width)) for height, width in np.asarray(batch["image_sizes"]).reshape(-1, 2)]
     if any(min(size) < 1 for size in sizes):
-        raise InputError(f"image_sizes={sizes!r}: every picture needs a height and a width of at least 1")
+        raise InputError(f"image_sizes={sizes!r}: every image needs a height and a width of at least 1")
     numbers = batch.get("batch_num_images")
     numbers = [1] * len(sizes) if numbers is None else [int(n) for n in np.asarray(numbers).ravel()]
     if sum(numbers) != len(sizes):
@@ -281,5 +283,5 @@ def _list(batch: Batch, name: str, count: int | None = None) -> Sequence[np.ndar
     given = batch.get(name)
     made = [] if given is None else [np.asarray(one, np.float32) for one in given]
     if count is not None and len(made) != count:
-        raise InputError(f"{name} has {len(made)} pictures, image_sizes {count}")
+        raise InputError(f"{name} has {len(made)} images, but image_sizes has {count}")
     return made

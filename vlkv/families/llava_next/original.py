@@ -1,7 +1,7 @@
-"""Original checkpoints of LLaVA-Video and OneVision (LlavaQwenForCausalLM): a SigLIP tower and a Qwen2 decoder.
+"""LLaVA-Video and OneVision in their authors' form (LlavaQwenForCausalLM): a SigLIP tower and a Qwen2 decoder.
 
-Their config is Qwen2's with fields of the tower (`mm_...`) beside it; whatever it says in `text_config` or of another
-tower is left over from a class that does not read it.
+`config.json` is Qwen2's with fields for the tower (`mm_...`). The authors' code ignores `text_config` and the
+`vision_config` of other towers, so we do too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from vlkv.config import Raw, honour, positive, require
+from vlkv.config import Raw, positive, require, require_all
 from vlkv.errors import InputError
 from vlkv.families.llava_next.config import (
     SIGLIP,
@@ -38,12 +38,12 @@ class LlavaVideoConfig(LlavaNextInputs):
 
     @classmethod
     def read(cls, raw: Raw) -> dict[str, Any]:
-        """The fields of the config; raises InputError for what we do not honour."""
-        honour(raw, _ONE_VALUE)
+        """The fields of the config; raises InputError for unsupported values."""
+        require_all(raw, _ONE_VALUE)
         tower = SiglipConfig.from_hf(_tower(raw), -1, whole=False)
         decoder = {field: value for field, value in raw.items() if field not in ("text_config", "vision_config")}
         nested = {**raw, "text_config": {**decoder, "model_type": "qwen2"}}
-        token = raw.get("image_token_index", 151646)  # of pictures and videos
+        token = raw.get("image_token_index", 151646)  # for both images and videos
         return read_common(nested, token) | {
             "stop": read_stop(nested),
             "video_token": token,
@@ -80,17 +80,17 @@ def _video(raw: Raw) -> VideoPooling:
 
 
 def _height_first(value: Any, side: int) -> Any:
-    """Pinpoints are (width, height) here, and may be a range of tiles: "(1x1),...,(6x6)"."""
+    """Pinpoints with the height first. Here they are (width, height), or a range of tiles: "(1x1),...,(6x6)"."""
     if isinstance(value, str):
         ends = re.findall(r"\((\d+)x(\d+)\)", value)
         if len(ends) < 2:
-            raise InputError(f"config.json: image_grid_pinpoints={value!r} is no range such as (1x1),...,(6x6)")
+            raise InputError(f"config.json: image_grid_pinpoints={value!r} is not a range such as (1x1),...,(6x6)")
         first, last = ([int(n) for n in end] for end in (ends[0], ends[-1]))
         value = [[x * side, y * side] for x in range(first[0], last[0] + 1) for y in range(first[1], last[1] + 1)]
     return [pair[::-1] if isinstance(pair, list) else pair for pair in value] if isinstance(value, list) else value
 
 
-# LLaVA-Video-*-Qwen2: the decoder's own config, and the tower by its name.
+# LLaVA-Video-*-Qwen2: the decoder's config and the name of the tower.
 PUBLISHED_ORIGINAL = {
     "llava-video-7b": QWEN2["7b"] | dict(
         architectures=["LlavaQwenForCausalLM"], model_type="llava", image_token_index=151646,

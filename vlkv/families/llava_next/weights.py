@@ -1,4 +1,4 @@
-"""The tensors of LLaVA-NeXT, OneVision and Video: those of LLaVA, and a newline."""
+"""Tensor names of LLaVA-NeXT, OneVision and Video: those of LLaVA-1.5, and the newline."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def names(config: ModelConfig) -> Names:
 
 
 def original_names(config: ModelConfig) -> Names:
-    """The same under the authors' names."""
+    """All tensors in the authors' form."""
     made = names(config)
     return dataclasses.replace(made, renames=(*ORIGINAL_RENAMES, *made.renames))

@@ -1,4 +1,4 @@
-"""MobileVLM-V2 (Chu et al. 2024): a CLIP tower, a projector that pools, a Llama decoder."""
+"""MobileVLM-V2 (Chu et al. 2024): a CLIP tower, a projector that pools patches, a Llama decoder."""
 
 from vlkv.families.family import Family
 from vlkv.families.llava.original import complete

@@ -1,31 +1,28 @@
-"""MobileVLM-V2 as its authors publish it (`mtgv/MobileVLM_V2-*`): the form of the first LLaVA."""
+"""MobileVLM-V2 in its authors' form (`mtgv/MobileVLM_V2-*`), which is that of LLaVA-1.5's authors."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from vlkv.config import Raw, honour
+from typing_extensions import override
+
+from vlkv.config import Raw, require_all
 from vlkv.errors import InputError
 from vlkv.families.llava.original import LlavaOriginalConfig
 from vlkv.families.text.config import llama
 
-_SIDE = 12  # LDPv2 pools to 12 x 12 tokens, whatever it is given
+_SIDE = 12  # LDPv2 always pools to 12 x 12 tokens
 
 
 class MobileVlmConfig(LlavaOriginalConfig):
-    """The projector pools the patches; a class token has no place among them."""
+    """The projector pools a square of patches, so the class token must be dropped."""
 
     projector = "ldpnetv2"
 
-    @property
-    def first(self) -> int:
-        """Tokens before the square."""
-        return 0
-
     @classmethod
+    @override
     def tokens_per_side(cls, raw: Raw, grid: int) -> int:
-        """Tokens per side, of so many patches."""
-        honour(raw, {"mm_vision_select_feature": "patch"})
+        require_all(raw, {"mm_vision_select_feature": "patch"})
         if grid % _SIDE:
             raise InputError(f"config.json: a tower of {grid} x {grid} patches is not supported: "
                              f"the projector pools them to {_SIDE} x {_SIDE}")  # fmt: skip

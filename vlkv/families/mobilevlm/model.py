@@ -1,4 +1,4 @@
-"""MobileVLM-V2: the projector that pools patches."""
+"""MobileVLM-V2: a projector that pools patches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from einops import reduce
 from flax import nnx
 from jaxtyping import Array, Float
+from typing_extensions import override
 
 from vlkv.config import ModelConfig
 from vlkv.decoder.layers import Initializer, Mlp
@@ -15,10 +16,7 @@ from vlkv.towers.vit import Vit
 
 
 class LdpProjector(Mlp):
-    """LDPv2 (Sec. 3.2): two linear maps, the mean of each window of patches, and where each token lies among the rest.
-
-    The last part is a depthwise 3 x 3 convolution, added to the token itself.
-    """
+    """LDPv2 (Sec. 3.2): two linear maps, mean pooling, and a depthwise 3 x 3 convolution with a residual."""
 
     def __init__(self, width_in: int, width_out: int, side: int, *, init: Initializer) -> None:
         super().__init__(width_in, width_out, width_out, init=init)
@@ -27,7 +25,7 @@ class LdpProjector(Mlp):
         self.side = side
 
     def __call__(self, x: Float[Array, "I V C"]) -> Float[Array, "I v D"]:
-        """Features of all patches to `side` x `side` tokens of the decoder's width."""
+        """Maps the features of all patches to `side` x `side` tokens of the decoder's width."""
         x = pool(super().__call__(x), self.side)
         x = x.reshape(-1, self.side, self.side, x.shape[-1])
         padded, weight = jnp.pad(x, [(0, 0), (1, 1), (1, 1), (0, 0)]), self.weight[...][:, 0]
@@ -38,22 +36,22 @@ class LdpProjector(Mlp):
 
 
 class MobileVlm(VisionLanguageModel):
-    """A token is the mean of a window of patches, and gets the mean of what was given to them."""
+    """Each vision token is the mean of a window of patches."""
 
     tower = Vit
 
+    @override
     def make_projector(self, config: ModelConfig, *, init: Initializer) -> nnx.Module:
-        """The pooling one."""
         return LdpProjector(config.vision.width, config.decoder.width, config.wiring.side, init=init)
 
+    @override
     def pool(self, attention: Float[Array, "I V C"], inputs: Inputs) -> Float[Array, "R C"]:
-        """Means over the windows."""
         del inputs
         return flat(pool(attention, self.config.wiring.side))
 
 
 def pool(x: Float[Array, "I V C"], side: int) -> Float[Array, "I v C"]:
-    """Means over the windows of patches that become one of `side` x `side` tokens each."""
+    """Mean pooling of a square of patches to `side` x `side` tokens."""
     grid = round(x.shape[1] ** 0.5)
     x = x.reshape(-1, grid, grid, x.shape[-1])
     return reduce(x, "i (y a) (x b) c -> i (y x) c", "mean", a=grid // side, b=grid // side)

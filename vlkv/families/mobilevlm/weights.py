@@ -1,4 +1,4 @@
-"""MobileVLM-V2's tensors: those of the first LLaVA, with a convolution behind the projector."""
+"""Tensor names of MobileVLM-V2: those of LLaVA-1.5's authors, and a convolution after the projector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2-VL (Wang et al. 2024) and Qwen2.5-VL (Bai et al. 2025): a tower at native resolution, a merger, M-RoPE."""
+"""Qwen2-VL (Wang et al. 2024) and Qwen2.5-VL (Bai et al. 2025): native resolution, a patch merger, M-RoPE."""
 
 from vlkv.families.family import Family
 from vlkv.families.qwen2_vl.config import PUBLISHED, PUBLISHED_2_5, Qwen2VlConfig

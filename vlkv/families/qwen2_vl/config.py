@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vlkv.config import Raw, filled, honour, positive, positives, require
+from vlkv.config import Raw, filled, positive, positives, require, require_all
 from vlkv.errors import InputError
 from vlkv.families.qwen2_vl.inputs import Qwen2VlInputs
 from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig
@@ -15,7 +15,7 @@ _DECODER = Kind(qkv_bias=True, defaults=dict(
     num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=32768, rope_theta=1e6, use_sliding_window=False,
 ))  # fmt: skip
 _EOS = 151645
-# The class defaults of transformers, by family.
+# Class defaults in transformers, by family.
 _TOWER: dict[str, dict[str, Any]] = {
     "qwen2_vl": dict(depth=32, embed_dim=1280, mlp_ratio=4, num_heads=16, hidden_size=3584, patch_size=14,
                      spatial_merge_size=2, temporal_patch_size=2, hidden_act="quick_gelu"),
@@ -27,14 +27,14 @@ _COUNTS = ("depth", "num_heads", "patch_size", "spatial_merge_size", "temporal_p
 
 
 class Qwen2VlConfig(Qwen2VlInputs):
-    """Both generations; the second differs in its tower."""
+    """Qwen2-VL and Qwen2.5-VL, which differ in their towers."""
 
     @classmethod
     def read(cls, raw: Raw) -> dict[str, Any]:
         """The fields of the config, from a flat config.json (transformers 4) or a nested one (5).
 
         Raises:
-            InputError: what we do not honour, or parts that do not fit together.
+            InputError: a value is not supported, or tower and decoder do not fit together.
         """
         family = raw["model_type"]
         part = dict(raw.get("text_config") or raw)
@@ -43,12 +43,12 @@ class Qwen2VlConfig(Qwen2VlInputs):
         part["tie_word_embeddings"] = bool(raw.get("tie_word_embeddings") or part.get("tie_word_embeddings"))
         decoder = _DECODER.read(part)
         if decoder.rope.sections is None or len(decoder.rope.sections) != 3:
-            raise InputError(f"config.json: mrope_section={decoder.rope.sections!r} must give time, line and column "
-                             "their channels")  # fmt: skip
+            raise InputError(f"config.json: mrope_section={decoder.rope.sections!r} must be three numbers: the channel "
+                             "pairs of time, line and column")  # fmt: skip
         vision = _read_tower(family, raw.get("vision_config") or {})
         if vision.out_width != decoder.width:
-            raise InputError(f"config.json: vision_config makes {vision.out_width} channels, the decoder takes "
-                             f"{decoder.width}")  # fmt: skip
+            raise InputError(f"config.json: the tower of vision_config returns {vision.out_width} channels, but the "
+                             f"decoder takes {decoder.width}")  # fmt: skip
         return {
             "decoder": decoder,
             "vision": vision,
@@ -60,14 +60,15 @@ class Qwen2VlConfig(Qwen2VlInputs):
 
 def _read_tower(family: str, raw: Raw) -> Qwen2VisionConfig:
     c, where = filled(raw, _TOWER[family]), "vision_config."
-    honour(c, {"hidden_act": _TOWER[family]["hidden_act"], "in_channels": 3, "in_chans": 3}, where)  # 4 wrote the last
+    # transformers 4 wrote "in_chans"
+    require_all(c, {"hidden_act": _TOWER[family]["hidden_act"], "in_channels": 3, "in_chans": 3}, where)
     rope = c.get("rope_parameters") or {}
-    honour(rope, {"rope_type": "axial"}, where + "rope_parameters.")
+    require_all(rope, {"rope_type": "axial"}, where + "rope_parameters.")
     positives(c, _COUNTS, where)
     own = _qwen2_vl(c) if family == "qwen2_vl" else _qwen2_5_vl(c)
     if own["width"] % (4 * c["num_heads"]):
-        raise InputError(f"config.json: vision_config: {c['num_heads']} heads must share {own['width']} channels "
-                         "evenly, four or a multiple of it each")  # fmt: skip
+        raise InputError(f"config.json: vision_config: {own['width']} channels must be {c['num_heads']} heads of a "
+                         "multiple of four channels each")  # fmt: skip
     return Qwen2VisionConfig(
         layers=c["depth"], heads=c["num_heads"], patch_size=c["patch_size"], frames=c["temporal_patch_size"],
         merge=c["spatial_merge_size"], theta=float(rope.get("rope_theta", 1e4)), **own,
@@ -76,7 +77,7 @@ def _read_tower(family: str, raw: Raw) -> Qwen2VisionConfig:
 
 def _qwen2_vl(c: Raw) -> dict[str, Any]:
     width = positive("vision_config.embed_dim", c["embed_dim"])
-    out_width = positive("vision_config.hidden_size", c["hidden_size"])  # sic: the decoder's
+    out_width = positive("vision_config.hidden_size", c["hidden_size"])  # here this field is the decoder's width
     return dict(width=width, mlp_width=int(width * c["mlp_ratio"]), out_width=out_width, gated=False)
 
 
@@ -87,7 +88,7 @@ def _qwen2_5_vl(c: Raw) -> dict[str, Any]:
         raise InputError(f"config.json: vision_config.window_size={c['window_size']} must be a multiple of {side}")
     full = tuple(c["fullatt_block_indexes"])
     if not all(isinstance(block, int) and block >= 0 for block in full):
-        raise InputError(f"config.json: vision_config.fullatt_block_indexes={full!r} must be numbers of blocks")
+        raise InputError(f"config.json: vision_config.fullatt_block_indexes={full!r} must be indices of blocks")
     return dict(
         width=c["hidden_size"], mlp_width=c["intermediate_size"], out_width=c["out_hidden_size"], gated=True,
         window=c["window_size"] // side, full=full, tokens_per_second=float(c["tokens_per_second"]),

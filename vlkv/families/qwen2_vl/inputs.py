@@ -1,17 +1,18 @@
-"""Pictures of Qwen2-VL and Qwen2.5-VL: images of any size, videos, and a position on three axes.
+"""Images of any size and videos of Qwen2-VL and Qwen2.5-VL, with positions on three axes.
 
-The tower sees frames: an image is one, a video one for every two pictures. Every token of a frame counts as vision and
-lies on the frame's own grid, so that to a policy with windows a video is so many images. The marks around an image
-(<|vision_start|>, <|vision_end|>) are text, on no grid.
+The tower processes frames: an image is one frame, and every two pictures of a video are one frame. All tokens of a
+frame are vision tokens, and each frame has its own grid, so a policy with windows treats the frames of a video as
+separate images. The marks around an image (<|vision_start|>, <|vision_end|>) are text.
 
-A frame's patches keep the checkpoint's order, merge x merge of a token side by side. Where the tower has windows, each
-lies in places of its own, as many as a whole one has, so that a reshape cuts them; the rest is padding.
+The patches of a frame keep the checkpoint's order: the merge x merge patches of a token are neighbours. If the tower
+has attention windows, the patches of a window are contiguous and padded to a whole window, so that a reshape separates
+the windows.
 
-A picture is scaled to whole tokens between two bounds of pixels and cut into patches. Frames of a video are scaled like
-images, by bounds of their own; which frames to show is the caller's choice. Where transformers resizes them with
-torchvision, here PIL does, as for images.
+An image is resized to whole tokens, between a least and a greatest number of pixels, and cut into patches. Frames of a
+video are resized in the same way, with their own limits; the caller chooses the frames. All resizing is done by PIL;
+transformers uses torchvision for videos.
 
-Axes: B batch · T tokens · F frames of the batch · n places for the patches of a frame · C values of a patch.
+Axes: B batch · T tokens · F frames of the batch · n patches of a frame with padding · C values of a patch.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from vlkv.processing.pixels import Layout, PixelSettings, find_settings, to_pixe
 
 _FIELDS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
 _KINDS: dict[str, dict[str, Any]] = {"Qwen2VLImageProcessor": {}, "Qwen2VLVideoProcessor": {}}
-# The class defaults of transformers, which a file may leave out.
+# Class defaults in transformers, for fields that a file leaves out.
 _DEFAULTS: dict[str, Any] = dict(image_processor_type="Qwen2VLImageProcessor", patch_size=14, temporal_patch_size=2,
                                  merge_size=2)  # fmt: skip
 _PIXELS = {"image": (56 * 56, 28 * 28 * 1280), "video": (128 * 28 * 28, 28 * 28 * 768)}
-_MOST_TOKENS = 1280  # of one image: what the default bound allows
-_STEEPEST = 200  # the most that one side may be of the other
+_MOST_TOKENS = 1280  # tokens of one image at the default limit of pixels
+_STEEPEST = 200  # greatest ratio of the two sides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,70 +51,71 @@ class _Picture:
     """An image or a video."""
 
     patches: Float[np.ndarray, "frames patches C"]
-    lines: int  # of tokens, as are columns
+    lines: int  # in tokens, like columns
     columns: int
-    interval: float  # from frame to frame, in temporal positions
+    interval: float  # temporal positions from one frame to the next
 
     def entries(self, slots: Int[np.ndarray, "frames lines columns"]) -> Int[np.ndarray, "V 9"]:
-        """Its tokens: as `entries` has them; how far the first moves what follows; how far all do; own position.
+        """Its tokens. Columns: the four of `entries`; the extent at the first token, else 0; the extent; positions.
 
-        Positions are as M-RoPE counts them: computed in float32 before they are truncated, as transformers does.
+        The three positions (time, line, column) are relative to the start of the picture. The extent is how far the
+        picture moves the text after it. Times are computed in float32 and then truncated, as in transformers.
         """
         views = np.concatenate([entries(slot, frame) for frame, slot in enumerate(slots)])
-        own = views[:, 1:].copy()
-        own[:, 0] = (own[:, 0].astype(np.float32) * np.float32(self.interval)).astype(np.int64)
-        extent = np.full((len(own), 1), own.max() + 1)
-        first = np.where(np.arange(len(own)) == 0, extent[:, 0], 0)[:, None]
-        return np.concatenate([views, first, extent, own], axis=1)
+        positions = views[:, 1:].copy()
+        positions[:, 0] = (positions[:, 0].astype(np.float32) * np.float32(self.interval)).astype(np.int64)
+        extent = np.full((len(positions), 1), positions.max() + 1)
+        first = np.where(np.arange(len(positions)) == 0, extent[:, 0], 0)[:, None]
+        return np.concatenate([views, first, extent, positions], axis=1)
 
 
 class Qwen2VlInputs(TextInputs):
-    """Pictures at their own size."""
+    """Images at their native resolution, and videos."""
 
     whole_batch: ClassVar = {"pixels": ("images",), "place": ("images",)}
 
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
-        """The settings of the folder: the video processor's own, or else the image processor's."""
+        """Uses the folder's settings; videos without settings of their own have those of images."""
         self.only_checkpoint(layout)
         image = ScaleSettings.from_hf(*find_settings(folder), "image", self.vision)
         video = ScaleSettings.from_hf(*find_settings(folder, "video"), "video", self.vision)
         return Qwen2VlPictures(image_settings=image, video_settings=video, config=self.vision)
 
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
-        """From `pixel_values` [patches, C] and `image_grid_thw` [images, 3], the same of videos, `second_per_grid_ts`.
+        """From `pixel_values` [patches, C] and `image_grid_thw` [images, 3], the same for videos, `second_per_grid_ts`.
 
-        `layout["place"]` [F, n, 2] is the line and column of each patch, -1 for padding. Text after a picture goes on
-        from the greatest position of all axes plus one (Qwen2-VL, Sec. 2.1; transformers 4). transformers 5.23 leaves
-        the temporal axis out of that, which differs for videos that are longer than their frames are high and wide.
+        `layout["place"]` [F, n, 2] is the line and column of each patch, -1 for padding. The position of the text after
+        a picture is the greatest position on all axes plus one (Qwen2-VL, Sec. 2.1; transformers 4). transformers 5.23
+        ignores the temporal axis there, which differs for videos with more frames than lines and columns.
         """
         pictures = {kind: _pictures(batch, kind, self.vision) for kind in _FIELDS}
         every = [picture for some in pictures.values() for picture in some]
-        pixels, place, slots = _lay_out(every, self.vision, buckets) if every else (None, None, ())
-        listed = iter([picture.entries(slot) for picture, slot in zip(every, slots, strict=True)])
-        own = {"image": self.image_token, "video": self.video_token}
-        made = {own[kind]: [next(listed) for _ in some] for kind, some in pictures.items()}
-        fields, more = arrange_entries(tokens, valid, made, buckets)
+        pixels, place, slots = _pack(every, self.vision, buckets) if every else (None, None, ())
+        rows = iter([picture.entries(slot) for picture, slot in zip(every, slots, strict=True)])
+        token = {"image": self.image_token, "video": self.video_token}
+        by_token = {token[kind]: [next(rows) for _ in some] for kind, some in pictures.items()}
+        fields, more = arrange_entries(tokens, valid, by_token, buckets)
         is_vision, more = fields["vision_index"] >= 0, np.pad(more, [(0, 0), (0, 0), (0, 5 - more.shape[2])])
-        # How far each picture, or token of text, moves those behind it.
+        # Where each picture starts. A token of text moves what follows by one, a picture by its extent.
         moved = np.cumsum(np.where(is_vision, more[..., 0], valid), axis=1) - np.where(is_vision, more[..., 1], 1)
         fields["positions"] = np.where(valid[..., None], moved[..., None] + more[..., 2:], 0).astype(np.int32)
         return Arranged(**fields, pixels=pixels, layout={} if place is None else {"place": place})
 
-    def sample(self, pictures: int, room: int) -> tuple[dict[str, Any], int]:
-        """Square pictures at their own size that share the room, each of at most 1280 tokens."""
-        c, side = self.vision, math.isqrt(max(1, min(room // pictures, _MOST_TOKENS)))
+    def sample(self, pictures: int, max_tokens: int) -> tuple[dict[str, Any], int]:
+        """Square images that have `max_tokens` together, and at most 1280 tokens each."""
+        c, side = self.vision, math.isqrt(max(1, min(max_tokens // pictures, _MOST_TOKENS)))
         lines = side * c.merge
         arrays = {"pixel_values": zeros(pictures * lines**2, c.patch_values),
                   "image_grid_thw": np.array([[1, lines, lines]] * pictures)}  # fmt: skip
         return arrays, pictures * side**2
 
-    def most_pictures(self, room: int) -> int:
-        """The fewest pictures that fill so many tokens."""
-        return max(1, math.ceil(room / _MOST_TOKENS))
+    def max_pictures(self, max_tokens: int) -> int:
+        """The least number of images that have `max_tokens` together."""
+        return max(1, math.ceil(max_tokens / _MOST_TOKENS))
 
 
 def _pictures(batch: Batch, kind: str, c: Qwen2VisionConfig) -> list[_Picture]:
-    """All pictures of one kind, in their order."""
+    """All images, or all videos, of a batch."""
     name, grid_name = _FIELDS[kind]
     pixels = batch.get(name)
     if pixels is None:
@@ -122,15 +124,15 @@ def _pictures(batch: Batch, kind: str, c: Qwen2VisionConfig) -> list[_Picture]:
         raise InputError(f"inputs have {name} but no {grid_name}")
     pixels, grids = np.asarray(pixels, np.float32), np.asarray(batch[grid_name])
     if grids.ndim != 2 or grids.shape[1] != 3 or (grids < 1).any() or (grids[:, 1:] % c.merge).any():
-        raise InputError(f"{grid_name} must be [{kind}s, 3]: frames, lines and columns, the last two multiples "
-                         f"of {c.merge}")  # fmt: skip
+        raise InputError(f"{grid_name} must be [{kind}s, 3]: frames, lines and columns; lines and columns must be "
+                         f"multiples of {c.merge}")  # fmt: skip
     want = (int(grids.prod(axis=1).sum()), c.patch_values)
     if pixels.shape != want:
         raise InputError(f"{name} have shape {pixels.shape}, expected [{want[0]}, {want[1]}] from {grid_name}")
     given = None if kind == "image" else batch.get("second_per_grid_ts")
     seconds = np.ones(len(grids)) if given is None else np.asarray(given, np.float64)
     if seconds.shape != (len(grids),):
-        raise InputError(f"second_per_grid_ts has shape {seconds.shape}, {grid_name} {grids.shape}")
+        raise InputError(f"second_per_grid_ts has shape {seconds.shape}, but {grid_name} has {grids.shape}")
     if c.whole_seconds:
         seconds = np.trunc(seconds)
     speed = None if kind == "image" else c.tokens_per_second
@@ -142,13 +144,13 @@ def _pictures(batch: Batch, kind: str, c: Qwen2VisionConfig) -> list[_Picture]:
     ]
 
 
-def _lay_out(
+def _pack(
     pictures: list[_Picture], c: Qwen2VisionConfig, buckets: Buckets
 ) -> tuple[Float[np.ndarray, "F n C"], Int[np.ndarray, "F n 2"], list[Int[np.ndarray, "frames lines columns"]]]:
-    """Pixels and places, padded, and which row of the flat vision embeddings each token of each picture is."""
+    """Pixels, and line and column of each patch, both padded; and the index of each token's vision embedding."""
     unit = c.merge**2
     slots = [_slots(p.lines, p.columns, c.window) for p in pictures]
-    whole = unit * (c.window or 1) ** 2  # a window is whole even where the picture ends in it
+    whole = unit * (c.window or 1) ** 2  # windows at the border of a picture are padded to a whole window
     n = -(-max(int(s.max()) + 1 for s in slots) * unit // whole) * whole
     n = -(-round_up(n, buckets.patches) // whole) * whole
     frames = round_up(sum(len(p.patches) for p in pictures), buckets.images)
@@ -158,16 +160,16 @@ def _lay_out(
     for picture, slot in zip(pictures, slots, strict=True):
         patch = (slot.reshape(-1, 1) * unit + np.arange(unit)).ravel()
         token = np.indices((picture.lines, picture.columns)).reshape(2, -1).T
-        own = np.arange(at, at + len(picture.patches))
-        pixels[own[:, None], patch] = picture.patches
-        place[own[:, None], patch] = (token[:, None] * c.merge + within).reshape(-1, 2)
-        index.append(slot + own[:, None, None] * (n // unit))
-        at += len(own)
+        frame = np.arange(at, at + len(picture.patches))
+        pixels[frame[:, None], patch] = picture.patches
+        place[frame[:, None], patch] = (token[:, None] * c.merge + within).reshape(-1, 2)
+        index.append(slot + frame[:, None, None] * (n // unit))
+        at += len(frame)
     return pixels, place, index
 
 
 def _slots(lines: int, columns: int, window: int | None) -> Int[np.ndarray, "lines columns"]:
-    """Where each token of a frame lies: in raster order, or window by window."""
+    """The index of each token in its frame: in raster order, or window by window."""
     line, column = np.indices((lines, columns))
     if window is None:
         return line * columns + column
@@ -177,37 +179,37 @@ def _slots(lines: int, columns: int, window: int | None) -> Int[np.ndarray, "lin
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaleSettings:
-    """What is done to an image, or to each frame of a video."""
+    """Settings of the image processor, or of the video processor."""
 
-    least: int  # pixels of a picture, once scaled
+    least: int  # pixels of an image after resizing
     most: int
-    pixels: PixelSettings  # of the scaled one
+    pixels: PixelSettings  # for the resized image
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], source: str, kind: str, c: Qwen2VisionConfig) -> ScaleSettings:
-        """Reads an image or video processor config; `kind` says what it is used for.
+        """Reads the config of an image processor; `kind` is "image" or "video", for the default limits.
 
         Raises:
-            InputError: a kind of processor or a setting that we do not honour, or that config.json contradicts.
+            InputError: the processor or a setting is not supported, or contradicts config.json.
         """
         s = {**_DEFAULTS, **{key: value for key, value in raw.items() if value is not None}}
         for field, wanted in (("patch_size", c.patch_size), ("merge_size", c.merge), ("temporal_patch_size", c.frames)):
             if s[field] != wanted:
                 raise InputError(f"{source}: {field}={s[field]!r}, but the tower in config.json has {wanted}: the "
-                                 "files are not of one checkpoint")  # fmt: skip
+                                 "files belong to different checkpoints")  # fmt: skip
         for field, wanted in (("do_resize", True), ("cap_pixels_per_frame", False)):
             if bool(s.get(field, wanted)) != wanted:
                 raise InputError(f"{source}: {field}={s[field]!r} is not supported")
         least, most = _bounds(s, kind)
         if not 0 < least <= most:
-            raise InputError(f"{source}: bounds of {least} and {most} pixels make no sense")
+            raise InputError(f"{source}: the limits of {least} and {most} pixels must be positive and in order")
         plain = {"do_resize": False, "do_center_crop": False}
         return cls(least=least, most=most, pixels=PixelSettings.from_hf({**s, **plain}, source, kinds=_KINDS))
 
     def scaled(self, height: int, width: int, factor: int) -> tuple[int, int]:
-        """Height and width of whole tokens of `factor` pixels, about the shape of the picture and within the bounds.
+        """Height and width after resizing: multiples of `factor` pixels, within the limits, nearly the same shape.
 
-        Python's rounding to even is part of it. Raises InputError for a picture that is too long and thin.
+        It rounds half to even, like the reference. Raises InputError for an image that is too long and thin.
         """
         if max(height, width) > _STEEPEST * min(height, width):
             raise InputError(f"the {width} x {height} image is too long and thin: one side may be at most {_STEEPEST} "
@@ -227,37 +229,37 @@ class ScaleSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen2VlPictures(Pictures):
-    """Reads pictures as the folder's settings say."""
+    """Converts images and videos to patches."""
 
     image_settings: ScaleSettings
     video_settings: ScaleSettings
     config: Qwen2VisionConfig
 
     def image(self, image: PIL.Image.Image, images: int) -> Read:
-        """Its patches."""
+        """The patches of an image."""
         patches, grid = self._patches([image], self.image_settings)
-        return self._made({"pixel_values": patches, "image_grid_thw": grid}, grid)
+        return self._read({"pixel_values": patches, "image_grid_thw": grid}, grid)
 
     def video(self, video: Video) -> Read:
-        """Patches of its frames, and how many seconds two of them last."""
+        """The patches of a video, and the seconds between two frames of the tower."""
         frames = [open_image(frame) for frame in video.frames]
         if len({frame.size for frame in frames}) > 1:
-            raise InputError("the frames of a video differ in size; scale them to one")
+            raise InputError("the frames of a video differ in size; resize them to one size")
         patches, grid = self._patches(frames, self.video_settings)
         seconds = np.array(self.config.frames / video.fps)
         arrays = {"pixel_values_videos": patches, "video_grid_thw": grid, "second_per_grid_ts": seconds}
-        return self._made(arrays, grid)
+        return self._read(arrays, grid)
 
-    def _made(self, arrays: dict[str, np.ndarray], grid: np.ndarray) -> Read:
+    def _read(self, arrays: dict[str, np.ndarray], grid: np.ndarray) -> Read:
         return Read(arrays=arrays, tokens=int(grid.prod()) // self.config.merge**2)
 
     def _patches(
         self, frames: Sequence[PIL.Image.Image], settings: ScaleSettings
     ) -> tuple[Float[np.ndarray, "patches C"], np.ndarray]:
-        """Patches of all frames, and how many in time, lines and columns."""
+        """Patches of all frames, and their number along time, lines and columns."""
         c = self.config
         height, width = settings.scaled(frames[0].height, frames[0].width, c.patch_size * c.merge)
-        check_area(width, height, f"the {frames[0].width} x {frames[0].height} image, once resized")
+        check_area(width, height, f"the {frames[0].width} x {frames[0].height} image, after resizing")
         resized = [frame.resize((width, height), resample=settings.pixels.resample) for frame in frames]
         pixels = [to_pixels(frame, settings.pixels) for frame in resized]
         pixels += pixels[-1:] * (-len(pixels) % c.frames)  # a single image, or the last frame, is repeated
@@ -269,7 +271,7 @@ class Qwen2VlPictures(Pictures):
 
 
 def _bounds(s: Mapping[str, Any], kind: str) -> tuple[int, int]:
-    """The least and the most pixels, under any of the names that versions of transformers have given them."""
+    """The least and the greatest number of pixels, under any of the names used by versions of transformers."""
     size = s.get("size") or {}
     least, most = _PIXELS[kind]
     least = s.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or least

@@ -1,9 +1,10 @@
-"""Qwen2-VL and Qwen2.5-VL: how pictures become frames and positions is decided on the host, in inputs.py."""
+"""Qwen2-VL and Qwen2.5-VL. inputs.py decides on the host how pictures become frames, patches and positions."""
 
 from __future__ import annotations
 
 from einops import reduce
 from jaxtyping import Array, Float
+from typing_extensions import override
 
 from vlkv.config import ModelConfig
 from vlkv.decoder.layers import Initializer
@@ -13,26 +14,19 @@ from vlkv.inputs import Inputs
 
 
 class Qwen2Vl(VisionLanguageModel):
-    """The tower is told where each patch lies; a merger stands in the place of the projector."""
+    """The tower gets the position of each patch. The projector merges the patches of a token."""
 
     tower = Qwen2VlTower
 
-    def make_projector(self, config: ModelConfig, *, init: Initializer) -> None:
-        """There is a merger instead."""
+    @override
+    def make_projector(self, config: ModelConfig, *, init: Initializer) -> Qwen2VlMerger:
+        return Qwen2VlMerger(config.vision, init=init)
 
-    def make_more(self, config: ModelConfig, *, init: Initializer) -> None:
-        """The merger."""
-        self.merger = Qwen2VlMerger(config.vision, init=init)
-
-    def see(self, inputs: Inputs, pixels: Array, blocks: tuple[int, ...]) -> tuple[Array, list[Array]]:
-        """Features of the patches of all frames, and the attention that they received."""
-        return self.vision.watch(pixels, inputs.layout["place"], blocks)
+    @override
+    def run_tower(self, inputs: Inputs, pixels: Array, blocks: tuple[int, ...]) -> tuple[Array, list[Array]]:
+        return self.vision.with_attention(pixels, inputs.layout["place"], blocks)
 
     def pool(self, attention: Float[Array, "F n C"], inputs: Inputs) -> Float[Array, "R C"]:
-        """Sums over the patches of a token."""
+        """The attention of a token is the sum over its patches."""
         del inputs
         return reduce(attention, "f (v u) c -> (f v) c", "sum", u=self.config.vision.merge**2)
-
-    def project(self, features: Float[Array, "F n d"], inputs: Inputs) -> Float[Array, "R D"]:
-        """Patches of a token joined, then projected."""
-        return self.merger(features)

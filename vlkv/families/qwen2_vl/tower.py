@@ -1,8 +1,9 @@
 """The vision towers of Qwen2-VL (Wang et al. 2024) and Qwen2.5-VL (Bai et al. 2025).
 
-Axes: F frames · n places for patches · C values of a patch · D width · H head dim.
-Quirks kept: attention never leaves a frame, in videos neither; line and column turn half of the channel pairs each, at
-the same frequencies; in Qwen2.5-VL most blocks attend within windows, which the layout has laid side by side.
+Axes: F frames · n patches of a frame with padding · C values of a patch · D width · H head dim.
+As in the references, attention stays within a frame, in videos too. RoPE rotates half of the channel pairs by the line
+and half by the column, at the same frequencies. In Qwen2.5-VL most blocks attend within windows, whose patches are
+contiguous.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float, Int
+from typing_extensions import override
 
 from vlkv.decoder.layers import Initializer, Linear, Mlp
 from vlkv.decoder.rope import cosines_and_sines
@@ -21,21 +23,21 @@ from vlkv.towers.vit import BlockConfig, VitBlock
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen2VisionConfig(BlockConfig):
-    """A tower over patches of `frames` x `patch_size` x `patch_size` pixels, `merge` x `merge` of which make a token.
+    """A tower over patches of `frames` x `patch_size` x `patch_size` pixels; `merge` x `merge` patches become a token.
 
     Attributes:
-        gated: blocks of RMSNorm and a gated SiLU MLP (Qwen2.5-VL), not of LayerNorm and quick GELU (Qwen2-VL).
-        window: tokens per side of an attention window; None: every block sees the whole frame.
-        full: the blocks that see the whole frame although there are windows.
-        tokens_per_second: how far a second moves the temporal position of a video; None: a frame moves it by one.
-        whole_seconds: truncate the seconds of a frame before they are multiplied, as transformers 5.2 does; later
-            ones truncate the product alone, as here by default. `dataclasses.replace` the processor's `config` to
-            choose, or truncate `second_per_grid_ts` before `Inputs.from_hf`.
+        gated: True: RMSNorm and a gated SiLU MLP (Qwen2.5-VL). False: LayerNorm and quick GELU (Qwen2-VL).
+        window: tokens per side of an attention window; None: every block attends to the whole frame.
+        full: indices of the blocks that attend to the whole frame although `window` is set.
+        tokens_per_second: temporal positions per second of a video; None: one per frame.
+        whole_seconds: truncate the seconds of a frame before multiplication, as transformers 5.2 does. By default only
+            the product is truncated, as in later versions. To set it, use `dataclasses.replace` on the processor's
+            `config`, or truncate `second_per_grid_ts` before `Inputs.from_hf`.
     """
 
     out_width: int
     patch_size: int  # pixels
-    frames: int  # of a video that one patch spans; an image is repeated
+    frames: int  # pictures of a video in one patch; an image is repeated
     merge: int
     theta: float
     gated: bool = dataclasses.field()
@@ -46,26 +48,26 @@ class Qwen2VisionConfig(BlockConfig):
 
     @property
     def patch_values(self) -> int:
-        """Numbers in one patch."""
+        """Values of one patch."""
         return 3 * self.frames * self.patch_size**2
 
     @property
+    @override
     def norm(self) -> str:  # type: ignore[override]
-        """Of the blocks and the merger."""
         return "rms_norm" if self.gated else "layer_norm"
 
     @property
+    @override
     def activation(self) -> str:  # type: ignore[override]
-        """Of the MLP, or of its gate."""
         return "silu" if self.gated else "quick_gelu"
 
     def patches(self, shape: tuple[int, ...]) -> int:
-        """Patches that attend to one another, of pixels of this shape [F, n, C]."""
+        """Patches that attend to one another. `shape` is that of the pixels, [F, n, C]."""
         return shape[1]
 
 
 class Qwen2VlMerger(Mlp):
-    """Norm, merge x merge patches side by side, linear, exact (erf) GELU, linear."""
+    """Norm, concatenation of the merge x merge patches of a token, linear, exact (erf) GELU, linear."""
 
     def __init__(self, c: Qwen2VisionConfig, *, init: Initializer) -> None:
         self.unit = c.merge**2
@@ -73,47 +75,49 @@ class Qwen2VlMerger(Mlp):
         super().__init__(c.width * self.unit, c.width * self.unit, c.out_width, init=init)
 
     def __call__(self, x: Float[Array, "F n i"]) -> Float[Array, "V D"]:
-        """Vision embeddings of all frames in one list."""
+        """The vision embeddings of all frames in one list."""
         return super().__call__(rearrange(self.norm(x), "f (v u) i -> (f v) (u i)", u=self.unit))
 
 
 class Qwen2VlTower(nnx.Module):
-    """Patches and blocks; merging them into tokens is the merger's."""
+    """Patch embedding and blocks."""
 
     def __init__(self, c: Qwen2VisionConfig, *, init: Initializer) -> None:
         self.config = c
         self.patch = Linear(c.patch_values, c.width, bias=False, init=init)
         self.blocks = nnx.data(tuple(VitBlock(c, init=init) for _ in range(c.layers)))
 
-    def watch(
+    def with_attention(
         self, pixels: Float[Array, "F n C"], place: Int[Array, "F n 2"], blocks: tuple[int, ...]
     ) -> tuple[Float[Array, "F n D"], list[Float[Array, "F N n"]]]:
-        """Features of every patch, and the mean attention that each receives in some of the blocks.
+        """Features of every patch, and the attention that each receives in the given blocks.
+
+        The attention is the mean over all patches of the frame. In a block with windows, patches of other windows
+        count as zero.
 
         Args:
             pixels: of all frames.
             place: line and column of each patch, -1 for padding.
-            blocks: negative: from the last. The mean is over the patches of a frame; in a block with windows, the
-                patches of other windows give nothing.
+            blocks: indices of blocks; negative ones count from the last.
         """
         c, n = self.config, pixels.shape[1]
         x, valid = self.patch(pixels), place[..., 0] >= 0
         rotation = cosines_and_sines(_angles(place, c))
         size = n if c.window is None else (c.window * c.merge) ** 2  # patches of a window
-        watched, count = {i % len(self.blocks): i for i in blocks}, jnp.maximum(jnp.sum(valid, axis=1), 1)
-        given: dict[int, Array] = {}
+        wanted, count = {i % len(self.blocks): i for i in blocks}, jnp.maximum(jnp.sum(valid, axis=1), 1)
+        received: dict[int, Array] = {}
         for i, block in enumerate(self.blocks):
             part = n if i in c.full else size
             cut = [rearrange(y, "f (w p) ... -> (f w) p ...", p=part) for y in (x, rotation, valid)]
-            if i in watched:
-                summed = rearrange(block.received(*cut), "(f w) h p -> f h (w p)", w=n // part)
-                given[watched[i]] = summed / count[:, None, None]
+            if i in wanted:
+                summed = rearrange(block.received_attention(*cut), "(f w) h p -> f h (w p)", w=n // part)
+                received[wanted[i]] = summed / count[:, None, None]
             x = rearrange(block(*cut), "(f w) p d -> f (w p) d", w=n // part)
-        return x, [given[i] for i in blocks]
+        return x, [received[i] for i in blocks]
 
 
 def _angles(place: Int[Array, "F n 2"], c: Qwen2VisionConfig) -> Float[Array, "F n _"]:
-    """Of each channel pair: the first half by line, the second by column."""
-    pairs = c.width // c.heads // 4  # that turn by one of the two
+    """Angle of each channel pair: the first half depends on the line, the second on the column."""
+    pairs = c.width // c.heads // 4  # channel pairs of the line, and of the column
     frequency = c.theta ** -(jnp.arange(pairs, dtype=jnp.float32) / pairs)
     return rearrange(place.astype(jnp.float32)[..., None] * frequency, "f n two pairs -> f n (two pairs)")

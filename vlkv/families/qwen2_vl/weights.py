@@ -1,4 +1,4 @@
-"""Tensors of Qwen2-VL and Qwen2.5-VL: decoder, tower with fused projections, merger."""
+"""Tensor names of Qwen2-VL and Qwen2.5-VL: decoder, tower with fused projections, merger."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _TOWER: dict[str, Name] = {
     "vision.blocks.*.attention_norm": "blocks.*.norm1", "vision.blocks.*.out": "blocks.*.attn.proj",
     **{f"vision.blocks.*.{name}": Fused("blocks.*.attn.qkv") for name in ("query", "key", "value")},
     "vision.blocks.*.mlp_norm": "blocks.*.norm2", "vision.blocks.*.gate": "blocks.*.mlp.gate_proj",
-    "merger.norm": "merger.ln_q", "merger.first": "merger.mlp.0", "merger.second": "merger.mlp.2",
+    "projector.norm": "merger.ln_q", "projector.first": "merger.mlp.0", "projector.second": "merger.mlp.2",
 }  # fmt: skip
 
 
 def names(config: ModelConfig) -> Names:
-    """All tensors; the MLP's names depend on whether it is gated."""
+    """All tensors."""
     c = config.vision
     up, down = ("up_proj", "down_proj") if c.gated else ("fc1", "fc2")
     more: dict[str, Name] = {

@@ -1,4 +1,4 @@
-"""Qwen-VL (Bai et al. 2023): a ViT whose patches a resampler reads into a square of tokens, and the first Qwen."""
+"""Qwen-VL (Bai et al. 2023): a ViT, a resampler from its patches to a square of tokens, and a Qwen 1 decoder."""
 
 from vlkv.families.family import Family
 from vlkv.families.qwen_vl.config import PUBLISHED, SPECIAL, QwenVlConfig

@@ -1,26 +1,25 @@
-"""Qwen-VL and Qwen-VL-Chat, as their authors publish them.
+"""Qwen-VL and Qwen-VL-Chat in their authors' form.
 
-The decoder has Qwen2's shape. Prompts are limited to the length that it was trained on (`seq_length`): up to there its
-dynamic scaling of positions (NTK) does nothing. Its log-n attention acts on what is generated behind that length.
+The decoder has Qwen2's shape. Prompts are limited to the length it was trained on (`seq_length`), up to which its
+dynamic NTK scaling has no effect. Its log-length scaling affects tokens that are generated beyond that length.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from vlkv.config import DecoderConfig, Raw, RopeConfig, filled, honour, positives, require
+from vlkv.config import DecoderConfig, Raw, RopeConfig, filled, positives, require, require_all
 from vlkv.errors import InputError
 from vlkv.families.qwen_vl.inputs import QwenVlInputs
 from vlkv.families.qwen_vl.tower import RESAMPLER_HEAD_DIM, QwenVlTowerConfig
 
-# The authors' tokenizer (tokenization_qwen.py): these follow the ordinary tokens.
+# Special tokens of the authors' tokenizer (tokenization_qwen.py); their ids follow those of the ordinary tokens.
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)),
     "<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>", "<img>", "</img>", "<imgpad>",
 )  # fmt: skip
-# The class defaults of the authors' code.
+# Class defaults in the authors' code.
 _DEFAULTS: dict[str, Any] = dict(
     vocab_size=151936, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=22016,
     layer_norm_epsilon=1e-6, kv_channels=128, max_position_embeddings=8192, seq_length=2048, rotary_emb_base=10000,
@@ -29,32 +28,25 @@ _DEFAULTS: dict[str, Any] = dict(
 _TOWER_DEFAULTS: dict[str, Any] = dict(n_queries=256, output_dim=512, image_start_id=151857)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QwenVlWiring:
-    """The family's own settings."""
-
-    side: int  # tokens per side that an image becomes
-
-
 class QwenVlConfig(QwenVlInputs):
     """The form of `config.json` that the authors' code reads."""
 
     @classmethod
     def read(cls, raw: Raw) -> dict[str, Any]:
-        """The fields of the config; raises InputError for what we do not honour."""
+        """The fields of the config; raises InputError for unsupported values."""
         if not isinstance(raw.get("visual"), Mapping):
-            raise InputError("config.json: visual is missing: of the first Qwen only Qwen-VL is supported")
+            raise InputError("config.json: visual is missing: Qwen-VL is supported, the text model Qwen is not")
         c = filled(raw, _DEFAULTS)
-        honour(c, {"rotary_pct": 1.0, "scale_attn_weights": True, "no_bias": True})
+        require_all(c, {"rotary_pct": 1.0, "scale_attn_weights": True, "no_bias": True})
         positives(c, ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
                       "kv_channels", "max_position_embeddings", "seq_length"))  # fmt: skip
         if c["kv_channels"] % 2 or c["intermediate_size"] % 2:
             raise InputError("config.json: kv_channels and intermediate_size must be even")
         visual = {**_TOWER_DEFAULTS, **c["visual"]}
-        vision, length, eos = _read_tower(visual, c["hidden_size"]), c["seq_length"], c["eos_token_id"]
+        length, eos = c["seq_length"], c["eos_token_id"]
         decoder = DecoderConfig(
             vocab_size=c["vocab_size"], width=c["hidden_size"], layers=c["num_hidden_layers"],
-            mlp_width=c["intermediate_size"] // 2,  # counted twice: gate and up
+            mlp_width=c["intermediate_size"] // 2,  # the field is the sum for gate and up
             heads=c["num_attention_heads"], kv_heads=c["num_attention_heads"], head_dim=c["kv_channels"],
             norm_eps=c["layer_norm_epsilon"], rope=RopeConfig(theta=float(c["rotary_emb_base"])), qkv_bias=True,
             max_positions=length if c["use_dynamic_ntk"] else c["max_position_embeddings"],
@@ -62,10 +54,9 @@ class QwenVlConfig(QwenVlInputs):
         )  # fmt: skip
         return {
             "decoder": decoder,
-            "vision": vision,
-            "image_token": visual["image_start_id"] + 2,  # start, end, and the one that stands for each vision token
-            "wiring": QwenVlWiring(side=vision.side),
-            "stop": (eos, eos + 2),  # <|endoftext|>, and <|im_end|> of the conversation
+            "vision": _read_tower(visual, c["hidden_size"]),
+            "image_token": visual["image_start_id"] + 2,  # the ids are those of <img>, </img>, <imgpad>
+            "stop": (eos, eos + 2),  # <|endoftext|> and <|im_end|>
         }
 
 

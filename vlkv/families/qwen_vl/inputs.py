@@ -1,11 +1,13 @@
-"""Qwen-VL's pictures, resized to one square whatever their shape, and its two ways to write a prompt.
+"""Qwen-VL's images, all resized to one square, and its two prompt formats.
 
-Every picture is a square of tokens: the resampler's queries, by their own places. All of them are vision tokens.
+Every image becomes a square of vision tokens: the resampler's queries, which have positions on a square.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+
+from typing_extensions import override
 
 from vlkv.errors import InputError
 from vlkv.files import read_json
@@ -14,7 +16,7 @@ from vlkv.processing.pictures import Pictures
 from vlkv.processing.pixels import Layout, PixelSettings
 from vlkv.processing.templates import ChatTemplate
 
-# The picture's token between its marks; the processor repeats it once for every vision token.
+# The image token between its marks. The processor repeats it once per vision token.
 _CONTENT = (
     "{% if message.content is string %}{{ message.content }}{% else %}{% for item in message.content %}"
     "{% if item.type == 'image' %}{% set count.pictures = count.pictures + 1 %}"
@@ -34,25 +36,25 @@ _FORMATS = {"raw": _RAW, "chatml": _CHAT}
 
 
 class QwenVlInputs(SquareInputs):
-    """A square of queries."""
+    """Images as squares of `vision.side` x `vision.side` tokens."""
 
     @property
+    @override
     def side(self) -> int:
-        """Tokens per side."""
-        return self.wiring.side
+        return self.vision.side
 
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
-        """The authors' code has no settings but the size."""
+        """The authors' code has no settings except the size."""
         self.only_checkpoint(layout)
         size = self.vision.image_size
         raw = {"size": {"height": size, "width": size}, "do_center_crop": False}
         return self.squares(PixelSettings.from_hf(raw, str(folder)))
 
     def template(self, folder: Path) -> ChatTemplate:
-        """The folder's, or what its `generation_config.json` names: the bare text, or ChatML.
+        """The folder's template, or the one that `generation_config.json` names: plain text, or ChatML.
 
         Raises:
-            InputError: it names another.
+            InputError: it names another format.
         """
         found = super().template(folder)
         if found is not None:

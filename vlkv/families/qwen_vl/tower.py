@@ -1,8 +1,8 @@
-"""Qwen-VL's tower: OpenCLIP's ViT without a class token, and the resampler that reads its patches.
+"""Qwen-VL's tower: OpenCLIP's ViT without a class token, and a resampler from its patches to tokens.
 
-Axes: I images · V patches · v tokens · N heads · H head dim · D width. Quirks kept: positions are stored for 16 x 16
-patches, whatever the grid, and enlarged bicubically (torch's: a = -0.75, corners not aligned); values of the resampler
-see no positions.
+Axes: I images · V patches · v tokens · N heads · H head dim · D width. Two details of the authors' code are kept:
+position embeddings are stored for 16 x 16 patches and resized to the grid by bicubic interpolation (torch's, with
+a = -0.75 and corners not aligned); the resampler adds position embeddings to queries and keys, not to values.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
+from typing_extensions import override
 
 from vlkv.decoder.layers import Initializer, JoinHeads, LayerNorm, Linear, SplitHeads
 from vlkv.towers.vit import Vit, VitConfig
 
 RESAMPLER_HEAD_DIM = 128
-_STORED = 16  # positions per side on disk
+_STORED = 16  # position embeddings per side in the checkpoint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QwenVlTowerConfig(VitConfig):
     """OpenCLIP's ViT and a resampler to a square of tokens."""
 
-    side: int  # tokens per side that an image becomes
+    side: int  # tokens per side of an image
     resampler_heads: int
     norm_eps: float = 1e-6
     feature_layer: int = -1
@@ -35,13 +36,13 @@ class QwenVlTowerConfig(VitConfig):
     first_norm = True
 
     @property
+    @override
     def positions(self) -> int:
-        """Position embeddings."""
         return _STORED**2
 
     @property
+    @override
     def tokens(self) -> int:
-        """Features of one image."""
         return self.side**2
 
     @property
@@ -51,7 +52,7 @@ class QwenVlTowerConfig(VitConfig):
 
 
 class Resampler(nnx.Module):
-    """One cross attention from learnt queries, which have places on a square, to all patches."""
+    """Cross-attention from learnt queries, which have positions on a square, to all patches."""
 
     def __init__(self, c: QwenVlTowerConfig, *, init: Initializer) -> None:
         width, head_dim = c.out_width, RESAMPLER_HEAD_DIM
@@ -67,18 +68,18 @@ class Resampler(nnx.Module):
         self.grid = c.grid
 
     def __call__(self, x: Float[Array, "I V C"]) -> tuple[Float[Array, "I v D"], Float[Array, "I N v V"]]:
-        """Patches to tokens, in raster order of the queries' own square, and what each token reads of each patch."""
+        """Tokens in raster order of the queries' square, and the attention weights from tokens to patches."""
         x = self.key_norm(x if self.inner is None else self.inner(x))
         position = self.position[...]
         q = self.query(self.query_norm(self.tokens[...]) + position)  # [v, N, H]
-        k, value = self.key(x + enlarged(position, self.grid)), self.value(x)
+        k, value = self.key(x + resized(position, self.grid)), self.value(x)
         logits = jnp.einsum("tnh,ivnh->intv", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
         weights = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
         return self.out(jnp.einsum("intv,ivnh->itnh", weights, value)), weights
 
 
 class QwenVlTower(Vit):
-    """Patches, blocks, resampler, a last norm and map."""
+    """ViT, resampler, a last norm and a last linear map."""
 
     config: QwenVlTowerConfig
 
@@ -88,40 +89,41 @@ class QwenVlTower(Vit):
         self.last_norm = LayerNorm(c.out_width, c.norm_eps, init=init)
         self.last = init.normal(c.out_width, c.out_width, scale=c.out_width**-0.5)  # [in, out]
 
-    def watch(
+    def with_attention(
         self, pixels: Float[Array, "I 3 h w"], blocks: tuple[int, ...]
     ) -> tuple[Float[Array, "I v D"], list[Float[Array, "I N v"]]]:
-        """Tokens of every image, of the decoder's width, and the attention that they received.
+        """Tokens of every image, in the decoder's width, and the attention that they receive in the given blocks.
 
-        A token has received what its patches have, each counted by what the resampler's heads read of it on average.
+        The attention of a token is the weighted sum over patches of the attention that the patches receive; the weights
+        are the resampler's attention from the token to the patches, averaged over heads.
         """
-        x, given = super().watch(pixels, blocks)
+        x, received = super().with_attention(pixels, blocks)
         x, weights = self.resampler(x)
-        made = jnp.einsum("ivd,de->ive", self.last_norm(x), self.last[...])
-        return made, [jnp.einsum("itv,inv->int", jnp.mean(weights, axis=1), attention) for attention in given]
+        tokens = jnp.einsum("ivd,de->ive", self.last_norm(x), self.last[...])
+        return tokens, [jnp.einsum("itv,inv->int", jnp.mean(weights, axis=1), attention) for attention in received]
 
-    def make_places(self, c: VitConfig, *, init: Initializer) -> nnx.Param:
-        """A plain parameter."""
+    @override
+    def make_position_embedding(self, c: VitConfig, *, init: Initializer) -> nnx.Param:
         return init.normal(c.positions, c.width, scale=c.width**-0.5)
 
-    def places(self) -> Float[Array, "V D"]:
-        """The stored positions at the grid's size."""
-        return enlarged(self.position[...], self.config.grid)
+    @override
+    def position_embedding(self) -> Float[Array, "V D"]:
+        return resized(self.position[...], self.config.grid)
 
 
-def enlarged(table: Float[Array, "V D"], side: int) -> Float[Array, "V2 D"]:
-    """A square of vectors at another size, bicubic in float32; the same where the size is."""
+def resized(table: Float[Array, "V D"], side: int) -> Float[Array, "V2 D"]:
+    """Resizes a square of vectors to `side` x `side` by bicubic interpolation in float32."""
     stored = round(table.shape[0] ** 0.5)
     if stored == side:
         return table
     weights = _bicubic(stored, side)
     square = table.astype(jnp.float32).reshape(stored, stored, -1)
-    made = jnp.einsum("ya,xb,abd->yxd", weights, weights, square, precision="highest")
-    return made.reshape(side**2, -1).astype(table.dtype)
+    result = jnp.einsum("ya,xb,abd->yxd", weights, weights, square, precision="highest")
+    return result.reshape(side**2, -1).astype(table.dtype)
 
 
 def _bicubic(stored: int, side: int) -> Float[np.ndarray, "side stored"]:
-    """Weights of Keys' cubic with a = -0.75, sampled at the middles, the outermost entries repeated."""
+    """Weights of cubic interpolation (Keys, a = -0.75) at pixel centres; entries at the border are repeated."""
     a, weights = -0.75, np.zeros((side, stored))
     for out in range(side):
         middle = (out + 0.5) * stored / side - 0.5

@@ -1,4 +1,4 @@
-"""Qwen-VL's tensors: fused projections, one after another in the decoder and the resampler, by head in the tower."""
+"""Tensor names of Qwen-VL. Queries, keys and values are fused: in the tower by head, elsewhere by rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from vlkv.config import ModelConfig
 from vlkv.families.text.weights import below
 
 _QKV = ("query", "key", "value")
-_FIRST: dict[str, Name] = {
+_DECODER_AND_TOWER: dict[str, Name] = {
     "decoder.embedding": "wte", "decoder.norm": "ln_f", "decoder.layers.*.attention_norm": "h.*.ln_1",
     **{f"decoder.layers.*.{name}": Fused("h.*.attn.c_attn") for name in _QKV},
     "decoder.layers.*.out": "h.*.attn.c_proj", "decoder.layers.*.mlp_norm": "h.*.ln_2",
@@ -16,7 +16,7 @@ _FIRST: dict[str, Name] = {
     "vision.patch": "visual.conv1.weight", "vision.position": "visual.positional_embedding",
     "vision.first_norm": "visual.ln_pre", "vision.last_norm": "visual.ln_post", "vision.last": "visual.proj",
 }  # fmt: skip
-_OURS = _FIRST | below("vision.blocks.*.", "visual.transformer.resblocks.*.", {
+_OURS = _DECODER_AND_TOWER | below("vision.blocks.*.", "visual.transformer.resblocks.*.", {
     "attention_norm": "ln_1", "out": "attn.out_proj", "mlp_norm": "ln_2", "up": "mlp.c_fc", "down": "mlp.c_proj",
     **{f"{name}.{leaf}": Fused(f"attn.in_proj.{leaf}", by_head=True) for name in _QKV for leaf in ("weight", "bias")},
 }) | below("vision.resampler.", "visual.attn_pool.", {

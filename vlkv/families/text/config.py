@@ -1,4 +1,4 @@
-"""Language models: the whole of a `config.json`, or its `text_config`."""
+"""Decoders: the whole `config.json` of a text model, or the `text_config` of a vision-language model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Kind:
     """One kind of decoder.
 
     Attributes:
-        defaults: the class defaults of transformers, which sparse configs leave out.
-        bias: the field that says whether attention has biases.
-        qkv_bias: whether queries, keys and values have them without that field, and the output never.
-        windowed: whether `sliding_window` needs no `use_sliding_window` to be in use.
+        defaults: class defaults in transformers, for fields that a config leaves out.
+        bias: name of the field that gives attention biases.
+        qkv_bias: True: queries, keys and values always have biases, and the output never has one.
+        windowed: True: `sliding_window` is used without `use_sliding_window`.
     """
 
     defaults: Mapping[str, Any]
@@ -28,7 +28,7 @@ class Kind:
     windowed: bool = False
 
     def read(self, raw: Raw, *, names: str = "") -> DecoderConfig:
-        """The decoder; raises InputError for what we do not honour."""
+        """The decoder's config; raises InputError for unsupported values."""
         c = filled(raw, self.defaults)
         if raw.get("sliding_window", 0) is None:
             c["sliding_window"] = None
@@ -58,11 +58,11 @@ KINDS = {
         vocab_size=103168, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
         rms_norm_eps=1e-6, max_position_embeddings=2048, bias=True, eos_token_id=2)),
 }  # fmt: skip
-_SPELLED = ("phi3", "internlm2")  # their checkpoints name or fuse tensors in a way of their own
+_SPELLED = ("phi3", "internlm2")  # their checkpoints have other tensor names, or fused tensors
 
 
 class TextConfig(TextInputs):
-    """Nothing but a decoder."""
+    """A text model."""
 
     @classmethod
     def read(cls, raw: Raw) -> dict[str, Any]:
@@ -71,9 +71,9 @@ class TextConfig(TextInputs):
 
 
 def read_decoder(raw: Raw) -> DecoderConfig:
-    """The decoder of any model, whichever of the kinds it is; raises InputError for another."""
+    """The decoder's config of any model; raises InputError for an unsupported kind."""
     part = text_part(raw)
-    if "tie_word_embeddings" in raw:  # transformers reads the outer field
+    if "tie_word_embeddings" in raw:  # transformers prefers the outer field
         part["tie_word_embeddings"] = raw["tie_word_embeddings"]
     kind = part.get("model_type", "llama")
     if kind not in list(KINDS):  # a list, because the value may be of a type that cannot be hashed
@@ -83,7 +83,7 @@ def read_decoder(raw: Raw) -> DecoderConfig:
 
 
 def read_stop(raw: Raw, default: int | None = None) -> tuple[int, ...]:
-    """The ids that end a sequence: those of generation, of the text, of the whole, of the class; in this order."""
+    """Stop tokens: those of generation_config.json, else of `text_config`, else of config.json, else the default."""
     part, generation = text_part(raw), raw.get("generation_config") or {}
     if default is None:
         kind = next(kind for kind in (part.get("model_type"), raw.get("model_type"), "llama") if kind in list(KINDS))
@@ -96,7 +96,7 @@ def read_stop(raw: Raw, default: int | None = None) -> tuple[int, ...]:
 
 
 def text_part(raw: Raw) -> dict[str, Any]:
-    """The decoder's fields of a `config.json`."""
+    """The decoder's part of a `config.json`."""
     part = raw if raw.get("model_type") in list(KINDS) else raw.get("text_config") or raw.get("llm_config") or {}
     if not isinstance(part, Mapping):
         raise InputError(f"config.json: text_config={part!r} must be an object")
@@ -110,7 +110,7 @@ VICUNA_13B = dict(hidden_size=5120, intermediate_size=13824, num_hidden_layers=4
 
 
 def llama(**sizes: Any) -> dict[str, Any]:
-    """Llama 2, 7B, unless sizes say otherwise."""
+    """Llama 2 7B, with the given fields replaced."""
     return dict(model_type="llama", hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
                 num_attention_heads=32, num_key_value_heads=32, vocab_size=32000, max_position_embeddings=4096,
                 rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False) | sizes  # fmt: skip
@@ -122,14 +122,14 @@ def _qwen2(**sizes: Any) -> dict[str, Any]:
 
 
 def internlm2(factor: float = 2.0, **sizes: Any) -> dict[str, Any]:
-    """InternLM2 with prompts of 32768 tokens: 7B, unless sizes say otherwise."""
+    """InternLM2 7B for prompts of 32768 tokens, with the given fields replaced."""
     return dict(model_type="internlm2", vocab_size=92544, hidden_size=4096, intermediate_size=14336,
                 num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=32768,
                 rope_theta=1e6, rope_scaling=dict(type="dynamic", factor=factor), bias=False, rms_norm_eps=1e-5,
                 eos_token_id=2, tie_word_embeddings=False) | sizes  # fmt: skip
 
 
-# Qwen2's, and Qwen2.5's of the same sizes; 3b is Qwen2.5's alone.
+# Qwen2 and Qwen2.5; 3b exists only in Qwen2.5.
 QWEN2 = {
     "0.5b": _qwen2(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
                    num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True),
@@ -142,12 +142,12 @@ QWEN2 = {
     "72b": _qwen2(hidden_size=8192, intermediate_size=29568, num_hidden_layers=80, num_attention_heads=64,
                   num_key_value_heads=8, vocab_size=152064, tie_word_embeddings=False),
 }  # fmt: skip
-# Instruct, v0.2: the first one's sliding window is not supported.
+# Instruct v0.2; v0.1 has a sliding window, which is not supported.
 MISTRAL = dict(model_type="mistral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
                num_attention_heads=32, num_key_value_heads=8, vocab_size=32000, rms_norm_eps=1e-5, rope_theta=1e6,
                max_position_embeddings=32768, sliding_window=None, eos_token_id=2,
                tie_word_embeddings=False)  # fmt: skip
-# Phi-3-mini-128k-instruct as it first came out, without the float32 noise of its factors.
+# Phi-3-mini-128k-instruct, first version; its factors are rounded to remove float32 noise.
 _SHORT = [1.05, 1.05, 1.05, 1.1, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.5, *[2.0] * 21, 2.05, 2.05, 2.05, 2.1, 2.1, 2.1,
           2.15, 2.15, 2.35, 2.55, 2.6, 2.6, 2.75, 2.85, 2.85, 2.95]  # fmt: skip
 _LONG = [1.03, 1.05, 1.05, 1.08, 1.23, 1.23, 1.3, 1.45, 1.6, 1.65, 1.9, 2.86, 3.69, 5.42, 5.49, 5.49, 9.09, 11.58,

@@ -1,4 +1,4 @@
-"""The decoder's tensors, as Llama, Mistral and Qwen2 name them, as Phi-3 fuses them, and as InternLM2 does."""
+"""Tensor names of decoders: Llama, Mistral and Qwen2 share theirs; Phi-3 and InternLM2 have others, some fused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from checkpoints_convert.entry import Fused, Name, Names
 from vlkv.config import ModelConfig
 from vlkv.families.text.config import TextConfig
 
-# Our names below `decoder.`, theirs below a prefix.
+# From our names under `decoder.` to the checkpoint's names under a prefix.
 _LLAMA: dict[str, Name] = {
     "embedding": "embed_tokens", "norm": "norm",
     "layers.*.attention_norm": "layers.*.input_layernorm", "layers.*.query": "layers.*.self_attn.q_proj",
@@ -30,7 +30,7 @@ _INTERNLM2: dict[str, Name] = {
     "layers.*.down": "layers.*.feed_forward.w2",
 }  # fmt: skip
 _KINDS = {"": _LLAMA, "phi3": _PHI3, "internlm2": _INTERNLM2}
-# What transformers 4 called a part of a model with a tower, and what 5 calls it.
+# From names of transformers 4 to names of transformers 5, for models with a tower.
 TRANSFORMERS_4 = (
     (r"^language_model\.model\.", "model.language_model."),
     (r"^language_model\.lm_head\.", "lm_head."),
@@ -39,12 +39,12 @@ TRANSFORMERS_4 = (
 
 
 def decoder(config: ModelConfig, prefix: str) -> dict[str, Name]:
-    """All of a decoder, whose names begin with `prefix`."""
+    """Names of a whole decoder; the checkpoint's names start with `prefix`."""
     return below("decoder.", prefix, _KINDS[config.decoder.names]) | {"decoder.head": "lm_head"}
 
 
 def below(ours: str, theirs: str, names: Mapping[str, Name]) -> dict[str, Name]:
-    """The same names with prefixes on both sides."""
+    """`names` with a prefix on our names and one on the checkpoint's."""
     return {
         ours + path: theirs + name if isinstance(name, str) else replace(name, key=theirs + name.key)
         for path, name in names.items()

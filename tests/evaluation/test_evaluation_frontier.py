@@ -1,0 +1,123 @@
+"""Policies at equal bytes, the frontier by hand, and the command, whose line of Python gives its number again."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+from scipy.stats import binomtest
+
+import vlkv
+from tests.models import CONFIG, tiny_llava, unequal_batch
+from vlkv import policies
+from vlkv.cli import main
+from vlkv.evaluation import frontier
+from vlkv.evaluation.keeps import at_bytes, at_keep, pool_bytes, relative_size, share_of_bytes
+from vlkv.evaluation.report import code
+from vlkv.policies import KIVI, AirCache, Composed, FastV, PrefixKV, Smooth, SnapKV, compose
+
+SNAP = SnapKV(keep=0.4, scope="vision")
+COMPOSED = compose(AirCache(keep=0.1, window="text"), allocate=PrefixKV, smooth=Smooth(3), store=KIVI(bits=2))
+
+
+def test_equal_bytes_by_hand():
+    """A number of 4 bits in a group of 32 with two bfloat16 ranges takes 5 bits of 16."""
+    assert relative_size(KIVI(bits=4)) == 5 / 16 and relative_size(KIVI(bits=2)) == 3 / 16
+    assert at_bytes(SNAP, 0.1) == at_keep(SNAP, 0.1) and at_bytes(SNAP, 0.1).keep == 0.1
+    quarter = at_bytes(SNAP, 0.1, 4)
+    assert isinstance(quarter, Composed) and quarter.keep == 0.1 * 16 / 5 and quarter.stored == KIVI(bits=4)
+    assert at_bytes(SNAP, 0.5, 2).keep == 1
+    with pytest.raises(vlkv.InputError, match="bits=3"):
+        at_bytes(SNAP, 0.1, 3)
+    again = at_keep(COMPOSED, 0.3)
+    assert (again.keep, again.scored.keep, again.allocated.keep, again.smoothed) == (0.3, 0.3, 0.3, Smooth(3))
+
+
+@pytest.mark.parametrize("policy", [SNAP, COMPOSED, KIVI(bits=4), FastV(keep=0.5, layer=1), policies.H2O(keep=0.3)])
+def test_pool_bytes_are_those_that_prefill_allocates(policy):
+    params, inputs = tiny_llava(), unequal_batch()
+
+    def pool():
+        cache, _ = vlkv.prefill(params, inputs, policy, new_tokens=1)
+        return jax.tree.leaves((cache.k, cache.v))
+
+    leaves = jax.eval_shape(pool)
+    assert sum(x.size * x.dtype.itemsize for x in leaves) == 3 * pool_bytes(policy, CONFIG, inputs, number=4)
+
+
+def test_shares_of_bytes():
+    inputs = unequal_batch()
+    assert share_of_bytes(SNAP, CONFIG, inputs) == pytest.approx(0.4)
+    assert share_of_bytes(at_bytes(SNAP, 0.1, 4), CONFIG, inputs) == pytest.approx(0.1, abs=0.01)
+    assert share_of_bytes(KIVI(bits=2), CONFIG, inputs) == pytest.approx(3 / 16)
+    whole, half = inputs.max_vision, inputs.max_vision / 2
+    assert share_of_bytes(FastV(keep=0.5, layer=1), CONFIG, inputs) == pytest.approx((whole + 2 * half) / (3 * whole))
+
+
+def test_code_makes_the_same_policy():
+    names = {name: getattr(policies, name) for name in policies.__all__}
+    for policy in (
+        SNAP,
+        COMPOSED,
+        policies.Full(),
+        compose(SnapKV(keep=0.4), step=policies.H2O),
+        compose(SNAP, reduce=FastV(keep=0.5)),
+    ):
+        assert eval(code(policy), names) == policy
+
+
+def test_the_frontier_by_hand():
+    points = [
+        dict(bytes=b, quality=q) for b, q in ((0.1, 0.5), (0.02, 0.5), (0.2, 0.9), (0.05, 0.4), (0.3, 0.9), (0.02, 0.1))
+    ]
+    assert [(p["bytes"], p["quality"]) for p in frontier.pareto(points)] == [(0.02, 0.5), (0.2, 0.9)]
+    assert frontier.best_at(points, 0.1) == points[1] and frontier.best_at(points, 0.01) is None
+    for right, count in ((0, 7), (3, 10), (500, 500)):
+        want = binomtest(right, count).proportion_ci(0.95, method="wilson")
+        np.testing.assert_allclose(frontier.wilson(right / count, count), (want.low, want.high), atol=1e-6)
+
+
+def test_the_command(capsys, tmp_path, monkeypatch):
+    """Twice: the second run has nothing to ask, and says the same. The line gives the number that it stands for."""
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "out"
+    command = ["frontier", "--policy", "snapkv", "aircache(window='text')", "--bytes", "0.1", "0.05", "--bits", "16"]
+    command += ["4", "--questions", "4", "--batch", "4", "--max-new-tokens", "4", "--out", str(out)]
+    assert main([*command, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [(p["name"], p["bits"]) for p in result["points"][:3]] == [("Full", 16), ("SnapKV", 16), ("SnapKV", 16)]
+    assert len(result["points"]) == 9 and [line["share"] for line in result["best"]] == [0.1, 0.05]
+    with Image.open(out / "frontier.png") as picture:
+        assert picture.width > 1000 and len(picture.convert("RGB").getcolors(2**24)) > 20
+    before = (out / "journal.jsonl").read_bytes()
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert (out / "journal.jsonl").read_bytes() == before
+    best = result["best"][0]
+    line = next(line for line in said.splitlines() if line.startswith("from vlkv"))
+    assert line == best["python"]
+    printed: list[float] = []
+    exec(line, {"print": printed.append})
+    assert printed == [best["quality"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--bytes", "0"], "--bytes 0.0 must lie in"),
+        (["--metric", "perplexity"], "more is better"),
+        (["--bits", "5"], "bits=5"),
+        (["--model", "CHECKPOINT"], "give FILE.jsonl"),
+    ],
+)
+def test_bad_input_is_one_line(capsys, tmp_path, options, said):
+    from vlkv.mini import CHECKPOINT
+
+    pytest.importorskip("matplotlib")
+    options = [str(CHECKPOINT / ".") + "/../checkpoint" if option == "CHECKPOINT" else option for option in options]
+    assert main(["frontier", "--questions", "2", "--out", str(tmp_path), *options]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
