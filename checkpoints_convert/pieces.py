@@ -34,7 +34,7 @@ class Pieces:
 
 
 def is_pieces(folder: Path) -> bool:
-    """Whether a folder contains weights in this format."""
+    """Whether the manifest of a folder says that its weights are in orbax's format."""
     return (read_json(folder / MANIFEST) or {}).get("storage") == "orbax"
 
 

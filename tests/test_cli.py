@@ -145,7 +145,7 @@ def test_demo_on_ones_own_image(capsys, monkeypatch, sample, tmp_path):
     said = capsys.readouterr().out
     assert "as full" in said and "evidence" in said
     assert main(["demo", *own[:4]]) == 2
-    assert "belong together" in capsys.readouterr().err
+    assert "must be given together" in capsys.readouterr().err
 
 
 def test_smoothing_on_the_command_line(capsys, sample):

@@ -1,4 +1,4 @@
-"""Compiled programs in the user's cache folder, so that a command compiles them once."""
+"""Stores compiled programs in the user's cache folder, so that commands compile each program only once."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import platformdirs
 
 
 def folder() -> Path:
-    """Where they lie: of this user, on this kind of system."""
+    """The folder of compiled programs in the cache folder of this user and operating system."""
     return platformdirs.user_cache_path("vlkv") / "compiled"
 
 
 def keep_programs() -> None:
-    """Has jax keep what it compiles, unless the user has told jax where, or that it should not."""
+    """Makes jax store compiled programs in `folder`, unless the user has configured jax's compilation cache."""
     if "JAX_COMPILATION_CACHE_DIR" in os.environ or getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
         return
     jax.config.update("jax_compilation_cache_dir", str(folder()))

@@ -108,7 +108,7 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     ("options", "said"),
     [
         (["--bytes", "0"], "--bytes 0.0 must lie in"),
-        (["--metric", "perplexity"], "more is better"),
+        (["--metric", "perplexity"], "higher is better"),
         (["--bits", "5"], "bits=5"),
         (["--model", "CHECKPOINT"], "give FILE.jsonl"),
     ],

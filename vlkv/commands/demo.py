@@ -1,4 +1,4 @@
-"""Ask one question about an unseen page under several methods: a table, and a picture of what each of them kept.
+"""Ask one question about an unseen page with several methods: a table, and a picture of the patches that each keeps.
 
 Without arguments the demo model reads a ledger page of handwritten digits: 576 vision tokens, of which the answer needs
 the five or so of one entry. With --image, --question and --model it shows the same for your own data.
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Case(NamedTuple):
-    """What is asked; answer and evidence are known of the demo's own pages."""
+    """The question. Answer and evidence are known only for the pages of the demo."""
 
     folder: Any
     processor: Processor
@@ -83,7 +83,7 @@ class Case(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> Any:
-    """The whole demonstration."""
+    """Runs the demo."""
     if not args.out.parent.is_dir():
         raise InputError(f"{args.out.parent}: no such folder to write the picture into")
     if args.out.suffix.lower() != ".png":
@@ -115,7 +115,7 @@ def find_case(args: argparse.Namespace) -> Case:
     own = (args.model, args.image, args.question)
     if any(value is not None for value in own):
         if None in own:
-            raise InputError("--image, --question and --model belong together: give all three, or none of them")
+            raise InputError("--image, --question and --model must be given together, or not at all")
         processor = loading.load_processor(args.model)
         with Image.open(args.image) as file:
             image = file.convert("RGB")
@@ -137,7 +137,7 @@ def plan() -> list[tuple[str, float, Policy]]:
 
 
 def read(params: Model, case: Case, prompt: Prompt, name: str, share: float, policy: Policy, full: str | None) -> Row:
-    """One answer, token by token, timed.
+    """Generates one answer token by token and measures its time.
 
     All keeps run in the program and in the memory of keep = 1, so that each method is compiled once.
     """
@@ -186,7 +186,7 @@ def said(case: Case, full: Row) -> str:
 
 
 def panels(case: Case, rows: list[Row]) -> list[Panel]:
-    """The full cache, then every method at the share that is shown."""
+    """Maps of the full cache, then of every method at the share `SHOWN`."""
     grid = case.inputs.grid[0]
     frame = None
     if case.evidence is not None:

@@ -1,4 +1,4 @@
-"""Which method, in how many bits, answers best at which number of bytes: a table, a plot, and a line of Python each.
+"""Find the method and the bits that answer best at each number of bytes: a table, a plot, and Python code for each.
 
   vlkv frontier --quick --out frontier
   vlkv frontier questions.jsonl --model FOLDER --policy snapkv aircache
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> Any:
         if not 0 < share <= 1:
             raise InputError(f"--bytes {share} must lie in (0, 1]")
     if args.metric in LOWER_IS_BETTER:
-        raise InputError(f"--metric {args.metric}: give one of which more is better")
+        raise InputError(f"--metric {args.metric}: give a metric for which higher is better")
     if args.out.exists() and not args.out.is_dir():
         raise InputError(f"{args.out}: is a file; --out is a folder for the results")
     source = CHECKPOINT if args.model == "mini" and not Path("mini").exists() else args.model
@@ -127,11 +127,11 @@ def run(args: argparse.Namespace) -> Any:
 
 
 def _questions(args: argparse.Namespace, source: Any) -> tuple[Path, list[Record]]:
-    """The user's file, or ledger pages written beside the results."""
+    """The user's file, or ledger pages that are written next to the results."""
     if args.file is not None:
         return args.file, read_records(args.file)
     if source != CHECKPOINT:
-        raise InputError("give FILE.jsonl: only the demo model has questions of its own")
+        raise InputError("give FILE.jsonl, because only the demo model has default questions")
     file = args.out / QUESTIONS / export.QUESTIONS
     if not file.exists() or len(read_records(file)) != args.questions:
         export.export(args.out / QUESTIONS, args.questions)

@@ -143,7 +143,7 @@ class Reference:
 
 
 def compare(params: Model, inputs: Inputs, wanted: Answer, exact: Answer, new: int) -> dict[str, Any]:
-    """Errors of one prompt, and whether they pass.
+    """Differences of logits and tokens from transformers for one prompt, and whether they are within tolerance.
 
     Args:
         params: our model.
@@ -167,7 +167,10 @@ def compare(params: Model, inputs: Inputs, wanted: Answer, exact: Answer, new: i
 
 
 def first_difference(params: Model, inputs: Inputs, wanted: Answer) -> str:
-    """The name of the first part of the model whose output differs from transformers."""
+    """A phrase like "first at decoder layer 3": the first part of the model whose output differs from transformers.
+
+    If no hidden states differ, the phrase names the output head or decoding.
+    """
     valid, is_vision = np.asarray(inputs.valid[0]), np.asarray(inputs.is_vision[0])
     states = [np.asarray(state[0], np.float32)[valid] for state in _states(params, inputs)]
     is_vision, layers = is_vision[valid], len(params.decoder.layers)

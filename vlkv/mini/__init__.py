@@ -1,4 +1,4 @@
-"""The miniature: a small LLaVA that reads pages of real handwritten digits.
+"""The demo model: a small LLaVA that reads pages of handwritten digits.
 
 `pages` makes pages, questions and answers; `folder` writes a Hugging Face folder; `training` trains the
 weights in `CHECKPOINT` (benchmarks/train_mini.py). Using them needs `pages` alone, and no scikit-learn.

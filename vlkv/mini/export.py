@@ -22,7 +22,7 @@ QUESTIONS = "questions.jsonl"
 
 
 def export(folder: Path, count: int, *, kind: str = "ledger", seed: int = 0, questions: int = 1) -> Path:
-    """Writes `count` pages and the questions about them; the same numbers give the same files.
+    """Writes `count` pages and questions about them. Equal arguments give equal files.
 
     Args:
         folder: made if need be.
@@ -39,9 +39,9 @@ def export(folder: Path, count: int, *, kind: str = "ledger", seed: int = 0, que
         InputError: fewer than one page or question, or no such kind.
     """
     if kind not in pages.KINDS:
-        raise InputError(f"no pages of the kind {kind!r}: there are {', '.join(pages.KINDS)}")
+        raise InputError(f"no pages of the kind {kind!r}: kinds are {', '.join(pages.KINDS)}")
     if count < 1 or questions < 1:
-        raise InputError(f"{count} pages with {questions} questions each: there must be at least one of both")
+        raise InputError(f"{count} pages with {questions} questions each: both numbers must be at least 1")
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     rows = []

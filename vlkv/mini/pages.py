@@ -31,21 +31,21 @@ HELD_OUT = 360  # digits at the end of the data set that are for testing alone
 SEPARATOR = "/"
 ORDINALS = ("one", "two", "three", "four", "five")
 READ_PAGE = "read the page"
-SHAPES = ("right", "below")  # where the values of a ledger page lie, as seen from their tags
+SHAPES = ("right", "below")  # position of a ledger page's values relative to their tags
 
 _TEXTURES = ("noise", "stripes", "dots", "shade", "empty")
 _PAGE_SHARE = 0.4  # of the held-out questions about digit pages that ask for the whole page
 
 
 class Digits(NamedTuple):
-    """Handwritten digits and what they say."""
+    """Images of handwritten digits and their labels."""
 
     ink: Float[np.ndarray, "n 8 8"]  # 0 paper, 1 full ink
     label: Int[np.ndarray, " n"]
 
 
 class Entry(NamedTuple):
-    """Something that can be asked about a page."""
+    """A question about a page, and its answer."""
 
     question: str
     answer: str
@@ -69,14 +69,14 @@ class Sample(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """A page and everything that can be asked about it."""
+    """A page and all questions about it."""
 
     pixels: UInt8[np.ndarray, "192 192"]
     entries: tuple[Entry, ...]
 
     @property
     def image(self) -> Image.Image:
-        """The page as a picture."""
+        """The page as an image."""
         return Image.fromarray(self.pixels).convert("RGB")
 
     @property
@@ -205,7 +205,7 @@ def _free_place(used: np.ndarray, length: int, rng: np.random.Generator) -> tupl
 def _write(ink: np.ndarray, glyphs: Sequence[np.ndarray], places: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     """Writes one glyph into each cell (y, x) and returns the cells.
 
-    Paper under the digits is clean: a digit that texture has made unreadable would test nothing.
+    The background of digits has no texture, because an unreadable digit would not test anything.
     """
     for glyph, (y, x) in zip(glyphs, places, strict=True):
         ink[y * CELL : (y + 1) * CELL, x * CELL : (x + 1) * CELL] = glyph
@@ -221,7 +221,7 @@ def _pixels(ink: Float[np.ndarray, "h w"]) -> UInt8[np.ndarray, "h w"]:
 
 
 def _background(rng: np.random.Generator) -> Float[np.ndarray, "192 192"]:
-    """Patches of texture and a few long scratches; about half of the page stays empty."""
+    """Patches of texture and a few long scratches; about half of the page is empty."""
     ink = np.zeros((SIZE, SIZE), np.float32)
     for _ in range(rng.integers(3, 14)):
         height, width = int(rng.integers(1, 6)) * CELL, int(rng.integers(2, 9)) * CELL

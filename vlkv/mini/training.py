@@ -43,7 +43,7 @@ _BLOCK = 4  # cells whose features an average-pooled grid replaces by their mean
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What one step trains.
+    """The task of one training step.
 
     `images` pages are shown in a prompt; their tags differ, so a question names no page. `pooled` replaces the features
     of every block of 2 x 2 cells by their mean, at the position of the block's first cell.
@@ -71,7 +71,7 @@ class Stage:
     entries: tuple[int, int]  # of a ledger page
     questions: int  # about a ledger page; about a digit page half as many, one of them about the whole page
     batch: int
-    turns: tuple[str, ...]  # names of `TASKS`, one step each, over and over
+    turns: tuple[str, ...]  # names of `TASKS`, one step each, repeated
 
     def shown(self, task: Task) -> int:
         """Cells shown per image."""
@@ -110,7 +110,7 @@ class Settings:
 
     @property
     def steps(self) -> int:
-        """All steps together."""
+        """Total number of steps."""
         return sum(stage.steps for stage in self.stages)
 
 
@@ -127,26 +127,26 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where the branches of a row lie; static, so that the mask is a constant of the compiled step."""
+    """Offsets of the branches of a row. Static, so that the mask is a constant of the compiled step."""
 
     task: Task
     lengths: tuple[int, ...]
 
     @classmethod
     def of(cls, stage: Stage, task: Task) -> Layout:
-        """Room for the longest questions and answers: prompt, digits, separators, </s>."""
+        """Capacity for the longest questions and answers: prompt, digits, separators, </s>."""
         if task.kind == "digits":
             return cls(task, (5 + 5 * 6, *(9 + 5,) * (stage.questions // 2 - 1)))
         return cls(task, (8 + 6,) * stage.questions)
 
     @property
     def positions(self) -> Int[np.ndarray, " text"]:
-        """What RoPE sees: every branch follows the images."""
+        """RoPE positions: every branch continues after the images."""
         start = _VISION_START + self.task.images * pages.GRID**2
         return np.concatenate([start + np.arange(n) for n in self.lengths])
 
     def mask(self, vision: int) -> Bool[np.ndarray, "T T"]:
-        """Who may see whom: the causal past that is an image or the same branch."""
+        """The attention mask: a token attends to earlier tokens of the images and of its own branch."""
         prefix = _VISION_START + vision
         branch = np.concatenate([np.full(prefix, -1), *(np.full(n, i) for i, n in enumerate(self.lengths))])
         past = np.tri(len(branch), dtype=bool)
@@ -172,7 +172,7 @@ def _prefix(rows: int) -> Int[np.ndarray, "B 3"]:
 
 
 def _see(params: Llava, batch: Batch, pooled: bool) -> tuple[Float[Array, "B T D"], Int[Array, "B T"]]:
-    """The tower and the projector on the cells that are shown, and where these lie in the sequence of all images."""
+    """The tower and the projector on the shown cells, and the indices of these cells in the sequence of all images."""
     rows, images, shown = batch.cells.shape
     tower = params.vision
     place = tower.position.weight[...]
@@ -199,7 +199,7 @@ def loss(params: Llava, batch: Batch, layout: Layout) -> Float[Array, ""]:
 
 
 def start(seed: int, checkpoint: Path | None = None) -> Llava:
-    """Weights to train from.
+    """Initial weights for training.
 
     Args:
         seed: of random weights. Positions and tokens are loud enough to be told apart from the first step on.
@@ -227,7 +227,7 @@ def start(seed: int, checkpoint: Path | None = None) -> Llava:
 
 
 def training_digits() -> Digits:
-    """All digits but the held-out block; the only use of scikit-learn."""
+    """All digits except the held-out block. Only this function uses scikit-learn."""
     from sklearn.datasets import load_digits  # noqa: PLC0415
 
     data = load_digits()
@@ -235,7 +235,7 @@ def training_digits() -> Digits:
 
 
 def vary(digits: Digits, rng: np.random.Generator) -> Digits:
-    """The same digits a little turned, sheared, scaled, moved, darkened and dirtied."""
+    """The digits with small random rotations, shears, scales, shifts, changes of brightness, and noise."""
     n = len(digits.label)
     turn = np.eye(2) + rng.normal(0, 0.1, (n, 2, 2))
     middle = (pages.CELL - 1) / 2

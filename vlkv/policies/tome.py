@@ -148,7 +148,7 @@ class ToMe(ReducingPolicy):
         return k, v, lived
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """On the cache: the time at which each token would be merged."""
+        """On the cache: the time at which each token would be merged, later is better. Otherwise equal scores."""
         if self.on == "hidden":
             return super().score(obs)
         *_, lived = self.rounds(obs.k, obs.v, obs.in_scope, 1)

@@ -76,7 +76,10 @@ class VLCache(Policy):
     def allocate(
         self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
     ) -> Int[Array, " L"]:
-        """Proportional to 1 - sparsity, and at least a hundredth of the tokens unless the mean budget is smaller."""
+        """Budgets proportional to 1 - sparsity, at least a hundredth of the tokens unless the mean budget is smaller.
+
+        The re-implementations have their own bounds, and add the window.
+        """
         density = 1 - statistics["sparsity"]
         if self.variant != "paper":
             picked = jnp.maximum(1, jnp.floor(self.fractions(density) * most).astype(jnp.int32))

@@ -44,7 +44,7 @@ class EvePatchesConfig:
         return (self.longest, short) if width > height else (short, self.longest)
 
     def tokens(self, width: int, height: int) -> int:
-        """Vision tokens of an image of `width` x `height` pixels, after resizing."""
+        """Number of vision tokens of an image whose size after resizing (`target`) is `width` x `height` pixels."""
         return 1 + height // self.window_size * (width // self.window_size + 1)
 
     @property
