@@ -238,7 +238,7 @@ def test_killed_and_continued_it_gives_the_same(small, questions, root, tmp_path
         (["--metric", "bleu"], "no metric 'bleu'"),
         (["--policy", "snapkw"], "did you mean snapkv"),
         (["--policy", "snapkv(0.1)"], "expected NAME(OPTION=VALUE"),
-        (["--policy", "snapkv"], "give keep="),
+        (["--policy", "snapkv"], "give either keep="),
         (["--policy", "kivi", "--metric", "self-rouge-l"], "add full to --policy"),
         (["--batch", "0"], "batch=0 must be at least 1"),
         (["--max-new-tokens", "2000"], "exceed the model's limit of 2048"),
