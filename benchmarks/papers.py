@@ -2,13 +2,15 @@
 
     python -m benchmarks.papers [--paper NAME] [--dry-run] [--json]
 
-MODEL is a checkpoint folder and DATA.jsonl a data set as `vlkv eval` reads it: neither is in the repository.
+MODEL is a checkpoint folder and DATA.jsonl a data set as `vlkv eval` reads it: neither is in the repository. CSP's `c`
+is calibrated by the command of its Fig. 6, which prints the mean share of cross attention (Sec. 4.3).
 `--dry-run` parses every command, builds inputs and evaluates each policy's program with `eval_shape`.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shlex
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ COUNTS = {  # tables and figures of each paper
     "AirCache": (13, 9), "PrefixKV": (22, 6), "LightKV": (10, 7), "CSP": (5, 7), "A-VL": (3, 10),
 }  # fmt: skip
 _EVAL = "eval DATA.jsonl --model MODEL --policy"  # written EVAL below
+_INSPECT = "inspect DATA.jsonl --model MODEL --what"  # written INSPECT below
 _DATA = "the checkpoint, and the data set as JSONL"
 _LIST = "nothing is measured: it explains or lists"
 _VISION = "--scope vision --out OUT"
@@ -76,7 +79,7 @@ _TABLES: dict[str, list[tuple[str, str, str]]] = {
             f"'aircache(merging={share})'" for share in (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)) + f" --keep 0.1 0.01 {_VISION}",
          _DATA),
         ("relevance threshold", f"EVAL {_ELITE} --keep 0.1 0.01 {_VISION}", _DATA),
-        ("divergence of budgets", "inspect --what divergence --policy aircache --keep 0.1", _DATA),
+        ("divergence of budgets", "INSPECT divergence --policy aircache --keep 0.1", _DATA),
     ],
     "PrefixKV": [
         ("LLaVA-Description", f"{_OPENQ} pyramidkv {_NINE}", _DATA),
@@ -85,7 +88,7 @@ _TABLES: dict[str, list[tuple[str, str, str]]] = {
         ("prefix configuration", f"EVAL elasticcache pyramidkv prefixkv {_PPL}", _DATA),
         ("number of samples", f"EVAL prefixkv {_PPL}", f"{_DATA}; vlkv profile first"),
         ("offline estimation", f"EVAL prefixkv {_PPL}", f"{_DATA}; vlkv profile first"),
-        ("deviations", "inspect --what budgets --policy prefixkv --keep 0.5", _DATA),
+        ("deviations", "INSPECT budgets --policy prefixkv --keep 0.5", _DATA),
         ("robustness to domain", f"EVAL prefixkv {_PPL}", f"{_DATA}; a profile each"),
         ("instruction complexity", f"EVAL prefixkv {_PPL}", f"{_DATA}; a profile each"),
         ("robustness to delta", "", f"{_DATA}; vlkv.profiles.search is the function"),
@@ -96,7 +99,7 @@ _TABLES: dict[str, list[tuple[str, str, str]]] = {
         ("LongBench and needles", "EVAL full 'streamingllm(budget=128)' 'h2o(budget=128)' 'pyramidkv(budget=128)' "
          "'prefixkv(budget=128)' --metric needle f1 rouge-l --out OUT",
          f"{_DATA}: python -m benchmarks.longbench makes and scores it"),
-        ("with quantisation", "EVAL kivi 'kivi(bits=4)' prefixkv --keep 0.5 --out OUT",
+        ("with quantisation", "EVAL 'kivi(window=128)' 'kivi(bits=4,window=128)' prefixkv --keep 0.5 --out OUT",
          _DATA),
         ("several rounds, long text", f"{_OPENQ} --keep 0.5 --metric perplexity --out OUT", f"{_DATA}, not released"),
         ("high resolution", f"{_OPENQ} --keep 0.5 --metric perplexity --out OUT", _DATA),
@@ -135,49 +138,49 @@ _TABLES: dict[str, list[tuple[str, str, str]]] = {
 }  # fmt: skip
 _FIGURES: dict[str, list[tuple[str, str, str]]] = {
     "AirCache": [
-        ("consistency of observers", "", "a view of each observer"), ("overview", "", _LIST),
-        ("strength and skewness", "inspect --what strength --policy aircache --keep 0.1", _DATA),
-        ("one token, ChatQA and TextVQA", "inspect --what ranking --policy aircache --keep 0.1", _DATA),
-        ("one token, InfoVQA and DocVQA", "inspect --what ranking --policy aircache --keep 0.1", _DATA),
+        ("consistency of observers", "INSPECT observers --policy aircache --keep 0.1", _DATA), ("overview", "", _LIST),
+        ("strength and skewness", "INSPECT strength --policy aircache --keep 0.1", _DATA),
+        ("one token, ChatQA and TextVQA", "INSPECT ranking --policy aircache --keep 0.1", _DATA),
+        ("one token, InfoVQA and DocVQA", "INSPECT ranking --policy aircache --keep 0.1", _DATA),
         *[(f"an answer as an example, {n}", "EVAL full h2o elasticcache aircache "
            f"--keep 0.01 {_VISION}", "the checkpoint and the picture") for n in range(6, 10)],
     ],
     "PrefixKV": [
-        ("comparison", "", _LIST), ("Lorenz curves", "inspect --what lorenz --policy prefixkv --keep 0.5", _DATA),
+        ("comparison", "", _LIST), ("Lorenz curves", "INSPECT lorenz --policy prefixkv --keep 0.5", _DATA),
         ("overview", "", _LIST),
-        ("budgets of 100 samples", "inspect --what budgets --policy prefixkv --keep 0.5", _DATA),
-        ("error of features", "inspect --what error --policy prefixkv --keep 0.5", _DATA),
-        ("budgets on Qwen-VL", "inspect --what budgets --policy prefixkv --keep 0.5", _DATA),
+        ("budgets of 100 samples", "INSPECT budgets --policy prefixkv --keep 0.5 --samples 100", _DATA),
+        ("error of features", "INSPECT error --policy prefixkv --keep 0.5", _DATA),
+        ("budgets on Qwen-VL", "INSPECT budgets --policy prefixkv --keep 0.5", _DATA),
     ],
     "LightKV": [
-        ("memory in prefill", "inspect --what cost --policy lightkv", "an A100 for measured memory"),
+        ("memory in prefill", "INSPECT cost --policy lightkv", "an A100 for measured memory"),
         ("overview", "", _LIST), ("windows", "", _LIST),
         ("rates on Qwen2.5-VL", f"EVAL full {_RATES} --out OUT", _DATA),
         ("where it acts", "", _LIST),
         ("layers", "EVAL " + " ".join(
             f"'lightkv(layers=({after},),windows=(4,))'" for after in (3, 5)) + " --out OUT", _DATA),
-        ("survival", "inspect --what survival --policy lightkv", "the picture under the survivors"),
+        ("survival", "INSPECT merged --policy lightkv --samples 1", _DATA),
     ],
     "CSP": [
-        ("self and cross attention", "inspect --what divergence --policy csp --keep 0.2", _DATA),
+        ("self and cross attention", "INSPECT divergence --policy csp --keep 0.2", _DATA),
         ("overview", "", _LIST),
         ("ratios", "EVAL " + " ".join(
             f"'csp(c={c})'" for c in (0.0, 0.1, 0.5, 0.9, 1.0)) + " --keep 0.1 --out OUT", _DATA),
         ("n-softmax and regions", "EVAL csp 'csp(score_n=0,decode_n=0)' "
          "'csp(regions=False)' 'csp(regions=False,score_n=0,decode_n=0)' --keep 0.1 --out OUT", _DATA),
         ("budgets", "EVAL full h2o snapkv csp --keep 0.1 0.2 0.3 0.6 --out OUT", _DATA),
-        ("densities", "", "a view of densities"),
-        ("divergence by data set", "inspect --what divergence --policy csp --keep 0.2", _DATA),
+        ("densities", "INSPECT densities --policy csp --keep 0.2", _DATA),
+        ("divergence by data set", "INSPECT divergence --policy csp --keep 0.2", _DATA),
     ],
     "A-VL": [
-        ("attention by type of token", "inspect --what attention", _DATA), ("the sequence", "", _LIST),
-        ("vision attention on the picture", "", "a view of attention on the picture"),
-        ("concordance of layers", "inspect --what concordance", _DATA),
-        ("concordance of steps", "inspect --what concordance", _DATA),
+        ("attention by type of token", "INSPECT attention", _DATA), ("the sequence", "", _LIST),
+        ("vision attention on the picture", "INSPECT patches --samples 1", _DATA),
+        ("concordance of layers", "INSPECT concordance", _DATA),
+        ("concordance of steps", "INSPECT concordance", _DATA),
         ("the design", "", _LIST), ("the operator", "", _LIST),
         ("time of the operator", "bench --preset a-vl-figure-8", "an A40"),
-        ("S, C and K", "inspect --what sweep --policy avl --keep 0.4", _DATA),
-        ("P and T", "inspect --what sweep --policy avl --keep 0.4", _DATA),
+        ("S, C and K", "INSPECT sweep --policy avl --keep 0.4", _DATA),
+        ("P and T", "INSPECT sweep --policy avl --keep 0.4", _DATA),
     ],
 }  # fmt: skip
 
@@ -191,7 +194,7 @@ def items() -> Iterator[Item]:
                     paper,
                     f"{kind} {number}",
                     title,
-                    command.replace("EVAL", _EVAL),
+                    command.replace("EVAL", _EVAL).replace("INSPECT", _INSPECT),
                     missing.replace("EVAL", f"vlkv {_EVAL}"),
                 )
 
@@ -221,9 +224,10 @@ def policies_of(command: str) -> list[Any]:
 
 
 def dry_run(policy: Any) -> None:
-    """Builds inputs and evaluates `generate` with `eval_shape`, on shapes of the demo model.
+    """Builds inputs and evaluates `generate` with `eval_shape`, on the demo model cut to a depth that the policy fits.
 
-    Where the policy's layers need a deeper model, the shapes are those of LLaVA-1.5-13B.
+    Raises:
+        InputError: the policy fits no model of 4 to 40 layers.
     """
     from vlkv.benching.programs import endless
     from vlkv.benching.shapes import make_inputs
@@ -232,13 +236,18 @@ def dry_run(policy: Any) -> None:
     from vlkv.generate import generate
 
     subject = find("mini")
-    try:
-        policy.check_model(subject.config.decoder.layers)
-    except InputError:
-        subject = find("llava-1.5-13b")
-    inputs = make_inputs(subject.config, 1, 140, 100)
+    for layers in (4, 8, 40):
+        try:
+            policy.check_model(layers)
+            break
+        except InputError:
+            if layers == 40:
+                raise
+    config = dataclasses.replace(subject.config, decoder=dataclasses.replace(subject.config.decoder, layers=layers))
+    shapes = dataclasses.replace(subject, config=config).shapes
+    inputs = make_inputs(config, 1, 140, 100)
     run = partial(generate, policy=policy, sampling=endless(2), key=jax.random.key(0))
-    jax.eval_shape(run, subject.shapes, inputs)
+    jax.eval_shape(run, shapes, inputs)
 
 
 def main() -> None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import math
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
 
+import vlkv
+from vlkv import analysis, policies, profiles
+from vlkv.analysis import drawing
 from vlkv.cli import main
+from vlkv.commands import averaging, plots, views
 from vlkv.commands import inspect as command
-from vlkv.commands import plots, views
 from vlkv.commands.views import WHAT
 from vlkv.mini import pages
 
-LAYERS, GRID = 3, 6
-VISION, TEXT = GRID**2, 10
+LAYERS, GRID = 4, 6
+VISION = GRID**2
+PAGE = next(pages.held_out(1))  # what is measured if nothing is given
 FAST = ("--max-new-tokens", "8")
 
 
@@ -28,7 +33,7 @@ def two_sweeps(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def model(monkeypatch, miniature):
-    """A few layers of the miniature take its place: as many as FastV's figure needs."""
+    """A few layers of the miniature take its place: as many as LightKV's three stages need."""
     folder = miniature(LAYERS, GRID)
     monkeypatch.setattr(command, "CHECKPOINT", folder)
     return folder
@@ -38,6 +43,12 @@ def model(monkeypatch, miniature):
 def measured():
     """What has been measured so far: each of them once."""
     return {}
+
+
+@pytest.fixture
+def text(model):
+    """Text tokens of the prompt."""
+    return int(vlkv.load_processor(model)(PAGE.image, PAGE.question).valid.sum()) - VISION
 
 
 @pytest.fixture
@@ -53,19 +64,20 @@ def inspect(capsys, measured):
 
 @pytest.mark.default("budgets")
 @pytest.mark.parametrize("what", WHAT)
-def test_every_measure_says_what_it_is_of(inspect, what):
+def test_every_measure_says_what_it_is_of(inspect, what, text):
     got = inspect(what)
     assert got["what"] == what and got["policy"] == WHAT[what].policy and got["picture"] is None
-    assert got["options"]["keep"] == (WHAT[what].keep or 1.0)
-    assert got["prompt_tokens"] == VISION + TEXT
+    assert got["options"]["keep"] == (WHAT[what].keep or policies.make(WHAT[what].policy).keep)
+    assert got["prompt_tokens"] == VISION + text and got["samples"] == 1
 
 
-def test_budgets_and_lorenz(inspect):
+def test_budgets_and_lorenz(inspect, text):
     got, curves = inspect("budgets"), inspect("lorenz")
-    assert sum(got["entries"]) == math.floor(0.5 * LAYERS * (VISION + TEXT) + 0.5)
+    assert sum(got["entries"]) == math.floor(0.5 * LAYERS * (VISION + text) + 0.5)
     assert got["entries"] == curves["budgets"]
     assert all(v <= n for v, n in zip(got["vision"], got["entries"], strict=True))
     np.testing.assert_allclose(np.array(curves["lorenz"])[:, -1], 1)
+    assert np.shape(curves["lorenz"]) == (LAYERS, 101)
     assert np.ptp(curves["retained"]) < np.ptp(curves["retained_by_equal_budgets"])  # the point of PrefixKV
     assert np.corrcoef(curves["gini"], curves["budgets"])[0, 1] < -0.8  # concentrated: fewer entries (Fig. 4)
 
@@ -108,7 +120,7 @@ def test_ranking_and_error(inspect):
     ranking, error = inspect("ranking"), inspect("error")
     assert ranking["ranks"] == np.rint(np.linspace(0, VISION, 7)).astype(int).tolist()
     assert all(value < 0 for value in ranking["log_probability"])
-    assert np.shape(error["error"]) == (7, LAYERS)
+    assert np.shape(error["error"])[1:] == (LAYERS,) and 1 <= len(error["error"]) <= 7  # the answer may end earlier
     np.testing.assert_allclose(np.mean(error["error"], axis=0), error["mean"], rtol=1e-5)
     assert 0 < error["mean"][0] < error["mean"][-1] and 0 <= error["agreement"] <= 1
 
@@ -117,21 +129,26 @@ def test_ranking_and_error(inspect):
 def test_attention_and_concordance(inspect):
     attention, concordance = inspect("attention"), inspect("concordance")
     shares = np.array(attention["shares"])
-    assert shares.shape == (7, LAYERS, 4) and attention["types"] == ["system", "vision", "instruction", "new"]
+    steps = len(shares)
+    assert (
+        1 <= steps <= 7
+        and shares.shape == (steps, LAYERS, 4)
+        and attention["types"] == ["system", "vision", "instruction", "new"]
+    )
     np.testing.assert_allclose(shares.sum(axis=-1), 1, atol=1e-4)
     with_layer, with_step = (np.array(concordance[f"with_first_{name}"]) for name in ("layer", "step"))
-    assert with_layer.shape == with_step.shape == (2, 7, LAYERS)
+    assert with_layer.shape == with_step.shape == (2, steps, LAYERS)
     assert (with_layer[:, :, 0] == 1).all() and (with_step[:, 0] == 1).all()
     assert with_layer[:, :, 1:].min() >= 0 and with_layer[:, :, 1:].max() < 1
 
 
-def test_survival_and_cost(inspect):
+def test_survival_and_cost(inspect, text):
     survival, cost = inspect("survival"), inspect("cost")
     assert survival["computed"] == survival["cached"] == [VISION, VISION] + [VISION // 2] * (LAYERS - 2)
     (image,) = survival["cached_by_image"]
     assert np.shape(image) == (LAYERS, GRID, GRID)
     assert np.sum(image, axis=(1, 2)).tolist() == survival["cached"]
-    assert cost["tokens"] == [n + TEXT for n in survival["computed"]]
+    assert cost["tokens"] == [n + text for n in survival["computed"]]
     assert cost["cache_bytes"] == [n * 2 * 2 * 32 * 4 for n in cost["tokens"]]
     assert sum(cost["cache_bytes"]) <= cost["allocated_bytes"]
     assert cost["total"]["prefill_flops"] == sum(cost["prefill_flops"])
@@ -153,6 +170,110 @@ def test_a_table_and_a_picture(capsys, tmp_path, model, what):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cost.png", "page.png"]
 
 
+def page_file(path):
+    """Two pages and their questions as JSON lines."""
+    rows = []
+    for i, page in enumerate(pages.held_out(2)):
+        page.image.save(path / f"{i}.png")
+        rows.append(json.dumps({"image": f"{i}.png", "question": page.question}))
+    (path / "both.jsonl").write_text("\n".join(rows))
+    (path / "second.jsonl").write_text(rows[1])
+    return path / "both.jsonl", path / "second.jsonl"
+
+
+def test_the_mean_of_samples_by_hand():
+    """Two samples, of which the second has one more step: its place is the mean of those that have it."""
+
+    def view(numbers, count):
+        panel = plots.Curves("t", "x", "y", np.arange(len(numbers)), {"a": np.array(numbers)})
+        maps = plots.Maps("m", {"l": np.array([[count, np.nan]])})
+        return views.View(
+            {"n": count, "a": [np.array(numbers)], "s": np.array(["text"]), "same": np.arange(2)}, {}, [panel, maps]
+        )
+
+    got = averaging.mean_view([view([1.0, 3.0], 2), view([2.0, 5.0, 7.0], 4)])
+    assert got.arrays["n"] == 3 and got.arrays["s"] == ["text"] and got.arrays["same"].dtype.kind == "i"
+    np.testing.assert_array_equal(got.arrays["a"][0], [1.5, 4, 7])
+    curves, maps = got.panels
+    np.testing.assert_array_equal(curves.lines["a"], [1.5, 4, 7])
+    np.testing.assert_array_equal(curves.spread["a"], [0.5, 1, 0])
+    np.testing.assert_array_equal(curves.x, [0, 1, 2])
+    np.testing.assert_array_equal(maps.pictures["l"], [[3, np.nan]])
+
+
+@pytest.mark.full
+def test_many_samples(capsys, tmp_path, model):
+    """The mean of two held-out pages is that of the two rows of a file, and of a folder with one question."""
+    both, second = page_file(tmp_path)
+
+    def entries(*argv):
+        assert main(["inspect", *map(str, argv), "--what", "budgets", *FAST, "--json"]) == 0
+        got = json.loads(capsys.readouterr().out)
+        return got["samples"], got["entries"]
+
+    (one, first), (_, other) = entries(), entries(second, "--model", model)
+    count, mean = entries("--samples", 2)
+    assert (one, count) == (1, 2)
+    np.testing.assert_allclose(mean, (np.array(first) + other) / 2)
+    assert entries(both, "--model", model) == (2, mean)
+    assert entries(both, "--model", model, "--samples", 1) == (1, first)
+    assert entries(tmp_path, "--model", model, "--prompt", PAGE.question)[0] == 2
+
+
+@pytest.mark.full
+def test_observers_and_patches(inspect):
+    observers, patches = inspect("observers"), inspect("patches")
+    assert list(observers["consistency"]) == list(views.WINDOWS)
+    for name, rows in observers["attention"].items():
+        x = np.array(rows, np.float64)
+        assert x.shape[1] == VISION and x.max() == 1
+        unit = x / np.linalg.norm(x, axis=1, keepdims=True)
+        pairs = [a @ b for i, a in enumerate(unit) for b in unit[:i]]
+        assert observers["consistency"][name][observers["layer"]] == pytest.approx(
+            np.mean(pairs) if pairs else 1, abs=1e-5
+        )
+    x = -np.sort(-np.array(patches["attention"]), axis=1)
+    share = np.cumsum(x, axis=1) / x.sum(axis=1, keepdims=True)
+    for row, few in zip(share, patches["tokens_for_80_percent"], strict=True):
+        assert few == pytest.approx((np.flatnonzero(row >= 0.8 - 1e-6)[0] + 1) / VISION)
+
+
+@pytest.mark.full
+def test_densities_and_merged(inspect, model):
+    densities, merged = inspect("densities"), inspect("merged")
+    x = np.array(densities["log10_attention"])
+    for rows in densities["density"].values():
+        np.testing.assert_allclose(np.trapezoid(rows, x, axis=1), 1, atol=0.1)
+    params, processor = vlkv.load(model)
+    inputs = processor(PAGE.image, PAGE.question)
+    assert densities["c"] == pytest.approx(profiles.cross_share(params, [inputs], policies.CSP(keep=0.2)), rel=1e-4)
+    # Every patch belongs to one that is left, and these are the tokens that the layers after the stage compute.
+    prompt = jax.jit(vlkv.read_prompt)(params, inputs, policies.LightKV())
+    reached = np.asarray(analysis.reached(prompt))[0]
+    owners = analysis.owners(params, inputs, policies.LightKV())
+    for stage, layer in zip(owners, policies.LightKV().reductions(LAYERS), strict=True):
+        left = np.unique(stage[np.asarray(inputs.is_vision)[0]])
+        np.testing.assert_array_equal(stage[left], left)
+        np.testing.assert_array_equal(left, np.flatnonzero(reached[layer] & np.asarray(inputs.is_vision)[0]))
+    assert merged["left"][-1] == len(left) and np.shape(merged["owner_by_image"]) == (1, len(owners), GRID, GRID)
+
+
+def test_groups_of_patches_are_outlined():
+    """Two of four patches in one group: their mean colour, and lines around the others."""
+    base = Image.fromarray(np.array([[[0, 0, 0], [200, 0, 0]], [[0, 100, 0], [0, 0, 90]]], np.uint8))
+    drawn = np.asarray(drawing.outlined(base, np.array([[0, 0], [2, 3]])))
+    side = len(drawn) // 2
+    assert tuple(drawn[1, 1]) == tuple(drawn[1, -1]) == (100, 0, 0)
+    assert tuple(drawn[-1, 1]) == (0, 100, 0) and tuple(drawn[-1, -1]) == (0, 0, 90)
+    assert (drawn[side] == drawing._FRAME).all() and (drawn[side:, side] == drawing._FRAME).all()
+    assert (drawn[: side // 2, side] == (100, 0, 0)).all()
+
+
+def test_values_over_several_decades_get_a_logarithmic_axis():
+    assert plots._decades({"a": np.array([1e-4, 1.0]), "b": np.array([np.nan, 10.0])}) == pytest.approx(5)
+    assert plots._decades({"a": np.array([0.0, 1000.0])}) == 0
+
+
 def test_help_names_every_measure(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["inspect", "--help"])
@@ -171,6 +292,13 @@ def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, model):
     fails(capsys, "--what", "budget", says="there are budgets, lorenz, strength")
     fails(capsys, "--what", "cost", "--image", "page.png", says="--image needs --model")
     fails(capsys, "--what", "cost", "--model", model, says="--model needs --prompt")
+    fails(capsys, "--what", "cost", "--samples", 0, says="--samples 0")
+    fails(capsys, tmp_path, "--what", "cost", "--model", model, says="needs --prompt")
+    fails(capsys, tmp_path, "--what", "cost", "--model", model, "--prompt", "?", says="no images in this folder")
+    fails(capsys, tmp_path / "no.jsonl", "--what", "cost", "--model", model, says="no such file of questions")
+    fails(
+        capsys, "--what", "observers", "--policy", "snapkv", "--keep", 0.2, "--json", says="compares AirCache's windows"
+    )
     fails(capsys, "--what", "cost", "--max-new-tokens", 1, says="--max-new-tokens 1")
     fails(capsys, "--what", "ranking", "--ranks", 0, says="--ranks 0")
     fails(capsys, "--what", "strength", "--policy", "snapkv", says="give either keep=")

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import Kernels, QuantizedPool, quantize
+from pallas_kernels import Kernels, QuantizedPool, dequantize, quantize
 from vlkv import memory, parallel
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
@@ -58,6 +58,7 @@ class PackedCache:
     softmax_n: float = field(default=0.0, metadata={"static": True})  # of decode attention
     kernels: Kernels = field(default=Kernels(), metadata={"static": True})  # implementations of the ops
     parts: int = field(default=1, metadata={"static": True})  # M
+    window: int | None = field(default=None, metadata={"static": True})  # see `aged`; None: the tail is never quantised
 
     @property
     def bytes(self) -> int:
@@ -130,6 +131,35 @@ def write_tail(
     """Writes entries to the tail at their numbers; numbers beyond its end are ignored."""
     slots = tail.shape[1]
     return _write(tail, new, jnp.where(entry < slots, slot_of(entry, 0, slots, parts), slots), parts)
+
+
+def aged(
+    tail: tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]],
+    seen: Int[Array, " B"],
+    *,
+    bits: int,
+    group: int,
+    window: int,
+) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+    """Keys and values of a tail as attention sees them if KIVI quantises what leaves its window (its Alg. 1).
+
+    Keys leave `window` at a time, so that their groups along the slots are complete; values leave one by one.
+
+    Args:
+        tail: keys and values in full precision.
+        seen: entries of each row, the new one included.
+        bits: see `quantize`.
+        group: likewise; divides `window`.
+        window: entries in full precision.
+    """
+    slot = jnp.arange(tail[0].shape[1])
+    old = slot < (seen // window * window)[:, None], slot < (seen - window)[:, None]
+    made = []
+    for x, left, axis in zip(tail, old, ("slots", "channels"), strict=True):
+        used = jnp.broadcast_to(left[..., None], x.shape[:3])
+        stored = dequantize(quantize(x, used, bits=bits, group=group, axis=axis))  # type: ignore[arg-type]
+        made.append(jnp.where(used[..., None], stored, x))
+    return made[0], made[1]
 
 
 def write_pool(
@@ -361,7 +391,7 @@ def pack(
 ) -> PackedCache:
     """Moves the kept entries of all layers into one pool.
 
-    If the policy quantises the pool, the tail is not quantised: it is KIVI's recent window in full precision.
+    Where the policy quantises the pool, the tail is in full precision; see `aged` for what attention sees of it.
 
     Args:
         policy: any policy.
@@ -381,6 +411,10 @@ def pack(
     """
     layers, (batch, heads, _, head_dim) = len(k), k[0].shape
     parts, tile = parallel.slot_parts(heads), _tile(policy)
+    if parts > 1 and policy.storage is not None and policy.storage.window is not None:
+        raise InputError(
+            f"window={policy.storage.window} needs a mesh whose `model` axis divides the {heads} key heads"
+        )
     slots, total, longest = _pool(policy, layers, max_vision, max_text, max_images, new_tokens, parts)
     counts = jnp.sum(kept, axis=-1, dtype=jnp.int32)  # [L, B, K]
     table = counts
@@ -426,7 +460,7 @@ def pack(
         packed_k: Array | QuantizedPool = pool_k
         packed_v: Array | QuantizedPool = pool_v
         if policy.storage is not None:
-            bits, group = policy.storage
+            bits, group, _ = policy.storage
             packed_k = quantize(pool_k, token >= 0, bits=bits, group=group, axis="slots")
             packed_v = quantize(pool_v, token >= 0, bits=bits, group=group, axis="channels")
         return packed_k, packed_v, token, start, tail(), tail()
@@ -440,6 +474,7 @@ def pack(
     return PackedCache(
         k=packed_k, v=packed_v, token=token, start=start, length=table, tail_k=tail_k, tail_v=tail_v,
         used=jnp.zeros(batch, jnp.int32), next_position=next_position, softmax_n=policy.softmax_n, parts=parts,
+        window=None if policy.storage is None else policy.storage.window,
     )  # fmt: skip
 
 

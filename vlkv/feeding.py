@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv.cache import PackedCache, write_pool, write_tail
+from pallas_kernels import QuantizedPool
+from vlkv.cache import PackedCache, aged, write_pool, write_tail
 from vlkv.decoder import Decoder
 from vlkv.decoder.decoder import After
 from vlkv.memory import Memory, arrive, attend_to
@@ -77,6 +78,9 @@ def feed(
             tail = tail_k[i], tail_v[i] = (
                 write_tail(tail_k[i], k, entry, cache.parts), write_tail(tail_v[i], v, entry, cache.parts)
             )  # fmt: skip
+            if cache.window is not None:
+                assert isinstance(cache.k, QuantizedPool)
+                tail = aged(tail, seen[:, 0], bits=cache.k.bits, group=cache.k.group, window=cache.window)
         segment = pool_k, pool_v, start, cache.length[i]
         if cache.memory is None:
             return cached_attention(

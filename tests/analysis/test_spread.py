@@ -66,3 +66,32 @@ def test_token_types_and_their_shares():
     mass = jnp.broadcast_to(jnp.arange(10.0), (1, 2, 3, 10))
     shares = jax.jit(analysis.shares_by_type)(mass, types)
     np.testing.assert_array_equal(shares[0, 1], [[1, 10, 17, 17], [0, 0, 15, 17], [0, 3, 25, 17]])
+
+
+def test_density_by_hand():
+    """Two values at 0 and 2: deviation 1, bandwidth 2^(-1/5); and a single value gets the distance of the points."""
+    x, width = np.array([0.0, 0.5, 1.0, 2.0]), 2**-0.2
+    heights = [(np.exp(-((at / width) ** 2) / 2) + np.exp(-(((2 - at) / width) ** 2) / 2)) / 2 for at in x]
+    np.testing.assert_allclose(analysis.density(np.array([0.0, 2.0]), x), heights / (width * np.sqrt(2 * np.pi)))
+    assert analysis.density(np.array([1.0]), x)[2] == pytest.approx(2 / np.sqrt(2 * np.pi))
+    assert not analysis.density(np.array([]), x).any()
+
+
+def test_consistency_by_hand():
+    """Cosines 1, 0 and 0 between three observers."""
+    assert analysis.consistency(np.array([[2.0, 0.0], [1.0, 0.0], [0.0, 3.0]])) == pytest.approx(1 / 3)
+    assert np.isnan(analysis.consistency(np.ones((1, 4))))
+
+
+@pytest.mark.full
+def test_what_an_observer_sees():
+    """Against softmax in float64: two query heads share a key head, a later token is not seen, nor is padding."""
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((5, 2, 4)), rng.standard_normal((5, 1, 4))
+    valid = np.array([True, True, True, True, False])
+    got = analysis.observed(*(jnp.asarray(x, jnp.float32) for x in (q, k)), jnp.asarray(valid), [1, 3], [0, 2])
+    for row, place in enumerate((1, 3)):
+        weight = np.exp(q[place] @ k[:, 0].T / 2)[:, : place + 1]  # heads, keys up to the observer
+        share = np.zeros((2, 5))
+        share[:, : place + 1] = weight / weight.sum(axis=1, keepdims=True)
+        np.testing.assert_allclose(got[row], share.mean(axis=0)[[0, 2]], atol=1e-6)

@@ -228,7 +228,7 @@ def test_killed_and_continued_it_gives_the_same(small, questions, root, tmp_path
     if importlib.util.find_spec("matplotlib") is not None:
         assert (tmp_path / "whole" / "quality.png").stat().st_size > 1000
     assert main([*command("whole"), "--seed", "1"]) == 2
-    assert "belongs to a run that differs in seed; go on" in capsys.readouterr().err
+    assert "belongs to a run that differs in seed; resume it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

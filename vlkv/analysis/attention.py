@@ -1,4 +1,4 @@
-"""Where attention goes: to which kind of token, and whether two looks agree on the tokens that matter.
+"""Attention by type of token, and agreement of two rankings on the most important tokens.
 
 Axes: B batch · S steps · L layers · T prompt · E prompt and new tokens.
 """
@@ -20,8 +20,8 @@ def token_types(
 ) -> Int[Array, "*B T"]:
     """Index into `TYPES` of every prompt token, -1 for padding (A-VL, Fig. 2).
 
-    System text stands before the first vision token, instruction is all other text: between images, after them, and
-    everything where there is no image.
+    System text precedes the first vision token. All other text is instruction, as is all text of a prompt without
+    images.
     """
     seen = jnp.cumsum(is_vision & valid, axis=-1)
     before = (seen == 0) & (seen[..., -1:] > 0)
@@ -47,8 +47,8 @@ def concordance(
 ) -> Float[Array, "*X"]:
     """PPCI: the share of the best `fraction` of the tokens that two rankings have in common (A-VL, Eq. 2).
 
-    Between the layers of a step it is Fig. 4, between the steps of a layer Fig. 5. Ties go to the earlier token. The
-    sets have floor(fraction N) tokens, at least one; where there are no tokens it is NaN.
+    Fig. 4 compares the layers of a step, Fig. 5 the steps of a layer. Ties go to the earlier token. The sets have
+    floor(fraction N) tokens, at least one; without tokens the result is NaN.
     """
     inside = jnp.asarray(inside)
     present = jnp.sum(inside, axis=-1)

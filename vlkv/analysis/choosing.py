@@ -1,4 +1,4 @@
-"""What a policy would choose of a prompt that has been read, with its scores and its own arrays.
+"""What a policy would keep of a prefilled prompt, with its scores and statistics.
 
 Axes: B batch · L layers · K key heads · T prompt.
 """
@@ -24,7 +24,7 @@ def choose(prompt: Prompt, policy: Policy, *, key: Key[Array, ""] | None = None)
     the self and the cross scores.
 
     Raises:
-        InputError: the prompt was shortened on its way, so that its layers hold different tokens; or no key.
+        InputError: the prompt was reduced, so that its layers hold different tokens; or a key is missing.
     """
     if prompt.reducer is not None or policy.reducer is not None:
         name = type(prompt.reducer or policy.reducer).__name__

@@ -77,7 +77,7 @@ def draw_survivors(
     sizes = [picture.shape for picture in on_grid(np.zeros(len(grid)), grid)]
     if not 0 <= number < len(sizes):
         raise InputError(f"number={number}: the inputs have {len(sizes)} images on a grid, counted from 0")
-    base = _fitted(open_image(image), sizes[number], fit)
+    base = fitted(open_image(image), sizes[number], fit)
     policy_key = None if key is None else jax.random.split(key)[0]  # as in `generate`
     panels = []
     for name, policy in named.items():
@@ -103,7 +103,7 @@ def _names(plan: Sequence[Policy]) -> dict[str, Policy]:
     return named
 
 
-def _fitted(image: Image.Image, shape: tuple[int, ...], fit: str) -> Image.Image:
+def fitted(image: Image.Image, shape: tuple[int, ...], fit: str) -> Image.Image:
     """The part of the image that the patches show, in the proportions of the grid."""
     lines, columns = shape
     scale = max(1, max(image.size) // max(lines, columns))
@@ -166,7 +166,7 @@ def _panel(
     pen.text((x, y + _TEXT + 8), f"{panel.answer}   {panel.verdict}", fill=colour, font=_font(_SMALL))
     pen.text((x, y + _TEXT + _SMALL + 14), panel.note, fill=_GREY, font=_font(_SMALL))
     top = y + text
-    sheet.paste(base if panel.kept is None else _overlaid(base, panel.kept), (x, top))
+    sheet.paste(base if panel.kept is None else overlaid(base, panel.kept), (x, top))
     pen.rectangle((x - 1, top - 1, x + width, top + height), outline=(170, 174, 182))
     if panel.frame is not None:
         h, w = (24, 24) if panel.kept is None else panel.kept.shape
@@ -176,7 +176,7 @@ def _panel(
         pen.rectangle(box, outline=_FRAME, width=3)
 
 
-def _overlaid(base: Image.Image, kept: Float[np.ndarray, "h w"]) -> Image.Image:
+def overlaid(base: Image.Image, kept: Float[np.ndarray, "h w"]) -> Image.Image:
     """The image, pale where nothing is kept and orange where patches are."""
     share = Image.fromarray(np.nan_to_num(kept).astype(np.float32)).resize(base.size, Image.Resampling.NEAREST)
     weight = np.asarray(share)[..., None]
@@ -184,6 +184,33 @@ def _overlaid(base: Image.Image, kept: Float[np.ndarray, "h w"]) -> Image.Image:
     pale = 0.25 * pixels + 0.75 * 244
     inked = pixels / 255 * _KEPT  # dark strokes stay dark
     return Image.fromarray(np.clip(pale + np.sqrt(weight) * (inked - pale), 0, 255).astype(np.uint8))
+
+
+def outlined(base: Image.Image, owner: Int[np.ndarray, "h w"]) -> Image.Image:
+    """The image with each group of patches in its mean colour, and lines between groups.
+
+    Args:
+        base: the image, in the proportions of the grid.
+        owner: the number of each patch's group.
+    """
+    lines, columns = owner.shape
+    side = max(8, _SIDE // max(lines, columns))
+    how = Image.Resampling.NEAREST if base.width < columns * side else Image.Resampling.BOX
+    pixels = np.asarray(base.convert("RGB").resize((columns * side, lines * side), how), np.float32)
+    patches = pixels.reshape(lines, side, columns, side, 3)
+    _, group = np.unique(owner, return_inverse=True)
+    group = group.reshape(owner.shape)
+    for number in np.flatnonzero(np.bincount(group.ravel()) > 1):
+        y, x = np.nonzero(group == number)
+        patches[y, :, x] = patches[y, :, x].mean(axis=(0, 1, 2))
+    made, thick = patches.reshape(lines * side, columns * side, 3), max(1, side // 14)
+    y, x = np.nonzero(group[1:] != group[:-1])
+    for row, column in zip(y, x, strict=True):
+        made[(row + 1) * side - thick : (row + 1) * side + thick, column * side : (column + 1) * side] = _FRAME
+    y, x = np.nonzero(group[:, 1:] != group[:, :-1])
+    for row, column in zip(y, x, strict=True):
+        made[row * side : (row + 1) * side, (column + 1) * side - thick : (column + 1) * side + thick] = _FRAME
+    return Image.fromarray(made.astype(np.uint8))
 
 
 def _legend(sheet: Image.Image, pen: ImageDraw.ImageDraw, framed: bool) -> None:

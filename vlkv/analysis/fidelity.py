@@ -1,4 +1,4 @@
-"""How far a compressed cache leads from the full one: features, the next token, and what that costs in memory.
+"""How far a compressed cache deviates from the full one: features, the next token, and the memory used.
 
 Axes: B batch · S tokens · L layers · D width · P policies.
 """
@@ -35,11 +35,11 @@ def feature_error(full: Trace, compressed: Trace) -> Float[Array, "S L B"]:
 
 
 def agreement(logits: Float[Array, "S B vocab"], answer: Int[Array | np.ndarray, "B n"]) -> Float[Array, " B"]:
-    """The share of an answer's tokens after the first that are the likeliest, given the ones before them.
+    """The share of an answer's tokens after the first that are the most likely, given the ones before them.
 
     Args:
         logits: after each of the answer's tokens, of a `Trace`.
-        answer: padded with -1. One of a single token agrees.
+        answer: padded with -1. An answer of a single token gives 1.
     """
     target = jnp.asarray(answer)[:, 1 : logits.shape[0] + 1].T
     counts = target >= 0
@@ -125,7 +125,7 @@ def _log_softmax(
 
 
 class Sweep(NamedTuple):
-    """What each policy did with the same questions."""
+    """The results of each policy on the same questions."""
 
     agreement: Float[Array, "P B"]
     stored: Float[Array, "P B"]  # entries in memory, as a share of the full cache's, over all steps and layers

@@ -1,4 +1,4 @@
-"""How good a ranking of the image is: what the model can say with one vision token at a time.
+"""Quality of a ranking of vision tokens: what the model can answer with a single one of them.
 
 Axes: B batch · R ranks · S answer · L layers · K key heads · T prompt.
 """
@@ -25,18 +25,18 @@ def one_token_curve(
     answer: Int[Array | np.ndarray, "B S"],
     ranks: Int[Array | np.ndarray, " R"],
 ) -> Float[Array, "R B"]:
-    """How likely an answer is if decoding sees all text and one vision token per layer (AirCache, Figs. 3(b), 4, 5).
+    """Likelihood of an answer if decoding attends to all text and one vision token per layer (AirCache, Figs. 3, 4, 5).
 
     The paper plots a benchmark's accuracy; here it is the mean log-probability of the answer's tokens after the first,
-    which nothing evicted has touched. Compiled once for all ranks.
+    which eviction does not affect. Compiled once for all ranks.
 
     Args:
         params: the model.
-        prompt: read whole.
-        cache: a full one, with room for the answer.
+        prompt: not reduced.
+        cache: a full one, with capacity for the answer.
         scores: of a policy, see `choose`; higher is better, ties go to the earlier token.
         answer: padded with -1.
-        ranks: which place in the ranking stays, counted from 1 as in the paper; 0: no vision token at all.
+        ranks: places in the ranking, counted from 1 as in the paper; 0: no vision token at all.
     """
     vision = (prompt.is_vision & prompt.valid)[:, None]  # [B, 1, T]
     by_layer = jnp.swapaxes(jnp.asarray(scores), 0, 1)

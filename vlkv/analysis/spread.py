@@ -1,6 +1,6 @@
 """How importance is spread over the tokens of a layer, and budgets over the layers.
 
-Axes: B batch · L layers · K key heads · T tokens. Whatever stands before the last axis is carried along.
+Axes: B batch · L layers · K key heads · T tokens. Axes before the last one are batch axes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def layer_budgets(cache: PackedCache) -> Float[Array, "B L"]:
 
 
 def lorenz(importance: Float[AnyArray, "*L T"], inside: Bool[AnyArray, "*#L T"]) -> Float[Array, "*L T"]:
-    """What share of a layer's importance its best 1, 2, .. T tokens hold: P_l^o of PrefixKV, Sec. 3.2 and Fig. 2.
+    """The share of a layer's importance that its best 1, 2, .. T tokens hold: P_l^o of PrefixKV, Sec. 3.2 and Fig. 2.
 
     Args:
-        importance: not negative; a layer without any counts as one where all tokens are alike.
-        inside: which tokens there are; past as many of them the curve stays at 1.
+        importance: not negative; a layer where all are 0 counts as one with equal importance.
+        inside: which tokens count; after their number the curve stays at 1.
     """
     inside = jnp.asarray(inside)
     x = jnp.where(inside, importance, 0.0)
@@ -37,7 +37,7 @@ def lorenz(importance: Float[AnyArray, "*L T"], inside: Bool[AnyArray, "*#L T"])
 
 
 def gini(importance: Float[AnyArray, "*L T"], inside: Bool[AnyArray, "*#L T"]) -> Float[Array, "*L"]:
-    """Gini coefficient: 0 where all tokens are alike, (n - 1) / n where one of n has it all (PrefixKV, Figs. 2, 4).
+    """Gini coefficient: 0 for equal importance, (n - 1) / n if one of n tokens has all of it (PrefixKV, Figs. 2, 4).
 
     The area between the equality line and the Lorenz curve, as a fraction of the triangle above the line, as in the
     work that the paper cites (Dorfman 1979); the paper's sentence leaves the division out.
@@ -74,10 +74,9 @@ def jensen_shannon(p: Float[AnyArray, "*L n"], q: Float[AnyArray, "*L n"]) -> Fl
 def value_histograms(
     a: Float[AnyArray, "*L T"], b: Float[AnyArray, "*L T"], inside: Bool[AnyArray, "*#L T"], *, bins: int = 64
 ) -> tuple[Float[Array, "*L bins"], Float[Array, "*L bins"]]:
-    """How often each size of score occurs among `a` and `b`, in equal bins from 0 to the largest of both.
+    """Histograms of `a` and `b` with the same equal bins, from 0 to the largest value of both.
 
-    Of the self and the cross scores of CSP these are its Fig. 1(a) and Fig. 6, where the paper smooths with a kernel;
-    their `jensen_shannon` is its Fig. 1(b) and Fig. 7.
+    For the self and cross scores of CSP they are its Fig. 1(a), and their `jensen_shannon` is its Figs. 1(b) and 7.
     """
     inside = jnp.broadcast_to(inside, a.shape)
     largest = jnp.max(jnp.where(inside, jnp.maximum(a, b), 0.0), axis=-1, keepdims=True)
@@ -89,3 +88,16 @@ def value_histograms(
         return rows.reshape(*x.shape[:-1], bins)
 
     return count(a), count(b)
+
+
+def density(values: Float[np.ndarray, " n"], x: Float[np.ndarray, " m"]) -> Float[np.ndarray, " m"]:
+    """Gaussian kernel density estimate of values at the points x, bandwidth by Scott's rule (CSP, Fig. 6).
+
+    The rule is n^(-1/5) standard deviations. Values without spread get the smallest bandwidth that x resolves.
+    """
+    if not len(values):
+        return np.zeros(len(x))
+    least = np.abs(np.diff(x)).min() if len(x) > 1 else 1.0
+    width = max(float(np.std(values)) * len(values) ** -0.2, float(least))
+    z = (x[:, None] - values[None]) / width
+    return np.exp(-(z**2) / 2).mean(axis=1) / (width * np.sqrt(2 * np.pi))

@@ -1,4 +1,4 @@
-"""Which tokens of a prompt are still there, layer by layer, and where in the picture they lie.
+"""Which tokens of a prompt are left in each layer, and the patches of the image that they come from.
 
 Axes: B batch · L layers · T prompt · I images · h, w lines and columns of patches.
 """
@@ -51,7 +51,7 @@ def evidence_recall(cache: PackedCache, evidence: Bool[Array, "B T"]) -> Float[A
 
 
 def on_grid(values: Shaped[np.ndarray, "*L T"], grid: Int[np.ndarray, "T 3"]) -> list[Float[np.ndarray, "*L h w"]]:
-    """Numbers per token as pictures, one per image of the row; NaN where no token of the image lies.
+    """Numbers per token as maps of patches, one per image of the row; NaN where an image has no token.
 
     Args:
         values: of the row's tokens.

@@ -1,4 +1,4 @@
-"""A forced decode that looks into every layer: hidden states, attention, and what memory holds.
+"""Decoding of given tokens that records every layer: hidden states, attention, and stored entries.
 
 Axes: B batch · S tokens fed · L layers · D width · N, K heads · T prompt · M bound on a segment · E = T + room for new
 tokens. Attention is by token here, not by slot, so that traces of different caches can be compared.
@@ -24,7 +24,7 @@ from vlkv.reading import Prompt
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What every step of a decode did."""
+    """The record of every step."""
 
     logits: Float[Array, "*S B vocab"]  # after each fed token
     hidden: Float[Array, "*S L B D"]  # after each layer
@@ -41,12 +41,12 @@ def follow(
     *,
     only: Bool[Array, "L B K T"] | None = None,
 ) -> Trace:
-    """Feeds the tokens one by one, as `decode_step` does, and writes down what happens.
+    """Feeds the tokens one by one, as `decode_step` does, and records what happens.
 
     Args:
         params: the model.
         prompt: that the cache was made from.
-        cache: of any policy; its tail must have room for the tokens.
+        cache: of any policy; its tail must have capacity for the tokens.
         tokens: to be fed; -1, padding, is fed as 0.
         only: prompt tokens that may be attended to, of those in the cache; None: all.
     """

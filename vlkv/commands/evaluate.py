@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=[],
         metavar="FRACTION",
-        help="of every policy that names none itself",
+        help="for every policy without a keep of its own",
     )
     parser.add_argument(
         "--scope",
@@ -65,8 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of the two drawn answers that are the full cache's own {SELF}; 0: draw none (default: 0.2)",
     )  # fmt: skip
     parser.add_argument("--frames", type=int, default=8, metavar="N", help="most frames of a video (default: 8)")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a run found there is continued")
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="rows that are read together")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="for the results; an interrupted run found there is resumed",
+    )
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="rows that are prefilled together")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="the longest answer")
     parser.add_argument(
         "--query-agnostic", action="store_true", help="compress before the question is known, once for each image"
@@ -77,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Any:
     """The table, and where the files are; or the numbers as JSON."""
-    # What can be wrong is checked before weights are read.
+    # All input is checked before weights are read.
     metrics = list(dict.fromkeys(args.metric))
     records = read_records(args.file, answers=metrics != [SELF])
     check_metrics(metrics, sum(len(record.turns) for record in records))
@@ -106,7 +112,7 @@ def run(args: argparse.Namespace) -> Any:
     journal = Journal(args.out, facts)
     try:
         if journal.resumed:
-            Console(stderr=True).print(f"going on after {journal.resumed} answers", highlight=False)
+            Console(stderr=True).print(f"resuming after {journal.resumed} answers", highlight=False)
         params = loading.load_params(folder, dtype=args.dtype)
         bar = Console(stderr=True)
         hidden = not bar.is_terminal

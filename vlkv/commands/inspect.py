@@ -1,6 +1,7 @@
-"""Measure what the papers draw, of any model, image and policy: budgets, attention, survival, cost and more.
+"""Measure what the papers draw, of any model, data and policy: budgets, attention, survival, cost and more.
 
-vlkv inspect --what budgets
+vlkv inspect --what budgets --model mini --samples 100
+vlkv inspect questions.jsonl --what lorenz --model DIR
 vlkv inspect --what survival --policy lightkv --out survival.png
 vlkv inspect --what attention --model DIR --image cat.png \\
     --prompt "What is this?"
@@ -10,41 +11,67 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from PIL import Image
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from vlkv import loading
+from vlkv.commands.averaging import mean_view
 from vlkv.commands.options import add_model_arguments, add_policy_arguments, policy_from
 from vlkv.commands.plots import check_plots, save
-from vlkv.commands.views import WHAT, Case
+from vlkv.commands.views import WHAT, Case, View
 from vlkv.errors import InputError
+from vlkv.evaluation.records import read_records
+from vlkv.evaluation.videos import read_video
 from vlkv.generate import check_room
 from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.policies import Policy
 from vlkv.processing import Processor
+from vlkv.processing.images import open_image
 
 _ROWS = 32  # of the table
+_FRAMES = 8  # of a video
+
+
+class Sample(NamedTuple):
+    """A question and what it is about."""
+
+    images: Sequence[Any]
+    question: str
+    videos: Sequence[Path] = ()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv inspect`."""
+    parser.add_argument(
+        "data", nargs="?", type=Path, metavar="DATA",
+        help="samples, whose mean is shown: a JSONL as `vlkv eval` reads it, or a folder of images (with --prompt)",
+    )  # fmt: skip
     parser.add_argument("--what", required=True, metavar="NAME", help=f"one of {', '.join(WHAT)}")
     add_model_arguments(
         parser, required=False, help="a checkpoint folder, or a hub id (default: the demo model on a held-out page)"
     )
     parser.add_argument("--image", action="append", default=[], metavar="FILE", help="may be repeated")
-    parser.add_argument("--prompt", metavar="TEXT", help="needed with --model")
+    parser.add_argument("--prompt", metavar="TEXT", help="what is asked; needed with --model and images")
     add_policy_arguments(parser)
     parser.set_defaults(policy=None)  # each figure has a policy of its own
-    parser.add_argument("--max-new-tokens", type=int, default=20, metavar="N", help="of decoding that is watched")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=20, metavar="N", help="steps of decoding that are measured"
+    )
+    parser.add_argument(
+        "--samples", type=int, metavar="N", help="the first N of DATA, or N held-out pages of the demo model"
+    )
     parser.add_argument("--ranks", type=int, default=32, metavar="N", help="points of the ranking curve")
-    parser.add_argument("--seed", type=int, default=0, help="of random policies, and of the miniature's page")
+    parser.add_argument("--seed", type=int, default=0, help="of random policies, and of the demo pages")
     parser.add_argument("--out", type=Path, metavar="PNG", help="where the picture goes (default: inspect-NAME.png)")
     parser.add_argument("--json", action="store_true", help="print JSON, and draw only if --out is given")
 
@@ -60,19 +87,47 @@ def run(args: argparse.Namespace) -> Any:
     out = args.out or (None if args.json else Path(f"inspect-{args.what}.png"))
     if out is not None:
         check_plots(out)
-    folder, processor, inputs = _question(args)
-    check_room(processor.config, inputs, args.max_new_tokens)
-    params = loading.load_params(folder, dtype=args.dtype)
-    case = Case(params, inputs, policy, jax.random.key(args.seed), args.max_new_tokens, args.ranks)
-    view = measure.view(case)
+    processor = loading.load_processor(args.model or CHECKPOINT)
+    samples = _samples(args)
+    first = _inputs(processor, samples[0])
+    check_room(processor.config, first, args.max_new_tokens)
+    params = loading.load_params(args.model or CHECKPOINT, dtype=args.dtype)
+    console = Console(stderr=True)
+    views: list[View] = []
+    problem = ""
+    for i, sample in enumerate(track(samples, "measuring", console=console, transient=True, disable=len(samples) < 2)):
+        inputs = _inputs(processor, sample)
+        case = Case(
+            params, inputs, policy, jax.random.fold_in(jax.random.key(args.seed), i), args.max_new_tokens, args.ranks,
+            tuple(map(open_image, sample.images)) if len(samples) == 1 else (), partial(console.print, highlight=False),
+        )  # fmt: skip
+        try:
+            views.append(measure.view(case))
+        except InputError as error:
+            problem = str(error)
+            if len(samples) == 1:
+                raise
+    if not views:
+        raise InputError(f"none of {len(samples)} samples can be measured, the last one because: {problem}")
+    if len(views) < len(samples):
+        console.print(f"{len(samples) - len(views)} samples left out, the last one because: {problem}", highlight=False)
+    view, title = mean_view(views), _title(args.model, policy, len(views))
     if out is not None:
-        save(view.panels, out)
+        save(view.panels, out, title)
     if args.json:
-        said = {"what": args.what, "policy": type(policy).__name__, "options": policy.options()}
-        return _plain({**said, "prompt_tokens": inputs.valid.sum(), "picture": out and str(out), **view.arrays})
-    _show(f"{args.what} of {type(policy).__name__}, scope {policy.scope} ({measure.source})", view.columns)
+        said = {"what": args.what, "policy": type(policy).__name__, "options": policy.options(), "samples": len(views)}
+        return _plain({**said, "prompt_tokens": first.valid.sum(), "picture": out and str(out), **view.arrays})
+    _show(f"{args.what} of {title} ({measure.source})", view.columns)
     Console().print(str(out), highlight=False)
     return None
+
+
+def _title(model: str | Path | None, policy: Policy, samples: int) -> str:
+    """Model, policy, share kept and scope."""
+    share = f"budget {policy.budget}" if policy.budget is not None else f"keep {policy.keep or 1:.3g}"
+    name = "mini" if model is None else Path(model).name
+    mean = f", mean of {samples} samples" if samples > 1 else ""
+    return f"{name}: {type(policy).__name__}, {share}, scope {policy.scope}{mean}"
 
 
 def _policy(args: argparse.Namespace) -> Policy:
@@ -85,18 +140,41 @@ def _policy(args: argparse.Namespace) -> Policy:
     return policy_from(args, lambda: loading.load_processor(args.model or CHECKPOINT).config)
 
 
-def _question(args: argparse.Namespace) -> tuple[Path, Processor, Inputs]:
-    """The folder, its processor, and what is asked."""
-    if args.model is None:
+def _samples(args: argparse.Namespace) -> list[Sample]:
+    """What is asked, at least one."""
+    if args.samples is not None and args.samples < 1:
+        raise InputError(f"--samples {args.samples} must be at least 1")
+    if args.data is not None:
         if args.image:
-            raise InputError("--image needs --model: without both, the miniature reads a held-out page")
-        page, entry = pages.held_out_page(np.random.default_rng(args.seed))
-        processor = loading.load_processor(CHECKPOINT)
-        return CHECKPOINT, processor, processor(page.image, args.prompt or entry.question)
+            raise InputError("give DATA or --image, not both")
+        return _from_data(args.data, args.prompt)[: args.samples]
+    if not args.image and args.model in (None, "mini"):
+        found = pages.held_out(args.samples or 1, args.seed)
+        return [Sample([page.image], args.prompt or page.question) for page in found]
+    if args.model is None:
+        raise InputError("--image needs --model: without both, the demo model reads held-out pages")
     if args.prompt is None:
         raise InputError("--model needs --prompt: what is asked about the image")
-    processor = loading.load_processor(args.model)
-    return args.model, processor, processor(args.image or None, args.prompt)
+    return [Sample(args.image, args.prompt)]
+
+
+def _from_data(data: Path, prompt: str | None) -> list[Sample]:
+    """The first question of each row of a JSONL, or one question about each image of a folder."""
+    if not data.is_dir():
+        records = read_records(data, answers=False)
+        return [Sample(record.images, record.turns[0].question, record.videos) for record in records]
+    if prompt is None:
+        raise InputError(f"{data}: a folder of images needs --prompt")
+    known = Image.registered_extensions()
+    images = sorted(path for path in data.iterdir() if path.suffix.lower() in known)
+    if not images:
+        raise InputError(f"{data}: no images in this folder")
+    return [Sample([image], prompt) for image in images]
+
+
+def _inputs(processor: Processor, sample: Sample) -> Inputs:
+    media = [*sample.images, *(read_video(video, _FRAMES) for video in sample.videos)]
+    return processor(media or None, sample.question)
 
 
 def _plain(x: Any) -> Any:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +14,9 @@ import numpy as np
 from vlkv.errors import InputError
 from vlkv.files import replacing
 
-_IN_LEGEND = 12  # a panel with more lines has no legend entry for each
+_IN_LEGEND = 12  # lines of one panel; of more the legend names the first and the last
+_PANELS = 4  # side by side
+_LOG = 2.0  # powers of ten from which on an axis is logarithmic
 
 
 class Curves(NamedTuple):
@@ -22,10 +27,12 @@ class Curves(NamedTuple):
     y_label: str
     x: np.ndarray
     lines: dict[str, np.ndarray]
+    spread: Mapping[str, np.ndarray] = MappingProxyType({})  # standard deviation over the samples, drawn as a band
+    log: bool = True  # whether the axis may be logarithmic
 
 
 class Maps(NamedTuple):
-    """Maps of patches with values between 0 and 1; NaN: no token."""
+    """Numbers per patch between 0 and 1, or pictures [h, w, 3] of bytes; NaN: no token there."""
 
     title: str
     pictures: dict[str, np.ndarray]
@@ -46,12 +53,16 @@ def check_plots(out: Path) -> None:
         raise InputError(f"{out}: is a folder; give the name of a file")
 
 
-def save(panels: list[Panel], out: Path) -> None:
-    """Draws the panels side by side and writes the file atomically."""
+def save(panels: list[Panel], out: Path, title: str) -> None:
+    """Draws the panels side by side under a title; the file appears when it is complete."""
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional, and slow to import)
 
-    figure = Figure(figsize=(5.2 * len(panels), 4.0), layout="constrained")
-    for part, panel in zip(figure.subfigures(1, len(panels), squeeze=False)[0], panels, strict=True):
+    columns = min(len(panels), _PANELS)
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(5.2 * columns, 4.2 * lines + 0.4), layout="constrained")
+    figure.suptitle(title, fontsize="large")
+    parts = figure.subfigures(lines, columns, squeeze=False).ravel()
+    for part, panel in zip(parts, panels, strict=False):
         part.suptitle(panel.title, fontsize="medium")
         if isinstance(panel, Curves):
             _curves(part, panel)
@@ -67,19 +78,47 @@ def _curves(part: Any, panel: Curves) -> None:
     axes = part.subplots()
     shades = np.linspace(0, 0.9, len(panel.lines))
     for shade, (name, y) in zip(shades, panel.lines.items(), strict=True):
-        axes.plot(panel.x, y, label=name, color=colormaps["viridis"](shade), marker="." if len(panel.x) < 40 else "")
+        colour = colormaps["viridis"](shade)
+        axes.plot(panel.x, y, label=name, color=colour, marker="." if len(panel.x) < 40 else "")
+        if name in panel.spread and len(panel.lines) <= _IN_LEGEND:
+            half = panel.spread[name]
+            axes.fill_between(panel.x, y - half, y + half, color=colour, alpha=0.15, linewidth=0)
+    if panel.log and _decades(panel.lines) > _LOG:
+        axes.set_yscale("log")
+    if np.asarray(panel.x).dtype.kind in "iu":
+        axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     axes.grid(alpha=0.3)
     if 1 < len(panel.lines) <= _IN_LEGEND:
         axes.legend(fontsize="small")
+    elif len(panel.lines) > 1:
+        first, last = (list(panel.lines)[i] for i in (0, -1))
+        axes.plot([], [], color=colormaps["viridis"](0.0), label=first)
+        axes.plot([], [], color=colormaps["viridis"](0.9), label=last)
+        axes.legend(*(found[-2:] for found in axes.get_legend_handles_labels()), fontsize="small")
+
+
+def _decades(lines: dict[str, np.ndarray]) -> float:
+    """Over how many powers of ten the values go; 0 if some are not positive."""
+    every = np.concatenate([np.ravel(y) for y in lines.values()]).astype(float)
+    every = every[np.isfinite(every)]
+    return float(np.log10(every.max() / every.min())) if len(every) and every.min() > 0 else 0.0
 
 
 def _maps(part: Any, panel: Maps) -> None:
-    columns = min(4, len(panel.pictures))
+    lists = all(_is_list(picture) for picture in panel.pictures.values())
+    columns = 2 if lists else math.ceil(math.sqrt(len(panel.pictures)))
     grid = part.subplots(-(-len(panel.pictures) // columns), columns, squeeze=False).ravel()
     for axes in grid:
         axes.axis("off")
     for axes, (name, picture) in zip(grid, panel.pictures.items(), strict=False):
-        axes.imshow(picture, vmin=0, vmax=1, cmap="viridis")
+        aspect = "auto" if _is_list(picture) else None
+        smooth = "nearest" if picture.ndim == 2 else "antialiased"
+        axes.imshow(picture, vmin=0, vmax=1, cmap="viridis", aspect=aspect, interpolation=smooth)
         axes.set_title(name, fontsize="small")
+
+
+def _is_list(picture: np.ndarray) -> bool:
+    """Whether it is rows of tokens rather than a picture."""
+    return picture.ndim == 2 and picture.shape[0] * 2 < picture.shape[1]

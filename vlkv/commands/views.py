@@ -1,15 +1,18 @@
-"""What `vlkv inspect` can look at: each measure runs a model and returns arrays, a few columns, and panels to draw."""
+"""The measurements of `vlkv inspect`: each runs a model and returns arrays, a few columns, and panels to draw."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
+from PIL import Image
 
 from vlkv import analysis, policies
+from vlkv.analysis.drawing import fitted, outlined, overlaid
 from vlkv.cache import PackedCache
 from vlkv.commands.plots import Curves, Maps, Panel
 from vlkv.errors import InputError
@@ -22,6 +25,12 @@ from vlkv.sampling import Greedy
 
 TOP = (0.5, 0.3)  # shares of the image that A-VL's Figs. 4 and 5 compare
 _PICTURES = 8
+_SHARES = np.linspace(0, 1, 101)  # of the tokens, where Lorenz curves of any length are compared
+_WEIGHTS = np.linspace(-7, 0.5, 151)  # powers of ten of attention, where densities are compared
+WINDOWS: tuple[Literal["elite", "text", "recent", "vision"], ...] = ("elite", "text", "recent", "vision")
+_ROWS = 16  # of the windows of AirCache's Fig. 1 that are a number of rows
+_MOST = 0.8  # of the attention: A-VL's measure of sparsity
+_OBSERVERS = 64  # most of a window that are drawn and compared
 # The letters of A-VL's Figs. 9 and 10, the options of `policies.AVL` that they are, and the values tried.
 SWEEPS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "S": ("keep", (0.2, 0.3, 0.4, 0.6, 0.8)),
@@ -59,6 +68,8 @@ class Case:
     key: jax.Array
     new_tokens: int
     ranks: int
+    images: tuple[Image.Image, ...] = ()  # what the prompt shows, if it is to be drawn
+    say: Callable[[str], None] = print  # how long it takes
 
     def read(self, policy: Policy | None = None) -> Prompt:
         """The prompt, shortened if the policy does that."""
@@ -75,6 +86,25 @@ class Case:
         if steps < 1:
             raise InputError("the answer is a single token, which needs no cache: ask for a longer one")
         return tokens, steps
+
+    def maps(self, title: str, values: np.ndarray, names: dict[int, str]) -> list[Panel]:
+        """Numbers per prompt token [n, T] between 0 and 1 as maps, over the images if there is one per grid.
+
+        Args:
+            title: of the panels.
+            values: the numbers.
+            names: which of the n to draw, and what they are called.
+        """
+        grids = analysis.on_grid(values, np.asarray(self.inputs.grid)[0])
+        panels: list[Panel] = []
+        for i, grid in enumerate(grids):
+            shown = {name: grid[j] for j, name in names.items()}
+            if len(self.images) == len(grids):
+                base = fitted(self.images[i], grid.shape[1:], "crop")
+                base = base.resize((grid.shape[2] * 16, grid.shape[1] * 16), Image.Resampling.NEAREST)
+                shown = {name: np.asarray(overlaid(base, x)) for name, x in shown.items()}
+            panels.append(Maps(f"{title}, image {i}" if len(grids) > 1 else title, shown))
+        return panels
 
     @property
     def vision(self) -> np.ndarray:
@@ -112,14 +142,21 @@ def _lorenz(case: Case) -> View:
     equal = np.full_like(budget, round(budget.mean()))
     curve, gini, kept, uniform = (np.asarray(x) for x in _concentration(importance, inside, budget, equal))
     layer, count = np.arange(len(gini)), int(inside.sum())
-    curves = curve[:, :count]
-    lines = {f"layer {i} ({g:.2f})": c for i, (g, c) in enumerate(zip(gini, curves, strict=True))}
-    share = np.arange(1, count + 1) / count
+    ends = np.arange(count + 1) / count
+    curves = np.stack([np.interp(_SHARES, ends, np.concatenate([[0.0], c[:count]])) for c in curve])
+    lines = {f"layer {i}": c for i, c in enumerate(curves)}
     return View(
-        {"lorenz": curves, "gini": gini, "budgets": budget, "retained": kept, "retained_by_equal_budgets": uniform},
+        {
+            "share_of_tokens": _SHARES,
+            "lorenz": curves,
+            "gini": gini,
+            "budgets": budget,
+            "retained": kept,
+            "retained_by_equal_budgets": uniform,
+        },
         {"layer": layer, "Gini": gini, "budget": budget, "retained": kept, "with equal budgets": uniform},
         [
-            Curves("Lorenz curves (Gini)", "share of the tokens", "share of the importance", share, lines),
+            Curves("Lorenz curves", "share of the tokens", "share of the importance", _SHARES, lines),
             Curves("per layer", "layer", "", layer, {"Gini": gini, "retained": kept, "with equal budgets": uniform}),
         ],
     )
@@ -268,17 +305,121 @@ def _survival(case: Case) -> View:
     held = np.asarray(analysis.held(case.fill(prompt, case.policy), vision.size))[0]
     counts = {"computed": reached[:, vision].sum(axis=1), "cached": held[:, vision].sum(axis=1)}
     grid = np.asarray(case.inputs.grid)[0]
-    computed, cached = analysis.on_grid(reached, grid), analysis.on_grid(held, grid)
     layer = np.arange(len(held))
     shown = np.unique(np.linspace(0, len(held) - 1, _PICTURES).astype(int))
-    maps = [
-        Maps(f"image {i}: cached" if len(cached) > 1 else "cached", {f"layer {j}": x[j] for j in shown})
-        for i, x in enumerate(cached)
-    ]
     return View(
-        {**counts, "computed_by_image": computed, "cached_by_image": cached},
+        {
+            **counts,
+            "computed_by_image": analysis.on_grid(reached, grid),
+            "cached_by_image": analysis.on_grid(held, grid),
+        },
         {"layer": layer, **counts},
-        [Curves("vision tokens", "layer", "tokens", layer, counts), *maps],
+        [
+            Curves("vision tokens", "layer", "tokens", layer, counts),
+            *case.maps("cached (share of heads)", held, {j: f"layer {j}" for j in shown}),
+        ],
+    )
+
+
+def _merged(case: Case) -> View:
+    case.vision  # noqa: B018 (there must be some)
+    owner = analysis.owners(case.params, case.inputs, case.policy)
+    grid = np.asarray(case.inputs.grid)[0]
+    by_image = analysis.on_grid(owner, grid)
+    vision = np.asarray(case.inputs.is_vision)[0]
+    left = np.array([len(np.unique(one[vision])) for one in owner])
+    stage = np.arange(1, len(owner) + 1)
+    panels: list[Panel] = [Curves("vision tokens left", "stage", "tokens", stage, {"": left})]
+    for i, numbers in enumerate(by_image):
+        if len(case.images) == len(by_image):
+            base = fitted(case.images[i], numbers.shape[1:], "crop")
+        else:
+            base = Image.new("RGB", numbers.shape[:0:-1], "white")
+        drawn = {f"stage {s}: {n} tokens": np.asarray(outlined(base, x.astype(int)))
+                 for s, n, x in zip(stage, left, numbers, strict=True)}  # fmt: skip
+        panels.append(Maps(f"merged tokens, image {i}" if len(by_image) > 1 else "merged tokens", drawn))
+    return View({"left": left, "owner_by_image": by_image}, {"stage": stage, "tokens": left}, panels)
+
+
+def _observers(case: Case) -> View:
+    policy = case.policy
+    if not isinstance(policy, policies.AirCache):
+        raise InputError(f"--what observers compares AirCache's windows, --policy {type(policy).__name__} has none")
+    vision, prompt = np.flatnonzero(case.vision), case.read()
+    middle = len(prompt.layers) // 2
+    agreed: dict[str, np.ndarray] = {}
+    drawn: dict[str, np.ndarray] = {}
+    for window in WINDOWS:
+        chosen = _choose(prompt, dataclasses.replace(policy, window=window, rows=_ROWS), key=case.key)
+        masks = np.asarray(chosen.extra["observers"])[0]
+        agreed[window] = np.zeros(len(prompt.layers))
+        for i, (layer, mask) in enumerate(zip(prompt.layers, masks, strict=True)):
+            places = np.flatnonzero(mask)[-_OBSERVERS:]
+            rows = np.asarray(analysis.observed(layer.q[0], layer.k[0], layer.valid[0], places, vision))
+            agreed[window][i] = analysis.consistency(rows)
+            if i == middle:
+                drawn[f"{window} ({len(places)})"] = rows / max(rows.max(), 1e-30)
+    layer = np.arange(len(prompt.layers))
+    return View(
+        {"consistency": agreed, "attention": {name.split()[0]: x for name, x in drawn.items()}, "layer": middle},
+        {"layer": layer, **agreed},
+        [
+            Curves("agreement of the observers", "layer", "mean cosine of two observers", layer, agreed),
+            Maps(
+                f"root of the attention in layer {middle}: observers down, vision tokens across",
+                {name: np.sqrt(rows) for name, rows in drawn.items()},
+            ),
+        ],
+    )
+
+
+def _patches(case: Case) -> View:
+    vision, prompt = case.vision, case.read(case.policy)
+    cache = case.fill(prompt, case.policy)
+    answer, steps = case.answer(prompt, cache)
+    mass = np.asarray(_follow(case.params, prompt, cache, answer[:, :-1]).mass)[:steps, :, 0, : vision.size]
+    mass = mass.mean(axis=0)  # [L, T]
+    curve = np.asarray(analysis.lorenz(mass, vision))[:, : vision.sum()]
+    few = (np.argmax(curve >= _MOST, axis=1) + 1) / vision.sum()
+    peak = np.maximum(np.where(vision, mass, 0).max(axis=1, keepdims=True), 1e-30)
+    layer = np.arange(len(mass))
+    shown = np.unique(np.linspace(0, len(mass) - 1, _PICTURES).astype(int))
+    ordered = -np.sort(-mass[:, vision], axis=1)
+    return View(
+        {"attention": mass[:, vision], "tokens_for_80_percent": few},
+        {"layer": layer, "tokens with 80 % of the attention": few},
+        [
+            Curves("sparsity", "layer", "share of the vision tokens that hold 80 %", layer, {"": few}),
+            Curves("attention, sorted", "rank", "attention, mean over steps and heads",
+                   np.arange(1, ordered.shape[1] + 1), {f"layer {i}": x for i, x in enumerate(ordered)}),
+            *case.maps("attention / largest of the layer", mass / peak, {j: f"layer {j}" for j in shown}),
+        ],
+    )  # fmt: skip
+
+
+def _densities(case: Case) -> View:
+    if not isinstance(case.policy, policies.CSP):
+        raise InputError(f"--what densities shows CSP's regions, --policy {type(case.policy).__name__} has none")
+    prompt = case.read()
+    extra, valid = _choose(prompt, case.policy, key=case.key).extra, np.asarray(case.inputs.valid)[0]
+    sums = [np.where(valid, np.asarray(extra[name])[0], 0).sum(axis=-1) for name in ("self", "cross")]  # [L, K]
+    share = (sums[1] / np.maximum(sums[0] + sums[1], 1e-30)).mean(axis=1)
+    found: dict[str, np.ndarray] = {}
+    for name in ("self", "cross"):
+        scores = np.asarray(extra[name])[0].mean(axis=1)[:, valid]  # mean over heads [L, T]
+        found[name] = np.stack([analysis.density(np.log10(row[row > 0]), _WEIGHTS) for row in scores])
+    both = {name: x.mean(axis=0) for name, x in found.items()}
+    divergence = np.asarray(analysis.jensen_shannon(found["self"] + 1e-12, found["cross"] + 1e-12))
+    layer = np.arange(len(divergence))
+    return View(
+        {"log10_attention": _WEIGHTS, "density": found, "divergence": divergence, "share": share, "c": share.mean()},
+        {"layer": layer, "Jensen-Shannon divergence": divergence, "share of cross attention (mean: c)": share},
+        [
+            Curves(
+                "density, mean over layers", "log10 of the attention of a token", "density", _WEIGHTS, both, log=False
+            ),
+            Curves("self and cross attention", "layer", "Jensen-Shannon divergence", layer, {"": divergence}),
+        ],
     )
 
 
@@ -323,6 +464,8 @@ def _sweep(case: Case) -> View:
     arrays: dict[str, Any] = {}
     columns: list[tuple[Any, ...]] = []
     panels: list[Panel] = []
+    total, begin = sum(len(values) for _, values in SWEEPS.values()), time.perf_counter()
+    case.say(f"sweep: {total} settings, each compiled by itself; an estimate follows after the first few")
     for letter, (option, values) in SWEEPS.items():
         plan = [_varied(case.policy, option, value) for value in values]
         swept = analysis.sweep(case.params, case.inputs, plan, new_tokens=case.new_tokens, key=case.key)
@@ -330,6 +473,10 @@ def _sweep(case: Case) -> View:
         arrays[letter] = {"option": option, "values": list(values), **lines}
         columns += [(letter, value, *(line[i] for line in lines.values())) for i, value in enumerate(values)]
         panels.append(Curves(f"{letter} ({option})", option, "share", np.array(values), lines))
+        if len(panels) == 1:
+            took = time.perf_counter() - begin
+            rest = took * (total - len(values)) / len(values)
+            case.say(f"sweep: {len(values)} settings took {took:.0f} s, so about {rest:.0f} s are left")
     names = ("parameter", "value", *_SWEPT)
     return View(arrays, {name: np.array(x) for name, x in zip(names, zip(*columns, strict=True), strict=True)}, panels)
 
@@ -364,6 +511,10 @@ WHAT = {
     "error": Measure(_error, "PrefixKV, Fig. 5", "PrefixKV", 0.5),
     "attention": Measure(_attention, "A-VL, Fig. 1", "Full", None),
     "concordance": Measure(_concordance, "A-VL, Figs. 4, 5", "Full", None),
+    "observers": Measure(_observers, "AirCache, Fig. 1", "AirCache", 0.1),
+    "patches": Measure(_patches, "A-VL, Fig. 3", "Full", None),
+    "densities": Measure(_densities, "CSP, Fig. 6", "CSP", 0.2),
+    "merged": Measure(_merged, "LightKV, Fig. 7", "LightKV", None),
     "survival": Measure(_survival, "LightKV, Fig. 7", "FastV", 0.5),
     "cost": Measure(_cost, "LightKV, Tables 1, 6", "FastV", 0.5),
     "sweep": Measure(_sweep, "A-VL, Figs. 9, 10", "AVL", 0.45),

@@ -1,7 +1,7 @@
-"""One's own questions, asked under several policies in one pass over the images: what `vlkv eval` runs.
+"""`vlkv eval`: your own questions, answered under several policies in one pass over the images.
 
-`records` reads the questions, `running` asks them, `journal` remembers what was answered, `metrics` compares it with
-the answers that were wanted, `report` puts it into a table, a JSON and a plot.
+`records` reads the questions, `running` asks them, `journal` stores the answers, `metrics` scores them, and `report`
+makes a table, a JSON and a plot.
 """
 
 from __future__ import annotations

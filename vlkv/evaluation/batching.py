@@ -1,6 +1,6 @@
-"""Which rows are read together: rows of as many turns, of alike images and lengths, so that few shapes are compiled.
+"""Batches of rows with the same number of turns and similar images and lengths, so that few shapes are compiled.
 
-The same file and settings give the same batches, so a run that goes on where another stopped gives the same answers.
+The same file and settings give the same batches, so a resumed run gives the same answers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from vlkv.evaluation.records import Record
 
 
 class Batch(NamedTuple):
-    """Groups of rows; those of one group share the prompt up to their question. The last ones may only fill."""
+    """Groups of rows. Rows of a group share the prompt up to their question. The last groups may be padding."""
 
     number: int
     groups: tuple[tuple[int, ...], ...]  # indices of records
@@ -31,8 +31,8 @@ def batches(records: Sequence[Record], size: int, shared: Callable[[Record], str
     Args:
         records: the rows of the file.
         size: B.
-        shared: the prompt that rows about the same images have in common, if they are to be read once; else every
-            row is a group of its own.
+        shared: gives the prompt up to the question, to group rows about the same images; None: every row is a group
+            of its own.
     """
     groups: dict[object, list[int]] = {}
     for row, record in enumerate(records):

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from vlkv.evaluation.records import Record
 from vlkv.processing import Processor
 
-_ANY = "x"  # a text that only holds a place
+_ANY = "x"  # a placeholder
 
 
 def prompt(processor: Processor, record: Record, answers: Sequence[str]) -> str:
-    """The conversation up to where the answer after these begins."""
+    """The conversation up to the beginning of the answer that follows `answers`."""
     later = [turn.question for turn in record.turns[1 : len(answers) + 1]]
     history = list(zip(answers, later, strict=True))
     return processor.prompts.write(record.turns[0].question, *_count(record), then=history)
@@ -23,7 +23,7 @@ def image_part(processor: Processor, record: Record) -> str:
 
 
 def reference(processor: Processor, record: Record, answers: Sequence[str]) -> list[int]:
-    """Ids of the first accepted answer to the question after these answers, as it would stand there, and its end."""
+    """Ids of the first accepted answer to the question after `answers`, tokenised in its context, and its end."""
     wanted = record.turns[len(answers)].answers[0]
     before = prompt(processor, record, answers)
     after = processor.prompts.write(
@@ -32,7 +32,7 @@ def reference(processor: Processor, record: Record, answers: Sequence[str]) -> l
                    strict=True)],
     )  # fmt: skip
     place = after.find(wanted, len(before)) if wanted and after.startswith(before) else -1
-    if place < 0:  # the template changes what it is given
+    if place < 0:  # the template changes the text of an answer
         ids = processor.tokenizer.encode(wanted, add_special=False)
     else:
         ids = processor.beyond(before, after[: place + len(wanted)])
@@ -40,13 +40,13 @@ def reference(processor: Processor, record: Record, answers: Sequence[str]) -> l
 
 
 def clipped(processor: Processor, answer: str, tokens: int) -> str:
-    """An answer as it goes into the conversation: with no more tokens than it was allowed to have."""
+    """The answer as it goes into the conversation, cut to so many tokens."""
     ids = processor.tokenizer.encode(answer, add_special=False)
     return answer if len(ids) <= tokens else str(processor.tokenizer.decode(ids[:tokens]))
 
 
 def later_tokens(processor: Processor, record: Record, begin: str) -> int:
-    """Tokens that the whole conversation adds to the prompt `begin`, but for the answers."""
+    """Tokens that the whole conversation adds to the prompt `begin`, without the answers."""
     longest = prompt(processor, record, [_ANY] * (len(record.turns) - 1))
     return 0 if longest == begin else len(processor.beyond(begin, longest))
 

@@ -1,4 +1,4 @@
-"""What a run depends on, in few bytes: so that one that was killed is not continued with something else."""
+"""Fingerprints of the files that a run depends on, so that it is not resumed with other ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def of_file(file: Path) -> str:
 
 
 def of_model(folder: Path) -> dict[str, Any]:
-    """Of a checkpoint folder: the settings whole; of every other file its size, its first and its last megabyte."""
+    """Fingerprint of a checkpoint folder: the size and the first and last megabyte of each file."""
     found = hashlib.sha256()
     for file in sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")):
         size = file.stat().st_size

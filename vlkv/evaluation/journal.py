@@ -18,7 +18,7 @@ NAME = "journal.jsonl"
 
 
 class Entry(TypedDict):
-    """An answer; row, turn and policy count from 0."""
+    """One answer; row, turn and policy count from 0."""
 
     row: int
     turn: int
@@ -33,13 +33,13 @@ class Entry(TypedDict):
 
 
 class Journal:
-    """Of one folder."""
+    """The answers in one output folder."""
 
     def __init__(self, folder: Path, run: dict[str, Any]) -> None:
-        """Begins the journal of a run, or takes up what one with the same settings has left.
+        """Begins the journal of a run, or reads that of an interrupted run with the same settings.
 
         Raises:
-            InputError: it is of a run with other settings, which are named, or damaged.
+            InputError: the journal is damaged or belongs to a run with other settings, which the message names.
         """
         self.path = folder / NAME
         self.entries: dict[tuple[int, int, int], Entry] = {}
@@ -60,7 +60,7 @@ class Journal:
             self._write([{"run": run}])
 
     def append(self, entries: Iterable[Entry]) -> None:
-        """Writes down those that it does not hold yet."""
+        """Appends the entries that the journal does not hold yet."""
         new = [entry for entry in entries if (entry["row"], entry["turn"], entry["policy"]) not in self.entries]
         for entry in new:
             self._remember(entry)
@@ -68,7 +68,7 @@ class Journal:
             self._write(new)
 
     def close(self) -> None:
-        """Closes the file, which stays."""
+        """Closes the file."""
         self.file.close()
 
     def _remember(self, entry: Entry) -> None:
@@ -95,7 +95,7 @@ class Journal:
         if changed:
             raise InputError(
                 f"{self.path}: belongs to a run that differs in {', '.join(changed)}; "
-                "go on with what it had, or give another --out"
+                "resume it with the same ones, or give another --out"
             )
 
     def _damaged(self, number: int) -> InputError:

@@ -1,4 +1,4 @@
-"""Policies at equal bytes: other keeps and bits, one compiled program for all of them, and what each allocates."""
+"""Policies at equal bytes: other keeps and bits, one compiled program for all, and the bytes that each allocates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def at_keep(policy: Policy, keep: float) -> Policy:
     """The same policy with another `keep`.
 
     Raises:
-        InputError: an option of the policy does not go with this keep.
+        InputError: an option of the policy contradicts this keep.
     """
     if not isinstance(policy, Composed):
         return dataclasses.replace(policy, keep=keep)  # type: ignore[type-var]
@@ -33,15 +33,15 @@ def at_keep(policy: Policy, keep: float) -> Policy:
 
 
 def at_bytes(policy: Policy, share: float, bits: int = 16) -> Policy:
-    """The policy in so many bits, with as many entries as `share` of the bytes in 16 bits hold.
+    """The policy stored in so many bits, with the number of entries that fits in a share of the bytes.
 
     Args:
-        policy: whose `keep` does not matter.
+        policy: any; its `keep` is replaced.
         share: of the bytes that all tokens in scope take in 16 bits, in (0, 1].
-        bits: 16, or what `KIVI` offers. Ranges of groups are counted.
+        bits: 16, or what `KIVI` offers. The ranges of its groups are counted.
 
     Raises:
-        InputError: an option of the policy, or the bits, do not go with this.
+        InputError: an option of the policy contradicts the keep, or KIVI does not offer the bits.
     """
     if bits == 16:
         return at_keep(policy, share)
@@ -50,17 +50,17 @@ def at_bytes(policy: Policy, share: float, bits: int = 16) -> Policy:
 
 
 def relative_size(policy: Policy, *, number: int = 2) -> float:
-    """Bytes of a stored entry as a share of one that is not quantised, of `number` bytes per channel."""
+    """Bytes of a stored entry relative to one that is not quantised and has `number` bytes per channel."""
     if policy.storage is None:
         return 1.0
-    bits, group = policy.storage
+    bits, group, _ = policy.storage
     return bits / (8 * number) + 2 / group
 
 
 def share_programs(plan: Sequence[Policy]) -> list[Policy]:
-    """For every policy the one whose program it can use: the same options, and the largest keep in the plan.
+    """For each policy, the policy whose compiled program it can use: same options, largest keep in the plan.
 
-    A policy that shortens the prompt, or caps its layers, has a program of its own.
+    A policy that reduces the prompt or caps its layers has a program of its own.
     """
     largest: dict[Any, Policy] = {}
     keys = [_key(policy) or policy for policy in plan]
@@ -72,7 +72,7 @@ def share_programs(plan: Sequence[Policy]) -> list[Policy]:
 
 
 def _key(policy: Policy) -> Policy | None:
-    """What policies have in common that differ in their keep alone; None: they can share nothing."""
+    """The same for policies that differ in their keep alone; None if the policy shares its program with none."""
     if policy.reducer is not None or policy.cap is not None or policy.keep is None:
         return None
     if any(getattr(part, "variant", "paper") != "paper" for part in getattr(policy, "parts", (policy,))):
@@ -84,7 +84,7 @@ def _key(policy: Policy) -> Policy | None:
 
 
 def budget(policy: Policy, program: Policy, *, layers: int, length: int) -> Budget | None:
-    """What `fill_cache_with` needs to run `policy` in the program of another: None if it is its own."""
+    """What `fill_cache_with` needs to run `policy` in another policy's program; None if the program is its own."""
     if policy is program:
         return None
     return Budget(np.asarray(policy.keep, np.float32), policy.totals(layers=layers, most=length))
@@ -94,9 +94,9 @@ def pool_bytes(policy: Policy, config: ModelConfig, inputs: Inputs, *, number: i
     """Bytes of keys and values that `generate` allocates for the prompt of one row, without its tail.
 
     Args:
-        policy: decides how many entries, and in how many bits.
+        policy: decides the number of entries and their bits.
         config: of the model.
-        inputs: whose bounds count.
+        inputs: its static bounds decide the size.
         number: bytes of a number that is not quantised; 2 is bfloat16.
     """
     decoder = config.decoder
@@ -107,7 +107,7 @@ def pool_bytes(policy: Policy, config: ModelConfig, inputs: Inputs, *, number: i
     )  # fmt: skip
     if policy.storage is None:
         return 2 * slots * heads * channels * number
-    bits, group = policy.storage
+    bits, group, _ = policy.storage
     codes = slots * heads * channels * bits // 8
     ranges = 2 * number * heads * (-(-slots // group) * channels + slots * -(-channels // group))
     return 2 * codes + ranges

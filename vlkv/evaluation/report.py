@@ -93,7 +93,7 @@ def summarise(
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """Policies down; metrics, bytes of a row's cache and decoding speed across."""
+    """One row per policy: metrics, bytes of a row's cache, decoding speed."""
     percent = [name for name in result["metrics"] if name in FRACTIONS]
     title = f"{result['questions']} questions" + (f"; {', '.join(percent)} in percent" if percent else "")
     made = Table(title=title)
@@ -110,7 +110,7 @@ def table(result: Mapping[str, Any]) -> Table:
 
 
 def save(result: Mapping[str, Any], file: Path) -> None:
-    """Writes the result as JSON; the file appears, or changes, when it is whole."""
+    """Writes the result as JSON; the file appears or changes when it is complete."""
     write_json(file, _finite(result))
 
 

@@ -1,7 +1,7 @@
-"""Asking every question under every policy: a batch is read once, compressed in many ways, and answered.
+"""Asks every question under every policy: each batch is prefilled once, compressed in many ways, and answered.
 
-Policies that shorten the prompt, or cap the layers, read it by themselves. Later turns, and in a query-agnostic run the
-questions, go through `vlkv.extend`: the first turn's cache stays as it was compressed.
+Policies that reduce the prompt or cap the layers have a prefill of their own. Later turns, and the questions of a
+query-agnostic run, go through `vlkv.extend`: the first turn's cache stays as it was compressed.
 
 Axes: B rows of a batch · S tokens.
 """
@@ -45,7 +45,7 @@ _prefill = jax.jit(prefill, static_argnames="new_tokens")
 _extend = jax.jit(extend)
 _decode = jax.jit(decode, static_argnames="sampling")
 _log_probabilities = jax.jit(log_probabilities)
-_PROGRAMS = 120  # decoding loops; a process may map only so many pieces of memory, and each holds many
+_PROGRAMS = 120  # compiled decoding loops; each needs many memory maps, of which a process has a limited number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,10 +54,10 @@ class Settings:
 
     Attributes:
         max_new_tokens: the longest answer; answers are greedy.
-        batch: rows that are read together.
+        batch: rows that are prefilled together.
         query_agnostic: the policy sees the prompt up to the question only; the question follows through `extend`.
-        perplexity: whether the first accepted answer is scored as well.
-        temperature: 0, or at which the full cache also draws two answers, which are compared with each other.
+        perplexity: also score the first accepted answer.
+        temperature: of two more answers that the full cache draws, to be compared with each other; 0: none.
         frames: the most frames of a video.
         seed: of policies and answers that are drawn at random.
     """
@@ -86,7 +86,7 @@ def run(
     *,
     shown: Callable[[Sequence[Batch]], Iterable[Batch]] = iter,
 ) -> None:
-    """Answers whatever the journal does not hold yet, and writes it down batch by batch.
+    """Answers the questions that the journal does not hold yet, and appends the answers batch by batch.
 
     Args:
         params: the model.
@@ -98,8 +98,8 @@ def run(
         shown: wraps the batches, for a progress bar.
 
     Raises:
-        InputError: a question or an image that cannot be used, named by its line; as far as texts say, before anything
-            is compiled.
+        InputError: a question or an image cannot be used; the message names the line. Texts are checked before
+            anything is compiled.
     """
     asker = _Asker(params, processor, records, settings)
     asker.check()
@@ -117,12 +117,12 @@ def run(
 def _compressed(
     params: Model, inputs: Inputs, plan: Sequence[Policy], todo: Sequence[int], room: int, seed: int, batch: int
 ) -> Iterator[tuple[int, int, PackedCache, Array]]:
-    """A batch's cache and logits under every policy that is wanted, and the bytes that its cache takes by itself.
+    """The cache and logits of a batch under each policy in `todo`, and the bytes that its cache takes by itself.
 
     All keeps of a method run in one program, with the memory of the largest.
     """
     key = jax.random.split(jax.random.fold_in(jax.random.key(seed), batch))[0]
-    # One reading holds every layer's queries: not for the sake of a single policy.
+    # A shared prefill holds the queries of all layers, which is not worth it for a single policy.
     whole = [i for i, policy in enumerate(plan) if policy.reducer is None and policy.cap is None]
     prompt = _read_prompt(params, inputs) if len(whole) > 1 and set(whole) & set(todo) else None
     programs = share_programs(plan)
@@ -180,7 +180,7 @@ class _Asker:
             answers.append(next(iter(turn.answers), "x"))
 
     def begin(self, batch: Batch) -> tuple[Inputs, int]:
-        """What is read first, and how many tokens may follow it."""
+        """The inputs of the first prefill, and the number of tokens that may follow."""
         records = [self.records[group[0]] for group in batch.groups]
         whole = not self.settings.query_agnostic
         texts = [record.turns[0].question for record in records]
@@ -199,7 +199,7 @@ class _Asker:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Lengths of what is fed later; none where nothing is."""
+        """Buckets for the length of later tokens, including 0."""
         return (0, *self.processor.buckets.text)
 
     def _later(self, row: int) -> int:

@@ -1,4 +1,4 @@
-"""KIVI: nothing is evicted, every number gets smaller."""
+"""KIVI: nothing is evicted; keys and values are quantised."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ class KIVI(Full):
     """All prompt entries, quantised once: keys per channel, values per token (Liu et al. 2024, Sec. 3).
 
     A group of numbers shares a minimum and a scale, in the precision of the pool; codes are packed into bytes. Groups
-    of keys run along the slots of one layer and head, groups of values along the channels. Generated tokens stay as
-    they come: they are the paper's recent window in full precision, and are not quantised later on.
+    of keys run along the slots of one layer and head, groups of values along the channels.
     `policies.compose(other, store=KIVI(bits=2))` stores in this way what another method keeps.
+
+    By default generated tokens stay in full precision. With `window=R` attention sees older ones quantised, as in the
+    paper's Alg. 1: keys whenever R of them are complete, values one by one after R tokens. It changes the answers as
+    the paper's cache does, but saves no memory: the tail is still allocated in full precision.
 
     Attributes:
         bits: 2 or 4 as published, or 8.
         group: numbers that share a minimum and a scale.
+        window: R, generated tokens in full precision, a multiple of `group`; the paper uses 128. None: all.
     """
 
     bits: int = 2
     group: int = 32
+    window: int | None = None
     paper = "Liu et al. 2024, KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache"
     equations = "Sec. 3, Alg. 1"
     stages = "store"
@@ -30,8 +35,10 @@ class KIVI(Full):
         super().__post_init__()
         self.check("bits", self.bits in (2, 4, 8), "must be 2, 4 or 8")
         self.check("group", self.group >= 1, "must be at least 1")
+        whole = self.window is None or (self.window >= 1 and self.window % self.group == 0)
+        self.check("window", whole, f"must be a multiple of group={self.group}, or None")
 
     @property
     def storage(self) -> Storage:
-        """Bits and group."""
-        return Storage(self.bits, self.group)
+        """Bits, group and window."""
+        return Storage(self.bits, self.group, self.window)

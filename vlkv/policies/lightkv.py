@@ -111,11 +111,7 @@ class LightKV(ReducingPolicy):
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Merges similar tokens in the windows of one stage."""
         assert obs is not None
-        window, place, count = self.windowed(tokens, stage)
-        inside = window >= 0
-        target, cosine = matching.closest(tokens.x, inside & (place % 2 == 1), window)
-        removed = jnp.minimum(budgets.share(self.ratios[stage], count, count.shape[0]), count // 2)
-        merged = matching.merge_order(cosine, inside & (place % 2 == 0), window) < removed
+        target, merged = self.pairs(tokens, stage)
         kept = tokens.valid & ~merged
         positions = tokens.positions
         if self.variant == "released":
@@ -123,6 +119,14 @@ class LightKV(ReducingPolicy):
         x = matching.fold(tokens.x, self.guidance(obs), target, merged)
         size = matching.sizes(tokens.size, target, merged)
         return dataclasses.replace(tokens, x=x, positions=positions, size=size), kept
+
+    def pairs(self, tokens: Tokens, stage: int) -> tuple[Int[Array, " T"], Bool[Array, " T"]]:
+        """The most similar token in B of each token in A, and which tokens are merged into theirs."""
+        window, place, count = self.windowed(tokens, stage)
+        inside = window >= 0
+        target, cosine = matching.closest(tokens.x, inside & (place % 2 == 1), window)
+        removed = jnp.minimum(budgets.share(self.ratios[stage], count, count.shape[0]), count // 2)
+        return target, matching.merge_order(cosine, inside & (place % 2 == 0), window) < removed
 
     def windowed(self, tokens: Tokens, stage: int) -> tuple[Int[Array, " T"], Int[Array, " T"], Int[Array, " T"]]:
         """The window of each token (-1: none), its index in the window in raster order, and the window's size."""

@@ -27,10 +27,14 @@ P = TypeVar("P")
 
 
 class Storage(NamedTuple):
-    """Quantisation of the pool (KIVI): `bits` per number, and a scale and a minimum for every `group` of numbers."""
+    """Quantisation of the pool (KIVI): `bits` per number, and a scale and a minimum for every `group` of numbers.
+
+    `window`: how many of the last generated tokens attention sees in full precision; None: all of them.
+    """
 
     bits: int
     group: int
+    window: int | None = None
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

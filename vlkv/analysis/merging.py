@@ -1,0 +1,60 @@
+"""Which patches LightKV merges into which (its Fig. 7)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from vlkv.errors import InputError
+from vlkv.families import Model
+from vlkv.inputs import Inputs
+from vlkv.observe import Observation
+from vlkv.policies.lightkv import LightKV
+from vlkv.policies.policy import Policy, policy
+from vlkv.reading import read
+from vlkv.tokens import Tokens
+
+
+def owners(params: Model, inputs: Inputs, method: Policy) -> Int[np.ndarray, "stages T"]:
+    """The token of the prompt that stands for each token after each stage of LightKV, itself included.
+
+    Args:
+        params: the model.
+        inputs: one question.
+        method: a LightKV.
+
+    Raises:
+        InputError: another method, or several questions.
+    """
+    if not isinstance(method, LightKV):
+        raise InputError(f"{type(method).__name__} does not merge patches in stages: give LightKV")
+    if inputs.tokens.shape[0] != 1:
+        raise InputError(f"inputs hold {inputs.tokens.shape[0]} questions: give one of them")
+    stages: dict[int, tuple[np.ndarray, ...]] = {}
+
+    def record(stage: int, *arrays: Any) -> None:
+        stages[int(stage)] = tuple(map(np.asarray, arrays))
+
+    @policy
+    class Recorded(LightKV):
+        """The same method, which reports its pairs."""
+
+        def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
+            jax.debug.callback(record, stage, *self.pairs(tokens, stage), tokens.source)
+            return super().reduce(tokens, obs, stage=stage)
+
+    recorded = Recorded(**{field.name: getattr(method, field.name) for field in dataclasses.fields(method)})
+    jax.block_until_ready(jax.jit(lambda p, i: read(p, i, recorded, lambda *_: None).logits)(params, inputs))
+    jax.effects_barrier()
+    owner, found = np.arange(inputs.tokens.shape[1]), []
+    for stage in sorted(stages):
+        target, merged, source = stages[stage]
+        into = np.arange(len(owner))
+        into[source[merged]] = source[target[merged]]  # every other place of `source` stays with itself
+        owner = into[owner]
+        found.append(owner)
+    return np.stack(found)
