@@ -12,7 +12,7 @@ from scipy.stats import binomtest
 
 import vlkv
 from tests.models import CONFIG, tiny_llava, unequal_batch
-from vlkv import policies
+from vlkv import loading, policies
 from vlkv.cli import main
 from vlkv.evaluation import curves
 from vlkv.evaluation.keeps import at_bytes, at_keep, pool_bytes, relative_size, share_of_bytes
@@ -80,16 +80,17 @@ def test_the_frontier_by_hand():
         np.testing.assert_allclose(curves.wilson(right / count, count), (want.low, want.high), atol=1e-6)
 
 
-def test_the_command(capsys, tmp_path, monkeypatch):
+def test_the_command(capsys, tmp_path, monkeypatch, miniature):
     """Twice: the second run has nothing to ask, and says the same. The line gives the number that it stands for."""
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
-    command = ["frontier", "--policy", "snapkv", "aircache(window='text')", "--bytes", "0.1", "0.05", "--bits", "16"]
-    command += ["4", "--questions", "4", "--batch", "4", "--max-new-tokens", "4", "--out", str(out)]
+    monkeypatch.setattr(loading, "MINI", miniature())
+    command = ["frontier", "--policy", "snapkv", "--bytes", "0.2", "0.1", "--bits", "16", "4", "--questions", "4"]
+    command += ["--batch", "4", "--max-new-tokens", "4", "--out", str(out)]
     assert main([*command, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [(p["name"], p["bits"]) for p in result["points"][:3]] == [("Full", 16), ("SnapKV", 16), ("SnapKV", 16)]
-    assert len(result["points"]) == 9 and [line["share"] for line in result["best"]] == [0.1, 0.05]
+    assert len(result["points"]) == 5 and [line["share"] for line in result["best"]] == [0.2, 0.1]
     with Image.open(out / "frontier.png") as picture:
         assert picture.width > 1000 and len(picture.convert("RGB").getcolors(2**24)) > 20
     before = (out / "journal.jsonl").read_bytes()

@@ -31,7 +31,7 @@ from vlkv.evaluation.records import Record, read_records
 from vlkv.evaluation.report import code, save, summarise
 from vlkv.evaluation.running import Settings
 from vlkv.evaluation.running import run as run_all
-from vlkv.mini import CHECKPOINT, export
+from vlkv.mini import export
 from vlkv.policies import AirCache, Full, Policy, Smooth, SnapKV, compose, make
 from vlkv.processing import Processor
 
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> Any:
         raise InputError(f"--metric {args.metric}: give a metric for which higher is better")
     if args.out.exists() and not args.out.is_dir():
         raise InputError(f"{args.out}: is a file; --out is a folder for the results")
-    source = CHECKPOINT if args.model == "mini" and not Path("mini").exists() else args.model
+    source = args.model
     processor = loading.load_processor(source)
     args.out.mkdir(parents=True, exist_ok=True)
     check_plots(args.out / PLOT)
@@ -130,7 +130,7 @@ def _questions(args: argparse.Namespace, source: Any) -> tuple[Path, list[Record
     """The user's file, or ledger pages that are written next to the results."""
     if args.file is not None:
         return args.file, read_records(args.file)
-    if source != CHECKPOINT:
+    if loading.resolve(source) != loading.MINI:
         raise InputError("give FILE.jsonl, because only the demo model has default questions")
     file = args.out / QUESTIONS / export.QUESTIONS
     if not file.exists() or len(read_records(file)) != args.questions:
@@ -157,12 +157,9 @@ def _plan(args: argparse.Namespace, processor: Processor) -> list[tuple[str, int
 def _python(args: argparse.Namespace, source: Any, file: Path, settings: Settings, policy: str) -> str:
     options = f"batch={settings.batch}, max_new_tokens={settings.max_new_tokens}"
     metric = "" if args.metric == "exact" else f"metric={args.metric!r}, "
-    model, start = repr(str(source)), ""
-    if source == CHECKPOINT:
-        model, start = "CHECKPOINT", "from vlkv.mini import CHECKPOINT; "
     return (
-        f"{start}from vlkv.evaluation.curves import quality; from vlkv.policies import *; "
-        f"print(quality({model}, {str(file)!r}, {policy}, {metric}{options}))"
+        f"from vlkv.evaluation.curves import quality; from vlkv.policies import *; "
+        f"print(quality({str(source)!r}, {str(file)!r}, {policy}, {metric}{options}))"
     )
 
 
