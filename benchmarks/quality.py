@@ -449,7 +449,7 @@ def documented(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     """The tables of README and docs/quality.md by the names of their marks, from the rows of the reported seed."""
     rows = [row for row in rows if row["seed"] == EVALUATED]
     if not rows:
-        return dict.fromkeys(("summary", "methods", "compositions", "settings"), NOT_MEASURED)
+        return dict.fromkeys(("summary", "methods", "compositions", "settings", "papers"), NOT_MEASURED)
     found = {(row["section"], row["name"], row["bits"], row["bytes"]): row for row in rows}
 
     def exact(section: str, name: str, share: float, bits: int = 16) -> str:
@@ -506,7 +506,17 @@ def documented(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
         if (section, "Full", 16, 1.0) in found:
             settings += [f"{title}: {asked(section)}", "", *header]
             settings += [*methods(section), ""]
+    percent = lambda values: " ".join(f"{100 * value:.0f}" for value in values)  # noqa: E731
+    papers = ["| method at 10 % | exact | evidence kept, first to last layer | right, first to sixth digit |"]
+    papers += ["|---|---|---|---|"]
+    for name in FIVE:
+        row = next((row for row in rows if row["name"] == name and row["bytes"] == 0.1
+                    and row["section"] in ("methods", "shorter prompts")), None)  # fmt: skip
+        if row is not None:
+            layers = percent(np.mean(row["recall"], axis=1))
+            papers.append(line(name, f"{100 * row['exact']:.1f}", layers, percent(row["places"])))
     return {
+        "papers": "\n".join(papers),
         "summary": "\n".join([bounds, "", *header, *methods("methods", PAPERS), "", best]),
         "methods": "\n".join([asked("methods"), "", *header, *methods("methods")]),
         "compositions": "\n".join(compositions),
@@ -514,7 +524,8 @@ def documented(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     }  # fmt: skip
 
 
-PAPERS = ("AirCache", "PrefixKV", "CSP", "AVL", "SnapKV", "H2O", "PyramidKV")
+FIVE = ("AirCache", "PrefixKV", "LightKV", "CSP", "AVL")  # the papers that define this library
+PAPERS = (*FIVE, "SnapKV", "H2O", "PyramidKV")
 SETTINGS = {
     "shorter prompts": "Methods that shorten the prompt",
     "unknown": "Compressed before any question is known",

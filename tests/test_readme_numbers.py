@@ -22,13 +22,19 @@ def test_the_tables_by_hand(tmp_path):
 
     def row(section, name, share, exact, bits=16):
         return {"section": section, "name": name, "bits": bits, "bytes": share, "exact": exact, "low": exact - 0.01,
-                "high": exact + 0.01, "right": "1" * 500, "seed": quality.EVALUATED}  # fmt: skip
+                "high": exact + 0.01, "right": "1" * 500, "seed": quality.EVALUATED, "recall": [[0.5, 0.7], [1.0, 1.0]],
+                "places": [0.9, 0.25]}  # fmt: skip
 
     every = ("baselines", "methods", "compositions", "compositions right")
     full = [row(section, "Full", 1.0, 0.9) for section in every]
     draw = row("baselines", "ImgRandom", 0.1, 0.1)
     bounds = [row("baselines", "Oracle", 0.02, 0.89), draw, row("baselines", "Downsample", 0.25, 0.5)]
-    methods = [row("methods", "H2O", 0.1, 0.2), row("methods", "SnapKV", 0.1, 0.7), row("methods", "RoCo", 0.1, 0.3)]
+    methods = [
+        row("methods", "CSP", 0.1, 0.4),
+        row("methods", "H2O", 0.1, 0.2),
+        row("methods", "SnapKV", 0.1, 0.7),
+        row("methods", "RoCo", 0.1, 0.3),
+    ]
     best = quality.ON_ROWS
     smooth = [row("compositions", best, 0.02, 0.88, 4), row("compositions right", best, 0.01, 0.86, 4)]
     chosen_by = row("compositions", best, 0.02, 0.5, 4) | {"seed": quality.TUNED}
@@ -41,6 +47,8 @@ def test_the_tables_by_hand(tmp_path):
     assert summary.startswith("a\n<!-- quality: summary -->\n500 answers, full cache 90.0 [89.0, 91.0]. Oracle")
     assert "89.0 [88.0, 90.0] at 2 %" in summary and "old" not in summary and "RoCo" not in summary
     assert summary.index("| SnapKV |  | 70.0 |  |  |") < summary.index("| H2O |  | 20.0 |  |  |")
+    table = quality.documented([*full, *bounds, *methods])["papers"].splitlines()
+    assert table[2:] == ["| CSP | 40.0 | 60 100 | 90 25 |"]
     assert f"| {best}, 4 bits | 88.0 |  |  | 86.0 |" in compositions
 
 

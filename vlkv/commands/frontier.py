@@ -32,15 +32,16 @@ from vlkv.evaluation.report import code, save, summarise
 from vlkv.evaluation.running import Settings
 from vlkv.evaluation.running import run as run_all
 from vlkv.mini import export
-from vlkv.policies import AirCache, Full, Policy, Smooth, SnapKV, compose, make
+from vlkv.policies import AirCache, Full, Policy, Smooth, compose, make
 from vlkv.processing import Processor
 
 RESULTS, PLOT, QUESTIONS = "frontier.json", "frontier.png", "questions"
 _METHODS = ("imgrandom", "h2o", "snapkv", "pyramidkv", "aircache", "prefixkv", "csp", "vlcache")
 _QUICK = ("snapkv", "aircache")
+_TEXT = AirCache(keep=0.1, window="text")
 _OURS = {
-    "AirCache, smoothed": compose(AirCache(keep=0.1, window="text"), smooth=Smooth(8, one_sided=True, pooling="max")),
-    "SnapKV, window 8": SnapKV(keep=0.1, window=8, kernel=7, scope="vision"),
+    "AirCache, smoothed": compose(_TEXT, smooth=Smooth(8, one_sided=True, pooling="max")),
+    "AirCache, smoothed on the grid": compose(_TEXT, smooth=Smooth((8, 8), one_sided=True, pooling="max")),
 }
 
 
