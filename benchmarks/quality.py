@@ -298,8 +298,7 @@ def batches(asked: Sequence[Question], processor: Any, section: Section) -> Iter
 def _extension(processor: Any, texts: Sequence[str]) -> Inputs:
     """What follows the image in a prompt."""
     prompts = [processor.prompts.write(text, 1, 0) for text in texts]
-    before = processor.prompts.write("", 1, 0)
-    start = before[: before.index("<image>") + len("<image>")]
+    start = prompts[0][: prompts[0].index("<image>") + len("<image>")]
     return processor.extension([start] * len(prompts), prompts)
 
 
@@ -456,9 +455,9 @@ def documented(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
         row = found.get((section, name, bits, share))
         return "" if row is None else f"{100 * row['exact']:.1f}"
 
-    def interval(section: str, name: str, share: float) -> str:
-        row = found[section, name, 16, share]
-        return f"{100 * row['exact']:.1f} [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
+    def interval(section: str, name: str, share: float, bits: int = 16) -> str:
+        row = found.get((section, name, bits, share))
+        return "" if row is None else f"{100 * row['exact']:.1f} [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
 
     def asked(section: str) -> str:
         count = len(found[section, "Full", 16, 1.0]["right"])
@@ -468,19 +467,18 @@ def documented(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
         return f"| {' | '.join(cells)} |"
 
     def methods(section: str, only: Iterable[str] | None = None) -> list[str]:
-        """Best first, by what they reach with 10 % of the bytes."""
+        """Best first, by what they reach with 10 % of the bytes; with intervals where all methods are listed."""
         every = dict.fromkeys((row["name"], row["bits"]) for row in rows
                               if row["section"] == section and row["bytes"] in BYTES)  # fmt: skip
         chosen = [(name, bits) for name, bits in every if only is None or name in only]
         chosen.sort(key=lambda pair: -found.get((section, *pair, 0.1), {"exact": -1})["exact"])
+        said = interval if only is None else exact
         return [
-            line(
-                name if bits == 16 else f"{name}, {bits} bits", *(exact(section, name, share, bits) for share in BYTES)
-            )
+            line(name if bits == 16 else f"{name}, {bits} bits", *(said(section, name, share, bits) for share in BYTES))
             for name, bits in chosen
         ]
 
-    header = [line("method, default settings", *(f"{share:.0%}" for share in BYTES)), "|---|---|---|---|---|"]
+    header = [line("method, default settings", *(f"{100 * share:.0f} %" for share in BYTES)), "|---|---|---|---|---|"]
     bounds = (
         f"{asked('baselines')} Oracle, which keeps what the answer needs and random tokens, has "
         f"{interval('baselines', 'Oracle', 0.02)} at 2 %; random tokens have {interval('baselines', 'ImgRandom', 0.1)} "
