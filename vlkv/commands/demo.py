@@ -35,7 +35,7 @@ from vlkv.prefill import fill_cache_with
 from vlkv.processing import Processor
 from vlkv.reading import Prompt, read_prompt
 
-METHODS = ("ImgRandom", "H2O", "PrefixKV", "SnapKV", "AirCache")  # with default settings
+METHODS = ("ImgRandom", "SnapKV", "AirCache")  # with default settings
 BYTES = (0.1, 0.02)  # of the vision entries of a full cache in 16 bits
 SHOWN = 0.02  # in the picture
 NEW_TOKENS = 16
@@ -45,6 +45,7 @@ _QUICK = {"xla_llvm_disable_expensive_passes": True}
 _read_prompt = jax.jit(read_prompt, compiler_options=_QUICK)
 _fill_cache = jax.jit(fill_cache_with, static_argnames="new_tokens", compiler_options=_QUICK)
 _decode_step = jax.jit(decode_step, compiler_options=_QUICK)
+_held = jax.jit(analysis.held, static_argnums=1)
 
 
 class Row(NamedTuple):
@@ -144,7 +145,7 @@ def read(params: Model, case: Case, prompt: Prompt, name: str, share: float, pol
     layers, length = len(prompt.layers), prompt.valid.shape[1]
     given = budget(policy, at_keep(policy, 1.0), layers=layers, length=length)
     cache = _fill_cache(prompt, at_keep(policy, 1.0), given, new_tokens=NEW_TOKENS, key=jax.random.key(0))
-    kept = np.asarray(analysis.held(cache, length))[0].mean(axis=0)
+    kept = np.asarray(_held(cache, length))[0].mean(axis=0)
     recall = None if case.evidence is None else float(kept[case.evidence[0]].mean())
     tokens, seconds = [int(prompt.logits[0].argmax())], []
     while tokens[-1] not in params.config.stop and len(tokens) < NEW_TOKENS:
