@@ -147,7 +147,7 @@ def _plan(args: argparse.Namespace, processor: Processor) -> list[tuple[str, int
         made = make(cls, **{"keep": 0.1, "scope": "vision", **options})
         base[code(made).replace("keep=0.1, ", "") if options else cls.__name__] = made
     if args.policy is None:
-        base |= {name: policy for name, policy in _OURS.items() if not args.quick or name == "AirCache, smoothed"}
+        base |= {name: policy for name, policy in _OURS.items() if not args.quick or "smoothed" in name}
     plan: list[tuple[str, int, Policy]] = [("Full", 16, Full())]
     for name, policy in base.items():
         policy.check_model(processor.config.decoder.layers)
