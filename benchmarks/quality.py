@@ -504,7 +504,10 @@ def documented(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
         if (section, "Full", 16, 1.0) in found:
             settings += [f"{title}: {asked(section)}", "", *header]
             settings += [*methods(section), ""]
-    percent = lambda values: " ".join(f"{100 * value:.0f}" for value in values)  # noqa: E731
+
+    def percent(values: Iterable[float]) -> str:
+        return " ".join(f"{100 * value:.0f}" for value in values)
+
     papers = ["| method at 10 % | exact | evidence kept, first to last layer | right, first to sixth digit |"]
     papers += ["|---|---|---|---|"]
     for name in FIVE:
@@ -544,7 +547,10 @@ DOCUMENTS = ("README.md", "docs/quality.md")
 
 
 def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Quality against bytes, of all methods and compositions on pages of both shapes; Oracle knows the answer."""
+    """Quality against bytes, of all methods and compositions on pages of both shapes.
+
+    Oracle is left out: it is told where the answer stands.
+    """
     rows = [row for row in rows if row["seed"] == EVALUATED]
     points = [
         {"name": row["name"], "bits": row["bits"], "bytes": row["bytes"], "quality": row["exact"], "low": row["low"],

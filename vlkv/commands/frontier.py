@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> Any:
         if journal.resumed:
             bar.print(f"going on after {journal.resumed} answers", highlight=False)
         params = loading.load_params(folder)
-        shown = lambda batches: track(batches, "asking", console=bar, transient=True, disable=not bar.is_terminal)  # noqa: E731
+        shown = partial(track, description="asking", console=bar, transient=True, disable=not bar.is_terminal)
         run_all(params, processor, records, plan, settings, journal, shown=shown)
     finally:
         journal.close()
