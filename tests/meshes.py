@@ -30,6 +30,7 @@ POLICIES = {
     "Full": policies.Full(),
     "H2O": policies.H2O(keep=0.3),
     "AVL": policies.AVL(keep=0.5, refresh=2),
+    "AVL window": policies.AVL(keep=0.5, refresh=2, text=0.5),
     "FastV": policies.FastV(keep=0.5, layer=1),
     "AirCache": policies.AirCache(keep=0.3),
     "KIVI": policies.KIVI(bits=4, group=8),
@@ -40,7 +41,7 @@ TURNS = ("Full", "KIVI")  # with these a second turn follows the first
 CASES = {
     "data": ((4, 1), ("FastV",)),
     "heads": ((2, 2), ("H2O", "KIVI")),
-    "slots": ((2, 4), ("Full", "AVL", "AirCache")),
+    "slots": ((2, 4), ("Full", "H2O", "AVL", "AVL window", "AirCache")),
     "more slots": ((1, 8), ("Random",)),
     "not set": ((2, 2), ("Random",)),  # without jax.set_mesh
 }
@@ -96,13 +97,14 @@ OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_pass
 def answer(params, inputs, policy, key, more=None):
     """Logits [S, B, vocab] and tokens [B, S] of a greedy decode, after another turn if there is one.
 
-    The tail grows after prefill. On a mesh it is asked for fewer slots than are needed, but rounded up to enough of
+    A tail grows after prefill. On a mesh it is asked for fewer slots than are needed, but rounded up to enough of
     them: every slot that is there must work.
     """
     room = NEW + (0 if more is None else more.tokens.shape[1])
-    cache, first = vlkv.prefill(params, inputs, policy, new_tokens=1, key=key)
-    fewest = room if cache.reuses else align(room, cache.parts) - cache.parts + 1
-    cache, logits = resize(cache, max(fewest, cache.new_tokens)), first
+    cache, first = vlkv.prefill(params, inputs, policy, new_tokens=room if policy.evicts else 1, key=key)
+    logits = first
+    if not cache.reuses:
+        cache = resize(cache, max(align(room, cache.parts) - cache.parts + 1, cache.new_tokens))
     if more is not None:
         cache, logits = vlkv.extend(params, cache, more)
 

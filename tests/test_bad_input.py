@@ -178,8 +178,8 @@ def test_prompts(capsys, page):
     asks(capsys, CHECKPOINT, page, prompt="read \ud83d", says="lone surrogate '\\ud83d'")
     asks(capsys, CHECKPOINT, page, prompt="<image> <image> read the page", says="<image>")
     asks(capsys, CHECKPOINT, None, prompt="read the <image> page", says="<image>")
-    asks(capsys, CHECKPOINT, page, prompt="read the page " * 200, says="limit")
-    asks(capsys, CHECKPOINT, page, "--max-new-tokens", "400", says="limit")
+    asks(capsys, CHECKPOINT, page, prompt="read the page " * 600, says="limit")
+    asks(capsys, CHECKPOINT, page, "--max-new-tokens", "1600", says="limit")
 
 
 @pytest.mark.parametrize(
@@ -189,8 +189,8 @@ def test_prompts(capsys, page):
         (["--keep", "1.5"], "keep=1.5 must lie in (0, 1]"),
         (["--keep", "nan"], "keep=nan must lie in (0, 1]"),
         (["--keep", "much"], "--keep"),
-        (["--keep", "0.5", "--budget", "3"], "one of the two"),
-        ([], "one of the two"),
+        (["--keep", "0.5", "--budget", "3"], "give either keep="),
+        ([], "give either keep="),
         (["--budget", "0"], "budget=0"),
         (["--keep", "0.1", "--option", "alpha=2"], "alpha=2 must lie in [0, 1]"),
         (["--keep", "0.1", "--option", "beta=2"], "no option 'beta'"),

@@ -104,7 +104,7 @@ def test_results_of_another_machine_are_not_mixed(measured, capsys, tmp_path):
         (["--model", "llava-1.5-8b"], "did you mean llava-1.5-7b"),
         (["--policy", "snapkw"], "did you mean snapkv"),
         (["--keep", "1.5"], "must lie in (0, 1]"),
-        (["--keep", "0.5", "--budget", "3"], "one of the two"),
+        (["--keep", "0.5", "--budget", "3"], "give only one of them"),
         (["--batch", "0"], "batch=0 must be at least 1"),
         (["--new", "1"], "new=1 must be at least 2"),
         (["--text", "99"], "text=99 must not exceed"),
@@ -115,7 +115,7 @@ def test_results_of_another_machine_are_not_mixed(measured, capsys, tmp_path):
         (["--preset", "aircache-table-3", "--keep", "0.5"], "a preset names its own policies"),
         (["--preset", "aircache-table-3", "--batch", "7"], "has no such line"),
         (["--preset", "a-vl-figure-8", "--model", "tiny"], "no --model"),
-        (["--dry-run", "--compile-only"], "one of the two"),
+        (["--dry-run", "--compile-only"], "give only one of them"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_before_anything_is_compiled(capsys, monkeypatch, options, says):

@@ -72,8 +72,9 @@ def test_a_chat_keeps_the_compressed_cache(mini, page, query_agnostic):
     assert int(chat.cache.used[0]) > used
 
 
-def test_the_chat_command(capsys, monkeypatch, root, mini, page):
-    params, processor = mini
+def test_the_chat_command(capsys, monkeypatch, root, miniature, page):
+    monkeypatch.setattr(vlkv.loading, "MINI", miniature())
+    params, processor = vlkv.load("mini")
     monkeypatch.setattr("sys.stdin", io.StringIO("what does row two say?\n"))
     image = str(root / "benchmarks" / "data" / "ledger" / "page000.png")
     assert main(["chat", "--model", "mini", "--image", image, "--max-new-tokens", "6"]) == 0

@@ -243,7 +243,7 @@ def test_densities_and_merged(inspect, model):
     densities, merged = inspect("densities"), inspect("merged")
     x = np.array(densities["log10_attention"])
     for rows in densities["density"].values():
-        np.testing.assert_allclose(np.trapezoid(rows, x, axis=1), 1, atol=0.05)
+        np.testing.assert_allclose(np.trapezoid(rows, x, axis=1), 1, atol=0.1)
     params, processor = vlkv.load(model)
     inputs = processor(PAGE.image, PAGE.question)
     assert densities["c"] == pytest.approx(profiles.cross_share(params, [inputs], policies.CSP(keep=0.2)), rel=1e-4)
@@ -301,7 +301,7 @@ def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, model):
     )
     fails(capsys, "--what", "cost", "--max-new-tokens", 1, says="--max-new-tokens 1")
     fails(capsys, "--what", "ranking", "--ranks", 0, says="--ranks 0")
-    fails(capsys, "--what", "strength", "--policy", "snapkv", says="give keep=")
+    fails(capsys, "--what", "strength", "--policy", "snapkv", says="give either keep=")
     fails(capsys, "--what", "strength", "--policy", "snapkv", "--keep", 0.2, "--json", says="AirCache's measure")
     fails(capsys, "--what", "lorenz", "--policy", "fastv", "--keep", 0.2, "--json", says="FastV shortens the prompt")
     text = ("--model", model, "--prompt", pages.READ_PAGE, "--json", *FAST)

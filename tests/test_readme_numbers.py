@@ -3,36 +3,53 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 
 quality = pytest.importorskip("benchmarks.quality", reason="needs the extra bench")
 
 
-def test_the_tables_are_made_of_the_results(root):
+@pytest.mark.parametrize("name", quality.DOCUMENTS)
+def test_the_tables_are_made_of_the_results(root, name):
     rows = json.loads(quality.RESULTS.read_text())["rows"] if quality.RESULTS.exists() else []
-    shown = re.search(r"<!-- quality -->\n(.*?)\n<!-- /quality -->", (root / "README.md").read_text(), re.DOTALL)
-    assert shown is not None and shown[1].strip() == quality.readme(rows)
+    tables = quality.documented(rows)
+    marked = quality.MARKED.findall((root / name).read_text())
+    assert marked and all(shown == tables[mark] for _, mark, shown, _ in marked)
 
 
-def test_the_tables_by_hand():
+def test_the_tables_by_hand(tmp_path):
     """Two methods, one composition; sorted by what they are worth at 10 %."""
 
     def row(section, name, share, exact, bits=16):
         return {"section": section, "name": name, "bits": bits, "bytes": share, "exact": exact, "low": exact - 0.01,
-                "high": exact + 0.01, "questions": 500, "seed": quality.EVALUATED}  # fmt: skip
+                "high": exact + 0.01, "right": "1" * 500, "seed": quality.EVALUATED, "recall": [[0.5, 0.7], [1.0, 1.0]],
+                "places": [0.9, 0.25]}  # fmt: skip
 
-    full, draw = row("methods", "Full", 1.0, 0.9), row("baselines", "ImgRandom", 0.1, 0.1)
+    every = ("baselines", "methods", "compositions", "compositions right")
+    full = [row(section, "Full", 1.0, 0.9) for section in every]
+    draw = row("baselines", "ImgRandom", 0.1, 0.1)
     bounds = [row("baselines", "Oracle", 0.02, 0.89), draw, row("baselines", "Downsample", 0.25, 0.5)]
-    methods = [row("methods", "H2O", 0.1, 0.2), row("methods", "SnapKV", 0.1, 0.7)]
-    smooth = [row("compositions", "smooth", 0.02, 0.88, 4), row("compositions right", "smooth", 0.01, 0.86, 4)]
-    chosen_by = row("compositions", "smooth", 0.02, 0.5, 4) | {"seed": quality.TUNED}
-    rows = [full, *bounds, *methods, *smooth, chosen_by]
-    text = quality.readme(rows)
-    assert "The full cache has 90.0 [89.0, 91.0]; Oracle" in text and "89.0 [88.0, 90.0] at 2 %" in text
-    assert text.index("| SnapKV |  | 70.0 |  |  |") < text.index("| H2O |  | 20.0 |  |  |")
-    assert "| smooth |  | 88.0 |  | , 86.0 |" in text
+    methods = [
+        row("methods", "CSP", 0.1, 0.4),
+        row("methods", "H2O", 0.1, 0.2),
+        row("methods", "SnapKV", 0.1, 0.7),
+        row("methods", "RoCo", 0.1, 0.3),
+    ]
+    best = quality.ON_ROWS
+    smooth = [row("compositions", best, 0.02, 0.88, 4), row("compositions right", best, 0.01, 0.86, 4)]
+    chosen_by = row("compositions", best, 0.02, 0.5, 4) | {"seed": quality.TUNED}
+    file = tmp_path / "page.md"
+    file.write_text(
+        "a\n<!-- quality: summary -->\nold\n<!-- /quality -->\nb\n<!-- quality: compositions -->\n\n<!-- /quality -->\n"
+    )
+    quality.write_documents([*full, *bounds, *methods, *smooth, chosen_by], [file])
+    summary, compositions = file.read_text().split("\nb\n")
+    assert summary.startswith("a\n<!-- quality: summary -->\n500 answers, full cache 90.0 [89.0, 91.0]. Oracle")
+    assert "89.0 [88.0, 90.0] at 2 %" in summary and "old" not in summary and "RoCo" not in summary
+    assert summary.index("| SnapKV |  | 70.0 |  |  |") < summary.index("| H2O |  | 20.0 |  |  |")
+    table = quality.documented([*full, *bounds, *methods])["papers"].splitlines()
+    assert table[2:] == ["| CSP | 40.0 | 60 100 | 90 25 |"]
+    assert f"| {best}, 4 bits | 88.0 |  |  | 86.0 |" in compositions
 
 
 def test_places_and_pairs_by_hand():

@@ -236,7 +236,7 @@ def test_a_write_that_fails_leaves_the_old_file(params, cache, path, monkeypatch
 def test_ones_own_policy_must_be_found_by_its_name(params, read, path, monkeypatch):
     vlkv.save_cache(path, params, fill_cache(read, POLICIES["h2o"], new_tokens=ROOM))
     monkeypatch.delitem(sys.modules, "tests.test_saving")
-    with pytest.raises(vlkv.InputError, match=r"its policy is Own of the module tests.test_saving, which must be imp"):
+    with pytest.raises(vlkv.InputError, match=r"its policy is Own of the module tests.test_saving: import this module"):
         vlkv.load_cache(path, params)
 
     @policies.policy

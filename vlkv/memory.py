@@ -279,10 +279,3 @@ def _listed(memory: Memory) -> tuple[Array, Array, Array, Array]:
         rows.astype(jnp.int32), jnp.sum(vision[0], dtype=jnp.int32), first.astype(jnp.int32),
         memory.core_only & jnp.all(vision == vision[0]),
     )  # fmt: skip
-
-
-def rank_among(memory: Memory, among: Bool[Array, "K E"]) -> Int[Array, "K E"]:
-    """For every entry, the number of older entries in `among`."""
-    order = jnp.argsort(jnp.where(among, memory.place, _LAST), axis=-1)
-    before = jnp.broadcast_to(jnp.arange(order.shape[-1]), order.shape)
-    return jnp.put_along_axis(jnp.zeros_like(order), order, before, axis=-1, inplace=False)

@@ -52,7 +52,7 @@ def test_the_picture_is_drawn(asked):
     """Two panels side by side, of which the second is paler."""
     *_, image = asked
     kept = [np.ones((6, 6), np.float32), np.zeros((6, 6), np.float32)]
-    base = drawing._fitted(drawing.open_image(image), (6, 6), "stretch")
+    base = drawing.fitted(drawing.open_image(image), (6, 6), "stretch")
     picture = drawing.draw("t", base, [drawing.Panel("a", "b", "", "c", x, None) for x in kept], "s")
     half = np.asarray(picture, np.float32).std(axis=2)
     assert half[:, : picture.width // 2].mean() > 4 * half[:, picture.width // 2 :].mean()

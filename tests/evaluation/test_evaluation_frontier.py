@@ -12,9 +12,9 @@ from scipy.stats import binomtest
 
 import vlkv
 from tests.models import CONFIG, tiny_llava, unequal_batch
-from vlkv import policies
+from vlkv import loading, policies
 from vlkv.cli import main
-from vlkv.evaluation import frontier
+from vlkv.evaluation import curves
 from vlkv.evaluation.keeps import at_bytes, at_keep, pool_bytes, relative_size, share_of_bytes
 from vlkv.evaluation.report import code
 from vlkv.policies import KIVI, AirCache, Composed, FastV, PrefixKV, Smooth, SnapKV, compose
@@ -73,23 +73,24 @@ def test_the_frontier_by_hand():
     points = [
         dict(bytes=b, quality=q) for b, q in ((0.1, 0.5), (0.02, 0.5), (0.2, 0.9), (0.05, 0.4), (0.3, 0.9), (0.02, 0.1))
     ]
-    assert [(p["bytes"], p["quality"]) for p in frontier.pareto(points)] == [(0.02, 0.5), (0.2, 0.9)]
-    assert frontier.best_at(points, 0.1) == points[1] and frontier.best_at(points, 0.01) is None
+    assert [(p["bytes"], p["quality"]) for p in curves.pareto(points)] == [(0.02, 0.5), (0.2, 0.9)]
+    assert curves.best_at(points, 0.1) == points[1] and curves.best_at(points, 0.01) is None
     for right, count in ((0, 7), (3, 10), (500, 500)):
         want = binomtest(right, count).proportion_ci(0.95, method="wilson")
-        np.testing.assert_allclose(frontier.wilson(right / count, count), (want.low, want.high), atol=1e-6)
+        np.testing.assert_allclose(curves.wilson(right / count, count), (want.low, want.high), atol=1e-6)
 
 
-def test_the_command(capsys, tmp_path, monkeypatch):
+def test_the_command(capsys, tmp_path, monkeypatch, miniature):
     """Twice: the second run has nothing to ask, and says the same. The line gives the number that it stands for."""
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
-    command = ["frontier", "--policy", "snapkv", "aircache(window='text')", "--bytes", "0.1", "0.05", "--bits", "16"]
-    command += ["4", "--questions", "4", "--batch", "4", "--max-new-tokens", "4", "--out", str(out)]
+    monkeypatch.setattr(loading, "MINI", miniature())
+    command = ["frontier", "--policy", "snapkv", "--bytes", "0.2", "0.1", "--bits", "16", "4", "--questions", "4"]
+    command += ["--batch", "4", "--max-new-tokens", "4", "--out", str(out)]
     assert main([*command, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [(p["name"], p["bits"]) for p in result["points"][:3]] == [("Full", 16), ("SnapKV", 16), ("SnapKV", 16)]
-    assert len(result["points"]) == 9 and [line["share"] for line in result["best"]] == [0.1, 0.05]
+    assert len(result["points"]) == 5 and [line["share"] for line in result["best"]] == [0.2, 0.1]
     with Image.open(out / "frontier.png") as picture:
         assert picture.width > 1000 and len(picture.convert("RGB").getcolors(2**24)) > 20
     before = (out / "journal.jsonl").read_bytes()

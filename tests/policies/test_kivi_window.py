@@ -14,7 +14,7 @@ from tests import models
 from vlkv import policies
 from vlkv.cache import aged
 
-BITS, GROUP, WINDOW = 2, 2, 4
+BITS, GROUP, WINDOW = 2, 4, 4
 
 
 def quantised(x, axis):

@@ -4,7 +4,7 @@ from vlkv.analysis.attention import TYPES, concordance, shares_by_type, token_ty
 from vlkv.analysis.choosing import choose
 from vlkv.analysis.cost import cache_bytes, decode_flops, logits_flops, prefill_flops, tower_flops
 from vlkv.analysis.fidelity import Sweep, agreement, answer_of, feature_error, kl_to_full, log_probability, sweep
-from vlkv.analysis.merging import owners
+from vlkv.analysis.merged_tokens import owners
 from vlkv.analysis.observers import consistency, observed
 from vlkv.analysis.oracle import oracle_cache
 from vlkv.analysis.ranking import one_token_curve

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from vlkv.benching.machine import describe
 from vlkv.commands.options import policy_called
 from vlkv.commands.plots import check_plots
 from vlkv.errors import InputError
-from vlkv.evaluation import fingerprint, frontier
+from vlkv.evaluation import curves, fingerprint
 from vlkv.evaluation.journal import Journal
 from vlkv.evaluation.keeps import at_bytes, share_of_bytes
 from vlkv.evaluation.metrics import LOWER_IS_BETTER, METRICS, check_metrics
@@ -31,16 +32,17 @@ from vlkv.evaluation.records import Record, read_records
 from vlkv.evaluation.report import code, save, summarise
 from vlkv.evaluation.running import Settings
 from vlkv.evaluation.running import run as run_all
-from vlkv.mini import CHECKPOINT, export
-from vlkv.policies import AirCache, Full, Policy, Smooth, SnapKV, compose, make
+from vlkv.mini import export
+from vlkv.policies import AirCache, Full, Policy, Smooth, compose, make
 from vlkv.processing import Processor
 
 RESULTS, PLOT, QUESTIONS = "frontier.json", "frontier.png", "questions"
 _METHODS = ("imgrandom", "h2o", "snapkv", "pyramidkv", "aircache", "prefixkv", "csp", "vlcache")
 _QUICK = ("snapkv", "aircache")
+_TEXT = AirCache(keep=0.1, window="text")
 _OURS = {
-    "AirCache, smoothed": compose(AirCache(keep=0.1, window="text"), smooth=Smooth(8, one_sided=True)),
-    "SnapKV, window 8": SnapKV(keep=0.1, window=8, kernel=7, scope="vision"),
+    "AirCache, smoothed": compose(_TEXT, smooth=Smooth(8, one_sided=True, pooling="max")),
+    "AirCache, smoothed on the grid": compose(_TEXT, smooth=Smooth((8, 8), one_sided=True, pooling="max")),
 }
 
 
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace) -> Any:
         raise InputError(f"--metric {args.metric}: give a metric for which higher is better")
     if args.out.exists() and not args.out.is_dir():
         raise InputError(f"{args.out}: is a file; --out is a folder for the results")
-    source = CHECKPOINT if args.model == "mini" and not Path("mini").exists() else args.model
+    source = args.model
     processor = loading.load_processor(source)
     args.out.mkdir(parents=True, exist_ok=True)
     check_plots(args.out / PLOT)
@@ -98,7 +100,7 @@ def run(args: argparse.Namespace) -> Any:
         if journal.resumed:
             bar.print(f"going on after {journal.resumed} answers", highlight=False)
         params = loading.load_params(folder)
-        shown = lambda batches: track(batches, "asking", console=bar, transient=True, disable=not bar.is_terminal)  # noqa: E731
+        shown = partial(track, description="asking", console=bar, transient=True, disable=not bar.is_terminal)
         run_all(params, processor, records, plan, settings, journal, shown=shown)
     finally:
         journal.close()
@@ -106,11 +108,11 @@ def run(args: argparse.Namespace) -> Any:
     inputs = processor(list(map(str, records[0].images)), records[0].turns[0].question)
     points = []
     for (name, bits, policy), row in zip(named, summary["rows"], strict=True):
-        low, high = frontier.wilson(min(1.0, row[args.metric]), summary["questions"])
+        low, high = curves.wilson(min(1.0, row[args.metric]), summary["questions"])
         share = share_of_bytes(policy, processor.config, inputs)
         points.append({"name": name, "bits": bits, "bytes": share, "quality": row[args.metric], "low": low,
                        "high": high, "code": code(policy), "cache_bytes": row["cache_bytes"]})  # fmt: skip
-    chosen = [(share, best) for share in args.bytes if (best := frontier.best_at(points[1:], share)) is not None]
+    chosen = [(share, best) for share in args.bytes if (best := curves.best_at(points[1:], share)) is not None]
     lines = [
         {"share": share, **best, "python": _python(args, source, file, settings, best["code"])}
         for share, best in chosen
@@ -119,7 +121,7 @@ def run(args: argparse.Namespace) -> Any:
               "points": points, "best": lines}  # fmt: skip
     save(result, args.out / RESULTS)
     title = f"{args.model}, {summary['questions']} questions, 95 % intervals"
-    frontier.plot(points[1:], args.out / PLOT, title=title, label=args.metric, full=points[0]["quality"])
+    curves.plot(points[1:], args.out / PLOT, title=title, label=args.metric, full=points[0]["quality"])
     if args.json:
         return result
     _show(points, lines, args)
@@ -130,7 +132,7 @@ def _questions(args: argparse.Namespace, source: Any) -> tuple[Path, list[Record
     """The user's file, or ledger pages that are written next to the results."""
     if args.file is not None:
         return args.file, read_records(args.file)
-    if source != CHECKPOINT:
+    if loading.resolve(source) != loading.MINI:
         raise InputError("give FILE.jsonl, because only the demo model has default questions")
     file = args.out / QUESTIONS / export.QUESTIONS
     if not file.exists() or len(read_records(file)) != args.questions:
@@ -146,7 +148,7 @@ def _plan(args: argparse.Namespace, processor: Processor) -> list[tuple[str, int
         made = make(cls, **{"keep": 0.1, "scope": "vision", **options})
         base[code(made).replace("keep=0.1, ", "") if options else cls.__name__] = made
     if args.policy is None:
-        base |= {name: policy for name, policy in _OURS.items() if not args.quick or name == "AirCache, smoothed"}
+        base |= {name: policy for name, policy in _OURS.items() if not args.quick or "smoothed" in name}
     plan: list[tuple[str, int, Policy]] = [("Full", 16, Full())]
     for name, policy in base.items():
         policy.check_model(processor.config.decoder.layers)
@@ -157,19 +159,16 @@ def _plan(args: argparse.Namespace, processor: Processor) -> list[tuple[str, int
 def _python(args: argparse.Namespace, source: Any, file: Path, settings: Settings, policy: str) -> str:
     options = f"batch={settings.batch}, max_new_tokens={settings.max_new_tokens}"
     metric = "" if args.metric == "exact" else f"metric={args.metric!r}, "
-    model, start = repr(str(source)), ""
-    if source == CHECKPOINT:
-        model, start = "CHECKPOINT", "from vlkv.mini import CHECKPOINT; "
     return (
-        f"{start}from vlkv.evaluation.frontier import quality; from vlkv.policies import *; "
-        f"print(quality({model}, {str(file)!r}, {policy}, {metric}{options}))"
+        f"from vlkv.evaluation.curves import quality; from vlkv.policies import *; "
+        f"print(quality({str(source)!r}, {str(file)!r}, {policy}, {metric}{options}))"
     )
 
 
 def _show(points: list[dict[str, Any]], lines: list[dict[str, Any]], args: argparse.Namespace) -> None:
     console = Console()
     table = Table("method", "bits", "bytes", args.metric, "95 %", "KiB", title="quality against bytes")
-    on_frontier = [point["code"] for point in frontier.pareto(points)]
+    on_frontier = [point["code"] for point in curves.pareto(points)]
     for point in points:
         mark = "[bold]" if point["code"] in on_frontier else ""
         table.add_row(

@@ -89,15 +89,10 @@ class VisionLanguageModel(TextModel):
 
     @override
     def embed(self, inputs: Inputs) -> Float[Array, "B T D"]:
-        return self._embed(inputs, ())[0]
+        return self.embed_with_attention(inputs, ())[0]
 
     @override
     def embed_with_attention(
-        self, inputs: Inputs, blocks: tuple[int, ...]
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B W N T"] | None]:
-        return self._embed(inputs, blocks)
-
-    def _embed(
         self, inputs: Inputs, blocks: tuple[int, ...]
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B W N T"] | None]:
         x = self.decoder.embedding(inputs.tokens)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from vlkv import budgets
-from vlkv.memory import Memory, evict, rank_among
+from vlkv.memory import Memory, evict
 from vlkv.observe import Observation, column_sums, head_mean, last, rows_mass, top
 from vlkv.policies.policy import Policy, Scope, policy
 from vlkv.tokens import Tokens
@@ -160,10 +160,7 @@ class AVL(Policy):
         secondary = memory.stored & ~memory.is_text
         assert self.core is not None
         count = jnp.maximum(budgets.part(self.core, memory.vision), 1)
-        order = jnp.lexsort((memory.place, jnp.where(secondary, -shares, jnp.inf)), axis=-1)
-        chosen = jnp.broadcast_to(jnp.arange(order.shape[-1]) < count, order.shape)
-        best = jnp.put_along_axis(jnp.zeros(order.shape, bool), order, chosen, axis=-1, inplace=False)
-        return best & secondary
+        return top(shares, secondary, jnp.broadcast_to(count, secondary.shape[:1]))
 
     def prepare(self, memory: Memory) -> Memory:
         """Sets the entries that the next step attends to: all stored ones in a refresh step, else core and text."""
@@ -187,9 +184,9 @@ class AVL(Policy):
 
         def drop(memory: Memory) -> Memory:
             text = texts(memory)
-            count = jnp.sum(text, axis=-1, keepdims=True)
-            first_half = rank_among(memory, text) < jnp.maximum(1, count // 2)
-            return evict(memory, text & first_half & (count > capacity), memory.values["mass"])
+            count = jnp.sum(text, axis=-1)
+            first_half = top(-memory.place.astype(jnp.float32), text, jnp.maximum(1, count // 2))
+            return evict(memory, first_half & (count > capacity)[:, None], memory.values["mass"])
 
         return jax.lax.while_loop(over, drop, memory)
 

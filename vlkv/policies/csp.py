@@ -90,7 +90,8 @@ class CSP(Policy):
             return self.window
         if self.variant == "released":
             return max(1, length // 10)
-        return max(1, math.ceil((self.budget or (self.keep or 1) * length + 1) / 2))
+        share = self.keep if isinstance(self.keep, int | float) else 1.0  # traced where all keeps share a program
+        return max(1, math.ceil((self.budget or share * length + 1) / 2))
 
     def regions_of(self, obs: Observation) -> tuple[Float[Array, "K T"], Float[Array, "K T"]]:
         """Attention that every key receives from rows of its own modality, and from rows of the other (Eq. 1)."""
