@@ -13,6 +13,7 @@ from rich.text import Text
 from vlkv.planning.arithmetic import gib
 from vlkv.planning.jobs import Run, Step
 from vlkv.planning.planning import Plan
+from vlkv.policies import Full
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -120,7 +121,8 @@ def _decode(run: Run) -> Step:
 
 def _name(run: Run) -> str:
     share = "" if run.policy.keep in (None, 1.0) else f" {run.policy.keep:.0%}"
-    return f"{type(run.policy).__name__}{share}"
+    scope = "" if isinstance(run.policy, Full) else f" ({run.policy.scope})"
+    return f"{type(run.policy).__name__}{share}{scope}"
 
 
 def _time(step: Step) -> str:
