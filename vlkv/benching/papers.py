@@ -270,7 +270,7 @@ def _lightkv(model: str, method: Policy, new: int, **figures: float) -> Point:
 
 
 def _lambda(model: str, printed: tuple[int, ...] = (15, 23, 31)) -> tuple[int, ...] | None:
-    """LightKV's layers of a 13B model; None (scaled to the depth) for others, because the paper does not give theirs."""
+    """LightKV's layers of a 13B model; None (scaled to the depth) for others, since the paper does not give theirs."""
     return _LAMBDA[printed] if model.endswith("13b") else None
 
 

@@ -102,7 +102,8 @@ def as_table(plan: Plan) -> Group:
     line("tokens a second, all rows", _rate)
     head = Text(
         f"{plan.batch} prompts of {plan.prompt} tokens ({asked.pictures} images, {asked.vision} vision and "
-        f"{asked.text} text tokens; padded to {asked.inputs.tokens.shape[1]}), {plan.new_tokens} new tokens. Mesh {plan.mesh_reason}."
+        f"{asked.text} text tokens; padded to {asked.inputs.tokens.shape[1]}), {plan.new_tokens} new tokens. "
+        f"Mesh {plan.mesh_reason}."
     )
     parts: list[Any] = [head, table]
     for run in plan.runs:
