@@ -56,11 +56,11 @@ class Case:
     @property
     def name(self) -> str:
         """The op, its shape and dtype, and all other fields that are not the defaults."""
-        said = [
+        shown = [
             f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)[1:]
             if field.name in ("head_dim", "groups", "dtype") or getattr(self, field.name) != field.default
         ]  # fmt: skip
-        return f"{self.op} {' '.join(said)}"
+        return f"{self.op} {' '.join(shown)}"
 
 
 def cases(slots: int = 2048, big_pool: int = 5 * 2**30) -> Iterator[Case]:

@@ -634,8 +634,8 @@ def _watch(args: argparse.Namespace, journal: Journal, deadline: float) -> None:
                     break
                 at = json.loads(marker.read_text()) if marker.is_file() else {"step": wanted[0], "item": None}
                 why = "its time was up" if code is None else f"its process ended with {code}"
-                said = errors.read_text(errors="replace")[-1500:]
-                journal.write({**at, "failed": why, "traceback": said})
+                text = errors.read_text(errors="replace")[-1500:]
+                journal.write({**at, "failed": why, "traceback": text})
             if at["item"] is None:
                 break
 

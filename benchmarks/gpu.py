@@ -102,7 +102,7 @@ def _table(
             return len(todo) - i
         params = subject.params() if params is None else params
         limits = limits or _limits(args.dry_run)
-        (row,) = measure(params, setting, [policy], rounds=args.rounds, tick=lambda said: print(said, flush=True))
+        (row,) = measure(params, setting, [policy], rounds=args.rounds, tick=lambda text: print(text, flush=True))
         if "error" not in row:
             row |= shares(params, setting, row, **limits)
         full = held.find(results.identity(subject.name, subject.dtype.name, setting, CONTESTANTS[0]))
@@ -189,7 +189,7 @@ def verdict(
     }
     names = {"prefill_seconds": "prefill s", "decode_seconds": "decode s", "tokens_per_second": "tokens/s"}
     table = Table(
-        "setting", "policy", *(f"{said}, ours / paper" for said in names.values()), "roofline, prefill, decode"
+        "setting", "policy", *(f"{title}, ours / paper" for title in names.values()), "roofline, prefill, decode"
     )
     for setting in settings:
         for policy in CONTESTANTS:
@@ -197,8 +197,8 @@ def verdict(
             if found:
                 figures = [f"{found[name]:.4g} / {paper.get(name, '-')}" for name in names]
                 reached = [f"{found.get(f'{half}_roofline_share', math.nan):.2f}" for half in ("prefill", "decode")]
-                said = f"{label(policy)}{'' if policy.cap is None else f', cap {policy.cap}'}"
-                table.add_row(f"{setting.batch} x {setting.prompt}", said, *figures, ", ".join(reached))
+                name = f"{label(policy)}{'' if policy.cap is None else f', cap {policy.cap}'}"
+                table.add_row(f"{setting.batch} x {setting.prompt}", name, *figures, ", ".join(reached))
     console.print(table)
     for setting in settings:
         full = row(setting, CONTESTANTS[0])
@@ -207,26 +207,26 @@ def verdict(
             ratio = found.get("to_full")
             if ratio is None:
                 continue
-            said = f"{setting.batch} x {setting.prompt}: keep {policy.keep:.0%}:"
+            prefix = f"{setting.batch} x {setting.prompt}: keep {policy.keep:.0%}:"
             paper = printed.get((setting.batch, setting.prompt, policy))
             if paper:
                 holds = found["decode_seconds"] <= paper["decode_seconds"]
                 ours = f"decoding takes {found['decode_seconds']:.3g} s, in the paper {paper['decode_seconds']:.3g} s"
-                _say(console, holds, f"{said} {ours}")
+                _say(console, holds, f"{prefix} {ours}")
             bound = found["step_bytes"] / full["step_bytes"]
             ours = f"decoding takes {ratio['decode']:.3f} of the full cache's time, bytes allow {bound:.3f}"
-            _say(console, ratio["decode"] <= BYTES * bound, f"{said} {ours}")
-            _say(console, ratio["prefill"] < PREFILL, f"{said} prefill takes {ratio['prefill']:.3f}")
+            _say(console, ratio["decode"] <= BYTES * bound, f"{prefix} {ours}")
+            _say(console, ratio["prefill"] < PREFILL, f"{prefix} prefill takes {ratio['prefill']:.3f}")
         capped = row(setting, CONTESTANTS[3]).get("to_full")
         if capped is not None and capped["peak"] is not None:
-            said = f"{setting.batch} x {setting.prompt}: cap {CAP}:"
-            _say(console, capped["peak"] < 1, f"{said} peak memory is {capped['peak']:.3f} of the full cache's")
+            prefix = f"{setting.batch} x {setting.prompt}: cap {CAP}:"
+            _say(console, capped["peak"] < 1, f"{prefix} peak memory is {capped['peak']:.3f} of the full cache's")
     for setting in peers:
         found = held.find(_cell(subject, setting))
         if found is not None and "error" not in found["ours"]:
             faster = found["theirs"]["step_seconds"] / found["ours"]["step_seconds"]
-            said = f"{setting.batch} x {setting.prompt}: decoding is {faster:.2f} times as fast as"
-            _say(console, faster >= PEERS, f"{said} transformers and kvpress")
+            prefix = f"{setting.batch} x {setting.prompt}: decoding is {faster:.2f} times as fast as"
+            _say(console, faster >= PEERS, f"{prefix} transformers and kvpress")
 
 
 def _say(console: Console, holds: bool, what: str) -> None:

@@ -106,35 +106,35 @@ def haystack(
             }  # fmt: skip
 
 
-def judge(row: Mapping[str, Any], said: str) -> float:
+def judge(row: Mapping[str, Any], response: str) -> float:
     """Score of an answer to a row, from 0 to 1: the best over the accepted answers."""
     answers = row.get("answers", [row.get("answer")])
     if row["dataset"] in _FIRST_LINE:
-        said = said.lstrip("\n").split("\n")[0]
+        response = response.lstrip("\n").split("\n")[0]
     if row["metric"] in METRICS:
-        return METRICS[row["metric"]]([Scored(said, answers)])
-    return max(_OWN[row["metric"]](said, answer, row["classes"]) for answer in answers)
+        return METRICS[row["metric"]]([Scored(response, answers)])
+    return max(_OWN[row["metric"]](response, answer, row["classes"]) for answer in answers)
 
 
-def _class(said: str, answer: str, classes: Sequence[str]) -> float:
+def _class(response: str, answer: str, classes: Sequence[str]) -> float:
     """1 / (number of classes that the answer names) if it names the right one. Parts of the right name do not count."""
-    named = [name for name in classes if name in said and (name == answer or name not in answer)]
+    named = [name for name in classes if name in response and (name == answer or name not in answer)]
     return 1 / len(named) if answer in named else 0.0
 
 
-def _numbers(said: str, answer: str, classes: Sequence[str]) -> float:
+def _numbers(response: str, answer: str, classes: Sequence[str]) -> float:
     """The share of right numbers among the numbers in the answer."""
     del classes
-    found, wanted = re.findall(r"\d+", said), re.findall(r"\d+", answer)[0]
+    found, wanted = re.findall(r"\d+", response), re.findall(r"\d+", answer)[0]
     return found.count(wanted) / len(found) if found else 0.0
 
 
-def _code(said: str, answer: str, classes: Sequence[str]) -> float:
+def _code(response: str, answer: str, classes: Sequence[str]) -> float:
     """Similarity between the expected line and the first line of the answer that is not a comment."""
     from rapidfuzz import fuzz
 
     del classes
-    lines = said.lstrip("\n").split("\n")
+    lines = response.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return fuzz.ratio(line, answer) / 100
 

@@ -155,14 +155,14 @@ def score(
     Raises:
         InputError: the results belong to other questions.
     """
-    said = {answer["id"]: answer["said"] for answer in results["answers"]}
+    responses = {answer["id"]: answer["said"] for answer in results["answers"]}
     scores: dict[str, dict[str, float]] = {}
     for i, policy in enumerate(row["policy"] for row in results["rows"]):
         found = defaultdict(list)
         for row in asked:
-            if row["id"] not in said:
+            if row["id"] not in responses:
                 raise InputError(f"the results have no answer to {row['id']}: they belong to other questions")
-            found[row["dataset"]].append(judge(row, said[row["id"]][i]))
+            found[row["dataset"]].append(judge(row, responses[row["id"]][i]))
         means = {name: sum(values) / len(values) for name, values in found.items()}
         scores[policy] = {**means, **_tasks(means), "mean": sum(means.values()) / len(means)}
     return scores
@@ -181,9 +181,9 @@ def _tasks(means: Mapping[str, float]) -> dict[str, float]:
     return {task: sum(values) / len(values) for task, values in found.items() if values}
 
 
-def judge(row: Mapping[str, Any], said: str) -> float:
+def judge(row: Mapping[str, Any], response: str) -> float:
     """Score of an answer to a row, from 0 to 1."""
-    ours, wanted = normalise(said), normalise(row["answer"])
+    ours, wanted = normalise(response), normalise(row["answer"])
     if not ours:
         return 0.0
     if row["metric"] == "rouge-l":
@@ -196,15 +196,15 @@ def judge(row: Mapping[str, Any], said: str) -> float:
     return float(pick(ours, choices) == chr(65 + choices.index(wanted)))
 
 
-def pick(said: str, choices: Sequence[str]) -> str:
+def pick(response: str, choices: Sequence[str]) -> str:
     """Letter of the choice that an answer names (both normalised); several letters if it names none clearly."""
     letters = [chr(65 + i) for i in range(len(choices))]
     named = [normalise(f"{letter} {choice}") for letter, choice in zip(letters, choices, strict=True)]
-    for text, wanted in ((said, named), (said.replace(" ", ""), [choice.replace(" ", "") for choice in choices])):
+    for text, wanted in ((response, named), (response.replace(" ", ""), [c.replace(" ", "") for c in choices])):
         places = [(text.find(one), i) for i, one in enumerate(wanted) if one in text]
         if places:
             return letters[min(places)[1]]
-    return "".join(letter.upper() for letter in said if letter.upper() in letters)
+    return "".join(letter.upper() for letter in response if letter.upper() in letters)
 
 
 def normalise(text: str) -> str:
