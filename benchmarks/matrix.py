@@ -50,9 +50,11 @@ def main() -> None:
     from tests.families import tiny
     from vlkv import policies
     from vlkv.benching.machine import describe
+    from vlkv.files import write_json
 
     made: dict[str, Any] = json.loads(options.out.read_text()) if options.out.is_file() else {}
     table: dict[str, dict[str, str]] = made.get("table", {})
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     for family in options.family or tiny.FAMILIES:
         row = table.setdefault(family, {})
         missing = [name for name in policies.registry if name not in row]
@@ -61,19 +63,11 @@ def main() -> None:
         params, batch = tiny.make_model(family), tiny.make_batch(family)
         for name in missing:
             row[name] = run_cell(params, batch, name)
-            write(options.out, {"machine": describe(), "new_tokens": tiny.NEW, "table": table})
+            write_json(options.out, {"machine": describe(), "new_tokens": tiny.NEW, "table": table})
             print(f"{family:18}{name:14}{row[name]}", flush=True)
         jax.clear_caches()
         gc.collect()
     show(table)
-
-
-def write(path: Path, result: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(result, indent=1) + "\n")
-    part.replace(path)
 
 
 def show(table: dict[str, dict[str, str]]) -> None:

@@ -74,6 +74,11 @@ class Cell(NamedTuple):
     bytes: float  # share of the bytes
     bits: int = 16
 
+    @property
+    def text(self) -> str:
+        """The policy as Python code."""
+        return self.policy if isinstance(self.policy, str) else code(self.policy)
+
 
 @dataclasses.dataclass(frozen=True)
 class Section:
@@ -342,7 +347,7 @@ def summary(
     return {
         "name": cell.name,
         "bits": cell.bits,
-        "policy": cell.policy if isinstance(cell.policy, str) else code(cell.policy),
+        "policy": cell.text,
         "exact": float(right.mean()), "low": interval.low, "high": interval.high,
         "places": by_place(answers, wanted),
         "perplexity": math.exp(-float(seen.log_probability.sum()) / scored),
@@ -381,8 +386,7 @@ class Done:
 
     def find(self, section: Section, cell: Cell, count: int, seed: int) -> dict[str, Any] | None:
         """The row of a cell; None if it has not been measured."""
-        name = cell.policy if isinstance(cell.policy, str) else code(cell.policy)
-        wanted = (section.name, name, cell.bytes, count, seed)
+        wanted = (section.name, cell.text, cell.bytes, count, seed)
         return next((row for row in self.content["rows"] if _identity(row) == wanted), None)
 
     def add(self, section: Section, cell: Cell, count: int, seed: int, row: dict[str, Any]) -> None:
@@ -397,11 +401,6 @@ class Done:
         self.content["rows"].append(row)
         if self.path is not None:
             write_json(self.path, self.content)
-
-
-def _words(cell: Cell) -> list[str]:
-    """The names in a cell's policy, which --policy selects by."""
-    return re.findall(r"\w+", cell.policy if isinstance(cell.policy, str) else code(cell.policy))
 
 
 def _identity(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -431,7 +430,7 @@ def main() -> None:
     for section in sections(params.config.decoder.layers, args.seed):
         if args.section and not any(section.name.startswith(word) for word in args.section):
             continue
-        plan = tuple(c for c in section.plan if args.policy in (None, *_words(c)) or c.bytes == 1)
+        plan = tuple(c for c in section.plan if args.policy in (None, *re.findall(r"\w+", c.text)) or c.bytes == 1)
         count = round(args.questions * section.share)
         measure(params, processor, dataclasses.replace(section, plan=plan), count, args.seed, done)
         jax.clear_caches()
