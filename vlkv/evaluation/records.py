@@ -4,10 +4,10 @@
     {"images": ["a.png", "b.png"], "turns": [{"question": "which is older?", "answer": "the first"}, ...]}
     {"video": "clip.mp4", "question": "what happens?", "answer": "a goal", "dataset": "sports"}
 
-`image` and `video` may be lists, and `answers` may be a single string. `id` is the row's name in the results; without it
-the line number is used. Some metrics average over each `dataset`. `extra`, for your own notes, is ignored. So are
-`choices`, `classes` and `metric`, which `benchmarks/milebench.py` and `benchmarks/longbench.py` write for their own
-scores. Any other key is an error, because it may be misspelt.
+`image` and `video` may be lists, and `answers` may be a single string. `id` is the name of the row in the results;
+without it the line number is used. Some metrics average over each `dataset`. `extra`, for your own notes, is ignored.
+So are `choices`, `classes` and `metric`, which `benchmarks/milebench.py` and `benchmarks/longbench.py` write for their
+own scores. Any other key is an error, because it may be misspelt.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ class _Evaluator:
         return [*record.images, *(read_video(video, self.settings.frames) for video in record.videos)]
 
     def _later_tokens(self, row: int) -> int:
-        """Upper bound on the tokens of a row between its first prompt and its last answer."""
+        """Number of slots reserved for a row between its first prompt and its last answer."""
         record = self.records[row]
         questions = dialogue.later_tokens(self.processor, record, self._first_prompt(record))
         return questions + (len(record.turns) - 1) * self.settings.max_new_tokens
@@ -221,15 +221,9 @@ class _Evaluator:
         logits: Float[Array, "B vocab"],
         temperature: float,
     ) -> list[Entry]:
-        """Answers all rows of a batch.
+        """Answers all rows of a batch from the cache of its groups, which takes `size` bytes.
 
-        Args:
-            batch: the batch.
-            policy: index of the policy.
-            size: bytes of the cache.
-            cache: the compressed prompts; one row for each group.
-            logits: after the prompts.
-            temperature: if positive, two more answers are drawn at this temperature.
+        If the temperature is positive, two more answers of each question are drawn at it.
         """
         entries: list[Entry] = []
         key = jax.random.fold_in(jax.random.key(self.settings.seed), batch.number)
