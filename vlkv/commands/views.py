@@ -323,7 +323,7 @@ def _survival(case: Case) -> View:
 
 def _merged(case: Case) -> View:
     case.vision  # noqa: B018 (there must be some)
-    owner = analysis.owners(case.params, case.inputs, case.policy)
+    owner = analysis.merged_into(case.params, case.inputs, case.policy)
     grid = np.asarray(case.inputs.grid)[0]
     by_image = analysis.on_grid(owner, grid)
     vision = np.asarray(case.inputs.is_vision)[0]
@@ -355,7 +355,7 @@ def _observers(case: Case) -> View:
         agreed[window] = np.zeros(len(prompt.layers))
         for i, (layer, mask) in enumerate(zip(prompt.layers, masks, strict=True)):
             places = np.flatnonzero(mask)[-_OBSERVERS:]
-            rows = np.asarray(analysis.observed(layer.q[0], layer.k[0], layer.valid[0], places, vision))
+            rows = np.asarray(analysis.observer_attention(layer.q[0], layer.k[0], layer.valid[0], places, vision))
             agreed[window][i] = analysis.consistency(rows)
             if i == middle:
                 drawn[f"{window} ({len(places)})"] = rows / max(rows.max(), 1e-30)
