@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -34,7 +33,7 @@ from vlkv.inputs import Inputs
 from vlkv.policies.full import Full
 from vlkv.policies.policy import Policy
 from vlkv.prefill import fill_cache_with, prefill
-from vlkv.processing import Processor, Video
+from vlkv.processing import Processor
 from vlkv.reading import read_prompt
 from vlkv.sampling import Greedy, Sample
 
@@ -100,7 +99,7 @@ def run(
         InputError: a question or an image cannot be used; the message names the line. All texts are checked before
             anything is compiled.
     """
-    evaluator = _Evaluator(params, processor, records, settings)
+    evaluator = _Evaluator(params, processor, records, plan, settings)
     evaluator.check()
     shared = (lambda record: dialogue.image_part(processor, record)) if settings.query_agnostic else None
     for batch in progress(batches(records, settings.batch, shared)):
@@ -109,8 +108,7 @@ def run(
             inputs, new_tokens = evaluator.first_inputs(batch)
             caches = _compressed(params, inputs, plan, todo, new_tokens, settings.seed, batch.number)
             for i, size, cache, logits in caches:
-                temperature = settings.temperature if type(plan[i]) is Full else 0.0
-                journal.append(evaluator.answer(batch, i, size, cache, logits, temperature))
+                journal.append(evaluator.answer(batch, i, size, cache, logits))
                 del cache, logits  # free their memory before the next cache is computed
 
 
@@ -151,8 +149,10 @@ def _complete(journal: Journal, batch: Batch, records: Sequence[Record], policy:
 class _Evaluator:
     """Answers the questions of a batch, turn by turn."""
 
-    def __init__(self, params: Model, processor: Processor, records: Sequence[Record], settings: Settings) -> None:
-        self.params, self.processor, self.records, self.settings = params, processor, records, settings
+    def __init__(
+        self, params: Model, processor: Processor, records: Sequence[Record], plan: Sequence[Policy], settings: Settings
+    ) -> None:
+        self.params, self.processor, self.records, self.plan, self.settings = params, processor, records, plan, settings
         self.sampling = Greedy(max_new_tokens=settings.max_new_tokens)
         self.compiled: set[Any] = set()  # shapes for which `decode` is compiled
 
@@ -184,10 +184,13 @@ class _Evaluator:
     def first_inputs(self, batch: Batch) -> tuple[Inputs, int]:
         """The inputs of the first prefill, and the number of tokens that may follow: questions and answers."""
         records = [self.records[group[0]] for group in batch.groups]
-        whole = not self.settings.query_agnostic
         texts = [record.turns[0].question for record in records]
         try:
-            inputs = self.processor([self._media(record) for record in records], texts, question=whole)
+            media = [
+                [*record.images, *(read_video(video, self.settings.frames) for video in record.videos)]
+                for record in records
+            ]
+            inputs = self.processor(media, texts, question=not self.settings.query_agnostic)
             buckets = (0, *self.processor.buckets.text)
             new_tokens = self.settings.max_new_tokens + round_up(max(map(self._later_tokens, batch.rows)), buckets)
             check_room(self.params.config, inputs, new_tokens)
@@ -195,10 +198,6 @@ class _Evaluator:
         except InputError as error:
             lines = ", ".join(str(record.line) for record in records[: batch.real])
             raise InputError(f"line {lines}: {error}") from None
-
-    def _media(self, record: Record) -> list[Path | Video]:
-        """The images of a record, then its videos."""
-        return [*record.images, *(read_video(video, self.settings.frames) for video in record.videos)]
 
     def _later_tokens(self, row: int) -> int:
         """Number of slots reserved for a row between its first prompt and its last answer."""
@@ -213,25 +212,15 @@ class _Evaluator:
         return dialogue.prompt(self.processor, record, [])
 
     def answer(
-        self,
-        batch: Batch,
-        policy: int,
-        size: int,
-        cache: PackedCache,
-        logits: Float[Array, "B vocab"],
-        temperature: float,
+        self, batch: Batch, policy: int, size: int, cache: PackedCache, logits: Float[Array, "B vocab"]
     ) -> list[Entry]:
-        """Answers all rows of a batch from the cache of its groups, which takes `size` bytes.
-
-        If the temperature is positive, two more answers of each question are drawn at it.
-        """
+        """Answers all rows of a batch from the cache of its groups, which takes `size` bytes."""
         entries: list[Entry] = []
         key = jax.random.fold_in(jax.random.key(self.settings.seed), batch.number)
         for number in range(max(map(len, batch.groups))):
             rows = [group[min(number, len(group) - 1)] for group in batch.groups]
             new = [i for i, group in enumerate(batch.groups[: batch.real]) if number < len(group)]
-            draw_key = jax.random.fold_in(key, number)
-            entries += self._converse(rows, new, policy, size, cache, logits, temperature, draw_key)
+            entries += self._converse(rows, new, policy, size, cache, logits, jax.random.fold_in(key, number))
         return entries
 
     def _converse(
@@ -242,10 +231,10 @@ class _Evaluator:
         size: int,
         cache: PackedCache,
         logits: Float[Array, "B vocab"],
-        temperature: float,
         key: Key[Array, ""],
     ) -> list[Entry]:
         """All turns of one row of each group; returns the entries of the groups `new`, whose row is not padding."""
+        draws = self.settings.temperature > 0 and type(self.plan[policy]) is Full
         records = [self.records[row] for row in rows]
         history: list[list[str]] = [[] for _ in rows]  # earlier answers of each row
         before = [self._first_prompt(record) for record in records]
@@ -260,7 +249,7 @@ class _Evaluator:
             tokens, lengths, seconds = self._decode(cache, logits)
             answers = self.processor.decode(tokens, lengths)
             references, scores = self._score(records, history, cache, logits)
-            drawn = self._draw(cache, logits, temperature, jax.random.fold_in(key, turn)) if temperature else []
+            drawn = self._draw(cache, logits, jax.random.fold_in(key, turn)) if draws else []
             entries += [
                 Entry(
                     row=rows[i], turn=turn, policy=policy, answer=answers[i], tokens=int(lengths[i]),
@@ -291,11 +280,9 @@ class _Evaluator:
         tokens, lengths = (np.asarray(x) for x in result)
         return tokens, lengths, seconds
 
-    def _draw(
-        self, cache: PackedCache, logits: Float[Array, "B vocab"], temperature: float, key: Key[Array, ""]
-    ) -> list[list[str]]:
+    def _draw(self, cache: PackedCache, logits: Float[Array, "B vocab"], key: Key[Array, ""]) -> list[list[str]]:
         """Two random answers of every row."""
-        sampling = Sample(max_new_tokens=self.settings.max_new_tokens, temperature=temperature)
+        sampling = Sample(max_new_tokens=self.settings.max_new_tokens, temperature=self.settings.temperature)
         results = [_decode(self.params, cache, logits, sampling=sampling, key=k) for k in jax.random.split(key)]
         return [self.processor.decode(*map(np.asarray, result)) for result in results]
 

@@ -82,8 +82,7 @@ class Answerer:
             InputError: the processor refuses a question.
         """
         found: dict[int, Answer] = {}
-        for indices, batch in self._batches(questions):
-            inputs = self._inputs(batch)
+        for indices, inputs in self._batches(questions):
             most = self.processor.config.decoder.max_positions - inputs.max_vision - inputs.max_text
             fitting = dataclasses.replace(sampling, max_new_tokens=max(1, min(sampling.max_new_tokens, most)))
             check_room(self.processor.config, inputs, fitting.max_new_tokens)
@@ -92,7 +91,7 @@ class Answerer:
             prompts, lengths = inputs.valid.sum(axis=1), np.asarray(output.lengths)
             for row, i in enumerate(indices):
                 text = min((texts[row].split(end)[0] for end in until if end), key=len, default=texts[row])
-                found[i] = Answer(text, int(prompts[row]), int(lengths[row]), output.cache_bytes / len(batch))
+                found[i] = Answer(text, int(prompts[row]), int(lengths[row]), output.cache_bytes / self.batch_size)
             self.done(len(indices))
         return [found[i] for i in range(len(questions))]
 
@@ -107,8 +106,7 @@ class Answerer:
             InputError: the processor refuses a question, or a continuation is empty.
         """
         found: dict[int, list[Likelihood]] = {}
-        for indices, batch in self._batches(questions):
-            inputs = self._inputs(batch)
+        for indices, inputs in self._batches(questions):
             pairs = [(row, self._target(text)) for row, i in enumerate(indices) for text in continuations[i]]
             if not pairs:
                 raise InputError("a question has no continuation to score")
@@ -116,29 +114,26 @@ class Answerer:
             check_room(self.processor.config, inputs, longest)
             count = self.batch_size * -(-len(pairs) // self.batch_size)
             rows, targets = np.zeros(count, np.int32), np.full((count, longest), -1, np.int32)
-            for i, (row, target) in enumerate(pairs):
-                rows[i], targets[i, : len(target)] = row, target
+            for pair, (row, target) in enumerate(pairs):
+                rows[pair], targets[pair, : len(target)] = row, target
             key = jax.random.key(self.seed)
             scores, greedy = map(np.asarray, _score(self.params, inputs, rows, targets, policy=self.policy, key=key))
-            likelihoods = iter(
-                Likelihood(float(scores[i].sum()), len(target), bool((greedy[i, : len(target)] == target).all()))
-                for i, (_, target) in enumerate(pairs)
-            )
-            found |= {i: [next(likelihoods) for _ in continuations[i]] for i in indices}
+            found |= {i: [] for i in indices}
+            for (row, target), score, tokens in zip(pairs, scores, greedy, strict=False):
+                same = bool((tokens[: len(target)] == target).all())
+                found[indices[row]].append(Likelihood(float(score.sum()), len(target), same))
             self.done(len(indices))
         return [found[i] for i in range(len(questions))]
 
-    def _batches(self, questions: Sequence[Question]) -> Iterator[tuple[list[int], list[Question]]]:
-        """Batches of questions of similar length: their indices, and the questions, padded with the last one."""
+    def _batches(self, questions: Sequence[Question]) -> Iterator[tuple[list[int], Inputs]]:
+        """Batches of questions of similar length: their indices, and their inputs, padded with the last question."""
         order = sorted(range(len(questions)), key=lambda i: len(questions[i].text))
         for first in range(0, len(order), self.batch_size):
             indices = order[first : first + self.batch_size]
             batch = [questions[i] for i in indices]
-            yield indices, batch + batch[-1:] * (self.batch_size - len(batch))
-
-    def _inputs(self, batch: list[Question]) -> Inputs:
-        pictures = [list(item.pictures() if callable(item.pictures) else item.pictures) for item in batch]
-        return self.processor(pictures, [item.text for item in batch])
+            batch += batch[-1:] * (self.batch_size - len(batch))
+            pictures = [list(item.pictures() if callable(item.pictures) else item.pictures) for item in batch]
+            yield indices, self.processor(pictures, [item.text for item in batch])
 
     def _target(self, text: str) -> Int[np.ndarray, " S"]:
         tokens = self.processor.tokenizer.encode(text.strip(), add_special=False)

@@ -123,7 +123,7 @@ def config() -> ModelConfig:
 
 
 def tokenizer() -> Tokenizer:
-    """The tokenizer: one token per word, digit or punctuation mark, without case. Texts begin with <s>."""
+    """The tokenizer: one token per word, digit or punctuation mark, ignoring case. Texts begin with <s>."""
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
     made.normalizer = normalizers.Lowercase()
     words, digits = pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)

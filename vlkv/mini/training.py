@@ -162,7 +162,7 @@ def _prefix(rows: int) -> Int[np.ndarray, "B 3"]:
 
 
 def _vision(params: Llava, batch: Batch, pooled: bool) -> tuple[Float[Array, "B T D"], Int[Array, "B T"]]:
-    """The tower and the projector on the shown cells, and the indices of these cells in the sequence of all images."""
+    """The vision tokens of the shown cells, and the indices of these cells among the cells of all images of the row."""
     rows, images, shown = batch.cells.shape
     tower = params.vision
     position = tower.position.weight[...]
