@@ -289,7 +289,7 @@ def fails(capsys, *argv, says):
 
 
 def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, model):
-    fails(capsys, "--what", "budget", says="there are budgets, lorenz, strength")
+    fails(capsys, "--what", "budget", says="choose one of budgets, lorenz, strength")
     fails(capsys, "--what", "cost", "--image", "page.png", says="--image needs --model")
     fails(capsys, "--what", "cost", "--model", model, says="--model needs --prompt")
     fails(capsys, "--what", "cost", "--samples", 0, says="--samples 0")
