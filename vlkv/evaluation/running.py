@@ -186,7 +186,7 @@ class _Evaluator:
         records = [self.records[group[0]] for group in batch.groups]
         texts = [record.turns[0].question for record in records]
         try:
-            media = [
+            media: list[list[Any]] = [
                 [*record.images, *(read_video(video, self.settings.frames) for video in record.videos)]
                 for record in records
             ]
