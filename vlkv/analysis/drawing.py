@@ -105,9 +105,9 @@ def _names(plan: Sequence[Policy]) -> dict[str, Policy]:
 
 def fitted(image: Image.Image, shape: tuple[int, ...], fit: str) -> Image.Image:
     """The image fitted to a grid of `shape` patches (rows, columns); `fit` is as in `draw_survivors`."""
-    lines, columns = shape
-    scale = max(1, max(image.size) // max(lines, columns))
-    size = (columns * scale, lines * scale)
+    rows, columns = shape
+    scale = max(1, max(image.size) // max(rows, columns))
+    size = (columns * scale, rows * scale)
     if fit == "crop":
         return ImageOps.fit(image, size)
     if fit == "pad":
@@ -140,11 +140,11 @@ def draw(title: str, image: Image.Image, panels: list[Panel], subtitle: str) -> 
     scale = _SIDE / max(image.size)
     width, height = (max(1, round(side * scale)) for side in image.size)
     columns = min(_COLUMNS, len(panels))
-    lines = -(-len(panels) // columns)
+    rows = -(-len(panels) // columns)
     top, text = 2 * _GAP + _TITLE + _TEXT, _TEXT + 2 * _SMALL + 26
     cell_width = max(width, 340)
     sheet = Image.new(
-        "RGB", (_GAP + columns * (cell_width + _GAP), top + lines * (height + text + _GAP) + _GAP + 10), "white"
+        "RGB", (_GAP + columns * (cell_width + _GAP), top + rows * (height + text + _GAP) + _GAP + 10), "white"
     )
     pen = ImageDraw.Draw(sheet)
     pen.text((_GAP, _GAP // 2), title, fill=_INK, font=_font(_TITLE))
@@ -193,24 +193,22 @@ def outlined(base: Image.Image, owner: Int[np.ndarray, "h w"]) -> Image.Image:
         base: the image, with the aspect ratio of the grid.
         owner: the group of each patch, as any number.
     """
-    lines, columns = owner.shape
-    side = max(8, _SIDE // max(lines, columns))
+    rows, columns = owner.shape
+    side = max(8, _SIDE // max(rows, columns))
     resample = Image.Resampling.NEAREST if base.width < columns * side else Image.Resampling.BOX
-    pixels = np.asarray(base.convert("RGB").resize((columns * side, lines * side), resample), np.float32)
-    patches = pixels.reshape(lines, side, columns, side, 3)
+    pixels = np.asarray(base.convert("RGB").resize((columns * side, rows * side), resample), np.float32)
+    patches = pixels.reshape(rows, side, columns, side, 3)
     _, group = np.unique(owner, return_inverse=True)
     group = group.reshape(owner.shape)
     for number in np.flatnonzero(np.bincount(group.ravel()) > 1):
         y, x = np.nonzero(group == number)
         patches[y, :, x] = patches[y, :, x].mean(axis=(0, 1, 2))
-    made, thick = patches.reshape(lines * side, columns * side, 3), max(1, side // 14)
-    y, x = np.nonzero(group[1:] != group[:-1])
-    for row, column in zip(y, x, strict=True):
-        made[(row + 1) * side - thick : (row + 1) * side + thick, column * side : (column + 1) * side] = _FRAME
-    y, x = np.nonzero(group[:, 1:] != group[:, :-1])
-    for row, column in zip(y, x, strict=True):
-        made[row * side : (row + 1) * side, (column + 1) * side - thick : (column + 1) * side + thick] = _FRAME
-    return Image.fromarray(made.astype(np.uint8))
+    output, n = patches.reshape(rows * side, columns * side, 3), max(1, side // 14)
+    of_pixel = np.pad(group.repeat(side, 0).repeat(side, 1), n, mode="edge")
+    # A line covers the pixels whose neighbours at distance n, above and below or left and right, differ in group.
+    line = (of_pixel[2 * n :, n:-n] != of_pixel[: -2 * n, n:-n]) | (of_pixel[n:-n, 2 * n :] != of_pixel[n:-n, : -2 * n])
+    output[line] = _FRAME
+    return Image.fromarray(output.astype(np.uint8))
 
 
 def _legend(sheet: Image.Image, pen: ImageDraw.ImageDraw, framed: bool) -> None:

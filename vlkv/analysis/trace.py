@@ -86,13 +86,13 @@ def _decode_state(prompt: Prompt, cache: PackedCache) -> tuple[Memory, ...]:
 
     most = prompt.valid.shape[1]
 
-    def made(token: Any, slots: Any, is_vision: Any, valid: Any) -> Memory:
+    def row_state(token: Any, slots: Any, is_vision: Any, valid: Any) -> Memory:
         kept = jnp.zeros((len(token), most), bool).at[jnp.arange(len(token))[:, None], token].max(token >= 0)
         memory = begin(kept, {}, is_vision, valid, new_tokens=0)
         return packed(memory, token, slots, new_tokens=cache.new_tokens, reuses=False)
 
     return tuple(
-        jax.vmap(made)(cache.entries(i, most), cache.length[i], prompt.is_vision, prompt.valid)
+        jax.vmap(row_state)(cache.entries(i, most), cache.length[i], prompt.is_vision, prompt.valid)
         for i in range(cache.start.shape[0])
     )
 

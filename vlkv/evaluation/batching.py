@@ -44,10 +44,10 @@ def batches(records: Sequence[Record], size: int, shared: Callable[[Record], str
         length = sum(len(turn.question) for turn in first.turns)
         return len(first.turns), len(first.images) + len(first.videos), len(group), length, group[0]
 
-    made: list[Batch] = []
+    result: list[Batch] = []
     for _, same_turns in itertools.groupby(sorted(groups.values(), key=shape), key=lambda group: shape(group)[0]):
         members = [tuple(group) for group in same_turns]
         for begin in range(0, len(members), size):
             part = members[begin : begin + size]
-            made.append(Batch(len(made), tuple([*part, *part[-1:] * (size - len(part))]), len(part)))
-    return made
+            result.append(Batch(len(result), tuple([*part, *part[-1:] * (size - len(part))]), len(part)))
+    return result

@@ -87,7 +87,7 @@ def read_records(file: Path, *, answers: bool = True) -> list[Record]:
             except InputError as error:
                 raise InputError(f"{file}, line {number}: {error}") from None
     if not records:
-        raise InputError(f"{file}: holds no questions")
+        raise InputError(f"{file}: contains no questions")
     return records
 
 

@@ -101,17 +101,17 @@ def table(result: Mapping[str, Any]) -> Table:
     """A table with one row per policy: metrics, bytes of the cache per question, decoding speed."""
     percent = [name for name in result["metrics"] if name in FRACTIONS]
     title = f"{result['questions']} questions" + (f"; {', '.join(percent)} in percent" if percent else "")
-    made = Table(title=title)
-    made.add_column("policy", overflow="fold")
-    made.add_column("scope")
+    output = Table(title=title)
+    output.add_column("policy", overflow="fold")
+    output.add_column("scope")
     for name in (*result["metrics"], "KiB", "tokens/s"):
-        made.add_column(name, justify="right", no_wrap=True)
+        output.add_column(name, justify="right", no_wrap=True)
     for row in result["rows"]:
         values = [f"{100 * row[name]:.1f}" if name in FRACTIONS else f"{row[name]:.4g}" for name in result["metrics"]]
-        made.add_row(
+        output.add_row(
             row["policy"], row["scope"], *values, f"{row['cache_bytes'] / 1024:.1f}", f"{row['tokens_per_second']:.0f}"
         )
-    return made
+    return output
 
 
 def save(result: Mapping[str, Any], file: Path) -> None:

@@ -94,10 +94,10 @@ class Vlkv(lmms):
         if device not in (None, "auto"):
             raise InputError(f"device={device!r}: jax chooses the device; set JAX_PLATFORMS=cpu, cuda or tpu instead")
         processor = loading.load_processor(pretrained, layout=layout)
-        made = policy_from(_arguments(policy, options), lambda: processor.config)
+        compression = policy_from(_arguments(policy, options), lambda: processor.config)
         self.max_new_tokens, self.layout, self.max_frames, self.fps = max_new_tokens, layout, max_frames, fps
         self.model = Answerer(
-            params=loading.load_params(pretrained, dtype=dtype), processor=processor, policy=made,
+            params=loading.load_params(pretrained, dtype=dtype), processor=processor, policy=compression,
             batch_size=int(batch_size), seed=seed,
         )  # fmt: skip
 

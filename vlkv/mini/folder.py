@@ -124,15 +124,15 @@ def config() -> ModelConfig:
 
 def tokenizer() -> Tokenizer:
     """The tokenizer: one token per word, digit or punctuation mark, ignoring case. Texts begin with <s>."""
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
-    made.normalizer = normalizers.Lowercase()
+    result = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
+    result.normalizer = normalizers.Lowercase()
     words, digits = pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)
-    made.pre_tokenizer = pre_tokenizers.Sequence([words, digits])
-    made.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in _SPECIAL])
-    made.post_processor = processors.TemplateProcessing(
+    result.pre_tokenizer = pre_tokenizers.Sequence([words, digits])
+    result.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in _SPECIAL])
+    result.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
     )
-    return made
+    return result
 
 
 def write(folder: Path, params: Model, log: dict[str, Any]) -> None:

@@ -119,9 +119,9 @@ def held_out_page(rng: np.random.Generator, kind: str = "ledger") -> tuple[Page,
 def held_out_set(rng: np.random.Generator, images: int = 3) -> tuple[list[Page], int, Entry]:
     """Several ledger pages of test digits with different tags, the index of one of them, and one of its entries."""
     tags = np.array_split(rng.permutation(10), images)
-    made = [ledger_page(held_out_digits(), rng, entries=(len(some), len(some)), tags=some.tolist()) for some in tags]
+    shown = [ledger_page(held_out_digits(), rng, entries=(len(some), len(some)), tags=some.tolist()) for some in tags]
     chosen = int(rng.integers(images))
-    return made, chosen, made[chosen].entries[rng.integers(len(made[chosen].entries))]
+    return shown, chosen, shown[chosen].entries[rng.integers(len(shown[chosen].entries))]
 
 
 def ledger_page(
@@ -147,7 +147,7 @@ def ledger_page(
     ink = _background(rng)
     used = np.zeros((GRID, GRID), bool)  # [line, cell of the line]; a line is a column if `down`, otherwise a row
     count = min(int(rng.integers(entries[0], entries[1] + 1)), len(tags))
-    made = []
+    asked = []
     for tag in rng.permutation(np.asarray(tags))[:count]:
         n = int(rng.integers(length[0], length[1] + 1))
         line, start = _free_place(used, n + 1, rng)
@@ -158,8 +158,8 @@ def ledger_page(
         written = _write(ink, glyphs, places)
         after = start + n + 1
         end = () if after == GRID else (after * GRID + line if down else line * GRID + after,)
-        made.append(Entry(f"what does {tag} say?", _spoken(digits.label[value]), written, end))
-    return Page(_pixels(ink), tuple(made))
+        asked.append(Entry(f"what does {tag} say?", _spoken(digits.label[value]), written, end))
+    return Page(_pixels(ink), tuple(asked))
 
 
 def digit_page(
@@ -174,16 +174,16 @@ def digit_page(
     The first entry is the whole page, the others are its rows from the top.
     """
     ink = _background(rng)
-    made = []
+    asked = []
     for i, y in enumerate(np.sort(rng.choice(GRID, rng.integers(rows[0], rows[1] + 1), replace=False))):
         n = int(rng.integers(length[0], length[1] + 1))
         x = int(rng.integers(GRID - n + 1))
         chosen = rng.integers(len(digits.label), size=n)
         cells = _write(ink, list(digits.ink[chosen]), [(int(y), x + j) for j in range(n)])
-        made.append(Entry(f"what does row {ORDINALS[i]} say?", _spoken(digits.label[chosen]), cells))
-    everything = f" {SEPARATOR} ".join(row.answer for row in made)
-    whole = Entry(READ_PAGE, everything, tuple(cell for row in made for cell in row.cells))
-    return Page(_pixels(ink), (whole, *made))
+        asked.append(Entry(f"what does row {ORDINALS[i]} say?", _spoken(digits.label[chosen]), cells))
+    everything = f" {SEPARATOR} ".join(row.answer for row in asked)
+    whole = Entry(READ_PAGE, everything, tuple(cell for row in asked for cell in row.cells))
+    return Page(_pixels(ink), (whole, *asked))
 
 
 KINDS: dict[str, Callable[[Digits, np.random.Generator], Page]] = {
