@@ -322,11 +322,10 @@ def _survival(case: Case) -> View:
 
 
 def _merged(case: Case) -> View:
-    case.vision  # noqa: B018 (there must be some)
+    vision = case.vision
     owner = analysis.owners(case.params, case.inputs, case.policy)
     grid = np.asarray(case.inputs.grid)[0]
     by_image = analysis.on_grid(owner, grid)
-    vision = np.asarray(case.inputs.is_vision)[0]
     left = np.array([len(np.unique(one[vision])) for one in owner])
     stage = np.arange(1, len(owner) + 1)
     panels: list[Panel] = [Curves("vision tokens left", "stage", "tokens", stage, {"": left})]
