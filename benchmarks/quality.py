@@ -1,25 +1,25 @@
-"""How well the demo model answers from a compressed cache, at equal bytes: every method, and compositions.
+"""Measures how well the demo model answers from a compressed cache, at equal bytes: every method, and compositions.
 
     python -m benchmarks.quality [SECTION ...] [--questions 500] [--out benchmarks/results/quality.json]
 
 Sections (default: all of them):
 
     digits              digit pages with the full cache
-    baselines           ledger pages of both shapes: Oracle, random tokens, a coarser picture
+    baselines           ledger pages of both shapes: Oracle, random tokens, a coarser image
     methods             every method with default settings at 20, 10, 5 and 2 % of the bytes
     compositions right  smoothed scores and fewer bits, on pages whose values lie to the right of their tags
     compositions        the same on pages of both shapes
-    shorter prompts     methods that shorten the prompt, on a fifth of the questions
-    unknown             compressed before any question is known; then several questions with `extend`; a fifth
-    several             three pages, one of them asked about; a fifth
+    shorter prompts     methods that reduce the prompt, on a fifth of the questions
+    unknown             compressed before any question is known, then several questions with `extend`; on a fifth
+    several             three pages and a question about one of them; on a fifth
 
-The questions are held out: their digits were never trained on. Bytes are those of the vision entries, as a share of a
-full bfloat16 cache's; all text stays (scope="vision"). Quantised entries are smaller, so that more of them are kept at
-equal bytes; their ranges are counted. `allocated` is what `generate` allocates for the whole prompt, likewise as a
-share. Methods that shorten the prompt get this share as the `keep` of their last stage; `held` says what they hold.
+The questions are held out: their digits were never trained on. Bytes are the share of the bytes that the vision entries
+take in a full bfloat16 cache; all text is kept (scope="vision"). Quantised entries are smaller, so more of them are
+kept at equal bytes; their scales and minima are counted. `allocated` is the share that `generate` allocates for the
+whole prompt. For methods that reduce the prompt, bytes are the `keep` of their last stage; `held` is what they hold.
 
-A prompt is read once for all methods that leave it whole, and a method is compiled once for all its keeps. Results are
-written after every method, and a run goes on where another stopped.
+A prompt is prefilled once for all methods that do not reduce it, and a method is compiled once for all its keeps.
+Results are written after every method, so an interrupted run can be resumed.
 """
 
 from __future__ import annotations
@@ -38,15 +38,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 from scipy.stats import binomtest
 from tqdm import tqdm
 
 import vlkv
+from benchmarks.quality_tables import BYTES, DOCUMENTS, EVALUATED, ON_BOTH, ON_ROWS, TUNED, plot, show, write_documents
 from vlkv import analysis, policies
 from vlkv.benching import machine
-from vlkv.evaluation import curves
 from vlkv.evaluation.keeps import at_bytes, budget, pool_bytes, relative_size, share_programs
 from vlkv.evaluation.report import code
 from vlkv.files import write_json
@@ -55,54 +53,50 @@ from vlkv.mini import CHECKPOINT, folder, pages
 from vlkv.policies import KIVI, AirCache, Policy, Smooth, SnapKV, compose
 from vlkv.prefill import fill_cache_with
 
-BYTES = (0.2, 0.1, 0.05, 0.02)
 BATCH = 50
-EVALUATED, TUNED = 0, 7  # seeds: of what is reported, and of what compositions were chosen by
-RESULTS = Path(__file__).parent / "results" / "quality.json"
-NOT_MEASURED = "The demo model of this version has not been measured yet: `python -m benchmarks.quality --out FILE`."
-_QUICK = {"xla_llvm_disable_expensive_passes": True}  # a third off the time to compile
+_QUICK = {"xla_llvm_disable_expensive_passes": True}  # compiling takes a third less time
 
 
 class Question(NamedTuple):
-    """What is asked, and what the answer needs."""
+    """One or several questions about the same images, with their answers and evidence."""
 
     images: list[Any]
-    texts: list[str]  # several where they are asked one after the other about one compressed cache
+    texts: list[str]  # several questions are asked separately, from the same compressed cache
     answers: list[str]
-    cells: list[tuple[int, ...]]  # of each answer, among the vision tokens of all images
+    cells: list[tuple[int, ...]]  # evidence of each answer: indices among the vision tokens of all images
 
 
 class Cell(NamedTuple):
-    """One row to be measured."""
+    """One row of the results."""
 
     name: str
     policy: Policy | str  # or "Oracle"
-    bytes: float  # asked for, as a share
+    bytes: float  # share of the bytes
     bits: int = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Questions of one kind, and what is measured on them."""
+    """Questions of one kind, and the rows to measure on them."""
 
     name: str
     kind: str  # of pages.KINDS, or "several"
     plan: tuple[Cell, ...]
-    unknown: bool = False
+    unknown: bool = False  # compress before the question is known
     share: float = 1.0  # of the questions
     new_tokens: int = 8
 
 
-# --- what is measured -----------------------------------------------------------------------------------------------
+# --- sections -----------------------------------------------------------------------------------------------
 
 
 def published(name: str, share: float, layers: int) -> Policy | None:
-    """A method with default settings and all text kept; None where it cannot keep so little."""
+    """A method with default settings that keeps all text; None if it cannot reach this share."""
     options: dict[str, Any] = {}
     if name == "avl":
-        options = {"core": 0.75 * share}  # as in the paper's settings
+        options = {"core": 0.75 * share}  # the paper's ratio
     elif name in ("lightkv", "tome", "pitome", "tofu"):
-        stages = max(3, math.ceil(math.log2(1 / share)))  # each merges half at most
+        stages = max(3, math.ceil(math.log2(1 / share)))  # each stage merges half at most
         if stages >= layers:
             return None
         if stages > 3:
@@ -113,7 +107,7 @@ def published(name: str, share: float, layers: int) -> Policy | None:
 
 
 def compositions() -> dict[str, Policy]:
-    """Scores, smoothed in several ways; `keep` is set later."""
+    """Scores with several kinds of smoothing; `keep` is set later."""
     text = AirCache(keep=0.1, window="text")
     snap = SnapKV(keep=0.1, window=8, kernel=1, scope="vision")
     made: dict[str, Policy] = {
@@ -126,8 +120,7 @@ def compositions() -> dict[str, Policy]:
     }
 
 
-# Without smoothing, SnapKV as the trial tuned it, and what was best with TUNED: on row pages, and on both shapes.
-ON_ROWS, ON_BOTH = "AirCache text, 8 before, max", "AirCache text, 8 x 8 before, max"
+# No smoothing, a tuned SnapKV, and the best two with the seed TUNED.
 CHOSEN = ("AirCache text", "SnapKV window 8, kernel 7", ON_ROWS, ON_BOTH)
 
 
@@ -142,7 +135,7 @@ SMOOTHED = {
 
 
 def sections(layers: int, seed: int) -> list[Section]:
-    """Everything that is measured, the most important first; with the seed to choose by, all compositions."""
+    """All sections, the most important first; with the seed TUNED they include all compositions."""
     full = Cell("Full", policies.Full(), 1.0)
     random = [Cell("ImgRandom", policies.ImgRandom(keep=b), b) for b in BYTES]
     oracle = [Cell("Oracle", "Oracle", b) for b in (0.1, 0.02)]
@@ -173,7 +166,7 @@ def sections(layers: int, seed: int) -> list[Section]:
 
 
 def downsample() -> Policy:
-    """One image of 24 x 24 tokens becomes 12 x 12."""
+    """Reduces an image of 24 x 24 tokens to 12 x 12."""
     return policies.Downsample(most=pages.GRID**2 // 4)
 
 
@@ -186,7 +179,7 @@ def _evicts(name: str) -> bool:
 
 
 def questions(section: Section, count: int, seed: int) -> list[Question]:
-    """The same seed gives the same questions."""
+    """The questions of a section; the same seed gives the same questions."""
     rng = np.random.default_rng(seed)
     made = []
     for _ in range(count):
@@ -207,35 +200,35 @@ def questions(section: Section, count: int, seed: int) -> list[Question]:
 
 
 def evidence(inputs: Inputs, cells: Sequence[tuple[int, ...]]) -> np.ndarray:
-    """[B, T]: the tokens of these vision tokens, counted from the first of each row."""
+    """Mask [B, T] of the prompt tokens that are the vision tokens `cells` of their row."""
     number = np.cumsum(inputs.is_vision, axis=1) - 1
     return np.stack([np.isin(n, c) & v for n, c, v in zip(number, cells, inputs.is_vision, strict=True)])
 
 
 def targets(answers: Sequence[str], length: int) -> np.ndarray:
-    """[B, S] token ids with the end of the sequence, -1 where there is none."""
+    """Token ids [B, S] of the answers and of the end of the sequence, padded with -1."""
     tokenizer = folder.tokenizer()
     ids = [[*tokenizer.encode(answer, add_special_tokens=False).ids, folder.EOS] for answer in answers]
     return np.array([[*row, *[-1] * (length - len(row))] for row in ids], np.int32)
 
 
-# --- the programs ---------------------------------------------------------------------------------------------------
+# --- programs ---------------------------------------------------------------------------------------------------
 
 _read = jax.jit(vlkv.read_prompt, compiler_options=_QUICK)
 
 
 class Seen(NamedTuple):
-    """Of one batch."""
+    """The results of one batch."""
 
     tokens: jax.Array  # [B, Q, S]
     log_probability: jax.Array  # [B, Q]
-    recall: jax.Array  # [B, L, K] of the first question's evidence
-    held: jax.Array  # [B] vision entries, mean over layers and heads
+    recall: jax.Array  # [B, L, K] share of the first question's evidence that is kept
+    held: jax.Array  # [B] vision entries that are kept, mean over layers and heads
 
 
 @functools.partial(jax.jit, static_argnames="new_tokens", compiler_options=_QUICK)
 def _compress(prompt, policy, table, evidence, key, *, new_tokens: int) -> tuple[vlkv.PackedCache, Any, Any]:
-    """One batch's cache, evidence recall and vision entries. `policy` None: the oracle, with ImgRandom's memory."""
+    """Compresses one batch: cache, recall and held of `Seen`. `policy` None: the oracle, with ImgRandom's memory."""
     if policy is None:
         most = policies.ImgRandom(keep=BYTES[0])
         cache = analysis.oracle_cache(prompt, evidence, most, table, new_tokens=new_tokens, key=key)
@@ -247,7 +240,7 @@ def _compress(prompt, policy, table, evidence, key, *, new_tokens: int) -> tuple
 
 @functools.partial(jax.jit, static_argnames="new_tokens", compiler_options=_QUICK)
 def _ask(params, cache, logits, wanted, *, new_tokens: int) -> tuple[Any, Any]:
-    """Greedy answers, and the log-probabilities of the right ones."""
+    """Greedy answers, and the log-probabilities of the right answers."""
     tokens = vlkv.decode(params, cache, logits, sampling=vlkv.Greedy(max_new_tokens=new_tokens))[0]
     return tokens, jnp.sum(vlkv.log_probabilities(params, cache, logits, wanted), axis=1)
 
@@ -257,9 +250,9 @@ _extend = jax.jit(vlkv.extend, compiler_options=_QUICK)
 
 def _answer(params: Any, prompt: vlkv.Prompt, policy: Policy | None, table: Any, batch: Batch, key: Any,
             new_tokens: int) -> Seen:  # fmt: skip
-    """Compresses one batch, and asks it all its questions."""
-    room = new_tokens + (0 if batch.fed is None else batch.fed[0].tokens.shape[1])
-    cache, recall, held = _compress(prompt, policy, table, batch.evidence, key, new_tokens=room)
+    """Compresses one batch and asks all its questions."""
+    capacity = new_tokens + (0 if batch.fed is None else batch.fed[0].tokens.shape[1])
+    cache, recall, held = _compress(prompt, policy, table, batch.evidence, key, new_tokens=capacity)
     asked = [(cache, prompt.logits)] if batch.fed is None else [_extend(params, cache, fed) for fed in batch.fed]
     said = [_ask(params, *one, batch.wanted[:, i], new_tokens=new_tokens) for i, one in enumerate(asked)]
     tokens, scores = (np.stack(column, 1) for column in zip(*said, strict=True))
@@ -269,16 +262,16 @@ def _answer(params: Any, prompt: vlkv.Prompt, policy: Policy | None, table: Any,
 class Batch(NamedTuple):
     """Questions that are answered together."""
 
-    real: int
+    real: int  # rows without padding
     inputs: Inputs
-    fed: tuple[Inputs, ...] | None
-    wanted: np.ndarray  # [B, Q, S]
-    evidence: np.ndarray
+    fed: tuple[Inputs, ...] | None  # the questions, if they are not part of `inputs`
+    wanted: np.ndarray  # [B, Q, S] token ids of the right answers
+    evidence: np.ndarray  # [B, T] of the first question
     answers: list[list[str]]  # [B][Q]
 
 
 def batches(asked: Sequence[Question], processor: Any, section: Section) -> Iterator[Batch]:
-    """All questions; the last batch is filled up with its last question."""
+    """Batches of all questions; the last one is padded with its last question."""
     size = BATCH if section.kind != "several" else 10
     for begin in range(0, len(asked), size):
         part = asked[begin : begin + size]
@@ -296,14 +289,14 @@ def batches(asked: Sequence[Question], processor: Any, section: Section) -> Iter
 
 
 def _extension(processor: Any, texts: Sequence[str]) -> Inputs:
-    """What follows the image in a prompt."""
+    """The part of the prompts after the image."""
     prompts = [processor.prompts.write(text, 1, 0) for text in texts]
     start = prompts[0][: prompts[0].index("<image>") + len("<image>")]
     return processor.extension([start] * len(prompts), prompts)
 
 
 def measure(params: Any, processor: Any, section: Section, count: int, seed: int, done: Done) -> None:
-    """Answers whatever the results do not hold yet."""
+    """Measures the rows of a section that the results do not contain yet."""
     todo = [cell for cell in section.plan if done.find(section, cell, count, seed) is None]
     if not todo:
         return
@@ -314,8 +307,8 @@ def measure(params: Any, processor: Any, section: Section, count: int, seed: int
     whole: list[Any] = []
     for cell in tqdm(todo, desc=section.name, unit="cell", mininterval=5):
         policy = cell.policy
-        shortens = isinstance(policy, Policy) and policy.reducer is not None
-        if not whole and not shortens:
+        reduces = isinstance(policy, Policy) and policy.reducer is not None
+        if not whole and not reduces:
             whole = [_read(params, batch.inputs) for batch in made]
         if isinstance(policy, str):
             program, table = None, policies.ImgRandom(keep=cell.bytes).totals(layers=layers, most=length)
@@ -325,7 +318,7 @@ def measure(params: Any, processor: Any, section: Section, count: int, seed: int
         seen, processed = [], []
         for number, batch in enumerate(made):
             key = jax.random.key(number)
-            prompt = _read(params, batch.inputs, policy, key=key) if shortens else whole[number]
+            prompt = _read(params, batch.inputs, policy, key=key) if reduces else whole[number]
             out = _answer(params, prompt, program, table, batch, key, section.new_tokens)
             seen.append(jax.tree.map(lambda x, n=batch.real: np.asarray(x)[:n], out))
             processed.append(np.mean([np.asarray(layer.valid)[: batch.real].sum(1) for layer in prompt.layers], 0))
@@ -336,7 +329,7 @@ def measure(params: Any, processor: Any, section: Section, count: int, seed: int
 def summary(
     params: Any, processor: Any, cell: Cell, made: list[Batch], seen: Seen, processed: np.ndarray
 ) -> dict[str, Any]:
-    """Exact match with its interval, digits by place, perplexity, evidence recall, and the cost."""
+    """A row of the results: exact match with its interval, digits by place, perplexity, evidence recall, and cost."""
     wanted = [answer for batch in made for row in batch.answers for answer in row]
     said = [str(text) for row in seen.tokens for text in processor.decode(row)]
     right = np.array([a == b for a, b in zip(said, wanted, strict=True)])
@@ -363,7 +356,7 @@ def summary(
 
 
 def by_place(said: Sequence[str], wanted: Sequence[str]) -> list[float]:
-    """Share of the answers whose first, second, ... digit is right, of those that have one there."""
+    """For each place, the share of right digits among the answers that have a digit there."""
     places: list[list[bool]] = []
     for answer, truth in zip(said, wanted, strict=True):
         digits = answer.split()
@@ -387,21 +380,15 @@ class Done:
             self.content["rows"] = json.loads(path.read_text())["rows"]
 
     def find(self, section: Section, cell: Cell, count: int, seed: int) -> dict[str, Any] | None:
-        """The row, if it is there."""
+        """The row of a cell; None if it has not been measured."""
         name = cell.policy if isinstance(cell.policy, str) else code(cell.policy)
         wanted = (section.name, name, cell.bytes, count, seed)
         return next((row for row in self.content["rows"] if _identity(row) == wanted), None)
 
     def add(self, section: Section, cell: Cell, count: int, seed: int, row: dict[str, Any]) -> None:
-        """Compares the row with the full cache's, and writes the file."""
-        row = {
-            "section": section.name,
-            "kind": section.kind,
-            "bytes": cell.bytes,
-            "questions": count,
-            "seed": seed,
-            **row,
-        }
+        """Adds a row and its difference from the full cache, and writes the file."""
+        about = {"section": section.name, "kind": section.kind, "bytes": cell.bytes, "questions": count, "seed": seed}
+        row = about | row
         full = self.find(section, Cell("Full", policies.Full(), 1.0), count, seed) or row
         row["loss"], row["loss_low"], row["loss_high"] = paired(full["right"], row["right"])
         row["same_as_full"] = float(np.mean([a == b for a, b in zip(row["said"], full["said"], strict=True)]))
@@ -413,6 +400,7 @@ class Done:
 
 
 def _words(cell: Cell) -> list[str]:
+    """The names in a cell's policy, which --policy selects by."""
     return re.findall(r"\w+", cell.policy if isinstance(cell.policy, str) else code(cell.policy))
 
 
@@ -421,156 +409,20 @@ def _identity(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def paired(full: str, other: str) -> tuple[float, float, float]:
-    """Mean difference of two lists of right and wrong answers to the same questions, with its 95 % interval."""
+    """Mean difference between two strings of 0 (wrong) and 1 (right) for the same questions, with its 95 % interval."""
     difference = np.array([int(a) - int(b) for a, b in zip(full, other, strict=True)], float)
     margin = 1.96 * difference.std(ddof=1) / math.sqrt(len(difference))
     return float(difference.mean()), float(difference.mean() - margin), float(difference.mean() + margin)
 
 
-def show(rows: Sequence[dict[str, Any]]) -> None:
-    """One table per section."""
-    console = Console(width=150)
-    for name in dict.fromkeys(row["section"] for row in rows):
-        table = Table("policy", "bytes", "held", "exact, % [95 %]", "loss", "by place", "recall", "perplexity",
-                      title=name)  # fmt: skip
-        for row in rows:
-            if row["section"] == name:
-                table.add_row(
-                    row["policy"], f"{row['bytes']:.1%}", f"{row['held']:.1%}",
-                    f"{100 * row['exact']:.1f} \\[{100 * row['low']:.1f}, {100 * row['high']:.1f}]",
-                    f"{100 * row['loss']:.1f}", " ".join(f"{100 * p:.0f}" for p in row["places"]),
-                    f"{np.mean(row['recall']):.2f}", f"{row['perplexity']:.3g}",
-                )  # fmt: skip
-        console.print(table)
-
-
-def documented(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """The tables of README and docs/quality.md by the names of their marks, from the rows of the reported seed."""
-    rows = [row for row in rows if row["seed"] == EVALUATED]
-    if not rows:
-        return dict.fromkeys(("summary", "methods", "compositions", "settings", "papers"), NOT_MEASURED)
-    found = {(row["section"], row["name"], row["bits"], row["bytes"]): row for row in rows}
-
-    def exact(section: str, name: str, share: float, bits: int = 16) -> str:
-        row = found.get((section, name, bits, share))
-        return "" if row is None else f"{100 * row['exact']:.1f}"
-
-    def interval(section: str, name: str, share: float, bits: int = 16) -> str:
-        row = found.get((section, name, bits, share))
-        return "" if row is None else f"{100 * row['exact']:.1f} [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
-
-    def asked(section: str) -> str:
-        count = len(found[section, "Full", 16, 1.0]["right"])
-        return f"{count} answers, full cache {interval(section, 'Full', 1.0)}."
-
-    def line(*cells: str) -> str:
-        return f"| {' | '.join(cells)} |"
-
-    def methods(section: str, only: Iterable[str] | None = None) -> list[str]:
-        """Best first, by what they reach with 10 % of the bytes; with intervals where all methods are listed."""
-        every = dict.fromkeys((row["name"], row["bits"]) for row in rows
-                              if row["section"] == section and row["bytes"] in BYTES)  # fmt: skip
-        chosen = [(name, bits) for name, bits in every if only is None or name in only]
-        chosen.sort(key=lambda pair: -found.get((section, *pair, 0.1), {"exact": -1})["exact"])
-        said = interval if only is None else exact
-        return [
-            line(name if bits == 16 else f"{name}, {bits} bits", *(said(section, name, share, bits) for share in BYTES))
-            for name, bits in chosen
-        ]
-
-    header = [line("method, default settings", *(f"{100 * share:.0f} %" for share in BYTES)), "|---|---|---|---|---|"]
-    bounds = (
-        f"{asked('baselines')} Oracle, which keeps what the answer needs and random tokens, has "
-        f"{interval('baselines', 'Oracle', 0.02)} at 2 %; random tokens have {interval('baselines', 'ImgRandom', 0.1)} "
-        f"at 10 %; the page averaged over 2 x 2 patches (25 %) has {interval('baselines', 'Downsample', 0.25)}."
-    )
-    best = (
-        f'Smoothed scores in 4 bits keep more: where values lie to the right of their tags, "{ON_ROWS}" has '
-        f"{exact('compositions right', ON_ROWS, 0.02, 4)} at 2 % and {exact('compositions right', ON_ROWS, 0.01, 4)} "
-        f'at 1 % (full cache {exact("compositions right", "Full", 1.0)}); on pages of both shapes "{ON_BOTH}" has '
-        f"{exact('compositions', ON_BOTH, 0.02, 4)} at 2 % (full cache {exact('compositions', 'Full', 1.0)})."
-    )
-    compositions = [line("composition", "2 %", "1 %", "values to the right: 2 %", "1 %"), "|---|---|---|---|---|"]
-    for name in dict.fromkeys(
-        row["name"] for row in rows if row["section"] == "compositions" and row["name"] != "Full"
-    ):
-        for bits in (16, 4):
-            values = [exact(section, name, share, bits)
-                      for section in ("compositions", "compositions right") for share in (0.02, 0.01)]  # fmt: skip
-            compositions.append(line(f"{name}, {bits} bits", *values))
-    compositions += ["", f"Both shapes: {asked('compositions')}", f"To the right: {asked('compositions right')}"]
-    settings = []
-    for section, title in SETTINGS.items():
-        if (section, "Full", 16, 1.0) in found:
-            settings += [f"{title}: {asked(section)}", "", *header]
-            settings += [*methods(section), ""]
-
-    def percent(values: Iterable[float]) -> str:
-        return " ".join(f"{100 * value:.0f}" for value in values)
-
-    papers = ["| method at 10 % | exact | evidence kept, first to last layer | right, first to sixth digit |"]
-    papers += ["|---|---|---|---|"]
-    for name in FIVE:
-        row = next((row for row in rows if row["name"] == name and row["bytes"] == 0.1
-                    and row["section"] in ("methods", "shorter prompts")), None)  # fmt: skip
-        if row is not None:
-            layers = percent(np.mean(row["recall"], axis=1))
-            papers.append(line(name, f"{100 * row['exact']:.1f}", layers, percent(row["places"])))
-    return {
-        "papers": "\n".join(papers),
-        "summary": "\n".join([bounds, "", *header, *methods("methods", PAPERS), "", best]),
-        "methods": "\n".join([asked("methods"), "", *header, *methods("methods")]),
-        "compositions": "\n".join(compositions),
-        "settings": "\n".join(settings).strip(),
-    }  # fmt: skip
-
-
-FIVE = ("AirCache", "PrefixKV", "LightKV", "CSP", "AVL")  # the papers that define this library
-PAPERS = (*FIVE, "SnapKV", "H2O", "PyramidKV")
-SETTINGS = {
-    "shorter prompts": "Methods that shorten the prompt",
-    "unknown": "Compressed before any question is known",
-    "several": "Three pages, one of them asked about",
-}
-
-
-def write_documents(rows: Sequence[dict[str, Any]], files: Iterable[Path]) -> None:
-    """Puts the tables between their marks `<!-- quality: NAME -->` and `<!-- /quality -->`."""
-    tables = documented(rows)
-    for file in files:
-        text = MARKED.sub(lambda match: f"{match[1]}{tables[match[2]]}{match[4]}", file.read_text())
-        file.write_text(text)
-
-
-MARKED = re.compile(r"(<!-- quality: (\w+) -->\n)(.*?)(\n<!-- /quality -->)", re.DOTALL)
-DOCUMENTS = ("README.md", "docs/quality.md")
-
-
-def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Quality against bytes, of all methods and compositions on pages of both shapes.
-
-    Oracle is left out: it is told where the answer stands.
-    """
-    rows = [row for row in rows if row["seed"] == EVALUATED]
-    points = [
-        {"name": row["name"], "bits": row["bits"], "bytes": row["bytes"], "quality": row["exact"], "low": row["low"],
-         "high": row["high"]}
-        for row in rows
-        if row["section"] in ("methods", "compositions", "baselines") and row["name"] not in ("Full", "KIVI", "Oracle")
-    ]  # fmt: skip
-    full = next(row for row in rows if row["section"] == "methods" and row["name"] == "Full")
-    curves.plot(points, file, title="Ledger pages: quality against bytes, 95 % intervals", label="exact answers",
-                  full=full["exact"])  # fmt: skip
-
-
 def main() -> None:
     """Measures, writes the JSON, prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("section", nargs="*", help="names as above, or their first words (default: all)")
-    parser.add_argument("--questions", type=int, default=500)
+    parser.add_argument("section", nargs="*", help="sections by their name or its beginning (default: all)")
+    parser.add_argument("--questions", type=int, default=500, help="number of questions (default: 500)")
     parser.add_argument("--seed", type=int, default=EVALUATED)
-    parser.add_argument("--policy", help="only methods that are made of this one, such as AirCache")
-    parser.add_argument("--out", type=Path, help="write the numbers here as JSON, and go on with what it holds")
+    parser.add_argument("--policy", help="only policies that contain this one, such as AirCache")
+    parser.add_argument("--out", type=Path, help="file of results as JSON, from which a run resumes")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw quality against bytes")
     parser.add_argument("--documents", action="store_true", help=f"write the tables into {' and '.join(DOCUMENTS)}")
     args = parser.parse_args()

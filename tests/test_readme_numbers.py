@@ -7,14 +7,15 @@ import json
 import pytest
 
 quality = pytest.importorskip("benchmarks.quality", reason="needs the extra bench")
+tables = pytest.importorskip("benchmarks.quality_tables")
 
 
-@pytest.mark.parametrize("name", quality.DOCUMENTS)
+@pytest.mark.parametrize("name", tables.DOCUMENTS)
 def test_the_tables_are_made_of_the_results(root, name):
-    rows = json.loads(quality.RESULTS.read_text())["rows"] if quality.RESULTS.exists() else []
-    tables = quality.documented(rows)
-    marked = quality.MARKED.findall((root / name).read_text())
-    assert marked and all(shown == tables[mark] for _, mark, shown, _ in marked)
+    rows = json.loads(tables.RESULTS.read_text())["rows"] if tables.RESULTS.exists() else []
+    made = tables.documented(rows)
+    marked = tables.MARKED.findall((root / name).read_text())
+    assert marked and all(shown == made[mark] for _, mark, shown, _ in marked)
 
 
 def test_the_tables_by_hand(tmp_path):
@@ -22,7 +23,7 @@ def test_the_tables_by_hand(tmp_path):
 
     def row(section, name, share, exact, bits=16):
         return {"section": section, "name": name, "bits": bits, "bytes": share, "exact": exact, "low": exact - 0.01,
-                "high": exact + 0.01, "right": "1" * 500, "seed": quality.EVALUATED, "recall": [[0.5, 0.7], [1.0, 1.0]],
+                "high": exact + 0.01, "right": "1" * 500, "seed": tables.EVALUATED, "recall": [[0.5, 0.7], [1.0, 1.0]],
                 "places": [0.9, 0.25]}  # fmt: skip
 
     every = ("baselines", "methods", "compositions", "compositions right")
@@ -35,19 +36,19 @@ def test_the_tables_by_hand(tmp_path):
         row("methods", "SnapKV", 0.1, 0.7),
         row("methods", "RoCo", 0.1, 0.3),
     ]
-    best = quality.ON_ROWS
+    best = tables.ON_ROWS
     smooth = [row("compositions", best, 0.02, 0.88, 4), row("compositions right", best, 0.01, 0.86, 4)]
-    chosen_by = row("compositions", best, 0.02, 0.5, 4) | {"seed": quality.TUNED}
+    chosen_by = row("compositions", best, 0.02, 0.5, 4) | {"seed": tables.TUNED}
     file = tmp_path / "page.md"
     file.write_text(
         "a\n<!-- quality: summary -->\nold\n<!-- /quality -->\nb\n<!-- quality: compositions -->\n\n<!-- /quality -->\n"
     )
-    quality.write_documents([*full, *bounds, *methods, *smooth, chosen_by], [file])
+    tables.write_documents([*full, *bounds, *methods, *smooth, chosen_by], [file])
     summary, compositions = file.read_text().split("\nb\n")
     assert summary.startswith("a\n<!-- quality: summary -->\n500 answers, full cache 90.0 [89.0, 91.0]. Oracle")
     assert "89.0 [88.0, 90.0] at 2 %" in summary and "old" not in summary and "RoCo" not in summary
     assert summary.index("| SnapKV |  | 70.0 |  |  |") < summary.index("| H2O |  | 20.0 |  |  |")
-    table = quality.documented([*full, *bounds, *methods])["papers"].splitlines()
+    table = tables.documented([*full, *bounds, *methods])["papers"].splitlines()
     assert table[2:] == ["| CSP | 40.0 | 60 100 | 90 25 |"]
     assert f"| {best}, 4 bits | 88.0 |  |  | 86.0 |" in compositions
 

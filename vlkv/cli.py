@@ -21,7 +21,10 @@ COMMANDS = {
     "generate": ("vlkv.commands.answer", "answer a question about an image"),
     "chat": ("vlkv.commands.conversation", "ask several questions about the same images"),
     "policies": ("vlkv.commands.methods", "list the policies, or describe one"),
-    "inspect": ("vlkv.commands.inspect", "measure budgets, attention, survival or cost, as the papers draw them"),
+    "inspect": (
+        "vlkv.commands.inspect",
+        "repeat the measurements of the papers' figures: budgets, attention, cost",
+    ),
     "bench": ("vlkv.commands.bench", "time prefill and decoding, or a published table's settings"),
     "profile": ("vlkv.commands.profile", "measure what share of its tokens each layer keeps, for PrefixKV"),
     "eval": ("vlkv.commands.evaluate", "ask your own questions under several policies: quality, bytes and speed"),

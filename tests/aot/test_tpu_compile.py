@@ -104,7 +104,10 @@ def test_mass_of_a_few_gathered_rows(generation):
 )
 def test_prefill_attention(generation, model):
     shapes = [((2, PROMPT, model[name], 128), jnp.bfloat16) for name in ("heads", "kv_heads", "kv_heads")]
-    attend = lambda q, k, v, valid: prefill_attention(q, k, v, valid=valid)  # noqa: E731
+
+    def attend(q, k, v, valid):
+        return prefill_attention(q, k, v, valid=valid)
+
     assert kernels(compile_for(generation, attend, *shapes, ((2, PROMPT), bool))) == 1
 
 

@@ -1,6 +1,6 @@
-"""Policies against the full cache in one run: compiled first, then taken in turn, round by round, medians.
+"""Measures policies and the full cache in one run: all are compiled first, then run alternately; medians of rounds.
 
-A busy moment of the machine then meets all alike, and a ratio means something on shared cores too.
+Alternating spreads other load on the machine over all policies, so that ratios are meaningful on shared cores too.
 
 Axes: B batch · S new tokens.
 """
@@ -37,30 +37,30 @@ def measure(
     trace: Path | None = None,
     place: Callable[[Any], Any] = jax.device_put,
 ) -> list[dict[str, Any]]:
-    """One result per contestant, the first of which is the one that the others are compared with.
+    """Measures several policies; the others are compared with the first.
 
     Args:
         params: the model.
-        setting: how long a prompt, how many rows, how many new tokens.
-        contestants: the full cache first.
-        rounds: how often each is timed after one run to warm up.
-        tick: is told what has just been done.
-        trace: a folder; one more round of each is recorded there for a profiler.
-        place: puts the inputs where they belong; on a mesh call this within `jax.set_mesh`.
+        setting: length of the prompt, number of rows and of new tokens.
+        contestants: the policies, the full cache first.
+        rounds: number of timed runs of each policy, after one run to warm up.
+        tick: called with a description of each finished step.
+        trace: folder for a profile of one more run of each policy.
+        place: places the inputs on devices; on a mesh, call `measure` within `jax.set_mesh`.
 
     Returns:
-        Seconds and bytes, or `error` for a contestant that this device has no memory for.
+        For each policy its seconds and bytes, or `error` if it needs more memory than the device has.
     """
     inputs = place(make_inputs(params.config, setting.batch, setting.prompt, setting.vision))
     found: list[dict[str, Any]] = [{} for _ in contestants]
     pairs: dict[int, Pair] = {}
     for i, policy in enumerate(contestants):
-        with _failing(found[i]):
+        with _record_out_of_memory(found[i]):
             pairs[i] = compile_pair(params, inputs, policy, new=setting.new)
         tick(f"{label(policy)}: compiled")
-    for i in sorted(pairs, key=lambda i: pairs[i].bytes):  # the hungriest last: each can raise the high-water mark
-        before = _high_water()
-        with _failing(found[i]):
+    for i in sorted(pairs, key=lambda i: pairs[i].bytes):  # in order of memory, so that each can raise the peak
+        before = _peak_so_far()
+        with _record_out_of_memory(found[i]):
             _run(pairs[i], params, inputs)
             found[i]["peak"] = _peak(pairs[i], before)
         tick(f"{label(contestants[i])}: warm")
@@ -93,7 +93,7 @@ def _summary(pair: Pair, times: np.ndarray, setting: Setting) -> dict[str, Any]:
     prefill, decode, kept = np.median(times, axis=0)
     return {
         "prefill_seconds": float(prefill),
-        "decode_seconds": float(decode),  # of all S tokens; the first of them comes with the prefill
+        "decode_seconds": float(decode),  # of S - 1 steps: the prefill gives the first token
         "step_seconds": float(decode / (setting.new - 1)),
         "tokens_per_second": float(setting.batch * setting.new / decode),
         "kept_per_layer": float(kept),
@@ -106,7 +106,7 @@ def _summary(pair: Pair, times: np.ndarray, setting: Setting) -> dict[str, Any]:
 
 
 def compared(one: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
-    """A row with the figures of the first contestant's, and the ratios: round by round, then the median."""
+    """Adds the full cache's figures to a row, and the ratios to them: the median over the rounds."""
     if one is full or "error" in one or "error" in full:
         return one
     ratios = {
@@ -119,23 +119,23 @@ def compared(one: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
     return {**one, "full": {name: full[name] for name in shown}, "to_full": ratios}
 
 
-def _high_water() -> int | None:
-    """The most bytes that the device has ever held; None: it does not count (a CPU)."""
+def _peak_so_far() -> int | None:
+    """The device's peak memory in bytes so far; None if it does not report it (a CPU)."""
     stats = jax.local_devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
     return stats.get("peak_bytes_in_use") if stats else None
 
 
 def _peak(pair: Pair, before: int | None) -> dict[str, Any]:
-    """Measured where this run has raised the device's high-water mark, else as the compiler has laid it out."""
-    after = _high_water()
+    """Peak memory: measured if this run has raised the device's peak, else as planned by the compiler."""
+    after = _peak_so_far()
     if before is not None and after is not None and after > before:
         return {"bytes": after, "source": "device.memory_stats", "planned": pair.bytes}
     return {"bytes": pair.bytes, "source": "compiled.memory_analysis", "planned": pair.bytes}
 
 
 @contextlib.contextmanager
-def _failing(into: dict[str, Any]) -> Any:
-    """A device without enough memory is a result, as in the papers' tables; anything else is not."""
+def _record_out_of_memory(into: dict[str, Any]) -> Any:
+    """Stores "out of memory" as the result, as the papers' tables do; raises all other errors."""
     try:
         yield
     except InputError:

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace, console: Console, results: Results) -> Any:
     """Measures all batch sizes and prints medians of alternating rounds, in milliseconds."""
     if args.model is not None or (args.prompt is not None and len(args.prompt) != 1):
         raise InputError(
-            "--preset a-vl-figure-8 is one layer of the paper's model: no --model, and one --prompt at most"
+            "--preset a-vl-figure-8 measures one layer of the paper's model: no --model, and at most one --prompt"
         )
     stored, dtype = (args.prompt or [STORED])[0], args.dtype or default_dtype()
     batches = args.batch or BATCHES

@@ -1,6 +1,6 @@
 """Published tables of times, operations and memory, with their settings: `vlkv bench --preset NAME` measures the same.
 
-Figures are copied as printed. Where a paper does not say a setting, `notes` says what is used instead. "k" is 1024
+Figures are copied as printed. Where a paper does not give a setting, `notes` says what is used instead. "k" is 1024
 tokens. Every table's throughput counts decoding alone, except PrefixKV's.
 """
 
@@ -43,7 +43,7 @@ class Table:
     computed: bool = False  # from the config, not timed
 
 
-# How a printed figure is made of a measured row.
+# Computes a printed figure from a measured row.
 OURS: dict[str, Callable[[dict[str, Any]], float]] = {
     "prefill_seconds": lambda row: row["prefill_seconds"],
     "decode_seconds": lambda row: row["decode_seconds"],
@@ -62,7 +62,7 @@ OURS: dict[str, Callable[[dict[str, Any]], float]] = {
 
 
 def _aircache(model: str, batch: int, kilo: int, *figures: float) -> Iterator[Point]:
-    """Prefill full and ours, decoding full, 50 %, 10 %, throughput full, 50 %, 10 %."""
+    """Points of one row: prefill full, AirCache; decoding full, 50 %, 10 %; throughput full, 50 %, 10 %."""
     setting = Setting(batch, 1024 * kilo, 64, 512)
     full, ours, *rest = figures
     for i, policy in enumerate([policies.Full(), *(policies.AirCache(keep=keep) for keep in (0.5, 0.1))]):
@@ -71,7 +71,7 @@ def _aircache(model: str, batch: int, kilo: int, *figures: float) -> Iterator[Po
 
 
 _A100 = "A100 80 GB"
-_TOWER = "decoder only: the vision tower, the same with every policy, is not run"
+_TOWER = "decoder only: the vision tower, which costs the same with every policy, is not run"
 
 _AIRCACHE_3 = Table(
     "AirCache, Table 3: LLaVA-OneVision-7B, 512 new tokens, 64 of the prompt text",
@@ -87,8 +87,8 @@ _AIRCACHE_3 = Table(
     ),
     (
         _TOWER,
-        "the table names no model; the paper's main one, since its Table 9 adds the two others",
-        'the paper prints one prefill for "ours": it stands beside both shares',
+        "the table names no model: the paper's main model is used, because Table 9 has the two others",
+        'the paper prints one prefill time for "ours": it is shown for both shares',
     ),
 )
 _AT_4 = Setting(16, 8 * 1024, 64, 512)
@@ -107,8 +107,8 @@ _AIRCACHE_4 = Table(
     ),
     (
         _TOWER,
-        "LLaVA-OneVision's tower has no class token: FasterVLM ranks by mean attention, of the tower that is not run",
-        "the shares of IVTP's two stages are not said: both leave the root of 10 %",
+        "LLaVA-OneVision's tower has no class token: FasterVLM ranks by the tower's mean attention, here 0",
+        "the shares of IVTP's two stages are not given: here each keeps the square root of 10 %",
     ),
 )
 _AIRCACHE_6 = Table(
@@ -126,7 +126,7 @@ _AIRCACHE_6 = Table(
     ),
     (
         _TOWER,
-        "the paper's seconds are of a whole benchmark, which it does not name: compare rows with each other",
+        "the paper's seconds are for a whole benchmark that it does not name: compare rows only with each other",
         "starred rows take longer in the paper because the answers get longer: here all have 512 tokens",
     ),
 )
@@ -151,14 +151,14 @@ _AIRCACHE_9 = Table(
     ),
     (
         _TOWER,
-        "214 token/s of Qwen2-VL-7B at 8 x 32k is as printed; 14.6 s would be 281",
-        "InternVL2-8B, batch 16: of two rows that say 16k in the text at hand, the first is taken for 8k",
+        "214 token/s of Qwen2-VL-7B at 8 x 32k is as printed, but 14.6 s would give 281",
+        "InternVL2-8B, batch 16: two rows say 16k in our copy of the table; the first is taken as 8k",
     ),
 )
 
 
 def _prefixkv(model: str, batch: int, prompt: int, new: int, *latency: float, speed: tuple[float, ...]) -> Any:
-    """Seconds at 20, 40, 60, 80 % and full, where they fitted; tokens per second likewise."""
+    """Points of one row: seconds and tokens per second at 20, 40, 60, 80 % and full, until memory ran out."""
     shares = (0.2, 0.4, 0.6, 0.8)
     contestants = [policies.Full(), *(policies.PrefixKV(keep=keep) for keep in shares)]
     seconds, speeds = dict(zip((*shares, 1.0), latency, strict=False)), dict(zip(shares, speed, strict=False))
@@ -173,7 +173,7 @@ def _prefixkv(model: str, batch: int, prompt: int, new: int, *latency: float, sp
 
 _PREFIXKV_3 = Table(
     "PrefixKV, Table 3: LLaVA-1.5, one image",
-    "A100 (memory not said)",
+    "A100 (memory not given)",
     (
         *_prefixkv("llava-1.5-13b", 8, 1024, 512, 20.0, 24.3, 27.5, 29.7, 30.5, speed=(204.6, 168.1, 148.7, 137.6)),
         *_prefixkv("llava-1.5-13b", 16, 624, 256, 11.7, 14.2, 15.9, 17.3, 17.8, speed=(349.5, 288.0, 256.3, 236.5)),
@@ -201,9 +201,9 @@ _CSP_2 = Table(
         )
     ),
     (
-        "prompt length not said: 3217 tokens are what 1.571 GiB hold at 512 KiB each",
-        "neither are batch and new tokens: 1 and 128 here",
-        "our bytes include the room for the new tokens",
+        "prompt length not given: 1.571 GiB hold 3217 tokens of 512 KiB",
+        "batch and number of new tokens not given: here 1 and 128",
+        "our bytes include the capacity for new tokens",
     ),
 )
 
@@ -224,9 +224,9 @@ _AVL_LATENCY = Table(
     "A-VL, Decoder Inference Latency: LLaVA-1.6-7B, 50 % of the cache kept",
     "A40",
     tuple(_avl()),
-    ("batches and prompt length not said: five tiles of 576 tokens here", "1 / 1.8 and 50.5 % hold for all batches"),
+    ("batches and prompt length not given: here five tiles of 576 tokens", "1 / 1.8 and 50.5 % hold for all batches"),
 )
-_AVL_3 = {  # S, C, P, T in percent, and megabytes: vision and other tokens of a row are what the megabytes hold
+_AVL_3 = {  # megabytes, then S, C, P, T in percent; numbers of vision and other tokens follow from the megabytes
     ("llava-1.5-7b", 576, 70): (
         (339,), (156, 40), (156, 40, 30), (170, 45, 30, 90), (163, 45, 30, 90, 50),
     ),
@@ -245,12 +245,12 @@ def _avl_3() -> Iterator[Point]:
             policy: Policy = policies.Full()
             if stored:
                 policy = policies.AVL(keep=stored, core=core or None, prefill=prefill or None, text=text or None)
-            new = 2  # of which one is cached
+            new = 2  # one of them is cached
             setting = Setting(1, vision + others - 1, others - 1, new)
             yield Point(model, setting, policy, {"cache_megabytes": megabytes})
 
 
-# Table 6's layers count from 0, and the one named still sees what the one before saw: one more has run.
+# Table 6 counts layers from 0 and reduces after the named layer; our option is the number of layers before.
 _LAMBDA: dict[tuple[int, ...], tuple[int, ...]] = {(15, 23, 31): (16, 24, 32), (17, 24, 31): (18, 25, 32)}
 _LIGHTKV_SIZES = {
     "llava-1.5-13b": 576,
@@ -260,7 +260,7 @@ _LIGHTKV_SIZES = {
 }
 _LIGHTKV_NOTES = (
     _TOWER,
-    "prompt lengths not said: 48 tokens of text and 576 or 2144 of vision give the paper's own FLOPs and bytes",
+    "prompt lengths not given: 48 text and 576 or 2144 vision tokens give the paper's FLOPs and bytes",
 )
 
 
@@ -270,7 +270,7 @@ def _lightkv(model: str, method: Policy, new: int, **figures: float) -> Point:
 
 
 def _lambda(model: str, printed: tuple[int, ...] = (15, 23, 31)) -> tuple[int, ...] | None:
-    """The stages of a 13B model; None: scaled to another depth, which the paper does not print."""
+    """LightKV's layers of a 13B model; None (scaled to the depth) for others, since the paper does not give theirs."""
     return _LAMBDA[printed] if model.endswith("13b") else None
 
 
@@ -280,7 +280,7 @@ def _light(model: str, windows: tuple[int, ...] | None = None, layers: tuple[int
 
 
 def _rivals(model: str) -> tuple[Policy, ...]:
-    """The methods that shorten the prompt, in the order of Table 10; their operations in Table 1 are LightKV's."""
+    """The methods that reduce the prompt, in the order of Tables 1 and 10."""
     stages = _lambda(model)
     return (
         policies.FastV(keep=0.53),
@@ -319,7 +319,7 @@ def _lightkv_1() -> Iterator[Point]:
 
 
 def _lightkv_2() -> Iterator[Point]:
-    """InternVL2-8B; the order of rivals is the paper's."""
+    """InternVL2-8B; methods in the order of the table."""
     setting = Setting(1, 7 * 256 + 74, 74, 100)
     yield Point("internvl2-8b", setting, policies.Full(), {"teraflops": 35.7, "cache_gib": 0.24})
     for rate, flops, size in ((0.6, 24.0, 0.15), (0.55, 22.9, 0.14)):
@@ -370,25 +370,25 @@ TABLES: dict[str, Table] = {
     "csp-table-2": _CSP_2,
     "a-vl-latency": _AVL_LATENCY,
     "a-vl-table-3": Table(
-        "A-VL, Table 3: memory of the cache", "not said", tuple(_avl_3()),
-        ("prompt lengths not said: 646 and 2249 tokens are what the full cache's megabytes hold",
-         "our bytes are those allocated, in tiles of 16 slots; K = 3 where there is a core"),
+        "A-VL, Table 3: memory of the cache", "not given", tuple(_avl_3()),
+        ("prompt lengths not given: the full cache's megabytes hold 646 and 2249 tokens",
+         "our bytes are those allocated, in tiles of 16 slots; K = 3 if there is a core"),
     ),
     "lightkv-table-1": Table(
         "LightKV, Table 1: operations and cache of LLaVA at 55 %", "counted, not timed", tuple(_lightkv_1()),
         (_LIGHTKV_NOTES[1], "tower, all logits and 100 new tokens counted; the cache is what is kept, unpadded",
-         "methods after prefill keep what the printed bytes hold: 45 %, 48.5 % for NeXT, ToMe (C) 50 %",
-         "HiRED's share is not printed: left out. The operations of methods after prefill include the whole prefill"),
+         "methods after prefill keep the share that gives the printed bytes: 45 %, 48.5 % for NeXT, ToMe (C) 50 %",
+         "HiRED is left out, because its share is not given. Methods after prefill compute the whole prefill"),
         computed=True,
     ),
     "lightkv-table-2": Table(
         "LightKV, Table 2: operations and cache of InternVL2-8B", "counted, not timed", tuple(_lightkv_2()),
-        ("prompt not said: seven tiles and 74 tokens of text hold the full cache's 0.24 GiB",
-         "Lambda not said: chosen by rate= so that 60 and 55 % of the vision tokens are left on average"),
+        ("prompt not given: the full cache's 0.24 GiB hold seven tiles and 74 text tokens",
+         "Lambda not given: rate= is set so that 60 and 55 % of the vision tokens are left on average"),
         computed=True,
     ),
     "lightkv-table-4": Table(
-        "LightKV, Table 4: time to the first token, LLaVA 13B", "A100 (memory not said)", tuple(_lightkv_4()),
+        "LightKV, Table 4: time to the first token, LLaVA 13B", "A100 (memory not given)", tuple(_lightkv_4()),
         (*_LIGHTKV_NOTES, "windows 4, 2, 1, for NeXT 6, 4, 2; printed deviations 0.91, 0.72, 2.22 and 0.79 ms"),
     ),
     "lightkv-table-6": Table(
@@ -397,7 +397,7 @@ TABLES: dict[str, Table] = {
         computed=True,
     ),
     "lightkv-table-10": Table(
-        "LightKV, Table 10: first token, and 100 new ones", "A100 (memory not said)", tuple(_lightkv_10()),
+        "LightKV, Table 10: first token, and 100 new tokens", "A100 (memory not given)", tuple(_lightkv_10()),
         (*_LIGHTKV_NOTES, "FastV keeps 53 %, so that 55 % are left on average; the paper does not print its share"),
     ),
 }  # fmt: skip
@@ -405,24 +405,26 @@ OPERATORS = ("a-vl-figure-8",)  # an operator's table: vlkv/benching/operators.p
 
 
 def named(name: str) -> Table:
-    """The table, or InputError with those there are."""
+    """The table of a preset; raises InputError if there is none of this name."""
     if name not in TABLES:
-        raise InputError(f"--preset {name}: there are {', '.join([*TABLES, *OPERATORS])}")
+        raise InputError(f"--preset {name}: unknown; choose one of {', '.join([*TABLES, *OPERATORS])}")
     return TABLES[name]
 
 
 def count(config: ModelConfig, point: Point) -> dict[str, float]:
-    """Operations of the whole job and bytes kept at its end, by `vlkv.analysis.cost`, of one row of a batch."""
+    """Teraflops of the whole job and bytes of the cache at its end, of one row, by `vlkv.analysis.cost`."""
     c, setting, policy = config.decoder, point.setting, point.policy
     vision = policy.vision_bounds(layers=c.layers, vision=setting.vision, images=1)
     prompt = np.array(vision) + setting.text
     total = policy.bound(layers=c.layers, vision=setting.vision, text=setting.text)
-    held = np.array([total // c.layers + (i < total % c.layers) for i in range(c.layers)])  # decoding is linear in them
+    held = np.array(
+        [total // c.layers + (i < total % c.layers) for i in range(c.layers)]
+    )  # the cost of decoding is linear in them
     flops = cost.prefill_flops(c, prompt).sum() + cost.logits_flops(c, int(prompt[-1]) + setting.new - 1)
     if config.vision is not None:
         merge = getattr(config.wiring, "merge", 1)
         each = config.vision.tokens // merge**2
-        cut = setting.vision > each and setting.vision % each > 0  # tiles lose their padding: one more than they fill
+        cut = setting.vision > each and setting.vision % each > 0  # padding was cut: one tile more ran than they fill
         flops += cost.tower_flops(config.vision, c.width, -(-setting.vision // each) + cut, merge=merge)
     flops += sum(cost.decode_flops(c, held + i).sum() for i in range(1, setting.new))
     size = cost.cache_bytes(c, held + setting.new, 2).sum()

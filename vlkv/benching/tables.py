@@ -19,7 +19,7 @@ _GIB = 2**30
 
 
 def _name(policy: Policy) -> str:
-    """With its scope, and the options that are not the method's own."""
+    """The label with the scope, and with the options that differ from the method's defaults."""
     full = isinstance(policy, policies.Full)
     default = type(policy)() if full else type(policy)(keep=policy.keep or 1.0)
     differs = {
@@ -50,11 +50,11 @@ def show(console: Console, table: Table) -> None:
 def plan(console: Console, lines: Sequence[Line], done: Iterable[bool]) -> None:
     """Prints the planned measurements and the bytes that they need."""
     table = Table("model", "batch", "prompt", "text", "new", "policy", "weights GiB", "cache GiB", "measured")
-    for (subject, setting, policy), is_there in zip(lines, done, strict=True):
+    for (subject, setting, policy), is_done in zip(lines, done, strict=True):
         size = cache_bytes(policy, subject.config, setting, subject.dtype.itemsize)
         table.add_row(
             f"{subject.name}, {subject.dtype.name}", *_sizes(setting), _name(policy), f"{subject.bytes / _GIB:.3f}",
-            f"{size / _GIB:.4f}", "yes" if is_there else "",
+            f"{size / _GIB:.4f}", "yes" if is_done else "",
         )  # fmt: skip
     show(console, table)
 

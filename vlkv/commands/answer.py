@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, metavar="T", help="sample instead of taking the most likely token")
     parser.add_argument("--top-p", type=float, metavar="P", help="sample from the nucleus of this probability")
     parser.add_argument("--top-k", type=int, metavar="K", help="sample from this number of most likely tokens")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling and of random policies")
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampling and of random policies")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -152,7 +152,7 @@ def _from_file(args: argparse.Namespace, sampling: Greedy, params: Model, proces
     before = processor.prompts.before_question(args.prompt, note["images"])
     fed = processor.extension([before], [processor.prompts.write(args.prompt, note["images"])])
     question = int(fed.valid.sum())
-    room = round_up(question, processor.buckets.text) + sampling.max_new_tokens
-    cache = resize(cache, int(cache.used[0]) + room)
+    added = round_up(question, processor.buckets.text) + sampling.max_new_tokens
+    cache = resize(cache, int(cache.used[0]) + added)
     cache, logits = jax.jit(extend)(params, cache, fed)
     return _Ready(cache, logits, policy, note["prompt_tokens"] + question)

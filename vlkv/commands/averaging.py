@@ -1,7 +1,7 @@
 """The mean of what `vlkv inspect` measured on several samples.
 
-Where samples differ in length (steps of an answer, tokens of a prompt), each place is the mean over the samples that
-have it.
+Where samples differ in length (steps of an answer, tokens of a prompt), each element is the mean over the samples that
+are long enough.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _mean(values: Sequence[Any]) -> Any:
         return {name: _mean([value[name] for value in values]) for name in first if all(name in v for v in values)}
     if isinstance(first, (list, tuple)):
         return [_mean(alike) for alike in zip(*values, strict=False)]
-    if first is None or np.asarray(first).dtype.kind in "USO":  # names
+    if first is None or np.asarray(first).dtype.kind in "USO":  # names, not numbers
         return first
     stack = _stack(values)
     counts = np.isfinite(stack).sum(axis=0)

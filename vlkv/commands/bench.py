@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: float32 on a CPU)"
     )
     parser.add_argument("--out", type=Path, metavar="JSON", help="file of results, from which a run resumes")
-    parser.add_argument("--trace", type=Path, metavar="DIR", help="folder for a profile of one further round of each")
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="folder for a profile of one more round of each")
     parser.add_argument(
         "--compilation-cache", type=Path, metavar="DIR", help="folder in which compiled programs are cached"
     )
@@ -86,13 +86,10 @@ def run(args: argparse.Namespace) -> Any:
         return counted if args.json else None
     results = Results(args.out, command)
     if args.dry_run:
-        there = [results.find(_identity(line)) is not None for line in lines]
-        tables.plan(console, lines, there)
-        return (
-            [{**_identity(line), "measured": done} for line, done in zip(lines, there, strict=True)]
-            if args.json
-            else None
-        )
+        done = [results.find(_identity(line)) is not None for line in lines]
+        tables.plan(console, lines, done)
+        planned = [{**_identity(line), "measured": found} for line, found in zip(lines, done, strict=True)]
+        return planned if args.json else None
     if args.compile_only:
         return _compile(args, console, lines, hits)
     _measure(args, work, results)
@@ -178,7 +175,7 @@ def _measure(args: argparse.Namespace, work: list[tuple[Subject, Setting, list[P
         params, held = None, None
         for subject, setting, absent, running in todo:
             if held != subject.name:
-                params = None  # let the last one go before the next comes
+                params = None  # frees the previous model before the next is loaded
                 params, held = subject.params(), subject.name
             assert params is not None
 
@@ -212,7 +209,7 @@ def _compile(args: argparse.Namespace, console: Console, lines: list[tables.Line
 
 def _say_hits(console: Console, hits: Hits | None) -> None:
     if hits is not None:
-        console.print(f"compilation cache: {hits.hits} programs found, {hits.misses} made", highlight=False)
+        console.print(f"compilation cache: {hits.hits} programs loaded, {hits.misses} compiled", highlight=False)
 
 
 def _identity(line: tables.Line) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", action="append", default=[], metavar="FILE", help="an image; may be repeated")
     add_policy_arguments(parser)
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="limit on the length of an answer")
-    parser.add_argument("--seed", type=int, default=0, help="for random policies")
+    parser.add_argument("--seed", type=int, default=0, help="seed of random policies")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -36,11 +36,11 @@ from vlkv.processing import Processor
 from vlkv.reading import Prompt, read_prompt
 
 METHODS = ("ImgRandom", "SnapKV", "AirCache")  # with default settings
-BYTES = (0.1, 0.02)  # of the vision entries of a full cache in 16 bits
-SHOWN = 0.02  # in the picture
+BYTES = (0.1, 0.02)  # shares of the bytes that the vision entries of a full 16-bit cache take
+SHOWN = 0.02  # the share that the picture shows
 NEW_TOKENS = 16
 BEST = "AirCache smooth 4-bit"
-# A third off the time to compile, nothing off the speed of so small a model.
+# Compiling takes a third less time, and a model this small runs as fast.
 _QUICK = {"xla_llvm_disable_expensive_passes": True}
 _read_prompt = jax.jit(read_prompt, compiler_options=_QUICK)
 _fill_cache = jax.jit(fill_cache_with, static_argnames="new_tokens", compiler_options=_QUICK)
@@ -52,10 +52,10 @@ class Row(NamedTuple):
     """One line of the table."""
 
     name: str
-    share: float  # of the bytes
+    share: float  # of the bytes of a full cache's vision entries
     answer: str
-    right: bool  # or, where the right answer is not known, the same as with the full cache
-    recall: float | None  # of the evidence, mean over layers and heads
+    right: bool  # or, if the right answer is unknown, whether it equals the full cache's
+    recall: float | None  # share of the evidence that is kept, mean over layers and heads
     bytes: int
     milliseconds: float  # per token
     kept: np.ndarray  # [T] share of the layers and heads that hold each prompt token
@@ -66,13 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="which page of the demo model (default: 0)")
     parser.add_argument("--model", metavar="DIR", help="a checkpoint folder or a hub id, for your own data")
     parser.add_argument("--image", metavar="FILE", help="your own image; needs --question and --model")
-    parser.add_argument("--question", metavar="TEXT", help="about the image")
-    parser.add_argument("--out", type=Path, default=Path("vlkv_demo.png"), metavar="PNG", help="where the picture goes")
+    parser.add_argument("--question", metavar="TEXT", help="question about the image")
+    parser.add_argument("--out", type=Path, default=Path("vlkv_demo.png"), metavar="PNG", help="file of the picture")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 class Case(NamedTuple):
-    """The question. Answer and evidence are known only for the pages of the demo."""
+    """The question. Answer and evidence are known only for the demo's own pages."""
 
     folder: Any
     processor: Processor
@@ -113,9 +113,9 @@ def run(args: argparse.Namespace) -> Any:
 
 def find_case(args: argparse.Namespace) -> Case:
     """The user's question, or one about an unseen page."""
-    own = (args.model, args.image, args.question)
-    if any(value is not None for value in own):
-        if None in own:
+    given = (args.model, args.image, args.question)
+    if any(value is not None for value in given):
+        if None in given:
             raise InputError("--image, --question and --model must be given together, or not at all")
         processor = loading.load_processor(args.model)
         with Image.open(args.image) as file:
@@ -138,9 +138,9 @@ def plan() -> list[tuple[str, float, Policy]]:
 
 
 def read(params: Model, case: Case, prompt: Prompt, name: str, share: float, policy: Policy, full: str | None) -> Row:
-    """Generates one answer token by token and measures its time.
+    """Generates one answer token by token and measures the time per token.
 
-    All keeps run in the program and in the memory of keep = 1, so that each method is compiled once.
+    Every budget uses the program and the memory of keep = 1, so that each method is compiled once.
     """
     layers, length = len(prompt.layers), prompt.valid.shape[1]
     given = budget(policy, at_keep(policy, 1.0), layers=layers, length=length)
@@ -162,7 +162,7 @@ def read(params: Model, case: Case, prompt: Prompt, name: str, share: float, pol
 
 
 def show(console: Console, case: Case, rows: list[Row]) -> None:
-    """The table."""
+    """Prints the table."""
     title = f"{case.question} -> {case.truth}" if case.truth is not None else case.question
     verdict, recall = Column("", no_wrap=True), Column("evidence", no_wrap=True)
     table = Table("method", "bytes", "answer", verdict, recall, "KiB", "ms", title=title)
@@ -175,8 +175,8 @@ def show(console: Console, case: Case, rows: list[Row]) -> None:
         table.add_row(row.name, f"{row.share:.0%}", row.answer, mark, kept, size, milliseconds)
     console.print(table)
     console.print(
-        'bytes: of the vision entries, as a share of a full cache\'s in 16 bits; all text is kept (scope="vision").\n'
-        "evidence: share of the tokens that the answer needs, mean over layers and heads. KiB: the cache. ms: a token."
+        'bytes: relative to the vision entries of a full 16-bit cache; all text is kept (scope="vision").\n'
+        "evidence: share of the needed tokens that is kept, mean over layers and heads. KiB: cache. ms: per token."
     )
 
 

@@ -41,13 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='one or several, with options as in "aircache(keep=0.1, alpha=0.5)" (default: full)',
     )  # fmt: skip
     parser.add_argument(
-        "--keep",
-        nargs="+",
-        type=float,
-        default=[],
-        metavar="FRACTION",
-        help="for every policy without a keep of its own",
-    )
+        "--keep", nargs="+", type=float, default=[], metavar="FRACTION",
+        help="shares of the tokens to keep, for each policy whose options name neither keep nor budget",
+    )  # fmt: skip
     parser.add_argument(
         "--scope",
         choices=["vision", "all"],
@@ -62,27 +58,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--temperature", type=float, default=0.2, metavar="T",
-        help=f"of the two drawn answers that are the full cache's own {SELF}; 0: draw none (default: 0.2)",
+        help=f"of two sampled answers that give the full cache's own {SELF}; 0: no sampling (default: 0.2)",
     )  # fmt: skip
     parser.add_argument("--frames", type=int, default=8, metavar="N", help="most frames of a video (default: 8)")
     parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="FOLDER",
-        help="for the results; an interrupted run found there is resumed",
-    )
+        "--out", type=Path, required=True, metavar="FOLDER",
+        help="folder of the results; if it has an interrupted run, that run is resumed",
+    )  # fmt: skip
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="rows that are prefilled together")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="the longest answer")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="limit on the length of an answer")
     parser.add_argument(
         "--query-agnostic", action="store_true", help="compress before the question is known, once for each image"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of random policies and drawn answers")
+    parser.add_argument("--seed", type=int, default=0, help="seed of random policies and sampled answers")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> Any:
-    """The table, and where the files are; or the numbers as JSON."""
+    """Prints the table and the names of the result files, or returns the numbers for JSON."""
     # All input is checked before weights are read.
     metrics = list(dict.fromkeys(args.metric))
     records = read_records(args.file, answers=metrics != [SELF])
@@ -118,7 +111,7 @@ def run(args: argparse.Namespace) -> Any:
         hidden = not bar.is_terminal
         run_all(
             params, processor, records, plan, settings, journal,
-            shown=lambda batches: track(batches, "asking", console=bar, transient=True, disable=hidden),
+            progress=lambda batches: track(batches, "asking", console=bar, transient=True, disable=hidden),
         )  # fmt: skip
     except InputError as error:
         raise InputError(f"{args.file}, {error}" if str(error).startswith("line ") else str(error)) from None
@@ -142,12 +135,12 @@ def run(args: argparse.Namespace) -> Any:
 
 
 def policies_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> list[Policy]:
-    """Every policy at every keep; those that keep everything, or name their own keep, once."""
+    """Every policy at every keep; policies that keep everything, or name their own keep or budget, occur once."""
     plan: list[Policy] = []
     called = [policy_called(text, f"--policy {text}", config) for text in args.policy]
     scope = args.scope or common_scope(cls for cls, options in called if "scope" not in options)
     for cls, options in called:
-        if issubclass(cls, Full):  # nothing competes for anything
+        if issubclass(cls, Full):  # keeps everything, so a scope means nothing
             plan.append(make(cls, **options))
             continue
         if scope is not None:

@@ -1,10 +1,10 @@
-"""Find the method and the bits that answer best at each number of bytes: a table, a plot, and Python code for each.
+"""Find the method and the bits that answer best at each cache size: a table, a plot, and Python code for each.
 
   vlkv frontier --quick --out frontier
   vlkv frontier questions.jsonl --model FOLDER --policy snapkv aircache
 
 The first asks the demo model and takes minutes; the second asks your model your own questions.
-Every policy runs alone and with its entries in fewer bits, at equal bytes. A run that was stopped is continued.
+Every policy runs with and without quantisation, at equal bytes. An interrupted run is resumed.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy", nargs="+", metavar="NAME",
         help=f"with options as in 'aircache(window=\"text\")' (default: {', '.join(_METHODS)}, and smoothed ones)",
     )  # fmt: skip
-    parser.add_argument("--bits", nargs="+", type=int, default=[16, 8, 4, 2], metavar="N", help="of an entry's numbers")
+    parser.add_argument("--bits", nargs="+", type=int, default=[16, 8, 4, 2], metavar="N", help="bits per number")
     parser.add_argument(
         "--bytes", nargs="+", type=float, default=[0.2, 0.1, 0.05, 0.02, 0.01], metavar="SHARE",
         help="budgets, as shares of the full cache in 16 bits (default: 0.2 0.1 0.05 0.02 0.01)",
     )  # fmt: skip
     parser.add_argument("--metric", default="exact", metavar="NAME", help=f"of {', '.join(METRICS)} (default: exact)")
-    parser.add_argument("--questions", type=int, default=200, metavar="N", help="of the demo model (default: 200)")
-    parser.add_argument("--quick", action="store_true", help="few methods, budgets and questions: minutes")
+    parser.add_argument("--questions", type=int, default=200, metavar="N", help="number of ledger pages (default: 200)")
+    parser.add_argument("--quick", action="store_true", help="few methods, budgets and questions; takes minutes")
     parser.add_argument("--out", type=Path, default=Path("frontier"), metavar="FOLDER", help="(default: frontier)")
-    parser.add_argument("--batch", type=int, default=20, metavar="N", help="questions that are read together")
-    parser.add_argument("--max-new-tokens", type=int, default=16, metavar="N", help="of an answer (default: 16)")
+    parser.add_argument("--batch", type=int, default=20, metavar="N", help="rows that are prefilled together")
+    parser.add_argument("--max-new-tokens", type=int, default=16, metavar="N", help="limit of an answer (default: 16)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -79,16 +79,15 @@ def run(args: argparse.Namespace) -> Any:
         raise InputError(f"--metric {args.metric}: give a metric for which higher is better")
     if args.out.exists() and not args.out.is_dir():
         raise InputError(f"{args.out}: is a file; --out is a folder for the results")
-    source = args.model
-    processor = loading.load_processor(source)
+    processor = loading.load_processor(args.model)
     args.out.mkdir(parents=True, exist_ok=True)
     check_plots(args.out / PLOT)
-    file, records = _questions(args, source)
+    file, records = _questions(args)
     check_metrics([args.metric], len(records))
     named = _plan(args, processor)
     plan = [policy for _, _, policy in named]
     settings = Settings(max_new_tokens=args.max_new_tokens, batch=min(args.batch, len(records)))
-    folder = loading.resolve(source)
+    folder = loading.resolve(args.model)
     facts = {
         "model": fingerprint.of_model(folder),
         "file": fingerprint.of_file(file),
@@ -98,10 +97,10 @@ def run(args: argparse.Namespace) -> Any:
     journal, bar = Journal(args.out, facts), Console(stderr=True)
     try:
         if journal.resumed:
-            bar.print(f"going on after {journal.resumed} answers", highlight=False)
+            bar.print(f"resuming after {journal.resumed} answers", highlight=False)
         params = loading.load_params(folder)
-        shown = partial(track, description="asking", console=bar, transient=True, disable=not bar.is_terminal)
-        run_all(params, processor, records, plan, settings, journal, shown=shown)
+        progress = partial(track, description="asking", console=bar, transient=True, disable=not bar.is_terminal)
+        run_all(params, processor, records, plan, settings, journal, progress=progress)
     finally:
         journal.close()
     summary = summarise(records, plan, [args.metric], journal.entries)
@@ -113,10 +112,7 @@ def run(args: argparse.Namespace) -> Any:
         points.append({"name": name, "bits": bits, "bytes": share, "quality": row[args.metric], "low": low,
                        "high": high, "code": code(policy), "cache_bytes": row["cache_bytes"]})  # fmt: skip
     chosen = [(share, best) for share in args.bytes if (best := curves.best_at(points[1:], share)) is not None]
-    lines = [
-        {"share": share, **best, "python": _python(args, source, file, settings, best["code"])}
-        for share, best in chosen
-    ]
+    lines = [{"share": share, **best, "python": _python(args, file, settings, best["code"])} for share, best in chosen]
     result = {"run": facts, "machine": describe(), "metric": args.metric, "questions": summary["questions"],
               "points": points, "best": lines}  # fmt: skip
     save(result, args.out / RESULTS)
@@ -128,11 +124,11 @@ def run(args: argparse.Namespace) -> Any:
     return None
 
 
-def _questions(args: argparse.Namespace, source: Any) -> tuple[Path, list[Record]]:
+def _questions(args: argparse.Namespace) -> tuple[Path, list[Record]]:
     """The user's file, or ledger pages that are written next to the results."""
     if args.file is not None:
         return args.file, read_records(args.file)
-    if loading.resolve(source) != loading.MINI:
+    if loading.resolve(args.model) != loading.MINI:
         raise InputError("give FILE.jsonl, because only the demo model has default questions")
     file = args.out / QUESTIONS / export.QUESTIONS
     if not file.exists() or len(read_records(file)) != args.questions:
@@ -156,12 +152,13 @@ def _plan(args: argparse.Namespace, processor: Processor) -> list[tuple[str, int
     return plan
 
 
-def _python(args: argparse.Namespace, source: Any, file: Path, settings: Settings, policy: str) -> str:
+def _python(args: argparse.Namespace, file: Path, settings: Settings, policy: str) -> str:
+    """One line of Python that measures a point of the frontier again."""
     options = f"batch={settings.batch}, max_new_tokens={settings.max_new_tokens}"
     metric = "" if args.metric == "exact" else f"metric={args.metric!r}, "
     return (
         f"from vlkv.evaluation.curves import quality; from vlkv.policies import *; "
-        f"print(quality({str(source)!r}, {str(file)!r}, {policy}, {metric}{options}))"
+        f"print(quality({args.model!r}, {str(file)!r}, {policy}, {metric}{options}))"
     )
 
 

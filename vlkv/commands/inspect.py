@@ -1,4 +1,4 @@
-"""Measure what the papers draw, of any model, data and policy: budgets, attention, survival, cost and more.
+"""Repeat the measurements of the papers' figures on any model, data and policy: budgets, attention, cost and more.
 
 vlkv inspect --what budgets --model mini --samples 100
 vlkv inspect questions.jsonl --what lorenz --model DIR
@@ -38,12 +38,12 @@ from vlkv.policies import Policy
 from vlkv.processing import Processor
 from vlkv.processing.images import open_image
 
-_ROWS = 32  # of the table
-_FRAMES = 8  # of a video
+_ROWS = 32  # most rows of the printed table
+_FRAMES = 8  # sampled from a video
 
 
 class Sample(NamedTuple):
-    """A question and what it is about."""
+    """A question and its images or videos."""
 
     images: Sequence[Any]
     question: str
@@ -54,32 +54,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv inspect`."""
     parser.add_argument(
         "data", nargs="?", type=Path, metavar="DATA",
-        help="samples, whose mean is shown: a JSONL as `vlkv eval` reads it, or a folder of images (with --prompt)",
+        help="samples to average over: a JSONL as for `vlkv eval`, or a folder of images (with --prompt)",
     )  # fmt: skip
     parser.add_argument("--what", required=True, metavar="NAME", help=f"one of {', '.join(WHAT)}")
     add_model_arguments(
         parser, required=False, help="a checkpoint folder, or a hub id (default: the demo model on a held-out page)"
     )
-    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="may be repeated")
-    parser.add_argument("--prompt", metavar="TEXT", help="what is asked; needed with --model and images")
+    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="an image; may be repeated")
+    parser.add_argument("--prompt", metavar="TEXT", help="the question; needed with --model or a folder")
     add_policy_arguments(parser)
-    parser.set_defaults(policy=None)  # each figure has a policy of its own
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=20, metavar="N", help="steps of decoding that are measured"
-    )
-    parser.add_argument(
-        "--samples", type=int, metavar="N", help="the first N of DATA, or N held-out pages of the demo model"
-    )
-    parser.add_argument("--ranks", type=int, default=32, metavar="N", help="points of the ranking curve")
-    parser.add_argument("--seed", type=int, default=0, help="of random policies, and of the demo pages")
-    parser.add_argument("--out", type=Path, metavar="PNG", help="where the picture goes (default: inspect-NAME.png)")
-    parser.add_argument("--json", action="store_true", help="print JSON, and draw only if --out is given")
+    parser.set_defaults(policy=None)  # each measurement has its own default policy
+    parser.add_argument("--max-new-tokens", type=int, default=20, metavar="N", help="limit on the length of an answer")
+    parser.add_argument("--samples", type=int, metavar="N", help="the first N of DATA, or N pages of the demo model")
+    parser.add_argument("--ranks", type=int, default=32, metavar="N", help="points of the curve of --what ranking")
+    parser.add_argument("--seed", type=int, default=0, help="seed of random policies and of the demo pages")
+    parser.add_argument("--out", type=Path, metavar="PNG", help="file of the picture (default: inspect-NAME.png)")
+    parser.add_argument("--json", action="store_true", help="print JSON; draw only with --out")
 
 
 def run(args: argparse.Namespace) -> Any:
-    """A table on stdout and a picture, or the arrays as JSON."""
+    """Prints a table and saves a picture, or returns the arrays for JSON."""
     if args.what not in WHAT:
-        raise InputError(f"--what {args.what}: there are {', '.join(WHAT)}")
+        raise InputError(f"--what {args.what}: unknown; choose one of {', '.join(WHAT)}")
     measure, policy = WHAT[args.what], _policy(args)
     for name, least in (("max_new_tokens", 2), ("ranks", 1), ("seed", 0)):
         if getattr(args, name) < least:
@@ -108,9 +104,9 @@ def run(args: argparse.Namespace) -> Any:
             if len(samples) == 1:
                 raise
     if not views:
-        raise InputError(f"none of {len(samples)} samples can be measured, the last one because: {problem}")
+        raise InputError(f"none of {len(samples)} samples can be measured; the last error: {problem}")
     if len(views) < len(samples):
-        console.print(f"{len(samples) - len(views)} samples left out, the last one because: {problem}", highlight=False)
+        console.print(f"{len(samples) - len(views)} samples left out; the last error: {problem}", highlight=False)
     view, title = mean_view(views), _title(args.model, policy, len(views))
     if out is not None:
         save(view.panels, out, title)
@@ -123,7 +119,7 @@ def run(args: argparse.Namespace) -> Any:
 
 
 def _title(model: str | Path | None, policy: Policy, samples: int) -> str:
-    """Model, policy, share kept and scope."""
+    """Title with the model, the policy, its keep or budget, and its scope."""
     share = f"budget {policy.budget}" if policy.budget is not None else f"keep {policy.keep or 1:.3g}"
     name = "mini" if model is None else Path(model).name
     mean = f", mean of {samples} samples" if samples > 1 else ""
@@ -131,7 +127,7 @@ def _title(model: str | Path | None, policy: Policy, samples: int) -> str:
 
 
 def _policy(args: argparse.Namespace) -> Policy:
-    """The one asked for, or the one that the figure shows."""
+    """The policy from the arguments, or else the default of the measurement."""
     if args.policy is None:
         measure = WHAT[args.what]
         args.policy = measure.policy
@@ -141,7 +137,7 @@ def _policy(args: argparse.Namespace) -> Policy:
 
 
 def _samples(args: argparse.Namespace) -> list[Sample]:
-    """What is asked, at least one."""
+    """The samples that the arguments describe; at least one."""
     if args.samples is not None and args.samples < 1:
         raise InputError(f"--samples {args.samples} must be at least 1")
     if args.data is not None:
@@ -154,7 +150,7 @@ def _samples(args: argparse.Namespace) -> list[Sample]:
     if args.model is None:
         raise InputError("--image needs --model: without both, the demo model reads held-out pages")
     if args.prompt is None:
-        raise InputError("--model needs --prompt: what is asked about the image")
+        raise InputError("--model needs --prompt, the question about the image")
     return [Sample(args.image, args.prompt)]
 
 
@@ -178,7 +174,7 @@ def _inputs(processor: Processor, sample: Sample) -> Inputs:
 
 
 def _plain(x: Any) -> Any:
-    """Arrays as lists and whatever is no finite number as null, for JSON."""
+    """Converts to JSON types: arrays become lists, NaN and infinities become null."""
     if isinstance(x, dict):
         return {name: _plain(value) for name, value in x.items()}
     if isinstance(x, (list, tuple)):
@@ -189,7 +185,7 @@ def _plain(x: Any) -> Any:
 
 
 def _show(title: str, columns: dict[str, np.ndarray]) -> None:
-    """A table of at most `_ROWS` rows."""
+    """Prints at most `_ROWS` rows, spread evenly over the columns."""
     table = Table(*columns)
     length = len(next(iter(columns.values())))
     for i in np.unique(np.linspace(0, length - 1, min(length, _ROWS)).astype(int)):

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from vlkv import policies
 
-_COMMON = ("keep", "budget", "scope", "cap")  # of all methods
+_COMMON = ("keep", "budget", "scope", "cap")  # options that all methods have
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

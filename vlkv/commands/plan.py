@@ -35,20 +35,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="prompts, over all chips (default: 1)")
     parser.add_argument(
-        "--prompt", type=int, required=True, metavar="TOKENS", help="of each prompt, including vision tokens"
+        "--prompt", type=int, required=True, metavar="TOKENS", help="tokens of each prompt, including vision tokens"
     )
     parser.add_argument("--new", type=int, default=64, metavar="TOKENS", help="generated tokens (default: 64)")
     parser.add_argument(
         "--images", type=int, metavar="N", help="images, or tiles, of a prompt (default: as many as fit)"
     )
     add_policy_arguments(parser)
-    parser.add_argument("--mesh", metavar="data=D,model=M", help="default: heads can be split, and the job fits")
+    parser.add_argument("--mesh", metavar="data=D,model=M", help="chips per axis (default: so that the job fits)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and cache (default: bfloat16)")
-    parser.add_argument(
-        "--thorough",
-        action="store_true",
-        help="compile as for running, which takes twice as long",
-    )
+    parser.add_argument("--thorough", action="store_true", help="compile with all optimisations: takes twice as long")
     parser.add_argument(
         "--generate", action="store_true", help="compile `generate` too, to see the compile time of a first call"
     )

@@ -14,9 +14,9 @@ import numpy as np
 from vlkv.errors import InputError
 from vlkv.files import replacing
 
-_IN_LEGEND = 12  # lines of one panel; of more the legend names the first and the last
-_PANELS = 4  # side by side
-_LOG = 2.0  # powers of ten from which on an axis is logarithmic
+_IN_LEGEND = 12  # if a panel has more lines, its legend names only the first and the last
+_PANELS = 4  # in one row
+_LOG = 2.0  # an axis is logarithmic if its values span more powers of ten than this
 
 
 class Curves(NamedTuple):
@@ -32,7 +32,7 @@ class Curves(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """Numbers per patch between 0 and 1, or pictures [h, w, 3] of bytes; NaN: no token there."""
+    """Values per patch between 0 and 1 (NaN where there is no token), or pictures [h, w, 3] of bytes."""
 
     title: str
     pictures: dict[str, np.ndarray]
@@ -100,7 +100,7 @@ def _curves(part: Any, panel: Curves) -> None:
 
 
 def _decades(lines: dict[str, np.ndarray]) -> float:
-    """Over how many powers of ten the values go; 0 if some are not positive."""
+    """Powers of ten that the values span; 0 if some are not positive."""
     every = np.concatenate([np.ravel(y) for y in lines.values()]).astype(float)
     every = every[np.isfinite(every)]
     return float(np.log10(every.max() / every.min())) if len(every) and every.min() > 0 else 0.0
@@ -120,5 +120,5 @@ def _maps(part: Any, panel: Maps) -> None:
 
 
 def _is_list(picture: np.ndarray) -> bool:
-    """Whether it is rows of tokens rather than a picture."""
+    """Whether the array is a matrix of rows of tokens, not a picture."""
     return picture.ndim == 2 and picture.shape[0] * 2 < picture.shape[1]

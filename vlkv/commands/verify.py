@@ -1,8 +1,9 @@
 """Compare a checkpoint with transformers: logits of prompts with and without an image, and greedy tokens.
 
 The same arrays go into both, so what is compared is the model: its weights, its tower and its decoder. Float32 logits
-may differ by rounding only. Those of bfloat16 may lie twice as far from transformers' float32 logits as transformers'
-own bfloat16 does. Tokens may part where the two most likely ones are closer than that. Needs torch and transformers.
+may differ by rounding only. Our bfloat16 logits may differ from transformers' float32 logits by twice as much as
+transformers' own bfloat16 logits do. Tokens may differ where the two most likely ones are closer than that. Needs torch
+and transformers.
 
   vlkv verify mini
   vlkv verify converted --reference original --dtype float32
@@ -115,7 +116,7 @@ class Reference:
             self.model = kind.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
         except Exception as error:  # transformers raises many kinds
             raise InputError(f"{folder}: transformers cannot load it ({one_line(error)[:200]})") from None
-        # Without the folder's own settings, such as a penalty on repetitions or a token that ends the answer.
+        # Ignore the folder's generation settings, such as a penalty on repetitions or a token that ends the answer.
         self.model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
         self.torch = torch
 

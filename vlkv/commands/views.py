@@ -1,4 +1,4 @@
-"""The measurements of `vlkv inspect`: each runs a model and returns arrays, a few columns, and panels to draw."""
+"""The measurements of `vlkv inspect`: each runs a model and returns arrays, table columns, and panels to draw."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from vlkv.prefill import fill_cache
 from vlkv.reading import Prompt, read_prompt
 from vlkv.sampling import Greedy
 
-TOP = (0.5, 0.3)  # shares of the image that A-VL's Figs. 4 and 5 compare
-_PICTURES = 8
-_SHARES = np.linspace(0, 1, 101)  # of the tokens, where Lorenz curves of any length are compared
-_WEIGHTS = np.linspace(-7, 0.5, 151)  # powers of ten of attention, where densities are compared
+TOP = (0.5, 0.3)  # shares of the vision tokens whose overlap A-VL's Figs. 4 and 5 show
+_PICTURES = 8  # most layers drawn as maps
+_SHARES = np.linspace(0, 1, 101)  # x axis of Lorenz curves: share of the tokens
+_WEIGHTS = np.linspace(-7, 0.5, 151)  # x axis of densities: log10 of a token's attention
 WINDOWS: tuple[Literal["elite", "text", "recent", "vision"], ...] = ("elite", "text", "recent", "vision")
-_ROWS = 16  # of the windows of AirCache's Fig. 1 that are a number of rows
-_MOST = 0.8  # of the attention: A-VL's measure of sparsity
-_OBSERVERS = 64  # most of a window that are drawn and compared
-# The letters of A-VL's Figs. 9 and 10, the options of `policies.AVL` that they are, and the values tried.
+_ROWS = 16  # size of the windows "recent" and "vision" in AirCache's Fig. 1
+_MOST = 0.8  # A-VL's sparsity: share of the tokens that hold this share of the attention
+_OBSERVERS = 64  # most observers of a window that are drawn and compared
+# Parameters of A-VL's Figs. 9 and 10: the option of `policies.AVL` for each letter, and the values to try.
 SWEEPS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "S": ("keep", (0.2, 0.3, 0.4, 0.6, 0.8)),
     "C": ("core", (0.1, 0.2, 0.3, 0.4)),
@@ -51,7 +51,7 @@ _concordance_of = jax.jit(analysis.concordance, static_argnames="fraction")
 
 
 class View(NamedTuple):
-    """What was measured: everything for machines, a few columns to read, panels to look at."""
+    """The result of a measurement: all arrays (for JSON), columns of the printed table, and panels of the picture."""
 
     arrays: dict[str, Any]
     columns: dict[str, np.ndarray]  # all of one length
@@ -60,7 +60,7 @@ class View(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One question to one model, and the policy that is looked at."""
+    """One question to one model, and the policy to measure."""
 
     params: Model
     inputs: Inputs
@@ -68,37 +68,39 @@ class Case:
     key: jax.Array
     new_tokens: int
     ranks: int
-    images: tuple[Image.Image, ...] = ()  # what the prompt shows, if it is to be drawn
-    say: Callable[[str], None] = print  # how long it takes
+    images: tuple[Image.Image, ...] = ()  # drawn under maps
+    say: Callable[[str], None] = print  # reports progress
 
     def read(self, policy: Policy | None = None) -> Prompt:
-        """The prompt, shortened if the policy does that."""
+        """Prefill of the prompt, reduced by the policy if it reduces prompts."""
         return _read_prompt(self.params, self.inputs, policy, key=self.key)
 
     def fill(self, prompt: Prompt, policy: Policy) -> PackedCache:
-        """What a policy keeps of it."""
+        """The compressed cache of a prompt."""
         return _fill_cache(prompt, policy, new_tokens=self.new_tokens, key=self.key)
 
     def answer(self, prompt: Prompt, cache: PackedCache) -> tuple[jax.Array, int]:
-        """What the model says, padded with -1, and how many steps of decoding that takes."""
+        """The greedy answer [1, S], padded with -1, and its number of decoding steps."""
         tokens = _answer(self.params, cache, prompt.logits, sampling=Greedy(max_new_tokens=self.new_tokens))
         steps = int((np.asarray(tokens) >= 0).sum()) - 1
         if steps < 1:
-            raise InputError("the answer is a single token, which needs no cache: ask for a longer one")
+            raise InputError("the answer is a single token, which needs no decoding: ask for a longer answer")
         return tokens, steps
 
-    def maps(self, title: str, values: np.ndarray, names: dict[int, str]) -> list[Panel]:
-        """Numbers per prompt token [n, T] between 0 and 1 as maps, over the images if there is one per grid.
+    def trace(self) -> tuple[Prompt, jax.Array, int]:
+        """Answers with the policy: the prompt, the attention to each token [S, L, B, E], and the number of steps."""
+        prompt = self.read(self.policy)
+        cache = self.fill(prompt, self.policy)
+        answer, steps = self.answer(prompt, cache)
+        return prompt, _follow(self.params, prompt, cache, answer[:, :-1]).mass, steps
 
-        Args:
-            title: of the panels.
-            values: the numbers.
-            names: which of the n to draw, and what they are called.
-        """
+    def maps(self, title: str, values: np.ndarray) -> list[Panel]:
+        """Maps of values [L, T] between 0 and 1 for at most `_PICTURES` layers; drawn over the images if known."""
+        layers = np.unique(np.linspace(0, len(values) - 1, _PICTURES).astype(int))
         grids = analysis.on_grid(values, np.asarray(self.inputs.grid)[0])
         panels: list[Panel] = []
         for i, grid in enumerate(grids):
-            shown = {name: grid[j] for j, name in names.items()}
+            shown = {f"layer {j}": grid[j] for j in layers}
             if len(self.images) == len(grids):
                 base = fitted(self.images[i], grid.shape[1:], "crop")
                 base = base.resize((grid.shape[2] * 16, grid.shape[1] * 16), Image.Resampling.NEAREST)
@@ -108,14 +110,15 @@ class Case:
 
     @property
     def vision(self) -> np.ndarray:
-        """Which prompt tokens come from an image [T]; there must be some."""
+        """Mask [T] of the vision tokens; raises InputError if there are none."""
         mask = np.asarray(self.inputs.is_vision & self.inputs.valid)[0]
         if not mask.any():
-            raise InputError("the prompt has no vision tokens to look at: give --image")
+            raise InputError("the prompt has no vision tokens: give --image")
         return mask
 
 
 def _budgets(case: Case) -> View:
+    """Entries that each layer keeps."""
     prompt = case.read(case.policy)
     cache = case.fill(prompt, case.policy)
     entries = np.asarray(analysis.layer_budgets(cache))[0]
@@ -132,6 +135,7 @@ def _budgets(case: Case) -> View:
 
 
 def _lorenz(case: Case) -> View:
+    """Lorenz curves and Gini coefficients of PrefixKV's importance, and the share of it that the budgets retain."""
     prompt = case.read()
     by_sums = dataclasses.replace(policies.PrefixKV(keep=0.5), scope=case.policy.scope)
     chosen = _choose(prompt, case.policy, key=case.key)
@@ -169,10 +173,11 @@ def _concentration(importance: Any, inside: Any, *budgets: Any) -> tuple[jax.Arr
 
 
 def _strength(case: Case) -> View:
+    """AirCache's strength and skewness of each layer."""
     if not isinstance(case.policy, policies.AirCache):
-        raise InputError(f"--what strength is AirCache's measure, --policy {type(case.policy).__name__} has none")
+        raise InputError("--what strength is AirCache's measure: give --policy aircache")
     if case.policy.scope != "vision":
-        raise InputError("--what strength measures the image: give --scope vision")
+        raise InputError("--what strength measures vision tokens: give --scope vision")
     vision = case.vision
     chosen = _choose(case.read(), case.policy, key=case.key)
     strength, skewness = (np.asarray(chosen.extra[name])[0] for name in ("strength", "skewness"))
@@ -191,6 +196,7 @@ def _strength(case: Case) -> View:
 
 
 def _divergence(case: Case) -> View:
+    """Jensen-Shannon divergence between AirCache's budgets, and between CSP's self and cross attention."""
     prompt, policy = case.read(), case.policy
     chosen, layers = _choose(prompt, policy, key=case.key), len(prompt.layers)
     budgets = {type(policy).__name__: np.asarray(chosen.budgets)[0].mean(axis=1, dtype=np.float32)}
@@ -224,6 +230,7 @@ def _divergence(case: Case) -> View:
 
 
 def _ranking(case: Case) -> View:
+    """Log-probability of the answer with a single vision token, by the rank of that token."""
     prompt, count = case.read(), int(case.vision.sum())
     ranks = np.unique(np.rint(np.linspace(0, count, min(case.ranks, count) + 1)).astype(np.int32))
     cache = case.fill(prompt, policies.Full())
@@ -231,7 +238,7 @@ def _ranking(case: Case) -> View:
     scores = _choose(prompt, case.policy, key=case.key).scores
     curve = np.asarray(_one_token_curve(case.params, prompt, cache, scores, answer, ranks))[:, 0]
     panel = Curves(
-        "one vision token at a time", "its rank (0: none)", "log-probability of the answer", ranks, {"": curve}
+        "with one vision token", "rank of the token (0: none)", "log-probability of the answer", ranks, {"": curve}
     )
     return View(
         {"ranks": ranks, "log_probability": curve}, {"rank": ranks, "log-probability of the answer": curve}, [panel]
@@ -239,6 +246,7 @@ def _ranking(case: Case) -> View:
 
 
 def _error(case: Case) -> View:
+    """Difference between the features with the full and with the compressed cache, while decoding the same answer."""
     prompt = case.read()
     cache = case.fill(prompt, policies.Full())
     answer, steps = case.answer(prompt, cache)
@@ -256,12 +264,10 @@ def _error(case: Case) -> View:
 
 
 def _attention(case: Case) -> View:
-    prompt = case.read(case.policy)
-    cache = case.fill(prompt, case.policy)
-    answer, steps = case.answer(prompt, cache)
-    trace = _follow(case.params, prompt, cache, answer[:, :-1])
+    """Share of the attention that each type of token receives, by step and by layer."""
+    prompt, mass, steps = case.trace()
     types = analysis.token_types(prompt.is_vision, prompt.valid)
-    shares = np.asarray(analysis.shares_by_type(trace.mass, types))[:steps, :, 0]
+    shares = np.asarray(analysis.shares_by_type(mass, types))[:steps, :, 0]
     by_step, by_layer = shares.mean(axis=1), shares.mean(axis=0)
     step, layer = np.arange(1, steps + 1), np.arange(shares.shape[1])
     lines, across = (dict(zip(analysis.TYPES, x.T, strict=True)) for x in (by_step, by_layer))
@@ -276,11 +282,9 @@ def _attention(case: Case) -> View:
 
 
 def _concordance(case: Case) -> View:
-    vision, prompt = case.vision, case.read(case.policy)
-    cache = case.fill(prompt, case.policy)
-    answer, steps = case.answer(prompt, cache)
-    mass = np.asarray(_follow(case.params, prompt, cache, answer[:, :-1]).mass)[:steps, :, 0, : vision.size]
-    mass = mass[..., vision]
+    """Overlap of the most attended vision tokens with those of the first layer, and with those of the first step."""
+    vision, (_, trace, steps) = case.vision, case.trace()
+    mass = np.asarray(trace)[:steps, :, 0, : vision.size][..., vision]
     everywhere = np.ones(mass.shape[-1], bool)
     between_layers, between_steps = (
         np.stack([np.asarray(_concordance_of(first, mass, everywhere, fraction=p)) for p in TOP])  # [p, S, L]
@@ -300,13 +304,13 @@ def _concordance(case: Case) -> View:
 
 
 def _survival(case: Case) -> View:
+    """Vision tokens that each layer computes, and those that it caches."""
     vision, prompt = case.vision, case.read(case.policy)
     reached = np.asarray(analysis.reached(prompt))[0]
     held = np.asarray(analysis.held(case.fill(prompt, case.policy), vision.size))[0]
     counts = {"computed": reached[:, vision].sum(axis=1), "cached": held[:, vision].sum(axis=1)}
     grid = np.asarray(case.inputs.grid)[0]
     layer = np.arange(len(held))
-    shown = np.unique(np.linspace(0, len(held) - 1, _PICTURES).astype(int))
     return View(
         {
             **counts,
@@ -316,14 +320,15 @@ def _survival(case: Case) -> View:
         {"layer": layer, **counts},
         [
             Curves("vision tokens", "layer", "tokens", layer, counts),
-            *case.maps("cached (share of heads)", held, {j: f"layer {j}" for j in shown}),
+            *case.maps("cached (share of heads)", held),
         ],
     )
 
 
 def _merged(case: Case) -> View:
+    """Vision tokens left after each stage of merging, and which patches were merged together."""
     vision = case.vision
-    owner = analysis.owners(case.params, case.inputs, case.policy)
+    owner = analysis.merged_into(case.params, case.inputs, case.policy)
     grid = np.asarray(case.inputs.grid)[0]
     by_image = analysis.on_grid(owner, grid)
     left = np.array([len(np.unique(one[vision])) for one in owner])
@@ -341,9 +346,10 @@ def _merged(case: Case) -> View:
 
 
 def _observers(case: Case) -> View:
+    """How similar the attention of the tokens within each of AirCache's windows is."""
     policy = case.policy
     if not isinstance(policy, policies.AirCache):
-        raise InputError(f"--what observers compares AirCache's windows, --policy {type(policy).__name__} has none")
+        raise InputError("--what observers compares AirCache's windows: give --policy aircache")
     vision, prompt = np.flatnonzero(case.vision), case.read()
     middle = len(prompt.layers) // 2
     agreed: dict[str, np.ndarray] = {}
@@ -354,7 +360,7 @@ def _observers(case: Case) -> View:
         agreed[window] = np.zeros(len(prompt.layers))
         for i, (layer, mask) in enumerate(zip(prompt.layers, masks, strict=True)):
             places = np.flatnonzero(mask)[-_OBSERVERS:]
-            rows = np.asarray(analysis.observed(layer.q[0], layer.k[0], layer.valid[0], places, vision))
+            rows = np.asarray(analysis.observer_attention(layer.q[0], layer.k[0], layer.valid[0], places, vision))
             agreed[window][i] = analysis.consistency(rows)
             if i == middle:
                 drawn[f"{window} ({len(places)})"] = rows / max(rows.max(), 1e-30)
@@ -373,16 +379,13 @@ def _observers(case: Case) -> View:
 
 
 def _patches(case: Case) -> View:
-    vision, prompt = case.vision, case.read(case.policy)
-    cache = case.fill(prompt, case.policy)
-    answer, steps = case.answer(prompt, cache)
-    mass = np.asarray(_follow(case.params, prompt, cache, answer[:, :-1]).mass)[:steps, :, 0, : vision.size]
-    mass = mass.mean(axis=0)  # [L, T]
+    """Attention that each vision token receives, and how few tokens hold most of it."""
+    vision, (_, trace, steps) = case.vision, case.trace()
+    mass = np.asarray(trace)[:steps, :, 0, : vision.size].mean(axis=0)  # [L, T]
     curve = np.asarray(analysis.lorenz(mass, vision))[:, : vision.sum()]
     few = (np.argmax(curve >= _MOST, axis=1) + 1) / vision.sum()
     peak = np.maximum(np.where(vision, mass, 0).max(axis=1, keepdims=True), 1e-30)
     layer = np.arange(len(mass))
-    shown = np.unique(np.linspace(0, len(mass) - 1, _PICTURES).astype(int))
     ordered = -np.sort(-mass[:, vision], axis=1)
     return View(
         {"attention": mass[:, vision], "tokens_for_80_percent": few},
@@ -391,14 +394,15 @@ def _patches(case: Case) -> View:
             Curves("sparsity", "layer", "share of the vision tokens that hold 80 %", layer, {"": few}),
             Curves("attention, sorted", "rank", "attention, mean over steps and heads",
                    np.arange(1, ordered.shape[1] + 1), {f"layer {i}": x for i, x in enumerate(ordered)}),
-            *case.maps("attention / largest of the layer", mass / peak, {j: f"layer {j}" for j in shown}),
+            *case.maps("attention / largest of the layer", mass / peak),
         ],
     )  # fmt: skip
 
 
 def _densities(case: Case) -> View:
+    """Densities of CSP's self and cross attention, and the divergence between them."""
     if not isinstance(case.policy, policies.CSP):
-        raise InputError(f"--what densities shows CSP's regions, --policy {type(case.policy).__name__} has none")
+        raise InputError("--what densities shows CSP's regions: give --policy csp")
     prompt = case.read()
     extra, valid = _choose(prompt, case.policy, key=case.key).extra, np.asarray(case.inputs.valid)[0]
     sums = [np.where(valid, np.asarray(extra[name])[0], 0).sum(axis=-1) for name in ("self", "cross")]  # [L, K]
@@ -423,6 +427,7 @@ def _densities(case: Case) -> View:
 
 
 def _cost(case: Case) -> View:
+    """FLOPs and cache bytes of each layer, and their ratio to the full cache's."""
     decoder, prompt = case.params.config.decoder, case.read(case.policy)
     cache = case.fill(prompt, case.policy)
     tokens = np.asarray(analysis.reached(prompt))[0].sum(axis=1)
@@ -443,7 +448,7 @@ def _cost(case: Case) -> View:
         {
             "tokens": tokens, "prefill_flops": prefill, "decode_flops": decode, "cache_bytes": size,
             "total": {"prefill_flops": prefill.sum(), "decode_flops": decode.sum(), "cache_bytes": size.sum()},
-            "allocated_bytes": cache.bytes,  # with room for new tokens, and quantised where the policy does that
+            "allocated_bytes": cache.bytes,  # includes capacity for new tokens, and quantisation by the policy
             "of_full": {
                 "prefill_flops": prefill.sum() / full[0].sum(),
                 "cache_bytes": size.sum() / full[1].sum(),
@@ -456,15 +461,16 @@ def _cost(case: Case) -> View:
 
 
 def _sweep(case: Case) -> View:
+    """Agreement with the full cache, and stored and used entries, for several values of each of A-VL's parameters."""
     if not isinstance(case.policy, policies.AVL):
-        raise InputError(f"--what sweep varies A-VL's S, C, K, P and T, --policy {type(case.policy).__name__} has none")
+        raise InputError("--what sweep varies A-VL's parameters: give --policy avl")
     if case.policy.budget is not None:
-        raise InputError("--what sweep varies S, a fraction: give --keep, not --budget")
+        raise InputError("--what sweep varies the fraction that is kept: give --keep, not --budget")
     arrays: dict[str, Any] = {}
     columns: list[tuple[Any, ...]] = []
     panels: list[Panel] = []
     total, begin = sum(len(values) for _, values in SWEEPS.values()), time.perf_counter()
-    case.say(f"sweep: {total} settings, each compiled by itself; an estimate follows after the first few")
+    case.say(f"sweep: {total} settings, each of which is compiled; an estimate of the time follows")
     for letter, (option, values) in SWEEPS.items():
         plan = [_varied(case.policy, option, value) for value in values]
         swept = analysis.sweep(case.params, case.inputs, plan, new_tokens=case.new_tokens, key=case.key)
@@ -481,7 +487,7 @@ def _sweep(case: Case) -> View:
 
 
 def _varied(policy: policies.AVL, option: str, value: Any) -> policies.AVL:
-    """With another value, and what would contradict it brought along: C <= S <= P."""
+    """The policy with one option changed, and core <= keep <= prefill restored by changing the others."""
     changed = {"keep": policy.keep, "core": policy.core, "prefill": policy.prefill, option: value}
     if option != "core" and changed["core"] is not None:
         changed["core"] = min(changed["core"], changed["keep"])
@@ -493,7 +499,7 @@ def _varied(policy: policies.AVL, option: str, value: Any) -> policies.AVL:
 
 
 class Measure(NamedTuple):
-    """One thing to look at, the figures it stands for, and the policy that they show."""
+    """A measurement, the figures that it repeats, and the policy and keep that they use."""
 
     view: Callable[[Case], View]
     source: str

@@ -1,4 +1,4 @@
-"""What fits, by arithmetic alone: bytes of weights and cache on one chip, the mesh to begin with, and what would fit.
+"""Arithmetic without a compiler: bytes of weights and cache on one chip, choice of the mesh, changes that would fit.
 
 Axes: B batch · P pool slots · K key heads · H head dim.
 """
@@ -30,7 +30,7 @@ _SMALLER = {"float32": "bfloat16"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is asked for, apart from where it runs."""
+    """What is to be computed, independent of the chips."""
 
     config: ModelConfig
     dtype: str
@@ -41,13 +41,13 @@ class Job:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number of the cache."""
+        """Bytes per number of the cache."""
         return int(jax.numpy.dtype(self.dtype).itemsize)
 
     def row_bytes(self, model: int = 1) -> float:
         """Bytes of one row's keys and values in the pool and the tails, without tile padding, on all `model` chips.
 
-        A quantised pool has `bits` a number, and a scale and a minimum for every group.
+        A quantised pool has `bits` per number, and a scale and a minimum per group.
         """
         c, bounds = self.config.decoder, self.question.inputs
         policy, parts = self.policy, 1 if c.kv_heads % model == 0 else model
@@ -60,7 +60,7 @@ class Job:
         return 2 * c.kv_heads * c.head_dim * ((slots - tail) * per_number + tail * self.itemsize)
 
     def tower_flops(self) -> float:
-        """Operations of the vision tower on the whole batch, about: every weight once a patch, and attention."""
+        """Approximate operations of the vision tower on the whole batch: each weight once per patch, and attention."""
         c, pixels = self.config.vision, self.question.inputs.pixels
         if c is None or pixels is None:
             return 0.0
@@ -88,18 +88,18 @@ def _weights(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def choose_mesh(job: Job, topology: Topology) -> tuple[int, int, str]:
-    """(data, model) over all chips, and why.
+    """Chooses (data, model) over all chips, and gives the reason.
 
-    The fewest chips on `model` that divide the heads and leave three quarters of the memory to cache and temporaries:
-    chips on `data` need not wait for one another. Where nothing leaves that much, half; then the most that divide the
-    heads, if all fits, then the same without regard to the heads.
+    Prefers few chips on `model`, because chips on `data` do not wait for one another: the fewest for which the job fits
+    and the weights take at most a quarter of the memory, else at most half. If there is no such mesh, takes the most
+    chips on `model` for which the job fits. Meshes that divide the heads come before all others.
 
     Raises:
-        InputError: a batch that no mesh of so many chips divides.
+        InputError: no mesh of this number of chips divides the batch.
     """
     chip, c = topology.chip, job.config.decoder
     possible = [(data, model) for data, model in factorisations(topology.count) if job.batch % data == 0]
-    # The model axis may have all chips, but beyond the heads it only makes them wait.
+    # More chips on `model` than heads would only wait.
     whole = [(data, model) for data, model in possible if c.heads % model == 0 and c.kv_heads % model == 0]
     split = [(data, model) for data, model in possible if model <= c.heads]
     if not split:
@@ -132,14 +132,14 @@ def check_mesh(job: Job, data: int) -> None:
 
 
 def remedies(job: Job, topology: Topology, data: int, model: int, *, used: int, weights: int) -> Iterator[str]:
-    """What would fit, where a chip would need `used` bytes of which `weights` are the weights.
+    """Changes that would fit if a chip needs `used` bytes, of which `weights` are the weights.
 
-    Everything but the weights grows with the rows on a chip and shrinks with the chips on `model`: so the arithmetic.
+    All other bytes are taken as proportional to the rows on a chip, and to 1 / `model`.
     """
     chip = topology.chip
-    rows, room = job.batch // data, chip.usable
+    rows, usable = job.batch // data, chip.usable
     per_row = max(1.0, (used - weights) / rows)
-    fewer = int((room - weights) // per_row)
+    fewer = int((usable - weights) // per_row)
     if 0 < fewer < rows:
         yield f"--batch {fewer * data}: {gib(weights + fewer * per_row)} a chip"
     yield from _more_chips(job, topology, data, model, per_row * rows)
@@ -147,7 +147,7 @@ def remedies(job: Job, topology: Topology, data: int, model: int, *, used: int, 
     smaller = _SMALLER.get(job.dtype)
     if smaller:
         need = weight_bytes(job.config, smaller, model, chip.platform) + (used - weights) / 2
-        if need <= room:
+        if need <= usable:
             yield f"--dtype {smaller}: {gib(need)} a chip"
     larger = [other for other in CHIPS.values() if other.platform == chip.platform and used <= other.usable]
     if larger:
@@ -156,7 +156,7 @@ def remedies(job: Job, topology: Topology, data: int, model: int, *, used: int, 
 
 
 def _more_chips(job: Job, topology: Topology, data: int, model: int, others: float) -> Iterator[str]:
-    """The same rows on twice, four times... as many chips, all of them on `model`."""
+    """The same job on 2, 4, 8... times as many chips on `model`."""
     c = job.config.decoder
     more = 2
     while model * more <= c.heads:
@@ -170,7 +170,7 @@ def _more_chips(job: Job, topology: Topology, data: int, model: int, others: flo
 
 
 def _smaller_keep(job: Job, chip: Chip, rows: int, model: int, used: int) -> Iterator[str]:
-    """A smaller cache; temporaries stay."""
+    """A smaller keep; temporaries are assumed to stay the same."""
     now = job.row_bytes(model)
     policy = job.policy
     compressed = policy if type(policy).__name__ != "Full" else None
@@ -193,7 +193,7 @@ def gib(n: float) -> str:
 
 
 def kept_bytes(cache: Any, chip_bytes: Any) -> dict[str, int]:
-    """Bytes on one chip of a cache's parts: `pool`, `tail`, and what says where its entries are."""
+    """Bytes on one chip of a cache's parts: `pool`, `tail` and `index` (arrays that locate the entries)."""
     pool = chip_bytes((cache.k, cache.v))
     tail = chip_bytes((cache.tail_k, cache.tail_v))
     return {"pool": pool, "tail": tail, "index": chip_bytes(cache) - pool - tail}

@@ -121,8 +121,8 @@ def run(job: Job, where: Topology, mesh: Any, params: Any, say: Callable[[str], 
     inputs = sharding.place_inputs(job.question.inputs, mesh)
     token = sharding.place_inputs(jax.ShapeDtypeStruct((job.batch,), np.int32), mesh)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    there = NamedSharding(mesh, PartitionSpec())
-    key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=there) if job.policy.needs_key else None
+    replicated = NamedSharding(mesh, PartitionSpec())
+    key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicated) if job.policy.needs_key else None
 
     # keep_unused, because inputs take memory on the chip even if a program does not use them.
     read = jax.jit(prefill, static_argnames="new_tokens", keep_unused=True)
@@ -141,17 +141,17 @@ def run(job: Job, where: Topology, mesh: Any, params: Any, say: Callable[[str], 
 
 def _described(job: Job, where: Topology, made: _Attempts, *, params: Any, inputs: Any, cache: Any, token: Any) -> Run:
     chip, mesh = where.chip, made.mesh
-    size = lambda tree: chip_bytes(tree, chip.platform)  # noqa: E731
+
+    def size(tree: Any) -> int:
+        return chip_bytes(tree, chip.platform)
+
     weights, parts = size(params), arithmetic.kept_bytes(cache, size)
     read_bytes = parts["pool"] + parts["tail"]
     first, second = made.programs["prefill"], made.programs["decode step"]
+    slow, step_weights = SLOWER[job.dtype], size(_read_in_a_step(params))
     times: tuple[Estimate | None, Estimate | None] = (
-        None if first is None else estimate(first, chip, slowdown=SLOWER[job.dtype]),
-        None
-        if second is None
-        else estimate(
-            second, chip, cache_bytes=read_bytes, weights=size(_read_in_a_step(params)), slowdown=SLOWER[job.dtype]
-        ),
+        None if first is None else estimate(first, chip, slowdown=slow),
+        None if second is None else estimate(second, chip, cache_bytes=read_bytes, weights=step_weights, slowdown=slow),
     )
     if not isinstance(mesh, Mesh):
         times = by_shapes(job, chip, where.count, weights=weights, read=read_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from rich.console import Group
@@ -13,6 +14,7 @@ from rich.text import Text
 from vlkv.planning.arithmetic import gib
 from vlkv.planning.jobs import Run, Step
 from vlkv.planning.planning import Plan
+from vlkv.policies import Full
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -88,7 +90,7 @@ def as_table(plan: Plan) -> Group:
     line("temporaries", lambda run: "unknown" if run.temporaries is None else gib(run.temporaries), end=True)
     line(f"needed of {gib(chip.usable)}", lambda run: gib(run.used))
     line("fits", lambda run: "yes" if run.fits else "NO", end=True)
-    for title, step in (("prefill", _prefill), ("decode step", _decode)):
+    for title, step in (("prefill", attrgetter("prefill")), ("decode step", attrgetter("decode"))):
         line(f"{title}: time", lambda run, step=step: _time(step(run)))  # type: ignore[misc]
         line("  bound by", lambda run, step=step: _bound(step(run)))  # type: ignore[misc]
         for kind in sorted({c.kind for run in plan.runs for c in _collectives(step(run))}):
@@ -99,8 +101,9 @@ def as_table(plan: Plan) -> Group:
         line("generate: compiled in", lambda run: f"{run.generate.seconds:.1f} s" if run.generate else "", end=True)
     line("tokens a second, all rows", _rate)
     head = Text(
-        f"{plan.batch} prompts of {plan.prompt} tokens ({asked.pictures} pictures: {asked.vision}, text {asked.text}; "
-        f"padded to {asked.inputs.tokens.shape[1]}), {plan.new_tokens} new ones. Mesh {plan.mesh_reason}."
+        f"{plan.batch} prompts of {plan.prompt} tokens ({asked.pictures} images, {asked.vision} vision and "
+        f"{asked.text} text tokens; padded to {asked.inputs.tokens.shape[1]}), {plan.new_tokens} new tokens. "
+        f"Mesh {plan.mesh_reason}."
     )
     parts: list[Any] = [head, table]
     for run in plan.runs:
@@ -110,17 +113,10 @@ def as_table(plan: Plan) -> Group:
     return Group(*parts, *(Text(note, style="dim") for note in plan.notes))
 
 
-def _prefill(run: Run) -> Step:
-    return run.prefill
-
-
-def _decode(run: Run) -> Step:
-    return run.decode
-
-
 def _name(run: Run) -> str:
     share = "" if run.policy.keep in (None, 1.0) else f" {run.policy.keep:.0%}"
-    return f"{type(run.policy).__name__}{share}"
+    scope = "" if isinstance(run.policy, Full) else f" ({run.policy.scope})"
+    return f"{type(run.policy).__name__}{share}{scope}"
 
 
 def _time(step: Step) -> str:

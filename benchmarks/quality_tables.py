@@ -1,0 +1,189 @@
+"""Tables, documents and plot of the results of `benchmarks.quality`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from vlkv.evaluation import curves
+
+RESULTS = Path(__file__).parent / "results" / "quality.json"
+DOCUMENTS = ("README.md", "docs/quality.md")
+MARKED = re.compile(r"(<!-- quality: (\w+) -->\n)(.*?)(\n<!-- /quality -->)", re.DOTALL)
+NOT_MEASURED = "The demo model of this version has not been measured yet: `python -m benchmarks.quality --out FILE`."
+BYTES = (0.2, 0.1, 0.05, 0.02)  # columns of the tables
+EVALUATED, TUNED = 0, 7  # seeds of the questions: the reported ones, and those by which compositions were chosen
+# The best compositions on the questions of the seed TUNED: on row pages, and on pages of both shapes.
+ON_ROWS, ON_BOTH = "AirCache text, 8 before, max", "AirCache text, 8 x 8 before, max"
+FIVE = ("AirCache", "PrefixKV", "LightKV", "CSP", "AVL")  # the papers that define this library
+PAPERS = (*FIVE, "SnapKV", "H2O", "PyramidKV")
+SETTINGS = {
+    "shorter prompts": "Methods that shorten the prompt",
+    "unknown": "Compressed before any question is known",
+    "several": "Three pages, one of them asked about",
+}
+HEADER = [
+    f"| method, default settings | {' | '.join(f'{100 * share:.0f} %' for share in BYTES)} |",
+    "|---|---|---|---|---|",
+]
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Prints one table per section."""
+    console = Console(width=150)
+    for name in dict.fromkeys(row["section"] for row in rows):
+        table = Table("policy", "bytes", "held", "exact, % [95 %]", "loss", "by place", "recall", "perplexity",
+                      title=name)  # fmt: skip
+        for row in rows:
+            if row["section"] == name:
+                table.add_row(
+                    row["policy"], f"{row['bytes']:.1%}", f"{row['held']:.1%}",
+                    f"{100 * row['exact']:.1f} \\[{100 * row['low']:.1f}, {100 * row['high']:.1f}]",
+                    f"{100 * row['loss']:.1f}", _percent(row["places"]),
+                    f"{np.mean(row['recall']):.2f}", f"{row['perplexity']:.3g}",
+                )  # fmt: skip
+        console.print(table)
+
+
+def write_documents(rows: Sequence[dict[str, Any]], files: Iterable[Path]) -> None:
+    """Writes the tables between their marks `<!-- quality: NAME -->` and `<!-- /quality -->`."""
+    tables = documented(rows)
+    for file in files:
+        text = MARKED.sub(lambda match: f"{match[1]}{tables[match[2]]}{match[4]}", file.read_text())
+        file.write_text(text)
+
+
+def documented(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """The tables of README and docs/quality.md by the names of their marks, from the rows of the reported seed."""
+    found = _Rows(rows)
+    return {name: make(found) if found.rows else NOT_MEASURED for name, make in _TABLES.items()}
+
+
+class _Rows:
+    """The rows of the reported seed, and their figures as text."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
+        self.rows = [row for row in rows if row["seed"] == EVALUATED]
+        self.found = {(row["section"], row["name"], row["bits"], row["bytes"]): row for row in self.rows}
+
+    def exact(self, section: str, name: str, share: float, bits: int = 16) -> str:
+        """Exact answers in percent; empty if not measured."""
+        row = self.found.get((section, name, bits, share))
+        return "" if row is None else f"{100 * row['exact']:.1f}"
+
+    def interval(self, section: str, name: str, share: float, bits: int = 16) -> str:
+        """Exact answers in percent with their 95 % interval; empty if not measured."""
+        row = self.found.get((section, name, bits, share))
+        return "" if row is None else f"{100 * row['exact']:.1f} [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
+
+    def answers(self, section: str) -> str:
+        """A sentence with the number of answers and the full cache's quality."""
+        count = len(self.found[section, "Full", 16, 1.0]["right"])
+        return f"{count} answers, full cache {self.interval(section, 'Full', 1.0)}."
+
+    def methods(self, section: str, only: Iterable[str] | None = None) -> list[str]:
+        """Lines of a table, best at 10 % of the bytes first; with intervals unless `only` names some methods."""
+        names = dict.fromkeys((row["name"], row["bits"]) for row in self.rows
+                              if row["section"] == section and row["bytes"] in BYTES)  # fmt: skip
+        chosen = [(name, bits) for name, bits in names if only is None or name in only]
+        chosen.sort(key=lambda pair: -self.found.get((section, *pair, 0.1), {"exact": -1})["exact"])
+        figure = self.interval if only is None else self.exact
+        return [
+            _line(name if bits == 16 else f"{name}, {bits} bits", *(figure(section, name, x, bits) for x in BYTES))
+            for name, bits in chosen
+        ]
+
+
+def _summary(found: _Rows) -> str:
+    """The methods of the papers, what bounds them, and the best composition."""
+    bounds = (
+        f"{found.answers('baselines')} Oracle, which keeps what the answer needs and random tokens, has "
+        f"{found.interval('baselines', 'Oracle', 0.02)} at 2 %; random tokens have "
+        f"{found.interval('baselines', 'ImgRandom', 0.1)} at 10 %; the page averaged over 2 x 2 patches (25 %) has "
+        f"{found.interval('baselines', 'Downsample', 0.25)}."
+    )
+    right = "compositions right"
+    best = (
+        f'Smoothed scores in 4 bits keep more: where values lie to the right of their tags, "{ON_ROWS}" has '
+        f"{found.exact(right, ON_ROWS, 0.02, 4)} at 2 % and {found.exact(right, ON_ROWS, 0.01, 4)} at 1 % (full cache "
+        f'{found.exact(right, "Full", 1.0)}); on pages of both shapes "{ON_BOTH}" has '
+        f"{found.exact('compositions', ON_BOTH, 0.02, 4)} at 2 % "
+        f"(full cache {found.exact('compositions', 'Full', 1.0)})."
+    )
+    return "\n".join([bounds, "", *HEADER, *found.methods("methods", PAPERS), "", best])
+
+
+def _methods(found: _Rows) -> str:
+    """All methods."""
+    return "\n".join([found.answers("methods"), "", *HEADER, *found.methods("methods")])
+
+
+def _compositions(found: _Rows) -> str:
+    """All compositions, with and without quantisation."""
+    lines = [_line("composition", "2 %", "1 %", "values to the right: 2 %", "1 %"), "|---|---|---|---|---|"]
+    names = (row["name"] for row in found.rows if row["section"] == "compositions" and row["name"] != "Full")
+    for name in dict.fromkeys(names):
+        for bits in (16, 4):
+            values = [found.exact(section, name, share, bits)
+                      for section in ("compositions", "compositions right") for share in (0.02, 0.01)]  # fmt: skip
+            lines.append(_line(f"{name}, {bits} bits", *values))
+    both, right = found.answers("compositions"), found.answers("compositions right")
+    return "\n".join([*lines, "", f"Both shapes: {both}", f"To the right: {right}"])
+
+
+def _settings(found: _Rows) -> str:
+    """One table for each of the other settings that have been measured."""
+    lines = []
+    for section, title in SETTINGS.items():
+        if (section, "Full", 16, 1.0) in found.found:
+            lines += [f"{title}: {found.answers(section)}", "", *HEADER, *found.methods(section), ""]
+    return "\n".join(lines).strip()
+
+
+def _papers(found: _Rows) -> str:
+    """The five papers' methods at 10 %: recall of the evidence by layer, and quality by digit."""
+    lines = ["| method at 10 % | exact | evidence kept, first to last layer | right, first to sixth digit |"]
+    lines += ["|---|---|---|---|"]
+    for name in FIVE:
+        row = next((row for row in found.rows if row["name"] == name and row["bytes"] == 0.1
+                    and row["section"] in ("methods", "shorter prompts")), None)  # fmt: skip
+        if row is not None:
+            layers = _percent(np.mean(row["recall"], axis=1))
+            lines.append(_line(name, f"{100 * row['exact']:.1f}", layers, _percent(row["places"])))
+    return "\n".join(lines)
+
+
+_TABLES: dict[str, Callable[[_Rows], str]] = {
+    "papers": _papers, "summary": _summary, "methods": _methods, "compositions": _compositions, "settings": _settings,
+}  # fmt: skip
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _percent(values: Iterable[float]) -> str:
+    return " ".join(f"{100 * value:.0f}" for value in values)
+
+
+def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
+    """Draws quality against bytes for all methods and compositions on pages of both shapes.
+
+    Leaves out Oracle, which is given the position of the answer.
+    """
+    rows = [row for row in rows if row["seed"] == EVALUATED]
+    points = [
+        {"name": row["name"], "bits": row["bits"], "bytes": row["bytes"], "quality": row["exact"], "low": row["low"],
+         "high": row["high"]}
+        for row in rows
+        if row["section"] in ("methods", "compositions", "baselines") and row["name"] not in ("Full", "KIVI", "Oracle")
+    ]  # fmt: skip
+    full = next(row for row in rows if row["section"] == "methods" and row["name"] == "Full")
+    curves.plot(points, file, title="Ledger pages: quality against bytes, 95 % intervals", label="exact answers",
+                  full=full["exact"])  # fmt: skip
