@@ -96,7 +96,7 @@ def check_command(words):
 
 @pytest.fixture
 def clone(tmp_path, monkeypatch, miniature):
-    """An empty folder that looks like a clone: what a snippet writes stays out of the real one. The model is smaller."""
+    """A folder that looks like a clone, so that snippets write nothing into the real one; the demo model is smaller."""
     for path in ROOT.iterdir():
         if not path.name.startswith("."):
             (tmp_path / path.name).symlink_to(path)
