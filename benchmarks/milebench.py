@@ -207,7 +207,7 @@ def pick(said: str, choices: Sequence[str]) -> str:
 
 
 def normalise(text: str) -> str:
-    """As in the evaluation of VQA: lower case, no punctuation, no full stop unless a digit follows."""
+    """Lower case without punctuation, by VQA's rules; a full stop stays only before a digit."""
     return strip_punctuation(re.sub(r"[\n\t]", " ", text).strip()).strip("'").strip('"').strip().lower()
 
 
