@@ -320,8 +320,8 @@ def tokens(run: Run) -> None:
     from vlkv.mini import CHECKPOINT, pages
 
     params, processor = vlkv.load(CHECKPOINT)
-    page = pages.compose(pages.held_out_digits(), np.random.default_rng(0), rows=(4, 4))
-    inputs = processor(page.image, pages.question())
+    (asked,) = pages.held_out(1)
+    inputs = processor(asked.image, asked.question)
     here, host = jax.local_devices()[0], jax.local_devices(backend="cpu")[0]
 
     def answer(name: str) -> dict[str, Any]:

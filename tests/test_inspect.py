@@ -250,7 +250,7 @@ def test_densities_and_merged(inspect, model):
     # Every patch belongs to one that is left, and these are the tokens that the layers after the stage compute.
     prompt = jax.jit(vlkv.read_prompt)(params, inputs, policies.LightKV())
     reached = np.asarray(analysis.reached(prompt))[0]
-    owners = analysis.owners(params, inputs, policies.LightKV())
+    owners = analysis.merged_into(params, inputs, policies.LightKV())
     for stage, layer in zip(owners, policies.LightKV().reductions(LAYERS), strict=True):
         left = np.unique(stage[np.asarray(inputs.is_vision)[0]])
         np.testing.assert_array_equal(stage[left], left)

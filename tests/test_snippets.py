@@ -23,7 +23,7 @@ from typing import NamedTuple
 import pytest
 
 import vlkv
-from vlkv import analysis, mini, policies, sharding
+from vlkv import analysis, loading, mini, policies, sharding
 from vlkv.cli import build_parser, main
 
 ROOT = Path(__file__).parents[1]
@@ -95,12 +95,14 @@ def check_command(words):
 
 
 @pytest.fixture
-def clone(tmp_path, monkeypatch):
-    """An empty folder that looks like a clone: what a snippet writes stays out of the real one."""
+def clone(tmp_path, monkeypatch, miniature):
+    """A folder that looks like a clone, so that snippets write nothing into the real one; the demo model is smaller."""
     for path in ROOT.iterdir():
         if not path.name.startswith("."):
             (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loading, "MINI", miniature(layers=3))
+    monkeypatch.setattr(mini, "CHECKPOINT", miniature(layers=3))
     monkeypatch.setattr("sys.stdin", io.StringIO("what does row one say?\n"))
     return tmp_path
 

@@ -44,7 +44,7 @@ def test_bad_input_is_named(asked):
         vlkv.draw_survivors(params, inputs, image, [])
     with pytest.raises(vlkv.InputError, match="1 images on a grid"):
         vlkv.draw_survivors(params, inputs, image, [policies.Full()], number=1)
-    with pytest.raises(vlkv.InputError, match="crop, stretch and pad"):
+    with pytest.raises(vlkv.InputError, match="one of crop, stretch and pad"):
         vlkv.draw_survivors(params, inputs, image, [policies.Full()], fit="zoom")
 
 

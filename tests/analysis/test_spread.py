@@ -89,7 +89,8 @@ def test_what_an_observer_sees():
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((5, 2, 4)), rng.standard_normal((5, 1, 4))
     valid = np.array([True, True, True, True, False])
-    got = analysis.observed(*(jnp.asarray(x, jnp.float32) for x in (q, k)), jnp.asarray(valid), [1, 3], [0, 2])
+    x = (jnp.asarray(x, jnp.float32) for x in (q, k))
+    got = analysis.observer_attention(*x, jnp.asarray(valid), [1, 3], [0, 2])
     for row, place in enumerate((1, 3)):
         weight = np.exp(q[place] @ k[:, 0].T / 2)[:, : place + 1]  # heads, keys up to the observer
         share = np.zeros((2, 5))

@@ -82,4 +82,4 @@ def test_the_reference_answer_stands_where_the_answer_would(processor):
     added = "x USER: what does row one say? ASSISTANT:"
     count = len(folder.tokenizer().encode(added, add_special_tokens=False).ids)
     assert dialogue.later_tokens(processor, record, begin) == count
-    assert dialogue.clipped(processor, "4 2 7", 2) == "4 2" != dialogue.clipped(processor, "4 2 7", 3)
+    assert dialogue.truncate(processor, "4 2 7", 2) == "4 2" != dialogue.truncate(processor, "4 2 7", 3)

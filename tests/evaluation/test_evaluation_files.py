@@ -82,7 +82,7 @@ def test_a_bad_row_is_named_by_its_line(file, line, said):
 def test_a_file_that_is_no_file_of_questions(file, tmp_path):
     with pytest.raises(InputError, match="no such file of questions"):
         read_records(tmp_path / "other.jsonl")
-    with pytest.raises(InputError, match="holds no questions"):
+    with pytest.raises(InputError, match="contains no questions"):
         read_records(file("", ""))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match="not a text file"):
@@ -146,7 +146,7 @@ def test_a_first_line_that_was_cut_off_is_no_journal(tmp_path):
 
 def test_a_journal_of_another_run_is_refused(tmp_path):
     Journal(tmp_path, {"file": "f", "model": 1, "policies": ["a"]}).close()
-    with pytest.raises(InputError, match="differs in model, policies; resume it with the same ones"):
+    with pytest.raises(InputError, match="differs in model, policies; resume it with the same settings"):
         Journal(tmp_path, {"file": "f", "model": 2, "policies": ["a", "b"]})
     with (tmp_path / "journal.jsonl").open("a") as file:
         file.write("nonsense\n")

@@ -135,7 +135,7 @@ def test_ocrbench():
     assert protocols.ocrbench(one("It says STOP\nhere", "go", "stop here")) == 1
     assert protocols.ocrbench(one("x ^ 2", "x^2")) == 0
     formula = Scored("so x ^ 2", ("x^2",), dataset="HME100k")  # spaces do not count, case does
-    assert protocols.ocrbench([formula, formula._replace(said="X ^ 2")]) == 0.5
+    assert protocols.ocrbench([formula, formula._replace(answer="X ^ 2")]) == 0.5
 
 
 def test_mme():

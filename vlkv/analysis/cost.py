@@ -1,11 +1,12 @@
-"""What a model computes and stores, from its config and the number of tokens per layer. Host side: numpy, exact.
+"""Operations and bytes of a model, computed from its config and the number of tokens per layer; exact, with numpy.
 
-A multiplication and an addition are two operations. Matrix products count; norms, softmax and activations do not.
-Attention counts the whole square of a layer's tokens, masked half included, as profilers do.
+A multiplication and an addition are two operations. Only matrix products are counted, not norms, softmax and
+activations. Attention counts all pairs of a layer's tokens, including the masked half, as profilers do.
 
-LightKV's Table 1 (Sec. 4.2 says what is measured, not how): with the tower, logits of the whole prompt, 48 text tokens
-and 100 new ones, the operations of the full caches agree within one percent, those of the methods that shorten the
-prompt within six percent, except for three rows of the 7B models (`vlkv bench --preset lightkv-table-1`).
+Comparison with LightKV's Table 1 (its Sec. 4.2 does not say how operations are counted): with the tower, the logits of
+the whole prompt, 48 text tokens and 100 new ones, our counts for full caches agree within one percent. For methods that
+shorten the prompt they agree within six percent, except in three rows of the 7B models
+(`vlkv bench --preset lightkv-table-1`).
 
 Axes: L layers.
 """
@@ -23,36 +24,36 @@ Counts = Int[np.ndarray, " L"]
 
 
 def prefill_flops(c: DecoderConfig, tokens: Counts) -> Counts:
-    """Operations of every layer over the `tokens` that reach it (LightKV, Tables 1 and 6)."""
+    """Operations of every layer during prefill, from its number of tokens (LightKV, Tables 1 and 6)."""
     tokens = np.asarray(tokens, np.int64)
     return tokens * _per_token(c) + 4 * tokens**2 * c.heads * c.head_dim
 
 
 def decode_flops(c: DecoderConfig, entries: Counts) -> Counts:
-    """Operations of every layer for one new token that attends to `entries`, its own included."""
+    """Operations of every layer for one new token, from the number of entries that it attends to, including its own."""
     return _per_token(c) + 4 * np.asarray(entries, np.int64) * c.heads * c.head_dim
 
 
 def logits_flops(c: DecoderConfig, tokens: int) -> int:
-    """Operations of the output head for the logits of so many tokens."""
+    """Operations of the output head for the logits of `tokens` tokens."""
     return 2 * tokens * c.width * c.vocab_size
 
 
 def tower_flops(c: VitConfig, width: int, images: int = 1, *, merge: int = 1) -> int:
-    """Operations of the vision tower and a two-layer projector to the decoder's `width`.
+    """Operations of the vision tower and of a projector with two layers.
 
     Args:
-        c: the tower.
-        width: the decoder's.
-        images: pictures, tiles or frames, each a tower's whole input.
-        merge: patches per side that become one vision token before they are projected (`wiring.merge`).
+        c: the config of the tower.
+        width: D, the width of the decoder.
+        images: number of images, tiles or frames that the tower processes.
+        merge: blocks of merge x merge patches become one vision token before the projector (`wiring.merge`).
 
     Raises:
-        InputError: a tower whose pictures have sizes of their own, or none at all.
+        InputError: the images of this tower differ in size, or there is no tower.
     """
     if not isinstance(c, VitConfig):
         towers = ", ".join(kind.__name__ for kind in VitConfig.__subclasses__())
-        raise InputError(f"tower_flops counts towers whose pictures all have one size ({towers}), "
+        raise InputError(f"tower_flops supports towers whose images all have one size ({towers}), "
                          f"not {type(c).__name__}; count the decoder alone with prefill_flops")  # fmt: skip
     patches = c.grid**2
     tokens = patches + c.class_token
@@ -63,16 +64,16 @@ def tower_flops(c: VitConfig, width: int, images: int = 1, *, merge: int = 1) ->
 
 
 def cache_bytes(c: DecoderConfig, entries: Shaped[np.ndarray, " L"], itemsize: int) -> Shaped[np.ndarray, " L"]:
-    """Bytes of the keys and values of every layer (LightKV, Tables 1 and 6), as they are before any quantisation.
+    """Bytes of the keys and values of every layer (LightKV, Tables 1 and 6), without quantisation.
 
     Args:
-        c: the decoder.
-        entries: of each layer, on average over its key heads.
-        itemsize: bytes per number, 2 for bfloat16.
+        c: the config of the decoder.
+        entries: number of entries of each layer, mean over its key heads.
+        itemsize: bytes per number; 2 for bfloat16.
     """
     return np.asarray(entries) * (2 * c.kv_heads * c.head_dim * itemsize)
 
 
 def _per_token(c: DecoderConfig) -> int:
-    """Operations of one layer's weights for one token."""
+    """Operations of one layer for one token, without attention between tokens."""
     return 2 * c.width * (2 * c.heads * c.head_dim + 2 * c.kv_heads * c.head_dim + 3 * c.mlp_width)

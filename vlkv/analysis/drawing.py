@@ -1,4 +1,4 @@
-"""Which patches of an image several methods keep, as one picture for slides and papers. PIL only."""
+"""Draws which patches of an image several methods keep, for slides and papers. Needs only PIL."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from vlkv.prefill import prefill
 from vlkv.processing.images import Picture, open_image
 from vlkv.sampling import Greedy
 
-_SIDE, _GAP, _COLUMNS = 380, 34, 4  # pixels of a panel's longer side and between panels; panels of a line
-_TITLE, _TEXT, _SMALL = 40, 28, 23  # sizes of the font
+_SIDE, _GAP, _COLUMNS = 380, 34, 4  # pixels: longer side of a panel, gap between panels; number of panels in a row
+_TITLE, _TEXT, _SMALL = 40, 28, 23  # font sizes
 _INK, _GREY, _GOOD, _BAD = (28, 30, 36), (110, 114, 124), (16, 122, 70), (190, 36, 44)
 _KEPT = np.array([255, 138, 0])  # colour of a patch that every layer and head keeps
 _FRAME = (0, 92, 230)
@@ -48,37 +48,37 @@ def draw_survivors(
         picture = vlkv.draw_survivors(params, inputs, "page.png", [policies.SnapKV(keep=0.1), policies.H2O(keep=0.1)])
         picture.save("kept.png")
 
-    The stronger the orange, the larger the share of layers and key heads whose cache holds the patch. A merged entry
-    counts as the patch that it was merged into.
+    A stronger orange means that the patch is in the cache of more layers and key heads. A merged entry counts as the
+    patch that it was merged into.
 
     Args:
         params: the model.
         inputs: one question, from the processor.
-        image: the image that the question shows.
-        plan: policies, or names for the panels and their policies.
-        fit: how the image came to the shape of the patch grid. "crop": its middle, as CLIP's processor does; "stretch":
-            resized, as SigLIP's does; "pad": with a border, as `load(..., layout="pad")` does.
-        number: which grid of `Inputs.grid` to draw, if there are several images, views or tiles.
+        image: the image in the question.
+        plan: policies, or a mapping from panel titles to policies.
+        fit: how the processor fitted the image to the patch grid. "crop": it cut out the middle (CLIP); "stretch": it
+            resized the image (SigLIP); "pad": it added a border (`load(..., layout="pad")`).
+        number: index of the grid in `Inputs.grid`, if there are several images, views or tiles.
         key: for random policies.
 
     Returns:
         An RGB picture.
 
     Raises:
-        InputError: an empty plan, more than one question, or no such image among the inputs.
+        InputError: the plan is empty, there is more than one question, or there is no image with this number.
     """
     inputs = Inputs.of(inputs, params.config)
     named = plan if isinstance(plan, Mapping) else _names(plan)
     if not named:
         raise InputError("plan is empty: give at least one policy")
     if inputs.tokens.shape[0] != 1:
-        raise InputError(f"inputs hold {inputs.tokens.shape[0]} questions: give one of them")
+        raise InputError(f"inputs contain {inputs.tokens.shape[0]} questions: give only one")
     grid = np.asarray(inputs.grid)[0]
     sizes = [picture.shape for picture in on_grid(np.zeros(len(grid)), grid)]
     if not 0 <= number < len(sizes):
         raise InputError(f"number={number}: the inputs have {len(sizes)} images on a grid, counted from 0")
     base = fitted(open_image(image), sizes[number], fit)
-    policy_key = None if key is None else jax.random.split(key)[0]  # as in `generate`
+    policy_key = None if key is None else jax.random.split(key)[0]  # the same key as in `generate`
     panels = []
     for name, policy in named.items():
         cache = _compressed(params, inputs, policy, policy_key)
@@ -91,60 +91,60 @@ def draw_survivors(
 
 
 def _names(plan: Sequence[Policy]) -> dict[str, Policy]:
-    """A name for each policy: its classes, its share, and a number where two would be called alike."""
+    """A name for each policy: its class names and its keep, with a number if the name occurs more than once."""
     named: dict[str, Policy] = {}
     for policy in plan:
         require_policy(policy)
         share = "" if policy.keep is None else f" {policy.keep:.0%}"
         parts = policy.parts if isinstance(policy, Composed) else (policy,)
         name = f"{' + '.join(dict.fromkeys(type(part).__name__ for part in parts))}{share}"
-        alike = sum(other.startswith(name) for other in named)
-        named[f"{name} ({alike + 1})" if alike else name] = policy
+        same = sum(other.startswith(name) for other in named)
+        named[f"{name} ({same + 1})" if same else name] = policy
     return named
 
 
 def fitted(image: Image.Image, shape: tuple[int, ...], fit: str) -> Image.Image:
-    """The part of the image that the patches show, in the proportions of the grid."""
-    lines, columns = shape
-    scale = max(1, max(image.size) // max(lines, columns))
-    size = (columns * scale, lines * scale)
+    """The image fitted to a grid of `shape` patches (rows, columns); `fit` is as in `draw_survivors`."""
+    rows, columns = shape
+    scale = max(1, max(image.size) // max(rows, columns))
+    size = (columns * scale, rows * scale)
     if fit == "crop":
         return ImageOps.fit(image, size)
     if fit == "pad":
         return ImageOps.pad(image, size, color=(127, 127, 127))
     if fit != "stretch":
-        raise InputError(f"fit={fit!r}: there are crop, stretch and pad")
+        raise InputError(f"fit={fit!r} must be one of crop, stretch and pad")
     return image.resize(size)
 
 
 class Panel(NamedTuple):
-    """One method: what it answers, and what it keeps."""
+    """The answer of one method, and the patches that it keeps."""
 
     name: str
     answer: str
-    verdict: str  # "right", "wrong", "as full", "differs"; empty: the answer is not judged
+    verdict: str  # "right", "wrong", "as full", "differs"; "" if the answer is not judged
     note: str
     kept: Float[np.ndarray, "h w"] | None  # share of the layers and heads that keep each patch; None: all of them
-    frame: Int[np.ndarray, "n 2"] | None  # lines and columns of the patches that the answer needs
+    frame: Int[np.ndarray, "n 2"] | None  # rows and columns of the patches that the answer needs
 
 
 def draw(title: str, image: Image.Image, panels: list[Panel], subtitle: str) -> Image.Image:
-    """Title, panels and legend.
+    """Draws one panel per method, with title and legend.
 
     Args:
         title: first line.
-        image: that was asked about.
-        panels: in reading order.
+        image: the image that the questions are about.
+        panels: from left to right, then from top to bottom.
         subtitle: second line.
     """
     scale = _SIDE / max(image.size)
     width, height = (max(1, round(side * scale)) for side in image.size)
     columns = min(_COLUMNS, len(panels))
-    lines = -(-len(panels) // columns)
+    rows = -(-len(panels) // columns)
     top, text = 2 * _GAP + _TITLE + _TEXT, _TEXT + 2 * _SMALL + 26
     cell_width = max(width, 340)
     sheet = Image.new(
-        "RGB", (_GAP + columns * (cell_width + _GAP), top + lines * (height + text + _GAP) + _GAP + 10), "white"
+        "RGB", (_GAP + columns * (cell_width + _GAP), top + rows * (height + text + _GAP) + _GAP + 10), "white"
     )
     pen = ImageDraw.Draw(sheet)
     pen.text((_GAP, _GAP // 2), title, fill=_INK, font=_font(_TITLE))
@@ -177,44 +177,42 @@ def _panel(
 
 
 def overlaid(base: Image.Image, kept: Float[np.ndarray, "h w"]) -> Image.Image:
-    """The image, pale where nothing is kept and orange where patches are."""
+    """The image in orange where patches are kept, and pale elsewhere."""
     share = Image.fromarray(np.nan_to_num(kept).astype(np.float32)).resize(base.size, Image.Resampling.NEAREST)
     weight = np.asarray(share)[..., None]
     pixels = np.asarray(base, np.float32)
     pale = 0.25 * pixels + 0.75 * 244
-    inked = pixels / 255 * _KEPT  # dark strokes stay dark
-    return Image.fromarray(np.clip(pale + np.sqrt(weight) * (inked - pale), 0, 255).astype(np.uint8))
+    orange = pixels / 255 * _KEPT  # dark strokes stay dark
+    return Image.fromarray(np.clip(pale + np.sqrt(weight) * (orange - pale), 0, 255).astype(np.uint8))
 
 
 def outlined(base: Image.Image, owner: Int[np.ndarray, "h w"]) -> Image.Image:
     """The image with each group of patches in its mean colour, and lines between groups.
 
     Args:
-        base: the image, in the proportions of the grid.
-        owner: the number of each patch's group.
+        base: the image, with the aspect ratio of the grid.
+        owner: the group of each patch, as any number.
     """
-    lines, columns = owner.shape
-    side = max(8, _SIDE // max(lines, columns))
-    how = Image.Resampling.NEAREST if base.width < columns * side else Image.Resampling.BOX
-    pixels = np.asarray(base.convert("RGB").resize((columns * side, lines * side), how), np.float32)
-    patches = pixels.reshape(lines, side, columns, side, 3)
+    rows, columns = owner.shape
+    side = max(8, _SIDE // max(rows, columns))
+    resample = Image.Resampling.NEAREST if base.width < columns * side else Image.Resampling.BOX
+    pixels = np.asarray(base.convert("RGB").resize((columns * side, rows * side), resample), np.float32)
+    patches = pixels.reshape(rows, side, columns, side, 3)
     _, group = np.unique(owner, return_inverse=True)
     group = group.reshape(owner.shape)
     for number in np.flatnonzero(np.bincount(group.ravel()) > 1):
         y, x = np.nonzero(group == number)
         patches[y, :, x] = patches[y, :, x].mean(axis=(0, 1, 2))
-    made, thick = patches.reshape(lines * side, columns * side, 3), max(1, side // 14)
-    y, x = np.nonzero(group[1:] != group[:-1])
-    for row, column in zip(y, x, strict=True):
-        made[(row + 1) * side - thick : (row + 1) * side + thick, column * side : (column + 1) * side] = _FRAME
-    y, x = np.nonzero(group[:, 1:] != group[:, :-1])
-    for row, column in zip(y, x, strict=True):
-        made[row * side : (row + 1) * side, (column + 1) * side - thick : (column + 1) * side + thick] = _FRAME
-    return Image.fromarray(made.astype(np.uint8))
+    output, n = patches.reshape(rows * side, columns * side, 3), max(1, side // 14)
+    of_pixel = np.pad(group.repeat(side, 0).repeat(side, 1), n, mode="edge")
+    # A line covers the pixels whose neighbours at distance n, above and below or left and right, differ in group.
+    line = (of_pixel[2 * n :, n:-n] != of_pixel[: -2 * n, n:-n]) | (of_pixel[n:-n, 2 * n :] != of_pixel[n:-n, : -2 * n])
+    output[line] = _FRAME
+    return Image.fromarray(output.astype(np.uint8))
 
 
 def _legend(sheet: Image.Image, pen: ImageDraw.ImageDraw, framed: bool) -> None:
-    """At the bottom: what the colours mean."""
+    """Explains the colours at the bottom of the picture."""
     y, x, bar = sheet.height - _GAP - 14, _GAP, 220
     font = _font(_SMALL)
     for step in range(bar):
@@ -230,4 +228,4 @@ def _legend(sheet: Image.Image, pen: ImageDraw.ImageDraw, framed: bool) -> None:
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    return ImageFont.load_default(size=size)  # Aileron, which Pillow contains
+    return ImageFont.load_default(size=size)  # the font that Pillow contains

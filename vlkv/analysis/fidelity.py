@@ -1,4 +1,4 @@
-"""How far a compressed cache deviates from the full one: features, the next token, and the memory used.
+"""How much a compressed cache differs from the full one: features, next tokens, and memory.
 
 Axes: B batch · S tokens · L layers · D width · P policies.
 """
@@ -29,17 +29,19 @@ from vlkv.sampling import Greedy
 def feature_error(full: Trace, compressed: Trace) -> Float[Array, "S L B"]:
     """Mean absolute difference of the hidden states after each layer (PrefixKV, Fig. 5).
 
-    Both traces must have been fed the same tokens. The paper says "feature": taken as the layer's output.
+    Both traces must be of the same tokens. We take the paper's "feature" to mean the output of a layer.
     """
     return jnp.mean(jnp.abs(full.hidden - compressed.hidden), axis=-1)
 
 
 def agreement(logits: Float[Array, "S B vocab"], answer: Int[Array | np.ndarray, "B n"]) -> Float[Array, " B"]:
-    """The share of an answer's tokens after the first that are the most likely, given the ones before them.
+    """The share of the answer's tokens that are the most likely token, given the answer before them.
+
+    The first token is not counted, because eviction does not affect it. An answer of one token gives 1.
 
     Args:
-        logits: after each of the answer's tokens, of a `Trace`.
-        answer: padded with -1. An answer of a single token gives 1.
+        logits: `logits` of a `Trace` of the answer.
+        answer: padded with -1.
     """
     target = jnp.asarray(answer)[:, 1 : logits.shape[0] + 1].T
     counts = target >= 0
@@ -48,7 +50,7 @@ def agreement(logits: Float[Array, "S B vocab"], answer: Int[Array | np.ndarray,
 
 
 def log_probability(logits: Float[Array, "S B vocab"], answer: Int[Array | np.ndarray, "B n"]) -> Float[Array, " B"]:
-    """Mean log-probability of an answer's tokens after the first; 0 for an answer of one token."""
+    """Mean log-probability of the answer's tokens after the first; 0 for an answer of one token. See `agreement`."""
     target = jnp.asarray(answer)[:, 1 : logits.shape[0] + 1].T
     all_p = jax.nn.log_softmax(logits[: len(target)])
     p = jnp.take_along_axis(all_p, jnp.maximum(target, 0)[..., None], axis=-1)[..., 0]
@@ -58,7 +60,7 @@ def log_probability(logits: Float[Array, "S B vocab"], answer: Int[Array | np.nd
 def answer_of(
     params: Model, cache: PackedCache, logits: Float[Array, "B vocab"], *, sampling: Greedy
 ) -> Int[Array, "B S"]:
-    """What the model says from this cache, padded with -1 after a row's end."""
+    """The answer decoded from this cache, with -1 after the end of each row."""
     tokens, lengths = decode(params, cache, logits, sampling=sampling)
     return jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], tokens, -1)
 
@@ -71,33 +73,33 @@ def kl_to_full(
     sampling: Greedy | None = None,
     key: Key[Array, ""] | None = None,
 ) -> Float[Array, " B"]:
-    """How far a policy moves the model: mean over an answer's tokens of KL(full cache || compressed cache), in nats.
+    """How much a policy changes the model's predictions: the mean KL(full cache || compressed cache) in nats.
 
-    The answer is what the full cache says greedily; both caches are fed its tokens. 0 means that nothing changes.
+    The mean is over the tokens of the greedy answer of the full cache; both caches are given these tokens. 0 means that
+    the policy changes nothing.
 
     Args:
         params: the model.
         inputs: from the processor.
-        policy: to be judged.
-        sampling: its `max_new_tokens` bounds the answer; None is `Greedy()`.
+        policy: the policy to measure.
+        sampling: its `max_new_tokens` limits the answer; None: `Greedy()`.
         key: for random policies.
 
     Raises:
-        InputError: as `generate`.
+        InputError: prompt and answer exceed the model's limit, or a key is missing.
     """
     inputs, sampling = Inputs.of(inputs, params.config), sampling or Greedy()
     check_room(params.config, inputs, sampling.max_new_tokens)
     answer, full = _full_answer(params, inputs, sampling)
-    policy_key = None if key is None else jax.random.split(key)[0]  # as in `generate`
+    policy_key = None if key is None else jax.random.split(key)[0]  # the same key as in `generate`
     return _divergence(params, inputs, policy, sampling, answer, full, policy_key)
 
 
 @jax.jit
 def _full_answer(params: Model, inputs: Inputs, sampling: Greedy) -> tuple[Array, Array]:
     cache, logits = prefill(params, inputs, Full(), sampling=sampling)
-    answer = answer_of(
-        params, cache, logits, sampling=Greedy(max_new_tokens=sampling.max_new_tokens, stop=sampling.stop)
-    )
+    greedy = Greedy(max_new_tokens=sampling.max_new_tokens, stop=sampling.stop)
+    answer = answer_of(params, cache, logits, sampling=greedy)
     return answer, _log_softmax(params, cache, logits, answer)
 
 
@@ -115,7 +117,7 @@ def _divergence(
 def _log_softmax(
     params: Model, cache: PackedCache, logits: Float[Array, "B vocab"], answer: Int[Array, "B S"]
 ) -> Float[Array, "S B vocab"]:
-    """Log-probabilities of all tokens at each place of the answer, given the answer before it."""
+    """Log-probabilities of all tokens of the vocabulary at each token of the answer, given the answer before it."""
 
     def step(cache: PackedCache, token: Array) -> tuple[PackedCache, Array]:
         return decode_step(params, cache, jnp.maximum(token, 0))
@@ -128,25 +130,32 @@ class Sweep(NamedTuple):
     """The results of each policy on the same questions."""
 
     agreement: Float[Array, "P B"]
-    stored: Float[Array, "P B"]  # entries in memory, as a share of the full cache's, over all steps and layers
-    used: Float[Array, "P B"]  # entries attended to, likewise
+    stored: Float[Array, "P B"]  # entries in memory relative to the full cache, over all steps and layers
+    used: Float[Array, "P B"]  # entries attended to, also relative to the full cache
 
 
 def sweep(
     params: Model, inputs: Inputs, plan: Sequence[Policy], *, new_tokens: int, key: Key[Array, ""] | None = None
 ) -> Sweep:
-    """Runs the policies on the full cache's own answers (A-VL, Figs. 9, 10 and the cache columns of Table 3).
+    """Compares policies with the full cache on the full cache's answers (A-VL, Figs. 9, 10, cache columns of Table 3).
 
-    The paper varies S, C, K, P and T of `policies.AVL` and plots a benchmark's score; agreement with the full cache
-    needs no benchmark.
+    The paper varies S, C, K, P and T of `policies.AVL` and plots the score of a benchmark; agreement with the full
+    cache needs no benchmark.
+
+    Args:
+        params: the model.
+        inputs: from the processor.
+        plan: the policies.
+        new_tokens: limit on the tokens of an answer.
+        key: for random policies.
 
     Raises:
-        InputError: no policies, fewer than two new tokens, or a prompt without room for them.
+        InputError: no policies, fewer than two new tokens, or prompt and answer exceed the model's limit.
     """
     if not plan:
         raise InputError("plan is empty: give at least one policy")
     if new_tokens < 2:
-        raise InputError(f"new_tokens={new_tokens} must be at least 2: no policy touches the first token")
+        raise InputError(f"new_tokens={new_tokens} must be at least 2, because no policy affects the first token")
     check_room(params.config, inputs, new_tokens)
     prompt = _read_prompt(params, inputs)
     cache = _fill_cache(prompt, Full(), new_tokens=new_tokens)
@@ -155,8 +164,8 @@ def sweep(
     full = _follow(params, prompt, cache, answer[:, :-1])
 
     def one(policy: Policy) -> tuple[Array, Array, Array]:
-        own = prompt if policy.reducer is None else _read_prompt(params, inputs, policy, key=key)
-        trace = _follow(params, own, _fill_cache(own, policy, new_tokens=new_tokens, key=key), answer[:, :-1])
+        read = prompt if policy.reducer is None else _read_prompt(params, inputs, policy, key=key)
+        trace = _follow(params, read, _fill_cache(read, policy, new_tokens=new_tokens, key=key), answer[:, :-1])
         whole = jnp.sum(jnp.where(fed, full.stored, 0.0), axis=(0, 1))
         stored, used = (jnp.sum(jnp.where(fed, x, 0.0), axis=(0, 1)) / whole for x in (trace.stored, trace.used))
         return agreement(trace.logits, answer), stored, used

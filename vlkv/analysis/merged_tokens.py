@@ -1,4 +1,4 @@
-"""Which patches LightKV merges into which (its Fig. 7)."""
+"""Records which patches LightKV merges (its Fig. 7)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from vlkv.reading import read
 from vlkv.tokens import Tokens
 
 
-def owners(params: Model, inputs: Inputs, method: Policy) -> Int[np.ndarray, "stages T"]:
-    """The token of the prompt that stands for each token after each stage of LightKV, itself included.
+def merged_into(params: Model, inputs: Inputs, method: Policy) -> Int[np.ndarray, "stages T"]:
+    """For each stage of LightKV and each prompt token, the index of the token that it has been merged into by then.
+
+    A token that is not merged has its own index.
 
     Args:
         params: the model.
         inputs: one question.
-        method: a LightKV.
+        method: a `LightKV`.
 
     Raises:
         InputError: another method, or several questions.
@@ -33,7 +35,7 @@ def owners(params: Model, inputs: Inputs, method: Policy) -> Int[np.ndarray, "st
     if not isinstance(method, LightKV):
         raise InputError(f"{type(method).__name__} does not merge patches in stages: give LightKV")
     if inputs.tokens.shape[0] != 1:
-        raise InputError(f"inputs hold {inputs.tokens.shape[0]} questions: give one of them")
+        raise InputError(f"inputs contain {inputs.tokens.shape[0]} questions: give only one")
     stages: dict[int, tuple[np.ndarray, ...]] = {}
 
     def record(stage: int, *arrays: Any) -> None:
@@ -41,7 +43,7 @@ def owners(params: Model, inputs: Inputs, method: Policy) -> Int[np.ndarray, "st
 
     @policy
     class Recorded(LightKV):
-        """The same method, which reports its pairs."""
+        """The same method; it also records the pairs that it merges."""
 
         def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
             jax.debug.callback(record, stage, *self.pairs(tokens, stage), tokens.source)
@@ -54,7 +56,7 @@ def owners(params: Model, inputs: Inputs, method: Policy) -> Int[np.ndarray, "st
     for stage in sorted(stages):
         target, merged, source = stages[stage]
         into = np.arange(len(owner))
-        into[source[merged]] = source[target[merged]]  # every other place of `source` stays with itself
+        into[source[merged]] = source[target[merged]]  # all other tokens keep their own index
         owner = into[owner]
         found.append(owner)
     return np.stack(found)

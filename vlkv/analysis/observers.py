@@ -1,4 +1,4 @@
-"""What single tokens of a prompt attend to in the image, and how far they agree (AirCache, Fig. 1).
+"""The attention of single prompt tokens, the observers, to the image, and how similar it is (AirCache, Fig. 1).
 
 Axes: R observers · V vision tokens · T prompt · N, K heads · H head dim.
 """
@@ -12,21 +12,21 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv.parallel import attention_mass
 
 
-def observed(
+def observer_attention(
     q: Float[Array, "T N H"],
     k: Float[Array, "T K H"],
     valid: Bool[Array, " T"],
     observers: Int[Array | np.ndarray, " R"],
     vision: Int[Array | np.ndarray, " V"],
 ) -> Float[Array, "R V"]:
-    """Attention of each observer to each vision token, mean over heads; the softmax is over the whole prompt.
+    """Attention of each observer to each vision token, mean over heads. The softmax is over the whole prompt.
 
     Args:
         q: queries of one row and layer.
-        k: its keys.
-        valid: which tokens of the row are no padding.
-        observers: places in the prompt.
-        vision: places of the vision tokens.
+        k: keys of the same row and layer.
+        valid: False for padding.
+        observers: indices of prompt tokens.
+        vision: indices of the vision tokens.
     """
     rows = jnp.zeros((len(observers), q.shape[0])).at[jnp.arange(len(observers)), jnp.asarray(observers)].set(1.0)
     mass = attention_mass(jnp.swapaxes(q, 0, 1), jnp.swapaxes(k, 0, 1), row_weight=rows, key_mask=valid)
@@ -34,7 +34,7 @@ def observed(
 
 
 def consistency(rows: Float[np.ndarray, "R V"]) -> float:
-    """Mean cosine between the rows of all pairs of observers: 1 where all see the same; NaN for a single observer."""
+    """Mean cosine similarity of all pairs of rows: 1 if all observers attend to the same; NaN for one observer."""
     length = np.linalg.norm(rows, axis=1, keepdims=True)
     unit = rows / np.maximum(length, 1e-30)
     count = len(rows)

@@ -1,4 +1,4 @@
-"""Oracle: the cache of somebody who knows which tokens the answer needs.
+"""The oracle baseline: a cache that keeps the tokens that the answer needs.
 
 Axes: B batch · L layers · K key heads · T prompt tokens.
 """
@@ -24,18 +24,18 @@ def oracle_cache(
     new_tokens: int,
     key: Key[Array, ""],
 ) -> PackedCache:
-    """The evidence in every layer and head, then random vision tokens up to the budget, and all text.
+    """Keeps the evidence in every layer and head, random vision tokens up to the budget, and all text.
 
-    A baseline: everything between it and a method is that method's loss. If the evidence exceeds the budget, its
-    first tokens stay.
+    A method with the same budget that answers worse loses quality by its choice of tokens. If there is more evidence
+    than the budget, only its first tokens are kept.
 
     Args:
-        prompt: read whole.
+        prompt: a prompt that was not reduced.
         evidence: the vision tokens that the answer needs.
-        policy: says how many vision tokens are kept.
-        totals: in place of `policy.totals(layers=L, most=T)`, as in `fill_cache_with`.
+        policy: determines how many vision tokens are kept.
+        totals: replaces `policy.totals(layers=L, most=T)`, as in `fill_cache_with`.
         new_tokens: slots of the tail.
-        key: of the random tokens.
+        key: for the random tokens.
     """
     layers, (batch, length) = len(prompt.layers), prompt.valid.shape
     heads = prompt.layers[0].k.shape[2]

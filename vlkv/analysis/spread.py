@@ -1,4 +1,4 @@
-"""How importance is spread over the tokens of a layer, and budgets over the layers.
+"""How importance is distributed over the tokens of a layer, and budgets over the layers.
 
 Axes: B batch · L layers · K key heads · T tokens. Axes before the last one are batch axes.
 """
@@ -16,16 +16,16 @@ AnyArray = Array | np.ndarray
 
 
 def layer_budgets(cache: PackedCache) -> Float[Array, "B L"]:
-    """Prompt entries per key head that each layer holds, text included (PrefixKV, Fig. 4; AirCache, Sec. 3.4)."""
+    """Prompt entries of each layer, including text; mean over key heads (PrefixKV, Fig. 4; AirCache, Sec. 3.4)."""
     return jnp.mean(cache.counts.astype(jnp.float32), axis=-1).T
 
 
 def lorenz(importance: Float[AnyArray, "*L T"], inside: Bool[AnyArray, "*#L T"]) -> Float[Array, "*L T"]:
-    """The share of a layer's importance that its best 1, 2, .. T tokens hold: P_l^o of PrefixKV, Sec. 3.2 and Fig. 2.
+    """The share of a layer's importance in its best 1, 2, ... T tokens: P_l^o of PrefixKV, Sec. 3.2 and Fig. 2.
 
     Args:
-        importance: not negative; a layer where all are 0 counts as one with equal importance.
-        inside: which tokens count; after their number the curve stays at 1.
+        importance: not negative. If all values of a layer are 0, its tokens count as equally important.
+        inside: which tokens are counted. The curve is 1 from their number on.
     """
     inside = jnp.asarray(inside)
     x = jnp.where(inside, importance, 0.0)
@@ -39,8 +39,8 @@ def lorenz(importance: Float[AnyArray, "*L T"], inside: Bool[AnyArray, "*#L T"])
 def gini(importance: Float[AnyArray, "*L T"], inside: Bool[AnyArray, "*#L T"]) -> Float[Array, "*L"]:
     """Gini coefficient: 0 for equal importance, (n - 1) / n if one of n tokens has all of it (PrefixKV, Figs. 2, 4).
 
-    The area between the equality line and the Lorenz curve, as a fraction of the triangle above the line, as in the
-    work that the paper cites (Dorfman 1979); the paper's sentence leaves the division out.
+    This is the area between the Lorenz curve and the line of equality, divided by the area above that line (Dorfman
+    1979, which the paper cites). The paper's text omits the division.
     """
     count = jnp.sum(inside, axis=-1)
     within = jnp.arange(importance.shape[-1]) < count[..., None]
@@ -49,17 +49,17 @@ def gini(importance: Float[AnyArray, "*L T"], inside: Bool[AnyArray, "*#L T"]) -
 
 
 def retained(curve: Float[AnyArray, "*L T"], budget: Int[AnyArray, "*L"]) -> Float[Array, "*L"]:
-    """The share of its importance that a layer keeps with its `budget` best tokens (PrefixKV, Fig. 2, dashed)."""
+    """The share of a layer's importance in its `budget` best tokens, from its `lorenz` curve (PrefixKV, Fig. 2)."""
     kept = jnp.take_along_axis(curve, jnp.maximum(budget - 1, 0)[..., None], axis=-1)[..., 0]
     return jnp.where(budget > 0, kept, 0.0)
 
 
 def jensen_shannon(p: Float[AnyArray, "*L n"], q: Float[AnyArray, "*L n"]) -> Float[Array, "*L"]:
-    """Jensen-Shannon divergence in bits, between 0 and 1: of budgets over layers (AirCache, Table 13) or of any two.
+    """Jensen-Shannon divergence in bits, between 0 and 1, for example of two budgets over layers (AirCache, Table 13).
 
     Args:
-        p: weights, not negative; divided by their sum. NaN where the sum is 0.
-        q: likewise.
+        p: weights, not negative. They are divided by their sum; if the sum is 0, the result is NaN.
+        q: weights of the other distribution.
     """
     p, q = (x / jnp.sum(x, axis=-1, keepdims=True) for x in (p, q))
     middle = (p + q) / 2
@@ -74,26 +74,26 @@ def jensen_shannon(p: Float[AnyArray, "*L n"], q: Float[AnyArray, "*L n"]) -> Fl
 def value_histograms(
     a: Float[AnyArray, "*L T"], b: Float[AnyArray, "*L T"], inside: Bool[AnyArray, "*#L T"], *, bins: int = 64
 ) -> tuple[Float[Array, "*L bins"], Float[Array, "*L bins"]]:
-    """Histograms of `a` and `b` with the same equal bins, from 0 to the largest value of both.
+    """Histograms of `a` and `b` in the same bins of equal width, from 0 to the largest value of both.
 
-    For the self and cross scores of CSP they are its Fig. 1(a), and their `jensen_shannon` is its Figs. 1(b) and 7.
+    For the self and cross scores of CSP these are its Fig. 1(a); their `jensen_shannon` is its Figs. 1(b) and 7.
     """
     inside = jnp.broadcast_to(inside, a.shape)
     largest = jnp.max(jnp.where(inside, jnp.maximum(a, b), 0.0), axis=-1, keepdims=True)
 
     def count(x: AnyArray) -> Array:
-        place = jnp.clip(x / jnp.where(largest > 0, largest, 1.0) * bins, 0, bins - 1).astype(jnp.int32)
-        place = jnp.where(inside, place, bins)  # past the end: not counted
-        rows = jax.vmap(lambda row: jnp.zeros(bins).at[row].add(1.0, mode="drop"))(place.reshape(-1, x.shape[-1]))
+        bin_of = jnp.clip(x / jnp.where(largest > 0, largest, 1.0) * bins, 0, bins - 1).astype(jnp.int32)
+        bin_of = jnp.where(inside, bin_of, bins)  # out of bounds, so not counted
+        rows = jax.vmap(lambda row: jnp.zeros(bins).at[row].add(1.0, mode="drop"))(bin_of.reshape(-1, x.shape[-1]))
         return rows.reshape(*x.shape[:-1], bins)
 
     return count(a), count(b)
 
 
 def density(values: Float[np.ndarray, " n"], x: Float[np.ndarray, " m"]) -> Float[np.ndarray, " m"]:
-    """Gaussian kernel density estimate of values at the points x, bandwidth by Scott's rule (CSP, Fig. 6).
+    """Gaussian kernel density estimate of `values` at the points `x` (CSP, Fig. 6).
 
-    The rule is n^(-1/5) standard deviations. Values without spread get the smallest bandwidth that x resolves.
+    The bandwidth is n^(-1/5) standard deviations (Scott's rule), but at least the smallest distance between points.
     """
     if not len(values):
         return np.zeros(len(x))

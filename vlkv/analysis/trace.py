@@ -1,7 +1,8 @@
-"""Decoding of given tokens that records every layer: hidden states, attention, and stored entries.
+"""Decodes given tokens and records for every layer its hidden states, its attention and its number of entries.
 
-Axes: B batch · S tokens fed · L layers · D width · N, K heads · T prompt · M bound on a segment · E = T + room for new
-tokens. Attention is by token here, not by slot, so that traces of different caches can be compared.
+Axes: B batch · S given tokens · L layers · D width · N query heads · K key heads · T prompt · E = T + capacity for new
+tokens · _e entries of a decode state. Attention is recorded per token, not per slot, so that traces of different caches
+can be compared.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from vlkv.reading import Prompt
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trace:
-    """The record of every step."""
+    """The measurements of every step."""
 
-    logits: Float[Array, "*S B vocab"]  # after each fed token
+    logits: Float[Array, "*S B vocab"]  # after each given token
     hidden: Float[Array, "*S L B D"]  # after each layer
-    mass: Float[Array, "*S L B E"]  # share of the attention that each token received, mean over heads (A-VL, Eq. 1)
+    mass: Float[Array, "*S L B E"]  # share of attention that each token receives, mean over heads (A-VL, Eq. 1)
     stored: Float[Array, "*S L B"]  # entries in memory, mean over key heads
-    used: Float[Array, "*S L B"]  # entries attended to, likewise
+    used: Float[Array, "*S L B"]  # entries attended to, mean over key heads
 
 
 def follow(
@@ -41,23 +42,23 @@ def follow(
     *,
     only: Bool[Array, "L B K T"] | None = None,
 ) -> Trace:
-    """Feeds the tokens one by one, as `decode_step` does, and records what happens.
+    """Decodes the given tokens one by one, as `decode_step` does, and records every layer.
 
     Args:
         params: the model.
-        prompt: that the cache was made from.
-        cache: of any policy; its tail must have capacity for the tokens.
-        tokens: to be fed; -1, padding, is fed as 0.
-        only: prompt tokens that may be attended to, of those in the cache; None: all.
+        prompt: the prompt of the cache.
+        cache: from any policy, with capacity for the tokens.
+        tokens: the tokens; padding, -1, is replaced by token 0.
+        only: attention is limited to these prompt tokens and to new tokens; None: no limit.
     """
-    memory = _memory(prompt, cache)
+    memory = _decode_state(prompt, cache)
     if only is not None:
         memory = tuple(_restrict(m, _tokens(m, prompt.valid), only[i]) for i, m in enumerate(memory))
 
     def step(cache: PackedCache, token: Int[Array, " B"]) -> tuple[PackedCache, Trace]:
         hidden, masses, counts = [], [], []
 
-        def watch(i: int, memory: Memory, mass: Array) -> None:
+        def record(i: int, memory: Memory, mass: Array) -> None:
             masses.append(_by_token(mass, _tokens(memory, prompt.valid), prompt.valid.shape[1] + cache.new_tokens))
             counts.append([jnp.mean(jnp.sum(x, axis=-1), axis=-1) for x in (memory.stored, memory.attended)])
 
@@ -66,7 +67,7 @@ def follow(
             return x, None
 
         x, positions = params.decoder.embedding(token)[:, None], cache.next_position[:, None]
-        cache, x = feed(params.decoder, cache, x, positions, watch=watch, after=after)
+        cache, x = feed(params.decoder, cache, x, positions, watch=record, after=after)
         stored, used = (jnp.stack(column) for column in zip(*counts, strict=True))
         return dataclasses.replace(cache, next_position=cache.next_position + 1), Trace(
             logits=params.decoder.logits(x[:, 0]), hidden=jnp.stack(hidden), mass=jnp.stack(masses), stored=stored,
@@ -78,26 +79,26 @@ def follow(
     return jax.lax.scan(step, dataclasses.replace(cache, memory=memory), fed)[1]
 
 
-def _memory(prompt: Prompt, cache: PackedCache) -> tuple[Memory, ...]:
-    """The cache's own, or for a method that does not act one that remembers what is there."""
+def _decode_state(prompt: Prompt, cache: PackedCache) -> tuple[Memory, ...]:
+    """The decode state of the cache. If its policy has none, one that only lists the entries of the cache."""
     if cache.memory is not None:
         return cache.memory
 
     most = prompt.valid.shape[1]
 
-    def made(token: Any, slots: Any, is_vision: Any, valid: Any) -> Memory:
+    def row_state(token: Any, slots: Any, is_vision: Any, valid: Any) -> Memory:
         kept = jnp.zeros((len(token), most), bool).at[jnp.arange(len(token))[:, None], token].max(token >= 0)
         memory = begin(kept, {}, is_vision, valid, new_tokens=0)
         return packed(memory, token, slots, new_tokens=cache.new_tokens, reuses=False)
 
     return tuple(
-        jax.vmap(made)(cache.entries(i, most), cache.length[i], prompt.is_vision, prompt.valid)
+        jax.vmap(row_state)(cache.entries(i, most), cache.length[i], prompt.is_vision, prompt.valid)
         for i in range(cache.start.shape[0])
     )
 
 
 def _tokens(memory: Memory, valid: Bool[Array, "B T"]) -> Int[Array, "B K E"]:
-    """Which token each entry is: of the prompt, or T + n for the n-th new one."""
+    """The token of each entry: its index in the prompt, or T + n for the n-th new token."""
     length, count = valid.shape[1], jnp.sum(valid, axis=1)[:, None, None]
     order = jnp.argsort(~valid, axis=1, stable=True)[:, None]
     of_prompt = jnp.take_along_axis(order, jnp.minimum(memory.place, length - 1), axis=2)
@@ -105,13 +106,13 @@ def _tokens(memory: Memory, valid: Bool[Array, "B T"]) -> Int[Array, "B K E"]:
 
 
 def _restrict(memory: Memory, tokens: Int[Array, "B K E"], only: Bool[Array, "B K T"]) -> Memory:
-    """Masks prompt entries that are not wanted."""
+    """Masks all entries of prompt tokens that are not in `only`."""
     wanted = jnp.take_along_axis(only, jnp.minimum(tokens, only.shape[2] - 1), axis=2) | (tokens >= only.shape[2])
     return dataclasses.replace(memory, stored=memory.stored & wanted, attended=memory.attended & wanted)
 
 
 def _by_token(mass: Float[Array, "B N _e"], tokens: Int[Array, "B K _e"], most: int) -> Float[Array, "B E"]:
-    """Head-mean attention by token: the prompt's, then the new ones."""
+    """Attention per token, mean over heads: first the prompt's tokens, then the new ones. E is `most`."""
     batch, heads, entries = mass.shape
     mass = jnp.sum(mass.reshape(batch, tokens.shape[1], -1, entries), axis=2) / heads
     return jnp.zeros((batch, most)).at[jnp.arange(batch)[:, None, None], tokens].add(mass, mode="drop")

@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> Any:
         hidden = not bar.is_terminal
         run_all(
             params, processor, records, plan, settings, journal,
-            shown=lambda batches: track(batches, "asking", console=bar, transient=True, disable=hidden),
+            progress=lambda batches: track(batches, "asking", console=bar, transient=True, disable=hidden),
         )  # fmt: skip
     except InputError as error:
         raise InputError(f"{args.file}, {error}" if str(error).startswith("line ") else str(error)) from None

@@ -99,8 +99,8 @@ def run(args: argparse.Namespace) -> Any:
         if journal.resumed:
             bar.print(f"resuming after {journal.resumed} answers", highlight=False)
         params = loading.load_params(folder)
-        shown = partial(track, description="asking", console=bar, transient=True, disable=not bar.is_terminal)
-        run_all(params, processor, records, plan, settings, journal, shown=shown)
+        progress = partial(track, description="asking", console=bar, transient=True, disable=not bar.is_terminal)
+        run_all(params, processor, records, plan, settings, journal, progress=progress)
     finally:
         journal.close()
     summary = summarise(records, plan, [args.metric], journal.entries)

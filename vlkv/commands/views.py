@@ -329,7 +329,7 @@ def _survival(case: Case) -> View:
 def _merged(case: Case) -> View:
     """Vision tokens left after each stage of merging, and which patches were merged together."""
     vision = case.vision
-    owner = analysis.owners(case.params, case.inputs, case.policy)
+    owner = analysis.merged_into(case.params, case.inputs, case.policy)
     grid = np.asarray(case.inputs.grid)[0]
     by_image = analysis.on_grid(owner, grid)
     left = np.array([len(np.unique(one[vision])) for one in owner])
@@ -361,7 +361,7 @@ def _observers(case: Case) -> View:
         agreed[window] = np.zeros(len(prompt.layers))
         for i, (layer, mask) in enumerate(zip(prompt.layers, masks, strict=True)):
             places = np.flatnonzero(mask)[-_OBSERVERS:]
-            rows = np.asarray(analysis.observed(layer.q[0], layer.k[0], layer.valid[0], places, vision))
+            rows = np.asarray(analysis.observer_attention(layer.q[0], layer.k[0], layer.valid[0], places, vision))
             agreed[window][i] = analysis.consistency(rows)
             if i == middle:
                 drawn[f"{window} ({len(places)})"] = rows / max(rows.max(), 1e-30)

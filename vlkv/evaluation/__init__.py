@@ -1,7 +1,7 @@
-"""`vlkv eval`: your own questions, answered under several policies in one pass over the images.
+"""`vlkv eval`: answers your own questions under several policies and compares quality, bytes and speed.
 
-`records` reads the questions, `running` asks them, `journal` stores the answers, `metrics` scores them, and `report`
-makes a table, a JSON and a plot.
+`records` reads the questions, `running` answers them, `journal` stores the answers, `metrics` scores them, and `report`
+makes a table, a JSON file and a plot.
 """
 
 from __future__ import annotations

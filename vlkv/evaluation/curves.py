@@ -1,7 +1,4 @@
-"""Quality against bytes: which methods, in how many bits, are best for a budget.
-
-quality("checkpoint", "questions.jsonl", SnapKV(keep=0.1, scope="vision"))     one point
-"""
+"""Quality as a function of the cache's bytes, to choose a method and a number of bits for a budget."""
 
 from __future__ import annotations
 
@@ -19,19 +16,9 @@ from vlkv.evaluation.running import Settings, run
 from vlkv.files import replacing
 from vlkv.policies.policy import Policy
 
-Point = Mapping[str, Any]  # name, bits, bytes (a share), quality, low, high, code
-_COLOURS = (
-    "#4e79a7",
-    "#f28e2b",
-    "#59a14f",
-    "#b07aa1",
-    "#9c755f",
-    "#e15759",
-    "#76b7b2",
-    "#edc948",
-    "#7f7f7f",
-    "#ff9da7",
-)
+Point = Mapping[str, Any]  # name, bits, bytes (a share), quality, low and high (its interval), code
+_COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#9c755f", "#e15759", "#76b7b2", "#edc948", "#7f7f7f",
+            "#ff9da7")  # fmt: skip
 
 
 def quality(
@@ -43,15 +30,18 @@ def quality(
     batch: int = 20,
     max_new_tokens: int = 16,
 ) -> float:
-    """The mean of a metric over the questions of a file, under one policy; what `vlkv frontier` prints for it.
+    """Answers the questions of a file under one policy; returns the mean of a metric. `vlkv frontier` prints this call.
 
     Args:
         model: a checkpoint folder or a hub id.
-        file: of questions, as `read_records` reads them.
+        file: questions in the format of `read_records`.
         policy: any policy.
         metric: a name of `METRICS`.
-        batch: questions that are answered together.
-        max_new_tokens: of the longest answer.
+        batch: number of questions that are answered together.
+        max_new_tokens: limit on the tokens of an answer.
+
+    Raises:
+        InputError: the checkpoint, the file or a question cannot be used.
     """
     params, processor = loading.load(model)
     records = read_records(Path(file))
@@ -64,7 +54,7 @@ def quality(
 
 
 def wilson(mean: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share of `count` questions (Wilson 1927)."""
+    """The 95 % confidence interval of a share `mean` of `count` questions (Wilson 1927)."""
     z = 1.959964
     centre = (mean + z**2 / (2 * count)) / (1 + z**2 / count)
     margin = z / (1 + z**2 / count) * math.sqrt(mean * (1 - mean) / count + z**2 / (4 * count**2))
@@ -72,7 +62,7 @@ def wilson(mean: float, count: int) -> tuple[float, float]:
 
 
 def pareto(points: Sequence[Point]) -> list[Point]:
-    """The points that no other beats: fewer bytes and as good, or as many bytes and better; by bytes."""
+    """The Pareto frontier, sorted by bytes: points that are better than all points with as many bytes or fewer."""
     best: list[Point] = []
     for point in sorted(points, key=lambda point: (point["bytes"], -point["quality"])):
         if not best or point["quality"] > best[-1]["quality"]:
@@ -81,20 +71,23 @@ def pareto(points: Sequence[Point]) -> list[Point]:
 
 
 def best_at(points: Sequence[Point], share: float) -> Point | None:
-    """The best point of at most this share of the bytes; of equal ones the smallest. A hundredth more is allowed."""
+    """The point with the best quality among those with at most `share` of the bytes; None if there is none.
+
+    Of points with equal quality, the smallest. A point may exceed `share` by one percent, because budgets are rounded.
+    """
     fitting = [point for point in points if point["bytes"] <= 1.01 * share + 1e-4]
     return min(fitting, key=lambda point: (-point["quality"], point["bytes"]), default=None)
 
 
 def plot(points: Sequence[Point], file: Path, *, title: str, label: str, full: float | None = None) -> None:
-    """One line per method and number of bits, with intervals; the frontier behind them. Needs matplotlib.
+    """Draws one line per method and number of bits, with intervals, and the Pareto frontier. Needs matplotlib.
 
     Args:
-        points: what was measured.
-        file: the PNG.
-        title: above the plot.
-        label: of the vertical axis.
-        full: quality of the full cache, a dashed line.
+        points: the measurements.
+        file: the PNG file to write.
+        title: text above the plot.
+        label: name of the vertical axis.
+        full: quality of the full cache, drawn as a dashed line.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional, and slow to import)
     from matplotlib.ticker import FuncFormatter  # noqa: PLC0415
@@ -109,14 +102,14 @@ def plot(points: Sequence[Point], file: Path, *, title: str, label: str, full: f
     names = list(dict.fromkeys(point["name"] for point in points))
     styles = {16: ("-", "o"), 8: ("-.", "D"), 4: ("--", "s"), 2: (":", "^")}
     for name, bits in dict.fromkeys((point["name"], point["bits"]) for point in points):
-        own = sorted((p for p in points if (p["name"], p["bits"]) == (name, bits)), key=lambda p: p["bytes"])
+        series = sorted((p for p in points if (p["name"], p["bits"]) == (name, bits)), key=lambda p: p["bytes"])
         line, mark = styles[bits]
-        quality = [p["quality"] for p in own]
-        errors = [[max(0, q - p["low"]) for q, p in zip(quality, own, strict=True)],
-                  [max(0, p["high"] - q) for q, p in zip(quality, own, strict=True)]]  # fmt: skip
+        quality = [p["quality"] for p in series]
+        errors = [[max(0, q - p["low"]) for q, p in zip(quality, series, strict=True)],
+                  [max(0, p["high"] - q) for q, p in zip(quality, series, strict=True)]]  # fmt: skip
         number = names.index(name)
         axes.errorbar(
-            [p["bytes"] for p in own], quality, yerr=errors, linestyle=line, marker=mark, markersize=5, capsize=2,
+            [p["bytes"] for p in series], quality, yerr=errors, linestyle=line, marker=mark, markersize=5, capsize=2,
             elinewidth=0.8, color=_COLOURS[number % len(_COLOURS)], alpha=0.9,
             markerfacecolor="white" if number >= len(_COLOURS) else None,
             label=name if bits == 16 else f"{name}, {bits} bits",

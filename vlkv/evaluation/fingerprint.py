@@ -1,4 +1,4 @@
-"""Fingerprints of the files that a run depends on, so that it is not resumed with other ones."""
+"""Fingerprints of the files that a run depends on, so that it is not resumed with different files."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-_END = 2**20  # bytes read at either end of a large file
+_END = 2**20  # bytes that are read at the beginning and at the end of a file
 
 
 def of_file(file: Path) -> str:
-    """SHA-256 of a file."""
+    """SHA-256 of the content of a file, in hexadecimal."""
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def of_model(folder: Path) -> dict[str, Any]:
-    """Fingerprint of a checkpoint folder: the size and the first and last megabyte of each file."""
-    found = hashlib.sha256()
+    """SHA-256 over the name, the size, and the first and last MiB of each file of a checkpoint folder."""
+    digest = hashlib.sha256()
     for file in sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")):
         size = file.stat().st_size
-        found.update(f"{file.relative_to(folder)} {size} ".encode())
+        digest.update(f"{file.relative_to(folder)} {size} ".encode())
         with file.open("rb") as content:
-            found.update(content.read(_END))
+            digest.update(content.read(_END))
             if size > _END:
                 content.seek(max(size - _END, _END))
-                found.update(content.read())
-    return {"files": found.hexdigest()}
+                digest.update(content.read())
+    return {"files": digest.hexdigest()}

@@ -1,7 +1,7 @@
-"""The answers of a run so far, one per line, so that an interrupted run resumes where it stopped.
+"""A file with the answers of a run so far, so that an interrupted run resumes where it stopped.
 
-The first line describes the run; every other line is one answer. Lines are appended and synced. If the last line was
-cut off, it is dropped when the journal is opened again. A run with other settings is refused.
+The first line describes the run; every other line is one answer. Lines are appended and synced. An incomplete last line
+is dropped when the journal is opened again. A run with other settings is refused.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ NAME = "journal.jsonl"
 
 
 class Entry(TypedDict):
-    """One answer; row, turn and policy count from 0."""
+    """One answer. `row`, `turn` and `policy` are indices, which start at 0."""
 
     row: int
     turn: int
     policy: int
     answer: str
-    tokens: int  # generated, the stop id included
-    seconds: float  # of decoding, this row's share of its batch
-    bytes: int  # of the cache as allocated, this row's share of its batch
-    log_probability: float  # of the reference; 0 where it was not asked for
-    reference: int  # its tokens
+    tokens: int  # number of generated tokens, including the stop token
+    seconds: float  # decoding time of the batch, divided by its rows
+    bytes: int  # allocated bytes of the batch's cache, divided by its rows
+    log_probability: float  # of the reference; 0 if it was not requested
+    reference: int  # number of tokens of the reference
     drawn: list[str]  # two answers drawn at the temperature of `Settings`; empty except for the full cache
 
 
@@ -36,7 +36,7 @@ class Journal:
     """The answers in one output folder."""
 
     def __init__(self, folder: Path, run: dict[str, Any]) -> None:
-        """Begins the journal of a run, or reads that of an interrupted run with the same settings.
+        """Starts the journal of a run, or reads that of an interrupted run with the same settings.
 
         Raises:
             InputError: the journal is damaged or belongs to a run with other settings, which the message names.
@@ -48,11 +48,11 @@ class Journal:
         whole = content[: content.rfind(b"\n") + 1]
         lines = [self._parse(line, number) for number, line in enumerate(whole.splitlines(), start=1)]
         if lines:
-            self._require(lines[0].get("run"), run)
+            self._check_same_run(lines[0].get("run"), run)
         for number, entry in enumerate(lines[1:], start=2):
             if set(entry) != set(Entry.__annotations__):
                 raise self._damaged(number)
-            self._remember(entry)  # type: ignore[arg-type]
+            self._add(entry)  # type: ignore[arg-type]
         self.resumed = len(self.entries)
         self.file = self.path.open("ab")
         self.file.truncate(len(whole))
@@ -60,10 +60,10 @@ class Journal:
             self._write([{"run": run}])
 
     def append(self, entries: Iterable[Entry]) -> None:
-        """Appends the entries that the journal does not hold yet."""
+        """Appends the entries that are not in the journal yet."""
         new = [entry for entry in entries if (entry["row"], entry["turn"], entry["policy"]) not in self.entries]
         for entry in new:
-            self._remember(entry)
+            self._add(entry)
         if new:
             self._write(new)
 
@@ -71,7 +71,7 @@ class Journal:
         """Closes the file."""
         self.file.close()
 
-    def _remember(self, entry: Entry) -> None:
+    def _add(self, entry: Entry) -> None:
         self.entries.setdefault((entry["row"], entry["turn"], entry["policy"]), entry)
 
     def _write(self, lines: Iterable[Any]) -> None:
@@ -88,14 +88,14 @@ class Journal:
             raise self._damaged(number)
         return parsed
 
-    def _require(self, before: Any, run: dict[str, Any]) -> None:
+    def _check_same_run(self, before: Any, run: dict[str, Any]) -> None:
         if not isinstance(before, dict):
             raise self._damaged(1)
         changed = [name for name in {**before, **run} if before.get(name) != run.get(name)]
         if changed:
             raise InputError(
                 f"{self.path}: belongs to a run that differs in {', '.join(changed)}; "
-                "resume it with the same ones, or give another --out"
+                "resume it with the same settings, or give another --out"
             )
 
     def _damaged(self, number: int) -> InputError:

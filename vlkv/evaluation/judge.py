@@ -1,4 +1,4 @@
-"""A judge: any command that reads a question, its references and an answer, and prints a score."""
+"""Scores answers with an external command, which reads a question, its references and an answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vlkv.evaluation.records import Scored
 
 
 def judge(command: str, scored: Sequence[Scored]) -> float:
-    """Mean of the scores that a command gives.
+    """Mean of the scores that a command prints.
 
     Args:
         command: run once for each answer, without a shell. Its standard input is one JSON object with `question`,
@@ -26,23 +26,23 @@ def judge(command: str, scored: Sequence[Scored]) -> float:
     Raises:
         InputError: the command cannot be run, fails, or prints no number.
     """
-    return float(np.mean([_ask(command, one.question, tuple(one.accepted), one.said) for one in scored]))
+    return float(np.mean([_score(command, item.question, tuple(item.accepted), item.answer) for item in scored]))
 
 
 @functools.cache
-def _ask(command: str, question: str, references: tuple[str, ...], answer: str) -> float:
-    """One score. The cache avoids judging an answer twice if several policies gave it."""
-    asked = json.dumps({"question": question, "references": list(references), "answer": answer})
+def _score(command: str, question: str, references: tuple[str, ...], answer: str) -> float:
+    """The score of one answer. Cached, because several policies often give the same answer."""
+    task = json.dumps({"question": question, "references": list(references), "answer": answer})
     try:
-        done = subprocess.run(shlex.split(command), input=asked, capture_output=True, text=True, check=False)
+        process = subprocess.run(shlex.split(command), input=task, capture_output=True, text=True, check=False)
     except (OSError, ValueError) as error:
         raise InputError(f"--judge {command}: cannot be run ({error})") from None
-    if done.returncode:
-        raise InputError(f"--judge {command}: failed with status {done.returncode}: {done.stderr.strip()[-200:]}")
+    if process.returncode:
+        raise InputError(f"--judge {command}: failed with status {process.returncode}: {process.stderr.strip()[-200:]}")
     try:
-        value = float(done.stdout)
+        value = float(process.stdout)
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise InputError(f"--judge {command}: printed {done.stdout.strip()[:80]!r}, expected one number")
+        raise InputError(f"--judge {command}: printed {process.stdout.strip()[:80]!r}, expected one number")
     return value

@@ -1,4 +1,4 @@
-"""Policies at equal bytes: other keeps and bits, one compiled program for all, and the bytes that each allocates."""
+"""Sets the keep and the bits of policies to compare them at equal bytes; one compiled program serves all keeps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vlkv.policies.compose import Composed, compose
 from vlkv.policies.kivi import KIVI
 from vlkv.policies.policy import Budget, Policy
 
-_SHARING = ("scored", "allocated", "merged", "stepped")  # parts of a composition that share its budget
+_BUDGETED = ("scored", "allocated", "merged", "stepped")  # parts of a composition that have its budget
 
 
 def at_keep(policy: Policy, keep: float) -> Policy:
@@ -27,21 +27,21 @@ def at_keep(policy: Policy, keep: float) -> Policy:
     """
     if not isinstance(policy, Composed):
         return dataclasses.replace(policy, keep=keep)  # type: ignore[type-var]
-    parts: dict[str, Any] = {name: getattr(policy, name) for name in _SHARING}
+    parts: dict[str, Any] = {name: getattr(policy, name) for name in _BUDGETED}
     parts = {name: at_keep(part, keep) for name, part in parts.items() if part is not None}
     return dataclasses.replace(policy, **parts)
 
 
 def at_bytes(policy: Policy, share: float, bits: int = 16) -> Policy:
-    """The policy stored in so many bits, with the number of entries that fits in a share of the bytes.
+    """The policy with entries stored in `bits` bits, and with the `keep` that takes `share` of the bytes.
 
     Args:
         policy: any; its `keep` is replaced.
-        share: of the bytes that all tokens in scope take in 16 bits, in (0, 1].
-        bits: 16, or what `KIVI` offers. The ranges of its groups are counted.
+        share: bytes of the entries, relative to those of all tokens in scope in 16 bits; in (0, 1].
+        bits: 16, or what `KIVI` supports. The scales and minima of its groups are counted.
 
     Raises:
-        InputError: an option of the policy contradicts the keep, or KIVI does not offer the bits.
+        InputError: an option of the policy contradicts the keep, or KIVI does not support the bits.
     """
     if bits == 16:
         return at_keep(policy, share)
@@ -50,7 +50,7 @@ def at_bytes(policy: Policy, share: float, bits: int = 16) -> Policy:
 
 
 def relative_size(policy: Policy, *, number: int = 2) -> float:
-    """Bytes of a stored entry relative to one that is not quantised and has `number` bytes per channel."""
+    """Bytes of a stored entry, relative to an entry that is not quantised and has `number` bytes per channel."""
     if policy.storage is None:
         return 1.0
     bits, group, _ = policy.storage
@@ -58,12 +58,12 @@ def relative_size(policy: Policy, *, number: int = 2) -> float:
 
 
 def share_programs(plan: Sequence[Policy]) -> list[Policy]:
-    """For each policy, the policy whose compiled program it can use: same options, largest keep in the plan.
+    """For each policy, the policy whose compiled program it uses: the one with the same options and the largest keep.
 
-    A policy that reduces the prompt or caps its layers has a program of its own.
+    A policy that reduces the prompt or caps its layers uses its own program.
     """
     largest: dict[Any, Policy] = {}
-    keys = [_key(policy) or policy for policy in plan]
+    keys = [_program_key(policy) or policy for policy in plan]
     for key, policy in zip(keys, plan, strict=True):
         before = largest.get(key)
         if before is None or (policy.keep or 1) > (before.keep or 1):
@@ -71,20 +71,20 @@ def share_programs(plan: Sequence[Policy]) -> list[Policy]:
     return [largest[key] for key in keys]
 
 
-def _key(policy: Policy) -> Policy | None:
-    """The same for policies that differ in their keep alone; None if the policy shares its program with none."""
+def _program_key(policy: Policy) -> Policy | None:
+    """A key that is equal for policies that differ only in `keep`; None if the policy cannot share its program."""
     if policy.reducer is not None or policy.cap is not None or policy.keep is None:
         return None
     if any(getattr(part, "variant", "paper") != "paper" for part in getattr(policy, "parts", (policy,))):
-        return None  # published code has formulas of the keep
+        return None  # formulas in the published code depend on the keep
     try:
         return at_keep(policy, 1.0)
     except InputError:
-        return None  # another option is tied to the keep
+        return None  # another option depends on the keep
 
 
 def budget(policy: Policy, program: Policy, *, layers: int, length: int) -> Budget | None:
-    """What `fill_cache_with` needs to run `policy` in another policy's program; None if the program is its own."""
+    """The argument of `fill_cache_with` that runs `policy` in the program of `program`; None if they are the same."""
     if policy is program:
         return None
     return Budget(np.asarray(policy.keep, np.float32), policy.totals(layers=layers, most=length))
@@ -94,10 +94,10 @@ def pool_bytes(policy: Policy, config: ModelConfig, inputs: Inputs, *, number: i
     """Bytes of keys and values that `generate` allocates for the prompt of one row, without its tail.
 
     Args:
-        policy: decides the number of entries and their bits.
+        policy: determines the number of entries and their bits.
         config: of the model.
-        inputs: its static bounds decide the size.
-        number: bytes of a number that is not quantised; 2 is bfloat16.
+        inputs: its static bounds determine the size.
+        number: bytes of a number that is not quantised; 2 for bfloat16.
     """
     decoder = config.decoder
     heads, channels = decoder.kv_heads, decoder.head_dim
@@ -114,13 +114,13 @@ def pool_bytes(policy: Policy, config: ModelConfig, inputs: Inputs, *, number: i
 
 
 def share_of_bytes(policy: Policy, config: ModelConfig, inputs: Inputs) -> float:
-    """Bytes of the vision entries that a policy may keep of a prompt, as a share of all of them in 16 bits.
+    """Bytes of the vision entries that a policy may keep, as a share of the bytes of all vision entries in 16 bits.
 
-    Under scope="all" the text counts as well, on both sides.
+    With scope="all", text entries are counted too, both in the kept entries and in the total.
     """
     layers, text = config.decoder.layers, inputs.max_text
     kept = policy.bound(layers=layers, vision=inputs.max_vision, text=text, images=inputs.max_images)
-    kept, every = (
+    kept, total = (
         (kept - layers * text, inputs.max_vision) if policy.scope == "vision" else (kept, inputs.max_vision + text)
     )
-    return kept * relative_size(policy) / (layers * every)
+    return kept * relative_size(policy) / (layers * total)

@@ -1,12 +1,13 @@
-"""Scores of published benchmarks, by the definitions of their authors' evaluation code.
+"""Metrics of published benchmarks, defined as in the evaluation code of their authors.
 
-relaxed    a number may differ by five percent, any other answer must be equal (ChartQA; Masry et al. 2022, Sec. 5.1).
-vqa        min(people who gave the same answer / 3, 1), averaged over all sets that leave one person out (VQA v2,
+relaxed    a number may differ by five percent; any other answer must be equal (ChartQA; Masry et al. 2022, Sec. 5.1).
+vqa        min(people who gave the same answer / 3, 1), averaged over all sets that leave out one person (VQA v2,
            TextVQA; Antol et al. 2015, Sec. 5), after VQA's normalisation of punctuation, articles, numbers and
            contractions. VQA's code normalises only where people disagree; here every answer is normalised.
-pope-f1    F1 of "yes" (Li et al. 2023). An answer is "no" if its first sentence has the word no, No or not, else "yes".
-ocrbench   share of the answers that contain an accepted one (Liu et al. 2024); OCRBench prints it times 1000. Case does
-           not count; in the dataset HME100k case counts and spaces do not.
+pope-f1    F1 of "yes" (Li et al. 2023). An answer is "no" if its first sentence has the word no, No or not,
+           otherwise "yes".
+ocrbench   share of the answers that contain an accepted one (Liu et al. 2024); OCRBench prints it times 1000. Ignores
+           case; for the dataset HME100k it ignores spaces instead.
 mme        accuracy plus accuracy+ (both questions about an image), in percent, summed over datasets (Fu et al. 2023).
 f1         F1 of the words in common with the best accepted answer (SQuAD; question answering in LongBench).
 needle     share of the answers that contain an accepted one as whole words (needle in a haystack of text).
@@ -39,13 +40,13 @@ wouldn't wouldn't've y'all y'all'll y'all'd've you'd you'd've you'll you're you'
 def relaxed(scored: Sequence[Scored]) -> float:
     """Relaxed accuracy; a percentage counts as a fraction."""
 
-    def right(said: str, answer: str) -> bool:
-        ours, theirs = _number(said), _number(answer)
-        if ours is None or not theirs:  # a relative error needs a reference other than 0
-            return said.strip().lower() == answer.strip().lower()
-        return abs(ours - theirs) <= 0.05 * abs(theirs)
+    def correct(answer: str, accepted: str) -> bool:
+        number, wanted = _number(answer), _number(accepted)
+        if number is None or not wanted:  # a relative error needs a reference other than 0
+            return answer.strip().lower() == accepted.strip().lower()
+        return abs(number - wanted) <= 0.05 * abs(wanted)
 
-    return _mean(any(right(one.said, answer) for answer in one.accepted) for one in scored)
+    return _mean(any(correct(item.answer, accepted) for accepted in item.accepted) for item in scored)
 
 
 def _number(text: str) -> float | None:
@@ -57,58 +58,59 @@ def _number(text: str) -> float | None:
 
 
 def vqa(scored: Sequence[Scored]) -> float:
-    """VQA accuracy; `accepted` holds the answer of each person."""
+    """VQA accuracy; `Scored.accepted` contains the answers of all people."""
 
-    def accuracy(one: Scored) -> float:
-        said, people = _vqa_words(one.said), [_vqa_words(answer) for answer in one.accepted]
-        same = people.count(said)
-        return _mean(min(1.0, (same - (person == said)) / 3) for person in people)
+    def accuracy(item: Scored) -> float:
+        answer, people = _vqa_words(item.answer), [_vqa_words(text) for text in item.accepted]
+        same = people.count(answer)
+        return _mean(min(1.0, (same - (person == answer)) / 3) for person in people)
 
     return _mean(map(accuracy, scored))
 
 
 def strip_punctuation(text: str) -> str:
-    """VQA's rules: a mark is removed beside a space, or where a comma groups digits; else it becomes a space.
+    """VQA's punctuation rules.
 
-    A full stop is removed unless a digit follows.
+    A punctuation mark becomes a space. It is removed instead if, anywhere in the text, a space is next to this mark or
+    a comma is between two digits. A full stop is removed unless a digit follows.
     """
-    made, grouped = text, re.search(r"\d,\d", text) is not None
+    result, grouped = text, re.search(r"\d,\d", text) is not None
     for mark in _PUNCTUATION:
         remove = grouped or f"{mark} " in text or f" {mark}" in text
-        made = made.replace(mark, "" if remove else " ")
-    return re.sub(r"\.(?!\d)", "", made)
+        result = result.replace(mark, "" if remove else " ")
+    return re.sub(r"\.(?!\d)", "", result)
 
 
 def _vqa_words(text: str) -> str:
-    """VQA's normalisation: lower case, digits for numbers, no articles, contractions with their apostrophes."""
+    """VQA's normalisation: lower case, digits instead of number words, no articles, apostrophes in contractions."""
     words = strip_punctuation(" ".join(text.split())).lower().split()
     words = [_DIGITS.get(word, word) for word in words if word not in ("a", "an", "the")]
-    return " ".join(_WHOLE.get(word, word) for word in words)
+    return " ".join(_SPELLINGS.get(word, word) for word in words)
 
 
 def _spellings() -> dict[str, str]:
-    """Every contraction with some of its apostrophes left out, and what it stands for."""
-    made = {}
+    """Maps each contraction, with any of its apostrophes left out, to its correct spelling."""
+    found = {}
     for whole in _CONTRACTIONS.split():
         parts = whole.split("'")
         for marks in itertools.product(("'", ""), repeat=len(parts) - 1):
-            made["".join(part + mark for part, mark in zip(parts, (*marks, ""), strict=True))] = whole
-    return made
+            found["".join(part + mark for part, mark in zip(parts, (*marks, ""), strict=True))] = whole
+    return found
 
 
-_WHOLE = _spellings()
+_SPELLINGS = _spellings()
 
 
 def pope_f1(scored: Sequence[Scored]) -> float:
     """F1 of the answer "yes"."""
 
-    def says(text: str) -> str:
+    def verdict(text: str) -> str:
         words = text.split(".", maxsplit=1)[0].replace(",", "").split(" ")
         return "no" if {"No", "not", "no"} & set(words) else "yes"
 
-    pairs = [(says(one.said), one.accepted[0].strip().lower()) for one in scored]
-    said, wanted = (sum(pair[i] == "yes" for pair in pairs) for i in range(2))
-    return 2 * pairs.count(("yes", "yes")) / (said + wanted) if said + wanted else 0.0
+    pairs = [(verdict(item.answer), item.accepted[0].strip().lower()) for item in scored]
+    answered, correct = (sum(pair[i] == "yes" for pair in pairs) for i in range(2))
+    return 2 * pairs.count(("yes", "yes")) / (answered + correct) if answered + correct else 0.0
 
 
 def ocrbench(scored: Sequence[Scored]) -> float:
@@ -119,17 +121,17 @@ def ocrbench(scored: Sequence[Scored]) -> float:
         return text.replace(" ", "") if dataset == "HME100k" else text.lower()
 
     return _mean(
-        any(plain(answer, one.dataset) in plain(one.said, one.dataset) for answer in one.accepted) for one in scored
+        any(plain(text, item.dataset) in plain(item.answer, item.dataset) for text in item.accepted) for item in scored
     )
 
 
 def mme(scored: Sequence[Scored]) -> float:
-    """Accuracy and accuracy+ in percent, summed over datasets; "yes" or "no" must be in the first four letters."""
+    """Accuracy plus accuracy+ in percent, summed over datasets; reads "yes" or "no" from the first four characters."""
     found: dict[str, dict[object, list[bool]]] = defaultdict(lambda: defaultdict(list))
-    for one in scored:
-        begin = one.said.strip().lower()[:4]
-        says = next((word for word in ("yes", "no") if word in begin), None)
-        found[one.dataset][one.images].append(says == one.accepted[0].strip().lower())
+    for item in scored:
+        begin = item.answer.strip().lower()[:4]
+        verdict = next((word for word in ("yes", "no") if word in begin), None)
+        found[item.dataset][item.images].append(verdict == item.accepted[0].strip().lower())
     return sum(
         100 * _mean(itertools.chain.from_iterable(images.values())) + 100 * _mean(map(all, images.values()))
         for images in found.values()
@@ -137,27 +139,27 @@ def mme(scored: Sequence[Scored]) -> float:
 
 
 def f1(scored: Sequence[Scored]) -> float:
-    """Mean F1 of words."""
+    """Mean F1 of the words in common with the best accepted answer."""
 
-    def value(said: str, answer: str) -> float:
-        ours, theirs = _squad_words(said), _squad_words(answer)
-        common = sum((Counter(ours) & Counter(theirs)).values())
-        return 2 * common / (len(ours) + len(theirs)) if common else 0.0
+    def value(answer: str, accepted: str) -> float:
+        words, wanted = _squad_words(answer), _squad_words(accepted)
+        common = sum((Counter(words) & Counter(wanted)).values())
+        return 2 * common / (len(words) + len(wanted)) if common else 0.0
 
-    return _mean(max(value(one.said, answer) for answer in one.accepted) for one in scored)
+    return _mean(max(value(item.answer, accepted) for accepted in item.accepted) for item in scored)
 
 
 def needle(scored: Sequence[Scored]) -> float:
-    """Share of the answers that contain an accepted one."""
+    """Share of the answers that contain an accepted one as whole words."""
 
     def padded(text: str) -> str:
         return f" {' '.join(_squad_words(text))} "
 
-    return _mean(any(padded(answer) in padded(one.said) for answer in one.accepted) for one in scored)
+    return _mean(any(padded(text) in padded(item.answer) for text in item.accepted) for item in scored)
 
 
 def _squad_words(text: str) -> list[str]:
-    """Lower case, without punctuation and articles."""
+    """SQuAD's normalisation: lower case, without punctuation and articles."""
     text = "".join(mark for mark in text.lower() if mark not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
 

@@ -1,13 +1,13 @@
-"""Questions from a JSONL file: one object per line; paths are relative to the file.
+"""Reads questions from a JSONL file: one object per line, with paths relative to the file.
 
     {"image": "page.png", "question": "what does row one say?", "answers": ["4 2", "42"]}
     {"images": ["a.png", "b.png"], "turns": [{"question": "which is older?", "answer": "the first"}, ...]}
     {"video": "clip.mp4", "question": "what happens?", "answer": "a goal", "dataset": "sports"}
 
-`image`, `video` may be lists and `answers` a single string. `id` names a row in the results; without it the line number
-does. `dataset` is what some metrics average over. Any other key is an error, because it may be a misspelt one. Your own
-notes go under `extra`, which is ignored, as are `choices`, `classes` and `metric`, which the readers of published
-benchmarks (`benchmarks/milebench.py`, `benchmarks/longbench.py`) write for their own scores.
+`image` and `video` may be lists, and `answers` may be a single string. `id` is the name of the row in the results;
+without it the line number is used. Some metrics average over each `dataset`. `extra`, for your own notes, is ignored.
+So are `choices`, `classes` and `metric`, which `benchmarks/milebench.py` and `benchmarks/longbench.py` write for their
+own scores. Any other key is an error, because it may be misspelt.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ROW = ("id", "image", "images", "video", "videos", "turns", "choices", "classes
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """A question and all accepted answers; the first one is the reference for perplexity."""
+    """A question and all accepted answers. The first answer is the reference for perplexity."""
 
     question: str
     answers: tuple[str, ...]
@@ -36,7 +36,7 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A row of the file: images and videos, and one question about them or several in turn."""
+    """A row of the file: images and videos, and one or more questions about them, asked one after the other."""
 
     line: int
     id: str
@@ -47,27 +47,27 @@ class Record:
 
 
 class Scored(NamedTuple):
-    """An answer to one question, with everything that a metric may need."""
+    """The answer to one question, with everything that a metric may need."""
 
-    said: str
+    answer: str
     accepted: Sequence[str]
     log_probability: float = 0.0  # of the reference
-    tokens: int = 0  # of the reference, its end included
+    tokens: int = 0  # number of tokens of the reference, including the stop token
     question: str = ""
     dataset: str = ""
     images: tuple[Path, ...] = ()
-    full: tuple[str, ...] = ()  # what the full cache answers; for the full cache itself two answers drawn at random
+    full: tuple[str, ...] = ()  # the answer with the full cache; for the full cache itself, two answers drawn at random
 
 
 def read_records(file: Path, *, answers: bool = True) -> list[Record]:
-    """All rows of the file; empty lines are skipped.
+    """Reads all rows of the file. Empty lines are skipped.
 
     Args:
-        file: JSON lines.
+        file: JSON lines, as described at the top of this module.
         answers: whether every question must have an accepted answer.
 
     Raises:
-        InputError: the file, an image or a video is missing, or a line is not as described above; it names the line.
+        InputError: the file, an image or a video is missing, or a line has another format. The message names the line.
     """
     if not file.is_file():
         raise InputError(f"{file}: no such file of questions")
@@ -87,7 +87,7 @@ def read_records(file: Path, *, answers: bool = True) -> list[Record]:
             except InputError as error:
                 raise InputError(f"{file}, line {number}: {error}") from None
     if not records:
-        raise InputError(f"{file}: holds no questions")
+        raise InputError(f"{file}: contains no questions")
     return records
 
 
@@ -108,7 +108,7 @@ def _record(row: Any, line: int, folder: Path, answers: bool) -> Record:
 
 
 def _paths(row: dict[str, Any], kind: str, folder: Path) -> tuple[Path, ...]:
-    """The files under `kind` or its plural."""
+    """The files listed under the key `kind` or its plural."""
     if kind in row and f"{kind}s" in row:
         raise InputError(f"has {kind} and {kind}s: give one of the two")
     names = row.get(f"{kind}s", row.get(kind, []))
@@ -123,7 +123,7 @@ def _paths(row: dict[str, Any], kind: str, folder: Path) -> tuple[Path, ...]:
 
 
 def _require_known(found: dict[str, Any], known: tuple[str, ...]) -> None:
-    """Raises InputError for a key that means nothing here."""
+    """Raises InputError for an unknown key."""
     for key in found.keys() - set(known):
         near = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
         raise InputError(f"unknown key {key!r}: did you mean {near}? Notes go under extra")

@@ -1,4 +1,4 @@
-"""The results of a run: numbers per policy, as a dictionary, a table and a plot."""
+"""Summarises a run: numbers per policy as a dictionary, a table and a plot."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from rich.table import Table
 from vlkv.evaluation.journal import Entry
 from vlkv.evaluation.metrics import FRACTIONS, LOWER_IS_BETTER, score
 from vlkv.evaluation.records import Record, Scored
-from vlkv.files import write_json
+from vlkv.files import replacing, write_json
 from vlkv.policies.compose import Composed
 from vlkv.policies.full import Full
 from vlkv.policies.policy import Policy
 
 
 def code(policy: Policy) -> str:
-    """The Python expression that makes a policy, with the names of `vlkv.policies`."""
+    """The Python expression that constructs a policy, with names from `vlkv.policies`."""
     if not isinstance(policy, Composed):
-        fields = dataclasses.fields(policy)  # type: ignore[arg-type]
-        options = [f"{f.name}={getattr(policy, f.name)!r}" for f in fields if getattr(policy, f.name) != f.default]
-        return f"{type(policy).__name__}({', '.join(options)})"
+        return _call(policy)
     stages = {"allocate": policy.allocated, "merge": policy.merged, "step": policy.stepped, "reduce": policy.reduced,
               "store": policy.stored}  # fmt: skip
     parts = [code(policy.scored), *(f"{name}={code(part)}" for name, part in stages.items() if part is not None)]
@@ -34,10 +32,14 @@ def code(policy: Policy) -> str:
 
 
 def label(policy: Policy) -> str:
-    """A policy's name and the options that are not its defaults."""
+    """A policy's class name and the options that differ from their defaults."""
+    return _call(policy).removesuffix("()")
+
+
+def _call(policy: Policy) -> str:
     fields = dataclasses.fields(policy)  # type: ignore[arg-type]
     options = [f"{f.name}={getattr(policy, f.name)!r}" for f in fields if getattr(policy, f.name) != f.default]
-    return f"{type(policy).__name__}({', '.join(options)})" if options else type(policy).__name__
+    return f"{type(policy).__name__}({', '.join(options)})"
 
 
 def summarise(
@@ -47,36 +49,39 @@ def summarise(
     entries: Mapping[tuple[int, int, int], Entry],
     judge: str | None = None,
 ) -> dict[str, Any]:
-    """One row per policy, and every question with what each of them answered.
+    """The numbers of each policy, and the answers of all policies to each question.
 
     Args:
         records: the questions.
         plan: the policies.
         metrics: names of `METRICS`.
-        entries: of the journal, complete.
+        entries: all entries of the journal of a complete run.
         judge: a command that scores an answer (vlkv/evaluation/judge.py).
+
+    Raises:
+        InputError: the judge fails.
     """
     asked = [(row, turn) for row, record in enumerate(records) for turn in range(len(record.turns))]
     full = next((i for i, policy in enumerate(plan) if type(policy) is Full), None)
     rows = []
     for i, policy in enumerate(plan):
-        own = [entries[row, turn, i] for row, turn in asked]
+        answers = [entries[row, turn, i] for row, turn in asked]
         scored = [
             Scored(
                 entry["answer"], records[row].turns[turn].answers, entry["log_probability"], entry["reference"],
                 records[row].turns[turn].question, records[row].dataset, records[row].images,
                 () if full is None else tuple(entry["drawn"]) or (entries[row, turn, full]["answer"],),
             )
-            for (row, turn), entry in zip(asked, own, strict=True)
+            for (row, turn), entry in zip(asked, answers, strict=True)
         ]  # fmt: skip
-        seconds = sum(entry["seconds"] for entry in own)
+        seconds = sum(entry["seconds"] for entry in answers)
         rows.append({
             "policy": label(policy),
             "keep": policy.keep,
             "scope": policy.scope,
             **score(metrics, scored, judge),
-            "cache_bytes": sum(entry["bytes"] for entry in own) / len(own),
-            "tokens_per_second": sum(entry["tokens"] for entry in own) / seconds,
+            "cache_bytes": sum(entry["bytes"] for entry in answers) / len(answers),
+            "tokens_per_second": sum(entry["tokens"] for entry in answers) / seconds,
         })  # fmt: skip
     questions = [
         {
@@ -93,50 +98,50 @@ def summarise(
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """One row per policy: metrics, bytes of a row's cache, decoding speed."""
+    """A table with one row per policy: metrics, bytes of the cache per question, decoding speed."""
     percent = [name for name in result["metrics"] if name in FRACTIONS]
     title = f"{result['questions']} questions" + (f"; {', '.join(percent)} in percent" if percent else "")
-    made = Table(title=title)
-    made.add_column("policy", overflow="fold")
-    made.add_column("scope")
+    output = Table(title=title)
+    output.add_column("policy", overflow="fold")
+    output.add_column("scope")
     for name in (*result["metrics"], "KiB", "tokens/s"):
-        made.add_column(name, justify="right", no_wrap=True)
+        output.add_column(name, justify="right", no_wrap=True)
     for row in result["rows"]:
         values = [f"{100 * row[name]:.1f}" if name in FRACTIONS else f"{row[name]:.4g}" for name in result["metrics"]]
-        made.add_row(
+        output.add_row(
             row["policy"], row["scope"], *values, f"{row['cache_bytes'] / 1024:.1f}", f"{row['tokens_per_second']:.0f}"
         )
-    return made
+    return output
 
 
 def save(result: Mapping[str, Any], file: Path) -> None:
-    """Writes the result as JSON; the file appears or changes when it is complete."""
+    """Writes the result as JSON, with null for NaN and infinity, which JSON does not have."""
     write_json(file, _finite(result))
 
 
 def plot(result: Mapping[str, Any], file: Path) -> None:
-    """Every metric against bytes and against speed; a method's points at several keeps are joined. Needs matplotlib."""
+    """Plots every metric against bytes and against speed. Lines join one method's keeps. Needs matplotlib."""
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional, and slow to import)
 
     metrics, lines = result["metrics"], _lines(result["rows"])
     figure = Figure(figsize=(10.4, 3.6 * len(metrics)), layout="constrained")
     for name, (left, right) in zip(metrics, figure.subplots(len(metrics), 2, squeeze=False), strict=True):
         for number, (method, rows) in enumerate(lines.items()):
-            mark = "os^vDP*X"[number // 10 % 8]  # colours come round after ten
+            mark = "os^vDP*X"[number // 10 % 8]  # matplotlib repeats its colours after ten
             for axes, x, unit in ((left, "cache_bytes", 1024), (right, "tokens_per_second", 1)):
                 axes.plot([row[x] / unit for row in rows], [row[name] for row in rows], marker=mark, label=method)
-        left.set_xlabel("cache of a row, KiB as allocated")
-        right.set_xlabel("tokens per second, decoding")
+        left.set_xlabel("allocated cache per row, KiB")
+        right.set_xlabel("decoded tokens per second")
         left.set_ylabel(f"{name} (lower is better)" if name in LOWER_IS_BETTER else name)
         for axes in (left, right):
             axes.grid(alpha=0.3)
     figure.axes[1].legend(fontsize="small")
-    new = file.with_name(f".{file.name}.new")
-    figure.savefig(new, format="png", dpi=120)
-    new.replace(file)
+    with replacing(file) as partial:
+        figure.savefig(partial, format="png", dpi=120)
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """The rows of each method and scope, sorted by bytes."""
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         lines.setdefault(f"{row['policy'].partition('(')[0]}, {row['scope']}", []).append(row)

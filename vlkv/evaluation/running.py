@@ -1,7 +1,7 @@
-"""Asks every question under every policy: each batch is prefilled once, compressed in many ways, and answered.
+"""Answers every question under every policy. Each batch is prefilled once and compressed with each policy.
 
-Policies that reduce the prompt or cap the layers have a prefill of their own. Later turns, and the questions of a
-query-agnostic run, go through `vlkv.extend`: the first turn's cache stays as it was compressed.
+Policies that reduce the prompt or cap the layers need their own prefill. Later turns, and the questions of a
+query-agnostic run, are added with `vlkv.extend`, which does not compress the cache of the first prompt again.
 
 Axes: B rows of a batch · S tokens.
 """
@@ -9,15 +9,13 @@ Axes: B rows of a batch · S tokens.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from vlkv.buckets import round_up
 from vlkv.cache import PackedCache
@@ -35,7 +33,7 @@ from vlkv.inputs import Inputs
 from vlkv.policies.full import Full
 from vlkv.policies.policy import Policy
 from vlkv.prefill import fill_cache_with, prefill
-from vlkv.processing import Processor, Video
+from vlkv.processing import Processor
 from vlkv.reading import read_prompt
 from vlkv.sampling import Greedy, Sample
 
@@ -45,21 +43,21 @@ _prefill = jax.jit(prefill, static_argnames="new_tokens")
 _extend = jax.jit(extend)
 _decode = jax.jit(decode, static_argnames="sampling")
 _log_probabilities = jax.jit(log_probabilities)
-_PROGRAMS = 120  # compiled decoding loops; each needs many memory maps, of which a process has a limited number
+_MAX_PROGRAMS = 120  # compiled decoding loops; each needs many memory maps, and a process may have only so many
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How questions are asked.
+    """How questions are answered.
 
     Attributes:
-        max_new_tokens: the longest answer; answers are greedy.
-        batch: rows that are prefilled together.
-        query_agnostic: the policy sees the prompt up to the question only; the question follows through `extend`.
-        perplexity: also score the first accepted answer.
-        temperature: of two more answers that the full cache draws, to be compared with each other; 0: none.
-        frames: the most frames of a video.
-        seed: of policies and answers that are drawn at random.
+        max_new_tokens: limit on the tokens of an answer. Answers are greedy.
+        batch: number of prompts that are prefilled together.
+        query_agnostic: the policy sees only the prompt before the question; the question is added with `extend`.
+        perplexity: also compute the log-probability of the first accepted answer.
+        temperature: if positive, two more answers are drawn with the full cache at this temperature (`self-rouge-l`).
+        frames: limit on the frames of a video.
+        seed: for random policies and drawn answers.
     """
 
     max_new_tokens: int = 64
@@ -84,78 +82,82 @@ def run(
     settings: Settings,
     journal: Journal,
     *,
-    shown: Callable[[Sequence[Batch]], Iterable[Batch]] = iter,
+    progress: Callable[[Sequence[Batch]], Iterable[Batch]] = iter,
 ) -> None:
-    """Answers the questions that the journal does not hold yet, and appends the answers batch by batch.
+    """Answers the questions whose answers are not in the journal yet, and appends the answers batch by batch.
 
     Args:
         params: the model.
-        processor: of the same folder.
+        processor: the model's processor.
         records: from `read_records`.
         plan: the policies.
-        settings: how to ask.
-        journal: of a run with the same records, policies and settings.
-        shown: wraps the batches, for a progress bar.
+        settings: how to answer.
+        journal: the journal of a run with the same records, policies and settings.
+        progress: wraps the batches, for a progress bar.
 
     Raises:
-        InputError: a question or an image cannot be used; the message names the line. Texts are checked before
+        InputError: a question or an image cannot be used; the message names the line. All texts are checked before
             anything is compiled.
     """
-    asker = _Asker(params, processor, records, settings)
-    asker.check()
+    evaluator = _Evaluator(params, processor, records, plan, settings)
+    evaluator.check()
     shared = (lambda record: dialogue.image_part(processor, record)) if settings.query_agnostic else None
-    for batch in shown(batches(records, settings.batch, shared)):
-        todo = [i for i in range(len(plan)) if not _held(journal, batch, records, i)]
+    for batch in progress(batches(records, settings.batch, shared)):
+        todo = [i for i in range(len(plan)) if not _complete(journal, batch, records, i)]
         if todo:
-            inputs, room = asker.begin(batch)
-            for i, size, cache, logits in _compressed(params, inputs, plan, todo, room, settings.seed, batch.number):
-                drawn = settings.temperature if type(plan[i]) is Full else 0.0
-                journal.append(asker.ask(batch, i, size, cache, logits, drawn))
-                del cache, logits  # before the next one is made
+            inputs, new_tokens = evaluator.first_inputs(batch)
+            caches = _compressed(params, inputs, plan, todo, new_tokens, settings.seed, batch.number)
+            for i, size, cache, logits in caches:
+                journal.append(evaluator.answer(batch, i, size, cache, logits))
+                del cache, logits  # free their memory before the next cache is computed
 
 
 def _compressed(
-    params: Model, inputs: Inputs, plan: Sequence[Policy], todo: Sequence[int], room: int, seed: int, batch: int
+    params: Model, inputs: Inputs, plan: Sequence[Policy], todo: Sequence[int], new_tokens: int, seed: int, batch: int
 ) -> Iterator[tuple[int, int, PackedCache, Array]]:
-    """The cache and logits of a batch under each policy in `todo`, and the bytes that its cache takes by itself.
+    """For each policy index in `todo`: the index, the bytes of its cache, the cache, and the logits of the prompt.
 
-    All keeps of a method run in one program, with the memory of the largest.
+    All keeps of a method share one program, which allocates the pool of the largest keep. The bytes returned are those
+    of a pool for the policy's own keep.
     """
     key = jax.random.split(jax.random.fold_in(jax.random.key(seed), batch))[0]
-    # A shared prefill holds the queries of all layers, which is not worth it for a single policy.
-    whole = [i for i, policy in enumerate(plan) if policy.reducer is None and policy.cap is None]
-    prompt = _read_prompt(params, inputs) if len(whole) > 1 and set(whole) & set(todo) else None
+    # A shared prefill stores the queries of all layers, which does not pay off for a single policy.
+    sharing = [i for i, policy in enumerate(plan) if policy.reducer is None and policy.cap is None]
+    prompt = _read_prompt(params, inputs) if len(sharing) > 1 and set(sharing) & set(todo) else None
     programs = share_programs(plan)
     layers, length = params.config.decoder.layers, inputs.valid.shape[1]
     for i in todo:
         policy, program = plan[i], programs[i]
-        if i in whole and prompt is not None:
+        if i in sharing and prompt is not None:
             table = budget(policy, program, layers=layers, length=length)
-            cache, logits = _fill_cache(prompt, program, table, new_tokens=room, key=key), prompt.logits
+            cache, logits = _fill_cache(prompt, program, table, new_tokens=new_tokens, key=key), prompt.logits
         else:
-            cache, logits = _prefill(params, inputs, policy, new_tokens=room, key=key)
+            cache, logits = _prefill(params, inputs, policy, new_tokens=new_tokens, key=key)
         size = cache.bytes
         if program is not policy and prompt is not None:
             number = cache.tail_k[0].dtype.itemsize
-            saved = [pool_bytes(p, params.config, inputs, number=number) for p in (program, policy)]
-            size -= len(inputs.valid) * (saved[0] - saved[1])
+            largest, own = (pool_bytes(p, params.config, inputs, number=number) for p in (program, policy))
+            size -= len(inputs.valid) * (largest - own)
         yield i, size, cache, logits
 
 
-def _held(journal: Journal, batch: Batch, records: Sequence[Record], policy: int) -> bool:
+def _complete(journal: Journal, batch: Batch, records: Sequence[Record], policy: int) -> bool:
+    """Whether the journal has all answers of a batch under a policy."""
     return all((row, turn, policy) in journal.entries for row in batch.rows for turn in range(len(records[row].turns)))
 
 
-class _Asker:
-    """Asks the rows of a batch, turn after turn."""
+class _Evaluator:
+    """Answers the questions of a batch, turn by turn."""
 
-    def __init__(self, params: Model, processor: Processor, records: Sequence[Record], settings: Settings) -> None:
-        self.params, self.processor, self.records, self.settings = params, processor, records, settings
+    def __init__(
+        self, params: Model, processor: Processor, records: Sequence[Record], plan: Sequence[Policy], settings: Settings
+    ) -> None:
+        self.params, self.processor, self.records, self.plan, self.settings = params, processor, records, plan, settings
         self.sampling = Greedy(max_new_tokens=settings.max_new_tokens)
-        self.compiled: set[Any] = set()
+        self.compiled: set[Any] = set()  # shapes for which `decode` is compiled
 
     def check(self) -> None:
-        """Raises InputError for what is wrong with a text."""
+        """Raises InputError if a text cannot be used."""
         for record in self.records:
             try:
                 self._check(record)
@@ -166,8 +168,8 @@ class _Asker:
         answers: list[str] = []
         if self.settings.query_agnostic:
             if not (record.images or record.videos):
-                raise InputError("no image: a query-agnostic run compresses what stands before the question")
-            self.processor.beyond(self._begin_text(record), dialogue.prompt(self.processor, record, answers))
+                raise InputError("no image: a query-agnostic run compresses the prompt before the question")
+            self.processor.beyond(self._first_prompt(record), dialogue.prompt(self.processor, record, answers))
         for turn in record.turns:
             dialogue.prompt(self.processor, record, answers)
             if self.settings.perplexity:
@@ -179,57 +181,46 @@ class _Asker:
                     )
             answers.append(next(iter(turn.answers), "x"))
 
-    def begin(self, batch: Batch) -> tuple[Inputs, int]:
-        """The inputs of the first prefill, and the number of tokens that may follow."""
+    def first_inputs(self, batch: Batch) -> tuple[Inputs, int]:
+        """The inputs of the first prefill, and the number of tokens that may follow: questions and answers."""
         records = [self.records[group[0]] for group in batch.groups]
-        whole = not self.settings.query_agnostic
         texts = [record.turns[0].question for record in records]
         try:
-            inputs = self.processor([self._media(record) for record in records], texts, question=whole)
-            room = self.settings.max_new_tokens + round_up(max(map(self._later, batch.rows)), self.buckets)
-            check_room(self.params.config, inputs, room)
-            return inputs, room
+            media: list[list[Any]] = [
+                [*record.images, *(read_video(video, self.settings.frames) for video in record.videos)]
+                for record in records
+            ]
+            inputs = self.processor(media, texts, question=not self.settings.query_agnostic)
+            buckets = (0, *self.processor.buckets.text)
+            new_tokens = self.settings.max_new_tokens + round_up(max(map(self._later_tokens, batch.rows)), buckets)
+            check_room(self.params.config, inputs, new_tokens)
+            return inputs, new_tokens
         except InputError as error:
             lines = ", ".join(str(record.line) for record in records[: batch.real])
             raise InputError(f"line {lines}: {error}") from None
 
-    def _media(self, record: Record) -> list[Path | Video]:
-        """The images, then the videos."""
-        return [*record.images, *(read_video(video, self.settings.frames) for video in record.videos)]
-
-    @property
-    def buckets(self) -> tuple[int, ...]:
-        """Buckets for the length of later tokens, including 0."""
-        return (0, *self.processor.buckets.text)
-
-    def _later(self, row: int) -> int:
-        """Tokens that follow the first prompt of a row, before its last answer."""
+    def _later_tokens(self, row: int) -> int:
+        """Number of slots reserved for a row between its first prompt and its last answer."""
         record = self.records[row]
-        asked = dialogue.later_tokens(self.processor, record, self._begin_text(record))
-        return asked + (len(record.turns) - 1) * self.settings.max_new_tokens
+        questions = dialogue.later_tokens(self.processor, record, self._first_prompt(record))
+        return questions + (len(record.turns) - 1) * self.settings.max_new_tokens
 
-    def _begin_text(self, record: Record) -> str:
+    def _first_prompt(self, record: Record) -> str:
+        """The text that is prefilled, and that the policy sees."""
         if self.settings.query_agnostic:
             return dialogue.image_part(self.processor, record)
         return dialogue.prompt(self.processor, record, [])
 
-    def ask(
-        self,
-        batch: Batch,
-        policy: int,
-        size: int,
-        cache: PackedCache,
-        logits: Float[Array, "B vocab"],
-        temperature: float,
+    def answer(
+        self, batch: Batch, policy: int, size: int, cache: PackedCache, logits: Float[Array, "B vocab"]
     ) -> list[Entry]:
-        """The answers to every row of the batch from a cache of its groups; with a temperature two more are drawn."""
+        """Answers all rows of a batch from the cache of its groups, which takes `size` bytes."""
         entries: list[Entry] = []
         key = jax.random.fold_in(jax.random.key(self.settings.seed), batch.number)
         for number in range(max(map(len, batch.groups))):
             rows = [group[min(number, len(group) - 1)] for group in batch.groups]
             new = [i for i, group in enumerate(batch.groups[: batch.real]) if number < len(group)]
-            draw = functools.partial(self._draw, temperature, jax.random.fold_in(key, number))
-            entries += self._converse(rows, new, policy, size, cache, logits, draw)
+            entries += self._converse(rows, new, policy, size, cache, logits, jax.random.fold_in(key, number))
         return entries
 
     def _converse(
@@ -240,23 +231,25 @@ class _Asker:
         size: int,
         cache: PackedCache,
         logits: Float[Array, "B vocab"],
-        draw: Callable[[int, PackedCache, Array], list[list[str]]],
+        key: Key[Array, ""],
     ) -> list[Entry]:
+        """All turns of one row of each group; returns the entries of the groups `new`, whose row is not padding."""
+        draws = self.settings.temperature > 0 and type(self.plan[policy]) is Full
         records = [self.records[row] for row in rows]
-        said: list[list[str]] = [[] for _ in rows]
-        before = [self._begin_text(record) for record in records]
+        history: list[list[str]] = [[] for _ in rows]  # earlier answers of each row
+        before = [self._first_prompt(record) for record in records]
         used, entries = np.zeros(len(rows), int), []
         for turn in range(len(records[0].turns)):
-            after = [dialogue.prompt(self.processor, *pair) for pair in zip(records, said, strict=True)]
+            after = [dialogue.prompt(self.processor, *pair) for pair in zip(records, history, strict=True)]
             if after != before:
-                fed = self.processor.extension(before, after)
-                used += fed.valid.sum(axis=1)
-                self._require(cache, used, records)
-                cache, logits = _extend(self.params, cache, fed)
+                extension = self.processor.extension(before, after)
+                used += extension.valid.sum(axis=1)
+                self._check_capacity(cache, used, records)
+                cache, logits = _extend(self.params, cache, extension)
             tokens, lengths, seconds = self._decode(cache, logits)
             answers = self.processor.decode(tokens, lengths)
-            references, scores = self._score(records, said, cache, logits)
-            drawn = draw(turn, cache, logits)
+            references, scores = self._score(records, history, cache, logits)
+            drawn = self._draw(cache, logits, jax.random.fold_in(key, turn)) if draws else []
             entries += [
                 Entry(
                     row=rows[i], turn=turn, policy=policy, answer=answers[i], tokens=int(lengths[i]),
@@ -265,55 +258,48 @@ class _Asker:
                 )
                 for i in new
             ]  # fmt: skip
-            said = [
-                [*earlier, dialogue.clipped(self.processor, answer, self.settings.max_new_tokens)]
-                for earlier, answer in zip(said, answers, strict=True)
-            ]
+            for earlier, answer in zip(history, answers, strict=True):
+                earlier.append(dialogue.truncate(self.processor, answer, self.settings.max_new_tokens))
             before = after
         return entries
 
     def _decode(
         self, cache: PackedCache, logits: Float[Array, "B vocab"]
     ) -> tuple[Int[np.ndarray, "B S"], Int[np.ndarray, " B"], float]:
-        """Answers, and the seconds that they took without compilation: what is compiled is run once before."""
+        """Tokens and lengths of the answers, and the seconds of decoding. A new program first runs once untimed."""
         shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves((cache, logits)))
-        known = jax.tree.structure(cache), shapes
-        if known not in self.compiled and len(self.compiled) == _PROGRAMS:
+        program = jax.tree.structure(cache), shapes
+        if program not in self.compiled and len(self.compiled) == _MAX_PROGRAMS:
             jax.clear_caches()
             self.compiled.clear()
-        for _ in range(1 if known in self.compiled else 2):
+        for _ in range(1 if program in self.compiled else 2):
             begin = time.perf_counter()
-            made = jax.block_until_ready(_decode(self.params, cache, logits, sampling=self.sampling))
+            result = jax.block_until_ready(_decode(self.params, cache, logits, sampling=self.sampling))
             seconds = time.perf_counter() - begin
-        self.compiled.add(known)
-        tokens, lengths = (np.asarray(x) for x in made)
+        self.compiled.add(program)
+        tokens, lengths = (np.asarray(x) for x in result)
         return tokens, lengths, seconds
 
-    def _draw(
-        self, temperature: float, key: jax.Array, turn: int, cache: PackedCache, logits: Float[Array, "B vocab"]
-    ) -> list[list[str]]:
-        """Two answers of every row at a temperature; none at temperature 0."""
-        if not temperature:
-            return []
-        sampling = Sample(max_new_tokens=self.settings.max_new_tokens, temperature=temperature)
-        keys = jax.random.split(jax.random.fold_in(key, turn))
-        made = [_decode(self.params, cache, logits, sampling=sampling, key=each) for each in keys]
-        return [self.processor.decode(*map(np.asarray, each)) for each in made]
+    def _draw(self, cache: PackedCache, logits: Float[Array, "B vocab"], key: Key[Array, ""]) -> list[list[str]]:
+        """Two random answers of every row."""
+        sampling = Sample(max_new_tokens=self.settings.max_new_tokens, temperature=self.settings.temperature)
+        results = [_decode(self.params, cache, logits, sampling=sampling, key=k) for k in jax.random.split(key)]
+        return [self.processor.decode(*map(np.asarray, result)) for result in results]
 
     def _score(
-        self, records: Sequence[Record], said: Sequence[list[str]], cache: PackedCache, logits: Float[Array, "B vocab"]
+        self, records: list[Record], history: list[list[str]], cache: PackedCache, logits: Float[Array, "B vocab"]
     ) -> tuple[Int[np.ndarray, " B"], Float[np.ndarray, " B"]]:
-        """Tokens of each first accepted answer, and its log-probability."""
+        """Number of tokens of each reference, and its log-probability; zeros if they are not requested."""
         if not self.settings.perplexity:
             return np.zeros(len(records), int), np.zeros(len(records))
-        ids = [dialogue.reference(self.processor, *pair) for pair in zip(records, said, strict=True)]
+        ids = [dialogue.reference(self.processor, *pair) for pair in zip(records, history, strict=True)]
         lengths = np.array([len(row) for row in ids])
         width = min(round_up(int(lengths.max()), self.processor.buckets.text), self.settings.max_new_tokens)
         targets = np.array([[*row, *[-1] * (width - len(row))] for row in ids], np.int32)
         return lengths, np.asarray(_log_probabilities(self.params, cache, logits, targets)).sum(axis=1)
 
-    def _require(self, cache: PackedCache, used: Int[np.ndarray, " B"], records: Sequence[Record]) -> None:
-        """Raises InputError where earlier answers have become longer than there is room for."""
+    def _check_capacity(self, cache: PackedCache, used: Int[np.ndarray, " B"], records: Sequence[Record]) -> None:
+        """Raises InputError if earlier answers are so long that the next answer may not fit into the cache."""
         worst = int(used.argmax())
         if used[worst] + self.settings.max_new_tokens > cache.new_tokens:
             raise InputError(f"line {records[worst].line}: its answers do not fit: raise --max-new-tokens")

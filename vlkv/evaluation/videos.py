@@ -1,4 +1,4 @@
-"""Videos of an evaluation: a folder of frames, or a file that PyAV decodes."""
+"""Reads videos: a folder of frames, or a file that PyAV decodes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from vlkv.processing import Video
 
 
 def read_video(path: Path, frames: int) -> Video:
-    """At most so many frames of a video, evenly spread from its first to its last one.
+    """Reads at most `frames` frames of a video, evenly spread from the first to the last.
 
     Args:
-        path: a folder of pictures, which are frames in the order of their names at 2 frames per second; or a file.
-        frames: how many the model sees at most.
+        path: a video file, or a folder of pictures: the frames in the order of their names, at 2 frames per second.
+        frames: limit on the number of frames.
 
     Raises:
-        InputError: no frames, a file that cannot be decoded, or PyAV is missing.
+        InputError: the folder is empty, the file cannot be decoded, or PyAV is not installed.
     """
     if path.is_dir():
         found = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
         if not found:
-            raise InputError(f"{path}: an empty folder; put the video's frames there as pictures")
+            raise InputError(f"{path}: an empty folder; put the video's frames into it as pictures")
         chosen = _spread(len(found), frames)
         return Video(frames=[found[i] for i in chosen], fps=2.0 * len(chosen) / len(found))
     try:
@@ -35,7 +35,7 @@ def read_video(path: Path, frames: int) -> Video:
             rate = float(container.streams.video[0].average_rate or 2)
             count = sum(1 for _ in container.decode(video=0))
         wanted = set(_spread(count, frames).tolist())
-        with av.open(str(path)) as container:  # again, so that only the chosen frames are held
+        with av.open(str(path)) as container:  # a second pass, so that memory holds only the chosen frames
             chosen_frames = [f.to_image() for i, f in enumerate(container.decode(video=0)) if i in wanted]
     except (av.error.FFmpegError, IndexError, ValueError) as error:
         raise InputError(f"{path}: not a video, or a damaged one ({error})") from None
@@ -43,4 +43,5 @@ def read_video(path: Path, frames: int) -> Video:
 
 
 def _spread(count: int, frames: int) -> np.ndarray:
+    """Indices of at most `frames` of `count` frames."""
     return np.unique(np.rint(np.linspace(0, count - 1, min(count, frames))).astype(int))

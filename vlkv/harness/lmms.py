@@ -1,8 +1,8 @@
-"""lmms-eval's model class: its requests to questions, our answers to its results.
+"""The model class for lmms-eval: converts its requests to questions, and answers to its results.
 
-Of two of its conventions one must know. `loglikelihood` gives the mean NEGATIVE log-probability per token, as its own
-models do: its tasks of multiple choice take the least. And it adds "\\n\\n" to `until` wherever a task says nothing,
-which would cut a chat model's answer after the first paragraph; like its own Qwen2-VL we do not stop there.
+Two conventions of lmms-eval matter. `loglikelihood` returns the mean NEGATIVE log-probability per token, as in its own
+models, because its multiple-choice tasks choose the smallest value. And it adds "\\n\\n" to `until` if a task does not
+set it. This would cut an answer after its first paragraph, so we ignore it, like lmms-eval's own Qwen2-VL.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import argparse
 import dataclasses
 import inspect
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,44 +34,44 @@ _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", 
 
 
 class Loss(NamedTuple):
-    """What `loglikelihood` gives for each request, inside a GenerationResult.
+    """The result of `loglikelihood` for one request; returned inside a GenerationResult.
 
-    lmms-eval 0.7.3 makes a string of a bare pair, and of one that comes back from its response cache, and then cannot
-    score it. So the pair comes wrapped, and calls itself blank, which keeps it out of that cache.
+    lmms-eval 0.7.3 converts a plain pair to a string, and also a pair from its response cache, and then cannot score
+    it. So the pair is wrapped. `strip` makes it look like an empty answer, because empty answers are not cached.
     """
 
     loss: float
     greedy: bool
 
     def strip(self) -> str:
-        """Nothing."""
+        """An empty text, so that lmms-eval does not cache this result."""
         return ""
 
 
 class Vlkv(lmms):
-    """`--model vlkv`.
+    """The model `--model vlkv` of lmms-eval.
 
     Args:
         pretrained: a checkpoint folder, or a hub id.
-        policy: its name; see `vlkv policies`.
-        batch_size: questions of a batch.
-        max_new_tokens: bound on what tasks ask for: the cache's tail has that many slots.
-        max_frames: of a video file, evenly spread.
-        fps: frames a second of what they are spread over, for families that ask.
-        dtype: of the weights; None: the checkpoint's.
+        policy: name of the policy; see `vlkv policies`.
+        batch_size: questions per batch.
+        max_new_tokens: limit on the new tokens that tasks request. The cache has a slot for each of them.
+        max_frames: limit on the frames of a video file; the frames are evenly spread.
+        fps: frames per second of these frames, for families that use it.
+        dtype: of the weights; None: as in the checkpoint.
         layout: "checkpoint" or "pad", see `vlkv.load`.
-        seed: of sampling and of random policies.
-        device: must be None: jax chooses (`JAX_PLATFORMS`).
+        seed: for sampling and random policies.
+        device: must be None or "auto", because jax chooses the device (`JAX_PLATFORMS`).
         max_batch_size: must be None.
-        options: of the policy: keep, budget, scope and its own; allocate, merge, step, reduce, store name another
-            method's stage, as `--with` of `vlkv generate` does (`store=kivi(bits=4)`).
+        options: options of the policy: keep, budget, scope and its own. allocate, merge, step, reduce, store and smooth
+            replace a stage, as `--with` of `vlkv generate` does (`store=kivi(bits=4)`).
 
     Raises:
-        InputError: an option that there is not, or a checkpoint that cannot be loaded.
+        InputError: an option is unknown, or the checkpoint cannot be loaded.
     """
 
     is_simple = True
-    device = "cpu"  # of the harness' own counters, where it runs several processes
+    device = "cpu"  # where lmms-eval puts its own counters if it runs several processes
 
     def __init__(
         self,
@@ -93,70 +94,70 @@ class Vlkv(lmms):
         if device not in (None, "auto"):
             raise InputError(f"device={device!r}: jax chooses the device; set JAX_PLATFORMS=cpu, cuda or tpu instead")
         processor = loading.load_processor(pretrained, layout=layout)
-        made = policy_from(_arguments(policy, options), lambda: processor.config)
+        compression = policy_from(_arguments(policy, options), lambda: processor.config)
         self.max_new_tokens, self.layout, self.max_frames, self.fps = max_new_tokens, layout, max_frames, fps
         self.model = Answerer(
-            params=loading.load_params(pretrained, dtype=dtype), processor=processor, policy=made,
+            params=loading.load_params(pretrained, dtype=dtype), processor=processor, policy=compression,
             batch_size=int(batch_size), seed=seed,
         )  # fmt: skip
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
-        """One answer to each request; those with the same generation options share batches."""
+        """One answer to each request. Requests with the same generation options share batches."""
         arguments = [request.args for request in requests]
-        questions = [self._question(context, to_visual, *where) for context, _, to_visual, *where in arguments]
+        questions = [self._question(context, to_visual, *document) for context, _, to_visual, *document in arguments]
         return self._generate(questions, [options for _, options, *_ in arguments])
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[list[str]]:
-        """Rounds whose next question the task makes from the answers before; each is read anew."""
+        """Several rounds: the task makes the next question from the earlier answers. Each round is prefilled anew."""
         answers = []
         for request in requests:
-            context, options, to_visual, to_text, *where = request.args
-            question, said, info = self._question(context, to_visual, *where), [], None
+            context, options, to_visual, to_text, *document = request.args
+            question, rounds, info = self._question(context, to_visual, *document), [], None
             while True:
-                said.append(self._generate([question], [options])[0].text)
-                visuals, context, ended, said, info = to_text(
-                    self._document(*where), previous_output=said, round_idx=len(said), previous_round_info=info
+                rounds.append(self._generate([question], [options])[0].text)
+                visuals, context, ended, rounds, info = to_text(
+                    self._document(*document), previous_output=rounds, round_idx=len(rounds), previous_round_info=info
                 )
-                said = list(said)
+                rounds = list(rounds)
                 if ended:
                     break
                 question = Question(context, self._pictures(visuals))
-            answers.append(said)
+            answers.append(rounds)
         return answers
 
     def loglikelihood(self, requests: list[Instance]) -> list[GenerationResult]:
-        """Mean negative log-probability per token, and whether greedy decoding would say the same."""
+        """Mean negative log-probability per token, and whether greedy decoding gives the same tokens."""
         groups: dict[Any, tuple[Question, list[str], list[int]]] = {}
         for i, request in enumerate(requests):
             if len(request.args) < 6:
-                raise InputError("acc_mutual_info asks for answers without a question, which a chat model has not")
-            context, target, to_visual, *where = request.args
-            place = (context, *where)
-            if place not in groups:
-                groups[place] = (self._question(context, to_visual, *where), [], [])
-            groups[place][1].append(target if isinstance(target, str) else str(target(self._document(*where))))
-            groups[place][2].append(i)
-        questions, texts, places = zip(*groups.values(), strict=True) if groups else ((), (), ())
-        with self._progress(len(questions)) as bar:
-            found = self._with(bar).likelihoods(questions, texts)
+                raise InputError("acc_mutual_info is not supported: it needs answers without a question")
+            context, target, to_visual, *document = request.args
+            key = (context, *document)
+            if key not in groups:
+                groups[key] = (self._question(context, to_visual, *document), [], [])
+            groups[key][1].append(target if isinstance(target, str) else str(target(self._document(*document))))
+            groups[key][2].append(i)
+        questions, texts, indices = zip(*groups.values(), strict=True) if groups else ((), (), ())
+        with self._progress(len(questions)) as model:
+            found = model.likelihoods(questions, texts)
         results = {
-            i: GenerationResult(Loss(-one.log_probability / one.tokens, one.greedy))
-            for group, mine in zip(places, found, strict=True)
-            for i, one in zip(group, mine, strict=True)
+            i: GenerationResult(Loss(-likelihood.log_probability / likelihood.tokens, likelihood.greedy))
+            for group, likelihoods in zip(indices, found, strict=True)
+            for i, likelihood in zip(group, likelihoods, strict=True)
         }
         return [results[i] for i in range(len(requests))]
 
     def _generate(self, questions: Sequence[Question], options: Sequence[dict[str, Any]]) -> list[GenerationResult]:
         begin = time.perf_counter()
         results: dict[int, Answer] = {}
-        kinds: dict[Any, list[int]] = {}
-        for i, one in enumerate(options):
-            kinds.setdefault(sampling_from(one, layout=self.layout, most=self.max_new_tokens), []).append(i)
-        with self._progress(len(questions)) as bar:
-            for (sampling, until), places in kinds.items():
+        groups: dict[Any, list[int]] = {}
+        for i, each in enumerate(options):
+            groups.setdefault(sampling_from(each, layout=self.layout, most=self.max_new_tokens), []).append(i)
+        with self._progress(len(questions)) as model:
+            for (sampling, until), indices in groups.items():
                 ends = [end for end in until if end != "\n\n"]
-                answers = self._with(bar).answers([questions[i] for i in places], sampling, ends)
-                results |= dict(zip(places, answers, strict=True))
+                answers = model.answers([questions[i] for i in indices], sampling, ends)
+                results |= dict(zip(indices, answers, strict=True))
         seconds, tokens = time.perf_counter() - begin, sum(answer.tokens for answer in results.values())
         log_metrics(
             total_elapsed_time=seconds, total_gen_tokens=tokens, avg_speed=tokens / seconds,
@@ -167,20 +168,21 @@ class Vlkv(lmms):
             for _, answer in sorted(results.items())
         ]
 
-    def _progress(self, count: int) -> Any:
-        return tqdm(total=count, disable=self.rank != 0, desc=f"vlkv, {type(self.model.policy).__name__}")
-
-    def _with(self, bar: Any) -> Answerer:
-        return dataclasses.replace(self.model, done=bar.update)
+    @contextmanager
+    def _progress(self, count: int) -> Iterator[Answerer]:
+        """The model, with a progress bar that counts its questions."""
+        with tqdm(total=count, disable=self.rank != 0, desc=f"vlkv, {type(self.model.policy).__name__}") as bar:
+            yield dataclasses.replace(self.model, done=bar.update)
 
     def _document(self, number: int, task: str, split: str) -> Any:
         return self.task_dict[task][split][number]
 
-    def _question(self, context: str, to_visual: Any, *where: Any) -> Question:
-        return Question(context, lambda: self._pictures(to_visual(self._document(*where))))  # not all at once
+    def _question(self, context: str, to_visual: Any, *document: Any) -> Question:
+        # Pictures are loaded batch by batch, not all at once.
+        return Question(context, lambda: self._pictures(to_visual(self._document(*document))))
 
     def _pictures(self, visuals: Iterable[Any] | None) -> tuple[Any, ...]:
-        """What a task's `doc_to_visual` gives: pictures, arrays, paths of pictures or of videos; nested at times."""
+        """Converts the result of `doc_to_visual`: pictures, arrays, paths of pictures or videos, and lists of these."""
         found: list[Any] = []
         for visual in visuals or ():
             if isinstance(visual, list | tuple):
@@ -192,7 +194,7 @@ class Vlkv(lmms):
             elif isinstance(visual, Image.Image | Video | str | Path):
                 found.append(visual)
             elif visual is not None:
-                raise InputError(f"the task shows a {type(visual).__name__}: pictures and videos can be read, no sound")
+                raise InputError(f"the task shows a {type(visual).__name__}; only pictures and videos are supported")
         return tuple(found)
 
     def _video(self, path: str) -> Video:
@@ -203,7 +205,7 @@ class Vlkv(lmms):
 
 
 def _arguments(policy: str, options: dict[str, Any]) -> argparse.Namespace:
-    """The same as `vlkv generate` would have parsed."""
+    """The arguments that `vlkv generate` would parse."""
     own = {name: options.pop(name, None) for name in ("keep", "budget", "scope")}
     parts = [f"{stage}={options.pop(stage)}" for stage in _STAGES if stage in options]
     return argparse.Namespace(

@@ -1,8 +1,8 @@
-"""Pages of held-out digits as files: PNG images, and a JSONL of questions that `vlkv eval` reads.
+"""Writes pages of held-out digits as PNG images, and a JSONL file of questions for `vlkv eval`.
 
     python -m vlkv.mini.export FOLDER --pages 200
 
-`benchmarks/data/ledger` holds what this command writes.
+`benchmarks/data/ledger` was written by this command.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ def export(folder: Path, count: int, *, kind: str = "ledger", seed: int = 0, que
     """Writes `count` pages and questions about them. Equal arguments give equal files.
 
     Args:
-        folder: made if need be.
-        count: pages.
-        kind: of the pages, a name of `pages.KINDS`.
-        seed: of the pages.
-        questions: per page. One: that of `pages.held_out`. More: the first entries of the page, as many as it has; of
-            a digit page first the whole page, then its rows from the top.
+        folder: created if it does not exist.
+        count: number of pages.
+        kind: kind of the pages, a name of `pages.KINDS`.
+        seed: for the random choices of the pages.
+        questions: limit on the questions per page. 1: the question of `pages.held_out`. More: the first entries of the
+            page; on a digit page first the whole page, then its rows from the top.
 
     Returns:
         The JSONL file.
 
     Raises:
-        InputError: fewer than one page or question, or no such kind.
+        InputError: fewer than one page or question, or the kind is unknown.
     """
     if kind not in pages.KINDS:
-        raise InputError(f"no pages of the kind {kind!r}: kinds are {', '.join(pages.KINDS)}")
+        raise InputError(f"unknown kind of pages {kind!r}: kinds are {', '.join(pages.KINDS)}")
     if count < 1 or questions < 1:
         raise InputError(f"{count} pages with {questions} questions each: both numbers must be at least 1")
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,14 +50,14 @@ def export(folder: Path, count: int, *, kind: str = "ledger", seed: int = 0, que
         asked = [entry] if questions == 1 else page.entries[:questions]
         name = f"page{number:03}.png"
         page.image.convert("L").save(folder / name, optimize=True)
-        for i, one in enumerate(asked):
-            rows.append({"id": f"{number:03}-{i}", "image": name, "question": one.question, "answers": [one.answer]})
+        for i, (question, answer, *_) in enumerate(asked):
+            rows.append({"id": f"{number:03}-{i}", "image": name, "question": question, "answers": [answer]})
     (folder / QUESTIONS).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder / QUESTIONS
 
 
 def main() -> int:
-    """The command."""
+    """Parses the command line and writes the files."""
     parser = OneLineParser(prog="python -m vlkv.mini.export", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--pages", type=int, default=200, metavar="N")

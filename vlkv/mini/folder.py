@@ -1,7 +1,6 @@
-"""Writes the demo model as a Hugging Face folder: config, tokenizer, processor settings, weights.
+"""Writes the demo model as a Hugging Face folder: config, tokenizer, processor settings and weights.
 
-Everything but the weights follows from a few numbers below, so a training run can write a folder at any
-step, and transformers itself can load it.
+Transformers can load the folder. Everything except the weights is defined below, so training can write it at any step.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ _PROCESSOR = {
     "processor_class": "LlavaProcessor",
     "image_token": "<image>",
     "patch_size": pages.CELL,
-    "num_additional_image_tokens": 1,  # the class token, which `default` drops
+    "num_additional_image_tokens": 1,  # the class token, which the feature strategy `default` removes
     "vision_feature_select_strategy": "default",
 }
 _TOKENIZER = {
@@ -119,25 +118,31 @@ _TOKENIZER = {
 
 
 def config() -> ModelConfig:
-    """The config of the demo model, as `load_params` reads it from the folder."""
+    """The config of the demo model, equal to the one that `load_params` reads from the folder."""
     return config_from_hf(CONFIG, {"eos_token_id": EOS})
 
 
 def tokenizer() -> Tokenizer:
-    """One token per word, digit or punctuation mark, in upper or lower case; <s> comes first."""
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
-    made.normalizer = normalizers.Lowercase()
+    """The tokenizer: one token per word, digit or punctuation mark, ignoring case. Texts begin with <s>."""
+    result = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
+    result.normalizer = normalizers.Lowercase()
     words, digits = pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)
-    made.pre_tokenizer = pre_tokenizers.Sequence([words, digits])
-    made.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in _SPECIAL])
-    made.post_processor = processors.TemplateProcessing(
+    result.pre_tokenizer = pre_tokenizers.Sequence([words, digits])
+    result.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in _SPECIAL])
+    result.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
     )
-    return made
+    return result
 
 
 def write(folder: Path, params: Model, log: dict[str, Any]) -> None:
-    """Writes the folder under a temporary name and renames it, so that a reader never finds an incomplete folder."""
+    """Writes the folder under a temporary name and renames it, so that nobody reads an incomplete folder.
+
+    Args:
+        folder: the folder to write; an earlier one is replaced.
+        params: the weights.
+        log: content of `training_log.json`.
+    """
     fresh = folder.with_name(folder.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
@@ -153,7 +158,7 @@ def write(folder: Path, params: Model, log: dict[str, Any]) -> None:
     (fresh / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     tokenizer().save(str(fresh / "tokenizer.json"))
     save_file(tensors(params), fresh / "model.safetensors", metadata={"format": "pt"})
-    (fresh / "model.safetensors").chmod(0o644)  # safetensors makes the file readable only by its owner
+    (fresh / "model.safetensors").chmod(0o644)  # safetensors makes the file readable only for its owner
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -163,7 +168,7 @@ def write(folder: Path, params: Model, log: dict[str, Any]) -> None:
 
 
 def tensors(params: Model) -> dict[str, np.ndarray]:
-    """The weights with their names and shapes in the checkpoint."""
+    """The weights, with the names and shapes of the Hugging Face checkpoint."""
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     ours = {sharding.path_name(path): np.asarray(leaf, np.float32) for path, leaf in leaves}
     table = table_of(params.config, CONFIG)
@@ -173,7 +178,7 @@ def tensors(params: Model) -> dict[str, np.ndarray]:
 
 
 def _unused() -> dict[str, np.ndarray]:
-    """Zeros for the tower after the feature layer, which is not used, but which transformers requires."""
+    """Zeros for the tower's last layer and last norm, which are not used but which transformers requires."""
     c = CONFIG["vision_config"]
     d, f = c["hidden_size"], c["intermediate_size"]
     shapes: dict[str, tuple[int, ...]] = {}

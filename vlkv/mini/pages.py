@@ -1,10 +1,10 @@
-"""Pages of handwritten digits for the demo model: ledger pages and digit pages, with questions and answers.
+"""Makes pages of handwritten digits for the demo model: ledger pages and digit pages, with questions and answers.
 
-A page is 192 x 192 pixels, dark ink on white: a grid of 24 x 24 cells of 8 x 8 pixels, one cell per vision token.
-A digit fills one cell. Between the digits the page is empty or covered with texture.
+A page has 192 x 192 pixels, with dark ink on white: a grid of 24 x 24 cells of 8 x 8 pixels, one cell per vision token.
+A digit fills one cell. Other cells are empty or have a texture.
 
 - A **ledger page** has 4 to 10 entries. An entry is a tag (one digit, white on black, different for all entries of a
-  page) and a value of 3 to 6 digits. The values of a page lie to the right of their tags, or below them.
+  page) and a value of 3 to 6 digits. All values of a page are written to the right of their tags, or all below them.
   Question: "what does 4 say?".
 - A **digit page** has 2 to 5 rows of 2 to 5 digits. Questions: "what does row two say?", "read the page".
 
@@ -27,7 +27,7 @@ from PIL import Image
 GRID = 24  # cells per side
 CELL = 8  # pixels per side of a cell
 SIZE = GRID * CELL
-HELD_OUT = 360  # digits at the end of the data set that are for testing alone
+HELD_OUT = 360  # digits at the end of the data set that are used only for testing
 SEPARATOR = "/"
 ORDINALS = ("one", "two", "three", "four", "five")
 READ_PAGE = "read the page"
@@ -49,7 +49,7 @@ class Entry(NamedTuple):
 
     question: str
     answer: str
-    cells: tuple[int, ...]  # with the digits; cell = 24 * y + x = index of the vision token
+    cells: tuple[int, ...]  # cells of the digits; cell = 24 * y + x = index of the vision token
     end: tuple[int, ...] = ()  # the cell after a ledger page's value, which shows that it ends
 
     @property
@@ -81,7 +81,7 @@ class Page:
 
     @property
     def cells(self) -> tuple[int, ...]:
-        """All cells with digits, in reading order."""
+        """All cells with digits, in increasing order."""
         return tuple(sorted({cell for entry in self.entries for cell in entry.cells}))
 
 
@@ -93,10 +93,10 @@ def held_out_digits() -> Digits:
 
 
 def held_out(count: int, seed: int = 0, kind: str = "ledger") -> Iterator[Sample]:
-    """`count` questions, each about another page of test digits.
+    """Yields `count` questions, each about a new page of test digits.
 
     Args:
-        count: pages.
+        count: number of pages.
         seed: the same seed gives the same pages.
         kind: a name of `KINDS`. 40 % of the questions about digit pages ask for the whole page.
     """
@@ -107,7 +107,7 @@ def held_out(count: int, seed: int = 0, kind: str = "ledger") -> Iterator[Sample
 
 
 def held_out_page(rng: np.random.Generator, kind: str = "ledger") -> tuple[Page, Entry]:
-    """A page of test digits, and the entry that is asked about."""
+    """A page of test digits, and the entry that the question is about."""
     page = KINDS[kind](held_out_digits(), rng)
     if page.entries[0].question == READ_PAGE:
         chosen = 0 if rng.random() < _PAGE_SHARE else int(rng.integers(1, len(page.entries)))
@@ -117,11 +117,11 @@ def held_out_page(rng: np.random.Generator, kind: str = "ledger") -> tuple[Page,
 
 
 def held_out_set(rng: np.random.Generator, images: int = 3) -> tuple[list[Page], int, Entry]:
-    """Several ledger pages of test digits that share the ten tags among them; which is asked about, and the entry."""
+    """Several ledger pages of test digits with different tags, the index of one of them, and one of its entries."""
     tags = np.array_split(rng.permutation(10), images)
-    made = [ledger_page(held_out_digits(), rng, entries=(len(some), len(some)), tags=some.tolist()) for some in tags]
+    shown = [ledger_page(held_out_digits(), rng, entries=(len(some), len(some)), tags=some.tolist()) for some in tags]
     chosen = int(rng.integers(images))
-    return made, chosen, made[chosen].entries[rng.integers(len(made[chosen].entries))]
+    return shown, chosen, shown[chosen].entries[rng.integers(len(shown[chosen].entries))]
 
 
 def ledger_page(
@@ -136,18 +136,18 @@ def ledger_page(
     """A random page of tags and values.
 
     Args:
-        digits: what to write with.
+        digits: images to choose from.
         rng: source of all random choices.
-        shape: "right" or "below", where values lie as seen from their tags; one of the two at random by default.
-        entries: smallest and largest number of entries; never more than there are tags.
+        shape: "right" or "below", the position of values relative to their tags; None: one of the two at random.
+        entries: smallest and largest number of entries; at most one per tag.
         length: smallest and largest number of digits of a value.
         tags: the tags to choose from.
     """
     down = (shape or SHAPES[rng.integers(2)]) == "below"
     ink = _background(rng)
-    used = np.zeros((GRID, GRID), bool)  # [line, place in the line]; a line is a column of the page if `down`
+    used = np.zeros((GRID, GRID), bool)  # [line, cell of the line]; a line is a column if `down`, otherwise a row
     count = min(int(rng.integers(entries[0], entries[1] + 1)), len(tags))
-    made = []
+    asked = []
     for tag in rng.permutation(np.asarray(tags))[:count]:
         n = int(rng.integers(length[0], length[1] + 1))
         line, start = _free_place(used, n + 1, rng)
@@ -158,8 +158,8 @@ def ledger_page(
         written = _write(ink, glyphs, places)
         after = start + n + 1
         end = () if after == GRID else (after * GRID + line if down else line * GRID + after,)
-        made.append(Entry(f"what does {tag} say?", _spoken(digits.label[value]), written, end))
-    return Page(_pixels(ink), tuple(made))
+        asked.append(Entry(f"what does {tag} say?", _spoken(digits.label[value]), written, end))
+    return Page(_pixels(ink), tuple(asked))
 
 
 def digit_page(
@@ -169,21 +169,21 @@ def digit_page(
     rows: tuple[int, int] = (2, 5),
     length: tuple[int, int] = (2, 5),
 ) -> Page:
-    """A random page of between `rows[0]` and `rows[1]` rows, each of `length[0]` to `length[1]` digits.
+    """A random page of `rows[0]` to `rows[1]` rows, each with `length[0]` to `length[1]` digits.
 
-    The first entry asks for the whole page, the others for its rows from the top.
+    The first entry is the whole page, the others are its rows from the top.
     """
     ink = _background(rng)
-    made = []
+    asked = []
     for i, y in enumerate(np.sort(rng.choice(GRID, rng.integers(rows[0], rows[1] + 1), replace=False))):
         n = int(rng.integers(length[0], length[1] + 1))
         x = int(rng.integers(GRID - n + 1))
         chosen = rng.integers(len(digits.label), size=n)
         cells = _write(ink, list(digits.ink[chosen]), [(int(y), x + j) for j in range(n)])
-        made.append(Entry(f"what does row {ORDINALS[i]} say?", _spoken(digits.label[chosen]), cells))
-    everything = f" {SEPARATOR} ".join(row.answer for row in made)
-    whole = Entry(READ_PAGE, everything, tuple(cell for row in made for cell in row.cells))
-    return Page(_pixels(ink), (whole, *made))
+        asked.append(Entry(f"what does row {ORDINALS[i]} say?", _spoken(digits.label[chosen]), cells))
+    everything = f" {SEPARATOR} ".join(row.answer for row in asked)
+    whole = Entry(READ_PAGE, everything, tuple(cell for row in asked for cell in row.cells))
+    return Page(_pixels(ink), (whole, *asked))
 
 
 KINDS: dict[str, Callable[[Digits, np.random.Generator], Page]] = {
@@ -195,7 +195,7 @@ KINDS: dict[str, Callable[[Digits, np.random.Generator], Page]] = {
 
 
 def _free_place(used: np.ndarray, length: int, rng: np.random.Generator) -> tuple[int, int]:
-    """A random line and start with `length` unused places and at least one unused place before and after them."""
+    """A random line and start of `length` unused cells, with no used cell directly before or after them."""
     while True:
         line, start = int(rng.integers(GRID)), int(rng.integers(GRID - length + 1))
         if not used[line, max(0, start - 1) : start + length + 1].any():
@@ -203,9 +203,9 @@ def _free_place(used: np.ndarray, length: int, rng: np.random.Generator) -> tupl
 
 
 def _write(ink: np.ndarray, glyphs: Sequence[np.ndarray], places: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """Writes one glyph into each cell (y, x) and returns the cells.
+    """Writes one glyph into each cell (y, x) and returns the indices of the cells.
 
-    The background of digits has no texture, because an unreadable digit would not test anything.
+    A glyph replaces the texture of its cell, because an unreadable digit would not test anything.
     """
     for glyph, (y, x) in zip(glyphs, places, strict=True):
         ink[y * CELL : (y + 1) * CELL, x * CELL : (x + 1) * CELL] = glyph
@@ -221,7 +221,7 @@ def _pixels(ink: Float[np.ndarray, "h w"]) -> UInt8[np.ndarray, "h w"]:
 
 
 def _background(rng: np.random.Generator) -> Float[np.ndarray, "192 192"]:
-    """Patches of texture and a few long scratches; about half of the page is empty."""
+    """Blocks of texture and a few long lines; about half of the page is empty."""
     ink = np.zeros((SIZE, SIZE), np.float32)
     for _ in range(rng.integers(3, 14)):
         height, width = int(rng.integers(1, 6)) * CELL, int(rng.integers(2, 9)) * CELL

@@ -1,17 +1,17 @@
-"""Trains the demo model: many questions about one page in one pass, few tokens at first.
+"""Trains the demo model. One row has many questions about a page, and early stages show only a part of the page.
 
 Axes: B rows of a batch · I images of a row · V vision tokens shown per image · T tokens of a row.
 
-Three things make it cheap enough for two CPU cores:
+Three measures make training cheap enough for two CPU cores:
 
-- A row holds its images once and after them several questions with their answers. A static mask keeps each
-  question from seeing the others, and each starts at the same position, so every one is exactly the row that
-  `vlkv.forward` sees.
+- A row has its images once, followed by several questions with their answers (branches). A static mask prevents each
+  question from attending to the others, and all start at the same position. So the logits of a question are those that
+  `vlkv.forward` computes for it alone.
 - Early stages show the cells with digits and a random choice of the others, at their true positions. Later
   stages show more cells.
-- Early stages have ledger pages of few entries.
+- Early stages have ledger pages with few entries.
 
-The steps of a stage take turns among its tasks, so that one checkpoint answers all of them.
+The steps of a stage alternate between its tasks, so that one checkpoint learns all of them.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _BLOCK = 4  # cells whose features an average-pooled grid replaces by their mean
 class Task:
     """The task of one training step.
 
-    `images` pages are shown in a prompt; their tags differ, so a question names no page. `pooled` replaces the features
-    of every block of 2 x 2 cells by their mean, at the position of the block's first cell.
+    A prompt shows `images` pages with different tags, so that a question need not name the page. `pooled` replaces the
+    features of every block of 2 x 2 cells by their mean, at the position of the first cell of the block.
     """
 
     kind: str  # "ledger" or "digits"
@@ -64,25 +64,25 @@ TASKS = {
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One part of the curriculum; `cells` is the number of cells that a row may show."""
+    """One part of the curriculum. `cells` is the number of cells that a row shows."""
 
     steps: int
     cells: int
-    entries: tuple[int, int]  # of a ledger page
-    questions: int  # about a ledger page; about a digit page half as many, one of them about the whole page
+    entries: tuple[int, int]  # smallest and largest number of entries of a ledger page
+    questions: int  # about a ledger page; half as many about a digit page, including one about the whole page
     batch: int
-    turns: tuple[str, ...]  # names of `TASKS`, one step each, repeated
+    turns: tuple[str, ...]  # names of `TASKS`: the tasks of successive steps, repeated
 
     def shown(self, task: Task) -> int:
         """Cells shown per image."""
         if task.pooled:
-            return _BLOCK * max(4 * self.entries[1], self.cells // _BLOCK)  # a value of 6 and its tag touch 4 blocks
+            return _BLOCK * max(4 * self.entries[1], self.cells // _BLOCK)  # an entry is in at most 4 blocks
         return self.cells // task.images
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A training run. The defaults are the stages of the shipped checkpoint; its log says what changed."""
+    """Settings of a training run. The defaults are those of the shipped checkpoint; its log lists what changed."""
 
     stages: tuple[Stage, ...] = (
         Stage(300, 44, (3, 6), 6, 12, ("ledger", "ledger", "digits")),
@@ -96,45 +96,35 @@ class Settings:
         Stage(1000, 192, (4, 10), 8, 8, (*("digits", "ledger", "digits") * 3, "digits", "several", "pooled")),
         Stage(450, 576, (4, 10), 8, 5, (*("digits", "ledger") * 3, "digits", "several", "ledger", "pooled")),
     )
-    # Steps of each cycle, and the peak of its learning rate.
-    cycles: tuple[tuple[int, float], ...] = (
-        (3200, 2.5e-3),
-        (1200, 6e-4),
-        (1000, 6e-4),
-        (450, 4e-4),
-    )  # steps, peak learning rate
-    warmup: int = 30  # of each cycle; after it the rate falls along a cosine
+    # Steps and peak learning rate of each cycle.
+    cycles: tuple[tuple[int, float], ...] = ((3200, 2.5e-3), (1200, 6e-4), (1000, 6e-4), (450, 4e-4))
+    warmup: int = 30  # steps at the start of each cycle; then the learning rate falls along a cosine
     weight_decay: float = 0.05
     clip: float = 1.0
     seed: int = 0
-
-    @property
-    def steps(self) -> int:
-        """Total number of steps."""
-        return sum(stage.steps for stage in self.stages)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Pages with their questions and answers, all of one static shape."""
+    """Pages with their questions and answers, in arrays of static shape."""
 
     patches: Float[np.ndarray | Array, "B I V 8 8"]  # normalised grey
     cells: Int[np.ndarray | Array, "B I V"]
-    tokens: Int[np.ndarray | Array, "B text"]  # the branches, one after the other
+    tokens: Int[np.ndarray | Array, "B text"]  # the branches, concatenated
     weights: Float[np.ndarray | Array, "B text"]  # 1 where the token is part of an answer, 0 for prompts and padding
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Offsets of the branches of a row. Static, so that the mask is a constant of the compiled step."""
+    """The lengths of the branches of a row. Static, so that the mask is a constant of the compiled step."""
 
     task: Task
     lengths: tuple[int, ...]
 
     @classmethod
     def of(cls, stage: Stage, task: Task) -> Layout:
-        """Capacity for the longest questions and answers: prompt, digits, separators, </s>."""
+        """The layout with capacity for the longest questions and answers: prompt, digits, separators and </s>."""
         if task.kind == "digits":
             return cls(task, (5 + 5 * 6, *(9 + 5,) * (stage.questions // 2 - 1)))
         return cls(task, (8 + 6,) * stage.questions)
@@ -154,9 +144,9 @@ class Layout:
 
 
 def log_probs(params: Llava, batch: Batch, layout: Layout) -> Float[Array, "B targets vocab"]:
-    """Log-probabilities of every branch token's successor."""
+    """Log-probabilities of the token after each branch token; the last branch token has none."""
     rows = len(batch.tokens)
-    vision, cells = _see(params, batch, layout.task.pooled)
+    vision, cells = _vision(params, batch, layout.task.pooled)
     x = params.decoder.embedding(jnp.concatenate([_prefix(rows), batch.tokens], axis=1))
     x = jnp.concatenate([x[:, :_VISION_START], vision, x[:, _VISION_START:]], axis=1)
     first = jnp.broadcast_to(jnp.arange(_VISION_START), (rows, _VISION_START))
@@ -171,14 +161,14 @@ def _prefix(rows: int) -> Int[np.ndarray, "B 3"]:
     return np.tile(_tokenizer().encode("USER:").ids, (rows, 1))
 
 
-def _see(params: Llava, batch: Batch, pooled: bool) -> tuple[Float[Array, "B T D"], Int[Array, "B T"]]:
-    """The tower and the projector on the shown cells, and the indices of these cells in the sequence of all images."""
+def _vision(params: Llava, batch: Batch, pooled: bool) -> tuple[Float[Array, "B T D"], Int[Array, "B T"]]:
+    """The vision tokens of the shown cells, and the indices of these cells among the cells of all images of the row."""
     rows, images, shown = batch.cells.shape
     tower = params.vision
-    place = tower.position.weight[...]
+    position = tower.position.weight[...]
     cells, patches = (x.reshape(rows * images, *x.shape[2:]) for x in (batch.cells, batch.patches))
-    x = jnp.einsum("bvyx,dcyx->bvd", patches, tower.patch[...]) + place[1 + cells]
-    first = jnp.broadcast_to(tower.class_token[...] + place[0], (len(x), 1, x.shape[-1]))
+    x = jnp.einsum("bvyx,dcyx->bvd", patches, tower.patch[...]) + position[1 + cells]
+    first = jnp.broadcast_to(tower.class_token[...] + position[0], (len(x), 1, x.shape[-1]))
     x = tower.first_norm(jnp.concatenate([first, x], axis=1))
     for block in tower.blocks:
         x = block(x)
@@ -202,8 +192,9 @@ def start(seed: int, checkpoint: Path | None = None) -> Llava:
     """Initial weights for training.
 
     Args:
-        seed: of random weights. Positions and tokens are loud enough to be told apart from the first step on.
-        checkpoint: a folder of an earlier demo model, whose weights are taken instead.
+        seed: for random weights. The embeddings of positions and tokens are scaled up so that the first layers can tell
+            them apart from the first step on.
+        checkpoint: folder of an earlier demo model, whose weights are used instead.
     """
     if checkpoint is not None:
         loaded = loading.load_params(checkpoint)
@@ -212,13 +203,13 @@ def start(seed: int, checkpoint: Path | None = None) -> Llava:
     params = init(folder.config(), jax.random.key(seed))
     assert isinstance(params, Llava)
     width = params.vision.position.weight.shape[1]
-    # Fixed waves over the grid, as in the first transformers; training changes them like any other weight.
+    # Sinusoidal positions over the grid (Vaswani et al. 2017); training changes them like all other weights.
     wave = 2.0 ** -np.linspace(-1, 4, width // 4) * np.arange(pages.GRID)[:, None]
     side = np.concatenate([np.sin(wave), np.cos(wave)], axis=1)  # [24, width / 2]
     y, x = np.divmod(np.arange(pages.GRID**2), pages.GRID)
     grid = np.concatenate([side[y], side[x]], axis=1)
-    places = np.concatenate([np.zeros((1, width)), grid])
-    params.vision.position.weight.set_value(jnp.asarray(places, jnp.float32))
+    positions = np.concatenate([np.zeros((1, width)), grid])
+    params.vision.position.weight.set_value(jnp.asarray(positions, jnp.float32))
     params.decoder.embedding.weight.set_value(params.decoder.embedding.weight[...] * 25)  # 0.02 -> 0.5
     for layer in params.decoder.layers:
         for weight in (layer.out.weight, layer.down.weight):
@@ -227,7 +218,7 @@ def start(seed: int, checkpoint: Path | None = None) -> Llava:
 
 
 def training_digits() -> Digits:
-    """All digits except the held-out block. Only this function uses scikit-learn."""
+    """All digits except the held-out ones. Only this function uses scikit-learn."""
     from sklearn.datasets import load_digits  # noqa: PLC0415
 
     data = load_digits()
@@ -235,18 +226,18 @@ def training_digits() -> Digits:
 
 
 def vary(digits: Digits, rng: np.random.Generator) -> Digits:
-    """The digits with small random rotations, shears, scales, shifts, changes of brightness, and noise."""
+    """Augments the digits: small random rotations, shears, scales, shifts, changes of brightness, and noise."""
     n = len(digits.label)
-    turn = np.eye(2) + rng.normal(0, 0.1, (n, 2, 2))
+    transform = np.eye(2) + rng.normal(0, 0.1, (n, 2, 2))
     middle = (pages.CELL - 1) / 2
     pixel = np.mgrid[: pages.CELL, : pages.CELL].reshape(2, -1) - middle
-    place = np.einsum("nij,jp->nip", turn, pixel) + rng.normal(0, 0.4, (n, 2, 1)) + middle
+    place = np.einsum("nij,jp->nip", transform, pixel) + rng.normal(0, 0.4, (n, 2, 1)) + middle
     corner = np.floor(place).astype(int)
-    part = place - corner
+    fraction = place - corner  # weights of bilinear interpolation
     padded = np.pad(digits.ink, [(0, 0), (4, 4), (4, 4)])
     ink = np.zeros((n, pages.CELL**2))
-    for dy, wy in ((0, 1 - part[:, 0]), (1, part[:, 0])):
-        for dx, wx in ((0, 1 - part[:, 1]), (1, part[:, 1])):
+    for dy, wy in ((0, 1 - fraction[:, 0]), (1, fraction[:, 0])):
+        for dx, wx in ((0, 1 - fraction[:, 1]), (1, fraction[:, 1])):
             row, column = np.clip(corner + [[dy], [dx]] + 4, 0, pages.CELL + 7).transpose(1, 0, 2)
             ink += wy * wx * padded[np.arange(n)[:, None], row, column]
     ink = ink * rng.uniform(0.75, 1.15, (n, 1)) + rng.normal(0, 0.04, ink.shape)
@@ -254,16 +245,19 @@ def vary(digits: Digits, rng: np.random.Generator) -> Digits:
 
 
 def batches(digits: Digits, stage: Stage, task: Task, rng: np.random.Generator) -> Iterator[Batch]:
-    """Endless random batches of one task."""
+    """Yields random batches of one task without end."""
     layout = Layout.of(stage, task)
     while True:
-        varied = vary(digits, rng)
-        made = [compose_row(make_pages(varied, stage, task, rng), stage, layout, rng) for _ in range(stage.batch)]
-        yield Batch(*(np.stack(column) for column in zip(*made, strict=True)))
+        yield _batch(vary(digits, rng), stage, layout, rng)
+
+
+def _batch(digits: Digits, stage: Stage, layout: Layout, rng: np.random.Generator) -> Batch:
+    rows = [compose_row(make_pages(digits, stage, layout.task, rng), stage, layout, rng) for _ in range(stage.batch)]
+    return Batch(*(np.stack(column) for column in zip(*rows, strict=True)))
 
 
 def make_pages(digits: Digits, stage: Stage, task: Task, rng: np.random.Generator) -> list[Page]:
-    """The pages of one row; several ledger pages share the ten tags among them."""
+    """The pages of one row. Each of the ten tags is on at most one of them."""
     if task.kind == "digits":
         return [pages.digit_page(digits, rng)]
     fewest, most = (max(1, n // task.images) for n in stage.entries)
@@ -274,7 +268,7 @@ def make_pages(digits: Digits, stage: Stage, task: Task, rng: np.random.Generato
 def compose_row(
     shown: list[Page], stage: Stage, layout: Layout, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """One row's patches, cells, tokens and weights."""
+    """The patches, cells, tokens and weights of one row; see `Batch`."""
     cells = np.stack([_choose_cells(page, stage.shown(layout.task), layout.task.pooled, rng) for page in shown])
     patches = np.stack([_patches(page)[chosen] for page, chosen in zip(shown, cells, strict=True)])
     tokens = [np.zeros(n, np.int32) for n in layout.lengths]
@@ -287,7 +281,7 @@ def compose_row(
 
 
 def _choose_cells(page: Page, count: int, pooled: bool, rng: np.random.Generator) -> Int[np.ndarray, " V"]:
-    """The cells with digits and a random choice of the others; whole blocks, one after the other, if `pooled`."""
+    """The cells with digits and random others, in order. If `pooled`, whole blocks, ordered block by block."""
     places = np.arange(pages.GRID**2)
     if pooled:
         y, x = np.divmod(places, pages.GRID)
@@ -307,7 +301,7 @@ def _patches(page: Page) -> Float[np.ndarray, "cells 8 8"]:
 
 
 def _asked(shown: list[Page], layout: Layout, rng: np.random.Generator) -> list[Entry]:
-    """Different entries in random order; the whole page first where a digit page is shown."""
+    """Different entries in random order. For a digit page, the entry of the whole page is the first."""
     entries = [entry for page in shown for entry in page.entries]
     whole = int(layout.task.kind == "digits")
     order = [*range(whole), *(whole + rng.permutation(len(entries) - whole))]
@@ -321,40 +315,44 @@ def _tokenizer() -> Any:
 
 @functools.lru_cache(maxsize=2**16)
 def branch(question: str, answer: str) -> tuple[list[int], int]:
-    """Ids from after the image to </s>, and where the answer starts."""
+    """Token ids of a question and its answer, from after the image to </s>, and the index where the answer starts."""
     prompt = _tokenizer().encode(f"{question} ASSISTANT:", add_special_tokens=False).ids
     return [*prompt, *_tokenizer().encode(answer, add_special_tokens=False).ids, folder.EOS], len(prompt)
 
 
-Score = Callable[[Llava, Batch, Layout], Array]  # `log_probs`, compiled
+Score = Callable[[Llava, Batch, Layout], Array]  # compiled `log_probs`
 
 
 def evaluate(params: Llava, task: Task, score: Score, count: int = 48) -> dict[str, float]:
-    """Shares of answers and digits that are right, on `count` complete held-out pages (or sets of pages).
+    """Shares of correct answers ("exact", and "whole" for whole digit pages) and correct digits, on held-out pages.
 
-    Teacher-forced, which for exact answers is the same as greedy decoding: an answer comes out whole exactly
-    when every token is the most likely one after the right ones before it.
+    Each token is predicted after the correct earlier tokens. For whole answers this is the same as greedy decoding,
+    which gives the correct answer exactly if every token is the most likely one after the correct tokens before it.
+
+    Args:
+        params: the model.
+        task: the task.
+        score: compiled `log_probs`.
+        count: number of pages. All their cells are shown.
     """
     stage = Stage(0, task.images * pages.GRID**2, (4, 10), 4, 6, ())
     count //= task.images
     layout, rng = Layout.of(stage, task), np.random.default_rng(1)
     bounds = np.cumsum([0, *layout.lengths])
     names = ("exact", "digit", "whole") if task.kind == "digits" else ("exact", "digit")
-    rights: dict[str, list[bool]] = {name: [] for name in names}
+    correct: dict[str, list[bool]] = {name: [] for name in names}
     for _ in range(count // stage.batch):
-        made = [compose_row(make_pages(pages.held_out_digits(), stage, task, rng), stage, layout, rng)
-                for _ in range(stage.batch)]  # fmt: skip
-        batch = Batch(*(np.stack(column) for column in zip(*made, strict=True)))
+        batch = _batch(pages.held_out_digits(), stage, layout, rng)
         best = np.asarray(score(params, batch, layout)).argmax(-1)
         target, weight = batch.tokens[:, 1:], batch.weights[:, 1:] > 0
         right = best == target
-        rights["digit"].extend(right[weight & (target > folder.EOS)])
+        correct["digit"].extend(right[weight & (target > folder.EOS)])
         for b, (low, high) in enumerate(itertools.pairwise(bounds)):
             part = slice(max(low - 1, 0), high - 1)
-            asked = weight[:, part].any(1)  # rows with few entries leave branches empty
+            asked = weight[:, part].any(1)  # rows with few entries have empty branches
             name = "whole" if task.kind == "digits" and b == 0 else "exact"
-            rights[name].extend((right | ~weight)[asked, part].all(1))
-    return {name: round(float(np.mean(values)), 4) for name, values in rights.items()}
+            correct[name].extend((right | ~weight)[asked, part].all(1))
+    return {name: round(float(np.mean(values)), 4) for name, values in correct.items()}
 
 
 def train(
@@ -367,15 +365,15 @@ def train(
     machine: str = "",
     say: Callable[[str], None] = print,
 ) -> None:
-    """Trains; every few steps saves a whole checkpoint in `out` and the state, to resume from, in `work`.
+    """Trains the demo model. A run that was interrupted resumes at its last saved state.
 
     Args:
-        out: the folder to write, as `vlkv.load` reads it.
-        work: where the state lies. A run that finds one resumes there.
+        out: the checkpoint folder to write, in the format that `vlkv.load` reads.
+        work: folder of the saved state.
         settings: stages and optimiser.
         checkpoint: an earlier demo model to start from, instead of random weights.
-        every: steps between checkpoints; what it can do is measured after each stage.
-        machine: the machine in plain words, for the log.
+        every: steps between two writes of checkpoint and state. The end of a stage is also written, with its quality.
+        machine: description of the machine, for the log.
         say: prints a line.
     """
     schedule = optax.sgdr_schedule(
