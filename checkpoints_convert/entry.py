@@ -90,6 +90,10 @@ class Names:
     blocks: int = 0
     tower: tuple[str, str] | None = None
 
+    def extended(self, ours: Mapping[str, Name] | None = None, renames: tuple[tuple[str, str], ...] = ()) -> Names:
+        """A copy with further names, and with further renames that are applied before the others."""
+        return dataclasses.replace(self, ours={**self.ours, **(ours or {})}, renames=(*renames, *self.renames))
+
     def canonical(self, key: str) -> str:
         """The new name of a tensor in the checkpoint."""
         for pattern, replacement in self.renames:

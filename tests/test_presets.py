@@ -215,7 +215,7 @@ def test_transformers_counts_as_many(name):
 def test_tokens_of_internvl(name):
     """256 of each tile, marked by a token within the vocabulary, as is the one that ends an answer."""
     config = vlkv.presets[name]
-    assert config.wiring.tokens == 256
+    assert config.per_picture == 256
     assert all(0 <= token < config.decoder.vocab_size for token in (config.image_token, *config.stop))
 
 

@@ -137,38 +137,6 @@ class DecoderConfig:
     tied: bool = False  # the output head is the embedding table
     names: str = ""  # which tensor names the checkpoint has; see vlkv/families/text/weights.py
 
-    @classmethod
-    def from_hf(cls, c: Raw, *, windowed: bool, **special: Any) -> DecoderConfig:
-        """Reads the decoder's part of a `config.json`.
-
-        Args:
-            c: its fields, including defaults.
-            windowed: True: `sliding_window` is used without `use_sliding_window`.
-            special: fields of DecoderConfig that depend on the family.
-
-        Raises:
-            InputError: an unsupported value.
-        """
-        heads, layers = c["num_attention_heads"], c["num_hidden_layers"]
-        require_all(c, {"partial_rotary_factor": 1.0, "layer_types": ["full_attention"] * layers, "hidden_act": "silu"})
-        require("mlp_bias", bool(c.get("mlp_bias", False)), False)
-        window, limit = c.get("sliding_window"), c["max_position_embeddings"]
-        # A window as large as the number of positions has no effect.
-        if (windowed or c.get("use_sliding_window")) and not (isinstance(window, int) and window >= limit):
-            require("sliding_window", window, None)
-        positives(c, ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                      "max_position_embeddings"))  # fmt: skip
-        kv_heads = positive("num_key_value_heads", c.get("num_key_value_heads", heads))
-        head_dim = positive("head_dim", c.get("head_dim", c["hidden_size"] // heads))
-        if heads % kv_heads or head_dim % 2:
-            raise InputError(f"config.json: {heads} heads, {kv_heads} key heads of {head_dim} channels: the number of "
-                             "key heads must divide the heads, and channels must be even")  # fmt: skip
-        return cls(
-            vocab_size=c["vocab_size"], width=c["hidden_size"], mlp_width=c["intermediate_size"], layers=layers,
-            heads=heads, kv_heads=kv_heads, head_dim=head_dim, norm_eps=c["rms_norm_eps"], max_positions=limit,
-            rope=RopeConfig.from_hf(c, head_dim), tied=bool(c.get("tie_word_embeddings", False)), **special,
-        )  # fmt: skip
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:

@@ -238,7 +238,7 @@ def test_published_towers_are_known_by_name():
         dict(model_type="mobilevlm", mm_vision_tower="openai/clip-vit-large-patch14-336", mm_projector_type="ldpnetv2",
              vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=24, num_attention_heads=16)
     )  # fmt: skip
-    assert (config.vision.grid, config.vision.blocks, config.wiring.side, config.image_token) == (24, 23, 12, 32000)
+    assert (config.vision.grid, config.vision.blocks, config.side, config.image_token) == (24, 23, 12, 32000)
 
 
 @pytest.fixture(scope="module")

@@ -118,7 +118,7 @@ def _intern(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) 
     del alone
     tiles = (1, 3, 2)[number]
     pixels = rng.normal(size=(tiles, 3, c.vision.image_size, c.vision.image_size))
-    return Picture(tiles * c.wiring.tokens, {"pixel_values": list(pixels)})
+    return Picture(tiles * c.per_picture, {"pixel_values": list(pixels)})
 
 
 def _native(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) -> Picture:

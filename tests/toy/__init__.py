@@ -3,11 +3,5 @@
 from tests.toy.config import PUBLISHED, ToyConfig
 from tests.toy.weights import names
 from vlkv.families.family import Family, VisionLanguageModel
-from vlkv.towers.vit import Vit
 
-
-class Toy(VisionLanguageModel):
-    tower = Vit
-
-
-FAMILY = Family(config=ToyConfig, model=Toy, names=names, published=PUBLISHED)
+FAMILY = Family(config=ToyConfig, model=VisionLanguageModel, names=names, published=PUBLISHED)

@@ -37,7 +37,7 @@ FAMILIES: dict[str, Family] = {  # by `model_type`
     "internvl": internvl.FAMILY,
     "internvl_chat": internvl.ORIGINAL,
     "qwen2_vl": qwen2_vl.FAMILY,
-    "qwen2_5_vl": qwen2_vl.FAMILY_2_5,
+    "qwen2_5_vl": qwen2_vl.FAMILY,
     "mobilevlm": mobilevlm.FAMILY,
     "qwen": qwen_vl.FAMILY,
     "eve": eve.FAMILY,

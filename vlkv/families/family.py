@@ -22,6 +22,7 @@ from vlkv.decoder.layers import Initializer, Mlp
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
 from vlkv.processing.arranging import TextInputs
+from vlkv.towers.vit import Vit
 
 Vision = Float[Array, "R D"]
 
@@ -53,9 +54,9 @@ class TextModel(nnx.Module):
 
 
 class VisionLanguageModel(TextModel):
-    """Tower, projector, splice, decoder. A family sets `tower` and overrides what is special about it."""
+    """Tower, projector, splice, decoder. A family overrides what is special about it."""
 
-    tower: Callable[..., nnx.Module]  # class attribute: makes the tower from its config
+    tower: Callable[..., nnx.Module] = Vit  # class attribute: makes the tower from `config.vision`
     vision: Any
     projector: Any
 

@@ -33,7 +33,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import loading
 from vlkv.families import init
-from vlkv.families.llava import Llava
+from vlkv.families.family import VisionLanguageModel
 from vlkv.mini import folder, pages
 from vlkv.mini.pages import Digits, Entry, Page
 
@@ -143,7 +143,7 @@ class Layout:
         return past & ((branch[None, :] == -1) | (branch[:, None] == branch[None, :]))
 
 
-def log_probs(params: Llava, batch: Batch, layout: Layout) -> Float[Array, "B targets vocab"]:
+def log_probs(params: VisionLanguageModel, batch: Batch, layout: Layout) -> Float[Array, "B targets vocab"]:
     """Log-probabilities of the token after each branch token; the last branch token has none."""
     rows = len(batch.tokens)
     vision, cells = _vision(params, batch, layout.task.pooled)
@@ -161,7 +161,7 @@ def _prefix(rows: int) -> Int[np.ndarray, "B 3"]:
     return np.tile(_tokenizer().encode("USER:").ids, (rows, 1))
 
 
-def _vision(params: Llava, batch: Batch, pooled: bool) -> tuple[Float[Array, "B T D"], Int[Array, "B T"]]:
+def _vision(params: VisionLanguageModel, batch: Batch, pooled: bool) -> tuple[Float[Array, "B T D"], Int[Array, "B T"]]:
     """The vision tokens of the shown cells, and the indices of these cells among the cells of all images of the row."""
     rows, images, shown = batch.cells.shape
     tower = params.vision
@@ -181,14 +181,14 @@ def _vision(params: Llava, batch: Batch, pooled: bool) -> tuple[Float[Array, "B 
     return x.reshape(rows, -1, x.shape[-1]), sequence.reshape(rows, -1)
 
 
-def loss(params: Llava, batch: Batch, layout: Layout) -> Float[Array, ""]:
+def loss(params: VisionLanguageModel, batch: Batch, layout: Layout) -> Float[Array, ""]:
     """Mean negative log-likelihood of the answer tokens."""
     target = batch.tokens[:, 1:, None]
     token = -jnp.take_along_axis(log_probs(params, batch, layout), target, axis=-1)[..., 0]
     return jnp.sum(token * batch.weights[:, 1:]) / jnp.sum(batch.weights)
 
 
-def start(seed: int, checkpoint: Path | None = None) -> Llava:
+def start(seed: int, checkpoint: Path | None = None) -> VisionLanguageModel:
     """Initial weights for training.
 
     Args:
@@ -201,7 +201,7 @@ def start(seed: int, checkpoint: Path | None = None) -> Llava:
         return jax.tree.unflatten(jax.tree.structure(init(folder.config(), jax.random.key(0))),
                                   [jnp.asarray(leaf) for leaf in jax.tree.leaves(loaded)])  # fmt: skip
     params = init(folder.config(), jax.random.key(seed))
-    assert isinstance(params, Llava)
+    assert isinstance(params, VisionLanguageModel)
     width = params.vision.position.weight.shape[1]
     # Sinusoidal positions over the grid (Vaswani et al. 2017); training changes them like all other weights.
     wave = 2.0 ** -np.linspace(-1, 4, width // 4) * np.arange(pages.GRID)[:, None]
@@ -320,10 +320,10 @@ def branch(question: str, answer: str) -> tuple[list[int], int]:
     return [*prompt, *_tokenizer().encode(answer, add_special_tokens=False).ids, folder.EOS], len(prompt)
 
 
-Score = Callable[[Llava, Batch, Layout], Array]  # compiled `log_probs`
+Score = Callable[[VisionLanguageModel, Batch, Layout], Array]  # compiled `log_probs`
 
 
-def evaluate(params: Llava, task: Task, score: Score, count: int = 48) -> dict[str, float]:
+def evaluate(params: VisionLanguageModel, task: Task, score: Score, count: int = 48) -> dict[str, float]:
     """Shares of correct answers ("exact", and "whole" for whole digit pages) and correct digits, on held-out pages.
 
     Each token is predicted after the correct earlier tokens. For whole answers this is the same as greedy decoding,
@@ -407,7 +407,9 @@ def train(
         say(f"resumed at step {done}")
 
     @functools.partial(jax.jit, static_argnames="layout", donate_argnames=("params", "state"))
-    def step(params: Llava, state: Any, batch: Batch, layout: Layout) -> tuple[Llava, Any, Array]:
+    def step(
+        params: VisionLanguageModel, state: Any, batch: Batch, layout: Layout
+    ) -> tuple[VisionLanguageModel, Any, Array]:
         value, gradient = jax.value_and_grad(loss)(params, batch, layout)
         updates, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, updates), state, value

@@ -14,12 +14,12 @@ _PATCHES: dict[str, Name] = {
     "patch": "patch_embedding.weight", "class_token": "class_embedding", "split_token": "split_embedding",
     **below("within.", "local_attention.", _ATTENTION), **below("whole.", "global_attention.", _ATTENTION),
 }  # fmt: skip
-_PROJECTOR: dict[str, Name] = {"projector.first": "model.mm_projector.0", "projector.second": "model.mm_projector.2"}
 
 
 def names(config: ModelConfig) -> Names:
-    """All tensors. Those used only in training are unused: the teacher model, and the module that compares with it."""
+    """The names of all parameters. Tensors used only in training are unused: the teacher model and its comparison."""
+    projector = below("projector.", "model.mm_projector.", {"first": "0", "second": "2"})
     return Names(
-        ours=decoder(config, "model.") | below("vision.", "model.vision_tower.", _PATCHES) | _PROJECTOR,
+        ours=decoder(config, "model.") | below("vision.", "model.vision_tower.", _PATCHES) | projector,
         unused=r"^model\.(?:vision_clip|vision_tower_compressor)\.",
     )

@@ -40,7 +40,6 @@ class InternVlWiring:
 
     Attributes:
         merge: patches per side that become one vision token.
-        tokens: vision tokens of a tile.
         min_tiles: least number of tiles of an image, without the thumbnail.
         max_tiles: greatest number of tiles of an image, without the thumbnail.
         thumbnail: whether an image that is cut into several tiles is followed by a thumbnail of the whole.
@@ -48,7 +47,6 @@ class InternVlWiring:
     """
 
     merge: int
-    tokens: int
     min_tiles: int = 1
     max_tiles: int = 12
     thumbnail: bool = True
@@ -61,7 +59,7 @@ class InternVlWiring:
         if not isinstance(ratio, int | float) or not 0 < ratio <= 1 or (1 / ratio) % 1 or vision.grid % int(1 / ratio):
             raise InputError(f"config.json: downsample_ratio={ratio!r} must be 1/n, where n divides the "
                              f"{vision.grid} patches per side")  # fmt: skip
-        return cls(merge=int(1 / ratio), tokens=(vision.grid // int(1 / ratio)) ** 2, **settings)
+        return cls(merge=int(1 / ratio), **settings)
 
 
 class InternVlConfig(InternVlInputs):

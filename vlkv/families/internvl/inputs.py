@@ -96,29 +96,21 @@ class InternVlPictures(Pictures):
     thumbnail: bool
 
     def image(self, image: PIL.Image.Image, images: int) -> Read:
-        """The tiles of an image."""
-        tiles = [to_pixels(tile, self.settings) for tile in self.cut(image)]
-        columns, lines = self._tiling(image)
-        view = (lines, columns) if len(tiles) > lines * columns else (0, 0)
-        return self._read(tiles, self._marked(len(tiles)), view)
+        """The tiles of an image, line by line, and the whole image as the thumbnail."""
+        columns, lines = tiling(image.width, image.height, self.side, self.min_tiles, self.max_tiles)
+        tiles, view = [image], (0, 0)
+        if columns * lines > 1:
+            width, height = columns * self.side, lines * self.side
+            check_area(width, height, f"the {image.width} x {image.height} image, after resizing")
+            tiles = tiles_of(image.resize((width, height), resample=self.settings.resample), self.side)
+            if self.thumbnail:
+                tiles, view = [*tiles, image], (lines, columns)
+        return self._read([to_pixels(tile, self.settings) for tile in tiles], self._marked(len(tiles)), view)
 
     def video(self, video: Video) -> Read:
         """The frames of a video, each as one tile."""
         frames = [to_pixels(open_image(frame), self.settings) for frame in video.frames]
         return self._read(frames, "\n".join(f"Frame{i}: {self._marked(1)}" for i in range(1, len(frames) + 1)))
-
-    def cut(self, image: PIL.Image.Image) -> list[PIL.Image.Image]:
-        """The tiles of an image, line by line, then the whole image as the thumbnail (not resized yet)."""
-        columns, lines = self._tiling(image)
-        if columns * lines == 1:
-            return [image]
-        width, height = columns * self.side, lines * self.side
-        check_area(width, height, f"the {image.width} x {image.height} image, after resizing")
-        tiles = tiles_of(image.resize((width, height), resample=self.settings.resample), self.side)
-        return [*tiles, image] if self.thumbnail else tiles
-
-    def _tiling(self, image: PIL.Image.Image) -> tuple[int, int]:
-        return tiling(image.width, image.height, self.side, self.min_tiles, self.max_tiles)
 
     def _marked(self, tiles: int) -> str:
         return f"<img>{TOKEN * (self.tokens * tiles)}</img>"

@@ -11,7 +11,6 @@ from vlkv.config import ModelConfig
 from vlkv.decoder.layers import Initializer, LayerNorm, Mlp
 from vlkv.families.family import VisionLanguageModel
 from vlkv.inputs import Inputs
-from vlkv.towers.vit import Vit
 
 
 class InternVlProjector(Mlp):
@@ -28,8 +27,6 @@ class InternVlProjector(Mlp):
 
 class InternVl(VisionLanguageModel):
     """Each vision token is merge x merge neighbouring patches, so its attention is the sum over them."""
-
-    tower = Vit
 
     @override
     def make_projector(self, config: ModelConfig, *, init: Initializer) -> nnx.Module:

@@ -28,13 +28,31 @@ class LlavaConfig(SquareInputs):
     @classmethod
     def read(cls, raw: Raw) -> dict[str, Any]:
         """The fields of the config; raises InputError for unsupported values."""
-        require_all(raw, {"projector_hidden_act": "gelu"})
-        return {
-            "decoder": read_decoder(raw),
-            "vision": ClipConfig.from_config_json(raw),
-            "image_token": raw.get("image_token_index", raw.get("image_token_id", 32000)),
-            "projector_bias": raw.get("multimodal_projector_bias", True),
-        }
+        return read_common(raw, 32000) | {"vision": ClipConfig.from_config_json(raw)}
+
+
+def read_common(raw: Raw, image_token: int, video_token: int | None = None) -> dict[str, Any]:
+    """The fields that all LLaVA families have in common.
+
+    Args:
+        raw: `config.json`.
+        image_token: id of the image token if `raw` has none.
+        video_token: id of the video token if `raw` has none; None: the family does not support videos.
+
+    Raises:
+        InputError: an unsupported projector or decoder.
+    """
+    require_all(raw, {"projector_hidden_act": "gelu"})
+
+    def token(kind: str, default: int) -> int:
+        return raw.get(f"{kind}_token_index", raw.get(f"{kind}_token_id", default))
+
+    return {
+        "decoder": read_decoder(raw),
+        "image_token": token("image", image_token),
+        "video_token": None if video_token is None else token("video", video_token),
+        "projector_bias": raw.get("multimodal_projector_bias", True),
+    }
 
 
 def llava(**text: Any) -> dict[str, Any]:

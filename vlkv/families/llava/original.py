@@ -52,12 +52,10 @@ class OriginalConfig:
     Attributes:
         tower: name of the folder of the tower inside the checkpoint's folder.
         pad: whether images are padded to a square.
-        side: vision tokens per side of an image.
     """
 
     tower: str
     pad: bool
-    side: int
 
 
 class VicunaInputs(SquareInputs):
@@ -74,11 +72,6 @@ class LlavaOriginalConfig(VicunaInputs):
     """The form of `config.json` that the authors' code reads."""
 
     projector: ClassVar[str] = "mlp2x_gelu"
-
-    @property
-    @override
-    def side(self) -> int:
-        return self.wiring.side
 
     @classmethod
     def read(cls, raw: Raw) -> dict[str, Any]:
@@ -99,14 +92,8 @@ class LlavaOriginalConfig(VicunaInputs):
             "decoder": decoder,
             "vision": vision,
             "image_token": decoder.vocab_size,
-            "wiring": OriginalConfig(tower=folder, pad=aspect == "pad", side=cls.tokens_per_side(raw, vision.grid)),
+            "wiring": OriginalConfig(tower=folder, pad=aspect == "pad"),
         }
-
-    @classmethod
-    def tokens_per_side(cls, raw: Raw, grid: int) -> int:
-        """Vision tokens per side of an image of `grid` patches per side."""
-        del raw
-        return grid
 
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
         """Uses the folder's settings, else those of the tower's folder, else CLIP's defaults at the tower's size."""
@@ -166,6 +153,6 @@ ORIGINAL_RENAMES = (
 
 
 def original_names(config: ModelConfig) -> Names:
-    """All tensors in the authors' form. The tower may be in a separate folder."""
-    made = names(config)
-    return dataclasses.replace(made, renames=(*ORIGINAL_RENAMES, *made.renames), tower=(config.wiring.tower, _TOWER))
+    """The names of all parameters in the authors' form. The tower may be in a separate folder."""
+    made = names(config).extended(renames=ORIGINAL_RENAMES)
+    return dataclasses.replace(made, tower=(config.wiring.tower, _TOWER))

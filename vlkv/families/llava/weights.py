@@ -18,12 +18,11 @@ _TOWER: dict[str, Name] = {
     "blocks.*.mlp_norm": "encoder.layers.*.layer_norm2", "blocks.*.up": "encoder.layers.*.mlp.fc1",
     "blocks.*.down": "encoder.layers.*.mlp.fc2",
 }  # fmt: skip
-_PROJECTOR: dict[str, Name] = {"first": "linear_1", "second": "linear_2"}
 
 
 def names(config: ModelConfig) -> Names:
-    """All tensors. The tower's layers after the feature layer are unused."""
+    """The names of all parameters. The tower's layers after the feature layer are unused."""
     vision = below("vision.", "model.vision_tower.", _TOWER)
-    projector = below("projector.", "model.multi_modal_projector.", _PROJECTOR)
+    projector = below("projector.", "model.multi_modal_projector.", {"first": "linear_1", "second": "linear_2"})
     ours = decoder(config, "model.language_model.") | vision | projector
     return Names(ours=ours, renames=_RENAMES, unused=_UNUSED, blocks=config.vision.blocks)

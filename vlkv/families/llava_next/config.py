@@ -10,9 +10,9 @@ from typing_extensions import override
 
 from vlkv.config import Raw, positive, require_all
 from vlkv.errors import InputError
-from vlkv.families.llava.config import CLIP_LARGE, llava
+from vlkv.families.llava.config import CLIP_LARGE, llava, read_common
 from vlkv.families.llava_next.inputs import LlavaNextInputs
-from vlkv.families.text.config import MISTRAL, QWEN2, VICUNA_13B, read_decoder
+from vlkv.families.text.config import MISTRAL, QWEN2, VICUNA_13B
 from vlkv.towers.vit import ClipConfig, SiglipConfig
 
 _PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
@@ -79,7 +79,7 @@ class LlavaNextConfig(LlavaNextInputs):
     def read(cls, raw: Raw) -> dict[str, Any]:
         """The fields of the config; raises InputError for unsupported values."""
         # The class token must be dropped, because the patches of all tiles form one grid.
-        require_all(raw, {"vision_feature_select_strategy": "default"})
+        require_all(raw, {"vision_feature_select_strategy": "default", "use_image_newline_parameter": True})
         tower = ClipConfig.from_config_json({**raw, "vision_config": raw.get("vision_config") or CLIP_LARGE})
         points = read_pinpoints(raw.get("image_grid_pinpoints") or _PINPOINTS, tower.image_size)
         wiring = AnyRes(pinpoints=points, video=cls.read_video(raw))
@@ -112,7 +112,7 @@ class LlavaOnevisionConfig(LlavaNextInputs):
     def read(cls, raw: Raw) -> dict[str, Any]:
         """The fields of the config; raises InputError for unsupported values."""
         # "default" would drop the first patch, because the tower has no class token.
-        require_all(raw, {"vision_feature_select_strategy": "full"})
+        require_all(raw, {"vision_feature_select_strategy": "full", "use_image_newline_parameter": True})
         tower = SiglipConfig.from_hf(
             raw.get("vision_config") or SIGLIP, raw.get("vision_feature_layer", -1), whole=False
         )
@@ -128,21 +128,6 @@ class LlavaOnevisionConfig(LlavaNextInputs):
                 video=VideoPooling(mode="bilinear", newline="video"),
             ),
         }
-
-
-def read_common(raw: Raw, image_token: int, video_token: int | None = None) -> dict[str, Any]:
-    """The fields that all these models have in common; `image_token` and `video_token` are default ids."""
-    require_all(raw, {"projector_hidden_act": "gelu", "use_image_newline_parameter": True})
-
-    def token(kind: str, default: int) -> int:
-        return raw.get(f"{kind}_token_index", raw.get(f"{kind}_token_id", default))
-
-    return {
-        "decoder": read_decoder(raw),
-        "image_token": token("image", image_token),
-        "video_token": None if video_token is None else token("video", video_token),
-        "projector_bias": raw.get("multimodal_projector_bias", True),
-    }
 
 
 def read_pinpoints(value: Any, side: int) -> tuple[tuple[int, int], ...]:

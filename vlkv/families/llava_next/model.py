@@ -17,13 +17,11 @@ from vlkv.config import ModelConfig
 from vlkv.decoder.layers import Initializer
 from vlkv.families.family import VisionLanguageModel, flat
 from vlkv.inputs import Inputs
-from vlkv.towers.vit import Vit
 
 
 class LlavaNext(VisionLanguageModel):
     """The attention of a mixed token is the weighted sum over its patches; that of a newline is 0."""
 
-    tower = Vit
     newline: nnx.Param
 
     @override

@@ -11,12 +11,12 @@ from typing import Any
 
 from vlkv.config import Raw, positive, require, require_all
 from vlkv.errors import InputError
+from vlkv.families.llava.config import read_common
 from vlkv.families.llava_next.config import (
     SIGLIP,
     TILES,
     AnyRes,
     VideoPooling,
-    read_common,
     read_most_tiles,
     read_pinpoints,
 )
@@ -29,7 +29,7 @@ _NEWLINES = {"grid": "line", "frame": "frame", "one_token": "video", "no_token":
 _ONE_VALUE = {
     "mm_projector_type": "mlp2x_gelu", "mm_patch_merge_type": "spatial_unpad", "mm_vision_select_feature": "patch",
     "mm_resampler_type": None, "mm_use_im_start_end": False, "mm_use_im_patch_token": False,
-    "add_faster_video": False, "use_pos_skipping": False,
+    "add_faster_video": False, "use_pos_skipping": False, "use_image_newline_parameter": True,
 }  # fmt: skip
 
 

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-from checkpoints_convert.entry import Name, Names
+from checkpoints_convert.entry import Names
 from vlkv.config import ModelConfig
 from vlkv.families.llava import weights
 from vlkv.families.llava.original import ORIGINAL_RENAMES
 
-_NEWLINE: dict[str, Name] = {"newline": "model.image_newline"}
-
 
 def names(config: ModelConfig) -> Names:
-    """All tensors."""
-    made = weights.names(config)
-    renames = (*made.renames, (r"^image_newline$", "model.image_newline"))
-    return dataclasses.replace(made, ours={**made.ours, **_NEWLINE}, renames=renames)
+    """The names of all parameters in transformers' form."""
+    newline = "model.image_newline"
+    return weights.names(config).extended({"newline": newline}, ((r"^image_newline$", newline),))
 
 
 def original_names(config: ModelConfig) -> Names:
-    """All tensors in the authors' form."""
-    made = names(config)
-    return dataclasses.replace(made, renames=(*ORIGINAL_RENAMES, *made.renames))
+    """The names of all parameters in the authors' form."""
+    return names(config).extended(renames=ORIGINAL_RENAMES)

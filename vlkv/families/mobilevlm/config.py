@@ -11,7 +11,7 @@ from vlkv.errors import InputError
 from vlkv.families.llava.original import LlavaOriginalConfig
 from vlkv.families.text.config import llama
 
-_SIDE = 12  # LDPv2 always pools to 12 x 12 tokens
+SIDE = 12  # LDPv2 always pools to 12 x 12 tokens
 
 
 class MobileVlmConfig(LlavaOriginalConfig):
@@ -19,14 +19,20 @@ class MobileVlmConfig(LlavaOriginalConfig):
 
     projector = "ldpnetv2"
 
+    @property
+    @override
+    def side(self) -> int:
+        return SIDE
+
     @classmethod
     @override
-    def tokens_per_side(cls, raw: Raw, grid: int) -> int:
+    def read(cls, raw: Raw) -> dict[str, Any]:
         require_all(raw, {"mm_vision_select_feature": "patch"})
-        if grid % _SIDE:
+        fields = super().read(raw)
+        if (grid := fields["vision"].grid) % SIDE:
             raise InputError(f"config.json: a tower of {grid} x {grid} patches is not supported: "
-                             f"the projector pools them to {_SIDE} x {_SIDE}")  # fmt: skip
-        return _SIDE
+                             f"the projector pools them to {SIDE} x {SIDE}")  # fmt: skip
+        return fields
 
 
 def _published(**sizes: Any) -> dict[str, Any]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-from checkpoints_convert.entry import Name, Names
+from checkpoints_convert.entry import Names
 from vlkv.config import ModelConfig
 from vlkv.families.llava.original import original_names
 
@@ -13,10 +11,8 @@ _RENAMES = (
     (r"^model\.mm_projector\.mlp\.mlp\.(\d+)\.", r"model.mm_projector.\1."),
     (r"^model\.mm_projector\.peg\.peg\.0\.", f"{_DEPTHWISE}."),
 )
-_CONVOLUTION: dict[str, Name] = {"projector": _DEPTHWISE}  # its weight and bias
 
 
 def names(config: ModelConfig) -> Names:
-    """All tensors."""
-    made = original_names(config)
-    return dataclasses.replace(made, ours={**made.ours, **_CONVOLUTION}, renames=(*_RENAMES, *made.renames))
+    """The names of all parameters; the projector's own weight and bias are those of the convolution."""
+    return original_names(config).extended({"projector": _DEPTHWISE}, _RENAMES)

@@ -71,14 +71,15 @@ def _read_tower(family: str, raw: Raw) -> Qwen2VisionConfig:
                          "multiple of four channels each")  # fmt: skip
     return Qwen2VisionConfig(
         layers=c["depth"], heads=c["num_heads"], patch_size=c["patch_size"], frames=c["temporal_patch_size"],
-        merge=c["spatial_merge_size"], theta=float(rope.get("rope_theta", 1e4)), **own,
+        merge=c["spatial_merge_size"], activation=c["hidden_act"], theta=float(rope.get("rope_theta", 1e4)), **own,
     )  # fmt: skip
 
 
 def _qwen2_vl(c: Raw) -> dict[str, Any]:
     width = positive("vision_config.embed_dim", c["embed_dim"])
     out_width = positive("vision_config.hidden_size", c["hidden_size"])  # here this field is the decoder's width
-    return dict(width=width, mlp_width=int(width * c["mlp_ratio"]), out_width=out_width, gated=False)
+    return dict(width=width, mlp_width=int(width * c["mlp_ratio"]), out_width=out_width, gated=False,
+                norm="layer_norm")  # fmt: skip
 
 
 def _qwen2_5_vl(c: Raw) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def _qwen2_5_vl(c: Raw) -> dict[str, Any]:
         raise InputError(f"config.json: vision_config.fullatt_block_indexes={full!r} must be indices of blocks")
     return dict(
         width=c["hidden_size"], mlp_width=c["intermediate_size"], out_width=c["out_hidden_size"], gated=True,
-        window=c["window_size"] // side, full=full, tokens_per_second=float(c["tokens_per_second"]),
+        norm="rms_norm", window=c["window_size"] // side, full=full, tokens_per_second=float(c["tokens_per_second"]),
     )  # fmt: skip
 
 
@@ -113,9 +114,9 @@ def _published_2_5(text: dict[str, Any], mlp_width: int = 3420) -> dict[str, Any
 
 
 PUBLISHED = {
-    f"qwen2-vl-{size}": _published(QWEN2[text]) for size, text in (("2b", "1.5b"), ("7b", "7b"), ("72b", "72b"))
-}
-PUBLISHED_2_5 = {
+    "qwen2-vl-2b": _published(QWEN2["1.5b"]),
+    "qwen2-vl-7b": _published(QWEN2["7b"]),
+    "qwen2-vl-72b": _published(QWEN2["72b"]),
     "qwen2.5-vl-3b": _published_2_5(QWEN2["3b"]),
     "qwen2.5-vl-7b": _published_2_5(QWEN2["7b"]),
     "qwen2.5-vl-72b": _published_2_5(QWEN2["72b"], mlp_width=3456),

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,6 +29,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 
 from vlkv.buckets import Buckets, round_up
+from vlkv.config import Raw, filled
 from vlkv.errors import InputError
 from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig
 from vlkv.processing.arranging import Arranged, Batch, Mask, TextInputs, Tokens, arrange_entries, entries, zeros
@@ -186,13 +187,13 @@ class ScaleSettings:
     pixels: PixelSettings  # for the resized image
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any], source: str, kind: str, c: Qwen2VisionConfig) -> ScaleSettings:
+    def from_hf(cls, raw: Raw, source: str, kind: str, c: Qwen2VisionConfig) -> ScaleSettings:
         """Reads the config of an image processor; `kind` is "image" or "video", for the default limits.
 
         Raises:
             InputError: the processor or a setting is not supported, or contradicts config.json.
         """
-        s = {**_DEFAULTS, **{key: value for key, value in raw.items() if value is not None}}
+        s = filled(raw, _DEFAULTS)
         for field, wanted in (("patch_size", c.patch_size), ("merge_size", c.merge), ("temporal_patch_size", c.frames)):
             if s[field] != wanted:
                 raise InputError(f"{source}: {field}={s[field]!r}, but the tower in config.json has {wanted}: the "
@@ -200,7 +201,10 @@ class ScaleSettings:
         for field, wanted in (("do_resize", True), ("cap_pixels_per_frame", False)):
             if bool(s.get(field, wanted)) != wanted:
                 raise InputError(f"{source}: {field}={s[field]!r} is not supported")
-        least, most = _bounds(s, kind)
+        size, (least, most) = s.get("size") or {}, _PIXELS[kind]
+        # Versions of transformers use different names for the limits.
+        least = s.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or least
+        most = s.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or most
         if not 0 < least <= most:
             raise InputError(f"{source}: the limits of {least} and {most} pixels must be positive and in order")
         plain = {"do_resize": False, "do_center_crop": False}
@@ -237,26 +241,18 @@ class Qwen2VlPictures(Pictures):
 
     def image(self, image: PIL.Image.Image, images: int) -> Read:
         """The patches of an image."""
-        patches, grid = self._patches([image], self.image_settings)
-        return self._read({"pixel_values": patches, "image_grid_thw": grid}, grid)
+        return self._read([image], "image", self.image_settings)
 
     def video(self, video: Video) -> Read:
         """The patches of a video, and the seconds between two frames of the tower."""
         frames = [open_image(frame) for frame in video.frames]
         if len({frame.size for frame in frames}) > 1:
             raise InputError("the frames of a video differ in size; resize them to one size")
-        patches, grid = self._patches(frames, self.video_settings)
         seconds = np.array(self.config.frames / video.fps)
-        arrays = {"pixel_values_videos": patches, "video_grid_thw": grid, "second_per_grid_ts": seconds}
-        return self._read(arrays, grid)
+        return self._read(frames, "video", self.video_settings, second_per_grid_ts=seconds)
 
-    def _read(self, arrays: dict[str, np.ndarray], grid: np.ndarray) -> Read:
-        return Read(arrays=arrays, tokens=int(grid.prod()) // self.config.merge**2)
-
-    def _patches(
-        self, frames: Sequence[PIL.Image.Image], settings: ScaleSettings
-    ) -> tuple[Float[np.ndarray, "patches C"], np.ndarray]:
-        """Patches of all frames, and their number along time, lines and columns."""
+    def _read(self, frames: Sequence[PIL.Image.Image], kind: str, settings: ScaleSettings, **more: np.ndarray) -> Read:
+        """The patches of all frames, their number along time, lines and columns, and the arrays in `more`."""
         c = self.config
         height, width = settings.scaled(frames[0].height, frames[0].width, c.patch_size * c.merge)
         check_area(width, height, f"the {frames[0].width} x {frames[0].height} image, after resizing")
@@ -267,13 +263,6 @@ class Qwen2VlPictures(Pictures):
             np.stack(pixels), "(t f) c (y a p) (x b q) -> (t y x a b) (c f p q)",
             f=c.frames, a=c.merge, b=c.merge, p=c.patch_size, q=c.patch_size,
         )  # fmt: skip
-        return patches, np.array([len(pixels) // c.frames, height // c.patch_size, width // c.patch_size])
-
-
-def _bounds(s: Mapping[str, Any], kind: str) -> tuple[int, int]:
-    """The least and the greatest number of pixels, under any of the names used by versions of transformers."""
-    size = s.get("size") or {}
-    least, most = _PIXELS[kind]
-    least = s.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or least
-    most = s.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or most
-    return least, most
+        grid = np.array([len(pixels) // c.frames, height // c.patch_size, width // c.patch_size])
+        arrays = dict(zip(_FIELDS[kind], (patches, grid), strict=True))
+        return Read(arrays={**arrays, **more}, tokens=int(grid.prod()) // c.merge**2)

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float, Int
-from typing_extensions import override
 
 from vlkv.decoder.layers import Initializer, Linear, Mlp
 from vlkv.decoder.rope import cosines_and_sines
@@ -26,7 +25,7 @@ class Qwen2VisionConfig(BlockConfig):
     """A tower over patches of `frames` x `patch_size` x `patch_size` pixels; `merge` x `merge` patches become a token.
 
     Attributes:
-        gated: True: RMSNorm and a gated SiLU MLP (Qwen2.5-VL). False: LayerNorm and quick GELU (Qwen2-VL).
+        norm: LayerNorm with an ungated quick GELU MLP (Qwen2-VL), or RMSNorm with a gated SiLU MLP (Qwen2.5-VL).
         window: tokens per side of an attention window; None: every block attends to the whole frame.
         full: indices of the blocks that attend to the whole frame although `window` is set.
         tokens_per_second: temporal positions per second of a video; None: one per frame.
@@ -40,6 +39,8 @@ class Qwen2VisionConfig(BlockConfig):
     frames: int  # pictures of a video in one patch; an image is repeated
     merge: int
     theta: float
+    norm: str = dataclasses.field()
+    activation: str = dataclasses.field()
     gated: bool = dataclasses.field()
     window: int | None = None
     full: tuple[int, ...] = ()
@@ -50,16 +51,6 @@ class Qwen2VisionConfig(BlockConfig):
     def patch_values(self) -> int:
         """Values of one patch."""
         return 3 * self.frames * self.patch_size**2
-
-    @property
-    @override
-    def norm(self) -> str:  # type: ignore[override]
-        return "rms_norm" if self.gated else "layer_norm"
-
-    @property
-    @override
-    def activation(self) -> str:  # type: ignore[override]
-        return "silu" if self.gated else "quick_gelu"
 
     def patches(self, shape: tuple[int, ...]) -> int:
         """Patches that attend to one another. `shape` is that of the pixels, [F, n, C]."""

@@ -15,7 +15,7 @@ _TOWER: dict[str, Name] = {
 
 
 def names(config: ModelConfig) -> Names:
-    """All tensors."""
+    """The names of all parameters."""
     c = config.vision
     up, down = ("up_proj", "down_proj") if c.gated else ("fc1", "fc2")
     more: dict[str, Name] = {

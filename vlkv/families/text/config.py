@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from vlkv.config import DecoderConfig, Raw, filled, require
+from vlkv.config import DecoderConfig, Raw, RopeConfig, filled, positive, positives, require, require_all
 from vlkv.errors import InputError
 from vlkv.processing.arranging import TextInputs
 
@@ -20,23 +20,43 @@ class Kind:
         bias: name of the field that gives attention biases.
         qkv_bias: True: queries, keys and values always have biases, and the output never has one.
         windowed: True: `sliding_window` is used without `use_sliding_window`.
+        names: which tensor names the checkpoints have, if not those of Llama; see weights.py.
     """
 
     defaults: Mapping[str, Any]
     bias: str = "attention_bias"
     qkv_bias: bool = False
     windowed: bool = False
+    names: str = ""
 
-    def read(self, raw: Raw, *, names: str = "") -> DecoderConfig:
-        """The decoder's config; raises InputError for unsupported values."""
+    def read(self, raw: Raw) -> DecoderConfig:
+        """The decoder's config, from its part of a `config.json`; raises InputError for unsupported values."""
         c = filled(raw, self.defaults)
         if raw.get("sliding_window", 0) is None:
             c["sliding_window"] = None
         bias = bool(c.get(self.bias, False))
-        if names == "phi3":
+        if self.names == "phi3":
             require(self.bias, bias, False)
-        return DecoderConfig.from_hf(c, windowed=self.windowed, qkv_bias=self.qkv_bias or bias,
-                                     out_bias=bias and not self.qkv_bias, names=names)  # fmt: skip
+        heads, layers = c["num_attention_heads"], c["num_hidden_layers"]
+        require_all(c, {"partial_rotary_factor": 1.0, "layer_types": ["full_attention"] * layers, "hidden_act": "silu"})
+        require("mlp_bias", bool(c.get("mlp_bias", False)), False)
+        window, limit = c.get("sliding_window"), c["max_position_embeddings"]
+        # A window as large as the number of positions has no effect.
+        if (self.windowed or c.get("use_sliding_window")) and not (isinstance(window, int) and window >= limit):
+            require("sliding_window", window, None)
+        positives(c, ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                      "max_position_embeddings"))  # fmt: skip
+        kv_heads = positive("num_key_value_heads", c.get("num_key_value_heads", heads))
+        head_dim = positive("head_dim", c.get("head_dim", c["hidden_size"] // heads))
+        if heads % kv_heads or head_dim % 2:
+            raise InputError(f"config.json: {heads} heads, {kv_heads} key heads of {head_dim} channels: the number of "
+                             "key heads must divide the heads, and channels must be even")  # fmt: skip
+        return DecoderConfig(
+            vocab_size=c["vocab_size"], width=c["hidden_size"], mlp_width=c["intermediate_size"], layers=layers,
+            heads=heads, kv_heads=kv_heads, head_dim=head_dim, norm_eps=c["rms_norm_eps"], max_positions=limit,
+            rope=RopeConfig.from_hf(c, head_dim), tied=bool(c.get("tie_word_embeddings", False)),
+            qkv_bias=self.qkv_bias or bias, out_bias=bias and not self.qkv_bias, names=self.names,
+        )  # fmt: skip
 
 
 KINDS = {
@@ -50,15 +70,14 @@ KINDS = {
     "qwen2": Kind(qkv_bias=True, defaults=dict(
         vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=32, rms_norm_eps=1e-6, max_position_embeddings=32768, use_sliding_window=False)),
-    "phi3": Kind(windowed=True, defaults=dict(
+    "phi3": Kind(names="phi3", windowed=True, defaults=dict(
         vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=32,
         rms_norm_eps=1e-5, max_position_embeddings=4096, original_max_position_embeddings=4096,
         eos_token_id=32000)),
-    "internlm2": Kind(bias="bias", defaults=dict(
+    "internlm2": Kind(names="internlm2", bias="bias", defaults=dict(
         vocab_size=103168, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
         rms_norm_eps=1e-6, max_position_embeddings=2048, bias=True, eos_token_id=2)),
 }  # fmt: skip
-_SPELLED = ("phi3", "internlm2")  # their checkpoints have other tensor names, or fused tensors
 
 
 class TextConfig(TextInputs):
@@ -79,7 +98,7 @@ def read_decoder(raw: Raw) -> DecoderConfig:
     if kind not in list(KINDS):  # a list, because the value may be of a type that cannot be hashed
         raise InputError(f"config.json: text_config.model_type={kind!r} is not supported "
                          f"(supported: {', '.join(KINDS)})")  # fmt: skip
-    return KINDS[kind].read(part, names=kind if kind in _SPELLED else "")
+    return KINDS[kind].read(part)
 
 
 def read_stop(raw: Raw, default: int | None = None) -> tuple[int, ...]:

@@ -52,5 +52,5 @@ def below(ours: str, theirs: str, names: Mapping[str, Name]) -> dict[str, Name]:
 
 
 def names(config: TextConfig) -> Names:
-    """All tensors of a text model."""
+    """The names of all parameters of a text model."""
     return Names(ours=decoder(config, "model."), renames=((r"^output\.", "lm_head."),))  # InternLM2
