@@ -160,20 +160,31 @@ class ModelConfig:
 
     @classmethod
     def read(cls, raw: Raw) -> dict[str, Any]:
-        """The fields of the class, except `family`, from a `config.json`; raises InputError for unsupported values.
+        """Reads a `config.json`.
 
-        `raw` also contains `generation_config` and `added_tokens` (text of the tokenizer's added tokens -> id).
+        Args:
+            raw: its fields, and two more: `generation_config` (the fields of that file) and `added_tokens` (text of
+                each token that was added to the tokenizer -> its id).
+
+        Returns:
+            Name of each field of this class, except `family` -> its value. Missing fields have their defaults.
+
+        Raises:
+            InputError: a value is not supported, or tower and decoder do not fit together.
         """
         raise NotImplementedError
 
     def arrange(self, batch: Raw, tokens: Any, valid: Any, buckets: Buckets) -> Any:
-        """Maps each image token to its vision embedding; returns `Arranged` of vlkv/processing/arranging.py.
+        """Maps each image token to its vision embedding.
 
         Args:
-            batch: the output of the family's processor in transformers.
+            batch: array name -> array, as the family's processor in transformers returns them.
             tokens: ids [B, T].
             valid: False for padding [B, T].
             buckets: how to round lengths and counts.
+
+        Returns:
+            `Arranged` of vlkv/processing/arranging.py.
 
         Raises:
             InputError: image tokens and pixels that do not match.
@@ -181,11 +192,15 @@ class ModelConfig:
         raise NotImplementedError
 
     def sample(self, pictures: int, max_tokens: int) -> tuple[dict[str, Any], int]:
-        """Empty images for one prompt, in the form of the processor's output, and the number of their vision tokens.
+        """Images of zeros for one prompt, to plan and to time a job without pictures.
 
         Args:
             pictures: number of images.
-            max_tokens: limit on their vision tokens together, for families that choose the size of images.
+            max_tokens: limit on the vision tokens of all images together. Only families whose tower accepts images of
+                any size use it; other images have the tower's size, or `PICTURE` before they are cut or resized.
+
+        Returns:
+            Array name -> array, in the form of `batch` of `arrange`; and the number of vision tokens of all images.
         """
         raise NotImplementedError
 

@@ -15,7 +15,7 @@ from tests.parity.conftest import text_config
 from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
-from vlkv.families.llava_next.inputs import picture_tokens
+from vlkv.families.llava_next.inputs import Views
 from vlkv.processing import Video
 
 from .common import (
@@ -76,7 +76,7 @@ def prompts(config, *, video: bool = False) -> list[Row]:
     def prompt(sizes, text):
         ids = rng.integers(3, 90, text).tolist()
         for at, size in enumerate(sizes):
-            ids[2 * at + 1 : 2 * at + 1] = [IMAGE] * picture_tokens(config, size)
+            ids[2 * at + 1 : 2 * at + 1] = [IMAGE] * len(Views(config).picture(size))
         return Row(ids, pixels_of(sizes, rng) if sizes else {})
 
     rows = [prompt(SIZES[:1], 9), prompt(SIZES[1:3], 12), prompt([], 7), prompt(SIZES[3:], 5)]
@@ -180,7 +180,7 @@ def test_sizes_and_pixels_are_those_of_the_pil_processor(saved, tmp_path):
     rng = np.random.default_rng(1)
     sizes = [tuple(map(int, size)) for size in np.exp(rng.uniform(0, 6, (190, 2))).astype(int)]
     sizes += [(1, 400), (400, 1), (28, 56), (56, 56), (57, 57), (333, 24), (24, 333), (1, 1), (84, 27), (112, 112)]
-    ours = [picture_tokens(params.config, size) for size in sizes]
+    ours = [len(Views(params.config).picture(size)) for size in sizes]
     assert ours == [counter._get_number_of_features(*size, SIDE, SIDE) for size in sizes]
 
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(raw))
@@ -211,7 +211,7 @@ def test_published_count():
     """640 x 480 pixels make 2340 tokens with the published settings (see the config of llava-v1.6)."""
     raw = {"model_type": "llava_next", "text_config": {"model_type": "llama"}}
     config = config_from_hf(raw)
-    assert picture_tokens(config, (480, 640)) == 2340
+    assert len(Views(config).picture((480, 640))) == 2340
 
 
 @pytest.mark.parametrize(

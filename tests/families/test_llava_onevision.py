@@ -16,7 +16,7 @@ from tests.parity.conftest import text_config
 from tests.processing.conftest import make_tokenizer, write_folder
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
-from vlkv.families.llava_next.inputs import picture_tokens, video_tokens
+from vlkv.families.llava_next.inputs import Views
 from vlkv.processing import Processor, Video
 
 from .common import (
@@ -74,10 +74,10 @@ def prompts(config) -> list[Row]:
     one = {"pixel_values": list(pixels(1, most)), "image_sizes": [list(large)], "batch_num_images": [1]}
     two = {"pixel_values": list(pair), "image_sizes": [list(small), list(large)], "batch_num_images": [2]}
     return [
-        Row([7, *[IMAGE] * picture_tokens(config, large), *text[0]], one),
+        Row([7, *[IMAGE] * len(Views(config).picture(large)), *text[0]], one),
         Row([*[IMAGE] * 10, 8, 9, *[IMAGE] * 10, *text[1]], two),
         Row(text[2]),
-        Row([5, *[VIDEO] * video_tokens(config, 3), *text[3]], {"pixel_values_videos": list(pixels(1, 3))}),
+        Row([5, *[VIDEO] * len(Views(config).video(3)), *text[3]], {"pixel_values_videos": list(pixels(1, 3))}),
     ]
 
 
@@ -172,7 +172,7 @@ def test_sizes_and_pixels_are_those_of_the_pil_processor(saved, tmp_path):
     rng = np.random.default_rng(1)
     sizes = [tuple(map(int, size)) for size in np.exp(rng.uniform(0, 6, (192, 2))).astype(int)]
     sizes += [(1, 400), (400, 1), (22, 22), (66, 66), (67, 67), (44, 23), (23, 44), (1, 1)]
-    ours = [picture_tokens(params.config, size) for size in sizes]
+    ours = [len(Views(params.config).picture(size)) for size in sizes]
     assert ours == [counter._get_number_of_features(*size, SIDE, SIDE) for size in sizes]
 
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(raw))
@@ -216,7 +216,7 @@ def test_processor_of_a_folder(tmp_path):
     image = PIL.Image.new("RGB", (50, 60), (255, 0, 0))
     videos = [Video(frames=[image] * frames) for frames in (1, 3)]
     inputs = processor([[image, image], image, [videos[0], image], videos[1], None], ["What is it?"] * 5)
-    alone, among = picture_tokens(config, (60, 50)), 10
+    alone, among = len(Views(config).picture((60, 50))), 10
     wanted = [2 * among, alone, 4 + 1 + alone, 12 + 1, 0]
     assert inputs.is_vision.sum(axis=1).tolist() == wanted
     assert inputs.grid[2, :, 0].max() == 2, "two views of the picture and a frame"
@@ -244,9 +244,9 @@ def check_layout(model, config, size, images, count) -> None:
 def test_published_counts():
     """With the published settings 640 x 480 pixels make 2929 tokens, and a frame 196."""
     config = config_from_hf({"model_type": "llava_onevision"})
-    assert picture_tokens(config, (480, 640)) == 2929
-    assert picture_tokens(config, (480, 640), alone=False) == 730
-    assert video_tokens(config, 8) == 8 * 196 + 1
+    assert len(Views(config).picture((480, 640))) == 2929
+    assert len(Views(config).picture((480, 640), alone=False)) == 730
+    assert len(Views(config).video(8)) == 8 * 196 + 1
     assert config.vision.width == 1152
 
 

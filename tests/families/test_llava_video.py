@@ -17,7 +17,7 @@ from checkpoints_convert.__main__ import convert
 from tests.processing.conftest import make_tokenizer
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
-from vlkv.families.llava_next.inputs import picture_tokens, video_tokens
+from vlkv.families.llava_next.inputs import Views
 from vlkv.processing import Processor, Video
 
 from .common import NEW, Row, check_answers, check_states, torch
@@ -123,7 +123,7 @@ def rows_with(config, *frames: int) -> list[Row]:
             rows.append(Row(text))
             continue
         video = rng.normal(size=(count, 3, SIDE, SIDE)).astype(np.float32)
-        ids = [*text[:2], *[TOKEN] * video_tokens(config, count), *text[2:]]
+        ids = [*text[:2], *[TOKEN] * len(Views(config).video(count)), *text[2:]]
         rows.append(Row(ids, {"pixel_values_videos": [video]}))
     return rows
 
@@ -143,7 +143,7 @@ def test_videos_of_unequal_length(saved):
 def test_pictures(saved):
     model, _, params = saved
     rng, size = np.random.default_rng(2), (60, 50)
-    count = picture_tokens(params.config, size)
+    count = len(Views(params.config).picture(size))
     pixels = rng.normal(size=(1, 10, 3, SIDE, SIDE)).astype(np.float32)
     extra = {"pixel_values": list(pixels), "image_sizes": [list(size)], "batch_num_images": [1]}
     rows = [Row([5, *[TOKEN] * count, 6, 7], extra), Row([8, 9, 10])]
@@ -158,7 +158,7 @@ def test_every_arrangement_of_frames(saved, newline, mode):
     raw = {**RAW, "mm_newline_position": newline, "mm_spatial_pool_mode": mode}
     config = config_from_hf(raw)
     frames = np.random.default_rng(3).normal(size=(2, 3, SIDE, SIDE)).astype(np.float32)
-    count = video_tokens(config, 2)
+    count = len(Views(config).video(2))
     inputs = vlkv.Inputs.from_hf({"input_ids": [[TOKEN] * count], "pixel_values_videos": [frames]}, config)
     net = model.model
     with torch.no_grad():
@@ -183,7 +183,7 @@ def test_processor_of_an_original_folder(saved, tmp_path):
     frame = np.asarray(image.resize((SIDE, SIDE), resample=PIL.Image.Resampling.BICUBIC), np.float32)
     np.testing.assert_allclose(inputs.pixels[1], frame.transpose(2, 0, 1) / 127.5 - 1, atol=1e-5)
     pair = processor([[image, image], [image], []], ["Which?", "Where?", "Why?"])
-    alone = picture_tokens(config, (40, 30))
+    alone = len(Views(config).picture((40, 30)))
     assert pair.is_vision.sum(axis=1).tolist() == [2 * (GRID**2 + 1), alone, 0]
     with pytest.raises(InputError, match="same token"):
         processor([image, Video(frames=[image])], ["Which?", "Where?"])
@@ -194,7 +194,7 @@ def test_published_counts_and_settings():
     raw = {**RAW, "mm_vision_tower": "google/siglip-so400m-patch14-384", "vision_config": {"model_type": "clip"},
            "image_aspect_ratio": "anyres_max_9", "image_grid_pinpoints": [[768, 384], [384, 384]]}  # fmt: skip
     config = config_from_hf(raw)
-    assert video_tokens(config, 64) == 64 * 210
+    assert len(Views(config).video(64)) == 64 * 210
     assert config.wiring.pinpoints == ((384, 768), (384, 384))
     assert config.stop == (2,)
     tiny = config_from_hf(RAW).wiring.pinpoints

@@ -77,7 +77,7 @@ def test_sizes_are_those_of_transformers(tmp_path, config, bounds):
     theirs = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
     least, most = bounds
     settings = {**SETTINGS, "min_pixels": least, "max_pixels": most}
-    ours = config.open_pictures(write_folder(tmp_path, settings), "checkpoint").image_settings
+    ours = config.open_pictures(write_folder(tmp_path, settings), "checkpoint").settings["image"]
     rng = np.random.default_rng(0)
     sizes = [tuple(int(side) for side in np.exp(rng.uniform(2.5, 8, 2))) for _ in range(200)]
     for height, width in [*sizes, *((14 * i, 14 * j) for i in range(1, 20) for j in (1, 2, 7, 11))]:
@@ -169,8 +169,8 @@ def test_bounds_under_all_their_names_and_for_videos(tmp_path, settings, files):
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     made = config_of("qwen2_vl").open_pictures(tmp_path, "checkpoint")
-    assert (made.video_settings.least, made.video_settings.most) == (4000, 9000)
-    assert (made.image_settings.least, made.image_settings.most) == ((3136, 1003520) if files else (4000, 9000))
+    assert (made.settings["video"].least, made.settings["video"].most) == (4000, 9000)
+    assert (made.settings["image"].least, made.settings["image"].most) == ((3136, 1003520) if files else (4000, 9000))
 
 
 def test_pictures_that_are_refused(processor, tmp_path):

@@ -19,7 +19,7 @@ from tests.models import padded, random_model
 from vlkv import families, policies
 from vlkv.config import ModelConfig
 from vlkv.families import config_from_hf
-from vlkv.families.llava_next.inputs import picture_tokens
+from vlkv.families.llava_next.inputs import Views
 
 FAMILIES = tuple(kind for kind, family in families.FAMILIES.items() if family is not families.text.FAMILY)
 NEW = 4  # tokens of every answer
@@ -110,7 +110,7 @@ def _tiled(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) -
     """LLaVA-NeXT and its successors: images of different sizes, tiles padded to the same number."""
     size = ((20, 38), (45, 20), (60, 55))[number]
     pixels = rng.normal(size=(MOST_TILES, 3, SIDE, SIDE))
-    return Picture(picture_tokens(c, size, alone=alone), {"pixel_values": [pixels], "image_sizes": [size]})
+    return Picture(len(Views(c).picture(size, alone=alone)), {"pixel_values": [pixels], "image_sizes": [size]})
 
 
 def _intern(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) -> Picture:

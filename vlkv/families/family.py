@@ -1,7 +1,7 @@
 """The record of a model family, and the base models that families derive from.
 
 Axes: B batch · T tokens · I images · V vision tokens of one image · R vision embeddings of the batch in one list ·
-W blocks of the tower whose attention is returned · N heads of the tower · D width.
+W blocks of the tower whose attention is returned · N heads of the tower · C = W N · D width.
 """
 
 from __future__ import annotations
@@ -67,24 +67,33 @@ class VisionLanguageModel(TextModel):
         self.decoder = Decoder(config.decoder, init=init)
 
     def make_projector(self, config: ModelConfig, *, init: Initializer) -> nnx.Module | None:
-        """The module from the tower's width to the decoder's: by default two linear maps. None: there is none."""
+        """The module from the tower's width to the decoder's: by default two linear maps. None: no projector."""
         width = config.decoder.width
         return Mlp(config.vision.width, width, width, bias=config.projector_bias, init=init)
 
     def run_tower(
         self, inputs: Inputs, pixels: Array, blocks: tuple[int, ...]
     ) -> tuple[Array, list[Float[Array, "I N V"]]]:
-        """The tower's features of all images, and the attention that each feature receives in the given blocks."""
+        """Runs the tower on all images.
+
+        Args:
+            inputs: for towers that need arrays of its `layout`.
+            pixels: `inputs.pixels` in the decoder's dtype.
+            blocks: indices of blocks of the tower; negative ones count from the last.
+
+        Returns:
+            The features, and for each of `blocks` the attention that each feature receives in it.
+        """
         del inputs
         return self.vision.with_attention(pixels, blocks)
 
     def project(self, features: Array, inputs: Inputs) -> Vision:
-        """The vision embeddings, in the order that `Inputs.vision_index` refers to."""
+        """The vision embeddings of the tower's features, in the order in which `inputs.vision_index` counts them."""
         del inputs
         return flat(features if self.projector is None else self.projector(features))
 
     def pool(self, attention: Float[Array, "I V C"], inputs: Inputs) -> Float[Array, "R C"]:
-        """Attention per vision embedding, from attention per feature. It joins features in the way of `project`."""
+        """Attention per vision embedding, from attention per feature. Features that `project` joins are joined here."""
         del inputs
         return flat(attention)
 
@@ -115,7 +124,7 @@ def flat(x: Float[Array, "*I D"]) -> Vision:
 
 
 def splice(x: Float[Array, "B T D"], vision: Vision, vision_index: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """Replaces each token with `vision_index` >= 0 by that row of `vision`."""
+    """`x`, in which each token with `vision_index` >= 0 is replaced by that row of `vision`."""
     return jnp.where(vision_index[..., None] >= 0, vision[jnp.maximum(vision_index, 0)].astype(x.dtype), x)
 
 
@@ -129,7 +138,8 @@ class Family:
         names: returns the checkpoint's names of the parameters.
         published: published sizes: preset name -> the fields of `config.json` that matter. A stop token that only
             `generation_config.json` contains is added to them.
-        complete: adds to `config.json` what other files of the folder say; None: nothing is needed.
+        complete: given `config.json` and a function that reads another JSON file of the folder by its name, returns
+            `config.json` with what the family needs from that file; None: nothing is needed.
         special: special tokens whose ids follow those of a tiktoken file.
         claims: whether a `config.json` belongs to this family although its `model_type` names another; None: never.
     """

@@ -32,7 +32,7 @@ def table_of(config: ModelConfig, raw: dict[str, Any]) -> Table:
 
 
 def with_head(config: ModelConfig, *, tied: bool) -> ModelConfig:
-    """The config with `tied` set: whether the output head is the embedding table."""
+    """The config of the same model with (`tied`) or without the embedding table as its output head."""
     return dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, tied=tied))
 
 
@@ -56,7 +56,7 @@ def read_config(folder: Path) -> TextInputs:
 
 
 def read_raw(folder: Path) -> dict[str, Any]:
-    """`config.json`, completed by the family from other files of the folder (`Family.complete`)."""
+    """The fields of a folder's `config.json`, completed from other files of the folder by `Family.complete`."""
     raw = require_json(folder / "config.json")
     kind = model_type(raw)
     complete = FAMILIES[kind].complete

@@ -50,7 +50,7 @@ class TextInputs(ModelConfig):
     """Config of a model without a tower, with the methods that other families override."""
 
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures | None:
-        """The converter from pictures to arrays of a checkpoint folder; None for a model without a tower.
+        """The converter from pictures to arrays, with a checkpoint folder's settings; None for a model without a tower.
 
         Raises:
             InputError: settings in the folder, or the layout, are not supported.
@@ -59,7 +59,7 @@ class TextInputs(ModelConfig):
         return None
 
     def template(self, folder: Path) -> ChatTemplate | None:
-        """The chat template; None: LLaVA-1.5's prompt format, or plain text without a tower."""
+        """The chat template of a checkpoint folder; None: LLaVA-1.5's prompt format, or plain text without a tower."""
         return ChatTemplate.from_folder(folder)
 
     @override
@@ -96,11 +96,11 @@ class SquareInputs(TextInputs):
         return self.squares(read_settings(folder, layout, self.kinds))
 
     def squares(self, settings: PixelSettings) -> SquarePictures:
-        """A converter for images that become one square each."""
+        """The converter for images that become one square each, with the given settings."""
         return SquarePictures(settings=settings, side=self.vision.image_size, tokens=self.per_picture)
 
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
-        """From `pixel_values` [I, 3, h, w], the images or tiles of the whole batch in the order of the prompts."""
+        """Like `ModelConfig.arrange`. `batch` has `pixel_values` [I, 3, h, w] of all images or tiles, in order."""
         given, each = batch.get("pixel_values"), self.per_picture
         pixels = None if given is None else np.asarray(given, np.float32)
         is_vision, count = valid & (tokens == self.image_token), 0 if pixels is None else len(pixels)
@@ -125,8 +125,8 @@ class SquareInputs(TextInputs):
             max_vision=most * each, max_images=most,
         )  # fmt: skip
 
+    @override
     def sample(self, pictures: int, max_tokens: int) -> tuple[dict[str, Any], int]:
-        """All images have the same number of tokens."""
         del max_tokens
         size = self.vision.image_size
         return {"pixel_values": zeros(pictures, 3, size, size)}, pictures * self.per_picture
@@ -148,7 +148,7 @@ def count_up(valid: Mask) -> Int[np.ndarray, "B T 1"]:
 
 
 def cells(side: int, lines: int, columns: int) -> Int[np.ndarray, "side side"]:
-    """Cuts a square of side x side patches into lines x columns cells, as equal as possible; the cell of each patch."""
+    """The cell of each patch if side x side patches are cut into lines x columns cells, as equal as possible."""
     line, column = (np.repeat(np.arange(n), [len(x) for x in np.array_split(range(side), n)]) for n in (lines, columns))
     return line[:, None] * columns + column
 

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -250,12 +250,12 @@ class Processor:
         if not row:
             return []
         assert self.pictures is not None  # PromptWriter.write raises an error otherwise
-        images = count(row).images
+        images, _ = count(row)
         return [self.pictures.read(picture, images=images) for picture in row]
 
 
 def _spelling(folder: Path, tokenizer: TextTokenizer, token: int | None) -> str | None:
-    """The text of a token of the config, such as the image token."""
+    """The text of a token id of the config, such as that of the image token; None if there is no such token."""
     if token is None:
         return None
     text = tokenizer.tokenizer.id_to_token(token)
@@ -277,19 +277,14 @@ def _kind(picture: Picture | Video) -> str:
     return "video" if isinstance(picture, Video) else "image"
 
 
-class _Count(NamedTuple):
-    images: int
-    videos: int
-
-
-def count(pictures: Sequence[Picture | Video]) -> _Count:
+def count(pictures: Sequence[Picture | Video]) -> tuple[int, int]:
     """The numbers of images and of videos."""
     videos = sum(isinstance(picture, Video) for picture in pictures)
-    return _Count(len(pictures) - videos, videos)
+    return len(pictures) - videos, videos
 
 
 def _rows(images: object, text: object) -> tuple[list[list[Picture | Video]], list[str]]:
-    """The pictures and the text of each row."""
+    """The pictures of each row, and the text of each row, from the arguments of `Processor.__call__`."""
     if not isinstance(text, list | tuple):
         return [as_list(images)], [text]  # type: ignore[list-item]
     texts = list(text)

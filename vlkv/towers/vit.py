@@ -105,7 +105,7 @@ class VitConfig(BlockConfig):
         return self.feature_layer if self.feature_layer >= 0 else self.layers + 1 + self.feature_layer
 
     def patches(self, shape: tuple[int, ...]) -> int:
-        """Patches that attend to one another. `shape` is that of the pixels, [I, ...]."""
+        """The number of patches that attend to one another. `shape` is that of the pixels, [I, ...]."""
         del shape
         return self.grid**2
 
@@ -158,7 +158,7 @@ class ClipConfig(VitConfig):
 
     @classmethod
     def from_config_json(cls, raw: Raw) -> ClipConfig:
-        """Reads `vision_config`, and from the outer config the feature layer and whether to keep the class token."""
+        """The tower of a `config.json`, whose outer part has the feature layer and whether to keep the class token."""
         strategy = raw.get("vision_feature_select_strategy", "default")
         require("vision_feature_select_strategy", strategy, "default", "full")
         vision, layer = raw.get("vision_config") or {}, raw.get("vision_feature_layer", -2)
@@ -300,7 +300,7 @@ class Vit(nnx.Module):
 
 
 def _normalised(norm: RMSNorm | None, x: Float[Array, "I V N H"]) -> Float[Array, "I V N H"]:
-    """Normalises over all heads together."""
+    """`x` normalised over all heads together; `x` itself without a norm."""
     return x if norm is None else norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
 

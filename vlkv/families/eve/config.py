@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from typing_extensions import override
+
 from vlkv.config import Raw, positive, require
 from vlkv.errors import InputError
 from vlkv.families.eve.inputs import EveInputs
 from vlkv.families.eve.patches import EvePatchesConfig
-from vlkv.families.llava.original import tower_folder
+from vlkv.families.llava.original import known_tower
 from vlkv.families.text.config import KINDS, llama
 
 _LONGEST = {"eve-patch14-anypixel-672": 672, "eve-patch14-anypixel-1344": 1344}
@@ -23,16 +25,13 @@ class EveConfig(EveInputs):
     """The form of `config.json` that the authors' code reads."""
 
     @classmethod
+    @override
     def read(cls, raw: Raw) -> dict[str, Any]:
-        """The fields of the config; raises InputError for unsupported values."""
-        name = tower_folder(raw)
-        if name not in _LONGEST:
-            raise InputError(f"config.json: mm_vision_tower={raw['mm_vision_tower']!r} is not supported "
-                             f"(only {', '.join(_LONGEST)})")  # fmt: skip
+        longest = known_tower(raw, _LONGEST)
         require("mm_projector_type", raw.get("mm_projector_type", "linear"), "mlp2x_gelu")
         require("mm_use_im_start_end", bool(raw.get("mm_use_im_start_end", False)), False)
         width = positive("mm_hidden_size", raw.get("mm_hidden_size", 1024))
-        vision = EvePatchesConfig(width=width, longest=_LONGEST[name])
+        vision = EvePatchesConfig(width=width, longest=longest)
         if width % vision.heads:
             raise InputError(f"config.json: mm_hidden_size={width} must be a multiple of {vision.heads}")
         decoder = KINDS["llama"].read(raw)

@@ -15,6 +15,7 @@ import numpy as np
 import PIL.Image
 from einops import rearrange
 from jaxtyping import Float
+from typing_extensions import override
 
 from vlkv.buckets import Buckets, round_up
 from vlkv.errors import InputError
@@ -30,14 +31,14 @@ class EveInputs(VicunaInputs):
 
     whole_batch: ClassVar = {"pixels": ("vision",), "member": ("images", "vision")}
 
+    @override
     def open_pictures(self, folder: Path, layout: Layout) -> EvePictures:
-        """The authors' code has no settings except those of the patch layer."""
         self.only_checkpoint(layout)
         settings = PixelSettings.from_hf({"do_resize": False, "do_center_crop": False}, str(folder))
         return EvePictures(vision=self.vision, settings=settings)
 
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
-        """From `pixel_values` [I, 4, S, S]: each image is part of a square, and its last channel is 1 in that part."""
+        """Like `ModelConfig.arrange`. `batch` has `pixel_values` [I, 4, S, S], whose last channel is the mask."""
         given = batch.get("pixel_values")
         windows = [] if given is None else [_windows(pixels, self.vision) for pixels in np.asarray(given, np.float32)]
         counts = [made.shape[0] * made.shape[1] for made in windows]
@@ -57,8 +58,8 @@ class EveInputs(VicunaInputs):
             fields |= {"pixels": padded(pixels, space), "layout": {"member": member}}
         return Arranged(**fields)
 
+    @override
     def sample(self, pictures: int, max_tokens: int) -> tuple[dict[str, Any], int]:
-        """Images of 640 x 480."""
         del max_tokens
         c = self.vision
         width, height = c.target(PICTURE[1], PICTURE[0])
@@ -75,7 +76,7 @@ class EvePictures(Pictures):
     settings: PixelSettings
 
     def image(self, image: PIL.Image.Image, images: int) -> Read:
-        """One image, in the middle of a square, with a mask."""
+        """The image is put into the middle of a square; a fourth channel is 1 inside the image and 0 outside."""
         c = self.vision
         width, height = c.target(image.width, image.height)
         step = c.longest // c.coarse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxtyping import Array
+from typing_extensions import override
 
 from vlkv.families.eve.patches import EvePatches
 from vlkv.families.family import VisionLanguageModel
@@ -14,10 +15,8 @@ class Eve(VisionLanguageModel):
 
     tower = EvePatches
 
+    @override
     def run_tower(self, inputs: Inputs, pixels: Array, blocks: tuple[int, ...]) -> tuple[Array, list[Array]]:
-        """Features of the windows and of the special tokens, and the class token's attention to the windows.
-
-        The patch layer has only one block, so every entry of `blocks` means that block.
-        """
+        # The patch layer has only one block, so every entry of `blocks` means that block.
         features, attention = self.vision(pixels, inputs.layout["member"])
         return features, [attention[None] for _ in blocks]

@@ -49,11 +49,11 @@ class EvePatchesConfig:
 
     @property
     def blocks(self) -> int:
-        """Attention blocks within windows."""
+        """Number of attention blocks within windows."""
         return 1
 
     def patches(self, shape: tuple[int, ...]) -> int:
-        """Patches that attend to one another. `shape` is that of the pixels, [W, 3, h, w]."""
+        """The number of patches that attend to one another. `shape` is that of the pixels, [W, 3, h, w]."""
         del shape
         return self.window**2
 
@@ -72,7 +72,7 @@ class CrossAttention(nnx.Module):
         self.scale = c.width**-0.5
 
     def windows(self, queries: Float[Array, "W D"], x: Float[Array, "W P D"]) -> Float[Array, "W D"]:
-        """Each query attends to the patches of its window."""
+        """Each query attends to the patches of its window. Returns the queries plus what they received."""
         q, h = self.query(self.query_norm(queries)), self.key_norm(x)
         logits = jnp.einsum("wnh,wpnh->wnp", q, self.key(h), preferred_element_type=jnp.float32) * self.scale
         weights = jax.nn.softmax(logits, axis=-1).astype(x.dtype)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from vlkv.config import Raw, filled, require, require_all
 from vlkv.errors import InputError
 from vlkv.families.internvl.conversations import Conversation
@@ -54,7 +56,7 @@ class InternVlWiring:
 
     @classmethod
     def of(cls, raw: Raw, vision: VitConfig, **settings: Any) -> InternVlWiring:
-        """Reads `downsample_ratio`; InputError unless its inverse divides the patches per side."""
+        """The settings; InputError unless the inverse of `downsample_ratio` divides the patches per side."""
         ratio = raw.get("downsample_ratio", 0.5)
         if not isinstance(ratio, int | float) or not 0 < ratio <= 1 or (1 / ratio) % 1 or vision.grid % int(1 / ratio):
             raise InputError(f"config.json: downsample_ratio={ratio!r} must be 1/n, where n divides the "
@@ -66,8 +68,8 @@ class InternVlConfig(InternVlInputs):
     """An InternViT tower and any decoder."""
 
     @classmethod
+    @override
     def read(cls, raw: Raw) -> dict[str, Any]:
-        """The fields of the config; raises InputError for unsupported values."""
         require_all(raw, {"projector_hidden_act": "gelu", "vision_feature_select_strategy": "default"})
         tower = raw.get("vision_config") or {}
         require_all(tower, {"use_mean_pooling": True, "use_absolute_position_embeddings": True}, "vision_config.")

@@ -24,12 +24,7 @@ class Conversation:
     system: str  # the whole system turn, without the separator
     user: str
     assistant: str
-    separator: str
-
-    @property
-    def stop(self) -> str:
-        """The special token that ends an answer."""
-        return self.separator.strip()
+    separator: str  # contains the special token that ends an answer
 
 
 def _chatml(message: str, separator: str) -> Conversation:

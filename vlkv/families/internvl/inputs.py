@@ -30,7 +30,6 @@ TOKEN = "<IMG_CONTEXT>"
 # Class defaults in transformers, for fields that a file leaves out.
 KIND = "GotOcr2ImageProcessor"
 _KINDS = {KIND: dict(size={"height": 384, "width": 384}, do_center_crop=False)}
-_TILES = dict(min_patches=1, max_patches=12)
 
 
 class InternVlInputs(SquareInputs):
@@ -53,9 +52,9 @@ class InternVlInputs(SquareInputs):
                                 max_tiles=raw["max_patches"], thumbnail=self.wiring.thumbnail)  # fmt: skip
 
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
-        """Like `SquareInputs.arrange`, from `pixel_values` and, optionally, `pixel_tiles` [I, 2].
+        """Like `SquareInputs.arrange`. `batch` may also have `pixel_tiles` [I, 2].
 
-        For a thumbnail, `pixel_tiles` contains the lines and columns of the tiles before it; for a tile, zeros.
+        They contain, for a thumbnail, the lines and columns of the tiles before it; for a tile, zeros.
         """
         arranged = super().arrange(batch, tokens, valid, buckets)
         if batch.get("pixel_tiles") is None:
@@ -68,9 +67,9 @@ class InternVlInputs(SquareInputs):
         return dataclasses.replace(arranged, parts=parts_of(arranged.vision_index, tile, shown.ravel()))
 
     def settings(self, folder: Path) -> tuple[dict[str, Any], str]:
-        """The settings of the image processor, and the file that contains them."""
+        """The settings of a folder's image processor, and the file that contains them."""
         found, source = find_settings(folder)
-        raw = filled(found, {"image_processor_type": KIND, **_TILES})
+        raw = filled(found, {"image_processor_type": KIND, "min_patches": 1, "max_patches": 12})
         # `crop_to_patches` is ignored, because transformers' processor of this family always sets it.
         if not raw.get("do_resize", True) or raw.get("do_center_crop"):
             raise InputError(f"{source}: do_resize=False and do_center_crop=True are not supported")
@@ -96,7 +95,7 @@ class InternVlPictures(Pictures):
     thumbnail: bool
 
     def image(self, image: PIL.Image.Image, images: int) -> Read:
-        """The tiles of an image, line by line, and the whole image as the thumbnail."""
+        """The image becomes its tiles, line by line, and a thumbnail of the whole."""
         columns, lines = tiling(image.width, image.height, self.side, self.min_tiles, self.max_tiles)
         tiles, view = [image], (0, 0)
         if columns * lines > 1:
@@ -108,7 +107,7 @@ class InternVlPictures(Pictures):
         return self._read([to_pixels(tile, self.settings) for tile in tiles], self._marked(len(tiles)), view)
 
     def video(self, video: Video) -> Read:
-        """The frames of a video, each as one tile."""
+        """Every frame of the video becomes one tile."""
         frames = [to_pixels(open_image(frame), self.settings) for frame in video.frames]
         return self._read(frames, "\n".join(f"Frame{i}: {self._marked(1)}" for i in range(1, len(frames) + 1)))
 

@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from vlkv.config import Raw, filled, positive, require
 from vlkv.errors import InputError
 from vlkv.families.internvl.config import InternVitConfig, InternVlWiring
@@ -33,8 +35,8 @@ class InternVlChatConfig(InternVlInputs):
     """The form of `config.json` that the authors' code reads."""
 
     @classmethod
+    @override
     def read(cls, raw: Raw) -> dict[str, Any]:
-        """The fields of the config; raises InputError for unsupported values."""
         # Not supported: an older pixel shuffle, and LoRA weights that are not merged.
         require("ps_version", raw.get("ps_version", "v1"), "v2")
         for field in ("use_backbone_lora", "use_llm_lora", "pad2square"):
@@ -57,13 +59,13 @@ class InternVlChatConfig(InternVlInputs):
             "decoder": read_decoder({"text_config": raw.get("llm_config")}),
             "vision": vision,
             "image_token": _id(raw, TOKEN),
-            "stop": (_id(raw, conversation.stop),),
+            "stop": (_id(raw, conversation.separator.strip()),),
             "wiring": InternVlWiring.of(raw, vision, min_tiles=fewest, max_tiles=most, conversation=conversation,
                                         thumbnail=bool(raw.get("use_thumbnail", False))),
         }  # fmt: skip
 
     def template(self, folder: Path) -> ChatTemplate:
-        """The config's conversation as a chat template."""
+        """The chat template of the conversation that the config names; the folder has none."""
         del folder
         c = self.wiring.conversation
         opening = {"user": c.user, "assistant": c.assistant}
@@ -76,11 +78,10 @@ class InternVlChatConfig(InternVlInputs):
         return ChatTemplate.from_text(text, "config.json: template")
 
     def settings(self, folder: Path) -> tuple[dict[str, Any], str]:
-        """The authors' constants (ImageNet's mean and deviation), because no file contains them."""
+        """The settings, and the file that they depend on: the authors' constants, because no file contains them."""
         size = {"height": self.vision.image_size, "width": self.vision.image_size}
-        tiles = dict(min_patches=self.wiring.min_tiles, max_patches=self.wiring.max_tiles)
-        own = dict(image_processor_type=KIND, size=size, image_mean=(0.485, 0.456, 0.406),
-                   image_std=(0.229, 0.224, 0.225), **tiles)  # fmt: skip
+        own = dict(image_processor_type=KIND, size=size, image_mean=(0.485, 0.456, 0.406), image_std=(0.229, 0.224, 0.225),
+                   min_patches=self.wiring.min_tiles, max_patches=self.wiring.max_tiles)  # fmt: skip
         return own, str(folder / "config.json")
 
 
@@ -94,12 +95,9 @@ def _id(raw: Raw, token: str) -> int:
 
 # --- published sizes: OpenGVLab/... ---------------------------------------------------------------------------------
 
-_VIT_300M = dict(model_type="intern_vit_6b", hidden_size=1024, intermediate_size=4096, num_hidden_layers=24,
-                 num_attention_heads=16, image_size=448, patch_size=14, qkv_bias=True, qk_normalization=False,
-                 norm_type="layer_norm")  # fmt: skip
-_VIT_6B = dict(model_type="intern_vit_6b", hidden_size=3200, intermediate_size=12800, num_hidden_layers=45,
-               num_attention_heads=25, image_size=448, patch_size=14, qkv_bias=False, qk_normalization=True,
-               norm_type="rms_norm")  # fmt: skip
+_VIT_6B = _ChatVitConfig.defaults | dict(num_hidden_layers=45, image_size=448)
+_VIT_300M = _VIT_6B | dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16,
+                           qkv_bias=True, qk_normalization=False, norm_type="layer_norm")  # fmt: skip
 _2B = internlm2(hidden_size=2048, intermediate_size=8192, num_hidden_layers=24, num_attention_heads=16,
                 vocab_size=92553)  # fmt: skip
 _20B = internlm2(3.0, hidden_size=6144, intermediate_size=16384, num_hidden_layers=48, num_attention_heads=48,

@@ -30,7 +30,7 @@ _ORIGINAL_TOWER: dict[str, Name] = {
 
 
 def names(config: ModelConfig) -> Names:
-    """All tensors. The tower's layers after the feature layer and its mask token are unused."""
+    """The names of all parameters. The tower's layers after the feature layer and its mask token are unused."""
     c = config.vision
     position: Name = Shaped("embeddings.position_embeddings", (1, c.positions, -1))
     tower = below("vision.", "model.vision_tower.", {**_TOWER, "position.weight": position})
@@ -44,7 +44,7 @@ def names(config: ModelConfig) -> Names:
 
 
 def original_names(config: ModelConfig) -> Names:
-    """All tensors in the authors' form, where queries, keys and values are fused."""
+    """The names of all parameters in the authors' form, where queries, keys and values are fused."""
     c = config.vision
     position: Name = Shaped("embeddings.position_embedding", (1, c.positions, -1))
     tower = below("vision.", "vision_model.", {**_ORIGINAL_TOWER, "position.weight": position})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from typing_extensions import override
+
 from vlkv.config import Raw, require_all
 from vlkv.families.text.config import VICUNA_13B, read_decoder
 from vlkv.processing.arranging import SquareInputs
@@ -26,8 +28,8 @@ class LlavaConfig(SquareInputs):
     kinds = LLAVA_KINDS
 
     @classmethod
+    @override
     def read(cls, raw: Raw) -> dict[str, Any]:
-        """The fields of the config; raises InputError for unsupported values."""
         return read_common(raw, 32000) | {"vision": ClipConfig.from_config_json(raw)}
 
 

@@ -8,9 +8,9 @@ processor's settings nor a chat template. MobileVLM-V2 is published in the same 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from typing_extensions import override
 
@@ -26,6 +26,7 @@ from vlkv.processing.pixels import Layout, PixelSettings, read_settings
 from vlkv.processing.templates import ChatTemplate
 from vlkv.towers.vit import ClipConfig
 
+T = TypeVar("T")
 # Towers of the published models, by name.
 _TOWERS = {
     "clip-vit-large-patch14": {**CLIP_LARGE, "image_size": 224},
@@ -74,8 +75,8 @@ class LlavaOriginalConfig(VicunaInputs):
     projector: ClassVar[str] = "mlp2x_gelu"
 
     @classmethod
+    @override
     def read(cls, raw: Raw) -> dict[str, Any]:
-        """The fields of the config; raises InputError for unsupported values."""
         folder = tower_folder(raw)
         require("mm_projector_type", raw.get("mm_projector_type", "linear"), cls.projector)
         require_all(raw, {"vision_tower_type": "clip", "mm_patch_merge_type": "flat"})
@@ -127,6 +128,15 @@ def tower_folder(raw: Raw) -> str:
     if last in ("", ".", ".."):
         raise InputError(f"config.json: mm_vision_tower={name!r} is not the name of a tower")
     return last
+
+
+def known_tower(raw: Raw, towers: Mapping[str, T]) -> T:
+    """The entry of `towers` for the tower that `mm_vision_tower` names; InputError for other names."""
+    name = tower_folder(raw)
+    if name not in towers:
+        raise InputError(f"config.json: mm_vision_tower={raw['mm_vision_tower']!r} is not supported "
+                         f"(only {', '.join(towers)})")  # fmt: skip
+    return towers[name]
 
 
 def _read_tower(raw: Raw, folder: str) -> ClipConfig:

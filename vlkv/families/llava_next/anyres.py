@@ -36,7 +36,7 @@ def fitted(size: tuple[int, int], target: tuple[int, int]) -> tuple[int, int]:
 def without_padding(
     field: Int[np.ndarray, "lines columns"], size: tuple[int, int], *, rounded: bool
 ) -> Int[np.ndarray, "h w"]:
-    """Cuts off the patches that show only padding, the same number on both sides.
+    """`field` without the patches that show only padding; the same number is cut off on both sides.
 
     Args:
         field: patches of the padded image.
@@ -64,7 +64,7 @@ def bilinear(
 def means(
     field: Int[np.ndarray, "lines columns"], stride: int
 ) -> tuple[Int[np.ndarray, "h w taps"], Float[np.ndarray, "h w taps"]]:
-    """Mean pooling: the source patches of each stride x stride square, and their weights; incomplete squares drop."""
+    """Mean pooling: the patches of each stride x stride square, and their weights; incomplete squares are dropped."""
     lines, columns = (side // stride for side in field.shape)
     squares = field[: lines * stride, : columns * stride].reshape(lines, stride, columns, stride)
     taps = squares.transpose(0, 2, 1, 3).reshape(lines, columns, stride**2)

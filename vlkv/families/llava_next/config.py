@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from typing_extensions import override
 
@@ -73,44 +73,35 @@ class AnyRes:
 class LlavaNextConfig(LlavaNextInputs):
     """LLaVA-NeXT: a CLIP tower and any decoder."""
 
-    tokens: ClassVar[tuple[int, int | None]] = (32000, None)  # default ids of the image token and the video token
-
     @classmethod
+    @override
     def read(cls, raw: Raw) -> dict[str, Any]:
-        """The fields of the config; raises InputError for unsupported values."""
         # The class token must be dropped, because the patches of all tiles form one grid.
         require_all(raw, {"vision_feature_select_strategy": "default", "use_image_newline_parameter": True})
         tower = ClipConfig.from_config_json({**raw, "vision_config": raw.get("vision_config") or CLIP_LARGE})
         points = read_pinpoints(raw.get("image_grid_pinpoints") or _PINPOINTS, tower.image_size)
-        wiring = AnyRes(pinpoints=points, video=cls.read_video(raw))
-        return read_common(raw, *cls.tokens) | {"vision": tower, "wiring": wiring}
-
-    @classmethod
-    def read_video(cls, raw: Raw) -> VideoPooling | None:
-        """How frames are pooled; None: no video."""
-        del raw
-        return None
+        return read_common(raw, 32000) | {"vision": tower, "wiring": AnyRes(pinpoints=points)}
 
 
 class LlavaNextVideoConfig(LlavaNextConfig):
     """LLaVA-NeXT-Video: frames are pooled before they are projected, and no newline is added."""
 
-    tokens = (32001, 32000)
-
     @classmethod
     @override
-    def read_video(cls, raw: Raw) -> VideoPooling:
+    def read(cls, raw: Raw) -> dict[str, Any]:
+        fields = super().read(raw)
         require_all(raw, {"spatial_pool_mode": "average"})
         stride = positive("spatial_pool_stride", raw.get("spatial_pool_stride", 2))
-        return VideoPooling(mode="average", stride=stride, before_projector=True)
+        video = VideoPooling(mode="average", stride=stride, before_projector=True)
+        return fields | read_common(raw, 32001, 32000) | {"wiring": dataclasses.replace(fields["wiring"], video=video)}
 
 
 class LlavaOnevisionConfig(LlavaNextInputs):
     """LLaVA-OneVision: a SigLIP tower and a Qwen2 decoder."""
 
     @classmethod
+    @override
     def read(cls, raw: Raw) -> dict[str, Any]:
-        """The fields of the config; raises InputError for unsupported values."""
         # "default" would drop the first patch, because the tower has no class token.
         require_all(raw, {"vision_feature_select_strategy": "full", "use_image_newline_parameter": True})
         tower = SiglipConfig.from_hf(
@@ -174,13 +165,8 @@ PUBLISHED = {
     "llava-next-vicuna-7b": _next(),
     "llava-next-vicuna-13b": _next(**VICUNA_13B),
     "llava-next-mistral-7b": _next(**MISTRAL | dict(vocab_size=32064)),
-}
-PUBLISHED_VIDEO = {
     "llava-next-video-7b": _next() | dict(model_type="llava_next_video", image_token_index=32001,
-                                          video_token_index=32000, spatial_pool_mode="average",
-                                          spatial_pool_stride=2),
-}  # fmt: skip
-PUBLISHED_ONEVISION = {
+                                          video_token_index=32000, spatial_pool_mode="average", spatial_pool_stride=2),
     "llava-onevision-0.5b": _onevision(QWEN2["0.5b"] | dict(vocab_size=152000)),
     "llava-onevision-7b": _onevision(QWEN2["7b"] | dict(vocab_size=152128)),
-}
+}  # fmt: skip

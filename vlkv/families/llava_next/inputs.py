@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 import PIL.Image
 from jaxtyping import Float, Int
+from typing_extensions import override
 
 from vlkv.buckets import Buckets, round_up
 from vlkv.errors import InputError
@@ -53,8 +54,8 @@ class LlavaNextInputs(TextInputs):
 
     whole_batch: ClassVar = {"pixels": ("images",), "taps": ("vision",), "weights": ("vision",)}
 
+    @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
-        """Uses the settings of the folder, which must agree with config.json."""
         self.only_checkpoint(layout)
         # Checkpoints in the authors' form have no settings; the tower was trained with these.
         size = {"height": self.vision.image_size, "width": self.vision.image_size}
@@ -70,10 +71,11 @@ class LlavaNextInputs(TextInputs):
         return LlavaNextPictures(config=self, settings=image, frame=frame)
 
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
-        """From `pixel_values` [I, tiles, 3, h, w], `image_sizes` [I, 2], `pixel_values_videos` [I, frames, 3, h, w].
+        """Like `ModelConfig.arrange`. `batch` has arrays of images, of videos, or of both.
 
-        `pixel_values` may be padded with any tiles, or be a list with a different number of tiles for each image.
-        `batch_num_images` contains the number of images of each prompt that has images; None: one each.
+        Images: `pixel_values` [I, tiles, 3, h, w], padded with any tiles, or a list with a different number of tiles
+        for each image; `image_sizes` [I, 2]; `batch_num_images`, the number of images of each prompt that has images
+        (None: one each). Videos: `pixel_values_videos` [I, frames, 3, h, w].
         """
         views, pixels = Views(self), []
         made: dict[int | None, list[np.ndarray]] = {self.image_token: [], self.video_token: []}
@@ -101,8 +103,9 @@ class LlavaNextInputs(TextInputs):
             fields |= {"pixels": padded(np.concatenate(pixels), tiles), "layout": layout, "parts": parts}
         return Arranged(**fields)
 
+    @override
     def sample(self, pictures: int, max_tokens: int) -> tuple[dict[str, Any], int]:
-        """Images of 640 x 480, cut into tiles unless the family shows several images in a prompt as overviews only."""
+        # Several images are cut into tiles too, unless the family then shows only overviews.
         del max_tokens
         views, side = Views(self), self.vision.image_size
         each = len(views.picture(PICTURE, alone=pictures == 1))
@@ -198,20 +201,10 @@ class Views:
         return np.concatenate([tile, rest]), np.concatenate([shown.ravel(), np.full(mixed + 1, -1)])
 
     def layout(self, buckets: Buckets) -> dict[str, np.ndarray]:
-        """`taps` and `weights`, padded to a bucket."""
+        """`Arranged.layout`: the patches and weights of all mixed embeddings, padded to a bucket."""
         rows = round_up(self.count, buckets.vision)
         made = {"taps": self.taps, "weights": self.weights} if self.wiring.taps else {}
         return {name: padded(np.concatenate(some), rows) for name, some in made.items()}
-
-
-def picture_tokens(config: LlavaNextInputs, size: tuple[int, int], *, alone: bool = True) -> int:
-    """Number of vision tokens, including newlines, of an image of `size` (height, width) in pixels."""
-    return len(Views(config).picture(size, alone=alone))
-
-
-def video_tokens(config: LlavaNextInputs, frames: int) -> int:
-    """Number of vision tokens of a video, including newlines."""
-    return len(Views(config).video(frames))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -223,7 +216,7 @@ class LlavaNextPictures(Pictures):
     frame: PixelSettings | None  # None: no video
 
     def image(self, image: PIL.Image.Image, images: int) -> Read:
-        """The overview, then the tiles."""
+        """The image becomes the overview and, unless it is shown only as that, its tiles."""
         size, wiring, side = (image.height, image.width), self.config.wiring, self.config.vision.image_size
         if wiring.only_alone and images > 1:
             tiles = [to_square(image, dataclasses.replace(self.settings, square=True), side)]
@@ -232,18 +225,19 @@ class LlavaNextPictures(Pictures):
             parts = [whole, *self._parts(image, best_resolution(size, wiring.pinpoints), side)]
             tiles = [to_square(part, self.settings, side) for part in parts]
         arrays = {"pixel_values": np.stack(tiles), "image_sizes": np.array(size), "batch_num_images": np.array(images)}
-        return Read(arrays=arrays, tokens=picture_tokens(self.config, size, alone=images == 1))
+        return Read(arrays=arrays, tokens=len(Views(self.config).picture(size, alone=images == 1)))
 
     def video(self, video: Video) -> Read:
-        """The frames of a video."""
+        """Every frame of the video becomes one square."""
         if self.frame is None:
             return super().video(video)
         side = self.config.vision.image_size
         frames = [to_square(open_image(frame), self.frame, side) for frame in video.frames]
-        return Read(arrays={"pixel_values_videos": np.stack(frames)}, tokens=video_tokens(self.config, len(frames)))
+        tokens = len(Views(self.config).video(len(frames)))
+        return Read(arrays={"pixel_values_videos": np.stack(frames)}, tokens=tokens)
 
     def batch(self, reads: Sequence[Read]) -> dict[str, Any]:
-        """Lists, because images have different numbers of tiles; `batch_num_images` has one number per prompt."""
+        """Array name -> list, because images differ in their number of tiles. `batch_num_images` is per prompt."""
         batch: dict[str, Any] = by_name(reads)
         at, numbers = 0, batch.get("batch_num_images", [])
         while at < len(numbers):  # every image contains the number, so keep that of the prompt's first image

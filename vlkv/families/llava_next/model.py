@@ -53,7 +53,7 @@ def with_mixed(patches: Float[Array, "R D"], inputs: Inputs) -> Float[Array, "_ 
 
 
 def mix(patches: Float[Array, "R D"], taps: Int[Array, "M k"], weights: Float[Array, "M k"]) -> Float[Array, "M D"]:
-    """Weighted sums of rows, in float32. One gather per tap avoids an array of size M k D."""
+    """Weighted sums of patches, computed in float32. One gather per tap avoids an array of size M k D."""
     total = jnp.zeros((taps.shape[0], patches.shape[1]), jnp.float32)
     for k in range(taps.shape[1]):
         total = total + weights[:, k, None] * patches[taps[:, k]].astype(jnp.float32)

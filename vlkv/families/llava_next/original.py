@@ -9,22 +9,17 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from typing_extensions import override
+
 from vlkv.config import Raw, positive, require, require_all
 from vlkv.errors import InputError
 from vlkv.families.llava.config import read_common
-from vlkv.families.llava_next.config import (
-    SIGLIP,
-    TILES,
-    AnyRes,
-    VideoPooling,
-    read_most_tiles,
-    read_pinpoints,
-)
+from vlkv.families.llava.original import known_tower
+from vlkv.families.llava_next.config import SIGLIP, TILES, AnyRes, VideoPooling, read_most_tiles, read_pinpoints
 from vlkv.families.llava_next.inputs import LlavaNextInputs
 from vlkv.families.text.config import QWEN2, read_stop
 from vlkv.towers.vit import SiglipConfig
 
-_TOWERS = {"siglip-so400m-patch14-384": SIGLIP}
 _NEWLINES = {"grid": "line", "frame": "frame", "one_token": "video", "no_token": "none"}
 _ONE_VALUE = {
     "mm_projector_type": "mlp2x_gelu", "mm_patch_merge_type": "spatial_unpad", "mm_vision_select_feature": "patch",
@@ -37,8 +32,8 @@ class LlavaVideoConfig(LlavaNextInputs):
     """The form of `config.json` that the authors' code reads."""
 
     @classmethod
+    @override
     def read(cls, raw: Raw) -> dict[str, Any]:
-        """The fields of the config; raises InputError for unsupported values."""
         require_all(raw, _ONE_VALUE)
         tower = SiglipConfig.from_hf(_tower(raw), -1, whole=False)
         decoder = {field: value for field, value in raw.items() if field not in ("text_config", "vision_config")}
@@ -64,11 +59,7 @@ def _tower(raw: Raw) -> Raw:
     own = raw.get("vision_config") or {}
     if own.get("model_type") == "siglip_vision_model":
         return own
-    name = str(raw.get("mm_vision_tower")).rsplit("/", maxsplit=1)[-1]
-    if name not in _TOWERS:
-        raise InputError(f"config.json: mm_vision_tower={raw.get('mm_vision_tower')!r} is not supported "
-                         f"(supported: {', '.join(_TOWERS)})")  # fmt: skip
-    return _TOWERS[name]
+    return known_tower(raw, {"siglip-so400m-patch14-384": SIGLIP})
 
 
 def _video(raw: Raw) -> VideoPooling:

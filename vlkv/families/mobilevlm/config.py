@@ -46,8 +46,7 @@ PUBLISHED = {
     "mobilevlm-v2-1.7b": _published(hidden_size=2048, intermediate_size=5632, num_hidden_layers=24,
                                     num_attention_heads=16, num_key_value_heads=16, max_position_embeddings=2048,
                                     rms_norm_eps=1e-6),
-    "mobilevlm-v2-3b": _published(hidden_size=2560, intermediate_size=6912, num_hidden_layers=32,
-                                  num_attention_heads=32, num_key_value_heads=32, max_position_embeddings=2048,
+    "mobilevlm-v2-3b": _published(hidden_size=2560, intermediate_size=6912, max_position_embeddings=2048,
                                   rms_norm_eps=1e-6),
     "mobilevlm-v2-7b": _published(),
 }  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from typing_extensions import override
+
 from vlkv.config import Raw, filled, positive, positives, require, require_all
 from vlkv.errors import InputError
 from vlkv.families.qwen2_vl.inputs import Qwen2VlInputs
@@ -14,7 +16,6 @@ _DECODER = Kind(qkv_bias=True, defaults=dict(
     vocab_size=152064, hidden_size=8192, intermediate_size=29568, num_hidden_layers=80, num_attention_heads=64,
     num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=32768, rope_theta=1e6, use_sliding_window=False,
 ))  # fmt: skip
-_EOS = 151645
 # Class defaults in transformers, by family.
 _TOWER: dict[str, dict[str, Any]] = {
     "qwen2_vl": dict(depth=32, embed_dim=1280, mlp_ratio=4, num_heads=16, hidden_size=3584, patch_size=14,
@@ -23,21 +24,16 @@ _TOWER: dict[str, dict[str, Any]] = {
                        patch_size=14, spatial_merge_size=2, temporal_patch_size=2, hidden_act="silu", window_size=112,
                        fullatt_block_indexes=(7, 15, 23, 31), tokens_per_second=4),
 }  # fmt: skip
-_COUNTS = ("depth", "num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size")
 
 
 class Qwen2VlConfig(Qwen2VlInputs):
     """Qwen2-VL and Qwen2.5-VL, which differ in their towers."""
 
     @classmethod
+    @override
     def read(cls, raw: Raw) -> dict[str, Any]:
-        """The fields of the config, from a flat config.json (transformers 4) or a nested one (5).
-
-        Raises:
-            InputError: a value is not supported, or tower and decoder do not fit together.
-        """
         family = raw["model_type"]
-        part = dict(raw.get("text_config") or raw)
+        part = dict(raw.get("text_config") or raw)  # nested (transformers 5) or flat (4)
         if part.get("model_type") != family:
             require("text_config.model_type", part.get("model_type", f"{family}_text"), f"{family}_text")
         part["tie_word_embeddings"] = bool(raw.get("tie_word_embeddings") or part.get("tie_word_embeddings"))
@@ -54,7 +50,7 @@ class Qwen2VlConfig(Qwen2VlInputs):
             "vision": vision,
             "image_token": raw.get("image_token_id", 151655),
             "video_token": raw.get("video_token_id", 151656),
-            "stop": read_stop(raw, _EOS),
+            "stop": read_stop(raw, 151645),
         }
 
 
@@ -64,7 +60,7 @@ def _read_tower(family: str, raw: Raw) -> Qwen2VisionConfig:
     require_all(c, {"hidden_act": _TOWER[family]["hidden_act"], "in_channels": 3, "in_chans": 3}, where)
     rope = c.get("rope_parameters") or {}
     require_all(rope, {"rope_type": "axial"}, where + "rope_parameters.")
-    positives(c, _COUNTS, where)
+    positives(c, ("depth", "num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size"), where)
     own = _qwen2_vl(c) if family == "qwen2_vl" else _qwen2_5_vl(c)
     if own["width"] % (4 * c["num_heads"]):
         raise InputError(f"config.json: vision_config: {own['width']} channels must be {c['num_heads']} heads of a "

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import PIL.Image
@@ -29,7 +29,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 
 from vlkv.buckets import Buckets, round_up
-from vlkv.config import Raw, filled
+from vlkv.config import filled
 from vlkv.errors import InputError
 from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig
 from vlkv.processing.arranging import Arranged, Batch, Mask, TextInputs, Tokens, arrange_entries, entries, zeros
@@ -37,7 +37,11 @@ from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video
 from vlkv.processing.pixels import Layout, PixelSettings, find_settings, to_pixels
 
-_FIELDS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
+PictureKind: TypeAlias = Literal["image", "video"]
+_FIELDS: dict[PictureKind, tuple[str, str]] = {
+    "image": ("pixel_values", "image_grid_thw"),
+    "video": ("pixel_values_videos", "video_grid_thw"),
+}
 _KINDS: dict[str, dict[str, Any]] = {"Qwen2VLImageProcessor": {}, "Qwen2VLVideoProcessor": {}}
 # Class defaults in transformers, for fields that a file leaves out.
 _DEFAULTS: dict[str, Any] = dict(image_processor_type="Qwen2VLImageProcessor", patch_size=14, temporal_patch_size=2,
@@ -57,8 +61,9 @@ class _Picture:
     interval: float  # temporal positions from one frame to the next
 
     def entries(self, slots: Int[np.ndarray, "frames lines columns"]) -> Int[np.ndarray, "V 9"]:
-        """Its tokens. Columns: the four of `entries`; the extent at the first token, else 0; the extent; positions.
+        """One row for each token of the picture.
 
+        Columns: the four of `entries`; the extent at the first token, else 0; the extent; positions.
         The three positions (time, line, column) are relative to the start of the picture. The extent is how far the
         picture moves the text after it. Times are computed in float32 and then truncated, as in transformers.
         """
@@ -78,16 +83,17 @@ class Qwen2VlInputs(TextInputs):
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
         """Uses the folder's settings; videos without settings of their own have those of images."""
         self.only_checkpoint(layout)
-        image = ScaleSettings.from_hf(*find_settings(folder), "image", self.vision)
-        video = ScaleSettings.from_hf(*find_settings(folder, "video"), "video", self.vision)
-        return Qwen2VlPictures(image_settings=image, video_settings=video, config=self.vision)
+        settings = {kind: ScaleSettings.from_hf(folder, kind, self.vision) for kind in _FIELDS}
+        return Qwen2VlPictures(settings=settings, config=self.vision)
 
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
-        """From `pixel_values` [patches, C] and `image_grid_thw` [images, 3], the same for videos, `second_per_grid_ts`.
+        """Like `ModelConfig.arrange`. `batch` has arrays of images, of videos, or of both.
 
-        `layout["place"]` [F, n, 2] is the line and column of each patch, -1 for padding. The position of the text after
-        a picture is the greatest position on all axes plus one (Qwen2-VL, Sec. 2.1; transformers 4). transformers 5.23
-        ignores the temporal axis there, which differs for videos with more frames than lines and columns.
+        Images: `pixel_values` [patches, C], `image_grid_thw` [images, 3]. Videos: `pixel_values_videos`,
+        `video_grid_thw` and perhaps `second_per_grid_ts` [videos]. In the result, `layout["place"]` [F, n, 2] is the
+        line and column of each patch, -1 for padding. The position of the text after a picture is the greatest position
+        on all axes plus one (Qwen2-VL, Sec. 2.1; transformers 4). transformers 5.23 ignores the temporal axis there,
+        which differs for videos with more frames than lines and columns.
         """
         pictures = {kind: _pictures(batch, kind, self.vision) for kind in _FIELDS}
         every = [picture for some in pictures.values() for picture in some]
@@ -103,7 +109,7 @@ class Qwen2VlInputs(TextInputs):
         return Arranged(**fields, pixels=pixels, layout={} if place is None else {"place": place})
 
     def sample(self, pictures: int, max_tokens: int) -> tuple[dict[str, Any], int]:
-        """Square images that have `max_tokens` together, and at most 1280 tokens each."""
+        """Like `ModelConfig.sample`: square images with `max_tokens` tokens together, and at most 1280 tokens each."""
         c, side = self.vision, math.isqrt(max(1, min(max_tokens // pictures, _MOST_TOKENS)))
         lines = side * c.merge
         arrays = {"pixel_values": zeros(pictures * lines**2, c.patch_values),
@@ -111,11 +117,11 @@ class Qwen2VlInputs(TextInputs):
         return arrays, pictures * side**2
 
     def max_pictures(self, max_tokens: int) -> int:
-        """The least number of images that have `max_tokens` together."""
+        """The smallest number of images that can have `max_tokens` vision tokens together."""
         return max(1, math.ceil(max_tokens / _MOST_TOKENS))
 
 
-def _pictures(batch: Batch, kind: str, c: Qwen2VisionConfig) -> list[_Picture]:
+def _pictures(batch: Batch, kind: PictureKind, c: Qwen2VisionConfig) -> list[_Picture]:
     """All images, or all videos, of a batch."""
     name, grid_name = _FIELDS[kind]
     pixels = batch.get(name)
@@ -187,12 +193,13 @@ class ScaleSettings:
     pixels: PixelSettings  # for the resized image
 
     @classmethod
-    def from_hf(cls, raw: Raw, source: str, kind: str, c: Qwen2VisionConfig) -> ScaleSettings:
-        """Reads the config of an image processor; `kind` is "image" or "video", for the default limits.
+    def from_hf(cls, folder: Path, kind: PictureKind, c: Qwen2VisionConfig) -> ScaleSettings:
+        """Reads the settings of a folder's image or video processor.
 
         Raises:
             InputError: the processor or a setting is not supported, or contradicts config.json.
         """
+        raw, source = find_settings(folder, kind)
         s = filled(raw, _DEFAULTS)
         for field, wanted in (("patch_size", c.patch_size), ("merge_size", c.merge), ("temporal_patch_size", c.frames)):
             if s[field] != wanted:
@@ -235,25 +242,24 @@ class ScaleSettings:
 class Qwen2VlPictures(Pictures):
     """Converts images and videos to patches."""
 
-    image_settings: ScaleSettings
-    video_settings: ScaleSettings
+    settings: Mapping[PictureKind, ScaleSettings]
     config: Qwen2VisionConfig
 
     def image(self, image: PIL.Image.Image, images: int) -> Read:
-        """The patches of an image."""
-        return self._read([image], "image", self.image_settings)
+        """The image becomes the patches of one frame."""
+        return self._read([image], "image")
 
     def video(self, video: Video) -> Read:
-        """The patches of a video, and the seconds between two frames of the tower."""
+        """The video becomes patches and the number of seconds between two frames of the tower."""
         frames = [open_image(frame) for frame in video.frames]
         if len({frame.size for frame in frames}) > 1:
             raise InputError("the frames of a video differ in size; resize them to one size")
         seconds = np.array(self.config.frames / video.fps)
-        return self._read(frames, "video", self.video_settings, second_per_grid_ts=seconds)
+        return self._read(frames, "video", second_per_grid_ts=seconds)
 
-    def _read(self, frames: Sequence[PIL.Image.Image], kind: str, settings: ScaleSettings, **more: np.ndarray) -> Read:
+    def _read(self, frames: Sequence[PIL.Image.Image], kind: PictureKind, **more: np.ndarray) -> Read:
         """The patches of all frames, their number along time, lines and columns, and the arrays in `more`."""
-        c = self.config
+        c, settings = self.config, self.settings[kind]
         height, width = settings.scaled(frames[0].height, frames[0].width, c.patch_size * c.merge)
         check_area(width, height, f"the {frames[0].width} x {frames[0].height} image, after resizing")
         resized = [frame.resize((width, height), resample=settings.pixels.resample) for frame in frames]

@@ -53,7 +53,7 @@ class Qwen2VisionConfig(BlockConfig):
         return 3 * self.frames * self.patch_size**2
 
     def patches(self, shape: tuple[int, ...]) -> int:
-        """Patches that attend to one another. `shape` is that of the pixels, [F, n, C]."""
+        """The number of patches that attend to one another. `shape` is that of the pixels, [F, n, C]."""
         return shape[1]
 
 

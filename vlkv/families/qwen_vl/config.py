@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import override
+
 from vlkv.config import DecoderConfig, Raw, RopeConfig, filled, positives, require, require_all
 from vlkv.errors import InputError
 from vlkv.families.qwen_vl.inputs import QwenVlInputs
@@ -32,8 +34,8 @@ class QwenVlConfig(QwenVlInputs):
     """The form of `config.json` that the authors' code reads."""
 
     @classmethod
+    @override
     def read(cls, raw: Raw) -> dict[str, Any]:
-        """The fields of the config; raises InputError for unsupported values."""
         if not isinstance(raw.get("visual"), Mapping):
             raise InputError("config.json: visual is missing: Qwen-VL is supported, the text model Qwen is not")
         c = filled(raw, _DEFAULTS)

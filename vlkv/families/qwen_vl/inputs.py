@@ -43,8 +43,8 @@ class QwenVlInputs(SquareInputs):
     def side(self) -> int:
         return self.vision.side
 
+    @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
-        """The authors' code has no settings except the size."""
         self.only_checkpoint(layout)
         size = self.vision.image_size
         raw = {"size": {"height": size, "width": size}, "do_center_crop": False}

@@ -14,4 +14,4 @@ class QwenVl(VisionLanguageModel):
     tower = QwenVlTower
 
     def make_projector(self, config: ModelConfig, *, init: Initializer) -> None:
-        """There is none."""
+        """No projector."""

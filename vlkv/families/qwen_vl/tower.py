@@ -112,7 +112,7 @@ class QwenVlTower(Vit):
 
 
 def resized(table: Float[Array, "V D"], side: int) -> Float[Array, "V2 D"]:
-    """Resizes a square of vectors to `side` x `side` by bicubic interpolation in float32."""
+    """A square of vectors, resized to `side` x `side` by bicubic interpolation in float32."""
     stored = round(table.shape[0] ** 0.5)
     if stored == side:
         return table

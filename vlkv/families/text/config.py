@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import override
+
 from vlkv.config import DecoderConfig, Raw, RopeConfig, filled, positive, positives, require, require_all
 from vlkv.errors import InputError
 from vlkv.processing.arranging import TextInputs
@@ -84,8 +86,8 @@ class TextConfig(TextInputs):
     """A text model."""
 
     @classmethod
+    @override
     def read(cls, raw: Raw) -> dict[str, Any]:
-        """The fields of the config."""
         return {"decoder": read_decoder(raw)}
 
 
@@ -115,7 +117,7 @@ def read_stop(raw: Raw, default: int | None = None) -> tuple[int, ...]:
 
 
 def text_part(raw: Raw) -> dict[str, Any]:
-    """The decoder's part of a `config.json`."""
+    """The fields of a `config.json` that describe the decoder."""
     part = raw if raw.get("model_type") in list(KINDS) else raw.get("text_config") or raw.get("llm_config") or {}
     if not isinstance(part, Mapping):
         raise InputError(f"config.json: text_config={part!r} must be an object")
@@ -130,9 +132,8 @@ VICUNA_13B = dict(hidden_size=5120, intermediate_size=13824, num_hidden_layers=4
 
 def llama(**sizes: Any) -> dict[str, Any]:
     """Llama 2 7B, with the given fields replaced."""
-    return dict(model_type="llama", hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
-                num_attention_heads=32, num_key_value_heads=32, vocab_size=32000, max_position_embeddings=4096,
-                rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False) | sizes  # fmt: skip
+    return dict(KINDS["llama"].defaults, model_type="llama", num_key_value_heads=32, max_position_embeddings=4096,
+                rms_norm_eps=1e-5, bos_token_id=1, tie_word_embeddings=False) | sizes  # fmt: skip
 
 
 def _qwen2(**sizes: Any) -> dict[str, Any]:
@@ -142,10 +143,9 @@ def _qwen2(**sizes: Any) -> dict[str, Any]:
 
 def internlm2(factor: float = 2.0, **sizes: Any) -> dict[str, Any]:
     """InternLM2 7B for prompts of 32768 tokens, with the given fields replaced."""
-    return dict(model_type="internlm2", vocab_size=92544, hidden_size=4096, intermediate_size=14336,
-                num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=32768,
-                rope_theta=1e6, rope_scaling=dict(type="dynamic", factor=factor), bias=False, rms_norm_eps=1e-5,
-                eos_token_id=2, tie_word_embeddings=False) | sizes  # fmt: skip
+    return dict(KINDS["internlm2"].defaults, model_type="internlm2", vocab_size=92544, intermediate_size=14336,
+                num_key_value_heads=8, max_position_embeddings=32768, rope_theta=1e6, bias=False, rms_norm_eps=1e-5,
+                rope_scaling=dict(type="dynamic", factor=factor), tie_word_embeddings=False) | sizes  # fmt: skip
 
 
 # Qwen2 and Qwen2.5; 3b exists only in Qwen2.5.
@@ -162,19 +162,15 @@ QWEN2 = {
                   num_key_value_heads=8, vocab_size=152064, tie_word_embeddings=False),
 }  # fmt: skip
 # Instruct v0.2; v0.1 has a sliding window, which is not supported.
-MISTRAL = dict(model_type="mistral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-               num_attention_heads=32, num_key_value_heads=8, vocab_size=32000, rms_norm_eps=1e-5, rope_theta=1e6,
-               max_position_embeddings=32768, sliding_window=None, eos_token_id=2,
-               tie_word_embeddings=False)  # fmt: skip
+MISTRAL = dict(KINDS["mistral"].defaults, model_type="mistral", rms_norm_eps=1e-5, rope_theta=1e6,
+               max_position_embeddings=32768, sliding_window=None, tie_word_embeddings=False)  # fmt: skip
 # Phi-3-mini-128k-instruct, first version; its factors are rounded to remove float32 noise.
 _SHORT = [1.05, 1.05, 1.05, 1.1, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.5, *[2.0] * 21, 2.05, 2.05, 2.05, 2.1, 2.1, 2.1,
           2.15, 2.15, 2.35, 2.55, 2.6, 2.6, 2.75, 2.85, 2.85, 2.95]  # fmt: skip
 _LONG = [1.03, 1.05, 1.05, 1.08, 1.23, 1.23, 1.3, 1.45, 1.6, 1.65, 1.9, 2.86, 3.69, 5.42, 5.49, 5.49, 9.09, 11.58,
          15.66, 15.77, 15.79, 18.36, 21.99, 23.08, 30.01, 32.35, 32.59, 35.56, 39.95, 53.84, 56.2, 57.95, 59.29, 59.77,
          59.92, 61.19, 61.96, 62.5, 63.37, 63.48, 63.48, 63.66, 63.85, 64.08, 64.76, 64.8, 64.81, 64.81]  # fmt: skip
-PHI3_MINI = dict(model_type="phi3", vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32,
-                 num_attention_heads=32, num_key_value_heads=32, rms_norm_eps=1e-5, rope_theta=1e4,
-                 max_position_embeddings=131072, original_max_position_embeddings=4096, sliding_window=262144,
+PHI3_MINI = dict(KINDS["phi3"].defaults, model_type="phi3", max_position_embeddings=131072, sliding_window=262144,
                  rope_scaling=dict(type="su", short_factor=_SHORT, long_factor=_LONG),
                  tie_word_embeddings=False)  # fmt: skip
 PUBLISHED: dict[str, dict[str, Any]] = {

@@ -39,12 +39,12 @@ TRANSFORMERS_4 = (
 
 
 def decoder(config: ModelConfig, prefix: str) -> dict[str, Name]:
-    """Names of a whole decoder; the checkpoint's names start with `prefix`."""
+    """Path of each parameter of a decoder -> its name in the checkpoint, which starts with `prefix`."""
     return below("decoder.", prefix, _KINDS[config.decoder.names]) | {"decoder.head": "lm_head"}
 
 
 def below(ours: str, theirs: str, names: Mapping[str, Name]) -> dict[str, Name]:
-    """`names` with a prefix on our names and one on the checkpoint's."""
+    """`names` with the prefix `ours` before our paths and the prefix `theirs` before the checkpoint's names."""
     return {
         ours + path: theirs + name if isinstance(name, str) else replace(name, key=theirs + name.key)
         for path, name in names.items()
