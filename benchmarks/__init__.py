@@ -1,1 +1,1 @@
-"""What the library is worth and what it costs; every result is a JSON file with the machine it ran on."""
+"""Measurements of quality, speed and memory; every result is a JSON file that describes the machine."""

@@ -1,8 +1,8 @@
-"""Every kernel on the device at hand against float64 on the host: cases, one result for each.
+"""Compares every kernel on this device with float64 on the host.
 
-A case has segments that are empty, of one slot, of an odd length and of the whole pool; slots that take no part hold
-large numbers, so that a kernel which reads one is far off. Differences are relative to the largest number of each head,
-so that one wrong head cannot hide behind the others.
+Cases have empty segments, segments of one slot, of an odd length and of the whole pool. Slots that must not be read
+hold large numbers, so that reading one causes a large error. Differences are relative to the largest number of each
+head, so that an error in a head with small numbers is noticed too.
 
 Axes: B batch · T query rows · N query heads · K key heads · G = N/K · P pool slots · H head dim.
 """
@@ -23,12 +23,12 @@ import pallas_kernels
 from benchmarks import exact
 
 THRESHOLDS = {"bfloat16": 1e-2, "float16": 1e-2, "float32": 1e-5}
-KERNELS = {  # by platform; on a CPU what a GPU would run, interpreted
+KERNELS = {  # by platform and op (None: all other ops); on a CPU the kernels of a GPU, interpreted
     "gpu": {"prefill_attention": "cudnn", None: "triton"},
     "tpu": {None: "mosaic_tpu"},
     "cpu": {"prefill_attention": "cudnn:interpret", None: "triton:interpret"},
 }
-POISON = 1e4  # finite, as free slots must be
+POISON = 1e4  # in slots that must not be read; finite, as free slots of a cache are
 OPS: dict[str, Callable[..., Any]] = {
     name: getattr(pallas_kernels, name)
     for name in (
@@ -49,26 +49,26 @@ class Case:
     batch: int = 2
     kv_heads: int = 2
     softmax_n: float = 0.0
-    full: bool = False  # decoding: with a mask and with the probabilities; mass: gathered rows; prefill: not causal
+    full: bool = False  # decoding: mask, and probabilities returned; mass: gathered rows; prefill: not causal
     statistic: str = "sum"
-    pool_bytes: int = 0  # decoding: of keys, at least; the segments then lie at the pool's end
+    pool_bytes: int = 0  # decoding: least bytes of the keys; the segments are then at the end of the pool
 
     @property
     def name(self) -> str:
-        """What differs from the usual case."""
-        said = [
+        """The op, its shape and dtype, and all other fields that are not the defaults."""
+        shown = [
             f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)[1:]
             if field.name in ("head_dim", "groups", "dtype") or getattr(self, field.name) != field.default
         ]  # fmt: skip
-        return f"{self.op} {' '.join(said)}"
+        return f"{self.op} {' '.join(shown)}"
 
 
 def cases(slots: int = 2048, big_pool: int = 5 * 2**30) -> Iterator[Case]:
-    """All of them, the most telling first: H = 64, 80, 96, 128, 256 and G = 1, 7, 8 of every op.
+    """All cases, the most important first: H = 64, 80, 96, 128, 256 and G = 1, 7, 8 for every op.
 
     Args:
         slots: of a pool and of a prompt.
-        big_pool: bytes of the keys of a pool past 32-bit offsets; 0: no such case.
+        big_pool: bytes of the keys of a pool that exceeds 32-bit offsets; 0: no such case.
     """
     decoding = ("decode_attention", "core_attention")
     yield Case("decode_attention", slots=slots)
@@ -78,7 +78,7 @@ def cases(slots: int = 2048, big_pool: int = 5 * 2**30) -> Iterator[Case]:
     yield Case("attention_mass_rows", slots=slots // 2, full=True)
     if big_pool:
         yield Case("decode_attention", slots=slots, batch=1, kv_heads=4, pool_bytes=big_pool)
-    yield Case("decode_attention", slots=slots // 4, batch=64, kv_heads=8)  # a program for each head: no split
+    yield Case("decode_attention", slots=slots // 4, batch=64, kv_heads=8)  # as many programs as heads: no split
     shapes = [(h, g) for h in (64, 80, 96, 128, 256) for g in (1, 7, 8)]
     for i, (head_dim, groups) in enumerate(shapes):
         dtype = ("float32", "bfloat16", "bfloat16", "float32", "float16")[i % 5]
@@ -93,17 +93,17 @@ def cases(slots: int = 2048, big_pool: int = 5 * 2**30) -> Iterator[Case]:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A case that is compiled; `run` gives its result."""
+    """A compiled case."""
 
     case: Case
     implementation: str
     compiled: Callable[..., Any]
     arguments: tuple[Any, ...]
-    compare: Callable[[Any], float]  # of what the op returns, the largest relative difference
+    compare: Callable[[Any], float]  # from the op's result to the largest relative difference
     prepare_seconds: float
 
     def run(self) -> dict[str, Any]:
-        """Two runs, their bits, and the largest difference from float64."""
+        """Runs it twice; reports whether the bits are equal, and the largest difference from float64."""
         begin = time.perf_counter()
         first, second = (jax.tree.map(np.asarray, self.compiled(*self.arguments)) for _ in range(2))
         leaves = jax.tree.leaves(first), jax.tree.leaves(second)
@@ -122,9 +122,9 @@ def prepare(case: Case, platform: str, kernels: Mapping[Any, str] | None = None)
     """Makes the arrays of a case and compiles its op.
 
     Args:
-        case: which.
+        case: the case.
         platform: "gpu", "tpu" or "cpu".
-        kernels: implementation of each op, None: of the others; default: those of the platform.
+        kernels: implementation of each op, and under None that of all others; default: `KERNELS` of the platform.
     """
     begin = time.perf_counter()
     table = KERNELS[platform] if kernels is None else kernels
@@ -150,7 +150,7 @@ def _normal(random: np.random.Generator, dtype: str, *shape: int, scale: float =
 
 
 def _decoding(case: Case, random: np.random.Generator) -> Made:
-    """decode_attention and core_attention."""
+    """Arrays, options and comparison for decode_attention and core_attention."""
     batch, kv_heads, slots = case.batch, case.kv_heads, case.slots
     each = batch, kv_heads
     kinds = [(0, 0), (slots // 2 + 16, 1), (16, slots // 3 + 5), (0, slots)]
@@ -166,7 +166,7 @@ def _decoding(case: Case, random: np.random.Generator) -> Made:
         text = np.minimum(slots // 2, length)  # an empty segment has no text before its list
         count = np.full(batch, slots // 8)
         rows = np.stack([np.sort(random.permutation(slots // 2)[: slots // 4]) for _ in range(batch)])
-        least = text.min(axis=1)  # listed slots lie below the text of every head
+        least = text.min(axis=1)  # listed slots are before the text of every head
         count = np.array([min(n, int(np.sum(r < m))) for n, r, m in zip(count, rows, least, strict=True)])
         extra |= {"rows": rows.astype(np.int32), "count": count.astype(np.int32), "text": text.astype(np.int32)}
         taken = taken & exact.listed(rows, count, text, length, slots)
@@ -192,7 +192,7 @@ def _decoding(case: Case, random: np.random.Generator) -> Made:
 
 
 def _in_large_pool(k: Any, v: Any, pool_bytes: int) -> tuple[Any, Any, int]:
-    """Both at the end of a pool of so many bytes on the device, and where they begin there."""
+    """Keys and values at the end of a pool of `pool_bytes` on the device, and their first slot there."""
     slots = -(-pool_bytes // (k.nbytes // k.shape[1]))
     shift = slots - k.shape[1]
 
@@ -204,7 +204,7 @@ def _in_large_pool(k: Any, v: Any, pool_bytes: int) -> tuple[Any, Any, int]:
 
 
 def _mass(case: Case, random: np.random.Generator) -> Made:
-    """attention_mass and attention_mass_rows."""
+    """Arrays, options and comparison for attention_mass and attention_mass_rows."""
     keys = case.slots
     places = np.sort(random.permutation(keys)[: max(2, keys // 16)]) if case.full else np.arange(keys)
     q = _normal(random, case.dtype, case.kv_heads * case.groups, len(places), case.head_dim, scale=2.0)
@@ -236,7 +236,7 @@ def _mass(case: Case, random: np.random.Generator) -> Made:
 
 
 def _prefill(case: Case, random: np.random.Generator) -> Made:
-    """prefill_attention with its log-sum-exp: rows without padding, padded on the left, and on the right."""
+    """Arrays, options and comparison for prefill_attention with log-sum-exp; rows with no, left and right padding."""
     place, tokens = np.arange(case.slots), case.slots
     valid = np.stack([place >= 0, place >= tokens // 3, place < tokens // 2 + 1])
     heads = case.kv_heads * case.groups
@@ -256,7 +256,7 @@ def _prefill(case: Case, random: np.random.Generator) -> Made:
 
 
 def _by_head(got: Any, want: np.ndarray, axis: Any) -> float:
-    """The largest difference relative to the largest number along `axis`; absolute where all of them are 0."""
+    """The largest difference relative to the largest number along `axis`; absolute if all numbers are 0."""
     got = exact.wide(got)
     if got.shape != want.shape or not np.all(np.isfinite(got)):
         return float("inf")
@@ -265,7 +265,7 @@ def _by_head(got: Any, want: np.ndarray, axis: Any) -> float:
 
 
 def _logs(got: Any, want: np.ndarray) -> float:
-    """The largest difference of logarithms, relative above 1; infinities must agree."""
+    """The largest difference of logarithms, relative for values above 1; infinities must be equal."""
     got = exact.wide(got)
     finite = np.isfinite(want)
     if got.shape != want.shape or not np.array_equal(got[~finite], want[~finite]):

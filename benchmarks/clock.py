@@ -1,9 +1,9 @@
-"""A clock for kernels of microseconds: many calls in one program, on data that the caches cannot hold.
+"""Times kernels that take microseconds: many calls in one program, on data that is larger than the caches.
 
-A host's clock around one call measures its dispatch, 50 to 100 microseconds on a GPU, and a second call finds the data
-in the L2 cache. So a call is repeated within one jitted loop whose number of turns is static (then the device needs no
-word from the host between turns), each turn reads another segment of a pool of gigabytes, and what a turn returns is
-part of the next one's input, so that none is left out.
+Timing one call from the host would measure its dispatch, 50 to 100 microseconds on a GPU, and a second call would find
+its data in the L2 cache. So a call is repeated in one jitted loop. The number of iterations is static, so the device
+does not wait for the host between them; each iteration reads another segment of a pool of gigabytes; and its result is
+part of the next one's input, so that the compiler cannot remove it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-WANTED_SECONDS = 0.03  # of one program: hundreds of times its dispatch
+WANTED_SECONDS = 0.03  # time of one program: hundreds of times its dispatch
 MOST_CALLS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of one call."""
+    """The time of one call."""
 
     seconds: float  # the median over the repeats
     spread: float  # (largest - smallest) / median
-    calls: int  # in one program
+    calls: int  # per program
     compile_seconds: float
 
     def row(self, *, moved: float = 0.0, operations: float = 0.0) -> dict[str, float]:
-        """For a journal: microseconds, and GB/s and TFLOP/s of the bytes and operations of one call."""
+        """The timing as JSON, with GB/s and TFLOP/s for the bytes and operations of one call."""
         found = {
             "microseconds": round(1e6 * self.seconds, 2), "spread": round(self.spread, 3), "calls": self.calls,
             "compile_seconds": round(self.compile_seconds, 2),
@@ -44,7 +44,7 @@ class Timing:
 
 
 def calls_for(estimate: float) -> int:
-    """How many calls of about so many seconds make one program."""
+    """Number of calls per program, if one call takes about `estimate` seconds."""
     return max(1, min(MOST_CALLS, round(WANTED_SECONDS / max(estimate, 1e-7))))
 
 
@@ -58,11 +58,11 @@ class Program:
     compile_seconds: float
 
     def seconds(self) -> float:
-        """Of one call, in one run of the program."""
+        """Seconds per call in one run of the program."""
         return run_seconds(self.run, *self.arguments) / self.calls
 
     def time(self, repeats: int = 5) -> Timing:
-        """The median of some runs; one more comes first and is not counted."""
+        """The median of `repeats` runs, after one run to warm up."""
         times = [self.seconds() for _ in range(repeats + 1)][1:]
         median = float(np.median(times))
         return Timing(median, (max(times) - min(times)) / median, self.calls, self.compile_seconds)
@@ -72,11 +72,11 @@ def chain(step: Callable[..., Any], first: Any, *fixed: Any, turns: Any = None, 
     """Compiles `carry = step(carry, turn, *fixed)`, called `calls` times.
 
     Args:
-        step: one call; must return the shapes and dtypes of its first argument, and depend on all that is to be timed.
+        step: one call; its result must have the shapes and dtypes of its first argument and depend on all timed work.
         first: the first carry.
-        fixed: arrays that every turn reads from.
-        turns: arrays with a leading axis of `calls`, one element for each turn; None: the turn's number.
-        calls: how many.
+        fixed: arrays that every iteration reads from.
+        turns: arrays with a leading axis of `calls`, one element per iteration; None: the number of the iteration.
+        calls: number of iterations.
     """
     turns = jnp.arange(calls) if turns is None else turns
 
@@ -100,11 +100,11 @@ def repeated(
 
     Args:
         function: returns an array or a tuple of arrays; the first of them becomes part of the next call's q.
-        q: the array that is passed on.
+        q: the first argument, an array.
         others: the other arguments, arrays.
-        moved: bytes that a call must read or write at least.
-        estimate: seconds of a call where it does more than move them.
-        spread_bytes: of all copies together, at least; more than any cache holds.
+        moved: least bytes that a call must read or write.
+        estimate: seconds of a call, if computing takes longer than moving these bytes.
+        spread_bytes: least bytes of all copies together; more than any cache holds.
     """
     copies = max(1, min(16, -(-spread_bytes // max(moved, 1))))
     sets = [tuple(jnp.copy(x) for x in others) for _ in range(copies)] if copies > 1 else [others]
@@ -126,7 +126,7 @@ def repeated(
 
 
 def run_seconds(run: Callable[..., Any], *arguments: Any) -> float:
-    """Of one call, until its results are there."""
+    """Seconds of one call, until its results are available."""
     jax.block_until_ready(arguments)
     begin = time.perf_counter()
     jax.block_until_ready(run(*arguments))
@@ -134,36 +134,38 @@ def run_seconds(run: Callable[..., Any], *arguments: Any) -> float:
 
 
 def rotating(calls: int, pool: int, segment: int, unit: int = 16, *, gap: int = 0) -> np.ndarray:
-    """First slots [calls] of segments that follow one another through a pool and begin again at its end.
+    """First slots [calls] of consecutive segments of a pool, starting again after the last segment.
 
     Args:
-        calls: how many.
-        pool: slots.
-        segment: slots that a call reads.
-        unit: a segment begins at a multiple of it.
-        gap: slots left out between two.
+        calls: number of segments.
+        pool: slots of the pool.
+        segment: slots of a segment.
+        unit: segments begin at multiples of it.
+        gap: least number of slots between two segments.
     """
     stride = -(-(segment + gap) // unit) * unit
     places = max(1, (pool - segment) // stride + 1)
     return (np.arange(calls) % places * stride).astype(np.int32)
 
 
-# --- what the device can do at most -------------------------------------------------------------------------------
+# --- limits of the device -----------------------------------------------------------------------------------------
 
 
 def copy_bandwidth(size: int, calls: int | None = None) -> tuple[float, Timing]:
-    """Bytes per second, read and written both counted, of changing an array of so many bytes in place."""
+    """Bytes per second (read plus written) of changing an array of `size` bytes in place."""
     x = jnp.ones(size // 4, jnp.float32)
-    calls = 4 * calls_for(2 * size / 3e12) if calls is None else calls  # many: one more copy begins a program
+    calls = (
+        4 * calls_for(2 * size / 3e12) if calls is None else calls
+    )  # many, because a program begins with one more copy
     timing = chained(lambda x, _: -x, x, calls=calls)
     return 2 * size / timing.seconds, timing
 
 
 def read_bandwidth(size: int, calls: int | None = None) -> tuple[float, Timing]:
-    """Bytes per second of summing an array of so many bytes."""
+    """Bytes per second of summing an array of `size` bytes."""
     x = jnp.ones((8, size // 32), jnp.float32)
 
-    def step(total: Any, _: Any, x: Any) -> Any:  # depends on the sum so far, or one sum would do for all turns
+    def step(total: Any, _: Any, x: Any) -> Any:  # depends on the carry, so that it is computed in each iteration
         return jnp.sum(jnp.where(x > total, x, 0.5 * x)) * 1e-12
 
     timing = chained(step, jnp.zeros(()), x, calls=calls or calls_for(size / 3e12))
@@ -171,7 +173,7 @@ def read_bandwidth(size: int, calls: int | None = None) -> tuple[float, Timing]:
 
 
 def product_rate(size: int, calls: int | None = None) -> tuple[float, Timing]:
-    """Operations per second of bfloat16 products of square matrices."""
+    """Operations per second of products of square bfloat16 matrices with `size` rows."""
     w = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16) / size**0.5
     timing = chained(lambda x, _, w: x @ w, w, w, calls=calls or calls_for(2 * size**3 / 8e14))
     return 2 * size**3 / timing.seconds, timing

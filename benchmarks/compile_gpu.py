@@ -2,13 +2,13 @@
 
     python -m benchmarks.compile_gpu [kernels | prefill] [--device A100 H100] [--before FOLDER]
 
-Needs Linux and `pip install '.[gpu]'` with jax 0.11 or later (Python 3.12): the plugin brings the compiler down to
-machine code, so what is reported (shared memory, registers, stack) is what a GPU would load. Nothing runs.
+Needs Linux and `pip install '.[gpu]'` with jax 0.11 or later (Python 3.12). The plugin compiles to machine code, so the
+reported shared memory, registers and stack are those of the program that a GPU would load. Nothing runs.
 
-`kernels` compiles every Triton kernel, each that has more than one form in each of them: with and without mass and a
-mask, sums, squares and counts. `prefill` compiles the prefill of a 7B model at batch 8 and 8192 tokens, with few
-layers, and counts the calls of cuDNN's fused attention; `--before` names a checkout of another commit, whose prefill is
-compiled in the same run for comparison.
+`kernels` compiles every form of every Triton kernel: with and without mass and a mask, sums, squares and counts.
+`prefill` compiles the prefill of a 7B model at batch 8 and 8192 tokens, with few layers, and counts the calls of
+cuDNN's fused attention; `--before` names a checkout of another commit, whose prefill is compiled in the same run for
+comparison.
 
 Axes: B batch · T query rows · S keys · N query heads · K key heads · P pool slots · C listed slots · M bound on a
 segment · H head dim.
@@ -49,7 +49,7 @@ from pallas_kernels.decode_attention.triton import decode_attention_triton
 
 _RESULT = Path(__file__).parent / "results" / "compile_gpu.json"
 
-# As the CUDA driver reports them; XLA asks for them where there is no driver.
+# Properties as the CUDA driver reports them; XLA needs them if there is no driver.
 _TARGET = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -89,7 +89,7 @@ _MODELS = {  # N, K, H, dtype
 _BATCH, _SLOTS, _LISTED = 16, 8192, 2048
 _PROMPTS, _GATHERED = 2, 64  # prompts scored at once, by vmap; rows of an observation window
 
-Case = tuple[str, Callable[..., Any], tuple[tuple[tuple[int, ...], Any], ...]]  # what, function, shapes and dtypes
+Case = tuple[str, Callable[..., Any], tuple[tuple[tuple[int, ...], Any], ...]]  # name, function, shapes and dtypes
 
 
 def cases(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> Iterator[Case]:
@@ -126,7 +126,7 @@ def cases(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> Iterator[Case
         places = (rows,), jnp.int32
         weight = (2, rows), jnp.float32
         options = {"causal": True, "in_order": in_order, "softmax_n": 0.0}
-        shared = (0, 0, 0, 0, None)  # the batch has its places in common
+        shared = (0, 0, 0, 0, None)  # all prompts share the places
 
         def given(*args, options=options):
             return attention_mass_rows_triton(*args, **options)
@@ -145,7 +145,7 @@ def cases(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> Iterator[Case
 
 
 def target(name: str) -> Any:
-    """A device to compile for, which need not be there."""
+    """A device to compile for, which need not be present."""
     text = _TARGET.format(**_DEVICES[name])
     return topologies.get_topology_desc(
         platform="cuda", topology_name=f"NVIDIA {name}", topology="1x1x1", target_config=text
@@ -202,7 +202,7 @@ def resources(file: Path, architecture: str) -> dict[str, int | str]:
 
 
 def _assembler() -> str | None:
-    """NVIDIA's ptxas: of the packages that jax's plugin brings, or of a CUDA toolkit."""
+    """Path of NVIDIA's ptxas, from the packages that jax's plugin installs or from a CUDA toolkit."""
     packages = importlib.util.find_spec("nvidia")
     for folder in packages.submodule_search_locations or () if packages else ():
         for found in Path(folder).glob("*/bin/ptxas"):
@@ -211,7 +211,7 @@ def _assembler() -> str | None:
 
 
 def kernel_rows(devices: list[str], wanted: list[str]) -> list[dict[str, Any]]:
-    """Every Triton kernel of these models."""
+    """Compiles every Triton kernel for these devices and models."""
     rows = []
     for device_name in devices:
         device = target(device_name)
@@ -230,7 +230,7 @@ def kernel_rows(devices: list[str], wanted: list[str]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Compiles, prints a line per program, writes the result; fails if any program does."""
+    """Compiles, prints a line per program, writes the result; fails if a program cannot be compiled."""
     if sys.argv[1:2] == ["one"]:  # a child of `prefill_rows`
         device, layers, policy = sys.argv[2:]
         print(json.dumps(compile_prefill(device, int(layers), policy)))
@@ -238,12 +238,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("kernels", "prefill"), nargs="*", default=["kernels", "prefill"])
     parser.add_argument("--device", choices=_DEVICES, nargs="+", default=list(_DEVICES))
-    parser.add_argument("--model", choices=_MODELS, nargs="+", default=list(_MODELS), help="of the kernels")
+    parser.add_argument("--model", choices=_MODELS, nargs="+", default=list(_MODELS), help="for the kernels")
     parser.add_argument("--before", type=Path, help="a checkout of another commit, to compare compile times with")
     parser.add_argument("--output", type=Path, default=_RESULT)
     args = parser.parse_args()
     versions, content = _versions(), {"results": [], "prefill": []}
-    if args.output.is_file():  # the part that is not made anew, and its versions
+    if args.output.is_file():  # keeps the part that is not compiled now, and its versions
         content |= json.loads(args.output.read_text())
     if "kernels" in args.what:
         content |= {"versions": versions, "results": kernel_rows(args.device, args.model)}
@@ -302,14 +302,14 @@ def compile_prefill(device_name: str, layers: int, policy: str) -> dict[str, Any
 
 
 def _cpu_seconds() -> float:
-    """Processor time of this process and the assemblers that it started, which other work does not lengthen."""
+    """Processor time of this process and of the assemblers that it started; other load hardly changes it."""
     return sum(resource.getrusage(who).ru_utime for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
 def prefill_rows(devices: list[str], before: Path | None) -> list[dict[str, Any]]:
     """Two layers of the full cache and of H2O, which scores all rows; four layers of this tree and of `before`.
 
-    Each compiles in a process of its own, so that no one finds another's programs.
+    Each is compiled in its own process, so that no process reuses programs of another.
     """
     jobs = [(device, 2, policy, None) for device in devices for policy in ("full", "h2o")]
     jobs += [(device, 4, "full", tree) for device in devices for tree in (None, *([before] if before else []))]
@@ -335,7 +335,7 @@ def prefill_rows(devices: list[str], before: Path | None) -> list[dict[str, Any]
 
 
 def _versions() -> dict[str, str]:
-    """Of what compiles; exits where it is not there."""
+    """Versions of the packages that compile; exits if they are missing."""
     found = {"python": platform.python_version()}
     for name in ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -1,9 +1,9 @@
-"""A decode step of H2O after 512 new tokens, and of a pool of the same budget that nothing enters or leaves.
+"""Compares a decode step of H2O with one without eviction, after 512 new tokens and at the same budget.
 
     python -m benchmarks.eviction [--pairs 15] [--out JSON]
 
-A 110m decoder with random weights, a prompt of 1024 tokens, keep=0.2. The two programs, of 16 steps each, are taken in
-turn. "static" is H2O(evict=False): the pool stays, and its few new tokens go to a tail.
+A 110m decoder with random weights, a prompt of 1024 tokens, keep=0.2. The two programs, of 16 steps each, run
+alternately. "static" is H2O(evict=False): the pool does not change, and its few new tokens go to a tail.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DECODER = DecoderConfig(
 
 @jax.jit
 def steps(params: Any, cache: vlkv.PackedCache, token: jax.Array) -> tuple[vlkv.PackedCache, jax.Array]:
-    """So many greedy steps in one program; the cache is copied once."""
+    """`STEPS` greedy steps in one program, so that the cache is copied only once."""
 
     def step(state: tuple[vlkv.PackedCache, jax.Array], _: None) -> tuple[tuple[vlkv.PackedCache, jax.Array], None]:
         cache, logits = vlkv.decode_step(params, *state)

@@ -1,4 +1,4 @@
-"""The ops of `pallas_kernels` in float64 numpy, by their definitions: what every kernel is compared with.
+"""The ops of `pallas_kernels` in float64 numpy, from their definitions: the reference for every kernel.
 
 Axes: B batch · T query rows · S keys · R weightings · N query heads · K key heads · G = N/K · P pool slots ·
 M bound on a segment · H head dim.
@@ -20,7 +20,7 @@ def wide(x: Any) -> np.ndarray:
 def segments(
     q: Any, k: Any, v: Any, start: Any, length: Any, takes_part: Any, softmax_n: float = 0.0, bound: int | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One query per row over the slots of a segment that take part.
+    """Attention of one query per row to the slots of a segment that take part.
 
     Args:
         q: [B, N, H].
@@ -46,7 +46,7 @@ def segments(
         if takes_part is not None:
             place = place[np.asarray(takes_part)[b, head, : len(place)]]
         first, last = int(start[b, head]), int(start[b, head]) + int(length[b, head])
-        keys, values = (wide(x[b, first:last, head])[place] for x in (k, v))  # of a large pool only this is fetched
+        keys, values = (wide(x[b, first:last, head])[place] for x in (k, v))  # fetches only the segment of a large pool
         of_head = slice(head * heads // kv_heads, (head + 1) * heads // kv_heads)
         logits = q[b, of_head] @ keys.T / math.sqrt(head_dim)
         peak = np.max(logits, axis=1, initial=0.0 if softmax_n else -np.inf, keepdims=True)
@@ -74,14 +74,14 @@ def listed(rows: Any, count: Any, text: Any, length: Any, bound: int) -> np.ndar
 def probabilities(
     q: Any, k: Any, mask: Any, place: Any, *, causal: bool = True, softmax_n: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The whole matrix [N, T, S] of one prompt and which of its elements are allowed.
+    """The attention matrix [N, T, S] of one prompt, and a mask of the elements that are allowed.
 
     Args:
         q: [N, T, H].
         k: [K, S, H].
         mask: [S], which keys exist.
-        place: [T], where each row stands among the keys.
-        causal: a row sees keys up to its own place.
+        place: [T], index of each row among the keys.
+        causal: a row sees keys up to its own index.
         softmax_n: the constant in the denominator.
     """
     q, k = wide(q), wide(k)
@@ -99,20 +99,20 @@ def probabilities(
 
 
 def counts(p: np.ndarray, allowed: np.ndarray, threshold: float, slack: float) -> tuple[np.ndarray, np.ndarray]:
-    """Which probabilities reach `threshold` times their row's largest: surely, and possibly.
+    """Masks of the probabilities that reach `threshold` times their row's largest: certainly, and possibly.
 
     Args:
         p: [N, T, S].
         allowed: [T, S].
-        threshold: of the statistic "count".
-        slack: how far rounding may move a logit.
+        threshold: threshold of the statistic "count".
+        slack: largest rounding error of a logit.
     """
     level = threshold * p.max(axis=-1, keepdims=True)
     return allowed & (p >= level * math.exp(slack)), allowed & (p >= level * math.exp(-slack))
 
 
 def prompt(q: Any, k: Any, v: Any, valid: Any, causal: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Attention of a prompt [B, T, N, H] and log of the denominators [B, N, T], +inf where a token does not exist."""
+    """Attention of a prompt [B, T, N, H] and log of the denominators [B, N, T], +inf for padding."""
     q, k, v = wide(q), wide(k), wide(v)
     batch, length, heads, head_dim = q.shape
     valid = np.ones((batch, length), bool) if valid is None else np.asarray(valid)

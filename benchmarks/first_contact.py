@@ -1,19 +1,19 @@
-"""Everything worth knowing about a GPU in ten minutes: `python -m benchmarks.first_contact [--out FILE.jsonl]`.
+"""Checks and measures a new GPU in ten minutes: `python -m benchmarks.first_contact [--out FILE.jsonl]`.
 
     python -m benchmarks.first_contact --dry-run        the same steps, tiny, on a CPU with kernels interpreted
     python -m benchmarks.first_contact --coordinator HOST:PORT --processes N --process I       on several hosts
 
-Every fact is written at once as one JSON line, so that an interruption loses nothing. It needs no git, network or
-torch. The steps, in order of worth: versions, limits of the device (and of the network between devices), every kernel
-against float64 on the host, the demo model's tokens against the CPU's, decode attention, prefill attention, the cost of
-each method's scores, a 7B model with random weights, and a profile of decoding.
+Every result is written at once as one JSON line, so that an interruption loses nothing. It needs no git, network or
+torch. The steps, the most important first: versions, limits of the device (and of the network between devices), every
+kernel compared with float64 on the host, the demo model's tokens compared with the CPU's, decode attention, prefill
+attention, the cost of each method's scores, a 7B model with random weights, and a profile of decoding.
 
-Each group of steps runs in a process of its own with a time limit, because a kernel that reads past its memory ends all
-work of its process. After such an end the group goes on behind the item that caused it. On several hosts there is one
-process for each, steps run within it, and process 0 writes.
+Each group of steps runs in its own process with a time limit, because a kernel that reads invalid memory ends its
+process. The group is then started again after the item that caused it. With several hosts there is one process per
+host, which runs all steps; process 0 writes.
 
-Lines: {"step", "item", "at": seconds since the start, ...}; an item that could not be done has `failed` (the end of the
-traceback) or `skipped` instead of figures. A check of a kernel has `passed`.
+Lines: {"step", "item", "at": seconds since the start, ...}. An item without a result has `failed` (the end of the
+traceback) or `skipped`. A check has `passed`.
 
 Axes: B batch · T prompt · N query heads · K key heads · H head dim · P pool slots.
 """
@@ -43,7 +43,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = Path(__file__).parent / "results" / "first_contact.jsonl"
-GROUPS = (  # steps of one process, and their seconds of a run of 600; what one leaves over goes to the next
+GROUPS = (  # steps of one process, and their share of 600 seconds; the next group gets the time that one leaves
     (("versions", "limits", "collectives"), 60),
     (("kernels",), 130),
     (("tokens",), 60),
@@ -52,13 +52,13 @@ GROUPS = (  # steps of one process, and their seconds of a run of 600; what one 
     (("scores",), 75),
     (("model", "profile"), 140),
 )
-ATTEMPTS = 6  # of a group whose process ends by itself
-DRY_FLAGS = " --xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"  # compiles in half the time
+ATTEMPTS = 6  # starts of a group whose process fails
+DRY_FLAGS = " --xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"  # halves compile time
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is measured."""
+    """Sizes of the measurements."""
 
     copy_bytes: int = 2**31
     product: int = 8192
@@ -91,7 +91,7 @@ DRY = Sizes(
 
 
 class Journal:
-    """A file of JSON lines, each written whole and at once. `path` None: nothing is written."""
+    """A file of JSON lines, each written in one call. `path` None: nothing is written."""
 
     def __init__(self, path: Path | None, began: float) -> None:
         self.path, self.began = path, began
@@ -104,7 +104,7 @@ class Journal:
         line = json.dumps(_finite(fact), default=str, allow_nan=False) + "\n"
         file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(file, line.encode())  # one call: a kill leaves all of a line or none of it
+            os.write(file, line.encode())  # one call, so that a kill cannot leave part of a line
             os.fsync(file)
         finally:
             os.close(file)
@@ -119,21 +119,21 @@ class Journal:
 
 @dataclasses.dataclass
 class Run:
-    """What a step needs: sizes, time, the journal, and which item it is at."""
+    """What a step needs: sizes, deadline, journal, and results of earlier steps."""
 
     sizes: Sizes
     dry: bool
     journal: Journal
     deadline: float
-    marker: Path | None = None  # holds the item at hand, for the process that watches this one
-    keep: dict[str, Any] = dataclasses.field(default_factory=dict)  # what one step makes for the next
+    marker: Path | None = None  # file with the current item, for the parent process
+    keep: dict[str, Any] = dataclasses.field(default_factory=dict)  # objects that later steps use
 
     def left(self) -> float:
-        """Seconds."""
+        """Seconds until the deadline."""
         return self.deadline - time.time()
 
     def items(self, step: str, items: Iterable[tuple[str, Any]], do: Callable[[Any], dict[str, Any]]) -> None:
-        """A line for each item: what `do` finds, how it fails, or that no time was left."""
+        """Writes a line for each item: the result of `do`, its error, or that no time was left."""
         done = {line.get("item") for line in self.journal.lines() if line["step"] == step}
         for name, item in items:
             if name in done:
@@ -151,13 +151,13 @@ class Run:
             self.journal.write({"step": step, "item": name, **found, "took": round(time.time() - begin, 2)})
 
     def limit(self, name: str) -> float | None:
-        """A limit of the device from the step "limits"; None: not measured."""
+        """A limit of the device from the step "limits"; None if not measured."""
         found = (line.get("per_second") for line in self.journal.lines() if line.get("item") == name)
         return next((x for x in found if x), None)
 
 
 def _finite(x: Any) -> Any:
-    """Numbers that JSON does not know as strings."""
+    """Converts infinities and NaN to strings, because JSON has no such numbers."""
     if isinstance(x, dict):
         return {name: _finite(value) for name, value in x.items()}
     if isinstance(x, list | tuple):
@@ -166,7 +166,7 @@ def _finite(x: Any) -> Any:
 
 
 def failure(error: BaseException) -> dict[str, str]:
-    """The end of a traceback, as part of a line."""
+    """The fields of a line for an error, with the end of the traceback."""
     text = "".join(traceback.format_exception(error))
     return {"failed": f"{type(error).__name__}: {error}"[:400], "traceback": text[-1500:]}
 
@@ -175,7 +175,7 @@ def failure(error: BaseException) -> dict[str, str]:
 
 
 def versions(run: Run) -> None:
-    """What runs on what."""
+    """Packages, device, commit and driver."""
     import jax
 
     def packages(_: Any) -> dict[str, Any]:
@@ -203,18 +203,18 @@ def versions(run: Run) -> None:
 
     def driver(_: Any) -> dict[str, Any]:
         asked = "name,driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit"
-        said = subprocess.run(
+        done = subprocess.run(
             ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"],
             capture_output=True, text=True, check=True, timeout=15,
         )  # fmt: skip
-        return {"asked": asked, "said": said.stdout.strip()}
+        return {"asked": asked, "said": done.stdout.strip()}
 
     found = [("packages", packages), ("device", device), ("commit", commit)]
     run.items("versions", [*found, *([] if run.dry else [("driver", driver)])], lambda do: do(None))
 
 
 def limits(run: Run) -> None:
-    """What the device does at most: copying, reading, and products of bfloat16 matrices."""
+    """The device's highest rates of copying, reading, and products of bfloat16 matrices."""
     from benchmarks import clock
 
     def measure(what: tuple[Callable[..., Any], int]) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def limits(run: Run) -> None:
 
 
 def collectives(run: Run) -> None:
-    """Sums, gathers and exchanges over all devices, those of other processes too."""
+    """Sums, gathers and exchanges over all devices of all processes."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -270,7 +270,7 @@ def collectives(run: Run) -> None:
 
 
 def kernels(run: Run) -> None:
-    """Every kernel against float64; compiled by several threads, ahead of those that run."""
+    """Compares every kernel with float64; several threads compile the next kernels ahead."""
     from benchmarks import checks
     from pallas_kernels.dispatch import target_platform
 
@@ -279,7 +279,7 @@ def kernels(run: Run) -> None:
     done = {line.get("item") for line in run.journal.lines() if line["step"] == "kernels"}
     wanted = [case for case in wanted if case.name not in done]
     with concurrent.futures.ThreadPoolExecutor(max(2, min(8, (os.cpu_count() or 2) - 2))) as pool:
-        ahead = 12  # prepared cases hold arrays
+        ahead = 12  # not more, because prepared cases hold arrays
         prepared: dict[str, Any] = {}
 
         def check(i: int) -> dict[str, Any]:
@@ -312,7 +312,7 @@ def _dry_cases() -> list[Any]:
 
 
 def tokens(run: Run) -> None:
-    """The demo model's answers here and on the host's CPU, in float32 at full precision."""
+    """Compares the demo model's answers on this device and on the host's CPU, in float32 at full precision."""
     import jax
     import numpy as np
 
@@ -346,7 +346,7 @@ def tokens(run: Run) -> None:
 
 
 def decode(run: Run) -> None:
-    """Decode attention over segments that rotate through a pool larger than the caches."""
+    """Times decode attention; each call reads another segment of a pool that is larger than the caches."""
     import jax
     import jax.numpy as jnp
 
@@ -394,7 +394,7 @@ def decode(run: Run) -> None:
 
 
 def prefill(run: Run) -> None:
-    """Prefill attention of one row, by the device's kernel and by XLA's blocks."""
+    """Times prefill attention of one row, with the device's kernel and with XLA's blocks."""
     import jax
 
     from benchmarks import checks, clock
@@ -426,7 +426,7 @@ def prefill(run: Run) -> None:
 
 
 def scores(run: Run) -> None:
-    """What a method adds to the prefill of two layers of the model: scores, choice and packing."""
+    """Times what each method adds to the prefill of two layers of the model: scores, selection and packing."""
     import jax
     import numpy as np
 
@@ -472,7 +472,7 @@ def make_policy(name: str, keep: float) -> Any:
 
 
 def model(run: Run) -> None:
-    """The whole model with random weights: full cache, then 10 %, each written at once."""
+    """Times the whole model with random weights: the full cache, then 10 %."""
     from benchmarks.roofline import shares
     from vlkv import policies
     from vlkv.benching.measuring import measure
@@ -494,7 +494,7 @@ def model(run: Run) -> None:
 
 
 def profile(run: Run) -> None:
-    """Ten decoding steps of the compressed model: which kernels take the time."""
+    """Profiles ten decoding steps with a compressed cache: which kernels take the time."""
     import jax
     import numpy as np
 
@@ -530,7 +530,7 @@ def profile(run: Run) -> None:
 
 
 def top_kernels(folder: Path, most: int = 25) -> dict[str, Any]:
-    """The kernels of a trace that took most of the time; of a trace without a device, the host's operations."""
+    """The kernels of a trace that took most of the time; the host's operations if the trace has no device."""
     events: list[dict[str, Any]] = []
     for file in glob.glob(str(folder / "plugins" / "profile" / "*" / "*.trace.json.gz")):
         events += json.loads(gzip.decompress(Path(file).read_bytes()))["traceEvents"]
@@ -559,7 +559,7 @@ STEPS: dict[str, Callable[[Run], None]] = {
 
 
 def do_steps(run: Run, names: Sequence[str]) -> None:
-    """Each step; one that fails as a whole is a line too."""
+    """Runs the steps; writes a line for a step that fails as a whole."""
     for name in names:
         try:
             STEPS[name](run)
@@ -573,7 +573,7 @@ def do_steps(run: Run, names: Sequence[str]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs all steps; returns 0 if every check passed and nothing failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULT, help="a file of JSON lines, written anew")
+    parser.add_argument("--out", type=Path, default=RESULT, help="file of JSON lines, which is overwritten")
     parser.add_argument("--minutes", type=float, default=9.8)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP")
@@ -605,7 +605,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _environment(args: argparse.Namespace) -> dict[str, str]:
-    """Of every process that computes: a cache of compiled programs, and on a dry run the CPU."""
+    """Environment of the processes that compute: a cache of compiled programs, and for a dry run the CPU."""
     found = {
         "JAX_COMPILATION_CACHE_DIR": str(args.cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
         "TF_CPP_MIN_LOG_LEVEL": "2", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
@@ -616,9 +616,9 @@ def _environment(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _watch(args: argparse.Namespace, journal: Journal, deadline: float) -> None:
-    """Runs each group of steps in a process of its own until its time is up; starts it again after a crash."""
+    """Runs each group of steps in its own process until its time is up; starts it again after a crash."""
     total = sum(seconds for _, seconds in GROUPS)
-    share = 0.0  # of the whole time that the groups so far may have used up
+    share = 0.0  # of the whole time, for the groups so far
     for steps, seconds in GROUPS:
         share += seconds / total
         wanted = [name for name in steps if name in args.steps]
@@ -634,8 +634,8 @@ def _watch(args: argparse.Namespace, journal: Journal, deadline: float) -> None:
                     break
                 at = json.loads(marker.read_text()) if marker.is_file() else {"step": wanted[0], "item": None}
                 why = "its time was up" if code is None else f"its process ended with {code}"
-                said = errors.read_text(errors="replace")[-1500:]
-                journal.write({**at, "failed": why, "traceback": said})
+                text = errors.read_text(errors="replace")[-1500:]
+                journal.write({**at, "failed": why, "traceback": text})
             if at["item"] is None:
                 break
 
@@ -643,7 +643,7 @@ def _watch(args: argparse.Namespace, journal: Journal, deadline: float) -> None:
 def _run_child(
     args: argparse.Namespace, steps: list[str], began: float, end: float, marker: Path, errors: Path
 ) -> int | None:
-    """The exit code of a process that runs these steps; None: it was stopped."""
+    """Runs these steps in a process; returns its exit code, or None if its time was up."""
     command = [
         sys.executable, "-m", "benchmarks.first_contact", "--out", str(args.out.resolve()), "--child", str(end - 2),
         "--began", str(began), "--cache", str(args.cache), "--steps", *steps,
@@ -663,23 +663,24 @@ def _run_child(
 
 
 def _child(args: argparse.Namespace) -> int:
+    """The process of one group."""
     threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
     marker = Path(os.environ["VLKV_FIRST_CONTACT_MARKER"])
     sizes = DRY if args.dry_run else Sizes()
     do_steps(Run(sizes, args.dry_run, Journal(args.out, args.began), args.child, marker), args.steps)
     sys.stdout.flush()
-    os._exit(0)  # threads that still compile are not waited for
+    os._exit(0)  # does not wait for threads that still compile
 
 
 def _follow_parent(parent: int) -> None:
-    """Ends this process when the one that started it is gone."""
+    """Ends this process when its parent has ended."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
 
 
 def _one_of_several(args: argparse.Namespace, began: float) -> int:
-    """One process of a job on several hosts; all of them take part in the collectives, process 0 does the rest."""
+    """One process of a job on several hosts: all run the collectives, only process 0 runs the other steps."""
     import jax
 
     minutes = max(60, int(60 * args.minutes))
@@ -689,7 +690,7 @@ def _one_of_several(args: argparse.Namespace, began: float) -> int:
     first = jax.process_index() == 0
     journal = Journal(args.out if first else None, began)
     run = Run(DRY if args.dry_run else Sizes(), args.dry_run, journal, began + 60 * args.minutes)
-    wanted = [name for name in STEPS if name in args.steps and (first or name in ("collectives",))]
+    wanted = [name for name in STEPS if name in args.steps and (first or name == "collectives")]
     do_steps(run, wanted)
     code = _end(journal) if first else 0
     jax.distributed.shutdown()
@@ -697,7 +698,7 @@ def _one_of_several(args: argparse.Namespace, began: float) -> int:
 
 
 def _end(journal: Journal) -> int:
-    """The last line: how many checks passed and what failed."""
+    """Writes the last line: how many checks passed and what failed. Returns the exit status."""
     lines = journal.lines()
     checks = [line for line in lines if "passed" in line]
     found = {

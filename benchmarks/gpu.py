@@ -1,21 +1,22 @@
-"""The second call on a GPU: AirCache's Table 3 and the peers, random 7B weights, prompts 2k to 32k, 512 new tokens.
+"""Repeats AirCache's Table 3 on a GPU and compares with transformers: random 7B weights, prompts of 2k to 32k tokens.
 
-    python -m benchmarks.gpu [--minutes 9] [--out benchmarks/results/gpu.json]      as often as it takes
+    python -m benchmarks.gpu [--minutes 9] [--out benchmarks/results/gpu.json]      repeat until all is measured
     python -m benchmarks.gpu --dry-run                                              the same code, tiny, on a CPU
 
-The first call is `benchmarks.first_contact`. This one measures what the file does not hold yet, the smallest setting
-first, writes each cell as soon as it is measured, and begins nothing that it does not expect to end within its minutes.
-First, if torch has this GPU and kvpress is installed: transformers with sdpa and SnapKV against ours at 10 %, batch 8.
-Then full cache, AirCache at 50 % and 10 %, and 10 % under a cap of twice the mean budget. It ends with the seconds, the
-tokens per second and the share of the roofline of every cell beside the paper's row, and with what was promised:
+Run `benchmarks.first_contact` before it. Each call measures cells that the file does not contain yet, the smallest
+setting first, writes each one at once, and starts none that it does not expect to finish within its minutes. First, if
+torch has this GPU and kvpress is installed, come transformers with sdpa and SnapKV and ours at 10 %, batch 8; then the
+full cache, AirCache at 50 % and 10 %, and 10 % with a cap of twice the mean budget. At the end it prints seconds,
+tokens per second and the share of the roofline of every cell beside the paper's row, and whether these goals are
+reached:
 
-- decoding is faster than in the paper, and falls with the bytes that it must read, to 10 %;
+- decoding is faster than in the paper, and its time falls with the bytes that it must read, within 10 %;
 - prefill takes at most 3 % longer than with the full cache;
-- peak memory under the cap is below the full cache's;
+- peak memory with the cap is below the full cache's;
 - decoding is at least twice as fast as transformers with kvpress.
 
-"Falls at least as much as in the paper" is no promise: the paper's slow decoding leaves more to gain than the memory's
-bandwidth does (at 8 x 2k and 10 %, bytes allow 0.95 of the full cache's time, the paper has 0.71).
+A larger reduction of the decoding time than in the paper is not a goal: the paper's decoding is slow, so it gains more
+than bandwidth allows (at 8 x 2k and 10 %, bytes allow 0.95 of the full cache's time; the paper has 0.71).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch wants some of the GPU too
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs GPU memory too
 
 import jax
 import numpy as np
@@ -54,22 +55,22 @@ PEER_SETTINGS = (Setting(8, 2048, 64, 512), Setting(8, 8192, 64, 512))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures until the minutes are over, then says what holds."""
+    """Measures until the minutes are over, then prints the table and the goals."""
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=9, help="of this call")
+    parser.add_argument("--minutes", type=float, default=9, help="time limit of this call")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default=None, help="default: bfloat16")
     parser.add_argument("--out", type=Path, default=RESULT)
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes and weights, figures without meaning")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes and weights; the figures mean nothing")
     return guarded(lambda: run(parser.parse_args(argv)))
 
 
 def run(args: argparse.Namespace) -> None:
-    """The whole of it."""
+    """Measures the peers and the table, and prints the result."""
     if args.minutes <= 0 or args.rounds < 1:
         raise InputError("--minutes must be more than 0 and --rounds at least 1")
     if jax.default_backend() != "gpu" and not args.dry_run:
-        raise InputError(f"no GPU: jax runs on {jax.default_backend()}; --dry-run runs the same, tiny, here")
+        raise InputError(f"no GPU: jax runs on {jax.default_backend()}; --dry-run runs a tiny model here")
     end = time.perf_counter() + 60 * args.minutes
     subject = find("tiny" if args.dry_run else MODEL, dtype=args.dtype)
     held = results.Results(args.out, "python -m benchmarks.gpu" + (" --dry-run" if args.dry_run else ""))
@@ -79,10 +80,10 @@ def run(args: argparse.Namespace) -> None:
     if args.dry_run:
         settings, peers = [_tiny(settings[0])], [_tiny(peers[0])]
     console = Console(width=140)
-    left = _peers(args, subject, held, peers, end, console)  # first: jax does not give back what it has once taken
+    left = _peers(args, subject, held, peers, end, console)  # first, because jax does not free memory for torch
     left += _table(args, subject, held, settings, end)
     verdict(console, subject, held, settings, peers)
-    console.print("all measured" if not left else f"{left} cells left: call it again", highlight=False)
+    console.print("all measured" if not left else f"{left} cells left: run it again", highlight=False)
 
 
 def _tiny(setting: Setting) -> Setting:
@@ -92,7 +93,7 @@ def _tiny(setting: Setting) -> Setting:
 def _table(
     args: argparse.Namespace, subject: Subject, held: results.Results, settings: list[Setting], end: float
 ) -> int:
-    """Full cache and AirCache, cell by cell; returns how many cells are left."""
+    """Measures the full cache and AirCache cell by cell; returns the number of cells that are left."""
     params, longest, limits = None, 60.0, {}
     todo = [(s, p) for s in settings for p in results.missing(held, subject.name, subject.dtype.name, s, CONTESTANTS)]
     for i, (setting, policy) in enumerate(todo):
@@ -101,7 +102,7 @@ def _table(
             return len(todo) - i
         params = subject.params() if params is None else params
         limits = limits or _limits(args.dry_run)
-        (row,) = measure(params, setting, [policy], rounds=args.rounds, tick=lambda said: print(said, flush=True))
+        (row,) = measure(params, setting, [policy], rounds=args.rounds, tick=lambda text: print(text, flush=True))
         if "error" not in row:
             row |= shares(params, setting, row, **limits)
         full = held.find(results.identity(subject.name, subject.dtype.name, setting, CONTESTANTS[0]))
@@ -113,7 +114,7 @@ def _table(
 
 
 def _limits(dry: bool) -> dict[str, float]:
-    """Of this device, measured: bytes per second of a copy and operations per second of matrix products."""
+    """Measured limits of this device: bytes per second of a copy, operations per second of matrix products."""
     bandwidth, _ = clock.copy_bandwidth(2**20 if dry else 2**31, 2 if dry else None)
     product, _ = clock.product_rate(64 if dry else 8192, 2 if dry else None)
     return {"bandwidth": bandwidth, "product": product}
@@ -128,7 +129,7 @@ def _peers(
     args: argparse.Namespace, subject: Subject, held: results.Results, settings: list[Setting], end: float,
     console: Console,
 ) -> int:  # fmt: skip
-    """The same decoder in transformers, random weights too, SnapKV at 10 % on both sides."""
+    """Measures SnapKV at 10 % here and with the same decoder in transformers; returns the number of cells left."""
     why = torch_side.available()
     if why is None and not torch_side.on_gpu() and not args.dry_run:
         why = "torch has no CUDA device"
@@ -156,7 +157,7 @@ def _peers(
 
 
 def _same_in_transformers(subject: Subject) -> torch_side.Peer:
-    """A decoder of the same sizes, made where it runs: speed does not depend on the weights."""
+    """A decoder of the same sizes with random weights, because speed does not depend on the weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -177,7 +178,7 @@ def _same_in_transformers(subject: Subject) -> torch_side.Peer:
 def verdict(
     console: Console, subject: Subject, held: results.Results, settings: list[Setting], peers: list[Setting]
 ) -> None:
-    """Every cell beside the paper's row, then each promise, setting by setting."""
+    """Prints every cell beside the paper's row, then whether each goal is reached, by setting."""
 
     def row(setting: Setting, policy: policies.Policy) -> dict[str, Any]:
         found = held.find(results.identity(subject.name, subject.dtype.name, setting, policy)) or {}
@@ -188,7 +189,7 @@ def verdict(
     }
     names = {"prefill_seconds": "prefill s", "decode_seconds": "decode s", "tokens_per_second": "tokens/s"}
     table = Table(
-        "setting", "policy", *(f"{said}, ours / paper" for said in names.values()), "roofline, prefill, decode"
+        "setting", "policy", *(f"{title}, ours / paper" for title in names.values()), "roofline, prefill, decode"
     )
     for setting in settings:
         for policy in CONTESTANTS:
@@ -196,8 +197,8 @@ def verdict(
             if found:
                 figures = [f"{found[name]:.4g} / {paper.get(name, '-')}" for name in names]
                 reached = [f"{found.get(f'{half}_roofline_share', math.nan):.2f}" for half in ("prefill", "decode")]
-                said = f"{label(policy)}{'' if policy.cap is None else f', cap {policy.cap}'}"
-                table.add_row(f"{setting.batch} x {setting.prompt}", said, *figures, ", ".join(reached))
+                name = f"{label(policy)}{'' if policy.cap is None else f', cap {policy.cap}'}"
+                table.add_row(f"{setting.batch} x {setting.prompt}", name, *figures, ", ".join(reached))
     console.print(table)
     for setting in settings:
         full = row(setting, CONTESTANTS[0])
@@ -206,26 +207,26 @@ def verdict(
             ratio = found.get("to_full")
             if ratio is None:
                 continue
-            said = f"{setting.batch} x {setting.prompt}: keep {policy.keep:.0%}:"
+            prefix = f"{setting.batch} x {setting.prompt}: keep {policy.keep:.0%}:"
             paper = printed.get((setting.batch, setting.prompt, policy))
             if paper:
                 holds = found["decode_seconds"] <= paper["decode_seconds"]
                 ours = f"decoding takes {found['decode_seconds']:.3g} s, in the paper {paper['decode_seconds']:.3g} s"
-                _say(console, holds, f"{said} {ours}")
+                _say(console, holds, f"{prefix} {ours}")
             bound = found["step_bytes"] / full["step_bytes"]
             ours = f"decoding takes {ratio['decode']:.3f} of the full cache's time, bytes allow {bound:.3f}"
-            _say(console, ratio["decode"] <= BYTES * bound, f"{said} {ours}")
-            _say(console, ratio["prefill"] < PREFILL, f"{said} prefill takes {ratio['prefill']:.3f}")
+            _say(console, ratio["decode"] <= BYTES * bound, f"{prefix} {ours}")
+            _say(console, ratio["prefill"] < PREFILL, f"{prefix} prefill takes {ratio['prefill']:.3f}")
         capped = row(setting, CONTESTANTS[3]).get("to_full")
         if capped is not None and capped["peak"] is not None:
-            said = f"{setting.batch} x {setting.prompt}: cap {CAP}:"
-            _say(console, capped["peak"] < 1, f"{said} peak memory is {capped['peak']:.3f} of the full cache's")
+            prefix = f"{setting.batch} x {setting.prompt}: cap {CAP}:"
+            _say(console, capped["peak"] < 1, f"{prefix} peak memory is {capped['peak']:.3f} of the full cache's")
     for setting in peers:
         found = held.find(_cell(subject, setting))
         if found is not None and "error" not in found["ours"]:
             faster = found["theirs"]["step_seconds"] / found["ours"]["step_seconds"]
-            said = f"{setting.batch} x {setting.prompt}: decoding is {faster:.2f} times as fast as"
-            _say(console, faster >= PEERS, f"{said} transformers and kvpress")
+            prefix = f"{setting.batch} x {setting.prompt}: decoding is {faster:.2f} times as fast as"
+            _say(console, faster >= PEERS, f"{prefix} transformers and kvpress")
 
 
 def _say(console: Console, holds: bool, what: str) -> None:

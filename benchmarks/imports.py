@@ -1,8 +1,8 @@
-"""How much time `import vlkv` adds to the imports of jax and flax, and all public names of vlkv, in seconds.
+"""Measures the seconds that `import vlkv`, and all its public names, add to the imports of jax and flax.
 
     python -m benchmarks.imports
 
-Fresh processes, alternated; medians of their processor time, which other programs on the machine disturb less than wall
+Medians over new processes that run alternately. Measures processor time, because other load changes it less than wall
 time.
 """
 

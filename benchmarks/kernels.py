@@ -1,14 +1,13 @@
-"""What the kernels reach of the memory's speed, and what they are worth beside what jax already has.
+"""Times the kernels relative to the memory's bandwidth, and compares them with jax's own operations.
 
     python -m benchmarks.kernels [--quick] [--out benchmarks/results/kernels.json]
 
-One command for any device; on a GPU or TPU at the sizes of a 7B model in bfloat16 with a batch of 16, on a CPU in
-float32 with batches of 1 and 4. First every op is checked against its reference. Then everything that answers the same
-question is timed in turn, round by round, so that a busy moment of the machine meets all alike; times are medians, by
-`benchmarks.clock`: many calls in one program, each on other copies of the data, so that neither the dispatch nor a
-cache counts.
-"Bytes" are those that must move: keys and values that take part, each once. "Share" is of the bandwidth of a large
-copy, timed in the same rounds. What cannot run here is listed with its reason.
+On a GPU or TPU it uses the sizes of a 7B model in bfloat16 with a batch of 16, on a CPU float32 with batches of 1 and
+4. First every op is compared with its reference. Then all programs that compute the same are timed alternately, so that
+other load on the machine is spread over all of them. Times are medians by `benchmarks.clock`: many calls in one
+program, each on another copy of the data, so that dispatch and caches do not change the result. "Bytes" are the least
+that must move: keys and values that take part, each once. "Share" is relative to the bandwidth of a large copy, timed
+in the same rounds. What cannot run here is listed with its reason.
 
 Axes: B batch · N query heads · K key heads · H head dim · T tokens of the whole prompt · P pool slots.
 """
@@ -47,20 +46,20 @@ PAGE = 16  # slots of a page for the paged kernels
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is measured on a platform."""
+    """Sizes of the measurements on a platform."""
 
     models: tuple[tuple[int, int, int], ...]  # (B, N, K)
     tokens: int  # T
-    prefill: int  # T of the comparison with prefill attention, of one row
+    prefill: int  # T of the one row on which scores and prefill attention are compared
     copy: int  # bytes of the large copy
     dtype: Any
     rounds: int
     head_dim: int = 128
-    spread: int = 2**28  # bytes of the copies that a kernel's calls go round, more than a cache holds
+    spread: int = 2**28  # bytes of all copies of a kernel's data, more than a cache holds
 
     @classmethod
     def here(cls, quick: bool) -> Sizes:
-        """For the device at hand; quick: the same code in seconds."""
+        """The sizes for this device; `quick`: tiny sizes that take seconds."""
         if quick:
             return cls(((1, 4, 2),), tokens=512, prefill=256, copy=2**22, dtype=jnp.float32, rounds=3, head_dim=64,
                        spread=0)  # fmt: skip
@@ -75,7 +74,7 @@ class Sizes:
 def main() -> None:
     """Checks, measures, prints the table, writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a dry run: tiny shapes, figures without meaning")
+    parser.add_argument("--quick", action="store_true", help="a dry run with tiny shapes; the figures mean nothing")
     parser.add_argument("--out", type=Path, help="write the numbers here as JSON")
     args = parser.parse_args()
     sizes = Sizes.here(args.quick)
@@ -97,11 +96,11 @@ def main() -> None:
 
 
 def names(implementations: Any) -> list[str]:
-    """Those that run here as they are; the reference is no competitor."""
+    """Implementations that run on this device, without the reference and interpreted kernels."""
     return [x for x in available(implementations) if x != "reference" and not x.endswith(":interpret")]
 
 
-# --- are they right? ----------------------------------------------------------------------------------------------
+# --- correctness ----------------------------------------------------------------------------------------------
 
 
 def checks(sizes: Sizes) -> list[dict[str, Any]]:
@@ -140,25 +139,25 @@ def checks(sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def attempt(run: Callable[[], Any]) -> Any:
-    """What it returns, or in a line why it did not."""
+    """The result of `run`, or its error in one line."""
     try:
         return jax.block_until_ready(run())
-    except Exception as error:  # whatever a compiler may say
+    except Exception as error:  # compilers raise many kinds
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-# --- how fast? ----------------------------------------------------------------------------------------------------
+# --- speed -------------------------------------------------------------------------------------------------------
 
 
 def compare(
     sizes: Sizes, label: dict[str, Any], contestants: dict[str, tuple[int, Callable[..., Any], tuple]]
 ) -> list[dict[str, Any]]:
-    """Times everything in turn, a large copy among it.
+    """Times all contestants and a large copy alternately.
 
     Args:
-        sizes: how often, and how large a copy.
-        label: goes into every row of the result.
-        contestants: by name, (bytes that must move, function, its arguments).
+        sizes: number of rounds and size of the copy.
+        label: fields of every row of the result.
+        contestants: by name: (bytes that must move, function, its arguments).
     """
     ready, rows = {}, []
     spread = {"spread_bytes": sizes.spread, "estimate": 1e-3 if label["op"] == "attention_mass" else 0.0}
@@ -189,7 +188,7 @@ def compare(
 
 
 def whole(sizes: Sizes, batch: int, heads: int, kv_heads: int, tokens: int) -> tuple[Any, Any, Any]:
-    """A query, and the full cache of one layer."""
+    """A random query, and the full cache of one layer."""
     keys = jax.random.split(jax.random.key(1), 3)
     q = jax.random.normal(keys[0], (batch, heads, sizes.head_dim), sizes.dtype)
     shape = (batch, tokens, kv_heads, sizes.head_dim)
@@ -198,7 +197,7 @@ def whole(sizes: Sizes, batch: int, heads: int, kv_heads: int, tokens: int) -> t
 
 
 def measure_decode(sizes: Sizes, batch: int, heads: int, kv_heads: int) -> list[dict[str, Any]]:
-    """decode_attention over a pool that holds the kept entries, and over the full cache."""
+    """Times decode_attention over a pool of the kept entries, and over the full cache."""
     q, k, v = whole(sizes, batch, heads, kv_heads, sizes.tokens)
     rows = []
     for keep in KEEPS:
@@ -229,7 +228,7 @@ def measure_decode(sizes: Sizes, batch: int, heads: int, kv_heads: int) -> list[
 
 
 def measure_core(sizes: Sizes, batch: int, heads: int, kv_heads: int) -> list[dict[str, Any]]:
-    """core_attention over a share of the stored entries, beside copying them out and beside masking the others."""
+    """Times core_attention over a share of the stored entries, copying these out, and masking the others."""
     stored, text = sizes.tokens // 2, 64
     q, k, v = whole(sizes, batch, heads, kv_heads, stored + text)
     per_head = (batch, kv_heads)
@@ -261,7 +260,7 @@ def measure_core(sizes: Sizes, batch: int, heads: int, kv_heads: int) -> list[di
 
 
 def measure_mass(sizes: Sizes) -> list[dict[str, Any]]:
-    """attention_mass of 64 gathered rows and of all rows, and of keys, beside the prefill attention of the same row."""
+    """Times attention_mass of 64 gathered rows and of all rows, attention_mass_rows, and prefill attention."""
     _, heads, kv_heads = sizes.models[-1]
     tokens, rows = sizes.prefill, 64
     keys = jax.random.split(jax.random.key(3), 3)
@@ -294,17 +293,17 @@ def measure_mass(sizes: Sizes) -> list[dict[str, Any]]:
     return compare(sizes, {**label, "dtype": k.dtype.name}, contestants)
 
 
-# --- what they are compared with ------------------------------------------------------------------------------------
+# --- alternatives ---------------------------------------------------------------------------------------------------
 
 
 def gather_and_attend(q: Any, k: Any, v: Any, rows: Any) -> Any:
-    """The kept rows [B, C] of all heads copied out of the full cache, then attention over the copy."""
+    """Copies the kept rows [B, C] of all heads out of the full cache and attends to the copy."""
     kept = (jnp.take_along_axis(x, rows[:, :, None, None], axis=1) for x in (k, v))
     return dense("xla", q, *kept, None)
 
 
 def masked(name: str, q: Any, k: Any, v: Any, start: Any, length: Any, mask: Any) -> Any:
-    """Attention over all stored entries, those outside the core masked."""
+    """Attention to all stored entries with a mask that allows only the core."""
     return decode_attention(q, k, v, start, length, valid=mask, implementation=name)
 
 
@@ -339,17 +338,17 @@ def tpu_paged(q: Any, k: Any, v: Any, length: Any) -> Any:
 
 
 def pages(x: Any) -> Any:
-    """[B, P, K, H] as the paged kernels want it: [K, pages of all rows, PAGE, H]."""
+    """Converts [B, P, K, H] to the layout of the paged kernels: [K, pages of all rows, PAGE, H]."""
     return jnp.moveaxis(x, 2, 0).reshape(x.shape[2], -1, PAGE, x.shape[3])
 
 
 def table(q: Any, k: Any) -> Any:
-    """Which pages are whose."""
+    """The pages of each row."""
     return jnp.arange(k.shape[1], dtype=jnp.int32).reshape(q.shape[0], -1)
 
 
 def show(result: dict[str, Any]) -> None:
-    """Two tables."""
+    """Prints the checks and the times."""
     console = Console(width=130)
     device = result["machine"]["device"]
     right = Table("op", "implementation", "largest difference from the reference", title=f"Checks on {device}")

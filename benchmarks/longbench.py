@@ -5,10 +5,10 @@
     vlkv eval hotpotqa.jsonl --model DIR --policy full "prefixkv(budget=128)" --max-new-tokens 32 --out results
     python -m benchmarks.longbench --score hotpotqa.jsonl results/results.json
 
-LongBench is its repository's folder: `config/dataset2prompt.json`, `config/dataset2maxlen.json` and
-`data/<dataset>.jsonl`. As in its pred.py, a prompt that is too long loses its middle. The first command prints the
---max-new-tokens of the data set. The scores are those of its eval.py for English and code, but ROUGE-L is that of
-rouge-score. Rows of a data set that LongBench asks without a chat template need a model folder without one.
+LongBench is the folder of its repository, with `config/dataset2prompt.json`, `config/dataset2maxlen.json` and
+`data/<dataset>.jsonl`. As in its pred.py, the middle of a prompt that is too long is cut out. The first command prints
+the --max-new-tokens of the data set. Scores are computed as in its eval.py for English and code, but ROUGE-L is that of
+rouge-score. For data sets that LongBench asks without a chat template, use a model folder without one.
 
 The haystack repeats the essay up to a length and hides one sentence at a depth from 0 (the beginning) to 1; the score
 is the share of answers that contain the sentence's answer, by length and depth (PrefixKV, Table 14).
@@ -43,7 +43,7 @@ METRIC_OF = {
     "passage_count": "count",
     **dict.fromkeys(("lcc", "repobench-p"), "code"),
 }
-_FIRST_LINE = ("trec", "triviaqa", "samsum")  # of the answer counts
+_FIRST_LINE = ("trec", "triviaqa", "samsum")  # only the first line of the answer is scored
 NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
 _QUESTION = "What is the best thing to do in San Francisco? Answer from the text above."
 _WANTED = "eat a sandwich and sit in Dolores Park"
@@ -56,14 +56,14 @@ def rows(source: Path, dataset: str, tokenizer: TextTokenizer, context: int) -> 
     Args:
         source: LongBench's folder.
         dataset: one of `METRIC_OF`.
-        tokenizer: of the model, which counts.
-        context: the most tokens of a prompt; what is longer loses its middle.
+        tokenizer: the model's, to count tokens.
+        context: limit on the tokens of a prompt; the middle of a longer prompt is cut out.
 
     Raises:
-        InputError: no such data set, or a file that is not laid out as LongBench's are.
+        InputError: unknown data set, or a file that is not in LongBench's format.
     """
     if dataset not in METRIC_OF:
-        raise InputError(f"--dataset {dataset}: there are {', '.join(METRIC_OF)}")
+        raise InputError(f"--dataset {dataset}: unknown; choose one of {', '.join(METRIC_OF)}")
     text = read_text(source / "data" / f"{dataset}.jsonl")
     prompt = (read_json(source / "config" / "dataset2prompt.json") or {}).get(dataset)
     if text is None or prompt is None:
@@ -74,7 +74,9 @@ def rows(source: Path, dataset: str, tokenizer: TextTokenizer, context: int) -> 
             question = prompt.format(input=sample["input"], context=sample["context"])
             answers, classes = list(sample["answers"]), sample.get("all_classes") or []
         except (KeyError, ValueError, TypeError) as error:
-            raise InputError(f"{source}/data/{dataset}.jsonl, sample {number}: not LongBench's ({error})") from None
+            raise InputError(
+                f"{source}/data/{dataset}.jsonl, sample {number}: not LongBench's format ({error})"
+            ) from None
         ids = tokenizer.encode(question, add_special=False)
         if len(ids) > context:
             half = context // 2
@@ -88,13 +90,13 @@ def rows(source: Path, dataset: str, tokenizer: TextTokenizer, context: int) -> 
 def haystack(
     essay: str, tokenizer: TextTokenizer, lengths: Sequence[int], depths: Sequence[float] = DEPTHS
 ) -> Iterator[dict[str, Any]]:
-    """A row for each length in tokens and each depth; the needle goes after the nearest sentence before its place."""
+    """A row for each length in tokens and each depth; the needle goes after the last sentence before its depth."""
     ids = tokenizer.encode(essay, add_special=False)
     if not len(ids):
         raise InputError("the haystack is empty: give a file with text")
-    room = len(tokenizer.encode(f" {NEEDLE} {_QUESTION}", add_special=False))
+    added = len(tokenizer.encode(f" {NEEDLE} {_QUESTION}", add_special=False))
     for length in lengths:
-        text = str(tokenizer.decode(np.resize(ids, max(length - room, 1))))
+        text = str(tokenizer.decode(np.resize(ids, max(length - added, 1))))
         for depth in depths:
             place = len(text) if depth == 1 else text.rfind(". ", 0, int(depth * len(text))) + 1
             hidden = " ".join(part for part in (text[:place].strip(), NEEDLE, text[place:].strip()) if part)
@@ -104,35 +106,35 @@ def haystack(
             }  # fmt: skip
 
 
-def judge(row: Mapping[str, Any], said: str) -> float:
-    """What an answer to a row is worth, from 0 to 1: the best over the accepted answers."""
+def judge(row: Mapping[str, Any], response: str) -> float:
+    """Score of an answer to a row, from 0 to 1: the best over the accepted answers."""
     answers = row.get("answers", [row.get("answer")])
     if row["dataset"] in _FIRST_LINE:
-        said = said.lstrip("\n").split("\n")[0]
+        response = response.lstrip("\n").split("\n")[0]
     if row["metric"] in METRICS:
-        return METRICS[row["metric"]]([Scored(said, answers)])
-    return max(_OWN[row["metric"]](said, answer, row["classes"]) for answer in answers)
+        return METRICS[row["metric"]]([Scored(response, answers)])
+    return max(_OWN[row["metric"]](response, answer, row["classes"]) for answer in answers)
 
 
-def _class(said: str, answer: str, classes: Sequence[str]) -> float:
-    """1 / how many classes the answer names, if the right one is among them; parts of the right name do not count."""
-    named = [name for name in classes if name in said and (name == answer or name not in answer)]
+def _class(response: str, answer: str, classes: Sequence[str]) -> float:
+    """1 / (number of classes that the answer names) if it names the right one. Parts of the right name do not count."""
+    named = [name for name in classes if name in response and (name == answer or name not in answer)]
     return 1 / len(named) if answer in named else 0.0
 
 
-def _numbers(said: str, answer: str, classes: Sequence[str]) -> float:
-    """The share of the numbers in the answer that are the right one."""
+def _numbers(response: str, answer: str, classes: Sequence[str]) -> float:
+    """The share of right numbers among the numbers in the answer."""
     del classes
-    found, wanted = re.findall(r"\d+", said), re.findall(r"\d+", answer)[0]
+    found, wanted = re.findall(r"\d+", response), re.findall(r"\d+", answer)[0]
     return found.count(wanted) / len(found) if found else 0.0
 
 
-def _code(said: str, answer: str, classes: Sequence[str]) -> float:
-    """Similarity of the first line that is no comment."""
+def _code(response: str, answer: str, classes: Sequence[str]) -> float:
+    """Similarity between the expected line and the first line of the answer that is not a comment."""
     from rapidfuzz import fuzz
 
     del classes
-    lines = said.lstrip("\n").split("\n")
+    lines = response.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return fuzz.ratio(line, answer) / 100
 
@@ -141,15 +143,15 @@ _OWN = {"class": _class, "paragraph": _numbers, "count": _numbers, "code": _code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Converts, or scores with --score."""
+    """Converts the data set, or with --score scores the answers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("first", type=Path, metavar="SRC", help="LongBench's folder, the essay, or the JSONL")
     parser.add_argument("second", type=Path, metavar="OUT.jsonl", help="to write; with --score results.json")
-    parser.add_argument("--dataset", metavar="NAME", help=f"of {', '.join(METRIC_OF)}")
+    parser.add_argument("--dataset", metavar="NAME", help=f"one of {', '.join(METRIC_OF)}")
     parser.add_argument("--needle", action="store_true", help="hide a sentence in the text of SRC")
-    parser.add_argument("--model", metavar="DIR", help="whose tokenizer counts")
-    parser.add_argument("--context", type=int, nargs="+", default=[3500], metavar="N", help="tokens of a prompt")
-    parser.add_argument("--score", action="store_true", help="score what `vlkv eval` has answered")
+    parser.add_argument("--model", metavar="DIR", help="folder whose tokenizer counts tokens")
+    parser.add_argument("--context", type=int, nargs="+", default=[3500], metavar="N", help="most tokens of a prompt")
+    parser.add_argument("--score", action="store_true", help="score the answers of `vlkv eval`")
     args = parser.parse_args(argv)
     return guarded(lambda: score_files(args.first, args.second, judge) if args.score else _convert(args))
 
@@ -165,9 +167,9 @@ def _convert(args: argparse.Namespace) -> str:
         if essay is None:
             raise InputError(f"{args.first}: no such file")
         return write(args.second, haystack(essay, tokenizer, args.context))
-    longest = (read_json(args.first / "config" / "dataset2maxlen.json") or {}).get(args.dataset, "(not said)")
+    longest = (read_json(args.first / "config" / "dataset2maxlen.json") or {}).get(args.dataset, "(not given)")
     made = write(args.second, rows(args.first, args.dataset, tokenizer, args.context[0]))
-    return f"{made}; answers of --max-new-tokens {longest}"
+    return f"{made}; use --max-new-tokens {longest}"
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""Which policy runs on which family: a tiny model of each, a prompt with two images, one with one, one with none.
+"""Runs every policy on a tiny model of every family; the prompts have two images, one image, and none.
 
     python -m benchmarks.matrix [--family NAME ...] [--out benchmarks/results/matrix.json]
 
-A cell is one compiled `generate`, and says "ok" (what `tests.families.tiny.check_output` asks holds), "refused: " and
-the error's text where the policy does not fit the family, or "failed: ". The file is written after every cell, and
-cells that it holds already are not run again: a run that was stopped goes on. Needs the repository, not only the
-installed packages: models and batches are those of the tests.
+A cell is one compiled `generate`. Its result is "ok" (`tests.families.tiny.check_output` passes), "refused: " and the
+message if the policy cannot run on the family, or "failed: ". The file is written after every cell, and an interrupted
+run is resumed. Needs a checkout of the repository, because it uses the models and batches of the tests.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ RESULT = Path(__file__).parent / "results" / "matrix.json"
 
 
 def run_cell(params: Any, batch: Any, name: str) -> str:
-    """One policy on one family."""
+    """Runs one policy on one family, and returns the text of the cell."""
     from tests.families import tiny
     from vlkv.errors import InputError
 
@@ -30,19 +29,19 @@ def run_cell(params: Any, batch: Any, name: str) -> str:
         tiny.check_output(batch, tiny.answer(params, batch, policy), policy)
     except InputError as error:
         return f"refused: {error}"
-    except Exception as error:  # the table is to say which cells fail, not to end at the first
+    except Exception as error:  # a failure is a result, and the other cells still run
         return f"failed: {type(error).__name__}: {error}".splitlines()[0]
     return "ok"
 
 
 def main() -> None:
-    """Fills the table."""
+    """Runs all missing cells and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", nargs="*", help="only these; default: all that are registered")
+    parser.add_argument("--family", nargs="*", help="families to run (default: all)")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    # As in the tests: half the time to compile. Read when JAX starts, so before it is imported.
+    # Halves compile time, as in the tests. JAX reads it when it is imported.
     cheap = " --xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + cheap
 
@@ -51,9 +50,11 @@ def main() -> None:
     from tests.families import tiny
     from vlkv import policies
     from vlkv.benching.machine import describe
+    from vlkv.files import write_json
 
     made: dict[str, Any] = json.loads(options.out.read_text()) if options.out.is_file() else {}
     table: dict[str, dict[str, str]] = made.get("table", {})
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     for family in options.family or tiny.FAMILIES:
         row = table.setdefault(family, {})
         missing = [name for name in policies.registry if name not in row]
@@ -62,23 +63,15 @@ def main() -> None:
         params, batch = tiny.make_model(family), tiny.make_batch(family)
         for name in missing:
             row[name] = run_cell(params, batch, name)
-            write(options.out, {"machine": describe(), "new_tokens": tiny.NEW, "table": table})
+            write_json(options.out, {"machine": describe(), "new_tokens": tiny.NEW, "table": table})
             print(f"{family:18}{name:14}{row[name]}", flush=True)
         jax.clear_caches()
         gc.collect()
     show(table)
 
 
-def write(path: Path, result: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(result, indent=1) + "\n")
-    part.replace(path)
-
-
 def show(table: dict[str, dict[str, str]]) -> None:
-    """Policies down, families across; reasons below."""
+    """Prints a table with a row per policy and a column per family, then the reasons."""
     from rich.console import Console
     from rich.table import Table
 

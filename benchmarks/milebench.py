@@ -1,19 +1,20 @@
-"""MileBench (Song et al. 2024), the benchmark of CSP: its folders to questions for `vlkv eval`, and its own scores.
+"""MileBench (Song et al. 2024), the benchmark of CSP: converts it to questions for `vlkv eval`, and scores the answers.
 
     python -m benchmarks.milebench MileBench milebench.jsonl [--dataset TQA ...] [--context 4000 --model DIR]
     vlkv eval milebench.jsonl --model DIR --policy full csp --keep 0.2 --out results
     python -m benchmarks.milebench --score milebench.jsonl results/results.json
 
 The first command reads MileBench/<dataset>/<dataset>.json and the images beside it. A prompt is the task's instruction
-and the context with every picture in its place; choices follow with letters. With --context, a prompt that is too long
-loses its beginning, as in MileBench's own code: the instruction stays, and of the context as many whole pieces (text
-between two images, or an image) from its end as fit. MileBench counts neither the chat template nor the answer, so
-leave room for both: CSP's limit is 4096 tokens.
+and the context with every image in its position; choices follow with letters. With --context, the beginning of a prompt
+that is too long is cut off, as in MileBench's own code: the instruction is kept, and from the end of the context as
+many whole pieces (text between two images, or an image) as fit. MileBench counts neither the chat template nor the
+answer, so choose a lower limit than the model's: CSP's limit is 4096 tokens.
 
-The scores are those of MileBench's evaluate.py: accuracy of choices, found in the answer by letter and text, then by
-text, then by letter; of needles, a word of the answer; of MMCoQA, a part of it; ROUGE-L for open questions. Two
-things differ: an empty answer is wrong (MileBench counts it as C), and ROUGE-L is that of rouge-score, which counts a
-word as often as it occurs. T-1 to IR are the columns of CSP's Table 1: means over the data sets of a task.
+Scores are computed as in MileBench's evaluate.py. For choices: accuracy, where a choice is searched in the answer by
+letter and text, then by text, then by letter; for needles: whether the expected word is in the answer; for MMCoQA:
+whether the expected text is in it; for open questions: ROUGE-L. Two things differ: an empty answer is wrong (MileBench
+counts it as C), and ROUGE-L is that of rouge-score, which counts a word as often as it occurs. T-1 to IR are the
+columns of CSP's Table 1: means over the data sets of a task.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ TASKS = {  # MileBench, Table 1; the columns of CSP's Table 1
 
 
 class Limit(NamedTuple):
-    """How long a prompt may be."""
+    """The limit on the length of a prompt."""
 
     context: int  # tokens of instruction, text and images
     image: int  # tokens of an image
     tokenizer: TextTokenizer
 
     def cut(self, instruction: str, context: str) -> str:
-        """The end of the context that fits; raises InputError if not even the instruction does."""
+        """The end of the context that fits beside the instruction; raises InputError if nothing fits."""
         left = self.context - len(self._ids(instruction))
         if left < 1:
             raise InputError(f"--context {self.context} does not hold the instruction: {instruction[:60]!r}")
@@ -86,15 +87,15 @@ def rows(source: Path, datasets: Sequence[str] = (), limit: Limit | None = None)
 
     Args:
         source: the folder with a folder for each dataset.
-        datasets: which of them; none: all that are there.
-        limit: cuts prompts that are too long.
+        datasets: names of the datasets; empty: all that the folder contains.
+        limit: limit on the length of prompts; longer ones are cut.
 
     Raises:
-        InputError: no such dataset, or a file that is not laid out as MileBench's are.
+        InputError: unknown dataset, or a file that is not in MileBench's format.
     """
     names = datasets or sorted(path.name for path in source.glob("*") if (path / f"{path.name}.json").is_file())
     if not names:
-        raise InputError(f"{source}: holds no folder of MileBench, such as TQA with TQA.json and images")
+        raise InputError(f"{source}: contains no folder of MileBench, such as TQA with TQA.json and images")
     for name in names:
         file = source / name / f"{name}.json"
         content = read_json(file)
@@ -104,7 +105,7 @@ def rows(source: Path, datasets: Sequence[str] = (), limit: Limit | None = None)
             try:
                 yield _row(name, content["meta_data"], sample, file.parent / "images", limit)
             except (KeyError, IndexError, TypeError) as error:
-                raise InputError(f"{file}: a sample without {error}: not as MileBench lays it out") from None
+                raise InputError(f"{file}: a sample without {error}, so not MileBench's format") from None
 
 
 def _row(
@@ -116,7 +117,7 @@ def _row(
     paths, context = list(instance["images_path"]), str(instance["context"])
     shown = [int(number) - 1 for number in _PLACE.findall(context)]
     if not all(0 <= i < len(paths) for i in shown):
-        raise InputError(f"{dataset}, sample {sample['sample_id']}: its context names a picture that it has not")
+        raise InputError(f"{dataset}, sample {sample['sample_id']}: its context names an image that it does not have")
     before = [i for i in range(len(paths)) if i not in shown]
     context = f"{'<image>' * len(before)}{_PLACE.sub('<image>', context)}"
     row: dict[str, Any] = {"id": f"{dataset}/{sample['sample_id']}"}
@@ -131,7 +132,7 @@ def _row(
         context += f"\nChoice list: \n{listed}\nYour answer is: "
         row["choices"] = choices
     if metric == "choice" and normalise(answer) not in map(normalise, choices or ()):
-        raise InputError(f"{dataset}, sample {sample['sample_id']}: the answer {answer!r} is none of its choices")
+        raise InputError(f"{dataset}, sample {sample['sample_id']}: the answer {answer!r} is not one of its choices")
     if limit is not None:
         context = limit.cut(instruction, context)
     images = [str(folder / paths[i]) for i in before + shown]
@@ -148,27 +149,27 @@ def score(
 
     Args:
         asked: the rows.
-        results: what `vlkv eval` wrote about them.
-        judge: from a row and an answer to a score from 0 to 1.
+        results: results of `vlkv eval` for these rows.
+        judge: computes a score from 0 to 1 from a row and an answer.
 
     Raises:
-        InputError: results of other questions.
+        InputError: the results belong to other questions.
     """
-    said = {answer["id"]: answer["said"] for answer in results["answers"]}
+    responses = {answer["id"]: answer["said"] for answer in results["answers"]}
     scores: dict[str, dict[str, float]] = {}
     for i, policy in enumerate(row["policy"] for row in results["rows"]):
         found = defaultdict(list)
         for row in asked:
-            if row["id"] not in said:
-                raise InputError(f"the results have no answer to {row['id']}: they are of other questions")
-            found[row["dataset"]].append(judge(row, said[row["id"]][i]))
+            if row["id"] not in responses:
+                raise InputError(f"the results have no answer to {row['id']}: they belong to other questions")
+            found[row["dataset"]].append(judge(row, responses[row["id"]][i]))
         means = {name: sum(values) / len(values) for name, values in found.items()}
         scores[policy] = {**means, **_tasks(means), "mean": sum(means.values()) / len(means)}
     return scores
 
 
 def _tasks(means: Mapping[str, float]) -> dict[str, float]:
-    """The means over the datasets of a task that were asked; names count as letters and digits alone."""
+    """Mean of each task over its datasets that were asked; names are compared by their letters and digits."""
 
     def plain(name: str) -> str:
         return re.sub(r"[^a-z0-9]", "", name.lower())
@@ -180,9 +181,9 @@ def _tasks(means: Mapping[str, float]) -> dict[str, float]:
     return {task: sum(values) / len(values) for task, values in found.items() if values}
 
 
-def judge(row: Mapping[str, Any], said: str) -> float:
-    """What an answer to a row is worth, from 0 to 1."""
-    ours, wanted = normalise(said), normalise(row["answer"])
+def judge(row: Mapping[str, Any], response: str) -> float:
+    """Score of an answer to a row, from 0 to 1."""
+    ours, wanted = normalise(response), normalise(row["answer"])
     if not ours:
         return 0.0
     if row["metric"] == "rouge-l":
@@ -195,32 +196,32 @@ def judge(row: Mapping[str, Any], said: str) -> float:
     return float(pick(ours, choices) == chr(65 + choices.index(wanted)))
 
 
-def pick(said: str, choices: Sequence[str]) -> str:
-    """The letter of the choice that an answer names, both normalised; several letters where it names none clearly."""
+def pick(response: str, choices: Sequence[str]) -> str:
+    """Letter of the choice that an answer names (both normalised); several letters if it names none clearly."""
     letters = [chr(65 + i) for i in range(len(choices))]
     named = [normalise(f"{letter} {choice}") for letter, choice in zip(letters, choices, strict=True)]
-    for text, wanted in ((said, named), (said.replace(" ", ""), [choice.replace(" ", "") for choice in choices])):
+    for text, wanted in ((response, named), (response.replace(" ", ""), [c.replace(" ", "") for c in choices])):
         places = [(text.find(one), i) for i, one in enumerate(wanted) if one in text]
         if places:
             return letters[min(places)[1]]
-    return "".join(letter.upper() for letter in said if letter.upper() in letters)
+    return "".join(letter.upper() for letter in response if letter.upper() in letters)
 
 
 def normalise(text: str) -> str:
-    """Lower case without punctuation, by VQA's rules; a full stop stays only before a digit."""
+    """Normalises as VQA's evaluation does: lower case, no punctuation, no full stop unless a digit follows."""
     return strip_punctuation(re.sub(r"[\n\t]", " ", text).strip()).strip("'").strip('"').strip().lower()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Converts, or scores with --score."""
+    """Converts the datasets, or with --score scores the answers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("first", type=Path, metavar="SRC", help="the folder of MileBench; with --score the JSONL")
     parser.add_argument("second", type=Path, metavar="OUT.jsonl", help="to write; with --score results.json")
-    parser.add_argument("--dataset", nargs="+", default=[], metavar="NAME", help="only these")
-    parser.add_argument("--context", type=int, metavar="N", help="the most tokens of a prompt; needs --model")
-    parser.add_argument("--model", metavar="DIR", help="whose tokenizer counts")
+    parser.add_argument("--dataset", nargs="+", default=[], metavar="NAME", help="datasets to convert (default: all)")
+    parser.add_argument("--context", type=int, metavar="N", help="limit on tokens of a prompt; needs --model")
+    parser.add_argument("--model", metavar="DIR", help="folder whose tokenizer counts tokens")
     parser.add_argument("--image-tokens", type=int, default=576, metavar="N", help="tokens of an image (default: 576)")
-    parser.add_argument("--score", action="store_true", help="score what `vlkv eval` has answered")
+    parser.add_argument("--score", action="store_true", help="score the answers of `vlkv eval`")
     args = parser.parse_args(argv)
     if args.score:
         return guarded(lambda: score_files(args.first, args.second, judge))
@@ -231,7 +232,7 @@ def _convert(args: argparse.Namespace) -> str:
     limit = None
     if args.context is not None:
         if args.model is None:
-            raise InputError("--context needs --model, whose tokenizer counts")
+            raise InputError("--context needs --model, whose tokenizer counts tokens")
         limit = Limit(args.context, args.image_tokens, loading.load_processor(args.model).tokenizer)
     return write(args.second, rows(args.first, args.dataset, limit))
 

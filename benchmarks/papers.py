@@ -1,9 +1,9 @@
-"""Every table and figure of the five papers, with the command that repeats its protocol here, and what is missing.
+"""Lists every table and figure of the five papers, the command that repeats its protocol, and what is missing for it.
 
     python -m benchmarks.papers [--paper NAME] [--dry-run] [--json]
 
-MODEL is a checkpoint folder and DATA.jsonl a data set as `vlkv eval` reads it: neither is in the repository. CSP's `c`
-is calibrated by the command of its Fig. 6, which prints the mean share of cross attention (Sec. 4.3).
+MODEL is a checkpoint folder and DATA.jsonl a data set as for `vlkv eval`; the repository contains neither. The command
+of CSP's Fig. 6 calibrates its `c`: it prints the mean share of cross attention (Sec. 4.3).
 `--dry-run` parses every command, builds inputs and evaluates each policy's program with `eval_shape`.
 """
 
@@ -25,7 +25,7 @@ COUNTS = {  # tables and figures of each paper
 _EVAL = "eval DATA.jsonl --model MODEL --policy"  # written EVAL below
 _INSPECT = "inspect DATA.jsonl --model MODEL --what"  # written INSPECT below
 _DATA = "the checkpoint, and the data set as JSONL"
-_LIST = "nothing is measured: it explains or lists"
+_LIST = "nothing to measure: it explains or lists"
 _VISION = "--scope vision --out OUT"
 _RIVALS = "EVAL full h2o elasticcache prefixkv snapkv aircache"
 _FOUR = "--keep 0.5 0.1 0.05 0.01"
@@ -55,11 +55,11 @@ class Item(NamedTuple):
     paper: str
     what: str
     title: str
-    command: str  # of `vlkv`; empty: none repeats it
+    command: str  # arguments of `vlkv`; empty if no command repeats it
     missing: str
 
 
-# Number of each, title, command, what is missing beyond a device like the paper's.
+# By number: title, command, and what is missing to repeat the paper's result.
 _TABLES: dict[str, list[tuple[str, str, str]]] = {
     "AirCache": [
         ("VQA, three models", f"{_RIVALS} {_FOUR} --metric anls {_VISION}", _DATA),
@@ -156,7 +156,7 @@ _FIGURES: dict[str, list[tuple[str, str, str]]] = {
         ("memory in prefill", "INSPECT cost --policy lightkv", "an A100 for measured memory"),
         ("overview", "", _LIST), ("windows", "", _LIST),
         ("rates on Qwen2.5-VL", f"EVAL full {_RATES} --out OUT", _DATA),
-        ("where it acts", "", _LIST),
+        ("position of the method", "", _LIST),
         ("layers", "EVAL " + " ".join(
             f"'lightkv(layers=({after},),windows=(4,))'" for after in (3, 5)) + " --out OUT", _DATA),
         ("survival", "INSPECT merged --policy lightkv --samples 1", _DATA),
@@ -186,7 +186,7 @@ _FIGURES: dict[str, list[tuple[str, str, str]]] = {
 
 
 def items() -> Iterator[Item]:
-    """All of them, paper by paper."""
+    """All tables and figures, paper by paper."""
     for paper in COUNTS:
         for kind, lists in (("Table", _TABLES), ("Figure", _FIGURES)):
             for number, (title, command, missing) in enumerate(lists[paper], start=1):
@@ -200,7 +200,7 @@ def items() -> Iterator[Item]:
 
 
 def policies_of(command: str) -> list[Any]:
-    """The policies that a command runs; its options are checked by the command's own parser."""
+    """The policies that a command runs, after its own parser has checked the options."""
     from vlkv import policies
     from vlkv.benching import papers
     from vlkv.cli import build_parser
@@ -224,10 +224,10 @@ def policies_of(command: str) -> list[Any]:
 
 
 def dry_run(policy: Any) -> None:
-    """Builds inputs and evaluates `generate` with `eval_shape`, on the demo model cut to a depth that the policy fits.
+    """Builds inputs and evaluates `generate` with `eval_shape`, on the demo model with a depth that the policy accepts.
 
     Raises:
-        InputError: the policy fits no model of 4 to 40 layers.
+        InputError: the policy accepts none of the depths 4, 8 and 40.
     """
     from vlkv.benching.programs import endless
     from vlkv.benching.shapes import make_inputs
@@ -251,7 +251,7 @@ def dry_run(policy: Any) -> None:
 
 
 def main() -> None:
-    """The list, or the dry run of its commands."""
+    """Prints the list, and with --dry-run checks its commands."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--paper", choices=list(COUNTS), help="only this one")
     parser.add_argument("--dry-run", action="store_true", help="parse every command and evaluate its programs' shapes")

@@ -1,18 +1,21 @@
-"""Ours against transformers and kvpress: the same checkpoint, prompt and kept fraction, alternated in one run.
+"""Compares speed and memory with transformers and kvpress: same checkpoint, prompt and keep, alternately in one run.
 
     python -m benchmarks.peers [--all] [--model 110m mini] [--prompt 640 2368 4672] [--out JSON]
 
-Needs `pip install '.[peers]'`. Runs where torch and jax have the same kind of device: CPU in float32 with as many
-threads as cores, or one GPU in bfloat16. A cell is one model and prompt length; in it everything is warmed up, then
-taken in turn, round by round, with a pause before each, because idle threads of the one library spin for a while and
-would slow the other down. To stay under ten minutes, full cache and SnapKV in sdpa have every round, the other methods
-and eager one, and none on the longest prompts; --all gives all to all. Cells that the file holds are not run again. The
-copy and the sum of a buffer far larger than any cache are timed in the same rounds: "of bytes' time" says how many
-times longer a step takes than the bytes of weights and kept cache would at the speed of a copy, and as they are read.
-"at most" is what a peer's step is of the latter: what a decoding from memory (as of 110m) could gain at that speed.
+Needs `pip install '.[peers]'`. torch and jax must have the same kind of device: a CPU in float32 with as many threads
+as cores, or one GPU in bfloat16. A cell is one model and prompt length: all engines are warmed up, then run
+alternately, with a pause before each run, because idle threads of one library spin for a while and slow the other down.
+To take less than ten minutes, only the full cache and SnapKV in vlkv and sdpa run in every round; other methods and
+eager run once, and not on the longest prompts. --all runs everything in all rounds. Cells that the file contains are
+not run again.
 
-Compared are medians of prefill seconds, of decoding steps, peak memory above what was there before the run, and what
-the first call costs (compiling, of ours). torch.compile is not used: kvpress' hooks and growing caches defeat it.
+A copy and a sum of a buffer that is larger than any cache are timed in the same rounds. "relative to bytes" is the time
+of a step relative to the time for moving the bytes of weights and kept cache: at the speed of the copy, and at that of
+the sum. "at most" is the latter for a peer: the highest speedup over it if decoding is limited by memory (as for 110m).
+
+The table has medians of prefill seconds and of decoding steps, peak memory above the memory before the run, and the
+time of the first call (for vlkv: compiling). torch.compile is not used: it does not work with kvpress' hooks and with
+caches that grow.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch wants some of a GPU too
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs GPU memory too
 
 import jax
 import jax.numpy as jnp
@@ -50,9 +53,9 @@ from vlkv.terminal import OneLineParser, guarded
 
 RESULT = Path(__file__).parent / "results" / "peers.json"
 PROMPTS, KEEP, NEW = (640, 2368, 4672), 0.1, 32
-_LONG, _LONGEST = 1024, 4096  # tokens: fewer rounds from here on, only the most important from there on
-_COPY = 2**28  # bytes
-_PAUSE = 0.25  # seconds; OpenMP's threads spin for 0.2
+_LONG, _LONGEST = 1024, 4096  # longer prompts have fewer rounds; the longest only the most important runs
+_COPY = 2**28  # bytes of the copied buffer
+_PAUSE = 0.25  # seconds; OpenMP's threads spin for 0.2 seconds
 _COMMON = dict(architectures=["LlamaForCausalLM"], max_position_embeddings=8192)
 SIZES: dict[str, dict[str, Any]] = {
     "110m": dict(vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12,
@@ -63,7 +66,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def ours(method: str, keep: float) -> policies.Policy:
-    """The same method here."""
+    """The policy that corresponds to a method of the peers."""
     made: dict[str, Callable[[], policies.Policy]] = {
         "none": policies.Full,
         "snapkv": lambda: policies.SnapKV(keep=keep, window=torch_side.WINDOW),
@@ -82,21 +85,21 @@ def main() -> int:
     parser.add_argument("--method", nargs="+", default=list(torch_side.METHODS), metavar="NAME")
     parser.add_argument("--keep", type=float, default=KEEP)
     parser.add_argument("--new", type=int, default=NEW, metavar="S", help="tokens per run")
-    parser.add_argument("--rounds", type=int, help=f"default: 3, of prompts over {_LONG} tokens 2")
+    parser.add_argument("--rounds", type=int, help=f"default: 3, or 2 for prompts over {_LONG} tokens")
     parser.add_argument("--all", action="store_true", help="every method on every prompt, in every round")
     parser.add_argument("--out", type=Path, default=RESULT)
     return guarded(lambda: run(parser.parse_args()))
 
 
 def run(args: argparse.Namespace) -> None:
-    """All cells."""
+    """Measures all cells."""
     torch_side.require()
     for name in args.model:
         if name not in (*SIZES, "mini"):
-            raise InputError(f"--model {name}: there are {', '.join([*SIZES, 'mini'])}")
+            raise InputError(f"--model {name}: unknown; choose one of {', '.join([*SIZES, 'mini'])}")
     for name in args.method:
         if name not in torch_side.METHODS:
-            raise InputError(f"--method {name}: there are {', '.join(torch_side.METHODS)}")
+            raise InputError(f"--method {name}: unknown; choose one of {', '.join(torch_side.METHODS)}")
     few = args.rounds is not None and args.rounds < 1
     if not 0 < args.keep < 1 or args.new < 2 or few or min(args.prompt) <= torch_side.WINDOW:
         raise InputError(f"--keep must lie in (0, 1), --new be at least 2, --rounds 1 and --prompt over "
@@ -125,16 +128,16 @@ def _same_devices() -> None:
     import torch
 
     if torch_side.on_gpu() != (jax.default_backend() == "gpu"):
-        there = "has" if torch_side.on_gpu() else "has no"
+        has = "has" if torch_side.on_gpu() else "has no"
         raise InputError(
-            f"jax runs on {jax.default_backend()}, torch {there} CUDA: a comparison needs both on one device "
+            f"jax runs on {jax.default_backend()}, torch {has} CUDA: a comparison needs both on one device "
             "(JAX_PLATFORMS, CUDA_VISIBLE_DEVICES)"
         )
     torch.set_num_threads(os.cpu_count() or 1)
 
 
 def make_checkpoint(name: str, folder: Path) -> Path:
-    """A text-only Llama folder, saved by transformers: random weights, or the miniature's language model."""
+    """Saves a text-only Llama with transformers: random weights, or the demo model's language model."""
     import torch
     from safetensors.torch import load_file
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -155,12 +158,12 @@ def make_checkpoint(name: str, folder: Path) -> Path:
 
 
 def matters(engine: str, method: str) -> bool:
-    """Whether this is one of the four that the promises are about."""
+    """Whether this is one of the four main runs: the full cache and SnapKV, in vlkv and in sdpa."""
     return engine in ("vlkv", "sdpa") and method in ("none", "snapkv")
 
 
 def measure(folder: Path, cell: dict[str, Any], methods: list[str], rounds: int, every: bool) -> dict[str, Any]:
-    """One model and prompt length."""
+    """Measures one cell."""
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     params = vlkv.load_params(folder, dtype=dtype)
     peers = {name: torch_side.Peer.load(folder, name, dtype=dtype) for name in ("sdpa", "eager")}
@@ -231,7 +234,7 @@ def measure(folder: Path, cell: dict[str, Any], methods: list[str], rounds: int,
 
 
 def _exact(prompt: int) -> vlkv.Buckets:
-    """No rounding up: torch does none."""
+    """Buckets without rounding up, because torch does not round up either."""
     return vlkv.Buckets(text=(1, prompt))
 
 
@@ -257,9 +260,9 @@ _buffers: dict[str, Any] = {}
 
 
 def _copy() -> tuple[float, float]:
-    """Bytes per second, read and written both counted, of copying a large buffer: on one thread, and on all cores.
+    """Bytes per second (read plus written) of copying a large buffer on one thread, and on all cores.
 
-    On a GPU both are the in-place change of an array.
+    On a GPU both are the rate of changing an array in place.
     """
     gpu = jax.default_backend() == "gpu"
     if not _buffers:
@@ -280,11 +283,11 @@ def _copy() -> tuple[float, float]:
 
 
 def _peak(go: Callable[[], torch_side.Run]) -> tuple[torch_side.Run, int | None]:
-    """A run, and the most bytes it held above what was there before: of the process on a CPU, of each pool on a GPU."""
+    """A run, and its peak memory above the memory before: of the process on a CPU, of the allocators on a GPU."""
     if jax.default_backend() == "gpu":
         return _gpu_peak(go)
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark of resident memory
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of resident memory
     except OSError:
         return go(), None
     before = _status("VmRSS")
@@ -293,7 +296,7 @@ def _peak(go: Callable[[], torch_side.Run]) -> tuple[torch_side.Run, int | None]
 
 
 def _gpu_peak(go: Callable[[], torch_side.Run]) -> tuple[torch_side.Run, int | None]:
-    """torch can reset its mark, jax cannot: there it counts only where the mark rises."""
+    """torch can reset its peak memory. jax cannot, so jax's counts only if the run raises it."""
     import torch
 
     device = jax.devices()[0]
@@ -312,16 +315,16 @@ def _status(name: str) -> int:
 
 
 def show(result: dict[str, Any]) -> None:
-    """One table per cell; ratios over 1 say that ours is faster."""
+    """Prints one table per cell; ratios over 1 mean that vlkv is faster."""
     console = Console(width=155)
     for made in result["cells"]:
         cell, rows = made["cell"], made["rows"]
         where = {(row["engine"], row["method"]): row for row in rows}
         copy = made["copy_bytes_per_second"] / 1e9
-        read = made.get("read_bytes_per_second", np.nan) / 1e9  # older files have none
+        read = made.get("read_bytes_per_second", np.nan) / 1e9  # older files do not have it
         table = Table(
-            "method", "engine", "kept", "prefill s", "ms/step", "token/s", "peak MiB", "first call s", "of bytes' time",
-            "ours: prefill", "ours: decode", "at most",
+            "method", "engine", "kept", "prefill s", "ms/step", "token/s", "peak MiB", "first call s",
+            "relative to bytes", "vlkv: prefill", "vlkv: decode", "at most",
             title=f"{cell['model']}, {cell['prompt']} tokens, keep {cell['keep']:.0%}, {made['dtype']}, "
             f"copy {copy:.1f}, read {read:.1f} GB/s",
         )  # fmt: skip
@@ -341,7 +344,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _ratio(theirs: dict[str, Any], mine: dict[str, Any], times: str) -> float:
-    """Round by round, then the median."""
+    """The median over the rounds of the ratio of times."""
     return float(np.median([a / b for a, b in zip(theirs[times], mine[times], strict=False)]))
 
 

@@ -1,8 +1,8 @@
-"""Plans published models for TPU slices, full cache beside compressed: `python -m benchmarks.plans`.
+"""Plans published models for TPU slices, with the full cache and a compressed one: `python -m benchmarks.plans`.
 
-Every plan is a `vlkv plan` of its own process, and its row is written as soon as it is there: a run that was stopped
-goes on where it stood. A row says how long the plan took, compilation included, and how far the bytes of the compiled
-programs' arguments are from those of their shapes, tile padding counted.
+Every plan is a `vlkv plan` in its own process, and its row is written at once, so that an interrupted run can be
+resumed. A row says how long the plan took, including compilation, and how much the compiler's bytes of arguments differ
+from those computed from shapes and tile padding.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _PROMPTS = {  # tokens; LLaVA-1.5 has 4096 positions
     "internvl2-26b": 8192,
 }  # fmt: skip
 _BATCH = {"v5e:1x1": 1, "v5e:4x4": 16, "v5e:16x16": 256}
-_SECONDS = {"internvl2-26b": 300}  # a plan may take this long on two cores
+_SECONDS = {"internvl2-26b": 300}  # limit on the time of a plan, on two cores
 _DEFAULT_SECONDS = 120
 _ONE_CHIP = ("llava-1.5-7b", "v5e:1x1")
 
 
 def cases() -> list[tuple[str, str]]:
-    """Model and topology: two slices for all, and one chip for a model that it holds."""
+    """Model and topology: two slices for every model, and one chip for a model that fits into it."""
     return [_ONE_CHIP, *((model, topology) for topology in ("v5e:4x4", "v5e:16x16") for model in _PROMPTS)]
 
 
 def run(model: str, topology: str, thorough: bool) -> dict[str, Any]:
-    """One plan: its JSON, and what this table says of it."""
+    """Runs one plan and returns its row."""
     command = [
         "plan", model, "--topology", topology, "--batch", str(_BATCH[topology]), "--prompt", str(_PROMPTS[model]),
         "--new", str(_NEW), *_POLICY, *(["--thorough"] if thorough else []), "--json",
@@ -64,28 +64,27 @@ def run(model: str, topology: str, thorough: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Makes what is missing, prints a line per plan, writes the result."""
+    """Runs the missing plans, prints a line per plan, writes the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=_PROMPTS, nargs="+", default=list(_PROMPTS))
     parser.add_argument("--topology", choices=_BATCH, nargs="+", default=list(_BATCH))
-    parser.add_argument("--thorough", action="store_true", help="compile as for running")
-    parser.add_argument("--again", action="store_true", help="even if the row is there")
+    parser.add_argument("--thorough", action="store_true", help="compile with all optimisations")
+    parser.add_argument("--again", action="store_true", help="run plans even if the file has them")
     parser.add_argument("--output", type=Path, default=_RESULT)
     args = parser.parse_args()
     rows = json.loads(args.output.read_text())["results"] if args.output.is_file() else []
     about = machine.describe() | {"libtpu": importlib.metadata.version("libtpu")}
     for model, topology in cases():
-        mine = [
-            row for row in rows if (row["model"], row["topology"], row["thorough"]) == (model, topology, args.thorough)
-        ]
+        case = model, topology, args.thorough
+        found = [row for row in rows if (row["model"], row["topology"], row["thorough"]) == case]
         if model not in args.model or topology not in args.topology:
             continue
-        if not mine or "error" in mine[0] or args.again:
+        if not found or "error" in found[0] or args.again:
             row = run(model, topology, args.thorough) | {"commit": about["commit"]}
-            rows = [other for other in rows if other not in mine] + [row]
+            rows = [other for other in rows if other not in found] + [row]
             write_json(args.output, {"machine": about, "results": rows})
-            mine = [row]
-        _show(mine[0])
+            found = [row]
+        _show(found[0])
 
 
 def _show(row: dict[str, Any]) -> None:

@@ -1,10 +1,11 @@
-"""Prefill and decoding on a pod: every host runs this once, process 0 writes the JSON.
+"""Times prefill and decoding on a pod: every host runs this command, process 0 writes the JSON.
 
     python -m benchmarks.pods --model qwen2-vl-7b --pod --data 4 --model-axis 4 --batch 16 --prompt 8192 --out pod.json
 
-On a TPU pod JAX finds the other hosts by itself; elsewhere say --coordinator HOST:PORT --processes N --process I, a
-number each. Weights are random and made where they belong, inputs are divided over `data`, and every process runs the
-same programs: full cache and policies in turn, as `vlkv bench` does. The dry run is one process with 8 virtual devices:
+On a TPU pod JAX finds the other hosts itself; elsewhere give --coordinator HOST:PORT --processes N --process I, with a
+different I on each host. Weights are random and created on their devices, inputs are divided over `data`, and every
+process runs the same programs: the full cache and the policies alternately, as `vlkv bench` does. A dry run is one
+process with 8 virtual devices:
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks.pods --model tiny --data 2 --model-axis 4
 """
@@ -47,13 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--coordinator", metavar="HOST:PORT")
     parser.add_argument("--processes", type=int)
     parser.add_argument("--process", type=int, metavar="I")
-    parser.add_argument("--pod", action="store_true", help="several hosts that JAX finds by itself (a TPU pod)")
-    parser.add_argument("--out", type=Path, help="written by process 0; what it holds is not measured again")
+    parser.add_argument("--pod", action="store_true", help="several hosts that JAX finds itself (a TPU pod)")
+    parser.add_argument("--out", type=Path, help="file of results, written by process 0, from which a run resumes")
     return guarded(lambda: run(parser.parse_args(argv)))
 
 
 def run(args: argparse.Namespace) -> None:
-    """Joins the pod, measures, and lets process 0 say it."""
+    """Joins the pod and measures; process 0 prints and writes the results."""
     given = [args.coordinator, args.processes, args.process]
     if any(x is not None for x in given) and None in given:
         raise InputError("--coordinator, --processes and --process: give all three, or none")
@@ -82,8 +83,8 @@ def run(args: argparse.Namespace) -> None:
         params = init(subject.config, jax.random.key(0), mesh, dtype=subject.dtype)
         with jax.set_mesh(mesh):
             rows = measure(params, setting, contestants, rounds=args.rounds, place=lambda x: place_inputs(x, mesh))
-        for policy, row, there in zip(contestants, rows, done, strict=True):
-            if not there:
+        for policy, row, measured in zip(contestants, rows, done, strict=True):
+            if not measured:
                 held.add(cell(policy), row)
     if first:
         console = Console(width=140)
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _agreed(done: bool) -> bool:
-    """What process 0 knows, in every process: only it reads the file."""
+    """Process 0's value in every process, because only process 0 reads the file."""
     if jax.process_count() == 1:
         return done
     from jax.experimental import multihost_utils

@@ -74,6 +74,11 @@ class Cell(NamedTuple):
     bytes: float  # share of the bytes
     bits: int = 16
 
+    @property
+    def text(self) -> str:
+        """The policy as Python code."""
+        return self.policy if isinstance(self.policy, str) else code(self.policy)
+
 
 @dataclasses.dataclass(frozen=True)
 class Section:
@@ -190,8 +195,8 @@ def questions(section: Section, count: int, seed: int) -> list[Question]:
             made.append(Question([page.image for page in shown], [entry.question], [entry.answer], cells))
         elif section.unknown:
             page, _ = pages.held_out_page(rng, section.kind)
-            asked = page.entries[:4]
-            columns = ([e.question for e in asked], [e.answer for e in asked], [e.evidence for e in asked])
+            entries = page.entries[:4]
+            columns = ([e.question for e in entries], [e.answer for e in entries], [e.evidence for e in entries])
             made.append(Question([page.image], *columns))
         else:
             page, entry = pages.held_out_page(rng, section.kind)
@@ -253,9 +258,9 @@ def _answer(params: Any, prompt: vlkv.Prompt, policy: Policy | None, table: Any,
     """Compresses one batch and asks all its questions."""
     capacity = new_tokens + (0 if batch.fed is None else batch.fed[0].tokens.shape[1])
     cache, recall, held = _compress(prompt, policy, table, batch.evidence, key, new_tokens=capacity)
-    asked = [(cache, prompt.logits)] if batch.fed is None else [_extend(params, cache, fed) for fed in batch.fed]
-    said = [_ask(params, *one, batch.wanted[:, i], new_tokens=new_tokens) for i, one in enumerate(asked)]
-    tokens, scores = (np.stack(column, 1) for column in zip(*said, strict=True))
+    starts = [(cache, prompt.logits)] if batch.fed is None else [_extend(params, cache, fed) for fed in batch.fed]
+    results = [_ask(params, *one, batch.wanted[:, i], new_tokens=new_tokens) for i, one in enumerate(starts)]
+    tokens, scores = (np.stack(column, 1) for column in zip(*results, strict=True))
     return Seen(tokens, scores, recall, held)
 
 
@@ -331,8 +336,8 @@ def summary(
 ) -> dict[str, Any]:
     """A row of the results: exact match with its interval, digits by place, perplexity, evidence recall, and cost."""
     wanted = [answer for batch in made for row in batch.answers for answer in row]
-    said = [str(text) for row in seen.tokens for text in processor.decode(row)]
-    right = np.array([a == b for a, b in zip(said, wanted, strict=True)])
+    answers = [str(text) for row in seen.tokens for text in processor.decode(row)]
+    right = np.array([a == b for a, b in zip(answers, wanted, strict=True)])
     interval = binomtest(int(right.sum()), len(right)).proportion_ci(0.95, method="wilson")
     scored = sum(len(answer.split()) + 1 for answer in wanted)
     shape = made[0].inputs
@@ -342,23 +347,23 @@ def summary(
     return {
         "name": cell.name,
         "bits": cell.bits,
-        "policy": cell.policy if isinstance(cell.policy, str) else code(cell.policy),
+        "policy": cell.text,
         "exact": float(right.mean()), "low": interval.low, "high": interval.high,
-        "places": by_place(said, wanted),
+        "places": by_place(answers, wanted),
         "perplexity": math.exp(-float(seen.log_probability.sum()) / scored),
         "recall": np.round(seen.recall.mean(0), 4).tolist(),
         "held": float(seen.held.mean() / vision),
         "allocated": allocated[0] / allocated[1],
         "processed": float(processed.mean() / shape.valid.sum(1).mean()),
         "right": "".join("01"[int(r)] for r in right),
-        "said": said,
+        "said": answers,
     }  # fmt: skip
 
 
-def by_place(said: Sequence[str], wanted: Sequence[str]) -> list[float]:
+def by_place(answers: Sequence[str], wanted: Sequence[str]) -> list[float]:
     """For each place, the share of right digits among the answers that have a digit there."""
     places: list[list[bool]] = []
-    for answer, truth in zip(said, wanted, strict=True):
+    for answer, truth in zip(answers, wanted, strict=True):
         digits = answer.split()
         for place, digit in enumerate(truth.split()):
             if place == len(places):
@@ -381,8 +386,7 @@ class Done:
 
     def find(self, section: Section, cell: Cell, count: int, seed: int) -> dict[str, Any] | None:
         """The row of a cell; None if it has not been measured."""
-        name = cell.policy if isinstance(cell.policy, str) else code(cell.policy)
-        wanted = (section.name, name, cell.bytes, count, seed)
+        wanted = (section.name, cell.text, cell.bytes, count, seed)
         return next((row for row in self.content["rows"] if _identity(row) == wanted), None)
 
     def add(self, section: Section, cell: Cell, count: int, seed: int, row: dict[str, Any]) -> None:
@@ -397,11 +401,6 @@ class Done:
         self.content["rows"].append(row)
         if self.path is not None:
             write_json(self.path, self.content)
-
-
-def _words(cell: Cell) -> list[str]:
-    """The names in a cell's policy, which --policy selects by."""
-    return re.findall(r"\w+", cell.policy if isinstance(cell.policy, str) else code(cell.policy))
 
 
 def _identity(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -431,7 +430,7 @@ def main() -> None:
     for section in sections(params.config.decoder.layers, args.seed):
         if args.section and not any(section.name.startswith(word) for word in args.section):
             continue
-        plan = tuple(c for c in section.plan if args.policy in (None, *_words(c)) or c.bytes == 1)
+        plan = tuple(c for c in section.plan if args.policy in (None, *re.findall(r"\w+", c.text)) or c.bytes == 1)
         count = round(args.questions * section.share)
         measure(params, processor, dataclasses.replace(section, plan=plan), count, args.seed, done)
         jax.clear_caches()

@@ -1,4 +1,4 @@
-"""The least time that a device could take for prefill and for a decoding step, from its own measured limits.
+"""The least time of prefill and of a decoding step on a device, from its measured limits.
 
 Axes: B batch · T prompt · L layers.
 """
@@ -12,13 +12,13 @@ from vlkv.benching.settings import Setting, tree_bytes
 
 
 def shares(params: Any, setting: Setting, row: dict[str, Any], *, bandwidth: float, product: float) -> dict[str, float]:
-    """How much of the device's limits prefill and decoding reached: 1 is the limit.
+    """The share of the device's limits that prefill and decoding reach: 1 is the limit.
 
     Args:
         params: the model.
-        setting: what was measured.
+        setting: batch and lengths that were measured.
         row: a row of `vlkv.benching.measuring.measure`.
-        bandwidth: bytes per second of a copy, read and written both counted.
+        bandwidth: bytes per second (read plus written) of a copy.
         product: operations per second of bfloat16 matrix products.
     """
     c = params.config.decoder
@@ -33,7 +33,7 @@ def shares(params: Any, setting: Setting, row: dict[str, Any], *, bandwidth: flo
 
 
 def step_bytes(params: Any, entries: float) -> float:
-    """Bytes that a decoding step must read: weights, of an untied embedding one row, and the entries of all layers."""
+    """Bytes that a decoding step must read: weights (one row of an untied embedding), and the entries of all layers."""
     c = params.config.decoder
     itemsize = params.decoder.embedding.weight[...].dtype.itemsize
     weights = tree_bytes(params.decoder)

@@ -1,7 +1,7 @@
-"""The peers: transformers' own attention and cache, compressed by kvpress. Needs the extra `peers`.
+"""The peers in torch: transformers' attention and cache, compressed by kvpress. Needs the extra `peers`.
 
-Decoding is kvpress' own loop: one forward pass per token with the true position, no `generate` around it, which would
-only add time.
+Decodes as kvpress does: one forward pass per token with the true position, without `generate`, which would only add
+time.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import numpy as np
 
 from vlkv.errors import InputError
 
-# method -> attention implementations that it is measured with
+# method -> attention implementations with which it is measured
 METHODS = {
     "none": ("sdpa", "eager"),
     "snapkv": ("sdpa",),
     "pyramidkv": ("sdpa",),
     "streamingllm": ("sdpa",),
-    "observed": ("eager",),  # it sums the attention matrix, which only this one returns
+    "observed": ("eager",),  # needs the attention matrix, which only eager attention returns
 }
 WINDOW = 64  # kvpress' default
 
 
 class Run(NamedTuple):
-    """One job, timed."""
+    """The times of one run."""
 
     prefill_seconds: float
     step_seconds: float
@@ -36,13 +36,13 @@ class Run(NamedTuple):
 
 
 def available() -> str | None:
-    """Why the peers cannot be measured here; None: they can."""
+    """The reason why the peers cannot be measured here; None if they can."""
     try:
         import kvpress
         import torch  # noqa: F401
     except ImportError as error:
         return f"{error.name} is missing: pip install '.[peers]'"
-    except Exception as error:  # kvpress reaches deep into transformers
+    except Exception as error:  # kvpress changes internals of transformers, so it can fail in many ways
         return f"kvpress does not work with this transformers ({type(error).__name__}): pip install '.[peers]'"
     del kvpress
     return None
@@ -56,7 +56,7 @@ def require() -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of what takes part."""
+    """Versions of the peers' packages."""
     import importlib.metadata
 
     return {name: importlib.metadata.version(name) for name in ("torch", "transformers", "kvpress")}
@@ -70,12 +70,12 @@ def on_gpu() -> bool:
 
 
 def read_speed(size: int) -> float:
-    """Bytes per second of summing so many, on all cores or the GPU: about how fast a step could take its weights in."""
+    """Bytes per second of summing `size` bytes on all cores or the GPU: about the speed of reading weights."""
     import torch
 
     x = torch.ones(size // 4, device="cuda" if on_gpu() else "cpu")
     best = 0.0
-    for _ in range(4):  # the first wakes the threads
+    for _ in range(4):  # the first starts the threads
         begin = time.perf_counter()
         x.sum().item()
         best = max(best, size / (time.perf_counter() - begin))
@@ -93,7 +93,7 @@ class Peer:
 
     @classmethod
     def load(cls, folder: Path, attention: str, *, dtype: str) -> Peer:
-        """From a folder, on the GPU where there is one."""
+        """Loads a folder, onto the GPU if there is one."""
         import torch
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
@@ -104,7 +104,7 @@ class Peer:
         return cls(model.eval().to("cuda" if torch.cuda.is_available() else "cpu"))
 
     def run(self, tokens: np.ndarray, method: str, keep: float, new: int, *, window: int = WINDOW) -> Run:
-        """Prefill under the press, then `new` - 1 steps of the likeliest token."""
+        """Prefill with compression, then `new` - 1 greedy steps."""
         torch = self.torch
         from transformers import DynamicCache
 

@@ -12,20 +12,17 @@ def main() -> None:
     """Reads the options and trains."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("mini-checkpoint"), help="the folder to write")
-    parser.add_argument("--work", type=Path, default=Path("mini-work"), help="the state, to resume from")
+    parser.add_argument(
+        "--work", type=Path, default=Path("mini-work"), help="folder of the state, from which a run resumes"
+    )
     parser.add_argument("--start", type=Path, metavar="FOLDER", help="an earlier demo model to start from")
     parser.add_argument("--every", type=int, default=200, help="steps between checkpoints")
-    parser.add_argument("--machine", default="", help="the machine in plain words, for the log")
+    parser.add_argument("--machine", default="", help="description of the machine, for the log")
     options = parser.parse_args()
-    settings = training.Settings()
     training.train(
-        options.out,
-        options.work,
-        settings,
-        checkpoint=options.start,
-        every=options.every,
+        options.out, options.work, training.Settings(), checkpoint=options.start, every=options.every,
         machine=options.machine,
-    )
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

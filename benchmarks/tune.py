@@ -1,13 +1,11 @@
-"""Tries block sizes on the device at hand and writes the table that the kernels read.
+"""Searches block sizes for this device and writes the table that the kernels read.
 
     python -m benchmarks.tune [--quick] [--dry]
 
-Which sizes an implementation has is learnt by running it: it asks the table. Each size in turn is halved and doubled
-as long as that helps by more than 3 %; candidates are timed in turn with the best so far, by `benchmarks.clock`, and
-what does not compile or run is passed over. The table (`pallas_kernels/tuning/<device>.json`) has only what beat the
-default.
-
-Shapes: as in `benchmarks.kernels`.
+The sizes of an implementation are found by running it, because it looks them up in the table. Each size is halved and
+doubled as long as that is faster by more than 3 %. Candidates and the best sizes so far are timed alternately, by
+`benchmarks.clock`; candidates that do not compile or run are skipped. The table (`pallas_kernels/tuning/<device>.json`)
+contains only sizes that beat the defaults. Shapes are those of `benchmarks.kernels`.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ from benchmarks import clock
 from benchmarks.kernels import CORE, DECODE, MASS, MASS_ROWS, Sizes, attempt, names, whole
 from pallas_kernels import attention_mass, attention_mass_rows, core_attention, decode_attention, tuning
 
-BETTER = 0.97
+BETTER = 0.97  # a candidate must take less than this share of the best time so far
 
 
 def main() -> None:
-    """Tunes every op, prints what it finds, writes the table."""
+    """Tunes every op, prints the table and writes it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="tiny shapes: shows that it runs")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, to check that it runs")
     parser.add_argument("--dry", action="store_true", help="print the table, do not write it")
     args = parser.parse_args()
     sizes = Sizes.here(args.quick)
@@ -51,9 +49,9 @@ Make = Callable[[], clock.Program]
 
 
 def workloads(sizes: Sizes) -> list[list[Make]]:
-    """For every op and implementation what to time: functions that trace anew and return the compiled program.
+    """For every op and implementation, functions that trace and compile the programs to time.
 
-    Decoding from a long segment and from a short one of every model, since one table serves all.
+    Decoding has a short and a long segment of every model, because one table is used for all of them.
     """
     found: list[list[Make]] = []
     for op, implementations in ((decode_attention, DECODE), (core_attention, CORE)):
@@ -67,7 +65,7 @@ def workloads(sizes: Sizes) -> list[list[Make]]:
 
 
 def decoding(op: Any, name: str, sizes: Sizes, model: tuple[int, int, int], share: float) -> clock.Program:
-    """decode_attention or core_attention over a share of the prompt."""
+    """Compiles decode_attention or core_attention over a share of the prompt."""
     q, k, v = whole(sizes, *model, sizes.tokens)
     per_head = (model[0], model[2])
     count = int(share * sizes.tokens)
@@ -82,7 +80,7 @@ def decoding(op: Any, name: str, sizes: Sizes, model: tuple[int, int, int], shar
 
 
 def scoring(op: Any, name: str, sizes: Sizes) -> clock.Program:
-    """The mass of every key from all rows, or of every row over all keys."""
+    """Compiles attention_mass or attention_mass_rows of all rows and keys."""
     _, heads, kv_heads = sizes.models[-1]
     q = jnp.ones((heads, sizes.prefill, sizes.head_dim), sizes.dtype)
     k = jnp.ones((kv_heads, sizes.prefill, sizes.head_dim), sizes.dtype)
@@ -116,7 +114,7 @@ def tune(runs: list[Make], rounds: int) -> dict[str, dict[str, int]]:
 
 
 def prepare(runs: list[Make], sizes: Mapping[str, Mapping[str, int]] | None = None) -> list[clock.Program] | None:
-    """All workloads compiled with these sizes and run once; None: one of them cannot be."""
+    """Compiles all workloads with these sizes and runs them once; None if one of them fails."""
     with tuning.trying(sizes or {}):
         made = [attempt(run) for run in runs]
         failed = any(isinstance(one, str) or isinstance(attempt(one.seconds), str) for one in made)
@@ -124,7 +122,7 @@ def prepare(runs: list[Make], sizes: Mapping[str, Mapping[str, int]] | None = No
 
 
 def faster(new: list[clock.Program], old: list[clock.Program], rounds: int) -> bool:
-    """Whether the new ones take less time, all workloads weighing the same; timed in turn."""
+    """Whether the new programs take less time (geometric mean over the workloads); timed alternately."""
     ratios = []
     for pair in zip(new, old, strict=True):
         times = [[one.seconds() for one in pair] for _ in range(rounds)]

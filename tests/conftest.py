@@ -1,4 +1,4 @@
-"""What every test shares: the CPU unless told otherwise, compiled programs kept between runs, checked shapes."""
+"""Settings and fixtures of all tests: the CPU by default, a cache of compiled programs, checked shapes."""
 
 import itertools
 import os
@@ -6,8 +6,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-# `pytest -m accelerator` runs on the GPU or TPU that is here, compiled as for use. Other tests run on the CPU and are
-# compiled in half the time, and less below, which costs models this small little speed.
+# `pytest -m accelerator` runs on this machine's GPU or TPU with all optimisations. Other tests run on the CPU with
+# fewer optimisations (here and below), which halves compile time and hardly slows models this small.
 os.environ.setdefault("JAX_PLATFORMS", "" if "accelerator" in sys.argv else "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
     "" if "accelerator" in sys.argv else " --xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-EMITTERS = " --xla_cpu_use_fusion_emitters=false"  # known to jaxlib 0.10, neither to later ones nor to every libtpu
+EMITTERS = " --xla_cpu_use_fusion_emitters=false"  # jaxlib 0.10 has this flag, later versions and some of libtpu do not
 
 if version("jaxlib").startswith("0.10.") and "accelerator" not in sys.argv:
     os.environ["XLA_FLAGS"] += EMITTERS
-    jax.devices()  # has jaxlib read them
+    jax.devices()  # makes jaxlib read the flags
     os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].removesuffix(EMITTERS)
 
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax_cache"))
@@ -34,7 +34,7 @@ try:
 except ImportError:
     pass
 else:
-    # Not where users hand things in (processing, the command line): there wrong types must meet our own errors.
+    # Not for modules that get users' input (processing, the command line): there wrong types must raise our own errors.
     shared = "budgets cache decoder extend feeding generate inputs memory merging observe policies prefill towers"
     models = (f"families.{path.parent.name}.model" for path in (ROOT / "vlkv" / "families").glob("*/model.py"))
     jaxtyping.install_import_hook(
@@ -45,10 +45,10 @@ else:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks `full` what `@pytest.mark.default("part of an id", ...)` does not name: the other cases of a test.
+    """Marks as `full` the cases of a test that its `@pytest.mark.default("part of an id", ...)` does not name.
 
-    The default suite so runs the named cases only. A name that no case has is an error, unless single tests are asked
-    for, of which the others are then not collected.
+    So the default suite runs only the named cases. A name that no case has is an error, unless single tests were
+    requested, because then pytest does not collect the other cases.
     """
     named: dict[tuple[str, str], set[str]] = {}
     for item in items:
@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(config, items):
         named[key] = named.get(key, set(marker.args)) - found
     missing = [f"{test}: {', '.join(sorted(parts))}" for (test, _), parts in named.items() if parts]
     if missing and not any("::" in argument for argument in config.args):
-        raise pytest.UsageError("cases that the default suite names and that do not exist: " + "; ".join(missing))
+        raise pytest.UsageError("pytest.mark.default names cases that do not exist: " + "; ".join(missing))
 
 
 TESTS_RUN = itertools.count()
@@ -83,7 +83,7 @@ def forget_compiled_programs():
 
 @pytest.fixture(scope="module")
 def shapes_for_arrays():
-    """For tests where dataclasses of arrays hold ShapeDtypeStructs, which jaxtyping takes for mistakes."""
+    """Disables jaxtyping for tests that put ShapeDtypeStructs, which it rejects, into dataclasses of arrays."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -96,7 +96,7 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def miniature(tmp_path_factory):
-    """The folder of the miniature with so many of its layers, for an image of `grid` x `grid` patches."""
+    """Folder of the demo model with `layers` layers, for an image of `grid` x `grid` patches."""
     from tests.miniature import cut
 
     made: dict[tuple[int, int], Path] = {}
@@ -111,7 +111,7 @@ def miniature(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def golden():
-    """Arrays of <name>.npz in tests/golden, or in the folder that VLKV_GOLDEN names."""
+    """Loads the arrays of <name>.npz from tests/golden, or from the folder that VLKV_GOLDEN names."""
     folder = Path(os.environ.get("VLKV_GOLDEN", ROOT / "tests" / "golden"))
 
     def load(name: str) -> dict[str, np.ndarray]:
@@ -129,9 +129,9 @@ def golden():
 
 @pytest.fixture(params=["some pairs", pytest.param("all pairs", marks=pytest.mark.full)])
 def pairs(request):
-    """Pairs of indices into two lists: each index at least once, in the whole suite all pairs.
+    """Pairs of indices into two lists: each index at least once, or all pairs in the full suite.
 
-    Every pair is a program to compile, and the two indices of a pair usually fail apart.
+    Every pair must be compiled, and a failure rarely depends on both indices.
     """
 
     def of(first, second) -> list[tuple[int, int]]:

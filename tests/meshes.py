@@ -1,6 +1,6 @@
-"""What tests/test_sharding.py runs in processes of their own: the same work on one device and on meshes of several.
+"""The processes that tests/test_sharding.py starts: the same work on one device and on meshes of several devices.
 
-`python -m tests.meshes compare CASE ...` prints one line of JSON, as do `tpu` and `process I PORT`, one of two hosts.
+`python -m tests.meshes compare CASE ...`, `tpu` and `process I PORT` (one of two hosts) print one line of JSON each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vlkv.cache import align, resize
 from vlkv.families.text.config import TextConfig
 
 from .families.tiny import QUICK
-from .models import CONFIG, IMAGE_TOKEN, SMALL
+from .models import CONFIG, IMAGE_TOKEN, SMALL, padded
 
 NEW = 6
 POLICIES = {
@@ -36,8 +36,8 @@ POLICIES = {
     "KIVI": policies.KIVI(bits=4, group=8),
     "Random": policies.Random(keep=0.3),
 }
-TURNS = ("Full", "KIVI")  # with these a second turn follows the first
-# Key heads are 2: split over `model` up to there, and the slots beyond.
+TURNS = ("Full", "KIVI")  # policies that are tested with a second turn
+# The model has 2 key heads: `model` splits the heads up to 2 devices, and also the slots beyond.
 CASES = {
     "data": ((4, 1), ("FastV",)),
     "heads": ((2, 2), ("H2O", "KIVI")),
@@ -48,19 +48,19 @@ CASES = {
 
 
 def parameters() -> vlkv.families.Model:
-    """Random weights, queries large, so that attention is peaked."""
+    """Random weights, large enough that attention is far from uniform."""
     leaves, structure = jax.tree.flatten(vlkv.families.abstract(SMALL))
     rng = np.random.default_rng(0)
     return jax.tree.unflatten(structure, [rng.normal(size=x.shape).astype(np.float32) * 0.3 for x in leaves])
 
 
 def placed(params: vlkv.families.Model, mesh: jax.sharding.Mesh) -> vlkv.families.Model:
-    """As `load_params` places them."""
+    """The parameters placed on a mesh as `load_params` does."""
     return jax.tree_util.tree_map_with_path(lambda path, x: sharding.place(sharding.path_name(path), x, mesh), params)
 
 
 def first_turn() -> list[list[int]]:
-    """Rows of two, one, no and one image."""
+    """Rows with two, one, no and one image."""
     rng = np.random.default_rng(0)
     image = [IMAGE_TOKEN] * 25
     return [
@@ -72,39 +72,35 @@ def first_turn() -> list[list[int]]:
 
 
 def second_turn() -> list[list[int]]:
-    """Words, of unequal lengths."""
+    """Rows of text with unequal lengths."""
     rng = np.random.default_rng(1)
     return [rng.integers(6, 50, n).tolist() for n in (5, 3, 4, 5)]
 
 
 def batch(rows: list[list[int]], pictures: bool = True) -> vlkv.Inputs:
-    """Rows padded on the right, with the first turn's pictures or with none."""
-    longest = max(map(len, rows))
-    found = {
-        "input_ids": np.stack([np.pad(row, (0, longest - len(row))) for row in rows]),
-        "attention_mask": np.stack([np.arange(longest) < len(row) for row in rows]),
-    }
+    """Rows padded on the right, with or without the first turn's images."""
+    found = padded(rows)
     if pictures:
         found["pixel_values"] = np.random.default_rng(2).normal(size=(4, 3, 20, 20)).astype(np.float32)
     return vlkv.Inputs.from_hf(found, SMALL)
 
 
-# Compiling is all the time.
+# Compiling takes almost all of the time.
 OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True, **QUICK}
 
 
 @partial(jax.jit, compiler_options=OPTIONS)
 def answer(params, inputs, policy, key, more=None):
-    """Logits [S, B, vocab] and tokens [B, S] of a greedy decode, after another turn if there is one.
+    """Logits [S, B, vocab] and tokens [B, S] of a greedy decode, after a second turn if `more` is given.
 
-    A tail grows after prefill. On a mesh it is asked for fewer slots than are needed, but rounded up to enough of
-    them: every slot that is there must work.
+    The tail is enlarged after prefill. On a mesh `resize` gets the smallest number that it rounds up to enough slots,
+    so that the test needs every slot.
     """
-    room = NEW + (0 if more is None else more.tokens.shape[1])
-    cache, first = vlkv.prefill(params, inputs, policy, new_tokens=room if policy.evicts else 1, key=key)
+    added = NEW + (0 if more is None else more.tokens.shape[1])
+    cache, first = vlkv.prefill(params, inputs, policy, new_tokens=added if policy.evicts else 1, key=key)
     logits = first
     if not cache.reuses:
-        cache = resize(cache, max(align(room, cache.parts) - cache.parts + 1, cache.new_tokens))
+        cache = resize(cache, max(align(added, cache.parts) - cache.parts + 1, cache.new_tokens))
     if more is not None:
         cache, logits = vlkv.extend(params, cache, more)
 
@@ -118,7 +114,7 @@ def answer(params, inputs, policy, key, more=None):
 
 
 def collectives(text: str) -> list[tuple[str, int]]:
-    """Kind and elements of every collective operation of a compiled program."""
+    """Kind and number of elements of every collective operation of a compiled program."""
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     found = re.findall(rf"= (\(.*?\)|\S+) ({kinds})(?:-start)?\(", text)
     sizes = [[math.prod(map(int, filter(None, s.split(",")))) for s in re.findall(r"\w+\[([\d,]*)\]", shape)]
@@ -137,7 +133,7 @@ def step_program(split, inputs, policy, mesh) -> dict:
 
 
 def again(params, tokens: np.ndarray) -> np.ndarray:
-    """What `forward` makes of both turns and the answer, all as one prompt: the logits [S, B, vocab] of its tokens."""
+    """Logits [S, B, vocab] of the answer from `forward` over both turns and the answer as one prompt."""
     turns = [a + b for a, b in zip(first_turn(), second_turn(), strict=True)]
     logits = jax.jit(vlkv.forward, compiler_options=OPTIONS)(
         params, batch([row + answer for row, answer in zip(turns, tokens.tolist(), strict=True)])
@@ -146,7 +142,7 @@ def again(params, tokens: np.ndarray) -> np.ndarray:
 
 
 def compare(*wanted: str) -> None:
-    """Logits and tokens by mesh and policy, and what a decode step sends, of the cases whose names are given.
+    """Prints differences of logits, tokens, and the collectives of a decode step, for the given cases.
 
     Args:
         wanted: "MESH: POLICY" of CASES, or "MESH: step" for the program of a decode step.
@@ -177,7 +173,7 @@ def compare(*wanted: str) -> None:
 
 
 def process(number: str, port: str) -> None:
-    """One of two hosts with two devices each; all four are the `model` axis, with the slots of the cache in parts."""
+    """One of two hosts with two devices each; the `model` axis has all four, so the slots of the cache are in parts."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(number))
     mesh = sharding.make_mesh(data=1, model=4)
@@ -188,7 +184,7 @@ def process(number: str, port: str) -> None:
 
 
 def compile_for_tpu() -> None:
-    """Of prefill and a decode step on meshes of eight TPU chips that are not there: kernels and largest collectives."""
+    """Prints kernels and largest collectives of prefill and a decode step, compiled for eight absent TPU chips."""
     from jax.experimental import topologies
 
     decoder = dataclasses.replace(CONFIG.decoder, width=512, heads=8, head_dim=128, layers=1, max_positions=4096)

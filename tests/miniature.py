@@ -1,4 +1,4 @@
-"""The shipped miniature with fewer layers and a smaller image: it answers nonsense, but compiles much faster."""
+"""The demo model with fewer layers and a smaller image: its answers mean nothing, but it compiles much faster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlkv.mini import CHECKPOINT
 
 
 def cut(folder: Path, *, layers: int, grid: int) -> Path:
-    """Writes the first layers of decoder and tower, and the position embeddings of `grid` x `grid` patches."""
+    """Writes a checkpoint with the first layers of decoder and tower, for images of `grid` x `grid` patches."""
     shutil.copytree(CHECKPOINT, folder)
     raw = json.loads((folder / "config.json").read_text())
     vision, patches = raw["vision_config"], grid**2
@@ -24,13 +24,13 @@ def cut(folder: Path, *, layers: int, grid: int) -> Path:
     for path in folder.glob("*processor_config.json"):
         path.write_text(re.sub(rf"\b{before}\b", str(vision["image_size"]), path.read_text()))
 
-    def stays(name: str) -> bool:
+    def is_kept(name: str) -> bool:
         number = re.search(r"layers\.(\d+)\.", name)
         return number is None or int(number[1]) < (2 if "vision" in name else layers)
 
-    tensors = {name: x for name, x in load_file(folder / "model.safetensors").items() if stays(name)}
+    tensors = {name: x for name, x in load_file(folder / "model.safetensors").items() if is_kept(name)}
     for name in tensors:
-        if name.endswith("position_embedding.weight"):  # the class token's is the first
+        if name.endswith("position_embedding.weight"):  # the first is that of the class token
             tensors[name] = tensors[name][: patches + 1].copy()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

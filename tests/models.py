@@ -1,8 +1,9 @@
-"""Tiny models with random weights, made without torch, and batches whose rows are unequal in every way."""
+"""Tiny models with random weights, made without torch, and batches of rows with unequal lengths and images."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -33,7 +34,7 @@ SMALL = dataclasses.replace(CONFIG, decoder=dataclasses.replace(CONFIG.decoder, 
 
 
 class Drawn(Initializer):
-    """Draws with numpy, which compiles nothing, and moves every parameter, the constant ones too."""
+    """Draws all parameters with numpy, which compiles nothing; adds noise to constant ones too."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -46,23 +47,34 @@ class Drawn(Initializer):
 
 
 def random_model(config: ModelConfig, seed: int = 0):
-    """Every parameter random and queries large, so that attention is peaked."""
+    """A model with all parameters random, and weights large enough that attention is far from uniform."""
     return FAMILIES[config.family].model(config, init=Drawn(seed))
 
 
 def tiny_llava(seed: int = 0, config: ModelConfig = CONFIG):
-    """The model that most tests share."""
+    """The model that most tests use."""
     return random_model(config, seed)
 
 
 @jax.jit
 def embed(params, inputs: vlkv.Inputs):
-    """What the first layer is given."""
+    """The input of the first layer."""
     return params.embed(inputs)
 
 
+def padded(rows, padding: str | Sequence[str] = "right") -> dict[str, np.ndarray]:
+    """Token ids and attention mask of rows, padded on one side ("left" or "right"), or on one side for each row."""
+    sides = [padding] * len(rows) if isinstance(padding, str) else padding
+    longest = max(map(len, rows))
+    ids, mask = np.zeros((2, len(rows), longest), int)
+    for i, (row, side) in enumerate(zip(rows, sides, strict=True)):
+        start = longest - len(row) if side == "left" else 0
+        ids[i, start : start + len(row)], mask[i, start : start + len(row)] = row, 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
 def unequal_batch(config: ModelConfig = CONFIG, seed: int = 0, padding: str = "right") -> vlkv.Inputs:
-    """Rows with two images, one image, and none; 25 vision tokens an image."""
+    """Rows with two images, one image, and none; an image has 25 vision tokens."""
     rng = np.random.default_rng(seed)
     image = [IMAGE_TOKEN] * 25
     rows = [
@@ -70,11 +82,5 @@ def unequal_batch(config: ModelConfig = CONFIG, seed: int = 0, padding: str = "r
         [1, *rng.integers(6, 50, 3), *image, *rng.integers(6, 50, 14)],
         [1, *rng.integers(6, 50, 11)],
     ]
-    longest = max(map(len, rows))
-    pads = [(longest - len(row), 0) if padding == "left" else (0, longest - len(row)) for row in rows]
-    batch = {
-        "input_ids": np.stack([np.pad(row, pad) for row, pad in zip(rows, pads, strict=True)]),
-        "attention_mask": np.stack([np.pad(np.ones(len(row), int), pad) for row, pad in zip(rows, pads, strict=True)]),
-        "pixel_values": rng.normal(size=(3, 3, 20, 20)).astype(np.float32),
-    }
-    return vlkv.Inputs.from_hf(batch, config)
+    pixels = rng.normal(size=(3, 3, 20, 20)).astype(np.float32)
+    return vlkv.Inputs.from_hf({**padded(rows, padding), "pixel_values": pixels}, config)

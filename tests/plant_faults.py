@@ -1,8 +1,8 @@
-"""Plants faults one by one in a copy of the project and runs the tests that should notice each of them.
+"""Plants faults one by one in a copy of the project and runs the tests that should detect them.
 
     python -m tests.plant_faults [NAME ...] [--all]
 
-This measures the tests: each fault in the table is one that somebody could make, and the default suite must fail.
+This checks the tests: the faults are mistakes that a programmer could make, and the default suite must fail for each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Fault(NamedTuple):
-    """A piece of text that occurs once in a file, what takes its place, and a test that should notice."""
+    """A text that occurs once in a file, its replacement, and a test that should detect the fault."""
 
     name: str
     file: str
@@ -118,14 +118,14 @@ FAULTS = (
 
 
 def planted(fault: Fault, text: str) -> str:
-    """The text of a file with the fault in it; ValueError unless what it replaces is there exactly once."""
+    """The text of a file with the fault; raises ValueError unless the replaced text occurs exactly once."""
     if text.count(fault.old) != 1:
         raise ValueError(f"{fault.name}: {fault.old!r} occurs {text.count(fault.old)} times in {fault.file}, not once")
     return text.replace(fault.old, fault.new)
 
 
 def copy_project(folder: Path) -> None:
-    """Copies what git tracks, and new files that it does not ignore; compiled programs are shared."""
+    """Copies all files that git does not ignore; the cache of compiled programs is shared."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0"):
         if name and (ROOT / name).is_file():
@@ -136,7 +136,7 @@ def copy_project(folder: Path) -> None:
 
 
 def run_tests(folder: Path, tests: list[str]) -> tuple[int, str]:
-    """pytest's exit code up to the first failure, and the line that names it, or else the last line."""
+    """Runs pytest until the first failure; returns its exit code and the line of the failure, or the last line."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -146,14 +146,14 @@ def run_tests(folder: Path, tests: list[str]) -> tuple[int, str]:
 
 
 def main() -> int:
-    """Prints one line per fault; 1 if a fault was missed, or the tests fail without any."""
-    parser = argparse.ArgumentParser(description="Plants faults one by one and runs the tests that should notice.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="a fault, by any part of its name; default: all")
-    parser.add_argument("--all", action="store_true", help="run the whole default suite, not one test a fault")
+    """Prints one line per fault; returns 1 if a fault was missed, or if the tests fail without a fault."""
+    parser = argparse.ArgumentParser(description="Plants faults one by one and runs the tests that should detect them.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="any part of a fault's name (default: all faults)")
+    parser.add_argument("--all", action="store_true", help="run the whole default suite, not one test per fault")
     args = parser.parse_args()
     chosen = [fault for fault in FAULTS if not args.names or any(name in fault.name for name in args.names)]
     if not chosen:
-        parser.error(f"no such fault; there are: {', '.join(fault.name for fault in FAULTS)}")
+        parser.error(f"no such fault; choose one of {', '.join(fault.name for fault in FAULTS)}")
     missed = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -168,7 +168,7 @@ def main() -> int:
             path.write_text(planted(fault, whole))
             code, line = run_tests(folder, [] if args.all else [fault.test])
             path.write_text(whole)
-            found = code == 1  # another code says that pytest could not run the test
+            found = code == 1  # other codes mean that pytest could not run the test
             missed += not found
             print(f"{fault.name}: {'found by' if found else 'MISSED:'} {line.removeprefix('FAILED ')}", flush=True)
     return int(missed > 0)

@@ -1,6 +1,6 @@
-"""A decoder in float64 numpy, written from the equations, that decodes from exactly the entries it is told to keep.
+"""A decoder in float64 numpy, written from the equations, that decodes from a given set of kept entries.
 
-It shares nothing with the library but the weights: whole matrices, explicit masks, one row at a time.
+Only the weights come from the library. It uses whole matrices and explicit masks, one row at a time.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def _logits(decoder, x):
 
 
 def prefill(decoder, x, positions=None, reduce=None):
-    """x [T, D] of one row without padding -> logits of the last token, and per layer q, k, v [T, heads, H].
+    """Logits of the last token, and q, k, v [T, heads, H] of each layer, for x [T, D] of one row without padding.
 
-    reduce: {number of layers: f(x, q, k, places) -> (x, kept)} with `places` the tokens that are left, `kept` indices
-    into them; later layers hold NaN where a token is gone.
+    reduce: {number of layers: f(x, q, k, places) -> (x, kept)}. `places` are the remaining tokens and `kept` indices
+    into them; q, k, v of later layers are NaN for removed tokens.
     """
     x = np.asarray(x, np.float64)
     length = len(x)
@@ -83,9 +83,9 @@ def prefill(decoder, x, positions=None, reduce=None):
 def decode(decoder, layers, kept, tokens, softmax_n=0.0, first=None, evict=None):
     """Logits after each of `tokens`, attending to prompt entries where kept [L, K, T] and to all tokens fed so far.
 
-    first: position of the first of them; None: the prompt's length.
-    evict: of a method that evicts: from layer, key head, places [n] of the entries in the order of the tokens, and the
-    attention [G, n] that each received, to the indices of those that are deleted.
+    first: position of the first token; None: the prompt's length.
+    evict: for methods that evict: f(layer, key head, places, attention) -> indices of the entries to delete. `places`
+    [n] are the entries' tokens in order, `attention` [G, n] is what each entry received.
     """
     first = kept.shape[-1] if first is None else first
     held = [

@@ -20,7 +20,7 @@ ROOM = [sys.executable, "-m"]
 def test_the_script_for_a_gpu_refuses_a_cpu(capsys):
     assert gpu.main([]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err == "error: no GPU: jax runs on cpu; --dry-run runs the same, tiny, here\n"
+    assert out == "" and err == "error: no GPU: jax runs on cpu; --dry-run runs a tiny model here\n"
 
 
 @pytest.fixture(scope="module")

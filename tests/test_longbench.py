@@ -42,7 +42,7 @@ def test_rows(source, tokenizer, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     assert longbench.main([str(source), str(out), "--dataset", "trec", "--model", str(CHECKPOINT)]) == 0
     assert capsys.readouterr().out.startswith("1 questions") and read_records(out)[0].dataset == "trec"
-    with pytest.raises(InputError, match="there are narrativeqa"):
+    with pytest.raises(InputError, match="choose one of narrativeqa"):
         next(longbench.rows(source, "other", tokenizer, 7))
     assert longbench.main([str(source), str(out), "--model", str(CHECKPOINT)]) == 2
 

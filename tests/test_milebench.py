@@ -199,10 +199,10 @@ def test_what_is_not_mile_bench_is_refused(source, tmp_path, capsys):
     content = json.loads(file.read_text())
     content["data"][0]["response"] = "a fish"
     file.write_text(json.dumps(content))
-    assert "TQA, sample 1: the answer 'a fish' is none of its choices" in refused()
+    assert "TQA, sample 1: the answer 'a fish' is not one of its choices" in refused()
     content["data"][0] |= {"response": "mount", "task_instance": {"context": "{image#9}", "images_path": []}}
     file.write_text(json.dumps(content))
-    assert "names a picture that it has not" in refused()
+    assert "names an image that it does not have" in refused()
     del content["data"][0]["task_instance"]
     file.write_text(json.dumps(content))
     assert "a sample without 'task_instance'" in refused()

@@ -19,7 +19,7 @@ import vlkv
 from vlkv import policies
 from vlkv.cli import main
 from vlkv.evaluation import Journal, Record, Settings, Turn, read_records, run, summarise
-from vlkv.mini import CHECKPOINT, export, folder, pages
+from vlkv.mini import CHECKPOINT, export, folder
 
 NEW = 32
 SNAPKV = policies.SnapKV(keep=0.2, scope="vision")
@@ -90,7 +90,7 @@ def test_later_turns_see_the_whole_conversation(model, records, tmp_path):
     prompts = [encode(start).ids, encode(f"{start} {said[0]} USER: {second.turns[0].question} ASSISTANT:").ids]
     wanted = [[*encode(turn.answers[0], add_special_tokens=False).ids, folder.EOS] for turn in record.turns]
     rows = [
-        np.repeat(row, np.where(np.array(row) == folder.IMAGE, pages.GRID**2, 1))
+        np.repeat(row, np.where(np.array(row) == folder.IMAGE, params.config.vision.tokens, 1))
         for row in ([*ids, *answer] for ids, answer in zip(prompts, wanted, strict=True))
     ]
     longest = max(map(len, rows))

@@ -1,4 +1,4 @@
-"""What the tests of every family share: batches of unequal rows, and transformers' answer to each row alone."""
+"""Helpers for the tests of all families: batches of unequal rows, and transformers' answer to each row alone."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import pytest
 
 import vlkv
 from pallas_kernels import prefill_attention
+from tests.models import padded
 from tests.parity.conftest import perturb, torch, transformers
 from vlkv import policies
 
-save_file = pytest.importorskip("safetensors.torch").save_file  # an import of its own would fail where torch is missing
+save_file = pytest.importorskip("safetensors.torch").save_file  # skips instead of failing if torch is missing
 NEW = 32  # greedy tokens that are compared
 __all__ = [
     "NEW",
@@ -34,22 +35,15 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One prompt: ids, and what transformers' processor returns beside them for this prompt alone."""
+    """One prompt: ids, and the other arrays that transformers' processor returns for this prompt alone."""
 
     ids: list[int]
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def joined(rows: list[Row], padding: str = "right") -> dict[str, Any]:
-    """One batch, padded on one side; pixels of all rows one after the other, as lists where they differ in length."""
-    longest = max(len(row.ids) for row in rows)
-    pads = [(longest - len(row.ids), 0) if padding == "left" else (0, longest - len(row.ids)) for row in rows]
-    batch: dict[str, Any] = {
-        "input_ids": np.stack([np.pad(row.ids, pad) for row, pad in zip(rows, pads, strict=True)]),
-        "attention_mask": np.stack(
-            [np.pad(np.ones(len(row.ids), int), pad) for row, pad in zip(rows, pads, strict=True)]
-        ),
-    }
+    """One batch, padded on one side; the other arrays of all rows are joined in lists."""
+    batch: dict[str, Any] = padded([row.ids for row in rows], padding)
     for row in rows:
         for name, value in row.extra.items():
             batch.setdefault(name, []).extend(value)
@@ -70,7 +64,7 @@ def read(params, inputs):
 
 
 def answer(model, row: Row, new: int = 0):
-    """Hidden states and logits of transformers for one prompt alone, and its greedy tokens."""
+    """Transformers' hidden states and logits for one prompt alone, and `new` greedy tokens."""
     extra = {name: torch.tensor(np.asarray(value)) for name, value in row.extra.items()}
     ids = torch.tensor([row.ids])
     with torch.no_grad():
@@ -83,14 +77,14 @@ def answer(model, row: Row, new: int = 0):
 
 
 def check_states(params, rows: list[Row], answers, padding: str = "right") -> vlkv.Inputs:
-    """Layer outputs and logits within 1e-4, of logits that are not all alike."""
+    """Asserts that layer outputs and logits are within 1e-4, and that logits are far from uniform."""
     batch = joined(rows, padding)
     inputs = vlkv.Inputs.from_hf(batch, params.config)
     states, logits = (np.asarray(x) for x in read(params, inputs))
     mask = np.asarray(batch["attention_mask"], bool)
     width = mask.shape[1]
     for i, (hidden, theirs, _) in enumerate(answers):
-        for ours, wanted in zip(states[:-1], hidden[:-1], strict=True):  # transformers' last is after the norm
+        for ours, wanted in zip(states[:-1], hidden[:-1], strict=True):  # transformers' last state is after the norm
             np.testing.assert_allclose(ours[i, :width][mask[i]], wanted, atol=1e-4)
         np.testing.assert_allclose(logits[i, :width][mask[i]], theirs, atol=1e-4)
     assert np.concatenate([theirs for _, theirs, _ in answers]).std() >= 1
@@ -98,20 +92,20 @@ def check_states(params, rows: list[Row], answers, padding: str = "right") -> vl
 
 
 def check_answers(params, inputs: vlkv.Inputs, answers) -> None:
-    """32 greedy tokens of the full cache, all alike."""
+    """Asserts that 32 greedy tokens with the full cache are equal."""
     output = jax.jit(vlkv.generate)(params, inputs, sampling=vlkv.Greedy(max_new_tokens=NEW, stop=()))
     for row, (_, _, tokens) in enumerate(answers):
         np.testing.assert_array_equal(output.tokens[row], tokens)
 
 
 def every_stage() -> policies.Policy:
-    """Scores, a reduction on the grid, budgets per layer, merging and steps, in one program."""
+    """A policy with all stages: scores, a reduction on the grid, budgets per layer, merging and steps."""
     reduce = policies.LightKV(layers=(1,), windows=(2,))
     return policies.compose(policies.SnapKV(keep=0.5), allocate=policies.PyramidKV, step=policies.H2O, reduce=reduce)
 
 
 def check_neighbours(params, rows: list[Row], policy) -> None:
-    """The rows in reverse order give the same tokens in reverse order, all bounds being those of the batch."""
+    """Asserts that the rows in reverse order give the same tokens, because all bounds are those of the batch."""
     run, sampling = jax.jit(vlkv.generate), vlkv.Greedy(max_new_tokens=6, stop=())
     first, second = (
         np.asarray(

@@ -1,4 +1,4 @@
-"""Tiny random InternVLs made by transformers, one padded batch for all tests, and what transformers makes of it."""
+"""Tiny random InternVLs made by transformers, one padded batch for all tests, and comparisons with transformers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import jax
 import numpy as np
 
 import vlkv
-from pallas_kernels import prefill_attention
+from tests.families.common import read
+from tests.models import padded
 from tests.parity.conftest import perturb, torch, transformers
 
 IMAGE, START, END = 99, 98, 97
@@ -23,7 +24,7 @@ LARGE_VIT = dict(norm_type="rms_norm", attention_bias=False, use_qk_norm=True)  
 
 
 def make_internvl(kind, vision, *, seed=0, tied=False, layer=-1, **changes):
-    """A three-layer tower with 64 patches a tile, and a two-layer decoder with grouped heads."""
+    """A three-layer tower with 64 patches per tile, and a two-layer decoder with grouped heads."""
     vision = transformers.InternVLVisionConfig(
         hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=2, image_size=SIDE,
         patch_size=7, **vision,
@@ -43,30 +44,22 @@ def make_internvl(kind, vision, *, seed=0, tied=False, layer=-1, **changes):
 
 
 def make_batch(seed=0, order=(0, 1, 2)):
-    """Three rows: a picture of three tiles and one of one, a picture of one, none. Padded left, right and left."""
+    """Three rows: an image of three tiles and one of one tile, an image of one, none. Padded left, right and left."""
     rng = np.random.default_rng(seed)
     rows = []
     for pictures, words in (((3, 1), 12), ((1,), 13), ((), 9)):
         ids = list(rng.integers(3, 90, words))
         for tiles in pictures:
             ids[4:4] = [START, *[IMAGE] * (TOKENS * tiles), END, 7]
-        rows.append((ids, sum(pictures)))
+        rows.append(ids)
     pixels = np.split(rng.normal(size=(5, 3, SIDE, SIDE)).astype(np.float32), [4, 5])
-    longest = max(len(ids) for ids, _ in rows)
-    ids, mask = np.zeros((3, longest), int), np.zeros((3, longest), int)
-    for place, row in enumerate(order):
-        start = 0 if row == 1 else longest - len(rows[row][0])
-        ids[place, start : start + len(rows[row][0])] = rows[row][0]
-        mask[place, start : start + len(rows[row][0])] = 1
-    return {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "pixel_values": np.concatenate([pixels[row] for row in order]),
-    }
+    sides = ["right" if row == 1 else "left" for row in order]
+    batch = padded([rows[row] for row in order], sides)
+    return batch | {"pixel_values": np.concatenate([pixels[row] for row in order])}
 
 
 def single_rows(batch):
-    """What transformers gets: each row alone, without padding, with its own tiles."""
+    """The inputs for transformers: each row alone, without padding, with its own tiles."""
     used = 0
     for ids, mask in zip(batch["input_ids"], batch["attention_mask"].astype(bool), strict=True):
         tiles = int((ids[mask] == IMAGE).sum()) // TOKENS
@@ -75,23 +68,10 @@ def single_rows(batch):
         yield {"input_ids": torch.tensor(ids[mask][None]), **extra}
 
 
-@jax.jit
-def states_and_logits(params, inputs):
-    """The embeddings, the output of every layer, and the logits."""
-    x = params.embed(inputs)
-    states = [x]
-    rotation = params.decoder.rotation(inputs.positions)
-    for layer in params.decoder.layers:
-        q, k, v = layer.project(x, rotation)
-        x = layer.finish(x, prefill_attention(q, k, v, valid=inputs.valid))
-        states.append(x)
-    return states, params.decoder.logits(x)
-
-
 def check_forward(model, params, batch):
-    """Logits and layer outputs within 1e-4, row by row."""
+    """Asserts that logits and layer outputs of every row are within 1e-4 of transformers'."""
     inputs = vlkv.Inputs.from_hf(batch, params.config)
-    states, logits = states_and_logits(params, inputs)
+    states, logits = read(params, inputs)
     width = batch["input_ids"].shape[1]
     spread = []
     for row, alone in enumerate(single_rows(batch)):
@@ -100,13 +80,15 @@ def check_forward(model, params, batch):
             theirs = model(**alone, output_hidden_states=True)
         spread.append(theirs.logits.numpy().ravel())
         np.testing.assert_allclose(np.asarray(logits)[row, mask], theirs.logits[0].numpy(), atol=1e-4)
-        for ours, hidden in zip(states[:-1], theirs.hidden_states[:-1], strict=True):  # their last is after the norm
+        for ours, hidden in zip(
+            states[:-1], theirs.hidden_states[:-1], strict=True
+        ):  # their last state is after the norm
             np.testing.assert_allclose(np.asarray(ours)[row, mask], hidden[0].numpy(), atol=1e-4)
     assert np.concatenate(spread).std() >= 1
 
 
 def check_generate(model, params, batch, count=32):
-    """Greedy tokens of every row equal transformers'."""
+    """Asserts that the greedy tokens of every row equal transformers'."""
     inputs = vlkv.Inputs.from_hf(batch, params.config)
     output = jax.jit(vlkv.generate)(params, inputs, sampling=vlkv.Greedy(max_new_tokens=count, stop=()))
     for row, alone in enumerate(single_rows(batch)):

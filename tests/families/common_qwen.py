@@ -6,17 +6,18 @@ import numpy as np
 
 from vlkv.buckets import Buckets
 
+from ..models import padded
 from ..parity.conftest import VOCABULARY, perturb, torch, transformers
 
 START, END, IMAGE, VIDEO = 95, 96, 97, 98
 BUCKETS = Buckets(patches=(64, 96, 128))
 PATCH, MERGE, VALUES = 4, 2, 3 * 2 * 4 * 4
-SECONDS = 0.7  # of a frame: with two positions a second, frame 1 lies at the truncation of 1.4
+SECONDS = 0.7  # per frame: with two positions per second, frame 1 is at 1.4, which is truncated
 KINDS = ("qwen2_vl", "qwen2_5_vl")
 
 
 def make(kind: str, seed: int = 0, **changes):
-    """Three blocks in the tower; in Qwen2.5-VL windows of 2 x 2 tokens, and one block without."""
+    """A tower with three blocks; in Qwen2.5-VL two of them have windows of 2 x 2 tokens."""
     tied = changes.pop("tied", False)
     text = dict(
         vocab_size=VOCABULARY, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
@@ -40,7 +41,7 @@ def make(kind: str, seed: int = 0, **changes):
     return model
 
 
-# Each row: numbers of text tokens, and between them pictures as (kind, frames, lines and columns of patches).
+# Each row: numbers of text tokens, and between them images as (kind, frames, lines and columns of patches).
 ROWS = (
     (4, ("image", 1, 4, 6), 3, ("image", 1, 6, 2), 5),
     (2, ("image", 1, 6, 10), 1, ("video", 2, 4, 4), 6),
@@ -50,7 +51,7 @@ ROWS = (
 
 
 def prompts(padding: str = "right", rows=ROWS, seed: int = 0) -> dict[str, np.ndarray]:
-    """A batch as transformers' processor would return it."""
+    """A batch in the form that transformers' processor returns."""
     rng = np.random.default_rng(seed)
     ids, grids = [], {"image": [], "video": []}
     for row in rows:
@@ -64,12 +65,7 @@ def prompts(padding: str = "right", rows=ROWS, seed: int = 0) -> dict[str, np.nd
                 count = int(np.prod(grid)) // MERGE**2
                 made += [START, *[IMAGE if kind == "image" else VIDEO] * count, END]
         ids.append(made)
-    longest = max(map(len, ids))
-    pads = [(longest - len(row), 0) if padding == "left" else (0, longest - len(row)) for row in ids]
-    batch = {
-        "input_ids": np.stack([np.pad(row, pad) for row, pad in zip(ids, pads, strict=True)]),
-        "attention_mask": np.stack([np.pad(np.ones(len(row), int), pad) for row, pad in zip(ids, pads, strict=True)]),
-    }
+    batch = padded(ids, padding)
     for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         if grids[kind]:
             grid = np.array(grids[kind])
@@ -99,5 +95,5 @@ def one_row(batch, row: int, rows=ROWS) -> dict:
 
 
 def for_model(kind: str, row: dict) -> dict:
-    """Qwen2-VL's forward knows no seconds."""
+    """The row without seconds for Qwen2-VL, whose forward has no such argument."""
     return {key: value for key, value in row.items() if kind == "qwen2_5_vl" or key != "second_per_grid_ts"}

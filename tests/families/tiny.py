@@ -1,7 +1,7 @@
 """A tiny model and a batch of unequal rows for every family with a tower, made without torch.
 
-Each is the part of a `config.json` that matters, read as a folder's would be, and the pictures as transformers'
-processor of the family hands them over. `FAMILIES` comes from the registry: a family that is forgotten here fails.
+A config is read from the necessary part of a `config.json`, and images have the form that the family's processor in
+transformers returns. `FAMILIES` comes from the registry, so a family that is missing here fails.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import jax
 import numpy as np
 
 import vlkv
-from tests.models import random_model
+from tests.models import padded, random_model
 from vlkv import families, policies
 from vlkv.config import ModelConfig
 from vlkv.families import config_from_hf
 from vlkv.families.llava_next.inputs import picture_tokens
 
 FAMILIES = tuple(kind for kind, family in families.FAMILIES.items() if family is not families.text.FAMILY)
-NEW = 4  # tokens that every row is answered with
+NEW = 4  # tokens of every answer
 START, END, IMAGE, VIDEO = 95, 96, 97, 98
-VOCABULARY, SIDE, PATCH = 120, 21, 7  # 9 patches an image
+VOCABULARY, SIDE, PATCH = 120, 21, 7  # 9 patches per image
 PINPOINTS = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [3 * SIDE, 3 * SIDE]]
 MOST_TILES = 10
 
@@ -35,7 +35,7 @@ DECODER = dict(
 TOWER = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=SIDE,
              patch_size=PATCH)  # fmt: skip
 SIGLIP = dict(model_type="siglip_vision_model", **TOWER)
-INTERN = TOWER | dict(image_size=6 * PATCH)  # 9 tokens a tile
+INTERN = TOWER | dict(image_size=6 * PATCH)  # 9 tokens per tile
 QWEN = dict(depth=2, num_heads=2, patch_size=4, spatial_merge_size=2, temporal_patch_size=2)
 MROPE = DECODER | dict(rope_scaling=dict(type="mrope", mrope_section=[2, 1, 1]), image_token_id=IMAGE,
                        video_token_id=VIDEO)  # fmt: skip
@@ -76,45 +76,45 @@ RAW: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# Halves the time to compile once more, where jaxlib knows it.
+# Halves compile time once more; only jaxlib 0.10 has this option.
 QUICK = {"xla_cpu_use_fusion_emitters": False} if version("jaxlib").startswith("0.10.") else {}
 generate = jax.jit(vlkv.generate, compiler_options=QUICK)
 
 
 def read_config(family: str) -> ModelConfig:
-    """The family's tiny config."""
+    """The tiny config of a family."""
     raw = dict(RAW[family])
     return config_from_hf({**raw, "model_type": family}, added=raw.pop("added_tokens", None))
 
 
 def make_model(family: str, seed: int = 0):
-    """Every parameter random and queries large, so that attention is peaked."""
+    """A tiny model of a family, as `random_model` makes it."""
     return random_model(read_config(family), seed)
 
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """How many image tokens stand for it, and what the processor returns beside them."""
+    """An image: its number of image tokens, and the arrays that the processor returns for it."""
 
     tokens: int
     extra: dict[str, list[Any]]
 
 
 def _square(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) -> Picture:
-    """LLaVA-1.5, MobileVLM and Qwen-VL: a square each."""
+    """LLaVA-1.5, MobileVLM and Qwen-VL: one square per image."""
     del number, alone
     return Picture(c.side**2, {"pixel_values": [rng.normal(size=(3, c.vision.image_size, c.vision.image_size))]})
 
 
 def _tiled(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) -> Picture:
-    """LLaVA-NeXT and its like: sizes of their own, tiles padded to the same number."""
+    """LLaVA-NeXT and its successors: images of different sizes, tiles padded to the same number."""
     size = ((20, 38), (45, 20), (60, 55))[number]
     pixels = rng.normal(size=(MOST_TILES, 3, SIDE, SIDE))
     return Picture(picture_tokens(c, size, alone=alone), {"pixel_values": [pixels], "image_sizes": [size]})
 
 
 def _intern(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) -> Picture:
-    """InternVL: one tile, three, two."""
+    """InternVL: images of one, three and two tiles."""
     del alone
     tiles = (1, 3, 2)[number]
     pixels = rng.normal(size=(tiles, 3, c.vision.image_size, c.vision.image_size))
@@ -122,7 +122,7 @@ def _intern(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) 
 
 
 def _native(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) -> Picture:
-    """Qwen2-VL: patches in one list, lines and columns of each picture."""
+    """Qwen2-VL: patches of all images in one list, and lines and columns of each image."""
     del alone
     lines, columns = ((4, 6), (8, 4), (6, 10))[number]
     patches = rng.normal(size=(lines * columns, c.vision.patch_values))
@@ -131,7 +131,7 @@ def _native(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) 
 
 
 def _windows(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) -> Picture:
-    """EVE: somewhere on a square, whose fourth channel says where."""
+    """EVE: an image on part of a square, whose fourth channel is a mask of the image."""
     del alone
     lines, columns = ((2, 3), (4, 1), (3, 4))[number]
     size = c.vision.window_size
@@ -151,7 +151,7 @@ PICTURES: dict[str, Callable[..., Picture]] = {
 
 
 def make_batch(family: str, seed: int = 0) -> vlkv.Inputs:
-    """Rows with two pictures, one, and none, padded on either side."""
+    """Rows with two images, one, and none; the second is padded on the left, the others on the right."""
     c, rng = read_config(family), np.random.default_rng(seed)
     rows: list[list[int]] = []
     extra: dict[str, list[Any]] = {}
@@ -160,22 +160,16 @@ def make_batch(family: str, seed: int = 0) -> vlkv.Inputs:
         for number in numbers:
             picture = PICTURES[family](c, rng, number, len(numbers) == 1)
             ids[at:at] = [START, *[c.image_token] * picture.tokens, END]
-            at += picture.tokens + 3  # one word between two pictures
+            at += picture.tokens + 3  # one word between two images
             for name, values in picture.extra.items():
                 extra.setdefault(name, []).extend(values)
         if numbers:
             extra.setdefault("batch_num_images", []).append(len(numbers))
         rows.append(ids)
-    longest = max(map(len, rows))
-    tokens, mask = np.zeros((3, longest), int), np.zeros((3, longest), int)
-    for row, ids in enumerate(rows):
-        start = longest - len(ids) if row == 1 else 0
-        tokens[row, start : start + len(ids)] = ids
-        mask[row, start : start + len(ids)] = 1
-    return vlkv.Inputs.from_hf({"input_ids": tokens, "attention_mask": mask, **extra}, c)
+    return vlkv.Inputs.from_hf({**padded(rows, ("right", "left", "right")), **extra}, c)
 
 
-# What the defaults do not fit: layers that two of them do not have, fractions that one stage of merging cannot reach.
+# Methods whose defaults need more than two layers, or more than one stage of merging.
 OPTIONS: dict[str, dict[str, Any]] = {
     "avl": {"core": 0.2},
     "fastv": {"layer": 1},
@@ -192,13 +186,13 @@ def make_policy(name: str) -> policies.Policy:
 
 
 def answer(params, batch: vlkv.Inputs, policy: policies.Policy) -> vlkv.Output:
-    """`NEW` tokens for every row, in one program."""
+    """Generates `NEW` tokens for every row."""
     sampling = vlkv.Greedy(max_new_tokens=NEW, stop=())
     return generate(params, batch, policy=policy, sampling=sampling, key=jax.random.key(0))
 
 
 def check_output(batch: vlkv.Inputs, output: vlkv.Output, policy: policies.Policy) -> None:
-    """Every row is answered; no slot holds padding; fewer entries are kept than the prompts had."""
+    """Asserts that every row is answered, no slot holds padding, and fewer entries are kept than the prompts have."""
     token, length = np.asarray(output.token), np.asarray(output.length)
     layers, _, heads = length.shape
     prompt = batch.valid.sum(axis=1)

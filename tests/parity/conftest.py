@@ -1,4 +1,4 @@
-"""Tiny random checkpoints made by transformers, perturbed until a wrong use of any parameter would show."""
+"""Tiny random checkpoints made by transformers, perturbed so that a wrong use of any parameter changes the result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VOCABULARY = 120
 
 
 def perturb(model, seed: int = 0) -> None:
-    """Moves every parameter, norm scales and biases too, and makes attention and logits peaked."""
+    """Adds noise to every parameter, and makes attention and logits far from uniform."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -20,7 +20,7 @@ def perturb(model, seed: int = 0) -> None:
             if parameter.ndim == 1:
                 parameter.add_(0.3 * noise)
             else:
-                # Queries and keys twice as large: attention far from uniform, so that masks and heads matter.
+                # Larger queries and keys make attention far from uniform, so that masks and heads matter.
                 gain = 2.0 if ("q_proj" in name or "k_proj" in name) else 1.0
                 parameter.copy_(gain * noise * parameter[0].numel() ** -0.5)
         model.get_output_embeddings().weight.mul_(2.0)
@@ -73,7 +73,7 @@ def make_text(kind: str, seed: int = 0, **changes):
 
 @pytest.fixture(scope="session")
 def llava(tmp_path_factory):
-    """The model that most tests share, and its folder."""
+    """The model that most tests use, and its folder."""
     folder = tmp_path_factory.mktemp("llava")
     model = make_llava()
     model.save_pretrained(folder)

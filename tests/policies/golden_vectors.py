@@ -1,4 +1,4 @@
-"""What the tests on golden vectors share: a policy on the arrays of a file, whatever their shapes."""
+"""Helpers of the tests on golden vectors: run a policy on the arrays of a file of any shapes."""
 
 import jax
 import numpy as np
@@ -13,12 +13,12 @@ allocate = jax.jit(
 
 
 def layered(g, *names):
-    """Arrays with a leading axis L, which files of one layer leave out."""
+    """Arrays with a leading axis L, which is added if the file has only one layer."""
     return tuple(g[name] if g[name].ndim == 4 else g[name][None] for name in names)
 
 
 def choose(policy, g, heads=None, valid=None):
-    """What a policy keeps; `heads`: so many key heads choose, each key head handed in as often as that takes."""
+    """The selection of a policy. `heads`: repeats the key heads up to this number."""
     q, k = layered(g, "q", "k")
     k = np.repeat(k, (heads or k.shape[1]) // k.shape[1], axis=1)
     return select(policy, q, k, k, g["is_vision"], valid)
@@ -31,7 +31,7 @@ def same_in_every_head(got, expected):
 
 
 def look_m(g, ratio, prior, way="none", **options):
-    """LOOK-M with a share of heavy and a share of recent tokens; `prior` is "plain" or "text_prior"."""
+    """LOOK-M with shares of heavy and recent tokens, and its cache; `prior` is "plain" or "text_prior"."""
     heavy, recent = (int(len(g["is_vision"]) * share) for share in g["ratio_pairs_heavy_recent"][ratio])
     policy = policies.LookM(
         budget=heavy + recent, recent=recent, text_prior=prior == "text_prior", merging=way, **options
@@ -40,7 +40,7 @@ def look_m(g, ratio, prior, way="none", **options):
 
 
 def look_m_merges(g, source, way, prior, **options):
-    """Asserts that the merged entries under the first pair of shares are those of `source`."""
+    """Asserts that the merged entries for the first pair of shares equal those of `source`."""
     k, v, got = look_m(g, 0, prior, way, **options)[1]
     for ours, name in ((k, "key"), (v, "value")):
         for head, kept in enumerate(np.asarray(got.kept[0])):

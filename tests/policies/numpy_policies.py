@@ -1,4 +1,4 @@
-"""Every method again, in float64 numpy from the equations, on one prompt without padding. Slow and plain.
+"""The methods in float64 numpy, written from the equations, for one prompt without padding.
 
 Axes: L layers · N query heads · K key heads · T tokens · H head dim.
 """
@@ -35,7 +35,7 @@ def uniform(total, layers):
 
 
 def apportion(real, total, most, low=1):
-    """Clip to [low, most], share the excess over the layers still free, repeat; then largest remainders."""
+    """Clips to [low, most], shares the excess over the layers inside the bounds, repeats; then largest remainders."""
     low = min(low, most)
     value, free = np.array(real, np.float64), np.ones(len(real), bool)
     while ((value < low) | (value > most))[free].any():
@@ -46,9 +46,9 @@ def apportion(real, total, most, low=1):
         if value[free].sum() > 0:
             value[free] *= 1 + excess / value[free].sum()
     whole = np.floor(value + 1e-9).astype(int)
-    while whole.sum() > total:  # the lower bound may ask for more than there is to share
+    while whole.sum() > total:  # the lower bounds may sum to more than the total
         whole[min((i for i in range(len(real)) if whole[i] > low), key=lambda i: value[i] - whole[i])] -= 1
-    while whole.sum() < min(total, len(real) * most):  # once, unless the bounds left too little to share
+    while whole.sum() < min(total, len(real) * most):  # one pass, unless the bounds leave too little
         for i in sorted(range(len(real)), key=lambda i: -(value[i] - whole[i])):
             whole[i] += whole.sum() < total and whole[i] < most
     return list(whole)
@@ -60,7 +60,7 @@ def pyramid(mean, window, layers, beta=20):
 
 
 def take(scores, scope, protected, budget):
-    """All text, and of the scope first what is protected (the later the surer), then the best; ties to the earlier."""
+    """Keeps all text, and in the scope protected tokens (later ones first), then the best; ties to the earlier."""
     order = sorted(np.flatnonzero(scope), key=lambda t: (0, -t, 0) if protected[t] else (1, -scores[t], t))
     kept = ~scope
     kept[order[:budget]] = True
@@ -68,7 +68,7 @@ def take(scores, scope, protected, budget):
 
 
 class Prompt:
-    """One prompt, all layers, and how a policy spends what it may."""
+    """One prompt with all layers, and the policy's budget."""
 
     def __init__(self, q, k, vision, scope, keep=None, budget=None):
         self.q, self.k, self.vision = q, k, vision
@@ -177,7 +177,7 @@ def prefixkv(p, sinks=1, recent=1):
     reached = [np.cumsum(np.sort(x / x.sum())[::-1]) for x in importance]  # P_l(1), P_l(2), ...
     least = sinks + recent if p.everything else 1
     budgets = [min(least, p.total // p.layers)] * p.layers
-    while sum(budgets) < p.total:  # raise the threshold p until one more token is needed to reach it
+    while sum(budgets) < p.total:  # raises the threshold p until reaching it needs one more token
         open_layers = [i for i in range(p.layers) if budgets[i] < p.most]
         budgets[min(open_layers, key=lambda i: (reached[i][budgets[i] - 1] if budgets[i] else 0, i))] += 1
     return p.finish(scores, budgets, (p.place < sinks) | (p.place >= p.tokens - recent))
@@ -212,7 +212,7 @@ def lookm(p, recent=None, text_prior=True, merging="pivot", sinks=4):
 
 
 def merged(k, v, kept, way):
-    """Entries [K,T,H] of one layer after every dropped one has been given to a kept one; one token at a time."""
+    """Entries [K,T,H] of one layer after each dropped one is merged into a kept one, one token at a time."""
     given = [[[] for _ in head] for head in kept]
     for head, stays in enumerate(kept):
         homes = np.flatnonzero(stays)

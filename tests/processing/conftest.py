@@ -9,7 +9,7 @@ from vlkv.families import config_from_hf
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<image>"]
 IMAGE = SPECIAL.index("<image>")
-SIDE, PATCH = 28, 7  # 16 vision tokens an image
+SIDE, PATCH = 28, 7  # 16 vision tokens per image
 # The shape of llava-1.5-hf's template: all images first, then the text.
 LLAVA_TEMPLATE = """\
 {% for message in messages %}
@@ -22,7 +22,7 @@ LLAVA_TEMPLATE = """\
 
 
 def make_tokenizer(image_token="<image>", bos=True):
-    """One token per byte, so that every text can be written and read back."""
+    """A tokenizer with one token per byte, so that it can encode and decode every text."""
     special = [image_token if token == "<image>" else token for token in SPECIAL]
     names = special + sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))

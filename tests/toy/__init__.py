@@ -1,4 +1,4 @@
-"""A family as docs/architecture.md says one is added: its folder, and one line in `vlkv.families.FAMILIES`."""
+"""A family that is added as docs/architecture.md describes: a folder, and one line in `vlkv.families.FAMILIES`."""
 
 from tests.toy.config import PUBLISHED, ToyConfig
 from tests.toy.weights import names

@@ -1,4 +1,4 @@
-"""Every picture is one square, behind a class token."""
+"""Every image is one square after a class token."""
 
 from vlkv.families.text.config import read_decoder
 from vlkv.processing.arranging import SquareInputs

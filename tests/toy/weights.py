@@ -1,4 +1,4 @@
-"""Names of its own, some of them fused."""
+"""Checkpoint names that differ from those of other families; some tensors are fused."""
 
 from checkpoints_convert.entry import Fused, Names
 from vlkv.families.text.weights import below, decoder

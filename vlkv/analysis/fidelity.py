@@ -98,9 +98,8 @@ def kl_to_full(
 @jax.jit
 def _full_answer(params: Model, inputs: Inputs, sampling: Greedy) -> tuple[Array, Array]:
     cache, logits = prefill(params, inputs, Full(), sampling=sampling)
-    answer = answer_of(
-        params, cache, logits, sampling=Greedy(max_new_tokens=sampling.max_new_tokens, stop=sampling.stop)
-    )
+    greedy = Greedy(max_new_tokens=sampling.max_new_tokens, stop=sampling.stop)
+    answer = answer_of(params, cache, logits, sampling=greedy)
     return answer, _log_softmax(params, cache, logits, answer)
 
 

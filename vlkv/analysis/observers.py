@@ -1,4 +1,4 @@
-"""The attention of single prompt tokens to the image, and how similar it is between them (AirCache, Fig. 1).
+"""The attention of single prompt tokens, the observers, to the image, and how similar it is (AirCache, Fig. 1).
 
 Axes: R observers · V vision tokens · T prompt · N, K heads · H head dim.
 """
@@ -34,7 +34,7 @@ def observer_attention(
 
 
 def consistency(rows: Float[np.ndarray, "R V"]) -> float:
-    """Mean cosine similarity of all pairs of rows: 1 if all observers attend alike; NaN for a single observer."""
+    """Mean cosine similarity of all pairs of rows: 1 if all observers attend to the same; NaN for one observer."""
     length = np.linalg.norm(rows, axis=1, keepdims=True)
     unit = rows / np.maximum(length, 1e-30)
     count = len(rows)

@@ -26,8 +26,8 @@ def oracle_cache(
 ) -> PackedCache:
     """Keeps the evidence in every layer and head, random vision tokens up to the budget, and all text.
 
-    A method with the same budget that answers worse has lost quality by its choice of tokens. If the evidence exceeds
-    the budget, its first tokens are kept.
+    A method with the same budget that answers worse loses quality by its choice of tokens. If there is more evidence
+    than the budget, only its first tokens are kept.
 
     Args:
         prompt: a prompt that was not reduced.

@@ -49,12 +49,7 @@ def gini(importance: Float[AnyArray, "*L T"], inside: Bool[AnyArray, "*#L T"]) -
 
 
 def retained(curve: Float[AnyArray, "*L T"], budget: Int[AnyArray, "*L"]) -> Float[Array, "*L"]:
-    """The share of a layer's importance in its `budget` best tokens (PrefixKV, Fig. 2, dashed).
-
-    Args:
-        curve: from `lorenz`.
-        budget: number of tokens.
-    """
+    """The share of a layer's importance in its `budget` best tokens, from its `lorenz` curve (PrefixKV, Fig. 2)."""
     kept = jnp.take_along_axis(curve, jnp.maximum(budget - 1, 0)[..., None], axis=-1)[..., 0]
     return jnp.where(budget > 0, kept, 0.0)
 
@@ -63,7 +58,7 @@ def jensen_shannon(p: Float[AnyArray, "*L n"], q: Float[AnyArray, "*L n"]) -> Fl
     """Jensen-Shannon divergence in bits, between 0 and 1, for example of two budgets over layers (AirCache, Table 13).
 
     Args:
-        p: weights, not negative. They are divided by their sum; the result is NaN if it is 0.
+        p: weights, not negative. They are divided by their sum; if the sum is 0, the result is NaN.
         q: weights of the other distribution.
     """
     p, q = (x / jnp.sum(x, axis=-1, keepdims=True) for x in (p, q))

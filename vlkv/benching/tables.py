@@ -26,22 +26,22 @@ def _name(policy: Policy) -> str:
         name: value for name, value in policy.options().items()
         if name not in ("keep", "budget", "scope") and value != default.options().get(name)
     }  # fmt: skip
-    said = ", ".join([*([] if full else [policy.scope]), *(f"{name}={value}" for name, value in differs.items())])
-    return f"{label(policy)} ({said})" if said else label(policy)
+    details = ", ".join([*([] if full else [policy.scope]), *(f"{name}={value}" for name, value in differs.items())])
+    return f"{label(policy)} ({details})" if details else label(policy)
 
 
 def show(console: Console, table: Table) -> None:
     """Prints a table that fits a narrow terminal: values that are equal in all rows are in a line above it."""
     columns = {str(column.header): list(map(str, column.cells)) for column in table.columns}
     same = {name: cells[0] for name, cells in columns.items() if len(cells) > 1 and len(set(cells)) == 1}
-    said = [f"{name} {value}" for name, value in same.items() if value]
+    common = [f"{name} {value}" for name, value in same.items() if value]
     made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     shown = {name: cells for name, cells in columns.items() if name not in same}
     for name, cells in shown.items():
         made.add_column(name, overflow="fold", min_width=max((len(x) for x in cells if len(x) < 10), default=0))
     for row in zip(*shown.values(), strict=True):
         made.add_row(*row)
-    for line in (table.title, ", ".join(said)):
+    for line in (table.title, ", ".join(common)):
         if line:
             console.print(line, highlight=False)
     console.print(made)

@@ -112,8 +112,8 @@ def run(args: argparse.Namespace) -> Any:
             print(piece, end="", flush=True)
     seconds = time.perf_counter() - begin
     if args.json:
-        said = {"answer": "".join(pieces), "tokens": len(tokens)}
-        return {**said, **result, "seconds_with_compilation": round(seconds, 3)}
+        answer = {"answer": "".join(pieces), "tokens": len(tokens)}
+        return {**answer, **result, "seconds_with_compilation": round(seconds, 3)}
     print()
     kept = sum(result["kept_per_layer"]) / decoder.layers
     Console(stderr=True).print(

@@ -179,8 +179,8 @@ def _measure(args: argparse.Namespace, work: list[tuple[Subject, Setting, list[P
                 params, held = subject.params(), subject.name
             assert params is not None
 
-            def tick(said: str, setting: Setting = setting) -> None:
-                bar.set_postfix_str(f"{setting.batch} x {setting.prompt}, {said}")
+            def tick(text: str, setting: Setting = setting) -> None:
+                bar.set_postfix_str(f"{setting.batch} x {setting.prompt}, {text}")
                 bar.update()
 
             found = measure(params, setting, running, rounds=args.rounds, tick=tick, trace=args.trace)

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> Any:
     for name, share, policy in shown:
         rows.append(read(params, case, prompt, name, share, policy, rows[0].answer if rows else None))
     title = f"What is left of the image at {SHOWN:.0%} of the cache's bytes"
-    draw(title, case.image, panels(case, rows), said(case, rows[0])).save(args.out)
+    draw(title, case.image, panels(case, rows), caption(case, rows[0])).save(args.out)
     if args.json:
         table = [{k: v for k, v in row._asdict().items() if k != "kept"} for row in rows]
         found = {"question": case.question, "truth": case.truth, "rows": table, "picture": str(args.out)}
@@ -180,7 +180,7 @@ def show(console: Console, case: Case, rows: list[Row]) -> None:
     )
 
 
-def said(case: Case, full: Row) -> str:
+def caption(case: Case, full: Row) -> str:
     """The line under the picture's title."""
     answer = case.truth if case.truth is not None else full.answer
     return f"Question: {case.question}   {'Answer' if case.truth is not None else 'Full cache'}: {answer}"

@@ -111,8 +111,8 @@ def run(args: argparse.Namespace) -> Any:
     if out is not None:
         save(view.panels, out, title)
     if args.json:
-        said = {"what": args.what, "policy": type(policy).__name__, "options": policy.options(), "samples": len(views)}
-        return _plain({**said, "prompt_tokens": first.valid.sum(), "picture": out and str(out), **view.arrays})
+        about = {"what": args.what, "policy": type(policy).__name__, "options": policy.options(), "samples": len(views)}
+        return _plain({**about, "prompt_tokens": first.valid.sum(), "picture": out and str(out), **view.arrays})
     _show(f"{args.what} of {title} ({measure.source})", view.columns)
     Console().print(str(out), highlight=False)
     return None

@@ -16,8 +16,8 @@ _STAGES = ("allocate", "merge", "step", "reduce", "store")
 
 def add_model_arguments(parser: argparse.ArgumentParser, **options: Any) -> None:
     """Adds --model, which is required unless `options` (of `add_argument`) change this, and --dtype."""
-    said = "a checkpoint folder, a hub id, or mini, the demo model of vlkv"
-    parser.add_argument("--model", metavar="DIR", **{"required": True, "help": said, **options})
+    text = "a checkpoint folder, a hub id, or mini, the demo model of vlkv"
+    parser.add_argument("--model", metavar="DIR", **{"required": True, "help": text, **options})
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: as in the checkpoint)"
     )
@@ -26,12 +26,12 @@ def add_model_arguments(parser: argparse.ArgumentParser, **options: Any) -> None
 def add_policy_arguments(parser: argparse.ArgumentParser, *, many: bool = False) -> None:
     """Adds --policy, --keep, --budget, --scope, --option and --with; `many`: lists of policies and keeps."""
     several: dict[str, Any] = {"nargs": "+"} if many else {}
-    default, said = (None, "snapkv") if many else ("full", "full")
+    default, shown = (None, "snapkv") if many else ("full", "full")
     parser.add_argument(
         "--policy",
         default=default,
         metavar="NAME",
-        help=f"see `vlkv policies`; FILE.py:CLASS is a method of your own (default: {said})",
+        help=f"see `vlkv policies`; FILE.py:CLASS is a method of your own (default: {shown})",
         **several,
     )
     parser.add_argument(

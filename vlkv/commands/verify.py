@@ -130,12 +130,12 @@ class Reference:
             given["mm_token_type_ids"] = (ids == (-1 if token is None else token)).long()
         with self.torch.no_grad():
             out = model(**given, output_hidden_states=True)
-            told = model.generate(**given, max_new_tokens=new, output_logits=True, return_dict_in_generate=True)
+            generated = model.generate(**given, max_new_tokens=new, output_logits=True, return_dict_in_generate=True)
         return Answer(
             logits=out.logits[0].float().numpy(),
             hidden=tuple(state[0].float().numpy() for state in out.hidden_states),
-            tokens=told.sequences[0, ids.shape[1] :].tolist(),
-            steps=np.stack([step[0].float().numpy() for step in told.logits]),
+            tokens=generated.sequences[0, ids.shape[1] :].tolist(),
+            steps=np.stack([step[0].float().numpy() for step in generated.logits]),
         )
 
     def _tensor(self, value: Any) -> Any:

@@ -250,9 +250,10 @@ def _error(case: Case) -> View:
     prompt = case.read()
     cache = case.fill(prompt, policies.Full())
     answer, steps = case.answer(prompt, cache)
-    own = case.read(case.policy)
+    reduced = case.read(case.policy)
     traces = [
-        _follow(case.params, p, c, answer[:, :-1]) for p, c in ((prompt, cache), (own, case.fill(own, case.policy)))
+        _follow(case.params, p, c, answer[:, :-1])
+        for p, c in ((prompt, cache), (reduced, case.fill(reduced, case.policy)))
     ]
     error = np.asarray(analysis.feature_error(*traces))[:steps, :, 0]
     mean, layer = error.mean(axis=0), np.arange(error.shape[1])

@@ -1,4 +1,4 @@
-"""Metrics: they compare each answer with all its accepted answers, and the best match counts, except in CIDEr.
+"""Metrics that compare each answer with all its accepted answers. The best match counts, except in CIDEr.
 
 anls          1 - Levenshtein distance / longer length if this is above one half, otherwise 0 (Biten et al. 2019,
               Eq. 1); ignores case and repeated spaces. DocVQA, InfoVQA.

@@ -131,7 +131,7 @@ def compile_program(jitted: Callable[..., Any], *args: Any, **kwargs: Any) -> tu
         **kernels(text),
     )
     placed = jax.tree.map(
-        lambda x, there: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), traced.out_info,
+        lambda x, placement: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement), traced.out_info,
         compiled.output_shardings,
     )  # fmt: skip
     return program, placed
