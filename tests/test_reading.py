@@ -185,6 +185,7 @@ def test_a_composed_policy_evicts_from_what_a_shortened_prompt_leaves(params, ba
     check(params, batch, policy, lambda is_vision: {1: by_last_row(is_vision, 0.4)}, expected)
 
 
+@pytest.mark.default("released")
 @pytest.mark.parametrize("variant", ["paper", "released"])
 def test_new_tokens_follow_the_prompt_or_what_is_left_of_it(params, batch, variant):
     """LightKV's code numbers the survivors anew; the paper, and everything else here, counts every token ever seen."""
@@ -264,6 +265,7 @@ NESTED = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 def test_compositions_can_be_composed_again(read):
     """Each stage stays with its owner, however deep the owner was given."""
     for nested, flat in NESTED:

@@ -178,7 +178,7 @@ def write_pool(
         entry: number of the entry in its segment.
         start: first slot of the segment.
         valid: rows to write; None: all.
-        parts: M.
+        parts: into which a mesh splits the slots.
     """
     slots = pool.shape[1]
     slot = slot_of(entry, start, slots, parts)

@@ -76,6 +76,7 @@ def test_kernels_by_name_give_the_same_answer(step):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_where_heads_differ_no_list_is_used(step):
     _, memory, _, _ = step
     policy = policies.AVL(keep=0.6, core=0.2, refresh=5)

@@ -68,8 +68,7 @@ def places(cache, mask, size: int) -> np.ndarray:
     return out
 
 
-@pytest.mark.default("text_eviction")
-@pytest.mark.parametrize("suffix", ["no_text_eviction", "text_eviction"])
+@pytest.mark.parametrize("suffix", [pytest.param("no_text_eviction", marks=pytest.mark.full), "text_eviction"])
 def test_avl_golden(golden, suffix):
     """Outputs, cores and text windows, step by step; every K-th step attends to all secondary tokens."""
     g = golden("a_vl")
