@@ -7,7 +7,7 @@ Sections (default: all of them):
     digits              digit pages with the full cache
     baselines           ledger pages of both shapes: Oracle, random tokens, a coarser image
     methods             every method with default settings at 20, 10, 5 and 2 % of the bytes
-    compositions right  smoothed scores and fewer bits, on pages whose values lie to the right of their tags
+    compositions right  smoothed scores and fewer bits, on pages whose values are to the right of their tags
     compositions        the same on pages of both shapes
     shorter prompts     methods that reduce the prompt, on a fifth of the questions
     unknown             compressed before any question is known, then several questions with `extend`; on a fifth
@@ -92,7 +92,7 @@ class Section:
     new_tokens: int = 8
 
 
-# --- sections -----------------------------------------------------------------------------------------------
+# --- sections ------------------------------------------------------------------------------------------------------
 
 
 def published(name: str, share: float, layers: int) -> Policy | None:
@@ -217,7 +217,7 @@ def targets(answers: Sequence[str], length: int) -> np.ndarray:
     return np.array([[*row, *[-1] * (length - len(row))] for row in ids], np.int32)
 
 
-# --- programs ---------------------------------------------------------------------------------------------------
+# --- programs ------------------------------------------------------------------------------------------------------
 
 _read = jax.jit(vlkv.read_prompt, compiler_options=_QUICK)
 

@@ -125,7 +125,7 @@ def _reason(c: Any, data: int, model: int, weights: int, *, whole: bool) -> str:
 
 
 def check_mesh(job: Job, data: int) -> None:
-    """Raises InputError where a batch does not divide over `data`."""
+    """Raises InputError if the batch does not divide over `data`."""
     if job.batch % data:
         raise InputError(f"--batch {job.batch} does not divide over data={data}: give a multiple of {data}, or a mesh "
                          "whose data axis divides the batch")  # fmt: skip
