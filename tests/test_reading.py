@@ -138,9 +138,9 @@ def test_one_reading_or_two_halves_and_no_entry_without_a_slot(params, batch, po
 
 
 def mass_by_place(cache, layer, row=0, head=0):
-    """What a memory knows of each stored token."""
-    memory = cache.memory[layer]
-    columns = (np.asarray(x)[row, head] for x in (memory.place, memory.values["mass"], memory.stored))
+    """The decode state's values of each stored token."""
+    state = cache.memory[layer]
+    columns = (np.asarray(x)[row, head] for x in (state.place, state.values["mass"], state.stored))
     return {int(place): mass for place, mass, stored in zip(*columns, strict=True) if stored}
 
 

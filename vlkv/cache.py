@@ -22,10 +22,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import Kernels, QuantizedPool, dequantize, quantize
-from vlkv import memory, parallel
+from vlkv import decode_state, parallel
+from vlkv.decode_state import DecodeState
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
-from vlkv.memory import Memory
 from vlkv.observe import tokens_at
 from vlkv.policies.policy import Policy
 from vlkv.sharding import axes, leaves_with_axes, map_with_axes
@@ -53,7 +53,7 @@ class PackedCache:
     tail_v: tuple[Float[Array, "B S K H"], ...] = field(metadata=_POOL)
     used: Int[Array, " B"] = field(metadata=axes("batch"))  # number of new tokens so far
     next_position: Int[Array, "B A"] = field(metadata=axes("batch"))  # counts all tokens, including dropped ones
-    memory: tuple[Memory, ...] | None = None  # decode state of each layer, for methods that have one
+    memory: tuple[DecodeState, ...] | None = None  # decode state of each layer, for methods that have one
     policy: Policy | None = field(default=None, metadata={"static": True})  # the policy that updates `memory`
     softmax_n: float = field(default=0.0, metadata={"static": True})  # of decode attention
     kernels: Kernels = field(default=Kernels(), metadata={"static": True})  # implementations of the ops
@@ -265,9 +265,9 @@ def resize(cache: PackedCache, new_tokens: int) -> PackedCache:
         more = [(0, 0), (0, 0), (0, slots // parts - x.shape[2]), (0, 0), (0, 0)]
         return jnp.pad(x, more).reshape(x.shape[0], slots, *x.shape[3:])
 
-    memories = None if cache.memory is None else tuple(memory.resize(layer, slots) for layer in cache.memory)
+    states = None if cache.memory is None else tuple(decode_state.resize(layer, slots) for layer in cache.memory)
     return dataclasses.replace(
-        cache, tail_k=tuple(map(fit, cache.tail_k)), tail_v=tuple(map(fit, cache.tail_v)), memory=memories
+        cache, tail_k=tuple(map(fit, cache.tail_k)), tail_v=tuple(map(fit, cache.tail_v)), memory=states
     )
 
 
@@ -275,10 +275,10 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
     """`resize` if slots are reused: moves the segments so that each has the slots that the policy needs."""
     assert cache.memory is not None and cache.policy is not None
     layers, parts = len(cache.memory), cache.parts
-    memories = [memory.resize(layer, new_tokens) for layer in cache.memory]
-    asked = jnp.stack([jax.vmap(cache.policy.decode_slots)(layer) for layer in memories])
+    states = [decode_state.resize(layer, new_tokens) for layer in cache.memory]
+    asked = jnp.stack([jax.vmap(cache.policy.decode_slots)(layer) for layer in states])
     if new_tokens <= cache.new_tokens or not _grows(cache.policy):
-        return dataclasses.replace(cache, memory=tuple(memories))
+        return dataclasses.replace(cache, memory=tuple(states))
     if isinstance(asked, jax.core.Tracer):
         raise InputError("the number of slots that the method needs is unknown under jit: resize the cache outside jit")
     length = jnp.maximum(cache.length, asked)
@@ -289,8 +289,8 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
     here += align(max(0, int(jnp.max(end)) - here), layers * ALIGNMENT)
     most = max(int(jnp.max(asked)), cache.memory[0].stored.shape[-1])
     more = align(most) - cache.memory[0].stored.shape[-1]
-    memories = [memory.resize(layer, new_tokens, more) for layer in cache.memory]
-    memories = [dataclasses.replace(layer, slots=length[i]) for i, layer in enumerate(memories)]
+    states = [decode_state.resize(layer, new_tokens, more) for layer in cache.memory]
+    states = [dataclasses.replace(layer, slots=length[i]) for i, layer in enumerate(states)]
     place = jnp.arange(here)[:, None, None, None] - start  # [slots of a part, L, B, K], within each segment
     source = jnp.max(jnp.where((place >= 0) & (place < before), place + cache.start, -1), axis=1)
     source = jnp.moveaxis(source, 0, 1)[:, None]  # [B, 1, slots of a part, K]
@@ -304,7 +304,7 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
     assert not isinstance(cache.k, QuantizedPool) and not isinstance(cache.v, QuantizedPool)
     return dataclasses.replace(
         cache, k=move(cache.k, 0), v=move(cache.v, 0), token=move(cache.token, -1), start=start, length=length,
-        memory=tuple(memories),
+        memory=tuple(states),
     )  # fmt: skip
 
 

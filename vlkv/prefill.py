@@ -19,10 +19,10 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels
 from vlkv.cache import PackedCache, check_new_tokens, pack, reuses_slots, segment_slots
+from vlkv.decode_state import DecodeState, begin, packed
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.inputs import Inputs
-from vlkv.memory import Memory, begin, packed
 from vlkv.observe import ordinal, tokens_at
 from vlkv.parallel import by_row
 from vlkv.policies.policy import Budget, Policy, with_budget
@@ -199,7 +199,7 @@ def _fill(prompt: Prompt, policy: Policy, new_tokens: int, chooser: Policy | Non
         kept, scores = (x[:, i, :, : layer.k.shape[2]] for x in (selection.kept, selection.scores))
         merged.append(jax.vmap(policy.merge)(layer.k, layer.v, kept, scores))
     kept, asked, reuses = jnp.swapaxes(selection.kept, 0, 1), None, reuses_slots(policy)
-    memories: tuple[Memory, ...] = ()
+    states: tuple[DecodeState, ...] = ()
     if policy.updates_while_decoding:
         recall = jax.vmap(partial(_recall, policy, new_tokens=new_tokens))
         recalled = [
@@ -208,8 +208,8 @@ def _fill(prompt: Prompt, policy: Policy, new_tokens: int, chooser: Policy | Non
             )
             for i, layer in enumerate(found)
         ]
-        memories, kept = tuple(m for m, _ in recalled), jnp.stack([_lengthen(x, longest) for _, x in recalled])
-        asked = jnp.stack([jax.vmap(policy.decode_slots)(m) for m in memories]) if reuses else None
+        states, kept = tuple(m for m, _ in recalled), jnp.stack([_lengthen(x, longest) for _, x in recalled])
+        asked = jnp.stack([jax.vmap(policy.decode_slots)(m) for m in states]) if reuses else None
     bounds = {"max_vision": prompt.max_vision, "max_text": prompt.max_text, "max_images": prompt.max_images}
     cache = pack(
         policy, tuple(m[0] for m in merged), tuple(m[1] for m in merged), kept,
@@ -223,8 +223,8 @@ def _fill(prompt: Prompt, policy: Policy, new_tokens: int, chooser: Policy | Non
             new_tokens=new_tokens,
         )  # fmt: skip
         moved = jax.vmap(partial(packed, new_tokens=new_tokens if reuses else cache.new_tokens, reuses=reuses))
-        memories = tuple(moved(m, cache.entries(i, most), cache.length[i]) for i, m in enumerate(memories))
-        cache = dataclasses.replace(cache, memory=memories, policy=policy)
+        states = tuple(moved(m, cache.entries(i, most), cache.length[i]) for i, m in enumerate(states))
+        cache = dataclasses.replace(cache, memory=states, policy=policy)
     return _own_buffers(cache, prompt)
 
 
@@ -237,18 +237,18 @@ def _recall(
     valid: Bool[Array, " T"],
     *,
     new_tokens: int,
-) -> tuple[Memory, Bool[Array, "K t"]]:
+) -> tuple[DecodeState, Bool[Array, "K t"]]:
     """The decode state of one layer and row, and the tokens that it stores."""
 
     def spread(x: Array) -> Array:  # from the layer's tokens to those of the prompt
         return jnp.zeros((len(x), len(valid)), x.dtype).at[:, source].set(x)
 
-    memory = begin(
+    state = begin(
         jnp.zeros((len(kept), len(valid)), bool).at[:, source].max(kept),
         {name: spread(value) for name, value in values.items()}, is_vision, valid, new_tokens=new_tokens,
     )  # fmt: skip
-    memory = policy.begin(memory)
-    return memory, kept & memory.stored[:, source]
+    state = policy.begin(state)
+    return state, kept & state.stored[:, source]
 
 
 def _own_buffers(cache: PackedCache, prompt: Prompt) -> PackedCache:

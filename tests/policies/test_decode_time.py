@@ -53,7 +53,7 @@ def one_layer(policy, arrays, new_tokens: int):
 
         x = jnp.zeros((1, 1, q_new.size))
         cache, out = feed(
-            OneLayer(), cache, x, jnp.zeros((1, 1, 1), int), watch=lambda i, memory, mass: attended.append(memory)
+            OneLayer(), cache, x, jnp.zeros((1, 1, 1), int), watch=lambda i, state, mass: attended.append(state)
         )
         return cache, out.reshape(q_new.shape), attended[0].attended[0]
 
