@@ -23,7 +23,8 @@ import pallas_kernels
 from benchmarks import exact
 
 THRESHOLDS = {"bfloat16": 1e-2, "float16": 1e-2, "float32": 1e-5}
-KERNELS = {  # by platform and op (None: all other ops); on a CPU the kernels of a GPU, interpreted
+# by platform and op (None: all other ops); on a CPU the kernels of a GPU, interpreted
+KERNELS: dict[str, dict[str | None, str]] = {
     "gpu": {"prefill_attention": "cudnn", None: "triton"},
     "tpu": {None: "mosaic_tpu"},
     "cpu": {"prefill_attention": "cudnn:interpret", None: "triton:interpret"},
@@ -118,7 +119,7 @@ class Prepared:
         }  # fmt: skip
 
 
-def prepare(case: Case, platform: str, kernels: Mapping[Any, str] | None = None) -> Prepared:
+def prepare(case: Case, platform: str, kernels: Mapping[str | None, str] | None = None) -> Prepared:
     """Makes the arrays of a case and compiles its op.
 
     Args:
