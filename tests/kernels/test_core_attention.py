@@ -29,7 +29,7 @@ def test_a_list_of_everything_is_decode_attention(arrays, monkeypatch):
     text = jnp.full((BATCH, KV_HEADS), 20)
     everything = jnp.broadcast_to(jnp.arange(20), (BATCH, 20))
     segment = {name: arrays[name] for name in ("q", "k", "v", "start", "length")}
-    got = core_attention(**segment, rows=everything, count=jnp.full(BATCH, 20), text=text, return_mass=True)
+    got = core_attention(**segment, offsets=everything, count=jnp.full(BATCH, 20), text=text, return_mass=True)
     for g, w in zip(got, decode_attention(**segment, return_mass=True), strict=True):
         np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6)
 
