@@ -5,8 +5,8 @@ If a method evicts, a new entry takes a free slot, chosen by `arrive` for each k
 masked and its slot stays empty.
 
 Unbatched; the caller applies vmap over B. Axes: K key heads · N query heads · T prompt tokens · S slots of the tail, if
-there is one · E slots: those of the segment, up to a static bound, then those of the tail. The number of an entry is the
-index of its slot on this axis.
+there is one · E slots: those of the segment, up to a static bound, then those of the tail. The number of an entry is
+the index of its slot on this axis.
 """
 
 from __future__ import annotations
