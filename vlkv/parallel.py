@@ -61,13 +61,13 @@ class Part:
         slot = slot - self.index * slots
         return jnp.where((slot >= 0) & (slot < slots), slot, slots)
 
-    def listed(self, rows: Int[Array, "B C"], count: Int[Array, " B"]) -> tuple[Int[Array, "B c"], Int[Array, " B"]]:
+    def listed(self, entries: Int[Array, "B C"], count: Int[Array, " B"]) -> tuple[Int[Array, "B c"], Int[Array, " B"]]:
         """The local entries of an increasing list of distinct entries, as local numbers, and their count."""
         if self.count == 1:
-            return rows, count
-        here = (jnp.arange(rows.shape[1]) < count[:, None]) & (rows % self.count == self.index)
-        order = jnp.argsort(~here, axis=1, stable=True)[:, : -(-rows.shape[1] // self.count)]
-        return jnp.take_along_axis(rows // self.count, order, axis=1), jnp.sum(here, axis=1, dtype=count.dtype)
+            return entries, count
+        here = (jnp.arange(entries.shape[1]) < count[:, None]) & (entries % self.count == self.index)
+        order = jnp.argsort(~here, axis=1, stable=True)[:, : -(-entries.shape[1] // self.count)]
+        return jnp.take_along_axis(entries // self.count, order, axis=1), jnp.sum(here, axis=1, dtype=count.dtype)
 
     def combine(
         self, first: tuple[Array, Array], second: tuple[Array, Array] | None = None, softmax_n: float = 0.0
