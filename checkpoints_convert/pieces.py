@@ -41,7 +41,7 @@ def is_pieces(folder: Path) -> bool:
 def write(
     checkpoint: Checkpoint, paths: list[str], piece: Path, dtype: np.dtype | None, done: Callable[[], Any]
 ) -> int:
-    """Writes some parameters atomically as one piece; returns their bytes."""
+    """Writes the parameters `paths` atomically as one piece; returns their bytes. Calls `done` after each parameter."""
     import orbax.checkpoint as ocp  # noqa: PLC0415 (takes a second, and is rarely needed)
 
     wanted, entries = checkpoint.table.shapes(), {entry.path: entry for entry in checkpoint.entries}

@@ -110,8 +110,8 @@ FAULTS = (
     Fault(
         "eviction protects the oldest",
         "vlkv/policies/h2o.py",
-        "memory.rank < (count - recent)[:, None]",
-        "memory.rank >= recent[:, None]",
+        "state.rank < (count - recent)[:, None]",
+        "state.rank >= recent[:, None]",
         "tests/policies/test_decode_time.py::test_h2o_evicts_one_entry_a_step",
     ),
 )

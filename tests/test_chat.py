@@ -19,8 +19,8 @@ QUESTIONS = ("what does row one say?", "what does row two say?", "what does row 
 
 
 @pytest.fixture(scope="module")
-def mini():
-    return vlkv.load("mini")
+def mini(miniature):
+    return vlkv.load(miniature())
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_images_that_do_not_fit_are_counted(mini, page):
     with pytest.raises(
         vlkv.InputError, match=r"tokens, the model's limit is \d+ \(\d+ of them from images: give fewer"
     ):
-        processor([page] * 20, "read the page")
+        processor([page] * (processor.config.decoder.max_positions // 36 + 1), "read the page")
     with pytest.raises(vlkv.InputError, match="one question about several images"):
         processor([page] * 4, ["read the page"])
     np.testing.assert_array_equal(processor(np.asarray(page), "x").pixels, processor(page, "x").pixels)

@@ -138,6 +138,7 @@ def test_demo_draws_what_is_kept(capsys, monkeypatch, tmp_path, miniature):
         assert picture.width > 1000 and len(colours) > 50
 
 
+@pytest.mark.full
 def test_demo_on_ones_own_image(capsys, monkeypatch, sample, tmp_path, miniature):
     monkeypatch.setattr(demo, "METHODS", ())
     monkeypatch.setattr(demo, "BYTES", (demo.SHOWN,))
@@ -149,6 +150,7 @@ def test_demo_on_ones_own_image(capsys, monkeypatch, sample, tmp_path, miniature
     assert "must be given together" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_smoothing_on_the_command_line(capsys, sample, miniature):
     own = ["--model", str(miniature()), "--image", str(sample[1]), "--prompt", "read the page"]
     command = ["generate", *own, "--json"]

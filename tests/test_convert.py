@@ -124,6 +124,7 @@ def test_a_run_that_was_stopped_is_taken_up(folder, tmp_path, monkeypatch, kind)
     equal(vlkv.load_params(out), vlkv.load_params(folder))
 
 
+@pytest.mark.full
 def test_another_job_keeps_nothing_of_the_one_that_was_stopped(folder, tmp_path, monkeypatch):
     """Another dtype, or a source that has changed since."""
     for change in ("dtype", "source"):
@@ -175,6 +176,7 @@ def test_kill_9_leaves_nothing_that_loads_and_the_next_run_goes_on(folder, tmp_p
     equal(vlkv.load_params(tmp_path / "out"), vlkv.load_params(folder))
 
 
+@pytest.mark.full
 def test_damaged_orbax_folders(tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["convert", str(CHECKPOINT), str(out), "--quiet", "--format", "orbax"]) == 0

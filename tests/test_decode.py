@@ -161,6 +161,7 @@ def test_score_is_the_log_probability_of_the_reference(params, batch, read, prom
         np.testing.assert_allclose(ours[row], theirs, atol=1e-4)
 
 
+@pytest.mark.full
 def test_past_the_tail_the_logits_are_nan_not_wrong(params, read):
     cache = fill_cache(read, policies.Full(), new_tokens=1)
     step = jax.jit(vlkv.decode_step)

@@ -144,6 +144,7 @@ def test_methods_that_act_while_decoding_act_after_every_token(params, read):
     assert after.memory[0].steps.tolist() == [5, 8, 3]
 
 
+@pytest.mark.full
 def test_an_answer_ends_where_the_tail_of_its_row_does(params, first, read):
     """Under jit the used slots are unknown: of 12, the turn takes 5, 9 and more than all. Float64 numpy answers too."""
     said, new = words(5, 9, 13, seed=8), 8

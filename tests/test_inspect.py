@@ -71,6 +71,7 @@ def test_every_measure_says_what_it_is_of(inspect, what, text):
     assert got["prompt_tokens"] == VISION + text and got["samples"] == 1
 
 
+@pytest.mark.full
 def test_budgets_and_lorenz(inspect, text):
     got, curves = inspect("budgets"), inspect("lorenz")
     assert sum(got["entries"]) == math.floor(0.5 * LAYERS * (VISION + text) + 0.5)

@@ -31,7 +31,7 @@ ORDER = [
         "vlkv.parallel",
         "vlkv.sharding",
         "vlkv.merging",
-        "vlkv.memory",
+        "vlkv.decode_state",
         "vlkv.tokens",
         "vlkv.matching",
     },

@@ -138,9 +138,9 @@ def test_one_reading_or_two_halves_and_no_entry_without_a_slot(params, batch, po
 
 
 def mass_by_place(cache, layer, row=0, head=0):
-    """What a memory knows of each stored token."""
-    memory = cache.memory[layer]
-    columns = (np.asarray(x)[row, head] for x in (memory.place, memory.values["mass"], memory.stored))
+    """The decode state's values of each stored token."""
+    state = cache.memory[layer]
+    columns = (np.asarray(x)[row, head] for x in (state.place, state.values["mass"], state.stored))
     return {int(place): mass for place, mass, stored in zip(*columns, strict=True) if stored}
 
 
@@ -185,6 +185,7 @@ def test_a_composed_policy_evicts_from_what_a_shortened_prompt_leaves(params, ba
     check(params, batch, policy, lambda is_vision: {1: by_last_row(is_vision, 0.4)}, expected)
 
 
+@pytest.mark.default("released")
 @pytest.mark.parametrize("variant", ["paper", "released"])
 def test_new_tokens_follow_the_prompt_or_what_is_left_of_it(params, batch, variant):
     """LightKV's code numbers the survivors anew; the paper, and everything else here, counts every token ever seen."""
@@ -264,6 +265,7 @@ NESTED = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 def test_compositions_can_be_composed_again(read):
     """Each stage stays with its owner, however deep the owner was given."""
     for nested, flat in NESTED:

@@ -180,6 +180,7 @@ def test_a_file_of_version_1_answers_as_it_did_and_as_a_prompt_that_is_read_toda
         )
 
 
+@pytest.mark.full
 def test_bfloat16_stays_bfloat16(params, cache, tmp_path):
     params, cache = jax.tree.map(narrow, (params, cache))
     vlkv.save_cache(tmp_path / "page.safetensors", params, cache)

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import QuantizedPool
-from vlkv.cache import PackedCache, aged, write_pool, write_tail
+from vlkv.cache import PackedCache, quantize_old, write_pool, write_tail
+from vlkv.decode_state import DecodeState, arrive, attend_to
 from vlkv.decoder import Decoder
 from vlkv.decoder.decoder import After
-from vlkv.memory import Memory, arrive, attend_to
 from vlkv.parallel import cached_attention
 from vlkv.policies.selection import require_32_bits
 
-Watch = Callable[[int, Memory, Array], None]
+Watch = Callable[[int, DecodeState, Array], None]
 
 
 def feed(
@@ -54,11 +54,12 @@ def feed(
         return _one_by_one(decoder, cache, x, positions, valid)
     pool_k: Any = cache.k
     pool_v: Any = cache.v
-    taken: list[Array] = []
-    tail_k, tail_v, memory = list(cache.tail_k), list(cache.tail_v), list(cache.memory or ())
+    entries_taken: list[Array] = []
+    tail_k, tail_v, states = list(cache.tail_k), list(cache.tail_v), list(cache.memory or ())
     count = jnp.arange(1, x.shape[1] + 1) if valid is None else jnp.cumsum(valid, axis=1)
-    seen = cache.used[:, None] + count  # [B, T] entries of the tail that a token attends to, including its own
-    entry = seen - 1 if valid is None else jnp.where(valid, seen - 1, cache.new_tokens)  # past the end: not written
+    in_tail = cache.used[:, None] + count  # [B, T] entries of the tail that a token attends to, including its own
+    # Padding gets an entry number past the end, which is not written.
+    tail_entry = in_tail - 1 if valid is None else jnp.where(valid, in_tail - 1, cache.new_tokens)
     # Kernels for decoding are made for one query; several queries are matrix products, which XLA computes well.
     kernel = cache.kernels.decode_attention if x.shape[1] == 1 else "xla"
 
@@ -67,45 +68,45 @@ def feed(
         start = cache.start[i]
         tail: Any = None
         if cache.memory is not None:
-            held, into = jax.vmap(arrive)(memory[i])
+            state, entry = jax.vmap(arrive)(states[i])
         if cache.reuses:
-            taken.append(into)
+            entries_taken.append(entry)
             pool_k, pool_v = (
-                write_pool(pool, new, into[:, None], start[:, None], valid, cache.parts)
+                write_pool(pool, new, entry[:, None], start[:, None], valid, cache.parts)
                 for pool, new in ((pool_k, k), (pool_v, v))
             )
         else:
             tail = tail_k[i], tail_v[i] = (
-                write_tail(tail_k[i], k, entry, cache.parts), write_tail(tail_v[i], v, entry, cache.parts)
+                write_tail(tail_k[i], k, tail_entry, cache.parts), write_tail(tail_v[i], v, tail_entry, cache.parts)
             )  # fmt: skip
             if cache.window is not None:
                 assert isinstance(cache.k, QuantizedPool)
-                tail = aged(tail, seen[:, 0], bits=cache.k.bits, group=cache.k.group, window=cache.window)
+                tail = quantize_old(tail, in_tail[:, 0], bits=cache.k.bits, group=cache.k.group, window=cache.window)
         segment = pool_k, pool_v, start, cache.length[i]
         if cache.memory is None:
             return cached_attention(
-                q, segment, tail, seen, softmax_n=cache.softmax_n, parts=cache.parts, implementation=kernel
+                q, segment, tail, in_tail, softmax_n=cache.softmax_n, parts=cache.parts, implementation=kernel
             )
         attended, mass = attend_to(
-            q[:, 0], segment, tail, seen[:, 0], held, softmax_n=cache.softmax_n, kernels=cache.kernels,
+            q[:, 0], segment, tail, in_tail[:, 0], state, softmax_n=cache.softmax_n, kernels=cache.kernels,
             parts=cache.parts,
         )  # fmt: skip
         if watch is not None:
-            watch(i, held, mass)
-        memory[i] = held if cache.policy is None else jax.vmap(cache.policy.step)(held, mass)
+            watch(i, state, mass)
+        states[i] = state if cache.policy is None else jax.vmap(cache.policy.step)(state, mass)
         return attended[:, None]
 
     x = decoder.walk(x, positions, attend, after)
-    used, memories, token = cache.used + count[..., -1], None if cache.memory is None else tuple(memory), cache.token
-    if taken:
-        where = jnp.stack(taken, axis=1), jnp.swapaxes(cache.start, 0, 1)  # [B, L, K]
+    used, memory, token = cache.used + count[..., -1], None if cache.memory is None else tuple(states), cache.token
+    if entries_taken:  # all layers in one write; -1, because new tokens have no index in the prompt
+        where = jnp.stack(entries_taken, axis=1), jnp.swapaxes(cache.start, 0, 1)  # [B, L, K]
         token = write_pool(token, jnp.full(where[0].shape, -1, jnp.int32), *where, valid, cache.parts)
-    if valid is not None and memories is not None:  # padding does not change the decode state
-        memories = jax.tree.map(
-            lambda new, old: jnp.where(valid.reshape(-1, *(1,) * (new.ndim - 1)), new, old), memories, cache.memory
+    if valid is not None and memory is not None:  # padding does not change the decode state
+        memory = jax.tree.map(
+            lambda new, old: jnp.where(valid.reshape(-1, *(1,) * (new.ndim - 1)), new, old), memory, cache.memory
         )
     cache = dataclasses.replace(
-        cache, k=pool_k, v=pool_v, token=token, tail_k=tuple(tail_k), tail_v=tuple(tail_v), used=used, memory=memories
+        cache, k=pool_k, v=pool_v, token=token, tail_k=tuple(tail_k), tail_v=tuple(tail_v), used=used, memory=memory
     )
     return cache, x
 

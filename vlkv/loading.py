@@ -86,7 +86,13 @@ def read_params(source: checkpoint.Checkpoint, *, dtype: DTypeLike | None, mesh:
 
 
 def read_pieces(held: pieces.Pieces, *, dtype: DTypeLike | None, mesh: Mesh | None) -> Model:
-    """Reads parameters of a converted folder piece by piece, each directly onto its devices."""
+    """Reads a converted folder file by file; each parameter goes directly to the devices that hold it.
+
+    Args:
+        held: the checked folder.
+        dtype: of the parameters; None: as stored.
+        mesh: over which they are sharded; None: one device.
+    """
     own = jnp.dtype(held.weights["decoder.embedding.weight"][1] if dtype is None else dtype)
     config = with_head(read_config(held.folder), tied=HEAD not in held.weights)
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract(config, own))

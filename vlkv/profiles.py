@@ -80,12 +80,12 @@ def aggregate(ratios: Float[np.ndarray, "S L"]) -> Float[np.ndarray, " L"]:
 
 
 def spread(ratios: Float[np.ndarray, "S L"]) -> Float[np.ndarray, " L"]:
-    """Standard deviation over the samples (Table 7, "std", is its mean over the layers)."""
+    """Standard deviation over the samples; its mean over the layers is "std" in PrefixKV's Table 7."""
     return ratios.std(axis=0)
 
 
 def distance(ratios: Float[np.ndarray, "S L"], profile: Float[np.ndarray, " L"]) -> Float[np.ndarray, " L"]:
-    """Mean absolute difference between the samples and a profile (Table 7, "mad", is its mean over the layers)."""
+    """Mean absolute difference between samples and profile; its mean over the layers is "mad" in PrefixKV's Table 7."""
     return np.abs(ratios - profile).mean(axis=0)
 
 
@@ -124,7 +124,7 @@ def curves(params: Model, inputs: Inputs, policy: PrefixKV) -> Float[Array, "B L
 def search(
     cumulative: Float[np.ndarray, "L T"], keep: float, *, tolerance: float = 0.0, steps: int = 64
 ) -> tuple[Float[np.ndarray, " L"], int]:
-    """Alg. 1 as printed, with a limit on its steps; the result is scaled to the budget (Tables 10 and 11).
+    """PrefixKV's Algorithm 1 as printed, with a limit on its steps; the result is scaled to the budget (Tables 10, 11).
 
     Args:
         cumulative: of one sample, a row of `curves`.

@@ -30,17 +30,18 @@ from safetensors.flax import save_file
 from pallas_kernels import Kernels, QuantizedPool
 from vlkv import policies, profiles
 from vlkv.cache import PackedCache, resize, take_rows
+from vlkv.decode_state import DecodeState
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.files import one_line, replacing
-from vlkv.memory import Memory
 from vlkv.policies import Policy
 from vlkv.sharding import path_name
 
 FORMAT, VERSION, READS = "vlkv cache", "2", ("1", "2")
 _CORNER = 4  # first and last entries of each axis of a weight that are part of the model's fingerprint
-_OWN: dict[str, type] = {
-    cls.__name__: cls for cls in (PackedCache, QuantizedPool, Memory, policies.Composed, *policies.registry.values())
+_OWN: dict[str, type] = {  # by the names in the file
+    "Memory": DecodeState,
+    **{cls.__name__: cls for cls in (PackedCache, QuantizedPool, policies.Composed, *policies.registry.values())},
 }
 _NOT_SAVED = ("kernels",)  # chosen by the machine that loads the cache
 
@@ -185,10 +186,10 @@ def _read(path: Path, *, arrays: bool = True) -> tuple[dict[str, Any], dict[str,
         raise InputError(f"{path}: its metadata cannot be read; save it again") from None
 
 
-def _from_version_1(memories: Sequence[dict[str, Any]], arrays: dict[str, jax.Array]) -> None:
+def _from_version_1(states: Sequence[dict[str, Any]], arrays: dict[str, jax.Array]) -> None:
     """Adds the fields of version 2 to decode states. Version 1 reused no slots, and its core was a list of slots."""
-    for i, memory in enumerate(memories):
-        fields = memory["fields"]
+    for i, state in enumerate(states):
+        fields = state["fields"]
         stored, place = (arrays[fields[name]["array"]] for name in ("stored", "place"))
         order = jnp.argsort(jnp.where(stored, place, jnp.iinfo(jnp.int32).max), axis=-1)
         arrays[f"memory.{i}.rank"] = jnp.argsort(order, axis=-1).astype(jnp.int32)
@@ -248,8 +249,9 @@ def _join(name: str, part: Any) -> str:
 
 def _spell(cls: type) -> str:
     """The name of a class for `_find`: that of our own class, or `module:name` for another policy."""
-    if _OWN.get(cls.__name__) is cls:
-        return cls.__name__
+    own = next((name for name, ours in _OWN.items() if ours is cls), None)
+    if own is not None:
+        return own
     if not issubclass(cls, Policy) or "<locals>" in cls.__qualname__:
         raise InputError(
             f"{cls.__qualname__} cannot be saved, because it could not be imported: define it at the top of a module"

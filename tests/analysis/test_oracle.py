@@ -65,7 +65,10 @@ def test_a_smaller_budget_in_the_memory_of_a_larger(inputs, prompt):
     np.testing.assert_array_equal(evidence_recall(cache, wanted)[:2], np.full((2, 3, 2), 0.5))
 
 
-@pytest.mark.parametrize("policy", [policies.SnapKV(keep=0.4, scope="vision"), policies.H2O(keep=0.4, scope="vision")])
+@pytest.mark.default("SnapKV")
+@pytest.mark.parametrize(
+    "policy", [policies.SnapKV(keep=0.4, scope="vision"), policies.H2O(keep=0.4, scope="vision")], ids=repr
+)
 def test_recall_is_a_count_of_what_select_keeps(inputs, prompt, policy):
     wanted = evidence(inputs, [1, 2, 26, 40], [0, 24], [])
     cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")(prompt, policy, new_tokens=1)

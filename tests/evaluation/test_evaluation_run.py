@@ -56,13 +56,18 @@ def asked(model, records, plan, out, **settings):
     return journal.entries
 
 
-def test_several_policies_in_one_pass_answer_as_each_by_itself(model, records, tmp_path):
+@pytest.mark.default("by itself")
+@pytest.mark.parametrize(
+    "plan",
+    [[SNAPKV, policies.ImgRandom(keep=0.5), policies.H2O(keep=0.5)], [SNAPKV, policies.FastV(keep=0.3, layer=1)]],
+    ids=["read together", "one reads by itself"],
+)
+def test_several_policies_in_one_pass_answer_as_each_by_itself(model, records, tmp_path, plan):
     """Read together, with a key, and one that shortens the prompt by itself; three rows fill two batches."""
     params, processor = model
     records = [record for record in records if record.turns[0].question == "read the page"][:3]
-    plan = [SNAPKV, policies.ImgRandom(keep=0.5), policies.FastV(keep=0.3, layer=1)]
     entries = asked(model, records, plan, tmp_path, batch=2, seed=3)
-    assert sorted(entries) == [(row, 0, policy) for row in range(3) for policy in range(3)]
+    assert sorted(entries) == [(row, 0, policy) for row in range(3) for policy in range(len(plan))]
     for batch, rows in enumerate(([0, 1], [2])):
         images = [records[row].images[0] for row in rows]
         inputs = processor([*images, *images[-1:] * (2 - len(rows))], ["read the page"] * 2)

@@ -151,6 +151,7 @@ def test_layer_outputs_and_logits(saved, padding):
     check_states(params, rows, answers, padding)
 
 
+@pytest.mark.full
 def test_greedy_tokens(saved):
     _, _, params, rows, answers = saved
     check_answers(params, vlkv.Inputs.from_hf(joined(rows), params.config), answers)

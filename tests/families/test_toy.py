@@ -76,6 +76,7 @@ def test_it_answers_and_is_asked_again(folder, method):
     assert np.isfinite(np.asarray(logits)).all()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("shapes_for_arrays")
 def test_plan_and_bench_know_its_sizes(capsys, tmp_path):
     assert main(["plan", "toy-tiny", "--topology", "a100:1", "--prompt", "200", "--json"]) == 0

@@ -30,6 +30,7 @@ def one_row(name, cells, questions):
     return params, layout, batch, pixels.astype(np.float32), got
 
 
+@pytest.mark.default("several")
 @pytest.mark.parametrize("name", ["ledger", "several"])
 def test_branches_equal_separate_rows(name):
     params, layout, batch, pixels, got = one_row(name, V, 2)
@@ -42,6 +43,7 @@ def test_branches_equal_separate_rows(name):
         np.testing.assert_allclose(got[first : first + len(ids) - 1], want, atol=2e-4)
 
 
+@pytest.mark.full
 def test_a_pooled_row_is_what_downsample_reads():
     """The first token of the answer, of the whole page."""
     params, _, batch, pixels, got = one_row("pooled", V, 1)

@@ -64,6 +64,7 @@ def test_llava_batch_of_unequal_rows(llava, padding):
     check(*llava, prompts(padding))
 
 
+@pytest.mark.default("mqa", "first")
 @pytest.mark.parametrize(
     "changes",
     [

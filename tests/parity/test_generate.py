@@ -41,6 +41,7 @@ def test_greedy_tokens_of_a_batch(llava, padding):
         np.testing.assert_array_equal(output.tokens[row], theirs(model, batch, row, images))
 
 
+@pytest.mark.full
 def test_greedy_tokens_of_a_text_model(tmp_path):
     model = make_text("qwen2")
     model.save_pretrained(tmp_path)

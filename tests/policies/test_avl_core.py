@@ -11,7 +11,7 @@ from test_decode_time import one_layer
 
 from pallas_kernels import Kernels
 from vlkv import policies
-from vlkv.memory import _listed, arrive, attend_to, begin
+from vlkv.decode_state import _listed, arrive, attend_to, begin
 
 LENGTH, HEADS, GROUPS, DIM, NEW = 70, 2, 2, 8, 4
 
@@ -27,25 +27,25 @@ def step():
     return cache, jax.jit(jax.vmap(arrive))(cache.memory[0])[0], q, tail
 
 
-def answer(step, memory, k, v, kernels=None):
+def answer(step, state, k, v, kernels=None):
     cache, _, q, tail = step
     segment = k, v, cache.start[0], cache.length[0]
     run = jax.jit(attend_to, static_argnames="kernels")
-    return run(q, segment, tuple(tail), jnp.array([1]), memory, kernels=kernels)
+    return run(q, segment, tuple(tail), jnp.array([1]), state, kernels=kernels)
 
 
 @pytest.mark.full
 def test_an_ordinary_step_does_not_read_what_is_not_in_the_core(step):
-    cache, memory, _, _ = step
-    most = memory.attended.shape[-1] - NEW
-    aside = np.asarray(memory.stored & ~memory.attended)[0, 0, :most]
-    assert aside.sum() == 30 - 10 and memory.core_only.all()
+    cache, state, _, _ = step
+    most = state.attended.shape[-1] - NEW
+    aside = np.asarray(state.stored & ~state.attended)[0, 0, :most]
+    assert aside.sum() == 30 - 10 and state.core_only.all()
     start = int(cache.start[0, 0, 0])
     slots = start + np.flatnonzero(aside)
     poisoned = (cache.k.at[:, slots].set(jnp.nan), cache.v.at[:, slots].set(jnp.nan))
-    for got, want in zip(answer(step, memory, *poisoned), answer(step, memory, cache.k, cache.v), strict=True):
+    for got, want in zip(answer(step, state, *poisoned), answer(step, state, cache.k, cache.v), strict=True):
         np.testing.assert_array_equal(got, want)
-    refreshed = jax.vmap(cache.policy.step)(memory, jnp.zeros((1, HEADS * GROUPS, most + NEW)))
+    refreshed = jax.vmap(cache.policy.step)(state, jnp.zeros((1, HEADS * GROUPS, most + NEW)))
     assert not refreshed.core_only.any()  # the second step is a refresh: it reads everything
     assert np.isnan(answer(step, refreshed, *poisoned)[0]).any()
 
@@ -57,29 +57,30 @@ def test_core_and_text_window_are_rounded_down_from_the_exact_product(fraction, 
     policy = policies.AVL(keep=0.6, core=fraction, text=fraction)
     everything = jnp.ones(count, bool)
     for is_vision, new in ((everything, 1), (~everything, 0)):
-        memory = jax.jit(begin, static_argnames="new_tokens")(
+        state = jax.jit(begin, static_argnames="new_tokens")(
             everything[None], {}, is_vision, everything, new_tokens=new
         )
         if new:
-            assert policy.pick(memory, jnp.zeros(memory.stored.shape)).sum() == expected
+            assert policy.pick(state, jnp.zeros(state.stored.shape)).sum() == expected
         else:
-            assert policy.window(memory) == expected
+            assert policy.window(state) == expected
 
 
 @pytest.mark.full
 def test_kernels_by_name_give_the_same_answer(step):
-    cache, memory, _, _ = step
+    cache, state, _, _ = step
     named = Kernels(decode_attention="reference", core_attention="reference")
     for got, want in zip(
-        answer(step, memory, cache.k, cache.v, named), answer(step, memory, cache.k, cache.v), strict=True
+        answer(step, state, cache.k, cache.v, named), answer(step, state, cache.k, cache.v), strict=True
     ):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_where_heads_differ_no_list_is_used(step):
-    _, memory, _, _ = step
+    _, state, _, _ = step
     policy = policies.AVL(keep=0.6, core=0.2, refresh=5)
-    core = memory.core.at[0, 1].set(jnp.roll(memory.core[0, 1], 1))
-    one = jax.tree.map(lambda x: x[0], dataclasses.replace(memory, core=core))
+    core = state.core.at[0, 1].set(jnp.roll(state.core[0, 1], 1))
+    one = jax.tree.map(lambda x: x[0], dataclasses.replace(state, core=core))
     made = jax.jit(policy.prepare)(one)
     assert made.core_only and not _listed(made)[-1] and (made.attended[0] != made.attended[1]).any()

@@ -53,7 +53,7 @@ def one_layer(policy, arrays, new_tokens: int):
 
         x = jnp.zeros((1, 1, q_new.size))
         cache, out = feed(
-            OneLayer(), cache, x, jnp.zeros((1, 1, 1), int), watch=lambda i, memory, mass: attended.append(memory)
+            OneLayer(), cache, x, jnp.zeros((1, 1, 1), int), watch=lambda i, state, mass: attended.append(state)
         )
         return cache, out.reshape(q_new.shape), attended[0].attended[0]
 
@@ -68,8 +68,7 @@ def places(cache, mask, size: int) -> np.ndarray:
     return out
 
 
-@pytest.mark.default("text_eviction")
-@pytest.mark.parametrize("suffix", ["no_text_eviction", "text_eviction"])
+@pytest.mark.parametrize("suffix", [pytest.param("no_text_eviction", marks=pytest.mark.full), "text_eviction"])
 def test_avl_golden(golden, suffix):
     """Outputs, cores and text windows, step by step; every K-th step attends to all secondary tokens."""
     g = golden("a_vl")

@@ -99,6 +99,7 @@ def test_dropped_entries_are_averaged_into_the_kept_entry_that_matches(merging):
             np.testing.assert_allclose(np.asarray(ours)[layer][:, valid][kept], theirs[kept], atol=1e-5)
 
 
+@pytest.mark.default("paper")
 @pytest.mark.parametrize("variant", ["paper", "released"])
 def test_a_profile_takes_the_place_of_the_search(variant):
     rng = np.random.default_rng(0)

@@ -393,6 +393,7 @@ def test_protection_holds_for_scores_beyond_float32_integers_and_for_infinite_on
     assert kept_places(Given(budget=3, last=2), [np.inf, 0, np.inf, 0, 0, 0]) == [0, 4, 5]
 
 
+@pytest.mark.full
 def test_a_score_of_minus_infinity_still_ranks_above_padding():
     low = -np.inf
     assert kept_places(Given(budget=2), [0, 0, low, low, low], [False, False, True, True, True]) == [2, 3]

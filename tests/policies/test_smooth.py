@@ -117,6 +117,7 @@ def test_a_composition_ranks_by_smoothed_scores_and_pays_by_the_others():
     assert not np.array_equal(before.kept, after.kept)
 
 
+@pytest.mark.full
 def test_methods_that_rank_by_statistics_are_smoothed_too():
     rng = np.random.default_rng(2)
     q, k = rng.normal(size=(1, 2, 40, 8)).astype(np.float32), rng.normal(size=(1, 1, 40, 8)).astype(np.float32)

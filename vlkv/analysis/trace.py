@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.cache import PackedCache
+from vlkv.decode_state import DecodeState, begin, packed
 from vlkv.families import Model
 from vlkv.feeding import feed
-from vlkv.memory import Memory, begin, packed
 from vlkv.reading import Prompt
 
 
@@ -51,16 +51,16 @@ def follow(
         tokens: the tokens; padding, -1, is replaced by token 0.
         only: attention is limited to these prompt tokens and to new tokens; None: no limit.
     """
-    memory = _decode_state(prompt, cache)
+    state = _decode_state(prompt, cache)
     if only is not None:
-        memory = tuple(_restrict(m, _tokens(m, prompt.valid), only[i]) for i, m in enumerate(memory))
+        state = tuple(_restrict(m, _tokens(m, prompt.valid), only[i]) for i, m in enumerate(state))
 
     def step(cache: PackedCache, token: Int[Array, " B"]) -> tuple[PackedCache, Trace]:
         hidden, masses, counts = [], [], []
 
-        def record(i: int, memory: Memory, mass: Array) -> None:
-            masses.append(_by_token(mass, _tokens(memory, prompt.valid), prompt.valid.shape[1] + cache.new_tokens))
-            counts.append([jnp.mean(jnp.sum(x, axis=-1), axis=-1) for x in (memory.stored, memory.attended)])
+        def record(i: int, state: DecodeState, mass: Array) -> None:
+            masses.append(_by_token(mass, _tokens(state, prompt.valid), prompt.valid.shape[1] + cache.new_tokens))
+            counts.append([jnp.mean(jnp.sum(x, axis=-1), axis=-1) for x in (state.stored, state.attended)])
 
         def after(i: int, x: Array) -> tuple[Array, None]:
             hidden.append(x[:, 0])
@@ -76,20 +76,20 @@ def follow(
 
     assert tokens.shape[0] == prompt.valid.shape[0]
     fed = jnp.maximum(jnp.asarray(tokens), 0).T
-    return jax.lax.scan(step, dataclasses.replace(cache, memory=memory), fed)[1]
+    return jax.lax.scan(step, dataclasses.replace(cache, memory=state), fed)[1]
 
 
-def _decode_state(prompt: Prompt, cache: PackedCache) -> tuple[Memory, ...]:
+def _decode_state(prompt: Prompt, cache: PackedCache) -> tuple[DecodeState, ...]:
     """The decode state of the cache. If its policy has none, one that only lists the entries of the cache."""
     if cache.memory is not None:
         return cache.memory
 
     most = prompt.valid.shape[1]
 
-    def row_state(token: Any, slots: Any, is_vision: Any, valid: Any) -> Memory:
+    def row_state(token: Any, slots: Any, is_vision: Any, valid: Any) -> DecodeState:
         kept = jnp.zeros((len(token), most), bool).at[jnp.arange(len(token))[:, None], token].max(token >= 0)
-        memory = begin(kept, {}, is_vision, valid, new_tokens=0)
-        return packed(memory, token, slots, new_tokens=cache.new_tokens, reuses=False)
+        state = begin(kept, {}, is_vision, valid, new_tokens=0)
+        return packed(state, token, slots, new_tokens=cache.new_tokens, reuses=False)
 
     return tuple(
         jax.vmap(row_state)(cache.entries(i, most), cache.length[i], prompt.is_vision, prompt.valid)
@@ -97,18 +97,18 @@ def _decode_state(prompt: Prompt, cache: PackedCache) -> tuple[Memory, ...]:
     )
 
 
-def _tokens(memory: Memory, valid: Bool[Array, "B T"]) -> Int[Array, "B K E"]:
+def _tokens(state: DecodeState, valid: Bool[Array, "B T"]) -> Int[Array, "B K E"]:
     """The token of each entry: its index in the prompt, or T + n for the n-th new token."""
     length, count = valid.shape[1], jnp.sum(valid, axis=1)[:, None, None]
     order = jnp.argsort(~valid, axis=1, stable=True)[:, None]
-    of_prompt = jnp.take_along_axis(order, jnp.minimum(memory.place, length - 1), axis=2)
-    return jnp.where(memory.place < count, of_prompt, length + memory.place - count)
+    of_prompt = jnp.take_along_axis(order, jnp.minimum(state.place, length - 1), axis=2)
+    return jnp.where(state.place < count, of_prompt, length + state.place - count)
 
 
-def _restrict(memory: Memory, tokens: Int[Array, "B K E"], only: Bool[Array, "B K T"]) -> Memory:
+def _restrict(state: DecodeState, tokens: Int[Array, "B K E"], only: Bool[Array, "B K T"]) -> DecodeState:
     """Masks all entries of prompt tokens that are not in `only`."""
     wanted = jnp.take_along_axis(only, jnp.minimum(tokens, only.shape[2] - 1), axis=2) | (tokens >= only.shape[2])
-    return dataclasses.replace(memory, stored=memory.stored & wanted, attended=memory.attended & wanted)
+    return dataclasses.replace(state, stored=state.stored & wanted, attended=state.attended & wanted)
 
 
 def _by_token(mass: Float[Array, "B N _e"], tokens: Int[Array, "B K _e"], most: int) -> Float[Array, "B E"]:

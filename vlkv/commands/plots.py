@@ -79,7 +79,8 @@ def _curves(part: Any, panel: Curves) -> None:
     shades = np.linspace(0, 0.9, len(panel.lines))
     for shade, (name, y) in zip(shades, panel.lines.items(), strict=True):
         colour = colormaps["viridis"](shade)
-        axes.plot(panel.x, y, label=name, color=colour, marker="." if len(panel.x) < 40 else "")
+        width = 4 if len(panel.lines) == 2 and shade == 0 else 1.5  # shows below a second line that hides it
+        axes.plot(panel.x, y, label=name, color=colour, linewidth=width, marker="." if len(panel.x) < 40 else "")
         if name in panel.spread and len(panel.lines) <= _IN_LEGEND:
             half = panel.spread[name]
             axes.fill_between(panel.x, y - half, y + half, color=colour, alpha=0.15, linewidth=0)

@@ -74,7 +74,7 @@ class Stage:
     turns: tuple[str, ...]  # names of `TASKS`: the tasks of successive steps, repeated
 
     def shown(self, task: Task) -> int:
-        """Cells shown per image."""
+        """Number of cells of each image whose patches the model is given; the others are left out to train faster."""
         if task.pooled:
             return _BLOCK * max(4 * self.entries[1], self.cells // _BLOCK)  # an entry is in at most 4 blocks
         return self.cells // task.images

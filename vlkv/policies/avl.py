@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from vlkv import budgets
-from vlkv.memory import Memory, evict
+from vlkv.decode_state import DecodeState, evict
 from vlkv.observe import Observation, column_sums, head_mean, last, rows_mass, top
 from vlkv.policies.policy import Policy, Scope, policy
 from vlkv.tokens import Tokens
@@ -26,7 +26,7 @@ class AVL(Policy):
 
     Vision tokens are ranked by the attention of the last prompt token, averaged over heads. The best `keep` of them are
     secondary (S), the best `core` are core (C); both are fractions of the image's tokens. An ordinary step attends to
-    the core and all text. Every `refresh`-th step (K, counted from 1) attends to all secondary tokens, and its
+    the core and all text. Every `refresh`-th step (counted from 1) attends to all secondary tokens, and its
     attention determines the new core. Text may have a window: if it has more than `text` (T) times the row's greatest
     number of text tokens, prompt and new ones, the entry with the least accumulated attention in the first half is
     evicted, after prefill and after every step. All choices are the same for all heads. After the second layer of
@@ -35,7 +35,7 @@ class AVL(Policy):
 
     Attributes:
         core: C, at most all of S; None: every step attends to all secondary tokens.
-        refresh: K.
+        refresh: K of the paper.
         text: T; None: all text is kept.
         prefill: P, a fraction of the image's tokens; None: the prompt is not reduced.
     """
@@ -117,10 +117,10 @@ class AVL(Policy):
     def evicts(self) -> bool:
         return self.text is not None
 
-    def decode_slots(self, memory: Memory) -> Int[Array, " K"]:
+    def decode_slots(self, state: DecodeState) -> Int[Array, " K"]:
         """The secondary tokens, the text window, and one new entry."""
-        secondary = jnp.sum(memory.stored & ~memory.is_text, axis=-1, dtype=jnp.int32)
-        return secondary + self.window(memory) + 1
+        secondary = jnp.sum(state.stored & ~state.is_text, axis=-1, dtype=jnp.int32)
+        return secondary + self.window(state) + 1
 
     def decode_bounds(
         self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
@@ -137,60 +137,60 @@ class AVL(Policy):
             values["mass"] = head_mean(column_sums(obs), obs.k.shape[0])
         return values
 
-    def begin(self, memory: Memory) -> Memory:
+    def begin(self, state: DecodeState) -> DecodeState:
         """Chooses the first core and applies the text window."""
-        memory = self.shorten_text(memory)
-        core = None if self.core is None else self.pick(memory, memory.values["rank"])
-        values = {name: value for name, value in memory.values.items() if name != "rank"}
-        return self.prepare(dataclasses.replace(memory, values=values, core=core))
+        state = self.shorten_text(state)
+        core = None if self.core is None else self.pick(state, state.values["rank"])
+        values = {name: value for name, value in state.values.items() if name != "rank"}
+        return self.prepare(dataclasses.replace(state, values=values, core=core))
 
-    def step(self, memory: Memory, mass: Float[Array, "N E"]) -> Memory:
+    def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
         """Chooses a new core after a refresh step, applies the text window, and prepares the next step."""
-        shares = head_mean(mass, memory.stored.shape[0])
-        values = dict(memory.values)
+        shares = head_mean(mass, state.stored.shape[0])
+        values = dict(state.values)
         if self.text is not None:
             values["mass"] = values["mass"] + shares
-        core = memory.core
+        core = state.core
         if core is not None:
-            core = jnp.where(memory.steps % self.refresh == 0, self.pick(memory, shares), core)
-        return self.prepare(self.shorten_text(dataclasses.replace(memory, values=values, core=core)))
+            core = jnp.where(state.steps % self.refresh == 0, self.pick(state, shares), core)
+        return self.prepare(self.shorten_text(dataclasses.replace(state, values=values, core=core)))
 
-    def pick(self, memory: Memory, shares: Float[Array, "K E"]) -> Bool[Array, "K E"]:
+    def pick(self, state: DecodeState, shares: Float[Array, "K E"]) -> Bool[Array, "K E"]:
         """The core: the best C of the image's tokens; ties: the earlier token."""
-        secondary = memory.stored & ~memory.is_text
+        secondary = state.stored & ~state.is_text
         assert self.core is not None
-        count = jnp.maximum(budgets.part(self.core, memory.vision), 1)
+        count = jnp.maximum(budgets.unbounded_share(self.core, state.vision), 1)
         return top(shares, secondary, jnp.broadcast_to(count, secondary.shape[:1]))
 
-    def prepare(self, memory: Memory) -> Memory:
+    def prepare(self, state: DecodeState) -> DecodeState:
         """Sets the entries that the next step attends to: all stored ones in a refresh step, else core and text."""
-        if memory.core is None:
-            return dataclasses.replace(memory, attended=memory.stored)
-        refresh = (memory.steps + 1) % self.refresh == 0
-        attended = memory.stored & (memory.is_text | refresh | memory.core)
-        return dataclasses.replace(memory, attended=attended, core_only=~refresh)
+        if state.core is None:
+            return dataclasses.replace(state, attended=state.stored)
+        refresh = (state.steps + 1) % self.refresh == 0
+        attended = state.stored & (state.is_text | refresh | state.core)
+        return dataclasses.replace(state, attended=attended, core_only=~refresh)
 
-    def shorten_text(self, memory: Memory) -> Memory:
+    def shorten_text(self, state: DecodeState) -> DecodeState:
         """Evicts text entries until their number is within the window."""
         if self.text is None:
-            return memory
-        capacity = self.window(memory)
+            return state
+        capacity = self.window(state)
 
-        def texts(memory: Memory) -> Bool[Array, "K E"]:
-            return memory.stored & memory.is_text
+        def texts(state: DecodeState) -> Bool[Array, "K E"]:
+            return state.stored & state.is_text
 
-        def over(memory: Memory) -> Bool[Array, ""]:
-            return jnp.any(jnp.sum(texts(memory), axis=-1) > capacity)
+        def over(state: DecodeState) -> Bool[Array, ""]:
+            return jnp.any(jnp.sum(texts(state), axis=-1) > capacity)
 
-        def drop(memory: Memory) -> Memory:
-            text = texts(memory)
+        def drop(state: DecodeState) -> DecodeState:
+            text = texts(state)
             count = jnp.sum(text, axis=-1)
-            first_half = top(-memory.place.astype(jnp.float32), text, jnp.maximum(1, count // 2))
-            return evict(memory, first_half & (count > capacity)[:, None], memory.values["mass"])
+            first_half = top(-state.place.astype(jnp.float32), text, jnp.maximum(1, count // 2))
+            return evict(state, first_half & (count > capacity)[:, None], state.values["mass"])
 
-        return jax.lax.while_loop(over, drop, memory)
+        return jax.lax.while_loop(over, drop, state)
 
-    def window(self, memory: Memory) -> Int[Array, ""]:
+    def window(self, state: DecodeState) -> Int[Array, ""]:
         """Greatest number of text entries: T times the sum of the row's text tokens and all tokens that may follow."""
         assert self.text is not None
-        return budgets.part(self.text, memory.text + memory.new_tokens)
+        return budgets.unbounded_share(self.text, state.text + state.new_tokens)

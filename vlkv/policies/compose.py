@@ -8,8 +8,8 @@ from typing import Any
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
+from vlkv.decode_state import DecodeState
 from vlkv.errors import InputError
-from vlkv.memory import Memory
 from vlkv.observe import Observation
 from vlkv.policies.full import Full
 from vlkv.policies.policy import Policy, Statistics, Storage, checked_scores, policy, require_policy
@@ -253,8 +253,8 @@ class Composed(Policy):
         return (self.stepped or self.scored).evicts
 
     @override
-    def decode_slots(self, memory: Memory) -> Int[Array, " K"]:
-        return (self.stepped or self.scored).decode_slots(memory)
+    def decode_slots(self, state: DecodeState) -> Int[Array, " K"]:
+        return (self.stepped or self.scored).decode_slots(state)
 
     @override
     def decode_bounds(
@@ -272,12 +272,12 @@ class Composed(Policy):
         return owner.decode_values(obs, checked_scores(owner, obs))
 
     @override
-    def begin(self, memory: Memory) -> Memory:
-        return (self.stepped or self.scored).begin(memory)
+    def begin(self, state: DecodeState) -> DecodeState:
+        return (self.stepped or self.scored).begin(state)
 
     @override
-    def step(self, memory: Memory, mass: Float[Array, "N E"]) -> Memory:
-        return (self.stepped or self.scored).step(memory, mass)
+    def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
+        return (self.stepped or self.scored).step(state, mass)
 
     @property
     @override

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from vlkv import budgets
-from vlkv.memory import Memory, evict
+from vlkv.decode_state import DecodeState, evict
 from vlkv.observe import Observation, column_sums, group_mean, last
 from vlkv.policies.policy import Policy, policy
 
@@ -48,7 +48,7 @@ class H2O(Policy):
         """Number of recent tokens for a budget."""
         if isinstance(self.recent, int):
             return jnp.full_like(budget, self.recent)
-        return budgets.part(0.5 if self.recent is None else self.recent, budget)
+        return budgets.unbounded_share(0.5 if self.recent is None else self.recent, budget)
 
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
         """The recent tokens."""
@@ -69,12 +69,12 @@ class H2O(Policy):
         del obs
         return {"mass": scores}
 
-    def step(self, memory: Memory, mass: Float[Array, "N E"]) -> Memory:
-        """Adds this step's attention and evicts one entry."""
-        heads = memory.stored.shape[0]
-        total = memory.values["mass"] + group_mean(mass, heads)
-        memory = dataclasses.replace(memory, values={"mass": total})
-        count = jnp.sum(memory.stored, axis=-1)
-        recent = jnp.minimum(self.recent_of(memory.capacity), memory.capacity)
-        old = memory.stored & (memory.rank < (count - recent)[:, None])
-        return evict(memory, old & (count > memory.capacity)[:, None], total)
+    def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
+        """Adds this step's attention; evicts one entry of each head that has more than its budget."""
+        heads = state.stored.shape[0]
+        total = state.values["mass"] + group_mean(mass, heads)
+        state = dataclasses.replace(state, values={"mass": total})
+        count = jnp.sum(state.stored, axis=-1)
+        recent = jnp.minimum(self.recent_of(state.capacity), state.capacity)
+        old = state.stored & (state.rank < (count - recent)[:, None])
+        return evict(state, old & (count > state.capacity)[:, None], total)

@@ -16,8 +16,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import budgets
+from vlkv.decode_state import DecodeState
 from vlkv.errors import InputError
-from vlkv.memory import Memory
 from vlkv.observe import Observation
 from vlkv.tokens import Tokens
 
@@ -126,7 +126,7 @@ class Policy(metaclass=_PolicyType):
         return jnp.zeros_like(obs.valid)
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """Arrays of this layer that `allocate` and `rank` need."""
+        """Arrays of this layer that `allocate`, `rank` or `vlkv.analysis` need."""
         del obs, scores
         return {}
 
@@ -141,7 +141,7 @@ class Policy(metaclass=_PolicyType):
         Args:
             statistics: of all layers, with a leading axis L.
             total: sum of the budgets.
-            most: number of tokens in scope of each layer; it is the same in all layers unless the prompt was reduced.
+            most: number of tokens in scope of each layer that may still be kept: with a cap, those of the shortlist.
             layers: L.
         """
         del statistics, layers
@@ -224,7 +224,7 @@ class Policy(metaclass=_PolicyType):
 
     @property
     def updates_while_decoding(self) -> bool:
-        """Whether the method has a decode state (`Memory`), which `step` updates for every new token."""
+        """Whether the method has a decode state (`DecodeState`), which `step` updates for every new token."""
         return False
 
     def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
@@ -234,25 +234,25 @@ class Policy(metaclass=_PolicyType):
 
     @property
     def evicts(self) -> bool:
-        """Whether `step` evicts entries. Then new entries take free slots; otherwise they go to a tail."""
+        """Whether `step` evicts entries. Then new entries take free slots, unless the pool is quantised."""
         return False
 
-    def begin(self, memory: Memory) -> Memory:
+    def begin(self, state: DecodeState) -> DecodeState:
         """Called once after prefill and before packing. Entries that it evicts take no slot."""
-        return memory
+        return state
 
-    def step(self, memory: Memory, mass: Float[Array, "N E"]) -> Memory:
+    def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
         """Called after the attention of each step; `mass` is the share of attention that every entry received."""
         del mass
-        return memory
+        return state
 
-    def decode_slots(self, memory: Memory) -> Int[Array, " K"]:
+    def decode_slots(self, state: DecodeState) -> Int[Array, " K"]:
         """Slots of a segment of a method that `evicts`: the greatest number of entries at one time, with the new one.
 
-        `memory` is the result of `begin`; at most `memory.new_tokens` tokens follow. If a segment is full and `step`
+        `state` is the result of `begin`; at most `state.new_tokens` tokens follow. If a segment is full and `step`
         evicts nothing, the oldest entry is evicted.
         """
-        return memory.capacity + 1
+        return state.capacity + 1
 
     def decode_bounds(
         self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
@@ -281,6 +281,7 @@ class Policy(metaclass=_PolicyType):
         return None
 
     # --- static bounds ------------------------------------------------------------------------------------------
+    # `totals`, `total` (traced) and `bound` are for all layers together, `cap_counts` and `layer_bound` for one layer.
 
     def totals(self, *, layers: int, most: int) -> Int[np.ndarray, " counts"]:
         """Number of entries that all layers together keep of n tokens in scope, for n = 0..most."""

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from vlkv import budgets
-from vlkv.memory import Memory, evict
+from vlkv.decode_state import DecodeState, evict
 from vlkv.observe import Observation, column_sums, group_mean, last, ordinal, top
 from vlkv.policies.policy import Policy, Statistics, policy
 
@@ -27,7 +27,7 @@ class RoCo(Policy):
     nothing is evicted, because new tokens are text.
 
     Attributes:
-        spread: share of the budget without recent tokens that is for the largest deviations.
+        spread: of the budget that recent tokens leave, the share for the largest deviations.
         recent: number of last tokens that are always kept.
         evict: False: nothing is evicted while decoding.
     """
@@ -89,20 +89,20 @@ class RoCo(Policy):
         rows = jnp.broadcast_to(self.rows(obs).astype(jnp.float32), scores.shape)
         return {"mean": scores, "square": self.moment(obs, "square"), "rows": rows}
 
-    def step(self, memory: Memory, mass: Float[Array, "N E"]) -> Memory:
-        """Adds this step's attention and evicts one entry."""
-        heads, most = memory.stored.shape
-        rows = memory.values["rows"] + memory.stored
+    def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
+        """Adds this step's attention; evicts one entry of each head that has more than its budget."""
+        heads, most = state.stored.shape
+        rows = state.values["rows"] + state.stored
         mean, square = (
-            memory.values[name] + jnp.where(memory.stored, x - memory.values[name], 0.0) / jnp.maximum(rows, 1)
+            state.values[name] + jnp.where(state.stored, x - state.values[name], 0.0) / jnp.maximum(rows, 1)
             for name, x in (("mean", group_mean(mass, heads)), ("square", group_mean(mass**2, heads)))
         )
-        memory = dataclasses.replace(memory, values={"mean": mean, "square": square, "rows": rows})
-        count = jnp.sum(memory.stored, axis=-1)
-        recent = jnp.minimum(self.recent, memory.capacity)
-        old = memory.stored & (memory.rank < (count - recent)[:, None])
-        spared = top(deviation(mean, square), old, budgets.share(self.spread, memory.capacity - recent, most))
-        return evict(memory, old & ~spared & (count > memory.capacity)[:, None], mean)
+        state = dataclasses.replace(state, values={"mean": mean, "square": square, "rows": rows})
+        count = jnp.sum(state.stored, axis=-1)
+        recent = jnp.minimum(self.recent, state.capacity)
+        old = state.stored & (state.rank < (count - recent)[:, None])
+        spared = top(deviation(mean, square), old, budgets.share(self.spread, state.capacity - recent, most))
+        return evict(state, old & ~spared & (count > state.capacity)[:, None], mean)
 
 
 def deviation(mean: Float[Array, "K T"], square: Float[Array, "K T"]) -> Float[Array, "K T"]:

@@ -4,8 +4,9 @@ If a method evicts, a new entry takes a free slot, chosen by `arrive` for each k
 `reuses` is False (the pool is quantised, or nothing is evicted), new entries go to a tail, and an evicted entry is
 masked and its slot stays empty.
 
-Unbatched; the caller applies vmap over B. Axes: K key heads · N query heads · T prompt tokens · M bound on the slots of
-the segment · S tail slots, 0 if slots are reused · E = M + S entries: those of the segment, then those of the tail.
+Unbatched; the caller applies vmap over B. Axes: K key heads · N query heads · T prompt tokens · S slots of the tail, if
+there is one · E slots: those of the segment, up to a static bound, then those of the tail. The number of an entry is
+the index of its slot on this axis.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ _LAST = jnp.iinfo(jnp.int32).max
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Memory:
-    """The decode state of one layer and row."""
+class DecodeState:
+    """The decode state of one layer and row. `place`, `rank` and `values` have no meaning in slots without an entry."""
 
     stored: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # the slot contains an entry
-    attended: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # the next step attends to it, and to its own entry
-    is_text: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # prompt text, generated tokens, and slots for these
+    attended: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # the next step attends to it and to its own new entry
+    is_text: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # False only if the slot's last entry is a vision token
     place: Int[Array, "*B K E"] = field(metadata=_ENTRIES)  # number of the token in the order of all tokens, from 0
     rank: Int[Array, "*B K E"] = field(metadata=_ENTRIES)  # number of stored entries that are older
     values: dict[str, Float[Array, "*B K E"]] = field(metadata=_ENTRIES)  # from `Policy.decode_values`
     slots: Int[Array, "*B K"] = field(metadata=_HEADS)  # number of slots for entries
-    capacity: Int[Array, "*B K"] = field(metadata=_HEADS)  # number of kept prompt entries
+    capacity: Int[Array, "*B K"] = field(metadata=_HEADS)  # number of kept prompt entries; the budget while decoding
     vision: Int[Array, "*B"] = field(metadata=axes("batch"))  # number of vision tokens of the prompt
     text: Int[Array, "*B"] = field(metadata=axes("batch"))  # number of text tokens of the prompt
     steps: Int[Array, "*B"] = field(metadata=axes("batch"))  # number of new tokens so far
@@ -62,10 +63,10 @@ def begin(
     valid: Bool[Array, " T"],
     *,
     new_tokens: int,
-) -> Memory:
+) -> DecodeState:
     """The decode state of a layer before packing, with an entry for every token of the prompt."""
     count = jnp.sum(kept, axis=-1, dtype=jnp.int32)
-    return Memory(
+    return DecodeState(
         stored=kept,
         attended=kept,
         is_text=jnp.broadcast_to(~is_vision, kept.shape),
@@ -78,17 +79,17 @@ def begin(
         text=jnp.sum(valid & ~is_vision),
         steps=jnp.int32(0),
         new_tokens=new_tokens,
-        reuses=True,  # there is no tail yet
+        reuses=True,  # there is no tail yet; `packed` adds it
     )
 
 
 def packed(
-    memory: Memory, token: Int[Array, "K M"], slots: Int[Array, " K"], *, new_tokens: int, reuses: bool
-) -> Memory:
+    state: DecodeState, token: Int[Array, "K segment"], slots: Int[Array, " K"], *, new_tokens: int, reuses: bool
+) -> DecodeState:
     """The decode state after packing.
 
     Args:
-        memory: with an entry for every token of the prompt.
+        state: with an entry for every token of the prompt.
         token: token in each slot of the segment; -1: none. See `cache.entries`.
         slots: number of slots of the segment.
         new_tokens: capacity for new tokens; S, if there is a tail.
@@ -99,34 +100,34 @@ def packed(
     def fit(x: Any, fill: Any) -> Any:
         return None if x is None else jnp.where(inside, jnp.take_along_axis(x, at, axis=1), jnp.asarray(fill, x.dtype))
 
-    memory = _each(memory, fit)
+    state = _each(state, fit)
     if reuses:
-        return dataclasses.replace(memory, slots=slots, new_tokens=new_tokens)
-    memory = dataclasses.replace(memory, slots=jnp.full_like(slots, token.shape[1]), new_tokens=0, reuses=False)
-    return resize(memory, new_tokens)
+        return dataclasses.replace(state, slots=slots, new_tokens=new_tokens)
+    state = dataclasses.replace(state, slots=jnp.full_like(slots, token.shape[1]), new_tokens=0, reuses=False)
+    return resize(state, new_tokens)
 
 
-def _each(memory: Memory, change: Any) -> Memory:
+def _each(state: DecodeState, change: Any) -> DecodeState:
     """Applies `change(x, fill)` to every array with the axis E; `fill` is the value of an empty entry."""
     return dataclasses.replace(
-        memory,
-        **{name: change(getattr(memory, name), False) for name in ("stored", "attended", "core")},
-        **{name: change(getattr(memory, name), 0) for name in ("place", "rank")},
-        is_text=change(memory.is_text, True),
-        values={name: change(value, 0.0) for name, value in memory.values.items()},
+        state,
+        **{name: change(getattr(state, name), False) for name in ("stored", "attended", "core")},
+        **{name: change(getattr(state, name), 0) for name in ("place", "rank")},
+        is_text=change(state.is_text, True),
+        values={name: change(value, 0.0) for name, value in state.values.items()},
     )
 
 
-def resize(memory: Memory, new_tokens: int, more: int = 0) -> Memory:
+def resize(state: DecodeState, new_tokens: int, more: int = 0) -> DecodeState:
     """The decode state with another capacity for new tokens; batched or unbatched.
 
     Args:
-        memory: the decode state.
+        state: the decode state.
         new_tokens: the new capacity, including tokens so far.
         more: additional slots of the segment, if slots are reused.
     """
-    more = more if memory.reuses else new_tokens - memory.new_tokens
-    size = memory.stored.shape[-1] + more
+    more = more if state.reuses else new_tokens - state.new_tokens
+    size = state.stored.shape[-1] + more
 
     def fit(x: Any, fill: Any) -> Any:
         if x is None:
@@ -134,54 +135,54 @@ def resize(memory: Memory, new_tokens: int, more: int = 0) -> Memory:
         empty = jnp.broadcast_to(jnp.asarray(fill, x.dtype), (*x.shape[:-1], max(0, more)))
         return jnp.concatenate([x[..., :size], empty], axis=-1)
 
-    slots = memory.slots if memory.reuses else memory.slots + more
-    return dataclasses.replace(_each(memory, fit), slots=slots, new_tokens=new_tokens)
+    slots = state.slots if state.reuses else state.slots + more
+    return dataclasses.replace(_each(state, fit), slots=slots, new_tokens=new_tokens)
 
 
-def arrive(memory: Memory) -> tuple[Memory, Int[Array, " K"]]:
+def arrive(state: DecodeState) -> tuple[DecodeState, Int[Array, " K"]]:
     """Adds the new token as a stored and attended entry; also returns its entry number in each head.
 
     If slots are reused, it takes a free slot. If there is none, because the method has evicted nothing, the oldest
     entry is evicted.
     """
-    size = memory.stored.shape[-1]
+    size = state.stored.shape[-1]
     number = jnp.arange(size)
-    if memory.reuses:
-        taken = jnp.where(memory.stored, 1 + memory.rank, 0)
-        entry = jnp.argmin(jnp.where(number < memory.slots[:, None], taken, _LAST), axis=-1)
+    if state.reuses:
+        preference = jnp.where(state.stored, 1 + state.rank, 0)  # free slots, then the oldest entry
+        entry = jnp.argmin(jnp.where(number < state.slots[:, None], preference, _LAST), axis=-1)
     else:
-        entry = jnp.full_like(memory.slots, size - memory.tail + memory.steps)
+        entry = jnp.full_like(state.slots, size - state.tail + state.steps)
     new = number == entry[:, None]
-    memory = _without(memory, new & memory.stored)
+    state = _remove(state, new & state.stored)
     return dataclasses.replace(
-        memory,
-        stored=memory.stored | new,
-        attended=memory.attended | new,
-        is_text=memory.is_text | new,
-        place=jnp.where(new, memory.vision + memory.text + memory.steps, memory.place),
-        rank=jnp.where(new, jnp.sum(memory.stored, axis=-1, keepdims=True), memory.rank),
-        values={name: jnp.where(new, 0.0, value) for name, value in memory.values.items()},
-        core=None if memory.core is None else memory.core & ~new,
-        steps=memory.steps + 1,
+        state,
+        stored=state.stored | new,
+        attended=state.attended | new,
+        is_text=state.is_text | new,
+        place=jnp.where(new, state.vision + state.text + state.steps, state.place),
+        rank=jnp.where(new, jnp.sum(state.stored, axis=-1, keepdims=True), state.rank),
+        values={name: jnp.where(new, 0.0, value) for name, value in state.values.items()},
+        core=None if state.core is None else state.core & ~new,
+        steps=state.steps + 1,
     ), entry
 
 
-def evict(memory: Memory, candidates: Bool[Array, "K E"], value: Float[Array, "K E"]) -> Memory:
+def evict(state: DecodeState, candidates: Bool[Array, "K E"], value: Float[Array, "K E"]) -> DecodeState:
     """Evicts in every head the candidate with the least value (ties: the oldest), or nothing without candidates."""
     least = jnp.min(jnp.where(candidates, value, jnp.inf), axis=-1, keepdims=True)
     tied = candidates & (value == least)
-    oldest = jnp.argmin(jnp.where(tied, memory.rank, _LAST), axis=-1)
-    return _without(memory, tied & (jnp.arange(tied.shape[-1]) == oldest[:, None]))
+    oldest = jnp.argmin(jnp.where(tied, state.rank, _LAST), axis=-1)
+    return _remove(state, tied & (jnp.arange(tied.shape[-1]) == oldest[:, None]))
 
 
-def _without(memory: Memory, gone: Bool[Array, "K E"]) -> Memory:
-    """The decode state without these entries, at most one per head."""
-    rank = jnp.min(jnp.where(gone, memory.rank, _LAST), axis=-1, keepdims=True)
+def _remove(state: DecodeState, gone: Bool[Array, "K E"]) -> DecodeState:
+    """The decode state without these entries, at most one per head. Only `stored`, `attended` and `rank` change."""
+    rank = jnp.min(jnp.where(gone, state.rank, _LAST), axis=-1, keepdims=True)
     return dataclasses.replace(
-        memory,
-        stored=memory.stored & ~gone,
-        attended=memory.attended & ~gone,
-        rank=memory.rank - (memory.rank > rank),
+        state,
+        stored=state.stored & ~gone,
+        attended=state.attended & ~gone,
+        rank=state.rank - (state.rank > rank),
     )
 
 
@@ -190,47 +191,47 @@ def attend_to(
     segment: tuple[Array | QuantizedPool, Array | QuantizedPool, Array, Array],
     tail: tuple[Array, Array] | None,
     seen: Int[Array, " B"],
-    memory: Memory,
+    state: DecodeState,
     *,
     softmax_n: float = 0.0,
     kernels: Kernels | None = None,
     parts: int = 1,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N E"]]:
-    """Attention to `memory.attended`, and the share of attention that every entry received. Batched.
+    """Attention to `state.attended`, and the share of attention that every entry received. Batched.
 
     Args:
         q: queries of this step.
         segment: keys and values of the pool, start and length of this layer's segment.
         tail: keys and values of this layer's tail; None: slots are reused.
         seen: number of entries in the tail.
-        memory: the decode state after `arrive`.
+        state: the decode state after `arrive`.
         softmax_n: n of n-softmax over segment and tail together.
         kernels: implementations; None: those of the platform.
-        parts: M of the cache.
+        parts: as in `PackedCache`.
     """
     kernels = Kernels() if kernels is None else kernels
-    segment_slots = memory.stored.shape[-1] - memory.tail
-    kept, recent = memory.attended[..., :segment_slots], memory.attended[..., segment_slots:]
-    core = () if memory.core is None else jax.vmap(_listed)(memory)
+    segment_slots = state.stored.shape[-1] - state.tail
+    in_segment, in_tail = state.attended[..., :segment_slots], state.attended[..., segment_slots:]
+    core = () if state.core is None else jax.vmap(_listed)(state)
 
     def local(
-        part: parallel.Part, q: Array, segment: Any, tail: Any, seen: Array, kept: Array, recent: Array, core: Any
+        part: parallel.Part, q: Array, segment: Any, tail: Any, seen: Array, in_segment: Any, in_tail: Any, core: Any
     ) -> tuple[Array, ...]:
         """Computes this device's rows, heads and slots."""
         k, v, start, length = segment
-        kept, recent = part.local_entries(kept), part.local_entries(recent)
-        here = q, k, v, start, part.number(length)
-        most = kept.shape[-1]
+        in_segment, in_tail = part.local_entries(in_segment), part.local_entries(in_tail)
+        here = q, k, v, start, part.local_count(length)
+        most = in_segment.shape[-1]
 
         def whole() -> tuple[Array, Array, Array]:
             return decode_attention(
-                *here, valid=kept, max_length=most, return_mass=True, implementation=kernels.decode_attention
+                *here, valid=in_segment, max_length=most, return_mass=True, implementation=kernels.decode_attention
             )
 
         def listed() -> tuple[Array, Array, Array]:
-            rows, count = part.listed(*core[:2])
+            offsets, count = part.listed(*core[:2])
             return core_attention(
-                *here, rows, count, part.number(core[2]), valid=kept, max_length=most, return_mass=True,
+                *here, offsets, count, part.local_count(core[2]), valid=in_segment, max_length=most, return_mass=True,
                 implementation=kernels.core_attention,
             )  # fmt: skip
 
@@ -242,40 +243,40 @@ def attend_to(
         if tail is not None:
             nothing = jnp.zeros_like(start)
             out, lse, mass = decode_attention(
-                q, tail[0], tail[1], nothing, nothing + part.number(seen)[:, None], valid=recent,
-                max_length=recent.shape[-1], return_mass=True, implementation=kernels.decode_attention,
+                q, tail[0], tail[1], nothing, nothing + part.local_count(seen)[:, None], valid=in_tail,
+                max_length=in_tail.shape[-1], return_mass=True, implementation=kernels.decode_attention,
             )  # fmt: skip
-            pieces, masses, sizes = [*pieces, (out, lse)], [*masses, mass], [*sizes, memory.tail]
+            pieces, masses, sizes = [*pieces, (out, lse)], [*masses, mass], [*sizes, state.tail]
         out, total = part.combine(pieces[0], pieces[1] if pieces[1:] else None, softmax_n)
         shares = (mass * jnp.exp(lse - total)[..., None] for mass, (_, lse) in zip(masses, pieces, strict=True))
-        whole_shares = [part.all(x, size) for x, size in zip(shares, sizes, strict=True)]
+        whole_shares = [part.gather_entries(x, size) for x, size in zip(shares, sizes, strict=True)]
         return out, jnp.concatenate(whole_shares, axis=-1)
 
     if tail is None:  # slots after the last attended entry need not be read
         number = jnp.arange(1, segment_slots + 1)
-        segment = *segment[:3], jnp.max(jnp.where(kept, number, 0), axis=-1)
+        segment = *segment[:3], jnp.max(jnp.where(in_segment, number, 0), axis=-1)
     pool, mask, listed = "B P K H", "B K E", ("B C", "B", "B K", "B")
     run = parallel.split(
         local, ("B N H", (pool, pool, "B K", "B K"), None if tail is None else (pool, pool), "B", mask, mask,
               listed if core else ()),
-        ("B N H", "B N E"), batch=q.shape[0], kv_heads=kept.shape[1], parts=parts,
+        ("B N H", "B N E"), batch=q.shape[0], kv_heads=in_segment.shape[1], parts=parts,
     )  # fmt: skip
-    return run(q, segment, tail, seen, kept, recent, core)
+    return run(q, segment, tail, seen, in_segment, in_tail, core)
 
 
-def _listed(memory: Memory) -> tuple[Array, Array, Array, Array]:
+def _listed(state: DecodeState) -> tuple[Array, Array, Array, Array]:
     """Arguments of `core_attention`: core entries, their number, and the first text slot; and whether it can be used.
 
     The list of core entries must be the same for all heads. Heads may differ if another method selects the
     stored entries. Then every step reads the whole segment with the mask `attended`, with the same result.
     """
-    assert memory.core is not None and memory.core_only is not None
-    inside = slice(0, memory.stored.shape[1] - memory.tail)
-    text = memory.is_text[:, inside]
-    vision = memory.core[:, inside] & ~text
-    (rows,) = jnp.nonzero(vision[0], size=vision.shape[1], fill_value=0)
+    assert state.core is not None and state.core_only is not None
+    inside = slice(0, state.stored.shape[1] - state.tail)
+    text = state.is_text[:, inside]
+    vision = state.core[:, inside] & ~text
+    (offsets,) = jnp.nonzero(vision[0], size=vision.shape[1], fill_value=0)
     first = jnp.where(jnp.any(text, axis=1), jnp.argmax(text, axis=1), vision.shape[1])  # vision comes first
     return (
-        rows.astype(jnp.int32), jnp.sum(vision[0], dtype=jnp.int32), first.astype(jnp.int32),
-        memory.core_only & jnp.all(vision == vision[0]),
+        offsets.astype(jnp.int32), jnp.sum(vision[0], dtype=jnp.int32), first.astype(jnp.int32),
+        state.core_only & jnp.all(vision == vision[0]),
     )  # fmt: skip
