@@ -23,7 +23,8 @@ import pallas_kernels
 from benchmarks import exact
 
 THRESHOLDS = {"bfloat16": 1e-2, "float16": 1e-2, "float32": 1e-5}
-KERNELS = {  # by platform and op (None: all other ops); on a CPU the kernels of a GPU, interpreted
+# by platform and op (None: all other ops); on a CPU the kernels of a GPU, interpreted
+KERNELS: dict[str, dict[str | None, str]] = {
     "gpu": {"prefill_attention": "cudnn", None: "triton"},
     "tpu": {None: "mosaic_tpu"},
     "cpu": {"prefill_attention": "cudnn:interpret", None: "triton:interpret"},
@@ -118,7 +119,7 @@ class Prepared:
         }  # fmt: skip
 
 
-def prepare(case: Case, platform: str, kernels: Mapping[Any, str] | None = None) -> Prepared:
+def prepare(case: Case, platform: str, kernels: Mapping[str | None, str] | None = None) -> Prepared:
     """Makes the arrays of a case and compiles its op.
 
     Args:
@@ -168,7 +169,7 @@ def _decoding(case: Case, random: np.random.Generator) -> Made:
         rows = np.stack([np.sort(random.permutation(slots // 2)[: slots // 4]) for _ in range(batch)])
         least = text.min(axis=1)  # listed slots are before the text of every head
         count = np.array([min(n, int(np.sum(r < m))) for n, r, m in zip(count, rows, least, strict=True)])
-        extra |= {"rows": rows.astype(np.int32), "count": count.astype(np.int32), "text": text.astype(np.int32)}
+        extra |= {"offsets": rows.astype(np.int32), "count": count.astype(np.int32), "text": text.astype(np.int32)}
         taken = taken & exact.listed(rows, count, text, length, slots)
     q = _normal(random, case.dtype, batch, kv_heads * case.groups, case.head_dim, scale=2.0)
     k, v = (_normal(random, case.dtype, batch, slots, kv_heads, case.head_dim) for _ in range(2))

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -102,17 +103,14 @@ def cases(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> Iterator[Case
     segment = q, pool, pool, per_head, per_head
     single = tuple(((1, *shape[1:]), kind) for shape, kind in segment)
 
-    def decode(*args):
-        return decode_attention_triton(*args, None, _SLOTS, False)
-
-    def decode_all(*args):
-        return decode_attention_triton(*args, _SLOTS, True)
-
-    def core(*args):
-        return core_attention_triton(*args, None, _SLOTS, False)
-
-    def core_all(*args):
-        return core_attention_triton(*args, _SLOTS, True)
+    decode, core = (
+        functools.partial(op, valid=None, max_length=_SLOTS, return_mass=False)
+        for op in (decode_attention_triton, core_attention_triton)
+    )
+    decode_all, core_all = (
+        functools.partial(op, max_length=_SLOTS, return_mass=True)
+        for op in (decode_attention_triton, core_attention_triton)
+    )
 
     yield f"decode_attention, B={_BATCH}", decode, segment
     yield "decode_attention, B=1", decode, single
@@ -160,16 +158,15 @@ def compile_case(function: Callable[..., Any], shapes: tuple[tuple[tuple[int, ..
         lowered = jax.jit(function).lower(*args)
     with tempfile.TemporaryDirectory() as folder:
         lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"})
-        launches = {}
+        launches: dict[str, dict[str, Any]] = {}
         for file in Path(folder).glob("*thunk_sequence*.txt"):
             launches.update(_launches(file.read_text()))
         used = {}
         for file in Path(folder).glob("*.ptx"):
             text = file.read_text()
-            name = re.search(r"\.entry (\w+)", text)
-            if name and name[1] in launches:
-                architecture = re.search(r"\.target (\w+)", text)[1]
-                used[name[1]] = {"architecture": architecture, **resources(file, architecture)}
+            name, architecture = (re.search(rf"\.{word} (\w+)", text) for word in ("entry", "target"))
+            if name and architecture and name[1] in launches:
+                used[name[1]] = {"architecture": architecture[1], **resources(file, architecture[1])}
     return [{"kernel": name, **launch, **used.get(name, {})} for name, launch in launches.items()]
 
 
@@ -218,7 +215,7 @@ def kernel_rows(devices: list[str], wanted: list[str]) -> list[dict[str, Any]]:
         for model in wanted:
             for what, function, shapes in cases(*_MODELS[model]):
                 begin = time.perf_counter()
-                row = {"device": device_name, "model": model, "case": what}
+                row: dict[str, Any] = {"device": device_name, "model": model, "case": what}
                 try:
                     row |= {"compiled": True, "kernels": compile_case(function, shapes, device)}
                 except Exception as error:
@@ -242,7 +239,8 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="a checkout of another commit, to compare compile times with")
     parser.add_argument("--output", type=Path, default=_RESULT)
     args = parser.parse_args()
-    versions, content = _versions(), {"results": [], "prefill": []}
+    versions = _versions()
+    content: dict[str, Any] = {"results": [], "prefill": []}
     if args.output.is_file():  # keeps the part that is not compiled now, and its versions
         content |= json.loads(args.output.read_text())
     if "kernels" in args.what:
@@ -250,9 +248,9 @@ def main() -> None:
     if "prefill" in args.what:
         content["prefill"] = prefill_rows(args.device, args.before)
     rows = {name: ",\n".join(json.dumps(row) for row in content[name]) for name in ("results", "prefill")}
-    versions = json.dumps(content.get("versions", versions))
+    found = json.dumps(content.get("versions", versions))
     args.output.write_text(
-        f'{{"versions": {versions},\n"results": [\n{rows["results"]}\n],\n"prefill": [\n{rows["prefill"]}\n]}}\n'
+        f'{{"versions": {found},\n"results": [\n{rows["results"]}\n],\n"prefill": [\n{rows["prefill"]}\n]}}\n'
     )
     failed = sum(not row["compiled"] for name in args.what for row in content["results" if name == "kernels" else name])
     print(f"{failed} failed; written to {args.output}")
@@ -262,7 +260,8 @@ def main() -> None:
 
 # --- prefill --------------------------------------------------------------------------------------------------------
 
-_PREFILL = {"model": "llava-onevision-7b", "batch": 8, "prompt": 8192, "text": 64, "new": 16}
+_PREFILLED = "llava-onevision-7b"
+_PREFILL = {"batch": 8, "prompt": 8192, "text": 64, "new": 16}
 
 
 def compile_prefill(device_name: str, layers: int, policy: str) -> dict[str, Any]:
@@ -272,14 +271,15 @@ def compile_prefill(device_name: str, layers: int, policy: str) -> dict[str, Any
     from vlkv.benching.shapes import make_inputs
     from vlkv.families import abstract
 
-    full = vlkv.presets[_PREFILL["model"]]
+    full = vlkv.presets[_PREFILLED]
     config = dataclasses.replace(full, decoder=dataclasses.replace(full.decoder, layers=layers))
     prompt = _PREFILL["batch"], _PREFILL["prompt"], _PREFILL["prompt"] - _PREFILL["text"]
     leaves, tree = jax.tree.flatten((abstract(config, jnp.bfloat16), make_inputs(config, *prompt)))
     chosen = policies.make(policy, **({} if policy == "full" else {"keep": 0.1}))
 
     def run(*leaves):
-        cache, logits = vlkv.prefill(*jax.tree.unflatten(tree, leaves), chosen, new_tokens=_PREFILL["new"])
+        params, inputs = jax.tree.unflatten(tree, leaves)
+        cache, logits = vlkv.prefill(params, inputs, chosen, new_tokens=_PREFILL["new"])
         return *jax.tree.leaves(cache), logits
 
     device = target(device_name)
@@ -290,14 +290,15 @@ def compile_prefill(device_name: str, layers: int, policy: str) -> dict[str, Any
     middle, cpu = time.perf_counter(), _cpu_seconds()
     compiled = lowered.compile()
     end = time.perf_counter()
-    text = compiled.as_text()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None and memory is not None  # not every backend reports them
     return {
-        **_PREFILL, "layers": layers, "policy": policy, "device": device_name,
+        "model": _PREFILLED, **_PREFILL, "layers": layers, "policy": policy, "device": device_name,
         "trace_seconds": round(middle - begin, 2), "compile_seconds": round(end - middle, 2),
         "compile_cpu_seconds": round(_cpu_seconds() - cpu, 2),
         "fused_attention_calls": len(re.findall(r'custom_call_target="__cudnn\$fmhaSoftmax"', text)),
         "scoring_kernels": sorted(re.findall(r'name = "(attention_mass\w*)"', lowered.as_text())),
-        "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
     }  # fmt: skip
 
 
@@ -323,7 +324,7 @@ def prefill_rows(devices: list[str], before: Path | None) -> list[dict[str, Any]
         commit = subprocess.run(
             ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, check=False
         )  # fmt: skip
-        row = {"case": "prefill", "commit": commit.stdout.strip() or "unknown", "jax": jax.__version__}
+        row: dict[str, Any] = {"case": "prefill", "commit": commit.stdout.strip() or "unknown", "jax": jax.__version__}
         row["compiled"] = done.returncode == 0
         if done.returncode:
             row |= {"device": device, "layers": layers, "policy": policy, "error": done.stderr.strip()[-500:]}

@@ -357,7 +357,7 @@ def decode(run: Run) -> None:
     heads, kv_heads, head_dim = run.sizes.heads
     slot_bytes = 2 * kv_heads * head_dim * jnp.dtype(run.sizes.dtype).itemsize
     copy, read = run.limit("copy"), run.limit("read")
-    pools: dict[tuple[int, int], Any] = {}
+    pools: dict[tuple[int, ...], Any] = {}
 
     def measure(cell: tuple[int, int]) -> dict[str, Any]:
         batch, entries = cell
@@ -485,9 +485,9 @@ def model(run: Run) -> None:
         if "params" not in run.keep:
             run.keep["params"] = find(run.sizes.model, dtype=run.sizes.dtype).params()
         (row,) = measure(run.keep["params"], setting, [policy], rounds=2)
-        limits = {"bandwidth": run.limit("copy"), "product": run.limit("product")}
-        if "error" not in row and all(limits.values()):
-            row |= shares(run.keep["params"], setting, row, **limits)
+        copy, product = run.limit("copy"), run.limit("product")
+        if "error" not in row and copy and product:
+            row |= shares(run.keep["params"], setting, row, bandwidth=copy, product=product)
         return {"model": run.sizes.model, **dataclasses.asdict(setting), **row}
 
     run.items("model", [("full cache", policies.Full()), ("AirCache 10%", policies.AirCache(keep=0.1))], cell)

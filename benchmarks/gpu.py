@@ -94,7 +94,8 @@ def _table(
     args: argparse.Namespace, subject: Subject, held: results.Results, settings: list[Setting], end: float
 ) -> int:
     """Measures the full cache and AirCache cell by cell; returns the number of cells that are left."""
-    params, longest, limits = None, 60.0, {}
+    params, longest = None, 60.0
+    limits: dict[str, float] = {}
     todo = [(s, p) for s in settings for p in results.missing(held, subject.name, subject.dtype.name, s, CONTESTANTS)]
     for i, (setting, policy) in enumerate(todo):
         begin = time.perf_counter()
@@ -159,19 +160,18 @@ def _peers(
 def _same_in_transformers(subject: Subject) -> torch_side.Peer:
     """A decoder of the same sizes with random weights, because speed does not depend on the weights."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     c = subject.config.decoder
-    sizes = dict(
+    config = AutoConfig.for_model(
+        "qwen2" if c.qkv_bias else "llama",
         vocab_size=c.vocab_size, hidden_size=c.width, intermediate_size=c.mlp_width, num_hidden_layers=c.layers,
         num_attention_heads=c.heads, num_key_value_heads=c.kv_heads, max_position_embeddings=65536,
         tie_word_embeddings=c.tied,
     )  # fmt: skip
-    config = (Qwen2Config if c.qkv_bias else LlamaConfig)(**sizes, attn_implementation="sdpa")
-    torch.set_default_dtype(getattr(torch, subject.dtype.name))
+    kind = getattr(torch, subject.dtype.name)
     with torch.device("cuda" if torch_side.on_gpu() else "cpu"):
-        model = (Qwen2ForCausalLM if c.qkv_bias else LlamaForCausalLM)(config)
-    torch.set_default_dtype(torch.float32)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=kind)
     return torch_side.Peer(model.eval())
 
 
@@ -208,10 +208,10 @@ def verdict(
             if ratio is None:
                 continue
             prefix = f"{setting.batch} x {setting.prompt}: keep {policy.keep:.0%}:"
-            paper = printed.get((setting.batch, setting.prompt, policy))
-            if paper:
-                holds = found["decode_seconds"] <= paper["decode_seconds"]
-                ours = f"decoding takes {found['decode_seconds']:.3g} s, in the paper {paper['decode_seconds']:.3g} s"
+            theirs = printed.get((setting.batch, setting.prompt, policy))
+            if theirs:
+                holds = found["decode_seconds"] <= theirs["decode_seconds"]
+                ours = f"decoding takes {found['decode_seconds']:.3g} s, in the paper {theirs['decode_seconds']:.3g} s"
                 _say(console, holds, f"{prefix} {ours}")
             bound = found["step_bytes"] / full["step_bytes"]
             ours = f"decoding takes {ratio['decode']:.3f} of the full cache's time, bytes allow {bound:.3f}"
@@ -222,9 +222,9 @@ def verdict(
             prefix = f"{setting.batch} x {setting.prompt}: cap {CAP}:"
             _say(console, capped["peak"] < 1, f"{prefix} peak memory is {capped['peak']:.3f} of the full cache's")
     for setting in peers:
-        found = held.find(_cell(subject, setting))
-        if found is not None and "error" not in found["ours"]:
-            faster = found["theirs"]["step_seconds"] / found["ours"]["step_seconds"]
+        both = held.find(_cell(subject, setting))
+        if both is not None and "error" not in both["ours"]:
+            faster = both["theirs"]["step_seconds"] / both["ours"]["step_seconds"]
             prefix = f"{setting.batch} x {setting.prompt}: decoding is {faster:.2f} times as fast as"
             _say(console, faster >= PEERS, f"{prefix} transformers and kvpress")
 

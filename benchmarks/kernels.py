@@ -160,9 +160,10 @@ def compare(
         contestants: by name: (bytes that must move, function, its arguments).
     """
     ready, rows = {}, []
-    spread = {"spread_bytes": sizes.spread, "estimate": 1e-3 if label["op"] == "attention_mass" else 0.0}
+    estimate = 1e-3 if label["op"] == "attention_mass" else 0.0
+    repeated = partial(clock.repeated, estimate=estimate, spread_bytes=sizes.spread)
     for name, (moved, function, arguments) in contestants.items():
-        made = attempt(partial(clock.repeated, function, *arguments, moved=moved, **spread))
+        made = attempt(partial(repeated, function, *arguments, moved=moved))
         failed = made if isinstance(made, str) else attempt(made.seconds)  # the first run is not counted
         if isinstance(failed, str):
             rows.append({**label, "what": name, "error": failed})
@@ -298,8 +299,8 @@ def measure_mass(sizes: Sizes) -> list[dict[str, Any]]:
 
 def gather_and_attend(q: Any, k: Any, v: Any, rows: Any) -> Any:
     """Copies the kept rows [B, C] of all heads out of the full cache and attends to the copy."""
-    kept = (jnp.take_along_axis(x, rows[:, :, None, None], axis=1) for x in (k, v))
-    return dense("xla", q, *kept, None)
+    k, v = (jnp.take_along_axis(x, rows[:, :, None, None], axis=1) for x in (k, v))
+    return dense("xla", q, k, v, None)
 
 
 def masked(name: str, q: Any, k: Any, v: Any, start: Any, length: Any, mask: Any) -> Any:

@@ -51,6 +51,7 @@ from vlkv.files import write_json
 from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, folder, pages
 from vlkv.policies import KIVI, AirCache, Policy, Smooth, SnapKV, compose
+from vlkv.policies.policy import Budget
 from vlkv.prefill import fill_cache_with
 
 BATCH = 50
@@ -225,10 +226,10 @@ _read = jax.jit(vlkv.read_prompt, compiler_options=_QUICK)
 class Seen(NamedTuple):
     """The results of one batch."""
 
-    tokens: jax.Array  # [B, Q, S]
-    log_probability: jax.Array  # [B, Q]
-    recall: jax.Array  # [B, L, K] share of the first question's evidence that is kept
-    held: jax.Array  # [B] vision entries that are kept, mean over layers and heads
+    tokens: np.ndarray  # [B, Q, S]
+    log_probability: np.ndarray  # [B, Q]
+    recall: np.ndarray  # [B, L, K] share of the first question's evidence that is kept
+    held: np.ndarray  # [B] vision entries that are kept, mean over layers and heads
 
 
 @functools.partial(jax.jit, static_argnames="new_tokens", compiler_options=_QUICK)
@@ -261,7 +262,7 @@ def _answer(params: Any, prompt: vlkv.Prompt, policy: Policy | None, table: Any,
     starts = [(cache, prompt.logits)] if batch.fed is None else [_extend(params, cache, fed) for fed in batch.fed]
     results = [_ask(params, *one, batch.wanted[:, i], new_tokens=new_tokens) for i, one in enumerate(starts)]
     tokens, scores = (np.stack(column, 1) for column in zip(*results, strict=True))
-    return Seen(tokens, scores, recall, held)
+    return Seen(tokens, scores, np.asarray(recall), np.asarray(held))
 
 
 class Batch(NamedTuple):
@@ -280,7 +281,7 @@ def batches(asked: Sequence[Question], processor: Any, section: Section) -> Iter
     size = BATCH if section.kind != "several" else 10
     for begin in range(0, len(asked), size):
         part = asked[begin : begin + size]
-        rows = [*part, *part[-1:] * (size - len(part))]
+        rows = [*part, *[part[-1]] * (size - len(part))]
         images = [row.images for row in rows]
         fed = None
         if section.unknown:
@@ -315,6 +316,7 @@ def measure(params: Any, processor: Any, section: Section, count: int, seed: int
         reduces = isinstance(policy, Policy) and policy.reducer is not None
         if not whole and not reduces:
             whole = [_read(params, batch.inputs) for batch in made]
+        table: Budget | np.ndarray | None  # as arrays, so that one program can be used for every keep
         if isinstance(policy, str):
             program, table = None, policies.ImgRandom(keep=cell.bytes).totals(layers=layers, most=length)
         else:
@@ -325,9 +327,9 @@ def measure(params: Any, processor: Any, section: Section, count: int, seed: int
             key = jax.random.key(number)
             prompt = _read(params, batch.inputs, policy, key=key) if reduces else whole[number]
             out = _answer(params, prompt, program, table, batch, key, section.new_tokens)
-            seen.append(jax.tree.map(lambda x, n=batch.real: np.asarray(x)[:n], out))
+            seen.append(Seen(*(x[: batch.real] for x in out)))
             processed.append(np.mean([np.asarray(layer.valid)[: batch.real].sum(1) for layer in prompt.layers], 0))
-        joined = Seen(*(np.concatenate(column) for column in zip(*seen, strict=True)))
+        joined = jax.tree.map(lambda *parts: np.concatenate(parts), *seen)
         done.add(section, cell, count, seed, summary(params, processor, cell, made, joined, np.concatenate(processed)))
 
 
@@ -392,7 +394,7 @@ class Done:
     def add(self, section: Section, cell: Cell, count: int, seed: int, row: dict[str, Any]) -> None:
         """Adds a row and its difference from the full cache, and writes the file."""
         about = {"section": section.name, "kind": section.kind, "bytes": cell.bytes, "questions": count, "seed": seed}
-        row = about | row
+        row = {**about, **row}
         full = self.find(section, Cell("Full", policies.Full(), 1.0), count, seed) or row
         row["loss"], row["loss_low"], row["loss_high"] = paired(full["right"], row["right"])
         row["same_as_full"] = float(np.mean([a == b for a, b in zip(row["said"], full["said"], strict=True)]))

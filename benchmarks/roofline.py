@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from vlkv.analysis import cost
 from vlkv.benching.settings import Setting, tree_bytes
 
@@ -22,7 +24,8 @@ def shares(params: Any, setting: Setting, row: dict[str, Any], *, bandwidth: flo
         product: operations per second of bfloat16 matrix products.
     """
     c = params.config.decoder
-    operations = setting.batch * (float(c.layers * cost.prefill_flops(c, setting.prompt)) + cost.logits_flops(c, 1))
+    per_layer = cost.prefill_flops(c, np.full(c.layers, setting.prompt))
+    operations = setting.batch * (float(per_layer.sum()) + cost.logits_flops(c, 1))
     entries = setting.batch * (row["kept_per_layer"] + setting.new / 2)
     moved = step_bytes(params, entries)
     return {

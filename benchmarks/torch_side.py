@@ -118,7 +118,7 @@ class Peer:
                 logits = self.model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
             self._wait()
             middle = time.perf_counter()
-            kept = float(np.mean([layer.keys.shape[2] for layer in cache.layers]))
+            kept = float(np.mean([cache.get_seq_length(i) for i in range(len(cache.layers))]))
             token = logits.argmax(dim=-1, keepdim=True)
             self._wait()
             start = time.perf_counter()

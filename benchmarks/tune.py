@@ -59,8 +59,8 @@ def workloads(sizes: Sizes) -> list[list[Make]]:
             found.append([
                 partial(decoding, op, name, sizes, model, share) for model in sizes.models for share in (0.02, 0.5)
             ])  # fmt: skip
-    for op, implementations in ((attention_mass, MASS), (attention_mass_rows, MASS_ROWS)):
-        found += [[partial(scoring, op, name, sizes)] for name in names(implementations)]
+    for score, implementations in ((attention_mass, MASS), (attention_mass_rows, MASS_ROWS)):
+        found += [[partial(scoring, score, name, sizes)] for name in names(implementations)]
     return found
 
 

@@ -1,4 +1,4 @@
-"""Integer budgets with exact totals. Ratios are converted to integers only here. Axes: L layers · T tokens."""
+"""Integer budgets with exact totals, and exact products of fractions and counts. Axes: L layers · T tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def share(fraction: float, count: Int[Array, "*shape"], most: int) -> Int[Array,
     return jnp.asarray(np.floor(fraction * np.arange(most + 1)).astype(np.int32))[count]
 
 
-def part(fraction: float, count: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+def unbounded_share(fraction: float, count: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
     """int(fraction * count) for a fraction in [0, 1] and counts below 2^17, without a static bound on counts.
 
     Computed in integers, because 0.53 x 4300 is less than 2279 in float32. The fraction is rounded up to 30 binary

@@ -44,10 +44,10 @@ class PackedCache:
 
     k: Float[Array, "B P K H"] | QuantizedPool = field(metadata=_POOL)
     v: Float[Array, "B P K H"] | QuantizedPool = field(metadata=_POOL)
-    token: Int[Array, "B P K"] = field(metadata=_POOL)  # prompt token in each slot; -1: none, or a new token
+    token: Int[Array, "B P K"] = field(metadata=_POOL)  # prompt token last written to each slot; -1: none or new
     start: Int[Array, "L B K"] = field(metadata=_TABLE)  # first slot of each layer's segment, in each part
-    # Number of slots of each segment that entries may use, in all parts together: the prompt entries, vision first,
-    # then text; if slots are reused, all slots of the segment.
+    # Number of prompt entries of each segment, vision first, then text, in all parts together. If slots are reused, the
+    # number of slots of the segment.
     length: Int[Array, "L B K"] = field(metadata=_TABLE)
     tail_k: tuple[Float[Array, "B S K H"], ...] = field(metadata=_POOL)  # one per layer; none if slots are reused
     tail_v: tuple[Float[Array, "B S K H"], ...] = field(metadata=_POOL)
@@ -58,7 +58,7 @@ class PackedCache:
     softmax_n: float = field(default=0.0, metadata={"static": True})  # of decode attention
     kernels: Kernels = field(default=Kernels(), metadata={"static": True})  # implementations of the ops
     parts: int = field(default=1, metadata={"static": True})  # M
-    window: int | None = field(default=None, metadata={"static": True})  # see `aged`; None: the tail is never quantised
+    window: int | None = field(default=None, metadata={"static": True})  # see `quantize_old`; None: it is not used
 
     @property
     def bytes(self) -> int:
@@ -95,8 +95,8 @@ class PackedCache:
             return self.length
         return jnp.stack([jnp.sum(m.stored[..., : m.stored.shape[-1] - m.tail], axis=-1) for m in self.memory])
 
-    def entries(self, layer: int, most: int) -> Int[Array, "B K M"]:
-        """The prompt token of each of the first `most` entries of a layer; -1: none."""
+    def entries(self, layer: int, most: int) -> Int[Array, "B K most"]:
+        """The prompt token of each of the first `most` entries of a layer; see the function `entries`."""
         return entries(self.token, self.start[layer], self.length[layer], most, self.parts)
 
 
@@ -109,8 +109,10 @@ def slot_of(entry: Any, start: Any, slots: int, parts: int) -> Any:
 
 def entries(
     token: Int[Array, "B P K"], start: Int[Array, "B K"], length: Int[Array, "B K"], most: int, parts: int = 1
-) -> Int[Array, "B K M"]:
-    """The prompt token of each of the first `most` entries of a layer's segment, in order; -1: no entry.
+) -> Int[Array, "B K most"]:
+    """The prompt token of each of the first `most` entries of a layer's segment, in order; -1: none, or a new token.
+
+    An entry evicted while decoding is included until its slot is reused; `DecodeState.stored` excludes it.
 
     Args:
         token: field of a `PackedCache` or an `Output`.
@@ -133,7 +135,7 @@ def write_tail(
     return _write(tail, new, jnp.where(entry < slots, slot_of(entry, 0, slots, parts), slots), parts)
 
 
-def aged(
+def quantize_old(
     tail: tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]],
     seen: Int[Array, " B"],
     *,
@@ -189,7 +191,7 @@ def _write(x: Array, new: Array, slot: Int[Array, "B T"] | Int[Array, "B T K"], 
     """Writes `new` [B, T, K, ...] to slots of x [B, P, K, ...], given for all heads or for each; past the end: not."""
 
     def local(part: parallel.Part, x: Array, new: Array, slot: Array) -> Array:
-        slot, row = part.local(slot, x.shape[1]), jnp.arange(x.shape[0])[:, None]
+        slot, row = part.local_slot(slot, x.shape[1]), jnp.arange(x.shape[0])[:, None]
         where = (row, slot) if slot.ndim == 2 else (row[..., None], slot, jnp.arange(x.shape[2]))
         return x.at[where].set(new, mode="drop", wrap_negative_indices=False)
 
@@ -276,18 +278,18 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
     assert cache.memory is not None and cache.policy is not None
     layers, parts = len(cache.memory), cache.parts
     states = [decode_state.resize(layer, new_tokens) for layer in cache.memory]
-    asked = jnp.stack([jax.vmap(cache.policy.decode_slots)(layer) for layer in states])
-    if new_tokens <= cache.new_tokens or not _grows(cache.policy):
+    requested = jnp.stack([jax.vmap(cache.policy.decode_slots)(layer) for layer in states])
+    if new_tokens <= cache.new_tokens or not _grows_with_new_tokens(cache.policy):
         return dataclasses.replace(cache, memory=tuple(states))
-    if isinstance(asked, jax.core.Tracer):
+    if isinstance(requested, jax.core.Tracer):
         raise InputError("the number of slots that the method needs is unknown under jit: resize the cache outside jit")
-    length = jnp.maximum(cache.length, asked)
+    length = jnp.maximum(cache.length, requested)
     before, after = (align(-(-x // parts), ALIGNMENT) for x in (cache.length, length))  # in each part
     start, end = jnp.cumsum(after, axis=0) - after, jnp.sum(after, axis=0)
     # Grows by whole tiles of all layers, so that few sizes must be compiled.
     here = cache.token.shape[1] // parts
     here += align(max(0, int(jnp.max(end)) - here), layers * ALIGNMENT)
-    most = max(int(jnp.max(asked)), cache.memory[0].stored.shape[-1])
+    most = max(int(jnp.max(requested)), cache.memory[0].stored.shape[-1])
     more = align(most) - cache.memory[0].stored.shape[-1]
     states = [decode_state.resize(layer, new_tokens, more) for layer in cache.memory]
     states = [dataclasses.replace(layer, slots=length[i]) for i, layer in enumerate(states)]
@@ -308,7 +310,7 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
     )  # fmt: skip
 
 
-def _grows(policy: Policy) -> bool:
+def _grows_with_new_tokens(policy: Policy) -> bool:
     """Whether the method needs more slots for more new tokens."""
     few, many = (policy.decode_bounds(1, 1, layers=1, vision=0, text=1, new_tokens=n) for n in (0, 2**16))
     return many > few
@@ -342,11 +344,11 @@ def pool_slots(
     """
     if inputs is not None:
         vision, text, images = inputs.max_vision, inputs.max_text, inputs.max_images
-    pool = _pool(policy, layers, vision, text, images, new_tokens, parts)[0]
+    pool = _pool_bounds(policy, layers, vision, text, images, new_tokens, parts)[0]
     return pool if reuses_slots(policy) else pool + layers * align(new_tokens, parts)
 
 
-def _pool(
+def _pool_bounds(
     policy: Policy, layers: int, vision: int, text: int, images: int, new_tokens: int, parts: int
 ) -> tuple[int, int, int]:
     """Slots of the pool; bounds on the entries per head of all layers together, and of one layer."""
@@ -366,7 +368,7 @@ def _pool(
 
 def segment_slots(policy: Policy, *, layers: int, vision: int, text: int, images: int, new_tokens: int) -> int:
     """Bound on the slots of one layer's segment; arguments as in `pool_slots`."""
-    return _pool(policy, layers, vision, text, images, new_tokens, 1)[2]
+    return _pool_bounds(policy, layers, vision, text, images, new_tokens, 1)[2]
 
 
 def _tile(policy: Policy) -> int:
@@ -387,11 +389,11 @@ def pack(
     max_text: int,
     max_images: int,
     new_tokens: int,
-    asked: Int[Array, "L B K"] | None = None,
+    requested: Int[Array, "L B K"] | None = None,
 ) -> PackedCache:
     """Moves the kept entries of all layers into one pool.
 
-    Where the policy quantises the pool, the tail is in full precision; see `aged` for what attention sees of it.
+    If the policy quantises the pool, the tail is in full precision; see `quantize_old` for what attention sees of it.
 
     Args:
         policy: any policy.
@@ -404,8 +406,8 @@ def pack(
         max_vision: bounds as in `pool_slots`.
         max_text: bound on text tokens.
         max_images: bound on images.
-        new_tokens: slots of the tail.
-        asked: slots that the policy requests for each segment, if slots are reused; None: there is a tail. A segment
+        new_tokens: capacity for new tokens: slots of the tail, if there is one.
+        requested: slots that the policy requests for each segment if slots are reused; None: there is a tail. A segment
             gets at least one slot more than its entries. If the sum exceeds the pool, upper layers get fewer slots;
             this may happen if a short prompt keeps more than the policy's share.
     """
@@ -415,29 +417,29 @@ def pack(
         raise InputError(
             f"window={policy.storage.window} needs a mesh whose `model` axis divides the {heads} key heads"
         )
-    slots, total, longest = _pool(policy, layers, max_vision, max_text, max_images, new_tokens, parts)
+    slots, total, longest = _pool_bounds(policy, layers, max_vision, max_text, max_images, new_tokens, parts)
     counts = jnp.sum(kept, axis=-1, dtype=jnp.int32)  # [L, B, K]
-    table = counts
-    if asked is not None:
+    granted = counts  # slots of each segment
+    if requested is not None:
         least = counts + 1
-        spare = jnp.clip(jnp.minimum(asked, longest) - least, 0)
+        spare = jnp.clip(jnp.minimum(requested, longest) - least, 0)
         free = jnp.maximum(total - jnp.sum(least, axis=0), 0)
-        table = least + jnp.clip(spare, 0, jnp.maximum(free - (jnp.cumsum(spare, axis=0) - spare), 0))
+        granted = least + jnp.clip(spare, 0, jnp.maximum(free - (jnp.cumsum(spare, axis=0) - spare), 0))
 
     def local(
-        part: parallel.Part, k: Any, v: Any, kept: Any, table: Any, is_vision: Any, source: Any
+        part: parallel.Part, k: Any, v: Any, kept: Any, granted: Any, is_vision: Any, source: Any
     ) -> tuple[Any, ...]:
         """Packs this device's rows, heads and slots."""
         (_, rows, own_heads, length), here = kept.shape, slots // parts
         counts = jnp.sum(kept, axis=-1, dtype=jnp.int32)
-        rounded, filled = align(-(-table // parts), tile), align(-(-counts // parts), tile)
+        rounded, filled = align(-(-granted // parts), tile), align(-(-counts // parts), tile)
         start = jnp.cumsum(rounded, axis=0) - rounded
 
         def find(layer: tuple[Any, Any, Any]) -> Int[Array, "B K T"]:
             """The token of each slot of a layer's segment."""
             kept, is_vision, start = layer
             entry = _vision_first(kept, is_vision[:, None])
-            slot = part.local(slot_of(entry, start[..., None], slots, parts), here)
+            slot = part.local_slot(slot_of(entry, start[..., None], slots, parts), here)
             place = jnp.where(kept & (slot < here), slot - start[..., None], length)
             return jax.vmap(jax.vmap(partial(tokens_at, places=length)))(place)
 
@@ -455,7 +457,7 @@ def pack(
 
         def tail() -> tuple[Array, ...]:  # called twice, because shared buffers cannot be donated
             shape = rows, -(-new_tokens // parts), own_heads, head_dim
-            return tuple(jnp.zeros(shape, k[0].dtype) for _ in range(layers if asked is None else 0))
+            return tuple(jnp.zeros(shape, k[0].dtype) for _ in range(layers if requested is None else 0))
 
         packed_k: Array | QuantizedPool = pool_k
         packed_v: Array | QuantizedPool = pool_v
@@ -470,9 +472,9 @@ def pack(
         local, ("B K T H", "B K T H", "L B K T", each, "L B T", "L B T"), (pool, pool, "B P K", each, pool, pool),
         batch=batch, kv_heads=heads, parts=parts,
     )  # fmt: skip
-    packed_k, packed_v, token, start, tail_k, tail_v = run(k, v, kept, table, is_vision, source)
+    packed_k, packed_v, token, start, tail_k, tail_v = run(k, v, kept, granted, is_vision, source)
     return PackedCache(
-        k=packed_k, v=packed_v, token=token, start=start, length=table, tail_k=tail_k, tail_v=tail_v,
+        k=packed_k, v=packed_v, token=token, start=start, length=granted, tail_k=tail_k, tail_v=tail_v,
         used=jnp.zeros(batch, jnp.int32), next_position=next_position, softmax_n=policy.softmax_n, parts=parts,
         window=None if policy.storage is None else policy.storage.window,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from vlkv.cache import PackedCache, resize
 from vlkv.errors import InputError
 from vlkv.extend import extend
 from vlkv.families import Model
-from vlkv.generate import check_room, first_token, next_token
+from vlkv.generate import check_room, choose_token, next_token
 from vlkv.inputs import Inputs
 from vlkv.policies.full import Full
 from vlkv.policies.policy import Policy
@@ -36,7 +36,8 @@ class Chat:
         print(chat.ask("what does row one say?"))
         print(chat.ask("what does row two say?"))
 
-    The policy compresses the prompt of the first question. Later questions and all answers are not compressed.
+    The policy compresses the prompt of the first question. Later questions and all answers are not compressed, unless
+    the policy evicts while decoding.
 
     Attributes:
         cache: the cache of the conversation; None before the first question.
@@ -150,7 +151,7 @@ class Chat:
         """The answer's tokens without the stop token. Each is added to the cache."""
         stop = self.params.config.stop if self.sampling.stop is None else self.sampling.stop
         key = None if self._key is None else jax.random.fold_in(self._key, len(self.turns))
-        token, _ = first_token(logits, self.sampling, key)
+        token, _ = choose_token(logits, self.sampling, key)
         for i in range(1, self.sampling.max_new_tokens + 1):
             if int(token[0]) in stop:
                 return

@@ -4,8 +4,9 @@ If a method evicts, a new entry takes a free slot, chosen by `arrive` for each k
 `reuses` is False (the pool is quantised, or nothing is evicted), new entries go to a tail, and an evicted entry is
 masked and its slot stays empty.
 
-Unbatched; the caller applies vmap over B. Axes: K key heads · N query heads · T prompt tokens · M bound on the slots of
-the segment · S tail slots, 0 if slots are reused · E = M + S entries: those of the segment, then those of the tail.
+Unbatched; the caller applies vmap over B. Axes: K key heads · N query heads · T prompt tokens · S slots of the tail, if
+there is one · E slots: those of the segment, up to a static bound, then those of the tail. The number of an entry is
+the index of its slot on this axis.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ _LAST = jnp.iinfo(jnp.int32).max
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeState:
-    """The decode state of one layer and row."""
+    """The decode state of one layer and row. `place`, `rank` and `values` have no meaning in slots without an entry."""
 
     stored: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # the slot contains an entry
-    attended: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # the next step attends to it, and to its own entry
-    is_text: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # prompt text, generated tokens, and slots for these
+    attended: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # the next step attends to it and to its own new entry
+    is_text: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # False only if the slot's last entry is a vision token
     place: Int[Array, "*B K E"] = field(metadata=_ENTRIES)  # number of the token in the order of all tokens, from 0
     rank: Int[Array, "*B K E"] = field(metadata=_ENTRIES)  # number of stored entries that are older
     values: dict[str, Float[Array, "*B K E"]] = field(metadata=_ENTRIES)  # from `Policy.decode_values`
     slots: Int[Array, "*B K"] = field(metadata=_HEADS)  # number of slots for entries
-    capacity: Int[Array, "*B K"] = field(metadata=_HEADS)  # number of kept prompt entries
+    capacity: Int[Array, "*B K"] = field(metadata=_HEADS)  # number of kept prompt entries; the budget while decoding
     vision: Int[Array, "*B"] = field(metadata=axes("batch"))  # number of vision tokens of the prompt
     text: Int[Array, "*B"] = field(metadata=axes("batch"))  # number of text tokens of the prompt
     steps: Int[Array, "*B"] = field(metadata=axes("batch"))  # number of new tokens so far
@@ -78,12 +79,12 @@ def begin(
         text=jnp.sum(valid & ~is_vision),
         steps=jnp.int32(0),
         new_tokens=new_tokens,
-        reuses=True,  # there is no tail yet
+        reuses=True,  # there is no tail yet; `packed` adds it
     )
 
 
 def packed(
-    state: DecodeState, token: Int[Array, "K M"], slots: Int[Array, " K"], *, new_tokens: int, reuses: bool
+    state: DecodeState, token: Int[Array, "K segment"], slots: Int[Array, " K"], *, new_tokens: int, reuses: bool
 ) -> DecodeState:
     """The decode state after packing.
 
@@ -147,12 +148,12 @@ def arrive(state: DecodeState) -> tuple[DecodeState, Int[Array, " K"]]:
     size = state.stored.shape[-1]
     number = jnp.arange(size)
     if state.reuses:
-        taken = jnp.where(state.stored, 1 + state.rank, 0)
-        entry = jnp.argmin(jnp.where(number < state.slots[:, None], taken, _LAST), axis=-1)
+        preference = jnp.where(state.stored, 1 + state.rank, 0)  # free slots, then the oldest entry
+        entry = jnp.argmin(jnp.where(number < state.slots[:, None], preference, _LAST), axis=-1)
     else:
         entry = jnp.full_like(state.slots, size - state.tail + state.steps)
     new = number == entry[:, None]
-    state = _without(state, new & state.stored)
+    state = _remove(state, new & state.stored)
     return dataclasses.replace(
         state,
         stored=state.stored | new,
@@ -171,11 +172,11 @@ def evict(state: DecodeState, candidates: Bool[Array, "K E"], value: Float[Array
     least = jnp.min(jnp.where(candidates, value, jnp.inf), axis=-1, keepdims=True)
     tied = candidates & (value == least)
     oldest = jnp.argmin(jnp.where(tied, state.rank, _LAST), axis=-1)
-    return _without(state, tied & (jnp.arange(tied.shape[-1]) == oldest[:, None]))
+    return _remove(state, tied & (jnp.arange(tied.shape[-1]) == oldest[:, None]))
 
 
-def _without(state: DecodeState, gone: Bool[Array, "K E"]) -> DecodeState:
-    """The decode state without these entries, at most one per head."""
+def _remove(state: DecodeState, gone: Bool[Array, "K E"]) -> DecodeState:
+    """The decode state without these entries, at most one per head. Only `stored`, `attended` and `rank` change."""
     rank = jnp.min(jnp.where(gone, state.rank, _LAST), axis=-1, keepdims=True)
     return dataclasses.replace(
         state,
@@ -206,31 +207,31 @@ def attend_to(
         state: the decode state after `arrive`.
         softmax_n: n of n-softmax over segment and tail together.
         kernels: implementations; None: those of the platform.
-        parts: M of the cache.
+        parts: as in `PackedCache`.
     """
     kernels = Kernels() if kernels is None else kernels
     segment_slots = state.stored.shape[-1] - state.tail
-    kept, recent = state.attended[..., :segment_slots], state.attended[..., segment_slots:]
+    in_segment, in_tail = state.attended[..., :segment_slots], state.attended[..., segment_slots:]
     core = () if state.core is None else jax.vmap(_listed)(state)
 
     def local(
-        part: parallel.Part, q: Array, segment: Any, tail: Any, seen: Array, kept: Array, recent: Array, core: Any
+        part: parallel.Part, q: Array, segment: Any, tail: Any, seen: Array, in_segment: Any, in_tail: Any, core: Any
     ) -> tuple[Array, ...]:
         """Computes this device's rows, heads and slots."""
         k, v, start, length = segment
-        kept, recent = part.local_entries(kept), part.local_entries(recent)
-        here = q, k, v, start, part.number(length)
-        most = kept.shape[-1]
+        in_segment, in_tail = part.local_entries(in_segment), part.local_entries(in_tail)
+        here = q, k, v, start, part.local_count(length)
+        most = in_segment.shape[-1]
 
         def whole() -> tuple[Array, Array, Array]:
             return decode_attention(
-                *here, valid=kept, max_length=most, return_mass=True, implementation=kernels.decode_attention
+                *here, valid=in_segment, max_length=most, return_mass=True, implementation=kernels.decode_attention
             )
 
         def listed() -> tuple[Array, Array, Array]:
-            rows, count = part.listed(*core[:2])
+            offsets, count = part.listed(*core[:2])
             return core_attention(
-                *here, rows, count, part.number(core[2]), valid=kept, max_length=most, return_mass=True,
+                *here, offsets, count, part.local_count(core[2]), valid=in_segment, max_length=most, return_mass=True,
                 implementation=kernels.core_attention,
             )  # fmt: skip
 
@@ -242,25 +243,25 @@ def attend_to(
         if tail is not None:
             nothing = jnp.zeros_like(start)
             out, lse, mass = decode_attention(
-                q, tail[0], tail[1], nothing, nothing + part.number(seen)[:, None], valid=recent,
-                max_length=recent.shape[-1], return_mass=True, implementation=kernels.decode_attention,
+                q, tail[0], tail[1], nothing, nothing + part.local_count(seen)[:, None], valid=in_tail,
+                max_length=in_tail.shape[-1], return_mass=True, implementation=kernels.decode_attention,
             )  # fmt: skip
             pieces, masses, sizes = [*pieces, (out, lse)], [*masses, mass], [*sizes, state.tail]
         out, total = part.combine(pieces[0], pieces[1] if pieces[1:] else None, softmax_n)
         shares = (mass * jnp.exp(lse - total)[..., None] for mass, (_, lse) in zip(masses, pieces, strict=True))
-        whole_shares = [part.all(x, size) for x, size in zip(shares, sizes, strict=True)]
+        whole_shares = [part.gather_entries(x, size) for x, size in zip(shares, sizes, strict=True)]
         return out, jnp.concatenate(whole_shares, axis=-1)
 
     if tail is None:  # slots after the last attended entry need not be read
         number = jnp.arange(1, segment_slots + 1)
-        segment = *segment[:3], jnp.max(jnp.where(kept, number, 0), axis=-1)
+        segment = *segment[:3], jnp.max(jnp.where(in_segment, number, 0), axis=-1)
     pool, mask, listed = "B P K H", "B K E", ("B C", "B", "B K", "B")
     run = parallel.split(
         local, ("B N H", (pool, pool, "B K", "B K"), None if tail is None else (pool, pool), "B", mask, mask,
               listed if core else ()),
-        ("B N H", "B N E"), batch=q.shape[0], kv_heads=kept.shape[1], parts=parts,
+        ("B N H", "B N E"), batch=q.shape[0], kv_heads=in_segment.shape[1], parts=parts,
     )  # fmt: skip
-    return run(q, segment, tail, seen, kept, recent, core)
+    return run(q, segment, tail, seen, in_segment, in_tail, core)
 
 
 def _listed(state: DecodeState) -> tuple[Array, Array, Array, Array]:
@@ -273,9 +274,9 @@ def _listed(state: DecodeState) -> tuple[Array, Array, Array, Array]:
     inside = slice(0, state.stored.shape[1] - state.tail)
     text = state.is_text[:, inside]
     vision = state.core[:, inside] & ~text
-    (rows,) = jnp.nonzero(vision[0], size=vision.shape[1], fill_value=0)
+    (offsets,) = jnp.nonzero(vision[0], size=vision.shape[1], fill_value=0)
     first = jnp.where(jnp.any(text, axis=1), jnp.argmax(text, axis=1), vision.shape[1])  # vision comes first
     return (
-        rows.astype(jnp.int32), jnp.sum(vision[0], dtype=jnp.int32), first.astype(jnp.int32),
+        offsets.astype(jnp.int32), jnp.sum(vision[0], dtype=jnp.int32), first.astype(jnp.int32),
         state.core_only & jnp.all(vision == vision[0]),
     )  # fmt: skip

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import QuantizedPool
-from vlkv.cache import PackedCache, aged, write_pool, write_tail
+from vlkv.cache import PackedCache, quantize_old, write_pool, write_tail
 from vlkv.decode_state import DecodeState, arrive, attend_to
 from vlkv.decoder import Decoder
 from vlkv.decoder.decoder import After
@@ -81,7 +81,7 @@ def feed(
             )  # fmt: skip
             if cache.window is not None:
                 assert isinstance(cache.k, QuantizedPool)
-                tail = aged(tail, in_tail[:, 0], bits=cache.k.bits, group=cache.k.group, window=cache.window)
+                tail = quantize_old(tail, in_tail[:, 0], bits=cache.k.bits, group=cache.k.group, window=cache.window)
         segment = pool_k, pool_v, start, cache.length[i]
         if cache.memory is None:
             return cached_attention(

@@ -1,4 +1,4 @@
-"""Generation from a compressed cache. All functions are public and pure; all except the generators can be jitted.
+"""Generation from a compressed cache. The functions are pure, and all except the generators can be jitted. Mainly:
 
     forward       logits of whole prompts without a cache, for parity tests and training
     decode_step   one more token (several tokens: vlkv/extend.py)
@@ -8,7 +8,7 @@
     stream        `generate` as a generator of tokens
     decode_steps  `decode` as a generator of tokens
 
-Axes: B batch · T prompt · L layers · N query heads · K key heads · H head dim · S new tokens.
+Axes: B batch · T prompt · L layers · K key heads · P pool slots · S new tokens · D width.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from vlkv.sampling import Greedy
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Output:
-    """Generated tokens, and the prompt entries in the cache."""
+    """Generated tokens. `token`, `start` and `length` describe the cache after prefill, before decoding."""
 
     tokens: Int[Array, "B S"]  # a row that has ended repeats its last token, or -1 if it has none
     lengths: Int[Array, " B"]  # number of tokens of each row, including the stop token
@@ -257,7 +257,7 @@ def stream(
     key: Key[Array, ""] | None = None,
     kernels: Kernels | None = None,
 ) -> Iterator[Int[np.ndarray, " B"]]:
-    """`generate` as a generator: yields the tokens of each step. Rows that have ended repeat their stop token."""
+    """`generate` for `Inputs`, as a generator: yields each step's tokens. Ended rows repeat their stop token."""
     policy = Full() if policy is None else policy
     sampling = Greedy() if sampling is None else sampling
     require_policy(policy)
@@ -282,7 +282,7 @@ def decode_steps(
     """
     stop = params.config.stop if sampling.stop is None else sampling.stop
     ended, shown = np.zeros(logits.shape[0], bool), np.full(logits.shape[0], -1, np.int32)
-    token, without = first_token(logits, sampling, key)
+    token, without = choose_token(logits, sampling, key)
     for i in range(1, sampling.max_new_tokens + 1):
         ended |= np.asarray(without)
         shown = np.where(ended, shown, np.asarray(token))
@@ -294,7 +294,7 @@ def decode_steps(
 
 
 @jax.jit
-def first_token(
+def choose_token(
     logits: Float[Array, "B vocab"], sampling: Greedy, key: Key[Array, ""] | None, step: int | Array = 0
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
     """The token that `decode` chooses in this step, and which rows have none, because their logits are NaN."""
@@ -310,9 +310,9 @@ def next_token(
     key: Key[Array, ""] | None,
     step: int | Array,
 ) -> tuple[PackedCache, Int[Array, " B"], Bool[Array, " B"]]:
-    """Feeds a token to the cache, which is donated, and chooses the next one as `first_token` does."""
+    """Feeds a token to the cache, which is donated, and chooses the next one as `choose_token` does."""
     cache, logits = decode_step(params, cache, jnp.asarray(token))
-    return cache, *first_token(logits, sampling, key, step)
+    return cache, *choose_token(logits, sampling, key, step)
 
 
 def check_new_room(cache: PackedCache, new_tokens: int) -> None:

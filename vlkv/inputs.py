@@ -36,9 +36,9 @@ class Inputs:
     positions: Int[AnyArray, "B T A"]  # of RoPE
     valid: Bool[AnyArray, "B T"]
     vision_index: Int[AnyArray, "B T"]  # index in the list of the batch's vision embeddings; -1: text
-    grid: Int[AnyArray, "B T 3"]  # number of the image in its row, line and column of the patch; -1: none
+    grid: Int[AnyArray, "B T 3"]  # (image number in the prompt, line, column) of the patch; -1: none
     pixels: Float[AnyArray, I * pixels] | None  # input of the family's tower
-    # For images that are cut into tiles: the number of the token's tile in its row; and, for tokens of an overview, the
+    # For images that are cut into tiles: the number of the token's tile in the prompt; for tokens of an overview, the
     # number of the tile that shows the same part of the image. -1: none. None: no image is cut into tiles.
     parts: Int[AnyArray, "B T 2"] | None = None
     # Further arrays for the family's model; see the family's inputs.py.

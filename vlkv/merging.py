@@ -19,7 +19,7 @@ def dropped(kept: Bool[Array, "K T"], scores: Float[Array, "K T"]) -> Bool[Array
 
 
 def nearest_place(kept: Bool[Array, "K T"]) -> Int[Array, "K T"]:
-    """For each token, the kept token with the nearest position; ties: the lower position."""
+    """For each token, the kept token with the nearest index; ties: the lower index."""
     length = kept.shape[1]
     place = jnp.arange(length)
     before = jax.lax.cummax(jnp.where(kept, place, -length), axis=1)
@@ -53,7 +53,7 @@ def at(x: Float[Array, "K T H"], target: Int[Array, "K T"]) -> Float[Array, "K T
 
 def fold(
     x: Float[Array, "K T H"],
-    given: Float[Array, "K T H"],
+    contribution: Float[Array, "K T H"],
     target: Int[Array, "K T"],
     gone: Bool[Array, "K T"],
 ) -> Float[Array, "K T H"]:
@@ -61,12 +61,12 @@ def fold(
 
     Args:
         x: keys or values.
-        given: contribution of each token.
+        contribution: of each token.
         target: the entry into which each token is merged.
         gone: which tokens are merged.
     """
     head = jnp.arange(x.shape[0])[:, None]
     amount = gone.astype(jnp.float32)
-    total = x.astype(jnp.float32).at[head, target].add(given.astype(jnp.float32) * amount[..., None])
+    total = x.astype(jnp.float32).at[head, target].add(contribution.astype(jnp.float32) * amount[..., None])
     count = jnp.ones(amount.shape).at[head, target].add(amount)
     return (total / count[..., None]).astype(x.dtype)

@@ -1,7 +1,7 @@
 """The observation of one layer that policies score, and measurements that several methods share.
 
-Unbatched: the caller applies vmap over B. Axes: T tokens · W rows of an observation window · N query heads · K key
-heads · G = N/K · H head dim. Every score comes from `attention_mass`, so nothing here builds a T x T matrix.
+Unbatched: the caller applies vmap over B. Axes: T tokens · R sets of rows · N query heads · K key heads · G = N/K ·
+H head dim. Every measured attention comes from `attention_mass`, so nothing here builds a T x T matrix.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Observation:
     key: Key[Array, ""] | None  # random key of this row and layer
     layer: int = dataclasses.field(metadata={"static": True})
     max_instruction: int = dataclasses.field(metadata={"static": True})  # bound on the instruction's length
-    grid: Int[Array, "T 3"] | None = None  # number of the image in its row, line and column of the patch; -1: none
+    grid: Int[Array, "T 3"] | None = None  # (image number in the prompt, line, column) of the patch; -1: none
     lse: Float[Array, "N T"] | None = None  # log-sum-exp of each row's logits; None: not computed
     kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
 
     @property
     def instruction(self) -> Bool[Array, " T"]:
-        """Text after the last vision token; all valid tokens if there is no image."""
+        """Text after the last vision token, with the template's closing text; all valid tokens if there is no image."""
         place = jnp.arange(self.valid.shape[0])
         return self.valid & (place > jnp.max(jnp.where(self.is_vision, place, -1)))
 
@@ -121,8 +121,9 @@ def rows_mass(
 ) -> Float[Array, "N T"]:
     """Causal attention summed over a few rows, with a softmax over `keys` (None: all valid tokens).
 
-    Only the last `most` rows of the mask are used. This static bound makes it cheap: the rows are gathered first,
-    instead of a second attention pass over all T rows. `options` are those of `split_rows_mass`.
+    Only the last `most` rows of the mask (or of `among`, if it is given) are used. This static bound makes it cheap:
+    the rows are gathered first, instead of a second attention pass over all T rows. `options` are those of
+    `split_rows_mass`.
     """
     return split_rows_mass(obs, rows[None], most, keys=keys, **options)[0]
 

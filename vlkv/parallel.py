@@ -37,7 +37,7 @@ class Part:
     index: Array | int = 0
     count: int = 1
 
-    def number(self, entries: Int[Array, "*n"]) -> Int[Array, "*n"]:
+    def local_count(self, entries: Int[Array, "*n"]) -> Int[Array, "*n"]:
         """Number of local entries among the first `entries`."""
         return entries if self.count == 1 else jnp.maximum(-(-(entries - self.index) // self.count), 0)
 
@@ -49,25 +49,25 @@ class Part:
         x = x.reshape(*x.shape[:-1], -1, self.count)
         return jax.lax.dynamic_index_in_dim(x, self.index, axis=-1, keepdims=False)
 
-    def all(self, x: Any, entries: int) -> Any:
+    def gather_entries(self, x: Any, entries: int) -> Any:
         """The inverse of `local_entries`: gathers all `entries` entries on every device."""
         if self.count == 1:
             return x
         x = jax.lax.all_gather(x, _MODEL, axis=x.ndim)
         return x.reshape(*x.shape[:-2], -1)[..., :entries]
 
-    def local(self, slot: Int[Array, "*n"], slots: int) -> Int[Array, "*n"]:
+    def local_slot(self, slot: Int[Array, "*n"], slots: int) -> Int[Array, "*n"]:
         """The local number of a slot, of which each device has `slots`; `slots`, past the end, if it is not local."""
         slot = slot - self.index * slots
         return jnp.where((slot >= 0) & (slot < slots), slot, slots)
 
-    def listed(self, rows: Int[Array, "B C"], count: Int[Array, " B"]) -> tuple[Int[Array, "B c"], Int[Array, " B"]]:
+    def listed(self, entries: Int[Array, "B C"], count: Int[Array, " B"]) -> tuple[Int[Array, "B c"], Int[Array, " B"]]:
         """The local entries of an increasing list of distinct entries, as local numbers, and their count."""
         if self.count == 1:
-            return rows, count
-        here = (jnp.arange(rows.shape[1]) < count[:, None]) & (rows % self.count == self.index)
-        order = jnp.argsort(~here, axis=1, stable=True)[:, : -(-rows.shape[1] // self.count)]
-        return jnp.take_along_axis(rows // self.count, order, axis=1), jnp.sum(here, axis=1, dtype=count.dtype)
+            return entries, count
+        here = (jnp.arange(entries.shape[1]) < count[:, None]) & (entries % self.count == self.index)
+        order = jnp.argsort(~here, axis=1, stable=True)[:, : -(-entries.shape[1] // self.count)]
+        return jnp.take_along_axis(entries // self.count, order, axis=1), jnp.sum(here, axis=1, dtype=count.dtype)
 
     def combine(
         self, first: tuple[Array, Array], second: tuple[Array, Array] | None = None, softmax_n: float = 0.0
@@ -145,7 +145,7 @@ def split(
     if mesh is None:
         return lambda *arrays: f(Part(), *arrays)
     heads = _MODEL if parts == 1 and model > 1 and kv_heads % model == 0 else None
-    place = {
+    mesh_axes = {
         "B": _DATA if _DATA in mesh.shape and batch % mesh.shape[_DATA] == 0 else None,
         "N": heads,
         "K": heads,
@@ -155,12 +155,12 @@ def split(
     def local(*arrays: Any) -> Any:
         return f(Part(jax.lax.axis_index(_MODEL), parts) if parts > 1 else Part(), *arrays)
 
-    return _shard_map(local, inputs, outputs, place)
+    return _shard_map(local, inputs, outputs, mesh_axes)
 
 
-def _shard_map(f: Callable[..., Any], inputs: Any, outputs: Any, place: dict[str, str | None]) -> Callable[..., Any]:
+def _shard_map(f: Callable[..., Any], inputs: Any, outputs: Any, mesh_axes: dict[str, Any]) -> Callable[..., Any]:
     def spec(axes: str) -> PartitionSpec:
-        return PartitionSpec(*(place.get(axis) for axis in axes.split()))
+        return PartitionSpec(*(mesh_axes.get(axis) for axis in axes.split()))
 
     return jax.shard_map(f, in_specs=jax.tree.map(spec, inputs), out_specs=jax.tree.map(spec, outputs), check_vma=False)
 
@@ -180,12 +180,12 @@ def _over_heads(
     if mesh is None:
         return f(*arrays)
     batch = next((x.shape[0] for x, names in zip(arrays, axes, strict=True) if names.startswith("B")), 0)
-    place = {"B": _DATA if _DATA in mesh.shape and batch % mesh.shape[_DATA] == 0 else None}
+    mesh_axes = {"B": _DATA if _DATA in mesh.shape and batch % mesh.shape[_DATA] == 0 else None}
     if model == 1 or (kv_heads % model and model % kv_heads):
-        return _shard_map(f, axes, output, place)(*arrays)
-    place["N"] = _MODEL
+        return _shard_map(f, axes, output, mesh_axes)(*arrays)
+    mesh_axes["N"] = _MODEL
     if kv_heads % model == 0:
-        return _shard_map(f, axes, output, {**place, "K": _MODEL})(*arrays)
+        return _shard_map(f, axes, output, {**mesh_axes, "K": _MODEL})(*arrays)
     sharing, group = model // kv_heads, heads // kv_heads
     spare = -group % sharing
 
@@ -203,11 +203,11 @@ def _over_heads(
     def pad(x: Any, names: str) -> Any:
         if spare == 0 or "N" not in names:
             return x
-        whole = PartitionSpec(*(place.get(axis) if axis == "B" else None for axis in names.split()))
+        whole = PartitionSpec(*(mesh_axes.get(axis) if axis == "B" else None for axis in names.split()))
         x, at = jax.lax.with_sharding_constraint(x, whole), names.split().index("N")
         return regroup(x, at, lambda y: jnp.pad(y, [(0, spare * (i == at + 1)) for i in range(y.ndim)]))
 
-    made = _shard_map(local, axes, output, place)(*(pad(x, names) for x, names in zip(arrays, axes, strict=True)))
+    made = _shard_map(local, axes, output, mesh_axes)(*(pad(x, names) for x, names in zip(arrays, axes, strict=True)))
 
     def unpad(axes: str, x: Array) -> Array:
         at = axes.split().index("N")
@@ -307,10 +307,10 @@ def cached_attention(
 
     def local(part: Part, q: Array, segment: tuple, tail: tuple, seen: Array) -> Array:
         k, v, start, length = segment
-        nothing, length = jnp.zeros_like(start), part.number(length)
+        nothing, length = jnp.zeros_like(start), part.local_count(length)
 
         def one(q: Array, seen: Array) -> Array:
-            both = (k, v, start, length), (*tail, nothing, nothing + part.number(seen)[:, None])
+            both = (k, v, start, length), (*tail, nothing, nothing + part.local_count(seen)[:, None])
             first, second = (pallas_kernels.decode_attention(q, *x, implementation=implementation) for x in both)
             return part.combine(first, second, softmax_n=softmax_n)[0]
 

@@ -27,7 +27,7 @@ from vlkv.observe import ordinal, tokens_at
 from vlkv.parallel import by_row
 from vlkv.policies.policy import Budget, Policy, with_budget
 from vlkv.policies.selection import Observed, allocate_and_take, make_observation, observe, require_fit, shortlist
-from vlkv.reading import LayerPrompt, Prompt, read
+from vlkv.reading import LayerPrompt, Prompt, read_layers
 from vlkv.sampling import Greedy
 
 
@@ -72,52 +72,52 @@ def prefill(
     check_new_tokens(new_tokens)
     require_fit(policy, len(params.decoder.layers), key)
     look = _observer(policy, inputs, layers=len(params.decoder.layers), key=key, kernels=kernels)
-    prompt = read(params, inputs, policy, look, key=key, kernels=kernels)
+    prompt = read_layers(params, inputs, policy, look, key=key, kernels=kernels)
     return _fill(prompt, policy, new_tokens), prompt.logits
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Candidates:
-    """The candidates of one layer and row, with the axes in the order of policy stages."""
+    """The candidates of one layer and row, heads before tokens. Without a cap these are all tokens, with a mask."""
 
     k: Float[Array, "*B K t H"]
     v: Float[Array, "*B K t H"]
     is_vision: Bool[Array, "*B t"]
     is_candidate: Bool[Array, "*B t"]  # may be kept
     source: Int[Array, "*B t"]  # index of the token in the prompt
-    held: Int[Array, "*B"]  # number of tokens in scope
+    in_scope_count: Int[Array, "*B"]  # number of tokens in scope, before a cap
     observed: Observed
 
 
 def _look(
     policy: Policy,
-    read: LayerPrompt,
+    prompt: LayerPrompt,
     key: Key[Array, ""] | None,
     *,
     layer: int,
     layers: int,
     max_instruction: int,
-    keep: int | None,
+    most_candidates: int | None,
     kernels: Kernels | None,
 ) -> Candidates:
-    """Observes one layer of one row. With a cap, the result contains only the `keep` tokens that may still be kept."""
-    q, k, v = (jnp.swapaxes(x, 0, 1) for x in (read.q, read.k, read.v))
+    """Observes one layer of one row. With a cap, the result has only `most_candidates` tokens."""
+    q, k, v = (jnp.swapaxes(x, 0, 1) for x in (prompt.q, prompt.k, prompt.v))
     obs = make_observation(
-        policy, q, k, v, read.is_vision, read.valid, key,
-        layer=layer, layers=layers, max_instruction=max_instruction, is_candidate=read.is_candidate, lse=read.lse,
-        grid=read.grid, kernels=kernels,
+        policy, q, k, v, prompt.is_vision, prompt.valid, key,
+        layer=layer, layers=layers, max_instruction=max_instruction, is_candidate=prompt.is_candidate, lse=prompt.lse,
+        grid=prompt.grid, kernels=kernels,
     )  # fmt: skip
-    observed, held = observe(policy, obs), jnp.sum(obs.in_scope)
-    if keep is None:
-        return Candidates(k, v, read.is_vision, read.is_candidate, read.source, held, observed)
-    is_candidate = (read.is_candidate & ~obs.in_scope) | shortlist(policy, observed, obs, layers=layers)
-    order = tokens_at(jnp.where(is_candidate, ordinal(is_candidate), keep), keep)
+    observed, count = observe(policy, obs), jnp.sum(obs.in_scope)
+    if most_candidates is None:
+        return Candidates(k, v, prompt.is_vision, prompt.is_candidate, prompt.source, count, observed)
+    is_candidate = (prompt.is_candidate & ~obs.in_scope) | shortlist(policy, observed, obs, layers=layers)
+    order = tokens_at(jnp.where(is_candidate, ordinal(is_candidate), most_candidates), most_candidates)
     is_candidate, order = order >= 0, jnp.maximum(order, 0)
     values = {name: value[:, order] for name, value in observed.values.items()}
     observed = observed._replace(scores=observed.scores[:, order], protected=observed.protected[order], values=values)
     k, v = (x.at[:, order].get(mode="promise_in_bounds") for x in (k, v))
-    return Candidates(k, v, read.is_vision[order], is_candidate, read.source[order], held, observed)
+    return Candidates(k, v, prompt.is_vision[order], is_candidate, prompt.source[order], count, observed)
 
 
 def fill_cache(prompt: Prompt, policy: Policy, *, new_tokens: int, key: Key[Array, ""] | None = None) -> PackedCache:
@@ -165,56 +165,54 @@ def _observer(
     """A function from a layer's number and its LayerPrompt, for all rows, to its candidates."""
     batch = bounds.valid.shape[0]
     keys = None if key is None else jax.random.split(key, batch)
-    keep = None
+    most = None
     if policy.cap is not None:
         text = bounds.max_text
         count = bounds.max_vision + (text if policy.scope == "all" else 0)
-        keep = int(policy.cap_counts(layers=layers, most=count)[-1]) + (text if policy.scope == "vision" else 0)
+        most = int(policy.cap_counts(layers=layers, most=count)[-1]) + (text if policy.scope == "vision" else 0)
 
-    def look(i: int, read: LayerPrompt) -> Candidates:
-        fewer = None if keep is None else min(keep, read.valid.shape[1])
+    def look(i: int, prompt: LayerPrompt) -> Candidates:
         one = partial(
-            _look, policy, layer=i, layers=layers, max_instruction=bounds.max_instruction, keep=fewer, kernels=kernels
-        )
-        return by_row(one, batch)(read, keys)
+            _look, policy, layer=i, layers=layers, max_instruction=bounds.max_instruction,
+            most_candidates=None if most is None else min(most, prompt.valid.shape[1]), kernels=kernels,
+        )  # fmt: skip
+        return by_row(one, batch)(prompt, keys)
 
     return look
 
 
 def _fill(prompt: Prompt, policy: Policy, new_tokens: int, chooser: Policy | None = None) -> PackedCache:
-    """Makes a cache from the candidates of all layers. `chooser` is the policy that selects, if it is not `policy`."""
+    """Makes a cache from `prompt.layers`, which are `Candidates`. `chooser`: `policy` with a smaller, traced budget."""
     length, found = prompt.valid.shape[1], prompt.layers
     longest = max(layer.is_candidate.shape[1] for layer in found)
     is_vision, is_candidate, source = (
         jnp.stack([_lengthen(getattr(layer, name), longest) for layer in found], axis=1)
         for name in ("is_vision", "is_candidate", "source")
     )  # [B, L, T]
-    held = jnp.stack([layer.held for layer in found], axis=1)
+    counts = jnp.stack([layer.in_scope_count for layer in found], axis=1)
     seen = jnp.sum(prompt.valid & prompt.is_vision if policy.scope == "vision" else prompt.valid, axis=1)
     observed = tuple(layer.observed for layer in found)
     choose = partial(allocate_and_take, chooser or policy, bound=length)
-    selection = jax.vmap(choose)(observed, is_vision, is_candidate, held, seen)
+    selection = jax.vmap(choose)(observed, is_vision, is_candidate, counts, seen)
     merged = []
     for i, layer in enumerate(found):
         kept, scores = (x[:, i, :, : layer.k.shape[2]] for x in (selection.kept, selection.scores))
         merged.append(jax.vmap(policy.merge)(layer.k, layer.v, kept, scores))
-    kept, asked, reuses = jnp.swapaxes(selection.kept, 0, 1), None, reuses_slots(policy)
+    kept, requested, reuses = jnp.swapaxes(selection.kept, 0, 1), None, reuses_slots(policy)
     states: tuple[DecodeState, ...] = ()
     if policy.updates_while_decoding:
-        recall = jax.vmap(partial(_recall, policy, new_tokens=new_tokens))
-        recalled = [
-            recall(
-                layer.source, kept[i][..., : layer.k.shape[2]], layer.observed.values, prompt.is_vision, prompt.valid
-            )
+        make = jax.vmap(partial(_make_decode_state, policy, new_tokens=new_tokens))
+        made = [
+            make(layer.source, kept[i][..., : layer.k.shape[2]], layer.observed.values, prompt.is_vision, prompt.valid)
             for i, layer in enumerate(found)
         ]
-        states, kept = tuple(m for m, _ in recalled), jnp.stack([_lengthen(x, longest) for _, x in recalled])
-        asked = jnp.stack([jax.vmap(policy.decode_slots)(m) for m in states]) if reuses else None
+        states, kept = tuple(m for m, _ in made), jnp.stack([_lengthen(x, longest) for _, x in made])
+        requested = jnp.stack([jax.vmap(policy.decode_slots)(m) for m in states]) if reuses else None
     bounds = {"max_vision": prompt.max_vision, "max_text": prompt.max_text, "max_images": prompt.max_images}
     cache = pack(
         policy, tuple(m[0] for m in merged), tuple(m[1] for m in merged), kept,
         is_vision=jnp.swapaxes(is_vision, 0, 1), source=jnp.swapaxes(source, 0, 1),
-        next_position=prompt.next_position, new_tokens=new_tokens, asked=asked, **bounds,
+        next_position=prompt.next_position, new_tokens=new_tokens, requested=requested, **bounds,
     )  # fmt: skip
     cache = dataclasses.replace(cache, kernels=prompt.kernels)
     if policy.updates_while_decoding:
@@ -228,7 +226,7 @@ def _fill(prompt: Prompt, policy: Policy, new_tokens: int, chooser: Policy | Non
     return _own_buffers(cache, prompt)
 
 
-def _recall(
+def _make_decode_state(
     policy: Policy,
     source: Int[Array, " t"],
     kept: Bool[Array, "K t"],

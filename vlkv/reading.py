@@ -30,7 +30,7 @@ from vlkv.tokens import Tokens, shorten
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerPrompt:
-    """Queries, keys and values of one layer for the whole prompt.
+    """Queries, keys and values of one layer for the tokens that it processed: the whole prompt unless it is reduced.
 
     Keys and values are what a full cache would contain; the queries are used for scores.
     """
@@ -42,7 +42,7 @@ class LayerPrompt:
     valid: Bool[Array, "*B t"]
     is_candidate: Bool[Array, "*B t"]  # candidates for the cache
     source: Int[Array, "*B t"]  # index of the token in the prompt
-    grid: Int[Array, "*B t 3"]  # number of the image in its row, line and column of the patch; -1: none
+    grid: Int[Array, "*B t 3"]  # (image number in the prompt, line, column) of the patch; -1: none
     lse: Float[Array, "*B N t"] | None = None  # log-sum-exp of each query's logits; None: kernels do not use it
 
 
@@ -51,7 +51,7 @@ class LayerPrompt:
 class Prompt:
     """A prompt after all layers, from which `fill_cache` makes a cache."""
 
-    layers: tuple[Any, ...]  # LayerPrompt, or the result of `each` in `read`
+    layers: tuple[Any, ...]  # LayerPrompt, or the result of `each` in `read_layers`
     is_vision: Bool[Array, "B T"]
     valid: Bool[Array, "B T"]
     next_position: Int[Array, "B A"]
@@ -87,10 +87,10 @@ def read_prompt(
         InputError: the policy does not fit the model, needs a key or a vision tower, or, outside jit, keeps more tokens
             than its `remaining` allows.
     """
-    return read(params, inputs, policy, lambda _, layer: layer, key=key, kernels=kernels)
+    return read_layers(params, inputs, policy, lambda _, layer: layer, key=key, kernels=kernels)
 
 
-def read(
+def read_layers(
     params: Model,
     inputs: Inputs,
     policy: Policy | None,
@@ -112,7 +112,7 @@ def read(
     stages = () if reducer is None or inputs.max_vision == 0 else reducer.reductions(layers)
     tokens, vision = _begin(params, inputs, reducer if stages else None), inputs.max_vision
     results: list[Any] = []  # of `each`; LayerPrompts while they wait for the last reduction
-    before: LayerPrompt | None = None
+    just_run: LayerPrompt | None = None
     kernels = Kernels() if kernels is None else kernels
     return_lse = takes_lse(kernels.attention_mass)
 
@@ -129,23 +129,23 @@ def read(
             vision=vision, length=length, kernels=kernels,
         )  # fmt: skip
         keys = None if key is None else jax.random.split(key, inputs.valid.shape[0])
-        tokens, left = by_row(one, inputs.valid.shape[0])(tokens, before, keys)
+        tokens, left = by_row(one, inputs.valid.shape[0])(tokens, just_run, keys)
         if not isinstance(left, jax.core.Tracer) and int(jnp.max(left)) > vision:
             raise InputError(f"{type(reducer).__name__}: reduce has kept {int(jnp.max(left))} vision tokens at "
                              f"stage {stage}, but remaining allows {vision}: correct one of the two")  # fmt: skip
         if reducer.drops_early_layers:
-            results = [_without(m, tokens, inputs.valid.shape[1]) for m in results]
+            results = [_drop_candidates(m, tokens, inputs.valid.shape[1]) for m in results]
             if layer == stages[-1]:
                 results = [each(i, m) for i, m in enumerate(results)]
         return tokens.positions
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
-        nonlocal before
+        nonlocal just_run
         attended = prefill_attention(
             q, k, v, valid=tokens.valid, return_lse=return_lse, implementation=kernels.prefill_attention
         )
         attended, lse = attended if return_lse else (attended, None)
-        before = LayerPrompt(
+        just_run = LayerPrompt(
             q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, is_candidate=tokens.valid,
             source=tokens.source, grid=tokens.grid, lse=lse,
         )  # fmt: skip
@@ -153,11 +153,11 @@ def read(
 
     def after(i: int, x: Array) -> tuple[Array, Array | None]:
         nonlocal tokens
-        assert before is not None
+        assert just_run is not None
         waits = reducer is not None and reducer.drops_early_layers and i < max(stages, default=0)
         # With this barrier, the next layer starts after `each`, so that the layer's arrays are freed first.
-        x, kept = jax.lax.optimization_barrier((x, before if waits else each(i, before)))
-        results.append(kept)
+        x, result = jax.lax.optimization_barrier((x, just_run if waits else each(i, just_run)))
+        results.append(result)
         tokens = dataclasses.replace(tokens, x=x)
         moved = reduce(i + 1)
         return tokens.x, moved
@@ -169,12 +169,12 @@ def read(
     row = jnp.arange(len(last))
     # The next position counts all tokens of the prompt, minus the difference if a reduction has renumbered positions.
     given, now = inputs.positions[row, tokens.source[row, last]], tokens.positions[row, last]
-    renumbered = jnp.max(given, axis=-1) - jnp.max(now, axis=-1)
+    positions_lost = jnp.max(given, axis=-1) - jnp.max(now, axis=-1)
     # In M-RoPE the position after an image is the greatest one on all axes plus one.
     greatest = jnp.max(jnp.where(inputs.valid[..., None], inputs.positions, -1), axis=(1, 2))
     return Prompt(
         layers=tuple(results), is_vision=inputs.is_vision, valid=inputs.valid,
-        next_position=jnp.broadcast_to((greatest + 1 - renumbered)[:, None], now.shape),
+        next_position=jnp.broadcast_to((greatest + 1 - positions_lost)[:, None], now.shape),
         logits=params.decoder.logits(tokens.x[row, last]),
         max_vision=inputs.max_vision, max_text=inputs.max_text, max_instruction=inputs.max_instruction,
         max_images=inputs.max_images, reducer=reducer, kernels=kernels,
@@ -197,7 +197,7 @@ def _begin(params: Model, inputs: Inputs, reducer: Policy | None) -> Tokens:
 def _reduce(
     policy: Policy,
     tokens: Tokens,
-    read: LayerPrompt | None,
+    just_run: LayerPrompt | None,
     key: Key[Array, ""] | None,
     *,
     stage: int,
@@ -213,11 +213,11 @@ def _reduce(
     If they are more than `vision`, the last ones are dropped, because the text at the end must fit into the row.
     """
     obs = None
-    if read is not None:
-        q, k, v = (jnp.swapaxes(x, 0, 1) for x in (read.q, read.k, read.v))
+    if just_run is not None:
+        q, k, v = (jnp.swapaxes(x, 0, 1) for x in (just_run.q, just_run.k, just_run.v))
         obs = make_observation(
-            policy, q, k, v, read.is_vision, read.valid, key,
-            layer=layer, layers=layers, max_instruction=max_instruction, grid=read.grid, kernels=kernels,
+            policy, q, k, v, just_run.is_vision, just_run.valid, key,
+            layer=layer, layers=layers, max_instruction=max_instruction, grid=just_run.grid, kernels=kernels,
         )  # fmt: skip
     changed, kept = policy.reduce(tokens, obs, stage=stage)
     of_image = kept & tokens.valid & tokens.is_vision
@@ -225,7 +225,7 @@ def _reduce(
     return shorten(changed, kept, length), jnp.sum(of_image)
 
 
-def _without(layer: LayerPrompt, tokens: Tokens, length: int) -> LayerPrompt:
+def _drop_candidates(layer: LayerPrompt, tokens: Tokens, length: int) -> LayerPrompt:
     """The layer without the candidates that a later reduction dropped."""
     row = jnp.arange(tokens.valid.shape[0])[:, None]
     left = jnp.zeros((tokens.valid.shape[0], length), bool).at[row, tokens.source].set(tokens.valid)

@@ -18,7 +18,7 @@ class Greedy:
     """The most likely token.
 
     Attributes:
-        max_new_tokens: greatest length of an answer, and number of slots in the tail of the cache.
+        max_new_tokens: greatest length of an answer, and capacity of the cache for new tokens.
         stop: ids that end a row; None: those of the checkpoint.
     """
 

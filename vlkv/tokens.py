@@ -23,7 +23,7 @@ class Tokens:
     valid: Bool[Array, "*B T"]
     source: Int[Array, "*B T"]  # index of the token in the prompt
     size: Float[Array, "*B T"]  # number of prompt tokens that it represents after merging
-    grid: Int[Array, "*B T 3"]  # number of the image in its row, line and column of the patch; -1: none
+    grid: Int[Array, "*B T 3"]  # (image number in the prompt, line, column) of the patch; -1: none
     parts: Int[Array, "*B T 2"] | None = None  # as in `Inputs`
     tower: Float[Array, "*B W N T"] | None = None  # attention received in the tower, if the policy uses it
 

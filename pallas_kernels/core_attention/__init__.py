@@ -27,7 +27,7 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
 
 @overload
 def core_attention(
-    q: Any, k: Any, v: Any, start: Any, length: Any, rows: Any, count: Any, text: Any, *, valid: Any = None,
+    q: Any, k: Any, v: Any, start: Any, length: Any, offsets: Any, count: Any, text: Any, *, valid: Any = None,
     max_length: int | None = None, softmax_n: float = 0.0, return_mass: Literal[False] = False,
     implementation: str | None = None,
 ) -> tuple[Array, Array]: ...  # fmt: skip
@@ -35,7 +35,7 @@ def core_attention(
 
 @overload
 def core_attention(
-    q: Any, k: Any, v: Any, start: Any, length: Any, rows: Any, count: Any, text: Any, *, valid: Any = None,
+    q: Any, k: Any, v: Any, start: Any, length: Any, offsets: Any, count: Any, text: Any, *, valid: Any = None,
     max_length: int | None = None, softmax_n: float = 0.0, return_mass: Literal[True],
     implementation: str | None = None,
 ) -> tuple[Array, Array, Array]: ...  # fmt: skip
@@ -47,7 +47,7 @@ def core_attention(
     v: Float[Array, "B P K H"] | QuantizedPool,
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
-    rows: Int[Array, "B C"],
+    offsets: Int[Array, "B C"],
     count: Int[Array, " B"],
     text: Int[Array, "B K"],
     *,
@@ -60,7 +60,7 @@ def core_attention(
     tuple[Float[Array, "B N H"], Float[Array, "B N"]]
     | tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"]]
 ):
-    """`decode_attention` over slots start + rows[i] for i < count, and over start + j for text <= j < length.
+    """`decode_attention` over slots start + offsets[i] for i < count, and over start + j for text <= j < length.
 
     Other slots of the segment have no influence, as long as they hold finite numbers. Whether they are read depends on
     the implementation.
@@ -71,8 +71,8 @@ def core_attention(
         v: values of the pool.
         start: first slot of the segment.
         length: number of used slots of the segment.
-        rows: listed slots as offsets from `start`: ascending, below `text`, the same for all heads.
-        count: how many entries of `rows` are used; the others may hold anything.
+        offsets: listed slots as offsets from `start`: ascending, below `text`, the same for all heads.
+        count: how many entries of `offsets` are used; the others may hold anything.
         text: offset from `start` of the first text slot; all slots from there on take part.
         valid: which slots of the segment may take part, by offset from `start`; None: all used slots.
         max_length: M, a static bound on `length`; None: P.
@@ -94,14 +94,14 @@ def core_attention(
     if start.shape != per_head or length.shape != per_head or text.shape != per_head:
         raise ValueError(f"core_attention: start {start.shape}, length {length.shape} and text {text.shape} must be "
                          f"[B, K] = {per_head}")  # fmt: skip
-    if rows.ndim != 2 or rows.shape[0] != batch or count.shape != (batch,):
-        raise ValueError(f"core_attention: rows {rows.shape} and count {count.shape} must be [B, C] and [B] "
+    if offsets.ndim != 2 or offsets.shape[0] != batch or count.shape != (batch,):
+        raise ValueError(f"core_attention: offsets {offsets.shape} and count {count.shape} must be [B, C] and [B] "
                          f"with B = {batch}")  # fmt: skip
     most = k.shape[1] if max_length is None else max_length
     if valid is not None and valid.shape != (*per_head, most):
         raise ValueError(f"core_attention: valid {valid.shape} must be [B, K, M] = {(*per_head, most)}")
     run = choose("core_attention", _IMPLEMENTATIONS, implementation, "xla")
-    out, lse, mass = run(q, k, v, start, length, rows, count, text, valid, most, return_mass)
+    out, lse, mass = run(q, k, v, start, length, offsets, count, text, valid, most, return_mass)
     total = add_constant(lse, softmax_n)
     part = share(lse, total)
     return (out * part, total, mass * part) if return_mass else (out * part, total)

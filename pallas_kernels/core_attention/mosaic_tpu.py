@@ -27,7 +27,7 @@ def core_attention_mosaic_tpu(
     v: Float[Array, "B P K H"] | QuantizedPool,
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
-    rows: Int[Array, "B C"],
+    offsets: Int[Array, "B C"],
     count: Int[Array, " B"],
     text: Int[Array, "B K"],
     valid: Bool[Array, "B K M"] | None,
@@ -37,9 +37,9 @@ def core_attention_mosaic_tpu(
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
     """Implements `core_attention` for TPU."""
     place = jnp.arange(max_length)
-    listed = jnp.where(jnp.arange(rows.shape[1]) < count[:, None], rows, max_length)
-    row = jnp.arange(rows.shape[0])[:, None]
-    core = jnp.zeros((rows.shape[0], max_length), bool).at[row, listed].set(True, mode="drop")
+    listed = jnp.where(jnp.arange(offsets.shape[1]) < count[:, None], offsets, max_length)
+    row = jnp.arange(offsets.shape[0])[:, None]
+    core = jnp.zeros((offsets.shape[0], max_length), bool).at[row, listed].set(True, mode="drop")
     chosen = core[:, None] | (place >= text[..., None])
     chosen = chosen if valid is None else chosen & valid
     return mosaic_tpu.decode_attention_mosaic_tpu(
@@ -48,7 +48,7 @@ def core_attention_mosaic_tpu(
 
 
 def unsupported(
-    q: Array, k: Any, v: Any, start: Array, length: Array, rows: Array, count: Array, text: Array, valid: Any,
+    q: Array, k: Any, v: Any, start: Array, length: Array, offsets: Array, count: Array, text: Array, valid: Any,
     max_length: int, return_mass: bool,
 ) -> str | None:  # fmt: skip
     """Returns why the kernel cannot run with these arguments, or None if it can."""

@@ -1,4 +1,4 @@
-"""The specification of core_attention: every slot of the segment, masked to the listed rows and the text."""
+"""The specification of core_attention: every slot of the segment, masked to the listed slots and the text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def core_attention_reference(
     v: Float[Array, "B P K H"],
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
-    rows: Int[Array, "B C"],
+    offsets: Int[Array, "B C"],
     count: Int[Array, " B"],
     text: Int[Array, "B K"],
     valid: Bool[Array, "B K M"] | None,
@@ -23,8 +23,8 @@ def core_attention_reference(
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
     """Implements `core_attention` directly from its definition."""
     place = jnp.arange(max_length)
-    listed = jnp.arange(rows.shape[1]) < count[:, None]
-    core = jnp.any(listed[..., None] & (rows[..., None] == place), axis=1)[:, None]  # [B, 1, M]
+    listed = jnp.arange(offsets.shape[1]) < count[:, None]
+    core = jnp.any(listed[..., None] & (offsets[..., None] == place), axis=1)[:, None]  # [B, 1, M]
     taking_part = (core & (place < text[..., None])) | (place >= text[..., None])
     if valid is not None:
         taking_part = taking_part & valid

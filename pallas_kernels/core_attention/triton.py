@@ -22,7 +22,7 @@ def core_attention_triton(
     v: Float[Array, "B P K H"],
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
-    rows: Int[Array, "B C"],
+    offsets: Int[Array, "B C"],
     count: Int[Array, " B"],
     text: Int[Array, "B K"],
     valid: Bool[Array, "B K M"] | None,
@@ -32,7 +32,7 @@ def core_attention_triton(
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Any]:
     """Implements `core_attention` in Triton."""
-    if not rows.shape[1]:  # Triton does not accept an empty array
-        rows = jnp.zeros((rows.shape[0], 1), rows.dtype)
-    listed = rows, count, text
+    if not offsets.shape[1]:  # Triton does not accept an empty array
+        offsets = jnp.zeros((offsets.shape[0], 1), offsets.dtype)
+    listed = offsets, count, text
     return attend(q, k, v, start, length, listed, valid, max_length, return_mass, interpret=interpret)

@@ -16,7 +16,7 @@ def core_attention_xla(
     v: Float[Array, "B P K H"] | QuantizedPool,
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
-    rows: Int[Array, "B C"],
+    offsets: Int[Array, "B C"],
     count: Int[Array, " B"],
     text: Int[Array, "B K"],
     valid: Bool[Array, "B K M"] | None,
@@ -24,7 +24,7 @@ def core_attention_xla(
     return_mass: bool,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
     """Implements `core_attention`. The entries of a segment are the listed slots, then the text slots."""
-    (batch, listed), kv_heads = rows.shape, k.shape[2]
+    (batch, listed), kv_heads = offsets.shape, k.shape[2]
     begin, behind = start.reshape(-1), text.reshape(-1)
     entries = count[:, None] + jnp.maximum(length - text, 0)
     bound = min(max_length, k.shape[1])
@@ -36,7 +36,7 @@ def core_attention_xla(
             entry = jnp.minimum(first + jnp.arange(block), entries.reshape(-1)[segment] - 1)
             place = jnp.where(
                 entry < count[row],
-                rows.at[row, entry].get(mode="clip") if listed else 0,
+                offsets.at[row, entry].get(mode="clip") if listed else 0,
                 behind[segment] + entry - count[row],
             )
             keys, values = (quantized.read_slots(x, row, head, begin[segment] + place) for x in (k, v))
@@ -55,7 +55,7 @@ def core_attention_xla(
     mass = ragged.probabilities(logits, lse)
     place = jnp.arange(max_length)
     number = jnp.arange(listed)
-    listed_place = jnp.where(number < count[:, None], rows, max_length)
+    listed_place = jnp.where(number < count[:, None], offsets, max_length)
     # For every slot the index of its entry, or `bound` if it has none.
     entry = jnp.full((batch, max_length), bound).at[jnp.arange(batch)[:, None], listed_place].set(number, mode="drop")
     where = jnp.where(place < text[..., None], entry[:, None], count[:, None, None] + place - text[..., None])

@@ -38,7 +38,7 @@ class _State(NamedTuple):
     weight: Float[Array, "B K G"]
 
 
-def pays(start: Int[Array, "B K"], length: Int[Array, "B K"]) -> Bool[Array, ""]:
+def is_faster_together(start: Int[Array, "B K"], length: Int[Array, "B K"]) -> Bool[Array, ""]:
     """Whether `attend_together` is faster than reading head by head: it reads at most twice as many entries."""
     first, end = _spans(start, length)
     return jnp.sum(end - first) * start.shape[1] <= 2 * jnp.sum(length)

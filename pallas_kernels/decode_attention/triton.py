@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import gpu, tuning
 from pallas_kernels.quantized import QuantizedPool
 
-Listed = tuple[Int[Array, "B C"], Int[Array, " B"], Int[Array, "B K"]]  # rows, count, text of core_attention
+Listed = tuple[Int[Array, "B C"], Int[Array, " B"], Int[Array, "B K"]]  # offsets, count, text of core_attention
 
 
 def unsupported(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> str | None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import quantized, ragged
-from pallas_kernels.decode_attention.together import attend_together, is_small, pays
+from pallas_kernels.decode_attention.together import attend_together, is_faster_together, is_small
 from pallas_kernels.dispatch import target_platform
 from pallas_kernels.quantized import QuantizedPool
 
@@ -26,14 +26,13 @@ def decode_attention_xla(
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
     """Implements `decode_attention`. It chooses at run time between all heads at once and head by head."""
     head_by_head = partial(_head_by_head, valid=valid, max_length=max_length, return_mass=return_mass)
-    either = target_platform() == "cpu" and valid is None and not return_mass
-    if not either or isinstance(k, QuantizedPool) or isinstance(v, QuantizedPool):
+    may_choose = target_platform() == "cpu" and valid is None and not return_mass
+    if not may_choose or isinstance(k, QuantizedPool) or isinstance(v, QuantizedPool):
         return head_by_head(q, k, v, start, length)
     if is_small(k.shape[1], k.shape[2] * k.shape[3] * k.dtype.itemsize):
         return *attend_together(q, k, v, start, length), None
-    pair = jax.lax.cond(
-        pays(start, length), attend_together, lambda *arrays: head_by_head(*arrays)[:2], q, k, v, start, length
-    )
+    together = is_faster_together(start, length)
+    pair = jax.lax.cond(together, attend_together, lambda *arrays: head_by_head(*arrays)[:2], q, k, v, start, length)
     return *pair, None
 
 

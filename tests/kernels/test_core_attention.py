@@ -19,7 +19,7 @@ def arrays():
     k, v = random.standard_normal((2, BATCH, SLOTS, KV_HEADS, HEAD_DIM))
     made = {name: jnp.array(x, jnp.float32) for name, x in zip("qkv", (q, k, v), strict=True)}
     made |= {"start": jnp.array([[0, 16], [3, 0]]), "length": jnp.array([[40, 41], [20, 64]])}
-    made |= {"rows": jnp.array([[1, 5, 29, 0], [0, 9, 9, 9]]), "count": jnp.array([3, 1])}
+    made |= {"offsets": jnp.array([[1, 5, 29, 0], [0, 9, 9, 9]]), "count": jnp.array([3, 1])}
     return made | {"text": jnp.array([[30, 30], [20, 60]])}
 
 
@@ -29,7 +29,7 @@ def test_a_list_of_everything_is_decode_attention(arrays, monkeypatch):
     text = jnp.full((BATCH, KV_HEADS), 20)
     everything = jnp.broadcast_to(jnp.arange(20), (BATCH, 20))
     segment = {name: arrays[name] for name in ("q", "k", "v", "start", "length")}
-    got = core_attention(**segment, rows=everything, count=jnp.full(BATCH, 20), text=text, return_mass=True)
+    got = core_attention(**segment, offsets=everything, count=jnp.full(BATCH, 20), text=text, return_mass=True)
     for g, w in zip(got, decode_attention(**segment, return_mass=True), strict=True):
         np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6)
 
@@ -40,7 +40,7 @@ def test_slots_that_are_not_listed_are_not_touched(arrays):
     asked = np.zeros((BATCH, SLOTS, KV_HEADS), bool)
     for b, h in np.ndindex(BATCH, KV_HEADS):
         start, length, text = (int(arrays[name][b, h]) for name in ("start", "length", "text"))
-        asked[b, start + np.asarray(arrays["rows"])[b, : int(arrays["count"][b])], h] = True
+        asked[b, start + np.asarray(arrays["offsets"])[b, : int(arrays["count"][b])], h] = True
         asked[b, start + text : start + length, h] = True
     poison = {name: np.where(asked[..., None], arrays[name], np.float32(np.nan)) for name in "kv"}
     for got, want in zip(run(**{**arrays, **poison}), clean, strict=True):
@@ -60,7 +60,7 @@ def test_a_quantised_pool(arrays):
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("k", (2, 64, 3, 8)), ("text", (2, 1)), ("rows", (1, 4)), ("count", (2, 1)), ("valid", (2, 2, 9))],
+    [("k", (2, 64, 3, 8)), ("text", (2, 1)), ("offsets", (1, 4)), ("count", (2, 1)), ("valid", (2, 2, 9))],
 )
 def test_what_does_not_fit_is_refused(arrays, name, shape):
     with pytest.raises(Exception, match="core_attention"):

@@ -34,7 +34,7 @@ def chosen(request, monkeypatch):
     name, *way = request.param.split(", ")
     monkeypatch.setattr(xla, "is_small", lambda *sizes: bool(way))
     monkeypatch.setattr(together, "_WIDE", HEAD_DIM if "keys first" in way else HEAD_DIM + 1)
-    monkeypatch.setattr(xla, "pays", lambda *segments: False)
+    monkeypatch.setattr(xla, "is_faster_together", lambda *segments: False)
     monkeypatch.setattr(together, "_MOST", 16)
     return name
 
@@ -141,7 +141,7 @@ def test_bfloat16_pool_gives_a_float32_answer(pool, chosen):
 def test_heads_are_read_together_only_where_their_segments_lie_side_by_side(pool, monkeypatch, start, length, alike):
     monkeypatch.setattr(xla, "is_small", lambda *sizes: False)
     start, length = jnp.array(start), jnp.array(length)
-    assert bool(jax.jit(together.pays)(start, length)) == alike
+    assert bool(jax.jit(together.is_faster_together)(start, length)) == alike
     segments = [[range(s, s + n) for s, n in zip(*row, strict=True)] for row in zip(start, length, strict=True)]
     check(jax.jit(decode_attention)(*pool, start, length), expected(*pool, segments))
 

@@ -12,7 +12,7 @@ import pytest
 import vlkv
 from tests import models
 from vlkv import policies
-from vlkv.cache import aged
+from vlkv.cache import quantize_old
 
 BITS, GROUP, WINDOW = 2, 4, 4
 
@@ -28,7 +28,7 @@ def quantised(x, axis):
 def test_tokens_that_leave_the_window_are_quantised():
     rng = np.random.default_rng(0)
     keys, values = rng.standard_normal((2, 11, 2, 4))
-    see = jax.jit(partial(aged, bits=BITS, group=GROUP, window=WINDOW))
+    see = jax.jit(partial(quantize_old, bits=BITS, group=GROUP, window=WINDOW))
     tail = tuple(jnp.asarray(x, jnp.float32)[None] for x in (keys, values))
     stored_k, recent_k = np.zeros((0, 2, 4)), np.zeros((0, 2, 4))
     stored_v, recent_v = stored_k, recent_k

@@ -3,7 +3,7 @@
 from checkpoints_convert.entry import Fused, Names
 from vlkv.families.text.weights import below, decoder
 
-TOWER = {
+TOWER: dict[str, str | Fused] = {
     "patch": "patches", "class_token": "class", "position": "places", "first_norm": "norm",
     "blocks.*.attention_norm": "*.norm1", "blocks.*.out": "*.out", "blocks.*.mlp_norm": "*.norm2",
     "blocks.*.up": "*.up", "blocks.*.down": "*.down",

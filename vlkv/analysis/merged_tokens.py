@@ -15,7 +15,7 @@ from vlkv.inputs import Inputs
 from vlkv.observe import Observation
 from vlkv.policies.lightkv import LightKV
 from vlkv.policies.policy import Policy, policy
-from vlkv.reading import read
+from vlkv.reading import read_layers
 from vlkv.tokens import Tokens
 
 
@@ -50,7 +50,7 @@ def merged_into(params: Model, inputs: Inputs, method: Policy) -> Int[np.ndarray
             return super().reduce(tokens, obs, stage=stage)
 
     recorded = Recorded(**{field.name: getattr(method, field.name) for field in dataclasses.fields(method)})
-    jax.block_until_ready(jax.jit(lambda p, i: read(p, i, recorded, lambda *_: None).logits)(params, inputs))
+    jax.block_until_ready(jax.jit(lambda p, i: read_layers(p, i, recorded, lambda *_: None).logits)(params, inputs))
     jax.effects_barrier()
     owner, found = np.arange(inputs.tokens.shape[1]), []
     for stage in sorted(stages):

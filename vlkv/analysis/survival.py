@@ -22,12 +22,12 @@ def reached(prompt: Prompt) -> Bool[Array, "B L T"]:
 
 
 def held(cache: PackedCache, length: int) -> Float[Array, "B L T"]:
-    """For each layer and each of the prompt's `length` tokens, the share of key heads that have it in the cache."""
+    """For each layer and each of the prompt's `length` tokens, the share of key heads that keep it after prefill."""
     return jnp.mean(held_by_head(cache, length), axis=2)
 
 
 def held_by_head(cache: PackedCache, length: int) -> Bool[Array, "B L K T"]:
-    """Which of the prompt's `length` tokens are in the cache of each layer and key head."""
+    """Which of the prompt's `length` tokens each layer and key head keeps after prefill."""
     layers, batch, heads = cache.start.shape
     row, head = jnp.arange(batch)[:, None, None], jnp.arange(heads)[:, None]
 

@@ -20,13 +20,13 @@ class AirCache(Policy):
 
     The elite are the instruction tokens that receive at least alpha times the largest attention from the last
     instruction token. The importance of a vision token is the mean, over elite rows and all heads, of a softmax over
-    vision keys and elite keys (Eqs. 6-8). Strength is the sum of importance over the image (Eq. 9); skewness is the
-    adjusted Fisher-Pearson moment (Eq. 10, with the sample deviation; negative values count as 0). Each is divided by
-    its mean over layers. The ratio of a layer is their mean times keep (Eq. 11). With scope="all" (rows with a star in
-    Table 6) the elite attend to every key.
+    vision keys and elite keys (Eqs. 6-8). Strength is the sum of importance over the tokens in scope (Eq. 9); skewness
+    is the adjusted Fisher-Pearson moment (Eq. 10, with the sample deviation; negative values count as 0). Each is
+    divided by its mean over layers. The ratio of a layer is half of their sum, times keep (Eq. 11). With scope="all"
+    (rows with a star in Table 6) the elite attend to every key.
 
     Table 11 merges a share of the dropped entries into the nearest kept entry, without further details. Here the most
-    important dropped tokens of each layer are merged into the kept token in scope with the nearest position (the lower
+    important dropped tokens of each layer are merged into the kept token in scope with the nearest index (the lower
     one if two are equally near), as the mean of keys and of values.
 
     Attributes:
@@ -68,7 +68,7 @@ class AirCache(Policy):
         self.check("cap", self.cap is None or self.merging == 0, "cannot be combined with merging")
 
     def observers(self, obs: Observation) -> Bool[Array, " T"]:
-        """The tokens whose attention scores the image."""
+        """The tokens whose attention scores the image; none without text after it, except with window="vision"."""
         if self.window == "vision":
             return last(obs.valid & obs.is_vision, self.rows)
         if self.window == "recent":
@@ -104,7 +104,7 @@ class AirCache(Policy):
     def allocate(
         self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
     ) -> Int[Array, " L"]:
-        """Eq. 11, rounded down; the rest of `total` goes to the largest remainders."""
+        """Eq. 11, made integers with the sum `total` by `budgets.apportion`, at most the tokens of each layer."""
         if self.allocation == "uniform":
             return budgets.uniform(total, most)
         # With `keep`, the mean is not total / layers, because rounding `total` would change the remainders of Eq. 11.

@@ -26,7 +26,7 @@ class AVL(Policy):
 
     Vision tokens are ranked by the attention of the last prompt token, averaged over heads. The best `keep` of them are
     secondary (S), the best `core` are core (C); both are fractions of the image's tokens. An ordinary step attends to
-    the core and all text. Every `refresh`-th step (K, counted from 1) attends to all secondary tokens, and its
+    the core and all text. Every `refresh`-th step (counted from 1) attends to all secondary tokens, and its
     attention determines the new core. Text may have a window: if it has more than `text` (T) times the row's greatest
     number of text tokens, prompt and new ones, the entry with the least accumulated attention in the first half is
     evicted, after prefill and after every step. All choices are the same for all heads. After the second layer of
@@ -35,7 +35,7 @@ class AVL(Policy):
 
     Attributes:
         core: C, at most all of S; None: every step attends to all secondary tokens.
-        refresh: K.
+        refresh: K of the paper.
         text: T; None: all text is kept.
         prefill: P, a fraction of the image's tokens; None: the prompt is not reduced.
     """
@@ -159,7 +159,7 @@ class AVL(Policy):
         """The core: the best C of the image's tokens; ties: the earlier token."""
         secondary = state.stored & ~state.is_text
         assert self.core is not None
-        count = jnp.maximum(budgets.part(self.core, state.vision), 1)
+        count = jnp.maximum(budgets.unbounded_share(self.core, state.vision), 1)
         return top(shares, secondary, jnp.broadcast_to(count, secondary.shape[:1]))
 
     def prepare(self, state: DecodeState) -> DecodeState:
@@ -193,4 +193,4 @@ class AVL(Policy):
     def window(self, state: DecodeState) -> Int[Array, ""]:
         """Greatest number of text entries: T times the sum of the row's text tokens and all tokens that may follow."""
         assert self.text is not None
-        return budgets.part(self.text, state.text + state.new_tokens)
+        return budgets.unbounded_share(self.text, state.text + state.new_tokens)

@@ -11,7 +11,7 @@ from typing_extensions import override
 from vlkv import merging
 from vlkv.decode_state import DecodeState
 from vlkv.observe import Observation, column_sums, first, head_mean, last, ordinal
-from vlkv.policies.fixed_distance import evict_at_distance, share_bounds, share_of_seen
+from vlkv.policies.fixed_distance import allowed_entries, evict_at_distance, share_bounds
 from vlkv.policies.policy import Policy, Statistics, policy
 
 
@@ -19,7 +19,7 @@ from vlkv.policies.policy import Policy, Statistics, policy
 class ElasticCache(Policy):
     """Scores are column sums averaged over heads; dropped entries are merged into kept ones (Liu et al. 2024).
 
-    A dropped entry is merged into the kept entry with the nearest position (ties: the lower one), which becomes the
+    A dropped entry is merged into the kept entry with the nearest index (ties: the lower one), which becomes the
     mean; keys and values in the same way, in every head. Entries may be merged into text tokens too.
 
     While decoding, a layer keeps the same share of all tokens as of the prompt. The entry at a fixed distance from the
@@ -113,7 +113,7 @@ class ElasticCache(Policy):
 
     def decode_slots(self, state: DecodeState) -> Int[Array, " K"]:
         """The share of all tokens that may be seen, and one new entry."""
-        return share_of_seen(self.asked(state), state, state.new_tokens) + 1
+        return allowed_entries(self.decode_budget(state), state, state.new_tokens) + 1
 
     @override
     def decode_bounds(
@@ -122,13 +122,13 @@ class ElasticCache(Policy):
         return share_bounds(self, kept, longest, layers=layers, most=vision + text, new_tokens=new_tokens)
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
-        """Evicts one entry if the layer has more than its share of all tokens."""
+        """Evicts one entry of each head that has more than its share of all tokens."""
         del mass
         assert self.distance is not None
         moving = self.variant == "paper"
-        return evict_at_distance(state, self.distance, capacity=self.asked(state), moving=moving)
+        return evict_at_distance(state, self.distance, capacity=self.decode_budget(state), moving=moving)
 
-    def asked(self, state: DecodeState) -> Int[Array, " K"]:
+    def decode_budget(self, state: DecodeState) -> Int[Array, " K"]:
         """The budget of prefill; the published code keeps one entry fewer."""
         if self.variant == "paper":
             return state.capacity

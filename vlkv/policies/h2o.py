@@ -48,7 +48,7 @@ class H2O(Policy):
         """Number of recent tokens for a budget."""
         if isinstance(self.recent, int):
             return jnp.full_like(budget, self.recent)
-        return budgets.part(0.5 if self.recent is None else self.recent, budget)
+        return budgets.unbounded_share(0.5 if self.recent is None else self.recent, budget)
 
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
         """The recent tokens."""
@@ -70,7 +70,7 @@ class H2O(Policy):
         return {"mass": scores}
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
-        """Adds this step's attention and evicts one entry."""
+        """Adds this step's attention; evicts one entry of each head that has more than its budget."""
         heads = state.stored.shape[0]
         total = state.values["mass"] + group_mean(mass, heads)
         state = dataclasses.replace(state, values={"mass": total})

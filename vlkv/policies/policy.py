@@ -126,7 +126,7 @@ class Policy(metaclass=_PolicyType):
         return jnp.zeros_like(obs.valid)
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """Arrays of this layer that `allocate` and `rank` need."""
+        """Arrays of this layer that `allocate`, `rank` or `vlkv.analysis` need."""
         del obs, scores
         return {}
 
@@ -141,7 +141,7 @@ class Policy(metaclass=_PolicyType):
         Args:
             statistics: of all layers, with a leading axis L.
             total: sum of the budgets.
-            most: number of tokens in scope of each layer; it is the same in all layers unless the prompt was reduced.
+            most: number of tokens in scope of each layer that may still be kept: with a cap, those of the shortlist.
             layers: L.
         """
         del statistics, layers
@@ -234,7 +234,7 @@ class Policy(metaclass=_PolicyType):
 
     @property
     def evicts(self) -> bool:
-        """Whether `step` evicts entries. Then new entries take free slots; otherwise they go to a tail."""
+        """Whether `step` evicts entries. Then new entries take free slots, unless the pool is quantised."""
         return False
 
     def begin(self, state: DecodeState) -> DecodeState:
@@ -281,6 +281,7 @@ class Policy(metaclass=_PolicyType):
         return None
 
     # --- static bounds ------------------------------------------------------------------------------------------
+    # `totals`, `total` (traced) and `bound` are for all layers together, `cap_counts` and `layer_bound` for one layer.
 
     def totals(self, *, layers: int, most: int) -> Int[np.ndarray, " counts"]:
         """Number of entries that all layers together keep of n tokens in scope, for n = 0..most."""

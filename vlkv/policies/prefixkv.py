@@ -14,7 +14,7 @@ from vlkv.decode_state import DecodeState
 from vlkv.errors import InputError
 from vlkv.merging import dropped, fold, nearest_key, nearest_place
 from vlkv.observe import Observation, column_sums, first, head_mean, last
-from vlkv.policies.fixed_distance import evict_at_distance, share_bounds, share_of_seen
+from vlkv.policies.fixed_distance import allowed_entries, evict_at_distance, share_bounds
 from vlkv.policies.policy import Policy, Statistics, policy
 
 _TOLERANCE = 5  # the published search stops within this number of tokens of the target
@@ -124,8 +124,8 @@ class PrefixKV(Policy):
             return budgets.apportion(real, total, floor=jnp.minimum(least, most), ceiling=most)
         place = jnp.arange(cumulative.shape[1])
         before = jnp.pad(cumulative, [(0, 0), (1, 0)])[:, :-1]
-        gates = jnp.where(place < least, 0.0, jnp.where(place < most[:, None], before, jnp.inf))
-        return budgets.smallest(gates, total)
+        thresholds = jnp.where(place < least, 0.0, jnp.where(place < most[:, None], before, jnp.inf))
+        return budgets.smallest(thresholds, total)
 
     def merge(
         self,
@@ -153,7 +153,7 @@ class PrefixKV(Policy):
 
     def decode_slots(self, state: DecodeState) -> Int[Array, " K"]:
         """The share of all tokens that may be seen, and one new entry."""
-        return share_of_seen(state.capacity, state, state.new_tokens) + 1
+        return allowed_entries(state.capacity, state, state.new_tokens) + 1
 
     @override
     def decode_bounds(
@@ -164,7 +164,7 @@ class PrefixKV(Policy):
         )
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
-        """Evicts one entry if the layer has more than its share of all tokens."""
+        """Evicts one entry of each head that has more than its share of all tokens."""
         del mass
         assert self.distance is not None
         moving = self.variant == "paper"

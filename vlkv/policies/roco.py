@@ -27,7 +27,7 @@ class RoCo(Policy):
     nothing is evicted, because new tokens are text.
 
     Attributes:
-        spread: share of the budget without recent tokens that is for the largest deviations.
+        spread: of the budget that recent tokens leave, the share for the largest deviations.
         recent: number of last tokens that are always kept.
         evict: False: nothing is evicted while decoding.
     """
@@ -90,7 +90,7 @@ class RoCo(Policy):
         return {"mean": scores, "square": self.moment(obs, "square"), "rows": rows}
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
-        """Adds this step's attention and evicts one entry."""
+        """Adds this step's attention; evicts one entry of each head that has more than its budget."""
         heads, most = state.stored.shape
         rows = state.values["rows"] + state.stored
         mean, square = (

@@ -27,7 +27,7 @@ class Selection:
 
     kept: Bool[Array, "*B L K T"]
     budgets: Int[Array, "*B L K"]  # number of kept tokens in scope
-    scores: Float[Array, "*B L K T"]  # +inf out of scope (always kept), -inf for invalid tokens
+    scores: Float[Array, "*B L K T"]  # +inf out of scope (always kept), -inf if never a candidate
     extra: Statistics  # the method's intermediate arrays, each with a leading axis L
 
 
@@ -71,7 +71,7 @@ def make_observation(
 
 
 def observe(policy: Policy, obs: Observation) -> Observed:
-    """Scores and statistics of one layer."""
+    """Scores, protected tokens, statistics and decode values of one layer."""
     scores = checked_scores(policy, obs)
     protected = policy.protect(obs) & obs.in_scope if policy.scope == "all" else jnp.zeros_like(obs.valid)
     return Observed(scores, protected, policy.statistics(obs, scores), policy.decode_values(obs, scores))
@@ -82,7 +82,7 @@ def allocate_and_take(
     observed: tuple[Observed, ...],
     is_vision: Bool[Array, "L T"],
     is_candidate: Bool[Array, "L T"],
-    held: Int[Array, " L"],
+    counts: Int[Array, " L"],
     seen: Int[Array, ""],
     *,
     bound: int,
@@ -94,9 +94,9 @@ def allocate_and_take(
         observed: one per layer; a layer with fewer tokens has shorter arrays.
         is_vision: of each layer's tokens, padded to the longest layer.
         is_candidate: which tokens are candidates.
-        held: number of tokens in scope of each layer, before a cap.
+        counts: number of tokens in scope of each layer, before a cap.
         seen: number of tokens in scope of the prompt.
-        bound: static bound on `held` and `seen`.
+        bound: static bound on `counts` and `seen`.
     """
     layers = len(is_vision)
     in_scope = is_candidate & is_vision if policy.scope == "vision" else is_candidate
@@ -104,17 +104,18 @@ def allocate_and_take(
     scores, protected, statistics, _ = jax.tree.map(lambda *x: _stack(x), *observed)
     most = jnp.sum(in_scope, axis=1)
     # A method may return a share of the whole prompt, which is larger than the number of tokens that are left.
-    total = jnp.minimum(policy.total(held, seen, layers=layers, most=bound), jnp.sum(most))
+    total = jnp.minimum(policy.total(counts, seen, layers=layers, most=bound), jnp.sum(most))
     granted = policy.allocate(statistics, total=total, most=most, layers=layers)
     granted = _within_bounds(policy, granted, total=total, most=most, kv_heads=scores.shape[1])
 
     def take(scores, protected, statistics, budget, in_scope, out_of_scope):  # [K, T], [T], of one layer, [K], [T], [T]
-        rest, certain = in_scope & ~protected, jnp.sum(protected)
-        order, taken = policy.rank(scores, statistics, rest, jnp.maximum(budget - certain, 0))
-        budget = jnp.minimum(budget, certain) + taken
+        unprotected, protected_count = in_scope & ~protected, jnp.sum(protected)
+        left = jnp.maximum(budget - protected_count, 0)
+        ranking, taken = policy.rank(scores, statistics, unprotected, left)
+        budget = jnp.minimum(budget, protected_count) + taken
         # If there are more protected tokens than the budget, the last of them are kept.
         latest = jax.vmap(last, (None, 0))(protected, budget)
-        kept = out_of_scope | latest | top(order, rest, taken)
+        kept = out_of_scope | latest | top(ranking, unprotected, taken)
         return kept, budget, jnp.where(out_of_scope, jnp.inf, jnp.where(in_scope, scores, -jnp.inf))
 
     kept, spent, scores = jax.vmap(take)(
@@ -152,14 +153,14 @@ def shortlist(policy: Policy, observed: Observed, obs: Observation, *, layers: i
     If heads have different rankings, the best rank of a token counts, so every head gets its first C / K tokens.
     """
     scores = observed.scores.astype(jnp.float32)
-    rest, certain = obs.in_scope & ~observed.protected, jnp.sum(observed.protected)
+    unprotected, protected_count = obs.in_scope & ~observed.protected, jnp.sum(observed.protected)
     table = jnp.asarray(policy.cap_counts(layers=layers, most=obs.in_scope.shape[0]))
     capacity = table[jnp.sum(obs.in_scope)]
 
     def best(rank: Int[Array, ""]) -> Bool[Array, " T"]:
         """The `rank` best tokens of every head. Protected tokens come first, the last of them before the others."""
-        others = jnp.broadcast_to(jnp.maximum(rank - certain, 0), scores.shape[:1])
-        return last(observed.protected, rank) | jnp.any(top(scores, rest, others), axis=0)
+        others = jnp.broadcast_to(jnp.maximum(rank - protected_count, 0), scores.shape[:1])
+        return last(observed.protected, rank) | jnp.any(top(scores, unprotected, others), axis=0)
 
     bits = obs.in_scope.shape[0].bit_length()
     rank = binary_search(bits, lambda rank: jnp.sum(best(rank.astype(jnp.int32))) <= capacity).astype(jnp.int32)
@@ -265,5 +266,5 @@ def _choose(policy, q, k, v, is_vision, valid, key, grid) -> Selection:
             for o, obs in zip(observed, seen, strict=True)
         ]
     count, vision = jnp.sum(seen[0].in_scope), jnp.broadcast_to(is_vision, (layers, length))
-    held = jnp.full(layers, count)
-    return allocate_and_take(policy, observed, vision, jnp.stack(is_candidate), held, count, bound=length)
+    counts = jnp.full(layers, count)
+    return allocate_and_take(policy, observed, vision, jnp.stack(is_candidate), counts, count, bound=length)

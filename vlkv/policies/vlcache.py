@@ -113,23 +113,23 @@ class VLCache(Policy):
     def fractions(self, density: Float[Array, " L"]) -> Float[Array, " L"]:
         """Clipped shares of the tokens in the re-implementations; those of "shared_window" are without the window."""
         scale = 1 - self.window if self.variant == "shared_window" else 1.0
-        share = density / jnp.maximum(jnp.sum(density), 1e-30) * scale * self.asked * density.shape[0]
+        share = density / jnp.maximum(jnp.sum(density), 1e-30) * scale * self.required_keep * density.shape[0]
         return jnp.clip(share, 0.01 * scale, 1.0)
 
     @property
-    def asked(self) -> float:
+    def required_keep(self) -> float:
         """`keep`, which the re-implementations need."""
         assert self.keep is not None
         return self.keep
 
     def shared_windows(self, most: int) -> Int[np.ndarray, " counts"]:
         """The window of "shared_window" for every number 0..most of tokens."""
-        return np.maximum(1, np.arange(most + 1) * self.asked * self.window).astype(np.int32)
+        return np.maximum(1, np.arange(most + 1) * self.required_keep * self.window).astype(np.int32)
 
     def largest(self, *, layers: int, most: int) -> Int[np.ndarray, " counts"]:
         """Bound on the total of a re-implementation for 0..most tokens; reached if all but one layer are clipped."""
         count = layers * np.arange(most + 1)
-        picked = (self.asked + 0.01 * (1 - self.asked)) * count + layers
+        picked = (self.required_keep + 0.01 * (1 - self.required_keep)) * count + layers
         if self.variant == "shared_window":
             kept = (1 - self.window) * picked + layers * self.shared_windows(most) + layers
         else:

@@ -37,7 +37,7 @@ class Arranged:
     """Fields of `Inputs` for one batch. `pixels` and `layout` are padded to buckets; the other arrays are not."""
 
     vision_index: Int[np.ndarray, "B T"]  # index of the token's vision embedding; -1: text
-    grid: Int[np.ndarray, "B T 3"]  # number of the image in its row, line and column of the patch; -1: none
+    grid: Int[np.ndarray, "B T 3"]  # (image number in the prompt, line, column) of the patch; -1: none
     positions: Int[np.ndarray, "B T A"]  # of RoPE
     pixels: np.ndarray | None = None
     layout: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # further arrays for the family's model
