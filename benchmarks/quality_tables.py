@@ -78,9 +78,15 @@ class _Rows:
         return "" if row is None else f"{100 * row['exact']:.1f}"
 
     def interval(self, section: str, name: str, share: float, bits: int = 16) -> str:
-        """Exact answers in percent with their 95 % interval; empty if not measured."""
+        """Exact answers in percent with their 95 % interval; empty if not measured.
+
+        Followed by the entries held, as a share, for methods that shorten the prompt, whose early layers hold more.
+        """
         row = self.found.get((section, name, bits, share))
-        return "" if row is None else f"{100 * row['exact']:.1f} [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
+        if row is None:
+            return ""
+        held = f", holds {100 * row['held']:.0f} %" if section == "shorter prompts" and share < 1 else ""
+        return f"{100 * row['exact']:.1f} [{100 * row['low']:.1f}, {100 * row['high']:.1f}]{held}"
 
     def answers(self, section: str) -> str:
         """A sentence with the number of answers and the full cache's quality."""
