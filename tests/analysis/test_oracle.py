@@ -88,8 +88,8 @@ def test_policies_that_differ_in_keep_share_a_program():
     assert share_programs(plan) == [plan[i] for i in (1, 1, 3, 3)]
 
 
-@pytest.mark.default("Composed")
 @pytest.mark.parametrize("policy", [TEXT, COMPOSED, policies.CSP(keep=0.5)], ids=lambda policy: type(policy).__name__)
+@pytest.mark.full
 def test_one_program_for_every_keep(inputs, prompt, policy):
     """A table of a smaller keep in the program of a larger one keeps what the smaller one keeps by itself."""
     length, less = inputs.valid.shape[1], at_keep(policy, 0.1)

@@ -88,8 +88,8 @@ def test_every_kernel(generation, model):
     assert program.memory_analysis().temp_size_in_bytes < pool / 2, "no copy of the keys"
 
 
-@pytest.mark.default("v5e")
 @pytest.mark.parametrize("generation", TOPOLOGIES)
+@pytest.mark.full
 def test_mass_of_a_few_gathered_rows(generation):
     def mass(q, k, weight, mask, place):
         return attention_mass(q, k, row_weight=weight, key_mask=mask, row_place=place, softmax_n=1.0, statistic="count")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import jax
@@ -14,9 +15,11 @@ import vlkv
 from tests.models import CONFIG, tiny_llava, unequal_batch
 from vlkv import loading, policies
 from vlkv.cli import main
+from vlkv.commands import frontier
 from vlkv.evaluation import curves
 from vlkv.evaluation.keeps import at_bytes, at_keep, pool_bytes, relative_size, share_of_bytes
 from vlkv.evaluation.report import code
+from vlkv.evaluation.running import Settings
 from vlkv.policies import KIVI, AirCache, Composed, FastV, PrefixKV, Smooth, SnapKV, compose
 
 SNAP = SnapKV(keep=0.4, scope="vision")
@@ -103,6 +106,15 @@ def test_the_command(capsys, tmp_path, monkeypatch, miniature):
     printed: list[float] = []
     exec(line, {"print": printed.append})
     assert printed == [best["quality"]]
+
+
+def test_the_line_of_python_knows_ones_own_class(monkeypatch, root):
+    monkeypatch.setattr(curves, "quality", lambda model, file, policy, **_: policy)
+    own = f"{root}/examples/own_method.py:KeyNorm"
+    args = argparse.Namespace(model="mini", metric="exact", policy=["snapkv", f"{own}(scope='all')"])
+    made: list[policies.Policy] = []
+    exec(frontier._python(args, root, Settings(), "KeyNorm(keep=0.1)"), {"print": made.append})
+    assert made == [policies.named(own)(keep=0.1)]
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ def one_row(name, cells, questions):
     return params, layout, batch, pixels.astype(np.float32), got
 
 
-@pytest.mark.default("several")
 @pytest.mark.parametrize("name", ["ledger", "several"])
+@pytest.mark.full
 def test_branches_equal_separate_rows(name):
     params, layout, batch, pixels, got = one_row(name, V, 2)
     head = folder.tokenizer().encode("USER:" + "<image>" * V * len(pixels)).ids

@@ -132,6 +132,7 @@ def test_a_slice_that_does_not_exist(capsys):
     assert "no such slice" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_gpus_are_planned_from_shapes(capsys):
     command = ["plan", "qwen2-0.5b", "--topology", "a100:2", "--batch", "4", "--prompt", "200", "--mesh"]
     assert main([*command, "data=2,model=1", "--json"]) == 0

@@ -113,6 +113,7 @@ def test_apportion_clips_and_redistributes(golden):
 # --- PrefixKV -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_prefixkv_budgets_and_kept_for_every_number_of_sinks(golden, pairs):
     g = golden("prefixkv")
     for r, s in pairs(g["keep_ratios"], g["number_of_sink_tokens"]):

@@ -147,7 +147,7 @@ def golden_stages(g, variant):
 @pytest.mark.parametrize(
     ("windows", "variant"),
     [
-        ("equal", "released"),
+        pytest.param("equal", "released", marks=pytest.mark.full),
         ("unequal", "paper"),
         pytest.param("unequal", "released", marks=pytest.mark.full),
         pytest.param("equal", "paper", marks=pytest.mark.full),

@@ -30,8 +30,8 @@ def select(policy, prompt):
     return np.asarray(policies.select(policy, q, k, k, VISION).kept)
 
 
-@pytest.mark.default("None-10")
 @pytest.mark.parametrize(("window", "recent"), [(4, 6), (None, 10)])  # 1.5 x 4; 1.5 x half of the budget of 14
+@pytest.mark.full
 def test_csp_recent_bias(prompt, window, recent):
     policy = policies.CSP(keep=0.5, window=window, recent_bias=1.5)
     kept = select(policy, prompt)
@@ -129,6 +129,7 @@ def test_lightkv_later_stages_on_the_original_grid():
     np.testing.assert_array_equal(square, [0, 0, 1, 0, 0, 1, 2, 2, 3])
 
 
+@pytest.mark.full
 def test_aircache_per_head(prompt):
     """Each key head keeps its own best by Eq. 8 over its query heads; budgets are those of the mean."""
     q, k = prompt

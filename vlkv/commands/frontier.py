@@ -156,8 +156,10 @@ def _python(args: argparse.Namespace, file: Path, settings: Settings, policy: st
     """One line of Python that measures a point of the frontier again."""
     options = f"batch={settings.batch}, max_new_tokens={settings.max_new_tokens}"
     metric = "" if args.metric == "exact" else f"metric={args.metric!r}, "
+    own = [text.split("(")[0] for text in args.policy or () if ":" in text.split("(")[0]]
+    classes = "".join(f"{name.rpartition(':')[2]} = named({name!r}); " for name in own)
     return (
-        f"from vlkv.evaluation.curves import quality; from vlkv.policies import *; "
+        f"from vlkv.evaluation.curves import quality; from vlkv.policies import *; {classes}"
         f"print(quality({args.model!r}, {str(file)!r}, {policy}, {metric}{options}))"
     )
 
