@@ -143,10 +143,10 @@ def test_merged_entries_lie_in_the_pool(batch, read, policy):
             assert changed or not batch.is_vision[row].any()
 
 
+@pytest.mark.default("SnapKV")
 @pytest.mark.parametrize(
     "policy", [policies.AirCache(keep=0.1), policies.SnapKV(keep=0.3)], ids=lambda p: type(p).__name__
 )
-@pytest.mark.full
 def test_score_is_the_log_probability_of_the_reference(params, batch, read, prompts, policy):
     targets = FORCED.copy()
     targets[1, 4:] = -1  # a shorter continuation
