@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from golden_vectors import allocate, choose, same_in_every_head
 
 from vlkv import budgets, policies
