@@ -152,7 +152,7 @@ def test_no_family_is_forgotten():
     assert {name.split(" ")[0] for name in CASES} == set(FAMILIES)
 
 
-@pytest.mark.default("mobilevlm", "internvl_chat", "qwen2_vl", "eve", "phi3")
+@pytest.mark.default("mobilevlm", "internvl_chat", "qwen2_vl")
 @pytest.mark.parametrize("name", CASES)
 def test_what_was_converted_holds_the_same_bits(tmp_path, monkeypatch, name):
     raw, renames = CASES[name]

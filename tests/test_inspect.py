@@ -157,6 +157,7 @@ def test_survival_and_cost(inspect, text):
     assert 0.5 < cost["of_full"]["prefill_flops"] < cost["of_full"]["cache_bytes"] < 1
 
 
+@pytest.mark.default("survival")
 @pytest.mark.parametrize("what", ["cost", "survival"])  # curves, and maps
 def test_a_table_and_a_picture(capsys, tmp_path, model, what):
     pytest.importorskip("matplotlib")

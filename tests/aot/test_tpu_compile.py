@@ -111,14 +111,15 @@ def test_prefill_attention(generation, model):
     assert kernels(compile_for(generation, attend, *shapes, ((2, PROMPT), bool))) == 1
 
 
-@pytest.mark.default("14-2-64")
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(14, 2, 64), (16, 16, 80), (32, 32, 96)])
+@pytest.mark.full
 def test_heads_that_do_not_fill_the_lanes(heads, kv_heads, head_dim):
     for slots, dtype in ((4096, jnp.bfloat16), (40, jnp.float32)):
         program = compile_for("v5e", decode_attention, *pools(heads, kv_heads, slots, head_dim, dtype))
         assert kernels(program) == 1
 
 
+@pytest.mark.full
 def test_a_short_tail_of_any_length():
     for slots in (1, 17, 100):
         assert kernels(compile_for("v4", decode_attention, *pools(**QWEN2_7B, slots=slots))) == 1
@@ -135,6 +136,7 @@ def test_a_batch_of_prompts_is_one_kernel():
     assert kernels(compile_for("v5e", rows, q, k, weight, mask)) == 1
 
 
+@pytest.mark.full
 def test_what_the_kernel_declines_runs_in_xla():
     program = compile_for("v5e", decode_attention, *pools(**QWEN2_7B, slots=1000))  # not a multiple of 16
     assert kernels(program) == 0

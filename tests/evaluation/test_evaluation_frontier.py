@@ -88,11 +88,11 @@ def test_the_command(capsys, tmp_path, monkeypatch, miniature):
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
     monkeypatch.setattr(loading, "MINI", miniature())
-    command = ["frontier", "--policy", "snapkv", "--bytes", "0.2", "--bits", "16", "4", "--questions", "2"]
+    command = ["frontier", "--policy", "snapkv", "--bytes", "0.2", "--bits", "4", "--questions", "2"]
     command += ["--batch", "2", "--max-new-tokens", "4", "--out", str(out)]
     assert main([*command, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert [(p["name"], p["bits"]) for p in result["points"]] == [("Full", 16), ("SnapKV", 16), ("SnapKV", 4)]
+    assert [(p["name"], p["bits"]) for p in result["points"]] == [("Full", 16), ("SnapKV", 4)]
     assert [line["share"] for line in result["best"]] == [0.2]
     with Image.open(out / "frontier.png") as picture:
         assert picture.width > 1000 and len(picture.convert("RGB").getcolors(2**24)) > 20

@@ -63,7 +63,6 @@ SEGMENTS = {  # slots, bound on a segment, start, length
 }
 
 
-@pytest.mark.default("empty rows between others")
 @pytest.mark.parametrize(
     ("case", "kv_heads", "head_dim", "dtype", "masked", "two_cores"),
     [
@@ -75,6 +74,7 @@ SEGMENTS = {  # slots, bound on a segment, start, length
         ("a tail of no whole tile", 2, 64, jnp.float32, True, False),
     ],
 )
+@pytest.mark.full
 def test_segments_masked_with_mass_or_neither(monkeypatch, case, kv_heads, head_dim, dtype, masked, two_cores):
     # Blocks of one chunk, so that a segment has several.
     monkeypatch.setattr(decode_kernel.tuning, "block", lambda op, kind, default: {"buffer_kib": 1})

@@ -45,6 +45,7 @@ def random_pool(seed, shape, dtype=jnp.float32):
     return jnp.array(np.where(used[..., None], x, 1e4), dtype), jnp.array(used)
 
 
+@pytest.mark.default("4")
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_values_on_the_grid_come_back_exactly_from_packed_bytes(bits, axis):
@@ -66,6 +67,7 @@ def test_a_byte_holds_its_first_channel_in_the_lowest_bits():
     assert (pool.low.item(), pool.scale.item()) == (0, 1)
 
 
+@pytest.mark.default("2-slots", "2-channels", "4-slots", "4-channels")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("bits", [2, 4, 8])

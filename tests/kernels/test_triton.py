@@ -55,6 +55,7 @@ SEGMENTS = [
 ]
 
 
+@pytest.mark.default("7-80")
 @pytest.mark.parametrize(
     ("group", "head_dim", "dtype"), [(7, 80, jnp.float32), (1, 72, jnp.float32), (8, 64, jnp.bfloat16)]
 )

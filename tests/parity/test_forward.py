@@ -64,7 +64,7 @@ def test_llava_batch_of_unequal_rows(llava, padding):
     check(*llava, prompts(padding))
 
 
-@pytest.mark.default("mqa", "first")
+@pytest.mark.default("mqa")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -81,6 +81,7 @@ def test_llava_variants(tmp_path, changes):
     check(model, tmp_path, prompts("right"))
 
 
+@pytest.mark.default("qwen2", "mistral")
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [("llama", {}), ("llama", {"tie_word_embeddings": True}), ("qwen2", {}), ("mistral", {"num_key_value_heads": 3})],

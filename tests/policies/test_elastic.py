@@ -8,8 +8,8 @@ from test_decode_time import one_layer, places
 from vlkv import InputError, policies
 
 
-@pytest.mark.default("padded")
 @pytest.mark.parametrize("padding", [pytest.param((0, 0), marks=pytest.mark.full), (3, 2)], ids=["whole", "padded"])
+@pytest.mark.full
 def test_the_published_code_keeps_and_merges_other_tokens(golden, padding):
     g = golden("elastic")
     q, k, v = (np.pad(g[name], [(0, 0), (0, 0), padding, (0, 0)]) for name in "qkv")

@@ -177,6 +177,7 @@ def test_golden_kept_weights_and_merged_hidden_states(golden, windows, variant):
 
 
 @pytest.mark.parametrize("windows", ["equal", pytest.param("unequal", marks=pytest.mark.full)])
+@pytest.mark.full
 def test_golden_stages_from_one_another(golden, windows):
     """Each stage from what our own stage before it has left, not from the published one."""
     g = golden(f"lightkv_{windows}_windows")

@@ -59,6 +59,7 @@ def test_csp_calibrated_share():
     assert abs(profiles.cross_share(params, [batch], policy) - np.mean(found)) < 1e-5
 
 
+@pytest.mark.full
 def test_h2o_75_25(prompt):
     """A-VL's baseline: of 14 entries 10 are the most recent, 4 the most attended of the others."""
     q, k = prompt
@@ -116,6 +117,7 @@ def test_lightkv_equation_9_and_the_rates_of_table_8():
         LightKV(rate=0.1)
 
 
+@pytest.mark.full
 def test_lightkv_later_stages_on_the_original_grid():
     """Of 4 x 4 patches the left half is left: two windows a side hold a quarter of the image each, or of a square."""
     places = np.array([[0, y, x] for y in range(4) for x in range(2)])

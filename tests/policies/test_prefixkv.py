@@ -81,6 +81,7 @@ def test_the_published_code_deletes_at_a_fixed_rank(budget):
     assert deleted > 4
 
 
+@pytest.mark.default("cosine")
 @pytest.mark.parametrize("merging", ["position", "cosine"])
 def test_dropped_entries_are_averaged_into_the_kept_entry_that_matches(merging):
     """Table 12, in float64; keys decide, values follow, each head by itself; padding gives nothing."""

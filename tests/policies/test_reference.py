@@ -169,7 +169,7 @@ def test_merging_agrees_with_the_equations(policy, batch):
                 np.testing.assert_allclose(entries[kept], theirs[kept], atol=1e-5, err_msg=name)
 
 
-@pytest.mark.default("AirCache(", "CSP(")
+@pytest.mark.default("CSP(")
 @pytest.mark.parametrize("policy", ANY, ids=repr)
 def test_totals_are_exact_padding_is_dropped_and_text_out_of_scope_stays(policy, batch):
     _, _, vision, valid = batch
@@ -214,7 +214,7 @@ def test_padding_on_either_side_changes_nothing(policy, batch):
     np.testing.assert_array_equal(got.budgets[left], got.budgets[right])
 
 
-@pytest.mark.default("all-AirCache", "vision-SnapKV")
+@pytest.mark.default("all-AirCache")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("scope", ["vision", "all"])
 def test_keep_1_keeps_everything(method, scope, batch):
@@ -224,8 +224,8 @@ def test_keep_1_keeps_everything(method, scope, batch):
     )
 
 
-@pytest.mark.default("PrefixKV")
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.full
 def test_a_budget_beyond_the_prompt_keeps_everything_and_a_tiny_one_keeps_one_per_layer(method, batch):
     valid = batch[3]
     assert (np.asarray(select(method(budget=1000, scope="all"), *batch).kept) == valid[:, None, None]).all()
@@ -233,6 +233,7 @@ def test_a_budget_beyond_the_prompt_keeps_everything_and_a_tiny_one_keeps_one_pe
     assert (np.asarray(fewest.kept).sum(axis=-1) == 1).all()
 
 
+@pytest.mark.default("both")
 @pytest.mark.parametrize("allocation", ["both", "skewness"])
 def test_aircache_without_contrast_has_skewness_0_and_uniform_budgets(allocation, batch):
     q, k, vision, valid = batch
@@ -363,6 +364,7 @@ def kept_places(policy, scores, valid=None):
     return np.flatnonzero(selection.kept[0, 0]).tolist()
 
 
+@pytest.mark.full
 def test_ties_go_to_the_earlier_token():
     assert kept_places(Given(budget=3), [1, 2, 1, 2, 1, 2]) == [1, 3, 5]
     assert kept_places(Given(budget=4), [1, 2, 1, 2, 1, 2]) == [0, 1, 3, 5]

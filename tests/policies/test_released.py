@@ -51,6 +51,7 @@ def test_csp_lists_are_truncated_apart(golden):
         assert chosen[:count].sum() == own and chosen[count:].sum() == cross and taken[0] == own + cross
 
 
+@pytest.mark.full
 def test_csp_observes_with_the_last_tenth_of_the_prompt(golden):
     """As with `window=` that number; and it decodes with an ordinary softmax, as `decode_n=0` does."""
     g = golden("csp_mixed_window")
@@ -84,6 +85,7 @@ def test_n_softmax_rows(golden):
 
 
 @pytest.mark.parametrize("prior", ["text_prior", pytest.param("plain", marks=pytest.mark.full)])
+@pytest.mark.full
 def test_look_m_keeps_all_text_even_over_the_budget(golden, prior):
     g = golden("lookm")
     vision = int(g["is_vision"].sum())
@@ -137,6 +139,7 @@ def test_pyramidkv_keeps_what_the_released_code_keeps(golden):
 # --- VL-Cache -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_vlcache_as_others_have_written_it(golden, pairs):
     g = golden("vlcache")
     variants = ("shared_window", "per_layer_window")

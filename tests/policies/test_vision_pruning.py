@@ -68,6 +68,7 @@ def test_fastervlm_keeps_what_the_released_code_keeps(golden):
         np.testing.assert_array_equal(kept(policy, tokens_of(attention)), expected)
 
 
+@pytest.mark.full
 def test_hired_keeps_of_a_whole_image_what_the_released_code_keeps(golden):
     g = golden("vision_pruning")
     for i, rate in enumerate(g["hired_token_budget_rates"].tolist()):
@@ -75,6 +76,7 @@ def test_hired_keeps_of_a_whole_image_what_the_released_code_keeps(golden):
         np.testing.assert_array_equal(got, g[f"as_released_hired_single_image_kept_{i}"])
 
 
+@pytest.mark.default("released")
 @pytest.mark.parametrize("variant", ["paper", "released"])
 def test_hired_shares_out_the_budget_of_an_image_in_parts(golden, variant):
     g = golden("vision_pruning")
@@ -88,6 +90,7 @@ def test_hired_shares_out_the_budget_of_an_image_in_parts(golden, variant):
         np.testing.assert_array_equal(kept(policy, tokens).reshape(wanted.shape), wanted)
 
 
+@pytest.mark.default("paper")
 @pytest.mark.parametrize(("variant", "budgets"), [("paper", [16, 0, 0, 6, 18]), ("released", [16, 12, 0, 0, 12])])
 def test_hired_shares_by_hand(variant, budgets):
     """4 x 4 tokens, all attention in the last line; of five views of 16 tokens a half: 40, of which 16 for the whole.
@@ -293,6 +296,7 @@ def test_groups_count_their_members():
     assert float(jnp.sum(tokens.size[mask])) == 8
 
 
+@pytest.mark.full
 def test_without_text_after_the_image_the_last_token_judges():
     random = np.random.default_rng(0)
     q, k = (jnp.asarray(random.normal(size=(2, 6, 4)), jnp.float32) for _ in range(2))
