@@ -69,7 +69,7 @@ def linear(i: int, o: int) -> int:
 def text(raw, *, bias: bool = False) -> int:
     """A gated decoder; `bias` on queries, keys and values."""
     d, f, layers = raw["hidden_size"], raw["intermediate_size"], raw["num_hidden_layers"]
-    kv = d // raw["num_attention_heads"] * raw["num_key_value_heads"]
+    kv = d // raw["num_attention_heads"] * raw.get("num_key_value_heads", raw["num_attention_heads"])
     block = 2 * d * d + 2 * d * kv + (d + 2 * kv) * bias + 3 * d * f + 2 * d
     tables = 1 if raw["tie_word_embeddings"] else 2
     return layers * block + d + tables * raw["vocab_size"] * d
