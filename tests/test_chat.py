@@ -37,9 +37,9 @@ def whole_conversation(processor, page, questions, answers):
 
 
 @pytest.mark.full
-def test_a_chat_says_what_the_whole_conversation_would(mini, page):
-    """With the full cache: the reference reads the conversation anew for every answer."""
-    params, processor = mini
+def test_a_chat_says_what_the_whole_conversation_would(page):
+    """With the full cache, against reading the conversation anew for every answer. A smaller model says too little."""
+    params, processor = vlkv.load("mini")
     sampling, pieces = vlkv.Greedy(max_new_tokens=6), []
     chat = vlkv.Chat(params, processor, page, sampling=sampling)
     for number, question in enumerate(QUESTIONS):
