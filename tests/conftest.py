@@ -72,7 +72,7 @@ TESTS_RUN = itertools.count()
 def forget_compiled_programs():
     """Drops the compiled programs before the process has no memory mappings left: 65,530, and JAX crashes without.
 
-    Each program holds some. Counting them takes 20 ms, so only every eighth test counts. The cache on disk keeps what
+    Each program holds some. Counting them is slow, so only every eighth test counts. The cache on disk keeps what
     took long to compile.
     """
     yield

@@ -83,17 +83,21 @@ def test_the_frontier_by_hand():
         np.testing.assert_allclose(curves.wilson(right / count, count), (want.low, want.high), atol=1e-6)
 
 
-def test_the_command(capsys, tmp_path, monkeypatch, miniature):
+@pytest.mark.default("one")
+@pytest.mark.parametrize(("shares", "bits"), [([0.2], [4]), ([0.2, 0.1], [16, 4])], ids=["one", "several"])
+def test_the_command(capsys, tmp_path, monkeypatch, miniature, shares, bits):
     """Twice: the second run has nothing to ask, and says the same. The line gives the number that it stands for."""
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
     monkeypatch.setattr(loading, "MINI", miniature())
-    command = ["frontier", "--policy", "snapkv", "--bytes", "0.2", "--bits", "4", "--questions", "2"]
-    command += ["--batch", "2", "--max-new-tokens", "4", "--out", str(out)]
+    command = ["frontier", "--policy", "snapkv", "--bytes", *map(str, shares), "--bits", *map(str, bits)]
+    command += ["--questions", "2", "--batch", "2", "--max-new-tokens", "4", "--out", str(out)]
     assert main([*command, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert [(p["name"], p["bits"]) for p in result["points"]] == [("Full", 16), ("SnapKV", 4)]
-    assert [line["share"] for line in result["best"]] == [0.2]
+    assert [(p["name"], p["bits"]) for p in result["points"]] == [
+        ("Full", 16), *(("SnapKV", b) for b in bits for _ in shares)
+    ]  # fmt: skip
+    assert [line["share"] for line in result["best"]] == shares
     with Image.open(out / "frontier.png") as picture:
         assert picture.width > 1000 and len(picture.convert("RGB").getcolors(2**24)) > 20
     before = (out / "journal.jsonl").read_bytes()
