@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import field
+from functools import partial
 from typing import Any
 
 import jax
@@ -186,6 +187,7 @@ def _remove(state: DecodeState, gone: Bool[Array, "K E"]) -> DecodeState:
     )
 
 
+@partial(jax.jit, static_argnames=("softmax_n", "kernels", "parts"))
 def attend_to(
     q: Float[Array, "B N H"],
     segment: tuple[Array | QuantizedPool, Array | QuantizedPool, Array, Array],

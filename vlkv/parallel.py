@@ -8,6 +8,8 @@ Rows are split over `data` and heads over `model`; query heads are on the device
 is needed. If `model` has more devices than there are key heads, several devices share a key head in prefill, each with
 a part of its queries, and the cache is split over slots: each device attends with all heads to every M-th entry.
 
+The ops are jitted, so that jax traces and lowers each once for all layers of a model, not once per layer.
+
 Axes: B batch · T tokens · N query heads · K key heads · G = N/K · P slots of a pool or a tail · M parts of a cache's
 slots · R weightings. A string such as "B P K H" names the axes of an array; `split` splits B, N, K and P.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,6 +31,7 @@ from pallas_kernels.denominator import add_constant, share
 from vlkv.errors import InputError
 
 _DATA, _MODEL = "data", "model"
+_OPTIONS = ("causal", "softmax_n", "statistic", "threshold", "implementation")  # of `attention_mass` and `_rows`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,6 +220,7 @@ def _over_heads(
     return jax.tree.map(unpad, output, made) if spare else made
 
 
+@partial(jax.jit, static_argnames=("causal", "return_lse", "implementation"))
 def prefill_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
@@ -237,6 +242,7 @@ def prefill_attention(
     )  # fmt: skip
 
 
+@partial(jax.jit, static_argnames=_OPTIONS)
 def attention_mass(
     q: Float[Array, "N T H"],
     k: Float[Array, "K S H"],
@@ -260,6 +266,7 @@ def attention_mass(
     )  # fmt: skip
 
 
+@partial(jax.jit, static_argnames=_OPTIONS)
 def attention_mass_rows(
     q: Float[Array, "N T H"],
     k: Float[Array, "K S H"],
@@ -283,6 +290,7 @@ def attention_mass_rows(
 # --- ops of decoding ------------------------------------------------------------------------------------------------
 
 
+@partial(jax.jit, static_argnames=("softmax_n", "parts", "implementation"))
 def cached_attention(
     q: Float[Array, "B T N H"],
     segment: tuple[Any, Any, Int[Array, "B K"], Int[Array, "B K"]],

@@ -46,6 +46,7 @@ class DecoderLayer(nnx.Module):
         self.up = Linear(c.width, c.mlp_width, bias=False, init=init)
         self.down = Linear(c.mlp_width, c.width, bias=False, init=init)
 
+    @jax.jit
     def project(
         self, x: Float[Array, "B T D"], rotation: Rotation
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
@@ -56,6 +57,7 @@ class DecoderLayer(nnx.Module):
             q = q * rotation.log_scale.astype(q.dtype)
         return q, k, self.value(h)
 
+    @jax.jit
     def finish(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """The rest of the layer: output projection, residual and MLP. `attended` is the output of attention."""
         x = x + self.out(attended)

@@ -40,17 +40,21 @@ class Initializer:
         return nnx.Param(array if self.placed is None else jax.device_put(array, next(self.placed)))
 
 
-class Order(Initializer):
-    """Makes 0, 1, 2... instead of parameters, which shows the order in which a model makes them."""
+class Shapes(Initializer):
+    """Makes ShapeDtypeStructs instead of arrays, and lists them in the order in which a model makes its parameters."""
+
+    def __init__(self, dtype: DTypeLike) -> None:
+        self.dtype = dtype
+        self.made: list[jax.ShapeDtypeStruct] = []
 
     def normal(self, *shape: int, scale: float) -> nnx.Param:
-        """The next number."""
-        del shape, scale
-        self.count += 1
-        return nnx.Param(jnp.int32(self.count - 1))
+        """The shape of one parameter."""
+        del scale
+        self.made.append(jax.ShapeDtypeStruct(shape, self.dtype))
+        return nnx.Param(self.made[-1])
 
     def constant(self, value: float, *shape: int) -> nnx.Param:
-        """The next number."""
+        """Likewise."""
         return self.normal(*shape, scale=value)
 
 

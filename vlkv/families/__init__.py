@@ -18,7 +18,7 @@ from jaxtyping import Array, Key
 
 from vlkv import sharding
 from vlkv.config import ModelConfig, Raw
-from vlkv.decoder.layers import Initializer, Order
+from vlkv.decoder.layers import Initializer, Shapes
 from vlkv.errors import InputError
 from vlkv.families import eve, internvl, llava, llava_next, mobilevlm, qwen2_vl, qwen_vl, text
 from vlkv.families.family import Family, TextModel
@@ -95,16 +95,15 @@ def init(
     model = FAMILIES[config.family].model
     if mesh is None:
         return model(config, init=Initializer(key, dtype))
-    order = jax.tree.leaves(model(config, init=Order(key)))
-    leaves = jax.tree_util.tree_flatten_with_path(abstract(config, dtype))[0]
-    placed = {int(number): sharding.where(sharding.path_name(keypath), leaf.shape, mesh)
-              for number, (keypath, leaf) in zip(order, leaves, strict=True)}  # fmt: skip
-    return model(config, init=Initializer(key, dtype, [placed[number] for number in range(len(placed))]))
+    shapes = Shapes(dtype)
+    leaves = jax.tree_util.tree_flatten_with_path(model(config, init=shapes))[0]
+    placed = {id(leaf): sharding.where(sharding.path_name(keypath), leaf.shape, mesh) for keypath, leaf in leaves}
+    return model(config, init=Initializer(key, dtype, [placed[id(shape)] for shape in shapes.made]))
 
 
 def abstract(config: ModelConfig, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> Model:
     """`init` with ShapeDtypeStructs in place of arrays, with shardings if a mesh is given; allocates nothing."""
-    shapes = jax.eval_shape(lambda: init(config, jax.random.key(0), dtype=dtype))
+    shapes = FAMILIES[config.family].model(config, init=Shapes(dtype))
     if mesh is None:
         return shapes
 

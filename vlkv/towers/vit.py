@@ -197,6 +197,7 @@ class VitBlock(nnx.Module):
         self.mlp_scale = init.constant(0.1, c.width) if c.scaled else None
         self.activation = c.activation
 
+    @jax.jit
     def __call__(
         self,
         x: Float[Array, "I V D"],
