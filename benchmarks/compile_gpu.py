@@ -268,8 +268,8 @@ def compile_prefill(device_name: str, layers: int, policy: str) -> dict[str, Any
     """Prefill of the first `layers` layers of a 7B model: seconds, calls of fused attention, scoring kernels, bytes."""
     import vlkv
     from vlkv import policies
-    from vlkv.benching.shapes import make_inputs
     from vlkv.families import abstract
+    from vlkv.tools.benching.shapes import make_inputs
 
     full = vlkv.presets[_PREFILLED]
     config = dataclasses.replace(full, decoder=dataclasses.replace(full.decoder, layers=layers))

@@ -19,10 +19,10 @@ import numpy as np
 
 import vlkv
 from vlkv import policies
-from vlkv.benching import machine
 from vlkv.config import DecoderConfig, ModelConfig
 from vlkv.files import write_json
 from vlkv.terminal import OneLineParser
+from vlkv.tools.benching import machine
 
 RESULT = Path(__file__).parent / "results" / "eviction.json"
 PROMPT, KEEP, FED, STEPS = 1024, 0.2, 512, 16

@@ -197,7 +197,7 @@ def versions(run: Run) -> None:
         }  # fmt: skip
 
     def commit(_: Any) -> dict[str, Any]:
-        from vlkv.benching import machine
+        from vlkv.tools.benching import machine
 
         return {"commit": machine.commit(), "dry_run": run.dry}
 
@@ -352,7 +352,7 @@ def decode(run: Run) -> None:
 
     from benchmarks import clock
     from pallas_kernels import decode_attention
-    from vlkv.benching.machine import memory_bytes
+    from vlkv.tools.benching.machine import memory_bytes
 
     heads, kv_heads, head_dim = run.sizes.heads
     slot_bytes = 2 * kv_heads * head_dim * jnp.dtype(run.sizes.dtype).itemsize
@@ -432,8 +432,8 @@ def scores(run: Run) -> None:
 
     import vlkv
     from benchmarks import clock
-    from vlkv.benching.shapes import make_inputs
-    from vlkv.benching.subjects import find
+    from vlkv.tools.benching.shapes import make_inputs
+    from vlkv.tools.benching.subjects import find
 
     subject = find(run.sizes.model, dtype=run.sizes.dtype)
     config = dataclasses.replace(subject.config, decoder=dataclasses.replace(subject.config.decoder, layers=2))
@@ -475,9 +475,9 @@ def model(run: Run) -> None:
     """Times the whole model with random weights: the full cache, then 10 %."""
     from benchmarks.roofline import shares
     from vlkv import policies
-    from vlkv.benching.measuring import measure
-    from vlkv.benching.settings import Setting
-    from vlkv.benching.subjects import find
+    from vlkv.tools.benching.measuring import measure
+    from vlkv.tools.benching.settings import Setting
+    from vlkv.tools.benching.subjects import find
 
     setting = Setting(*run.sizes.setting)
 
@@ -500,10 +500,10 @@ def profile(run: Run) -> None:
 
     import vlkv
     from vlkv import policies
-    from vlkv.benching.programs import SEED, compile_pair
-    from vlkv.benching.settings import Setting
-    from vlkv.benching.shapes import make_inputs
-    from vlkv.benching.subjects import find
+    from vlkv.tools.benching.programs import SEED, compile_pair
+    from vlkv.tools.benching.settings import Setting
+    from vlkv.tools.benching.shapes import make_inputs
+    from vlkv.tools.benching.subjects import find
 
     def top(_: Any) -> dict[str, Any]:
         if "params" not in run.keep:

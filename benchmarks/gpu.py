@@ -36,15 +36,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import clock, torch_side
+from benchmarks import clock, published, torch_side
 from benchmarks.roofline import shares
 from vlkv import policies
-from vlkv.benching import papers, results
-from vlkv.benching.measuring import compared, measure
-from vlkv.benching.settings import Setting, label
-from vlkv.benching.subjects import Subject, find
 from vlkv.errors import InputError
 from vlkv.terminal import OneLineParser, guarded
+from vlkv.tools.benching import results
+from vlkv.tools.benching.measuring import compared, measure
+from vlkv.tools.benching.settings import Setting, label
+from vlkv.tools.benching.subjects import Subject, find
 
 RESULT = Path(__file__).parent / "results" / "gpu.json"
 MODEL, CAP, PREFILL, PEERS, BYTES = "llava-onevision-7b", 2.0, 1.03, 2.0, 1.1
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
     end = time.perf_counter() + 60 * args.minutes
     subject = find("tiny" if args.dry_run else MODEL, dtype=args.dtype)
     held = results.Results(args.out, "python -m benchmarks.gpu" + (" --dry-run" if args.dry_run else ""))
-    paper = list(dict.fromkeys(point.setting for point in papers.named("aircache-table-3").points))
+    paper = list(dict.fromkeys(point.setting for point in published.TABLES["aircache-table-3"].points))
     settings = sorted(paper, key=lambda setting: setting.size)
     peers = list(PEER_SETTINGS)
     if args.dry_run:
@@ -96,7 +96,8 @@ def _table(
     """Measures the full cache and AirCache cell by cell; returns the number of cells that are left."""
     params, longest = None, 60.0
     limits: dict[str, float] = {}
-    todo = [(s, p) for s in settings for p in results.missing(held, subject.name, subject.dtype.name, s, CONTESTANTS)]
+    todo = [(s, p) for s in settings for p in CONTESTANTS
+            if held.find(results.identity((subject, s, p))) is None]  # fmt: skip
     for i, (setting, policy) in enumerate(todo):
         begin = time.perf_counter()
         if begin + longest > end and not args.dry_run:
@@ -106,10 +107,10 @@ def _table(
         (row,) = measure(params, setting, [policy], rounds=args.rounds, tick=lambda text: print(text, flush=True))
         if "error" not in row:
             row |= shares(params, setting, row, **limits)
-        full = held.find(results.identity(subject.name, subject.dtype.name, setting, CONTESTANTS[0]))
+        full = held.find(results.identity((subject, setting, CONTESTANTS[0])))
         if policy != CONTESTANTS[0] and full is not None:
             row = compared(row, full)
-        held.add(results.identity(subject.name, subject.dtype.name, setting, policy), row)
+        held.add(results.identity((subject, setting, policy)), row)
         longest = max(longest, 1.5 * (time.perf_counter() - begin))  # the next setting is larger
     return 0
 
@@ -181,11 +182,11 @@ def verdict(
     """Prints every cell beside the paper's row, then whether each goal is reached, by setting."""
 
     def row(setting: Setting, policy: policies.Policy) -> dict[str, Any]:
-        found = held.find(results.identity(subject.name, subject.dtype.name, setting, policy)) or {}
+        found = held.find(results.identity((subject, setting, policy))) or {}
         return {} if "error" in found else found
 
     printed = {
-        (p.setting.batch, p.setting.prompt, p.policy): p.figures for p in papers.named("aircache-table-3").points
+        (p.setting.batch, p.setting.prompt, p.policy): p.figures for p in published.TABLES["aircache-table-3"].points
     }
     names = {"prefill_seconds": "prefill s", "decode_seconds": "decode s", "tokens_per_second": "tokens/s"}
     table = Table(

@@ -37,7 +37,7 @@ from pallas_kernels.attention_mass_rows import _IMPLEMENTATIONS as MASS_ROWS
 from pallas_kernels.core_attention import _IMPLEMENTATIONS as CORE
 from pallas_kernels.decode_attention import _IMPLEMENTATIONS as DECODE
 from pallas_kernels.dispatch import available, target_platform
-from vlkv.benching import machine
+from vlkv.tools.benching import machine
 
 KEEPS = (0.1, 1.0)
 CORE_SHARES = (0.3, 0.5, 0.7)

@@ -29,11 +29,11 @@ import numpy as np
 from benchmarks.milebench import score_files, write
 from vlkv import loading
 from vlkv.errors import InputError
-from vlkv.evaluation.metrics import METRICS
-from vlkv.evaluation.records import Scored
 from vlkv.files import read_json, read_text
 from vlkv.processing.tokenizer import TextTokenizer
 from vlkv.terminal import guarded
+from vlkv.tools.evaluation.metrics import METRICS
+from vlkv.tools.evaluation.records import Scored
 
 METRIC_OF = {
     **dict.fromkeys(("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "triviaqa"), "f1"),

@@ -49,8 +49,8 @@ def main() -> None:
 
     from tests.families import tiny
     from vlkv import policies
-    from vlkv.benching.machine import describe
     from vlkv.files import write_json
+    from vlkv.tools.benching.machine import describe
 
     made: dict[str, Any] = json.loads(options.out.read_text()) if options.out.is_file() else {}
     table: dict[str, dict[str, str]] = made.get("table", {})

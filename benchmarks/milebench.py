@@ -33,10 +33,10 @@ from rouge_score.rouge_scorer import RougeScorer
 
 from vlkv import loading
 from vlkv.errors import InputError
-from vlkv.evaluation.protocols import strip_punctuation
 from vlkv.files import read_json, read_text, replacing
 from vlkv.processing.tokenizer import TextTokenizer
 from vlkv.terminal import guarded
+from vlkv.tools.evaluation.protocols import strip_punctuation
 
 _PLACE = re.compile(r"\{(?:image|table)#(\d+)\}")
 _WITHOUT_LETTERS = "GPR1200"  # has more choices than there are letters

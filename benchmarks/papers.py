@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import shlex
 from collections.abc import Iterator
@@ -22,8 +23,8 @@ import jax
 COUNTS = {  # tables and figures of each paper
     "AirCache": (13, 9), "PrefixKV": (22, 6), "LightKV": (10, 7), "CSP": (5, 7), "A-VL": (3, 10),
 }  # fmt: skip
-_EVAL = "eval DATA.jsonl --model MODEL --policy"  # written EVAL below
-_INSPECT = "inspect DATA.jsonl --model MODEL --what"  # written INSPECT below
+_EVAL = "vlkv eval DATA.jsonl --model MODEL --policy"  # written EVAL below
+_INSPECT = "vlkv inspect DATA.jsonl --model MODEL --what"  # written INSPECT below
 _DATA = "the checkpoint, and the data set as JSONL"
 _LIST = "nothing to measure: it explains or lists"
 _VISION = "--scope vision --out OUT"
@@ -55,7 +56,7 @@ class Item(NamedTuple):
     paper: str
     what: str
     title: str
-    command: str  # arguments of `vlkv`; empty if no command repeats it
+    command: str  # empty if no command repeats it
     missing: str
 
 
@@ -65,15 +66,15 @@ _TABLES: dict[str, list[tuple[str, str, str]]] = {
         ("VQA, three models", f"{_RIVALS} {_FOUR} --metric anls {_VISION}", _DATA),
         ("multiple choice, judgment, video", f"{_RIVALS} --keep 0.5 0.1 0.01 --metric exact {_VISION}",
          f"{_DATA}; a judge for MMBench-Video"),
-        ("latency and throughput", "bench --preset aircache-table-3", "an A100 80 GB"),
-        ("token pruning", "bench --preset aircache-table-4", f"an A100 80 GB; for the scores {_DATA}"),
+        ("latency and throughput", "python -m benchmarks.published aircache-table-3", "an A100 80 GB"),
+        ("token pruning", "python -m benchmarks.published aircache-table-4", f"an A100 80 GB; for the scores {_DATA}"),
         ("components", f"EVAL aircache {_PARTS} --keep 0.01 {_VISION}", _DATA),
         ("unified compression (starred)", "EVAL h2o aircache "
          "'h2o(scope=\"all\")' 'aircache(scope=\"all\")' --keep 0.5 0.1 0.05 0.01 --out OUT",
-         f"{_DATA}; seconds: vlkv bench --preset aircache-table-6"),
+         f"{_DATA}; seconds: python -m benchmarks.published aircache-table-6"),
         ("numbers of tokens", "", f"{_LIST}; needs the data sets"),
         ("VQA, sizes of InternVL2", f"{_RIVALS} {_FOUR} --metric anls {_VISION}", _DATA),
-        ("latency on InternVL2 and Qwen2-VL", "bench --preset aircache-table-9", "an A100 80 GB"),
+        ("latency on InternVL2 and Qwen2-VL", "python -m benchmarks.published aircache-table-9", "an A100 80 GB"),
         ("MMBench-Video in detail", f"{_RIVALS} --keep 0.5 0.1 0.01 {_VISION}", f"{_DATA}; a judge"),
         ("merging", "EVAL " + " ".join(
             f"'aircache(merging={share})'" for share in (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)) + f" --keep 0.1 0.01 {_VISION}",
@@ -84,7 +85,7 @@ _TABLES: dict[str, list[tuple[str, str, str]]] = {
     "PrefixKV": [
         ("LLaVA-Description", f"{_OPENQ} pyramidkv {_NINE}", _DATA),
         ("MM-Vet", f"{_OPENQ} pyramidkv {_NINE}", _DATA),
-        ("inference time", "bench --preset prefixkv-table-3", "an A100"),
+        ("inference time", "python -m benchmarks.published prefixkv-table-3", "an A100"),
         ("prefix configuration", f"EVAL elasticcache pyramidkv prefixkv {_PPL}", _DATA),
         ("number of samples", f"EVAL prefixkv {_PPL}", f"{_DATA}; vlkv profile first"),
         ("offline estimation", f"EVAL prefixkv {_PPL}", f"{_DATA}; vlkv profile first"),
@@ -107,22 +108,23 @@ _TABLES: dict[str, list[tuple[str, str, str]]] = {
           for n in range(18, 23)],
     ],
     "LightKV": [
-        ("LLaVA at 55 %", _MERGE, f"{_DATA}; FLOPs, bytes and the layers of 13B: vlkv bench --preset lightkv-table-1"),
-        ("InternVL2-8B", _MERGE, f"{_DATA}; FLOPs and bytes: vlkv bench --preset lightkv-table-2"),
+        ("LLaVA at 55 %", _MERGE,
+         f"{_DATA}; FLOPs, bytes and the layers of 13B: python -m benchmarks.published lightkv-table-1"),
+        ("InternVL2-8B", _MERGE, f"{_DATA}; FLOPs and bytes: python -m benchmarks.published lightkv-table-2"),
         ("EVE-7B", "EVAL full 'fastv(keep=0.53)' lightkv --out OUT", _DATA),
-        ("time to the first token", "bench --preset lightkv-table-4", "an A100"),
+        ("time to the first token", "python -m benchmarks.published lightkv-table-4", "an A100"),
         ("window sizes", "EVAL " + " ".join(
             f"'lightkv(layers=({after},),windows=({w},))'" for after in (3, 14) for w in (1, 2, 4)) + " --out OUT",
          _DATA),
-        ("operations and bytes", "bench --preset lightkv-table-6", "nothing: it is counted"),
+        ("operations and bytes", "python -m benchmarks.published lightkv-table-6", "nothing: it is counted"),
         ("Qwen2.5-VL at 55 %", _MERGE, _DATA),
         ("Qwen2.5-VL at four rates", f"EVAL full {_RATES} --out OUT", _DATA),
         ("windows on 13B", "EVAL full lightkv 'lightkv(windows=(6,4,2))' --out OUT", _DATA),
-        ("latency", "bench --preset lightkv-table-10", "an A100"),
+        ("latency", "python -m benchmarks.published lightkv-table-10", "an A100"),
     ],
     "CSP": [
         ("MileBench", _MILE, f"{_DATA}: python -m benchmarks.milebench reads it"),
-        ("latency and memory", "bench --preset csp-table-2", "an RTX 4090, and samples of ALFRED"),
+        ("latency and memory", "python -m benchmarks.published csp-table-2", "an RTX 4090, and samples of ALFRED"),
         ("InternVL and MobileVLM", _MILE, _DATA),
         ("ratios by task", "EVAL " + " ".join(
             f"'csp(c={c})'" for c in (0.0, 0.1, 0.5, 0.9, 1.0)) + " --keep 0.1 --out OUT", _DATA),
@@ -133,7 +135,7 @@ _TABLES: dict[str, list[tuple[str, str, str]]] = {
         ("six data sets", "EVAL full 'fastv(keep=0.5)' 'h2o(keep=0.5,recent=0.75)' "
          "'avl(keep=0.5)' --metric anls vqa relaxed ocrbench cider --out OUT", _DATA),
         ("settings", f"EVAL full {_AVL} --metric anls ocrbench cider --out OUT",
-         f"{_DATA}; memory: vlkv bench --preset a-vl-table-3"),
+         f"{_DATA}; memory: python -m benchmarks.published a-vl-table-3"),
     ],
 }  # fmt: skip
 _FIGURES: dict[str, list[tuple[str, str, str]]] = {
@@ -178,7 +180,7 @@ _FIGURES: dict[str, list[tuple[str, str, str]]] = {
         ("concordance of layers", "INSPECT concordance", _DATA),
         ("concordance of steps", "INSPECT concordance", _DATA),
         ("the design", "", _LIST), ("the operator", "", _LIST),
-        ("time of the operator", "bench --preset a-vl-figure-8", "an A40"),
+        ("time of the operator", "python -m benchmarks.core_attention", "an A40"),
         ("S, C and K", "INSPECT sweep --policy avl --keep 0.4", _DATA),
         ("P and T", "INSPECT sweep --policy avl --keep 0.4", _DATA),
     ],
@@ -195,21 +197,22 @@ def items() -> Iterator[Item]:
                     f"{kind} {number}",
                     title,
                     command.replace("EVAL", _EVAL).replace("INSPECT", _INSPECT),
-                    missing.replace("EVAL", f"vlkv {_EVAL}"),
+                    missing.replace("EVAL", _EVAL),
                 )
 
 
 def policies_of(command: str) -> list[Any]:
     """The policies that a command runs, after its own parser has checked the options."""
     from vlkv import policies
-    from vlkv.benching import papers
     from vlkv.cli import build_parser
-    from vlkv.commands.options import policy_called, policy_from
+    from vlkv.tools.commands.options import policy_called, policy_from
 
-    words = shlex.split(command)
+    program, *words = shlex.split(command)
+    if program == "python":
+        module = importlib.import_module(words[1])
+        args = module.parser().parse_args(words[2:])
+        return [point.policy for point in module.TABLES[args.table].points] if hasattr(args, "table") else []
     args = build_parser(words[0]).parse_args(words)
-    if words[0] == "bench":
-        return [] if args.preset in papers.OPERATORS else [point.policy for point in papers.named(args.preset).points]
     if words[0] == "inspect":
         return [policies.Full() if args.policy is None else policy_from(args, lambda: None)]  # type: ignore[arg-type, return-value]
     made = []
@@ -229,11 +232,11 @@ def dry_run(policy: Any) -> None:
     Raises:
         InputError: the policy accepts none of the depths 4, 8 and 40.
     """
-    from vlkv.benching.programs import endless
-    from vlkv.benching.shapes import make_inputs
-    from vlkv.benching.subjects import find
     from vlkv.errors import InputError
     from vlkv.generate import generate
+    from vlkv.tools.benching.programs import endless
+    from vlkv.tools.benching.shapes import make_inputs
+    from vlkv.tools.benching.subjects import find
 
     subject = find("mini")
     for layers in (4, 8, 40):
@@ -264,9 +267,7 @@ def main() -> None:
     done: set[Any] = set()
     for item in chosen:
         print(f"{item.paper}, {item.what}: {item.title}")
-        print(
-            f"    {'vlkv ' + item.command if item.command else 'no command'}\n    missing: {item.missing}", flush=True
-        )
+        print(f"    {item.command or 'no command'}\n    missing: {item.missing}", flush=True)
         if args.dry_run and item.command:
             for policy in policies_of(item.command):
                 if policy not in done:

@@ -44,12 +44,12 @@ import vlkv
 from benchmarks import torch_side
 from benchmarks.roofline import step_bytes
 from vlkv import policies
-from vlkv.benching import machine
-from vlkv.benching.programs import SEED, compile_pair
 from vlkv.errors import InputError
 from vlkv.files import write_json
 from vlkv.mini import CHECKPOINT
 from vlkv.terminal import OneLineParser, guarded
+from vlkv.tools.benching import machine
+from vlkv.tools.benching.programs import SEED, compile_pair
 
 RESULT = Path(__file__).parent / "results" / "peers.json"
 PROMPTS, KEEP, NEW = (640, 2368, 4672), 0.1, 32

@@ -19,8 +19,8 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from vlkv.benching import machine
 from vlkv.files import write_json
+from vlkv.tools.benching import machine
 
 _RESULT = Path(__file__).parent / "results" / "plans.json"
 _POLICY = ["--policy", "aircache", "--keep", "0.1"]

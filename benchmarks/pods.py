@@ -21,14 +21,14 @@ import jax
 from rich.console import Console
 
 from vlkv import policies
-from vlkv.benching import results, tables
-from vlkv.benching.measuring import measure
-from vlkv.benching.settings import Setting, check_policy, with_full
-from vlkv.benching.subjects import find
 from vlkv.errors import InputError
 from vlkv.families import init
 from vlkv.sharding import make_mesh, place_inputs
 from vlkv.terminal import OneLineParser, guarded
+from vlkv.tools.benching import results, tables
+from vlkv.tools.benching.measuring import measure
+from vlkv.tools.benching.settings import Setting, check_policy, with_full
+from vlkv.tools.benching.subjects import find
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
     place = {"mesh": {"data": args.data, "model": args.model_axis}, "processes": jax.process_count()}
 
     def cell(policy: policies.Policy) -> dict[str, Any]:
-        return {**results.identity(subject.name, subject.dtype.name, setting, policy), **place}
+        return {**results.identity((subject, setting, policy)), **place}
 
     done = [held.find(cell(policy)) is not None for policy in contestants]
     if not _agreed(all(done)):

@@ -44,15 +44,15 @@ from tqdm import tqdm
 import vlkv
 from benchmarks.quality_tables import BYTES, DOCUMENTS, EVALUATED, ON_BOTH, ON_ROWS, TUNED, plot, show, write_documents
 from vlkv import analysis, policies
-from vlkv.benching import machine
-from vlkv.evaluation.keeps import at_bytes, budget, pool_bytes, relative_size, share_programs
-from vlkv.evaluation.report import code
 from vlkv.files import write_json
 from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, folder, pages
 from vlkv.policies import KIVI, AirCache, Policy, Smooth, SnapKV, compose
 from vlkv.policies.policy import Budget
 from vlkv.prefill import fill_cache_with
+from vlkv.tools.benching import machine
+from vlkv.tools.evaluation.keeps import at_bytes, budget, pool_bytes, relative_size, share_programs
+from vlkv.tools.evaluation.report import code
 
 BATCH = 50
 _QUICK = {"xla_llvm_disable_expensive_passes": True}  # compiling takes a third less time

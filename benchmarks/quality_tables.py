@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from vlkv.evaluation import curves
+from vlkv.tools.evaluation import curves
 
 RESULTS = Path(__file__).parent / "results" / "quality.json"
 DOCUMENTS = ("README.md", "docs/quality.md")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from vlkv.analysis import cost
-from vlkv.benching.settings import Setting, tree_bytes
+from vlkv.tools.benching.settings import Setting, tree_bytes
 
 
 def shares(params: Any, setting: Setting, row: dict[str, Any], *, bandwidth: float, product: float) -> dict[str, float]:
@@ -19,7 +19,7 @@ def shares(params: Any, setting: Setting, row: dict[str, Any], *, bandwidth: flo
     Args:
         params: the model.
         setting: batch and lengths that were measured.
-        row: a row of `vlkv.benching.measuring.measure`.
+        row: a row of `vlkv.tools.benching.measuring.measure`.
         bandwidth: bytes per second (read plus written) of a copy.
         product: operations per second of bfloat16 matrix products.
     """

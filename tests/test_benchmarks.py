@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import gpu, peers, torch_side
 from vlkv import sharding
-from vlkv.benching.subjects import find
+from vlkv.tools.benching.subjects import find
 
 ROOM = [sys.executable, "-m"]
 

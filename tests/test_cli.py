@@ -13,8 +13,8 @@ from PIL import Image
 import vlkv
 from vlkv import policies
 from vlkv.cli import main
-from vlkv.commands import demo
 from vlkv.mini import CHECKPOINT, pages
+from vlkv.tools.commands import demo
 
 
 @pytest.fixture

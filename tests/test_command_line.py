@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 import vlkv
-from vlkv.benching import tables
 from vlkv.cli import COMMANDS, build_parser, main
+from vlkv.tools.benching import tables
 
 
 def examples(text):
@@ -132,7 +132,7 @@ def test_mypy_sees_types_in_a_users_script(root, tmp_path):
 
 def test_methods_are_compared_with_one_scope():
     """H2O's default is "all", AirCache's "vision"; what the user names goes first."""
-    from vlkv.commands.evaluate import policies_from
+    from vlkv.tools.commands.evaluate import policies_from
 
     def scopes(*options):
         args = build_parser("eval").parse_args(["eval", "x.jsonl", "--model", "mini", "--out", "x", "--keep", "0.5",

@@ -14,10 +14,10 @@ import vlkv
 from vlkv import analysis, policies, profiles
 from vlkv.analysis import drawing
 from vlkv.cli import main
-from vlkv.commands import averaging, plots, views
-from vlkv.commands import inspect as command
-from vlkv.commands.views import WHAT
 from vlkv.mini import pages
+from vlkv.tools.commands import averaging, plots, views
+from vlkv.tools.commands import inspect as command
+from vlkv.tools.commands.views import WHAT
 
 LAYERS, GRID = 4, 6
 VISION = GRID**2

@@ -21,7 +21,7 @@ STANDARD = {
 PACKAGES = ("vlkv", "pallas_kernels", "checkpoints_convert")
 # Low to high: a module may import from its own line and from those above it, except where FORBIDDEN says more.
 ORDER = [
-    {"vlkv.errors", "vlkv.files", "vlkv.compiled", "vlkv.terminal"},
+    {"vlkv.errors", "vlkv.files", "vlkv.terminal"},
     {"vlkv.buckets", "pallas_kernels", "checkpoints_convert"},
     {"vlkv.config"},
     {
@@ -39,12 +39,14 @@ ORDER = [
     {"vlkv.cache", "vlkv.towers"},
     {"vlkv.families", "vlkv.feeding"},
     {"vlkv.reading"},
-    {"vlkv.prefill"},
+    {"vlkv.prefill", "vlkv.jitted"},
     {"vlkv.generate", "vlkv.extend"},
-    {"vlkv.loading", "vlkv.chat", "vlkv.analysis", "vlkv.profiles", "vlkv.saving", "vlkv.evaluation", "vlkv.planning"},
-    {"vlkv.mini", "vlkv.benching", "vlkv"},
-    {"vlkv.commands"},
-    {"vlkv.cli", "vlkv.harness", "checkpoints_convert.__main__"},
+    {"vlkv.loading", "vlkv.chat", "vlkv.analysis", "vlkv.profiles", "vlkv.saving"},
+    {"vlkv.mini", "vlkv"},
+    {"vlkv.tools.compiled", "vlkv.tools.evaluation", "vlkv.tools.planning"},
+    {"vlkv.tools", "vlkv.tools.benching"},
+    {"vlkv.tools.commands"},
+    {"vlkv.cli", "vlkv.tools.harness", "checkpoints_convert.__main__"},
     {"vlkv.__main__"},
 ]
 

@@ -9,9 +9,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmarks import longbench
 from vlkv.errors import InputError
-from vlkv.evaluation import read_records
 from vlkv.mini import CHECKPOINT
 from vlkv.processing.tokenizer import TextTokenizer
+from vlkv.tools.evaluation import read_records
 
 
 @pytest.fixture

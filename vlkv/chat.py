@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Key
 
+from vlkv import jitted
 from vlkv.cache import PackedCache, resize
 from vlkv.errors import InputError
 from vlkv.extend import extend
@@ -18,14 +19,12 @@ from vlkv.generate import check_room, choose_token, next_token
 from vlkv.inputs import Inputs
 from vlkv.policies.full import Full
 from vlkv.policies.policy import Policy
-from vlkv.prefill import prefill
 from vlkv.processing import Processor
 from vlkv.processing.processor import RowImages, as_list, count
 from vlkv.sampling import Greedy
 
 _ANSWERS = 4  # a new cache has slots for this number of answers of the greatest length; it grows later
 _ANY = "x"  # placeholder for a question
-_prefill = jax.jit(prefill)
 _extend = jax.jit(extend, donate_argnames="cache")
 
 
@@ -130,7 +129,7 @@ class Chat:
     def _begin(self, inputs: Inputs) -> Float[Array, "1 vocab"]:
         check_room(self.params.config, inputs, self.sampling.max_new_tokens)
         sampling = dataclasses.replace(self.sampling, max_new_tokens=_ANSWERS * self.sampling.max_new_tokens)
-        self.cache, logits = _prefill(self.params, inputs, self.policy, sampling=sampling, key=self._policy_key)
+        self.cache, logits = jitted.prefill(self.params, inputs, self.policy, sampling=sampling, key=self._policy_key)
         return logits
 
     def _extend(self, fed: Inputs) -> Float[Array, "1 vocab"]:

@@ -17,21 +17,21 @@ from vlkv.terminal import OneLineParser, guarded
 
 # Name -> its module, imported when the command is run, and one line of help.
 COMMANDS = {
-    "demo": ("vlkv.commands.demo", "one question about one page under several methods; no arguments, no network"),
-    "generate": ("vlkv.commands.answer", "answer a question about an image"),
-    "chat": ("vlkv.commands.conversation", "ask several questions about the same images"),
-    "policies": ("vlkv.commands.methods", "list the policies, or describe one"),
+    "demo": ("vlkv.tools.commands.demo", "one question about one page under several methods; no arguments, no network"),
+    "generate": ("vlkv.tools.commands.answer", "answer a question about an image"),
+    "chat": ("vlkv.tools.commands.conversation", "ask several questions about the same images"),
+    "policies": ("vlkv.tools.commands.methods", "list the policies, or describe one"),
     "inspect": (
-        "vlkv.commands.inspect",
+        "vlkv.tools.commands.inspect",
         "repeat the measurements of the papers' figures: budgets, attention, cost",
     ),
-    "bench": ("vlkv.commands.bench", "time prefill and decoding, or a published table's settings"),
-    "profile": ("vlkv.commands.profile", "measure what share of its tokens each layer keeps, for PrefixKV"),
-    "eval": ("vlkv.commands.evaluate", "ask your own questions under several policies: quality, bytes and speed"),
-    "frontier": ("vlkv.commands.frontier", "which method, in how many bits, is best at which number of bytes"),
-    "plan": ("vlkv.commands.plan", "bytes per chip, collectives and times of a job, without the chips"),
+    "bench": ("vlkv.tools.commands.bench", "time prefill and decoding"),
+    "profile": ("vlkv.tools.commands.profile", "measure what share of its tokens each layer keeps, for PrefixKV"),
+    "eval": ("vlkv.tools.commands.evaluate", "ask your own questions under several policies: quality, bytes and speed"),
+    "frontier": ("vlkv.tools.commands.frontier", "which method, in how many bits, is best at which number of bytes"),
+    "plan": ("vlkv.tools.commands.plan", "bytes per chip, collectives and times of a job, without the chips"),
     "convert": ("checkpoints_convert.__main__", "convert a checkpoint folder, Hugging Face's or its authors'"),
-    "verify": ("vlkv.commands.verify", "compare a checkpoint with transformers: logits and greedy tokens"),
+    "verify": ("vlkv.tools.commands.verify", "compare a checkpoint with transformers: logits and greedy tokens"),
 }
 
 
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser(None if first.startswith("--print") else first)
     args = parser.parse_args(argv or [first])
     if not getattr(args, "no_compile_cache", True):
-        importlib.import_module("vlkv.compiled").keep_programs()
+        importlib.import_module("vlkv.tools.compiled").keep_programs()
     return guarded(lambda: args.run(args))
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels
+from vlkv import jitted
 from vlkv.cache import PackedCache, most_used
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
@@ -245,9 +246,6 @@ def log_probabilities(
     return jnp.concatenate([log_probability(logits, targets[:, 0])[:, None], rest.T], axis=1)
 
 
-_prefill = jax.jit(prefill)
-
-
 def stream(
     params: Model,
     inputs: Inputs,
@@ -264,7 +262,7 @@ def stream(
     check_room(params.config, inputs, sampling.max_new_tokens)
     sampling.require_key(key)
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
-    cache, logits = _prefill(params, inputs, policy, sampling=sampling, key=policy_key, kernels=kernels)
+    cache, logits = jitted.prefill(params, inputs, policy, sampling=sampling, key=policy_key, kernels=kernels)
     yield from decode_steps(params, cache, logits, sampling=sampling, key=sample_key)
 
 

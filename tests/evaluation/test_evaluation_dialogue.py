@@ -9,11 +9,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import vlkv
 from vlkv.errors import InputError
-from vlkv.evaluation import Record, Turn, dialogue
 from vlkv.mini import CHECKPOINT, folder
 from vlkv.processing.prompts import PromptWriter
 from vlkv.processing.templates import ChatTemplate
 from vlkv.processing.tokenizer import TextTokenizer
+from vlkv.tools.evaluation import Record, Turn, dialogue
 
 STRINGS = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"

@@ -10,11 +10,11 @@ import pytest
 from PIL import Image
 
 from vlkv.errors import InputError
-from vlkv.evaluation.batching import batches
-from vlkv.evaluation.journal import Entry, Journal
-from vlkv.evaluation.records import Record, Turn, read_records
-from vlkv.evaluation.videos import read_video
 from vlkv.mini import export, pages
+from vlkv.tools.evaluation.batching import batches
+from vlkv.tools.evaluation.journal import Entry, Journal
+from vlkv.tools.evaluation.records import Record, Turn, read_records
+from vlkv.tools.evaluation.videos import read_video
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ import vlkv
 from tests.models import CONFIG, tiny_llava, unequal_batch
 from vlkv import loading, policies
 from vlkv.cli import main
-from vlkv.commands import frontier
-from vlkv.evaluation import curves
-from vlkv.evaluation.keeps import at_bytes, at_keep, pool_bytes, relative_size, share_of_bytes
-from vlkv.evaluation.report import code
-from vlkv.evaluation.running import Settings
 from vlkv.policies import KIVI, AirCache, Composed, FastV, PrefixKV, Smooth, SnapKV, compose
+from vlkv.tools.commands import frontier
+from vlkv.tools.evaluation import curves
+from vlkv.tools.evaluation.keeps import at_bytes, at_keep, pool_bytes, relative_size, share_of_bytes
+from vlkv.tools.evaluation.report import code
+from vlkv.tools.evaluation.running import Settings
 
 SNAP = SnapKV(keep=0.4, scope="vision")
 COMPOSED = compose(AirCache(keep=0.1, window="text"), allocate=PrefixKV, smooth=Smooth(3), store=KIVI(bits=2))

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from vlkv.errors import InputError
-from vlkv.evaluation import judge, metrics, protocols
-from vlkv.evaluation.records import Scored
+from vlkv.tools.evaluation import judge, metrics, protocols
+from vlkv.tools.evaluation.records import Scored
 
 
 def one(said: str, *accepted: str) -> list[Scored]:

@@ -18,8 +18,8 @@ import pytest
 import vlkv
 from vlkv import policies
 from vlkv.cli import main
-from vlkv.evaluation import Journal, Record, Settings, Turn, read_records, run, summarise
 from vlkv.mini import CHECKPOINT, export, folder
+from vlkv.tools.evaluation import Journal, Record, Settings, Turn, read_records, run, summarise
 
 NEW = 32
 SNAPKV = policies.SnapKV(keep=0.2, scope="vision")

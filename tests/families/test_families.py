@@ -15,7 +15,7 @@ import pytest
 
 import vlkv
 from vlkv import families
-from vlkv.planning.questions import TEXT, question
+from vlkv.tools.planning.questions import TEXT, question
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,7 +29,12 @@ def shapes_for_arrays():
 PACKAGES = ("vlkv", "pallas_kernels", "checkpoints_convert")
 NAMES = re.compile(r"llava|qwen|intern_?(vl|vit|lm)|mobile_?vlm|\beve\b|mistral|phi-?_?3|llama|vicuna", re.IGNORECASE)
 # Data about published models: tables of papers' figures, the demo model, which is a LLaVA, and classes of tokenizers.
-DATA = ("vlkv/benching/papers.py", "vlkv/mini/folder.py", "vlkv/mini/training.py", "checkpoints_convert/byte_pairs.py")
+DATA = (
+    "vlkv/tools/benching/papers.py",
+    "vlkv/mini/folder.py",
+    "benchmarks/train_mini.py",
+    "checkpoints_convert/byte_pairs.py",
+)
 # Modules that share a name because they do the same for another thing.
 ALIKE = {
     "config", "inputs", "model", "original", "weights",  # of each family

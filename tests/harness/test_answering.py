@@ -10,8 +10,8 @@ import pytest
 
 import vlkv
 from vlkv import policies
-from vlkv.harness.answering import Answerer, Question, sampling_from
 from vlkv.mini import CHECKPOINT, pages
+from vlkv.tools.harness.answering import Answerer, Question, sampling_from
 
 POLICY = policies.AirCache(keep=0.4)
 SAMPLING = vlkv.Greedy(max_new_tokens=12)

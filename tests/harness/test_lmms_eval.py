@@ -16,9 +16,9 @@ from lmms_eval.tasks import TaskManager
 from PIL import Image
 
 import vlkv
-from vlkv.harness import lmms, manifest
-from vlkv.harness.answering import Question
 from vlkv.mini import CHECKPOINT, pages
+from vlkv.tools.harness import lmms, manifest
+from vlkv.tools.harness.answering import Question
 
 ARGS = f"pretrained={CHECKPOINT},policy=aircache,keep=0.4"
 TASK = """
@@ -118,8 +118,8 @@ def results(evaluate):
 
 def test_the_harness_finds_the_model_by_its_entry_point():
     values = [point.value for point in entry_points(group="lmms_eval.models")]
-    assert "vlkv.harness:manifest" in values, "install this package anew: pip install -e ."
-    assert manifest().simple_class_path == "vlkv.harness.lmms.Vlkv"
+    assert "vlkv.tools.harness:manifest" in values, "install this package anew: pip install -e ."
+    assert manifest().simple_class_path == "vlkv.tools.harness.lmms.Vlkv"
 
 
 def test_a_task_of_answers(direct, results):

@@ -43,7 +43,7 @@ def test_same_seed_same_samples(kind):
 
 def test_blocks_are_disjoint():
     """The shipped digits are the last 360 of the data set, and training takes the ones before them."""
-    training = pytest.importorskip("vlkv.mini.training", reason="needs optax")
+    training = pytest.importorskip("benchmarks.train_mini", reason="needs optax")
     data = pytest.importorskip("sklearn.datasets").load_digits()
     shipped, trained = pages.held_out_digits(), training.training_digits()
     assert len(shipped.label) == pages.HELD_OUT

@@ -13,7 +13,7 @@ from vlkv.mini import folder, pages
 
 pytest.importorskip("optax")
 
-from vlkv.mini import training
+from benchmarks import train_mini as training
 
 V = pages.GRID**2
 

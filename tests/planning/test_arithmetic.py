@@ -15,8 +15,8 @@ from vlkv.buckets import Buckets
 from vlkv.families import abstract
 from vlkv.families.llava_next.inputs import Views
 from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig
-from vlkv.planning import arithmetic, chips, programs, sizes
-from vlkv.planning.questions import TEXT, question
+from vlkv.tools.planning import arithmetic, chips, programs, sizes
+from vlkv.tools.planning.questions import TEXT, question
 
 GIB = 2**30
 

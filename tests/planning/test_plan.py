@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 
 from tests.models import CONFIG
-from vlkv import planning
 from vlkv.cli import main
 from vlkv.families import presets
-from vlkv.planning import as_json
 from vlkv.policies import AirCache
+from vlkv.tools import planning
+from vlkv.tools.planning import as_json
 
 needs_libtpu = pytest.mark.skipif(
     "not __import__('importlib').util.find_spec('libtpu')", reason="libtpu, a wheel for Linux only, is not installed"

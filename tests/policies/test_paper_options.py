@@ -9,11 +9,11 @@ import pytest
 from tests.models import tiny_llava, unequal_batch
 from tests.policies.numpy_policies import attention
 from vlkv import policies, profiles, reading
-from vlkv.commands.methods import describe
-from vlkv.commands.options import add_policy_arguments, policy_from
 from vlkv.errors import InputError
 from vlkv.policies.lightkv import LightKV, processed
 from vlkv.tokens import Tokens
+from vlkv.tools.commands.methods import describe
+from vlkv.tools.commands.options import add_policy_arguments, policy_from
 
 LAYERS, HEADS, KV_HEADS, LENGTH = 2, 4, 2, 28
 VISION = np.arange(LENGTH) // 14 == 0  # half vision, then text

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from vlkv import jitted
 from vlkv.analysis.trace import Trace, follow
 from vlkv.cache import PackedCache
 from vlkv.errors import InputError
@@ -21,8 +22,7 @@ from vlkv.generate import check_room, decode, decode_step
 from vlkv.inputs import Inputs
 from vlkv.policies.full import Full
 from vlkv.policies.policy import Policy
-from vlkv.prefill import fill_cache, prefill
-from vlkv.reading import read_prompt
+from vlkv.prefill import prefill
 from vlkv.sampling import Greedy
 
 
@@ -157,15 +157,17 @@ def sweep(
     if new_tokens < 2:
         raise InputError(f"new_tokens={new_tokens} must be at least 2, because no policy affects the first token")
     check_room(params.config, inputs, new_tokens)
-    prompt = _read_prompt(params, inputs)
-    cache = _fill_cache(prompt, Full(), new_tokens=new_tokens)
+    prompt = jitted.read_prompt(params, inputs)
+    cache = jitted.fill_cache_with(prompt, Full(), None, new_tokens=new_tokens)
     answer = _answer(params, cache, prompt.logits, sampling=Greedy(max_new_tokens=new_tokens))
     fed = (answer[:, :-1] >= 0).T[:, None]
     full = _follow(params, prompt, cache, answer[:, :-1])
 
     def one(policy: Policy) -> tuple[Array, Array, Array]:
-        read = prompt if policy.reducer is None else _read_prompt(params, inputs, policy, key=key)
-        trace = _follow(params, read, _fill_cache(read, policy, new_tokens=new_tokens, key=key), answer[:, :-1])
+        read = prompt if policy.reducer is None else jitted.read_prompt(params, inputs, policy, key=key)
+        trace = _follow(
+            params, read, jitted.fill_cache_with(read, policy, None, new_tokens=new_tokens, key=key), answer[:, :-1]
+        )
         whole = jnp.sum(jnp.where(fed, full.stored, 0.0), axis=(0, 1))
         stored, used = (jnp.sum(jnp.where(fed, x, 0.0), axis=(0, 1)) / whole for x in (trace.stored, trace.used))
         return agreement(trace.logits, answer), stored, used
@@ -173,7 +175,5 @@ def sweep(
     return Sweep(*(jnp.stack(column) for column in zip(*map(one, plan), strict=True)))
 
 
-_read_prompt = jax.jit(read_prompt)
-_fill_cache = jax.jit(fill_cache, static_argnames="new_tokens")
 _answer = jax.jit(answer_of)
 _follow = jax.jit(follow)

@@ -1,7 +1,7 @@
 """The demo model: a small LLaVA that reads pages of handwritten digits.
 
-`pages` makes pages, questions and answers, `folder` writes a Hugging Face folder, and `training` trains the weights in
-`CHECKPOINT` (benchmarks/train_mini.py). Only `training` needs scikit-learn.
+`pages` makes pages, questions and answers, and `folder` writes a Hugging Face folder. benchmarks/train_mini.py trains
+the weights in `CHECKPOINT`.
 """
 
 from __future__ import annotations

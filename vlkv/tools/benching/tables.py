@@ -1,0 +1,102 @@
+"""Prints results as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from vlkv import policies
+from vlkv.policies import Policy
+from vlkv.tools.benching.results import Line
+from vlkv.tools.benching.settings import Setting, cache_bytes, label
+
+_GIB = 2**30
+
+
+def name_of(policy: Policy) -> str:
+    """The label with the scope, and with the options that differ from the method's defaults."""
+    full = isinstance(policy, policies.Full)
+    default = type(policy)() if full else type(policy)(keep=policy.keep or 1.0)
+    differs = {
+        name: value for name, value in policy.options().items()
+        if name not in ("keep", "budget", "scope") and value != default.options().get(name)
+    }  # fmt: skip
+    details = ", ".join([*([] if full else [policy.scope]), *(f"{name}={value}" for name, value in differs.items())])
+    return f"{label(policy)} ({details})" if details else label(policy)
+
+
+def show(console: Console, table: Table) -> None:
+    """Prints a table that fits a narrow terminal: values that are equal in all rows are in a line above it."""
+    columns = {str(column.header): list(map(str, column.cells)) for column in table.columns}
+    same = {name: cells[0] for name, cells in columns.items() if len(cells) > 1 and len(set(cells)) == 1}
+    common = [f"{name} {value}" for name, value in same.items() if value]
+    made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    shown = {name: cells for name, cells in columns.items() if name not in same}
+    for name, cells in shown.items():
+        made.add_column(name, overflow="fold", min_width=max((len(x) for x in cells if len(x) < 10), default=0))
+    for row in zip(*shown.values(), strict=True):
+        made.add_row(*row)
+    for line in (table.title, ", ".join(common)):
+        if line:
+            console.print(line, highlight=False)
+    console.print(made)
+
+
+def plan(console: Console, lines: Sequence[Line], done: Iterable[bool]) -> None:
+    """Prints the planned measurements and the bytes that they need."""
+    table = Table("model", "batch", "prompt", "text", "new", "policy", "weights GiB", "cache GiB", "measured")
+    for (subject, setting, policy), is_done in zip(lines, done, strict=True):
+        size = cache_bytes(policy, subject.config, setting, subject.dtype.itemsize)
+        table.add_row(
+            f"{subject.name}, {subject.dtype.name}", *sizes(setting), name_of(policy), f"{subject.bytes / _GIB:.3f}",
+            f"{size / _GIB:.4f}", "yes" if is_done else "",
+        )  # fmt: skip
+    show(console, table)
+
+
+def measured(console: Console, rows: Sequence[tuple[Line, dict[str, Any]]]) -> None:
+    """Prints times, speed and bytes, and ratios to the full cache of the same run."""
+    table = Table(
+        "batch", "prompt", "new", "policy", "prefill s", "ms/step", "token/s", "cache MiB", "peak GiB", "first s",
+        "prefill", "decode", "peak", title="last three columns: relative to the full cache in the same run",
+    )  # fmt: skip
+    planned = False
+    for (_, setting, policy), row in rows:
+        batch, prompt, _, new = sizes(setting)
+        if "error" in row:
+            table.add_row(batch, prompt, new, name_of(policy), row["error"])
+            continue
+        ratio = row.get("to_full", {})
+        planned |= row["peak"]["source"] == "compiled.memory_analysis"
+        table.add_row(
+            batch, prompt, new, name_of(policy), f"{row['prefill_seconds']:.4g}", f"{1e3 * row['step_seconds']:.4g}",
+            f"{row['tokens_per_second']:.4g}", f"{row['cache_bytes'] / 2**20:.2f}",
+            f"{row['peak']['bytes'] / _GIB:.3f}", f"{row['first_call_seconds']:.1f}",
+            *(f"{ratio[name]:.2f}" if ratio.get(name) else "" for name in ("prefill", "decode", "peak")),
+        )  # fmt: skip
+    show(console, table)
+    if planned:
+        console.print(
+            "peak: memory planned by the compiler (compiled.memory_analysis), including weights, if the device does "
+            "not report its peak, or its peak was reached by an earlier program", highlight=False,
+        )  # fmt: skip
+
+
+def compiled(console: Console, rows: Sequence[tuple[Line, dict[str, Any]]]) -> None:
+    """Prints the compile times of `generate`."""
+    table = Table("model", "batch", "prompt", "new", "policy", "trace s", "compile s", title="generate, in one program")
+    for (subject, setting, policy), row in rows:
+        batch, prompt, _, new = sizes(setting)
+        table.add_row(
+            subject.name, batch, prompt, new, name_of(policy), f"{row['trace_seconds']:.2f}",
+            f"{row['compile_seconds']:.2f}",
+        )  # fmt: skip
+    show(console, table)
+
+
+def sizes(setting: Setting) -> tuple[str, str, str, str]:
+    """Batch, prompt, text and new tokens as text."""
+    return str(setting.batch), str(setting.prompt), str(setting.text), str(setting.new)

@@ -1,0 +1,157 @@
+"""Answer a question, with or without images, from a compressed cache. The answer is printed token by token.
+
+  vlkv generate --model mini --image page.png --prompt "read the page" \\
+      --policy snapkv --keep 0.2
+  vlkv generate --model llava-hf/llava-1.5-7b-hf --image cat.png \\
+      --prompt "What is this?" --policy aircache --keep 0.1 \\
+      --with "store=kivi(bits=4)"
+
+With --save-cache the images are compressed before the question is known, and kept in a file; with --from-cache other
+questions about them are answered from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from vlkv import jitted, loading, saving
+from vlkv.buckets import round_up
+from vlkv.cache import PackedCache, resize
+from vlkv.errors import InputError
+from vlkv.extend import extend
+from vlkv.families import Model
+from vlkv.generate import check_room, decode_steps
+from vlkv.policies import Policy
+from vlkv.processing import Processor
+from vlkv.sampling import Greedy, Sample
+from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, policy_from
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vlkv generate`."""
+    add_model_arguments(parser)
+    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="an image; may be repeated")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the question")
+    add_policy_arguments(parser)
+    parser.add_argument("--save-cache", metavar="FILE", help="save the compressed cache of the images to this file")
+    parser.add_argument("--from-cache", metavar="FILE", help="ask about images whose cache is in this file")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="limit on the length of the answer")
+    parser.add_argument("--temperature", type=float, metavar="T", help="sample instead of taking the most likely token")
+    parser.add_argument("--top-p", type=float, metavar="P", help="sample from the nucleus of this probability")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from this number of most likely tokens")
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampling and of random policies")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+class _Ready(NamedTuple):
+    """The cache of a prompt, and the logits of the first token of its answer."""
+
+    cache: PackedCache
+    logits: jax.Array  # [1, vocab]
+    policy: Policy
+    prompt_tokens: int
+
+
+def run(args: argparse.Namespace) -> Any:
+    """Prints the answer on stdout and its cost on stderr, or both as JSON."""
+    # All arguments are checked before weights are read.
+    policy = policy_from(args, lambda: loading.load_processor(args.model).config)
+    sampling: Greedy = Greedy(max_new_tokens=args.max_new_tokens)
+    if (args.temperature, args.top_p, args.top_k) != (None, None, None):
+        sampling = Sample(
+            max_new_tokens=args.max_new_tokens,
+            temperature=1.0 if args.temperature is None else args.temperature,
+            top_p=1.0 if args.top_p is None else args.top_p,
+            top_k=args.top_k,
+        )
+    processor = loading.load_processor(args.model)
+    policy_key, sample_key = jax.random.split(jax.random.key(args.seed))  # the same keys as in `vlkv.generate`
+    if args.save_cache is None and args.from_cache is None:
+        inputs = processor(args.image or None, args.prompt)
+        check_room(processor.config, inputs, sampling.max_new_tokens)
+        params = loading.load_params(args.model, dtype=args.dtype)
+        begin = time.perf_counter()
+        cache, logits = jitted.prefill(params, inputs, policy, sampling=sampling, key=policy_key)
+        ready = _Ready(cache, logits, policy, int(inputs.valid.sum()))
+    else:
+        _check_files(args)
+        params = loading.load_params(args.model, dtype=args.dtype)
+        begin = time.perf_counter()
+        if args.save_cache is not None:
+            _save(args, policy, params, processor, policy_key)
+        ready = _from_file(args, sampling, params, processor)
+    cache, decoder = ready.cache, params.config.decoder
+    result = {
+        "policy": type(ready.policy).__name__,
+        "options": ready.policy.options(),
+        "prompt_tokens": ready.prompt_tokens,
+        "kept_per_layer": np.asarray(cache.counts)[:, 0].mean(axis=1).tolist(),
+        "cache_bytes": cache.bytes,
+        "slots": cache.slots,
+        "slot_bytes": 2 * decoder.kv_heads * decoder.head_dim * params.decoder.embedding.weight[...].dtype.itemsize,
+    }
+    tokens: list[int] = []
+
+    def decoded() -> Iterator[int]:
+        for step in decode_steps(params, cache, ready.logits, sampling=sampling, key=sample_key):
+            tokens.append(int(step[0]))
+            yield tokens[-1]
+
+    pieces = []
+    for piece in processor.pieces(decoded()):
+        pieces.append(piece)
+        if not args.json:
+            print(piece, end="", flush=True)
+    seconds = time.perf_counter() - begin
+    if args.json:
+        answer = {"answer": "".join(pieces), "tokens": len(tokens)}
+        return {**answer, **result, "seconds_with_compilation": round(seconds, 3)}
+    print()
+    kept = sum(result["kept_per_layer"]) / decoder.layers
+    Console(stderr=True).print(
+        f"{result['policy']} (scope {ready.policy.scope}): {kept:.1f} of {ready.prompt_tokens} prompt entries kept per "
+        f"layer, cache {cache.bytes / 2**20:.2f} MiB, {seconds:.1f} s with compilation", highlight=False,
+    )  # fmt: skip
+    return None
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    if args.save_cache is not None and not args.image:
+        raise InputError("--save-cache saves the cache of images: give at least one --image")
+    if args.from_cache is None:
+        return
+    if args.save_cache is not None or args.image:
+        raise InputError("--from-cache contains its images: leave out --save-cache and --image")
+    if args.policy != "full" or args.parts or (args.keep, args.budget, args.scope) != (None, None, None):
+        raise InputError("--from-cache contains its policy: leave out --policy and its options")
+
+
+def _save(args: argparse.Namespace, policy: Policy, params: Model, processor: Processor, key: jax.Array) -> None:
+    """Saves the compressed cache of the images and of the prompt before the question."""
+    inputs = processor(args.image, args.prompt, question=False)
+    check_room(processor.config, inputs, args.max_new_tokens)
+    cache, _ = jitted.prefill(params, inputs, policy, sampling=Greedy(max_new_tokens=1), key=key)
+    note = {"images": len(args.image), "prompt_tokens": int(inputs.valid.sum())}
+    saving.save_cache(args.save_cache, params, cache, policy=policy, note=note)
+
+
+def _from_file(args: argparse.Namespace, sampling: Greedy, params: Model, processor: Processor) -> _Ready:
+    """Loads a saved cache with the capacity that question and answer need, and adds the question."""
+    file = args.from_cache or args.save_cache
+    cache, (policy, note) = saving.load_cache(file, params), saving.read_note(file)
+    if policy is None or "images" not in note:
+        raise InputError(f"{file}: not made by --save-cache; use `vlkv.extend`")
+    before = processor.prompts.before_question(args.prompt, note["images"])
+    fed = processor.extension([before], [processor.prompts.write(args.prompt, note["images"])])
+    question = int(fed.valid.sum())
+    added = round_up(question, processor.buckets.text) + sampling.max_new_tokens
+    cache = resize(cache, int(cache.used[0]) + added)
+    cache, logits = jax.jit(extend)(params, cache, fed)
+    return _Ready(cache, logits, policy, note["prompt_tokens"] + question)

@@ -1,0 +1,143 @@
+"""Measure prefill and decoding for policies, keeps, batch sizes and prompt lengths.
+
+  vlkv bench --model mini --policy snapkv h2o --keep 0.2 0.1 --prompt 512
+  vlkv bench --model llava-1.5-7b --policy aircache --keep 0.1 --batch 8 --prompt 2048 --dry-run
+
+The programs of one setting are compiled first and then measured alternately, so that ratios to the full cache are from
+the same run. `--out` is written after every setting; results that it already contains are not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from tqdm import tqdm
+
+from vlkv import policies
+from vlkv.errors import InputError
+from vlkv.policies import Policy
+from vlkv.tools.benching import tables
+from vlkv.tools.benching.measuring import measure_missing
+from vlkv.tools.benching.programs import Hits, compile_generate, keep_programs
+from vlkv.tools.benching.results import Line, Results, identity
+from vlkv.tools.benching.settings import Setting, check_policy, grid, with_full
+from vlkv.tools.benching.shapes import make_inputs
+from vlkv.tools.benching.subjects import Subject, find
+from vlkv.tools.commands.options import add_policy_arguments, common_scope, policy_from
+
+_BATCHES, _PROMPTS, _NEW, _TEXT, _KEEPS = (1,), (1024,), 64, 64, (0.1,)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vlkv bench`."""
+    parser.add_argument(
+        "--model", metavar="NAME", help="a published size with random weights, a checkpoint "
+        "folder, a hub id, or mini (default: mini)",
+    )  # fmt: skip
+    add_policy_arguments(parser, many=True)
+    parser.add_argument("--batch", type=int, nargs="+", metavar="B", help=f"rows (default: {_BATCHES[0]})")
+    parser.add_argument("--prompt", type=int, nargs="+", metavar="T", help=f"tokens of a row (default: {_PROMPTS[0]})")
+    parser.add_argument("--new", type=int, metavar="S", help=f"generated tokens (default: {_NEW})")
+    parser.add_argument(
+        "--text",
+        type=int,
+        metavar="T",
+        help=f"text tokens of the prompt; the rest is vision (default: {_TEXT})",
+    )
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="measurements of each (default: 5)")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: float32 on a CPU)"
+    )
+    parser.add_argument("--out", type=Path, metavar="JSON", help="file of results, from which a run resumes")
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="folder for a profile of one more round of each")
+    parser.add_argument(
+        "--compilation-cache", type=Path, metavar="DIR", help="folder in which compiled programs are cached"
+    )
+    parser.add_argument(
+        "--compile-only",
+        action="store_true",
+        help="only measure the compile time of generate, without weights",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only print the plan and the bytes it needs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> Any:
+    """Prints a table, or returns the same content for JSON."""
+    if args.rounds < 1:
+        raise InputError(f"--rounds {args.rounds} must be at least 1")
+    if args.dry_run and args.compile_only:
+        raise InputError("--dry-run and --compile-only: give only one of them")
+    console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 160)
+    command = "vlkv bench " + " ".join(sys.argv[2:])
+    hits = None if args.compilation_cache is None else keep_programs(args.compilation_cache)
+    work = _plan(args)
+    lines = [(subject, setting, policy) for subject, setting, contestants in work for policy in contestants]
+    results = Results(args.out, command)
+    if args.dry_run:
+        done = [results.find(identity(line)) is not None for line in lines]
+        tables.plan(console, lines, done)
+        planned = [{**identity(line), "measured": found} for line, found in zip(lines, done, strict=True)]
+        return planned if args.json else None
+    if args.compile_only:
+        return _compile(args, console, lines, hits)
+    measure_missing(work, results, rounds=args.rounds, trace=args.trace)
+    tables.measured(console, [(line, results.find(identity(line)) or {}) for line in lines])
+    _say_hits(console, hits)
+    return results.content if args.json else None
+
+
+def _plan(args: argparse.Namespace) -> list[tuple[Subject, Setting, list[Policy]]]:
+    """The checked measurements: model, setting and policies."""
+    subject = find(args.model or "mini", dtype=args.dtype)
+    contestants = with_full(_contestants(args, subject))
+    for policy in contestants:
+        check_policy(policy, subject.config)
+    settings = grid(
+        subject.config, batches=args.batch or _BATCHES, prompts=args.prompt or _PROMPTS,
+        text=_TEXT if args.text is None else args.text, new=_NEW if args.new is None else args.new,
+    )  # fmt: skip
+    return [(subject, setting, contestants) for setting in settings]
+
+
+def _contestants(args: argparse.Namespace, subject: Subject) -> list[Policy]:
+    """Every --policy with every --keep."""
+    if args.budget is not None and args.keep:
+        raise InputError("--keep and --budget: give only one of them")
+    made: list[Policy] = []
+    names = args.policy or ["snapkv"]
+    scope = args.scope or common_scope(map(policies.named, names))
+    for name in names:
+        if issubclass(policies.named(name), policies.Full):
+            continue
+        for keep in [None] if args.budget is not None else args.keep or _KEEPS:
+            one = argparse.Namespace(**{**vars(args), "policy": name, "keep": keep, "scope": scope})
+            made.append(policy_from(one, lambda: subject.config))
+    return made
+
+
+def _compile(args: argparse.Namespace, console: Console, lines: list[Line], hits: Hits | None) -> Any:
+    """Compile times of each `generate`; nothing runs."""
+    rows = []
+    for subject, setting, policy in tqdm(lines, unit="program"):
+        inputs = make_inputs(subject.config, setting.batch, setting.prompt, setting.vision)
+        made = compile_generate(subject.shapes, inputs, policy, new=setting.new)
+        rows.append({
+            "cell": identity((subject, setting, policy)), "trace_seconds": made.trace_seconds,
+            "compile_seconds": made.compile_seconds, "planned_bytes": made.bytes,
+        })  # fmt: skip
+    tables.compiled(console, list(zip(lines, rows, strict=True)))
+    _say_hits(console, hits)
+    if not args.json:
+        return None
+    counted = {} if hits is None else {"cache_hits": hits.hits, "cache_misses": hits.misses}
+    return {"rows": rows, **counted}
+
+
+def _say_hits(console: Console, hits: Hits | None) -> None:
+    if hits is not None:
+        console.print(f"compilation cache: {hits.hits} programs loaded, {hits.misses} compiled", highlight=False)

@@ -1,0 +1,203 @@
+"""Ask one question about an unseen page with several methods: a table, and a picture of the patches that each keeps.
+
+Without arguments the demo model reads a ledger page of handwritten digits: 576 vision tokens, of which the answer needs
+the five or so of one entry. With --image, --question and --model it shows the same for your own data.
+
+  vlkv demo
+  vlkv demo --model FOLDER --image page.png --question "what does the sign say?"
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from PIL import Image
+from rich.console import Console
+from rich.progress import track
+from rich.table import Column, Table
+
+from vlkv import analysis, loading, policies
+from vlkv.analysis.drawing import Panel, draw
+from vlkv.errors import InputError
+from vlkv.families import Model
+from vlkv.generate import check_room, decode_step
+from vlkv.inputs import Inputs
+from vlkv.mini import CHECKPOINT, pages
+from vlkv.policies import AirCache, Policy, Smooth, compose
+from vlkv.prefill import fill_cache_with
+from vlkv.processing import Processor
+from vlkv.reading import Prompt, read_prompt
+from vlkv.tools.evaluation.keeps import at_bytes, at_keep, budget, pool_bytes
+
+METHODS = ("ImgRandom", "SnapKV", "AirCache")  # with default settings
+BYTES = (0.1, 0.02)  # shares of the bytes that the vision entries of a full 16-bit cache take
+SHOWN = 0.02  # the share that the picture shows
+NEW_TOKENS = 16
+BEST = "AirCache smooth 4-bit"
+# Compiling takes a third less time, and a model this small runs as fast.
+_QUICK = {"xla_llvm_disable_expensive_passes": True}
+_read_prompt = jax.jit(read_prompt, compiler_options=_QUICK)
+_fill_cache = jax.jit(fill_cache_with, static_argnames="new_tokens", compiler_options=_QUICK)
+_decode_step = jax.jit(decode_step, compiler_options=_QUICK)
+_held = jax.jit(analysis.held, static_argnums=1)
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    name: str
+    share: float  # of the bytes of a full cache's vision entries
+    answer: str
+    right: bool  # or, if the right answer is unknown, whether it equals the full cache's
+    recall: float | None  # share of the evidence that is kept, mean over layers and heads
+    bytes: int
+    milliseconds: float  # per token
+    kept: np.ndarray  # [T] share of the layers and heads that hold each prompt token
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vlkv demo`."""
+    parser.add_argument("--seed", type=int, default=0, help="which page of the demo model (default: 0)")
+    parser.add_argument("--model", metavar="DIR", help="a checkpoint folder or a hub id, for your own data")
+    parser.add_argument("--image", metavar="FILE", help="your own image; needs --question and --model")
+    parser.add_argument("--question", metavar="TEXT", help="question about the image")
+    parser.add_argument("--out", type=Path, default=Path("vlkv_demo.png"), metavar="PNG", help="file of the picture")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+class Case(NamedTuple):
+    """The question. Answer and evidence are known only for the demo's own pages."""
+
+    folder: Any
+    processor: Processor
+    inputs: Inputs
+    image: Image.Image
+    question: str
+    truth: str | None
+    evidence: np.ndarray | None  # [1, T]
+
+
+def run(args: argparse.Namespace) -> Any:
+    """Runs the demo."""
+    if not args.out.parent.is_dir():
+        raise InputError(f"{args.out.parent}: no such folder to write the picture into")
+    if args.out.suffix.lower() != ".png":
+        raise InputError(f"{args.out}: the picture is a PNG; give a name that ends in .png")
+    if args.seed < 0:
+        raise InputError(f"--seed {args.seed} must not be negative")
+    console = Console(stderr=args.json)
+    case = find_case(args)
+    check_room(case.processor.config, case.inputs, NEW_TOKENS)
+    params = loading.load_params(case.folder)
+    prompt = _read_prompt(params, case.inputs)
+    rows: list[Row] = []
+    shown = track(plan(), "compiling and reading", console=Console(stderr=True), transient=True)
+    for name, share, policy in shown:
+        rows.append(read(params, case, prompt, name, share, policy, rows[0].answer if rows else None))
+    title = f"What is left of the image at {SHOWN:.0%} of the cache's bytes"
+    draw(title, case.image, panels(case, rows), caption(case, rows[0])).save(args.out)
+    if args.json:
+        table = [{k: v for k, v in row._asdict().items() if k != "kept"} for row in rows]
+        found = {"question": case.question, "truth": case.truth, "rows": table, "picture": str(args.out)}
+        return json.loads(json.dumps(found))
+    show(console, case, rows)
+    console.print(f"what each method keeps at {SHOWN:.0%} of the bytes: {args.out}", highlight=False)
+    return None
+
+
+def find_case(args: argparse.Namespace) -> Case:
+    """The user's question, or one about an unseen page."""
+    given = (args.model, args.image, args.question)
+    if any(value is not None for value in given):
+        if None in given:
+            raise InputError("--image, --question and --model must be given together, or not at all")
+        processor = loading.load_processor(args.model)
+        with Image.open(args.image) as file:
+            image = file.convert("RGB")
+        return Case(args.model, processor, processor(image, args.question), image, args.question, None, None)
+    processor = loading.load_processor(CHECKPOINT)
+    page, entry = pages.held_out_page(np.random.default_rng(args.seed), "right")
+    inputs = processor(page.image, entry.question)
+    evidence = np.isin(np.cumsum(inputs.is_vision, axis=1) - 1, entry.evidence) & inputs.is_vision
+    return Case(CHECKPOINT, processor, inputs, page.image, entry.question, entry.answer, evidence)
+
+
+def plan() -> list[tuple[str, float, Policy]]:
+    """Name, share of the bytes and policy of every row."""
+    best = compose(AirCache(keep=1.0, window="text"), smooth=Smooth(8, one_sided=True, pooling="max"))
+    made: list[tuple[str, float, Policy]] = [("Full", 1.0, policies.ImgRandom(keep=1.0))]
+    for name in METHODS:
+        made += [(name, share, policies.make(name, keep=share, scope="vision")) for share in BYTES]
+    return [*made, *((BEST, share, at_bytes(best, share, bits=4)) for share in BYTES)]
+
+
+def read(params: Model, case: Case, prompt: Prompt, name: str, share: float, policy: Policy, full: str | None) -> Row:
+    """Generates one answer token by token and measures the time per token.
+
+    Every budget uses the program and the memory of keep = 1, so that each method is compiled once.
+    """
+    layers, length = len(prompt.layers), prompt.valid.shape[1]
+    given = budget(policy, at_keep(policy, 1.0), layers=layers, length=length)
+    cache = _fill_cache(prompt, at_keep(policy, 1.0), given, new_tokens=NEW_TOKENS, key=jax.random.key(0))
+    kept = np.asarray(_held(cache, length))[0].mean(axis=0)
+    recall = None if case.evidence is None else float(kept[case.evidence[0]].mean())
+    tokens, seconds = [int(prompt.logits[0].argmax())], []
+    while tokens[-1] not in params.config.stop and len(tokens) < NEW_TOKENS:
+        begin = time.perf_counter()
+        cache, logits = _decode_step(params, cache, np.array(tokens[-1:], np.int32))
+        tokens.append(int(logits[0].argmax()))
+        seconds.append(time.perf_counter() - begin)
+    answer = str(case.processor.decode(np.array(tokens)))
+    right = answer == case.truth if case.truth is not None else answer == (full or answer)
+    milliseconds = 1e3 * float(np.median(seconds[1:] or [float("nan")]))  # the first step compiles
+    number = prompt.layers[0].k.dtype.itemsize
+    size = pool_bytes(policy, params.config, case.inputs, number=number)
+    return Row(name, share, answer, right, recall, size, milliseconds, kept)
+
+
+def show(console: Console, case: Case, rows: list[Row]) -> None:
+    """Prints the table."""
+    title = f"{case.question} -> {case.truth}" if case.truth is not None else case.question
+    verdict, recall = Column("", no_wrap=True), Column("evidence", no_wrap=True)
+    table = Table("method", "bytes", "answer", verdict, recall, "KiB", "ms", title=title)
+    for row in rows:
+        mark = "[green]right[/]" if row.right else "[red]wrong[/]"
+        if case.truth is None:
+            mark = "as full" if row.right else "differs"
+        kept = "" if row.recall is None else f"{row.recall:.0%}"
+        size, milliseconds = f"{row.bytes / 1024:.0f}", f"{row.milliseconds:.1f}"
+        table.add_row(row.name, f"{row.share:.0%}", row.answer, mark, kept, size, milliseconds)
+    console.print(table)
+    console.print(
+        'bytes: relative to the vision entries of a full 16-bit cache; all text is kept (scope="vision").\n'
+        "evidence: share of the needed tokens that is kept, mean over layers and heads. KiB: cache. ms: per token."
+    )
+
+
+def caption(case: Case, full: Row) -> str:
+    """The line under the picture's title."""
+    answer = case.truth if case.truth is not None else full.answer
+    return f"Question: {case.question}   {'Answer' if case.truth is not None else 'Full cache'}: {answer}"
+
+
+def panels(case: Case, rows: list[Row]) -> list[Panel]:
+    """Maps of the full cache, then of every method at the share `SHOWN`."""
+    grid = case.inputs.grid[0]
+    frame = None
+    if case.evidence is not None:
+        frame = grid[case.evidence[0]][:, 1:]
+    made = []
+    for row in rows:
+        if row.share in (SHOWN, 1.0):
+            verdict = ("right" if row.right else "wrong") if case.truth is not None else (
+                "as full" if row.right else "differs")  # fmt: skip
+            kept = None if row.share == 1.0 else analysis.on_grid(row.kept, grid)[0]
+            recall = "" if row.recall is None else f"{row.recall:.0%} of the evidence, "
+            made.append(Panel(row.name, row.answer, verdict, f"{recall}{row.bytes / 1024:.0f} KiB", kept, frame))
+    return made

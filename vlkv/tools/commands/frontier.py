@@ -1,0 +1,182 @@
+"""Find the method and the bits that answer best at each cache size: a table, a plot, and Python code for each.
+
+  vlkv frontier --quick --out frontier
+  vlkv frontier questions.jsonl --model FOLDER --policy snapkv aircache
+
+The first asks the demo model and takes minutes; the second asks your model your own questions.
+Every policy runs with and without quantisation, at equal bytes. An interrupted run is resumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from vlkv import loading
+from vlkv.errors import InputError
+from vlkv.mini import export
+from vlkv.policies import AirCache, Full, Policy, Smooth, compose, make
+from vlkv.processing import Processor
+from vlkv.tools.benching.machine import describe
+from vlkv.tools.commands.options import policy_called
+from vlkv.tools.commands.plots import check_plots
+from vlkv.tools.evaluation import curves, fingerprint
+from vlkv.tools.evaluation.journal import Journal
+from vlkv.tools.evaluation.keeps import at_bytes, share_of_bytes
+from vlkv.tools.evaluation.metrics import LOWER_IS_BETTER, METRICS, check_metrics
+from vlkv.tools.evaluation.records import Record, read_records
+from vlkv.tools.evaluation.report import code, save, summarise
+from vlkv.tools.evaluation.running import Settings
+from vlkv.tools.evaluation.running import run as run_all
+
+RESULTS, PLOT, QUESTIONS = "frontier.json", "frontier.png", "questions"
+_METHODS = ("imgrandom", "h2o", "snapkv", "pyramidkv", "aircache", "prefixkv", "csp", "vlcache")
+_QUICK = ("snapkv", "aircache")
+_TEXT = AirCache(keep=0.1, window="text")
+_OURS = {
+    "AirCache, smoothed": compose(_TEXT, smooth=Smooth(8, one_sided=True, pooling="max")),
+    "AirCache, smoothed on the grid": compose(_TEXT, smooth=Smooth((8, 8), one_sided=True, pooling="max")),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vlkv frontier`."""
+    parser.add_argument("file", type=Path, nargs="?", metavar="FILE.jsonl", help="questions (default: ledger pages)")
+    parser.add_argument("--model", default="mini", metavar="DIR", help="a folder, a hub id, or mini (default: mini)")
+    parser.add_argument(
+        "--policy", nargs="+", metavar="NAME",
+        help=f"with options as in 'aircache(window=\"text\")' (default: {', '.join(_METHODS)}, and smoothed ones)",
+    )  # fmt: skip
+    parser.add_argument("--bits", nargs="+", type=int, default=[16, 8, 4, 2], metavar="N", help="bits per number")
+    parser.add_argument(
+        "--bytes", nargs="+", type=float, default=[0.2, 0.1, 0.05, 0.02, 0.01], metavar="SHARE",
+        help="budgets, as shares of the full cache in 16 bits (default: 0.2 0.1 0.05 0.02 0.01)",
+    )  # fmt: skip
+    parser.add_argument("--metric", default="exact", metavar="NAME", help=f"of {', '.join(METRICS)} (default: exact)")
+    parser.add_argument("--questions", type=int, default=200, metavar="N", help="number of ledger pages (default: 200)")
+    parser.add_argument("--quick", action="store_true", help="few methods, budgets and questions; takes minutes")
+    parser.add_argument("--out", type=Path, default=Path("frontier"), metavar="FOLDER", help="(default: frontier)")
+    parser.add_argument("--batch", type=int, default=20, metavar="N", help="rows that are prefilled together")
+    parser.add_argument("--max-new-tokens", type=int, default=16, metavar="N", help="limit of an answer (default: 16)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> Any:
+    """Measures, prints the frontier, and draws it."""
+    if args.quick:
+        args.bytes, args.bits, args.questions = [0.1, 0.02], [16, 4], 40
+    for share in args.bytes:
+        if not 0 < share <= 1:
+            raise InputError(f"--bytes {share} must lie in (0, 1]")
+    if args.metric in LOWER_IS_BETTER:
+        raise InputError(f"--metric {args.metric}: give a metric for which higher is better")
+    if args.out.exists() and not args.out.is_dir():
+        raise InputError(f"{args.out}: is a file; --out is a folder for the results")
+    processor = loading.load_processor(args.model)
+    args.out.mkdir(parents=True, exist_ok=True)
+    check_plots(args.out / PLOT)
+    file, records = _questions(args)
+    check_metrics([args.metric], len(records))
+    named = _plan(args, processor)
+    plan = [policy for _, _, policy in named]
+    settings = Settings(max_new_tokens=args.max_new_tokens, batch=min(args.batch, len(records)))
+    folder = loading.resolve(args.model)
+    facts = {
+        "model": fingerprint.of_model(folder),
+        "file": fingerprint.of_file(file),
+        "policies": [code(policy) for policy in plan],
+        **dataclasses.asdict(settings),
+    }
+    journal, bar = Journal(args.out, facts), Console(stderr=True)
+    try:
+        if journal.resumed:
+            bar.print(f"resuming after {journal.resumed} answers", highlight=False)
+        params = loading.load_params(folder)
+        progress = partial(track, description="asking", console=bar, transient=True, disable=not bar.is_terminal)
+        run_all(params, processor, records, plan, settings, journal, progress=progress)
+    finally:
+        journal.close()
+    summary = summarise(records, plan, [args.metric], journal.entries)
+    inputs = processor(list(map(str, records[0].images)), records[0].turns[0].question)
+    points = []
+    for (name, bits, policy), row in zip(named, summary["rows"], strict=True):
+        low, high = curves.wilson(min(1.0, row[args.metric]), summary["questions"])
+        share = share_of_bytes(policy, processor.config, inputs)
+        points.append({"name": name, "bits": bits, "bytes": share, "quality": row[args.metric], "low": low,
+                       "high": high, "code": code(policy), "cache_bytes": row["cache_bytes"]})  # fmt: skip
+    chosen = [(share, best) for share in args.bytes if (best := curves.best_at(points[1:], share)) is not None]
+    lines = [{"share": share, **best, "python": _python(args, file, settings, best["code"])} for share, best in chosen]
+    result = {"run": facts, "machine": describe(), "metric": args.metric, "questions": summary["questions"],
+              "points": points, "best": lines}  # fmt: skip
+    save(result, args.out / RESULTS)
+    title = f"{args.model}, {summary['questions']} questions, 95 % intervals"
+    curves.plot(points[1:], args.out / PLOT, title=title, label=args.metric, full=points[0]["quality"])
+    if args.json:
+        return result
+    _show(points, lines, args)
+    return None
+
+
+def _questions(args: argparse.Namespace) -> tuple[Path, list[Record]]:
+    """The user's file, or ledger pages that are written next to the results."""
+    if args.file is not None:
+        return args.file, read_records(args.file)
+    if loading.resolve(args.model) != loading.MINI:
+        raise InputError("give FILE.jsonl, because only the demo model has default questions")
+    file = args.out / QUESTIONS / export.QUESTIONS
+    if not file.exists() or len(read_records(file)) != args.questions:
+        export.export(args.out / QUESTIONS, args.questions)
+    return file, read_records(file)
+
+
+def _plan(args: argparse.Namespace, processor: Processor) -> list[tuple[str, int, Policy]]:
+    """Name, bits and policy of every point; the full cache first."""
+    base: dict[str, Policy] = {}
+    for text in args.policy or (_QUICK if args.quick else _METHODS):
+        cls, options = policy_called(text, f"--policy {text}", lambda: processor.config)
+        made = make(cls, **{"keep": 0.1, "scope": "vision", **options})
+        base[code(made).replace("keep=0.1, ", "") if options else cls.__name__] = made
+    if args.policy is None:
+        base |= {name: policy for name, policy in _OURS.items() if not args.quick or "smoothed" in name}
+    plan: list[tuple[str, int, Policy]] = [("Full", 16, Full())]
+    for name, policy in base.items():
+        policy.check_model(processor.config.decoder.layers)
+        plan += [(name, bits, at_bytes(policy, share, bits)) for bits in args.bits for share in args.bytes]
+    return plan
+
+
+def _python(args: argparse.Namespace, file: Path, settings: Settings, policy: str) -> str:
+    """One line of Python that measures a point of the frontier again."""
+    options = f"batch={settings.batch}, max_new_tokens={settings.max_new_tokens}"
+    metric = "" if args.metric == "exact" else f"metric={args.metric!r}, "
+    own = [text.split("(")[0] for text in args.policy or () if ":" in text.split("(")[0]]
+    classes = "".join(f"{name.rpartition(':')[2]} = named({name!r}); " for name in own)
+    return (
+        f"from vlkv.tools.evaluation.curves import quality; from vlkv.policies import *; {classes}"
+        f"print(quality({args.model!r}, {str(file)!r}, {policy}, {metric}{options}))"
+    )
+
+
+def _show(points: list[dict[str, Any]], lines: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    console = Console()
+    table = Table("method", "bits", "bytes", args.metric, "95 %", "KiB", title="quality against bytes")
+    on_frontier = [point["code"] for point in curves.pareto(points)]
+    for point in points:
+        mark = "[bold]" if point["code"] in on_frontier else ""
+        table.add_row(
+            mark + point["name"], str(point["bits"]), f"{point['bytes']:.1%}", f"{mark}{100 * point['quality']:.1f}",
+            f"{100 * point['low']:.0f} to {100 * point['high']:.0f}", f"{point['cache_bytes'] / 1024:.0f}",
+        )  # fmt: skip
+    console.print(table)
+    for line in lines:
+        console.print(f"\nbest at {line['share']:.0%}: {line['name']}, {line['bits']} bits: {line['quality']:.4f}",
+                      highlight=False)  # fmt: skip
+        console.out(line["python"], highlight=False)  # one line, however long
+    console.print(f"\n{args.out / PLOT}, {args.out / RESULTS}", highlight=False)

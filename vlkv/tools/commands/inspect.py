@@ -1,0 +1,195 @@
+"""Repeat the measurements of the papers' figures on any model, data and policy: budgets, attention, cost and more.
+
+vlkv inspect --what budgets --model mini --samples 100
+vlkv inspect questions.jsonl --what lorenz --model DIR
+vlkv inspect --what survival --policy lightkv --out survival.png
+vlkv inspect --what attention --model DIR --image cat.png \\
+    --prompt "What is this?"
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from PIL import Image
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from vlkv import loading
+from vlkv.errors import InputError
+from vlkv.generate import check_room
+from vlkv.inputs import Inputs
+from vlkv.mini import CHECKPOINT, pages
+from vlkv.policies import Policy
+from vlkv.processing import Processor
+from vlkv.processing.images import open_image
+from vlkv.tools.commands.averaging import mean_view
+from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, policy_from
+from vlkv.tools.commands.plots import check_plots, save
+from vlkv.tools.commands.views import WHAT, Case, View
+from vlkv.tools.evaluation.records import read_records
+from vlkv.tools.evaluation.videos import read_video
+
+_ROWS = 32  # most rows of the printed table
+_FRAMES = 8  # sampled from a video
+
+
+class Sample(NamedTuple):
+    """A question and its images or videos."""
+
+    images: Sequence[Any]
+    question: str
+    videos: Sequence[Path] = ()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vlkv inspect`."""
+    parser.add_argument(
+        "data", nargs="?", type=Path, metavar="DATA",
+        help="samples to average over: a JSONL as for `vlkv eval`, or a folder of images (with --prompt)",
+    )  # fmt: skip
+    parser.add_argument("--what", required=True, metavar="NAME", help=f"one of {', '.join(WHAT)}")
+    add_model_arguments(
+        parser, required=False, help="a checkpoint folder, or a hub id (default: the demo model on a held-out page)"
+    )
+    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="an image; may be repeated")
+    parser.add_argument("--prompt", metavar="TEXT", help="the question; needed with --model or a folder")
+    add_policy_arguments(parser)
+    parser.set_defaults(policy=None)  # each measurement has its own default policy
+    parser.add_argument("--max-new-tokens", type=int, default=20, metavar="N", help="limit on the length of an answer")
+    parser.add_argument("--samples", type=int, metavar="N", help="the first N of DATA, or N pages of the demo model")
+    parser.add_argument("--ranks", type=int, default=32, metavar="N", help="points of the curve of --what ranking")
+    parser.add_argument("--seed", type=int, default=0, help="seed of random policies and of the demo pages")
+    parser.add_argument("--out", type=Path, metavar="PNG", help="file of the picture (default: inspect-NAME.png)")
+    parser.add_argument("--json", action="store_true", help="print JSON; draw only with --out")
+
+
+def run(args: argparse.Namespace) -> Any:
+    """Prints a table and saves a picture, or returns the arrays for JSON."""
+    if args.what not in WHAT:
+        raise InputError(f"--what {args.what}: unknown; choose one of {', '.join(WHAT)}")
+    measure, policy = WHAT[args.what], _policy(args)
+    for name, least in (("max_new_tokens", 2), ("ranks", 1), ("seed", 0)):
+        if getattr(args, name) < least:
+            raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {least}")
+    out = args.out or (None if args.json else Path(f"inspect-{args.what}.png"))
+    if out is not None:
+        check_plots(out)
+    processor = loading.load_processor(args.model or CHECKPOINT)
+    samples = _samples(args)
+    first = _inputs(processor, samples[0])
+    check_room(processor.config, first, args.max_new_tokens)
+    params = loading.load_params(args.model or CHECKPOINT, dtype=args.dtype)
+    console = Console(stderr=True)
+    views: list[View] = []
+    problem = ""
+    for i, sample in enumerate(track(samples, "measuring", console=console, transient=True, disable=len(samples) < 2)):
+        inputs = _inputs(processor, sample)
+        case = Case(
+            params, inputs, policy, jax.random.fold_in(jax.random.key(args.seed), i), args.max_new_tokens, args.ranks,
+            tuple(map(open_image, sample.images)) if len(samples) == 1 else (), partial(console.print, highlight=False),
+        )  # fmt: skip
+        try:
+            views.append(measure.view(case))
+        except InputError as error:
+            problem = str(error)
+            if len(samples) == 1:
+                raise
+    if not views:
+        raise InputError(f"none of {len(samples)} samples can be measured; the last error: {problem}")
+    if len(views) < len(samples):
+        console.print(f"{len(samples) - len(views)} samples left out; the last error: {problem}", highlight=False)
+    view, title = mean_view(views), _title(args.model, policy, len(views))
+    if out is not None:
+        save(view.panels, out, title)
+    if args.json:
+        about = {"what": args.what, "policy": type(policy).__name__, "options": policy.options(), "samples": len(views)}
+        return _plain({**about, "prompt_tokens": first.valid.sum(), "picture": out and str(out), **view.arrays})
+    _show(f"{args.what} of {title} ({measure.source})", view.columns)
+    Console().print(str(out), highlight=False)
+    return None
+
+
+def _title(model: str | Path | None, policy: Policy, samples: int) -> str:
+    """Title with the model, the policy, its keep or budget, and its scope."""
+    share = f"budget {policy.budget}" if policy.budget is not None else f"keep {policy.keep or 1:.3g}"
+    name = "mini" if model is None else Path(model).name
+    mean = f", mean of {samples} samples" if samples > 1 else ""
+    return f"{name}: {type(policy).__name__}, {share}, scope {policy.scope}{mean}"
+
+
+def _policy(args: argparse.Namespace) -> Policy:
+    """The policy from the arguments, or else the default of the measurement."""
+    if args.policy is None:
+        measure = WHAT[args.what]
+        args.policy = measure.policy
+        if args.keep is None and args.budget is None:
+            args.keep = measure.keep
+    return policy_from(args, lambda: loading.load_processor(args.model or CHECKPOINT).config)
+
+
+def _samples(args: argparse.Namespace) -> list[Sample]:
+    """The samples that the arguments describe; at least one."""
+    if args.samples is not None and args.samples < 1:
+        raise InputError(f"--samples {args.samples} must be at least 1")
+    if args.data is not None:
+        if args.image:
+            raise InputError("give DATA or --image, not both")
+        return _from_data(args.data, args.prompt)[: args.samples]
+    if not args.image and args.model in (None, "mini"):
+        found = pages.held_out(args.samples or 1, args.seed)
+        return [Sample([page.image], args.prompt or page.question) for page in found]
+    if args.model is None:
+        raise InputError("--image needs --model: without both, the demo model reads held-out pages")
+    if args.prompt is None:
+        raise InputError("--model needs --prompt, the question about the image")
+    return [Sample(args.image, args.prompt)]
+
+
+def _from_data(data: Path, prompt: str | None) -> list[Sample]:
+    """The first question of each row of a JSONL, or one question about each image of a folder."""
+    if not data.is_dir():
+        records = read_records(data, answers=False)
+        return [Sample(record.images, record.turns[0].question, record.videos) for record in records]
+    if prompt is None:
+        raise InputError(f"{data}: a folder of images needs --prompt")
+    known = Image.registered_extensions()
+    images = sorted(path for path in data.iterdir() if path.suffix.lower() in known)
+    if not images:
+        raise InputError(f"{data}: no images in this folder")
+    return [Sample([image], prompt) for image in images]
+
+
+def _inputs(processor: Processor, sample: Sample) -> Inputs:
+    media = [*sample.images, *(read_video(video, _FRAMES) for video in sample.videos)]
+    return processor(media or None, sample.question)
+
+
+def _plain(x: Any) -> Any:
+    """Converts to JSON types: arrays become lists, NaN and infinities become null."""
+    if isinstance(x, dict):
+        return {name: _plain(value) for name, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [_plain(value) for value in x]
+    if isinstance(x, (np.ndarray, np.generic, jax.Array)):
+        return _plain(np.asarray(x).tolist())
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def _show(title: str, columns: dict[str, np.ndarray]) -> None:
+    """Prints at most `_ROWS` rows, spread evenly over the columns."""
+    table = Table(*columns)
+    length = len(next(iter(columns.values())))
+    for i in np.unique(np.linspace(0, length - 1, min(length, _ROWS)).astype(int)):
+        table.add_row(*(f"{x[i]:.3f}" if np.asarray(x).dtype.kind == "f" else str(x[i]) for x in columns.values()))
+    console = Console()
+    console.print(title, highlight=False)
+    console.print(table)

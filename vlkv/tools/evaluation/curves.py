@@ -1,0 +1,131 @@
+"""Quality as a function of the cache's bytes, to choose a method and a number of bits for a budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from vlkv import loading
+from vlkv.files import replacing
+from vlkv.policies.policy import Policy
+from vlkv.tools.evaluation.journal import Journal
+from vlkv.tools.evaluation.records import read_records
+from vlkv.tools.evaluation.report import summarise
+from vlkv.tools.evaluation.running import Settings, run
+
+Point = Mapping[str, Any]  # name, bits, bytes (a share), quality, low and high (its interval), code
+_COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#9c755f", "#e15759", "#76b7b2", "#edc948", "#7f7f7f",
+            "#ff9da7")  # fmt: skip
+
+
+def quality(
+    model: str | Path,
+    file: str | Path,
+    policy: Policy,
+    *,
+    metric: str = "exact",
+    batch: int = 20,
+    max_new_tokens: int = 16,
+) -> float:
+    """Answers the questions of a file under one policy; returns the mean of a metric. `vlkv frontier` prints this call.
+
+    Args:
+        model: a checkpoint folder or a hub id.
+        file: questions in the format of `read_records`.
+        policy: any policy.
+        metric: a name of `METRICS`.
+        batch: number of questions that are answered together.
+        max_new_tokens: limit on the tokens of an answer.
+
+    Raises:
+        InputError: the checkpoint, the file or a question cannot be used.
+    """
+    params, processor = loading.load(model)
+    records = read_records(Path(file))
+    settings = Settings(max_new_tokens=max_new_tokens, batch=batch)
+    with TemporaryDirectory() as folder:
+        journal = Journal(Path(folder), {})
+        run(params, processor, records, [policy], settings, journal)
+        journal.close()
+    return float(summarise(records, [policy], [metric], journal.entries)["rows"][0][metric])
+
+
+def wilson(mean: float, count: int) -> tuple[float, float]:
+    """The 95 % confidence interval of a share `mean` of `count` questions (Wilson 1927)."""
+    z = 1.959964
+    centre = (mean + z**2 / (2 * count)) / (1 + z**2 / count)
+    margin = z / (1 + z**2 / count) * math.sqrt(mean * (1 - mean) / count + z**2 / (4 * count**2))
+    return max(0.0, centre - margin), min(1.0, centre + margin)
+
+
+def pareto(points: Sequence[Point]) -> list[Point]:
+    """The Pareto frontier, sorted by bytes: points that are better than all points with as many bytes or fewer."""
+    best: list[Point] = []
+    for point in sorted(points, key=lambda point: (point["bytes"], -point["quality"])):
+        if not best or point["quality"] > best[-1]["quality"]:
+            best.append(point)
+    return best
+
+
+def best_at(points: Sequence[Point], share: float) -> Point | None:
+    """The point with the best quality among those with at most `share` of the bytes; None if there is none.
+
+    Of points with equal quality, the smallest. A point may exceed `share` by one percent, because budgets are rounded.
+    """
+    fitting = [point for point in points if point["bytes"] <= 1.01 * share + 1e-4]
+    return min(fitting, key=lambda point: (-point["quality"], point["bytes"]), default=None)
+
+
+def plot(points: Sequence[Point], file: Path, *, title: str, label: str, full: float | None = None) -> None:
+    """Draws one line per method and number of bits, with intervals, and the Pareto frontier. Needs matplotlib.
+
+    Args:
+        points: the measurements.
+        file: the PNG file to write.
+        title: text above the plot.
+        label: name of the vertical axis.
+        full: quality of the full cache, drawn as a dashed line.
+    """
+    from matplotlib.figure import Figure  # noqa: PLC0415 (optional, and slow to import)
+    from matplotlib.ticker import FuncFormatter  # noqa: PLC0415
+
+    figure = Figure(figsize=(9.6, 5.6), layout="constrained")
+    axes = figure.subplots()
+    frontier = pareto(points)
+    axes.step([p["bytes"] for p in frontier], [p["quality"] for p in frontier], where="post", color="#d9d9d9",
+              linewidth=9, solid_capstyle="butt", label="frontier", zorder=1)  # fmt: skip
+    if full is not None:
+        axes.axhline(full, color="black", linestyle="--", linewidth=1, label="full cache, 16 bits")
+    names = list(dict.fromkeys(point["name"] for point in points))
+    styles = {16: ("-", "o"), 8: ("-.", "D"), 4: ("--", "s"), 2: (":", "^")}
+    for name, bits in dict.fromkeys((point["name"], point["bits"]) for point in points):
+        series = sorted((p for p in points if (p["name"], p["bits"]) == (name, bits)), key=lambda p: p["bytes"])
+        line, mark = styles[bits]
+        quality = [p["quality"] for p in series]
+        errors = [[max(0, q - p["low"]) for q, p in zip(quality, series, strict=True)],
+                  [max(0, p["high"] - q) for q, p in zip(quality, series, strict=True)]]  # fmt: skip
+        number = names.index(name)
+        axes.errorbar(
+            [p["bytes"] for p in series], quality, yerr=errors, linestyle=line, marker=mark, markersize=5, capsize=2,
+            elinewidth=0.8, color=_COLOURS[number % len(_COLOURS)], alpha=0.9,
+            markerfacecolor="white" if number >= len(_COLOURS) else None,
+            label=name if bits == 16 else f"{name}, {bits} bits",
+        )  # fmt: skip
+    axes.set_xscale("log")
+    percent = FuncFormatter(lambda x, _: f"{100 * x:g} %")
+    ticks = [x for x in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.25, 0.5, 1.0)
+             if min(p["bytes"] for p in points) * 0.9 <= x <= max(p["bytes"] for p in points) * 1.1]  # fmt: skip
+    axes.set_xticks(ticks, [f"{100 * x:g} %" for x in ticks])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(percent)
+    axes.set_ylim(-0.02, 1.02)
+    axes.set_xlabel("bytes of the vision entries, share of the full cache in 16 bits")
+    axes.set_ylabel(label)
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.01, 0.5))
+    with replacing(file) as partial:
+        figure.savefig(partial, format="png", dpi=130)

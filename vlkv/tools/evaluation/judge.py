@@ -1,0 +1,48 @@
+"""Scores answers with an external command, which reads a question, its references and an answer."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import shlex
+import subprocess
+from collections.abc import Sequence
+
+import numpy as np
+
+from vlkv.errors import InputError
+from vlkv.tools.evaluation.records import Scored
+
+
+def judge(command: str, scored: Sequence[Scored]) -> float:
+    """Mean of the scores that a command prints.
+
+    Args:
+        command: run once for each answer, without a shell. Its standard input is one JSON object with `question`,
+            `references` (a list) and `answer`; its standard output must be one number.
+        scored: the answers.
+
+    Raises:
+        InputError: the command cannot be run, fails, or prints no number.
+    """
+    return float(np.mean([_score(command, item.question, tuple(item.accepted), item.answer) for item in scored]))
+
+
+@functools.cache
+def _score(command: str, question: str, references: tuple[str, ...], answer: str) -> float:
+    """The score of one answer. Cached, because several policies often give the same answer."""
+    task = json.dumps({"question": question, "references": list(references), "answer": answer})
+    try:
+        process = subprocess.run(shlex.split(command), input=task, capture_output=True, text=True, check=False)
+    except (OSError, ValueError) as error:
+        raise InputError(f"--judge {command}: cannot be run ({error})") from None
+    if process.returncode:
+        raise InputError(f"--judge {command}: failed with status {process.returncode}: {process.stderr.strip()[-200:]}")
+    try:
+        value = float(process.stdout)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise InputError(f"--judge {command}: printed {process.stdout.strip()[:80]!r}, expected one number")
+    return value

@@ -1,0 +1,179 @@
+"""Metrics of published benchmarks, defined as in the evaluation code of their authors.
+
+relaxed    a number may differ by five percent; any other answer must be equal (ChartQA; Masry et al. 2022, Sec. 5.1).
+vqa        min(people who gave the same answer / 3, 1), averaged over all sets that leave out one person (VQA v2,
+           TextVQA; Antol et al. 2015, Sec. 5), after VQA's normalisation of punctuation, articles, numbers and
+           contractions. VQA's code normalises only where people disagree; here every answer is normalised.
+pope-f1    F1 of "yes" (Li et al. 2023). An answer is "no" if its first sentence has the word no, No or not,
+           otherwise "yes".
+ocrbench   share of the answers that contain an accepted one (Liu et al. 2024); OCRBench prints it times 1000. Ignores
+           case; for the dataset HME100k it ignores spaces instead.
+mme        accuracy plus accuracy+ (both questions about an image), in percent, summed over datasets (Fu et al. 2023).
+f1         F1 of the words in common with the best accepted answer (SQuAD; question answering in LongBench).
+needle     share of the answers that contain an accepted one as whole words (needle in a haystack of text).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import string
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from vlkv.tools.evaluation.records import Scored
+
+_PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
+_NUMBERS = ("none", "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_DIGITS = {name: str(max(0, i - 1)) for i, name in enumerate(_NUMBERS)}
+_CONTRACTIONS = """ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't
+he'd he'd've he's how'd how'll how's isn't it'd it'd've it'll ma'am mightn't mightn't've might've mustn't must've
+needn't not've o'clock oughtn't shan't she'd've should've shouldn't shouldn't've somebody'd somebody'd've somebody'll
+somebody's someone'd someone'd've someone'll someone's something'd something'd've something'll that's there'd
+there'd've there're there's they'd they'd've they'll they're they've 'twas wasn't we'd've we've weren't what'll what're
+what's what've when's where'd where's where've who'd who'd've who'll who's who've why'll why're why's won't would've
+wouldn't wouldn't've y'all y'all'll y'all'd've you'd you'd've you'll you're you've"""
+
+
+def relaxed(scored: Sequence[Scored]) -> float:
+    """Relaxed accuracy; a percentage counts as a fraction."""
+
+    def correct(answer: str, accepted: str) -> bool:
+        number, wanted = _number(answer), _number(accepted)
+        if number is None or not wanted:  # a relative error needs a reference other than 0
+            return answer.strip().lower() == accepted.strip().lower()
+        return abs(number - wanted) <= 0.05 * abs(wanted)
+
+    return _mean(any(correct(item.answer, accepted) for accepted in item.accepted) for item in scored)
+
+
+def _number(text: str) -> float | None:
+    text = text.strip()
+    try:
+        return float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        return None
+
+
+def vqa(scored: Sequence[Scored]) -> float:
+    """VQA accuracy; `Scored.accepted` contains the answers of all people."""
+
+    def accuracy(item: Scored) -> float:
+        answer, people = _vqa_words(item.answer), [_vqa_words(text) for text in item.accepted]
+        same = people.count(answer)
+        return _mean(min(1.0, (same - (person == answer)) / 3) for person in people)
+
+    return _mean(map(accuracy, scored))
+
+
+def strip_punctuation(text: str) -> str:
+    """VQA's punctuation rules.
+
+    A punctuation mark becomes a space. It is removed instead if, anywhere in the text, a space is next to this mark or
+    a comma is between two digits. A full stop is removed unless a digit follows.
+    """
+    result, grouped = text, re.search(r"\d,\d", text) is not None
+    for mark in _PUNCTUATION:
+        remove = grouped or f"{mark} " in text or f" {mark}" in text
+        result = result.replace(mark, "" if remove else " ")
+    return re.sub(r"\.(?!\d)", "", result)
+
+
+def _vqa_words(text: str) -> str:
+    """VQA's normalisation: lower case, digits instead of number words, no articles, apostrophes in contractions."""
+    words = strip_punctuation(" ".join(text.split())).lower().split()
+    words = [_DIGITS.get(word, word) for word in words if word not in ("a", "an", "the")]
+    return " ".join(_SPELLINGS.get(word, word) for word in words)
+
+
+def _spellings() -> dict[str, str]:
+    """Maps each contraction, with any of its apostrophes left out, to its correct spelling."""
+    found = {}
+    for whole in _CONTRACTIONS.split():
+        parts = whole.split("'")
+        for marks in itertools.product(("'", ""), repeat=len(parts) - 1):
+            found["".join(part + mark for part, mark in zip(parts, (*marks, ""), strict=True))] = whole
+    return found
+
+
+_SPELLINGS = _spellings()
+
+
+def pope_f1(scored: Sequence[Scored]) -> float:
+    """F1 of the answer "yes"."""
+
+    def verdict(text: str) -> str:
+        words = text.split(".", maxsplit=1)[0].replace(",", "").split(" ")
+        return "no" if {"No", "not", "no"} & set(words) else "yes"
+
+    pairs = [(verdict(item.answer), item.accepted[0].strip().lower()) for item in scored]
+    answered, correct = (sum(pair[i] == "yes" for pair in pairs) for i in range(2))
+    return 2 * pairs.count(("yes", "yes")) / (answered + correct) if answered + correct else 0.0
+
+
+def ocrbench(scored: Sequence[Scored]) -> float:
+    """Share of the answers that contain an accepted one."""
+
+    def plain(text: str, dataset: str) -> str:
+        text = text.strip().replace("\n", " ")
+        return text.replace(" ", "") if dataset == "HME100k" else text.lower()
+
+    return _mean(
+        any(plain(text, item.dataset) in plain(item.answer, item.dataset) for text in item.accepted) for item in scored
+    )
+
+
+def mme(scored: Sequence[Scored]) -> float:
+    """Accuracy plus accuracy+ in percent, summed over datasets; reads "yes" or "no" from the first four characters."""
+    found: dict[str, dict[object, list[bool]]] = defaultdict(lambda: defaultdict(list))
+    for item in scored:
+        begin = item.answer.strip().lower()[:4]
+        verdict = next((word for word in ("yes", "no") if word in begin), None)
+        found[item.dataset][item.images].append(verdict == item.accepted[0].strip().lower())
+    return sum(
+        100 * _mean(itertools.chain.from_iterable(images.values())) + 100 * _mean(map(all, images.values()))
+        for images in found.values()
+    )
+
+
+def f1(scored: Sequence[Scored]) -> float:
+    """Mean F1 of the words in common with the best accepted answer."""
+
+    def value(answer: str, accepted: str) -> float:
+        words, wanted = _squad_words(answer), _squad_words(accepted)
+        common = sum((Counter(words) & Counter(wanted)).values())
+        return 2 * common / (len(words) + len(wanted)) if common else 0.0
+
+    return _mean(max(value(item.answer, accepted) for accepted in item.accepted) for item in scored)
+
+
+def needle(scored: Sequence[Scored]) -> float:
+    """Share of the answers that contain an accepted one as whole words."""
+
+    def padded(text: str) -> str:
+        return f" {' '.join(_squad_words(text))} "
+
+    return _mean(any(padded(text) in padded(item.answer) for text in item.accepted) for item in scored)
+
+
+def _squad_words(text: str) -> list[str]:
+    """SQuAD's normalisation: lower case, without punctuation and articles."""
+    text = "".join(mark for mark in text.lower() if mark not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))
+
+
+PROTOCOLS: Mapping[str, Callable[[Sequence[Scored]], float]] = {
+    "relaxed": relaxed,
+    "vqa": vqa,
+    "pope-f1": pope_f1,
+    "ocrbench": ocrbench,
+    "mme": mme,
+    "f1": f1,
+    "needle": needle,
+}

@@ -1,0 +1,304 @@
+"""Answers every question under every policy. Each batch is prefilled once and compressed with each policy.
+
+Policies that reduce the prompt or cap the layers need their own prefill. Later turns, and the questions of a
+query-agnostic run, are added with `vlkv.extend`, which does not compress the cache of the first prompt again.
+
+Axes: B rows of a batch · S tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from vlkv import jitted
+from vlkv.buckets import round_up
+from vlkv.cache import PackedCache
+from vlkv.errors import InputError
+from vlkv.extend import extend
+from vlkv.families import Model
+from vlkv.generate import check_room, decode, log_probabilities
+from vlkv.inputs import Inputs
+from vlkv.policies.full import Full
+from vlkv.policies.policy import Policy
+from vlkv.processing import Processor
+from vlkv.sampling import Greedy, Sample
+from vlkv.tools.evaluation import dialogue
+from vlkv.tools.evaluation.batching import Batch, batches
+from vlkv.tools.evaluation.journal import Entry, Journal
+from vlkv.tools.evaluation.keeps import budget, pool_bytes, share_programs
+from vlkv.tools.evaluation.records import Record
+from vlkv.tools.evaluation.videos import read_video
+
+_extend = jax.jit(extend)
+_decode = jax.jit(decode, static_argnames="sampling")
+_log_probabilities = jax.jit(log_probabilities)
+_MAX_PROGRAMS = 120  # compiled decoding loops; each needs many memory maps, and a process may have only so many
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How questions are answered.
+
+    Attributes:
+        max_new_tokens: limit on the tokens of an answer. Answers are greedy.
+        batch: number of prompts that are prefilled together.
+        query_agnostic: the policy sees only the prompt before the question; the question is added with `extend`.
+        perplexity: also compute the log-probability of the first accepted answer.
+        temperature: if positive, two more answers are drawn with the full cache at this temperature (`self-rouge-l`).
+        frames: limit on the frames of a video.
+        seed: for random policies and drawn answers.
+    """
+
+    max_new_tokens: int = 64
+    batch: int = 1
+    query_agnostic: bool = False
+    perplexity: bool = False
+    temperature: float = 0.0
+    frames: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_new_tokens", 1), ("batch", 1), ("temperature", 0), ("frames", 1), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise InputError(f"{name}={getattr(self, name)} must be at least {least}")
+
+
+def run(
+    params: Model,
+    processor: Processor,
+    records: Sequence[Record],
+    plan: Sequence[Policy],
+    settings: Settings,
+    journal: Journal,
+    *,
+    progress: Callable[[Sequence[Batch]], Iterable[Batch]] = iter,
+) -> None:
+    """Answers the questions whose answers are not in the journal yet, and appends the answers batch by batch.
+
+    Args:
+        params: the model.
+        processor: the model's processor.
+        records: from `read_records`.
+        plan: the policies.
+        settings: how to answer.
+        journal: the journal of a run with the same records, policies and settings.
+        progress: wraps the batches, for a progress bar.
+
+    Raises:
+        InputError: a question or an image cannot be used; the message names the line. All texts are checked before
+            anything is compiled.
+    """
+    evaluator = _Evaluator(params, processor, records, plan, settings)
+    evaluator.check()
+    shared = (lambda record: dialogue.image_part(processor, record)) if settings.query_agnostic else None
+    for batch in progress(batches(records, settings.batch, shared)):
+        todo = [i for i in range(len(plan)) if not _complete(journal, batch, records, i)]
+        if todo:
+            inputs, new_tokens = evaluator.first_inputs(batch)
+            caches = _compressed(params, inputs, plan, todo, new_tokens, settings.seed, batch.number)
+            for i, size, cache, logits in caches:
+                journal.append(evaluator.answer(batch, i, size, cache, logits))
+                del cache, logits  # free their memory before the next cache is computed
+
+
+def _compressed(
+    params: Model, inputs: Inputs, plan: Sequence[Policy], todo: Sequence[int], new_tokens: int, seed: int, batch: int
+) -> Iterator[tuple[int, int, PackedCache, Array]]:
+    """For each policy index in `todo`: the index, the bytes of its cache, the cache, and the logits of the prompt.
+
+    All keeps of a method share one program, which allocates the pool of the largest keep. The bytes returned are those
+    of a pool for the policy's own keep.
+    """
+    key = jax.random.split(jax.random.fold_in(jax.random.key(seed), batch))[0]
+    # A shared prefill stores the queries of all layers, which does not pay off for a single policy.
+    sharing = [i for i, policy in enumerate(plan) if policy.reducer is None and policy.cap is None]
+    prompt = jitted.read_prompt(params, inputs) if len(sharing) > 1 and set(sharing) & set(todo) else None
+    programs = share_programs(plan)
+    layers, length = params.config.decoder.layers, inputs.valid.shape[1]
+    for i in todo:
+        policy, program = plan[i], programs[i]
+        if i in sharing and prompt is not None:
+            table = budget(policy, program, layers=layers, length=length)
+            cache, logits = (
+                jitted.fill_cache_with(prompt, program, table, new_tokens=new_tokens, key=key),
+                prompt.logits,
+            )
+        else:
+            cache, logits = jitted.prefill(params, inputs, policy, new_tokens=new_tokens, key=key)
+        size = cache.bytes
+        if program is not policy and prompt is not None:
+            number = cache.tail_k[0].dtype.itemsize
+            largest, own = (pool_bytes(p, params.config, inputs, number=number) for p in (program, policy))
+            size -= len(inputs.valid) * (largest - own)
+        yield i, size, cache, logits
+
+
+def _complete(journal: Journal, batch: Batch, records: Sequence[Record], policy: int) -> bool:
+    """Whether the journal has all answers of a batch under a policy."""
+    return all((row, turn, policy) in journal.entries for row in batch.rows for turn in range(len(records[row].turns)))
+
+
+class _Evaluator:
+    """Answers the questions of a batch, turn by turn."""
+
+    def __init__(
+        self, params: Model, processor: Processor, records: Sequence[Record], plan: Sequence[Policy], settings: Settings
+    ) -> None:
+        self.params, self.processor, self.records, self.plan, self.settings = params, processor, records, plan, settings
+        self.sampling = Greedy(max_new_tokens=settings.max_new_tokens)
+        self.compiled: set[Any] = set()  # shapes for which `decode` is compiled
+
+    def check(self) -> None:
+        """Raises InputError if a text cannot be used."""
+        for record in self.records:
+            try:
+                self._check(record)
+            except InputError as error:
+                raise InputError(f"line {record.line}: {error}") from None
+
+    def _check(self, record: Record) -> None:
+        answers: list[str] = []
+        if self.settings.query_agnostic:
+            if not (record.images or record.videos):
+                raise InputError("no image: a query-agnostic run compresses the prompt before the question")
+            self.processor.beyond(self._first_prompt(record), dialogue.prompt(self.processor, record, answers))
+        for turn in record.turns:
+            dialogue.prompt(self.processor, record, answers)
+            if self.settings.perplexity:
+                count = len(dialogue.reference(self.processor, record, answers))
+                if count > self.settings.max_new_tokens:
+                    raise InputError(
+                        f"the first answer has {count} tokens, more than --max-new-tokens "
+                        f"{self.settings.max_new_tokens}: raise that, or leave out the metric perplexity"
+                    )
+            answers.append(next(iter(turn.answers), "x"))
+
+    def first_inputs(self, batch: Batch) -> tuple[Inputs, int]:
+        """The inputs of the first prefill, and the number of tokens that may follow: questions and answers."""
+        records = [self.records[group[0]] for group in batch.groups]
+        texts = [record.turns[0].question for record in records]
+        try:
+            media: list[list[Any]] = [
+                [*record.images, *(read_video(video, self.settings.frames) for video in record.videos)]
+                for record in records
+            ]
+            inputs = self.processor(media, texts, question=not self.settings.query_agnostic)
+            buckets = (0, *self.processor.buckets.text)
+            new_tokens = self.settings.max_new_tokens + round_up(max(map(self._later_tokens, batch.rows)), buckets)
+            check_room(self.params.config, inputs, new_tokens)
+            return inputs, new_tokens
+        except InputError as error:
+            lines = ", ".join(str(record.line) for record in records[: batch.real])
+            raise InputError(f"line {lines}: {error}") from None
+
+    def _later_tokens(self, row: int) -> int:
+        """Number of slots reserved for a row between its first prompt and its last answer."""
+        record = self.records[row]
+        questions = dialogue.later_tokens(self.processor, record, self._first_prompt(record))
+        return questions + (len(record.turns) - 1) * self.settings.max_new_tokens
+
+    def _first_prompt(self, record: Record) -> str:
+        """The text that is prefilled, and that the policy sees."""
+        if self.settings.query_agnostic:
+            return dialogue.image_part(self.processor, record)
+        return dialogue.prompt(self.processor, record, [])
+
+    def answer(
+        self, batch: Batch, policy: int, size: int, cache: PackedCache, logits: Float[Array, "B vocab"]
+    ) -> list[Entry]:
+        """Answers all rows of a batch from the cache of its groups, which takes `size` bytes."""
+        entries: list[Entry] = []
+        key = jax.random.fold_in(jax.random.key(self.settings.seed), batch.number)
+        for number in range(max(map(len, batch.groups))):
+            rows = [group[min(number, len(group) - 1)] for group in batch.groups]
+            new = [i for i, group in enumerate(batch.groups[: batch.real]) if number < len(group)]
+            entries += self._converse(rows, new, policy, size, cache, logits, jax.random.fold_in(key, number))
+        return entries
+
+    def _converse(
+        self,
+        rows: list[int],
+        new: list[int],
+        policy: int,
+        size: int,
+        cache: PackedCache,
+        logits: Float[Array, "B vocab"],
+        key: Key[Array, ""],
+    ) -> list[Entry]:
+        """All turns of one row of each group; returns the entries of the groups `new`, whose row is not padding."""
+        draws = self.settings.temperature > 0 and type(self.plan[policy]) is Full
+        records = [self.records[row] for row in rows]
+        history: list[list[str]] = [[] for _ in rows]  # earlier answers of each row
+        before = [self._first_prompt(record) for record in records]
+        used, entries = np.zeros(len(rows), int), []
+        for turn in range(len(records[0].turns)):
+            after = [dialogue.prompt(self.processor, *pair) for pair in zip(records, history, strict=True)]
+            if after != before:
+                extension = self.processor.extension(before, after)
+                used += extension.valid.sum(axis=1)
+                self._check_capacity(cache, used, records)
+                cache, logits = _extend(self.params, cache, extension)
+            tokens, lengths, seconds = self._decode(cache, logits)
+            answers = self.processor.decode(tokens, lengths)
+            references, scores = self._score(records, history, cache, logits)
+            drawn = self._draw(cache, logits, jax.random.fold_in(key, turn)) if draws else []
+            entries += [
+                Entry(
+                    row=rows[i], turn=turn, policy=policy, answer=answers[i], tokens=int(lengths[i]),
+                    seconds=seconds / len(rows), bytes=size // len(rows), log_probability=float(scores[i]),
+                    reference=int(references[i]), drawn=[texts[i] for texts in drawn],
+                )
+                for i in new
+            ]  # fmt: skip
+            for earlier, answer in zip(history, answers, strict=True):
+                earlier.append(dialogue.truncate(self.processor, answer, self.settings.max_new_tokens))
+            before = after
+        return entries
+
+    def _decode(
+        self, cache: PackedCache, logits: Float[Array, "B vocab"]
+    ) -> tuple[Int[np.ndarray, "B S"], Int[np.ndarray, " B"], float]:
+        """Tokens and lengths of the answers, and the seconds of decoding. A new program first runs once untimed."""
+        shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves((cache, logits)))
+        program = jax.tree.structure(cache), shapes
+        if program not in self.compiled and len(self.compiled) == _MAX_PROGRAMS:
+            jax.clear_caches()
+            self.compiled.clear()
+        for _ in range(1 if program in self.compiled else 2):
+            begin = time.perf_counter()
+            result = jax.block_until_ready(_decode(self.params, cache, logits, sampling=self.sampling))
+            seconds = time.perf_counter() - begin
+        self.compiled.add(program)
+        tokens, lengths = (np.asarray(x) for x in result)
+        return tokens, lengths, seconds
+
+    def _draw(self, cache: PackedCache, logits: Float[Array, "B vocab"], key: Key[Array, ""]) -> list[list[str]]:
+        """Two random answers of every row."""
+        sampling = Sample(max_new_tokens=self.settings.max_new_tokens, temperature=self.settings.temperature)
+        results = [_decode(self.params, cache, logits, sampling=sampling, key=k) for k in jax.random.split(key)]
+        return [self.processor.decode(*map(np.asarray, result)) for result in results]
+
+    def _score(
+        self, records: list[Record], history: list[list[str]], cache: PackedCache, logits: Float[Array, "B vocab"]
+    ) -> tuple[Int[np.ndarray, " B"], Float[np.ndarray, " B"]]:
+        """Number of tokens of each reference, and its log-probability; zeros if they are not requested."""
+        if not self.settings.perplexity:
+            return np.zeros(len(records), int), np.zeros(len(records))
+        ids = [dialogue.reference(self.processor, *pair) for pair in zip(records, history, strict=True)]
+        lengths = np.array([len(row) for row in ids])
+        width = min(round_up(int(lengths.max()), self.processor.buckets.text), self.settings.max_new_tokens)
+        targets = np.array([[*row, *[-1] * (width - len(row))] for row in ids], np.int32)
+        return lengths, np.asarray(_log_probabilities(self.params, cache, logits, targets)).sum(axis=1)
+
+    def _check_capacity(self, cache: PackedCache, used: Int[np.ndarray, " B"], records: Sequence[Record]) -> None:
+        """Raises InputError if earlier answers are so long that the next answer may not fit into the cache."""
+        worst = int(used.argmax())
+        if used[worst] + self.settings.max_new_tokens > cache.new_tokens:
+            raise InputError(f"line {records[worst].line}: its answers do not fit: raise --max-new-tokens")

@@ -1,0 +1,213 @@
+"""The model class for lmms-eval: converts its requests to questions, and answers to its results.
+
+Two conventions of lmms-eval matter. `loglikelihood` returns the mean NEGATIVE log-probability per token, as in its own
+models, because its multiple-choice tasks choose the smallest value. And it adds "\\n\\n" to `until` if a task does not
+set it. This would cut an answer after its first paragraph, so we ignore it, like lmms-eval's own Qwen2-VL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from lmms_eval.api.instance import GenerationResult, Instance, TokenCounts
+from lmms_eval.api.model import lmms
+from lmms_eval.models.model_utils.gen_metrics import log_metrics
+from PIL import Image
+from tqdm import tqdm
+
+from vlkv import loading, policies
+from vlkv.errors import InputError
+from vlkv.processing.pictures import Video
+from vlkv.tools.commands.options import policy_from
+from vlkv.tools.harness.answering import Answer, Answerer, Question, sampling_from
+
+_STAGES = tuple(inspect.signature(policies.compose).parameters)[1:]
+_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+
+
+class Loss(NamedTuple):
+    """The result of `loglikelihood` for one request; returned inside a GenerationResult.
+
+    lmms-eval 0.7.3 converts a plain pair to a string, and also a pair from its response cache, and then cannot score
+    it. So the pair is wrapped. `strip` makes it look like an empty answer, because empty answers are not cached.
+    """
+
+    loss: float
+    greedy: bool
+
+    def strip(self) -> str:
+        """An empty text, so that lmms-eval does not cache this result."""
+        return ""
+
+
+class Vlkv(lmms):
+    """The model `--model vlkv` of lmms-eval.
+
+    Args:
+        pretrained: a checkpoint folder, or a hub id.
+        policy: name of the policy; see `vlkv policies`.
+        batch_size: questions per batch.
+        max_new_tokens: limit on the new tokens that tasks request. The cache has a slot for each of them.
+        max_frames: limit on the frames of a video file; the frames are evenly spread.
+        fps: frames per second of these frames, for families that use it.
+        dtype: of the weights; None: as in the checkpoint.
+        layout: "checkpoint" or "pad", see `vlkv.load`.
+        seed: for sampling and random policies.
+        device: must be None or "auto", because jax chooses the device (`JAX_PLATFORMS`).
+        max_batch_size: must be None.
+        options: options of the policy: keep, budget, scope and its own. allocate, merge, step, reduce, store and smooth
+            replace a stage, as `--with` of `vlkv generate` does (`store=kivi(bits=4)`).
+
+    Raises:
+        InputError: an option is unknown, or the checkpoint cannot be loaded.
+    """
+
+    is_simple = True
+    device = "cpu"  # where lmms-eval puts its own counters if it runs several processes
+
+    def __init__(
+        self,
+        pretrained: str,
+        policy: str = "full",
+        batch_size: int | str = 1,
+        max_new_tokens: int | None = None,
+        max_frames: int = 32,
+        fps: float = 2.0,
+        dtype: str | None = None,
+        layout: Any = "checkpoint",
+        seed: int = 0,
+        device: str | None = None,
+        max_batch_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if not str(batch_size).isdigit() or int(batch_size) < 1 or max_batch_size is not None:
+            raise InputError(f"batch_size={batch_size!r} must be a whole number of at least 1, without max_batch_size")
+        if device not in (None, "auto"):
+            raise InputError(f"device={device!r}: jax chooses the device; set JAX_PLATFORMS=cpu, cuda or tpu instead")
+        processor = loading.load_processor(pretrained, layout=layout)
+        compression = policy_from(_arguments(policy, options), lambda: processor.config)
+        self.max_new_tokens, self.layout, self.max_frames, self.fps = max_new_tokens, layout, max_frames, fps
+        self.model = Answerer(
+            params=loading.load_params(pretrained, dtype=dtype), processor=processor, policy=compression,
+            batch_size=int(batch_size), seed=seed,
+        )  # fmt: skip
+
+    def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
+        """One answer to each request. Requests with the same generation options share batches."""
+        arguments = [request.args for request in requests]
+        questions = [self._question(context, to_visual, *document) for context, _, to_visual, *document in arguments]
+        return self._generate(questions, [options for _, options, *_ in arguments])
+
+    def generate_until_multi_round(self, requests: list[Instance]) -> list[list[str]]:
+        """Several rounds: the task makes the next question from the earlier answers. Each round is prefilled anew."""
+        answers = []
+        for request in requests:
+            context, options, to_visual, to_text, *document = request.args
+            question, rounds, info = self._question(context, to_visual, *document), [], None
+            while True:
+                rounds.append(self._generate([question], [options])[0].text)
+                visuals, context, ended, rounds, info = to_text(
+                    self._document(*document), previous_output=rounds, round_idx=len(rounds), previous_round_info=info
+                )
+                rounds = list(rounds)
+                if ended:
+                    break
+                question = Question(context, self._pictures(visuals))
+            answers.append(rounds)
+        return answers
+
+    def loglikelihood(self, requests: list[Instance]) -> list[GenerationResult]:
+        """Mean negative log-probability per token, and whether greedy decoding gives the same tokens."""
+        groups: dict[Any, tuple[Question, list[str], list[int]]] = {}
+        for i, request in enumerate(requests):
+            if len(request.args) < 6:
+                raise InputError("acc_mutual_info is not supported: it needs answers without a question")
+            context, target, to_visual, *document = request.args
+            key = (context, *document)
+            if key not in groups:
+                groups[key] = (self._question(context, to_visual, *document), [], [])
+            groups[key][1].append(target if isinstance(target, str) else str(target(self._document(*document))))
+            groups[key][2].append(i)
+        questions, texts, indices = zip(*groups.values(), strict=True) if groups else ((), (), ())
+        with self._progress(len(questions)) as model:
+            found = model.likelihoods(questions, texts)
+        results = {
+            i: GenerationResult(Loss(-likelihood.log_probability / likelihood.tokens, likelihood.greedy))
+            for group, likelihoods in zip(indices, found, strict=True)
+            for i, likelihood in zip(group, likelihoods, strict=True)
+        }
+        return [results[i] for i in range(len(requests))]
+
+    def _generate(self, questions: Sequence[Question], options: Sequence[dict[str, Any]]) -> list[GenerationResult]:
+        begin = time.perf_counter()
+        results: dict[int, Answer] = {}
+        groups: dict[Any, list[int]] = {}
+        for i, each in enumerate(options):
+            groups.setdefault(sampling_from(each, layout=self.layout, most=self.max_new_tokens), []).append(i)
+        with self._progress(len(questions)) as model:
+            for (sampling, until), indices in groups.items():
+                ends = [end for end in until if end != "\n\n"]
+                answers = model.answers([questions[i] for i in indices], sampling, ends)
+                results |= dict(zip(indices, answers, strict=True))
+        seconds, tokens = time.perf_counter() - begin, sum(answer.tokens for answer in results.values())
+        log_metrics(
+            total_elapsed_time=seconds, total_gen_tokens=tokens, avg_speed=tokens / seconds,
+            additional_metrics={"cache_mib": max(answer.cache_bytes for answer in results.values()) / 2**20},
+        )  # fmt: skip
+        return [
+            GenerationResult(answer.text, TokenCounts(input_tokens=answer.prompt_tokens, output_tokens=answer.tokens))
+            for _, answer in sorted(results.items())
+        ]
+
+    @contextmanager
+    def _progress(self, count: int) -> Iterator[Answerer]:
+        """The model, with a progress bar that counts its questions."""
+        with tqdm(total=count, disable=self.rank != 0, desc=f"vlkv, {type(self.model.policy).__name__}") as bar:
+            yield dataclasses.replace(self.model, done=bar.update)
+
+    def _document(self, number: int, task: str, split: str) -> Any:
+        return self.task_dict[task][split][number]
+
+    def _question(self, context: str, to_visual: Any, *document: Any) -> Question:
+        # Pictures are loaded batch by batch, not all at once.
+        return Question(context, lambda: self._pictures(to_visual(self._document(*document))))
+
+    def _pictures(self, visuals: Iterable[Any] | None) -> tuple[Any, ...]:
+        """Converts the result of `doc_to_visual`: pictures, arrays, paths of pictures or videos, and lists of these."""
+        found: list[Any] = []
+        for visual in visuals or ():
+            if isinstance(visual, list | tuple):
+                found += self._pictures(visual)
+            elif isinstance(visual, np.ndarray) and visual.ndim == 3:
+                found.append(Image.fromarray(visual))
+            elif isinstance(visual, str | Path) and Path(visual).suffix.lower() not in _PICTURES:
+                found.append(self._video(str(visual)))
+            elif isinstance(visual, Image.Image | Video | str | Path):
+                found.append(visual)
+            elif visual is not None:
+                raise InputError(f"the task shows a {type(visual).__name__}; only pictures and videos are supported")
+        return tuple(found)
+
+    def _video(self, path: str) -> Video:
+        from lmms_eval.models.model_utils.load_video import read_video  # noqa: PLC0415 (needs PyAV)
+
+        frames = read_video(path, num_frm=self.max_frames)
+        return Video(frames=[Image.fromarray(np.asarray(frame)) for frame in frames], fps=self.fps)
+
+
+def _arguments(policy: str, options: dict[str, Any]) -> argparse.Namespace:
+    """The arguments that `vlkv generate` would parse."""
+    own = {name: options.pop(name, None) for name in ("keep", "budget", "scope")}
+    parts = [f"{stage}={options.pop(stage)}" for stage in _STAGES if stage in options]
+    return argparse.Namespace(
+        policy=policy, **own, option=[f"{name}={value!r}" for name, value in options.items()], parts=parts
+    )

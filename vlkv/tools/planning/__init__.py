@@ -1,0 +1,21 @@
+"""Plans jobs for hardware that is not present: `plan("qwen2-vl-7b", topology="v5e:4x4", prompt=8192, ...)`.
+
+chips       specifications of chips, and names of topologies
+questions   shapes of prompts of a given length
+sizes       bytes of arrays in a chip's memory
+programs    compiles for absent chips, and reads the compiler's analysis
+arithmetic  choice of the mesh, and changes that would fit
+estimate    time of a program
+jobs        the programs of one policy
+planning    `plan`
+report      a plan as a table and as JSON
+"""
+
+from __future__ import annotations
+
+from vlkv.tools.planning.chips import CHIPS
+from vlkv.tools.planning.jobs import Run, Step
+from vlkv.tools.planning.planning import Plan, plan
+from vlkv.tools.planning.report import as_json, as_table
+
+__all__ = ["CHIPS", "Plan", "Run", "Step", "as_json", "as_table", "plan"]

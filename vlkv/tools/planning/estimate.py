@@ -1,0 +1,90 @@
+"""Estimates the time of a program: the larger of computing and memory access, plus communication between chips.
+
+The TPU compiler's time (`optimal_seconds`) cannot be used for programs with kernels, for which it is negative. The
+compiler's counts of operations and bytes are good, except for kernels, whose operations it does not count and whose
+operands it counts completely or not at all, and for loops, of which it counts one iteration. So kernels are counted
+here: attention over whole prompts from the shapes in the program, and the cache once per decode step, instead of the
+whole pool in every layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from vlkv.analysis import cost
+from vlkv.tools.planning.arithmetic import Job
+from vlkv.tools.planning.chips import Chip
+from vlkv.tools.planning.programs import Program
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Seconds of one run of a program at the peak performance of the chip."""
+
+    compute: float
+    memory: float
+    exchange: float
+    flops: float  # on one chip
+    bytes: float  # on one chip
+
+    @property
+    def seconds(self) -> float:
+        """Total time: computing and memory access overlap, communication does not."""
+        return max(self.compute, self.memory) + self.exchange
+
+    @property
+    def bound(self) -> str:
+        """The part that takes longest: compute, memory or exchange."""
+        times = {"compute": self.compute, "memory": self.memory, "exchange": self.exchange}
+        return max(times, key=lambda name: times[name])
+
+
+def estimate(
+    program: Program, chip: Chip, *, cache_bytes: int | None = None, weights: int = 0, slowdown: float = 1.0
+) -> Estimate:
+    """The estimate of one compiled program on one chip.
+
+    Args:
+        program: compiled.
+        chip: the chip.
+        cache_bytes: for a decode step: bytes of the cache that its kernels read; None: all operands of kernels.
+        weights: bytes of the weights that a step reads.
+        slowdown: time of matrix products in this dtype relative to bfloat16.
+    """
+    moved = program.bytes
+    if cache_bytes is not None and program.kernels:
+        # At some optimisation levels the compiler does not count operands of kernels. It does, if the rest of the bytes
+        # is at least that of the weights.
+        counted = moved - program.kernel_bytes >= weights
+        moved += cache_bytes - (program.kernel_bytes if counted else 0)
+    flops = program.flops + program.kernel_flops
+    sent = sum(collective.sent for collective in program.collectives)
+    return Estimate(compute=flops * slowdown / chip.flops, memory=moved / chip.bandwidth, exchange=sent / chip.link,
+                    flops=flops, bytes=moved)  # fmt: skip
+
+
+def by_shapes(job: Job, chip: Chip, chips: int, *, weights: int, read: int) -> tuple[Estimate, Estimate]:
+    """Prefill and a decode step without a compiler: the least operations and bytes, divided evenly among chips.
+
+    Args:
+        job: the job; methods that reduce the prompt compute less than this.
+        chip: the chip.
+        chips: number of chips.
+        weights: bytes of the weights on one chip.
+        read: bytes of the cache on one chip.
+    """
+    c, inputs = job.config.decoder, job.question.inputs
+    layers, head = np.ones(c.layers, np.int64), cost.logits_flops(c, 1)
+    long = cost.prefill_flops(c, layers * inputs.tokens.shape[1]).sum() + head
+    kept = job.policy.bound(layers=c.layers, vision=inputs.max_vision, text=inputs.max_text, images=inputs.max_images)
+    one = cost.decode_flops(c, layers * (kept // c.layers + job.new_tokens)).sum() + head
+    first, step = (job.batch * float(flops) / chips for flops in (long, one))
+    first += job.tower_flops() / chips
+
+    def peak(flops: float, moved: int) -> Estimate:
+        return Estimate(compute=flops / chip.flops, memory=moved / chip.bandwidth, exchange=0.0, flops=flops,
+                        bytes=float(moved))  # fmt: skip
+
+    return peak(first, weights + read), peak(step, weights + read)

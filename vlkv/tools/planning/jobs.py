@@ -1,0 +1,188 @@
+"""Compiles the programs of one policy and summarises them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from vlkv import sharding
+from vlkv.generate import decode_step, generate
+from vlkv.policies import Policy
+from vlkv.prefill import prefill
+from vlkv.sampling import Greedy
+from vlkv.tools.planning import arithmetic
+from vlkv.tools.planning.arithmetic import Job
+from vlkv.tools.planning.chips import Topology
+from vlkv.tools.planning.estimate import Estimate, by_shapes, estimate
+from vlkv.tools.planning.programs import DoesNotFit, Program, compile_program
+from vlkv.tools.planning.sizes import chip_bytes
+
+SLOWER = {"bfloat16": 1.0, "float32": 6.0}  # a float32 product is six bfloat16 products; GPUs' TF32 is not used
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """Prefill, one decode step, or `generate`.
+
+    Attributes:
+        program: None if it does not fit into the chip's memory, or if no compiler for the chip is available.
+        estimate: of its time; None if it does not fit.
+        argument_bytes: bytes of its arguments on one chip, computed from shapes, including tile padding.
+        seconds: time of compiling, including tracing and lowering.
+    """
+
+    program: Program | None
+    estimate: Estimate | None
+    argument_bytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """The job with one policy. Bytes are those of one chip, including tile padding.
+
+    Attributes:
+        pool: keys and values of the prompt.
+        tail: keys and values of new tokens.
+        index: arrays of the cache that describe where entries are.
+        temporaries: greatest size of temporaries in any program.
+        used: greatest memory that is needed at once.
+        fits: whether a chip has this memory.
+        remedies: changes that would fit, if it does not.
+        generate: prefill and all steps in one program, if requested.
+    """
+
+    policy: Policy
+    batch: int
+    weights: int
+    pool: int
+    tail: int
+    index: int
+    inputs: int
+    temporaries: int | None
+    used: int
+    fits: bool
+    remedies: tuple[str, ...]
+    prefill: Step
+    decode: Step
+    generate: Step | None = None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Decoding speed of all rows together."""
+        return None if self.decode.estimate is None else self.batch / self.decode.estimate.seconds
+
+
+class _Attempts:
+    """Compiles programs and records which do not fit."""
+
+    def __init__(self, mesh: Any, say: Callable[[str], None]) -> None:
+        self.mesh, self.say = mesh, say
+        self.programs: dict[str, Program | None] = {}
+        self.seconds: dict[str, float] = {}
+        self.needed: list[int] = []  # bytes of programs that do not fit, if the compiler reports them
+        self.refused = False
+
+    def compile(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compiles a function; returns the shapes of its results, with shardings if a compiler has chosen them."""
+        begin, program = time.perf_counter(), None
+        self.say(what)
+        if not isinstance(self.mesh, Mesh):
+            out = jax.eval_shape(function, *args, **kwargs)
+        else:
+            try:
+                program, out = compile_program(function, *args, **kwargs)
+            except DoesNotFit as error:
+                out, self.refused = error.out, True
+                self.needed.append(error.needed)
+        self.programs[what], self.seconds[what] = program, time.perf_counter() - begin
+        return out
+
+
+def run(job: Job, where: Topology, mesh: Any, params: Any, say: Callable[[str], None], *, whole: bool) -> Run:
+    """Compiles prefill, and a decode step on the cache that prefill returns.
+
+    Args:
+        job: the job with its policy.
+        where: the chips.
+        mesh: mesh of the chips; an abstract mesh if no compiler is available, and then only shapes are computed.
+        params: shapes with shardings.
+        say: called with the name of each program before it is compiled.
+        whole: compile `generate` too.
+    """
+    name = type(job.policy).__name__
+    inputs = sharding.place_inputs(job.question.inputs, mesh)
+    token = sharding.place_inputs(jax.ShapeDtypeStruct((job.batch,), np.int32), mesh)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicated) if job.policy.needs_key else None
+
+    # keep_unused, because inputs take memory on the chip even if a program does not use them.
+    read = jax.jit(prefill, static_argnames="new_tokens", keep_unused=True)
+    step = jax.jit(decode_step, donate_argnames="cache", keep_unused=True)
+    answer = jax.jit(generate, keep_unused=True)
+    made = _Attempts(mesh, lambda what: say(f"{name}: {what}"))
+    with _within(mesh):
+        cache, _ = made.compile("prefill", read, params, inputs, job.policy, new_tokens=job.new_tokens, key=key)
+        cache = cache if made.programs["prefill"] else sharding.place_cache(cache, mesh)
+        made.compile("decode step", step, params, cache, token)
+        if whole:
+            sampling = Greedy(max_new_tokens=job.new_tokens)
+            made.compile("generate", answer, params, inputs, policy=job.policy, sampling=sampling, key=key)
+    return _described(job, where, made, params=params, inputs=inputs, cache=cache, token=token)
+
+
+def _described(job: Job, where: Topology, made: _Attempts, *, params: Any, inputs: Any, cache: Any, token: Any) -> Run:
+    chip, mesh = where.chip, made.mesh
+
+    def size(tree: Any) -> int:
+        return chip_bytes(tree, chip.platform)
+
+    weights, parts = size(params), arithmetic.kept_bytes(cache, size)
+    read_bytes = parts["pool"] + parts["tail"]
+    first, second = made.programs["prefill"], made.programs["decode step"]
+    slow, step_weights = SLOWER[job.dtype], size(_read_in_a_step(params))
+    times: tuple[Estimate | None, Estimate | None] = (
+        None if first is None else estimate(first, chip, slowdown=slow),
+        None if second is None else estimate(second, chip, cache_bytes=read_bytes, weights=step_weights, slowdown=slow),
+    )
+    if not isinstance(mesh, Mesh):
+        times = by_shapes(job, chip, where.count, weights=weights, read=read_bytes)
+    compiled = [program for program in made.programs.values() if program is not None]
+    used = max([weights + size(inputs) + sum(parts.values()), *(program.peak for program in compiled), *made.needed])
+    fits = used <= chip.usable and not made.refused
+    remedies = arithmetic.remedies(
+        job, where, mesh.shape["data"], mesh.shape["model"], used=max(used, chip.usable + 1), weights=weights
+    )
+
+    def described(what: str, arguments: Any, time: Estimate | None = None) -> Step:
+        return Step(program=made.programs[what], estimate=time, argument_bytes=size(arguments),
+                    seconds=made.seconds[what])  # fmt: skip
+
+    return Run(
+        policy=job.policy, batch=job.batch, weights=weights, **parts, inputs=size(inputs),
+        temporaries=max((program.temporaries for program in compiled), default=None),  # type: ignore[type-var]
+        used=used, fits=fits, remedies=() if fits else tuple(remedies),
+        prefill=described("prefill", (params, inputs), times[0]),
+        decode=described("decode step", (params, cache, token), times[1]),
+        generate=described("generate", (params, inputs)) if "generate" in made.programs else None,
+    )  # fmt: skip
+
+
+def _read_in_a_step(params: Any) -> Any:
+    """The weights that a decode step reads: all layers and the head. Of the embedding it reads only one row."""
+    decoder = params.decoder
+    return decoder.layers, decoder.embedding if decoder.head is None else decoder.head
+
+
+@contextlib.contextmanager
+def _within(mesh: Any) -> Iterator[None]:
+    with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh):
+        yield

@@ -1,0 +1,179 @@
+"""`plan` compiles prefill and a decode step for absent chips, and reports memory, time and communication."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from vlkv import sharding
+from vlkv.config import ModelConfig
+from vlkv.errors import InputError
+from vlkv.families import abstract, presets
+from vlkv.policies import Full, Policy
+from vlkv.policies.selection import require_fit
+from vlkv.tools.planning import arithmetic, chips, programs
+from vlkv.tools.planning.arithmetic import Job
+from vlkv.tools.planning.chips import Topology
+from vlkv.tools.planning.jobs import Run, run
+from vlkv.tools.planning.questions import Question, question
+
+DTYPES = ("bfloat16", "float32")
+ESTIMATES = "All numbers are estimates, made without these chips: bytes by the compiler, times by arithmetic."
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The result of `plan`. `runs` contains the full cache, then the policy, if they differ."""
+
+    model: str
+    topology: Topology
+    data: int
+    model_axis: int
+    mesh_reason: str
+    dtype: str
+    batch: int
+    prompt: int
+    new_tokens: int
+    question: Question
+    quick: bool
+    runs: tuple[Run, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the job fits with the requested policy."""
+        return self.runs[-1].fits
+
+
+def plan(
+    model: str | ModelConfig,
+    *,
+    topology: str,
+    prompt: int,
+    batch: int = 1,
+    new_tokens: int = 64,
+    policy: Policy | None = None,
+    mesh: str | tuple[int, int] | None = None,
+    dtype: str = "bfloat16",
+    images: int | None = None,
+    compare: bool = True,
+    whole: bool = False,
+    quick: bool = True,
+    report: Callable[[str], None] | None = None,
+) -> Plan:
+    """Compiles the job for a topology and reports memory, time and communication of every chip. Nothing runs.
+
+    Args:
+        model: name of a preset, or a config.
+        topology: such as `v5e:4x4`, `v4:2x2x1` or `a100:1`; see `vlkv.tools.planning.CHIPS`.
+        prompt: tokens of each prompt, including vision tokens.
+        batch: number of prompts, over all chips.
+        new_tokens: number of generated tokens.
+        policy: None: only the full cache.
+        mesh: "data=4,model=4" or (data, model); None: see `choose_mesh`.
+        dtype: of weights and cache.
+        images: images (or tiles) of each prompt; None: as many as fit beside 64 text tokens.
+        compare: plan the full cache too.
+        whole: compile `generate` too, to see the compile time of a first call.
+        quick: compile with XLA's optimisation level O1, which takes a fraction of the time. Temporaries and moved bytes
+            are then upper bounds.
+        report: called with the name of each program before it is compiled.
+
+    Raises:
+        InputError: the job cannot be planned. Raised before anything is compiled.
+    """
+    begin, say = time.perf_counter(), report or (lambda text: None)
+    name = model if isinstance(model, str) else model.family
+    config = presets[model] if isinstance(model, str) else model
+    where = chips.parse(topology)
+    policies = _policies(policy, compare, config)
+    _check_numbers(config, batch, prompt, new_tokens, images, dtype)
+    asked = question(config, batch=batch, prompt=prompt, pictures=images)
+    jobs = [Job(config=config, dtype=dtype, policy=one, question=asked, batch=batch, new_tokens=new_tokens)
+            for one in policies]  # fmt: skip
+    data, model_axis, reason = _mesh(jobs[0], where, mesh)
+    devices, notes = _devices(where, data, model_axis)
+    params = abstract(config, jnp.dtype(dtype), devices)  # type: ignore[arg-type]
+    # In parallel, because XLA compiles a program for TPU on little more than one core.
+    with programs.effort("O1" if quick else None), ThreadPoolExecutor(len(jobs)) as threads:
+        runs = tuple(threads.map(lambda job: run(job, where, devices, params, say, whole=whole), jobs))
+    return Plan(
+        model=name, topology=where, data=data, model_axis=model_axis, mesh_reason=reason, dtype=dtype, batch=batch,
+        prompt=prompt, new_tokens=new_tokens, question=asked, quick=quick, runs=runs,
+        notes=(ESTIMATES, *notes, *_notes(runs, quick)), seconds=time.perf_counter() - begin,
+    )  # fmt: skip
+
+
+def _policies(policy: Policy | None, compare: bool, config: ModelConfig) -> list[Policy]:
+    asked = Full() if policy is None else policy
+    require_fit(asked, config.decoder.layers, jax.random.key(0))
+    return [asked] if not compare or asked == Full() else [Full(), asked]
+
+
+def _check_numbers(
+    config: ModelConfig, batch: int, prompt: int, new_tokens: int, images: int | None, dtype: str
+) -> None:
+    for option, value, least in (("batch", batch, 1), ("prompt", prompt, 1), ("new", new_tokens, 1),
+                                 ("images", 0 if images is None else images, 0)):  # fmt: skip
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InputError(f"--{option} {value} must be a whole number of at least {least}")
+    if dtype not in DTYPES:
+        raise InputError(f"--dtype {dtype} must be one of {', '.join(DTYPES)}")
+    limit = config.decoder.max_positions
+    if prompt + new_tokens > limit:
+        raise InputError(f"--prompt {prompt} and --new {new_tokens} exceed the model's limit of {limit} positions: "
+                         f"give at most --prompt {max(limit - new_tokens, 0)}")  # fmt: skip
+
+
+def _mesh(job: Job, where: Topology, mesh: str | tuple[int, int] | None) -> tuple[int, int, str]:
+    if mesh is None:
+        return arithmetic.choose_mesh(job, where)
+    text = mesh if isinstance(mesh, str) else f"data={mesh[0]},model={mesh[1]}"
+    data, model = chips.parse_mesh(text, where.count)
+    arithmetic.check_mesh(job, data)
+    return data, model, f"data={data}, model={model}: as requested"
+
+
+def _devices(where: Topology, data: int, model: int) -> tuple[Mesh | AbstractMesh, list[str]]:
+    """The mesh of the chips, and notes; an abstract mesh if no compiler for them is available."""
+    if where.chip.platform == "cuda":
+        kind = jax.sharding.AbstractDevice(device_kind=where.chip.name, platform="cuda", num_cores=None)
+        return AbstractMesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2, abstract_device=kind), [
+            "GPU plans are computed from shapes, without a compiler: temporaries and collectives are missing, so a job"
+            " that fits here may still need too much memory, and times are lower bounds."
+        ]  # fmt: skip
+    try:
+        devices = programs.tpu_devices(where.name)
+    except ModuleNotFoundError:
+        raise InputError(f"--topology {where.name}: TPU programs need libtpu: pip install libtpu") from None
+    except ValueError as error:
+        reason = re.sub(r"\s+", " ", str(error))[:160]
+        raise InputError(f"--topology {where.name}: no such slice ({reason}); sides must be powers of two, as in "
+                         "v5e:4x4 or v4:2x2x1") from None  # fmt: skip
+    if len(devices) != where.count:
+        raise InputError(f"--topology {where.name}: libtpu returns {len(devices)} devices, not {where.count}")
+    return sharding.make_mesh(data=data, model=model, devices=devices), []
+
+
+def _notes(runs: tuple[Run, ...], quick: bool) -> Iterator[str]:
+    compiled = [step.program for run in runs for step in (run.prefill, run.decode) if step.program is not None]
+    if not compiled:
+        return
+    yield ("Times are the larger of operations / peak and bytes / bandwidth, counted by the compiler, plus sent bytes "
+           "/ link speed. Launch overhead, waiting and imperfect overlap are not included.")  # fmt: skip
+    if quick:
+        yield ("Compiled at XLA's level O1, which is fast. At the level of running programs, temporaries and moved "
+               "bytes are smaller; `--thorough` uses that level.")  # fmt: skip
+    if any(program.kernels for program in compiled):
+        yield ("The compiler does not count the work of Pallas kernels: attention over the prompt is counted from "
+               "shapes, and a decode step reads the cache once.")  # fmt: skip
+    if any(program.loops and not program.kernels for program in compiled):
+        yield "Attention runs in loops, of which the compiler counts one iteration: these times are too short."

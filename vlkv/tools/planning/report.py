@@ -1,0 +1,144 @@
+"""A plan as a table and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from vlkv.policies import Full
+from vlkv.tools.planning.arithmetic import gib
+from vlkv.tools.planning.jobs import Run, Step
+from vlkv.tools.planning.planning import Plan
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The whole plan; bytes and seconds are those of one chip."""
+    chip, asked = plan.topology.chip, plan.question
+    return {
+        "estimates": True,
+        "model": plan.model,
+        "topology": {"name": plan.topology.name, "chips": plan.topology.count, "chip": dataclasses.asdict(chip)},
+        "mesh": {"data": plan.data, "model": plan.model_axis, "reason": plan.mesh_reason},
+        "dtype": plan.dtype,
+        "batch": plan.batch,
+        "prompt": {
+            "tokens": plan.prompt,
+            "padded": int(asked.inputs.tokens.shape[1]),
+            "pictures": asked.pictures,
+            "vision": asked.vision,
+            "text": asked.text,
+        },
+        "new_tokens": plan.new_tokens,
+        "quick": plan.quick,
+        "fits": plan.fits,
+        "runs": [_run(run) for run in plan.runs],
+        "notes": list(plan.notes),
+        "seconds": round(plan.seconds, 2),
+    }
+
+
+def _run(run: Run) -> dict[str, Any]:
+    rate = run.tokens_per_second
+    return {
+        "policy": type(run.policy).__name__,
+        "options": run.policy.options(),
+        "bytes_per_chip": {
+            name: getattr(run, name)
+            for name in ("weights", "pool", "tail", "index", "inputs", "temporaries", "used")
+        },
+        "fits": run.fits,
+        "remedies": list(run.remedies),
+        "prefill": _step(run.prefill),
+        "decode_step": _step(run.decode),
+        "generate": None if run.generate is None else _step(run.generate),
+        "tokens_per_second": None if rate is None else round(rate, 2),
+    }  # fmt: skip
+
+
+def _step(step: Step) -> dict[str, Any]:
+    content: dict[str, Any] = {"compile_seconds": round(step.seconds, 2), "argument_bytes": step.argument_bytes}
+    if step.program is not None:
+        content["compiler"] = dataclasses.asdict(step.program)
+    if step.estimate is not None:
+        seconds = {"seconds": step.estimate.seconds, "bound": step.estimate.bound}
+        content["estimate"] = {**dataclasses.asdict(step.estimate), **seconds}
+    return content
+
+
+def as_table(plan: Plan) -> Group:
+    """The main numbers as a table, with a column for each policy."""
+    asked, chip = plan.question, plan.topology.chip
+    table = Table(title=f"{plan.model} on {plan.topology.name}, {plan.dtype}: estimates", title_justify="left")
+    table.add_column("of one chip")
+    for run in plan.runs:
+        table.add_column(_name(run), justify="right")
+
+    def line(name: str, value: Callable[[Run], str], *, end: bool = False) -> None:
+        table.add_row(name, *map(value, plan.runs), end_section=end)
+
+    line("weights", lambda run: gib(run.weights))
+    line("cache: prompt", lambda run: gib(run.pool))
+    line("cache: new tokens", lambda run: gib(run.tail))
+    line("cache: index", lambda run: gib(run.index))
+    line("inputs", lambda run: gib(run.inputs))
+    line("temporaries", lambda run: "unknown" if run.temporaries is None else gib(run.temporaries), end=True)
+    line(f"needed of {gib(chip.usable)}", lambda run: gib(run.used))
+    line("fits", lambda run: "yes" if run.fits else "NO", end=True)
+    for title, step in (("prefill", attrgetter("prefill")), ("decode step", attrgetter("decode"))):
+        line(f"{title}: time", lambda run, step=step: _time(step(run)))  # type: ignore[misc]
+        line("  bound by", lambda run, step=step: _bound(step(run)))  # type: ignore[misc]
+        for kind in sorted({c.kind for run in plan.runs for c in _collectives(step(run))}):
+            line(f"  {kind}", lambda run, step=step, kind=kind: _collective(step(run), kind))  # type: ignore[misc]
+        line("  kernels", lambda run, step=step: _kernels(step(run)))  # type: ignore[misc]
+        line("  compiled in", lambda run, step=step: f"{step(run).seconds:.1f} s", end=True)  # type: ignore[misc]
+    if any(run.generate for run in plan.runs):
+        line("generate: compiled in", lambda run: f"{run.generate.seconds:.1f} s" if run.generate else "", end=True)
+    line("tokens a second, all rows", _rate)
+    head = Text(
+        f"{plan.batch} prompts of {plan.prompt} tokens ({asked.pictures} images, {asked.vision} vision and "
+        f"{asked.text} text tokens; padded to {asked.inputs.tokens.shape[1]}), {plan.new_tokens} new tokens. "
+        f"Mesh {plan.mesh_reason}."
+    )
+    parts: list[Any] = [head, table]
+    for run in plan.runs:
+        if not run.fits:
+            found = "; ".join(run.remedies) or "none was found; use a larger slice or a smaller model"
+            parts.append(Text(f"{_name(run)} does not fit. Changes that would fit: {found}.", style="bold"))
+    return Group(*parts, *(Text(note, style="dim") for note in plan.notes))
+
+
+def _name(run: Run) -> str:
+    share = "" if run.policy.keep in (None, 1.0) else f" {run.policy.keep:.0%}"
+    scope = "" if isinstance(run.policy, Full) else f" ({run.policy.scope})"
+    return f"{type(run.policy).__name__}{share}{scope}"
+
+
+def _time(step: Step) -> str:
+    return "unknown" if step.estimate is None else f"{1000 * step.estimate.seconds:.1f} ms"
+
+
+def _bound(step: Step) -> str:
+    return "" if step.estimate is None else step.estimate.bound
+
+
+def _collectives(step: Step) -> tuple[Any, ...]:
+    return () if step.program is None else step.program.collectives
+
+
+def _collective(step: Step, kind: str) -> str:
+    found = [c for c in _collectives(step) if c.kind == kind]
+    return f"{found[0].count} x, {gib(found[0].bytes)}" if found else "none"
+
+
+def _kernels(step: Step) -> str:
+    return "" if step.program is None else str(step.program.kernels)
+
+
+def _rate(run: Run) -> str:
+    return "unknown" if run.tokens_per_second is None else f"{run.tokens_per_second:.0f}"
