@@ -126,10 +126,8 @@ def _compressed(
         policy, program = plan[i], programs[i]
         if i in sharing and prompt is not None:
             table = budget(policy, program, layers=layers, length=length)
-            cache, logits = (
-                jitted.fill_cache_with(prompt, program, table, new_tokens=new_tokens, key=key),
-                prompt.logits,
-            )
+            cache = jitted.fill_cache_with(prompt, program, table, new_tokens=new_tokens, key=key)
+            logits = prompt.logits
         else:
             cache, logits = jitted.prefill(params, inputs, policy, new_tokens=new_tokens, key=key)
         size = cache.bytes
