@@ -34,12 +34,11 @@ from vlkv.files import read_text, write_json
 from vlkv.inputs import Inputs
 from vlkv.policies import CSP, Policy, PrefixKV
 from vlkv.policies.csp import region_share
-from vlkv.policies.policy import Scope
 from vlkv.policies.selection import make_observation
 from vlkv.prefill import fill_cache
 from vlkv.reading import LayerPrompt, read_prompt
 
-AGGREGATION = "mean"  # the only one; written to the file to document it
+AGGREGATION = "mean"  # the only one; written to the file to document itfrom vlkv.policies.options import Scope
 
 
 def measure(params: Model, samples: Iterable[Inputs], policy: Policy) -> Float[np.ndarray, "S L"]:

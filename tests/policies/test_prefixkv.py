@@ -127,7 +127,7 @@ def test_a_profile_of_another_model_is_refused():
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        ({"profile": (0.5, 0.0)}, "profile=.* must be a tuple of fractions"),
+        ({"profile": (0.5, 0.0)}, "profile=.* must be a tuple of numbers in"),
         ({"merging": "cosine", "cap": 2.0}, "cap=2.0 cannot be combined with merging"),
         ({"distance": 0}, "distance=0 must be"),
     ],

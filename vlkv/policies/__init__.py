@@ -28,8 +28,9 @@ from vlkv.policies.ivtp import IVTP
 from vlkv.policies.kivi import KIVI
 from vlkv.policies.lightkv import LightKV
 from vlkv.policies.lookm import LookM
+from vlkv.policies.options import Scope
 from vlkv.policies.pitome import PiToMe
-from vlkv.policies.policy import Policy, Scope, policy
+from vlkv.policies.policy import Policy, policy
 from vlkv.policies.prefixkv import PrefixKV
 from vlkv.policies.pyramidkv import PyramidKV
 from vlkv.policies.random import ImgRandom, Random

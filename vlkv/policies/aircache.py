@@ -10,7 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv import budgets
 from vlkv.merging import dropped, fold, nearest_place
 from vlkv.observe import Observation, group_mean, head_mean, last, rows_mass, top
-from vlkv.policies.policy import Policy, Scope, Statistics, policy
+from vlkv.policies.options import Positive, Scope, Unit
+from vlkv.policies.policy import Policy, Statistics, policy
 from vlkv.policies.pyramidkv import pyramid
 
 
@@ -41,12 +42,12 @@ class AirCache(Policy):
     """
 
     scope: Scope = "vision"
-    alpha: float = 0.9
+    alpha: Unit = 0.9
     window: Literal["elite", "recent", "text", "vision"] = "elite"
-    rows: int = 32
+    rows: Positive = 32
     allocation: Literal["both", "strength", "skewness", "uniform", "pyramid"] = "both"
     heads: Literal["mean", "each"] = "mean"
-    merging: float = 0.0
+    merging: Unit = 0.0
     paper = "Huang et al. 2025, AirCache: Activating Inter-modal Relevancy KV Cache Compression"
     equations = "Eqs. 4-11, Alg. 1"
     capped = True
@@ -54,17 +55,6 @@ class AirCache(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check("alpha", 0 <= self.alpha <= 1, "must lie in [0, 1]")
-        self.check(
-            "window",
-            self.window in ("elite", "recent", "text", "vision"),
-            "is none of elite, recent, text, vision",
-        )
-        self.check("rows", self.rows >= 1, "must be at least 1")
-        allocations = ("both", "strength", "skewness", "uniform", "pyramid")
-        self.check("allocation", self.allocation in allocations, f"is none of {', '.join(allocations)}")
-        self.check("heads", self.heads in ("mean", "each"), 'must be "mean" or "each"')
-        self.check("merging", 0 <= self.merging <= 1, "must lie in [0, 1]")
         self.check("cap", self.cap is None or self.merging == 0, "cannot be combined with merging")
 
     def observers(self, obs: Observation) -> Bool[Array, " T"]:

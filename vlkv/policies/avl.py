@@ -14,7 +14,8 @@ from typing_extensions import override
 from vlkv import budgets
 from vlkv.decode_state import DecodeState, evict
 from vlkv.observe import Observation, column_sums, head_mean, last, rows_mass, top
-from vlkv.policies.policy import Policy, Scope, policy
+from vlkv.policies.options import Positive, Scope, Share
+from vlkv.policies.policy import Policy, policy
 from vlkv.tokens import Tokens
 
 _EARLY = 2  # layers of prefill that process the whole image
@@ -41,10 +42,10 @@ class AVL(Policy):
     """
 
     scope: Scope = "vision"
-    core: float | None = 0.3
-    refresh: int = 3
-    text: float | None = None
-    prefill: float | None = None
+    core: Share | None = 0.3
+    refresh: Positive = 3
+    text: Share | None = None
+    prefill: Share | None = None
     shortens_by = "prefill"
     paper = "Zhang et al. 2024, A-VL: Adaptive Attention for Large Vision-Language Models"
     equations = "Eq. 1, Secs. 4.1, 4.2"
@@ -53,12 +54,6 @@ class AVL(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("scope", self.scope == "vision", 'must be "vision": text has its own window')
-        self.check("refresh", self.refresh >= 1, "must be at least 1")
-        for name in ("core", "text", "prefill"):
-            value = getattr(self, name)
-            self.check(
-                name, value is None or (isinstance(value, (int, float)) and 0 < value <= 1), "must lie in (0, 1]"
-            )
         fits = self.prefill is None or self.keep is None or self.keep <= self.prefill
         self.check("prefill", fits, f"must not be less than keep={self.keep!r}: dropped tokens cannot be kept")
 

@@ -8,11 +8,10 @@ from typing import Any
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from vlkv.decode_state import DecodeState
 from vlkv.errors import InputError
 from vlkv.observe import Observation
 from vlkv.policies.full import Full
-from vlkv.policies.policy import Policy, Statistics, Storage, checked_scores, policy, require_policy
+from vlkv.policies.policy import Policy, Statistics, checked_scores, policy, require_policy
 from vlkv.policies.reducing import ReducingPolicy
 from vlkv.policies.smooth import Smooth
 
@@ -143,6 +142,11 @@ def _alike(part: Part, scores: Policy) -> Policy:
     return made
 
 
+def _delegated(owner: str, name: str) -> Any:
+    """A property: the attribute `name` of the policy in the field `owner`, or of `scored` if this is None."""
+    return property(lambda self: getattr(getattr(self, owner) or self.scored, name))
+
+
 @policy
 class Composed(Policy):
     """The result of `compose`. Each stage is delegated to its owner, which is `scored` if the field is None.
@@ -158,6 +162,16 @@ class Composed(Policy):
     stored: Policy | None = None
     smoothed: Smooth | None = None
     stages = "composed"
+    protect = _delegated("scored", "protect")
+    merge = _delegated("merged", "merge")
+    updates_while_decoding = _delegated("stepped", "updates_while_decoding")
+    evicts = _delegated("stepped", "evicts")
+    decode_slots = _delegated("stepped", "decode_slots")
+    decode_bounds = _delegated("stepped", "decode_bounds")
+    begin = _delegated("stepped", "begin")
+    step = _delegated("stepped", "step")
+    softmax_n = _delegated("scored", "softmax_n")
+    storage = _delegated("stored", "storage")
 
     def __post_init__(self) -> None:
         for field in ("keep", "budget", "scope"):
@@ -192,10 +206,6 @@ class Composed(Policy):
         scores = checked_scores(self.scored, obs)
         return scores if self.smoothed is None else self.smoothed(scores, obs)
 
-    @override
-    def protect(self, obs: Observation) -> Bool[Array, " T"]:
-        return self.scored.protect(obs)
-
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
         """The statistics of `scored`, or, if another method allocates, of both, under the names of their fields.
 
@@ -227,42 +237,10 @@ class Composed(Policy):
         own = statistics if self.allocated is None else statistics["scored"]
         return self.scored.rank(scores, own, candidates, count)
 
-    @override
-    def merge(
-        self,
-        k: Float[Array, "K T H"],
-        v: Float[Array, "K T H"],
-        kept: Bool[Array, "K T"],
-        scores: Float[Array, "K T"],
-    ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
-        return (self.merged or self.scored).merge(k, v, kept, scores)
-
     @property
     @override
     def reducer(self) -> Policy | None:
         return self.reduced
-
-    @property
-    @override
-    def updates_while_decoding(self) -> bool:
-        return (self.stepped or self.scored).updates_while_decoding
-
-    @property
-    @override
-    def evicts(self) -> bool:
-        return (self.stepped or self.scored).evicts
-
-    @override
-    def decode_slots(self, state: DecodeState) -> Int[Array, " K"]:
-        return (self.stepped or self.scored).decode_slots(state)
-
-    @override
-    def decode_bounds(
-        self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
-    ) -> tuple[int, int]:
-        return (self.stepped or self.scored).decode_bounds(
-            kept, longest, layers=layers, vision=vision, text=text, new_tokens=new_tokens
-        )
 
     def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
         """The values of `stepped`, from its own scores, which are not smoothed."""
@@ -271,24 +249,6 @@ class Composed(Policy):
         owner = self.stepped or self.scored
         return owner.decode_values(obs, checked_scores(owner, obs))
 
-    @override
-    def begin(self, state: DecodeState) -> DecodeState:
-        return (self.stepped or self.scored).begin(state)
-
-    @override
-    def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
-        return (self.stepped or self.scored).step(state, mass)
-
-    @property
-    @override
-    def softmax_n(self) -> float:
-        return self.scored.softmax_n
-
-    @property
-    @override
-    def storage(self) -> Storage | None:
-        return (self.stored or self.scored).storage
-
     def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
         """The total of the owner of `allocate`; of a reduced prompt, a share of the tokens that are left."""
         if self.reduced is None:
@@ -296,10 +256,6 @@ class Composed(Policy):
         if self.reduced == self.scored:
             return self.scored.total(counts, seen, layers=layers, most=most)
         return super().total(counts, seen, layers=layers, most=most)
-
-    @override
-    def vision_bounds(self, *, layers: int, vision: int, images: int) -> tuple[int, ...]:
-        return (self.reduced or self.scored).vision_bounds(layers=layers, vision=vision, images=images)
 
     @override
     def bound(self, *, layers: int, vision: int, text: int, images: int = 1) -> int:

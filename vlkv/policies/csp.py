@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import budgets
 from vlkv.observe import Observation, group_mean, head_mean, last, split_rows_mass, top
+from vlkv.policies.options import Magnitude, Positive, Unit, Variant
 from vlkv.policies.policy import Policy, Statistics, policy
 
 
@@ -41,15 +42,15 @@ class CSP(Policy):
         variant: "paper", or "released" for the published code.
     """
 
-    c: float | Literal["auto"] = 0.5
-    window: int | None = None
-    recent_bias: float = 1.0
-    score_n: float = 1.0
-    decode_n: float | None = None
+    c: Unit | Literal["auto"] = 0.5
+    window: Positive | None = None
+    recent_bias: Magnitude = 1.0
+    score_n: Magnitude = 1.0
+    decode_n: Magnitude | None = None
     heads: Literal["mean", "each"] | None = None
     regions: bool = True
     fill: bool = False
-    variant: Literal["paper", "released"] = "paper"
+    variant: Variant = "paper"
     paper = "Pei et al. 2024, Cross-Self KV Cache Pruning for Efficient Vision-Language Inference"
     equations = "Eqs. 1-4, 7"
     stages = "score, rank"
@@ -57,16 +58,6 @@ class CSP(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fraction = isinstance(self.c, (int, float)) and 0 <= self.c <= 1
-        self.check("c", self.c == "auto" or fraction, 'must lie in [0, 1] or be "auto"')
-        whole = self.window is None or (isinstance(self.window, int) and self.window >= 1)
-        self.check("window", whole, "must be a whole number of at least 1, or None")
-        self.check("recent_bias", 0 <= self.recent_bias < math.inf, "must be a number of at least 0")
-        self.check("score_n", 0 <= self.score_n < math.inf, "must be a number of at least 0")
-        number = self.decode_n is None or (isinstance(self.decode_n, (int, float)) and self.decode_n >= 0)
-        self.check("decode_n", number, "must be a number of at least 0, or None")
-        self.check("heads", self.heads in ("mean", "each", None), 'must be "mean", "each" or None')
-        self.check("variant", self.variant in ("paper", "released"), 'must be "paper" or "released"')
         self.check("fill", not (self.fill and self.variant == "released"), "does not exist in the published code")
 
     @property

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from vlkv.observe import Observation
+from vlkv.policies.options import Positive
 from vlkv.policies.policy import policy
 from vlkv.policies.reducing import ReducingPolicy
 from vlkv.tokens import Tokens
@@ -29,19 +30,18 @@ class Downsample(ReducingPolicy):
             side 2), for which the cache reserves memory. None: the number before, because images may have any shape.
     """
 
-    side: int = 2
-    most: int | None = None
+    side: Positive = 2
+    most: Positive | None = None
     shortens_by = "side"
     paper = "baseline"
     equations = ""
 
     def __post_init__(self) -> None:
-        self.check("side", isinstance(self.side, int) and self.side >= 1, "must be a whole number of at least 1")
+        self.check_types()
         share = 1 / self.side**2
         self.check("keep", self.keep in (None, share), f"follows from side={self.side}: leave it out")
         object.__setattr__(self, "keep", share)
         super().__post_init__()
-        self.check("most", self.most is None or (isinstance(self.most, int) and self.most >= 1), "must be at least 1")
 
     def reductions(self, layers: int) -> tuple[int, ...]:
         """Before the first layer."""

@@ -12,6 +12,7 @@ from vlkv import merging
 from vlkv.decode_state import DecodeState
 from vlkv.observe import Observation, column_sums, first, head_mean, last, ordinal
 from vlkv.policies.fixed_distance import allowed_entries, evict_at_distance, share_bounds
+from vlkv.policies.options import Count, Positive, Variant
 from vlkv.policies.policy import Policy, Statistics, policy
 
 
@@ -39,22 +40,13 @@ class ElasticCache(Policy):
         variant: "paper", or "released" for the published code.
     """
 
-    sinks: int = 1
-    recent: int = 1
+    sinks: Count = 1
+    recent: Count = 1
     merging: Literal["position", "none"] = "position"
-    distance: int | None = 25
-    variant: Literal["paper", "released"] = "paper"
+    distance: Positive | None = 25
+    variant: Variant = "paper"
     paper = "Liu et al. 2024, Efficient Inference of Vision Instruction-Following Models with Elastic Cache"
     stages = "score, rank, merge, step"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check("sinks", self.sinks >= 0, "must not be negative")
-        self.check("recent", self.recent >= 0, "must not be negative")
-        self.check("merging", self.merging in ("position", "none"), 'must be "position" or "none"')
-        whole = self.distance is None or (isinstance(self.distance, int) and self.distance >= 1)
-        self.check("distance", whole, "must be a whole number of at least 1, or None")
-        self.check("variant", self.variant in ("paper", "released"), 'must be "paper" or "released"')
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Column sums of attention, averaged over heads."""
@@ -103,13 +95,8 @@ class ElasticCache(Policy):
 
     @property
     @override
-    def updates_while_decoding(self) -> bool:
-        return self.distance is not None and self.scope == "all"
-
-    @property
-    @override
     def evicts(self) -> bool:
-        return self.updates_while_decoding
+        return self.distance is not None and self.scope == "all"
 
     def decode_slots(self, state: DecodeState) -> Int[Array, " K"]:
         """The share of all tokens that may be seen, and one new entry."""

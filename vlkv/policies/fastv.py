@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxtyping import Array, Bool, Float
 
 from vlkv.observe import Observation, head_mean, last, rows_mass, top
+from vlkv.policies.options import Positive
 from vlkv.policies.policy import policy
 from vlkv.policies.reducing import ReducingPolicy
 from vlkv.tokens import Tokens
@@ -22,14 +23,10 @@ class FastV(ReducingPolicy):
         layer: K, number of layers that process all tokens.
     """
 
-    layer: int = 2
+    layer: Positive = 2
     shortens_by = "layer"
     paper = "Chen et al. 2024, An Image is Worth 1/2 Tokens After Layer 2: FastV"
     equations = "Sec. 4"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check("layer", self.layer >= 1, "must be at least 1, because tokens are ranked by a layer's attention")
 
     def reductions(self, layers: int) -> tuple[int, ...]:
         """One reduction, after `layer` layers."""

@@ -11,6 +11,7 @@ from typing_extensions import override
 from vlkv import budgets
 from vlkv.decode_state import DecodeState, evict
 from vlkv.observe import Observation, column_sums, group_mean, last
+from vlkv.policies.options import Count, Magnitude
 from vlkv.policies.policy import Policy, policy
 
 
@@ -28,7 +29,7 @@ class H2O(Policy):
         evict: False: nothing is evicted while decoding.
     """
 
-    recent: int | float | None = None
+    recent: Count | Magnitude | None = None
     evict: bool = True
     paper = "Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inference"
     equations = "Def. 4.1, Alg. 1"
@@ -36,9 +37,8 @@ class H2O(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        tokens = self.recent is None or (isinstance(self.recent, int) and self.recent >= 0)
-        share = isinstance(self.recent, float) and 0 <= self.recent <= 1
-        self.check("recent", tokens or share, "must be a whole number of at least 0, a share in [0, 1], or None")
+        share = not isinstance(self.recent, float) or self.recent <= 1
+        self.check("recent", share, "must be a whole number of at least 0, a share in [0, 1], or None")
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Column sums of the causal attention, averaged over the query heads of each key head."""
@@ -56,13 +56,8 @@ class H2O(Policy):
 
     @property
     @override
-    def updates_while_decoding(self) -> bool:
-        return self.evict and self.scope == "all"
-
-    @property
-    @override
     def evicts(self) -> bool:
-        return self.updates_while_decoding
+        return self.evict and self.scope == "all"
 
     def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
         """Attention accumulated over the prompt."""

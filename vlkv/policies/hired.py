@@ -6,7 +6,6 @@ Axes: T tokens. Partitions of a row are numbered from 0, so an array of size T c
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv import budgets, matching
 from vlkv.observe import Observation
 from vlkv.policies.lightkv import part
+from vlkv.policies.options import Variant
 from vlkv.policies.policy import policy
 from vlkv.policies.reducing import ReducingPolicy
 from vlkv.tokens import Tokens
@@ -43,7 +43,7 @@ class HiRED(ReducingPolicy):
     """
 
     alpha: float = 0.5
-    variant: Literal["paper", "released"] = "paper"
+    variant: Variant = "paper"
     paper = (
         "Arif et al. 2024, HiRED: Attention-Guided Token Dropping for Efficient Inference of High-Resolution"
         " Vision-Language Models"
@@ -52,7 +52,6 @@ class HiRED(ReducingPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("alpha", 0 <= self.alpha < 1, "must lie in [0, 1)")
-        self.check("variant", self.variant in ("paper", "released"), 'must be "paper" or "released"')
 
     def reductions(self, layers: int) -> tuple[int, ...]:
         """Before the first layer."""

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import budgets, merging
 from vlkv.observe import Observation, head_mean, last, rows_mass, top
+from vlkv.policies.options import Positive
 from vlkv.policies.policy import policy
 from vlkv.policies.reducing import ReducingPolicy
 from vlkv.tokens import Tokens
@@ -32,15 +33,13 @@ class IVTP(ReducingPolicy):
         groups: fraction of the vision tokens that are left after grouping, at least `keep`; None: no grouping.
     """
 
-    layers: tuple[int, ...] = (2,)
+    layers: tuple[Positive, ...] = (2,)
     groups: float | None = None
     paper = "Huang et al. 2024, IVTP: Instruction-Guided Visual Token Pruning for Large Vision-Language Models (ECCV)"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole = isinstance(self.layers, tuple) and all(isinstance(a, int) and a >= 1 for a in self.layers)
-        self.check("layers", whole and len(self.layers) >= 1, "must be a tuple of whole numbers of at least 1")
-        valid = self.groups is None or (isinstance(self.groups, (int, float)) and self.last_keep <= self.groups <= 1)
+        valid = self.groups is None or self.last_keep <= self.groups <= 1
         self.check("groups", valid, "must lie between keep and 1, or be None")
 
     def reductions(self, layers: int) -> tuple[int, ...]:

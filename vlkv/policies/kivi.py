@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlkv.policies.full import Full
+from vlkv.policies.options import Positive
 from vlkv.policies.policy import Storage, policy
 
 
@@ -25,8 +26,8 @@ class KIVI(Full):
     """
 
     bits: int = 2
-    group: int = 32
-    window: int | None = None
+    group: Positive = 32
+    window: Positive | None = None
     paper = "Liu et al. 2024, KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache"
     equations = "Sec. 3, Alg. 1"
     stages = "store"
@@ -34,8 +35,7 @@ class KIVI(Full):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("bits", self.bits in (2, 4, 8), "must be 2, 4 or 8")
-        self.check("group", self.group >= 1, "must be at least 1")
-        whole = self.window is None or (self.window >= 1 and self.window % self.group == 0)
+        whole = self.window is None or self.window % self.group == 0
         self.check("window", whole, f"must be a multiple of group={self.group}, or None")
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from fractions import Fraction
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,11 +14,14 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv import budgets, matching
 from vlkv.observe import Observation
 from vlkv.parallel import attention_mass, attention_mass_rows
+from vlkv.policies.options import Positive, Range, Share, Variant
 from vlkv.policies.policy import policy
 from vlkv.policies.reducing import ReducingPolicy
 from vlkv.tokens import Tokens
 
 _LAYERS = (15, 23, 31)  # of 40: Table 6
+
+_Removed = Annotated[float, Range(0, 0.5, above=True)]
 
 
 @policy
@@ -50,27 +53,23 @@ class LightKV(ReducingPolicy):
         variant: "paper" or "released".
     """
 
-    layers: tuple[int, ...] | None = None
-    windows: tuple[int, ...] = (4, 2, 1)
-    rho: float | tuple[float, ...] | None = None
-    rate: float | None = None
+    layers: tuple[Positive, ...] | None = None
+    windows: tuple[Positive, ...] = (4, 2, 1)
+    rho: _Removed | tuple[_Removed, ...] | None = None
+    rate: Share | None = None
     grid: Literal["survivors", "original"] = "survivors"
-    variant: Literal["paper", "released"] = "paper"
+    variant: Variant = "paper"
     paper = "Anonymous 2025, Make Your LVLM KV Cache More Lightweight (LightKV)"
     equations = "Eqs. 4-9"
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.windows, tuple) and all(isinstance(w, int) and w >= 1 for w in self.windows)
-        self.check("windows", whole and len(self.windows) >= 1, "must be whole numbers of at least 1, one per stage")
+        self.check_types()
         check_layers(self, self.layers, len(self.windows))
-        self.check("variant", self.variant in ("paper", "released"), 'must be "paper" or "released"')
-        self.check("grid", self.grid in ("survivors", "original"), 'must be "survivors" or "original"')
         if self.rate is not None:
             self.check("rate", self.layers is None, f"chooses the layers: leave out layers={self.layers!r}")
-            number = isinstance(self.rate, float) and len(self.windows) == 3
-            self.check("rate", number, "must be a fraction, for three stages")
-        if self.rho is not None:
-            self.check("rho", self._fractions_fit(), "must lie in (0, 0.5], one for all stages or one for each")
+            self.check("rate", len(self.windows) == 3, "is for three stages")
+        fits = not isinstance(self.rho, tuple) or len(self.rho) == len(self.windows)
+        self.check("rho", fits, "must have one number for each stage, or one for all")
         if self.keep is None and self.budget is None:
             object.__setattr__(self, "keep", math.prod(1 - rho for rho in self.ratios))
         super().__post_init__()
@@ -81,12 +80,6 @@ class LightKV(ReducingPolicy):
             self.check("rate", survives < self.rate <= 1, f"must lie between {survives:.4g}, the share left, and 1")
         agrees = math.isclose(survives, self.last_keep, rel_tol=1e-9)
         self.check("keep", agrees, f"contradicts rho={self.rho!r}, which keeps {survives:.4g}: give one of the two")
-
-    def _fractions_fit(self) -> bool:
-        each = self.rho if isinstance(self.rho, tuple) else (self.rho,) * len(self.windows)
-        return len(each) == len(self.windows) and all(
-            isinstance(r, (int, float)) and not isinstance(r, bool) and 0 < r <= 0.5 for r in each
-        )
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -235,7 +228,5 @@ def check_layers(policy: ReducingPolicy, layers: tuple[int, ...] | None, stages:
     if layers is None:
         policy.check("layers", stages in (None, 3), f"means three stages, not {stages}: give layers=")
         return
-    whole = isinstance(layers, tuple) and all(isinstance(a, int) and a >= 1 for a in layers)
-    policy.check("layers", whole and len(layers) >= 1 and sorted(set(layers)) == list(layers),
-                 "must be increasing whole numbers of at least 1")  # fmt: skip
+    policy.check("layers", sorted(set(layers)) == list(layers), "must be increasing")
     policy.check("layers", stages in (None, len(layers)), f"must have the length of windows, {stages}")

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import merging
 from vlkv.observe import Observation, column_sums, first, group_mean, last
+from vlkv.policies.options import Count, Variant
 from vlkv.policies.policy import Policy, Statistics, policy
 
 
@@ -35,24 +36,15 @@ class LookM(Policy):
         variant: "paper", or "released" for the published code; its pool has capacity for all text.
     """
 
-    recent: int | None = None
+    recent: Count | None = None
     text_prior: bool = True
     merging: Literal["average", "weighted", "pivot", "none"] = "pivot"
-    sinks: int = 4
-    variant: Literal["paper", "released"] = "paper"
+    sinks: Count = 4
+    variant: Variant = "paper"
     paper = (
         "Wan et al. 2024, LOOK-M: Look-Once Optimization in KV Cache for Efficient Multimodal Long-Context Inference"
     )
     stages = "score, merge"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        valid = self.recent is None or (isinstance(self.recent, int) and self.recent >= 0)
-        self.check("recent", valid, "must be a whole number of at least 0, or None")
-        ways = ("average", "weighted", "pivot", "none")
-        self.check("merging", self.merging in ways, f"is none of {', '.join(ways)}")
-        self.check("sinks", self.sinks >= 0, "must not be negative")
-        self.check("variant", self.variant in ("paper", "released"), 'must be "paper" or "released"')
 
     @property
     def overshoots(self) -> bool:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import matching
+from vlkv.policies.options import Range
 from vlkv.policies.policy import policy
 from vlkv.policies.tome import ToMe
+
+_Cosine = Annotated[float, Range(-1, 1)]
 
 
 @policy
@@ -23,16 +28,15 @@ class PiToMe(ToMe):
             linearly over the stages, 0.9 (1 - (s + 1) / (S + 1)); in the paper it falls over the layers.
     """
 
-    margin: float | tuple[float, ...] | None = None
+    margin: _Cosine | tuple[_Cosine, ...] | None = None
     paper = "Tran et al. 2024, Accelerating Transformers with Spectrum-Preserving Token Merging (PiToMe)"
     equations = "Sec. 3"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fits = len(self.margins) == self.stage_count and all(
-            isinstance(m, (int, float)) and not isinstance(m, bool) and -1 <= m <= 1 for m in self.margins
+        self.check(
+            "margin", len(self.margins) == self.stage_count, "must have one number for each stage, or one for all"
         )
-        self.check("margin", fits, "must lie in [-1, 1], one for all stages or one for each")
 
     @property
     def margins(self) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, dataclass_transform
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,9 @@ from vlkv import budgets
 from vlkv.decode_state import DecodeState
 from vlkv.errors import InputError
 from vlkv.observe import Observation
+from vlkv.policies.options import Positive, Range, Scope, Share, wrong_option
 from vlkv.tokens import Tokens
 
-Scope = Literal["vision", "all"]
 Statistics = dict[str, Any]  # arrays by name; a composition has a dictionary of them for each method
 P = TypeVar("P")
 
@@ -65,10 +65,10 @@ class Policy(metaclass=_PolicyType):
             uncompressed cache of all layers never exists. Budget above the cap goes to other layers.
     """
 
-    keep: float | None = None
-    budget: int | None = None
+    keep: Share | None = None
+    budget: Positive | None = None
     scope: Scope = "all"
-    cap: float | None = None
+    cap: Annotated[float, Range(1)] | None = None
 
     paper: ClassVar[str] = ""
     equations: ClassVar[str] = ""
@@ -83,28 +83,15 @@ class Policy(metaclass=_PolicyType):
         name = type(self).__name__
         if jax.tree_util.all_leaves([self]):
             raise InputError(f"{name}: decorate the class with @policies.policy, which makes it static under jit")
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value, default = getattr(self, field.name), field.default
-            if value is None and "None" in str(field.type):
-                continue
-            if "bool" not in str(field.type):  # in Python, True is an int
-                parts = value if isinstance(value, tuple) else (value,)
-                self.check(field.name, not any(isinstance(part, bool) for part in parts), "must not be True or False")
-            if isinstance(default, bool):
-                self.check(field.name, isinstance(value, bool), "must be True or False")
-            elif isinstance(default, int):
-                self.check(field.name, isinstance(value, int), "must be a whole number")
-            elif isinstance(default, float) and "Literal" not in str(field.type):
-                self.check(field.name, _is_number(value), "must be a number")
+        self.check_types()
         if (self.keep is None) == (self.budget is None):
             raise InputError(f"{name}: give either keep= (a fraction) or budget= (tokens per layer)")
-        if self.keep is not None and not (_is_number(self.keep) and 0 < self.keep <= 1):
-            raise InputError(f"{name}: keep={self.keep!r} must lie in (0, 1]")
-        if self.budget is not None and not (isinstance(self.budget, int) and self.budget >= 1):
-            raise InputError(f"{name}: budget={self.budget!r} must be a whole number of at least 1")
-        self.check("scope", self.scope in ("vision", "all"), 'must be "vision" or "all"')
-        self.check("cap", self.cap is None or (_is_number(self.cap) and self.cap >= 1), "must be at least 1")
         self.check("cap", self.cap is None or self.capped, "is only for methods with different budgets per layer")
+
+    def check_types(self) -> None:
+        """Raises InputError unless every option fits its annotation."""
+        if (wrong := wrong_option(self)) is not None:
+            self.check(wrong[0], False, wrong[1])
 
     def check(self, field: str, ok: bool, rule: str) -> None:
         """Raises InputError with the option and the rule unless `ok`."""
@@ -225,7 +212,7 @@ class Policy(metaclass=_PolicyType):
     @property
     def updates_while_decoding(self) -> bool:
         """Whether the method has a decode state (`DecodeState`), which `step` updates for every new token."""
-        return False
+        return self.evicts
 
     def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
         """Numbers per prompt token that `begin` and `step` need; the decode state stores those of kept tokens."""
@@ -304,10 +291,11 @@ class Policy(metaclass=_PolicyType):
 
     def vision_bounds(self, *, layers: int, vision: int, images: int) -> tuple[int, ...]:
         """Bound on the vision tokens of each layer, before tokens are selected."""
-        after, left = self.reductions(layers), [vision]
+        owner = self.reducer or self
+        after, left = owner.reductions(layers), [vision]
         for stage in range(len(after)):
-            left.append(min(left[-1], self.remaining(stage=stage, vision=left[-1], images=images)))
-        if self.drops_early_layers:
+            left.append(min(left[-1], owner.remaining(stage=stage, vision=left[-1], images=images)))
+        if owner.drops_early_layers:
             return (left[-1],) * layers
         return tuple(left[sum(i >= a for a in after)] for i in range(layers))
 
@@ -366,10 +354,6 @@ def checked_scores(policy: Policy, obs: Observation) -> Float[Array, "K T"]:
         raise InputError(f"{type(policy).__name__}: score returned {scores if found is None else f'shape {found}'}: "
                          f"return one number per key head and token, [K, T] = {expected}")  # fmt: skip
     return scores
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class Budget(NamedTuple):

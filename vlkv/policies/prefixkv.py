@@ -15,6 +15,7 @@ from vlkv.errors import InputError
 from vlkv.merging import dropped, fold, nearest_key, nearest_place
 from vlkv.observe import Observation, column_sums, first, head_mean, last
 from vlkv.policies.fixed_distance import allowed_entries, evict_at_distance, share_bounds
+from vlkv.policies.options import Count, Positive, Share, Variant
 from vlkv.policies.policy import Policy, Statistics, policy
 
 _TOLERANCE = 5  # the published search stops within this number of tokens of the target
@@ -49,12 +50,12 @@ class PrefixKV(Policy):
         variant: "paper", or "released" for the published code.
     """
 
-    sinks: int = 1
-    recent: int = 1
-    distance: int | None = 25
+    sinks: Count = 1
+    recent: Count = 1
+    distance: Positive | None = 25
     merging: Literal["none", "position", "cosine"] = "none"
-    profile: tuple[float, ...] | None = None
-    variant: Literal["paper", "released"] = "paper"
+    profile: tuple[Share, ...] | None = None
+    variant: Variant = "paper"
     paper = "Wang et al. 2024, PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need"
     equations = "Eq. 1, Alg. 1"
     capped = True
@@ -62,15 +63,7 @@ class PrefixKV(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check("sinks", self.sinks >= 0, "must not be negative")
-        self.check("recent", self.recent >= 0, "must not be negative")
-        whole = self.distance is None or (isinstance(self.distance, int) and self.distance >= 1)
-        self.check("distance", whole, "must be a whole number of at least 1, or None")
-        self.check("merging", self.merging in ("none", "position", "cosine"), "is none of none, position, cosine")
-        shares = self.profile is None or (isinstance(self.profile, tuple) and all(map(_is_share, self.profile)))
-        self.check("profile", shares, "must be a tuple of fractions in (0, 1], one per layer, or None")
         self.check("cap", self.cap is None or self.merging == "none", "cannot be combined with merging")
-        self.check("variant", self.variant in ("paper", "released"), 'must be "paper" or "released"')
 
     def check_model(self, layers: int) -> None:
         """Raises InputError if the profile has another number of layers."""
@@ -143,13 +136,8 @@ class PrefixKV(Policy):
 
     @property
     @override
-    def updates_while_decoding(self) -> bool:
-        return self.distance is not None and self.scope == "all"
-
-    @property
-    @override
     def evicts(self) -> bool:
-        return self.updates_while_decoding
+        return self.distance is not None and self.scope == "all"
 
     def decode_slots(self, state: DecodeState) -> Int[Array, " K"]:
         """The share of all tokens that may be seen, and one new entry."""
@@ -222,7 +210,3 @@ def released_budgets(
     return budgets.apportion(
         kept.astype(jnp.float32), jnp.minimum(jnp.sum(kept), total), floor=jnp.minimum(1, most), ceiling=most
     )
-
-
-def _is_share(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from vlkv import budgets
 from vlkv.observe import Observation
+from vlkv.policies.options import Pooling, Positive, Variant
 from vlkv.policies.policy import Statistics, policy
 from vlkv.policies.snapkv import SnapKV
 
@@ -33,9 +32,9 @@ class PyramidKV(SnapKV):
 
     window: int = 8
     kernel: int = 7
-    pooling: Literal["avg", "max"] = "max"
-    beta: int = 20
-    variant: Literal["paper", "released"] = "paper"
+    pooling: Pooling = "max"
+    beta: Positive = 20
+    variant: Variant = "paper"
     paper = "Cai et al. 2024, PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling"
     equations = "Sec. 4.2, Eqs. 3-5"
     capped = True
@@ -43,8 +42,6 @@ class PyramidKV(SnapKV):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check("beta", self.beta >= 1, "must be at least 1")
-        self.check("variant", self.variant in ("paper", "released"), 'must be "paper" or "released"')
         self.check("cap", self.cap is None or self.variant == "paper", "is not supported for the released variant")
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:

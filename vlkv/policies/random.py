@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from vlkv.observe import Observation, ordinal
-from vlkv.policies.policy import Policy, Scope, policy
+from vlkv.policies.options import Scope
+from vlkv.policies.policy import Policy, policy
 
 
 @policy

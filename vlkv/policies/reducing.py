@@ -7,7 +7,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import budgets
 from vlkv.observe import Observation
-from vlkv.policies.policy import Policy, Scope, policy
+from vlkv.policies.options import Scope
+from vlkv.policies.policy import Policy, policy
 
 
 @policy

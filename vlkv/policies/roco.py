@@ -11,6 +11,7 @@ from typing_extensions import override
 from vlkv import budgets
 from vlkv.decode_state import DecodeState, evict
 from vlkv.observe import Observation, column_sums, group_mean, last, ordinal, top
+from vlkv.policies.options import Count, Unit
 from vlkv.policies.policy import Policy, Statistics, policy
 
 
@@ -32,16 +33,11 @@ class RoCo(Policy):
         evict: False: nothing is evicted while decoding.
     """
 
-    spread: float = 0.5
-    recent: int = 10
+    spread: Unit = 0.5
+    recent: Count = 10
     evict: bool = True
     paper = "Ren & Zhu 2024, On the Efficacy of Eviction Policy for Key-Value Constrained Generative LM Inference"
     stages = "score, rank, step"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check("spread", 0 <= self.spread <= 1, "must lie in [0, 1]")
-        self.check("recent", self.recent >= 0, "must not be negative")
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """The mean attention that each token receives."""
@@ -76,13 +72,8 @@ class RoCo(Policy):
 
     @property
     @override
-    def updates_while_decoding(self) -> bool:
-        return self.evict and self.scope == "all"
-
-    @property
-    @override
     def evicts(self) -> bool:
-        return self.updates_while_decoding
+        return self.evict and self.scope == "all"
 
     def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
         """Mean, mean square, and number of rows."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.observe import Observation, group_mean, last, pool, rows_mass
+from vlkv.policies.options import Pooling, Positive
 from vlkv.policies.policy import Policy, policy
 
 
@@ -25,17 +24,15 @@ class SnapKV(Policy):
         pooling: "avg" or "max".
     """
 
-    window: int = 32
-    kernel: int = 5
-    pooling: Literal["avg", "max"] = "avg"
+    window: Positive = 32
+    kernel: Positive = 5
+    pooling: Pooling = "avg"
     paper = "Li et al. 2024, SnapKV: LLM Knows What You are Looking for Before Generation"
     equations = "Sec. 4, Eqs. 1-5"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check("window", self.window >= 1, "must be at least 1")
-        self.check("kernel", self.kernel >= 1 and self.kernel % 2 == 1, "must be odd")
-        self.check("pooling", self.pooling in ("avg", "max"), 'must be "avg" or "max"')
+        self.check("kernel", self.kernel % 2 == 1, "must be odd")
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Smoothed attention of the window. For smoothing, tokens that are always kept count as zero."""

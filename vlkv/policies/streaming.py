@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from vlkv.observe import Observation, first, ordinal
+from vlkv.policies.options import Count
 from vlkv.policies.policy import Policy, policy
 
 
@@ -17,13 +18,9 @@ class StreamingLLM(Policy):
     prompt, as in papers that compare with this method.
     """
 
-    sinks: int = 4
+    sinks: Count = 4
     paper = "Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks"
     equations = "Sec. 3.2"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check("sinks", self.sinks >= 0, "must not be negative")
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Increases with the position."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import matching
+from vlkv.policies.options import Count, Variant
 from vlkv.policies.policy import policy
 from vlkv.policies.tome import ToMe
 
@@ -29,17 +30,10 @@ class ToFu(ToMe):
     """
 
     mode: Literal["tofu", "mean", "amax", "prune"] = "tofu"
-    pruning: int = 1
-    variant: Literal["paper", "released"] = "paper"
+    pruning: Count = 1
+    variant: Variant = "paper"
     paper = "Kim et al. 2024, Token Fusion: Bridging the Gap between Token Pruning and Token Merging"
     equations = "Sec. 3"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        modes = ("tofu", "mean", "amax", "prune")
-        self.check("mode", self.mode in modes, f"is none of {', '.join(modes)}")
-        self.check("pruning", self.pruning >= 0, "must not be negative")
-        self.check("variant", self.variant in ("paper", "released"), 'must be "paper" or "released"')
 
     def combine(
         self,

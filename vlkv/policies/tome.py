@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv import budgets, matching
 from vlkv.observe import Observation, ordinal
 from vlkv.policies.lightkv import check_layers, check_share, scaled, share_per_stage
+from vlkv.policies.options import Positive
 from vlkv.policies.policy import Policy, policy
 from vlkv.policies.reducing import ReducingPolicy
 from vlkv.tokens import Tokens
@@ -41,16 +42,16 @@ class ToMe(ReducingPolicy):
             used; round i has the options of stage i, and rounds after the third those of the third.
     """
 
-    layers: tuple[int, ...] | None = None
+    layers: tuple[Positive, ...] | None = None
     on: Literal["hidden", "cache"] = "hidden"
     stages = "reduce, or score and merge"
     paper = "Bolya et al. 2023, Token Merging: Your ViT But Faster"
     equations = "Sec. 3"
 
     def __post_init__(self) -> None:
+        self.check_types()
         check_layers(self, self.layers)
         super().__post_init__()
-        self.check("on", self.on in ("hidden", "cache"), 'must be "hidden" or "cache"')
         if self.on == "cache":
             self.check("layers", self.layers is None, 'needs on="hidden"; on the cache every layer merges its entries')
         else:

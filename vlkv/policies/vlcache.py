@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import budgets
 from vlkv.observe import Observation, group_mean, last, ordinal, rows_mass
+from vlkv.policies.options import Share, Unit
 from vlkv.policies.policy import Policy, Statistics, policy
 
 
@@ -36,8 +37,8 @@ class VLCache(Policy):
             because they may exceed the budget.
     """
 
-    threshold: float = 0.01
-    window: float = 0.1
+    threshold: Share = 0.01
+    window: Unit = 0.1
     variant: Literal["paper", "shared_window", "per_layer_window"] = "paper"
     paper = "Tu et al. 2024, VL-Cache: Sparsity and Modality-Aware KV Cache Compression for Vision-Language Models"
     capped = True
@@ -45,10 +46,6 @@ class VLCache(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check("threshold", 0 < self.threshold <= 1, "must lie in (0, 1]")
-        self.check("window", 0 <= self.window <= 1, "must lie in [0, 1]")
-        variants = ("paper", "shared_window", "per_layer_window")
-        self.check("variant", self.variant in variants, f"is none of {', '.join(variants)}")
         plain = self.keep is not None and self.scope == "all" and self.cap is None
         self.check("variant", self.variant == "paper" or plain, 'needs keep=, scope="all" and no cap')
 

@@ -1,7 +1,7 @@
 """Measure prefill and decoding for policies, keeps, batch sizes and prompt lengths.
 
   vlkv bench --model mini --policy snapkv h2o --keep 0.2 0.1 --prompt 512
-  vlkv bench --model llava-1.5-7b --policy aircache --keep 0.1 --batch 8 --prompt 2048 --dry-run
+  vlkv bench --model llava-1.5-7b --policy aircache --keep 0.1 --dry-run
 
 The programs of one setting are compiled first and then measured alternately, so that ratios to the full cache are from
 the same run. `--out` is written after every setting; results that it already contains are not measured again.

@@ -1,0 +1,100 @@
+"""Types of options, and the check of a policy's options against their annotations."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+
+class Range(NamedTuple):
+    """Bounds on a number. `above`: `low` itself is excluded; `high`: None: any finite number."""
+
+    low: float
+    high: float | None = None
+    above: bool = False
+
+    def __str__(self) -> str:
+        if self.high is None:
+            return f"of at least {self.low:g}"
+        return f"in {'(' if self.above else '['}{self.low:g}, {self.high:g}]"
+
+    def contains(self, value: float) -> bool:
+        """Whether a number lies within the bounds."""
+        low = value > self.low if self.above else value >= self.low
+        return low and math.isfinite(value) and (self.high is None or value <= self.high)
+
+
+Count = Annotated[int, Range(0)]
+Positive = Annotated[int, Range(1)]
+Unit = Annotated[float, Range(0, 1)]
+Share = Annotated[float, Range(0, 1, above=True)]
+Magnitude = Annotated[float, Range(0)]  # finite
+Scope = Literal["vision", "all"]
+Variant = Literal["paper", "released"]  # where published code differs from its paper
+Pooling = Literal["avg", "max"]
+
+
+def wrong_option(options: Any) -> tuple[str, str] | None:
+    """The first field of a dataclass whose value does not fit its annotation, and what it must be; None if all fit."""
+    cls: type = type(options)
+    hints = _hints(cls)
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if field.name in hints and not _fits(value, hints[field.name]):
+            return field.name, _rule(value, hints[field.name])
+    return None
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    try:
+        return get_type_hints(cls, include_extras=True)
+    except NameError:  # an annotation of a user's class names something that only exists within a function
+        return _hints(cls.__bases__[0])
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _ranges(hint: Any) -> list[Range]:
+    return [x for x in get_args(hint) if isinstance(x, Range)]
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if len(_members(hint)) > 1:
+        return any(_fits(value, member) for member in _members(hint))
+    origin = get_origin(hint)
+    if origin is Annotated:
+        return _fits(value, get_args(hint)[0]) and all(bounds.contains(value) for bounds in _ranges(hint))
+    if origin is Literal:
+        return any(type(value) is type(x) and value == x for x in get_args(hint))
+    if origin is tuple:
+        return isinstance(value, tuple) and len(value) > 0 and all(_fits(x, get_args(hint)[0]) for x in value)
+    if hint in (int, float):  # in Python, True is an int
+        return isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
+    return not isinstance(hint, type) or hint is Any or isinstance(value, hint)
+
+
+def _rule(value: Any, hint: Any) -> str:
+    """What the option must be; for a number outside its interval only the interval."""
+    bounds = [bounds for member in _members(hint) for bounds in _ranges(member)]
+    if len(bounds) == 1 and bounds[0].high is not None and _fits(value, float):
+        return f"must lie {bounds[0]}"
+    names = [name for member in _members(hint) for name in _names(member)]
+    return "must be " + (" or ".join([", ".join(names[:-1]), names[-1]]) if names[1:] else names[0])
+
+
+def _names(hint: Any) -> list[str]:
+    origin = get_origin(hint)
+    if origin is Annotated:
+        return [" ".join(map(str, [*_names(get_args(hint)[0]), *_ranges(hint)]))]
+    if origin is Literal:
+        return [f'"{x}"' if isinstance(x, str) else str(x) for x in get_args(hint)]
+    if origin is tuple:
+        return [f"a tuple of {_names(get_args(hint)[0])[0].removeprefix('a ').replace('number', 'numbers')}"]
+    known = {int: "a whole number", float: "a number", bool: "True or False", types.NoneType: "None"}
+    return [known.get(hint) or f"a {getattr(hint, '__name__', hint)}"]
