@@ -15,7 +15,7 @@ from vlkv.errors import InputError
 from vlkv.files import replacing
 
 _IN_LEGEND = 12  # if a panel has more lines, its legend names only the first and the last
-_PANELS = 4  # in one row
+_PANELS = 4  # at most, in one row
 _LOG = 2.0  # an axis is logarithmic if its values span more powers of ten than this
 
 
@@ -57,8 +57,8 @@ def save(panels: list[Panel], out: Path, title: str) -> None:
     """Draws the panels side by side under a title; the file appears when it is complete."""
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional, and slow to import)
 
-    columns = min(len(panels), _PANELS)
-    lines = -(-len(panels) // columns)
+    lines = -(-len(panels) // _PANELS)
+    columns = -(-len(panels) // lines)
     figure = Figure(figsize=(5.2 * columns, 4.2 * lines + 0.4), layout="constrained")
     figure.suptitle(title, fontsize="large")
     parts = figure.subfigures(lines, columns, squeeze=False).ravel()

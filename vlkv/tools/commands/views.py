@@ -475,7 +475,7 @@ def _sweep(case: Case) -> View:
         lines = {name: np.asarray(x)[:, 0] for name, x in zip(_SWEPT, swept, strict=True)}
         arrays[letter] = {"option": option, "values": list(values), **lines}
         columns += [(letter, value, *(line[i] for line in lines.values())) for i, value in enumerate(values)]
-        panels.append(Curves(f"{letter} ({option})", option, "share", np.array(values), lines))
+        panels.append(Curves(f"{letter} ({option})", option, "relative to the full cache", np.array(values), lines))
         if len(panels) == 1:
             took = time.perf_counter() - begin
             rest = took * (total - len(values)) / len(values)
