@@ -342,6 +342,20 @@ def test_a_bad_option_is_named(name, bad, said):
         policies.make(name, keep=0.5, **bad)
 
 
+@policies.policy
+class Annotated(policies.Policy):
+    pair: tuple[int, str] = (1, "x")
+    many: tuple[float, ...] = ()
+    own: list[int] | None = None
+
+
+@pytest.mark.parametrize("bad", [{"pair": (1, 2)}, {"pair": (1,)}, {"many": ("x",)}, {"many": 1.0}, {"keep": "x"}])
+def test_options_of_ones_own_are_checked(bad):
+    assert Annotated(keep=0.5, pair=(2, "y"), many=(1, 0.5)).own is None
+    with pytest.raises(InputError, match=f"Annotated: {next(iter(bad))}=.* must be"):
+        Annotated(**{"keep": 0.5, **bad})
+
+
 def test_the_annotation_of_every_option_is_known():
     """An annotation that names nothing would switch the check off without a word."""
     for policy in policies.registry.values():

@@ -39,6 +39,7 @@ class IVTP(ReducingPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check("layers", len(self.layers) > 0, "must have at least one number")
         valid = self.groups is None or self.last_keep <= self.groups <= 1
         self.check("groups", valid, "must lie between keep and 1, or be None")
 

@@ -228,5 +228,5 @@ def check_layers(policy: ReducingPolicy, layers: tuple[int, ...] | None, stages:
     if layers is None:
         policy.check("layers", stages in (None, 3), f"means three stages, not {stages}: give layers=")
         return
-    policy.check("layers", sorted(set(layers)) == list(layers), "must be increasing")
+    policy.check("layers", len(layers) > 0 and sorted(set(layers)) == list(layers), "must be increasing numbers")
     policy.check("layers", stages in (None, len(layers)), f"must have the length of windows, {stages}")

@@ -52,7 +52,7 @@ def wrong_option(options: Any) -> tuple[str, str] | None:
 def _hints(cls: type) -> dict[str, Any]:
     try:
         return get_type_hints(cls, include_extras=True)
-    except NameError:  # an annotation of a user's class names something that only exists within a function
+    except (NameError, TypeError):  # a user's annotation that has no meaning outside of a function
         return _hints(cls.__bases__[0])
 
 
@@ -73,7 +73,10 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is Literal:
         return any(type(value) is type(x) and value == x for x in get_args(hint))
     if origin is tuple:
-        return isinstance(value, tuple) and len(value) > 0 and all(_fits(x, get_args(hint)[0]) for x in value)
+        kinds = get_args(hint)
+        if kinds[-1] is Ellipsis and isinstance(value, tuple):
+            kinds = kinds[:1] * len(value)
+        return isinstance(value, tuple) and len(kinds) == len(value) and all(map(_fits, value, kinds))
     if hint in (int, float):  # in Python, True is an int
         return isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
     return not isinstance(hint, type) or hint is Any or isinstance(value, hint)

@@ -67,7 +67,7 @@ def _video(raw: Raw) -> VideoPooling:
     require("mm_spatial_pool_mode", mode, "average", "bilinear")
     require("mm_newline_position", newline, *_NEWLINES)
     stride = positive("mm_spatial_pool_stride", raw.get("mm_spatial_pool_stride") or 2)
-    return VideoPooling(mode=mode, stride=stride, newline=_NEWLINES[newline])  # type: ignore[arg-type]
+    return VideoPooling(mode=mode, stride=stride, newline=_NEWLINES[newline])  # type: ignore[arg-type]  # checked above
 
 
 def _height_first(value: Any, side: int) -> Any:

@@ -52,7 +52,7 @@ class Journal:
         for number, entry in enumerate(lines[1:], start=2):
             if set(entry) != set(Entry.__annotations__):
                 raise self._damaged(number)
-            self._add(entry)  # type: ignore[arg-type]
+            self._add(entry)  # type: ignore[arg-type]  # it has the keys of Entry
         self.resumed = len(self.entries)
         self.file = self.path.open("ab")
         self.file.truncate(len(whole))
