@@ -149,3 +149,11 @@ def test_mini_is_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mini").mkdir()
     assert vlkv.loading.resolve("mini").resolve() == tmp_path / "mini", "a folder of that name comes first"
+
+
+@pytest.mark.usefixtures("shapes_for_arrays")  # which switches the types of arguments off
+def test_what_transformers_makes_is_refused_with_the_remedy():
+    with pytest.raises(vlkv.InputError, match="a chat needs vlkv's own processor"):
+        vlkv.Chat(None, object())
+    with pytest.raises(vlkv.InputError, match=r"convert a Hugging Face batch by vlkv\.Inputs\.from_hf"):
+        vlkv.pool_slots(policies.SnapKV(keep=0.5), {"input_ids": None}, layers=2)

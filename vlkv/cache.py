@@ -341,7 +341,12 @@ def pool_slots(
         text: bound on its text tokens (`Inputs.max_text`).
         images: bound on its images (`Inputs.max_images`).
         parts: M: 1, or the size of the mesh's `model` axis if it does not divide the key heads.
+
+    Raises:
+        InputError: `inputs` of another type.
     """
+    if inputs is not None and not isinstance(inputs, Inputs):
+        raise InputError("inputs are not vlkv.Inputs: convert a Hugging Face batch by vlkv.Inputs.from_hf")
     if inputs is not None:
         vision, text, images = inputs.max_vision, inputs.max_text, inputs.max_images
     pool = _pool_bounds(policy, layers, vision, text, images, new_tokens, parts)[0]

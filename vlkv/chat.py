@@ -69,8 +69,10 @@ class Chat:
             query_agnostic: compress the images now, so that the kept entries do not depend on the first question.
 
         Raises:
-            InputError: an image that cannot be used, a policy that does not fit the model, or a missing key.
+            InputError: another processor, an image that cannot be used, a policy that does not fit, or a missing key.
         """
+        if not isinstance(processor, Processor):
+            raise InputError("a chat needs vlkv's own processor: params, processor = vlkv.load(...)")
         self.params, self.processor = params, processor
         self.policy = Full() if policy is None else policy
         self.sampling = Greedy() if sampling is None else sampling

@@ -42,12 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, nargs="+", metavar="B", help=f"rows (default: {_BATCHES[0]})")
     parser.add_argument("--prompt", type=int, nargs="+", metavar="T", help=f"tokens of a row (default: {_PROMPTS[0]})")
     parser.add_argument("--new", type=int, metavar="S", help=f"generated tokens (default: {_NEW})")
-    parser.add_argument(
-        "--text",
-        type=int,
-        metavar="T",
-        help=f"text tokens of the prompt; the rest is vision (default: {_TEXT})",
-    )
+    parser.add_argument("--text", type=int, metavar="T", help=f"text tokens; the rest is vision (default: {_TEXT})")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="measurements of each (default: 5)")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: float32 on a CPU)"
@@ -57,11 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compilation-cache", type=Path, metavar="DIR", help="folder in which compiled programs are cached"
     )
-    parser.add_argument(
-        "--compile-only",
-        action="store_true",
-        help="only measure the compile time of generate, without weights",
-    )
+    parser.add_argument("--compile-only", action="store_true", help="only measure compile times, without weights")
     parser.add_argument("--dry-run", action="store_true", help="only print the plan and the bytes it needs")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
