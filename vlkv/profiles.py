@@ -38,7 +38,7 @@ from vlkv.policies.selection import make_observation
 from vlkv.prefill import fill_cache
 from vlkv.reading import LayerPrompt, read_prompt
 
-AGGREGATION = "mean"  # the only one; written to the file to document itfrom vlkv.policies.options import Scope
+AGGREGATION = "mean"  # the only one; written to the file to document itfrom vlkv.policies.option_types import Scope
 
 
 def measure(params: Model, samples: Iterable[Inputs], policy: Policy) -> Float[np.ndarray, "S L"]:

@@ -28,7 +28,7 @@ from vlkv.policies.ivtp import IVTP
 from vlkv.policies.kivi import KIVI
 from vlkv.policies.lightkv import LightKV
 from vlkv.policies.lookm import LookM
-from vlkv.policies.options import Scope
+from vlkv.policies.option_types import Scope
 from vlkv.policies.pitome import PiToMe
 from vlkv.policies.policy import Policy, policy
 from vlkv.policies.prefixkv import PrefixKV

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv import budgets
 from vlkv.merging import dropped, fold, nearest_place
 from vlkv.observe import Observation, group_mean, head_mean, last, rows_mass, top
-from vlkv.policies.options import Positive, Scope, Unit
+from vlkv.policies.option_types import Positive, Scope, Unit
 from vlkv.policies.policy import Policy, Statistics, policy
 from vlkv.policies.pyramidkv import pyramid
 

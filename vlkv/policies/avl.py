@@ -14,7 +14,7 @@ from typing_extensions import override
 from vlkv import budgets
 from vlkv.decode_state import DecodeState, evict
 from vlkv.observe import Observation, column_sums, head_mean, last, rows_mass, top
-from vlkv.policies.options import Positive, Scope, Share
+from vlkv.policies.option_types import Positive, Scope, Share
 from vlkv.policies.policy import Policy, policy
 from vlkv.tokens import Tokens
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import budgets
 from vlkv.observe import Observation, group_mean, head_mean, last, split_rows_mass, top
-from vlkv.policies.options import Magnitude, Positive, Unit, Variant
+from vlkv.policies.option_types import Magnitude, Positive, Unit, Variant
 from vlkv.policies.policy import Policy, Statistics, policy
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from vlkv.observe import Observation
-from vlkv.policies.options import Positive
+from vlkv.policies.option_types import Positive
 from vlkv.policies.policy import policy
 from vlkv.policies.reducing import ReducingPolicy
 from vlkv.tokens import Tokens

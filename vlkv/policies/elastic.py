@@ -12,7 +12,7 @@ from vlkv import merging
 from vlkv.decode_state import DecodeState
 from vlkv.observe import Observation, column_sums, first, head_mean, last, ordinal
 from vlkv.policies.fixed_distance import allowed_entries, evict_at_distance, share_bounds
-from vlkv.policies.options import Count, Positive, Variant
+from vlkv.policies.option_types import Count, Positive, Variant
 from vlkv.policies.policy import Policy, Statistics, policy
 
 

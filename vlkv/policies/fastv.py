@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Array, Bool, Float
 
 from vlkv.observe import Observation, head_mean, last, rows_mass, top
-from vlkv.policies.options import Positive
+from vlkv.policies.option_types import Positive
 from vlkv.policies.policy import policy
 from vlkv.policies.reducing import ReducingPolicy
 from vlkv.tokens import Tokens

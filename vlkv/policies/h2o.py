@@ -11,7 +11,7 @@ from typing_extensions import override
 from vlkv import budgets
 from vlkv.decode_state import DecodeState, evict
 from vlkv.observe import Observation, column_sums, group_mean, last
-from vlkv.policies.options import Count, Magnitude
+from vlkv.policies.option_types import Count, Magnitude
 from vlkv.policies.policy import Policy, policy
 
 

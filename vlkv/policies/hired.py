@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv import budgets, matching
 from vlkv.observe import Observation
 from vlkv.policies.lightkv import part
-from vlkv.policies.options import Variant
+from vlkv.policies.option_types import Variant
 from vlkv.policies.policy import policy
 from vlkv.policies.reducing import ReducingPolicy
 from vlkv.tokens import Tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vlkv.policies.full import Full
-from vlkv.policies.options import Positive
+from vlkv.policies.option_types import Positive
 from vlkv.policies.policy import Storage, policy
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv import budgets, matching
 from vlkv.observe import Observation
 from vlkv.parallel import attention_mass, attention_mass_rows
-from vlkv.policies.options import Positive, Range, Share, Variant
+from vlkv.policies.option_types import Positive, Range, Share, Variant
 from vlkv.policies.policy import policy
 from vlkv.policies.reducing import ReducingPolicy
 from vlkv.tokens import Tokens

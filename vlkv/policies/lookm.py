@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import merging
 from vlkv.observe import Observation, column_sums, first, group_mean, last
-from vlkv.policies.options import Count, Variant
+from vlkv.policies.option_types import Count, Variant
 from vlkv.policies.policy import Policy, Statistics, policy
 
 

@@ -19,7 +19,7 @@ from vlkv import budgets
 from vlkv.decode_state import DecodeState
 from vlkv.errors import InputError
 from vlkv.observe import Observation
-from vlkv.policies.options import Positive, Range, Scope, Share, wrong_option
+from vlkv.policies.option_types import Positive, Range, Scope, Share, wrong_option
 from vlkv.tokens import Tokens
 
 Statistics = dict[str, Any]  # arrays by name; a composition has a dictionary of them for each method

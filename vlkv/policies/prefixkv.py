@@ -15,7 +15,7 @@ from vlkv.errors import InputError
 from vlkv.merging import dropped, fold, nearest_key, nearest_place
 from vlkv.observe import Observation, column_sums, first, head_mean, last
 from vlkv.policies.fixed_distance import allowed_entries, evict_at_distance, share_bounds
-from vlkv.policies.options import Count, Positive, Share, Variant
+from vlkv.policies.option_types import Count, Positive, Share, Variant
 from vlkv.policies.policy import Policy, Statistics, policy
 
 _TOLERANCE = 5  # the published search stops within this number of tokens of the target

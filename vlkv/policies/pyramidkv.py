@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from vlkv import budgets
 from vlkv.observe import Observation
-from vlkv.policies.options import Pooling, Positive, Variant
+from vlkv.policies.option_types import Pooling, Positive, Variant
 from vlkv.policies.policy import Statistics, policy
 from vlkv.policies.snapkv import SnapKV
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from vlkv.observe import Observation, ordinal
-from vlkv.policies.options import Scope
+from vlkv.policies.option_types import Scope
 from vlkv.policies.policy import Policy, policy
 
 

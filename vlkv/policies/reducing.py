@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import budgets
 from vlkv.observe import Observation
-from vlkv.policies.options import Scope
+from vlkv.policies.option_types import Scope
 from vlkv.policies.policy import Policy, policy
 
 

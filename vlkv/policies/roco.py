@@ -11,7 +11,7 @@ from typing_extensions import override
 from vlkv import budgets
 from vlkv.decode_state import DecodeState, evict
 from vlkv.observe import Observation, column_sums, group_mean, last, ordinal, top
-from vlkv.policies.options import Count, Unit
+from vlkv.policies.option_types import Count, Unit
 from vlkv.policies.policy import Policy, Statistics, policy
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.observe import Observation, group_mean, last, pool, rows_mass
-from vlkv.policies.options import Pooling, Positive
+from vlkv.policies.option_types import Pooling, Positive
 from vlkv.policies.policy import Policy, policy
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from vlkv.observe import Observation, first, ordinal
-from vlkv.policies.options import Count
+from vlkv.policies.option_types import Count
 from vlkv.policies.policy import Policy, policy
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import matching
-from vlkv.policies.options import Count, Variant
+from vlkv.policies.option_types import Count, Variant
 from vlkv.policies.policy import policy
 from vlkv.policies.tome import ToMe
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv import budgets, matching
 from vlkv.observe import Observation, ordinal
 from vlkv.policies.lightkv import check_layers, check_share, scaled, share_per_stage
-from vlkv.policies.options import Positive
+from vlkv.policies.option_types import Positive
 from vlkv.policies.policy import Policy, policy
 from vlkv.policies.reducing import ReducingPolicy
 from vlkv.tokens import Tokens

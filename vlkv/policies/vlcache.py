@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import budgets
 from vlkv.observe import Observation, group_mean, last, ordinal, rows_mass
-from vlkv.policies.options import Share, Unit
+from vlkv.policies.option_types import Share, Unit
 from vlkv.policies.policy import Policy, Statistics, policy
 
 
