@@ -54,8 +54,8 @@ def measure(batch: int, stored: int, dtype: Any, rounds: int) -> dict[str, float
     programs = {
         "all entries": partial(jax.jit(decode_attention), q, k, v, start, length),
         "core, operator": partial(jax.jit(core_attention), q, k, v, start, length, rows, count, length),
-        "core, copied out": partial(jax.jit(copied), q, k, v, rows),
-        "core, others masked": partial(
+        "core, copied": partial(jax.jit(copied), q, k, v, rows),
+        "core, masked": partial(
             jax.jit(lambda q, k, v, start, length, mask: decode_attention(q, k, v, start, length, valid=mask)),
             q, k, v, start, length, mask,
         ),

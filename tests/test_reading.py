@@ -300,7 +300,7 @@ def test_steps_of_another(params, read, batch):
         assert (stored.sum(axis=-1) == before).all(), "the new entry came, another left"
 
 
-@pytest.mark.default("4")
+@pytest.mark.full
 @pytest.mark.parametrize("bits", [4, 2])
 def test_on_a_quantised_pool(params, read, batch, bits):
     plain_policy = policies.SnapKV(keep=0.5)

@@ -34,11 +34,12 @@ from vlkv.files import read_text, write_json
 from vlkv.inputs import Inputs
 from vlkv.policies import CSP, Policy, PrefixKV
 from vlkv.policies.csp import region_share
+from vlkv.policies.option_types import Scope
 from vlkv.policies.selection import make_observation
 from vlkv.prefill import fill_cache
 from vlkv.reading import LayerPrompt, read_prompt
 
-AGGREGATION = "mean"  # the only one; written to the file to document itfrom vlkv.policies.option_types import Scope
+AGGREGATION = "mean"  # the only one; written to the file to document it
 
 
 def measure(params: Model, samples: Iterable[Inputs], policy: Policy) -> Float[np.ndarray, "S L"]:

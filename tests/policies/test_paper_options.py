@@ -147,6 +147,7 @@ def test_aircache_per_head(prompt):
     np.testing.assert_array_equal(*both)
 
 
+@pytest.mark.full
 def test_aircache_table_6_starred_counts_every_token(prompt):
     """Compression without regard to the kind of token: text competes, and the elite attend to every key."""
     q, k = prompt
