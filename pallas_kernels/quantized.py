@@ -53,7 +53,7 @@ class QuantizedPool:
 
 
 def quantize(
-    x: Float[Array, "B P K H"], used: Bool[Array, "B P K"], *, bits: int = 4, group: int = 32, axis: Axis
+    x: Float[Array, "B P #K H"], used: Bool[Array, "B P #K"], *, bits: int = 4, group: int = 32, axis: Axis
 ) -> QuantizedPool:
     """Quantises each group's used slots to 2^bits equally spaced values between their smallest and largest.
 
@@ -88,7 +88,7 @@ def quantize(
     return QuantizedPool(codes=_pack(codes, bits), scale=scale, low=low, bits=bits, group=group, axis=axis)
 
 
-def dequantize(pool: Float[Array, "B P K H"] | QuantizedPool) -> Float[Array, "B P K H"]:
+def dequantize(pool: Float[Array, "B P #K H"] | QuantizedPool) -> Float[Array, "B P #K H"]:
     """The whole pool as an array; an array is returned as it is."""
     if not isinstance(pool, QuantizedPool):
         return pool
@@ -112,7 +112,7 @@ def read_block(
 
 
 def read_slots(
-    pool: Float[Array, "B P K H"] | QuantizedPool,
+    pool: Float[Array, "B P #K H"] | QuantizedPool,
     row: Int[Array, ""],
     head: Int[Array, ""],
     slots: Int[Array, " C"],

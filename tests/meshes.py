@@ -24,6 +24,7 @@ from vlkv.families.text.config import TextConfig
 
 from .families.tiny import QUICK
 from .models import CONFIG, IMAGE_TOKEN, SMALL, padded
+from .uneven import Uneven
 
 NEW = 6
 POLICIES = {
@@ -35,12 +36,13 @@ POLICIES = {
     "AirCache": policies.AirCache(keep=0.3),
     "KIVI": policies.KIVI(bits=4, group=8),
     "Random": policies.Random(keep=0.3),
+    "Uneven": policies.compose(policies.H2O(keep=0.3), allocate=Uneven),  # one column, so slots are split
 }
 TURNS = ("Full", "KIVI")  # policies that are tested with a second turn
 # The model has 2 key heads: `model` splits the heads up to 2 devices, and also the slots beyond.
 CASES = {
     "data": ((4, 1), ("FastV",)),
-    "heads": ((2, 2), ("H2O", "KIVI")),
+    "heads": ((2, 2), ("H2O", "KIVI", "Uneven")),
     "slots": ((2, 4), ("Full", "H2O", "AVL", "AVL window", "AirCache")),
     "more slots": ((1, 8), ("Random",)),
     "not set": ((2, 2), ("Random",)),  # without jax.set_mesh

@@ -78,7 +78,7 @@ def kept_entries(cache, batch, row: int) -> np.ndarray:
         for head in range(heads):
             begin = start[layer, row, head]
             assert begin % 16 == 0
-            tokens = token[row, begin : begin + length[layer, row, head], head]
+            tokens = token[row, begin : begin + length[layer, row, head], head % token.shape[2]]
             assert (tokens >= 0).all() and len(set(tokens)) == len(tokens)
             vision = np.asarray(batch.is_vision)[row, tokens]
             assert not (np.diff(vision.astype(int)) > 0).any(), "vision entries come first"

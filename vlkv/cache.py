@@ -2,9 +2,14 @@
 
 Axes: B batch · L layers · K key heads · T prompt tokens · P pool slots · S tail slots · H head dim · A position axes ·
 M parts of the slots. A slot is a location in the pool; a position is the value that RoPE uses. Budgets differ per layer
-and row, but have a fixed sum, so one pool needs less memory than L padded arrays. If the `model` axis of the mesh does
-not divide the key heads, pool and tail consist of M equal parts, and every M-th entry is in the same part. `slot_of`
-returns the slot of an entry for every M.
+and row, but have a fixed sum, so one pool needs less memory than L padded arrays.
+
+The pool has a column for each key head. If the policy gives heads different budgets (`Policy.per_head`), columns of
+equal length would waste memory, so the pool has one column, which contains the segments of all heads (`#K` in the
+shapes below: K or 1).
+
+If the `model` axis of the mesh does not divide the columns, pool and tail consist of M equal parts, and every M-th
+entry is in the same part. `slot_of` returns the slot of an entry for every M.
 """
 
 from __future__ import annotations
@@ -42,9 +47,9 @@ _POOL, _TABLE = axes("batch", "slots", "kv_heads"), axes(None, "batch", "kv_head
 class PackedCache:
     """A compressed cache during decoding."""
 
-    k: Float[Array, "B P K H"] | QuantizedPool = field(metadata=_POOL)
-    v: Float[Array, "B P K H"] | QuantizedPool = field(metadata=_POOL)
-    token: Int[Array, "B P K"] = field(metadata=_POOL)  # prompt token last written to each slot; -1: none or new
+    k: Float[Array, "B P #K H"] | QuantizedPool = field(metadata=_POOL)
+    v: Float[Array, "B P #K H"] | QuantizedPool = field(metadata=_POOL)
+    token: Int[Array, "B P #K"] = field(metadata=_POOL)  # prompt token last written to each slot; -1: none or new
     start: Int[Array, "L B K"] = field(metadata=_TABLE)  # first slot of each layer's segment, in each part
     # Number of prompt entries of each segment, vision first, then text, in all parts together. If slots are reused, the
     # number of slots of the segment.
@@ -71,7 +76,7 @@ class PackedCache:
     @property
     def whole_axes(self) -> tuple[str, ...]:
         """Axes that no mesh splits."""
-        return ("slots",) if self.parts == 1 else ()
+        return ("slots",) if self.parts == 1 else ("kv_heads",)
 
     @property
     def reuses(self) -> bool:
@@ -86,7 +91,8 @@ class PackedCache:
     @property
     def slots(self) -> int:
         """Slots of a row and key head, in pool and tails."""
-        return self.token.shape[1] + sum(x.shape[1] for x in self.tail_k)
+        _, slots, columns = self.token.shape
+        return slots * columns // self.start.shape[2] + sum(x.shape[1] for x in self.tail_k)
 
     @property
     def counts(self) -> Int[Array, "L B K"]:
@@ -108,7 +114,7 @@ def slot_of(entry: Any, start: Any, slots: int, parts: int) -> Any:
 
 
 def entries(
-    token: Int[Array, "B P K"], start: Int[Array, "B K"], length: Int[Array, "B K"], most: int, parts: int = 1
+    token: Int[Array, "B P #K"], start: Int[Array, "B K"], length: Int[Array, "B K"], most: int, parts: int = 1
 ) -> Int[Array, "B K most"]:
     """The prompt token of each of the first `most` entries of a layer's segment, in order; -1: none, or a new token.
 
@@ -165,13 +171,13 @@ def quantize_old(
 
 
 def write_pool(
-    pool: Float[Array, "B P K *H"] | Int[Array, "B P K"],
+    pool: Float[Array, "B P #K *H"] | Int[Array, "B P #K"],
     new: Float[Array, "B T K *H"] | Int[Array, "B T K"],
     entry: Int[Array, "B T K"],
     start: Int[Array, "B T K"],
     valid: Bool[Array, "B 1"] | None = None,
     parts: int = 1,
-) -> Float[Array, "B P K *H"] | Int[Array, "B P K"]:
+) -> Float[Array, "B P #K *H"] | Int[Array, "B P #K"]:
     """Writes entries to segments of the pool.
 
     Args:
@@ -188,7 +194,7 @@ def write_pool(
 
 
 def _write(x: Array, new: Array, slot: Int[Array, "B T"] | Int[Array, "B T K"], parts: int) -> Array:
-    """Writes `new` [B, T, K, ...] to slots of x [B, P, K, ...], given for all heads or for each; past the end: not."""
+    """Writes `new` [B, T, K, ...] to slots of x [B, P, #K, ...], given for all heads or for each; past the end: not."""
 
     def local(part: parallel.Part, x: Array, new: Array, slot: Array) -> Array:
         slot, row = part.local_slot(slot, x.shape[1]), jnp.arange(x.shape[0])[:, None]
@@ -283,9 +289,9 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
         return dataclasses.replace(cache, memory=tuple(states))
     if isinstance(requested, jax.core.Tracer):
         raise InputError("the number of slots that the method needs is unknown under jit: resize the cache outside jit")
-    length = jnp.maximum(cache.length, requested)
-    before, after = (align(-(-x // parts), ALIGNMENT) for x in (cache.length, length))  # in each part
-    start, end = jnp.cumsum(after, axis=0) - after, jnp.sum(after, axis=0)
+    length, columns = jnp.maximum(cache.length, requested), cache.token.shape[2]
+    before, after = (align(-(-x // parts)) for x in (cache.length, length))  # in each part
+    start, end = _before(after, columns), jnp.sum(_by_column(after, columns), axis=0)
     # Grows by whole tiles of all layers, so that few sizes must be compiled.
     here = cache.token.shape[1] // parts
     here += align(max(0, int(jnp.max(end)) - here), layers * ALIGNMENT)
@@ -293,9 +299,10 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
     more = align(most) - cache.memory[0].stored.shape[-1]
     states = [decode_state.resize(layer, new_tokens, more) for layer in cache.memory]
     states = [dataclasses.replace(layer, slots=length[i]) for i, layer in enumerate(states)]
-    place = jnp.arange(here)[:, None, None, None] - start  # [slots of a part, L, B, K], within each segment
-    source = jnp.max(jnp.where((place >= 0) & (place < before), place + cache.start, -1), axis=1)
-    source = jnp.moveaxis(source, 0, 1)[:, None]  # [B, 1, slots of a part, K]
+    first, filled, old = (_by_column(x, columns) for x in (start, before, cache.start))
+    place = jnp.arange(here)[:, None, None, None] - first  # [slots of a part, segments, B, #K], within each segment
+    source = jnp.max(jnp.where((place >= 0) & (place < filled), place + old, -1), axis=1)
+    source = jnp.moveaxis(source, 0, 1)[:, None]  # [B, 1, slots of a part, #K]
 
     def move(x: Array, fill: int) -> Array:
         split = x.reshape(x.shape[0], parts, -1, *x.shape[2:])
@@ -308,6 +315,19 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
         cache, k=move(cache.k, 0), v=move(cache.v, 0), token=move(cache.token, -1), start=start, length=length,
         memory=tuple(states),
     )  # fmt: skip
+
+
+def _by_column(x: Int[Array, "L B K"], columns: int) -> Int[Array, "segments B #K"]:
+    """Numbers of the segments in their order in each column of the pool."""
+    layers, batch, _ = x.shape
+    return jnp.moveaxis(x.reshape(layers, batch, -1, columns), 2, 1).reshape(-1, batch, columns)
+
+
+def _before(x: Int[Array, "L B K"], columns: int) -> Int[Array, "L B K"]:
+    """For every segment, the sum of x over the segments before it in its column."""
+    (layers, batch, heads), each = x.shape, _by_column(x, columns)
+    sums = (jnp.cumsum(each, axis=0) - each).reshape(layers, -1, batch, columns)
+    return jnp.moveaxis(sums, 1, 2).reshape(layers, batch, heads)
 
 
 def _grows_with_new_tokens(policy: Policy) -> bool:
@@ -356,7 +376,7 @@ def pool_slots(
 def _pool_bounds(
     policy: Policy, layers: int, vision: int, text: int, images: int, new_tokens: int, parts: int
 ) -> tuple[int, int, int]:
-    """Slots of the pool; bounds on the entries per head of all layers together, and of one layer."""
+    """Slots of the pool per key head; bounds on the entries per head of all layers together, and of one layer."""
     kept, tile = policy.bound(layers=layers, vision=vision, text=text, images=images), _tile(policy)
     longest = policy.layer_bound(layers=layers, vision=vision, text=text)
     row = vision + text
@@ -367,8 +387,10 @@ def _pool_bounds(
         row = longest
     # In every part, alignment adds up to tile - 1 slots to a segment, but a segment is never larger than a whole row.
     most = (kept + layers * (parts - 1)) // parts  # entries of the first part, which may have one more per segment
-    here = min(max(most + layers * (tile - 1), tile) // tile * tile, layers * align(-(-row // parts), tile))
-    return parts * here, kept, longest
+    whole = max(most + layers * (tile - 1), tile)
+    # Each segment fills whole tiles, so the rest of the last tile is needed only by heads that share a column.
+    whole = align(whole, tile) if policy.per_head else whole // tile * tile
+    return parts * min(whole, layers * align(-(-row // parts), tile)), kept, longest
 
 
 def segment_slots(policy: Policy, *, layers: int, vision: int, text: int, images: int, new_tokens: int) -> int:
@@ -417,28 +439,31 @@ def pack(
             this may happen if a short prompt keeps more than the policy's share.
     """
     layers, (batch, heads, _, head_dim) = len(k), k[0].shape
-    parts, tile = parallel.slot_parts(heads), _tile(policy)
+    columns = 1 if policy.per_head else heads
+    parts, tile = parallel.slot_parts(columns), _tile(policy)
     if parts > 1 and policy.storage is not None and policy.storage.window is not None:
         raise InputError(
-            f"window={policy.storage.window} needs a mesh whose `model` axis divides the {heads} key heads"
+            f"window={policy.storage.window} needs a mesh whose `model` axis divides the {columns} columns of the pool"
         )
     slots, total, longest = _pool_bounds(policy, layers, max_vision, max_text, max_images, new_tokens, parts)
+    slots, total = (n * heads // columns for n in (slots, total))  # of a column
     counts = jnp.sum(kept, axis=-1, dtype=jnp.int32)  # [L, B, K]
     granted = counts  # slots of each segment
     if requested is not None:
         least = counts + 1
         spare = jnp.clip(jnp.minimum(requested, longest) - least, 0)
-        free = jnp.maximum(total - jnp.sum(least, axis=0), 0)
-        granted = least + jnp.clip(spare, 0, jnp.maximum(free - (jnp.cumsum(spare, axis=0) - spare), 0))
+        free = jnp.maximum(total - jnp.sum(_by_column(least, columns), axis=0), 0)
+        granted = least + jnp.clip(spare, 0, jnp.maximum(free - _before(spare, columns), 0))
 
     def local(
         part: parallel.Part, k: Any, v: Any, kept: Any, granted: Any, is_vision: Any, source: Any
     ) -> tuple[Any, ...]:
         """Packs this device's rows, heads and slots."""
         (_, rows, own_heads, length), here = kept.shape, slots // parts
+        own_columns = own_heads if columns == heads else 1
         counts = jnp.sum(kept, axis=-1, dtype=jnp.int32)
         rounded, filled = align(-(-granted // parts), tile), align(-(-counts // parts), tile)
-        start = jnp.cumsum(rounded, axis=0) - rounded
+        start = _before(rounded, own_columns)
 
         def find(layer: tuple[Any, Any, Any]) -> Int[Array, "B K T"]:
             """The token of each slot of a layer's segment."""
@@ -449,15 +474,13 @@ def pack(
             return jax.vmap(jax.vmap(partial(tokens_at, places=length)))(place)
 
         order = jax.lax.map(find, (kept, is_vision, start))  # a loop is compiled once for all layers
-        low, end = jnp.min(start, axis=2), jnp.max(start + filled, axis=2)
-        windows = jnp.max(-(-(end - low) // _window(here)), axis=1)  # of the longest row
         pools: tuple[Array, ...] = (
-            *(jnp.zeros((rows, here, own_heads, head_dim), k[0].dtype) for _ in "kv"),
-            jnp.full((rows, here, own_heads), -1, jnp.int32),
+            *(jnp.zeros((rows, here, own_columns, head_dim), k[0].dtype) for _ in "kv"),
+            jnp.full((rows, here, own_columns), -1, jnp.int32),
         )
         for layer in range(layers):
             values = k[layer], v[layer], source[layer].astype(jnp.int32)
-            pools = _write_segment(pools, values, order[layer], start[layer], low[layer], windows[layer])
+            pools = _write_segments(pools, values, order[layer], start[layer], start[layer] + filled[layer])
         pool_k, pool_v, token = pools
 
         def tail() -> tuple[Array, ...]:  # called twice, because shared buffers cannot be donated
@@ -496,31 +519,35 @@ def _window(slots: int) -> int:
     return min(_SLOTS_AT_A_TIME, slots)
 
 
-def _write_segment(
-    pools: tuple[Float[Array, "B P K *H"] | Int[Array, "B P K"], ...],
+def _write_segments(
+    pools: tuple[Float[Array, "B P #K *H"] | Int[Array, "B P #K"], ...],
     values: tuple[Float[Array, "B K _t H"] | Int[Array, "B T"], ...],
     order: Int[Array, "B K T"],
     start: Int[Array, "B K"],
-    low: Int[Array, " B"],
-    windows: Int[Array, ""],
+    end: Int[Array, "B K"],
 ) -> tuple[Array, ...]:
-    """Writes one segment: the values of the tokens in `order`, up to the first -1, to the slots from `start` on.
+    """Writes a layer's segments: the values of the tokens in `order`, up to the first -1, to the slots from `start` on.
 
-    It writes one window of slots of all heads at a time, beginning at the first new slot of a row (`low`). One scatter
-    of all values would be slow, because XLA for TPU sorts its indices, and a scatter per head
-    transposes the pool twice.
+    It writes one window of slots of all columns at a time, beginning at the first new slot of a row. One scatter of all
+    values would be slow, because XLA for TPU sorts its indices, and a scatter per head transposes the pool twice.
     """
     rows, heads, tokens = order.shape
-    slots = pools[0].shape[1]
-    size, head = _window(slots), jnp.arange(heads)
+    slots, columns = pools[0].shape[1:3]
+    groups = heads // columns  # of heads in different columns, which are written together
+    first_head, column = jnp.arange(groups) * columns, jnp.arange(columns)
+    low, high = jnp.min(start.reshape(rows, groups, -1), axis=2), jnp.max(end.reshape(rows, groups, -1), axis=2)
+    size = _window(slots)
+    windows = jnp.max(-(-(high - low) // size))  # of the longest one
 
     def take(x: Array, where: tuple[Array, ...]) -> Array:
         return x.at[where].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
     def step(i: Int[Array, ""], pools: tuple[Array, ...]) -> tuple[Array, ...]:
-        row = jax.lax.div(i, windows)  # `//` would need ten operations, because it handles signs
-        first = jnp.minimum(low[row] + jax.lax.rem(i, windows) * size, slots - size)
-        entry = first + jnp.arange(size)[:, None] - start[row]
+        segment = jax.lax.div(i, windows)  # `//` would need ten operations, because it handles signs
+        row, group = jax.lax.div(segment, groups), jax.lax.rem(segment, groups)
+        head = first_head[group] + column
+        first = jnp.minimum(low[row, group] + jax.lax.rem(i, windows) * size, slots - size)
+        entry = first + jnp.arange(size)[:, None] - start[row, head]
         named = take(order, (row, head, jnp.clip(entry, 0, tokens - 1)))
         is_new = (entry >= 0) & (entry < tokens) & (named >= 0)
         named = jnp.maximum(named, 0)
@@ -529,9 +556,9 @@ def _write_segment(
             window = (row, first) + (0,) * (pool.ndim - 2)
             old = jax.lax.dynamic_slice(pool, window, (1, size, *pool.shape[2:]), allow_negative_indices=False)[0]
             new = take(values, (row, head, named) if values.ndim > 2 else (row, named))
-            new = jnp.where(is_new.reshape(size, heads, *[1] * (pool.ndim - 3)), new, old)
+            new = jnp.where(is_new.reshape(size, columns, *[1] * (pool.ndim - 3)), new, old)
             return jax.lax.dynamic_update_slice(pool, new[None], window, allow_negative_indices=False)
 
         return tuple(map(write, pools, values))
 
-    return jax.lax.fori_loop(0, rows * windows, step, pools)
+    return jax.lax.fori_loop(0, rows * groups * windows, step, pools)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.core_attention.reference import core_attention_reference
 from pallas_kernels.core_attention.xla import core_attention_xla
+from pallas_kernels.decode_attention import check_shapes
 from pallas_kernels.denominator import add_constant, share
 from pallas_kernels.dispatch import Kernel, choose
 from pallas_kernels.quantized import QuantizedPool
@@ -43,8 +44,8 @@ def core_attention(
 
 def core_attention(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B P K H"] | QuantizedPool,
-    v: Float[Array, "B P K H"] | QuantizedPool,
+    k: Float[Array, "B P #K H"] | QuantizedPool,
+    v: Float[Array, "B P #K H"] | QuantizedPool,
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     offsets: Int[Array, "B C"],
@@ -86,14 +87,10 @@ def core_attention(
     Raises:
         ValueError: the shapes do not fit, or the implementation is not available.
     """
-    batch, heads, head_dim = q.shape
-    if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != head_dim or heads % k.shape[2]:
-        raise ValueError(f"core_attention: q {q.shape}, k {k.shape} and v {v.shape} do not fit: expected "
-                         "[B, N, H] and twice [B, P, K, H] with K dividing N")  # fmt: skip
-    per_head = (batch, k.shape[2])
-    if start.shape != per_head or length.shape != per_head or text.shape != per_head:
-        raise ValueError(f"core_attention: start {start.shape}, length {length.shape} and text {text.shape} must be "
-                         f"[B, K] = {per_head}")  # fmt: skip
+    check_shapes("core_attention", q, k, v, start, length)
+    batch, per_head = q.shape[0], start.shape
+    if text.shape != per_head:
+        raise ValueError(f"core_attention: text {text.shape} must be [B, K] = {per_head}")
     if offsets.ndim != 2 or offsets.shape[0] != batch or count.shape != (batch,):
         raise ValueError(f"core_attention: offsets {offsets.shape} and count {count.shape} must be [B, C] and [B] "
                          f"with B = {batch}")  # fmt: skip

@@ -12,8 +12,8 @@ from pallas_kernels.quantized import QuantizedPool
 
 def core_attention_xla(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B P K H"] | QuantizedPool,
-    v: Float[Array, "B P K H"] | QuantizedPool,
+    k: Float[Array, "B P #K H"] | QuantizedPool,
+    v: Float[Array, "B P #K H"] | QuantizedPool,
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     offsets: Int[Array, "B C"],
@@ -24,7 +24,7 @@ def core_attention_xla(
     return_mass: bool,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
     """Implements `core_attention`. The entries of a segment are the listed slots, then the text slots."""
-    (batch, listed), kv_heads = offsets.shape, k.shape[2]
+    (batch, listed), kv_heads, columns = offsets.shape, start.shape[1], k.shape[2]
     begin, behind = start.reshape(-1), text.reshape(-1)
     entries = count[:, None] + jnp.maximum(length - text, 0)
     bound = min(max_length, k.shape[1])
@@ -39,7 +39,7 @@ def core_attention_xla(
                 offsets.at[row, entry].get(mode="clip") if listed else 0,
                 behind[segment] + entry - count[row],
             )
-            keys, values = (quantized.read_slots(x, row, head, begin[segment] + place) for x in (k, v))
+            keys, values = (quantized.read_slots(x, row, head % columns, begin[segment] + place) for x in (k, v))
             if valid is None:
                 return keys, values, jnp.ones(block, bool)
             return keys, values, valid.at[row, head, place].get(mode="fill", fill_value=False)

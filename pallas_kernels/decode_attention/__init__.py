@@ -1,5 +1,8 @@
 """decode_attention: one query per row against its own contiguous segment of the packed pool.
 
+The pool has K columns, one per key head; or one column, which contains the segments of all heads, one after another
+(`#K` in the shapes below: K or 1).
+
 Axes: B batch · N query heads · K key heads · G = N/K · P pool slots · M bound on a segment · H head dim.
 """
 
@@ -41,8 +44,8 @@ def decode_attention(
 
 def decode_attention(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B P K H"] | QuantizedPool,
-    v: Float[Array, "B P K H"] | QuantizedPool,
+    k: Float[Array, "B P #K H"] | QuantizedPool,
+    v: Float[Array, "B P #K H"] | QuantizedPool,
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     *,
@@ -78,22 +81,27 @@ def decode_attention(
     Raises:
         ValueError: the shapes do not fit, or the implementation is not available.
     """
-    batch, heads, head_dim = q.shape
-    if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != head_dim or heads % k.shape[2]:
-        raise ValueError(f"decode_attention: q {q.shape}, k {k.shape} and v {v.shape} do not fit: expected "
-                         "[B, N, H] and twice [B, P, K, H] with K dividing N")  # fmt: skip
-    if start.shape != (batch, k.shape[2]) or length.shape != start.shape:
-        raise ValueError(f"decode_attention: start {start.shape} and length {length.shape} must be "
-                         f"[B, K] = {(batch, k.shape[2])}")  # fmt: skip
+    check_shapes("decode_attention", q, k, v, start, length)
     most = k.shape[1] if max_length is None else max_length
-    if valid is not None and valid.shape != (batch, k.shape[2], most):
-        raise ValueError(f"decode_attention: valid {valid.shape} must be [B, K, M] = {(batch, k.shape[2], most)}")
+    if valid is not None and valid.shape != (*start.shape, most):
+        raise ValueError(f"decode_attention: valid {valid.shape} must be [B, K, M] = {(*start.shape, most)}")
     run = choose("decode_attention", _IMPLEMENTATIONS, implementation, "xla")
     out, lse, mass = run(q, k, v, start, length, valid, most, return_mass)
     total = add_constant(lse, softmax_n)
     part = share(lse, total)
     out = out * part
     return (out, total, mass * part) if return_mass else (out, total)
+
+
+def check_shapes(op: str, q: Any, k: Any, v: Any, start: Any, length: Any) -> None:
+    """Raises ValueError unless the shapes of queries, pool and segments fit."""
+    batch, heads, head_dim = q.shape
+    if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != head_dim or heads % k.shape[2]:
+        raise ValueError(f"{op}: q {q.shape}, k {k.shape} and v {v.shape} do not fit: expected [B, N, H] and twice "
+                         "[B, P, K, H] or [B, P, 1, H] with K dividing N")  # fmt: skip
+    kv_heads = start.shape[-1] if k.shape[2] == 1 else k.shape[2]
+    if start.shape != (batch, kv_heads) or length.shape != start.shape or heads % kv_heads:
+        raise ValueError(f"{op}: start {start.shape} and length {length.shape} must be [B, K] = {(batch, kv_heads)}")
 
 
 def combine(

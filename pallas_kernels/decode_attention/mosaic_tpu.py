@@ -37,8 +37,8 @@ _VMEM_BYTES = 15 * 2**20  # a kernel may use 16 MiB on every generation
 
 def decode_attention_mosaic_tpu(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B P K H"] | QuantizedPool,
-    v: Float[Array, "B P K H"] | QuantizedPool,
+    k: Float[Array, "B P #K H"] | QuantizedPool,
+    v: Float[Array, "B P #K H"] | QuantizedPool,
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     valid: Bool[Array, "B K M"] | None,
@@ -49,7 +49,7 @@ def decode_attention_mosaic_tpu(
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
     """Implements `decode_attention` for TPU. Blocks without a valid slot are not read. `op` selects the block sizes."""
     assert not isinstance(k, QuantizedPool) and not isinstance(v, QuantizedPool)
-    plan = _plan(op, q, k, valid is not None, max_length, return_mass)
+    plan = _plan(op, q, k, start, valid is not None, max_length, return_mass)
     split = 1 if plan.blocks == 1 else cores()
     return _attend(q, k, v, start, length, valid, plan, split, max_length, return_mass, interpret, op)
 
@@ -58,8 +58,8 @@ def decode_attention_mosaic_tpu(
 @partial(jax.jit, static_argnums=(6, 7, 8, 9, 10, 11))
 def _attend(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B P K H"],
-    v: Float[Array, "B P K H"],
+    k: Float[Array, "B P #K H"],
+    v: Float[Array, "B P #K H"],
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     valid: Bool[Array, "B K M"] | None,
@@ -71,19 +71,20 @@ def _attend(
     op: str,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
     batch, heads, head_dim = q.shape
-    kv_heads, group, most = plan.kv_heads, heads // plan.kv_heads, min(max_length, k.shape[1])
+    kv_heads, columns, most = plan.kv_heads, plan.columns, min(max_length, k.shape[1])
+    group = heads // kv_heads
     start, length = start.astype(jnp.int32), jnp.clip(length, 0, most).astype(jnp.int32)
     shift = jax.lax.rem(start, plan.unit)  # slots that are read before the segment begins, because copies are aligned
     units, ends = _passes(start, jnp.where(length > 0, _up(shift + length, plan.unit), 0), plan.per_block)
     of_query = [jnp.repeat(x, group, axis=1) for x in (start, start + length)]
     key_head = jnp.broadcast_to(jax.lax.div(jnp.arange(heads, dtype=jnp.int32), group), (batch, heads))
-    row = jnp.arange(plan.chunk * kv_heads, dtype=jnp.int32)
+    row = jnp.arange(plan.chunk * columns, dtype=jnp.int32)
 
     scalars = {"start": start, "units": units, "ends": ends}
     vectors = {"q": q, "bounds": jnp.stack([*of_query, key_head], axis=-1)}  # [B, ..], one row of the batch at a time
-    constants = {"columns": jnp.stack([jax.lax.div(row, kv_heads), jax.lax.rem(row, kv_heads)])}  # slot and key head
+    constants = {"columns": jnp.stack([jax.lax.div(row, columns), jax.lax.rem(row, columns)])}  # slot and column
     in_hbm = {"k": k.reshape(batch, -1, head_dim), "v": v.reshape(batch, -1, head_dim)}
-    buffers = {name: ((plan.block * kv_heads, head_dim), k.dtype) for name in in_hbm}
+    buffers = {name: ((plan.block * columns, head_dim), k.dtype) for name in in_hbm}
     outputs = {"out": (heads, head_dim), "lse": (heads, LANES)}
     if plan.lined_up:
         constants["spread"] = (constants["columns"][:1] == jnp.arange(plan.chunk)[:, None]).astype(jnp.bfloat16)
@@ -148,8 +149,8 @@ def unsupported(
     slots, heads = k.shape[1], q.shape[1]
     if slots % _UNIT and slots > LANES:
         return f"a pool of {slots} slots is not a multiple of {_UNIT}"
-    plan = _plan(op, q, k, valid is not None, max_length, return_mass)
-    rows = plan.kv_heads * plan.chunk
+    plan = _plan(op, q, k, start, valid is not None, max_length, return_mass)
+    rows = plan.columns * plan.chunk
     need = 4 * plan.block * _slot_bytes(k)  # keys and values, this block and the next
     need += 16 * heads * rows  # logits, their exponentials, masks
     need += 4 * plan.chunk * rows * plan.lined_up + 8 * heads * plan.blocks * plan.block * return_mass
@@ -165,6 +166,7 @@ class _Plan:
 
     batch: int
     kv_heads: int
+    columns: int  # of the pool: kv_heads or 1
     unit: int  # copies are multiples of it
     chunk: int  # multiplied at once
     block: int  # copied at once
@@ -182,8 +184,8 @@ class _Plan:
         return self.blocks * self.block == self.chunk
 
 
-def _plan(op: str, q: Array, k: Array, masked: bool, max_length: int, return_mass: bool) -> _Plan:
-    batch, slots, kv_heads, _ = k.shape
+def _plan(op: str, q: Array, k: Array, start: Array, masked: bool, max_length: int, return_mass: bool) -> _Plan:
+    batch, slots, columns, _ = k.shape
     lined_up = masked or return_mass
     if slots <= LANES:
         unit, chunk, block = slots if slots % _UNIT else _UNIT, slots, slots
@@ -191,10 +193,10 @@ def _plan(op: str, q: Array, k: Array, masked: bool, max_length: int, return_mas
         default = {"buffer_kib": 512}  # keys of a block: a copy this long reaches the memory's full bandwidth
         capacity = tuning.block(f"{op}/mosaic_tpu", device_kind(), default)["buffer_kib"] * 2**10
         unit = _UNIT
-        chunk = LANES if lined_up else min(max(2048 // kv_heads // unit, 1), slots // unit, 32) * unit
+        chunk = LANES if lined_up else min(max(2048 // columns // unit, 1), slots // unit, 32) * unit
         block = max(1, min(capacity // (chunk * _slot_bytes(k)), slots // chunk)) * chunk
     blocks = -(-min(max_length + unit - 1, slots) // block)
-    return _Plan(batch, kv_heads, unit, chunk, block, blocks, masked, lined_up)
+    return _Plan(batch, start.shape[1], columns, unit, chunk, block, blocks, masked, lined_up)
 
 
 def _slot_bytes(k: Array) -> int:
@@ -255,7 +257,8 @@ class _Pass:
         self.plan, self.refs = plan, refs
         self.core, self.row = pl.program_id(0), pl.program_id(1)
         self.q, self.bounds, self.columns = refs["q"][0], refs["bounds"][0], refs["columns"][...]
-        self.own = self.columns[1:2] == self.bounds[:, 2:3]  # [N, R]: rows that hold the query head's own key head
+        # [N, R]: rows that hold the query head's own key head
+        self.own = self.columns[1:2] == jax.lax.rem(self.bounds[:, 2:3], jnp.int32(plan.columns))
 
     def run(self) -> None:
         """Writes this core's part of the attention of one row."""
@@ -310,8 +313,8 @@ class _Pass:
 
         def slots(offset: Any, count: int) -> None:
             known = plan.small and plan.unit == plan.block
-            source, into = (_slice(x, plan.kv_heads * plan.unit, plan.kv_heads * count, known)
-                            for x in ((place + offset) * plan.kv_heads, offset * plan.kv_heads))  # fmt: skip
+            source, into = (_slice(x, plan.columns * plan.unit, plan.columns * count, known)
+                            for x in ((place + offset) * plan.columns, offset * plan.columns))  # fmt: skip
             for name in ("k", "v"):
                 copy(name, (source,), (into,))
 
@@ -346,7 +349,7 @@ class _Pass:
     def attend(self, c: Any, turn: Any, begin: Any, index: Any, state: Any) -> Any:
         """Adds chunk c of a block to the online softmax."""
         (plan, refs), (peak, weight, total) = (self.plan, self.refs), state
-        rows = _slice(c * plan.chunk * plan.kv_heads, plan.unit * plan.kv_heads, plan.chunk * plan.kv_heads, plan.small)
+        rows = _slice(c * plan.chunk * plan.columns, plan.unit * plan.columns, plan.chunk * plan.columns, plan.small)
         logits = dot(self.q, refs["k buffer"][turn, rows], (1, 1)) * self.q.shape[-1] ** -0.5  # [N, R]
         slots = self.columns[0:1] + (begin // plan.unit * plan.unit + index * plan.block + c * plan.chunk)
         of_pass = self.bounds[:, 0:1] == begin
@@ -366,10 +369,11 @@ class _Pass:
         return both, weight * old + jnp.sum(p, axis=-1, keepdims=True), total
 
     def chosen(self, valid: Any) -> Any:
-        """Spreads a mask over slots [K, C] to a mask over the rows of a chunk [1, R]."""
-        spread = dot(valid, self.refs["spread"][...], (1, 0))  # [K, R]
-        of_head = self.columns[1:2] == jax.lax.broadcasted_iota(jnp.int32, (self.plan.kv_heads, 1), 0)
-        return jnp.max(jnp.where(of_head, spread, 0.0), axis=0, keepdims=True) > 0.5
+        """Spreads a mask over slots [K, C] to a mask over query heads and the rows of a chunk [N, R]."""
+        key_head = jax.lax.broadcasted_iota(jnp.int32, (1, self.plan.kv_heads), 1)
+        of_head = (key_head == self.bounds[:, 2:3]).astype(jnp.bfloat16)  # [N, K]
+        by_query = dot(of_head, valid, (1, 0)).astype(jnp.bfloat16)  # [N, C]
+        return dot(by_query, self.refs["spread"][...], (1, 0)) > 0.5
 
 
 def _slice(begin: Any, multiple: int, count: int, known: bool) -> Any:

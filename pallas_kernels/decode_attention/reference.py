@@ -11,8 +11,8 @@ from pallas_kernels.quantized import QuantizedPool, dequantize
 
 def decode_attention_reference(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B P K H"] | QuantizedPool,
-    v: Float[Array, "B P K H"] | QuantizedPool,
+    k: Float[Array, "B P #K H"] | QuantizedPool,
+    v: Float[Array, "B P #K H"] | QuantizedPool,
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     valid: Bool[Array, "B K M"] | None,
@@ -20,9 +20,9 @@ def decode_attention_reference(
     return_mass: bool,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
     """Implements `decode_attention` directly from its definition."""
-    repeat = q.shape[1] // k.shape[2]
+    repeat = q.shape[1] // start.shape[1]
     q, k, v = (x.astype(jnp.float32) for x in (q, dequantize(k), dequantize(v)))
-    k, v = jnp.repeat(k, repeat, axis=2), jnp.repeat(v, repeat, axis=2)
+    k, v = (jnp.repeat(x, q.shape[1] // x.shape[2], axis=2) for x in (k, v))
     start, length = jnp.repeat(start, repeat, axis=1), jnp.repeat(length, repeat, axis=1)
     logits = jnp.einsum("bnh,bpnh->bnp", q, k, precision=jax.lax.Precision.HIGHEST) / jnp.sqrt(q.shape[-1])
     place = jnp.arange(k.shape[1]) - start[..., None]  # within the segment

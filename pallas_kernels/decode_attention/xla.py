@@ -16,8 +16,8 @@ from pallas_kernels.quantized import QuantizedPool
 
 def decode_attention_xla(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B P K H"] | QuantizedPool,
-    v: Float[Array, "B P K H"] | QuantizedPool,
+    k: Float[Array, "B P #K H"] | QuantizedPool,
+    v: Float[Array, "B P #K H"] | QuantizedPool,
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     valid: Bool[Array, "B K M"] | None,
@@ -26,7 +26,7 @@ def decode_attention_xla(
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
     """Implements `decode_attention`. It chooses at run time between all heads at once and head by head."""
     head_by_head = partial(_head_by_head, valid=valid, max_length=max_length, return_mass=return_mass)
-    may_choose = target_platform() == "cpu" and valid is None and not return_mass
+    may_choose = target_platform() == "cpu" and valid is None and not return_mass and k.shape[2] == start.shape[1]
     if not may_choose or isinstance(k, QuantizedPool) or isinstance(v, QuantizedPool):
         return head_by_head(q, k, v, start, length)
     if is_small(k.shape[1], k.shape[2] * k.shape[3] * k.dtype.itemsize):
@@ -38,8 +38,8 @@ def decode_attention_xla(
 
 def _head_by_head(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B P K H"] | QuantizedPool,
-    v: Float[Array, "B P K H"] | QuantizedPool,
+    k: Float[Array, "B P #K H"] | QuantizedPool,
+    v: Float[Array, "B P #K H"] | QuantizedPool,
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     *,
@@ -48,13 +48,13 @@ def _head_by_head(
     return_mass: bool,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
     """Attention by the loop of `ragged`, which reads one block of one head at a time."""
-    kv_heads = k.shape[2]
+    kv_heads, columns = start.shape[1], k.shape[2]
     begin = start.reshape(-1)
 
     def read(block: int) -> ragged.Read:
         def one(segment: Array, first: Array) -> tuple[Array, Array, Array]:
             row, head, place = segment // kv_heads, segment % kv_heads, first + jnp.arange(block)
-            keys, values = (_fetch(x, row, head, begin[segment] + first, block) for x in (k, v))
+            keys, values = (_fetch(x, row, head % columns, begin[segment] + first, block) for x in (k, v))
             if valid is None:
                 return keys, values, jnp.ones(block, bool)
             return keys, values, valid.at[row, head, place].get(mode="fill", fill_value=False)

@@ -172,6 +172,7 @@ class Composed(Policy):
     step = _delegated("stepped", "step")
     softmax_n = _delegated("scored", "softmax_n")
     storage = _delegated("stored", "storage")
+    per_head = _delegated("allocated", "per_head")
 
     def __post_init__(self) -> None:
         for field in ("keep", "budget", "scope"):

@@ -75,6 +75,7 @@ class Policy(metaclass=_PolicyType):
     stages: ClassVar[str] = "score"
     capped: ClassVar[bool] = False  # whether `cap` is supported: budgets differ per layer, and nothing is merged
     shortens_by: ClassVar[str] = "layers"  # the option that determines `reductions`, for error messages
+    per_head: ClassVar[bool] = False  # whether `allocate` gives heads different sums, see there
     needs_key: ClassVar[bool] = False  # whether `generate` and `select` need a key
     needs_grid: ClassVar[bool] = False  # whether `select` needs the grid position of each token
     ranked_by: ClassVar[tuple[str, ...]] = ()  # statistics per head and token that `rank` uses instead of the scores
@@ -122,6 +123,7 @@ class Policy(metaclass=_PolicyType):
     ) -> Int[Array, " L"] | Int[Array, "L K"]:
         """Budgets per layer (or per layer and head) that sum to `total` per head, each from min(1, most) to most.
 
+        If `per_head`, budgets are per layer and head, and all K heads together sum to K `total`.
         `select` raises InputError for budgets outside these bounds. Under jit they are clipped instead, in the upper
         layers if their sum is too large.
 

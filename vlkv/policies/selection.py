@@ -127,22 +127,27 @@ def allocate_and_take(
 def _within_bounds(
     policy: Policy, granted: Array, *, total: Int[Array, ""], most: Int[Array, " L"], kv_heads: int
 ) -> Int[Array, "L K"]:
-    """The budgets of `allocate`, clipped to 0, to each layer's tokens, and to `total`.
+    """The budgets of `allocate`, clipped to 0, to each layer's tokens, and to `total` per head.
 
-    The pool has capacity for `total`, so budgets with a larger sum are cut in the upper layers.
+    The pool has capacity for `total` per head, so budgets with a larger sum are cut in the upper layers.
 
     Raises:
         InputError: budgets of another shape; outside jit, where values are known, also budgets out of bounds.
     """
     name, layers = type(policy).__name__, len(most)
-    if granted.shape not in ((layers,), (layers, kv_heads)):
-        raise InputError(f"{name}: allocate returned budgets of shape {granted.shape}: return one per layer, "
-                         f"{(layers,)}, or per layer and key head, {(layers, kv_heads)}")  # fmt: skip
+    each = (layers, kv_heads)
+    if granted.shape != each and (policy.per_head or granted.shape != (layers,)):
+        either = "" if policy.per_head else f"one per layer, {(layers,)}, or "
+        raise InputError(f"{name}: allocate returned budgets of shape {granted.shape}: return {either}one per layer "
+                         f"and key head, {each}")  # fmt: skip
     granted = jnp.broadcast_to(granted if granted.ndim == 2 else granted[:, None], (layers, kv_heads))
     whole = jnp.clip(jnp.nan_to_num(granted), 0, most[:, None]).astype(jnp.int32)
-    whole = jnp.clip(whole, 0, total - jnp.minimum(jnp.cumsum(whole, axis=0) - whole, total))
+    if policy.per_head:  # all heads share the capacity
+        whole, total = whole.reshape(-1, 1), kv_heads * total
+    whole = jnp.clip(whole, 0, total - jnp.minimum(jnp.cumsum(whole, axis=0) - whole, total)).reshape(each)
     if not isinstance(whole, jax.core.Tracer) and bool(jnp.any(whole != granted)):
-        raise InputError(f"{name}: allocate returned {granted[:, 0].tolist()} for layers of {most.tolist()} tokens: "
+        found = granted if policy.per_head else granted[:, 0]
+        raise InputError(f"{name}: allocate returned {found.tolist()} for layers of {most.tolist()} tokens: "
                          f"return whole numbers from 0 to these, with a sum of at most {total}")  # fmt: skip
     return whole
 
