@@ -37,6 +37,7 @@ def read(params, batch):
     return jax.jit(vlkv.read_prompt)(params, batch)
 
 
+@pytest.mark.default("evicts")
 @pytest.mark.parametrize("scored", [policies.SnapKV(keep=0.3), policies.H2O(keep=0.3)], ids=["static", "evicts"])
 def test_decoding(params, batch, read, tmp_path, scored):
     """Saved, loaded and given more slots on the way."""
@@ -61,6 +62,7 @@ def test_decoding(params, batch, read, tmp_path, scored):
         np.testing.assert_allclose(np.stack(logits)[:, row], np.concatenate([first[None], wanted]), atol=1e-4)
 
 
+@pytest.mark.full
 def test_segments_that_grow_move(params, batch, read):
     """PrefixKV's budget grows with the text: more slots for each head, and its entries as they were."""
     chosen = policies.compose(policies.PrefixKV(keep=0.3, distance=9), allocate=Uneven)
@@ -73,6 +75,7 @@ def test_segments_that_grow_move(params, batch, read):
     np.testing.assert_allclose(jax.jit(vlkv.decode_step)(params, large, FORCED[:, 0])[1], wanted, atol=1e-5)
 
 
+@pytest.mark.full
 def test_quantised(batch, read):
     plain = fill_cache(read, policies.compose(policies.SnapKV(keep=0.3), allocate=Uneven), new_tokens=4)
     stored = policies.compose(policies.SnapKV(keep=0.3), allocate=Uneven, store=policies.KIVI(bits=8, group=8))
@@ -130,6 +133,7 @@ def test_budgets_of_another_shape_or_sum_are_refused():
 NAMES = ("xla", "reference", "triton:interpret", "mosaic_tpu:interpret")
 
 
+@pytest.mark.default("whole-xla")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("listed", [False, True], ids=["whole", "listed"])
 def test_ops_on_one_column(name, listed):

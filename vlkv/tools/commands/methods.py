@@ -58,5 +58,5 @@ def describe(cls: type[policies.Policy]) -> dict[str, Any]:
 def _prose(method: dict[str, Any]) -> str:
     options = "\n".join(f"  {name} = {value!r}" for name, value in method["options"].items())
     where = f" ({method['equations']})" if method["equations"] else ""
-    paper = f"Paper: {method['paper']}{where}"
-    return f"{method['name']}: {method['description']}\n\n{paper}\nStages: {method['stages']}\n{options}"
+    paper = f"Paper: {method['paper']}{where}\n" if method["paper"] else ""
+    return f"{method['name']}: {method['description']}\n\n{paper}Stages: {method['stages']}\n{options}"
