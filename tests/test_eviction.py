@@ -108,7 +108,8 @@ def simulated(params, batch, policy, cache, row, tokens):
     x = np.asarray(embed(params, batch))[row, batch.valid[row]]
     layers = reference.prefill(params.decoder, x)[1]
     kept = kept_entries(cache, batch, row)
-    return reference.decode(params.decoder, layers, kept, tokens, evict=Simulation(policy, layers, kept))
+    evict = Simulation(policy, layers, kept) if policy.evicts else None
+    return reference.decode(params.decoder, layers, kept, tokens, evict=evict)
 
 
 def test_a_turn_evicts_as_a_simulation_that_deletes(params, batch, read):
