@@ -172,12 +172,12 @@ def _decoding(case: Case, random: np.random.Generator) -> Made:
         extra |= {"offsets": rows.astype(np.int32), "count": count.astype(np.int32), "text": text.astype(np.int32)}
         taken = taken & exact.listed(rows, count, text, length, slots)
     q = _normal(random, case.dtype, batch, kv_heads * case.groups, case.head_dim, scale=2.0)
-    k, v = (_normal(random, case.dtype, batch, slots, kv_heads, case.head_dim) for _ in range(2))
+    k, v = (_normal(random, case.dtype, batch, kv_heads, slots, case.head_dim) for _ in range(2))
     for b, head in np.ndindex(each):
         place = np.arange(slots) - start[b, head]
         inside = (place >= 0) & (place < length[b, head])
         inside[inside] = taken[b, head, place[inside]]
-        k[b, ~inside, head], v[b, ~inside, head] = POISON, POISON
+        k[b, head, ~inside], v[b, head, ~inside] = POISON, POISON
     want = exact.segments(q, k, v, start, length, taken, case.softmax_n, slots)
 
     def compare(got: Any) -> float:
@@ -194,12 +194,12 @@ def _decoding(case: Case, random: np.random.Generator) -> Made:
 
 def _in_large_pool(k: Any, v: Any, pool_bytes: int) -> tuple[Any, Any, int]:
     """Keys and values at the end of a pool of `pool_bytes` on the device, and their first slot there."""
-    slots = -(-pool_bytes // (k.nbytes // k.shape[1]))
-    shift = slots - k.shape[1]
+    slots = -(-pool_bytes // (k.nbytes // k.shape[2]))
+    shift = slots - k.shape[2]
 
     def place(x: Any) -> Any:
-        make = jax.jit(lambda x: jnp.full((x.shape[0], slots, *x.shape[2:]), POISON, x.dtype).at[:, shift:].set(x))
-        return make(jnp.asarray(x))
+        shape = *x.shape[:2], slots, x.shape[3]
+        return jax.jit(lambda x: jnp.full(shape, POISON, x.dtype).at[:, :, shift:].set(x))(jnp.asarray(x))
 
     return place(k), place(v), shift
 

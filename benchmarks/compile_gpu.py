@@ -96,7 +96,7 @@ Case = tuple[str, Callable[..., Any], tuple[tuple[tuple[int, ...], Any], ...]]  
 def cases(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> Iterator[Case]:
     """Every kernel of one model."""
     q = (_BATCH, heads, head_dim), dtype
-    pool = (_BATCH, _SLOTS, kv_heads, head_dim), dtype
+    pool = (_BATCH, kv_heads, _SLOTS, head_dim), dtype
     per_head = (_BATCH, kv_heads), jnp.int32
     valid = (_BATCH, kv_heads, _SLOTS), jnp.bool_
     listed = ((_BATCH, _LISTED), jnp.int32), ((_BATCH,), jnp.int32), per_head

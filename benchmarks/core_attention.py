@@ -37,7 +37,7 @@ def measure(batch: int, stored: int, dtype: Any, rounds: int) -> dict[str, float
     """Milliseconds of attention to all entries, to the core by its operator, to a copy of the core, and with a mask."""
     keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (batch, HEADS, HEAD_DIM), dtype)
-    k, v = (jax.random.normal(key, (batch, stored, HEADS, HEAD_DIM), dtype) for key in keys[1:])
+    k, v = (jax.random.normal(key, (batch, HEADS, stored, HEAD_DIM), dtype) for key in keys[1:])
     listed = max(1, int(SHARE * stored))
     rows = jnp.sort(
         jnp.stack([jax.random.permutation(jax.random.key(b), stored)[:listed] for b in range(batch)]), axis=1
@@ -54,7 +54,7 @@ def measure(batch: int, stored: int, dtype: Any, rounds: int) -> dict[str, float
     programs = {
         "all entries": partial(jax.jit(decode_attention), q, k, v, start, length),
         "core, operator": partial(jax.jit(core_attention), q, k, v, start, length, rows, count, length),
-        "core, copied": partial(jax.jit(copied), q, k, v, rows),
+        "core, copied": partial(jax.jit(copied), q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), rows),
         "core, masked": partial(
             jax.jit(lambda q, k, v, start, length, mask: decode_attention(q, k, v, start, length, valid=mask)),
             q, k, v, start, length, mask,

@@ -24,7 +24,7 @@ def segments(
 
     Args:
         q: [B, N, H].
-        k: [B, P, K, H].
+        k: [B, K, P, H].
         v: likewise.
         start: [B, K], first slot of each segment.
         length: [B, K].
@@ -37,7 +37,7 @@ def segments(
     """
     q, start, length = wide(q), np.asarray(start), np.asarray(length)
     batch, heads, head_dim = q.shape
-    slots, kv_heads = np.shape(k)[1:3]
+    kv_heads, slots = np.shape(k)[1:3]
     bound = slots if bound is None else bound
     out, lse = np.zeros(q.shape), np.zeros((batch, heads))
     mass = np.zeros((batch, heads, bound))
@@ -46,7 +46,7 @@ def segments(
         if takes_part is not None:
             place = place[np.asarray(takes_part)[b, head, : len(place)]]
         first, last = int(start[b, head]), int(start[b, head]) + int(length[b, head])
-        keys, values = (wide(x[b, first:last, head])[place] for x in (k, v))  # fetches only the segment of a large pool
+        keys, values = (wide(x[b, head, first:last])[place] for x in (k, v))  # fetches only the segment of a large pool
         of_head = slice(head * heads // kv_heads, (head + 1) * heads // kv_heads)
         logits = q[b, of_head] @ keys.T / math.sqrt(head_dim)
         peak = np.max(logits, axis=1, initial=0.0 if softmax_n else -np.inf, keepdims=True)

@@ -364,7 +364,7 @@ def decode(run: Run) -> None:
         slots = max(-(-entries // 16) * 16, run.sizes.pool_bytes // (batch * slot_bytes) // 16 * 16)
         if batch * slots * slot_bytes > 0.6 * (memory_bytes() or 2**60):
             return {"skipped": f"{batch * slots * slot_bytes} bytes are more than 0.6 of the memory"}
-        shape = batch, slots, kv_heads, head_dim
+        shape = batch, kv_heads, slots, head_dim
         if shape not in pools:
             pools.clear()
             make = jax.jit(lambda key: jax.random.normal(key, shape, run.sizes.dtype))

@@ -108,11 +108,11 @@ def checks(sizes: Sizes) -> list[dict[str, Any]]:
     heads, kv_heads, slots, dim = 8, 2, 1000, sizes.head_dim
     keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (2, heads, dim), sizes.dtype)
-    k, v = (jax.random.normal(key, (2, slots, kv_heads, dim), sizes.dtype) for key in keys[1:])
+    k, v = (jax.random.normal(key, (2, kv_heads, slots, dim), sizes.dtype) for key in keys[1:])
     start, length = jnp.array([[0, 16], [320, 0]]), jnp.array([[777, 1], [333, 1000]])
     rows, text = jnp.tile(jnp.arange(0, 300, 3), (2, 1)), jnp.minimum(jnp.array([[700, 0], [300, 900]]), length)
     count = jnp.array([0, 100])
-    one = q[0][:, None] + jnp.zeros((1, 200, 1), sizes.dtype), jnp.swapaxes(k[0, :200], 0, 1)
+    one = q[0][:, None] + jnp.zeros((1, 200, 1), sizes.dtype), k[0, :, :200]
     weight, mask = jax.random.uniform(keys[0], (1, 200)), jnp.arange(200) < 190
     ops: dict[str, tuple[Any, Callable[..., Any]]] = {
         "decode_attention": (DECODE, partial(decode_attention, q, k, v, start, length, return_mass=True)),
@@ -189,10 +189,10 @@ def compare(
 
 
 def whole(sizes: Sizes, batch: int, heads: int, kv_heads: int, tokens: int) -> tuple[Any, Any, Any]:
-    """A random query, and the full cache of one layer."""
+    """A random query, and the full cache of one layer, [B, K, T, H]."""
     keys = jax.random.split(jax.random.key(1), 3)
     q = jax.random.normal(keys[0], (batch, heads, sizes.head_dim), sizes.dtype)
-    shape = (batch, tokens, kv_heads, sizes.head_dim)
+    shape = (batch, kv_heads, tokens, sizes.head_dim)
     k, v = (jax.jit(partial(jax.random.normal, shape=shape, dtype=sizes.dtype))(key) for key in keys[1:])
     return q, k, v
 
@@ -200,11 +200,13 @@ def whole(sizes: Sizes, batch: int, heads: int, kv_heads: int, tokens: int) -> t
 def measure_decode(sizes: Sizes, batch: int, heads: int, kv_heads: int) -> list[dict[str, Any]]:
     """Times decode_attention over a pool of the kept entries, and over the full cache."""
     q, k, v = whole(sizes, batch, heads, kv_heads, sizes.tokens)
+    slots_first = by_slot(k), by_slot(v)
     rows = []
     for keep in KEEPS:
         kept = max(1, int(keep * sizes.tokens))
         slots = -(-kept // PAGE) * PAGE
-        pool = k[:, :slots], v[:, :slots]
+        pool = k[:, :, :slots], v[:, :, :slots]
+        theirs = tuple(x[:, :slots] for x in slots_first)
         start, length = jnp.zeros((batch, kv_heads), jnp.int32), jnp.full((batch, kv_heads), kept)
         moved = 2 * batch * kept * kv_heads * sizes.head_dim * k.dtype.itemsize
         contestants: dict[str, tuple[int, Callable[..., Any], tuple]] = {
@@ -213,13 +215,17 @@ def measure_decode(sizes: Sizes, batch: int, heads: int, kv_heads: int) -> list[
         }
         if keep < 1:
             where = jnp.sort(jax.random.permutation(jax.random.key(2), sizes.tokens)[:kept])
-            contestants["gather, then attend"] = moved, gather_and_attend, (q, k, v, jnp.tile(where, (batch, 1)))
-        contestants["jax.nn.dot_product_attention, xla"] = moved, partial(dense, "xla"), (q, *pool, length[:, 0])
+            contestants["gather, then attend"] = (
+                moved,
+                gather_and_attend,
+                (q, *slots_first, jnp.tile(where, (batch, 1))),
+            )
+        contestants["jax.nn.dot_product_attention, xla"] = moved, partial(dense, "xla"), (q, *theirs, length[:, 0])
         if target_platform() == "gpu":
             contestants["jax.nn.dot_product_attention, cudnn"] = (
-                moved, partial(dense, "cudnn"), (q, *pool, length[:, 0]),
+                moved, partial(dense, "cudnn"), (q, *theirs, length[:, 0]),
             )  # fmt: skip
-            contestants["jax's decode kernel"] = moved, gpu_decode, (q, *pool, length[:, 0])
+            contestants["jax's decode kernel"] = moved, gpu_decode, (q, *theirs, length[:, 0])
         if target_platform() in ("gpu", "tpu"):
             paged = gpu_paged if target_platform() == "gpu" else tpu_paged
             contestants["jax's paged kernel"] = moved, paged, (q, *(pages(x) for x in pool), length[:, 0])
@@ -248,7 +254,7 @@ def measure_core(sizes: Sizes, batch: int, heads: int, kv_heads: int) -> list[di
         }
         text_rows = jnp.tile(jnp.arange(stored, stored + text), (batch, 1))
         contestants["gather, then attend"] = (
-            moved, gather_and_attend, (q, k, v, jnp.concatenate([core, text_rows], axis=1)),
+            moved, gather_and_attend, (q, by_slot(k), by_slot(v), jnp.concatenate([core, text_rows], axis=1)),
         )  # fmt: skip
 
         for name in names(DECODE):
@@ -297,8 +303,13 @@ def measure_mass(sizes: Sizes) -> list[dict[str, Any]]:
 # --- alternatives ---------------------------------------------------------------------------------------------------
 
 
+def by_slot(x: Any) -> Any:
+    """Converts [B, K, P, H] to the layout of jax's own attention: [B, P, K, H]."""
+    return jnp.swapaxes(x, 1, 2)
+
+
 def gather_and_attend(q: Any, k: Any, v: Any, rows: Any) -> Any:
-    """Copies the kept rows [B, C] of all heads out of the full cache and attends to the copy."""
+    """Copies the kept rows [B, C] of all heads out of the full cache [B, P, K, H] and attends to the copy."""
     k, v = (jnp.take_along_axis(x, rows[:, :, None, None], axis=1) for x in (k, v))
     return dense("xla", q, k, v, None)
 
@@ -309,7 +320,7 @@ def masked(name: str, q: Any, k: Any, v: Any, start: Any, length: Any, mask: Any
 
 
 def dense(name: Any, q: Any, k: Any, v: Any, length: Any) -> Any:
-    """jax's own attention with one query."""
+    """jax's own attention with one query and keys [B, P, K, H]."""
     return jax.nn.dot_product_attention(q[:, None], k, v, key_value_seq_lengths=length, implementation=name)
 
 
@@ -339,8 +350,8 @@ def tpu_paged(q: Any, k: Any, v: Any, length: Any) -> Any:
 
 
 def pages(x: Any) -> Any:
-    """Converts [B, P, K, H] to the layout of the paged kernels: [K, pages of all rows, PAGE, H]."""
-    return jnp.moveaxis(x, 2, 0).reshape(x.shape[2], -1, PAGE, x.shape[3])
+    """Converts [B, K, P, H] to the layout of the paged kernels: [K, pages of all rows, PAGE, H]."""
+    return jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, PAGE, x.shape[3])
 
 
 def table(q: Any, k: Any) -> Any:

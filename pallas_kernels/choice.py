@@ -17,3 +17,4 @@ class Kernels:
     attention_mass: str | None = None
     attention_mass_rows: str | None = None
     prefill_attention: str | None = None
+    write_slots: str | None = None

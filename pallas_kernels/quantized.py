@@ -23,14 +23,14 @@ Axis = Literal["slots", "channels"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedPool:
-    """A quantised array that replaces a pool [B, P, K, H]; inside `vmap`, one row and head of it, [P, H].
+    """A quantised array that replaces a pool [B, K, P, H]; inside `vmap`, one row and head of it, [P, H].
 
     Ranges have the dtype of the original pool. The smallest value of a group is then exact. Rounding the scale costs
     little, since codes are chosen afterwards: in bfloat16 the top code misses the largest value by 6% of a step.
     """
 
-    codes: UInt8[Array, "*slots"]  # [B, P, K, W], the first channel in the lowest bits
-    scale: Float[Array, "*groups"]  # [B, ceil(P / group), K, H] along slots, [B, P, K, ceil(H / group)] along channels
+    codes: UInt8[Array, "*slots"]  # [B, K, P, W], the first channel in the lowest bits
+    scale: Float[Array, "*groups"]  # [B, K, ceil(P / group), H] along slots, [B, K, P, ceil(H / group)] along channels
     low: Float[Array, "*groups"]
     bits: int = dataclasses.field(metadata={"static": True})
     group: int = dataclasses.field(metadata={"static": True})  # numbers per group; the last group may be smaller
@@ -53,7 +53,7 @@ class QuantizedPool:
 
 
 def quantize(
-    x: Float[Array, "B P #K H"], used: Bool[Array, "B P #K"], *, bits: int = 4, group: int = 32, axis: Axis
+    x: Float[Array, "B #K P H"], used: Bool[Array, "B #K P"], *, bits: int = 4, group: int = 32, axis: Axis
 ) -> QuantizedPool:
     """Quantises each group's used slots to 2^bits equally spaced values between their smallest and largest.
 
@@ -73,7 +73,7 @@ def quantize(
                          f'axis={axis!r} "slots" or "channels"')  # fmt: skip
     if head_dim * bits % 8:
         raise ValueError(f"quantize: {head_dim} channels of {bits} bits do not fill whole bytes")
-    along = 1 if axis == "slots" else 3
+    along = 2 if axis == "slots" else 3
     used = used[..., None]
     low = jnp.min(_split(jnp.where(used, x, jnp.inf), along, group, jnp.inf), axis=along + 1)
     high = jnp.max(_split(jnp.where(used, x, -jnp.inf), along, group, -jnp.inf), axis=along + 1)
@@ -88,60 +88,59 @@ def quantize(
     return QuantizedPool(codes=_pack(codes, bits), scale=scale, low=low, bits=bits, group=group, axis=axis)
 
 
-def dequantize(pool: Float[Array, "B P #K H"] | QuantizedPool) -> Float[Array, "B P #K H"]:
+def dequantize(pool: Float[Array, "B #K P H"] | QuantizedPool) -> Float[Array, "B #K P H"]:
     """The whole pool as an array; an array is returned as it is."""
     if not isinstance(pool, QuantizedPool):
         return pool
-    per_head = jax.vmap(lambda one: read(one, jnp.int32(0), pool.shape[1]), in_axes=1, out_axes=1)
-    return jax.vmap(per_head)(pool)
+    return jax.vmap(jax.vmap(lambda one: read(one, jnp.int32(0), pool.shape[2])))(pool)
 
 
 def read(pool: Float[Array, "P H"] | QuantizedPool, first: Int[Array, ""], count: int) -> Float[Array, "C H"]:
     """Slots first <= p < first + count of one head of a pool as an array; `first` need not be the start of a group."""
     if not isinstance(pool, QuantizedPool):
         return jax.lax.dynamic_slice_in_dim(pool, first, count)
-    return _slice(jax.tree.map(lambda x: x[None, :, None], pool), 0, 0, first, count)
+    return _slice(jax.tree.map(lambda x: x[None, None], pool), 0, 0, first, count)
 
 
 def read_block(
     pool: QuantizedPool, row: Int[Array, ""], head: Int[Array, ""], first: Int[Array, ""], count: int
 ) -> Float[Array, "C H"]:
     """Slots first <= p < first + count of one row and head; slots past the end of the pool read as finite numbers."""
-    begin = jnp.clip(first, 0, pool.shape[1] - count)
+    begin = jnp.clip(first, 0, pool.shape[2] - count)
     return jnp.roll(_slice(pool, row, head, begin, count), begin - first, axis=0)
 
 
 def read_slots(
-    pool: Float[Array, "B P #K H"] | QuantizedPool,
+    pool: Float[Array, "B #K P H"] | QuantizedPool,
     row: Int[Array, ""],
     head: Int[Array, ""],
     slots: Int[Array, " C"],
 ) -> Float[Array, "C H"]:
     """The given slots of one row and head, in any order; indices past the end of the pool read the last slot."""
-    slots = jnp.clip(slots, 0, pool.shape[1] - 1)
+    slots = jnp.clip(slots, 0, pool.shape[2] - 1)
     if not isinstance(pool, QuantizedPool):  # one flat index is a third faster on a CPU than three indices
-        rows = (row * pool.shape[1] + slots) * pool.shape[2] + head
+        rows = (row * pool.shape[1] + head) * pool.shape[2] + slots
         return pool.reshape(-1, pool.shape[3]).at[rows].get(mode="promise_in_bounds")
     group = slots // pool.group if pool.axis == "slots" else slots
 
     def spread(y: Array) -> Array:
-        y = y[row, group, head].astype(jnp.float32)
+        y = y[row, head, group].astype(jnp.float32)
         return y if pool.axis == "slots" else jnp.repeat(y, pool.group, axis=1)[:, : pool.shape[-1]]
 
-    codes = _unpack(pool.codes[row, slots, head], pool.bits)
+    codes = _unpack(pool.codes[row, head, slots], pool.bits)
     return (spread(pool.low) + codes * spread(pool.scale)).astype(pool.dtype)
 
 
 def _slice(pool: QuantizedPool, row: Array | int, head: Array | int, first: Array, count: int) -> Array:
     if pool.axis == "slots":
-        groups = min(-(-count // pool.group) + 1, pool.scale.shape[1])  # the slice may begin and end within a group
-        begin = jnp.minimum(first // pool.group, pool.scale.shape[1] - groups)
+        groups = min(-(-count // pool.group) + 1, pool.scale.shape[2])  # the slice may begin and end within a group
+        begin = jnp.minimum(first // pool.group, pool.scale.shape[2] - groups)
         skip = first - begin * pool.group
     else:
         groups, begin, skip = count, first, jnp.int32(0)
 
     def cut(x: Array, first: Array, count: int) -> Array:
-        return jax.lax.dynamic_slice(x, (row, first, head, 0), (1, count, 1, x.shape[3])).reshape(count, -1)
+        return jax.lax.dynamic_slice(x, (row, head, first, 0), (1, 1, count, x.shape[3])).reshape(count, -1)
 
     def spread(y: Array) -> Array:  # repeat is 1.5 to 4 times as fast on a CPU as a gather
         y = jnp.repeat(cut(y, begin, groups).astype(jnp.float32), pool.group, axis=0 if pool.axis == "slots" else 1)

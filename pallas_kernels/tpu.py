@@ -29,24 +29,33 @@ def _device() -> Any:
 
 
 def interpreter(interpret: bool) -> Any:
-    """The `interpret` argument of `pallas_call`: a simulated TPU that detects races, or False."""
-    return pltpu.InterpretParams(detect_races=True) if interpret else False
+    """The `interpret` argument of `pallas_call`: a simulated TPU, or False.
+
+    It detects races. Reads past the end of an array give NaN, like the padding of its last tile.
+    """
+    return pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="uninitialized") if interpret else False
 
 
-def dot(x: Any, y: Any, contract: tuple[int, int]) -> Any:
-    """x y, contracted over one axis of each, accumulated in float32. Mixed dtypes are converted to float32 first."""
+def last_axis_is_slots(slots: int, head_dim: int) -> bool:
+    """Whether XLA stores an array [.., P, H] with the slots P in the lanes, which it does if this needs less padding.
+
+    A tile has 8 x 128 numbers. This is the rule for arguments of a program; within it, XLA follows the kernels.
+    """
+
+    def padded(rows: int, lanes: int) -> int:
+        return -(-rows // 8) * 8 * -(-lanes // LANES) * LANES
+
+    return padded(head_dim, slots) < padded(slots, head_dim)
+
+
+def dot(x: Any, y: Any, contract: tuple[int, int], batch: bool = False) -> Any:
+    """x y, contracted over one axis of each, accumulated in float32. Mixed dtypes are converted to float32 first.
+
+    If `batch`, the first axis of both is a batch axis.
+    """
     if x.dtype != y.dtype:
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    dimensions = (((contract[0],), (contract[1],)), ((), ()))
+    shared = ((0,), (0,)) if batch else ((), ())
+    dimensions = (((contract[0],), (contract[1],)), shared)
     return jax.lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=jnp.float32)
-
-
-def dot_exact(x: Any, y: Any, contract: tuple[int, int]) -> Any:
-    """Exact product of float32 x and a bfloat16 0/1 matrix y with at most one 1 per sum: it moves elements of x."""
-    total = 0.0
-    for _ in range(3):  # a float32 is the sum of three bfloat16 numbers
-        part = x.astype(jnp.bfloat16)
-        total = total + dot(part, y, contract)
-        x = x - part.astype(jnp.float32)
-    return total

@@ -43,7 +43,7 @@ def test_decoding(params, batch, read, tmp_path, scored):
     chosen = policies.compose(scored, allocate=Uneven)
     cache, logits = fill_cache(read, chosen, new_tokens=STEPS // 2), []
     wanted = [simulated(params, batch, scored, cache, row, FORCED[row, :STEPS]) for row in range(3)]
-    assert cache.token.shape[2] == 1 and cache.start.shape[2] == 2
+    assert cache.token.shape[1] == 1 and cache.start.shape[2] == 2
     counts = np.stack([kept_entries(cache, batch, row).sum(axis=-1) for row in range(3)])
     assert (counts[..., 1] > 5 * counts[..., 0]).all()
     step = jax.jit(vlkv.decode_step)
@@ -102,7 +102,7 @@ def test_a_long_prompt_takes_the_memory_of_its_budgets():
         begin, count = int(cache.start[layer, 0, head]), each[layer, head]
         assert cache.length[layer, 0, head] == count
         for pool, values in ((cache.k, k), (cache.v, v)):
-            held = np.asarray(pool)[0, begin : begin + count, 0]
+            held = np.asarray(pool)[0, 0, begin : begin + count]
             np.testing.assert_array_equal(held, values[layer, 0, head, kept[layer, 0, head]])
 
 
@@ -137,10 +137,10 @@ def test_ops_on_one_column(name, listed):
     rounded = -(-length // 16) * 16
     start = np.cumsum(rounded, axis=1) - rounded
     q = random.standard_normal((2, 2 * heads, 64)).astype(np.float32)
-    column = random.standard_normal((2, 2, 240, 1, 64)).astype(np.float32)
-    wide = np.zeros((2, 2, most, heads, 64), np.float32)
+    column = random.standard_normal((2, 2, 1, 240, 64)).astype(np.float32)
+    wide = np.zeros((2, 2, heads, most, 64), np.float32)
     for b, head in np.ndindex(2, heads):
-        wide[:, b, : length[b, head], head] = column[:, b, start[b, head] : start[b, head] + length[b, head], 0]
+        wide[:, b, head, : length[b, head]] = column[:, b, 0, start[b, head] : start[b, head] + length[b, head]]
     valid = random.random((2, heads, most)) < 0.7
     op, more = decode_attention, ()
     if listed:

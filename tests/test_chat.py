@@ -90,7 +90,7 @@ def test_prefill_is_jitted_without_static_names(mini, page):
     cache, _ = jax.jit(vlkv.prefill)(params, inputs, policy, sampling=vlkv.Greedy(max_new_tokens=5))
     assert cache.new_tokens == 5
     layers = len(params.decoder.layers)
-    assert vlkv.pool_slots(policy, inputs, layers=layers, new_tokens=5) == cache.token.shape[1] + 5 * layers
+    assert vlkv.pool_slots(policy, inputs, layers=layers, new_tokens=5) == cache.token.shape[2] + 5 * layers
 
 
 def test_a_transformers_batch_is_an_input(mini, page):

@@ -78,7 +78,7 @@ def kept_entries(cache, batch, row: int) -> np.ndarray:
         for head in range(heads):
             begin = start[layer, row, head]
             assert begin % 16 == 0
-            tokens = token[row, begin : begin + length[layer, row, head], head % token.shape[2]]
+            tokens = token[row, head % token.shape[1], begin : begin + length[layer, row, head]]
             assert (tokens >= 0).all() and len(set(tokens)) == len(tokens)
             vision = np.asarray(batch.is_vision)[row, tokens]
             assert not (np.diff(vision.astype(int)) > 0).any(), "vision entries come first"
@@ -136,8 +136,8 @@ def test_merged_entries_lie_in_the_pool(batch, read, policy):
             changed = False
             for layer, head in np.ndindex(start.shape[0], start.shape[2]):
                 slots = start[layer, row, head] + np.arange(length[layer, row, head])
-                tokens = cache.token[row, slots, head]
-                held = np.asarray(pool)[row, slots, head]
+                tokens = cache.token[row, head, slots]
+                held = np.asarray(pool)[row, head, slots]
                 np.testing.assert_allclose(held, expected[layer, head, tokens], atol=1e-6)
                 changed |= (abs(held - before[layer, head, tokens]) > 1e-3).any()
             assert changed or not batch.is_vision[row].any()

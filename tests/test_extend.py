@@ -121,8 +121,8 @@ def as_stored(cache, layers, first, row):
         k, v = (array.copy() for array in layer[1:])
         for head in range(k.shape[1]):
             slots = int(cache.start[i, row, head]) + np.arange(int(cache.counts[i, row, head]))
-            tokens = place[np.asarray(cache.token)[row, slots, head]]
-            k[tokens, head], v[tokens, head] = pool_k[slots, head], pool_v[slots, head]
+            tokens = place[np.asarray(cache.token)[row, head, slots]]
+            k[tokens, head], v[tokens, head] = pool_k[head, slots], pool_v[head, slots]
         yield k, v
 
 

@@ -42,7 +42,7 @@ def skips_its_last_block(q, k, v, start, length, **options):
 
 def reads_a_poisoned_slot(q, k, v, start, length, **options):
     """One past the end of each segment that has a slot there."""
-    longer = length + (start + length < k.shape[1])
+    longer = length + (start + length < k.shape[2])
     return checks.pallas_kernels.decode_attention(q, k, v, start, longer, **options)
 
 
@@ -98,7 +98,7 @@ def test_probabilities_in_float64_by_hand():
     p, allowed = exact.probabilities(q, k, [True, True, False], [2], softmax_n=1.0)
     np.testing.assert_allclose(p, [[[1 / 4, 2 / 4, 0]]])
     assert allowed.tolist() == [[True, True, False]]
-    out, lse, mass = exact.segments(q[0][None], k[0][None, :, None], k[0][None, :, None], [[1]], [[2]], None)
+    out, lse, mass = exact.segments(q[0][None], k[:, None], k[:, None], [[1]], [[2]], None)
     assert mass[0, 0, :2] == pytest.approx([2 / 5, 3 / 5]) and lse[0, 0] == pytest.approx(np.log(5))
     assert out[0, 0, 0] == pytest.approx((2 * np.log(2) + 3 * np.log(3)) / 5)
 

@@ -76,7 +76,7 @@ def test_a_users_policy_keeps_what_it_says(params):
             norms = np.linalg.norm(np.asarray(prompt.layers[layer].k)[0, :35, head], axis=-1)
             best = set(np.argsort(-norms, kind="stable")[: lengths[layer, head]])
             begin = int(cache.start[layer, 0, head])
-            assert set(np.asarray(cache.token)[0, begin : begin + lengths[layer, head], head].tolist()) == best
+            assert set(np.asarray(cache.token)[0, head, begin : begin + lengths[layer, head]].tolist()) == best
 
 
 def test_policies_and_sampling_are_pytrees_without_leaves():
@@ -227,7 +227,7 @@ def test_an_allocation_that_overspends_loses_nothing_silently(params):
     cache = vlkv.fill_cache(vlkv.read_prompt(params, question(9, 1)), Spendthrift(budget=20), new_tokens=1)
     lengths = np.asarray(cache.counts)[:, 0]
     assert lengths.tolist() == [[35, 35], [5, 5]]
-    assert ((np.asarray(cache.token)[0] >= 0).sum(axis=0) == lengths.sum(axis=0)).all()
+    assert ((np.asarray(cache.token)[0] >= 0).sum(axis=1) == lengths.sum(axis=0)).all()
     q = np.ones((3, 2, 35, 8), np.float32)
     with pytest.raises(vlkv.InputError, match=r"Spendthrift: allocate returned \[35, 35, 35\] .* a sum of at most 60"):
         policies.select(Spendthrift(budget=20), q, q, q, np.zeros(35, bool))

@@ -35,10 +35,10 @@ def test_every_kept_entry_lies_where_its_segment_says_and_nothing_else_does(monk
                 begin = int(made.start[layer, row, head])
                 slots = slice(begin, begin + len(tokens))
                 assert made.length[layer, row, head] == len(tokens)
-                assert not used[row, slots, head].any()
-                used[row, slots, head] = True
-                np.testing.assert_array_equal(made.k[row, slots, head], k[layer, row, head, tokens])
-                np.testing.assert_array_equal(made.v[row, slots, head], v[layer, row, head, tokens])
-                np.testing.assert_array_equal(made.token[row, slots, head], source[row, tokens])
+                assert not used[row, head, slots].any()
+                used[row, head, slots] = True
+                np.testing.assert_array_equal(made.k[row, head, slots], k[layer, row, head, tokens])
+                np.testing.assert_array_equal(made.v[row, head, slots], v[layer, row, head, tokens])
+                np.testing.assert_array_equal(made.token[row, head, slots], source[row, tokens])
     for pool, free in ((made.k, 0), (made.v, 0), (made.token, -1)):
         assert np.all(np.asarray(pool)[~used] == free)

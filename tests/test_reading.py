@@ -131,7 +131,7 @@ def test_one_reading_or_two_halves_and_no_entry_without_a_slot(params, batch, po
     np.testing.assert_array_equal(whole.counts, halves.counts)
     for row in range(3):
         np.testing.assert_array_equal(kept_entries(whole, batch, row), kept_entries(halves, batch, row))
-    np.testing.assert_array_equal((np.asarray(whole.token) >= 0).sum(axis=1), np.asarray(whole.counts).sum(axis=0))
+    np.testing.assert_array_equal((np.asarray(whole.token) >= 0).sum(axis=2), np.asarray(whole.counts).sum(axis=0))
     assert (np.asarray(whole.counts) >= (batch.valid & ~batch.is_vision).sum(axis=1)[:, None]).all() or (
         policy.scope == "all"
     )
@@ -308,7 +308,7 @@ def test_on_a_quantised_pool(params, read, batch, bits):
     cache = fill_cache(read, compose(plain_policy, store=policies.KIVI(bits=bits)), new_tokens=8)
     for row in range(3):
         np.testing.assert_array_equal(kept_entries(cache, batch, row), kept_entries(plain, batch, row))
-    slots, heads, head_dim = cache.k.shape[1:]
+    heads, slots, head_dim = cache.k.shape[1:]
     assert cache.k.codes.nbytes == 3 * slots * heads * head_dim * bits // 8
     # Ranges: keys one pair per channel and group of 32 slots, values one per token here, where a head has 8 channels.
     ranges = 2 * 4 * 3 * heads * (-(-slots // 32) * head_dim + slots)

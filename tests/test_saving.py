@@ -161,17 +161,26 @@ def test_a_tail_that_grew_is_one_that_was_long_from_the_start(params, read, cach
         vlkv.load_cache(path, params, new_tokens=7)
 
 
+OLD = {1: policies.AVL(keep=0.4, refresh=2, text=0.5), 2: policies.compose(
+    policies.H2O(keep=0.4), store=policies.KIVI(bits=8, group=8)
+)}  # fmt: skip
+
+
 @pytest.mark.full
-def test_a_file_of_version_1_answers_as_it_did_and_as_a_prompt_that_is_read_today(root):
-    """It was written before evictions freed slots: entries that have left are masked, and new ones are in a tail."""
-    path, params = root / "tests" / "golden" / "cache_version_1.safetensors", tiny_llava(config=SMALL)
+@pytest.mark.parametrize("version", OLD)
+def test_a_file_of_an_older_version_answers_as_it_did_and_as_a_prompt_that_is_read_today(root, version):
+    """Version 1 masked evicted entries, and put new ones in a tail. Versions 1 and 2 had slots before heads."""
+    path, params = root / "tests" / "golden" / f"cache_version_{version}.safetensors", tiny_llava(config=SMALL)
     policy, note = saving.read_note(path)
     row, targets = (np.array([note[name]]) for name in ("row", "targets"))
     old = vlkv.load_cache(path, params)
-    assert old.tail_k and not old.reuses and policy == old.policy == policies.AVL(keep=0.4, refresh=2, text=0.5)
+    assert old.tail_k and not old.reuses and policy == old.policy == OLD[version]
     prompt = read_prompt(params, turn(row.tolist(), seed=4))
     new, logits = vlkv.extend(params, fill_cache(prompt, policy, new_tokens=12), turn(words(3, seed=9), seed=0))
-    assert new.reuses and new.slots < old.slots
+    if version == 1:
+        assert new.reuses and new.slots < old.slots
+    else:
+        assert jax.tree.structure(old) == jax.tree.structure(new)
     np.testing.assert_allclose(logits[0], note["logits"], atol=1e-4)
     answer = jax.jit(vlkv.log_probabilities)
     for cache in (old, new):
@@ -209,7 +218,7 @@ def test_a_damaged_file_is_refused(params, cache, path, monkeypatch):
             vlkv.load_cache(path, params)
     path.write_bytes(whole)
     monkeypatch.setattr(saving, "READS", ("1",))
-    with pytest.raises(vlkv.InputError, match="a cache of version 2, but this vlkv reads 1: make the cache again"):
+    with pytest.raises(vlkv.InputError, match="a cache of version 3, but this vlkv reads 1: make the cache again"):
         vlkv.load_cache(path, params)
     monkeypatch.undo()
     save_file(load_file(path), path)

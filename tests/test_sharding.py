@@ -123,8 +123,8 @@ def test_every_entry_has_a_slot_of_its_own(parts):
     taken = [cache.slot_of(i, start, slots, parts) for i in range(length)]
     assert len(set(taken)) == length and (parts == 1) == (taken == list(range(3, 33)))
     assert max(taken) < slots and [s // (slots // parts) for s in taken] == [i % parts for i in range(length)]
-    token = np.full((1, slots, 1), -1, np.int32)
-    token[0, taken, 0] = 100 + np.arange(length)
+    token = np.full((1, 1, slots), -1, np.int32)
+    token[0, 0, taken] = 100 + np.arange(length)
     lengths = np.array([[length]], np.int32)
     found = cache.entries(jnp.asarray(token), jnp.full((1, 1), start), jnp.asarray(lengths), 40, parts)
     np.testing.assert_array_equal(found[0, 0], [*range(100, 130), *[-1] * 10])
@@ -144,15 +144,15 @@ def test_a_tail_in_parts_grows_and_shrinks_around_its_entries():
     parts, used = 2, 5
 
     def tail(slots):
-        made = np.zeros((1, slots, 1, 1), np.float32)
+        made = np.zeros((1, 1, slots, 1), np.float32)
         for i in range(used):
-            made[0, cache.slot_of(i, 0, slots, parts)] = 1 + i
+            made[0, 0, cache.slot_of(i, 0, slots, parts)] = 1 + i
         return jnp.asarray(made)
 
-    nothing = jnp.zeros((1, 32, 1, 1))
+    nothing = jnp.zeros((1, 1, 32, 1))
     table = jnp.zeros((1, 1, 1), jnp.int32)
     held = cache.PackedCache(
-        k=nothing, v=nothing, token=jnp.full((1, 32, 1), -1), start=table, length=table, tail_k=(tail(8),),
+        k=nothing, v=nothing, token=jnp.full((1, 1, 32), -1), start=table, length=table, tail_k=(tail(8),),
         tail_v=(tail(8),), used=jnp.array([used]), next_position=jnp.array([[used]]), parts=parts,
     )  # fmt: skip
     for room, slots in ((20, 20), (13, 14), (5, 6)):

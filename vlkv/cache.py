@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import Kernels, QuantizedPool, dequantize, quantize
+from pallas_kernels import Kernels, QuantizedPool, dequantize, quantize, write_slots
 from vlkv import decode_state, parallel
 from vlkv.decode_state import DecodeState
 from vlkv.errors import InputError
@@ -39,7 +39,7 @@ ALIGNMENT = 16  # slots: every segment starts on a bf16 tile
 _SLOTS_AT_A_TIME = 512  # slots that `_write_segment` writes at a time
 
 
-_POOL, _TABLE = axes("batch", "slots", "kv_heads"), axes(None, "batch", "kv_heads")
+_POOL, _TABLE = axes("batch", "kv_heads", "slots"), axes(None, "batch", "kv_heads")
 
 
 @jax.tree_util.register_dataclass
@@ -47,15 +47,15 @@ _POOL, _TABLE = axes("batch", "slots", "kv_heads"), axes(None, "batch", "kv_head
 class PackedCache:
     """A compressed cache during decoding."""
 
-    k: Float[Array, "B P #K H"] | QuantizedPool = field(metadata=_POOL)
-    v: Float[Array, "B P #K H"] | QuantizedPool = field(metadata=_POOL)
-    token: Int[Array, "B P #K"] = field(metadata=_POOL)  # prompt token last written to each slot; -1: none or new
+    k: Float[Array, "B #K P H"] | QuantizedPool = field(metadata=_POOL)
+    v: Float[Array, "B #K P H"] | QuantizedPool = field(metadata=_POOL)
+    token: Int[Array, "B #K P"] = field(metadata=_POOL)  # prompt token last written to each slot; -1: none or new
     start: Int[Array, "L B K"] = field(metadata=_TABLE)  # first slot of each layer's segment, in each part
     # Number of prompt entries of each segment, vision first, then text, in all parts together. If slots are reused, the
     # number of slots of the segment.
     length: Int[Array, "L B K"] = field(metadata=_TABLE)
-    tail_k: tuple[Float[Array, "B S K H"], ...] = field(metadata=_POOL)  # one per layer; none if slots are reused
-    tail_v: tuple[Float[Array, "B S K H"], ...] = field(metadata=_POOL)
+    tail_k: tuple[Float[Array, "B K S H"], ...] = field(metadata=_POOL)  # one per layer; none if slots are reused
+    tail_v: tuple[Float[Array, "B K S H"], ...] = field(metadata=_POOL)
     used: Int[Array, " B"] = field(metadata=axes("batch"))  # number of new tokens so far
     next_position: Int[Array, "B A"] = field(metadata=axes("batch"))  # counts all tokens, including dropped ones
     memory: tuple[DecodeState, ...] | None = None  # decode state of each layer, for methods that have one
@@ -86,13 +86,13 @@ class PackedCache:
     @property
     def new_tokens(self) -> int:
         """Capacity for tokens after the prompt, including those in `used`."""
-        return self.memory[0].new_tokens if self.memory is not None else self.tail_k[0].shape[1]
+        return self.memory[0].new_tokens if self.memory is not None else self.tail_k[0].shape[2]
 
     @property
     def slots(self) -> int:
         """Slots of a row and key head, in pool and tails."""
-        _, slots, columns = self.token.shape
-        return slots * columns // self.start.shape[2] + sum(x.shape[1] for x in self.tail_k)
+        _, columns, slots = self.token.shape
+        return slots * columns // self.start.shape[2] + sum(x.shape[2] for x in self.tail_k)
 
     @property
     def counts(self) -> Int[Array, "L B K"]:
@@ -114,7 +114,7 @@ def slot_of(entry: Any, start: Any, slots: int, parts: int) -> Any:
 
 
 def entries(
-    token: Int[Array, "B P #K"], start: Int[Array, "B K"], length: Int[Array, "B K"], most: int, parts: int = 1
+    token: Int[Array, "B #K P"], start: Int[Array, "B K"], length: Int[Array, "B K"], most: int, parts: int = 1
 ) -> Int[Array, "B K most"]:
     """The prompt token of each of the first `most` entries of a layer's segment, in order; -1: none, or a new token.
 
@@ -128,27 +128,32 @@ def entries(
         parts: field of the same object.
     """
     number = jnp.arange(most)
-    slot = slot_of(number, start[..., None], token.shape[1], parts)
-    found = jnp.take_along_axis(jnp.swapaxes(token, 1, 2), slot, axis=2, mode="clip")
+    slot = slot_of(number, start[..., None], token.shape[2], parts)
+    found = jnp.take_along_axis(token, slot, axis=2, mode="clip")
     return jnp.where(number < length[..., None], found, -1)
 
 
 def write_tail(
-    tail: Float[Array, "B S K H"], new: Float[Array, "B T K H"], entry: Int[Array, "B T"], parts: int = 1
-) -> Float[Array, "B S K H"]:
+    tail: Float[Array, "B K S H"],
+    new: Float[Array, "B T K H"],
+    entry: Int[Array, "B T"],
+    parts: int = 1,
+    kernels: Kernels | None = None,
+) -> Float[Array, "B K S H"]:
     """Writes entries to the tail at their numbers; numbers beyond its end are ignored."""
-    slots = tail.shape[1]
-    return _write(tail, new, jnp.where(entry < slots, slot_of(entry, 0, slots, parts), slots), parts)
+    slots = tail.shape[2]
+    slot = jnp.where(entry < slots, slot_of(entry, 0, slots, parts), slots)
+    return _write(tail, new, jnp.broadcast_to(slot[..., None], new.shape[:3]), parts, kernels)
 
 
 def quantize_old(
-    tail: tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]],
+    tail: tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]],
     seen: Int[Array, " B"],
     *,
     bits: int,
     group: int,
     window: int,
-) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]:
     """Keys and values of a tail as attention sees them if KIVI quantises what leaves its window (its Alg. 1).
 
     Keys leave `window` at a time, so that their groups along the slots are complete; values leave one by one.
@@ -160,24 +165,25 @@ def quantize_old(
         group: likewise; divides `window`.
         window: entries in full precision.
     """
-    slot = jnp.arange(tail[0].shape[1])
+    slot = jnp.arange(tail[0].shape[2])
     old = slot < (seen // window * window)[:, None], slot < (seen - window)[:, None]
     made = []
     for x, left, axis in zip(tail, old, ("slots", "channels"), strict=True):
-        used = jnp.broadcast_to(left[..., None], x.shape[:3])
+        used = jnp.broadcast_to(left[:, None], x.shape[:3])
         stored = dequantize(quantize(x, used, bits=bits, group=group, axis=axis))  # type: ignore[arg-type]
         made.append(jnp.where(used[..., None], stored, x))
     return made[0], made[1]
 
 
 def write_pool(
-    pool: Float[Array, "B P #K *H"] | Int[Array, "B P #K"],
+    pool: Float[Array, "B #K P *H"] | Int[Array, "B #K P"],
     new: Float[Array, "B T K *H"] | Int[Array, "B T K"],
     entry: Int[Array, "B T K"],
     start: Int[Array, "B T K"],
     valid: Bool[Array, "B 1"] | None = None,
     parts: int = 1,
-) -> Float[Array, "B P #K *H"] | Int[Array, "B P #K"]:
+    kernels: Kernels | None = None,
+) -> Float[Array, "B #K P *H"] | Int[Array, "B #K P"]:
     """Writes entries to segments of the pool.
 
     Args:
@@ -187,25 +193,27 @@ def write_pool(
         start: first slot of the segment.
         valid: rows to write; None: all.
         parts: into which a mesh splits the slots.
+        kernels: implementations; None: those of the platform.
     """
-    slots = pool.shape[1]
+    slots = pool.shape[2]
     slot = slot_of(entry, start, slots, parts)
-    return _write(pool, new, slot if valid is None else jnp.where(valid[..., None], slot, slots), parts)
+    return _write(pool, new, slot if valid is None else jnp.where(valid[..., None], slot, slots), parts, kernels)
 
 
-def _write(x: Array, new: Array, slot: Int[Array, "B T"] | Int[Array, "B T K"], parts: int) -> Array:
-    """Writes `new` [B, T, K, ...] to slots of x [B, P, #K, ...], given for all heads or for each; past the end: not."""
+@partial(jax.jit, static_argnums=(3, 4))
+def _write(x: Array, new: Array, slot: Int[Array, "B T K"], parts: int, kernels: Kernels | None) -> Array:
+    """Writes `new` [B, T, K, ...] to slots of x [B, #K, P, ...]; slots past the end are ignored."""
 
     def local(part: parallel.Part, x: Array, new: Array, slot: Array) -> Array:
-        slot, row = part.local_slot(slot, x.shape[1]), jnp.arange(x.shape[0])[:, None]
-        where = (row, slot) if slot.ndim == 2 else (row[..., None], slot, jnp.arange(x.shape[2]))
-        return x.at[where].set(new, mode="drop", wrap_negative_indices=False)
+        slot = part.local_slot(slot, x.shape[2])
+        if x.ndim == 4 and slot.shape[1] == 1:
+            implementation = None if kernels is None else kernels.write_slots
+            return write_slots(x, new[:, 0], slot[:, 0], implementation=implementation)
+        row = jnp.arange(x.shape[0])[:, None, None]
+        return x.at[row, jnp.arange(x.shape[1]), slot].set(new, mode="drop", wrap_negative_indices=False)
 
-    pool = "B P K" + " H" * (x.ndim - 3)
-    run = parallel.split(
-        local, (pool, pool.replace("P", "T"), "B T" + " K" * (slot.ndim - 2)), pool,
-        batch=x.shape[0], kv_heads=x.shape[2], parts=parts,
-    )  # fmt: skip
+    pool, entries = (f"B {axes}" + " H" * (x.ndim - 3) for axes in ("K P", "T K"))
+    run = parallel.split(local, (pool, entries, "B T K"), pool, batch=x.shape[0], kv_heads=x.shape[1], parts=parts)
     return run(x, new, slot)
 
 
@@ -268,10 +276,10 @@ def resize(cache: PackedCache, new_tokens: int) -> PackedCache:
 
     slots, parts = align(new_tokens, cache.parts), cache.parts
 
-    def fit(x: Float[Array, "B S K H"]) -> Float[Array, "B _s K H"]:
-        x = x.reshape(x.shape[0], parts, capacity // parts, *x.shape[2:])[:, :, : slots // parts]
-        more = [(0, 0), (0, 0), (0, slots // parts - x.shape[2]), (0, 0), (0, 0)]
-        return jnp.pad(x, more).reshape(x.shape[0], slots, *x.shape[3:])
+    def fit(x: Float[Array, "B K S H"]) -> Float[Array, "B K _s H"]:
+        x = _by_part(x, parts)[:, :, :, : slots // parts]
+        more = [(0, 0), (0, 0), (0, 0), (0, slots // parts - x.shape[3]), (0, 0)]
+        return jnp.pad(x, more).reshape(*x.shape[:2], slots, x.shape[4])
 
     states = None if cache.memory is None else tuple(decode_state.resize(layer, slots) for layer in cache.memory)
     return dataclasses.replace(
@@ -289,11 +297,11 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
         return dataclasses.replace(cache, memory=tuple(states))
     if isinstance(requested, jax.core.Tracer):
         raise InputError("the number of slots that the method needs is unknown under jit: resize the cache outside jit")
-    length, columns = jnp.maximum(cache.length, requested), cache.token.shape[2]
+    length, columns = jnp.maximum(cache.length, requested), cache.token.shape[1]
     before, after = (align(-(-x // parts)) for x in (cache.length, length))  # in each part
     start, end = _before(after, columns), jnp.sum(_by_column(after, columns), axis=0)
     # Grows by whole tiles of all layers, so that few sizes must be compiled.
-    here = cache.token.shape[1] // parts
+    here = cache.token.shape[2] // parts
     here += align(max(0, int(jnp.max(end)) - here), layers * ALIGNMENT)
     most = max(int(jnp.max(requested)), cache.memory[0].stored.shape[-1])
     more = align(most) - cache.memory[0].stored.shape[-1]
@@ -302,19 +310,24 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
     first, filled, old = (_by_column(x, columns) for x in (start, before, cache.start))
     place = jnp.arange(here)[:, None, None, None] - first  # [slots of a part, segments, B, #K], within each segment
     source = jnp.max(jnp.where((place >= 0) & (place < filled), place + old, -1), axis=1)
-    source = jnp.moveaxis(source, 0, 1)[:, None]  # [B, 1, slots of a part, #K]
+    source = jnp.moveaxis(source, 0, 2)[:, :, None]  # [B, #K, 1, slots of a part]
 
     def move(x: Array, fill: int) -> Array:
-        split = x.reshape(x.shape[0], parts, -1, *x.shape[2:])
+        split = _by_part(x, parts)
         where = source.reshape(*source.shape, *(1,) * (split.ndim - source.ndim))
-        moved = jnp.where(where >= 0, jnp.take_along_axis(split, jnp.maximum(where, 0), axis=2), fill)
-        return moved.reshape(x.shape[0], -1, *x.shape[2:]).astype(x.dtype)
+        moved = jnp.where(where >= 0, jnp.take_along_axis(split, jnp.maximum(where, 0), axis=3), fill)
+        return moved.reshape(*x.shape[:2], -1, *x.shape[3:]).astype(x.dtype)
 
     assert not isinstance(cache.k, QuantizedPool) and not isinstance(cache.v, QuantizedPool)
     return dataclasses.replace(
         cache, k=move(cache.k, 0), v=move(cache.v, 0), token=move(cache.token, -1), start=start, length=length,
         memory=tuple(states),
     )  # fmt: skip
+
+
+def _by_part(x: Array, parts: int) -> Array:
+    """Splits the slots [B, K, P, ...] of a pool or tail into those of each part [B, K, parts, P / parts, ...]."""
+    return x.reshape(*x.shape[:2], parts, -1, *x.shape[3:])
 
 
 def _by_column(x: Int[Array, "L B K"], columns: int) -> Int[Array, "segments B #K"]:
@@ -475,8 +488,8 @@ def pack(
 
         order = jax.lax.map(find, (kept, is_vision, start))  # a loop is compiled once for all layers
         pools: tuple[Array, ...] = (
-            *(jnp.zeros((rows, here, own_columns, head_dim), k[0].dtype) for _ in "kv"),
-            jnp.full((rows, here, own_columns), -1, jnp.int32),
+            *(jnp.zeros((rows, own_columns, here, head_dim), k[0].dtype) for _ in "kv"),
+            jnp.full((rows, own_columns, here), -1, jnp.int32),
         )
         for layer in range(layers):
             values = k[layer], v[layer], source[layer].astype(jnp.int32)
@@ -484,7 +497,7 @@ def pack(
         pool_k, pool_v, token = pools
 
         def tail() -> tuple[Array, ...]:  # called twice, because shared buffers cannot be donated
-            shape = rows, -(-new_tokens // parts), own_heads, head_dim
+            shape = rows, own_heads, -(-new_tokens // parts), head_dim
             return tuple(jnp.zeros(shape, k[0].dtype) for _ in range(layers if requested is None else 0))
 
         packed_k: Array | QuantizedPool = pool_k
@@ -495,9 +508,9 @@ def pack(
             packed_v = quantize(pool_v, token >= 0, bits=bits, group=group, axis="channels")
         return packed_k, packed_v, token, start, tail(), tail()
 
-    pool, each = "B P K H", "L B K"
+    pool, each = "B K P H", "L B K"
     run = parallel.split(
-        local, ("B K T H", "B K T H", "L B K T", each, "L B T", "L B T"), (pool, pool, "B P K", each, pool, pool),
+        local, ("B K T H", "B K T H", "L B K T", each, "L B T", "L B T"), (pool, pool, "B K P", each, pool, pool),
         batch=batch, kv_heads=heads, parts=parts,
     )  # fmt: skip
     packed_k, packed_v, token, start, tail_k, tail_v = run(k, v, kept, granted, is_vision, source)
@@ -520,7 +533,7 @@ def _window(slots: int) -> int:
 
 
 def _write_segments(
-    pools: tuple[Float[Array, "B P #K *H"] | Int[Array, "B P #K"], ...],
+    pools: tuple[Float[Array, "B #K P *H"] | Int[Array, "B #K P"], ...],
     values: tuple[Float[Array, "B K _t H"] | Int[Array, "B T"], ...],
     order: Int[Array, "B K T"],
     start: Int[Array, "B K"],
@@ -532,7 +545,7 @@ def _write_segments(
     values would be slow, because XLA for TPU sorts its indices, and a scatter per head transposes the pool twice.
     """
     rows, heads, tokens = order.shape
-    slots, columns = pools[0].shape[1:3]
+    columns, slots = pools[0].shape[1:3]
     groups = heads // columns  # of heads in different columns, which are written together
     first_head, column = jnp.arange(groups) * columns, jnp.arange(columns)
     low, high = jnp.min(start.reshape(rows, groups, -1), axis=2), jnp.max(end.reshape(rows, groups, -1), axis=2)
@@ -547,16 +560,17 @@ def _write_segments(
         row, group = jax.lax.div(segment, groups), jax.lax.rem(segment, groups)
         head = first_head[group] + column
         first = jnp.minimum(low[row, group] + jax.lax.rem(i, windows) * size, slots - size)
-        entry = first + jnp.arange(size)[:, None] - start[row, head]
-        named = take(order, (row, head, jnp.clip(entry, 0, tokens - 1)))
+        entry = first + jnp.arange(size) - start[row, head][:, None]  # [#K, slots of the window]
+        named = take(order, (row, head[:, None], jnp.clip(entry, 0, tokens - 1)))
         is_new = (entry >= 0) & (entry < tokens) & (named >= 0)
         named = jnp.maximum(named, 0)
 
         def write(pool: Array, values: Array) -> Array:
-            window = (row, first) + (0,) * (pool.ndim - 2)
-            old = jax.lax.dynamic_slice(pool, window, (1, size, *pool.shape[2:]), allow_negative_indices=False)[0]
-            new = take(values, (row, head, named) if values.ndim > 2 else (row, named))
-            new = jnp.where(is_new.reshape(size, columns, *[1] * (pool.ndim - 3)), new, old)
+            window = (row, 0, first) + (0,) * (pool.ndim - 3)
+            sizes = (1, columns, size, *pool.shape[3:])
+            old = jax.lax.dynamic_slice(pool, window, sizes, allow_negative_indices=False)[0]
+            new = take(values, (row, head[:, None], named) if values.ndim > 2 else (row, named))
+            new = jnp.where(is_new.reshape(columns, size, *[1] * (pool.ndim - 3)), new, old)
             return jax.lax.dynamic_update_slice(pool, new[None], window, allow_negative_indices=False)
 
         return tuple(map(write, pools, values))

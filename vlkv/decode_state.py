@@ -257,7 +257,7 @@ def attend_to(
     if tail is None:  # slots after the last attended entry need not be read
         number = jnp.arange(1, segment_slots + 1)
         segment = *segment[:3], jnp.max(jnp.where(in_segment, number, 0), axis=-1)
-    pool, mask, listed = "B P K H", "B K E", ("B C", "B", "B K", "B")
+    pool, mask, listed = "B K P H", "B K E", ("B C", "B", "B K", "B")
     run = parallel.split(
         local, ("B N H", (pool, pool, "B K", "B K"), None if tail is None else (pool, pool), "B", mask, mask,
               listed if core else ()),

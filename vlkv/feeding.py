@@ -72,13 +72,14 @@ def feed(
         if cache.reuses:
             entries_taken.append(entry)
             pool_k, pool_v = (
-                write_pool(pool, new, entry[:, None], start[:, None], valid, cache.parts)
+                write_pool(pool, new, entry[:, None], start[:, None], valid, cache.parts, cache.kernels)
                 for pool, new in ((pool_k, k), (pool_v, v))
             )
         else:
             tail = tail_k[i], tail_v[i] = (
-                write_tail(tail_k[i], k, tail_entry, cache.parts), write_tail(tail_v[i], v, tail_entry, cache.parts)
-            )  # fmt: skip
+                write_tail(tail_k[i], k, tail_entry, cache.parts, cache.kernels),
+                write_tail(tail_v[i], v, tail_entry, cache.parts, cache.kernels),
+            )
             if cache.window is not None:
                 assert isinstance(cache.k, QuantizedPool)
                 tail = quantize_old(tail, in_tail[:, 0], bits=cache.k.bits, group=cache.k.group, window=cache.window)

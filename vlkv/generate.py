@@ -44,7 +44,7 @@ class Output:
 
     tokens: Int[Array, "B S"]  # a row that has ended repeats its last token, or -1 if it has none
     lengths: Int[Array, " B"]  # number of tokens of each row, including the stop token
-    token: Int[Array, "B P K"]  # prompt token in each slot of the pool, as in PackedCache
+    token: Int[Array, "B #K P"]  # prompt token in each slot of the pool, as in PackedCache
     start: Int[Array, "L B K"]  # as in PackedCache
     length: Int[Array, "L B K"]  # number of stored prompt entries
     cache_bytes: int = dataclasses.field(metadata={"static": True})  # allocated bytes of all rows (PackedCache.bytes)

@@ -11,7 +11,7 @@ a part of its queries, and the cache is split over slots: each device attends wi
 The ops are jitted, so that jax traces and lowers each once for all layers of a model, not once per layer.
 
 Axes: B batch · T tokens · N query heads · K key heads · G = N/K · P slots of a pool or a tail · M parts of a cache's
-slots · R weightings. A string such as "B P K H" names the axes of an array; `split` splits B, N, K and P.
+slots · R weightings. A string such as "B K P H" names the axes of an array; `split` splits B, N, K and P.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def attention_mass_rows(
 def cached_attention(
     q: Float[Array, "B T N H"],
     segment: tuple[Any, Any, Int[Array, "B K"], Int[Array, "B K"]],
-    tail: tuple[Float[Array, "B P K H"], Float[Array, "B P K H"]],
+    tail: tuple[Float[Array, "B K P H"], Float[Array, "B K P H"]],
     seen: Int[Array, "B T"],
     *,
     softmax_n: float = 0.0,
@@ -326,9 +326,9 @@ def cached_attention(
             return one(q[:, 0], seen[:, 0])[:, None]
         return jax.vmap(one, in_axes=1, out_axes=1)(q, seen)
 
-    pool, each, queries = "B P K H", "B K", "B T N H"
+    pool, each, queries = "B K P H", "B K", "B T N H"
     run = split(
         local, (queries, (pool, pool, each, each), (pool, pool), "B T"), queries,
-        batch=q.shape[0], kv_heads=tail[0].shape[2], parts=parts,
+        batch=q.shape[0], kv_heads=tail[0].shape[1], parts=parts,
     )  # fmt: skip
     return run(q, segment, tail, seen)

@@ -37,7 +37,7 @@ from vlkv.files import one_line, replacing
 from vlkv.policies import Policy
 from vlkv.sharding import path_name
 
-FORMAT, VERSION, READS = "vlkv cache", "2", ("1", "2")
+FORMAT, VERSION, READS = "vlkv cache", "3", ("1", "2", "3")
 _CORNER = 4  # first and last entries of each axis of a weight that are part of the model's fingerprint
 _OWN: dict[str, type] = {  # by the names in the file
     "Memory": DecodeState,
@@ -170,13 +170,15 @@ def _read(path: Path, *, arrays: bool = True) -> tuple[dict[str, Any], dict[str,
                 raise InputError(f"{path}: not a cache; `vlkv.save_cache` writes one")
             if metadata.get("version") not in READS:
                 raise InputError(
-                    f"{path}: a cache of version {metadata.get('version')}, but this vlkv reads {' and '.join(READS)}: "
+                    f"{path}: a cache of version {metadata.get('version')}, but this vlkv reads {', '.join(READS)}: "
                     "make the cache again"
                 )
             header = {name: json.loads(metadata[name]) for name in ("model", "policy", "cache", "note")}
             tensors = {name: file.get_tensor(name) for name in (file.keys() if arrays else ())}
             if arrays and metadata["version"] == "1":
                 _from_version_1(header["cache"]["fields"]["memory"] or (), tensors)
+            if metadata["version"] in ("1", "2"):
+                tensors = _from_version_2(tensors)
             return header, tensors
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path}: truncated or corrupt safetensors ({one_line(error)}); save it again") from None
@@ -199,6 +201,12 @@ def _from_version_1(states: Sequence[dict[str, Any]], arrays: dict[str, jax.Arra
             core = fields["values"]["dict"].pop("core")["array"]
             arrays[core] = arrays[core] > 0
             fields |= {"core": {"array": core}, "core_only": fields["core"]["fields"]["suffices"]}
+
+
+def _from_version_2(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The arrays with heads before slots. In versions 1 and 2, pool and tails were [B, P, K, H]."""
+    pool = ("k", "v", "token", "tail_k", "tail_v")
+    return {name: jnp.swapaxes(x, 1, 2) if name.split(".")[0] in pool else x for name, x in arrays.items()}
 
 
 def _check_model(path: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:

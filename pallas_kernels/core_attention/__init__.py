@@ -44,8 +44,8 @@ def core_attention(
 
 def core_attention(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B P #K H"] | QuantizedPool,
-    v: Float[Array, "B P #K H"] | QuantizedPool,
+    k: Float[Array, "B #K P H"] | QuantizedPool,
+    v: Float[Array, "B #K P H"] | QuantizedPool,
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     offsets: Int[Array, "B C"],
@@ -94,7 +94,7 @@ def core_attention(
     if offsets.ndim != 2 or offsets.shape[0] != batch or count.shape != (batch,):
         raise ValueError(f"core_attention: offsets {offsets.shape} and count {count.shape} must be [B, C] and [B] "
                          f"with B = {batch}")  # fmt: skip
-    most = k.shape[1] if max_length is None else max_length
+    most = k.shape[2] if max_length is None else max_length
     if valid is not None and valid.shape != (*per_head, most):
         raise ValueError(f"core_attention: valid {valid.shape} must be [B, K, M] = {(*per_head, most)}")
     run = choose("core_attention", _IMPLEMENTATIONS, implementation, "xla")

@@ -23,8 +23,8 @@ from pallas_kernels.quantized import QuantizedPool
 
 def core_attention_mosaic_tpu(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B P #K H"] | QuantizedPool,
-    v: Float[Array, "B P #K H"] | QuantizedPool,
+    k: Float[Array, "B #K P H"] | QuantizedPool,
+    v: Float[Array, "B #K P H"] | QuantizedPool,
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     offsets: Int[Array, "B C"],

@@ -10,8 +10,8 @@ from pallas_kernels.decode_attention.reference import decode_attention_reference
 
 def core_attention_reference(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B P #K H"],
-    v: Float[Array, "B P #K H"],
+    k: Float[Array, "B #K P H"],
+    v: Float[Array, "B #K P H"],
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     offsets: Int[Array, "B C"],

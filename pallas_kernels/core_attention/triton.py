@@ -18,8 +18,8 @@ __all__ = ["core_attention_triton", "unsupported"]
 
 def core_attention_triton(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B P #K H"],
-    v: Float[Array, "B P #K H"],
+    k: Float[Array, "B #K P H"],
+    v: Float[Array, "B #K P H"],
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     offsets: Int[Array, "B C"],

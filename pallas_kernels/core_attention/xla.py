@@ -12,8 +12,8 @@ from pallas_kernels.quantized import QuantizedPool
 
 def core_attention_xla(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B P #K H"] | QuantizedPool,
-    v: Float[Array, "B P #K H"] | QuantizedPool,
+    k: Float[Array, "B #K P H"] | QuantizedPool,
+    v: Float[Array, "B #K P H"] | QuantizedPool,
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     offsets: Int[Array, "B C"],
@@ -24,10 +24,10 @@ def core_attention_xla(
     return_mass: bool,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
     """Implements `core_attention`. The entries of a segment are the listed slots, then the text slots."""
-    (batch, listed), kv_heads, columns = offsets.shape, start.shape[1], k.shape[2]
+    (batch, listed), kv_heads, columns = offsets.shape, start.shape[1], k.shape[1]
     begin, behind = start.reshape(-1), text.reshape(-1)
     entries = count[:, None] + jnp.maximum(length - text, 0)
-    bound = min(max_length, k.shape[1])
+    bound = min(max_length, k.shape[2])
 
     def read(block: int) -> ragged.Read:
         def one(segment: Array, first: Array) -> tuple[Array, Array, Array]:

@@ -44,8 +44,8 @@ def decode_attention(
 
 def decode_attention(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B P #K H"] | QuantizedPool,
-    v: Float[Array, "B P #K H"] | QuantizedPool,
+    k: Float[Array, "B #K P H"] | QuantizedPool,
+    v: Float[Array, "B #K P H"] | QuantizedPool,
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     *,
@@ -82,7 +82,7 @@ def decode_attention(
         ValueError: the shapes do not fit, or the implementation is not available.
     """
     check_shapes("decode_attention", q, k, v, start, length)
-    most = k.shape[1] if max_length is None else max_length
+    most = k.shape[2] if max_length is None else max_length
     if valid is not None and valid.shape != (*start.shape, most):
         raise ValueError(f"decode_attention: valid {valid.shape} must be [B, K, M] = {(*start.shape, most)}")
     run = choose("decode_attention", _IMPLEMENTATIONS, implementation, "xla")
@@ -96,10 +96,10 @@ def decode_attention(
 def check_shapes(op: str, q: Any, k: Any, v: Any, start: Any, length: Any) -> None:
     """Raises ValueError unless the shapes of queries, pool and segments fit."""
     batch, heads, head_dim = q.shape
-    if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != head_dim or heads % k.shape[2]:
+    if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != head_dim or heads % k.shape[1]:
         raise ValueError(f"{op}: q {q.shape}, k {k.shape} and v {v.shape} do not fit: expected [B, N, H] and twice "
-                         "[B, P, K, H] or [B, P, 1, H] with K dividing N")  # fmt: skip
-    kv_heads = start.shape[-1] if k.shape[2] == 1 else k.shape[2]
+                         "[B, K, P, H] or [B, 1, P, H] with K dividing N")  # fmt: skip
+    kv_heads = start.shape[-1] if k.shape[1] == 1 else k.shape[1]
     if start.shape != (batch, kv_heads) or length.shape != start.shape or heads % kv_heads:
         raise ValueError(f"{op}: start {start.shape} and length {length.shape} must be [B, K] = {(batch, kv_heads)}")
 

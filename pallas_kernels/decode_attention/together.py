@@ -1,7 +1,7 @@
 """decode_attention in plain XLA for a CPU, for segments of a row's heads that cover about the same slots.
 
-A block is a number of slots with all their heads, which are contiguous in memory. Reading them in order is twice as
-fast as reading head by head (`ragged`). Slots that belong to the segments of only some heads are masked for the others.
+A block is a number of slots of all heads. Reading blocks of all heads is faster than reading head by head (`ragged`),
+because one iteration of the loop has more work. Slots that belong to the segments of only some heads are masked for the others.
 So this is faster if the segments of all heads begin and end at about the same slots, which is the case unless a method
 gives each head its own budget, and always in the tail.
 
@@ -20,7 +20,6 @@ from pallas_kernels.ragged import normalized
 
 _BYTES = 9 * 2**15  # keys of a block: just enough for XLA to copy it with more than one core
 _LEAST, _MOST = 16, 128  # slots of a block
-_WIDE = 64  # smallest head dim for which the keys of a block are not transposed
 
 
 class _Spans(NamedTuple):
@@ -51,13 +50,13 @@ def is_small(slots: int, slot_bytes: int) -> bool:
 
 def attend_together(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B P K H"],
-    v: Float[Array, "B P K H"],
+    k: Float[Array, "B K P H"],
+    v: Float[Array, "B K P H"],
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
     """Attention and log of its denominator, as `decode_attention` returns them. Free slots must hold finite numbers."""
-    batch, slots, kv_heads, head_dim = k.shape
+    batch, kv_heads, slots, head_dim = k.shape
     block = _block(slots, kv_heads * head_dim * k.dtype.itemsize)
     grouped = q.reshape(batch, kv_heads, -1, head_dim)
     first, end = _spans(start, length)
@@ -68,15 +67,15 @@ def attend_together(
         row = jnp.sum(i >= ends)
         begin = first[row] + (i - (ends - blocks)[row]) * block
         at = jnp.minimum(begin, slots - block)  # the last block of a pool may overlap the one before
-        keys, values = (jax.lax.dynamic_slice(x, (row, at, 0, 0), (1, block, *x.shape[2:]))[0] for x in (k, v))
+        keys, values = (jax.lax.dynamic_slice(x, (row, 0, at, 0), (1, kv_heads, block, head_dim))[0] for x in (k, v))
         place = at + jnp.arange(block)
         inside = (place >= jnp.maximum(start[row], begin)[:, None]) & (place < (start + length)[row][:, None])
-        x = _products(keys, grouped[row]) * head_dim**-0.5
+        x = jnp.einsum("kgh,kch->kgc", grouped[row], keys, preferred_element_type=jnp.float32) * head_dim**-0.5
         x = jnp.where(inside[:, None], x, -jnp.inf)
         peak = jnp.maximum(state.peak[row], jnp.max(x, axis=-1))
         shift = jnp.where(jnp.isfinite(peak), peak, 0.0)
         p, rest = jnp.exp(x - shift[..., None]), jnp.exp(state.peak[row] - shift)
-        part = jnp.einsum("kgc,ckh->kgh", p.astype(values.dtype), values, preferred_element_type=jnp.float32)
+        part = jnp.einsum("kgc,kch->kgh", p.astype(values.dtype), values, preferred_element_type=jnp.float32)
         return _State(
             state.total.at[row].set(state.total[row] * rest[..., None] + part),
             state.peak.at[row].set(peak),
@@ -87,13 +86,6 @@ def attend_together(
     state = _State(jnp.zeros(grouped.shape), jnp.full(each, -jnp.inf), jnp.zeros(each))
     out, lse = normalized(*jax.lax.fori_loop(0, ends[-1], step, state))
     return out.reshape(q.shape), lse.reshape(q.shape[:2])
-
-
-def _products(keys: Float[Array, "C K H"], q: Float[Array, "K G H"]) -> Float[Array, "K G C"]:
-    """q k^T of every head. With q first, XLA transposes the keys, which is faster only for narrow heads."""
-    if keys.shape[2] < _WIDE:
-        return jnp.einsum("kgh,ckh->kgc", q, keys, preferred_element_type=jnp.float32)
-    return jnp.swapaxes(jnp.einsum("ckh,kgh->kcg", keys, q, preferred_element_type=jnp.float32), 1, 2)
 
 
 def _spans(start: Int[Array, "B K"], length: Int[Array, "B K"]) -> _Spans:

@@ -4,8 +4,8 @@ Each segment is cut, according to its own length, into as many parts as fill the
 short and long segments alike. Parts are merged by their log-sum-exps. The query heads of a group are the rows of one
 product (padded to 16, which is free since memory is the limit), so each key and value is read once.
 
-The slots may also be listed ones, followed by a dense rest (`core_attention`). The entries of one key head are not
-contiguous in a pool of K columns anyway, so listed slots are read at the same speed and nothing is copied first.
+The slots may also be listed ones, followed by a dense rest (`core_attention`). They are read from where they are; an
+entry is 128 bytes or more, so scattered entries use whole memory transactions, and nothing is copied first.
 
 Axes: B batch · N query heads · K key heads · G = N/K · P pool slots · M bound on a segment · H head dim · Z parts ·
 C listed slots · J slots of one iteration.
@@ -38,8 +38,8 @@ def unsupported(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> str | None
 
 def decode_attention_triton(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B P #K H"],
-    v: Float[Array, "B P #K H"],
+    k: Float[Array, "B #K P H"],
+    v: Float[Array, "B #K P H"],
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     valid: Bool[Array, "B K M"] | None,
@@ -54,8 +54,8 @@ def decode_attention_triton(
 
 def attend(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B P #K H"],
-    v: Float[Array, "B P #K H"],
+    k: Float[Array, "B #K P H"],
+    v: Float[Array, "B #K P H"],
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     listed: Listed | None,
@@ -67,7 +67,7 @@ def attend(
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
     """Attention, log-sum-exp and mass over all slots of each segment, or over those of `listed`."""
     batch, heads, head_dim = q.shape
-    slots, kv_heads = k.shape[1], start.shape[1]
+    slots, kv_heads = k.shape[2], start.shape[1]
     group = heads // kv_heads
     op = "decode_attention" if listed is None else "core_attention"
     # Keys and values of two iterations are in shared memory while a third is read: 64 KiB at H = 128, in bfloat16.
@@ -81,8 +81,8 @@ def attend(
 
     # A program has the indices (head, part, row). Each spec selects its part of an array by row and head.
     scalar = pl.BlockSpec((None, None), lambda head, part, row: (row, head))
-    column = (lambda head: head) if k.shape[2] > 1 else lambda head: 0
-    pool = pl.BlockSpec((None, slots, None, head_dim), lambda head, part, row: (row, 0, column(head), 0))
+    column = (lambda head: head) if k.shape[1] > 1 else lambda head: 0
+    pool = pl.BlockSpec((None, None, slots, head_dim), lambda head, part, row: (row, column(head), 0, 0))
     queries = pl.BlockSpec((None, None, group, head_dim), lambda head, part, row: (row, head, 0, 0))
     listing = None if listed is None else (
         pl.BlockSpec((None, listed[0].shape[1]), lambda head, part, row: (row, 0)),
@@ -102,7 +102,7 @@ def attend(
     )
     run = gpu.pallas_call(
         functools.partial(_kernel, block=block, parts=parts),
-        grid=(kv_heads, parts, batch),  # heads change fastest: their entries are neighbours in memory
+        grid=(kv_heads, parts, batch),
         in_specs=(queries, pool, pool, scalar, scalar, listing, mask, kept),
         out_specs=(out, sums, kept),
         out_shape=out_shape,

@@ -16,8 +16,8 @@ from pallas_kernels.quantized import QuantizedPool
 
 def decode_attention_xla(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B P #K H"] | QuantizedPool,
-    v: Float[Array, "B P #K H"] | QuantizedPool,
+    k: Float[Array, "B #K P H"] | QuantizedPool,
+    v: Float[Array, "B #K P H"] | QuantizedPool,
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     valid: Bool[Array, "B K M"] | None,
@@ -26,10 +26,10 @@ def decode_attention_xla(
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
     """Implements `decode_attention`. It chooses at run time between all heads at once and head by head."""
     head_by_head = partial(_head_by_head, valid=valid, max_length=max_length, return_mass=return_mass)
-    may_choose = target_platform() == "cpu" and valid is None and not return_mass and k.shape[2] == start.shape[1]
+    may_choose = target_platform() == "cpu" and valid is None and not return_mass and k.shape[1] == start.shape[1]
     if not may_choose or isinstance(k, QuantizedPool) or isinstance(v, QuantizedPool):
         return head_by_head(q, k, v, start, length)
-    if is_small(k.shape[1], k.shape[2] * k.shape[3] * k.dtype.itemsize):
+    if is_small(k.shape[2], k.shape[1] * k.shape[3] * k.dtype.itemsize):
         return *attend_together(q, k, v, start, length), None
     together = is_faster_together(start, length)
     pair = jax.lax.cond(together, attend_together, lambda *arrays: head_by_head(*arrays)[:2], q, k, v, start, length)
@@ -38,8 +38,8 @@ def decode_attention_xla(
 
 def _head_by_head(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B P #K H"] | QuantizedPool,
-    v: Float[Array, "B P #K H"] | QuantizedPool,
+    k: Float[Array, "B #K P H"] | QuantizedPool,
+    v: Float[Array, "B #K P H"] | QuantizedPool,
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     *,
@@ -48,7 +48,7 @@ def _head_by_head(
     return_mass: bool,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
     """Attention by the loop of `ragged`, which reads one block of one head at a time."""
-    kv_heads, columns = start.shape[1], k.shape[2]
+    kv_heads, columns = start.shape[1], k.shape[1]
     begin = start.reshape(-1)
 
     def read(block: int) -> ragged.Read:
@@ -62,7 +62,7 @@ def _head_by_head(
         return one
 
     out, lse, logits = ragged.attend(
-        "decode_attention", q, length.reshape(-1), read, bound=min(max_length, k.shape[1]),
+        "decode_attention", q, length.reshape(-1), read, bound=min(max_length, k.shape[2]),
         itemsize=k.dtype.itemsize, return_logits=return_mass,
     )  # fmt: skip
     if logits is None:

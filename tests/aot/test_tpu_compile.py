@@ -50,7 +50,7 @@ def kernels(program):
 
 def pools(heads, kv_heads, slots, head_dim=128, dtype=jnp.bfloat16):
     """Of decode attention: q, k, v, start, length."""
-    pool, segment = ((BATCH, slots, kv_heads, head_dim), dtype), ((BATCH, kv_heads), jnp.int32)
+    pool, segment = ((BATCH, kv_heads, slots, head_dim), dtype), ((BATCH, kv_heads), jnp.int32)
     return ((BATCH, heads, head_dim), dtype), pool, pool, segment, segment
 
 

@@ -78,7 +78,7 @@ def test_select_keeps_what_generate_kept(made, read, name):
         kept = np.zeros(wanted.shape, bool)
         for layer, head in np.ndindex(kept.shape[:2]):
             first = start[layer, row, head]
-            held = token[row, first : first + length[layer, row, head], head]
+            held = token[row, head, first : first + length[layer, row, head]]
             assert len(set(held)) == len(held)
             kept[layer, head, held] = True
         np.testing.assert_array_equal(kept, wanted)

@@ -79,25 +79,25 @@ def segments(i: int):
 def pool(random, c: dict):
     shape = BATCH, KV_HEADS * c["groups"], c["head_dim"]
     q = jnp.array(2 * random.standard_normal(shape), c["dtype"])
-    k, v = random.standard_normal((2, BATCH, SLOTS, KV_HEADS, c["head_dim"]))
+    k, v = random.standard_normal((2, BATCH, KV_HEADS, SLOTS, c["head_dim"]))
     return q, jnp.array(k, c["dtype"]), jnp.array(v, c["dtype"])
 
 
 def attention(q, k, v, start, length, allowed, softmax_n: float):
     """By the definition: out, log of the denominator, and the mass from each start; allowed [B, K, SLOTS]."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    groups = q.shape[1] // k.shape[2]
+    groups = q.shape[1] // k.shape[1]
     out, lse, mass = np.zeros(q.shape), np.zeros(q.shape[:2]), np.zeros((*q.shape[:2], SLOTS))
     for b, n in np.ndindex(*q.shape[:2]):
         head = n // groups
         place = np.flatnonzero(allowed[b, head] & (np.arange(SLOTS) < length[b, head]))
         slots = start[b, head] + place
-        e = np.exp(k[b, slots, head] @ q[b, n] / math.sqrt(q.shape[-1]))
+        e = np.exp(k[b, head, slots] @ q[b, n] / math.sqrt(q.shape[-1]))
         total = e.sum() + softmax_n
         with np.errstate(divide="ignore"):
             lse[b, n] = np.log(total)
         mass[b, n, place] = e / total
-        out[b, n] = mass[b, n, place] @ v[b, slots, head]
+        out[b, n] = mass[b, n, place] @ v[b, head, slots]
     return out, lse, mass
 
 
@@ -149,6 +149,23 @@ def test_core_attention(implementation, i):
         softmax_n=c["softmax_n"], return_mass=c["flag"], **options,
     )  # fmt: skip
     check(got, attention(q, k, v, start, length, allowed, c["softmax_n"]), tolerance_of(implementation, c["dtype"]))
+
+
+@pytest.mark.default("xla-0", "interpret-5")
+@pytest.mark.parametrize(("implementation", "i"), runs("write_slots"))
+def test_write_slots(implementation, i):
+    """Into a column for each head and into one for all; a slot before the first and one past the end; a whole tile."""
+    c, random = CASES[i], np.random.default_rng(i)
+    slots = (100, 256, 300)[i % 3]  # the lanes of less than a tile, of whole tiles, and of an incomplete last tile
+    for columns in (1, KV_HEADS):
+        x = jnp.array(random.standard_normal((BATCH, columns, slots, c["head_dim"])), c["dtype"])
+        new = jnp.array(random.standard_normal((BATCH, KV_HEADS, c["head_dim"])), c["dtype"])
+        slot = np.array([[slots - 1, slots // 2 + 1], [slots, -1]] if c["flag"] else [[7, slots // 2], [0, slots - 1]])
+        want = np.array(x)
+        for b, head in np.ndindex(BATCH, KV_HEADS):
+            if 0 <= slot[b, head] < slots:
+                want[b, head % columns, slot[b, head]] = new[b, head]
+        np.testing.assert_array_equal(twice("write_slots", implementation, x, new, jnp.array(slot)), want)
 
 
 def prompt(random, c: dict):

@@ -16,7 +16,7 @@ BATCH, HEADS, KV_HEADS, HEAD_DIM, SLOTS = 2, 4, 2, 8, 64
 def arrays():
     random = np.random.default_rng(0)
     q = random.standard_normal((BATCH, HEADS, HEAD_DIM))
-    k, v = random.standard_normal((2, BATCH, SLOTS, KV_HEADS, HEAD_DIM))
+    k, v = random.standard_normal((2, BATCH, KV_HEADS, SLOTS, HEAD_DIM))
     made = {name: jnp.array(x, jnp.float32) for name, x in zip("qkv", (q, k, v), strict=True)}
     made |= {"start": jnp.array([[0, 16], [3, 0]]), "length": jnp.array([[40, 41], [20, 64]])}
     made |= {"offsets": jnp.array([[1, 5, 29, 0], [0, 9, 9, 9]]), "count": jnp.array([3, 1])}
@@ -37,11 +37,11 @@ def test_a_list_of_everything_is_decode_attention(arrays, monkeypatch):
 def test_slots_that_are_not_listed_are_not_touched(arrays):
     run = jax.jit(functools.partial(core_attention, implementation="xla"))
     clean = run(**arrays)
-    asked = np.zeros((BATCH, SLOTS, KV_HEADS), bool)
+    asked = np.zeros((BATCH, KV_HEADS, SLOTS), bool)
     for b, h in np.ndindex(BATCH, KV_HEADS):
         start, length, text = (int(arrays[name][b, h]) for name in ("start", "length", "text"))
-        asked[b, start + np.asarray(arrays["offsets"])[b, : int(arrays["count"][b])], h] = True
-        asked[b, start + text : start + length, h] = True
+        asked[b, h, start + np.asarray(arrays["offsets"])[b, : int(arrays["count"][b])]] = True
+        asked[b, h, start + text : start + length] = True
     poison = {name: np.where(asked[..., None], arrays[name], np.float32(np.nan)) for name in "kv"}
     for got, want in zip(run(**{**arrays, **poison}), clean, strict=True):
         np.testing.assert_array_equal(got, want)
@@ -49,7 +49,7 @@ def test_slots_that_are_not_listed_are_not_touched(arrays):
 
 @pytest.mark.full
 def test_a_quantised_pool(arrays):
-    used = jnp.ones((BATCH, SLOTS, KV_HEADS), bool)
+    used = jnp.ones((BATCH, KV_HEADS, SLOTS), bool)
     k = quantize(arrays["k"], used, bits=4, group=16, axis="slots")
     v = quantize(arrays["v"], used, bits=4, group=8, axis="channels")
     got = core_attention(**{**arrays, "k": k, "v": v})

@@ -12,7 +12,7 @@ from pallas_kernels import combine, decode_attention, ragged
 from pallas_kernels.decode_attention import together, xla
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM, SLOTS = 2, 6, 2, 8, 75
-IMPLEMENTATIONS = ["xla", "xla, heads together", "xla, heads together, keys first", "reference"]
+IMPLEMENTATIONS = ["xla", "xla, heads together", "reference"]
 
 
 def blocks_of(entries):
@@ -22,9 +22,9 @@ def blocks_of(entries):
 
 @pytest.fixture(scope="module")
 def pool():
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(2)
     q = 3 * random.standard_normal((BATCH, HEADS, HEAD_DIM))
-    k, v = random.standard_normal((2, BATCH, SLOTS, KV_HEADS, HEAD_DIM))
+    k, v = random.standard_normal((2, BATCH, KV_HEADS, SLOTS, HEAD_DIM))
     return tuple(jnp.array(x, jnp.float32) for x in (q, k, v))
 
 
@@ -33,7 +33,6 @@ def chosen(request, monkeypatch):
     """The name of an implementation, with the way plain XLA takes decided: together it is in blocks of 16 slots."""
     name, *way = request.param.split(", ")
     monkeypatch.setattr(xla, "is_small", lambda *sizes: bool(way))
-    monkeypatch.setattr(together, "_WIDE", HEAD_DIM if "keys first" in way else HEAD_DIM + 1)
     monkeypatch.setattr(xla, "is_faster_together", lambda *segments: False)
     monkeypatch.setattr(together, "_MOST", 16)
     return name
@@ -51,8 +50,8 @@ def expected(q, k, v, segments):
             head = n // (HEADS // KV_HEADS)
             slots = list(segments[b][head])
             if slots:
-                e = np.exp(k[b, slots, head] @ q[b, n] / math.sqrt(HEAD_DIM))
-                out[b, n], lse[b, n] = e @ v[b, slots, head] / e.sum(), np.log(e.sum())
+                e = np.exp(k[b, head, slots] @ q[b, n] / math.sqrt(HEAD_DIM))
+                out[b, n], lse[b, n] = e @ v[b, head, slots] / e.sum(), np.log(e.sum())
     return out, lse
 
 
@@ -96,7 +95,7 @@ def test_slots_outside_the_segment_do_not_matter_whatever_finite_value_they_hold
     monkeypatch.setattr(ragged, "_sizes", blocks_of(16))
     q, k, v = pool
     start, length = jnp.array([[20, 20], [20, 20]]), jnp.array([[30, 30], [30, 30]])
-    outside = ((np.arange(SLOTS) < 20) | (np.arange(SLOTS) >= 50))[:, None, None]
+    outside = ((np.arange(SLOTS) < 20) | (np.arange(SLOTS) >= 50))[:, None]
     run = jax.jit(functools.partial(decode_attention, implementation=chosen))
     clean, dirty = (
         run(q, np.where(outside, a, k), np.where(outside, b, v), start, length)
@@ -111,10 +110,11 @@ def test_peaked_attention_over_several_chunks_stays_finite_and_right(pool, monke
     q, k, v = pool
     start, length = jnp.zeros((2, 2), jnp.int32), jnp.full((2, 2), SLOTS)
     out, lse = attend(500 * q, k, v, start, length, implementation=chosen)
-    heads = np.repeat(k, 3, axis=2)
-    best = np.argmax(np.einsum("bnh,bpnh->bnp", q, heads), axis=-1)
-    want = np.take_along_axis(np.repeat(v, 3, axis=2), best[:, None, :, None], axis=1)[:, 0]
-    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-4)
+    heads = np.repeat(k, 3, axis=1)
+    best = np.argmax(np.einsum("bnh,bnph->bnp", q, heads), axis=-1)
+    want = np.take_along_axis(np.repeat(v, 3, axis=1), best[..., None, None], axis=2)[:, :, 0]
+    # The log of the denominator is in the thousands, where float32 has steps of 2.4e-4 to 5e-4.
+    np.testing.assert_allclose(out, want, rtol=1e-3, atol=1e-4)
     assert np.isfinite(lse).all()
 
 
@@ -126,6 +126,16 @@ def test_bfloat16_pool_gives_a_float32_answer(pool, chosen):
     want, _ = expected(q, k, v, [[range(40)] * 2] * 2)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, atol=0.03)
+
+
+def test_bfloat16_with_wide_heads_in_groups():
+    """XLA for a CPU cannot multiply every order of axes in bfloat16."""
+    random = np.random.default_rng(1)
+    q, k, v = (jnp.array(random.standard_normal(shape), jnp.bfloat16) for shape in ((1, 6, 64), *[(1, 2, 200, 64)] * 2))
+    segment = jnp.zeros((1, 2), jnp.int32), jnp.full((1, 2), 200)
+    wanted = attend(q, k, v, *segment, implementation="reference")
+    for got, want in zip(attend(q, k, v, *segment), wanted, strict=True):
+        np.testing.assert_allclose(got, want, atol=0.03)
 
 
 @pytest.mark.parametrize(
@@ -177,29 +187,29 @@ def test_combine_of_two_empty_sides_is_zero(pool):
 @pytest.fixture(scope="module")
 def n_softmax(golden):
     g = golden("n_softmax_decode")
-    q, k, v = (jnp.swapaxes(jnp.array(g[name]), 0, 1)[None] for name in "qkv")
-    return g, (q[:, 0], k, v)
+    q, k, v = (jnp.array(g[name])[None] for name in "qkv")
+    return g, (q[:, :, 0], k, v)
 
 
 @either
 def test_golden_outputs_with_n_in_the_denominator(n_softmax, monkeypatch, chosen):
     monkeypatch.setattr(ragged, "_sizes", blocks_of(16))
     g, (q, k, v) = n_softmax
-    slots, heads = k.shape[1:3]
+    heads, slots = k.shape[1:3]
     start, length = jnp.zeros((1, heads), jnp.int32), jnp.full((1, heads), slots)
     run = functools.partial(decode_attention, start=start, length=length, return_mass=True, implementation=chosen)
     n = float(g["softmax_n_values"][0])  # joins what an implementation returns: the test of two parts takes every n
     for valid, name in ((None, "paper_output"), (jnp.array(g["valid"])[None], "paper_output_with_valid_mask")):
         out, lse, mass = jax.jit(functools.partial(run, softmax_n=n))(q, k, v, valid=valid)
         np.testing.assert_allclose(out[0], g[name][0], rtol=1e-5, atol=1e-6)
-        received = np.einsum("bnp,bpnh->bnh", mass, np.repeat(v, q.shape[1] // heads, axis=2))
+        received = np.einsum("bnp,bnph->bnh", mass, np.repeat(v, q.shape[1] // heads, axis=1))
         np.testing.assert_allclose(received[0], g[name][0], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(np.sum(mass, axis=-1), 1 - n * np.exp(-lse), rtol=1e-5)
 
 
 def test_golden_outputs_of_one_part_and_of_two_with_n_in_their_joint_denominator(n_softmax):
     g, (q, k, v) = n_softmax
-    slots, heads = k.shape[1:3]
+    heads, slots = k.shape[1:3]
     start = jnp.zeros((1, heads), jnp.int32)
     for i, n in enumerate(g["softmax_n_values"].tolist()):
         one, lse = whole(q, k, v, start, start + slots, softmax_n=n)
@@ -230,8 +240,8 @@ def test_n_next_to_very_large_and_very_small_denominators(pool, scale):
 def test_golden_attention_of_the_last_rows_and_their_log_sum_exp(golden):
     for name in golden.names("column_sums_*"):
         g = golden(name)
-        k, v = (jnp.swapaxes(jnp.array(g[part]), 0, 1)[None] for part in "kv")
-        length, heads = k.shape[1:3]
+        k, v = (jnp.array(g[part])[None] for part in "kv")
+        heads, length = k.shape[1:3]
         for row in range(1, g["paper_attention_output"].shape[1] + 1):
             seen = jnp.full((1, heads), length - row + 1)
             out, lse = whole(jnp.array(g["q"][None, :, -row]), k, v, jnp.zeros_like(seen), seen)
@@ -241,7 +251,7 @@ def test_golden_attention_of_the_last_rows_and_their_log_sum_exp(golden):
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("k", (BATCH, SLOTS, 4, HEAD_DIM)), ("start", (BATCH, HEADS)), ("length", (BATCH, 1))],
+    [("k", (BATCH, 4, SLOTS, HEAD_DIM)), ("start", (BATCH, HEADS)), ("length", (BATCH, 1))],
 )
 def test_what_does_not_fit_is_refused(pool, name, shape):
     arrays = dict(zip("qkv", pool, strict=True))

@@ -29,22 +29,22 @@ def watch():
 def pool(heads, kv_heads, head_dim, slots, batch, dtype=jnp.float32, seed=0):
     random = np.random.default_rng(seed)
     q = 2 * random.standard_normal((batch, heads, head_dim))
-    k, v = random.standard_normal((2, batch, slots, kv_heads, head_dim))
+    k, v = random.standard_normal((2, batch, kv_heads, slots, head_dim))
     return tuple(jnp.array(x, dtype) for x in (q, k, v))
 
 
 def expected(q, k, v, start, length, taking_part):
     """Attention, log-sum-exp and mass from the definition; `taking_part` [B, K, M], counted from the start."""
     q, k, v = (np.float64(np.asarray(x, np.float32)) for x in (q, k, v))
-    group, most = q.shape[1] // k.shape[2], taking_part.shape[-1]
+    group, most = q.shape[1] // k.shape[1], taking_part.shape[-1]
     out, lse, mass = np.zeros(q.shape), np.full(q.shape[:2], -np.inf), np.zeros((*q.shape[:2], most))
     for b, n in np.ndindex(*q.shape[:2]):
         head = n // group
         place = np.flatnonzero(taking_part[b, head] & (np.arange(most) < length[b][head]))
         if place.size:
             slots = start[b][head] + place
-            e = np.exp(k[b, slots, head] @ q[b, n] / math.sqrt(q.shape[-1]))
-            out[b, n], lse[b, n], mass[b, n, place] = e @ v[b, slots, head] / e.sum(), np.log(e.sum()), e / e.sum()
+            e = np.exp(k[b, head, slots] @ q[b, n] / math.sqrt(q.shape[-1]))
+            out[b, n], lse[b, n], mass[b, n, place] = e @ v[b, head, slots] / e.sum(), np.log(e.sum()), e / e.sum()
     return out, lse, mass
 
 
@@ -60,6 +60,7 @@ SEGMENTS = {  # slots, bound on a segment, start, length
     "heads that begin apart, off tiles": (288, 200, [[3, 88], [16, 7]], [[200, 17], [0, 130]]),
     "a pool smaller than a block": (48, 48, [[0, 16], [33, 20]], [[48, 1], [15, 28]]),
     "a tail of no whole tile": (21, 21, [[0, 0], [0, 0]], [[21, 21], [1, 0]]),
+    "a tail with its slots in the lanes": (100, 100, [[0, 0], [0, 0]], [[100, 99], [1, 0]]),
 }
 
 
@@ -72,6 +73,7 @@ SEGMENTS = {  # slots, bound on a segment, start, length
         ("heads that begin apart, off tiles", 2, 80, jnp.float32, True, False),
         ("a pool smaller than a block", 1, 96, jnp.bfloat16, False, False),
         ("a tail of no whole tile", 2, 64, jnp.float32, True, False),
+        ("a tail with its slots in the lanes", 2, 64, jnp.bfloat16, True, False),
     ],
 )
 @pytest.mark.full
@@ -96,7 +98,7 @@ def test_what_lies_outside_a_segment_does_not_matter(monkeypatch):
     monkeypatch.setattr(decode_kernel.tuning, "block", lambda op, kind, default: {"buffer_kib": 1})
     q, k, v = pool(2, 1, 64, 288, 1)
     segment = jnp.array([[20]]), jnp.array([[150]])
-    outside = ((jnp.arange(288) < 20) | (jnp.arange(288) >= 170))[:, None, None]
+    outside = ((jnp.arange(288) < 20) | (jnp.arange(288) >= 170))[:, None]
     dirty = q, jnp.where(outside, 1e4, k), jnp.where(outside, 1e30, v)
     got = decode_attention(*dirty, *segment, max_length=160, return_mass=True, implementation=NAME)
     check(got, expected(q, k, v, [[20]], [[150]], np.ones((1, 1, 160), bool)), jnp.float32)

@@ -21,8 +21,8 @@ def blocks_of(entries):
 
 
 def kivi(x, used, bits, group, axis):
-    """Min, step and value of every number, from the definition: x [B,P,K,H], used [B,P,K]."""
-    along = 1 if axis == "slots" else 3
+    """Min, step and value of every number, from the definition: x [B,K,P,H], used [B,K,P]."""
+    along = 2 if axis == "slots" else 3
     used = np.broadcast_to(np.asarray(used)[..., None], x.shape)
     x, used = (np.moveaxis(y, along, -1) for y in (np.float64(x), used))
     low, step, value = np.zeros(x.shape), np.zeros(x.shape), np.zeros(x.shape)
@@ -40,7 +40,8 @@ def kivi(x, used, bits, group, axis):
 def random_pool(seed, shape, dtype=jnp.float32):
     """Channels of very different sizes and means, as keys have; a third of the slots free and holding huge values."""
     random = np.random.default_rng(seed)
-    x = random.standard_normal(shape) * random.uniform(0.1, 5, shape[2:]) + 10 * random.standard_normal(shape[2:])
+    channels = shape[1], 1, shape[3]
+    x = random.standard_normal(shape) * random.uniform(0.1, 5, channels) + 10 * random.standard_normal(channels)
     used = random.random(shape[:3]) < 2 / 3
     return jnp.array(np.where(used[..., None], x, 1e4), dtype), jnp.array(used)
 
@@ -50,12 +51,12 @@ def random_pool(seed, shape, dtype=jnp.float32):
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_values_on_the_grid_come_back_exactly_from_packed_bytes(bits, axis):
     random = np.random.default_rng(0)
-    codes = random.integers(0, 2**bits, (2, 16, 3, 8))
-    codes[:, ::8], codes[:, 1::8] = 0, 2**bits - 1  # both ends, in every group of either axis
+    codes = random.integers(0, 2**bits, (2, 3, 16, 8))
+    codes[:, :, ::8], codes[:, :, 1::8] = 0, 2**bits - 1  # both ends, in every group of either axis
     codes[..., 0], codes[..., 1] = 0, 2**bits - 1
     x = jnp.array(codes * 0.25 - 1.5, jnp.float32)
     pool = run(x, jnp.ones(x.shape[:3], bool), bits=bits, group=8, axis=axis)
-    assert pool.codes.dtype == jnp.uint8 and pool.codes.shape == (2, 16, 3, bits)
+    assert pool.codes.dtype == jnp.uint8 and pool.codes.shape == (2, 3, 16, bits)
     assert (pool.shape, pool.dtype) == (x.shape, x.dtype)
     np.testing.assert_array_equal(dequantize(pool), x)
 
@@ -72,7 +73,7 @@ def test_a_byte_holds_its_first_channel_in_the_lowest_bits():
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_as_kivi_defines_it_and_never_off_by_more_than_half_a_step(bits, axis, dtype):
-    x, used = random_pool(1, (2, 45, 3, 12), dtype)  # the last group smaller: 13 slots, 4 channels
+    x, used = random_pool(1, (2, 3, 45, 12), dtype)  # the last group smaller: 13 slots, 4 channels
     group = 16 if axis == "slots" else 8
     low, step, value = kivi(x, used, bits, group, axis)
     got = np.float64(dequantize(run(x, used, bits=bits, group=group, axis=axis)))
@@ -89,7 +90,7 @@ def test_as_kivi_defines_it_and_never_off_by_more_than_half_a_step(bits, axis, d
 @pytest.mark.full
 @pytest.mark.parametrize("axis", AXES)
 def test_free_slots_widen_no_range_whatever_they_hold(axis):
-    x, used = random_pool(2, (2, 40, 3, 12))
+    x, used = random_pool(2, (2, 3, 40, 12))
     other = jnp.where(used[..., None], x, jnp.nan)
     pools = [run(y, used, bits=4, group=8, axis=axis) for y in (x, other)]
     assert np.abs(pools[0].low).max() < 100 and np.isfinite(dequantize(pools[1])).all()
@@ -102,15 +103,15 @@ def test_free_slots_widen_no_range_whatever_they_hold(axis):
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_constant_groups_are_exact_and_empty_ones_zero(axis, dtype):
-    x = jnp.full((1, 24, 2, 8), 0.1, dtype).at[:, 8:16].set(-77.7)
-    used = jnp.ones((1, 24, 2), bool).at[:, 16:].set(False)
+    x = jnp.full((1, 2, 24, 8), 0.1, dtype).at[:, :, 8:16].set(-77.7)
+    used = jnp.ones((1, 2, 24), bool).at[:, :, 16:].set(False)
     got = dequantize(run(x, used, bits=2, group=8, axis=axis))
     np.testing.assert_array_equal(got, jnp.where(used[..., None], x, 0))
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_bytes_are_the_codes_and_two_numbers_per_group(bits):
-    x = jnp.ones((2, 80, 3, 40), jnp.bfloat16)
+    x = jnp.ones((2, 3, 80, 40), jnp.bfloat16)
     used = jnp.ones(x.shape[:3], bool)
     keys, values = (run(x, used, bits=bits, group=32, axis=axis) for axis in AXES)
     assert keys.nbytes == 2 * 80 * 3 * 40 * bits // 8 + 2 * 2 * (2 * 3 * 3 * 40)  # 80 slots: 3 groups
@@ -121,10 +122,10 @@ def test_bytes_are_the_codes_and_two_numbers_per_group(bits):
 @pytest.mark.full
 @pytest.mark.parametrize("axis", AXES)
 def test_any_slice_of_slots_reads_as_the_same_slice_of_the_array(axis):
-    x, used = random_pool(3, (1, 75, 1, 12))
+    x, used = random_pool(3, (1, 1, 75, 12))
     pool = run(x, used, bits=4, group=32, axis=axis)
-    whole = dequantize(pool)[0, :, 0]
-    one = jax.tree.map(lambda leaf: leaf[0, :, 0], pool)
+    whole = dequantize(pool)[0, 0]
+    one = jax.tree.map(lambda leaf: leaf[0, 0], pool)
     for count in (1, 20, 32, 75):
         for first in {0, 1, 13, 31, 32, 50, 55, 75 - count}:
             if first + count <= 75:
@@ -158,8 +159,8 @@ def attention(q, k, v, start, length, valid):
         place = np.flatnonzero(valid[b, head] & (np.arange(SLOTS) < length[b][head]))
         if place.size:
             slots = start[b][head] + place
-            e = np.exp(k[b, slots, head] @ q[b, n] / math.sqrt(HEAD_DIM))
-            out[b, n], lse[b, n], mass[b, n, place] = e @ v[b, slots, head] / e.sum(), np.log(e.sum()), e / e.sum()
+            e = np.exp(k[b, head, slots] @ q[b, n] / math.sqrt(HEAD_DIM))
+            out[b, n], lse[b, n], mass[b, n, place] = e @ v[b, head, slots] / e.sum(), np.log(e.sum()), e / e.sum()
     return out, lse, mass
 
 
@@ -171,7 +172,7 @@ def test_attention_is_attention_over_the_dequantised_pool(monkeypatch, implement
     monkeypatch.setattr(ragged, "_sizes", blocks_of(48))  # three chunks, of one group and a half
     random = np.random.default_rng(4)
     q = jnp.array(random.standard_normal((BATCH, HEADS, HEAD_DIM)), dtype)
-    x, y = (jnp.array(a, dtype) for a in random.standard_normal((2, BATCH, SLOTS, KV_HEADS, HEAD_DIM)))
+    x, y = (jnp.array(a, dtype) for a in random.standard_normal((2, BATCH, KV_HEADS, SLOTS, HEAD_DIM)))
     used = jnp.ones(x.shape[:3], bool)
     k, v = run(x, used, bits=bits, group=32, axis="slots"), run(y, used, bits=bits, group=32, axis="channels")
     arrays = dequantize(k), dequantize(v)
@@ -194,7 +195,7 @@ def test_one_of_keys_and_values_may_be_an_array(monkeypatch):
     monkeypatch.setattr(ragged, "_sizes", blocks_of(48))
     random = np.random.default_rng(5)
     q = jnp.array(random.standard_normal((BATCH, HEADS, HEAD_DIM)), jnp.float32)
-    x, y = (jnp.array(a, jnp.float32) for a in random.standard_normal((2, BATCH, SLOTS, KV_HEADS, HEAD_DIM)))
+    x, y = (jnp.array(a, jnp.float32) for a in random.standard_normal((2, BATCH, KV_HEADS, SLOTS, HEAD_DIM)))
     k = run(x, jnp.ones(x.shape[:3], bool), bits=2, group=32, axis="slots")
     segment = jnp.full((BATCH, KV_HEADS), 16), jnp.full((BATCH, KV_HEADS), 70)
     got, want = decode_attention(q, k, y, *segment), decode_attention(q, dequantize(k), y, *segment)
@@ -204,7 +205,7 @@ def test_one_of_keys_and_values_may_be_an_array(monkeypatch):
 def test_xla_never_makes_an_array_of_the_whole_pool(monkeypatch):
     monkeypatch.setattr(ragged, "_sizes", blocks_of(256))
     slots = 4096
-    x, used = random_pool(7, (1, slots, 2, 8))
+    x, used = random_pool(7, (1, 2, slots, 8))
     pools = (run(x, used, bits=4, axis="slots"), run(x, used, bits=4, axis="channels"))
     leaves, structure = jax.tree.flatten(pools)
 
@@ -217,7 +218,7 @@ def test_xla_never_makes_an_array_of_the_whole_pool(monkeypatch):
 
 
 def test_a_quantised_pool_keeps_its_options_through_transformations():
-    x, used = random_pool(6, (2, 32, 1, 8))
+    x, used = random_pool(6, (2, 1, 32, 8))
     pool = run(x, used, bits=2, group=16, axis="channels")
     assert isinstance(pool, QuantizedPool)
     assert (pool.bits, pool.group, pool.axis) == (2, 16, "channels")

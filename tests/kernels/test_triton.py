@@ -24,7 +24,7 @@ BATCH, SLOTS, MOST = 2, 190, 160  # 5 turns of 32 slots (float32) in 2 parts
 def make_pool(group, head_dim, dtype=jnp.float32, kv_heads=2):
     random = np.random.default_rng(0)
     q = 2 * random.standard_normal((BATCH, group * kv_heads, head_dim))
-    k, v = random.standard_normal((2, BATCH, SLOTS, kv_heads, head_dim))
+    k, v = random.standard_normal((2, BATCH, kv_heads, SLOTS, head_dim))
     valid = random.random((BATCH, kv_heads, MOST)) < 0.7
     return [jnp.array(x, dtype) for x in (q, k, v)], valid
 
@@ -34,12 +34,12 @@ def attention(q, k, v, start, chosen):
     q, k, v = (np.float64(x) for x in (q, k, v))
     out, lse, mass = np.zeros(q.shape), np.full(q.shape[:2], -np.inf), np.zeros((*q.shape[:2], MOST))
     for b, n in np.ndindex(*q.shape[:2]):
-        head = n // (q.shape[1] // k.shape[2])
+        head = n // (q.shape[1] // k.shape[1])
         place = np.array(chosen[b][head], int)
         if place.size:
             slots = start[b][head] + place
-            e = np.exp(k[b, slots, head] @ q[b, n] / math.sqrt(q.shape[-1]))
-            out[b, n], lse[b, n], mass[b, n, place] = e @ v[b, slots, head] / e.sum(), np.log(e.sum()), e / e.sum()
+            e = np.exp(k[b, head, slots] @ q[b, n] / math.sqrt(q.shape[-1]))
+            out[b, n], lse[b, n], mass[b, n, place] = e @ v[b, head, slots] / e.sum(), np.log(e.sum()), e / e.sum()
     return out, lse, mass
 
 
@@ -72,8 +72,8 @@ def test_decode_attention_on_segments_of_every_kind(group, head_dim, dtype):
 def test_decode_attention_without_mask_and_mass_reads_nothing_outside():
     (q, k, v), _ = make_pool(2, 64)
     start, length = np.array(SEGMENTS[0])
-    place = np.arange(SLOTS)[None, :, None]
-    outside = ((place < start[:, None]) | (place >= (start + length)[:, None]))[..., None]
+    place = np.arange(SLOTS)
+    outside = ((place < start[..., None]) | (place >= (start + length)[..., None]))[..., None]
     dirty = jnp.where(outside, jnp.nan, k), jnp.where(outside, jnp.nan, v)
     out, lse, mass = decode_attention_triton(
         q, *dirty, jnp.array(start), jnp.array(length), None, MOST, False, interpret=True
@@ -216,7 +216,7 @@ def lowered(function, *shapes):
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 32, 128), (28, 4, 128), (48, 8, 128), (16, 2, 80)])
 def test_every_kernel_lowers_for_cuda_without_a_warning(heads, kv_heads, head_dim):
     length, half = 512, jnp.bfloat16
-    q, pool = ((4, heads, head_dim), half), ((4, length, kv_heads, head_dim), half)
+    q, pool = ((4, heads, head_dim), half), ((4, kv_heads, length, head_dim), half)
     per_head, valid = ((4, kv_heads), jnp.int32), ((4, kv_heads, length), jnp.bool_)
     listed = ((4, 64), jnp.int32), ((4,), jnp.int32), per_head
     rows, keys = ((3, heads, length, head_dim), half), ((3, kv_heads, length, head_dim), half)

@@ -23,7 +23,7 @@ def step():
     arrays["is_vision"] = (np.arange(LENGTH) >= 8) & (np.arange(LENGTH) < 58)
     cache, _ = one_layer(policies.AVL(keep=0.6, core=0.2, refresh=2), arrays, new_tokens=NEW)
     q = jnp.array(rng.normal(size=(1, HEADS * GROUPS, DIM)), jnp.float32)
-    tail = jnp.array(rng.normal(size=(2, 1, NEW, HEADS, DIM)), jnp.float32)
+    tail = jnp.array(rng.normal(size=(2, 1, HEADS, NEW, DIM)), jnp.float32)
     return cache, jax.jit(jax.vmap(arrive))(cache.memory[0])[0], q, tail
 
 
@@ -42,7 +42,7 @@ def test_an_ordinary_step_does_not_read_what_is_not_in_the_core(step):
     assert aside.sum() == 30 - 10 and state.core_only.all()
     start = int(cache.start[0, 0, 0])
     slots = start + np.flatnonzero(aside)
-    poisoned = (cache.k.at[:, slots].set(jnp.nan), cache.v.at[:, slots].set(jnp.nan))
+    poisoned = (cache.k.at[:, :, slots].set(jnp.nan), cache.v.at[:, :, slots].set(jnp.nan))
     for got, want in zip(answer(step, state, *poisoned), answer(step, state, cache.k, cache.v), strict=True):
         np.testing.assert_array_equal(got, want)
     refreshed = jax.vmap(cache.policy.step)(state, jnp.zeros((1, HEADS * GROUPS, most + NEW)))

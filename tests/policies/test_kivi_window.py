@@ -29,7 +29,7 @@ def test_tokens_that_leave_the_window_are_quantised():
     rng = np.random.default_rng(0)
     keys, values = rng.standard_normal((2, 11, 2, 4))
     see = jax.jit(partial(quantize_old, bits=BITS, group=GROUP, window=WINDOW))
-    tail = tuple(jnp.asarray(x, jnp.float32)[None] for x in (keys, values))
+    tail = tuple(jnp.asarray(x.swapaxes(0, 1), jnp.float32)[None] for x in (keys, values))
     stored_k, recent_k = np.zeros((0, 2, 4)), np.zeros((0, 2, 4))
     stored_v, recent_v = stored_k, recent_k
     for n in range(1, 12):
@@ -39,9 +39,9 @@ def test_tokens_that_leave_the_window_are_quantised():
         recent_v = np.concatenate([recent_v, values[n - 1 : n]])
         if len(recent_v) > WINDOW:  # the oldest leaves, in groups along the channels
             stored_v, recent_v = np.concatenate([stored_v, quantised(recent_v[:1], 2)]), recent_v[1:]
-        k, v = see(tail, jnp.array([n]))
-        np.testing.assert_allclose(k[0, :n], np.concatenate([stored_k, recent_k]), atol=1e-6)
-        np.testing.assert_allclose(v[0, :n], np.concatenate([stored_v, recent_v]), atol=1e-6)
+        k, v = (np.swapaxes(x[0], 0, 1) for x in see(tail, jnp.array([n])))
+        np.testing.assert_allclose(k[:n], np.concatenate([stored_k, recent_k]), atol=1e-6)
+        np.testing.assert_allclose(v[:n], np.concatenate([stored_v, recent_v]), atol=1e-6)
 
 
 def test_a_window_is_a_whole_number_of_groups():

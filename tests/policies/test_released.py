@@ -211,7 +211,7 @@ def test_the_pool_has_room_and_holds_what_select_names(params, policy):
     batch = unequal_batch(padding="left")
     cache, _ = prefill(params, batch, policy, new_tokens=2)
     slots = pool_slots(policy, layers=3, vision=batch.max_vision, text=batch.max_text, new_tokens=0, images=2)
-    assert cache.token.shape[1] == slots
+    assert cache.token.shape[2] == slots
     x = np.asarray(embed(params, batch))
     for row, valid in enumerate(batch.valid):
         _, layers = reference.prefill(params.decoder, x[row, valid])
@@ -221,7 +221,7 @@ def test_the_pool_has_room_and_holds_what_select_names(params, policy):
         wanted = np.asarray(select(policy, q, k, v, batch.is_vision[row], valid).kept)
         for layer, head in np.ndindex(3, 2):
             start, length = (int(x[layer, row, head]) for x in (cache.start, cache.counts))
-            held = np.sort(np.asarray(cache.token)[row, start : start + length, head])
+            held = np.sort(np.asarray(cache.token)[row, head, start : start + length])
             np.testing.assert_array_equal(held, np.flatnonzero(wanted[layer, head]))
 
 
