@@ -93,8 +93,8 @@ def _attend(
     if plan.in_lanes:
         in_hbm = {name: jnp.swapaxes(x, 2, 3) for name, x in in_hbm.items()}
         block = (kv_heads, head_dim, plan.block)
-    buffers = {name: (block, x.dtype) for name, x in in_hbm.items()}
-    outputs = {"out": vectors["q"].shape[1:], "lse": (*vectors["q"].shape[1:3], LANES)}
+    buffers: dict[str, tuple[tuple[int, ...], Any]] = {name: (block, x.dtype) for name, x in in_hbm.items()}
+    outputs: dict[str, tuple[int, ...]] = {"out": vectors["q"].shape[1:], "lse": (*vectors["q"].shape[1:3], LANES)}
     if valid is not None:
         valid = valid[..., :most] & (jnp.arange(most) < length[..., None])
         moved = _move(valid, shift, plan.blocks * plan.block)
@@ -208,6 +208,11 @@ def _plan(op: str, q: Array, k: Array, start: Array, masked: bool, max_length: i
     blocks = -(-min(max_length + unit - 1, -(-slots // unit) * unit) // block)
     ragged = in_lanes and slots > LANES and slots % LANES > 0
     return _Plan(batch, kv_heads, columns, in_lanes, slot_bytes, unit, chunk, block, blocks, masked, ragged)
+
+
+def _at_row(more: int, core: Any, row: Any, *_: Any) -> tuple[Any, ...]:
+    """The index of a block of an output with `more` axes after those of cores and rows."""
+    return core, row, *(0,) * more
 
 
 def _up(x: Any, unit: int) -> Any:

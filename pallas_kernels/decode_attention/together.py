@@ -1,9 +1,9 @@
 """decode_attention in plain XLA for a CPU, for segments of a row's heads that cover about the same slots.
 
 A block is a number of slots of all heads. Reading blocks of all heads is faster than reading head by head (`ragged`),
-because one iteration of the loop has more work. Slots that belong to the segments of only some heads are masked for the others.
-So this is faster if the segments of all heads begin and end at about the same slots, which is the case unless a method
-gives each head its own budget, and always in the tail.
+because one iteration of the loop has more work. Slots that belong to the segments of only some heads are masked for the
+others. So this is faster if the segments of all heads begin and end at about the same slots, which is the case unless a
+method gives each head its own budget, and always in the tail.
 
 Axes: B batch · N query heads · K key heads · G = N/K · P pool slots · C slots of a block · H head dim.
 """
