@@ -25,15 +25,16 @@ from benchmarks import exact
 THRESHOLDS = {"bfloat16": 1e-2, "float16": 1e-2, "float32": 1e-5}
 # by platform and op (None: all other ops); on a CPU the kernels of a GPU, interpreted
 KERNELS: dict[str, dict[str | None, str]] = {
-    "gpu": {"prefill_attention": "cudnn", None: "triton"},
+    "gpu": {"prefill_attention": "cudnn", "write_slots": "xla", None: "triton"},
     "tpu": {None: "mosaic_tpu"},
-    "cpu": {"prefill_attention": "cudnn:interpret", None: "triton:interpret"},
+    "cpu": {"prefill_attention": "cudnn:interpret", "write_slots": "xla", None: "triton:interpret"},
 }
 POISON = 1e4  # in slots that must not be read; finite, as free slots of a cache are
 OPS: dict[str, Callable[..., Any]] = {
     name: getattr(pallas_kernels, name)
     for name in (
-        "decode_attention", "core_attention", "attention_mass", "attention_mass_rows", "prefill_attention"
+        "decode_attention", "core_attention", "attention_mass", "attention_mass_rows", "prefill_attention",
+        "write_slots",
     )
 }  # fmt: skip
 
@@ -77,6 +78,7 @@ def cases(slots: int = 2048, big_pool: int = 5 * 2**30) -> Iterator[Case]:
     yield Case("prefill_attention", slots=slots // 2)
     yield Case("attention_mass", slots=slots // 2)
     yield Case("attention_mass_rows", slots=slots // 2, full=True)
+    yield Case("write_slots", head_dim=64, slots=slots)
     if big_pool:
         yield Case("decode_attention", slots=slots, batch=1, kv_heads=4, pool_bytes=big_pool)
     yield Case("decode_attention", slots=slots // 4, batch=64, kv_heads=8)  # as many programs as heads: no split
@@ -132,7 +134,7 @@ def prepare(case: Case, platform: str, kernels: Mapping[str | None, str] | None 
     implementation = table.get(case.op, table[None])
     make = {
         "decode_attention": _decoding, "core_attention": _decoding, "attention_mass": _mass,
-        "attention_mass_rows": _mass, "prefill_attention": _prefill,
+        "attention_mass_rows": _mass, "prefill_attention": _prefill, "write_slots": _writing,
     }  # fmt: skip
     arguments, options, compare = make[case.op](case, np.random.default_rng(zlib.crc32(case.name.encode())))
     op = OPS[case.op]
@@ -254,6 +256,19 @@ def _prefill(case: Case, random: np.random.Generator) -> Made:
 
     arrays = {"q": q, "k": k, "v": v, "valid": valid}
     return arrays, {"causal": not case.full, "return_lse": True}, compare
+
+
+def _writing(case: Case, random: np.random.Generator) -> Made:
+    """Arrays, options and comparison for write_slots: one slot of each head, and for one head none."""
+    each = case.batch, case.kv_heads
+    x, new = (_normal(random, case.dtype, *each, *shape, case.head_dim) for shape in ((case.slots,), ()))
+    slot = random.integers(0, case.slots, each).astype(np.int32)
+    slot[0, 0] = case.slots
+    want = exact.wide(x)
+    for b, head in np.ndindex(each):
+        if slot[b, head] < case.slots:
+            want[b, head, slot[b, head]] = exact.wide(new[b, head])
+    return {"x": x, "new": new, "slot": slot}, {}, lambda got: _by_head(got, want, axis=-1)
 
 
 def _by_head(got: Any, want: np.ndarray, axis: Any) -> float:

@@ -74,7 +74,7 @@ def answers(root, request):
     return json.loads(result(start("-m", "tests.meshes", "compare", *sorted(cases), devices=8, root=root)))
 
 
-@pytest.mark.default("slots: AirCache")
+@pytest.mark.default("more slots: AirCache")
 @pytest.mark.parametrize("case", [f"{mesh}: {policy}" for mesh, (_, names) in CASES.items() for policy in names])
 def test_a_mesh_answers_as_one_device(answers, case):
     found = answers[case]

@@ -205,7 +205,7 @@ def _over_heads(
         return grouped.reshape(*x.shape[:at], -1, *x.shape[at + 1 :])
 
     def pad(x: Any, names: str) -> Any:
-        if spare == 0 or "N" not in names:
+        if x is None or spare == 0 or "N" not in names:
             return x
         whole = PartitionSpec(*(mesh_axes.get(axis) if axis == "B" else None for axis in names.split()))
         x, at = jax.lax.with_sharding_constraint(x, whole), names.split().index("N")

@@ -114,9 +114,7 @@ def _attend(
                 *(pl.BlockSpec((1, *x.shape[1:]), lambda z, b, *_: (b, 0, 0, 0)) for x in vectors.values()),
                 *(pl.BlockSpec(memory_space=pltpu.HBM) for _ in in_hbm),
             ],
-            out_specs=[
-                pl.BlockSpec((1, 1, *x), lambda z, b, *_, zeros=(0,) * len(x): (z, b, *zeros)) for x in outputs.values()
-            ],
+            out_specs=[pl.BlockSpec((1, 1, *x), partial(_at_row, len(x))) for x in outputs.values()],
             scratch_shapes=[
                 *(pltpu.VMEM((2, *shape), dtype) for shape, dtype in buffers.values()),
                 pltpu.SMEM((1,), jnp.int32),
