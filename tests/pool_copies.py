@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import vlkv
+from pallas_kernels import Kernels
 from vlkv import policies, sharding
 from vlkv.families.text.config import TextConfig
 from vlkv.tools.planning import arithmetic, chips
@@ -53,8 +54,10 @@ def step(policy: policies.Policy, kv_heads: int, group: int, head_dim: int, mesh
     inputs = sharding.place_inputs(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), plain), mesh)
     params = vlkv.families.abstract(config, dtype, mesh)
     with jax.set_mesh(mesh):
-        made, _ = jax.eval_shape(partial(vlkv.prefill, policy=policy, new_tokens=NEW), params, inputs)
-        cache = sharding.place_cache(made, mesh)
+        # Only shapes are needed, which plain XLA gives soonest: tracing the TPU kernel of prefill takes seconds here.
+        prefill = partial(vlkv.prefill, policy=policy, new_tokens=NEW, kernels=Kernels(prefill_attention="xla"))
+        made, _ = jax.eval_shape(prefill, params, inputs)
+        cache = dataclasses.replace(sharding.place_cache(made, mesh), kernels=Kernels())
         token = sharding.place_inputs(jax.ShapeDtypeStruct((ROWS,), jnp.int32), mesh)
         program = jax.jit(vlkv.decode_step, donate_argnames="cache").lower(params, cache, token).compile()
     return program, cache.k.size * cache.k.dtype.itemsize
