@@ -12,6 +12,7 @@ import vlkv
 from tests import models
 from vlkv import InputError
 from vlkv.observe import Observation
+from vlkv.policies.bounds import vision_bounds
 from vlkv.policies.full import Full
 from vlkv.policies.lightkv import LightKV
 from vlkv.policies.pitome import PiToMe
@@ -263,7 +264,7 @@ def test_the_bound_holds_with_and_without_class_tokens():
                 n = vision - lone
                 left = lone + max(min(n, 1), math.floor(math.sqrt(0.3) * n + 0.5))
                 assert left <= policy.remaining(stage=0, vision=vision, images=images) <= left + images
-    assert policy.vision_bounds(layers=4, vision=576, images=1) == (576, 316, 174, 174)
+    assert vision_bounds(policy, layers=4, vision=576, images=1) == (576, 316, 174, 174)
 
 
 @pytest.mark.full
