@@ -48,6 +48,7 @@ class AVL(ReducingStages, DecodingStages):
     prefill: Share | None = None
     shortens_by = "prefill"
     counts_dropped = True
+    drops_early_layers = True
     paper = "Zhang et al. 2024, A-VL: Adaptive Attention for Large Vision-Language Models"
     equations = "Eq. 1, Secs. 4.1, 4.2"
     stages = "reduce, score, step"
@@ -88,11 +89,6 @@ class AVL(ReducingStages, DecodingStages):
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         del stage, images
         return int(self.going_on(vision)[-1])
-
-    @property
-    @override
-    def drops_early_layers(self) -> bool:
-        return True
 
     @property
     def updater(self) -> DecodingStages | None:

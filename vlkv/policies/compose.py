@@ -255,10 +255,6 @@ def options_of(policy: Policy) -> dict[str, Any]:
     """The options as a dictionary, for tables and JSON; of a composition its owners, with their names and options."""
     if not isinstance(policy, Composed):
         return dataclasses.asdict(policy)  # type: ignore[call-overload]
-    named = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}  # type: ignore[arg-type]
-    options: dict[str, Any] = {
-        name: {"policy": type(part).__name__, **options_of(part)}
-        for name, part in named.items()
-        if isinstance(part, Policy)
-    }
-    return options if policy.smoothed is None else options | {"smoothed": dataclasses.asdict(policy.smoothed)}
+    parts = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}  # type: ignore[arg-type]
+    named = {name: {"policy": type(p).__name__, **options_of(p)} for name, p in parts.items() if isinstance(p, Policy)}
+    return named if policy.smoothed is None else named | {"smoothed": dataclasses.asdict(policy.smoothed)}

@@ -79,9 +79,9 @@ class Policy(metaclass=_PolicyType):
     needs_key: ClassVar[bool] = False  # whether `generate` and `select` need a key
     needs_grid: ClassVar[bool] = False  # whether `select` needs the grid position of each token
     ranked_by: ClassVar[tuple[str, ...]] = ()  # statistics per head and token that `rank` uses instead of the scores
-    counts_dropped: ClassVar[bool] = (
-        False  # whether `keep` is a fraction of all tokens, including those that are reduced
-    )
+    counts_dropped: ClassVar[bool] = False  # whether `keep` is a fraction of the prompt before the method reduced it
+    softmax_n: ClassVar[float] = 0.0  # the n of n-softmax in decode attention (CSP, Eq. 7); 0: softmax
+    storage: ClassVar[Storage | None] = None  # quantisation of the pool; None: not quantised
     _totals: ClassVar[Int[Array, " counts"] | None] = None  # traced; set by `bounds.with_budget`
 
     def __post_init__(self) -> None:
@@ -200,22 +200,14 @@ class Policy(metaclass=_PolicyType):
         """The policy that updates the cache while decoding; None: no policy does."""
         return None
 
-    @property
-    def softmax_n(self) -> float:
-        """The n of n-softmax in decode attention (CSP, Eq. 7); 0: softmax."""
-        return 0.0
-
-    @property
-    def storage(self) -> Storage | None:
-        """Quantisation of the pool; None: not quantised."""
-        return None
-
 
 @policy
 class ReducingStages(Policy):
     """Base class of methods that reduce the prompt between layers during prefill."""
 
     shortens_by: ClassVar[str] = "layers"  # the option that determines `reductions`, for error messages
+    drops_early_layers: ClassVar[bool] = False  # whether dropped tokens are removed from earlier layers' caches too
+    class_attention_layers: ClassVar[tuple[int, ...]] = ()  # blocks whose class attention `Tokens.tower` must contain
 
     @property
     def reducer(self) -> ReducingStages | None:
@@ -253,16 +245,6 @@ class ReducingStages(Policy):
         """
         del stage, images
         return vision
-
-    @property
-    def drops_early_layers(self) -> bool:
-        """Whether tokens dropped by `reduce` are removed from the caches of earlier layers too."""
-        return False
-
-    @property
-    def class_attention_layers(self) -> tuple[int, ...]:
-        """Blocks of the vision tower whose class-token attention `reduce` needs, as `Tokens.tower`."""
-        return ()
 
 
 @policy
