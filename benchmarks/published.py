@@ -24,6 +24,7 @@ from vlkv.analysis import cost
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.policies import Policy
+from vlkv.policies.bounds import total_bound, vision_bounds
 from vlkv.terminal import OneLineParser, guarded
 from vlkv.tools.benching import machine
 from vlkv.tools.benching.measuring import measure_missing
@@ -419,9 +420,9 @@ TABLES: dict[str, Table] = {
 def count(config: ModelConfig, point: Point) -> dict[str, float]:
     """Teraflops of the whole job and bytes of the cache at its end, of one row, by `vlkv.analysis.cost`."""
     c, setting, policy = config.decoder, point.setting, point.policy
-    vision = policy.vision_bounds(layers=c.layers, vision=setting.vision, images=1)
+    vision = vision_bounds(policy, layers=c.layers, vision=setting.vision, images=1)
     prompt = np.array(vision) + setting.text
-    total = policy.bound(layers=c.layers, vision=setting.vision, text=setting.text)
+    total = total_bound(policy, layers=c.layers, vision=setting.vision, text=setting.text)
     held = np.array(
         [total // c.layers + (i < total % c.layers) for i in range(c.layers)]
     )  # the cost of decoding is linear in them

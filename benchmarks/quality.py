@@ -48,7 +48,7 @@ from vlkv.files import write_json
 from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, folder, pages
 from vlkv.policies import KIVI, AirCache, Policy, Smooth, SnapKV, compose
-from vlkv.policies.policy import Budget
+from vlkv.policies.bounds import Budget, nominal_totals
 from vlkv.prefill import fill_cache_with
 from vlkv.tools.benching import machine
 from vlkv.tools.evaluation.keeps import at_bytes, budget, pool_bytes, relative_size, share_programs
@@ -316,9 +316,9 @@ def measure(params: Any, processor: Any, section: Section, count: int, seed: int
         reduces = isinstance(policy, Policy) and policy.reducer is not None
         if not whole and not reduces:
             whole = [_read(params, batch.inputs) for batch in made]
-        table: Budget | np.ndarray | None  # as arrays, so that one program can be used for every keep
+        table: Budget | jax.Array | np.ndarray | None  # as arrays, so that one program can be used for every keep
         if isinstance(policy, str):
-            program, table = None, policies.ImgRandom(keep=cell.bytes).totals(layers=layers, most=length)
+            program, table = None, nominal_totals(policies.ImgRandom(keep=cell.bytes), layers=layers, most=length)
         else:
             program = programs[policy]
             table = budget(policy, program, layers=layers, length=length)

@@ -99,7 +99,9 @@ def answer(params, inputs, policy, key, more=None):
     so that the test needs every slot.
     """
     added = NEW + (0 if more is None else more.tokens.shape[1])
-    cache, first = vlkv.prefill(params, inputs, policy, new_tokens=added if policy.evicts else 1, key=key)
+    cache, first = vlkv.prefill(
+        params, inputs, policy, new_tokens=added if policy.updater and policy.updater.evicts else 1, key=key
+    )
     logits = first
     if not cache.reuses:
         cache = resize(cache, max(align(added, cache.parts) - cache.parts + 1, cache.new_tokens))

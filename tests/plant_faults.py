@@ -54,8 +54,8 @@ FAULTS = (
     Fault(
         "budget one too high",
         "vlkv/budgets.py",
-        "return np.minimum(layers * counts, np.maximum(layers, asked)).astype(np.int32)",
-        "return np.minimum(layers * counts, np.maximum(layers, asked + 1)).astype(np.int32)",
+        "return np.minimum(sums, np.maximum(layers, asked)).astype(np.int32)",
+        "return np.minimum(sums, np.maximum(layers, asked + 1)).astype(np.int32)",
         "tests/test_budgets.py",
     ),
     Fault(

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import gpu, peers, torch_side
 from vlkv import sharding
+from vlkv.policies.compose import options_of
 from vlkv.tools.benching.subjects import find
 
 ROOM = [sys.executable, "-m"]
@@ -63,7 +64,7 @@ def test_verdicts_are_the_promises(capsys):
         rows[policy] = {"to_full": {"decode": decode, "prefill": 1.01, "peak": 0.9}, **figures}
     rows[gpu.CONTESTANTS[0]] = {**figures, "step_bytes": 1.0}
     held = SimpleNamespace(
-        find=lambda cell: next((row for policy, row in rows.items() if cell.get("options") == policy.options()), None)
+        find=lambda cell: next((row for policy, row in rows.items() if cell.get("options") == options_of(policy)), None)
     )
     gpu.verdict(gpu.Console(width=140), subject, held, [setting], [])
     said = capsys.readouterr().out

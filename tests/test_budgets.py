@@ -28,6 +28,7 @@ def test_totals_round_the_whole_half_up_and_keep_one_per_layer_and_no_more_than_
     np.testing.assert_array_equal(budgets.totals(0.5, None, layers=3, most=4), [0, 3, 3, 5, 6])
     np.testing.assert_array_equal(budgets.totals(0.01, None, layers=3, most=4), [0, 3, 3, 3, 3])
     np.testing.assert_array_equal(budgets.totals(1, None, layers=3, most=4), [0, 3, 6, 9, 12])
+    assert budgets.totals(0.7, None, layers=3, most=5)[-1] == 11  # 10.5, although 0.7 x 3 x 5 is less in floating point
 
 
 def test_totals_of_a_budget_are_capped_by_the_tokens_there_are():
@@ -51,7 +52,7 @@ def test_uniform_is_the_same_share_of_layers_that_hold_less():
 
 
 def test_totals_of_sums_of_equal_layers_are_totals():
-    sums = budgets.totals_of_sums(0.3, None, layers=3, most=21)
+    sums = budgets.totals_of_sums(0.3, None, np.arange(22), layers=3)
     np.testing.assert_array_equal(sums[::3], budgets.totals(0.3, None, layers=3, most=7))
     assert sums[1] == 1 and sums[2] == 2  # no more than there are
 

@@ -11,6 +11,7 @@ import vlkv
 from pallas_kernels import core_attention, decode_attention
 from vlkv import budgets, policies
 from vlkv.cache import pack, pool_slots, resize
+from vlkv.policies.bounds import nominal_totals
 from vlkv.policies.policy import policy
 
 from .models import SMALL, tiny_llava, unequal_batch
@@ -82,7 +83,7 @@ def test_a_long_prompt_takes_the_memory_of_its_budgets():
     """8,192 tokens at 10 %: 149 and 1,489 entries per head and layer."""
     layers, heads, tokens, head_dim = 2, 4, 8192, 2
     chosen, random = Uneven(keep=0.1), np.random.default_rng(0)
-    total = int(chosen.totals(layers=layers, most=tokens)[-1])
+    total = int(nominal_totals(chosen, layers=layers, most=tokens)[-1])
     weight = jnp.broadcast_to(jnp.where(jnp.arange(heads) % 2 == 0, 1.0, RATIO), (layers, heads))
     most = jnp.full(layers, tokens)
     each = np.asarray(chosen.allocate({"weight": weight}, total=jnp.int32(total), most=most, layers=layers))

@@ -13,6 +13,7 @@ import pytest
 
 import vlkv
 from vlkv import policies
+from vlkv.policies.bounds import nominal_totals
 
 from .models import CONFIG, IMAGE_TOKEN, SMALL, tiny_llava, unequal_batch
 
@@ -67,7 +68,7 @@ def test_a_users_policy_keeps_what_it_says(params):
     inputs = question(9, 1)
     prompt = vlkv.read_prompt(params, inputs)
     cache = vlkv.fill_cache(prompt, Norms(keep=0.25), new_tokens=4)
-    total = policies.Full().totals(layers=LAYERS, most=35)[-1]
+    total = nominal_totals(policies.Full(), layers=LAYERS, most=35)[-1]
     assert int(total) == LAYERS * 35
     lengths = np.asarray(cache.counts)[:, 0]
     assert lengths.sum(axis=0).tolist() == [round(0.25 * LAYERS * 35)] * 2

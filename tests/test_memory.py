@@ -19,8 +19,8 @@ EVERY = [
     for name, method in policies.registry.items()
     if not issubclass(method, policies.Full)
 ]
-WATCHING = [policy for policy in EVERY if policy.class_attention_layers]  # they need a tower
-EVERY = [policy for policy in EVERY if not policy.class_attention_layers]
+WATCHING = [policy for policy in EVERY if policy.reducer and policy.reducer.class_attention_layers]  # need a tower
+EVERY = [policy for policy in EVERY if policy not in WATCHING]
 EVERY += [
     policies.Full(),
     policies.KIVI(bits=4),
@@ -42,7 +42,7 @@ def test_pool_at_7b_shapes_is_within_5_percent_of_the_kept_and_new_entries(metho
         kept = math.floor(KEEP * LAYERS * (VISION + TEXT) + 0.5)
     policy = method(keep=KEEP, scope=scope)
     slots = cache.pool_slots(policy, layers=LAYERS, vision=VISION, text=TEXT, new_tokens=NEW)
-    new = math.floor(KEEP * NEW) if policy.evicts else NEW  # a method that evicts keeps its share of the new tokens
+    new = math.floor(KEEP * NEW) if policy.updater else NEW  # a method that evicts keeps its share of the new tokens
     assert kept + LAYERS * new <= slots <= 1.05 * (kept + LAYERS * new)
 
 
@@ -92,7 +92,7 @@ def test_no_buffer_of_the_compiled_prefill_reaches_t_times_t_elements(policy):
     """Two layers, D = 64, and one row of T = 8192 tokens, one image or 127; compiled from shapes, never run."""
     shape = jax.ShapeDtypeStruct
     config, pixels, images = ModelConfig(family="llama", decoder=DECODER), None, 1
-    if policy.class_attention_layers:
+    if policy in WATCHING:
         config = ModelConfig(family="llava", decoder=DECODER, vision=CLIP, image_token=5)
         pixels, images = shape((IMAGES, 3, 16, 16), jnp.float32), IMAGES
     params = jax.eval_shape(lambda: init(config, jax.random.key(0)))

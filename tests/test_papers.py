@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks import papers
+from vlkv.policies.compose import options_of
 
 
 def test_all_tables_and_figures_are_listed():
@@ -26,7 +27,7 @@ def test_the_dry_run_of_the_commands(paper):
     every = [
         p for item in papers.items() if item.paper == paper and item.command for p in papers.policies_of(item.command)
     ]
-    different = {(type(p), str({**p.options(), "keep": None})): p for p in every}
+    different = {(type(p), str({**options_of(p), "keep": None})): p for p in every}
     assert different
     for policy in different.values():
         papers.dry_run(policy)

@@ -265,6 +265,16 @@ NESTED = [
 ]  # fmt: skip
 
 
+def test_a_composition_knows_the_owner_of_each_stage():
+    """Also a composition of a composition; methods whose options switch a stage off own nothing."""
+    h2o, fastv = policies.H2O(keep=0.4), policies.FastV(keep=0.5, layer=1)
+    whole = compose(compose(compose(SNAP, allocate=PREFIX), step=h2o), reduce=fastv, store=KIVI)
+    assert (whole.allocator, whole.updater, whole.reducer, whole.storage) == (PREFIX, h2o, fastv, KIVI.storage)
+    assert compose(PREFIX, store=KIVI).updater == PREFIX and compose(PREFIX, store=KIVI).allocator == PREFIX
+    assert policies.AVL(keep=0.3).reducer is policies.AVL(keep=0.3, core=None).updater is SNAP.updater is None
+    assert policies.ToMe(keep=0.5, on="cache").reducer is policies.H2O(keep=0.4, evict=False).updater is None
+
+
 @pytest.mark.full
 def test_compositions_can_be_composed_again(read):
     """Each stage stays with its owner, however deep the owner was given."""

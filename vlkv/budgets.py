@@ -11,20 +11,22 @@ from jaxtyping import Array, Float, Int
 
 
 def totals(keep: float | None, budget: int | None, *, layers: int, most: int) -> Int[np.ndarray, " counts"]:
-    """Number of entries that all layers together keep, for every number 0..most of tokens in scope.
+    """Number of entries that all layers together keep, for every number 0..most of tokens in scope of each layer.
+
+    The result is a table, because counts are traced, and the product of a traced count and a fraction would be rounded
+    in float32.
+    """
+    return totals_of_sums(keep, budget, layers * np.arange(most + 1), layers=layers)
+
+
+def totals_of_sums(
+    keep: float | None, budget: int | None, sums: Int[np.ndarray, " sums"], *, layers: int
+) -> Int[np.ndarray, " sums"]:
+    """Number of entries that all layers together keep, if they have `sums` tokens in scope together.
 
     `keep` is the fraction of the tokens in scope, rounded half up over all layers; `budget` is the mean number per
-    layer. Every layer keeps at least one token and at most all. The result is a table, because counts are traced, and
-    the product of a traced count and a fraction would be rounded in float32.
+    layer. Every layer keeps at least one token and at most all.
     """
-    counts = np.arange(most + 1)
-    asked = layers * (budget or 0) if keep is None else np.floor(keep * layers * counts + 0.5)
-    return np.minimum(layers * counts, np.maximum(layers, asked)).astype(np.int32)
-
-
-def totals_of_sums(keep: float | None, budget: int | None, *, layers: int, most: int) -> Int[np.ndarray, " sums"]:
-    """`totals` for layers with different numbers of tokens: for every sum of these numbers, 0..most."""
-    sums = np.arange(most + 1)
     asked = layers * (budget or 0) if keep is None else np.floor(keep * sums + 0.5)
     return np.minimum(sums, np.maximum(layers, asked)).astype(np.int32)
 

@@ -32,7 +32,8 @@ from vlkv.decode_state import DecodeState
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
 from vlkv.observe import tokens_at
-from vlkv.policies.policy import Policy
+from vlkv.policies.bounds import layer_bound, total_bound
+from vlkv.policies.policy import DecodingStages, Policy
 from vlkv.sharding import axes, leaves_with_axes, map_with_axes
 
 ALIGNMENT = 16  # slots: every segment starts on a bf16 tile
@@ -292,8 +293,10 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
     assert cache.memory is not None and cache.policy is not None
     layers, parts = len(cache.memory), cache.parts
     states = [decode_state.resize(layer, new_tokens) for layer in cache.memory]
-    requested = jnp.stack([jax.vmap(cache.policy.decode_slots)(layer) for layer in states])
-    if new_tokens <= cache.new_tokens or not _grows_with_new_tokens(cache.policy):
+    updater = cache.policy.updater
+    assert updater is not None
+    requested = jnp.stack([jax.vmap(updater.decode_slots)(layer) for layer in states])
+    if new_tokens <= cache.new_tokens or not _grows_with_new_tokens(updater):
         return dataclasses.replace(cache, memory=tuple(states))
     if isinstance(requested, jax.core.Tracer):
         raise InputError("the number of slots that the method needs is unknown under jit: resize the cache outside jit")
@@ -343,15 +346,15 @@ def _before(x: Int[Array, "L B K"], columns: int) -> Int[Array, "L B K"]:
     return jnp.moveaxis(sums, 1, 2).reshape(layers, batch, heads)
 
 
-def _grows_with_new_tokens(policy: Policy) -> bool:
+def _grows_with_new_tokens(updater: DecodingStages) -> bool:
     """Whether the method needs more slots for more new tokens."""
-    few, many = (policy.decode_bounds(1, 1, layers=1, vision=0, text=1, new_tokens=n) for n in (0, 2**16))
+    few, many = (updater.decode_bounds(1, 1, layers=1, vision=0, text=1, new_tokens=n) for n in (0, 2**16))
     return many > few
 
 
 def reuses_slots(policy: Policy) -> bool:
     """Whether new entries take free slots: the policy evicts, and the pool is not quantised (slots share scales)."""
-    return policy.evicts and policy.storage is None
+    return policy.updater is not None and policy.updater.evicts and policy.storage is None
 
 
 def align(n: Any, tile: int = ALIGNMENT) -> Any:
@@ -390,11 +393,11 @@ def _pool_bounds(
     policy: Policy, layers: int, vision: int, text: int, images: int, new_tokens: int, parts: int
 ) -> tuple[int, int, int]:
     """Slots of the pool per key head; bounds on the entries per head of all layers together, and of one layer."""
-    kept, tile = policy.bound(layers=layers, vision=vision, text=text, images=images), _tile(policy)
-    longest = policy.layer_bound(layers=layers, vision=vision, text=text)
+    kept, tile = total_bound(policy, layers=layers, vision=vision, text=text, images=images), _tile(policy)
+    longest = layer_bound(policy, layers=layers, vision=vision, text=text)
     row = vision + text
-    if reuses_slots(policy):
-        kept, longest = policy.decode_bounds(
+    if (updater := policy.updater) is not None and reuses_slots(policy):
+        kept, longest = updater.decode_bounds(
             kept, longest, layers=layers, vision=vision, text=text, new_tokens=new_tokens
         )
         row = longest

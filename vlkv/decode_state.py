@@ -38,7 +38,7 @@ class DecodeState:
     is_text: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # False only if the slot's last entry is a vision token
     place: Int[Array, "*B K E"] = field(metadata=_ENTRIES)  # number of the token in the order of all tokens, from 0
     rank: Int[Array, "*B K E"] = field(metadata=_ENTRIES)  # number of stored entries that are older
-    values: dict[str, Float[Array, "*B K E"]] = field(metadata=_ENTRIES)  # from `Policy.decode_values`
+    values: dict[str, Float[Array, "*B K E"]] = field(metadata=_ENTRIES)  # from `DecodingStages.decode_values`
     slots: Int[Array, "*B K"] = field(metadata=_HEADS)  # number of slots for entries
     capacity: Int[Array, "*B K"] = field(metadata=_HEADS)  # number of kept prompt entries; the budget while decoding
     vision: Int[Array, "*B"] = field(metadata=axes("batch"))  # number of vision tokens of the prompt

@@ -55,6 +55,7 @@ def feed(
     pool_k: Any = cache.k
     pool_v: Any = cache.v
     entries_taken: list[Array] = []
+    updater = None if cache.policy is None else cache.policy.updater
     tail_k, tail_v, states = list(cache.tail_k), list(cache.tail_v), list(cache.memory or ())
     count = jnp.arange(1, x.shape[1] + 1) if valid is None else jnp.cumsum(valid, axis=1)
     in_tail = cache.used[:, None] + count  # [B, T] entries of the tail that a token attends to, including its own
@@ -94,7 +95,7 @@ def feed(
         )  # fmt: skip
         if watch is not None:
             watch(i, state, mass)
-        states[i] = state if cache.policy is None else jax.vmap(cache.policy.step)(state, mass)
+        states[i] = state if updater is None else jax.vmap(updater.step)(state, mass)
         return attended[:, None]
 
     x = decoder.walk(x, positions, attend, after)

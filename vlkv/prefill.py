@@ -25,7 +25,8 @@ from vlkv.families import Model
 from vlkv.inputs import Inputs
 from vlkv.observe import ordinal, tokens_at
 from vlkv.parallel import by_row
-from vlkv.policies.policy import Budget, Policy, with_budget
+from vlkv.policies.bounds import Budget, cap_counts, with_budget
+from vlkv.policies.policy import DecodingStages, Policy
 from vlkv.policies.selection import Observed, allocate_and_take, make_observation, observe, require_fit, shortlist
 from vlkv.reading import LayerPrompt, Prompt, read_layers
 from vlkv.sampling import Greedy
@@ -169,7 +170,7 @@ def _observer(
     if policy.cap is not None:
         text = bounds.max_text
         count = bounds.max_vision + (text if policy.scope == "all" else 0)
-        most = int(policy.cap_counts(layers=layers, most=count)[-1]) + (text if policy.scope == "vision" else 0)
+        most = int(cap_counts(policy, layers=layers, most=count)[-1]) + (text if policy.scope == "vision" else 0)
 
     def look(i: int, prompt: LayerPrompt) -> Candidates:
         one = partial(
@@ -192,7 +193,7 @@ def _fill(prompt: Prompt, policy: Policy, new_tokens: int, chooser: Policy | Non
     counts = jnp.stack([layer.in_scope_count for layer in found], axis=1)
     seen = jnp.sum(prompt.valid & prompt.is_vision if policy.scope == "vision" else prompt.valid, axis=1)
     observed = tuple(layer.observed for layer in found)
-    choose = partial(allocate_and_take, chooser or policy, bound=length)
+    choose = partial(allocate_and_take, chooser or policy, most_tokens=length, text=prompt.max_text)
     selection = jax.vmap(choose)(observed, is_vision, is_candidate, counts, seen)
     merged = []
     for i, layer in enumerate(found):
@@ -200,14 +201,14 @@ def _fill(prompt: Prompt, policy: Policy, new_tokens: int, chooser: Policy | Non
         merged.append(jax.vmap(policy.merge)(layer.k, layer.v, kept, scores))
     kept, requested, reuses = jnp.swapaxes(selection.kept, 0, 1), None, reuses_slots(policy)
     states: tuple[DecodeState, ...] = ()
-    if policy.updates_while_decoding:
-        make = jax.vmap(partial(_make_decode_state, policy, new_tokens=new_tokens))
+    if (updater := policy.updater) is not None:
+        make = jax.vmap(partial(_make_decode_state, updater, new_tokens=new_tokens))
         made = [
             make(layer.source, kept[i][..., : layer.k.shape[2]], layer.observed.values, prompt.is_vision, prompt.valid)
             for i, layer in enumerate(found)
         ]
         states, kept = tuple(m for m, _ in made), jnp.stack([_lengthen(x, longest) for _, x in made])
-        requested = jnp.stack([jax.vmap(policy.decode_slots)(m) for m in states]) if reuses else None
+        requested = jnp.stack([jax.vmap(updater.decode_slots)(m) for m in states]) if reuses else None
     bounds = {"max_vision": prompt.max_vision, "max_text": prompt.max_text, "max_images": prompt.max_images}
     cache = pack(
         policy, tuple(m[0] for m in merged), tuple(m[1] for m in merged), kept,
@@ -215,7 +216,7 @@ def _fill(prompt: Prompt, policy: Policy, new_tokens: int, chooser: Policy | Non
         next_position=prompt.next_position, new_tokens=new_tokens, requested=requested, **bounds,
     )  # fmt: skip
     cache = dataclasses.replace(cache, kernels=prompt.kernels)
-    if policy.updates_while_decoding:
+    if updater is not None:
         most = segment_slots(
             policy, layers=len(found), vision=prompt.max_vision, text=prompt.max_text, images=prompt.max_images,
             new_tokens=new_tokens,
@@ -227,7 +228,7 @@ def _fill(prompt: Prompt, policy: Policy, new_tokens: int, chooser: Policy | Non
 
 
 def _make_decode_state(
-    policy: Policy,
+    updater: DecodingStages,
     source: Int[Array, " t"],
     kept: Bool[Array, "K t"],
     values: dict[str, Float[Array, "K t"]],
@@ -245,7 +246,7 @@ def _make_decode_state(
         jnp.zeros((len(kept), len(valid)), bool).at[:, source].max(kept),
         {name: spread(value) for name, value in values.items()}, is_vision, valid, new_tokens=new_tokens,
     )  # fmt: skip
-    state = policy.begin(state)
+    state = updater.begin(state)
     return state, kept & state.stored[:, source]
 
 

@@ -33,6 +33,7 @@ from vlkv.families import Model
 from vlkv.files import read_text, write_json
 from vlkv.inputs import Inputs
 from vlkv.policies import CSP, Policy, PrefixKV
+from vlkv.policies.compose import options_of
 from vlkv.policies.csp import region_share
 from vlkv.policies.option_types import Scope
 from vlkv.policies.selection import make_observation
@@ -227,7 +228,7 @@ def save(
     content = {
         "model": {"name": name, **fingerprint(config)},
         "policy": type(policy).__name__,
-        "options": policy.options(),
+        "options": options_of(policy),
         "keep": policy.keep,
         "samples": len(ratios),
         "aggregation": AGGREGATION,

@@ -22,7 +22,7 @@ from vlkv.families import Model
 from vlkv.inputs import Inputs
 from vlkv.observe import first
 from vlkv.parallel import by_row, prefill_attention
-from vlkv.policies.policy import Policy
+from vlkv.policies.policy import Policy, ReducingStages
 from vlkv.policies.selection import make_observation, require_fit
 from vlkv.tokens import Tokens, shorten
 
@@ -60,7 +60,7 @@ class Prompt:
     max_text: int = dataclasses.field(metadata={"static": True})
     max_instruction: int = dataclasses.field(metadata={"static": True})
     max_images: int = dataclasses.field(metadata={"static": True})
-    reducer: Policy | None = dataclasses.field(metadata={"static": True})  # the policy that reduced the prompt
+    reducer: ReducingStages | None = dataclasses.field(metadata={"static": True})  # the policy that reduced the prompt
     kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
 
 
@@ -181,7 +181,7 @@ def read_layers(
     )  # fmt: skip
 
 
-def _begin(params: Model, inputs: Inputs, reducer: Policy | None) -> Tokens:
+def _begin(params: Model, inputs: Inputs, reducer: ReducingStages | None) -> Tokens:
     tower = None
     if reducer is not None and reducer.class_attention_layers:
         x, tower = params.embed_with_attention(inputs, reducer.class_attention_layers)
@@ -195,7 +195,7 @@ def _begin(params: Model, inputs: Inputs, reducer: Policy | None) -> Tokens:
 
 
 def _reduce(
-    policy: Policy,
+    policy: ReducingStages,
     tokens: Tokens,
     just_run: LayerPrompt | None,
     key: Key[Array, ""] | None,

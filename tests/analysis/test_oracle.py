@@ -9,6 +9,7 @@ import pytest
 import vlkv
 from tests.models import tiny_llava, unequal_batch
 from vlkv import analysis, policies
+from vlkv.policies.bounds import nominal_totals
 from vlkv.prefill import fill_cache_with
 from vlkv.tools.evaluation.keeps import at_keep, budget, share_programs
 
@@ -58,7 +59,7 @@ def test_the_evidence_then_random_tokens_then_all_text(inputs, prompt):
 def test_a_smaller_budget_in_the_memory_of_a_larger(inputs, prompt):
     """Three entries in all: one in each layer, the first of the evidence or another of it."""
     policy, wanted = policies.ImgRandom(keep=KEEP), evidence(inputs, [3, 4], [3, 4], [])
-    few = policies.ImgRandom(budget=1).totals(layers=3, most=inputs.valid.shape[1])
+    few = nominal_totals(policies.ImgRandom(budget=1), layers=3, most=inputs.valid.shape[1])
     cache = jax.jit(analysis.oracle_cache, static_argnames="new_tokens")(
         prompt, wanted, policy, few, new_tokens=1, key=jax.random.key(0)
     )

@@ -45,7 +45,7 @@ def test_an_ordinary_step_does_not_read_what_is_not_in_the_core(step):
     poisoned = (cache.k.at[:, :, slots].set(jnp.nan), cache.v.at[:, :, slots].set(jnp.nan))
     for got, want in zip(answer(step, state, *poisoned), answer(step, state, cache.k, cache.v), strict=True):
         np.testing.assert_array_equal(got, want)
-    refreshed = jax.vmap(cache.policy.step)(state, jnp.zeros((1, HEADS * GROUPS, most + NEW)))
+    refreshed = jax.vmap(cache.policy.updater.step)(state, jnp.zeros((1, HEADS * GROUPS, most + NEW)))
     assert not refreshed.core_only.any()  # the second step is a refresh: it reads everything
     assert np.isnan(answer(step, refreshed, *poisoned)[0]).any()
 

@@ -133,7 +133,7 @@ def test_stored_and_used_fractions_are_those_of_table_3(model, options, stored, 
         max_vision=576, max_text=64, max_instruction=32, max_images=1,
     )  # fmt: skip
     cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(model, inputs, policy, new_tokens=32)
-    if not policy.updates_while_decoding:
+    if policy.updater is None:
         assert abs(100 * np.asarray(cache.counts).sum() / 3 / 640 - stored) < near and stored == used
         return
     assert abs(100 * sum(np.asarray(m.stored).sum() for m in cache.memory) / 3 / 640 - stored) < near

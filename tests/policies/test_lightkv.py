@@ -1,5 +1,6 @@
 """LightKV against the golden vectors and against float64 numpy written from Eqs. 4-8."""
 
+import dataclasses
 import math
 
 import jax
@@ -322,7 +323,7 @@ def test_defaults_and_keep():
     assert LightKV(rho=(0.3, 0.5, 0.2)).keep == pytest.approx(0.28)
     assert all(0 < a < depth for depth in range(4, 90) for a in scaled(depth))
     assert all(list(scaled(depth)) == sorted(set(scaled(depth))) for depth in range(4, 90))
-    again = LightKV(**LightKV(rho=(0.3, 0.5, 0.2)).options())
+    again = LightKV(**dataclasses.asdict(LightKV(rho=(0.3, 0.5, 0.2))))
     assert again == LightKV(rho=(0.3, 0.5, 0.2)) and hash(again) is not None
 
 

@@ -10,6 +10,7 @@ from test_decode_time import one_layer, places
 
 from vlkv import InputError, policies
 from vlkv.cache import pool_slots
+from vlkv.policies.bounds import total_bound
 from vlkv.policies.prefixkv import found_forget_counts, scaled_forget_counts
 
 
@@ -51,7 +52,7 @@ def test_the_published_budgets_fit_the_pool_for_any_prompt(keep, scope):
         assert exact - layers < budgets.sum() <= min(exact + layers - 1, layers * length)
         assert (budgets >= 1).all()
         bounds = {"vision": length, "text": 0} if scope == "vision" else {"vision": 0, "text": length}
-        assert budgets.sum() <= policy.bound(layers=layers, **bounds)
+        assert budgets.sum() <= total_bound(policy, layers=layers, **bounds)
         assert pool_slots(policy, layers=layers, **bounds, new_tokens=0) >= (-(-budgets // 16) * 16).sum()
 
 

@@ -122,7 +122,7 @@ def batch():
 
 
 def options(policy):
-    names = policy.options()
+    names = dataclasses.asdict(policy)
     common = {name: names.pop(name) for name in ("scope", "keep", "budget")}
     # Not of the choice that is tested, or at its default.
     for other in ("beta", "evict", "distance", "decode_n", "merging", "profile", "variant", "cap"):

@@ -14,6 +14,7 @@ from tests import reference
 from tests.models import embed, tiny_llava, unequal_batch
 from vlkv import policies
 from vlkv.cache import pool_slots
+from vlkv.policies import bounds
 
 # --- CSP ------------------------------------------------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ def test_look_m_keeps_all_text_even_over_the_budget(golden, prior):
     for ratio in range(len(g["ratio_pairs_heavy_recent"])):
         policy, (_, _, got) = look_m(g, ratio, prior, variant="released")
         np.testing.assert_array_equal(got.kept[0], g[f"as_released_kept_{prior}_ratio{ratio}"])
-        bound = policy.bound(layers=1, vision=vision, text=len(g["is_vision"]) - vision)
+        bound = bounds.total_bound(policy, layers=1, vision=vision, text=len(g["is_vision"]) - vision)
         assert got.kept[0].sum(axis=-1).max() <= bound
 
 
@@ -113,7 +114,7 @@ def test_pyramidkv_hands_out_what_the_released_code_hands_out(golden):
 
     @jax.jit
     def hand_out(policy, mean, counts):
-        total = policy.total(counts, counts[0], layers=len(counts), most=longest)
+        total = bounds.total(policy, counts, counts[0], layers=len(counts), most=longest, text=longest)
         statistics = {"mean": mean, "count": counts}
         return total, policy.allocate(statistics, total=total, most=counts, layers=len(counts))
 
@@ -167,14 +168,17 @@ def test_vlcache_largest_is_reached_by_no_density(variant):
     random = np.random.default_rng(0)
     length = 120
     windows = jnp.maximum(1, jnp.arange(length + 1) // 10)
-    statistics = {"windows": jnp.tile(windows, (6, 1)), "window": jnp.full(6, policy.shared_windows(length)[-1])}
+    statistics = {
+        "windows": jnp.tile(windows, (6, 1)),
+        "window": jnp.full(6, policy.shared_windows(np.array([length]))[0]),
+    }
     most = jnp.full(6, length)
     for power in (0, 1, 4, 16):
         density = random.random(6) ** power
-        total = policy.total(most, most[0], layers=6, most=length)
+        total = bounds.total(policy, most, most[0], layers=6, most=length, text=length)
         sparsity = jnp.asarray(1 - density)
         got = policy.allocate({**statistics, "sparsity": sparsity}, total=total, most=most, layers=6)
-        assert got.sum() <= total <= policy.bound(layers=6, vision=100, text=20)
+        assert got.sum() <= total <= bounds.total_bound(policy, layers=6, vision=100, text=20)
 
 
 # --- StreamingLLM, and all of them in a model -----------------------------------------------------------------------

@@ -64,6 +64,6 @@ def test_the_least_attended_of_the_steady_leaves(budget, spread, recent):
 
 
 def test_nothing_leaves_where_new_tokens_do_not_count_or_it_is_told_not_to():
-    assert policies.RoCo(keep=0.5).updates_while_decoding
-    assert not policies.RoCo(keep=0.5, scope="vision").updates_while_decoding
-    assert not policies.RoCo(keep=0.5, evict=False).updates_while_decoding
+    assert policies.RoCo(keep=0.5).updater is not None
+    assert policies.RoCo(keep=0.5, scope="vision").updater is None
+    assert policies.RoCo(keep=0.5, evict=False).updater is None

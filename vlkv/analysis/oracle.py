@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Int, Key
 
 from vlkv.cache import PackedCache, pack
 from vlkv.observe import top
+from vlkv.policies.bounds import nominal_totals
 from vlkv.policies.random import ImgRandom
 from vlkv.reading import Prompt
 
@@ -33,13 +34,13 @@ def oracle_cache(
         prompt: a prompt that was not reduced.
         evidence: the vision tokens that the answer needs.
         policy: determines how many vision tokens are kept.
-        totals: replaces `policy.totals(layers=L, most=T)`, as in `fill_cache_with`.
+        totals: replaces `nominal_totals(policy, layers=L, most=T)`, as in `fill_cache_with`.
         new_tokens: slots of the tail.
         key: for the random tokens.
     """
     layers, (batch, length) = len(prompt.layers), prompt.valid.shape
     heads = prompt.layers[0].k.shape[2]
-    table = jnp.asarray(policy.totals(layers=layers, most=length)) if totals is None else totals
+    table = jnp.asarray(nominal_totals(policy, layers=layers, most=length)) if totals is None else totals
     vision = prompt.valid & prompt.is_vision
     total = table[jnp.sum(vision, axis=1)]
     share = total[:, None] // layers + (jnp.arange(layers) < total[:, None] % layers)  # [B, L]

@@ -30,10 +30,11 @@ from vlkv.policies.lightkv import LightKV
 from vlkv.policies.lookm import LookM
 from vlkv.policies.option_types import Scope
 from vlkv.policies.pitome import PiToMe
-from vlkv.policies.policy import Policy, policy
+from vlkv.policies.policy import DecodingStages, Policy, ReducingStages, policy
 from vlkv.policies.prefixkv import PrefixKV
 from vlkv.policies.pyramidkv import PyramidKV
 from vlkv.policies.random import ImgRandom, Random
+from vlkv.policies.reducing import ReducingPolicy
 from vlkv.policies.roco import RoCo
 from vlkv.policies.selection import Selection, compress, select
 from vlkv.policies.smooth import Smooth
@@ -115,6 +116,7 @@ __all__ = [
     "KIVI",
     "AirCache",
     "Composed",
+    "DecodingStages",
     "Downsample",
     "ElasticCache",
     "FastV",
@@ -130,6 +132,8 @@ __all__ = [
     "PrefixKV",
     "PyramidKV",
     "Random",
+    "ReducingPolicy",
+    "ReducingStages",
     "RoCo",
     "Scope",
     "Selection",

@@ -15,14 +15,14 @@ from vlkv import budgets
 from vlkv.decode_state import DecodeState, evict
 from vlkv.observe import Observation, column_sums, head_mean, last, rows_mass, top
 from vlkv.policies.option_types import Positive, Scope, Share
-from vlkv.policies.policy import Policy, policy
+from vlkv.policies.policy import DecodingStages, ReducingStages, policy
 from vlkv.tokens import Tokens
 
 _EARLY = 2  # layers of prefill that process the whole image
 
 
 @policy
-class AVL(Policy):
+class AVL(ReducingStages, DecodingStages):
     """Secondary tokens are stored, core tokens are attended to, the others are dropped (Zhang et al. 2024).
 
     Vision tokens are ranked by the attention of the last prompt token, averaged over heads. The best `keep` of them are
@@ -47,6 +47,8 @@ class AVL(Policy):
     text: Share | None = None
     prefill: Share | None = None
     shortens_by = "prefill"
+    counts_dropped = True
+    drops_early_layers = True
     paper = "Zhang et al. 2024, A-VL: Adaptive Attention for Large Vision-Language Models"
     equations = "Eq. 1, Secs. 4.1, 4.2"
     stages = "reduce, score, step"
@@ -62,13 +64,14 @@ class AVL(Policy):
         return head_mean(rows_mass(obs, last(obs.valid, 1), 1), obs.k.shape[0])
 
     @property
-    def reducer(self) -> Policy | None:
+    def reducer(self) -> ReducingStages | None:
         """The policy itself, if `prefill` is given."""
         return None if self.prefill is None else self
 
     def reductions(self, layers: int) -> tuple[int, ...]:
         """After the second layer."""
-        return () if self.prefill is None else (_EARLY,)
+        del layers
+        return (_EARLY,)
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text and P of the vision tokens."""
@@ -88,24 +91,9 @@ class AVL(Policy):
         return int(self.going_on(vision)[-1])
 
     @property
-    @override
-    def drops_early_layers(self) -> bool:
-        return True
-
-    def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
-        """The number of S, which is a share of all tokens of the image, including those that P drops."""
-        del counts
-        return jnp.asarray(self.totals(layers=layers, most=most))[seen]
-
-    @override
-    def bound(self, *, layers: int, vision: int, text: int, images: int = 1) -> int:
-        del images
-        return int(self.totals(layers=layers, most=vision)[-1]) + layers * text
-
-    @property
-    @override
-    def updates_while_decoding(self) -> bool:
-        return self.core is not None or self.text is not None
+    def updater(self) -> DecodingStages | None:
+        """The policy itself, if it has a core or a text window."""
+        return None if self.core is None and self.text is None else self
 
     @property
     @override

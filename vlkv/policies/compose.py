@@ -11,7 +11,7 @@ from typing_extensions import override
 from vlkv.errors import InputError
 from vlkv.observe import Observation
 from vlkv.policies.full import Full
-from vlkv.policies.policy import Policy, Statistics, checked_scores, policy, require_policy
+from vlkv.policies.policy import Policy, ReducingStages, Statistics, checked_scores, policy, require_policy
 from vlkv.policies.reducing import ReducingPolicy
 from vlkv.policies.smooth import Smooth
 
@@ -97,7 +97,7 @@ def _check(owners: dict[str, Any], parts: dict[str, Any]) -> None:
         raise InputError(f"compose: {type(merged).__name__} with these options does not merge for other methods")
     if allocated is not None and scores.cap not in (None, allocated.cap):
         raise InputError(f"compose: {type(allocated).__name__} allocates the budget: give it the cap={scores.cap!r}")
-    if stepped is not None and not stepped.updates_while_decoding:
+    if stepped is not None and stepped.updater is None:
         raise InputError(f"compose: {type(stepped).__name__} with these options does nothing while decoding")
     if stored is not None and stored.storage is None:
         raise InputError(f"compose: {type(stored).__name__} does not quantise the pool")
@@ -164,15 +164,12 @@ class Composed(Policy):
     stages = "composed"
     protect = _delegated("scored", "protect")
     merge = _delegated("merged", "merge")
-    updates_while_decoding = _delegated("stepped", "updates_while_decoding")
-    evicts = _delegated("stepped", "evicts")
-    decode_slots = _delegated("stepped", "decode_slots")
-    decode_bounds = _delegated("stepped", "decode_bounds")
-    begin = _delegated("stepped", "begin")
-    step = _delegated("stepped", "step")
+    updater = _delegated("stepped", "updater")
     softmax_n = _delegated("scored", "softmax_n")
     storage = _delegated("stored", "storage")
+    allocator = _delegated("allocated", "allocator")
     per_head = _delegated("allocated", "per_head")
+    totals = _delegated("allocated", "totals")
 
     def __post_init__(self) -> None:
         for field in ("keep", "budget", "scope"):
@@ -240,49 +237,24 @@ class Composed(Policy):
 
     @property
     @override
-    def reducer(self) -> Policy | None:
-        return self.reduced
+    def reducer(self) -> ReducingStages | None:
+        return None if self.reduced is None else self.reduced.reducer
 
-    def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
-        """The values of `stepped`, from its own scores, which are not smoothed."""
-        if self.stepped is None and self.smoothed is None:
-            return self.scored.decode_values(obs, scores)
-        owner = self.stepped or self.scored
-        return owner.decode_values(obs, checked_scores(owner, obs))
-
-    def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
-        """The total of the owner of `allocate`; of a reduced prompt, a share of the tokens that are left."""
-        if self.reduced is None:
-            return (self.allocated or self.scored).total(counts, seen, layers=layers, most=most)
-        if self.reduced == self.scored:
-            return self.scored.total(counts, seen, layers=layers, most=most)
-        return super().total(counts, seen, layers=layers, most=most)
-
+    @property
     @override
-    def bound(self, *, layers: int, vision: int, text: int, images: int = 1) -> int:
-        if self.reduced is None:
-            return (self.allocated or self.scored).bound(layers=layers, vision=vision, text=text, images=images)
-        if self.reduced == self.scored:
-            return self.scored.bound(layers=layers, vision=vision, text=text, images=images)
-        return super().bound(layers=layers, vision=vision, text=text, images=images)
-
-    def layer_bound(self, *, layers: int, vision: int, text: int) -> int:
-        """The bound of `scored` if it allocates and nothing is reduced, else the whole row."""
-        if self.allocated is None and self.reduced is None:
-            return self.scored.layer_bound(layers=layers, vision=vision, text=text)
-        return vision + text
+    def counts_dropped(self) -> bool:  # type: ignore[override]
+        return self.scored.counts_dropped and self.scored == self.reduced
 
     @override
     def check_model(self, layers: int) -> None:
         for part in self.parts:
             part.check_model(layers)
 
-    def options(self) -> dict[str, Any]:
-        """The owners by stage, each with its name and options."""
-        named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
-        options: dict[str, Any] = {
-            name: {"policy": type(part).__name__, **part.options()}
-            for name, part in named.items()
-            if isinstance(part, Policy)
-        }
-        return options if self.smoothed is None else options | {"smoothed": dataclasses.asdict(self.smoothed)}
+
+def options_of(policy: Policy) -> dict[str, Any]:
+    """The options as a dictionary, for tables and JSON; of a composition its owners, with their names and options."""
+    if not isinstance(policy, Composed):
+        return dataclasses.asdict(policy)  # type: ignore[call-overload]
+    parts = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}  # type: ignore[arg-type]
+    named = {name: {"policy": type(p).__name__, **options_of(p)} for name, p in parts.items() if isinstance(p, Policy)}
+    return named if policy.smoothed is None else named | {"smoothed": dataclasses.asdict(policy.smoothed)}

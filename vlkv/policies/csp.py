@@ -61,7 +61,7 @@ class CSP(Policy):
         self.check("fill", not (self.fill and self.variant == "released"), "does not exist in the published code")
 
     @property
-    def softmax_n(self) -> float:
+    def softmax_n(self) -> float:  # type: ignore[override]
         """`decode_n`; 0 with keep=1, which is the full cache."""
         if self.keep == 1:
             return 0.0

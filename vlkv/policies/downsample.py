@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool
 
 from vlkv.observe import Observation
 from vlkv.policies.option_types import Positive
-from vlkv.policies.policy import policy
+from vlkv.policies.policy import check_types, policy
 from vlkv.policies.reducing import ReducingPolicy
 from vlkv.tokens import Tokens
 
@@ -37,7 +37,7 @@ class Downsample(ReducingPolicy):
     equations = ""
 
     def __post_init__(self) -> None:
-        self.check_types()
+        check_types(self)
         share = 1 / self.side**2
         self.check("keep", self.keep in (None, share), f"follows from side={self.side}: leave it out")
         object.__setattr__(self, "keep", share)

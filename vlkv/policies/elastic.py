@@ -13,11 +13,11 @@ from vlkv.decode_state import DecodeState
 from vlkv.observe import Observation, column_sums, first, head_mean, last, ordinal
 from vlkv.policies.fixed_distance import allowed_entries, evict_at_distance, share_bounds
 from vlkv.policies.option_types import Count, Positive, Variant
-from vlkv.policies.policy import Policy, Statistics, policy
+from vlkv.policies.policy import DecodingStages, Statistics, policy
 
 
 @policy
-class ElasticCache(Policy):
+class ElasticCache(DecodingStages):
     """Scores are column sums averaged over heads; dropped entries are merged into kept ones (Liu et al. 2024).
 
     A dropped entry is merged into the kept entry with the nearest index (ties: the lower one), which becomes the

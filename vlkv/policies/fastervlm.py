@@ -21,16 +21,12 @@ class FasterVLM(ReducingPolicy):
     """
 
     paper = "Zhang et al. 2024, [CLS] Attention is All You Need for Training-Free Visual Token Pruning"
+    class_attention_layers = (-1,)  # the last block that runs
 
     def reductions(self, layers: int) -> tuple[int, ...]:
         """Before the first layer."""
         del layers
         return (0,)
-
-    @property
-    def class_attention_layers(self) -> tuple[int, ...]:
-        """The last block that runs."""
-        return (-1,)
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text and the best vision tokens of the row."""

@@ -47,9 +47,9 @@ def allowed_entries(capacity: Int[Array, " K"], state: DecodeState, new: Int[Arr
 
 
 def share_bounds(
-    policy: Policy, kept: int, longest: int, *, layers: int, most: int, new_tokens: int, slack: bool = False
+    policy: Policy, kept: int, longest: int, *, layers: int, most: int, new_tokens: int
 ) -> tuple[int, int]:
-    """`Policy.decode_bounds` of a method that keeps the same share of all tokens as of the prompt.
+    """`decode_bounds` of a method that keeps the same share of all tokens as of the prompt.
 
     Prompts of fewer than 1 / keep tokens, of which every layer keeps one, get no more slots than longer ones.
 
@@ -60,11 +60,9 @@ def share_bounds(
         layers: L.
         most: bound on the tokens of a prompt.
         new_tokens: bound on the tokens that follow.
-        slack: whether prefill may keep up to L - 1 entries more than the budget.
     """
     seen = np.arange(max(1, min(most, 0 if policy.keep is None else math.ceil(1 / policy.keep))), most + 1)
-    total = policy.totals(layers=layers, most=most)[seen].astype(np.int64)
-    total = np.minimum(total + slack * (layers - 1), layers * seen)
+    total = np.asarray(policy.totals(layers * seen, layers=layers, text=most), np.int64)
     one = -(-total // layers)
     more = int(np.max(total + total * new_tokens // seen) - total[-1])
     longer = int(np.max(one - (-one * new_tokens // seen)) - one[-1]) if longest < most else new_tokens

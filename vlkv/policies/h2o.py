@@ -12,11 +12,11 @@ from vlkv import budgets
 from vlkv.decode_state import DecodeState, evict
 from vlkv.observe import Observation, column_sums, group_mean, last
 from vlkv.policies.option_types import Count, Magnitude
-from vlkv.policies.policy import Policy, policy
+from vlkv.policies.policy import DecodingStages, policy
 
 
 @policy
-class H2O(Policy):
+class H2O(DecodingStages):
     """Accumulated attention per head, half of the budget for the most recent tokens (Zhang et al. 2023, Sec. 4.1).
 
     While decoding, every step adds its attention. If there are more entries than the budget of the prompt, the one with

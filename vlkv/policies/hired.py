@@ -48,6 +48,7 @@ class HiRED(ReducingPolicy):
         "Arif et al. 2024, HiRED: Attention-Guided Token Dropping for Efficient Inference of High-Resolution"
         " Vision-Language Models"
     )
+    class_attention_layers = (0, -1)  # the first block for budgets, the last one that runs for the choice of tokens
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,11 +58,6 @@ class HiRED(ReducingPolicy):
         """Before the first layer."""
         del layers
         return (0,)
-
-    @property
-    def class_attention_layers(self) -> tuple[int, ...]:
-        """The first block for budgets, and the last one that runs for the choice of tokens."""
-        return (0, -1)
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         """A bound; it is reached if all images but one consist of a single token."""

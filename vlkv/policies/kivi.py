@@ -39,6 +39,6 @@ class KIVI(Full):
         self.check("window", whole, f"must be a multiple of group={self.group}, or None")
 
     @property
-    def storage(self) -> Storage:
+    def storage(self) -> Storage:  # type: ignore[override]
         """Bits, group and window."""
         return Storage(self.bits, self.group, self.window)

@@ -15,7 +15,7 @@ from vlkv import budgets, matching
 from vlkv.observe import Observation
 from vlkv.parallel import attention_mass, attention_mass_rows
 from vlkv.policies.option_types import Positive, Range, Share, Variant
-from vlkv.policies.policy import policy
+from vlkv.policies.policy import check_types, policy
 from vlkv.policies.reducing import ReducingPolicy
 from vlkv.tokens import Tokens
 
@@ -63,7 +63,7 @@ class LightKV(ReducingPolicy):
     equations = "Eqs. 4-9"
 
     def __post_init__(self) -> None:
-        self.check_types()
+        check_types(self)
         check_layers(self, self.layers, len(self.windows))
         if self.rate is not None:
             self.check("rate", self.layers is None, f"chooses the layers: leave out layers={self.layers!r}")

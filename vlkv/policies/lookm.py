@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import merging
@@ -78,19 +79,14 @@ class LookM(Policy):
             return jnp.minimum(statistics["granted"], most)
         return super().allocate(statistics, total=total, most=most, layers=layers)
 
-    def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
-        """The budget; all tokens if text may exceed it, so that `allocate` decides."""
-        if self.overshoots:
-            return jnp.sum(counts)
-        return super().total(counts, seen, layers=layers, most=most)
-
-    def bound(self, *, layers: int, vision: int, text: int, images: int = 1) -> int:
-        """The budget, or all text and a recent window of vision tokens."""
+    def totals(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[Array | np.ndarray, " sums"]:
+        """The budget; if text may exceed it, also all text and the recent tokens."""
+        totals = super().totals(sums, layers=layers, text=text)
         if not self.overshoots:
-            return super().bound(layers=layers, vision=vision, text=text, images=images)
-        mean = int(self.totals(layers=layers, most=vision + text)[-1]) // layers
+            return totals
+        mean = totals // layers
         recent = mean // 2 if self.recent is None else self.recent
-        return layers * max(mean, text + min(vision, recent))
+        return np.minimum(sums, layers * np.maximum(mean, text + recent))
 
     def merge(
         self,

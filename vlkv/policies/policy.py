@@ -1,12 +1,13 @@
-"""The base class of policies: a frozen dataclass without leaves, with stages that methods override.
+"""The base classes of policies: frozen dataclasses without leaves, with stages that methods override.
 
-Stages are unbatched; the caller applies vmap over B. A method overrides the stages that it needs. A user's subclass,
-decorated with `policy`, works like the methods of this package.
+Every method is a `Policy`, which selects tokens after prefill. `ReducingStages` adds the stages of methods that reduce
+the prompt during prefill, and `DecodingStages` those of methods that update the cache while decoding. Stages are
+unbatched; the caller applies vmap over B. A method overrides the stages that it needs. A user's subclass, decorated
+with `policy`, works like the methods of this package.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
@@ -74,32 +75,33 @@ class Policy(metaclass=_PolicyType):
     equations: ClassVar[str] = ""
     stages: ClassVar[str] = "score"
     capped: ClassVar[bool] = False  # whether `cap` is supported: budgets differ per layer, and nothing is merged
-    shortens_by: ClassVar[str] = "layers"  # the option that determines `reductions`, for error messages
     per_head: ClassVar[bool] = False  # whether the sum of a head's budgets differs between heads; see `allocate`
     needs_key: ClassVar[bool] = False  # whether `generate` and `select` need a key
     needs_grid: ClassVar[bool] = False  # whether `select` needs the grid position of each token
     ranked_by: ClassVar[tuple[str, ...]] = ()  # statistics per head and token that `rank` uses instead of the scores
+    counts_dropped: ClassVar[bool] = False  # whether `keep` is a fraction of the prompt before the method reduced it
+    softmax_n: ClassVar[float] = 0.0  # the n of n-softmax in decode attention (CSP, Eq. 7); 0: softmax
+    storage: ClassVar[Storage | None] = None  # quantisation of the pool; None: not quantised
+    _totals: ClassVar[Int[Array, " counts"] | None] = None  # traced; set by `bounds.with_budget`
 
     def __post_init__(self) -> None:
         name = type(self).__name__
         if jax.tree_util.all_leaves([self]):
             raise InputError(f"{name}: decorate the class with @policies.policy, which makes it static under jit")
-        self.check_types()
+        check_types(self)
         if (self.keep is None) == (self.budget is None):
             raise InputError(f"{name}: give either keep= (a fraction) or budget= (tokens per layer)")
         self.check("cap", self.cap is None or self.capped, "is only for methods with different budgets per layer")
-
-    def check_types(self) -> None:
-        """Raises InputError unless every option fits its annotation."""
-        if (wrong := wrong_option(self)) is not None:
-            self.check(wrong[0], False, wrong[1])
 
     def check(self, field: str, ok: bool, rule: str) -> None:
         """Raises InputError with the option and the rule unless `ok`."""
         if not ok:
             raise InputError(f"{type(self).__name__}: {field}={getattr(self, field)!r} {rule}")
 
-    # --- stages -------------------------------------------------------------------------------------------------
+    def check_model(self, layers: int) -> None:
+        """Raises InputError if an option does not fit a model with `layers` layers."""
+
+    # --- stages of a selection ----------------------------------------------------------------------------------
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """The importance of each token; higher is better. Values out of scope are ignored."""
@@ -136,6 +138,19 @@ class Policy(metaclass=_PolicyType):
         del statistics, layers
         return budgets.uniform(total, most)
 
+    def totals(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[Array | np.ndarray, " sums"]:
+        """Number of entries per head that all layers together keep at most. The size of the cache follows from it.
+
+        Args:
+            sums: numbers of tokens in scope that all layers together have, each for one prompt.
+            layers: L.
+            text: bound on the text tokens of a prompt.
+        """
+        del text
+        if self._totals is not None:
+            return self._totals[sums // layers]
+        return budgets.totals_of_sums(self.keep, self.budget, sums, layers=layers)
+
     def rank(
         self,
         scores: Float[Array, "K T"],
@@ -168,17 +183,50 @@ class Policy(metaclass=_PolicyType):
         del kept, scores
         return k, v
 
-    # --- stages during prefill, for methods that reduce the prompt --------------------------------------------------
+    # --- owners of other stages: another policy if this one is a composition --------------------------------------
 
     @property
-    def reducer(self) -> Policy | None:
+    def allocator(self) -> Policy:
+        """The policy that divides the budget among layers."""
+        return self
+
+    @property
+    def reducer(self) -> ReducingStages | None:
         """The policy that reduces the prompt during prefill; None: no policy does."""
-        return None if type(self).reductions is Policy.reductions else self
+        return None
+
+    @property
+    def updater(self) -> DecodingStages | None:
+        """The policy that updates the cache while decoding; None: no policy does."""
+        return None
+
+
+@policy
+class ReducingStages(Policy):
+    """Base class of methods that reduce the prompt between layers during prefill."""
+
+    shortens_by: ClassVar[str] = "layers"  # the option that determines `reductions`, for error messages
+    drops_early_layers: ClassVar[bool] = False  # whether dropped tokens are removed from earlier layers' caches too
+    class_attention_layers: ClassVar[tuple[int, ...]] = ()  # blocks whose class attention `Tokens.tower` must contain
+
+    @property
+    def reducer(self) -> ReducingStages | None:
+        """The policy itself. Override it if the prompt is reduced only with some options."""
+        return self
+
+    def check_model(self, layers: int) -> None:
+        """Raises InputError if the prompt would be reduced after layers that the model does not have."""
+        after = () if self.reducer is None else self.reductions(layers)
+        if any(not 0 <= a < layers for a in after) or sorted(set(after)) != list(after):
+            given = f"{self.shortens_by}={getattr(self, self.shortens_by)!r}"
+            raise InputError(
+                f"{type(self).__name__}: {given} reduces the prompt after layers {after!r}, which must be increasing "
+                f"and less than the model's {layers} layers: give another {self.shortens_by}="
+            )
 
     def reductions(self, layers: int) -> tuple[int, ...]:
         """Numbers of layers after which `reduce` is called, in increasing order; 0: before the first layer."""
-        del layers
-        return ()
+        raise NotImplementedError
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """The tokens with new hidden states, and which of them are kept. Dropped tokens may be merged into kept ones.
@@ -188,8 +236,7 @@ class Policy(metaclass=_PolicyType):
             obs: observation of the layer; None before the first.
             stage: index into `reductions`.
         """
-        del obs, stage
-        return tokens, tokens.valid
+        raise NotImplementedError
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         """Bound on the vision tokens after a stage, for at most `vision` vision tokens of `images` images before it.
@@ -199,32 +246,28 @@ class Policy(metaclass=_PolicyType):
         del stage, images
         return vision
 
-    @property
-    def drops_early_layers(self) -> bool:
-        """Whether tokens dropped by `reduce` are removed from the caches of earlier layers too."""
-        return False
+
+@policy
+class DecodingStages(Policy):
+    """Base class of methods with a decode state (`DecodeState`), which `step` updates for every new token."""
 
     @property
-    def class_attention_layers(self) -> tuple[int, ...]:
-        """Blocks of the vision tower whose class-token attention `reduce` needs, as `Tokens.tower`."""
-        return ()
-
-    # --- stages while decoding, for methods with `updates_while_decoding` -------------------------------------------
-
-    @property
-    def updates_while_decoding(self) -> bool:
-        """Whether the method has a decode state (`DecodeState`), which `step` updates for every new token."""
-        return self.evicts
-
-    def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
-        """Numbers per prompt token that `begin` and `step` need; the decode state stores those of kept tokens."""
-        del obs, scores
-        return {}
+    def updater(self) -> DecodingStages | None:
+        """The policy itself if it `evicts`. Override it for other updates."""
+        return self if self.evicts else None
 
     @property
     def evicts(self) -> bool:
         """Whether `step` evicts entries. Then new entries take free slots, unless the pool is quantised."""
-        return False
+        return True
+
+    def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
+        """Numbers per prompt token that `begin` and `step` need; the decode state stores those of kept tokens.
+
+        `scores` are those of this policy, even if another one selects the tokens.
+        """
+        del obs, scores
+        return {}
 
     def begin(self, state: DecodeState) -> DecodeState:
         """Called once after prefill and before packing. Entries that it evicts take no slot."""
@@ -232,8 +275,7 @@ class Policy(metaclass=_PolicyType):
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
         """Called after the attention of each step; `mass` is the share of attention that every entry received."""
-        del mass
-        return state
+        raise NotImplementedError
 
     def decode_slots(self, state: DecodeState) -> Int[Array, " K"]:
         """Slots of a segment of a method that `evicts`: the greatest number of entries at one time, with the new one.
@@ -249,8 +291,8 @@ class Policy(metaclass=_PolicyType):
         """Bounds on `decode_slots`, for all layers together and for one layer.
 
         Args:
-            kept: result of `bound`.
-            longest: result of `layer_bound`.
+            kept: bound on the entries of all layers after prefill.
+            longest: bound on the entries of one layer.
             layers: L.
             vision: bound on the vision tokens of a prompt.
             text: bound on its text tokens.
@@ -259,82 +301,11 @@ class Policy(metaclass=_PolicyType):
         del vision, text, new_tokens
         return kept + layers, longest + 1
 
-    @property
-    def softmax_n(self) -> float:
-        """The n of n-softmax in decode attention (CSP, Eq. 7); 0: softmax."""
-        return 0.0
 
-    @property
-    def storage(self) -> Storage | None:
-        """Quantisation of the pool; None: not quantised."""
-        return None
-
-    # --- static bounds ------------------------------------------------------------------------------------------
-    # `totals`, `total` (traced) and `bound` are for all layers together, `cap_counts` and `layer_bound` for one layer.
-
-    def totals(self, *, layers: int, most: int) -> Int[np.ndarray, " counts"]:
-        """Number of entries that all layers together keep of n tokens in scope, for n = 0..most."""
-        return budgets.totals(self.keep, self.budget, layers=layers, most=most)
-
-    def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
-        """Number of entries per head that all layers together keep.
-
-        Args:
-            counts: number of tokens in scope of each layer.
-            seen: number of tokens in scope of the prompt.
-            layers: L.
-            most: bound on `counts` and `seen`.
-        """
-        del seen
-        if self.reducer is None:
-            return jnp.asarray(self.totals(layers=layers, most=most))[counts[0]]
-        table = budgets.totals_of_sums(self.keep, self.budget, layers=layers, most=layers * most)
-        return jnp.asarray(table)[jnp.sum(counts)]
-
-    def vision_bounds(self, *, layers: int, vision: int, images: int) -> tuple[int, ...]:
-        """Bound on the vision tokens of each layer, before tokens are selected."""
-        owner = self.reducer or self
-        after, left = owner.reductions(layers), [vision]
-        for stage in range(len(after)):
-            left.append(min(left[-1], owner.remaining(stage=stage, vision=left[-1], images=images)))
-        if owner.drops_early_layers:
-            return (left[-1],) * layers
-        return tuple(left[sum(i >= a for a in after)] for i in range(layers))
-
-    def bound(self, *, layers: int, vision: int, text: int, images: int = 1) -> int:
-        """Bound on the entries per head, summed over layers, that are kept of a row with at most these tokens."""
-        held = sum(self.vision_bounds(layers=layers, vision=vision, images=images))
-        in_scope = held + (layers * text if self.scope == "all" else 0)
-        kept = budgets.totals_of_sums(self.keep, self.budget, layers=layers, most=in_scope)[-1]
-        return int(kept) + (layers * text if self.scope == "vision" else 0)
-
-    def cap_counts(self, *, layers: int, most: int) -> Int[np.ndarray, " counts"]:
-        """Greatest number of entries in scope of one layer with `cap`, for n = 0..most tokens in scope."""
-        assert self.cap is not None
-        mean = self.totals(layers=layers, most=most) / layers
-        return np.minimum(np.arange(most + 1), np.ceil(self.cap * mean)).astype(np.int32)
-
-    def layer_bound(self, *, layers: int, vision: int, text: int) -> int:
-        """Bound on the entries per head that one layer keeps of a row with at most these tokens."""
-        if type(self).allocate is not Policy.allocate or self.reducer is not None:
-            return vision + text
-        count = vision if self.scope == "vision" else vision + text
-        mean = -(-int(self.totals(layers=layers, most=count)[-1]) // layers)
-        return mean + (text if self.scope == "vision" else 0)
-
-    def check_model(self, layers: int) -> None:
-        """Raises InputError if an option does not fit a model with `layers` layers."""
-        after = self.reductions(layers)
-        if any(not 0 <= a < layers for a in after) or sorted(set(after)) != list(after):
-            given = f"{self.shortens_by}={getattr(self, self.shortens_by)!r}"
-            raise InputError(
-                f"{type(self).__name__}: {given} reduces the prompt after layers {after!r}, which must be increasing "
-                f"and less than the model's {layers} layers: give another {self.shortens_by}="
-            )
-
-    def options(self) -> dict[str, Any]:
-        """The options as a dictionary, for tables and JSON."""
-        return dataclasses.asdict(self)  # type: ignore[call-overload]
+def check_types(policy: Policy) -> None:
+    """Raises InputError unless every option fits its annotation."""
+    if (wrong := wrong_option(policy)) is not None:
+        policy.check(wrong[0], False, wrong[1])
 
 
 def require_policy(given: object) -> None:
@@ -356,22 +327,3 @@ def checked_scores(policy: Policy, obs: Observation) -> Float[Array, "K T"]:
         raise InputError(f"{type(policy).__name__}: score returned {scores if found is None else f'shape {found}'}: "
                          f"return one number per key head and token, [K, T] = {expected}")  # fmt: skip
     return scores
-
-
-class Budget(NamedTuple):
-    """The budget of a policy as arrays, so that policies that differ only in `keep` share one compiled program."""
-
-    keep: Float[Array | np.ndarray, ""]
-    totals: Int[Array | np.ndarray, " counts"]  # result of `Policy.totals`
-
-
-def with_budget(given: P, budget: Budget) -> P:
-    """A copy of a policy and its parts with this budget. It is only for tracing, because its options are not static."""
-    copied = copy.copy(given)
-    object.__setattr__(copied, "keep", budget.keep)
-    object.__setattr__(copied, "totals", lambda **_: budget.totals)
-    for field in dataclasses.fields(given):  # type: ignore[arg-type]
-        part = getattr(given, field.name)
-        if isinstance(part, Policy):
-            object.__setattr__(copied, field.name, with_budget(part, budget))
-    return copied

@@ -6,6 +6,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
@@ -16,14 +17,14 @@ from vlkv.merging import dropped, fold, nearest_key, nearest_place
 from vlkv.observe import Observation, column_sums, first, head_mean, last
 from vlkv.policies.fixed_distance import allowed_entries, evict_at_distance, share_bounds
 from vlkv.policies.option_types import Count, Positive, Share, Variant
-from vlkv.policies.policy import Policy, Statistics, policy
+from vlkv.policies.policy import DecodingStages, Statistics, policy
 
 _TOLERANCE = 5  # the published search stops within this number of tokens of the target
 _HALVINGS = 24  # bisections of [0, 1] that float32 can represent
 
 
 @policy
-class PrefixKV(Policy):
+class PrefixKV(DecodingStages):
     """Column sums averaged over heads, and one threshold on their cumulative sum for all layers (Eq. 1, Alg. 1).
 
     Importance is normalised per layer and sorted. R_l is the shortest prefix whose sum reaches p. Bisection finds the p
@@ -76,15 +77,10 @@ class PrefixKV(Policy):
         """Whether all layers together may keep up to L - 1 tokens more than the budget."""
         return self.variant == "released" and self.profile is None
 
-    def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
+    def totals(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[Array | np.ndarray, " sums"]:
         """The budget, plus the tokens that truncation may add."""
-        total = super().total(counts, seen, layers=layers, most=most)
-        return total + layers - 1 if self.slack else total
-
-    @override
-    def bound(self, *, layers: int, vision: int, text: int, images: int = 1) -> int:
-        bound = super().bound(layers=layers, vision=vision, text=text, images=images)
-        return min(bound + layers - 1, layers * (vision + text)) if self.slack else bound
+        totals = super().totals(sums, layers=layers, text=text)
+        return np.minimum(totals + layers - 1, sums) if self.slack else totals
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Column sums of attention, averaged over heads."""
@@ -147,9 +143,7 @@ class PrefixKV(Policy):
     def decode_bounds(
         self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
     ) -> tuple[int, int]:
-        return share_bounds(
-            self, kept, longest, layers=layers, most=vision + text, new_tokens=new_tokens, slack=self.slack
-        )
+        return share_bounds(self, kept, longest, layers=layers, most=vision + text, new_tokens=new_tokens)
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
         """Evicts one entry of each head that has more than its share of all tokens."""

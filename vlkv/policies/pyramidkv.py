@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from vlkv import budgets
@@ -71,23 +72,14 @@ class PyramidKV(SnapKV):
         line = lowest - step * jnp.arange(layers) + window
         return jnp.where(count < mean, count, jnp.where(count < 2 * spare, mean, line))
 
-    def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
-        """The sum of the budgets."""
+    def totals(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[Array | np.ndarray, " sums"]:
+        """The sums of the budgets."""
+        totals = super().totals(sums, layers=layers, text=text)
         if self.variant == "paper":
-            return super().total(counts, seen, layers=layers, most=most)
-        mean = jnp.asarray(self.totals(layers=layers, most=most) // layers)[counts[0]]
-        return jnp.sum(self.released_line(mean, counts[0], layers=layers))
-
-    def bound(self, *, layers: int, vision: int, text: int, images: int = 1) -> int:
-        """The largest sum for any prompt up to this length, because rounding makes the sum non-monotone."""
-        if self.variant == "paper":
-            return super().bound(layers=layers, vision=vision, text=text, images=images)
-        most = vision if self.scope == "vision" else vision + text
-        mean = self.totals(layers=layers, most=most) // layers
+            return totals
         with jax.ensure_compile_time_eval():
             line = jax.vmap(lambda mean, count: self.released_line(mean, count, layers=layers))
-            kept = int(jnp.max(jnp.sum(line(jnp.asarray(mean), jnp.arange(most + 1)), axis=1)))
-        return kept + (layers * text if self.scope == "vision" else 0)
+            return np.asarray(jnp.sum(line(jnp.asarray(totals // layers), jnp.asarray(sums // layers)), axis=1))
 
 
 def pyramid(mean: Array, layers: int, beta: int) -> Array:

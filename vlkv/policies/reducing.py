@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv import budgets
 from vlkv.observe import Observation
 from vlkv.policies.option_types import Scope
-from vlkv.policies.policy import Policy, policy
+from vlkv.policies.policy import ReducingStages, policy
 
 
 @policy
-class ReducingPolicy(Policy):
+class ReducingPolicy(ReducingStages):
     """Every layer caches all of its tokens. `keep` is the fraction of vision tokens left after the last stage."""
 
     scope: Scope = "vision"
@@ -42,11 +43,6 @@ class ReducingPolicy(Policy):
         """Equal scores, because nothing is evicted."""
         return jnp.zeros(obs.k.shape[:2])
 
-    def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
-        """All tokens of the layers."""
-        del seen, layers, most
-        return jnp.sum(counts)
-
-    def bound(self, *, layers: int, vision: int, text: int, images: int = 1) -> int:
-        """Bounds on the tokens of the layers, summed."""
-        return sum(self.vision_bounds(layers=layers, vision=vision, images=images)) + layers * text
+    def totals(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[Array | np.ndarray, " sums"]:
+        """All tokens of the layers, if the prompt is reduced."""
+        return super().totals(sums, layers=layers, text=text) if self.reducer is None else sums

@@ -12,11 +12,11 @@ from vlkv import budgets
 from vlkv.decode_state import DecodeState, evict
 from vlkv.observe import Observation, column_sums, group_mean, last, ordinal, top
 from vlkv.policies.option_types import Count, Unit
-from vlkv.policies.policy import Policy, Statistics, policy
+from vlkv.policies.policy import DecodingStages, Statistics, policy
 
 
 @policy
-class RoCo(Policy):
+class RoCo(DecodingStages):
     """Mean and standard deviation of the attention that each token receives (Ren & Zhu 2024).
 
     Both are over the rows that can attend to the token and over the query heads of its key head, so early tokens have

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from pallas_kernels import Kernels
 from vlkv.errors import InputError
 from vlkv.observe import Observation, binary_search, first, last, top
+from vlkv.policies import bounds
 from vlkv.policies.policy import Policy, Statistics, checked_scores, require_policy
 
 
@@ -60,7 +61,7 @@ def make_observation(
     """The observation of one layer for the policy's stages. `is_candidate`: None: all valid tokens."""
     is_candidate = valid if is_candidate is None else is_candidate
     in_scope = is_candidate & is_vision if policy.scope == "vision" else is_candidate
-    table = jnp.asarray(policy.totals(layers=layers, most=in_scope.shape[0]))
+    table = jnp.asarray(bounds.nominal_totals(policy, layers=layers, most=in_scope.shape[0]))
     return Observation(
         q=q, k=k, v=v, is_vision=is_vision & valid, valid=valid, in_scope=in_scope,
         mean_budget=table[jnp.sum(in_scope)] // layers,
@@ -74,7 +75,10 @@ def observe(policy: Policy, obs: Observation) -> Observed:
     """Scores, protected tokens, statistics and decode values of one layer."""
     scores = checked_scores(policy, obs)
     protected = policy.protect(obs) & obs.in_scope if policy.scope == "all" else jnp.zeros_like(obs.valid)
-    return Observed(scores, protected, policy.statistics(obs, scores), policy.decode_values(obs, scores))
+    values, updater = {}, policy.updater
+    if updater is not None:  # jax.jit computes equal scores once
+        values = updater.decode_values(obs, scores if updater is policy else checked_scores(updater, obs))
+    return Observed(scores, protected, policy.statistics(obs, scores), values)
 
 
 def allocate_and_take(
@@ -85,7 +89,8 @@ def allocate_and_take(
     counts: Int[Array, " L"],
     seen: Int[Array, ""],
     *,
-    bound: int,
+    most_tokens: int,
+    text: int,
 ) -> Selection:
     """Allocates budgets from all layers' statistics, then takes the best tokens of each layer; ties: the earlier token.
 
@@ -96,7 +101,8 @@ def allocate_and_take(
         is_candidate: which tokens are candidates.
         counts: number of tokens in scope of each layer, before a cap.
         seen: number of tokens in scope of the prompt.
-        bound: static bound on `counts` and `seen`.
+        most_tokens: bound on `counts` and `seen`.
+        text: bound on the text tokens of the prompt.
     """
     layers = len(is_vision)
     in_scope = is_candidate & is_vision if policy.scope == "vision" else is_candidate
@@ -104,7 +110,8 @@ def allocate_and_take(
     scores, protected, statistics, _ = jax.tree.map(lambda *x: _stack(x), *observed)
     most = jnp.sum(in_scope, axis=1)
     # A method may return a share of the whole prompt, which is larger than the number of tokens that are left.
-    total = jnp.minimum(policy.total(counts, seen, layers=layers, most=bound), jnp.sum(most))
+    total = bounds.total(policy, counts, seen, layers=layers, most=most_tokens, text=text)
+    total = jnp.minimum(total, jnp.sum(most))
     granted = policy.allocate(statistics, total=total, most=most, layers=layers)
     granted = _within_bounds(policy, granted, total=total, most=most, kv_heads=scores.shape[1])
 
@@ -159,7 +166,7 @@ def shortlist(policy: Policy, observed: Observed, obs: Observation, *, layers: i
     """
     scores = observed.scores.astype(jnp.float32)
     unprotected, protected_count = obs.in_scope & ~observed.protected, jnp.sum(observed.protected)
-    table = jnp.asarray(policy.cap_counts(layers=layers, most=obs.in_scope.shape[0]))
+    table = jnp.asarray(bounds.cap_counts(policy, layers=layers, most=obs.in_scope.shape[0]))
     capacity = table[jnp.sum(obs.in_scope)]
 
     def best(rank: Int[Array, ""]) -> Bool[Array, " T"]:
@@ -272,4 +279,6 @@ def _choose(policy, q, k, v, is_vision, valid, key, grid) -> Selection:
         ]
     count, vision = jnp.sum(seen[0].in_scope), jnp.broadcast_to(is_vision, (layers, length))
     counts = jnp.full(layers, count)
-    return allocate_and_take(policy, observed, vision, jnp.stack(is_candidate), counts, count, bound=length)
+    return allocate_and_take(
+        policy, observed, vision, jnp.stack(is_candidate), counts, count, most_tokens=length, text=length
+    )

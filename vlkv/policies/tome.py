@@ -15,7 +15,7 @@ from vlkv import budgets, matching
 from vlkv.observe import Observation, ordinal
 from vlkv.policies.lightkv import check_layers, check_share, scaled, share_per_stage
 from vlkv.policies.option_types import Positive
-from vlkv.policies.policy import Policy, policy
+from vlkv.policies.policy import ReducingStages, check_types, policy
 from vlkv.policies.reducing import ReducingPolicy
 from vlkv.tokens import Tokens
 
@@ -49,7 +49,7 @@ class ToMe(ReducingPolicy):
     equations = "Sec. 3"
 
     def __post_init__(self) -> None:
-        self.check_types()
+        check_types(self)
         check_layers(self, self.layers)
         super().__post_init__()
         if self.on == "cache":
@@ -63,14 +63,12 @@ class ToMe(ReducingPolicy):
         return 3 if self.layers is None else len(self.layers)
 
     @property
-    def reducer(self) -> Policy | None:
+    def reducer(self) -> ReducingStages | None:
         """The policy itself; None if it merges cache entries."""
         return None if self.on == "cache" else self
 
     def reductions(self, layers: int) -> tuple[int, ...]:
         """`layers`, or the default."""
-        if self.on == "cache":
-            return ()
         return scaled(layers) if self.layers is None else self.layers
 
     def left(self, most: int) -> Int[np.ndarray, " counts"]:
@@ -168,15 +166,3 @@ class ToMe(ReducingPolicy):
         members = jnp.isfinite(scores[0])
         k, v, _ = self.rounds(k, v, members, jnp.sum(kept[0] & members))
         return k, v
-
-    def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
-        """All tokens of the layers; on the cache, the budget."""
-        if self.on == "cache":
-            return Policy.total(self, counts, seen, layers=layers, most=most)
-        return super().total(counts, seen, layers=layers, most=most)
-
-    def bound(self, *, layers: int, vision: int, text: int, images: int = 1) -> int:
-        """Bound on `total`."""
-        if self.on == "cache":
-            return Policy.bound(self, layers=layers, vision=vision, text=text, images=images)
-        return super().bound(layers=layers, vision=vision, text=text, images=images)

@@ -65,7 +65,7 @@ class VLCache(Policy):
         found = {"sparsity": 1 - jnp.sum(jnp.mean(counted, axis=0)) / jnp.maximum(entries, 1)}
         length = obs.valid.shape[0]
         if self.variant == "shared_window":
-            found["window"] = jnp.asarray(self.shared_windows(length))[jnp.sum(obs.in_scope)]
+            found["window"] = jnp.asarray(self.shared_windows(np.arange(length + 1)))[jnp.sum(obs.in_scope)]
         if self.variant == "per_layer_window":
             found["windows"] = jnp.maximum(1, budgets.share(self.window, jnp.arange(length + 1), length))
         return found
@@ -119,31 +119,20 @@ class VLCache(Policy):
         assert self.keep is not None
         return self.keep
 
-    def shared_windows(self, most: int) -> Int[np.ndarray, " counts"]:
-        """The window of "shared_window" for every number 0..most of tokens."""
-        return np.maximum(1, np.arange(most + 1) * self.required_keep * self.window).astype(np.int32)
+    def shared_windows(self, counts: Int[np.ndarray, " counts"]) -> Int[np.ndarray, " counts"]:
+        """The window of "shared_window" for these numbers of tokens."""
+        return np.maximum(1, counts * self.required_keep * self.window).astype(np.int32)
 
-    def largest(self, *, layers: int, most: int) -> Int[np.ndarray, " counts"]:
-        """Bound on the total of a re-implementation for 0..most tokens; reached if all but one layer are clipped."""
-        count = layers * np.arange(most + 1)
-        picked = (self.required_keep + 0.01 * (1 - self.required_keep)) * count + layers
+    def totals(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[Array | np.ndarray, " sums"]:
+        """The budget; of a re-implementation a bound, which is reached if all but one layer are clipped."""
+        if self.variant == "paper":
+            return super().totals(sums, layers=layers, text=text)
+        picked = (self.required_keep + 0.01 * (1 - self.required_keep)) * sums + layers
         if self.variant == "shared_window":
-            kept = (1 - self.window) * picked + layers * self.shared_windows(most) + layers
+            kept = (1 - self.window) * picked + layers * self.shared_windows(sums // layers) + layers
         else:
             kept = (1 + self.window) * picked + layers
-        return np.minimum(count, np.ceil(kept)).astype(np.int32)
-
-    def total(self, counts: Int[Array, " L"], seen: Int[Array, ""], *, layers: int, most: int) -> Int[Array, ""]:
-        """The budget, or the bound on the total of a re-implementation."""
-        if self.variant == "paper":
-            return super().total(counts, seen, layers=layers, most=most)
-        return jnp.asarray(self.largest(layers=layers, most=most))[counts[0]]
-
-    def bound(self, *, layers: int, vision: int, text: int, images: int = 1) -> int:
-        """Bound on `total`."""
-        if self.variant == "paper":
-            return super().bound(layers=layers, vision=vision, text=text, images=images)
-        return int(self.largest(layers=layers, most=vision + text)[-1])
+        return np.minimum(sums, np.ceil(kept)).astype(np.int32)
 
 
 def most_rows(obs: Observation) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from vlkv.errors import InputError
 from vlkv.files import read_json, write_json
 from vlkv.policies import Policy
+from vlkv.policies.compose import options_of
 from vlkv.tools.benching import machine
 from vlkv.tools.benching.settings import Setting
 from vlkv.tools.benching.subjects import Subject
@@ -62,5 +63,5 @@ def identity(line: Line) -> dict[str, Any]:
     subject, setting, policy = line
     return {
         "model": subject.name, "dtype": subject.dtype.name, "batch": setting.batch, "prompt": setting.prompt,
-        "text": setting.text, "new": setting.new, "policy": type(policy).__name__, "options": policy.options(),
+        "text": setting.text, "new": setting.new, "policy": type(policy).__name__, "options": options_of(policy),
     }  # fmt: skip

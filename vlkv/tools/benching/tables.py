@@ -10,6 +10,7 @@ from rich.table import Table
 
 from vlkv import policies
 from vlkv.policies import Policy
+from vlkv.policies.compose import options_of
 from vlkv.tools.benching.results import Line
 from vlkv.tools.benching.settings import Setting, cache_bytes, label
 
@@ -21,8 +22,8 @@ def name_of(policy: Policy) -> str:
     full = isinstance(policy, policies.Full)
     default = type(policy)() if full else type(policy)(keep=policy.keep or 1.0)
     differs = {
-        name: value for name, value in policy.options().items()
-        if name not in ("keep", "budget", "scope") and value != default.options().get(name)
+        name: value for name, value in options_of(policy).items()
+        if name not in ("keep", "budget", "scope") and value != options_of(default).get(name)
     }  # fmt: skip
     details = ", ".join([*([] if full else [policy.scope]), *(f"{name}={value}" for name, value in differs.items())])
     return f"{label(policy)} ({details})" if details else label(policy)

@@ -29,6 +29,7 @@ from vlkv.extend import extend
 from vlkv.families import Model
 from vlkv.generate import check_room, decode_steps
 from vlkv.policies import Policy
+from vlkv.policies.compose import options_of
 from vlkv.processing import Processor
 from vlkv.sampling import Greedy, Sample
 from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, policy_from
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> Any:
     cache, decoder = ready.cache, params.config.decoder
     result = {
         "policy": type(ready.policy).__name__,
-        "options": ready.policy.options(),
+        "options": options_of(ready.policy),
         "prompt_tokens": ready.prompt_tokens,
         "kept_per_layer": np.asarray(cache.counts)[:, 0].mean(axis=1).tolist(),
         "cache_bytes": cache.bytes,

@@ -29,6 +29,7 @@ from vlkv.generate import check_room
 from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.policies import Policy
+from vlkv.policies.compose import options_of
 from vlkv.processing import Processor
 from vlkv.processing.images import open_image
 from vlkv.tools.commands.averaging import mean_view
@@ -111,7 +112,12 @@ def run(args: argparse.Namespace) -> Any:
     if out is not None:
         save(view.panels, out, title)
     if args.json:
-        about = {"what": args.what, "policy": type(policy).__name__, "options": policy.options(), "samples": len(views)}
+        about = {
+            "what": args.what,
+            "policy": type(policy).__name__,
+            "options": options_of(policy),
+            "samples": len(views),
+        }
         return _plain({**about, "prompt_tokens": first.valid.sum(), "picture": out and str(out), **view.arrays})
     _show(f"{args.what} of {title} ({measure.source})", view.columns)
     Console().print(str(out), highlight=False)

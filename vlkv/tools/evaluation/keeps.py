@@ -12,9 +12,10 @@ from vlkv.cache import pool_slots
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
+from vlkv.policies.bounds import Budget, nominal_totals, total_bound
 from vlkv.policies.compose import Composed, compose
 from vlkv.policies.kivi import KIVI
-from vlkv.policies.policy import Budget, Policy
+from vlkv.policies.policy import Policy
 
 _BUDGETED = ("scored", "allocated", "merged", "stepped")  # parts of a composition that have its budget
 
@@ -87,7 +88,7 @@ def budget(policy: Policy, program: Policy, *, layers: int, length: int) -> Budg
     """The argument of `fill_cache_with` that runs `policy` in the program of `program`; None if they are the same."""
     if policy is program:
         return None
-    return Budget(np.asarray(policy.keep, np.float32), policy.totals(layers=layers, most=length))
+    return Budget(np.asarray(policy.keep, np.float32), nominal_totals(policy, layers=layers, most=length))
 
 
 def pool_bytes(policy: Policy, config: ModelConfig, inputs: Inputs, *, number: int = 2) -> int:
@@ -119,7 +120,7 @@ def share_of_bytes(policy: Policy, config: ModelConfig, inputs: Inputs) -> float
     With scope="all", text entries are counted too, both in the kept entries and in the total.
     """
     layers, text = config.decoder.layers, inputs.max_text
-    kept = policy.bound(layers=layers, vision=inputs.max_vision, text=text, images=inputs.max_images)
+    kept = total_bound(policy, layers=layers, vision=inputs.max_vision, text=text, images=inputs.max_images)
     kept, total = (
         (kept - layers * text, inputs.max_vision) if policy.scope == "vision" else (kept, inputs.max_vision + text)
     )

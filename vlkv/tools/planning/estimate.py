@@ -14,6 +14,7 @@ import dataclasses
 import numpy as np
 
 from vlkv.analysis import cost
+from vlkv.policies.bounds import total_bound
 from vlkv.tools.planning.arithmetic import Job
 from vlkv.tools.planning.chips import Chip
 from vlkv.tools.planning.programs import Program
@@ -78,7 +79,9 @@ def by_shapes(job: Job, chip: Chip, chips: int, *, weights: int, read: int) -> t
     c, inputs = job.config.decoder, job.question.inputs
     layers, head = np.ones(c.layers, np.int64), cost.logits_flops(c, 1)
     long = cost.prefill_flops(c, layers * inputs.tokens.shape[1]).sum() + head
-    kept = job.policy.bound(layers=c.layers, vision=inputs.max_vision, text=inputs.max_text, images=inputs.max_images)
+    kept = total_bound(
+        job.policy, layers=c.layers, vision=inputs.max_vision, text=inputs.max_text, images=inputs.max_images
+    )
     one = cost.decode_flops(c, layers * (kept // c.layers + job.new_tokens)).sum() + head
     first, step = (job.batch * float(flops) / chips for flops in (long, one))
     first += job.tower_flops() / chips

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vlkv.policies import Full
+from vlkv.policies.compose import options_of
 from vlkv.tools.planning.arithmetic import gib
 from vlkv.tools.planning.jobs import Run, Step
 from vlkv.tools.planning.planning import Plan
@@ -47,7 +48,7 @@ def _run(run: Run) -> dict[str, Any]:
     rate = run.tokens_per_second
     return {
         "policy": type(run.policy).__name__,
-        "options": run.policy.options(),
+        "options": options_of(run.policy),
         "bytes_per_chip": {
             name: getattr(run, name)
             for name in ("weights", "pool", "tail", "index", "inputs", "temporaries", "used")
