@@ -25,9 +25,10 @@ def totals_of_sums(
     """Number of entries that all layers together keep, if they have `sums` tokens in scope together.
 
     `keep` is the fraction of the tokens in scope, rounded half up over all layers; `budget` is the mean number per
-    layer. Every layer keeps at least one token and at most all.
+    layer. Every layer keeps at least one token and at most all. The order of the product is that of the published
+    vectors, floor(keep L n + 0.5) for n tokens in each layer; another order rounds some halves otherwise.
     """
-    asked = layers * (budget or 0) if keep is None else np.floor(keep * sums + 0.5)
+    asked = layers * (budget or 0) if keep is None else np.floor(keep * layers * (sums / layers) + 0.5)
     return np.minimum(sums, np.maximum(layers, asked)).astype(np.int32)
 
 

@@ -89,6 +89,13 @@ def test_policies_that_differ_in_keep_share_a_program():
     assert share_programs(plan) == [plan[i] for i in (1, 1, 3, 3)]
 
 
+def test_policies_whose_program_depends_on_keep_share_none():
+    """CSP uses an ordinary softmax if it keeps everything, and ToMe needs more rounds for a smaller keep."""
+    plan = [policies.CSP(keep=0.5), policies.CSP(keep=1.0)]
+    plan += [policies.ToMe(keep=keep, on="cache") for keep in (0.3, 0.5)]
+    assert share_programs(plan) == plan
+
+
 @pytest.mark.parametrize("policy", [TEXT, COMPOSED, policies.CSP(keep=0.5)], ids=lambda policy: type(policy).__name__)
 @pytest.mark.full
 def test_one_program_for_every_keep(inputs, prompt, policy):

@@ -26,7 +26,7 @@ def per_key_head(x, kv_heads):
 
 
 def total_budget(layers, tokens, keep=None, budget=None):
-    asked = layers * budget if keep is None else math.floor(keep * (layers * tokens) + 0.5)
+    asked = layers * budget if keep is None else math.floor(keep * layers * tokens + 0.5)
     return min(layers * tokens, max(layers, asked))
 
 

@@ -87,7 +87,7 @@ def test_evicting(name, scope, drawn, order):
         assert (kept | ~(valid & ~inside)[:, None, None]).all()
         for row in range(ROWS):
             count = int(inside[row].sum())
-            asked = int(np.floor(keep * (LAYERS * count) + 0.5))
+            asked = int(np.floor(keep * LAYERS * count + 0.5))
             total = min(LAYERS * count, max(LAYERS, asked)) if count else 0
             assert (kept[row][..., inside[row]].sum(axis=(0, 2)) == total).all()
             assert (kept[row][..., inside[row]].sum(axis=-1) == budgets[row]).all()

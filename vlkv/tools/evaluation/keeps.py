@@ -16,6 +16,7 @@ from vlkv.policies.bounds import Budget, nominal_totals, total_bound
 from vlkv.policies.compose import Composed, compose
 from vlkv.policies.kivi import KIVI
 from vlkv.policies.policy import Policy
+from vlkv.policies.reducing import ReducingPolicy
 
 _BUDGETED = ("scored", "allocated", "merged", "stepped")  # parts of a composition that have its budget
 
@@ -61,7 +62,7 @@ def relative_size(policy: Policy, *, number: int = 2) -> float:
 def share_programs(plan: Sequence[Policy]) -> list[Policy]:
     """For each policy, the policy whose compiled program it uses: the one with the same options and the largest keep.
 
-    A policy that reduces the prompt or caps its layers uses its own program.
+    A policy that reduces the prompt, merges in rounds, or caps its layers uses its own program.
     """
     largest: dict[Any, Policy] = {}
     keys = [_program_key(policy) or policy for policy in plan]
@@ -72,14 +73,16 @@ def share_programs(plan: Sequence[Policy]) -> list[Policy]:
     return [largest[key] for key in keys]
 
 
-def _program_key(policy: Policy) -> Policy | None:
+def _program_key(policy: Policy) -> tuple[Policy, float] | None:
     """A key that is equal for policies that differ only in `keep`; None if the policy cannot share its program."""
     if policy.reducer is not None or policy.cap is not None or policy.keep is None:
         return None
-    if any(getattr(part, "variant", "paper") != "paper" for part in getattr(policy, "parts", (policy,))):
-        return None  # formulas in the published code depend on the keep
+    for part in getattr(policy, "parts", (policy,)):
+        # Formulas in published code and the number of rounds of a merge depend on the keep.
+        if getattr(part, "variant", "paper") != "paper" or isinstance(part, ReducingPolicy):
+            return None
     try:
-        return at_keep(policy, 1.0)
+        return at_keep(policy, 1.0), policy.softmax_n
     except InputError:
         return None  # another option depends on the keep
 
