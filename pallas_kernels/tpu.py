@@ -19,7 +19,7 @@ def device_kind() -> str:
 
 
 def cores() -> int:
-    """TensorCores that share the grid of a kernel: 2 on v4 and v5p, else 1; 1 in the interpreter."""
+    """TensorCores that share the grid of a kernel: 2 on v4 and v5p, else 1; 1 on a CPU."""
     device = _device()
     return int(getattr(device, "num_cores", None) or 1) if device.platform == "tpu" else 1
 

@@ -137,11 +137,11 @@ def test_methods_that_act_while_decoding_act_after_every_token(params, read):
         cache, theirs = decode_step(params, cache, tokens)
         for row in (row for row in range(3) if len(said[row]) == i + 1):
             np.testing.assert_allclose(logits[row], theirs[row], atol=1e-4)
-            for ours, other in zip(after.memory, cache.memory, strict=True):
+            for ours, other in zip(after.decode_states, cache.decode_states, strict=True):
                 np.testing.assert_array_equal(ours.stored[row], other.stored[row])
                 np.testing.assert_array_equal(ours.attended[row], other.attended[row])
     assert after.used.tolist() == [5, 8, 3]
-    assert after.memory[0].steps.tolist() == [5, 8, 3]
+    assert after.decode_states[0].steps.tolist() == [5, 8, 3]
 
 
 @pytest.mark.full

@@ -139,7 +139,7 @@ def test_one_reading_or_two_halves_and_no_entry_without_a_slot(params, batch, po
 
 def mass_by_place(cache, layer, row=0, head=0):
     """The decode state's values of each stored token."""
-    state = cache.memory[layer]
+    state = cache.decode_states[layer]
     columns = (np.asarray(x)[row, head] for x in (state.place, state.values["mass"], state.stored))
     return {int(place): mass for place, mass, stored in zip(*columns, strict=True) if stored}
 
@@ -303,10 +303,10 @@ def test_steps_of_another(params, read, batch):
         np.testing.assert_array_equal(kept_entries(cache, batch, row), kept_entries(plain, batch, row))
     ours, theirs = mass_by_place(cache, 0), mass_by_place(other, 0)
     assert agree(ours, theirs) > 5 and ours.keys() != theirs.keys()
-    before = np.asarray(cache.memory[0].stored).sum(axis=-1)
+    before = np.asarray(cache.decode_states[0].stored).sum(axis=-1)
     for i in range(2):
         cache, _ = step(params, cache, FORCED[:, i])
-        stored = np.asarray(cache.memory[0].stored)
+        stored = np.asarray(cache.decode_states[0].stored)
         assert (stored.sum(axis=-1) == before).all(), "the new entry came, another left"
 
 

@@ -1,12 +1,13 @@
 """The packed cache: kept prompt entries of all layers in one pool; generated tokens in a tail or in free slots.
 
-Axes: B batch · L layers · K key heads · T prompt tokens · P pool slots · S tail slots · H head dim · A position axes ·
-M parts of the slots. A slot is a location in the pool; a position is the value that RoPE uses. Budgets differ per layer
-and row, but have a fixed sum, so one pool needs less memory than L padded arrays.
+Axes: B batch · L layers · K key heads · T prompt tokens, or entries to write · P pool slots · S tail slots ·
+H head dim · A position axes · M parts of the slots. A slot is a location in the pool; a position is the value that RoPE
+uses. Budgets differ per layer and row, but have a fixed sum, so one pool needs less memory than L padded arrays.
 
-The pool has a column for each key head. If the policy gives heads different budgets (`Policy.per_head`), columns of
-equal length would waste memory, so the pool has one column, which contains the segments of all heads (`#K` in the
-shapes below: K or 1).
+The pool has a column for each key head, in which the segments of all layers follow one another. A segment contains the
+entries of one layer, row and key head: vision entries, then text, then free slots, if slots are reused. If the policy
+gives heads different budgets (`Policy.per_head`), columns of equal length would waste memory, so the pool has one
+column, which contains the segments of all heads (`#K` in the shapes below: K or 1).
 
 If the `model` axis of the mesh does not divide the columns, pool and tail consist of M equal parts, and every M-th
 entry is in the same part. `slot_of` returns the slot of an entry for every M.
@@ -37,7 +38,7 @@ from vlkv.policies.policy import DecodingStages, Policy
 from vlkv.sharding import axes, leaves_with_axes, map_with_axes
 
 ALIGNMENT = 16  # slots: every segment starts on a bf16 tile
-_SLOTS_AT_A_TIME = 512  # slots that `_write_segment` writes at a time
+_SLOTS_AT_A_TIME = 512  # slots that `_write_segments` writes at a time
 
 
 _POOL, _TABLE = axes("batch", "kv_heads", "slots"), axes(None, "batch", "kv_heads")
@@ -59,8 +60,8 @@ class PackedCache:
     tail_v: tuple[Float[Array, "B K S H"], ...] = field(metadata=_POOL)
     used: Int[Array, " B"] = field(metadata=axes("batch"))  # number of new tokens so far
     next_position: Int[Array, "B A"] = field(metadata=axes("batch"))  # counts all tokens, including dropped ones
-    memory: tuple[DecodeState, ...] | None = None  # decode state of each layer, for methods that have one
-    policy: Policy | None = field(default=None, metadata={"static": True})  # the policy that updates `memory`
+    decode_states: tuple[DecodeState, ...] | None = None  # one per layer, for methods that update the cache
+    policy: Policy | None = field(default=None, metadata={"static": True})  # the policy that updates `decode_states`
     softmax_n: float = field(default=0.0, metadata={"static": True})  # of decode attention
     kernels: Kernels = field(default=Kernels(), metadata={"static": True})  # implementations of the ops
     parts: int = field(default=1, metadata={"static": True})  # M
@@ -82,12 +83,12 @@ class PackedCache:
     @property
     def reuses(self) -> bool:
         """Whether new entries take free slots of the pool instead of a tail."""
-        return self.memory is not None and self.memory[0].reuses
+        return self.decode_states is not None and self.decode_states[0].reuses
 
     @property
     def new_tokens(self) -> int:
         """Capacity for tokens after the prompt, including those in `used`."""
-        return self.memory[0].new_tokens if self.memory is not None else self.tail_k[0].shape[2]
+        return self.decode_states[0].new_tokens if self.decode_states is not None else self.tail_k[0].shape[2]
 
     @property
     def slots(self) -> int:
@@ -98,9 +99,9 @@ class PackedCache:
     @property
     def counts(self) -> Int[Array, "L B K"]:
         """Number of stored entries of each segment."""
-        if self.memory is None:
+        if self.decode_states is None:
             return self.length
-        return jnp.stack([jnp.sum(m.stored[..., : m.stored.shape[-1] - m.tail], axis=-1) for m in self.memory])
+        return jnp.stack([jnp.sum(m.stored[..., : m.stored.shape[-1] - m.tail], axis=-1) for m in self.decode_states])
 
     def entries(self, layer: int, most: int) -> Int[Array, "B K most"]:
         """The prompt token of each of the first `most` entries of a layer; see the function `entries`."""
@@ -282,22 +283,26 @@ def resize(cache: PackedCache, new_tokens: int) -> PackedCache:
         more = [(0, 0), (0, 0), (0, 0), (0, slots // parts - x.shape[3]), (0, 0)]
         return jnp.pad(x, more).reshape(*x.shape[:2], slots, x.shape[4])
 
-    states = None if cache.memory is None else tuple(decode_state.resize(layer, slots) for layer in cache.memory)
+    states = (
+        None
+        if cache.decode_states is None
+        else tuple(decode_state.resize(layer, slots) for layer in cache.decode_states)
+    )
     return dataclasses.replace(
-        cache, tail_k=tuple(map(fit, cache.tail_k)), tail_v=tuple(map(fit, cache.tail_v)), memory=states
+        cache, tail_k=tuple(map(fit, cache.tail_k)), tail_v=tuple(map(fit, cache.tail_v)), decode_states=states
     )
 
 
 def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
     """`resize` if slots are reused: moves the segments so that each has the slots that the policy needs."""
-    assert cache.memory is not None and cache.policy is not None
-    layers, parts = len(cache.memory), cache.parts
-    states = [decode_state.resize(layer, new_tokens) for layer in cache.memory]
+    assert cache.decode_states is not None and cache.policy is not None
+    layers, parts = len(cache.decode_states), cache.parts
+    states = [decode_state.resize(layer, new_tokens) for layer in cache.decode_states]
     updater = cache.policy.updater
     assert updater is not None
     requested = jnp.stack([jax.vmap(updater.decode_slots)(layer) for layer in states])
     if new_tokens <= cache.new_tokens or not _grows_with_new_tokens(updater):
-        return dataclasses.replace(cache, memory=tuple(states))
+        return dataclasses.replace(cache, decode_states=tuple(states))
     if isinstance(requested, jax.core.Tracer):
         raise InputError("the number of slots that the method needs is unknown under jit: resize the cache outside jit")
     length, columns = jnp.maximum(cache.length, requested), cache.token.shape[1]
@@ -306,9 +311,9 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
     # Grows by whole tiles of all layers, so that few sizes must be compiled.
     here = cache.token.shape[2] // parts
     here += align(max(0, int(jnp.max(end)) - here), layers * ALIGNMENT)
-    most = max(int(jnp.max(requested)), cache.memory[0].stored.shape[-1])
-    more = align(most) - cache.memory[0].stored.shape[-1]
-    states = [decode_state.resize(layer, new_tokens, more) for layer in cache.memory]
+    most = max(int(jnp.max(requested)), cache.decode_states[0].stored.shape[-1])
+    more = align(most) - cache.decode_states[0].stored.shape[-1]
+    states = [decode_state.resize(layer, new_tokens, more) for layer in cache.decode_states]
     states = [dataclasses.replace(layer, slots=length[i]) for i, layer in enumerate(states)]
     first, filled, old = (_by_column(x, columns) for x in (start, before, cache.start))
     place = jnp.arange(here)[:, None, None, None] - first  # [slots of a part, segments, B, #K], within each segment
@@ -324,7 +329,7 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
     assert not isinstance(cache.k, QuantizedPool) and not isinstance(cache.v, QuantizedPool)
     return dataclasses.replace(
         cache, k=move(cache.k, 0), v=move(cache.v, 0), token=move(cache.token, -1), start=start, length=length,
-        memory=tuple(states),
+        decode_states=tuple(states),
     )  # fmt: skip
 
 

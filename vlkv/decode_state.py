@@ -1,4 +1,5 @@
-"""The decode state of methods that evict or select entries while decoding, and attention that measures its shares.
+"""The decode state of methods that evict or select entries while decoding, and attention that returns the share of
+each entry.
 
 If a method evicts, a new entry takes a free slot, chosen by `arrive` for each key head, so the cache does not grow. If
 `reuses` is False (the pool is quantised, or nothing is evicted), new entries go to a tail, and an evicted entry is
@@ -34,13 +35,13 @@ class DecodeState:
     """The decode state of one layer and row. `place`, `rank` and `values` have no meaning in slots without an entry."""
 
     stored: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # the slot contains an entry
-    attended: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # the next step attends to it and to its own new entry
+    attended: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # the next step reads it, as well as its own new entry
     is_text: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # False only if the slot's last entry is a vision token
     place: Int[Array, "*B K E"] = field(metadata=_ENTRIES)  # number of the token in the order of all tokens, from 0
     rank: Int[Array, "*B K E"] = field(metadata=_ENTRIES)  # number of stored entries that are older
     values: dict[str, Float[Array, "*B K E"]] = field(metadata=_ENTRIES)  # from `DecodingStages.decode_values`
     slots: Int[Array, "*B K"] = field(metadata=_HEADS)  # number of slots for entries
-    capacity: Int[Array, "*B K"] = field(metadata=_HEADS)  # number of kept prompt entries; the budget while decoding
+    budget: Int[Array, "*B K"] = field(metadata=_HEADS)  # number of kept prompt entries: the budget of `step`
     vision: Int[Array, "*B"] = field(metadata=axes("batch"))  # number of vision tokens of the prompt
     text: Int[Array, "*B"] = field(metadata=axes("batch"))  # number of text tokens of the prompt
     steps: Int[Array, "*B"] = field(metadata=axes("batch"))  # number of new tokens so far
@@ -75,12 +76,12 @@ def begin(
         rank=(jnp.cumsum(kept, axis=-1) - kept).astype(jnp.int32),
         values=values,
         slots=count,
-        capacity=count,
+        budget=count,
         vision=jnp.sum(is_vision & valid),
         text=jnp.sum(valid & ~is_vision),
         steps=jnp.int32(0),
         new_tokens=new_tokens,
-        reuses=True,  # there is no tail yet; `packed` adds it
+        reuses=True,  # means that there is no tail, which `packed` adds if new entries need one
     )
 
 
@@ -192,7 +193,7 @@ def attend_to(
     q: Float[Array, "B N H"],
     segment: tuple[Array | QuantizedPool, Array | QuantizedPool, Array, Array],
     tail: tuple[Array, Array] | None,
-    seen: Int[Array, " B"],
+    tail_count: Int[Array, " B"],
     state: DecodeState,
     *,
     softmax_n: float = 0.0,
@@ -205,7 +206,7 @@ def attend_to(
         q: queries of this step.
         segment: keys and values of the pool, start and length of this layer's segment.
         tail: keys and values of this layer's tail; None: slots are reused.
-        seen: number of entries in the tail.
+        tail_count: number of entries in the tail.
         state: the decode state after `arrive`.
         softmax_n: n of n-softmax over segment and tail together.
         kernels: implementations; None: those of the platform.
@@ -213,27 +214,34 @@ def attend_to(
     """
     kernels = Kernels() if kernels is None else kernels
     segment_slots = state.stored.shape[-1] - state.tail
-    in_segment, in_tail = state.attended[..., :segment_slots], state.attended[..., segment_slots:]
+    segment_mask, tail_mask = state.attended[..., :segment_slots], state.attended[..., segment_slots:]
     core = () if state.core is None else jax.vmap(_listed)(state)
 
     def local(
-        part: parallel.Part, q: Array, segment: Any, tail: Any, seen: Array, in_segment: Any, in_tail: Any, core: Any
+        part: parallel.Part,
+        q: Array,
+        segment: Any,
+        tail: Any,
+        tail_count: Array,
+        segment_mask: Any,
+        tail_mask: Any,
+        core: Any,
     ) -> tuple[Array, ...]:
         """Computes this device's rows, heads and slots."""
         k, v, start, length = segment
-        in_segment, in_tail = part.local_entries(in_segment), part.local_entries(in_tail)
+        segment_mask, tail_mask = part.local_entries(segment_mask), part.local_entries(tail_mask)
         here = q, k, v, start, part.local_count(length)
-        most = in_segment.shape[-1]
+        most = segment_mask.shape[-1]
 
         def whole() -> tuple[Array, Array, Array]:
             return decode_attention(
-                *here, valid=in_segment, max_length=most, return_mass=True, implementation=kernels.decode_attention
+                *here, valid=segment_mask, max_length=most, return_mass=True, implementation=kernels.decode_attention
             )
 
         def listed() -> tuple[Array, Array, Array]:
             offsets, count = part.listed(*core[:2])
             return core_attention(
-                *here, offsets, count, part.local_count(core[2]), valid=in_segment, max_length=most, return_mass=True,
+                *here, offsets, count, part.local_count(core[2]), valid=segment_mask, max_length=most, return_mass=True,
                 implementation=kernels.core_attention,
             )  # fmt: skip
 
@@ -245,8 +253,8 @@ def attend_to(
         if tail is not None:
             nothing = jnp.zeros_like(start)
             out, lse, mass = decode_attention(
-                q, tail[0], tail[1], nothing, nothing + part.local_count(seen)[:, None], valid=in_tail,
-                max_length=in_tail.shape[-1], return_mass=True, implementation=kernels.decode_attention,
+                q, tail[0], tail[1], nothing, nothing + part.local_count(tail_count)[:, None], valid=tail_mask,
+                max_length=tail_mask.shape[-1], return_mass=True, implementation=kernels.decode_attention,
             )  # fmt: skip
             pieces, masses, sizes = [*pieces, (out, lse)], [*masses, mass], [*sizes, state.tail]
         out, total = part.combine(pieces[0], pieces[1] if pieces[1:] else None, softmax_n)
@@ -256,14 +264,14 @@ def attend_to(
 
     if tail is None:  # slots after the last attended entry need not be read
         number = jnp.arange(1, segment_slots + 1)
-        segment = *segment[:3], jnp.max(jnp.where(in_segment, number, 0), axis=-1)
+        segment = *segment[:3], jnp.max(jnp.where(segment_mask, number, 0), axis=-1)
     pool, mask, listed = "B K P H", "B K E", ("B C", "B", "B K", "B")
     run = parallel.split(
         local, ("B N H", (pool, pool, "B K", "B K"), None if tail is None else (pool, pool), "B", mask, mask,
               listed if core else ()),
-        ("B N H", "B N E"), batch=q.shape[0], kv_heads=in_segment.shape[1], parts=parts,
+        ("B N H", "B N E"), batch=q.shape[0], kv_heads=segment_mask.shape[1], parts=parts,
     )  # fmt: skip
-    return run(q, segment, tail, seen, in_segment, in_tail, core)
+    return run(q, segment, tail, tail_count, segment_mask, tail_mask, core)
 
 
 def _listed(state: DecodeState) -> tuple[Array, Array, Array, Array]:

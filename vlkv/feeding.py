@@ -50,13 +50,13 @@ def feed(
         after: as in `Decoder.walk`.
     """
     require_32_bits()
-    if cache.memory is not None and x.shape[1] > 1:
+    if cache.decode_states is not None and x.shape[1] > 1:
         return _one_by_one(decoder, cache, x, positions, valid)
     pool_k: Any = cache.k
     pool_v: Any = cache.v
     entries_taken: list[Array] = []
     updater = None if cache.policy is None else cache.policy.updater
-    tail_k, tail_v, states = list(cache.tail_k), list(cache.tail_v), list(cache.memory or ())
+    tail_k, tail_v, states = list(cache.tail_k), list(cache.tail_v), list(cache.decode_states or ())
     count = jnp.arange(1, x.shape[1] + 1) if valid is None else jnp.cumsum(valid, axis=1)
     in_tail = cache.used[:, None] + count  # [B, T] entries of the tail that a token attends to, including its own
     # Padding gets an entry number past the end, which is not written.
@@ -68,7 +68,7 @@ def feed(
         nonlocal pool_k, pool_v
         start = cache.start[i]
         tail: Any = None
-        if cache.memory is not None:
+        if cache.decode_states is not None:
             state, entry = jax.vmap(arrive)(states[i])
         if cache.reuses:
             entries_taken.append(entry)
@@ -85,7 +85,7 @@ def feed(
                 assert isinstance(cache.k, QuantizedPool)
                 tail = quantize_old(tail, in_tail[:, 0], bits=cache.k.bits, group=cache.k.group, window=cache.window)
         segment = pool_k, pool_v, start, cache.length[i]
-        if cache.memory is None:
+        if cache.decode_states is None:
             return cached_attention(
                 q, segment, tail, in_tail, softmax_n=cache.softmax_n, parts=cache.parts, implementation=kernel
             )
@@ -99,16 +99,26 @@ def feed(
         return attended[:, None]
 
     x = decoder.walk(x, positions, attend, after)
-    used, memory, token = cache.used + count[..., -1], None if cache.memory is None else tuple(states), cache.token
+    used, token = cache.used + count[..., -1], cache.token
+    updated = None if cache.decode_states is None else tuple(states)
     if entries_taken:  # all layers in one write; -1, because new tokens have no index in the prompt
         where = jnp.stack(entries_taken, axis=1), jnp.swapaxes(cache.start, 0, 1)  # [B, L, K]
         token = write_pool(token, jnp.full(where[0].shape, -1, jnp.int32), *where, valid, cache.parts)
-    if valid is not None and memory is not None:  # padding does not change the decode state
-        memory = jax.tree.map(
-            lambda new, old: jnp.where(valid.reshape(-1, *(1,) * (new.ndim - 1)), new, old), memory, cache.memory
+    if valid is not None and updated is not None:  # padding does not change the decode state
+        updated = jax.tree.map(
+            lambda new, old: jnp.where(valid.reshape(-1, *(1,) * (new.ndim - 1)), new, old),
+            updated,
+            cache.decode_states,
         )
     cache = dataclasses.replace(
-        cache, k=pool_k, v=pool_v, token=token, tail_k=tuple(tail_k), tail_v=tuple(tail_v), used=used, memory=memory
+        cache,
+        k=pool_k,
+        v=pool_v,
+        token=token,
+        tail_k=tuple(tail_k),
+        tail_v=tuple(tail_v),
+        used=used,
+        decode_states=updated,
     )
     return cache, x
 
@@ -117,7 +127,7 @@ def _one_by_one(decoder: Decoder, cache: PackedCache, *tokens: Any) -> tuple[Pac
     """`feed` for one token after the other."""
 
     def step(cache: PackedCache, token: tuple[Any, ...]) -> tuple[PackedCache, Array]:
-        cache, x = feed(decoder, cache, *(part[:, None] for part in token))
+        cache, x = feed(decoder, cache, *jax.tree.map(lambda part: part[:, None], token))
         return cache, x[:, 0]
 
     cache, x = jax.lax.scan(step, cache, jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), tokens))

@@ -21,7 +21,7 @@ from vlkv.parallel import attention_mass
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Observation:
-    """Queries, keys and values of one layer after prefill, for one row of the batch."""
+    """Queries, keys and values of one layer, just after it has run, for one row of the batch."""
 
     q: Float[Array, "N T H"]
     k: Float[Array, "K T H"]

@@ -223,7 +223,7 @@ def _fill(prompt: Prompt, policy: Policy, new_tokens: int, chooser: Policy | Non
         )  # fmt: skip
         moved = jax.vmap(partial(packed, new_tokens=new_tokens if reuses else cache.new_tokens, reuses=reuses))
         states = tuple(moved(m, cache.entries(i, most), cache.length[i]) for i, m in enumerate(states))
-        cache = dataclasses.replace(cache, memory=states, policy=policy)
+        cache = dataclasses.replace(cache, decode_states=states, policy=policy)
     return _own_buffers(cache, prompt)
 
 

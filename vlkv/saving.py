@@ -178,7 +178,7 @@ def _read(path: Path, *, arrays: bool = True) -> tuple[dict[str, Any], dict[str,
             if arrays and metadata["version"] == "1":
                 _from_version_1(header["cache"]["fields"]["memory"] or (), tensors)
             if metadata["version"] in ("1", "2"):
-                tensors = _from_version_2(tensors)
+                tensors = _from_version_2(header["cache"]["fields"], tensors)
             return header, tensors
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path}: truncated or corrupt safetensors ({one_line(error)}); save it again") from None
@@ -203,8 +203,11 @@ def _from_version_1(states: Sequence[dict[str, Any]], arrays: dict[str, jax.Arra
             fields |= {"core": {"array": core}, "core_only": fields["core"]["fields"]["suffices"]}
 
 
-def _from_version_2(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The arrays with heads before slots. In versions 1 and 2, pool and tails were [B, P, K, H]."""
+def _from_version_2(fields: dict[str, Any], arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The arrays with heads before slots; renames fields. In versions 1 and 2, pool and tails were [B, P, K, H]."""
+    fields["decode_states"] = fields.pop("memory")
+    for state in fields["decode_states"] or ():
+        state["fields"]["budget"] = state["fields"].pop("capacity")
     pool = ("k", "v", "token", "tail_k", "tail_v")
     return {name: jnp.swapaxes(x, 1, 2) if name.split(".")[0] in pool else x for name, x in arrays.items()}
 

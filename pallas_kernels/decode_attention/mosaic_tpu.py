@@ -8,9 +8,10 @@ XLA stores an array on a TPU in the order that needs the least padding to tiles 
 [B, K, P, H] this is the given order, or, if H does not fill the 128 lanes, [B, K, H, P], with the slots in the lanes.
 The kernel reads both, so the pool is never copied into another order.
 
-Whole blocks are copied, the last of a segment in units of 16 slots (128 if slots are lanes), so at most one incomplete
-unit at each end is read in vain. The next copy runs while a block is computed, also across rows of the batch. If the
-device has two cores, each takes half of the blocks of every row, and the results are joined by their log-sum-exps.
+Whole blocks are copied, the last of a segment in units of 16 slots (128 if slots are lanes), so at most one unit at
+each end contains slots that are not needed. The next copy runs while a block is computed, also across rows of the
+batch. If the device has two cores, each takes half of the blocks of every row, and the results are joined by their
+log-sum-exps.
 
 Axes: B batch · N query heads · K key heads · G = N/K · P pool slots · M bound on a segment · H head dim ·
 C slots of a chunk (multiplied at once) · Z cores.
@@ -104,7 +105,15 @@ def _attend(
     if return_mass:
         outputs["logits"] = (heads, plan.blocks * plan.block)
 
-    names = [*scalars, *vectors, *in_hbm, *outputs, *(f"{name} buffer" for name in buffers), "turn", "semaphores"]
+    names = [
+        *scalars,
+        *vectors,
+        *in_hbm,
+        *outputs,
+        *(f"{name} buffer" for name in buffers),
+        "buffers used",
+        "semaphores",
+    ]
     results = pl.pallas_call(
         lambda *refs: _Row(plan, dict(zip(names, refs, strict=True))).run(),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -153,7 +162,7 @@ def unsupported(
     if k.dtype != v.dtype or k.dtype not in (jnp.bfloat16, jnp.float32):
         return f"keys are {k.dtype} and values {v.dtype}, not both bfloat16 or both float32"
     slots, heads = k.shape[2], q.shape[1]
-    if slots % _UNIT and slots > LANES:
+    if slots % _UNIT and slots > LANES and not last_axis_is_slots(*k.shape[2:]):
         return f"a pool of {slots} slots is not a multiple of {_UNIT}"
     plan = _plan(op, q, k, start, valid is not None, max_length)
     need = 4 * plan.block * plan.slot_bytes  # keys and values, this block and the next
@@ -175,6 +184,7 @@ class _Plan:
     in_lanes: bool  # the pool is read as [B, K, H, P]
     slot_bytes: int  # of one slot with its keys of all heads in VMEM
     unit: int  # copies are multiples of it
+    one_unit: bool  # a unit is the whole pool
     chunk: int  # multiplied at once
     block: int  # copied at once
     blocks: int  # largest number of blocks of a segment
@@ -186,8 +196,8 @@ class _Plan:
         return self.block // self.unit
 
     @property
-    def small(self) -> bool:
-        """Whether the pool is a single chunk, which need not fill whole tiles."""
+    def one_chunk(self) -> bool:
+        """Whether the longest segment fits one chunk, which need not fill whole tiles."""
         return self.blocks * self.block == self.chunk
 
 
@@ -203,9 +213,10 @@ def _plan(op: str, q: Array, k: Array, start: Array, masked: bool, max_length: i
         unit = LANES if in_lanes else _UNIT
         chunk = LANES * max(1, min(4, 16 // kv_heads, slots // LANES))
         block = max(1, min(capacity // (chunk * slot_bytes), slots // chunk)) * chunk
+    one_unit = unit == slots
     blocks = -(-min(max_length + unit - 1, -(-slots // unit) * unit) // block)
     ragged = in_lanes and slots > LANES and slots % LANES > 0
-    return _Plan(batch, kv_heads, columns, in_lanes, slot_bytes, unit, chunk, block, blocks, masked, ragged)
+    return _Plan(batch, kv_heads, columns, in_lanes, slot_bytes, unit, one_unit, chunk, block, blocks, masked, ragged)
 
 
 def _at_row(more: int, core: Any, row: Any, *_: Any) -> tuple[Any, ...]:
@@ -263,7 +274,7 @@ class _Row:
         def _() -> None:
             # Masked slots that no copy has filled are multiplied by zero, so they must not hold NaN.
             refs["v buffer"][...] = jnp.zeros_like(refs["v buffer"])
-            refs["turn"][0] = 0
+            refs["buffers used"][0] = 0
             self.copies(self.row, first, 0, lambda copy: copy.start())
 
         if "logits" in refs:
@@ -283,14 +294,13 @@ class _Row:
         per_core = pl.cdiv(pl.cdiv(self.refs["longest"][row], self.plan.per_block), pl.num_programs(0))
         return self.core * per_core, jnp.maximum(per_core, 1)
 
-    def copies(self, row: Any, i: Any, turn: Any, act: Callable[[Any], None]) -> None:
-        """Applies `act` (start or wait) to the copies that block i of a row needs, into buffer `turn` (0 or 1)."""
+    def copies(self, row: Any, i: Any, buffer: Any, act: Callable[[Any], None]) -> None:
+        """Applies `act` (start or wait) to the copies that block i of a row needs, into one of the two buffers."""
         plan, refs = self.plan, self.refs
-        known = plan.small and plan.unit == plan.block
 
         def copy(name: str, source: Any, into: Any) -> None:
-            semaphore = refs["semaphores"].at[("k", "v", "valid").index(name), turn]
-            act(pltpu.make_async_copy(refs[name].at[row, *source], refs[f"{name} buffer"].at[turn, *into], semaphore))
+            semaphore = refs["semaphores"].at[("k", "v", "valid").index(name), buffer]
+            act(pltpu.make_async_copy(refs[name].at[row, *source], refs[f"{name} buffer"].at[buffer, *into], semaphore))
 
         def segment(column: Any, into: Any, first: Any, units: Any) -> None:
             """Copies the block's slots of one head's segment, or of all heads, which then begin at the same slot."""
@@ -299,7 +309,9 @@ class _Row:
                 units = jnp.where(self.wanted(row, i), units, 0)
 
             def slots(offset: Any, count: int) -> None:
-                source, target = (_slice(x, plan.unit, count, known) for x in (first + i * plan.block + offset, offset))
+                source, target = (
+                    _slice(x, plan.unit, count, plan.one_unit) for x in (first + i * plan.block + offset, offset)
+                )
                 for name in ("k", "v"):
                     if plan.in_lanes:
                         copy(name, (column, slice(None), source), (into, slice(None), target))
@@ -320,7 +332,7 @@ class _Row:
             jax.lax.fori_loop(0, plan.kv_heads, one, None)
 
         if plan.masked:
-            lanes = _slice(jnp.minimum(i, plan.blocks - 1) * plan.block, plan.block, plan.block, plan.small)
+            lanes = _slice(jnp.minimum(i, plan.blocks - 1) * plan.block, plan.block, plan.block, plan.one_chunk)
             pl.when(self.wanted(row, i))(lambda: copy("valid", (slice(None), lanes), ()))
         if plan.columns < plan.kv_heads:
             each()
@@ -337,31 +349,31 @@ class _Row:
 
     def block(self, i: Any, last: Any, state: Any) -> Any:
         """Starts the copies of the next block, waits for those of block i, and adds it to the softmax."""
-        turn = self.refs["turn"][0] % 2
+        buffer = self.refs["buffers used"][0] % 2
 
         @pl.when(i < last)
         def _() -> None:
-            self.copies(self.row, i + 1, 1 - turn, lambda copy: copy.start())
+            self.copies(self.row, i + 1, 1 - buffer, lambda copy: copy.start())
 
         @pl.when((i == last) & (self.row + 1 < self.plan.batch))
         def _() -> None:
-            self.copies(self.row + 1, self.blocks_of(self.row + 1)[0], 1 - turn, lambda copy: copy.start())
+            self.copies(self.row + 1, self.blocks_of(self.row + 1)[0], 1 - buffer, lambda copy: copy.start())
 
-        self.copies(self.row, i, turn, lambda copy: copy.wait())
+        self.copies(self.row, i, buffer, lambda copy: copy.wait())
         units = jnp.clip(self.refs["longest"][self.row] - i * self.plan.per_block, 0, self.plan.per_block)
         if self.plan.masked:
             units = jnp.where(self.wanted(self.row, i), units, 0)
         chunks = pl.cdiv(units * self.plan.unit, self.plan.chunk)
-        state = jax.lax.fori_loop(0, chunks, lambda c, state: self.attend(c, turn, i, state), state)
-        self.refs["turn"][0] += 1
+        state = jax.lax.fori_loop(0, chunks, lambda c, state: self.attend(c, buffer, i, state), state)
+        self.refs["buffers used"][0] += 1
         return state
 
-    def attend(self, c: Any, turn: Any, i: Any, state: Any) -> Any:
+    def attend(self, c: Any, buffer: Any, i: Any, state: Any) -> Any:
         """Adds chunk c of block i to the online softmax."""
         (plan, refs), (peak, weight, total) = (self.plan, self.refs), state
-        lanes = _slice(c * plan.chunk, plan.chunk, plan.chunk, plan.small)
+        lanes = _slice(c * plan.chunk, plan.chunk, plan.chunk, plan.one_chunk)
         window = (slice(None), slice(None), lanes) if plan.in_lanes else (slice(None), lanes)
-        keys, values = (refs[f"{name} buffer"][turn, *window] for name in ("k", "v"))
+        keys, values = (refs[f"{name} buffer"][buffer, *window] for name in ("k", "v"))
         slot_axis = 2 if plan.in_lanes else 1
         logits = dot(self.q, keys, (2, 3 - slot_axis), batch=True) * self.q.shape[-1] ** -0.5  # [K, G, C]
         place = i * plan.block + c * plan.chunk + jax.lax.broadcasted_iota(jnp.int32, (1, 1, plan.chunk), 2)
@@ -369,17 +381,17 @@ class _Row:
         if plan.ragged:
             values = jnp.where(place < self.end, values, 0)
         if plan.masked:
-            inside = inside & (refs["valid buffer"][turn, :, lanes][:, None] > 0)
+            inside = inside & (refs["valid buffer"][buffer, :, lanes][:, None] > 0)
         if "logits" in refs:
-            out = _slice(i * plan.block + c * plan.chunk, plan.chunk, plan.chunk, plan.small)
+            out = _slice(i * plan.block + c * plan.chunk, plan.chunk, plan.chunk, plan.one_chunk)
             refs["logits"][0, 0, :, out] = jnp.where(inside, logits, 0.0).reshape(-1, plan.chunk)
         logits = jnp.where(inside, logits, MASKED)
-        both = jnp.maximum(peak, jnp.max(logits, axis=-1, keepdims=True))
-        old, p = jnp.exp(peak - both), jnp.exp(logits - both)
-        total = total * old + dot(p.astype(values.dtype), values, (2, slot_axis), batch=True)
-        return both, weight * old + jnp.sum(p, axis=-1, keepdims=True), total
+        new_peak = jnp.maximum(peak, jnp.max(logits, axis=-1, keepdims=True))
+        rescale, p = jnp.exp(peak - new_peak), jnp.exp(logits - new_peak)
+        total = total * rescale + dot(p.astype(values.dtype), values, (2, slot_axis), batch=True)
+        return new_peak, weight * rescale + jnp.sum(p, axis=-1, keepdims=True), total
 
 
-def _slice(begin: Any, multiple: int, count: int, known: bool) -> Any:
-    """Slice of `count` elements from `begin`, a multiple of `multiple`; from 0, without alignment, if `known`."""
-    return pl.ds(0, count) if known else pl.ds(pl.multiple_of(begin, multiple), count)
+def _slice(begin: Any, multiple: int, count: int, from_start: bool) -> Any:
+    """Slice of `count` elements from `begin`, a multiple of `multiple`; from 0, without alignment, if `from_start`."""
+    return pl.ds(0, count) if from_start else pl.ds(pl.multiple_of(begin, multiple), count)

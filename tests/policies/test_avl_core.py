@@ -24,7 +24,7 @@ def step():
     cache, _ = one_layer(policies.AVL(keep=0.6, core=0.2, refresh=2), arrays, new_tokens=NEW)
     q = jnp.array(rng.normal(size=(1, HEADS * GROUPS, DIM)), jnp.float32)
     tail = jnp.array(rng.normal(size=(2, 1, HEADS, NEW, DIM)), jnp.float32)
-    return cache, jax.jit(jax.vmap(arrive))(cache.memory[0])[0], q, tail
+    return cache, jax.jit(jax.vmap(arrive))(cache.decode_states[0])[0], q, tail
 
 
 def answer(step, state, k, v, kernels=None):

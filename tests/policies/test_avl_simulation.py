@@ -91,7 +91,7 @@ def test_32_steps(refresh, text):
         assert (np.asarray(used).sum(-1) == read).all(), "an ordinary step reads core and text, nothing else"
         if (i + 1) % refresh:
             assert read - len(paper.core) <= paper.room + 1
-        stored = places(cache, cache.memory[0].stored[0], LENGTH + STEPS)
+        stored = places(cache, cache.decode_states[0].stored[0], LENGTH + STEPS)
         wanted = sorted([*paper.secondary, *paper.text])
         for head in range(HEADS):
             np.testing.assert_array_equal(np.flatnonzero(stored[head]), wanted)
@@ -136,10 +136,10 @@ def test_stored_and_used_fractions_are_those_of_table_3(model, options, stored, 
     if policy.updater is None:
         assert abs(100 * np.asarray(cache.counts).sum() / 3 / 640 - stored) < near and stored == used
         return
-    assert abs(100 * sum(np.asarray(m.stored).sum() for m in cache.memory) / 3 / 640 - stored) < near
+    assert abs(100 * sum(np.asarray(m.stored).sum() for m in cache.decode_states) / 3 / 640 - stored) < near
     step, read = jax.jit(vlkv.decode_step), []
     for i in range(4):  # a step attends to what the step before prepared, and to its own entry
         new = 0 if policy.text else i  # a window counts new tokens in; without one they come on top of the prompt
-        read.append(sum(np.asarray(m.attended).sum() for m in cache.memory) / 3 - new)
+        read.append(sum(np.asarray(m.attended).sum() for m in cache.decode_states) / 3 - new)
         cache, _ = step(model, cache, np.array([5]))
     assert abs(100 * np.mean(read) / 640 - used) < near

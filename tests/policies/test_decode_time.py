@@ -64,7 +64,7 @@ def places(cache, mask, size: int) -> np.ndarray:
     """A mask over slots as one over the order of tokens, [K, size]."""
     out = np.zeros((mask.shape[0], size), bool)
     for head in range(mask.shape[0]):
-        out[head, np.asarray(cache.memory[0].place)[0, head][np.asarray(mask)[head]]] = True
+        out[head, np.asarray(cache.decode_states[0].place)[0, head][np.asarray(mask)[head]]] = True
     return out
 
 
@@ -90,20 +90,20 @@ def test_avl_golden(golden, suffix):
         return places(cache, mask, length + new_tokens)[:, :length][:, vision]
 
     def text_part():
-        full = places(cache, cache.memory[0].stored[0] & cache.memory[0].is_text[0], length + new_tokens)
+        full = places(cache, cache.decode_states[0].stored[0] & cache.decode_states[0].is_text[0], length + new_tokens)
         return full[:, : length + steps]
 
-    same_in_every_head(vision_part(cache.memory[0].stored[0]), g["paper_secondary"])
-    same_in_every_head(vision_part(cache.memory[0].core[0]), g["paper_initial_core"])
+    same_in_every_head(vision_part(cache.decode_states[0].stored[0]), g["paper_secondary"])
+    same_in_every_head(vision_part(cache.decode_states[0].core[0]), g["paper_initial_core"])
     same_in_every_head(text_part(), g[f"paper_text_kept_after_prefill_{suffix}"])
     for i in range(steps):
         new = (jnp.asarray(g[name][i]) for name in ("q_new", "k_new", "v_new"))
         cache, out, used = step(cache, *new)
         np.testing.assert_allclose(out, g[f"paper_output_{suffix}"][i], atol=2e-5)
-        same_in_every_head(vision_part(cache.memory[0].core[0]), g[f"paper_core_after_step_{suffix}"][i])
+        same_in_every_head(vision_part(cache.decode_states[0].core[0]), g[f"paper_core_after_step_{suffix}"][i])
         same_in_every_head(text_part(), g[f"paper_text_kept_after_step_{suffix}"][i])
         # An ordinary step reads the core and the text, nothing else.
-        vision_read = int((np.asarray(used)[0] & ~np.asarray(cache.memory[0].is_text)[0, 0]).sum())
+        vision_read = int((np.asarray(used)[0] & ~np.asarray(cache.decode_states[0].is_text)[0, 0]).sum())
         read = "paper_secondary" if (i + 1) % policy.refresh == 0 else "paper_initial_core"
         assert vision_read == g[read].sum()
 
@@ -149,7 +149,7 @@ def test_h2o_evicts_one_entry_a_step():
             old = kept[h][: len(kept[h]) - 6]
             kept[h].remove(min(old, key=lambda j, h=h: score[h, j]))
             assert len(kept[h]) == 12
-            stored = places(cache, cache.memory[0].stored[0], length + steps)[h]
+            stored = places(cache, cache.decode_states[0].stored[0], length + steps)[h]
             np.testing.assert_array_equal(np.flatnonzero(stored), kept[h])
 
 
@@ -162,7 +162,7 @@ def test_prefixkv_keeps_its_share_of_what_has_been_seen(budget, distance):
     arrays = {name: rng.normal(size=(2, length, 4)).astype(np.float32) for name in "qkv"}
     arrays["is_vision"] = np.zeros(length, bool)
     cache, step = one_layer(policies.PrefixKV(budget=budget, distance=distance), arrays, new_tokens=steps)
-    kept = np.flatnonzero(places(cache, cache.memory[0].stored[0], length + steps)[0]).tolist()
+    kept = np.flatnonzero(places(cache, cache.decode_states[0].stored[0], length + steps)[0]).tolist()
     assert len(kept) == budget
     for i in range(steps):
         new = rng.normal(size=(3, 2, 4)).astype(np.float32)
@@ -170,6 +170,6 @@ def test_prefixkv_keeps_its_share_of_what_has_been_seen(budget, distance):
         kept.append(length + i)
         if len(kept) > -(-budget * (length + i + 1) // length):
             del kept[-distance if len(kept) > distance else len(kept) // 2]
-        stored = places(cache, cache.memory[0].stored[0], length + steps)
+        stored = places(cache, cache.decode_states[0].stored[0], length + steps)
         for head in range(2):
             assert np.flatnonzero(stored[head]).tolist() == kept

@@ -52,7 +52,7 @@ def test_while_decoding_one_entry_leaves_at_a_fixed_distance(variant, budget, di
     arrays["is_vision"] = np.zeros(length, bool)
     policy = policies.ElasticCache(budget=budget, distance=distance, variant=variant)
     cache, step = one_layer(policy, arrays, new_tokens=steps)
-    kept = np.flatnonzero(places(cache, cache.memory[0].stored[0], length + steps)[0]).tolist()
+    kept = np.flatnonzero(places(cache, cache.decode_states[0].stored[0], length + steps)[0]).tolist()
     assert len(kept) == budget - (variant == "released")
     for i in range(steps):
         new = rng.normal(size=(3, 2, 4)).astype(np.float32)
@@ -61,7 +61,7 @@ def test_while_decoding_one_entry_leaves_at_a_fixed_distance(variant, budget, di
         if len(kept) > -(-budget * (length + i + 1) // length):
             end = len(kept) if variant == "paper" else budget
             del kept[end - distance if end > distance else end // 2]
-        stored = places(cache, cache.memory[0].stored[0], length + steps)
+        stored = places(cache, cache.decode_states[0].stored[0], length + steps)
         for head in range(2):
             assert np.flatnonzero(stored[head]).tolist() == kept
     assert len(kept) < budget + steps

@@ -65,7 +65,7 @@ def test_the_published_code_deletes_at_a_fixed_rank(budget):
     arrays = {name: rng.normal(size=(2, length, 4)).astype(np.float32) for name in "qkv"}
     arrays["is_vision"] = np.zeros(length, bool)
     cache, step = one_layer(released(budget=budget), arrays, new_tokens=steps)
-    kept = np.flatnonzero(places(cache, cache.memory[0].stored[0], length + steps)[0]).tolist()
+    kept = np.flatnonzero(places(cache, cache.decode_states[0].stored[0], length + steps)[0]).tolist()
     assert len(kept) == budget
     rank = budget - 25 if budget > 25 else budget // 2
     deleted = 0
@@ -76,7 +76,7 @@ def test_the_published_code_deletes_at_a_fixed_rank(budget):
         if len(kept) * length - (length + i + 1) * budget >= length:
             del kept[rank]
             deleted += 1
-        stored = places(cache, cache.memory[0].stored[0], length + steps)
+        stored = places(cache, cache.decode_states[0].stored[0], length + steps)
         for head in range(2):
             assert np.flatnonzero(stored[head]).tolist() == kept
     assert deleted > 4

@@ -49,7 +49,7 @@ def test_the_least_attended_of_the_steady_leaves(budget, spread, recent):
         for t in range(LENGTH):
             see(n // GROUPS, np.arange(t + 1), softmax(logits[t, : t + 1]))
     recent = min(recent, budget)
-    kept = [np.flatnonzero(x).tolist() for x in places(cache, cache.memory[0].stored[0], LENGTH + STEPS)]
+    kept = [np.flatnonzero(x).tolist() for x in places(cache, cache.decode_states[0].stored[0], LENGTH + STEPS)]
     assert all(len(x) == budget for x in kept)
     keys = [np.concatenate([arrays["k"][h], k_new[:, h]]).astype(np.float64) for h in range(HEADS)]
     for i in range(STEPS):
@@ -59,7 +59,7 @@ def test_the_least_attended_of_the_steady_leaves(budget, spread, recent):
             for g in range(GROUPS):
                 see(h, kept[h], softmax(keys[h][kept[h]] @ np.float64(q_new[i, h * GROUPS + g]) / np.sqrt(DIM)))
             kept[h].remove(ranked(kept[h], *moments(h), spread, recent)[0])
-            stored = places(cache, cache.memory[0].stored[0], LENGTH + STEPS)[h]
+            stored = places(cache, cache.decode_states[0].stored[0], LENGTH + STEPS)[h]
             np.testing.assert_array_equal(np.flatnonzero(stored), kept[h])
 
 

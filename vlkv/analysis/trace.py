@@ -76,13 +76,13 @@ def follow(
 
     assert tokens.shape[0] == prompt.valid.shape[0]
     fed = jnp.maximum(jnp.asarray(tokens), 0).T
-    return jax.lax.scan(step, dataclasses.replace(cache, memory=state), fed)[1]
+    return jax.lax.scan(step, dataclasses.replace(cache, decode_states=state), fed)[1]
 
 
 def _decode_state(prompt: Prompt, cache: PackedCache) -> tuple[DecodeState, ...]:
     """The decode state of the cache. If its policy has none, one that only lists the entries of the cache."""
-    if cache.memory is not None:
-        return cache.memory
+    if cache.decode_states is not None:
+        return cache.decode_states
 
     most = prompt.valid.shape[1]
 

@@ -113,10 +113,10 @@ class ElasticCache(DecodingStages):
         del mass
         assert self.distance is not None
         moving = self.variant == "paper"
-        return evict_at_distance(state, self.distance, capacity=self.decode_budget(state), moving=moving)
+        return evict_at_distance(state, self.distance, budget=self.decode_budget(state), moving=moving)
 
     def decode_budget(self, state: DecodeState) -> Int[Array, " K"]:
         """The budget of prefill; the published code keeps one entry fewer."""
         if self.variant == "paper":
-            return state.capacity
-        return jnp.minimum(state.capacity + 1, state.vision + state.text)
+            return state.budget
+        return jnp.minimum(state.budget + 1, state.vision + state.text)

@@ -16,34 +16,34 @@ from vlkv.policies.policy import Policy
 
 
 def evict_at_distance(
-    state: DecodeState, distance: int, *, capacity: Int[Array, " K"], moving: bool = True
+    state: DecodeState, distance: int, *, budget: Int[Array, " K"], moving: bool = True
 ) -> DecodeState:
     """Evicts one entry of each head that has more than its share of all tokens, which is that of the prompt.
 
-    If there are more than ceil(capacity / prompt x seen) entries, or if no slot is left for the next one, the
+    If there are more than ceil(budget / prompt x tokens so far) entries, or if no slot is left for the next one, the
     `distance`-th newest is evicted, or the middle one if there are not more than `distance` entries.
 
     Args:
         state: after the attention of the step, with the new entry.
         distance: 1 is the newest entry.
-        capacity: budget of the prompt.
+        budget: entries that prefill kept.
         moving: False: the distance is counted from the end of the prompt's entries, as in the published codes. Then the
-            entry whose rank by age is capacity - distance is evicted at every step.
+            entry whose rank by age is budget - distance is evicted at every step.
     """
-    allowed = allowed_entries(capacity, state, state.steps)
+    allowed = allowed_entries(budget, state, state.steps)
     if state.reuses:
         allowed = jnp.minimum(allowed, state.slots - 1)
     count = jnp.sum(state.stored, axis=-1)
-    end = count if moving else capacity
+    end = count if moving else budget
     leaving = jnp.where(end > distance, end - distance, end // 2)
     over = state.stored & (state.rank == leaving[:, None]) & (count > allowed)[:, None]
     return evict(state, over, state.rank.astype(jnp.float32))
 
 
-def allowed_entries(capacity: Int[Array, " K"], state: DecodeState, new: Int[Array, ""] | int) -> Int[Array, " K"]:
-    """ceil(capacity / prompt x seen) after `new` new tokens."""
+def allowed_entries(budget: Int[Array, " K"], state: DecodeState, new: Int[Array, ""] | int) -> Int[Array, " K"]:
+    """ceil(budget / prompt x tokens so far) after `new` new tokens."""
     prompt = jnp.maximum(state.vision + state.text, 1)
-    return capacity - (-(capacity * new) // prompt)  # in this form, no product exceeds 32 bits
+    return budget - (-(budget * new) // prompt)  # in this form, no product exceeds 32 bits
 
 
 def share_bounds(

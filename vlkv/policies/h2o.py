@@ -24,7 +24,7 @@ class H2O(DecodingStages):
     are text.
 
     Attributes:
-        recent: number of recent tokens that are kept, or their share of a layer's mean budget, rounded down (A-VL's
+        recent: number of recent tokens that are kept, or their share of the budget, rounded down (A-VL's
             baseline keeps 0.75); None: half of it.
         evict: False: nothing is evicted while decoding.
     """
@@ -70,6 +70,6 @@ class H2O(DecodingStages):
         total = state.values["mass"] + group_mean(mass, heads)
         state = dataclasses.replace(state, values={"mass": total})
         count = jnp.sum(state.stored, axis=-1)
-        recent = jnp.minimum(self.recent_of(state.capacity), state.capacity)
+        recent = jnp.minimum(self.recent_of(state.budget), state.budget)
         old = state.stored & (state.rank < (count - recent)[:, None])
-        return evict(state, old & (count > state.capacity)[:, None], total)
+        return evict(state, old & (count > state.budget)[:, None], total)

@@ -1,9 +1,9 @@
 """The base classes of policies: frozen dataclasses without leaves, with stages that methods override.
 
-Every method is a `Policy`, which selects tokens after prefill. `ReducingStages` adds the stages of methods that reduce
-the prompt during prefill, and `DecodingStages` those of methods that update the cache while decoding. Stages are
-unbatched; the caller applies vmap over B. A method overrides the stages that it needs. A user's subclass, decorated
-with `policy`, works like the methods of this package.
+Every method is a `Policy`, which scores the tokens of each layer during prefill and then selects those that are kept.
+`ReducingStages` adds the stages of methods that reduce the prompt during prefill, and `DecodingStages` those of methods
+that update the cache while decoding. Stages are unbatched; the caller applies vmap over B. A method overrides the
+stages that it needs. A user's subclass, decorated with `policy`, works like the methods of this package.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Policy(metaclass=_PolicyType):
     equations: ClassVar[str] = ""
     stages: ClassVar[str] = "score"
     capped: ClassVar[bool] = False  # whether `cap` is supported: budgets differ per layer, and nothing is merged
-    per_head: ClassVar[bool] = False  # whether the sum of a head's budgets differs between heads; see `allocate`
+    per_head: ClassVar[bool] = False  # whether heads may keep different numbers of entries in all layers together
     needs_key: ClassVar[bool] = False  # whether `generate` and `select` need a key
     needs_grid: ClassVar[bool] = False  # whether `select` needs the grid position of each token
     ranked_by: ClassVar[tuple[str, ...]] = ()  # statistics per head and token that `rank` uses instead of the scores
@@ -123,15 +123,15 @@ class Policy(metaclass=_PolicyType):
     def allocate(
         self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
     ) -> Int[Array, " L"] | Int[Array, "L K"]:
-        """Budgets per layer (or per layer and head) that sum to `total` per head, each from min(1, most) to most.
+        """Budgets per layer (or per layer and head), each from 0 to `most`, with a sum of at most `total` per head.
 
-        If `per_head`, budgets are per layer and head, and all K heads together sum to K `total`.
-        `select` raises InputError for budgets outside these bounds. Under jit they are clipped instead, in the upper
-        layers if their sum is too large.
+        If `per_head`, budgets are per layer and head, and the sum over all K heads is at most K `total`. `select`
+        raises InputError for budgets outside these bounds. Under jit they are clipped instead, in the upper layers if
+        their sum is too large.
 
         Args:
             statistics: of all layers, with a leading axis L.
-            total: sum of the budgets.
+            total: what `keep` or `budget` allows all layers together.
             most: number of tokens in scope of each layer that may still be kept: with a cap, those of the shortlist.
             layers: L.
         """
@@ -142,7 +142,7 @@ class Policy(metaclass=_PolicyType):
         """Number of entries per head that all layers together keep at most. The size of the cache follows from it.
 
         Args:
-            sums: numbers of tokens in scope that all layers together have, each for one prompt.
+            sums: `sums[i]` is the number of tokens in scope of prompt i, added over all layers.
             layers: L.
             text: bound on the text tokens of a prompt.
         """
@@ -179,7 +179,7 @@ class Policy(metaclass=_PolicyType):
         kept: Bool[Array, "K T"],
         scores: Float[Array, "K T"],
     ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
-        """Keys and values, of which those where `kept` are cached. A method may merge dropped entries into them."""
+        """Keys and values of all tokens. Only the kept ones are cached; a method may merge dropped ones into them."""
         del kept, scores
         return k, v
 
@@ -218,14 +218,14 @@ class ReducingStages(Policy):
         """Raises InputError if the prompt would be reduced after layers that the model does not have."""
         after = () if self.reducer is None else self.reductions(layers)
         if any(not 0 <= a < layers for a in after) or sorted(set(after)) != list(after):
-            given = f"{self.shortens_by}={getattr(self, self.shortens_by)!r}"
+            given = f"{self.shortens_by}={getattr(self, self.shortens_by, None)!r}"
             raise InputError(
                 f"{type(self).__name__}: {given} reduces the prompt after layers {after!r}, which must be increasing "
                 f"and less than the model's {layers} layers: give another {self.shortens_by}="
             )
 
     def reductions(self, layers: int) -> tuple[int, ...]:
-        """Numbers of layers after which `reduce` is called, in increasing order; 0: before the first layer."""
+        """For each call of `reduce`, how many layers run before it, in increasing order; 0: before the first layer."""
         raise NotImplementedError
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
@@ -283,7 +283,7 @@ class DecodingStages(Policy):
         `state` is the result of `begin`; at most `state.new_tokens` tokens follow. If a segment is full and `step`
         evicts nothing, the oldest entry is evicted.
         """
-        return state.capacity + 1
+        return state.budget + 1
 
     def decode_bounds(
         self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int

@@ -137,7 +137,7 @@ class PrefixKV(DecodingStages):
 
     def decode_slots(self, state: DecodeState) -> Int[Array, " K"]:
         """The share of all tokens that may be seen, and one new entry."""
-        return allowed_entries(state.capacity, state, state.new_tokens) + 1
+        return allowed_entries(state.budget, state, state.new_tokens) + 1
 
     @override
     def decode_bounds(
@@ -150,7 +150,7 @@ class PrefixKV(DecodingStages):
         del mass
         assert self.distance is not None
         moving = self.variant == "paper"
-        return evict_at_distance(state, self.distance, capacity=state.capacity, moving=moving)
+        return evict_at_distance(state, self.distance, budget=state.budget, moving=moving)
 
 
 def found_forget_counts(

@@ -90,10 +90,10 @@ class RoCo(DecodingStages):
         )
         state = dataclasses.replace(state, values={"mean": mean, "square": square, "rows": rows})
         count = jnp.sum(state.stored, axis=-1)
-        recent = jnp.minimum(self.recent, state.capacity)
+        recent = jnp.minimum(self.recent, state.budget)
         old = state.stored & (state.rank < (count - recent)[:, None])
-        spared = top(deviation(mean, square), old, budgets.share(self.spread, state.capacity - recent, most))
-        return evict(state, old & ~spared & (count > state.capacity)[:, None], mean)
+        spared = top(deviation(mean, square), old, budgets.share(self.spread, state.budget - recent, most))
+        return evict(state, old & ~spared & (count > state.budget)[:, None], mean)
 
 
 def deviation(mean: Float[Array, "K T"], square: Float[Array, "K T"]) -> Float[Array, "K T"]:
