@@ -61,6 +61,7 @@ SEGMENTS = {  # slots, bound on a segment, start, length
     "a pool smaller than a block": (48, 48, [[0, 16], [33, 20]], [[48, 1], [15, 28]]),
     "a tail of no whole tile": (21, 21, [[0, 0], [0, 0]], [[21, 21], [1, 0]]),
     "a tail with its slots in the lanes": (100, 100, [[0, 0], [0, 0]], [[100, 99], [1, 0]]),
+    "a long tail with its slots in the lanes": (200, 200, [[0, 0], [0, 0]], [[200, 129], [1, 0]]),
 }
 
 
@@ -74,6 +75,7 @@ SEGMENTS = {  # slots, bound on a segment, start, length
         ("a pool smaller than a block", 1, 96, jnp.bfloat16, False, False),
         ("a tail of no whole tile", 2, 64, jnp.float32, True, False),
         ("a tail with its slots in the lanes", 2, 64, jnp.bfloat16, True, False),
+        ("a long tail with its slots in the lanes", 2, 64, jnp.float32, False, False),
     ],
 )
 @pytest.mark.full
@@ -102,6 +104,15 @@ def test_what_lies_outside_a_segment_does_not_matter(monkeypatch):
     dirty = q, jnp.where(outside, 1e4, k), jnp.where(outside, 1e30, v)
     got = decode_attention(*dirty, *segment, max_length=160, return_mass=True, implementation=NAME)
     check(got, expected(q, k, v, [[20]], [[150]], np.ones((1, 1, 160), bool)), jnp.float32)
+
+
+def test_one_slot_at_the_end_of_a_pool(monkeypatch):
+    """The segments fit one block of 128 slots in the lanes, which is not the first."""
+    monkeypatch.setattr(decode_kernel.tuning, "block", lambda op, kind, default: {"buffer_kib": 1})
+    arrays, start, length = pool(16, 16, 64, 288, 1), np.full((1, 16), 280), np.ones((1, 16), int)
+    options = {"max_length": 1, "return_mass": True, "implementation": NAME}
+    got = decode_attention(*arrays, jnp.array(start), jnp.array(length), **options)
+    check(got, expected(*arrays, start, length, np.ones((1, 16, 1), bool)), jnp.float32)
 
 
 def test_core_rows_and_the_text_behind_them(monkeypatch):
@@ -167,7 +178,7 @@ def test_masses(monkeypatch, place, causal, softmax_n, statistic, dtype):
     [(200, jnp.float32, "200 slots is not a multiple of 16"), (64, jnp.float16, "not both bfloat16 or both float32")],
 )
 def test_a_pool_that_it_cannot_take_is_refused_by_name_and_run_otherwise(slots, dtype, words):
-    arrays, segment = pool(2, 1, 64, slots, 1, dtype), (jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 20))
+    arrays, segment = pool(2, 1, 128, slots, 1, dtype), (jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 20))
     with pytest.raises(ValueError, match=f"decode_attention: implementation '{NAME}' cannot run this: .*{words}"):
         decode_attention(*arrays, *segment, implementation=NAME)
     device = jax.sharding.AbstractDevice(device_kind="TPU v4", num_cores=2, platform="tpu")
