@@ -25,7 +25,7 @@ from vlkv.families import Model
 from vlkv.inputs import Inputs
 from vlkv.observe import ordinal, tokens_at
 from vlkv.parallel import by_row
-from vlkv.policies.bounds import Budget, cap_counts, with_budget
+from vlkv.policies.bounds import Budget, most_candidates, with_budget
 from vlkv.policies.policy import DecodingStages, Policy
 from vlkv.policies.selection import Observed, allocate_and_take, make_observation, observe, require_fit, shortlist
 from vlkv.reading import LayerPrompt, Prompt, read_layers
@@ -73,7 +73,7 @@ def prefill(
     check_new_tokens(new_tokens)
     require_fit(policy, len(params.decoder.layers), key)
     look = _observer(policy, inputs, layers=len(params.decoder.layers), key=key, kernels=kernels)
-    prompt = read_layers(params, inputs, policy, look, key=key, kernels=kernels)
+    prompt = read_layers(params, inputs, policy.reducer, look, key=key, kernels=kernels)
     return _fill(prompt, policy, new_tokens), prompt.logits
 
 
@@ -98,22 +98,23 @@ def _look(
     *,
     layer: int,
     layers: int,
-    max_instruction: int,
-    most_candidates: int | None,
+    bounds: Inputs | Prompt,
     kernels: Kernels | None,
 ) -> Candidates:
-    """Observes one layer of one row. With a cap, the result has only `most_candidates` tokens."""
+    """Observes one layer of one row. With a cap, the result has only so many tokens."""
     q, k, v = (jnp.swapaxes(x, 0, 1) for x in (prompt.q, prompt.k, prompt.v))
     obs = make_observation(
         policy, q, k, v, prompt.is_vision, prompt.valid, key,
-        layer=layer, layers=layers, max_instruction=max_instruction, is_candidate=prompt.is_candidate, lse=prompt.lse,
-        grid=prompt.grid, kernels=kernels,
+        layer=layer, layers=layers, max_instruction=bounds.max_instruction, is_candidate=prompt.is_candidate,
+        lse=prompt.lse, grid=prompt.grid, kernels=kernels,
     )  # fmt: skip
     observed, count = observe(policy, obs), jnp.sum(obs.in_scope)
-    if most_candidates is None:
+    if policy.cap is None:
         return Candidates(k, v, prompt.is_vision, prompt.is_candidate, prompt.source, count, observed)
     is_candidate = (prompt.is_candidate & ~obs.in_scope) | shortlist(policy, observed, obs, layers=layers)
-    order = tokens_at(jnp.where(is_candidate, ordinal(is_candidate), most_candidates), most_candidates)
+    most = most_candidates(policy, layers=layers, vision=bounds.max_vision, text=bounds.max_text)
+    most = min(most, len(prompt.valid))
+    order = tokens_at(jnp.where(is_candidate, ordinal(is_candidate), most), most)
     is_candidate, order = order >= 0, jnp.maximum(order, 0)
     values = {name: value[:, order] for name, value in observed.values.items()}
     observed = observed._replace(scores=observed.scores[:, order], protected=observed.protected[order], values=values)
@@ -166,17 +167,9 @@ def _observer(
     """A function from a layer's number and its LayerPrompt, for all rows, to its candidates."""
     batch = bounds.valid.shape[0]
     keys = None if key is None else jax.random.split(key, batch)
-    most = None
-    if policy.cap is not None:
-        text = bounds.max_text
-        count = bounds.max_vision + (text if policy.scope == "all" else 0)
-        most = int(cap_counts(policy, layers=layers, most=count)[-1]) + (text if policy.scope == "vision" else 0)
 
     def look(i: int, prompt: LayerPrompt) -> Candidates:
-        one = partial(
-            _look, policy, layer=i, layers=layers, max_instruction=bounds.max_instruction,
-            most_candidates=None if most is None else min(most, prompt.valid.shape[1]), kernels=kernels,
-        )  # fmt: skip
+        one = partial(_look, policy, layer=i, layers=layers, bounds=bounds, kernels=kernels)
         return by_row(one, batch)(prompt, keys)
 
     return look

@@ -87,13 +87,16 @@ def read_prompt(
         InputError: the policy does not fit the model, needs a key or a vision tower, or, outside jit, keeps more tokens
             than its `remaining` allows.
     """
-    return read_layers(params, inputs, policy, lambda _, layer: layer, key=key, kernels=kernels)
+    if policy is not None:
+        require_fit(policy, len(params.decoder.layers), key)
+    reducer = None if policy is None else policy.reducer
+    return read_layers(params, inputs, reducer, lambda _, layer: layer, key=key, kernels=kernels)
 
 
 def read_layers(
     params: Model,
     inputs: Inputs,
-    policy: Policy | None,
+    reducer: ReducingStages | None,
     each: Callable[[int, LayerPrompt], Any],
     *,
     key: Key[Array, ""] | None = None,
@@ -101,14 +104,11 @@ def read_layers(
 ) -> Prompt:
     """`read_prompt` that keeps only the result of `each` for every layer, computed before the next layer runs.
 
-    If the policy has `drops_early_layers`, `each` is called for the layers before the last reduction only after this
+    If the reducer has `drops_early_layers`, `each` is called for the layers before the last reduction only after this
     reduction, and gets only the tokens that are left.
     """
     inputs = jax.tree.map(jnp.asarray, inputs)
     layers = len(params.decoder.layers)
-    if policy is not None:
-        require_fit(policy, layers, key)
-    reducer = None if policy is None else policy.reducer
     stages = () if reducer is None or inputs.max_vision == 0 else reducer.reductions(layers)
     tokens, vision = _begin(params, inputs, reducer if stages else None), inputs.max_vision
     results: list[Any] = []  # of `each`; LayerPrompts while they wait for the last reduction
@@ -117,7 +117,7 @@ def read_layers(
     return_lse = takes_lse(kernels.attention_mass)
 
     def reduce(layer: int) -> Array | None:
-        """Reduces the prompt before this layer if the policy asks for it; returns the new positions, else None."""
+        """Reduces the prompt before this layer if the reducer asks for it; returns the new positions, else None."""
         nonlocal tokens, vision, results
         if reducer is None or layer not in stages:
             return None

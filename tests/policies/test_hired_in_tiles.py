@@ -118,6 +118,6 @@ def test_generate_keeps_the_published_budget_of_every_partition(model, alpha, va
         text = [*range(START), *range(START + vision, START + vision + 3)]
         for layer, head in np.ndindex(length.shape[0], length.shape[2]):
             first = start[layer, row, head]
-            held = token[row, first : first + length[layer, row, head], head]
+            held = token[row, head, first : first + length[layer, row, head]]
             assert sorted(held) == sorted([*text, *(START + i for i in chosen[alpha, variant])])
         assert len({tuple(sorted(one)) for one in chosen.values()}) >= 3, "alpha and variant change what stays"

@@ -100,7 +100,7 @@ def test_avl_waits_for_two_layers_only():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(params.decoder), "walk", watched)
-        reading.read_layers(params, batch, policy, each)
+        reading.read_layers(params, batch, policy.reducer, each)
     left = int(np.floor(0.6 * whole + 0.5))
     assert events == [("layer", 0), ("layer", 1), (0, left), (1, left), ("layer", 2), (2, left)]
 

@@ -50,7 +50,8 @@ def merged_into(params: Model, inputs: Inputs, method: Policy) -> Int[np.ndarray
             return super().reduce(tokens, obs, stage=stage)
 
     recorded = Recorded(**{field.name: getattr(method, field.name) for field in dataclasses.fields(method)})
-    jax.block_until_ready(jax.jit(lambda p, i: read_layers(p, i, recorded, lambda *_: None).logits)(params, inputs))
+    run = jax.jit(lambda p, i: read_layers(p, i, recorded.reducer, lambda *_: None).logits)
+    jax.block_until_ready(run(params, inputs))
     jax.effects_barrier()
     owner, found = np.arange(inputs.tokens.shape[1]), []
     for stage in sorted(stages):

@@ -79,6 +79,13 @@ def cap_counts(policy: Policy, *, layers: int, most: int) -> Int[np.ndarray, " c
     return np.minimum(np.arange(most + 1), np.ceil(policy.cap * mean)).astype(np.int32)
 
 
+def most_candidates(policy: Policy, *, layers: int, vision: int, text: int) -> int:
+    """Bound on the tokens of one layer under the `cap`, for prompts of at most these tokens; out of scope included."""
+    if policy.scope == "all":
+        return int(cap_counts(policy, layers=layers, most=vision + text)[-1])
+    return int(cap_counts(policy, layers=layers, most=vision)[-1]) + text
+
+
 class Budget(NamedTuple):
     """The budget of a policy as arrays, so that policies that differ only in `keep` share one compiled program."""
 
