@@ -300,9 +300,9 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
     states = [decode_state.resize(layer, new_tokens) for layer in cache.decode_states]
     updater = cache.policy.updater
     assert updater is not None
-    requested = jnp.stack([jax.vmap(updater.decode_slots)(layer) for layer in states])
     if new_tokens <= cache.new_tokens or not _grows_with_new_tokens(updater):
         return dataclasses.replace(cache, decode_states=tuple(states))
+    requested = jnp.stack([jax.vmap(updater.decode_slots)(layer) for layer in states])
     if isinstance(requested, jax.core.Tracer):
         raise InputError("the number of slots that the method needs is unknown under jit: resize the cache outside jit")
     length, columns = jnp.maximum(cache.length, requested), cache.token.shape[1]
@@ -536,10 +536,6 @@ def _vision_first(kept: Bool[Array, "B K T"], is_vision: Bool[Array, "B 1 T"]) -
     return jnp.where(vision, jnp.cumsum(vision, axis=-1) - 1, after + jnp.cumsum(text, axis=-1) - 1)
 
 
-def _window(slots: int) -> int:
-    return min(_SLOTS_AT_A_TIME, slots)
-
-
 def _write_segments(
     pools: tuple[Float[Array, "B #K P *H"] | Int[Array, "B #K P"], ...],
     values: tuple[Float[Array, "B K _t H"] | Int[Array, "B T"], ...],
@@ -557,7 +553,7 @@ def _write_segments(
     groups = heads // columns  # of heads in different columns, which are written together
     first_head, column = jnp.arange(groups) * columns, jnp.arange(columns)
     low, high = jnp.min(start.reshape(rows, groups, -1), axis=2), jnp.max(end.reshape(rows, groups, -1), axis=2)
-    size = _window(slots)
+    size = min(_SLOTS_AT_A_TIME, slots)
     windows = jnp.max(-(-(high - low) // size))  # of the longest one
 
     def take(x: Array, where: tuple[Array, ...]) -> Array:

@@ -45,11 +45,11 @@ class Part:
         """Number of local entries among the first `entries`."""
         return entries if self.count == 1 else jnp.maximum(-(-(entries - self.index) // self.count), 0)
 
-    def local_entries(self, x: Any, fill: Any = False) -> Any:
-        """Selects this device's entries along the last axis. Pads with `fill` so that all devices have equally many."""
+    def local_entries(self, x: Bool[Array, "*n E"]) -> Bool[Array, "*n e"]:
+        """Selects this device's entries along the last axis. Pads with False so that all devices have equally many."""
         if self.count == 1:
             return x
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % self.count)], constant_values=fill)
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % self.count)])
         x = x.reshape(*x.shape[:-1], -1, self.count)
         return jax.lax.dynamic_index_in_dim(x, self.index, axis=-1, keepdims=False)
 

@@ -45,7 +45,7 @@ class LookM(Policy):
     paper = (
         "Wan et al. 2024, LOOK-M: Look-Once Optimization in KV Cache for Efficient Multimodal Long-Context Inference"
     )
-    stages = "score, merge"
+    stages = "score, allocate, merge"
 
     @property
     def overshoots(self) -> bool:
