@@ -105,15 +105,8 @@ def _attend(
     if return_mass:
         outputs["logits"] = (heads, plan.blocks * plan.block)
 
-    names = [
-        *scalars,
-        *vectors,
-        *in_hbm,
-        *outputs,
-        *(f"{name} buffer" for name in buffers),
-        "buffers used",
-        "semaphores",
-    ]
+    names = [*scalars, *vectors, *in_hbm, *outputs, *(f"{name} buffer" for name in buffers)]
+    names += ["buffers used", "semaphores"]
     results = pl.pallas_call(
         lambda *refs: _Row(plan, dict(zip(names, refs, strict=True))).run(),
         grid_spec=pltpu.PrefetchScalarGridSpec(
