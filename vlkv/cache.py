@@ -202,7 +202,7 @@ def write_pool(
     return _write(pool, new, slot if valid is None else jnp.where(valid[..., None], slot, slots), parts, kernels)
 
 
-@partial(jax.jit, static_argnums=(3, 4))
+@partial(jax.jit, static_argnums=(3, 4))  # traced once for all layers
 def _write(x: Array, new: Array, slot: Int[Array, "B T K"], parts: int, kernels: Kernels | None) -> Array:
     """Writes `new` [B, T, K, ...] to slots of x [B, #K, P, ...]; slots past the end are ignored."""
 
@@ -283,11 +283,7 @@ def resize(cache: PackedCache, new_tokens: int) -> PackedCache:
         more = [(0, 0), (0, 0), (0, 0), (0, slots // parts - x.shape[3]), (0, 0)]
         return jnp.pad(x, more).reshape(*x.shape[:2], slots, x.shape[4])
 
-    states = (
-        None
-        if cache.decode_states is None
-        else tuple(decode_state.resize(layer, slots) for layer in cache.decode_states)
-    )
+    states = cache.decode_states and tuple(decode_state.resize(layer, slots) for layer in cache.decode_states)
     return dataclasses.replace(
         cache, tail_k=tuple(map(fit, cache.tail_k)), tail_v=tuple(map(fit, cache.tail_v)), decode_states=states
     )

@@ -101,7 +101,7 @@ def _look(
     bounds: Inputs | Prompt,
     kernels: Kernels | None,
 ) -> Candidates:
-    """Observes one layer of one row. With a cap, the result has only so many tokens."""
+    """Observes one layer of one row. With a cap, the result has only the layer's shortlist."""
     q, k, v = (jnp.swapaxes(x, 0, 1) for x in (prompt.q, prompt.k, prompt.v))
     obs = make_observation(
         policy, q, k, v, prompt.is_vision, prompt.valid, key,

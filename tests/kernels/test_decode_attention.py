@@ -113,8 +113,8 @@ def test_peaked_attention_over_several_chunks_stays_finite_and_right(pool, monke
     heads = np.repeat(k, 3, axis=1)
     best = np.argmax(np.einsum("bnh,bnph->bnp", q, heads), axis=-1)
     want = np.take_along_axis(np.repeat(v, 3, axis=1), best[..., None, None], axis=2)[:, :, 0]
-    # The log of the denominator is in the thousands, where float32 has steps of 2.4e-4 to 5e-4.
-    np.testing.assert_allclose(out, want, rtol=1e-3, atol=1e-4)
+    # The reference subtracts the log of the denominator, which is in the thousands: float32 has steps of 5e-4 there.
+    np.testing.assert_allclose(out, want, rtol=1e-3 if chosen == "reference" else 1e-4, atol=1e-4)
     assert np.isfinite(lse).all()
 
 
