@@ -21,10 +21,10 @@ from rich.table import Table as Printed
 
 from vlkv import policies
 from vlkv.analysis import cost
+from vlkv.cache import total_bound, vision_bounds
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.policies import Policy
-from vlkv.policies.bounds import total_bound, vision_bounds
 from vlkv.terminal import OneLineParser, guarded
 from vlkv.tools.benching import machine
 from vlkv.tools.benching.measuring import measure_missing

@@ -10,7 +10,7 @@ import pytest
 import vlkv
 from pallas_kernels import core_attention, decode_attention
 from vlkv import budgets, policies
-from vlkv.cache import pack, pool_slots, resize
+from vlkv.cache import cache_spec, pack, pool_slots, resize
 from vlkv.policies.bounds import nominal_totals
 from vlkv.policies.policy import policy
 
@@ -90,11 +90,12 @@ def test_a_long_prompt_takes_the_memory_of_its_budgets():
     assert each.sum() == heads * total and each.max() >= 9.9 * each.min()
     kept = np.argsort(random.random((layers, 1, heads, tokens)), axis=-1) < each[:, None, :, None]
     k, v = random.standard_normal((2, layers, 1, heads, tokens, head_dim)).astype(np.float32)
+    spec = cache_spec(chosen, layers=layers, vision=0, text=tokens, images=1, new_tokens=1)
     cache = pack(
-        chosen, tuple(map(jnp.asarray, k)), tuple(map(jnp.asarray, v)), jnp.asarray(kept),
+        spec, tuple(map(jnp.asarray, k)), tuple(map(jnp.asarray, v)), jnp.asarray(kept),
         is_vision=jnp.zeros((layers, 1, tokens), bool),
         source=jnp.broadcast_to(jnp.arange(tokens), (layers, 1, tokens)),
-        next_position=jnp.full((1, 1), tokens), max_vision=0, max_text=tokens, max_images=1, new_tokens=1,
+        next_position=jnp.full((1, 1), tokens),
     )  # fmt: skip
     budget = each.sum() * head_dim * 4
     assert budget <= cache.k.nbytes <= 1.05 * budget

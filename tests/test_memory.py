@@ -46,19 +46,26 @@ def test_pool_at_7b_shapes_is_within_5_percent_of_the_kept_and_new_entries(metho
     assert kept + LAYERS * new <= slots <= 1.05 * (kept + LAYERS * new)
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(("vision", "text", "keep"), [(575, 33, 0.1), (8192, 1, 0.03), (40, 300, 0.5)])
+def test_methods_with_one_total_have_pools_of_one_size(vision, text, keep, parts):
+    """Whether they give layers equal budgets or not; otherwise a comparison at equal bytes would depend on tiles."""
+    sizes = dict(layers=LAYERS, vision=vision, text=text, new_tokens=NEW, parts=parts)
+    methods = policies.AirCache, policies.CSP, policies.SnapKV, policies.VLCache
+    assert len({cache.pool_slots(method(keep=keep, scope="vision"), **sizes) for method in methods}) == 1
+
+
 @pytest.mark.parametrize("method", [policies.AirCache, policies.PrefixKV])
 def test_packed_cache_at_7b_shapes_has_just_these_bytes(method):
     """28 layers, 4 key heads of 128 in bfloat16: the arrays that `pack` makes, not the promise of `pool_slots`."""
     policy = method(keep=KEEP, scope="vision")
+    spec = cache.cache_spec(policy, layers=LAYERS, vision=VISION, text=TEXT, images=1, new_tokens=NEW)
     length, heads, head_dim = VISION + TEXT, 4, 128
     shape = jax.ShapeDtypeStruct
     kv = tuple(shape((1, heads, length, head_dim), jnp.bfloat16) for _ in range(LAYERS))
 
     def arrays(k, v, kept, is_vision, source, position):
-        made = cache.pack(
-            policy, k, v, kept, is_vision=is_vision, source=source, next_position=position,
-            max_vision=VISION, max_text=TEXT, max_images=1, new_tokens=NEW,
-        )  # fmt: skip
+        made = cache.pack(spec, k, v, kept, is_vision=is_vision, source=source, next_position=position)
         return made.k, made.v, made.tail_k, made.tail_v
 
     kept, is_vision, source = (

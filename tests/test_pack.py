@@ -21,8 +21,8 @@ def test_every_kept_entry_lies_where_its_segment_says_and_nothing_else_does(monk
     share = np.array([0.1, 0.9, 1.0, 0.0])[:, None]  # heads of one layer keep a little, most, all, nothing
     kept = rng.random((LAYERS, ROWS, HEADS, LENGTH)) < np.stack([share, share[::-1], share / 2])[:, None]
     source = np.stack([np.sort(rng.permutation(500)[:LENGTH]) for _ in range(ROWS)])
-    counts = dict(max_vision=LENGTH, max_text=0, max_images=1, new_tokens=4)
-    made = jax.jit(functools.partial(cache.pack, policies.Full(), **counts))(
+    spec = cache.cache_spec(policies.Full(), layers=LAYERS, vision=LENGTH, text=0, images=1, new_tokens=4)
+    made = jax.jit(functools.partial(cache.pack, spec))(
         tuple(k), tuple(v), kept, is_vision=np.stack([is_vision] * LAYERS), source=np.stack([source] * LAYERS),
         next_position=np.zeros((ROWS, 1), np.int32),
     )  # fmt: skip

@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +33,7 @@ from vlkv.decode_state import DecodeState
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
 from vlkv.observe import tokens_at
-from vlkv.policies.bounds import layer_bound, total_bound
-from vlkv.policies.policy import DecodingStages, Policy
+from vlkv.policies.policy import DecodingStages, Policy, Storage
 from vlkv.sharding import axes, leaves_with_axes, map_with_axes
 
 ALIGNMENT = 16  # slots: every segment starts on a bf16 tile
@@ -353,14 +352,46 @@ def _grows_with_new_tokens(updater: DecodingStages) -> bool:
     return many > few
 
 
-def reuses_slots(policy: Policy) -> bool:
-    """Whether new entries take free slots: the policy evicts, and the pool is not quantised (slots share scales)."""
-    return policy.updater is not None and policy.updater.evicts and policy.storage is None
-
-
 def align(n: Any, tile: int = ALIGNMENT) -> Any:
     """Rounds up to a multiple of `tile`."""
     return -(-n // tile) * tile
+
+
+class CacheSpec(NamedTuple):
+    """What a policy needs of a cache, for prompts of at most given numbers of tokens.
+
+    Slots are per key head, without the alignment of segments. If new entries take free slots, these are included.
+    """
+
+    layers: int
+    slots: int  # of the segments of all layers together
+    longest: int  # of the segment of one layer
+    limit: int  # of the segment of one layer, however the method divides its budget among layers
+    new_tokens: int  # capacity for new tokens
+    reuses: bool  # whether new entries take free slots instead of a tail
+    per_head: bool  # as in `Policy`
+    storage: Storage | None  # as in `Policy`
+    softmax_n: float  # as in `Policy`
+
+    @property
+    def tile(self) -> int:
+        """Alignment of segments, chosen so that no group of quantised keys belongs to two layers."""
+        return ALIGNMENT if self.storage is None else math.lcm(ALIGNMENT, self.storage.group)
+
+    def pool(self, parts: int) -> int:
+        """Slots of the pool per key head, with the alignment of segments in every part.
+
+        They depend on `limit`, not on `longest`, so that methods with the same total have pools of the same size.
+        """
+        slots = (self.slots + self.layers * (parts - 1)) // parts  # of a part, which may have one more per segment
+        slots += self.layers * (self.tile - 1)  # alignment adds at most these
+        # Each segment fills whole tiles, so the rest of the last tile is needed only by heads that share a column.
+        slots = align(slots, self.tile) if self.per_head else slots // self.tile * self.tile
+        return parts * max(self.tile, min(slots, self.layers * align(-(-self.limit // parts), self.tile)))
+
+    def tail(self, parts: int) -> int:
+        """Slots of the tail of one layer."""
+        return 0 if self.reuses else align(self.new_tokens, parts)
 
 
 def pool_slots(
@@ -386,42 +417,55 @@ def pool_slots(
         raise InputError("inputs are not vlkv.Inputs: convert a Hugging Face batch by vlkv.Inputs.from_hf")
     if inputs is not None:
         vision, text, images = inputs.max_vision, inputs.max_text, inputs.max_images
-    pool = _pool_bounds(policy, layers, vision, text, images, new_tokens, parts)[0]
-    return pool if reuses_slots(policy) else pool + layers * align(new_tokens, parts)
+    spec = cache_spec(policy, layers=layers, vision=vision, text=text, images=images, new_tokens=new_tokens)
+    return spec.pool(parts) + layers * spec.tail(parts)
 
 
-def _pool_bounds(
-    policy: Policy, layers: int, vision: int, text: int, images: int, new_tokens: int, parts: int
-) -> tuple[int, int, int]:
-    """Slots of the pool per key head; bounds on the entries per head of all layers together, and of one layer."""
-    kept, tile = total_bound(policy, layers=layers, vision=vision, text=text, images=images), _tile(policy)
-    longest = layer_bound(policy, layers=layers, vision=vision, text=text)
-    row = vision + text
-    if (updater := policy.updater) is not None and reuses_slots(policy):
-        kept, longest = updater.decode_bounds(
-            kept, longest, layers=layers, vision=vision, text=text, new_tokens=new_tokens
+def cache_spec(policy: Policy, *, layers: int, vision: int, text: int, images: int, new_tokens: int) -> CacheSpec:
+    """What the policy needs of a cache; arguments as in `pool_slots`."""
+    slots = total_bound(policy, layers=layers, vision=vision, text=text, images=images)
+    equal = type(policy.allocator).allocate is Policy.allocate and policy.reducer is None
+    limit = vision + text
+    longest = -(-slots // layers) if equal else limit
+    # An evicted entry frees its slot, unless the pool is quantised, because slots share scales.
+    reuses = policy.updater is not None and policy.updater.evicts and policy.storage is None
+    if reuses:
+        assert policy.updater is not None
+        slots, longest = policy.updater.decode_bounds(
+            slots, longest, layers=layers, vision=vision, text=text, new_tokens=new_tokens
         )
-        row = longest
-    # In every part, alignment adds up to tile - 1 slots to a segment, but a segment is never larger than a whole row.
-    most = (kept + layers * (parts - 1)) // parts  # entries of the first part, which may have one more per segment
-    whole = max(most + layers * (tile - 1), tile)
-    # Each segment fills whole tiles, so the rest of the last tile is needed only by heads that share a column.
-    whole = align(whole, tile) if policy.per_head else whole // tile * tile
-    return parts * min(whole, layers * align(-(-row // parts), tile)), kept, longest
+        limit = longest
+    return CacheSpec(
+        layers=layers, slots=slots, longest=longest, limit=limit, new_tokens=new_tokens, reuses=reuses,
+        per_head=policy.per_head, storage=policy.storage, softmax_n=policy.softmax_n,
+    )  # fmt: skip
 
 
-def segment_slots(policy: Policy, *, layers: int, vision: int, text: int, images: int, new_tokens: int) -> int:
-    """Bound on the slots of one layer's segment; arguments as in `pool_slots`."""
-    return _pool_bounds(policy, layers, vision, text, images, new_tokens, 1)[2]
+def total_bound(policy: Policy, *, layers: int, vision: int, text: int, images: int = 1) -> int:
+    """Bound on the entries of all layers together, for prompts of at most these tokens; out of scope included."""
+    text_in_scope, text_kept = (layers * text, 0) if policy.scope == "all" else (0, layers * text)
+    if policy.reducer is None or policy.counts_dropped:
+        sums = np.arange(0, layers * vision + text_in_scope + 1, layers)
+    else:
+        sums = np.arange(sum(vision_bounds(policy, layers=layers, vision=vision, images=images)) + text_in_scope + 1)
+    return int(np.max(policy.totals(sums, layers=layers, text=text))) + text_kept
 
 
-def _tile(policy: Policy) -> int:
-    """Alignment of segments, chosen so that no group of quantised keys belongs to two layers."""
-    return ALIGNMENT if policy.storage is None else math.lcm(ALIGNMENT, policy.storage.group)
+def vision_bounds(policy: Policy, *, layers: int, vision: int, images: int) -> tuple[int, ...]:
+    """Bound on the vision tokens of each layer, before tokens are selected."""
+    reducer, left = policy.reducer, [vision]
+    if reducer is None:
+        return (vision,) * layers
+    after = reducer.reductions(layers)
+    for stage in range(len(after)):
+        left.append(min(left[-1], reducer.remaining(stage=stage, vision=left[-1], images=images)))
+    if reducer.drops_early_layers:
+        return (left[-1],) * layers
+    return tuple(left[sum(i >= a for a in after)] for i in range(layers))
 
 
 def pack(
-    policy: Policy,
+    spec: CacheSpec,
     k: tuple[Float[Array, "B K _t H"], ...],
     v: tuple[Float[Array, "B K _t H"], ...],
     kept: Bool[Array, "L B K T"],
@@ -429,46 +473,36 @@ def pack(
     is_vision: Bool[Array, "L B T"],
     source: Int[Array, "L B T"],
     next_position: Int[Array, "B A"],
-    max_vision: int,
-    max_text: int,
-    max_images: int,
-    new_tokens: int,
     requested: Int[Array, "L B K"] | None = None,
 ) -> PackedCache:
     """Moves the kept entries of all layers into one pool.
 
-    If the policy quantises the pool, the tail is in full precision; see `quantize_old` for what attention sees of it.
+    If the pool is quantised, the tail is in full precision; see `quantize_old` for what attention sees of it.
 
     Args:
-        policy: any policy.
+        spec: from `cache_spec`.
         k: one per layer; a layer with fewer tokens has a shorter array.
         v: as k.
         kept: tokens that each layer keeps, padded to the longest layer, like the next two.
         is_vision: which tokens come from an image.
         source: index of each token in the prompt.
         next_position: as in `PackedCache`.
-        max_vision: bounds as in `pool_slots`.
-        max_text: bound on text tokens.
-        max_images: bound on images.
-        new_tokens: capacity for new tokens: slots of the tail, if there is one.
-        requested: slots that the policy requests for each segment if slots are reused; None: there is a tail. A segment
-            gets at least one slot more than its entries. If the sum exceeds the pool, upper layers get fewer slots;
-            this may happen if a short prompt keeps more than the policy's share.
+        requested: slots that the policy requests for each segment if slots are reused, else None. A segment gets at
+            least one slot more than its entries. If the sum exceeds the pool, upper layers get fewer slots; this may
+            happen if a short prompt keeps more than the policy's share.
     """
     layers, (batch, heads, _, head_dim) = len(k), k[0].shape
-    columns = 1 if policy.per_head else heads
-    parts, tile = parallel.slot_parts(columns), _tile(policy)
-    if parts > 1 and policy.storage is not None and policy.storage.window is not None:
-        raise InputError(
-            f"window={policy.storage.window} needs a mesh whose `model` axis divides the {columns} columns of the pool"
-        )
-    slots, total, longest = _pool_bounds(policy, layers, max_vision, max_text, max_images, new_tokens, parts)
-    slots, total = (n * heads // columns for n in (slots, total))  # of a column
+    columns = 1 if spec.per_head else heads
+    parts, tile = parallel.slot_parts(columns), spec.tile
+    window = None if spec.storage is None else spec.storage.window
+    if parts > 1 and window is not None:
+        raise InputError(f"window={window} needs a mesh whose `model` axis divides the {columns} columns of the pool")
+    slots, total = (n * heads // columns for n in (spec.pool(parts), spec.slots))  # of a column
     counts = jnp.sum(kept, axis=-1, dtype=jnp.int32)  # [L, B, K]
     granted = counts  # slots of each segment
     if requested is not None:
         least = counts + 1
-        spare = jnp.clip(jnp.minimum(requested, longest) - least, 0)
+        spare = jnp.clip(jnp.minimum(requested, spec.longest) - least, 0)
         free = jnp.maximum(total - jnp.sum(_by_column(least, columns), axis=0), 0)
         granted = least + jnp.clip(spare, 0, jnp.maximum(free - _before(spare, columns), 0))
 
@@ -501,13 +535,13 @@ def pack(
         pool_k, pool_v, token = pools
 
         def tail() -> tuple[Array, ...]:  # called twice, because shared buffers cannot be donated
-            shape = rows, own_heads, -(-new_tokens // parts), head_dim
-            return tuple(jnp.zeros(shape, k[0].dtype) for _ in range(layers if requested is None else 0))
+            shape = rows, own_heads, spec.tail(parts) // parts, head_dim
+            return tuple(jnp.zeros(shape, k[0].dtype) for _ in range(0 if spec.reuses else layers))
 
         packed_k: Array | QuantizedPool = pool_k
         packed_v: Array | QuantizedPool = pool_v
-        if policy.storage is not None:
-            bits, group, _ = policy.storage
+        if spec.storage is not None:
+            bits, group, _ = spec.storage
             packed_k = quantize(pool_k, token >= 0, bits=bits, group=group, axis="slots")
             packed_v = quantize(pool_v, token >= 0, bits=bits, group=group, axis="channels")
         return packed_k, packed_v, token, start, tail(), tail()
@@ -520,8 +554,8 @@ def pack(
     packed_k, packed_v, token, start, tail_k, tail_v = run(k, v, kept, granted, is_vision, source)
     return PackedCache(
         k=packed_k, v=packed_v, token=token, start=start, length=granted, tail_k=tail_k, tail_v=tail_v,
-        used=jnp.zeros(batch, jnp.int32), next_position=next_position, softmax_n=policy.softmax_n, parts=parts,
-        window=None if policy.storage is None else policy.storage.window,
+        used=jnp.zeros(batch, jnp.int32), next_position=next_position, softmax_n=spec.softmax_n, parts=parts,
+        window=window,
     )  # fmt: skip
 
 

@@ -32,8 +32,9 @@ from vlkv.families import Model
 from vlkv.feeding import feed
 from vlkv.inputs import Inputs
 from vlkv.policies.full import Full
-from vlkv.policies.policy import Policy, require_policy
-from vlkv.prefill import prefill
+from vlkv.policies.policy import Policy
+from vlkv.policies.selection import require_fit
+from vlkv.prefill import prefill, read_and_fill
 from vlkv.sampling import Greedy
 
 
@@ -110,12 +111,13 @@ def generate(
         kernels: implementations of the ops (`pallas_kernels.Kernels`), which affect only the speed.
 
     Raises:
-        InputError: a key is missing, or prompt and answer exceed the model's limit (see `check_room`).
+        InputError: the policy does not fit the model, a key is missing, or prompt and answer exceed the model's limit
+            (see `check_room`).
     """
     inputs = Inputs.of(inputs, params.config)
     policy = Full() if policy is None else policy
     sampling = Greedy() if sampling is None else sampling
-    require_policy(policy)
+    require_fit(policy, len(params.decoder.layers), key)
     check_room(params.config, inputs, sampling.max_new_tokens)
     sampling.require_key(key)
     return _generate(params, inputs, policy, sampling, key, kernels)
@@ -131,7 +133,7 @@ def _generate(
     kernels: Kernels | None,
 ) -> Output:
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
-    cache, logits = prefill(params, inputs, policy, new_tokens=sampling.max_new_tokens, key=policy_key, kernels=kernels)
+    cache, logits = read_and_fill(params, inputs, policy, sampling.max_new_tokens, key=policy_key, kernels=kernels)
     tokens, lengths = decode(params, cache, logits, sampling=sampling, key=sample_key)
     return Output(
         tokens=tokens, lengths=lengths, token=cache.token, start=cache.start, length=cache.counts,
@@ -258,7 +260,7 @@ def stream(
     """`generate` for `Inputs`, as a generator: yields each step's tokens. Ended rows repeat their stop token."""
     policy = Full() if policy is None else policy
     sampling = Greedy() if sampling is None else sampling
-    require_policy(policy)
+    require_fit(policy, len(params.decoder.layers), key)
     check_room(params.config, inputs, sampling.max_new_tokens)
     sampling.require_key(key)
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels
-from vlkv.cache import PackedCache, check_new_tokens, pack, reuses_slots, segment_slots
+from vlkv.cache import PackedCache, cache_spec, check_new_tokens, pack
 from vlkv.decode_state import DecodeState, begin, packed
 from vlkv.errors import InputError
 from vlkv.families import Model
@@ -72,9 +72,23 @@ def prefill(
     assert not isinstance(new_tokens, jax.Array)
     check_new_tokens(new_tokens)
     require_fit(policy, len(params.decoder.layers), key)
+    return read_and_fill(params, inputs, policy, new_tokens, key=key, kernels=kernels)
+
+
+def read_and_fill(
+    params: Model,
+    inputs: Inputs,
+    policy: Policy,
+    new_tokens: int,
+    *,
+    key: Key[Array, ""] | None,
+    kernels: Kernels | None,
+) -> tuple[PackedCache, Float[Array, "B vocab"]]:
+    """`prefill` for callers that have checked the arguments."""
     look = _observer(policy, inputs, layers=len(params.decoder.layers), key=key, kernels=kernels)
     prompt = read_layers(params, inputs, policy.reducer, look, key=key, kernels=kernels)
-    return _fill(prompt, policy, new_tokens), prompt.logits
+    cache = _fill(prompt, policy, new_tokens)
+    return _own_buffers(cache, prompt), prompt.logits
 
 
 @jax.tree_util.register_dataclass
@@ -158,7 +172,8 @@ def fill_cache_with(
     chooser = policy if budget is None else with_budget(policy, budget)
     look = _observer(chooser, prompt, layers=len(prompt.layers), key=key, kernels=prompt.kernels)
     found = tuple(look(i, layer) for i, layer in enumerate(prompt.layers))
-    return _fill(dataclasses.replace(prompt, layers=found), policy, new_tokens, chooser)
+    cache = _fill(dataclasses.replace(prompt, layers=found), policy, new_tokens, chooser)
+    return _own_buffers(cache, prompt)
 
 
 def _observer(
@@ -192,7 +207,11 @@ def _fill(prompt: Prompt, policy: Policy, new_tokens: int, chooser: Policy | Non
     for i, layer in enumerate(found):
         kept, scores = (x[:, i, :, : layer.k.shape[2]] for x in (selection.kept, selection.scores))
         merged.append(jax.vmap(policy.merge)(layer.k, layer.v, kept, scores))
-    kept, requested, reuses = jnp.swapaxes(selection.kept, 0, 1), None, reuses_slots(policy)
+    spec = cache_spec(
+        policy, layers=len(found), vision=prompt.max_vision, text=prompt.max_text, images=prompt.max_images,
+        new_tokens=new_tokens,
+    )  # fmt: skip
+    kept, requested = jnp.swapaxes(selection.kept, 0, 1), None
     states: tuple[DecodeState, ...] = ()
     if (updater := policy.updater) is not None:
         make = jax.vmap(partial(_make_decode_state, updater, new_tokens=new_tokens))
@@ -201,23 +220,19 @@ def _fill(prompt: Prompt, policy: Policy, new_tokens: int, chooser: Policy | Non
             for i, layer in enumerate(found)
         ]
         states, kept = tuple(m for m, _ in made), jnp.stack([_lengthen(x, longest) for _, x in made])
-        requested = jnp.stack([jax.vmap(updater.decode_slots)(m) for m in states]) if reuses else None
-    bounds = {"max_vision": prompt.max_vision, "max_text": prompt.max_text, "max_images": prompt.max_images}
+        requested = jnp.stack([jax.vmap(updater.decode_slots)(m) for m in states]) if spec.reuses else None
     cache = pack(
-        policy, tuple(m[0] for m in merged), tuple(m[1] for m in merged), kept,
+        spec, tuple(m[0] for m in merged), tuple(m[1] for m in merged), kept,
         is_vision=jnp.swapaxes(is_vision, 0, 1), source=jnp.swapaxes(source, 0, 1),
-        next_position=prompt.next_position, new_tokens=new_tokens, requested=requested, **bounds,
+        next_position=prompt.next_position, requested=requested,
     )  # fmt: skip
     cache = dataclasses.replace(cache, kernels=prompt.kernels)
     if updater is not None:
-        most = segment_slots(
-            policy, layers=len(found), vision=prompt.max_vision, text=prompt.max_text, images=prompt.max_images,
-            new_tokens=new_tokens,
-        )  # fmt: skip
-        moved = jax.vmap(partial(packed, new_tokens=new_tokens if reuses else cache.new_tokens, reuses=reuses))
-        states = tuple(moved(m, cache.entries(i, most), cache.length[i]) for i, m in enumerate(states))
+        room = new_tokens if spec.reuses else cache.new_tokens
+        moved = jax.vmap(partial(packed, new_tokens=room, reuses=spec.reuses))
+        states = tuple(moved(m, cache.entries(i, spec.longest), cache.length[i]) for i, m in enumerate(states))
         cache = dataclasses.replace(cache, decode_states=states, policy=policy)
-    return _own_buffers(cache, prompt)
+    return cache
 
 
 def _make_decode_state(

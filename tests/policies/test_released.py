@@ -13,7 +13,7 @@ from pallas_kernels import attention_mass
 from tests import reference
 from tests.models import embed, tiny_llava, unequal_batch
 from vlkv import policies
-from vlkv.cache import pool_slots
+from vlkv.cache import pool_slots, total_bound
 from vlkv.policies import bounds
 
 # --- CSP ------------------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def test_look_m_keeps_all_text_even_over_the_budget(golden, prior):
     for ratio in range(len(g["ratio_pairs_heavy_recent"])):
         policy, (_, _, got) = look_m(g, ratio, prior, variant="released")
         np.testing.assert_array_equal(got.kept[0], g[f"as_released_kept_{prior}_ratio{ratio}"])
-        bound = bounds.total_bound(policy, layers=1, vision=vision, text=len(g["is_vision"]) - vision)
+        bound = total_bound(policy, layers=1, vision=vision, text=len(g["is_vision"]) - vision)
         assert got.kept[0].sum(axis=-1).max() <= bound
 
 
@@ -178,7 +178,7 @@ def test_vlcache_largest_is_reached_by_no_density(variant):
         total = bounds.total(policy, most, most[0], layers=6, most=length, text=length)
         sparsity = jnp.asarray(1 - density)
         got = policy.allocate({**statistics, "sparsity": sparsity}, total=total, most=most, layers=6)
-        assert got.sum() <= total <= bounds.total_bound(policy, layers=6, vision=100, text=20)
+        assert got.sum() <= total <= total_bound(policy, layers=6, vision=100, text=20)
 
 
 # --- StreamingLLM, and all of them in a model -----------------------------------------------------------------------

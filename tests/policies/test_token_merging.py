@@ -11,8 +11,8 @@ import pytest
 import vlkv
 from tests import models
 from vlkv import InputError
+from vlkv.cache import vision_bounds
 from vlkv.observe import Observation
-from vlkv.policies.bounds import vision_bounds
 from vlkv.policies.full import Full
 from vlkv.policies.lightkv import LightKV
 from vlkv.policies.pitome import PiToMe

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Key
 
-from vlkv.cache import PackedCache, pack
+from vlkv.cache import PackedCache, cache_spec, pack
 from vlkv.observe import top
 from vlkv.policies.bounds import nominal_totals
 from vlkv.policies.random import ImgRandom
@@ -52,10 +52,13 @@ def oracle_cache(
 
     kept = jax.vmap(choose)(scores, share, vision, prompt.valid)
     everywhere = (layers, batch, length)
+    spec = cache_spec(
+        policy, layers=layers, vision=prompt.max_vision, text=prompt.max_text, images=prompt.max_images,
+        new_tokens=new_tokens,
+    )  # fmt: skip
     return pack(
-        policy, tuple(jnp.swapaxes(layer.k, 1, 2) for layer in prompt.layers),
+        spec, tuple(jnp.swapaxes(layer.k, 1, 2) for layer in prompt.layers),
         tuple(jnp.swapaxes(layer.v, 1, 2) for layer in prompt.layers), jnp.swapaxes(kept, 0, 1),
         is_vision=jnp.broadcast_to(prompt.is_vision, everywhere),
         source=jnp.broadcast_to(jnp.arange(length), everywhere), next_position=prompt.next_position,
-        max_vision=prompt.max_vision, max_text=prompt.max_text, max_images=prompt.max_images, new_tokens=new_tokens,
     )  # fmt: skip

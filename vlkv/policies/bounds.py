@@ -1,4 +1,4 @@
-"""Numbers of entries that follow from a policy's `totals`: budgets, the size of the cache, and the limits of a cap.
+"""Numbers of entries that follow from a policy's `totals`: budgets, and the limits of a cap.
 
 All numbers are per key head. Tables are made on the host, because float32 would round the product of a count and a
 fraction. Axes: L layers.
@@ -40,36 +40,6 @@ def total(
     if policy.reducer is None or policy.counts_dropped:
         return jnp.asarray(policy.totals(layers * np.arange(most + 1), layers=layers, text=text))[seen]
     return jnp.asarray(policy.totals(np.arange(layers * most + 1), layers=layers, text=text))[jnp.sum(counts)]
-
-
-def total_bound(policy: Policy, *, layers: int, vision: int, text: int, images: int = 1) -> int:
-    """Bound on the entries of all layers together, for prompts of at most these tokens; out of scope included."""
-    text_in_scope, text_kept = (layers * text, 0) if policy.scope == "all" else (0, layers * text)
-    if policy.reducer is None or policy.counts_dropped:
-        sums = np.arange(0, layers * vision + text_in_scope + 1, layers)
-    else:
-        sums = np.arange(sum(vision_bounds(policy, layers=layers, vision=vision, images=images)) + text_in_scope + 1)
-    return int(np.max(policy.totals(sums, layers=layers, text=text))) + text_kept
-
-
-def vision_bounds(policy: Policy, *, layers: int, vision: int, images: int) -> tuple[int, ...]:
-    """Bound on the vision tokens of each layer, before tokens are selected."""
-    reducer, left = policy.reducer, [vision]
-    if reducer is None:
-        return (vision,) * layers
-    after = reducer.reductions(layers)
-    for stage in range(len(after)):
-        left.append(min(left[-1], reducer.remaining(stage=stage, vision=left[-1], images=images)))
-    if reducer.drops_early_layers:
-        return (left[-1],) * layers
-    return tuple(left[sum(i >= a for a in after)] for i in range(layers))
-
-
-def layer_bound(policy: Policy, *, layers: int, vision: int, text: int) -> int:
-    """Bound on the entries of one layer, for prompts of at most these tokens."""
-    if type(policy.allocator).allocate is not Policy.allocate or policy.reducer is not None:
-        return vision + text
-    return -(-total_bound(policy, layers=layers, vision=vision, text=text) // layers)
 
 
 def cap_counts(policy: Policy, *, layers: int, most: int) -> Int[np.ndarray, " counts"]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from vlkv.cache import pool_slots
+from vlkv.cache import pool_slots, total_bound
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
-from vlkv.policies.bounds import Budget, nominal_totals, total_bound
+from vlkv.policies.bounds import Budget, nominal_totals
 from vlkv.policies.compose import Composed, compose
 from vlkv.policies.kivi import KIVI
 from vlkv.policies.policy import Policy

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
 from vlkv import sharding
-from vlkv.cache import align, pool_slots, reuses_slots
+from vlkv.cache import cache_spec
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import shapes_by_path
@@ -51,13 +51,14 @@ class Job:
         """
         c, bounds = self.config.decoder, self.question.inputs
         policy, parts = self.policy, 1 if c.kv_heads % model == 0 else model
-        tail = 0 if reuses_slots(policy) else c.layers * align(self.new_tokens, parts)
-        slots = pool_slots(policy, layers=c.layers, vision=bounds.max_vision, text=bounds.max_text,
-                           new_tokens=self.new_tokens, images=bounds.max_images, parts=parts)  # fmt: skip
+        spec = cache_spec(policy, layers=c.layers, vision=bounds.max_vision, text=bounds.max_text,
+                          images=bounds.max_images, new_tokens=self.new_tokens)  # fmt: skip
         per_number: float = self.itemsize
         if policy.storage is not None:
             per_number = policy.storage.bits / 8 + 2 * self.itemsize / policy.storage.group
-        return 2 * c.kv_heads * c.head_dim * ((slots - tail) * per_number + tail * self.itemsize)
+        return (
+            2 * c.kv_heads * c.head_dim * (spec.pool(parts) * per_number + c.layers * spec.tail(parts) * self.itemsize)
+        )
 
     def tower_flops(self) -> float:
         """Approximate operations of the vision tower on the whole batch: each weight once per patch, and attention."""
