@@ -158,6 +158,19 @@ def test_an_answer_that_cannot_fit_is_refused(params):
         vlkv.generate(params, unequal_batch(), sampling=vlkv.Greedy(max_new_tokens=500))
 
 
+def test_a_prompt_on_the_device_is_refused_too_and_unknown_lengths_are_not(params):
+    placed = jax.tree.map(jnp.asarray, unequal_batch(SMALL))
+    longest = placed.lengths.max()
+    with pytest.raises(
+        vlkv.InputError, match=f"a prompt of {longest} tokens and 500 new ones exceed the model's limit"
+    ):
+        vlkv.generate(params, placed, sampling=vlkv.Greedy(max_new_tokens=500))
+    assert placed.lengths.tolist() == unequal_batch(SMALL).valid.sum(axis=1).tolist()
+    known = []
+    jax.eval_shape(lambda inputs: known.append(inputs.lengths), placed)
+    assert known == [None]
+
+
 class Undecorated(policies.SnapKV):
     """Without @policies.policy."""
 

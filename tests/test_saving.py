@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -159,6 +160,8 @@ def test_a_tail_that_grew_is_one_that_was_long_from_the_start(params, read, cach
     same(vlkv.load_cache(path, params, new_tokens=8).used, later.used)
     with pytest.raises(vlkv.InputError, match="new_tokens=7 is too small: the cache already has 8 new tokens"):
         vlkv.load_cache(path, params, new_tokens=7)
+    with pytest.raises(vlkv.InputError, match="new_tokens=29: under jit, a cache cannot get less"):
+        jax.jit(partial(resize, new_tokens=29))(long)
 
 
 OLD = {1: policies.AVL(keep=0.4, refresh=2, text=0.5), 2: policies.compose(

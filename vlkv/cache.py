@@ -50,7 +50,8 @@ class PackedCache:
 
     k: Float[Array, "B #K P H"] | QuantizedPool = field(metadata=_POOL)
     v: Float[Array, "B #K P H"] | QuantizedPool = field(metadata=_POOL)
-    token: Int[Array, "B #K P"] = field(metadata=_POOL)  # prompt token last written to each slot; -1: none or new
+    # Index in the prompt of the token that was last written to each slot; -1: none, or a new token.
+    token: Int[Array, "B #K P"] = field(metadata=_POOL)
     start: Int[Array, "L B K"] = field(metadata=_TABLE)  # first slot of each layer's segment, in each part
     # Number of prompt entries of each segment, vision first, then text, in all parts together. If slots are reused, the
     # number of slots of the segment.
@@ -60,19 +61,24 @@ class PackedCache:
     used: Int[Array, " B"] = field(metadata=axes("batch"))  # number of new tokens so far
     next_position: Int[Array, "B A"] = field(metadata=axes("batch"))  # counts all tokens, including dropped ones
     decode_states: tuple[DecodeState, ...] | None = None  # one per layer, for methods that update the cache
-    policy: Policy | None = field(default=None, metadata={"static": True})  # the policy that updates `decode_states`
+    policy: Policy | None = field(default=None, metadata={"static": True})  # its `updater` updates `decode_states`
     softmax_n: float = field(default=0.0, metadata={"static": True})  # of decode attention
     kernels: Kernels = field(default=Kernels(), metadata={"static": True})  # implementations of the ops
     parts: int = field(default=1, metadata={"static": True})  # M
     window: int | None = field(default=None, metadata={"static": True})  # see `quantize_old`; None: it is not used
 
     @property
-    def bytes(self) -> int:
-        """Allocated bytes of all arrays that grow with the number of entries.
+    def entry_arrays(self) -> list[Array]:
+        """All arrays that grow with the number of entries.
 
         These are keys, values, scales of a quantised pool, the token of every slot, and the decode state.
         """
-        return sum(x.nbytes for x, names in leaves_with_axes(self) if {"slots", "entries"} & set(names))
+        return [x for x, names in leaves_with_axes(self) if {"slots", "entries"} & set(names)]
+
+    @property
+    def bytes(self) -> int:
+        """Allocated bytes of `entry_arrays`."""
+        return sum(x.nbytes for x in self.entry_arrays)
 
     @property
     def whole_axes(self) -> tuple[str, ...]:
@@ -264,13 +270,14 @@ def resize(cache: PackedCache, new_tokens: int) -> PackedCache:
     tokens; it never loses slots.
 
     Raises:
-        InputError: less than 1, or less than the tokens it already has. Under jit, where these are unknown, a tail can
-            only grow, and segments of a pool cannot grow.
+        InputError: less than 1, or less than the tokens it already has. Under jit, where these are unknown, the
+            capacity cannot decrease, and segments of a pool cannot grow.
     """
     check_new_tokens(new_tokens)
     capacity, used = cache.new_tokens, most_used(cache)
-    used = capacity if used is None else used
-    if new_tokens < used:
+    if used is None and new_tokens < capacity:
+        raise InputError(f"new_tokens={new_tokens}: under jit, a cache cannot get less than its capacity of {capacity}")
+    if used is not None and new_tokens < used:
         raise InputError(f"new_tokens={new_tokens} is too small: the cache already has {used} new tokens")
     if cache.reuses:
         return _resize_pool(cache, new_tokens)
@@ -366,7 +373,7 @@ class CacheSpec(NamedTuple):
     layers: int
     slots: int  # of the segments of all layers together
     longest: int  # of the segment of one layer
-    limit: int  # of the segment of one layer, however the method divides its budget among layers
+    limit: int  # of the segment of one layer, if a method could divide the budget in any way; with `reuses`: `longest`
     new_tokens: int  # capacity for new tokens
     reuses: bool  # whether new entries take free slots instead of a tail
     per_head: bool  # as in `Policy`
@@ -381,7 +388,7 @@ class CacheSpec(NamedTuple):
     def pool(self, parts: int) -> int:
         """Slots of the pool per key head, with the alignment of segments in every part.
 
-        They depend on `limit`, not on `longest`, so that methods with the same total have pools of the same size.
+        Without `reuses`, methods with the same total have pools of the same size, so that comparisons are fair.
         """
         slots = (self.slots + self.layers * (parts - 1)) // parts  # of a part, which may have one more per segment
         slots += self.layers * (self.tile - 1)  # alignment adds at most these
@@ -424,6 +431,7 @@ def pool_slots(
 def cache_spec(policy: Policy, *, layers: int, vision: int, text: int, images: int, new_tokens: int) -> CacheSpec:
     """What the policy needs of a cache; arguments as in `pool_slots`."""
     slots = total_bound(policy, layers=layers, vision=vision, text=text, images=images)
+    # The default `allocate` gives equal budgets to layers with the same number of tokens.
     equal = type(policy.allocator).allocate is Policy.allocate and policy.reducer is None
     limit = vision + text
     longest = -(-slots // layers) if equal else limit

@@ -7,7 +7,7 @@ masked and its slot stays empty.
 
 Unbatched; the caller applies vmap over B. Axes: K key heads · N query heads · T prompt tokens · S slots of the tail, if
 there is one · E slots: those of the segment, up to a static bound, then those of the tail. The number of an entry is
-the index of its slot on this axis.
+the index of its slot on this axis. A slot is free if `stored` is False; its old contents stay until it is reused.
 """
 
 from __future__ import annotations

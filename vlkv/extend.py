@@ -32,8 +32,8 @@ from vlkv.inputs import Inputs
 def extend(params: Model, cache: PackedCache, inputs: Inputs) -> tuple[PackedCache, Float[Array, "B vocab"]]:
     """Adds texts, which may contain images and differ in length, to a cache.
 
-    Methods with a decode state process the tokens one by one, and treat new images as text. The others process all
-    tokens together.
+    Methods with a decode state process the tokens one by one, and treat new images as text. KIVI with a `window` does
+    so too. The others process all tokens together.
 
     Args:
         params: the model.
@@ -45,8 +45,8 @@ def extend(params: Model, cache: PackedCache, inputs: Inputs) -> tuple[PackedCac
         The cache with the new tokens, and the logits of the token after them.
 
     Raises:
-        InputError: another batch size; outside jit, also too little capacity in the cache or the model. Under jit the
-            logits of a row without capacity are NaN.
+        InputError: another batch size; also too little capacity in the cache or the model, if the number of tokens is
+            known (see `Inputs.lengths`). Otherwise the logits of a row without capacity are NaN.
     """
     _check(params, cache, inputs)
     inputs = jax.tree.map(jnp.asarray, inputs)
@@ -63,9 +63,9 @@ def _check(params: Model, cache: PackedCache, inputs: Inputs) -> None:
     capacity, batch = cache.new_tokens, cache.used.shape[0]
     if inputs.tokens.shape[0] != batch:
         raise InputError(f"the cache has {batch} rows, but the inputs have {inputs.tokens.shape[0]}")
-    if not isinstance(inputs.valid, np.ndarray) or isinstance(cache.used, jax.core.Tracer):
+    counts = inputs.lengths
+    if counts is None or isinstance(cache.used, jax.core.Tracer):
         return
-    counts = inputs.valid.sum(axis=1)
     need = int((np.asarray(cache.used) + counts).max())
     if need > capacity:
         raise InputError(

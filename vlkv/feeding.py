@@ -36,8 +36,8 @@ def feed(
 ) -> tuple[PackedCache, Float[Array, "B T D"]]:
     """Runs embedded tokens through all layers; returns the cache with their entries, and the last layer's output.
 
-    If the cache has a decode state, tokens are processed one after the other, because the state changes with each.
-    Otherwise all T tokens are processed together.
+    If the cache has a decode state or KIVI's window, tokens are processed one after the other, because what attention
+    reads changes with each. Otherwise all T tokens are processed together.
 
     Args:
         decoder: of the model that made the cache.
@@ -45,12 +45,12 @@ def feed(
         x: embedded tokens.
         positions: of the tokens, for RoPE.
         valid: False for padding, which has no entry; None: there is no padding.
-        watch: for a cache with a decode state and T = 1: called for each layer with its number, its decode state for
-            this token, and the share of attention [B, N, E] that every entry received.
-        after: as in `Decoder.walk`.
+        watch: only for a cache with a decode state and T = 1: called for each layer with its number, its decode state
+            for this token, and the share of attention [B, N, E] that every entry received.
+        after: as in `Decoder.walk`; only if the tokens are processed together.
     """
     require_32_bits()
-    if cache.decode_states is not None and x.shape[1] > 1:
+    if (cache.decode_states is not None or cache.window is not None) and x.shape[1] > 1:
         return _one_by_one(decoder, cache, x, positions, valid)
     pool_k: Any = cache.k
     pool_v: Any = cache.v

@@ -106,8 +106,8 @@ def generate(
         inputs: from the processor of `load`, or (outside jit) from the family's transformers processor. Batches with
             the same shapes and bounds share one compiled program.
         policy: None: the full cache.
-        sampling: None: `Greedy()`, at most 64 of the most likely tokens.
-        key: for random policies and for `Sample`.
+        sampling: None: `Greedy()`, the most likely token of every step, at most 64 tokens.
+        key: for random policies, which get `jax.random.split(key)[0]`, and for `Sample`.
         kernels: implementations of the ops (`pallas_kernels.Kernels`), which affect only the speed.
 
     Raises:
@@ -328,16 +328,12 @@ def check_new_room(cache: PackedCache, new_tokens: int) -> None:
 def check_room(config: ModelConfig, inputs: Inputs, new_tokens: int) -> None:
     """Raises InputError if prompt and answer together exceed the model's positions.
 
-    Under jit the length of a prompt is unknown, so only `new_tokens` is checked. Commands call this outside jit.
+    If the length of the prompt is unknown (see `Inputs.lengths`), only `new_tokens` is checked.
     """
     limit = config.decoder.max_positions
     if new_tokens >= limit:
         raise InputError(
             f"max_new_tokens={new_tokens} leaves no room for a prompt: the model's limit is {limit} positions"
         )
-    if isinstance(inputs.valid, np.ndarray):  # under trace the counts are unknown
-        longest = int(inputs.valid.sum(axis=1).max())
-        if longest + new_tokens > limit:
-            raise InputError(
-                f"a prompt of {longest} tokens and {new_tokens} new ones exceed the model's limit of {limit}"
-            )
+    if inputs.lengths is not None and (longest := int(inputs.lengths.max())) + new_tokens > limit:
+        raise InputError(f"a prompt of {longest} tokens and {new_tokens} new ones exceed the model's limit of {limit}")

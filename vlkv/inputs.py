@@ -53,6 +53,14 @@ class Inputs:
         """Which tokens are vision tokens."""
         return self.vision_index >= 0
 
+    @property
+    def lengths(self) -> Int[np.ndarray, " B"] | None:
+        """Number of tokens of each row; None if it is unknown: under jit, or for rows on another host's devices."""
+        valid = self.valid
+        if isinstance(valid, jax.core.Tracer) or (isinstance(valid, jax.Array) and not valid.is_fully_addressable):
+            return None
+        return np.asarray(valid).sum(axis=1)
+
     @classmethod
     def of(cls, given: Inputs | Mapping[str, Any], config: ModelConfig) -> Inputs:
         """Converts the output of a transformers processor; returns `Inputs` unchanged.

@@ -228,8 +228,8 @@ def _fill(prompt: Prompt, policy: Policy, new_tokens: int, chooser: Policy | Non
     )  # fmt: skip
     cache = dataclasses.replace(cache, kernels=prompt.kernels)
     if updater is not None:
-        room = new_tokens if spec.reuses else cache.new_tokens
-        moved = jax.vmap(partial(packed, new_tokens=room, reuses=spec.reuses))
+        capacity = new_tokens if spec.reuses else spec.tail(cache.parts)  # a tail may be rounded up
+        moved = jax.vmap(partial(packed, new_tokens=capacity, reuses=spec.reuses))
         states = tuple(moved(m, cache.entries(i, spec.longest), cache.length[i]) for i, m in enumerate(states))
         cache = dataclasses.replace(cache, decode_states=states, policy=policy)
     return cache

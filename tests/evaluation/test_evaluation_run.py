@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -59,11 +60,15 @@ def asked(model, records, plan, out, **settings):
 @pytest.mark.default("by itself")
 @pytest.mark.parametrize(
     "plan",
-    [[SNAPKV, policies.ImgRandom(keep=0.5), policies.H2O(keep=0.5)], [SNAPKV, policies.FastV(keep=0.3, layer=1)]],
-    ids=["read together", "one reads by itself"],
+    [
+        [SNAPKV, policies.ImgRandom(keep=0.5), policies.H2O(keep=0.5)],
+        [policies.H2O(keep=0.5), policies.H2O(keep=0.2), SNAPKV, dataclasses.replace(SNAPKV, keep=0.1)],
+        [SNAPKV, policies.FastV(keep=0.3, layer=1)],
+    ],
+    ids=["read together", "two keeps", "one reads by itself"],
 )
 def test_several_policies_in_one_pass_answer_as_each_by_itself(model, records, tmp_path, plan):
-    """Read together, with a key, and one that shortens the prompt by itself; three rows fill two batches."""
+    """Read together, with a key, two keeps in one program, and one that reduces the prompt; three rows, two batches."""
     params, processor = model
     records = [record for record in records if record.turns[0].question == "read the page"][:3]
     entries = asked(model, records, plan, tmp_path, batch=2, seed=3)

@@ -11,6 +11,7 @@ import pytest
 
 import vlkv
 from tests import models
+from tests.test_extend import turn
 from vlkv import policies
 from vlkv.cache import quantize_old
 
@@ -70,3 +71,19 @@ def test_decoding_sees_the_window():
     small = logits(WINDOW)
     np.testing.assert_array_equal(small[: WINDOW - 1], plain[: WINDOW - 1])
     assert (np.abs(small[WINDOW - 1 :] - plain[WINDOW - 1 :]).max(axis=-1) > 1e-4).all()
+
+
+@pytest.mark.full
+def test_a_turn_sees_the_window_token_by_token():
+    """`extend` with tokens of three rows, padded on the left, against `decode_step`."""
+    params, inputs = models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
+    policy = policies.KIVI(bits=2, group=GROUP, window=WINDOW)
+    cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(params, inputs, policy, new_tokens=16)
+    rng = np.random.default_rng(0)
+    said = [rng.integers(6, 50, count).tolist() for count in (11, 6, 3)]
+    _, logits = jax.jit(vlkv.extend)(params, cache, turn(said, seed=0, padding="left"))
+    step = jax.jit(vlkv.decode_step)
+    for i, tokens in enumerate(np.stack([np.pad(row, (0, 11 - len(row))) for row in said], axis=1)):
+        cache, theirs = step(params, cache, tokens)
+        for row in (row for row in range(3) if len(said[row]) == i + 1):
+            np.testing.assert_allclose(logits[row], theirs[row], atol=1e-4)

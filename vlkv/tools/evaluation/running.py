@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,12 +28,14 @@ from vlkv.generate import check_room, decode, log_probabilities
 from vlkv.inputs import Inputs
 from vlkv.policies.full import Full
 from vlkv.policies.policy import Policy
+from vlkv.prefill import fill_cache
 from vlkv.processing import Processor
+from vlkv.reading import Prompt
 from vlkv.sampling import Greedy, Sample
 from vlkv.tools.evaluation import dialogue
 from vlkv.tools.evaluation.batching import Batch, batches
 from vlkv.tools.evaluation.journal import Entry, Journal
-from vlkv.tools.evaluation.keeps import budget, pool_bytes, share_programs
+from vlkv.tools.evaluation.keeps import budget, share_programs
 from vlkv.tools.evaluation.records import Record
 from vlkv.tools.evaluation.videos import read_video
 
@@ -113,8 +116,8 @@ def _compressed(
 ) -> Iterator[tuple[int, int, PackedCache, Array]]:
     """For each policy index in `todo`: the index, the bytes of its cache, the cache, and the logits of the prompt.
 
-    All keeps of a method share one program, which allocates the pool of the largest keep. The bytes returned are those
-    of a pool for the policy's own keep.
+    All keeps of a method share one program, which allocates the cache of the largest keep. The bytes returned are those
+    of a cache for the policy's own keep.
     """
     key = jax.random.split(jax.random.fold_in(jax.random.key(seed), batch))[0]
     # A shared prefill stores the queries of all layers, which does not pay off for a single policy.
@@ -126,16 +129,18 @@ def _compressed(
         policy, program = plan[i], programs[i]
         if i in sharing and prompt is not None:
             table = budget(policy, program, layers=layers, length=length)
+            own = _entry_arrays.eval_shape(prompt, policy, new_tokens, key)
             cache = jitted.fill_cache_with(prompt, program, table, new_tokens=new_tokens, key=key)
-            logits = prompt.logits
+            yield i, sum(x.size * x.dtype.itemsize for x in own), cache, prompt.logits
         else:
             cache, logits = jitted.prefill(params, inputs, policy, new_tokens=new_tokens, key=key)
-        size = cache.bytes
-        if program is not policy and prompt is not None:
-            number = cache.tail_k[0].dtype.itemsize
-            largest, own = (pool_bytes(p, params.config, inputs, number=number) for p in (program, policy))
-            size -= len(inputs.valid) * (largest - own)
-        yield i, size, cache, logits
+            yield i, cache.bytes, cache, logits
+
+
+@partial(jax.jit, static_argnames="new_tokens")
+def _entry_arrays(prompt: Prompt, policy: Policy, new_tokens: int, key: Key[Array, ""]) -> list[Array]:
+    """The arrays of the policy's cache that count as its bytes."""
+    return fill_cache(prompt, policy, new_tokens=new_tokens, key=key).entry_arrays
 
 
 def _complete(journal: Journal, batch: Batch, records: Sequence[Record], policy: int) -> bool:
