@@ -40,7 +40,7 @@ class Inputs:
     pixels: Float[AnyArray, I * pixels] | None  # input of the family's tower
     # For images that are cut into tiles: the number of the token's tile in the prompt; for tokens of an overview, the
     # number of the tile that shows the same part of the image. -1: none. None: no image is cut into tiles.
-    parts: Int[AnyArray, "B T 2"] | None = None
+    tiles: Int[AnyArray, "B T 2"] | None = None
     # Further arrays for the family's model; see the family's inputs.py.
     layout: dict[str, AnyArray] = dataclasses.field(default_factory=dict)
     max_vision: int = dataclasses.field(metadata={"static": True})  # vision tokens of any row
@@ -129,7 +129,7 @@ class Inputs:
             vision_index=np.pad(made.vision_index, pad, constant_values=-1),
             grid=np.pad(made.grid, [*pad, (0, 0)], constant_values=-1),
             pixels=made.pixels,
-            parts=None if made.parts is None else np.pad(made.parts, [*pad, (0, 0)], constant_values=-1),
+            tiles=None if made.tiles is None else np.pad(made.tiles, [*pad, (0, 0)], constant_values=-1),
             layout=made.layout,
             max_vision=made.max_vision,
             max_text=max_text,

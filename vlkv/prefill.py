@@ -87,7 +87,7 @@ def read_and_fill(
     """`prefill` for callers that have checked the arguments."""
     look = _observer(policy, inputs, layers=len(params.decoder.layers), key=key, kernels=kernels)
     prompt = read_layers(params, inputs, policy.reducer, look, key=key, kernels=kernels)
-    cache = _fill(prompt, policy, new_tokens)
+    cache = _fill(prompt.layers, prompt, policy, new_tokens)
     return _own_buffers(cache, prompt), prompt.logits
 
 
@@ -172,7 +172,7 @@ def fill_cache_with(
     chooser = policy if budget is None else with_budget(policy, budget)
     look = _observer(chooser, prompt, layers=len(prompt.layers), key=key, kernels=prompt.kernels)
     found = tuple(look(i, layer) for i, layer in enumerate(prompt.layers))
-    cache = _fill(dataclasses.replace(prompt, layers=found), policy, new_tokens, chooser)
+    cache = _fill(found, prompt, policy, new_tokens, chooser)
     return _own_buffers(cache, prompt)
 
 
@@ -190,9 +190,11 @@ def _observer(
     return look
 
 
-def _fill(prompt: Prompt, policy: Policy, new_tokens: int, chooser: Policy | None = None) -> PackedCache:
-    """Makes a cache from `prompt.layers`, which are `Candidates`. `chooser`: `policy` with a smaller, traced budget."""
-    length, found = prompt.valid.shape[1], prompt.layers
+def _fill(
+    found: tuple[Candidates, ...], prompt: Prompt, policy: Policy, new_tokens: int, chooser: Policy | None = None
+) -> PackedCache:
+    """Makes a cache from the candidates of all layers. `chooser`: `policy` with a smaller, traced budget."""
+    length = prompt.valid.shape[1]
     longest = max(layer.is_candidate.shape[1] for layer in found)
     is_vision, is_candidate, source = (
         jnp.stack([_lengthen(getattr(layer, name), longest) for layer in found], axis=1)

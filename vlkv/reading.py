@@ -190,7 +190,7 @@ def _begin(params: Model, inputs: Inputs, reducer: ReducingStages | None) -> Tok
     return Tokens(
         x=x, positions=inputs.positions, is_vision=inputs.is_vision, valid=inputs.valid,
         source=jnp.broadcast_to(jnp.arange(x.shape[1]), inputs.valid.shape), size=jnp.ones(inputs.valid.shape),
-        grid=inputs.grid, parts=inputs.parts, tower=tower,
+        grid=inputs.grid, tiles=inputs.tiles, tower=tower,
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ class Tokens:
     source: Int[Array, "*B T"]  # index of the token in the prompt
     size: Float[Array, "*B T"]  # number of prompt tokens that it represents after merging
     grid: Int[Array, "*B T 3"]  # (image number in the prompt, line, column) of the patch; -1: none
-    parts: Int[Array, "*B T 2"] | None = None  # as in `Inputs`
+    tiles: Int[Array, "*B T 2"] | None = None  # as in `Inputs`
     tower: Float[Array, "*B W N T"] | None = None  # attention received in the tower, if the policy uses it
 
 

@@ -129,12 +129,12 @@ def test_tiles_and_the_places_of_the_thumbnail_that_they_show(internvl):
     _, _, params = internvl
     batch = make_batch() | {"pixel_tiles": [[0, 0], [0, 0], [0, 0], [1, 3], [0, 0]]}
     inputs = vlkv.Inputs.from_hf(batch, params.config)
-    first, second = (inputs.parts[row][inputs.is_vision[row]] for row in range(2))
+    first, second = (inputs.tiles[row][inputs.is_vision[row]] for row in range(2))
     np.testing.assert_array_equal(first[:, 0], np.repeat(range(4), TOKENS))
     assert (first[: 3 * TOKENS, 1] == -1).all()
     np.testing.assert_array_equal(first[3 * TOKENS :, 1], [0, 0, 1, 2] * 4)
     np.testing.assert_array_equal(second, [[0, -1]] * TOKENS)
-    assert (inputs.parts[~inputs.is_vision] == -1).all()
+    assert (inputs.tiles[~inputs.is_vision] == -1).all()
 
 
 def test_tiles_that_do_not_match_are_refused(internvl):

@@ -28,7 +28,7 @@ def best(scores, count):
     return np.isin(np.arange(len(scores)), np.argsort(-scores, kind="stable")[:count])
 
 
-def tokens_of(tower, images=None, valid=None, width=4, parts=None):
+def tokens_of(tower, images=None, valid=None, width=4, tiles=None):
     """Vision tokens alone, with the attention that they received: tower [W, N, V], or [N, V] of every watched block."""
     tower = jnp.asarray(tower)
     length = tower.shape[-1]
@@ -37,7 +37,7 @@ def tokens_of(tower, images=None, valid=None, width=4, parts=None):
         x=jnp.asarray(np.random.default_rng(0).normal(size=(length, width)), jnp.float32),
         positions=jnp.arange(length)[:, None], is_vision=jnp.ones(length, bool),
         valid=jnp.ones(length, bool) if valid is None else jnp.asarray(valid), source=jnp.arange(length),
-        size=jnp.ones(length), grid=jnp.tile(number[:, None], (1, 3)), parts=parts,
+        size=jnp.ones(length), grid=jnp.tile(number[:, None], (1, 3)), tiles=tiles,
         tower=tower if tower.ndim == 3 else jnp.stack([tower, tower]),
     )  # fmt: skip
 
@@ -48,9 +48,9 @@ def tokens_in_tiles(first, late, rows, columns):
     side = int(length**0.5)
     shown = np.full((count, length), -1)
     shown[0] = 1 + cells(side, rows, columns).ravel()
-    parts = np.stack([np.repeat(np.arange(count), length), shown.ravel()], axis=-1)
+    tiles = np.stack([np.repeat(np.arange(count), length), shown.ravel()], axis=-1)
     tower = np.stack([np.concatenate([*x], axis=-1) for x in (first, late)])
-    return tokens_of(tower, parts=jnp.asarray(parts))
+    return tokens_of(tower, tiles=jnp.asarray(tiles))
 
 
 def kept(policy, tokens):

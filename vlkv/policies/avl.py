@@ -115,7 +115,7 @@ class AVL(ReducingStages, DecodingStages):
 
     def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
         """The scores of prefill, and, for the text window, attention accumulated over the prompt."""
-        values = {"rank": scores}
+        values = {"score": scores}
         if self.text is not None:
             values["mass"] = head_mean(column_sums(obs), obs.k.shape[0])
         return values
@@ -123,8 +123,8 @@ class AVL(ReducingStages, DecodingStages):
     def begin(self, state: DecodeState) -> DecodeState:
         """Chooses the first core and applies the text window."""
         state = self.shorten_text(state)
-        core = None if self.core is None else self.pick(state, state.values["rank"])
-        values = {name: value for name, value in state.values.items() if name != "rank"}
+        core = None if self.core is None else self.pick(state, state.values["score"])
+        values = {name: value for name, value in state.values.items() if name != "score"}
         return self.prepare(dataclasses.replace(state, values=values, core=core))
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:

@@ -76,8 +76,8 @@ class HiRED(ReducingPolicy):
         first, late = jnp.mean(tokens.tower, axis=1)
         vision = tokens.valid & tokens.is_vision
         image, line = tokens.grid[:, 0], tokens.grid[:, 1]
-        own = jnp.where(line >= 0, image, -1) if tokens.parts is None else tokens.parts[:, 0]
-        shown = jnp.full_like(own, -1) if tokens.parts is None else tokens.parts[:, 1]
+        own = jnp.where(line >= 0, image, -1) if tokens.tiles is None else tokens.tiles[:, 0]
+        shown = jnp.full_like(own, -1) if tokens.tiles is None else tokens.tiles[:, 1]
         own, shown = (jnp.where(vision, x, -1) for x in (own, shown))
         granted = self.granted(first, own, shown)
         kept = (own >= 0) & (matching.rank_within(own, -late) < granted[own])

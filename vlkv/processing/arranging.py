@@ -41,7 +41,7 @@ class Arranged:
     positions: Int[np.ndarray, "B T A"]  # of RoPE
     pixels: np.ndarray | None = None
     layout: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # further arrays for the family's model
-    parts: Int[np.ndarray, "B T 2"] | None = None  # tiles of images that are cut into tiles; see `Inputs`
+    tiles: Int[np.ndarray, "B T 2"] | None = None  # tiles of images that are cut into tiles; see `Inputs`
     max_vision: int = 0  # bound on the vision tokens of any row
     max_images: int = 0  # bound on the images of any row
 
@@ -153,10 +153,10 @@ def cells(side: int, lines: int, columns: int) -> Int[np.ndarray, "side side"]:
     return line[:, None] * columns + column
 
 
-def parts_of(
+def tile_numbers(
     vision_index: Int[np.ndarray, "B T"], tile: Int[np.ndarray, " R"], shown: Int[np.ndarray, " R"]
 ) -> Int[np.ndarray, "B T 2"]:
-    """`Inputs.parts`: the tiles of a batch, numbered from 0 in every row.
+    """`Inputs.tiles`: the tiles of a batch, numbered from 0 in every row.
 
     Args:
         vision_index: index of the vision embedding of each token; -1: text.

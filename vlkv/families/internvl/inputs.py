@@ -2,7 +2,7 @@
 
 Every tile and the thumbnail are separate images in `Inputs.grid`, because the tower sees each of them alone and no
 token contains the position of a tile. Our processor adds `pixel_tiles`; transformers' processor does not. From it
-follows `Inputs.parts`, for methods that divide a budget among the tiles of an image. Only the tokens of tiles are
+follows `Inputs.tiles`, for methods that divide a budget among the tiles of an image. Only the tokens of tiles are
 vision tokens. The marks `<img>` and `</img>` around an image are text. So is `Frame1: ` before a frame of a video; each
 frame is one tile. Images are resized by PIL, as in the authors' code.
 """
@@ -21,7 +21,7 @@ from typing_extensions import override
 from vlkv.buckets import Buckets
 from vlkv.config import filled
 from vlkv.errors import InputError
-from vlkv.processing.arranging import Arranged, Batch, Mask, SquareInputs, Tokens, cells, parts_of
+from vlkv.processing.arranging import Arranged, Batch, Mask, SquareInputs, Tokens, cells, tile_numbers
 from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video, tiles_of
 from vlkv.processing.pixels import Layout, PixelSettings, find_settings, to_pixels
@@ -64,7 +64,7 @@ class InternVlInputs(SquareInputs):
         for view in np.flatnonzero(tilings.prod(axis=1)):
             shown[view] = view - tilings[view].prod() + cells(self.side, *tilings[view]).ravel()
         tile = np.repeat(np.arange(len(tilings)), self.per_picture)
-        return dataclasses.replace(arranged, parts=parts_of(arranged.vision_index, tile, shown.ravel()))
+        return dataclasses.replace(arranged, tiles=tile_numbers(arranged.vision_index, tile, shown.ravel()))
 
     def settings(self, folder: Path) -> tuple[dict[str, Any], str]:
         """The settings of a folder's image processor, and the file that contains them."""

@@ -41,7 +41,7 @@ from vlkv.processing.arranging import (
     cells,
     entries,
     padded,
-    parts_of,
+    tile_numbers,
     zeros,
 )
 from vlkv.processing.images import check_area, open_image
@@ -99,8 +99,8 @@ class LlavaNextInputs(TextInputs):
             tokens, valid, made, buckets, others=mixed, newline=mixed + len(layout.get("taps", ()))
         )
         if pixels:
-            parts = parts_of(fields["vision_index"], *views.tables(tiles, len(layout.get("taps", ()))))
-            fields |= {"pixels": padded(np.concatenate(pixels), tiles), "layout": layout, "parts": parts}
+            numbers = tile_numbers(fields["vision_index"], *views.tables(tiles, len(layout.get("taps", ()))))
+            fields |= {"pixels": padded(np.concatenate(pixels), tiles), "layout": layout, "tiles": numbers}
         return Arranged(**fields)
 
     @override
@@ -184,7 +184,7 @@ class Views:
         return OTHERS - np.arange(first, self.count).reshape(shape)
 
     def tables(self, tiles: int, mixed: int) -> tuple[Int[np.ndarray, " R"], Int[np.ndarray, " R"]]:
-        """The arguments `tile` and `shown` of `parts_of`. A mixed embedding is in the tile of its heaviest patch.
+        """The arguments `tile` and `shown` of `tile_numbers`. A mixed embedding is in the tile of its heaviest patch.
 
         Args:
             tiles: number of tiles of the batch, with padding.
