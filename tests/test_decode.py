@@ -28,12 +28,15 @@ PREFILL_ONLY = {
 }
 
 
+BOTH_SCOPES = ("adakv", "aircache", "avl", "prefixkv", "snapkv")
+
+
 def plan():
     yield policies.Full()
     scopes = (0.3, "all"), (0.15, "vision")
     for i, name in enumerate(policies.registry):
         # The choice itself is tested under both scopes in tests/policies; here both in some, one in turn in the others.
-        for keep, scope in scopes if name in ("aircache", "avl", "prefixkv", "snapkv") else scopes[i % 2 :][:1]:
+        for keep, scope in scopes if name in BOTH_SCOPES else scopes[i % 2 :][:1]:
             try:
                 policy = policies.make(name, keep=keep, scope=scope, **PREFILL_ONLY.get(name, {}))
             except vlkv.InputError as error:  # some have one scope only
@@ -87,7 +90,7 @@ def kept_entries(cache, batch, row: int) -> np.ndarray:
     return kept[:, :, batch.valid[row]]
 
 
-@pytest.mark.default("CSP-all")
+@pytest.mark.default("CSP-")
 @pytest.mark.parametrize("policy", PLAN, ids=lambda p: f"{type(p).__name__}-{p.scope}")
 def test_decoding_from_the_cache(params, batch, read, prompts, policy):
     cache, logits = fill_cache(read, policy, new_tokens=8, key=jax.random.key(1)), read.logits

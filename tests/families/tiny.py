@@ -199,7 +199,8 @@ def check_output(batch: vlkv.Inputs, output: vlkv.Output, policy: policies.Polic
     assert (np.asarray(output.lengths) == NEW).all()
     assert (length > 0).all()
     assert (length <= prompt[:, None]).all()
-    assert ((token >= 0).sum(axis=2) == length.sum(axis=0)).all()
+    in_column = length.sum(axis=0).reshape(*token.shape[:2], -1).sum(axis=2)  # of one head, or of all
+    assert ((token >= 0).sum(axis=2) == in_column).all()
     for row in range(len(token)):
         assert batch.valid[row, token[row][token[row] >= 0]].all(), "padding never gets a slot"
     if not isinstance(policy, policies.Full):

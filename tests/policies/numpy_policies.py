@@ -82,12 +82,13 @@ class Prompt:
         self.instruction = self.place > max(np.flatnonzero(vision), default=-1)
 
     def finish(self, scores, budgets, protected=None):
-        """kept [L,K,T], budgets [L]; `protected`, [T] or [L,T], counts only when every token is in scope."""
+        """kept [L,K,T], budgets [L] or [L,K]; `protected`, [T] or [L,T], counts only when every token is in scope."""
         if protected is None or not self.everything:
             protected = np.zeros(self.tokens, bool)
         protected = np.broadcast_to(protected, (self.layers, self.tokens))
+        each = [np.broadcast_to(budget, self.heads) for budget in budgets]
         kept = [
-            [take(scores[layer][head], self.scope, protected[layer], budgets[layer]) for head in range(self.heads)]
+            [take(scores[layer][head], self.scope, protected[layer], each[layer][head]) for head in range(self.heads)]
             for layer in range(self.layers)
         ]
         return np.array(kept), np.array(budgets), np.array(scores)
@@ -127,6 +128,24 @@ def snapkv(p, window=32, kernel=5, pooling="avg", allocation="uniform"):
 
 def pyramidkv(p, window=8, kernel=7, pooling="max"):
     return snapkv(p, window, kernel, pooling, "pyramid")
+
+
+def adakv(p, window=32, kernel=7, pooling="max", safeguard=0.2):
+    _, means, scores = snapkv(p, window, kernel, pooling)
+    if window >= p.total // p.layers:
+        window = max(1, p.total // p.layers // 2)
+    always = min(window, p.tokens) if p.everything else 0
+    candidates = p.scope & (p.place < p.tokens - always)
+    budgets = []
+    for mean, layer in zip(means, scores, strict=True):
+        least = min(always, mean)
+        order = sorted(
+            ((head, t) for head in range(p.heads) for t in np.flatnonzero(candidates)), key=lambda x: (-layer[x], *x)
+        )
+        counts = np.bincount([head for head, _ in order[: p.heads * (mean - least)]], minlength=p.heads)
+        real = least + (1 - safeguard) * counts + safeguard * (mean - least)
+        budgets.append(apportion(real, p.heads * mean, p.most))
+    return p.finish(scores, budgets, p.place >= p.tokens - always)
 
 
 def skewness(x):

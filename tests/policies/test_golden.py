@@ -82,6 +82,20 @@ def test_pyramidkv_budgets_follow_the_papers_line_and_sum_exactly(golden):
             assert np.abs(got - line[:layers]).max() < 1
 
 
+# --- AdaKV ----------------------------------------------------------------------------------------------------------
+
+
+def test_adakv_keeps_what_kvpress_does_not_mask(root):
+    g = dict(np.load(root / "tests" / "golden" / "adakv.npz"))
+    g["is_vision"] = np.zeros(g["q"].shape[2], bool)
+    policy = policies.AdaKV(
+        budget=int(g["budget"]), window=int(g["window"]), kernel=int(g["kernel"]), pooling="avg", safeguard=0.0
+    )
+    got = choose(policy, g)
+    np.testing.assert_array_equal(got.kept, g["as_released_kept"])
+    assert len(np.unique(got.budgets)) > 1
+
+
 # --- AirCache -------------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from vlkv.errors import InputError
 from vlkv.observe import Observation
+from vlkv.policies.adakv import AdaKV
 from vlkv.policies.aircache import AirCache
 from vlkv.policies.avl import AVL
 from vlkv.policies.compose import Composed, compose
@@ -47,7 +48,7 @@ from vlkv.policies.vlcache import VLCache
 registry: dict[str, type[Policy]] = {
     cls.__name__.lower(): cls
     for cls in (
-        Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AirCache, PrefixKV,
+        Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AdaKV, AirCache, PrefixKV,
         AVL, ImgRandom, VLCache, ElasticCache, LookM, RoCo, CSP,
         LightKV, FastV, FasterVLM, HiRED, IVTP, ToMe, PiToMe, ToFu, KIVI,
     )
@@ -114,6 +115,7 @@ __all__ = [
     "H2O",
     "IVTP",
     "KIVI",
+    "AdaKV",
     "AirCache",
     "Composed",
     "DecodingStages",
