@@ -22,7 +22,7 @@ EVALUATED, TUNED = 0, 7  # seeds of the questions: the reported ones, and those 
 # The best compositions on the questions of the seed TUNED: on row pages, and on pages of both shapes.
 ON_ROWS, ON_BOTH = "AirCache text, 8 before, max", "AirCache text, 8 x 8 before, max"
 FIVE = ("AirCache", "PrefixKV", "LightKV", "CSP", "AVL")  # the papers that define this library
-PAPERS = (*FIVE, "SnapKV", "H2O", "PyramidKV")
+PAPERS = (*FIVE, "SnapKV", "H2O", "PyramidKV", "AdaKV")
 SETTINGS = {
     "shorter prompts": "Methods that shorten the prompt",
     "unknown": "Compressed before any question is known",
