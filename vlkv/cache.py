@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -270,12 +270,12 @@ def resize(cache: PackedCache, new_tokens: int) -> PackedCache:
     tokens; it never loses slots.
 
     Raises:
-        InputError: less than 1, or less than the tokens it already has. Under jit, where these are unknown, the
+        InputError: less than 1, or less than the tokens it already has. Under jit, their number is unknown, so the
             capacity cannot decrease, and segments of a pool cannot grow.
     """
     check_new_tokens(new_tokens)
     capacity, used = cache.new_tokens, most_used(cache)
-    if used is None and new_tokens < capacity:
+    if used is None and (new_tokens if cache.reuses else align(new_tokens, cache.parts)) < capacity:
         raise InputError(f"new_tokens={new_tokens}: under jit, a cache cannot get less than its capacity of {capacity}")
     if used is not None and new_tokens < used:
         raise InputError(f"new_tokens={new_tokens} is too small: the cache already has {used} new tokens")
@@ -364,8 +364,10 @@ def align(n: Any, tile: int = ALIGNMENT) -> Any:
     return -(-n // tile) * tile
 
 
-class CacheSpec(NamedTuple):
-    """What a policy needs of a cache, for prompts of at most given numbers of tokens.
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """What a policy needs of a cache, for prompts of at most given numbers of tokens. It is static under jit.
 
     Slots are per key head, without the alignment of segments. If new entries take free slots, these are included.
     """
@@ -373,7 +375,7 @@ class CacheSpec(NamedTuple):
     layers: int
     slots: int  # of the segments of all layers together
     longest: int  # of the segment of one layer
-    limit: int  # of the segment of one layer, if a method could divide the budget in any way; with `reuses`: `longest`
+    limit: int  # `longest`, or without `reuses`: of one layer if the budget could be divided in any way
     new_tokens: int  # capacity for new tokens
     reuses: bool  # whether new entries take free slots instead of a tail
     per_head: bool  # as in `Policy`
@@ -388,11 +390,12 @@ class CacheSpec(NamedTuple):
     def pool(self, parts: int) -> int:
         """Slots of the pool per key head, with the alignment of segments in every part.
 
-        Without `reuses`, methods with the same total have pools of the same size, so that comparisons are fair.
+        Without `reuses`, methods with the same total have pools of the same size, so that comparisons are fair. A
+        method with `per_head` may need one tile more.
         """
         slots = (self.slots + self.layers * (parts - 1)) // parts  # of a part, which may have one more per segment
         slots += self.layers * (self.tile - 1)  # alignment adds at most these
-        # Each segment fills whole tiles, so the rest of the last tile is needed only by heads that share a column.
+        # A segment fills whole tiles, so a last, incomplete tile is useless, except if heads share a column.
         slots = align(slots, self.tile) if self.per_head else slots // self.tile * self.tile
         return parts * max(self.tile, min(slots, self.layers * align(-(-self.limit // parts), self.tile)))
 
@@ -415,7 +418,8 @@ def pool_slots(
         vision: bound on the vision tokens of a row (`Inputs.max_vision`).
         text: bound on its text tokens (`Inputs.max_text`).
         images: bound on its images (`Inputs.max_images`).
-        parts: M: 1, or the size of the mesh's `model` axis if it does not divide the key heads.
+        parts: M: 1, or the size of the mesh's `model` axis if it does not divide the columns of the pool: the key
+            heads, or 1 with `Policy.per_head`.
 
     Raises:
         InputError: `inputs` of another type.
@@ -436,10 +440,10 @@ def cache_spec(policy: Policy, *, layers: int, vision: int, text: int, images: i
     limit = vision + text
     longest = -(-slots // layers) if equal else limit
     # An evicted entry frees its slot, unless the pool is quantised, because slots share scales.
-    reuses = policy.updater is not None and policy.updater.evicts and policy.storage is None
-    if reuses:
-        assert policy.updater is not None
-        slots, longest = policy.updater.decode_bounds(
+    reuses = False
+    if policy.storage is None and (updater := policy.updater) is not None and updater.evicts:
+        reuses = True
+        slots, longest = updater.decode_bounds(
             slots, longest, layers=layers, vision=vision, text=text, new_tokens=new_tokens
         )
         limit = longest

@@ -3,7 +3,7 @@ each entry.
 
 If a method evicts, a new entry takes a free slot, chosen by `arrive` for each key head, so the cache does not grow. If
 `reuses` is False (the pool is quantised, or nothing is evicted), new entries go to a tail, and an evicted entry is
-masked and its slot stays empty.
+masked and its slot is not used again.
 
 Unbatched; the caller applies vmap over B. Axes: K key heads · N query heads · T prompt tokens · S slots of the tail, if
 there is one · E slots: those of the segment, up to a static bound, then those of the tail. The number of an entry is

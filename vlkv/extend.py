@@ -32,8 +32,8 @@ from vlkv.inputs import Inputs
 def extend(params: Model, cache: PackedCache, inputs: Inputs) -> tuple[PackedCache, Float[Array, "B vocab"]]:
     """Adds texts, which may contain images and differ in length, to a cache.
 
-    Methods with a decode state process the tokens one by one, and treat new images as text. KIVI with a `window` does
-    so too. The others process all tokens together.
+    Methods with a decode state process the tokens one by one, and treat new images as text. KIVI with a `window` also
+    processes the tokens one by one, the others all together.
 
     Args:
         params: the model.
@@ -45,8 +45,9 @@ def extend(params: Model, cache: PackedCache, inputs: Inputs) -> tuple[PackedCac
         The cache with the new tokens, and the logits of the token after them.
 
     Raises:
-        InputError: another batch size; also too little capacity in the cache or the model, if the number of tokens is
-            known (see `Inputs.lengths`). Otherwise the logits of a row without capacity are NaN.
+        InputError: another batch size; outside jit, also too little capacity in the cache or the model. Under jit, the
+            numbers of tokens are unknown: the model's limit is not checked, and the logits of a row without capacity in
+            the cache are NaN.
     """
     _check(params, cache, inputs)
     inputs = jax.tree.map(jnp.asarray, inputs)

@@ -45,9 +45,9 @@ def feed(
         x: embedded tokens.
         positions: of the tokens, for RoPE.
         valid: False for padding, which has no entry; None: there is no padding.
-        watch: only for a cache with a decode state and T = 1: called for each layer with its number, its decode state
+        watch: for a cache with a decode state and T = 1: called for each layer with its number, its decode state
             for this token, and the share of attention [B, N, E] that every entry received.
-        after: as in `Decoder.walk`; only if the tokens are processed together.
+        after: as in `Decoder.walk`. It is ignored, like `watch`, if several tokens are processed one after the other.
     """
     require_32_bits()
     if (cache.decode_states is not None or cache.window is not None) and x.shape[1] > 1:

@@ -335,5 +335,5 @@ def check_room(config: ModelConfig, inputs: Inputs, new_tokens: int) -> None:
         raise InputError(
             f"max_new_tokens={new_tokens} leaves no room for a prompt: the model's limit is {limit} positions"
         )
-    if inputs.lengths is not None and (longest := int(inputs.lengths.max())) + new_tokens > limit:
+    if (lengths := inputs.lengths) is not None and (longest := int(lengths.max())) + new_tokens > limit:
         raise InputError(f"a prompt of {longest} tokens and {new_tokens} new ones exceed the model's limit of {limit}")

@@ -55,7 +55,7 @@ class Inputs:
 
     @property
     def lengths(self) -> Int[np.ndarray, " B"] | None:
-        """Number of tokens of each row; None if it is unknown: under jit, or for rows on another host's devices."""
+        """Number of tokens of each row; None if it is unknown: under jit, or if another host has some of them."""
         valid = self.valid
         if isinstance(valid, jax.core.Tracer) or (isinstance(valid, jax.Array) and not valid.is_fully_addressable):
             return None

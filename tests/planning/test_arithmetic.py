@@ -117,6 +117,10 @@ def test_a_row_of_cache_by_hand():
     kept = round(0.1 * 32 * 3456) + 32 * 192  # and up to 15 slots a layer to begin each on a tile
     compressed = 2 * 32 * 128 * 2 * ((kept + 32 * 15) // 16 * 16 + 32 * 512)
     assert job(policy=policies.AirCache(keep=0.1)).row_bytes() == compressed
+    # Heads with different budgets share a column, so its slots are split, although four chips divide the heads.
+    part = -(-((kept + 32 * 3) // 4 + 32 * 15) // 16) * 16
+    split = 2 * 32 * 128 * 2 * (4 * part + 32 * 512)
+    assert job(policy=policies.AdaKV(keep=0.1, scope="vision")).row_bytes(model=4) == split
 
 
 def test_weights_by_hand():

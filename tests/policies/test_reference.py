@@ -336,6 +336,8 @@ def test_random_without_a_key_says_so():
         ("roco", {"spread": -0.1}, "spread=-0.1 must lie in"),
         ("csp", {"c": 1.1}, "c=1.1 must lie in"),
         ("csp", {"window": 0}, "window=0 must be a whole number"),
+        ("adakv", {"window": 0}, "window=0 must be a whole number"),
+        ("pyramidkv", {"kernel": -1}, "kernel=-1 must be a whole number"),
         ("csp", {"score_n": float("inf")}, "score_n=inf must be a number of at least 0"),
         ("csp", {"window": True}, "window=True must be a whole number"),
         ("fastv", {"layer": True}, "layer=True must be a whole number"),

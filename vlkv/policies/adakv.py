@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from vlkv import budgets
 from vlkv.observe import Observation, top
-from vlkv.policies.option_types import Pooling, Unit
+from vlkv.policies.option_types import Pooling, Positive, Unit
 from vlkv.policies.policy import Statistics, policy
 from vlkv.policies.snapkv import SnapKV
 
@@ -18,7 +18,8 @@ class AdaKV(SnapKV):
     """SnapKV's scores, ranked over all heads of a layer together (Feng et al. 2024, Alg. 1).
 
     Layers have equal budgets. A head whose attention is spread over many tokens has more of the layer's best scores
-    than a head with a few peaks, so it gets more entries. The cache allocates the sum over all heads.
+    than a head with a few peaks, so it gets more entries. The cache has slots for the sum of the heads' budgets, not
+    for K times the largest.
 
     Attributes:
         window: as in SnapKV; every head keeps it with scope="all".
@@ -27,33 +28,33 @@ class AdaKV(SnapKV):
         safeguard: share of the budget that is divided equally among the heads.
     """
 
-    window: int = 32
-    kernel: int = 7
+    window: Positive = 32
+    kernel: Positive = 7
     pooling: Pooling = "max"
     safeguard: Unit = 0.2
     paper = "Feng et al. 2024, Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation"
-    equations = "Alg. 1"
+    equations = "Alg. 1; safeguard: the authors' code"
     per_head = True
     stages = "score, allocate"
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """The scores of every head in decreasing order, and the length of the window."""
+        """The scores of the candidates outside the window, -inf for other tokens, and one more -inf at the end.
+
+        If layers have unequal numbers of tokens, their last value is repeated, which then counts as no candidate.
+        """
         candidates = obs.in_scope & ~self.protect(obs) if self.scope == "all" else obs.in_scope
-        ranked = -jnp.sort(-jnp.where(candidates, scores, -jnp.inf), axis=-1)
-        return {"ranked": ranked, "candidates": jnp.sum(candidates)}
+        return {"ranked": jnp.pad(jnp.where(candidates, scores, -jnp.inf), ((0, 0), (0, 1)), constant_values=-jnp.inf)}
 
     def allocate(
         self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
     ) -> Int[Array, "L K"]:
         """The number of each head's tokens among the best of its layer, and an equal share of the safeguard."""
 
-        def share(ranked, candidates, mean, most):  # [K, T], [], [], []
-            heads, length = ranked.shape
-            window = jnp.minimum(most - candidates, mean)  # every head keeps it
-            among = jnp.tile(jnp.arange(length) < candidates, heads)
-            best = top(ranked.reshape(1, -1), among, heads * (mean - window)[None]).reshape(ranked.shape)
-            own = (1 - self.safeguard) * jnp.sum(best, axis=-1) + self.safeguard * (mean - window)
+        def share(ranked, mean, most):  # [K, T + 1], [], []
+            heads, candidates = len(ranked), ranked > -jnp.inf
+            window = jnp.minimum(most - jnp.sum(candidates[0]), mean)  # every head keeps it
+            best = top(ranked.reshape(1, -1), candidates.reshape(1, -1), heads * (mean - window)[None])
+            own = (1 - self.safeguard) * jnp.sum(best.reshape(heads, -1), axis=1) + self.safeguard * (mean - window)
             return budgets.apportion(window + own, heads * mean, floor=jnp.minimum(1, most), ceiling=most)
 
-        means = budgets.uniform(total, most)
-        return jax.vmap(share)(statistics["ranked"], statistics["candidates"], means, most)
+        return jax.vmap(share)(statistics["ranked"], budgets.uniform(total, most), most)

@@ -31,8 +31,8 @@ class PyramidKV(SnapKV):
         variant: "paper", or "released" for the rounding of the published code, which needs a larger pool.
     """
 
-    window: int = 8
-    kernel: int = 7
+    window: Positive = 8
+    kernel: Positive = 7
     pooling: Pooling = "max"
     beta: Positive = 20
     variant: Variant = "paper"

@@ -162,8 +162,8 @@ def _within_bounds(
 def shortlist(policy: Policy, observed: Observed, obs: Observation, *, layers: int) -> Bool[Array, " T"]:
     """The candidates of a layer under the policy's cap, the same for all heads.
 
-    If heads have different rankings, the best rank of a token counts. So, of C candidates, at least the first C / K of
-    every head are included.
+    A token is ranked by its best rank in any head. So, of C candidates, at least the first C / K of every head are
+    included.
     """
     scores = observed.scores.astype(jnp.float32)
     unprotected, protected_count = obs.in_scope & ~observed.protected, jnp.sum(observed.protected)

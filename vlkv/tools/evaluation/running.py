@@ -129,9 +129,12 @@ def _compressed(
         policy, program = plan[i], programs[i]
         if i in sharing and prompt is not None:
             table = budget(policy, program, layers=layers, length=length)
-            own = _entry_arrays.eval_shape(prompt, policy, new_tokens, key)
             cache = jitted.fill_cache_with(prompt, program, table, new_tokens=new_tokens, key=key)
-            yield i, sum(x.size * x.dtype.itemsize for x in own), cache, prompt.logits
+            size = cache.bytes
+            if table is not None:  # the program is that of a larger keep
+                own = _entry_arrays.eval_shape(prompt, policy, new_tokens, key)
+                size = sum(x.size * x.dtype.itemsize for x in own)
+            yield i, size, cache, prompt.logits
         else:
             cache, logits = jitted.prefill(params, inputs, policy, new_tokens=new_tokens, key=key)
             yield i, cache.bytes, cache, logits

@@ -50,7 +50,8 @@ class Job:
         A quantised pool has `bits` per number, and a scale and a minimum per group.
         """
         c, bounds = self.config.decoder, self.question.inputs
-        policy, parts = self.policy, 1 if c.kv_heads % model == 0 else model
+        policy, columns = self.policy, 1 if self.policy.per_head else c.kv_heads
+        parts = 1 if columns % model == 0 else model
         spec = cache_spec(policy, layers=c.layers, vision=bounds.max_vision, text=bounds.max_text,
                           images=bounds.max_images, new_tokens=self.new_tokens)  # fmt: skip
         per_number: float = self.itemsize
