@@ -148,8 +148,10 @@ def sections(layers: int, seed: int) -> list[Section]:
     bits = [Cell("KIVI", store, relative_size(store), store.bits) for store in (KIVI(bits=4), KIVI(bits=2))]
     names = [name for name in policies.registry if name not in ("full", "kivi", "random", "imgrandom")]
     # The default settings of AdaKV smooth more than those of SnapKV, so its gain is not only that of budgets per head.
-    smoothed = [SnapKV(keep=b, kernel=AdaKV.kernel, pooling=AdaKV.pooling, scope="vision") for b in BYTES]
-    alike = [Cell("SnapKV smoothed as AdaKV", policy, b) for policy, b in zip(smoothed, BYTES, strict=True)]
+    alike = [
+        Cell("SnapKV smoothed as AdaKV", SnapKV(keep=b, kernel=AdaKV.kernel, pooling=AdaKV.pooling, scope="vision"), b)
+        for b in BYTES
+    ]
 
     def default(chosen: Iterable[str], shares: Iterable[float]) -> list[Cell]:
         made = ((name, share, published(name, share, layers)) for name in chosen for share in shares)

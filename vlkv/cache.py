@@ -382,6 +382,10 @@ class CacheSpec:
     storage: Storage | None  # as in `Policy`
     softmax_n: float  # as in `Policy`
 
+    def columns(self, kv_heads: int) -> int:
+        """Columns of the pool (`#K`): one if all heads share it."""
+        return 1 if self.per_head else kv_heads
+
     @property
     def tile(self) -> int:
         """Alignment of segments, chosen so that no group of quantised keys belongs to two layers."""
@@ -504,7 +508,7 @@ def pack(
             happen if a short prompt keeps more than the policy's share.
     """
     layers, (batch, heads, _, head_dim) = len(k), k[0].shape
-    columns = 1 if spec.per_head else heads
+    columns = spec.columns(heads)
     parts, tile = parallel.slot_parts(columns), spec.tile
     window = None if spec.storage is None else spec.storage.window
     if parts > 1 and window is not None:

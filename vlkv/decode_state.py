@@ -218,18 +218,11 @@ def attend_to(
     core = () if state.core is None else jax.vmap(_listed)(state)
 
     def local(
-        part: parallel.Part,
-        q: Array,
-        segment: Any,
-        tail: Any,
-        tail_count: Array,
-        segment_mask: Any,
-        tail_mask: Any,
-        core: Any,
+        part: parallel.Part, q: Array, segment: Any, tail: Any, tail_count: Array, masks: Any, core: Any
     ) -> tuple[Array, ...]:
         """Computes this device's rows, heads and slots."""
         k, v, start, length = segment
-        segment_mask, tail_mask = part.local_entries(segment_mask), part.local_entries(tail_mask)
+        segment_mask, tail_mask = map(part.local_entries, masks)
         here = q, k, v, start, part.local_count(length)
         most = segment_mask.shape[-1]
 
@@ -267,11 +260,11 @@ def attend_to(
         segment = *segment[:3], jnp.max(jnp.where(segment_mask, number, 0), axis=-1)
     pool, mask, listed = "B K P H", "B K E", ("B C", "B", "B K", "B")
     run = parallel.split(
-        local, ("B N H", (pool, pool, "B K", "B K"), None if tail is None else (pool, pool), "B", mask, mask,
+        local, ("B N H", (pool, pool, "B K", "B K"), None if tail is None else (pool, pool), "B", mask,
               listed if core else ()),
         ("B N H", "B N E"), batch=q.shape[0], kv_heads=segment_mask.shape[1], parts=parts,
     )  # fmt: skip
-    return run(q, segment, tail, tail_count, segment_mask, tail_mask, core)
+    return run(q, segment, tail, tail_count, (segment_mask, tail_mask), core)
 
 
 def _listed(state: DecodeState) -> tuple[Array, Array, Array, Array]:

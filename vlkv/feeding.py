@@ -105,21 +105,14 @@ def feed(
         where = jnp.stack(entries_taken, axis=1), jnp.swapaxes(cache.start, 0, 1)  # [B, L, K]
         token = write_pool(token, jnp.full(where[0].shape, -1, jnp.int32), *where, valid, cache.parts)
     if valid is not None and updated is not None:  # padding does not change the decode state
+        rows = valid[:, 0]
         updated = jax.tree.map(
-            lambda new, old: jnp.where(valid.reshape(-1, *(1,) * (new.ndim - 1)), new, old),
-            updated,
-            cache.decode_states,
+            lambda new, old: jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old), updated, cache.decode_states
         )
     cache = dataclasses.replace(
-        cache,
-        k=pool_k,
-        v=pool_v,
-        token=token,
-        tail_k=tuple(tail_k),
-        tail_v=tuple(tail_v),
-        used=used,
+        cache, k=pool_k, v=pool_v, token=token, tail_k=tuple(tail_k), tail_v=tuple(tail_v), used=used,
         decode_states=updated,
-    )
+    )  # fmt: skip
     return cache, x
 
 

@@ -108,9 +108,10 @@ def _size(axis: str) -> int:
     return 1 if mesh is None else mesh.shape.get(axis, 1)
 
 
-def slot_parts(columns: int) -> int:
-    """M: 1 if the columns of the pool can be split over `model`, else the number of devices of `model`."""
-    return _size(_MODEL) if columns % _size(_MODEL) else 1
+def slot_parts(columns: int, model: int | None = None) -> int:
+    """M: 1 if the columns of the pool can be split over `model` devices (None: of the mesh), else their number."""
+    model = _size(_MODEL) if model is None else model
+    return model if columns % model else 1
 
 
 def by_row(f: Callable[..., Any], batch: int) -> Callable[..., Any]:

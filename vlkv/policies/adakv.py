@@ -38,12 +38,12 @@ class AdaKV(SnapKV):
     stages = "score, allocate"
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """The scores of the candidates outside the window, -inf for other tokens, and one more -inf at the end.
+        """The scores of the candidates, -inf for other tokens, and one more -inf at the end.
 
-        If layers have unequal numbers of tokens, their last value is repeated, which then counts as no candidate.
+        If layers have unequal numbers of tokens, the last value is repeated, and -inf is not counted in `allocate`.
         """
-        candidates = obs.in_scope & ~self.protect(obs) if self.scope == "all" else obs.in_scope
-        return {"ranked": jnp.pad(jnp.where(candidates, scores, -jnp.inf), ((0, 0), (0, 1)), constant_values=-jnp.inf)}
+        ranked = jnp.where(self.candidates(obs), scores, -jnp.inf)
+        return {"ranked": jnp.pad(ranked, ((0, 0), (0, 1)), constant_values=-jnp.inf)}
 
     def allocate(
         self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int

@@ -36,10 +36,12 @@ class SnapKV(Policy):
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Smoothed attention of the window. For smoothing, tokens that are always kept count as zero."""
-        window = self.protect(obs)
-        mass = group_mean(rows_mass(obs, window, self.window), obs.k.shape[0])
-        candidates = obs.in_scope & ~window if self.scope == "all" else obs.in_scope
-        return pool(jnp.where(candidates, mass, 0.0), self.kernel, self.pooling)
+        mass = group_mean(rows_mass(obs, self.protect(obs), self.window), obs.k.shape[0])
+        return pool(jnp.where(self.candidates(obs), mass, 0.0), self.kernel, self.pooling)
+
+    def candidates(self, obs: Observation) -> Bool[Array, " T"]:
+        """Tokens in scope, without the window if it is always kept."""
+        return obs.in_scope & ~self.protect(obs) if self.scope == "all" else obs.in_scope
 
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
         """The observation window."""

@@ -19,6 +19,7 @@ from vlkv.cache import cache_spec
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import shapes_by_path
+from vlkv.parallel import slot_parts
 from vlkv.policies import Policy
 from vlkv.tools.planning.chips import CHIPS, GIB, Chip, Topology, factorisations
 from vlkv.tools.planning.questions import Question
@@ -50,16 +51,14 @@ class Job:
         A quantised pool has `bits` per number, and a scale and a minimum per group.
         """
         c, bounds = self.config.decoder, self.question.inputs
-        policy, columns = self.policy, 1 if self.policy.per_head else c.kv_heads
-        parts = 1 if columns % model == 0 else model
-        spec = cache_spec(policy, layers=c.layers, vision=bounds.max_vision, text=bounds.max_text,
+        spec = cache_spec(self.policy, layers=c.layers, vision=bounds.max_vision, text=bounds.max_text,
                           images=bounds.max_images, new_tokens=self.new_tokens)  # fmt: skip
+        parts = slot_parts(spec.columns(c.kv_heads), model)
         per_number: float = self.itemsize
-        if policy.storage is not None:
-            per_number = policy.storage.bits / 8 + 2 * self.itemsize / policy.storage.group
-        return (
-            2 * c.kv_heads * c.head_dim * (spec.pool(parts) * per_number + c.layers * spec.tail(parts) * self.itemsize)
-        )
+        if spec.storage is not None:
+            per_number = spec.storage.bits / 8 + 2 * self.itemsize / spec.storage.group
+        pool, tail = spec.pool(parts) * per_number, c.layers * spec.tail(parts) * self.itemsize
+        return 2 * c.kv_heads * c.head_dim * (pool + tail)
 
     def tower_flops(self) -> float:
         """Approximate operations of the vision tower on the whole batch: each weight once per patch, and attention."""
