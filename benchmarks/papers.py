@@ -233,7 +233,7 @@ def dry_run(policy: Any) -> None:
         InputError: the policy accepts none of the depths 4, 8 and 40.
     """
     from vlkv.errors import InputError
-    from vlkv.generate import generate
+    from vlkv.generation.generate import generate
     from vlkv.tools.benching.programs import endless
     from vlkv.tools.benching.shapes import make_inputs
     from vlkv.tools.benching.subjects import find

@@ -23,7 +23,7 @@ from rich.console import Console
 from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.families import init
-from vlkv.sharding import make_mesh, place_inputs
+from vlkv.sharding.placement import make_mesh, place_inputs
 from vlkv.terminal import OneLineParser, guarded
 from vlkv.tools.benching import results, tables
 from vlkv.tools.benching.measuring import measure

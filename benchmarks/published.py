@@ -21,7 +21,7 @@ from rich.table import Table as Printed
 
 from vlkv import policies
 from vlkv.analysis import cost
-from vlkv.cache import total_bound, vision_bounds
+from vlkv.compression.sizes import total_bound, vision_bounds
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.policies import Policy

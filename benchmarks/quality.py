@@ -44,12 +44,12 @@ from tqdm import tqdm
 import vlkv
 from benchmarks.quality_tables import BYTES, DOCUMENTS, EVALUATED, ON_BOTH, ON_ROWS, TUNED, plot, show, write_documents
 from vlkv import analysis, policies
+from vlkv.compression.sizes import Budget, nominal_totals
 from vlkv.files import write_json
+from vlkv.generation.prefill import fill_cache_with
 from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, folder, pages
 from vlkv.policies import KIVI, AdaKV, AirCache, Policy, Smooth, SnapKV, compose
-from vlkv.policies.bounds import Budget, nominal_totals
-from vlkv.prefill import fill_cache_with
 from vlkv.tools.benching import machine
 from vlkv.tools.evaluation.keeps import at_bytes, budget, pool_bytes, relative_size, share_programs
 from vlkv.tools.evaluation.report import code

@@ -35,7 +35,9 @@ except ImportError:
     pass
 else:
     # Not for modules that get users' input (processing, the command line): there wrong types must raise our own errors.
-    shared = "budgets cache decode_state decoder extend feeding generate inputs merging observe policies prefill towers"
+    shared = "cache decoder generation inputs masks policies towers compression." + " compression.".join(
+        ["budgets", "merging", "observe", "policy", "selection", "sizes", "smooth"]
+    )
     models = (f"families.{path.parent.name}.model" for path in (ROOT / "vlkv" / "families").glob("*/model.py"))
     jaxtyping.install_import_hook(
         ["pallas_kernels", *(f"vlkv.{name}" for name in (*shared.split(), "families.family", *models))],

@@ -19,7 +19,8 @@ import numpy as np
 
 import vlkv
 from vlkv import policies, sharding
-from vlkv.cache import align, resize
+from vlkv.cache.packing import align
+from vlkv.cache.resizing import resize
 from vlkv.families.text.config import TextConfig
 
 from .families.tiny import QUICK

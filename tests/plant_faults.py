@@ -46,14 +46,14 @@ FAULTS = (
     ),
     Fault(
         "score over padding",
-        "vlkv/observe.py",
+        "vlkv/compression/observe.py",
         "weight = obs.valid[None].astype(jnp.float32)",
         "weight = jnp.ones_like(obs.valid, jnp.float32)[None]",
         "tests/policies/test_reference.py::test_padding_on_either_side_changes_nothing",
     ),
     Fault(
         "budget one too high",
-        "vlkv/budgets.py",
+        "vlkv/compression/budgets.py",
         "return np.minimum(sums, np.maximum(layers, asked)).astype(np.int32)",
         "return np.minimum(sums, np.maximum(layers, asked + 1)).astype(np.int32)",
         "tests/test_budgets.py",
@@ -81,14 +81,14 @@ FAULTS = (
     ),
     Fault(
         "positions of new tokens off by one",
-        "vlkv/generate.py",
+        "vlkv/generation/decode.py",
         "params.decoder.embedding(token)[:, None], cache.next_position[:, None])",
         "params.decoder.embedding(token)[:, None], cache.next_position[:, None] + 1)",
         "tests/test_decode.py::test_score_is_the_log_probability_of_the_reference",
     ),
     Fault(
         "stop token does not end a row",
-        "vlkv/generate.py",
+        "vlkv/generation/decode.py",
         "ended | jnp.isin(token, stop)",
         "ended",
         "tests/parity/test_generate.py::test_rows_end_at_their_stop_token_and_the_loop_ends_with_the_last",

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlkv import budgets
+from vlkv.compression import budgets
 
 LAYERS, LENGTH = 4, 5  # one shape each, so that jit compiles once
 few = settings(max_examples=60, deadline=None, derandomize=True)

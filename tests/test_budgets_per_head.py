@@ -9,10 +9,12 @@ import pytest
 
 import vlkv
 from pallas_kernels import core_attention, decode_attention
-from vlkv import budgets, policies
-from vlkv.cache import cache_spec, pack, pool_slots, resize
-from vlkv.policies.bounds import nominal_totals
-from vlkv.policies.policy import policy
+from vlkv import policies
+from vlkv.cache.packing import pack
+from vlkv.cache.resizing import resize
+from vlkv.compression import budgets
+from vlkv.compression.policy import policy
+from vlkv.compression.sizes import cache_spec, nominal_totals, pool_slots
 
 from .models import SMALL, tiny_llava, unequal_batch
 from .test_decode import kept_entries

@@ -13,7 +13,7 @@ import pytest
 
 import vlkv
 from vlkv import policies
-from vlkv.policies.bounds import nominal_totals
+from vlkv.compression.sizes import nominal_totals
 
 from .models import CONFIG, IMAGE_TOKEN, SMALL, tiny_llava, unequal_batch
 
@@ -265,7 +265,7 @@ def test_a_tail_without_slots_is_refused(params, read, new_tokens):
     for make in (
         lambda: vlkv.prefill(params, question(9, 1), policies.Full(), new_tokens=new_tokens),
         lambda: vlkv.fill_cache(read, policies.Full(), new_tokens=new_tokens),
-        lambda: vlkv.cache.resize(cache, new_tokens),
+        lambda: vlkv.cache.resizing.resize(cache, new_tokens),
     ):
         with pytest.raises(vlkv.InputError, match=rf"new_tokens={new_tokens} must be a whole number of at least 1"):
             make()

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 import vlkv
-from vlkv import analysis, policies, profiles
-from vlkv.analysis import drawing
+from vlkv import analysis, policies
+from vlkv.analysis import drawing, profiles
 from vlkv.cli import main
 from vlkv.mini import pages
 from vlkv.tools.commands import averaging, plots, views

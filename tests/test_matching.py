@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vlkv import matching
+from vlkv.compression import matching
 from vlkv.policies import tofu
 
 closest = jax.jit(matching.closest)

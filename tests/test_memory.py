@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from vlkv import Inputs, cache, init, policies, prefill
+from vlkv import Inputs, init, policies, prefill
+from vlkv.cache.packing import pack
+from vlkv.compression.sizes import cache_spec, pool_slots
 from vlkv.config import DecoderConfig, ModelConfig
 from vlkv.towers.vit import ClipConfig
 
@@ -41,7 +43,7 @@ def test_pool_at_7b_shapes_is_within_5_percent_of_the_kept_and_new_entries(metho
     if scope == "all":
         kept = math.floor(KEEP * LAYERS * (VISION + TEXT) + 0.5)
     policy = method(keep=KEEP, scope=scope)
-    slots = cache.pool_slots(policy, layers=LAYERS, vision=VISION, text=TEXT, new_tokens=NEW)
+    slots = pool_slots(policy, layers=LAYERS, vision=VISION, text=TEXT, new_tokens=NEW)
     new = math.floor(KEEP * NEW) if policy.updater else NEW  # a method that evicts keeps its share of the new tokens
     assert kept + LAYERS * new <= slots <= 1.05 * (kept + LAYERS * new)
 
@@ -52,20 +54,20 @@ def test_methods_with_one_total_have_pools_of_one_size(vision, text, keep, parts
     """Whether they give layers equal budgets or not; otherwise a comparison at equal bytes would depend on tiles."""
     sizes = dict(layers=LAYERS, vision=vision, text=text, new_tokens=NEW, parts=parts)
     methods = policies.AirCache, policies.CSP, policies.SnapKV, policies.VLCache
-    assert len({cache.pool_slots(method(keep=keep, scope="vision"), **sizes) for method in methods}) == 1
+    assert len({pool_slots(method(keep=keep, scope="vision"), **sizes) for method in methods}) == 1
 
 
 @pytest.mark.parametrize("method", [policies.AirCache, policies.PrefixKV])
 def test_packed_cache_at_7b_shapes_has_just_these_bytes(method):
     """28 layers, 4 key heads of 128 in bfloat16: the arrays that `pack` makes, not the promise of `pool_slots`."""
     policy = method(keep=KEEP, scope="vision")
-    spec = cache.cache_spec(policy, layers=LAYERS, vision=VISION, text=TEXT, images=1, new_tokens=NEW)
+    spec = cache_spec(policy, layers=LAYERS, vision=VISION, text=TEXT, images=1, new_tokens=NEW)
     length, heads, head_dim = VISION + TEXT, 4, 128
     shape = jax.ShapeDtypeStruct
     kv = tuple(shape((1, heads, length, head_dim), jnp.bfloat16) for _ in range(LAYERS))
 
     def arrays(k, v, kept, is_vision, source, position):
-        made = cache.pack(spec, k, v, kept, is_vision=is_vision, source=source, next_position=position)
+        made = pack(spec, k, v, kept, is_vision=is_vision, source=source, next_position=position)
         return made.k, made.v, made.tail_k, made.tail_v
 
     kept, is_vision, source = (
@@ -75,7 +77,7 @@ def test_packed_cache_at_7b_shapes_has_just_these_bytes(method):
     made = jax.tree.leaves(jax.eval_shape(arrays, kv, kv, kept, is_vision, source, shape((1, 1), jnp.int32)))
     entry = 2 * heads * head_dim * 2
     allocated = sum(math.prod(x.shape) * x.dtype.itemsize for x in made)
-    slots = cache.pool_slots(policy, layers=LAYERS, vision=VISION, text=TEXT, new_tokens=NEW)
+    slots = pool_slots(policy, layers=LAYERS, vision=VISION, text=TEXT, new_tokens=NEW)
     entries = math.floor(KEEP * LAYERS * VISION + 0.5) + LAYERS * (TEXT + NEW)
     assert allocated == slots * entry
     assert allocated <= 1.05 * entries * entry

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import vlkv
-from vlkv import InputError, loading, profiles
+from vlkv import InputError, loading
+from vlkv.analysis import profiles
 from vlkv.cli import main
 from vlkv.mini import pages
 from vlkv.policies import PrefixKV

@@ -12,7 +12,7 @@ import pytest
 import vlkv
 from pallas_kernels.quantized import dequantize
 from vlkv import policies
-from vlkv.cache import pool_slots
+from vlkv.compression.sizes import pool_slots
 from vlkv.policies import compose
 
 from . import reference

@@ -15,7 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 import vlkv
 from vlkv import policies, saving
-from vlkv.cache import resize, take_rows
+from vlkv.cache.pool import take_rows
+from vlkv.cache.resizing import resize
 
 from .models import SMALL, tiny_llava, unequal_batch
 from .test_extend import turn, words

@@ -14,7 +14,12 @@ import numpy as np
 import pytest
 
 import vlkv
-from vlkv import cache, parallel, policies, sharding
+from vlkv import policies, sharding
+from vlkv.cache import PackedCache
+from vlkv.cache.pool import entries, slot_of
+from vlkv.cache.resizing import resize
+from vlkv.compression.sizes import pool_slots
+from vlkv.sharding import ops
 
 from .meshes import CASES
 
@@ -112,21 +117,21 @@ def test_a_mesh_that_does_not_fit_is_refused():
         sharding.make_mesh(data=2, model=3)
     explicit = jax.sharding.AbstractMesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.sharding.use_abstract_mesh(explicit), pytest.raises(vlkv.InputError, match="explicit axes"):
-        parallel.slot_parts(2)
+        ops.slot_parts(2)
     with pytest.raises(vlkv.InputError, match="set a mesh with model=4"):
-        parallel.split(lambda part, x: x, ("B",), "B", batch=1, kv_heads=1, parts=4)
+        ops.split(lambda part, x: x, ("B",), "B", batch=1, kv_heads=1, parts=4)
 
 
 @pytest.mark.parametrize("parts", [1, 4])
 def test_every_entry_has_a_slot_of_its_own(parts):
     slots, start, length = 64, 3, 30
-    taken = [cache.slot_of(i, start, slots, parts) for i in range(length)]
+    taken = [slot_of(i, start, slots, parts) for i in range(length)]
     assert len(set(taken)) == length and (parts == 1) == (taken == list(range(3, 33)))
     assert max(taken) < slots and [s // (slots // parts) for s in taken] == [i % parts for i in range(length)]
     token = np.full((1, 1, slots), -1, np.int32)
     token[0, 0, taken] = 100 + np.arange(length)
     lengths = np.array([[length]], np.int32)
-    found = cache.entries(jnp.asarray(token), jnp.full((1, 1), start), jnp.asarray(lengths), 40, parts)
+    found = entries(jnp.asarray(token), jnp.full((1, 1), start), jnp.asarray(lengths), 40, parts)
     np.testing.assert_array_equal(found[0, 0], [*range(100, 130), *[-1] * 10])
 
 
@@ -134,7 +139,7 @@ def test_every_entry_has_a_slot_of_its_own(parts):
 def test_slots_in_parts_are_counted(layers, vision, text, new, parts):
     policy = policies.SnapKV(keep=0.3)
     sizes = {"layers": layers, "vision": vision, "text": text, "new_tokens": new}
-    whole, split = (cache.pool_slots(policy, **sizes, parts=m) for m in (1, parts))
+    whole, split = (pool_slots(policy, **sizes, parts=m) for m in (1, parts))
     assert split % parts == 0
     # Of each layer every part may waste a tile, and one entry each of segment and tail.
     assert whole - layers * 16 <= split <= whole + layers * parts * (16 + 2)
@@ -146,14 +151,14 @@ def test_a_tail_in_parts_grows_and_shrinks_around_its_entries():
     def tail(slots):
         made = np.zeros((1, 1, slots, 1), np.float32)
         for i in range(used):
-            made[0, 0, cache.slot_of(i, 0, slots, parts)] = 1 + i
+            made[0, 0, slot_of(i, 0, slots, parts)] = 1 + i
         return jnp.asarray(made)
 
     nothing = jnp.zeros((1, 1, 32, 1))
     table = jnp.zeros((1, 1, 1), jnp.int32)
-    held = cache.PackedCache(
+    held = PackedCache(
         k=nothing, v=nothing, token=jnp.full((1, 1, 32), -1), start=table, length=table, tail_k=(tail(8),),
         tail_v=(tail(8),), used=jnp.array([used]), next_position=jnp.array([[used]]), parts=parts,
     )  # fmt: skip
     for room, slots in ((20, 20), (13, 14), (5, 6)):
-        np.testing.assert_array_equal(cache.resize(held, room).tail_k[0], tail(slots))
+        np.testing.assert_array_equal(resize(held, room).tail_k[0], tail(slots))

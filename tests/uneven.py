@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from vlkv import budgets, policies
-from vlkv.policies.policy import policy
+from vlkv import policies
+from vlkv.compression import budgets
+from vlkv.compression.policy import policy
 
 RATIO = 10
 

@@ -10,18 +10,19 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from vlkv import jitted
-from vlkv.cache import PackedCache, resize
+from vlkv.cache.pool import PackedCache
+from vlkv.cache.resizing import resize
+from vlkv.compression.policy import Policy
 from vlkv.errors import InputError
-from vlkv.extend import extend
 from vlkv.families import Model
-from vlkv.generate import check_room, choose_token, next_token
+from vlkv.generation import jitted
+from vlkv.generation.decode import check_room, choose_token, next_token
+from vlkv.generation.extend import extend
+from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
 from vlkv.policies.full import Full
-from vlkv.policies.policy import Policy
 from vlkv.processing import Processor
 from vlkv.processing.processor import RowImages, as_list, count
-from vlkv.sampling import Greedy
 
 _ANSWERS = 4  # a new cache has slots for this number of answers of the greatest length; it grows later
 _ANY = "x"  # placeholder for a question

@@ -28,14 +28,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
 from pallas_kernels import Kernels, QuantizedPool
-from vlkv import policies, profiles
-from vlkv.cache import PackedCache, resize, take_rows
-from vlkv.decode_state import DecodeState
+from vlkv import policies
+from vlkv.analysis import profiles
+from vlkv.cache.decode_state import DecodeState
+from vlkv.cache.pool import PackedCache, take_rows
+from vlkv.cache.resizing import resize
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.files import one_line, replacing
 from vlkv.policies import Policy
-from vlkv.sharding import path_name
+from vlkv.sharding.placement import path_name
 
 FORMAT, VERSION, READS = "vlkv cache", "3", ("1", "2", "3")
 _CORNER = 4  # first and last entries of each axis of a weight that are part of the model's fingerprint

@@ -9,8 +9,8 @@ import pytest
 import vlkv
 from tests.models import tiny_llava, unequal_batch
 from vlkv import analysis, policies
-from vlkv.policies.bounds import nominal_totals
-from vlkv.prefill import fill_cache_with
+from vlkv.compression.sizes import nominal_totals
+from vlkv.generation.prefill import fill_cache_with
 from vlkv.tools.evaluation.keeps import at_keep, budget, share_programs
 
 KEEP = 0.2  # of 50, 25 and 0 vision tokens in 3 layers: 30, 15 and 0 entries

@@ -105,8 +105,8 @@ def test_the_converter_does_not_load_jax():
         "assert 'jax' not in sys.modules and 'vlkv.families' not in sys.modules\n"
         "import vlkv\n"
         "assert 'jax' not in sys.modules\n"
-        "import vlkv.generate\n"
-        "assert vlkv.generate is sys.modules['vlkv.generate'].generate and vlkv.presets['llava-1.5-7b']\n"
+        "import vlkv.generation.generate\n"
+        "assert vlkv.generate is sys.modules['vlkv.generation.generate'].generate and vlkv.presets['llava-1.5-7b']\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -15,7 +15,7 @@ from vlkv.buckets import Buckets
 from vlkv.families import abstract
 from vlkv.families.llava_next.inputs import Views
 from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig
-from vlkv.tools.planning import arithmetic, chips, programs, sizes
+from vlkv.tools.planning import arithmetic, chips, footprint, programs
 from vlkv.tools.planning.questions import TEXT, question
 
 GIB = 2**30
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("shapes_for_arrays")
     ],
 )
 def test_bytes_in_tiles(shape, dtype, expected):
-    assert sizes.tiled_bytes(shape, jnp.dtype(dtype)) == expected
+    assert footprint.tiled_bytes(shape, jnp.dtype(dtype)) == expected
 
 
 # Name, prompt, pictures, tokens of one picture: of section 2 of the families' papers and transformers' processors.

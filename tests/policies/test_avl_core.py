@@ -11,7 +11,8 @@ from test_decode_time import one_layer
 
 from pallas_kernels import Kernels
 from vlkv import policies
-from vlkv.decode_state import _listed, arrive, attend_to, begin
+from vlkv.cache.attention import _listed, attend_to
+from vlkv.cache.decode_state import arrive, begin
 
 LENGTH, HEADS, GROUPS, DIM, NEW = 70, 2, 2, 8, 4
 

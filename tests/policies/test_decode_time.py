@@ -9,9 +9,9 @@ import pytest
 
 from vlkv import policies
 from vlkv.decoder import Decoder
-from vlkv.feeding import feed
-from vlkv.prefill import fill_cache
-from vlkv.reading import LayerPrompt, Prompt
+from vlkv.generation.prefill import fill_cache
+from vlkv.generation.prompt import LayerPrompt, Prompt
+from vlkv.generation.step import feed
 
 
 def one_layer(policy, arrays, new_tokens: int):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import vlkv
+from vlkv.compression.tokens import Tokens
 from vlkv.policies import Downsample
-from vlkv.tokens import Tokens
 
 
 def test_blocks_by_hand():

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from golden_vectors import allocate, choose, same_in_every_head
 
-from vlkv import budgets, policies
-from vlkv.policies.bounds import nominal_totals
+from vlkv import policies
+from vlkv.compression import budgets
+from vlkv.compression.sizes import nominal_totals
 
 # --- StreamingLLM and H2O -------------------------------------------------------------------------------------------
 

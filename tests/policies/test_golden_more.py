@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from golden_vectors import allocate, choose, compress, look_m, look_m_merges, same_in_every_head
 
-from vlkv import merging, policies
+from vlkv import policies
+from vlkv.compression import merging
 
 PRIORS = ("plain", "text_prior")
 

@@ -13,7 +13,7 @@ import vlkv
 from tests import models
 from tests.test_extend import turn
 from vlkv import policies
-from vlkv.cache import quantize_old
+from vlkv.cache.writing import quantize_old
 
 BITS, GROUP, WINDOW = 2, 4, 4
 

@@ -11,9 +11,9 @@ import pytest
 import vlkv
 from tests import models
 from vlkv import InputError, policies
-from vlkv.observe import Observation
+from vlkv.compression.observe import Observation
+from vlkv.compression.tokens import Tokens, shorten
 from vlkv.policies.lightkv import LightKV, left_by_windows, scaled
-from vlkv.tokens import Tokens, shorten
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH = 4, 2, 8, 16
 prefill = jax.jit(vlkv.prefill, static_argnames="new_tokens")

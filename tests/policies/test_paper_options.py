@@ -8,10 +8,13 @@ import pytest
 
 from tests.models import tiny_llava, unequal_batch
 from tests.policies.numpy_policies import attention
-from vlkv import policies, profiles, reading
+from vlkv import policies
+from vlkv.analysis import profiles
+from vlkv.compression.selection import make_observation
+from vlkv.compression.tokens import Tokens
 from vlkv.errors import InputError
+from vlkv.generation.prompt import read_layers, read_prompt
 from vlkv.policies.lightkv import LightKV, processed
-from vlkv.tokens import Tokens
 from vlkv.tools.commands.methods import describe
 from vlkv.tools.commands.options import add_policy_arguments, policy_from
 
@@ -38,7 +41,7 @@ def test_csp_recent_bias(prompt, window, recent):
     assert kept[..., -recent:].all()
     q, k = (jnp.asarray(x[0]) for x in prompt)
     masks = jnp.asarray(VISION), jnp.ones(LENGTH, bool)
-    obs = reading.make_observation(policy, q, k, k, *masks, None, layer=0, layers=LAYERS, max_instruction=LENGTH)
+    obs = make_observation(policy, q, k, k, *masks, None, layer=0, layers=LAYERS, max_instruction=LENGTH)
     np.testing.assert_array_equal(policy.protect(obs), np.arange(LENGTH) >= LENGTH - recent)
 
 
@@ -47,7 +50,7 @@ def test_csp_calibrated_share():
     """The share of cross attention among all attention of the last four rows, mean over rows, layers and heads."""
     params, batch = tiny_llava(), unequal_batch()
     policy, found = policies.CSP(keep=0.5, window=4, heads="each"), []
-    read = reading.read_prompt(params, batch)
+    read = read_prompt(params, batch)
     for row in range(len(batch.valid)):
         inside, length = batch.valid[row], batch.valid[row].sum()
         vision = batch.is_vision[row][inside]
@@ -100,7 +103,7 @@ def test_avl_waits_for_two_layers_only():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(params.decoder), "walk", watched)
-        reading.read_layers(params, batch, policy.reducer, each)
+        read_layers(params, batch, policy.reducer, each)
     left = int(np.floor(0.6 * whole + 0.5))
     assert events == [("layer", 0), ("layer", 1), (0, left), (1, left), ("layer", 2), (2, left)]
 

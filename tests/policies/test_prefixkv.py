@@ -9,7 +9,7 @@ from golden_vectors import choose, compress, same_in_every_head, select
 from test_decode_time import one_layer, places
 
 from vlkv import InputError, policies
-from vlkv.cache import pool_slots, total_bound
+from vlkv.compression.sizes import pool_slots, total_bound
 from vlkv.policies.prefixkv import found_forget_counts, scaled_forget_counts
 
 

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vlkv import policies
-from vlkv.policies.policy import Policy
-from vlkv.policies.reducing import ReducingPolicy
-from vlkv.policies.selection import make_observation
-from vlkv.tokens import Tokens, shorten
+from vlkv.compression.policy import Policy
+from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.selection import make_observation
+from vlkv.compression.tokens import Tokens, shorten
 
 ROWS, LAYERS, HEADS, KV_HEADS, LENGTH, HEAD_DIM, WIDTH, SHIFT = 3, 3, 4, 2, 26, 8, 6, 4
 KEEPS = (0.15, 0.55)

@@ -13,8 +13,8 @@ from pallas_kernels import attention_mass
 from tests import reference
 from tests.models import embed, tiny_llava, unequal_batch
 from vlkv import policies
-from vlkv.cache import pool_slots, total_bound
-from vlkv.policies import bounds
+from vlkv.compression import sizes
+from vlkv.compression.sizes import pool_slots, total_bound
 
 # --- CSP ------------------------------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ def test_pyramidkv_hands_out_what_the_released_code_hands_out(golden):
 
     @jax.jit
     def hand_out(policy, mean, counts):
-        total = bounds.total(policy, counts, counts[0], layers=len(counts), most=longest, text=longest)
+        total = sizes.total(policy, counts, counts[0], layers=len(counts), most=longest, text=longest)
         statistics = {"mean": mean, "count": counts}
         return total, policy.allocate(statistics, total=total, most=counts, layers=len(counts))
 
@@ -175,7 +175,7 @@ def test_vlcache_largest_is_reached_by_no_density(variant):
     most = jnp.full(6, length)
     for power in (0, 1, 4, 16):
         density = random.random(6) ** power
-        total = bounds.total(policy, most, most[0], layers=6, most=length, text=length)
+        total = sizes.total(policy, most, most[0], layers=6, most=length, text=length)
         sparsity = jnp.asarray(1 - density)
         got = policy.allocate({**statistics, "sparsity": sparsity}, total=total, most=most, layers=6)
         assert got.sum() <= total <= total_bound(policy, layers=6, vision=100, text=20)

@@ -13,7 +13,7 @@ import pytest
 import vlkv
 from tests.models import SMALL, tiny_llava, unequal_batch
 from vlkv import policies
-from vlkv.observe import Observation
+from vlkv.compression.observe import Observation
 from vlkv.policies import Smooth, compose
 
 select = jax.jit(policies.select)

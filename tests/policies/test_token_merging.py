@@ -11,15 +11,15 @@ import pytest
 import vlkv
 from tests import models
 from vlkv import InputError
-from vlkv.cache import vision_bounds
-from vlkv.observe import Observation
+from vlkv.compression.observe import Observation
+from vlkv.compression.selection import compress
+from vlkv.compression.sizes import vision_bounds
+from vlkv.compression.tokens import Tokens
 from vlkv.policies.full import Full
 from vlkv.policies.lightkv import LightKV
 from vlkv.policies.pitome import PiToMe
-from vlkv.policies.selection import compress
 from vlkv.policies.tofu import ToFu
 from vlkv.policies.tome import ToMe
-from vlkv.tokens import Tokens
 
 _reduce = jax.jit(lambda policy, tokens, obs, stage: policy.reduce(tokens, obs, stage=stage), static_argnums=3)
 prefill = jax.jit(vlkv.prefill, static_argnames="new_tokens")

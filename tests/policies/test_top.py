@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vlkv.observe import top
+from vlkv.masks import top
 
 HEADS, LENGTH, DRAWS = 4, 37, 60
 NASTY = np.array([-np.inf, -1e30, -3.0, -0.0, 0.0, 1e-30, 2.0, 5.5, 5.5, np.inf, np.nan], np.float32)

@@ -12,13 +12,13 @@ from tests import reference
 from tests.families import tiny
 from tests.models import embed, tiny_llava, unequal_batch
 from vlkv import policies
-from vlkv.observe import Observation
+from vlkv.compression.observe import Observation
+from vlkv.compression.tokens import Tokens
+from vlkv.generation.prompt import read_prompt
 from vlkv.policies.fastervlm import FasterVLM
 from vlkv.policies.hired import HiRED
 from vlkv.policies.ivtp import IVTP
 from vlkv.processing.arranging import cells
-from vlkv.reading import read_prompt
-from vlkv.tokens import Tokens
 
 read = jax.jit(read_prompt)
 

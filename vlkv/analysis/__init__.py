@@ -1,6 +1,6 @@
 """The measurements in the papers' figures, as functions that return arrays. `vlkv inspect` draws them."""
 
-from vlkv.analysis.attention import TYPES, concordance, shares_by_type, token_types
+from vlkv.analysis.attention_maps import TYPES, concordance, shares_by_type, token_types
 from vlkv.analysis.choosing import choose
 from vlkv.analysis.cost import cache_bytes, decode_flops, logits_flops, prefill_flops, tower_flops
 from vlkv.analysis.fidelity import Sweep, agreement, answer_of, feature_error, kl_to_full, log_probability, sweep

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
+from vlkv.compression.policy import Policy
+from vlkv.compression.selection import Selection, require_fit, select
 from vlkv.errors import InputError
-from vlkv.policies.policy import Policy
-from vlkv.policies.selection import Selection, require_fit, select
-from vlkv.reading import Prompt
+from vlkv.generation.prompt import Prompt
 
 
 def choose(prompt: Prompt, policy: Policy, *, key: Key[Array, ""] | None = None) -> Selection:

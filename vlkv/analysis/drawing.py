@@ -11,15 +11,15 @@ from jaxtyping import Array, Float, Int, Key
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from vlkv.analysis.survival import held, on_grid
-from vlkv.cache import PackedCache
+from vlkv.cache.pool import PackedCache
+from vlkv.compression.policy import Policy, require_policy
 from vlkv.errors import InputError
 from vlkv.families import Model
+from vlkv.generation.prefill import prefill
+from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
 from vlkv.policies.compose import Composed
-from vlkv.policies.policy import Policy, require_policy
-from vlkv.prefill import prefill
 from vlkv.processing.images import Picture, open_image
-from vlkv.sampling import Greedy
 
 _SIDE, _GAP, _COLUMNS = 380, 34, 4  # pixels: longer side of a panel, gap between panels; number of panels in a row
 _TITLE, _TEXT, _SMALL = 40, 28, 23  # font sizes

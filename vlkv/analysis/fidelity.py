@@ -13,17 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from vlkv import jitted
 from vlkv.analysis.trace import Trace, follow
-from vlkv.cache import PackedCache
+from vlkv.cache.pool import PackedCache
+from vlkv.compression.policy import Policy
 from vlkv.errors import InputError
 from vlkv.families import Model
-from vlkv.generate import check_room, decode, decode_step
+from vlkv.generation import jitted
+from vlkv.generation.decode import check_room, decode, decode_step
+from vlkv.generation.prefill import prefill
+from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
 from vlkv.policies.full import Full
-from vlkv.policies.policy import Policy
-from vlkv.prefill import prefill
-from vlkv.sampling import Greedy
 
 
 def feature_error(full: Trace, compressed: Trace) -> Float[Array, "S L B"]:

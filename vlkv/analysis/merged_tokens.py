@@ -9,14 +9,14 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from vlkv.compression.observe import Observation
+from vlkv.compression.policy import Policy, policy
+from vlkv.compression.tokens import Tokens
 from vlkv.errors import InputError
 from vlkv.families import Model
+from vlkv.generation.prompt import read_layers
 from vlkv.inputs import Inputs
-from vlkv.observe import Observation
 from vlkv.policies.lightkv import LightKV
-from vlkv.policies.policy import Policy, policy
-from vlkv.reading import read_layers
-from vlkv.tokens import Tokens
 
 
 def merged_into(params: Model, inputs: Inputs, method: Policy) -> Int[np.ndarray, "stages T"]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv.parallel import attention_mass
+from vlkv.sharding.ops import attention_mass
 
 
 def observer_attention(

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Key
 
-from vlkv.cache import PackedCache, cache_spec, pack
-from vlkv.observe import top
-from vlkv.policies.bounds import nominal_totals
+from vlkv.cache.packing import pack
+from vlkv.cache.pool import PackedCache
+from vlkv.compression.sizes import cache_spec, nominal_totals
+from vlkv.generation.prompt import Prompt
+from vlkv.masks import top
 from vlkv.policies.random import ImgRandom
-from vlkv.reading import Prompt
 
 
 def oracle_cache(

@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, Int
 
 from vlkv.analysis.fidelity import log_probability
 from vlkv.analysis.trace import follow
-from vlkv.cache import PackedCache
+from vlkv.cache.pool import PackedCache
 from vlkv.families import Model
-from vlkv.reading import Prompt
+from vlkv.generation.prompt import Prompt
 
 
 def one_token_curve(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv.cache import PackedCache
+from vlkv.cache.pool import PackedCache
 
 AnyArray = Array | np.ndarray
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from vlkv.cache import PackedCache
-from vlkv.reading import Prompt
+from vlkv.cache.pool import PackedCache
+from vlkv.generation.prompt import Prompt
 
 
 def reached(prompt: Prompt) -> Bool[Array, "B L T"]:

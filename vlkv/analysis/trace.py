@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv.cache import PackedCache
-from vlkv.decode_state import DecodeState, begin, packed
+from vlkv.cache.decode_state import DecodeState, begin, packed
+from vlkv.cache.pool import PackedCache
 from vlkv.families import Model
-from vlkv.feeding import feed
-from vlkv.reading import Prompt
+from vlkv.generation.prompt import Prompt
+from vlkv.generation.step import feed
 
 
 @jax.tree_util.register_dataclass

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv.config import DecoderConfig
 from vlkv.decoder.layers import Embedding, Initializer, JoinHeads, Linear, RMSNorm, SplitHeads
 from vlkv.decoder.rope import apply_rope, rope_table
-from vlkv.parallel import prefill_attention
+from vlkv.sharding.ops import prefill_attention
 
 Attend = Callable[[int, Array, Array, Array], Array]  # layer, [B,T,N,H], [B,T,K,H], [B,T,K,H] -> [B,T,N,H]
 After = Callable[[int, Array], tuple[Array, Array | None]]  # layer, [B,T,D] -> [B,t,D], [B,t,A] or None

@@ -11,8 +11,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from vlkv.compression.observe import Observation
+from vlkv.compression.option_types import Scope
+from vlkv.compression.policy import DecodingStages, Policy, ReducingStages, policy
+from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.selection import Selection, compress, select
+from vlkv.compression.smooth import Smooth
 from vlkv.errors import InputError
-from vlkv.observe import Observation
 from vlkv.policies.adakv import AdaKV
 from vlkv.policies.aircache import AirCache
 from vlkv.policies.avl import AVL
@@ -29,16 +34,11 @@ from vlkv.policies.ivtp import IVTP
 from vlkv.policies.kivi import KIVI
 from vlkv.policies.lightkv import LightKV
 from vlkv.policies.lookm import LookM
-from vlkv.policies.option_types import Scope
 from vlkv.policies.pitome import PiToMe
-from vlkv.policies.policy import DecodingStages, Policy, ReducingStages, policy
 from vlkv.policies.prefixkv import PrefixKV
 from vlkv.policies.pyramidkv import PyramidKV
 from vlkv.policies.random import ImgRandom, Random
-from vlkv.policies.reducing import ReducingPolicy
 from vlkv.policies.roco import RoCo
-from vlkv.policies.selection import Selection, compress, select
-from vlkv.policies.smooth import Smooth
 from vlkv.policies.snapkv import SnapKV
 from vlkv.policies.streaming import StreamingLLM
 from vlkv.policies.tofu import ToFu

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from vlkv import budgets
-from vlkv.observe import Observation, top
-from vlkv.policies.option_types import Pooling, Positive, Unit
-from vlkv.policies.policy import Statistics, policy
+from vlkv.compression import budgets
+from vlkv.compression.observe import Observation
+from vlkv.compression.option_types import Pooling, Positive, Unit
+from vlkv.compression.policy import Statistics, policy
+from vlkv.masks import top
 from vlkv.policies.snapkv import SnapKV
 
 

@@ -7,11 +7,12 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv import budgets
-from vlkv.merging import dropped, fold, nearest_place
-from vlkv.observe import Observation, group_mean, head_mean, last, rows_mass, top
-from vlkv.policies.option_types import Positive, Scope, Unit
-from vlkv.policies.policy import Policy, Statistics, policy
+from vlkv.compression import budgets
+from vlkv.compression.merging import dropped, fold, nearest_place
+from vlkv.compression.observe import Observation, group_mean, head_mean, rows_mass
+from vlkv.compression.option_types import Positive, Scope, Unit
+from vlkv.compression.policy import Policy, Statistics, policy
+from vlkv.masks import last, top
 from vlkv.policies.pyramidkv import pyramid
 
 

@@ -11,12 +11,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from vlkv import budgets
-from vlkv.decode_state import DecodeState, evict
-from vlkv.observe import Observation, column_sums, head_mean, last, rows_mass, top
-from vlkv.policies.option_types import Positive, Scope, Share
-from vlkv.policies.policy import DecodingStages, ReducingStages, policy
-from vlkv.tokens import Tokens
+from vlkv.cache.decode_state import DecodeState, evict
+from vlkv.compression import budgets
+from vlkv.compression.observe import Observation, column_sums, head_mean, rows_mass
+from vlkv.compression.option_types import Positive, Scope, Share
+from vlkv.compression.policy import DecodingStages, ReducingStages, policy
+from vlkv.compression.tokens import Tokens
+from vlkv.masks import last, top
 
 _EARLY = 2  # layers of prefill that process the whole image
 

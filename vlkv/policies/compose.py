@@ -8,12 +8,12 @@ from typing import Any
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
+from vlkv.compression.observe import Observation
+from vlkv.compression.policy import Policy, ReducingStages, Statistics, checked_scores, policy, require_policy
+from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.smooth import Smooth
 from vlkv.errors import InputError
-from vlkv.observe import Observation
 from vlkv.policies.full import Full
-from vlkv.policies.policy import Policy, ReducingStages, Statistics, checked_scores, policy, require_policy
-from vlkv.policies.reducing import ReducingPolicy
-from vlkv.policies.smooth import Smooth
 
 Part = Policy | type[Policy]
 _OWNERS = {"allocate": "allocated", "merge": "merged", "step": "stepped", "reduce": "reduced", "store": "stored"}

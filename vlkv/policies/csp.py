@@ -8,10 +8,11 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv import budgets
-from vlkv.observe import Observation, group_mean, head_mean, last, split_rows_mass, top
-from vlkv.policies.option_types import Magnitude, Positive, Unit, Variant
-from vlkv.policies.policy import Policy, Statistics, policy
+from vlkv.compression import budgets
+from vlkv.compression.observe import Observation, group_mean, head_mean, split_rows_mass
+from vlkv.compression.option_types import Magnitude, Positive, Unit, Variant
+from vlkv.compression.policy import Policy, Statistics, policy
+from vlkv.masks import last, top
 
 
 @policy

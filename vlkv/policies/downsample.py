@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from vlkv.observe import Observation
-from vlkv.policies.option_types import Positive
-from vlkv.policies.policy import check_types, policy
-from vlkv.policies.reducing import ReducingPolicy
-from vlkv.tokens import Tokens
+from vlkv.compression.observe import Observation
+from vlkv.compression.option_types import Positive
+from vlkv.compression.policy import check_types, policy
+from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.tokens import Tokens
 
 
 @policy

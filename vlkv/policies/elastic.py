@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from vlkv import merging
-from vlkv.decode_state import DecodeState
-from vlkv.observe import Observation, column_sums, first, head_mean, last, ordinal
-from vlkv.policies.fixed_distance import allowed_entries, evict_at_distance, share_bounds
-from vlkv.policies.option_types import Count, Positive, Variant
-from vlkv.policies.policy import DecodingStages, Statistics, policy
+from vlkv.cache.decode_state import DecodeState
+from vlkv.compression import merging
+from vlkv.compression.fixed_distance import allowed_entries, evict_at_distance, share_bounds
+from vlkv.compression.observe import Observation, column_sums, head_mean
+from vlkv.compression.option_types import Count, Positive, Variant
+from vlkv.compression.policy import DecodingStages, Statistics, policy
+from vlkv.masks import first, last, ordinal
 
 
 @policy

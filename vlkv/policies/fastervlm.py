@@ -5,10 +5,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from vlkv.observe import Observation, top
-from vlkv.policies.policy import policy
-from vlkv.policies.reducing import ReducingPolicy
-from vlkv.tokens import Tokens
+from vlkv.compression.observe import Observation
+from vlkv.compression.policy import policy
+from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.tokens import Tokens
+from vlkv.masks import top
 
 
 @policy

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from vlkv.observe import Observation
-from vlkv.policies.policy import Policy, policy
+from vlkv.compression.observe import Observation
+from vlkv.compression.policy import Policy, policy
 
 
 @policy

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from vlkv import budgets
-from vlkv.decode_state import DecodeState, evict
-from vlkv.observe import Observation, column_sums, group_mean, last
-from vlkv.policies.option_types import Count, Magnitude
-from vlkv.policies.policy import DecodingStages, policy
+from vlkv.cache.decode_state import DecodeState, evict
+from vlkv.compression import budgets
+from vlkv.compression.observe import Observation, column_sums, group_mean
+from vlkv.compression.option_types import Count, Magnitude
+from vlkv.compression.policy import DecodingStages, policy
+from vlkv.masks import last
 
 
 @policy

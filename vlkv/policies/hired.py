@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv import budgets, matching
-from vlkv.observe import Observation
+from vlkv.compression import budgets, matching
+from vlkv.compression.observe import Observation
+from vlkv.compression.option_types import Variant
+from vlkv.compression.policy import policy
+from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.tokens import Tokens
 from vlkv.policies.lightkv import part
-from vlkv.policies.option_types import Variant
-from vlkv.policies.policy import policy
-from vlkv.policies.reducing import ReducingPolicy
-from vlkv.tokens import Tokens
 
 
 @policy

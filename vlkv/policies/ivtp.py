@@ -7,12 +7,13 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv import budgets, merging
-from vlkv.observe import Observation, head_mean, last, rows_mass, top
-from vlkv.policies.option_types import Positive
-from vlkv.policies.policy import policy
-from vlkv.policies.reducing import ReducingPolicy
-from vlkv.tokens import Tokens
+from vlkv.compression import budgets, merging
+from vlkv.compression.observe import Observation, head_mean, rows_mass
+from vlkv.compression.option_types import Positive
+from vlkv.compression.policy import policy
+from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.tokens import Tokens
+from vlkv.masks import last, top
 
 
 @policy

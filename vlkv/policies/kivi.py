@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from vlkv.compression.option_types import Positive
+from vlkv.compression.policy import Storage, policy
 from vlkv.policies.full import Full
-from vlkv.policies.option_types import Positive
-from vlkv.policies.policy import Storage, policy
 
 
 @policy

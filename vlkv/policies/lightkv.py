@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv import budgets, matching
-from vlkv.observe import Observation
-from vlkv.parallel import attention_mass, attention_mass_rows
-from vlkv.policies.option_types import Positive, Range, Share, Variant
-from vlkv.policies.policy import check_types, policy
-from vlkv.policies.reducing import ReducingPolicy
-from vlkv.tokens import Tokens
+from vlkv.compression import budgets, matching
+from vlkv.compression.observe import Observation
+from vlkv.compression.option_types import Positive, Range, Share, Variant
+from vlkv.compression.policy import check_types, policy
+from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.tokens import Tokens
+from vlkv.sharding.ops import attention_mass, attention_mass_rows
 
 _LAYERS = (15, 23, 31)  # of 40: Table 6
 

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv import merging
-from vlkv.observe import Observation, column_sums, first, group_mean, last
-from vlkv.policies.option_types import Count, Variant
-from vlkv.policies.policy import Policy, Statistics, policy
+from vlkv.compression import merging
+from vlkv.compression.observe import Observation, column_sums, group_mean
+from vlkv.compression.option_types import Count, Variant
+from vlkv.compression.policy import Policy, Statistics, policy
+from vlkv.masks import first, last
 
 
 @policy

@@ -7,9 +7,9 @@ from typing import Annotated
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv import matching
-from vlkv.policies.option_types import Range
-from vlkv.policies.policy import policy
+from vlkv.compression import matching
+from vlkv.compression.option_types import Range
+from vlkv.compression.policy import policy
 from vlkv.policies.tome import ToMe
 
 _Cosine = Annotated[float, Range(-1, 1)]

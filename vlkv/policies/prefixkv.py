@@ -10,14 +10,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from vlkv import budgets
-from vlkv.decode_state import DecodeState
+from vlkv.cache.decode_state import DecodeState
+from vlkv.compression import budgets
+from vlkv.compression.fixed_distance import allowed_entries, evict_at_distance, share_bounds
+from vlkv.compression.merging import dropped, fold, nearest_key, nearest_place
+from vlkv.compression.observe import Observation, column_sums, head_mean
+from vlkv.compression.option_types import Count, Positive, Share, Variant
+from vlkv.compression.policy import DecodingStages, Statistics, policy
 from vlkv.errors import InputError
-from vlkv.merging import dropped, fold, nearest_key, nearest_place
-from vlkv.observe import Observation, column_sums, first, head_mean, last
-from vlkv.policies.fixed_distance import allowed_entries, evict_at_distance, share_bounds
-from vlkv.policies.option_types import Count, Positive, Share, Variant
-from vlkv.policies.policy import DecodingStages, Statistics, policy
+from vlkv.masks import first, last
 
 _TOLERANCE = 5  # the published search stops within this number of tokens of the target
 _HALVINGS = 24  # bisections of [0, 1] that float32 can represent

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from vlkv import budgets
-from vlkv.observe import Observation
-from vlkv.policies.option_types import Pooling, Positive, Variant
-from vlkv.policies.policy import Statistics, policy
+from vlkv.compression import budgets
+from vlkv.compression.observe import Observation
+from vlkv.compression.option_types import Pooling, Positive, Variant
+from vlkv.compression.policy import Statistics, policy
 from vlkv.policies.snapkv import SnapKV
 
 

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from vlkv.observe import Observation, ordinal
-from vlkv.policies.option_types import Scope
-from vlkv.policies.policy import Policy, policy
+from vlkv.compression.observe import Observation
+from vlkv.compression.option_types import Scope
+from vlkv.compression.policy import Policy, policy
+from vlkv.masks import ordinal
 
 
 @policy

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from vlkv import budgets
-from vlkv.decode_state import DecodeState, evict
-from vlkv.observe import Observation, column_sums, group_mean, last, ordinal, top
-from vlkv.policies.option_types import Count, Unit
-from vlkv.policies.policy import DecodingStages, Statistics, policy
+from vlkv.cache.decode_state import DecodeState, evict
+from vlkv.compression import budgets
+from vlkv.compression.observe import Observation, column_sums, group_mean
+from vlkv.compression.option_types import Count, Unit
+from vlkv.compression.policy import DecodingStages, Statistics, policy
+from vlkv.masks import last, ordinal, top
 
 
 @policy

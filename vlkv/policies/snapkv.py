@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv.observe import Observation, group_mean, last, pool, rows_mass
-from vlkv.policies.option_types import Pooling, Positive
-from vlkv.policies.policy import Policy, policy
+from vlkv.compression.observe import Observation, group_mean, pool, rows_mass
+from vlkv.compression.option_types import Pooling, Positive
+from vlkv.compression.policy import Policy, policy
+from vlkv.masks import last
 
 
 @policy

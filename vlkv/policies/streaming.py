@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from vlkv.observe import Observation, first, ordinal
-from vlkv.policies.option_types import Count
-from vlkv.policies.policy import Policy, policy
+from vlkv.compression.observe import Observation
+from vlkv.compression.option_types import Count
+from vlkv.compression.policy import Policy, policy
+from vlkv.masks import first, ordinal
 
 
 @policy

@@ -7,9 +7,9 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv import matching
-from vlkv.policies.option_types import Count, Variant
-from vlkv.policies.policy import policy
+from vlkv.compression import matching
+from vlkv.compression.option_types import Count, Variant
+from vlkv.compression.policy import policy
 from vlkv.policies.tome import ToMe
 
 

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv import budgets, matching
-from vlkv.observe import Observation, ordinal
+from vlkv.compression import budgets, matching
+from vlkv.compression.observe import Observation
+from vlkv.compression.option_types import Positive
+from vlkv.compression.policy import ReducingStages, check_types, policy
+from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.tokens import Tokens
+from vlkv.masks import ordinal
 from vlkv.policies.lightkv import check_layers, check_share, scaled, share_per_stage
-from vlkv.policies.option_types import Positive
-from vlkv.policies.policy import ReducingStages, check_types, policy
-from vlkv.policies.reducing import ReducingPolicy
-from vlkv.tokens import Tokens
 
 
 @policy

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv import budgets
-from vlkv.observe import Observation, group_mean, last, ordinal, rows_mass
-from vlkv.policies.option_types import Share, Unit
-from vlkv.policies.policy import Policy, Statistics, policy
+from vlkv.compression import budgets
+from vlkv.compression.observe import Observation, group_mean, rows_mass
+from vlkv.compression.option_types import Share, Unit
+from vlkv.compression.policy import Policy, Statistics, policy
+from vlkv.masks import last, ordinal
 
 
 @policy

@@ -29,7 +29,7 @@ from vlkv.decoder.layers import (
 )
 from vlkv.decoder.rope import apply_rope
 from vlkv.errors import InputError
-from vlkv.parallel import attention_mass, by_row, prefill_attention
+from vlkv.sharding.ops import attention_mass, by_row, prefill_attention
 
 C = TypeVar("C", bound="VitConfig")
 _ACTIVATIONS = {"quick_gelu": quick_gelu, "gelu": gelu, "gelu_pytorch_tanh": jax.nn.gelu, "silu": jax.nn.silu}

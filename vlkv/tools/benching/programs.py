@@ -13,14 +13,15 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_kernels import Kernels
-from vlkv.cache import PackedCache
+from vlkv.cache.pool import PackedCache
 from vlkv.errors import InputError
 from vlkv.families import Model
-from vlkv.generate import decode, generate
+from vlkv.generation.decode import decode
+from vlkv.generation.generate import generate
+from vlkv.generation.prefill import prefill
+from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
 from vlkv.policies import Policy
-from vlkv.prefill import prefill
-from vlkv.sampling import Greedy
 
 SEED = np.uint32(0)  # for random policies; a number, because every process of a pod can pass it, unlike a key
 

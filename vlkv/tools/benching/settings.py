@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from vlkv.cache import pool_slots
+from vlkv.compression.sizes import pool_slots
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.policies import Full, Policy

@@ -21,17 +21,19 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from vlkv import jitted, loading, saving
+from vlkv import loading, saving
 from vlkv.buckets import round_up
-from vlkv.cache import PackedCache, resize
+from vlkv.cache.pool import PackedCache
+from vlkv.cache.resizing import resize
 from vlkv.errors import InputError
-from vlkv.extend import extend
 from vlkv.families import Model
-from vlkv.generate import check_room, decode_steps
+from vlkv.generation import jitted
+from vlkv.generation.decode import check_room, decode_steps
+from vlkv.generation.extend import extend
+from vlkv.generation.sampling import Greedy, Sample
 from vlkv.policies import Policy
 from vlkv.policies.compose import options_of
 from vlkv.processing import Processor
-from vlkv.sampling import Greedy, Sample
 from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, policy_from
 
 

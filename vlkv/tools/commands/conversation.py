@@ -16,7 +16,7 @@ import jax
 from vlkv import loading
 from vlkv.chat import Chat
 from vlkv.errors import InputError
-from vlkv.sampling import Greedy
+from vlkv.generation.sampling import Greedy
 from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, policy_from
 
 

@@ -26,13 +26,13 @@ from vlkv import analysis, loading, policies
 from vlkv.analysis.drawing import Panel, draw
 from vlkv.errors import InputError
 from vlkv.families import Model
-from vlkv.generate import check_room, decode_step
+from vlkv.generation.decode import check_room, decode_step
+from vlkv.generation.prefill import fill_cache_with
+from vlkv.generation.prompt import Prompt, read_prompt
 from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.policies import AirCache, Policy, Smooth, compose
-from vlkv.prefill import fill_cache_with
 from vlkv.processing import Processor
-from vlkv.reading import Prompt, read_prompt
 from vlkv.tools.evaluation.keeps import at_bytes, at_keep, budget, pool_bytes
 
 METHODS = ("ImgRandom", "SnapKV", "AirCache")  # with default settings

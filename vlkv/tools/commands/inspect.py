@@ -25,7 +25,7 @@ from rich.table import Table
 
 from vlkv import loading
 from vlkv.errors import InputError
-from vlkv.generate import check_room
+from vlkv.generation.decode import check_room
 from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.policies import Policy

@@ -7,7 +7,8 @@ import ast
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from vlkv import policies, profiles
+from vlkv import policies
+from vlkv.analysis import profiles
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 

@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from vlkv import loading, profiles
+from vlkv import loading
+from vlkv.analysis import profiles
 from vlkv.errors import InputError
-from vlkv.generate import check_room
+from vlkv.generation.decode import check_room
 from vlkv.policies import PrefixKV
 from vlkv.tools.commands.options import add_model_arguments
 

@@ -36,11 +36,13 @@ from vlkv import loading
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.files import one_line
-from vlkv.generate import check_room, forward, generate
+from vlkv.generation.decode import check_room
+from vlkv.generation.generate import generate
+from vlkv.generation.prompt import forward
+from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT
 from vlkv.processing import Processor
-from vlkv.sampling import Greedy
 
 DTYPES = ("float32", "bfloat16")
 _ROUNDING = 5e-3  # tolerance for float32 sums in another order, relative to the reference's standard deviation

@@ -11,15 +11,16 @@ import jax
 import numpy as np
 from PIL import Image
 
-from vlkv import analysis, jitted, policies
+from vlkv import analysis, policies
 from vlkv.analysis.drawing import fitted, outlined, overlaid
-from vlkv.cache import PackedCache
+from vlkv.cache.pool import PackedCache
 from vlkv.errors import InputError
 from vlkv.families import Model
+from vlkv.generation import jitted
+from vlkv.generation.prompt import Prompt
+from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
 from vlkv.policies import Policy
-from vlkv.reading import Prompt
-from vlkv.sampling import Greedy
 from vlkv.tools.commands.plots import Curves, Maps, Panel
 
 TOP = (0.5, 0.3)  # shares of the vision tokens whose overlap A-VL's Figs. 4 and 5 show

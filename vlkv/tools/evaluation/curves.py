@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from vlkv import loading
+from vlkv.compression.policy import Policy
 from vlkv.files import replacing
-from vlkv.policies.policy import Policy
 from vlkv.tools.evaluation.journal import Journal
 from vlkv.tools.evaluation.records import read_records
 from vlkv.tools.evaluation.report import summarise

@@ -8,15 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from vlkv.cache import pool_slots, total_bound
+from vlkv.compression.policy import Policy
+from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.sizes import Budget, nominal_totals, pool_slots, total_bound
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
-from vlkv.policies.bounds import Budget, nominal_totals
 from vlkv.policies.compose import Composed, compose
 from vlkv.policies.kivi import KIVI
-from vlkv.policies.policy import Policy
-from vlkv.policies.reducing import ReducingPolicy
 
 _BUDGETED = ("scored", "allocated", "merged", "stepped")  # parts of a composition that have its budget
 

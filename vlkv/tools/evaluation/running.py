@@ -18,20 +18,21 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from vlkv import jitted
 from vlkv.buckets import round_up
-from vlkv.cache import PackedCache
+from vlkv.cache.pool import PackedCache
+from vlkv.compression.policy import Policy
 from vlkv.errors import InputError
-from vlkv.extend import extend
 from vlkv.families import Model
-from vlkv.generate import check_room, decode, log_probabilities
+from vlkv.generation import jitted
+from vlkv.generation.decode import check_room, decode
+from vlkv.generation.extend import extend
+from vlkv.generation.prefill import fill_cache
+from vlkv.generation.prompt import Prompt
+from vlkv.generation.sampling import Greedy, Sample
+from vlkv.generation.score import log_probabilities
 from vlkv.inputs import Inputs
 from vlkv.policies.full import Full
-from vlkv.policies.policy import Policy
-from vlkv.prefill import fill_cache
 from vlkv.processing import Processor
-from vlkv.reading import Prompt
-from vlkv.sampling import Greedy, Sample
 from vlkv.tools.evaluation import dialogue
 from vlkv.tools.evaluation.batching import Batch, batches
 from vlkv.tools.evaluation.journal import Entry, Journal

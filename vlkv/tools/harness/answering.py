@@ -16,15 +16,17 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from vlkv.buckets import round_up
-from vlkv.cache import take_rows
+from vlkv.cache.pool import take_rows
+from vlkv.compression.policy import Policy
 from vlkv.errors import InputError
 from vlkv.families import Model
-from vlkv.generate import check_room, decode, generate, log_probabilities
+from vlkv.generation.decode import check_room, decode
+from vlkv.generation.generate import generate
+from vlkv.generation.prefill import prefill
+from vlkv.generation.sampling import Greedy, Sample
+from vlkv.generation.score import log_probabilities
 from vlkv.inputs import Inputs
-from vlkv.policies.policy import Policy
-from vlkv.prefill import prefill
 from vlkv.processing import Processor
-from vlkv.sampling import Greedy, Sample
 
 _LENGTHS = tuple(8 * 2**i for i in range(12))  # continuations are padded to one of these lengths
 

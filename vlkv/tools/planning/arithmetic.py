@@ -15,15 +15,15 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
 from vlkv import sharding
-from vlkv.cache import cache_spec
+from vlkv.compression.sizes import cache_spec
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import shapes_by_path
-from vlkv.parallel import slot_parts
 from vlkv.policies import Policy
+from vlkv.sharding.ops import slot_parts
 from vlkv.tools.planning.chips import CHIPS, GIB, Chip, Topology, factorisations
+from vlkv.tools.planning.footprint import rule
 from vlkv.tools.planning.questions import Question
-from vlkv.tools.planning.sizes import rule
 
 _KEEPS = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01)
 _SMALLER = {"float32": "bfloat16"}

@@ -14,7 +14,7 @@ import dataclasses
 import numpy as np
 
 from vlkv.analysis import cost
-from vlkv.cache import total_bound
+from vlkv.compression.sizes import total_bound
 from vlkv.tools.planning.arithmetic import Job
 from vlkv.tools.planning.chips import Chip
 from vlkv.tools.planning.programs import Program

@@ -13,16 +13,17 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vlkv import sharding
-from vlkv.generate import decode_step, generate
+from vlkv.generation.decode import decode_step
+from vlkv.generation.generate import generate
+from vlkv.generation.prefill import prefill
+from vlkv.generation.sampling import Greedy
 from vlkv.policies import Policy
-from vlkv.prefill import prefill
-from vlkv.sampling import Greedy
 from vlkv.tools.planning import arithmetic
 from vlkv.tools.planning.arithmetic import Job
 from vlkv.tools.planning.chips import Topology
 from vlkv.tools.planning.estimate import Estimate, by_shapes, estimate
+from vlkv.tools.planning.footprint import chip_bytes
 from vlkv.tools.planning.programs import DoesNotFit, Program, compile_program
-from vlkv.tools.planning.sizes import chip_bytes
 
 SLOWER = {"bfloat16": 1.0, "float32": 6.0}  # a float32 product is six bfloat16 products; GPUs' TF32 is not used
 

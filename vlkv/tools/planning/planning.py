@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from vlkv import sharding
+from vlkv.compression.selection import require_fit
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import abstract, presets
 from vlkv.policies import Full, Policy
-from vlkv.policies.selection import require_fit
 from vlkv.tools.planning import arithmetic, chips, programs
 from vlkv.tools.planning.arithmetic import Job
 from vlkv.tools.planning.chips import Topology

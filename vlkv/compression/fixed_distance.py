@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from vlkv.decode_state import DecodeState, evict
-from vlkv.policies.policy import Policy
+from vlkv.cache.decode_state import DecodeState, evict
+from vlkv.compression.policy import Policy
 
 
 def evict_at_distance(

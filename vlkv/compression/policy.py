@@ -9,33 +9,23 @@ stages that it needs. A user's subclass, decorated with `policy`, works like the
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
+from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv import budgets
-from vlkv.decode_state import DecodeState
+from vlkv.cache.decode_state import DecodeState
+from vlkv.cache.pool import Storage
+from vlkv.compression import budgets
+from vlkv.compression.observe import Observation
+from vlkv.compression.option_types import Positive, Range, Scope, Share, wrong_option
+from vlkv.compression.tokens import Tokens
 from vlkv.errors import InputError
-from vlkv.observe import Observation
-from vlkv.policies.option_types import Positive, Range, Scope, Share, wrong_option
-from vlkv.tokens import Tokens
 
 Statistics = dict[str, Any]  # arrays by name; a composition has a dictionary of them for each method
 P = TypeVar("P")
-
-
-class Storage(NamedTuple):
-    """Quantisation of the pool (KIVI): `bits` per number, and a scale and a minimum for every `group` of numbers.
-
-    `window`: how many of the last generated tokens attention sees in full precision; None: all of them.
-    """
-
-    bits: int
-    group: int
-    window: int | None = None
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

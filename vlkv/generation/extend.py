@@ -21,11 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from vlkv.cache import PackedCache
+from vlkv.cache.pool import PackedCache
 from vlkv.errors import InputError
 from vlkv.families import Model
-from vlkv.feeding import feed
-from vlkv.generate import logits_after
+from vlkv.generation.decode import logits_after
+from vlkv.generation.step import feed
 from vlkv.inputs import Inputs
 
 

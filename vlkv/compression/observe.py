@@ -7,15 +7,15 @@ H head dim. Every measured attention comes from `attention_mass`, so nothing her
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels
-from vlkv.parallel import attention_mass
+from vlkv.masks import ordinal, tokens_at
+from vlkv.sharding.ops import attention_mass
 
 
 @jax.tree_util.register_dataclass
@@ -42,56 +42,6 @@ class Observation:
         """Text after the last vision token, with the template's closing text; all valid tokens if there is no image."""
         place = jnp.arange(self.valid.shape[0])
         return self.valid & (place > jnp.max(jnp.where(self.is_vision, place, -1)))
-
-
-def ordinal(mask: Bool[Array, " T"]) -> Int[Array, " T"]:
-    """Each token's index among those in the mask, starting at 0; not defined for tokens outside it."""
-    return jnp.cumsum(mask) - 1
-
-
-def first(mask: Bool[Array, " T"], count: Int[Array, ""] | int) -> Bool[Array, " T"]:
-    """The first `count` tokens of a mask."""
-    return mask & (ordinal(mask) < count)
-
-
-def last(mask: Bool[Array, " T"], count: Int[Array, ""] | int) -> Bool[Array, " T"]:
-    """The last `count` tokens of a mask."""
-    return mask & (ordinal(mask) >= jnp.sum(mask) - count)
-
-
-def tokens_at(place: Int[Array, " T"], places: int) -> Int[Array, " n"]:
-    """Inverse of `place`: the token at each place from 0 to places - 1; -1: none. Larger places are ignored."""
-    token = jnp.arange(place.shape[0], dtype=jnp.int32)
-    return jnp.full(places, -1, jnp.int32).at[place].set(token, mode="drop", wrap_negative_indices=False)
-
-
-def binary_search(bits: int, holds: Callable[[Any], Any], shape: tuple[int, ...] = ()) -> UInt32[Array, "*shape"]:
-    """The largest `bits`-bit integer that satisfies `holds`, which must be true up to a threshold; 0 if none does."""
-
-    def set_bit(i: Int[Array, ""], number: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-        higher = number | jnp.uint32(1 << bits - 1) >> i.astype(jnp.uint32)
-        return jnp.where(holds(higher), higher, number)
-
-    return jax.lax.fori_loop(0, bits, set_bit, jnp.zeros(shape, jnp.uint32))
-
-
-def top(
-    x: Float[Array, "K T"], candidates: Bool[Array, "#K T"] | Bool[Array, " T"], count: Int[Array, " K"]
-) -> Bool[Array, "K T"]:
-    """The `count` best candidates of each head, or all if there are fewer; ties: the earlier token. NaN counts as -inf.
-
-    Binary search in the ordered bits of a float32 finds the worst value that is taken: 32 counts instead of a sort.
-    """
-    x = jnp.where(x == 0, 0.0, x.astype(jnp.float32))  # 0 and -0 are equal
-    bits = jax.lax.bitcast_convert_type(jnp.where(jnp.isnan(x), -jnp.inf, x), jnp.int32)
-    order = jax.lax.bitcast_convert_type(bits ^ (bits >> 31 & 0x7FFFFFFF), jnp.uint32) ^ jnp.uint32(1 << 31)
-    order = jnp.where(candidates, order, 0)  # below every float
-    wanted = count[:, None]
-
-    least = binary_search(32, lambda least: jnp.sum(order >= least, axis=1, keepdims=True) >= wanted, wanted.shape)
-    above, equal = order > least, order == least
-    left = wanted - jnp.sum(above, axis=1, keepdims=True)
-    return (above | equal & (jnp.cumsum(equal, axis=1) <= left)) & candidates
 
 
 def group_mean(x: Float[Array, "N T"], kv_heads: int) -> Float[Array, "K T"]:

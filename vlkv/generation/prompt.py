@@ -17,14 +17,14 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels
 from pallas_kernels.attention_mass import takes_lse
+from vlkv.compression.policy import Policy, ReducingStages
+from vlkv.compression.selection import make_observation, require_fit
+from vlkv.compression.tokens import Tokens, shorten
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.inputs import Inputs
-from vlkv.observe import first
-from vlkv.parallel import by_row, prefill_attention
-from vlkv.policies.policy import Policy, ReducingStages
-from vlkv.policies.selection import make_observation, require_fit
-from vlkv.tokens import Tokens, shorten
+from vlkv.masks import first
+from vlkv.sharding.ops import by_row, prefill_attention
 
 
 @jax.tree_util.register_dataclass
@@ -230,3 +230,8 @@ def _drop_candidates(layer: LayerPrompt, tokens: Tokens, length: int) -> LayerPr
     row = jnp.arange(tokens.valid.shape[0])[:, None]
     left = jnp.zeros((tokens.valid.shape[0], length), bool).at[row, tokens.source].set(tokens.valid)
     return dataclasses.replace(layer, is_candidate=layer.is_candidate & left[row, layer.source])
+
+
+def forward(params: Model, inputs: Inputs) -> Float[Array, "B T vocab"]:
+    """Logits at every token of the prompts, without a cache."""
+    return params.decoder.logits(params.decoder(params.embed(inputs), inputs.positions, inputs.valid))

@@ -8,7 +8,7 @@
 
 The axes of an array have logical names; MESH_AXIS maps these names to axes of the mesh. An axis is split if the mesh
 axis divides it; if several axes map to the same mesh axis, the first that can be split is. `vlkv.families.abstract(
-config, dtype, mesh)` returns the shapes of a model with their shardings. vlkv/parallel.py runs ops on shards.
+config, dtype, mesh)` returns the shapes of a model with their shardings. vlkv/sharding/ops.py runs ops on shards.
 """
 
 from __future__ import annotations

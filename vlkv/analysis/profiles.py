@@ -27,18 +27,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from vlkv.compression.option_types import Scope
+from vlkv.compression.selection import make_observation
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.files import read_text, write_json
+from vlkv.generation.prefill import fill_cache
+from vlkv.generation.prompt import LayerPrompt, read_prompt
 from vlkv.inputs import Inputs
 from vlkv.policies import CSP, Policy, PrefixKV
 from vlkv.policies.compose import options_of
 from vlkv.policies.csp import region_share
-from vlkv.policies.option_types import Scope
-from vlkv.policies.selection import make_observation
-from vlkv.prefill import fill_cache
-from vlkv.reading import LayerPrompt, read_prompt
 
 AGGREGATION = "mean"  # the only one; written to the file to document it
 

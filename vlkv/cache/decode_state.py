@@ -14,16 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import field
-from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import Kernels, QuantizedPool, core_attention, decode_attention
-from vlkv import parallel
-from vlkv.sharding import axes
+from vlkv.sharding.placement import axes
 
 _ENTRIES, _HEADS = axes("batch", "kv_heads", "entries"), axes("batch", "kv_heads")
 _LAST = jnp.iinfo(jnp.int32).max
@@ -188,98 +185,30 @@ def _remove(state: DecodeState, gone: Bool[Array, "K E"]) -> DecodeState:
     )
 
 
-@partial(jax.jit, static_argnames=("softmax_n", "kernels", "parts"))
-def attend_to(
-    q: Float[Array, "B N H"],
-    segment: tuple[Array | QuantizedPool, Array | QuantizedPool, Array, Array],
-    tail: tuple[Array, Array] | None,
-    tail_count: Int[Array, " B"],
-    state: DecodeState,
-    *,
-    softmax_n: float = 0.0,
-    kernels: Kernels | None = None,
-    parts: int = 1,
-) -> tuple[Float[Array, "B N H"], Float[Array, "B N E"]]:
-    """Attention to `state.attended`, and the share of attention that every entry received. Batched.
+@runtime_checkable
+class Updater(Protocol):
+    """What the cache needs of a method that updates it while decoding (`vlkv.compression.policy.DecodingStages`)."""
 
-    Args:
-        q: queries of this step.
-        segment: keys and values of the pool, start and length of this layer's segment.
-        tail: keys and values of this layer's tail; None: slots are reused.
-        tail_count: number of entries in the tail.
-        state: the decode state after `arrive`.
-        softmax_n: n of n-softmax over segment and tail together.
-        kernels: implementations; None: those of the platform.
-        parts: as in `PackedCache`.
-    """
-    kernels = Kernels() if kernels is None else kernels
-    segment_slots = state.stored.shape[-1] - state.tail
-    segment_mask, tail_mask = state.attended[..., :segment_slots], state.attended[..., segment_slots:]
-    core = () if state.core is None else jax.vmap(_listed)(state)
+    def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
+        """Updates the decode state after the attention of each step."""
+        ...
 
-    def local(
-        part: parallel.Part, q: Array, segment: Any, tail: Any, tail_count: Array, masks: Any, core: Any
-    ) -> tuple[Array, ...]:
-        """Computes this device's rows, heads and slots."""
-        k, v, start, length = segment
-        segment_mask, tail_mask = map(part.local_entries, masks)
-        here = q, k, v, start, part.local_count(length)
-        most = segment_mask.shape[-1]
+    def decode_slots(self, state: DecodeState) -> Int[Array, " K"]:
+        """Slots of a segment."""
+        ...
 
-        def whole() -> tuple[Array, Array, Array]:
-            return decode_attention(
-                *here, valid=segment_mask, max_length=most, return_mass=True, implementation=kernels.decode_attention
-            )
-
-        def listed() -> tuple[Array, Array, Array]:
-            offsets, count = part.listed(*core[:2])
-            return core_attention(
-                *here, offsets, count, part.local_count(core[2]), valid=segment_mask, max_length=most, return_mass=True,
-                implementation=kernels.core_attention,
-            )  # fmt: skip
-
-        if not core:
-            out, lse, mass = whole()
-        else:  # after `extend`, rows may be at different steps; then all rows use the whole segment
-            out, lse, mass = jax.lax.cond(jnp.all(core[-1]), listed, whole)
-        pieces, masses, sizes = [(out, lse)], [mass], [segment_slots]
-        if tail is not None:
-            nothing = jnp.zeros_like(start)
-            out, lse, mass = decode_attention(
-                q, tail[0], tail[1], nothing, nothing + part.local_count(tail_count)[:, None], valid=tail_mask,
-                max_length=tail_mask.shape[-1], return_mass=True, implementation=kernels.decode_attention,
-            )  # fmt: skip
-            pieces, masses, sizes = [*pieces, (out, lse)], [*masses, mass], [*sizes, state.tail]
-        out, total = part.combine(pieces[0], pieces[1] if pieces[1:] else None, softmax_n)
-        shares = (mass * jnp.exp(lse - total)[..., None] for mass, (_, lse) in zip(masses, pieces, strict=True))
-        whole_shares = [part.gather_entries(x, size) for x, size in zip(shares, sizes, strict=True)]
-        return out, jnp.concatenate(whole_shares, axis=-1)
-
-    if tail is None:  # slots after the last attended entry need not be read
-        number = jnp.arange(1, segment_slots + 1)
-        segment = *segment[:3], jnp.max(jnp.where(segment_mask, number, 0), axis=-1)
-    pool, mask, listed = "B K P H", "B K E", ("B C", "B", "B K", "B")
-    run = parallel.split(
-        local, ("B N H", (pool, pool, "B K", "B K"), None if tail is None else (pool, pool), "B", mask,
-              listed if core else ()),
-        ("B N H", "B N E"), batch=q.shape[0], kv_heads=segment_mask.shape[1], parts=parts,
-    )  # fmt: skip
-    return run(q, segment, tail, tail_count, (segment_mask, tail_mask), core)
+    def decode_bounds(
+        self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
+    ) -> tuple[int, int]:
+        """Bounds on the slots of all layers and of one layer."""
+        ...
 
 
-def _listed(state: DecodeState) -> tuple[Array, Array, Array, Array]:
-    """Arguments of `core_attention`: core entries, their number, and the first text slot; and whether it can be used.
+@runtime_checkable
+class HasUpdater(Protocol):
+    """A policy, as far as the cache is concerned."""
 
-    The list of core entries must be the same for all heads. Heads may differ if another method selects the
-    stored entries. Then every step reads the whole segment with the mask `attended`, with the same result.
-    """
-    assert state.core is not None and state.core_only is not None
-    inside = slice(0, state.stored.shape[1] - state.tail)
-    text = state.is_text[:, inside]
-    vision = state.core[:, inside] & ~text
-    (offsets,) = jnp.nonzero(vision[0], size=vision.shape[1], fill_value=0)
-    first = jnp.where(jnp.any(text, axis=1), jnp.argmax(text, axis=1), vision.shape[1])  # vision comes first
-    return (
-        offsets.astype(jnp.int32), jnp.sum(vision[0], dtype=jnp.int32), first.astype(jnp.int32),
-        state.core_only & jnp.all(vision == vision[0]),
-    )  # fmt: skip
+    @property
+    def updater(self) -> Updater | None:
+        """The method that updates the cache while decoding."""
+        ...

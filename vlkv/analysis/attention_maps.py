@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv import budgets
+from vlkv.compression import budgets
 
 TYPES = ("system", "vision", "instruction", "new")
 

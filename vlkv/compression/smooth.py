@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from vlkv.compression.observe import Observation
 from vlkv.errors import InputError
-from vlkv.observe import Observation
 
 
 @jax.tree_util.register_static

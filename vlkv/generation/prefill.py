@@ -18,18 +18,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels
-from vlkv.cache import PackedCache, cache_spec, check_new_tokens, pack
-from vlkv.decode_state import DecodeState, begin, packed
+from vlkv.cache.decode_state import DecodeState, begin, packed
+from vlkv.cache.packing import pack
+from vlkv.cache.pool import PackedCache, check_new_tokens
+from vlkv.compression.policy import DecodingStages, Policy
+from vlkv.compression.selection import Observed, allocate_and_take, make_observation, observe, require_fit, shortlist
+from vlkv.compression.sizes import Budget, cache_spec, most_candidates, with_budget
 from vlkv.errors import InputError
 from vlkv.families import Model
+from vlkv.generation.prompt import LayerPrompt, Prompt, read_layers
+from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
-from vlkv.observe import ordinal, tokens_at
-from vlkv.parallel import by_row
-from vlkv.policies.bounds import Budget, most_candidates, with_budget
-from vlkv.policies.policy import DecodingStages, Policy
-from vlkv.policies.selection import Observed, allocate_and_take, make_observation, observe, require_fit, shortlist
-from vlkv.reading import LayerPrompt, Prompt, read_layers
-from vlkv.sampling import Greedy
+from vlkv.masks import ordinal, tokens_at
+from vlkv.sharding.ops import by_row
 
 
 def prefill(

@@ -14,12 +14,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import QuantizedPool
-from vlkv.cache import PackedCache, quantize_old, write_pool, write_tail
-from vlkv.decode_state import DecodeState, arrive, attend_to
+from vlkv.cache.attention import attend_to
+from vlkv.cache.decode_state import DecodeState, arrive
+from vlkv.cache.pool import PackedCache
+from vlkv.cache.writing import quantize_old, write_pool, write_tail
+from vlkv.compression.selection import require_32_bits
 from vlkv.decoder import Decoder
 from vlkv.decoder.decoder import After
-from vlkv.parallel import cached_attention
-from vlkv.policies.selection import require_32_bits
+from vlkv.sharding.ops import cached_attention
 
 Watch = Callable[[int, DecodeState, Array], None]
 

@@ -15,10 +15,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels
+from vlkv.compression import sizes
+from vlkv.compression.observe import Observation
+from vlkv.compression.policy import Policy, Statistics, checked_scores, require_policy
 from vlkv.errors import InputError
-from vlkv.observe import Observation, binary_search, first, last, top
-from vlkv.policies import bounds
-from vlkv.policies.policy import Policy, Statistics, checked_scores, require_policy
+from vlkv.masks import binary_search, first, last, top
 
 
 @jax.tree_util.register_dataclass
@@ -61,7 +62,7 @@ def make_observation(
     """The observation of one layer for the policy's stages. `is_candidate`: None: all valid tokens."""
     is_candidate = valid if is_candidate is None else is_candidate
     in_scope = is_candidate & is_vision if policy.scope == "vision" else is_candidate
-    table = jnp.asarray(bounds.nominal_totals(policy, layers=layers, most=in_scope.shape[0]))
+    table = jnp.asarray(sizes.nominal_totals(policy, layers=layers, most=in_scope.shape[0]))
     return Observation(
         q=q, k=k, v=v, is_vision=is_vision & valid, valid=valid, in_scope=in_scope,
         mean_budget=table[jnp.sum(in_scope)] // layers,
@@ -110,7 +111,7 @@ def allocate_and_take(
     scores, protected, statistics, _ = jax.tree.map(lambda *x: _stack(x), *observed)
     most = jnp.sum(in_scope, axis=1)
     # A method may return a share of the whole prompt, which is larger than the number of tokens that are left.
-    total = bounds.total(policy, counts, seen, layers=layers, most=most_tokens, text=text)
+    total = sizes.total(policy, counts, seen, layers=layers, most=most_tokens, text=text)
     total = jnp.minimum(total, jnp.sum(most))
     granted = policy.allocate(statistics, total=total, most=most, layers=layers)
     granted = _within_bounds(policy, granted, total=total, most=most, kv_heads=scores.shape[1])
@@ -167,7 +168,7 @@ def shortlist(policy: Policy, observed: Observed, obs: Observation, *, layers: i
     """
     scores = observed.scores.astype(jnp.float32)
     unprotected, protected_count = obs.in_scope & ~observed.protected, jnp.sum(observed.protected)
-    table = jnp.asarray(bounds.cap_counts(policy, layers=layers, most=obs.in_scope.shape[0]))
+    table = jnp.asarray(sizes.cap_counts(policy, layers=layers, most=obs.in_scope.shape[0]))
     capacity = table[jnp.sum(obs.in_scope)]
 
     def best(rank: Int[Array, ""]) -> Bool[Array, " T"]:

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv import budgets
-from vlkv.observe import Observation
-from vlkv.policies.option_types import Scope
-from vlkv.policies.policy import ReducingStages, policy
+from vlkv.compression import budgets
+from vlkv.compression.observe import Observation
+from vlkv.compression.option_types import Scope
+from vlkv.compression.policy import ReducingStages, policy
 
 
 @policy

@@ -1,0 +1,234 @@
+"""Packs the kept entries of all layers into one pool.
+
+Axes: as in `pool.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import QuantizedPool, quantize
+from vlkv.cache.pool import PackedCache, Storage, slot_of
+from vlkv.errors import InputError
+from vlkv.masks import tokens_at
+from vlkv.sharding import ops
+
+ALIGNMENT = 16  # slots: every segment starts on a bf16 tile
+
+
+_SLOTS_AT_A_TIME = 512  # slots that `_write_segments` writes at a time
+
+
+def by_column(x: Int[Array, "L B K"], columns: int) -> Int[Array, "segments B #K"]:
+    """Numbers of the segments in their order in each column of the pool."""
+    layers, batch, _ = x.shape
+    return jnp.moveaxis(x.reshape(layers, batch, -1, columns), 2, 1).reshape(-1, batch, columns)
+
+
+def sum_before(x: Int[Array, "L B K"], columns: int) -> Int[Array, "L B K"]:
+    """For every segment, the sum of x over the segments before it in its column."""
+    (layers, batch, heads), each = x.shape, by_column(x, columns)
+    sums = (jnp.cumsum(each, axis=0) - each).reshape(layers, -1, batch, columns)
+    return jnp.moveaxis(sums, 1, 2).reshape(layers, batch, heads)
+
+
+def align(n: Any, tile: int = ALIGNMENT) -> Any:
+    """Rounds up to a multiple of `tile`."""
+    return -(-n // tile) * tile
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """What a policy needs of a cache, for prompts of at most given numbers of tokens. It is static under jit.
+
+    Slots are per key head, without the alignment of segments. If new entries take free slots, these are included.
+    """
+
+    layers: int
+    slots: int  # of the segments of all layers together
+    longest: int  # of the segment of one layer
+    limit: int  # `longest`, or without `reuses`: of one layer if the budget could be divided in any way
+    new_tokens: int  # capacity for new tokens
+    reuses: bool  # whether new entries take free slots instead of a tail
+    per_head: bool  # as in `Policy`
+    storage: Storage | None  # as in `Policy`
+    softmax_n: float  # as in `Policy`
+
+    def columns(self, kv_heads: int) -> int:
+        """Columns of the pool (`#K`): one if all heads share it."""
+        return 1 if self.per_head else kv_heads
+
+    @property
+    def tile(self) -> int:
+        """Alignment of segments, chosen so that no group of quantised keys belongs to two layers."""
+        return ALIGNMENT if self.storage is None else math.lcm(ALIGNMENT, self.storage.group)
+
+    def pool(self, parts: int) -> int:
+        """Slots of the pool per key head, with the alignment of segments in every part.
+
+        Without `reuses`, methods with the same total have pools of the same size, so that comparisons are fair. A
+        method with `per_head` may need one tile more.
+        """
+        slots = (self.slots + self.layers * (parts - 1)) // parts  # of a part, which may have one more per segment
+        slots += self.layers * (self.tile - 1)  # alignment adds at most these
+        # A segment fills whole tiles, so a last, incomplete tile is useless, except if heads share a column.
+        slots = align(slots, self.tile) if self.per_head else slots // self.tile * self.tile
+        return parts * max(self.tile, min(slots, self.layers * align(-(-self.limit // parts), self.tile)))
+
+    def tail(self, parts: int) -> int:
+        """Slots of the tail of one layer."""
+        return 0 if self.reuses else align(self.new_tokens, parts)
+
+
+def pack(
+    spec: CacheSpec,
+    k: tuple[Float[Array, "B K _t H"], ...],
+    v: tuple[Float[Array, "B K _t H"], ...],
+    kept: Bool[Array, "L B K T"],
+    *,
+    is_vision: Bool[Array, "L B T"],
+    source: Int[Array, "L B T"],
+    next_position: Int[Array, "B A"],
+    requested: Int[Array, "L B K"] | None = None,
+) -> PackedCache:
+    """Moves the kept entries of all layers into one pool.
+
+    If the pool is quantised, the tail is in full precision; see `quantize_old` for what attention sees of it.
+
+    Args:
+        spec: from `cache_spec`.
+        k: one per layer; a layer with fewer tokens has a shorter array.
+        v: as k.
+        kept: tokens that each layer keeps, padded to the longest layer, like the next two.
+        is_vision: which tokens come from an image.
+        source: index of each token in the prompt.
+        next_position: as in `PackedCache`.
+        requested: slots that the policy requests for each segment if slots are reused, else None. A segment gets at
+            least one slot more than its entries. If the sum exceeds the pool, upper layers get fewer slots; this may
+            happen if a short prompt keeps more than the policy's share.
+    """
+    layers, (batch, heads, _, head_dim) = len(k), k[0].shape
+    columns = spec.columns(heads)
+    parts, tile = ops.slot_parts(columns), spec.tile
+    window = None if spec.storage is None else spec.storage.window
+    if parts > 1 and window is not None:
+        raise InputError(f"window={window} needs a mesh whose `model` axis divides the {columns} columns of the pool")
+    slots, total = (n * heads // columns for n in (spec.pool(parts), spec.slots))  # of a column
+    counts = jnp.sum(kept, axis=-1, dtype=jnp.int32)  # [L, B, K]
+    granted = counts  # slots of each segment
+    if requested is not None:
+        least = counts + 1
+        spare = jnp.clip(jnp.minimum(requested, spec.longest) - least, 0)
+        free = jnp.maximum(total - jnp.sum(by_column(least, columns), axis=0), 0)
+        granted = least + jnp.clip(spare, 0, jnp.maximum(free - sum_before(spare, columns), 0))
+
+    def local(part: ops.Part, k: Any, v: Any, kept: Any, granted: Any, is_vision: Any, source: Any) -> tuple[Any, ...]:
+        """Packs this device's rows, heads and slots."""
+        (_, rows, own_heads, length), here = kept.shape, slots // parts
+        own_columns = own_heads if columns == heads else 1
+        counts = jnp.sum(kept, axis=-1, dtype=jnp.int32)
+        rounded, filled = align(-(-granted // parts), tile), align(-(-counts // parts), tile)
+        start = sum_before(rounded, own_columns)
+
+        def find(layer: tuple[Any, Any, Any]) -> Int[Array, "B K T"]:
+            """The token of each slot of a layer's segment."""
+            kept, is_vision, start = layer
+            entry = _vision_first(kept, is_vision[:, None])
+            slot = part.local_slot(slot_of(entry, start[..., None], slots, parts), here)
+            place = jnp.where(kept & (slot < here), slot - start[..., None], length)
+            return jax.vmap(jax.vmap(partial(tokens_at, places=length)))(place)
+
+        order = jax.lax.map(find, (kept, is_vision, start))  # a loop is compiled once for all layers
+        pools: tuple[Array, ...] = (
+            *(jnp.zeros((rows, own_columns, here, head_dim), k[0].dtype) for _ in "kv"),
+            jnp.full((rows, own_columns, here), -1, jnp.int32),
+        )
+        for layer in range(layers):
+            values = k[layer], v[layer], source[layer].astype(jnp.int32)
+            pools = _write_segments(pools, values, order[layer], start[layer], start[layer] + filled[layer])
+        pool_k, pool_v, token = pools
+
+        def tail() -> tuple[Array, ...]:  # called twice, because shared buffers cannot be donated
+            shape = rows, own_heads, spec.tail(parts) // parts, head_dim
+            return tuple(jnp.zeros(shape, k[0].dtype) for _ in range(0 if spec.reuses else layers))
+
+        packed_k: Array | QuantizedPool = pool_k
+        packed_v: Array | QuantizedPool = pool_v
+        if spec.storage is not None:
+            bits, group, _ = spec.storage
+            packed_k = quantize(pool_k, token >= 0, bits=bits, group=group, axis="slots")
+            packed_v = quantize(pool_v, token >= 0, bits=bits, group=group, axis="channels")
+        return packed_k, packed_v, token, start, tail(), tail()
+
+    pool, each = "B K P H", "L B K"
+    run = ops.split(
+        local, ("B K T H", "B K T H", "L B K T", each, "L B T", "L B T"), (pool, pool, "B K P", each, pool, pool),
+        batch=batch, kv_heads=heads, parts=parts,
+    )  # fmt: skip
+    packed_k, packed_v, token, start, tail_k, tail_v = run(k, v, kept, granted, is_vision, source)
+    return PackedCache(
+        k=packed_k, v=packed_v, token=token, start=start, length=granted, tail_k=tail_k, tail_v=tail_v,
+        used=jnp.zeros(batch, jnp.int32), next_position=next_position, softmax_n=spec.softmax_n, parts=parts,
+        window=window,
+    )  # fmt: skip
+
+
+def _vision_first(kept: Bool[Array, "B K T"], is_vision: Bool[Array, "B 1 T"]) -> Int[Array, "B K T"]:
+    """The number of each kept token in its segment: vision tokens first, then text."""
+    vision, text = kept & is_vision, kept & ~is_vision
+    after = jnp.sum(vision, axis=-1, keepdims=True)
+    return jnp.where(vision, jnp.cumsum(vision, axis=-1) - 1, after + jnp.cumsum(text, axis=-1) - 1)
+
+
+def _write_segments(
+    pools: tuple[Float[Array, "B #K P *H"] | Int[Array, "B #K P"], ...],
+    values: tuple[Float[Array, "B K _t H"] | Int[Array, "B T"], ...],
+    order: Int[Array, "B K T"],
+    start: Int[Array, "B K"],
+    end: Int[Array, "B K"],
+) -> tuple[Array, ...]:
+    """Writes a layer's segments: the values of the tokens in `order`, up to the first -1, to the slots from `start` on.
+
+    It writes one window of slots of all columns at a time, beginning at the first new slot of a row. One scatter of all
+    values would be slow, because XLA for TPU sorts its indices, and a scatter per head transposes the pool twice.
+    """
+    rows, heads, tokens = order.shape
+    columns, slots = pools[0].shape[1:3]
+    groups = heads // columns  # of heads in different columns, which are written together
+    first_head, column = jnp.arange(groups) * columns, jnp.arange(columns)
+    low, high = jnp.min(start.reshape(rows, groups, -1), axis=2), jnp.max(end.reshape(rows, groups, -1), axis=2)
+    size = min(_SLOTS_AT_A_TIME, slots)
+    windows = jnp.max(-(-(high - low) // size))  # of the longest one
+
+    def take(x: Array, where: tuple[Array, ...]) -> Array:
+        return x.at[where].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+    def step(i: Int[Array, ""], pools: tuple[Array, ...]) -> tuple[Array, ...]:
+        segment = jax.lax.div(i, windows)  # `//` would need ten operations, because it handles signs
+        row, group = jax.lax.div(segment, groups), jax.lax.rem(segment, groups)
+        head = first_head[group] + column
+        first = jnp.minimum(low[row, group] + jax.lax.rem(i, windows) * size, slots - size)
+        entry = first + jnp.arange(size) - start[row, head][:, None]  # [#K, slots of the window]
+        named = take(order, (row, head[:, None], jnp.clip(entry, 0, tokens - 1)))
+        is_new = (entry >= 0) & (entry < tokens) & (named >= 0)
+        named = jnp.maximum(named, 0)
+
+        def write(pool: Array, values: Array) -> Array:
+            window = (row, 0, first) + (0,) * (pool.ndim - 3)
+            sizes = (1, columns, size, *pool.shape[3:])
+            old = jax.lax.dynamic_slice(pool, window, sizes, allow_negative_indices=False)[0]
+            new = take(values, (row, head[:, None], named) if values.ndim > 2 else (row, named))
+            new = jnp.where(is_new.reshape(columns, size, *[1] * (pool.ndim - 3)), new, old)
+            return jax.lax.dynamic_update_slice(pool, new[None], window, allow_negative_indices=False)
+
+        return tuple(map(write, pools, values))
+
+    return jax.lax.fori_loop(0, rows * groups * windows, step, pools)

@@ -1,0 +1,179 @@
+"""The packed cache: kept prompt entries of all layers in one pool; generated tokens in a tail or in free slots.
+
+Axes: B batch · L layers · K key heads · T prompt tokens, or entries to write · P pool slots · S tail slots ·
+H head dim · A position axes · M parts of the slots. A slot is a location in the pool; a position is the value that RoPE
+uses. Budgets differ per layer and row, but have a fixed sum, so one pool needs less memory than L padded arrays.
+
+The pool has a column for each key head, in which the segments of all layers follow one another. A segment contains the
+entries of one layer, row and key head: vision entries, then text, then free slots, if slots are reused. If the policy
+gives heads different budgets (`Policy.per_head`), columns of equal length would waste memory, so the pool has one
+column, which contains the segments of all heads (`#K` in the shapes below: K or 1).
+
+If the `model` axis of the mesh does not divide the columns, pool and tail consist of M equal parts, and every M-th
+entry is in the same part. `slot_of` returns the slot of an entry for every M.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import Kernels, QuantizedPool
+from vlkv.cache.decode_state import DecodeState, HasUpdater
+from vlkv.errors import InputError
+from vlkv.sharding.placement import axes, leaves_with_axes, map_with_axes
+
+_POOL, _TABLE = axes("batch", "kv_heads", "slots"), axes(None, "batch", "kv_heads")
+
+
+class Storage(NamedTuple):
+    """Quantisation of the pool (KIVI): `bits` per number, and a scale and a minimum for every `group` of numbers.
+
+    `window`: how many of the last generated tokens attention sees in full precision; None: all of them.
+    """
+
+    bits: int
+    group: int
+    window: int | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedCache:
+    """A compressed cache during decoding."""
+
+    k: Float[Array, "B #K P H"] | QuantizedPool = field(metadata=_POOL)
+    v: Float[Array, "B #K P H"] | QuantizedPool = field(metadata=_POOL)
+    # Index in the prompt of the token that was last written to each slot; -1: none, or a new token.
+    token: Int[Array, "B #K P"] = field(metadata=_POOL)
+    start: Int[Array, "L B K"] = field(metadata=_TABLE)  # first slot of each layer's segment, in each part
+    # Number of prompt entries of each segment, vision first, then text, in all parts together. If slots are reused, the
+    # number of slots of the segment.
+    length: Int[Array, "L B K"] = field(metadata=_TABLE)
+    tail_k: tuple[Float[Array, "B K S H"], ...] = field(metadata=_POOL)  # one per layer; none if slots are reused
+    tail_v: tuple[Float[Array, "B K S H"], ...] = field(metadata=_POOL)
+    used: Int[Array, " B"] = field(metadata=axes("batch"))  # number of new tokens so far
+    next_position: Int[Array, "B A"] = field(metadata=axes("batch"))  # counts all tokens, including dropped ones
+    decode_states: tuple[DecodeState, ...] | None = None  # one per layer, for methods that update the cache
+    policy: HasUpdater | None = field(default=None, metadata={"static": True})  # its `updater` updates `decode_states`
+    softmax_n: float = field(default=0.0, metadata={"static": True})  # of decode attention
+    kernels: Kernels = field(default=Kernels(), metadata={"static": True})  # implementations of the ops
+    parts: int = field(default=1, metadata={"static": True})  # M
+    window: int | None = field(default=None, metadata={"static": True})  # see `quantize_old`; None: it is not used
+
+    @property
+    def entry_arrays(self) -> list[Array]:
+        """All arrays that grow with the number of entries.
+
+        These are keys, values, scales of a quantised pool, the token of every slot, and the decode state.
+        """
+        return [x for x, names in leaves_with_axes(self) if {"slots", "entries"} & set(names)]
+
+    @property
+    def bytes(self) -> int:
+        """Allocated bytes of `entry_arrays`."""
+        return sum(x.nbytes for x in self.entry_arrays)
+
+    @property
+    def whole_axes(self) -> tuple[str, ...]:
+        """Axes that no mesh splits."""
+        return ("slots",) if self.parts == 1 else ("kv_heads",)
+
+    @property
+    def reuses(self) -> bool:
+        """Whether new entries take free slots of the pool instead of a tail."""
+        return self.decode_states is not None and self.decode_states[0].reuses
+
+    @property
+    def new_tokens(self) -> int:
+        """Capacity for tokens after the prompt, including those in `used`."""
+        return self.decode_states[0].new_tokens if self.decode_states is not None else self.tail_k[0].shape[2]
+
+    @property
+    def slots(self) -> int:
+        """Slots of a row and key head, in pool and tails."""
+        _, columns, slots = self.token.shape
+        return slots * columns // self.start.shape[2] + sum(x.shape[2] for x in self.tail_k)
+
+    @property
+    def counts(self) -> Int[Array, "L B K"]:
+        """Number of stored entries of each segment."""
+        if self.decode_states is None:
+            return self.length
+        return jnp.stack([jnp.sum(m.stored[..., : m.stored.shape[-1] - m.tail], axis=-1) for m in self.decode_states])
+
+    def entries(self, layer: int, most: int) -> Int[Array, "B K most"]:
+        """The prompt token of each of the first `most` entries of a layer; see the function `entries`."""
+        return entries(self.token, self.start[layer], self.length[layer], most, self.parts)
+
+
+def slot_of(entry: Any, start: Any, slots: int, parts: int) -> Any:
+    """The slot of entry number `entry` of a segment, or of a tail (start 0), in a pool or tail of `slots` slots."""
+    if parts == 1:
+        return start + entry
+    return entry % parts * (slots // parts) + start + entry // parts
+
+
+def entries(
+    token: Int[Array, "B #K P"], start: Int[Array, "B K"], length: Int[Array, "B K"], most: int, parts: int = 1
+) -> Int[Array, "B K most"]:
+    """The prompt token of each of the first `most` entries of a layer's segment, in order; -1: none, or a new token.
+
+    An entry evicted while decoding is included until its slot is reused; `DecodeState.stored` excludes it.
+
+    Args:
+        token: field of a `PackedCache` or an `Output`.
+        start: the field's entry for the layer.
+        length: the field's entry for the layer.
+        most: bound on the number of entries.
+        parts: field of the same object.
+    """
+    number = jnp.arange(most)
+    slot = slot_of(number, start[..., None], token.shape[2], parts)
+    found = jnp.take_along_axis(token, slot, axis=2, mode="clip")
+    return jnp.where(number < length[..., None], found, -1)
+
+
+def take_rows(cache: PackedCache, rows: Sequence[int] | Int[np.ndarray, " R"] | Int[Array, " R"]) -> PackedCache:
+    """A cache with the given rows of another, in this order. Repeat a row to ask several questions about it.
+
+    Args:
+        cache: a cache of B rows.
+        rows: numbers from 0 to B - 1.
+
+    Raises:
+        InputError: no rows; outside jit, also numbers out of range.
+    """
+    batch = cache.used.shape[0]
+    if not isinstance(rows, jax.core.Tracer):
+        known = np.asarray(rows)
+        if known.ndim != 1 or not known.size or not np.issubdtype(known.dtype, np.integer):
+            raise InputError(f"rows={rows!r} must be a list of at least one whole number")
+        if known.min() < 0 or known.max() >= batch:
+            raise InputError(f"rows={known.tolist()}: the cache has {batch} rows, numbered from 0")
+    index = jnp.asarray(rows, jnp.int32)
+
+    return map_with_axes(lambda x, names: jnp.take(x, index, axis=names.index("batch")), cache)
+
+
+def check_new_tokens(new_tokens: int) -> None:
+    """Raises InputError unless `new_tokens` is a whole number of at least 1."""
+    if not (isinstance(new_tokens, int) and new_tokens >= 1):
+        raise InputError(
+            f"new_tokens={new_tokens!r} must be a whole number of at least 1: every new token needs a slot"
+        )
+
+
+def most_used(cache: PackedCache) -> int | None:
+    """The largest number of new tokens of any row; None under jit, where it is unknown."""
+    if isinstance(cache.used, jax.core.Tracer):
+        return None
+    with jax.ensure_compile_time_eval():
+        return int(jnp.max(cache.used))

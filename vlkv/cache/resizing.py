@@ -1,0 +1,103 @@
+"""Changes the capacity of a cache for new tokens.
+
+Axes: as in `pool.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import QuantizedPool
+from vlkv.cache import decode_state
+from vlkv.cache.decode_state import Updater
+from vlkv.cache.packing import ALIGNMENT, align, by_column, sum_before
+from vlkv.cache.pool import PackedCache, check_new_tokens, most_used
+from vlkv.errors import InputError
+
+
+def resize(cache: PackedCache, new_tokens: int) -> PackedCache:
+    """The cache with capacity for `new_tokens` tokens after the prompt, including those it already has.
+
+    Budgets that depend on the number of new tokens (A-VL's text window) use the new number from now on; evicted entries
+    do not return. If slots are reused, a segment gets more slots if the method's budget grows with the number of
+    tokens; it never loses slots.
+
+    Raises:
+        InputError: less than 1, or less than the tokens it already has. Under jit, their number is unknown, so the
+            capacity cannot decrease, and segments of a pool cannot grow.
+    """
+    check_new_tokens(new_tokens)
+    capacity, used = cache.new_tokens, most_used(cache)
+    if used is None and (new_tokens if cache.reuses else align(new_tokens, cache.parts)) < capacity:
+        raise InputError(f"new_tokens={new_tokens}: under jit, a cache cannot get less than its capacity of {capacity}")
+    if used is not None and new_tokens < used:
+        raise InputError(f"new_tokens={new_tokens} is too small: the cache already has {used} new tokens")
+    if cache.reuses:
+        return _resize_pool(cache, new_tokens)
+
+    slots, parts = align(new_tokens, cache.parts), cache.parts
+
+    def fit(x: Float[Array, "B K S H"]) -> Float[Array, "B K _s H"]:
+        x = _by_part(x, parts)[:, :, :, : slots // parts]
+        more = [(0, 0), (0, 0), (0, 0), (0, slots // parts - x.shape[3]), (0, 0)]
+        return jnp.pad(x, more).reshape(*x.shape[:2], slots, x.shape[4])
+
+    states = cache.decode_states and tuple(decode_state.resize(layer, slots) for layer in cache.decode_states)
+    return dataclasses.replace(
+        cache, tail_k=tuple(map(fit, cache.tail_k)), tail_v=tuple(map(fit, cache.tail_v)), decode_states=states
+    )
+
+
+def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
+    """`resize` if slots are reused: moves the segments so that each has the slots that the policy needs."""
+    assert cache.decode_states is not None and cache.policy is not None
+    layers, parts = len(cache.decode_states), cache.parts
+    states = [decode_state.resize(layer, new_tokens) for layer in cache.decode_states]
+    updater = cache.policy.updater
+    assert updater is not None
+    if new_tokens <= cache.new_tokens or not _grows_with_new_tokens(updater):
+        return dataclasses.replace(cache, decode_states=tuple(states))
+    requested = jnp.stack([jax.vmap(updater.decode_slots)(layer) for layer in states])
+    if isinstance(requested, jax.core.Tracer):
+        raise InputError("the number of slots that the method needs is unknown under jit: resize the cache outside jit")
+    length, columns = jnp.maximum(cache.length, requested), cache.token.shape[1]
+    before, after = (align(-(-x // parts)) for x in (cache.length, length))  # in each part
+    start, end = sum_before(after, columns), jnp.sum(by_column(after, columns), axis=0)
+    # Grows by whole tiles of all layers, so that few sizes must be compiled.
+    here = cache.token.shape[2] // parts
+    here += align(max(0, int(jnp.max(end)) - here), layers * ALIGNMENT)
+    most = max(int(jnp.max(requested)), cache.decode_states[0].stored.shape[-1])
+    more = align(most) - cache.decode_states[0].stored.shape[-1]
+    states = [decode_state.resize(layer, new_tokens, more) for layer in cache.decode_states]
+    states = [dataclasses.replace(layer, slots=length[i]) for i, layer in enumerate(states)]
+    first, filled, old = (by_column(x, columns) for x in (start, before, cache.start))
+    place = jnp.arange(here)[:, None, None, None] - first  # [slots of a part, segments, B, #K], within each segment
+    source = jnp.max(jnp.where((place >= 0) & (place < filled), place + old, -1), axis=1)
+    source = jnp.moveaxis(source, 0, 2)[:, :, None]  # [B, #K, 1, slots of a part]
+
+    def move(x: Array, fill: int) -> Array:
+        split = _by_part(x, parts)
+        where = source.reshape(*source.shape, *(1,) * (split.ndim - source.ndim))
+        moved = jnp.where(where >= 0, jnp.take_along_axis(split, jnp.maximum(where, 0), axis=3), fill)
+        return moved.reshape(*x.shape[:2], -1, *x.shape[3:]).astype(x.dtype)
+
+    assert not isinstance(cache.k, QuantizedPool) and not isinstance(cache.v, QuantizedPool)
+    return dataclasses.replace(
+        cache, k=move(cache.k, 0), v=move(cache.v, 0), token=move(cache.token, -1), start=start, length=length,
+        decode_states=tuple(states),
+    )  # fmt: skip
+
+
+def _by_part(x: Array, parts: int) -> Array:
+    """Splits the slots [B, K, P, ...] of a pool or tail into those of each part [B, K, parts, P / parts, ...]."""
+    return x.reshape(*x.shape[:2], parts, -1, *x.shape[3:])
+
+
+def _grows_with_new_tokens(updater: Updater) -> bool:
+    """Whether the method needs more slots for more new tokens."""
+    few, many = (updater.decode_bounds(1, 1, layers=1, vision=0, text=1, new_tokens=n) for n in (0, 2**16))
+    return many > few

@@ -1,0 +1,1 @@
+"""What all methods share: stages, observations, selection, sizes and merging."""

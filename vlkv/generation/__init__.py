@@ -1,0 +1,1 @@
+"""From a prompt to tokens: prefill, decoding, and further turns."""

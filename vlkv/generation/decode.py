@@ -1,0 +1,178 @@
+"""Decoding with a cache: one step, a loop, and a generator of tokens.
+
+Axes: B batch · S new tokens · D width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from vlkv.cache.pool import PackedCache, most_used
+from vlkv.config import ModelConfig
+from vlkv.errors import InputError
+from vlkv.families import Model
+from vlkv.generation.sampling import Greedy
+from vlkv.generation.step import feed
+from vlkv.inputs import Inputs
+
+
+def decode_step(
+    params: Model, cache: PackedCache, token: Int[Array, " B"]
+) -> tuple[PackedCache, Float[Array, "B vocab"]]:
+    """Adds one token per row; returns the cache with it and the logits of the next token. The cache may be donated.
+
+    Raises:
+        InputError: the cache has no capacity for it. Under jit, where this is unknown, the logits of the row are NaN.
+    """
+    check_new_room(cache, 1)
+    cache, x = feed(params.decoder, cache, params.decoder.embedding(token)[:, None], cache.next_position[:, None])
+    return dataclasses.replace(cache, next_position=cache.next_position + 1), logits_after(params, cache, x[:, 0])
+
+
+def logits_after(params: Model, cache: PackedCache, x: Float[Array, "B D"]) -> Float[Array, "B vocab"]:
+    """Logits from the last layer's output; NaN in rows with more new tokens than the cache has capacity for."""
+    full = cache.used > cache.new_tokens
+    return jnp.where(full[:, None], jnp.nan, params.decoder.logits(x))
+
+
+class _Decoding(NamedTuple):
+    """The state of the loop after `step` tokens of every row."""
+
+    step: Int[Array, ""]
+    cache: PackedCache
+    tokens: Int[Array, "B S"]
+    ended: Bool[Array, " B"]
+    lengths: Int[Array, " B"]
+
+
+def decode(
+    params: Model,
+    cache: PackedCache,
+    logits: Float[Array, "B vocab"],
+    *,
+    sampling: Greedy,
+    key: Key[Array, ""] | None = None,
+) -> tuple[Int[Array, "B S"], Int[Array, " B"]]:
+    """Decodes from a prompt's cache and logits until every row has ended, in one `while_loop`.
+
+    A row also ends if its logits are NaN, because `extend` has left too little capacity for the answer.
+
+    Returns:
+        Tokens, and the number of tokens of each row, including the stop token. A row that has ended repeats its last
+        token, or -1 if it has none.
+
+    Raises:
+        InputError: the cache has too little capacity for `max_new_tokens`. Under jit, earlier new tokens are not
+            counted.
+    """
+    check_new_room(cache, sampling.max_new_tokens - 1)  # the last token is not added to the cache
+    stop = jnp.asarray(params.config.stop if sampling.stop is None else sampling.stop, jnp.int32)
+
+    def pick(logits: Array, step: Array | int) -> Array:
+        return sampling.choose(logits, None if key is None else jax.random.fold_in(key, step))
+
+    def append(state: _Decoding, logits: Array) -> _Decoding:
+        token, ended = pick(logits, state.step), state.ended | _without_token(logits)
+        tokens = jax.lax.dynamic_update_slice_in_dim(state.tokens, token[:, None], state.step, axis=1)
+        return _Decoding(state.step + 1, state.cache, tokens, ended | jnp.isin(token, stop), state.lengths + ~ended)
+
+    def unfinished(state: _Decoding) -> Array:
+        return (state.step < sampling.max_new_tokens) & ~jnp.all(state.ended)
+
+    def step(state: _Decoding) -> _Decoding:
+        previous = jax.lax.dynamic_index_in_dim(state.tokens, state.step - 1, axis=1, keepdims=False)
+        cache, logits = decode_step(params, state.cache, previous)
+        return append(state._replace(cache=cache), logits)
+
+    batch = logits.shape[0]
+    blank = jnp.zeros((batch, sampling.max_new_tokens), jnp.int32)
+    state = _Decoding(jnp.int32(0), cache, blank, jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32))
+    state = jax.lax.while_loop(unfinished, step, append(state, logits))
+    place = jnp.arange(sampling.max_new_tokens)
+    last = jnp.take_along_axis(state.tokens, jnp.maximum(state.lengths - 1, 0)[:, None], axis=1)
+    last = jnp.where(state.lengths[:, None] > 0, last, -1)
+    return jnp.where(place < state.lengths[:, None], state.tokens, last), state.lengths
+
+
+def _without_token(logits: Float[Array, "B vocab"]) -> Bool[Array, " B"]:
+    """Rows without a next token, because their logits are NaN."""
+    return jnp.any(jnp.isnan(logits), axis=-1)
+
+
+def decode_steps(
+    params: Model,
+    cache: PackedCache,
+    logits: Float[Array, "B vocab"],
+    *,
+    sampling: Greedy,
+    key: Key[Array, ""] | None = None,
+) -> Iterator[Int[np.ndarray, " B"]]:
+    """`decode` as a generator: yields the tokens of each step. The cache is donated.
+
+    Rows that have ended repeat their stop token, or -1 if they have no token.
+    """
+    stop = params.config.stop if sampling.stop is None else sampling.stop
+    ended, shown = np.zeros(logits.shape[0], bool), np.full(logits.shape[0], -1, np.int32)
+    token, without = choose_token(logits, sampling, key)
+    for i in range(1, sampling.max_new_tokens + 1):
+        ended |= np.asarray(without)
+        shown = np.where(ended, shown, np.asarray(token))
+        yield shown
+        ended |= np.isin(shown, stop)
+        if ended.all() or i == sampling.max_new_tokens:
+            return
+        cache, token, without = next_token(params, cache, shown, sampling, key, i)
+
+
+@jax.jit
+def choose_token(
+    logits: Float[Array, "B vocab"], sampling: Greedy, key: Key[Array, ""] | None, step: int | Array = 0
+) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """The token that `decode` chooses in this step, and which rows have none, because their logits are NaN."""
+    return sampling.choose(logits, None if key is None else jax.random.fold_in(key, step)), _without_token(logits)
+
+
+@partial(jax.jit, donate_argnames="cache")
+def next_token(
+    params: Model,
+    cache: PackedCache,
+    token: Int[Array | np.ndarray, " B"],
+    sampling: Greedy,
+    key: Key[Array, ""] | None,
+    step: int | Array,
+) -> tuple[PackedCache, Int[Array, " B"], Bool[Array, " B"]]:
+    """Feeds a token to the cache, which is donated, and chooses the next one as `choose_token` does."""
+    cache, logits = decode_step(params, cache, jnp.asarray(token))
+    return cache, *choose_token(logits, sampling, key, step)
+
+
+def check_new_room(cache: PackedCache, new_tokens: int) -> None:
+    """Raises InputError if a cache has no capacity for `new_tokens` more. Under jit, earlier tokens are not counted."""
+    most, used = cache.new_tokens, most_used(cache) or 0
+    if used + new_tokens > most:
+        raise InputError(
+            f"the cache has capacity for {most} new tokens, {used} of them used, and {new_tokens} more are needed: "
+            f"prefill with a larger new_tokens, or use vlkv.cache.resizing.resize(cache, {used + new_tokens})"
+        )
+
+
+def check_room(config: ModelConfig, inputs: Inputs, new_tokens: int) -> None:
+    """Raises InputError if prompt and answer together exceed the model's positions.
+
+    If the length of the prompt is unknown (see `Inputs.lengths`), only `new_tokens` is checked.
+    """
+    limit = config.decoder.max_positions
+    if new_tokens >= limit:
+        raise InputError(
+            f"max_new_tokens={new_tokens} leaves no room for a prompt: the model's limit is {limit} positions"
+        )
+    if (lengths := inputs.lengths) is not None and (longest := int(lengths.max())) + new_tokens > limit:
+        raise InputError(f"a prompt of {longest} tokens and {new_tokens} new ones exceed the model's limit of {limit}")

@@ -1,0 +1,122 @@
+"""Generation from a compressed cache. The functions are pure, and all except the generators can be jitted. Mainly:
+
+    forward       logits of whole prompts without a cache, for parity tests and training
+    decode_step   one more token (several tokens: vlkv/generation/extend.py)
+    decode        a loop until every row has ended
+    generate      prefill and decode in one program
+    score         log-probabilities of a given continuation
+    stream        `generate` as a generator of tokens
+    decode_steps  `decode` as a generator of tokens
+
+Axes: B batch · T prompt · L layers · K key heads · P pool slots · S new tokens · D width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int, Key
+
+from pallas_kernels import Kernels
+from vlkv.compression.policy import Policy
+from vlkv.compression.selection import require_fit
+from vlkv.families import Model
+from vlkv.generation import jitted
+from vlkv.generation.decode import check_room, decode, decode_steps
+from vlkv.generation.prefill import read_and_fill
+from vlkv.generation.sampling import Greedy
+from vlkv.inputs import Inputs
+from vlkv.policies.full import Full
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Output:
+    """Generated tokens. `token`, `start` and `length` describe the cache after prefill, before decoding."""
+
+    tokens: Int[Array, "B S"]  # a row that has ended repeats its last token, or -1 if it has none
+    lengths: Int[Array, " B"]  # number of tokens of each row, including the stop token
+    token: Int[Array, "B #K P"]  # prompt token in each slot of the pool, as in PackedCache
+    start: Int[Array, "L B K"]  # as in PackedCache
+    length: Int[Array, "L B K"]  # number of stored prompt entries
+    cache_bytes: int = dataclasses.field(metadata={"static": True})  # allocated bytes of all rows (PackedCache.bytes)
+    slots: int = dataclasses.field(metadata={"static": True})  # allocated slots per row and key head, with tails
+    parts: int = dataclasses.field(default=1, metadata={"static": True})  # as in PackedCache
+
+
+def generate(
+    params: Model,
+    inputs: Inputs | Mapping[str, Any],
+    *,
+    policy: Policy | None = None,
+    sampling: Greedy | None = None,
+    key: Key[Array, ""] | None = None,
+    kernels: Kernels | None = None,
+) -> Output:
+    """Prefill and decoding of every row of a batch with a compressed cache.
+
+    It compiles itself for each policy, sampling and shape of the inputs. `jax.jit(generate)` works too and needs no
+    static argument names.
+
+    Args:
+        params: the model.
+        inputs: from the processor of `load`, or (outside jit) from the family's transformers processor. Batches with
+            the same shapes and bounds share one compiled program.
+        policy: None: the full cache.
+        sampling: None: `Greedy()`, the most likely token of every step, at most 64 tokens.
+        key: for random policies, which get `jax.random.split(key)[0]`, and for `Sample`.
+        kernels: implementations of the ops (`pallas_kernels.Kernels`), which affect only the speed.
+
+    Raises:
+        InputError: the policy does not fit the model, a key is missing, or prompt and answer exceed the model's limit
+            (see `check_room`).
+    """
+    inputs = Inputs.of(inputs, params.config)
+    policy = Full() if policy is None else policy
+    sampling = Greedy() if sampling is None else sampling
+    require_fit(policy, len(params.decoder.layers), key)
+    check_room(params.config, inputs, sampling.max_new_tokens)
+    sampling.require_key(key)
+    return _generate(params, inputs, policy, sampling, key, kernels)
+
+
+@jax.jit
+def _generate(
+    params: Model,
+    inputs: Inputs,
+    policy: Policy,
+    sampling: Greedy,
+    key: Key[Array, ""] | None,
+    kernels: Kernels | None,
+) -> Output:
+    policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
+    cache, logits = read_and_fill(params, inputs, policy, sampling.max_new_tokens, key=policy_key, kernels=kernels)
+    tokens, lengths = decode(params, cache, logits, sampling=sampling, key=sample_key)
+    return Output(
+        tokens=tokens, lengths=lengths, token=cache.token, start=cache.start, length=cache.counts,
+        cache_bytes=cache.bytes, slots=cache.slots, parts=cache.parts,
+    )  # fmt: skip
+
+
+def stream(
+    params: Model,
+    inputs: Inputs,
+    *,
+    policy: Policy | None = None,
+    sampling: Greedy | None = None,
+    key: Key[Array, ""] | None = None,
+    kernels: Kernels | None = None,
+) -> Iterator[Int[np.ndarray, " B"]]:
+    """`generate` for `Inputs`, as a generator: yields each step's tokens. Ended rows repeat their stop token."""
+    policy = Full() if policy is None else policy
+    sampling = Greedy() if sampling is None else sampling
+    require_fit(policy, len(params.decoder.layers), key)
+    check_room(params.config, inputs, sampling.max_new_tokens)
+    sampling.require_key(key)
+    policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
+    cache, logits = jitted.prefill(params, inputs, policy, sampling=sampling, key=policy_key, kernels=kernels)
+    yield from decode_steps(params, cache, logits, sampling=sampling, key=sample_key)

@@ -1,0 +1,77 @@
+"""Log-probabilities of given continuations through a compressed cache.
+
+Axes: B batch · S new tokens.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from pallas_kernels import Kernels
+from vlkv.cache.pool import PackedCache
+from vlkv.compression.policy import Policy
+from vlkv.families import Model
+from vlkv.generation.decode import (
+    check_new_room,
+    check_room,
+    decode_step,
+)
+from vlkv.generation.prefill import prefill
+from vlkv.inputs import Inputs
+from vlkv.policies.full import Full
+
+
+def score(
+    params: Model,
+    inputs: Inputs,
+    targets: Int[Array | np.ndarray, "B S"],
+    policy: Policy | None = None,
+    *,
+    key: Key[Array, ""] | None = None,
+    kernels: Kernels | None = None,
+) -> Float[Array, "B S"]:
+    """Log-probability of each target token given the prompt and earlier targets, computed with the compressed cache.
+
+    Args:
+        params: the model.
+        inputs: the prompts.
+        targets: continuations, padded on the right with -1; the result is 0 for padding.
+        policy: None: the full cache.
+        key: for policies that draw at random.
+        kernels: as in `generate`.
+    """
+    targets = jnp.asarray(targets)
+    new_tokens = targets.shape[1]
+    check_room(params.config, inputs, new_tokens)
+    policy = Full() if policy is None else policy
+    policy_key = None if key is None else jax.random.split(key)[0]  # the same cache as in `generate` with this key
+    cache, logits = prefill(params, inputs, policy, new_tokens=new_tokens, key=policy_key, kernels=kernels)
+    return log_probabilities(params, cache, logits, targets)
+
+
+def log_probabilities(
+    params: Model, cache: PackedCache, logits: Float[Array, "B vocab"], targets: Int[Array | np.ndarray, "B S"]
+) -> Float[Array, "B S"]:
+    """`score` from a prompt's cache and logits.
+
+    Raises:
+        InputError: the cache has no capacity for S - 1 tokens. Under jit, where earlier new tokens are not counted, the
+            result is NaN for targets beyond the capacity.
+    """
+    targets = jnp.asarray(targets)
+    check_new_room(cache, targets.shape[1] - 1)  # the last target is not added to the cache
+
+    def log_probability(logits: Array, target: Array) -> Array:
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(target, 0)[:, None], axis=1)[:, 0]
+        return jnp.where(target >= 0, chosen, 0.0)
+
+    def step(cache: PackedCache, pair: tuple[Array, Array]) -> tuple[PackedCache, Array]:
+        previous, target = pair
+        cache, logits = decode_step(params, cache, jnp.maximum(previous, 0))
+        return cache, log_probability(logits, target)
+
+    _, rest = jax.lax.scan(step, cache, (targets[:, :-1].T, targets[:, 1:].T))
+    return jnp.concatenate([log_probability(logits, targets[:, 0])[:, None], rest.T], axis=1)
