@@ -44,7 +44,7 @@ from tqdm import tqdm
 import vlkv
 from benchmarks.quality_tables import BYTES, DOCUMENTS, EVALUATED, ON_BOTH, ON_ROWS, TUNED, plot, show, write_documents
 from vlkv import analysis, policies
-from vlkv.compression.sizes import Budget, nominal_totals
+from vlkv.compression.sizes import Budget, budget_of
 from vlkv.files import write_json
 from vlkv.generation.prefill import fill_cache_with
 from vlkv.inputs import Inputs
@@ -321,16 +321,17 @@ def measure(params: Any, processor: Any, section: Section, count: int, seed: int
         reduces = isinstance(policy, Policy) and policy.reducer is not None
         if not whole and not reduces:
             whole = [_read(params, batch.inputs) for batch in made]
-        table: Budget | jax.Array | np.ndarray | None  # as arrays, so that one program can be used for every keep
-        if isinstance(policy, str):
-            program, table = None, nominal_totals(policies.ImgRandom(keep=cell.bytes), layers=layers, most=length)
-        else:
-            program = programs[policy]
-            table = budget(policy, program, layers=layers, length=length)
+        random = policies.ImgRandom(keep=cell.bytes)
+        program = None if isinstance(policy, str) else programs[policy]
         seen, processed = [], []
         for number, batch in enumerate(made):
             key = jax.random.key(number)
             prompt = _read(params, batch.inputs, policy, key=key) if reduces else whole[number]
+            table: Budget | None  # as arrays, so that one program can be used for every keep
+            if program is None:
+                table = budget_of(random, layers=layers, most=length, text=prompt.max_text)
+            else:
+                table = budget(policy, program, prompt)
             out = _answer(params, prompt, program, table, batch, key, section.new_tokens)
             seen.append(Seen(*(x[: batch.real] for x in out)))
             processed.append(np.mean([np.asarray(layer.valid)[: batch.real].sum(1) for layer in prompt.layers], 0))

@@ -12,7 +12,6 @@ import vlkv
 from vlkv import mini, policies
 
 
-@policies.policy
 class KeyNorm(policies.Policy):
     """Keeps the tokens with the smallest key norms (Devoto et al., 2024: such keys tend to be attended to)."""
 

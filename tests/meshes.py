@@ -48,6 +48,7 @@ CASES = {
     "more slots": ((1, 8), ("Random", "AirCache")),  # fewer queries of a key head than devices
     "not set": ((2, 2), ("Random",)),  # without jax.set_mesh
 }
+ONE = {"kept": 1, "longest": 1, "layers": 1, "vision": 0, "text": 1, "new_tokens": 1}
 
 
 def parameters() -> vlkv.families.Model:
@@ -99,10 +100,9 @@ def answer(params, inputs, policy, key, more=None):
     The tail is enlarged after prefill. On a mesh `resize` gets the smallest number that it rounds up to enough slots,
     so that the test needs every slot.
     """
+    evicts = policy.updater is not None and policy.updater.decode_bounds(**ONE) is not None
     added = NEW + (0 if more is None else more.tokens.shape[1])
-    cache, first = vlkv.prefill(
-        params, inputs, policy, new_tokens=added if policy.updater and policy.updater.evicts else 1, key=key
-    )
+    cache, first = vlkv.prefill(params, inputs, policy, new_tokens=added if evicts else 1, key=key)
     logits = first
     if not cache.reuses:
         cache = resize(cache, max(align(added, cache.parts) - cache.parts + 1, cache.new_tokens))

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import gpu, peers, torch_side
 from vlkv import sharding
-from vlkv.policies.compose import options_of
+from vlkv.compression.compose import options_of
 from vlkv.tools.benching.subjects import find
 
 ROOM = [sys.executable, "-m"]

@@ -17,6 +17,11 @@ apportion = jax.jit(lambda real, total, floor, ceiling: budgets.apportion(real, 
 smallest = jax.jit(budgets.smallest)
 
 
+def totals(keep, budget, *, layers, most):
+    """For 0..most tokens in every layer."""
+    return budgets.total(keep, budget, layers * np.arange(most + 1), layers=layers)
+
+
 def whole(*values):
     return tuple(jnp.int32(v) for v in values)
 
@@ -25,18 +30,18 @@ def whole(*values):
 
 
 def test_totals_round_the_whole_half_up_and_keep_one_per_layer_and_no_more_than_there_are():
-    np.testing.assert_array_equal(budgets.totals(0.5, None, layers=3, most=4), [0, 3, 3, 5, 6])
-    np.testing.assert_array_equal(budgets.totals(0.01, None, layers=3, most=4), [0, 3, 3, 3, 3])
-    np.testing.assert_array_equal(budgets.totals(1, None, layers=3, most=4), [0, 3, 6, 9, 12])
+    np.testing.assert_array_equal(totals(0.5, None, layers=3, most=4), [0, 3, 3, 5, 6])
+    np.testing.assert_array_equal(totals(0.01, None, layers=3, most=4), [0, 3, 3, 3, 3])
+    np.testing.assert_array_equal(totals(1, None, layers=3, most=4), [0, 3, 6, 9, 12])
 
 
 def test_totals_of_a_budget_are_capped_by_the_tokens_there_are():
-    np.testing.assert_array_equal(budgets.totals(None, 2, layers=3, most=4), [0, 3, 6, 6, 6])
+    np.testing.assert_array_equal(totals(None, 2, layers=3, most=4), [0, 3, 6, 6, 6])
 
 
 def test_totals_at_7b_size_are_the_fraction_to_the_integer():
-    assert budgets.totals(0.1, None, layers=28, most=8192)[-1] == 22938  # 22937.6
-    assert budgets.totals(0.1, None, layers=32, most=576)[-1] == 1843  # 1843.2
+    assert totals(0.1, None, layers=28, most=8192)[-1] == 22938  # 22937.6
+    assert totals(0.1, None, layers=32, most=576)[-1] == 1843  # 1843.2
 
 
 def test_uniform_gives_what_is_left_over_to_the_lower_layers():
@@ -50,9 +55,14 @@ def test_uniform_is_the_same_share_of_layers_that_hold_less():
     np.testing.assert_array_equal(budgets.uniform(jnp.int32(15), jnp.array([16, 8, 4, 2])), [8, 4, 2, 1])
 
 
+def test_fractions_are_rounded_half_up_and_leave_at_least_one():
+    np.testing.assert_array_equal(budgets.fraction(0.5, 5), [0, 1, 1, 2, 2, 3])
+    np.testing.assert_array_equal(budgets.fraction(0.1, 5), [0, 1, 1, 1, 1, 1])
+
+
 def test_totals_of_sums_of_equal_layers_are_totals():
-    sums = budgets.totals_of_sums(0.3, None, np.arange(22), layers=3)
-    np.testing.assert_array_equal(sums[::3], budgets.totals(0.3, None, layers=3, most=7))
+    sums = budgets.total(0.3, None, np.arange(22), layers=3)
+    np.testing.assert_array_equal(sums[::3], totals(0.3, None, layers=3, most=7))
     assert sums[1] == 1 and sums[2] == 2  # no more than there are
 
 

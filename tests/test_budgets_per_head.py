@@ -13,8 +13,7 @@ from vlkv import policies
 from vlkv.cache.packing import pack
 from vlkv.cache.resizing import resize
 from vlkv.compression import budgets
-from vlkv.compression.policy import policy
-from vlkv.compression.sizes import cache_spec, nominal_totals, pool_slots
+from vlkv.compression.sizes import budget_of, cache_spec, pool_slots
 
 from .models import SMALL, tiny_llava, unequal_batch
 from .test_decode import kept_entries
@@ -85,7 +84,7 @@ def test_a_long_prompt_takes_the_memory_of_its_budgets():
     """8,192 tokens at 10 %: 149 and 1,489 entries per head and layer."""
     layers, heads, tokens, head_dim = 2, 4, 8192, 2
     chosen, random = Uneven(keep=0.1), np.random.default_rng(0)
-    total = int(nominal_totals(chosen, layers=layers, most=tokens)[-1])
+    total = int(budget_of(chosen, layers=layers, most=tokens, text=tokens).nominal[-1])
     weight = jnp.broadcast_to(jnp.where(jnp.arange(heads) % 2 == 0, 1.0, RATIO), (layers, heads))
     most = jnp.full(layers, tokens)
     each = np.asarray(chosen.allocate({"weight": weight}, total=jnp.int32(total), most=most, layers=layers))
@@ -113,12 +112,10 @@ def test_a_long_prompt_takes_the_memory_of_its_budgets():
 def test_budgets_of_another_shape_or_sum_are_refused():
     q = np.random.default_rng(0).standard_normal((2, 4, 30, 8)).astype(np.float32)
 
-    @policy
     class Flat(Uneven):
         def allocate(self, statistics, *, total, most, layers):
             return budgets.uniform(total, most)
 
-    @policy
     class Spendthrift(Uneven):
         def allocate(self, statistics, *, total, most, layers):
             return jnp.broadcast_to(most[:, None], statistics["weight"].shape)

@@ -112,7 +112,7 @@ def test_decoding_from_the_cache(params, batch, read, prompts, policy):
 
 def check_selection(policy, layers, batch, row, kept) -> None:
     """The seam `select`, given the row's own queries and keys, keeps what the cache holds."""
-    if policy.needs_key:
+    if policy.facts.needs_key:
         return  # it draws anew
     q, k, v = (np.stack([x.transpose(1, 0, 2) for x in y]).astype(np.float32) for y in zip(*layers, strict=True))
     count, length = q.shape[2], batch.valid.shape[1]

@@ -108,7 +108,7 @@ def simulated(params, batch, policy, cache, row, tokens):
     x = np.asarray(embed(params, batch))[row, batch.valid[row]]
     layers = reference.prefill(params.decoder, x)[1]
     kept = kept_entries(cache, batch, row)
-    evict = Simulation(policy, layers, kept) if policy.updater is not None and policy.updater.evicts else None
+    evict = Simulation(policy, layers, kept) if cache.reuses else None
     return reference.decode(params.decoder, layers, kept, tokens, evict=evict)
 
 

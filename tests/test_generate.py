@@ -13,7 +13,6 @@ import pytest
 
 import vlkv
 from vlkv import policies
-from vlkv.compression.sizes import nominal_totals
 
 from .models import CONFIG, IMAGE_TOKEN, SMALL, tiny_llava, unequal_batch
 
@@ -22,7 +21,6 @@ SHORT = vlkv.Greedy(max_new_tokens=4, stop=())
 traces: list[str] = []
 
 
-@policies.policy
 class Norms(policies.Policy):
     """Keeps the largest keys; counts how often it is traced. Defined outside the package."""
 
@@ -68,8 +66,6 @@ def test_a_users_policy_keeps_what_it_says(params):
     inputs = question(9, 1)
     prompt = vlkv.read_prompt(params, inputs)
     cache = vlkv.fill_cache(prompt, Norms(keep=0.25), new_tokens=4)
-    total = nominal_totals(policies.Full(), layers=LAYERS, most=35)[-1]
-    assert int(total) == LAYERS * 35
     lengths = np.asarray(cache.counts)[:, 0]
     assert lengths.sum(axis=0).tolist() == [round(0.25 * LAYERS * 35)] * 2
     for layer in range(LAYERS):
@@ -171,11 +167,6 @@ def test_a_prompt_on_the_device_is_refused_too_and_unknown_lengths_are_not(param
     assert known == [None]
 
 
-class Undecorated(policies.SnapKV):
-    """Without @policies.policy."""
-
-
-@policies.policy
 class PerToken(policies.Policy):
     """Its scores lack an axis."""
 
@@ -184,8 +175,6 @@ class PerToken(policies.Policy):
 
 
 def test_a_policy_that_is_written_wrongly_is_named():
-    with pytest.raises(vlkv.InputError, match=r"Undecorated: decorate the class with @policies.policy"):
-        Undecorated(keep=0.5)
     q = np.ones((3, 2, 35, 8), np.float32)
     for policy in (PerToken(keep=0.5), policies.compose(policies.H2O(keep=0.5), allocate=PerToken)):
         with pytest.raises(vlkv.InputError, match=r"PerToken: score returned shape \(35,\).*\[K, T\] = \(2, 35\)"):
@@ -224,7 +213,6 @@ def test_what_is_no_policy_is_refused(root):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@policies.policy
 class Spendthrift(policies.Policy):
     """Hands out more than there is."""
 

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import papers
-from vlkv.policies.compose import options_of
+from vlkv.compression.compose import options_of
 
 
 def test_all_tables_and_figures_are_listed():

@@ -203,7 +203,6 @@ def test_the_pool_of_a_shortened_prompt_holds_what_is_left_and_little_more(param
     assert left <= slots <= left + 28 * 15 + 16
 
 
-@policies.policy
 class Hoarder(policies.FastV):
     """Keeps every token, and promises to keep few."""
 
@@ -269,8 +268,8 @@ def test_a_composition_knows_the_owner_of_each_stage():
     """Also a composition of a composition; methods whose options switch a stage off own nothing."""
     h2o, fastv = policies.H2O(keep=0.4), policies.FastV(keep=0.5, layer=1)
     whole = compose(compose(compose(SNAP, allocate=PREFIX), step=h2o), reduce=fastv, store=KIVI)
-    assert (whole.allocator, whole.updater, whole.reducer, whole.storage) == (PREFIX, h2o, fastv, KIVI.storage)
-    assert compose(PREFIX, store=KIVI).updater == PREFIX and compose(PREFIX, store=KIVI).allocator == PREFIX
+    assert (whole.allocated, whole.updater, whole.reducer, whole.storage) == (PREFIX, h2o, fastv, KIVI.storage)
+    assert compose(PREFIX, store=KIVI).updater == PREFIX
     assert policies.AVL(keep=0.3).reducer is policies.AVL(keep=0.3, core=None).updater is SNAP.updater is None
     assert policies.ToMe(keep=0.5, on="cache").reducer is policies.H2O(keep=0.4, evict=False).updater is None
 
@@ -376,9 +375,9 @@ def test_parts_that_do_not_fit_are_named(parts, said):
 
 
 def test_a_reduction_beyond_the_model_or_of_another_prompt_is_refused_before_anything_runs(params, batch, read):
-    with pytest.raises(vlkv.InputError, match=r"FastV: layer=3 reduces .* 3 layers"):
+    with pytest.raises(vlkv.InputError, match=r"FastV\(layer=3\) reduces .* 3 layers"):
         vlkv.read_prompt(params, batch, policies.FastV(keep=0.5, layer=3))
-    with pytest.raises(vlkv.InputError, match=r"LightKV: layers=None .* give another layers="):
+    with pytest.raises(vlkv.InputError, match=r"LightKV\(layers=None, .* change options"):
         vlkv.read_prompt(params, batch, policies.LightKV())
     with pytest.raises(vlkv.InputError, match="same policy"):
         vlkv.fill_cache(read, policies.FastV(keep=0.5), new_tokens=1)

@@ -27,7 +27,6 @@ QUESTIONS = words(5, 8, 3, seed=9)
 ROOM = 20
 
 
-@policies.policy
 class Own(policies.H2O):
     """A user's, defined outside the package."""
 
@@ -253,7 +252,6 @@ def test_ones_own_policy_must_be_found_by_its_name(params, read, path, monkeypat
     with pytest.raises(vlkv.InputError, match=r"its policy is Own of the module tests.test_saving: import this module"):
         vlkv.load_cache(path, params)
 
-    @policies.policy
     class Local(policies.H2O):
         """Nobody finds this one."""
 

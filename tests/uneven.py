@@ -6,16 +6,17 @@ import jax.numpy as jnp
 
 from vlkv import policies
 from vlkv.compression import budgets
-from vlkv.compression.policy import policy
+from vlkv.compression.policy import Facts
 
 RATIO = 10
 
 
-@policy
 class Uneven(policies.SnapKV):
     """Every other head gets ten times the budget of its neighbour."""
 
-    per_head = True
+    facts = Facts(
+        budgets="heads",
+    )
 
     def statistics(self, obs, scores):
         del obs

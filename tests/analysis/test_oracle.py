@@ -9,7 +9,7 @@ import pytest
 import vlkv
 from tests.models import tiny_llava, unequal_batch
 from vlkv import analysis, policies
-from vlkv.compression.sizes import nominal_totals
+from vlkv.compression.sizes import budget_of
 from vlkv.generation.prefill import fill_cache_with
 from vlkv.tools.evaluation.keeps import at_keep, budget, share_programs
 
@@ -59,7 +59,7 @@ def test_the_evidence_then_random_tokens_then_all_text(inputs, prompt):
 def test_a_smaller_budget_in_the_memory_of_a_larger(inputs, prompt):
     """Three entries in all: one in each layer, the first of the evidence or another of it."""
     policy, wanted = policies.ImgRandom(keep=KEEP), evidence(inputs, [3, 4], [3, 4], [])
-    few = nominal_totals(policies.ImgRandom(budget=1), layers=3, most=inputs.valid.shape[1])
+    few = budget_of(policies.ImgRandom(budget=1), layers=3, most=inputs.valid.shape[1], text=inputs.max_text)
     cache = jax.jit(analysis.oracle_cache, static_argnames="new_tokens")(
         prompt, wanted, policy, few, new_tokens=1, key=jax.random.key(0)
     )
@@ -101,7 +101,7 @@ def test_policies_whose_program_depends_on_keep_share_none():
 def test_one_program_for_every_keep(inputs, prompt, policy):
     """A table of a smaller keep in the program of a larger one keeps what the smaller one keeps by itself."""
     length, less = inputs.valid.shape[1], at_keep(policy, 0.1)
-    table = budget(less, policy, layers=3, length=length)
+    table = budget(less, policy, prompt)
     got = jax.jit(fill_cache_with, static_argnames="new_tokens")(prompt, policy, table, new_tokens=1)
     want = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")(prompt, less, new_tokens=1)
     np.testing.assert_array_equal(*(held_by_head(cache, length) for cache in (got, want)))

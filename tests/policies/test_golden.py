@@ -8,7 +8,7 @@ from golden_vectors import allocate, choose, same_in_every_head
 
 from vlkv import policies
 from vlkv.compression import budgets
-from vlkv.compression.sizes import nominal_totals
+from vlkv.compression.sizes import budget_of
 
 # --- StreamingLLM and H2O -------------------------------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ def test_pyramidkv_budgets_follow_the_papers_line_and_sum_exactly(golden):
         rows, g["paper_real_valued_tokens_kept_per_layer"], strict=True
     ):
         policy = policies.PyramidKV(budget=capacity, window=window, beta=int(g["beta"]))
-        total = int(nominal_totals(policy, layers=layers, most=length)[-1])
+        total = int(budget_of(policy, layers=layers, most=length, text=length).nominal[-1])
         got = np.asarray(allocate(policy, {}, jnp.int32(total), jnp.full(layers, length, jnp.int32)))
         assert got.sum() == total == layers * min(capacity, length)
         assert got.max() <= length

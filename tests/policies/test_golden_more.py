@@ -13,7 +13,6 @@ PRIORS = ("plain", "text_prior")
 # --- VL-Cache -------------------------------------------------------------------------------------------------------
 
 
-@policies.policy
 class Granted(policies.VLCache):
     """VL-Cache with the budgets of somebody else."""
 

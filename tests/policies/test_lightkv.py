@@ -35,7 +35,8 @@ def observed(tokens, q, k):
     length = tokens.valid.shape[0]
     return Observation(
         q=jnp.asarray(q), k=jnp.asarray(k), v=jnp.asarray(k), is_vision=tokens.is_vision & tokens.valid,
-        valid=tokens.valid, in_scope=tokens.is_vision & tokens.valid, mean_budget=jnp.int32(1), key=None, layer=0,
+        valid=tokens.valid, in_scope=tokens.is_vision & tokens.valid, asked=jnp.float32(1),
+        mean_budget=jnp.int32(1), key=None, layer=0,
         max_instruction=length,
     )  # fmt: skip
 

@@ -91,9 +91,9 @@ def test_evicting(name, scope, drawn, order):
             asked = int(np.floor(keep * LAYERS * count + 0.5))
             total = min(LAYERS * count, max(LAYERS, asked)) if count else 0
             spent = kept[row][..., inside[row]].sum(axis=(0, 2))
-            assert spent.sum() == KV_HEADS * total and (policy.per_head or (spent == total).all())
+            assert spent.sum() == KV_HEADS * total and (policy.facts.budgets == "heads" or (spent == total).all())
             assert (kept[row][..., inside[row]].sum(axis=-1) == budgets[row]).all()
-        if not policy.needs_key:  # a draw is the row's own
+        if not policy.facts.needs_key:  # a draw is the row's own
             permuted = select(policy, *(x[np.array(order)] for x in (q, k, vision, valid)))
             np.testing.assert_array_equal(permuted.kept, kept[np.array(order)])
         # A row that ends with padding moves to the right.

@@ -188,7 +188,7 @@ def test_totals_are_exact_padding_is_dropped_and_text_out_of_scope_stays(policy,
         total = reference.total_budget(LAYERS, count, policy.keep, policy.budget) if count else 0
         text = valid[row] & ~scope
         spent = np.asarray(got.budgets)[row].sum(axis=0)
-        assert spent.sum() == KV_HEADS * total and (policy.per_head or (spent == total).all())
+        assert spent.sum() == KV_HEADS * total and (policy.facts.budgets == "heads" or (spent == total).all())
         assert (kept[row][..., scope].sum(axis=-1) == np.asarray(got.budgets)[row]).all()
         assert not kept[row][..., ~valid[row]].any()
         assert kept[row][..., text].all()
@@ -268,7 +268,7 @@ def test_aircache_gives_what_is_left_to_the_largest_remainders_of_eq_11():
     """47.45 entries for six layers of 73 tokens: 47. Rounded down 45; the remainders .91 and .49 get one each."""
     real = np.array([8.17, 5.47, 10.49, 7.00, 7.91, 8.41], np.float32)
     policy, most = policies.AirCache(keep=float(real.sum()) / 6 / 73, allocation="strength"), jnp.full(6, 73)
-    statistics = {"strength": jnp.array(real), "skewness": jnp.zeros(6), "count": most}
+    statistics = {"strength": jnp.array(real), "skewness": jnp.zeros(6), "asked": jnp.full(6, real.sum() / 6)}
     granted = policy.allocate(statistics, total=jnp.int32(47), most=most, layers=6)
     np.testing.assert_array_equal(granted, [8, 5, 11, 7, 8, 8])
 
@@ -349,7 +349,6 @@ def test_a_bad_option_is_named(name, bad, said):
         policies.make(name, keep=0.5, **bad)
 
 
-@policies.policy
 class Annotated(policies.Policy):
     pair: tuple[int, str] = (1, "x")
     many: tuple[float, ...] = ()
@@ -372,7 +371,6 @@ def test_the_annotation_of_every_option_is_known():
 # --- policies of one's own, and what any policy may count on ---------------------------------------------------------
 
 
-@policies.policy
 class Given(policies.Policy):
     """Scores handed in as the first component of the keys."""
 
@@ -406,7 +404,6 @@ def test_protected_tokens_stay_whatever_their_score_and_count():
     assert kept_places(Given(budget=1, last=2), [9, 5, 7, 1, 0, 0]) == [5]
 
 
-@policies.policy
 class Thrifty(Given):
     """Ranks what is not protected backwards and takes half of what is left."""
 

@@ -114,7 +114,7 @@ def test_pyramidkv_hands_out_what_the_released_code_hands_out(golden):
 
     @jax.jit
     def hand_out(policy, mean, counts):
-        total = sizes.total(policy, counts, counts[0], layers=len(counts), most=longest, text=longest)
+        total = jnp.asarray(sizes.budget_of(policy, layers=len(counts), most=longest, text=longest).total)[counts[0]]
         statistics = {"mean": mean, "count": counts}
         return total, policy.allocate(statistics, total=total, most=counts, layers=len(counts))
 
@@ -175,7 +175,7 @@ def test_vlcache_largest_is_reached_by_no_density(variant):
     most = jnp.full(6, length)
     for power in (0, 1, 4, 16):
         density = random.random(6) ** power
-        total = sizes.total(policy, most, most[0], layers=6, most=length, text=length)
+        total = jnp.asarray(sizes.budget_of(policy, layers=6, most=length, text=length).total)[length]
         sparsity = jnp.asarray(1 - density)
         got = policy.allocate({**statistics, "sparsity": sparsity}, total=total, most=most, layers=6)
         assert got.sum() <= total <= total_bound(policy, layers=6, vision=100, text=20)

@@ -24,7 +24,8 @@ def observation(in_scope, grid=None):
     nothing = jnp.zeros((1, len(in_scope), 2))
     scope = jnp.asarray(in_scope)
     return Observation(
-        q=nothing, k=nothing, v=nothing, is_vision=scope, valid=scope, in_scope=scope, mean_budget=jnp.int32(1),
+        q=nothing, k=nothing, v=nothing, is_vision=scope, valid=scope, in_scope=scope, asked=jnp.float32(1),
+        mean_budget=jnp.int32(1),
         key=None, layer=0, max_instruction=1, grid=None if grid is None else jnp.asarray(grid),
     )  # fmt: skip
 
@@ -80,10 +81,10 @@ def test_random_grids_against_a_loop_over_pairs(smooth):
     rng = np.random.default_rng(0)
     places = [(0, y, x) for y in range(4) for x in range(6)] + [(1, y, x) for y in range(5) for x in range(3)]
     grid = np.array([*places, (-1, -1, -1), (0, -1, -1), (-1, -1, -1)])
-    if smooth.needs_grid:
+    if isinstance(smooth.kernel, tuple):
         grid = grid[rng.permutation(len(grid))]
     inside, scores = grid[:, 0] >= 0, rng.normal(size=len(grid))
-    two = smooth.needs_grid
+    two = isinstance(smooth.kernel, tuple)
     among = inside & (grid[:, 1] >= 0) if two else inside
     sizes = smooth.kernel if two else (smooth.kernel,)
     want = scores.copy()

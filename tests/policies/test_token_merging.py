@@ -37,7 +37,8 @@ def reduce(policy, x, keys, is_vision=None, *, valid=None, size=None, lone=(), s
     )  # fmt: skip
     obs = Observation(
         q=jnp.array(keys), k=jnp.array(keys), v=jnp.array(keys), is_vision=tokens.is_vision, valid=tokens.valid,
-        in_scope=tokens.is_vision, mean_budget=jnp.int32(1), key=None, layer=0, max_instruction=length,
+        in_scope=tokens.is_vision, asked=jnp.float32(1), mean_budget=jnp.int32(1), key=None, layer=0,
+        max_instruction=length,
     )  # fmt: skip
     made, kept = jax.tree.map(np.asarray, _reduce(policy, tokens, obs, stage))
     np.testing.assert_array_equal(made.positions[:, 0], np.arange(length))
@@ -297,7 +298,8 @@ def test_no_buffer_of_a_stage_reaches_t_times_t_elements(policy):
             grid=grid,
         )  # fmt: skip
         obs = Observation(
-            q=q, k=k, v=k, is_vision=tokens.is_vision, valid=valid, in_scope=valid, mean_budget=jnp.int32(1), key=None,
+            q=q, k=k, v=k, is_vision=tokens.is_vision, valid=valid, in_scope=valid,
+            asked=jnp.float32(1), mean_budget=jnp.int32(1), key=None,
             layer=0, max_instruction=64,
         )  # fmt: skip
         made, kept = policy.reduce(tokens, obs, stage=1)

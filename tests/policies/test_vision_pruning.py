@@ -135,7 +135,7 @@ def test_fastv_scores_and_kept(golden):
     everything = jnp.ones(length, bool)
     obs = Observation(
         q=jnp.asarray(g["q"]), k=jnp.asarray(g["k"]), v=jnp.asarray(g["k"]), is_vision=vision, valid=everything,
-        in_scope=vision, mean_budget=jnp.int32(1), key=None, layer=1, max_instruction=length,
+        in_scope=vision, asked=jnp.float32(1), mean_budget=jnp.int32(1), key=None, layer=1, max_instruction=length,
     )  # fmt: skip
     tokens = Tokens(
         x=jnp.zeros((length, 1)), positions=jnp.zeros((length, 1), int), is_vision=vision, valid=everything,
@@ -303,7 +303,7 @@ def test_without_text_after_the_image_the_last_token_judges():
     everything = jnp.ones(6, bool)
     obs = Observation(
         q=q, k=k, v=k, is_vision=jnp.arange(6) > 1, valid=everything, in_scope=jnp.arange(6) > 1,
-        mean_budget=jnp.int32(1), key=None, layer=1, max_instruction=0,
+        asked=jnp.float32(1), mean_budget=jnp.int32(1), key=None, layer=1, max_instruction=0,
     )  # fmt: skip
     expected = instruction_scores(*(np.asarray(x, np.float64).swapaxes(0, 1) for x in (q, k)), [5])
     np.testing.assert_allclose(IVTP(keep=0.5).ranking(obs)[0], expected, rtol=1e-5)

@@ -12,13 +12,13 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from vlkv.analysis.survival import held, on_grid
 from vlkv.cache.pool import PackedCache
+from vlkv.compression.compose import Composed
 from vlkv.compression.policy import Policy, require_policy
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation.prefill import prefill
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
-from vlkv.policies.compose import Composed
 from vlkv.processing.images import Picture, open_image
 
 _SIDE, _GAP, _COLUMNS = 380, 34, 4  # pixels: longer side of a panel, gap between panels; number of panels in a row

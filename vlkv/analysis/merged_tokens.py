@@ -10,7 +10,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from vlkv.compression.observe import Observation
-from vlkv.compression.policy import Policy, policy
 from vlkv.compression.tokens import Tokens
 from vlkv.errors import InputError
 from vlkv.families import Model
@@ -41,7 +40,6 @@ def merged_into(params: Model, inputs: Inputs, method: Policy) -> Int[np.ndarray
     def record(stage: int, *arrays: Any) -> None:
         stages[int(stage)] = tuple(map(np.asarray, arrays))
 
-    @policy
     class Recorded(LightKV):
         """The same method; it also records the pairs that it merges."""
 

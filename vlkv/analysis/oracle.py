@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool, Key
 
 from vlkv.cache.packing import pack
 from vlkv.cache.pool import PackedCache
-from vlkv.compression.sizes import cache_spec, nominal_totals
+from vlkv.compression.sizes import Budget, budget_of, cache_spec
 from vlkv.generation.prompt import Prompt
 from vlkv.masks import top
 from vlkv.policies.random import ImgRandom
@@ -21,7 +21,7 @@ def oracle_cache(
     prompt: Prompt,
     evidence: Bool[Array, "B T"],
     policy: ImgRandom,
-    totals: Int[Array, " counts"] | None = None,
+    budget: Budget | None = None,
     *,
     new_tokens: int,
     key: Key[Array, ""],
@@ -35,15 +35,16 @@ def oracle_cache(
         prompt: a prompt that was not reduced.
         evidence: the vision tokens that the answer needs.
         policy: determines how many vision tokens are kept.
-        totals: replaces `nominal_totals(policy, layers=L, most=T)`, as in `fill_cache_with`.
+        budget: as in `fill_cache_with`; None: that of `policy`.
         new_tokens: slots of the tail.
         key: for the random tokens.
     """
     layers, (batch, length) = len(prompt.layers), prompt.valid.shape
     heads = prompt.layers[0].k.shape[2]
-    table = jnp.asarray(nominal_totals(policy, layers=layers, most=length)) if totals is None else totals
+    if budget is None:
+        budget = budget_of(policy, layers=layers, most=length, text=prompt.max_text)
     vision = prompt.valid & prompt.is_vision
-    total = table[jnp.sum(vision, axis=1)]
+    total = jnp.asarray(budget.nominal)[jnp.sum(vision, axis=1)]
     share = total[:, None] // layers + (jnp.arange(layers) < total[:, None] % layers)  # [B, L]
     scores = jax.random.uniform(key, (batch, layers, heads, length)) + 2.0 * evidence[:, None, None]
 

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from vlkv.compression.compose import options_of
 from vlkv.compression.option_types import Scope
 from vlkv.compression.selection import make_observation
 from vlkv.config import ModelConfig
@@ -37,7 +38,6 @@ from vlkv.generation.prefill import fill_cache
 from vlkv.generation.prompt import LayerPrompt, read_prompt
 from vlkv.inputs import Inputs
 from vlkv.policies import CSP, Policy, PrefixKV
-from vlkv.policies.compose import options_of
 from vlkv.policies.csp import region_share
 
 AGGREGATION = "mean"  # the only one; written to the file to document it

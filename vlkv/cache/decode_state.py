@@ -199,8 +199,8 @@ class Updater(Protocol):
 
     def decode_bounds(
         self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
-    ) -> tuple[int, int]:
-        """Bounds on the slots of all layers and of one layer."""
+    ) -> tuple[int, int] | None:
+        """Bounds on the slots of all layers and of one layer; None: entries are not evicted."""
         ...
 
 

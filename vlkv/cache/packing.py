@@ -58,7 +58,7 @@ class CacheSpec:
     limit: int  # `longest`, or without `reuses`: of one layer if the budget could be divided in any way
     new_tokens: int  # capacity for new tokens
     reuses: bool  # whether new entries take free slots instead of a tail
-    per_head: bool  # as in `Policy`
+    per_head: bool  # whether heads have different budgets
     storage: Storage | None  # as in `Policy`
     softmax_n: float  # as in `Policy`
 

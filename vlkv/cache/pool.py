@@ -6,7 +6,7 @@ uses. Budgets differ per layer and row, but have a fixed sum, so one pool needs 
 
 The pool has a column for each key head, in which the segments of all layers follow one another. A segment contains the
 entries of one layer, row and key head: vision entries, then text, then free slots, if slots are reused. If the policy
-gives heads different budgets (`Policy.per_head`), columns of equal length would waste memory, so the pool has one
+gives heads different budgets (`Facts.budgets`), columns of equal length would waste memory, so the pool has one
 column, which contains the segments of all heads (`#K` in the shapes below: K or 1).
 
 If the `model` axis of the mesh does not divide the columns, pool and tail consist of M equal parts, and every M-th

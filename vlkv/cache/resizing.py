@@ -100,4 +100,4 @@ def _by_part(x: Array, parts: int) -> Array:
 def _grows_with_new_tokens(updater: Updater) -> bool:
     """Whether the method needs more slots for more new tokens."""
     few, many = (updater.decode_bounds(1, 1, layers=1, vision=0, text=1, new_tokens=n) for n in (0, 2**16))
-    return many > few
+    return few is not None and many is not None and many > few

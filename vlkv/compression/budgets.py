@@ -10,30 +10,30 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 
-def totals(keep: float | None, budget: int | None, *, layers: int, most: int) -> Int[np.ndarray, " counts"]:
-    """Number of entries that all layers together keep, for every number 0..most of tokens in scope of each layer.
-
-    The result is a table, because counts are traced, and the product of a traced count and a fraction would be rounded
-    in float32.
-    """
-    return totals_of_sums(keep, budget, layers * np.arange(most + 1), layers=layers)
-
-
-def totals_of_sums(
+def total(
     keep: float | None, budget: int | None, sums: Int[np.ndarray, " sums"], *, layers: int
 ) -> Int[np.ndarray, " sums"]:
     """Number of entries that all layers together keep, if they have `sums` tokens in scope together.
 
     `keep` is the fraction of the tokens in scope, rounded half up over all layers; `budget` is the mean number per
     layer. Every layer keeps at least one token and at most all. The order of the product is that of the published
-    vectors, floor(keep L n + 0.5) for n tokens in each layer; another order rounds some halves otherwise.
+    vectors, floor(keep L n + 0.5) for n tokens in each layer; another order rounds halves differently.
     """
     asked = layers * (budget or 0) if keep is None else np.floor(keep * layers * (sums / layers) + 0.5)
     return np.minimum(sums, np.maximum(layers, asked)).astype(np.int32)
 
 
+def fraction(keep: float | None, most: int) -> Int[np.ndarray, " counts"]:
+    """`keep` times every number 0..most of tokens, rounded half up, at least one.
+
+    The result is a table, because counts are traced, and the product of a traced count and a fraction would be rounded
+    in float32.
+    """
+    return total(keep, None, np.arange(most + 1), layers=1)
+
+
 def share(fraction: float, count: Int[Array, "*shape"], most: int) -> Int[Array, "*shape"]:
-    """int(fraction * count) in double precision for counts in 0..most, from a table as in `totals`."""
+    """int(fraction * count) in double precision for counts in 0..most, from a table as in `fraction`."""
     return jnp.asarray(np.floor(fraction * np.arange(most + 1)).astype(np.int32))[count]
 
 

@@ -62,7 +62,7 @@ def share_bounds(
         new_tokens: bound on the tokens that follow.
     """
     seen = np.arange(max(1, min(most, 0 if policy.keep is None else math.ceil(1 / policy.keep))), most + 1)
-    total = np.asarray(policy.totals(layers * seen, layers=layers, text=most), np.int64)
+    total = np.asarray(policy.total(layers * seen, layers=layers, text=most), np.int64)
     one = -(-total // layers)
     more = int(np.max(total + total * new_tokens // seen) - total[-1])
     longer = int(np.max(one - (-one * new_tokens // seen)) - one[-1]) if longest < most else new_tokens

@@ -29,7 +29,8 @@ class Observation:
     is_vision: Bool[Array, " T"]
     valid: Bool[Array, " T"]
     in_scope: Bool[Array, " T"]  # candidates in the policy's scope
-    mean_budget: Int[Array, ""]  # mean number of tokens in scope that a layer keeps
+    asked: Float[Array, ""]  # `keep` times the tokens in scope, or `budget`: what a layer keeps on average
+    mean_budget: Int[Array, ""]  # the same, rounded over all layers and then down
     key: Key[Array, ""] | None  # random key of this row and layer
     layer: int = dataclasses.field(metadata={"static": True})
     max_instruction: int = dataclasses.field(metadata={"static": True})  # bound on the instruction's length

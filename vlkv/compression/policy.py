@@ -3,13 +3,13 @@
 Every method is a `Policy`, which scores the tokens of each layer during prefill and then selects those that are kept.
 `ReducingStages` adds the stages of methods that reduce the prompt during prefill, and `DecodingStages` those of methods
 that update the cache while decoding. Stages are unbatched; the caller applies vmap over B. A method overrides the
-stages that it needs. A user's subclass, decorated with `policy`, works like the methods of this package.
+stages that it needs. A user's subclass works like the methods of this package.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -25,25 +25,59 @@ from vlkv.compression.tokens import Tokens
 from vlkv.errors import InputError
 
 Statistics = dict[str, Any]  # arrays by name; a composition has a dictionary of them for each method
-P = TypeVar("P")
+
+
+class Facts(NamedTuple):
+    """What is known of a method before it runs. Fields that a class leaves out are those of its base class.
+
+    Attributes:
+        paper: the source, or "baseline".
+        equations: where the paper defines the method.
+        stages: the stages that the method changes, separated by commas.
+        budgets: which budgets may differ: "equal": none; "layers": those of the layers; "heads": those of the layers
+            and heads. A class that overrides `allocate` has "layers" unless it says "heads".
+        capped: whether `cap` is supported: budgets differ per layer, and tokens are ranked by their scores only.
+        selects: whether entries are evicted after prefill.
+        needs_key: whether `generate` and `select` need a key.
+        ranked_by: statistics per head and token that `rank` uses instead of the scores.
+        counts_dropped: whether `keep` is a fraction of the prompt before the method reduced it.
+    """
+
+    paper: str = ""
+    equations: str = ""
+    stages: str = "score"
+    budgets: Literal["equal", "layers", "heads"] = "equal"
+    capped: bool = False
+    selects: bool = True
+    needs_key: bool = False
+    ranked_by: tuple[str, ...] = ()
+    counts_dropped: bool = False
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
-def policy(cls: type[P]) -> type[P]:
-    """Makes a class a frozen, keyword-only dataclass that is static under jit: without leaves, and equal by value."""
-    result = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    jax.tree_util.register_static(result)
-    return result
-
-
 class _PolicyType(type):
-    """The type of policy classes. It is static too, so that a class passed instead of a policy gives our own error."""
+    """Makes every policy class a frozen, keyword-only dataclass that is static under jit, and completes its facts."""
+
+    facts: Facts
+
+    def __init__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> None:
+        super().__init__(name, bases, body)
+        own, default = body.get("facts", Facts()), Facts._field_defaults
+        inherited = next((base.facts for base in bases if isinstance(base, _PolicyType)), Facts())
+        facts = inherited._replace(**{k: v for k, v in own._asdict().items() if v != default[k]})
+        overridden = [stage for stage in ("allocate", "rank", "merge") if stage in body and stage not in facts.stages]
+        if bases:  # the base class itself changes nothing
+            facts = facts._replace(stages=", ".join([facts.stages, *overridden]))
+            if "allocate" in body and facts.budgets == "equal":
+                facts = facts._replace(budgets="layers")
+        cls.facts = facts
+        made: Any = cls
+        jax.tree_util.register_static(dataclasses.dataclass(frozen=True, kw_only=True)(made))
 
 
-jax.tree_util.register_static(_PolicyType)
+jax.tree_util.register_static(_PolicyType)  # a class that is passed instead of a policy gets our own error
 
 
-@policy
 class Policy(metaclass=_PolicyType):
     """Base class: keeps the tokens in scope with the highest `score`, the same number in every layer.
 
@@ -54,6 +88,7 @@ class Policy(metaclass=_PolicyType):
         cap: for methods with different budgets per layer: limit on a layer's budget, as a multiple (at least 1) of the
             mean budget. During prefill a layer stores only this number of entries until budgets are known, so the
             uncompressed cache of all layers never exists. Budget above the cap goes to other layers.
+        facts: what is known of the method before it runs.
     """
 
     keep: Share | None = None
@@ -61,27 +96,18 @@ class Policy(metaclass=_PolicyType):
     scope: Scope = "all"
     cap: Annotated[float, Range(1)] | None = None
 
-    paper: ClassVar[str] = ""
-    equations: ClassVar[str] = ""
-    stages: ClassVar[str] = "score"
-    capped: ClassVar[bool] = False  # whether `cap` is supported: budgets differ per layer, and nothing is merged
-    per_head: ClassVar[bool] = False  # whether heads may keep different numbers of entries in all layers together
-    needs_key: ClassVar[bool] = False  # whether `generate` and `select` need a key
-    needs_grid: ClassVar[bool] = False  # whether `select` needs the grid position of each token
-    ranked_by: ClassVar[tuple[str, ...]] = ()  # statistics per head and token that `rank` uses instead of the scores
-    counts_dropped: ClassVar[bool] = False  # whether `keep` is a fraction of the prompt before the method reduced it
+    facts: ClassVar[Facts]
     softmax_n: ClassVar[float] = 0.0  # the n of n-softmax in decode attention (CSP, Eq. 7); 0: softmax
     storage: ClassVar[Storage | None] = None  # quantisation of the pool; None: not quantised
-    _totals: ClassVar[Int[Array, " counts"] | None] = None  # traced; set by `bounds.with_budget`
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        if jax.tree_util.all_leaves([self]):
-            raise InputError(f"{name}: decorate the class with @policies.policy, which makes it static under jit")
         check_types(self)
         if (self.keep is None) == (self.budget is None):
             raise InputError(f"{name}: give either keep= (a fraction) or budget= (tokens per layer)")
-        self.check("cap", self.cap is None or self.capped, "is only for methods with different budgets per layer")
+        capped = self.cap is None or self.facts.capped
+        self.check("cap", capped, "is only for methods with different budgets per layer")
+        self.check("cap", self.cap is None or not self.merges, "cannot be combined with merging")
 
     def check(self, field: str, ok: bool, rule: str) -> None:
         """Raises InputError with the option and the rule unless `ok`."""
@@ -115,9 +141,9 @@ class Policy(metaclass=_PolicyType):
     ) -> Int[Array, " L"] | Int[Array, "L K"]:
         """Budgets per layer (or per layer and head), each from 0 to `most`, with a sum of at most `total` per head.
 
-        If `per_head`, budgets are per layer and head, and the sum over all K heads is at most K `total`. `select`
-        raises InputError for budgets outside these bounds. Under jit they are clipped instead, in the upper layers if
-        their sum is too large.
+        With `Facts.budgets` "heads", budgets are per layer and head, and the sum over all K heads is at most K
+        `total`. `select` raises InputError for budgets outside these bounds. Under jit they are clipped instead, in
+        the upper layers if their sum is too large.
 
         Args:
             statistics: of all layers, with a leading axis L.
@@ -128,7 +154,7 @@ class Policy(metaclass=_PolicyType):
         del statistics, layers
         return budgets.uniform(total, most)
 
-    def totals(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[Array | np.ndarray, " sums"]:
+    def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
         """Number of entries per head that all layers together keep at most. The size of the cache follows from it.
 
         Args:
@@ -137,9 +163,7 @@ class Policy(metaclass=_PolicyType):
             text: bound on the text tokens of a prompt.
         """
         del text
-        if self._totals is not None:
-            return self._totals[sums // layers]
-        return budgets.totals_of_sums(self.keep, self.budget, sums, layers=layers)
+        return budgets.total(self.keep, self.budget, sums, layers=layers)
 
     def rank(
         self,
@@ -173,12 +197,17 @@ class Policy(metaclass=_PolicyType):
         del kept, scores
         return k, v
 
-    # --- owners of other stages: another policy if this one is a composition --------------------------------------
+    # --- what options decide, and owners of stages: another policy if this one is a composition -------------------
 
     @property
-    def allocator(self) -> Policy:
-        """The policy that divides the budget among layers."""
-        return self
+    def merges(self) -> bool:
+        """Whether dropped entries are merged into kept ones, also if another policy selects them."""
+        return "merge" in self.facts.stages
+
+    @property
+    def follows_paper(self) -> bool:
+        """False for formulas of published code, which hold for whole prompts only and may need their own `keep`."""
+        return True
 
     @property
     def reducer(self) -> ReducingStages | None:
@@ -191,11 +220,9 @@ class Policy(metaclass=_PolicyType):
         return None
 
 
-@policy
 class ReducingStages(Policy):
     """Base class of methods that reduce the prompt between layers during prefill."""
 
-    shortens_by: ClassVar[str] = "layers"  # the option that determines `reductions`, for error messages
     drops_early_layers: ClassVar[bool] = False  # whether dropped tokens are removed from earlier layers' caches too
     class_attention_layers: ClassVar[tuple[int, ...]] = ()  # blocks whose class attention `Tokens.tower` must contain
 
@@ -208,11 +235,11 @@ class ReducingStages(Policy):
         """Raises InputError if the prompt would be reduced after layers that the model does not have."""
         after = () if self.reducer is None else self.reductions(layers)
         if any(not 0 <= a < layers for a in after) or sorted(set(after)) != list(after):
-            given = f"{self.shortens_by}={getattr(self, self.shortens_by, None)!r}"
-            raise InputError(
-                f"{type(self).__name__}: {given} reduces the prompt after layers {after!r}, which must be increasing "
-                f"and less than the model's {layers} layers: give another {self.shortens_by}="
-            )
+            common = {field.name for field in dataclasses.fields(Policy)}
+            own = [field.name for field in dataclasses.fields(self) if field.name not in common]
+            given = ", ".join(f"{name}={getattr(self, name)!r}" for name in own)
+            raise InputError(f"{type(self).__name__}({given}) reduces the prompt after layers {after!r}, but they must "
+                             f"increase and be less than the model's {layers} layers: change options")  # fmt: skip
 
     def reductions(self, layers: int) -> tuple[int, ...]:
         """For each call of `reduce`, how many layers run before it, in increasing order; 0: before the first layer."""
@@ -237,19 +264,13 @@ class ReducingStages(Policy):
         return vision
 
 
-@policy
 class DecodingStages(Policy):
     """Base class of methods with a decode state (`DecodeState`), which `step` updates for every new token."""
 
     @property
     def updater(self) -> DecodingStages | None:
-        """The policy itself if it `evicts`. Override it for other updates."""
-        return self if self.evicts else None
-
-    @property
-    def evicts(self) -> bool:
-        """Whether `step` evicts entries. Then new entries take free slots, unless the pool is quantised."""
-        return True
+        """The policy itself. Override it if the cache is updated only with some options."""
+        return self
 
     def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
         """Numbers per prompt token that `begin` and `step` need; the decode state stores those of kept tokens.
@@ -268,7 +289,7 @@ class DecodingStages(Policy):
         raise NotImplementedError
 
     def decode_slots(self, state: DecodeState) -> Int[Array, " K"]:
-        """Slots of a segment of a method that `evicts`: the greatest number of entries at one time, with the new one.
+        """Slots of a segment if entries are evicted: the greatest number of entries at one time, with the new one.
 
         `state` is the result of `begin`; at most `state.new_tokens` tokens follow. If a segment is full and `step`
         evicts nothing, the oldest entry is evicted.
@@ -277,8 +298,10 @@ class DecodingStages(Policy):
 
     def decode_bounds(
         self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
-    ) -> tuple[int, int]:
-        """Bounds on `decode_slots`, for all layers together and for one layer.
+    ) -> tuple[int, int] | None:
+        """Bounds on `decode_slots`, for all layers together and for one layer. None: `step` evicts nothing.
+
+        If it evicts, new entries take free slots instead of a tail, unless the pool is quantised.
 
         Args:
             kept: bound on the entries of all layers after prefill.

@@ -5,24 +5,29 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Scope
-from vlkv.compression.policy import ReducingStages, policy
+from vlkv.compression.policy import Facts, ReducingStages
 
 
-@policy
 class ReducingPolicy(ReducingStages):
     """Every layer caches all of its tokens. `keep` is the fraction of vision tokens left after the last stage."""
 
     scope: Scope = "vision"
-    stages = "reduce"
+    facts = Facts(stages="reduce", selects=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("scope", self.scope == "vision", 'must be "vision", because text is always kept')
         self.check("budget", self.budget is None, "is not supported here: give keep=, the fraction left at the end")
+
+    @property
+    @override
+    def merges(self) -> bool:
+        return False
 
     @property
     def last_keep(self) -> float:
@@ -32,17 +37,17 @@ class ReducingPolicy(ReducingStages):
 
     def count(self, vision: Bool[Array, " T"]) -> Int[Array, ""]:
         """`keep` times the number of these vision tokens, rounded half up, at least one."""
-        return jnp.asarray(budgets.totals(self.keep, None, layers=1, most=vision.shape[0]))[jnp.sum(vision)]
+        return jnp.asarray(budgets.fraction(self.keep, vision.shape[0]))[jnp.sum(vision)]
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         """`keep` times `vision`, rounded as in `count`."""
         del stage, images
-        return int(budgets.totals(self.keep, None, layers=1, most=vision)[-1])
+        return int(budgets.fraction(self.keep, vision)[-1])
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Equal scores, because nothing is evicted."""
         return jnp.zeros(obs.k.shape[:2])
 
-    def totals(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[Array | np.ndarray, " sums"]:
+    def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
         """All tokens of the layers, if the prompt is reduced."""
-        return super().totals(sums, layers=layers, text=text) if self.reducer is None else sums
+        return super().total(sums, layers=layers, text=text) if self.reducer is None else sums

@@ -15,9 +15,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels
-from vlkv.compression import sizes
 from vlkv.compression.observe import Observation
 from vlkv.compression.policy import Policy, Statistics, checked_scores, require_policy
+from vlkv.compression.sizes import Budget, budget_of, cap_table, counts_prompt
 from vlkv.errors import InputError
 from vlkv.masks import binary_search, first, last, top
 
@@ -54,18 +54,23 @@ def make_observation(
     layer: int,
     layers: int,
     max_instruction: int,
+    budget: Budget | None = None,
     is_candidate: Bool[Array, " T"] | None = None,
     grid: Int[Array, "T 3"] | None = None,
     lse: Float[Array, "N T"] | None = None,
     kernels: Kernels | None = None,
 ) -> Observation:
-    """The observation of one layer for the policy's stages. `is_candidate`: None: all valid tokens."""
+    """The observation of one layer for the policy's stages.
+
+    `budget`: None: that of the policy. `is_candidate`: None: all valid tokens.
+    """
     is_candidate = valid if is_candidate is None else is_candidate
     in_scope = is_candidate & is_vision if policy.scope == "vision" else is_candidate
-    table = jnp.asarray(sizes.nominal_totals(policy, layers=layers, most=in_scope.shape[0]))
+    count, most = jnp.sum(in_scope), in_scope.shape[0]
+    budget = budget_of(policy, layers=layers, most=most, text=most) if budget is None else budget
     return Observation(
         q=q, k=k, v=v, is_vision=is_vision & valid, valid=valid, in_scope=in_scope,
-        mean_budget=table[jnp.sum(in_scope)] // layers,
+        asked=jnp.asarray(budget.mean)[count], mean_budget=jnp.asarray(budget.nominal)[count] // layers,
         key=None if key is None else jax.random.fold_in(key, layer),
         layer=layer, max_instruction=max_instruction, grid=grid, lse=lse,
         kernels=Kernels() if kernels is None else kernels,
@@ -90,8 +95,7 @@ def allocate_and_take(
     counts: Int[Array, " L"],
     seen: Int[Array, ""],
     *,
-    most_tokens: int,
-    text: int,
+    budget: Budget,
 ) -> Selection:
     """Allocates budgets from all layers' statistics, then takes the best tokens of each layer; ties: the earlier token.
 
@@ -102,16 +106,15 @@ def allocate_and_take(
         is_candidate: which tokens are candidates.
         counts: number of tokens in scope of each layer, before a cap.
         seen: number of tokens in scope of the prompt.
-        most_tokens: bound on `counts` and `seen`.
-        text: bound on the text tokens of the prompt.
+        budget: of the policy.
     """
     layers = len(is_vision)
     in_scope = is_candidate & is_vision if policy.scope == "vision" else is_candidate
     out_of_scope = is_candidate & ~in_scope
     scores, protected, statistics, _ = jax.tree.map(lambda *x: _stack(x), *observed)
     most = jnp.sum(in_scope, axis=1)
-    # A method may return a share of the whole prompt, which is larger than the number of tokens that are left.
-    total = sizes.total(policy, counts, seen, layers=layers, most=most_tokens, text=text)
+    # After a reduction, `total` may exceed the tokens that are left.
+    total = jnp.asarray(budget.total)[seen if counts_prompt(policy) else jnp.sum(counts)]
     total = jnp.minimum(total, jnp.sum(most))
     granted = policy.allocate(statistics, total=total, most=most, layers=layers)
     granted = _within_bounds(policy, granted, total=total, most=most, kv_heads=scores.shape[1])
@@ -142,19 +145,19 @@ def _within_bounds(
     Raises:
         InputError: budgets of another shape; outside jit, where values are known, also budgets out of bounds.
     """
-    name, layers = type(policy).__name__, len(most)
+    name, layers, per_head = type(policy).__name__, len(most), policy.facts.budgets == "heads"
     each = (layers, kv_heads)
-    if granted.shape != each and (policy.per_head or granted.shape != (layers,)):
-        either = "" if policy.per_head else f"one per layer, {(layers,)}, or "
+    if granted.shape != each and (per_head or granted.shape != (layers,)):
+        either = "" if per_head else f"one per layer, {(layers,)}, or "
         raise InputError(f"{name}: allocate returned budgets of shape {granted.shape}: return {either}one per layer "
                          f"and key head, {each}")  # fmt: skip
     granted = jnp.broadcast_to(granted if granted.ndim == 2 else granted[:, None], (layers, kv_heads))
     whole = jnp.clip(jnp.nan_to_num(granted), 0, most[:, None]).astype(jnp.int32)
-    if policy.per_head:  # all heads share the capacity
+    if per_head:  # all heads share the capacity
         whole, total = whole.reshape(-1, 1), kv_heads * total
     whole = jnp.clip(whole, 0, total - jnp.minimum(jnp.cumsum(whole, axis=0) - whole, total)).reshape(each)
     if not isinstance(whole, jax.core.Tracer) and bool(jnp.any(whole != granted)):
-        found = granted if policy.per_head else granted[:, 0]
+        found = granted if per_head else granted[:, 0]
         raise InputError(f"{name}: allocate returned {found.tolist()} for layers of {most.tolist()} tokens: "
                          f"return whole numbers from 0 to these, with a sum of at most {total}")  # fmt: skip
     return whole
@@ -168,7 +171,7 @@ def shortlist(policy: Policy, observed: Observed, obs: Observation, *, layers: i
     """
     scores = observed.scores.astype(jnp.float32)
     unprotected, protected_count = obs.in_scope & ~observed.protected, jnp.sum(observed.protected)
-    table = jnp.asarray(sizes.cap_counts(policy, layers=layers, most=obs.in_scope.shape[0]))
+    table = jnp.asarray(cap_table(policy, layers=layers, most=obs.in_scope.shape[0]))
     capacity = table[jnp.sum(obs.in_scope)]
 
     def best(rank: Int[Array, ""]) -> Bool[Array, " T"]:
@@ -245,7 +248,7 @@ def require_fit(policy: Policy, layers: int, key: Key[Array, ""] | None) -> None
     require_policy(policy)
     require_32_bits()
     policy.check_model(layers)
-    if policy.needs_key and key is None:
+    if policy.facts.needs_key and key is None:
         raise InputError(f"{type(policy).__name__} draws at random: pass key=jax.random.key(seed)")
 
 
@@ -258,8 +261,6 @@ def _choose(policy, q, k, v, is_vision, valid, key, grid) -> Selection:
     valid = jnp.ones(is_vision.shape, bool) if valid is None else jnp.asarray(valid)
     layers, length = q.shape[0], q.shape[2]
     require_fit(policy, layers, key)
-    if policy.needs_grid and grid is None:
-        raise InputError(f"{type(policy).__name__} smooths scores on the image: pass grid=inputs.grid[row]")
     grid = None if grid is None else jnp.asarray(grid)
     if policy.reducer is not None:
         raise InputError(
@@ -282,5 +283,11 @@ def _choose(policy, q, k, v, is_vision, valid, key, grid) -> Selection:
     count, vision = jnp.sum(seen[0].in_scope), jnp.broadcast_to(is_vision, (layers, length))
     counts = jnp.full(layers, count)
     return allocate_and_take(
-        policy, observed, vision, jnp.stack(is_candidate), counts, count, most_tokens=length, text=length
+        policy,
+        observed,
+        vision,
+        jnp.stack(is_candidate),
+        counts,
+        count,
+        budget=budget_of(policy, layers=layers, most=length, text=length),
     )

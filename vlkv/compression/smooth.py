@@ -54,11 +54,6 @@ class Smooth:
         if self.pooling not in ("avg", "max"):
             raise InputError(f'Smooth: pooling={self.pooling!r} must be "avg" or "max"')
 
-    @property
-    def needs_grid(self) -> bool:
-        """Whether it needs the grid position of each token."""
-        return isinstance(self.kernel, tuple)
-
     def __call__(self, scores: Float[Array, "K T"], obs: Observation) -> Float[Array, "K T"]:
         """The smoothed scores of one layer; those of tokens out of scope do not change."""
         if isinstance(self.kernel, int):
@@ -66,7 +61,8 @@ class Smooth:
             nothing = jnp.zeros_like(place)
             smoothed = self._reduce(scores, obs.in_scope, [(self.kernel, place, nothing, nothing)])
             return jnp.where(obs.in_scope, smoothed, scores)
-        assert obs.grid is not None  # checked by select and generate
+        if obs.grid is None:
+            raise InputError("scores are smoothed on the image: pass grid=inputs.grid[row]")
         image, line, column = obs.grid.T
         on_grid = obs.in_scope & (obs.grid >= 0).all(axis=1)
         lines, columns = self.kernel

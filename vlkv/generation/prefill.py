@@ -23,7 +23,7 @@ from vlkv.cache.packing import pack
 from vlkv.cache.pool import PackedCache, check_new_tokens
 from vlkv.compression.policy import DecodingStages, Policy
 from vlkv.compression.selection import Observed, allocate_and_take, make_observation, observe, require_fit, shortlist
-from vlkv.compression.sizes import Budget, cache_spec, most_candidates, with_budget
+from vlkv.compression.sizes import Budget, budget_of, cache_spec, cap_bound
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation.prompt import LayerPrompt, Prompt, read_layers
@@ -86,9 +86,11 @@ def read_and_fill(
     kernels: Kernels | None,
 ) -> tuple[PackedCache, Float[Array, "B vocab"]]:
     """`prefill` for callers that have checked the arguments."""
-    look = _observer(policy, inputs, layers=len(params.decoder.layers), key=key, kernels=kernels)
+    layers = len(params.decoder.layers)
+    budget = _budget(policy, inputs, layers=layers)
+    look = _observer(policy, inputs, budget, layers=layers, key=key, kernels=kernels)
     prompt = read_layers(params, inputs, policy.reducer, look, key=key, kernels=kernels)
-    cache = _fill(prompt.layers, prompt, policy, new_tokens)
+    cache = _fill(prompt.layers, prompt, policy, budget, new_tokens)
     return _own_buffers(cache, prompt), prompt.logits
 
 
@@ -114,20 +116,21 @@ def _look(
     layer: int,
     layers: int,
     bounds: Inputs | Prompt,
+    budget: Budget,
     kernels: Kernels | None,
 ) -> Candidates:
     """Observes one layer of one row. With a cap, the result has only the layer's shortlist."""
     q, k, v = (jnp.swapaxes(x, 0, 1) for x in (prompt.q, prompt.k, prompt.v))
     obs = make_observation(
         policy, q, k, v, prompt.is_vision, prompt.valid, key,
-        layer=layer, layers=layers, max_instruction=bounds.max_instruction, is_candidate=prompt.is_candidate,
-        lse=prompt.lse, grid=prompt.grid, kernels=kernels,
+        layer=layer, layers=layers, max_instruction=bounds.max_instruction, budget=budget,
+        is_candidate=prompt.is_candidate, lse=prompt.lse, grid=prompt.grid, kernels=kernels,
     )  # fmt: skip
     observed, count = observe(policy, obs), jnp.sum(obs.in_scope)
     if policy.cap is None:
         return Candidates(k, v, prompt.is_vision, prompt.is_candidate, prompt.source, count, observed)
     is_candidate = (prompt.is_candidate & ~obs.in_scope) | shortlist(policy, observed, obs, layers=layers)
-    most = most_candidates(policy, layers=layers, vision=bounds.max_vision, text=bounds.max_text)
+    most = cap_bound(policy, layers=layers, vision=bounds.max_vision, text=bounds.max_text)
     most = min(most, len(prompt.valid))
     order = tokens_at(jnp.where(is_candidate, ordinal(is_candidate), most), most)
     is_candidate, order = order >= 0, jnp.maximum(order, 0)
@@ -156,10 +159,12 @@ def fill_cache_with(
 ) -> PackedCache:
     """`fill_cache` with the budget as arrays, so that one compiled program can be used for every keep.
 
+    Stages get the budget as arguments. They must not use `self.keep` for anything else than bounds on sizes.
+
     Args:
         prompt: from `read_prompt`.
         policy: with the largest keep, for which memory is allocated.
-        budget: of the same policy with a smaller keep; None: that of `policy`.
+        budget: `budget_of` the same policy with a smaller keep; None: that of `policy`.
         new_tokens: capacity for new tokens.
         key: for policies that draw at random.
 
@@ -170,32 +175,42 @@ def fill_cache_with(
     require_fit(policy, len(prompt.layers), key)
     if policy.reducer != prompt.reducer:
         raise InputError(f"{type(policy).__name__} and the prompt do not fit: give the same policy to read_prompt")
-    chooser = policy if budget is None else with_budget(policy, budget)
-    look = _observer(chooser, prompt, layers=len(prompt.layers), key=key, kernels=prompt.kernels)
+    budget = _budget(policy, prompt, layers=len(prompt.layers)) if budget is None else budget
+    look = _observer(policy, prompt, budget, layers=len(prompt.layers), key=key, kernels=prompt.kernels)
     found = tuple(look(i, layer) for i, layer in enumerate(prompt.layers))
-    cache = _fill(found, prompt, policy, new_tokens, chooser)
+    cache = _fill(found, prompt, policy, budget, new_tokens)
     return _own_buffers(cache, prompt)
 
 
+def _budget(policy: Policy, bounds: Inputs | Prompt, *, layers: int) -> Budget:
+    """The budget of a policy for prompts within these bounds."""
+    return budget_of(policy, layers=layers, most=bounds.valid.shape[1], text=bounds.max_text)
+
+
 def _observer(
-    policy: Policy, bounds: Inputs | Prompt, *, layers: int, key: Key[Array, ""] | None, kernels: Kernels | None
+    policy: Policy,
+    bounds: Inputs | Prompt,
+    budget: Budget,
+    *,
+    layers: int,
+    key: Key[Array, ""] | None,
+    kernels: Kernels | None,
 ) -> Callable[[int, LayerPrompt], Candidates]:
     """A function from a layer's number and its LayerPrompt, for all rows, to its candidates."""
     batch = bounds.valid.shape[0]
     keys = None if key is None else jax.random.split(key, batch)
 
     def look(i: int, prompt: LayerPrompt) -> Candidates:
-        one = partial(_look, policy, layer=i, layers=layers, bounds=bounds, kernels=kernels)
+        one = partial(_look, policy, layer=i, layers=layers, bounds=bounds, budget=budget, kernels=kernels)
         return by_row(one, batch)(prompt, keys)
 
     return look
 
 
 def _fill(
-    found: tuple[Candidates, ...], prompt: Prompt, policy: Policy, new_tokens: int, chooser: Policy | None = None
+    found: tuple[Candidates, ...], prompt: Prompt, policy: Policy, budget: Budget, new_tokens: int
 ) -> PackedCache:
-    """Makes a cache from the candidates of all layers. `chooser`: `policy` with a smaller, traced budget."""
-    length = prompt.valid.shape[1]
+    """Makes a cache from the candidates of all layers."""
     longest = max(layer.is_candidate.shape[1] for layer in found)
     is_vision, is_candidate, source = (
         jnp.stack([_lengthen(getattr(layer, name), longest) for layer in found], axis=1)
@@ -204,7 +219,7 @@ def _fill(
     counts = jnp.stack([layer.in_scope_count for layer in found], axis=1)
     seen = jnp.sum(prompt.valid & prompt.is_vision if policy.scope == "vision" else prompt.valid, axis=1)
     observed = tuple(layer.observed for layer in found)
-    choose = partial(allocate_and_take, chooser or policy, most_tokens=length, text=prompt.max_text)
+    choose = partial(allocate_and_take, policy, budget=budget)
     selection = jax.vmap(choose)(observed, is_vision, is_candidate, counts, seen)
     merged = []
     for i, layer in enumerate(found):

@@ -11,9 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from vlkv.compression.compose import Composed, compose
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Scope
-from vlkv.compression.policy import DecodingStages, Policy, ReducingStages, policy
+from vlkv.compression.policy import DecodingStages, Facts, Policy, ReducingStages
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.selection import Selection, compress, select
 from vlkv.compression.smooth import Smooth
@@ -21,7 +22,6 @@ from vlkv.errors import InputError
 from vlkv.policies.adakv import AdaKV
 from vlkv.policies.aircache import AirCache
 from vlkv.policies.avl import AVL
-from vlkv.policies.compose import Composed, compose
 from vlkv.policies.csp import CSP
 from vlkv.policies.downsample import Downsample
 from vlkv.policies.elastic import ElasticCache
@@ -121,6 +121,7 @@ __all__ = [
     "DecodingStages",
     "Downsample",
     "ElasticCache",
+    "Facts",
     "FastV",
     "FasterVLM",
     "Full",
@@ -149,7 +150,6 @@ __all__ = [
     "compress",
     "make",
     "named",
-    "policy",
     "registry",
     "select",
 ]

@@ -9,12 +9,11 @@ from jaxtyping import Array, Float, Int
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Pooling, Positive, Unit
-from vlkv.compression.policy import Statistics, policy
+from vlkv.compression.policy import Facts, Statistics
 from vlkv.masks import top
 from vlkv.policies.snapkv import SnapKV
 
 
-@policy
 class AdaKV(SnapKV):
     """SnapKV's scores, ranked over all heads of a layer together (Feng et al. 2024, Alg. 1).
 
@@ -33,10 +32,12 @@ class AdaKV(SnapKV):
     kernel: Positive = 7
     pooling: Pooling = "max"
     safeguard: Unit = 0.2
-    paper = "Feng et al. 2024, Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation"
-    equations = "Alg. 1; safeguard: the authors' code"
-    per_head = True
-    stages = "score, allocate"
+    facts = Facts(
+        paper="Feng et al. 2024, Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation",
+        equations="Alg. 1; safeguard: the authors' code",
+        stages="score, allocate",
+        budgets="heads",
+    )
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
         """The scores of the candidates, -inf for other tokens, and one more -inf at the end.

@@ -6,17 +6,17 @@ from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from vlkv.compression import budgets
 from vlkv.compression.merging import dropped, fold, nearest_place
 from vlkv.compression.observe import Observation, group_mean, head_mean, rows_mass
 from vlkv.compression.option_types import Positive, Scope, Unit
-from vlkv.compression.policy import Policy, Statistics, policy
+from vlkv.compression.policy import Facts, Policy, Statistics
 from vlkv.masks import last, top
 from vlkv.policies.pyramidkv import pyramid
 
 
-@policy
 class AirCache(Policy):
     """Elite observation window and budgets by strength and skewness (Huang et al. 2025, Eqs. 4-11).
 
@@ -49,14 +49,12 @@ class AirCache(Policy):
     allocation: Literal["both", "strength", "skewness", "uniform", "pyramid"] = "both"
     heads: Literal["mean", "each"] = "mean"
     merging: Unit = 0.0
-    paper = "Huang et al. 2025, AirCache: Activating Inter-modal Relevancy KV Cache Compression"
-    equations = "Eqs. 4-11, Alg. 1"
-    capped = True
-    stages = "score, allocate, merge"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check("cap", self.cap is None or self.merging == 0, "cannot be combined with merging")
+    facts = Facts(
+        paper="Huang et al. 2025, AirCache: Activating Inter-modal Relevancy KV Cache Compression",
+        equations="Eqs. 4-11, Alg. 1",
+        stages="score, allocate, merge",
+        capped=True,
+    )
 
     def observers(self, obs: Observation) -> Bool[Array, " T"]:
         """The tokens whose attention scores the image; none without text after it, except with window="vision"."""
@@ -81,13 +79,14 @@ class AirCache(Policy):
         return (head_mean if self.heads == "mean" else group_mean)(mass, obs.k.shape[0])
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """Number of tokens in scope, strength and skewness of their importance, and the observers."""
+        """Tokens in scope, the mean budget, strength and skewness of their importance, and the observers."""
         importance, inside = jnp.mean(scores, axis=0), obs.in_scope
         count = jnp.sum(inside)
         strength = jnp.sum(jnp.where(inside, importance, 0.0))
         return {
             "observers": self.observers(obs),
             "count": count,
+            "asked": obs.asked,
             "strength": strength,
             "skewness": skewness(importance, inside, count),
         }
@@ -99,7 +98,7 @@ class AirCache(Policy):
         if self.allocation == "uniform":
             return budgets.uniform(total, most)
         # With `keep`, the mean is not total / layers, because rounding `total` would change the remainders of Eq. 11.
-        mean = total / layers if self.keep is None else self.keep * jnp.mean(statistics["count"])
+        mean = total / layers if self.keep is None else jnp.mean(statistics["asked"])
         strength = by_mean(statistics["strength"])
         skew = by_mean(jnp.maximum(statistics["skewness"], 0.0))
         if self.allocation == "pyramid":
@@ -108,6 +107,11 @@ class AirCache(Policy):
             share = {"both": (strength + skew) / 2, "strength": strength, "skewness": skew}[self.allocation]
             real = share * mean
         return budgets.apportion(real, total, floor=jnp.minimum(1, most), ceiling=most)
+
+    @property
+    @override
+    def merges(self) -> bool:
+        return self.merging > 0
 
     def merge(
         self,

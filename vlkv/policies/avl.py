@@ -15,14 +15,13 @@ from vlkv.cache.decode_state import DecodeState, evict
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, column_sums, head_mean, rows_mass
 from vlkv.compression.option_types import Positive, Scope, Share
-from vlkv.compression.policy import DecodingStages, ReducingStages, policy
+from vlkv.compression.policy import DecodingStages, Facts, ReducingStages
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last, top
 
 _EARLY = 2  # layers of prefill that process the whole image
 
 
-@policy
 class AVL(ReducingStages, DecodingStages):
     """Secondary tokens are stored, core tokens are attended to, the others are dropped (Zhang et al. 2024).
 
@@ -47,12 +46,13 @@ class AVL(ReducingStages, DecodingStages):
     refresh: Positive = 3
     text: Share | None = None
     prefill: Share | None = None
-    shortens_by = "prefill"
-    counts_dropped = True
+    facts = Facts(
+        paper="Zhang et al. 2024, A-VL: Adaptive Attention for Large Vision-Language Models",
+        equations="Eq. 1, Secs. 4.1, 4.2",
+        stages="reduce, score, step",
+        counts_dropped=True,
+    )
     drops_early_layers = True
-    paper = "Zhang et al. 2024, A-VL: Adaptive Attention for Large Vision-Language Models"
-    equations = "Eq. 1, Secs. 4.1, 4.2"
-    stages = "reduce, score, step"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,7 +84,7 @@ class AVL(ReducingStages, DecodingStages):
 
     def going_on(self, most: int) -> Int[np.ndarray, " counts"]:
         """P times every number 0..most of vision tokens, rounded half up."""
-        return budgets.totals(self.prefill, None, layers=1, most=most)
+        return budgets.fraction(self.prefill, most)
 
     @override
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
@@ -96,11 +96,6 @@ class AVL(ReducingStages, DecodingStages):
         """The policy itself, if it has a core or a text window."""
         return None if self.core is None and self.text is None else self
 
-    @property
-    @override
-    def evicts(self) -> bool:
-        return self.text is not None
-
     def decode_slots(self, state: DecodeState) -> Int[Array, " K"]:
         """The secondary tokens, the text window, and one new entry."""
         secondary = jnp.sum(state.stored & ~state.is_text, axis=-1, dtype=jnp.int32)
@@ -108,10 +103,12 @@ class AVL(ReducingStages, DecodingStages):
 
     def decode_bounds(
         self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
-    ) -> tuple[int, int]:
+    ) -> tuple[int, int] | None:
         """The bounds with the text window instead of all text."""
         del vision
-        more = math.ceil((self.text or 0) * (text + new_tokens)) + 1 - text
+        if self.text is None:
+            return None
+        more = math.ceil(self.text * (text + new_tokens)) + 1 - text
         return kept + layers * more, longest + more
 
     def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:

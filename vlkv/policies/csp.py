@@ -7,15 +7,15 @@ from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, group_mean, head_mean, split_rows_mass
 from vlkv.compression.option_types import Magnitude, Positive, Unit, Variant
-from vlkv.compression.policy import Policy, Statistics, policy
+from vlkv.compression.policy import Facts, Policy, Statistics
 from vlkv.masks import last, top
 
 
-@policy
 class CSP(Policy):
     """Cross-self pruning: two top-k lists, their union, and a recent window (Pei et al. 2024, Eqs. 1-4 and 7).
 
@@ -52,10 +52,17 @@ class CSP(Policy):
     regions: bool = True
     fill: bool = False
     variant: Variant = "paper"
-    paper = "Pei et al. 2024, Cross-Self KV Cache Pruning for Efficient Vision-Language Inference"
-    equations = "Eqs. 1-4, 7"
-    stages = "score, rank"
-    ranked_by = ("self", "cross")
+    facts = Facts(
+        paper="Pei et al. 2024, Cross-Self KV Cache Pruning for Efficient Vision-Language Inference",
+        equations="Eqs. 1-4, 7",
+        stages="score, rank",
+        ranked_by=("self", "cross"),
+    )
+
+    @property
+    @override
+    def follows_paper(self) -> bool:
+        return self.variant == "paper"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,8 +89,7 @@ class CSP(Policy):
             return self.window
         if self.variant == "released":
             return max(1, length // 10)
-        share = self.keep if isinstance(self.keep, int | float) else 1.0  # traced where all keeps share a program
-        return max(1, math.ceil((self.budget or share * length + 1) / 2))
+        return max(1, math.ceil(((self.keep or 0) * length + 1 if self.budget is None else self.budget) / 2))
 
     def regions_of(self, obs: Observation) -> tuple[Float[Array, "K T"], Float[Array, "K T"]]:
         """Attention that every key receives from rows of its own modality, and from rows of the other (Eq. 1)."""

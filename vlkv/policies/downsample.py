@@ -10,12 +10,11 @@ from jaxtyping import Array, Bool
 
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Positive
-from vlkv.compression.policy import check_types, policy
+from vlkv.compression.policy import Facts, check_types
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 
 
-@policy
 class Downsample(ReducingPolicy):
     """Averages blocks of `side` x `side` vision embeddings before the first layer.
 
@@ -32,9 +31,9 @@ class Downsample(ReducingPolicy):
 
     side: Positive = 2
     most: Positive | None = None
-    shortens_by = "side"
-    paper = "baseline"
-    equations = ""
+    facts = Facts(
+        paper="baseline",
+    )
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -13,11 +13,10 @@ from vlkv.compression import merging
 from vlkv.compression.fixed_distance import allowed_entries, evict_at_distance, share_bounds
 from vlkv.compression.observe import Observation, column_sums, head_mean
 from vlkv.compression.option_types import Count, Positive, Variant
-from vlkv.compression.policy import DecodingStages, Statistics, policy
+from vlkv.compression.policy import DecodingStages, Facts, Statistics
 from vlkv.masks import first, last, ordinal
 
 
-@policy
 class ElasticCache(DecodingStages):
     """Scores are column sums averaged over heads; dropped entries are merged into kept ones (Liu et al. 2024).
 
@@ -46,8 +45,15 @@ class ElasticCache(DecodingStages):
     merging: Literal["position", "none"] = "position"
     distance: Positive | None = 25
     variant: Variant = "paper"
-    paper = "Liu et al. 2024, Efficient Inference of Vision Instruction-Following Models with Elastic Cache"
-    stages = "score, rank, merge, step"
+    facts = Facts(
+        paper="Liu et al. 2024, Efficient Inference of Vision Instruction-Following Models with Elastic Cache",
+        stages="score, rank, merge, step",
+    )
+
+    @property
+    @override
+    def follows_paper(self) -> bool:
+        return self.variant == "paper"
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Column sums of attention, averaged over heads."""
@@ -74,6 +80,11 @@ class ElasticCache(DecodingStages):
         short = (count > 1) & (count < jnp.sum(candidates))
         return permutation, count - short
 
+    @property
+    @override
+    def merges(self) -> bool:
+        return self.merging != "none"
+
     def merge(
         self,
         k: Float[Array, "K T H"],
@@ -96,8 +107,8 @@ class ElasticCache(DecodingStages):
 
     @property
     @override
-    def evicts(self) -> bool:
-        return self.distance is not None and self.scope == "all"
+    def updater(self) -> DecodingStages | None:
+        return self if self.distance is not None and self.scope == "all" else None
 
     def decode_slots(self, state: DecodeState) -> Int[Array, " K"]:
         """The share of all tokens that may be seen, and one new entry."""

@@ -6,13 +6,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from vlkv.compression.observe import Observation
-from vlkv.compression.policy import policy
+from vlkv.compression.policy import Facts
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import top
 
 
-@policy
 class FasterVLM(ReducingPolicy):
     """Keeps the vision tokens that the class token attends to most, averaged over heads (Zhang et al. 2024).
 
@@ -21,7 +20,9 @@ class FasterVLM(ReducingPolicy):
     All images of a row share one budget; the paper has only one image.
     """
 
-    paper = "Zhang et al. 2024, [CLS] Attention is All You Need for Training-Free Visual Token Pruning"
+    facts = Facts(
+        paper="Zhang et al. 2024, [CLS] Attention is All You Need for Training-Free Visual Token Pruning",
+    )
     class_attention_layers = (-1,)  # the last block that runs
 
     def reductions(self, layers: int) -> tuple[int, ...]:

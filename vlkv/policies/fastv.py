@@ -6,13 +6,12 @@ from jaxtyping import Array, Bool, Float
 
 from vlkv.compression.observe import Observation, head_mean, rows_mass
 from vlkv.compression.option_types import Positive
-from vlkv.compression.policy import policy
+from vlkv.compression.policy import Facts
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last, top
 
 
-@policy
 class FastV(ReducingPolicy):
     """Keeps the vision tokens that the last token attends to most after `layer` layers (Chen et al. 2024, Sec. 4).
 
@@ -25,9 +24,10 @@ class FastV(ReducingPolicy):
     """
 
     layer: Positive = 2
-    shortens_by = "layer"
-    paper = "Chen et al. 2024, An Image is Worth 1/2 Tokens After Layer 2: FastV"
-    equations = "Sec. 4"
+    facts = Facts(
+        paper="Chen et al. 2024, An Image is Worth 1/2 Tokens After Layer 2: FastV",
+        equations="Sec. 4",
+    )
 
     def reductions(self, layers: int) -> tuple[int, ...]:
         """One reduction, after `layer` layers."""

@@ -6,16 +6,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from vlkv.compression.observe import Observation
-from vlkv.compression.policy import Policy, policy
+from vlkv.compression.policy import Facts, Policy
 
 
-@policy
 class Full(Policy):
     """Keeps everything."""
 
     keep: float | None = 1.0
-    paper = "the baseline of every paper"
-    stages = "none"
+    facts = Facts(
+        paper="the baseline of every paper",
+        stages="none",
+        selects=False,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,11 +12,10 @@ from vlkv.cache.decode_state import DecodeState, evict
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, column_sums, group_mean
 from vlkv.compression.option_types import Count, Magnitude
-from vlkv.compression.policy import DecodingStages, policy
+from vlkv.compression.policy import DecodingStages, Facts
 from vlkv.masks import last
 
 
-@policy
 class H2O(DecodingStages):
     """Accumulated attention per head, half of the budget for the most recent tokens (Zhang et al. 2023, Sec. 4.1).
 
@@ -32,9 +31,11 @@ class H2O(DecodingStages):
 
     recent: Count | Magnitude | None = None
     evict: bool = True
-    paper = "Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inference"
-    equations = "Def. 4.1, Alg. 1"
-    stages = "score, step"
+    facts = Facts(
+        paper="Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inference",
+        equations="Def. 4.1, Alg. 1",
+        stages="score, step",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,8 +58,8 @@ class H2O(DecodingStages):
 
     @property
     @override
-    def evicts(self) -> bool:
-        return self.evict and self.scope == "all"
+    def updater(self) -> DecodingStages | None:
+        return self if self.evict and self.scope == "all" else None
 
     def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
         """Attention accumulated over the prompt."""

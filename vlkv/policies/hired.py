@@ -10,17 +10,17 @@ import math
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from vlkv.compression import budgets, matching
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Variant
-from vlkv.compression.policy import policy
+from vlkv.compression.policy import Facts
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.policies.lightkv import part
 
 
-@policy
 class HiRED(ReducingPolicy):
     """Keeps the tokens of each partition that the class token attends to most in the last block (Arif et al. 2024).
 
@@ -44,10 +44,16 @@ class HiRED(ReducingPolicy):
 
     alpha: float = 0.5
     variant: Variant = "paper"
-    paper = (
-        "Arif et al. 2024, HiRED: Attention-Guided Token Dropping for Efficient Inference of High-Resolution"
-        " Vision-Language Models"
+    facts = Facts(
+        paper="Arif et al. 2024, HiRED: Attention-Guided Token Dropping for Efficient Inference of High-Resolution"
+        " Vision-Language Models",
     )
+
+    @property
+    @override
+    def follows_paper(self) -> bool:
+        return self.variant == "paper"
+
     class_attention_layers = (0, -1)  # the first block for budgets, the last one that runs for the choice of tokens
 
     def __post_init__(self) -> None:

@@ -10,13 +10,12 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv.compression import budgets, merging
 from vlkv.compression.observe import Observation, head_mean, rows_mass
 from vlkv.compression.option_types import Positive
-from vlkv.compression.policy import policy
+from vlkv.compression.policy import Facts
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last, top
 
 
-@policy
 class IVTP(ReducingPolicy):
     """Keeps the vision tokens that the instruction attends to, after grouping similar ones (Huang et al. 2024).
 
@@ -36,7 +35,10 @@ class IVTP(ReducingPolicy):
 
     layers: tuple[Positive, ...] = (2,)
     groups: float | None = None
-    paper = "Huang et al. 2024, IVTP: Instruction-Guided Visual Token Pruning for Large Vision-Language Models (ECCV)"
+    facts = Facts(
+        paper="Huang et al. 2024, IVTP: Instruction-Guided Visual Token Pruning for Large Vision-Language Models"
+        " (ECCV)",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,12 +66,12 @@ class IVTP(ReducingPolicy):
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         """The stage's fraction, rounded half up."""
         del images
-        return int(budgets.totals(self.fraction(stage), None, layers=1, most=vision)[-1])
+        return int(budgets.fraction(self.fraction(stage), vision)[-1])
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Before the decoder: groups tokens. In the decoder: keeps text and the best vision tokens."""
         vision = tokens.valid & tokens.is_vision
-        table = budgets.totals(self.fraction(stage), None, layers=1, most=vision.shape[0])
+        table = budgets.fraction(self.fraction(stage), vision.shape[0])
         count: Int[Array, " 1"] = jnp.asarray(table)[jnp.sum(vision)][None]
         if obs is None:
             assert tokens.tower is not None

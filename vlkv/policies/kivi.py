@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from vlkv.compression.option_types import Positive
-from vlkv.compression.policy import Storage, policy
+from vlkv.compression.policy import Facts, Storage
 from vlkv.policies.full import Full
 
 
-@policy
 class KIVI(Full):
     """All prompt entries, quantised once: keys per channel, values per token (Liu et al. 2024, Sec. 3).
 
@@ -28,9 +27,11 @@ class KIVI(Full):
     bits: int = 2
     group: Positive = 32
     window: Positive | None = None
-    paper = "Liu et al. 2024, KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache"
-    equations = "Sec. 3, Alg. 1"
-    stages = "store"
+    facts = Facts(
+        paper="Liu et al. 2024, KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache",
+        equations="Sec. 3, Alg. 1",
+        stages="store",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,11 +10,12 @@ from typing import Annotated, Literal
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from vlkv.compression import budgets, matching
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Positive, Range, Share, Variant
-from vlkv.compression.policy import check_types, policy
+from vlkv.compression.policy import Facts, check_types
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.sharding.ops import attention_mass, attention_mass_rows
@@ -24,7 +25,6 @@ _LAYERS = (15, 23, 31)  # of 40: Table 6
 _Removed = Annotated[float, Range(0, 0.5, above=True)]
 
 
-@policy
 class LightKV(ReducingPolicy):
     """Bipartite matching in windows of the image's grid, at several layers of prefill (Sec. 3.2).
 
@@ -59,8 +59,15 @@ class LightKV(ReducingPolicy):
     rate: Share | None = None
     grid: Literal["survivors", "original"] = "survivors"
     variant: Variant = "paper"
-    paper = "Anonymous 2025, Make Your LVLM KV Cache More Lightweight (LightKV)"
-    equations = "Eqs. 4-9"
+    facts = Facts(
+        paper="Anonymous 2025, Make Your LVLM KV Cache More Lightweight (LightKV)",
+        equations="Eqs. 4-9",
+    )
+
+    @property
+    @override
+    def follows_paper(self) -> bool:
+        return self.variant == "paper"
 
     def __post_init__(self) -> None:
         check_types(self)

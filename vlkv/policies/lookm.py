@@ -7,15 +7,15 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from vlkv.compression import merging
 from vlkv.compression.observe import Observation, column_sums, group_mean
 from vlkv.compression.option_types import Count, Variant
-from vlkv.compression.policy import Policy, Statistics, policy
+from vlkv.compression.policy import Facts, Policy, Statistics
 from vlkv.masks import first, last
 
 
-@policy
 class LookM(Policy):
     """Column sums with a text prior, and dropped entries merged into the most similar kept keys (Wan et al. 2024).
 
@@ -43,10 +43,16 @@ class LookM(Policy):
     merging: Literal["average", "weighted", "pivot", "none"] = "pivot"
     sinks: Count = 4
     variant: Variant = "paper"
-    paper = (
-        "Wan et al. 2024, LOOK-M: Look-Once Optimization in KV Cache for Efficient Multimodal Long-Context Inference"
+    facts = Facts(
+        paper="Wan et al. 2024, LOOK-M: Look-Once Optimization in KV Cache for Efficient Multimodal Long-Context"
+        " Inference",
+        stages="score, allocate, merge",
     )
-    stages = "score, allocate, merge"
+
+    @property
+    @override
+    def follows_paper(self) -> bool:
+        return self.variant == "paper"
 
     @property
     def overshoots(self) -> bool:
@@ -80,14 +86,19 @@ class LookM(Policy):
             return jnp.minimum(statistics["granted"], most)
         return super().allocate(statistics, total=total, most=most, layers=layers)
 
-    def totals(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[Array | np.ndarray, " sums"]:
+    def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
         """The budget; if text may exceed it, also all text and the recent tokens."""
-        totals = super().totals(sums, layers=layers, text=text)
+        totals = super().total(sums, layers=layers, text=text)
         if not self.overshoots:
             return totals
         mean = totals // layers
         recent = mean // 2 if self.recent is None else self.recent
         return np.minimum(sums, layers * np.maximum(mean, text + recent))
+
+    @property
+    @override
+    def merges(self) -> bool:
+        return self.merging != "none"
 
     def merge(
         self,

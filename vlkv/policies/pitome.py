@@ -9,13 +9,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import matching
 from vlkv.compression.option_types import Range
-from vlkv.compression.policy import policy
+from vlkv.compression.policy import Facts
 from vlkv.policies.tome import ToMe
 
 _Cosine = Annotated[float, Range(-1, 1)]
 
 
-@policy
 class PiToMe(ToMe):
     """ToMe among the 2r tokens of the highest energy; the others are protected (Tran et al. 2024, Sec. 3).
 
@@ -29,8 +28,10 @@ class PiToMe(ToMe):
     """
 
     margin: _Cosine | tuple[_Cosine, ...] | None = None
-    paper = "Tran et al. 2024, Accelerating Transformers with Spectrum-Preserving Token Merging (PiToMe)"
-    equations = "Sec. 3"
+    facts = Facts(
+        paper="Tran et al. 2024, Accelerating Transformers with Spectrum-Preserving Token Merging (PiToMe)",
+        equations="Sec. 3",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

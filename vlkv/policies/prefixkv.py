@@ -16,7 +16,7 @@ from vlkv.compression.fixed_distance import allowed_entries, evict_at_distance, 
 from vlkv.compression.merging import dropped, fold, nearest_key, nearest_place
 from vlkv.compression.observe import Observation, column_sums, head_mean
 from vlkv.compression.option_types import Count, Positive, Share, Variant
-from vlkv.compression.policy import DecodingStages, Statistics, policy
+from vlkv.compression.policy import DecodingStages, Facts, Statistics
 from vlkv.errors import InputError
 from vlkv.masks import first, last
 
@@ -24,7 +24,6 @@ _TOLERANCE = 5  # the published search stops within this number of tokens of the
 _HALVINGS = 24  # bisections of [0, 1] that float32 can represent
 
 
-@policy
 class PrefixKV(DecodingStages):
     """Column sums averaged over heads, and one threshold on their cumulative sum for all layers (Eq. 1, Alg. 1).
 
@@ -58,14 +57,17 @@ class PrefixKV(DecodingStages):
     merging: Literal["none", "position", "cosine"] = "none"
     profile: tuple[Share, ...] | None = None
     variant: Variant = "paper"
-    paper = "Wang et al. 2024, PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need"
-    equations = "Eq. 1, Alg. 1"
-    capped = True
-    stages = "score, allocate, merge, step"
+    facts = Facts(
+        paper="Wang et al. 2024, PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need",
+        equations="Eq. 1, Alg. 1",
+        stages="score, allocate, merge, step",
+        capped=True,
+    )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check("cap", self.cap is None or self.merging == "none", "cannot be combined with merging")
+    @property
+    @override
+    def follows_paper(self) -> bool:
+        return self.variant == "paper"
 
     def check_model(self, layers: int) -> None:
         """Raises InputError if the profile has another number of layers."""
@@ -78,9 +80,9 @@ class PrefixKV(DecodingStages):
         """Whether all layers together may keep up to L - 1 tokens more than the budget."""
         return self.variant == "released" and self.profile is None
 
-    def totals(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[Array | np.ndarray, " sums"]:
+    def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
         """The budget, plus the tokens that truncation may add."""
-        totals = super().totals(sums, layers=layers, text=text)
+        totals = super().total(sums, layers=layers, text=text)
         return np.minimum(totals + layers - 1, sums) if self.slack else totals
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
@@ -117,6 +119,11 @@ class PrefixKV(DecodingStages):
         thresholds = jnp.where(place < least, 0.0, jnp.where(place < most[:, None], before, jnp.inf))
         return budgets.smallest(thresholds, total)
 
+    @property
+    @override
+    def merges(self) -> bool:
+        return self.merging != "none"
+
     def merge(
         self,
         k: Float[Array, "K T H"],
@@ -133,8 +140,8 @@ class PrefixKV(DecodingStages):
 
     @property
     @override
-    def evicts(self) -> bool:
-        return self.distance is not None and self.scope == "all"
+    def updater(self) -> DecodingStages | None:
+        return self if self.distance is not None and self.scope == "all" else None
 
     def decode_slots(self, state: DecodeState) -> Int[Array, " K"]:
         """The share of all tokens that may be seen, and one new entry."""

@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+from typing_extensions import override
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Pooling, Positive, Variant
-from vlkv.compression.policy import Statistics, policy
+from vlkv.compression.policy import Facts, Statistics
 from vlkv.policies.snapkv import SnapKV
 
 
-@policy
 class PyramidKV(SnapKV):
     """SnapKV's scores with linearly falling budgets (Cai et al. 2024, Eqs. 3-5).
 
@@ -36,10 +36,17 @@ class PyramidKV(SnapKV):
     pooling: Pooling = "max"
     beta: Positive = 20
     variant: Variant = "paper"
-    paper = "Cai et al. 2024, PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling"
-    equations = "Sec. 4.2, Eqs. 3-5"
-    capped = True
-    stages = "score, allocate"
+    facts = Facts(
+        paper="Cai et al. 2024, PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling",
+        equations="Sec. 4.2, Eqs. 3-5",
+        stages="score, allocate",
+        capped=True,
+    )
+
+    @property
+    @override
+    def follows_paper(self) -> bool:
+        return self.variant == "paper"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,9 +79,9 @@ class PyramidKV(SnapKV):
         line = lowest - step * jnp.arange(layers) + window
         return jnp.where(count < mean, count, jnp.where(count < 2 * spare, mean, line))
 
-    def totals(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[Array | np.ndarray, " sums"]:
+    def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
         """The sums of the budgets."""
-        totals = super().totals(sums, layers=layers, text=text)
+        totals = super().total(sums, layers=layers, text=text)
         if self.variant == "paper":
             return totals
         with jax.ensure_compile_time_eval():

@@ -8,16 +8,17 @@ from jaxtyping import Array, Float
 
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Scope
-from vlkv.compression.policy import Policy, policy
+from vlkv.compression.policy import Facts, Policy
 from vlkv.masks import ordinal
 
 
-@policy
 class Random(Policy):
     """Independent uniform draws for every layer and head. Needs the key= of `generate` or `select`."""
 
-    paper = "baseline"
-    needs_key = True
+    facts = Facts(
+        paper="baseline",
+        needs_key=True,
+    )
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Uniform in [0, 1). Draws depend on the number of the token among the valid ones, so not on padding."""
@@ -28,7 +29,6 @@ class Random(Policy):
         return jax.vmap(lambda key: jax.random.uniform(key, (kv_heads,)))(keys)[ordinal(obs.valid)].T
 
 
-@policy
 class ImgRandom(Random):
     """Random among the vision tokens, with all text kept: a baseline for methods that compress images."""
 

@@ -12,11 +12,10 @@ from vlkv.cache.decode_state import DecodeState, evict
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, column_sums, group_mean
 from vlkv.compression.option_types import Count, Unit
-from vlkv.compression.policy import DecodingStages, Statistics, policy
+from vlkv.compression.policy import DecodingStages, Facts, Statistics
 from vlkv.masks import last, ordinal, top
 
 
-@policy
 class RoCo(DecodingStages):
     """Mean and standard deviation of the attention that each token receives (Ren & Zhu 2024).
 
@@ -37,8 +36,10 @@ class RoCo(DecodingStages):
     spread: Unit = 0.5
     recent: Count = 10
     evict: bool = True
-    paper = "Ren & Zhu 2024, On the Efficacy of Eviction Policy for Key-Value Constrained Generative LM Inference"
-    stages = "score, rank, step"
+    facts = Facts(
+        paper="Ren & Zhu 2024, On the Efficacy of Eviction Policy for Key-Value Constrained Generative LM Inference",
+        stages="score, rank, step",
+    )
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """The mean attention that each token receives."""
@@ -73,8 +74,8 @@ class RoCo(DecodingStages):
 
     @property
     @override
-    def evicts(self) -> bool:
-        return self.evict and self.scope == "all"
+    def updater(self) -> DecodingStages | None:
+        return self if self.evict and self.scope == "all" else None
 
     def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
         """Mean, mean square, and number of rows."""

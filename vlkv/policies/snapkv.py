@@ -7,11 +7,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression.observe import Observation, group_mean, pool, rows_mass
 from vlkv.compression.option_types import Pooling, Positive
-from vlkv.compression.policy import Policy, policy
+from vlkv.compression.policy import Facts, Policy
 from vlkv.masks import last
 
 
-@policy
 class SnapKV(Policy):
     """Attention of the last `window` queries, summed and smoothed along the tokens; the window itself is kept.
 
@@ -28,8 +27,10 @@ class SnapKV(Policy):
     window: Positive = 32
     kernel: Positive = 5
     pooling: Pooling = "avg"
-    paper = "Li et al. 2024, SnapKV: LLM Knows What You are Looking for Before Generation"
-    equations = "Sec. 4, Eqs. 1-5"
+    facts = Facts(
+        paper="Li et al. 2024, SnapKV: LLM Knows What You are Looking for Before Generation",
+        equations="Sec. 4, Eqs. 1-5",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,11 +7,10 @@ from jaxtyping import Array, Bool, Float
 
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Count
-from vlkv.compression.policy import Policy, policy
+from vlkv.compression.policy import Facts, Policy
 from vlkv.masks import first, ordinal
 
 
-@policy
 class StreamingLLM(Policy):
     """The first `sinks` tokens and the most recent ones (Xiao et al. 2024, Sec. 3.2).
 
@@ -20,8 +19,10 @@ class StreamingLLM(Policy):
     """
 
     sinks: Count = 4
-    paper = "Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks"
-    equations = "Sec. 3.2"
+    facts = Facts(
+        paper="Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks",
+        equations="Sec. 3.2",
+    )
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Increases with the position."""

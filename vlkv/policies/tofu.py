@@ -6,14 +6,14 @@ from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from vlkv.compression import matching
 from vlkv.compression.option_types import Count, Variant
-from vlkv.compression.policy import policy
+from vlkv.compression.policy import Facts
 from vlkv.policies.tome import ToMe
 
 
-@policy
 class ToFu(ToMe):
     """ToMe's matching; the first stages drop matched tokens, later ones merge them (Kim et al. 2024, Sec. 3).
 
@@ -32,8 +32,15 @@ class ToFu(ToMe):
     mode: Literal["tofu", "mean", "amax", "prune"] = "tofu"
     pruning: Count = 1
     variant: Variant = "paper"
-    paper = "Kim et al. 2024, Token Fusion: Bridging the Gap between Token Pruning and Token Merging"
-    equations = "Sec. 3"
+    facts = Facts(
+        paper="Kim et al. 2024, Token Fusion: Bridging the Gap between Token Pruning and Token Merging",
+        equations="Sec. 3",
+    )
+
+    @property
+    @override
+    def follows_paper(self) -> bool:
+        return self.variant == "paper"
 
     def combine(
         self,

@@ -14,14 +14,13 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv.compression import budgets, matching
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Positive
-from vlkv.compression.policy import ReducingStages, check_types, policy
+from vlkv.compression.policy import Facts, ReducingStages, check_types
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import ordinal
 from vlkv.policies.lightkv import check_layers, check_share, scaled, share_per_stage
 
 
-@policy
 class ToMe(ReducingPolicy):
     """Bipartite soft matching of all vision tokens of a row, between layers of the decoder (Bolya et al. 2023, Sec. 3).
 
@@ -45,9 +44,11 @@ class ToMe(ReducingPolicy):
 
     layers: tuple[Positive, ...] | None = None
     on: Literal["hidden", "cache"] = "hidden"
-    stages = "reduce, or score and merge"
-    paper = "Bolya et al. 2023, Token Merging: Your ViT But Faster"
-    equations = "Sec. 3"
+    facts = Facts(
+        paper="Bolya et al. 2023, Token Merging: Your ViT But Faster",
+        equations="Sec. 3",
+        stages="reduce, or score and merge",
+    )
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -74,7 +75,7 @@ class ToMe(ReducingPolicy):
 
     def left(self, most: int) -> Int[np.ndarray, " counts"]:
         """Number of tokens that a stage keeps, for every number 0..most of mergeable tokens."""
-        return budgets.totals(share_per_stage(self.last_keep, self.stage_count), None, layers=1, most=most)
+        return budgets.fraction(share_per_stage(self.last_keep, self.stage_count), most)
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         """`left`, if each image has one token that cannot be merged."""

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, group_mean, rows_mass
 from vlkv.compression.option_types import Share, Unit
-from vlkv.compression.policy import Policy, Statistics, policy
+from vlkv.compression.policy import Facts, Policy, Statistics
 from vlkv.masks import last, ordinal
 
 
-@policy
 class VLCache(Policy):
     """Budgets by sparsity and scores by post-vision attention (Tu et al. 2024).
 
@@ -41,9 +41,16 @@ class VLCache(Policy):
     threshold: Share = 0.01
     window: Unit = 0.1
     variant: Literal["paper", "shared_window", "per_layer_window"] = "paper"
-    paper = "Tu et al. 2024, VL-Cache: Sparsity and Modality-Aware KV Cache Compression for Vision-Language Models"
-    capped = True
-    stages = "score, allocate, rank"
+    facts = Facts(
+        paper="Tu et al. 2024, VL-Cache: Sparsity and Modality-Aware KV Cache Compression for Vision-Language Models",
+        stages="score, allocate, rank",
+        capped=True,
+    )
+
+    @property
+    @override
+    def follows_paper(self) -> bool:
+        return self.variant == "paper"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -124,10 +131,10 @@ class VLCache(Policy):
         """The window of "shared_window" for these numbers of tokens."""
         return np.maximum(1, counts * self.required_keep * self.window).astype(np.int32)
 
-    def totals(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[Array | np.ndarray, " sums"]:
+    def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
         """The budget; of a re-implementation a bound, which is reached if all but one layer are clipped."""
         if self.variant == "paper":
-            return super().totals(sums, layers=layers, text=text)
+            return super().total(sums, layers=layers, text=text)
         picked = (self.required_keep + 0.01 * (1 - self.required_keep)) * sums + layers
         if self.variant == "shared_window":
             kept = (1 - self.window) * picked + layers * self.shared_windows(sums // layers) + layers

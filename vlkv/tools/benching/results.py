@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vlkv.compression.compose import options_of
 from vlkv.errors import InputError
 from vlkv.files import read_json, write_json
 from vlkv.policies import Policy
-from vlkv.policies.compose import options_of
 from vlkv.tools.benching import machine
 from vlkv.tools.benching.settings import Setting
 from vlkv.tools.benching.subjects import Subject

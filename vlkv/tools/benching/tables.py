@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from vlkv import policies
+from vlkv.compression.compose import options_of
 from vlkv.policies import Policy
-from vlkv.policies.compose import options_of
 from vlkv.tools.benching.results import Line
 from vlkv.tools.benching.settings import Setting, cache_bytes, label
 

@@ -25,6 +25,7 @@ from vlkv import loading, saving
 from vlkv.buckets import round_up
 from vlkv.cache.pool import PackedCache
 from vlkv.cache.resizing import resize
+from vlkv.compression.compose import options_of
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation import jitted
@@ -32,7 +33,6 @@ from vlkv.generation.decode import check_room, decode_steps
 from vlkv.generation.extend import extend
 from vlkv.generation.sampling import Greedy, Sample
 from vlkv.policies import Policy
-from vlkv.policies.compose import options_of
 from vlkv.processing import Processor
 from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, policy_from
 

@@ -142,8 +142,7 @@ def read(params: Model, case: Case, prompt: Prompt, name: str, share: float, pol
 
     Every budget uses the program and the memory of keep = 1, so that each method is compiled once.
     """
-    layers, length = len(prompt.layers), prompt.valid.shape[1]
-    given = budget(policy, at_keep(policy, 1.0), layers=layers, length=length)
+    length, given = prompt.valid.shape[1], budget(policy, at_keep(policy, 1.0), prompt)
     cache = _fill_cache(prompt, at_keep(policy, 1.0), given, new_tokens=NEW_TOKENS, key=jax.random.key(0))
     kept = np.asarray(_held(cache, length))[0].mean(axis=0)
     recall = None if case.evidence is None else float(kept[case.evidence[0]].mean())

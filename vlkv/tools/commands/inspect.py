@@ -24,12 +24,12 @@ from rich.progress import track
 from rich.table import Table
 
 from vlkv import loading
+from vlkv.compression.compose import options_of
 from vlkv.errors import InputError
 from vlkv.generation.decode import check_room
 from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.policies import Policy
-from vlkv.policies.compose import options_of
 from vlkv.processing import Processor
 from vlkv.processing.images import open_image
 from vlkv.tools.commands.averaging import mean_view

@@ -46,10 +46,10 @@ def describe(cls: type[policies.Policy]) -> dict[str, Any]:
     options = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     return {
         "name": cls.__name__,
-        "stages": cls.stages,
+        "stages": cls.facts.stages,
         "scope": options["scope"],
-        "paper": cls.paper,
-        "equations": cls.equations,
+        "paper": cls.facts.paper,
+        "equations": cls.facts.equations,
         "options": options,
         "description": inspect.cleandoc(cls.__doc__ or ""),
     }

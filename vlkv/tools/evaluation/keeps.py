@@ -6,15 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from vlkv.compression.compose import Composed, compose
 from vlkv.compression.policy import Policy
 from vlkv.compression.reducing import ReducingPolicy
-from vlkv.compression.sizes import Budget, nominal_totals, pool_slots, total_bound
+from vlkv.compression.sizes import Budget, budget_of, pool_slots, total_bound
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
+from vlkv.generation.prompt import Prompt
 from vlkv.inputs import Inputs
-from vlkv.policies.compose import Composed, compose
 from vlkv.policies.kivi import KIVI
 
 _BUDGETED = ("scored", "allocated", "merged", "stepped")  # parts of a composition that have its budget
@@ -61,7 +60,8 @@ def relative_size(policy: Policy, *, number: int = 2) -> float:
 def share_programs(plan: Sequence[Policy]) -> list[Policy]:
     """For each policy, the policy whose compiled program it uses: the one with the same options and the largest keep.
 
-    A policy that reduces the prompt, merges in rounds, or caps its layers uses its own program.
+    A policy that reduces the prompt or caps its layers uses its own program, and so does a user's method, whose stages
+    may use `self.keep`. Stages of this package use it only where the largest keep serves all (bounds on sizes).
     """
     largest: dict[Any, Policy] = {}
     keys = [_program_key(policy) or policy for policy in plan]
@@ -76,21 +76,22 @@ def _program_key(policy: Policy) -> tuple[Policy, float] | None:
     """A key that is equal for policies that differ only in `keep`; None if the policy cannot share its program."""
     if policy.reducer is not None or policy.cap is not None or policy.keep is None:
         return None
-    for part in getattr(policy, "parts", (policy,)):
-        # Formulas in published code and the number of rounds of a merge depend on the keep.
-        if getattr(part, "variant", "paper") != "paper" or isinstance(part, ReducingPolicy):
-            return None
+    parts = getattr(policy, "parts", (policy,))
+    if not policy.follows_paper or not all(type(part).__module__.startswith("vlkv.policies.") for part in parts):
+        return None
+    if any(isinstance(part, ReducingPolicy) for part in parts):  # merges in a number of rounds that depends on the keep
+        return None
     try:
         return at_keep(policy, 1.0), policy.softmax_n
     except InputError:
         return None  # another option depends on the keep
 
 
-def budget(policy: Policy, program: Policy, *, layers: int, length: int) -> Budget | None:
+def budget(policy: Policy, program: Policy, prompt: Prompt) -> Budget | None:
     """The argument of `fill_cache_with` that runs `policy` in the program of `program`; None if they are the same."""
     if policy is program:
         return None
-    return Budget(np.asarray(policy.keep, np.float32), nominal_totals(policy, layers=layers, most=length))
+    return budget_of(policy, layers=len(prompt.layers), most=prompt.valid.shape[1], text=prompt.max_text)
 
 
 def pool_bytes(policy: Policy, config: ModelConfig, inputs: Inputs, *, number: int = 2) -> int:

@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.table import Table
 
+from vlkv.compression.compose import Composed
 from vlkv.compression.policy import Policy
 from vlkv.files import replacing, write_json
-from vlkv.policies.compose import Composed
 from vlkv.policies.full import Full
 from vlkv.tools.evaluation.journal import Entry
 from vlkv.tools.evaluation.metrics import FRACTIONS, LOWER_IS_BETTER, score

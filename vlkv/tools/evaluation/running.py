@@ -125,11 +125,10 @@ def _compressed(
     sharing = [i for i, policy in enumerate(plan) if policy.reducer is None and policy.cap is None]
     prompt = jitted.read_prompt(params, inputs) if len(sharing) > 1 and set(sharing) & set(todo) else None
     programs = share_programs(plan)
-    layers, length = params.config.decoder.layers, inputs.valid.shape[1]
     for i in todo:
         policy, program = plan[i], programs[i]
         if i in sharing and prompt is not None:
-            table = budget(policy, program, layers=layers, length=length)
+            table = budget(policy, program, prompt)
             cache = jitted.fill_cache_with(prompt, program, table, new_tokens=new_tokens, key=key)
             size = cache.bytes
             if table is not None:  # the program is that of a larger keep

@@ -123,7 +123,7 @@ def run(job: Job, where: Topology, mesh: Any, params: Any, say: Callable[[str], 
     token = sharding.place_inputs(jax.ShapeDtypeStruct((job.batch,), np.int32), mesh)
     key = jax.eval_shape(lambda: jax.random.key(0))
     replicated = NamedSharding(mesh, PartitionSpec())
-    key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicated) if job.policy.needs_key else None
+    key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicated) if job.policy.facts.needs_key else None
 
     # keep_unused, because inputs take memory on the chip even if a program does not use them.
     read = jax.jit(prefill, static_argnames="new_tokens", keep_unused=True)

@@ -11,8 +11,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from vlkv.compression.compose import options_of
 from vlkv.policies import Full
-from vlkv.policies.compose import options_of
 from vlkv.tools.planning.arithmetic import gib
 from vlkv.tools.planning.jobs import Run, Step
 from vlkv.tools.planning.planning import Plan

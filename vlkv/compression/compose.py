@@ -9,11 +9,9 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from vlkv.compression.observe import Observation
-from vlkv.compression.policy import Policy, ReducingStages, Statistics, checked_scores, policy, require_policy
-from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.policy import Facts, Policy, ReducingStages, Statistics, checked_scores, require_policy
 from vlkv.compression.smooth import Smooth
 from vlkv.errors import InputError
-from vlkv.policies.full import Full
 
 Part = Policy | type[Policy]
 _OWNERS = {"allocate": "allocated", "merge": "merged", "step": "stepped", "reduce": "reduced", "store": "stored"}
@@ -74,8 +72,6 @@ def compose(
     if smooth is not None:
         parts["smoothed"] = smooth
     _check(owners, parts)
-    if isinstance(scores, ReducingPolicy) and scores.reducer is not None:
-        owners["scored"] = Full(scope="vision")  # such a policy evicts nothing after the reduction
     return Composed(**{**owners, **parts})
 
 
@@ -93,7 +89,7 @@ def _check(owners: dict[str, Any], parts: dict[str, Any]) -> None:
     """
     scores, reducer = owners["scored"], owners["reduced"]
     allocated, merged, stepped, reduced, stored = (parts.get(field) for field in _OWNERS.values())
-    if merged is not None and not _merges(merged):
+    if merged is not None and not merged.merges:
         raise InputError(f"compose: {type(merged).__name__} with these options does not merge for other methods")
     if allocated is not None and scores.cap not in (None, allocated.cap):
         raise InputError(f"compose: {type(allocated).__name__} allocates the budget: give it the cap={scores.cap!r}")
@@ -104,29 +100,22 @@ def _check(owners: dict[str, Any], parts: dict[str, Any]) -> None:
     if reduced is not None and reduced.reducer is None:
         raise InputError(f"compose: {type(reduced).__name__} does not reduce the prompt")
     reducing = reduced or reducer
-    budgeting = [part for part in (scores, allocated or owners.get("allocated")) if part != reducing]
-    if reducing is not None and any(getattr(part, "variant", "paper") != "paper" for part in budgeting):
+    budgeting = [part for part in (scores, allocated or owners.get("allocated")) if part not in (None, reducing)]
+    if reducing is not None and not all(part.follows_paper for part in budgeting):
         raise InputError('compose: budgets of published code do not support reduced prompts: use variant="paper"')
     if reduced is not None and reducer is not None:
         raise InputError(f"compose: {type(reducer).__name__} and {type(reduced).__name__} both reduce the prompt")
     smoothed = parts.get("smoothed")
     if smoothed is not None and not isinstance(smoothed, Smooth):
         raise InputError(f"compose: smooth={smoothed!r} must be a Smooth, such as Smooth(9)")
-    # `compose` replaces a method that only reduces the prompt by Full.
-    evicts_nothing = isinstance(reducer, ReducingPolicy) and isinstance(scores, (ReducingPolicy, Full))
+    evicts_nothing = reducer is not None and not reducer.facts.selects and not scores.facts.selects
     if evicts_nothing and any(part is not None for part in (allocated, merged, smoothed)):
         raise InputError(
             f"compose: {type(reducer).__name__} evicts nothing, so there is nothing to allocate, merge or smooth: give "
             "it as reduce= of a method that evicts"
         )
-    if smoothed is not None and isinstance(scores, Full):
-        raise InputError("compose: Full keeps every token, so there is nothing to smooth")
-
-
-def _merges(part: Policy) -> bool:
-    """Whether the policy merges dropped entries into kept ones, also if another policy selects them."""
-    overrides = type(part).merge is not Policy.merge and not isinstance(part, ReducingPolicy)
-    return overrides and getattr(part, "merging", True) not in ("none", 0)
+    if smoothed is not None and not scores.facts.selects:
+        raise InputError(f"compose: {type(scores).__name__} keeps every token, so there is nothing to smooth")
 
 
 def _alike(part: Part, scores: Policy) -> Policy:
@@ -147,7 +136,6 @@ def _delegated(owner: str, name: str) -> Any:
     return property(lambda self: getattr(getattr(self, owner) or self.scored, name))
 
 
-@policy
 class Composed(Policy):
     """The result of `compose`. Each stage is delegated to its owner, which is `scored` if the field is None.
 
@@ -161,20 +149,28 @@ class Composed(Policy):
     reduced: Policy | None = None
     stored: Policy | None = None
     smoothed: Smooth | None = None
-    stages = "composed"
     protect = _delegated("scored", "protect")
     merge = _delegated("merged", "merge")
+    merges = _delegated("merged", "merges")
     updater = _delegated("stepped", "updater")
     softmax_n = _delegated("scored", "softmax_n")
     storage = _delegated("stored", "storage")
-    allocator = _delegated("allocated", "allocator")
-    per_head = _delegated("allocated", "per_head")
-    totals = _delegated("allocated", "totals")
+    total = _delegated("allocated", "total")
 
     def __post_init__(self) -> None:
         for field in ("keep", "budget", "scope"):
             object.__setattr__(self, field, getattr(self.scored, field))
-        object.__setattr__(self, "cap", (self.allocated or self.scored).cap)
+        scored, allocator = self.scored.facts, self.allocated or self.scored
+        object.__setattr__(self, "cap", allocator.cap)
+        facts = Facts(
+            stages="composed",
+            budgets=allocator.facts.budgets,
+            capped=allocator.facts.capped and (scored.capped or "rank" not in scored.stages),
+            selects=scored.selects,
+            needs_key=any(part.facts.needs_key for part in self.parts),
+            counts_dropped=scored.counts_dropped and self.scored == self.reduced,
+        )
+        object.__setattr__(self, "facts", facts)
         super().__post_init__()
 
     @property
@@ -184,20 +180,9 @@ class Composed(Policy):
         return tuple(part for part in parts if part is not None)
 
     @property
-    def capped(self) -> bool:  # type: ignore[override]
-        """Whether budgets differ per layer, tokens are ranked only by scores, and nothing is merged."""
-        ranks = type(self.scored).rank is Policy.rank or self.scored.capped
-        return (self.allocated or self.scored).capped and ranks and not _merges(self.merged or self.scored)
-
-    @property
     @override
-    def needs_key(self) -> bool:  # type: ignore[override]
-        return any(part.needs_key for part in self.parts)
-
-    @property
-    @override
-    def needs_grid(self) -> bool:  # type: ignore[override]
-        return any(part.needs_grid for part in (*self.parts, self.smoothed) if part is not None)
+    def follows_paper(self) -> bool:
+        return all(part.follows_paper for part in self.parts)
 
     @override
     def score(self, obs: Observation) -> Float[Array, "K T"]:
@@ -211,7 +196,7 @@ class Composed(Policy):
         """
         own = self.scored.statistics(obs, scores if self.smoothed is None else self.scored.score(obs))
         if self.smoothed is not None:
-            own |= {name: self.smoothed(own[name], obs) for name in self.scored.ranked_by}
+            own |= {name: self.smoothed(own[name], obs) for name in self.scored.facts.ranked_by}
         if self.allocated is None:
             return own
         return {"scored": own, "allocated": self.allocated.statistics(obs, checked_scores(self.allocated, obs))}
@@ -239,11 +224,6 @@ class Composed(Policy):
     @override
     def reducer(self) -> ReducingStages | None:
         return None if self.reduced is None else self.reduced.reducer
-
-    @property
-    @override
-    def counts_dropped(self) -> bool:  # type: ignore[override]
-        return self.scored.counts_dropped and self.scored == self.reduced
 
     @override
     def check_model(self, layers: int) -> None:

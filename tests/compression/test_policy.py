@@ -1,0 +1,104 @@
+"""What an author of a method sees: few members, facts that follow from a class, and stages that may ask for `keep`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import pytest
+
+import vlkv
+from tests.models import tiny_llava, unequal_batch
+from vlkv import policies
+from vlkv.cli import main
+from vlkv.mini import export
+from vlkv.policies import DecodingStages, Policy, ReducingStages
+
+OWN = '''
+import jax.numpy as jnp
+from vlkv import policies
+
+
+class Halves(policies.Policy):
+    """Keeps the first or the last tokens, in the lower or in the upper layers: both depend on `keep`."""
+
+    def score(self, obs):
+        place = jnp.broadcast_to(jnp.arange(obs.k.shape[1], dtype=jnp.float32), obs.k.shape[:2])
+        return place if self.keep < 0.5 else -place
+
+    def allocate(self, statistics, *, total, most, layers):
+        budgets = jnp.zeros(layers, jnp.int32)
+        return budgets.at[0 if self.keep < 0.5 else layers - 1].set(jnp.minimum(total, most[0]))
+'''
+
+
+def members(cls):
+    """Public names that a class defines itself and does not inherit."""
+    own = {name for name in {*vars(cls), *vars(cls).get("__annotations__", {})} if not name.startswith("_")}
+    return own - {name for base in cls.__mro__[1:] for name in dir(base)}
+
+
+def test_an_author_learns_few_members():
+    assert len(members(Policy)) <= 20, sorted(members(Policy))
+    for optional in (ReducingStages, DecodingStages):
+        assert len(members(optional)) <= 5, sorted(members(optional))
+
+
+class PerLayer(policies.SnapKV):
+    """A subclass needs no decorator; it has options of its own, and facts follow from what it overrides."""
+
+    share: float = 0.5
+
+    def allocate(self, statistics, *, total, most, layers):
+        return jnp.minimum(most, total // layers)
+
+
+def test_a_subclass_is_a_frozen_dataclass_and_its_facts_follow_from_its_stages():
+    policy = PerLayer(keep=0.2, share=0.25)
+    assert policy == PerLayer(keep=0.2, share=0.25) and hash(policy) != hash(PerLayer(keep=0.2))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy.share = 1.0
+    assert policy.facts.budgets == "layers" and "allocate" in policy.facts.stages
+    assert policy.facts.paper == policies.SnapKV.facts.paper and policies.SnapKV.facts.budgets == "equal"
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    file = tmp_path_factory.mktemp("own") / "halves.py"
+    file.write_text(OWN)
+    return f"{file}:Halves"
+
+
+def test_stages_may_ask_for_keep_in_generate(own):
+    params, inputs = tiny_llava(), unequal_batch()
+    for keep, layer in ((0.25, 0), (0.75, 2)):
+        output = vlkv.generate(
+            params, inputs, policy=policies.named(own)(keep=keep), sampling=vlkv.Greedy(max_new_tokens=2)
+        )
+        stored = output.length[:, 0, 0]
+        assert stored[layer] > 0 and stored.sum() == stored[layer]
+
+
+def test_stages_may_ask_for_keep_in_eval_and_frontier(own, miniature, tmp_path, capsys):
+    """With three keeps in one command, each answer is that of `generate` with this keep."""
+    pytest.importorskip("matplotlib")
+    pages = export.export(tmp_path / "pages", 1, kind="digits", questions=1)
+    keeps, model = (0.3, 0.4, 0.6), str(miniature())
+    command = ["eval", str(pages), "--model", model, "--policy", own, "--keep", *map(str, keeps), "--scope", "all",
+               "--max-new-tokens", "6", "--out", str(tmp_path / "eval"), "--json"]  # fmt: skip
+    assert main(command) == 0
+    capsys.readouterr()
+    answers = json.loads((tmp_path / "eval" / "results.json").read_text())["answers"]
+    params, processor = vlkv.load(model)
+    record = json.loads(pages.read_text().splitlines()[0])
+    inputs = processor(pages.parent / record["image"], record["question"])
+    for i, keep in enumerate(keeps):
+        output = vlkv.generate(
+            params, inputs, policy=policies.named(own)(keep=keep), sampling=vlkv.Greedy(max_new_tokens=6)
+        )
+        want = processor.decode(output.tokens[0], int(output.lengths[0]))
+        assert answers[0]["said"][i] == want, (keep, answers)
+    command = ["frontier", str(pages), "--model", model, "--policy", own, "--bytes", "0.6", "0.3", "--bits", "16",
+               "--max-new-tokens", "6", "--out", str(tmp_path / "frontier")]  # fmt: skip
+    assert main(command) == 0
