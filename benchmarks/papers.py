@@ -205,7 +205,7 @@ def policies_of(command: str) -> list[Any]:
     """The policies that a command runs, after its own parser has checked the options."""
     from vlkv import policies
     from vlkv.cli import build_parser
-    from vlkv.tools.commands.options import policy_called, policy_from
+    from vlkv.tools.commands.options import policies_from, policy_from
 
     program, *words = shlex.split(command)
     if program == "python":
@@ -215,15 +215,7 @@ def policies_of(command: str) -> list[Any]:
     args = build_parser(words[0]).parse_args(words)
     if words[0] == "inspect":
         return [policies.Full() if args.policy is None else policy_from(args, lambda: None)]  # type: ignore[arg-type, return-value]
-    made = []
-    for text in args.policy:
-        cls, options = policy_called(text, "--policy", lambda: None)  # type: ignore[arg-type, return-value]
-        full = issubclass(cls, policies.Full)
-        if args.scope and not full:
-            options = {"scope": args.scope, **options}
-        keeps = [None] if full or "keep" in options or "rate" in options or not args.keep else args.keep
-        made += [cls(**options) if keep is None else cls(keep=keep, **options) for keep in keeps]
-    return made
+    return list(policies_from(args, lambda: None))  # type: ignore[arg-type, return-value]
 
 
 def dry_run(policy: Any) -> None:

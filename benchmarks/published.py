@@ -29,9 +29,9 @@ from vlkv.terminal import OneLineParser, guarded
 from vlkv.tools.benching import machine
 from vlkv.tools.benching.measuring import measure_missing
 from vlkv.tools.benching.results import Line, Results, identity
-from vlkv.tools.benching.settings import Setting, check_policy, grid
+from vlkv.tools.benching.settings import Setting, check_policy, grid, label
 from vlkv.tools.benching.subjects import Subject, find
-from vlkv.tools.benching.tables import name_of, plan, show, sizes
+from vlkv.tools.benching.tables import plan, show, sizes
 
 Figures = dict[str, float]
 
@@ -459,7 +459,7 @@ def beside(
                     shares[1] = f"{ours / OURS[figure](base):.2f}"
             batch, prompt, _, new = sizes(setting)
             shown.add_row(
-                subject.name, batch, prompt, new, name_of(policy), figure.replace("_", " "),
+                subject.name, batch, prompt, new, label(policy), figure.replace("_", " "),
                 "" if printed is None else f"{printed:g}", row["error"] if ours is None else f"{ours:.4g}", *shares,
             )  # fmt: skip
     where = machine["processor"] if machine["device"] == "cpu" else machine["device"]

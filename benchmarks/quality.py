@@ -52,7 +52,6 @@ from vlkv.mini import CHECKPOINT, folder, pages
 from vlkv.policies import KIVI, AdaKV, AirCache, Policy, Smooth, SnapKV, compose
 from vlkv.tools.benching import machine
 from vlkv.tools.evaluation.keeps import at_bytes, budget, pool_bytes, relative_size, share_programs
-from vlkv.tools.evaluation.report import code
 
 BATCH = 50
 _QUICK = {"xla_llvm_disable_expensive_passes": True}  # compiling takes a third less time
@@ -78,7 +77,7 @@ class Cell(NamedTuple):
     @property
     def text(self) -> str:
         """The policy as Python code."""
-        return self.policy if isinstance(self.policy, str) else code(self.policy)
+        return self.policy if isinstance(self.policy, str) else policies.text_of(self.policy)
 
 
 @dataclasses.dataclass(frozen=True)

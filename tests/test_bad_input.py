@@ -192,9 +192,10 @@ def test_prompts(capsys, page):
         (["--keep", "0.5", "--budget", "3"], "give either keep="),
         ([], "give either keep="),
         (["--budget", "0"], "budget=0"),
-        (["--keep", "0.1", "--option", "alpha=2"], "alpha=2 must lie in [0, 1]"),
-        (["--keep", "0.1", "--option", "beta=2"], "no option 'beta'"),
-        (["--keep", "0.1", "--option", "alpha"], "NAME=VALUE"),
+        (["--policy", "aircache(alpha=2)", "--keep", "0.1"], "alpha=2 must lie in [0, 1]"),
+        (["--policy", "aircache(beta=2)", "--keep", "0.1"], "no option 'beta'"),
+        (["--policy", "aircache(alpha", "--keep", "0.1"], "NAME(OPTION=VALUE"),
+        (["--policy", "aircache(keep=0.2)", "--keep", "0.1"], "has its own keep"),
         (["--keep", "0.1", "--scope", "text"], "--scope"),
         (["--keep", "0.1", "--max-new-tokens", "0"], "max_new_tokens=0"),
         (["--keep", "0.1", "--temperature", "0"], "temperature=0.0"),
@@ -208,12 +209,12 @@ def test_options(capsys, page, options, says):
 @pytest.mark.default("high")
 @pytest.mark.parametrize(
     ("option", "says"),
-    [("alpha=high", "alpha='high' must be a number"), ("rows=1.5", "rows=1.5"), ("name=x", "'name'")],
+    [("alpha='high'", "alpha='high' must be a number"), ("rows=1.5", "rows=1.5"), ("name=1", "'name'")],
 )
 def test_an_option_of_the_wrong_type(option, says):
     """In a process of its own: here beartype would be first to object."""
     command = [sys.executable, "-m", "vlkv.cli", "generate", "--model", str(CHECKPOINT), "--prompt", "read the page"]
-    policy = ["--policy", "aircache", "--keep", "0.1", "--option", option]
+    policy = ["--policy", f"aircache({option})", "--keep", "0.1"]
     result = subprocess.run([*command, *policy], capture_output=True, text=True, check=False)
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and says in result.stderr, result.stderr
 

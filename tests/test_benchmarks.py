@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import gpu, peers, torch_side
 from vlkv import sharding
-from vlkv.compression.compose import options_of
+from vlkv.policies import text_of
 from vlkv.tools.benching.subjects import find
 
 ROOM = [sys.executable, "-m"]
@@ -34,8 +34,8 @@ def dry(tmp_path_factory):
 @pytest.mark.full
 def test_the_script_for_a_gpu_runs_dry(dry):
     rows = [row for row in json.loads(dry.read_text())["rows"] if "policy" in row["cell"]]
-    assert [(row["cell"]["policy"], row["cell"]["options"]["keep"], row["cell"]["options"]["cap"]) for row in rows] == [
-        ("Full", 1.0, None), ("AirCache", 0.5, None), ("AirCache", 0.1, None), ("AirCache", 0.1, gpu.CAP),
+    assert [row["cell"]["policy"] for row in rows] == [
+        "full", "aircache(keep=0.5)", "aircache(keep=0.1)", f"aircache(keep=0.1, cap={gpu.CAP})",
     ]  # fmt: skip
     assert all(row["cell"]["batch"] == 2 and row["prefill_seconds"] > 0 for row in rows)
     assert all(row["decode_roofline_share"] > 0 and row["prefill_roofline_share"] > 0 for row in rows)
@@ -64,7 +64,7 @@ def test_verdicts_are_the_promises(capsys):
         rows[policy] = {"to_full": {"decode": decode, "prefill": 1.01, "peak": 0.9}, **figures}
     rows[gpu.CONTESTANTS[0]] = {**figures, "step_bytes": 1.0}
     held = SimpleNamespace(
-        find=lambda cell: next((row for policy, row in rows.items() if cell.get("options") == options_of(policy)), None)
+        find=lambda cell: next((row for policy, row in rows.items() if cell.get("policy") == text_of(policy)), None)
     )
     gpu.verdict(gpu.Console(width=140), subject, held, [setting], [])
     said = capsys.readouterr().out

@@ -132,7 +132,7 @@ def test_mypy_sees_types_in_a_users_script(root, tmp_path):
 
 def test_methods_are_compared_with_one_scope():
     """H2O's default is "all", AirCache's "vision"; what the user names goes first."""
-    from vlkv.tools.commands.evaluate import policies_from
+    from vlkv.tools.commands.options import policies_from
 
     def scopes(*options):
         args = build_parser("eval").parse_args(["eval", "x.jsonl", "--model", "mini", "--out", "x", "--keep", "0.5",

@@ -185,8 +185,8 @@ def test_the_command_measures_the_miniature(capsys, monkeypatch, tmp_path, image
     assert f"{content['shares'][-1]:.4f}" in capsys.readouterr().out
     share = repr(tuple(content["shares"]))
     answer = ["generate", "--model", str(miniature()), "--image", images[0], "--prompt", "read the page", "--json"]
-    policy = ["--policy", "PrefixKV", "--keep", "0.2", "--max-new-tokens", "2"]
-    assert main([*answer, *policy, "--option", f"profile={share}"]) == 0
+    policy = ["--policy", f"PrefixKV(profile={share})", "--keep", "0.2", "--max-new-tokens", "2"]
+    assert main([*answer, *policy]) == 0
     result = json.loads(capsys.readouterr().out)
     kept = np.array(result["kept_per_layer"])
     assert abs(kept - np.array(content["shares"]) * result["prompt_tokens"]).max() < 1.01

@@ -171,7 +171,7 @@ def test_a_method_of_ones_own_has_a_name(clone, capsys):
     command = ["generate", "--model", "mini", "--image", str(mini.PAGE), "--prompt", mini.QUESTION, "--json"]
     own = ["--policy", "examples/own_method.py:KeyNorm", "--keep", "0.5", "--scope", "vision", "--max-new-tokens", "4"]
     assert main([*command, *own]) == 0
-    assert json.loads(capsys.readouterr().out)["policy"] == "KeyNorm"
+    assert json.loads(capsys.readouterr().out)["policy"].endswith("KeyNorm(keep=0.5, scope='vision')")
     question = {"image": str(mini.PAGE), "question": mini.QUESTION, "answer": "0 6 7"}
     (clone / "one.jsonl").write_text(json.dumps(question))
     compared = [
@@ -189,7 +189,7 @@ def test_a_method_of_ones_own_has_a_name(clone, capsys):
     ]
     assert main([*compared, "--max-new-tokens", "4", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["policy"] for row in rows] == ["SnapKV(keep=0.5)", "KeyNorm(keep=0.5)"]
+    assert [row["policy"] for row in rows] == ["snapkv(keep=0.5)", "examples/own_method.py:KeyNorm(keep=0.5)"]
     assert rows[0]["cache_bytes"] == rows[1]["cache_bytes"]
 
 

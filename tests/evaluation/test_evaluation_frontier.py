@@ -19,7 +19,6 @@ from vlkv.policies import KIVI, AirCache, Composed, FastV, PrefixKV, Smooth, Sna
 from vlkv.tools.commands import frontier
 from vlkv.tools.evaluation import curves
 from vlkv.tools.evaluation.keeps import at_bytes, at_keep, pool_bytes, relative_size, share_of_bytes
-from vlkv.tools.evaluation.report import code
 from vlkv.tools.evaluation.running import Settings
 
 SNAP = SnapKV(keep=0.4, scope="vision")
@@ -60,8 +59,7 @@ def test_shares_of_bytes():
     assert share_of_bytes(FastV(keep=0.5, layer=1), CONFIG, inputs) == pytest.approx((whole + 2 * half) / (3 * whole))
 
 
-def test_code_makes_the_same_policy():
-    names = {name: getattr(policies, name) for name in policies.__all__}
+def test_the_text_makes_the_same_policy():
     for policy in (
         SNAP,
         COMPOSED,
@@ -69,7 +67,7 @@ def test_code_makes_the_same_policy():
         compose(SnapKV(keep=0.4), step=policies.H2O),
         compose(SNAP, reduce=FastV(keep=0.5)),
     ):
-        assert eval(code(policy), names) == policy
+        assert policies.make(policies.text_of(policy)) == policy
 
 
 def test_the_frontier_by_hand():
@@ -115,10 +113,10 @@ def test_the_command(capsys, tmp_path, monkeypatch, miniature, shares, bits):
 def test_the_line_of_python_knows_ones_own_class(monkeypatch, root):
     monkeypatch.setattr(curves, "quality", lambda model, file, policy, **_: policy)
     own = f"{root}/examples/own_method.py:KeyNorm"
-    args = argparse.Namespace(model="mini", metric="exact", policy=["snapkv", f"{own}(scope='all')"])
-    made: list[policies.Policy] = []
-    exec(frontier._python(args, root, Settings(), "KeyNorm(keep=0.1)"), {"print": made.append})
-    assert made == [policies.named(own)(keep=0.1)]
+    args = argparse.Namespace(model="mini", metric="exact")
+    made: list[str] = []
+    exec(frontier._python(args, root, Settings(), f"{own}(keep=0.1)"), {"print": made.append})
+    assert policies.make(made[0]) == policies.named(own)(keep=0.1)
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_numbers_of_the_report():
     entries = {(0, 0, 0): made, (1, 0, 0): {**made, "answer": "8", "tokens": 1, "bytes": 200}}
     result = summarise(records, [SNAPKV], ["exact", "perplexity"], entries)
     assert result["rows"] == [{
-        "policy": "SnapKV(keep=0.2, scope='vision')", "keep": 0.2, "scope": "vision", "exact": 0.5,
+        "policy": "snapkv(keep=0.2, scope='vision')", "keep": 0.2, "scope": "vision", "exact": 0.5,
         "perplexity": pytest.approx(2), "cache_bytes": 150, "tokens_per_second": 4,
     }]  # fmt: skip
     assert [answer["said"] for answer in result["answers"]] == [["4 2"], ["8"]]
@@ -236,7 +236,7 @@ def test_killed_and_continued_it_gives_the_same(small, questions, root, tmp_path
         (["--model", "nowhere"], "nowhere: no such folder"),
         (["--metric", "bleu"], "no metric 'bleu'"),
         (["--policy", "snapkw"], "did you mean snapkv"),
-        (["--policy", "snapkv(0.1)"], "expected NAME(OPTION=VALUE"),
+        (["--policy", "snapkv(0.1)"], "give options by name"),
         (["--policy", "snapkv"], "give either keep="),
         (["--policy", "kivi", "--metric", "self-rouge-l"], "add full to --policy"),
         (["--batch", "0"], "batch=0 must be at least 1"),

@@ -72,7 +72,7 @@ def test_what_is_said(made):
     said = json.loads(json.dumps(as_json(made)))
     assert said["estimates"] is True and said["fits"] is True and "estimates" in said["notes"][0]
     assert said["prompt"] == {"tokens": 300, "padded": 396, "pictures": 9, "vision": 225, "text": 75}
-    assert [run["policy"] for run in said["runs"]] == ["Full", "AirCache"]
+    assert [run["policy"] for run in said["runs"]] == ["full", "aircache(keep=0.1)"]
     for run in said["runs"]:
         assert set(run["bytes_per_chip"]) == {"weights", "pool", "tail", "index", "inputs", "temporaries", "used"}
         assert run["tokens_per_second"] > 0 and run["decode_step"]["compiler"]["kernels"] > 0

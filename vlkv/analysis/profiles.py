@@ -27,7 +27,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from vlkv.compression.compose import options_of
 from vlkv.compression.option_types import Scope
 from vlkv.compression.selection import make_observation
 from vlkv.config import ModelConfig
@@ -37,7 +36,7 @@ from vlkv.files import read_text, write_json
 from vlkv.generation.prefill import fill_cache
 from vlkv.generation.prompt import LayerPrompt, read_prompt
 from vlkv.inputs import Inputs
-from vlkv.policies import CSP, Policy, PrefixKV
+from vlkv.policies import CSP, Policy, PrefixKV, text_of
 from vlkv.policies.csp import region_share
 
 AGGREGATION = "mean"  # the only one; written to the file to document it
@@ -227,9 +226,9 @@ def save(
         raise InputError(f"{path.parent}: no such folder to write the profile into")
     content = {
         "model": {"name": name, **fingerprint(config)},
-        "policy": type(policy).__name__,
-        "options": options_of(policy),
+        "policy": text_of(policy),
         "keep": policy.keep,
+        "scope": policy.scope,
         "samples": len(ratios),
         "aggregation": AGGREGATION,
         "shares": aggregate(ratios).tolist(),
@@ -257,7 +256,7 @@ def load(path: str | os.PathLike[str], config: ModelConfig, *, scope: Scope = "a
     try:
         content = json.loads(text)
         measured, shares = dict(content["model"]), list(content["shares"])
-        measured_scope = content["options"]["scope"]
+        measured_scope = content["scope"]
     except (ValueError, TypeError, KeyError, RecursionError):
         raise InputError(f"{path}: not a profile; make it again with `vlkv profile`") from None
     for field, ours in fingerprint(config).items():

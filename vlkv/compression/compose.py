@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from jaxtyping import Array, Bool, Float, Int
@@ -14,7 +13,7 @@ from vlkv.compression.smooth import Smooth
 from vlkv.errors import InputError
 
 Part = Policy | type[Policy]
-_OWNERS = {"allocate": "allocated", "merge": "merged", "step": "stepped", "reduce": "reduced", "store": "stored"}
+STAGES = {"allocate": "allocated", "merge": "merged", "step": "stepped", "reduce": "reduced", "store": "stored"}
 
 
 def compose(
@@ -65,10 +64,10 @@ def compose(
             made = _alike(part, scores) if shares else part() if isinstance(part, type) else part
             if shares and made.reducer is not None:
                 raise InputError(f"compose: {type(made).__name__} reduces the prompt: give it as reduce=")
-            parts[_OWNERS[name]] = _owner(made, _OWNERS[name])
+            parts[STAGES[name]] = _owner(made, STAGES[name])
     owners: dict[str, Any] = {"scored": _owner(scores, "scored"), "reduced": scores.reducer}
     if isinstance(scores, Composed):
-        owners |= {field: getattr(scores, field) for field in (*_OWNERS.values(), "smoothed")}
+        owners |= {field: getattr(scores, field) for field in (*STAGES.values(), "smoothed")}
     if smooth is not None:
         parts["smoothed"] = smooth
     _check(owners, parts)
@@ -88,7 +87,7 @@ def _check(owners: dict[str, Any], parts: dict[str, Any]) -> None:
         parts: policies that replace them.
     """
     scores, reducer = owners["scored"], owners["reduced"]
-    allocated, merged, stepped, reduced, stored = (parts.get(field) for field in _OWNERS.values())
+    allocated, merged, stepped, reduced, stored = (parts.get(field) for field in STAGES.values())
     if merged is not None and not merged.merges:
         raise InputError(f"compose: {type(merged).__name__} with these options does not merge for other methods")
     if allocated is not None and scores.cap not in (None, allocated.cap):
@@ -229,12 +228,3 @@ class Composed(Policy):
     def check_model(self, layers: int) -> None:
         for part in self.parts:
             part.check_model(layers)
-
-
-def options_of(policy: Policy) -> dict[str, Any]:
-    """The options as a dictionary, for tables and JSON; of a composition its owners, with their names and options."""
-    if not isinstance(policy, Composed):
-        return dataclasses.asdict(policy)  # type: ignore[call-overload]
-    parts = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}  # type: ignore[arg-type]
-    named = {name: {"policy": type(p).__name__, **options_of(p)} for name, p in parts.items() if isinstance(p, Policy)}
-    return named if policy.smoothed is None else named | {"smoothed": dataclasses.asdict(policy.smoothed)}

@@ -38,6 +38,7 @@ class Facts(NamedTuple):
             and heads. A class that overrides `allocate` has "layers" unless it says "heads".
         capped: whether `cap` is supported: budgets differ per layer, and tokens are ranked by their scores only.
         selects: whether entries are evicted after prefill.
+        own_keep: whether `keep` follows from other options, so that it cannot be given.
         needs_key: whether `generate` and `select` need a key.
         ranked_by: statistics per head and token that `rank` uses instead of the scores.
         counts_dropped: whether `keep` is a fraction of the prompt before the method reduced it.
@@ -49,6 +50,7 @@ class Facts(NamedTuple):
     budgets: Literal["equal", "layers", "heads"] = "equal"
     capped: bool = False
     selects: bool = True
+    own_keep: bool = False
     needs_key: bool = False
     ranked_by: tuple[str, ...] = ()
     counts_dropped: bool = False

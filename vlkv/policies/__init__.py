@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
 import importlib
 import importlib.util
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +17,7 @@ from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.selection import Selection, compress, select
 from vlkv.compression.smooth import Smooth
 from vlkv.errors import InputError
+from vlkv.policies import syntax
 from vlkv.policies.adakv import AdaKV
 from vlkv.policies.aircache import AirCache
 from vlkv.policies.avl import AVL
@@ -92,21 +91,38 @@ def _own(name: str) -> type[Policy]:
 
 @functools.cache  # so that the class is the same in every call
 def _load(file: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    spec = importlib.util.spec_from_file_location(file, file)  # the module's name is the file, as in FILE.py:CLASS
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def make(name: str | type[Policy], /, **options: Any) -> Policy:
-    """A policy from its name or class, and its options; InputError names an unknown option."""
-    cls = named(name) if isinstance(name, str) else name
-    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    for option in options:
-        if option not in known:
-            raise InputError(f"{cls.__name__} has no option {option!r} (it has {', '.join(known)})")
-    return cls(**options)
+def make(policy: str | type[Policy], /, **options: Any) -> Policy:
+    """A policy from its text or class.
+
+        make("snapkv", keep=0.1)
+        make("compose(aircache(window='text'), store=kivi(bits=4))", keep=0.1)
+
+    Args:
+        policy: a text as described in `vlkv.policies.syntax`, or a class.
+        options: further options of the policy, or of the policy that scores in a composition.
+
+    Raises:
+        InputError: the text cannot be read, a name or an option is unknown, or a value is wrong.
+    """
+    if not isinstance(policy, str):
+        return syntax.construct(policy, options)
+    made = syntax.parse(policy, named, options)
+    for name in ("keep", "budget", "scope"):
+        if options.get(name) is not None and getattr(made, name) != options[name]:
+            raise InputError(f"{name}={options[name]!r} does not apply: {policy} has its own {name}")
+    return made
+
+
+def text_of(policy: Policy) -> str:
+    """The text from which `make` constructs this policy, with the options that differ from their defaults."""
+    return syntax.text_of(policy, named)
 
 
 __all__ = [
@@ -152,4 +168,5 @@ __all__ = [
     "named",
     "registry",
     "select",
+    "text_of",
 ]

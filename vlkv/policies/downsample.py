@@ -31,9 +31,7 @@ class Downsample(ReducingPolicy):
 
     side: Positive = 2
     most: Positive | None = None
-    facts = Facts(
-        paper="baseline",
-    )
+    facts = Facts(paper="baseline", own_keep=True)
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -17,6 +17,7 @@ class Full(Policy):
         paper="the baseline of every paper",
         stages="none",
         selects=False,
+        own_keep=True,
     )
 
     def __post_init__(self) -> None:

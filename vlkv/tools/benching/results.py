@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vlkv.compression.compose import options_of
 from vlkv.errors import InputError
 from vlkv.files import read_json, write_json
-from vlkv.policies import Policy
+from vlkv.policies import Policy, text_of
 from vlkv.tools.benching import machine
 from vlkv.tools.benching.settings import Setting
 from vlkv.tools.benching.subjects import Subject
@@ -63,5 +62,5 @@ def identity(line: Line) -> dict[str, Any]:
     subject, setting, policy = line
     return {
         "model": subject.name, "dtype": subject.dtype.name, "batch": setting.batch, "prompt": setting.prompt,
-        "text": setting.text, "new": setting.new, "policy": type(policy).__name__, "options": options_of(policy),
+        "text": setting.text, "new": setting.new, "policy": text_of(policy),
     }  # fmt: skip

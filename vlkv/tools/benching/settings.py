@@ -15,7 +15,7 @@ import jax
 from vlkv.compression.sizes import pool_slots
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
-from vlkv.policies import Full, Policy
+from vlkv.policies import Full, Policy, text_of
 from vlkv.tools.benching.shapes import images_of
 
 
@@ -59,7 +59,7 @@ def check_policy(policy: Policy, config: ModelConfig) -> None:
     """Raises InputError if a policy cannot be measured on this model. Called before anything is compiled."""
     name = type(policy).__name__
     policy.check_model(config.decoder.layers)
-    if config.vision is None and policy.scope == "vision" and not isinstance(policy, Full):
+    if config.vision is None and policy.scope == "vision" and policy.facts.selects:
         raise InputError(f"{name} compresses vision tokens, but {config.family} has none: use --scope all")
 
 
@@ -79,13 +79,11 @@ def cache_bytes(policy: Policy, config: ModelConfig, setting: Setting, itemsize:
 
 
 def label(policy: Policy) -> str:
-    """The name of a policy in tables, such as "AirCache 0.1"."""
-    name = type(policy).__name__
-    if isinstance(policy, Full):
+    """The name of a policy in tables: its text, with the scope even if it is the method's default."""
+    if policy == Full():
         return "full cache"
-    if policy.budget is not None:
-        return f"{name} {policy.budget}"
-    return f"{name} {policy.keep:.3g}"
+    text = text_of(policy)
+    return text if "scope=" in text or not policy.facts.selects else f"{text}, scope {policy.scope}"
 
 
 def with_full(contestants: Sequence[Policy]) -> list[Policy]:

@@ -8,25 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vlkv import policies
-from vlkv.compression.compose import options_of
-from vlkv.policies import Policy
 from vlkv.tools.benching.results import Line
 from vlkv.tools.benching.settings import Setting, cache_bytes, label
 
 _GIB = 2**30
-
-
-def name_of(policy: Policy) -> str:
-    """The label with the scope, and with the options that differ from the method's defaults."""
-    full = isinstance(policy, policies.Full)
-    default = type(policy)() if full else type(policy)(keep=policy.keep or 1.0)
-    differs = {
-        name: value for name, value in options_of(policy).items()
-        if name not in ("keep", "budget", "scope") and value != options_of(default).get(name)
-    }  # fmt: skip
-    details = ", ".join([*([] if full else [policy.scope]), *(f"{name}={value}" for name, value in differs.items())])
-    return f"{label(policy)} ({details})" if details else label(policy)
 
 
 def show(console: Console, table: Table) -> None:
@@ -52,7 +37,7 @@ def plan(console: Console, lines: Sequence[Line], done: Iterable[bool]) -> None:
     for (subject, setting, policy), is_done in zip(lines, done, strict=True):
         size = cache_bytes(policy, subject.config, setting, subject.dtype.itemsize)
         table.add_row(
-            f"{subject.name}, {subject.dtype.name}", *sizes(setting), name_of(policy), f"{subject.bytes / _GIB:.3f}",
+            f"{subject.name}, {subject.dtype.name}", *sizes(setting), label(policy), f"{subject.bytes / _GIB:.3f}",
             f"{size / _GIB:.4f}", "yes" if is_done else "",
         )  # fmt: skip
     show(console, table)
@@ -68,12 +53,12 @@ def measured(console: Console, rows: Sequence[tuple[Line, dict[str, Any]]]) -> N
     for (_, setting, policy), row in rows:
         batch, prompt, _, new = sizes(setting)
         if "error" in row:
-            table.add_row(batch, prompt, new, name_of(policy), row["error"])
+            table.add_row(batch, prompt, new, label(policy), row["error"])
             continue
         ratio = row.get("to_full", {})
         planned |= row["peak"]["source"] == "compiled.memory_analysis"
         table.add_row(
-            batch, prompt, new, name_of(policy), f"{row['prefill_seconds']:.4g}", f"{1e3 * row['step_seconds']:.4g}",
+            batch, prompt, new, label(policy), f"{row['prefill_seconds']:.4g}", f"{1e3 * row['step_seconds']:.4g}",
             f"{row['tokens_per_second']:.4g}", f"{row['cache_bytes'] / 2**20:.2f}",
             f"{row['peak']['bytes'] / _GIB:.3f}", f"{row['first_call_seconds']:.1f}",
             *(f"{ratio[name]:.2f}" if ratio.get(name) else "" for name in ("prefill", "decode", "peak")),
@@ -92,7 +77,7 @@ def compiled(console: Console, rows: Sequence[tuple[Line, dict[str, Any]]]) -> N
     for (subject, setting, policy), row in rows:
         batch, prompt, _, new = sizes(setting)
         table.add_row(
-            subject.name, batch, prompt, new, name_of(policy), f"{row['trace_seconds']:.2f}",
+            subject.name, batch, prompt, new, label(policy), f"{row['trace_seconds']:.2f}",
             f"{row['compile_seconds']:.2f}",
         )  # fmt: skip
     show(console, table)

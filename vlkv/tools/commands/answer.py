@@ -3,8 +3,8 @@
   vlkv generate --model mini --image page.png --prompt "read the page" \\
       --policy snapkv --keep 0.2
   vlkv generate --model llava-hf/llava-1.5-7b-hf --image cat.png \\
-      --prompt "What is this?" --policy aircache --keep 0.1 \\
-      --with "store=kivi(bits=4)"
+      --prompt "What is this?" --keep 0.1 \\
+      --policy "compose(aircache, store=kivi(bits=4))"
 
 With --save-cache the images are compressed before the question is known, and kept in a file; with --from-cache other
 questions about them are answered from it.
@@ -25,14 +25,13 @@ from vlkv import loading, saving
 from vlkv.buckets import round_up
 from vlkv.cache.pool import PackedCache
 from vlkv.cache.resizing import resize
-from vlkv.compression.compose import options_of
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation import jitted
 from vlkv.generation.decode import check_room, decode_steps
 from vlkv.generation.extend import extend
 from vlkv.generation.sampling import Greedy, Sample
-from vlkv.policies import Policy
+from vlkv.policies import Policy, text_of
 from vlkv.processing import Processor
 from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, policy_from
 
@@ -92,8 +91,8 @@ def run(args: argparse.Namespace) -> Any:
         ready = _from_file(args, sampling, params, processor)
     cache, decoder = ready.cache, params.config.decoder
     result = {
-        "policy": type(ready.policy).__name__,
-        "options": options_of(ready.policy),
+        "policy": text_of(ready.policy),
+        "scope": ready.policy.scope,
         "prompt_tokens": ready.prompt_tokens,
         "kept_per_layer": np.asarray(cache.counts)[:, 0].mean(axis=1).tolist(),
         "cache_bytes": cache.bytes,
@@ -132,7 +131,7 @@ def _check_files(args: argparse.Namespace) -> None:
         return
     if args.save_cache is not None or args.image:
         raise InputError("--from-cache contains its images: leave out --save-cache and --image")
-    if args.policy != "full" or args.parts or (args.keep, args.budget, args.scope) != (None, None, None):
+    if (args.policy, args.keep, args.budget, args.scope) != ("full", None, None, None):
         raise InputError("--from-cache contains its policy: leave out --policy and its options")
 
 

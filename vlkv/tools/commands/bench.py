@@ -17,7 +17,6 @@ from typing import Any
 from rich.console import Console
 from tqdm import tqdm
 
-from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.policies import Policy
 from vlkv.tools.benching import tables
@@ -27,7 +26,7 @@ from vlkv.tools.benching.results import Line, Results, identity
 from vlkv.tools.benching.settings import Setting, check_policy, grid, with_full
 from vlkv.tools.benching.shapes import make_inputs
 from vlkv.tools.benching.subjects import Subject, find
-from vlkv.tools.commands.options import add_policy_arguments, common_scope, policy_from
+from vlkv.tools.commands.options import add_policy_arguments, policies_from
 
 _BATCHES, _PROMPTS, _NEW, _TEXT, _KEEPS = (1,), (1024,), 64, 64, (0.1,)
 
@@ -99,16 +98,9 @@ def _contestants(args: argparse.Namespace, subject: Subject) -> list[Policy]:
     """Every --policy with every --keep."""
     if args.budget is not None and args.keep:
         raise InputError("--keep and --budget: give only one of them")
-    made: list[Policy] = []
-    names = args.policy or ["snapkv"]
-    scope = args.scope or common_scope(map(policies.named, names))
-    for name in names:
-        if issubclass(policies.named(name), policies.Full):
-            continue
-        for keep in [None] if args.budget is not None else args.keep or _KEEPS:
-            one = argparse.Namespace(**{**vars(args), "policy": name, "keep": keep, "scope": scope})
-            made.append(policy_from(one, lambda: subject.config))
-    return made
+    keeps = args.keep or (_KEEPS if args.budget is None else ())
+    asked = {**vars(args), "policy": args.policy or ["snapkv"], "keep": keeps}
+    return policies_from(argparse.Namespace(**asked), lambda: subject.config)
 
 
 def _compile(args: argparse.Namespace, console: Console, lines: list[Line], hits: Hits | None) -> Any:

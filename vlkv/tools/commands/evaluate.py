@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,10 @@ from rich.console import Console
 from rich.progress import track
 
 from vlkv import loading
-from vlkv.config import ModelConfig
 from vlkv.errors import InputError
-from vlkv.policies import Full, Policy, make
+from vlkv.policies import Full, text_of
 from vlkv.tools.benching.machine import describe
-from vlkv.tools.commands.options import add_model_arguments, common_scope, policy_called
+from vlkv.tools.commands.options import add_model_arguments, policies_from
 from vlkv.tools.evaluation import fingerprint, report
 from vlkv.tools.evaluation.journal import Journal
 from vlkv.tools.evaluation.metrics import METRICS, SELF, check_metrics
@@ -86,7 +84,7 @@ def run(args: argparse.Namespace) -> Any:
         frames=args.frames, seed=args.seed,
     )  # fmt: skip
     plan = policies_from(args, lambda: loading.load_processor(args.model).config)
-    if SELF in metrics and not any(type(policy) is Full for policy in plan):
+    if SELF in metrics and not any(policy == Full() for policy in plan):
         raise InputError(f"metric {SELF} compares with the full cache: add full to --policy")
     if args.out.exists() and not args.out.is_dir():
         raise InputError(f"{args.out}: is a file; --out is a folder for the results")
@@ -98,7 +96,7 @@ def run(args: argparse.Namespace) -> Any:
     facts = {
         "model": {**fingerprint.of_model(folder), "dtype": args.dtype},
         "file": fingerprint.of_file(args.file),
-        "policies": [report.label(policy) for policy in plan],
+        "policies": [text_of(policy) for policy in plan],
         **dataclasses.asdict(settings),
     }
     console = Console(stderr=args.json)
@@ -132,19 +130,3 @@ def run(args: argparse.Namespace) -> Any:
     if len(files) == 1:
         console.print("no plot: that needs matplotlib (pip install matplotlib)", highlight=False)
     return None
-
-
-def policies_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> list[Policy]:
-    """Every policy at every keep; policies that keep everything, or name their own keep or budget, occur once."""
-    plan: list[Policy] = []
-    called = [policy_called(text, f"--policy {text}", config) for text in args.policy]
-    scope = args.scope or common_scope(cls for cls, options in called if "scope" not in options)
-    for cls, options in called:
-        if issubclass(cls, Full):  # keeps everything, so a scope means nothing
-            plan.append(make(cls, **options))
-            continue
-        if scope is not None:
-            options.setdefault("scope", scope)
-        keeps = [] if {"keep", "budget"} & set(options) else [{"keep": keep} for keep in args.keep]
-        plan += [make(cls, **options, **keep) for keep in keeps or [{}]]
-    return list(dict.fromkeys(plan))

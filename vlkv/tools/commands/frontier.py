@@ -1,4 +1,4 @@
-"""Find the method and the bits that answer best at each cache size: a table, a plot, and Python code for each.
+"""Find the method and the bits that answer best at each cache size: a table, a plot, and a line of Python for each.
 
   vlkv frontier --quick --out frontier
   vlkv frontier questions.jsonl --model FOLDER --policy snapkv aircache
@@ -22,17 +22,17 @@ from rich.table import Table
 from vlkv import loading
 from vlkv.errors import InputError
 from vlkv.mini import export
-from vlkv.policies import AirCache, Full, Policy, Smooth, compose, make
+from vlkv.policies import AirCache, Full, Policy, Smooth, compose, text_of
 from vlkv.processing import Processor
 from vlkv.tools.benching.machine import describe
-from vlkv.tools.commands.options import policy_called
+from vlkv.tools.commands.options import policy_of
 from vlkv.tools.commands.plots import check_plots
 from vlkv.tools.evaluation import curves, fingerprint
 from vlkv.tools.evaluation.journal import Journal
 from vlkv.tools.evaluation.keeps import at_bytes, share_of_bytes
 from vlkv.tools.evaluation.metrics import LOWER_IS_BETTER, METRICS, check_metrics
 from vlkv.tools.evaluation.records import Record, read_records
-from vlkv.tools.evaluation.report import code, save, summarise
+from vlkv.tools.evaluation.report import save, summarise
 from vlkv.tools.evaluation.running import Settings
 from vlkv.tools.evaluation.running import run as run_all
 
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> Any:
     facts = {
         "model": fingerprint.of_model(folder),
         "file": fingerprint.of_file(file),
-        "policies": [code(policy) for policy in plan],
+        "policies": [text_of(policy) for policy in plan],
         **dataclasses.asdict(settings),
     }
     journal, bar = Journal(args.out, facts), Console(stderr=True)
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> Any:
         low, high = curves.wilson(min(1.0, row[args.metric]), summary["questions"])
         share = share_of_bytes(policy, processor.config, inputs)
         points.append({"name": name, "bits": bits, "bytes": share, "quality": row[args.metric], "low": low,
-                       "high": high, "code": code(policy), "cache_bytes": row["cache_bytes"]})  # fmt: skip
+                       "high": high, "code": text_of(policy), "cache_bytes": row["cache_bytes"]})  # fmt: skip
     chosen = [(share, best) for share in args.bytes if (best := curves.best_at(points[1:], share)) is not None]
     lines = [{"share": share, **best, "python": _python(args, file, settings, best["code"])} for share, best in chosen]
     result = {"run": facts, "machine": describe(), "metric": args.metric, "questions": summary["questions"],
@@ -140,9 +140,8 @@ def _plan(args: argparse.Namespace, processor: Processor) -> list[tuple[str, int
     """Name, bits and policy of every point; the full cache first."""
     base: dict[str, Policy] = {}
     for text in args.policy or (_QUICK if args.quick else _METHODS):
-        cls, options = policy_called(text, f"--policy {text}", lambda: processor.config)
-        made = make(cls, **{"keep": 0.1, "scope": "vision", **options})
-        base[code(made).replace("keep=0.1, ", "") if options else cls.__name__] = made
+        made = policy_of(text, {"keep": 0.1, "scope": "vision"}, lambda: processor.config)
+        base[type(made).__name__ if "(" not in text else text] = made
     if args.policy is None:
         base |= {name: policy for name, policy in _OURS.items() if not args.quick or "smoothed" in name}
     plan: list[tuple[str, int, Policy]] = [("Full", 16, Full())]
@@ -156,11 +155,9 @@ def _python(args: argparse.Namespace, file: Path, settings: Settings, policy: st
     """One line of Python that measures a point of the frontier again."""
     options = f"batch={settings.batch}, max_new_tokens={settings.max_new_tokens}"
     metric = "" if args.metric == "exact" else f"metric={args.metric!r}, "
-    own = [text.split("(")[0] for text in args.policy or () if ":" in text.split("(")[0]]
-    classes = "".join(f"{name.rpartition(':')[2]} = named({name!r}); " for name in own)
     return (
-        f"from vlkv.tools.evaluation.curves import quality; from vlkv.policies import *; {classes}"
-        f"print(quality({args.model!r}, {str(file)!r}, {policy}, {metric}{options}))"
+        "from vlkv.tools.evaluation.curves import quality; "
+        f"print(quality({args.model!r}, {str(file)!r}, {policy!r}, {metric}{options}))"
     )
 
 

@@ -24,12 +24,11 @@ from rich.progress import track
 from rich.table import Table
 
 from vlkv import loading
-from vlkv.compression.compose import options_of
 from vlkv.errors import InputError
 from vlkv.generation.decode import check_room
 from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, pages
-from vlkv.policies import Policy
+from vlkv.policies import Policy, text_of
 from vlkv.processing import Processor
 from vlkv.processing.images import open_image
 from vlkv.tools.commands.averaging import mean_view
@@ -114,8 +113,7 @@ def run(args: argparse.Namespace) -> Any:
     if args.json:
         about = {
             "what": args.what,
-            "policy": type(policy).__name__,
-            "options": options_of(policy),
+            "policy": text_of(policy),
             "samples": len(views),
         }
         return _plain({**about, "prompt_tokens": first.valid.sum(), "picture": out and str(out), **view.arrays})
@@ -125,11 +123,10 @@ def run(args: argparse.Namespace) -> Any:
 
 
 def _title(model: str | Path | None, policy: Policy, samples: int) -> str:
-    """Title with the model, the policy, its keep or budget, and its scope."""
-    share = f"budget {policy.budget}" if policy.budget is not None else f"keep {policy.keep or 1:.3g}"
+    """Title with the model, the policy and its scope."""
     name = "mini" if model is None else Path(model).name
     mean = f", mean of {samples} samples" if samples > 1 else ""
-    return f"{name}: {type(policy).__name__}, {share}, scope {policy.scope}{mean}"
+    return f"{name}: {text_of(policy)}, scope {policy.scope}{mean}"
 
 
 def _policy(args: argparse.Namespace) -> Policy:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,8 +10,7 @@ from vlkv import policies
 from vlkv.analysis import profiles
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
-
-_STAGES = ("allocate", "merge", "step", "reduce", "store")
+from vlkv.policies import Policy, syntax
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, **options: Any) -> None:
@@ -25,135 +23,73 @@ def add_model_arguments(parser: argparse.ArgumentParser, **options: Any) -> None
 
 
 def add_policy_arguments(parser: argparse.ArgumentParser, *, many: bool = False) -> None:
-    """Adds --policy, --keep, --budget, --scope, --option and --with; `many`: lists of policies and keeps."""
+    """Adds --policy, --keep, --budget and --scope; `many`: lists of policies and keeps."""
     several: dict[str, Any] = {"nargs": "+"} if many else {}
     default, shown = (None, "snapkv") if many else ("full", "full")
     parser.add_argument(
         "--policy",
         default=default,
-        metavar="NAME",
-        help=f"see `vlkv policies`; FILE.py:CLASS is a method of your own (default: {shown})",
+        metavar="POLICY",
+        help="a name of `vlkv policies`, with options as in \"aircache(window='text')\", several methods as in "
+        f'"compose(aircache, store=kivi(bits=4))", or your own class as FILE.py:CLASS (default: {shown})',
         **several,
     )
     parser.add_argument(
-        "--keep", type=float, metavar="FRACTION", help="share of the tokens in scope that is kept, in (0, 1]", **several
-    )
+        "--keep", type=float, metavar="FRACTION", help="share of the tokens in scope that is kept, in (0, 1], unless "
+        "the policy contains it", **several,
+    )  # fmt: skip
     parser.add_argument("--budget", type=int, metavar="TOKENS", help="instead of --keep: tokens per layer, on average")
     parser.add_argument(
         "--scope",
         choices=["vision", "all"],
-        help="what competes for the budget (default: the method's; vision where "
-        "methods with different defaults are compared)",
-    )
-    parser.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="another option of the policy; may be repeated",
-    )
-    parser.add_argument(
-        "--with",
-        action="append",
-        default=[],
-        dest="parts",
-        metavar="STAGE=NAME",
-        help=f"another method's stage ({', '.join(_STAGES)}), with options as in store=kivi(bits=4), or "
-        "smooth=smooth(kernel=9); may be repeated",
+        help="what competes for the budget, unless the policy contains it (default: the method's; vision where methods "
+        "with different defaults are compared)",
     )
 
 
-def policy_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> policies.Policy:
-    """The policy that the arguments describe; raises InputError for wrong arguments.
+def policy_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> Policy:
+    """The policy that the arguments describe.
 
     Args:
         args: parsed.
         config: returns the config of the model; called only to check a profile.
+
+    Raises:
+        InputError: wrong arguments, or --keep, --budget or --scope that the policy contradicts.
     """
-    options: dict[str, Any] = {
-        name: getattr(args, name) for name in ("keep", "budget", "scope") if getattr(args, name) is not None
-    }
-    for item in args.option:
-        name, sign, value = item.partition("=")
-        if not sign:
-            raise InputError(f"--option {item}: expected NAME=VALUE")
-        options[name] = _literal(value)
-    policy = _make(args.policy, options, config)
-    parts: dict[str, Any] = {}
-    for item in args.parts:
-        stage, part = _part(item, config)
-        if stage in parts:
-            raise InputError(f"--with {item}: {stage} is given twice")
-        parts[stage] = part
-    return policies.compose(policy, **parts) if parts else policy
+    given = {name: getattr(args, name) for name in ("keep", "budget", "scope")}
+    made = policy_of(args.policy, given, config)
+    for name, value in given.items():
+        if value is not None and getattr(made, name) != value:
+            raise InputError(f"--{name} {value} does not apply: {args.policy} has its own {name}")
+    return made
 
 
-def common_scope(methods: Iterable[type[policies.Policy]]) -> policies.Scope | None:
-    """The common scope of compared methods: "vision" if their defaults differ, else None (their default).
+def policies_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> list[Policy]:
+    """Every policy at every keep; a policy that contains its keep or budget, or keeps everything, occurs once."""
+    budget = getattr(args, "budget", None)
+    given = [{"keep": keep} for keep in args.keep] or [{"budget": budget}]
+    scope = args.scope or common_scope(policy_of(text, given[0], config) for text in args.policy)
+    plan = [policy_of(text, {**one, "scope": scope}, config) for text in args.policy for one in given]
+    return list(dict.fromkeys(plan))
+
+
+def common_scope(plan: Iterable[Policy]) -> policies.Scope | None:
+    """The common scope of compared methods: "vision" if their own ones differ, else None.
 
     Methods that keep everything are ignored.
     """
-    scopes = {cls.scope for cls in methods if not issubclass(cls, policies.Full)}
+    scopes = {policy.scope for policy in plan if not policy.facts.own_keep}
     return "vision" if len(scopes) > 1 else None
 
 
-def policy_called(
-    text: str, where: str, config: Callable[[], ModelConfig]
-) -> tuple[type[policies.Policy], dict[str, Any]]:
-    """Parses "kivi" or "kivi(bits=4)": the class and its options; a profile is read from its file.
+def policy_of(text: str, given: dict[str, Any], config: Callable[[], ModelConfig]) -> Policy:
+    """The policy of a text, with `given` options where it has none; a profile is read from its file."""
 
-    Args:
-        text: the argument.
-        where: its description in messages.
-        config: as in `policy_from`.
-    """
-    name, bracket, _ = text.partition("(")
-    if not bracket:
-        return policies.named(name), {}
-    return policies.named(name), _with_profile(name, _options(text, where), config)
+    def with_profile(cls: type[Policy], options: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(options.get("profile"), str):
+            return options
+        scope = options.get("scope", cls.scope)
+        return {**options, "profile": profiles.load(options["profile"], config(), scope=scope)}
 
-
-def _options(text: str, where: str) -> dict[str, Any]:
-    """Parses the options in "kivi(bits=4)"."""
-    try:
-        call = ast.parse(text.strip(), mode="eval").body
-        assert isinstance(call, ast.Call) and not call.args and all(word.arg for word in call.keywords)
-        options = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-        assert len(options) == len(call.keywords)
-    except (AssertionError, ValueError, SyntaxError):
-        raise InputError(f"{where}: expected NAME(OPTION=VALUE, ...)") from None
-    return options
-
-
-def _make(name: str, options: dict[str, Any], config: Callable[[], ModelConfig]) -> policies.Policy:
-    return policies.make(name, **_with_profile(name, options, config))
-
-
-def _with_profile(name: str, options: dict[str, Any], config: Callable[[], ModelConfig]) -> dict[str, Any]:
-    """The options, with the file name of a profile replaced by the profile."""
-    if not isinstance(options.get("profile"), str):
-        return options
-    scope = options.get("scope", policies.named(name).scope)
-    return {**options, "profile": profiles.load(options["profile"], config(), scope=scope)}
-
-
-def _part(item: str, config: Callable[[], ModelConfig]) -> tuple[str, Any]:
-    """Parses "store=kivi(bits=4)": the stage, and the method with its options or its class."""
-    stage, _, text = item.partition("=")
-    if stage == "smooth":
-        options = _options(text, f"--with {item}")
-        try:
-            return stage, policies.Smooth(**options)
-        except TypeError:
-            raise InputError(f"--with {item}: Smooth has the options kernel, one_sided and pooling") from None
-    if stage not in _STAGES or not text.partition("(")[0]:
-        raise InputError(f"--with {item}: expected STAGE=NAME with a stage among {', '.join(_STAGES)}")
-    cls, options = policy_called(text, f"--with {item}", config)
-    return stage, policies.make(cls, **options) if "(" in text else cls
-
-
-def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return text
+    return syntax.parse(text, policies.named, given, with_profile)

@@ -3,7 +3,7 @@
   vlkv profile --model mini --images page.png --prompts "read the page" \\
       --keep 0.5 --out profile.json
   vlkv generate --model mini --image page.png --prompt "read the page" \\
-      --policy prefixkv --keep 0.5 --option profile=profile.json
+      --policy "prefixkv(profile='profile.json')" --keep 0.5
 """
 
 from __future__ import annotations

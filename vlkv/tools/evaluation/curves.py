@@ -11,6 +11,7 @@ from typing import Any
 from vlkv import loading
 from vlkv.compression.policy import Policy
 from vlkv.files import replacing
+from vlkv.policies import make
 from vlkv.tools.evaluation.journal import Journal
 from vlkv.tools.evaluation.records import read_records
 from vlkv.tools.evaluation.report import summarise
@@ -24,7 +25,7 @@ _COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#9c755f", "#e15759", "#
 def quality(
     model: str | Path,
     file: str | Path,
-    policy: Policy,
+    policy: Policy | str,
     *,
     metric: str = "exact",
     batch: int = 20,
@@ -35,7 +36,7 @@ def quality(
     Args:
         model: a checkpoint folder or a hub id.
         file: questions in the format of `read_records`.
-        policy: any policy.
+        policy: any policy, or its text; see `vlkv.policies.make`.
         metric: a name of `METRICS`.
         batch: number of questions that are answered together.
         max_new_tokens: limit on the tokens of an answer.
@@ -43,6 +44,7 @@ def quality(
     Raises:
         InputError: the checkpoint, the file or a question cannot be used.
     """
+    policy = make(policy) if isinstance(policy, str) else policy
     params, processor = loading.load(model)
     records = read_records(Path(file))
     settings = Settings(max_new_tokens=max_new_tokens, batch=batch)

@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from vlkv.compression.compose import Composed
 from vlkv.compression.policy import Policy
 from vlkv.files import replacing, write_json
-from vlkv.policies.full import Full
+from vlkv.policies import Full, text_of
 from vlkv.tools.evaluation.journal import Entry
 from vlkv.tools.evaluation.metrics import FRACTIONS, LOWER_IS_BETTER, score
 from vlkv.tools.evaluation.records import Record, Scored
-
-
-def code(policy: Policy) -> str:
-    """The Python expression that constructs a policy, with names from `vlkv.policies`."""
-    if not isinstance(policy, Composed):
-        return _call(policy)
-    stages = {"allocate": policy.allocated, "merge": policy.merged, "step": policy.stepped, "reduce": policy.reduced,
-              "store": policy.stored}  # fmt: skip
-    parts = [code(policy.scored), *(f"{name}={code(part)}" for name, part in stages.items() if part is not None)]
-    if policy.smoothed is not None:
-        parts.append(f"smooth={policy.smoothed!r}")
-    return f"compose({', '.join(parts)})"
-
-
-def label(policy: Policy) -> str:
-    """A policy's class name and the options that differ from their defaults."""
-    return _call(policy).removesuffix("()")
-
-
-def _call(policy: Policy) -> str:
-    fields = dataclasses.fields(policy)  # type: ignore[arg-type]
-    options = [f"{f.name}={getattr(policy, f.name)!r}" for f in fields if getattr(policy, f.name) != f.default]
-    return f"{type(policy).__name__}({', '.join(options)})"
 
 
 def summarise(
@@ -62,7 +38,7 @@ def summarise(
         InputError: the judge fails.
     """
     asked = [(row, turn) for row, record in enumerate(records) for turn in range(len(record.turns))]
-    full = next((i for i, policy in enumerate(plan) if type(policy) is Full), None)
+    full = next((i for i, policy in enumerate(plan) if policy == Full()), None)
     rows = []
     for i, policy in enumerate(plan):
         answers = [entries[row, turn, i] for row, turn in asked]
@@ -76,7 +52,7 @@ def summarise(
         ]  # fmt: skip
         seconds = sum(entry["seconds"] for entry in answers)
         rows.append({
-            "policy": label(policy),
+            "policy": text_of(policy),
             "keep": policy.keep,
             "scope": policy.scope,
             **score(metrics, scored, judge),
@@ -144,7 +120,8 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any
     """The rows of each method and scope, sorted by bytes."""
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        lines.setdefault(f"{row['policy'].partition('(')[0]}, {row['scope']}", []).append(row)
+        method = re.sub(r"keep=[^,)]+(, )?", "", row["policy"]).replace("()", "")
+        lines.setdefault(f"{method}, {row['scope']}", []).append(row)
     return {name: sorted(found, key=lambda row: row["cache_bytes"]) for name, found in lines.items()}
 
 

@@ -239,7 +239,7 @@ class _Evaluator:
         key: Key[Array, ""],
     ) -> list[Entry]:
         """All turns of one row of each group; returns the entries of the groups `new`, whose row is not padding."""
-        draws = self.settings.temperature > 0 and type(self.plan[policy]) is Full
+        draws = self.settings.temperature > 0 and self.plan[policy] == Full()
         records = [self.records[row] for row in rows]
         history: list[list[str]] = [[] for _ in rows]  # earlier answers of each row
         before = [self._first_prompt(record) for record in records]

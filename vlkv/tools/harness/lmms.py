@@ -7,9 +7,7 @@ set it. This would cut an answer after its first paragraph, so we ignore it, lik
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import inspect
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,13 +21,13 @@ from lmms_eval.models.model_utils.gen_metrics import log_metrics
 from PIL import Image
 from tqdm import tqdm
 
-from vlkv import loading, policies
+from vlkv import loading
+from vlkv.compression.compose import STAGES
 from vlkv.errors import InputError
 from vlkv.processing.pictures import Video
-from vlkv.tools.commands.options import policy_from
+from vlkv.tools.commands.options import policy_of
 from vlkv.tools.harness.answering import Answer, Answerer, Question, sampling_from
 
-_STAGES = tuple(inspect.signature(policies.compose).parameters)[1:]
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 
 
@@ -64,7 +62,7 @@ class Vlkv(lmms):
         device: must be None or "auto", because jax chooses the device (`JAX_PLATFORMS`).
         max_batch_size: must be None.
         options: options of the policy: keep, budget, scope and its own. allocate, merge, step, reduce, store and smooth
-            replace a stage, as `--with` of `vlkv generate` does (`store=kivi(bits=4)`).
+            replace a stage, as in `compose` (`store=kivi(bits=4)`).
 
     Raises:
         InputError: an option is unknown, or the checkpoint cannot be loaded.
@@ -94,7 +92,7 @@ class Vlkv(lmms):
         if device not in (None, "auto"):
             raise InputError(f"device={device!r}: jax chooses the device; set JAX_PLATFORMS=cpu, cuda or tpu instead")
         processor = loading.load_processor(pretrained, layout=layout)
-        compression = policy_from(_arguments(policy, options), lambda: processor.config)
+        compression = policy_of(*_text(policy, options), lambda: processor.config)
         self.max_new_tokens, self.layout, self.max_frames, self.fps = max_new_tokens, layout, max_frames, fps
         self.model = Answerer(
             params=loading.load_params(pretrained, dtype=dtype), processor=processor, policy=compression,
@@ -204,10 +202,10 @@ class Vlkv(lmms):
         return Video(frames=[Image.fromarray(np.asarray(frame)) for frame in frames], fps=self.fps)
 
 
-def _arguments(policy: str, options: dict[str, Any]) -> argparse.Namespace:
-    """The arguments that `vlkv generate` would parse."""
-    own = {name: options.pop(name, None) for name in ("keep", "budget", "scope")}
-    parts = [f"{stage}={options.pop(stage)}" for stage in _STAGES if stage in options]
-    return argparse.Namespace(
-        policy=policy, **own, option=[f"{name}={value!r}" for name, value in options.items()], parts=parts
-    )
+def _text(policy: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The text of the policy, composed if options name stages, and its other options.
+
+    lmms-eval splits its arguments at commas, so stages are arguments of their own here.
+    """
+    parts = [f"{stage}={options.pop(stage)}" for stage in (*STAGES, "smooth") if stage in options]
+    return f"compose({', '.join([policy, *parts])})" if parts else policy, options

@@ -174,7 +174,7 @@ def _smaller_keep(job: Job, chip: Chip, rows: int, model: int, used: int) -> Ite
     """A smaller keep; temporaries are assumed to stay the same."""
     now = job.row_bytes(model)
     policy = job.policy
-    compressed = policy if type(policy).__name__ != "Full" else None
+    compressed = policy if policy.facts.selects else None
     for keep in _KEEPS:
         if compressed is None or (policy.keep is not None and keep >= policy.keep):
             continue

@@ -11,8 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from vlkv.compression.compose import options_of
-from vlkv.policies import Full
+from vlkv.policies import text_of
 from vlkv.tools.planning.arithmetic import gib
 from vlkv.tools.planning.jobs import Run, Step
 from vlkv.tools.planning.planning import Plan
@@ -47,8 +46,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def _run(run: Run) -> dict[str, Any]:
     rate = run.tokens_per_second
     return {
-        "policy": type(run.policy).__name__,
-        "options": options_of(run.policy),
+        "policy": text_of(run.policy),
+        "scope": run.policy.scope,
         "bytes_per_chip": {
             name: getattr(run, name)
             for name in ("weights", "pool", "tail", "index", "inputs", "temporaries", "used")
@@ -115,9 +114,8 @@ def as_table(plan: Plan) -> Group:
 
 
 def _name(run: Run) -> str:
-    share = "" if run.policy.keep in (None, 1.0) else f" {run.policy.keep:.0%}"
-    scope = "" if isinstance(run.policy, Full) else f" ({run.policy.scope})"
-    return f"{type(run.policy).__name__}{share}{scope}"
+    scope = f" (scope {run.policy.scope})" if run.policy.facts.selects else ""
+    return text_of(run.policy) + scope
 
 
 def _time(step: Step) -> str:

@@ -1,0 +1,186 @@
+"""The text of a policy, the same in Python, on the command line and in result files:
+
+    snapkv
+    aircache(keep=0.1, window="text")
+    compose(aircache(keep=0.1, window="text"), smooth=smooth(8, one_sided=True, pooling="max"), store=kivi(bits=4))
+
+It looks like a call in Python. Names are those of the registry, in upper or lower case, and FILE.py:CLASS or
+MODULE:CLASS for your own class.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from vlkv.compression.compose import STAGES, Composed, compose
+from vlkv.compression.policy import Policy
+from vlkv.compression.smooth import Smooth
+from vlkv.errors import InputError
+
+Find = Callable[[str], type[Policy]]
+Convert = Callable[[type[Policy], dict[str, Any]], dict[str, Any]]
+_OWN = re.compile(r"(?<![\w'\"])[\w./~-]+:[A-Za-z_]\w*")  # FILE.py:CLASS or MODULE:CLASS
+_SHARED = ("allocate", "merge", "step")  # parts of a composition that have the budget and scope of its scores
+_BUDGET = ("keep", "budget")
+_EXPECTED = "expected a name, NAME(OPTION=VALUE, ...) or compose(...)"
+
+
+def parse(text: str, find: Find, given: Mapping[str, Any], convert: Convert | None = None) -> Policy:
+    """The policy of a text.
+
+    Args:
+        text: as described above.
+        find: returns the class of a name.
+        given: options for the policy, or for the scores of a composition, where the text does not contain them. `keep`
+            and `budget` are used if the text contains neither; in a composition, also by other parts that need one.
+        convert: changes the options of every policy before it is constructed.
+
+    Raises:
+        InputError: the text is no such call, a name or an option is unknown, or an option has a wrong value.
+    """
+    own: list[str] = []
+
+    def placeholder(match: re.Match[str]) -> str:
+        own.append(match.group())
+        return f"own_{len(own) - 1}"
+
+    try:
+        tree = ast.parse(_OWN.sub(placeholder, text).strip(), mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise InputError(f"policy {text!r}: {_EXPECTED}") from None
+    return _Reader(text, own, find, convert).policy(tree, given)
+
+
+class _Reader(NamedTuple):
+    """Constructs policies from the syntax tree of a text."""
+
+    text: str
+    own: list[str]  # names of the user's own classes; the tree contains own_0, own_1 ... in their place
+    find: Find
+    convert: Convert | None
+
+    def policy(self, node: ast.expr, given: Mapping[str, Any]) -> Policy:
+        """The policy of a name or a call; `given` as in `parse`."""
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.lower() == "compose":
+            return self.composed(node, given)
+        name = self.name(node)
+        cls, (args, options) = self.find(name), self.values(node)
+        if args:
+            raise InputError(f"{name}: give options by name, as in {name}(keep=0.1)")
+        rest = {option: value for option, value in given.items() if value is not None}
+        if any(options.get(option) is not None for option in _BUDGET):
+            rest = {option: value for option, value in rest.items() if option not in _BUDGET}
+        if cls.facts.own_keep:
+            rest = {option: value for option, value in rest.items() if option not in (*_BUDGET, "scope")}
+        options = {**rest, **options}
+        return construct(cls, options if self.convert is None else self.convert(cls, options))
+
+    def composed(self, node: ast.Call, given: Mapping[str, Any]) -> Policy:
+        """The composition of a call of `compose`."""
+        if len(node.args) != 1 or any(word.arg not in (*STAGES, "smooth") for word in node.keywords):
+            raise InputError(f"policy {self.text!r}: expected compose(POLICY, STAGE=POLICY, ...) with stages among "
+                             f"{', '.join(STAGES)} and smooth")  # fmt: skip
+        scores = self.policy(node.args[0], given)
+        common = {name: getattr(scores, name) for name in (*_BUDGET, "scope") if getattr(scores, name) is not None}
+        parts: dict[str, Any] = {}
+        for word in node.keywords:
+            stage, part = str(word.arg), word.value
+            if stage == "smooth":
+                parts[stage] = self.smooth(part)
+            else:
+                parts[stage] = self.policy(part, common) if stage in _SHARED else self.self_sufficient(part, given)
+        return compose(scores, **parts)
+
+    def self_sufficient(self, node: ast.expr, given: Mapping[str, Any]) -> Policy:
+        """A part with a keep of its own: that of the text, that of its class, or else the given one."""
+        try:
+            return self.policy(node, {})
+        except InputError:
+            budget = {name: given[name] for name in _BUDGET if given.get(name) is not None}
+            if not budget:
+                raise
+            return self.policy(node, budget)
+
+    def smooth(self, node: ast.expr) -> Smooth:
+        """The smoothing of a call of `smooth`."""
+        args, options = self.values(node)
+        try:
+            if self.name(node).lower() != "smooth":
+                raise TypeError
+            return Smooth(*args, **options)
+        except TypeError:
+            raise InputError(f"policy {self.text!r}: expected smooth=smooth(KERNEL, pooling=...)") from None
+
+    def name(self, node: ast.expr) -> str:
+        """The name that a node is or calls."""
+        node = node.func if isinstance(node, ast.Call) else node
+        if not isinstance(node, ast.Name):
+            raise InputError(f"policy {self.text!r}: {_EXPECTED}")
+        return self.own[int(node.id[4:])] if re.fullmatch(r"own_\d+", node.id) else node.id
+
+    def values(self, node: ast.expr) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of a call; none if the node is a name."""
+        if not isinstance(node, ast.Call):
+            return [], {}
+        try:
+            words = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
+            if len(words) < len(node.keywords) or "None" in words:  # an option twice, or **options
+                raise ValueError
+            return [ast.literal_eval(value) for value in node.args], words
+        except (ValueError, TypeError, MemoryError, RecursionError):
+            raise InputError(f"policy {self.text!r}: options must be literals, with texts in quotes") from None
+
+
+def construct(cls: type[Policy], options: Mapping[str, Any]) -> Policy:
+    """An instance; InputError names an unknown option."""
+    known = [field.name for field in dataclasses.fields(cls)]
+    for option in options:
+        if option not in known:
+            raise InputError(f"{cls.__name__} has no option {option!r} (it has {', '.join(known)})")
+    return cls(**options)
+
+
+def text_of(policy: Policy, find: Find) -> str:
+    """The text of a policy, with the options that differ from their defaults. `parse` makes the same policy of it."""
+    if not isinstance(policy, Composed):
+        return _call(policy, find, {})
+    common = {name: getattr(policy, name) for name in (*_BUDGET, "scope")}
+    parts = [_call(policy.scored, find, {})]
+    for stage, field in STAGES.items():
+        part = getattr(policy, field)
+        if part is not None:
+            parts.append(f"{stage}={_call(part, find, common if stage in _SHARED else {})}")
+    if policy.smoothed is not None:
+        kernel, *rest = dataclasses.fields(policy.smoothed)
+        values = [repr(getattr(policy.smoothed, kernel.name)), *_changed(policy.smoothed, rest)]
+        parts.append(f"smooth=smooth({', '.join(values)})")
+    return f"compose({', '.join(parts)})"
+
+
+def _call(policy: Policy, find: Find, common: Mapping[str, Any]) -> str:
+    """The call of one policy, without the options that are in `common`."""
+    fields = [field for field in dataclasses.fields(policy) if common.get(field.name) != getattr(policy, field.name)]
+    if policy.facts.own_keep:
+        fields = [field for field in fields if field.name != "keep"]
+    options = ", ".join(_changed(policy, fields))
+    return _name(type(policy), find) + (f"({options})" if options else "")
+
+
+def _changed(made: Any, fields: list[Any]) -> list[str]:
+    pairs = ((field, getattr(made, field.name)) for field in fields)
+    return [f"{field.name}={value!r}" for field, value in pairs if value != field.default]
+
+
+def _name(cls: type[Policy], find: Find) -> str:
+    """The name by which `find` finds the class; the class's own name if there is none."""
+    for candidate in (cls.__name__.lower(), f"{cls.__module__}:{cls.__name__}"):
+        try:
+            if find(candidate) is cls:
+                return candidate
+        except InputError:
+            continue
+    return cls.__name__
