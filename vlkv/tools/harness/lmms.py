@@ -30,7 +30,7 @@ from vlkv.tools.commands.options import policy_from
 from vlkv.tools.harness.answering import Answer, Answerer, Question, sampling_from
 
 _STAGES = tuple(inspect.signature(policies.compose).parameters)[1:]
-_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".jp2", ".avif", ".tga")
 
 
 class Loss(NamedTuple):
