@@ -44,6 +44,7 @@ def fails(capsys, *argv: object, says: str) -> None:
     assert out == ""
     assert err.count("\n") == 1 and err.startswith("error: "), err
     assert says in err, err
+    assert len(err) <= len("error: ") + 200 + len(" (see vlkv generate --help)\n"), err
 
 
 def asks(capsys, model, image, *more, says: str, prompt: str = "read the page") -> None:
@@ -217,6 +218,15 @@ def test_an_option_of_the_wrong_type(option, says):
     policy = ["--policy", f"aircache({option})", "--keep", "0.1"]
     result = subprocess.run([*command, *policy], capture_output=True, text=True, check=False)
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and says in result.stderr, result.stderr
+
+
+def test_long_values_are_shortened(capsys, page):
+    long = "x" * 10_000
+    asks(capsys, CHECKPOINT, long + ".png", says="check the path")
+    asks(capsys, long, page, says="too long")
+    asks(capsys, CHECKPOINT, "data:image/png;base64," + long, says="data URI")
+    asks(capsys, CHECKPOINT, page, "--keep", long, says="invalid float value")
+    asks(capsys, CHECKPOINT, page, "--policy", long, says="no policy")
 
 
 def test_commands(capsys, page, tmp_path):

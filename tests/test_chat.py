@@ -75,10 +75,11 @@ def test_a_chat_keeps_the_compressed_cache(mini, page, query_agnostic):
 def test_the_chat_command(capsys, monkeypatch, root, miniature, page):
     monkeypatch.setattr(vlkv.loading, "MINI", miniature())
     params, processor = vlkv.load("mini")
-    monkeypatch.setattr("sys.stdin", io.StringIO("what does row two say?\n"))
+    question = r"what does row two say of \<image>?"  # as text
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{question}\n"))
     image = str(root / "benchmarks" / "data" / "ledger" / "page000.png")
     assert main(["chat", "--model", "mini", "--image", image, "--max-new-tokens", "6"]) == 0
-    output = vlkv.generate(params, processor(page, "what does row two say?"), sampling=vlkv.Greedy(max_new_tokens=6))
+    output = vlkv.generate(params, processor(page, question), sampling=vlkv.Greedy(max_new_tokens=6))
     assert capsys.readouterr().out == f"{processor.decode(output.tokens[0])}\n"
 
 

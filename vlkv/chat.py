@@ -23,6 +23,7 @@ from vlkv.inputs import Inputs
 from vlkv.policies.full import Full
 from vlkv.processing import Processor
 from vlkv.processing.processor import RowImages, as_list, count
+from vlkv.processing.prompts import literal
 
 _ANSWERS = 4  # a new cache has slots for this number of answers of the greatest length; it grows later
 _ANY = "x"  # placeholder for a question
@@ -93,7 +94,7 @@ class Chat:
         """Answers a question and adds both to the cache.
 
         Args:
-            question: text; in the first one `<image>` may mark the place of an image.
+            question: text; in the first one `<image>` may mark the place of an image. `\\<image>` is the word itself.
             on_text: called with each piece of the answer when it is decoded, for example
                 `lambda text: print(text, end="", flush=True)`.
 
@@ -120,7 +121,7 @@ class Chat:
         if self.cache is None:
             logits = self._begin(self.processor(self._image, question))
         else:
-            answer = answers[-1] if answers else ""
+            answer = literal(answers[-1]) if answers else ""
             place = prompt.find(answer, len(self._seen))
             if not prompt.startswith(self._seen) or place < 0:
                 raise InputError("the chat template changes earlier turns: start a new Chat for this question")

@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+from typing_extensions import TypeIs
+
 from vlkv.buckets import Buckets
 from vlkv.errors import InputError
 
@@ -35,6 +37,23 @@ def positive(field: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError(f"config.json: {field}={value!r} must be a whole number of at least 1")
     return value
+
+
+def token_id(raw: Raw, *fields: str, default: int) -> int:
+    """The token id in the first of these fields of `config.json` that is not missing or null, else the default.
+
+    Raises:
+        InputError: the value is not a whole number of at least 0.
+    """
+    field, value = next(((field, raw[field]) for field in fields if raw.get(field) is not None), ("", default))
+    if not is_token_id(value):
+        raise InputError(f"config.json: {field}={value!r} must be a token id, a whole number of at least 0")
+    return value
+
+
+def is_token_id(value: object) -> TypeIs[int]:
+    """Whether the value is a whole number of at least 0; True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def positives(raw: Raw, fields: Iterable[str], prefix: str = "") -> None:

@@ -2,6 +2,26 @@
 
 from __future__ import annotations
 
+import re
+
+LONGEST = 200  # characters of a message
+
 
 class InputError(ValueError):
-    """An input of the caller cannot be used. The message is one line."""
+    """An input of the caller cannot be used. The message is one line of at most `LONGEST` characters."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message))
+
+
+def shortened(message: str) -> str:
+    """The message in one line. If it is too long, because it quotes a long value, the middle of every long word is
+    removed, and then, if necessary, a part of the message before its last third, which holds the remedy.
+    """
+    line = " ".join(message.splitlines())
+    if len(line) > LONGEST:
+        line = re.sub(r"\S{80,}", lambda word: f"{word[0][:30]}...{word[0][-40:]}", line)
+    if len(line) > LONGEST:
+        gap, head = " ... ", LONGEST * 2 // 3
+        line = line[:head] + gap + line[head + len(gap) - LONGEST :]
+    return line

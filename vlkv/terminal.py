@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from vlkv.errors import InputError
+from vlkv.errors import InputError, shortened
 
 
 class _Help(argparse.HelpFormatter):
@@ -43,7 +43,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints the error and exits with status 2."""
-        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"error: {shortened(message)} (see {self.prog} --help)\n")
 
 
 def guarded(command: Callable[[], Any]) -> int:
@@ -56,7 +56,7 @@ def guarded(command: Callable[[], Any]) -> int:
     except BrokenPipeError:  # the reader has closed the pipe, as in `vlkv policies | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (InputError, OSError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        print("error:", shortened(" ".join(str(error).split())), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

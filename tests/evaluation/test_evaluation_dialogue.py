@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import vlkv
 from vlkv.errors import InputError
+from vlkv.families.llava.config import LlavaConfig
 from vlkv.mini import CHECKPOINT, folder
 from vlkv.processing.prompts import PromptWriter
 from vlkv.processing.templates import ChatTemplate
@@ -31,15 +34,30 @@ def writer(template, image="[I]"):
     return PromptWriter(template=made, image_token=image, special={"eos_token": "</s>"})
 
 
+def test_marks_in_answers_and_escaped_marks_are_text(processor):
+    """A record about the word `<image>`: its question, its reference and its later turns."""
+    turns = (Turn(r"what does \<image> say?", ("an <image> here",)), Turn("and now?", ("<image>",)))
+    record = Record(1, "1", (Path("page.png"),), turns)
+    image = processor.config.image_token
+    assert (processor.encode(dialogue.prompt(processor, record, [])) == image).sum() == 1
+    ids = dialogue.reference(processor, record, [])
+    assert image not in ids and processor.decode(np.array(ids)) == processor.decode(
+        processor.encode(r"an \<image> here", begin=False)
+    )
+    assert image not in dialogue.reference(processor, record, ["<image>"])
+    assert (processor.encode(dialogue.prompt(processor, record, ["an <image>"])) == image).sum() == 1
+    assert dialogue.truncate(processor, "<image> x", 99) == "<image> x"
+
+
 @pytest.mark.parametrize(
     ("prompts", "whole", "before"),
     [
-        (writer(None), "USER: [I]\nq1 ASSISTANT: a1</s>USER: q2 ASSISTANT:", "USER: [I]\n"),
+        (writer(LlavaConfig.prompt_format), "USER: [I]\nq1 ASSISTANT: a1</s>USER: q2 ASSISTANT:", "USER: [I]\n"),
         (writer(STRINGS), "<user>[I]\nq1</><assistant>a1</><user>q2</><assistant>", "<user>[I]\n"),
         (writer(folder.CHAT_TEMPLATE, "<image>"), "USER: <image>\nq1 ASSISTANT: a1 USER: q2 ASSISTANT:",
          "USER: <image>\n"),
     ],
-    ids=["none", "strings", "items"],
+    ids=["llava", "strings", "items"],
 )  # fmt: skip
 def test_a_conversation_as_text(prompts, whole, before):
     assert prompts.write("q1", 1, then=[("a1", "q2")]) == whole

@@ -11,10 +11,10 @@ from PIL import Image
 
 from vlkv.errors import InputError
 from vlkv.mini import export, pages
+from vlkv.processing import read_video
 from vlkv.tools.evaluation.batching import batches
 from vlkv.tools.evaluation.journal import Entry, Journal
 from vlkv.tools.evaluation.records import Record, Turn, read_records
-from vlkv.tools.evaluation.videos import read_video
 
 
 @pytest.fixture

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import PIL.Image
 import pytest
 
 import vlkv
+from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 from vlkv.processing import Processor, Video
 
@@ -85,6 +87,66 @@ def test_sizes_are_those_of_transformers(tmp_path, config, bounds):
         assert ours.scaled(height, width, 28) == wanted
 
 
+K = 28 * 28
+SIZES = [
+    {}, {"min_pixels": 4 * K, "max_pixels": 64 * K}, {"min_pixels": 40 * K}, {"max_pixels": 64 * K},
+    {"size": {"shortest_edge": 4 * K, "longest_edge": 64 * K}}, {"size": {"min_pixels": 4 * K, "max_pixels": 64 * K}},
+    {"size": {"shortest_edge": 4 * K, "longest_edge": 64 * K}, "max_pixels": 16 * K},
+    {"size": {"min_pixels": 1, "max_pixels": 2}, "min_pixels": 4 * K, "max_pixels": 64 * K},
+    {"size": None, "min_pixels": 40 * K, "max_pixels": None}, {"size": {"longest_edge": 64 * K}},
+    {"size": {"shortest_edge": 4 * K}}, {"size": {"longest_edge": 64 * K}, "min_pixels": 4 * K},
+    {"size": {"height": 56, "width": 56}}, {"size": {"height": 56, "width": 56}, "min_pixels": K, "max_pixels": K},
+    {"size": {}}, {"size": {"shortest_edge": 4 * K, "longest_edge": None}}, {"max_pixels": 50176.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("raw", SIZES, ids=str)
+def test_every_spelling_of_the_limits_is_that_of_transformers_or_refused(tmp_path, raw):
+    theirs = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl").Qwen2VLImageProcessorPil
+    pictures = [picture(640, 480), picture(20, 33), picture(150, 100)]
+    settings = {key: value for key, value in SETTINGS.items() if "pixels" not in key} | raw
+    try:
+        wanted = [theirs(**raw)(one, return_tensors="np")["image_grid_thw"][0].tolist() for one in pictures]
+    except (TypeError, ValueError):
+        with pytest.raises(InputError, match=r"shortest_edge and longest_edge|must be positive numbers"):
+            config_of("qwen2_vl").open_pictures(write_folder(tmp_path, settings), "checkpoint")
+        return
+    ours = config_of("qwen2_vl").open_pictures(write_folder(tmp_path, settings), "checkpoint")
+    assert [ours.read(one).arrays["image_grid_thw"].tolist() for one in pictures] == wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"max_pixels": "64"}, "3136 and '64' pixels"),
+        ({"min_pixels": True}, "True and"),
+        ({"max_pixels": [64]}, "must be positive numbers"),
+        ({"max_pixels": 500}, "in order"),
+        ({"size": 56}, "size=56 must be an object"),
+        ({"max_pixels": float("inf")}, "positive numbers"),
+        ({"do_resize": "false"}, "do_resize='false'"),
+        ({"do_normalize": 1}, "do_normalize=1 must be true or false"),
+        ({"resample": "bicubic"}, "not valid"),
+        ({"image_mean": ["a", 1, 1]}, "not valid"),
+        ({"rescale_factor": {}}, "not valid"),
+        ({"patch_size": "14"}, "patch_size='14'"),
+        ({"image_processor_type": ["Qwen2VLImageProcessor"]}, "image_processor_type"),
+    ],
+    ids=str,
+)
+def test_settings_of_wrong_types(tmp_path, change, says):
+    with pytest.raises(InputError, match=re.escape(says)):
+        config_of("qwen2_vl").open_pictures(write_folder(tmp_path, SETTINGS | change), "checkpoint")
+
+
+def test_the_first_name_of_the_image_processor(tmp_path):
+    settings = SETTINGS | {"image_processor_type": "Qwen2_5_VLImageProcessor"}
+    config_of("qwen2_5_vl").open_pictures(write_folder(tmp_path, settings), "checkpoint")
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": "Qwen2VLImageProcessor"}))
+    with pytest.raises(InputError, match="must be an object"):
+        config_of("qwen2_5_vl").open_pictures(tmp_path, "checkpoint")
+
+
 def test_patches_are_those_of_transformers(processor):
     theirs = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl").Qwen2VLImageProcessorPil(
         size={"shortest_edge": SETTINGS["min_pixels"], "longest_edge": SETTINGS["max_pixels"]}
@@ -157,7 +219,7 @@ def test_settings_that_are_refused(tmp_path, change, message):
     ("settings", "files"),
     [
         ({"size": {"shortest_edge": 4000, "longest_edge": 9000}}, {}),
-        ({"size": {"min_pixels": 4000, "max_pixels": 9000}}, {}),
+        ({"size": {"min_pixels": 4000, "max_pixels": 9000}, "min_pixels": 4000, "max_pixels": 9000}, {}),
         ({"min_pixels": 4000, "max_pixels": 9000}, {}),
         ({}, {"video_preprocessor_config.json": {"size": {"shortest_edge": 4000, "longest_edge": 9000}}}),
         ({}, {"processor_config.json": {"video_processor": {"min_pixels": 4000, "max_pixels": 9000}}}),

@@ -170,3 +170,23 @@ def test_what_is_refused(hf, original, tmp_path):
     (tmp_path / "tokenizer.json").rename(tmp_path / "tokenizer.model")
     with pytest.raises(InputError, match=r"only tokenizer\.model: `vlkv convert` converts it"):
         original()
+
+
+def test_a_video_has_the_settings_of_the_video_processor(tmp_path, hf):
+    own = {"video_processor_type": "InternVLVideoProcessor", "size": {"height": SIDE, "width": SIDE},
+           "image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}  # fmt: skip
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(own))
+    pictures = config_from_hf(HF).open_pictures(tmp_path, "checkpoint")
+    grey = PIL.Image.new("RGB", (SIDE, SIDE), (51, 51, 51))
+    frame = pictures.read(Video([grey])).arrays["pixel_values"][0, :, 0, 0]
+    np.testing.assert_allclose(frame, (0.2 - np.array([0.1, 0.2, 0.3])) / [0.4, 0.5, 0.6], atol=1e-6)
+    image = pictures.read(grey).arrays["pixel_values"]
+    np.testing.assert_array_equal(image, hf.pictures.read(grey).arrays["pixel_values"])
+    np.testing.assert_array_equal(hf.pictures.read(Video([grey])).arrays["pixel_values"], image)
+    for change, says in (({"size": {"height": 14, "width": 14}}, "different checkpoints"),
+                         ({"do_resize": False}, "do_resize=False"),
+                         ({"do_normalize": "no"}, "must be true or false"),
+                         ({"video_processor_type": "OtherVideoProcessor"}, "not supported")):  # fmt: skip
+        (tmp_path / "video_preprocessor_config.json").write_text(json.dumps({**own, **change}))
+        with pytest.raises(InputError, match=says):
+            config_from_hf(HF).open_pictures(tmp_path, "checkpoint")

@@ -1,6 +1,9 @@
 """The whole processor: batches, image tokens, shapes that jit shares, and parity with transformers'."""
 
+import copy
 import dataclasses
+import multiprocessing
+import pickle
 
 import jax
 import numpy as np
@@ -145,6 +148,46 @@ def test_image_tokens_hidden_in_the_text(make_folder, config):
 def test_a_prompt_beyond_the_limit(processor):
     with pytest.raises(InputError, match="limit is 2048"):
         processor(picture(), "a" * 2048)
+
+
+def test_a_literal_mark_has_the_ids_of_ordinary_text(make_folder, config, tmp_path):
+    """The reference has another image token, so that it takes `<image>` for text."""
+    processor = Processor.from_folder(make_folder(), config)
+    template = (tmp_path / "checkpoint" / "chat_template.jinja").read_text()
+    reference = Processor.from_folder(
+        make_folder(image_token="<|picture|>", template=template.replace("<image>", "<|picture|>")), config
+    )
+    for text in (r"where is \<image>?", r"\<image>\<image>", r"\<video> and \\<image>"):
+        inputs, wanted = processor(picture(), text), reference(picture(), text)
+        np.testing.assert_array_equal(inputs.tokens, wanted.tokens)
+        assert inputs.is_vision.sum() == PER_IMAGE
+        answer = processor.decode(inputs.tokens[0], int(inputs.valid.sum()))
+        assert answer == f"USER: \n{text} ASSISTANT:".replace("\\<", "<")
+    mixed = processor([picture(0), picture(1)], r"<image> is no \<image> but <image>")
+    assert mixed.is_vision.sum() == 2 * PER_IMAGE
+    before = processor.prompts.write("q", 1)
+    fed = processor.extension([before], [processor.prompts.write("q", 1, then=[("<image>", r"what is \<image>?")])])
+    assert processor.decode(fed.tokens[0], int(fed.valid.sum())) == " <image> USER: what is <image>? ASSISTANT:"
+
+
+def test_copies(processor):
+    """As a DataLoader makes them for its workers."""
+    wanted = processor(picture(), r"what is \<image>?")
+    for copied in (pickle.loads(pickle.dumps(processor)), copy.deepcopy(processor), copy.copy(processor)):
+        inputs = pickle.loads(pickle.dumps(copied(picture(), r"what is \<image>?")))
+        assert jax.tree.structure(inputs) == jax.tree.structure(wanted)
+        for one, other in zip(jax.tree.leaves(inputs), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_array_equal(one, other)
+    error = pickle.loads(pickle.dumps(InputError("x" * 999)))
+    assert str(error) == str(InputError("x" * 999))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_another_process(processor, method):
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        ids = pool.apply(processor.tokens, ("what?",))
+    np.testing.assert_array_equal(ids, processor.tokens("what?"))
 
 
 def test_text_models(make_folder, text_config):

@@ -33,12 +33,12 @@ def test_each_mark_becomes_an_image_in_its_place():
 
 
 def test_marks_become_the_checkpoints_own_token():
-    assert writer(None, "[IMG]").write("<image> a", 1) == "USER: [IMG]\n a ASSISTANT:"
+    assert writer(None, "[IMG]").write("<image> a", 1) == "[IMG]\n a"
     assert writer(TEXT_ONLY, "[IMG]", bos_token="<s>").write("a", 1) == "<s>[INST] [IMG]\na [/INST]"
 
 
 def test_without_a_template():
-    assert writer().write("what?", 1) == "USER: <image>\nwhat? ASSISTANT:"
+    assert writer().write("what?", 1) == "<image>\nwhat?"
     assert writer(image_token=None).write("once upon", 0) == "once upon"
 
 
@@ -89,6 +89,9 @@ def test_all_places_of_a_template(tmp_path):
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "tokenizer"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     assert found() == "tokenizer"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "default.jinja").write_text("additional")
+    assert found() == "additional"
     (tmp_path / "chat_template.jinja").write_text("jinja")
     assert found() == "jinja"
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
@@ -98,6 +101,39 @@ def test_all_places_of_a_template(tmp_path):
     (tmp_path / "processor_config.json").write_text("{")
     with pytest.raises(InputError, match=r"processor_config\.json"):
         found()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        (
+            "tokenizer_config.json",
+            [{"name": "rag", "template": "x"}, {"name": "tool_use", "template": "x"}],
+            "rag, tool",
+        ),
+        ("tokenizer_config.json", [], "no chat template is named default"),
+        ("processor_config.json", {"tool_use": "x"}, "there are: tool_use"),
+        ("chat_template.json", [{"name": "default"}], "must be a text"),
+        ("chat_template.json", 3, "must be a text"),
+        ("additional_chat_templates/rag.jinja", None, "there are: rag"),
+    ],
+)
+def test_templates_without_a_default_are_refused(tmp_path, file, content, says):
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("x" if content is None else json.dumps({"chat_template": content}))
+    with pytest.raises(InputError, match=says):
+        ChatTemplate.from_folder(tmp_path)
+
+
+def test_a_mark_after_a_backslash_is_text():
+    both = r"is \<image> beside <image> or \<video>?"
+    assert writer(IN_PLACE).write(both, 1) == "user: is \\<image> beside <image>\n or \\<video>? assistant:"
+    assert writer(None, None).write(r"\<image>", 0) == r"\<image>", "of a text model"
+    assert writer(IN_PLACE).write("q", 0, then=[("an <image>", "q")]).count(r"\<image>") == 1, "an answer has no marks"
+    with pytest.raises(InputError, match=r"\\<image> is the word itself"):
+        writer(IN_PLACE).write("what is <image>?", 0)
+    assert writer(IN_PLACE).before_question(r"<image>what is \<image>?", 1) == "user: <image>\n"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import AddedToken, models, pre_tokenizers
 
 from vlkv.errors import InputError
 from vlkv.processing.tokenizer import TextTokenizer
@@ -79,6 +81,32 @@ def test_names_of_special_tokens(make_folder):
         )
     )
     assert TextTokenizer.from_folder(folder).special == {"bos_token": "<s>", "image_token": "<image>"}
+
+
+def unigram():
+    pieces = ["<unk>", "▁", "<", ">", "i", "m", "a", "g", "e", "▁a", "<image>"]
+    model = models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0)
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    made.add_special_tokens([AddedToken("<image>", normalized=False)])
+    return made
+
+
+def wordlevel():
+    made = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "image": 1, "<": 2, ">": 3, "a": 4}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens(["<video>", "<image>"])
+    return made
+
+
+@pytest.mark.parametrize("make", [unigram, wordlevel])
+def test_a_renamed_token_keeps_its_id_and_frees_its_text(make):
+    plain = TextTokenizer(tokenizer=make(), special={})
+    other = plain.renamed({"<image>": "[I]"})
+    image = plain.tokenizer.token_to_id("<image>")
+    assert image in plain.encode("a <image> a")
+    np.testing.assert_array_equal(other.encode("a [I] a"), plain.encode("a <image> a"))
+    assert len(other.encode("<image>")) > 1 and image not in other.encode("<image>")
 
 
 def test_missing_and_damaged_files(make_folder):

@@ -6,6 +6,8 @@ from vlkv.towers.vit import ClipConfig
 
 
 class ToyConfig(SquareInputs):
+    prompt_format = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+
     @classmethod
     def read(cls, raw):
         vision = ClipConfig.from_hf(raw["vision_config"], -1, keep_class_token=True)

@@ -239,9 +239,8 @@ class ReducingStages(Policy):
         if any(not 0 <= a < layers for a in after) or sorted(set(after)) != list(after):
             common = {field.name for field in dataclasses.fields(Policy)}
             own = [field.name for field in dataclasses.fields(self) if field.name not in common]
-            given = ", ".join(f"{name}={getattr(self, name)!r}" for name in own)
-            raise InputError(f"{type(self).__name__}({given}) reduces the prompt after layers {after!r}, but they must "
-                             f"increase and be less than the model's {layers} layers: change options")  # fmt: skip
+            raise InputError(f"{type(self).__name__} reduces the prompt after layers {after!r}, which must be increasing "
+                             f"and less than the model's {layers} layers: change {', '.join(own)}")  # fmt: skip
 
     def reductions(self, layers: int) -> tuple[int, ...]:
         """For each call of `reduce`, how many layers run before it, in increasing order; 0: before the first layer."""

@@ -2,5 +2,6 @@
 
 from vlkv.processing.pictures import Video
 from vlkv.processing.processor import Processor
+from vlkv.processing.videos import read_video
 
-__all__ = ["Processor", "Video"]
+__all__ = ["Processor", "Video", "read_video"]

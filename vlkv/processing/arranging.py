@@ -49,6 +49,9 @@ class Arranged:
 class TextInputs(ModelConfig):
     """Config of a model without a tower, with the methods that other families override."""
 
+    # The documented format of the family's prompts as a chat template, for folders without one. None: it has several.
+    prompt_format: ClassVar[str | None] = None
+
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures | None:
         """The converter from pictures to arrays, with a checkpoint folder's settings; None for a model without a tower.
 
@@ -59,8 +62,20 @@ class TextInputs(ModelConfig):
         return None
 
     def template(self, folder: Path) -> ChatTemplate | None:
-        """The chat template of a checkpoint folder; None: LLaVA-1.5's prompt format, or plain text without a tower."""
-        return ChatTemplate.from_folder(folder)
+        """The chat template of a checkpoint folder, else the family's `prompt_format`.
+
+        None: a text model without a template, whose prompts are plain text.
+
+        Raises:
+            InputError: the folder has no template, and the family's format depends on the checkpoint.
+        """
+        found = ChatTemplate.from_folder(folder)
+        if found is not None or self.vision is None:
+            return found
+        if self.prompt_format is None:
+            raise InputError(f"{folder}: no chat template, and the format of {self.family} depends on the checkpoint; "
+                             "copy chat_template.jinja or chat_template.json from its source")  # fmt: skip
+        return ChatTemplate.from_text(self.prompt_format, f"the prompt format of {self.family}")
 
     @override
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:

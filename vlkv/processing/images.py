@@ -1,16 +1,22 @@
 """Opens an image: returns it upright and in RGB, or raises an error of one line.
 
 The reference is `transformers.image_utils.load_image` for a file: the EXIF rotation is applied, then PIL converts to
-RGB. So alpha is dropped, not blended, and 16-bit grey is clipped at 255. A path, the bytes of the file and the opened
-`PIL.Image` give the same pixels here. In transformers they may differ, because its processors do not rotate a
-`PIL.Image`, and those of late 5.x versions blend alpha onto white.
+RGB. So alpha is dropped, not blended. A path, the bytes of the file and the opened `PIL.Image` give the same pixels
+here. In transformers they may differ, because its processors do not rotate a `PIL.Image`, and those of late 5.x
+versions blend alpha onto white.
+
+One difference: 16-bit grey is scaled to 8 bits, as PIL scales 16-bit colour; transformers clips it at 255, which makes
+most such pictures white. 32-bit and float pictures have no fixed range. They are clipped as in transformers, with a
+warning if that changes them.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import os
+import urllib.parse
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,8 +36,8 @@ def open_image(picture: Picture) -> PIL.Image.Image:
     """Returns the image upright and in RGB; of an animation, the first frame. A given PIL image is not changed.
 
     Args:
-        picture: a path, the bytes of an image file, a `PIL.Image.Image`, or an array uint8 [height, width, 3] (grey:
-            [height, width]).
+        picture: a path, the bytes of an image file, a `PIL.Image.Image`, an array uint8 [height, width, 3] (grey:
+            [height, width]), or an image file in base64, as a data URI or as bare text.
 
     Raises:
         InputError: missing, a folder, not an image, truncated, without pixels, or with more pixels than
@@ -52,14 +58,24 @@ def open_image(picture: Picture) -> PIL.Image.Image:
         return _open(io.BytesIO(picture), f"the given {len(picture)} bytes")
     if not isinstance(picture, str | os.PathLike):
         raise InputError(f"an image must be a path, bytes, a PIL.Image or a numpy array, not {type(picture).__name__}")
+    if isinstance(picture, str) and picture[:5].lower() == "data:":
+        return _from_data_uri(picture)
+    return _from_path(picture)
+
+
+def _from_path(picture: str | os.PathLike[str]) -> PIL.Image.Image:
     name = repr(os.fspath(picture))
     try:
         path = Path(picture).expanduser()
-        if path.is_dir():
-            raise InputError(f"{name}: a folder, not an image; name a file in it")
-        if not path.exists():
+        if not os.path.exists(path):  # Path.exists raises an error for a name that is too long, such as base64
+            data = _from_base64(picture) if isinstance(picture, str) else None
+            image = _identify(io.BytesIO(data), "the base64 text") if data else None
+            if image is not None:
+                return _decode(image, "the base64 text")
             remedy = "download it first" if "://" in name else "check the path"
             raise InputError(f"{name}: no such image file; {remedy}")
+        if path.is_dir():
+            raise InputError(f"{name}: a folder, not an image; name a file in it")
         if not path.is_file():  # a pipe or a device, which may never end
             raise InputError(f"{name}: not a regular file; save the image to a file")
         with path.open("rb") as file:
@@ -70,8 +86,9 @@ def open_image(picture: Picture) -> PIL.Image.Image:
         raise InputError(f"{name}: cannot be read ({one_line(error)}); check the path") from None
 
 
-# Given to PIL, because it would otherwise try all its readers, including Ghostscript for EPS.
-FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "ICO", "PPM")
+# Given to PIL, because it would otherwise try all its readers, including Ghostscript for EPS. TGA is the last one,
+# because its files begin with no signature.
+FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "ICO", "PPM", "JPEG2000", "AVIF", "TGA")
 
 
 def check_area(width: int, height: int, name: str) -> None:
@@ -84,17 +101,42 @@ def check_area(width: int, height: int, name: str) -> None:
         )
 
 
+def _from_data_uri(uri: str) -> PIL.Image.Image:
+    header, _, content = uri.partition(",")
+    data = _from_base64(urllib.parse.unquote(content)) if header.lower().endswith(";base64") else None
+    if data is None:
+        raise InputError(f"{uri!r}: not a data URI in base64; give data:image/png;base64,... or the file's bytes")
+    return _open(io.BytesIO(data), "the data URI")
+
+
+def _from_base64(text: str) -> bytes | None:
+    """The bytes of base64 text, which may contain white space; None if it is not base64."""
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except ValueError:
+        return None
+
+
 def _open(file: io.BytesIO | io.BufferedReader, name: str) -> PIL.Image.Image:
+    image = _identify(file, name)
+    if image is None:
+        size = file.seek(0, io.SEEK_END)
+        what = "not an image, or a damaged one" if size else "an empty file"
+        raise InputError(f"{name}: {what}; give a PNG, JPEG, WebP, TIFF, BMP, GIF or AVIF file")
+    return _decode(image, name)
+
+
+def _identify(file: io.BytesIO | io.BufferedReader, name: str) -> PIL.Image.Image | None:
+    """The image, not decoded yet; None if it has none of the formats, or a damaged header."""
+    PIL.Image.init()
+    formats = [form for form in FORMATS if form in PIL.Image.OPEN]  # older versions of PIL do not read AVIF
     try:
         with _reading(name):
-            image = PIL.Image.open(file, formats=FORMATS)
+            return PIL.Image.open(file, formats=formats)
     except InputError:
         raise
     except Exception:  # PIL's readers raise many kinds of errors for a damaged file
-        size = file.seek(0, io.SEEK_END)
-        what = "not an image, or a damaged one" if size else "an empty file"
-        raise InputError(f"{name}: {what}; give a PNG, JPEG, WebP, TIFF, BMP or GIF file") from None
-    return _decode(image, name)
+        return None
 
 
 def _decode(image: PIL.Image.Image, name: str) -> PIL.Image.Image:
@@ -104,13 +146,34 @@ def _decode(image: PIL.Image.Image, name: str) -> PIL.Image.Image:
     try:
         with _reading(name):  # checks again, because a container such as ICO shows the size of its image only now
             image.load()
-            return PIL.ImageOps.exif_transpose(image).convert("RGB")
+            made, clipped = _to_rgb(PIL.ImageOps.exif_transpose(image), deep=image.format == "PPM")
     except InputError:
         raise
     except Exception as error:  # PIL's decoders raise OSError, SyntaxError, EOFError...
         raise InputError(
             f"{name}: the image is truncated or damaged ({one_line(error)}); copy or export it again"
         ) from None
+
+    if clipped:
+        warnings.warn(f"{name}: {clipped}", stacklevel=2)
+    return made
+
+
+def _to_rgb(image: PIL.Image.Image, *, deep: bool) -> tuple[PIL.Image.Image, str]:
+    """The image in RGB, and a warning about the range of its values, or "".
+
+    Args:
+        image: in any mode of PIL.
+        deep: whether integers of mode I are 16-bit grey.
+    """
+    if image.mode.startswith("I;16") or (image.mode == "I" and deep):
+        return image.convert("I").point(lambda value: value * (1 / 256)).convert("L").convert("RGB"), ""
+    problem = ""
+    if image.mode in ("I", "F"):
+        low, high = map(float, image.getextrema())  # type: ignore[arg-type]  # these modes have one channel
+        if not (low >= 0 and high <= 255) or (image.mode == "F" and 0 < high <= 1):
+            problem = f"values from {low:g} to {high:g} are clipped and rounded to 0..255; scale them to 8 bits first"
+    return image.convert("RGB"), problem
 
 
 @contextlib.contextmanager

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+import numbers
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,21 +19,33 @@ from vlkv.processing.images import Picture, open_image
 from vlkv.processing.pixels import PixelSettings, to_pixels
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Video:
     """The frames of a video that the model processes, in order.
 
-    Use a package such as PyAV, decord or OpenCV to decode a video file and to choose frames.
+    `read_video` decodes a video file with PyAV and chooses frames.
+
+    Attributes:
+        frames: pictures; also an iterator of them, or an array [frames, height, width, 3].
+        fps: frames per second of `frames`.
     """
 
     frames: Sequence[Picture]
-    fps: float = 2.0  # frames per second of `frames`
+    fps: float = 2.0
 
     def __post_init__(self) -> None:
-        if not len(self.frames):
+        """Makes `frames` a tuple and `fps` a float. Raises InputError for other types, or if there are no frames."""
+        frames, fps = self.frames, self.fps
+        one = isinstance(frames, str | bytes | os.PathLike) or (isinstance(frames, np.ndarray) and frames.ndim < 4)
+        if one or not isinstance(frames, Iterable):
+            raise InputError(f"a video's frames must be a list of pictures, not {type(frames).__name__}; "
+                             "vlkv.processing.read_video(path, frames=8) reads a video file")  # fmt: skip
+        if isinstance(fps, bool) or not isinstance(fps, numbers.Real) or not 0 < fps < math.inf:
+            raise InputError(f"a video's fps={fps!r} must be a positive number")
+        object.__setattr__(self, "frames", tuple(frames))
+        object.__setattr__(self, "fps", float(fps))
+        if not self.frames:
             raise InputError("a video needs at least one frame")
-        if not self.fps > 0:
-            raise InputError(f"a video's fps={self.fps!r} must be positive")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

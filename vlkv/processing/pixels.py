@@ -20,6 +20,7 @@ from vlkv.files import read_json
 from vlkv.processing.images import check_area
 
 Layout: TypeAlias = Literal["checkpoint", "pad"]
+PictureKind: TypeAlias = Literal["image", "video"]
 Kinds: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 # Class defaults in transformers, for fields that a file leaves out.
@@ -70,6 +71,9 @@ class PixelSettings:
             known = ", ".join(kinds)
             raise InputError(f"{source}: image_processor_type={kind!r} is not supported (supported: {known})")
         c = {**_DEFAULTS, **kinds[kind], **{key: value for key, value in raw.items() if value is not None}}
+        for field in ("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_pad"):
+            if not isinstance(c[field], bool):
+                raise InputError(f"{source}: {field}={c[field]!r} must be true or false")
         if c.get("pad_size"):
             raise InputError(f"{source}: pad_size={c['pad_size']!r} is not supported")
         padded = raw.get("image_aspect_ratio") == "pad" or (c["do_pad"] and c.get("padding") == "square")
@@ -95,7 +99,7 @@ def read_settings(folder: Path, layout: Layout = "checkpoint", kinds: Kinds = KI
 
 
 def find_settings(
-    folder: Path, part: Literal["image", "video"] = "image", default: dict[str, Any] | None = None
+    folder: Path, part: PictureKind = "image", default: dict[str, Any] | None = None
 ) -> tuple[dict[str, Any], str]:
     """A folder's settings as a JSON object, and the file that contains them.
 
@@ -109,6 +113,8 @@ def find_settings(
     nested = (read_json(path) or {}).get(f"{part}_processor")
     if isinstance(nested, dict):
         return nested, str(path)
+    if nested is not None:
+        raise InputError(f"{path}: {part}_processor={nested!r} must be an object")
     if part == "video":
         path = folder / "video_preprocessor_config.json"
         raw = read_json(path)

@@ -6,8 +6,8 @@ Axes: B batch · T tokens.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,7 +23,7 @@ from vlkv.processing.arranging import TextInputs
 from vlkv.processing.images import Picture
 from vlkv.processing.pictures import Pictures, Read, Video
 from vlkv.processing.pixels import Layout
-from vlkv.processing.prompts import MARKS, PromptWriter
+from vlkv.processing.prompts import MARKS, PromptWriter, literal, occurrences, without_backslashes
 from vlkv.processing.tokenizer import Lengths, TextTokenizer
 
 RowImages: TypeAlias = Picture | Video | Sequence[Picture | Video] | None
@@ -93,6 +93,7 @@ class Processor:
             images: for one question: an image (a path, bytes, a PIL image or an array), a list of them, or None. For a
                 list of questions: a list with such an entry for each, or None.
             text: one question, or a list. `<image>` marks the place of an image; without marks, images come first.
+                A backslash before a mark makes it ordinary text.
             question: False: stop before the text after the last image, so that the compressed cache does not depend on
                 the question. `extension` makes this text for `vlkv.extend`.
 
@@ -130,14 +131,37 @@ class Processor:
         if not after.startswith(before) or len(after) == len(before):
             raise InputError("the chat template changes earlier turns of a longer conversation, so the cache of the "
                              "shorter one cannot be extended")  # fmt: skip
-        shorter, longer = self._encode(before), self._encode(after)
+        shorter, longer = self.encode(before), self.encode(after)
         if len(longer) > len(shorter) and np.array_equal(longer[: len(shorter)], shorter):
             return longer[len(shorter) :]
-        return self.tokenizer.encode(after[len(before) :], add_special=False)  # a token crosses the end of `before`
+        return self.encode(after[len(before) :], begin=False)  # a token crosses the end of `before`
 
-    def _encode(self, prompt: str) -> Int[np.ndarray, " T"]:
+    def encode(self, prompt: str, *, begin: bool = True) -> Int[np.ndarray, " T"]:
+        """The ids of a prompt, in which a mark after a backslash is text.
+
+        Args:
+            prompt: written by `prompts`, or a part of it.
+            begin: whether the prompt begins here, so that the tokenizer adds its first token.
+        """
         # As in transformers: for a text model with a template, only the template writes special tokens.
-        return self.tokenizer.encode(prompt, add_special=self.prompts.template is None or self.pictures is not None)
+        begin = begin and (self.prompts.template is None or self.pictures is not None)
+        text = without_backslashes(prompt)
+        if text == prompt:
+            return self.tokenizer.encode(prompt, add_special=begin)
+        names, tokenizer = self._renamed
+        if names:
+            prompt = occurrences(names).sub(lambda match: names[match[0]], prompt)
+        return tokenizer.encode(without_backslashes(prompt), add_special=begin)
+
+    @functools.cached_property
+    def _renamed(self) -> tuple[dict[str, str], TextTokenizer]:
+        """Other names for the tokens that are spelled like a mark, and the tokenizer with these names.
+
+        It tokenises a mark as ordinary text.
+        """
+        added = {token.content for token in self.tokenizer.tokenizer.get_added_tokens_decoder().values()}
+        names = {mark: f"\ue000{kind}\ue001" for kind, mark in MARKS.items() if mark in added}  # private use characters
+        return names, self.tokenizer.renamed(names) if names else self.tokenizer
 
     def _batch(self, prompts: Sequence[Int[np.ndarray, " T"]], reads: Sequence[Read]) -> Inputs:
         """`Inputs` from rows of ids, which are padded on the right, and their pictures."""
@@ -171,7 +195,7 @@ class Processor:
         spelled_out = any(read.text is not None for read in reads)
         if spelled_out:
             prompt = self._spell_out(prompt, pictures, reads)
-        ids = self._encode(prompt)
+        ids = self.encode(prompt)
         if not ids.size:
             raise InputError("the prompt is empty: the tokenizer returns no tokens")
         if spelled_out:
@@ -227,10 +251,10 @@ class Processor:
         own = {"image": self.prompts.image_token, "video": self.prompts.video_token}
         if own["image"] == own["video"]:  # only the marks distinguish images and videos
             kinds = {mark: kind for kind, mark in MARKS.items()}
-            order = [kinds[mark] for mark in re.findall("|".join(MARKS.values()), text)]
+            order = [kinds[mark] for mark in occurrences(kinds).findall(text)]
         else:
             kinds = {token: kind for kind, token in own.items() if token is not None}
-            order = [kinds[token] for token in re.findall("|".join(map(re.escape, kinds)), prompt)] if row else []
+            order = [kinds[token] for token in occurrences(kinds).findall(prompt)] if row else []
         queues = {kind: [picture for picture in row if _kind(picture) == kind] for kind in MARKS}
         # `_ids` raises an error if the template repeats or drops a picture.
         shown = [queues[kind].pop(0) for kind in order if queues[kind]]
@@ -242,9 +266,9 @@ class Processor:
         for kind, token in (("image", self.prompts.image_token), ("video", self.prompts.video_token)):
             found = [read.text for picture, read in zip(pictures, reads, strict=True) if _kind(picture) == kind]
             if token is not None:
-                _check_count(kind, prompt.count(token), len(found))
+                _check_count(kind, len(occurrences([token]).findall(prompt)), len(found))
                 texts[token] = iter(found)
-        return re.sub("|".join(map(re.escape, texts)), lambda match: next(texts[match[0]]) or match[0], prompt)
+        return occurrences(texts).sub(lambda match: next(texts[match[0]]) or match[0], prompt)
 
     def _read(self, row: Sequence[Picture | Video]) -> list[Read]:
         if not row:
@@ -270,7 +294,7 @@ def _spelling(folder: Path, tokenizer: TextTokenizer, token: int | None) -> str 
 def _check_count(kind: str, found: int, wanted: int) -> None:
     if found != wanted:
         raise InputError(f"the prompt has {found} {kind} token(s), but needs {wanted}; mark {kind}s only with "
-                         f"{MARKS[kind]}")  # fmt: skip
+                         f"{MARKS[kind]}; {literal(MARKS[kind])} is the word itself")  # fmt: skip
 
 
 def _kind(picture: Picture | Video) -> str:

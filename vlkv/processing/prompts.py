@@ -1,13 +1,16 @@
 """Writes the text of a prompt from a question and the numbers of images and videos; each of them is one token.
 
 In all families the user marks the place of an image with `<image>` and that of a video with `<video>`. Without marks
-the images come first, then the videos, then the text.
+the images come first, then the videos, then the text. A backslash before a mark makes it ordinary text: `\\<image>`
+asks about the word `<image>`. Prompts contain such text with the backslash; `Processor` removes it when it tokenises
+them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vlkv.errors import InputError
@@ -15,6 +18,21 @@ from vlkv.processing.templates import ChatTemplate
 
 MARKS = {"image": "<image>", "video": "<video>"}
 _PROBE = "vlkvprobe"
+
+
+def occurrences(texts: Iterable[str]) -> re.Pattern[str]:
+    """A pattern that matches these marks and tokens, except marks after a backslash, which are ordinary text."""
+    return re.compile("|".join(rf"(?<!\\){text}" if text in MARKS.values() else re.escape(text) for text in texts))
+
+
+def literal(text: str) -> str:
+    """The text with a backslash before each mark, so that none stands for an image or a video."""
+    return re.sub("|".join(MARKS.values()), r"\\\g<0>", text)
+
+
+def without_backslashes(prompt: str) -> str:
+    """The prompt with its marks as text: the inverse of `literal`."""
+    return re.sub(rf"\\({'|'.join(MARKS.values())})", r"\1", prompt)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,17 +56,17 @@ class PromptWriter:
 
         Args:
             text: the question, with one mark for each image and video, or without marks. One line break after a mark
-                belongs to the mark.
+                belongs to the mark. A mark after a backslash is text.
             images: number of images.
             videos: number of videos.
-            then: later turns: pairs of an answer and the next question, without images.
+            then: later turns: pairs of an answer and the next question, without images. A mark in an answer is text.
 
         Raises:
             InputError: a text is empty, its marks do not match, or it contains the text of an image or video token.
         """
         asked = [self._split(text, {"image": images, "video": videos})]
         asked += [self._split(question, dict.fromkeys(MARKS, 0)) for _, question in then]
-        answers = [answer for answer, _ in then]
+        answers = [literal(answer) for answer, _ in then]
         if self.template is None:
             return self._plain(asked, answers)
         items = self._takes_items(self.template)
@@ -69,7 +87,7 @@ class PromptWriter:
         Raises:
             InputError: as `write`; also if no text follows the last image.
         """
-        end = max((text.rfind(mark) + len(mark) for mark in MARKS.values() if mark in text), default=0)
+        end = max((mark.end() for mark in occurrences(MARKS.values()).finditer(text)), default=0)
         if not text[end:].strip():
             raise InputError("no text follows the last image: put the question after it")
         before, found, _ = self.write(text[:end] + _PROBE, images, videos).partition(_PROBE)
@@ -89,8 +107,8 @@ class PromptWriter:
         for kind, count in counts.items():
             pieces, found = self._find(pieces, kind)
             if found not in (0, count):
-                raise InputError(f"the prompt has {found} {MARKS[kind]} mark(s) for {count} {kind}(s); "
-                                 f"give one mark per {kind}, or no marks")  # fmt: skip
+                raise InputError(f"the prompt has {found} {MARKS[kind]} mark(s) for {count} {kind}(s); give one mark "
+                                 f"per {kind}, or no marks; {literal(MARKS[kind])} is the word itself")  # fmt: skip
             if not found:
                 first = next((i for i, piece in enumerate(pieces) if isinstance(piece, str)), 0)
                 pieces[first:first] = [_Mark(kind)] * count
@@ -101,7 +119,7 @@ class PromptWriter:
             if token is None and counts[kind]:
                 what = "has no vision tower" if self.image_token is None else "does not support videos"
                 raise InputError(f"the model {what}; remove the {kind}")
-            if token is not None and any(token in piece for piece in words):
+            if token is not None and any(occurrences([token]).search(piece) for piece in words):
                 raise InputError(f"the prompt contains the model's {kind} token {token!r}; mark {kind}s "
                                  f"with {MARKS[kind]}")  # fmt: skip
         return [piece for piece in pieces if isinstance(piece, _Mark) or piece.strip()] if len(pieces) > 1 else pieces
@@ -115,7 +133,7 @@ class PromptWriter:
             if isinstance(piece, _Mark):
                 cut.append(piece)
                 continue
-            first, *rest = piece.split(MARKS[kind])
+            first, *rest = occurrences([MARKS[kind]]).split(piece)
             cut.append(first)
             for part in rest:
                 cut += [_Mark(kind), part.removeprefix("\n")]
@@ -125,13 +143,9 @@ class PromptWriter:
         return "".join(piece if isinstance(piece, str) else f"{self._tokens[piece.kind]}\n" for piece in pieces)
 
     def _plain(self, asked: list[list[str | _Mark]], answers: list[str]) -> str:
-        """The prompt without a template: in LLaVA-1.5's format, or plain text for a text model."""
+        """The prompt without a template: plain text."""
         inline = [self._inline(pieces) for pieces in asked]
-        if self.image_token is None:
-            return inline[0] + "".join(f"{a}\n{q}" for a, q in zip(answers, inline[1:], strict=True))
-        end = self.special.get("eos_token", "</s>")
-        rest = (f" {a}{end}USER: {q} ASSISTANT:" for a, q in zip(answers, inline[1:], strict=True))
-        return f"USER: {inline[0]} ASSISTANT:" + "".join(rest)
+        return inline[0] + "".join(f"{a}\n{q}" for a, q in zip(answers, inline[1:], strict=True))
 
     def _takes_items(self, template: ChatTemplate) -> bool:
         """Whether the template accepts a list of items as content; if not, it needs one string."""

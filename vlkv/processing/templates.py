@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import jinja2
 import jinja2.ext
@@ -25,33 +25,53 @@ import jinja2.sandbox
 from vlkv.errors import InputError
 from vlkv.files import one_line, read_json, read_text
 
+T = TypeVar("T")
 _LONGEST = 2**22  # limit on the characters of a prompt, more than any model can process
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """A compiled template and the file it came from."""
+    """A compiled template, its text, and the file it came from."""
 
     source: str
-    compiled: jinja2.Template
+    text: str
+    compiled: jinja2.Template = dataclasses.field(repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ChatTemplate.from_text, (self.text, self.source)  # compiled templates cannot be pickled or copied
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate | None:
         """The folder's template; None if there is none. If several files have one, the order is that of transformers.
 
         Raises:
-            InputError: a file is damaged, or the template is not valid Jinja.
+            InputError: a file is damaged, the template is not valid Jinja, or none of several is named "default".
         """
         for name in ("processor_config.json", "chat_template.json"):
-            text = _default((read_json(folder / name) or {}).get("chat_template"))
-            if text is not None:
-                return cls.from_text(text, str(folder / name))
-        text = read_text(folder / "chat_template.jinja")
-        if text is not None:
-            return cls.from_text(text, str(folder / "chat_template.jinja"))
-        path = folder / "tokenizer_config.json"
-        text = _default((read_json(path) or {}).get("chat_template"))
-        return None if text is None else cls.from_text(text, str(path))
+            found = cls._from_json(folder / name)
+            if found is not None:
+                return found
+        files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+        if (folder / "chat_template.jinja").exists():
+            files["default"] = folder / "chat_template.jinja"
+        if files:
+            path = _default(files, str(folder))
+            return cls.from_text(read_text(path) or "", str(path))
+        return cls._from_json(folder / "tokenizer_config.json")
+
+    @classmethod
+    def _from_json(cls, path: Path) -> ChatTemplate | None:
+        """The template in a file's field `chat_template`: a text, or a dictionary or list of named templates."""
+        found = (read_json(path) or {}).get("chat_template")
+        if found is None:
+            return None
+        if isinstance(found, list):  # as in transformers 4
+            found = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
+        text = _default(found, str(path)) if isinstance(found, dict) else found
+        if not isinstance(text, str):
+            raise InputError(f"{path}: chat_template must be a text, or a list of named texts; copy it from the "
+                             "checkpoint's source")  # fmt: skip
+        return cls.from_text(text, str(path))
 
     @classmethod
     def from_text(cls, text: str, source: str) -> ChatTemplate:
@@ -61,7 +81,7 @@ class ChatTemplate:
             InputError: the template is not valid Jinja.
         """
         try:
-            return cls(source=source, compiled=_environment().from_string(text))
+            return cls(source=source, text=text, compiled=_environment().from_string(text))
         except jinja2.TemplateError as error:
             raise InputError(f"{source}: the chat template is not valid ({one_line(error)})") from None
 
@@ -163,10 +183,23 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-def _default(found: object) -> str | None:
-    """The template, or, of several named ones (a dictionary, or a list in transformers 4), the one named "default"."""
-    if isinstance(found, list):
-        found = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
-    if isinstance(found, dict):
-        found = found.get("default")
-    return found if isinstance(found, str) else None
+def _default(found: Mapping[Any, T], source: str) -> T:
+    """The template named "default"; InputError if there is none."""
+    if "default" not in found:
+        names = ", ".join(map(str, found))
+        raise InputError(f"{source}: no chat template is named default (there are: {names}): name one of them default")
+    return found["default"]
+
+
+def chatml(content: str = "{{ message.content }}", system: str | None = None) -> str:
+    """A chat template in the format ChatML.
+
+    Args:
+        content: template of the content of a message.
+        system: the system message; None: there is none.
+    """
+    opening = "" if system is None else f"<|im_start|>system\n{system}<|im_end|>\n"
+    return (
+        f"{opening}{{% for message in messages %}}<|im_start|>{{{{ message.role }}}}\n{content}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )

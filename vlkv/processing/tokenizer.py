@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -61,6 +62,18 @@ class TextTokenizer:
         """Adds a special token if the tokenizer does not have it, and returns its id."""
         self.tokenizer.add_special_tokens([text])
         return self.tokenizer.encode(text, add_special_tokens=False).ids[0]
+
+    def renamed(self, names: Mapping[str, str]) -> TextTokenizer:
+        """The same tokenizer with other texts for some added tokens (old text -> new text), which keep their ids."""
+        raw = json.loads(self.tokenizer.to_str())
+        for token in raw["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        vocabulary = raw["model"]["vocab"]
+        if isinstance(vocabulary, dict):
+            raw["model"]["vocab"] = {names.get(text, text): number for text, number in vocabulary.items()}
+        else:  # Unigram: pairs of a text and its score
+            raw["model"]["vocab"] = [[names.get(text, text), score] for text, score in vocabulary]
+        return dataclasses.replace(self, tokenizer=tokenizers.Tokenizer.from_str(json.dumps(raw)))
 
     def encode(self, text: str, *, add_special: bool = True) -> Int[np.ndarray, " T"]:
         """Token ids.

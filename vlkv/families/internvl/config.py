@@ -7,11 +7,12 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from vlkv.config import Raw, filled, require, require_all
+from vlkv.config import Raw, filled, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.internvl.conversations import Conversation
 from vlkv.families.internvl.inputs import InternVlInputs
 from vlkv.families.text.config import QWEN2, read_decoder
+from vlkv.processing.templates import chatml
 from vlkv.towers.vit import VitConfig
 
 
@@ -67,6 +68,8 @@ class InternVlWiring:
 class InternVlConfig(InternVlInputs):
     """An InternViT tower and any decoder."""
 
+    prompt_format = chatml()  # without the system message of the authors' form, as transformers converts checkpoints
+
     @classmethod
     @override
     def read(cls, raw: Raw) -> dict[str, Any]:
@@ -82,7 +85,7 @@ class InternVlConfig(InternVlInputs):
         return {
             "decoder": read_decoder(raw),
             "vision": vision,
-            "image_token": raw.get("image_token_id", 151667),
+            "image_token": token_id(raw, "image_token_id", default=151667),
             "wiring": InternVlWiring.of(raw, vision),
         }
 

@@ -24,12 +24,13 @@ from vlkv.errors import InputError
 from vlkv.processing.arranging import Arranged, Batch, Mask, SquareInputs, Tokens, cells, tile_numbers
 from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video, tiles_of
-from vlkv.processing.pixels import Layout, PixelSettings, find_settings, to_pixels
+from vlkv.processing.pixels import Layout, PictureKind, PixelSettings, find_settings, to_pixels
 
 TOKEN = "<IMG_CONTEXT>"
 # Class defaults in transformers, for fields that a file leaves out.
 KIND = "GotOcr2ImageProcessor"
-_KINDS = {KIND: dict(size={"height": 384, "width": 384}, do_center_crop=False)}
+_DEFAULTS = dict(size={"height": 384, "width": 384}, do_center_crop=False)
+_KINDS = {KIND: _DEFAULTS, "InternVLVideoProcessor": _DEFAULTS}
 
 
 class InternVlInputs(SquareInputs):
@@ -43,13 +44,27 @@ class InternVlInputs(SquareInputs):
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
         self.only_checkpoint(layout)
-        side, (raw, source) = self.vision.image_size, self.settings(folder)
-        settings = PixelSettings.from_hf(raw, source, kinds=_KINDS)
+        (raw, source), video = self.settings(folder), self.settings(folder, "video")
+        for field in ("min_patches", "max_patches"):
+            if not isinstance(raw[field], int) or raw[field] < 1:
+                raise InputError(f"{source}: {field}={raw[field]!r} must be a whole number of at least 1")
+        if raw["min_patches"] > raw["max_patches"]:
+            raise InputError(f"{source}: min_patches={raw['min_patches']} is above max_patches={raw['max_patches']}")
+        return InternVlPictures(
+            settings=self._square(raw, source), frame=self._square(*video), side=self.vision.image_size,
+            tokens=self.per_picture, min_tiles=raw["min_patches"], max_tiles=raw["max_patches"],
+            thumbnail=self.wiring.thumbnail,
+        )  # fmt: skip
+
+    def _square(self, raw: dict[str, Any], source: str) -> PixelSettings:
+        """The settings for one tile or frame; InputError unless they resize to the tower's size."""
+        settings, side = PixelSettings.from_hf(raw, source, kinds=_KINDS), self.vision.image_size
+        if settings.size is None or settings.crop is not None:
+            raise InputError(f"{source}: do_resize=False and do_center_crop=True are not supported")
         if settings.size != (side, side):
             raise InputError(f"{source}: tiles of {settings.size} pixels, but the tower in config.json takes "
                              f"{side} x {side}: the files belong to different checkpoints")  # fmt: skip
-        return InternVlPictures(settings=settings, side=side, tokens=self.per_picture, min_tiles=raw["min_patches"],
-                                max_tiles=raw["max_patches"], thumbnail=self.wiring.thumbnail)  # fmt: skip
+        return settings
 
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
         """Like `SquareInputs.arrange`. `batch` may also have `pixel_tiles` [I, 2].
@@ -66,19 +81,11 @@ class InternVlInputs(SquareInputs):
         tile = np.repeat(np.arange(len(tilings)), self.per_picture)
         return dataclasses.replace(arranged, tiles=tile_numbers(arranged.vision_index, tile, shown.ravel()))
 
-    def settings(self, folder: Path) -> tuple[dict[str, Any], str]:
-        """The settings of a folder's image processor, and the file that contains them."""
-        found, source = find_settings(folder)
-        raw = filled(found, {"image_processor_type": KIND, "min_patches": 1, "max_patches": 12})
+    def settings(self, folder: Path, kind: PictureKind = "image") -> tuple[dict[str, Any], str]:
+        """The settings of a folder's image or video processor, and the file that contains them."""
+        found, source = find_settings(folder, kind)
         # `crop_to_patches` is ignored, because transformers' processor of this family always sets it.
-        if not raw.get("do_resize", True) or raw.get("do_center_crop"):
-            raise InputError(f"{source}: do_resize=False and do_center_crop=True are not supported")
-        for field in ("min_patches", "max_patches"):
-            if not isinstance(raw[field], int) or raw[field] < 1:
-                raise InputError(f"{source}: {field}={raw[field]!r} must be a whole number of at least 1")
-        if raw["min_patches"] > raw["max_patches"]:
-            raise InputError(f"{source}: min_patches={raw['min_patches']} is above max_patches={raw['max_patches']}")
-        return raw, source
+        return filled(found, {"image_processor_type": KIND, "min_patches": 1, "max_patches": 12}), source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +95,7 @@ class InternVlPictures(Pictures):
     spelled: ClassVar[Mapping[str, str]] = {"video": "<video>"}
 
     settings: PixelSettings  # for one tile
+    frame: PixelSettings  # for one frame of a video
     side: int  # pixels of a tile
     tokens: int  # vision tokens of a tile
     min_tiles: int
@@ -108,7 +116,7 @@ class InternVlPictures(Pictures):
 
     def video(self, video: Video) -> Read:
         """Every frame of the video becomes one tile."""
-        frames = [to_pixels(open_image(frame), self.settings) for frame in video.frames]
+        frames = [to_pixels(open_image(frame), self.frame) for frame in video.frames]
         return self._read(frames, "\n".join(f"Frame{i}: {self._marked(1)}" for i in range(1, len(frames) + 1)))
 
     def _marked(self, tiles: int) -> str:

@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from vlkv.config import Raw, filled, positive, require
+from vlkv.config import Raw, filled, is_token_id, positive, require
 from vlkv.errors import InputError
 from vlkv.families.internvl.config import InternVitConfig, InternVlWiring
 from vlkv.families.internvl.conversations import CONVERSATIONS
 from vlkv.families.internvl.inputs import KIND, TOKEN, InternVlInputs
 from vlkv.families.text.config import PHI3_MINI, QWEN2, internlm2, read_decoder
+from vlkv.processing.pixels import PictureKind
 from vlkv.processing.templates import ChatTemplate
 
 
@@ -77,8 +78,9 @@ class InternVlChatConfig(InternVlInputs):
         )
         return ChatTemplate.from_text(text, "config.json: template")
 
-    def settings(self, folder: Path) -> tuple[dict[str, Any], str]:
+    def settings(self, folder: Path, kind: PictureKind = "image") -> tuple[dict[str, Any], str]:
         """The settings, and the file that they depend on: the authors' constants, because no file contains them."""
+        del kind
         size = {"height": self.vision.image_size, "width": self.vision.image_size}
         own = dict(image_processor_type=KIND, size=size, image_mean=(0.485, 0.456, 0.406),
                    image_std=(0.229, 0.224, 0.225), min_patches=self.wiring.min_tiles,
@@ -87,11 +89,11 @@ class InternVlChatConfig(InternVlInputs):
 
 
 def _id(raw: Raw, token: str) -> int:
-    added = raw.get("added_tokens") or {}
-    if token not in added:
+    number = (raw.get("added_tokens") or {}).get(token)
+    if not is_token_id(number):
         raise InputError(f"the id of {token} is not in tokenizer.json, tokenizer_config.json or added_tokens.json; "
                          "copy them from the checkpoint")  # fmt: skip
-    return added[token]
+    return number
 
 
 # --- published sizes: OpenGVLab/... ---------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from vlkv.config import Raw, require_all
+from vlkv.config import Raw, require_all, token_id
 from vlkv.families.text.config import VICUNA_13B, read_decoder
 from vlkv.processing.arranging import SquareInputs
 from vlkv.processing.pixels import KINDS
@@ -26,6 +26,11 @@ class LlavaConfig(SquareInputs):
     """A CLIP tower and any decoder. Every image becomes one square of patches."""
 
     kinds = LLAVA_KINDS
+    # The format in transformers' documentation of LLaVA-1.5.
+    prompt_format = (
+        "{% for message in messages %}{% if message.role == 'user' %}USER: {{ message.content }} ASSISTANT:"
+        "{% else %} {{ message.content }}{{ eos_token | default('</s>') }}{% endif %}{% endfor %}"
+    )
 
     @classmethod
     @override
@@ -47,7 +52,7 @@ def read_common(raw: Raw, image_token: int, video_token: int | None = None) -> d
     require_all(raw, {"projector_hidden_act": "gelu"})
 
     def token(kind: str, default: int) -> int:
-        return raw.get(f"{kind}_token_index", raw.get(f"{kind}_token_id", default))
+        return token_id(raw, f"{kind}_token_index", f"{kind}_token_id", default=default)
 
     return {
         "decoder": read_decoder(raw),

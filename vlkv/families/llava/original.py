@@ -23,7 +23,6 @@ from vlkv.families.text.config import KINDS
 from vlkv.processing.arranging import SquareInputs
 from vlkv.processing.pictures import Pictures
 from vlkv.processing.pixels import Layout, PixelSettings, read_settings
-from vlkv.processing.templates import ChatTemplate
 from vlkv.towers.vit import ClipConfig
 
 T = TypeVar("T")
@@ -63,10 +62,7 @@ class VicunaInputs(SquareInputs):
     """Prompts in Vicuna's format, version 1.1, unless the folder has a chat template."""
 
     kinds = LLAVA_KINDS
-
-    @override
-    def template(self, folder: Path) -> ChatTemplate | None:
-        return super().template(folder) or ChatTemplate.from_text(_VICUNA, "Vicuna's conversation")
+    prompt_format = _VICUNA
 
 
 class LlavaOriginalConfig(VicunaInputs):
@@ -144,7 +140,7 @@ def _read_tower(raw: Raw, folder: str) -> ClipConfig:
     if vision is None:
         raise InputError(
             f"config.json: mm_vision_tower={raw['mm_vision_tower']!r} is not known (known: {', '.join(_TOWERS)}): "
-            f"put its config.json into a folder {folder} inside the checkpoint's folder"
+            f"put its config.json into a folder {folder} of the checkpoint"
         )
     selected = raw.get("mm_vision_select_feature", "patch")
     require("mm_vision_select_feature", selected, *_SELECTED)

@@ -13,6 +13,7 @@ from vlkv.errors import InputError
 from vlkv.families.llava.config import CLIP_LARGE, llava, read_common
 from vlkv.families.llava_next.inputs import LlavaNextInputs
 from vlkv.families.text.config import MISTRAL, QWEN2, VICUNA_13B
+from vlkv.processing.templates import chatml
 from vlkv.towers.vit import ClipConfig, SiglipConfig
 
 _PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
@@ -98,6 +99,8 @@ class LlavaNextVideoConfig(LlavaNextConfig):
 
 class LlavaOnevisionConfig(LlavaNextInputs):
     """LLaVA-OneVision: a SigLIP tower and a Qwen2 decoder."""
+
+    prompt_format = chatml(system="You are a helpful assistant.")  # `qwen_1_5` in the authors' code
 
     @classmethod
     @override

@@ -11,11 +11,19 @@ from typing import Any
 
 from typing_extensions import override
 
-from vlkv.config import Raw, positive, require, require_all
+from vlkv.config import Raw, positive, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.llava.config import read_common
 from vlkv.families.llava.original import known_tower
-from vlkv.families.llava_next.config import SIGLIP, TILES, AnyRes, VideoPooling, read_most_tiles, read_pinpoints
+from vlkv.families.llava_next.config import (
+    SIGLIP,
+    TILES,
+    AnyRes,
+    LlavaOnevisionConfig,
+    VideoPooling,
+    read_most_tiles,
+    read_pinpoints,
+)
 from vlkv.families.llava_next.inputs import LlavaNextInputs
 from vlkv.families.text.config import QWEN2, read_stop
 from vlkv.towers.vit import SiglipConfig
@@ -31,6 +39,8 @@ _ONE_VALUE = {
 class LlavaVideoConfig(LlavaNextInputs):
     """The form of `config.json` that the authors' code reads."""
 
+    prompt_format = LlavaOnevisionConfig.prompt_format
+
     @classmethod
     @override
     def read(cls, raw: Raw) -> dict[str, Any]:
@@ -38,7 +48,7 @@ class LlavaVideoConfig(LlavaNextInputs):
         tower = SiglipConfig.from_hf(_tower(raw), -1, whole=False)
         decoder = {field: value for field, value in raw.items() if field not in ("text_config", "vision_config")}
         nested = {**raw, "text_config": {**decoder, "model_type": "qwen2"}}
-        token = raw.get("image_token_index", 151646)  # for both images and videos
+        token = token_id(raw, "image_token_index", default=151646)  # for both images and videos
         return read_common(nested, token) | {
             "stop": read_stop(nested),
             "video_token": token,

@@ -6,16 +6,24 @@ from typing import Any
 
 from typing_extensions import override
 
-from vlkv.config import Raw, filled, positive, positives, require, require_all
+from vlkv.config import Raw, filled, positive, positives, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.qwen2_vl.inputs import Qwen2VlInputs
 from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig
 from vlkv.families.text.config import QWEN2, Kind, read_stop
+from vlkv.processing.templates import chatml
 
 _DECODER = Kind(qkv_bias=True, defaults=dict(
     vocab_size=152064, hidden_size=8192, intermediate_size=29568, num_hidden_layers=80, num_attention_heads=64,
     num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=32768, rope_theta=1e6, use_sliding_window=False,
 ))  # fmt: skip
+# The content of a message in a prompt.
+_CONTENT = (
+    "{% for item in message.content %}"
+    "{% if item.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif item.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% else %}{{ item.text }}{% endif %}{% endfor %}"
+)
 # Class defaults in transformers, by family.
 _TOWER: dict[str, dict[str, Any]] = {
     "qwen2_vl": dict(depth=32, embed_dim=1280, mlp_ratio=4, num_heads=16, hidden_size=3584, patch_size=14,
@@ -28,6 +36,8 @@ _TOWER: dict[str, dict[str, Any]] = {
 
 class Qwen2VlConfig(Qwen2VlInputs):
     """Qwen2-VL and Qwen2.5-VL, which differ in their towers."""
+
+    prompt_format = chatml(_CONTENT, "You are a helpful assistant.")  # that of the published checkpoints
 
     @classmethod
     @override
@@ -48,8 +58,8 @@ class Qwen2VlConfig(Qwen2VlInputs):
         return {
             "decoder": decoder,
             "vision": vision,
-            "image_token": raw.get("image_token_id", 151655),
-            "video_token": raw.get("video_token_id", 151656),
+            "image_token": token_id(raw, "image_token_id", default=151655),
+            "video_token": token_id(raw, "video_token_id", default=151656),
             "stop": read_stop(raw, 151645),
         }
 

@@ -21,7 +21,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar
 
 import numpy as np
 import PIL.Image
@@ -35,18 +35,20 @@ from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig
 from vlkv.processing.arranging import Arranged, Batch, Mask, TextInputs, Tokens, arrange_entries, entries, zeros
 from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video
-from vlkv.processing.pixels import Layout, PixelSettings, find_settings, to_pixels
+from vlkv.processing.pixels import Layout, PictureKind, PixelSettings, find_settings, to_pixels
 
-PictureKind: TypeAlias = Literal["image", "video"]
 _FIELDS: dict[PictureKind, tuple[str, str]] = {
     "image": ("pixel_values", "image_grid_thw"),
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
-_KINDS: dict[str, dict[str, Any]] = {"Qwen2VLImageProcessor": {}, "Qwen2VLVideoProcessor": {}}
+# The third name is that of the first folders of Qwen2.5-VL.
+_KINDS: dict[str, dict[str, Any]] = {"Qwen2VLImageProcessor": {}, "Qwen2VLVideoProcessor": {},
+                                     "Qwen2_5_VLImageProcessor": {}}  # fmt: skip
 # Class defaults in transformers, for fields that a file leaves out.
 _DEFAULTS: dict[str, Any] = dict(image_processor_type="Qwen2VLImageProcessor", patch_size=14, temporal_patch_size=2,
                                  merge_size=2)  # fmt: skip
-_PIXELS = {"image": (56 * 56, 28 * 28 * 1280), "video": (128 * 28 * 28, 28 * 28 * 768)}
+_SIZE = {"image": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
+         "video": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}}  # fmt: skip
 _MOST_TOKENS = 1280  # tokens of one image at the default limit of pixels
 _STEEPEST = 200  # greatest ratio of the two sides
 
@@ -188,8 +190,8 @@ def _slots(lines: int, columns: int, window: int | None) -> Int[np.ndarray, "lin
 class ScaleSettings:
     """Settings of the image processor, or of the video processor."""
 
-    least: int  # pixels of an image after resizing
-    most: int
+    least: float  # pixels of an image after resizing
+    most: float
     pixels: PixelSettings  # for the resized image
 
     @classmethod
@@ -206,14 +208,9 @@ class ScaleSettings:
                 raise InputError(f"{source}: {field}={s[field]!r}, but the tower in config.json has {wanted}: the "
                                  "files belong to different checkpoints")  # fmt: skip
         for field, wanted in (("do_resize", True), ("cap_pixels_per_frame", False)):
-            if bool(s.get(field, wanted)) != wanted:
+            if s.get(field, wanted) is not wanted:
                 raise InputError(f"{source}: {field}={s[field]!r} is not supported")
-        size, (least, most) = s.get("size") or {}, _PIXELS[kind]
-        # Versions of transformers use different names for the limits.
-        least = s.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or least
-        most = s.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or most
-        if not 0 < least <= most:
-            raise InputError(f"{source}: the limits of {least} and {most} pixels must be positive and in order")
+        least, most = _limits(s, source, kind)
         plain = {"do_resize": False, "do_center_crop": False}
         return cls(least=least, most=most, pixels=PixelSettings.from_hf({**s, **plain}, source, kinds=_KINDS))
 
@@ -236,6 +233,29 @@ class ScaleSettings:
             return round(side / factor) * factor
 
         return whole(height), whole(width)
+
+
+def _limits(s: Mapping[str, Any], source: str, kind: PictureKind) -> tuple[float, float]:
+    """The least and the greatest number of pixels of an image, as transformers reads them."""
+    size = s.get("size", _SIZE[kind])
+    if not isinstance(size, Mapping):
+        raise InputError(f"{source}: size={size!r} must be an object with shortest_edge and longest_edge")
+    limits = dict(size)
+    # Earlier versions of transformers called the limits `min_pixels` and `max_pixels`, and wrote them in both places.
+    for edge, field in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
+        if field in s:
+            limits[edge] = s[field]
+            limits.pop(field, None)
+    if set(limits) != set(_SIZE[kind]):
+        raise InputError(f"{source}: size={size!r} must have shortest_edge and longest_edge, numbers of pixels")
+    least, most = limits["shortest_edge"], limits["longest_edge"]
+    numbers = all(isinstance(limit, int | float) and not isinstance(limit, bool) for limit in (least, most))
+    if not numbers or not (0 < least < math.inf and 0 < most < math.inf):
+        raise InputError(f"{source}: the limits of {least!r} and {most!r} pixels must be positive numbers")
+    # A folder may only limit images; the default least number for videos may then be above that limit.
+    if least > most and kind == "image":
+        raise InputError(f"{source}: the limits of {least} and {most} pixels must be positive and in order")
+    return least, most
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

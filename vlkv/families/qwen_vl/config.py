@@ -11,7 +11,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from vlkv.config import DecoderConfig, Raw, RopeConfig, filled, positives, require, require_all
+from vlkv.config import DecoderConfig, Raw, RopeConfig, filled, positives, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.qwen_vl.inputs import QwenVlInputs
 from vlkv.families.qwen_vl.tower import RESAMPLER_HEAD_DIM, QwenVlTowerConfig
@@ -45,7 +45,8 @@ class QwenVlConfig(QwenVlInputs):
         if c["kv_channels"] % 2 or c["intermediate_size"] % 2:
             raise InputError("config.json: kv_channels and intermediate_size must be even")
         visual = {**_TOWER_DEFAULTS, **c["visual"]}
-        length, eos = c["seq_length"], c["eos_token_id"]
+        length, eos = c["seq_length"], token_id(c, "eos_token_id", default=_DEFAULTS["eos_token_id"])
+        start = token_id(visual, "image_start_id", default=_TOWER_DEFAULTS["image_start_id"])
         decoder = DecoderConfig(
             vocab_size=c["vocab_size"], width=c["hidden_size"], layers=c["num_hidden_layers"],
             mlp_width=c["intermediate_size"] // 2,  # the field is the sum for gate and up
@@ -57,7 +58,7 @@ class QwenVlConfig(QwenVlInputs):
         return {
             "decoder": decoder,
             "vision": _read_tower(visual, c["hidden_size"]),
-            "image_token": visual["image_start_id"] + 2,  # the ids are those of <img>, </img>, <imgpad>
+            "image_token": start + 2,  # the ids are those of <img>, </img>, <imgpad>
             "stop": (eos, eos + 2),  # <|endoftext|> and <|im_end|>
         }
 

@@ -56,11 +56,11 @@ class QwenVlInputs(SquareInputs):
         Raises:
             InputError: it names another format.
         """
-        found = super().template(folder)
+        found = ChatTemplate.from_folder(folder)
         if found is not None:
             return found
         path = folder / "generation_config.json"
         name = (read_json(path) or {}).get("chat_format", "raw")
-        if name not in _FORMATS:
+        if name not in list(_FORMATS):  # a list, because the value may be of a type that cannot be hashed
             raise InputError(f"{path}: chat_format={name!r} is not supported (only {', '.join(_FORMATS)})")
         return ChatTemplate.from_text(_FORMATS[name], f"{path}: chat_format={name!r}")

@@ -8,7 +8,17 @@ from typing import Any
 
 from typing_extensions import override
 
-from vlkv.config import DecoderConfig, Raw, RopeConfig, filled, positive, positives, require, require_all
+from vlkv.config import (
+    DecoderConfig,
+    Raw,
+    RopeConfig,
+    filled,
+    is_token_id,
+    positive,
+    positives,
+    require,
+    require_all,
+)
 from vlkv.errors import InputError
 from vlkv.processing.arranging import TextInputs
 
@@ -104,16 +114,27 @@ def read_decoder(raw: Raw) -> DecoderConfig:
 
 
 def read_stop(raw: Raw, default: int | None = None) -> tuple[int, ...]:
-    """Stop tokens: those of generation_config.json, else of `text_config`, else of config.json, else the default."""
-    part, generation = text_part(raw), raw.get("generation_config") or {}
+    """Stop tokens: those of generation_config.json, else of config.json, else of `text_config`, as in transformers.
+
+    A place without `eos_token_id`, or with null, is skipped. The default replaces a missing field of `text_config`.
+    """
+    part = text_part(raw)
     if default is None:
         kind = next(kind for kind in (part.get("model_type"), raw.get("model_type"), "llama") if kind in list(KINDS))
         default = KINDS[kind].defaults.get("eos_token_id")
-    found = generation.get("eos_token_id", part.get("eos_token_id", raw.get("eos_token_id", default)))
-    found = () if found is None else (found,) if isinstance(found, int) else tuple(found)
-    if not all(isinstance(token, int) for token in found):
-        raise InputError(f"config.json: eos_token_id={found!r} must be a token id or a list of them")
-    return found
+    places = {
+        "generation_config.json: ": raw.get("generation_config") or {},
+        "config.json: ": raw,
+        "config.json: text_config.": {"eos_token_id": default, **part},
+    }
+    for place, fields in places.items():
+        found = fields.get("eos_token_id")
+        if found is not None:
+            tokens = tuple(found) if isinstance(found, list | tuple) else (found,)
+            if not all(map(is_token_id, tokens)):
+                raise InputError(f"{place}eos_token_id={found!r} must be a token id or a list of them")
+            return tokens
+    return ()
 
 
 def text_part(raw: Raw) -> dict[str, Any]:

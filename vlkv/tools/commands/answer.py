@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv generate`."""
     add_model_arguments(parser)
     parser.add_argument("--image", action="append", default=[], metavar="FILE", help="an image; may be repeated")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the question")
+    question = "the question; <image> marks the place of an image, \\<image> is the word itself"
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help=question)
     add_policy_arguments(parser)
     parser.add_argument("--save-cache", metavar="FILE", help="save the compressed cache of the images to this file")
     parser.add_argument("--from-cache", metavar="FILE", help="ask about images whose cache is in this file")

@@ -29,14 +29,13 @@ from vlkv.generation.decode import check_room
 from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.policies import Policy, text_of
-from vlkv.processing import Processor
+from vlkv.processing import Processor, read_video
 from vlkv.processing.images import open_image
 from vlkv.tools.commands.averaging import mean_view
 from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, policy_from
 from vlkv.tools.commands.plots import check_plots, save
 from vlkv.tools.commands.views import WHAT, Case, View
 from vlkv.tools.evaluation.records import read_records
-from vlkv.tools.evaluation.videos import read_video
 
 _ROWS = 32  # most rows of the printed table
 _FRAMES = 8  # sampled from a video

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vlkv.processing import Processor
+from vlkv.processing.prompts import literal
 from vlkv.tools.evaluation.records import Record
 
 _PLACEHOLDER = "x"  # stands for an answer or a question whose text does not matter
@@ -27,22 +28,20 @@ def reference(processor: Processor, record: Record, answers: Sequence[str]) -> l
 
     The reference is the first accepted answer. It is tokenised as part of the conversation, as the model would see it.
     """
-    wanted = record.turns[len(answers)].answers[0]
+    wanted = literal(record.turns[len(answers)].answers[0])
     before = prompt(processor, record, answers)
     questions = [turn.question for turn in record.turns[1 : len(answers) + 1]]
-    history = [*zip(answers, questions, strict=True), (wanted, _PLACEHOLDER)]
+    history = [*zip(answers, questions, strict=True), (record.turns[len(answers)].answers[0], _PLACEHOLDER)]
     after = processor.prompts.write(record.turns[0].question, *_count(record), then=history)
     begin = after.find(wanted, len(before)) if wanted and after.startswith(before) else -1
-    if begin < 0:  # the template changes the text of an answer
-        ids = processor.tokenizer.encode(wanted, add_special=False)
-    else:
-        ids = processor.beyond(before, after[: begin + len(wanted)])
+    changed = begin < 0  # the template changes the text of an answer
+    ids = processor.encode(wanted, begin=False) if changed else processor.beyond(before, after[: begin + len(wanted)])
     return [*ids.tolist(), *processor.config.stop[:1]]
 
 
 def truncate(processor: Processor, answer: str, tokens: int) -> str:
     """The answer's text, cut to at most `tokens` tokens."""
-    ids = processor.tokenizer.encode(answer, add_special=False)
+    ids = processor.encode(literal(answer), begin=False)
     return answer if len(ids) <= tokens else str(processor.tokenizer.decode(ids[:tokens]))
 
 

@@ -8,6 +8,8 @@
 without it the line number is used. Some metrics average over each `dataset`. `extra`, for your own notes, is ignored.
 So are `choices`, `classes` and `metric`, which `benchmarks/milebench.py` and `benchmarks/longbench.py` write for their
 own scores. Any other key is an error, because it may be misspelt.
+
+In a question `<image>` marks the place of an image. A backslash before it, in JSON `\\\\<image>`, makes it text.
 """
 
 from __future__ import annotations

@@ -32,13 +32,12 @@ from vlkv.generation.sampling import Greedy, Sample
 from vlkv.generation.score import log_probabilities
 from vlkv.inputs import Inputs
 from vlkv.policies.full import Full
-from vlkv.processing import Processor
+from vlkv.processing import Processor, read_video
 from vlkv.tools.evaluation import dialogue
 from vlkv.tools.evaluation.batching import Batch, batches
 from vlkv.tools.evaluation.journal import Entry, Journal
 from vlkv.tools.evaluation.keeps import budget, share_programs
 from vlkv.tools.evaluation.records import Record
-from vlkv.tools.evaluation.videos import read_video
 
 _extend = jax.jit(extend)
 _decode = jax.jit(decode, static_argnames="sampling")

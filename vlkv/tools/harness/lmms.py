@@ -28,7 +28,7 @@ from vlkv.processing.pictures import Video
 from vlkv.tools.commands.options import policy_of
 from vlkv.tools.harness.answering import Answer, Answerer, Question, sampling_from
 
-_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".jp2", ".avif", ".tga")
 
 
 class Loss(NamedTuple):

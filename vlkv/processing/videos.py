@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 
 from vlkv.errors import InputError
-from vlkv.processing import Video
+from vlkv.processing.pictures import Video
 
 
-def read_video(path: Path, frames: int) -> Video:
+def read_video(path: str | os.PathLike[str], frames: int) -> Video:
     """Reads at most `frames` frames of a video, evenly spread from the first to the last.
 
     Args:
@@ -20,6 +21,7 @@ def read_video(path: Path, frames: int) -> Video:
     Raises:
         InputError: the folder is empty, the file cannot be decoded, or PyAV is not installed.
     """
+    path = Path(path)
     if path.is_dir():
         found = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
         if not found:

@@ -1,0 +1,56 @@
+"""The frames of a video, in every form that users give."""
+
+from __future__ import annotations
+
+import dataclasses
+from fractions import Fraction
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from vlkv.errors import InputError
+from vlkv.processing import Video, read_video
+
+FRAMES = [PIL.Image.new("RGB", (4, 3), (i, i, i)) for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [FRAMES, tuple(FRAMES), (frame for frame in FRAMES), iter(FRAMES), np.stack([np.array(frame) for frame in FRAMES])],
+    ids=["list", "tuple", "generator", "iterator", "array"],
+)
+def test_frames(frames):
+    video = Video(frames, 2)
+    assert [np.array(frame).max() for frame in video.frames] == [0, 1, 2]
+    assert [np.array(frame).max() for frame in video.frames] == [0, 1, 2], "an iterator is read once and kept"
+    assert dataclasses.replace(video, fps=1.0).fps == 1
+
+
+@pytest.mark.parametrize("fps", [2, 2.0, np.float32(2), np.int64(2), Fraction(2)])
+def test_rates(fps):
+    assert Video(FRAMES, fps).fps == 2.0 and isinstance(Video(FRAMES, fps).fps, float)
+
+
+@pytest.mark.parametrize("fps", ["2", 0, -1.0, float("nan"), float("inf"), None, True, [2]])
+def test_rates_that_are_refused(fps):
+    with pytest.raises(InputError, match="must be a positive number"):
+        Video(FRAMES, fps)
+
+
+@pytest.mark.parametrize("frames", ["clip.mp4", b"clip", FRAMES[0], np.array(FRAMES[0]), 3, None])
+def test_frames_that_are_refused(frames):
+    with pytest.raises(InputError, match=r"a list of pictures, not \w+; vlkv.processing.read_video"):
+        Video(frames, 2)
+
+
+def test_a_video_needs_a_frame():
+    for none in ([], iter(()), np.zeros((0, 4, 4, 3), np.uint8)):
+        with pytest.raises(InputError, match="at least one frame"):
+            Video(none)
+
+
+def test_a_folder_by_its_name(tmp_path):
+    for i, frame in enumerate(FRAMES):
+        frame.save(tmp_path / f"{i}.png")
+    assert len(read_video(str(tmp_path), frames=2).frames) == 2
