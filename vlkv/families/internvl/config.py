@@ -80,7 +80,7 @@ class InternVlConfig(InternVlInputs):
             qk_norm_eps=1e-6 if c["use_qk_norm"] else None,
         )  # fmt: skip
         return {
-            "decoder": read_decoder(raw),
+            "decoder": read_decoder({"tie_word_embeddings": True, **raw}),  # the family's default
             "vision": vision,
             "image_token": raw.get("image_token_id", 151667),
             "wiring": InternVlWiring.of(raw, vision),
