@@ -60,6 +60,8 @@ def config_from_hf(raw: Raw, generation: Raw | None = None, added: Mapping[str, 
     if raw.get("quantization_config"):
         raise InputError("config.json: quantization_config: quantised checkpoints are not supported; "
                          "use the original weights")  # fmt: skip
+    if raw.get("transformers_weights"):
+        raise InputError("config.json: transformers_weights is not supported; name the file model.safetensors")
     beside = {"generation_config": generation or {}, "added_tokens": added or raw.get("added_tokens") or {}}
     raw = {**raw, **beside, "model_type": kind}
     family = FAMILIES[kind].config

@@ -22,6 +22,8 @@ from vlkv.config import (
 from vlkv.errors import InputError
 from vlkv.processing.arranging import TextInputs
 
+_TIE = "tie_word_embeddings"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
@@ -102,10 +104,13 @@ class TextConfig(TextInputs):
 
 
 def read_decoder(raw: Raw) -> DecoderConfig:
-    """The decoder's config of any model; raises InputError for an unsupported kind."""
+    """The decoder's config of any model; raises InputError for an unsupported kind.
+
+    If `raw` has `tie_word_embeddings` itself, that of `text_config` is not used.
+    """
     part = text_part(raw)
-    if "tie_word_embeddings" in raw:  # transformers prefers the outer field
-        part["tie_word_embeddings"] = raw["tie_word_embeddings"]
+    if _TIE in raw:
+        part[_TIE] = raw[_TIE]
     kind = part.get("model_type", "llama")
     if kind not in list(KINDS):  # a list, because the value may be of a type that cannot be hashed
         raise InputError(f"config.json: text_config.model_type={kind!r} is not supported "
@@ -135,6 +140,14 @@ def read_stop(raw: Raw, default: int | None = None) -> tuple[int, ...]:
                 raise InputError(f"{place}eos_token_id={found!r} must be a token id or a list of them")
             return tokens
     return ()
+
+
+def tied_by_either(raw: Raw) -> dict[str, Any]:
+    """`raw`, with an outer `tie_word_embeddings` that is true if that of `raw` or of its `text_config` is.
+
+    transformers reads the field so in families whose older configs have it in `text_config` alone.
+    """
+    return {**raw, _TIE: bool(raw.get(_TIE) or text_part(raw).get(_TIE))}
 
 
 def text_part(raw: Raw) -> dict[str, Any]:
