@@ -20,6 +20,7 @@ from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation import jitted
 from vlkv.generation.decode import check_room, decode, decode_step
+from vlkv.generation.nan import check_values
 from vlkv.generation.prefill import prefill
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
@@ -86,21 +87,26 @@ def kl_to_full(
         key: for random policies.
 
     Raises:
-        InputError: prompt and answer exceed the model's limit, or a key is missing.
+        InputError: prompt and answer exceed the model's limit, a key is missing, or logits are NaN. Under jit, the
+            result of a row with NaN logits is NaN.
     """
     inputs, sampling = Inputs.of(inputs, params.config), sampling or Greedy()
     check_room(params.config, inputs, sampling.max_new_tokens)
     answer, full = _full_answer(params, inputs, sampling)
     policy_key = None if key is None else jax.random.split(key)[0]  # the same key as in `generate`
-    return _divergence(params, inputs, policy, sampling, answer, full, policy_key)
+    divergence: Array = _divergence(params, inputs, policy, sampling, answer, full, policy_key)
+    check_values(params, inputs, divergence, answer)
+    return divergence
 
 
 @jax.jit
 def _full_answer(params: Model, inputs: Inputs, sampling: Greedy) -> tuple[Array, Array]:
     cache, logits = prefill(params, inputs, Full(), sampling=sampling)
     greedy = Greedy(max_new_tokens=sampling.max_new_tokens, stop=sampling.stop)
-    answer = answer_of(params, cache, logits, sampling=greedy)
-    return answer, _log_softmax(params, cache, logits, answer)
+    tokens, lengths = decode(params, cache, logits, sampling=greedy)
+    answer = jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], tokens, -1)
+    full = _log_softmax(params, cache, logits, answer)
+    return answer, jnp.where(jnp.any(tokens < 0, axis=1)[None, :, None], jnp.nan, full)
 
 
 @jax.jit
@@ -111,7 +117,7 @@ def _divergence(
     compressed = _log_softmax(params, cache, logits, answer)
     divergence = jnp.sum(jnp.exp(full) * (full - compressed), axis=-1)  # [S, B]
     counts = (answer >= 0).T
-    return jnp.sum(jnp.where(counts, divergence, 0.0), axis=0) / jnp.maximum(jnp.sum(counts, axis=0), 1)
+    return jnp.sum(jnp.where(counts, divergence, 0.0), axis=0) / jnp.sum(counts, axis=0)  # NaN without any token
 
 
 def _log_softmax(
@@ -150,7 +156,7 @@ def sweep(
         key: for random policies.
 
     Raises:
-        InputError: no policies, fewer than two new tokens, or prompt and answer exceed the model's limit.
+        InputError: no policies, fewer than two new tokens, prompt and answer exceed the model's limit, or NaN logits.
     """
     if not plan:
         raise InputError("plan is empty: give at least one policy")
@@ -158,6 +164,7 @@ def sweep(
         raise InputError(f"new_tokens={new_tokens} must be at least 2, because no policy affects the first token")
     check_room(params.config, inputs, new_tokens)
     prompt = jitted.read_prompt(params, inputs)
+    check_values(params, inputs, prompt.logits)
     cache = jitted.fill_cache_with(prompt, Full(), None, new_tokens=new_tokens)
     answer = _answer(params, cache, prompt.logits, sampling=Greedy(max_new_tokens=new_tokens))
     fed = (answer[:, :-1] >= 0).T[:, None]

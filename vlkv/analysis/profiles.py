@@ -33,6 +33,7 @@ from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.files import read_text, write_json
+from vlkv.generation.nan import check_values
 from vlkv.generation.prefill import fill_cache
 from vlkv.generation.prompt import LayerPrompt, read_prompt
 from vlkv.inputs import Inputs
@@ -51,7 +52,7 @@ def measure(params: Model, samples: Iterable[Inputs], policy: Policy) -> Float[n
         policy: a PrefixKV without a profile, or another policy with budgets that depend on the sample.
 
     Raises:
-        InputError: no samples, a sample without tokens in scope, or a policy with a profile.
+        InputError: no samples, a sample without tokens in scope, a policy with a profile, or NaN logits.
     """
     if getattr(policy, "profile", None) is not None:
         raise InputError("to measure a profile, give PrefixKV no profile=")
@@ -62,7 +63,9 @@ def measure(params: Model, samples: Iterable[Inputs], policy: Policy) -> Float[n
         always, count = (text, vision) if policy.scope == "vision" else (0 * text, text + vision)
         if not count.all():
             raise InputError(f"sample {len(ratios) + int(count.argmin())} has no tokens in scope: it has no image")
-        kept = np.asarray(_kept(params, inputs, policy), np.float64).mean(axis=2)  # [L, B]
+        counts, logits = _kept(params, inputs, policy)
+        check_values(params, inputs, logits)
+        kept = np.asarray(counts, np.float64).mean(axis=2)  # [L, B]
         ratios.extend(((kept - always) / count).T)
     if not ratios:
         raise InputError("a profile needs at least one sample")
@@ -70,8 +73,9 @@ def measure(params: Model, samples: Iterable[Inputs], policy: Policy) -> Float[n
 
 
 @jax.jit
-def _kept(params: Model, inputs: Inputs, policy: Policy) -> Int[Array, "L B K"]:
-    return fill_cache(read_prompt(params, inputs, policy), policy, new_tokens=1).counts
+def _kept(params: Model, inputs: Inputs, policy: Policy) -> tuple[Int[Array, "L B K"], Float[Array, "B vocab"]]:
+    prompt = read_prompt(params, inputs, policy)
+    return fill_cache(prompt, policy, new_tokens=1).counts, prompt.logits
 
 
 def aggregate(ratios: Float[np.ndarray, "S L"]) -> Float[np.ndarray, " L"]:

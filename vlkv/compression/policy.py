@@ -239,8 +239,10 @@ class ReducingStages(Policy):
         if any(not 0 <= a < layers for a in after) or sorted(set(after)) != list(after):
             common = {field.name for field in dataclasses.fields(Policy)}
             own = [field.name for field in dataclasses.fields(self) if field.name not in common]
-            raise InputError(f"{type(self).__name__} reduces the prompt after layers {after!r}, which must be increasing "
-                             f"and less than the model's {layers} layers: change {', '.join(own)}")  # fmt: skip
+            raise InputError(
+                f"{type(self).__name__} reduces the prompt after layers {after!r}, which must be increasing and less "
+                f"than the model's {layers} layers: change {', '.join(own)}"
+            )
 
     def reductions(self, layers: int) -> tuple[int, ...]:
         """For each call of `reduce`, how many layers run before it, in increasing order; 0: before the first layer."""

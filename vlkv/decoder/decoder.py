@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv.config import DecoderConfig
 from vlkv.decoder.layers import Embedding, Initializer, JoinHeads, Linear, RMSNorm, SplitHeads
 from vlkv.decoder.rope import apply_rope, rope_table
+from vlkv.memory_maps import make_room
 from vlkv.sharding.ops import prefill_attention
 
 Attend = Callable[[int, Array, Array, Array], Array]  # layer, [B,T,N,H], [B,T,K,H], [B,T,K,H] -> [B,T,N,H]
@@ -110,6 +111,8 @@ class Decoder(nnx.Module):
             after: after(i, x) gets the output of layer i and returns the input of layer i + 1, and the positions of
                 its tokens or None if they are unchanged. It may reduce the prompt, add features, or record.
         """
+        if isinstance(x, jax.core.Tracer):  # a large program is about to be compiled
+            make_room()
         rotation = self.rotation(positions)
         for i, layer in enumerate(self.layers):
             x = layer.finish(x, attend(i, *layer.project(x, rotation)).astype(x.dtype))

@@ -30,6 +30,7 @@ from vlkv.generation.prompt import LayerPrompt, Prompt, read_layers
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
 from vlkv.masks import ordinal, tokens_at
+from vlkv.memory_maps import make_room
 from vlkv.sharding.ops import by_row
 
 
@@ -175,6 +176,8 @@ def fill_cache_with(
     require_fit(policy, len(prompt.layers), key)
     if policy.reducer != prompt.reducer:
         raise InputError(f"{type(policy).__name__} and the prompt do not fit: give the same policy to read_prompt")
+    if isinstance(prompt.valid, jax.core.Tracer):  # as in `Decoder.walk`
+        make_room()
     budget = _budget(policy, prompt, layers=len(prompt.layers)) if budget is None else budget
     look = _observer(policy, prompt, budget, layers=len(prompt.layers), key=key, kernels=prompt.kernels)
     found = tuple(look(i, layer) for i, layer in enumerate(prompt.layers))

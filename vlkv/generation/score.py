@@ -19,6 +19,7 @@ from vlkv.generation.decode import (
     check_room,
     decode_step,
 )
+from vlkv.generation.nan import check_values
 from vlkv.generation.prefill import prefill
 from vlkv.inputs import Inputs
 from vlkv.policies.full import Full
@@ -42,6 +43,9 @@ def score(
         policy: None: the full cache.
         key: for policies that draw at random.
         kernels: as in `generate`.
+
+    Raises:
+        InputError: prompt and targets exceed the model's limit, or logits are NaN. Under jit, the result is NaN.
     """
     targets = jnp.asarray(targets)
     new_tokens = targets.shape[1]
@@ -49,7 +53,9 @@ def score(
     policy = Full() if policy is None else policy
     policy_key = None if key is None else jax.random.split(key)[0]  # the same cache as in `generate` with this key
     cache, logits = prefill(params, inputs, policy, new_tokens=new_tokens, key=policy_key, kernels=kernels)
-    return log_probabilities(params, cache, logits, targets)
+    scores = log_probabilities(params, cache, logits, targets)
+    check_values(params, inputs, scores, targets)
+    return scores
 
 
 def log_probabilities(
