@@ -163,7 +163,7 @@ def sweep(
     if new_tokens < 2:
         raise InputError(f"new_tokens={new_tokens} must be at least 2, because no policy affects the first token")
     check_room(params.config, inputs, new_tokens)
-    prompt = jitted.read_prompt(params, inputs)
+    prompt = jitted.read_prompt(params, inputs, new_tokens=new_tokens)
     check_values(params, inputs, prompt.logits)
     cache = jitted.fill_cache_with(prompt, Full(), None, new_tokens=new_tokens)
     answer = _answer(params, cache, prompt.logits, sampling=Greedy(max_new_tokens=new_tokens))
@@ -171,7 +171,11 @@ def sweep(
     full = _follow(params, prompt, cache, answer[:, :-1])
 
     def one(policy: Policy) -> tuple[Array, Array, Array]:
-        read = prompt if policy.reducer is None else jitted.read_prompt(params, inputs, policy, key=key)
+        read = (
+            prompt
+            if policy.reducer is None
+            else jitted.read_prompt(params, inputs, policy, new_tokens=new_tokens, key=key)
+        )
         trace = _follow(
             params, read, jitted.fill_cache_with(read, policy, None, new_tokens=new_tokens, key=key), answer[:, :-1]
         )

@@ -61,6 +61,8 @@ class PackedCache:
     tail_v: tuple[Float[Array, "B K S H"], ...] = field(metadata=_POOL)
     used: Int[Array, " B"] = field(metadata=axes("batch"))  # number of new tokens so far
     next_position: Int[Array, "B A"] = field(metadata=axes("batch"))  # counts all tokens, including dropped ones
+    # Long-RoPE: number of positions for which each row's rotation is made; see `decoder.rope.position_limit`.
+    position_limit: Int[Array, " B"] | None = field(default=None, metadata=axes("batch"))
     decode_states: tuple[DecodeState, ...] | None = None  # one per layer, for methods that update the cache
     policy: HasUpdater | None = field(default=None, metadata={"static": True})  # its `updater` updates `decode_states`
     softmax_n: float = field(default=0.0, metadata={"static": True})  # of decode attention

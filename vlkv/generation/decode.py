@@ -34,12 +34,15 @@ def decode_step(
     """
     check_new_room(cache, 1)
     cache, x = feed(params.decoder, cache, params.decoder.embedding(token)[:, None], cache.next_position[:, None])
-    return dataclasses.replace(cache, next_position=cache.next_position + 1), logits_after(params, cache, x[:, 0])
+    cache = dataclasses.replace(cache, next_position=cache.next_position + 1)
+    return cache, logits_after(params, cache, x[:, 0])
 
 
 def logits_after(params: Model, cache: PackedCache, x: Float[Array, "B D"]) -> Float[Array, "B vocab"]:
-    """Logits from the last layer's output; NaN in rows with more new tokens than the cache has capacity for."""
+    """Logits from the last layer's output; NaN in rows with more tokens than the cache or its rotation allows."""
     full = cache.used > cache.new_tokens
+    if cache.position_limit is not None:
+        full |= jnp.max(cache.next_position, axis=1) > cache.position_limit
     return jnp.where(full[:, None], jnp.nan, params.decoder.logits(x))
 
 
@@ -160,6 +163,19 @@ def check_new_room(cache: PackedCache, new_tokens: int) -> None:
         raise InputError(
             f"the cache has capacity for {most} new tokens, {used} of them used, and {new_tokens} more are needed: "
             f"prefill with a larger new_tokens, or use vlkv.cache.resizing.resize(cache, {used + new_tokens})"
+        )
+
+
+def check_rotation(cache: PackedCache, end: Int[np.ndarray, " B"]) -> None:
+    """Raises InputError if rows of `end` tokens exceed the positions for which a long-RoPE rotated the cache."""
+    if cache.position_limit is None or isinstance(cache.position_limit, jax.core.Tracer):
+        return
+    limit = np.asarray(cache.position_limit)
+    row = int(np.argmax(end - limit.astype(np.int64)))
+    if end[row] > limit[row]:
+        raise InputError(
+            f"a conversation of {end[row]} tokens needs long-RoPE's long factors, but the cache was made for at most "
+            f"{limit[row]}: prefill again with a larger new_tokens"
         )
 
 

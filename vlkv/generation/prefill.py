@@ -90,7 +90,7 @@ def read_and_fill(
     layers = len(params.decoder.layers)
     budget = _budget(policy, inputs, layers=layers)
     look = _observer(policy, inputs, budget, layers=layers, key=key, kernels=kernels)
-    prompt = read_layers(params, inputs, policy.reducer, look, key=key, kernels=kernels)
+    prompt = read_layers(params, inputs, policy.reducer, look, new_tokens=new_tokens, key=key, kernels=kernels)
     cache = _fill(prompt.layers, prompt, policy, budget, new_tokens)
     return _own_buffers(cache, prompt), prompt.logits
 
@@ -247,7 +247,7 @@ def _fill(
         is_vision=jnp.swapaxes(is_vision, 0, 1), source=jnp.swapaxes(source, 0, 1),
         next_position=prompt.next_position, requested=requested,
     )  # fmt: skip
-    cache = dataclasses.replace(cache, kernels=prompt.kernels)
+    cache = dataclasses.replace(cache, position_limit=prompt.position_limit, kernels=prompt.kernels)
     if updater is not None:
         capacity = new_tokens if spec.reuses else spec.tail(cache.parts)  # a tail may be rounded up
         moved = jax.vmap(partial(packed, new_tokens=capacity, reuses=spec.reuses))

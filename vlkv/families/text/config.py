@@ -8,18 +8,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from vlkv.config import (
-    DecoderConfig,
-    Raw,
-    RopeConfig,
-    filled,
-    is_token_id,
-    positive,
-    positives,
-    require,
-    require_all,
-)
+from vlkv.config import DecoderConfig, Raw, filled, is_token_id, positive, positives, require, require_all
 from vlkv.errors import InputError
+from vlkv.families.text.rope import read_rope
 from vlkv.processing.arranging import TextInputs
 
 _TIE = "tie_word_embeddings"
@@ -56,8 +47,10 @@ class Kind:
         require("mlp_bias", bool(c.get("mlp_bias", False)), False)
         window, limit = c.get("sliding_window"), c["max_position_embeddings"]
         # A window as large as the number of positions has no effect.
-        if (self.windowed or c.get("use_sliding_window")) and not (isinstance(window, int) and window >= limit):
-            require("sliding_window", window, None)
+        unlimited = window is None or (isinstance(window, int) and window >= limit)
+        if (self.windowed or c.get("use_sliding_window")) and not unlimited:
+            raise InputError(f"config.json: sliding_window={window!r} is not supported yet. For prompts within the "
+                                 f"window, set max_position_embeddings={limit} to the size of the window")  # fmt: skip
         positives(c, ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                       "max_position_embeddings"))  # fmt: skip
         kv_heads = positive("num_key_value_heads", c.get("num_key_value_heads", heads))
@@ -68,7 +61,7 @@ class Kind:
         return DecoderConfig(
             vocab_size=c["vocab_size"], width=c["hidden_size"], mlp_width=c["intermediate_size"], layers=layers,
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, norm_eps=c["rms_norm_eps"], max_positions=limit,
-            rope=RopeConfig.from_hf(c, head_dim), tied=bool(c.get("tie_word_embeddings", False)),
+            rope=read_rope(c, head_dim), tied=bool(c.get("tie_word_embeddings", False)),
             qkv_bias=self.qkv_bias or bias, out_bias=bias and not self.qkv_bias, names=self.names,
         )  # fmt: skip
 

@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> Any:
     case = find_case(args)
     check_room(case.processor.config, case.inputs, NEW_TOKENS)
     params = loading.load_params(case.folder)
-    prompt = _read_prompt(params, case.inputs)
+    prompt = _read_prompt(params, case.inputs, new_tokens=NEW_TOKENS)
     check_values(params, case.inputs, prompt.logits)
     rows: list[Row] = []
     shown = track(plan(), "compiling and reading", console=Console(stderr=True), transient=True)

@@ -72,7 +72,7 @@ class Case:
 
     def read(self, policy: Policy | None = None) -> Prompt:
         """Prefill of the prompt, reduced by the policy if it reduces prompts."""
-        prompt: Prompt = jitted.read_prompt(self.params, self.inputs, policy, key=self.key)
+        prompt: Prompt = jitted.read_prompt(self.params, self.inputs, policy, new_tokens=self.new_tokens, key=self.key)
         check_values(self.params, self.inputs, prompt.logits)
         return prompt
 

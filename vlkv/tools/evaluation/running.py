@@ -121,7 +121,11 @@ def _compressed(
     key = jax.random.split(jax.random.fold_in(jax.random.key(seed), batch))[0]
     # A shared prefill stores the queries of all layers, which does not pay off for a single policy.
     sharing = [i for i, policy in enumerate(plan) if policy.reducer is None and policy.cap is None]
-    prompt = jitted.read_prompt(params, inputs) if len(sharing) > 1 and set(sharing) & set(todo) else None
+    prompt = (
+        jitted.read_prompt(params, inputs, new_tokens=new_tokens)
+        if len(sharing) > 1 and set(sharing) & set(todo)
+        else None
+    )
     programs = share_programs(plan)
     for i in todo:
         policy, program = plan[i], programs[i]
