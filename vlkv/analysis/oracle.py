@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from vlkv.cache.packing import pack
 from vlkv.cache.pool import PackedCache
 from vlkv.compression.sizes import cache_spec, nominal_totals
 from vlkv.generation.prompt import Prompt
+from vlkv.keys import required_key
 from vlkv.masks import top
 from vlkv.policies.random import ImgRandom
 
@@ -24,7 +25,7 @@ def oracle_cache(
     totals: Int[Array, " counts"] | None = None,
     *,
     new_tokens: int,
-    key: Key[Array, ""],
+    key: PRNGKeyArray,
 ) -> PackedCache:
     """Keeps the evidence in every layer and head, random vision tokens up to the budget, and all text.
 
@@ -39,6 +40,7 @@ def oracle_cache(
         new_tokens: slots of the tail.
         key: for the random tokens.
     """
+    key = required_key(key)
     layers, (batch, length) = len(prompt.layers), prompt.valid.shape
     heads = prompt.layers[0].k.shape[2]
     table = jnp.asarray(nominal_totals(policy, layers=layers, most=length)) if totals is None else totals

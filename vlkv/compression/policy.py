@@ -20,7 +20,7 @@ from vlkv.cache.decode_state import DecodeState
 from vlkv.cache.pool import Storage
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation
-from vlkv.compression.option_types import Positive, Range, Scope, Share, wrong_option
+from vlkv.compression.option_types import Positive, Range, Scope, Share, use_python_numbers, wrong_option
 from vlkv.compression.tokens import Tokens
 from vlkv.errors import InputError
 
@@ -64,6 +64,7 @@ class Policy(metaclass=_PolicyType):
     paper: ClassVar[str] = ""
     equations: ClassVar[str] = ""
     stages: ClassVar[str] = "score"
+    fixed_keep: ClassVar[bool] = False  # whether `keep` cannot be chosen, because it is 1 or follows from other options
     capped: ClassVar[bool] = False  # whether `cap` is supported: budgets differ per layer, and nothing is merged
     per_head: ClassVar[bool] = False  # whether heads may keep different numbers of entries in all layers together
     needs_key: ClassVar[bool] = False  # whether `generate` and `select` need a key
@@ -293,7 +294,8 @@ class DecodingStages(Policy):
 
 
 def check_types(policy: Policy) -> None:
-    """Raises InputError unless every option fits its annotation."""
+    """Raises InputError unless every option fits its annotation. Numbers of numpy become Python's."""
+    use_python_numbers(policy)
     if (wrong := wrong_option(policy)) is not None:
         policy.check(wrong[0], False, wrong[1])
 

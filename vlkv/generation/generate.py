@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Int, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
 from vlkv.compression.policy import Policy
@@ -30,6 +30,7 @@ from vlkv.generation.decode import check_room, decode, decode_steps
 from vlkv.generation.prefill import read_and_fill
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
+from vlkv.keys import single_key
 from vlkv.policies.full import Full
 
 
@@ -54,7 +55,7 @@ def generate(
     *,
     policy: Policy | None = None,
     sampling: Greedy | None = None,
-    key: Key[Array, ""] | None = None,
+    key: PRNGKeyArray | None = None,
     kernels: Kernels | None = None,
 ) -> Output:
     """Prefill and decoding of every row of a batch with a compressed cache.
@@ -75,7 +76,7 @@ def generate(
         InputError: the policy does not fit the model, a key is missing, or prompt and answer exceed the model's limit
             (see `check_room`).
     """
-    inputs = Inputs.of(inputs, params.config)
+    inputs, key = Inputs.of(inputs, params.config), single_key(key)
     policy = Full() if policy is None else policy
     sampling = Greedy() if sampling is None else sampling
     require_fit(policy, len(params.decoder.layers), key)
@@ -104,14 +105,15 @@ def _generate(
 
 def stream(
     params: Model,
-    inputs: Inputs,
+    inputs: Inputs | Mapping[str, Any],
     *,
     policy: Policy | None = None,
     sampling: Greedy | None = None,
-    key: Key[Array, ""] | None = None,
+    key: PRNGKeyArray | None = None,
     kernels: Kernels | None = None,
 ) -> Iterator[Int[np.ndarray, " B"]]:
-    """`generate` for `Inputs`, as a generator: yields each step's tokens. Ended rows repeat their stop token."""
+    """`generate` as a generator: yields each step's tokens. Ended rows repeat their stop token."""
+    inputs, key = Inputs.of(inputs, params.config), single_key(key)
     policy = Full() if policy is None else policy
     sampling = Greedy() if sampling is None else sampling
     require_fit(policy, len(params.decoder.layers), key)

@@ -7,13 +7,13 @@ A position axes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
 from pallas_kernels.attention_mass import takes_lse
@@ -23,6 +23,7 @@ from vlkv.compression.tokens import Tokens, shorten
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.inputs import Inputs
+from vlkv.keys import single_key
 from vlkv.masks import first
 from vlkv.sharding.ops import by_row, prefill_attention
 
@@ -66,10 +67,10 @@ class Prompt:
 
 def read_prompt(
     params: Model,
-    inputs: Inputs,
+    inputs: Inputs | Mapping[str, Any],
     policy: Policy | None = None,
     *,
-    key: Key[Array, ""] | None = None,
+    key: PRNGKeyArray | None = None,
     kernels: Kernels | None = None,
 ) -> Prompt:
     """Runs all layers over a prompt. The result contains the queries, keys and values of all layers.
@@ -78,7 +79,7 @@ def read_prompt(
 
     Args:
         params: the model.
-        inputs: from the processor.
+        inputs: from the processor, or (outside jit) from the family's transformers processor.
         policy: used only if it reduces the prompt between layers.
         key: for policies that reduce the prompt at random.
         kernels: implementations of the ops, also for functions that use the result; None: those of the platform.
@@ -87,6 +88,7 @@ def read_prompt(
         InputError: the policy does not fit the model, needs a key or a vision tower, or, outside jit, keeps more tokens
             than its `remaining` allows.
     """
+    inputs, key = Inputs.of(inputs, params.config), single_key(key)
     if policy is not None:
         require_fit(policy, len(params.decoder.layers), key)
     reducer = None if policy is None else policy.reducer
@@ -232,6 +234,7 @@ def _drop_candidates(layer: LayerPrompt, tokens: Tokens, length: int) -> LayerPr
     return dataclasses.replace(layer, is_candidate=layer.is_candidate & left[row, layer.source])
 
 
-def forward(params: Model, inputs: Inputs) -> Float[Array, "B T vocab"]:
-    """Logits at every token of the prompts, without a cache."""
-    return params.decoder.logits(params.decoder(params.embed(inputs), inputs.positions, inputs.valid))
+def forward(params: Model, inputs: Inputs | Mapping[str, Any]) -> Float[Array, "B T vocab"]:
+    """Logits at every token of the prompts, without a cache. `inputs` are those of `generate`."""
+    arrays: Inputs = jax.tree.map(jnp.asarray, Inputs.of(inputs, params.config))
+    return params.decoder.logits(params.decoder(params.embed(arrays), arrays.positions, arrays.valid))

@@ -32,6 +32,7 @@ class Downsample(ReducingPolicy):
 
     side: Positive = 2
     most: Positive | None = None
+    fixed_keep = True
     shortens_by = "side"
     paper = "baseline"
     equations = ""

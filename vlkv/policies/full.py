@@ -16,6 +16,7 @@ class Full(Policy):
     keep: float | None = 1.0
     paper = "the baseline of every paper"
     stages = "none"
+    fixed_keep = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -103,9 +103,10 @@ def _contestants(args: argparse.Namespace, subject: Subject) -> list[Policy]:
     names = args.policy or ["snapkv"]
     scope = args.scope or common_scope(map(policies.named, names))
     for name in names:
-        if issubclass(policies.named(name), policies.Full):
+        cls = policies.named(name)
+        if issubclass(cls, policies.Full):
             continue
-        for keep in [None] if args.budget is not None else args.keep or _KEEPS:
+        for keep in [None] if args.budget is not None or cls.fixed_keep else args.keep or _KEEPS:
             one = argparse.Namespace(**{**vars(args), "policy": name, "keep": keep, "scope": scope})
             made.append(policy_from(one, lambda: subject.config))
     return made

@@ -135,12 +135,12 @@ def run(args: argparse.Namespace) -> Any:
 
 
 def policies_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> list[Policy]:
-    """Every policy at every keep; policies that keep everything, or name their own keep or budget, occur once."""
+    """Every policy at every keep; policies whose keep is fixed, or is named with a policy, occur once."""
     plan: list[Policy] = []
     called = [policy_called(text, f"--policy {text}", config) for text in args.policy]
     scope = args.scope or common_scope(cls for cls, options in called if "scope" not in options)
     for cls, options in called:
-        if issubclass(cls, Full):  # keeps everything, so a scope means nothing
+        if cls.fixed_keep:  # a scope has no effect either
             plan.append(make(cls, **options))
             continue
         if scope is not None:
