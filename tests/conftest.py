@@ -19,7 +19,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from vlkv import memory_maps
+from vlkv.decoder import memory_maps
 
 ROOT = Path(__file__).resolve().parents[1]
 EMITTERS = " --xla_cpu_use_fusion_emitters=false"  # jaxlib 0.10 has this flag, later versions and some of libtpu do not

@@ -21,10 +21,10 @@ STANDARD = {
 PACKAGES = ("vlkv", "pallas_kernels", "checkpoints_convert")
 # Low to high: a module may import from its own line and from those above it, except where FORBIDDEN says more.
 ORDER = [
-    {"vlkv.errors", "vlkv.files", "vlkv.terminal", "vlkv.memory_maps"},
+    {"vlkv.errors", "vlkv.files", "vlkv.terminal"},
     {"vlkv.buckets", "pallas_kernels", "checkpoints_convert"},
     {"vlkv.config"},
-    {"vlkv.inputs", "vlkv.masks", "vlkv.sharding"},
+    {"vlkv.inputs", "vlkv.keys", "vlkv.masks", "vlkv.sharding"},
     {"vlkv.cache", "vlkv.decoder", "vlkv.processing", "vlkv.generation.sampling"},
     {"vlkv.compression"},
     {"vlkv.policies", "vlkv.towers"},

@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from vlkv.cache.pool import PackedCache
 from vlkv.cache.resizing import resize
 from vlkv.compression.policy import Policy
+from vlkv.compression.selection import require_fit
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation import jitted
@@ -21,6 +22,7 @@ from vlkv.generation.extend import extend
 from vlkv.generation.nan import check_tokens
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
+from vlkv.keys import single_key
 from vlkv.policies.full import Full
 from vlkv.processing import Processor
 from vlkv.processing.processor import RowImages, as_list, count
@@ -57,7 +59,7 @@ class Chat:
         *,
         policy: Policy | None = None,
         sampling: Greedy | None = None,
-        key: Key[Array, ""] | None = None,
+        key: PRNGKeyArray | None = None,
         query_agnostic: bool = False,
     ) -> None:
         """Starts a conversation.
@@ -83,7 +85,8 @@ class Chat:
         self.cache, self.turns = None, []
         self._image, self._seen = image, ""  # _seen: the text that the cache holds
         self._images, self._videos = count(as_list(image))
-        self.sampling.require_key(key)
+        key = self.sampling.require_key(single_key(key))
+        require_fit(self.policy, len(params.decoder.layers), key)
         self._policy_key: Any = None
         self._key: Any = None
         if key is not None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from vlkv.analysis.trace import Trace, follow
 from vlkv.cache.pool import PackedCache
@@ -24,6 +24,7 @@ from vlkv.generation.nan import check_values
 from vlkv.generation.prefill import prefill
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
+from vlkv.keys import single_key
 from vlkv.policies.full import Full
 
 
@@ -72,7 +73,7 @@ def kl_to_full(
     policy: Policy,
     *,
     sampling: Greedy | None = None,
-    key: Key[Array, ""] | None = None,
+    key: PRNGKeyArray | None = None,
 ) -> Float[Array, " B"]:
     """How much a policy changes the model's predictions: the mean KL(full cache || compressed cache) in nats.
 
@@ -90,7 +91,7 @@ def kl_to_full(
         InputError: prompt and answer exceed the model's limit, a key is missing, or logits are NaN. Under jit, the
             result of a row with NaN logits is NaN.
     """
-    inputs, sampling = Inputs.of(inputs, params.config), sampling or Greedy()
+    inputs, key, sampling = Inputs.of(inputs, params.config), single_key(key), sampling or Greedy()
     check_room(params.config, inputs, sampling.max_new_tokens)
     answer, full = _full_answer(params, inputs, sampling)
     policy_key = None if key is None else jax.random.split(key)[0]  # the same key as in `generate`
@@ -141,7 +142,12 @@ class Sweep(NamedTuple):
 
 
 def sweep(
-    params: Model, inputs: Inputs, plan: Sequence[Policy], *, new_tokens: int, key: Key[Array, ""] | None = None
+    params: Model,
+    inputs: Inputs | Mapping[str, Any],
+    plan: Sequence[Policy],
+    *,
+    new_tokens: int,
+    key: PRNGKeyArray | None = None,
 ) -> Sweep:
     """Compares policies with the full cache on the full cache's answers (A-VL, Figs. 9, 10, cache columns of Table 3).
 
@@ -162,6 +168,7 @@ def sweep(
         raise InputError("plan is empty: give at least one policy")
     if new_tokens < 2:
         raise InputError(f"new_tokens={new_tokens} must be at least 2, because no policy affects the first token")
+    inputs, key = Inputs.of(inputs, params.config), single_key(key)
     check_room(params.config, inputs, new_tokens)
     prompt = jitted.read_prompt(params, inputs, new_tokens=new_tokens)
     check_values(params, inputs, prompt.logits)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,12 @@ from vlkv.policies.csp import region_share
 AGGREGATION = "mean"  # the only one; written to the file to document it
 
 
-def measure(params: Model, samples: Iterable[Inputs], policy: Policy) -> Float[np.ndarray, "S L"]:
+def measure(params: Model, samples: Iterable[Inputs | Mapping[str, Any]], policy: Policy) -> Float[np.ndarray, "S L"]:
     """The share of tokens in scope that each layer keeps of each sample, averaged over key heads.
 
     Args:
         params: the model.
-        samples: from the processor; every row of a batch is one sample.
+        samples: from the processor of vlkv or of transformers; every row of a batch is one sample.
         policy: a PrefixKV without a profile, or another policy with budgets that depend on the sample.
 
     Raises:
@@ -57,7 +57,7 @@ def measure(params: Model, samples: Iterable[Inputs], policy: Policy) -> Float[n
     if getattr(policy, "profile", None) is not None:
         raise InputError("to measure a profile, give PrefixKV no profile=")
     ratios: list[np.ndarray] = []
-    for inputs in samples:
+    for inputs in (Inputs.of(sample, params.config) for sample in samples):
         text = np.asarray(inputs.valid & ~inputs.is_vision).sum(axis=1)
         vision = np.asarray(inputs.valid & inputs.is_vision).sum(axis=1)
         always, count = (text, vision) if policy.scope == "vision" else (0 * text, text + vision)
@@ -108,7 +108,7 @@ def by_group(ratios: Float[np.ndarray, "S L"], groups: Sequence[str]) -> dict[st
     return {group: aggregate(ratios[np.array(groups) == group]) for group in dict.fromkeys(groups)}
 
 
-def curves(params: Model, inputs: Inputs, policy: PrefixKV) -> Float[Array, "B L T"]:
+def curves(params: Model, inputs: Inputs | Mapping[str, Any], policy: PrefixKV) -> Float[Array, "B L T"]:
     """P_l(o), the share of importance of a layer's o best tokens; +inf beyond the tokens in scope. Jittable."""
     prompt = read_prompt(params, inputs, policy)
     layers = len(prompt.layers)
@@ -153,20 +153,20 @@ def search(
     return np.minimum(ratios * (goal / ratios.sum()), 1.0), taken
 
 
-def cross_share(params: Model, samples: Iterable[Inputs], policy: CSP) -> float:
+def cross_share(params: Model, samples: Iterable[Inputs | Mapping[str, Any]], policy: CSP) -> float:
     """The mean share of cross attention in both regions, over samples, layers and heads (CSP, Sec. 4.3).
 
     This is the paper's calibrated value for the option `c` of CSP; `c="auto"` uses the share of each layer and head.
 
     Args:
         params: the model.
-        samples: from the processor; every row of a batch is one sample.
+        samples: from the processor of vlkv or of transformers; every row of a batch is one sample.
         policy: its window and n-softmax are used; its `c` has no effect.
 
     Raises:
         InputError: no samples.
     """
-    found = [np.asarray(_cross_share(params, inputs, policy), np.float64) for inputs in samples]
+    found = [np.asarray(_cross_share(params, Inputs.of(one, params.config), policy), np.float64) for one in samples]
     if not found:
         raise InputError("a calibrated share needs at least one sample")
     return float(np.concatenate(found).mean())

@@ -165,12 +165,13 @@ def take_rows(cache: PackedCache, rows: Sequence[int] | Int[np.ndarray, " R"] | 
     return map_with_axes(lambda x, names: jnp.take(x, index, axis=names.index("batch")), cache)
 
 
-def check_new_tokens(new_tokens: int) -> None:
-    """Raises InputError unless `new_tokens` is a whole number of at least 1."""
-    if not (isinstance(new_tokens, int) and new_tokens >= 1):
+def checked_new_tokens(new_tokens: int | np.integer) -> int:
+    """Returns `new_tokens` as Python's number; raises InputError unless it is a whole number of at least 1."""
+    if not (isinstance(new_tokens, int | np.integer) and new_tokens >= 1):
         raise InputError(
             f"new_tokens={new_tokens!r} must be a whole number of at least 1: every new token needs a slot"
         )
+    return int(new_tokens)
 
 
 def most_used(cache: PackedCache) -> int | None:

@@ -20,7 +20,7 @@ from vlkv.cache.decode_state import DecodeState
 from vlkv.cache.pool import Storage
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation
-from vlkv.compression.option_types import Positive, Range, Scope, Share, wrong_option
+from vlkv.compression.option_types import Positive, Range, Scope, Share, use_python_numbers, wrong_option
 from vlkv.compression.tokens import Tokens
 from vlkv.errors import InputError
 
@@ -319,7 +319,8 @@ class DecodingStages(Policy):
 
 
 def check_types(policy: Policy) -> None:
-    """Raises InputError unless every option fits its annotation."""
+    """Raises InputError unless every option fits its annotation. Numbers of numpy become Python's."""
+    use_python_numbers(policy)
     if (wrong := wrong_option(policy)) is not None:
         policy.check(wrong[0], False, wrong[1])
 

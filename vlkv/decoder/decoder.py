@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.config import DecoderConfig
 from vlkv.decoder.layers import Embedding, Initializer, JoinHeads, Linear, RMSNorm, SplitHeads
+from vlkv.decoder.memory_maps import make_room
 from vlkv.decoder.rope import apply_rope, rope_table
-from vlkv.memory_maps import make_room
 from vlkv.sharding.ops import prefill_attention
 
 Attend = Callable[[int, Array, Array, Array], Array]  # layer, [B,T,N,H], [B,T,K,H], [B,T,K,H] -> [B,T,N,H]

@@ -62,7 +62,7 @@ def decode(
     logits: Float[Array, "B vocab"],
     *,
     sampling: Greedy,
-    key: Key[Array, ""] | None = None,
+    key: PRNGKeyArray | None = None,
 ) -> tuple[Int[Array, "B S"], Int[Array, " B"]]:
     """Decodes from a prompt's cache and logits until every row has ended, in one `while_loop`.
 
@@ -77,6 +77,7 @@ def decode(
         InputError: the cache has too little capacity for `max_new_tokens`. Under jit, earlier new tokens are not
             counted.
     """
+    key = sampling.require_key(single_key(key))
     check_new_room(cache, sampling.max_new_tokens - 1)  # the last token is not added to the cache
     stop = jnp.asarray(params.config.stop if sampling.stop is None else sampling.stop, jnp.int32)
 
@@ -117,12 +118,13 @@ def decode_steps(
     logits: Float[Array, "B vocab"],
     *,
     sampling: Greedy,
-    key: Key[Array, ""] | None = None,
+    key: PRNGKeyArray | None = None,
 ) -> Iterator[Int[np.ndarray, " B"]]:
     """`decode` as a generator: yields the tokens of each step. The cache is donated.
 
     Rows that have ended repeat their last token: a stop token, or -1 if their logits are NaN.
     """
+    key = sampling.require_key(single_key(key))
     stop = (-1, *(params.config.stop if sampling.stop is None else sampling.stop))
     shown = np.asarray(choose_token(logits, sampling, key))
     for i in range(1, sampling.max_new_tokens + 1):

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Int, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
 from vlkv.compression.policy import Policy
@@ -31,6 +31,7 @@ from vlkv.generation.nan import check_tokens, explain
 from vlkv.generation.prefill import read_and_fill
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
+from vlkv.keys import single_key
 from vlkv.policies.full import Full
 
 
@@ -55,7 +56,7 @@ def generate(
     *,
     policy: Policy | None = None,
     sampling: Greedy | None = None,
-    key: Key[Array, ""] | None = None,
+    key: PRNGKeyArray | None = None,
     kernels: Kernels | None = None,
 ) -> Output:
     """Prefill and decoding of every row of a batch with a compressed cache.
@@ -77,7 +78,7 @@ def generate(
         InputError: the policy does not fit the model, a key is missing, prompt and answer exceed the model's limit (see
             `check_room`), or logits are NaN.
     """
-    inputs = Inputs.of(inputs, params.config)
+    inputs, key = Inputs.of(inputs, params.config), single_key(key)
     policy = Full() if policy is None else policy
     sampling = Greedy() if sampling is None else sampling
     require_fit(policy, len(params.decoder.layers), key)
@@ -108,11 +109,11 @@ def _generate(
 
 def stream(
     params: Model,
-    inputs: Inputs,
+    inputs: Inputs | Mapping[str, Any],
     *,
     policy: Policy | None = None,
     sampling: Greedy | None = None,
-    key: Key[Array, ""] | None = None,
+    key: PRNGKeyArray | None = None,
     kernels: Kernels | None = None,
 ) -> Iterator[Int[np.ndarray, " B"]]:
     """`generate` for `Inputs`, as a generator: yields each step's tokens. Ended rows repeat their stop token.
@@ -120,6 +121,7 @@ def stream(
     Raises:
         InputError: as `generate`.
     """
+    inputs, key = Inputs.of(inputs, params.config), single_key(key)
     policy = Full() if policy is None else policy
     sampling = Greedy() if sampling is None else sampling
     require_fit(policy, len(params.decoder.layers), key)

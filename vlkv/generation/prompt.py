@@ -7,13 +7,13 @@ A position axes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
 from pallas_kernels.attention_mass import takes_lse
@@ -24,6 +24,7 @@ from vlkv.decoder.rope import position_limit
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.inputs import Inputs
+from vlkv.keys import single_key
 from vlkv.masks import first
 from vlkv.sharding.ops import by_row, prefill_attention
 
@@ -68,11 +69,11 @@ class Prompt:
 
 def read_prompt(
     params: Model,
-    inputs: Inputs,
+    inputs: Inputs | Mapping[str, Any],
     policy: Policy | None = None,
     *,
     new_tokens: int | Int[Array, ""] = 64,
-    key: Key[Array, ""] | None = None,
+    key: PRNGKeyArray | None = None,
     kernels: Kernels | None = None,
 ) -> Prompt:
     """Runs all layers over a prompt. The result contains the queries, keys and values of all layers.
@@ -81,7 +82,7 @@ def read_prompt(
 
     Args:
         params: the model.
-        inputs: from the processor.
+        inputs: from the processor, or (outside jit) from the family's transformers processor.
         policy: used only if it reduces the prompt between layers.
         new_tokens: largest capacity for new tokens of the caches that will be made of the prompt. It matters only for
             models with long-RoPE (see `vlkv.decoder.rope.position_limit`).
@@ -92,6 +93,7 @@ def read_prompt(
         InputError: the policy does not fit the model, needs a key or a vision tower, or, outside jit, keeps more tokens
             than its `remaining` allows.
     """
+    inputs, key = Inputs.of(inputs, params.config), single_key(key)
     if policy is not None:
         require_fit(policy, len(params.decoder.layers), key)
     reducer = None if policy is None else policy.reducer
@@ -239,6 +241,7 @@ def _drop_candidates(layer: LayerPrompt, tokens: Tokens, length: int) -> LayerPr
     return dataclasses.replace(layer, is_candidate=layer.is_candidate & left[row, layer.source])
 
 
-def forward(params: Model, inputs: Inputs) -> Float[Array, "B T vocab"]:
-    """Logits at every token of the prompts, without a cache."""
-    return params.decoder.logits(params.decoder(params.embed(inputs), inputs.positions, inputs.valid))
+def forward(params: Model, inputs: Inputs | Mapping[str, Any]) -> Float[Array, "B T vocab"]:
+    """Logits at every token of the prompts, without a cache. `inputs` are those of `generate`."""
+    arrays: Inputs = jax.tree.map(jnp.asarray, Inputs.of(inputs, params.config))
+    return params.decoder.logits(params.decoder(params.embed(arrays), arrays.positions, arrays.valid))
