@@ -36,7 +36,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import clock, published, torch_side
+from benchmarks import clock, torch_side
+from benchmarks.papers.aircache import SPEED
 from benchmarks.roofline import shares
 from vlkv import policies
 from vlkv.errors import InputError
@@ -47,9 +48,10 @@ from vlkv.tools.benching.settings import Setting, label
 from vlkv.tools.benching.subjects import Subject, find
 
 RESULT = Path(__file__).parent / "results" / "gpu.json"
-MODEL, CAP, PREFILL, PEERS, BYTES = "llava-onevision-7b", 2.0, 1.03, 2.0, 1.1
-CONTESTANTS: tuple[policies.Policy, ...] = (
-    policies.Full(), policies.AirCache(keep=0.5), policies.AirCache(keep=0.1), policies.AirCache(keep=0.1, cap=CAP),
+PAPER = SPEED["aircache-table-3"].points
+MODEL, CAP, PREFILL, PEERS, BYTES = PAPER[0].model, 2.0, 1.03, 2.0, 1.1
+CONTESTANTS: tuple[policies.Policy, ...] = (  # the full cache, 50 % and 10 %
+    *dict.fromkeys(point.policy for point in PAPER), policies.AirCache(keep=0.1, cap=CAP),
 )  # fmt: skip
 PEER_SETTINGS = (Setting(8, 2048, 64, 512), Setting(8, 8192, 64, 512))
 
@@ -74,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
     end = time.perf_counter() + 60 * args.minutes
     subject = find("tiny" if args.dry_run else MODEL, dtype=args.dtype)
     held = results.Results(args.out, "python -m benchmarks.gpu" + (" --dry-run" if args.dry_run else ""))
-    paper = list(dict.fromkeys(point.setting for point in published.TABLES["aircache-table-3"].points))
+    paper = list(dict.fromkeys(point.setting for point in PAPER))
     settings = sorted(paper, key=lambda setting: setting.size)
     peers = list(PEER_SETTINGS)
     if args.dry_run:
@@ -185,9 +187,7 @@ def verdict(
         found = held.find(results.identity((subject, setting, policy))) or {}
         return {} if "error" in found else found
 
-    printed = {
-        (p.setting.batch, p.setting.prompt, p.policy): p.figures for p in published.TABLES["aircache-table-3"].points
-    }
+    printed = {(p.setting.batch, p.setting.prompt, p.policy): p.figures for p in PAPER}
     names = {"prefill_seconds": "prefill s", "decode_seconds": "decode s", "tokens_per_second": "tokens/s"}
     table = Table(
         "setting", "policy", *(f"{title}, ours / paper" for title in names.values()), "roofline, prefill, decode"

@@ -89,14 +89,6 @@ def test_what_the_tables_compare():
     np.testing.assert_allclose(profiles.aggregate(RATIOS), [0.3, 0.3])
     np.testing.assert_allclose(profiles.spread(RATIOS), [np.sqrt(0.08 / 3)] * 2)
     np.testing.assert_allclose(profiles.distance(RATIOS, np.array([0.1, 0.3])), [0.2, 0.4 / 3])
-    np.testing.assert_allclose(profiles.by_number(RATIOS, (1, 2)), [[0.1, 0.3], [0.2, 0.2]])
-    groups = profiles.by_group(RATIOS, ["ocr", "vqa", "ocr"])
-    assert list(groups) == ["ocr", "vqa"]
-    np.testing.assert_allclose(groups["ocr"], [0.3, 0.4])
-    with pytest.raises(InputError, match="of 4 samples cannot be made from 3"):
-        profiles.by_number(RATIOS, (4,))
-    with pytest.raises(InputError, match="2 groups for 3 samples"):
-        profiles.by_group(RATIOS, ["ocr", "vqa"])
 
 
 def test_the_search_cut_short():
@@ -114,24 +106,32 @@ def test_the_search_cut_short():
     np.testing.assert_allclose(profiles.search(padded, 0.5)[0], [0.25, 0.75])
 
 
-def test_a_saved_profile_is_read_by_its_own_model_only(tmp_path):
+def test_a_saved_profile_is_read_by_its_own_model_and_keep_only(tmp_path):
     path, ratios = tmp_path / "profile.json", np.array([[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]])
-    profiles.save(path, ratios, PrefixKV(keep=0.2), CONFIG, name="tiny")
-    content = profiles.save(path, ratios, PrefixKV(keep=0.2), CONFIG, name="tiny")  # again
+    measured = {PrefixKV(keep=0.2): ratios, PrefixKV(keep=0.4): 2 * ratios}
+    profiles.save(path, measured, CONFIG, name="tiny")
+    content = profiles.save(path, measured, CONFIG, name="tiny")  # again
     assert json.loads(path.read_text()) == content
     assert list(tmp_path.iterdir()) == [path]
-    assert (content["keep"], content["samples"], content["aggregation"]) == (0.2, 2, "mean")
+    first, second = content["profiles"]
+    assert (first["keep"], first["samples"], second["keep"], content["aggregation"]) == (0.2, 2, 0.4, "mean")
     assert content["model"]["name"] == "tiny" and content["model"]["width"] == 32
-    profile = profiles.load(path, CONFIG)
+    profile = profiles.load(path, CONFIG, keep=0.2)
     assert profile == pytest.approx((0.2, 0.2, 0.2))
+    assert profiles.load(path, CONFIG, keep=0.4) == pytest.approx((0.4, 0.4, 0.4))
     PrefixKV(keep=0.2, profile=profile).check_model(3)
     other = dataclasses.replace(CONFIG, decoder=dataclasses.replace(CONFIG.decoder, width=64))
     with pytest.raises(InputError, match="measured on 'tiny', another model: width 32, here 64"):
-        profiles.load(path, other)
+        profiles.load(path, other, keep=0.2)
     with pytest.raises(InputError, match='measured with scope="all", but the policy has scope="vision"'):
-        profiles.load(path, CONFIG, scope="vision")
+        profiles.load(path, CONFIG, keep=0.2, scope="vision")
+    with pytest.raises(InputError, match=r"measured with keep=0.2, 0.4, but the policy has keep=0.1") as error:
+        profiles.load(path, CONFIG, keep=0.1)
+    assert "\n" not in str(error.value)
+    with pytest.raises(InputError, match="but the policy has keep=None"):
+        profiles.load(path, CONFIG, keep=None)
     with pytest.raises(InputError, match="no such folder"):
-        profiles.save(tmp_path / "none" / "p.json", ratios, PrefixKV(keep=0.2), CONFIG, name="tiny")
+        profiles.save(tmp_path / "none" / "p.json", measured, CONFIG, name="tiny")
 
 
 @pytest.mark.parametrize(
@@ -139,21 +139,37 @@ def test_a_saved_profile_is_read_by_its_own_model_only(tmp_path):
     [
         ("", "not a profile"),
         ("[1]", "not a profile"),
-        ('{"shares": [0.1]}', "not a profile"),
-        ({"shares": [0.1, 0.2]}, "shares must be 3 fractions"),
-        ({"shares": [0.1, 0.2, 2]}, "shares must be 3 fractions"),
-        ({"shares": [0.1, 0.2, "x"]}, "shares must be 3 fractions"),
+        ('{"profiles": [0.1]}', "not a profile"),
+        ([0.1, 0.2], "shares must be 3 fractions"),
+        ([0.1, 0.2, 2], "shares must be 3 fractions"),
+        ([0.1, 0.2, "x"], "shares must be 3 fractions"),
     ],
 )
 def test_a_damaged_profile_is_named(tmp_path, change, said):
     path = tmp_path / "profile.json"
-    content = profiles.save(path, np.full((1, 3), 0.2), PrefixKV(keep=0.2), CONFIG, name="tiny")
-    path.write_text(change if isinstance(change, str) else json.dumps(content | change))
+    content = profiles.save(path, {PrefixKV(keep=0.2): np.full((1, 3), 0.2)}, CONFIG, name="tiny")
+    changed = content | {"profiles": [content["profiles"][0] | {"shares": change}]}
+    path.write_text(change if isinstance(change, str) else json.dumps(changed))
     with pytest.raises(InputError, match=said):
-        profiles.load(path, CONFIG)
+        profiles.load(path, CONFIG, keep=0.2)
     path.unlink()
     with pytest.raises(InputError, match="no such profile"):
-        profiles.load(path, CONFIG)
+        profiles.load(path, CONFIG, keep=0.2)
+
+
+def test_the_search_by_bisection_agrees_with_the_exact_one(params):
+    """Within a token per layer if it ends at the budget; with few steps only the sum is right."""
+    batch = unequal_batch()
+    policy = PrefixKV(keep=0.5)
+    exact = profiles.measure(params, [batch], policy)
+    found, steps = profiles.searched(params, [batch], policy)
+    tokens = batch.valid.sum(axis=1)[:, None]
+    assert (abs(found - exact) * tokens < 1.01).all() and (steps <= 64).all()
+    few, taken = profiles.searched(params, [batch], policy, steps=2)
+    assert (taken <= 2).all()
+    np.testing.assert_allclose(few.mean(axis=1), 0.5, atol=0.02)
+    with pytest.raises(InputError, match="no profile="):
+        profiles.searched(params, [batch], PrefixKV(keep=0.2, profile=(0.2, 0.2, 0.2)))
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -170,26 +186,66 @@ def images(tmp_path):
     return paths
 
 
-def test_the_command_measures_the_miniature(capsys, monkeypatch, tmp_path, images, miniature):
+@pytest.fixture
+def small(monkeypatch, miniature):
+    """The command's demo model is small and untrained."""
     monkeypatch.setattr(loading, "MINI", miniature())
-    layers = vlkv.load_processor(miniature()).config.decoder.layers
+    return miniature()
+
+
+def test_the_command_measures_the_miniature(capsys, tmp_path, images, small):
+    layers = vlkv.load_processor(small).config.decoder.layers
     out = tmp_path / "profile.json"
-    command = ["profile", "--model", "mini", "--images", *images, "--prompts", "read the page", "--keep", "0.2"]
+    command = ["profile", "--model", "mini", "--images", *images, "--prompts", "read the page", "--keep", "0.2", "0.5"]
     assert main([*command, "--out", str(out), "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
-    assert content == json.loads(out.read_text())
-    assert content["samples"] == 2 and content["model"]["layers"] == len(content["shares"]) == layers
-    assert np.mean(content["shares"]) == pytest.approx(0.2, abs=0.006)  # whole tokens
-    assert max(content["spread"]) > 0
-    assert main([*command, "--out", str(out)]) == 0
-    assert f"{content['shares'][-1]:.4f}" in capsys.readouterr().out
-    share = repr(tuple(content["shares"]))
-    answer = ["generate", "--model", str(miniature()), "--image", images[0], "--prompt", "read the page", "--json"]
-    policy = ["--policy", f"PrefixKV(profile={share})", "--keep", "0.2", "--max-new-tokens", "2"]
-    assert main([*answer, *policy]) == 0
+    half = content["profiles"][1]
+    assert json.loads(out.read_text()) == {name: content[name] for name in ("model", "aggregation", "profiles")}
+    assert half["samples"] == 2 and content["model"]["layers"] == len(half["shares"]) == layers
+    for each, keep in zip(content["profiles"], (0.2, 0.5), strict=True):
+        assert np.mean(each["shares"]) == pytest.approx(keep, abs=0.006)  # whole tokens
+    assert max(half["spread"]) > 0
+    assert content["std"][1] == pytest.approx(np.mean(half["spread"]))
+    # A profile of the first image alone is further from both images than the profile of both (Table 7).
+    one = tmp_path / "one.json"
+    assert main(["profile", "--model", "mini", "--images", images[0], "--prompts", "read the page", "--keep", "0.5",
+                 "--out", str(one)]) == 0  # fmt: skip
+    for file in (out, one):
+        capsys.readouterr()
+        assert main([*command[:-2], "0.5", "--out", str(tmp_path / "x"), "--compare", str(file), "--json"]) == 0
+        deviations = json.loads(capsys.readouterr().out)
+        reference = json.loads(file.read_text())["profiles"][-1]["shares"]
+        single = json.loads(one.read_text())["profiles"][0]["shares"]
+        second = 2 * np.array(half["shares"]) - single
+        assert deviations["mad"][0] == pytest.approx(np.mean(np.abs([single, second] - np.array(reference))), abs=1e-6)
+    # The policy takes the shares of its keep, and no other keep.
+    answer = ["generate", "--model", str(small), "--image", images[0], "--prompt", "read the page", "--json"]
+    policy = ["--policy", f"prefixkv(profile={str(out)!r})", "--max-new-tokens", "2"]
+    capsys.readouterr()
+    assert main([*answer, *policy, "--keep", "0.5"]) == 0
     result = json.loads(capsys.readouterr().out)
     kept = np.array(result["kept_per_layer"])
-    assert abs(kept - np.array(content["shares"]) * result["prompt_tokens"]).max() < 1.01
+    assert abs(kept - np.array(half["shares"]) * result["prompt_tokens"]).max() < 1.01
+    assert main([*answer, *policy, "--keep", "0.4"]) == 2
+    error = capsys.readouterr().err
+    assert "measured with keep=0.2, 0.5, but the policy has keep=0.4" in error and error.count("\n") == 1
+
+
+def test_the_command_reads_questions(capsys, tmp_path, images, small):
+    """Random samples of a JSONL; the first ones of more samples are those of fewer (Table 5)."""
+    data, out = tmp_path / "questions.jsonl", tmp_path / "profile.json"
+    data.write_text("\n".join(json.dumps({"image": image, "question": "read the page"}) for image in images))
+    command = ["profile", str(data), "--model", "mini", "--keep", "0.5", "--out", str(out), "--json"]
+    found = []
+    for options in (["--samples", "1"], [], ["--tolerance", "0.1"], ["--steps", "3"]):
+        assert main([*command, *options]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    one, both, loose, short = found
+    assert (one["profiles"][0]["samples"], both["profiles"][0]["samples"]) == (1, 2)
+    assert 1 <= loose["steps"][0] <= 64 and short["steps"][0] <= 3
+    assert np.mean(short["profiles"][0]["shares"]) == pytest.approx(0.5, abs=0.01)
+    assert main(command[:-1]) == 0
+    assert f"{both['profiles'][0]['shares'][-1]:.4f}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -199,6 +255,9 @@ def test_the_command_measures_the_miniature(capsys, monkeypatch, tmp_path, image
         (["--out", "/no/such/folder/p.json"], "no such folder"),
         (["--prompts", "a", "b", "c"], "3 prompts for 2 images"),
         (["--images", "/no/such/image.png"], "/no/such/image.png"),
+        (["questions.jsonl"], "not both"),
+        (["--steps", "0"], "--steps 0 must be at least 1"),
+        (["--compare", "/no/such/profile.json"], "no such profile"),
     ],
 )
 def test_a_bad_argument_is_one_line(capsys, tmp_path, images, change, said):

@@ -126,6 +126,7 @@ def test_the_line_of_python_knows_ones_own_class(monkeypatch, root):
         (["--metric", "perplexity"], "higher is better"),
         (["--bits", "5"], "bits=5"),
         (["--model", "CHECKPOINT"], "give FILE.jsonl"),
+        (["--policy", "prefixkv(profile='profile.json')"], "a profile is for one keep"),
     ],
 )
 def test_bad_input_is_one_line(capsys, tmp_path, options, said):

@@ -1,5 +1,7 @@
 """What every method promises, over random prompts, masks and budgets (hypothesis)."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,6 +107,38 @@ def test_evicting(name, scope, drawn, order):
         if before is not None and name in RANKINGS and (name, scope) not in CHANGING:
             assert (kept >= before).all()
         before = kept
+
+
+MERGING = {
+    "elasticcache": {}, "lookm": {}, "prefixkv": {"merging": "cosine"}, "aircache": {"merging": 0.5},
+    "tome": {"on": "cache"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MERGING)
+def test_compress_takes_numpy_arrays(name):
+    """As annotated: the same result as with jax's arrays, also where dropped entries are merged."""
+    q, k, vision, valid = (x[0] for x in arrays((0, ["SSVVVVVVVVVIII".ljust(LENGTH, ".")] * ROWS)))
+    policy = policies.make(name, keep=0.5, **MERGING[name])
+    want = policies.compress(policy, *map(jnp.asarray, (q, k, k, vision, valid)))
+    got = policies.compress(policy, q, k, k, vision, valid)
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert not np.array_equal(got[0], k)
+
+
+def test_the_text_of_a_policy_has_options_that_are_none():
+    """A default other than None is written down if it is replaced by None, such as A-VL's `core`."""
+    found = []
+    for name, cls in policies.registry.items():
+        plain = cls() if issubclass(cls, policies.Full) else policies.make(name, keep=0.5)
+        for field in dataclasses.fields(cls):
+            if field.name == "keep" or field.default is None or "None" not in str(field.type):
+                continue
+            policy = dataclasses.replace(plain, **{field.name: None})
+            assert policies.make(policies.text_of(policy)) == policy, (name, field.name)
+            found.append((name, field.name))
+    assert ("avl", "core") in found and ("prefixkv", "distance") in found
 
 
 @pytest.mark.default("lookm-all")

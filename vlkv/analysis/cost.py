@@ -6,7 +6,7 @@ activations. Attention counts all pairs of a layer's tokens, including the maske
 Comparison with LightKV's Table 1 (its Sec. 4.2 does not say how operations are counted): with the tower, the logits of
 the whole prompt, 48 text tokens and 100 new ones, our counts for full caches agree within one percent. For methods that
 shorten the prompt they agree within six percent, except in three rows of the 7B models
-(`python -m benchmarks.published lightkv-table-1`).
+(`python -m benchmarks.papers.speed lightkv-table-1`).
 
 Axes: L layers.
 """

@@ -2,14 +2,14 @@
 
 Measure a profile, save it, and give it to the policy, which then needs no search during prefill:
 
-    ratios = profiles.measure(params, samples, PrefixKV(keep=0.2))
-    profiles.save("profile.json", ratios, PrefixKV(keep=0.2), params.config, name="llava-1.5-7b")
-    policy = PrefixKV(keep=0.2, profile=profiles.load("profile.json", params.config))
+    policy = PrefixKV(keep=0.2)
+    ratios = profiles.measure(params, samples, policy)
+    profiles.save("profile.json", {policy: ratios}, params.config, name="llava-1.5-7b")
+    policy = PrefixKV(keep=0.2, profile=profiles.load("profile.json", params.config, keep=0.2))
 
-The paper's Tables 5 to 11 study how reliable profiles are. They show perplexity; the functions here return the profiles
-behind it: profiles of n samples (Table 5, `by_number`), of groups of samples (Tables 8 and 9, `by_group`), deviations
-(Table 7, `spread` and `distance`), and a search with fewer steps (Tables 10 and 11, `search` on `curves`). Table 6
-compares the policy with and without a profile.
+A profile is for one `keep`; a file may contain several. PrefixKV's Tables 5 to 11 study how reliable profiles are, and
+`vlkv profile` makes what they need: profiles of n samples (Table 5) and of other samples (Tables 8 and 9), deviations
+(Table 7, `spread` and `distance`), and profiles by a search that ends early (Tables 10 and 11, `searched`).
 
 Axes: S samples · L layers · B rows of a batch · T tokens. Numbers are float64 on the host.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +54,13 @@ def measure(params: Model, samples: Iterable[Inputs | Mapping[str, Any]], policy
     Raises:
         InputError: no samples, a sample without tokens in scope, a policy with a profile, or NaN logits.
     """
-    if getattr(policy, "profile", None) is not None:
-        raise InputError("to measure a profile, give PrefixKV no profile=")
+    _check_search(policy)
     ratios: list[np.ndarray] = []
     for inputs in (Inputs.of(sample, params.config) for sample in samples):
         text = np.asarray(inputs.valid & ~inputs.is_vision).sum(axis=1)
         vision = np.asarray(inputs.valid & inputs.is_vision).sum(axis=1)
         always, count = (text, vision) if policy.scope == "vision" else (0 * text, text + vision)
-        if not count.all():
-            raise InputError(f"sample {len(ratios) + int(count.argmin())} has no tokens in scope: it has no image")
+        _check_tokens(count.min(), len(ratios) + int(count.argmin()))
         counts, logits = _kept(params, inputs, policy)
         check_values(params, inputs, logits)
         kept = np.asarray(counts, np.float64).mean(axis=2)  # [L, B]
@@ -70,6 +68,18 @@ def measure(params: Model, samples: Iterable[Inputs | Mapping[str, Any]], policy
     if not ratios:
         raise InputError("a profile needs at least one sample")
     return np.stack(ratios)
+
+
+def _check_search(policy: Policy) -> None:
+    """Raises InputError for a policy with a profile, which does not search."""
+    if getattr(policy, "profile", None) is not None:
+        raise InputError("to measure a profile, give PrefixKV no profile=")
+
+
+def _check_tokens(count: int, sample: int) -> None:
+    """Raises InputError for a sample without tokens in scope."""
+    if not count:
+        raise InputError(f"sample {sample} has no tokens in scope: it has no image")
 
 
 @jax.jit
@@ -93,21 +103,6 @@ def distance(ratios: Float[np.ndarray, "S L"], profile: Float[np.ndarray, " L"])
     return np.abs(ratios - profile).mean(axis=0)
 
 
-def by_number(ratios: Float[np.ndarray, "S L"], numbers: Sequence[int]) -> Float[np.ndarray, "n L"]:
-    """The profiles of the first n samples, for each n in `numbers` (Table 5)."""
-    for n in numbers:
-        if not 1 <= n <= len(ratios):
-            raise InputError(f"a profile of {n} samples cannot be made from {len(ratios)}")
-    return np.stack([aggregate(ratios[:n]) for n in numbers])
-
-
-def by_group(ratios: Float[np.ndarray, "S L"], groups: Sequence[str]) -> dict[str, Float[np.ndarray, " L"]]:
-    """The profile of each group of samples, such as domains or instruction lengths (Tables 8 and 9)."""
-    if len(groups) != len(ratios):
-        raise InputError(f"{len(groups)} groups for {len(ratios)} samples: give one group per sample")
-    return {group: aggregate(ratios[np.array(groups) == group]) for group in dict.fromkeys(groups)}
-
-
 def curves(params: Model, inputs: Inputs | Mapping[str, Any], policy: PrefixKV) -> Float[Array, "B L T"]:
     """P_l(o), the share of importance of a layer's o best tokens; +inf beyond the tokens in scope. Jittable."""
     prompt = read_prompt(params, inputs, policy)
@@ -123,6 +118,9 @@ def curves(params: Model, inputs: Inputs | Mapping[str, Any], policy: PrefixKV) 
 
     found = [jax.vmap(lambda read, i=i: row(read, i))(read) for i, read in enumerate(prompt.layers)]
     return jnp.stack(found, axis=1)
+
+
+_curves = jax.jit(curves)
 
 
 def search(
@@ -151,6 +149,37 @@ def search(
             break
         low, high = (p, high) if delta < 0 else (low, p)
     return np.minimum(ratios * (goal / ratios.sum()), 1.0), taken
+
+
+def searched(
+    params: Model,
+    samples: Iterable[Inputs | Mapping[str, Any]],
+    policy: PrefixKV,
+    *,
+    tolerance: float = 0.0,
+    steps: int = 64,
+) -> tuple[Float[np.ndarray, "S L"], Int[np.ndarray, " S"]]:
+    """As `measure`, by `search` instead of the exact search of the policy, and the number of steps of each sample.
+
+    Args:
+        params: the model.
+        samples: from the processor; every row of a batch is one sample.
+        policy: a PrefixKV without a profile.
+        tolerance: as in `search`.
+        steps: as in `search`.
+
+    Raises:
+        InputError: no samples, a sample without tokens in scope, or a policy with a profile.
+    """
+    _check_search(policy)
+    found: list[tuple[np.ndarray, int]] = []
+    for inputs in (Inputs.of(sample, params.config) for sample in samples):
+        for cumulative in np.asarray(_curves(params, inputs, policy), np.float64):
+            _check_tokens(np.isfinite(cumulative[0]).sum(), len(found))
+            found.append(search(cumulative, policy.keep or 1.0, tolerance=tolerance, steps=steps))
+    if not found:
+        raise InputError("a profile needs at least one sample")
+    return np.stack([ratios for ratios, _ in found]), np.array([taken for _, taken in found])
 
 
 def cross_share(params: Model, samples: Iterable[Inputs | Mapping[str, Any]], policy: CSP) -> float:
@@ -207,18 +236,16 @@ def fingerprint(config: ModelConfig) -> dict[str, Any]:
 
 def save(
     path: str | os.PathLike[str],
-    ratios: Float[np.ndarray, "S L"],
-    policy: Policy,
+    measured: Mapping[Policy, Float[np.ndarray, "S L"]],
     config: ModelConfig,
     *,
     name: str,
 ) -> dict[str, Any]:
-    """Writes a profile as JSON and returns its content.
+    """Writes profiles as JSON and returns the content.
 
     Args:
         path: the file; an existing one is replaced.
-        ratios: from `measure`.
-        policy: the policy of the measurement.
+        measured: the ratios from `measure` of each policy; the policies differ in `keep` or `scope`.
         config: of the model (`params.config`).
         name: name of the model, for readers of the file.
 
@@ -228,30 +255,36 @@ def save(
     path = Path(path)
     if not path.parent.is_dir():
         raise InputError(f"{path.parent}: no such folder to write the profile into")
-    content = {
-        "model": {"name": name, **fingerprint(config)},
-        "policy": text_of(policy),
-        "keep": policy.keep,
-        "scope": policy.scope,
-        "samples": len(ratios),
-        "aggregation": AGGREGATION,
-        "shares": aggregate(ratios).tolist(),
-        "spread": spread(ratios).tolist(),
-    }
+    profiles = [
+        {
+            "policy": text_of(policy),
+            "keep": policy.keep,
+            "scope": policy.scope,
+            "samples": len(ratios),
+            "shares": aggregate(ratios).tolist(),
+            "spread": spread(ratios).tolist(),
+        }
+        for policy, ratios in measured.items()
+    ]
+    content = {"model": {"name": name, **fingerprint(config)}, "aggregation": AGGREGATION, "profiles": profiles}
     write_json(path, content)
     return content
 
 
-def load(path: str | os.PathLike[str], config: ModelConfig, *, scope: Scope = "all") -> tuple[float, ...]:
-    """The shares in a file, for `PrefixKV(profile=...)`.
+def load(
+    path: str | os.PathLike[str], config: ModelConfig, *, keep: float | None, scope: Scope = "all"
+) -> tuple[float, ...]:
+    """The shares for one keep in a file, for `PrefixKV(profile=...)`.
 
     Args:
         path: written by `save` or `vlkv profile`.
         config: of the model that will use the profile (`params.config`).
+        keep: of the policy that will use it.
         scope: of the policy that will use it.
 
     Raises:
-        InputError: no such file, not a profile, or measured on a model of another shape or with another scope.
+        InputError: no such file, not a profile, or measured on a model of another shape, with another keep or with
+            another scope.
     """
     path = Path(path)
     text = read_text(path)
@@ -259,18 +292,24 @@ def load(path: str | os.PathLike[str], config: ModelConfig, *, scope: Scope = "a
         raise InputError(f"{path}: no such profile; `vlkv profile` makes one")
     try:
         content = json.loads(text)
-        measured, shares = dict(content["model"]), list(content["shares"])
-        measured_scope = content["scope"]
+        model = dict(content["model"])
+        found = [(each["keep"], each["scope"], list(each["shares"])) for each in content["profiles"]]
     except (ValueError, TypeError, KeyError, RecursionError):
         raise InputError(f"{path}: not a profile; make it again with `vlkv profile`") from None
     for field, ours in fingerprint(config).items():
-        if measured.get(field) != ours:
+        if model.get(field) != ours:
             raise InputError(
-                f"{path}: measured on {measured.get('name')!r}, another model: {field} {measured.get(field)!r}, "
+                f"{path}: measured on {model.get('name')!r}, another model: {field} {model.get(field)!r}, "
                 f"here {ours!r}; make one for this model with `vlkv profile`"
             )
-    if measured_scope != scope:
-        raise InputError(f'{path}: measured with scope="{measured_scope}", but the policy has scope="{scope}"')
+    in_scope = [(measured, shares) for measured, scoped, shares in found if scoped == scope]
+    if not in_scope:
+        other = found[0][1] if found else "none"
+        raise InputError(f'{path}: measured with scope="{other}", but the policy has scope="{scope}"')
+    shares = next((shares for measured, shares in in_scope if measured == keep), None)
+    if shares is None:
+        has = ", ".join(str(measured) for measured, _ in in_scope)
+        raise InputError(f"{path}: measured with keep={has}, but the policy has keep={keep}; measure that one too")
     if len(shares) != config.decoder.layers or not all(isinstance(x, float | int) and 0 < x <= 1 for x in shares):
         raise InputError(
             f"{path}: shares must be {config.decoder.layers} fractions in (0, 1]; make it again with `vlkv profile`"

@@ -233,6 +233,7 @@ def compress(
     grid: Int[Array | np.ndarray, "T 3"] | None = None,
 ) -> tuple[Float[Array, "L K T H"], Float[Array, "L K T H"], Selection]:
     """`select`, and k and v after the policy's merge; the kept ones are the entries of the cache."""
+    k, v = jnp.asarray(k), jnp.asarray(v)  # merging uses methods that numpy arrays do not have
     selection = _choose(policy, q, k, v, is_vision, valid, key, grid)
     merged = [policy.merge(*args) for args in zip(k, v, selection.kept, selection.scores, strict=True)]
     return jnp.stack([m[0] for m in merged]), jnp.stack([m[1] for m in merged]), selection

@@ -41,7 +41,7 @@ class LightKV(ReducingPolicy):
     the remaining tokens, and does not merge images of fewer than 8 W^2 tokens.
 
     Attributes:
-        layers: Lambda, the numbers of layers before the stages; None: 15, 23 and 31 of 40, scaled to the model.
+        layers: Lambda, the numbers of layers before the stages (Eq. 9); None: 15, 23 and 31 of 40, scaled to the model.
         windows: W, windows per side, of each stage. The paper uses (6, 4, 2) for LLaVA-NeXT (App. E.2).
         rate: instead of `layers`, the share of vision entries that all layers together process and cache (Eq. 9), as in
             Table 8: 0.55, 0.4, 0.3 or 0.2. The paper does not print its Lambda. Here 15, 23 and 31 of 40 are scaled

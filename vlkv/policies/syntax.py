@@ -163,7 +163,10 @@ def text_of(policy: Policy, find: Find) -> str:
 
 def _call(policy: Policy, find: Find, common: Mapping[str, Any]) -> str:
     """The call of one policy, without the options that are in `common`."""
-    fields = [field for field in dataclasses.fields(policy) if common.get(field.name) != getattr(policy, field.name)]
+    fields = [
+        field for field in dataclasses.fields(policy)
+        if field.name not in common or common[field.name] != getattr(policy, field.name)
+    ]  # fmt: skip
     if policy.facts.own_keep:
         fields = [field for field in fields if field.name != "keep"]
     options = ", ".join(_changed(policy, fields))

@@ -2,5 +2,5 @@
 
 `machine` describes the machine, `settings` the grid of measurements, `subjects` the models, `shapes` the inputs;
 `programs` compiles, `measuring` measures, `results` stores results, and `tables` prints them. `python -m
-benchmarks.published` measures the settings of published tables.
+benchmarks.papers.speed` measures the settings of published tables.
 """

@@ -20,6 +20,7 @@ from rich.progress import track
 from rich.table import Table
 
 from vlkv import loading
+from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.mini import export
 from vlkv.policies import AirCache, Full, Policy, Smooth, compose, text_of
@@ -140,7 +141,7 @@ def _plan(args: argparse.Namespace, processor: Processor) -> list[tuple[str, int
     """Name, bits and policy of every point; the full cache first."""
     base: dict[str, Policy] = {}
     for text in args.policy or (_QUICK if args.quick else _METHODS):
-        made = policy_of(text, {"keep": 0.1, "scope": "vision"}, lambda: processor.config)
+        made = policy_of(text, {"keep": 0.1, "scope": "vision"}, _no_profile)
         base[type(made).__name__ if "(" not in text else text] = made
     if args.policy is None:
         base |= {name: policy for name, policy in _OURS.items() if not args.quick or "smoothed" in name}
@@ -149,6 +150,11 @@ def _plan(args: argparse.Namespace, processor: Processor) -> list[tuple[str, int
         policy.check_model(processor.config.decoder.layers)
         plan += [(name, bits, at_bytes(policy, share, bits)) for bits in args.bits for share in args.bytes]
     return plan
+
+
+def _no_profile() -> ModelConfig:
+    """Stands for the model's config, which only a profile needs."""
+    raise InputError("a profile is for one keep, but frontier chooses the keeps: leave out profile=")
 
 
 def _python(args: argparse.Namespace, file: Path, settings: Settings, policy: str) -> str:

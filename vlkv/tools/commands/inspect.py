@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-from PIL import Image
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -26,27 +24,16 @@ from rich.table import Table
 from vlkv import loading
 from vlkv.errors import InputError
 from vlkv.generation.decode import check_room
-from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.policies import Policy, text_of
-from vlkv.processing import Processor, read_video
 from vlkv.processing.images import open_image
 from vlkv.tools.commands.averaging import mean_view
 from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, policy_from
 from vlkv.tools.commands.plots import check_plots, save
+from vlkv.tools.commands.samples import Sample, inputs_of, read_samples
 from vlkv.tools.commands.views import WHAT, Case, View
-from vlkv.tools.evaluation.records import read_records
 
 _ROWS = 32  # most rows of the printed table
-_FRAMES = 8  # sampled from a video
-
-
-class Sample(NamedTuple):
-    """A question and its images or videos."""
-
-    images: Sequence[Any]
-    question: str
-    videos: Sequence[Path] = ()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,14 +71,14 @@ def run(args: argparse.Namespace) -> Any:
         check_plots(out)
     processor = loading.load_processor(args.model or CHECKPOINT)
     samples = _samples(args)
-    first = _inputs(processor, samples[0])
+    first = inputs_of(processor, samples[0])
     check_room(processor.config, first, args.max_new_tokens)
     params = loading.load_params(args.model or CHECKPOINT, dtype=args.dtype)
     console = Console(stderr=True)
     views: list[View] = []
     problem = ""
     for i, sample in enumerate(track(samples, "measuring", console=console, transient=True, disable=len(samples) < 2)):
-        inputs = _inputs(processor, sample)
+        inputs = inputs_of(processor, sample)
         case = Case(
             params, inputs, policy, jax.random.fold_in(jax.random.key(args.seed), i), args.max_new_tokens, args.ranks,
             tuple(map(open_image, sample.images)) if len(samples) == 1 else (), partial(console.print, highlight=False),
@@ -145,7 +132,7 @@ def _samples(args: argparse.Namespace) -> list[Sample]:
     if args.data is not None:
         if args.image:
             raise InputError("give DATA or --image, not both")
-        return _from_data(args.data, args.prompt)[: args.samples]
+        return read_samples(args.data, args.prompt)[: args.samples]
     if not args.image and args.model in (None, "mini"):
         found = pages.held_out(args.samples or 1, args.seed)
         return [Sample([page.image], args.prompt or page.question) for page in found]
@@ -154,25 +141,6 @@ def _samples(args: argparse.Namespace) -> list[Sample]:
     if args.prompt is None:
         raise InputError("--model needs --prompt, the question about the image")
     return [Sample(args.image, args.prompt)]
-
-
-def _from_data(data: Path, prompt: str | None) -> list[Sample]:
-    """The first question of each row of a JSONL, or one question about each image of a folder."""
-    if not data.is_dir():
-        records = read_records(data, answers=False)
-        return [Sample(record.images, record.turns[0].question, record.videos) for record in records]
-    if prompt is None:
-        raise InputError(f"{data}: a folder of images needs --prompt")
-    known = Image.registered_extensions()
-    images = sorted(path for path in data.iterdir() if path.suffix.lower() in known)
-    if not images:
-        raise InputError(f"{data}: no images in this folder")
-    return [Sample([image], prompt) for image in images]
-
-
-def _inputs(processor: Processor, sample: Sample) -> Inputs:
-    media = [*sample.images, *(read_video(video, _FRAMES) for video in sample.videos)]
-    return processor(media or None, sample.question)
 
 
 def _plain(x: Any) -> Any:

@@ -89,7 +89,7 @@ def policy_of(text: str, given: dict[str, Any], config: Callable[[], ModelConfig
     def with_profile(cls: type[Policy], options: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(options.get("profile"), str):
             return options
-        scope = options.get("scope", cls.scope)
-        return {**options, "profile": profiles.load(options["profile"], config(), scope=scope)}
+        keep, scope = options.get("keep"), options.get("scope", cls.scope)
+        return {**options, "profile": profiles.load(options["profile"], config(), keep=keep, scope=scope)}
 
     return syntax.parse(text, policies.named, given, with_profile)

@@ -4,14 +4,18 @@
       --keep 0.5 --out profile.json
   vlkv generate --model mini --image page.png --prompt "read the page" \\
       --policy "prefixkv(profile='profile.json')" --keep 0.5
+  vlkv profile questions.jsonl --samples 10 --model DIR \\
+      --keep 0.1 0.2 0.5 --out profile.json
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -22,49 +26,124 @@ from vlkv.errors import InputError
 from vlkv.generation.decode import check_room
 from vlkv.policies import PrefixKV
 from vlkv.tools.commands.options import add_model_arguments
+from vlkv.tools.commands.samples import Sample, inputs_of, read_samples
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv profile`."""
+    parser.add_argument("data", nargs="?", type=Path, metavar="DATA.jsonl", help="samples, one per line, as for eval")
     add_model_arguments(parser)
     parser.add_argument("--images", nargs="+", default=[], metavar="FILE", help="one per sample; none: only text")
-    parser.add_argument("--prompts", nargs="+", required=True, metavar="TEXT", help="one per sample, or one for all")
-    parser.add_argument("--keep", type=float, required=True, metavar="FRACTION", help="share of the tokens, in (0, 1]")
+    parser.add_argument("--prompts", nargs="+", default=[], metavar="TEXT", help="one per sample, or one for all")
+    parser.add_argument("--samples", type=int, metavar="N", help="N random samples of DATA (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of samples")
+    parser.add_argument(
+        "--keep", type=float, nargs="+", required=True, metavar="FRACTION",
+        help="shares of the tokens, in (0, 1]; the file has a profile for each",
+    )  # fmt: skip
     parser.add_argument("--scope", choices=["vision", "all"], default="all", help="what competes for the budget")
+    parser.add_argument(
+        "--tolerance", type=float, metavar="D",
+        help="search by bisection until the sum of the shares is at most D from the budget (PrefixKV, Table 10)",
+    )  # fmt: skip
+    parser.add_argument("--steps", type=int, metavar="N", help="limit on the bisections (PrefixKV, Table 11)")
+    parser.add_argument(
+        "--compare", type=Path, metavar="JSON", help="also print how far the samples are from this profile"
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="JSON", help="file of the profile")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> Any:
-    """A table of shares and their deviation, or the content of the file."""
-    policy = PrefixKV(keep=args.keep, scope=args.scope)  # arguments are checked before weights are read
-    if args.scope == "vision" and not args.images:
+    """Tables of shares and their deviations, or the content of the file."""
+    keeps = list(dict.fromkeys(args.keep))
+    plan = [PrefixKV(keep=keep, scope=args.scope) for keep in keeps]  # arguments are checked before weights are read
+    if args.scope == "vision" and args.data is None and not args.images:
         raise InputError("--scope vision needs --images: without them there is nothing to measure")
     if args.out.is_dir():
         raise InputError(f"{args.out}: is a folder; give the name of a file")
     if not args.out.parent.is_dir():
         raise InputError(f"{args.out.parent}: no such folder to write the profile into")
+    for name, least in (("samples", 1), ("steps", 1), ("tolerance", 0)):
+        if getattr(args, name) is not None and getattr(args, name) < least:
+            raise InputError(f"--{name} {getattr(args, name)} must be at least {least}")
     processor = loading.load_processor(args.model)
-    samples = [processor(image, prompt) for image, prompt in pairs(args.images, args.prompts)]
-    for inputs in samples:
-        check_room(processor.config, inputs, 1)
+    references = [
+        None if args.compare is None else profiles.load(args.compare, processor.config, keep=keep, scope=args.scope)
+        for keep in keeps
+    ]
+    inputs = [inputs_of(processor, sample) for sample in chosen(args)]
+    for each in inputs:
+        check_room(processor.config, each, 1)
     params = loading.load_params(args.model, dtype=args.dtype)
-    shown = track(samples, "measuring", console=Console(stderr=True), transient=True)
-    ratios = profiles.measure(params, shown, policy)
-    content = profiles.save(args.out, ratios, policy, params.config, name=Path(args.model).name)
+    bar, early = Console(stderr=True), args.tolerance is not None or args.steps is not None
+    ratios, taken = [], []
+    for policy in plan:
+        shown = track(inputs, f"measuring keep {policy.keep}", console=bar, transient=True)
+        if early:
+            found, steps = profiles.searched(
+                params, shown, policy, tolerance=args.tolerance or 0.0, steps=args.steps or 64
+            )
+            taken.append(float(steps.mean()))
+        else:
+            found = profiles.measure(params, shown, policy)
+        ratios.append(found)
+    content = profiles.save(args.out, dict(zip(plan, ratios, strict=True)), params.config, name=Path(args.model).name)
+    deviations = {"std": [float(profiles.spread(each).mean()) for each in ratios]}
+    if args.compare is not None:
+        deviations["mad"] = [
+            float(profiles.distance(each, np.array(reference)).mean())
+            for each, reference in zip(ratios, references, strict=True)
+        ]
+    if early:
+        deviations["steps"] = taken
     if args.json:
-        return content
-    table = Table("layer", "share", "spread", title=f"{len(samples)} samples, keep = {args.keep:.0%}: {args.out}")
-    for layer, (share, spread) in enumerate(zip(content["shares"], content["spread"], strict=True)):
-        table.add_row(str(layer), f"{share:.4f}", f"{spread:.4f}")
-    Console().print(table)
+        return {**content, **deviations}
+    Console().print(shares_table(keeps, ratios, title=f"{len(ratios[0])} samples: {args.out}"))
+    Console().print(deviations_table(keeps, deviations))
     return None
 
 
-def pairs(images: list[str], prompts: list[str]) -> list[tuple[str | None, str]]:
-    """Pairs of image and prompt: one prompt per image, or the same prompt for all images."""
+def chosen(args: argparse.Namespace) -> list[Sample]:
+    """The samples that the arguments describe."""
+    if args.data is None:
+        if not args.prompts:
+            raise InputError("give DATA.jsonl, or --prompts with or without --images")
+        return pairs(args.images, args.prompts)
+    if args.images or args.prompts:
+        raise InputError("give DATA.jsonl, or --images and --prompts, not both")
+    samples = read_samples(args.data, None)
+    if args.samples is None:
+        return samples
+    if args.samples > len(samples):
+        raise InputError(f"--samples {args.samples}: {args.data} has only {len(samples)}")
+    order = np.random.default_rng(args.seed).permutation(len(samples))
+    return [samples[i] for i in order[: args.samples]]
+
+
+def pairs(images: list[str], prompts: list[str]) -> list[Sample]:
+    """Samples of image and prompt: one prompt per image, or the same prompt for all images."""
     if images and len(prompts) not in (1, len(images)):
         raise InputError(f"{len(prompts)} prompts for {len(images)} images: give one for all, or one per image")
     if not images:
-        return [(None, prompt) for prompt in prompts]
-    return list(zip(images, prompts * (len(images) // len(prompts)), strict=True))
+        return [Sample((), prompt) for prompt in prompts]
+    return [
+        Sample((image,), prompt) for image, prompt in zip(images, prompts * (len(images) // len(prompts)), strict=True)
+    ]
+
+
+def shares_table(keeps: Sequence[float], ratios: Sequence[np.ndarray], *, title: str) -> Table:
+    """The mean share of each layer, and its standard deviation, at each keep."""
+    table = Table("layer", *(f"{keep:.3g}" for keep in keeps), title=title)
+    columns = [(profiles.aggregate(each), profiles.spread(each)) for each in ratios]
+    for layer in range(len(columns[0][0])):
+        table.add_row(str(layer), *(f"{share[layer]:.4f} ± {spread[layer]:.4f}" for share, spread in columns))
+    return table
+
+
+def deviations_table(keeps: Sequence[float], deviations: dict[str, list[float]]) -> Table:
+    """Deviations between the samples and average steps of the search, at each keep."""
+    table = Table("", *(f"{keep:.0%}" for keep in keeps), title="means over the layers")
+    for name, values in deviations.items():
+        table.add_row(name, *(f"{value:.3f}" if name != "steps" else f"{value:.1f}" for value in values))
+    return table

@@ -1,12 +1,14 @@
-"""benchmarks.published: the papers' figures typed in again, counted operations, and ours beside the papers'."""
+"""benchmarks.papers.speed: the papers' figures typed in again, counted operations, and ours beside the papers'."""
 
 from __future__ import annotations
 
 import pytest
 
 import vlkv
-from benchmarks import core_attention, published
+from benchmarks import core_attention, gpu
+from benchmarks.papers import speed
 from vlkv import policies
+from vlkv.policies.lightkv import processed
 from vlkv.tools.benching import settings
 
 AIRCACHE_3 = """
@@ -41,7 +43,7 @@ AIRCACHE_9 = {
 
 
 def lines(name, model):
-    return [point for point in published.TABLES[name].points if point.model == model]
+    return [point for point in speed.TABLES[name].points if point.model == model]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,7 @@ def test_aircache(name, model, printed):
 
 
 def figures(name, model=None):
-    return [list(p.figures.values()) for p in published.TABLES[name].points if model in (None, p.model)]
+    return [list(p.figures.values()) for p in speed.TABLES[name].points if model in (None, p.model)]
 
 
 def test_other_tables():
@@ -75,7 +77,7 @@ def test_other_tables():
         [30.7], [16.8, 486.7], [22.5, 363.3], [26.6, 307.9], [29.5, 276.9],
         [], [13.1, 934.4], [], [], [],
     ]  # fmt: skip
-    prefixkv = [point.setting for point in published.TABLES["prefixkv-table-3"].points[::5]]
+    prefixkv = [point.setting for point in speed.TABLES["prefixkv-table-3"].points[::5]]
     assert [(setting.batch, setting.prompt, setting.new) for setting in prefixkv] == [
         (8, 1024, 512), (16, 624, 256), (16, 1024, 512), (48, 624, 256),
     ]  # fmt: skip
@@ -106,23 +108,23 @@ def test_other_tables():
         [339], [156], [156], [170], [163], [529], [243], [265], [265], [254], [1179], [507], [554], [531], [1841],
         [792], [865], [828],
     ]  # fmt: skip
-    last = published.TABLES["a-vl-table-3"].points[4].policy
+    last = speed.TABLES["a-vl-table-3"].points[4].policy
     assert last == policies.AVL(keep=0.45, core=0.3, refresh=3, prefill=0.9, text=0.5)
-    assert set(published.TABLES) == {
+    assert set(speed.TABLES) == {
         "aircache-table-3", "aircache-table-4", "aircache-table-6", "aircache-table-9", "prefixkv-table-3",
         "csp-table-2", "a-vl-latency", "a-vl-table-3", "lightkv-table-1", "lightkv-table-2", "lightkv-table-4",
         "lightkv-table-6", "lightkv-table-10",
     }  # fmt: skip
-    for table in published.TABLES.values():
+    for table in speed.TABLES.values():
         for point in table.points:
             settings.check_policy(point.policy, vlkv.presets[point.model])
 
 
 LIGHTKV_1 = {  # tera-operations of each method as in `lightkv-table-1`, then GiB
-    "llava-1.5-13b": "19.4 19.3 19.0 19.0 19.0 12.4 12.6 12.6 12.6 12.6 .55 .31 .31 .31 .33 .37 .37 .37 .37 .37",
-    "llava-1.5-7b": "10.2 10.2 9.9 9.9 10.0 5.3 6.6 6.6 6.6 6.6 .35 .20 .20 .20 .21 .22 .23 .23 .23 .23",
-    "llava-next-vicuna-13b": "65.0 60.8 60.8 61.3 36.1 37.3 37.3 37.3 37.3 1.75 .91 .91 .93 1.03 1.05 1.05 1.05 1.05",
-    "llava-next-vicuna-7b": "34.8 34.7 32.2 32.2 32.5 18.5 20 20 21.1 22.3 1.12 .58 .58 .58 .60 .65 .67 .67 .67 .67",
+    "llava-1.5-13b": "19.4 19.3 19.0 19.0 19.0 12.6 12.6 12.6 12.6 12.4 .55 .31 .31 .31 .33 .37 .37 .37 .37 .37",
+    "llava-1.5-7b": "10.2 10.2 9.9 10.0 9.9 6.6 6.6 6.6 5.3 6.6 .35 .20 .20 .21 .20 .23 .23 .23 .22 .23",
+    "llava-next-vicuna-13b": "65.0 60.8 61.3 60.8 37.3 37.3 37.3 36.1 37.3 1.75 .91 .93 .91 1.05 1.05 1.05 1.03 1.05",
+    "llava-next-vicuna-7b": "34.8 34.7 32.2 32.2 32.5 18.5 21.1 20 20 22.3 1.12 .58 .58 .58 .60 .65 .67 .67 .67 .67",
 }
 
 
@@ -130,8 +132,8 @@ def test_counted_operations_are_near_the_papers():
     """Full caches within 1 %, shortened prompts within 6 %, except for three rows of the 7B models."""
     far = []
     for name in ("lightkv-table-1", "lightkv-table-2", "lightkv-table-6"):
-        for point in published.TABLES[name].points:
-            ours, printed = published.count(vlkv.presets[point.model], point), point.figures
+        for point in speed.TABLES[name].points:
+            ours, printed = speed.count(vlkv.presets[point.model], point), point.figures
             assert ours["cache_bytes"] / 2**30 == pytest.approx(printed["cache_gib"], rel=0.045)
             off = abs(ours["teraflops"] / printed["teraflops"] - 1)
             if isinstance(point.policy, policies.Full):
@@ -146,13 +148,28 @@ def test_counted_operations_are_near_the_papers():
 
 
 def test_stages_and_windows_of_the_llava_presets():
-    """Table 6's Lambda, counted from 1, for all methods on 13B models; windows of App. E.2 for NeXT."""
+    """Lambda as in Eq. 9: 15, 23 and 31 of 40 layers run before the stages, for all methods; windows of App. E.2."""
     for name in ("lightkv-table-1", "lightkv-table-4", "lightkv-table-10"):
-        for point in published.TABLES[name].points:
+        for point in speed.TABLES[name].points:
             if isinstance(point.policy, policies.LightKV):
                 assert point.policy.windows == ((6, 4, 2) if "next" in point.model else (4, 2, 1))
-            if getattr(point.policy, "on", "hidden") == "hidden" and hasattr(point.policy, "layers"):
-                assert point.policy.layers == ((16, 24, 32) if point.model.endswith("13b") else None)
+            stages = 1 if isinstance(point.policy, policies.FastV) else 3
+            if point.policy.reducer is not None and stages == 3 and point.model.endswith("13b"):
+                assert point.policy.reductions(40) == (15, 23, 31)
+    layers = [p.policy.layers for p in speed.TABLES["lightkv-table-6"].points if isinstance(p.policy, policies.LightKV)]
+    assert layers == [(15, 23, 31)] * 2 + [(17, 24, 31)] * 2 + [(15, 23, 31)] * 2 + [(17, 24, 31)] * 2
+
+
+def test_lambda_as_in_eq_9_leaves_55_percent_and_as_an_index_58():
+    """15 + 8 / 2 + 8 / 4 + 9 / 8 of 40; a stage after the layer with this index, counted from 0, is one layer later."""
+    for layers, share in (((15, 23, 31), 0.553), ((16, 24, 32), 0.575)):
+        assert processed(layers, 40, (0.5, 0.5, 0.5)) == pytest.approx(share, abs=5e-4)
+
+
+def test_the_gpu_benchmark_measures_this_table():
+    points = speed.TABLES["aircache-table-3"].points
+    assert gpu.CONTESTANTS[:3] == (policies.Full(), policies.AirCache(keep=0.5), policies.AirCache(keep=0.1))
+    assert gpu.PAPER is points and gpu.MODEL == "llava-onevision-7b"
 
 
 def test_ours_beside_the_papers(capsys, monkeypatch):
@@ -160,7 +177,7 @@ def test_ours_beside_the_papers(capsys, monkeypatch):
             "peak": {"bytes": 2**30, "source": "device.memory_stats"}}  # fmt: skip
     speeds = [{**took, "decode_seconds": s, "tokens_per_second": 8 * 512 / s} for s in (10.0, 5.0, 2.5)]
     monkeypatch.setattr("vlkv.tools.benching.measuring.measure", lambda *_, **__: speeds)
-    assert published.main(["aircache-table-3", "--model", "tiny", "--batch", "8", "--prompt", "2048"]) == 0
+    assert speed.main(["aircache-table-3", "--model", "tiny", "--batch", "8", "--prompt", "2048"]) == 0
     table = capsys.readouterr().out
     line = next(line for line in table.splitlines() if "aircache(keep=0.1)" in line and "decode seconds" in line)
     assert line.split()[-4:] == ["8.2", "2.5", "0.71", "0.25"]
@@ -177,7 +194,7 @@ def test_ours_beside_the_papers(capsys, monkeypatch):
 )
 def test_bad_input_is_one_line(capsys, options, says):
     try:
-        status = published.main(options)
+        status = speed.main(options)
     except SystemExit as error:
         status = error.code
     out, err = capsys.readouterr()

@@ -1,0 +1,244 @@
+"""`python -m benchmarks.papers`: lists the commands, checks them, or runs those of one table."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.papers import aircache, avl, commands, csp, lightkv, prefixkv
+from benchmarks.papers.commands import JUDGE, MODEL, OUT, Evaluation, Item, Run, Script
+from vlkv import loading
+from vlkv.cli import main as vlkv
+from vlkv.config import ModelConfig
+from vlkv.errors import InputError
+from vlkv.files import read_json
+from vlkv.generation.generate import generate
+from vlkv.policies import Policy
+from vlkv.terminal import OneLineParser, guarded
+from vlkv.tools.benching.programs import endless
+from vlkv.tools.benching.shapes import make_inputs
+from vlkv.tools.benching.subjects import find
+
+PAPERS = {"AirCache": aircache, "PrefixKV": prefixkv, "LightKV": lightkv, "CSP": csp, "A-VL": avl}
+COUNTS = {"AirCache": (13, 9), "PrefixKV": (22, 6), "LightKV": (10, 7), "CSP": (5, 7), "A-VL": (3, 10)}
+
+
+class Listed(NamedTuple):
+    """A table or a figure of a paper."""
+
+    paper: str
+    what: str
+    item: Item
+
+
+def items() -> Iterator[Listed]:
+    """All tables and figures, paper by paper."""
+    for paper, module in PAPERS.items():
+        for kind, listed in (("Table", module.TABLES), ("Figure", module.FIGURES)):
+            for number, item in enumerate(listed, start=1):
+                yield Listed(paper, f"{kind} {number}", item)
+
+
+def policies_of(run: Run, config: commands.Config) -> list[Policy]:
+    """The policies of a run, by the command's own parser: of a script, those of its table."""
+    if isinstance(run, Script) and "benchmarks.papers.speed" in run.words:
+        tables = importlib.import_module("benchmarks.papers.speed").TABLES
+        return [point.policy for point in tables[run.words[-1]].points]
+    return commands.plan(run.words, config)
+
+
+def dry_run(policy: Policy) -> None:
+    """Builds inputs and evaluates `generate` with `eval_shape`, on the demo model with a depth that the policy accepts.
+
+    Raises:
+        InputError: the policy accepts none of the depths 4, 8 and 40.
+    """
+    subject = find("mini")
+    for layers in (4, 8, 40):
+        try:
+            policy.check_model(layers)
+            break
+        except InputError:
+            if layers == 40:
+                raise
+    config = dataclasses.replace(subject.config, decoder=dataclasses.replace(subject.config.decoder, layers=layers))
+    shapes = dataclasses.replace(subject, config=config).shapes
+    inputs = make_inputs(config, 1, 140, 100)
+    run = partial(generate, policy=policy, sampling=endless(2), key=jax.random.key(0))
+    jax.eval_shape(run, shapes, inputs)
+
+
+# --- running a table ------------------------------------------------------------------------------------------------
+
+
+def grid(run: Evaluation, rows: Sequence[dict[str, Any]], plan: Sequence[Policy], config: commands.Config) -> Table:
+    """The results of a run with the rows and columns of the paper: the keeps, each with its metrics.
+
+    Args:
+        run: the run.
+        rows: of the results of `vlkv eval`.
+        plan: the policies of these rows.
+        config: returns the model's config.
+    """
+    metrics = ["judge"] if run.judged else [*run.metrics]
+    keeps: list[float | None] = [*run.keeps] or [None]
+    names = [f"{metric}" if keep is None else f"{keep:.3g} {metric}" for keep in keeps for metric in metrics]
+    table = Table("method", *names, title=run.on)
+    for name, same in _grouped(run):
+        cells = []
+        for keep in keeps:
+            policies = [run.policy(row, keep, config) for row in same]
+            chosen = next((p for p in policies if keep is None or p.keep in (keep, None) or p.facts.own_keep), None)
+            row = rows[plan.index(chosen or policies[0])]
+            cells += [f"{row[metric]:.4g}" for metric in metrics]
+        table.add_row(name, *cells)
+    return table
+
+
+def _grouped(run: Evaluation) -> Iterator[tuple[str, list[commands.Row]]]:
+    """The rows by name; rows of the same name are one method with other options at each keep."""
+    found: dict[str, list[commands.Row]] = {}
+    for row in run.rows:
+        found.setdefault(row.name, []).append(row)
+    yield from found.items()
+
+
+def run_item(item: Item, *, model: str, data: Path, out: Path, judge: str, options: Sequence[str]) -> list[Table]:
+    """Runs the commands of a table or figure on one model and data set; prints and returns the tables.
+
+    Runs that differ only in their metrics share their answers. A script that times or scores is only named.
+
+    Args:
+        item: from `items`.
+        model: a name or folder as for `vlkv eval`.
+        data: questions, for all data sets and samples.
+        out: folder of the results.
+        judge: the command that scores answers.
+        options: further options of `vlkv eval`.
+
+    Raises:
+        InputError: a command fails.
+    """
+    config = loading.load_processor(model).config
+    out.mkdir(parents=True, exist_ok=True)
+    folders: dict[Run, Path] = {}
+    tables = []
+    for number, run in enumerate(item.runs, start=1):
+        own, folder = run, out / str(number)
+        if isinstance(run, Evaluation):
+            own = run.at_depth(config.decoder.layers)
+            own = dataclasses.replace(own, rows=tuple(
+                commands.Row(name, text.replace("profile='", f"profile='{out}/")) for name, text in own.rows
+            ))  # fmt: skip
+            folder = folders.setdefault(dataclasses.replace(own, metrics=(), judged=False, on=""), folder)
+        files = {MODEL: model, OUT: str(folder), JUDGE: judge}
+        words = [files.get(word) or _file(word, data, out) for word in own.words]
+        words += options if isinstance(own, Evaluation) else []
+        print(commands.line(words), flush=True)
+        if words[0] == "vlkv" and vlkv(words[1:]):
+            raise InputError("a command failed, see above")
+        if isinstance(own, Evaluation):
+            results = read_json(folder / "results.json")
+            assert results is not None
+            plan = commands.plan(words, lambda: config)
+            tables.append(grid(own, results["rows"], plan, lambda: config))
+            Console(width=200).print(tables[-1])
+    return tables
+
+
+def _file(word: str, data: Path, out: Path) -> str:
+    """The word, with the user's questions and the folder of the results in place of the names of files."""
+    if word.endswith(".jsonl"):
+        return str(data)
+    return str(out / word) if word.endswith(".json") and "/" not in word else word
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of this command."""
+    made = OneLineParser(prog="python -m benchmarks.papers", description=(__doc__ or "").partition("\n")[0])
+    made.add_argument("--paper", choices=list(PAPERS), help="only this one")
+    made.add_argument("--dry-run", action="store_true", help="parse every command and evaluate its programs' shapes")
+    made.add_argument("--json", action="store_true", help="print JSON")
+    made.add_argument("--run", metavar="ITEM", help='a table or figure, such as "AirCache, Table 1"')
+    made.add_argument("--model", metavar="DIR", help="with --run: a checkpoint folder, a hub id, or mini")
+    made.add_argument("--data", type=Path, metavar="JSONL", help="with --run: the questions")
+    made.add_argument("--out", type=Path, metavar="FOLDER", help="with --run: folder of the results")
+    made.add_argument("--judge", default=JUDGE, metavar="COMMAND", help="with --run: scores answers, as in vlkv eval")
+    made.add_argument("--batch", type=int, default=1, metavar="N", help="with --run: rows that are prefilled together")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command."""
+    args = parser().parse_args(argv)
+    return guarded(lambda: _main(args))
+
+
+def _main(args: argparse.Namespace) -> Any:
+    chosen = [listed for listed in items() if args.paper in (None, listed.paper)]
+    if args.run is not None:
+        found = [listed for listed in chosen if f"{listed.paper}, {listed.what}".lower() == args.run.lower()]
+        if not found:
+            raise InputError(f"--run {args.run}: no such table or figure; name it as in 'AirCache, Table 1'")
+        if None in (args.model, args.data, args.out):
+            raise InputError("--run needs --model, --data and --out")
+        run_item(
+            found[0].item, model=args.model, data=args.data, out=args.out, judge=args.judge,
+            options=["--batch", str(args.batch)],
+        )  # fmt: skip
+        return None
+    if args.json:
+        return [
+            {
+                "paper": paper, "what": what, "title": item.title, "missing": item.missing,
+                "commands": [{"on": run.on, "command": commands.line(run.words)} for run in item.runs],
+            }
+            for paper, what, item in chosen
+        ]  # fmt: skip
+    done: set[Policy] = set()
+    for paper, what, item in chosen:
+        print(f"{paper}, {what}: {item.title}")
+        before: list[str] = []
+        for run in item.runs:
+            shown = commands.line(run.words)
+            if isinstance(run, Evaluation) and before == dataclasses.replace(run, metrics=()).words:
+                shown = f"the same with --metric {' '.join(run.metrics)}"
+            before = dataclasses.replace(run, metrics=()).words if isinstance(run, Evaluation) else []
+            print(*([f"  {run.on}"] if run.on else []), f"    {shown}", sep="\n", flush=True)
+            if args.dry_run:
+                for policy in checked(run):
+                    if policy not in done:
+                        done.add(policy)
+                        dry_run(policy)
+        print(f"    {'' if item.runs else 'no command; '}missing: {item.missing}", flush=True)
+    return None
+
+
+def checked(run: Run) -> list[Policy]:
+    """`policies_of` without the user's profiles, which need not exist: a search takes their place."""
+    return policies_of(_searching(run), _no_config)
+
+
+def _searching(run: Run) -> Run:
+    if not isinstance(run, Evaluation):
+        return run
+    rows = tuple(commands.Row(name, re.sub(r"profile='[^']*'", "profile=None", text)) for name, text in run.rows)
+    return dataclasses.replace(run, rows=rows)
+
+
+def _no_config() -> ModelConfig:
+    raise AssertionError("only a profile needs the model's config")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,187 @@
+"""Published tables of times, operations and memory: measures the same settings and prints our figures beside them.
+
+    python -m benchmarks.papers.speed aircache-table-3 --out OUT.json [--model mini] [--batch 8] [--dry-run]
+
+Figures are copied as printed. Where a paper does not give a setting, `notes` says what is used instead. "k" is 1024
+tokens. Every table's throughput counts decoding alone, except PrefixKV's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table as Printed
+
+from benchmarks.papers import aircache, avl, csp, lightkv, prefixkv
+from benchmarks.papers.points import Figures, Point, SpeedTable
+from vlkv import policies
+from vlkv.analysis import cost
+from vlkv.compression.sizes import total_bound, vision_bounds
+from vlkv.config import ModelConfig
+from vlkv.errors import InputError
+from vlkv.policies import Policy
+from vlkv.terminal import OneLineParser, guarded
+from vlkv.tools.benching import machine
+from vlkv.tools.benching.measuring import measure_missing
+from vlkv.tools.benching.results import Line, Results, identity
+from vlkv.tools.benching.settings import Setting, check_policy, grid, label
+from vlkv.tools.benching.subjects import Subject, find
+from vlkv.tools.benching.tables import plan, show, sizes
+
+TABLES: dict[str, SpeedTable] = {
+    name: table for paper in (aircache, prefixkv, csp, avl, lightkv) for name, table in paper.SPEED.items()
+}
+
+# Computes a printed figure from a measured row.
+OURS: dict[str, Callable[[dict[str, Any]], float]] = {
+    "prefill_seconds": lambda row: row["prefill_seconds"],
+    "decode_seconds": lambda row: row["decode_seconds"],
+    "tokens_per_second": lambda row: row["tokens_per_second"],
+    "total_seconds": lambda row: row["prefill_seconds"] + row["decode_seconds"],
+    "total_tokens_per_second": lambda row: (
+        row["tokens_per_second"] * row["decode_seconds"] / (row["prefill_seconds"] + row["decode_seconds"])
+    ),
+    "step_milliseconds": lambda row: 1e3 * row["step_seconds"],
+    "first_token_milliseconds": lambda row: 1e3 * row["prefill_seconds"],
+    "relative_decode": lambda row: row["to_full"]["decode"] if "to_full" in row else 1.0,
+    "cache_gib": lambda row: row["cache_bytes"] / 2**30,
+    "cache_megabytes": lambda row: row["cache_bytes"] / 1e6,
+    "teraflops": lambda row: row["teraflops"],
+}
+
+
+def count(config: ModelConfig, point: Point) -> dict[str, float]:
+    """Teraflops of the whole job and bytes of the cache at its end, of one row, by `vlkv.analysis.cost`."""
+    c, setting, policy = config.decoder, point.setting, point.policy
+    vision = vision_bounds(policy, layers=c.layers, vision=setting.vision, images=1)
+    prompt = np.array(vision) + setting.text
+    total = total_bound(policy, layers=c.layers, vision=setting.vision, text=setting.text)
+    held = np.array(
+        [total // c.layers + (i < total % c.layers) for i in range(c.layers)]
+    )  # the cost of decoding is linear in them
+    flops = cost.prefill_flops(c, prompt).sum() + cost.logits_flops(c, int(prompt[-1]) + setting.new - 1)
+    if config.vision is not None:
+        merge = getattr(config.wiring, "merge", 1)
+        each = config.vision.tokens // merge**2
+        cut = setting.vision > each and setting.vision % each > 0  # padding was cut: one tile more ran than they fill
+        flops += cost.tower_flops(config.vision, c.width, -(-setting.vision // each) + cut, merge=merge)
+    flops += sum(cost.decode_flops(c, held + i).sum() for i in range(1, setting.new))
+    size = cost.cache_bytes(c, held + setting.new, 2).sum()
+    return {"teraflops": float(flops / 1e12), "cache_bytes": float(size)}
+
+
+def beside(
+    console: Console, table: SpeedTable, lines: Sequence[tuple[Point, Line, dict[str, Any]]], machine: dict[str, Any]
+) -> None:
+    """Prints each number of a paper with ours, and both relative to the full cache."""
+    shown = Printed("model", "batch", "prompt", "new", "policy", "figure", "paper", "ours", "paper/full", "ours/full")
+    full: dict[tuple[Any, ...], tuple[Figures, dict[str, Any]]] = {}
+    for point, (subject, setting, policy), row in lines:
+        place = subject.name, point.setting
+        if isinstance(policy, policies.Full):
+            full[place] = point.figures, row
+        printed_figures: dict[str, float | None] = {**point.figures} or {"total_seconds": None}
+        for figure, printed in printed_figures.items():
+            ours = None if "error" in row else OURS[figure](row)
+            shares = ["", ""]
+            if place in full and not isinstance(policy, policies.Full):
+                theirs, base = full[place]
+                if printed is not None and theirs.get(figure):
+                    shares[0] = f"{printed / theirs[figure]:.2f}"
+                if ours is not None and "error" not in base:
+                    shares[1] = f"{ours / OURS[figure](base):.2f}"
+            batch, prompt, _, new = sizes(setting)
+            shown.add_row(
+                subject.name, batch, prompt, new, label(policy), figure.replace("_", " "),
+                "" if printed is None else f"{printed:g}", row["error"] if ours is None else f"{ours:.4g}", *shares,
+            )  # fmt: skip
+    where = machine["processor"] if machine["device"] == "cpu" else machine["device"]
+    ours_on = f"{where}, {machine['cores']} cores, jax {machine['jax']}, {machine['commit']}"
+    console.print(f"{table.title}. Paper: {table.hardware}. Ours: {ours_on}", highlight=False)
+    show(console, shown)
+    for note in table.notes:
+        console.print(f"- {note}", highlight=False)
+    changed = {
+        part for point, (subject, setting, _), _ in lines
+        for part, differs in (("model", subject.name != point.model), ("prompt or tokens", setting != point.setting))
+        if differs
+    }  # fmt: skip
+    if changed and not table.computed:
+        console.print(f"- not the paper's setting: different {' and '.join(sorted(changed))}", highlight=False)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of this command."""
+    made = OneLineParser(prog="python -m benchmarks.papers.speed", description=(__doc__ or "").partition("\n")[0])
+    made.add_argument("table", choices=list(TABLES), metavar="TABLE", help=f"one of {', '.join(TABLES)}")
+    made.add_argument("--model", metavar="NAME", help="as in vlkv bench (default: the model of the table)")
+    made.add_argument("--batch", type=int, nargs="+", metavar="B", help="only lines with these numbers of rows")
+    made.add_argument("--prompt", type=int, nargs="+", metavar="T", help="only lines with prompts of these lengths")
+    made.add_argument("--new", type=int, metavar="S", help="generated tokens (default: those of the table)")
+    made.add_argument("--rounds", type=int, default=5, metavar="N", help="measurements of each (default: 5)")
+    made.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights")
+    made.add_argument("--out", type=Path, metavar="JSON", help="file of results, from which a run resumes")
+    made.add_argument("--dry-run", action="store_true", help="only print the plan and the bytes it needs")
+    made.add_argument("--json", action="store_true", help="print JSON")
+    return made
+
+
+def run(args: argparse.Namespace) -> Any:
+    """Prints a table, or returns the same content for JSON."""
+    table = TABLES[args.table]
+    console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 160)
+    points, work = _work(table, args)
+    lines = [(subject, setting, policy) for subject, setting, contestants in work for policy in contestants]
+    if table.computed:
+        rows = [count(line[0].config, point) for point, line in zip(points, lines, strict=True)]
+        beside(console, table, list(zip(points, lines, rows, strict=True)), machine.describe())
+        return rows if args.json else None
+    results = Results(args.out, "python -m benchmarks.papers.speed " + " ".join(sys.argv[1:]))
+    if args.dry_run:
+        plan(console, lines, [results.find(identity(line)) is not None for line in lines])
+        return [identity(line) for line in lines] if args.json else None
+    measure_missing(work, results, rounds=args.rounds)
+    rows = [results.find(identity(line)) or {} for line in lines]
+    beside(console, table, list(zip(points, lines, rows, strict=True)), results.content["machine"])
+    return results.content if args.json else None
+
+
+def _work(
+    table: SpeedTable, args: argparse.Namespace
+) -> tuple[list[Point], list[tuple[Subject, Setting, list[Policy]]]]:
+    """The chosen points, and the measurements of them in the same order."""
+    chosen = [
+        point for point in table.points
+        if (args.batch is None or point.setting.batch in args.batch)
+        and (args.prompt is None or point.setting.prompt in args.prompt)
+    ]  # fmt: skip
+    if not chosen:
+        known = sorted({(point.setting.batch, point.setting.prompt) for point in table.points})
+        raise InputError(f"{args.table} has no such line; batch and prompt are one of {known}")
+    points, work = [], []
+    for model, at in dict.fromkeys((point.model, point.setting) for point in chosen):
+        lines = [point for point in chosen if (point.model, point.setting) == (model, at)]
+        subject = find(args.model or model, dtype=args.dtype)
+        new = at.new if args.new is None else args.new
+        setting = grid(subject.config, batches=[at.batch], prompts=[at.prompt], text=at.text, new=new)[0]
+        for point in lines:
+            check_policy(point.policy, subject.config)
+        points += lines
+        work.append((subject, setting, [point.policy for point in lines]))
+    return points, work
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command."""
+    args = parser().parse_args(argv)
+    return guarded(lambda: run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
