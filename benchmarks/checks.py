@@ -10,6 +10,7 @@ Axes: B batch · T query rows · N query heads · K key heads · G = N/K · P po
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -23,18 +24,19 @@ import pallas_kernels
 from benchmarks import exact
 
 THRESHOLDS = {"bfloat16": 1e-2, "float16": 1e-2, "float32": 1e-5}
+_IN_XLA: dict[str | None, str] = {"write_slots": "xla", "swap_slots": "xla"}
 # by platform and op (None: all other ops); on a CPU the kernels of a GPU, interpreted
 KERNELS: dict[str, dict[str | None, str]] = {
-    "gpu": {"prefill_attention": "cudnn", "write_slots": "xla", None: "triton"},
+    "gpu": {"prefill_attention": "cudnn", **_IN_XLA, None: "triton"},
     "tpu": {None: "mosaic_tpu"},
-    "cpu": {"prefill_attention": "cudnn:interpret", "write_slots": "xla", None: "triton:interpret"},
+    "cpu": {"prefill_attention": "cudnn:interpret", **_IN_XLA, None: "triton:interpret"},
 }
 POISON = 1e4  # in slots that must not be read; finite, as free slots of a cache are
 OPS: dict[str, Callable[..., Any]] = {
     name: getattr(pallas_kernels, name)
     for name in (
         "decode_attention", "core_attention", "attention_mass", "attention_mass_rows", "prefill_attention",
-        "write_slots",
+        "write_slots", "swap_slots",
     )
 }  # fmt: skip
 
@@ -79,6 +81,7 @@ def cases(slots: int = 2048, big_pool: int = 5 * 2**30) -> Iterator[Case]:
     yield Case("attention_mass", slots=slots // 2)
     yield Case("attention_mass_rows", slots=slots // 2, full=True)
     yield Case("write_slots", head_dim=64, slots=slots)
+    yield Case("swap_slots", slots=slots)
     if big_pool:
         yield Case("decode_attention", slots=slots, batch=1, kv_heads=4, pool_bytes=big_pool)
     yield Case("decode_attention", slots=slots // 4, batch=64, kv_heads=8)  # as many programs as heads: no split
@@ -135,11 +138,12 @@ def prepare(case: Case, platform: str, kernels: Mapping[str | None, str] | None 
     make = {
         "decode_attention": _decoding, "core_attention": _decoding, "attention_mass": _mass,
         "attention_mass_rows": _mass, "prefill_attention": _prefill, "write_slots": _writing,
+        "swap_slots": _swapping,
     }  # fmt: skip
     arguments, options, compare = make[case.op](case, np.random.default_rng(zlib.crc32(case.name.encode())))
     op = OPS[case.op]
     compiled = jax.jit(lambda x: op(**x, **options, implementation=implementation))
-    values = ({name: jnp.asarray(x) for name, x in arguments.items()},)
+    values = (jax.tree.map(jnp.asarray, arguments),)
     return Prepared(
         case, implementation, compiled.lower(*values).compile(), values, compare, time.perf_counter() - begin
     )
@@ -269,6 +273,24 @@ def _writing(case: Case, random: np.random.Generator) -> Made:
         if slot[b, head] < case.slots:
             want[b, head, slot[b, head]] = exact.wide(new[b, head])
     return {"x": x, "new": new, "slot": slot}, {}, lambda got: _by_head(got, want, axis=-1)
+
+
+def _swapping(case: Case, random: np.random.Generator) -> Made:
+    """Arrays, options and comparison for swap_slots: slots of both halves of the pool; one row has only one pair."""
+    each, half = (case.batch, case.kv_heads), case.slots // 2
+    pools = tuple(_normal(random, case.dtype, *each, case.slots, case.head_dim) for _ in range(2))
+    first, second = np.sort([[random.permutation(half)[: half // 4] for _ in range(case.batch)] for _ in range(2)])
+    second, count = second + half, np.full(case.batch, half // 4)
+    count[0] = 1
+    want = [exact.wide(x) for x in pools]
+    for x, b in itertools.product(want, range(case.batch)):
+        a, c = first[b, : count[b]], second[b, : count[b]]
+        x[b, :, a], x[b, :, c] = x[b, :, c], x[b, :, a].copy()
+
+    def compare(got: Any) -> float:
+        return max(_by_head(x, y, axis=-1) for x, y in zip(got, want, strict=True))
+
+    return {"pools": pools, "first": first, "second": second, "count": count}, {}, compare
 
 
 def _by_head(got: Any, want: np.ndarray, axis: Any) -> float:

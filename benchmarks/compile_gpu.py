@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -43,9 +42,13 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+from pallas_kernels.attention_mass.reference import MassArguments
 from pallas_kernels.attention_mass.triton import attention_mass_triton
+from pallas_kernels.attention_mass_rows.reference import MassRowsArguments
 from pallas_kernels.attention_mass_rows.triton import attention_mass_rows_triton
+from pallas_kernels.core_attention.reference import CoreArguments
 from pallas_kernels.core_attention.triton import core_attention_triton
+from pallas_kernels.decode_attention.reference import DecodeArguments
 from pallas_kernels.decode_attention.triton import decode_attention_triton
 
 _RESULT = Path(__file__).parent / "results" / "compile_gpu.json"
@@ -103,20 +106,18 @@ def cases(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> Iterator[Case
     segment = q, pool, pool, per_head, per_head
     single = tuple(((1, *shape[1:]), kind) for shape, kind in segment)
 
-    decode, core = (
-        functools.partial(op, valid=None, max_length=_SLOTS, return_mass=False)
-        for op in (decode_attention_triton, core_attention_triton)
-    )
-    decode_all, core_all = (
-        functools.partial(op, max_length=_SLOTS, return_mass=True)
-        for op in (decode_attention_triton, core_attention_triton)
-    )
+    def decode(q, k, v, start, length, valid=None):
+        return decode_attention_triton(DecodeArguments(q, k, v, start, length, valid, _SLOTS, valid is not None))
+
+    def core(q, k, v, start, length, offsets, count, text, valid=None):
+        segment = q, k, v, start, length, valid, _SLOTS, valid is not None
+        return core_attention_triton(CoreArguments(*segment, offsets, count, text))
 
     yield f"decode_attention, B={_BATCH}", decode, segment
     yield "decode_attention, B=1", decode, single
-    yield f"decode_attention, B={_BATCH}, mask and mass", decode_all, (*segment, valid)
+    yield f"decode_attention, B={_BATCH}, mask and mass", decode, (*segment, valid)
     yield f"core_attention, B={_BATCH}", core, (*segment, *listed)
-    yield f"core_attention, B={_BATCH}, mask and mass", core_all, (*segment, *listed, valid)
+    yield f"core_attention, B={_BATCH}, mask and mass", core, (*segment, *listed, valid)
 
     keys = ((kv_heads, _SLOTS, head_dim), dtype), ((2, _SLOTS), jnp.float32), ((_SLOTS,), jnp.bool_)
     for rows, in_order in ((_SLOTS, True), (_GATHERED, False)):
@@ -126,8 +127,9 @@ def cases(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> Iterator[Case
         options = {"causal": True, "in_order": in_order, "softmax_n": 0.0}
         shared = (0, 0, 0, 0, None)  # all prompts share the places
 
-        def given(*args, options=options):
-            return attention_mass_rows_triton(*args, **options)
+        def given(q, k, weight, mask, place, options=options):
+            args = MassRowsArguments(q=q, k=k, key_weight=weight, key_mask=mask, row_place=place, **options)
+            return attention_mass_rows_triton(args)
 
         batched = [((_PROMPTS, *shape), kind) for shape, kind in (queries, *keys, weight)]
         q, k, key_weight, key_mask, row_weight = batched
@@ -135,8 +137,12 @@ def cases(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> Iterator[Case
         yield f"attention_mass_rows, {name}", jax.vmap(given, shared), (q, k, key_weight, key_mask, places)
         for statistic in ("sum", "square", "count"):
 
-            def received(*args, options=options, statistic=statistic):
-                return attention_mass_triton(*args, **options, statistic=statistic, threshold=0.01)
+            def received(q, k, weight, mask, place, options=options, statistic=statistic):
+                args = MassArguments(
+                    q=q, k=k, row_weight=weight, key_mask=mask, row_place=place, statistic=statistic, threshold=0.01,
+                    **options,
+                )  # fmt: skip
+                return attention_mass_triton(args)
 
             shapes = q, k, row_weight, key_mask, places
             yield f"attention_mass, {name}, {statistic}", jax.vmap(received, shared), shapes

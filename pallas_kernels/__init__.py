@@ -10,6 +10,7 @@ from pallas_kernels.core_attention import core_attention
 from pallas_kernels.decode_attention import combine, decode_attention
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.quantized import QuantizedPool, dequantize, quantize
+from pallas_kernels.swap_slots import swap_slots
 from pallas_kernels.write_slots import write_slots
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "dequantize",
     "prefill_attention",
     "quantize",
+    "swap_slots",
     "write_slots",
 ]

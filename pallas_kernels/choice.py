@@ -18,3 +18,4 @@ class Kernels:
     attention_mass_rows: str | None = None
     prefill_attention: str | None = None
     write_slots: str | None = None
+    swap_slots: str | None = None

@@ -23,9 +23,9 @@ _INTERPRET = ":interpret"
 class Kernel:
     """The Pallas kernel in `pallas_kernels/<op>/<name>.py`, imported at first use, as Pallas takes 0.25 s to load.
 
-    The file defines `<op>_<name>(*args, interpret=False, **kwargs)`. It may define `unsupported(*args, **kwargs)`,
-    which returns why the kernel cannot run with these arguments, or None; and `missing()`, which returns what this host
-    lacks to run it without the interpreter, or None.
+    The file defines `<op>_<name>(args, interpret=False)`, where `args` is the dataclass of arguments in the op's
+    `reference.py`. It may define `unsupported(args)`, which returns why the kernel cannot run with these arguments, or
+    None; and `missing()`, which returns what this host lacks to run it without the interpreter, or None.
     """
 
     op: str

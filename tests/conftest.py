@@ -1,5 +1,6 @@
 """Settings and fixtures of all tests: the CPU by default, a cache of compiled programs, checked shapes."""
 
+import importlib
 import itertools
 import os
 import sys
@@ -145,3 +146,19 @@ def pairs(request):
         return [(i % a, i % b) for i in range(max(a, b))]
 
     return of
+
+
+@pytest.fixture
+def simulated_copies(monkeypatch):
+    """The shape and bytes of every copy between HBM and VMEM that a simulated TPU makes."""
+    simulator, copies = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call"), []
+    execute = simulator.DMA.execute_read
+
+    def read(copy):
+        fresh = copy.data is None  # it is called again when the copy is awaited
+        execute(copy)
+        if fresh:
+            copies.append((copy.data.shape, copy.data.nbytes))
+
+    monkeypatch.setattr(simulator.DMA, "execute_read", read)
+    return copies

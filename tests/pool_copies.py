@@ -36,6 +36,7 @@ LAYERS, ROWS, NEW, POOL_BYTES = 2, 2, 150, 2**26
 POLICIES = {
     "SnapKV": policies.SnapKV(keep=0.5),
     "H2O": policies.H2O(keep=0.5),
+    "AVL": policies.AVL(keep=0.5, core=0.1),  # exchanges slots
     "Uneven": policies.compose(policies.H2O(keep=0.5), allocate=Uneven),  # one column
 }
 TOPOLOGIES = {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8"}  # with at least so many chips

@@ -21,7 +21,7 @@ STANDARD = {
 PACKAGES = ("vlkv", "pallas_kernels", "checkpoints_convert")
 # Low to high: a module may import from its own line and from those above it, except where FORBIDDEN says more.
 ORDER = [
-    {"vlkv.errors", "vlkv.files", "vlkv.terminal"},
+    {"vlkv.errors", "vlkv.files", "vlkv.terminal", "vlkv.memory_maps"},
     {"vlkv.buckets", "pallas_kernels", "checkpoints_convert"},
     {"vlkv.config"},
     {"vlkv.inputs", "vlkv.keys", "vlkv.masks", "vlkv.sharding"},

@@ -45,10 +45,14 @@ def binary_search(bits: int, holds: Callable[[Any], Any], shape: tuple[int, ...]
 
 
 def top(
-    x: Float[Array, "K T"], candidates: Bool[Array, "#K T"] | Bool[Array, " T"], count: Int[Array, " K"]
+    x: Float[Array, "K T"],
+    candidates: Bool[Array, "#K T"] | Bool[Array, " T"],
+    count: Int[Array, " K"],
+    place: Int[Array, "K T"] | None = None,
 ) -> Bool[Array, "K T"]:
     """The `count` best candidates of each head, or all if there are fewer; ties: the earlier token. NaN counts as -inf.
 
+    `place` is the order of the tokens, below 2^24; None: they are in order.
     Binary search in the ordered bits of a float32 finds the worst value that is taken: 32 counts instead of a sort.
     """
     x = jnp.where(x == 0, 0.0, x.astype(jnp.float32))  # 0 and -0 are equal
@@ -60,4 +64,6 @@ def top(
     least = binary_search(32, lambda least: jnp.sum(order >= least, axis=1, keepdims=True) >= wanted, wanted.shape)
     above, equal = order > least, order == least
     left = wanted - jnp.sum(above, axis=1, keepdims=True)
+    if place is not None:
+        return above & candidates | top(-place.astype(jnp.float32), equal & candidates, left[:, 0])
     return (above | equal & (jnp.cumsum(equal, axis=1) <= left)) & candidates

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention_mass.reference import attention_mass_reference
+from pallas_kernels.attention_mass.reference import MassArguments, attention_mass_reference
 from pallas_kernels.attention_mass.xla import attention_mass_xla
 from pallas_kernels.dispatch import Kernel, choose, platforms
 
@@ -73,10 +73,11 @@ def attention_mass(
         raise ValueError(f"attention_mass: {rows} rows on {keys} keys need row_place to be causal")
     places = jnp.arange(rows) if row_place is None else row_place
     run = choose("attention_mass", _IMPLEMENTATIONS, implementation, "xla")
-    return run(
-        q, k, row_weight, key_mask, places, causal=causal, in_order=row_place is None, softmax_n=softmax_n,
-        statistic=statistic, threshold=threshold, lse=lse,
+    args = MassArguments(
+        q=q, k=k, key_mask=key_mask, row_place=places, causal=causal, in_order=row_place is None, softmax_n=softmax_n,
+        row_weight=row_weight, statistic=statistic, threshold=threshold, lse=lse,
     )  # fmt: skip
+    return run(args)
 
 
 def takes_lse(implementation: str | None) -> bool:

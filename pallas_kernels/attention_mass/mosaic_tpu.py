@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels import tuning
+from pallas_kernels.attention_mass.reference import MassArguments, RowArguments
 from pallas_kernels.tpu import FLOOR, LANES, MASKED, device_kind, dot, interpreter
 
 # Largest sizes of a block, unless the tuning table gives others.
@@ -30,50 +31,23 @@ _KEYS = 512
 _HEADS = 8
 
 
-def attention_mass_mosaic_tpu(
-    q: Float[Array, "N T H"],
-    k: Float[Array, "K S H"],
-    row_weight: Float[Array, "R T"],
-    key_mask: Bool[Array, " S"],
-    row_place: Int[Array, " T"],
-    *,
-    causal: bool,
-    in_order: bool,
-    softmax_n: float,
-    statistic: str,
-    threshold: float,
-    lse: Float[Array, "N T"] | None = None,
-    interpret: bool = False,
-) -> Float[Array, "R N S"]:
+def attention_mass_mosaic_tpu(args: MassArguments, interpret: bool = False) -> Float[Array, "R N S"]:
     """Implements `attention_mass` for TPU. `lse` is not used."""
-    del lse
-    tiles = Tiles.of("attention_mass", q, k, causal, in_order)
-    return _mass(q, k, row_weight, key_mask, row_place, tiles, softmax_n, statistic, threshold, interpret)
+    return _mass(dataclasses.replace(args, lse=None), Tiles.of("attention_mass", args), interpret)
 
 
 # Under jit, so that it is traced once for all layers of a model, which have the same shapes.
-@functools.partial(jax.jit, static_argnums=(5, 6, 7, 8, 9))
-def _mass(
-    q: Float[Array, "N T H"],
-    k: Float[Array, "K S H"],
-    row_weight: Float[Array, "R T"],
-    key_mask: Bool[Array, " S"],
-    row_place: Int[Array, " T"],
-    tiles: Tiles,
-    softmax_n: float,
-    statistic: str,
-    threshold: float,
-    interpret: bool,
-) -> Float[Array, "R N S"]:
-    weights, keys = row_weight.shape[0], k.shape[1]
-    args = prepare(tiles, q, k, key_mask, row_place)
-    weight = fill_up(row_weight.astype(jnp.float32), 1)
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _mass(args: MassArguments, tiles: Tiles, interpret: bool) -> Float[Array, "R N S"]:
+    weights, keys = args.row_weight.shape[0], args.k.shape[1]
+    arrays = prepare(tiles, args)
+    weight = fill_up(args.row_weight.astype(jnp.float32), 1)
     common = {
         "compiler_params": pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         "interpret": interpreter(interpret),
     }
     level = pl.pallas_call(
-        functools.partial(_levels, tiles=tiles, softmax_n=softmax_n, peak=statistic == "count"),
+        functools.partial(_levels, tiles=tiles, softmax_n=args.softmax_n, peak=args.statistic == "count"),
         grid=(tiles.groups, tiles.row_blocks, tiles.key_blocks),
         in_specs=tiles.specs(keys_inner=True),
         out_specs=pl.BlockSpec((1, tiles.heads, tiles.rows), lambda n, i, j: (n, 0, i)),
@@ -81,10 +55,10 @@ def _mass(
         scratch_shapes=[pltpu.VMEM((tiles.heads, tiles.rows), jnp.float32)] * 2,
         name="attention_mass_levels",
         **common,
-    )(*args)
+    )(*arrays)
     row_block = tiles.row_block
     mass = pl.pallas_call(
-        functools.partial(_columns, tiles=tiles, statistic=statistic, threshold=threshold),
+        functools.partial(_columns, tiles=tiles, statistic=args.statistic, threshold=args.threshold),
         grid=(tiles.groups, tiles.key_blocks, tiles.row_blocks),
         in_specs=[
             *tiles.specs(keys_inner=False),
@@ -92,19 +66,24 @@ def _mass(
             pl.BlockSpec((weights, tiles.rows), lambda n, j, i: (0, row_block(i, j))),
         ],
         out_specs=pl.BlockSpec((1, tiles.heads, weights, tiles.keys), lambda n, j, i: (n, 0, 0, j)),
-        out_shape=jax.ShapeDtypeStruct((tiles.groups, tiles.heads, weights, args[1].shape[1]), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((tiles.groups, tiles.heads, weights, arrays[1].shape[1]), jnp.float32),
         name="attention_mass",
         **common,
-    )(*args, level, weight)
-    return mass.reshape(q.shape[0], weights, -1).swapaxes(0, 1)[..., :keys]
+    )(*arrays, level, weight)
+    return mass.reshape(args.q.shape[0], weights, -1).swapaxes(0, 1)[..., :keys]
 
 
-def unsupported(q: Array, k: Array, row_weight: Array, key_mask: Array, row_place: Array, **options: Any) -> str | None:
+def unsupported(args: MassArguments) -> str | None:
     """Returns why the kernel cannot run with these arguments, or None if it can."""
-    if q.dtype != k.dtype or q.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"queries are {q.dtype} and keys {k.dtype}, not both bfloat16 or both float32"
-    if row_weight.shape[0] > 64:
-        return f"{row_weight.shape[0]} weightings are more than 64"
+    return unsupported_by_both(args, args.row_weight)
+
+
+def unsupported_by_both(args: RowArguments, weight: Array) -> str | None:
+    """Returns why this kernel and that of `attention_mass_rows` cannot run with these arguments, or None."""
+    if args.q.dtype != args.k.dtype or args.q.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"queries are {args.q.dtype} and keys {args.k.dtype}, not both bfloat16 or both float32"
+    if weight.shape[0] > 64:
+        return f"{weight.shape[0]} weightings are more than 64"
     return None
 
 
@@ -124,17 +103,17 @@ class Tiles:
     in_order: bool
 
     @classmethod
-    def of(cls, op: str, q: Array, k: Array, causal: bool, in_order: bool) -> Tiles:
+    def of(cls, op: str, args: RowArguments) -> Tiles:
         """Chooses block sizes from the tuning table of the device that is compiled for."""
-        (total, rows, head_dim), (kv_heads, keys, _) = q.shape, k.shape
+        (total, rows, head_dim), (kv_heads, keys, _) = args.q.shape, args.k.shape
         group = total // kv_heads
         heads = max(n for n in range(1, _HEADS + 1) if group % n == 0)
         most = tuning.block(f"{op}/mosaic_tpu", device_kind(), {"rows": _ROWS, "keys": _KEYS})
         row_block, key_block = _block(rows, most["rows"]), _block(keys, most["keys"])
         return cls(
             heads=heads, groups=total // heads, rows=row_block, keys=key_block, row_blocks=-(-rows // row_block),
-            key_blocks=-(-keys // key_block), per_key_head=group // heads, head_dim=head_dim, causal=causal,
-            in_order=causal and in_order,
+            key_blocks=-(-keys // key_block), per_key_head=group // heads, head_dim=head_dim,
+            causal=args.causal, in_order=args.causal and args.in_order,
         )  # fmt: skip
 
     def row_block(self, i: Any, j: Any) -> Any:
@@ -188,14 +167,14 @@ class Tiles:
                 use(e, dot(k_ref[0], q_ref[0, e], (1, 1)) * self.head_dim**-0.5, allowed)
 
 
-def prepare(tiles: Tiles, q: Array, k: Array, key_mask: Array, row_place: Array) -> list[Array]:
+def prepare(tiles: Tiles, args: RowArguments) -> list[Array]:
     """Queries, keys, row indices and key mask in the shapes that the kernels read, padded to whole lanes."""
-    q = fill_up(q, 1)
+    q = fill_up(args.q, 1)
     return [
         q.reshape(tiles.groups, tiles.heads, *q.shape[1:]),
-        fill_up(k, 1),
-        fill_up(row_place.astype(jnp.int32)[None], 1),
-        fill_up(key_mask.astype(jnp.float32)[None], 1),
+        fill_up(args.k, 1),
+        fill_up(args.row_place.astype(jnp.int32)[None], 1),
+        fill_up(args.key_mask.astype(jnp.float32)[None], 1),
     ]
 
 

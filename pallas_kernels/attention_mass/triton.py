@@ -17,44 +17,35 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels import gpu, tuning
+from pallas_kernels.attention_mass.reference import MassArguments
 from pallas_kernels.attention_mass_rows.triton import softmax_rows, unsupported
+from pallas_kernels.denominator import add_constant
 
 __all__ = ["attention_mass_triton", "unsupported"]
 
 
-def attention_mass_triton(
-    q: Float[Array, "N T H"],
-    k: Float[Array, "K S H"],
-    row_weight: Float[Array, "R T"],
-    key_mask: Bool[Array, " S"],
-    row_place: Int[Array, " T"],
-    *,
-    causal: bool,
-    in_order: bool,
-    softmax_n: float,
-    statistic: str,
-    threshold: float,
-    lse: Float[Array, "N T"] | None = None,
-    interpret: bool = False,
-) -> Float[Array, "R N S"]:
-    """Implements `attention_mass`. `in_order`: row t has index t, so earlier rows are skipped."""
+def attention_mass_triton(args: MassArguments, *, interpret: bool = False) -> Float[Array, "R N S"]:
+    """Implements `attention_mass`."""
+    q, k, row_weight, lse, statistic = args.q, args.k, args.row_weight, args.lse, args.statistic
     heads, count, head_dim = q.shape
     kv_heads, slots, _ = k.shape
     if lse is None or statistic == "count":
-        _, lse, peak = softmax_rows(q, k, None, key_mask, row_place, causal=causal, interpret=interpret)
+        _, lse, peak = softmax_rows(args, None, interpret=interpret)
     if statistic == "count":
-        level = peak + (math.log(threshold) if threshold > 0 else -math.inf)  # the smallest logit that counts
+        level = peak + (math.log(args.threshold) if args.threshold > 0 else -math.inf)  # the smallest logit that counts
     else:
-        level = jnp.logaddexp(lse, math.log(softmax_n)) if softmax_n else lse
+        level = add_constant(lse, args.softmax_n)
     lines = row_weight.shape[0]
     # Here a program keeps its keys and loops over rows; in the other pass it is the reverse, so the sizes are swapped.
     size = tuning.block("attention_mass/triton", None, gpu.product_sizes(k.dtype))
     keys, rows = size["stay"], min(size["pass"], gpu.padded(count))
     (mass,) = gpu.pallas_call(
-        functools.partial(_kernel, causal=causal, in_order=in_order, statistic=statistic, rows=rows, keys=keys),
+        functools.partial(
+            _kernel, causal=args.causal, in_order=args.in_order, statistic=statistic, rows=rows, keys=keys
+        ),
         grid=(-(-slots // keys), heads),
         in_specs=(
             pl.BlockSpec((None, count, head_dim), lambda block, head: (head, 0, 0)),
@@ -70,7 +61,7 @@ def attention_mass_triton(
         warps=size["warps"],
         stages=size["stages"],
         interpret=interpret,
-    )(q, k, row_weight.astype(jnp.float32), key_mask, row_place, level)
+    )(q, k, row_weight.astype(jnp.float32), args.key_mask, args.row_place, level)
     return mass
 
 

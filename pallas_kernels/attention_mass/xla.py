@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
+
+from pallas_kernels.attention_mass.reference import MassArguments
 
 _BLOCK_ELEMENTS = 2**22  # logits held at a time, for one row of the batch
 _GROUPS = 8  # if rows are in order, each group of rows reads only its own prefix of the keys
 
 
-def attention_mass_xla(
-    q: Float[Array, "N T H"],
-    k: Float[Array, "K S H"],
-    row_weight: Float[Array, "R T"],
-    key_mask: Bool[Array, " S"],
-    row_place: Int[Array, " T"],
-    *,
-    causal: bool,
-    in_order: bool,
-    softmax_n: float,
-    statistic: str,
-    threshold: float,
-    lse: Float[Array, "N T"] | None = None,
-) -> Float[Array, "R N S"]:
-    """Implements `attention_mass`. `in_order`: row t has index t, so a prefix of rows needs only a prefix of keys."""
-    del lse  # not needed: each block of rows holds all its logits
+def attention_mass_xla(args: MassArguments) -> Float[Array, "R N S"]:
+    """Implements `attention_mass`. `lse` is not needed: each block of rows holds all its logits."""
+    q, k, row_weight, causal, in_order = args.q, args.k, args.row_weight, args.causal, args.in_order
     heads, rows, head_dim = q.shape
     keys = k.shape[1]
     block = max(1, min(rows, 512, _BLOCK_ELEMENTS // max(heads * keys, 1)))
@@ -34,21 +23,21 @@ def attention_mass_xla(
     pad = blocks * block - rows
     q = jnp.pad(q, [(0, 0), (0, pad), (0, 0)]).reshape(k.shape[0], -1, blocks, block, head_dim)
     weight = jnp.pad(row_weight.astype(jnp.float32), [(0, 0), (0, pad)]).reshape(-1, blocks, block)
-    places = jnp.pad(row_place, [(0, pad)]).reshape(blocks, block)
+    places = jnp.pad(args.row_place, [(0, pad)]).reshape(blocks, block)
 
     mass = jnp.zeros((row_weight.shape[0], k.shape[0], heads // k.shape[0], keys), jnp.float32)
     for first in range(0, blocks, per_group):
         last = min(first + per_group, blocks)
         seen = min(last * block, keys) if causal and in_order else keys
 
-        def step(total, args, seen=seen):
-            q_block, w, place = args  # [K, G, block, H], [R, block], [block]
+        def step(total, block_of, seen=seen):
+            q_block, w, place = block_of  # [K, G, block, H], [R, block], [block]
             logits = jnp.einsum("kgth,ksh->kgts", q_block, k[:, :seen], preferred_element_type=jnp.float32)
             logits = logits * head_dim**-0.5
-            allowed = jnp.broadcast_to(key_mask[:seen], (block, seen))
+            allowed = jnp.broadcast_to(args.key_mask[:seen], (block, seen))
             if causal:
                 allowed = allowed & (jnp.arange(seen) <= place[:, None])
-            p = softmax_statistic(logits, allowed, softmax_n, statistic, threshold)
+            p = softmax_statistic(logits, allowed, args.softmax_n, args.statistic, args.threshold)
             return total + jnp.einsum("rt,kgts->rkgs", w, p), None
 
         part = jnp.zeros((*mass.shape[:-1], seen), jnp.float32)

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention_mass_rows.reference import attention_mass_rows_reference
+from pallas_kernels.attention_mass_rows.reference import MassRowsArguments, attention_mass_rows_reference
 from pallas_kernels.attention_mass_rows.xla import attention_mass_rows_xla
 from pallas_kernels.dispatch import Kernel, choose
 
@@ -62,4 +62,8 @@ def attention_mass_rows(
         raise ValueError(f"attention_mass_rows: {rows} rows on {keys} keys need row_place to be causal")
     places = jnp.arange(rows) if row_place is None else row_place
     run = choose("attention_mass_rows", _IMPLEMENTATIONS, implementation, "xla")
-    return run(q, k, key_weight, key_mask, places, causal=causal, in_order=row_place is None, softmax_n=softmax_n)
+    args = MassRowsArguments(
+        q=q, k=k, key_mask=key_mask, row_place=places, causal=causal, in_order=row_place is None, softmax_n=softmax_n,
+        key_weight=key_weight,
+    )  # fmt: skip
+    return run(args)

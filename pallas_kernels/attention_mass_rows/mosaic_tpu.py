@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.attention_mass.mosaic_tpu import (
     Tiles,
@@ -22,62 +22,45 @@ from pallas_kernels.attention_mass.mosaic_tpu import (
     log_denominator,
     online,
     prepare,
-    unsupported,
+    unsupported_by_both,
     weigh,
 )
+from pallas_kernels.attention_mass_rows.reference import MassRowsArguments
 from pallas_kernels.tpu import FLOOR, interpreter
 
-__all__ = ["attention_mass_rows_mosaic_tpu", "unsupported"]
 
-
-def attention_mass_rows_mosaic_tpu(
-    q: Float[Array, "N T H"],
-    k: Float[Array, "K S H"],
-    key_weight: Float[Array, "R S"],
-    key_mask: Bool[Array, " S"],
-    row_place: Int[Array, " T"],
-    *,
-    causal: bool,
-    in_order: bool,
-    softmax_n: float,
-    interpret: bool = False,
-) -> Float[Array, "R N T"]:
+def attention_mass_rows_mosaic_tpu(args: MassRowsArguments, interpret: bool = False) -> Float[Array, "R N T"]:
     """Implements `attention_mass_rows` for TPU."""
-    tiles = Tiles.of("attention_mass_rows", q, k, causal, in_order)
-    return _mass(q, k, key_weight, key_mask, row_place, tiles, softmax_n, interpret)
+    return _mass(args, Tiles.of("attention_mass_rows", args), interpret)
+
+
+def unsupported(args: MassRowsArguments) -> str | None:
+    """Returns why the kernel cannot run with these arguments, or None if it can."""
+    return unsupported_by_both(args, args.key_weight)
 
 
 # Under jit, so that it is traced once for all layers of a model, which have the same shapes.
-@functools.partial(jax.jit, static_argnums=(5, 6, 7))
-def _mass(
-    q: Float[Array, "N T H"],
-    k: Float[Array, "K S H"],
-    key_weight: Float[Array, "R S"],
-    key_mask: Bool[Array, " S"],
-    row_place: Int[Array, " T"],
-    tiles: Tiles,
-    softmax_n: float,
-    interpret: bool,
-) -> Float[Array, "R N T"]:
-    weights, rows = key_weight.shape[0], q.shape[1]
-    args = prepare(tiles, q, k, key_mask, row_place)
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _mass(args: MassRowsArguments, tiles: Tiles, interpret: bool) -> Float[Array, "R N T"]:
+    weights, rows = args.key_weight.shape[0], args.q.shape[1]
+    arrays = prepare(tiles, args)
     of_head = (1, tiles.heads, weights, tiles.rows)
     mass = pl.pallas_call(
-        functools.partial(_rows, tiles=tiles, softmax_n=softmax_n),
+        functools.partial(_rows, tiles=tiles, softmax_n=args.softmax_n),
         grid=(tiles.groups, tiles.row_blocks, tiles.key_blocks),
         in_specs=[
             *tiles.specs(keys_inner=True),
             pl.BlockSpec((weights, tiles.keys), lambda n, i, j: (0, tiles.key_block(i, j))),
         ],
         out_specs=pl.BlockSpec(of_head, lambda n, i, j: (n, 0, 0, i)),
-        out_shape=jax.ShapeDtypeStruct((tiles.groups, tiles.heads, weights, args[0].shape[2]), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((tiles.groups, tiles.heads, weights, arrays[0].shape[2]), jnp.float32),
         scratch_shapes=[pltpu.VMEM((tiles.heads, tiles.rows), jnp.float32)] * 2
         + [pltpu.VMEM(of_head[1:], jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpreter(interpret),
         name="attention_mass_rows",
-    )(*args, fill_up(key_weight.astype(jnp.float32), 1))
-    return mass.reshape(q.shape[0], weights, -1).swapaxes(0, 1)[..., :rows]
+    )(*arrays, fill_up(args.key_weight.astype(jnp.float32), 1))
+    return mass.reshape(args.q.shape[0], weights, -1).swapaxes(0, 1)[..., :rows]
 
 
 def _rows(*refs: Any, tiles: Tiles, softmax_n: float) -> None:

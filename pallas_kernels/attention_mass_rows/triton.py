@@ -12,59 +12,38 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels import gpu, tuning
+from pallas_kernels.attention_mass.reference import RowArguments
+from pallas_kernels.attention_mass_rows.reference import MassRowsArguments
+from pallas_kernels.denominator import add_constant
 
 
-def unsupported(q: Any, k: Any, *args: Any, **kwargs: Any) -> str | None:
+def unsupported(args: RowArguments) -> str | None:
     """Returns why the kernel cannot run with these arguments, or None if it can."""
-    del args, kwargs
-    return gpu.unsupported(q, k)
+    return gpu.unsupported(args.q, args.k)
 
 
-def attention_mass_rows_triton(
-    q: Float[Array, "N T H"],
-    k: Float[Array, "K S H"],
-    key_weight: Float[Array, "R S"],
-    key_mask: Bool[Array, " S"],
-    row_place: Int[Array, " T"],
-    *,
-    causal: bool,
-    in_order: bool,
-    softmax_n: float,
-    interpret: bool = False,
-) -> Float[Array, "R N T"]:
-    """Implements `attention_mass_rows` in Triton."""
-    del in_order  # not needed: the kernel finds the largest row index of each block
-    mass, lse, _ = softmax_rows(
-        q, k, key_weight.astype(jnp.float32), key_mask, row_place, causal=causal, interpret=interpret
-    )
-    if not softmax_n:
-        return mass
-    return mass * jnp.exp(lse - jnp.logaddexp(lse, math.log(softmax_n)))
+def attention_mass_rows_triton(args: MassRowsArguments, *, interpret: bool = False) -> Float[Array, "R N T"]:
+    """Implements `attention_mass_rows`. The kernel finds the largest row index of each block without `in_order`."""
+    mass, lse, _ = softmax_rows(args, args.key_weight.astype(jnp.float32), interpret=interpret)
+    return mass * jnp.exp(lse - add_constant(lse, args.softmax_n)) if args.softmax_n else mass
 
 
 def softmax_rows(
-    q: Float[Array, "N T H"],
-    k: Float[Array, "K S H"],
-    key_weight: Float[Array, "R S"] | None,
-    key_mask: Bool[Array, " S"],
-    row_place: Int[Array, " T"],
-    *,
-    causal: bool,
-    interpret: bool = False,
+    args: RowArguments, key_weight: Float[Array, "R S"] | None, *, interpret: bool = False
 ) -> tuple[Float[Array, "R N T"], Float[Array, "N T"], Float[Array, "N T"]]:
     """Weighted sums of each row's softmax, the log-sum-exp of its logits, and its largest logit.
 
     A row without any allowed key has sums of 0, and -inf for the other two. Without `key_weight` R is 0.
     """
+    q, k = args.q, args.k
     heads, count, head_dim = q.shape
     kv_heads, slots, _ = k.shape
     size = tuning.block("attention_mass_rows/triton", None, gpu.product_sizes(k.dtype))
@@ -75,7 +54,7 @@ def softmax_rows(
     # The kernel works in base 2, because the hardware has an instruction for powers of two.
     row = pl.BlockSpec((None, None, count), lambda block, head, part: (part, head, 0))
     sums, lse, peak = gpu.pallas_call(
-        functools.partial(_kernel, causal=causal, rows=rows, keys=keys, parts=parts),
+        functools.partial(_kernel, causal=args.causal, rows=rows, keys=keys, parts=parts),
         grid=(blocks, heads, parts),
         in_specs=(
             pl.BlockSpec((None, count, head_dim), lambda block, head, part: (head, 0, 0)),
@@ -99,7 +78,7 @@ def softmax_rows(
         warps=size["warps"],
         stages=size["stages"],
         interpret=interpret,
-    )(q, k, key_weight if lines else None, key_mask, row_place)
+    )(q, k, key_weight if lines else None, args.key_mask, args.row_place)
     mass = jnp.zeros((0, heads, count)) if sums is None else gpu.merge(sums, lse[:, None])
     return mass, gpu.total(lse), jnp.max(peak, axis=0)
 

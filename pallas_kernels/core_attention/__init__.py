@@ -11,11 +11,11 @@ from typing import Any, Literal, overload
 
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.core_attention.reference import core_attention_reference
+from pallas_kernels.core_attention.reference import CoreArguments, core_attention_reference
 from pallas_kernels.core_attention.xla import core_attention_xla
 from pallas_kernels.decode_attention import check_shapes
 from pallas_kernels.denominator import add_constant, share
-from pallas_kernels.dispatch import Kernel, choose
+from pallas_kernels.dispatch import Kernel, choose, platforms
 from pallas_kernels.quantized import QuantizedPool
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
@@ -98,7 +98,16 @@ def core_attention(
     if valid is not None and valid.shape != (*per_head, most):
         raise ValueError(f"core_attention: valid {valid.shape} must be [B, K, M] = {(*per_head, most)}")
     run = choose("core_attention", _IMPLEMENTATIONS, implementation, "xla")
-    out, lse, mass = run(q, k, v, start, length, offsets, count, text, valid, most, return_mass)
+    out, lse, mass = run(CoreArguments(q, k, v, start, length, valid, most, return_mass, offsets, count, text))
     total = add_constant(lse, softmax_n)
     part = share(lse, total)
     return (out * part, total, mass * part) if return_mass else (out * part, total)
+
+
+def reads_tiles(k: Float[Array, "B #K P H"] | QuantizedPool, implementation: str | None) -> bool:
+    """Whether `core_attention` reads whole tiles of slots, so that it reads less if the listed slots share tiles.
+
+    It does so on a TPU. `swap_slots` brings the slots of a pool together there if the head dim fills the lanes.
+    """
+    on_tpu = "tpu" in platforms() if implementation is None else implementation.startswith("mosaic_tpu")
+    return on_tpu and not isinstance(k, QuantizedPool) and k.shape[3] % 128 == 0

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array
 
 from pallas_kernels import quantized, ragged
-from pallas_kernels.quantized import QuantizedPool
+from pallas_kernels.core_attention.reference import CoreArguments
+from pallas_kernels.decode_attention.reference import Attended
 
 
-def core_attention_xla(
-    q: Float[Array, "B N H"],
-    k: Float[Array, "B #K P H"] | QuantizedPool,
-    v: Float[Array, "B #K P H"] | QuantizedPool,
-    start: Int[Array, "B K"],
-    length: Int[Array, "B K"],
-    offsets: Int[Array, "B C"],
-    count: Int[Array, " B"],
-    text: Int[Array, "B K"],
-    valid: Bool[Array, "B K M"] | None,
-    max_length: int,
-    return_mass: bool,
-) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
+def core_attention_xla(args: CoreArguments) -> Attended:
     """Implements `core_attention`. The entries of a segment are the listed slots, then the text slots."""
+    q, k, v, start, offsets, count, text = args.q, args.k, args.v, args.start, args.offsets, args.count, args.text
+    valid, max_length = args.valid, args.max_length
     (batch, listed), kv_heads, columns = offsets.shape, start.shape[1], k.shape[1]
     begin, behind = start.reshape(-1), text.reshape(-1)
-    entries = count[:, None] + jnp.maximum(length - text, 0)
+    entries = count[:, None] + jnp.maximum(args.length - text, 0)
     bound = min(max_length, k.shape[2])
 
     def read(block: int) -> ragged.Read:
@@ -48,7 +39,7 @@ def core_attention_xla(
 
     out, lse, logits = ragged.attend(
         "core_attention", q, entries.reshape(-1), read, bound=bound, itemsize=k.dtype.itemsize,
-        return_logits=return_mass,
+        return_logits=args.return_mass,
     )  # fmt: skip
     if logits is None:
         return out, lse, None

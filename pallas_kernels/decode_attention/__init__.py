@@ -14,7 +14,7 @@ from typing import Any, Literal, overload
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.decode_attention.reference import decode_attention_reference
+from pallas_kernels.decode_attention.reference import DecodeArguments, decode_attention_reference
 from pallas_kernels.decode_attention.xla import decode_attention_xla
 from pallas_kernels.denominator import add_constant, share
 from pallas_kernels.dispatch import Kernel, choose
@@ -86,7 +86,7 @@ def decode_attention(
     if valid is not None and valid.shape != (*start.shape, most):
         raise ValueError(f"decode_attention: valid {valid.shape} must be [B, K, M] = {(*start.shape, most)}")
     run = choose("decode_attention", _IMPLEMENTATIONS, implementation, "xla")
-    out, lse, mass = run(q, k, v, start, length, valid, most, return_mass)
+    out, lse, mass = run(DecodeArguments(q, k, v, start, length, valid, most, return_mass))
     total = add_constant(lse, softmax_n)
     part = share(lse, total)
     out = out * part

@@ -1,6 +1,9 @@
-"""The specification of decode_attention: attention over all slots of the pool with a mask."""
+"""The specification of decode_attention: its arguments, and attention over all slots of the pool with a mask."""
 
 from __future__ import annotations
+
+import dataclasses
+from dataclasses import field
 
 import jax
 import jax.numpy as jnp
@@ -9,31 +12,41 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.quantized import QuantizedPool, dequantize
 
 
-def decode_attention_reference(
-    q: Float[Array, "B N H"],
-    k: Float[Array, "B #K P H"] | QuantizedPool,
-    v: Float[Array, "B #K P H"] | QuantizedPool,
-    start: Int[Array, "B K"],
-    length: Int[Array, "B K"],
-    valid: Bool[Array, "B K M"] | None,
-    max_length: int,
-    return_mass: bool,
-) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeArguments:
+    """What every backend of `decode_attention` takes; the op's docstring describes each argument."""
+
+    q: Float[Array, "B N H"]
+    k: Float[Array, "B #K P H"] | QuantizedPool
+    v: Float[Array, "B #K P H"] | QuantizedPool
+    start: Int[Array, "B K"]
+    length: Int[Array, "B K"]
+    valid: Bool[Array, "B K M"] | None
+    max_length: int = field(metadata={"static": True})
+    return_mass: bool = field(metadata={"static": True})
+
+
+# Attention, log of the denominator without softmax_n, and mass if it was asked for.
+Attended = tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]
+
+
+def decode_attention_reference(args: DecodeArguments) -> Attended:
     """Implements `decode_attention` directly from its definition."""
-    repeat = q.shape[1] // start.shape[1]
-    q, k, v = (x.astype(jnp.float32) for x in (q, dequantize(k), dequantize(v)))
+    max_length, repeat = args.max_length, args.q.shape[1] // args.start.shape[1]
+    q, k, v = (x.astype(jnp.float32) for x in (args.q, dequantize(args.k), dequantize(args.v)))
     k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-    start, length = jnp.repeat(start, repeat, axis=1), jnp.repeat(length, repeat, axis=1)
+    start, length = (jnp.repeat(x, repeat, axis=1) for x in (args.start, args.length))
     logits = jnp.einsum("bnh,bnph->bnp", q, k, precision=jax.lax.Precision.HIGHEST) / jnp.sqrt(q.shape[-1])
     place = jnp.arange(k.shape[2]) - start[..., None]  # within the segment
     inside = (place >= 0) & (place < length[..., None])
-    if valid is not None:
-        chosen = jnp.take_along_axis(jnp.repeat(valid, repeat, axis=1), jnp.clip(place, 0, max_length - 1), axis=-1)
-        inside = inside & chosen
+    if args.valid is not None:
+        valid = jnp.repeat(args.valid, repeat, axis=1)
+        inside = inside & jnp.take_along_axis(valid, jnp.clip(place, 0, max_length - 1), axis=-1)
     lse = jax.nn.logsumexp(jnp.where(inside, logits, -jnp.inf), axis=-1)
     p = jnp.where(inside, jnp.exp(logits - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None]), 0.0)
     out = jnp.einsum("bnp,bnph->bnh", p, v, precision=jax.lax.Precision.HIGHEST)
-    if not return_mass:
+    if not args.return_mass:
         return out, lse, None
     slot = jnp.minimum(start[..., None] + jnp.arange(max_length), k.shape[2] - 1)
     mass = jnp.where(jnp.arange(max_length) < length[..., None], jnp.take_along_axis(p, slot, axis=-1), 0.0)

@@ -14,58 +14,35 @@ C listed slots · J slots of one iteration.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 
 from pallas_kernels import gpu, tuning
+from pallas_kernels.decode_attention.reference import Attended, DecodeArguments
 from pallas_kernels.quantized import QuantizedPool
 
 Listed = tuple[Int[Array, "B C"], Int[Array, " B"], Int[Array, "B K"]]  # offsets, count, text of core_attention
 
 
-def unsupported(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> str | None:
+def unsupported(args: DecodeArguments) -> str | None:
     """Returns why the kernel cannot run with these arguments, or None if it can."""
-    del args, kwargs
-    if isinstance(k, QuantizedPool) or isinstance(v, QuantizedPool):
+    if isinstance(args.k, QuantizedPool) or isinstance(args.v, QuantizedPool):
         return "it reads arrays only, not quantised pools"
-    return gpu.unsupported(q, k, v)
+    return gpu.unsupported(args.q, args.k, args.v)
 
 
-def decode_attention_triton(
-    q: Float[Array, "B N H"],
-    k: Float[Array, "B #K P H"],
-    v: Float[Array, "B #K P H"],
-    start: Int[Array, "B K"],
-    length: Int[Array, "B K"],
-    valid: Bool[Array, "B K M"] | None,
-    max_length: int,
-    return_mass: bool,
-    *,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
+def decode_attention_triton(args: DecodeArguments, *, interpret: bool = False) -> Attended:
     """Implements `decode_attention` in Triton."""
-    return attend(q, k, v, start, length, None, valid, max_length, return_mass, interpret=interpret)
+    return attend(args, None, interpret=interpret)
 
 
-def attend(
-    q: Float[Array, "B N H"],
-    k: Float[Array, "B #K P H"],
-    v: Float[Array, "B #K P H"],
-    start: Int[Array, "B K"],
-    length: Int[Array, "B K"],
-    listed: Listed | None,
-    valid: Bool[Array, "B K M"] | None,
-    max_length: int,
-    return_mass: bool,
-    *,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
+def attend(args: DecodeArguments, listed: Listed | None, *, interpret: bool = False) -> Attended:
     """Attention, log-sum-exp and mass over all slots of each segment, or over those of `listed`."""
+    q, k, v, start, valid, max_length = args.q, args.k, args.v, args.start, args.valid, args.max_length
     batch, heads, head_dim = q.shape
     slots, kv_heads = k.shape[2], start.shape[1]
     group = heads // kv_heads
@@ -76,8 +53,8 @@ def attend(
     block = size["block"]
     parts = gpu.splits(batch * kv_heads, -(-max_length // block))
 
-    seen = jnp.full((batch, kv_heads, group, max_length), -jnp.inf) if return_mass else None
-    inputs = (q.reshape(batch, kv_heads, group, head_dim), k, v, start, length, listed, valid, seen)
+    seen = jnp.full((batch, kv_heads, group, max_length), -jnp.inf) if args.return_mass else None
+    inputs = (q.reshape(batch, kv_heads, group, head_dim), k, v, start, args.length, listed, valid, seen)
 
     # A program has the indices (head, part, row). Each spec selects its part of an array by row and head.
     scalar = pl.BlockSpec((None, None), lambda head, part, row: (row, head))

@@ -2,52 +2,34 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels import quantized, ragged
+from pallas_kernels.decode_attention.reference import Attended, DecodeArguments
 from pallas_kernels.decode_attention.together import attend_together, is_faster_together, is_small
 from pallas_kernels.dispatch import target_platform
 from pallas_kernels.quantized import QuantizedPool
 
 
-def decode_attention_xla(
-    q: Float[Array, "B N H"],
-    k: Float[Array, "B #K P H"] | QuantizedPool,
-    v: Float[Array, "B #K P H"] | QuantizedPool,
-    start: Int[Array, "B K"],
-    length: Int[Array, "B K"],
-    valid: Bool[Array, "B K M"] | None,
-    max_length: int,
-    return_mass: bool,
-) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
+def decode_attention_xla(args: DecodeArguments) -> Attended:
     """Implements `decode_attention`. It chooses at run time between all heads at once and head by head."""
-    head_by_head = partial(_head_by_head, valid=valid, max_length=max_length, return_mass=return_mass)
-    may_choose = target_platform() == "cpu" and valid is None and not return_mass and k.shape[1] == start.shape[1]
-    if not may_choose or isinstance(k, QuantizedPool) or isinstance(v, QuantizedPool):
-        return head_by_head(q, k, v, start, length)
+    k, start = args.k, args.start
+    plain = args.valid is None and not args.return_mass and k.shape[1] == start.shape[1]
+    if target_platform() != "cpu" or not plain or isinstance(k, QuantizedPool) or isinstance(args.v, QuantizedPool):
+        return _head_by_head(args)
+    arrays = args.q, k, args.v, start, args.length
     if is_small(k.shape[2], k.shape[1] * k.shape[3] * k.dtype.itemsize):
-        return *attend_together(q, k, v, start, length), None
-    together = is_faster_together(start, length)
-    pair = jax.lax.cond(together, attend_together, lambda *arrays: head_by_head(*arrays)[:2], q, k, v, start, length)
+        return *attend_together(*arrays), None
+    together = is_faster_together(start, args.length)
+    pair = jax.lax.cond(together, attend_together, lambda *_: _head_by_head(args)[:2], *arrays)
     return *pair, None
 
 
-def _head_by_head(
-    q: Float[Array, "B N H"],
-    k: Float[Array, "B #K P H"] | QuantizedPool,
-    v: Float[Array, "B #K P H"] | QuantizedPool,
-    start: Int[Array, "B K"],
-    length: Int[Array, "B K"],
-    *,
-    valid: Bool[Array, "B K M"] | None,
-    max_length: int,
-    return_mass: bool,
-) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"] | None]:
+def _head_by_head(args: DecodeArguments) -> Attended:
     """Attention by the loop of `ragged`, which reads one block of one head at a time."""
+    q, k, v, start, valid, max_length = args.q, args.k, args.v, args.start, args.valid, args.max_length
     kv_heads, columns = start.shape[1], k.shape[1]
     begin = start.reshape(-1)
 
@@ -62,8 +44,8 @@ def _head_by_head(
         return one
 
     out, lse, logits = ragged.attend(
-        "decode_attention", q, length.reshape(-1), read, bound=min(max_length, k.shape[2]),
-        itemsize=k.dtype.itemsize, return_logits=return_mass,
+        "decode_attention", q, args.length.reshape(-1), read, bound=min(max_length, k.shape[2]),
+        itemsize=k.dtype.itemsize, return_logits=args.return_mass,
     )  # fmt: skip
     if logits is None:
         return out, lse, None

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.dispatch import Kernel, choose
-from pallas_kernels.prefill_attention.reference import prefill_attention_reference
+from pallas_kernels.prefill_attention.reference import PrefillArguments, prefill_attention_reference
 from pallas_kernels.prefill_attention.xla import prefill_attention_xla
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
@@ -79,7 +79,7 @@ def prefill_attention(
     if valid is not None and valid.shape != (batch, length):
         raise ValueError(f"prefill_attention: valid {valid.shape} must be [B, T] = {(batch, length)}")
     run = choose("prefill_attention", _IMPLEMENTATIONS, implementation, "xla")
-    out, lse = run(q, k, v, valid, causal, return_lse)
+    out, lse = run(PrefillArguments(q, k, v, valid, causal, return_lse))
     if lse is None:
         return out
     return out, lse if valid is None else jnp.where(valid[:, None], lse, jnp.inf)

@@ -9,36 +9,33 @@ Axes: B batch · T tokens · N query heads · K key heads · H head dim.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax._src.cudnn.fused_attention_stablehlo import MaskType, check_compute_capability, dot_product_attention
 from jax._src.lib import cuda_versions
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
+
+from pallas_kernels.prefill_attention.reference import Attended, PrefillArguments
 
 _LEAST = 64  # tokens: cuDNN does not support some shorter shapes, for which XLA is fast
 
 
-def prefill_attention_cudnn(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    valid: Bool[Array, "B T"] | None,
-    causal: bool,
-    return_lse: bool,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"] | None]:
+def prefill_attention_cudnn(args: PrefillArguments, interpret: bool = False) -> Attended:
     """Implements `prefill_attention`. Padding gets zeros. `interpret` computes the same with XLA instead of cuDNN."""
-    attend = _xla if interpret else _cudnn
+    attend, valid = _xla if interpret else _cudnn, args.valid
     if valid is None:
-        return attend(q, k, v, None, causal, return_lse)
+        return attend(args, None)
     place = jnp.arange(valid.shape[1], dtype=jnp.int32)
     before = jnp.cumsum(valid, axis=1, dtype=jnp.int32)  # valid tokens up to and including each index
     count = before[:, -1:]
     to = jnp.where(valid, before - 1, count + place - before)  # tokens first, then padding; faster than a sort
     order = jax.vmap(lambda to: jnp.zeros_like(to).at[to].set(place, unique_indices=True))(to)
-    q, k, v = (_take(x, order, axis=1) for x in (q, k, v))
+    q, k, v = (_take(x, order, axis=1) for x in (args.q, args.k, args.v))
+    moved = dataclasses.replace(args, q=q, k=k, v=v)
     # A row without tokens attends to its first entry, which avoids a softmax over nothing.
-    out, lse = attend(q, k, v, jnp.maximum(count[:, 0], 1), causal, return_lse)
+    out, lse = attend(moved, jnp.maximum(count[:, 0], 1))
     out = jnp.where(valid[..., None, None], _take(out, to, axis=1), 0)
     return out, None if lse is None else _take(lse, to, axis=2)
 
@@ -48,9 +45,9 @@ def missing() -> str | None:
     return "jax's CUDA plugin is not installed" if cuda_versions is None else None
 
 
-def unsupported(q: Array, k: Array, v: Array, valid: Array | None, causal: bool, return_lse: bool) -> str | None:
+def unsupported(args: PrefillArguments) -> str | None:
     """Returns why cuDNN cannot run with these arguments, or None if it can."""
-    del valid, causal, return_lse
+    q, k, v = args.q, args.k, args.v
     if {q.dtype, k.dtype, v.dtype} not in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)}):
         return f"queries, keys and values are {q.dtype}, {k.dtype} and {v.dtype}, not all bfloat16 or all float16"
     most = 256 if check_compute_capability("9.0") else 128  # without a GPU on this host the check passes
@@ -61,29 +58,25 @@ def unsupported(q: Array, k: Array, v: Array, valid: Array | None, causal: bool,
     return None
 
 
-def _cudnn(
-    q: Array, k: Array, v: Array, count: Int[Array, " B"] | None, causal: bool, return_lse: bool
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"] | None]:
+def _cudnn(args: PrefillArguments, count: Int[Array, " B"] | None) -> Attended:
     """Attention by cuDNN among the first `count` tokens of each row; the results of other tokens are undefined."""
     padded = {True: MaskType.PADDING_CAUSAL, False: MaskType.PADDING}
     whole = {True: MaskType.CAUSAL, False: MaskType.NO_MASK}
     found = dot_product_attention(
-        q, k, v, q_seqlen=count, kv_seqlen=count, scale=q.shape[-1] ** -0.5,
-        mask_type=(whole if count is None else padded)[causal], return_residual=return_lse,
+        args.q, args.k, args.v, q_seqlen=count, kv_seqlen=count, scale=args.q.shape[-1] ** -0.5,
+        mask_type=(whole if count is None else padded)[args.causal], return_residual=args.return_lse,
     )  # fmt: skip
-    return found if return_lse else (found, None)
+    return found if args.return_lse else (found, None)
 
 
-def _xla(
-    q: Array, k: Array, v: Array, count: Int[Array, " B"] | None, causal: bool, return_lse: bool
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"] | None]:
+def _xla(args: PrefillArguments, count: Int[Array, " B"] | None) -> Attended:
     """The same as `_cudnn`, by jax's reference implementation in float32."""
-    wide = (x.astype(jnp.float32) for x in (q, k, v))
+    wide = (x.astype(jnp.float32) for x in (args.q, args.k, args.v))
     out, lse = jax.nn.dot_product_attention(
-        *wide, is_causal=causal, query_seq_lengths=count, key_value_seq_lengths=count, implementation="xla",
+        *wide, is_causal=args.causal, query_seq_lengths=count, key_value_seq_lengths=count, implementation="xla",
         return_residual=True,
     )  # fmt: skip
-    return out.astype(q.dtype), lse.swapaxes(1, 2) if return_lse else None
+    return out.astype(args.q.dtype), lse.swapaxes(1, 2) if args.return_lse else None
 
 
 def _take(x: Array, order: Int[Array, "B T"], axis: int) -> Array:

@@ -13,26 +13,21 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
+from pallas_kernels.prefill_attention.reference import PrefillArguments
 from pallas_kernels.tpu import LANES
 
 _BLOCK = 512  # queries and keys of a block
 
 
 # Under jit, so that it is traced once for all layers of a model, which have the same shapes.
-@functools.partial(jax.jit, static_argnames=("causal", "return_lse", "interpret"))
+@functools.partial(jax.jit, static_argnames="interpret")
 def prefill_attention_mosaic_tpu(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    valid: Bool[Array, "B T"] | None,
-    causal: bool,
-    return_lse: bool,
-    interpret: bool = False,
+    args: PrefillArguments, interpret: bool = False
 ) -> tuple[Float[Array, "B T N H"], None]:
     """Implements `prefill_attention` for TPU, without log-sum-exp."""
-    del return_lse
+    q, k, v, valid = args.q, args.k, args.v, args.valid
     batch, length, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     block = min(_BLOCK, _filled(length, LANES))
@@ -42,7 +37,7 @@ def prefill_attention_mosaic_tpu(
     q, k, v = (jnp.pad(x, padding).swapaxes(1, 2) for x in (scaled, k, v))  # [B, heads, T, H]
     exists = jnp.ones((batch, length), bool) if valid is None else valid
     segment = jnp.pad(exists, padding[:2]).astype(jnp.int32)
-    mask = masks.CausalMask((padded, padded)) if causal else masks.FullMask((padded, padded))
+    mask = masks.CausalMask((padded, padded)) if args.causal else masks.FullMask((padded, padded))
     group = heads // kv_heads
     run = splash.make_splash_mqa_single_device(
         mask=masks.MultiHeadMask([mask] * group), interpret=interpret,
@@ -60,10 +55,10 @@ def prefill_attention_mosaic_tpu(
     return out.reshape(batch, heads, padded, -1).swapaxes(1, 2)[:, :length, :, :head_dim], None
 
 
-def unsupported(q: Array, k: Array, v: Array, valid: Array | None, causal: bool, return_lse: bool) -> str | None:
+def unsupported(args: PrefillArguments) -> str | None:
     """Returns why the kernel cannot run with these arguments, or None if it can."""
-    del valid, causal
-    if return_lse:
+    q, k, v = args.q, args.k, args.v
+    if args.return_lse:
         return "it returns no log-sum-exp"
     if {q.dtype, k.dtype, v.dtype} not in ({jnp.dtype(jnp.float32)}, {jnp.dtype(jnp.bfloat16)}):
         return f"queries, keys and values are {q.dtype}, {k.dtype} and {v.dtype}, not all bfloat16 or all float32"

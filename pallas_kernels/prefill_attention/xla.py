@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.dispatch import target_platform
+from pallas_kernels.prefill_attention.reference import Attended, PrefillArguments
 
 # Logits held at a time, in elements: this is what prefill attention adds to the peak memory. On a CPU key heads are
 # processed one by one, which halves the time. An accelerator processes all of them at once in large blocks, since each
@@ -23,23 +24,17 @@ _TILE = 16  # queries: the smallest block
 _LARGEST = 512  # queries: the largest block on an accelerator
 
 Row = tuple[Array, Array, Array, Array | None]  # one key head of one row: q [G, T, H], k and v [T, H], valid [T]
-Attended = tuple[Array, Array | None]  # one key head of one row: attention [G, T, H]; log-sum-exp [G, T] if asked for
+HeadAttended = tuple[Array, Array | None]  # the same: attention [G, T, H]; log-sum-exp [G, T] if asked for
 
 
-def prefill_attention_xla(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    valid: Bool[Array, "B T"] | None,
-    causal: bool,
-    return_lse: bool,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"] | None]:
+def prefill_attention_xla(args: PrefillArguments) -> Attended:
     """Implements `prefill_attention`. A query without any allowed key gets an arbitrary average of values."""
+    q, k, v, valid, causal, return_lse = args.q, args.k, args.v, args.valid, args.causal, args.return_lse
     batch, length, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     one_by_one, block = _plan(batch, length, heads, kv_heads, causal)
 
-    def attend(row: Row) -> Attended:
+    def attend(row: Row) -> HeadAttended:
         return _one_head(*row, causal=causal, block=block, return_lse=return_lse)
 
     q = q.reshape(batch, length, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]
@@ -53,14 +48,14 @@ def prefill_attention_xla(
     return out, None if lse is None else lse.reshape(batch, heads, length)
 
 
-def _over_queries(attend: Callable[[Row], Attended], rows: Row, return_lse: bool) -> Attended:
+def _over_queries(attend: Callable[[Row], HeadAttended], rows: Row, return_lse: bool) -> HeadAttended:
     """Runs `attend` on each row in turn and overwrites the row's queries with its result.
 
     `lax.map` would write to a buffer of its own, initialised with zeros, and XLA allocates these buffers for all layers
     of a model before the first layer begins.
     """
 
-    def one(i: Int[Array, ""], made: Attended) -> Attended:
+    def one(i: Int[Array, ""], made: HeadAttended) -> HeadAttended:
         q, k, v, valid = jax.tree.map(lambda x: x[i], (made[0], *rows[1:]))
         return jax.tree.map(lambda whole, new: whole.at[i].set(new.astype(whole.dtype)), made, attend((q, k, v, valid)))
 
@@ -92,7 +87,7 @@ def _one_head(
     causal: bool,
     block: int,
     return_lse: bool,
-) -> Attended:
+) -> HeadAttended:
     length = k.shape[0]
     blocks = -(-length // block)
     per_group = -(-blocks // _GROUPS) if causal else blocks
@@ -115,7 +110,7 @@ def _one_head(
 
 def _attend(
     k: Float[Array, "S H"], v: Float[Array, "S H"], valid: Bool[Array, " S"] | None, causal: bool, return_lse: bool
-) -> Callable[[tuple[Array, Array]], Attended]:
+) -> Callable[[tuple[Array, Array]], HeadAttended]:
     """A function that maps a block of queries and their indices to their attention over these keys.
 
     It also returns the log-sum-exp if `return_lse`.
@@ -123,7 +118,7 @@ def _attend(
 
     # Recomputed in the backward pass, so that training does not store the probabilities of every block.
     @jax.checkpoint
-    def block(args: tuple[Float[Array, "G C H"], Int[Array, " C"]]) -> Attended:
+    def block(args: tuple[Float[Array, "G C H"], Int[Array, " C"]]) -> HeadAttended:
         q, places = args
         logits = jnp.einsum("gch,sh->gcs", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
         allowed = jnp.ones((1, logits.shape[-1]), bool)

@@ -11,7 +11,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Kernel, choose
-from pallas_kernels.write_slots.reference import write_slots_reference
+from pallas_kernels.write_slots.reference import WriteArguments, write_slots_reference
 from pallas_kernels.write_slots.xla import write_slots_xla
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
@@ -44,4 +44,4 @@ def write_slots(
     if x.shape[0] != batch or x.shape[1] not in (1, kv_heads) or x.shape[3] != head_dim or slot.shape != new.shape[:2]:
         raise ValueError(f"write_slots: x {x.shape}, new {new.shape} and slot {slot.shape} do not fit: expected "
                          "[B, K, P, H] or [B, 1, P, H], [B, K, H] and [B, K]")  # fmt: skip
-    return choose("write_slots", _IMPLEMENTATIONS, implementation, "xla")(x, new.astype(x.dtype), slot)
+    return choose("write_slots", _IMPLEMENTATIONS, implementation, "xla")(WriteArguments(x, new.astype(x.dtype), slot))

@@ -17,24 +17,18 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.tpu import LANES, interpreter, last_axis_is_slots
+from pallas_kernels.write_slots.reference import WriteArguments
 
 _WAVE = 16  # largest number of tiles in flight
 
 
-def write_slots_mosaic_tpu(
-    x: Float[Array, "B #K P H"], new: Float[Array, "B K H"], slot: Int[Array, "B K"], interpret: bool = False
-) -> Float[Array, "B #K P H"]:
+@partial(jax.jit, static_argnames="interpret")
+def write_slots_mosaic_tpu(args: WriteArguments, interpret: bool = False) -> Float[Array, "B #K P H"]:
     """Implements `write_slots` for TPU."""
-    return _write(x, new, slot, interpret)
-
-
-@partial(jax.jit, static_argnums=3)
-def _write(
-    x: Float[Array, "B #K P H"], new: Float[Array, "B K H"], slot: Int[Array, "B K"], interpret: bool
-) -> Float[Array, "B #K P H"]:
+    x, new, slot = args.x, args.new, args.slot
     batch, columns, slots, head_dim = x.shape
     kv_heads = new.shape[1]
     shared = columns < kv_heads  # then the entries of one head after the other, so that a wave has one entry per row
@@ -110,9 +104,9 @@ def _write(
     return jnp.swapaxes(result[..., :slots], 2, 3)
 
 
-def unsupported(x: Array, new: Array, slot: Array) -> str | None:
+def unsupported(args: WriteArguments) -> str | None:
     """Returns why the kernel cannot run with these arguments, or None if it can."""
-    del new, slot
+    x = args.x
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         return f"entries are {x.dtype}, not bfloat16 or float32"
     if not last_axis_is_slots(*x.shape[2:]):

@@ -168,6 +168,26 @@ def test_write_slots(implementation, i):
         np.testing.assert_array_equal(twice("write_slots", implementation, x, new, jnp.array(slot)), want)
 
 
+@pytest.mark.default("xla-0", "interpret-0")
+@pytest.mark.parametrize(("implementation", "i"), runs("swap_slots"))
+def test_swap_slots(implementation, i):
+    """Neighbours and single slots, all pairs of a row and none; for a TPU the head dim fills the lanes."""
+    c, random = CASES[i], np.random.default_rng(i)
+    head_dim = 128 if implementation.startswith("mosaic") else c["head_dim"]
+    pools = [random.standard_normal((3, KV_HEADS, SLOTS, head_dim)) for _ in "kv"]
+    pools = [np.array(jnp.array(x, c["dtype"])) for x in pools]
+    first, second = (np.stack([np.sort(random.permutation(n)[:19]) for _ in range(3)]) for n in (48, 48))
+    second, count = second + 48, np.array([19, 0, 5])
+    want = [x.copy() for x in pools]
+    for x, old, b in ((x, old, b) for x, old in zip(want, pools, strict=True) for b in range(3)):
+        a, z = first[b, : count[b]], second[b, : count[b]]
+        x[b][:, a], x[b][:, z] = old[b][:, z], old[b][:, a]
+    lists = (jnp.array(x) for x in (first, second, count))
+    got = twice("swap_slots", implementation, tuple(map(jnp.array, pools)), *lists)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def prompt(random, c: dict):
     """Queries, keys, which keys exist, and the place of each row, in order or of a few gathered ones."""
     heads = KV_HEADS * c["groups"]

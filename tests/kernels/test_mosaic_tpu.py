@@ -14,6 +14,7 @@ import pytest
 from pallas_kernels import attention_mass, attention_mass_rows, core_attention, decode_attention
 from pallas_kernels.attention_mass import mosaic_tpu as mass_kernel
 from pallas_kernels.decode_attention import mosaic_tpu as decode_kernel
+from pallas_kernels.decode_attention import tpu_plan as decode_sizes
 
 NAME = "mosaic_tpu:interpret"
 
@@ -81,7 +82,7 @@ SEGMENTS = {  # slots, bound on a segment, start, length
 @pytest.mark.full
 def test_segments_masked_with_mass_or_neither(monkeypatch, case, kv_heads, head_dim, dtype, masked, two_cores):
     # Blocks of one chunk, so that a segment has several.
-    monkeypatch.setattr(decode_kernel.tuning, "block", lambda op, kind, default: {"buffer_kib": 1})
+    monkeypatch.setattr(decode_sizes.tuning, "block", lambda op, kind, default: {"buffer_kib": 1})
     monkeypatch.setattr(decode_kernel, "cores", lambda: 1 + two_cores)
     slots, most, start, length = SEGMENTS[case]
     start, length = ([row[:kv_heads] for row in x] for x in (start, length))
@@ -97,7 +98,7 @@ def test_segments_masked_with_mass_or_neither(monkeypatch, case, kv_heads, head_
 
 
 def test_what_lies_outside_a_segment_does_not_matter(monkeypatch):
-    monkeypatch.setattr(decode_kernel.tuning, "block", lambda op, kind, default: {"buffer_kib": 1})
+    monkeypatch.setattr(decode_sizes.tuning, "block", lambda op, kind, default: {"buffer_kib": 1})
     q, k, v = pool(2, 1, 64, 288, 1)
     segment = jnp.array([[20]]), jnp.array([[150]])
     outside = ((jnp.arange(288) < 20) | (jnp.arange(288) >= 170))[:, None]
@@ -108,15 +109,18 @@ def test_what_lies_outside_a_segment_does_not_matter(monkeypatch):
 
 def test_one_slot_at_the_end_of_a_pool(monkeypatch):
     """The segments fit one block of 128 slots in the lanes, which is not the first."""
-    monkeypatch.setattr(decode_kernel.tuning, "block", lambda op, kind, default: {"buffer_kib": 1})
+    monkeypatch.setattr(decode_sizes.tuning, "block", lambda op, kind, default: {"buffer_kib": 1})
     arrays, start, length = pool(16, 16, 64, 288, 1), np.full((1, 16), 280), np.ones((1, 16), int)
     options = {"max_length": 1, "return_mass": True, "implementation": NAME}
     got = decode_attention(*arrays, jnp.array(start), jnp.array(length), **options)
     check(got, expected(*arrays, start, length, np.ones((1, 16, 1), bool)), jnp.float32)
 
 
-def test_core_rows_and_the_text_behind_them(monkeypatch):
-    monkeypatch.setattr(decode_kernel.tuning, "block", lambda op, kind, default: {"buffer_kib": 1})
+@pytest.mark.default("False")
+@pytest.mark.parametrize("two_cores", [False, True])
+def test_core_rows_and_the_text_behind_them(monkeypatch, two_cores):
+    monkeypatch.setattr(decode_kernel, "cores", lambda: 1 + two_cores)
+    monkeypatch.setattr(decode_sizes.tuning, "block", lambda op, kind, default: {"buffer_kib": 1})
     q, k, v = pool(4, 2, 64, 416, 2)
     start, length, text = [[16, 0], [0, 32]], [[400, 390], [20, 384]], [[390, 380], [0, 384]]
     rows = np.full((2, 6), -1)  # what is beyond the count may be anything
@@ -130,6 +134,28 @@ def test_core_rows_and_the_text_behind_them(monkeypatch):
         implementation=NAME,
     )  # fmt: skip
     check(got, expected(q, k, v, start, length, taking_part), jnp.float32)
+
+
+@pytest.mark.default("640")
+@pytest.mark.parametrize(("slots", "stored"), [(640, 288), (2944, 1440)])  # of one image of LLaVA-1.5; of 1.6
+def test_bytes_of_a_core_whose_entries_share_tiles(simulated_copies, slots, stored):
+    """A tenth of the image, as `group_core` leaves it: scattered over as few tiles as hold it. The mask is included."""
+    random = np.random.default_rng(4)
+    q, k, v = pool(8, 4, 128, slots, 1, jnp.bfloat16)
+    core = 2 * stored // 10
+    offsets = np.sort(random.permutation(-(-core // 16) * 16)[:core])
+    text, length = stored, stored + 5
+    segment = (jnp.full((1, 4), x) for x in (0, length))
+    got = core_attention(
+        q, k, v, *segment, jnp.array(offsets[None]), jnp.array([core]), jnp.full((1, 4), text), max_length=stored + 32,
+        implementation=NAME,
+    )  # fmt: skip
+    place = np.arange(length)
+    taking_part = np.broadcast_to(np.isin(place, offsets) | (place >= text), (1, 4, length))
+    check(got, expected(q, k, v, [[0] * 4], [[length] * 4], taking_part)[:2], jnp.bfloat16)
+    of_slot = 2 * 4 * 128 * 2  # keys and values, heads, channels, bytes
+    tile_of_text = 16 * of_slot
+    assert sum(size for _, size in simulated_copies) - tile_of_text <= 1.2 * core * of_slot
 
 
 def probabilities(q, k, allowed, softmax_n):

@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels import prefill_attention
 from pallas_kernels.prefill_attention import cudnn, mosaic_tpu, xla
+from pallas_kernels.prefill_attention.reference import PrefillArguments
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 
@@ -131,12 +132,11 @@ def test_padding_anywhere_and_log_sum_exps(cut, name, causal, dtype):
 
 def test_what_cudnn_cannot_take_is_said():
     x = jnp.zeros((1, 100, 2, 64), jnp.bfloat16)
+    wide = jnp.zeros((1, 100, 2, 512), jnp.float16)
     said = [
-        cudnn.unsupported(x, x, x, None, True, False), cudnn.unsupported(*[x[:, :63]] * 3, None, True, False),
-        cudnn.unsupported(*[x[..., :60]] * 3, None, True, False),
-        cudnn.unsupported(*[jnp.zeros((1, 100, 2, 512), jnp.float16)] * 3, None, True, False),
-        cudnn.unsupported(*[x.astype(jnp.float32)] * 3, None, True, False),
-    ]  # fmt: skip
+        cudnn.unsupported(PrefillArguments(y, y, y, None, True, False))
+        for y in (x, x[:, :63], x[..., :60], wide, x.astype(jnp.float32))
+    ]
     assert said[0] is None and "63 tokens" in said[1] and "60 channels" in said[2]
     assert "512 channels" in said[3] and "not all bfloat16" in said[4]
 

@@ -13,9 +13,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels import gpu, quantize
+from pallas_kernels.attention_mass.reference import MassArguments
 from pallas_kernels.attention_mass.triton import attention_mass_triton
+from pallas_kernels.attention_mass_rows.reference import MassRowsArguments
 from pallas_kernels.attention_mass_rows.triton import attention_mass_rows_triton
+from pallas_kernels.core_attention.reference import CoreArguments
 from pallas_kernels.core_attention.triton import core_attention_triton
+from pallas_kernels.decode_attention.reference import DecodeArguments
 from pallas_kernels.decode_attention.triton import decode_attention_triton, unsupported
 
 BATCH, SLOTS, MOST = 2, 190, 160  # 5 turns of 32 slots (float32) in 2 parts
@@ -49,6 +53,10 @@ def close(got, want, tolerance):
         np.testing.assert_allclose(g, w, rtol=tolerance, atol=tolerance)
 
 
+def core_arguments(most, q, k, v, start, length, valid, *listed):
+    return CoreArguments(q, k, v, start, length, valid, most, True, *listed)
+
+
 SEGMENTS = [
     ([[0, 16], [3, 30]], [[0, 1], [33, 160]]),  # an empty one, one slot, off a turn, up to the last slot
     ([[7, 0], [48, 0]], [[64, 96], [31, 32]]),
@@ -61,7 +69,7 @@ SEGMENTS = [
 )
 def test_decode_attention_on_segments_of_every_kind(group, head_dim, dtype):
     pool, valid = make_pool(group, head_dim, dtype)
-    run = jax.jit(lambda *a: decode_attention_triton(*a, MOST, True, interpret=True))
+    run = jax.jit(lambda *a: decode_attention_triton(DecodeArguments(*a, MOST, True), interpret=True))
     for start, length in SEGMENTS:
         got = run(*pool, jnp.array(start), jnp.array(length), jnp.array(valid))
         chosen = [[np.flatnonzero(valid[b, h][: length[b][h]]) for h in range(2)] for b in range(BATCH)]
@@ -75,9 +83,8 @@ def test_decode_attention_without_mask_and_mass_reads_nothing_outside():
     place = np.arange(SLOTS)
     outside = ((place < start[..., None]) | (place >= (start + length)[..., None]))[..., None]
     dirty = jnp.where(outside, jnp.nan, k), jnp.where(outside, jnp.nan, v)
-    out, lse, mass = decode_attention_triton(
-        q, *dirty, jnp.array(start), jnp.array(length), None, MOST, False, interpret=True
-    )
+    args = DecodeArguments(q, *dirty, jnp.array(start), jnp.array(length), None, MOST, False)
+    out, lse, mass = decode_attention_triton(args, interpret=True)
     chosen = [[np.arange(length[b, h]) for h in range(2)] for b in range(BATCH)]
     close((out, lse), attention(q, k, v, start, chosen)[:2], 1e-5)
     assert mass is None
@@ -87,7 +94,7 @@ def test_core_attention_on_listed_rows_and_text():
     pool, valid = make_pool(3, 80)
     random = np.random.default_rng(1)
     rows = np.stack([np.sort(random.choice(100, 50, replace=False)) for _ in range(BATCH)])
-    run = jax.jit(lambda *a: core_attention_triton(*a, MOST, True, interpret=True))
+    run = jax.jit(lambda *a: core_attention_triton(core_arguments(MOST, *a), interpret=True))
     for count, text, length in (
         ([50, 17], [[100, 110], [100, 101]], [[160, 130], [100, 102]]),  # without and with little text
         ([0, 50], [[100, 0], [100, 100]], [[160, 0], [157, 133]]),  # nothing listed, an empty head
@@ -103,7 +110,7 @@ def test_core_attention_on_listed_rows_and_text():
             ]
             for b in range(BATCH)
         ]
-        got = run(*pool, *map(jnp.array, (start, length, rows, count, text, valid)))
+        got = run(*pool, *map(jnp.array, (start, length, valid, rows, count, text)))
         close(got, attention(*pool, start, chosen), 1e-5)
 
 
@@ -128,6 +135,16 @@ def probabilities(q, k, allowed, softmax_n):
     return e / np.where(total > 0, total, 1)
 
 
+def received_mass(q, k, row_weight, key_mask, row_place, interpret=True, **options):
+    args = MassArguments(q=q, k=k, row_weight=row_weight, key_mask=key_mask, row_place=row_place, **options)
+    return attention_mass_triton(args, interpret=interpret)
+
+
+def given_mass(q, k, key_weight, key_mask, row_place, interpret=True, **options):
+    args = MassRowsArguments(q=q, k=k, key_weight=key_weight, key_mask=key_mask, row_place=row_place, **options)
+    return attention_mass_rows_triton(args, interpret=interpret)
+
+
 PLACES = np.array([99, 5, 20, 0, 21, 5, 64, 33])  # in no order, one of them twice
 
 
@@ -142,12 +159,12 @@ def test_mass_of_columns_and_rows(statistic, causal, softmax_n, gathered):
     q, row_weight = q[:, places], weight[:, places]
     allowed = mask & ((np.arange(LENGTH) <= places[:, None]) | (not causal))
     p = probabilities(q, k, allowed, softmax_n)
-    options = {"causal": causal, "in_order": not gathered, "softmax_n": softmax_n, "interpret": True}
+    options = {"causal": causal, "in_order": not gathered, "softmax_n": softmax_n}
 
     @jax.jit
     def run(q, k, row_weight, weight, mask, places):
-        received = attention_mass_triton(q, k, row_weight, mask, places, **options, statistic=statistic, threshold=0.1)
-        return received, attention_mass_rows_triton(q, k, weight, mask, places, **options)
+        received = received_mass(q, k, row_weight, mask, places, **options, statistic=statistic, threshold=0.1)
+        return received, given_mass(q, k, weight, mask, places, **options)
 
     received, given = run(q, k, row_weight, weight, jnp.array(mask), jnp.array(places))
     close([given], [np.einsum("rs,nts->rnt", np.float64(weight), p)], 1e-5)
@@ -160,10 +177,10 @@ def test_mass_of_bfloat16_with_logits_of_hundreds():
     q, k, weight, mask = make_rows(head_dim=64)
     q, k = (50 * q).astype(jnp.bfloat16), k.astype(jnp.bfloat16)
     args = weight, jnp.array(mask), jnp.arange(LENGTH)
-    options = {"causal": True, "in_order": True, "softmax_n": 0.0, "interpret": True}
+    options = {"causal": True, "in_order": True, "softmax_n": 0.0}
     p = probabilities(q, k, mask & np.tri(LENGTH, dtype=bool), 0.0)
     # A logit of hundreds is known to a few of its own float32 roundings, by which its exponential is off.
-    received = attention_mass_triton(q, k, *args, **options, statistic="sum", threshold=0.0)
+    received = received_mass(q, k, *args, **options, statistic="sum", threshold=0.0)
     close([received], [np.einsum("rt,nts->rns", np.float64(weight), p)], 1e-3)
 
 
@@ -177,11 +194,11 @@ def test_mass_from_given_log_sum_exps_makes_one_pass():
     lse[:, :3], lse[:, 10] = np.inf, np.inf  # rows that see nothing, and one that does not exist
     p = probabilities(q, k, allowed, 0.0) / 2
     p[:, 10] = 0
-    run = functools.partial(attention_mass_triton, causal=True, in_order=True, softmax_n=0.0, threshold=0.0)
+    run = functools.partial(received_mass, causal=True, in_order=True, softmax_n=0.0, threshold=0.0)
     for statistic, value in (("sum", p), ("square", p**2)):
         given = jnp.array(lse + math.log(2), jnp.float32)
         args = q, k, weight, jnp.array(mask), jnp.arange(LENGTH)
-        got = jax.jit(functools.partial(run, statistic=statistic, lse=given, interpret=True))(*args)
+        got = jax.jit(functools.partial(run, statistic=statistic, lse=given))(*args)
         close([got], [np.einsum("rt,nts->rns", np.float64(weight), value)], 1e-5)
 
 
@@ -191,8 +208,8 @@ def test_mass_of_a_batch_is_that_of_each_of_its_prompts():
     q, k, weight, mask = make_rows(head_dim=64)
     batch = [jnp.stack([x, x[:, ::-1]]) for x in (q, k, weight)]
     masks = np.stack([mask, ~mask])
-    options = {"causal": True, "in_order": True, "softmax_n": 0.0, "interpret": True}
-    run = jax.jit(jax.vmap(functools.partial(attention_mass_rows_triton, **options), (0, 0, 0, 0, None)))
+    options = {"causal": True, "in_order": True, "softmax_n": 0.0}
+    run = jax.jit(jax.vmap(functools.partial(given_mass, **options), (0, 0, 0, 0, None)))
     got = run(*batch, jnp.array(masks), jnp.arange(LENGTH))
     for b, x in enumerate(got):
         p = probabilities(batch[0][b], batch[1][b], masks[b] & np.tri(LENGTH, dtype=bool), 0.0)
@@ -218,17 +235,18 @@ def test_every_kernel_lowers_for_cuda_without_a_warning(heads, kv_heads, head_di
     length, half = 512, jnp.bfloat16
     q, pool = ((4, heads, head_dim), half), ((4, kv_heads, length, head_dim), half)
     per_head, valid = ((4, kv_heads), jnp.int32), ((4, kv_heads, length), jnp.bool_)
+    segment = q, pool, pool, per_head, per_head
     listed = ((4, 64), jnp.int32), ((4,), jnp.int32), per_head
     rows, keys = ((3, heads, length, head_dim), half), ((3, kv_heads, length, head_dim), half)
     places = (length,), jnp.int32
     batched = rows, keys, ((3, 2, length), jnp.float32), ((3, length), jnp.bool_)  # as prefill does, by vmap
-    options = {"causal": True, "in_order": True, "softmax_n": 1.0}
-    counting = functools.partial(attention_mass_triton, **options, statistic="count", threshold=0.01)
-    given = functools.partial(attention_mass_rows_triton, **options)
+    options = {"causal": True, "in_order": True, "softmax_n": 1.0, "interpret": False}
+    counting = functools.partial(received_mass, **options, statistic="count", threshold=0.01)
+    given = functools.partial(given_mass, **options)
     for function, *shapes in (
-        (lambda *a: decode_attention_triton(*a, length, True), q, pool, pool, per_head, per_head, valid),
-        (lambda *a: decode_attention_triton(*a, None, length, False), q, pool, pool, per_head, per_head),
-        (lambda *a: core_attention_triton(*a, length, True), q, pool, pool, per_head, per_head, *listed, valid),
+        (lambda *a: decode_attention_triton(DecodeArguments(*a, length, True)), *segment, valid),
+        (lambda *a: decode_attention_triton(DecodeArguments(*a, None, length, False)), *segment),
+        (lambda *a: core_attention_triton(core_arguments(length, *a)), *segment, valid, *listed),
         (jax.vmap(counting, (0, 0, 0, 0, None)), *batched, places),
         (jax.vmap(given, (0, 0, 0, 0, None)), *batched, places),
     ):
@@ -240,10 +258,11 @@ def test_every_kernel_lowers_for_cuda_without_a_warning(heads, kv_heads, head_di
 
 def test_what_a_kernel_cannot_take_is_said():
     (q, k, v), _ = make_pool(1, 64)
-    assert unsupported(q, k, v) is None
+    segment = jnp.zeros((BATCH, 2), jnp.int32), jnp.zeros((BATCH, 2), jnp.int32), None, MOST, False
+    assert unsupported(DecodeArguments(q, k, v, *segment)) is None
     packed = quantize(k, jnp.ones(k.shape[:3], bool), axis="slots")
-    assert "quantised" in unsupported(q, packed, v)
-    assert "int8" in unsupported(q, k.astype(jnp.int8), v)
+    assert "quantised" in unsupported(DecodeArguments(q, packed, v, *segment))
+    assert "float8" in unsupported(DecodeArguments(q, k.astype(jnp.float8_e4m3fn), v, *segment))
 
 
 @pytest.mark.parametrize(

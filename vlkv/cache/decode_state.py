@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.swap_slots import TILE
 from vlkv.sharding.placement import axes
 
 _ENTRIES, _HEADS = axes("batch", "kv_heads", "entries"), axes("batch", "kv_heads")
@@ -183,6 +184,48 @@ def _remove(state: DecodeState, gone: Bool[Array, "K E"]) -> DecodeState:
         attended=state.attended & ~gone,
         rank=state.rank - (state.rank > rank),
     )
+
+
+class Pairs(NamedTuple):
+    """Entries `first[b, i]` and `second[b, i]` to exchange in every head, for i < number[b]."""
+
+    first: Int[Array, "B M"]
+    second: Int[Array, "B M"]
+    number: Int[Array, " B"]
+
+
+@jax.jit
+def group_core(state: DecodeState, may: Bool[Array, " B"]) -> tuple[DecodeState, Pairs]:
+    """Exchanges entries so that the first tiles of the segment hold the whole core; batched.
+
+    The caller exchanges the returned pairs in the pool. There are none until the core changes, and never in a row whose
+    heads differ in their core or text.
+
+    Args:
+        state: the decode state, with a core.
+        may: rows that may change.
+    """
+    assert state.core is not None
+    inside = state.stored.shape[-1] - state.tail
+    vision, text = (x[..., :inside] for x in (state.core & ~state.is_text, state.is_text))
+    same = jnp.all((vision == vision[:, :1]) & (text == text[:, :1]), axis=(1, 2))
+    vision, text, number = vision[:, 0], text[:, 0], jnp.arange(inside)
+    size = -(-jnp.sum(vision, axis=-1, keepdims=True) // TILE) * TILE
+    first, second = vision & (number >= size), ~vision & ~text & (number < size)
+    count = jnp.where(may & same, jnp.sum(first, axis=-1, dtype=jnp.int32), 0)
+    most = max(1, inside // 2)
+
+    def exchange(state: DecodeState) -> tuple[DecodeState, Pairs]:
+        a, b = (jax.vmap(lambda x: jnp.nonzero(x, size=most)[0].astype(jnp.int32))(x) for x in (first, second))
+        pairs = Pairs(a, b, count)
+        row, entries = jnp.arange(len(count))[:, None], state.stored.shape[-1]
+        a, b = (jnp.where(jnp.arange(most) < count[:, None], x, entries) for x in (a, b))
+        order = jnp.broadcast_to(jnp.arange(entries), (len(count), entries))
+        order = order.at[row, a].set(b, mode="drop").at[row, b].set(a, mode="drop")[:, None]
+        return _each(state, lambda x, _: None if x is None else jnp.take_along_axis(x, order, axis=2)), pairs
+
+    none = jnp.zeros((len(count), most), jnp.int32)
+    return jax.lax.cond(jnp.any(count > 0), exchange, lambda state: (state, Pairs(none, none, count)), state)
 
 
 @runtime_checkable

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import field
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,9 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import Kernels, QuantizedPool
+from pallas_kernels import Kernels, QuantizedPool, swap_slots
+from vlkv.cache import decode_state
 from vlkv.cache.decode_state import DecodeState, HasUpdater
 from vlkv.errors import InputError
+from vlkv.sharding import ops
 from vlkv.sharding.placement import axes, leaves_with_axes, map_with_axes
 
 _POOL, _TABLE = axes("batch", "kv_heads", "slots"), axes(None, "batch", "kv_heads")
@@ -141,6 +144,29 @@ def entries(
     slot = slot_of(number, start[..., None], token.shape[2], parts)
     found = jnp.take_along_axis(token, slot, axis=2, mode="clip")
     return jnp.where(number < length[..., None], found, -1)
+
+
+@partial(jax.jit, static_argnames="kernels")  # traced once for all layers
+def swap_pools(
+    k: Float[Array, "B K P H"],
+    v: Float[Array, "B K P H"],
+    token: Int[Array, "B K P"],
+    pairs: decode_state.Pairs,
+    start: Int[Array, "B K"],
+    kernels: Kernels,
+) -> tuple[Float[Array, "B K P H"], Float[Array, "B K P H"], Int[Array, "B K P"]]:
+    """Exchanges entries of a layer in keys, values and tokens. Its segments begin at the same slot in all heads."""
+
+    def local(part: ops.Part, pools: Any, token: Array, first: Array, second: Array, count: Array) -> Any:
+        del part
+        pools = swap_slots(pools, first, second, count, implementation=kernels.swap_slots)
+        return *pools, *swap_slots((token,), first, second, count, implementation="xla")
+
+    pool, pair = "B K P H", "B M"
+    run = ops.split(
+        local, ((pool, pool), "B K P", pair, pair, "B"), (pool, pool, "B K P"), batch=k.shape[0], kv_heads=k.shape[1]
+    )
+    return run((k, v), token, start[:, :1] + pairs.first, start[:, :1] + pairs.second, pairs.number)
 
 
 def take_rows(cache: PackedCache, rows: Sequence[int] | Int[np.ndarray, " R"] | Int[Array, " R"]) -> PackedCache:

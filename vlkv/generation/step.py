@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import QuantizedPool
+from pallas_kernels.core_attention import reads_tiles
 from vlkv.cache.attention import attend_to
-from vlkv.cache.decode_state import DecodeState, arrive
-from vlkv.cache.pool import PackedCache
+from vlkv.cache.decode_state import DecodeState, arrive, group_core
+from vlkv.cache.pool import PackedCache, swap_pools
 from vlkv.cache.writing import quantize_old, write_pool, write_tail
 from vlkv.compression.selection import require_32_bits
 from vlkv.decoder import Decoder
@@ -56,6 +57,10 @@ def feed(
         return _one_by_one(decoder, cache, x, positions, valid)
     pool_k: Any = cache.k
     pool_v: Any = cache.v
+    token = cache.token
+    # On a TPU core entries share tiles, except in a pool with one column or with its slots split.
+    groups = cache.parts == 1 and cache.k.shape[1] == cache.start.shape[2]
+    groups = groups and reads_tiles(cache.k, cache.kernels.core_attention)
     entries_taken: list[Array] = []
     updater = None if cache.policy is None else cache.policy.updater
     tail_k, tail_v, states = list(cache.tail_k), list(cache.tail_v), list(cache.decode_states or ())
@@ -67,7 +72,7 @@ def feed(
     kernel = cache.kernels.decode_attention if x.shape[1] == 1 else "xla"
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
-        nonlocal pool_k, pool_v
+        nonlocal pool_k, pool_v, token
         start = cache.start[i]
         tail: Any = None
         if cache.decode_states is not None:
@@ -86,6 +91,10 @@ def feed(
             if cache.window is not None:
                 assert isinstance(cache.k, QuantizedPool)
                 tail = quantize_old(tail, in_tail[:, 0], bits=cache.k.bits, group=cache.k.group, window=cache.window)
+        if cache.decode_states is not None and state.core is not None and groups:
+            may = jnp.all(start == start[:, :1], axis=1) & (True if valid is None else valid[:, 0])
+            state, pairs = group_core(state, may)
+            pool_k, pool_v, token = swap_pools(pool_k, pool_v, token, pairs, start, cache.kernels)
         segment = pool_k, pool_v, start, cache.length[i]
         if cache.decode_states is None:
             return cached_attention(
@@ -101,7 +110,7 @@ def feed(
         return attended[:, None]
 
     x = decoder.walk(x, positions, attend, after, cache.position_limit)
-    used, token = cache.used + count[..., -1], cache.token
+    used = cache.used + count[..., -1]
     updated = None if cache.decode_states is None else tuple(states)
     if entries_taken:  # all layers in one write; -1, because new tokens have no index in the prompt
         where = jnp.stack(entries_taken, axis=1), jnp.swapaxes(cache.start, 0, 1)  # [B, L, K]

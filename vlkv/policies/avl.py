@@ -141,7 +141,7 @@ class AVL(ReducingStages, DecodingStages):
         secondary = state.stored & ~state.is_text
         assert self.core is not None
         count = jnp.maximum(budgets.unbounded_share(self.core, state.vision), 1)
-        return top(shares, secondary, jnp.broadcast_to(count, secondary.shape[:1]))
+        return top(shares, secondary, jnp.broadcast_to(count, secondary.shape[:1]), state.place)
 
     def prepare(self, state: DecodeState) -> DecodeState:
         """Sets the entries that the next step attends to: all stored ones in a refresh step, else core and text."""
