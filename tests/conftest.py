@@ -72,14 +72,19 @@ TESTS_RUN = itertools.count()
 
 @pytest.fixture(autouse=True)
 def forget_compiled_programs():
+    """Drops the compiled programs of former tests, if there are many. Counting is slow: only every eighth test does."""
+    yield
+    if next(TESTS_RUN) % 8 == 0:
+        forget_programs_if_many()
+
+
+def forget_programs_if_many() -> None:
     """Drops the compiled programs before the process has no memory mappings left: 65,530, and JAX crashes without.
 
-    Each program holds some. Counting them is slow, so only every eighth test counts. The cache on disk keeps what
-    took long to compile.
+    Each program holds some. The cache on disk keeps what took long to compile.
     """
-    yield
     maps = Path("/proc/self/maps")
-    if next(TESTS_RUN) % 8 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 35_000:
+    if maps.exists() and maps.read_bytes().count(b"\n") > 35_000:
         jax.clear_caches()
 
 
