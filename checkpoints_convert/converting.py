@@ -19,10 +19,12 @@ import numpy as np
 from tqdm import tqdm
 
 from checkpoints_convert import byte_pairs, pieces, slices
-from checkpoints_convert.checkpoint import INDEX, Checkpoint, Tensor, open_checkpoint
+from checkpoints_convert.checkpoint import Checkpoint, open_checkpoint
 from checkpoints_convert.entry import Table
 from checkpoints_convert.journal import Journal
-from checkpoints_convert.manifest import MANIFEST, digests_below, sha256, verify, write_json
+from checkpoints_convert.manifest import digests_below, sha256, verify, write_json
+from checkpoints_convert.sources import INDEX, MANIFEST, base_of, with_settings
+from checkpoints_convert.tensors import Tensor
 from vlkv.errors import InputError
 
 Format = Literal["safetensors", "orbax"]
@@ -34,6 +36,8 @@ DTYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
+
+_TIE = "tie_word_embeddings"
 
 __all__ = ["DTYPES", "FORMATS", "convert", "verify"]
 
@@ -51,7 +55,8 @@ def convert(
 
     Args:
         source: a Hugging Face folder, or one in its authors' form. Weights may be pickles, which torch's weights-only
-            loader reads; the tokenizer may be a sentencepiece or tiktoken file, which is converted.
+            loader reads; the tokenizer may be a sentencepiece or tiktoken file, which is converted. A LoRA adapter in
+            it, or an adapter alone whose base model is on this machine, is merged into the weights.
         destination: a folder that does not exist.
         describe: returns the table of a checkpoint folder; raises InputError if it is not supported.
         dtype: float32, float16 or bfloat16; None: that of each tensor.
@@ -73,11 +78,12 @@ def convert(
         raise InputError(f"{destination}: already exists; give a new folder or remove it first")
     if not destination.parent.is_dir():
         raise InputError(f"{destination.parent}: no such folder to write into")
-    if pieces.is_pieces(source):
+    if pieces.is_pieces(base_of(source)):
         raise InputError(f"{source}: contains orbax weights: convert the folder that it was made from")
     table = describe(source)
     checkpoint = open_checkpoint(source, table, pickled=True)
-    made = byte_pairs.make(source, table.special)
+    with with_settings(source) as folder:
+        made = byte_pairs.make(folder, table.special)
     partial = destination.with_name(f".{destination.name}.partial")
     try:
         extra = {} if made is None else {"tokenizer.json": made.to_str(pretty=True)}
@@ -107,13 +113,15 @@ def _write(
     manifest: dict[str, Any] = {
         "format": 2,
         "storage": kind,
-        "source": checkpoint.folder.resolve().name,
+        "source": checkpoint.base.resolve().name,
         "family": checkpoint.table.family,
         "dtype": "as in the source" if dtype is None else dtype.name,
         "parameters": sum(math.prod(tensor.shape) for tensor in _used(checkpoint)),
         "bytes": total,
         "sha256": digests,
     }
+    if checkpoint.adapter is not None:
+        manifest["adapter"] = checkpoint.folder.resolve().name
     if kind == "orbax":
         manifest["weights"] = _weights(checkpoint, plan, dtype)
     elif len(plan) > 1:
@@ -128,6 +136,8 @@ def _write(
         (folder / name).write_text(text, encoding="utf-8")
         digests[name] = sha256(folder / name)
     config = _retyped(dict(checkpoint.table.config), None if dtype is None else dtype.name)
+    if checkpoint.table.tied and not checkpoint.tied:
+        config = _untied(config)
     ready = folder / "config.json.new"
     write_json(ready, config)
     digests["config.json"] = sha256(ready)
@@ -191,10 +201,13 @@ def _groups(sizes: Iterable[tuple[str, int]], most: int) -> Iterator[list[str]]:
 
 def _job(checkpoint: Checkpoint, dtype: np.dtype | None, kind: Format, plan: dict[str, list[str]]) -> dict[str, Any]:
     """Properties that must be equal for two runs that write the same shards, as JSON."""
+    adapter = checkpoint.adapter
     files = {tensor.file.resolve() for tensor in _used(checkpoint)}
+    files |= set() if adapter is None else {file.resolve() for file in adapter.files}
     stats = {str(file): file.stat() for file in sorted(files)}
     return {
         "source": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+        "adapter": None if adapter is None else dict(adapter.config),
         "dtype": None if dtype is None else dtype.name,
         "storage": kind,
         "plan": plan,
@@ -224,3 +237,9 @@ def _retyped(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
         return config
     named = {key: dtype if key in ("dtype", "torch_dtype") else value for key, value in config.items()}
     return {key: _retyped(value, dtype) if isinstance(value, dict) else value for key, value in named.items()}
+
+
+def _untied(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a model whose head is not the embedding table, also in nested parts."""
+    parts = {key: {**value, _TIE: False} for key, value in config.items() if isinstance(value, dict) and _TIE in value}
+    return {**config, **parts, _TIE: False}

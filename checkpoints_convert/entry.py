@@ -17,7 +17,7 @@ import numpy as np
 Shape = tuple[int, ...]
 # The checkpoint merges the last two axes of this parameter (heads, channels); of other projections, the first two.
 _JOINED = "out.weight"
-HEAD = "decoder.head.weight"  # exists if the checkpoint has it, whatever the config says
+HEAD = "decoder.head.weight"  # if the checkpoint has it, it is used even if the config says that it is tied
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,8 @@ class Table:
         family: for messages and the manifest.
         config: `config.json` of the converted folder.
         names: names of its tensors.
-        shapes: returns the shapes of our parameters by path.
+        shapes: returns the shapes of our parameters by path, with an output head.
+        tied: whether the embedding table is the output head if the checkpoint has no other.
         special: special tokens whose ids follow those of a tiktoken file.
     """
 
@@ -124,6 +125,7 @@ class Table:
     config: Mapping[str, Any]
     names: Names
     shapes: Callable[[], Mapping[str, Shape]]
+    tied: bool
     special: tuple[str, ...] = ()
 
 

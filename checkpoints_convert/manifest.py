@@ -7,10 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from checkpoints_convert.checkpoint import require_json
+from checkpoints_convert.sources import MANIFEST
 from vlkv.errors import InputError
-
-MANIFEST = "vlkv_manifest.json"
+from vlkv.files import require_json
 
 
 def verify(folder: Path) -> None:

@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints_convert.checkpoint import Checkpoint, cast, require_json
-from checkpoints_convert.entry import HEAD, Shape
-from checkpoints_convert.manifest import MANIFEST
+from checkpoints_convert.checkpoint import Checkpoint
+from checkpoints_convert.entry import HEAD, Table
+from checkpoints_convert.sources import MANIFEST
+from checkpoints_convert.tensors import cast
 from vlkv.errors import InputError
-from vlkv.files import one_line, read_json
+from vlkv.files import one_line, read_json, require_json
 
 _CHUNK_BYTES = 2**24
 
@@ -70,7 +71,7 @@ def stored_dtype(checkpoint: Checkpoint, key: str) -> np.dtype:
     return np.dtype(np.float32) if own.itemsize > 4 else own
 
 
-def open_pieces(folder: Path, shapes: Mapping[str, Shape]) -> Pieces:
+def open_pieces(folder: Path, table: Table) -> Pieces:
     """Reads the manifest, and compares its parameters with those of the model.
 
     Raises:
@@ -82,7 +83,8 @@ def open_pieces(folder: Path, shapes: Mapping[str, Shape]) -> Pieces:
         held = {path: tuple(shape) for path, (_, _, shape) in listed.items()}  # type: ignore[union-attr]
     except (AttributeError, TypeError, ValueError):
         raise InputError(f"{folder / MANIFEST}: contains no weights: convert again") from None
-    wanted = {path: shape for path, shape in shapes.items() if path != HEAD or path in weights}
+    shapes = table.shapes().items()
+    wanted = {path: shape for path, shape in shapes if path != HEAD or path in weights or not table.tied}
     for path in [*wanted, *held]:
         if held.get(path) != wanted.get(path):
             raise InputError(f"{folder / MANIFEST}: {path} has shape {_listed(held.get(path))}, config.json says "

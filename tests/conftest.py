@@ -3,6 +3,7 @@
 import itertools
 import os
 import sys
+import warnings
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,6 +18,8 @@ import jax
 import jaxtyping
 import numpy as np
 import pytest
+
+from vlkv.decoder import memory_maps
 
 ROOT = Path(__file__).resolve().parents[1]
 EMITTERS = " --xla_cpu_use_fusion_emitters=false"  # jaxlib 0.10 has this flag, later versions and some of libtpu do not
@@ -72,20 +75,14 @@ TESTS_RUN = itertools.count()
 
 @pytest.fixture(autouse=True)
 def forget_compiled_programs():
-    """Drops the compiled programs of former tests, if there are many. Counting is slow: only every eighth test does."""
+    """Frees the compiled programs early, because tests compile many that the library does not count.
+
+    Only every eighth test counts the memory maps. The cache on disk keeps what took long to compile.
+    """
     yield
     if next(TESTS_RUN) % 8 == 0:
-        forget_programs_if_many()
-
-
-def forget_programs_if_many() -> None:
-    """Drops the compiled programs before the process has no memory mappings left: 65,530, and JAX crashes without.
-
-    Each program holds some. The cache on disk keeps what took long to compile.
-    """
-    maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 35_000:
-        jax.clear_caches()
+        with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+            memory_maps.make_room(share=0.5)
 
 
 @pytest.fixture(scope="module")

@@ -88,6 +88,7 @@ def test_folders(capsys, folder, page, tmp_path):
         ({"vision_feature_layer": [-2, -1]}, "vision_feature_layer"),
         ({"vision_config__model_type": "siglip_vision_model"}, "siglip_vision_model"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"transformers_weights": "other.safetensors"}, "transformers_weights"),
     ],
 )
 def test_configs_that_we_do_not_honour(capsys, folder, page, changes, says):
@@ -119,12 +120,14 @@ def test_weights(capsys, folder, page):
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "sub/model.safetensors", ".."])
 def test_an_index_that_points_outside(capsys, folder, page, name):
+    (folder / "model.safetensors").unlink()  # which is preferred to an index
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
     asks(capsys, folder, page, says="points outside the folder")
 
 
 def test_an_index_of_files_that_are_not_there(capsys, folder, page):
     index = folder / "model.safetensors.index.json"
+    (folder / "model.safetensors").unlink()
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-9.safetensors"}}))
     asks(capsys, folder, page, says="model-9.safetensors, which is not in the folder")
     index.write_text("[]")

@@ -112,13 +112,16 @@ def test_a_bad_part_is_named(capsys, part, said):
 def test_policies(capsys):
     assert main(["policies", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert [method["name"].lower() for method in listed] == list(policies.registry)
+    assert [method["name"].lower() for method in listed] == [*policies.registry, "downsample"]
     assert all(method["paper"] and method["description"] and method["stages"] for method in listed)
     assert main(["policies"]) == 0
     table = capsys.readouterr().out
     assert all(cls.__name__ in table for cls in policies.registry.values())
     assert main(["policies", "aircache"]) == 0
     assert "alpha = 0.9" in capsys.readouterr().out
+    assert main(["policies", "downsample"]) == 0
+    assert "side = 2" in capsys.readouterr().out
+    assert policies.make("Downsample", side=3) == policies.Downsample(side=3)
 
 
 def test_demo_draws_what_is_kept(capsys, monkeypatch, tmp_path, miniature):

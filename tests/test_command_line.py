@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import vlkv
+from vlkv import policies
 from vlkv.cli import COMMANDS, build_parser, main
 from vlkv.tools.benching import tables
 
@@ -143,3 +144,12 @@ def test_methods_are_compared_with_one_scope():
     assert scopes("full", "h2o", "snapkv") == ["all", "all"]
     assert scopes("full", "h2o", "aircache", "--scope", "all") == ["all", "all"]
     assert scopes("full", "h2o(scope='all')", "aircache") == ["all", "vision"]
+
+
+def test_a_policy_without_a_keep_of_its_own_runs_once():
+    from vlkv.tools.commands.evaluate import policies_from
+
+    args = build_parser("eval").parse_args(["eval", "x.jsonl", "--model", "mini", "--out", "x", "--keep", "0.5", "0.2",
+                                            "--policy", "downsample", "downsample(side=3)", "snapkv"])  # fmt: skip
+    snapkv = [policies.SnapKV(keep=keep, scope="vision") for keep in (0.5, 0.2)]
+    assert policies_from(args, lambda: None) == [policies.Downsample(), policies.Downsample(side=3), *snapkv]

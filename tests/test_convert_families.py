@@ -17,8 +17,8 @@ from safetensors.numpy import save_file
 import vlkv
 from checkpoints_convert import converting
 from checkpoints_convert.__main__ import convert
-from checkpoints_convert.checkpoint import INDEX
 from checkpoints_convert.entry import HEAD, make_entries
+from checkpoints_convert.sources import INDEX
 from vlkv.families import FAMILIES
 from vlkv.families.folders import describe
 

@@ -151,7 +151,7 @@ def test_an_answer_ends_where_the_tail_of_its_row_does(params, first, read):
     cache = fill_cache(read, policies.Full(), new_tokens=12)
     cache, logits = extend(params, cache, turn(said, seed=0))
     tokens, lengths = jax.jit(vlkv.decode)(params, cache, logits, sampling=vlkv.Greedy(max_new_tokens=new, stop=()))
-    assert lengths.tolist() == [8, 4, 0], "a token needs a slot when it is fed; the last is not"
+    assert lengths.tolist() == [8, 5, 1], "a token needs a slot when it is fed; the last is not"
     x = np.asarray(embed(params, first))
     for row, count in ((0, 8), (1, 4)):
         _, layers = reference.prefill(params.decoder, x[row, first.valid[row]])
@@ -159,7 +159,7 @@ def test_an_answer_ends_where_the_tail_of_its_row_does(params, first, read):
         for _ in range(count):
             fed.append(int(reference.decode(params.decoder, layers, kept_entries(cache, first, row), fed)[-1].argmax()))
         answer = fed[-count:]
-        assert tokens[row].tolist() == answer + [answer[-1]] * (new - count)
+        assert tokens[row].tolist() == answer + [-1] * (new - count)
     assert tokens[2].tolist() == [-1] * new, "no token, and not token 0"
 
 

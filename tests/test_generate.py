@@ -96,7 +96,10 @@ def test_stream_and_generate_agree(params):
     streamed = np.stack(list(vlkv.stream(params, inputs, policy=policy, sampling=sampling, key=key)), axis=1)
     np.testing.assert_array_equal(output.tokens, streamed)
     broken = jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), params)
-    assert [x.tolist() for x in vlkv.stream(broken, inputs, policy=policy, sampling=sampling, key=key)] == [[-1] * 3]
+    marked = jax.jit(vlkv.generate)(broken, inputs, policy=policy, sampling=sampling, key=key)
+    assert (marked.tokens == -1).all() and marked.lengths.tolist() == [1] * 3
+    with pytest.raises(vlkv.InputError, match="the logits are NaN"):
+        next(vlkv.stream(broken, inputs, policy=policy, sampling=sampling, key=key))
 
 
 def test_sampling_draws_from_the_cut_distribution():

@@ -24,7 +24,7 @@ ORDER = [
     {"vlkv.errors", "vlkv.files", "vlkv.terminal"},
     {"vlkv.buckets", "pallas_kernels", "checkpoints_convert"},
     {"vlkv.config"},
-    {"vlkv.inputs", "vlkv.masks", "vlkv.sharding"},
+    {"vlkv.inputs", "vlkv.keys", "vlkv.masks", "vlkv.sharding"},
     {"vlkv.cache", "vlkv.decoder", "vlkv.processing", "vlkv.generation.sampling"},
     {"vlkv.compression"},
     {"vlkv.policies", "vlkv.towers"},

@@ -8,18 +8,21 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from vlkv.cache.pool import PackedCache
 from vlkv.cache.resizing import resize
 from vlkv.compression.policy import Policy
+from vlkv.compression.selection import require_fit
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation import jitted
-from vlkv.generation.decode import check_room, choose_token, next_token
+from vlkv.generation.decode import check_room, check_rotation, choose_token, next_token
 from vlkv.generation.extend import extend
+from vlkv.generation.nan import check_tokens
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
+from vlkv.keys import single_key
 from vlkv.policies.full import Full
 from vlkv.processing import Processor
 from vlkv.processing.processor import RowImages, as_list, count
@@ -56,7 +59,7 @@ class Chat:
         *,
         policy: Policy | None = None,
         sampling: Greedy | None = None,
-        key: Key[Array, ""] | None = None,
+        key: PRNGKeyArray | None = None,
         query_agnostic: bool = False,
     ) -> None:
         """Starts a conversation.
@@ -71,7 +74,8 @@ class Chat:
             query_agnostic: compress the images now, so that the kept entries do not depend on the first question.
 
         Raises:
-            InputError: another processor, an image that cannot be used, a policy that does not fit, or a missing key.
+            InputError: another processor, an image that cannot be used, a policy that does not fit, a missing key, or
+                NaN logits.
         """
         if not isinstance(processor, Processor):
             raise InputError("a chat needs vlkv's own processor: params, processor = vlkv.load(...)")
@@ -81,13 +85,15 @@ class Chat:
         self.cache, self.turns = None, []
         self._image, self._seen = image, ""  # _seen: the text that the cache holds
         self._images, self._videos = count(as_list(image))
-        self.sampling.require_key(key)
+        key = self.sampling.require_key(single_key(key))
+        require_fit(self.policy, len(params.decoder.layers), key)
         self._policy_key: Any = None
         self._key: Any = None
         if key is not None:
             self._policy_key, self._key = jax.random.split(key)
         if query_agnostic:
-            self._begin(processor(image, _ANY, question=False))
+            inputs = processor(image, _ANY, question=False)
+            check_tokens(params, inputs, choose_token(self._begin(inputs), self.sampling, self._key)[:, None])
             self._seen = processor.prompts.before_question(_ANY, self._images, self._videos)
 
     def ask(self, question: str, on_text: Callable[[str], Any] | None = None) -> str:
@@ -102,10 +108,10 @@ class Chat:
             The whole answer.
 
         Raises:
-            InputError: an empty question, or a conversation beyond the model's limit.
+            InputError: an empty question, a conversation beyond the model's limit, or NaN logits.
         """
-        logits, pieces = self._feed(question), []
-        for piece in self.processor.pieces(self._decode(logits)):
+        pieces = []
+        for piece in self.processor.pieces(self._decode(*self._feed(question))):
             pieces.append(piece)
             if on_text is not None:
                 on_text(piece)
@@ -113,13 +119,17 @@ class Chat:
         self.turns.append((question, answer))
         return answer
 
-    def _feed(self, question: str) -> Float[Array, "1 vocab"]:
-        """Adds the question to the cache, and with the first one the images. Returns the logits of the next token."""
+    def _feed(self, question: str) -> tuple[Inputs, Float[Array, "1 vocab"]]:
+        """Adds the question to the cache, and with the first one the images.
+
+        Returns what it has added, and the logits of the next token.
+        """
         questions, answers = [*(asked for asked, _ in self.turns), question], [answer for _, answer in self.turns]
         then = list(zip(answers, questions[1:], strict=True))
         prompt = self.processor.prompts.write(questions[0], self._images, self._videos, then)
         if self.cache is None:
-            logits = self._begin(self.processor(self._image, question))
+            fed = self.processor(self._image, question)
+            logits = self._begin(fed)
         else:
             answer = literal(answers[-1]) if answers else ""
             place = prompt.find(answer, len(self._seen))
@@ -128,7 +138,7 @@ class Chat:
             fed = self.processor.extension([prompt[: place + len(answer)]], [prompt])
             logits = self._extend(fed)
         self._seen = prompt
-        return logits
+        return fed, logits
 
     def _begin(self, inputs: Inputs) -> Float[Array, "1 vocab"]:
         check_room(self.params.config, inputs, self.sampling.max_new_tokens)
@@ -145,20 +155,23 @@ class Chat:
         if end > limit:
             raise InputError(f"with this question and its answer the conversation would have {end} tokens, the model's "
                              f"limit is {limit}: start a new Chat")  # fmt: skip
+        check_rotation(self.cache, np.array([end]))
         if need > capacity:
             self.cache = resize(self.cache, max(need, 2 * capacity))  # doubled, as every size must be compiled
         self.cache, logits = _extend(self.params, self.cache, fed)
         return logits
 
-    def _decode(self, logits: Float[Array, "1 vocab"]) -> Iterator[int]:
-        """The answer's tokens without the stop token. Each is added to the cache."""
+    def _decode(self, fed: Inputs, logits: Float[Array, "1 vocab"]) -> Iterator[int]:
+        """The answer's tokens without the stop token. Each is added to the cache, which contains `fed`."""
         stop = self.params.config.stop if self.sampling.stop is None else self.sampling.stop
         key = None if self._key is None else jax.random.fold_in(self._key, len(self.turns))
-        token, _ = choose_token(logits, self.sampling, key)
+        token, tokens = choose_token(logits, self.sampling, key), []
         for i in range(1, self.sampling.max_new_tokens + 1):
-            if int(token[0]) in stop:
+            tokens.append(int(token[0]))
+            check_tokens(self.params, fed, np.array([tokens]))
+            if tokens[-1] in stop:
                 return
             assert self.cache is not None
-            self.cache, following, _ = next_token(self.params, self.cache, token, self.sampling, key, i)
-            yield int(token[0])
+            self.cache, following = next_token(self.params, self.cache, token, self.sampling, key, i)
+            yield tokens[-1]
             token = following

@@ -7,7 +7,6 @@ fields of one family are in `vlkv/families/<family>/config.py`.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -74,66 +73,18 @@ class RopeConfig:
     Attributes:
         theta: base of the frequencies.
         sections: M-RoPE: number of channel pairs per position axis (time, line, column); None: one axis.
-        short: long-RoPE: divisor of the frequency of each channel pair; None: no scaling.
-        long: long-RoPE: `short` for rows longer than `original`.
+        divisors: divisor of the frequency of each channel pair; None: no scaling.
+        long: long-RoPE: `divisors` of rows that may exceed `original` positions; None: all rows have the same.
         original: long-RoPE: number of positions in the first training.
-        scale: long-RoPE: factor of cosine and sine.
+        scale: factor of cosine and sine.
     """
 
     theta: float = 1e4
     sections: tuple[int, ...] | None = None
-    short: tuple[float, ...] | None = None
+    divisors: tuple[float, ...] | None = None
     long: tuple[float, ...] | None = None
     original: int = 0
     scale: float = 1.0
-
-    @classmethod
-    def from_hf(cls, c: Raw, head_dim: int) -> RopeConfig:
-        """Reads a decoder's config, old style (`rope_theta`, `rope_scaling`) or new (`rope_parameters`).
-
-        Raises:
-            InputError: an unsupported kind of scaling, or an unsupported field.
-        """
-        raw = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
-        kind = raw.pop("rope_type", None) or raw.get("type", "default")
-        raw.pop("type", None)
-        require("rope_parameters.partial_rotary_factor", raw.pop("partial_rotary_factor", 1.0), 1.0)
-        made: dict[str, Any] = {"theta": float(raw.pop("rope_theta", None) or c.get("rope_theta", 10000.0))}
-        if kind in ("default", "mrope"):
-            sections = raw.pop("mrope_section", None)
-            for field in ("factor", "original_max_position_embeddings"):
-                raw.pop(field, None)
-            if kind == "mrope" and sections is None:
-                raise InputError("config.json: rope_parameters.mrope_section is missing")
-            if sections is not None and sum(sections) != head_dim // 2:
-                raise InputError(f"config.json: rope_parameters.mrope_section={sections!r} must add up to half of "
-                                 f"{head_dim} channels")  # fmt: skip
-            made["sections"] = None if sections is None else tuple(sections)
-        elif kind in ("longrope", "su"):
-            made |= _long(raw, c, head_dim)
-        elif kind == "dynamic":  # changes only prompts beyond the model's limit, which raise an error anyway
-            raw.pop("factor", None)
-        else:
-            raise InputError(f"config.json: rope type={kind!r} is not supported "
-                             "(only default, mrope, longrope, dynamic)")  # fmt: skip
-        for field in raw:
-            raise InputError(f"config.json: rope_parameters.{field} is not supported")
-        return cls(**made)
-
-
-def _long(raw: dict[str, Any], c: Raw, head_dim: int) -> dict[str, Any]:
-    short, long = (tuple(float(x) for x in raw.pop(f"{name}_factor")) for name in ("short", "long"))
-    limit = c["max_position_embeddings"]
-    original = raw.pop("original_max_position_embeddings", None) or c.get("original_max_position_embeddings") or limit
-    stretch = limit / original
-    scale = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
-    scale = raw.pop("attention_factor", None) or scale
-    raw.pop("factor", None)
-    for name, factors in (("short", short), ("long", long)):
-        if len(factors) != head_dim // 2:
-            raise InputError(f"config.json: rope_scaling.{name}_factor has {len(factors)} numbers, "
-                             f"{head_dim} channels need {head_dim // 2}")  # fmt: skip
-    return {"short": short, "long": long, "original": original, "scale": scale}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -46,6 +46,14 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return content
 
 
+def require_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; InputError if the file does not exist."""
+    content = read_json(path)
+    if content is None:
+        raise InputError(f"{path}: no such file")
+    return content
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path in the same folder. It replaces `path` when the block ends without an error.

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from vlkv.buckets import Buckets, round_up
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
+from vlkv.files import one_line
 
 # The processor makes numpy arrays; inside jit they are jax arrays.
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Inputs:
     valid: Bool[AnyArray, "B T"]
     vision_index: Int[AnyArray, "B T"]  # index in the list of the batch's vision embeddings; -1: text
     grid: Int[AnyArray, "B T 3"]  # (image number in the prompt, line, column) of the patch; -1: none
-    pixels: Float[AnyArray, I * pixels] | None  # input of the family's tower
+    pixels: Float[AnyArray, " I *pixels"] | None  # input of the family's tower
     # For images that are cut into tiles: the number of the token's tile in the prompt; for tokens of an overview, the
     # number of the tile that shows the same part of the image. -1: none. None: no image is cut into tiles.
     tiles: Int[AnyArray, "B T 2"] | None = None
@@ -66,13 +67,18 @@ class Inputs:
         """Converts the output of a transformers processor; returns `Inputs` unchanged.
 
         Raises:
-            InputError: `given` is of another type, or contains traced arrays, which cannot be converted on the host.
+            InputError: `given` is of another type, or contains traced arrays, which cannot be converted on the host;
+                or as `from_hf`.
         """
         if isinstance(given, Inputs):
             return given
-        if not isinstance(given, Mapping) or any(isinstance(x, jax.core.Tracer) for x in given.values()):
+        traced = isinstance(given, Mapping) and any(
+            isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(list(given.values()))
+        )
+        if traced or not isinstance(given, Mapping):
+            what = "a transformers batch under jit" if traced else type(given).__name__
             raise InputError(
-                f"inputs: {type(given).__name__} cannot be used here; make them with the processor of vlkv.load, or "
+                f"inputs: {what} cannot be used here; make them with the processor of vlkv.load, or "
                 "outside jit with vlkv.Inputs.from_hf(batch, params.config)"
             )
         return cls.from_hf(given, config)
@@ -82,22 +88,22 @@ class Inputs:
         """Converts the output of the family's transformers processor: input_ids, attention_mask, pixel_values etc.
 
         Args:
-            batch: arrays, lists or CPU tensors; the image token must be repeated once per vision token.
+            batch: arrays, lists or tensors of torch, on any device; the image token must be repeated once per vision
+                token.
             config: the model's config (`params.config`).
             buckets: how to round lengths and counts; None for the defaults.
 
         Raises:
-            InputError: image tokens and pixels that do not match, or a prompt beyond the model's limit.
+            InputError: values that are not arrays of numbers, image tokens and pixels that do not match, or a prompt
+                beyond the model's limit.
         """
         buckets = buckets or Buckets()
         if "input_ids" not in batch:
-            raise InputError(f"inputs have no input_ids (found: {', '.join(sorted(batch)) or 'nothing'})")
-        try:
-            tokens = np.atleast_2d(np.asarray(batch["input_ids"])).astype(np.int32)
-        except ValueError:  # numpy's error for a ragged list
-            raise InputError("input_ids: rows differ in length; call the processor with padding=True") from None
+            raise InputError(f"inputs have no input_ids (found: {', '.join(sorted(map(str, batch))) or 'nothing'})")
+        batch = {name: _on_host(name, value) for name, value in batch.items()}
+        tokens = _ids(batch["input_ids"])
         mask = batch.get("attention_mask")
-        valid = np.ones(tokens.shape, bool) if mask is None else np.atleast_2d(np.asarray(mask)).astype(bool)
+        valid = np.ones(tokens.shape, bool) if mask is None else _mask(mask)
         if valid.shape != tokens.shape:
             raise InputError(f"attention_mask has shape {valid.shape}, input_ids {tokens.shape}")
         if not valid.any(axis=1).all():
@@ -114,7 +120,12 @@ class Inputs:
         text = tokens[valid & ((tokens != config.image_token) | (config.image_token is None))]
         if (text < 0).any() or (text >= config.decoder.vocab_size).any():
             raise InputError(f"a token id is outside the vocabulary of {config.decoder.vocab_size} tokens")
-        made = config.arrange(batch, tokens, valid, buckets)
+        try:
+            made = config.arrange(batch, tokens.astype(np.int32), valid, buckets)
+        except InputError:
+            raise
+        except (TypeError, ValueError) as error:  # numpy's errors for texts, and for lists of unequal lengths
+            raise InputError(f"inputs are not arrays of numbers: {one_line(error)[:120]}") from error
 
         is_vision, place = made.vision_index >= 0, np.arange(tokens.shape[1])
         last_vision = np.where(is_vision, place, -1).max(axis=1)  # -1 without an image: the whole row is instruction
@@ -123,7 +134,7 @@ class Inputs:
         pad = [(0, 0), (0, max(0, made.max_vision + max_text - tokens.shape[1]))]
         return cls(
             # The id of the image token may be outside the vocabulary.
-            tokens=np.pad(np.where(valid & (tokens < config.decoder.vocab_size), tokens, 0), pad),
+            tokens=np.pad(np.where(valid & (tokens < config.decoder.vocab_size), tokens, 0), pad).astype(np.int32),
             positions=np.pad(made.positions, [*pad, (0, 0)]),
             valid=np.pad(valid, pad),
             vision_index=np.pad(made.vision_index, pad, constant_values=-1),
@@ -136,3 +147,41 @@ class Inputs:
             max_instruction=min(max_text, round_up(int(instruction.max()), buckets.text)),
             max_images=made.max_images,
         )
+
+
+def _on_host(name: str, value: Any) -> Any:
+    """The value with numpy arrays in place of tensors of torch, which this module does not import.
+
+    numpy cannot read a tensor that has a gradient, is on another device, or is of bfloat16.
+    """
+    if isinstance(value, list | tuple) and any(hasattr(one, "detach") for one in value):
+        return [_on_host(name, one) for one in value]
+    if not hasattr(value, "detach"):
+        return value
+    try:
+        tensor = value.detach().cpu()
+        return np.asarray(tensor.float() if tensor.is_floating_point() else tensor)
+    except (RuntimeError, TypeError, ValueError) as error:  # on the meta device; sparse; quantised
+        raise InputError(f"{name}: this tensor has no values to read: {one_line(error)[:120]}") from None
+
+
+def _ids(given: Any) -> Int[np.ndarray, "B T"]:
+    """`input_ids` as 64-bit integers, so that ids outside the vocabulary are not wrapped into it."""
+    try:
+        ids = np.atleast_2d(np.asarray(given))
+    except ValueError:  # numpy's error for a ragged list
+        raise InputError("input_ids: rows differ in length; call the processor with padding=True") from None
+    if ids.ndim != 2 or not (np.issubdtype(ids.dtype, np.integer) or not ids.size):
+        raise InputError(f"input_ids must be whole numbers [B, T], not {ids.dtype} {list(ids.shape)}")
+    return ids.astype(np.int64)
+
+
+def _mask(given: Any) -> Bool[np.ndarray, "B T"]:
+    try:
+        mask = np.atleast_2d(np.asarray(given))
+    except ValueError:
+        raise InputError("attention_mask: rows differ in length; call the processor with padding=True") from None
+    if not np.isin(mask, (0, 1)).all():
+        raise InputError("attention_mask must be 1 for tokens and 0 for padding; packed prompts and masks that are "
+                         "added to logits are not supported")  # fmt: skip
+    return mask.astype(bool)

@@ -13,6 +13,8 @@ from jax.typing import DTypeLike
 
 from checkpoints_convert import checkpoint, pieces
 from checkpoints_convert.entry import HEAD
+from checkpoints_convert.sources import ADAPTER, base_of, with_settings
+from checkpoints_convert.tensors import cast
 from vlkv import sharding
 from vlkv.buckets import Buckets
 from vlkv.errors import InputError
@@ -22,7 +24,7 @@ from vlkv.processing import Processor
 
 MINI = Path(__file__).parent / "mini" / "checkpoint"  # the demo model
 _SETTINGS = ["*.json", "*.jinja"]
-_WEIGHTS = ["model*.safetensors"]
+_WEIGHTS = ["model*.safetensors", "adapter_model.safetensors"]
 
 
 def load(
@@ -37,7 +39,9 @@ def load(
 
     Args:
         source: a folder from Hugging Face or `vlkv convert`, a hub id such as `llava-hf/llava-1.5-7b-hf` (downloaded
-            once, safetensors only), or "mini", the demo model of vlkv, which reads pages of handwritten digits.
+            once, safetensors only), or "mini", the demo model of vlkv, which reads pages of handwritten digits. A LoRA
+            adapter in the folder is merged into the weights. A folder with an adapter alone is loaded with its
+            `base_model_name_or_path`, which must be on this machine.
         dtype: of the parameters; None: that of the checkpoint.
         mesh: the mesh (axes `data`, `model`) on which weights are sharded; None: the default device.
         buckets: how to round lengths and counts; see `vlkv.Buckets`.
@@ -55,8 +59,10 @@ def load_params(source: str | os.PathLike[str], *, dtype: DTypeLike | None = Non
     """The parameters, a pytree with the attribute `config`. The folder needs no tokenizer; arguments as in `load`."""
     folder = resolve(source)
     table = describe(folder)
-    if pieces.is_pieces(folder):
-        return read_pieces(pieces.open_pieces(folder, table.shapes()), dtype=dtype, mesh=mesh)
+    if pieces.is_pieces(base_of(folder)):
+        if (folder / ADAPTER).is_file():
+            raise InputError(f"{folder / ADAPTER}: cannot be applied to orbax weights: convert base model and adapter")
+        return read_pieces(pieces.open_pieces(folder, table), dtype=dtype, mesh=mesh)
     return read_params(checkpoint.open_checkpoint(folder, table), dtype=dtype, mesh=mesh)
 
 
@@ -68,7 +74,8 @@ def load_processor(
 ) -> Processor:
     """The processor: tokenizer, chat template and image settings of the folder. Arguments as in `load`."""
     folder = resolve(source, weights=False)
-    return Processor.from_folder(folder, read_config(folder), buckets=buckets, layout=layout)
+    with with_settings(folder) as place:
+        return Processor.from_folder(place, read_config(place), buckets=buckets, layout=layout)
 
 
 def read_params(source: checkpoint.Checkpoint, *, dtype: DTypeLike | None, mesh: Mesh | None) -> Model:
@@ -80,7 +87,7 @@ def read_params(source: checkpoint.Checkpoint, *, dtype: DTypeLike | None, mesh:
     arrays = []
     for keypath, leaf in leaves:
         path = sharding.path_name(keypath)
-        array = checkpoint.cast(source.read(entries[path]), leaf.dtype, entries[path].key)
+        array = cast(source.read(entries[path]), leaf.dtype, entries[path].key)
         arrays.append(sharding.place(path, array.reshape(leaf.shape), mesh))
     return jax.tree_util.tree_unflatten(structure, arrays)
 
@@ -106,7 +113,7 @@ def read_pieces(held: pieces.Pieces, *, dtype: DTypeLike | None, mesh: Mesh | No
 
 
 def _cast_placed(array: jax.Array, dtype: jnp.dtype, path: str) -> jax.Array:
-    """Casts an array on devices, with the same checks as `checkpoint.cast`."""
+    """Casts an array on devices, with the same checks as `cast`."""
     if array.dtype == dtype:
         return array
     result = array.astype(dtype)

@@ -43,7 +43,8 @@ FORMAT, VERSION, READS = "vlkv cache", "3", ("1", "2", "3")
 _CORNER = 4  # first and last entries of each axis of a weight that are part of the model's fingerprint
 _OWN: dict[str, type] = {  # by the names in the file
     "Memory": DecodeState,
-    **{cls.__name__: cls for cls in (PackedCache, QuantizedPool, policies.Composed, *policies.registry.values())},
+    **{cls.__name__: cls for cls in (PackedCache, QuantizedPool, policies.Composed)},
+    **{cls.__name__: cls for cls in (policies.registry | policies.without_keep).values()},
 }
 _NOT_SAVED = ("kernels",)  # chosen by the machine that loads the cache
 

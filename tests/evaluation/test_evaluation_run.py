@@ -13,14 +13,16 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import vlkv
-from vlkv import policies
+from vlkv import mini, policies
 from vlkv.cli import main
+from vlkv.generation import jitted
 from vlkv.mini import CHECKPOINT, export, folder
-from vlkv.tools.evaluation import Journal, Record, Settings, Turn, read_records, run, summarise
+from vlkv.tools.evaluation import Journal, Record, Settings, Turn, read_records, run, running, summarise
 
 NEW = 32
 SNAPKV = policies.SnapKV(keep=0.2, scope="vision")
@@ -257,3 +259,28 @@ def test_bad_input_is_one_line(questions, tmp_path, capsys, changes, said):
 def test_a_question_about_no_image_cannot_be_query_agnostic(model, tmp_path):
     with pytest.raises(vlkv.InputError, match="line 1: no image"):
         asked(model, [Record(1, "1", (), (Turn("q", ("a",)),))], [policies.Full()], tmp_path, query_agnostic=True)
+
+
+def test_the_clock_times_decoding_alone(model, records, monkeypatch):
+    """Not the work that jax has started before, nor compilation, also if the program was freed in between."""
+    params, processor = model
+    evaluator = running._Evaluator(params, processor, records, [SNAPKV], Settings(max_new_tokens=2))
+    inputs = processor(mini.PAGE, mini.QUESTION)
+    cache, logits = jitted.prefill(params, inputs, SNAPKV, new_tokens=2)
+    seconds = evaluator._decode(cache, logits)[2]
+
+    @jax.jit
+    def slow(logits):
+        x = jax.lax.fori_loop(0, 200, lambda _, x: jnp.tanh(x @ x), jnp.eye(500))
+        return logits + 1e-30 * x.sum()
+
+    slow(logits).block_until_ready()
+    begin = time.perf_counter()
+    pending = slow(logits)
+    dispatched = time.perf_counter() - begin
+    measured = evaluator._decode(cache, pending)[2]
+    waited = time.perf_counter() - begin
+    assert dispatched < 0.1 * waited, "the work is still going on when the clock could start"
+    assert measured < 0.3 * waited
+    jax.clear_caches()
+    assert evaluator._decode(cache, logits)[2] < 10 * seconds, "it was compiled again, which takes much longer"

@@ -202,6 +202,32 @@ def test_the_tower_may_lie_in_a_folder_of_its_name_and_conversion_brings_it_in(s
     assert again.config == params.config
 
 
+def test_an_adapter_as_the_authors_publish_it(tmp_path):
+    """Their config, an adapter of the text model, and what they trained besides: the projector."""
+    model, base, source = Model("llava").eval(), tmp_path / "vicuna", tmp_path / "source"
+    perturb(model)
+    model.llama.save_pretrained(base)
+    write(model, "llava", source, tower="beside")
+    (source / "model.safetensors").unlink()
+    part, a, b = "model.layers.1.self_attn.o_proj", torch.randn(4, 48), torch.randn(48, 4)
+    adapter = {f"base_model.model.{part}.lora_{side}.weight": x for side, x in (("A", a), ("B", b))}
+    torch.save(adapter, source / "adapter_model.bin")
+    projector = {f"model.mm_projector.{key}": value + 1 for key, value in model.projector.state_dict().items()}
+    trained = {f"base_model.model.{key}": value for key, value in projector.items()}
+    torch.save(trained, source / "non_lora_trainables.bin")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": str(base)}
+    (source / "adapter_config.json").write_text(json.dumps(config))
+    made = vlkv.load_params(convert(source, tmp_path / "made", progress=False))
+
+    weights = model.tensors() | projector
+    weights[f"{part}.weight"] += 2 * (b @ a)
+    write(model, "llava", tmp_path / "merged")
+    save_file(weights, tmp_path / "merged" / "model.safetensors")
+    merged = vlkv.load_params(tmp_path / "merged")
+    assert made.config == merged.config
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), made, merged)
+
+
 def test_a_missing_tower_is_refused_with_a_remedy(saved, tmp_path):
     model = saved[0]
     write(model, saved[2].config.family, tmp_path, tower="nowhere")

@@ -62,7 +62,7 @@ RAW: dict[str, dict[str, Any]] = {
                             vision_aspect_ratio="anyres_max_2"),
     "llava_qwen": _text("qwen2") | dict(vision_config=SIGLIP, image_token_index=IMAGE, image_grid_pinpoints=PINPOINTS,
                                         image_aspect_ratio="anyres_max_2", mm_newline_position="grid"),
-    "internvl": dict(text_config=_text("qwen2"), vision_config=INTERN, image_token_id=IMAGE),
+    "internvl": dict(text_config=_text("qwen2"), vision_config=INTERN, image_token_id=IMAGE, tie_word_embeddings=False),
     "internvl_chat": dict(llm_config=_text("internlm2") | dict(bias=False), vision_config=INTERN, ps_version="v2",
                           template="internlm2-chat", added_tokens={"<IMG_CONTEXT>": IMAGE, "<|im_end|>": 2}),
     "qwen2_vl": MROPE | dict(vision_config=QWEN | dict(embed_dim=16, hidden_size=32, mlp_ratio=2)),

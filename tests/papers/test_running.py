@@ -17,7 +17,6 @@ from benchmarks.papers.one_token import OneToken
 from vlkv import InputError, loading, policies
 from vlkv.tools.evaluation import report
 
-from ..conftest import forget_programs_if_many
 from . import settings
 
 
@@ -79,7 +78,6 @@ def test_every_table_prints_the_rows_and_columns_of_the_paper(paper, miniature, 
         evaluations = [one for one in found.runs if isinstance(one, Evaluation)]
         expected = settings.EVALUATIONS[paper].get(each.what, [])
         assert len(tables) == len(evaluations) == len(expected)
-        forget_programs_if_many()
         for table, one, want in zip(tables, evaluations, expected, strict=True):
             kept = {row.name for row in one.rows}
             assert list(table.columns[0].cells) == [name for name, _ in want.rows if name in kept]

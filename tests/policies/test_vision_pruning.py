@@ -334,7 +334,7 @@ def test_bad_options_are_named(cls, options, name):
 
 def test_layers_that_the_model_does_not_have_are_named(params, batch):
     for layers in ((2, 1), (3,)):
-        with pytest.raises(vlkv.InputError, match="layers="):
+        with pytest.raises(vlkv.InputError, match="change layers"):
             read_prompt(params, batch, IVTP(keep=0.3, layers=layers))
 
 

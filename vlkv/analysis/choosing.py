@@ -9,15 +9,16 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Key
+from jaxtyping import PRNGKeyArray
 
 from vlkv.compression.policy import Policy
 from vlkv.compression.selection import Selection, require_fit, select
 from vlkv.errors import InputError
 from vlkv.generation.prompt import Prompt
+from vlkv.keys import single_key
 
 
-def choose(prompt: Prompt, policy: Policy, *, key: Key[Array, ""] | None = None) -> Selection:
+def choose(prompt: Prompt, policy: Policy, *, key: PRNGKeyArray | None = None) -> Selection:
     """`policies.select` for every row of a prompt: kept entries, budgets, scores, and the method's own `extra` arrays.
 
     In `extra`, AirCache returns strength and skewness (Eqs. 9, 10; Fig. 3), PrefixKV the cumulative priority, and CSP
@@ -29,6 +30,7 @@ def choose(prompt: Prompt, policy: Policy, *, key: Key[Array, ""] | None = None)
     if prompt.reducer is not None or policy.reducer is not None:
         name = type(prompt.reducer or policy.reducer).__name__
         raise InputError(f"{name} shortens the prompt and ranks no entries: see analysis.reached")
+    key = single_key(key)
     require_fit(policy, len(prompt.layers), key)
     keys = None if key is None else jax.random.split(key, prompt.valid.shape[0])
     q, k, v = (jnp.stack([jnp.swapaxes(getattr(r, name), 1, 2) for r in prompt.layers], axis=1) for name in "qkv")

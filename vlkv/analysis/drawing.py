@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, PRNGKeyArray
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from vlkv.analysis.survival import held, on_grid
@@ -19,6 +19,7 @@ from vlkv.families import Model
 from vlkv.generation.prefill import prefill
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
+from vlkv.keys import single_key
 from vlkv.processing.images import Picture, open_image
 
 _SIDE, _GAP, _COLUMNS = 380, 34, 4  # pixels: longer side of a panel, gap between panels; number of panels in a row
@@ -41,7 +42,7 @@ def draw_survivors(
     *,
     fit: Literal["crop", "stretch", "pad"] = "crop",
     number: int = 0,
-    key: Key[Array, ""] | None = None,
+    key: PRNGKeyArray | None = None,
 ) -> Image.Image:
     """Draws which patches of an image each policy keeps after prefill: one panel per policy, over the image.
 
@@ -67,7 +68,7 @@ def draw_survivors(
     Raises:
         InputError: the plan is empty, there is more than one question, or there is no image with this number.
     """
-    inputs = Inputs.of(inputs, params.config)
+    inputs, key = Inputs.of(inputs, params.config), single_key(key)
     named = plan if isinstance(plan, Mapping) else _names(plan)
     if not named:
         raise InputError("plan is empty: give at least one policy")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from vlkv.analysis.trace import Trace, follow
 from vlkv.cache.pool import PackedCache
@@ -20,9 +20,11 @@ from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation import jitted
 from vlkv.generation.decode import check_room, decode, decode_step
+from vlkv.generation.nan import check_values
 from vlkv.generation.prefill import prefill
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
+from vlkv.keys import single_key
 from vlkv.policies.full import Full
 
 
@@ -71,7 +73,7 @@ def kl_to_full(
     policy: Policy,
     *,
     sampling: Greedy | None = None,
-    key: Key[Array, ""] | None = None,
+    key: PRNGKeyArray | None = None,
 ) -> Float[Array, " B"]:
     """How much a policy changes the model's predictions: the mean KL(full cache || compressed cache) in nats.
 
@@ -86,21 +88,26 @@ def kl_to_full(
         key: for random policies.
 
     Raises:
-        InputError: prompt and answer exceed the model's limit, or a key is missing.
+        InputError: prompt and answer exceed the model's limit, a key is missing, or logits are NaN. Under jit, the
+            result of a row with NaN logits is NaN.
     """
-    inputs, sampling = Inputs.of(inputs, params.config), sampling or Greedy()
+    inputs, key, sampling = Inputs.of(inputs, params.config), single_key(key), sampling or Greedy()
     check_room(params.config, inputs, sampling.max_new_tokens)
     answer, full = _full_answer(params, inputs, sampling)
     policy_key = None if key is None else jax.random.split(key)[0]  # the same key as in `generate`
-    return _divergence(params, inputs, policy, sampling, answer, full, policy_key)
+    divergence: Array = _divergence(params, inputs, policy, sampling, answer, full, policy_key)
+    check_values(params, inputs, divergence, answer)
+    return divergence
 
 
 @jax.jit
 def _full_answer(params: Model, inputs: Inputs, sampling: Greedy) -> tuple[Array, Array]:
     cache, logits = prefill(params, inputs, Full(), sampling=sampling)
     greedy = Greedy(max_new_tokens=sampling.max_new_tokens, stop=sampling.stop)
-    answer = answer_of(params, cache, logits, sampling=greedy)
-    return answer, _log_softmax(params, cache, logits, answer)
+    tokens, lengths = decode(params, cache, logits, sampling=greedy)
+    answer = jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], tokens, -1)
+    full = _log_softmax(params, cache, logits, answer)
+    return answer, jnp.where(jnp.any(tokens < 0, axis=1)[None, :, None], jnp.nan, full)
 
 
 @jax.jit
@@ -111,7 +118,7 @@ def _divergence(
     compressed = _log_softmax(params, cache, logits, answer)
     divergence = jnp.sum(jnp.exp(full) * (full - compressed), axis=-1)  # [S, B]
     counts = (answer >= 0).T
-    return jnp.sum(jnp.where(counts, divergence, 0.0), axis=0) / jnp.maximum(jnp.sum(counts, axis=0), 1)
+    return jnp.sum(jnp.where(counts, divergence, 0.0), axis=0) / jnp.sum(counts, axis=0)  # NaN without any token
 
 
 def _log_softmax(
@@ -135,7 +142,12 @@ class Sweep(NamedTuple):
 
 
 def sweep(
-    params: Model, inputs: Inputs, plan: Sequence[Policy], *, new_tokens: int, key: Key[Array, ""] | None = None
+    params: Model,
+    inputs: Inputs | Mapping[str, Any],
+    plan: Sequence[Policy],
+    *,
+    new_tokens: int,
+    key: PRNGKeyArray | None = None,
 ) -> Sweep:
     """Compares policies with the full cache on the full cache's answers (A-VL, Figs. 9, 10, cache columns of Table 3).
 
@@ -150,21 +162,27 @@ def sweep(
         key: for random policies.
 
     Raises:
-        InputError: no policies, fewer than two new tokens, or prompt and answer exceed the model's limit.
+        InputError: no policies, fewer than two new tokens, prompt and answer exceed the model's limit, or NaN logits.
     """
     if not plan:
         raise InputError("plan is empty: give at least one policy")
     if new_tokens < 2:
         raise InputError(f"new_tokens={new_tokens} must be at least 2, because no policy affects the first token")
+    inputs, key = Inputs.of(inputs, params.config), single_key(key)
     check_room(params.config, inputs, new_tokens)
-    prompt = jitted.read_prompt(params, inputs)
+    prompt = jitted.read_prompt(params, inputs, new_tokens=new_tokens)
+    check_values(params, inputs, prompt.logits)
     cache = jitted.fill_cache_with(prompt, Full(), None, new_tokens=new_tokens)
     answer = _answer(params, cache, prompt.logits, sampling=Greedy(max_new_tokens=new_tokens))
     fed = (answer[:, :-1] >= 0).T[:, None]
     full = _follow(params, prompt, cache, answer[:, :-1])
 
     def one(policy: Policy) -> tuple[Array, Array, Array]:
-        read = prompt if policy.reducer is None else jitted.read_prompt(params, inputs, policy, key=key)
+        read = (
+            prompt
+            if policy.reducer is None
+            else jitted.read_prompt(params, inputs, policy, new_tokens=new_tokens, key=key)
+        )
         trace = _follow(
             params, read, jitted.fill_cache_with(read, policy, None, new_tokens=new_tokens, key=key), answer[:, :-1]
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from vlkv.inputs import Inputs
 from vlkv.policies.lightkv import LightKV
 
 
-def merged_into(params: Model, inputs: Inputs, method: Policy) -> Int[np.ndarray, "stages T"]:
+def merged_into(params: Model, inputs: Inputs | Mapping[str, Any], method: Policy) -> Int[np.ndarray, "stages T"]:
     """For each stage of LightKV and each prompt token, the index of the token that it has been merged into by then.
 
     A token that is not merged has its own index.
@@ -33,6 +34,7 @@ def merged_into(params: Model, inputs: Inputs, method: Policy) -> Int[np.ndarray
     """
     if not isinstance(method, LightKV):
         raise InputError(f"{type(method).__name__} does not merge patches in stages: give LightKV")
+    inputs = Inputs.of(inputs, params.config)
     if inputs.tokens.shape[0] != 1:
         raise InputError(f"inputs contain {inputs.tokens.shape[0]} questions: give only one")
     stages: dict[int, tuple[np.ndarray, ...]] = {}

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Key
+from jaxtyping import Array, Bool, PRNGKeyArray
 
 from vlkv.cache.packing import pack
 from vlkv.cache.pool import PackedCache
 from vlkv.compression.sizes import Budget, budget_of, cache_spec
 from vlkv.generation.prompt import Prompt
+from vlkv.keys import required_key
 from vlkv.masks import top
 from vlkv.policies.random import ImgRandom
 
@@ -24,7 +25,7 @@ def oracle_cache(
     budget: Budget | None = None,
     *,
     new_tokens: int,
-    key: Key[Array, ""],
+    key: PRNGKeyArray,
 ) -> PackedCache:
     """Keeps the evidence in every layer and head, random vision tokens up to the budget, and all text.
 
@@ -39,6 +40,7 @@ def oracle_cache(
         new_tokens: slots of the tail.
         key: for the random tokens.
     """
+    key = required_key(key)
     layers, (batch, length) = len(prompt.layers), prompt.valid.shape
     heads = prompt.layers[0].k.shape[2]
     if budget is None:

@@ -33,6 +33,7 @@ from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.files import read_text, write_json
+from vlkv.generation.nan import check_values
 from vlkv.generation.prefill import fill_cache
 from vlkv.generation.prompt import LayerPrompt, read_prompt
 from vlkv.inputs import Inputs
@@ -42,25 +43,27 @@ from vlkv.policies.csp import region_share
 AGGREGATION = "mean"  # the only one; written to the file to document it
 
 
-def measure(params: Model, samples: Iterable[Inputs], policy: Policy) -> Float[np.ndarray, "S L"]:
+def measure(params: Model, samples: Iterable[Inputs | Mapping[str, Any]], policy: Policy) -> Float[np.ndarray, "S L"]:
     """The share of tokens in scope that each layer keeps of each sample, averaged over key heads.
 
     Args:
         params: the model.
-        samples: from the processor; every row of a batch is one sample.
+        samples: from the processor of vlkv or of transformers; every row of a batch is one sample.
         policy: a PrefixKV without a profile, or another policy with budgets that depend on the sample.
 
     Raises:
-        InputError: no samples, a sample without tokens in scope, or a policy with a profile.
+        InputError: no samples, a sample without tokens in scope, a policy with a profile, or NaN logits.
     """
     _check_search(policy)
     ratios: list[np.ndarray] = []
-    for inputs in samples:
+    for inputs in (Inputs.of(sample, params.config) for sample in samples):
         text = np.asarray(inputs.valid & ~inputs.is_vision).sum(axis=1)
         vision = np.asarray(inputs.valid & inputs.is_vision).sum(axis=1)
         always, count = (text, vision) if policy.scope == "vision" else (0 * text, text + vision)
         _check_tokens(count.min(), len(ratios) + int(count.argmin()))
-        kept = np.asarray(_kept(params, inputs, policy), np.float64).mean(axis=2)  # [L, B]
+        counts, logits = _kept(params, inputs, policy)
+        check_values(params, inputs, logits)
+        kept = np.asarray(counts, np.float64).mean(axis=2)  # [L, B]
         ratios.extend(((kept - always) / count).T)
     if not ratios:
         raise InputError("a profile needs at least one sample")
@@ -80,8 +83,9 @@ def _check_tokens(count: int, sample: int) -> None:
 
 
 @jax.jit
-def _kept(params: Model, inputs: Inputs, policy: Policy) -> Int[Array, "L B K"]:
-    return fill_cache(read_prompt(params, inputs, policy), policy, new_tokens=1).counts
+def _kept(params: Model, inputs: Inputs, policy: Policy) -> tuple[Int[Array, "L B K"], Float[Array, "B vocab"]]:
+    prompt = read_prompt(params, inputs, policy)
+    return fill_cache(prompt, policy, new_tokens=1).counts, prompt.logits
 
 
 def aggregate(ratios: Float[np.ndarray, "S L"]) -> Float[np.ndarray, " L"]:
@@ -99,7 +103,7 @@ def distance(ratios: Float[np.ndarray, "S L"], profile: Float[np.ndarray, " L"])
     return np.abs(ratios - profile).mean(axis=0)
 
 
-def curves(params: Model, inputs: Inputs, policy: PrefixKV) -> Float[Array, "B L T"]:
+def curves(params: Model, inputs: Inputs | Mapping[str, Any], policy: PrefixKV) -> Float[Array, "B L T"]:
     """P_l(o), the share of importance of a layer's o best tokens; +inf beyond the tokens in scope. Jittable."""
     prompt = read_prompt(params, inputs, policy)
     layers = len(prompt.layers)
@@ -148,7 +152,12 @@ def search(
 
 
 def searched(
-    params: Model, samples: Iterable[Inputs], policy: PrefixKV, *, tolerance: float = 0.0, steps: int = 64
+    params: Model,
+    samples: Iterable[Inputs | Mapping[str, Any]],
+    policy: PrefixKV,
+    *,
+    tolerance: float = 0.0,
+    steps: int = 64,
 ) -> tuple[Float[np.ndarray, "S L"], Int[np.ndarray, " S"]]:
     """As `measure`, by `search` instead of the exact search of the policy, and the number of steps of each sample.
 
@@ -164,7 +173,7 @@ def searched(
     """
     _check_search(policy)
     found: list[tuple[np.ndarray, int]] = []
-    for inputs in samples:
+    for inputs in (Inputs.of(sample, params.config) for sample in samples):
         for cumulative in np.asarray(_curves(params, inputs, policy), np.float64):
             _check_tokens(np.isfinite(cumulative[0]).sum(), len(found))
             found.append(search(cumulative, policy.keep or 1.0, tolerance=tolerance, steps=steps))
@@ -173,20 +182,20 @@ def searched(
     return np.stack([ratios for ratios, _ in found]), np.array([taken for _, taken in found])
 
 
-def cross_share(params: Model, samples: Iterable[Inputs], policy: CSP) -> float:
+def cross_share(params: Model, samples: Iterable[Inputs | Mapping[str, Any]], policy: CSP) -> float:
     """The mean share of cross attention in both regions, over samples, layers and heads (CSP, Sec. 4.3).
 
     This is the paper's calibrated value for the option `c` of CSP; `c="auto"` uses the share of each layer and head.
 
     Args:
         params: the model.
-        samples: from the processor; every row of a batch is one sample.
+        samples: from the processor of vlkv or of transformers; every row of a batch is one sample.
         policy: its window and n-softmax are used; its `c` has no effect.
 
     Raises:
         InputError: no samples.
     """
-    found = [np.asarray(_cross_share(params, inputs, policy), np.float64) for inputs in samples]
+    found = [np.asarray(_cross_share(params, Inputs.of(one, params.config), policy), np.float64) for one in samples]
     if not found:
         raise InputError("a calibrated share needs at least one sample")
     return float(np.concatenate(found).mean())

@@ -61,6 +61,8 @@ class PackedCache:
     tail_v: tuple[Float[Array, "B K S H"], ...] = field(metadata=_POOL)
     used: Int[Array, " B"] = field(metadata=axes("batch"))  # number of new tokens so far
     next_position: Int[Array, "B A"] = field(metadata=axes("batch"))  # counts all tokens, including dropped ones
+    # Long-RoPE: number of positions for which each row's rotation is made; see `decoder.rope.position_limit`.
+    position_limit: Int[Array, " B"] | None = field(default=None, metadata=axes("batch"))
     decode_states: tuple[DecodeState, ...] | None = None  # one per layer, for methods that update the cache
     policy: HasUpdater | None = field(default=None, metadata={"static": True})  # its `updater` updates `decode_states`
     softmax_n: float = field(default=0.0, metadata={"static": True})  # of decode attention
@@ -163,12 +165,13 @@ def take_rows(cache: PackedCache, rows: Sequence[int] | Int[np.ndarray, " R"] | 
     return map_with_axes(lambda x, names: jnp.take(x, index, axis=names.index("batch")), cache)
 
 
-def check_new_tokens(new_tokens: int) -> None:
-    """Raises InputError unless `new_tokens` is a whole number of at least 1."""
-    if not (isinstance(new_tokens, int) and new_tokens >= 1):
+def checked_new_tokens(new_tokens: int | np.integer) -> int:
+    """Returns `new_tokens` as Python's number; raises InputError unless it is a whole number of at least 1."""
+    if not (isinstance(new_tokens, int | np.integer) and new_tokens >= 1):
         raise InputError(
             f"new_tokens={new_tokens!r} must be a whole number of at least 1: every new token needs a slot"
         )
+    return int(new_tokens)
 
 
 def most_used(cache: PackedCache) -> int | None:

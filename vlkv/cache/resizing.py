@@ -15,7 +15,7 @@ from pallas_kernels import QuantizedPool
 from vlkv.cache import decode_state
 from vlkv.cache.decode_state import Updater
 from vlkv.cache.packing import ALIGNMENT, align, by_column, sum_before
-from vlkv.cache.pool import PackedCache, check_new_tokens, most_used
+from vlkv.cache.pool import PackedCache, most_used
 from vlkv.errors import InputError
 
 
@@ -30,7 +30,7 @@ def resize(cache: PackedCache, new_tokens: int) -> PackedCache:
         InputError: less than 1, or less than the tokens it already has. Under jit, their number is unknown, so the
             capacity cannot decrease, and segments of a pool cannot grow.
     """
-    check_new_tokens(new_tokens)
+    new_tokens = checked_new_tokens(new_tokens)
     capacity, used = cache.new_tokens, most_used(cache)
     if used is None and (new_tokens if cache.reuses else align(new_tokens, cache.parts)) < capacity:
         raise InputError(f"new_tokens={new_tokens}: under jit, a cache cannot get less than its capacity of {capacity}")

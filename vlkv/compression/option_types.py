@@ -8,6 +8,8 @@ import math
 import types
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
+
 
 class Range(NamedTuple):
     """Bounds on a number. `above`: `low` itself is excluded; `high`: None: any finite number."""
@@ -35,6 +37,23 @@ Magnitude = Annotated[float, Range(0)]  # finite
 Scope = Literal["vision", "all"]
 Variant = Literal["paper", "released"]  # where published code differs from its paper
 Pooling = Literal["avg", "max"]
+
+
+def use_python_numbers(options: Any) -> None:
+    """Replaces numpy's numbers in the fields of a frozen dataclass by Python's, also within tuples.
+
+    So `keep=np.float32(0.2)` is equal to `keep=0.2`, has the same hash, and uses the same compiled program.
+    """
+    for field in dataclasses.fields(options):
+        object.__setattr__(options, field.name, _python(getattr(options, field.name)))
+
+
+def _python(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_python, value)) if type(value) is tuple else value
+    if isinstance(value, np.floating):
+        return float(str(value))  # the shortest decimal: np.float32(0.2) is 0.2 and not 0.20000000298
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def wrong_option(options: Any) -> tuple[str, str] | None:

@@ -20,7 +20,7 @@ from vlkv.cache.decode_state import DecodeState
 from vlkv.cache.pool import Storage
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation
-from vlkv.compression.option_types import Positive, Range, Scope, Share, wrong_option
+from vlkv.compression.option_types import Positive, Range, Scope, Share, use_python_numbers, wrong_option
 from vlkv.compression.tokens import Tokens
 from vlkv.errors import InputError
 
@@ -239,8 +239,10 @@ class ReducingStages(Policy):
         if any(not 0 <= a < layers for a in after) or sorted(set(after)) != list(after):
             common = {field.name for field in dataclasses.fields(Policy)}
             own = [field.name for field in dataclasses.fields(self) if field.name not in common]
-            raise InputError(f"{type(self).__name__} reduces the prompt after layers {after!r}, which must be increasing "
-                             f"and less than the model's {layers} layers: change {', '.join(own)}")  # fmt: skip
+            raise InputError(
+                f"{type(self).__name__} reduces the prompt after layers {after!r}, which must be increasing and less "
+                f"than the model's {layers} layers: change {', '.join(own)}"
+            )
 
     def reductions(self, layers: int) -> tuple[int, ...]:
         """For each call of `reduce`, how many layers run before it, in increasing order; 0: before the first layer."""
@@ -317,7 +319,8 @@ class DecodingStages(Policy):
 
 
 def check_types(policy: Policy) -> None:
-    """Raises InputError unless every option fits its annotation."""
+    """Raises InputError unless every option fits its annotation. Numbers of numpy become Python's."""
+    use_python_numbers(policy)
     if (wrong := wrong_option(policy)) is not None:
         policy.check(wrong[0], False, wrong[1])
 

@@ -12,13 +12,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
 from vlkv.compression.observe import Observation
 from vlkv.compression.policy import Policy, Statistics, checked_scores, require_policy
 from vlkv.compression.sizes import Budget, budget_of, cap_table, counts_prompt
 from vlkv.errors import InputError
+from vlkv.keys import single_key
 from vlkv.masks import binary_search, first, last, top
 
 
@@ -200,7 +201,7 @@ def select(
     v: Float[Array | np.ndarray, "L K T H"],
     is_vision: Bool[Array | np.ndarray, " T"],
     valid: Bool[Array | np.ndarray, " T"] | None = None,
-    key: Key[Array, ""] | None = None,
+    key: PRNGKeyArray | None = None,
     grid: Int[Array | np.ndarray, "T 3"] | None = None,
 ) -> Selection:
     """The tokens that a policy keeps of one prompt.
@@ -228,7 +229,7 @@ def compress(
     v: Float[Array | np.ndarray, "L K T H"],
     is_vision: Bool[Array | np.ndarray, " T"],
     valid: Bool[Array | np.ndarray, " T"] | None = None,
-    key: Key[Array, ""] | None = None,
+    key: PRNGKeyArray | None = None,
     grid: Int[Array | np.ndarray, "T 3"] | None = None,
 ) -> tuple[Float[Array, "L K T H"], Float[Array, "L K T H"], Selection]:
     """`select`, and k and v after the policy's merge; the kept ones are the entries of the cache."""
@@ -254,6 +255,7 @@ def require_fit(policy: Policy, layers: int, key: Key[Array, ""] | None) -> None
 
 
 def _choose(policy, q, k, v, is_vision, valid, key, grid) -> Selection:
+    key = single_key(key)
     q, k, v, is_vision = (jnp.asarray(x) for x in (q, k, v, is_vision))
     fits = q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[2:] == k.shape[2:]
     if not fits or q.shape[1] % k.shape[1] or is_vision.shape != q.shape[2:3]:

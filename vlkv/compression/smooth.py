@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression.observe import Observation
+from vlkv.compression.option_types import use_python_numbers
 from vlkv.errors import InputError
 
 
@@ -44,6 +45,7 @@ class Smooth:
     pooling: Literal["avg", "max"] = "avg"
 
     def __post_init__(self) -> None:
+        use_python_numbers(self)
         sizes = self.kernel if isinstance(self.kernel, tuple) else (self.kernel,)
         if len(sizes) not in (1, 2) or not all(type(size) is int and size >= 1 for size in sizes):
             raise InputError(f"Smooth: kernel={self.kernel!r} must be a whole number of at least 1, or two of them")

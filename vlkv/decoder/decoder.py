@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.config import DecoderConfig
 from vlkv.decoder.layers import Embedding, Initializer, JoinHeads, Linear, RMSNorm, SplitHeads
+from vlkv.decoder.memory_maps import make_room
 from vlkv.decoder.rope import apply_rope, rope_table
 from vlkv.sharding.ops import prefill_attention
 
@@ -81,10 +82,10 @@ class Decoder(nnx.Module):
         self.head = None if c.tied else Linear(c.width, c.vocab_size, bias=False, init=init)
         self.head_dim, self.rope, self.log_from = c.head_dim, c.rope, c.log_from
 
-    def rotation(self, positions: Int[Array, "B T A"]) -> Rotation:
-        """The argument `rotation` of `DecoderLayer.project` for these positions."""
+    def rotation(self, positions: Int[Array, "B T A"], limit: Int[Array, " B"] | None = None) -> Rotation:
+        """The argument `rotation` of `DecoderLayer.project` for these positions; `limit` as in `rope_table`."""
         log_scale = None if self.log_from is None else _log_scale(positions, self.log_from)
-        return Rotation(rope_table(positions, self.head_dim, self.rope), log_scale)
+        return Rotation(rope_table(positions, self.head_dim, self.rope, limit), log_scale)
 
     def logits(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch vocab"]:
         """Logits in float32 from the output of the last layer."""
@@ -99,7 +100,12 @@ class Decoder(nnx.Module):
         return self.walk(x, positions, lambda i, q, k, v: prefill_attention(q, k, v, valid=valid))
 
     def walk(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T A"], attend: Attend, after: After | None = None
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T A"],
+        attend: Attend,
+        after: After | None = None,
+        limit: Int[Array, " B"] | None = None,
     ) -> Float[Array, "B _T D"]:
         """Runs all layers; returns the output of the last one.
 
@@ -109,11 +115,14 @@ class Decoder(nnx.Module):
             attend: attend(i, q, k, v) computes attention of layer i from rotated queries, rotated keys and values.
             after: after(i, x) gets the output of layer i and returns the input of layer i + 1, and the positions of
                 its tokens or None if they are unchanged. It may reduce the prompt, add features, or record.
+            limit: as in `rope_table`.
         """
-        rotation = self.rotation(positions)
+        if isinstance(x, jax.core.Tracer):  # a large program is about to be compiled
+            make_room()
+        rotation = self.rotation(positions, limit)
         for i, layer in enumerate(self.layers):
             x = layer.finish(x, attend(i, *layer.project(x, rotation)).astype(x.dtype))
             if after is not None:
                 x, moved = after(i, x)
-                rotation = rotation if moved is None else self.rotation(moved)
+                rotation = rotation if moved is None else self.rotation(moved, limit)
         return x

@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al. 2021, Eq. 34), in Llama's convention: channel i is paired with i + H/2.
 
-In M-RoPE (Qwen2-VL, Sec. 2.1) each channel pair uses the time, the line or the column. Long-RoPE (Phi-3) divides the
-frequencies.
+In M-RoPE (Qwen2-VL, Sec. 2.1) each channel pair uses the time, the line or the column. Methods for long contexts divide
+the frequencies.
 """
 
 from __future__ import annotations
@@ -14,21 +14,47 @@ from jaxtyping import Array, Float, Int
 from vlkv.config import RopeConfig
 
 
-def rope_table(positions: Int[Array, "B T A"], head_dim: int, rope: RopeConfig) -> Float[Array, "B T 1 _H"]:
+def rope_table(
+    positions: Int[Array, "B T A"], head_dim: int, rope: RopeConfig, limit: Int[Array, " B"] | None = None
+) -> Float[Array, "B T 1 _H"]:
     """Cosines and sines for `apply_rope` at the given positions, shared by all heads and layers.
 
-    The angle of channel pair (i, i + H/2) is position * theta^(-2i/H).
+    The angle of channel pair (i, i + H/2) is position * theta^(-2i/H) / divisors[i].
+
+    Args:
+        positions: of the tokens.
+        head_dim: H.
+        rope: the settings.
+        limit: from `position_limit`; None: that of whole sequences with these positions.
     """
     half = head_dim // 2
     frequency = rope.theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
-    if rope.short is not None:
-        longest = jnp.max(positions, axis=(1, 2), keepdims=True) + 1  # per row, so that rows do not affect each other
-        factors = jnp.where(longest > rope.original, jnp.asarray(rope.long), jnp.asarray(rope.short))
-        frequency = frequency / factors  # [B, 1, H/2]
+    if rope.divisors is not None:
+        divisors = jnp.asarray(rope.divisors)
+        if rope.long is not None:
+            limit = position_limit(jnp.max(positions, axis=(1, 2)) + 1, rope) if limit is None else limit
+            assert limit is not None
+            divisors = jnp.where((limit > rope.original)[:, None, None], jnp.asarray(rope.long), divisors)
+        frequency = frequency / divisors
     position = positions.astype(jnp.float32)
     if rope.sections is not None:
         position = position[..., np.repeat(np.arange(len(rope.sections)), rope.sections)]  # [B, T, H/2]
     return cosines_and_sines(position * frequency, rope.scale)
+
+
+def position_limit(length: Int[Array, " B"], rope: RopeConfig) -> Int[Array, " B"] | None:
+    """The number of positions for which the rotation of each row is made; None: of any number.
+
+    Only long-RoPE has a limit. A row that may become longer than `original` uses the long divisors from its first
+    token, because its keys are cached after rotation. So a row that uses the short ones is limited to `original`.
+
+    Args:
+        length: number of tokens of each row, including all that may follow.
+        rope: the settings.
+    """
+    if rope.long is None:
+        return None
+    return jnp.where(length > rope.original, jnp.iinfo(jnp.int32).max, rope.original)
 
 
 def cosines_and_sines(angle: Float[Array, "B T _half"], scale: float = 1.0) -> Float[Array, "B T 1 _H"]:

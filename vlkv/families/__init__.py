@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Key
+from jaxtyping import PRNGKeyArray
 
 from vlkv import sharding
 from vlkv.config import ModelConfig, Raw
@@ -23,6 +23,7 @@ from vlkv.errors import InputError
 from vlkv.families import eve, internvl, llava, llava_next, mobilevlm, qwen2_vl, qwen_vl, text
 from vlkv.families.family import Family, TextModel
 from vlkv.families.text.config import KINDS, read_stop
+from vlkv.keys import required_key
 from vlkv.processing.arranging import TextInputs
 
 Model: TypeAlias = TextModel
@@ -60,6 +61,8 @@ def config_from_hf(raw: Raw, generation: Raw | None = None, added: Mapping[str, 
     if raw.get("quantization_config"):
         raise InputError("config.json: quantization_config: quantised checkpoints are not supported; "
                          "use the original weights")  # fmt: skip
+    if raw.get("transformers_weights"):
+        raise InputError("config.json: transformers_weights is not supported; name the file model.safetensors")
     beside = {"generation_config": generation or {}, "added_tokens": added or raw.get("added_tokens") or {}}
     raw = {**raw, **beside, "model_type": kind}
     family = FAMILIES[kind].config
@@ -81,9 +84,7 @@ def model_type(raw: Raw) -> str:
     return kind
 
 
-def init(
-    config: ModelConfig, key: Key[Array, ""], mesh: Mesh | None = None, *, dtype: DTypeLike = jnp.float32
-) -> Model:
+def init(config: ModelConfig, key: PRNGKeyArray, mesh: Mesh | None = None, *, dtype: DTypeLike = jnp.float32) -> Model:
     """A model with random weights, for training and for timing.
 
     Args:
@@ -92,6 +93,7 @@ def init(
         mesh: each weight is made on its own devices of this mesh, placed as by `load`; None: the default device.
         dtype: of the weights.
     """
+    key = required_key(key)
     model = FAMILIES[config.family].model
     if mesh is None:
         return model(config, init=Initializer(key, dtype))

@@ -6,12 +6,12 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from checkpoints_convert.checkpoint import require_json
 from checkpoints_convert.entry import Table
+from checkpoints_convert.sources import with_settings
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import FAMILIES, config_from_hf, model_type, shapes_by_path
-from vlkv.files import read_json
+from vlkv.files import read_json, require_json
 from vlkv.processing.arranging import TextInputs
 
 
@@ -21,12 +21,13 @@ def describe(folder: Path) -> Table:
 
 
 def table_of(config: ModelConfig, raw: dict[str, Any]) -> Table:
-    """The converter's table for a model. It has an output head, because only the checkpoint shows if there is one."""
+    """The converter's table for a model. Its shapes have an output head, because a tied model may have one too."""
     return Table(
         family=config.family,
         config=raw,
         names=FAMILIES[config.family].names(config),
         shapes=lambda: shapes_by_path(with_head(config, tied=False)),
+        tied=config.decoder.tied,
         special=FAMILIES[config.family].special,
     )
 
@@ -44,23 +45,25 @@ def read_config(folder: Path) -> TextInputs:
     """
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
-    if not (folder / "config.json").is_file():
-        raise InputError(f"{folder}: no config.json, so this is not a (complete) checkpoint folder")
-    raw, generation = read_raw(folder), read_json(folder / "generation_config.json")
-    try:
-        return config_from_hf(raw, generation, _added_tokens(folder))
-    except InputError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise InputError(f"{folder / 'config.json'}: malformed ({type(error).__name__}: {error})") from None
+    with with_settings(folder) as place:
+        if not (place / "config.json").is_file():
+            raise InputError(f"{place}: no config.json, so this is not a (complete) checkpoint folder")
+        raw, generation = read_raw(place), read_json(place / "generation_config.json")
+        try:
+            return config_from_hf(raw, generation, _added_tokens(place))
+        except InputError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise InputError(f"{place / 'config.json'}: malformed ({type(error).__name__}: {error})") from None
 
 
 def read_raw(folder: Path) -> dict[str, Any]:
     """The fields of a folder's `config.json`, completed from other files of the folder by `Family.complete`."""
-    raw = require_json(folder / "config.json")
-    kind = model_type(raw)
-    complete = FAMILIES[kind].complete
-    return raw if complete is None else {**complete(raw, lambda name: read_json(folder / name)), "model_type": kind}
+    with with_settings(folder) as place:
+        raw = require_json(place / "config.json")
+        kind = model_type(raw)
+        complete = FAMILIES[kind].complete
+        return raw if complete is None else {**complete(raw, lambda name: read_json(place / name)), "model_type": kind}
 
 
 def _added_tokens(folder: Path) -> dict[str, int]:

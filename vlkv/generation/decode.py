@@ -34,12 +34,15 @@ def decode_step(
     """
     check_new_room(cache, 1)
     cache, x = feed(params.decoder, cache, params.decoder.embedding(token)[:, None], cache.next_position[:, None])
-    return dataclasses.replace(cache, next_position=cache.next_position + 1), logits_after(params, cache, x[:, 0])
+    cache = dataclasses.replace(cache, next_position=cache.next_position + 1)
+    return cache, logits_after(params, cache, x[:, 0])
 
 
 def logits_after(params: Model, cache: PackedCache, x: Float[Array, "B D"]) -> Float[Array, "B vocab"]:
-    """Logits from the last layer's output; NaN in rows with more new tokens than the cache has capacity for."""
+    """Logits from the last layer's output; NaN in rows with more tokens than the cache or its rotation allows."""
     full = cache.used > cache.new_tokens
+    if cache.position_limit is not None:
+        full |= jnp.max(cache.next_position, axis=1) > cache.position_limit
     return jnp.where(full[:, None], jnp.nan, params.decoder.logits(x))
 
 
@@ -59,30 +62,30 @@ def decode(
     logits: Float[Array, "B vocab"],
     *,
     sampling: Greedy,
-    key: Key[Array, ""] | None = None,
+    key: PRNGKeyArray | None = None,
 ) -> tuple[Int[Array, "B S"], Int[Array, " B"]]:
     """Decodes from a prompt's cache and logits until every row has ended, in one `while_loop`.
 
-    A row also ends if its logits are NaN, because `extend` has left too little capacity for the answer.
+    A row also ends if its logits are NaN, because the model gives NaN, or because `extend` has left too little capacity
+    for the answer. Then its last token is -1.
 
     Returns:
-        Tokens, and the number of tokens of each row, including the stop token. A row that has ended repeats its last
-        token, or -1 if it has none.
+        Tokens, and the number of tokens of each row, including the stop token or -1. A row that has ended repeats its
+        last token.
 
     Raises:
         InputError: the cache has too little capacity for `max_new_tokens`. Under jit, earlier new tokens are not
             counted.
     """
+    key = sampling.require_key(single_key(key))
     check_new_room(cache, sampling.max_new_tokens - 1)  # the last token is not added to the cache
     stop = jnp.asarray(params.config.stop if sampling.stop is None else sampling.stop, jnp.int32)
 
-    def pick(logits: Array, step: Array | int) -> Array:
-        return sampling.choose(logits, None if key is None else jax.random.fold_in(key, step))
-
     def append(state: _Decoding, logits: Array) -> _Decoding:
-        token, ended = pick(logits, state.step), state.ended | _without_token(logits)
+        token, ended = _choose(logits, sampling, key, state.step), state.ended
         tokens = jax.lax.dynamic_update_slice_in_dim(state.tokens, token[:, None], state.step, axis=1)
-        return _Decoding(state.step + 1, state.cache, tokens, ended | jnp.isin(token, stop), state.lengths + ~ended)
+        ends = ended | jnp.isin(token, stop) | (token < 0)
+        return _Decoding(state.step + 1, state.cache, tokens, ends, state.lengths + ~ended)
 
     def unfinished(state: _Decoding) -> Array:
         return (state.step < sampling.max_new_tokens) & ~jnp.all(state.ended)
@@ -97,14 +100,16 @@ def decode(
     state = _Decoding(jnp.int32(0), cache, blank, jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32))
     state = jax.lax.while_loop(unfinished, step, append(state, logits))
     place = jnp.arange(sampling.max_new_tokens)
-    last = jnp.take_along_axis(state.tokens, jnp.maximum(state.lengths - 1, 0)[:, None], axis=1)
-    last = jnp.where(state.lengths[:, None] > 0, last, -1)
+    last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     return jnp.where(place < state.lengths[:, None], state.tokens, last), state.lengths
 
 
-def _without_token(logits: Float[Array, "B vocab"]) -> Bool[Array, " B"]:
-    """Rows without a next token, because their logits are NaN."""
-    return jnp.any(jnp.isnan(logits), axis=-1)
+def _choose(
+    logits: Float[Array, "B vocab"], sampling: Greedy, key: Key[Array, ""] | None, step: int | Array
+) -> Int[Array, " B"]:
+    """The token of each row in this step; -1 if its logits are NaN or infinite."""
+    token = sampling.choose(logits, None if key is None else jax.random.fold_in(key, step))
+    return jnp.where(jnp.all(jnp.isfinite(logits), axis=-1), token, -1)
 
 
 def decode_steps(
@@ -113,31 +118,30 @@ def decode_steps(
     logits: Float[Array, "B vocab"],
     *,
     sampling: Greedy,
-    key: Key[Array, ""] | None = None,
+    key: PRNGKeyArray | None = None,
 ) -> Iterator[Int[np.ndarray, " B"]]:
     """`decode` as a generator: yields the tokens of each step. The cache is donated.
 
-    Rows that have ended repeat their stop token, or -1 if they have no token.
+    Rows that have ended repeat their last token: a stop token, or -1 if their logits are NaN.
     """
-    stop = params.config.stop if sampling.stop is None else sampling.stop
-    ended, shown = np.zeros(logits.shape[0], bool), np.full(logits.shape[0], -1, np.int32)
-    token, without = choose_token(logits, sampling, key)
+    key = sampling.require_key(single_key(key))
+    stop = (-1, *(params.config.stop if sampling.stop is None else sampling.stop))
+    shown = np.asarray(choose_token(logits, sampling, key))
     for i in range(1, sampling.max_new_tokens + 1):
-        ended |= np.asarray(without)
-        shown = np.where(ended, shown, np.asarray(token))
         yield shown
-        ended |= np.isin(shown, stop)
+        ended = np.isin(shown, stop)
         if ended.all() or i == sampling.max_new_tokens:
             return
-        cache, token, without = next_token(params, cache, shown, sampling, key, i)
+        cache, token = next_token(params, cache, shown, sampling, key, i)
+        shown = np.where(ended, shown, np.asarray(token))
 
 
 @jax.jit
 def choose_token(
     logits: Float[Array, "B vocab"], sampling: Greedy, key: Key[Array, ""] | None, step: int | Array = 0
-) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    """The token that `decode` chooses in this step, and which rows have none, because their logits are NaN."""
-    return sampling.choose(logits, None if key is None else jax.random.fold_in(key, step)), _without_token(logits)
+) -> Int[Array, " B"]:
+    """The token that `decode` chooses in this step; -1 if the logits are NaN."""
+    return _choose(logits, sampling, key, step)
 
 
 @partial(jax.jit, donate_argnames="cache")
@@ -148,10 +152,10 @@ def next_token(
     sampling: Greedy,
     key: Key[Array, ""] | None,
     step: int | Array,
-) -> tuple[PackedCache, Int[Array, " B"], Bool[Array, " B"]]:
+) -> tuple[PackedCache, Int[Array, " B"]]:
     """Feeds a token to the cache, which is donated, and chooses the next one as `choose_token` does."""
     cache, logits = decode_step(params, cache, jnp.asarray(token))
-    return cache, *choose_token(logits, sampling, key, step)
+    return cache, _choose(logits, sampling, key, step)
 
 
 def check_new_room(cache: PackedCache, new_tokens: int) -> None:
@@ -161,6 +165,19 @@ def check_new_room(cache: PackedCache, new_tokens: int) -> None:
         raise InputError(
             f"the cache has capacity for {most} new tokens, {used} of them used, and {new_tokens} more are needed: "
             f"prefill with a larger new_tokens, or use vlkv.cache.resizing.resize(cache, {used + new_tokens})"
+        )
+
+
+def check_rotation(cache: PackedCache, end: Int[np.ndarray, " B"]) -> None:
+    """Raises InputError if rows of `end` tokens exceed the positions for which a long-RoPE rotated the cache."""
+    if cache.position_limit is None or isinstance(cache.position_limit, jax.core.Tracer):
+        return
+    limit = np.asarray(cache.position_limit)
+    row = int(np.argmax(end - limit.astype(np.int64)))
+    if end[row] > limit[row]:
+        raise InputError(
+            f"a conversation of {end[row]} tokens needs long-RoPE's long factors, but the cache was made for at most "
+            f"{limit[row]}: prefill again with a larger new_tokens"
         )
 
 

@@ -15,6 +15,8 @@ Axes: B batch · T new tokens, padded · D width · A position axes.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +26,14 @@ from jaxtyping import Array, Float
 from vlkv.cache.pool import PackedCache
 from vlkv.errors import InputError
 from vlkv.families import Model
-from vlkv.generation.decode import logits_after
+from vlkv.generation.decode import check_rotation, logits_after
 from vlkv.generation.step import feed
 from vlkv.inputs import Inputs
 
 
-def extend(params: Model, cache: PackedCache, inputs: Inputs) -> tuple[PackedCache, Float[Array, "B vocab"]]:
+def extend(
+    params: Model, cache: PackedCache, inputs: Inputs | Mapping[str, Any]
+) -> tuple[PackedCache, Float[Array, "B vocab"]]:
     """Adds texts, which may contain images and differ in length, to a cache.
 
     Methods with a decode state process the tokens one by one, and treat new images as text. KIVI with a `window` also
@@ -39,7 +43,7 @@ def extend(params: Model, cache: PackedCache, inputs: Inputs) -> tuple[PackedCac
         params: the model.
         cache: from `prefill` or `extend`, with capacity for these tokens and the answer. `decode` does not return a
             cache, so its answer must be at the start of `inputs`.
-        inputs: one row per row of the cache, padded on either side; positions continue at `cache.next_position`.
+        inputs: as in `prefill`; one row per row of the cache, whose positions continue at `cache.next_position`.
 
     Returns:
         The cache with the new tokens, and the logits of the token after them.
@@ -49,14 +53,15 @@ def extend(params: Model, cache: PackedCache, inputs: Inputs) -> tuple[PackedCac
             numbers of tokens are unknown: the model's limit is not checked, and the logits of a row without capacity in
             the cache are NaN.
     """
+    inputs = Inputs.of(inputs, params.config)
     _check(params, cache, inputs)
-    inputs = jax.tree.map(jnp.asarray, inputs)
-    positions = cache.next_position[:, None] + inputs.positions
-    fed, x = feed(params.decoder, cache, params.embed(inputs), positions, inputs.valid)
+    arrays: Inputs = jax.tree.map(jnp.asarray, inputs)
+    positions = cache.next_position[:, None] + arrays.positions
+    fed, x = feed(params.decoder, cache, params.embed(arrays), positions, arrays.valid)
     # In M-RoPE the position after an image is the greatest one on all axes plus one.
-    furthest = jnp.max(jnp.where(inputs.valid[..., None], positions, -1), axis=(1, 2))
+    furthest = jnp.max(jnp.where(arrays.valid[..., None], positions, -1), axis=(1, 2))
     fed = dataclasses.replace(fed, next_position=jnp.broadcast_to(furthest[:, None] + 1, cache.next_position.shape))
-    last = jnp.max(jnp.where(inputs.valid, jnp.arange(x.shape[1]), 0), axis=1)
+    last = jnp.max(jnp.where(arrays.valid, jnp.arange(x.shape[1]), 0), axis=1)
     return fed, logits_after(params, fed, x[jnp.arange(len(last)), last])
 
 
@@ -76,3 +81,4 @@ def _check(params: Model, cache: PackedCache, inputs: Inputs) -> None:
     limit, end = params.config.decoder.max_positions, np.asarray(cache.next_position).max(axis=1) + counts
     if end.max() > limit:
         raise InputError(f"the conversation would have {end.max()} tokens, the model's limit is {limit}")
+    check_rotation(cache, end)

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Int, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
 from vlkv.compression.policy import Policy
@@ -27,9 +27,11 @@ from vlkv.compression.selection import require_fit
 from vlkv.families import Model
 from vlkv.generation import jitted
 from vlkv.generation.decode import check_room, decode, decode_steps
+from vlkv.generation.nan import check_tokens, explain
 from vlkv.generation.prefill import read_and_fill
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
+from vlkv.keys import single_key
 from vlkv.policies.full import Full
 
 
@@ -38,8 +40,8 @@ from vlkv.policies.full import Full
 class Output:
     """Generated tokens. `token`, `start` and `length` describe the cache after prefill, before decoding."""
 
-    tokens: Int[Array, "B S"]  # a row that has ended repeats its last token, or -1 if it has none
-    lengths: Int[Array, " B"]  # number of tokens of each row, including the stop token
+    tokens: Int[Array, "B S"]  # -1: the logits are NaN, which ends the row; a row that has ended repeats its last token
+    lengths: Int[Array, " B"]  # number of tokens of each row, including the stop token or -1
     token: Int[Array, "B #K P"]  # prompt token in each slot of the pool, as in PackedCache
     start: Int[Array, "L B K"]  # as in PackedCache
     length: Int[Array, "L B K"]  # number of stored prompt entries
@@ -54,13 +56,14 @@ def generate(
     *,
     policy: Policy | None = None,
     sampling: Greedy | None = None,
-    key: Key[Array, ""] | None = None,
+    key: PRNGKeyArray | None = None,
     kernels: Kernels | None = None,
 ) -> Output:
     """Prefill and decoding of every row of a batch with a compressed cache.
 
-    It compiles itself for each policy, sampling and shape of the inputs. `jax.jit(generate)` works too and needs no
-    static argument names.
+    It compiles itself for each policy, sampling and shape of the inputs, and waits for the answer, to check it.
+    `jax.jit(generate)` works too and needs no static argument names; it cannot raise an error for NaN logits, so their
+    token is -1, which `processor.decode` refuses.
 
     Args:
         params: the model.
@@ -72,16 +75,18 @@ def generate(
         kernels: implementations of the ops (`pallas_kernels.Kernels`), which affect only the speed.
 
     Raises:
-        InputError: the policy does not fit the model, a key is missing, or prompt and answer exceed the model's limit
-            (see `check_room`).
+        InputError: the policy does not fit the model, a key is missing, prompt and answer exceed the model's limit (see
+            `check_room`), or logits are NaN.
     """
-    inputs = Inputs.of(inputs, params.config)
+    inputs, key = Inputs.of(inputs, params.config), single_key(key)
     policy = Full() if policy is None else policy
     sampling = Greedy() if sampling is None else sampling
     require_fit(policy, len(params.decoder.layers), key)
     check_room(params.config, inputs, sampling.max_new_tokens)
     sampling.require_key(key)
-    return _generate(params, inputs, policy, sampling, key, kernels)
+    output: Output = _generate(params, inputs, policy, sampling, key, kernels)
+    check_tokens(params, inputs, output.tokens)
+    return output
 
 
 @jax.jit
@@ -104,14 +109,19 @@ def _generate(
 
 def stream(
     params: Model,
-    inputs: Inputs,
+    inputs: Inputs | Mapping[str, Any],
     *,
     policy: Policy | None = None,
     sampling: Greedy | None = None,
-    key: Key[Array, ""] | None = None,
+    key: PRNGKeyArray | None = None,
     kernels: Kernels | None = None,
 ) -> Iterator[Int[np.ndarray, " B"]]:
-    """`generate` for `Inputs`, as a generator: yields each step's tokens. Ended rows repeat their stop token."""
+    """`generate` for `Inputs`, as a generator: yields each step's tokens. Ended rows repeat their stop token.
+
+    Raises:
+        InputError: as `generate`.
+    """
+    inputs, key = Inputs.of(inputs, params.config), single_key(key)
     policy = Full() if policy is None else policy
     sampling = Greedy() if sampling is None else sampling
     require_fit(policy, len(params.decoder.layers), key)
@@ -119,4 +129,9 @@ def stream(
     sampling.require_key(key)
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
     cache, logits = jitted.prefill(params, inputs, policy, sampling=sampling, key=policy_key, kernels=kernels)
-    yield from decode_steps(params, cache, logits, sampling=sampling, key=sample_key)
+    answer = []
+    for tokens in decode_steps(params, cache, logits, sampling=sampling, key=sample_key):
+        answer.append(tokens)
+        if (tokens < 0).any():
+            raise explain(params, inputs, tokens < 0, np.stack(answer, axis=1))
+        yield tokens

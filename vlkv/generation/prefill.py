@@ -10,37 +10,40 @@ A position axes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
 from vlkv.cache.decode_state import DecodeState, begin, packed
 from vlkv.cache.packing import pack
-from vlkv.cache.pool import PackedCache, check_new_tokens
+from vlkv.cache.pool import PackedCache, checked_new_tokens
 from vlkv.compression.policy import DecodingStages, Policy
 from vlkv.compression.selection import Observed, allocate_and_take, make_observation, observe, require_fit, shortlist
 from vlkv.compression.sizes import Budget, budget_of, cache_spec, cap_bound
+from vlkv.decoder.memory_maps import make_room
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation.prompt import LayerPrompt, Prompt, read_layers
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
+from vlkv.keys import single_key
 from vlkv.masks import ordinal, tokens_at
 from vlkv.sharding.ops import by_row
 
 
 def prefill(
     params: Model,
-    inputs: Inputs,
+    inputs: Inputs | Mapping[str, Any],
     policy: Policy,
     *,
     sampling: Greedy | None = None,
     new_tokens: int | Array | None = None,  # an array raises an error with the remedy
-    key: Key[Array, ""] | None = None,
+    key: PRNGKeyArray | None = None,
     kernels: Kernels | None = None,
 ) -> tuple[PackedCache, Float[Array, "B vocab"]]:
     """Runs the model over the prompt and makes a cache of the entries that the policy keeps.
@@ -49,7 +52,7 @@ def prefill(
 
     Args:
         params: the model.
-        inputs: from the processor.
+        inputs: from the processor, or (outside jit) from the family's transformers processor.
         policy: selects the entries.
         sampling: its `max_new_tokens` is the capacity for new tokens; None: `Greedy()`.
         new_tokens: the capacity for new tokens, instead of `sampling`.
@@ -63,6 +66,7 @@ def prefill(
         InputError: the policy needs a key or does not fit the model, or new_tokens is less than 1. Raised before
             tracing.
     """
+    inputs, key = Inputs.of(inputs, params.config), single_key(key)
     if isinstance(new_tokens, jax.Array):
         raise InputError(
             "new_tokens must be known to jit: give sampling=vlkv.Greedy(max_new_tokens=...) instead, or "
@@ -71,7 +75,7 @@ def prefill(
     if new_tokens is None:
         new_tokens = (sampling or Greedy()).max_new_tokens
     assert not isinstance(new_tokens, jax.Array)
-    check_new_tokens(new_tokens)
+    new_tokens = checked_new_tokens(new_tokens)
     require_fit(policy, len(params.decoder.layers), key)
     return read_and_fill(params, inputs, policy, new_tokens, key=key, kernels=kernels)
 
@@ -89,7 +93,7 @@ def read_and_fill(
     layers = len(params.decoder.layers)
     budget = _budget(policy, inputs, layers=layers)
     look = _observer(policy, inputs, budget, layers=layers, key=key, kernels=kernels)
-    prompt = read_layers(params, inputs, policy.reducer, look, key=key, kernels=kernels)
+    prompt = read_layers(params, inputs, policy.reducer, look, new_tokens=new_tokens, key=key, kernels=kernels)
     cache = _fill(prompt.layers, prompt, policy, budget, new_tokens)
     return _own_buffers(cache, prompt), prompt.logits
 
@@ -140,7 +144,7 @@ def _look(
     return Candidates(k, v, prompt.is_vision[order], is_candidate, prompt.source[order], count, observed)
 
 
-def fill_cache(prompt: Prompt, policy: Policy, *, new_tokens: int, key: Key[Array, ""] | None = None) -> PackedCache:
+def fill_cache(prompt: Prompt, policy: Policy, *, new_tokens: int, key: PRNGKeyArray | None = None) -> PackedCache:
     """A cache of the prompt entries that the policy keeps, with capacity for `new_tokens`.
 
     Raises:
@@ -155,7 +159,7 @@ def fill_cache_with(
     budget: Budget | None,
     *,
     new_tokens: int,
-    key: Key[Array, ""] | None = None,
+    key: PRNGKeyArray | None = None,
 ) -> PackedCache:
     """`fill_cache` with the budget as arrays, so that one compiled program can be used for every keep.
 
@@ -171,10 +175,13 @@ def fill_cache_with(
     Raises:
         InputError: as `fill_cache`.
     """
-    check_new_tokens(new_tokens)
+    key = single_key(key)
+    new_tokens = checked_new_tokens(new_tokens)
     require_fit(policy, len(prompt.layers), key)
     if policy.reducer != prompt.reducer:
         raise InputError(f"{type(policy).__name__} and the prompt do not fit: give the same policy to read_prompt")
+    if isinstance(prompt.valid, jax.core.Tracer):  # as in `Decoder.walk`
+        make_room()
     budget = _budget(policy, prompt, layers=len(prompt.layers)) if budget is None else budget
     look = _observer(policy, prompt, budget, layers=len(prompt.layers), key=key, kernels=prompt.kernels)
     found = tuple(look(i, layer) for i, layer in enumerate(prompt.layers))
@@ -244,7 +251,7 @@ def _fill(
         is_vision=jnp.swapaxes(is_vision, 0, 1), source=jnp.swapaxes(source, 0, 1),
         next_position=prompt.next_position, requested=requested,
     )  # fmt: skip
-    cache = dataclasses.replace(cache, kernels=prompt.kernels)
+    cache = dataclasses.replace(cache, position_limit=prompt.position_limit, kernels=prompt.kernels)
     if updater is not None:
         capacity = new_tokens if spec.reuses else spec.tail(cache.parts)  # a tail may be rounded up
         moved = jax.vmap(partial(packed, new_tokens=capacity, reuses=spec.reuses))

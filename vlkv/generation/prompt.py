@@ -7,22 +7,24 @@ A position axes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
 from pallas_kernels.attention_mass import takes_lse
 from vlkv.compression.policy import Policy, ReducingStages
 from vlkv.compression.selection import make_observation, require_fit
 from vlkv.compression.tokens import Tokens, shorten
+from vlkv.decoder.rope import position_limit
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.inputs import Inputs
+from vlkv.keys import single_key
 from vlkv.masks import first
 from vlkv.sharding.ops import by_row, prefill_attention
 
@@ -55,6 +57,7 @@ class Prompt:
     is_vision: Bool[Array, "B T"]
     valid: Bool[Array, "B T"]
     next_position: Int[Array, "B A"]
+    position_limit: Int[Array, " B"] | None  # as in PackedCache
     logits: Float[Array, "B vocab"]  # of the first new token
     max_vision: int = dataclasses.field(metadata={"static": True})
     max_text: int = dataclasses.field(metadata={"static": True})
@@ -66,10 +69,11 @@ class Prompt:
 
 def read_prompt(
     params: Model,
-    inputs: Inputs,
+    inputs: Inputs | Mapping[str, Any],
     policy: Policy | None = None,
     *,
-    key: Key[Array, ""] | None = None,
+    new_tokens: int | Int[Array, ""] = 64,
+    key: PRNGKeyArray | None = None,
     kernels: Kernels | None = None,
 ) -> Prompt:
     """Runs all layers over a prompt. The result contains the queries, keys and values of all layers.
@@ -78,8 +82,10 @@ def read_prompt(
 
     Args:
         params: the model.
-        inputs: from the processor.
+        inputs: from the processor, or (outside jit) from the family's transformers processor.
         policy: used only if it reduces the prompt between layers.
+        new_tokens: largest capacity for new tokens of the caches that will be made of the prompt. It matters only for
+            models with long-RoPE (see `vlkv.decoder.rope.position_limit`).
         key: for policies that reduce the prompt at random.
         kernels: implementations of the ops, also for functions that use the result; None: those of the platform.
 
@@ -87,10 +93,11 @@ def read_prompt(
         InputError: the policy does not fit the model, needs a key or a vision tower, or, outside jit, keeps more tokens
             than its `remaining` allows.
     """
+    inputs, key = Inputs.of(inputs, params.config), single_key(key)
     if policy is not None:
         require_fit(policy, len(params.decoder.layers), key)
     reducer = None if policy is None else policy.reducer
-    return read_layers(params, inputs, reducer, lambda _, layer: layer, key=key, kernels=kernels)
+    return read_layers(params, inputs, reducer, lambda _, layer: layer, new_tokens=new_tokens, key=key, kernels=kernels)
 
 
 def read_layers(
@@ -99,6 +106,7 @@ def read_layers(
     reducer: ReducingStages | None,
     each: Callable[[int, LayerPrompt], Any],
     *,
+    new_tokens: int | Int[Array, ""] = 64,
     key: Key[Array, ""] | None = None,
     kernels: Kernels | None = None,
 ) -> Prompt:
@@ -115,6 +123,9 @@ def read_layers(
     just_run: LayerPrompt | None = None
     kernels = Kernels() if kernels is None else kernels
     return_lse = takes_lse(kernels.attention_mass)
+    # In M-RoPE the position after an image is the greatest one on all axes plus one.
+    greatest = jnp.max(jnp.where(inputs.valid[..., None], inputs.positions, -1), axis=(1, 2))
+    limit = position_limit(greatest + 1 + new_tokens, params.decoder.rope)
 
     def reduce(layer: int) -> Array | None:
         """Reduces the prompt before this layer if the reducer asks for it; returns the new positions, else None."""
@@ -163,19 +174,17 @@ def read_layers(
         return tokens.x, moved
 
     reduce(0)
-    params.decoder.walk(tokens.x, tokens.positions, attend, after)
+    params.decoder.walk(tokens.x, tokens.positions, attend, after, limit)
     # The last token that is left. It may be a vision token, if the prompt ends with an image.
     last = jnp.max(jnp.where(tokens.valid, jnp.arange(tokens.valid.shape[1]), 0), axis=1)
     row = jnp.arange(len(last))
     # The next position counts all tokens of the prompt, minus the difference if a reduction has renumbered positions.
     given, now = inputs.positions[row, tokens.source[row, last]], tokens.positions[row, last]
     positions_lost = jnp.max(given, axis=-1) - jnp.max(now, axis=-1)
-    # In M-RoPE the position after an image is the greatest one on all axes plus one.
-    greatest = jnp.max(jnp.where(inputs.valid[..., None], inputs.positions, -1), axis=(1, 2))
     return Prompt(
         layers=tuple(results), is_vision=inputs.is_vision, valid=inputs.valid,
         next_position=jnp.broadcast_to((greatest + 1 - positions_lost)[:, None], now.shape),
-        logits=params.decoder.logits(tokens.x[row, last]),
+        position_limit=limit, logits=params.decoder.logits(tokens.x[row, last]),
         max_vision=inputs.max_vision, max_text=inputs.max_text, max_instruction=inputs.max_instruction,
         max_images=inputs.max_images, reducer=reducer, kernels=kernels,
     )  # fmt: skip
@@ -232,6 +241,7 @@ def _drop_candidates(layer: LayerPrompt, tokens: Tokens, length: int) -> LayerPr
     return dataclasses.replace(layer, is_candidate=layer.is_candidate & left[row, layer.source])
 
 
-def forward(params: Model, inputs: Inputs) -> Float[Array, "B T vocab"]:
-    """Logits at every token of the prompts, without a cache."""
-    return params.decoder.logits(params.decoder(params.embed(inputs), inputs.positions, inputs.valid))
+def forward(params: Model, inputs: Inputs | Mapping[str, Any]) -> Float[Array, "B T vocab"]:
+    """Logits at every token of the prompts, without a cache. `inputs` are those of `generate`."""
+    arrays: Inputs = jax.tree.map(jnp.asarray, Inputs.of(inputs, params.config))
+    return params.decoder.logits(params.decoder(params.embed(arrays), arrays.positions, arrays.valid))

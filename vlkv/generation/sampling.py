@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 from typing_extensions import override
 
+from vlkv.compression.option_types import Positive, Share, use_python_numbers, wrong_option
 from vlkv.errors import InputError
 
 
@@ -22,12 +23,13 @@ class Greedy:
         stop: ids that end a row; None: those of the checkpoint.
     """
 
-    max_new_tokens: int = 64
+    max_new_tokens: Positive = 64
     stop: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.max_new_tokens, int) and self.max_new_tokens >= 1):
-            raise InputError(f"max_new_tokens={self.max_new_tokens!r} must be a whole number of at least 1")
+        use_python_numbers(self)
+        if (wrong := wrong_option(self)) is not None:
+            raise InputError(f"{wrong[0]}={getattr(self, wrong[0])!r} {wrong[1]}")
 
     def require_key(self, key: Key[Array, ""] | None) -> Key[Array, ""] | None:
         """Returns the key; raises InputError if the choice is random and the key is None."""
@@ -51,17 +53,13 @@ class Sample(Greedy):
     """
 
     temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
+    top_k: Positive | None = None
+    top_p: Share = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.temperature > 0:
             raise InputError(f"temperature={self.temperature!r} must be positive; without randomness, use Greedy")
-        if self.top_k is not None and self.top_k < 1:
-            raise InputError(f"top_k={self.top_k!r} must be at least 1")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p={self.top_p!r} must lie in (0, 1]")
 
     @override
     def require_key(self, key: Key[Array, ""] | None) -> Key[Array, ""]:

@@ -5,10 +5,13 @@ Axes: B batch · S new tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import Kernels
 from vlkv.cache.pool import PackedCache
@@ -19,6 +22,7 @@ from vlkv.generation.decode import (
     check_room,
     decode_step,
 )
+from vlkv.generation.nan import check_values
 from vlkv.generation.prefill import prefill
 from vlkv.inputs import Inputs
 from vlkv.policies.full import Full
@@ -26,30 +30,36 @@ from vlkv.policies.full import Full
 
 def score(
     params: Model,
-    inputs: Inputs,
+    inputs: Inputs | Mapping[str, Any],
     targets: Int[Array | np.ndarray, "B S"],
     policy: Policy | None = None,
     *,
-    key: Key[Array, ""] | None = None,
+    key: PRNGKeyArray | None = None,
     kernels: Kernels | None = None,
 ) -> Float[Array, "B S"]:
     """Log-probability of each target token given the prompt and earlier targets, computed with the compressed cache.
 
     Args:
         params: the model.
-        inputs: the prompts.
+        inputs: the prompts, as in `generate`.
         targets: continuations, padded on the right with -1; the result is 0 for padding.
         policy: None: the full cache.
         key: for policies that draw at random.
         kernels: as in `generate`.
+
+    Raises:
+        InputError: prompt and targets exceed the model's limit, or logits are NaN. Under jit, the result is NaN.
     """
+    inputs, key = Inputs.of(inputs, params.config), single_key(key)
     targets = jnp.asarray(targets)
     new_tokens = targets.shape[1]
     check_room(params.config, inputs, new_tokens)
     policy = Full() if policy is None else policy
     policy_key = None if key is None else jax.random.split(key)[0]  # the same cache as in `generate` with this key
     cache, logits = prefill(params, inputs, policy, new_tokens=new_tokens, key=policy_key, kernels=kernels)
-    return log_probabilities(params, cache, logits, targets)
+    scores = log_probabilities(params, cache, logits, targets)
+    check_values(params, inputs, scores, targets)
+    return scores
 
 
 def log_probabilities(

@@ -100,7 +100,7 @@ def feed(
         states[i] = state if updater is None else jax.vmap(updater.step)(state, mass)
         return attended[:, None]
 
-    x = decoder.walk(x, positions, attend, after)
+    x = decoder.walk(x, positions, attend, after, cache.position_limit)
     used, token = cache.used + count[..., -1], cache.token
     updated = None if cache.decode_states is None else tuple(states)
     if entries_taken:  # all layers in one write; -1, because new tokens have no index in the prompt

@@ -52,13 +52,16 @@ registry: dict[str, type[Policy]] = {
         LightKV, FastV, FasterVLM, HiRED, IVTP, ToMe, PiToMe, ToFu, KIVI,
     )
 }  # fmt: skip
+# These have names too, but not in the registry, whose methods can be compared at any `keep`.
+without_keep: dict[str, type[Policy]] = {"downsample": Downsample}
 
 
 def named(name: str) -> type[Policy]:
     """The policy class called `name`.
 
     Args:
-        name: a name of the registry, in upper or lower case; or your own class as `FILE.py:CLASS` or `MODULE:CLASS`,
+        name: a name of the registry or of `without_keep`, in upper or lower case; or your own class as `FILE.py:CLASS`
+            or `MODULE:CLASS`,
             whose code is executed.
 
     Raises:
@@ -66,11 +69,12 @@ def named(name: str) -> type[Policy]:
     """
     if ":" in name:
         return _own(name)
-    cls = registry.get(name.lower())
+    known = registry | without_keep
+    cls = known.get(name.lower())
     if cls is None:
-        near = difflib.get_close_matches(name.lower(), registry, n=1)
+        near = difflib.get_close_matches(name.lower(), known, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise InputError(f"no policy {name!r}: {hint}policies are {', '.join(registry)}")
+        raise InputError(f"no policy {name!r}: {hint}policies are {', '.join(known)}")
     return cls
 
 

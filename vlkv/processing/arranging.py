@@ -147,7 +147,7 @@ class SquareInputs(TextInputs):
         return {"pixel_values": zeros(pictures, 3, size, size)}, pictures * self.per_picture
 
 
-def zeros(*shape: int) -> Float[np.ndarray, ...]:
+def zeros(*shape: int) -> Float[np.ndarray, " ..."]:
     """A read-only array of zeros that takes no memory."""
     return np.broadcast_to(np.float32(0), shape)
 

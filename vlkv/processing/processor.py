@@ -233,11 +233,18 @@ class Processor:
 
         Args:
             tokens: ids, or arrays of one id as `vlkv.stream` yields them.
+
+        Raises:
+            InputError: the tokens are those of several rows, or are not whole numbers.
         """
         seen: list[int] = []
         text = said = ""
         for token in tokens:
-            seen.append(int(np.asarray(token).reshape(())))
+            one = np.asarray(token)
+            if one.size != 1 or not np.issubdtype(one.dtype, np.integer):
+                raise InputError(f"pieces are of one row, and this is {one.dtype} {list(one.shape)}: of row i of a "
+                                 "batch, give (tokens[i] for tokens in vlkv.stream(...))")  # fmt: skip
+            seen.append(int(one.reshape(())))
             text = str(self.decode(np.array(seen, np.int32)))
             if len(text) > len(said) and not text.endswith("\ufffd"):  # half a character
                 yield text[len(said) :]

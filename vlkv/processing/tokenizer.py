@@ -135,7 +135,10 @@ class TextTokenizer:
     def _decode_row(self, row: list[int], stop: tuple[int, ...], skip_special_tokens: bool) -> str:
         row = row[: next((place for place, token in enumerate(row) if token in stop), len(row))]
         if any(token < 0 for token in row):
-            raise InputError("a token id is negative: give the lengths of the rows")
+            raise InputError(
+                "a token id is negative: give the lengths of padded rows; in an answer, -1 means that logits are NaN: "
+                "vlkv.generate outside jax.jit says why"
+            )
         return self.tokenizer.decode(row, skip_special_tokens=skip_special_tokens)
 
 

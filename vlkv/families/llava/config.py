@@ -7,7 +7,7 @@ from typing import Any
 from typing_extensions import override
 
 from vlkv.config import Raw, require_all, token_id
-from vlkv.families.text.config import VICUNA_13B, read_decoder
+from vlkv.families.text.config import VICUNA_13B, read_decoder, tied_by_either
 from vlkv.processing.arranging import SquareInputs
 from vlkv.processing.pixels import KINDS
 from vlkv.towers.vit import ClipConfig
@@ -35,7 +35,7 @@ class LlavaConfig(SquareInputs):
     @classmethod
     @override
     def read(cls, raw: Raw) -> dict[str, Any]:
-        return read_common(raw, 32000) | {"vision": ClipConfig.from_config_json(raw)}
+        return read_common(tied_by_either(raw), 32000) | {"vision": ClipConfig.from_config_json(raw)}
 
 
 def read_common(raw: Raw, image_token: int, video_token: int | None = None) -> dict[str, Any]:

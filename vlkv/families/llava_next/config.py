@@ -12,7 +12,7 @@ from vlkv.config import Raw, positive, require_all
 from vlkv.errors import InputError
 from vlkv.families.llava.config import CLIP_LARGE, llava, read_common
 from vlkv.families.llava_next.inputs import LlavaNextInputs
-from vlkv.families.text.config import MISTRAL, QWEN2, VICUNA_13B
+from vlkv.families.text.config import MISTRAL, QWEN2, VICUNA_13B, tied_by_either
 from vlkv.processing.templates import chatml
 from vlkv.towers.vit import ClipConfig, SiglipConfig
 
@@ -81,6 +81,7 @@ class LlavaNextConfig(LlavaNextInputs):
         require_all(raw, {"vision_feature_select_strategy": "default", "use_image_newline_parameter": True})
         tower = ClipConfig.from_config_json({**raw, "vision_config": raw.get("vision_config") or CLIP_LARGE})
         points = read_pinpoints(raw.get("image_grid_pinpoints") or _PINPOINTS, tower.image_size)
+        raw = {"tie_word_embeddings": False, **raw}  # that of `text_config` is not used in this family
         return read_common(raw, 32000) | {"vision": tower, "wiring": AnyRes(pinpoints=points)}
 
 
@@ -94,7 +95,8 @@ class LlavaNextVideoConfig(LlavaNextConfig):
         require_all(raw, {"spatial_pool_mode": "average"})
         stride = positive("spatial_pool_stride", raw.get("spatial_pool_stride", 2))
         video = VideoPooling(mode="average", stride=stride, before_projector=True)
-        return fields | read_common(raw, 32001, 32000) | {"wiring": dataclasses.replace(fields["wiring"], video=video)}
+        common = read_common(tied_by_either(raw), 32001, 32000)
+        return fields | common | {"wiring": dataclasses.replace(fields["wiring"], video=video)}
 
 
 class LlavaOnevisionConfig(LlavaNextInputs):
@@ -111,9 +113,7 @@ class LlavaOnevisionConfig(LlavaNextInputs):
             raw.get("vision_config") or SIGLIP, raw.get("vision_feature_layer", -1), whole=False
         )
         decoder = {"model_type": "qwen2", **(raw.get("text_config") or {})}
-        # transformers ties the head to the embedding if one of the two fields is true.
-        tied = bool(raw.get("tie_word_embeddings") or decoder.get("tie_word_embeddings"))
-        return read_common({**raw, "text_config": decoder, "tie_word_embeddings": tied}, 151646, 151647) | {
+        return read_common(tied_by_either({**raw, "text_config": decoder}), 151646, 151647) | {
             "vision": tower,
             "wiring": AnyRes(
                 pinpoints=read_pinpoints(raw.get("image_grid_pinpoints") or TILES, tower.image_size),

@@ -8,19 +8,12 @@ from typing import Any
 
 from typing_extensions import override
 
-from vlkv.config import (
-    DecoderConfig,
-    Raw,
-    RopeConfig,
-    filled,
-    is_token_id,
-    positive,
-    positives,
-    require,
-    require_all,
-)
+from vlkv.config import DecoderConfig, Raw, filled, is_token_id, positive, positives, require, require_all
 from vlkv.errors import InputError
+from vlkv.families.text.rope import read_rope
 from vlkv.processing.arranging import TextInputs
+
+_TIE = "tie_word_embeddings"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,8 +47,10 @@ class Kind:
         require("mlp_bias", bool(c.get("mlp_bias", False)), False)
         window, limit = c.get("sliding_window"), c["max_position_embeddings"]
         # A window as large as the number of positions has no effect.
-        if (self.windowed or c.get("use_sliding_window")) and not (isinstance(window, int) and window >= limit):
-            require("sliding_window", window, None)
+        unlimited = window is None or (isinstance(window, int) and window >= limit)
+        if (self.windowed or c.get("use_sliding_window")) and not unlimited:
+            raise InputError(f"config.json: sliding_window={window!r} is not supported yet. For prompts within the "
+                                 f"window, set max_position_embeddings={limit} to the size of the window")  # fmt: skip
         positives(c, ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                       "max_position_embeddings"))  # fmt: skip
         kv_heads = positive("num_key_value_heads", c.get("num_key_value_heads", heads))
@@ -66,7 +61,7 @@ class Kind:
         return DecoderConfig(
             vocab_size=c["vocab_size"], width=c["hidden_size"], mlp_width=c["intermediate_size"], layers=layers,
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, norm_eps=c["rms_norm_eps"], max_positions=limit,
-            rope=RopeConfig.from_hf(c, head_dim), tied=bool(c.get("tie_word_embeddings", False)),
+            rope=read_rope(c, head_dim), tied=bool(c.get("tie_word_embeddings", False)),
             qkv_bias=self.qkv_bias or bias, out_bias=bias and not self.qkv_bias, names=self.names,
         )  # fmt: skip
 
@@ -102,10 +97,13 @@ class TextConfig(TextInputs):
 
 
 def read_decoder(raw: Raw) -> DecoderConfig:
-    """The decoder's config of any model; raises InputError for an unsupported kind."""
+    """The decoder's config of any model; raises InputError for an unsupported kind.
+
+    If `raw` has `tie_word_embeddings` itself, that of `text_config` is not used.
+    """
     part = text_part(raw)
-    if "tie_word_embeddings" in raw:  # transformers prefers the outer field
-        part["tie_word_embeddings"] = raw["tie_word_embeddings"]
+    if _TIE in raw:
+        part[_TIE] = raw[_TIE]
     kind = part.get("model_type", "llama")
     if kind not in list(KINDS):  # a list, because the value may be of a type that cannot be hashed
         raise InputError(f"config.json: text_config.model_type={kind!r} is not supported "
@@ -135,6 +133,14 @@ def read_stop(raw: Raw, default: int | None = None) -> tuple[int, ...]:
                 raise InputError(f"{place}eos_token_id={found!r} must be a token id or a list of them")
             return tokens
     return ()
+
+
+def tied_by_either(raw: Raw) -> dict[str, Any]:
+    """`raw`, with an outer `tie_word_embeddings` that is true if that of `raw` or of its `text_config` is.
+
+    transformers reads the field so in families whose older configs have it in `text_config` alone.
+    """
+    return {**raw, _TIE: bool(raw.get(_TIE) or text_part(raw).get(_TIE))}
 
 
 def text_part(raw: Raw) -> dict[str, Any]:

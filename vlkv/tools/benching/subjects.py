@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from checkpoints_convert.checkpoint import require_json
 from vlkv import loading
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import Model, abstract, config_from_hf, init, presets
 from vlkv.families.folders import read_config
+from vlkv.files import require_json
 from vlkv.mini import CHECKPOINT
 from vlkv.tools.benching.machine import memory_bytes
 from vlkv.tools.benching.settings import tree_bytes

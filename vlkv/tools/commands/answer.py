@@ -30,7 +30,9 @@ from vlkv.families import Model
 from vlkv.generation import jitted
 from vlkv.generation.decode import check_room, decode_steps
 from vlkv.generation.extend import extend
+from vlkv.generation.nan import check_tokens, check_values
 from vlkv.generation.sampling import Greedy, Sample
+from vlkv.inputs import Inputs
 from vlkv.policies import Policy, text_of
 from vlkv.processing import Processor
 from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, policy_from
@@ -60,6 +62,7 @@ class _Ready(NamedTuple):
     logits: jax.Array  # [1, vocab]
     policy: Policy
     prompt_tokens: int
+    inputs: Inputs  # what was added last
 
 
 def run(args: argparse.Namespace) -> Any:
@@ -79,13 +82,13 @@ def run(args: argparse.Namespace) -> Any:
     if args.save_cache is None and args.from_cache is None:
         inputs = processor(args.image or None, args.prompt)
         check_room(processor.config, inputs, sampling.max_new_tokens)
-        params = loading.load_params(args.model, dtype=args.dtype)
+        params = jax.block_until_ready(loading.load_params(args.model, dtype=args.dtype))
         begin = time.perf_counter()
         cache, logits = jitted.prefill(params, inputs, policy, sampling=sampling, key=policy_key)
-        ready = _Ready(cache, logits, policy, int(inputs.valid.sum()))
+        ready = _Ready(cache, logits, policy, int(inputs.valid.sum()), inputs)
     else:
         _check_files(args)
-        params = loading.load_params(args.model, dtype=args.dtype)
+        params = jax.block_until_ready(loading.load_params(args.model, dtype=args.dtype))
         begin = time.perf_counter()
         if args.save_cache is not None:
             _save(args, policy, params, processor, policy_key)
@@ -105,6 +108,7 @@ def run(args: argparse.Namespace) -> Any:
     def decoded() -> Iterator[int]:
         for step in decode_steps(params, cache, ready.logits, sampling=sampling, key=sample_key):
             tokens.append(int(step[0]))
+            check_tokens(params, ready.inputs, np.array([tokens]))
             yield tokens[-1]
 
     pieces = []
@@ -140,7 +144,8 @@ def _save(args: argparse.Namespace, policy: Policy, params: Model, processor: Pr
     """Saves the compressed cache of the images and of the prompt before the question."""
     inputs = processor(args.image, args.prompt, question=False)
     check_room(processor.config, inputs, args.max_new_tokens)
-    cache, _ = jitted.prefill(params, inputs, policy, sampling=Greedy(max_new_tokens=1), key=key)
+    cache, logits = jitted.prefill(params, inputs, policy, sampling=Greedy(max_new_tokens=1), key=key)
+    check_values(params, inputs, logits)
     note = {"images": len(args.image), "prompt_tokens": int(inputs.valid.sum())}
     saving.save_cache(args.save_cache, params, cache, policy=policy, note=note)
 
@@ -157,4 +162,4 @@ def _from_file(args: argparse.Namespace, sampling: Greedy, params: Model, proces
     added = round_up(question, processor.buckets.text) + sampling.max_new_tokens
     cache = resize(cache, int(cache.used[0]) + added)
     cache, logits = jax.jit(extend)(params, cache, fed)
-    return _Ready(cache, logits, policy, note["prompt_tokens"] + question)
+    return _Ready(cache, logits, policy, note["prompt_tokens"] + question, fed)

@@ -27,6 +27,7 @@ from vlkv.analysis.drawing import Panel, draw
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation.decode import check_room, decode_step
+from vlkv.generation.nan import check_values
 from vlkv.generation.prefill import fill_cache_with
 from vlkv.generation.prompt import Prompt, read_prompt
 from vlkv.inputs import Inputs
@@ -95,7 +96,8 @@ def run(args: argparse.Namespace) -> Any:
     case = find_case(args)
     check_room(case.processor.config, case.inputs, NEW_TOKENS)
     params = loading.load_params(case.folder)
-    prompt = _read_prompt(params, case.inputs)
+    prompt = _read_prompt(params, case.inputs, new_tokens=NEW_TOKENS)
+    check_values(params, case.inputs, prompt.logits)
     rows: list[Row] = []
     shown = track(plan(), "compiling and reading", console=Console(stderr=True), transient=True)
     for name, share, policy in shown:
@@ -147,11 +149,13 @@ def read(params: Model, case: Case, prompt: Prompt, name: str, share: float, pol
     kept = np.asarray(_held(cache, length))[0].mean(axis=0)
     recall = None if case.evidence is None else float(kept[case.evidence[0]].mean())
     tokens, seconds = [int(prompt.logits[0].argmax())], []
+    jax.block_until_ready(cache)
     while tokens[-1] not in params.config.stop and len(tokens) < NEW_TOKENS:
         begin = time.perf_counter()
-        cache, logits = _decode_step(params, cache, np.array(tokens[-1:], np.int32))
-        tokens.append(int(logits[0].argmax()))
+        cache, logits = jax.block_until_ready(_decode_step(params, cache, np.array(tokens[-1:], np.int32)))
         seconds.append(time.perf_counter() - begin)
+        check_values(params, case.inputs, logits)
+        tokens.append(int(logits[0].argmax()))
     answer = str(case.processor.decode(np.array(tokens)))
     right = answer == case.truth if case.truth is not None else answer == (full or answer)
     milliseconds = 1e3 * float(np.median(seconds[1:] or [float("nan")]))  # the first step compiles

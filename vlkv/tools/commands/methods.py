@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Any:
     """A table or a description, or the content for JSON."""
-    chosen = policies.registry.values() if args.name is None else [policies.named(args.name)]
+    every = (policies.registry | policies.without_keep).values()
+    chosen = every if args.name is None else [policies.named(args.name)]
     described = [describe(cls) for cls in chosen]
     if args.json:
         return described if args.name is None else described[0]

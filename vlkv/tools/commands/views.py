@@ -17,6 +17,7 @@ from vlkv.cache.pool import PackedCache
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation import jitted
+from vlkv.generation.nan import check_values
 from vlkv.generation.prompt import Prompt
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
@@ -71,7 +72,9 @@ class Case:
 
     def read(self, policy: Policy | None = None) -> Prompt:
         """Prefill of the prompt, reduced by the policy if it reduces prompts."""
-        return jitted.read_prompt(self.params, self.inputs, policy, key=self.key)
+        prompt: Prompt = jitted.read_prompt(self.params, self.inputs, policy, new_tokens=self.new_tokens, key=self.key)
+        check_values(self.params, self.inputs, prompt.logits)
+        return prompt
 
     def fill(self, prompt: Prompt, policy: Policy) -> PackedCache:
         """The compressed cache of a prompt."""

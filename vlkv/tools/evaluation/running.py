@@ -26,6 +26,7 @@ from vlkv.families import Model
 from vlkv.generation import jitted
 from vlkv.generation.decode import check_room, decode
 from vlkv.generation.extend import extend
+from vlkv.generation.nan import check_tokens, check_values
 from vlkv.generation.prefill import fill_cache
 from vlkv.generation.prompt import Prompt
 from vlkv.generation.sampling import Greedy, Sample
@@ -40,9 +41,7 @@ from vlkv.tools.evaluation.keeps import budget, share_programs
 from vlkv.tools.evaluation.records import Record
 
 _extend = jax.jit(extend)
-_decode = jax.jit(decode, static_argnames="sampling")
 _log_probabilities = jax.jit(log_probabilities)
-_MAX_PROGRAMS = 120  # compiled decoding loops; each needs many memory maps, and a process may have only so many
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,8 +94,8 @@ def run(
         progress: wraps the batches, for a progress bar.
 
     Raises:
-        InputError: a question or an image cannot be used; the message names the line. All texts are checked before
-            anything is compiled.
+        InputError: a question or an image cannot be used, and the message names the line; or logits are NaN. All texts
+            are checked before anything is compiled.
     """
     evaluator = _Evaluator(params, processor, records, plan, settings)
     evaluator.check()
@@ -107,7 +106,7 @@ def run(
             inputs, new_tokens = evaluator.first_inputs(batch)
             caches = _compressed(params, inputs, plan, todo, new_tokens, settings.seed, batch.number)
             for i, size, cache, logits in caches:
-                journal.append(evaluator.answer(batch, i, size, cache, logits))
+                journal.append(evaluator.answer(batch, inputs, i, size, cache, logits))
                 del cache, logits  # free their memory before the next cache is computed
 
 
@@ -122,7 +121,11 @@ def _compressed(
     key = jax.random.split(jax.random.fold_in(jax.random.key(seed), batch))[0]
     # A shared prefill stores the queries of all layers, which does not pay off for a single policy.
     sharing = [i for i, policy in enumerate(plan) if policy.reducer is None and policy.cap is None]
-    prompt = jitted.read_prompt(params, inputs) if len(sharing) > 1 and set(sharing) & set(todo) else None
+    prompt = (
+        jitted.read_prompt(params, inputs, new_tokens=new_tokens)
+        if len(sharing) > 1 and set(sharing) & set(todo)
+        else None
+    )
     programs = share_programs(plan)
     for i in todo:
         policy, program = plan[i], programs[i]
@@ -158,7 +161,13 @@ class _Evaluator:
     ) -> None:
         self.params, self.processor, self.records, self.plan, self.settings = params, processor, records, plan, settings
         self.sampling = Greedy(max_new_tokens=settings.max_new_tokens)
-        self.compiled: set[Any] = set()  # shapes for which `decode` is compiled
+        self.traced = 0  # how often `decode` has been traced
+
+        def noted(*arguments: Any, sampling: Greedy, key: Key[Array, ""] | None = None) -> tuple[Array, Array]:
+            self.traced += 1
+            return decode(*arguments, sampling=sampling, key=key)
+
+        self.program = jax.jit(noted, static_argnames="sampling")
 
     def check(self) -> None:
         """Raises InputError if a text cannot be used."""
@@ -216,21 +225,23 @@ class _Evaluator:
         return dialogue.prompt(self.processor, record, [])
 
     def answer(
-        self, batch: Batch, policy: int, size: int, cache: PackedCache, logits: Float[Array, "B vocab"]
+        self, batch: Batch, inputs: Inputs, policy: int, size: int, cache: PackedCache, logits: Float[Array, "B vocab"]
     ) -> list[Entry]:
-        """Answers all rows of a batch from the cache of its groups, which takes `size` bytes."""
+        """Answers all rows of a batch from the cache of its groups, which contains `inputs` and takes `size` bytes."""
         entries: list[Entry] = []
         key = jax.random.fold_in(jax.random.key(self.settings.seed), batch.number)
         for number in range(max(map(len, batch.groups))):
             rows = [group[min(number, len(group) - 1)] for group in batch.groups]
             new = [i for i, group in enumerate(batch.groups[: batch.real]) if number < len(group)]
-            entries += self._converse(rows, new, policy, size, cache, logits, jax.random.fold_in(key, number))
+            key_of_rows = jax.random.fold_in(key, number)
+            entries += self._converse(rows, new, inputs, policy, size, cache, logits, key_of_rows)
         return entries
 
     def _converse(
         self,
         rows: list[int],
         new: list[int],
+        inputs: Inputs,
         policy: int,
         size: int,
         cache: PackedCache,
@@ -251,8 +262,10 @@ class _Evaluator:
                 self._check_capacity(cache, used, records)
                 cache, logits = _extend(self.params, cache, extension)
             tokens, lengths, seconds = self._decode(cache, logits)
+            check_tokens(self.params, inputs, tokens)
             answers = self.processor.decode(tokens, lengths)
             references, scores = self._score(records, history, cache, logits)
+            check_values(self.params, inputs, scores)
             drawn = self._draw(cache, logits, jax.random.fold_in(key, turn)) if draws else []
             entries += [
                 Entry(
@@ -270,24 +283,20 @@ class _Evaluator:
     def _decode(
         self, cache: PackedCache, logits: Float[Array, "B vocab"]
     ) -> tuple[Int[np.ndarray, "B S"], Int[np.ndarray, " B"], float]:
-        """Tokens and lengths of the answers, and the seconds of decoding. A new program first runs once untimed."""
-        shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves((cache, logits)))
-        program = jax.tree.structure(cache), shapes
-        if program not in self.compiled and len(self.compiled) == _MAX_PROGRAMS:
-            jax.clear_caches()
-            self.compiled.clear()
-        for _ in range(1 if program in self.compiled else 2):
-            begin = time.perf_counter()
-            result = jax.block_until_ready(_decode(self.params, cache, logits, sampling=self.sampling))
+        """Tokens and lengths of the answers, and the seconds of decoding. A run that compiles is repeated."""
+        jax.block_until_ready((cache, logits))  # jax only starts a computation when it is called
+        before = -1
+        while before != self.traced:
+            before, begin = self.traced, time.perf_counter()
+            result = jax.block_until_ready(self.program(self.params, cache, logits, sampling=self.sampling))
             seconds = time.perf_counter() - begin
-        self.compiled.add(program)
         tokens, lengths = (np.asarray(x) for x in result)
         return tokens, lengths, seconds
 
     def _draw(self, cache: PackedCache, logits: Float[Array, "B vocab"], key: Key[Array, ""]) -> list[list[str]]:
         """Two random answers of every row."""
         sampling = Sample(max_new_tokens=self.settings.max_new_tokens, temperature=self.settings.temperature)
-        results = [_decode(self.params, cache, logits, sampling=sampling, key=k) for k in jax.random.split(key)]
+        results = [self.program(self.params, cache, logits, sampling=sampling, key=k) for k in jax.random.split(key)]
         return [self.processor.decode(*map(np.asarray, result)) for result in results]
 
     def _score(

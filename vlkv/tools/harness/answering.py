@@ -22,6 +22,7 @@ from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation.decode import check_room, decode
 from vlkv.generation.generate import generate
+from vlkv.generation.nan import check_values
 from vlkv.generation.prefill import prefill
 from vlkv.generation.sampling import Greedy, Sample
 from vlkv.generation.score import log_probabilities
@@ -81,7 +82,7 @@ class Answerer:
         An answer has at most `sampling.max_new_tokens` tokens, and no more than the model has positions for.
 
         Raises:
-            InputError: the processor refuses a question.
+            InputError: the processor refuses a question, or logits are NaN.
         """
         found: dict[int, Answer] = {}
         for indices, inputs in self._batches(questions):
@@ -105,7 +106,7 @@ class Answerer:
         Spaces at both ends of a continuation are removed, because the space before an answer belongs to the prompt.
 
         Raises:
-            InputError: the processor refuses a question, or a continuation is empty.
+            InputError: the processor refuses a question, a continuation is empty, or logits are NaN.
         """
         found: dict[int, list[Likelihood]] = {}
         for indices, inputs in self._batches(questions):
@@ -120,6 +121,9 @@ class Answerer:
                 rows[pair], targets[pair, : len(target)] = row, target
             key = jax.random.key(self.seed)
             scores, greedy = map(np.asarray, _score(self.params, inputs, rows, targets, policy=self.policy, key=key))
+            row_scores = np.zeros(self.batch_size)
+            np.add.at(row_scores, rows, scores.sum(axis=1))
+            check_values(self.params, inputs, row_scores)
             found |= {i: [] for i in indices}
             for (row, target), score, tokens in zip(pairs, scores, greedy, strict=False):
                 same = bool((tokens[: len(target)] == target).all())

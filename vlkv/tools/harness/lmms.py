@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from lmms_eval.api.instance import GenerationResult, Instance, TokenCounts
 from lmms_eval.api.model import lmms
@@ -146,6 +147,7 @@ class Vlkv(lmms):
         return [results[i] for i in range(len(requests))]
 
     def _generate(self, questions: Sequence[Question], options: Sequence[dict[str, Any]]) -> list[GenerationResult]:
+        jax.block_until_ready(self.model.params)
         begin = time.perf_counter()
         results: dict[int, Answer] = {}
         groups: dict[Any, list[int]] = {}

@@ -1,0 +1,92 @@
+"""Finds tensors in the files of a checkpoint, and reads them in slices."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from checkpoints_convert import pickles
+from vlkv.errors import InputError
+
+# safetensors' names of the supported dtypes.
+DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float64}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """The location of one tensor."""
+
+    file: Path
+    key: str  # as written in the file
+    shape: tuple[int, ...]
+    dtype: str  # safetensors' name, such as BF16
+    begin: int  # offset of its first byte in the file
+    read_as: str | None = None  # the dtype to which it is cast when it is read; None: `dtype`
+
+    @property
+    def own_dtype(self) -> np.dtype:
+        """The dtype after reading."""
+        return np.dtype(DTYPES[self.read_as or self.dtype])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one entry of the first axis after reading."""
+        return math.prod(self.shape[1:]) * self.own_dtype.itemsize
+
+
+def headers(file: Path, pickled: bool) -> list[Tensor]:
+    """The tensors of a safetensors file; of a file of torch's pickles too, if `pickled`."""
+    if pickled and file.suffix != ".safetensors":
+        return [Tensor(file, *header) for header in pickles.headers(file)]
+    try:
+        with safe_open(file, framework="np") as opened:  # checks all offsets
+            slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
+            found = {key: (tuple(s.get_shape()), s.get_dtype()) for key, s in slices.items()}
+        with file.open("rb") as plain:
+            length = int.from_bytes(plain.read(8), "little")
+            header = json.loads(plain.read(length))
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{file}: truncated or corrupt safetensors ({error})") from None
+    return [Tensor(file, key, *found[key], 8 + length + header[key]["data_offsets"][0]) for key in found]
+
+
+def read(tensor: Tensor) -> np.ndarray:
+    """One whole tensor."""
+    return next(read_rows(tensor, math.prod(tensor.shape[:1])))
+
+
+def read_rows(tensor: Tensor, rows: int) -> Iterator[np.ndarray]:
+    """One tensor in slices of `rows` entries of its first axis."""
+    stored = np.dtype(DTYPES[tensor.dtype])
+    row_bytes = math.prod(tensor.shape[1:]) * stored.itemsize
+    # Not memory-mapped, because mapped files count as memory of the process while anything refers to them.
+    try:
+        with tensor.file.open("rb") as file:
+            file.seek(tensor.begin)
+            for first in range(0, length := math.prod(tensor.shape[:1]), rows):
+                count = min(rows, length - first)
+                data = np.fromfile(file, np.uint8, count * row_bytes).view(stored)
+                part = data.reshape((count, *tensor.shape[1:])[: len(tensor.shape)])
+                yield cast(part, tensor.own_dtype, tensor.key)
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:
+        raise InputError(f"{tensor.file}: cannot read {tensor.key}: {error}") from None
+
+
+def cast(array: np.ndarray, dtype: np.dtype | None, key: str) -> np.ndarray:
+    """The array in another dtype; InputError if a finite value overflows."""
+    if dtype is None or array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore"):
+        result = array.astype(dtype)
+    if not np.isfinite(result.astype(np.float32)).all() and np.isfinite(array.astype(np.float32)).all():
+        raise InputError(f"{key} has values beyond {dtype.name}: use bfloat16 or float32")
+    return result

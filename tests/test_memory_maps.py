@@ -1,0 +1,54 @@
+"""Compiled programs are freed before the process has no memory maps left."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+import vlkv
+from tests.models import SMALL, padded, tiny_llava, unequal_batch
+from vlkv.decoder import memory_maps, policies
+
+SAMPLING = vlkv.Greedy(max_new_tokens=2, stop=())
+
+
+@pytest.fixture(autouse=True)
+def not_yet_warned():
+    memory_maps._warn_once.cache_clear()
+
+
+@pytest.mark.skipif(memory_maps.count() == 0, reason="the operating system does not list memory maps")
+def test_programs_are_freed_before_the_limit(monkeypatch):
+    """With a low limit, for our own programs and for those that a user compiles; the results do not change."""
+    params, forward = tiny_llava(config=SMALL), jax.jit(vlkv.forward)
+    prompts = [vlkv.Inputs.from_hf(padded([[7] * 8] * rows), SMALL) for rows in range(1, 9)]
+    jax.clear_caches()
+    before = memory_maps.count()
+    expected = [forward(params, prompts[0])]
+    one = memory_maps.count() - before
+    expected += [forward(params, inputs) for inputs in prompts[1:]]
+    assert memory_maps.count() - before > 7 * one, "every shape has its own program"
+    jax.clear_caches()
+    monkeypatch.setattr(memory_maps, "most", lambda: int((before + 2.5 * one) / 0.75))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for inputs, logits in zip(prompts, expected, strict=True):
+            np.testing.assert_array_equal(forward(params, inputs), logits)
+            assert memory_maps.count() - before < 4.5 * one
+        assert [(w.category, "are freed" in str(w.message)) for w in caught] == [(RuntimeWarning, True)], "said once"
+        for keep in (0.5, 0.6):
+            vlkv.generate(params, prompts[2], policy=policies.StreamingLLM(keep=keep), sampling=SAMPLING)
+        assert memory_maps.count() - before < 6.5 * one, "the second has freed the first"
+
+
+def test_an_error_if_programs_cannot_be_freed(monkeypatch):
+    monkeypatch.setattr(memory_maps, "count", lambda: 60_000)
+    monkeypatch.setattr(memory_maps, "most", lambda: 65_530)
+    monkeypatch.setattr(jax, "clear_caches", lambda: None)
+    message = r"holds 60000 of 65530 memory maps.*fewer methods"
+    with pytest.warns(RuntimeWarning, match="freed"), pytest.raises(vlkv.InputError, match=message) as caught:
+        jax.eval_shape(vlkv.forward, tiny_llava(config=SMALL), unequal_batch(SMALL))
+    assert len(str(caught.value)) <= 200

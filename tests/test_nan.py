@@ -1,0 +1,158 @@
+"""NaN logits: every entry point raises one error that says in which part of the model they come from, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import load_file, save_file
+
+import vlkv
+from tests.miniature import cut
+from tests.models import SMALL, tiny_llava, unequal_batch
+from vlkv import analysis, policies
+from vlkv.analysis import profiles
+from vlkv.cli import main
+from vlkv.tools.evaluation import Journal, Settings, read_records, run
+from vlkv.tools.harness.answering import Answerer, Question
+
+SAMPLING = vlkv.Greedy(max_new_tokens=4, stop=())
+POLICY = policies.SnapKV(keep=0.5, scope="vision")
+PAGE, QUESTION = "benchmarks/data/ledger/page000.png", "what does row one say?"
+# What is done to the checkpoint, the dtype, and what the error says.
+FAULTS = {
+    "last layer": ("layers.1.mlp.down_proj", None, "first in decoder layer 1 of 0 to 1: its weight decoder.layers[1]."
+                   "down.weight is NaN or infinite; compare the checkpoint with another copy"),
+    "tower": ("vision_tower", None, "first in the vision tower or the projector: its weight vision."),
+    "overflow": ("layers.0.mlp.down_proj", "float16", "first in decoder layer 0 of 0 to 1: a number is too large for "
+                 "float16; load the model with dtype bfloat16 or float32"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=FAULTS)
+def broken(request, tmp_path_factory):
+    """The folder of a checkpoint with a fault, its dtype, and the beginning of the error."""
+    where, dtype, message = FAULTS[request.param]
+    folder = cut(tmp_path_factory.mktemp("broken") / "model", layers=2, grid=6)
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in sorted(tensors) if where in name and name.endswith("weight"))
+    if dtype is None:
+        tensors[name].flat[0] = np.nan
+    else:  # each weight fits into float16, but not their sum
+        tensors[name] = np.full(tensors[name].shape, 6e4, tensors[name].dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder, dtype, f"the logits are NaN, {message}"
+
+
+@pytest.fixture(scope="module")
+def page(root):
+    with Image.open(root / PAGE) as image:
+        return image.convert("RGB")
+
+
+def refused(call) -> str:
+    with pytest.raises(vlkv.InputError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.default("last layer", "tower")
+def test_six_entry_points_say_where_nan_comes_from(broken, page, tmp_path):
+    folder, dtype, message = broken
+    params, processor = vlkv.load(folder, dtype=dtype)
+    inputs = processor(page, QUESTION)
+    questions = tmp_path / "questions.jsonl"
+    page.save(tmp_path / "page.png")
+    questions.write_text(json.dumps({"image": "page.png", "question": QUESTION, "answers": ["1"]}))
+    records, journal = read_records(questions), Journal(tmp_path, {})
+    calls = {
+        "generate": lambda: vlkv.generate(params, inputs, policy=POLICY, sampling=SAMPLING),
+        "stream": lambda: list(vlkv.stream(params, inputs, policy=POLICY, sampling=SAMPLING)),
+        "Chat": lambda: vlkv.Chat(params, processor, page, policy=POLICY, sampling=SAMPLING).ask(QUESTION),
+        "score": lambda: vlkv.score(params, inputs, np.array([[7, 8]]), POLICY),
+        "kl_to_full": lambda: vlkv.kl_to_full(params, inputs, POLICY, sampling=SAMPLING),
+        "eval": lambda: run(params, processor, records, [POLICY], Settings(max_new_tokens=4), journal),
+    }
+    said = {name: refused(call) for name, call in calls.items()}
+    journal.close()
+    assert all(text.startswith(message) and len(text) <= 200 and "\n" not in text for text in said.values()), said
+    assert not journal.entries
+
+
+@pytest.mark.full
+def test_other_entry_points_say_where_nan_comes_from(broken, page, tmp_path, capsys, monkeypatch):
+    folder, dtype, message = broken
+    params, processor = vlkv.load(folder, dtype=dtype)
+    inputs = processor(page, QUESTION)
+    answerer = Answerer(params=params, processor=processor, policy=POLICY)
+    asked = [Question(QUESTION, (page,))]
+    calls = {
+        "agnostic Chat": lambda: vlkv.Chat(params, processor, page, policy=POLICY, query_agnostic=True),
+        "answers": lambda: answerer.answers(asked, SAMPLING),
+        "likelihoods": lambda: answerer.likelihoods(asked, [["1", "2"]]),
+        "sweep": lambda: analysis.sweep(params, inputs, [POLICY], new_tokens=3),
+        "profile": lambda: profiles.measure(params, [inputs], policies.PrefixKV(keep=0.5)),
+    }
+    for name, call in calls.items():
+        assert refused(call).startswith(message), name
+    file, model = tmp_path / "page.png", ["--model", str(folder), *(["--dtype", dtype] if dtype else [])]
+    page.save(file)
+    (tmp_path / "q.jsonl").write_text(json.dumps({"image": "page.png", "question": QUESTION, "answers": ["1"]}))
+    asks = ["--image", str(file), "--prompt", QUESTION, "--max-new-tokens", "4"]
+    commands = {
+        "generate": [*model, *asks],
+        "generate --save-cache": [*model, *asks, "--save-cache", str(tmp_path / "cache")],
+        "chat": [*model, "--image", str(file), "--max-new-tokens", "4"],
+        "eval": [str(tmp_path / "q.jsonl"), *model, "--max-new-tokens", "4", "--out", str(tmp_path / "out")],
+    }
+    for name, arguments in commands.items():
+        monkeypatch.setattr("sys.stdin", io.StringIO(QUESTION + "\n"))
+        assert main([name.split()[0], *arguments]) == 2, name
+        assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {message}"), name
+    assert not (tmp_path / "cache").exists()
+
+
+def test_nan_of_a_new_token_of_pixels_and_of_half_precision():
+    params, inputs = tiny_llava(config=SMALL), unequal_batch(SMALL)
+    generate = jax.jit(vlkv.generate)
+    first = int(generate(params, inputs, sampling=SAMPLING).tokens[1, 0])
+    assert not (np.asarray(inputs.tokens) == first).any(), "the prompts do not contain the first token of the answer"
+    table = params.decoder.embedding.weight
+    changed = jax.tree.map(lambda x: x.at[first].set(jnp.nan) if x is table[...] else x, params)
+    message = "the logits are NaN, first in the text embedding: its weight decoder.embedding.weight is NaN or infinite"
+    assert refused(lambda: vlkv.generate(changed, inputs, sampling=SAMPLING)).startswith(message)
+    output = generate(changed, inputs, sampling=SAMPLING)
+    assert output.tokens[1].tolist() == [first, -1, -1, -1] and int(output.lengths[1]) == 2
+
+    black = dataclasses.replace(inputs, pixels=np.full_like(inputs.pixels, np.nan))
+    text = refused(lambda: vlkv.generate(params, black, sampling=SAMPLING))
+    assert text == "the logits are NaN, because pixels of the inputs are NaN or infinite: correct the images"
+
+    half = jax.tree.map(lambda x: x.astype(jnp.float16), params)
+    half.decoder.layers[1].down.weight[...] = jnp.full_like(half.decoder.layers[1].down.weight[...], 6e4)
+    text = refused(lambda: vlkv.generate(half, inputs, sampling=SAMPLING))
+    assert text == f"the logits are NaN, {FAULTS['overflow'][2].replace('layer 0', 'layer 1')}"
+
+
+def test_a_token_of_nan_is_no_text(miniature):
+    processor = vlkv.load(miniature())[1]
+    tokens, lengths = np.array([[7, -1, -1]]), np.array([2])  # as `decode` returns them
+    for given in (None, lengths):
+        assert "-1 means that logits are NaN" in refused(lambda given=given: processor.decode(tokens, given))
+
+
+@pytest.mark.full
+def test_under_jit_scores_are_nan():
+    params, inputs = tiny_llava(config=SMALL), unequal_batch(SMALL)
+    black = dataclasses.replace(inputs, pixels=np.full_like(inputs.pixels, np.nan))
+    rows_with_images = [True, True, False]
+    divergence = jax.jit(lambda p, i: vlkv.kl_to_full(p, i, POLICY, sampling=SAMPLING))(params, black)
+    assert np.isnan(divergence).tolist() == rows_with_images
+    scores = jax.jit(vlkv.score)(params, black, np.full((3, 2), 7))
+    assert np.isnan(scores).all(axis=1).tolist() == np.isnan(scores).any(axis=1).tolist() == rows_with_images
