@@ -22,6 +22,7 @@ from vlkv.families import Model
 from vlkv.generation.sampling import Greedy
 from vlkv.generation.step import feed
 from vlkv.inputs import Inputs
+from vlkv.keys import single_key
 
 
 def decode_step(

@@ -25,6 +25,7 @@ from vlkv.generation.decode import (
 from vlkv.generation.nan import check_values
 from vlkv.generation.prefill import prefill
 from vlkv.inputs import Inputs
+from vlkv.keys import single_key
 from vlkv.policies.full import Full
 
 
