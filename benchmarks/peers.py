@@ -38,7 +38,6 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 import vlkv
 from benchmarks import torch_side
@@ -47,7 +46,7 @@ from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.files import write_json
 from vlkv.mini import CHECKPOINT
-from vlkv.terminal import OneLineParser, guarded
+from vlkv.terminal import OneLineParser, guarded, progress_bar
 from vlkv.tools.benching import machine
 from vlkv.tools.benching.programs import SEED, compile_pair
 
@@ -190,13 +189,13 @@ def measure(folder: Path, cell: dict[str, Any], methods: list[str], rounds: int,
     turns = [[name for name in contestants if every or number == 0 or matters(*name.split(", "))]
              for number in range(rounds)]  # fmt: skip
     total = len(contestants) + sum(map(len, turns))
-    with tqdm(total=total, unit="run", desc=f"{cell['model']}, {cell['prompt']}") as bar:
+    with progress_bar(f"{cell['model']}, {cell['prompt']}", total) as advance:
         for name, go in contestants.items():
             begin = time.perf_counter()
             run, rows[name]["peak_bytes"] = _peak(go)
             rows[name].setdefault("first_call_seconds", round(time.perf_counter() - begin, 2))
             firsts[name], rows[name]["kept"] = run.first, run.kept
-            bar.update()
+            advance()
         taken: dict[str, list[torch_side.Run]] = {name: [] for name in contestants}
         copies: list[tuple[float, float]] = []
         reads: list[float] = []
@@ -208,7 +207,7 @@ def measure(folder: Path, cell: dict[str, Any], methods: list[str], rounds: int,
             for name in order[number % len(order) :] + order[: number % len(order)]:
                 time.sleep(_PAUSE)
                 taken[name].append(contestants[name]())
-                bar.update()
+                advance()
     for name, runs in taken.items():
         rows[name] |= {
             "prefill_seconds": float(np.median([r.prefill_seconds for r in runs])),

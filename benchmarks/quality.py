@@ -39,7 +39,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from scipy.stats import binomtest
-from tqdm import tqdm
 
 import vlkv
 from benchmarks.quality_tables import BYTES, DOCUMENTS, EVALUATED, ON_BOTH, ON_ROWS, TUNED, plot, show, write_documents
@@ -50,6 +49,7 @@ from vlkv.generation.prefill import fill_cache_with
 from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, folder, pages
 from vlkv.policies import KIVI, AdaKV, AirCache, Policy, Smooth, SnapKV, compose
+from vlkv.terminal import track
 from vlkv.tools.benching import machine
 from vlkv.tools.evaluation.keeps import at_bytes, budget, pool_bytes, relative_size, share_programs
 
@@ -315,7 +315,7 @@ def measure(params: Any, processor: Any, section: Section, count: int, seed: int
     evicting = [cell.policy for cell in todo if isinstance(cell.policy, Policy)]
     programs = dict(zip(evicting, share_programs(evicting), strict=True))
     whole: list[Any] = []
-    for cell in tqdm(todo, desc=section.name, unit="cell", mininterval=5):
+    for cell in track(todo, section.name):
         policy = cell.policy
         reduces = isinstance(policy, Policy) and policy.reducer is not None
         if not whole and not reduces:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from vlkv import loading
@@ -21,6 +20,7 @@ from vlkv.analysis import profiles
 from vlkv.errors import InputError
 from vlkv.generation.decode import check_room
 from vlkv.policies import PrefixKV
+from vlkv.terminal import track
 from vlkv.tools.commands.options import add_model_arguments
 
 
@@ -49,8 +49,7 @@ def run(args: argparse.Namespace) -> Any:
     for inputs in samples:
         check_room(processor.config, inputs, 1)
     params = loading.load_params(args.model, dtype=args.dtype)
-    shown = track(samples, "measuring", console=Console(stderr=True), transient=True)
-    ratios = profiles.measure(params, shown, policy)
+    ratios = profiles.measure(params, track(samples, "measuring"), policy)
     content = profiles.save(args.out, ratios, policy, params.config, name=Path(args.model).name)
     if args.json:
         return content
