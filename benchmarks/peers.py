@@ -79,9 +79,11 @@ def ours(method: str, keep: float) -> policies.Policy:
 def main() -> int:
     """Measures what is missing, prints the tables, writes the JSON."""
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", default=["110m", "mini"], metavar="NAME", help="110m, mini or tiny")
+    parser.add_argument(
+        "--model", nargs="+", default=["110m", "mini"], choices=[*SIZES, "mini"], help="(default: 110m mini)"
+    )
     parser.add_argument("--prompt", nargs="+", type=int, default=PROMPTS, metavar="T")
-    parser.add_argument("--method", nargs="+", default=list(torch_side.METHODS), metavar="NAME")
+    parser.add_argument("--method", nargs="+", default=list(torch_side.METHODS), choices=torch_side.METHODS)
     parser.add_argument("--keep", type=float, default=KEEP)
     parser.add_argument("--new", type=int, default=NEW, metavar="S", help="tokens per run")
     parser.add_argument("--rounds", type=int, help=f"default: 3, or 2 for prompts over {_LONG} tokens")
@@ -93,12 +95,6 @@ def main() -> int:
 def run(args: argparse.Namespace) -> None:
     """Measures all cells."""
     torch_side.require()
-    for name in args.model:
-        if name not in (*SIZES, "mini"):
-            raise InputError(f"--model {name}: unknown; choose one of {', '.join([*SIZES, 'mini'])}")
-    for name in args.method:
-        if name not in torch_side.METHODS:
-            raise InputError(f"--method {name}: unknown; choose one of {', '.join(torch_side.METHODS)}")
     few = args.rounds is not None and args.rounds < 1
     if not 0 < args.keep < 1 or args.new < 2 or few or min(args.prompt) <= torch_side.WINDOW:
         raise InputError(f"--keep must lie in (0, 1), --new be at least 2, --rounds 1 and --prompt over "
