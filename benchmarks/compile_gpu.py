@@ -312,11 +312,8 @@ def prefill_rows(devices: list[str]) -> list[dict[str, Any]]:
     jobs = [(device, *job) for device in devices for job in ((2, "full"), (2, "h2o"), (4, "full"))]
     rows = []
     for device, layers, policy in jobs:
-        done = subprocess.run(
-            [sys.executable, __file__, "one", device, str(layers), policy],
-            capture_output=True, text=True, check=False,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-        )  # fmt: skip
+        command = [sys.executable, "-m", "benchmarks.compile_gpu", "one", device, str(layers), policy]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         row: dict[str, Any] = {"case": "prefill", "commit": machine.commit(), "jax": jax.__version__}
         row["compiled"] = done.returncode == 0
         if done.returncode:
