@@ -133,21 +133,6 @@ def run_seconds(run: Callable[..., Any], *arguments: Any) -> float:
     return time.perf_counter() - begin
 
 
-def rotating(calls: int, pool: int, segment: int, unit: int = 16, *, gap: int = 0) -> np.ndarray:
-    """First slots [calls] of consecutive segments of a pool, starting again after the last segment.
-
-    Args:
-        calls: number of segments.
-        pool: slots of the pool.
-        segment: slots of a segment.
-        unit: segments begin at multiples of it.
-        gap: least number of slots between two segments.
-    """
-    stride = -(-(segment + gap) // unit) * unit
-    places = max(1, (pool - segment) // stride + 1)
-    return (np.arange(calls) % places * stride).astype(np.int32)
-
-
 # --- limits of the device -----------------------------------------------------------------------------------------
 
 

@@ -1,14 +1,13 @@
 """Compiles every GPU kernel for an A100 and an H100 on a host without a GPU: `python -m benchmarks.compile_gpu`.
 
-    python -m benchmarks.compile_gpu [kernels | prefill] [--device A100 H100] [--before FOLDER]
+    python -m benchmarks.compile_gpu [kernels | prefill] [--device A100 H100]
 
 Needs Linux and `pip install '.[gpu]'` with jax 0.11 or later (Python 3.12). The plugin compiles to machine code, so the
 reported shared memory, registers and stack are those of the program that a GPU would load. Nothing runs.
 
 `kernels` compiles every form of every Triton kernel: with and without mass and a mask, sums, squares and counts.
 `prefill` compiles the prefill of a 7B model at batch 8 and 8192 tokens, with few layers, and counts the calls of
-cuDNN's fused attention; `--before` names a checkout of another commit, whose prefill is compiled in the same run for
-comparison.
+cuDNN's fused attention.
 
 Axes: B batch · T query rows · S keys · N query heads · K key heads · P pool slots · C listed slots · M bound on a
 segment · H head dim.
@@ -50,6 +49,7 @@ from pallas_kernels.core_attention.reference import CoreArguments
 from pallas_kernels.core_attention.triton import core_attention_triton
 from pallas_kernels.decode_attention.reference import DecodeArguments
 from pallas_kernels.decode_attention.triton import decode_attention_triton
+from vlkv.files import write_json
 
 _RESULT = Path(__file__).parent / "results" / "compile_gpu.json"
 
@@ -242,7 +242,6 @@ def main() -> None:
     parser.add_argument("what", choices=("kernels", "prefill"), nargs="*", default=["kernels", "prefill"])
     parser.add_argument("--device", choices=_DEVICES, nargs="+", default=list(_DEVICES))
     parser.add_argument("--model", choices=_MODELS, nargs="+", default=list(_MODELS), help="for the kernels")
-    parser.add_argument("--before", type=Path, help="a checkout of another commit, to compare compile times with")
     parser.add_argument("--output", type=Path, default=_RESULT)
     args = parser.parse_args()
     versions = _versions()
@@ -252,12 +251,8 @@ def main() -> None:
     if "kernels" in args.what:
         content |= {"versions": versions, "results": kernel_rows(args.device, args.model)}
     if "prefill" in args.what:
-        content["prefill"] = prefill_rows(args.device, args.before)
-    rows = {name: ",\n".join(json.dumps(row) for row in content[name]) for name in ("results", "prefill")}
-    found = json.dumps(content.get("versions", versions))
-    args.output.write_text(
-        f'{{"versions": {found},\n"results": [\n{rows["results"]}\n],\n"prefill": [\n{rows["prefill"]}\n]}}\n'
-    )
+        content["prefill"] = prefill_rows(args.device)
+    write_json(args.output, {"versions": versions, **content})
     failed = sum(not row["compiled"] for name in args.what for row in content["results" if name == "kernels" else name])
     print(f"{failed} failed; written to {args.output}")
     if failed:
@@ -313,24 +308,19 @@ def _cpu_seconds() -> float:
     return sum(resource.getrusage(who).ru_utime for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
-def prefill_rows(devices: list[str], before: Path | None) -> list[dict[str, Any]]:
-    """Two layers of the full cache and of H2O, which scores all rows; four layers of this tree and of `before`.
+def prefill_rows(devices: list[str]) -> list[dict[str, Any]]:
+    """Two layers of the full cache and of H2O, which scores all rows; four layers of the full cache.
 
     Each is compiled in its own process, so that no process reuses programs of another.
     """
-    jobs = [(device, 2, policy, None) for device in devices for policy in ("full", "h2o")]
-    jobs += [(device, 4, "full", tree) for device in devices for tree in (None, *([before] if before else []))]
+    from vlkv.tools.benching import machine
+
+    jobs = [(device, *job) for device in devices for job in ((2, "full"), (2, "h2o"), (4, "full"))]
     rows = []
-    for device, layers, policy, tree in jobs:
-        root = Path(__file__).parents[1] if tree is None else tree
-        done = subprocess.run(
-            [sys.executable, __file__, "one", device, str(layers), policy],
-            capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(root)},
-        )  # fmt: skip
-        commit = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, check=False
-        )  # fmt: skip
-        row: dict[str, Any] = {"case": "prefill", "commit": commit.stdout.strip() or "unknown", "jax": jax.__version__}
+    for device, layers, policy in jobs:
+        command = [sys.executable, "-m", "benchmarks.compile_gpu", "one", device, str(layers), policy]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        row: dict[str, Any] = {"case": "prefill", "commit": machine.commit(), "jax": jax.__version__}
         row["compiled"] = done.returncode == 0
         if done.returncode:
             row |= {"device": device, "layers": layers, "policy": policy, "error": done.stderr.strip()[-500:]}

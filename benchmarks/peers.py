@@ -38,7 +38,6 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 import vlkv
 from benchmarks import torch_side
@@ -47,7 +46,7 @@ from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.files import write_json
 from vlkv.mini import CHECKPOINT
-from vlkv.terminal import OneLineParser, guarded
+from vlkv.terminal import OneLineParser, guarded, progress_bar
 from vlkv.tools.benching import machine
 from vlkv.tools.benching.programs import SEED, compile_pair
 
@@ -80,9 +79,11 @@ def ours(method: str, keep: float) -> policies.Policy:
 def main() -> int:
     """Measures what is missing, prints the tables, writes the JSON."""
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", default=["110m", "mini"], metavar="NAME", help="110m, mini or tiny")
+    parser.add_argument(
+        "--model", nargs="+", default=["110m", "mini"], choices=[*SIZES, "mini"], help="(default: 110m mini)"
+    )
     parser.add_argument("--prompt", nargs="+", type=int, default=PROMPTS, metavar="T")
-    parser.add_argument("--method", nargs="+", default=list(torch_side.METHODS), metavar="NAME")
+    parser.add_argument("--method", nargs="+", default=list(torch_side.METHODS), choices=torch_side.METHODS)
     parser.add_argument("--keep", type=float, default=KEEP)
     parser.add_argument("--new", type=int, default=NEW, metavar="S", help="tokens per run")
     parser.add_argument("--rounds", type=int, help=f"default: 3, or 2 for prompts over {_LONG} tokens")
@@ -94,12 +95,6 @@ def main() -> int:
 def run(args: argparse.Namespace) -> None:
     """Measures all cells."""
     torch_side.require()
-    for name in args.model:
-        if name not in (*SIZES, "mini"):
-            raise InputError(f"--model {name}: unknown; choose one of {', '.join([*SIZES, 'mini'])}")
-    for name in args.method:
-        if name not in torch_side.METHODS:
-            raise InputError(f"--method {name}: unknown; choose one of {', '.join(torch_side.METHODS)}")
     few = args.rounds is not None and args.rounds < 1
     if not 0 < args.keep < 1 or args.new < 2 or few or min(args.prompt) <= torch_side.WINDOW:
         raise InputError(f"--keep must lie in (0, 1), --new be at least 2, --rounds 1 and --prompt over "
@@ -190,13 +185,13 @@ def measure(folder: Path, cell: dict[str, Any], methods: list[str], rounds: int,
     turns = [[name for name in contestants if every or number == 0 or matters(*name.split(", "))]
              for number in range(rounds)]  # fmt: skip
     total = len(contestants) + sum(map(len, turns))
-    with tqdm(total=total, unit="run", desc=f"{cell['model']}, {cell['prompt']}") as bar:
+    with progress_bar(f"{cell['model']}, {cell['prompt']}", total) as advance:
         for name, go in contestants.items():
             begin = time.perf_counter()
             run, rows[name]["peak_bytes"] = _peak(go)
             rows[name].setdefault("first_call_seconds", round(time.perf_counter() - begin, 2))
             firsts[name], rows[name]["kept"] = run.first, run.kept
-            bar.update()
+            advance()
         taken: dict[str, list[torch_side.Run]] = {name: [] for name in contestants}
         copies: list[tuple[float, float]] = []
         reads: list[float] = []
@@ -208,7 +203,7 @@ def measure(folder: Path, cell: dict[str, Any], methods: list[str], rounds: int,
             for name in order[number % len(order) :] + order[: number % len(order)]:
                 time.sleep(_PAUSE)
                 taken[name].append(contestants[name]())
-                bar.update()
+                advance()
     for name, runs in taken.items():
         rows[name] |= {
             "prefill_seconds": float(np.median([r.prefill_seconds for r in runs])),

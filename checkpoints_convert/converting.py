@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
-from tqdm import tqdm
 
 from checkpoints_convert import byte_pairs, pieces, slices
 from checkpoints_convert.checkpoint import Checkpoint, open_checkpoint
@@ -26,6 +25,7 @@ from checkpoints_convert.manifest import digests_below, sha256, verify, write_js
 from checkpoints_convert.sources import INDEX, MANIFEST, base_of, with_settings
 from checkpoints_convert.tensors import Tensor
 from vlkv.errors import InputError
+from vlkv.terminal import progress_bar
 
 Format = Literal["safetensors", "orbax"]
 FORMATS: tuple[Format, ...] = ("safetensors", "orbax")
@@ -61,7 +61,7 @@ def convert(
         describe: returns the table of a checkpoint folder; raises InputError if it is not supported.
         dtype: float32, float16 or bfloat16; None: that of each tensor.
         format: "safetensors", or "orbax": arrays of our own shapes, for loading onto a mesh.
-        progress: show a progress bar on stderr.
+        progress: show a progress bar on stderr if that is a terminal.
 
     Returns:
         The destination.
@@ -101,12 +101,12 @@ def _write(
     """Writes the weights, then copies of the settings and the `extra` files (name -> text), then the manifest."""
     plan = _plan(checkpoint, dtype, kind)
     journal = Journal(folder, _job(checkpoint, dtype, kind, plan))
-    with tqdm(total=sum(map(len, plan.values())), unit="tensor", disable=not progress) as bar:
+    with progress_bar("converting", sum(map(len, plan.values())), hidden=not progress) as advance:
         for name, members in plan.items():
             if name in journal.shards:
-                bar.update(len(members))
+                advance(len(members))
             else:
-                digests, nbytes = _write_shard(checkpoint, members, folder / name, dtype, kind, bar.update)
+                digests, nbytes = _write_shard(checkpoint, members, folder / name, dtype, kind, advance)
                 journal.finish(name, digests, nbytes)
     digests = {file: digest for shard in journal.shards.values() for file, digest in shard["sha256"].items()}
     total = sum(shard["bytes"] for shard in journal.shards.values())

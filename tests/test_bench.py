@@ -109,6 +109,8 @@ def test_results_of_another_machine_are_not_mixed(measured, capsys, tmp_path):
         (["--new", "1"], "new=1 must be at least 2"),
         (["--text", "99"], "text=99 must not exceed"),
         (["--rounds", "0"], "--rounds 0"),
+        (["--mesh", "data=2"], "expected data=D,model=M"),
+        (["--mesh", "data=1,model=1", "--compile-only"], "--mesh and --compile-only"),
         (["--out", "nowhere/x.json"], "no such folder"),
         (["--model", "vicuna-1.5-7b", "--policy", "aircache"], "has none: use --scope all"),
         (["--dry-run", "--compile-only"], "give only one of them"),
@@ -167,3 +169,15 @@ def test_results_refuse_what_is_not_theirs(tmp_path):
     path.write_text('{"rows": 3}')
     with pytest.raises(vlkv.InputError, match="not a file with results of vlkv bench"):
         results.Results(path, "")
+
+
+@pytest.mark.full
+def test_a_mesh_of_eight_virtual_devices(tmp_path):
+    path = tmp_path / "mesh.json"
+    argv = [*GRID, "--batch", "2", "--rounds", "1", "--mesh", "data=2,model=4", "--policy", "aircache"]
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    command = [sys.executable, "-m", "vlkv", *argv, "--out", str(path)]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "XLA_FLAGS": flags})
+    full, air = json.loads(path.read_text())["rows"]
+    assert full["cell"]["mesh"] == {"data": 2, "model": 4} and full["cell"]["processes"] == 1
+    assert full["kept_per_layer"] == 40 and air["kept_per_layer"] == pytest.approx(8 + 0.1 * 32, abs=0.51)

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import gpu, peers, torch_side
-from vlkv import sharding
 from vlkv.policies import text_of
 from vlkv.tools.benching.subjects import find
 
@@ -104,24 +103,3 @@ def test_peers_side_by_side(tmp_path):
     assert abs(kept["vlkv", "snapkv"] - kept["sdpa", "snapkv"]) <= 1  # kvpress rounds 0.1 x 80 down to 7
     measured = ("prefill_seconds", "step_seconds", "step_to_bytes_time", "step_to_read_time")
     assert all(row[name] > 0 for row in cell["rows"] for name in measured)
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not hasattr(sharding, "make_mesh"), reason="needs a mesh by its sizes")
-def test_the_pod_runs_dry_on_eight_virtual_devices(tmp_path):
-    path = tmp_path / "pod.json"
-    argv = ["--model", "tiny", "--data", "2", "--model-axis", "4", "--batch", "2", "--prompt", "40", "--text", "8",
-            "--new", "3", "--rounds", "1", "--out", str(path)]  # fmt: skip
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [*ROOM, "benchmarks.pods", *argv],
-        check=False,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "XLA_FLAGS": flags},
-    )
-    assert done.returncode == 0, done.stderr
-    full, air = json.loads(path.read_text())["rows"]
-    assert full["cell"]["mesh"] == {"data": 2, "model": 4} and full["cell"]["processes"] == 1
-    assert full["kept_per_layer"] == 40 and air["kept_per_layer"] == pytest.approx(8 + 0.1 * 32, abs=0.51)
-    assert "8 devices, 1 processes" in done.stdout

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 import textwrap
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn, TypeVar
 
 from vlkv.errors import InputError, shortened
+
+T = TypeVar("T")
 
 
 class _Help(argparse.HelpFormatter):
@@ -44,6 +47,37 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints the error and exits with status 2."""
         self.exit(2, f"error: {shortened(message)} (see {self.prog} --help)\n")
+
+
+def track(items: Iterable[T], label: str) -> Iterable[T]:
+    """Yields the items, with a progress bar on stderr if that is a terminal."""
+    from rich.console import Console  # noqa: PLC0415 (slow to import)
+    from rich.progress import track as rich_track  # noqa: PLC0415
+
+    console = Console(stderr=True)
+    return rich_track(items, label, console=console, transient=True, disable=not console.is_terminal)
+
+
+@contextlib.contextmanager
+def progress_bar(label: str, total: int, *, hidden: bool = False) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr if that is a terminal; yields `advance(count=1, text=label)`, to call after each step.
+
+    Args:
+        label: text before the bar; `advance` may replace it.
+        total: number of steps.
+        hidden: show nothing.
+    """
+    from rich.console import Console  # noqa: PLC0415 (slow to import)
+    from rich.progress import Progress  # noqa: PLC0415
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=hidden or not console.is_terminal) as bar:
+        task = bar.add_task(label, total=total)
+
+        def advance(count: int = 1, text: str = label) -> None:
+            bar.update(task, advance=count, description=text)
+
+        yield advance
 
 
 def guarded(command: Callable[[], Any]) -> int:

@@ -115,7 +115,7 @@ FIGURES = [
     Item("concordance of steps", (Inspection(what="concordance"),)),
     Item("the design", (), _NO_DATA),
     Item("the operator", (), _NO_DATA),
-    Item("time of the operator", (Script(words=["python", "-m", "benchmarks.core_attention"]),), "an A40"),
+    Item("time of the operator", (Script(words=["python", "-m", "benchmarks.kernels"]),), "an A40"),
     Item("S, C and K", (*_figure(*_STORED), *_figure(*_CORES))),
     Item("P and T", (*_figure(*_PREFILL), *_figure(*_TEXT))),
 ]

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+from benchmarks import train_data
 from vlkv.mini import pages
 
 
@@ -43,9 +44,8 @@ def test_same_seed_same_samples(kind):
 
 def test_blocks_are_disjoint():
     """The shipped digits are the last 360 of the data set, and training takes the ones before them."""
-    training = pytest.importorskip("benchmarks.train_mini", reason="needs optax")
     data = pytest.importorskip("sklearn.datasets").load_digits()
-    shipped, trained = pages.held_out_digits(), training.training_digits()
+    shipped, trained = pages.held_out_digits(), train_data.training_digits()
     assert len(shipped.label) == pages.HELD_OUT
     assert len(trained.label) + len(shipped.label) == len(data.target)
     np.testing.assert_array_equal(np.concatenate([trained.ink, shipped.ink]) * 16, data.images)

@@ -13,6 +13,7 @@ from vlkv.mini import folder, pages
 
 pytest.importorskip("optax")
 
+from benchmarks import train_data
 from benchmarks import train_mini as training
 
 V = pages.GRID**2
@@ -20,11 +21,11 @@ V = pages.GRID**2
 
 def one_row(name, cells, questions):
     """A task's parameters, batch of one row and log-probabilities."""
-    params, task = training.start(0), training.TASKS[name]
-    stage = training.Stage(1, cells * task.images, (3, 3), questions, 1, (name,))
-    layout, rng = training.Layout.of(stage, task), np.random.default_rng(0)
-    shown = training.make_pages(pages.held_out_digits(), stage, task, rng)
-    batch = training.Batch(*(part[None] for part in training.compose_row(shown, stage, layout, rng)))
+    params, task = training.start(0), train_data.TASKS[name]
+    stage = train_data.Stage(1, cells * task.images, (3, 3), questions, 1, (name,))
+    layout, rng = train_data.Layout.of(stage, task), np.random.default_rng(0)
+    shown = train_data.make_pages(pages.held_out_digits(), stage, task, rng)
+    batch = train_data.Batch(*(part[None] for part in train_data.compose_row(shown, stage, layout, rng)))
     got = np.asarray(jax.jit(training.log_probs, static_argnames="layout")(params, batch, layout))[0]
     pixels = np.stack([np.broadcast_to(page.pixels / 127.5 - 1, (3, *page.pixels.shape)) for page in shown])
     return params, layout, batch, pixels.astype(np.float32), got
@@ -55,9 +56,9 @@ def test_a_pooled_row_is_what_downsample_reads():
 
 
 def test_targets_are_the_answers():
-    task = training.TASKS["digits"]
-    stage = training.Stage(1, 48, (2, 5), 4, 4, ("digits",))
-    batch = next(training.batches(pages.held_out_digits(), stage, task, np.random.default_rng(0)))
+    task = train_data.TASKS["digits"]
+    stage = train_data.Stage(1, 48, (2, 5), 4, 4, ("digits",))
+    batch = next(train_data.batches(pages.held_out_digits(), stage, task, np.random.default_rng(0)))
     for tokens, weights in zip(batch.tokens, batch.weights, strict=True):
         said = [folder.VOCABULARY[token] for token in tokens[weights > 0]]
         assert said.count("</s>") == 2
@@ -65,13 +66,13 @@ def test_targets_are_the_answers():
     assert batch.patches.shape == (4, 1, 48, 8, 8)
 
 
-@pytest.mark.parametrize("name", training.TASKS)
+@pytest.mark.parametrize("name", train_data.TASKS)
 def test_every_cell_with_a_digit_is_shown(name):
-    task, stage = training.TASKS[name], training.Stage(1, 84, (4, 10), 8, 1, (name,))
+    task, stage = train_data.TASKS[name], train_data.Stage(1, 84, (4, 10), 8, 1, (name,))
     for seed in range(5):
         rng = np.random.default_rng(seed)
-        shown = training.make_pages(pages.held_out_digits(), stage, task, rng)
-        _, cells, _, _ = training.compose_row(shown, stage, training.Layout.of(stage, task), rng)
+        shown = train_data.make_pages(pages.held_out_digits(), stage, task, rng)
+        _, cells, _, _ = train_data.compose_row(shown, stage, train_data.Layout.of(stage, task), rng)
         assert cells.shape == (task.images, stage.shown(task))
         for page, own in zip(shown, cells, strict=True):
             assert len(set(own.tolist())) == len(own) and set(page.cells) <= set(own.tolist())
@@ -80,7 +81,7 @@ def test_every_cell_with_a_digit_is_shown(name):
 def test_variation_keeps_digits_legible():
     """Far closer to their originals than to one another, and never twice the same."""
     digits = pages.held_out_digits()
-    first, second = (training.vary(digits, np.random.default_rng(seed)).ink for seed in (0, 1))
+    first, second = (train_data.vary(digits, np.random.default_rng(seed)).ink for seed in (0, 1))
     assert first.shape == digits.ink.shape
     assert first.min() >= 0
     assert first.max() <= 1
@@ -95,7 +96,7 @@ def test_resumes_where_it_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "evaluate", lambda *_: {"exact": 0.0})
     said: list[str] = []
     for steps in (2, 4):
-        settings = training.Settings(stages=(training.Stage(steps, 28, (1, 1), 2, 2, ("ledger",)),), warmup=1)
+        settings = training.Settings(stages=(train_data.Stage(steps, 28, (1, 1), 2, 2, ("ledger",)),), warmup=1)
         training.train(tmp_path / "out", tmp_path / "work", settings, every=2, say=said.append)
     assert "resumed at step 2" in said
     assert vlkv.load_params(tmp_path / "out").config == folder.config()

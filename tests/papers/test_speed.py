@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import vlkv
-from benchmarks import core_attention, gpu
+from benchmarks import gpu
 from benchmarks.papers import speed
 from vlkv import policies
 from vlkv.policies.lightkv import processed
@@ -199,10 +199,3 @@ def test_bad_input_is_one_line(capsys, options, says):
         status = error.code
     out, err = capsys.readouterr()
     assert status == 2 and out == "" and err.count("\n") == 1 and says in err, err
-
-
-@pytest.mark.full
-def test_the_operator_of_figure_8_is_timed(capsys):
-    assert core_attention.main(["--batch", "1", "--stored", "32", "--rounds", "1"]) == 0
-    out = capsys.readouterr().out
-    assert all(name in out for name in ("all entries", "core, operator", "core, copied", "core, masked"))

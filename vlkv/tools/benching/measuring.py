@@ -10,17 +10,19 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.policies import Policy
+from vlkv.sharding.placement import place_inputs
+from vlkv.terminal import progress_bar
 from vlkv.tools.benching.programs import SEED, Pair, compile_pair
 from vlkv.tools.benching.results import Results, identity
 from vlkv.tools.benching.settings import Setting, label, with_full
@@ -159,7 +161,7 @@ def measure_missing(
     for subject, *_ in todo:
         subject.check_fits()
     steps = sum(len(running) * (2 + rounds) for *_, running in todo)
-    with tqdm(total=steps, unit="step", disable=not todo) as bar:
+    with progress_bar("measuring", steps, hidden=not todo or jax.process_index() > 0) as advance:
         params, held = None, None
         for subject, setting, absent, running in todo:
             if held != subject.name:
@@ -168,10 +170,10 @@ def measure_missing(
             assert params is not None
 
             def tick(text: str, setting: Setting = setting) -> None:
-                bar.set_postfix_str(f"{setting.batch} x {setting.prompt}, {text}")
-                bar.update()
+                advance(text=f"{setting.batch} x {setting.prompt}, {text}")
 
-            found = measure(params, setting, running, rounds=rounds, tick=tick, trace=trace)
+            place = jax.device_put if subject.mesh is None else partial(place_inputs, mesh=subject.mesh)
+            found = measure(params, setting, running, rounds=rounds, tick=tick, trace=trace, place=place)
             for policy, row in zip(running, found, strict=True):
                 if policy in absent:
                     results.add(identity((subject, setting, policy)), row)

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from vlkv.errors import InputError
 from vlkv.files import read_json, write_json
 from vlkv.policies import Policy, text_of
@@ -60,7 +62,8 @@ class Results:
 def identity(line: Line) -> dict[str, Any]:
     """The properties that identify a cell of the grid."""
     subject, setting, policy = line
+    place = {} if subject.mesh is None else {"mesh": dict(subject.mesh.shape), "processes": jax.process_count()}
     return {
         "model": subject.name, "dtype": subject.dtype.name, "batch": setting.batch, "prompt": setting.prompt,
-        "text": setting.text, "new": setting.new, "policy": text_of(policy),
+        "text": setting.text, "new": setting.new, "policy": text_of(policy), **place,
     }  # fmt: skip

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from vlkv import loading
@@ -29,6 +30,7 @@ class Subject:
     config: ModelConfig
     dtype: jnp.dtype
     folder: Path | None  # None: random weights
+    mesh: Mesh | None = None  # None: one device
 
     @functools.cached_property
     def shapes(self) -> Model:
@@ -43,7 +45,8 @@ class Subject:
     def check_fits(self) -> None:
         """Raises InputError if the weights exceed the memory of the device."""
         memory = memory_bytes()
-        if memory is not None and self.bytes > memory:
+        parts = 1 if self.mesh is None else self.mesh.shape["model"]
+        if memory is not None and self.bytes > memory * parts:
             raise InputError(
                 f"{self.name}: the weights need {self.bytes / 2**30:.1f} GiB in {self.dtype.name}, the device has "
                 f"{memory / 2**30:.1f}: choose a smaller model or --dtype bfloat16"
@@ -53,8 +56,8 @@ class Subject:
         """The parameters, loaded or random."""
         self.check_fits()
         if self.folder is not None:
-            return loading.load_params(self.folder, dtype=self.dtype)
-        return init(self.config, jax.random.key(seed), dtype=self.dtype)
+            return loading.load_params(self.folder, dtype=self.dtype, mesh=self.mesh)
+        return init(self.config, jax.random.key(seed), self.mesh, dtype=self.dtype)
 
 
 def default_dtype() -> str:

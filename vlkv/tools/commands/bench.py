@@ -2,23 +2,29 @@
 
   vlkv bench --model mini --policy snapkv h2o --keep 0.2 0.1 --prompt 512
   vlkv bench --model llava-1.5-7b --policy aircache --keep 0.1 --dry-run
+  vlkv bench --model qwen2-vl-7b --mesh data=4,model=4 --pod --prompt 8192
 
 The programs of one setting are compiled first and then measured alternately, so that ratios to the full cache are from
-the same run. `--out` is written after every setting; results that it already contains are not measured again.
+the same run. `--out` is written after every setting; results that it already contains are not measured again. On a pod
+start the same command on every host; the first process prints and writes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.console import Console
-from tqdm import tqdm
 
 from vlkv.errors import InputError
 from vlkv.policies import Policy
+from vlkv.sharding.placement import make_mesh
+from vlkv.terminal import track
 from vlkv.tools.benching import tables
 from vlkv.tools.benching.measuring import measure_missing
 from vlkv.tools.benching.programs import Hits, compile_generate, keep_programs
@@ -27,6 +33,7 @@ from vlkv.tools.benching.settings import Setting, check_policy, grid, with_full
 from vlkv.tools.benching.shapes import make_inputs
 from vlkv.tools.benching.subjects import Subject, find
 from vlkv.tools.commands.options import add_policy_arguments, policies_from
+from vlkv.tools.planning.chips import parse_mesh
 
 _BATCHES, _PROMPTS, _NEW, _TEXT, _KEEPS = (1,), (1024,), 64, 64, (0.1,)
 
@@ -46,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: float32 on a CPU)"
     )
+    parser.add_argument("--mesh", metavar="data=D,model=M", help="devices per axis (default: one device)")
+    parser.add_argument("--pod", action="store_true", help="use the devices of all hosts, which JAX finds itself")
     parser.add_argument("--out", type=Path, metavar="JSON", help="file of results, from which a run resumes")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="folder for a profile of one more round of each")
     parser.add_argument(
@@ -62,12 +71,17 @@ def run(args: argparse.Namespace) -> Any:
         raise InputError(f"--rounds {args.rounds} must be at least 1")
     if args.dry_run and args.compile_only:
         raise InputError("--dry-run and --compile-only: give only one of them")
-    console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 160)
+    if args.mesh is not None and args.compile_only:
+        raise InputError("--mesh and --compile-only: give only one of them; `vlkv plan` compiles for a mesh")
+    if args.pod:
+        jax.distributed.initialize()
+    first = jax.process_index() == 0
+    console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 160, quiet=not first)
     command = "vlkv bench " + " ".join(sys.argv[2:])
     hits = None if args.compilation_cache is None else keep_programs(args.compilation_cache)
     work = _plan(args)
     lines = [(subject, setting, policy) for subject, setting, contestants in work for policy in contestants]
-    results = Results(args.out, command)
+    results = Results(args.out if first else None, command)
     if args.dry_run:
         done = [results.find(identity(line)) is not None for line in lines]
         tables.plan(console, lines, done)
@@ -75,15 +89,22 @@ def run(args: argparse.Namespace) -> Any:
         return planned if args.json else None
     if args.compile_only:
         return _compile(args, console, lines, hits)
-    measure_missing(work, results, rounds=args.rounds, trace=args.trace)
+    if jax.process_count() > 1 and results.rows:
+        raise InputError(f"--out {args.out}: with several hosts give a new file")  # the others do not know its rows
+    mesh = work[0][0].mesh
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        measure_missing(work, results, rounds=args.rounds, trace=args.trace)
     tables.measured(console, [(line, results.find(identity(line)) or {}) for line in lines])
     _say_hits(console, hits)
-    return results.content if args.json else None
+    return results.content if args.json and first else None
 
 
 def _plan(args: argparse.Namespace) -> list[tuple[Subject, Setting, list[Policy]]]:
     """The checked measurements: model, setting and policies."""
     subject = find(args.model or "mini", dtype=args.dtype)
+    if args.mesh is not None:
+        data, model = parse_mesh(args.mesh, jax.device_count())
+        subject = dataclasses.replace(subject, mesh=make_mesh(data=data, model=model))
     contestants = with_full(_contestants(args, subject))
     for policy in contestants:
         check_policy(policy, subject.config)
@@ -106,7 +127,7 @@ def _contestants(args: argparse.Namespace, subject: Subject) -> list[Policy]:
 def _compile(args: argparse.Namespace, console: Console, lines: list[Line], hits: Hits | None) -> Any:
     """Compile times of each `generate`; nothing runs."""
     rows = []
-    for subject, setting, policy in tqdm(lines, unit="program"):
+    for subject, setting, policy in track(lines, "compiling"):
         inputs = make_inputs(subject.config, setting.batch, setting.prompt, setting.vision)
         made = compile_generate(subject.shapes, inputs, policy, new=setting.new)
         rows.append({

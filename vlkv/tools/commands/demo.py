@@ -19,7 +19,6 @@ import jax
 import numpy as np
 from PIL import Image
 from rich.console import Console
-from rich.progress import track
 from rich.table import Column, Table
 
 from vlkv import analysis, loading, policies
@@ -34,6 +33,7 @@ from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.policies import AirCache, Policy, Smooth, compose
 from vlkv.processing import Processor
+from vlkv.terminal import track
 from vlkv.tools.evaluation.keeps import at_bytes, at_keep, budget, pool_bytes
 
 METHODS = ("ImgRandom", "SnapKV", "AirCache")  # with default settings
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> Any:
     prompt = _read_prompt(params, case.inputs, new_tokens=NEW_TOKENS)
     check_values(params, case.inputs, prompt.logits)
     rows: list[Row] = []
-    shown = track(plan(), "compiling and reading", console=Console(stderr=True), transient=True)
+    shown = track(plan(), "compiling and reading")
     for name, share, policy in shown:
         rows.append(read(params, case, prompt, name, share, policy, rows[0].answer if rows else None))
     title = f"What is left of the image at {SHOWN:.0%} of the cache's bytes"

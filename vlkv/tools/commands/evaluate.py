@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
 
 from vlkv import loading
 from vlkv.errors import InputError
 from vlkv.policies import Full, text_of
+from vlkv.terminal import track
 from vlkv.tools.benching.machine import describe
 from vlkv.tools.commands.options import add_model_arguments, policies_from
 from vlkv.tools.evaluation import fingerprint, report
@@ -105,11 +105,9 @@ def run(args: argparse.Namespace) -> Any:
         if journal.resumed:
             Console(stderr=True).print(f"resuming after {journal.resumed} answers", highlight=False)
         params = loading.load_params(folder, dtype=args.dtype)
-        bar = Console(stderr=True)
-        hidden = not bar.is_terminal
         run_all(
             params, processor, records, plan, settings, journal,
-            progress=lambda batches: track(batches, "asking", console=bar, transient=True, disable=hidden),
+            progress=lambda batches: track(batches, "asking"),
         )  # fmt: skip
     except InputError as error:
         raise InputError(f"{args.file}, {error}" if str(error).startswith("line ") else str(error)) from None

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from vlkv import loading
@@ -25,6 +23,7 @@ from vlkv.errors import InputError
 from vlkv.mini import export
 from vlkv.policies import AirCache, Full, Policy, Smooth, compose, text_of
 from vlkv.processing import Processor
+from vlkv.terminal import track
 from vlkv.tools.benching.machine import describe
 from vlkv.tools.commands.options import policy_of
 from vlkv.tools.commands.plots import check_plots
@@ -100,8 +99,7 @@ def run(args: argparse.Namespace) -> Any:
         if journal.resumed:
             bar.print(f"resuming after {journal.resumed} answers", highlight=False)
         params = loading.load_params(folder)
-        progress = partial(track, description="asking", console=bar, transient=True, disable=not bar.is_terminal)
-        run_all(params, processor, records, plan, settings, journal, progress=progress)
+        run_all(params, processor, records, plan, settings, journal, progress=lambda xs: track(xs, "asking"))
     finally:
         journal.close()
     summary = summarise(records, plan, [args.metric], journal.entries)

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from vlkv import loading
@@ -27,6 +26,7 @@ from vlkv.generation.decode import check_room
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.policies import Policy, text_of
 from vlkv.processing.images import open_image
+from vlkv.terminal import track
 from vlkv.tools.commands.averaging import mean_view
 from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, policy_from
 from vlkv.tools.commands.plots import check_plots, save
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> Any:
     console = Console(stderr=True)
     views: list[View] = []
     problem = ""
-    for i, sample in enumerate(track(samples, "measuring", console=console, transient=True, disable=len(samples) < 2)):
+    for i, sample in enumerate(track(samples, "measuring") if len(samples) > 1 else samples):
         inputs = inputs_of(processor, sample)
         case = Case(
             params, inputs, policy, jax.random.fold_in(jax.random.key(args.seed), i), args.max_new_tokens, args.ranks,

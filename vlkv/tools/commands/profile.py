@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from vlkv import loading
@@ -25,6 +24,7 @@ from vlkv.analysis import profiles
 from vlkv.errors import InputError
 from vlkv.generation.decode import check_room
 from vlkv.policies import PrefixKV
+from vlkv.terminal import track
 from vlkv.tools.commands.options import add_model_arguments
 from vlkv.tools.commands.samples import Sample, inputs_of, read_samples
 
@@ -76,10 +76,10 @@ def run(args: argparse.Namespace) -> Any:
     for each in inputs:
         check_room(processor.config, each, 1)
     params = loading.load_params(args.model, dtype=args.dtype)
-    bar, early = Console(stderr=True), args.tolerance is not None or args.steps is not None
+    early = args.tolerance is not None or args.steps is not None
     ratios, taken = [], []
     for policy in plan:
-        shown = track(inputs, f"measuring keep {policy.keep}", console=bar, transient=True)
+        shown = track(inputs, f"measuring keep {policy.keep}")
         if early:
             found, steps = profiles.searched(
                 params, shown, policy, tolerance=args.tolerance or 0.0, steps=args.steps or 64

@@ -1,6 +1,5 @@
 """Metrics of published benchmarks, defined as in the evaluation code of their authors.
 
-relaxed    a number may differ by five percent; any other answer must be equal (ChartQA; Masry et al. 2022, Sec. 5.1).
 vqa        min(people who gave the same answer / 3, 1), averaged over all sets that leave out one person (VQA v2,
            TextVQA; Antol et al. 2015, Sec. 5), after VQA's normalisation of punctuation, articles, numbers and
            contractions. VQA's code normalises only where people disagree; here every answer is normalised.
@@ -35,26 +34,6 @@ somebody's someone'd someone'd've someone'll someone's something'd something'd'v
 there'd've there're there's they'd they'd've they'll they're they've 'twas wasn't we'd've we've weren't what'll what're
 what's what've when's where'd where's where've who'd who'd've who'll who's who've why'll why're why's won't would've
 wouldn't wouldn't've y'all y'all'll y'all'd've you'd you'd've you'll you're you've"""
-
-
-def relaxed(scored: Sequence[Scored]) -> float:
-    """Relaxed accuracy; a percentage counts as a fraction."""
-
-    def correct(answer: str, accepted: str) -> bool:
-        number, wanted = _number(answer), _number(accepted)
-        if number is None or not wanted:  # a relative error needs a reference other than 0
-            return answer.strip().lower() == accepted.strip().lower()
-        return abs(number - wanted) <= 0.05 * abs(wanted)
-
-    return _mean(any(correct(item.answer, accepted) for accepted in item.accepted) for item in scored)
-
-
-def _number(text: str) -> float | None:
-    text = text.strip()
-    try:
-        return float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        return None
 
 
 def vqa(scored: Sequence[Scored]) -> float:
@@ -169,7 +148,6 @@ def _mean(values: Iterable[float]) -> float:
 
 
 PROTOCOLS: Mapping[str, Callable[[Sequence[Scored]], float]] = {
-    "relaxed": relaxed,
     "vqa": vqa,
     "pope-f1": pope_f1,
     "ocrbench": ocrbench,

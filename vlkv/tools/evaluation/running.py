@@ -42,6 +42,9 @@ from vlkv.tools.evaluation.records import Record
 
 _extend = jax.jit(extend)
 _log_probabilities = jax.jit(log_probabilities)
+Compress = Callable[
+    [Model, Inputs, Sequence[Policy], Sequence[int], int, int, Batch], Iterator[tuple[int, int, PackedCache, Array]]
+]  # the arguments and the result of `compressed`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +84,7 @@ def run(
     journal: Journal,
     *,
     progress: Callable[[Sequence[Batch]], Iterable[Batch]] = iter,
+    compress: Compress | None = None,
 ) -> None:
     """Answers the questions whose answers are not in the journal yet, and appends the answers batch by batch.
 
@@ -92,6 +96,7 @@ def run(
         settings: how to answer.
         journal: the journal of a run with the same records, policies and settings.
         progress: wraps the batches, for a progress bar.
+        compress: makes the caches of a batch; None: `compressed`.
 
     Raises:
         InputError: a question or an image cannot be used, and the message names the line; or logits are NaN. All texts
@@ -104,21 +109,21 @@ def run(
         todo = [i for i in range(len(plan)) if not _complete(journal, batch, records, i)]
         if todo:
             inputs, new_tokens = evaluator.first_inputs(batch)
-            caches = _compressed(params, inputs, plan, todo, new_tokens, settings.seed, batch.number)
+            caches = (compress or compressed)(params, inputs, plan, todo, new_tokens, settings.seed, batch)
             for i, size, cache, logits in caches:
                 journal.append(evaluator.answer(batch, inputs, i, size, cache, logits))
                 del cache, logits  # free their memory before the next cache is computed
 
 
-def _compressed(
-    params: Model, inputs: Inputs, plan: Sequence[Policy], todo: Sequence[int], new_tokens: int, seed: int, batch: int
+def compressed(
+    params: Model, inputs: Inputs, plan: Sequence[Policy], todo: Sequence[int], new_tokens: int, seed: int, batch: Batch
 ) -> Iterator[tuple[int, int, PackedCache, Array]]:
     """For each policy index in `todo`: the index, the bytes of its cache, the cache, and the logits of the prompt.
 
     All keeps of a method share one program, which allocates the cache of the largest keep. The bytes returned are those
     of a cache for the policy's own keep.
     """
-    key = jax.random.split(jax.random.fold_in(jax.random.key(seed), batch))[0]
+    key = jax.random.split(jax.random.fold_in(jax.random.key(seed), batch.number))[0]
     # A shared prefill stores the queries of all layers, which does not pay off for a single policy.
     sharing = [i for i, policy in enumerate(plan) if policy.reducer is None and policy.cap is None]
     prompt = (

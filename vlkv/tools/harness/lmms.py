@@ -20,12 +20,12 @@ from lmms_eval.api.instance import GenerationResult, Instance, TokenCounts
 from lmms_eval.api.model import lmms
 from lmms_eval.models.model_utils.gen_metrics import log_metrics
 from PIL import Image
-from tqdm import tqdm
 
 from vlkv import loading
 from vlkv.compression.compose import STAGES
 from vlkv.errors import InputError
 from vlkv.processing.pictures import Video
+from vlkv.terminal import progress_bar
 from vlkv.tools.commands.options import policy_of
 from vlkv.tools.harness.answering import Answer, Answerer, Question, sampling_from
 
@@ -171,8 +171,8 @@ class Vlkv(lmms):
     @contextmanager
     def _progress(self, count: int) -> Iterator[Answerer]:
         """The model, with a progress bar that counts its questions."""
-        with tqdm(total=count, disable=self.rank != 0, desc=f"vlkv, {type(self.model.policy).__name__}") as bar:
-            yield dataclasses.replace(self.model, done=bar.update)
+        with progress_bar(f"vlkv, {type(self.model.policy).__name__}", count, hidden=self.rank != 0) as advance:
+            yield dataclasses.replace(self.model, done=advance)
 
     def _document(self, number: int, task: str, split: str) -> Any:
         return self.task_dict[task][split][number]

@@ -1,0 +1,135 @@
+"""What `benchmarks.quality` measures: sections of questions, each with its rows of policies and bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from benchmarks.quality_tables import BYTES, ON_BOTH, ON_ROWS, TUNED
+from vlkv import policies
+from vlkv.mini import pages
+from vlkv.policies import KIVI, AdaKV, AirCache, Policy, Smooth, SnapKV, compose
+from vlkv.tools.evaluation.keeps import at_bytes, relative_size
+
+
+class Cell(NamedTuple):
+    """One row of the results."""
+
+    name: str
+    policy: Policy | str  # or "Oracle"
+    bytes: float  # share of the bytes
+    bits: int = 16
+
+    @property
+    def text(self) -> str:
+        """The policy as Python code."""
+        return self.policy if isinstance(self.policy, str) else policies.text_of(self.policy)
+
+    @property
+    def chosen(self) -> Policy:
+        """The policy; for the oracle the one that determines how many tokens it keeps."""
+        return policies.ImgRandom(keep=self.bytes) if isinstance(self.policy, str) else self.policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """Questions of one kind, and the rows to measure on them."""
+
+    name: str
+    kind: str  # of pages.KINDS, or "several"
+    plan: tuple[Cell, ...]
+    unknown: bool = False  # compress before the question is known
+    share: float = 1.0  # of the questions
+    new_tokens: int = 8
+
+
+def published(name: str, share: float, layers: int) -> Policy | None:
+    """A method with default settings that keeps all text; None if it cannot reach this share."""
+    options: dict[str, Any] = {}
+    if name == "avl":
+        options = {"core": 0.75 * share}  # the paper's ratio
+    elif name in ("lightkv", "tome", "pitome", "tofu"):
+        stages = max(3, math.ceil(math.log2(1 / share)))  # each stage merges half at most
+        if stages >= layers:
+            return None
+        if stages > 3:
+            options = {"layers": tuple(range(layers - stages, layers))}
+            if name == "lightkv":
+                options["windows"] = (4, 2, *[1] * (stages - 2))
+    return policies.make(name, keep=share, scope="vision", **options)
+
+
+def compositions() -> dict[str, Policy]:
+    """Scores with several kinds of smoothing; `keep` is set later."""
+    text = AirCache(keep=0.1, window="text")
+    snap = SnapKV(keep=0.1, window=8, kernel=1, scope="vision")
+    made: dict[str, Policy] = {
+        "AirCache text": text,
+        "SnapKV window 8, kernel 7": SnapKV(keep=0.1, window=8, kernel=7, scope="vision"),
+    }
+    made |= {f"AirCache text, {name}": compose(text, smooth=smooth) for name, smooth in SMOOTHED.items()}
+    return made | {
+        f"SnapKV window 8, {name}": compose(snap, smooth=SMOOTHED[name]) for name in ("8 before", "8 x 8 before")
+    }
+
+
+# No smoothing, a tuned SnapKV, and the best two with the seed TUNED.
+CHOSEN = ("AirCache text", "SnapKV window 8, kernel 7", ON_ROWS, ON_BOTH)
+
+
+SMOOTHED = {
+    "9 tokens": Smooth(9),
+    "8 before": Smooth(8, one_sided=True),
+    "8 before, max": Smooth(8, one_sided=True, pooling="max"),
+    "7 x 7": Smooth((7, 7)),
+    "8 x 8 before": Smooth((8, 8), one_sided=True),
+    "8 x 8 before, max": Smooth((8, 8), one_sided=True, pooling="max"),
+}
+
+
+def sections(layers: int, seed: int) -> list[Section]:
+    """All sections, the most important first; with the seed TUNED they include all compositions."""
+    full = Cell("Full", policies.Full(), 1.0)
+    random = [Cell("ImgRandom", policies.ImgRandom(keep=b), b) for b in BYTES]
+    oracle = [Cell("Oracle", "Oracle", b) for b in (0.1, 0.02)]
+    bits = [Cell("KIVI", store, relative_size(store), store.bits) for store in (KIVI(bits=4), KIVI(bits=2))]
+    names = [name for name in policies.registry if name not in ("full", "kivi", "random", "imgrandom")]
+    # The default settings of AdaKV smooth more than those of SnapKV, so its gain is not only that of budgets per head.
+    alike = [
+        Cell("SnapKV smoothed as AdaKV", SnapKV(keep=b, kernel=AdaKV.kernel, pooling=AdaKV.pooling, scope="vision"), b)
+        for b in BYTES
+    ]
+
+    def default(chosen: Iterable[str], shares: Iterable[float]) -> list[Cell]:
+        made = ((name, share, published(name, share, layers)) for name in chosen for share in shares)
+        return [Cell(type(policy).__name__, policy, share) for _, share, policy in made if policy is not None]
+
+    def composed(chosen: Iterable[str], bits: Iterable[int], shares: Iterable[float]) -> list[Cell]:
+        every = compositions()
+        return [Cell(name, at_bytes(every[name], b, n), b, n) for name in chosen for n in bits for b in shares]
+
+    few = default(("snapkv", "aircache", "h2o", "prefixkv", "csp"), (0.2, 0.1, 0.05))
+    few += composed(CHOSEN[:3], (4,), (0.1, 0.02))
+    best = composed(compositions() if seed == TUNED else CHOSEN, (16, 4), (0.02, 0.01))
+    return [
+        Section("digits", "digits", (full,), new_tokens=40),
+        Section("baselines", "ledger", (full, *oracle, *random, Cell("Downsample", downsample(), 0.25))),
+        Section("methods", "ledger", (full, *bits, *default(filter(_evicts, names), BYTES), *alike)),
+        Section("compositions right", "right", (full, *best)),
+        Section("compositions", "ledger", (full, *best)),
+        Section("shorter prompts", "ledger", (full, *default((n for n in names if not _evicts(n)), BYTES)), share=0.2),
+        Section("unknown", "ledger", (full, *few), unknown=True, share=0.2),
+        Section("several", "several", (full, *few), share=0.2),
+    ]
+
+
+def downsample() -> Policy:
+    """Reduces an image of 24 x 24 tokens to 12 x 12."""
+    return policies.Downsample(most=pages.GRID**2 // 4)
+
+
+def _evicts(name: str) -> bool:
+    made = published(name, 0.2, layers=6)
+    return made is not None and made.reducer is None
