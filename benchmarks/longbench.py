@@ -30,6 +30,7 @@ from benchmarks.milebench import score_files, write
 from vlkv import loading
 from vlkv.errors import InputError
 from vlkv.files import read_json, read_text
+from vlkv.processing.contexts import joined
 from vlkv.processing.tokenizer import TextTokenizer
 from vlkv.terminal import guarded
 from vlkv.tools.evaluation.metrics import METRICS
@@ -71,19 +72,24 @@ def rows(source: Path, dataset: str, tokenizer: TextTokenizer, context: int) -> 
     for number, line in enumerate(filter(str.strip, text.split("\n")), start=1):
         try:
             sample = json.loads(line)
-            question = prompt.format(input=sample["input"], context=sample["context"])
+            whole = prompt.format(input=sample["input"], context=sample["context"])
+            question = prompt.partition("{context}")[2].format(input=sample["input"], context=sample["context"])
             answers, classes = list(sample["answers"]), sample.get("all_classes") or []
         except (KeyError, ValueError, TypeError) as error:
             raise InputError(
                 f"{source}/data/{dataset}.jsonl, sample {number}: not LongBench's format ({error})"
             ) from None
-        ids = tokenizer.encode(question, add_special=False)
+        ids = tokenizer.encode(whole, add_special=False)
         if len(ids) > context:
             half = context // 2
-            question = f"{tokenizer.decode(ids[:half])}{tokenizer.decode(ids[-half:])}"
+            whole = f"{tokenizer.decode(ids[:half])}{tokenizer.decode(ids[-half:])}"
+        # What follows the context is the question, unless the cut or a line break between them would change the prompt.
+        before = whole.removesuffix(question)
+        if not question.strip() or joined(before, question) != whole:
+            before, question = "", whole
         yield {
             "id": f"{dataset}/{number}", "dataset": dataset, "metric": METRIC_OF[dataset], "classes": classes,
-            "question": question, "answers": answers,
+            "context": before, "question": question, "answers": answers,
         }  # fmt: skip
 
 
@@ -102,7 +108,7 @@ def haystack(
             hidden = " ".join(part for part in (text[:place].strip(), NEEDLE, text[place:].strip()) if part)
             yield {
                 "id": f"{length}/{depth}", "dataset": f"{length} tokens, depth {depth}", "metric": "needle",
-                "question": f"{hidden}\n{_QUESTION}", "answer": _WANTED,
+                "context": hidden, "question": _QUESTION, "answer": _WANTED,
             }  # fmt: skip
 
 

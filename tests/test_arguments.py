@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 
 import jax
@@ -14,8 +15,10 @@ from vlkv import analysis, policies
 from vlkv.analysis import profiles
 from vlkv.mini import CHECKPOINT
 
-from .models import CONFIG, IMAGE_TOKEN, SMALL, tiny_llava
+from .families import tiny
+from .models import CONFIG, IMAGE_TOKEN, SMALL, padded, tiny_llava
 
+pytestmark = pytest.mark.usefixtures("shapes_for_arrays")  # which switches the types of arguments off
 SHORT = vlkv.Greedy(max_new_tokens=2, stop=())
 SNAPKV, RANDOM = policies.SnapKV(keep=0.3), policies.Random(keep=0.5)
 BATCH = {
@@ -59,7 +62,6 @@ ON_HOST = {
 }
 
 
-@pytest.mark.usefixtures("shapes_for_arrays")
 @pytest.mark.parametrize("name", TRACED)
 def test_a_transformers_batch_is_an_input(params, cache, name):
     """Traced, which compiles nothing: the result has the shapes that it has for `Inputs`. Under jit it is refused."""
@@ -109,6 +111,28 @@ def test_batches_that_are_no_numbers_are_refused_in_a_line(changes, says):
     assert "\n" not in str(error.value) and len(str(error.value)) <= 200
 
 
+@pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_vl"])
+def test_other_ends_are_those_of_another_prompt(family):
+    """Against the conversion of the other prompt, with rows of unequal length; positions of M-RoPE too."""
+    config, rng = tiny.read_config(family), np.random.default_rng(0)
+    picture = tiny.PICTURES[family](config, rng, 1, True)
+    image = [config.image_token] * picture.tokens
+    begin, ends = [[5, *image, 7, 8], [5, 6, 7]], [np.arange(20, 60), np.array([30])]
+
+    def inputs(*ends):
+        rows = padded([[*ids, *end] for ids, end in zip(begin, ends, strict=True)])
+        made = vlkv.Inputs.from_hf({**rows, **picture.extra}, config)
+        return dataclasses.replace(made, positions=made.positions * made.valid[..., None])  # those of padding are free
+
+    made, wanted = inputs([12, 13], [14]).with_ends([2, 1], ends), inputs(*ends)
+    assert jax.tree.structure(made) == jax.tree.structure(wanted)
+    jax.tree.map(np.testing.assert_array_equal, made, wanted)
+    with pytest.raises(vlkv.InputError, match="would lose an image token"):
+        made.with_ends([43, 0], [np.array([1])] * 2)
+    with pytest.raises(vlkv.InputError, match="or all its tokens"):
+        made.with_ends([0, 4], [np.array([1])] * 2)
+
+
 def test_pieces_are_those_of_one_row():
     processor = vlkv.load_processor(CHECKPOINT)
     rows = np.stack([processor.tokenizer.encode(text, add_special=False) for text in ("4 2", "7 9")])
@@ -144,7 +168,6 @@ NO_PROMPT = types.SimpleNamespace(reducer=None, layers=())
 QKV = (np.zeros((1, 1, 4, 2)), np.zeros((1, 1, 4, 2)), np.zeros((1, 1, 4, 2)), np.zeros(4, bool))
 
 
-@pytest.mark.usefixtures("shapes_for_arrays")  # which switches the types of arguments off
 @pytest.mark.parametrize("name", KEYS)
 def test_what_is_no_key_is_refused_before_anything_runs(params, name):
     for key, says in (

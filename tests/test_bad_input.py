@@ -82,7 +82,7 @@ def test_folders(capsys, folder, page, tmp_path):
         ({"text_config": [1]}, "text_config=[1] must be an object"),
         ({"model_type": "opt"}, "model_type='opt' is not supported (supported: llava, "),
         ({"text_config__model_type": "gemma"}, "text_config.model_type='gemma'"),
-        ({"text_config__rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope type='llama3'"),
+        ({"text_config__rope_parameters": {"rope_type": "ntk", "rope_theta": 1e4}}, "rope type='ntk'"),
         ({"text_config__hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"vision_feature_select_strategy": "middle"}, "vision_feature_select_strategy='middle'"),
         ({"vision_feature_layer": [-2, -1]}, "vision_feature_layer"),

@@ -25,7 +25,7 @@ ORDER = [
     {"vlkv.buckets", "pallas_kernels", "checkpoints_convert"},
     {"vlkv.config"},
     {"vlkv.inputs", "vlkv.keys", "vlkv.masks", "vlkv.sharding"},
-    {"vlkv.cache", "vlkv.decoder", "vlkv.processing", "vlkv.generation.sampling"},
+    {"vlkv.cache", "vlkv.decoder", "vlkv.processing"},
     {"vlkv.compression"},
     {"vlkv.policies", "vlkv.towers"},
     {"vlkv.families"},

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from benchmarks import longbench
 from vlkv.errors import InputError
 from vlkv.mini import CHECKPOINT
+from vlkv.processing.contexts import joined
 from vlkv.processing.tokenizer import TextTokenizer
 from vlkv.tools.evaluation import read_records
 
@@ -36,9 +37,10 @@ def tokenizer():
 
 def test_rows(source, tokenizer, tmp_path, capsys):
     (row,) = longbench.rows(source, "trec", tokenizer, 7)
-    assert row["question"] == "Label: one two three seven ? Type:" and row["answers"] == ["Food"]
+    assert (row["context"], row["question"]) == ("Label: one two three", " seven ? Type:")
+    assert row["answers"] == ["Food"]
     (cut,) = longbench.rows(source, "trec", tokenizer, 4)
-    assert cut["question"] == "Label: one? Type:", "the middle is gone"
+    assert (cut["context"], cut["question"]) == ("", "Label: one? Type:"), "the middle is gone, and with it the context"
     out = tmp_path / "out.jsonl"
     assert longbench.main([str(source), str(out), "--dataset", "trec", "--model", str(CHECKPOINT)]) == 0
     assert capsys.readouterr().out.startswith("1 questions") and read_records(out)[0].dataset == "trec"
@@ -72,7 +74,7 @@ def test_a_needle_at_every_depth_and_length(tokenizer, monkeypatch):
     words = Tokenizer(models.WordLevel({"one": 0, "two.": 1, "seven": 2, "?": 3}, "?"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     rows = list(longbench.haystack("one two.", TextTokenizer(tokenizer=words, special={}), [6, 8], (0.0, 0.6, 1.0)))
-    assert [row["question"] for row in rows[:3]] == [
+    assert [joined(row["context"], row["question"]) for row in rows[:3]] == [
         "seven one two. one two.\n?", "one two. seven one two.\n?", "one two. one two. seven\n?",
     ]  # fmt: skip
     assert [row["dataset"] for row in rows[::3]] == ["6 tokens, depth 0.0", "8 tokens, depth 0.0"]

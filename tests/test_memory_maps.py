@@ -10,7 +10,8 @@ import pytest
 
 import vlkv
 from tests.models import SMALL, padded, tiny_llava, unequal_batch
-from vlkv.decoder import memory_maps, policies
+from vlkv import policies
+from vlkv.decoder import memory_maps
 
 SAMPLING = vlkv.Greedy(max_new_tokens=2, stop=())
 

@@ -25,6 +25,7 @@ from vlkv.inputs import Inputs
 from vlkv.keys import single_key
 from vlkv.policies.full import Full
 from vlkv.processing import Processor
+from vlkv.processing.contexts import context_part, joined, shared
 from vlkv.processing.processor import RowImages, as_list, count
 from vlkv.processing.prompts import literal
 
@@ -61,6 +62,7 @@ class Chat:
         sampling: Greedy | None = None,
         key: PRNGKeyArray | None = None,
         query_agnostic: bool = False,
+        context: str = "",
     ) -> None:
         """Starts a conversation.
 
@@ -71,7 +73,9 @@ class Chat:
             policy: None: the full cache.
             sampling: None: `Greedy()`. Its `max_new_tokens` limits each answer.
             key: for random policies and for `Sample`.
-            query_agnostic: compress the images now, so that the kept entries do not depend on the first question.
+            query_agnostic: compress the images and the context now, so that the kept entries do not depend on the first
+                question.
+            context: text that comes before the first question. `<image>` may mark the place of an image in it.
 
         Raises:
             InputError: another processor, an image that cannot be used, a policy that does not fit, a missing key, or
@@ -83,7 +87,7 @@ class Chat:
         self.policy = Full() if policy is None else policy
         self.sampling = Greedy() if sampling is None else sampling
         self.cache, self.turns = None, []
-        self._image, self._seen = image, ""  # _seen: the text that the cache holds
+        self._image, self._context, self._seen = image, context, ""  # _seen: the text that the cache holds
         self._images, self._videos = count(as_list(image))
         key = self.sampling.require_key(single_key(key))
         require_fit(self.policy, len(params.decoder.layers), key)
@@ -92,9 +96,8 @@ class Chat:
         if key is not None:
             self._policy_key, self._key = jax.random.split(key)
         if query_agnostic:
-            inputs = processor(image, _ANY, question=False)
+            inputs = self._without_question()
             check_tokens(params, inputs, choose_token(self._begin(inputs), self.sampling, self._key)[:, None])
-            self._seen = processor.prompts.before_question(_ANY, self._images, self._videos)
 
     def ask(self, question: str, on_text: Callable[[str], Any] | None = None) -> str:
         """Answers a question and adds both to the cache.
@@ -126,9 +129,10 @@ class Chat:
         """
         questions, answers = [*(asked for asked, _ in self.turns), question], [answer for _, answer in self.turns]
         then = list(zip(answers, questions[1:], strict=True))
-        prompt = self.processor.prompts.write(questions[0], self._images, self._videos, then)
+        first = joined(self._context, questions[0])
+        prompt = self.processor.prompts.write(first, self._images, self._videos, then)
         if self.cache is None:
-            fed = self.processor(self._image, question)
+            fed = self.processor(self._image, first)
             logits = self._begin(fed)
         else:
             answer = literal(answers[-1]) if answers else ""
@@ -139,6 +143,17 @@ class Chat:
             logits = self._extend(fed)
         self._seen = prompt
         return fed, logits
+
+    def _without_question(self) -> Inputs:
+        """The inputs of the prompt up to the question; sets `_seen`."""
+        text, prompts = joined(self._context, _ANY), self.processor.prompts
+        self._seen = context_part(prompts, self._context, _ANY, self._images, self._videos)
+        if not (self._context or self._images or self._videos):
+            raise InputError("query_agnostic=True compresses what is before the question: give an image or a context")
+        texts = (prompts.write(text, self._images, self._videos), self._seen)
+        whole, before = (self.processor.encode(x, begin=False) for x in texts)
+        count = shared(whole, [before])
+        return self.processor(self._image, text).with_ends([len(whole) - count], [before[count:]])
 
     def _begin(self, inputs: Inputs) -> Float[Array, "1 vocab"]:
         check_room(self.params.config, inputs, self.sampling.max_new_tokens)

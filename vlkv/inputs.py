@@ -6,7 +6,7 @@ Axes: B batch · T padded prompt length · A position axes (1; 3 for M-RoPE) · 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -127,25 +127,87 @@ class Inputs:
         except (TypeError, ValueError) as error:  # numpy's errors for texts, and for lists of unequal lengths
             raise InputError(f"inputs are not arrays of numbers: {one_line(error)[:120]}") from error
 
-        is_vision, place = made.vision_index >= 0, np.arange(tokens.shape[1])
+        return cls._rounded(
+            buckets,
+            # The id of the image token may be outside the vocabulary.
+            tokens=np.where(valid & (tokens < config.decoder.vocab_size), tokens, 0).astype(np.int32),
+            positions=made.positions, valid=valid, vision_index=made.vision_index, grid=made.grid, tiles=made.tiles,
+            pixels=made.pixels, layout=made.layout, max_vision=made.max_vision, max_images=made.max_images,
+        )  # fmt: skip
+
+    def with_ends(
+        self, dropped: Sequence[int], ends: Sequence[Int[np.ndarray, " _t"]], buckets: Buckets | None = None
+    ) -> Inputs:
+        """The prompts with other text at their ends. On the host, like `from_hf`.
+
+        Args:
+            dropped: number of tokens that each row loses at its end; all must be text.
+            ends: ids of the text that each row gets instead.
+            buckets: as in `from_hf`.
+
+        Raises:
+            InputError: the rows are not padded on the right, or a row would lose an image token or all tokens.
+        """
+        lengths, is_vision = np.asarray(self.valid).sum(axis=1), np.asarray(self.is_vision)
+        place = np.arange(self.tokens.shape[1])
+        kept = place < (lengths - dropped)[:, None]
+        if (np.asarray(self.valid) != (place < lengths[:, None])).any():
+            raise InputError("only rows that are padded on the right can get other ends")
+        if (is_vision & ~kept).any() or not kept[:, 0].all():
+            raise InputError("a prompt would lose an image token, or all its tokens: the end to replace must be text")
+        longest = int((lengths - dropped + [len(end) for end in ends]).max())
+
+        def beginnings(x: Any, fill: int = 0) -> np.ndarray:
+            x = np.asarray(x)
+            x = np.where(kept.reshape(kept.shape + (1,) * (x.ndim - 2)), x, x.dtype.type(fill))[:, :longest]
+            more = [(0, 0), (0, longest - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]
+            return np.pad(x, more, constant_values=fill)
+
+        tokens, positions, valid = beginnings(self.tokens), beginnings(self.positions), beginnings(self.valid)
+        for row, end in enumerate(ends):
+            begin = lengths[row] - dropped[row]
+            new = slice(begin, begin + len(end))
+            tokens[row, new], valid[row, new] = end, True
+            # As in `extend`: positions continue after the greatest one of all axes.
+            positions[row, new] = positions[row, :begin].max() + 1 + np.arange(len(end))[:, None]
+        return Inputs._rounded(
+            buckets or Buckets(), tokens=tokens, positions=positions, valid=valid,
+            vision_index=beginnings(self.vision_index, -1), grid=beginnings(self.grid, -1),
+            tiles=None if self.tiles is None else beginnings(self.tiles, -1),
+            pixels=self.pixels, layout=self.layout, max_vision=self.max_vision, max_images=self.max_images,
+        )  # fmt: skip
+
+    @classmethod
+    def _rounded(
+        cls,
+        buckets: Buckets,
+        *,
+        tokens: Int[np.ndarray, "B T"],
+        positions: Int[np.ndarray, "B T A"],
+        valid: Bool[np.ndarray, "B T"],
+        vision_index: Int[np.ndarray, "B T"],
+        grid: Int[np.ndarray, "B T 3"],
+        tiles: Int[np.ndarray, "B T 2"] | None,
+        max_vision: int,
+        **more: Any,
+    ) -> Inputs:
+        """Computes the bounds on the text, and pads the rows so that T depends only on bounds."""
+        is_vision, place = vision_index >= 0, np.arange(tokens.shape[1])
         last_vision = np.where(is_vision, place, -1).max(axis=1)  # -1 without an image: the whole row is instruction
         instruction = (valid & (place > last_vision[:, None])).sum(axis=1)
         max_text = round_up(int((valid & ~is_vision).sum(axis=1).max()), buckets.text)
-        pad = [(0, 0), (0, max(0, made.max_vision + max_text - tokens.shape[1]))]
+        pad = [(0, 0), (0, max(0, max_vision + max_text - tokens.shape[1]))]
         return cls(
-            # The id of the image token may be outside the vocabulary.
-            tokens=np.pad(np.where(valid & (tokens < config.decoder.vocab_size), tokens, 0), pad).astype(np.int32),
-            positions=np.pad(made.positions, [*pad, (0, 0)]),
+            tokens=np.pad(tokens, pad),
+            positions=np.pad(positions, [*pad, (0, 0)]),
             valid=np.pad(valid, pad),
-            vision_index=np.pad(made.vision_index, pad, constant_values=-1),
-            grid=np.pad(made.grid, [*pad, (0, 0)], constant_values=-1),
-            pixels=made.pixels,
-            tiles=None if made.tiles is None else np.pad(made.tiles, [*pad, (0, 0)], constant_values=-1),
-            layout=made.layout,
-            max_vision=made.max_vision,
+            vision_index=np.pad(vision_index, pad, constant_values=-1),
+            grid=np.pad(grid, [*pad, (0, 0)], constant_values=-1),
+            tiles=None if tiles is None else np.pad(tiles, [*pad, (0, 0)], constant_values=-1),
+            max_vision=max_vision,
             max_text=max_text,
             max_instruction=min(max_text, round_up(int(instruction.max()), buckets.text)),
-            max_images=made.max_images,
+            **more,
         )
 
 

@@ -13,6 +13,7 @@ import vlkv
 from vlkv.errors import InputError
 from vlkv.families.llava.config import LlavaConfig
 from vlkv.mini import CHECKPOINT, folder
+from vlkv.processing.contexts import context_part, joined
 from vlkv.processing.prompts import PromptWriter
 from vlkv.processing.templates import ChatTemplate
 from vlkv.processing.tokenizer import TextTokenizer
@@ -95,9 +96,44 @@ def test_the_reference_answer_stands_where_the_answer_would(processor):
     ids = folder.tokenizer().encode("4 2", add_special_tokens=False).ids
     assert dialogue.reference(processor, record, []) == [*ids, folder.EOS]
     assert dialogue.reference(processor, record, ["0"])[-2:] == [folder.VOCABULARY.index("7"), folder.EOS]
-    begin = dialogue.prompt(processor, record, [])
-    assert dialogue.image_part(processor, record) == "USER: <image>\n"
+    assert dialogue.before_question(processor, record) == "USER: <image>\n"
     added = "x USER: what does row one say? ASSISTANT:"
     count = len(folder.tokenizer().encode(added, add_special_tokens=False).ids)
-    assert dialogue.later_tokens(processor, record, begin) == count
+    assert dialogue.later_tokens(processor, record) == count
     assert dialogue.truncate(processor, "4 2 7", 2) == "4 2" != dialogue.truncate(processor, "4 2 7", 3)
+
+
+def test_a_context_and_a_prefix_as_text(processor):
+    """A line break separates context and question, and a space prefix and answer, where there is no white space."""
+    turns = (Turn("read the page", ("4",), " it says"), Turn("what does row one say?", ("7",)))
+    record = Record(1, "1", (CHECKPOINT,), turns, context="<image> row two")
+    first = "USER: <image>\n row two\nread the page ASSISTANT: it says"
+    assert dialogue.before_question(processor, record) == "USER: <image>\n row two\n"
+    assert dialogue.prompt(processor, record, []) == first
+    assert dialogue.prompt(processor, record, ["4 2"]) == first.replace(
+        " it says", "  it says 4 2 USER: what does row one say? ASSISTANT:"
+    )
+    assert joined("a ", "b") == "a b" and joined("a", "\nb") == "a\nb" and joined("", "b") == "b"
+    strings = writer(STRINGS)
+    assert context_part(strings, "see <image> here", "q", 1) == "<user>see [I]\n here\n"
+    with pytest.raises(InputError, match="mark images only in the context"):
+        context_part(strings, "see", "<image> q", 1)
+
+
+def test_a_token_that_crosses_the_end_of_the_context_is_fed_with_the_question(processor):
+    """Two questions about one context: what is prefilled fits both, and all tokens are those of the whole prompt."""
+    joins = Tokenizer(models.BPE({"a": 0, "b": 1, "?": 2, "x": 3, "\n": 4, "\nb": 5}, [("\n", "b")]))
+    other = dataclasses.replace(
+        processor, tokenizer=TextTokenizer(tokenizer=joins, special={}),
+        prompts=PromptWriter(template=None, image_token=None, special={}),
+    )  # fmt: skip
+    crossing, apart = (Record(1, "", (), (Turn(text, (), "a"),), context="xa\n") for text in ("b?", "x?"))
+    assert joins.encode(dialogue.prompt(other, crossing, [])).ids == [3, 0, 5, 2, 0]
+
+    def split(*records, query_agnostic=True):
+        made = dialogue.split(other, records, query_agnostic=query_agnostic)
+        return made.dropped, made.end.tolist(), [ids.tolist() for ids in made.fed]
+
+    assert split(crossing, apart) == (2, [], [[5, 2, 0], [4, 3, 2, 0]])
+    assert split(apart) == (2, [], [[3, 2, 0]]) and split(crossing) == (2, [], [[5, 2, 0]])
+    assert split(crossing, query_agnostic=False) == (0, [0], [[]]), "the prefix is prefilled with the prompt"

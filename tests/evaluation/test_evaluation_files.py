@@ -48,6 +48,14 @@ def test_rows(file, tmp_path):
         Record(4, "4", (), (Turn("no image?", ("none",)),)),
         Record(5, "5", (a,), (Turn("moves?", ("yes",)),), (tmp_path / "frames",), "sports"),
     ]
+    turns = [{"question": "q", "answer": "1", "answer_prefix": " It is"}, {"question": "r", "answer": "2"}]
+    texts = file({"context": "a text", "question": "q", "answer": "1", "answer_prefix": " It is"},
+                 {"context": "see <image>", "image": "a.png", "turns": turns})  # fmt: skip
+    first = Turn("q", ("1",), " It is")
+    assert read_records(texts) == [
+        Record(1, "1", (), (first,), context="a text"),
+        Record(2, "2", (a,), (first, Turn("r", ("2",))), context="see <image>"),
+    ]
     alone = file({"question": "why?"})
     assert read_records(alone, answers=False) == [Record(1, "1", (), (Turn("why?", ()),))]
 
@@ -66,6 +74,9 @@ def test_rows(file, tmp_path):
         ({"image": "a.png", "question": "q"}, "line 2: no answer"),
         ({"image": "a.png", "question": "q", "answers": []}, "line 2: no answer"),
         ({"image": "a.png", "question": "q", "answers": [4]}, "answers must be text"),
+        ({"question": "q", "answer": "a", "context": ["a text"]}, "context must be text, not a JSON list"),
+        ({"question": "q", "answer": "a", "answer_prefix": 3}, "answer_prefix must be text, not a JSON int"),
+        ({"turns": [{"question": "q", "answer": "a", "context": "c"}]}, "unknown key 'context': did you mean"),
         ({"image": "a.png", "turns": []}, "turns must be a list"),
         ({"image": "a.png", "turns": [{"question": "q"}]}, "no answer"),
         ({"image": "a.png", "turns": ["q"]}, "a turn is a JSON str"),

@@ -257,7 +257,7 @@ def test_bad_input_is_one_line(questions, tmp_path, capsys, changes, said):
 
 
 def test_a_question_about_no_image_cannot_be_query_agnostic(model, tmp_path):
-    with pytest.raises(vlkv.InputError, match="line 1: no image"):
+    with pytest.raises(vlkv.InputError, match="line 1: no context and no image"):
         asked(model, [Record(1, "1", (), (Turn("q", ("a",)),))], [policies.Full()], tmp_path, query_agnostic=True)
 
 

@@ -205,7 +205,7 @@ def test_the_ids_that_the_config_lacks(phi3, tmp_path, file):
         (None, "max_dynamic_patch", 0),
         ("vision_config", "norm_type", "batch_norm"),
         ("llm_config", "sliding_window", 200),
-        ("llm_config", "rope_scaling", {"type": "yarn", "factor": 2.0}),
+        ("llm_config", "rope_scaling", {"type": "ntk", "factor": 2.0}),
         ("llm_config", "model_type", "gemma2"),
         ("llm_config", "partial_rotary_factor", 0.5),
         ("llm_config", "attention_bias", True),
@@ -214,5 +214,5 @@ def test_the_ids_that_the_config_lacks(phi3, tmp_path, file):
 def test_what_is_not_honoured_is_refused_by_name(phi3, part, field, value):
     raw = json.loads(json.dumps(phi3[2]))
     (raw if part is None else raw[part])[field] = value
-    with pytest.raises(InputError, match={"rope_scaling": "yarn"}.get(field, field)):
+    with pytest.raises(InputError, match={"rope_scaling": "ntk"}.get(field, field)):
         config_from_hf(raw, added=ADDED)

@@ -266,7 +266,7 @@ def test_what_does_not_match_is_refused(case, change, message):
     ("change", "message"),
     [
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}, "mrope_section"),
-        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "mrope_section": [2, 1, 1]}}, "yarn"),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "ntk", "mrope_section": [2, 1, 1]}}, "ntk"),
         ({"use_sliding_window": True, "sliding_window": 8}, "sliding_window"),
         ({"vision": {"hidden_act": "relu"}}, "hidden_act"),
         ({"vision": {"in_channels": 4}}, "in_channels"),

@@ -10,7 +10,7 @@ import pytest
 
 import vlkv
 from vlkv.errors import InputError
-from vlkv.families.text.rope import read_rope
+from vlkv.families.text.rotary import read_rope
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from vlkv.compression.observe import Observation
+from vlkv.compression.policy import Policy
 from vlkv.compression.tokens import Tokens
 from vlkv.errors import InputError
 from vlkv.families import Model

@@ -15,7 +15,7 @@ from pallas_kernels import QuantizedPool
 from vlkv.cache import decode_state
 from vlkv.cache.decode_state import Updater
 from vlkv.cache.packing import ALIGNMENT, align, by_column, sum_before
-from vlkv.cache.pool import PackedCache, most_used
+from vlkv.cache.pool import PackedCache, checked_new_tokens, most_used
 from vlkv.errors import InputError
 
 

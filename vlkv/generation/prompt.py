@@ -57,7 +57,6 @@ class Prompt:
     is_vision: Bool[Array, "B T"]
     valid: Bool[Array, "B T"]
     next_position: Int[Array, "B A"]
-    position_limit: Int[Array, " B"] | None  # as in PackedCache
     logits: Float[Array, "B vocab"]  # of the first new token
     max_vision: int = dataclasses.field(metadata={"static": True})
     max_text: int = dataclasses.field(metadata={"static": True})
@@ -65,6 +64,7 @@ class Prompt:
     max_images: int = dataclasses.field(metadata={"static": True})
     reducer: ReducingStages | None = dataclasses.field(metadata={"static": True})  # the policy that reduced the prompt
     kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
+    position_limit: Int[Array, " B"] | None = None  # as in PackedCache
 
 
 def read_prompt(

@@ -61,8 +61,7 @@ def named(name: str) -> type[Policy]:
 
     Args:
         name: a name of the registry or of `without_keep`, in upper or lower case; or your own class as `FILE.py:CLASS`
-            or `MODULE:CLASS`,
-            whose code is executed.
+            or `MODULE:CLASS`, whose code is executed.
 
     Raises:
         InputError: there is no such policy; the message lists all names.

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from vlkv.config import DecoderConfig, Raw, filled, is_token_id, positive, positives, require, require_all
 from vlkv.errors import InputError
-from vlkv.families.text.rope import read_rope
+from vlkv.families.text.rotary import read_rope
 from vlkv.processing.arranging import TextInputs
 
 _TIE = "tie_word_embeddings"

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="rows that are prefilled together")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="limit on the length of an answer")
     parser.add_argument(
-        "--query-agnostic", action="store_true", help="compress before the question is known, once for each image"
+        "--query-agnostic", action="store_true", help="compress before the question is known, once for each context"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of random policies and sampled answers")
     parser.add_argument("--json", action="store_true", help="print JSON")

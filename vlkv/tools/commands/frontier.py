@@ -27,7 +27,7 @@ from vlkv.terminal import track
 from vlkv.tools.benching.machine import describe
 from vlkv.tools.commands.options import policy_of
 from vlkv.tools.commands.plots import check_plots
-from vlkv.tools.evaluation import curves, fingerprint
+from vlkv.tools.evaluation import curves, dialogue, fingerprint
 from vlkv.tools.evaluation.journal import Journal
 from vlkv.tools.evaluation.keeps import at_bytes, share_of_bytes
 from vlkv.tools.evaluation.metrics import LOWER_IS_BETTER, METRICS, check_metrics
@@ -38,6 +38,7 @@ from vlkv.tools.evaluation.running import run as run_all
 
 RESULTS, PLOT, QUESTIONS = "frontier.json", "frontier.png", "questions"
 _METHODS = ("imgrandom", "h2o", "snapkv", "pyramidkv", "aircache", "prefixkv", "csp", "vlcache")
+_TEXT_METHODS = ("random", "streamingllm", "h2o", "snapkv", "pyramidkv", "adakv", "prefixkv")
 _QUICK = ("snapkv", "aircache")
 _TEXT = AirCache(keep=0.1, window="text")
 _OURS = {
@@ -65,6 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("frontier"), metavar="FOLDER", help="(default: frontier)")
     parser.add_argument("--batch", type=int, default=20, metavar="N", help="rows that are prefilled together")
     parser.add_argument("--max-new-tokens", type=int, default=16, metavar="N", help="limit of an answer (default: 16)")
+    parser.add_argument(
+        "--query-agnostic", action="store_true", help="compress before the question is known, once for each context"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -86,7 +90,9 @@ def run(args: argparse.Namespace) -> Any:
     check_metrics([args.metric], len(records))
     named = _plan(args, processor)
     plan = [policy for _, _, policy in named]
-    settings = Settings(max_new_tokens=args.max_new_tokens, batch=min(args.batch, len(records)))
+    settings = Settings(
+        max_new_tokens=args.max_new_tokens, batch=min(args.batch, len(records)), query_agnostic=args.query_agnostic
+    )
     folder = loading.resolve(args.model)
     facts = {
         "model": fingerprint.of_model(folder),
@@ -103,7 +109,9 @@ def run(args: argparse.Namespace) -> Any:
     finally:
         journal.close()
     summary = summarise(records, plan, [args.metric], journal.entries)
-    inputs = processor(list(map(str, records[0].images)), records[0].turns[0].question)
+    inputs, _ = dialogue.first_inputs(
+        processor, [records[:1]], query_agnostic=settings.query_agnostic, frames=settings.frames
+    )
     points = []
     for (name, bits, policy), row in zip(named, summary["rows"], strict=True):
         low, high = curves.wilson(min(1.0, row[args.metric]), summary["questions"])
@@ -138,10 +146,12 @@ def _questions(args: argparse.Namespace) -> tuple[Path, list[Record]]:
 def _plan(args: argparse.Namespace, processor: Processor) -> list[tuple[str, int, Policy]]:
     """Name, bits and policy of every point; the full cache first."""
     base: dict[str, Policy] = {}
-    for text in args.policy or (_QUICK if args.quick else _METHODS):
-        made = policy_of(text, {"keep": 0.1, "scope": "vision"}, _no_profile)
+    sees = processor.config.vision is not None
+    given = {"keep": 0.1, "scope": "vision" if sees else "all"}
+    for text in args.policy or (_QUICK if args.quick else _METHODS if sees else _TEXT_METHODS):
+        made = policy_of(text, given, _no_profile)
         base[type(made).__name__ if "(" not in text else text] = made
-    if args.policy is None:
+    if args.policy is None and sees:
         base |= {name: policy for name, policy in _OURS.items() if not args.quick or "smoothed" in name}
     plan: list[tuple[str, int, Policy]] = [("Full", 16, Full())]
     for name, policy in base.items():
@@ -158,6 +168,7 @@ def _no_profile() -> ModelConfig:
 def _python(args: argparse.Namespace, file: Path, settings: Settings, policy: str) -> str:
     """One line of Python that measures a point of the frontier again."""
     options = f"batch={settings.batch}, max_new_tokens={settings.max_new_tokens}"
+    options += ", query_agnostic=True" if settings.query_agnostic else ""
     metric = "" if args.metric == "exact" else f"metric={args.metric!r}, "
     return (
         "from vlkv.tools.evaluation.curves import quality; "

@@ -79,7 +79,7 @@ def common_scope(plan: Iterable[Policy]) -> policies.Scope | None:
 
     Methods that keep everything are ignored.
     """
-    scopes = {policy.scope for policy in plan if not policy.facts.own_keep}
+    scopes = {policy.scope for policy in plan if policy.facts.selects or policy.reducer is not None}
     return "vision" if len(scopes) > 1 else None
 
 

@@ -41,7 +41,7 @@ def batches(records: Sequence[Record], size: int, shared: Callable[[Record], str
 
     def shape(group: list[int]) -> tuple[int, ...]:
         first = records[group[0]]
-        length = sum(len(turn.question) for turn in first.turns)
+        length = len(first.context) + sum(len(turn.question) for turn in first.turns)
         return len(first.turns), len(first.images) + len(first.videos), len(group), length, group[0]
 
     result: list[Batch] = []

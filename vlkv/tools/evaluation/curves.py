@@ -29,6 +29,7 @@ def quality(
     metric: str = "exact",
     batch: int = 20,
     max_new_tokens: int = 16,
+    query_agnostic: bool = False,
 ) -> float:
     """Answers the questions of a file under one policy; returns the mean of a metric. `vlkv frontier` prints this call.
 
@@ -39,6 +40,7 @@ def quality(
         metric: a name of `METRICS`.
         batch: number of questions that are answered together.
         max_new_tokens: limit on the tokens of an answer.
+        query_agnostic: compress the context before the question is known.
 
     Raises:
         InputError: the checkpoint, the file or a question cannot be used.
@@ -46,7 +48,7 @@ def quality(
     policy = make(policy) if isinstance(policy, str) else policy
     params, processor = loading.load(model)
     records = read_records(Path(file))
-    settings = Settings(max_new_tokens=max_new_tokens, batch=batch)
+    settings = Settings(max_new_tokens=max_new_tokens, batch=batch, query_agnostic=query_agnostic)
     with TemporaryDirectory() as folder:
         journal = Journal(Path(folder), {})
         run(params, processor, records, [policy], settings, journal)

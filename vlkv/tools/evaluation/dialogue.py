@@ -1,26 +1,97 @@
-"""Writes the prompts of a record's conversation, and tokenises its reference answers."""
+"""Writes the prompts of a record's conversation, and tokenises them and the reference answers.
+
+Axes: T tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
+from jaxtyping import Int
+
+from vlkv.inputs import Inputs
 from vlkv.processing import Processor
+from vlkv.processing.contexts import context_part, joined, separated, shared
 from vlkv.processing.prompts import literal
-from vlkv.tools.evaluation.records import Record
+from vlkv.processing.videos import read_video
+from vlkv.tools.evaluation.records import Record, Turn
 
 _PLACEHOLDER = "x"  # stands for an answer or a question whose text does not matter
 
 
+def message(record: Record) -> str:
+    """The text of the first message: the context and the first question."""
+    return joined(record.context, record.turns[0].question)
+
+
 def prompt(processor: Processor, record: Record, answers: Sequence[str]) -> str:
-    """The prompt of the turn after `answers`: all turns up to where the next answer begins."""
-    later = [turn.question for turn in record.turns[1 : len(answers) + 1]]
-    history = list(zip(answers, later, strict=True))
-    return processor.prompts.write(record.turns[0].question, *_count(record), then=history)
+    """The prompt of the turn after `answers`: all turns up to where the model's text begins, after its prefix."""
+    return _written(processor, record, answers) + literal(record.turns[len(answers)].answer_prefix)
 
 
-def image_part(processor: Processor, record: Record) -> str:
+def before_question(processor: Processor, record: Record) -> str:
     """The prompt up to where the first question begins."""
-    return processor.prompts.before_question(record.turns[0].question, *_count(record))
+    return context_part(processor.prompts, record.context, record.turns[0].question, *_count(record))
+
+
+def first_inputs(
+    processor: Processor, groups: Sequence[Sequence[Record]], *, query_agnostic: bool, frames: int
+) -> tuple[Inputs, list[list[Int[np.ndarray, " _t"]]]]:
+    """The inputs of the first prefill, one row per group, and for each record the ids that follow before its answer.
+
+    Args:
+        processor: of the model.
+        groups: as in `split`.
+        query_agnostic: as in `split`.
+        frames: limit on the frames of a video.
+
+    Raises:
+        InputError: a text, an image or a video cannot be used.
+    """
+    first = [group[0] for group in groups]
+    media: list[list[Any]] = [
+        [*record.images, *(read_video(video, frames) for video in record.videos)] for record in first
+    ]
+    inputs = processor(media, [message(record) for record in first])
+    parts = [split(processor, group, query_agnostic=query_agnostic) for group in groups]
+    inputs = inputs.with_ends([part.dropped for part in parts], [part.end for part in parts], processor.buckets)
+    return inputs, [part.fed for part in parts]
+
+
+class Split(NamedTuple):
+    """The first prompts of records, as the change of one ordinary prompt, and as tokens that are fed afterwards.
+
+    The ordinary prompt is that of the first record without an answer prefix, which `Processor` makes.
+    """
+
+    dropped: int  # number of tokens that the prompt loses at its end
+    end: Int[np.ndarray, " T"]  # ids that it gets instead
+    fed: list[Int[np.ndarray, " _t"]]  # ids that follow the prompt, for each record
+
+
+def split(processor: Processor, records: Sequence[Record], *, query_agnostic: bool) -> Split:
+    """What is prefilled of the first prompts of `records`, and what is fed afterwards.
+
+    A tokenizer may join the end of the context and the beginning of a question into one token. This token is fed with
+    the question, so that the tokens are always those of the whole prompt.
+
+    Args:
+        processor: of the model.
+        records: one record, or if `query_agnostic` records with the same beginning.
+        query_agnostic: only the beginning, up to the question, is prefilled.
+
+    Raises:
+        InputError: a text cannot be used, or the prompt does not begin with the context.
+    """
+    ordinary = _ids(processor, _written(processor, records[0], []))
+    whole = [_ids(processor, prompt(processor, record, [])) for record in records]
+    if not query_agnostic:
+        count = shared(ordinary, whole)
+        return Split(len(ordinary) - count, whole[0][count:], [whole[0][:0]])
+    count = shared(_ids(processor, before_question(processor, records[0])), [ordinary, *whole])
+    return Split(len(ordinary) - count, ordinary[:0], [ids[count:] for ids in whole])
 
 
 def reference(processor: Processor, record: Record, answers: Sequence[str]) -> list[int]:
@@ -30,9 +101,7 @@ def reference(processor: Processor, record: Record, answers: Sequence[str]) -> l
     """
     wanted = literal(record.turns[len(answers)].answers[0])
     before = prompt(processor, record, answers)
-    questions = [turn.question for turn in record.turns[1 : len(answers) + 1]]
-    history = [*zip(answers, questions, strict=True), (record.turns[len(answers)].answers[0], _PLACEHOLDER)]
-    after = processor.prompts.write(record.turns[0].question, *_count(record), then=history)
+    after = _written(processor, record, [*answers, record.turns[len(answers)].answers[0]])
     begin = after.find(wanted, len(before)) if wanted and after.startswith(before) else -1
     changed = begin < 0  # the template changes the text of an answer
     ids = processor.encode(wanted, begin=False) if changed else processor.beyond(before, after[: begin + len(wanted)])
@@ -45,10 +114,30 @@ def truncate(processor: Processor, answer: str, tokens: int) -> str:
     return answer if len(ids) <= tokens else str(processor.tokenizer.decode(ids[:tokens]))
 
 
-def later_tokens(processor: Processor, record: Record, begin: str) -> int:
-    """Number of tokens that the whole conversation adds to its beginning `begin`, not counting the answers."""
+def later_tokens(processor: Processor, record: Record) -> int:
+    """Number of tokens that the conversation adds to the first prompt, not counting the answers."""
     longest = prompt(processor, record, [_PLACEHOLDER] * (len(record.turns) - 1))
-    return 0 if longest == begin else len(processor.beyond(begin, longest))
+    first = prompt(processor, record, [])
+    return 0 if longest == first else len(processor.beyond(first, longest))
+
+
+def _written(processor: Processor, record: Record, answers: Sequence[str]) -> str:
+    """`prompt` without an answer prefix; if all questions are answered, a placeholder follows."""
+    count = len(answers)
+    said = [_whole_answer(*pair) for pair in zip(record.turns[:count], answers, strict=True)]
+    later = [*(turn.question for turn in record.turns[1:]), _PLACEHOLDER][:count]
+    history = list(zip(said, later, strict=True))
+    return processor.prompts.write(message(record), *_count(record), then=history)
+
+
+def _whole_answer(turn: Turn, answer: str) -> str:
+    """The answer with its prefix. Decoding removes the space at the beginning of an answer, so it is added here."""
+    return separated(turn.answer_prefix, " ", answer) + answer
+
+
+def _ids(processor: Processor, text: str) -> Int[np.ndarray, " T"]:
+    """The ids of a prompt without those that only the tokenizer adds, in front of every prompt."""
+    return processor.encode(text, begin=False)
 
 
 def _count(record: Record) -> tuple[int, int]:

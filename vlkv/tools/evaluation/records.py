@@ -3,8 +3,11 @@
     {"image": "page.png", "question": "what does row one say?", "answers": ["4 2", "42"]}
     {"images": ["a.png", "b.png"], "turns": [{"question": "which is older?", "answer": "the first"}, ...]}
     {"video": "clip.mp4", "question": "what happens?", "answer": "a goal", "dataset": "sports"}
+    {"context": "a long text", "question": "what is the number?", "answer_prefix": " The number is", "answer": "7"}
 
-`image` and `video` may be lists, and `answers` may be a single string. `id` is the name of the row in the results;
+`image` and `video` may be lists, and `answers` may be a single string. `context` is text before the first question,
+with which the images belong to the context. `answer_prefix` is the beginning of the answer that is given to the model,
+as in RULER; answers are scored without it. `id` is the name of the row in the results;
 without it the line number is used. Some metrics average over each `dataset`. `extra`, for your own notes, is ignored.
 So are `choices`, `classes` and `metric`, which `benchmarks/milebench.py` and `benchmarks/longbench.py` write for their
 own scores. Any other key is an error, because it may be misspelt.
@@ -23,9 +26,10 @@ from typing import Any, NamedTuple
 
 from vlkv.errors import InputError
 
-_TURN = ("question", "answer", "answers", "extra")
+_TURN = ("question", "answer", "answers", "answer_prefix", "extra")
 _MEDIA = ("image", "video")
-_ROW = ("id", "image", "images", "video", "videos", "turns", "choices", "classes", "dataset", "metric", *_TURN)
+_ROW = ("id", "image", "images", "video", "videos", "context", "turns", "choices", "classes", "dataset", "metric",
+        *_TURN)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +38,12 @@ class Turn:
 
     question: str
     answers: tuple[str, ...]
+    answer_prefix: str = ""  # the beginning of the answer, which is given to the model and is not part of `answers`
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A row of the file: images and videos, and one or more questions about them, asked one after the other."""
+    """A row of the file: images, videos and a text, and one or more questions about them, asked one after the other."""
 
     line: int
     id: str
@@ -46,6 +51,7 @@ class Record:
     turns: tuple[Turn, ...]
     videos: tuple[Path, ...] = ()
     dataset: str = ""
+    context: str = ""  # text before the first question
 
 
 class Scored(NamedTuple):
@@ -106,7 +112,8 @@ def _record(row: Any, line: int, folder: Path, answers: bool) -> Record:
     if not isinstance(turns, list) or not turns:
         raise InputError("turns must be a list of questions with their answers")
     read = tuple(_turn(turn, answers) for turn in turns)
-    return Record(line, str(row.get("id", line)), images, read, videos, str(row.get("dataset", "")))
+    context = _text(row, "context")
+    return Record(line, str(row.get("id", line)), images, read, videos, str(row.get("dataset", "")), context)
 
 
 def _paths(row: dict[str, Any], kind: str, folder: Path) -> tuple[Path, ...]:
@@ -146,4 +153,12 @@ def _turn(turn: Any, required: bool) -> Turn:
         raise InputError("no answer: give answers, a list of all that are accepted")
     if not all(isinstance(answer, str) for answer in answers):
         raise InputError("answers must be text")
-    return Turn(question, tuple(answers))
+    return Turn(question, tuple(answers), _text(turn, "answer_prefix"))
+
+
+def _text(found: dict[str, Any], key: str) -> str:
+    """The text under a key; "" without it."""
+    text = found.get(key) or ""
+    if not isinstance(text, str):
+        raise InputError(f"{key} must be text, not a JSON {type(text).__name__}")
+    return text

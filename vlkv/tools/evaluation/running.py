@@ -9,6 +9,7 @@ Axes: B rows of a batch · S tokens.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -33,7 +34,7 @@ from vlkv.generation.sampling import Greedy, Sample
 from vlkv.generation.score import log_probabilities
 from vlkv.inputs import Inputs
 from vlkv.policies.full import Full
-from vlkv.processing import Processor, read_video
+from vlkv.processing import Processor
 from vlkv.tools.evaluation import dialogue
 from vlkv.tools.evaluation.batching import Batch, batches
 from vlkv.tools.evaluation.journal import Entry, Journal
@@ -54,7 +55,8 @@ class Settings:
     Attributes:
         max_new_tokens: limit on the tokens of an answer. Answers are greedy.
         batch: number of prompts that are prefilled together.
-        query_agnostic: the policy sees only the prompt before the question; the question is added with `extend`.
+        query_agnostic: the policy sees only the prompt before the question; question and answer prefix are added with
+            `extend`.
         perplexity: also compute the log-probability of the first accepted answer.
         temperature: if positive, two more answers are drawn with the full cache at this temperature (`self-rouge-l`).
         frames: limit on the frames of a video.
@@ -104,7 +106,7 @@ def run(
     """
     evaluator = _Evaluator(params, processor, records, plan, settings)
     evaluator.check()
-    shared = (lambda record: dialogue.image_part(processor, record)) if settings.query_agnostic else None
+    shared = (lambda record: dialogue.before_question(processor, record)) if settings.query_agnostic else None
     for batch in progress(batches(records, settings.batch, shared)):
         todo = [i for i in range(len(plan)) if not _complete(journal, batch, records, i)]
         if todo:
@@ -173,6 +175,7 @@ class _Evaluator:
             return decode(*arguments, sampling=sampling, key=key)
 
         self.program = jax.jit(noted, static_argnames="sampling")
+        self.fed: dict[int, Int[np.ndarray, " T"]] = {}  # ids between the first prefill and the first answer, by row
 
     def check(self) -> None:
         """Raises InputError if a text cannot be used."""
@@ -185,9 +188,11 @@ class _Evaluator:
     def _check(self, record: Record) -> None:
         answers: list[str] = []
         if self.settings.query_agnostic:
-            if not (record.images or record.videos):
-                raise InputError("no image: a query-agnostic run compresses the prompt before the question")
-            self.processor.beyond(self._first_prompt(record), dialogue.prompt(self.processor, record, answers))
+            if not (record.context or record.images or record.videos):
+                raise InputError("no context and no image: a query-agnostic run compresses what is before the question")
+            dialogue.split(self.processor, [record], query_agnostic=True)
+        if len(record.turns) > 1:
+            dialogue.later_tokens(self.processor, record)
         for turn in record.turns:
             dialogue.prompt(self.processor, record, answers)
             if self.settings.perplexity:
@@ -202,13 +207,12 @@ class _Evaluator:
     def first_inputs(self, batch: Batch) -> tuple[Inputs, int]:
         """The inputs of the first prefill, and the number of tokens that may follow: questions and answers."""
         records = [self.records[group[0]] for group in batch.groups]
-        texts = [record.turns[0].question for record in records]
         try:
-            media: list[list[Any]] = [
-                [*record.images, *(read_video(video, self.settings.frames) for video in record.videos)]
-                for record in records
-            ]
-            inputs = self.processor(media, texts, question=not self.settings.query_agnostic)
+            groups = [[self.records[row] for row in group] for group in batch.groups]
+            inputs, fed = dialogue.first_inputs(
+                self.processor, groups, query_agnostic=self.settings.query_agnostic, frames=self.settings.frames
+            )
+            self.fed |= zip(itertools.chain(*batch.groups), itertools.chain(*fed), strict=True)
             buckets = (0, *self.processor.buckets.text)
             new_tokens = self.settings.max_new_tokens + round_up(max(map(self._later_tokens, batch.rows)), buckets)
             check_room(self.params.config, inputs, new_tokens)
@@ -218,16 +222,10 @@ class _Evaluator:
             raise InputError(f"line {lines}: {error}") from None
 
     def _later_tokens(self, row: int) -> int:
-        """Number of slots reserved for a row between its first prompt and its last answer."""
+        """Number of slots reserved for a row between its first prefill and its last answer."""
         record = self.records[row]
-        questions = dialogue.later_tokens(self.processor, record, self._first_prompt(record))
-        return questions + (len(record.turns) - 1) * self.settings.max_new_tokens
-
-    def _first_prompt(self, record: Record) -> str:
-        """The text that is prefilled, and that the policy sees."""
-        if self.settings.query_agnostic:
-            return dialogue.image_part(self.processor, record)
-        return dialogue.prompt(self.processor, record, [])
+        answers = (len(record.turns) - 1) * self.settings.max_new_tokens
+        return len(self.fed[row]) + dialogue.later_tokens(self.processor, record) + answers
 
     def answer(
         self, batch: Batch, inputs: Inputs, policy: int, size: int, cache: PackedCache, logits: Float[Array, "B vocab"]
@@ -257,12 +255,12 @@ class _Evaluator:
         draws = self.settings.temperature > 0 and self.plan[policy] == Full()
         records = [self.records[row] for row in rows]
         history: list[list[str]] = [[] for _ in rows]  # earlier answers of each row
-        before = [self._first_prompt(record) for record in records]
+        before: list[str] = []
         used, entries = np.zeros(len(rows), int), []
         for turn in range(len(records[0].turns)):
             after = [dialogue.prompt(self.processor, *pair) for pair in zip(records, history, strict=True)]
-            if after != before:
-                extension = self.processor.extension(before, after)
+            if turn or self.settings.query_agnostic:
+                extension = self.processor.extension(before, after) if turn else self._text([self.fed[r] for r in rows])
                 used += extension.valid.sum(axis=1)
                 self._check_capacity(cache, used, records)
                 cache, logits = _extend(self.params, cache, extension)
@@ -284,6 +282,14 @@ class _Evaluator:
                 earlier.append(dialogue.truncate(self.processor, answer, self.settings.max_new_tokens))
             before = after
         return entries
+
+    def _text(self, rows: list[Int[np.ndarray, " _t"]]) -> Inputs:
+        """The inputs of rows of text that continue prompts."""
+        mask = np.arange(max(map(len, rows))) < np.array([[len(row)] for row in rows])
+        ids = np.zeros(mask.shape, np.int32)
+        ids[mask] = np.concatenate(rows)
+        batch = {"input_ids": ids, "attention_mask": mask}
+        return Inputs.from_hf(batch, self.processor.config, self.processor.buckets)
 
     def _decode(
         self, cache: PackedCache, logits: Float[Array, "B vocab"]

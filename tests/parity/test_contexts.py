@@ -1,0 +1,151 @@
+"""Context first, question later: with the full cache, the answers are those of transformers for the whole prompt."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+import vlkv
+from vlkv import policies
+from vlkv.cli import main
+from vlkv.tools.evaluation import Journal, Settings, read_records, run
+
+from .conftest import make_text, torch, transformers
+
+NEW = 6
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CONTEXT = "the cat is red and the dog is as blue as the sea. "
+RECORDS = [
+    # The context ends with a space, which the tokenizer joins with the beginning of the first question.
+    {"context": CONTEXT, "question": "what is red?", "answer_prefix": " It is the", "answer": "cat"},
+    {"context": CONTEXT, "question": "(who is blue?)", "answer_prefix": " It is the ", "answer": "dog"},
+    {"context": "one two three", "question": "how many?", "answer": "three"},
+    {"context": "a", "turns": [{"question": "b?", "answer_prefix": " c", "answer": "d"},
+                               {"question": "e?", "answer_prefix": " f", "answer": "g"}]},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A text model with a byte-level tokenizer, which joins " w", and a chat template."""
+    folder = tmp_path_factory.mktemp("text")
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {
+        byte: i + 3 for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary | {"Ġw": len(vocabulary)}, merges=[("Ġ", "w")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE
+    )
+    fast.save_pretrained(folder)
+    make_text("llama", vocab_size=264).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    """Prompts and greedy answers of transformers for every turn of every record."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompts, answers = {}, {}
+    for row, record in enumerate(RECORDS):
+        messages, first = [], record["context"] if record["context"].endswith(" ") else record["context"] + "\n"
+        for turn, asked in enumerate(record.get("turns", [record])):
+            messages.append({"role": "user", "content": first * (not turn) + asked["question"]})
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text += asked.get("answer_prefix", "")
+            ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+            made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+            prompts[row, turn] = ids[0].numpy()
+            answers[row, turn] = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+            said = asked.get("answer_prefix", "")
+            gap = "" if not said or answers[row, turn][:1].isspace() else " "
+            messages.append({"role": "assistant", "content": said + gap + answers[row, turn]})
+    return prompts, answers
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("file") / "questions.jsonl"
+    path.write_text("\n".join(map(json.dumps, RECORDS)))
+    return path
+
+
+def asked(folder, file, out, plan, **settings):
+    params, processor = vlkv.load(folder)
+    journal = Journal(out, {})
+    run(params, processor, read_records(file), plan, Settings(max_new_tokens=NEW, **settings), journal)
+    journal.close()
+    return journal.entries
+
+
+@pytest.mark.parametrize("query_agnostic", [False, True])
+def test_answers_and_perplexity_of_a_text_model(folder, file, theirs, tmp_path, query_agnostic):
+    """The reference is what follows the prefix; a space between them is part of it."""
+    prompts, answers = theirs
+    assert (prompts[0, 0] == 259).any() and CONTEXT.endswith(" "), "a token crosses the end of the context"
+    entries = asked(folder, file, tmp_path, [policies.Full()], batch=2, perplexity=True, query_agnostic=query_agnostic)
+    assert {key[:2]: entry["answer"] for key, entry in entries.items()} == answers
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    for row, text in ((0, " cat"), (1, "dog"), (2, "three")):
+        target = [*tokenizer(text, add_special_tokens=False)["input_ids"], 2]
+        ids = torch.tensor([[*prompts[row, 0], *target]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(prompts[row, 0]) - 1 : -1]
+        wanted = torch.log_softmax(logits, -1)[torch.arange(len(target)), torch.tensor(target)].sum()
+        assert entries[row, 0, 0]["reference"] == len(target)
+        assert entries[row, 0, 0]["log_probability"] == pytest.approx(float(wanted), abs=1e-3)
+
+
+@pytest.mark.full
+def test_the_command(folder, file, tmp_path, capsys):
+    """Two methods at two keeps, on a text model; the answers differ from those that saw the question."""
+    command = ["eval", str(file), "--model", str(folder), "--policy", "full", "snapkv(window=4)", "h2o",
+               "--keep", "0.5", "0.25", "--batch", "2", "--max-new-tokens", str(NEW), "--json"]  # fmt: skip
+    said = []
+    for name, more in (("aware", []), ("agnostic", ["--query-agnostic"])):
+        assert main([*command, "--out", str(tmp_path / name), *more]) == 0, capsys.readouterr().err
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        results = json.loads((tmp_path / name / "results.json").read_text())
+        said.append([answer["said"] for answer in results["answers"]])
+        assert len(rows) == 5 and rows[1]["cache_bytes"] < rows[0]["cache_bytes"]
+    assert [x[0] for x in said[0]] == [x[0] for x in said[1]], "with the full cache the answers are the same"
+    assert [x[1:] for x in said[0]] != [x[1:] for x in said[1]]
+
+
+def test_a_chat_about_a_text(folder, theirs):
+    """The context is compressed before the first question; with the full cache, this changes no answer."""
+    params, processor = vlkv.load(folder)
+    sampling = vlkv.Greedy(max_new_tokens=NEW)
+    chats = [vlkv.Chat(params, processor, context="one two three", sampling=sampling, query_agnostic=agnostic)
+             for agnostic in (False, True)]  # fmt: skip
+    assert chats[0].cache is None and chats[1].cache is not None
+    assert [chat.ask("how many?") for chat in chats] == [theirs[1][2, 0]] * 2
+    ids = processor.tokenizer.encode("<s><user>one two three\n", add_special=False)
+    assert jax.tree.leaves(chats[1].cache.counts)[0].max() == len(ids)
+    np.testing.assert_array_equal(theirs[0][2, 0][: len(ids)], ids)
+
+
+@pytest.mark.full
+def test_the_frontier_of_a_text_model(folder, file, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    command = ["frontier", str(file), "--model", str(folder), "--policy", "snapkv(window=4)", "--bits", "16",
+               "--bytes", "0.5", "--batch", "2", "--max-new-tokens", str(NEW), "--out", str(tmp_path),
+               "--query-agnostic"]  # fmt: skip
+    assert main([*command, "--json"]) == 0, capsys.readouterr().err
+    result = json.loads(capsys.readouterr().out)
+    assert [point["name"] for point in result["points"]] == ["Full", "SnapKV(window=4, scope='all')"]
+    assert (
+        result["points"][1]["bytes"] == pytest.approx(0.5, abs=0.05)
+        and "query_agnostic=True" in result["best"][0]["python"]
+    )
