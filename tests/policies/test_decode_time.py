@@ -48,7 +48,7 @@ def one_layer(policy, arrays, new_tokens: int):
             def __init__(self):
                 pass
 
-            def walk(self, x, positions, attend, after=None):
+            def walk(self, x, positions, attend, after=None, limit=None):
                 return attend(0, q_new[None, None], k_new[None, None], v_new[None, None]).reshape(x.shape)
 
         x = jnp.zeros((1, 1, q_new.size))
