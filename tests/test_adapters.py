@@ -122,7 +122,7 @@ def test_a_base_model_that_is_not_there(tmp_path, base, capsys):
     assert capsys.readouterr().err.count("\n") == 1
     write(base)
     write(folder, base_model_name_or_path=str(base))
-    with pytest.raises(vlkv.InputError, match="contains an adapter too: merge it with peft"):
+    with pytest.raises(vlkv.InputError, match="adapter too: merge it with pe"):
         vlkv.load(folder)
 
 

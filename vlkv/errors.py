@@ -19,9 +19,8 @@ def shortened(message: str) -> str:
     removed, and then, if necessary, a part of the message before its last third, which holds the remedy.
     """
     line = " ".join(message.splitlines())
-    for longest in (80, 45):  # characters of a word, such as a path
-        if len(line) > LONGEST:
-            line = re.sub(rf"\S{{{longest},}}", lambda word: f"{word[0][:10]}...{word[0][-30:]}", line)
+    if len(line) > LONGEST:
+        line = re.sub(r"\S{80,}", lambda word: f"{word[0][:30]}...{word[0][-40:]}", line)
     if len(line) > LONGEST:
         gap, head = " ... ", LONGEST * 2 // 3
         line = line[:head] + gap + line[head + len(gap) - LONGEST :]
