@@ -54,6 +54,16 @@ def test_a_chat_says_what_the_whole_conversation_would(page):
     assert chat.cache.new_tokens > 4 * 6, "the cache has grown"
 
 
+def test_answer_takes_pictures_and_raw_pictures_elsewhere_name_it(mini, page):
+    params, processor = mini
+    policy, sampling = policies.SnapKV(keep=0.5, scope="vision"), vlkv.Greedy(max_new_tokens=6)
+    output = vlkv.generate(params, processor([page] * 2, QUESTIONS[:2]), policy=policy, sampling=sampling)
+    want = processor.decode(np.asarray(output.tokens), np.asarray(output.lengths))
+    assert vlkv.answer(params, processor, [page] * 2, QUESTIONS[:2], policy=policy, sampling=sampling) == want
+    with pytest.raises(vlkv.InputError, match=r"vlkv\.answer takes pictures"):
+        jax.jit(vlkv.generate)(params, {"image": np.zeros((8, 8, 3))}, policy=policy)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("query_agnostic", [False, True])
 def test_a_chat_keeps_the_compressed_cache(mini, page, query_agnostic):

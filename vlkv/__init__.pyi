@@ -10,6 +10,7 @@ from .analysis.fidelity import kl_to_full as kl_to_full
 from .buckets import Buckets as Buckets
 from .cache import PackedCache as PackedCache
 from .chat import Chat as Chat
+from .chat import answer as answer
 from .compression.sizes import pool_slots as pool_slots
 from .errors import InputError as InputError
 from .families import init as init

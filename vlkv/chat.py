@@ -19,6 +19,7 @@ from vlkv.families import Model
 from vlkv.generation import jitted
 from vlkv.generation.decode import check_room, check_rotation, choose_token, next_token
 from vlkv.generation.extend import extend
+from vlkv.generation.generate import generate
 from vlkv.generation.nan import check_tokens
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
@@ -32,6 +33,38 @@ from vlkv.processing.prompts import literal
 _ANSWERS = 4  # a new cache has slots for this number of answers of the greatest length; it grows later
 _ANY = "x"  # placeholder for a question
 _extend = jax.jit(extend, donate_argnames="cache")
+
+
+def answer(
+    params: Model,
+    processor: Processor,
+    image: Any,
+    question: str | list[str],
+    *,
+    policy: Policy | None = None,
+    sampling: Greedy | None = None,
+    key: PRNGKeyArray | None = None,
+) -> str | list[str]:
+    """The text of the answer to a question about pictures; a list of answers if questions are a list.
+
+    `vlkv.generate` needs `Inputs`, because under jit a program cannot read pictures. This function makes them, runs
+    `generate`, which compiles itself, and decodes the tokens.
+
+    Args:
+        params: the model.
+        processor: of the same checkpoint.
+        image: as the processor accepts it: a path, a PIL image, an array, several of them, or None.
+        question: text; a list of them makes one batch.
+        policy: None: the full cache.
+        sampling: None: `Greedy()`.
+        key: as in `generate`.
+
+    Raises:
+        InputError: an image or a text cannot be used, and as in `generate`.
+    """
+    output = generate(params, processor(image, question), policy=policy, sampling=sampling, key=key)
+    texts = processor.decode(np.asarray(output.tokens), np.asarray(output.lengths))
+    return texts[0] if isinstance(question, str) else texts
 
 
 class Chat:

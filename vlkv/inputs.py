@@ -78,8 +78,8 @@ class Inputs:
         if traced or not isinstance(given, Mapping):
             what = "a transformers batch under jit" if traced else type(given).__name__
             raise InputError(
-                f"inputs: {what} cannot be used here; make them with the processor of vlkv.load, or "
-                "outside jit with vlkv.Inputs.from_hf(batch, params.config)"
+                f"inputs: {what} cannot be used here; make them with the processor of vlkv.load, or outside jit with "
+                "vlkv.Inputs.from_hf(batch, params.config); vlkv.answer takes pictures"
             )
         return cls.from_hf(given, config)
 
