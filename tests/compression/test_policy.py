@@ -102,3 +102,9 @@ def test_stages_may_ask_for_keep_in_eval_and_frontier(own, miniature, tmp_path, 
     command = ["frontier", str(pages), "--model", model, "--policy", own, "--bytes", "0.6", "0.3", "--bits", "16",
                "--max-new-tokens", "6", "--out", str(tmp_path / "frontier")]  # fmt: skip
     assert main(command) == 0
+
+
+def test_an_option_that_is_none_is_kept():
+    assert policies.make("prefixkv", keep=0.3, distance=None).distance is None
+    assert policies.make("avl", keep=0.3, core=None).core is None
+    assert policies.make("snapkv", keep=None, budget=5).budget == 5

@@ -71,7 +71,8 @@ class _Reader(NamedTuple):
         cls, (args, options) = self.find(name), self.values(node)
         if args:
             raise InputError(f"{name}: give options by name, as in {name}(keep=0.1)")
-        rest = {option: value for option, value in given.items() if value is not None}
+        unset = [option for option in (*_BUDGET, "scope") if given.get(option) is None]
+        rest = {option: value for option, value in given.items() if option not in unset}
         if any(options.get(option) is not None for option in _BUDGET):
             rest = {option: value for option, value in rest.items() if option not in _BUDGET}
         if cls.facts.own_keep:
