@@ -144,7 +144,7 @@ def test_the_frontier_of_a_text_model(folder, file, tmp_path, capsys):
                "--query-agnostic"]  # fmt: skip
     assert main([*command, "--json"]) == 0, capsys.readouterr().err
     result = json.loads(capsys.readouterr().out)
-    assert [point["name"] for point in result["points"]] == ["Full", "SnapKV(window=4, scope='all')"]
+    assert [point["name"] for point in result["points"]] == ["Full", "snapkv(window=4)"]
     assert (
         result["points"][1]["bytes"] == pytest.approx(0.5, abs=0.05)
         and "query_agnostic=True" in result["best"][0]["python"]

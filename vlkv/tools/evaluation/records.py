@@ -158,7 +158,7 @@ def _turn(turn: Any, required: bool) -> Turn:
 
 def _text(found: dict[str, Any], key: str) -> str:
     """The text under a key; "" without it."""
-    text = found.get(key) or ""
+    text = "" if found.get(key) is None else found[key]
     if not isinstance(text, str):
         raise InputError(f"{key} must be text, not a JSON {type(text).__name__}")
     return text
