@@ -67,25 +67,27 @@ class Question(NamedTuple):
     evidence: tuple[int, ...]
 
 
-def questions(section: Section, count: int, seed: int) -> list[Question]:
-    """The questions of a section; the same seed gives the same questions. Those about one page share its image."""
+def questions(section: Section, count: int, seed: int, folder: Path) -> list[Question]:
+    """The questions of a section, with the images in `folder`; the same seed gives the same questions."""
     rng = np.random.default_rng(seed)
     made: list[Question] = []
 
-    def ask(images: Sequence[Any], entry: pages.Entry, offset: int = 0) -> None:
-        turn, line = Turn(entry.question, (entry.answer,)), len(made) + 1
-        made.append(
-            Question(Record(line, str(line), tuple(images), (turn,)), tuple(offset + cell for cell in entry.evidence))
-        )
+    def ask(shown: Sequence[pages.Page], number: int, entries: Sequence[pages.Entry], offset: int = 0) -> None:
+        images = tuple(folder / f"{number}-{i}.png" for i in range(len(shown)))
+        for page, file in zip(shown, images, strict=True):
+            page.image.save(file)
+        for entry in entries:
+            turn, line = Turn(entry.question, (entry.answer,)), len(made) + 1
+            cells = tuple(offset + cell for cell in entry.evidence)
+            made.append(Question(Record(line, str(line), images, (turn,)), cells))
 
-    for _ in range(count):
+    for number in range(count):
         if section.kind == "several":
             shown, chosen, entry = pages.held_out_set(rng)
-            ask([page.image for page in shown], entry, chosen * pages.GRID**2)
-            continue
-        page, entry = pages.held_out_page(rng, section.kind)
-        for one in page.entries[:4] if section.unknown else [entry]:
-            ask([page.image], one)
+            ask(shown, number, [entry], chosen * pages.GRID**2)
+        else:
+            page, entry = pages.held_out_page(rng, section.kind)
+            ask([page], number, page.entries[:4] if section.unknown else [entry])
     return made
 
 
@@ -129,13 +131,11 @@ def _noting(asked: Sequence[Question], kept: Sequence[list[Kept]], *, oracle: bo
         batch: Batch,
     ) -> Iterator[tuple[int, int, vlkv.PackedCache, jax.Array]]:
         mask = evidence(inputs, [asked[group[0]].evidence for group in batch.groups])
-        made: Iterator[tuple[int, int, vlkv.PackedCache, jax.Array]]
+        made = compressed(params, inputs, plan, todo, new_tokens, seed, batch)
         if oracle:
             key, prompt = jax.random.key(batch.number), jitted.read_prompt(params, inputs)
             caches = ((i, _oracle(prompt, mask, plan[i], new_tokens=new_tokens, key=key)) for i in todo)
-            made = ((i, cache.bytes, cache, prompt.logits) for i, cache in caches)
-        else:
-            made = compressed(params, inputs, plan, todo, new_tokens, seed, batch)
+            made = iter((i, cache.bytes, cache, prompt.logits) for i, cache in caches)
         for i, size, cache, logits in made:
             rows = zip(*map(np.asarray, _look(cache, mask, inputs.is_vision)), strict=True)
             kept[i].extend([Kept(*row) for row in rows][: batch.real])
@@ -147,24 +147,29 @@ def _noting(asked: Sequence[Question], kept: Sequence[list[Kept]], *, oracle: bo
 def measure(params: Any, processor: Any, section: Section, count: int, seed: int, done: Done) -> None:
     """Measures the rows of a section that the results do not contain yet, method by method."""
     todo = [cell for cell in section.plan if done.find(section, cell, count, seed) is None]
-    asked = questions(section, count, seed) if todo else []
+    if not todo:
+        return
     settings = Settings(
         max_new_tokens=section.new_tokens, batch=BATCH if section.kind != "several" else 10,
         query_agnostic=section.unknown, perplexity=True,
     )  # fmt: skip
     programs = share_programs([cell.chosen for cell in todo])
     methods = dict.fromkeys((cell.name, program) for cell, program in zip(todo, programs, strict=True))
-    for name, program in track(list(methods), section.name):
-        cells = [cell for cell, used in zip(todo, programs, strict=True) if (cell.name, used) == (name, program)]
-        kept: list[list[Kept]] = [[] for _ in cells]
-        with TemporaryDirectory() as folder:
-            journal = Journal(Path(folder), {})
-            run(params, processor, [question.record for question in asked], [cell.chosen for cell in cells], settings,
-                journal, compress=_noting(asked, kept, oracle=name == "Oracle"))  # fmt: skip
-            journal.close()
-        for i, cell in enumerate(cells):
-            entries = [entry for (_, _, policy), entry in sorted(journal.entries.items()) if policy == i]
-            done.add(section, cell, count, seed, summary(cell, asked, entries, kept[i]))
+    with TemporaryDirectory() as folder:
+        asked = questions(section, count, seed, Path(folder))
+        records = [question.record for question in asked]
+        for name, program in track(list(methods), section.name):
+            cells = [cell for cell, used in zip(todo, programs, strict=True) if (cell.name, used) == (name, program)]
+            kept: list[list[Kept]] = [[] for _ in cells]
+            plan = [cell.chosen for cell in cells]
+            compress = _noting(asked, kept, oracle=name == "Oracle")
+            with TemporaryDirectory(dir=folder) as answers:
+                journal = Journal(Path(answers), {})
+                run(params, processor, records, plan, settings, journal, compress=compress)
+                journal.close()
+            for i, cell in enumerate(cells):
+                entries = [entry for (_, _, policy), entry in sorted(journal.entries.items()) if policy == i]
+                done.add(section, cell, count, seed, summary(cell, asked, entries, kept[i]))
 
 
 def summary(cell: Cell, asked: Sequence[Question], entries: Sequence[Entry], kept: Sequence[Kept]) -> dict[str, Any]:

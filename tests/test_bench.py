@@ -110,6 +110,7 @@ def test_results_of_another_machine_are_not_mixed(measured, capsys, tmp_path):
         (["--text", "99"], "text=99 must not exceed"),
         (["--rounds", "0"], "--rounds 0"),
         (["--mesh", "data=2"], "expected data=D,model=M"),
+        (["--pod"], "give --mesh too"),
         (["--mesh", "data=1,model=1", "--compile-only"], "--mesh and --compile-only"),
         (["--out", "nowhere/x.json"], "no such folder"),
         (["--model", "vicuna-1.5-7b", "--policy", "aircache"], "has none: use --scope all"),

@@ -14,6 +14,7 @@ from rich.table import Table
 import vlkv
 from vlkv import policies
 from vlkv.cli import COMMANDS, build_parser, main
+from vlkv.terminal import progress_bar, track
 from vlkv.tools.benching import tables
 
 
@@ -153,3 +154,17 @@ def test_a_policy_without_a_keep_of_its_own_runs_once():
                                             "--policy", "downsample", "downsample(side=3)", "snapkv"])  # fmt: skip
     snapkv = [policies.SnapKV(keep=keep, scope="vision") for keep in (0.5, 0.2)]
     assert policies_from(args, lambda: None) == [policies.Downsample(), policies.Downsample(side=3), *snapkv]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_is_shown_on_terminals_only(capsys, monkeypatch, terminal):
+    monkeypatch.setenv("FORCE_COLOR" if terminal else "NO_COLOR", "1")  # rich takes the first for a terminal
+    monkeypatch.delenv("NO_COLOR" if terminal else "FORCE_COLOR", raising=False)
+    with progress_bar("measuring", 3) as advance:
+        advance()
+        advance(2, text="the rest")
+    with progress_bar("hidden", 1, hidden=True):
+        pass
+    assert list(track([1, 2], "reading")) == [1, 2]
+    out, err = capsys.readouterr()
+    assert out == "" and ("the rest" in err and "reading" in err if terminal else err == "") and "hidden" not in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -65,7 +66,7 @@ def test_places_and_pairs_by_hand():
 
 
 @pytest.mark.full
-def test_a_section_is_measured(monkeypatch):
+def test_a_section_is_measured(monkeypatch, tmp_path):
     """The oracle and SnapKV hold a tenth of the vision entries; the oracle keeps all evidence. Pages in two batches."""
     monkeypatch.setattr(quality, "BATCH", 2)
     sections = pytest.importorskip("benchmarks.quality_sections")
@@ -79,5 +80,10 @@ def test_a_section_is_measured(monkeypatch):
     assert oracle["held"] == pytest.approx(0.1, abs=0.002) and other["held"] == pytest.approx(0.1, abs=0.002)
     assert 0 < np.mean(other["recall"]) < 1
     assert full["right"] == oracle["right"] == "111" and full["loss"] == 0
-    assert full["said"] == [question.record.turns[0].answers[0] for question in quality.questions(section, 3, 0)]
+    assert full["said"] == [
+        question.record.turns[0].answers[0] for question in quality.questions(section, 3, 0, tmp_path)
+    ]
     assert 1 < full["perplexity"] < 1.1
+    later = dataclasses.replace(section, unknown=True, plan=section.plan[:1])
+    quality.measure(*vlkv.load(CHECKPOINT), later, 1, 0, done)  # four questions about one page
+    assert len(done.content["rows"][3]["right"]) == 4

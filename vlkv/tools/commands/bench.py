@@ -74,6 +74,8 @@ def run(args: argparse.Namespace) -> Any:
     if args.mesh is not None and args.compile_only:
         raise InputError("--mesh and --compile-only: give only one of them; `vlkv plan` compiles for a mesh")
     if args.pod:
+        if args.mesh is None:
+            raise InputError("--pod: give --mesh too, the devices of all hosts per axis")
         jax.distributed.initialize()
     first = jax.process_index() == 0
     console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 160, quiet=not first)

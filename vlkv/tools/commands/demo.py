@@ -99,8 +99,7 @@ def run(args: argparse.Namespace) -> Any:
     prompt = _read_prompt(params, case.inputs, new_tokens=NEW_TOKENS)
     check_values(params, case.inputs, prompt.logits)
     rows: list[Row] = []
-    shown = track(plan(), "compiling and reading")
-    for name, share, policy in shown:
+    for name, share, policy in track(plan(), "compiling and reading"):
         rows.append(read(params, case, prompt, name, share, policy, rows[0].answer if rows else None))
     title = f"What is left of the image at {SHOWN:.0%} of the cache's bytes"
     draw(title, case.image, panels(case, rows), caption(case, rows[0])).save(args.out)
