@@ -124,10 +124,14 @@ def write(model, folder, template, large, **changes):
     return raw
 
 
+def make_phi3(rope):
+    return make_internvl("phi3", SMALL_VIT, rope_parameters=rope, original_max_position_embeddings=40)
+
+
 @pytest.fixture(scope="module")
 def phi3(tmp_path_factory):
     folder = tmp_path_factory.mktemp("phi3")
-    model = make_internvl("phi3", SMALL_VIT, rope_parameters=LONG_ROPE, original_max_position_embeddings=40)
+    model = make_phi3(LONG_ROPE)
     return model, folder, write(model, folder, "phi3-chat", large=False)
 
 
@@ -148,14 +152,18 @@ def test_internlm2_and_qwen2(tmp_path, kind, template, large):
 
 @pytest.mark.full
 def test_phi3_with_rows_on_either_side_of_the_first_training_length(phi3):
-    """40 positions: one row is beyond them in its prompt, the others get there while they answer."""
+    """40 positions: one row is beyond them in its prompt, the others get there while they answer.
+
+    Then all rows use the long factors from the first token. An answer of 8 tokens crosses them in no row.
+    """
     model, folder, _ = phi3
     params, batch = vlkv.load_params(folder), make_batch()
     lengths = batch["attention_mask"].sum(axis=1)
-    assert lengths[0] > 40 > lengths[1] > 40 - 32
-    assert 40 - 32 < lengths[2] < 40
+    assert lengths[0] > 40 - 8 >= lengths[1] > 40 - 32
+    assert 40 - 32 < lengths[2] < 40 - 8
     check_forward(model, params, batch)
-    check_generate(model, params, batch)
+    check_generate(model, params, batch, count=8)
+    check_generate(make_phi3(LONG_ROPE | {"short_factor": LONG_ROPE["long_factor"]}), params, batch)
 
 
 def test_phi3_alone_and_internlm2_alone(phi3):
