@@ -39,9 +39,11 @@ def test_programs_are_freed_before_the_limit(monkeypatch):
             np.testing.assert_array_equal(forward(params, inputs), logits)
             assert memory_maps.count() - before < 4.5 * one
         assert [(w.category, "are freed" in str(w.message)) for w in caught] == [(RuntimeWarning, True)], "said once"
+        held = []
         for keep in (0.5, 0.6):
             vlkv.generate(params, prompts[2], policy=policies.StreamingLLM(keep=keep), sampling=SAMPLING)
-        assert memory_maps.count() - before < 6.5 * one, "the second has freed the first"
+            held.append(memory_maps.count() - before)
+        assert held[0] > 2.5 * one and held[1] < 1.5 * held[0], "the second has freed the first"
 
 
 def test_an_error_if_programs_cannot_be_freed(monkeypatch):
