@@ -87,7 +87,11 @@ def log_probs(params: VisionLanguageModel, batch: Batch, layout: Layout) -> Floa
     text = jnp.broadcast_to(layout.positions, batch.tokens.shape)
     positions = jnp.concatenate([first, VISION_START + cells, text], axis=1)[..., None]
     mask = jnp.asarray(layout.mask(vision.shape[1]))[None, None]
-    x = params.decoder.walk(x, positions, lambda i, q, k, v: jax.nn.dot_product_attention(q, k, v, mask=mask))
+
+    def attend(i: int, carry: None, q: Array, k: Array, v: Array) -> tuple[None, Array]:
+        return carry, jax.nn.dot_product_attention(q, k, v, mask=mask)
+
+    _, x = params.decoder.walk(None, x, positions, attend)
     return jax.nn.log_softmax(params.decoder.logits(x[:, -batch.tokens.shape[1] : -1]))
 
 

@@ -16,10 +16,11 @@ import pytest
 import vlkv
 from vlkv import policies, sharding
 from vlkv.cache import PackedCache
-from vlkv.cache.pool import entries, slot_of
+from vlkv.cache.pool import entries
 from vlkv.cache.resizing import resize
 from vlkv.compression.sizes import pool_slots
 from vlkv.sharding import ops
+from vlkv.sharding.ops import slot_of
 
 from .meshes import CASES
 

@@ -11,7 +11,7 @@ from vlkv import policies
 from vlkv.decoder import Decoder
 from vlkv.generation.prefill import fill_cache
 from vlkv.generation.prompt import LayerPrompt, Prompt
-from vlkv.generation.step import feed
+from vlkv.generation.step import feed_and_watch
 
 
 def one_layer(policy, arrays, new_tokens: int):
@@ -40,22 +40,21 @@ def one_layer(policy, arrays, new_tokens: int):
 
     @jax.jit
     def step(cache, q_new, k_new, v_new):
-        attended = []
-
         class OneLayer(Decoder):
             """Queries, keys and values that are given."""
 
             def __init__(self):
                 pass
 
-            def walk(self, x, positions, attend, after=None, limit=None):
-                return attend(0, q_new[None, None], k_new[None, None], v_new[None, None]).reshape(x.shape)
+            def walk(self, carry, x, positions, attend, after=None, limit=None):
+                carry, x = attend(0, carry, q_new[None, None], k_new[None, None], v_new[None, None])
+                return after(0, carry, x.reshape(1, 1, -1))[:2]
 
         x = jnp.zeros((1, 1, q_new.size))
-        cache, out = feed(
-            OneLayer(), cache, x, jnp.zeros((1, 1, 1), int), watch=lambda i, state, mass: attended.append(state)
+        cache, out, (attended,) = feed_and_watch(
+            OneLayer(), cache, x, jnp.zeros((1, 1, 1), int), lambda i, state, mass, x: state.attended
         )
-        return cache, out.reshape(q_new.shape), attended[0].attended[0]
+        return cache, out.reshape(q_new.shape), attended[0]
 
     return cache, step
 

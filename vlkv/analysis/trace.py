@@ -19,7 +19,7 @@ from vlkv.cache.decode_state import DecodeState, begin, packed
 from vlkv.cache.pool import PackedCache
 from vlkv.families import Model
 from vlkv.generation.prompt import Prompt
-from vlkv.generation.step import feed
+from vlkv.generation.step import feed_and_watch
 
 
 @jax.tree_util.register_dataclass
@@ -56,22 +56,15 @@ def follow(
         state = tuple(_restrict(m, _tokens(m, prompt.valid), only[i]) for i, m in enumerate(state))
 
     def step(cache: PackedCache, token: Int[Array, " B"]) -> tuple[PackedCache, Trace]:
-        hidden, masses, counts = [], [], []
-
-        def record(i: int, state: DecodeState, mass: Array) -> None:
-            masses.append(_by_token(mass, _tokens(state, prompt.valid), prompt.valid.shape[1] + cache.new_tokens))
-            counts.append([jnp.mean(jnp.sum(x, axis=-1), axis=-1) for x in (state.stored, state.attended)])
-
-        def after(i: int, x: Array) -> tuple[Array, None]:
-            hidden.append(x[:, 0])
-            return x, None
+        def record(i: int, state: DecodeState, mass: Array, x: Array) -> tuple[Array, ...]:
+            by_token = _by_token(mass, _tokens(state, prompt.valid), prompt.valid.shape[1] + cache.new_tokens)
+            return x[:, 0], by_token, *(jnp.mean(jnp.sum(m, axis=-1), axis=-1) for m in (state.stored, state.attended))
 
         x, positions = params.decoder.embedding(token)[:, None], cache.next_position[:, None]
-        cache, x = feed(params.decoder, cache, x, positions, watch=record, after=after)
-        stored, used = (jnp.stack(column) for column in zip(*counts, strict=True))
+        cache, x, layers = feed_and_watch(params.decoder, cache, x, positions, record)
+        hidden, mass, stored, used = (jnp.stack(column) for column in zip(*layers, strict=True))
         return dataclasses.replace(cache, next_position=cache.next_position + 1), Trace(
-            logits=params.decoder.logits(x[:, 0]), hidden=jnp.stack(hidden), mass=jnp.stack(masses), stored=stored,
-            used=used,
+            logits=params.decoder.logits(x[:, 0]), hidden=hidden, mass=mass, stored=stored, used=used,
         )  # fmt: skip
 
     assert tokens.shape[0] == prompt.valid.shape[0]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import QuantizedPool, quantize
-from vlkv.cache.pool import PackedCache, Storage, slot_of
+from vlkv.cache.pool import PackedCache, Storage
 from vlkv.errors import InputError
 from vlkv.masks import tokens_at
 from vlkv.sharding import ops
@@ -142,7 +142,7 @@ def pack(
             """The token of each slot of a layer's segment."""
             kept, is_vision, start = layer
             entry = _vision_first(kept, is_vision[:, None])
-            slot = part.local_slot(slot_of(entry, start[..., None], slots, parts), here)
+            slot = part.local_slot(ops.slot_of(entry, start[..., None], slots, parts), here)
             place = jnp.where(kept & (slot < here), slot - start[..., None], length)
             return jax.vmap(jax.vmap(partial(tokens_at, places=length)))(place)
 

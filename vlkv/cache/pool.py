@@ -10,7 +10,7 @@ gives heads different budgets (`Facts.budgets`), columns of equal length would w
 column, which contains the segments of all heads (`#K` in the shapes below: K or 1).
 
 If the `model` axis of the mesh does not divide the columns, pool and tail consist of M equal parts, and every M-th
-entry is in the same part. `slot_of` returns the slot of an entry for every M.
+entry is in the same part. `sharding.ops.slot_of` returns the slot of an entry for every M.
 """
 
 from __future__ import annotations
@@ -114,16 +114,13 @@ class PackedCache:
             return self.length
         return jnp.stack([jnp.sum(m.stored[..., : m.stored.shape[-1] - m.tail], axis=-1) for m in self.decode_states])
 
+    def segment(self, layer: int) -> tuple[Array | QuantizedPool, Array | QuantizedPool, Array, Array]:
+        """Keys and values of the pool, and [B, K] start and length of a layer's segment."""
+        return self.k, self.v, self.start[layer], self.length[layer]
+
     def entries(self, layer: int, most: int) -> Int[Array, "B K most"]:
         """The prompt token of each of the first `most` entries of a layer; see the function `entries`."""
         return entries(self.token, self.start[layer], self.length[layer], most, self.parts)
-
-
-def slot_of(entry: Any, start: Any, slots: int, parts: int) -> Any:
-    """The slot of entry number `entry` of a segment, or of a tail (start 0), in a pool or tail of `slots` slots."""
-    if parts == 1:
-        return start + entry
-    return entry % parts * (slots // parts) + start + entry // parts
 
 
 def entries(
@@ -141,7 +138,7 @@ def entries(
         parts: field of the same object.
     """
     number = jnp.arange(most)
-    slot = slot_of(number, start[..., None], token.shape[2], parts)
+    slot = ops.slot_of(number, start[..., None], token.shape[2], parts)
     found = jnp.take_along_axis(token, slot, axis=2, mode="clip")
     return jnp.where(number < length[..., None], found, -1)
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import Kernels, dequantize, quantize, write_slots
-from vlkv.cache.pool import slot_of
 from vlkv.sharding import ops
 
 
@@ -25,7 +24,7 @@ def write_tail(
 ) -> Float[Array, "B K S H"]:
     """Writes entries to the tail at their numbers; numbers beyond its end are ignored."""
     slots = tail.shape[2]
-    slot = jnp.where(entry < slots, slot_of(entry, 0, slots, parts), slots)
+    slot = jnp.where(entry < slots, ops.slot_of(entry, 0, slots, parts), slots)
     return _write(tail, new, jnp.broadcast_to(slot[..., None], new.shape[:3]), parts, kernels)
 
 
@@ -79,7 +78,7 @@ def write_pool(
         kernels: implementations; None: those of the platform.
     """
     slots = pool.shape[2]
-    slot = slot_of(entry, start, slots, parts)
+    slot = ops.slot_of(entry, start, slots, parts)
     return _write(pool, new, slot if valid is None else jnp.where(valid[..., None], slot, slots), parts, kernels)
 
 

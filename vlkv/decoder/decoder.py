@@ -2,14 +2,15 @@
 
 Axes: B batch · T tokens · N query heads · K key heads · H head dim · D width · A position axes.
 The layers are a tuple (docs/architecture.md, decision 1), and `Decoder.walk` is the only loop over them. The caller
-passes it the function that computes attention, so prefill, decoding, scoring and tracing share all other code.
+passes it the function that computes attention, and what this function carries from layer to layer; so prefill,
+decoding, scoring and tracing share all other code.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,11 @@ from vlkv.decoder.memory_maps import make_room
 from vlkv.decoder.rope import apply_rope, rope_table
 from vlkv.sharding.ops import prefill_attention
 
-Attend = Callable[[int, Array, Array, Array], Array]  # layer, [B,T,N,H], [B,T,K,H], [B,T,K,H] -> [B,T,N,H]
-After = Callable[[int, Array], tuple[Array, Array | None]]  # layer, [B,T,D] -> [B,t,D], [B,t,A] or None
+C = TypeVar("C")  # the carry of `Decoder.walk`
+# layer, carry, [B,T,N,H], [B,T,K,H], [B,T,K,H] -> carry, [B,T,N,H]
+Attend = Callable[[int, C, Array, Array, Array], tuple[C, Array]]
+# layer, carry, [B,T,D] -> carry, [B,t,D], [B,t,A] or None
+After = Callable[[int, C, Array], tuple[C, Array, Array | None]]
 
 
 class Rotation(NamedTuple):
@@ -97,32 +101,44 @@ class Decoder(nnx.Module):
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T A"], valid: Bool[Array, "B T"]
     ) -> Float[Array, "B T D"]:
         """Runs all layers over whole prompts, without a cache."""
-        return self.walk(x, positions, lambda i, q, k, v: prefill_attention(q, k, v, valid=valid))
+        _, x = self.walk(None, x, positions, attend_to_prompt(valid))
+        return x
 
     def walk(
         self,
+        carry: C,
         x: Float[Array, "B T D"],
         positions: Int[Array, "B T A"],
-        attend: Attend,
-        after: After | None = None,
+        attend: Attend[C],
+        after: After[C] | None = None,
         limit: Int[Array, " B"] | None = None,
-    ) -> Float[Array, "B _T D"]:
-        """Runs all layers; returns the output of the last one.
+    ) -> tuple[C, Float[Array, "B _T D"]]:
+        """Runs all layers; returns the last carry and the output of the last layer.
 
         Args:
+            carry: what a layer hands to the next one besides `x`, like the carry of `lax.scan`. Its structure
+                may change.
             x: input of the first layer.
             positions: of the tokens.
-            attend: attend(i, q, k, v) computes attention of layer i from rotated queries, rotated keys and values.
-            after: after(i, x) gets the output of layer i and returns the input of layer i + 1, and the positions of
-                its tokens or None if they are unchanged. It may reduce the prompt, add features, or record.
+            attend: attend(i, carry, q, k, v) computes attention of layer i from rotated queries, rotated keys and
+                values; returns the new carry and the result.
+            after: after(i, carry, x) gets the output of layer i and returns the new carry, the input of layer i + 1,
+                and the positions of its tokens or None if they are unchanged. It may reduce the prompt, add features,
+                or record.
             limit: as in `rope_table`.
         """
         if isinstance(x, jax.core.Tracer):  # a large program is about to be compiled
             make_room()
         rotation = self.rotation(positions, limit)
         for i, layer in enumerate(self.layers):
-            x = layer.finish(x, attend(i, *layer.project(x, rotation)).astype(x.dtype))
+            carry, attended = attend(i, carry, *layer.project(x, rotation))
+            x = layer.finish(x, attended.astype(x.dtype))
             if after is not None:
-                x, moved = after(i, x)
+                carry, x, moved = after(i, carry, x)
                 rotation = rotation if moved is None else self.rotation(moved, limit)
-        return x
+        return carry, x
+
+
+def attend_to_prompt(valid: Bool[Array, "B T"]) -> Attend[C]:
+    """For `Decoder.walk`: causal attention of a whole prompt, without a cache. The carry is unchanged."""
+    return lambda i, carry, q, k, v: (carry, prefill_attention(q, k, v, valid=valid))

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from vlkv.decoder import attend_to_prompt
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.inputs import Inputs
-from vlkv.sharding.ops import prefill_attention
 
 
 def check_tokens(params: Model, inputs: Inputs, tokens: Int[Array | np.ndarray, "B S"]) -> None:
@@ -118,16 +118,12 @@ def _finite_parts(params: Model, inputs: Inputs, failed: Bool[Array, " B"], answ
     def is_finite(x: Float[Array, "B T D"], valid: Bool[Array, "B T"]) -> Bool[Array, ""]:
         return jnp.all(jnp.isfinite(x) | ~(valid & failed[:, None])[..., None])
 
-    layers: list[Array] = []
+    def note(_: int, layers: tuple[Array, ...], x: Array) -> tuple[tuple[Array, ...], Array, None]:
+        return (*layers, is_finite(x, valid)), x, None
 
-    def note(_: int, x: Array) -> tuple[Array, None]:
-        layers.append(is_finite(x, valid))
-        return x, None
-
-    last = params.decoder.walk(
-        x, jnp.concatenate([inputs.positions, new_positions], axis=1),
-        lambda _, q, k, v: prefill_attention(q, k, v, valid=valid), note,
-    )  # fmt: skip
+    positions = jnp.concatenate([inputs.positions, new_positions], axis=1)
+    none: tuple[Array, ...] = ()
+    layers, last = params.decoder.walk(none, x, positions, attend_to_prompt(valid), note)
     place = jnp.max(jnp.where(valid, jnp.arange(valid.shape[1]), 0), axis=1)
     logits = params.decoder.logits(last[jnp.arange(len(place)), place])
     weights = jax.tree_util.tree_leaves_with_path(params)

@@ -220,23 +220,23 @@ def _fill(
     """Makes a cache from the candidates of all layers."""
     longest = max(layer.is_candidate.shape[1] for layer in found)
     is_vision, is_candidate, source = (
-        jnp.stack([_lengthen(getattr(layer, name), longest) for layer in found], axis=1)
+        jnp.stack([_lengthen(getattr(layer, name), longest) for layer in found])
         for name in ("is_vision", "is_candidate", "source")
-    )  # [B, L, T]
-    counts = jnp.stack([layer.in_scope_count for layer in found], axis=1)
+    )  # [L, B, T]
+    counts = jnp.stack([layer.in_scope_count for layer in found])
     seen = jnp.sum(prompt.valid & prompt.is_vision if policy.scope == "vision" else prompt.valid, axis=1)
     observed = tuple(layer.observed for layer in found)
-    choose = partial(allocate_and_take, policy, budget=budget)
-    selection = jax.vmap(choose)(observed, is_vision, is_candidate, counts, seen)
+    choose = jax.vmap(partial(allocate_and_take, policy, budget=budget), in_axes=(0, 1, 1, 1, 0), out_axes=1)
+    selection = choose(observed, is_vision, is_candidate, counts, seen)  # [L, B, ...]
     merged = []
     for i, layer in enumerate(found):
-        kept, scores = (x[:, i, :, : layer.k.shape[2]] for x in (selection.kept, selection.scores))
+        kept, scores = (x[i, ..., : layer.k.shape[2]] for x in (selection.kept, selection.scores))
         merged.append(jax.vmap(policy.merge)(layer.k, layer.v, kept, scores))
     spec = cache_spec(
         policy, layers=len(found), vision=prompt.max_vision, text=prompt.max_text, images=prompt.max_images,
         new_tokens=new_tokens,
     )  # fmt: skip
-    kept, requested = jnp.swapaxes(selection.kept, 0, 1), None
+    kept, requested = selection.kept, None
     states: tuple[DecodeState, ...] = ()
     if (updater := policy.updater) is not None:
         make = jax.vmap(partial(_make_decode_state, updater, new_tokens=new_tokens))
@@ -248,8 +248,7 @@ def _fill(
         requested = jnp.stack([jax.vmap(updater.decode_slots)(m) for m in states]) if spec.reuses else None
     cache = pack(
         spec, tuple(m[0] for m in merged), tuple(m[1] for m in merged), kept,
-        is_vision=jnp.swapaxes(is_vision, 0, 1), source=jnp.swapaxes(source, 0, 1),
-        next_position=prompt.next_position, requested=requested,
+        is_vision=is_vision, source=source, next_position=prompt.next_position, requested=requested,
     )  # fmt: skip
     cache = dataclasses.replace(cache, position_limit=prompt.position_limit, kernels=prompt.kernels)
     if updater is not None:

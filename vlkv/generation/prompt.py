@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -116,78 +116,82 @@ def read_layers(
     reduction, and gets only the tokens that are left.
     """
     inputs = jax.tree.map(jnp.asarray, inputs)
-    layers = len(params.decoder.layers)
-    stages = () if reducer is None or inputs.max_vision == 0 else reducer.reductions(layers)
-    tokens, vision = _begin(params, inputs, reducer if stages else None), inputs.max_vision
-    results: list[Any] = []  # of `each`; LayerPrompts while they wait for the last reduction
-    just_run: LayerPrompt | None = None
+    layers, (batch, length) = len(params.decoder.layers), inputs.valid.shape
     kernels = Kernels() if kernels is None else kernels
     return_lse = takes_lse(kernels.attention_mass)
+    stages = () if reducer is None or inputs.max_vision == 0 else reducer.reductions(layers)
+    # `each` waits for the last reduction in the layers before this one.
+    waits_until = max(stages, default=0) if reducer is not None and reducer.drops_early_layers else 0
+    keys = None if key is None else jax.random.split(key, batch)
     # In M-RoPE the position after an image is the greatest one on all axes plus one.
     greatest = jnp.max(jnp.where(inputs.valid[..., None], inputs.positions, -1), axis=(1, 2))
     limit = position_limit(greatest + 1 + new_tokens, params.decoder.rope)
 
-    def reduce(layer: int) -> Array | None:
-        """Reduces the prompt before this layer if the reducer asks for it; returns the new positions, else None."""
-        nonlocal tokens, vision, results
-        if reducer is None or layer not in stages:
-            return None
-        stage = stages.index(layer)
-        vision = min(vision, reducer.remaining(stage=stage, vision=vision, images=inputs.max_images))
-        length = min(tokens.x.shape[1], vision + inputs.max_text)
-        one = partial(
-            _reduce, reducer, stage=stage, layer=layer - 1, layers=layers, max_instruction=inputs.max_instruction,
-            vision=vision, length=length, kernels=kernels,
-        )  # fmt: skip
-        keys = None if key is None else jax.random.split(key, inputs.valid.shape[0])
-        tokens, left = by_row(one, inputs.valid.shape[0])(tokens, just_run, keys)
-        if not isinstance(left, jax.core.Tracer) and int(jnp.max(left)) > vision:
-            raise InputError(f"{type(reducer).__name__}: reduce has kept {int(jnp.max(left))} vision tokens at "
-                             f"stage {stage}, but remaining allows {vision}: correct one of the two")  # fmt: skip
-        if reducer.drops_early_layers:
-            results = [_drop_candidates(m, tokens, inputs.valid.shape[1]) for m in results]
-            if layer == stages[-1]:
-                results = [each(i, m) for i, m in enumerate(results)]
-        return tokens.positions
-
-    def attend(i: int, q: Array, k: Array, v: Array) -> Array:
-        nonlocal just_run
+    def attend(i: int, now: _Carry, q: Array, k: Array, v: Array) -> tuple[_Carry, Array]:
+        tokens = now.tokens
         attended = prefill_attention(
             q, k, v, valid=tokens.valid, return_lse=return_lse, implementation=kernels.prefill_attention
         )
         attended, lse = attended if return_lse else (attended, None)
-        just_run = LayerPrompt(
+        layer = LayerPrompt(
             q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, is_candidate=tokens.valid,
             source=tokens.source, grid=tokens.grid, lse=lse,
         )  # fmt: skip
-        return attended
+        return now._replace(layer=layer), attended
 
-    def after(i: int, x: Array) -> tuple[Array, Array | None]:
-        nonlocal tokens
-        assert just_run is not None
-        waits = reducer is not None and reducer.drops_early_layers and i < max(stages, default=0)
+    def after(i: int, now: _Carry, x: Array) -> tuple[_Carry, Array, Array | None]:
+        assert now.layer is not None
         # With this barrier, the next layer starts after `each`, so that the layer's arrays are freed first.
-        x, result = jax.lax.optimization_barrier((x, just_run if waits else each(i, just_run)))
-        results.append(result)
-        tokens = dataclasses.replace(tokens, x=x)
-        moved = reduce(i + 1)
-        return tokens.x, moved
+        x, result = jax.lax.optimization_barrier((x, now.layer if i < waits_until else each(i, now.layer)))
+        now = now._replace(tokens=dataclasses.replace(now.tokens, x=x), results=(*now.results, result))
+        if i + 1 not in stages:
+            return now, x, None
+        now = reduce(i + 1, now)
+        if waits_until:
+            results = (_drop_candidates(layer, now.tokens, length) for layer in now.results)
+            now = now._replace(results=tuple(each(i, m) if i + 1 == waits_until else m for i, m in enumerate(results)))
+        return now, now.tokens.x, now.tokens.positions
 
-    reduce(0)
-    params.decoder.walk(tokens.x, tokens.positions, attend, after, limit)
+    def reduce(layer: int, now: _Carry) -> _Carry:
+        """Reduces the prompt before this layer."""
+        assert reducer is not None
+        stage, images, text = stages.index(layer), inputs.max_images, inputs.max_text
+        vision = min(now.vision, reducer.remaining(stage=stage, vision=now.vision, images=images))
+        one = partial(
+            _reduce, reducer, stage=stage, layer=layer - 1, layers=layers, max_instruction=inputs.max_instruction,
+            vision=vision, length=min(now.tokens.x.shape[1], vision + text), kernels=kernels,
+        )  # fmt: skip
+        tokens, left = by_row(one, batch)(now.tokens, now.layer, keys)
+        if not isinstance(left, jax.core.Tracer) and int(jnp.max(left)) > vision:
+            raise InputError(f"{type(reducer).__name__}: reduce has kept {int(jnp.max(left))} vision tokens at "
+                             f"stage {stage}, but remaining allows {vision}: correct one of the two")  # fmt: skip
+        return now._replace(tokens=tokens, vision=vision)
+
+    start = _Carry(_begin(params, inputs, reducer if stages else None), inputs.max_vision)
+    start = reduce(0, start) if 0 in stages else start
+    end, _ = params.decoder.walk(start, start.tokens.x, start.tokens.positions, attend, after, limit)
+    tokens, row = end.tokens, jnp.arange(batch)
     # The last token that is left. It may be a vision token, if the prompt ends with an image.
     last = jnp.max(jnp.where(tokens.valid, jnp.arange(tokens.valid.shape[1]), 0), axis=1)
-    row = jnp.arange(len(last))
     # The next position counts all tokens of the prompt, minus the difference if a reduction has renumbered positions.
     given, now = inputs.positions[row, tokens.source[row, last]], tokens.positions[row, last]
     positions_lost = jnp.max(given, axis=-1) - jnp.max(now, axis=-1)
     return Prompt(
-        layers=tuple(results), is_vision=inputs.is_vision, valid=inputs.valid,
+        layers=end.results, is_vision=inputs.is_vision, valid=inputs.valid,
         next_position=jnp.broadcast_to((greatest + 1 - positions_lost)[:, None], now.shape),
         position_limit=limit, logits=params.decoder.logits(tokens.x[row, last]),
         max_vision=inputs.max_vision, max_text=inputs.max_text, max_instruction=inputs.max_instruction,
         max_images=inputs.max_images, reducer=reducer, kernels=kernels,
     )  # fmt: skip
+
+
+class _Carry(NamedTuple):
+    """What `read_layers` carries from layer to layer."""
+
+    tokens: Tokens  # of the next layer, with its input
+    vision: int  # bound on the number of vision tokens of a row
+    layer: LayerPrompt | None = None  # the layer that has just run
+    results: tuple[Any, ...] = ()  # of `each`; LayerPrompts while they wait for the last reduction
 
 
 def _begin(params: Model, inputs: Inputs, reducer: ReducingStages | None) -> Tokens:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,19 @@ from vlkv.cache.pool import PackedCache, swap_pools
 from vlkv.cache.writing import quantize_old, write_pool, write_tail
 from vlkv.compression.selection import require_32_bits
 from vlkv.decoder import Decoder
-from vlkv.decoder.decoder import After
 from vlkv.sharding.ops import cached_attention
 
-Watch = Callable[[int, DecodeState, Array], None]
+# layer, its decode state for this token, attention [B,N,E] that every entry received, output of the layer [B,1,D]
+Watch = Callable[[int, DecodeState, Array, Array], Any]
+
+
+class _Carry(NamedTuple):
+    """What `feed` carries from layer to layer."""
+
+    cache: PackedCache  # with the new entries of the layers so far
+    entries: tuple[Int[Array, "B K"], ...] = ()  # that the new token took in each layer, if slots are reused
+    attended: tuple[DecodeState, Float[Array, "B N E"]] | None = None  # of the last layer, for `watch`
+    watched: tuple[Any, ...] = ()  # results of `watch`
 
 
 def feed(
@@ -33,9 +42,6 @@ def feed(
     x: Float[Array, "B T D"],
     positions: Int[Array, "B T A"],
     valid: Bool[Array, "B T"] | None = None,
-    *,
-    watch: Watch | None = None,
-    after: After | None = None,
 ) -> tuple[PackedCache, Float[Array, "B T D"]]:
     """Runs embedded tokens through all layers; returns the cache with their entries, and the last layer's output.
 
@@ -48,91 +54,134 @@ def feed(
         x: embedded tokens.
         positions: of the tokens, for RoPE.
         valid: False for padding, which has no entry; None: there is no padding.
-        watch: for a cache with a decode state and T = 1: called for each layer with its number, its decode state
-            for this token, and the share of attention [B, N, E] that every entry received.
-        after: as in `Decoder.walk`. It is ignored, like `watch`, if several tokens are processed one after the other.
     """
     require_32_bits()
-    if (cache.decode_states is not None or cache.window is not None) and x.shape[1] > 1:
-        return _one_by_one(decoder, cache, x, positions, valid)
-    pool_k: Any = cache.k
-    pool_v: Any = cache.v
-    token = cache.token
-    # On a TPU core entries share tiles, except in a pool with one column or with its slots split.
-    groups = cache.parts == 1 and cache.k.shape[1] == cache.start.shape[2]
-    groups = groups and reads_tiles(cache.k, cache.kernels.core_attention)
-    entries_taken: list[Array] = []
-    updater = None if cache.policy is None else cache.policy.updater
-    tail_k, tail_v, states = list(cache.tail_k), list(cache.tail_v), list(cache.decode_states or ())
+    if (cache.decode_states is None and cache.window is None) or x.shape[1] == 1:
+        return _feed(decoder, cache, x, positions, valid, None)[:2]
+
+    def step(cache: PackedCache, token: tuple[Any, ...]) -> tuple[PackedCache, Array]:
+        cache, x, _ = _feed(decoder, cache, *jax.tree.map(lambda part: part[:, None], token), None)
+        return cache, x[:, 0]
+
+    tokens = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), (x, positions, valid))
+    cache, x = jax.lax.scan(step, cache, tokens)
+    return cache, jnp.swapaxes(x, 0, 1)
+
+
+def feed_and_watch(
+    decoder: Decoder, cache: PackedCache, x: Float[Array, "B 1 D"], positions: Int[Array, "B 1 A"], watch: Watch
+) -> tuple[PackedCache, Float[Array, "B 1 D"], tuple[Any, ...]]:
+    """`feed` for one token and a cache with a decode state. It also returns the results of `watch`, one per layer."""
+    return _feed(decoder, cache, x, positions, None, watch)
+
+
+def _feed(
+    decoder: Decoder,
+    cache: PackedCache,
+    x: Float[Array, "B T D"],
+    positions: Int[Array, "B T A"],
+    valid: Bool[Array, "B T"] | None,
+    watch: Watch | None,
+) -> tuple[PackedCache, Float[Array, "B T D"], tuple[Any, ...]]:
+    """All layers, for tokens that can be processed together."""
     count = jnp.arange(1, x.shape[1] + 1) if valid is None else jnp.cumsum(valid, axis=1)
     in_tail = cache.used[:, None] + count  # [B, T] entries of the tail that a token attends to, including its own
     # Padding gets an entry number past the end, which is not written.
     tail_entry = in_tail - 1 if valid is None else jnp.where(valid, in_tail - 1, cache.new_tokens)
     # Kernels for decoding are made for one query; several queries are matrix products, which XLA computes well.
     kernel = cache.kernels.decode_attention if x.shape[1] == 1 else "xla"
+    updater = None if cache.policy is None else cache.policy.updater
 
-    def attend(i: int, q: Array, k: Array, v: Array) -> Array:
-        nonlocal pool_k, pool_v, token
-        start = cache.start[i]
-        tail: Any = None
-        if cache.decode_states is not None:
-            state, entry = jax.vmap(arrive)(states[i])
-        if cache.reuses:
-            entries_taken.append(entry)
-            pool_k, pool_v = (
-                write_pool(pool, new, entry[:, None], start[:, None], valid, cache.parts, cache.kernels)
-                for pool, new in ((pool_k, k), (pool_v, v))
+    def attend(i: int, carry: _Carry, q: Array, k: Array, v: Array) -> tuple[_Carry, Array]:
+        now, taken = carry.cache, carry.entries
+        if now.decode_states is None:
+            now, tail = _write_tails(now, i, k, v, tail_entry)
+            if now.window is not None:
+                assert isinstance(now.k, QuantizedPool)
+                tail = quantize_old(tail, in_tail[:, 0], bits=now.k.bits, group=now.k.group, window=now.window)
+            attended = cached_attention(
+                q, now.segment(i), tail, in_tail, softmax_n=now.softmax_n, parts=now.parts, implementation=kernel
             )
+            return carry._replace(cache=now), attended
+        state, entry = jax.vmap(arrive)(now.decode_states[i])
+        tail = None
+        if now.reuses:
+            now, taken = _write_pools(now, i, k, v, entry, valid), (*taken, entry)
         else:
-            tail = tail_k[i], tail_v[i] = (
-                write_tail(tail_k[i], k, tail_entry, cache.parts, cache.kernels),
-                write_tail(tail_v[i], v, tail_entry, cache.parts, cache.kernels),
-            )
-            if cache.window is not None:
-                assert isinstance(cache.k, QuantizedPool)
-                tail = quantize_old(tail, in_tail[:, 0], bits=cache.k.bits, group=cache.k.group, window=cache.window)
-        if cache.decode_states is not None and state.core is not None and groups:
-            may = jnp.all(start == start[:, :1], axis=1) & (True if valid is None else valid[:, 0])
-            state, pairs = group_core(state, may)
-            pool_k, pool_v, token = swap_pools(pool_k, pool_v, token, pairs, start, cache.kernels)
-        segment = pool_k, pool_v, start, cache.length[i]
-        if cache.decode_states is None:
-            return cached_attention(
-                q, segment, tail, in_tail, softmax_n=cache.softmax_n, parts=cache.parts, implementation=kernel
-            )
+            now, tail = _write_tails(now, i, k, v, tail_entry)
+        if state.core is not None:
+            now, state = _group_core(now, i, state, valid)
         attended, mass = attend_to(
-            q[:, 0], segment, tail, in_tail[:, 0], state, softmax_n=cache.softmax_n, kernels=cache.kernels,
-            parts=cache.parts,
+            q[:, 0], now.segment(i), tail, in_tail[:, 0], state, softmax_n=now.softmax_n, kernels=now.kernels,
+            parts=now.parts,
         )  # fmt: skip
-        if watch is not None:
-            watch(i, state, mass)
-        states[i] = state if updater is None else jax.vmap(updater.step)(state, mass)
-        return attended[:, None]
+        new = state if updater is None else jax.vmap(updater.step)(state, mass)
+        assert now.decode_states is not None
+        now = dataclasses.replace(now, decode_states=_put(now.decode_states, i, new))
+        return _Carry(now, taken, (state, mass), carry.watched), attended[:, None]
 
-    x = decoder.walk(x, positions, attend, after, cache.position_limit)
-    used = cache.used + count[..., -1]
-    updated = None if cache.decode_states is None else tuple(states)
-    if entries_taken:  # all layers in one write; -1, because new tokens have no index in the prompt
-        where = jnp.stack(entries_taken, axis=1), jnp.swapaxes(cache.start, 0, 1)  # [B, L, K]
-        token = write_pool(token, jnp.full(where[0].shape, -1, jnp.int32), *where, valid, cache.parts)
-    if valid is not None and updated is not None:  # padding does not change the decode state
+    def note(i: int, carry: _Carry, x: Array) -> tuple[_Carry, Array, None]:
+        assert watch is not None and carry.attended is not None
+        return carry._replace(watched=(*carry.watched, watch(i, *carry.attended, x))), x, None
+
+    after = None if watch is None else note
+    carry, x = decoder.walk(_Carry(cache), x, positions, attend, after, cache.position_limit)
+    fed = dataclasses.replace(carry.cache, used=cache.used + count[..., -1])
+    if carry.entries:  # all layers in one write; -1, because new tokens have no index in the prompt
+        where = jnp.stack(carry.entries, axis=1), jnp.swapaxes(cache.start, 0, 1)  # [B, L, K]
+        token = write_pool(fed.token, jnp.full(where[0].shape, -1, jnp.int32), *where, valid, cache.parts)
+        fed = dataclasses.replace(fed, token=token)
+    if valid is not None and cache.decode_states is not None:  # padding does not change the decode state
         rows = valid[:, 0]
-        updated = jax.tree.map(
-            lambda new, old: jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old), updated, cache.decode_states
-        )
-    cache = dataclasses.replace(
-        cache, k=pool_k, v=pool_v, token=token, tail_k=tuple(tail_k), tail_v=tuple(tail_v), used=used,
-        decode_states=updated,
-    )  # fmt: skip
-    return cache, x
+        states = jax.tree.map(
+            lambda new, old: jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old),
+            fed.decode_states, cache.decode_states,
+        )  # fmt: skip
+        fed = dataclasses.replace(fed, decode_states=states)
+    return fed, x, carry.watched
 
 
-def _one_by_one(decoder: Decoder, cache: PackedCache, *tokens: Any) -> tuple[PackedCache, Float[Array, "B T D"]]:
-    """`feed` for one token after the other."""
+def _put(layers: tuple[Any, ...], i: int, new: Any) -> tuple[Any, ...]:
+    return (*layers[:i], new, *layers[i + 1 :])
 
-    def step(cache: PackedCache, token: tuple[Any, ...]) -> tuple[PackedCache, Array]:
-        cache, x = feed(decoder, cache, *jax.tree.map(lambda part: part[:, None], token))
-        return cache, x[:, 0]
 
-    cache, x = jax.lax.scan(step, cache, jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), tokens))
-    return cache, jnp.swapaxes(x, 0, 1)
+def _write_tails(
+    cache: PackedCache, i: int, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], entry: Int[Array, "B T"]
+) -> tuple[PackedCache, tuple[Array, Array]]:
+    """The cache with new entries in the tail of layer i, and this tail."""
+    tail_k = write_tail(cache.tail_k[i], k, entry, cache.parts, cache.kernels)
+    tail_v = write_tail(cache.tail_v[i], v, entry, cache.parts, cache.kernels)
+    every_k, every_v = _put(cache.tail_k, i, tail_k), _put(cache.tail_v, i, tail_v)
+    return dataclasses.replace(cache, tail_k=every_k, tail_v=every_v), (tail_k, tail_v)
+
+
+def _write_pools(
+    cache: PackedCache,
+    i: int,
+    k: Float[Array, "B 1 K H"],
+    v: Float[Array, "B 1 K H"],
+    entry: Int[Array, "B K"],
+    valid: Bool[Array, "B 1"] | None,
+) -> PackedCache:
+    """The cache with one new entry per row in the segment of layer i."""
+    where = entry[:, None], cache.start[i][:, None], valid, cache.parts, cache.kernels
+    pool_k: Any = cache.k  # methods that reuse slots have no quantised pool
+    pool_v: Any = cache.v
+    return dataclasses.replace(cache, k=write_pool(pool_k, k, *where), v=write_pool(pool_v, v, *where))
+
+
+def _group_core(
+    cache: PackedCache, i: int, state: DecodeState, valid: Bool[Array, "B 1"] | None
+) -> tuple[PackedCache, DecodeState]:
+    """Moves the core entries of layer i into as few tiles as possible, on hardware that reads whole tiles (a TPU).
+
+    Not in a pool with one column or with its slots split, where heads or devices would need different exchanges.
+    """
+    columns = cache.k.shape[1]
+    if cache.parts > 1 or columns < cache.start.shape[2] or not reads_tiles(cache.k, cache.kernels.core_attention):
+        return cache, state
+    start = cache.start[i]
+    may = jnp.all(start == start[:, :1], axis=1) & (True if valid is None else valid[:, 0])
+    state, pairs = group_core(state, may)
+    k, v, token = swap_pools(cache.k, cache.v, cache.token, pairs, start, cache.kernels)  # type: ignore[arg-type]
+    return dataclasses.replace(cache, k=k, v=v, token=token), state

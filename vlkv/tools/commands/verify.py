@@ -31,8 +31,8 @@ from jaxtyping import Array, Float
 from rich.console import Console
 from rich.table import Table
 
-from pallas_kernels import prefill_attention
 from vlkv import loading
+from vlkv.decoder import attend_to_prompt
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.files import one_line
@@ -191,15 +191,13 @@ def first_difference(params: Model, inputs: Inputs, wanted: Answer) -> str:
 @jax.jit
 def _states(params: Model, inputs: Inputs) -> list[Float[Array, "B T D"]]:
     """The input of each layer, and the last output after its norm."""
-    states = [params.embed(inputs)]
+    x = params.embed(inputs)
 
-    def note(_: int, x: Array) -> tuple[Array, None]:
-        states.append(x)
-        return x, None
+    def note(_: int, states: tuple[Array, ...], x: Array) -> tuple[tuple[Array, ...], Array, None]:
+        return (*states, x), x, None
 
-    params.decoder.walk(
-        states[0], inputs.positions, lambda _, q, k, v: prefill_attention(q, k, v, valid=inputs.valid), note
-    )
+    first: tuple[Array, ...] = (x,)
+    states, _ = params.decoder.walk(first, x, inputs.positions, attend_to_prompt(inputs.valid), note)
     return [*states[:-1], params.decoder.norm(states[-1])]
 
 
