@@ -10,6 +10,7 @@ import pickle
 import re
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from vlkv.errors import InputError
 from vlkv.files import one_line
@@ -47,7 +48,7 @@ def headers(file: Path) -> list[tuple[str, tuple[int, ...], str, int]]:
     return [(key, *_place(file, key, tensor)) for key, tensor in state.items()]
 
 
-def _place(file: Path, key: str, tensor: torch.Tensor) -> tuple[tuple[int, ...], str, int]:
+def _place(file: Path, key: str, tensor: Any) -> tuple[tuple[int, ...], str, int]:
     if not tensor.is_contiguous():
         raise InputError(f"{file}: {key} is not contiguous; save it with safetensors first")
     name = str(tensor.dtype).removeprefix("torch.")

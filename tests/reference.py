@@ -64,6 +64,7 @@ def prefill(decoder, x, positions=None, reduce=None):
     length = len(x)
     places, layers = np.arange(length), []
     positions = places if positions is None else np.asarray(positions)
+    q = k = np.empty(0)
     for i, layer in enumerate(decoder.layers):
         if reduce and i in reduce:
             before = (x, q[places], k[places]) if i else (x, None, None)

@@ -131,6 +131,17 @@ def test_policies_know_nothing_of_models(graph):
                 )
 
 
+def test_shared_code_asks_for_no_class_and_hides_no_state(root):
+    """No test for `Full`, whose behaviour is in its facts; no `nonlocal`, because the walk has a carry."""
+    for path in (root / "vlkv").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not isinstance(node, ast.Nonlocal), f"{path}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+                assert "Full" not in ast.unparse(node.args[1]).split("."), f"{path}:{node.lineno}"
+            if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot):
+                assert ast.unparse(node.comparators[0]) != "Full", f"{path}:{node.lineno}"
+
+
 def test_nothing_imports_the_command_line(graph):
     for module, imported in graph.items():
         if module not in ("vlkv.cli", "vlkv.__main__"):

@@ -60,7 +60,8 @@ def feed(
         return _feed(decoder, cache, x, positions, valid, None)[:2]
 
     def step(cache: PackedCache, token: tuple[Any, ...]) -> tuple[PackedCache, Array]:
-        cache, x, _ = _feed(decoder, cache, *jax.tree.map(lambda part: part[:, None], token), None)
+        x, positions, valid = jax.tree.map(lambda part: part[:, None], token)
+        cache, x, _ = _feed(decoder, cache, x, positions, valid, None)
         return cache, x[:, 0]
 
     tokens = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), (x, positions, valid))
@@ -94,6 +95,7 @@ def _feed(
 
     def attend(i: int, carry: _Carry, q: Array, k: Array, v: Array) -> tuple[_Carry, Array]:
         now, taken = carry.cache, carry.entries
+        tail: tuple[Array, Array] | None = None
         if now.decode_states is None:
             now, tail = _write_tails(now, i, k, v, tail_entry)
             if now.window is not None:
@@ -104,7 +106,6 @@ def _feed(
             )
             return carry._replace(cache=now), attended
         state, entry = jax.vmap(arrive)(now.decode_states[i])
-        tail = None
         if now.reuses:
             now, taken = _write_pools(now, i, k, v, entry, valid), (*taken, entry)
         else:
