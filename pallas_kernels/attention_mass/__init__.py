@@ -82,4 +82,6 @@ def attention_mass(
 
 def takes_lse(implementation: str | None) -> bool:
     """Whether passing `lse` to `attention_mass` saves work on a platform that the program may be compiled for."""
-    return "gpu" in platforms() if implementation is None else implementation.startswith("triton")
+    if implementation is None:
+        return bool({"gpu", "cpu"} & set(platforms()))
+    return implementation == "xla" or implementation.startswith("triton")

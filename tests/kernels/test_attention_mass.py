@@ -74,6 +74,31 @@ def test_squares_and_counts(blocks, implementation, statistic):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("statistic", ["sum", "square", "count"])
+@pytest.mark.parametrize("softmax_n", [0.0, 1.0])
+def test_known_denominators_in_many_blocks_one_head_after_the_other(monkeypatch, statistic, softmax_n):
+    """Two rows of a batch, as a CPU runs long prompts; padding has lse = +inf, and keys that no row may attend to."""
+    monkeypatch.setattr(xla, "_BLOCK_ELEMENTS", 3 * HEADS * 37)
+    monkeypatch.setattr(xla, "_SMALL", 0)
+    q, k, weight, mask = make(37, 37)
+    masks = np.stack([mask, np.arange(37) >= 4])
+    allowed = masks[:, None] & np.tri(37, dtype=bool)
+    logits = np.einsum("nth,nsh->nts", np.float64(q), np.repeat(np.float64(k), 2, axis=0)) / math.sqrt(HEAD_DIM)
+    with np.errstate(divide="ignore"):
+        lse = np.log((np.exp(logits) * allowed[:, None]).sum(axis=-1))
+    lse = jnp.asarray(np.where(masks[:, None], lse, np.inf), jnp.float32)
+    options = {"statistic": statistic, "softmax_n": softmax_n, "threshold": 0.1}
+
+    def one(mask, lse):
+        return run(q, k, row_weight=weight, key_mask=mask, lse=lse, implementation="xla", **options)
+
+    got = jax.vmap(one)(jnp.asarray(masks), lse)
+    for i in range(2):
+        rows = weight * masks[i] if statistic != "count" else weight  # "count" does not use lse
+        want = expected_mass(q, k, rows, allowed[i], **options)
+        np.testing.assert_allclose(got[i], want, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_gathered_rows_see_keys_up_to_their_own_place(monkeypatch, implementation):
     monkeypatch.setattr(xla, "_BLOCK_ELEMENTS", 3 * HEADS * 37)
