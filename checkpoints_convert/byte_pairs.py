@@ -1,7 +1,7 @@
 """Makes `tokenizer.json` from other tokenizer files: sentencepiece, tiktoken, or a vocabulary and merges.
 
 All three are byte-pair encodings, which are described by merges; they differ in how text is split before. A tokenizer
-tokenizer from sentencepiece is compared with sentencepiece on a few lines of text.
+from sentencepiece is compared with sentencepiece on a few lines of text.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ class Inputs:
     vision_index: Int[AnyArray, "B T"]  # index in the list of the batch's vision embeddings; -1: text
     grid: Int[AnyArray, "B T 3"]  # (image number in the prompt, line, column) of the patch; -1: none
     pixels: Float[AnyArray, " I *pixels"] | None  # input of the family's tower
-    # For images that are cut into tiles: the number of the token's tile in the prompt; for tokens of an overview, the
-    # number of the tile that shows the same part of the image. -1: none. None: no image is cut into tiles.
+    # For images that are cut into tiles: [..., 0] the token's own tile, numbered in the prompt; [..., 1] for tokens of
+    # an overview, the tile that shows the same part of the image. -1: none. None: no image is cut into tiles.
     tiles: Int[AnyArray, "B T 2"] | None = None
     # Further arrays for the family's model; see the family's inputs.py.
     layout: dict[str, AnyArray] = dataclasses.field(default_factory=dict)

@@ -33,9 +33,9 @@ class DecodeState:
     """The decode state of one layer and row. `place`, `rank` and `values` have no meaning in slots without an entry."""
 
     stored: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # the slot contains an entry
-    attended: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # the next step reads it, as well as its own new entry
-    is_text: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # False only if the slot's last entry is a vision token
-    place: Int[Array, "*B K E"] = field(metadata=_ENTRIES)  # number of the token in the order of all tokens, from 0
+    attended: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # the next step attends to it, and to its own new entry
+    is_text: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # False: the slot has or last had a vision token
+    place: Int[Array, "*B K E"] = field(metadata=_ENTRIES)  # the token's number among all valid tokens, from 0
     rank: Int[Array, "*B K E"] = field(metadata=_ENTRIES)  # number of stored entries that are older
     values: dict[str, Float[Array, "*B K E"]] = field(metadata=_ENTRIES)  # from `DecodingStages.decode_values`
     slots: Int[Array, "*B K"] = field(metadata=_HEADS)  # number of slots for entries
@@ -79,7 +79,7 @@ def begin(
         text=jnp.sum(valid & ~is_vision),
         steps=jnp.int32(0),
         new_tokens=new_tokens,
-        reuses=True,  # means that there is no tail, which `packed` adds if new entries need one
+        reuses=True,  # no tail yet; `packed` may add one
     )
 
 

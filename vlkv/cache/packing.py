@@ -55,7 +55,7 @@ class CacheSpec:
     layers: int
     slots: int  # of the segments of all layers together
     longest: int  # of the segment of one layer
-    limit: int  # `longest`, or without `reuses`: of one layer if the budget could be divided in any way
+    limit: int  # of the largest segment under any allocation of the budget; with `reuses`, `longest`
     new_tokens: int  # capacity for new tokens
     reuses: bool  # whether new entries take free slots instead of a tail
     per_head: bool  # whether heads have different budgets

@@ -18,17 +18,17 @@ from vlkv.compression.policy import Policy
 def evict_at_distance(
     state: DecodeState, distance: int, *, budget: Int[Array, " K"], moving: bool = True
 ) -> DecodeState:
-    """Evicts one entry of each head that has more than its share of all tokens, which is that of the prompt.
+    """Evicts one entry of each head that has too many, so that the compression ratio stays that of the prompt.
 
-    If there are more than ceil(budget / prompt x tokens so far) entries, or if no slot is left for the next one, the
-    `distance`-th newest is evicted, or the middle one if there are not more than `distance` entries.
+    A head has too many if there are more than ceil(budget / prompt x tokens so far) entries, or if no slot is left for
+    the next one. The `distance`-th newest entry is evicted, or the middle one if there are at most `distance` entries.
 
     Args:
         state: after the attention of the step, with the new entry.
         distance: 1 is the newest entry.
         budget: entries that prefill kept.
-        moving: False: the distance is counted from the end of the prompt's entries, as in the published codes. Then the
-            entry whose rank by age is budget - distance is evicted at every step.
+        moving: False: count back from the last prompt entry, as the published codes do. Then the entry whose rank by
+            age is budget - distance is evicted at every step.
     """
     allowed = allowed_entries(budget, state, state.steps)
     if state.reuses:

@@ -226,7 +226,7 @@ class ReducingStages(Policy):
     """Base class of methods that reduce the prompt between layers during prefill."""
 
     drops_early_layers: ClassVar[bool] = False  # whether dropped tokens are removed from earlier layers' caches too
-    class_attention_layers: ClassVar[tuple[int, ...]] = ()  # blocks whose class attention `Tokens.tower` must contain
+    class_attention_layers: ClassVar[tuple[int, ...]] = ()  # tower blocks whose attention `reduce` needs
 
     @property
     def reducer(self) -> ReducingStages | None:

@@ -106,7 +106,7 @@ class VisionLanguageModel(TextModel):
         self, inputs: Inputs, blocks: tuple[int, ...]
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B W N T"] | None]:
         x = self.decoder.embedding(inputs.tokens)
-        if inputs.pixels is None:  # no images, or images that vlkv bench leaves out
+        if inputs.pixels is None:  # no images; or a benchmark skips the tower
             return x, jnp.zeros((x.shape[0], len(blocks), 1, x.shape[1])) if blocks else None
         features, attention = self.run_tower(inputs, inputs.pixels.astype(x.dtype), blocks)
         spliced = splice(x, self.project(features, inputs), inputs.vision_index)

@@ -42,7 +42,7 @@ def prefill(
     policy: Policy,
     *,
     sampling: Greedy | None = None,
-    new_tokens: int | Array | None = None,  # an array raises an error with the remedy
+    new_tokens: int | Array | None = None,  # arrays get only a helpful error
     key: PRNGKeyArray | None = None,
     kernels: Kernels | None = None,
 ) -> tuple[PackedCache, Float[Array, "B vocab"]]:

@@ -173,7 +173,7 @@ def read_layers(
     tokens, row = end.tokens, jnp.arange(batch)
     # The last token that is left. It may be a vision token, if the prompt ends with an image.
     last = jnp.max(jnp.where(tokens.valid, jnp.arange(tokens.valid.shape[1]), 0), axis=1)
-    # The next position counts all tokens of the prompt, minus the difference if a reduction has renumbered positions.
+    # The next position counts all tokens of the prompt, minus the positions lost if a reduction renumbered them.
     given, now = inputs.positions[row, tokens.source[row, last]], tokens.positions[row, last]
     positions_lost = jnp.max(given, axis=-1) - jnp.max(now, axis=-1)
     return Prompt(
@@ -191,7 +191,7 @@ class _Carry(NamedTuple):
     tokens: Tokens  # of the next layer, with its input
     vision: int  # bound on the number of vision tokens of a row
     layer: LayerPrompt | None = None  # the layer that has just run
-    results: tuple[Any, ...] = ()  # of `each`; LayerPrompts while they wait for the last reduction
+    results: tuple[Any, ...] = ()  # of `each`; raw LayerPrompts until the last reduction
 
 
 def _begin(params: Model, inputs: Inputs, reducer: ReducingStages | None) -> Tokens:

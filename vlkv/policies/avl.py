@@ -27,12 +27,11 @@ class AVL(ReducingStages, DecodingStages):
 
     Vision tokens are ranked by the attention of the last prompt token, averaged over heads. The best `keep` of them are
     secondary (S), the best `core` are core (C); both are fractions of the image's tokens. An ordinary step attends to
-    the core and all text. Every `refresh`-th step (counted from 1) attends to all secondary tokens, and its
-    attention determines the new core. Text may have a window: if it has more than `text` (T) times the row's greatest
-    number of text tokens, prompt and new ones, the entry with the least accumulated attention in the first half is
-    evicted, after prefill and after every step. All choices are the same for all heads. After the second layer of
-    prefill, `prefill` (P) of the vision tokens are kept, ranked in the same way; the others are removed from the caches
-    of the first two layers too.
+    the core and all text. Every `refresh`-th step (counted from 1) attends to all secondary tokens, and its attention
+    determines the new core. Text may have a window: above `text` (T) x (text tokens of the prompt + capacity for new
+    tokens) entries, the one with the least accumulated attention in the older half is evicted, after prefill and after
+    every step. All choices are the same for all heads. After the second layer of prefill, `prefill` (P) of the vision
+    tokens are kept, ranked in the same way; the others are removed from the caches of the first two layers too.
 
     Attributes:
         core: C, at most all of S; None: every step attends to all secondary tokens.

@@ -25,8 +25,8 @@ class Downsample(ReducingPolicy):
 
     Attributes:
         side: tokens per side of a block.
-        most: greatest number of vision tokens that a row has afterwards, if known (144 for one image of 24 x 24 and
-            side 2), for which the cache reserves memory. None: the number before, because images may have any shape.
+        most: bound on the vision tokens of a row after the reduction (144 for one image of 24 x 24 and side 2), for
+            which the cache reserves memory. None: reserve for no reduction, because images may have any shape.
     """
 
     side: Positive = 2

@@ -28,9 +28,9 @@ class ElasticCache(DecodingStages):
     because new tokens are text.
 
     The published code uses the permutation of argsort as ranks, so it keeps a different set, and one token fewer. It
-    ignores the offset of the sinks in the list of dropped tokens, so it merges other tokens, and does not merge into
-    sinks or recent tokens. While decoding it deletes the entry whose rank by age is `distance` before the end of the
-    prompt's entries. All this is variant="released".
+    forgets the sinks when it counts the dropped tokens, so it merges tokens that lie `sinks` places away, and it does
+    not merge into sinks or recent tokens. While decoding it deletes the entry whose rank by age is `distance` before
+    the end of the prompt's entries. All this is variant="released".
 
     Attributes:
         sinks: number of first tokens that are always kept.

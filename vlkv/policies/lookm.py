@@ -27,8 +27,8 @@ class LookM(Policy):
 
     The published code keeps every text token even if they exceed the budget. With "weighted" and "average" it merges
     only entries whose similarity is at least the mean. It compares the i-th dropped token of all heads by the mean of
-    their cosines, although heads drop different tokens. With "average" it merges the first dropped tokens instead of
-    the similar ones, into the targets of the similar ones. Its "pivot" is that of the paper.
+    their cosines, although heads drop different tokens. With "average" it pairs the wrong tokens with the targets: it
+    merges the first dropped tokens instead of the similar ones. Its "pivot" is that of the paper.
 
     Attributes:
         recent: number of recent tokens that are kept; None: half of a layer's mean budget.

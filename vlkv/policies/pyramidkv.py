@@ -22,9 +22,9 @@ class PyramidKV(SnapKV):
     layer to (C - w)/beta in the highest, plus w in each. They are clipped to the number of tokens, and the total is
     exact.
 
-    The published code rounds the two ends and the step down, so its total exceeds L C. If the lowest layer would get
-    more than the number of tokens, it gets all tokens, and the highest gets the rest of 2(C - w). A prompt of fewer
-    than 2(C - w) tokens gets C in every layer; one of fewer than C is kept whole.
+    The published code rounds down the highest and the lowest budget and the step between layers, so its total exceeds L
+    C. If the lowest layer would get more than the number of tokens, it gets all tokens, and the highest gets the rest
+    of 2(C - w). A prompt of fewer than 2(C - w) tokens gets C in every layer; one of fewer than C is kept whole.
 
     Attributes:
         beta: ratio that makes the highest layer's budget small.

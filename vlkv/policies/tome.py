@@ -39,7 +39,7 @@ class ToMe(ReducingPolicy):
         layers: numbers of layers before the stages; None: 15, 23 and 31 of 40, scaled to the model. Every stage keeps
             the same share, the root of `keep`, rounded half up and at least a half.
         on: "hidden": merge hidden states during prefill; "cache": merge cache entries. On the cache, `layers` is not
-            used; round i has the options of stage i, and rounds after the third those of the third.
+            used; round i has the options of stage min(i, 3).
     """
 
     layers: tuple[Positive, ...] | None = None

@@ -28,7 +28,7 @@ Tokens = Int[np.ndarray, "B T"]
 Mask = Bool[np.ndarray, "B T"]
 
 PICTURE = (480, 640)  # height and width in pixels of a sample image, for families whose tokens depend on them
-# Sources in `entries` that are not patches: the newline; and from OTHERS downwards, numbers that a family assigns.
+# Sources in `entries` that are not patches: the newline; OTHERS, OTHERS - 1, ... are defined by the family.
 NEWLINE, OTHERS = -1, -2
 
 

@@ -246,7 +246,7 @@ class Processor:
                                  "batch, give (tokens[i] for tokens in vlkv.stream(...))")  # fmt: skip
             seen.append(int(one.reshape(())))
             text = str(self.decode(np.array(seen, np.int32)))
-            if len(text) > len(said) and not text.endswith("\ufffd"):  # half a character
+            if len(text) > len(said) and not text.endswith("\ufffd"):  # an incomplete UTF-8 character
                 yield text[len(said) :]
                 said = text
         if len(text) > len(said):

@@ -61,7 +61,7 @@ class Part:
         return x.reshape(*x.shape[:-2], -1)[..., :entries]
 
     def local_slot(self, slot: Int[Array, "*n"], slots: int) -> Int[Array, "*n"]:
-        """The local number of a slot, of which each device has `slots`; `slots`, past the end, if it is not local."""
+        """The local index of a slot; `slots`, the number of slots of each device, if another device has it."""
         slot = slot - self.index * slots
         return jnp.where((slot >= 0) & (slot < slots), slot, slots)
 

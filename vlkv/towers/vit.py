@@ -86,7 +86,7 @@ class VitConfig(BlockConfig):
 
     @property
     def grid(self) -> int:
-        """Patches per side; a rest of pixels that is smaller than a patch is cut off."""
+        """Patches per side; leftover pixels are cropped."""
         return self.image_size // self.patch_size
 
     @property

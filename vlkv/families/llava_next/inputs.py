@@ -73,9 +73,9 @@ class LlavaNextInputs(TextInputs):
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
         """Like `ModelConfig.arrange`. `batch` has arrays of images, of videos, or of both.
 
-        Images: `pixel_values` [I, tiles, 3, h, w], padded with any tiles, or a list with a different number of tiles
-        for each image; `image_sizes` [I, 2]; `batch_num_images`, the number of images of each prompt that has images
-        (None: one each). Videos: `pixel_values_videos` [I, frames, 3, h, w].
+        Images: `pixel_values` [I, tiles, 3, h, w], whose padding tiles are ignored, or a list with a different number
+        of tiles for each image; `image_sizes` [I, 2]; `batch_num_images`, the number of images of each prompt that has
+        images (None: one each). Videos: `pixel_values_videos` [I, frames, 3, h, w].
         """
         views, pixels = Views(self), []
         made: dict[int | None, list[np.ndarray]] = {self.image_token: [], self.video_token: []}

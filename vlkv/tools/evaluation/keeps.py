@@ -88,7 +88,7 @@ def _program_key(policy: Policy) -> tuple[Policy, float] | None:
 
 
 def budget(policy: Policy, program: Policy, prompt: Prompt) -> Budget | None:
-    """The argument of `fill_cache_with` that runs `policy` in the program of `program`; None if they are the same."""
+    """`policy`'s budget as arrays, for `fill_cache_with` and the program of `program`; None if both are the same."""
     if policy is program:
         return None
     return budget_of(policy, layers=len(prompt.layers), most=prompt.valid.shape[1], text=prompt.max_text)
