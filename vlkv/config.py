@@ -112,7 +112,7 @@ class DecoderConfig:
 class ModelConfig:
     """Config of a whole model. `vision` and the token ids are None for a family without a tower.
 
-    The config of a family derives from a class in vlkv/processing/arranging.py. It reads `config.json` and converts
+    The config of a family derives from `HostConfig` in vlkv/processing/host.py. It reads `config.json` and converts
     images on the host, so code outside `vlkv/families` does not depend on the family.
     """
 

@@ -1,11 +1,11 @@
 """Every image is one square after a class token."""
 
 from vlkv.families.text.config import read_decoder
-from vlkv.processing.arranging import SquareInputs
+from vlkv.processing.squares import SquareConfig
 from vlkv.towers.vit import ClipConfig
 
 
-class ToyConfig(SquareInputs):
+class ToyConfig(SquareConfig):
     prompt_format = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 
     @classmethod

@@ -24,7 +24,7 @@ from vlkv.families import eve, internvl, llava, llava_next, mobilevlm, qwen2_vl,
 from vlkv.families.family import Family, TextModel
 from vlkv.families.text.config import KINDS, read_stop
 from vlkv.keys import required_key
-from vlkv.processing.arranging import TextInputs
+from vlkv.processing.host import HostConfig
 
 Model: TypeAlias = TextModel
 
@@ -46,7 +46,7 @@ FAMILIES: dict[str, Family] = {  # by `model_type`
 }
 
 
-def config_from_hf(raw: Raw, generation: Raw | None = None, added: Mapping[str, int] | None = None) -> TextInputs:
+def config_from_hf(raw: Raw, generation: Raw | None = None, added: Mapping[str, int] | None = None) -> HostConfig:
     """Reads `config.json` and, where there is one, `generation_config.json` (for the stop ids).
 
     Args:
@@ -122,7 +122,7 @@ def shapes_by_path(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {sharding.path_name(keypath): tuple(leaf.shape) for keypath, leaf in leaves}
 
 
-class Presets(Mapping[str, TextInputs]):
+class Presets(Mapping[str, HostConfig]):
     """Configs of published models by name, for planning and timing without weights. Each is made at access."""
 
     @property
@@ -131,7 +131,7 @@ class Presets(Mapping[str, TextInputs]):
         unique = {id(family): family for family in FAMILIES.values()}.values()
         return dict(itertools.chain.from_iterable(family.published.items() for family in unique))
 
-    def __getitem__(self, name: str) -> TextInputs:
+    def __getitem__(self, name: str) -> HostConfig:
         """The config; InputError for an unknown name."""
         raw = self.raw
         if name not in raw:

@@ -21,7 +21,7 @@ from vlkv.decoder import Decoder
 from vlkv.decoder.layers import Initializer, Mlp
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
-from vlkv.processing.arranging import TextInputs
+from vlkv.processing.host import HostConfig
 from vlkv.towers.vit import Vit
 
 Vision = Float[Array, "R D"]
@@ -144,7 +144,7 @@ class Family:
         claims: whether a `config.json` belongs to this family although its `model_type` names another; None: never.
     """
 
-    config: type[TextInputs]
+    config: type[HostConfig]
     model: Callable[..., TextModel]
     names: Callable[[Any], Names]
     published: Mapping[str, dict[str, Any]] = dataclasses.field(default_factory=dict)

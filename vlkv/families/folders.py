@@ -12,7 +12,7 @@ from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import FAMILIES, config_from_hf, model_type, shapes_by_path
 from vlkv.files import read_json, require_json
-from vlkv.processing.arranging import TextInputs
+from vlkv.processing.host import HostConfig
 
 
 def describe(folder: Path) -> Table:
@@ -37,7 +37,7 @@ def with_head(config: ModelConfig, *, tied: bool) -> ModelConfig:
     return dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, tied=tied))
 
 
-def read_config(folder: Path) -> TextInputs:
+def read_config(folder: Path) -> HostConfig:
     """The model's config from `config.json`, `generation_config.json` (stop ids) and the tokenizer's added tokens.
 
     Raises:

@@ -9,19 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
-from typing_extensions import override
 
 from vlkv.buckets import Buckets, round_up
-from vlkv.config import ModelConfig
 from vlkv.errors import InputError
-from vlkv.processing.pictures import Pictures, SquarePictures
-from vlkv.processing.pixels import KINDS, Kinds, Layout, PixelSettings, read_settings
-from vlkv.processing.templates import ChatTemplate
 
 Batch = Mapping[str, Any]
 Tokens = Int[np.ndarray, "B T"]
@@ -44,107 +38,6 @@ class Arranged:
     tiles: Int[np.ndarray, "B T 2"] | None = None  # tiles of images that are cut into tiles; see `Inputs`
     max_vision: int = 0  # bound on the vision tokens of any row
     max_images: int = 0  # bound on the images of any row
-
-
-class TextInputs(ModelConfig):
-    """Config of a model without a tower, with the methods that other families override."""
-
-    # The documented format of the family's prompts as a chat template, for folders without one. None: it has several.
-    prompt_format: ClassVar[str | None] = None
-
-    def open_pictures(self, folder: Path, layout: Layout) -> Pictures | None:
-        """The converter from pictures to arrays, with a checkpoint folder's settings; None for a model without a tower.
-
-        Raises:
-            InputError: settings in the folder, or the layout, are not supported.
-        """
-        del folder, layout
-        return None
-
-    def template(self, folder: Path) -> ChatTemplate | None:
-        """The chat template of a checkpoint folder, else the family's `prompt_format`.
-
-        None: a text model without a template, whose prompts are plain text.
-
-        Raises:
-            InputError: the folder has no template, and the family's format depends on the checkpoint.
-        """
-        found = ChatTemplate.from_folder(folder)
-        if found is not None or self.vision is None:
-            return found
-        if self.prompt_format is None:
-            raise InputError(f"{folder}: no chat template, and the format of {self.family} depends on the checkpoint; "
-                             "copy chat_template.jinja or chat_template.json from its source")  # fmt: skip
-        return ChatTemplate.from_text(self.prompt_format, f"the prompt format of {self.family}")
-
-    @override
-    def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
-        del buckets
-        if batch.get("pixel_values") is not None:
-            raise InputError("the model has no vision tower and cannot be given pixel_values")
-        none = np.full((*tokens.shape, 3), -1, np.int32)
-        return Arranged(vision_index=none[..., 0], grid=none, positions=count_up(valid))
-
-    def only_checkpoint(self, layout: Layout) -> None:
-        """Raises InputError for layouts that only models with square images support."""
-        if layout != "checkpoint":
-            raise InputError(f"layout={layout!r} is not supported for {self.family}; leave it out")
-
-
-class SquareInputs(TextInputs):
-    """Every image, or every tile, becomes a class token (if the tower keeps it) and `side` x `side` tokens."""
-
-    kinds: ClassVar[Kinds] = KINDS  # of image processors
-
-    @property
-    def side(self) -> int:
-        """Vision tokens per side."""
-        return self.vision.grid
-
-    @property
-    def per_picture(self) -> int:
-        """Vision tokens of an image, or of a tile."""
-        return self.side**2 + self.vision.keep_class_token
-
-    @override
-    def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
-        return self.squares(read_settings(folder, layout, self.kinds))
-
-    def squares(self, settings: PixelSettings) -> SquarePictures:
-        """The converter for images that become one square each, with the given settings."""
-        return SquarePictures(settings=settings, side=self.vision.image_size, tokens=self.per_picture)
-
-    def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
-        """Like `ModelConfig.arrange`. `batch` has `pixel_values` [I, 3, h, w] of all images or tiles, in order."""
-        given, each = batch.get("pixel_values"), self.per_picture
-        pixels = None if given is None else np.asarray(given, np.float32)
-        is_vision, count = valid & (tokens == self.image_token), 0 if pixels is None else len(pixels)
-        if is_vision.sum() != count * each or (is_vision.sum(axis=1) % each).any():
-            raise InputError(
-                f"the prompt has {is_vision.sum()} image tokens, but {count} image(s) or tile(s) of {each} tokens "
-                f"need {count * each}: give one <image> mark per image"
-            )
-        if pixels is not None:
-            size = self.vision.image_size
-            if pixels.shape[1:] != (3, size, size):
-                raise InputError(f"pixel_values have shape {pixels.shape}, expected [images, 3, {size}, {size}]")
-            pixels = padded(pixels, round_up(count, buckets.images))
-        most = round_up(int(is_vision.sum(axis=1).max()) // each, buckets.images)
-        picture, place = np.divmod(np.cumsum(is_vision, axis=1) - 1, each)
-        special = each - self.side**2
-        line, column = np.where(place >= special, np.divmod(place - special, self.side), -1)
-        grid = np.where(is_vision[..., None], np.stack([picture, line, column], axis=-1), -1).astype(np.int32)
-        index = np.where(is_vision, np.cumsum(is_vision.ravel()).reshape(is_vision.shape) - 1, -1).astype(np.int32)
-        return Arranged(
-            vision_index=index, grid=grid, positions=count_up(valid), pixels=pixels if count else None,
-            max_vision=most * each, max_images=most,
-        )  # fmt: skip
-
-    @override
-    def sample(self, pictures: int, max_tokens: int) -> tuple[dict[str, Any], int]:
-        del max_tokens
-        size = self.vision.image_size
-        return {"pixel_values": zeros(pictures, 3, size, size)}, pictures * self.per_picture
 
 
 def zeros(*shape: int) -> Float[np.ndarray, " ..."]:

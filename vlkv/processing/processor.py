@@ -19,7 +19,7 @@ from jaxtyping import Int
 from vlkv.buckets import Buckets
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
-from vlkv.processing.arranging import TextInputs
+from vlkv.processing.host import HostConfig
 from vlkv.processing.images import Picture
 from vlkv.processing.pictures import Pictures, Read, Video
 from vlkv.processing.pixels import Layout
@@ -33,7 +33,7 @@ RowImages: TypeAlias = Picture | Video | Sequence[Picture | Video] | None
 class Processor:
     """Prepares the inputs of one checkpoint and decodes its outputs, on the host."""
 
-    config: TextInputs
+    config: HostConfig
     tokenizer: TextTokenizer
     prompts: PromptWriter
     pictures: Pictures | None  # None: a model without a tower
@@ -43,7 +43,7 @@ class Processor:
     def from_folder(
         cls,
         folder: str | os.PathLike[str],
-        config: TextInputs,
+        config: HostConfig,
         *,
         buckets: Buckets | None = None,
         layout: Layout = "checkpoint",

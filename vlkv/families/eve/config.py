@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from vlkv.config import Raw, positive, require
 from vlkv.errors import InputError
-from vlkv.families.eve.inputs import EveInputs
+from vlkv.families.eve.inputs import WindowsConfig
 from vlkv.families.eve.patches import EvePatchesConfig
 from vlkv.families.llava.original import known_tower
 from vlkv.families.text.config import KINDS, llama
@@ -21,7 +21,7 @@ from vlkv.families.text.config import KINDS, llama
 _LONGEST = {"eve-patch14-anypixel-672": 672, "eve-patch14-anypixel-1344": 1344}
 
 
-class EveConfig(EveInputs):
+class EveConfig(WindowsConfig):
     """The form of `config.json` that the authors' code reads."""
 
     @classmethod

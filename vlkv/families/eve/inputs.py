@@ -20,13 +20,13 @@ from typing_extensions import override
 from vlkv.buckets import Buckets, round_up
 from vlkv.errors import InputError
 from vlkv.families.eve.patches import EvePatchesConfig
-from vlkv.families.llava.original import VicunaInputs
+from vlkv.families.llava.vicuna import VicunaConfig
 from vlkv.processing.arranging import OTHERS, PICTURE, Arranged, Batch, Mask, Tokens, arrange_entries, entries, padded
 from vlkv.processing.pictures import Pictures, Read
 from vlkv.processing.pixels import Layout, PixelSettings, to_pixels
 
 
-class EveInputs(VicunaInputs):
+class WindowsConfig(VicunaConfig):
     """Images of any shape, in windows."""
 
     whole_batch: ClassVar = {"pixels": ("vision",), "member": ("images", "vision")}

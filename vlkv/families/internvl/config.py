@@ -10,7 +10,7 @@ from typing_extensions import override
 from vlkv.config import Raw, filled, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.internvl.conversations import Conversation
-from vlkv.families.internvl.inputs import InternVlInputs
+from vlkv.families.internvl.inputs import TilesConfig
 from vlkv.families.text.config import QWEN2, read_decoder
 from vlkv.processing.templates import chatml
 from vlkv.towers.vit import VitConfig
@@ -65,7 +65,7 @@ class InternVlWiring:
         return cls(merge=int(1 / ratio), **settings)
 
 
-class InternVlConfig(InternVlInputs):
+class InternVlConfig(TilesConfig):
     """An InternViT tower and any decoder."""
 
     prompt_format = chatml()  # without the system message of the authors' form, as transformers converts checkpoints

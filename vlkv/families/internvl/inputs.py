@@ -21,10 +21,11 @@ from typing_extensions import override
 from vlkv.buckets import Buckets
 from vlkv.config import filled
 from vlkv.errors import InputError
-from vlkv.processing.arranging import Arranged, Batch, Mask, SquareInputs, Tokens, cells, tile_numbers
+from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens, cells, tile_numbers
 from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video, tiles_of
 from vlkv.processing.pixels import Layout, PictureKind, PixelSettings, find_settings, to_pixels
+from vlkv.processing.squares import SquareConfig
 
 TOKEN = "<IMG_CONTEXT>"
 # Class defaults in transformers, for fields that a file leaves out.
@@ -33,7 +34,7 @@ _DEFAULTS = dict(size={"height": 384, "width": 384}, do_center_crop=False)
 _KINDS = {KIND: _DEFAULTS, "InternVLVideoProcessor": _DEFAULTS}
 
 
-class InternVlInputs(SquareInputs):
+class TilesConfig(SquareConfig):
     """Images as tiles, whose merged patches are the vision tokens."""
 
     @property
@@ -67,7 +68,7 @@ class InternVlInputs(SquareInputs):
         return settings
 
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
-        """Like `SquareInputs.arrange`. `batch` may also have `pixel_tiles` [I, 2].
+        """Like `SquareConfig.arrange`. `batch` may also have `pixel_tiles` [I, 2].
 
         They contain, for a thumbnail, the lines and columns of the tiles before it; for a tile, zeros.
         """

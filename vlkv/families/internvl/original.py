@@ -16,7 +16,7 @@ from vlkv.config import Raw, filled, is_token_id, positive, require
 from vlkv.errors import InputError
 from vlkv.families.internvl.config import InternVitConfig, InternVlWiring
 from vlkv.families.internvl.conversations import CONVERSATIONS
-from vlkv.families.internvl.inputs import KIND, TOKEN, InternVlInputs
+from vlkv.families.internvl.inputs import KIND, TOKEN, TilesConfig
 from vlkv.families.text.config import PHI3_MINI, QWEN2, internlm2, read_decoder
 from vlkv.processing.pixels import PictureKind
 from vlkv.processing.templates import ChatTemplate
@@ -32,7 +32,7 @@ class _ChatVitConfig(InternVitConfig):
     )  # fmt: skip
 
 
-class InternVlChatConfig(InternVlInputs):
+class InternVlChatConfig(TilesConfig):
     """The form of `config.json` that the authors' code reads."""
 
     @classmethod

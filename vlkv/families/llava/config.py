@@ -8,8 +8,8 @@ from typing_extensions import override
 
 from vlkv.config import Raw, require_all, token_id
 from vlkv.families.text.config import VICUNA_13B, read_decoder, tied_by_either
-from vlkv.processing.arranging import SquareInputs
 from vlkv.processing.pixels import KINDS
+from vlkv.processing.squares import SquareConfig
 from vlkv.towers.vit import ClipConfig
 
 CLIP_LARGE = dict(model_type="clip_vision_model", hidden_size=1024, intermediate_size=4096, num_hidden_layers=24,
@@ -22,7 +22,7 @@ LLAVA_KINDS: dict[str, dict[str, Any]] = KINDS | {
 }  # fmt: skip
 
 
-class LlavaConfig(SquareInputs):
+class LlavaConfig(SquareConfig):
     """A CLIP tower and any decoder. Every image becomes one square of patches."""
 
     kinds = LLAVA_KINDS

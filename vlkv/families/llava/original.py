@@ -17,10 +17,10 @@ from typing_extensions import override
 from checkpoints_convert.entry import Names
 from vlkv.config import ModelConfig, Raw, require, require_all
 from vlkv.errors import InputError
-from vlkv.families.llava.config import CLIP_LARGE, LLAVA_KINDS
+from vlkv.families.llava.config import CLIP_LARGE
+from vlkv.families.llava.vicuna import VicunaConfig
 from vlkv.families.llava.weights import names
 from vlkv.families.text.config import KINDS
-from vlkv.processing.arranging import SquareInputs
 from vlkv.processing.pictures import Pictures
 from vlkv.processing.pixels import Layout, PixelSettings, read_settings
 from vlkv.towers.vit import ClipConfig
@@ -34,15 +34,6 @@ _TOWERS = {
 _SELECTED = {"patch": "default", "cls_patch": "full"}
 _SETTINGS = ("processor_config.json", "preprocessor_config.json")
 _TOWER = "model.vision_tower."
-_VICUNA = (
-    "A chat between a curious user and an artificial intelligence assistant. "
-    "The assistant gives helpful, detailed, and polite answers to the user's questions. "
-    "{% for message in messages %}"
-    "{% if message.role == 'user' %}USER: {{ message.content }} "
-    "{% else %}ASSISTANT: {{ message.content }}</s>{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,14 +49,7 @@ class OriginalConfig:
     pad: bool
 
 
-class VicunaInputs(SquareInputs):
-    """Prompts in Vicuna's format, version 1.1, unless the folder has a chat template."""
-
-    kinds = LLAVA_KINDS
-    prompt_format = _VICUNA
-
-
-class LlavaOriginalConfig(VicunaInputs):
+class LlavaOriginalConfig(VicunaConfig):
     """The form of `config.json` that the authors' code reads."""
 
     projector: ClassVar[str] = "mlp2x_gelu"

@@ -11,7 +11,7 @@ from typing_extensions import override
 from vlkv.config import Raw, positive, require_all
 from vlkv.errors import InputError
 from vlkv.families.llava.config import CLIP_LARGE, llava, read_common
-from vlkv.families.llava_next.inputs import LlavaNextInputs
+from vlkv.families.llava_next.inputs import AnyResConfig
 from vlkv.families.text.config import MISTRAL, QWEN2, VICUNA_13B, tied_by_either
 from vlkv.processing.templates import chatml
 from vlkv.towers.vit import ClipConfig, SiglipConfig
@@ -71,7 +71,7 @@ class AnyRes:
         return max(0 if self.most_tiles is None else 4, 0 if self.video is None else self.video.taps)
 
 
-class LlavaNextConfig(LlavaNextInputs):
+class LlavaNextConfig(AnyResConfig):
     """LLaVA-NeXT: a CLIP tower and any decoder."""
 
     @classmethod
@@ -85,13 +85,13 @@ class LlavaNextConfig(LlavaNextInputs):
         return read_common(raw, 32000) | {"vision": tower, "wiring": AnyRes(pinpoints=points)}
 
 
-class LlavaNextVideoConfig(LlavaNextConfig):
+class LlavaNextVideoConfig(AnyResConfig):
     """LLaVA-NeXT-Video: frames are pooled before they are projected, and no newline is added."""
 
     @classmethod
     @override
     def read(cls, raw: Raw) -> dict[str, Any]:
-        fields = super().read(raw)
+        fields = LlavaNextConfig.read(raw)
         require_all(raw, {"spatial_pool_mode": "average"})
         stride = positive("spatial_pool_stride", raw.get("spatial_pool_stride", 2))
         video = VideoPooling(mode="average", stride=stride, before_projector=True)
@@ -99,7 +99,7 @@ class LlavaNextVideoConfig(LlavaNextConfig):
         return fields | common | {"wiring": dataclasses.replace(fields["wiring"], video=video)}
 
 
-class LlavaOnevisionConfig(LlavaNextInputs):
+class LlavaOnevisionConfig(AnyResConfig):
     """LLaVA-OneVision: a SigLIP tower and a Qwen2 decoder."""
 
     prompt_format = chatml(system="You are a helpful assistant.")  # `qwen_1_5` in the authors' code

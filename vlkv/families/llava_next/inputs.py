@@ -35,7 +35,6 @@ from vlkv.processing.arranging import (
     Arranged,
     Batch,
     Mask,
-    TextInputs,
     Tokens,
     arrange_entries,
     cells,
@@ -44,12 +43,13 @@ from vlkv.processing.arranging import (
     tile_numbers,
     zeros,
 )
+from vlkv.processing.host import HostConfig
 from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video, by_name, tiles_of, to_square
 from vlkv.processing.pixels import Layout, PixelSettings, find_settings
 
 
-class LlavaNextInputs(TextInputs):
+class AnyResConfig(HostConfig):
     """Images of any shape, and videos if the family supports them."""
 
     whole_batch: ClassVar = {"pixels": ("images",), "taps": ("vision",), "weights": ("vision",)}
@@ -122,7 +122,7 @@ class LlavaNextInputs(TextInputs):
 class Views:
     """Assigns numbers to the patches and mixed embeddings of one batch, one image or video after the other."""
 
-    def __init__(self, config: LlavaNextInputs) -> None:
+    def __init__(self, config: AnyResConfig) -> None:
         self.wiring = config.wiring
         self.side, self.grid = config.vision.image_size, config.vision.grid
         self.tiles = 0
@@ -211,7 +211,7 @@ class Views:
 class LlavaNextPictures(Pictures):
     """Converts images and videos to tiles and frames."""
 
-    config: LlavaNextInputs
+    config: AnyResConfig
     settings: PixelSettings
     frame: PixelSettings | None  # None: no video
 

@@ -24,7 +24,7 @@ from vlkv.families.llava_next.config import (
     read_most_tiles,
     read_pinpoints,
 )
-from vlkv.families.llava_next.inputs import LlavaNextInputs
+from vlkv.families.llava_next.inputs import AnyResConfig
 from vlkv.families.text.config import QWEN2, read_stop
 from vlkv.towers.vit import SiglipConfig
 
@@ -36,7 +36,7 @@ _ONE_VALUE = {
 }  # fmt: skip
 
 
-class LlavaVideoConfig(LlavaNextInputs):
+class LlavaVideoConfig(AnyResConfig):
     """The form of `config.json` that the authors' code reads."""
 
     prompt_format = LlavaOnevisionConfig.prompt_format

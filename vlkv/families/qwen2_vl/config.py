@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from vlkv.config import Raw, filled, positive, positives, require, require_all, token_id
 from vlkv.errors import InputError
-from vlkv.families.qwen2_vl.inputs import Qwen2VlInputs
+from vlkv.families.qwen2_vl.inputs import NativeResolutionConfig
 from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig
 from vlkv.families.text.config import QWEN2, Kind, read_stop
 from vlkv.processing.templates import chatml
@@ -34,7 +34,7 @@ _TOWER: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class Qwen2VlConfig(Qwen2VlInputs):
+class Qwen2VlConfig(NativeResolutionConfig):
     """Qwen2-VL and Qwen2.5-VL, which differ in their towers."""
 
     prompt_format = chatml(_CONTENT, "You are a helpful assistant.")  # that of the published checkpoints

@@ -32,7 +32,8 @@ from vlkv.buckets import Buckets, round_up
 from vlkv.config import filled
 from vlkv.errors import InputError
 from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig
-from vlkv.processing.arranging import Arranged, Batch, Mask, TextInputs, Tokens, arrange_entries, entries, zeros
+from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens, arrange_entries, entries, zeros
+from vlkv.processing.host import HostConfig
 from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video
 from vlkv.processing.pixels import Layout, PictureKind, PixelSettings, find_settings, to_pixels
@@ -77,7 +78,7 @@ class _Picture:
         return np.concatenate([views, first, extent, positions], axis=1)
 
 
-class Qwen2VlInputs(TextInputs):
+class NativeResolutionConfig(HostConfig):
     """Images at their native resolution, and videos."""
 
     whole_batch: ClassVar = {"pixels": ("images",), "place": ("images",)}

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from vlkv.config import DecoderConfig, Raw, RopeConfig, filled, positives, require, require_all, token_id
 from vlkv.errors import InputError
-from vlkv.families.qwen_vl.inputs import QwenVlInputs
+from vlkv.families.qwen_vl.inputs import QueriesConfig
 from vlkv.families.qwen_vl.tower import RESAMPLER_HEAD_DIM, QwenVlTowerConfig
 
 # Special tokens of the authors' tokenizer (tokenization_qwen.py); their ids follow those of the ordinary tokens.
@@ -30,7 +30,7 @@ _DEFAULTS: dict[str, Any] = dict(
 _TOWER_DEFAULTS: dict[str, Any] = dict(n_queries=256, output_dim=512, image_start_id=151857)
 
 
-class QwenVlConfig(QwenVlInputs):
+class QwenVlConfig(QueriesConfig):
     """The form of `config.json` that the authors' code reads."""
 
     @classmethod

@@ -11,9 +11,9 @@ from typing_extensions import override
 
 from vlkv.errors import InputError
 from vlkv.files import read_json
-from vlkv.processing.arranging import SquareInputs
 from vlkv.processing.pictures import Pictures
 from vlkv.processing.pixels import Layout, PixelSettings
+from vlkv.processing.squares import SquareConfig
 from vlkv.processing.templates import ChatTemplate
 
 # The image token between its marks. The processor repeats it once per vision token.
@@ -35,7 +35,7 @@ _CHAT = (
 _FORMATS = {"raw": _RAW, "chatml": _CHAT}
 
 
-class QwenVlInputs(SquareInputs):
+class QueriesConfig(SquareConfig):
     """Images as squares of `vision.side` x `vision.side` tokens."""
 
     @property

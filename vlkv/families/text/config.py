@@ -11,7 +11,7 @@ from typing_extensions import override
 from vlkv.config import DecoderConfig, Raw, filled, is_token_id, positive, positives, require, require_all
 from vlkv.errors import InputError
 from vlkv.families.text.rotary import read_rope
-from vlkv.processing.arranging import TextInputs
+from vlkv.processing.host import HostConfig
 
 _TIE = "tie_word_embeddings"
 
@@ -87,7 +87,7 @@ KINDS = {
 }  # fmt: skip
 
 
-class TextConfig(TextInputs):
+class TextConfig(HostConfig):
     """A text model."""
 
     @classmethod
