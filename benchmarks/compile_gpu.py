@@ -38,9 +38,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+from benchmarks.gpu_targets import DEVICES, target
 from pallas_kernels.attention_mass.reference import MassArguments
 from pallas_kernels.attention_mass.triton import attention_mass_triton
 from pallas_kernels.attention_mass_rows.reference import MassRowsArguments
@@ -53,32 +53,6 @@ from vlkv.files import write_json
 
 _RESULT = Path(__file__).parent / "results" / "compile_gpu.json"
 
-# Properties as the CUDA driver reports them; XLA needs them if there is no driver.
-_TARGET = """
-gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_core: {shared_core} shared_memory_per_block_optin: {shared_block}
-  core_count: {cores} fpus_per_core: {fpus} clock_rate_ghz: {clock}
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: {bandwidth} l2_cache_size: {l2} device_memory_size: {memory}
-  cuda_compute_capability {{ major: {major} }}
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 8 }}
-runtime_version {{ major: 13 }}
-device_description_str: "{kind}"
-"""
-_DEVICES: dict[str, dict[str, Any]] = {
-    "A100": {
-        "kind": "NVIDIA A100-SXM4-80GB", "major": 8, "cores": 108, "fpus": 64, "clock": 1.41, "shared_core": 167936,
-        "shared_block": 166912, "bandwidth": 2_039_000_000_000, "l2": 41943040, "memory": 84987740160,
-    },
-    "H100": {
-        "kind": "NVIDIA H100 80GB HBM3", "major": 9, "cores": 132, "fpus": 128, "clock": 1.98, "shared_core": 233472,
-        "shared_block": 232448, "bandwidth": 3_352_000_000_000, "l2": 52428800, "memory": 85520809984,
-    },
-}  # fmt: skip
 _MODELS = {  # N, K, H, dtype
     "7B": (32, 32, 128, jnp.bfloat16),
     "Qwen2-7B": (28, 4, 128, jnp.bfloat16),
@@ -146,14 +120,6 @@ def cases(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> Iterator[Case
 
             shapes = q, k, row_weight, key_mask, places
             yield f"attention_mass, {name}, {statistic}", jax.vmap(received, shared), shapes
-
-
-def target(name: str) -> Any:
-    """A device to compile for, which need not be present."""
-    text = _TARGET.format(**_DEVICES[name])
-    return topologies.get_topology_desc(
-        platform="cuda", topology_name=f"NVIDIA {name}", topology="1x1x1", target_config=text
-    ).devices[0]
 
 
 def compile_case(function: Callable[..., Any], shapes: tuple[tuple[tuple[int, ...], Any], ...], device: Any) -> Any:
@@ -240,7 +206,7 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("kernels", "prefill"), nargs="*", default=["kernels", "prefill"])
-    parser.add_argument("--device", choices=_DEVICES, nargs="+", default=list(_DEVICES))
+    parser.add_argument("--device", choices=DEVICES, nargs="+", default=list(DEVICES))
     parser.add_argument("--model", choices=_MODELS, nargs="+", default=list(_MODELS), help="for the kernels")
     parser.add_argument("--output", type=Path, default=_RESULT)
     args = parser.parse_args()

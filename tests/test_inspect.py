@@ -28,7 +28,7 @@ FAST = ("--max-new-tokens", "8")
 @pytest.fixture(autouse=True)
 def two_sweeps(monkeypatch):
     """Of the five: every value is a program of its own to compile."""
-    monkeypatch.setattr(views, "SWEEPS", {"S": ("keep", (0.2, 0.6)), "P": ("prefill", (0.3,))})
+    monkeypatch.setattr(views.answers, "SWEEPS", {"S": ("keep", (0.2, 0.6)), "P": ("prefill", (0.3,))})
 
 
 @pytest.fixture(autouse=True)
@@ -226,7 +226,7 @@ def test_many_samples(capsys, tmp_path, model):
 @pytest.mark.full
 def test_observers_and_patches(inspect):
     observers, patches = inspect("observers"), inspect("patches")
-    assert list(observers["consistency"]) == list(views.WINDOWS)
+    assert list(observers["consistency"]) == list(views.scores.WINDOWS)
     for name, rows in observers["attention"].items():
         x = np.array(rows, np.float64)
         assert x.shape[1] == VISION and x.max() == 1

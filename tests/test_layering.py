@@ -131,6 +131,13 @@ def test_policies_know_nothing_of_models(graph):
                 )
 
 
+def test_the_front_hall_and_the_rooms_are_small(root):
+    assert len(list((root / "vlkv").glob("*.py"))) <= 14
+    for folder in ("vlkv", "pallas_kernels", "checkpoints_convert", "benchmarks"):
+        for path in (root / folder).rglob("*.py"):
+            assert len(path.read_text().splitlines()) <= 350, f"{path}: divide it by content"
+
+
 def test_shared_code_asks_for_no_class_and_hides_no_state(root):
     """No test for `Full`, whose behaviour is in its facts; no `nonlocal`, because the walk has a carry."""
     for path in (root / "vlkv").rglob("*.py"):

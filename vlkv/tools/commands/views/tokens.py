@@ -1,0 +1,87 @@
+"""Measurements of the tokens that are left: which ones, and what they cost."""
+
+from __future__ import annotations
+
+import numpy as np
+from PIL import Image
+
+from vlkv import analysis
+from vlkv.analysis.drawing import fitted, outlined
+from vlkv.tools.commands.plots import Curves, Maps, Panel
+from vlkv.tools.commands.views.case import Case, View
+
+
+def survival(case: Case) -> View:
+    """Vision tokens that each layer computes, and those that it caches."""
+    vision, prompt = case.vision, case.read(case.policy)
+    reached = np.asarray(analysis.reached(prompt))[0]
+    held = np.asarray(analysis.held(case.fill(prompt, case.policy), vision.size))[0]
+    counts = {"computed": reached[:, vision].sum(axis=1), "cached": held[:, vision].sum(axis=1)}
+    grid = np.asarray(case.inputs.grid)[0]
+    layer = np.arange(len(held))
+    return View(
+        {
+            **counts,
+            "computed_by_image": analysis.on_grid(reached, grid),
+            "cached_by_image": analysis.on_grid(held, grid),
+        },
+        {"layer": layer, **counts},
+        [
+            Curves("vision tokens", "layer", "tokens", layer, counts),
+            *case.maps("cached (share of heads)", held),
+        ],
+    )
+
+
+def merged(case: Case) -> View:
+    """Vision tokens left after each stage of merging, and which patches were merged together."""
+    vision = case.vision
+    owner = analysis.merged_into(case.params, case.inputs, case.policy)
+    grid = np.asarray(case.inputs.grid)[0]
+    by_image = analysis.on_grid(owner, grid)
+    left = np.array([len(np.unique(one[vision])) for one in owner])
+    stage = np.arange(1, len(owner) + 1)
+    panels: list[Panel] = [Curves("vision tokens left", "stage", "tokens", stage, {"": left})]
+    for i, numbers in enumerate(by_image):
+        if len(case.images) == len(by_image):
+            base = fitted(case.images[i], numbers.shape[1:], "crop")
+        else:
+            base = Image.new("RGB", numbers.shape[:0:-1], "white")
+        drawn = {f"stage {s}: {n} tokens": np.asarray(outlined(base, x.astype(int)))
+                 for s, n, x in zip(stage, left, numbers, strict=True)}  # fmt: skip
+        panels.append(Maps(f"merged tokens, image {i}" if len(by_image) > 1 else "merged tokens", drawn))
+    return View({"left": left, "owner_by_image": by_image}, {"stage": stage, "tokens": left}, panels)
+
+
+def cost(case: Case) -> View:
+    """FLOPs and cache bytes of each layer, and their ratio to the full cache's."""
+    decoder, prompt = case.params.config.decoder, case.read(case.policy)
+    cache = case.fill(prompt, case.policy)
+    tokens = np.asarray(analysis.reached(prompt))[0].sum(axis=1)
+    entries = np.asarray(cache.counts)[:, 0].mean(axis=1)
+    itemsize = case.params.decoder.embedding.weight[...].dtype.itemsize
+    whole = np.full_like(tokens, int(case.inputs.valid.sum()))
+    prefill = analysis.prefill_flops(decoder, tokens)
+    decode = analysis.decode_flops(decoder, np.ceil(entries).astype(int) + 1)
+    size = analysis.cache_bytes(decoder, entries, itemsize)
+    layer = np.arange(len(tokens))
+    full = analysis.prefill_flops(decoder, whole), analysis.cache_bytes(decoder, whole, itemsize)
+    ratios = {
+        "prefill FLOPs": prefill / full[0],
+        "decode FLOPs": decode / analysis.decode_flops(decoder, whole + 1),
+        "cache bytes": size / full[1],
+    }
+    return View(
+        {
+            "tokens": tokens, "prefill_flops": prefill, "decode_flops": decode, "cache_bytes": size,
+            "total": {"prefill_flops": prefill.sum(), "decode_flops": decode.sum(), "cache_bytes": size.sum()},
+            "allocated_bytes": cache.bytes,  # includes capacity for new tokens, and quantisation by the policy
+            "of_full": {
+                "prefill_flops": prefill.sum() / full[0].sum(),
+                "cache_bytes": size.sum() / full[1].sum(),
+            },
+        },
+        {"layer": layer, "tokens": tokens, "prefill GFLOPs": prefill / 1e9, "decode MFLOPs": decode / 1e6,
+         "cache KiB": size / 1024},
+        [Curves("cost, as a share of the full cache's", "layer", "share", layer, ratios)],
+    )  # fmt: skip
