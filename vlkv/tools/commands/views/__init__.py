@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from vlkv.tools.commands.views import answers, scores, tokens
+from vlkv.tools.commands.views import answers, remaining, scores
 from vlkv.tools.commands.views.case import Case, View
 
 
@@ -30,9 +30,9 @@ WHAT = {
     "observers": Measure(scores.observers, "AirCache, Fig. 1", "AirCache", 0.1),
     "patches": Measure(answers.patches, "A-VL, Fig. 3", "Full", None),
     "densities": Measure(scores.densities, "CSP, Fig. 6", "CSP", 0.2),
-    "merged": Measure(tokens.merged, "LightKV, Fig. 7", "LightKV", None),
-    "survival": Measure(tokens.survival, "LightKV, Fig. 7", "FastV", 0.5),
-    "cost": Measure(tokens.cost, "LightKV, Tables 1, 6", "FastV", 0.5),
+    "merged": Measure(remaining.merged, "LightKV, Fig. 7", "LightKV", None),
+    "survival": Measure(remaining.survival, "LightKV, Fig. 7", "FastV", 0.5),
+    "cost": Measure(remaining.cost, "LightKV, Tables 1, 6", "FastV", 0.5),
     "sweep": Measure(answers.sweep, "A-VL, Figs. 9, 10", "AVL", 0.45),
 }
 
