@@ -133,7 +133,7 @@ def _noting(asked: Sequence[Question], kept: Sequence[list[Kept]], *, oracle: bo
         mask = evidence(inputs, [asked[group[0]].evidence for group in batch.groups])
         made = compressed(params, inputs, plan, todo, new_tokens, seed, batch)
         if oracle:
-            key, prompt = jax.random.key(batch.number), jitted.read_prompt(params, inputs)
+            key, prompt = jax.random.key(batch.number), jitted.read_prompt(params, inputs, new_tokens=new_tokens)
             caches = ((i, _oracle(prompt, mask, plan[i], new_tokens=new_tokens, key=key)) for i in todo)
             made = iter((i, cache.bytes, cache, prompt.logits) for i, cache in caches)
         for i, size, cache, logits in made:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+import shutil
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
@@ -14,6 +18,7 @@ import vlkv
 from vlkv import policies
 from vlkv.cli import main
 from vlkv.mini import CHECKPOINT, pages
+from vlkv.saving import read_note
 from vlkv.tools.commands import demo
 
 
@@ -75,6 +80,31 @@ def test_a_saved_cache_answers_other_questions(capsys, sample, tmp_path):
     again = json.loads(capsys.readouterr().out)
     assert {**again, "seconds_with_compilation": 0} == {**result, "seconds_with_compilation": 0}
     assert again["policy"].startswith("snapkv(") and again["cache_bytes"] > again["slots"] * again["slot_bytes"]
+
+
+def test_a_saved_cache_with_long_rope(capsys, sample, tmp_path, miniature):
+    """The first question and its answer cross the first length, so the saved keys have the long factors."""
+    shutil.copytree(miniature(), tmp_path / "model")
+    raw = json.loads((tmp_path / "model" / "config.json").read_text())
+    first = raw["image_seq_length"] + 10
+    raw["text_config"]["rope_parameters"] |= {
+        "rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16,
+        "original_max_position_embeddings": first,
+    }  # fmt: skip
+    (tmp_path / "model" / "config.json").write_text(json.dumps(raw))
+    model = ["generate", "--model", str(tmp_path / "model"), "--prompt", "read the page", "--json"]
+    image, file = ["--image", str(sample[1])], ["--save-cache", str(tmp_path / "cache")]
+    said = []
+    for options in ([], file):
+        assert main([*model, "--max-new-tokens", "12", *image, *options]) == 0
+        said.append(json.loads(capsys.readouterr().out)["answer"])
+    assert said[0] == said[1]
+    params, file = vlkv.load_params(tmp_path / "model"), tmp_path / "cache"
+    policy, note = read_note(file)
+    cache = dataclasses.replace(vlkv.load_cache(file, params), position_limit=jnp.array([first + 20]))
+    vlkv.save_cache(file, params, cache, policy=policy, note=note)  # as after a shorter question
+    assert main([*model, "--max-new-tokens", "40", "--from-cache", str(file)]) == 2
+    assert re.search(r"need long-RoPE's long factors.* \(--max-new-tokens\)", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

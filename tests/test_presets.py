@@ -45,6 +45,9 @@ PUBLISHED = {
     "vicuna-1.5-7b": 6_738_415_616,
     "vicuna-1.5-13b": 13_015_864_320,
     "llama-3-8b": 8_030_261_248,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
     "mistral-7b": 7_241_732_096,
     "qwen2-0.5b": 494_032_768,
     "qwen2-1.5b": 1_543_714_304,
@@ -197,7 +200,7 @@ def test_parameters_are_as_many_as_published(name):
 # At least one of each family that transformers has.
 COUNTED = [
     "llava-1.5-13b", "llava-next-mistral-7b", "llava-onevision-0.5b", "llava-onevision-7b", "qwen2-vl-2b",
-    "qwen2.5-vl-3b", "internvl3-1b", "mistral-7b", "qwen2-1.5b",
+    "qwen2.5-vl-3b", "internvl3-1b", "llama-3.2-1b", "mistral-7b", "qwen2-1.5b",
 ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from vlkv.compression.selection import require_fit
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation import jitted
-from vlkv.generation.decode import check_room, check_rotation, choose_token, next_token
+from vlkv.generation.decode import check_positions, check_room, choose_token, next_token
 from vlkv.generation.extend import extend
 from vlkv.generation.generate import generate
 from vlkv.generation.nan import check_tokens
@@ -203,7 +203,7 @@ class Chat:
         if end > limit:
             raise InputError(f"with this question and its answer the conversation would have {end} tokens, the model's "
                              f"limit is {limit}: start a new Chat")  # fmt: skip
-        check_rotation(self.cache, np.array([end]))
+        check_positions(self.params.config, self.cache, tokens + self.sampling.max_new_tokens)
         if need > capacity:
             self.cache = resize(self.cache, max(need, 2 * capacity))  # doubled, as every size must be compiled
         self.cache, logits = _extend(self.params, self.cache, fed)

@@ -16,6 +16,7 @@ from vlkv.buckets import Buckets
 from vlkv.errors import InputError
 
 Raw = Mapping[str, Any]
+_LARGEST = 3e38  # of float32
 
 
 def require(field: str, value: object, *supported: object) -> None:
@@ -36,6 +37,13 @@ def positive(field: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError(f"config.json: {field}={value!r} must be a whole number of at least 1")
     return value
+
+
+def number(field: str, value: object, *, above: float = 0) -> float:
+    """Returns `value` if it is a finite number greater than `above`, else raises InputError."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not above < value < _LARGEST:
+        raise InputError(f"config.json: {field}={value!r} must be a number greater than {above:g}")
+    return float(value)
 
 
 def token_id(raw: Raw, *fields: str, default: int) -> int:

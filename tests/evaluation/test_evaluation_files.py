@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 
@@ -12,6 +13,7 @@ from PIL import Image
 from vlkv.errors import InputError
 from vlkv.mini import export, pages
 from vlkv.processing import read_video
+from vlkv.processing.images import open_image
 from vlkv.tools.evaluation.batching import batches
 from vlkv.tools.evaluation.journal import Entry, Journal
 from vlkv.tools.evaluation.records import Record, Turn, read_records
@@ -58,6 +60,21 @@ def test_rows(file, tmp_path):
     ]
     alone = file({"question": "why?"})
     assert read_records(alone, answers=False) == [Record(1, "1", (), (Turn("why?", ()),))]
+
+
+def test_images_in_a_row_as_base64(file, tmp_path):
+    """Text that is too long for the name of a file."""
+    noise = np.random.default_rng(0).integers(0, 255, (40, 40), np.uint8)
+    Image.fromarray(noise).save(tmp_path / "noise.png")
+    bare = base64.b64encode((tmp_path / "noise.png").read_bytes()).decode()
+    uri = f"data:image/png;base64,{bare}"
+    (record,) = read_records(file({"images": [bare, uri, "a.png"], "question": "q?", "answer": "x"}))
+    assert record.images == (bare, uri, tmp_path / "a.png") and len(bare) > 1000
+    for image in record.images[:2]:
+        np.testing.assert_array_equal(np.asarray(open_image(image))[..., 0], noise)
+    for wrong in ("c" * 1000, "cccc"):  # base64, but not an image
+        with pytest.raises(InputError, match=r"line 1: .*no such image file"):
+            read_records(file({"image": wrong, "question": "q?", "answer": "x"}))
 
 
 @pytest.mark.parametrize(

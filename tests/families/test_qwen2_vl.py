@@ -267,7 +267,7 @@ def test_what_does_not_match_is_refused(case, change, message):
     [
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}, "mrope_section"),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "ntk", "mrope_section": [2, 1, 1]}}, "ntk"),
-        ({"use_sliding_window": True, "sliding_window": 8}, "sliding_window"),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None}, "window=8"),
         ({"vision": {"hidden_act": "relu"}}, "hidden_act"),
         ({"vision": {"in_channels": 4}}, "in_channels"),
         ({"vision": {"hidden_size": 64, "out_hidden_size": 64}}, "64 channels"),

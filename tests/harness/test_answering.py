@@ -11,6 +11,7 @@ import pytest
 import vlkv
 from vlkv import policies
 from vlkv.mini import CHECKPOINT, pages
+from vlkv.processing.prompts import literal
 from vlkv.tools.harness.answering import Answerer, Question, sampling_from
 
 POLICY = policies.AirCache(keep=0.4)
@@ -75,6 +76,16 @@ def test_likelihoods_are_those_of_score(answerer, questions):
             assert one.log_probability == pytest.approx(scores[row].sum(), abs=1e-4)
             assert one.tokens == len(each)
     assert ours[2][0] == ours[2][1], "the space before a continuation belongs to the prompt"
+
+
+def test_a_mark_in_a_continuation_is_text(quick):
+    """As in the answers of a conversation, and a backslash stays."""
+    image = quick.processor.config.image_token
+    for text in ("<image>", r"see \<image>"):
+        ids = quick._target(text)
+        assert image not in ids
+        np.testing.assert_array_equal(ids, quick.processor.encode(literal(text), begin=False))
+    np.testing.assert_array_equal(quick._target(" 1 2 "), quick.processor.tokenizer.encode("1 2", add_special=False))
 
 
 @pytest.mark.full

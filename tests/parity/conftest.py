@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 torch = pytest.importorskip("torch", reason="parity needs torch and transformers: pip install -e .[test,parity]")
 transformers = pytest.importorskip("transformers")
 
 IMAGE_TOKEN = 99
 VOCABULARY = 120
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def perturb(model, seed: int = 0) -> None:
@@ -78,3 +83,18 @@ def llava(tmp_path_factory):
     model = make_llava()
     model.save_pretrained(folder)
     return model, folder
+
+
+def save_tokenizer(folder) -> None:
+    """A byte-level tokenizer of 260 tokens, which joins " w", and a chat template."""
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {
+        byte: i + 3 for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary | {"Ġw": len(vocabulary)}, merges=[("Ġ", "w")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE
+    )
+    fast.save_pretrained(folder)

@@ -7,20 +7,15 @@ import json
 import jax
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import vlkv
 from vlkv import policies
 from vlkv.cli import main
 from vlkv.tools.evaluation import Journal, Settings, read_records, run
 
-from .conftest import make_text, torch, transformers
+from .conftest import make_text, save_tokenizer, torch, transformers
 
 NEW = 6
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 CONTEXT = "the cat is red and the dog is as blue as the sea. "
 RECORDS = [
     # The context ends with a space, which the tokenizer joins with the beginning of the first question.
@@ -36,17 +31,7 @@ RECORDS = [
 def folder(tmp_path_factory):
     """A text model with a byte-level tokenizer, which joins " w", and a chat template."""
     folder = tmp_path_factory.mktemp("text")
-    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {
-        byte: i + 3 for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    }
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary | {"Ġw": len(vocabulary)}, merges=[("Ġ", "w")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE
-    )
-    fast.save_pretrained(folder)
+    save_tokenizer(folder)
     make_text("llama", vocab_size=264).save_pretrained(folder)
     return folder
 

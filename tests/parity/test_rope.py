@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import vlkv
+from pallas_kernels import Kernels
+from vlkv.analysis import oracle_cache
 from vlkv.errors import InputError
+from vlkv.families.qwen2_vl import config as qwen2_vl
+from vlkv.families.text.config import KINDS as DECODERS
 from vlkv.families.text.rotary import read_rope
+from vlkv.generation import jitted
+from vlkv.generation.decode import check_positions, decode_steps
+from vlkv.generation.score import log_probabilities
+from vlkv.tools.evaluation import Journal, Settings, read_records, run
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+from .conftest import save_tokenizer, torch, transformers
 
 SIZES = dict(
     vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
@@ -78,10 +87,11 @@ def test_logits_and_tokens_beyond_the_first_length(kind, tmp_path):
     np.testing.assert_array_equal(ours(params, batch, 32), generated(model, ids, 32))
 
 
-TABLES = {**KINDS, "default": {"rope_type": "default", "rope_theta": 1e4},
-          "longrope": {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32,
-                       "short_factor": [1.0 + 0.1 * i for i in range(8)],
-                       "long_factor": [2.0 + i for i in range(8)], "factor": 3.0}}  # fmt: skip
+LONG = [2.0 + i for i in range(8)]
+SHORT = [1.0 + 0.1 * i for i in range(8)]
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, "short_factor": SHORT,
+            "long_factor": LONG, "factor": 3.0}  # fmt: skip
+TABLES = {**KINDS, "default": {"rope_type": "default", "rope_theta": 1e4}, "longrope": LONGROPE}
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["rope_parameters", "rope_scaling"])
@@ -132,13 +142,11 @@ def test_yarn_with_three_position_axes(tmp_path):
 # --- long-RoPE ----------------------------------------------------------------------------------------------------
 
 FIRST, NEW = 64, 16
-LONG = [2.0 + i for i in range(8)]
-SHORT = [1.0 + 0.1 * i for i in range(8)]
 
 
 @pytest.fixture(scope="module")
-def phi(tmp_path_factory):
-    """A Phi-3, our parameters of it, and the same Phi-3 with the long factors at every length."""
+def phi_folder(tmp_path_factory):
+    """A Phi-3 in a folder, the model, and the same Phi-3 with the long factors at every length."""
 
     def make(short):
         torch.manual_seed(0)
@@ -153,6 +161,12 @@ def phi(tmp_path_factory):
     model, always_long = save(make(SHORT), folder), make(LONG)
     always_long.eval()
     always_long.load_state_dict(model.state_dict())
+    return folder, model, always_long
+
+
+@pytest.fixture(scope="module")
+def phi(phi_folder):
+    folder, model, always_long = phi_folder
     return model, vlkv.load_params(folder), always_long
 
 
@@ -210,34 +224,198 @@ def test_a_cache_for_short_rows_does_not_grow_beyond_them(phi):
     cache, _ = vlkv.prefill(params, batch, vlkv.policies.Full(), new_tokens=8)
     cache = vlkv.cache.resize(cache, 40)
     turn = vlkv.Inputs.from_hf({"input_ids": prompt_of(30)}, params.config)
-    with pytest.raises(InputError, match=r"70 tokens needs long-RoPE's long factors.* at most 64: prefill again"):
+    with pytest.raises(InputError, match=r"70 tokens need long-RoPE's long factors.* at most 64 tokens: prefill again"):
         vlkv.extend(params, cache, turn)
+
+
+@pytest.fixture
+def short_cache(phi):
+    """A cache for at most FIRST tokens, resized so that its rows may have more."""
+    _, params, _ = phi
+    batch = vlkv.Inputs.from_hf({"input_ids": prompt_of(40)}, params.config)
+    cache, logits = jitted.prefill(params, batch, vlkv.policies.Full(), new_tokens=8)
+    return params, vlkv.cache.resize(cache, 40), logits
+
+
+def test_new_tokens_beyond_the_rotation_are_refused(short_cache):
+    params, cache, logits = short_cache
+    says = r"need long-RoPE's long factors, but the keys are rotated for at most 64 tokens: prefill again"
+    for decode in (vlkv.decode, lambda *a, **b: list(decode_steps(*a, **b))):
+        with pytest.raises(InputError, match="65 tokens " + says):
+            decode(params, cache, logits, sampling=vlkv.Greedy(max_new_tokens=26))
+    with pytest.raises(InputError, match="65 tokens " + says):
+        log_probabilities(params, cache, logits, np.zeros((1, 26), np.int32))
+    at_the_end = dataclasses.replace(cache, next_position=cache.next_position + 24)
+    with pytest.raises(InputError, match="65 tokens " + says):
+        vlkv.decode_step(params, at_the_end, jnp.array([5]))
+    last = dataclasses.replace(params.config.decoder, max_positions=40)
+    with pytest.raises(InputError, match="would have 41 tokens, the model's limit is 40"):
+        check_positions(dataclasses.replace(params.config, decoder=last), cache, 1)
+
+
+def test_a_prompt_makes_no_cache_for_more_tokens_than_it_was_read_for(phi):
+    _, params, _ = phi
+    batch = vlkv.Inputs.from_hf({"input_ids": prompt_of(40)}, params.config)
+    prompt = jitted.read_prompt(params, batch, new_tokens=24)
+    evidence, key = np.zeros(prompt.valid.shape, bool), jax.random.key(0)
+    for fill in (
+        lambda new: vlkv.fill_cache(prompt, vlkv.policies.Full(), new_tokens=new),
+        lambda new: oracle_cache(prompt, evidence, vlkv.policies.ImgRandom(keep=1.0), new_tokens=new, key=key),
+    ):
+        with pytest.raises(InputError, match="65 tokens need long-RoPE's long factors"):
+            fill(25)
+
+
+def test_the_oracle_keeps_the_factors_of_its_prompt(phi):
+    """A row with the long factors for its new tokens too, before it has as many tokens as the first length."""
+    _, params, always_long = phi
+    ids, kernels = prompt_of(50), Kernels(decode_attention="xla")
+    batch = vlkv.Inputs.from_hf({"input_ids": ids}, params.config)
+    prompt = jax.jit(vlkv.read_prompt, static_argnames="kernels")(params, batch, new_tokens=NEW, kernels=kernels)
+    cache = jax.jit(oracle_cache, static_argnames="new_tokens")(
+        prompt, np.zeros(prompt.valid.shape, bool), vlkv.policies.ImgRandom(keep=1.0), new_tokens=NEW,
+        key=jax.random.key(0),
+    )  # fmt: skip
+    assert cache.kernels == kernels
+    _, logits = jax.jit(vlkv.decode_step)(params, cache, np.array([7]))
+    want = logits_of(always_long, np.append(ids, [[7]], axis=1))[:, -1]
+    np.testing.assert_allclose(logits, want, atol=1e-4 * max(1.0, want.std()))
+
+
+FIRST_QUESTION, SECOND_QUESTION = "what is it that you see here?", "and who was it?"
+
+
+@pytest.fixture(scope="module")
+def talk(phi, phi_folder):
+    """Our model with a tokenizer, and a function that returns the answers with the long factors throughout.
+
+    The first prompt is shorter than the first length, and the conversation is longer.
+    """
+    save_tokenizer(phi_folder[0])
+    processor, always_long = vlkv.load_processor(phi_folder[0]), phi[2]
+
+    def answers(repeated):
+        """`repeated`: the first answer is tokenised again for the second prompt, as in `vlkv eval`."""
+        first = processor.prompts.write(FIRST_QUESTION, 0)
+        ids = processor.encode(first)
+        made = generated(always_long, ids[None], 8)[0]
+        said = [processor.decode(made)]
+        second = processor.prompts.write(FIRST_QUESTION, 0, then=[(said[0], SECOND_QUESTION)])
+        if repeated:
+            ids = np.append(ids, processor.beyond(first, second))
+        else:
+            end = second.index(said[0], len(first)) + len(said[0])
+            ids = np.concatenate([ids, made, processor.beyond(second[:end], second)])
+        assert len(ids) > FIRST
+        return [*said, processor.decode(generated(always_long, ids[None], 8)[0])]
+
+    return phi[1], processor, answers
+
+
+def test_a_chat_has_the_long_factors_throughout(talk):
+    params, processor, answers = talk
+    chat = vlkv.Chat(params, processor, sampling=vlkv.Greedy(max_new_tokens=8))
+    assert [chat.ask(question) for question in (FIRST_QUESTION, SECOND_QUESTION)] == answers(False)
+
+
+def test_an_evaluation_has_the_long_factors_throughout(talk, tmp_path):
+    params, processor, answers = talk
+    turns = [{"question": question, "answer": "x"} for question in (FIRST_QUESTION, SECOND_QUESTION)]
+    (tmp_path / "questions.jsonl").write_text(json.dumps({"turns": turns}))
+    journal = Journal(tmp_path, {})
+    records = read_records(tmp_path / "questions.jsonl")
+    run(params, processor, records, [vlkv.policies.Full()], Settings(max_new_tokens=8), journal)
+    journal.close()
+    assert [journal.entries[0, turn, 0]["answer"] for turn in range(2)] == answers(True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (LLAMA3 | {"rope_type": "ntk"}, "rope type='ntk' is not supported"),
+        (LLAMA3 | {"rope_type": {}}, "rope type={} is not supported"),
+        (LLAMA3 | {"factor": None}, "rope_parameters.factor=None must be a number greater than 0"),
+        (LLAMA3 | {"factor": "8"}, "rope_parameters.factor='8' must be a number greater than 0"),
+        (LLAMA3 | {"factor": float("nan")}, "rope_parameters.factor=nan must be a number greater than 0"),
+        (LLAMA3 | {"factor": 10**400}, "must be a number greater than 0"),
+        (LLAMA3 | {"high_freq_factor": 0.5}, "must be larger than low_freq_factor=1"),
+        (LLAMA3 | {"partial": 1}, "rope_parameters.partial is not supported"),
+        (LLAMA3 | {"rope_theta": "abc"}, "rope_parameters.rope_theta='abc' must be a number greater than 1"),
+        (YARN | {"rope_theta": 1}, "rope_parameters.rope_theta=1 must be a number greater than 1"),
+        (YARN | {"attention_factor": "x"}, "rope_parameters.attention_factor='x' must be a number greater than 0"),
+        (YARN | {"mscale": [1]}, "rope_parameters.mscale=[1] must be a number greater than 0"),
+        (YARN | {"truncate": "no"}, "rope_parameters.truncate='no' is not supported"),
+        (
+            LLAMA3 | {"original_max_position_embeddings": "x"},
+            "original_max_position_embeddings='x' must be a whole number",
+        ),
+        (LONGROPE | {"original_max_position_embeddings": 1}, "original_max_position_embeddings=1 must be a number"),
+        (LONGROPE | {"short_factor": [1] * 7 + [0]}, "rope_parameters.short_factor[7]=0 must be a number greater than"),
+        (LONGROPE | {"long_factor": [-1] + [1] * 7}, "rope_parameters.long_factor[0]=-1 must be a number greater than"),
+        (LONGROPE | {"long_factor": [1] * 7}, "rope_parameters.long_factor has 7 numbers, 16 channels need 8"),
+        (LONGROPE | SECTIONS, "rope type='longrope' is not supported with mrope_section"),
+        ({"rope_type": "dynamic", "factor": 2.0} | SECTIONS, "rope type='dynamic' is not supported with mrope_section"),
+        (LLAMA3 | {"rope_type": "mrope"}, "rope_parameters.mrope_section is missing"),
+        (LLAMA3 | {"mrope_section": 8}, "rope_parameters.mrope_section=8 must be whole numbers"),
+        (LLAMA3 | {"mrope_section": ["a", 3, 3]}, "must be whole numbers that add up to half of 16 channels"),
+    ],
+)
+def test_bad_settings_are_named(settings, says):
+    for name in ("rope_parameters", "rope_scaling"):
+        with pytest.raises(InputError) as error:
+            read_rope({"max_position_embeddings": 256, name: settings}, 16)
+        assert says in str(error.value) and len(str(error.value)) <= 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"rope_parameters": [1]}, "rope_parameters=[1] must be an object"),
+        ({"rope_scaling": []}, "rope_scaling=[] must be an object"),
+        ({"rope_theta": "abc"}, "rope_theta='abc' must be a number greater than 1"),
+    ],
+)
+def test_bad_fields_around_the_settings_are_named(fields, says):
+    with pytest.raises(InputError) as error:
+        read_rope({"max_position_embeddings": 256} | fields, 16)
+    assert says in str(error.value)
+
+
+# --- sliding windows ----------------------------------------------------------------------------------------------
+
+USED, FULL, SLIDING = {"use_sliding_window": True}, "full_attention", "sliding_attention"
+WINDOWS = [
+    ("qwen2", {}), ("qwen2", USED), ("qwen2", USED | {"num_hidden_layers": 29}),
+    ("qwen2", USED | {"max_window_layers": 1}), ("qwen2", USED | {"max_window_layers": 3}),
+    ("qwen2", USED | {"max_window_layers": 0, "sliding_window": None}), ("qwen2", {"sliding_window": 8}),
+    ("qwen2", USED | {"layer_types": [FULL] * 3}), ("qwen2", USED | {"layer_types": [FULL, SLIDING, FULL]}),
+    ("qwen2_vl_text", USED | {"num_hidden_layers": 80}), ("qwen2_vl_text", USED | {"num_hidden_layers": 81}),
+    ("mistral", {}), ("mistral", {"sliding_window": None}), ("phi3", {}), ("phi3", {"sliding_window": 64}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "change"), WINDOWS, ids=str)
+def test_a_sliding_window_is_refused_if_transformers_uses_it(kind, change):
+    fields = SIZES | {"max_position_embeddings": 8192} | change
+    config = transformers.AutoConfig.for_model(kind, **fields)
+    slides = SLIDING in config.layer_types if kind.startswith("qwen2") else config.sliding_window is not None
+    read = DECODERS.get(kind, qwen2_vl.DECODER).read
+    sections = {"rope_scaling": {"type": "mrope", **SECTIONS}} if kind not in DECODERS else {}
+    if not slides:
+        assert read(fields | sections).layers == fields["num_hidden_layers"]
+        return
+    for raw in (fields | sections, config.to_dict()):
+        with pytest.raises(InputError, match=rf"sliding_window={config.sliding_window} is not supported"):
+            read(raw)
+    read(fields | sections | {"sliding_window": 8192})  # longer than any prompt
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [
-        ({"rope_type": "ntk"}, "rope type='ntk' is not supported"),
-        ({"factor": None}, "rope_parameters.factor=None must be a positive number"),
-        ({"factor": "8"}, "rope_parameters.factor='8' must be a positive number"),
-        ({"high_freq_factor": 0.5}, "must be larger than low_freq_factor=1"),
-        ({"partial": 1}, "rope_parameters.partial is not supported"),
-    ],
-)
-def test_bad_settings_are_named(change, says):
-    with pytest.raises(InputError) as error:
-        read_rope({"max_position_embeddings": 256, "rope_parameters": LLAMA3 | change}, 16)
-    assert says in str(error.value)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("kind", "change"),
-    [("Mistral", {"sliding_window": 64}), ("Phi3", {"sliding_window": 64}),
-     ("Qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1})],
+    [({"layer_types": [FULL]}, "layer_types=.* must be a list of 3 layers"),
+     ({"layer_types": ["linear_attention"] * 3}, "layer_types=.* must be a list of 3 layers"),
+     (USED | {"max_window_layers": "x"}, "max_window_layers='x' must be a whole number")],
 )  # fmt: skip
-def test_a_sliding_window_is_refused_by_name(kind, change, tmp_path):
-    config = getattr(transformers, f"{kind}Config")(**SIZES, max_position_embeddings=256, **change)
-    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
-    with pytest.raises(InputError, match=r"sliding_(window=64|attention.*) is not supported"):
-        vlkv.load_params(tmp_path)
+def test_bad_settings_of_windows_are_named(change, says):
+    with pytest.raises(InputError, match=says):
+        DECODERS["qwen2"].read(SIZES | change)

@@ -5,13 +5,16 @@ Axes: B batch · L layers · K key heads · T prompt tokens.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, PRNGKeyArray
 
 from vlkv.cache.packing import pack
-from vlkv.cache.pool import PackedCache
+from vlkv.cache.pool import PackedCache, checked_new_tokens
 from vlkv.compression.sizes import Budget, budget_of, cache_spec
+from vlkv.generation.decode import check_rotation
 from vlkv.generation.prompt import Prompt
 from vlkv.keys import required_key
 from vlkv.masks import top
@@ -39,8 +42,12 @@ def oracle_cache(
         budget: as in `fill_cache_with`; None: that of `policy`.
         new_tokens: slots of the tail.
         key: for the random tokens.
+
+    Raises:
+        InputError: as `fill_cache`.
     """
-    key = required_key(key)
+    key, new_tokens = required_key(key), checked_new_tokens(new_tokens)
+    check_rotation(prompt, new_tokens)
     layers, (batch, length) = len(prompt.layers), prompt.valid.shape
     heads = prompt.layers[0].k.shape[2]
     if budget is None:
@@ -60,9 +67,10 @@ def oracle_cache(
         policy, layers=layers, vision=prompt.max_vision, text=prompt.max_text, images=prompt.max_images,
         new_tokens=new_tokens,
     )  # fmt: skip
-    return pack(
+    cache = pack(
         spec, tuple(jnp.swapaxes(layer.k, 1, 2) for layer in prompt.layers),
         tuple(jnp.swapaxes(layer.v, 1, 2) for layer in prompt.layers), jnp.swapaxes(kept, 0, 1),
         is_vision=jnp.broadcast_to(prompt.is_vision, everywhere),
         source=jnp.broadcast_to(jnp.arange(length), everywhere), next_position=prompt.next_position,
     )  # fmt: skip
+    return dataclasses.replace(cache, position_limit=prompt.position_limit, kernels=prompt.kernels)

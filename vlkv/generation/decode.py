@@ -19,6 +19,7 @@ from vlkv.cache.pool import PackedCache, most_used
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import Model
+from vlkv.generation.prompt import Prompt
 from vlkv.generation.sampling import Greedy
 from vlkv.generation.step import feed
 from vlkv.inputs import Inputs
@@ -31,9 +32,10 @@ def decode_step(
     """Adds one token per row; returns the cache with it and the logits of the next token. The cache may be donated.
 
     Raises:
-        InputError: the cache has no capacity for it. Under jit, where this is unknown, the logits of the row are NaN.
+        InputError: the cache or the model has no room for it. Under jit, where this is unknown, the logits of a row
+            without capacity in the cache are NaN.
     """
-    check_new_room(cache, 1)
+    check_new_room(params.config, cache, 1)
     cache, x = feed(params.decoder, cache, params.decoder.embedding(token)[:, None], cache.next_position[:, None])
     cache = dataclasses.replace(cache, next_position=cache.next_position + 1)
     return cache, logits_after(params, cache, x[:, 0])
@@ -75,11 +77,12 @@ def decode(
         last token.
 
     Raises:
-        InputError: the cache has too little capacity for `max_new_tokens`. Under jit, earlier new tokens are not
-            counted.
+        InputError: the cache or the model has too little room for `max_new_tokens`. Under jit, only the capacity of
+            the cache is checked, without earlier new tokens.
     """
     key = sampling.require_key(single_key(key))
-    check_new_room(cache, sampling.max_new_tokens - 1)  # the last token is not added to the cache
+    # The last token is not added to the cache.
+    check_new_room(params.config, cache, sampling.max_new_tokens - 1)
     stop = jnp.asarray(params.config.stop if sampling.stop is None else sampling.stop, jnp.int32)
 
     def append(state: _Decoding, logits: Array) -> _Decoding:
@@ -124,7 +127,11 @@ def decode_steps(
     """`decode` as a generator: yields the tokens of each step. The cache is donated.
 
     Rows that have ended repeat their last token: a stop token, or -1 if their logits are NaN.
+
+    Raises:
+        InputError: as `decode`, before the first token.
     """
+    check_new_room(params.config, cache, sampling.max_new_tokens - 1)
     key = sampling.require_key(single_key(key))
     stop = (-1, *(params.config.stop if sampling.stop is None else sampling.stop))
     shown = np.asarray(choose_token(logits, sampling, key))
@@ -159,27 +166,51 @@ def next_token(
     return cache, _choose(logits, sampling, key, step)
 
 
-def check_new_room(cache: PackedCache, new_tokens: int) -> None:
-    """Raises InputError if a cache has no capacity for `new_tokens` more. Under jit, earlier tokens are not counted."""
+def check_new_room(config: ModelConfig, cache: PackedCache, new_tokens: int) -> None:
+    """Raises InputError if a cache or the model has no room for `new_tokens` more.
+
+    Under jit, earlier tokens are not counted, and positions are not checked.
+    """
     most, used = cache.new_tokens, most_used(cache) or 0
     if used + new_tokens > most:
         raise InputError(
             f"the cache has capacity for {most} new tokens, {used} of them used, and {new_tokens} more are needed: "
             f"prefill with a larger new_tokens, or use vlkv.cache.resizing.resize(cache, {used + new_tokens})"
         )
+    check_positions(config, cache, new_tokens)
 
 
-def check_rotation(cache: PackedCache, end: Int[np.ndarray, " B"]) -> None:
-    """Raises InputError if rows of `end` tokens exceed the positions for which a long-RoPE rotated the cache."""
-    if cache.position_limit is None or isinstance(cache.position_limit, jax.core.Tracer):
+def check_positions(config: ModelConfig, cache: PackedCache, more: int | Int[np.ndarray, " B"]) -> None:
+    """Raises InputError if `more` tokens in each row exceed the model's positions, or those of `check_rotation`."""
+    end, limit = _end(cache, more), config.decoder.max_positions
+    if end is not None and end.max() > limit:
+        raise InputError(f"the conversation would have {end.max()} tokens, the model's limit is {limit}")
+    check_rotation(cache, more)
+
+
+def check_rotation(keys: PackedCache | Prompt, more: int | Int[np.ndarray, " B"]) -> None:
+    """Raises InputError if `more` tokens in each row exceed the positions for which long-RoPE rotated the keys.
+
+    Under jit, nothing is checked: then the logits of such a row are NaN.
+    """
+    end = _end(keys, more)
+    if keys.position_limit is None or end is None or isinstance(keys.position_limit, jax.core.Tracer):
         return
-    limit = np.asarray(cache.position_limit)
-    row = int(np.argmax(end - limit.astype(np.int64)))
+    limit = np.asarray(keys.position_limit, np.int64)
+    row = int(np.argmax(end - limit))
     if end[row] > limit[row]:
         raise InputError(
-            f"a conversation of {end[row]} tokens needs long-RoPE's long factors, but the cache was made for at most "
-            f"{limit[row]}: prefill again with a larger new_tokens"
+            f"{end[row]} tokens need long-RoPE's long factors, but the keys are rotated for at most {limit[row]} "
+            "tokens: prefill again with a larger new_tokens (--max-new-tokens)"
         )
+
+
+def _end(keys: PackedCache | Prompt, more: int | Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"] | None:
+    """The position after `more` tokens in each row; None if it is unknown: under jit, or if another host has rows."""
+    position = keys.next_position
+    if isinstance(position, jax.core.Tracer) or (isinstance(position, jax.Array) and not position.is_fully_addressable):
+        return None
+    return np.asarray(position).max(axis=1) + more
 
 
 def check_room(config: ModelConfig, inputs: Inputs, new_tokens: int) -> None:

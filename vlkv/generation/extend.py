@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 from vlkv.cache.pool import PackedCache
 from vlkv.errors import InputError
 from vlkv.families import Model
-from vlkv.generation.decode import check_rotation, logits_after
+from vlkv.generation.decode import check_positions, logits_after
 from vlkv.generation.step import feed
 from vlkv.inputs import Inputs
 
@@ -78,7 +78,4 @@ def _check(params: Model, cache: PackedCache, inputs: Inputs) -> None:
             f"the cache has capacity for {capacity} new tokens, and {need} are needed before the answer: prefill with "
             f"new_tokens={need} plus the length of the answer"
         )
-    limit, end = params.config.decoder.max_positions, np.asarray(cache.next_position).max(axis=1) + counts
-    if end.max() > limit:
-        raise InputError(f"the conversation would have {end.max()} tokens, the model's limit is {limit}")
-    check_rotation(cache, end)
+    check_positions(params.config, cache, counts)

@@ -28,6 +28,7 @@ from vlkv.compression.sizes import Budget, budget_of, cache_spec, cap_bound
 from vlkv.decoder.memory_maps import make_room
 from vlkv.errors import InputError
 from vlkv.families import Model
+from vlkv.generation.decode import check_rotation
 from vlkv.generation.prompt import LayerPrompt, Prompt, read_layers
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
@@ -148,7 +149,8 @@ def fill_cache(prompt: Prompt, policy: Policy, *, new_tokens: int, key: PRNGKeyA
     """A cache of the prompt entries that the policy keeps, with capacity for `new_tokens`.
 
     Raises:
-        InputError: the policy needs a key, another policy has reduced the prompt, or new_tokens is less than 1.
+        InputError: the policy needs a key, another policy has reduced the prompt, or new_tokens is less than 1, or
+            (for long-RoPE, outside jit) so much larger than that of `read_prompt` that rows need other factors.
     """
     return fill_cache_with(prompt, policy, None, new_tokens=new_tokens, key=key)
 
@@ -178,6 +180,7 @@ def fill_cache_with(
     key = single_key(key)
     new_tokens = checked_new_tokens(new_tokens)
     require_fit(policy, len(prompt.layers), key)
+    check_rotation(prompt, new_tokens)
     if policy.reducer != prompt.reducer:
         raise InputError(f"{type(policy).__name__} and the prompt do not fit: give the same policy to read_prompt")
     if isinstance(prompt.valid, jax.core.Tracer):  # as in `Decoder.walk`

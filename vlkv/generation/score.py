@@ -17,11 +17,7 @@ from pallas_kernels import Kernels
 from vlkv.cache.pool import PackedCache
 from vlkv.compression.policy import Policy
 from vlkv.families import Model
-from vlkv.generation.decode import (
-    check_new_room,
-    check_room,
-    decode_step,
-)
+from vlkv.generation.decode import check_new_room, check_room, decode_step
 from vlkv.generation.nan import check_values
 from vlkv.generation.prefill import prefill
 from vlkv.inputs import Inputs
@@ -69,11 +65,11 @@ def log_probabilities(
     """`score` from a prompt's cache and logits.
 
     Raises:
-        InputError: the cache has no capacity for S - 1 tokens. Under jit, where earlier new tokens are not counted, the
-            result is NaN for targets beyond the capacity.
+        InputError: the cache or the model has no room for S - 1 tokens. Under jit, where earlier new tokens are not
+            counted, the result is NaN for targets beyond the capacity.
     """
     targets = jnp.asarray(targets)
-    check_new_room(cache, targets.shape[1] - 1)  # the last target is not added to the cache
+    check_new_room(params.config, cache, targets.shape[1] - 1)  # the last target is not added to the cache
 
     def log_probability(logits: Array, target: Array) -> Array:
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(target, 0)[:, None], axis=1)[:, 0]

@@ -58,9 +58,19 @@ def open_image(picture: Picture) -> PIL.Image.Image:
         return _open(io.BytesIO(picture), f"the given {len(picture)} bytes")
     if not isinstance(picture, str | os.PathLike):
         raise InputError(f"an image must be a path, bytes, a PIL.Image or a numpy array, not {type(picture).__name__}")
-    if isinstance(picture, str) and picture[:5].lower() == "data:":
+    if isinstance(picture, str) and _is_data_uri(picture):
         return _from_data_uri(picture)
     return _from_path(picture)
+
+
+def is_embedded(text: str) -> bool:
+    """Whether a text is not the path of an image, but the image: a data URI, or an image file in base64."""
+    data = None if _is_data_uri(text) else _from_base64(text)
+    return _is_data_uri(text) or (data is not None and _identify(io.BytesIO(data), "the base64 text") is not None)
+
+
+def _is_data_uri(text: str) -> bool:
+    return text[:5].lower() == "data:"
 
 
 def _from_path(picture: str | os.PathLike[str]) -> PIL.Image.Image:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from typing_extensions import override
 
-from vlkv.config import Raw, filled, positive, positives, require, require_all, token_id
+from vlkv.config import Raw, filled, number, positive, positives, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.qwen2_vl.inputs import NativeResolutionConfig
 from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig
 from vlkv.families.text.config import QWEN2, Kind, read_stop
 from vlkv.processing.templates import chatml
 
-_DECODER = Kind(qkv_bias=True, defaults=dict(
+DECODER = Kind(qkv_bias=True, defaults=dict(
     vocab_size=152064, hidden_size=8192, intermediate_size=29568, num_hidden_layers=80, num_attention_heads=64,
     num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=32768, rope_theta=1e6, use_sliding_window=False,
+    sliding_window=4096, max_window_layers=80,
 ))  # fmt: skip
 # The content of a message in a prompt.
 _CONTENT = (
@@ -47,7 +49,7 @@ class Qwen2VlConfig(NativeResolutionConfig):
         if part.get("model_type") != family:
             require("text_config.model_type", part.get("model_type", f"{family}_text"), f"{family}_text")
         part["tie_word_embeddings"] = bool(raw.get("tie_word_embeddings") or part.get("tie_word_embeddings"))
-        decoder = _DECODER.read(part)
+        decoder = DECODER.read(part)
         if decoder.rope.sections is None or len(decoder.rope.sections) != 3:
             raise InputError(f"config.json: mrope_section={decoder.rope.sections!r} must be three numbers: the channel "
                              "pairs of time, line and column")  # fmt: skip
@@ -69,6 +71,8 @@ def _read_tower(family: str, raw: Raw) -> Qwen2VisionConfig:
     # transformers 4 wrote "in_chans"
     require_all(c, {"hidden_act": _TOWER[family]["hidden_act"], "in_channels": 3, "in_chans": 3}, where)
     rope = c.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise InputError(f"config.json: {where}rope_parameters={rope!r} must be an object")
     require_all(rope, {"rope_type": "axial"}, where + "rope_parameters.")
     positives(c, ("depth", "num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size"), where)
     own = _qwen2_vl(c) if family == "qwen2_vl" else _qwen2_5_vl(c)
@@ -77,7 +81,8 @@ def _read_tower(family: str, raw: Raw) -> Qwen2VisionConfig:
                          "multiple of four channels each")  # fmt: skip
     return Qwen2VisionConfig(
         layers=c["depth"], heads=c["num_heads"], patch_size=c["patch_size"], frames=c["temporal_patch_size"],
-        merge=c["spatial_merge_size"], activation=c["hidden_act"], theta=float(rope.get("rope_theta", 1e4)), **own,
+        merge=c["spatial_merge_size"], activation=c["hidden_act"],
+        theta=number(where + "rope_parameters.rope_theta", rope.get("rope_theta", 1e4), above=1), **own,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from vlkv.config import DecoderConfig, Raw, RopeConfig, filled, positives, require, require_all, token_id
+from vlkv.config import DecoderConfig, Raw, RopeConfig, filled, number, positives, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.qwen_vl.inputs import QueriesConfig
 from vlkv.families.qwen_vl.tower import RESAMPLER_HEAD_DIM, QwenVlTowerConfig
@@ -47,11 +47,12 @@ class QwenVlConfig(QueriesConfig):
         visual = {**_TOWER_DEFAULTS, **c["visual"]}
         length, eos = c["seq_length"], token_id(c, "eos_token_id", default=_DEFAULTS["eos_token_id"])
         start = token_id(visual, "image_start_id", default=_TOWER_DEFAULTS["image_start_id"])
+        theta = number("rotary_emb_base", c["rotary_emb_base"], above=1)
         decoder = DecoderConfig(
             vocab_size=c["vocab_size"], width=c["hidden_size"], layers=c["num_hidden_layers"],
             mlp_width=c["intermediate_size"] // 2,  # the field is the sum for gate and up
             heads=c["num_attention_heads"], kv_heads=c["num_attention_heads"], head_dim=c["kv_channels"],
-            norm_eps=c["layer_norm_epsilon"], rope=RopeConfig(theta=float(c["rotary_emb_base"])), qkv_bias=True,
+            norm_eps=c["layer_norm_epsilon"], rope=RopeConfig(theta=theta), qkv_bias=True,
             max_positions=length if c["use_dynamic_ntk"] else c["max_position_embeddings"],
             log_from=length if c["use_logn_attn"] else None, tied=bool(c["tie_word_embeddings"]),
         )  # fmt: skip

@@ -14,6 +14,7 @@ from vlkv.families.text.rotary import read_rope
 from vlkv.processing.host import HostConfig
 
 _TIE = "tie_word_embeddings"
+_ATTENTION = ("full_attention", "sliding_attention")  # kinds of layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,17 +43,12 @@ class Kind:
         bias = bool(c.get(self.bias, False))
         if self.names == "phi3":
             require(self.bias, bias, False)
-        heads, layers = c["num_attention_heads"], c["num_hidden_layers"]
-        require_all(c, {"partial_rotary_factor": 1.0, "layer_types": ["full_attention"] * layers, "hidden_act": "silu"})
+        require_all(c, {"partial_rotary_factor": 1.0, "hidden_act": "silu"})
         require("mlp_bias", bool(c.get("mlp_bias", False)), False)
-        window, limit = c.get("sliding_window"), c["max_position_embeddings"]
-        # A window as large as the number of positions has no effect.
-        unlimited = window is None or (isinstance(window, int) and window >= limit)
-        if (self.windowed or c.get("use_sliding_window")) and not unlimited:
-            raise InputError(f"config.json: sliding_window={window!r} is not supported yet. For prompts within the "
-                                 f"window, set max_position_embeddings={limit} to the size of the window")  # fmt: skip
         positives(c, ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                       "max_position_embeddings"))  # fmt: skip
+        self._refuse_windows(c)
+        heads, layers, limit = c["num_attention_heads"], c["num_hidden_layers"], c["max_position_embeddings"]
         kv_heads = positive("num_key_value_heads", c.get("num_key_value_heads", heads))
         head_dim = positive("head_dim", c.get("head_dim", c["hidden_size"] // heads))
         if heads % kv_heads or head_dim % 2:
@@ -65,6 +61,26 @@ class Kind:
             qkv_bias=self.qkv_bias or bias, out_bias=bias and not self.qkv_bias, names=self.names,
         )  # fmt: skip
 
+    def _refuse_windows(self, c: Raw) -> None:
+        """Raises InputError if transformers gives a layer a sliding window shorter than the model's positions."""
+        layers, limit, window = c["num_hidden_layers"], c["max_position_embeddings"], c.get("sliding_window")
+        types, full = c.get("layer_types"), c.get("max_window_layers", 0)  # the first `full` layers have no window
+        if types is not None and not (isinstance(types, list) and len(types) == layers
+                                      and all(kind in _ATTENTION for kind in types)):  # fmt: skip
+            raise InputError(f"config.json: layer_types={types!r} must be a list of {layers} layers, each "
+                             f"{' or '.join(_ATTENTION)}")  # fmt: skip
+        if not isinstance(full, int):
+            raise InputError(f"config.json: max_window_layers={full!r} must be a whole number")
+        if self.windowed:
+            slides = window is not None
+        elif types is not None:
+            slides = "sliding_attention" in types
+        else:
+            slides = bool(c.get("use_sliding_window")) and window is not None and full < layers
+        if slides and not (isinstance(window, int) and window >= limit):  # a longer window has no effect
+            raise InputError(f"config.json: sliding_window={window!r} is not supported yet. For prompts within the "
+                             f"window, set max_position_embeddings={limit} to the size of the window")  # fmt: skip
+
 
 KINDS = {
     "llama": Kind(defaults=dict(
@@ -76,7 +92,8 @@ KINDS = {
         eos_token_id=2)),
     "qwen2": Kind(qkv_bias=True, defaults=dict(
         vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=32, rms_norm_eps=1e-6, max_position_embeddings=32768, use_sliding_window=False)),
+        num_key_value_heads=32, rms_norm_eps=1e-6, max_position_embeddings=32768, use_sliding_window=False,
+        sliding_window=4096, max_window_layers=28)),
     "phi3": Kind(names="phi3", windowed=True, defaults=dict(
         vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=32,
         rms_norm_eps=1e-5, max_position_embeddings=4096, original_max_position_embeddings=4096,
@@ -163,6 +180,14 @@ def llama(**sizes: Any) -> dict[str, Any]:
                 rms_norm_eps=1e-5, bos_token_id=1, tie_word_embeddings=False) | sizes  # fmt: skip
 
 
+def _llama3(factor: float, **sizes: Any) -> dict[str, Any]:
+    """Llama 3.1 and 3.2 (Instruct), for prompts of 131072 tokens."""
+    scaling = dict(rope_type="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0,
+                   original_max_position_embeddings=8192)  # fmt: skip
+    return llama(vocab_size=128256, num_key_value_heads=8, max_position_embeddings=131072, rope_theta=5e5,
+                 rope_scaling=scaling, bos_token_id=128000, eos_token_id=[128001, 128008, 128009], **sizes)  # fmt: skip
+
+
 def _qwen2(**sizes: Any) -> dict[str, Any]:
     return dict(model_type="qwen2", rms_norm_eps=1e-6, rope_theta=1e6, use_sliding_window=False, sliding_window=32768,
                 max_position_embeddings=32768, eos_token_id=151645) | sizes  # fmt: skip
@@ -205,6 +230,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "vicuna-1.5-13b": llama(**VICUNA_13B),
     "llama-3-8b": llama(intermediate_size=14336, num_key_value_heads=8, vocab_size=128256, rope_theta=5e5,
                         max_position_embeddings=8192, bos_token_id=128000, eos_token_id=128009),
+    "llama-3.1-8b": _llama3(8.0, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+                            num_attention_heads=32, head_dim=128, tie_word_embeddings=False),
+    "llama-3.2-1b": _llama3(32.0, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
+                            num_attention_heads=32, head_dim=64, tie_word_embeddings=True),
+    "llama-3.2-3b": _llama3(32.0, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28,
+                            num_attention_heads=24, head_dim=128, tie_word_embeddings=True),
     "mistral-7b": MISTRAL,
     **{f"qwen2-{size}": QWEN2[size] for size in ("0.5b", "1.5b", "7b")},
     "phi-3-mini": PHI3_MINI,

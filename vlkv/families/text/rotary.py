@@ -6,13 +6,13 @@ The kinds and their defaults are those of transformers (`modeling_rope_utils`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
-from vlkv.config import Raw, RopeConfig, require
+from vlkv.config import Raw, RopeConfig, number, positive, require
 from vlkv.errors import InputError
 
 Pairs = Float[np.ndarray, " pairs"]
@@ -22,37 +22,43 @@ def read_rope(c: Raw, head_dim: int) -> RopeConfig:
     """Reads a decoder's config, in the old form (`rope_theta`, `rope_scaling`) or the new one (`rope_parameters`).
 
     Raises:
-        InputError: an unsupported kind of scaling, a missing number, or an unsupported field.
+        InputError: an unsupported kind of scaling, a number that is missing or impossible, or an unsupported field.
     """
-    raw = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
-    kind = raw.pop("rope_type", None) or raw.get("type") or "default"
-    raw.pop("type", None)
-    kind = {"mrope": "default", "su": "longrope"}.get(kind, kind)
-    if kind not in _KINDS:
-        raise InputError(f"config.json: rope type={kind!r} is not supported (only {', '.join(_KINDS)}, mrope)")
+    for field in ("rope_scaling", "rope_parameters"):
+        if not isinstance(c.get(field), Mapping | None):
+            raise InputError(f"config.json: {field}={c[field]!r} must be an object")
+    raw = dict(c.get("rope_scaling") or c.get("rope_parameters") or {})
+    kinds = [kind for kind in (raw.pop("rope_type", None), raw.pop("type", None)) if kind is not None]
+    kind = kinds[0] if kinds else "default"
+    if kind not in list(_KINDS):  # a list, because the value may be of a type that cannot be hashed
+        raise InputError(f"config.json: rope type={kind!r} is not supported (only {', '.join(_KINDS)})")
     require("rope_parameters.partial_rotary_factor", raw.pop("partial_rotary_factor", 1.0), 1.0)
-    theta = float(raw.pop("rope_theta", None) or c.get("rope_theta", 10000.0))
-    made: dict[str, Any] = {"theta": theta, "sections": _sections(raw, c, head_dim)}
-    original = c.get("original_max_position_embeddings") or raw.pop("original_max_position_embeddings", None)
-    raw.pop("original_max_position_embeddings", None)
-    numbers = _Numbers(raw, original or c["max_position_embeddings"], c["max_position_embeddings"])
-    frequency = theta ** -(np.arange(head_dim // 2) / (head_dim // 2))
-    made |= _KINDS[kind](numbers, frequency)
+    first, limit = "original_max_position_embeddings", c["max_position_embeddings"]
+    given = [length for length in (c.get(first), raw.pop(first, None)) if length is not None]
+    numbers = _Numbers(raw, positive(first, given[0]) if given else limit, limit)
+    theta = numbers.take("rope_theta", number("rope_theta", c.get("rope_theta", 10000.0), above=1), above=1)
+    sections = _sections(raw, head_dim, needed="mrope" in kinds)
+    if sections is not None and kind in _BY_LENGTH:
+        raise InputError(f"config.json: rope type={kind!r} is not supported with mrope_section, because positions of "
+                         "images are not lengths (only default, linear, llama3, yarn)")  # fmt: skip
+    made = _KINDS[kind](numbers, theta ** -(np.arange(head_dim // 2) / (head_dim // 2)))
     for field in raw:
         raise InputError(f"config.json: rope_parameters.{field} is not supported")
-    return RopeConfig(**made)
+    return RopeConfig(theta=theta, sections=sections, **made)
 
 
-def _sections(raw: dict[str, Any], c: Raw, head_dim: int) -> tuple[int, ...] | None:
+def _sections(raw: dict[str, Any], head_dim: int, *, needed: bool) -> tuple[int, ...] | None:
     """The channel pairs per position axis of M-RoPE; None if there is one axis."""
     sections = raw.pop("mrope_section", None)
-    old = (c.get("rope_parameters") or c.get("rope_scaling") or {}).get
-    if sections is None and "mrope" in (old("rope_type"), old("type")):
+    if sections is None and needed:
         raise InputError("config.json: rope_parameters.mrope_section is missing")
-    if sections is not None and sum(sections) != head_dim // 2:
-        raise InputError(f"config.json: rope_parameters.mrope_section={sections!r} must add up to half of "
-                         f"{head_dim} channels")  # fmt: skip
-    return None if sections is None else tuple(sections)
+    if sections is None:
+        return None
+    if not (isinstance(sections, list | tuple) and all(isinstance(x, int) and x >= 0 for x in sections)
+            and sum(sections) == head_dim // 2):  # fmt: skip
+        raise InputError(f"config.json: rope_parameters.mrope_section={sections!r} must be whole numbers that add up "
+                         f"to half of {head_dim} channels")  # fmt: skip
+    return tuple(sections)
 
 
 class _Numbers:
@@ -67,23 +73,28 @@ class _Numbers:
     def __init__(self, raw: dict[str, Any], original: int, limit: int) -> None:
         self.raw, self.original, self.limit = raw, original, limit
 
-    def take(self, field: str, default: float | None = None) -> float:
-        """A field, or its default if it is missing or null; raises InputError unless it is a positive number."""
+    def take(
+        self, field: str, default: float | None = None, *, above: float = 0, missing: tuple[Any, ...] = (None,)
+    ) -> float:
+        """A number above `above`, or the default if the field is missing or has one of the values `missing`.
+
+        Raises:
+            InputError: another value, or no value and no default.
+        """
         value = self.raw.pop(field, None)
-        value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise InputError(f"config.json: rope_parameters.{field}={value!r} must be a positive number")
-        return float(value)
+        if default is not None and value in missing:
+            return default
+        return number(f"rope_parameters.{field}", value, above=above)
 
     def take_pairs(self, field: str, pairs: int) -> tuple[float, ...]:
-        """A list with a number for each channel pair."""
+        """A list with a positive number for each channel pair."""
         given = self.raw.pop(field, None)
-        if not isinstance(given, list) or not all(isinstance(x, int | float) for x in given):
+        if not isinstance(given, list):
             raise InputError(f"config.json: rope_parameters.{field} must be a list of {pairs} numbers")
         if len(given) != pairs:
-            raise InputError(f"config.json: rope_scaling.{field} has {len(given)} numbers, "
+            raise InputError(f"config.json: rope_parameters.{field} has {len(given)} numbers, "
                              f"{2 * pairs} channels need {pairs}")  # fmt: skip
-        return tuple(map(float, given))
+        return tuple(number(f"rope_parameters.{field}[{i}]", x) for i, x in enumerate(given))
 
 
 def _default(numbers: _Numbers, frequency: Pairs) -> dict[str, Any]:
@@ -95,7 +106,7 @@ def _default(numbers: _Numbers, frequency: Pairs) -> dict[str, Any]:
 def _dynamic(numbers: _Numbers, frequency: Pairs) -> dict[str, Any]:
     """Changes only prompts beyond the model's limit, which raise an error anyway."""
     del frequency
-    numbers.raw.pop("factor", None)
+    numbers.take("factor", 1.0)
     return {}
 
 
@@ -116,15 +127,16 @@ def _llama3(numbers: _Numbers, frequency: Pairs) -> dict[str, Any]:
 
 def _yarn(numbers: _Numbers, frequency: Pairs) -> dict[str, Any]:
     """YaRN (Peng et al. 2023, Sec. 3.2): a ramp over channel pairs; cosines and sines are scaled too."""
-    raw, pairs = numbers.raw, len(frequency)
+    pairs = len(frequency)
     factor = numbers.take("factor", numbers.limit / numbers.original)
-    fast, slow = numbers.take("beta_fast", 32), numbers.take("beta_slow", 1)
+    unset = (None, 0)  # transformers replaces 0 by the default too
+    fast, slow = numbers.take("beta_fast", 32, missing=unset), numbers.take("beta_slow", 1, missing=unset)
 
     def scale(by: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
 
-    own, every, given = (raw.pop(f, None) for f in ("mscale", "mscale_all_dim", "attention_factor"))
-    attention = given if given is not None else scale(own) / scale(every) if own and every else scale(1)
+    own, every = (numbers.take(f, 0.0, missing=unset) for f in ("mscale", "mscale_all_dim"))
+    attention = numbers.take("attention_factor", scale(own) / scale(every) if own and every else scale(1))
     base = frequency[1] ** -pairs if pairs > 1 else math.e  # theta
 
     def pair_of(rotations: float) -> float:
@@ -132,16 +144,19 @@ def _yarn(numbers: _Numbers, frequency: Pairs) -> dict[str, Any]:
         return pairs * math.log(numbers.original / (rotations * 2 * math.pi)) / math.log(base)
 
     low, high = pair_of(fast), pair_of(slow)
-    if raw.pop("truncate", True):
+    truncate = numbers.raw.pop("truncate", True)
+    require("rope_parameters.truncate", truncate, True, False, None)
+    if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * pairs - 1)
     ramp = np.clip((np.arange(pairs) - low) / max(high - low, 0.001), 0, 1)
-    return {"divisors": _divisors(ramp / factor + 1 - ramp), "scale": float(attention)}
+    return {"divisors": _divisors(ramp / factor + 1 - ramp), "scale": attention}
 
 
 def _longrope(numbers: _Numbers, frequency: Pairs) -> dict[str, Any]:
     """Long-RoPE (Phi-3): two lists of divisors, for short and for long sequences; cosines and sines are scaled too."""
     short, long = (numbers.take_pairs(f"{name}_factor", len(frequency)) for name in ("short", "long"))
+    number("original_max_position_embeddings", numbers.original, above=1)
     stretch = numbers.take("factor", numbers.limit / numbers.original)
     scale = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(numbers.original))
     return {"divisors": short, "long": long, "original": numbers.original,
@@ -154,5 +169,6 @@ def _divisors(scale: Pairs) -> tuple[float, ...]:
 
 _KINDS: dict[str, Callable[[_Numbers, Pairs], dict[str, Any]]] = {
     "default": _default, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn,
-    "longrope": _longrope,
+    "longrope": _longrope, "su": _longrope, "mrope": _default,
 }  # fmt: skip
+_BY_LENGTH = ("dynamic", "longrope", "su")  # the frequencies depend on the length of the sequence

@@ -28,7 +28,7 @@ from vlkv.cache.resizing import resize
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation import jitted
-from vlkv.generation.decode import check_room, decode_steps
+from vlkv.generation.decode import check_positions, check_room, decode_steps
 from vlkv.generation.extend import extend
 from vlkv.generation.nan import check_tokens, check_values
 from vlkv.generation.sampling import Greedy, Sample
@@ -143,9 +143,13 @@ def _check_files(args: argparse.Namespace) -> None:
 def _save(args: argparse.Namespace, policy: Policy, params: Model, processor: Processor, key: jax.Array) -> None:
     """Saves the compressed cache of the images and of the prompt before the question."""
     inputs = processor(args.image, args.prompt, question=False)
-    check_room(processor.config, inputs, args.max_new_tokens)
-    cache, logits = jitted.prefill(params, inputs, policy, sampling=Greedy(max_new_tokens=1), key=key)
+    question = _question(args, processor, len(args.image))
+    check_room(processor.config, inputs, int(question.valid.sum()) + args.max_new_tokens)
+    # The rotation of long-RoPE depends on the capacity for question and answer, which the file does not need.
+    added = _added(processor, question, args.max_new_tokens)
+    cache, logits = jitted.prefill(params, inputs, policy, new_tokens=added, key=key)
     check_values(params, inputs, logits)
+    cache = resize(cache, 1)
     note = {"images": len(args.image), "prompt_tokens": int(inputs.valid.sum())}
     saving.save_cache(args.save_cache, params, cache, policy=policy, note=note)
 
@@ -156,10 +160,20 @@ def _from_file(args: argparse.Namespace, sampling: Greedy, params: Model, proces
     cache, (policy, note) = saving.load_cache(file, params), saving.read_note(file)
     if policy is None or "images" not in note:
         raise InputError(f"{file}: not made by --save-cache; use `vlkv.extend`")
-    before = processor.prompts.before_question(args.prompt, note["images"])
-    fed = processor.extension([before], [processor.prompts.write(args.prompt, note["images"])])
+    fed = _question(args, processor, note["images"])
     question = int(fed.valid.sum())
-    added = round_up(question, processor.buckets.text) + sampling.max_new_tokens
-    cache = resize(cache, int(cache.used[0]) + added)
+    check_positions(params.config, cache, question + sampling.max_new_tokens)
+    cache = resize(cache, int(cache.used[0]) + _added(processor, fed, sampling.max_new_tokens))
     cache, logits = jax.jit(extend)(params, cache, fed)
     return _Ready(cache, logits, policy, note["prompt_tokens"] + question, fed)
+
+
+def _question(args: argparse.Namespace, processor: Processor, images: int) -> Inputs:
+    """The part of the prompt after the last image."""
+    before = processor.prompts.before_question(args.prompt, images)
+    return processor.extension([before], [processor.prompts.write(args.prompt, images)])
+
+
+def _added(processor: Processor, question: Inputs, max_new_tokens: int) -> int:
+    """The capacity for a question and its answer, rounded up so that few sizes are compiled."""
+    return round_up(int(question.valid.sum()), processor.buckets.text) + max_new_tokens

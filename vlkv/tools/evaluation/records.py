@@ -5,12 +5,12 @@
     {"video": "clip.mp4", "question": "what happens?", "answer": "a goal", "dataset": "sports"}
     {"context": "a long text", "question": "what is the number?", "answer_prefix": " The number is", "answer": "7"}
 
-`image` and `video` may be lists, and `answers` may be a single string. `context` is text before the first question,
-with which the images belong to the context. `answer_prefix` is the beginning of the answer that is given to the model,
-as in RULER; answers are scored without it. `id` is the name of the row in the results;
-without it the line number is used. Some metrics average over each `dataset`. `extra`, for your own notes, is ignored.
-So are `choices`, `classes` and `metric`, which `benchmarks/milebench.py` and `benchmarks/longbench.py` write for their
-own scores. Any other key is an error, because it may be misspelt.
+`image` and `video` may be lists, and `answers` may be a single string. An image may also be a data URI or base64 text.
+`context` is text before the first question, with which the images belong to the context. `answer_prefix` is the
+beginning of the answer that is given to the model, as in RULER; answers are scored without it. `id` is the name of the
+row in the results; without it the line number is used. Some metrics average over each `dataset`. `extra`, for your own
+notes, is ignored. So are `choices`, `classes` and `metric`, which `benchmarks/milebench.py` and
+`benchmarks/longbench.py` write for their own scores. Any other key is an error, because it may be misspelt.
 
 In a question `<image>` marks the place of an image. A backslash before it, in JSON `\\\\<image>`, makes it text.
 """
@@ -20,11 +20,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vlkv.errors import InputError
+from vlkv.processing.images import is_embedded
 
 _TURN = ("question", "answer", "answers", "answer_prefix", "extra")
 _MEDIA = ("image", "video")
@@ -47,7 +49,7 @@ class Record:
 
     line: int
     id: str
-    images: tuple[Path, ...]
+    images: tuple[Path | str, ...]  # a text is an image file itself: a data URI or base64
     turns: tuple[Turn, ...]
     videos: tuple[Path, ...] = ()
     dataset: str = ""
@@ -63,7 +65,7 @@ class Scored(NamedTuple):
     tokens: int = 0  # number of tokens of the reference, including the stop token
     question: str = ""
     dataset: str = ""
-    images: tuple[Path, ...] = ()
+    images: tuple[Path | str, ...] = ()
     full: tuple[str, ...] = ()  # the answer with the full cache; for the full cache itself, two answers drawn at random
 
 
@@ -103,7 +105,7 @@ def _record(row: Any, line: int, folder: Path, answers: bool) -> Record:
     if not isinstance(row, dict):
         raise InputError(f"a JSON {type(row).__name__}, expected an object")
     _require_known(row, _ROW)
-    images, videos = (_paths(row, kind, folder) for kind in _MEDIA)
+    images, videos = (_files(row, kind, folder) for kind in _MEDIA)
     turns = row.get("turns")
     if turns is None:
         turns = [{key: value for key, value in row.items() if key in _TURN}]
@@ -116,19 +118,24 @@ def _record(row: Any, line: int, folder: Path, answers: bool) -> Record:
     return Record(line, str(row.get("id", line)), images, read, videos, str(row.get("dataset", "")), context)
 
 
-def _paths(row: dict[str, Any], kind: str, folder: Path) -> tuple[Path, ...]:
-    """The files listed under the key `kind` or its plural."""
+def _files(row: dict[str, Any], kind: str, folder: Path) -> tuple[Any, ...]:
+    """The files listed under the key `kind` or its plural: paths, and images in base64."""
     if kind in row and f"{kind}s" in row:
         raise InputError(f"has {kind} and {kind}s: give one of the two")
     names = row.get(f"{kind}s", row.get(kind, []))
     names = [] if names is None else names if isinstance(names, list) else [names]
     if not all(isinstance(name, str) and name for name in names):
         raise InputError(f"{kind} must be a path, or a list of them")
-    paths = tuple(folder / name for name in names)
-    for path in paths:
-        if not (path.is_file() or (kind == "video" and path.is_dir())):
+    found: list[Path | str] = []
+    for name in names:
+        path = folder / name
+        if os.path.isfile(path) or (kind == "video" and path.is_dir()):  # a long name is an error in Path.is_file
+            found.append(path)
+        elif kind == "image" and is_embedded(name):
+            found.append(name)
+        else:
             raise InputError(f"{path}: no such {kind} file")
-    return paths
+    return tuple(found)
 
 
 def _require_known(found: dict[str, Any], known: tuple[str, ...]) -> None:

@@ -28,6 +28,7 @@ from vlkv.generation.sampling import Greedy, Sample
 from vlkv.generation.score import log_probabilities
 from vlkv.inputs import Inputs
 from vlkv.processing import Processor
+from vlkv.processing.prompts import literal
 
 _LENGTHS = tuple(8 * 2**i for i in range(12))  # continuations are padded to one of these lengths
 
@@ -103,7 +104,8 @@ class Answerer:
     ) -> list[list[Likelihood]]:
         """The likelihood of each continuation of each question, as in `vlkv.score`. A question is prefilled only once.
 
-        Spaces at both ends of a continuation are removed, because the space before an answer belongs to the prompt.
+        Spaces at both ends of a continuation are removed, because the space before an answer belongs to the prompt. A
+        mark in a continuation is text.
 
         Raises:
             InputError: the processor refuses a question, a continuation is empty, or logits are NaN.
@@ -142,7 +144,7 @@ class Answerer:
             yield indices, self.processor(pictures, [item.text for item in batch])
 
     def _target(self, text: str) -> Int[np.ndarray, " S"]:
-        tokens = self.processor.tokenizer.encode(text.strip(), add_special=False)
+        tokens = self.processor.encode(literal(text.strip()), begin=False)
         if not tokens.size:
             raise InputError(f"the continuation {text!r} is empty: there is nothing to score")
         return tokens
