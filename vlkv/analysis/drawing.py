@@ -22,7 +22,7 @@ from vlkv.inputs import Inputs
 from vlkv.keys import single_key
 from vlkv.processing.images import Picture, open_image
 
-_SIDE, _GAP, _COLUMNS = 380, 34, 4  # pixels: longer side of a panel, gap between panels; number of panels in a row
+_SIDE, _GAP, _COLUMNS = 340, 30, 5  # pixels: longer side of a panel, gap between panels; number of panels in a row
 _TITLE, _TEXT, _SMALL = 40, 28, 23  # font sizes
 _INK, _GREY, _GOOD, _BAD = (28, 30, 36), (110, 114, 124), (16, 122, 70), (190, 36, 44)
 _KEPT = np.array([255, 138, 0])  # colour of a patch that every layer and head keeps
@@ -143,7 +143,7 @@ def draw(title: str, image: Image.Image, panels: list[Panel], subtitle: str) -> 
     columns = min(_COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
     top, text = 2 * _GAP + _TITLE + _TEXT, _TEXT + 2 * _SMALL + 26
-    cell_width = max(width, 340)
+    cell_width = max(width, _SIDE)
     sheet = Image.new(
         "RGB", (_GAP + columns * (cell_width + _GAP), top + rows * (height + text + _GAP) + _GAP + 10), "white"
     )
