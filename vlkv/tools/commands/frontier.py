@@ -117,7 +117,8 @@ def run(args: argparse.Namespace) -> Any:
         low, high = curves.wilson(min(1.0, row[args.metric]), summary["questions"])
         share = share_of_bytes(policy, processor.config, inputs)
         points.append({"name": name, "bits": bits, "bytes": share, "quality": row[args.metric], "low": low,
-                       "high": high, "code": text_of(policy), "cache_bytes": row["cache_bytes"]})  # fmt: skip
+                       "high": high, "scope": policy.scope, "code": text_of(policy),
+                       "cache_bytes": row["cache_bytes"]})  # fmt: skip
     chosen = [(share, best) for share in args.bytes if (best := curves.best_at(points[1:], share)) is not None]
     lines = [{"share": share, **best, "python": _python(args, file, settings, best["code"])} for share, best in chosen]
     result = {"run": facts, "machine": describe(), "metric": args.metric, "questions": summary["questions"],
@@ -178,13 +179,13 @@ def _python(args: argparse.Namespace, file: Path, settings: Settings, policy: st
 
 def _show(points: list[dict[str, Any]], lines: list[dict[str, Any]], args: argparse.Namespace) -> None:
     console = Console()
-    table = Table("method", "bits", "bytes", args.metric, "95 %", "KiB", title="quality against bytes")
+    table = Table("method", "scope", "bits", "bytes", args.metric, "95 %", "KiB", title="quality against bytes")
     on_frontier = [point["code"] for point in curves.pareto(points)]
     for point in points:
         mark = "[bold]" if point["code"] in on_frontier else ""
         table.add_row(
-            mark + point["name"], str(point["bits"]), f"{point['bytes']:.1%}", f"{mark}{100 * point['quality']:.1f}",
-            f"{100 * point['low']:.0f} to {100 * point['high']:.0f}", f"{point['cache_bytes'] / 1024:.0f}",
+            mark + point["name"], point["scope"], str(point["bits"]), f"{point['bytes']:.1%}",
+            f"{mark}{100 * point['quality']:.1f}", f"{100 * point['low']:.0f} to {100 * point['high']:.0f}", f"{point['cache_bytes'] / 1024:.0f}",
         )  # fmt: skip
     console.print(table)
     for line in lines:

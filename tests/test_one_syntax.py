@@ -1,0 +1,51 @@
+"""The README's best composition runs in every command that takes a policy, by the same text."""
+
+import io
+import json
+import re
+
+import pytest
+
+from vlkv import policies
+from vlkv.cli import main
+from vlkv.mini import PAGE
+
+ASK = ["--image", str(PAGE), "--prompt", "what does row two say?", "--max-new-tokens", "3"]
+
+
+@pytest.fixture(scope="module")
+def best(root):
+    found = re.findall(r'^best = "(compose\(.*\))"$', (root / "README.md").read_text(), re.MULTILINE)
+    assert len(found) == 1 and found[0] in (root / "README.md").read_text().split("vlkv eval", 1)[1]
+    return found[0]
+
+
+@pytest.fixture
+def questions(tmp_path):
+    file = tmp_path / "questions.jsonl"
+    file.write_text(json.dumps({"image": str(PAGE), "question": "what does row two say?", "answers": ["1"]}))
+    return str(file)
+
+
+@pytest.mark.default("generate", "eval")
+@pytest.mark.parametrize("command", ["generate", "chat", "eval", "frontier", "inspect", "bench", "plan"])
+def test_every_command_reads_the_text_of_the_readme(command, best, questions, miniature, tmp_path, capsys, monkeypatch):
+    model, out = str(miniature()), str(tmp_path / "results")
+    full = policies.text_of(policies.make(best, keep=0.2))
+    argv = {
+        "generate": [*ASK, "--model", model, "--keep", "0.2", "--json"],
+        "chat": ["--model", model, "--image", str(PAGE), "--keep", "0.2", "--max-new-tokens", "3"],
+        "eval": [questions, "--model", model, "--keep", "0.2", "--out", out, "--max-new-tokens", "3", "--json"],
+        "frontier": [questions, "--model", model, "--bytes", "0.2", "--bits", "4", "--out", out, "--json"],
+        "inspect": ["--what", "budgets", "--model", model, *ASK, "--keep", "0.2", "--json"],
+        "bench": ["--model", "tiny", "--prompt", "40", "--text", "8", "--new", "2", "--rounds", "1", "--keep", "0.2",
+                  "--dry-run"],
+        "plan": ["mini", "--topology", "v5e:1x1", "--prompt", "640", "--keep", "0.2", "--json"],
+    }[command]  # fmt: skip
+    monkeypatch.setattr("sys.stdin", io.StringIO("what does row two say?\n"))
+    assert main([command, *argv, "--policy", best]) == 0
+    said = capsys.readouterr().out
+    if command in ("generate", "eval", "plan"):
+        assert full in said
+    elif command in ("frontier", "inspect"):  # frontier chooses the keep
+        assert "smooth=smooth(8, one_sided=True, pooling='max')" in said
