@@ -3,6 +3,8 @@
 import io
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -43,8 +45,12 @@ def test_every_command_reads_the_text_of_the_readme(command, best, questions, mi
         "plan": ["mini", "--topology", "v5e:1x1", "--prompt", "640", "--keep", "0.2", "--json"],
     }[command]  # fmt: skip
     monkeypatch.setattr("sys.stdin", io.StringIO("what does row two say?\n"))
-    assert main([command, *argv, "--policy", best]) == 0
-    said = capsys.readouterr().out
+    if command == "plan":  # in a process without checked shapes, because a plan has no arrays
+        line = [sys.executable, "-m", "vlkv", command, *argv, "--policy", best]
+        said = subprocess.run(line, capture_output=True, text=True, check=True).stdout
+    else:
+        assert main([command, *argv, "--policy", best]) == 0
+        said = capsys.readouterr().out
     if command in ("generate", "eval", "plan"):
         assert full in said
     elif command in ("frontier", "inspect"):  # frontier chooses the keep

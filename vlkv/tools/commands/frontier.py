@@ -185,7 +185,8 @@ def _show(points: list[dict[str, Any]], lines: list[dict[str, Any]], args: argpa
         mark = "[bold]" if point["code"] in on_frontier else ""
         table.add_row(
             mark + point["name"], point["scope"], str(point["bits"]), f"{point['bytes']:.1%}",
-            f"{mark}{100 * point['quality']:.1f}", f"{100 * point['low']:.0f} to {100 * point['high']:.0f}", f"{point['cache_bytes'] / 1024:.0f}",
+            f"{mark}{100 * point['quality']:.1f}", f"{100 * point['low']:.0f} to {100 * point['high']:.0f}",
+            f"{point['cache_bytes'] / 1024:.0f}",
         )  # fmt: skip
     console.print(table)
     for line in lines:
