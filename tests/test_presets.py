@@ -52,6 +52,12 @@ PUBLISHED = {
     "qwen2-0.5b": 494_032_768,
     "qwen2-1.5b": 1_543_714_304,
     "qwen2-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
     "phi-3-mini": 3_821_079_552,
     "internlm2-7b": 7_737_708_544,
 }
@@ -70,10 +76,12 @@ def linear(i: int, o: int) -> int:
 
 
 def text(raw, *, bias: bool = False) -> int:
-    """A gated decoder; `bias` on queries, keys and values."""
+    """A gated decoder; `bias` on queries, keys and values. Qwen3 normalises queries and keys of each head."""
     d, f, layers = raw["hidden_size"], raw["intermediate_size"], raw["num_hidden_layers"]
-    kv = d // raw["num_attention_heads"] * raw.get("num_key_value_heads", raw["num_attention_heads"])
-    block = 2 * d * d + 2 * d * kv + (d + 2 * kv) * bias + 3 * d * f + 2 * d
+    head_dim = raw.get("head_dim", d // raw["num_attention_heads"])
+    q, kv = (head_dim * raw.get(f"num_{x}_heads", raw["num_attention_heads"]) for x in ("attention", "key_value"))
+    block = 2 * d * q + 2 * d * kv + (q + 2 * kv) * bias + 3 * d * f + 2 * d
+    block += 2 * head_dim * (raw["model_type"] == "qwen3")
     tables = 1 if raw["tie_word_embeddings"] else 2
     return layers * block + d + tables * raw["vocab_size"] * d
 
@@ -201,6 +209,7 @@ def test_parameters_are_as_many_as_published(name):
 COUNTED = [
     "llava-1.5-13b", "llava-next-mistral-7b", "llava-onevision-0.5b", "llava-onevision-7b", "qwen2-vl-2b",
     "qwen2.5-vl-3b", "internvl3-1b", "llama-3.2-1b", "mistral-7b", "qwen2-1.5b",
+    "qwen3-0.6b", "qwen3-8b",
 ]  # fmt: skip
 
 

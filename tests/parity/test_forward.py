@@ -81,10 +81,17 @@ def test_llava_variants(tmp_path, changes):
     check(model, tmp_path, prompts("right"))
 
 
-@pytest.mark.default("qwen2", "mistral")
+@pytest.mark.default("qwen2", "mistral", "qwen3-changes4")
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [("llama", {}), ("llama", {"tie_word_embeddings": True}), ("qwen2", {}), ("mistral", {"num_key_value_heads": 3})],
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("qwen2", {}),
+        ("mistral", {"num_key_value_heads": 3}),
+        ("qwen3", {"head_dim": 20}),
+        ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    ],
 )
 def test_text_models(tmp_path, kind, changes):
     model = make_text(kind, **changes)
