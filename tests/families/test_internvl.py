@@ -11,11 +11,7 @@ import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from vlkv import policies
-from vlkv.errors import InputError
-from vlkv.families import config_from_hf
-
-from .common_internvl import (
+from tests.families.common_internvl import (
     LARGE_VIT,
     SMALL_VIT,
     TOKENS,
@@ -25,6 +21,9 @@ from .common_internvl import (
     make_internvl,
     torch,
 )
+from vlkv import policies
+from vlkv.errors import InputError
+from vlkv.families import config_from_hf
 
 
 @pytest.fixture(scope="module")

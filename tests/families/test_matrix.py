@@ -1,6 +1,6 @@
 """Policies on families: each policy on a second one here, all on all behind a marker; what `select` says of the same.
 
-The first family of every policy is the shipped miniature's, in tests/test_every_method.py.
+The first family of every policy is the shipped miniature's, in tests/policies/test_every_method.py.
 """
 
 import jax
@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests.families import tiny
 from vlkv import policies
-
-from . import tiny
 
 # M-RoPE, no class token; and tiles.
 SECOND = {name: "llava_next" if name in ("fastervlm", "hired") else "qwen2_vl" for name in policies.registry}

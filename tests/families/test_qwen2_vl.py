@@ -12,12 +12,24 @@ import pytest
 import vlkv
 from checkpoints_convert.__main__ import convert
 from pallas_kernels import prefill_attention
+from tests import reference
+from tests.families.common_qwen import (
+    BUCKETS,
+    IMAGE,
+    KINDS,
+    MERGE,
+    ROWS,
+    START,
+    VALUES,
+    for_model,
+    make,
+    one_row,
+    prompts,
+    torch,
+)
+from tests.generation.test_decode import kept_entries
 from vlkv import policies
 from vlkv.families import config_from_hf
-
-from .. import reference
-from ..test_decode import kept_entries
-from .common_qwen import BUCKETS, IMAGE, KINDS, MERGE, ROWS, START, VALUES, for_model, make, one_row, prompts, torch
 
 prefill = jax.jit(vlkv.prefill, static_argnames="new_tokens")
 FORCED = np.random.default_rng(3).integers(6, 90, (len(ROWS), 5))

@@ -10,8 +10,7 @@ import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-
-from .conftest import IMAGE_TOKEN, make_llava, make_text, torch
+from tests.parity.conftest import IMAGE_TOKEN, make_llava, make_text, torch
 
 ROPE = {"rope_type": "default", "rope_theta": 500.0}
 

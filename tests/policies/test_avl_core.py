@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_decode_time import one_layer
 
 import vlkv
 from pallas_kernels import Kernels
+from tests.cache.test_decode_state import one_layer
 from tests.models import CONFIG, IMAGE_TOKEN, padded, random_model
 from vlkv import policies
 from vlkv.cache.attention import _listed, attend_to

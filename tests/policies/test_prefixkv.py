@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy_policies as reference
 import pytest
-from golden_vectors import choose, compress, same_in_every_head, select
-from test_decode_time import one_layer, places
 
+from tests.cache.test_decode_state import one_layer, places
+from tests.policies import numpy_policies as reference
+from tests.policies.golden_vectors import choose, compress, same_in_every_head, select
 from vlkv import InputError, policies
 from vlkv.compression.sizes import pool_slots, total_bound
 from vlkv.policies.prefixkv import found_forget_counts, scaled_forget_counts

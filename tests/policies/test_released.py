@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_vectors import choose, compress, layered, look_m, look_m_merges, select
 
 import vlkv
 from pallas_kernels import attention_mass
 from tests import reference
 from tests.models import embed, tiny_llava, unequal_batch
+from tests.policies.golden_vectors import choose, compress, layered, look_m, look_m_merges, select
 from vlkv import policies
 from vlkv.compression import sizes
 from vlkv.compression.sizes import pool_slots, total_bound

@@ -9,12 +9,11 @@ import pytest
 
 from benchmarks.papers import listing
 from benchmarks.papers.commands import Evaluation, Inspection, Profile, line, plan, scaled
+from tests.benchmarks.papers import settings
 from vlkv import loading
 from vlkv.analysis import profiles
 from vlkv.cli import build_parser
 from vlkv.policies import Full, Policy, PrefixKV, text_of
-
-from . import settings
 
 
 def listed(paper: str) -> dict[str, listing.Listed]:

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests import reference
+from tests.models import embed, tiny_llava, unequal_batch
 from vlkv import policies
-
-from . import reference
-from .models import embed, tiny_llava, unequal_batch
 
 compress, select = jax.jit(policies.compress), jax.jit(policies.select)
 fill_cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")

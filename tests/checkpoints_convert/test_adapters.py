@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 import vlkv
 from checkpoints_convert import converting
 from checkpoints_convert.__main__ import convert
-from tests.test_convert import equal, stop_after
+from tests.checkpoints_convert.test_convert import equal, stop_after
 from vlkv.cli import main
 from vlkv.mini import CHECKPOINT
 from vlkv.tools.evaluation import fingerprint

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests.families import tiny
+from tests.models import CONFIG, IMAGE_TOKEN, SMALL, padded, tiny_llava
 from vlkv import analysis, policies
 from vlkv.analysis import profiles
 from vlkv.mini import CHECKPOINT
-
-from .families import tiny
-from .models import CONFIG, IMAGE_TOKEN, SMALL, padded, tiny_llava
 
 pytestmark = pytest.mark.usefixtures("shapes_for_arrays")  # which switches the types of arguments off
 SHORT = vlkv.Greedy(max_new_tokens=2, stop=())

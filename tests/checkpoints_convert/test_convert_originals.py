@@ -21,11 +21,11 @@ from tokenizers import pre_tokenizers
 import vlkv
 from checkpoints_convert.__main__ import convert
 from checkpoints_convert.byte_pairs import make
+from tests.checkpoints_convert.test_convert_families import CASES
+from tests.checkpoints_convert.test_convert_families import write as write_family
 from tests.families.common_internvl import LARGE_VIT, check_forward, make_batch, make_internvl
 from tests.families.test_internvl_chat import write as write_internvl
 from tests.parity.conftest import IMAGE_TOKEN, make_llava, torch, transformers
-from tests.test_convert_families import CASES
-from tests.test_convert_families import write as write_family
 from vlkv.errors import InputError
 from vlkv.families.qwen_vl.config import SPECIAL
 

@@ -14,10 +14,9 @@ import pytest
 from benchmarks.papers import commands, listing, speed, tokens
 from benchmarks.papers.commands import Evaluation, Item, Profile, Row, Script
 from benchmarks.papers.one_token import OneToken
+from tests.benchmarks.papers import settings
 from vlkv import InputError, loading, policies
 from vlkv.tools.evaluation import report
-
-from . import settings
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ import vlkv
 from vlkv import analysis, loading, mini, policies, sharding
 from vlkv.cli import build_parser, main
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 KNOWN = {"vlkv": vlkv, "policies": policies, "sharding": sharding, "mini": mini, "analysis": analysis}
 BLOCK = re.compile(

@@ -9,16 +9,15 @@ import pytest
 
 import vlkv
 from pallas_kernels import core_attention, decode_attention
+from tests.generation.test_decode import kept_entries
+from tests.generation.test_step import FORCED, fill_cache, simulated
+from tests.models import SMALL, tiny_llava, unequal_batch
+from tests.uneven import RATIO, Uneven
 from vlkv import policies
 from vlkv.cache.packing import pack
 from vlkv.cache.resizing import resize
 from vlkv.compression import budgets
 from vlkv.compression.sizes import budget_of, cache_spec, pool_slots
-
-from .models import SMALL, tiny_llava, unequal_batch
-from .test_decode import kept_entries
-from .test_eviction import FORCED, fill_cache, simulated
-from .uneven import RATIO, Uneven
 
 STEPS = 24
 

@@ -1,6 +1,7 @@
-"""The processes that tests/test_sharding.py starts: the same work on one device and on meshes of several devices.
+"""The processes that test_sharding.py starts: the same work on one device and on meshes of several devices.
 
-`python -m tests.meshes compare CASE ...`, `tpu` and `process I PORT` (one of two hosts) print one line of JSON each.
+`python -m tests.sharding.meshes compare CASE ...`, `tpu` and `process I PORT` (one of two hosts) each print one line of
+JSON.
 """
 
 from __future__ import annotations
@@ -18,14 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import vlkv
+from tests.families.tiny import QUICK
+from tests.models import CONFIG, IMAGE_TOKEN, SMALL, padded
+from tests.uneven import Uneven
 from vlkv import policies, sharding
 from vlkv.cache.packing import align
 from vlkv.cache.resizing import resize
 from vlkv.families.text.config import TextConfig
-
-from .families.tiny import QUICK
-from .models import CONFIG, IMAGE_TOKEN, SMALL, padded
-from .uneven import Uneven
 
 NEW = 6
 POLICIES = {

@@ -14,12 +14,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import vlkv
+from tests.generation.test_extend import turn, words
+from tests.models import SMALL, tiny_llava, unequal_batch
 from vlkv import policies, saving
 from vlkv.cache.pool import take_rows
 from vlkv.cache.resizing import resize
-
-from .models import SMALL, tiny_llava, unequal_batch
-from .test_extend import turn, words
 
 fill_cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")
 read_prompt = jax.jit(vlkv.read_prompt)
@@ -103,7 +102,7 @@ def test_a_loaded_cache_answers_as_the_one_that_was_saved(params, read, tmp_path
     same(loaded, made)
     if name in ASKED:
         same(go_on(params, loaded, questions), go_on(params, made, questions))
-    assert said["policy"]["class"] == {"h2o": "tests.test_saving:Own"}.get(name, type(policy).__name__)
+    assert said["policy"]["class"] == {"h2o": "tests.cache.test_saving:Own"}.get(name, type(policy).__name__)
     assert saving.read_note(path) == (policy, {"page": 3})
     assert path.stat().st_size < made.bytes + sum(x.nbytes for x in jax.tree.leaves(made)) + 20_000
     assert [p.name for p in tmp_path.iterdir()] == ["page.safetensors"]
@@ -118,7 +117,7 @@ def test_another_process_goes_on_where_this_one_stopped(params, cache, path, roo
     code = """
 import sys, numpy as np, vlkv
 from tests.models import tiny_llava
-from tests.test_saving import QUESTIONS, SMALL, go_on, turn
+from tests.cache.test_saving import QUESTIONS, SMALL, go_on, turn
 params = tiny_llava(config=SMALL)
 cache = vlkv.load_cache(sys.argv[1], params)
 _, logits, tokens = go_on(params, cache, turn(QUESTIONS, seed=0))
@@ -248,8 +247,10 @@ def test_a_write_that_fails_leaves_the_old_file(params, cache, path, monkeypatch
 
 def test_ones_own_policy_must_be_found_by_its_name(params, read, path, monkeypatch):
     vlkv.save_cache(path, params, fill_cache(read, POLICIES["h2o"], new_tokens=ROOM))
-    monkeypatch.delitem(sys.modules, "tests.test_saving")
-    with pytest.raises(vlkv.InputError, match=r"its policy is Own of the module tests.test_saving: import this module"):
+    monkeypatch.delitem(sys.modules, "tests.cache.test_saving")
+    with pytest.raises(
+        vlkv.InputError, match=r"its policy is Own of the module tests.cache.test_saving: import this module"
+    ):
         vlkv.load_cache(path, params)
 
     class Local(policies.H2O):

@@ -11,11 +11,10 @@ import pytest
 
 import vlkv
 from pallas_kernels import dequantize
+from tests import reference
+from tests.generation.test_decode import kept_entries
+from tests.models import CONFIG, IMAGE_TOKEN, SMALL, embed, tiny_llava, unequal_batch
 from vlkv import policies
-
-from . import reference
-from .models import CONFIG, IMAGE_TOKEN, SMALL, embed, tiny_llava, unequal_batch
-from .test_decode import kept_entries
 
 IMAGE = [IMAGE_TOKEN] * 25
 extend = jax.jit(vlkv.extend)

@@ -11,13 +11,12 @@ import pytest
 
 import vlkv
 from pallas_kernels.quantized import dequantize
+from tests import reference
+from tests.generation.test_decode import FORCED, kept_entries
+from tests.models import embed, tiny_llava, unequal_batch
 from vlkv import policies
 from vlkv.compression.sizes import pool_slots
 from vlkv.policies import compose
-
-from . import reference
-from .models import embed, tiny_llava, unequal_batch
-from .test_decode import FORCED, kept_entries
 
 LAYERS, KV_HEADS = 3, 2
 

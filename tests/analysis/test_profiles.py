@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests import reference
+from tests.models import CONFIG, embed, tiny_llava, unequal_batch
 from vlkv import InputError, loading
 from vlkv.analysis import profiles
 from vlkv.cli import main
 from vlkv.mini import pages
 from vlkv.policies import PrefixKV
-
-from . import reference
-from .models import CONFIG, embed, tiny_llava, unequal_batch
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests import reference
+from tests.generation.test_decode import kept_entries
+from tests.generation.test_extend import turn, words
+from tests.models import SMALL, embed, tiny_llava, unequal_batch
 from vlkv import policies
 from vlkv.config import DecoderConfig, ModelConfig
-
-from . import reference
-from .models import SMALL, embed, tiny_llava, unequal_batch
-from .test_decode import kept_entries
-from .test_extend import turn, words
 
 TURN, STEPS = words(5, 8, 3, seed=9), 200
 FORCED = np.random.default_rng(3).integers(6, 50, (3, STEPS))

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests.generation.test_decode import kept_entries
+from tests.models import tiny_llava, unequal_batch
 from vlkv import policies
 from vlkv.config import DecoderConfig, ModelConfig
-
-from .models import tiny_llava, unequal_batch
-from .test_decode import kept_entries
 
 CASES = [(policies.AirCache, "vision"), (policies.PrefixKV, "all"), (policies.VLCache, "all")]  # and PyramidKV alike
 fill_cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests.sharding.meshes import CASES
 from vlkv import policies, sharding
 from vlkv.cache import PackedCache
 from vlkv.cache.pool import entries
@@ -21,8 +22,6 @@ from vlkv.cache.resizing import resize
 from vlkv.compression.sizes import pool_slots
 from vlkv.sharding import ops
 from vlkv.sharding.ops import slot_of
-
-from .meshes import CASES
 
 CODE = """
 import tempfile
@@ -77,7 +76,7 @@ def answers(root, request):
     """One process runs the cases of all tests that were selected."""
     ours = (item for item in request.session.items if item.path == request.path and "answers" in item.fixturenames)
     cases = {item.callspec.params["case"] for item in ours}
-    return json.loads(result(start("-m", "tests.meshes", "compare", *sorted(cases), devices=8, root=root)))
+    return json.loads(result(start("-m", "tests.sharding.meshes", "compare", *sorted(cases), devices=8, root=root)))
 
 
 @pytest.mark.default("more slots: AirCache")
@@ -107,7 +106,7 @@ def test_two_hosts_answer_as_one_device(answers, case, root):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    hosts = [start("-m", "tests.meshes", "process", str(i), port, devices=2, root=root) for i in range(2)]
+    hosts = [start("-m", "tests.sharding.meshes", "process", str(i), port, devices=2, root=root) for i in range(2)]
     for host in hosts:
         *_, last = result(host).splitlines()  # gloo greets on the same pipe
         assert json.loads(last) == answers[case]["expected"]

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests.models import CONFIG, IMAGE_TOKEN, SMALL, tiny_llava, unequal_batch
 from vlkv import policies
-
-from .models import CONFIG, IMAGE_TOKEN, SMALL, tiny_llava, unequal_batch
 
 LAYERS = SMALL.decoder.layers
 SHORT = vlkv.Greedy(max_new_tokens=4, stop=())

@@ -4,10 +4,9 @@ import pytest
 from flax import nnx
 
 import vlkv
+from tests.families import tiny
 from vlkv import policies
 from vlkv.mini import CHECKPOINT, pages
-
-from .families import tiny
 
 
 @pytest.fixture(scope="module")
