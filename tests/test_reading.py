@@ -12,7 +12,7 @@ import pytest
 import vlkv
 from pallas_kernels.quantized import dequantize
 from vlkv import policies
-from vlkv.compression.sizes import pool_slots
+from vlkv.compression.sizes import cache_spec
 from vlkv.policies import compose
 
 from . import reference
@@ -198,7 +198,7 @@ def test_new_tokens_follow_the_prompt_or_what_is_left_of_it(params, batch, varia
 
 def test_the_pool_of_a_shortened_prompt_holds_what_is_left_and_little_more(params):
     policy = policies.FastV(keep=0.25)
-    slots = pool_slots(policy, layers=28, vision=8192, text=64, new_tokens=0)
+    slots = cache_spec(policy, layers=28, vision=8192, text=64, new_tokens=0).allocated()
     left = 2 * 8192 + 26 * 2048 + 28 * 64
     assert left <= slots <= left + 28 * 15 + 16
 
