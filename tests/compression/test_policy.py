@@ -76,7 +76,7 @@ def test_stages_may_ask_for_keep_in_generate(own):
         output = vlkv.generate(
             params, inputs, policy=policies.named(own)(keep=keep), sampling=vlkv.Greedy(max_new_tokens=2)
         )
-        stored = output.length[:, 0, 0]
+        stored = output.kept[:, 0, 0].sum(axis=-1)
         assert stored[layer] > 0 and stored.sum() == stored[layer]
 
 

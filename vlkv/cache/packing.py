@@ -87,6 +87,10 @@ class CacheSpec:
         """Slots of the tail of one layer."""
         return 0 if self.reuses else align(self.new_tokens, parts)
 
+    def allocated(self, parts: int = 1) -> int:
+        """Slots of a row and key head, in the pool and the tails of all layers."""
+        return self.pool(parts) + self.layers * self.tail(parts)
+
 
 def pack(
     spec: CacheSpec,

@@ -131,11 +131,11 @@ def entries(
     An entry evicted while decoding is included until its slot is reused; `DecodeState.stored` excludes it.
 
     Args:
-        token: field of a `PackedCache` or an `Output`.
+        token: field of a `PackedCache`.
         start: the field's entry for the layer.
         length: the field's entry for the layer.
         most: bound on the number of entries.
-        parts: field of the same object.
+        parts: field of the same cache.
     """
     number = jnp.arange(most)
     slot = ops.slot_of(number, start[..., None], token.shape[2], parts)
