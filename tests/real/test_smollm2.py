@@ -16,9 +16,7 @@ PROMPT, NEW = 1500, 64
 
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.skipif(
-        not folders.cached().is_dir() and folders.missing() is not None, reason=str(folders.missing())
-    ),
+    pytest.mark.skipif(not folders.cached().is_dir() and folders.missing() is not None, reason=str(folders.missing())),
 ]
 
 
