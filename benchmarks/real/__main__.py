@@ -9,8 +9,8 @@ transformers reads. Gemma 3, which can be installed too, is left out until vlkv 
 
 import sys
 
-from benchmarks.real import folders
+from benchmarks.real import folders, quality
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
-    sys.exit(folders.main(arguments, __doc__))
+    sys.exit(quality.main(arguments[1:]) if arguments[:1] == ["quality"] else folders.main(arguments, __doc__))
