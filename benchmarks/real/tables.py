@@ -47,7 +47,7 @@ def pairs(rows: Iterable[Row]) -> list[Pair]:
     return [Pair(both["vlkv"], both["kvpress"]) for both in held.values() if len(both) == 2]
 
 
-def show(rows: Sequence[Row], width: int = 130) -> None:
+def show(rows: Sequence[Row], width: int = 160) -> None:
     """Prints per length and protocol a table of the methods and one of the tasks, and the answers that differ."""
     console = Console(width=width)
     for length, protocol in sorted({(row["length"], row["protocol"]) for row in rows}):
