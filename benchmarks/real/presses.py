@@ -1,8 +1,8 @@
 """kvpress' side: one prefill in transformers for several presses, and greedy answers. Needs the extra `peers`.
 
 A press changes the cache after a layer's attention, so the hidden states of a prefill do not depend on it. This is why
-one prefill serves all presses: each press' own hook gets a cache of its own. `tests/real/test_quality.py` compares the
-result with kvpress' own `with press(model)`.
+one prefill serves all presses: each press' own hook gets a cache of its own. test_quality.py compares the result with
+kvpress' own `with press(model)`.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def test_a_long_prompt_takes_the_memory_of_its_budgets():
     assert cache.slots == spec.allocated()
     for layer, head in np.ndindex(layers, heads):
         begin, count = int(cache.start[layer, 0, head]), each[layer, head]
-        assert cache.length[layer, 0, head] == count
+        assert cache.extent[layer, 0, head] == count
         for pool, values in ((cache.k, k), (cache.v, v)):
             held = np.asarray(pool)[0, 0, begin : begin + count]
             np.testing.assert_array_equal(held, values[layer, 0, head, kept[layer, 0, head]])

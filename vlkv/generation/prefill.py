@@ -283,7 +283,7 @@ def _fill(
     if updater is not None:
         capacity = new_tokens if spec.reuses else spec.tail(cache.parts)  # a tail may be rounded up
         moved = jax.vmap(partial(packed, new_tokens=capacity, reuses=spec.reuses))
-        states = tuple(moved(m, cache.entries(i, spec.longest), cache.length[i]) for i, m in enumerate(states))
+        states = tuple(moved(m, cache.entries(i, spec.longest), cache.extent[i]) for i, m in enumerate(states))
         cache = dataclasses.replace(cache, decode_states=states, policy=policy)
     return cache
 
