@@ -110,11 +110,7 @@ class Policy(metaclass=_PolicyType):
         if (self.keep is None) == (self.budget is None):
             raise InputError(f"{name}: give either keep= (a fraction) or budget= (tokens per layer)")
         capped = self.cap is None or self.facts.capped
-        self.check(
-            "cap",
-            capped,
-            "needs a method whose facts say capped=True: different budgets per layer, tokens ranked by scores",
-        )
+        self.check("cap", capped, "needs facts = Facts(capped=True), for budgets per layer and tokens ranked by scores")
         self.check("cap", self.cap is None or not self.merges, "cannot be combined with merging")
 
     def check(self, field: str, ok: bool, rule: str) -> None:
