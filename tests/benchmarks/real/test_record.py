@@ -21,7 +21,7 @@ ROW = {
 }
 REPORT = {"model": "org/name", "versions": {"vlkv": "1", "jax": "2", "torch": "3", "transformers": "4"},
           "rows": [ROW, {**ROW, "prompt": "image", "logit_error": 2e-4},
-                   {**ROW, "dtype": "bfloat16", "tokens": 30}]}  # fmt: skip
+                   {**ROW, "dtype": "bfloat16", "tokens": 30, "margin": 0.1234}]}  # fmt: skip
 
 
 @pytest.fixture
@@ -50,9 +50,9 @@ def test_a_snapshot_of_the_hub(tmp_path, document):
         "float32",
         "0.0002 of 0.04",
         "7.7",
-        "32/32, 32/32",
+        "32/32; 32/32",
     ]
-    assert second[3:7] == ["bfloat16", "0.0001 of 0.04", "7.7", "30/32"]
+    assert second[3:7] == ["bfloat16", "0.0001 of 0.04", "7.7", "30/32, then a margin of 0.12"]
     assert second[8] == "vlkv 1, jax 2, transformers 4"
     assert re.sub(r"(?m)^\| org/name.*\n", "", document.read_text()) == before
 
@@ -63,7 +63,7 @@ def test_lines_of_the_same_checkpoint_are_replaced(tmp_path, document):
     (folder / "source.json").write_text(json.dumps({"name": "N", "revision": "R", "source": "a | b"}))
     for tokens, revision in ((31, "R"), (32, "R"), (32, "S")):
         (folder / "source.json").write_text(json.dumps({"name": "N", "revision": revision, "source": "a | b"}))
-        verified.record({**REPORT, "rows": [{**ROW, "tokens": tokens}]}, folder, document)
+        verified.record({**REPORT, "rows": [{**ROW, "tokens": tokens, "margin": 0.0}]}, folder, document)
     assert [line[:4] + line[6:7] for line in lines(document)] == [
         ["N", "R", "a / b", "float32", "32/32"], ["N", "S", "a / b", "float32", "32/32"],
     ]  # fmt: skip

@@ -89,11 +89,17 @@ def _lines(report: Mapping[str, Any], source: Source) -> list[str]:
         worst = max(rows, key=lambda row: row["logit_error"] / row["allowed"])
         cells = [
             *source, dtype, f"{worst['logit_error']:.2g} of {worst['allowed']:.2g}", f"{worst['logit_std']:.3g}",
-            ", ".join(f"{row['tokens']}/{row['of']}" for row in rows), processor,
+            "; ".join(map(_tokens, rows)), processor,
             ", ".join(f"{name} {report['versions'][name]}" for name in ("vlkv", "jax", "transformers")),
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     return lines
+
+
+def _tokens(row: Mapping[str, Any]) -> str:
+    """The tokens before the first difference, and by how many logits transformers prefers its own token there."""
+    same = f"{row['tokens']}/{row['of']}"
+    return same if row["tokens"] == row["of"] else f"{same}, then a margin of {row['margin']:.2g}"
 
 
 def _identity(line: str) -> tuple[str, ...]:
