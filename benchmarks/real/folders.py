@@ -8,6 +8,7 @@ import importlib.util
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 
@@ -74,7 +75,7 @@ def _write(file: Path, folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    where: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     weights = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).state_dict()
     with torch.device("meta"):  # transformers does not save a model that it read from a GGUF file
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**where))

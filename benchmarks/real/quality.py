@@ -82,7 +82,7 @@ def _answer_all(args: argparse.Namespace, folder: Path, rows: Rows) -> None:
     reason = torch_side.available()
     if reason is not None:
         print(f"kvpress not measured: {reason}", file=sys.stderr)
-    sides = [_OurSide(Ours(params, processor, NEW), args.keep)]
+    sides: list[_OurSide | _TheirSide] = [_OurSide(Ours(params, processor, NEW), args.keep)]
     if reason is None:
         sides.append(_TheirSide(Theirs(folder), processor, rows))
     cells = [(length, number, task, protocol) for length in args.length for number in range(args.questions)
@@ -144,7 +144,7 @@ class _TheirSide:
 
 def _row(processor: Processor, record: Record, prompt: Split, answer: Answer, seconds: float) -> dict[str, Any]:
     """What is stored of an answer."""
-    (text,) = processor.decode(np.array([answer.tokens]), np.array([len(answer.tokens)]))
+    text = str(processor.decode(np.array(answer.tokens)))
     margins = None if answer.margins is None else [round(x, 5) for x in answer.margins]
     return {
         "answer": text, "score": round(tasks.score(record.turns[0].answers, text), 4), "prompt": len(prompt.ids),
