@@ -41,7 +41,7 @@ METHODS = {
     "snapkv": Method(lambda keep: policies.SnapKV(keep=keep, **_AS_KVPRESS), _press("SnapKVPress")),
     "pyramidkv": Method(
         lambda keep: policies.PyramidKV(keep=keep, **_AS_KVPRESS), _press("PyramidKVPress"),
-        "kvpress counts the window into no layer's budget and falls back to SnapKV if a budget is below the window",
+        "in kvpress the window is part of the falling budgets, and below it SnapKV is used; ours adds it to each",
     ),
     "streamingllm": Method(lambda keep: policies.StreamingLLM(keep=keep), _press("StreamingLLMPress")),
     "adakv": Method(
