@@ -18,13 +18,13 @@ class Method(NamedTuple):
     difference: str = ""  # why the kept entries differ, if they do
 
 
-def _press(name: str) -> Callable[[float], Any]:
+def _press(name: str, **options: Any) -> Callable[[float], Any]:
     """The class of kvpress with this name, which is imported when a press is made."""
 
     def make(ratio: float) -> Any:
         import kvpress
 
-        return getattr(kvpress, name)(ratio)
+        return getattr(kvpress, name)(ratio, **options)
 
     return make
 
@@ -32,7 +32,7 @@ def _press(name: str) -> Callable[[float], Any]:
 def _adakv(ratio: float) -> Any:
     import kvpress
 
-    return kvpress.AdaKVPress(kvpress.SnapKVPress(ratio))
+    return kvpress.AdaKVPress(kvpress.SnapKVPress(ratio), alpha_safeguard=0.0)
 
 
 _AS_KVPRESS: dict[str, Any] = {"window": WINDOW, "kernel": 5, "pooling": "avg"}
@@ -40,12 +40,14 @@ METHODS = {
     "full": Method(lambda keep: policies.Full(), lambda ratio: None),
     "snapkv": Method(lambda keep: policies.SnapKV(keep=keep, **_AS_KVPRESS), _press("SnapKVPress")),
     "pyramidkv": Method(
-        lambda keep: policies.PyramidKV(keep=keep, **_AS_KVPRESS), _press("PyramidKVPress"),
-        "kvpress counts the window into no layer's budget and falls back to SnapKV if a budget is below the window",
+        # The paper's window. With 64, kvpress falls back to SnapKV's equal budgets at these lengths.
+        lambda keep: policies.PyramidKV(keep=keep, **_AS_KVPRESS | {"window": 8}), _press("PyramidKVPress", window_size=8),
+        "in kvpress the window is part of the falling budgets; ours adds it to each",
     ),
     "streamingllm": Method(lambda keep: policies.StreamingLLM(keep=keep), _press("StreamingLLMPress")),
     "adakv": Method(
-        lambda keep: policies.AdaKV(keep=keep, **_AS_KVPRESS), _adakv,
-        "kvpress' safeguard is each head's best entries, ours a part of the budget; kvpress only masks what it evicts",
+        # Without safeguards, which differ: kvpress' is each head's best entries, ours a part of the budget.
+        lambda keep: policies.AdaKV(keep=keep, safeguard=0.0, **_AS_KVPRESS), _adakv,
+        "the kept entries are equal, but kvpress only masks what it evicts",
     ),
 }  # fmt: skip
