@@ -41,7 +41,8 @@ METHODS = {
     "snapkv": Method(lambda keep: policies.SnapKV(keep=keep, **_AS_KVPRESS), _press("SnapKVPress")),
     "pyramidkv": Method(
         # The paper's window. With 64, kvpress falls back to SnapKV's equal budgets at these lengths.
-        lambda keep: policies.PyramidKV(keep=keep, **_AS_KVPRESS | {"window": 8}), _press("PyramidKVPress", window_size=8),
+        lambda keep: policies.PyramidKV(keep=keep, **_AS_KVPRESS | {"window": 8}),
+        _press("PyramidKVPress", window_size=8),
         "in kvpress the window is part of the falling budgets; ours adds it to each",
     ),
     "streamingllm": Method(lambda keep: policies.StreamingLLM(keep=keep), _press("StreamingLLMPress")),

@@ -1,12 +1,12 @@
-"""Generation from a compressed cache. The functions are pure, and all except the generators can be jitted. Mainly:
+"""Generation from a compressed cache: `generate`, prefill and decoding in one program, and its generator `stream`.
 
-    forward       logits of whole prompts without a cache, for parity tests and training
-    decode_step   one more token (several tokens: vlkv/generation/extend.py)
-    decode        a loop until every row has ended
-    generate      prefill and decode in one program
-    score         log-probabilities of a given continuation
-    stream        `generate` as a generator of tokens
-    decode_steps  `decode` as a generator of tokens
+The other functions of this folder are pure too, and all except the generators can be jitted:
+
+    prompt.py   forward: logits of whole prompts without a cache; read_prompt: the first half of prefill
+    prefill.py  prefill, and its second half, fill_cache
+    decode.py   decode_step: one more token; decode: until every row has ended; decode_steps: its generator
+    extend.py   several tokens, another turn
+    score.py    log-probabilities of a given continuation
 
 Axes: B batch · T prompt · L layers · K key heads · S new tokens · D width.
 """
@@ -113,7 +113,7 @@ def _generate(
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
     cache, logits = read_and_fill(params, inputs, policy, sampling.max_new_tokens, key=policy_key, kernels=kernels)
     tokens, lengths = decode(params, cache, logits, sampling=sampling, key=sample_key)
-    return Output(
+    return Output(  # `cache` is still the one before decoding
         tokens=tokens, lengths=lengths, cache_bytes=cache.bytes, slots=cache.slots,
         _stored=StoredTokens.of(cache, inputs.tokens.shape[1]),
     )  # fmt: skip
