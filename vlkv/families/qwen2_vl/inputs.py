@@ -50,7 +50,6 @@ _DEFAULTS: dict[str, Any] = dict(image_processor_type="Qwen2VLImageProcessor", p
                                  merge_size=2)  # fmt: skip
 _SIZE = {"image": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
          "video": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}}  # fmt: skip
-_MOST_TOKENS = 1280  # tokens of one image at the default limit of pixels
 _STEEPEST = 200  # greatest ratio of the two sides
 
 
@@ -62,6 +61,10 @@ class _Picture:
     lines: int  # in tokens, like columns
     columns: int
     interval: float  # temporal positions from one frame to the next
+
+    def frames(self) -> list[_Picture]:
+        """Each frame of a video as a picture of its own."""
+        return [dataclasses.replace(self, patches=frame[None]) for frame in self.patches]
 
     def entries(self, slots: Int[np.ndarray, "frames lines columns"]) -> Int[np.ndarray, "V 9"]:
         """One row for each token of the picture.
@@ -81,13 +84,20 @@ class _Picture:
 class NativeResolutionConfig(HostConfig):
     """Images at their native resolution, and videos."""
 
+    most_tokens: ClassVar[int] = 1280  # tokens of one image at the default limit of pixels
+    frames_apart: ClassVar[bool] = False  # text separates the frames of a video
     whole_batch: ClassVar = {"pixels": ("images",), "place": ("images",)}
 
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
         """Uses the folder's settings; videos without settings of their own have those of images."""
+        return Qwen2VlPictures(settings=self.read_settings(folder, layout, ("image", "video")), config=self.vision)
+
+    def read_settings(
+        self, folder: Path, layout: Layout, kinds: tuple[PictureKind, ...]
+    ) -> dict[PictureKind, ScaleSettings]:
+        """A folder's settings for these kinds of pictures."""
         self.only_checkpoint(layout)
-        settings = {kind: ScaleSettings.from_hf(folder, kind, self.vision) for kind in _FIELDS}
-        return Qwen2VlPictures(settings=settings, config=self.vision)
+        return {kind: ScaleSettings.from_hf(folder, kind, self.vision) for kind in kinds}
 
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
         """Like `ModelConfig.arrange`. `batch` has arrays of images, of videos, or of both.
@@ -99,6 +109,8 @@ class NativeResolutionConfig(HostConfig):
         which differs for videos with more frames than lines and columns.
         """
         pictures = {kind: _pictures(batch, kind, self.vision) for kind in _FIELDS}
+        if self.frames_apart:
+            pictures["video"] = [frame for video in pictures["video"] for frame in video.frames()]
         every = [picture for some in pictures.values() for picture in some]
         pixels, place, slots = _pack(every, self.vision, buckets) if every else (None, None, ())
         rows = iter([picture.entries(slot) for picture, slot in zip(every, slots, strict=True)])
@@ -112,8 +124,8 @@ class NativeResolutionConfig(HostConfig):
         return Arranged(**fields, pixels=pixels, layout={} if place is None else {"place": place})
 
     def sample(self, pictures: int, max_tokens: int) -> tuple[dict[str, Any], int]:
-        """Like `ModelConfig.sample`: square images with `max_tokens` tokens together, and at most 1280 tokens each."""
-        c, side = self.vision, math.isqrt(max(1, min(max_tokens // pictures, _MOST_TOKENS)))
+        """Like `ModelConfig.sample`: square images with `max_tokens` tokens together, at most `most_tokens` each."""
+        c, side = self.vision, math.isqrt(max(1, min(max_tokens // pictures, self.most_tokens)))
         lines = side * c.merge
         arrays = {"pixel_values": zeros(pictures * lines**2, c.patch_values),
                   "image_grid_thw": np.array([[1, lines, lines]] * pictures)}  # fmt: skip
@@ -121,7 +133,7 @@ class NativeResolutionConfig(HostConfig):
 
     def max_pictures(self, max_tokens: int) -> int:
         """The smallest number of images that can have `max_tokens` vision tokens together."""
-        return max(1, math.ceil(max_tokens / _MOST_TOKENS))
+        return max(1, math.ceil(max_tokens / self.most_tokens))
 
 
 def _pictures(batch: Batch, kind: PictureKind, c: Qwen2VisionConfig) -> list[_Picture]:
