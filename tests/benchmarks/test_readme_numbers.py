@@ -84,6 +84,6 @@ def test_a_section_is_measured(monkeypatch, tmp_path):
         question.record.turns[0].answers[0] for question in quality.questions(section, 3, 0, tmp_path)
     ]
     assert 1 < full["perplexity"] < 1.1
-    later = dataclasses.replace(section, unknown=True, plan=section.plan[:1])
+    later = dataclasses.replace(section, query_agnostic=True, plan=section.plan[:1])
     quality.measure(*vlkv.load(CHECKPOINT), later, 1, 0, done)  # four questions about one page
     assert len(done.content["rows"][3]["right"]) == 4

@@ -9,7 +9,7 @@ import pytest
 
 from vlkv import Inputs, init, policies, prefill
 from vlkv.cache.packing import pack
-from vlkv.compression.sizes import cache_spec, pool_slots
+from vlkv.compression.sizes import cache_spec
 from vlkv.config import DecoderConfig, ModelConfig
 from vlkv.towers.vit import ClipConfig
 
@@ -43,7 +43,7 @@ def test_pool_at_7b_shapes_is_within_5_percent_of_the_kept_and_new_entries(metho
     if scope == "all":
         kept = math.floor(KEEP * LAYERS * (VISION + TEXT) + 0.5)
     policy = method(keep=KEEP, scope=scope)
-    slots = pool_slots(policy, layers=LAYERS, vision=VISION, text=TEXT, new_tokens=NEW)
+    slots = cache_spec(policy, layers=LAYERS, vision=VISION, text=TEXT, new_tokens=NEW).allocated()
     new = math.floor(KEEP * NEW) if policy.updater else NEW  # a method that evicts keeps its share of the new tokens
     assert kept + LAYERS * new <= slots <= 1.05 * (kept + LAYERS * new)
 
@@ -52,14 +52,14 @@ def test_pool_at_7b_shapes_is_within_5_percent_of_the_kept_and_new_entries(metho
 @pytest.mark.parametrize(("vision", "text", "keep"), [(575, 33, 0.1), (8192, 1, 0.03), (40, 300, 0.5)])
 def test_methods_with_one_total_have_pools_of_one_size(vision, text, keep, parts):
     """Whether they give layers equal budgets or not; otherwise a comparison at equal bytes would depend on tiles."""
-    sizes = dict(layers=LAYERS, vision=vision, text=text, new_tokens=NEW, parts=parts)
+    sizes = dict(layers=LAYERS, vision=vision, text=text, new_tokens=NEW)
     methods = policies.AirCache, policies.CSP, policies.SnapKV, policies.VLCache
-    assert len({pool_slots(method(keep=keep, scope="vision"), **sizes) for method in methods}) == 1
+    assert len({cache_spec(method(keep=keep, scope="vision"), **sizes).allocated(parts) for method in methods}) == 1
 
 
 @pytest.mark.parametrize("method", [policies.AirCache, policies.PrefixKV])
 def test_packed_cache_at_7b_shapes_has_just_these_bytes(method):
-    """28 layers, 4 key heads of 128 in bfloat16: the arrays that `pack` makes, not the promise of `pool_slots`."""
+    """28 layers, 4 key heads of 128 in bfloat16: the arrays that `pack` makes, not the promise of `CacheSpec`."""
     policy = method(keep=KEEP, scope="vision")
     spec = cache_spec(policy, layers=LAYERS, vision=VISION, text=TEXT, images=1, new_tokens=NEW)
     length, heads, head_dim = VISION + TEXT, 4, 128
@@ -77,7 +77,7 @@ def test_packed_cache_at_7b_shapes_has_just_these_bytes(method):
     made = jax.tree.leaves(jax.eval_shape(arrays, kv, kv, kept, is_vision, source, shape((1, 1), jnp.int32)))
     entry = 2 * heads * head_dim * 2
     allocated = sum(math.prod(x.shape) * x.dtype.itemsize for x in made)
-    slots = pool_slots(policy, layers=LAYERS, vision=VISION, text=TEXT, new_tokens=NEW)
+    slots = cache_spec(policy, layers=LAYERS, vision=VISION, text=TEXT, new_tokens=NEW).allocated()
     entries = math.floor(KEEP * LAYERS * VISION + 0.5) + LAYERS * (TEXT + NEW)
     assert allocated == slots * entry
     assert allocated <= 1.05 * entries * entry

@@ -36,7 +36,7 @@ def test_every_kept_entry_lies_where_its_segment_says_and_nothing_else_does(monk
                 tokens = order[kept[layer, row, head][order]]
                 begin = int(made.start[layer, row, head])
                 slots = slice(begin, begin + len(tokens))
-                assert made.length[layer, row, head] == len(tokens)
+                assert made.extent[layer, row, head] == len(tokens)
                 assert not used[row, head, slots].any()
                 used[row, head, slots] = True
                 np.testing.assert_array_equal(made.k[row, head, slots], k[layer, row, head, tokens])

@@ -17,7 +17,7 @@ from vlkv import policies
 from vlkv.cache.packing import pack
 from vlkv.cache.resizing import resize
 from vlkv.compression import budgets
-from vlkv.compression.sizes import budget_of, cache_spec, pool_slots
+from vlkv.compression.sizes import budget_of, cache_spec
 
 STEPS = 24
 
@@ -99,10 +99,10 @@ def test_a_long_prompt_takes_the_memory_of_its_budgets():
     )  # fmt: skip
     budget = each.sum() * head_dim * 4
     assert budget <= cache.k.nbytes <= 1.05 * budget
-    assert cache.slots == pool_slots(chosen, layers=layers, text=tokens, new_tokens=1)
+    assert cache.slots == spec.allocated()
     for layer, head in np.ndindex(layers, heads):
         begin, count = int(cache.start[layer, 0, head]), each[layer, head]
-        assert cache.length[layer, 0, head] == count
+        assert cache.extent[layer, 0, head] == count
         for pool, values in ((cache.k, k), (cache.v, v)):
             held = np.asarray(pool)[0, 0, begin : begin + count]
             np.testing.assert_array_equal(held, values[layer, 0, head, kept[layer, 0, head]])

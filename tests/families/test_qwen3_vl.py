@@ -20,6 +20,7 @@ from tests.policies.test_lightkv import attention_to_text, expected
 from vlkv import policies
 from vlkv.families import config_from_hf
 from vlkv.families.qwen3_vl.inputs import Qwen3VlPictures
+from vlkv.generation.step import feed
 from vlkv.processing import Video
 
 KIND = "qwen3_vl"
@@ -135,23 +136,38 @@ def test_a_dropped_token_loses_what_later_layers_would_add(saved, name):
         np.testing.assert_allclose(np.stack(ours)[:, row], np.concatenate([first[None], later]), atol=1e-4)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("policy", [policies.Full(), policies.H2O(budget=64)], ids=repr)
-def test_a_later_image_is_added_too(saved, policy):
-    """`extend` with and without a decode state, against the prompt and the later turn in one prompt."""
-    _, _, params = saved
+@pytest.fixture(scope="module")
+def turns(saved):
+    """A prompt with two images: its first part, the later turn, and both in one prompt."""
     whole = prompts(rows=((4, ("image", 1, 4, 6), 5, ("image", 1, 6, 2), 5),))
-    count = int((whole["input_ids"][0] == 97).sum())
-    cut = 4 + 2 + 6 + 3
-    assert count == 9
-    cuts = {"input_ids": [cut], "pixel_values": [24], "image_grid_thw": [1]}
+    cuts = {"input_ids": [15], "pixel_values": [24], "image_grid_thw": [1]}
     pieces = {name: np.split(whole[name], at, axis=name == "input_ids") for name, at in cuts.items()}
     parts = [{name: both[turn] for name, both in pieces.items()} for turn in range(2)]
-    first, second, both = (vlkv.Inputs.from_hf(x, params.config, BUCKETS) for x in (*parts, whole))
-    cache, _ = prefill(params, first, policy, new_tokens=24)
-    _, logits = jax.jit(vlkv.extend)(params, cache, second)
-    wanted = np.asarray(jax.jit(vlkv.forward)(params, both))[0, both.valid[0]][-1]
+    return [vlkv.Inputs.from_hf(batch, saved[2].config, BUCKETS) for batch in (*parts, whole)]
+
+
+@pytest.mark.full
+def test_features_of_a_later_image_are_added_too(saved, turns):
+    first, second, both = turns
+    cache, _ = prefill(saved[2], first, policies.Full(), new_tokens=24)
+    _, logits = jax.jit(vlkv.extend)(saved[2], cache, second)
+    wanted = np.asarray(jax.jit(vlkv.forward)(saved[2], both))[0, both.valid[0]][-1]
     np.testing.assert_allclose(logits[0], wanted, atol=1e-4)
+
+
+@pytest.mark.full
+def test_features_of_a_later_image_with_a_decode_state(saved, turns):
+    """One scan over the tokens is as many calls with one token."""
+    params, (first, second, _) = saved[2], turns
+    cache, _ = prefill(params, first, policies.H2O(keep=0.9), new_tokens=24)
+    embedded, positions = embed(params, second), cache.next_position[:, None] + second.positions
+    run_feed = jax.jit(feed)
+    _, together = run_feed(params.decoder, cache, embedded.x, positions, second.valid, embedded.added)
+    for i in np.flatnonzero(second.valid[0]):
+        one = slice(i, i + 1)
+        cache, x = run_feed(params.decoder, cache, embedded.x[:, one], positions[:, one], second.valid[:, one],
+                            embedded.added[:, :, one])  # fmt: skip
+        np.testing.assert_allclose(together[:, one], x, atol=1e-4)
 
 
 @pytest.mark.full

@@ -54,7 +54,7 @@ def test_one_bucket_traces_once_and_a_new_keep_once_more(params):
     outputs = [generate(params, question(n, n), policy=Norms(keep=0.2), sampling=SHORT) for n in (18, 29)]
     assert len(traces) == LAYERS, "two images and two questions of one bucket: one trace"
     assert generate._cache_size() == before + 1
-    assert np.sum(outputs[0].length) != np.sum(outputs[1].length)
+    assert outputs[0].kept.sum() != outputs[1].kept.sum()
     for length, keep, times in ((20, 0.2, 1), (20, 0.4, 2), (25, 0.4, 2), (40, 0.4, 3)):  # a longer bucket: a new shape
         generate.trace(params, question(length, 1), policy=Norms(keep=keep), sampling=SHORT)
         assert len(traces) == times * LAYERS, f"{length} tokens, keep={keep}"

@@ -15,7 +15,7 @@ from tests import reference
 from tests.generation.test_decode import FORCED, kept_entries
 from tests.models import embed, tiny_llava, unequal_batch
 from vlkv import policies
-from vlkv.compression.sizes import pool_slots
+from vlkv.compression.sizes import cache_spec
 from vlkv.policies import compose
 
 LAYERS, KV_HEADS = 3, 2
@@ -197,7 +197,7 @@ def test_new_tokens_follow_the_prompt_or_what_is_left_of_it(params, batch, varia
 
 def test_the_pool_of_a_shortened_prompt_holds_what_is_left_and_little_more(params):
     policy = policies.FastV(keep=0.25)
-    slots = pool_slots(policy, layers=28, vision=8192, text=64, new_tokens=0)
+    slots = cache_spec(policy, layers=28, vision=8192, text=64, new_tokens=0).allocated()
     left = 2 * 8192 + 26 * 2048 + 28 * 64
     assert left <= slots <= left + 28 * 15 + 16
 

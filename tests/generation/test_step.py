@@ -14,6 +14,7 @@ from tests.generation.test_decode import kept_entries
 from tests.generation.test_extend import turn, words
 from tests.models import SMALL, embed, tiny_llava, unequal_batch
 from vlkv import policies
+from vlkv.compression.sizes import cache_spec
 from vlkv.config import DecoderConfig, ModelConfig
 
 TURN, STEPS = words(5, 8, 3, seed=9), 200
@@ -153,14 +154,15 @@ SHARE = [  # method, tokens of the prompt, new ones, and the entries that a fift
 @pytest.mark.parametrize(("method", "prompt", "new", "entries"), SHARE, ids=lambda x: getattr(x, "__name__", x))
 def test_an_eviction_frees_a_slot(method, prompt, new, entries):
     """A layer and head have slots for the budget, for the token that arrives, and up to a tile."""
-    slots = vlkv.pool_slots(method(keep=0.2), layers=LAYERS, text=prompt, new_tokens=new)
+    slots = cache_spec(method(keep=0.2), layers=LAYERS, vision=0, text=prompt, new_tokens=new).allocated()
     assert LAYERS * (entries - 1) < slots <= LAYERS * (entries + 1 + TILE)
 
 
 def test_the_text_window_of_avl_takes_slots_in_the_proportion_of_table_3():
     """Of a prompt of 640 tokens 50 % are stored, with T = 0.5 48 %, new tokens included."""
     whole, window = (
-        vlkv.pool_slots(policies.AVL(keep=0.45, text=text), layers=LAYERS, vision=576, text=64, new_tokens=32) / LAYERS
+        cache_spec(policies.AVL(keep=0.45, text=text), layers=LAYERS, vision=576, text=64, new_tokens=32).allocated()
+        / LAYERS
         for text in (None, 0.5)
     )
     assert 0.50 * 640 + 32 <= whole < 0.51 * 640 + 32 + TILE
@@ -170,7 +172,7 @@ def test_the_text_window_of_avl_takes_slots_in_the_proportion_of_table_3():
 @pytest.mark.full
 @pytest.mark.parametrize("method", [policies.H2O, policies.PrefixKV], ids=lambda x: x.__name__)
 def test_an_output_says_what_was_allocated(method):
-    """By `pool_slots`, and a few bytes an entry for what the method knows of it. Shapes only, nothing runs."""
+    """By `vlkv.pool_slots`, and a few bytes an entry for what the method knows of it. Shapes only, nothing runs."""
     prompt, new, heads, head_dim, layers = 1024, 512, 2, 64, 2
     decoder = DecoderConfig(
         vocab_size=32, width=256, mlp_width=16, layers=layers, heads=4, kv_heads=heads, head_dim=head_dim,
@@ -184,7 +186,7 @@ def test_an_output_says_what_was_allocated(method):
     )  # fmt: skip
     policy, sampling = method(keep=0.2), vlkv.Greedy(max_new_tokens=new, stop=())
     jax.eval_shape(lambda p: outputs.append(vlkv.generate(p, inputs, policy=policy, sampling=sampling)), params)
-    slots, found = vlkv.pool_slots(policy, inputs, layers=layers, new_tokens=new), outputs[0]
+    slots, found = vlkv.pool_slots(params, inputs, policy, new_tokens=new), outputs[0]
     pool = slots * heads * (2 * head_dim * 4 + 4)  # keys and values in float32, and the token of each slot
     longest = {policies.H2O: 206}.get(method, prompt + new + 1)  # of one layer, if budgets differ
     numbers = {policies.H2O: 4}.get(method, 0)  # besides three masks and two counts of each entry

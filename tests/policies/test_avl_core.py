@@ -32,7 +32,7 @@ def step():
 
 def answer(step, state, k, v, kernels=None):
     cache, _, q, tail = step
-    segment = k, v, cache.start[0], cache.length[0]
+    segment = k, v, cache.start[0], cache.extent[0]
     run = jax.jit(attend_to, static_argnames="kernels")
     return run(q, segment, tuple(tail), jnp.array([1]), state, kernels=kernels)
 

@@ -58,7 +58,7 @@ def feed(
         added: as in `add_features`.
     """
     require_32_bits()
-    if (cache.decode_states is None and cache.window is None) or x.shape[1] == 1:
+    if (cache.decode_states is None and cache.full_precision is None) or x.shape[1] == 1:
         return _feed(decoder, cache, x, positions, valid, added)[:2]
 
     def step(cache: PackedCache, token: tuple[Any, ...]) -> tuple[PackedCache, Array]:
@@ -103,9 +103,9 @@ def _feed(
         tail: tuple[Array, Array] | None = None
         if now.decode_states is None:
             now, tail = _write_tails(now, i, k, v, tail_entry)
-            if now.window is not None:
+            if now.full_precision is not None:
                 assert isinstance(now.k, QuantizedPool)
-                tail = quantize_old(tail, in_tail[:, 0], bits=now.k.bits, group=now.k.group, window=now.window)
+                tail = quantize_old(tail, in_tail[:, 0], bits=now.k.bits, group=now.k.group, window=now.full_precision)
             attended = cached_attention(
                 q, now.segment(i), tail, in_tail, softmax_n=now.softmax_n, parts=now.parts, implementation=kernel
             )

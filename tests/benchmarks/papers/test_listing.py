@@ -27,11 +27,12 @@ def runs(paper: str, kind: type) -> dict[str, list]:
 
 
 def test_all_tables_and_figures_are_listed():
-    """As many as the papers have: 53 tables and 39 figures."""
-    for paper, (tables, figures) in listing.COUNTS.items():
+    """As many as the papers have."""
+    counts = {"AirCache": (13, 9), "PrefixKV": (22, 6), "LightKV": (10, 7), "CSP": (5, 7), "A-VL": (3, 10)}
+    for paper, (tables, figures) in counts.items():
         names = [f"Table {i + 1}" for i in range(tables)] + [f"Figure {i + 1}" for i in range(figures)]
         assert list(listed(paper)) == names
-    assert sum(len(listed(paper)) for paper in listing.COUNTS) == 92
+    assert list(listing.PAPERS) == list(counts)
     assert all(each.item.missing for each in listing.items())
 
 

@@ -50,6 +50,7 @@ _DEFAULTS: dict[str, Any] = dict(image_processor_type="Qwen2VLImageProcessor", p
                                  merge_size=2)  # fmt: skip
 _SIZE = {"image": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
          "video": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}}  # fmt: skip
+_MOST_TOKENS = 1280  # tokens of one sample image: the default limit of pixels in Qwen2-VL
 _STEEPEST = 200  # greatest ratio of the two sides
 
 
@@ -84,7 +85,6 @@ class _Picture:
 class NativeResolutionConfig(HostConfig):
     """Images at their native resolution, and videos."""
 
-    most_tokens: ClassVar[int] = 1280  # tokens of one image at the default limit of pixels
     frames_apart: ClassVar[bool] = False  # text separates the frames of a video
     whole_batch: ClassVar = {"pixels": ("images",), "place": ("images",)}
 
@@ -124,8 +124,8 @@ class NativeResolutionConfig(HostConfig):
         return Arranged(**fields, pixels=pixels, layout={} if place is None else {"place": place})
 
     def sample(self, pictures: int, max_tokens: int) -> tuple[dict[str, Any], int]:
-        """Like `ModelConfig.sample`: square images with `max_tokens` tokens together, at most `most_tokens` each."""
-        c, side = self.vision, math.isqrt(max(1, min(max_tokens // pictures, self.most_tokens)))
+        """Like `ModelConfig.sample`: square images with `max_tokens` tokens together, and at most 1280 tokens each."""
+        c, side = self.vision, math.isqrt(max(1, min(max_tokens // pictures, _MOST_TOKENS)))
         lines = side * c.merge
         arrays = {"pixel_values": zeros(pictures * lines**2, c.patch_values),
                   "image_grid_thw": np.array([[1, lines, lines]] * pictures)}  # fmt: skip
@@ -133,7 +133,7 @@ class NativeResolutionConfig(HostConfig):
 
     def max_pictures(self, max_tokens: int) -> int:
         """The smallest number of images that can have `max_tokens` vision tokens together."""
-        return max(1, math.ceil(max_tokens / self.most_tokens))
+        return max(1, math.ceil(max_tokens / _MOST_TOKENS))
 
 
 def _pictures(batch: Batch, kind: PictureKind, c: Qwen2VisionConfig) -> list[_Picture]:

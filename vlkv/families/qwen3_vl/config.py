@@ -34,7 +34,6 @@ class Qwen3VlConfig(NativeResolutionConfig):
     """Qwen3-VL with a dense decoder."""
 
     prompt_format = chatml(CONTENT)  # that of the published checkpoints
-    most_tokens: ClassVar = 16384
     frames_apart: ClassVar = True
 
     @override
