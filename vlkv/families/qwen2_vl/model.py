@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from einops import reduce
 from flax import nnx
 from jaxtyping import Array, Float
@@ -20,7 +22,7 @@ class Qwen2Vl(VisionLanguageModel):
     The outputs of the tower's blocks `deep` are merged too, each with a merger of its own.
     """
 
-    tower = Qwen2VlTower
+    tower: Callable[..., nnx.Module] = Qwen2VlTower
 
     def __init__(self, config: ModelConfig, *, init: Initializer) -> None:
         super().__init__(config, init=init)

@@ -21,8 +21,8 @@ from vlkv.processing.pixels import Layout
 from vlkv.processing.templates import chatml
 
 # Class defaults in transformers.
-_DECODER = Kind(names="qwen3", qk_norm=True, interleaved=True, defaults=KINDS["qwen3"].defaults | dict(
-    max_position_embeddings=128000, rope_theta=5e5))  # fmt: skip
+_DECODER = Kind(names="qwen3", qk_norm=True, interleaved=True, defaults={
+    **KINDS["qwen3"].defaults, "max_position_embeddings": 128000, "rope_theta": 5e5})  # fmt: skip
 _TOWER: dict[str, Any] = dict(
     depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16, out_hidden_size=3584, patch_size=16,
     spatial_merge_size=2, temporal_patch_size=2, hidden_act="gelu_pytorch_tanh", num_position_embeddings=2304,
