@@ -157,7 +157,7 @@ def test_tiles_that_do_not_match_are_refused(internvl):
         (None, "projector_hidden_act", "relu"),
         (None, "vision_feature_select_strategy", "full"),
         (None, "vision_feature_layer", [-1, -2]),
-        ("text_config", "model_type", "qwen3"),
+        ("text_config", "model_type", "gemma"),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(internvl, part, field, value):

@@ -202,6 +202,7 @@ def test_rows_of_a_batch_decide_by_themselves(phi):
         np.testing.assert_array_equal(got[row : row + 1], generated(model, tokens[None], NEW))
 
 
+@pytest.mark.full
 def test_scores_and_turns_use_the_same_factors(phi):
     model, params, always_long = phi
     ids, target = prompt_of(60), np.random.default_rng(3).integers(3, 250, (1, NEW))
@@ -267,6 +268,7 @@ def test_a_prompt_makes_no_cache_for_more_tokens_than_it_was_read_for(phi):
             fill(25)
 
 
+@pytest.mark.full
 def test_the_oracle_keeps_the_factors_of_its_prompt(phi):
     """A row with the long factors for its new tokens too, before it has as many tokens as the first length."""
     _, params, always_long = phi
@@ -319,6 +321,7 @@ def test_a_chat_has_the_long_factors_throughout(talk):
     assert [chat.ask(question) for question in (FIRST_QUESTION, SECOND_QUESTION)] == answers(False)
 
 
+@pytest.mark.full
 def test_an_evaluation_has_the_long_factors_throughout(talk, tmp_path):
     params, processor, answers = talk
     turns = [{"question": question, "answer": "x"} for question in (FIRST_QUESTION, SECOND_QUESTION)]
