@@ -150,8 +150,10 @@ def read_layers(
             return now, x, None
         now = reduce(i + 1, now)
         if waits_until:
-            results = (_drop_candidates(layer, now.tokens, length) for layer in now.results)
-            now = now._replace(results=tuple(each(i, m) if i + 1 == waits_until else m for i, m in enumerate(results)))
+            results = [_drop_candidates(layer, now.tokens, length) for layer in now.results]
+            if i + 1 == waits_until:
+                results = [each(number, layer) for number, layer in enumerate(results)]
+            now = now._replace(results=tuple(results))
         return now, now.tokens.x, now.tokens.positions
 
     def reduce(layer: int, now: _Carry) -> _Carry:
