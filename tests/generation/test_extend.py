@@ -96,7 +96,7 @@ def test_a_compressed_first_turn_stays_as_it_is(params, first, read, policy):
     said = words(5, 8, 3, seed=8)
     cache = fill_cache(read, policy, new_tokens=12)
     after, logits = extend(params, cache, turn(said, seed=0, padding="left"))
-    for name in ("k", "v", "token", "start", "length"):
+    for name in ("k", "v", "token", "start", "extent"):
         for before, now in zip(*(jax.tree.leaves(getattr(x, name)) for x in (cache, after)), strict=True):
             np.testing.assert_array_equal(before, now)
     after, next_logits = decode_step(params, after, np.array([7, 8, 9]))
