@@ -30,16 +30,14 @@ class Timing:
     calls: int  # per program
     compile_seconds: float
 
-    def row(self, *, moved: float = 0.0, operations: float = 0.0) -> dict[str, float]:
-        """The timing as JSON, with GB/s and TFLOP/s for the bytes and operations of one call."""
+    def row(self, *, moved: float = 0.0) -> dict[str, float]:
+        """The timing as JSON, with GB/s for the bytes of one call."""
         found = {
             "microseconds": round(1e6 * self.seconds, 2), "spread": round(self.spread, 3), "calls": self.calls,
             "compile_seconds": round(self.compile_seconds, 2),
         }  # fmt: skip
         if moved:
             found["gigabytes_per_second"] = round(moved / self.seconds / 1e9, 2)
-        if operations:
-            found["teraflops_per_second"] = round(operations / self.seconds / 1e12, 3)
         return found
 
 
@@ -68,29 +66,22 @@ class Program:
         return Timing(median, (max(times) - min(times)) / median, self.calls, self.compile_seconds)
 
 
-def chain(step: Callable[..., Any], first: Any, *fixed: Any, turns: Any = None, calls: int) -> Program:
-    """Compiles `carry = step(carry, turn, *fixed)`, called `calls` times.
+def chain(step: Callable[..., Any], first: Any, *fixed: Any, calls: int) -> Program:
+    """Compiles `carry = step(carry, turn, *fixed)`, called `calls` times; `turn` is the number of the iteration.
 
     Args:
         step: one call; its result must have the shapes and dtypes of its first argument and depend on all timed work.
         first: the first carry.
         fixed: arrays that every iteration reads from.
-        turns: arrays with a leading axis of `calls`, one element per iteration; None: the number of the iteration.
         calls: number of iterations.
     """
-    turns = jnp.arange(calls) if turns is None else turns
 
-    def program(first: Any, turns: Any, *fixed: Any) -> Any:
-        return jax.lax.scan(lambda carry, turn: (step(carry, turn, *fixed), None), first, turns)[0]
+    def program(first: Any, *fixed: Any) -> Any:
+        return jax.lax.scan(lambda carry, turn: (step(carry, turn, *fixed), None), first, jnp.arange(calls))[0]
 
     begin = time.perf_counter()
-    compiled = jax.jit(program).lower(first, turns, *fixed).compile()
-    return Program(compiled, (first, turns, *fixed), calls, time.perf_counter() - begin)
-
-
-def chained(step: Callable[..., Any], first: Any, *fixed: Any, repeats: int = 5, **options: Any) -> Timing:
-    """Times what `chain` compiles."""
-    return chain(step, first, *fixed, **options).time(repeats)
+    compiled = jax.jit(program).lower(first, *fixed).compile()
+    return Program(compiled, (first, *fixed), calls, time.perf_counter() - begin)
 
 
 def repeated(
@@ -142,7 +133,7 @@ def copy_bandwidth(size: int, calls: int | None = None) -> tuple[float, Timing]:
     calls = (
         4 * calls_for(2 * size / 3e12) if calls is None else calls
     )  # many, because a program begins with one more copy
-    timing = chained(lambda x, _: -x, x, calls=calls)
+    timing = chain(lambda x, _: -x, x, calls=calls).time()
     return 2 * size / timing.seconds, timing
 
 
@@ -153,12 +144,12 @@ def read_bandwidth(size: int, calls: int | None = None) -> tuple[float, Timing]:
     def step(total: Any, _: Any, x: Any) -> Any:  # depends on the carry, so that it is computed in each iteration
         return jnp.sum(jnp.where(x > total, x, 0.5 * x)) * 1e-12
 
-    timing = chained(step, jnp.zeros(()), x, calls=calls or calls_for(size / 3e12))
+    timing = chain(step, jnp.zeros(()), x, calls=calls or calls_for(size / 3e12)).time()
     return x.nbytes / timing.seconds, timing
 
 
 def product_rate(size: int, calls: int | None = None) -> tuple[float, Timing]:
     """Operations per second of products of square bfloat16 matrices with `size` rows."""
     w = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16) / size**0.5
-    timing = chained(lambda x, _, w: x @ w, w, w, calls=calls or calls_for(2 * size**3 / 8e14))
+    timing = chain(lambda x, _, w: x @ w, w, w, calls=calls or calls_for(2 * size**3 / 8e14)).time()
     return 2 * size**3 / timing.seconds, timing

@@ -10,7 +10,7 @@ Sections (default: all of them):
     compositions right  smoothed scores and fewer bits, on pages whose values are to the right of their tags
     compositions        the same on pages of both shapes
     shorter prompts     methods that reduce the prompt, on a fifth of the questions
-    unknown             compressed before any question is known, then several questions with `extend`; on a fifth
+    query_agnostic      compressed before any question is known, then several questions with `extend`; on a fifth
     several             three pages and a question about one of them; on a fifth
 
 The questions are held out: their digits were never trained on. Bytes are the share of the bytes that the vision entries
@@ -87,7 +87,7 @@ def questions(section: Section, count: int, seed: int, folder: Path) -> list[Que
             ask(shown, number, [entry], chosen * pages.GRID**2)
         else:
             page, entry = pages.held_out_page(rng, section.kind)
-            ask([page], number, page.entries[:4] if section.unknown else [entry])
+            ask([page], number, page.entries[:4] if section.query_agnostic else [entry])
     return made
 
 
@@ -151,7 +151,7 @@ def measure(params: Any, processor: Any, section: Section, count: int, seed: int
         return
     settings = Settings(
         max_new_tokens=section.new_tokens, batch=BATCH if section.kind != "several" else 10,
-        query_agnostic=section.unknown, perplexity=True,
+        query_agnostic=section.query_agnostic, perplexity=True,
     )  # fmt: skip
     programs = share_programs([cell.chosen for cell in todo])
     methods = dict.fromkeys((cell.name, program) for cell, program in zip(todo, programs, strict=True))

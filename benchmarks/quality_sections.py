@@ -40,7 +40,7 @@ class Section:
     name: str
     kind: str  # of pages.KINDS, or "several"
     plan: tuple[Cell, ...]
-    unknown: bool = False  # compress before the question is known
+    query_agnostic: bool = False  # compress before the question is known
     share: float = 1.0  # of the questions
     new_tokens: int = 8
 
@@ -120,7 +120,7 @@ def sections(layers: int, seed: int) -> list[Section]:
         Section("compositions right", "right", (full, *best)),
         Section("compositions", "ledger", (full, *best)),
         Section("shorter prompts", "ledger", (full, *default((n for n in names if not _evicts(n)), BYTES)), share=0.2),
-        Section("unknown", "ledger", (full, *few), unknown=True, share=0.2),
+        Section("query_agnostic", "ledger", (full, *few), query_agnostic=True, share=0.2),
         Section("several", "several", (full, *few), share=0.2),
     ]
 

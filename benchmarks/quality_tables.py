@@ -25,7 +25,7 @@ FIVE = ("AirCache", "PrefixKV", "LightKV", "CSP", "AVL")  # the papers that defi
 PAPERS = (*FIVE, "SnapKV", "H2O", "PyramidKV", "AdaKV")
 SETTINGS = {
     "shorter prompts": "Methods that shorten the prompt",
-    "unknown": "Compressed before any question is known",
+    "query_agnostic": "Compressed before any question is known",
     "several": "Three pages, one of them asked about",
 }
 HEADER = [

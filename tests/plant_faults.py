@@ -42,7 +42,7 @@ FAULTS = (
         "vlkv/decoder/rope.py",
         "frequency = rope.theta ** -",
         "frequency = (2 * rope.theta) ** -",
-        "tests/test_decode.py::test_score_is_the_log_probability_of_the_reference",
+        "tests/generation/test_decode.py::test_score_is_the_log_probability_of_the_reference",
     ),
     Fault(
         "score over padding",
@@ -56,7 +56,7 @@ FAULTS = (
         "vlkv/compression/budgets.py",
         "return np.minimum(sums, np.maximum(layers, asked)).astype(np.int32)",
         "return np.minimum(sums, np.maximum(layers, asked + 1)).astype(np.int32)",
-        "tests/test_budgets.py",
+        "tests/compression/test_budgets.py",
     ),
     Fault(
         "kernel skips its last block",
@@ -84,7 +84,7 @@ FAULTS = (
         "vlkv/generation/decode.py",
         "params.decoder.embedding(token)[:, None], cache.next_position[:, None])",
         "params.decoder.embedding(token)[:, None], cache.next_position[:, None] + 1)",
-        "tests/test_decode.py::test_score_is_the_log_probability_of_the_reference",
+        "tests/generation/test_decode.py::test_score_is_the_log_probability_of_the_reference",
     ),
     Fault(
         "stop token does not end a row",
@@ -112,7 +112,7 @@ FAULTS = (
         "vlkv/policies/h2o.py",
         "state.rank < (count - recent)[:, None]",
         "state.rank >= recent[:, None]",
-        "tests/policies/test_decode_time.py::test_h2o_evicts_one_entry_a_step",
+        "tests/cache/test_decode_state.py::test_h2o_evicts_one_entry_a_step",
     ),
 )
 

@@ -24,13 +24,12 @@ import numpy as np
 
 import vlkv
 from pallas_kernels import Kernels
+from tests.models import CONFIG
+from tests.uneven import Uneven
 from vlkv import policies, sharding
 from vlkv.families.text.config import TextConfig
 from vlkv.tools.planning import arithmetic, chips
 from vlkv.tools.planning.questions import question
-
-from .models import CONFIG
-from .uneven import Uneven
 
 LAYERS, ROWS, NEW, POOL_BYTES = 2, 2, 150, 2**26
 POLICIES = {

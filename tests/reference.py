@@ -34,6 +34,8 @@ def _project(layer, x, positions, rope):
     q, k, v = (np.einsum("td,nhd->tnh", h, _array(m.weight)) for m in (layer.query, layer.key, layer.value))
     if layer.query.bias is not None:
         q, k, v = (y + _array(m.bias) for y, m in ((q, layer.query), (k, layer.key), (v, layer.value)))
+    if layer.query_norm is not None:
+        q, k = _norm(q, layer.query_norm), _norm(k, layer.key_norm)
     return _rotate(q, positions, rope), _rotate(k, positions, rope), v
 
 

@@ -76,7 +76,7 @@ def test_a_chat_keeps_the_compressed_cache(mini, page, query_agnostic):
     length, used = np.asarray(chat.cache.counts), int(chat.cache.used[0])
     if not query_agnostic:
         output = vlkv.generate(params, processor(page, QUESTIONS[0]), policy=policy)
-        np.testing.assert_array_equal(length, output.length)
+        np.testing.assert_array_equal(length, output.kept.sum(axis=-1))
     chat.ask(QUESTIONS[1])
     np.testing.assert_array_equal(np.asarray(chat.cache.counts), length)
     assert int(chat.cache.used[0]) > used
@@ -100,8 +100,7 @@ def test_prefill_is_jitted_without_static_names(mini, page):
         jax.jit(vlkv.prefill)(params, inputs, policy, new_tokens=5)
     cache, _ = jax.jit(vlkv.prefill)(params, inputs, policy, sampling=vlkv.Greedy(max_new_tokens=5))
     assert cache.new_tokens == 5
-    layers = len(params.decoder.layers)
-    assert vlkv.pool_slots(policy, inputs, layers=layers, new_tokens=5) == cache.token.shape[2] + 5 * layers
+    assert vlkv.pool_slots(params, inputs, policy, new_tokens=5) == cache.slots
 
 
 def test_a_transformers_batch_is_an_input(mini, page):
@@ -166,5 +165,3 @@ def test_mini_is_a_name(tmp_path, monkeypatch):
 def test_what_transformers_makes_is_refused_with_the_remedy():
     with pytest.raises(vlkv.InputError, match="a chat needs vlkv's own processor"):
         vlkv.Chat(None, object())
-    with pytest.raises(vlkv.InputError, match=r"convert a Hugging Face batch by vlkv\.Inputs\.from_hf"):
-        vlkv.pool_slots(policies.SnapKV(keep=0.5), {"input_ids": None}, layers=2)

@@ -11,7 +11,6 @@ from .buckets import Buckets as Buckets
 from .cache import PackedCache as PackedCache
 from .chat import Chat as Chat
 from .chat import answer as answer
-from .compression.sizes import pool_slots as pool_slots
 from .errors import InputError as InputError
 from .families import init as init
 from .families import presets as presets
@@ -23,6 +22,7 @@ from .generation.generate import Output as Output
 from .generation.generate import generate as generate
 from .generation.generate import stream as stream
 from .generation.prefill import fill_cache as fill_cache
+from .generation.prefill import pool_slots as pool_slots
 from .generation.prefill import prefill as prefill
 from .generation.prompt import Prompt as Prompt
 from .generation.prompt import forward as forward

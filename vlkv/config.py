@@ -111,6 +111,7 @@ class DecoderConfig:
     rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
     qkv_bias: bool = False
     out_bias: bool = False
+    qk_norm: bool = False  # an RMSNorm of the queries and one of the keys of each head, before RoPE
     log_from: int | None = None  # log-length scaling: number of tokens from which queries are scaled; see `Decoder`
     tied: bool = False  # the output head is the embedding table
     names: str = ""  # which tensor names the checkpoint has; see vlkv/families/text/weights.py

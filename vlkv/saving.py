@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
@@ -39,12 +38,11 @@ from vlkv.files import one_line, replacing
 from vlkv.policies import Policy
 from vlkv.sharding.placement import path_name
 
-FORMAT, VERSION, READS = "vlkv cache", "3", ("1", "2", "3")
+FORMAT, VERSION = "vlkv cache", "4"
 _CORNER = 4  # first and last entries of each axis of a weight that are part of the model's fingerprint
+_METHODS = (policies.registry | policies.without_keep).values()
 _OWN: dict[str, type] = {  # by the names in the file
-    "Memory": DecodeState,
-    **{cls.__name__: cls for cls in (PackedCache, QuantizedPool, policies.Composed)},
-    **{cls.__name__: cls for cls in (policies.registry | policies.without_keep).values()},
+    cls.__name__: cls for cls in (PackedCache, QuantizedPool, DecodeState, policies.Composed, *_METHODS)
 }
 _NOT_SAVED = ("kernels",)  # chosen by the machine that loads the cache
 
@@ -171,48 +169,19 @@ def _read(path: Path, *, arrays: bool = True) -> tuple[dict[str, Any], dict[str,
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise InputError(f"{path}: not a cache; `vlkv.save_cache` writes one")
-            if metadata.get("version") not in READS:
+            if metadata.get("version") != VERSION:
                 raise InputError(
-                    f"{path}: a cache of version {metadata.get('version')}, but this vlkv reads {', '.join(READS)}: "
-                    "make the cache again"
+                    f"{path}: a cache of version {metadata.get('version')}, but this vlkv reads {VERSION}: make the "
+                    "cache again"
                 )
             header = {name: json.loads(metadata[name]) for name in ("model", "policy", "cache", "note")}
-            tensors = {name: file.get_tensor(name) for name in (file.keys() if arrays else ())}
-            if arrays and metadata["version"] == "1":
-                _from_version_1(header["cache"]["fields"]["memory"] or (), tensors)
-            if metadata["version"] in ("1", "2"):
-                tensors = _from_version_2(header["cache"]["fields"], tensors)
-            return header, tensors
+            return header, {name: file.get_tensor(name) for name in (file.keys() if arrays else ())}
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path}: truncated or corrupt safetensors ({one_line(error)}); save it again") from None
     except (KeyError, ValueError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{path}: its metadata cannot be read; save it again") from None
-
-
-def _from_version_1(states: Sequence[dict[str, Any]], arrays: dict[str, jax.Array]) -> None:
-    """Adds the fields of version 2 to decode states. Version 1 reused no slots, and its core was a list of slots."""
-    for i, state in enumerate(states):
-        fields = state["fields"]
-        stored, place = (arrays[fields[name]["array"]] for name in ("stored", "place"))
-        order = jnp.argsort(jnp.where(stored, place, jnp.iinfo(jnp.int32).max), axis=-1)
-        arrays[f"memory.{i}.rank"] = jnp.argsort(order, axis=-1).astype(jnp.int32)
-        arrays[f"memory.{i}.slots"] = jnp.full(stored.shape[:-1], stored.shape[-1], jnp.int32)
-        fields |= {name: {"array": f"memory.{i}.{name}"} for name in ("rank", "slots")}
-        if fields["core"] is not None:
-            core = fields["values"]["dict"].pop("core")["array"]
-            arrays[core] = arrays[core] > 0
-            fields |= {"core": {"array": core}, "core_only": fields["core"]["fields"]["suffices"]}
-
-
-def _from_version_2(fields: dict[str, Any], arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The arrays with heads before slots; renames fields. In versions 1 and 2, pool and tails were [B, P, K, H]."""
-    fields["decode_states"] = fields.pop("memory")
-    for state in fields["decode_states"] or ():
-        state["fields"]["budget"] = state["fields"].pop("capacity")
-    pool = ("k", "v", "token", "tail_k", "tail_v")
-    return {name: jnp.swapaxes(x, 1, 2) if name.split(".")[0] in pool else x for name, x in arrays.items()}
 
 
 def _check_model(path: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:

@@ -30,7 +30,6 @@ from vlkv.tools.benching.shapes import make_inputs
 from vlkv.tools.benching.subjects import find
 
 PAPERS = {"AirCache": aircache, "PrefixKV": prefixkv, "LightKV": lightkv, "CSP": csp, "A-VL": avl}
-COUNTS = {"AirCache": (13, 9), "PrefixKV": (22, 6), "LightKV": (10, 7), "CSP": (5, 7), "A-VL": (3, 10)}
 
 
 class Listed(NamedTuple):

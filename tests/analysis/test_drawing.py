@@ -34,7 +34,7 @@ def test_the_picture_is_of_what_the_cache_holds(asked, monkeypatch):
     for layer in np.asarray(analysis.held_by_head(cache, inputs.tokens.shape[1]))[0]:
         for head in layer:
             for token in np.flatnonzero(head & inputs.is_vision[0]):
-                expected[tuple(inputs.grid[0, token, 1:])] += 1 / (len(layer) * cache.length.shape[0])
+                expected[tuple(inputs.grid[0, token, 1:])] += 1 / (len(layer) * cache.extent.shape[0])
     np.testing.assert_allclose(some.kept, expected, atol=1e-6)
     assert 0 < expected.sum() < 36
 

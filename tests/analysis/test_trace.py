@@ -8,8 +8,8 @@ import pytest
 
 import vlkv
 from tests import reference
+from tests.generation.test_decode import kept_entries
 from tests.models import embed, tiny_llava, unequal_batch
-from tests.test_decode import kept_entries
 from vlkv import analysis, policies
 
 ANSWER = np.random.default_rng(4).integers(6, 50, (3, 6))

@@ -17,7 +17,7 @@ pytest.importorskip("libtpu")  # a wheel for Linux only
 def programs(root):
     # In a process of its own: here shapes in the place of arrays would not pass the type checker.
     quiet = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "tests.meshes", "tpu"]
+    command = [sys.executable, "-m", "tests.sharding.meshes", "tpu"]
     result = subprocess.run(command, env={**os.environ, **quiet}, cwd=root, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
     return json.loads(result.stdout)

@@ -76,7 +76,7 @@ def test_stages_may_ask_for_keep_in_generate(own):
         output = vlkv.generate(
             params, inputs, policy=policies.named(own)(keep=keep), sampling=vlkv.Greedy(max_new_tokens=2)
         )
-        stored = output.length[:, 0, 0]
+        stored = output.kept[:, 0, 0].sum(axis=-1)
         assert stored[layer] > 0 and stored.sum() == stored[layer]
 
 
@@ -108,3 +108,17 @@ def test_an_option_that_is_none_is_kept():
     assert policies.make("prefixkv", keep=0.3, distance=None).distance is None
     assert policies.make("avl", keep=0.3, core=None).core is None
     assert policies.make("snapkv", keep=None, budget=5).budget == 5
+
+
+def test_a_policy_in_a_file_may_have_annotations_as_text(tmp_path):
+    """As every method of this package has; dataclasses then look the module up by its name."""
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from __future__ import annotations\n"
+        "from vlkv.policies import Policy\n"
+        "class Own(Policy):\n"
+        "    window: int = 4\n"
+        "    def score(self, obs):\n"
+        "        return obs.k[..., 0]\n"
+    )
+    assert policies.make(f"{file}:Own(window=2)", keep=0.5).window == 2

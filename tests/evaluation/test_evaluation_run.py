@@ -129,7 +129,7 @@ def test_later_turns_see_the_whole_conversation(model, records, tmp_path):
 def test_query_agnostic_keeps_the_same_for_every_question(model, records, tmp_path):
     params, processor = model
     images, texts = [records[0].images[0]] * 2, [records[0].turns[0].question, records[1].turns[0].question]
-    before = processor(images, texts, question=False)
+    before = processor(images, texts, query_agnostic=True)
     prompt = jax.jit(vlkv.read_prompt)(params, before)
     cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")(prompt, SNAPKV, new_tokens=48)
     np.testing.assert_array_equal(cache.token[0], cache.token[1])

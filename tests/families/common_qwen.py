@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from tests.models import padded
+from tests.parity.conftest import VOCABULARY, perturb, torch, transformers
 from vlkv.buckets import Buckets
-
-from ..models import padded
-from ..parity.conftest import VOCABULARY, perturb, torch, transformers
 
 START, END, IMAGE, VIDEO = 95, 96, 97, 98
 BUCKETS = Buckets(patches=(64, 96, 128))

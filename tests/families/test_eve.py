@@ -12,12 +12,7 @@ import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from tests.parity.conftest import VOCABULARY, text_config
-from tests.processing.conftest import make_tokenizer
-from vlkv.errors import InputError
-from vlkv.families import config_from_hf
-
-from .common import (
+from tests.families.common import (
     NEW,
     Row,
     answer,
@@ -31,6 +26,10 @@ from .common import (
     torch,
     transformers,
 )
+from tests.parity.conftest import VOCABULARY, text_config
+from tests.processing.conftest import make_tokenizer
+from vlkv.errors import InputError
+from vlkv.families import config_from_hf
 
 IMAGE, WIDTH, HEADS, SQUARE = VOCABULARY, 32, 8, 140
 SHAPES = [(2, 3), (5, 1), (1, 4)]  # windows of 28 pixels

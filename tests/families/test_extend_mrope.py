@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests.families.common_qwen import BUCKETS, for_model, make, one_row, prompts, torch
 from vlkv import policies
-
-from .common_qwen import BUCKETS, for_model, make, one_row, prompts, torch
 
 FIRST = ((4, ("image", 1, 4, 6), 3), (7,))
 SECOND = ((2, ("image", 1, 6, 2), 5), (3,))

@@ -11,11 +11,7 @@ import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from vlkv import policies
-from vlkv.errors import InputError
-from vlkv.families import config_from_hf
-
-from .common_internvl import (
+from tests.families.common_internvl import (
     LARGE_VIT,
     SMALL_VIT,
     TOKENS,
@@ -25,6 +21,9 @@ from .common_internvl import (
     make_internvl,
     torch,
 )
+from vlkv import policies
+from vlkv.errors import InputError
+from vlkv.families import config_from_hf
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +83,7 @@ def test_a_policy_of_each_stage(internvl, policy):
     for order in ((0, 1, 2), (2, 0, 1)):
         inputs = vlkv.Inputs.from_hf(make_batch(order=order), params.config)
         output = generate(params, inputs, policy=policy, sampling=vlkv.Greedy(max_new_tokens=6, stop=()))
-        length = np.asarray(output.length).sum(axis=(0, 2))
+        length = output.kept.sum(axis=(0, 2, 3))
         for place, row in enumerate(order):
             assert 0 < length[place] < 4 * inputs.valid[place].sum() or row == 2  # 2 layers, 2 key heads
             outputs.setdefault(row, []).append((np.asarray(output.tokens[place]).tolist(), length[place]))

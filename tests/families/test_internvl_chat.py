@@ -14,10 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from vlkv.errors import InputError
-from vlkv.families import config_from_hf
-
-from .common_internvl import (
+from tests.families.common_internvl import (
     IMAGE,
     LARGE_VIT,
     SMALL_VIT,
@@ -27,6 +24,8 @@ from .common_internvl import (
     make_batch,
     make_internvl,
 )
+from vlkv.errors import InputError
+from vlkv.families import config_from_hf
 
 ADDED = {"<IMG_CONTEXT>": IMAGE, "<|im_end|>": STOP, "<|end|>": STOP}
 LONG_ROPE = {

@@ -11,14 +11,7 @@ import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from tests.parity.conftest import text_config
-from vlkv import policies
-from vlkv.errors import InputError
-from vlkv.families import config_from_hf
-from vlkv.families.llava_next.inputs import Views
-from vlkv.processing import Video
-
-from .common import (
+from tests.families.common import (
     NEW,
     Row,
     answer,
@@ -31,6 +24,12 @@ from .common import (
     torch,
     transformers,
 )
+from tests.parity.conftest import text_config
+from vlkv import policies
+from vlkv.errors import InputError
+from vlkv.families import config_from_hf
+from vlkv.families.llava_next.inputs import Views
+from vlkv.processing import Video
 
 IMAGE, VIDEO, SIDE, PATCH = 99, 98, 28, 7  # 16 patches a tile
 PINPOINTS = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]

@@ -12,14 +12,7 @@ import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from tests.parity.conftest import text_config
-from tests.processing.conftest import make_tokenizer, write_folder
-from vlkv.errors import InputError
-from vlkv.families import config_from_hf
-from vlkv.families.llava_next.inputs import Views
-from vlkv.processing import Processor, Video
-
-from .common import (
+from tests.families.common import (
     NEW,
     Row,
     answer,
@@ -32,6 +25,12 @@ from .common import (
     torch,
     transformers,
 )
+from tests.parity.conftest import text_config
+from tests.processing.conftest import make_tokenizer, write_folder
+from vlkv.errors import InputError
+from vlkv.families import config_from_hf
+from vlkv.families.llava_next.inputs import Views
+from vlkv.processing import Processor, Video
 
 IMAGE, VIDEO, SIDE, GRID = 99, 98, 22, 3  # 3 x 3 patches of 7 pixels a tile, and one pixel over
 PINPOINTS = [[SIDE * y, SIDE * x] for y in range(1, 4) for x in range(1, 4)]

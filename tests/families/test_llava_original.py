@@ -13,13 +13,7 @@ import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from tests.parity.conftest import VOCABULARY, text_config
-from tests.processing.conftest import make_tokenizer
-from vlkv import policies
-from vlkv.errors import InputError
-from vlkv.families import config_from_hf
-
-from .common import (
+from tests.families.common import (
     NEW,
     Row,
     answer,
@@ -33,6 +27,11 @@ from .common import (
     torch,
     transformers,
 )
+from tests.parity.conftest import VOCABULARY, text_config
+from tests.processing.conftest import make_tokenizer
+from vlkv import policies
+from vlkv.errors import InputError
+from vlkv.families import config_from_hf
 
 IMAGE = VOCABULARY  # behind the last token
 TOWER = "clip-vit-tiny"

@@ -14,14 +14,13 @@ import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
+from tests.families.common import NEW, Row, check_answers, check_states, torch
+from tests.families.test_llava_onevision import GRID, PINPOINTS, SIDE, make
 from tests.processing.conftest import make_tokenizer
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 from vlkv.families.llava_next.inputs import Views
 from vlkv.processing import Processor, Video
-
-from .common import NEW, Row, check_answers, check_states, torch
-from .test_llava_onevision import GRID, PINPOINTS, SIDE, make
 
 TOKEN = 99
 RAW = {

@@ -10,11 +10,10 @@ import PIL.Image
 import pytest
 
 import vlkv
+from tests.processing.conftest import make_tokenizer
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 from vlkv.processing import Processor, Video
-
-from ..processing.conftest import make_tokenizer
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 SPECIAL = {"<|image_pad|>": 3, "<|video_pad|>": 260}

@@ -12,12 +12,7 @@ import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from tests.parity.conftest import text_config
-from tests.processing.conftest import make_tokenizer
-from vlkv.errors import InputError
-from vlkv.families import config_from_hf
-
-from .common import (
+from tests.families.common import (
     NEW,
     Row,
     answer,
@@ -31,6 +26,10 @@ from .common import (
     torch,
     transformers,
 )
+from tests.parity.conftest import text_config
+from tests.processing.conftest import make_tokenizer
+from vlkv.errors import InputError
+from vlkv.families import config_from_hf
 
 START, IMAGE = 96, 98  # <img>, </img>, and the token of each vision token
 WIDTH, INNER, SIDE, PATCH, HEADS, TOKENS = 256, 32, 80, 4, 4, 16

@@ -42,6 +42,7 @@ def text_config(kind: str = "llama", **changes):
         "llama": transformers.LlamaConfig,
         "mistral": transformers.MistralConfig,
         "qwen2": transformers.Qwen2Config,
+        "qwen3": transformers.Qwen3Config,
     }
     return classes[kind](**options)
 
@@ -68,6 +69,7 @@ def make_text(kind: str, seed: int = 0, **changes):
         "llama": transformers.LlamaForCausalLM,
         "mistral": transformers.MistralForCausalLM,
         "qwen2": transformers.Qwen2ForCausalLM,
+        "qwen3": transformers.Qwen3ForCausalLM,
     }
     if kind == "mistral":
         changes.setdefault("sliding_window", None)

@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-
-from ..families.common_qwen import make as make_qwen
-from .conftest import make_llava, make_text, torch, transformers
+from tests.families.common_qwen import make as make_qwen
+from tests.parity.conftest import make_llava, make_text, torch, transformers
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of peft

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 import vlkv
-
-from ..models import CONFIG, IMAGE_TOKEN
-from .conftest import torch
+from tests.models import CONFIG, IMAGE_TOKEN
+from tests.parity.conftest import torch
 
 IDS = torch.tensor([[1, *[IMAGE_TOKEN] * 25, 9, 8, 7]])
 PIXELS = torch.randn(1, 3, 20, 20, generator=torch.Generator().manual_seed(0))

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests.parity.conftest import make_text, save_tokenizer, torch, transformers
 from vlkv import policies
 from vlkv.cli import main
 from vlkv.tools.evaluation import Journal, Settings, read_records, run
-
-from .conftest import make_text, save_tokenizer, torch, transformers
 
 NEW = 6
 CONTEXT = "the cat is red and the dog is as blue as the sea. "

@@ -10,8 +10,7 @@ import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-
-from .conftest import IMAGE_TOKEN, make_llava, make_text, torch
+from tests.parity.conftest import IMAGE_TOKEN, make_llava, make_text, torch
 
 ROPE = {"rope_type": "default", "rope_theta": 500.0}
 
@@ -81,10 +80,17 @@ def test_llava_variants(tmp_path, changes):
     check(model, tmp_path, prompts("right"))
 
 
-@pytest.mark.default("qwen2", "mistral")
+@pytest.mark.default("qwen2", "mistral", "qwen3-changes4")
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [("llama", {}), ("llama", {"tie_word_embeddings": True}), ("qwen2", {}), ("mistral", {"num_key_value_heads": 3})],
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("qwen2", {}),
+        ("mistral", {"num_key_value_heads": 3}),
+        ("qwen3", {"head_dim": 20}),
+        ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    ],
 )
 def test_text_models(tmp_path, kind, changes):
     model = make_text(kind, **changes)

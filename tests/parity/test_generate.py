@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests.parity.conftest import IMAGE_TOKEN, make_text, torch
+from tests.parity.test_forward import prompts
 from vlkv import policies
-
-from .conftest import IMAGE_TOKEN, make_text, torch
-from .test_forward import prompts
 
 IMAGES = slice(0, 2), slice(2, 3), slice(3, 3)  # of each row
 

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests.parity.conftest import torch, transformers
 from vlkv.mini import CHECKPOINT, pages
-
-from .conftest import torch, transformers
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import pytest
 
 import vlkv
 from pallas_kernels import Kernels
+from tests.parity.conftest import save_tokenizer, torch, transformers
 from vlkv.analysis import oracle_cache
 from vlkv.errors import InputError
 from vlkv.families.qwen2_vl import config as qwen2_vl
@@ -21,8 +22,6 @@ from vlkv.generation import jitted
 from vlkv.generation.decode import check_positions, decode_steps
 from vlkv.generation.score import log_probabilities
 from vlkv.tools.evaluation import Journal, Settings, read_records, run
-
-from .conftest import save_tokenizer, torch, transformers
 
 SIZES = dict(
     vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,

@@ -11,12 +11,11 @@ from safetensors.torch import load_file, save_file
 
 import vlkv
 from checkpoints_convert.__main__ import convert
+from tests.families import tiny
+from tests.families.common_internvl import SMALL_VIT, make_internvl
+from tests.parity.conftest import make_llava, make_text, torch, transformers
 from vlkv.families import config_from_hf
 from vlkv.families.folders import describe
-
-from ..families import tiny
-from ..families.common_internvl import SMALL_VIT, make_internvl
-from .conftest import make_llava, make_text, torch, transformers
 
 HEAD = "lm_head.weight"
 TIES = (True, False, None)

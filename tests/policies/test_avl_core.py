@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_decode_time import one_layer
 
 import vlkv
 from pallas_kernels import Kernels
+from tests.cache.test_decode_state import one_layer
 from tests.models import CONFIG, IMAGE_TOKEN, padded, random_model
 from vlkv import policies
 from vlkv.cache.attention import _listed, attend_to
@@ -32,7 +32,7 @@ def step():
 
 def answer(step, state, k, v, kernels=None):
     cache, _, q, tail = step
-    segment = k, v, cache.start[0], cache.length[0]
+    segment = k, v, cache.start[0], cache.extent[0]
     run = jax.jit(attend_to, static_argnames="kernels")
     return run(q, segment, tuple(tail), jnp.array([1]), state, kernels=kernels)
 

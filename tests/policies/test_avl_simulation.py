@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 import pytest
-from test_decode_time import one_layer, places
 
 import vlkv
+from tests.cache.test_decode_state import one_layer, places
 from vlkv import policies
 from vlkv.config import DecoderConfig, ModelConfig
 

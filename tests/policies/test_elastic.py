@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from golden_vectors import compress, same_in_every_head
-from test_decode_time import one_layer, places
 
+from tests.cache.test_decode_state import one_layer, places
+from tests.policies.golden_vectors import compress, same_in_every_head
 from vlkv import InputError, policies
 
 

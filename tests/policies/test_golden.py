@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_vectors import allocate, choose, same_in_every_head
 
+from tests.policies.golden_vectors import allocate, choose, same_in_every_head
 from vlkv import policies
 from vlkv.compression import budgets
 from vlkv.compression.sizes import budget_of

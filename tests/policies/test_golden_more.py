@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_vectors import allocate, choose, compress, look_m, look_m_merges, same_in_every_head
 
+from tests.policies.golden_vectors import allocate, choose, compress, look_m, look_m_merges, same_in_every_head
 from vlkv import policies
 from vlkv.compression import merging
 

@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-import test_golden
+
+from tests.policies import test_golden
 
 
 def first_key_head(arrays):

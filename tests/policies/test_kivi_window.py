@@ -11,7 +11,7 @@ import pytest
 
 import vlkv
 from tests import models
-from tests.test_extend import turn
+from tests.generation.test_extend import turn
 from vlkv import policies
 from vlkv.cache.writing import quantize_old
 

@@ -3,13 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy_policies as reference
 import pytest
-from golden_vectors import choose, compress, same_in_every_head, select
-from test_decode_time import one_layer, places
 
+from tests.cache.test_decode_state import one_layer, places
+from tests.policies import numpy_policies as reference
+from tests.policies.golden_vectors import choose, compress, same_in_every_head, select
 from vlkv import InputError, policies
-from vlkv.compression.sizes import pool_slots, total_bound
+from vlkv.compression.sizes import cache_spec, total_bound
 from vlkv.policies.prefixkv import found_forget_counts, scaled_forget_counts
 
 
@@ -52,7 +52,7 @@ def test_the_published_budgets_fit_the_pool_for_any_prompt(keep, scope):
         assert (budgets >= 1).all()
         bounds = {"vision": length, "text": 0} if scope == "vision" else {"vision": 0, "text": length}
         assert budgets.sum() <= total_bound(policy, layers=layers, **bounds)
-        assert pool_slots(policy, layers=layers, **bounds, new_tokens=0) >= (-(-budgets // 16) * 16).sum()
+        assert cache_spec(policy, layers=layers, **bounds, new_tokens=0).allocated() >= (-(-budgets // 16) * 16).sum()
 
 
 @pytest.mark.full

@@ -6,10 +6,10 @@ import typing
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy_policies as reference
 import pytest
 from jaxtyping import Array, Float
 
+from tests.policies import numpy_policies as reference
 from vlkv import InputError, policies
 from vlkv.policies.aircache import skewness
 

@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_vectors import choose, compress, layered, look_m, look_m_merges, select
 
 import vlkv
 from pallas_kernels import attention_mass
 from tests import reference
 from tests.models import embed, tiny_llava, unequal_batch
+from tests.policies.golden_vectors import choose, compress, layered, look_m, look_m_merges, select
 from vlkv import policies
 from vlkv.compression import sizes
-from vlkv.compression.sizes import pool_slots, total_bound
+from vlkv.compression.sizes import cache_spec, total_bound
 
 # --- CSP ------------------------------------------------------------------------------------------------------------
 
@@ -214,8 +214,8 @@ def test_the_pool_has_room_and_holds_what_select_names(params, policy):
     """Prompts of two images, one and none, padded on the left: the pool against a float64 run's q and k."""
     batch = unequal_batch(padding="left")
     cache, _ = prefill(params, batch, policy, new_tokens=2)
-    slots = pool_slots(policy, layers=3, vision=batch.max_vision, text=batch.max_text, new_tokens=0, images=2)
-    assert cache.token.shape[2] == slots
+    spec = cache_spec(policy, layers=3, vision=batch.max_vision, text=batch.max_text, new_tokens=0, images=2)
+    assert cache.token.shape[2] == spec.allocated()
     x = np.asarray(embed(params, batch))
     for row, valid in enumerate(batch.valid):
         _, layers = reference.prefill(params.decoder, x[row, valid])

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from test_decode_time import one_layer, places, softmax
 
+from tests.cache.test_decode_state import one_layer, places, softmax
 from vlkv import policies
 
 LENGTH, STEPS, HEADS, GROUPS, DIM = 40, 12, 2, 3, 8

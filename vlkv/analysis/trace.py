@@ -85,7 +85,7 @@ def _decode_state(prompt: Prompt, cache: PackedCache) -> tuple[DecodeState, ...]
         return packed(state, token, slots, new_tokens=cache.new_tokens, reuses=False)
 
     return tuple(
-        jax.vmap(row_state)(cache.entries(i, most), cache.length[i], prompt.is_vision, prompt.valid)
+        jax.vmap(row_state)(cache.entries(i, most), cache.extent[i], prompt.is_vision, prompt.valid)
         for i in range(cache.start.shape[0])
     )
 

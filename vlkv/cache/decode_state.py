@@ -140,10 +140,10 @@ def resize(state: DecodeState, new_tokens: int, more: int = 0) -> DecodeState:
 
 
 def arrive(state: DecodeState) -> tuple[DecodeState, Int[Array, " K"]]:
-    """Adds the new token as a stored and attended entry; also returns its entry number in each head.
+    """Reserves a stored and attended entry for the new token; also returns its entry number in each head.
 
-    If slots are reused, it takes a free slot. If there is none, because the method has evicted nothing, the oldest
-    entry is evicted.
+    The caller writes keys and values. If slots are reused, the entry takes a free slot. If there is none, because the
+    method has evicted nothing, the oldest entry is evicted.
     """
     size = state.stored.shape[-1]
     number = jnp.arange(size)

@@ -87,6 +87,10 @@ class CacheSpec:
         """Slots of the tail of one layer."""
         return 0 if self.reuses else align(self.new_tokens, parts)
 
+    def allocated(self, parts: int = 1) -> int:
+        """Slots of a row and key head, in the pool and the tails of all layers."""
+        return self.pool(parts) + self.layers * self.tail(parts)
+
 
 def pack(
     spec: CacheSpec,
@@ -175,9 +179,9 @@ def pack(
     )  # fmt: skip
     packed_k, packed_v, token, start, tail_k, tail_v = run(k, v, kept, granted, is_vision, source)
     return PackedCache(
-        k=packed_k, v=packed_v, token=token, start=start, length=granted, tail_k=tail_k, tail_v=tail_v,
+        k=packed_k, v=packed_v, token=token, start=start, extent=granted, tail_k=tail_k, tail_v=tail_v,
         used=jnp.zeros(batch, jnp.int32), next_position=next_position, softmax_n=spec.softmax_n, parts=parts,
-        window=window,
+        full_precision=window,
     )  # fmt: skip
 
 

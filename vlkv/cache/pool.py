@@ -57,9 +57,9 @@ class PackedCache:
     # Index in the prompt of the token that was last written to each slot; -1: none, or a new token.
     token: Int[Array, "B #K P"] = field(metadata=_POOL)
     start: Int[Array, "L B K"] = field(metadata=_TABLE)  # first slot of each layer's segment, in each part
-    # Number of prompt entries of each segment, vision first, then text, in all parts together. If slots are reused, the
-    # number of slots of the segment.
-    length: Int[Array, "L B K"] = field(metadata=_TABLE)
+    # Slots of each segment that may be read, in all parts together: its prompt entries, vision first, then text; or all
+    # its slots if slots are reused.
+    extent: Int[Array, "L B K"] = field(metadata=_TABLE)
     tail_k: tuple[Float[Array, "B K S H"], ...] = field(metadata=_POOL)  # one per layer; none if slots are reused
     tail_v: tuple[Float[Array, "B K S H"], ...] = field(metadata=_POOL)
     used: Int[Array, " B"] = field(metadata=axes("batch"))  # number of new tokens so far
@@ -71,7 +71,8 @@ class PackedCache:
     softmax_n: float = field(default=0.0, metadata={"static": True})  # of decode attention
     kernels: Kernels = field(default=Kernels(), metadata={"static": True})  # implementations of the ops
     parts: int = field(default=1, metadata={"static": True})  # M
-    window: int | None = field(default=None, metadata={"static": True})  # see `quantize_old`; None: it is not used
+    # KIVI: number of newest tokens that attention sees unquantised (see `quantize_old`); None: all of them.
+    full_precision: int | None = field(default=None, metadata={"static": True})
 
     @property
     def entry_arrays(self) -> list[Array]:
@@ -111,36 +112,36 @@ class PackedCache:
     def counts(self) -> Int[Array, "L B K"]:
         """Number of stored entries of each segment."""
         if self.decode_states is None:
-            return self.length
+            return self.extent
         return jnp.stack([jnp.sum(m.stored[..., : m.stored.shape[-1] - m.tail], axis=-1) for m in self.decode_states])
 
     def segment(self, layer: int) -> tuple[Array | QuantizedPool, Array | QuantizedPool, Array, Array]:
-        """Keys and values of the pool, and [B, K] start and length of a layer's segment."""
-        return self.k, self.v, self.start[layer], self.length[layer]
+        """Keys and values of the pool, and [B, K] start and extent of a layer's segment."""
+        return self.k, self.v, self.start[layer], self.extent[layer]
 
     def entries(self, layer: int, most: int) -> Int[Array, "B K most"]:
         """The prompt token of each of the first `most` entries of a layer; see the function `entries`."""
-        return entries(self.token, self.start[layer], self.length[layer], most, self.parts)
+        return entries(self.token, self.start[layer], self.extent[layer], most, self.parts)
 
 
 def entries(
-    token: Int[Array, "B #K P"], start: Int[Array, "B K"], length: Int[Array, "B K"], most: int, parts: int = 1
+    token: Int[Array, "B #K P"], start: Int[Array, "B K"], extent: Int[Array, "B K"], most: int, parts: int = 1
 ) -> Int[Array, "B K most"]:
     """The prompt token of each of the first `most` entries of a layer's segment, in order; -1: none, or a new token.
 
     An entry evicted while decoding is included until its slot is reused; `DecodeState.stored` excludes it.
 
     Args:
-        token: field of a `PackedCache` or an `Output`.
+        token: field of a `PackedCache`.
         start: the field's entry for the layer.
-        length: the field's entry for the layer.
+        extent: the field's entry for the layer.
         most: bound on the number of entries.
-        parts: field of the same object.
+        parts: field of the same cache.
     """
     number = jnp.arange(most)
     slot = ops.slot_of(number, start[..., None], token.shape[2], parts)
     found = jnp.take_along_axis(token, slot, axis=2, mode="clip")
-    return jnp.where(number < length[..., None], found, -1)
+    return jnp.where(number < extent[..., None], found, -1)
 
 
 @partial(jax.jit, static_argnames="kernels")  # traced once for all layers

@@ -64,8 +64,8 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
     requested = jnp.stack([jax.vmap(updater.decode_slots)(layer) for layer in states])
     if isinstance(requested, jax.core.Tracer):
         raise InputError("the number of slots that the method needs is unknown under jit: resize the cache outside jit")
-    length, columns = jnp.maximum(cache.length, requested), cache.token.shape[1]
-    before, after = (align(-(-x // parts)) for x in (cache.length, length))  # in each part
+    extent, columns = jnp.maximum(cache.extent, requested), cache.token.shape[1]
+    before, after = (align(-(-x // parts)) for x in (cache.extent, extent))  # in each part
     start, end = sum_before(after, columns), jnp.sum(by_column(after, columns), axis=0)
     # Grows by whole tiles of all layers, so that few sizes must be compiled.
     here = cache.token.shape[2] // parts
@@ -73,7 +73,7 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
     most = max(int(jnp.max(requested)), cache.decode_states[0].stored.shape[-1])
     more = align(most) - cache.decode_states[0].stored.shape[-1]
     states = [decode_state.resize(layer, new_tokens, more) for layer in cache.decode_states]
-    states = [dataclasses.replace(layer, slots=length[i]) for i, layer in enumerate(states)]
+    states = [dataclasses.replace(layer, slots=extent[i]) for i, layer in enumerate(states)]
     first, filled, old = (by_column(x, columns) for x in (start, before, cache.start))
     place = jnp.arange(here)[:, None, None, None] - first  # [slots of a part, segments, B, #K], within each segment
     source = jnp.max(jnp.where((place >= 0) & (place < filled), place + old, -1), axis=1)
@@ -87,7 +87,7 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
 
     assert not isinstance(cache.k, QuantizedPool) and not isinstance(cache.v, QuantizedPool)
     return dataclasses.replace(
-        cache, k=move(cache.k, 0), v=move(cache.v, 0), token=move(cache.token, -1), start=start, length=length,
+        cache, k=move(cache.k, 0), v=move(cache.v, 0), token=move(cache.token, -1), start=start, extent=extent,
         decode_states=tuple(states),
     )  # fmt: skip
 

@@ -28,15 +28,17 @@ Statistics = dict[str, Any]  # arrays by name; a composition has a dictionary of
 
 
 class Facts(NamedTuple):
-    """What is known of a method before it runs. Fields that a class leaves out are those of its base class.
+    """What is known of a method before it runs. A field with its default value is that of the base class.
 
     Attributes:
         paper: the source, or "baseline".
         equations: where the paper defines the method.
-        stages: the stages that the method changes, separated by commas.
+        stages: the stages that the method changes, separated by commas. Overrides of `allocate`, `rank` and `merge` are
+            added automatically.
         budgets: which budgets may differ: "equal": none; "layers": those of the layers; "heads": those of the layers
             and heads. A class that overrides `allocate` has "layers" unless it says "heads".
-        capped: whether `cap` is supported: budgets differ per layer, and tokens are ranked by their scores only.
+        capped: whether `cap` is supported. Set it if `allocate` needs no more than its arguments, and `rank` no more
+            than the scores.
         selects: whether entries are evicted after prefill.
         own_keep: whether `keep` follows from other options, so that it cannot be given.
         needs_key: whether `generate` and `select` need a key.
@@ -108,7 +110,7 @@ class Policy(metaclass=_PolicyType):
         if (self.keep is None) == (self.budget is None):
             raise InputError(f"{name}: give either keep= (a fraction) or budget= (tokens per layer)")
         capped = self.cap is None or self.facts.capped
-        self.check("cap", capped, "is only for methods with different budgets per layer")
+        self.check("cap", capped, "needs facts = Facts(capped=True), for budgets per layer and tokens ranked by scores")
         self.check("cap", self.cap is None or not self.merges, "cannot be combined with merging")
 
     def check(self, field: str, ok: bool, rule: str) -> None:
@@ -122,7 +124,12 @@ class Policy(metaclass=_PolicyType):
     # --- stages of a selection ----------------------------------------------------------------------------------
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """The importance of each token; higher is better. Values out of scope are ignored."""
+        """The importance of each token for each key head; higher is better. Values out of scope are ignored.
+
+        `obs` has the layer's queries q [N, T, H], keys and values k and v [K, T, H], and masks over tokens: `valid` (no
+        padding), `is_vision`, `in_scope` (compete for the budget), `instruction` (text after the last image). Functions
+        of observe.py, such as `rows_mass`, measure attention.
+        """
         raise NotImplementedError
 
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
@@ -134,18 +141,23 @@ class Policy(metaclass=_PolicyType):
         return jnp.zeros_like(obs.valid)
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """Arrays of this layer that `allocate`, `rank` or `vlkv.analysis` need."""
+        """Arrays of this layer that `allocate`, `rank` or `vlkv.analysis` need, by names of your own.
+
+        `allocate` gets them of all layers, stacked along a new first axis L; `rank` gets those of one layer.
+        """
         del obs, scores
         return {}
 
     def allocate(
         self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
     ) -> Int[Array, " L"] | Int[Array, "L K"]:
-        """Budgets per layer (or per layer and head), each from 0 to `most`, with a sum of at most `total` per head.
+        """The budget of each layer: the number of tokens in scope that each of its key heads keeps.
 
-        With `Facts.budgets` "heads", budgets are per layer and head, and the sum over all K heads is at most K
-        `total`. `select` raises InputError for budgets outside these bounds. Under jit they are clipped instead, in
-        the upper layers if their sum is too large.
+        Budgets are whole numbers from 0 to `most`, with a sum of at most `total`; `budgets.apportion` rounds fractions
+        to such numbers. With scope="vision", text is kept besides. With `Facts.budgets` "heads", budgets are per layer
+        and head, and the sum over all K heads is at most K `total`. `select` raises InputError for budgets outside
+        these bounds. Under jit, as in `generate`, they are clipped instead, in the upper layers if their sum is too
+        large.
 
         Args:
             statistics: of all layers, with a leading axis L.

@@ -19,8 +19,6 @@ from jaxtyping import Array, Float, Int
 from vlkv.cache.packing import CacheSpec
 from vlkv.compression import budgets
 from vlkv.compression.policy import Policy
-from vlkv.errors import InputError
-from vlkv.inputs import Inputs
 
 
 class Budget(NamedTuple):
@@ -83,8 +81,17 @@ def vision_bounds(policy: Policy, *, layers: int, vision: int, images: int) -> t
     return tuple(left[sum(i >= a for a in after)] for i in range(layers))
 
 
-def cache_spec(policy: Policy, *, layers: int, vision: int, text: int, images: int, new_tokens: int) -> CacheSpec:
-    """What the policy needs of a cache; arguments as in `pool_slots`."""
+def cache_spec(policy: Policy, *, layers: int, vision: int, text: int, new_tokens: int, images: int = 1) -> CacheSpec:
+    """What the policy needs of a cache.
+
+    Args:
+        policy: determines how many entries may be kept.
+        layers: L.
+        vision: bound on the vision tokens of a row (`Inputs.max_vision`).
+        text: bound on its text tokens (`Inputs.max_text`).
+        new_tokens: capacity for generated tokens.
+        images: bound on its images (`Inputs.max_images`).
+    """
     slots = total_bound(policy, layers=layers, vision=vision, text=text, images=images)
     # Equal budgets are equal only for layers with the same number of tokens.
     equal = policy.facts.budgets == "equal" and policy.reducer is None
@@ -101,31 +108,3 @@ def cache_spec(policy: Policy, *, layers: int, vision: int, text: int, images: i
         layers=layers, slots=slots, longest=longest, limit=limit, new_tokens=new_tokens, reuses=bounds is not None,
         per_head=policy.facts.budgets == "heads", storage=policy.storage, softmax_n=policy.softmax_n,
     )  # fmt: skip
-
-
-def pool_slots(
-    policy: Policy, inputs: Inputs | None = None, *, layers: int, new_tokens: int = 64, vision: int = 0, text: int = 0,
-    images: int = 1, parts: int = 1,
-) -> int:  # fmt: skip
-    """Slots that a cache allocates per row and key head, in the pool and the tails of all layers.
-
-    Args:
-        policy: determines how many entries may be kept.
-        inputs: prompts, whose bounds are used; None: the bounds are the next three arguments.
-        layers: L, `len(params.decoder.layers)`.
-        new_tokens: capacity for generated tokens.
-        vision: bound on the vision tokens of a row (`Inputs.max_vision`).
-        text: bound on its text tokens (`Inputs.max_text`).
-        images: bound on its images (`Inputs.max_images`).
-        parts: M: 1, or the size of the mesh's `model` axis if it does not divide the columns of the pool: the key
-            heads, or 1 with `Policy.per_head`.
-
-    Raises:
-        InputError: `inputs` of another type.
-    """
-    if inputs is not None and not isinstance(inputs, Inputs):
-        raise InputError("inputs are not vlkv.Inputs: convert a Hugging Face batch by vlkv.Inputs.from_hf")
-    if inputs is not None:
-        vision, text, images = inputs.max_vision, inputs.max_text, inputs.max_images
-    spec = cache_spec(policy, layers=layers, vision=vision, text=text, images=images, new_tokens=new_tokens)
-    return spec.pool(parts) + layers * spec.tail(parts)

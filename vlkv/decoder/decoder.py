@@ -45,6 +45,8 @@ class DecoderLayer(nnx.Module):
         self.query = SplitHeads(c.width, c.heads, c.head_dim, bias=c.qkv_bias, init=init)
         self.key = SplitHeads(c.width, c.kv_heads, c.head_dim, bias=c.qkv_bias, init=init)
         self.value = SplitHeads(c.width, c.kv_heads, c.head_dim, bias=c.qkv_bias, init=init)
+        self.query_norm = RMSNorm(c.head_dim, c.norm_eps, init=init) if c.qk_norm else None
+        self.key_norm = RMSNorm(c.head_dim, c.norm_eps, init=init) if c.qk_norm else None
         self.out = JoinHeads(c.width, c.heads, c.head_dim, bias=c.out_bias, init=init)
         self.mlp_norm = RMSNorm(c.width, c.norm_eps, init=init)
         self.gate = Linear(c.width, c.mlp_width, bias=False, init=init)
@@ -57,7 +59,10 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Rotated queries, rotated keys, and values."""
         h = self.attention_norm(x)
-        q, k = apply_rope(self.query(h), rotation.table), apply_rope(self.key(h), rotation.table)
+        q, k = self.query(h), self.key(h)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        q, k = apply_rope(q, rotation.table), apply_rope(k, rotation.table)
         if rotation.log_scale is not None:
             q = q * rotation.log_scale.astype(q.dtype)
         return q, k, self.value(h)

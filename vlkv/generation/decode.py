@@ -145,11 +145,9 @@ def decode_steps(
 
 
 @jax.jit
-def choose_token(
-    logits: Float[Array, "B vocab"], sampling: Greedy, key: Key[Array, ""] | None, step: int | Array = 0
-) -> Int[Array, " B"]:
-    """The token that `decode` chooses in this step; -1 if the logits are NaN."""
-    return _choose(logits, sampling, key, step)
+def choose_token(logits: Float[Array, "B vocab"], sampling: Greedy, key: Key[Array, ""] | None) -> Int[Array, " B"]:
+    """The token that `decode` chooses in its first step; -1 if the logits are NaN."""
+    return _choose(logits, sampling, key, 0)
 
 
 @partial(jax.jit, donate_argnames="cache")

@@ -1,27 +1,29 @@
-"""Generation from a compressed cache. The functions are pure, and all except the generators can be jitted. Mainly:
+"""Generation from a compressed cache: `generate`, prefill and decoding in one program, and its generator `stream`.
 
-    forward       logits of whole prompts without a cache, for parity tests and training
-    decode_step   one more token (several tokens: vlkv/generation/extend.py)
-    decode        a loop until every row has ended
-    generate      prefill and decode in one program
-    score         log-probabilities of a given continuation
-    stream        `generate` as a generator of tokens
-    decode_steps  `decode` as a generator of tokens
+The other functions of this folder are pure too, and all except the generators can be jitted:
 
-Axes: B batch · T prompt · L layers · K key heads · P pool slots · S new tokens · D width.
+    prompt.py   forward: logits of whole prompts without a cache; read_prompt: the first half of prefill
+    prefill.py  prefill, and its second half, fill_cache
+    decode.py   decode_step: one more token; decode: until every row has ended; decode_steps: its generator
+    extend.py   several tokens, another turn
+    score.py    log-probabilities of a given continuation
+
+Axes: B batch · T prompt · L layers · K key heads · S new tokens · D width.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int, Key, PRNGKeyArray
+from jaxtyping import Array, Bool, Int, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
+from vlkv.cache.stored import StoredTokens
 from vlkv.compression.policy import Policy
 from vlkv.compression.selection import require_fit
 from vlkv.families import Model
@@ -38,16 +40,26 @@ from vlkv.policies.full import Full
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Output:
-    """Generated tokens. `token`, `start` and `length` describe the cache after prefill, before decoding."""
+    """Generated tokens, and what the cache stores and allocates."""
 
     tokens: Int[Array, "B S"]  # -1: the logits are NaN, which ends the row; a row that has ended repeats its last token
     lengths: Int[Array, " B"]  # number of tokens of each row, including the stop token or -1
-    token: Int[Array, "B #K P"]  # prompt token in each slot of the pool, as in PackedCache
-    start: Int[Array, "L B K"]  # as in PackedCache
-    length: Int[Array, "L B K"]  # number of stored prompt entries
     cache_bytes: int = dataclasses.field(metadata={"static": True})  # allocated bytes of all rows (PackedCache.bytes)
     slots: int = dataclasses.field(metadata={"static": True})  # allocated slots per row and key head, with tails
-    parts: int = dataclasses.field(default=1, metadata={"static": True})  # as in PackedCache
+    _stored: StoredTokens
+
+    @cached_property
+    def kept(self) -> Bool[np.ndarray, "L B K T"]:
+        """Which prompt tokens each layer and key head keeps after prefill, on the axis T of `Inputs.tokens`.
+
+        False: padding, tokens that a reduction has removed before this layer, and tokens that are evicted or merged
+        into others. The token into which they are merged is kept. A method that evicts while decoding keeps fewer in
+        the end: this is what it begins with.
+
+        Raises:
+            InputError: within jit, or if other hosts have some of the rows (`vlkv.sharding.gather(output).kept`).
+        """
+        return self._stored.mask()
 
 
 def generate(
@@ -101,9 +113,9 @@ def _generate(
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
     cache, logits = read_and_fill(params, inputs, policy, sampling.max_new_tokens, key=policy_key, kernels=kernels)
     tokens, lengths = decode(params, cache, logits, sampling=sampling, key=sample_key)
-    return Output(
-        tokens=tokens, lengths=lengths, token=cache.token, start=cache.start, length=cache.counts,
-        cache_bytes=cache.bytes, slots=cache.slots, parts=cache.parts,
+    return Output(  # `cache` is still the one before decoding
+        tokens=tokens, lengths=lengths, cache_bytes=cache.bytes, slots=cache.slots,
+        _stored=StoredTokens.of(cache, inputs.tokens.shape[1]),
     )  # fmt: skip
 
 

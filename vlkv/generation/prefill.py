@@ -22,7 +22,7 @@ from pallas_kernels import Kernels
 from vlkv.cache.decode_state import DecodeState, begin, packed
 from vlkv.cache.packing import pack
 from vlkv.cache.pool import PackedCache, checked_new_tokens
-from vlkv.compression.policy import DecodingStages, Policy
+from vlkv.compression.policy import DecodingStages, Policy, require_policy
 from vlkv.compression.selection import Observed, allocate_and_take, make_observation, observe, require_fit, shortlist
 from vlkv.compression.sizes import Budget, budget_of, cache_spec, cap_bound
 from vlkv.decoder.memory_maps import make_room
@@ -34,7 +34,7 @@ from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
 from vlkv.keys import single_key
 from vlkv.masks import ordinal, tokens_at
-from vlkv.sharding.ops import by_row
+from vlkv.sharding.ops import by_row, slot_parts
 
 
 def prefill(
@@ -79,6 +79,32 @@ def prefill(
     new_tokens = checked_new_tokens(new_tokens)
     require_fit(policy, len(params.decoder.layers), key)
     return read_and_fill(params, inputs, policy, new_tokens, key=key, kernels=kernels)
+
+
+def pool_slots(
+    params: Model, inputs: Inputs | Mapping[str, Any], policy: Policy, *, new_tokens: int = Greedy().max_new_tokens
+) -> int:
+    """Slots that a cache of these prompts allocates per row and key head, in the pool and the tails of all layers.
+
+    With a mesh (`jax.set_mesh`), it counts the slots of all its devices together.
+
+    Args:
+        params: the model; shapes (`jax.eval_shape`) are enough.
+        inputs: from the processor, or from the family's transformers processor.
+        policy: determines how many entries may be kept.
+        new_tokens: capacity for generated tokens.
+
+    Raises:
+        InputError: the policy does not fit the model, or new_tokens is less than 1.
+    """
+    inputs, layers = Inputs.of(inputs, params.config), len(params.decoder.layers)
+    require_policy(policy)
+    policy.check_model(layers)
+    spec = cache_spec(
+        policy, layers=layers, vision=inputs.max_vision, text=inputs.max_text, images=inputs.max_images,
+        new_tokens=checked_new_tokens(new_tokens),
+    )  # fmt: skip
+    return spec.allocated(slot_parts(spec.columns(params.config.decoder.kv_heads)))
 
 
 def read_and_fill(
@@ -257,7 +283,7 @@ def _fill(
     if updater is not None:
         capacity = new_tokens if spec.reuses else spec.tail(cache.parts)  # a tail may be rounded up
         moved = jax.vmap(partial(packed, new_tokens=capacity, reuses=spec.reuses))
-        states = tuple(moved(m, cache.entries(i, spec.longest), cache.length[i]) for i, m in enumerate(states))
+        states = tuple(moved(m, cache.entries(i, spec.longest), cache.extent[i]) for i, m in enumerate(states))
         cache = dataclasses.replace(cache, decode_states=states, policy=policy)
     return cache
 

@@ -31,8 +31,8 @@ class _Carry(NamedTuple):
     """What `feed` carries from layer to layer."""
 
     cache: PackedCache  # with the new entries of the layers so far
-    entries: tuple[Int[Array, "B K"], ...] = ()  # that the new token took in each layer, if slots are reused
-    attended: tuple[DecodeState, Float[Array, "B N E"]] | None = None  # of the last layer, for `watch`
+    taken: tuple[Int[Array, "B K"], ...] = ()  # the entry of the new token in each layer, if slots are reused
+    for_watch: tuple[DecodeState, Float[Array, "B N E"]] | None = None  # of the layer that has just run
     watched: tuple[Any, ...] = ()  # results of `watch`
 
 
@@ -56,7 +56,7 @@ def feed(
         valid: False for padding, which has no entry; None: there is no padding.
     """
     require_32_bits()
-    if (cache.decode_states is None and cache.window is None) or x.shape[1] == 1:
+    if (cache.decode_states is None and cache.full_precision is None) or x.shape[1] == 1:
         return _feed(decoder, cache, x, positions, valid, None)[:2]
 
     def step(cache: PackedCache, token: tuple[Any, ...]) -> tuple[PackedCache, Array]:
@@ -84,9 +84,14 @@ def _feed(
     valid: Bool[Array, "B T"] | None,
     watch: Watch | None,
 ) -> tuple[PackedCache, Float[Array, "B T D"], tuple[Any, ...]]:
-    """All layers, for tokens that can be processed together."""
+    """All layers, for tokens that can be processed together.
+
+    In a layer with a decode state: `arrive` reserves an entry, keys and values are written, attention reads what the
+    state attends to, and `step` of the policy updates the state, which may evict entries.
+    """
     count = jnp.arange(1, x.shape[1] + 1) if valid is None else jnp.cumsum(valid, axis=1)
-    in_tail = cache.used[:, None] + count  # [B, T] entries of the tail that a token attends to, including its own
+    # [B, T] entries of the tail that a token attends to, including its own; not used if there is no tail
+    in_tail = cache.used[:, None] + count
     # Padding gets an entry number past the end, which is not written.
     tail_entry = in_tail - 1 if valid is None else jnp.where(valid, in_tail - 1, cache.new_tokens)
     # Kernels for decoding are made for one query; several queries are matrix products, which XLA computes well.
@@ -94,13 +99,13 @@ def _feed(
     updater = None if cache.policy is None else cache.policy.updater
 
     def attend(i: int, carry: _Carry, q: Array, k: Array, v: Array) -> tuple[_Carry, Array]:
-        now, taken = carry.cache, carry.entries
+        now, taken = carry.cache, carry.taken
         tail: tuple[Array, Array] | None = None
         if now.decode_states is None:
             now, tail = _write_tails(now, i, k, v, tail_entry)
-            if now.window is not None:
+            if now.full_precision is not None:
                 assert isinstance(now.k, QuantizedPool)
-                tail = quantize_old(tail, in_tail[:, 0], bits=now.k.bits, group=now.k.group, window=now.window)
+                tail = quantize_old(tail, in_tail[:, 0], bits=now.k.bits, group=now.k.group, window=now.full_precision)
             attended = cached_attention(
                 q, now.segment(i), tail, in_tail, softmax_n=now.softmax_n, parts=now.parts, implementation=kernel
             )
@@ -110,7 +115,7 @@ def _feed(
             now, taken = _write_pools(now, i, k, v, entry, valid), (*taken, entry)
         else:
             now, tail = _write_tails(now, i, k, v, tail_entry)
-        if state.core is not None:
+        if state.core is not None:  # A-VL only
             now, state = _group_core(now, i, state, valid)
         attended, mass = attend_to(
             q[:, 0], now.segment(i), tail, in_tail[:, 0], state, softmax_n=now.softmax_n, kernels=now.kernels,
@@ -122,14 +127,14 @@ def _feed(
         return _Carry(now, taken, (state, mass), carry.watched), attended[:, None]
 
     def note(i: int, carry: _Carry, x: Array) -> tuple[_Carry, Array, None]:
-        assert watch is not None and carry.attended is not None
-        return carry._replace(watched=(*carry.watched, watch(i, *carry.attended, x))), x, None
+        assert watch is not None and carry.for_watch is not None
+        return carry._replace(watched=(*carry.watched, watch(i, *carry.for_watch, x))), x, None
 
     after = None if watch is None else note
     carry, x = decoder.walk(_Carry(cache), x, positions, attend, after, cache.position_limit)
     fed = dataclasses.replace(carry.cache, used=cache.used + count[..., -1])
-    if carry.entries:  # all layers in one write; -1, because new tokens have no index in the prompt
-        where = jnp.stack(carry.entries, axis=1), jnp.swapaxes(cache.start, 0, 1)  # [B, L, K]
+    if carry.taken:  # all layers in one write, where L takes the place of T; -1: new tokens have no index in the prompt
+        where = jnp.stack(carry.taken, axis=1), jnp.swapaxes(cache.start, 0, 1)  # [B, L, K]
         token = write_pool(fed.token, jnp.full(where[0].shape, -1, jnp.int32), *where, valid, cache.parts)
         fed = dataclasses.replace(fed, token=token)
     if valid is not None and cache.decode_states is not None:  # padding does not change the decode state

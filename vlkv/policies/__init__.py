@@ -6,6 +6,7 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -97,7 +98,12 @@ def _load(file: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(file, file)  # the module's name is the file, as in FILE.py:CLASS
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[spec.name] = module  # dataclasses look up annotations here
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
     return module
 
 

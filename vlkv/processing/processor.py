@@ -85,7 +85,7 @@ class Processor:
         )
 
     def __call__(
-        self, images: RowImages | Sequence[RowImages], text: str | Sequence[str], *, question: bool = True
+        self, images: RowImages | Sequence[RowImages], text: str | Sequence[str], *, query_agnostic: bool = False
     ) -> Inputs:
         """The inputs of one question, or of a batch of questions.
 
@@ -94,7 +94,7 @@ class Processor:
                 list of questions: a list with such an entry for each, or None.
             text: one question, or a list. `<image>` marks the place of an image; without marks, images come first.
                 A backslash before a mark makes it ordinary text.
-            question: False: stop before the text after the last image, so that the compressed cache does not depend on
+            query_agnostic: stop before the text after the last image, so that the compressed cache does not depend on
                 the question. `extension` makes this text for `vlkv.extend`.
 
         Returns:
@@ -108,7 +108,7 @@ class Processor:
         # Checks the texts before any image is opened.
         rows = [self._as_written(one, row) for row, one in zip(rows, texts, strict=True)]
         reads = [self._read(row) for row in rows]
-        write = self.prompts.write if question else self.prompts.before_question
+        write = self.prompts.before_question if query_agnostic else self.prompts.write
         prompts = [
             self._ids(write(one, *count(row)), row, read) for row, one, read in zip(rows, texts, reads, strict=True)
         ]

@@ -26,6 +26,7 @@ class Kind:
         bias: name of the field that gives attention biases.
         qkv_bias: True: queries, keys and values always have biases, and the output never has one.
         windowed: True: `sliding_window` is used without `use_sliding_window`.
+        qk_norm: whether queries and keys of each head are normalised.
         names: which tensor names the checkpoints have, if not those of Llama; see weights.py.
     """
 
@@ -33,6 +34,7 @@ class Kind:
     bias: str = "attention_bias"
     qkv_bias: bool = False
     windowed: bool = False
+    qk_norm: bool = False
     names: str = ""
 
     def read(self, raw: Raw) -> DecoderConfig:
@@ -58,7 +60,7 @@ class Kind:
             vocab_size=c["vocab_size"], width=c["hidden_size"], mlp_width=c["intermediate_size"], layers=layers,
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, norm_eps=c["rms_norm_eps"], max_positions=limit,
             rope=read_rope(c, head_dim), tied=bool(c.get("tie_word_embeddings", False)),
-            qkv_bias=self.qkv_bias or bias, out_bias=bias and not self.qkv_bias, names=self.names,
+            qkv_bias=self.qkv_bias or bias, out_bias=bias and not self.qkv_bias, qk_norm=self.qk_norm, names=self.names,
         )  # fmt: skip
 
     def _refuse_windows(self, c: Raw) -> None:
@@ -94,6 +96,10 @@ KINDS = {
         vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=32, rms_norm_eps=1e-6, max_position_embeddings=32768, use_sliding_window=False,
         sliding_window=4096, max_window_layers=28)),
+    "qwen3": Kind(names="qwen3", qk_norm=True, defaults=dict(
+        vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=32, head_dim=128, rms_norm_eps=1e-6, max_position_embeddings=32768,
+        use_sliding_window=False, sliding_window=4096, max_window_layers=28)),
     "phi3": Kind(names="phi3", windowed=True, defaults=dict(
         vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=32,
         rms_norm_eps=1e-5, max_position_embeddings=4096, original_max_position_embeddings=4096,
@@ -213,6 +219,25 @@ QWEN2 = {
     "72b": _qwen2(hidden_size=8192, intermediate_size=29568, num_hidden_layers=80, num_attention_heads=64,
                   num_key_value_heads=8, vocab_size=152064, tie_word_embeddings=False),
 }  # fmt: skip
+
+
+def _qwen3(**sizes: Any) -> dict[str, Any]:
+    return dict(KINDS["qwen3"].defaults, model_type="qwen3", num_key_value_heads=8, max_position_embeddings=40960,
+                rope_theta=1e6, eos_token_id=[151645, 151643]) | sizes  # fmt: skip
+
+
+QWEN3 = {
+    "0.6b": _qwen3(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+                   tie_word_embeddings=True),
+    "1.7b": _qwen3(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
+                   tie_word_embeddings=True),
+    "4b": _qwen3(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, tie_word_embeddings=True),
+    "8b": _qwen3(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, tie_word_embeddings=False),
+    "14b": _qwen3(hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40,
+                  tie_word_embeddings=False),
+    "32b": _qwen3(hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64,
+                  tie_word_embeddings=False),
+}  # fmt: skip
 # Instruct v0.2; v0.1 has a sliding window, which is not supported.
 MISTRAL = dict(KINDS["mistral"].defaults, model_type="mistral", rms_norm_eps=1e-5, rope_theta=1e6,
                max_position_embeddings=32768, sliding_window=None, tie_word_embeddings=False)  # fmt: skip
@@ -238,6 +263,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
                             num_attention_heads=24, head_dim=128, tie_word_embeddings=True),
     "mistral-7b": MISTRAL,
     **{f"qwen2-{size}": QWEN2[size] for size in ("0.5b", "1.5b", "7b")},
+    **{f"qwen3-{size}": fields for size, fields in QWEN3.items()},
     "phi-3-mini": PHI3_MINI,
     "internlm2-7b": internlm2(),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tensor names of decoders: Llama, Mistral and Qwen2 share theirs; Phi-3 and InternLM2 have others, some fused."""
+"""Tensor names of decoders: Llama, Mistral and Qwen2 share theirs; Qwen3 adds two; Phi-3 and InternLM2 fuse some."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ _LLAMA: dict[str, Name] = {
     "layers.*.gate": "layers.*.mlp.gate_proj", "layers.*.up": "layers.*.mlp.up_proj",
     "layers.*.down": "layers.*.mlp.down_proj",
 }  # fmt: skip
+_QWEN3 = _LLAMA | {
+    "layers.*.query_norm": "layers.*.self_attn.q_norm", "layers.*.key_norm": "layers.*.self_attn.k_norm",
+}  # fmt: skip
 _PHI3 = _LLAMA | {
     **{f"layers.*.{name}": Fused("layers.*.self_attn.qkv_proj") for name in ("query", "key", "value")},
     **{f"layers.*.{name}": Fused("layers.*.mlp.gate_up_proj", ("gate", "up")) for name in ("gate", "up")},
@@ -29,7 +32,7 @@ _INTERNLM2: dict[str, Name] = {
     "layers.*.gate": "layers.*.feed_forward.w1", "layers.*.up": "layers.*.feed_forward.w3",
     "layers.*.down": "layers.*.feed_forward.w2",
 }  # fmt: skip
-_KINDS = {"": _LLAMA, "phi3": _PHI3, "internlm2": _INTERNLM2}
+_KINDS = {"": _LLAMA, "qwen3": _QWEN3, "phi3": _PHI3, "internlm2": _INTERNLM2}
 # From names of transformers 4 to names of transformers 5, for models with a tower.
 TRANSFORMERS_4 = (
     (r"^language_model\.model\.", "model.language_model."),

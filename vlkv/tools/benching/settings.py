@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from vlkv.compression.sizes import pool_slots
+from vlkv.compression.sizes import cache_spec
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.policies import Full, Policy, text_of
@@ -71,11 +71,11 @@ def tree_bytes(tree: Any) -> int:
 def cache_bytes(policy: Policy, config: ModelConfig, setting: Setting, itemsize: int) -> int:
     """Bytes of allocated keys and values of all rows, without quantisation."""
     c = config.decoder
-    slots = pool_slots(
+    spec = cache_spec(
         policy, layers=c.layers, vision=setting.vision, text=setting.text, new_tokens=setting.new,
         images=images_of(setting.vision),
     )  # fmt: skip
-    return 2 * setting.batch * slots * c.kv_heads * c.head_dim * itemsize
+    return 2 * setting.batch * spec.allocated() * c.kv_heads * c.head_dim * itemsize
 
 
 def label(policy: Policy) -> str:

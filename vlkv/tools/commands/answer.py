@@ -142,7 +142,7 @@ def _check_files(args: argparse.Namespace) -> None:
 
 def _save(args: argparse.Namespace, policy: Policy, params: Model, processor: Processor, key: jax.Array) -> None:
     """Saves the compressed cache of the images and of the prompt before the question."""
-    inputs = processor(args.image, args.prompt, question=False)
+    inputs = processor(args.image, args.prompt, query_agnostic=True)
     question = _question(args, processor, len(args.image))
     check_room(processor.config, inputs, int(question.valid.sum()) + args.max_new_tokens)
     # The rotation of long-RoPE depends on the capacity for question and answer, which the file does not need.

@@ -7,6 +7,7 @@ and transformers.
 
   vlkv verify mini
   vlkv verify converted --reference original --dtype float32
+  vlkv verify llava-hf/llava-1.5-7b-hf --record
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT
 from vlkv.processing import Processor
+from vlkv.tools.commands import verified
 
 DTYPES = ("float32", "bfloat16")
 _ROUNDING = 5e-3  # tolerance for float32 sums in another order, relative to the reference's standard deviation
@@ -58,10 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=32, metavar="N", help="greedy tokens (default: %(default)s)")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES), help="of the weights (both)")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--record", action="store_true", help="add a line to the verified checkpoints in docs/models.md"
+    )
 
 
 def run(args: argparse.Namespace) -> Any:
     """The comparison as a table or for JSON; raises InputError if the models differ."""
+    if args.record:
+        verified.find_table()  # before the minutes of the comparison
     demo = args.model == "mini" and not Path("mini").exists()
     folder = CHECKPOINT if demo else loading.resolve(args.model)
     processor = loading.load_processor(folder)
@@ -88,6 +95,8 @@ def run(args: argparse.Namespace) -> Any:
     print(json.dumps(report, indent=2)) if args.json else _print(report)
     if first is not None:
         raise InputError(f"{args.model} differs from transformers: {first}")
+    if args.record:
+        verified.record(report, folder)
     return None
 
 

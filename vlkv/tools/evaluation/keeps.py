@@ -9,7 +9,7 @@ from typing import Any
 from vlkv.compression.compose import Composed, compose
 from vlkv.compression.policy import Policy
 from vlkv.compression.reducing import ReducingPolicy
-from vlkv.compression.sizes import Budget, budget_of, pool_slots, total_bound
+from vlkv.compression.sizes import Budget, budget_of, cache_spec, total_bound
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.generation.prompt import Prompt
@@ -105,10 +105,11 @@ def pool_bytes(policy: Policy, config: ModelConfig, inputs: Inputs, *, number: i
     """
     decoder = config.decoder
     heads, channels = decoder.kv_heads, decoder.head_dim
-    slots = pool_slots(
+    spec = cache_spec(
         policy, layers=decoder.layers, vision=inputs.max_vision, text=inputs.max_text, new_tokens=0,
         images=inputs.max_images,
     )  # fmt: skip
+    slots = spec.allocated()
     if policy.storage is None:
         return 2 * slots * heads * channels * number
     bits, group, _ = policy.storage

@@ -1,0 +1,1 @@
+"""Published checkpoints that can be installed as packages, and measurements on them."""

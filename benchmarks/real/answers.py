@@ -1,0 +1,112 @@
+"""Our side: compresses the cache of one prompt with several policies, and answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from vlkv.buckets import round_up
+from vlkv.families import Model
+from vlkv.generation import jitted
+from vlkv.generation.decode import check_room, decode
+from vlkv.generation.extend import extend
+from vlkv.generation.prompt import Prompt
+from vlkv.generation.sampling import Greedy
+from vlkv.inputs import Inputs
+from vlkv.policies import Policy
+from vlkv.processing import Processor
+from vlkv.tools.evaluation import dialogue
+from vlkv.tools.evaluation.keeps import at_keep, budget
+from vlkv.tools.evaluation.records import Record
+
+_extend = jax.jit(extend)
+_decode = jax.jit(decode, static_argnames="sampling")
+T = TypeVar("T")
+
+
+class Answer(NamedTuple):
+    """An answer, and the cache from which it was decoded."""
+
+    tokens: list[int]  # with the stop token, if there was one
+    kept: float  # entries of the prompt, mean over layers and heads
+    bytes: int  # allocated for keys and values of the prompt's entries
+    compress_seconds: float
+    decode_seconds: float  # of all tokens but the first
+    margins: list[float] | None = None  # by how much the logit of each token exceeds the second highest
+
+
+class Split(NamedTuple):
+    """A prompt as both sides get it."""
+
+    inputs: Inputs  # what is prefilled and compressed
+    ids: Int[np.ndarray, " T"]  # the same without padding
+    fed: Int[np.ndarray, " t"]  # ids that follow before the answer; they are not compressed
+
+
+def split(processor: Processor, record: Record, *, agnostic: bool) -> Split:
+    """The whole prompt; if `agnostic`, only the part before the question is prefilled."""
+    inputs, fed = dialogue.first_inputs(processor, [[record]], query_agnostic=agnostic, frames=1)
+    return Split(inputs, np.asarray(inputs.tokens[0])[np.asarray(inputs.valid[0])], fed[0][0])
+
+
+class Ours:
+    """A model in vlkv."""
+
+    def __init__(self, params: Model, processor: Processor, new: int) -> None:
+        self.params, self.processor, self.new = params, processor, new
+        self.compiled: set[Hashable] = set()
+
+    def prefill(self, prompt: Split) -> tuple[Prompt, float]:
+        """Queries, keys and values of a prompt, and the seconds."""
+        check_room(self.params.config, prompt.inputs, self._capacity(prompt))
+        run = lambda: jitted.read_prompt(self.params, prompt.inputs, new_tokens=self._capacity(prompt))  # noqa: E731
+        return self._timed(("prefill", *self._shape(prompt)), run)
+
+    def answer(self, prompt: Split, read: Prompt, program: Policy) -> Answer:
+        """Compresses the prompt and decodes greedily.
+
+        The number of kept entries is rounded down, as in kvpress, so that all layers have equally many of them.
+
+        Args:
+            prompt: the prompt.
+            read: of `prefill`.
+            program: the policy, whose compiled program serves prompts of all lengths.
+        """
+        key, capacity = (program, *self._shape(prompt)), self._capacity(prompt)
+        length, policy = len(prompt.ids), program
+        if program.keep is not None:
+            policy = at_keep(program, max(1, int(program.keep * length)) / length)
+        table = budget(policy, program, read)
+        random = jax.random.key(0)
+        compress = lambda: jitted.fill_cache_with(read, program, table, new_tokens=capacity, key=random)  # noqa: E731
+        cache, compress_seconds = self._timed(("compress", *key), compress)
+        size = sum(x.nbytes for x in jax.tree.leaves((cache.k, cache.v)))
+        kept, logits = float(np.mean(np.asarray(cache.counts))), read.logits
+        if len(prompt.fed):
+            batch = {"input_ids": prompt.fed[None], "attention_mask": np.ones((1, len(prompt.fed)), np.int32)}
+            more = Inputs.from_hf(batch, self.params.config, self.processor.buckets)
+            cache, logits = jax.block_until_ready(_extend(self.params, cache, more))
+        sampling = Greedy(max_new_tokens=self.new)
+        run = lambda: _decode(self.params, cache, logits, sampling=sampling)  # noqa: E731
+        (tokens, lengths), decode_seconds = self._timed(("decode", *key), run)
+        return Answer(np.asarray(tokens)[0, : int(lengths[0])].tolist(), kept, size, compress_seconds, decode_seconds)
+
+    def _capacity(self, prompt: Split) -> int:
+        return self.new + round_up(len(prompt.fed), (0, *self.processor.buckets.text))
+
+    def _shape(self, prompt: Split) -> tuple[Hashable, ...]:
+        return prompt.inputs.tokens.shape, prompt.inputs.max_text, self._capacity(prompt)
+
+    def _timed(self, key: Hashable, run: Callable[[], T]) -> tuple[T, float]:
+        """The result and the seconds, without those of compilation: the first run of a program is repeated."""
+        if key not in self.compiled:
+            jax.block_until_ready(run())
+            self.compiled.add(key)
+        begin = time.perf_counter()
+        result: Any = jax.block_until_ready(run())
+        return result, time.perf_counter() - begin

@@ -1,0 +1,54 @@
+"""Methods that vlkv and kvpress both have, with equal options. A further method is one more line in `METHODS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from benchmarks.torch_side import WINDOW
+from vlkv import policies
+from vlkv.policies import Policy
+
+
+class Method(NamedTuple):
+    """The same method on both sides."""
+
+    policy: Callable[[float], Policy]  # of the share of the entries that is kept
+    press: Callable[[float], Any]  # of the share that is removed; returns None for the full cache
+    difference: str = ""  # why the kept entries differ, if they do
+
+
+def _press(name: str, **options: Any) -> Callable[[float], Any]:
+    """The class of kvpress with this name, which is imported when a press is made."""
+
+    def make(ratio: float) -> Any:
+        import kvpress
+
+        return getattr(kvpress, name)(ratio, **options)
+
+    return make
+
+
+def _adakv(ratio: float) -> Any:
+    import kvpress
+
+    return kvpress.AdaKVPress(kvpress.SnapKVPress(ratio), alpha_safeguard=0.0)
+
+
+_AS_KVPRESS: dict[str, Any] = {"window": WINDOW, "kernel": 5, "pooling": "avg"}
+METHODS = {
+    "full": Method(lambda keep: policies.Full(), lambda ratio: None),
+    "snapkv": Method(lambda keep: policies.SnapKV(keep=keep, **_AS_KVPRESS), _press("SnapKVPress")),
+    "pyramidkv": Method(
+        # The paper's window. With 64, kvpress falls back to SnapKV's equal budgets at these lengths.
+        lambda keep: policies.PyramidKV(keep=keep, **_AS_KVPRESS | {"window": 8}),
+        _press("PyramidKVPress", window_size=8),
+        "in kvpress the window is part of the falling budgets; ours adds it to each",
+    ),
+    "streamingllm": Method(lambda keep: policies.StreamingLLM(keep=keep), _press("StreamingLLMPress")),
+    "adakv": Method(
+        # Without safeguards, which differ: kvpress' is each head's best entries, ours a part of the budget.
+        lambda keep: policies.AdaKV(keep=keep, safeguard=0.0, **_AS_KVPRESS), _adakv,
+        "the kept entries are equal, but kvpress only masks what it evicts",
+    ),
+}  # fmt: skip

@@ -1,0 +1,131 @@
+"""kvpress' side: one prefill in transformers for several presses, and greedy answers. Needs the extra `peers`.
+
+A press changes the cache after a layer's attention, so the hidden states of a prefill do not depend on it. This is why
+one prefill serves all presses: each press' own hook gets a cache of its own. test_quality.py compares the result with
+kvpress' own `with press(model)`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from benchmarks.real.answers import Answer
+
+
+class Compressed(NamedTuple):
+    """What a press made of a prompt."""
+
+    cache: Any  # DynamicCache
+    masked: list[Any]  # per layer, the entries that attention ignores (AdaKV); None: none
+    seconds: float
+
+
+class Theirs:
+    """A model in transformers, with scaled dot-product attention in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        self.torch = torch
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        self.model = model.eval()
+        self.attentions = [layer.self_attn for layer in model.model.layers]
+
+    def prefill(
+        self, ids: Int[np.ndarray, " T"], presses: Mapping[str, Any]
+    ) -> tuple[dict[str, Compressed], Any, float]:
+        """The compressed caches by name, the logits of the first new token, and the seconds without the presses'.
+
+        Args:
+            ids: the tokens.
+            presses: by name; None for the full cache.
+        """
+        from transformers import DynamicCache
+
+        made = {name: Compressed(DynamicCache(), [], 0.0) for name in presses}
+        begin = time.perf_counter()
+        with self.torch.inference_mode(), _shared(presses, made)(self.model):
+            tokens = self.torch.from_numpy(ids[None].astype(np.int64))
+            logits = self.model(tokens, past_key_values=DynamicCache(), logits_to_keep=1).logits[0, -1]
+        seconds = time.perf_counter() - begin
+        return made, logits, seconds - sum(one.seconds for one in made.values())
+
+    def answer(
+        self, length: int, fed: Int[np.ndarray, " t"], made: Compressed, logits: Any, new: int, stop: Sequence[int]
+    ) -> Answer:
+        """Feeds the ids after the prompt and decodes greedily. The cache is used up.
+
+        The ids are fed one by one, because layers with different numbers of entries have no common mask.
+
+        Args:
+            length: number of tokens of the prompt, where positions continue.
+            fed: ids that follow the prompt before the answer.
+            made: the compressed cache.
+            logits: of the first new token, if nothing is fed.
+            new: limit on the tokens.
+            stop: tokens that end the answer.
+        """
+        kept = [layer.keys.shape[1] * layer.keys.shape[2] for layer in made.cache.layers]
+        masked = [0 if x is None else len(x[0]) for x in made.masked]
+        heads = made.cache.layers[0].keys.shape[1]
+        size = sum(layer.keys.nbytes + layer.values.nbytes for layer in made.cache.layers)
+        for attention, entries in zip(self.attentions, made.masked, strict=True):
+            attention.masked_key_indices = entries
+        tokens: list[int] = []
+        margins: list[float] = []
+        with self.torch.inference_mode():
+            for position, token in enumerate(fed.tolist(), start=length):
+                logits = self._step(token, position, made.cache)
+            begin = time.perf_counter()
+            while True:
+                best = self.torch.topk(logits, 2)
+                tokens.append(int(best.indices[0]))
+                margins.append(float(best.values[0] - best.values[1]))
+                if len(tokens) == new or tokens[-1] in stop:
+                    break
+                logits = self._step(tokens[-1], length + len(fed) + len(tokens) - 1, made.cache)
+            seconds = time.perf_counter() - begin
+        mean = float(np.mean([(a - b) / heads for a, b in zip(kept, masked, strict=True)]))
+        return Answer(tokens, mean, size, made.seconds, seconds, margins)
+
+    def _step(self, token: int, position: int, cache: Any) -> Any:
+        """Logits after one more token."""
+        ids, place = (self.torch.tensor([[x]]) for x in (token, position))
+        return self.model(ids, past_key_values=cache, position_ids=place).logits[0, -1]
+
+
+def _shared(presses: Mapping[str, Any], made: dict[str, Compressed]) -> Any:
+    """A press that runs several presses on copies of the cache, and adds their caches, masks and seconds to `made`."""
+    import kvpress
+
+    class Shared(kvpress.BasePress):
+        def post_init_from_model(self, model: Any) -> None:
+            for press in presses.values():
+                if press is not None:
+                    press.post_init_from_model(model)
+
+        def forward_hook(self, module: Any, input: Any, kwargs: dict[str, Any], output: Any) -> Any:
+            layer = kwargs["past_key_values"].layers[module.layer_idx]
+            for name, press in presses.items():
+                cache = made[name].cache
+                begin = time.perf_counter()
+                cache.update(layer.keys.clone(), layer.values.clone(), module.layer_idx)
+                module.masked_key_indices = None
+                if press is not None:
+                    press.forward_hook(module, input, {**kwargs, "past_key_values": cache}, output)
+                made[name].masked.append(module.masked_key_indices)
+                seconds = made[name].seconds + time.perf_counter() - begin
+                made[name] = made[name]._replace(seconds=seconds)
+            module.masked_key_indices = None
+            return output
+
+    return Shared()

@@ -1,0 +1,209 @@
+"""Questions about long texts in prose that ships with Python, after the tasks of RULER (Hsieh et al. 2024, Sec. 3).
+
+    copy             the needle is the last sentence of the text (easier than RULER)
+    repeated         one key; its sentence stands four times at random depths (easier than RULER)
+    word             one key, whose value is a word (easier than RULER)
+    one-key          one key, whose value is a number of seven digits (RULER: S-NIAH)
+    several-keys     four keys, one of which is asked about (MK-NIAH)
+    several-values   one key with four values, all of which are asked about (MV-NIAH)
+    variables        a chain of assignments; all variables with the first value are asked about (VT)
+    common-words     a numbered list of words, three of which occur often (CWE; RULER asks for ten)
+    paragraph        a paragraph about a made-up person among paragraphs of prose (QA; RULER's are from SQuAD)
+
+Templates and answer prefixes are RULER's. A task, a length and a number determine a question.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.real.prose import paragraphs
+from vlkv.errors import InputError
+from vlkv.processing import Processor
+from vlkv.tools.evaluation import dialogue
+from vlkv.tools.evaluation.protocols import needle
+from vlkv.tools.evaluation.records import Record, Scored, Turn
+
+_NAMES = ("Marta Olsen", "Peter Novak", "Alice Baker", "Daniel Weber", "Laura Rossi", "Thomas Green", "Emma Larsen")
+_CITIES = ("Oslo", "Paris", "Berlin", "Madrid", "Dublin", "Vienna", "Lisbon", "Prague", "Athens", "Warsaw")
+_JOBS = ("teacher", "doctor", "baker", "painter", "lawyer", "farmer", "pilot", "singer")
+_ANIMALS = ("horse", "tiger", "rabbit", "eagle", "dolphin", "camel", "spider", "wolf", "lion", "bear")
+_KEYS = ("garden", "window", "river", "mountain", "bottle", "candle", "engine", "forest", "guitar", "hammer", "island",
+         "jacket", "kitchen", "ladder", "mirror", "needle", "orange", "pencil", "rocket", "saddle", "ticket",
+         "umbrella", "violin", "wagon")  # fmt: skip
+
+
+class Text(NamedTuple):
+    """A question whose text has not its final length yet."""
+
+    intro: str
+    filler: tuple[str, ...]  # parts of which as many are used as fit
+    inserted: tuple[tuple[float, str], ...]  # depths in [0, 1] and the parts that are inserted there
+    question: str
+    prefix: str
+    answers: tuple[str, ...]  # all must be found
+    separator: str = " "
+
+
+def record(processor: Processor, task: str, length: int, number: int) -> Record:
+    """A question whose prompt, with the answer prefix, has at most `length` tokens and as many parts as fit.
+
+    Raises:
+        InputError: `length` is too short for the task.
+    """
+    seed = np.random.default_rng([zlib.crc32(task.encode()), length, number])
+    made = TASKS[task](seed, length)
+
+    def written(count: int) -> Record:
+        turn = Turn(made.question, made.answers, made.prefix)
+        context = made.intro + _filled(made, count)
+        return Record(number + 1, f"{task}-{number}", (), (turn,), dataset=task, context=context)
+
+    def fits(count: int) -> bool:
+        return len(processor.encode(dialogue.prompt(processor, written(count), []), begin=False)) <= length
+
+    low, high = 0, len(made.filler)
+    if not fits(low):
+        raise InputError(f"{length} tokens are too few for the task {task}")
+    while low < high:  # the largest number of parts that fits
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return written(low)
+
+
+def score(accepted: Iterable[str], answer: str) -> float:
+    """Share of the accepted texts that the answer contains as whole words (RULER: string_match_all)."""
+    return float(np.mean([needle([Scored(answer, [text])]) for text in accepted]))
+
+
+def _filled(made: Text, count: int) -> str:
+    """The first `count` parts of the filler with the inserted parts at their depths."""
+    parts: list[str] = []
+    inserted = sorted((round(depth * count), order, text) for order, (depth, text) in enumerate(made.inserted))
+    for place in range(count + 1):
+        parts += [text for at, _, text in inserted if at == place]
+        parts += made.filler[place : min(place + 1, count)]
+    return made.separator.join(parts)
+
+
+@cache
+def _sentences() -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(re.split(r"(?<=[.!?]) (?=[A-Z])", text)) for text in paragraphs())
+
+
+@cache
+def _words() -> tuple[str, ...]:
+    """The lower-case words of the prose with five to eight letters."""
+    return tuple(sorted(set(re.findall(r"(?<![^\s])[a-z]{5,8}(?=[\s,.])", " ".join(paragraphs())))))
+
+
+def _prose(rng: np.random.Generator) -> tuple[str, ...]:
+    """Sentences of all paragraphs, in a random order of the paragraphs."""
+    return tuple(sentence for i in rng.permutation(len(_sentences())) for sentence in _sentences()[i])
+
+
+def _choice(rng: np.random.Generator, items: Iterable[str], count: int = 1) -> list[str]:
+    return [str(item) for item in rng.choice(list(items), count, replace=False)]
+
+
+def _number(rng: np.random.Generator) -> str:
+    return str(rng.integers(10**6, 10**7))
+
+
+def _needles(
+    rng: np.random.Generator, length: int, *, keys: int = 1, values: int = 1, repeated: int = 1, last: bool = False,
+    words: bool = False,
+) -> Text:  # fmt: skip
+    """Sentences such as "One of the special magic numbers for river is: 1234567." """
+    del length
+    kind = "words" if words else "numbers"
+    names = _choice(rng, _KEYS, keys)
+    found = [_choice(rng, _ANIMALS, values) if words else [_number(rng) for _ in range(values)] for _ in names]
+    parts = [f"One of the special magic {kind} for {name} is: {value}."
+             for name, held in zip(names, found, strict=True) for value in held for _ in range(repeated)]  # fmt: skip
+    what = f"special magic {kind if values > 1 else kind[:-1]} for {names[0]} mentioned in the provided text"
+    verb, all_the = ("are", "all the") if values > 1 else ("is", "the")
+    return Text(
+        f"Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you "
+        f"about the {kind} afterwards.\n",
+        _prose(rng), tuple((1.0 if last else float(rng.random()), part) for part in parts),
+        f"What {verb} {all_the} {what}?", f" The {what} {verb}", tuple(found[0]),
+    )  # fmt: skip
+
+
+def _variables(rng: np.random.Generator, length: int, *, chain: int = 4) -> Text:
+    """`chain` variables, each of which gets the value of the one before."""
+    del length
+    names: list[str] = []
+    while len(names) < chain:
+        name = "".join(chr(65 + i) for i in rng.integers(0, 26, 3))
+        names += [name] if name not in names else []
+    value = str(rng.integers(10000, 100000))
+    depths = np.sort(rng.random(chain))
+    sources = [value, *(f"VAR {name}" for name in names)]
+    parts = tuple(
+        (float(d), f"VAR {name} = {source}.") for d, name, source in zip(depths, names, sources, strict=False)
+    )
+    return Text(
+        "Memorize and track the chain of variable assignment hidden in the following text.\n",
+        _prose(rng), parts,
+        f"Question: Find all variables that are assigned the value {value} in the text above.",
+        f" Answer: According to the chain of variable assignment in the text above, {chain} variables are assigned the "
+        f"value {value}, they are:",
+        tuple(names),
+    )  # fmt: skip
+
+
+def _common_words(rng: np.random.Generator, length: int, *, common: int = 3, rare: int = 2) -> Text:
+    """A list in which a third of the words are `common` words, and every other word occurs `rare` times."""
+    places = length // 4  # a line has at least four tokens
+    words = _choice(rng, _words(), common + places // rare)
+    often, seldom = words[:common], words[common:]
+    listed: list[str] = []
+    others = [str(word) for word in rng.permutation([word for word in seldom for _ in range(rare)])]
+    for i, word in enumerate(others):  # each prefix of the list has the same shares
+        listed += [word, often[i // 2 % common]] if i % 2 else [word]
+    return Text(
+        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
+        "appear most often.\n",
+        tuple(f"{i}. {word}" for i, word in enumerate(listed, start=1)), (),
+        f"Question: What are the {common} most common words in the above list?",
+        f" Answer: The top {common} words that appear most often in the list are:", tuple(often), "\n",
+    )  # fmt: skip
+
+
+def _paragraph(rng: np.random.Generator, length: int) -> Text:
+    """Numbered documents, one of which is about the person whom the question names."""
+    del length
+    name, city, job, animal = (_choice(rng, items)[0] for items in (_NAMES, _CITIES, _JOBS, _ANIMALS))
+    about = (f"Document: {name} was born in a small village and works as a {job}. For ten years {name} has lived in "
+             f"the city of {city}. On Sundays {name} likes to draw pictures of a {animal}.")  # fmt: skip
+    asked = {
+        f"Question: In which city does {name} live?": (f" Answer: {name} lives in the city of", city),
+        f"Question: What is the profession of {name}?": (f" Answer: {name} works as a", job),
+        f"Question: Which animal does {name} like to draw?": (f" Answer: {name} likes to draw pictures of a", animal),
+    }
+    question = _choice(rng, asked)[0]
+    prefix, answer = asked[question]
+    documents = tuple(f"Document: {paragraphs()[i]}" for i in rng.permutation(len(paragraphs())))
+    intro = "Answer the question based on the given documents.\n\nThe following are given documents.\n\n"
+    return Text(intro, documents, ((float(rng.random()), about),), question, prefix, (answer,), "\n\n")
+
+
+TASKS: dict[str, Callable[[np.random.Generator, int], Text]] = {
+    "copy": partial(_needles, last=True),
+    "repeated": partial(_needles, repeated=4),
+    "word": partial(_needles, words=True),
+    "one-key": _needles,
+    "several-keys": partial(_needles, keys=4),
+    "several-values": partial(_needles, values=4),
+    "variables": _variables,
+    "common-words": _common_words,
+    "paragraph": _paragraph,
+}

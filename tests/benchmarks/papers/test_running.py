@@ -1,0 +1,204 @@
+"""The commands of all tables, on the demo model with few layers, 144 image tokens and three questions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.papers import commands, listing, speed, tokens
+from benchmarks.papers.commands import Evaluation, Item, Profile, Row, Script
+from benchmarks.papers.one_token import OneToken
+from tests.benchmarks.papers import settings
+from vlkv import InputError, loading, policies
+from vlkv.tools.evaluation import report
+
+
+@pytest.fixture(scope="module")
+def model(miniature):
+    return str(miniature(layers=2, grid=12))
+
+
+@pytest.fixture
+def questions(tmp_path, root):
+    """The first three of the shipped questions, with absolute paths."""
+    folder = root / "benchmarks" / "data" / "ledger"
+    lines = (folder / "questions.jsonl").read_text().splitlines()[:3]
+    found = [json.loads(line) for line in lines]
+    file = tmp_path / "questions.jsonl"
+    file.write_text("\n".join(json.dumps({**each, "image": str(folder / each["image"])}) for each in found))
+    return file
+
+
+LAYERS = {"AirCache": 3, "PrefixKV": 2, "LightKV": 4, "CSP": 2, "A-VL": 3}  # the fewest that the methods accept
+
+
+def fewer(item: Item) -> Item:
+    """Fewer programs: the first and last keep (each keep of a profile is a program), and three rows of a sweep."""
+
+    def reduced(run):
+        if isinstance(run, (Evaluation, Profile)) and len(run.keeps) > 2:
+            run = dataclasses.replace(run, keeps=(run.keeps[0], run.keeps[-1]))
+        if isinstance(run, Profile):  # there are three questions
+            run = dataclasses.replace(run, samples=run.samples and min(run.samples, 3))
+        if isinstance(run, Evaluation) and len(run.rows) > 5 and len({swept(row) for row in run.rows}) == 1:
+            run = dataclasses.replace(run, rows=(run.rows[0], run.rows[len(run.rows) // 2], run.rows[-1]))
+        return run
+
+    return item._replace(runs=tuple(map(reduced, item.runs)))
+
+
+def swept(row: Row) -> str:
+    """The policy without its numbers: equal in all rows of a sweep."""
+    return re.sub(r"\d+(\.\d+)?", "", row.policy)
+
+
+def run(item, model, questions, tmp_path, name):
+    options = ["--batch", "3", "--max-new-tokens", "16"]
+    judge = f"{sys.executable} -c print(1)"
+    return listing.run_item(item, model=model, data=questions, out=tmp_path / name, judge=judge, options=options)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("paper", listing.PAPERS)
+def test_every_table_prints_the_rows_and_columns_of_the_paper(paper, miniature, questions, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "plot", lambda *_: None)
+    model = str(miniature(layers=LAYERS[paper], grid=12))
+    for each in listing.items():
+        if each.paper != paper or not each.what.startswith("Table"):
+            continue
+        found = fewer(each.item)
+        tables = run(found, model, questions, tmp_path, each.what.replace(" ", "-"))
+        evaluations = [one for one in found.runs if isinstance(one, Evaluation)]
+        expected = settings.EVALUATIONS[paper].get(each.what, [])
+        assert len(tables) == len(evaluations) == len(expected)
+        for table, one, want in zip(tables, evaluations, expected, strict=True):
+            kept = {row.name for row in one.rows}
+            assert list(table.columns[0].cells) == [name for name, _ in want.rows if name in kept]
+            metrics = ["judge"] if want.judge else want.metrics.split()
+            columns = [f"{keep:.3g} {m}" for keep in one.keeps for m in metrics] if one.keeps else metrics
+            assert [column.header for column in table.columns[1:]] == columns
+            assert all(np.isfinite(float(cell)) for column in table.columns[1:] for cell in column.cells)
+            if want.judge:
+                assert {cell for column in table.columns[1:] for cell in column.cells} == {"1"}
+        for script in (one for one in found.runs if isinstance(one, Script)):
+            if script.words[2] == "benchmarks.papers.speed":
+                computed = speed.TABLES[script.words[3]].computed
+                assert speed.main([script.words[3], *([] if computed else ["--dry-run", "--model", "mini"])]) == 0
+
+
+def test_every_cell_is_from_its_row_and_column():
+    """Policies of one keep and of every keep, and rows of the same name that are one method at several keeps."""
+    rows = (Row("Vanilla", "full"), Row("B", "h2o"), Row("C", "ivtp(keep=0.5)"), Row("C", "ivtp(keep=0.1)"))
+    evaluation = Evaluation(rows=rows, keeps=(0.5, 0.1), metrics=("anls", "exact"), scope="vision", on="a: b")
+    plan = commands.plan(evaluation.words, lambda: None)
+    results = [{"anls": i + 0.25, "exact": i} for i in range(len(plan))]
+    table = listing.grid(evaluation, results, plan, lambda: None)
+    assert [column.header for column in table.columns] == ["method", "0.5 anls", "0.5 exact", "0.1 anls", "0.1 exact"]
+    assert list(zip(*(column.cells for column in table.columns), strict=True)) == [
+        ("Vanilla", "0.25", "0", "0.25", "0"), ("B", "1.25", "1", "2.25", "2"), ("C", "3.25", "3", "4.25", "4"),
+    ]  # fmt: skip
+
+
+@pytest.mark.full
+def test_a_table_with_a_profile_and_a_pyramid(model, questions, tmp_path, capsys):
+    """A short form of PrefixKV's Tables 4 and 15: a profile, a composition, and methods that name their keep."""
+    rows = (
+        Row("Vanilla", "full"),
+        Row("Pyramid", "compose(elasticcache(merging='none'), allocate=pyramidkv)"),
+        Row("Ours", "prefixkv(profile='PROFILE.json')"),
+    )
+    keeps = (0.5, 0.2)
+    profile = Profile(keeps=keeps, samples=2)
+    item = Item("short", (profile, Evaluation(rows=rows, keeps=keeps, scope="all", metrics=("anls",))))
+    (table,) = run(item, model, questions, tmp_path, "out")
+    assert list(table.columns[0].cells) == ["Vanilla", "Pyramid", "Ours"]
+    assert [column.header for column in table.columns] == ["method", "0.5 anls", "0.2 anls"]
+    results = json.loads((tmp_path / "out" / "2" / "results.json").read_text())["rows"]
+    whole, *_ = columns = [list(column.cells) for column in table.columns[1:]]
+    assert [f"{results[i]['anls']:.4g}" for i in (0, 1, 3)] == whole  # a row has its own policy at each keep
+    assert [f"{results[i]['anls']:.4g}" for i in (0, 2, 4)] == columns[1]
+    shares = json.loads((tmp_path / "out" / "PROFILE.json").read_text())["profiles"][1]["shares"]
+    assert results[4]["policy"] == policies.text_of(policies.PrefixKV(keep=0.2, profile=tuple(shares)))
+    # Another keep than those of the profile is refused.
+    other = Item("other", (Evaluation(rows=rows, keeps=(0.3,), scope="all", metrics=("anls",)),))
+    capsys.readouterr()
+    with pytest.raises(InputError, match="a command failed"):
+        run(other, model, questions, tmp_path, "out")
+    error = capsys.readouterr().err
+    assert "measured with keep=0.5, 0.2, but the policy has keep=0.3" in error and error.count("\n") == 1
+
+
+def test_runs_that_differ_in_metrics_share_their_answers(model, questions, tmp_path, capsys):
+    rows = (Row("Vanilla", "full"),)
+    item = Item("two", tuple(Evaluation(rows=rows, metrics=(metric,)) for metric in ("anls", "exact")))
+    tables = run(item, model, questions, tmp_path, "out")
+    assert [table.columns[1].header for table in tables] == ["anls", "exact"]
+    assert "resuming after 3 answers" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "2").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--run", "AirCache, Table 99"], "no such table or figure"),
+        (["--run", "AirCache, Table 1"], "needs --model, --data and --out"),
+    ],
+)
+def test_bad_input_is_one_line(capsys, options, says):
+    assert listing.main(options) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
+
+
+def test_the_list_names_every_command_once_for_all_metrics(capsys):
+    assert listing.main(["--paper", "LightKV"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("LightKV, Table 1: ") == 1 and "the same with --metric mme" in out
+    assert listing.main(["--paper", "CSP", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 12, "five tables and seven figures"
+
+
+def test_tokens_of_questions(model, questions, capsys):
+    """AirCache's Table 7, without weights."""
+    assert tokens.main([str(questions), "--model", model]) == 0
+    processor = loading.load_processor(model)
+    text = processor(str(json.loads(questions.read_text().splitlines()[0])["image"]), "what does 4 say?")
+    after = int(text.valid.sum()) - 144 - int((text.valid & ~text.is_vision)[0][: np.argmax(text.is_vision[0])].sum())
+    assert f"3 questions of {questions}: N_v 144, N_t {after}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("place", "wanted"),
+    [
+        ({"place": 1}, 0), ({"place": 3}, 2), ({"share": 0.5}, 4), ({"share": 1.0}, 9), ({"share": 0.001}, 0),
+        ({"place": 0}, None),
+    ],
+)  # fmt: skip
+def test_one_token_of_the_ranking_is_left(place, wanted):
+    """The token at the place in every layer and head, of 10 vision tokens, or the best if the share is small."""
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(2, 4, 14, 8)).astype(np.float32), rng.normal(size=(2, 2, 14, 8)).astype(np.float32)
+    vision = np.array([False] * 2 + [True] * 10 + [False] * 2)
+    scores = policies.select(policies.H2O(budget=1, scope="vision"), q, k, k, vision).scores
+    got = jax.jit(policies.select, static_argnums=0)(OneToken(method="h2o", **place), q, k, k, vision)
+    assert np.asarray(got.kept)[..., ~vision].all()
+    kept = np.asarray(got.kept)[..., vision]
+    if wanted is None:
+        assert not kept.any()
+        return
+    order = np.argsort(-np.asarray(scores)[..., vision], axis=-1, kind="stable")
+    expected = np.zeros_like(kept)
+    np.put_along_axis(expected, order[..., wanted : wanted + 1], True, axis=-1)
+    np.testing.assert_array_equal(kept, expected)
+
+
+def test_one_token_checks_its_options():
+    for options in ({"place": -1}, {"share": 1.5}, {"budget": 2}):
+        with pytest.raises(InputError, match="OneToken"):
+            OneToken(**options)

@@ -1,0 +1,138 @@
+"""`benchmarks.real quality` on a tiny model: its questions, its answers beside transformers', its resumption."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import vlkv
+from benchmarks import torch_side
+from benchmarks.real import methods, quality, tables, tasks
+from benchmarks.real.answers import split
+from benchmarks.real.presses import Theirs
+from tests.parity.conftest import make_text, save_tokenizer, torch
+from vlkv.tools.evaluation import dialogue
+
+LENGTH = 1400  # the tiny tokenizer has a token per byte
+ARGS = ["--length", str(LENGTH), "--questions", "1", "--task", "one-key", "--method", "full", "snapkv"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    make_text("llama", max_position_embeddings=2048, vocab_size=260).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def processor(folder):
+    return vlkv.loading.load_processor(folder)
+
+
+def answered(folder, path, monkeypatch, *, peers: bool) -> list[dict]:
+    if not peers:
+        monkeypatch.setattr(torch_side, "available", lambda: "kvpress is missing")
+    assert quality.main([*ARGS, "--model", str(folder), "--out", str(path)]) == 0
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
+
+
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_questions_fill_their_length_and_contain_their_answers(processor, task):
+    made = [tasks.record(processor, task, LENGTH, number) for number in (0, 1, 0)]
+    assert made[0] == made[2] and made[0].context != made[1].context
+    for record in made[:2]:
+        turn = record.turns[0]
+        count = len(processor.encode(dialogue.prompt(processor, record, []), begin=False))
+        assert count <= LENGTH
+        assert all(f"{answer}" in record.context for answer in turn.answers)
+        assert tasks.score(turn.answers, f"Here: {', '.join(turn.answers)}.") == 1
+        assert tasks.score(turn.answers, "none of them") == 0
+
+
+def test_the_score_is_the_share_of_the_answers():
+    assert tasks.score(["12", "34", "56", "78"], "they are 12, 56 and 780") == 0.5
+
+
+def test_the_common_words_are_the_most_common(processor):
+    record = tasks.record(processor, "common-words", LENGTH, 0)
+    counts = Counter(line.split()[1] for line in record.context.splitlines() if line[:1].isdigit())
+    assert {word for word, _ in counts.most_common(3)} == set(record.turns[0].answers)
+
+
+@pytest.mark.full
+def test_our_side_answers_as_transformers_and_resumes(folder, tmp_path, monkeypatch, processor, capsys):
+    path = tmp_path / "rows.jsonl"
+    rows = answered(folder, path, monkeypatch, peers=False)
+    assert len(rows) == 4 and all(row["engine"] == "vlkv" and row["bytes"] > 0 for row in rows)
+    assert "kvpress not measured: kvpress is missing" in capsys.readouterr().err
+    model = make_text("llama", max_position_embeddings=2048, vocab_size=260)
+    record = tasks.record(processor, "one-key", LENGTH, 0)
+    ids = torch.tensor(processor.encode(dialogue.prompt(processor, record, []), begin=False)[None]).long()
+    wanted = model.generate(ids, max_new_tokens=quality.NEW, do_sample=False, pad_token_id=0)[
+        0, ids.shape[1] :
+    ].tolist()
+    for row in rows:
+        if row["method"] == "full":  # the same answer in both protocols
+            assert row["tokens"] == wanted and row["kept"] == row["prompt"]
+        else:
+            assert row["kept"] == row["prompt"] // 4
+    context = split(processor, record, agnostic=True)
+    assert len(context.ids) + len(context.fed) == ids.shape[1] and len(context.fed) > 100
+
+    whole = path.read_text()
+    path.write_text(whole[: whole.rfind("\n", 0, -1) + 20])  # the last line is incomplete
+    again = answered(folder, path, monkeypatch, peers=False)
+    assert [row["tokens"] for row in again] == [row["tokens"] for row in rows]
+    assert path.read_text().startswith(whole[: whole.rfind("\n", 0, -1) + 1])
+    assert quality.main([*ARGS, "--model", str(folder), "--out", str(path), "--keep", "0.5"]) == 2
+    assert "belongs to a run that differs in keep" in capsys.readouterr().err
+
+
+def test_tables_by_hand(capsys):
+    key = {"protocol": "question", "length": 1000, "task": "one-key", "number": 0, "method": "snapkv"}
+    row = {**key, "answer": "a", "score": 1.0, "kept": 250.0, "bytes": 1024, "prefill_seconds": 1.0,
+           "compress_seconds": 0.1, "decode_seconds": 0.2, "tokens": [5, 6, 7], "margins": None}  # fmt: skip
+    other = {**row, "engine": "kvpress", "answer": "b", "tokens": [5, 8], "margins": [3.0, 0.25]}
+    (pair,) = tables.pairs([{**row, "engine": "vlkv"}, other])
+    assert (pair.first_difference, pair.margin) == (1, 0.25)
+    tables.show([{**row, "engine": "vlkv"}, other])
+    printed = capsys.readouterr().out
+    assert "1000 tokens, question seen" in printed and "0 of 1" in printed and "100.0 [20.7, 100.0]" in printed
+    assert "answers that differ" in printed and "200.0" in printed  # kvpress: 0.2 s for one step
+
+
+def test_one_prefill_serves_all_presses(folder, processor):
+    """Caches, masks and logits are those of kvpress' own context manager."""
+    kvpress = pytest.importorskip("kvpress")
+    from transformers import DynamicCache
+
+    theirs = Theirs(folder)
+    ids = np.random.default_rng(0).integers(3, 260, 700)
+    presses = {name: method.press(0.75) for name, method in methods.METHODS.items()}
+    made, logits, _ = theirs.prefill(ids, presses)
+    for name, method in methods.METHODS.items():
+        cache, press = DynamicCache(), method.press(0.75) or kvpress.KnormPress(0.0)
+        with torch.inference_mode(), press(theirs.model):
+            wanted = theirs.model(torch.from_numpy(ids[None]), past_key_values=cache).logits[0, -1]
+        assert torch.equal(logits.argmax(), wanted.argmax())
+        for layer, attention, held, masked in zip(
+            cache.layers, theirs.attentions, made[name].cache.layers, made[name].masked, strict=True
+        ):
+            assert torch.equal(layer.keys, held.keys) and torch.equal(layer.values, held.values)
+            real = attention.masked_key_indices
+            assert (real is None) == (masked is None)
+            assert real is None or all(torch.equal(*both) for both in zip(real, masked, strict=True))
+
+
+def test_both_sides_keep_as_many_entries_and_answer_alike(folder, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("kvpress")
+    rows = answered(folder, tmp_path / "rows.jsonl", monkeypatch, peers=True)
+    both = tables.pairs(rows)
+    assert len(rows) == 8 and len(both) == 4
+    for pair in both:
+        assert pair.ours["kept"] == pair.theirs["kept"]
+        assert pair.first_difference is None or pair.margin < 1e-2

@@ -1,0 +1,89 @@
+"""The README's numbers are those in benchmarks/results/."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+import vlkv
+from vlkv import policies
+from vlkv.mini import CHECKPOINT
+
+quality = pytest.importorskip("benchmarks.quality", reason="needs the extra bench")
+tables = pytest.importorskip("benchmarks.quality_tables")
+
+
+@pytest.mark.parametrize("name", tables.DOCUMENTS)
+def test_the_tables_are_made_of_the_results(root, name):
+    rows = json.loads(tables.RESULTS.read_text())["rows"] if tables.RESULTS.exists() else []
+    made = tables.documented(rows)
+    marked = tables.MARKED.findall((root / name).read_text())
+    assert marked and all(shown == made[mark] for _, mark, shown, _ in marked)
+
+
+def test_the_tables_by_hand(tmp_path):
+    """Two methods, one composition; sorted by what they are worth at 10 %."""
+
+    def row(section, name, share, exact, bits=16):
+        return {"section": section, "name": name, "bits": bits, "bytes": share, "exact": exact, "low": exact - 0.01,
+                "high": exact + 0.01, "right": "1" * 500, "seed": tables.EVALUATED, "recall": [[0.5, 0.7], [1.0, 1.0]],
+                "places": [0.9, 0.25]}  # fmt: skip
+
+    every = ("baselines", "methods", "compositions", "compositions right")
+    full = [row(section, "Full", 1.0, 0.9) for section in every]
+    draw = row("baselines", "ImgRandom", 0.1, 0.1)
+    bounds = [row("baselines", "Oracle", 0.02, 0.89), draw, row("baselines", "Downsample", 0.25, 0.5)]
+    methods = [
+        row("methods", "CSP", 0.1, 0.4),
+        row("methods", "H2O", 0.1, 0.2),
+        row("methods", "SnapKV", 0.1, 0.7),
+        row("methods", "RoCo", 0.1, 0.3),
+    ]
+    best = tables.ON_ROWS
+    smooth = [row("compositions", best, 0.02, 0.88, 4), row("compositions right", best, 0.01, 0.86, 4)]
+    chosen_by = row("compositions", best, 0.02, 0.5, 4) | {"seed": tables.TUNED}
+    file = tmp_path / "page.md"
+    file.write_text(
+        "a\n<!-- quality: summary -->\nold\n<!-- /quality -->\nb\n<!-- quality: compositions -->\n\n<!-- /quality -->\n"
+    )
+    tables.write_documents([*full, *bounds, *methods, *smooth, chosen_by], [file])
+    summary, compositions = file.read_text().split("\nb\n")
+    assert summary.startswith("a\n<!-- quality: summary -->\n500 answers, full cache 90.0 [89.0, 91.0]. Oracle")
+    assert "89.0 [88.0, 90.0] at 2 %" in summary and "old" not in summary and "RoCo" not in summary
+    assert summary.index("| SnapKV |  | 70.0 |  |  |") < summary.index("| H2O |  | 20.0 |  |  |")
+    table = tables.documented([*full, *bounds, *methods])["papers"].splitlines()
+    assert table[2:] == ["| CSP | 40.0 | 60 100 | 90 25 |"]
+    assert f"| {best}, 4 bits | 88.0 |  |  | 86.0 |" in compositions
+
+
+def test_places_and_pairs_by_hand():
+    assert quality.by_place(["1 2 3", "1 9", "7"], ["1 2 4", "1 2", "7 7"]) == [1.0, 0.3333, 0.0]
+    mean, low, high = quality.paired("1110", "1001")
+    assert mean == 0.25 and low == pytest.approx(0.25 - 1.96 * 0.9574271 / 2) and high > 1
+
+
+@pytest.mark.full
+def test_a_section_is_measured(monkeypatch, tmp_path):
+    """The oracle and SnapKV hold a tenth of the vision entries; the oracle keeps all evidence. Pages in two batches."""
+    monkeypatch.setattr(quality, "BATCH", 2)
+    sections = pytest.importorskip("benchmarks.quality_sections")
+    snap = policies.SnapKV(keep=0.1, scope="vision")
+    plan = [("Full", policies.Full(), 1.0), ("Oracle", "Oracle", 0.1), ("SnapKV", snap, 0.1)]
+    section = sections.Section("x", "ledger", tuple(sections.Cell(*row) for row in plan))
+    done = quality.Done(None, "")
+    quality.measure(*vlkv.load(CHECKPOINT), section, 3, 0, done)
+    full, oracle, other = done.content["rows"]
+    assert full["held"] == 1 and np.mean(full["recall"]) == np.mean(oracle["recall"]) == 1
+    assert oracle["held"] == pytest.approx(0.1, abs=0.002) and other["held"] == pytest.approx(0.1, abs=0.002)
+    assert 0 < np.mean(other["recall"]) < 1
+    assert full["right"] == oracle["right"] == "111" and full["loss"] == 0
+    assert full["said"] == [
+        question.record.turns[0].answers[0] for question in quality.questions(section, 3, 0, tmp_path)
+    ]
+    assert 1 < full["perplexity"] < 1.1
+    later = dataclasses.replace(section, query_agnostic=True, plan=section.plan[:1])
+    quality.measure(*vlkv.load(CHECKPOINT), later, 1, 0, done)  # four questions about one page
+    assert len(done.content["rows"][3]["right"]) == 4

@@ -1,0 +1,122 @@
+"""What is allocated: the bytes asked for, and never a T x T matrix. Shapes only, nothing runs."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from vlkv import Inputs, init, policies, prefill
+from vlkv.cache.packing import pack
+from vlkv.compression.sizes import cache_spec
+from vlkv.config import DecoderConfig, ModelConfig
+from vlkv.towers.vit import ClipConfig
+
+LAYERS, VISION, TEXT, NEW, KEEP = 28, 8192, 64, 512, 0.1
+OPTIONS = {"avl": {"core": 0.05, "text": 0.5}, "lightkv": {"layers": (1,), "windows": (4,)}}
+OPTIONS |= {name: {"layers": (1,)} for name in ("tome", "pitome", "tofu", "ivtp")} | {"fastv": {"layer": 1}}
+EVERY = [
+    policies.make(name, keep=0.5 if "layers" in OPTIONS.get(name, {}) else KEEP, **OPTIONS.get(name, {}))
+    for name, method in policies.registry.items()
+    if not issubclass(method, policies.Full)
+]
+WATCHING = [policy for policy in EVERY if policy.reducer and policy.reducer.class_attention_layers]  # need a tower
+EVERY = [policy for policy in EVERY if policy not in WATCHING]
+EVERY += [
+    policies.Full(),
+    policies.KIVI(bits=4),
+    policies.AirCache(keep=KEEP, window="text", scope="all"),
+    policies.AirCache(keep=KEEP, merging=0.5),
+    policies.PrefixKV(keep=KEEP, merging="cosine"),
+    policies.LookM(keep=KEEP, variant="released"),
+    policies.LightKV(layers=(1,), windows=(1,), variant="released"),
+    policies.ToMe(keep=0.5, on="cache"),
+    policies.compose(policies.SnapKV(keep=KEEP), allocate=policies.PrefixKV, store=policies.KIVI),
+]
+
+
+@pytest.mark.parametrize("method", [policies.AirCache, policies.PrefixKV, policies.SnapKV])
+@pytest.mark.parametrize("scope", ["vision", "all"])
+def test_pool_at_7b_shapes_is_within_5_percent_of_the_kept_and_new_entries(method, scope):
+    kept = math.floor(KEEP * LAYERS * VISION + 0.5) + LAYERS * TEXT
+    if scope == "all":
+        kept = math.floor(KEEP * LAYERS * (VISION + TEXT) + 0.5)
+    policy = method(keep=KEEP, scope=scope)
+    slots = cache_spec(policy, layers=LAYERS, vision=VISION, text=TEXT, new_tokens=NEW).allocated()
+    new = math.floor(KEEP * NEW) if policy.updater else NEW  # a method that evicts keeps its share of the new tokens
+    assert kept + LAYERS * new <= slots <= 1.05 * (kept + LAYERS * new)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(("vision", "text", "keep"), [(575, 33, 0.1), (8192, 1, 0.03), (40, 300, 0.5)])
+def test_methods_with_one_total_have_pools_of_one_size(vision, text, keep, parts):
+    """Whether they give layers equal budgets or not; otherwise a comparison at equal bytes would depend on tiles."""
+    sizes = dict(layers=LAYERS, vision=vision, text=text, new_tokens=NEW)
+    methods = policies.AirCache, policies.CSP, policies.SnapKV, policies.VLCache
+    assert len({cache_spec(method(keep=keep, scope="vision"), **sizes).allocated(parts) for method in methods}) == 1
+
+
+@pytest.mark.parametrize("method", [policies.AirCache, policies.PrefixKV])
+def test_packed_cache_at_7b_shapes_has_just_these_bytes(method):
+    """28 layers, 4 key heads of 128 in bfloat16: the arrays that `pack` makes, not the promise of `CacheSpec`."""
+    policy = method(keep=KEEP, scope="vision")
+    spec = cache_spec(policy, layers=LAYERS, vision=VISION, text=TEXT, images=1, new_tokens=NEW)
+    length, heads, head_dim = VISION + TEXT, 4, 128
+    shape = jax.ShapeDtypeStruct
+    kv = tuple(shape((1, heads, length, head_dim), jnp.bfloat16) for _ in range(LAYERS))
+
+    def arrays(k, v, kept, is_vision, source, position):
+        made = pack(spec, k, v, kept, is_vision=is_vision, source=source, next_position=position)
+        return made.k, made.v, made.tail_k, made.tail_v
+
+    kept, is_vision, source = (
+        shape((LAYERS, *dims), dtype)
+        for dims, dtype in (((1, heads, length), bool), ((1, length), bool), ((1, length), jnp.int32))
+    )
+    made = jax.tree.leaves(jax.eval_shape(arrays, kv, kv, kept, is_vision, source, shape((1, 1), jnp.int32)))
+    entry = 2 * heads * head_dim * 2
+    allocated = sum(math.prod(x.shape) * x.dtype.itemsize for x in made)
+    slots = cache_spec(policy, layers=LAYERS, vision=VISION, text=TEXT, new_tokens=NEW).allocated()
+    entries = math.floor(KEEP * LAYERS * VISION + 0.5) + LAYERS * (TEXT + NEW)
+    assert allocated == slots * entry
+    assert allocated <= 1.05 * entries * entry
+
+
+LENGTH = 8192
+DECODER = DecoderConfig(
+    vocab_size=32, width=64, mlp_width=64, layers=2, heads=4, kv_heads=2, head_dim=16, norm_eps=1e-6,
+    max_positions=9000,
+)  # fmt: skip
+CLIP = ClipConfig(
+    width=16, mlp_width=16, layers=2, heads=2, image_size=16, patch_size=2, norm_eps=1e-5, feature_layer=-2,
+    keep_class_token=False,
+)  # fmt: skip
+IMAGES = (LENGTH - 64) // CLIP.tokens
+
+
+@pytest.mark.default("windows=(4,)")
+@pytest.mark.parametrize("policy", [*EVERY, *WATCHING], ids=repr)
+def test_no_buffer_of_the_compiled_prefill_reaches_t_times_t_elements(policy):
+    """Two layers, D = 64, and one row of T = 8192 tokens, one image or 127; compiled from shapes, never run."""
+    shape = jax.ShapeDtypeStruct
+    config, pixels, images = ModelConfig(family="llama", decoder=DECODER), None, 1
+    if policy in WATCHING:
+        config = ModelConfig(family="llava", decoder=DECODER, vision=CLIP, image_token=5)
+        pixels, images = shape((IMAGES, 3, 16, 16), jnp.float32), IMAGES
+    params = jax.eval_shape(lambda: init(config, jax.random.key(0)))
+
+    def leaves(params, row, valid, pixels, seed):
+        inputs = Inputs(
+            tokens=row, positions=row[..., None], valid=valid, vision_index=row, pixels=pixels,
+            grid=jnp.stack([row - row, row // 96, row % 96], axis=-1),
+            max_vision=LENGTH - 64, max_text=64, max_instruction=64, max_images=images,
+        )  # fmt: skip
+        return jax.tree.leaves(prefill(params, inputs, policy, new_tokens=64, key=jax.random.key(seed)))
+
+    row, valid = shape((1, LENGTH), jnp.int32), shape((1, LENGTH), bool)
+    compiled = jax.jit(leaves).lower(params, row, valid, pixels, shape((), jnp.int32)).compile()
+    shapes = re.findall(r"\b[a-z]+\d*\[([\d,]+)\]", compiled.as_text())
+    sizes = {dims: math.prod(map(int, dims.split(","))) for dims in shapes}
+    assert max(sizes.values()) >= 4 * LENGTH * 16, "the queries at least must show up"
+    assert not {dims for dims, size in sizes.items() if size >= LENGTH**2}

@@ -1,0 +1,92 @@
+"""`cap`: layers choose a short list at once, so that the full cache of all layers never exists."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import vlkv
+from tests.generation.test_decode import kept_entries
+from tests.models import tiny_llava, unequal_batch
+from vlkv import policies
+from vlkv.config import DecoderConfig, ModelConfig
+
+CASES = [(policies.AirCache, "vision"), (policies.PrefixKV, "all"), (policies.VLCache, "all")]  # and PyramidKV alike
+fill_cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")
+
+
+@pytest.fixture(scope="module")
+def read():
+    return jax.jit(vlkv.read_prompt)(tiny_llava(), unequal_batch(padding="left"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("method", "scope"), CASES)
+def test_a_cap_that_nothing_reaches_changes_nothing(read, method, scope):
+    batch = unequal_batch(padding="left")
+    exact, capped = (fill_cache(read, method(keep=0.4, scope=scope, cap=cap), new_tokens=1) for cap in (None, 2.5))
+    np.testing.assert_array_equal(exact.counts, capped.counts)
+    for row in range(3):
+        np.testing.assert_array_equal(kept_entries(exact, batch, row), kept_entries(capped, batch, row))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("method", "scope"), CASES)
+def test_no_layer_passes_the_cap_the_total_is_exact_and_select_agrees(read, method, scope):
+    batch, keep, cap = unequal_batch(padding="left"), 0.3, 1.0
+    policy = method(keep=keep, scope=scope, cap=cap)
+    exact, capped = (fill_cache(read, p, new_tokens=1) for p in (method(keep=keep, scope=scope), policy))
+    select = jax.jit(policies.select)
+    changed = False
+    for row in range(3):
+        kept, before = kept_entries(capped, batch, row), kept_entries(exact, batch, row)
+        vision = batch.is_vision[row, batch.valid[row]]
+        inside = vision if scope == "vision" else np.ones_like(vision)
+        total = before[..., inside].sum(axis=(0, 2))
+        np.testing.assert_array_equal(kept[..., inside].sum(axis=(0, 2)), total)
+        assert (kept[..., inside].sum(-1) <= np.ceil(cap * total.max() / 3)).all()
+        assert kept[..., ~inside].all()
+        changed |= (kept != before).any()
+        q, k, v = (jnp.stack([getattr(x, name)[row].swapaxes(0, 1) for x in read.layers]) for name in "qkv")
+        selection = select(policy, q, k, v, batch.is_vision[row], batch.valid[row])
+        np.testing.assert_array_equal(np.asarray(selection.kept)[..., batch.valid[row]], kept)
+    assert changed or method is policies.VLCache  # whose budgets hardly differ here
+
+
+@pytest.mark.full
+def test_a_layer_more_costs_the_compiled_prefill_its_short_list_only():
+    """In layers of 16 keys of 64 and a row of 2048 the cache outweighs all else that a layer leaves behind."""
+    length, heads, head_dim, shape = 2048, 16, 64, jax.ShapeDtypeStruct
+
+    def bytes_of(policy, layers):
+        decoder = DecoderConfig(
+            vocab_size=32, width=32, mlp_width=32, layers=layers, heads=heads, kv_heads=heads, head_dim=head_dim,
+            norm_eps=1e-6, max_positions=9000,
+        )  # fmt: skip
+        params = jax.eval_shape(lambda: vlkv.init(ModelConfig(family="llama", decoder=decoder), jax.random.key(0)))
+
+        def leaves(params, row, valid):
+            inputs = vlkv.Inputs(
+                tokens=row, positions=row[..., None], valid=valid, vision_index=row, pixels=None,
+                grid=jnp.stack([row - row, row // 64, row % 64], axis=-1),
+                max_vision=length - 64, max_text=64, max_instruction=64, max_images=1,
+            )  # fmt: skip
+            return jax.tree.leaves(vlkv.prefill(params, inputs, policy, new_tokens=1))
+
+        row, valid = shape((1, length), jnp.int32), shape((1, length), bool)
+        return jax.jit(leaves).lower(params, row, valid).compile().memory_analysis().temp_size_in_bytes
+
+    exact, capped = (
+        (bytes_of(policy, layers=8) - bytes_of(policy, layers=4)) / 4
+        for policy in (policies.AirCache(keep=0.05), policies.AirCache(keep=0.05, cap=2.0))
+    )
+    entry = 2 * heads * head_dim * 4
+    assert exact > length * entry
+    # 2 x 0.05 of the vision tokens, and all text; and what the choice itself remembers of a layer.
+    assert capped < 1.2 * (0.1 * (length - 64) + 64) * entry
+
+
+@pytest.mark.parametrize(("name", "cap"), [("snapkv", 2.0), ("aircache", 0.5)])
+def test_a_cap_without_meaning_is_refused(name, cap):
+    with pytest.raises(vlkv.InputError, match="cap="):
+        policies.make(name, keep=0.5, cap=cap)

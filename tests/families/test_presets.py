@@ -1,0 +1,237 @@
+"""Presets: as many parameters as were published, counted from the config in this file's own words."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+import vlkv
+from vlkv.families import abstract
+
+# As published; those of llava-1.5-13b, LLaVA-OneVision and NeXT-Video are what transformers makes of their configs, and
+# those of MobileVLM-V2 and EVE what this file counts.
+PUBLISHED = {
+    "llava-1.5-7b": 7_063_427_072,
+    "llava-1.5-13b": 13_351_494_656,
+    "llava-next-vicuna-7b": 7_063_431_168,
+    "llava-next-vicuna-13b": 13_351_499_776,
+    "llava-next-mistral-7b": 7_566_747_648,
+    "llava-next-video-7b": 7_063_431_168,
+    "llava-onevision-0.5b": 893_675_552,
+    "llava-onevision-7b": 8_030_807_584,
+    "llava-video-7b": 8_030_348_832,
+    "qwen2-vl-2b": 2_208_985_600,
+    "qwen2-vl-7b": 8_291_375_616,
+    "qwen2-vl-72b": 73_405_560_320,
+    "qwen2.5-vl-3b": 3_754_622_976,
+    "qwen2.5-vl-7b": 8_292_166_656,
+    "qwen2.5-vl-72b": 73_410_777_344,
+    "internvl-1.5-26b": 25_514_186_112,
+    "internvl2-1b": 938_158_976,
+    "internvl2-2b": 2_205_754_368,
+    "internvl2-4b": 4_146_855_936,
+    "internvl2-8b": 8_075_365_376,
+    "internvl2-26b": 25_514_186_112,
+    "internvl2.5-8b": 8_075_365_376,
+    "internvl3-1b": 938_193_024,
+    "internvl3-2b": 2_088_957_440,
+    "internvl3-8b": 7_944_373_760,
+    "mobilevlm-v2-1.7b": 1_674_121_216,
+    "mobilevlm-v2-3b": 3_014_273_536,
+    "mobilevlm-v2-7b": 7_062_943_744,
+    "qwen-vl": 9_656_935_168,
+    "eve-7b": 6_768_398_336,
+    "eve-7b-hd": 6_768_398_336,
+    "vicuna-1.5-7b": 6_738_415_616,
+    "vicuna-1.5-13b": 13_015_864_320,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "qwen2-0.5b": 494_032_768,
+    "qwen2-1.5b": 1_543_714_304,
+    "qwen2-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "phi-3-mini": 3_821_079_552,
+    "internlm2-7b": 7_737_708_544,
+}
+LLAMA_7B = dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+                num_key_value_heads=32, tie_word_embeddings=False)  # fmt: skip
+# Named, not described, in the original configs: google/siglip-so400m-patch14-384 without its last block.
+SIGLIP = dict(hidden_size=1152, intermediate_size=4304, num_hidden_layers=26, image_size=384, patch_size=14)
+
+
+CLIP = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, image_size=336, patch_size=14)
+
+
+def linear(i: int, o: int) -> int:
+    """With a bias."""
+    return i * o + o
+
+
+def text(raw, *, bias: bool = False) -> int:
+    """A gated decoder; `bias` on queries, keys and values. Qwen3 normalises queries and keys of each head."""
+    d, f, layers = raw["hidden_size"], raw["intermediate_size"], raw["num_hidden_layers"]
+    head_dim = raw.get("head_dim", d // raw["num_attention_heads"])
+    q, kv = (head_dim * raw.get(f"num_{x}_heads", raw["num_attention_heads"]) for x in ("attention", "key_value"))
+    block = 2 * d * q + 2 * d * kv + (q + 2 * kv) * bias + 3 * d * f + 2 * d
+    block += 2 * head_dim * (raw["model_type"] == "qwen3")
+    tables = 1 if raw["tie_word_embeddings"] else 2
+    return layers * block + d + tables * raw["vocab_size"] * d
+
+
+def block(d: int, f: int) -> int:
+    """Of a transformer with biases everywhere and LayerNorm."""
+    return 4 * linear(d, d) + linear(d, f) + linear(f, d) + 4 * d
+
+
+def patches(raw) -> int:
+    side = [x if isinstance(x, int) else x[0] for x in (raw["image_size"], raw["patch_size"])]
+    return (side[0] // side[1]) ** 2
+
+
+def clip_block(raw) -> int:
+    return block(raw["hidden_size"], raw["intermediate_size"])
+
+
+def clip(raw) -> int:
+    """All of it: patches without a bias, class token, positions, a norm before and one after."""
+    d = raw["hidden_size"]
+    around = 3 * raw["patch_size"] ** 2 * d + d + (patches(raw) + 1) * d + 4 * d
+    return around + raw["num_hidden_layers"] * clip_block(raw)
+
+
+def siglip(raw) -> int:
+    """Patches with a bias, positions, a norm after, no pooling head."""
+    d = raw["hidden_size"]
+    around = linear(3 * raw["patch_size"] ** 2, d) + patches(raw) * d + 2 * d
+    return around + raw["num_hidden_layers"] * block(d, raw["intermediate_size"])
+
+
+def internvit(raw, *, six: bool) -> int:
+    """Patches with a bias, class token, positions, two scales a block; `six`: RMSNorm, queries and keys normalised."""
+    d = raw["hidden_size"]
+    around = linear(3 * 14**2, d) + d + (patches(raw) + 1) * d
+    # Three biases and those of two norms less, norms of queries and keys more.
+    per_block = block(d, raw["intermediate_size"]) + 2 * d + (-3 * d - 2 * d + 2 * d) * six
+    return around + raw["num_hidden_layers"] * per_block
+
+
+def qwen2_tower(raw) -> int:
+    """Patches of two frames, LayerNorm blocks, a merger of 2 x 2 patches to the decoder's width (`hidden_size`)."""
+    d = raw["embed_dim"]
+    merger = 2 * d + linear(4 * d, 4 * d) + linear(4 * d, raw["hidden_size"])
+    return 2 * 3 * 14**2 * d + raw["depth"] * block(d, 4 * d) + merger
+
+
+def qwen2_5_tower(raw) -> int:
+    """The same with RMSNorm and a gated MLP."""
+    d, f = raw["hidden_size"], raw["intermediate_size"]
+    blocks = raw["depth"] * (4 * linear(d, d) + 2 * linear(d, f) + linear(f, d) + 2 * d)
+    return 2 * 3 * 14**2 * d + blocks + d + linear(4 * d, 4 * d) + linear(4 * d, raw["out_hidden_size"])
+
+
+def qwen_vl(raw) -> int:
+    """Decoder with biases of queries, keys and values; OpenCLIP's bigG; a resampler to 256 tokens."""
+    d, f, c = raw["hidden_size"], raw["intermediate_size"] // 2, raw["visual"]
+    w, h = c["width"], int(c["width"] * c["mlp_ratio"])
+    decoder = raw["num_hidden_layers"] * (3 * linear(d, d) + d * d + 3 * d * f + 2 * d) + d + 2 * raw["vocab_size"] * d
+    tower = 3 * 14**2 * w + 256 * w + 2 * w + c["layers"] * (4 * linear(w, w) + linear(w, h) + linear(h, w) + 4 * w)
+    resampler = 2 * 256 * d + w * d + 4 * d + 4 * linear(d, d)
+    return decoder + tower + resampler + 2 * d + d * d
+
+
+def two_layers(width: int, d: int) -> int:
+    return linear(width, d) + linear(d, d)
+
+
+def kind(raw) -> str:
+    return "llava_video" if raw.get("architectures") == ["LlavaQwenForCausalLM"] else raw["model_type"]
+
+
+def whole(raw) -> int:
+    vision = raw.get("vision_config", SIGLIP)
+    width = vision["hidden_size"]
+    match kind(raw):
+        case "mobilevlm":
+            d = raw["hidden_size"]
+            return text(raw) + clip(CLIP) + two_layers(1024, d) + 10 * d
+        case "eve":
+            d = raw["hidden_size"]
+            readers = 2 * (4 * 1024 + 3 * 1024**2 + linear(1024, 1024))
+            return text(raw) + 3 * 14**2 * 1024 + 2 * 1024 + readers + two_layers(1024, d)
+        case "qwen":
+            return qwen_vl(raw)
+        case "llava" | "llava_next" | "llava_next_video" as family:
+            sizes = LLAMA_7B | raw["text_config"]
+            d = sizes["hidden_size"]
+            return text(sizes) + clip(vision) + two_layers(width, d) + d * (family != "llava")
+        case "llava_onevision" | "llava_video":
+            sizes = raw.get("text_config", raw)
+            d = sizes["hidden_size"]
+            return text(sizes, bias=True) + siglip(vision) + two_layers(width, d) + d
+        case "qwen2_vl":
+            return text(raw, bias=True) + qwen2_tower(vision)
+        case "qwen2_5_vl":
+            return text(raw, bias=True) + qwen2_5_tower(vision)
+        case "internvl" | "internvl_chat":
+            sizes = raw.get("text_config") or raw["llm_config"]
+            projector = 2 * 4 * width + two_layers(4 * width, sizes["hidden_size"])
+            bias = sizes["model_type"] == "qwen2"
+            return text(sizes, bias=bias) + internvit(vision, six=width == 3200) + projector
+        case family:
+            return text(raw, bias=family == "qwen2")
+
+
+def unused(raw) -> int:
+    """What is published and never runs: a norm behind the tower; with feature layer -2 the last block too."""
+    if kind(raw) in ("llava", "llava_next", "llava_next_video", "mobilevlm"):
+        return clip_block(CLIP) + 2 * CLIP["hidden_size"]
+    return 2 * SIGLIP["hidden_size"] if kind(raw) in ("llava_onevision", "llava_video") else 0
+
+
+@pytest.mark.default("internvl2-1b")
+@pytest.mark.parametrize("name", vlkv.presets)
+def test_parameters_are_as_many_as_published(name):
+    raw = vlkv.presets.raw[name]
+    assert whole(raw) == PUBLISHED[name]
+    shapes = jax.tree.leaves(abstract(vlkv.presets[name]))
+    assert sum(x.size for x in shapes) == PUBLISHED[name] - unused(raw)
+
+
+# At least one of each family that transformers has.
+COUNTED = [
+    "llava-1.5-13b", "llava-next-mistral-7b", "llava-onevision-0.5b", "llava-onevision-7b", "qwen2-vl-2b",
+    "qwen2.5-vl-3b", "internvl3-1b", "llama-3.2-1b", "mistral-7b", "qwen2-1.5b",
+    "qwen3-0.6b", "qwen3-8b",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_transformers_counts_as_many(name):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    raw = dict(vlkv.presets.raw[name])
+    auto = transformers.AutoModelForImageTextToText if "vision_config" in raw else transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(transformers.AutoConfig.for_model(raw.pop("model_type"), **raw))
+    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", [name for name in vlkv.presets if name.startswith("internvl")])
+def test_tokens_of_internvl(name):
+    """256 of each tile, marked by a token within the vocabulary, as is the one that ends an answer."""
+    config = vlkv.presets[name]
+    assert config.per_picture == 256
+    assert all(0 <= token < config.decoder.vocab_size for token in (config.image_token, *config.stop))
+
+
+def test_a_preset_that_is_not_there():
+    with pytest.raises(vlkv.InputError, match=r"no preset 'llava-1\.5-70b': did you mean llava-1\.5-7b\?"):
+        vlkv.presets["llava-1.5-70b"]
+    assert "llava-1.5-7b" in vlkv.presets and "gpt" not in vlkv.presets

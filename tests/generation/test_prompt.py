@@ -1,0 +1,382 @@
+"""Prompts that get shorter on their way through the layers, and policies made of several: against float64 numpy."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import vlkv
+from pallas_kernels.quantized import dequantize
+from tests import reference
+from tests.generation.test_decode import FORCED, kept_entries
+from tests.models import embed, tiny_llava, unequal_batch
+from vlkv import policies
+from vlkv.compression.sizes import cache_spec
+from vlkv.policies import compose
+
+LAYERS, KV_HEADS = 3, 2
+
+
+@pytest.fixture(scope="module")
+def params():
+    return tiny_llava()
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return unequal_batch(padding="left")
+
+
+prefill = jax.jit(vlkv.prefill, static_argnames="new_tokens")
+step = jax.jit(vlkv.decode_step)
+read_with = jax.jit(vlkv.read_prompt)
+
+
+def row_of(params, batch, row):
+    """Embeddings of a row without its padding, and which of them are vision."""
+    x = np.asarray(embed(params, batch))
+    return x[row, batch.valid[row]], np.asarray(batch.is_vision)[row, batch.valid[row]]
+
+
+def last_row(q, k):
+    """Head-mean attention of the last token."""
+    logits = np.einsum("nh,snh->ns", q[-1], np.repeat(k, q.shape[1] // k.shape[1], 1)) / np.sqrt(q.shape[-1])
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return (weights / weights.sum(-1, keepdims=True)).mean(0)
+
+
+def best(scores, among, count):
+    """Indices of the `count` largest, ties to the earlier."""
+    order = np.argsort(np.where(among, -scores, np.inf), kind="stable")
+    return np.isin(np.arange(len(scores)), order[:count])
+
+
+def by_last_row(is_vision, fraction):
+    """A reduction that keeps a fraction of the vision tokens by the last row of the layer before."""
+
+    def reduce(x, q, k, places):
+        vision = is_vision[places]
+        count = max(1, int(np.floor(fraction * vision.sum() + 0.5)))
+        return x, np.flatnonzero(~vision | best(last_row(q, k), vision, count))
+
+    return reduce
+
+
+def check(params, batch, policy, reduce, expected_kept=None):
+    """Logits of prefill and of forced steps, and what the cache holds, for every row."""
+    cache, logits = prefill(params, batch, policy, new_tokens=8)
+    kept = [kept_entries(cache, batch, row) for row in range(3)]
+    ours = [logits]
+    for i in range(FORCED.shape[1]):
+        cache, logits = step(params, cache, FORCED[:, i])
+        ours.append(logits)
+    ours = np.stack(ours, axis=1)
+    for row in range(3):
+        x, is_vision = row_of(params, batch, row)
+        first, layers = reference.prefill(params.decoder, x, reduce=reduce(is_vision) if is_vision.any() else None)
+        held = np.stack([np.isfinite(k[:, :, 0]).T for _, k, _ in layers])  # [L, K, T]
+        wanted = held if expected_kept is None else expected_kept(held, layers, is_vision)
+        np.testing.assert_array_equal(kept[row], wanted)
+        later = reference.decode(params.decoder, layers, kept[row], FORCED[row], policy.softmax_n)
+        np.testing.assert_allclose(ours[row], np.concatenate([first[None], later]), atol=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("policy", [policies.FastV(keep=0.3), policies.FastV(keep=0.01, layer=1)], ids=repr)
+def test_fastv_drops_vision_tokens_after_its_layer_and_nothing_else(params, batch, policy):
+    check(params, batch, policy, lambda is_vision: {policy.layer: by_last_row(is_vision, policy.keep)})
+
+
+@pytest.mark.full
+def test_avl_drops_p_after_the_second_layer_from_all_caches_and_keeps_s_of_the_original_count(params, batch):
+    policy = policies.AVL(keep=0.4, core=None, prefill=0.6)
+
+    def expected(held, layers, is_vision):
+        kept = np.zeros_like(held)
+        count, left = is_vision.sum(), held[2, 0] & is_vision
+        for layer, (q, k, _) in enumerate(layers):
+            total = int(np.floor(0.4 * LAYERS * count + 0.5))
+            budget = total // LAYERS + (layer < total % LAYERS)
+            scores = np.full(len(is_vision), -1.0)
+            there = held[layer, 0]
+            scores[there] = last_row(q[there], k[there])
+            kept[layer] = ~is_vision | (best(scores, left, budget) & left)
+        return kept
+
+    check(params, batch, policy, lambda is_vision: {2: by_last_row(is_vision, 0.6)}, expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.AVL(keep=0.45, core=None, prefill=0.45),
+        policies.AVL(budget=10, core=None, prefill=0.1),
+        compose(policies.SnapKV(keep=0.4, scope="vision"), reduce=policies.AVL(keep=0.4, core=None, prefill=0.4)),
+        compose(policies.AVL(keep=0.4, core=None, prefill=0.6), allocate=policies.PrefixKV),
+        compose(policies.AirCache(budget=10, cap=1.0), reduce=policies.FastV(keep=0.1, layer=1)),
+        compose(policies.PyramidKV(keep=0.5, window=2, scope="all"), reduce=policies.FastV(keep=0.3, layer=1)),
+    ],
+    ids=lambda p: type(p).__name__,
+)
+def test_one_reading_or_two_halves_and_no_entry_without_a_slot(params, batch, policy):
+    """Where S is P, a budget passes what is left, or a cap stands beside a reduction: it ends, and nothing is lost."""
+    whole, _ = prefill(params, batch, policy, new_tokens=1)
+    halves = fill_cache(read_with(params, batch, policy), policy, new_tokens=1)
+    np.testing.assert_array_equal(whole.counts, halves.counts)
+    for row in range(3):
+        np.testing.assert_array_equal(kept_entries(whole, batch, row), kept_entries(halves, batch, row))
+    np.testing.assert_array_equal((np.asarray(whole.token) >= 0).sum(axis=2), np.asarray(whole.counts).sum(axis=0))
+    assert (np.asarray(whole.counts) >= (batch.valid & ~batch.is_vision).sum(axis=1)[:, None]).all() or (
+        policy.scope == "all"
+    )
+
+
+def mass_by_place(cache, layer, row=0, head=0):
+    """The decode state's values of each stored token."""
+    state = cache.decode_states[layer]
+    columns = (np.asarray(x)[row, head] for x in (state.place, state.values["mass"], state.stored))
+    return {int(place): mass for place, mass, stored in zip(*columns, strict=True) if stored}
+
+
+def agree(one, other):
+    """On the tokens that both store; how many these are."""
+    common = sorted(one.keys() & other.keys())
+    np.testing.assert_allclose([one[place] for place in common], [other[place] for place in common], rtol=1e-4)
+    return len(common)
+
+
+@pytest.mark.full
+def test_memory_of_padded_rows_holds_the_prompts_numbers(params, batch):
+    """A reduction moves tokens together; a step must find the scores of the tokens that it decides about."""
+    plain = policies.H2O(keep=0.5)
+    reduced = compose(plain, reduce=policies.FastV(keep=1.0, layer=1))
+    caches = [prefill(params, batch, policy, new_tokens=1)[0] for policy in (plain, reduced)]
+    for layer in range(LAYERS):
+        assert agree(*(mass_by_place(cache, layer) for cache in caches)) > 10
+
+
+@pytest.mark.full
+def test_a_composed_policy_evicts_from_what_a_shortened_prompt_leaves(params, batch):
+    """FastV, then the last row again: its share of every layer's own tokens, largest remainders to lower layers."""
+    policy = compose(policies.AVL(keep=0.5, core=None), reduce=policies.FastV(keep=0.4, layer=1))
+
+    def expected(held, layers, is_vision):
+        kept = np.zeros_like(held)
+        counts = (held[:, 0] & is_vision).sum(-1)
+        total = int(np.floor(0.5 * counts.sum() + 0.5))
+        share = total * counts / max(counts.sum(), 1)
+        budget = np.floor(share + 1e-9).astype(int)
+        for layer in np.argsort(-(share - budget), kind="stable")[: total - budget.sum()]:
+            budget[layer] += 1
+        for layer, (q, k, _) in enumerate(layers):
+            there = held[layer, 0]
+            scores = np.full(len(is_vision), -1.0)
+            scores[there] = last_row(q[there], k[there])
+            inside = there & is_vision
+            kept[layer] = (there & ~is_vision) | (best(scores, inside, budget[layer]) & inside)
+        return kept
+
+    check(params, batch, policy, lambda is_vision: {1: by_last_row(is_vision, 0.4)}, expected)
+
+
+@pytest.mark.default("released")
+@pytest.mark.parametrize("variant", ["paper", "released"])
+def test_new_tokens_follow_the_prompt_or_what_is_left_of_it(params, batch, variant):
+    """LightKV's code numbers the survivors anew; the paper, and everything else here, counts every token ever seen."""
+    policy = policies.LightKV(layers=(1,), windows=(1,), variant=variant)
+    prompt = read_with(params, batch, policy)
+    count = batch.valid if variant == "paper" else np.asarray(prompt.layers[-1].valid)
+    np.testing.assert_array_equal(prompt.next_position[:, 0], count.sum(axis=1))
+    assert (np.asarray(prompt.layers[-1].valid).sum(axis=1) < batch.valid.sum(axis=1))[:2].all()
+
+
+def test_the_pool_of_a_shortened_prompt_holds_what_is_left_and_little_more(params):
+    policy = policies.FastV(keep=0.25)
+    slots = cache_spec(policy, layers=28, vision=8192, text=64, new_tokens=0).allocated()
+    left = 2 * 8192 + 26 * 2048 + 28 * 64
+    assert left <= slots <= left + 28 * 15 + 16
+
+
+class Hoarder(policies.FastV):
+    """Keeps every token, and promises to keep few."""
+
+    def reduce(self, tokens, obs, *, stage):
+        return tokens, tokens.valid
+
+
+@pytest.mark.full
+def test_what_a_policy_keeps_beyond_its_promise_does_not_cut_off_the_question(params, batch):
+    policy = Hoarder(keep=0.3, layer=1)
+    promised = policy.remaining(stage=0, vision=batch.max_vision, images=2)
+    with pytest.raises(vlkv.InputError, match=rf"Hoarder: reduce has kept 50 .* remaining allows {promised}"):
+        vlkv.read_prompt(params, batch, policy)
+    last = read_with(params, batch, policy).layers[-1]
+    for row in range(3):
+        kept = np.asarray(last.source)[row, np.asarray(last.valid)[row]]
+        vision = np.flatnonzero(batch.is_vision[row])[:promised]
+        assert kept.tolist() == sorted([*vision, *np.flatnonzero(batch.valid[row] & ~batch.is_vision[row])])
+
+
+# --- made of parts --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def read(params, batch):
+    return jax.jit(vlkv.read_prompt)(params, batch)
+
+
+fill_cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")
+
+
+@pytest.mark.full
+def test_scores_of_one_with_budgets_of_another(read, batch):
+    whole = compose(policies.SnapKV(keep=0.4), allocate=policies.PrefixKV)
+    cache, snap, prefix = (
+        fill_cache(read, p, new_tokens=1) for p in (whole, policies.SnapKV(keep=0.4), policies.PrefixKV(keep=0.4))
+    )
+    np.testing.assert_array_equal(cache.counts, prefix.counts)
+    for row in range(3):
+        ours, theirs = kept_entries(cache, batch, row), kept_entries(snap, batch, row)
+        more = (ours.sum(-1) >= theirs.sum(-1))[..., None]
+        # One ranking: where a layer is granted more it keeps what SnapKV keeps, and the other way round.
+        assert (np.where(more, ours | ~theirs, theirs | ~ours)).all()
+
+
+SNAP, PREFIX, KIVI = policies.SnapKV(keep=0.4), policies.PrefixKV(keep=0.4), policies.KIVI(bits=4)
+NESTED = [
+    (compose(compose(SNAP, allocate=PREFIX), store=KIVI), compose(SNAP, allocate=PREFIX, store=KIVI)),
+    (compose(compose(compose(SNAP, allocate=PREFIX), step=policies.H2O), store=KIVI),
+     compose(SNAP, allocate=PREFIX, step=policies.H2O, store=KIVI)),
+    (compose(SNAP, allocate=compose(policies.H2O(keep=0.4), allocate=PREFIX)), compose(SNAP, allocate=PREFIX)),
+    (compose(compose(SNAP, allocate=policies.PyramidKV), allocate=compose(PREFIX, store=KIVI)),
+     compose(SNAP, allocate=PREFIX)),
+    (compose(SNAP, merge=compose(policies.LookM(keep=0.4), store=KIVI)), compose(SNAP, merge=policies.LookM)),
+    (compose(compose(SNAP, reduce=compose(policies.FastV(keep=0.5, layer=1), store=KIVI)), store=KIVI),
+     compose(SNAP, reduce=policies.FastV(keep=0.5, layer=1), store=KIVI)),
+    (compose(compose(policies.FastV(keep=0.5, layer=1)), store=KIVI),
+     compose(policies.FastV(keep=0.5, layer=1), store=KIVI)),
+]  # fmt: skip
+
+
+def test_a_composition_knows_the_owner_of_each_stage():
+    """Also a composition of a composition; methods whose options switch a stage off own nothing."""
+    h2o, fastv = policies.H2O(keep=0.4), policies.FastV(keep=0.5, layer=1)
+    whole = compose(compose(compose(SNAP, allocate=PREFIX), step=h2o), reduce=fastv, store=KIVI)
+    assert (whole.allocated, whole.updater, whole.reducer, whole.storage) == (PREFIX, h2o, fastv, KIVI.storage)
+    assert compose(PREFIX, store=KIVI).updater == PREFIX
+    assert policies.AVL(keep=0.3).reducer is policies.AVL(keep=0.3, core=None).updater is SNAP.updater is None
+    assert policies.ToMe(keep=0.5, on="cache").reducer is policies.H2O(keep=0.4, evict=False).updater is None
+
+
+@pytest.mark.full
+def test_compositions_can_be_composed_again(read):
+    """Each stage stays with its owner, however deep the owner was given."""
+    for nested, flat in NESTED:
+        assert nested == flat and not any(isinstance(part, policies.Composed) for part in nested.parts)
+    cache, prefix = (fill_cache(read, p, new_tokens=1) for p in (NESTED[0][0], PREFIX))
+    np.testing.assert_array_equal(cache.counts, prefix.counts)
+    assert cache.k.codes.size and isinstance(prefix.k, jax.Array)
+
+
+@pytest.mark.full
+def test_merging_of_another(read):
+    whole = compose(policies.H2O(keep=0.4, scope="vision"), merge=policies.LookM)
+    merged, plain = (fill_cache(read, p, new_tokens=1) for p in (whole, policies.H2O(keep=0.4, scope="vision")))
+    np.testing.assert_array_equal(merged.token, plain.token)
+    assert float(jnp.abs(merged.k - plain.k).max()) > 1e-3
+
+
+@pytest.mark.full
+def test_steps_of_another(params, read, batch):
+    """SnapKV's entries, H2O's steps: accumulated attention of H2O's own scores, and one entry leaves at every step."""
+    snap, h2o = policies.SnapKV(keep=0.5), policies.H2O(keep=0.5)
+    cache, other = (fill_cache(read, p, new_tokens=4) for p in (compose(snap, step=policies.H2O), h2o))
+    plain = fill_cache(read, snap, new_tokens=4)
+    for row in range(3):
+        np.testing.assert_array_equal(kept_entries(cache, batch, row), kept_entries(plain, batch, row))
+    ours, theirs = mass_by_place(cache, 0), mass_by_place(other, 0)
+    assert agree(ours, theirs) > 5 and ours.keys() != theirs.keys()
+    before = np.asarray(cache.decode_states[0].stored).sum(axis=-1)
+    for i in range(2):
+        cache, _ = step(params, cache, FORCED[:, i])
+        stored = np.asarray(cache.decode_states[0].stored)
+        assert (stored.sum(axis=-1) == before).all(), "the new entry came, another left"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("bits", [4, 2])
+def test_on_a_quantised_pool(params, read, batch, bits):
+    plain_policy = policies.SnapKV(keep=0.5)
+    plain = fill_cache(read, plain_policy, new_tokens=8)
+    cache = fill_cache(read, compose(plain_policy, store=policies.KIVI(bits=bits)), new_tokens=8)
+    for row in range(3):
+        np.testing.assert_array_equal(kept_entries(cache, batch, row), kept_entries(plain, batch, row))
+    heads, slots, head_dim = cache.k.shape[1:]
+    assert cache.k.codes.nbytes == 3 * slots * heads * head_dim * bits // 8
+    # Ranges: keys one pair per channel and group of 32 slots, values one per token here, where a head has 8 channels.
+    ranges = 2 * 4 * 3 * heads * (-(-slots // 32) * head_dim + slots)
+    tails, tokens = 2 * 3 * LAYERS * 8 * heads * head_dim * 4, 3 * slots * heads * 4
+    assert cache.bytes == 2 * cache.k.codes.nbytes + ranges + tails + tokens
+    dequantised = dataclasses.replace(cache, k=dequantize(cache.k), v=dequantize(cache.v))
+    before, ours, expected = (step(params, made, FORCED[:, 0])[1] for made in (plain, cache, dequantised))
+    np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-4)
+    assert not np.allclose(ours, before, atol=1e-2), "so few bits must show"
+
+
+@pytest.mark.full
+def test_merging_on_the_cache_composes_with_a_quantised_pool(read, batch):
+    merging = policies.ToMe(keep=0.25, on="cache")
+    plain, stored = (fill_cache(read, p, new_tokens=1) for p in (merging, compose(merging, store=policies.KIVI)))
+    for row in range(3):
+        np.testing.assert_array_equal(kept_entries(plain, batch, row), kept_entries(stored, batch, row))
+
+
+def test_kivi_alone_stores_everything(read, batch):
+    cache = fill_cache(read, policies.KIVI(), new_tokens=1)
+    for row in range(3):
+        assert kept_entries(cache, batch, row).all()
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        (lambda: compose(policies.SnapKV(keep=0.2), allocate=policies.PrefixKV(keep=0.3)), "another budget"),
+        (lambda: compose(policies.SnapKV(keep=0.2), reduce=policies.H2O(keep=0.2)), "does not reduce"),
+        (lambda: compose(policies.FastV(keep=0.2), reduce=policies.FastV(keep=0.2)), "both reduce"),
+        (lambda: compose(policies.FastV(keep=0.2), allocate=policies.PrefixKV), "evicts nothing"),
+        (lambda: compose(compose(policies.FastV(keep=0.2)), reduce=policies.FastV(keep=0.2)), "both reduce"),
+        (lambda: compose(compose(policies.FastV(keep=0.2)), allocate=policies.PrefixKV), "evicts nothing"),
+        (lambda: compose(policies.SnapKV(keep=0.2), merge=policies.H2O), "does not merge"),
+        (lambda: compose(policies.SnapKV(keep=0.2), merge=policies.PrefixKV), "does not merge"),
+        (lambda: compose(policies.AirCache(keep=0.2, cap=2.0), allocate=policies.PrefixKV), "give it the cap=2.0"),
+        (lambda: compose(policies.LookM(keep=0.3), allocate=policies.PrefixKV(keep=0.3, cap=1.0)), "cap=1.0"),
+        (
+            lambda: compose(policies.SnapKV(keep=0.3, scope="vision"), step=policies.AVL(keep=0.3, prefill=0.5)),
+            "give it as reduce=",
+        ),
+        (
+            lambda: compose(policies.LookM(keep=0.3, variant="released"), reduce=policies.FastV(keep=0.3)),
+            "do not support reduced prompts",
+        ),
+        (lambda: compose(policies.SnapKV(keep=0.5, scope="vision"), merge=policies.ToMe), "give it as reduce="),
+        (lambda: compose(policies.SnapKV(keep=0.2), step=policies.SnapKV), "does nothing while decoding"),
+        (lambda: compose(policies.SnapKV(keep=0.2), store=policies.H2O(keep=0.5)), "does not quantise"),
+    ],
+)
+def test_parts_that_do_not_fit_are_named(parts, said):
+    with pytest.raises(vlkv.InputError, match=said):
+        parts()
+
+
+def test_a_reduction_beyond_the_model_or_of_another_prompt_is_refused_before_anything_runs(params, batch, read):
+    with pytest.raises(vlkv.InputError, match=r"FastV reduces .* 3 layers: change layer"):
+        vlkv.read_prompt(params, batch, policies.FastV(keep=0.5, layer=3))
+    with pytest.raises(vlkv.InputError, match=r"LightKV .* change layers, windows"):
+        vlkv.read_prompt(params, batch, policies.LightKV())
+    with pytest.raises(vlkv.InputError, match="same policy"):
+        vlkv.fill_cache(read, policies.FastV(keep=0.5), new_tokens=1)

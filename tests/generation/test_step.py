@@ -1,0 +1,194 @@
+"""Methods that evict while decoding, in a whole model: against float64 numpy that deletes entries, and their slots."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+import vlkv
+from tests import reference
+from tests.generation.test_decode import kept_entries
+from tests.generation.test_extend import turn, words
+from tests.models import SMALL, embed, tiny_llava, unequal_batch
+from vlkv import policies
+from vlkv.compression.sizes import cache_spec
+from vlkv.config import DecoderConfig, ModelConfig
+
+TURN, STEPS = words(5, 8, 3, seed=9), 200
+FORCED = np.random.default_rng(3).integers(6, 50, (3, STEPS))
+fill_cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")
+POLICIES = {
+    "h2o": policies.H2O(keep=0.4),
+    "roco": policies.RoCo(keep=0.4, recent=4),
+    "prefixkv": policies.PrefixKV(keep=0.4, distance=9),
+    "elastic": policies.ElasticCache(keep=0.4, distance=5, merging="none"),
+}
+
+
+def prompt_attention(layer):
+    """Rows [N, T, T] of the prompt's causal attention, from q, k, v [T, heads, H]."""
+    q, k, _ = layer
+    k = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
+    logits = np.einsum("tnh,snh->nts", q, k) / np.sqrt(q.shape[-1])
+    weights = np.exp(np.where(np.tri(len(q), dtype=bool), logits, -np.inf) - logits.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+class Simulation:
+    """What leaves each key head, in the words of the papers: `reference.decode` calls it after every token."""
+
+    def __init__(self, policy, layers, kept):
+        self.policy, self.capacity, self.prompt = policy, kept.sum(axis=-1), kept.shape[-1]
+        rows, heads = np.stack([prompt_attention(layer) for layer in layers]), kept.shape[1]
+        rows = rows.reshape(len(layers), heads, -1, self.prompt, self.prompt).mean(axis=2), rows**2
+        squares = rows[1].reshape(len(layers), heads, -1, self.prompt, self.prompt).mean(axis=2)
+        more = [(0, 0), (0, 0), (0, STEPS + 20)]
+        self.total, self.square = (np.pad(x.sum(axis=2), more) for x in (rows[0], squares))
+        self.rows = np.pad(
+            np.broadcast_to(self.prompt - np.arange(self.prompt), self.total[..., : self.prompt].shape), more
+        )
+
+    def __call__(self, layer, head, places, shares):
+        at = layer, head, places
+        self.total[at] += shares.mean(axis=0)
+        self.square[at] += (shares**2).mean(axis=0)
+        self.rows[at] += 1
+        return getattr(self, type(self.policy).__name__.lower())(at, self.capacity[layer, head], len(places))
+
+    def h2o(self, at, capacity, count):
+        """The least attended of those that are not among the most recent half."""
+        return [least(self.total[at][: count - capacity // 2])] if count > capacity else []
+
+    def roco(self, at, capacity, count):
+        """Of the old ones the least attended on average, besides those whose attention varies most."""
+        if count <= capacity:
+            return []
+        recent = min(self.policy.recent, capacity)
+        mean = (self.total[at] / self.rows[at])[: count - recent]
+        deviation = np.sqrt(np.maximum((self.square[at] / self.rows[at])[: count - recent] - mean**2, 0))
+        spared = np.argsort(-deviation)[: int(self.policy.spread * (capacity - recent))]
+        return [least(np.where(np.isin(np.arange(len(mean)), spared), np.inf, mean))]
+
+    def prefixkv(self, at, capacity, count):
+        """The one at a fixed distance from the newest, over the prompt's share of all tokens."""
+        distance, seen = self.policy.distance, at[2][-1] + 1
+        over = count > math.ceil(capacity * seen / self.prompt)
+        return [count - distance if count > distance else count // 2] if over else []
+
+    elasticcache = prefixkv
+
+
+def least(values):
+    """Which is the least. Two that are nearly equal would be told apart by rounding: then take another seed."""
+    first, second = np.sort(values)[:2] if len(values) > 1 else (values[0], np.inf)
+    assert second - first > 1e-6 * second or first == second == np.inf
+    return int(np.argmin(values))
+
+
+@pytest.fixture(scope="module")
+def params():
+    return tiny_llava(config=SMALL)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return unequal_batch(padding="left")
+
+
+@pytest.fixture(scope="module")
+def read(params, batch):
+    return jax.jit(vlkv.read_prompt)(params, batch)
+
+
+def simulated(params, batch, policy, cache, row, tokens):
+    """Logits [S, vocab] after each of a row's tokens."""
+    x = np.asarray(embed(params, batch))[row, batch.valid[row]]
+    layers = reference.prefill(params.decoder, x)[1]
+    kept = kept_entries(cache, batch, row)
+    evict = Simulation(policy, layers, kept) if cache.reuses else None
+    return reference.decode(params.decoder, layers, kept, tokens, evict=evict)
+
+
+def test_a_turn_evicts_as_a_simulation_that_deletes(params, batch, read):
+    """Each row has its own number of tokens, and every key head deletes its own."""
+    policy = POLICIES["h2o"]
+    cache = fill_cache(read, policy, new_tokens=8)
+    after, logits = jax.jit(vlkv.extend)(params, cache, turn(TURN, seed=0))
+    assert after.slots == cache.slots and not after.tail_k
+    for row, tokens in enumerate(TURN):
+        expected = simulated(params, batch, policy, cache, row, tokens)
+        np.testing.assert_allclose(logits[row], expected[-1], atol=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", POLICIES)
+def test_200_steps_after_a_turn_and_a_file(params, batch, read, tmp_path, name):
+    """The pool grows when the file is loaded, if the method's budget follows the number of tokens seen."""
+    policy, path = POLICIES[name], tmp_path / "cache.safetensors"
+    first = fill_cache(read, policy, new_tokens=8)
+    cache, logits = jax.jit(vlkv.extend)(params, first, turn(TURN, seed=0))
+    vlkv.save_cache(path, params, cache)
+    cache = vlkv.load_cache(path, params, new_tokens=8 + STEPS)
+    assert (cache.slots > first.slots) == (name in ("prefixkv", "elastic"))
+    step, ours = jax.jit(vlkv.decode_step, donate_argnames="cache"), [logits]
+    for tokens in FORCED.T:
+        cache, logits = step(params, cache, tokens)
+        ours.append(logits)
+    ours = np.stack(ours, axis=1)
+    for row, said in enumerate(TURN):
+        expected = simulated(params, batch, policy, first, row, [*said, *FORCED[row]])
+        np.testing.assert_allclose(ours[row], expected[len(said) - 1 :], atol=1e-4)
+
+
+LAYERS, TILE = 28, 16
+SHARE = [  # method, tokens of the prompt, new ones, and the entries that a fifth of what may be seen are
+    *((method, 1024, new, 205) for method in (policies.H2O, policies.RoCo) for new in (64, 4096)),
+    *((policies.PrefixKV, *sizes) for sizes in ((1024, 512, 308), (624, 256, 176))),
+    *((policies.ElasticCache, *sizes) for sizes in ((1024, 512, 308), (624, 256, 176))),
+]
+
+
+@pytest.mark.parametrize(("method", "prompt", "new", "entries"), SHARE, ids=lambda x: getattr(x, "__name__", x))
+def test_an_eviction_frees_a_slot(method, prompt, new, entries):
+    """A layer and head have slots for the budget, for the token that arrives, and up to a tile."""
+    slots = cache_spec(method(keep=0.2), layers=LAYERS, vision=0, text=prompt, new_tokens=new).allocated()
+    assert LAYERS * (entries - 1) < slots <= LAYERS * (entries + 1 + TILE)
+
+
+def test_the_text_window_of_avl_takes_slots_in_the_proportion_of_table_3():
+    """Of a prompt of 640 tokens 50 % are stored, with T = 0.5 48 %, new tokens included."""
+    whole, window = (
+        cache_spec(policies.AVL(keep=0.45, text=text), layers=LAYERS, vision=576, text=64, new_tokens=32).allocated()
+        / LAYERS
+        for text in (None, 0.5)
+    )
+    assert 0.50 * 640 + 32 <= whole < 0.51 * 640 + 32 + TILE
+    assert 0.475 * 640 <= window < 0.485 * 640 + 1 + TILE
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", [policies.H2O, policies.PrefixKV], ids=lambda x: x.__name__)
+def test_an_output_says_what_was_allocated(method):
+    """By `vlkv.pool_slots`, and a few bytes an entry for what the method knows of it. Shapes only, nothing runs."""
+    prompt, new, heads, head_dim, layers = 1024, 512, 2, 64, 2
+    decoder = DecoderConfig(
+        vocab_size=32, width=256, mlp_width=16, layers=layers, heads=4, kv_heads=heads, head_dim=head_dim,
+        norm_eps=1e-6, max_positions=8192,
+    )  # fmt: skip
+    params = jax.eval_shape(lambda: vlkv.init(ModelConfig(family="llama", decoder=decoder), jax.random.key(0)))
+    row, outputs = np.arange(prompt)[None], []
+    inputs = vlkv.Inputs(
+        tokens=row % 32, positions=row[..., None], valid=row >= 0, vision_index=np.full_like(row, -1), pixels=None,
+        grid=np.full((1, prompt, 3), -1), max_vision=0, max_text=prompt, max_instruction=prompt, max_images=1,
+    )  # fmt: skip
+    policy, sampling = method(keep=0.2), vlkv.Greedy(max_new_tokens=new, stop=())
+    jax.eval_shape(lambda p: outputs.append(vlkv.generate(p, inputs, policy=policy, sampling=sampling)), params)
+    slots, found = vlkv.pool_slots(params, inputs, policy, new_tokens=new), outputs[0]
+    pool = slots * heads * (2 * head_dim * 4 + 4)  # keys and values in float32, and the token of each slot
+    longest = {policies.H2O: 206}.get(method, prompt + new + 1)  # of one layer, if budgets differ
+    numbers = {policies.H2O: 4}.get(method, 0)  # besides three masks and two counts of each entry
+    assert found.slots == slots
+    assert found.cache_bytes == pool + layers * heads * longest * (3 + 2 * 4 + numbers)
