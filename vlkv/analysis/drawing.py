@@ -12,8 +12,9 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from vlkv.analysis.survival import held, on_grid
 from vlkv.cache.pool import PackedCache
+from vlkv.compression.checks import require_policy
 from vlkv.compression.compose import Composed
-from vlkv.compression.policy import Policy, require_policy
+from vlkv.compression.policy import Policy
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation.prefill import prefill

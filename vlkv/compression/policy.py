@@ -335,24 +335,3 @@ def check_types(policy: Policy) -> None:
     use_python_numbers(policy)
     if (wrong := wrong_option(policy)) is not None:
         policy.check(wrong[0], False, wrong[1])
-
-
-def require_policy(given: object) -> None:
-    """Raises InputError unless `given` is a policy."""
-    if isinstance(given, Policy):
-        return
-    if isinstance(given, _PolicyType):
-        raise InputError(f"policy={given.__name__} is a class: pass an instance, such as {given.__name__}(keep=0.1)")
-    if isinstance(given, str):
-        raise InputError(f"policy={given!r} is a name: pass an instance, such as policies.make({given!r}, keep=0.1)")
-    raise InputError(f"policy={given!r} is not a policy: pass one of vlkv.policies, or of your own subclass of Policy")
-
-
-def checked_scores(policy: Policy, obs: Observation) -> Float[Array, "K T"]:
-    """`policy.score`; raises InputError if its shape is wrong."""
-    scores, expected = policy.score(obs), obs.k.shape[:2]
-    found = getattr(scores, "shape", None)
-    if found != expected:
-        raise InputError(f"{type(policy).__name__}: score returned {scores if found is None else f'shape {found}'}: "
-                         f"return one number per key head and token, [K, T] = {expected}")  # fmt: skip
-    return scores

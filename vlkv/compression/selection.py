@@ -15,8 +15,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
+from vlkv.compression.checks import checked_scores, require_policy
 from vlkv.compression.observe import Observation
-from vlkv.compression.policy import Policy, Statistics, checked_scores, require_policy
+from vlkv.compression.policy import Policy, Statistics
 from vlkv.compression.sizes import Budget, budget_of, cap_table, counts_prompt
 from vlkv.errors import InputError
 from vlkv.keys import single_key

@@ -1,0 +1,30 @@
+"""Checks of a policy that a user passes, and of the scores that it returns."""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Float
+
+from vlkv.compression.observe import Observation
+from vlkv.compression.policy import Policy
+from vlkv.errors import InputError
+
+
+def require_policy(given: object) -> None:
+    """Raises InputError unless `given` is a policy."""
+    if isinstance(given, Policy):
+        return
+    if isinstance(given, type) and issubclass(given, Policy):
+        raise InputError(f"policy={given.__name__} is a class: pass an instance, such as {given.__name__}(keep=0.1)")
+    if isinstance(given, str):
+        raise InputError(f"policy={given!r} is a name: pass an instance, such as policies.make({given!r}, keep=0.1)")
+    raise InputError(f"policy={given!r} is not a policy: pass one of vlkv.policies, or of your own subclass of Policy")
+
+
+def checked_scores(policy: Policy, obs: Observation) -> Float[Array, "K T"]:
+    """`policy.score`; raises InputError if its shape is wrong."""
+    scores, expected = policy.score(obs), obs.k.shape[:2]
+    found = getattr(scores, "shape", None)
+    if found != expected:
+        raise InputError(f"{type(policy).__name__}: score returned {scores if found is None else f'shape {found}'}: "
+                         f"return one number per key head and token, [K, T] = {expected}")  # fmt: skip
+    return scores
