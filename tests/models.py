@@ -59,7 +59,7 @@ def tiny_llava(seed: int = 0, config: ModelConfig = CONFIG):
 @jax.jit
 def embed(params, inputs: vlkv.Inputs):
     """The input of the first layer."""
-    return params.embed(inputs)
+    return params.embed(inputs).x
 
 
 def padded(rows, padding: str | Sequence[str] = "right") -> dict[str, np.ndarray]:

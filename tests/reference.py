@@ -22,8 +22,7 @@ def _rotate(x, positions, rope):  # x [T, heads, H], positions [T] or, for M-RoP
     if positions.ndim == 1:
         angle = positions[:, None] * frequency
     else:
-        chunks = np.split(frequency, np.cumsum(rope.sections)[:-1])
-        angle = np.concatenate([positions[:, [axis]] * chunk for axis, chunk in enumerate(chunks)], axis=1)
+        angle = np.stack([positions[:, axis] * f for axis, f in zip(rope.axes, frequency, strict=True)], axis=1)
     cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
     a, b = x[..., :half], x[..., half:]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
@@ -56,11 +55,12 @@ def _logits(decoder, x):
     return _norm(x, decoder.norm) @ _array(table.weight).T
 
 
-def prefill(decoder, x, positions=None, reduce=None):
+def prefill(decoder, x, positions=None, reduce=None, added=()):
     """Logits of the last token, and q, k, v [T, heads, H] of each layer, for x [T, D] of one row without padding.
 
     reduce: {number of layers: f(x, q, k, places) -> (x, kept)}. `places` are the remaining tokens and `kept` indices
     into them; q, k, v of later layers are NaN for removed tokens.
+    added: [T, D] for each of the first layers, added to its output at the tokens that remain.
     """
     x = np.asarray(x, np.float64)
     length = len(x)
@@ -79,6 +79,7 @@ def prefill(decoder, x, positions=None, reduce=None):
         logits = np.einsum("tnh,snh->nts", part[0], np.repeat(part[1], groups, 1)) / np.sqrt(q.shape[-1])
         weights = _softmax(np.where(np.tri(len(x), dtype=bool), logits, -np.inf))
         x = _finish(layer, x, np.einsum("nts,snh->tnh", weights, np.repeat(part[2], groups, 1)))
+        x = x + (np.asarray(added[i], np.float64)[places] if i < len(added) else 0)
         layers.append((q, k, v))
     return _logits(decoder, x[-1]), layers
 

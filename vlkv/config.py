@@ -80,7 +80,7 @@ class RopeConfig:
 
     Attributes:
         theta: base of the frequencies.
-        sections: M-RoPE: number of channel pairs per position axis (time, line, column); None: one axis.
+        axes: M-RoPE: position axis of each channel pair (0 time, 1 line, 2 column); None: positions have one axis.
         divisors: divisor of the frequency of each channel pair; None: no scaling.
         long: long-RoPE: `divisors` of rows that may exceed `original` positions; None: all rows have the same.
         original: long-RoPE: number of positions in the first training.
@@ -88,11 +88,16 @@ class RopeConfig:
     """
 
     theta: float = 1e4
-    sections: tuple[int, ...] | None = None
+    axes: tuple[int, ...] | None = None
     divisors: tuple[float, ...] | None = None
     long: tuple[float, ...] | None = None
     original: int = 0
     scale: float = 1.0
+
+    @property
+    def position_axes(self) -> int:
+        """Numbers in the position of a token."""
+        return 1 if self.axes is None else 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ def read(params, batch):
     "policy",
     [
         policies.SnapKV(keep=0.3, scope="vision"),
-        policies.H2O(keep=0.2),  # evicts while decoding: what it begins with
+        pytest.param(policies.H2O(keep=0.2), marks=pytest.mark.full),  # evicts while decoding: what it begins with
         pytest.param(policies.AdaKV(keep=0.3), marks=pytest.mark.full),  # all heads share a column
         policies.compose(policies.SnapKV(keep=0.3), store=policies.KIVI(bits=4)),
     ],

@@ -106,6 +106,14 @@ CASES: dict[str, tuple[dict[str, Any], tuple[tuple[str, str], ...]]] = {
             window_size=16, fullatt_block_indexes=[1])},
         QWEN_4,
     ),
+    "qwen3_vl": (
+        {"model_type": "qwen3_vl", "tie_word_embeddings": False,
+         "text_config": {**TEXT, "model_type": "qwen3_vl_text", "head_dim": 8,
+                         "rope_parameters": {"mrope_section": [2, 1, 1], "rope_type": "default"}},
+         "vision_config": dict(depth=2, hidden_size=16, intermediate_size=20, num_heads=2, out_hidden_size=16,
+                               patch_size=4, num_position_embeddings=9, deepstack_visual_indexes=[0, 1])},
+        ((r"^model\.language_model\.", "model."), (r"^model\.visual\.", "visual.")),
+    ),
     "qwen": (
         dict(model_type="qwen", vocab_size=40, hidden_size=128, num_hidden_layers=1, num_attention_heads=2,
              kv_channels=8, intermediate_size=32, visual=dict(
@@ -116,6 +124,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[tuple[str, str], ...]]] = {
     "llama": (LLAMA, ()),
     "mistral": ({**TEXT, "model_type": "mistral", "sliding_window": None}, ()),
     "qwen2": (QWEN2, ()),
+    "qwen3": ({**TEXT, "model_type": "qwen3", "head_dim": 8}, ()),
     "phi3": (PHI3, ()),
     "internlm2": ({**TEXT, "model_type": "internlm2", "bias": True}, ((r"^lm_head\.", "output."),)),
 }  # fmt: skip

@@ -46,9 +46,10 @@ def test_llava(llava, capsys):
 
 
 @pytest.mark.full
-def test_qwen2_vl(tmp_path, capsys):
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
+def test_qwen(tmp_path, capsys, kind):
     """Pictures of many sizes, and three axes of positions."""
-    model = make_qwen("qwen2_vl", vocab_size=300)
+    model = make_qwen(kind, vocab_size=300)
     model.config.image_token_id, model.config.video_token_id = 3, 260
     model.save_pretrained(tmp_path)
     write_qwen_processor(tmp_path, {**SETTINGS, "patch_size": 4, "min_pixels": 64, "max_pixels": 4096})

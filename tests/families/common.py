@@ -53,7 +53,7 @@ def joined(rows: list[Row], padding: str = "right") -> dict[str, Any]:
 @jax.jit
 def read(params, inputs):
     """The input of the first layer, the output of every layer, and the logits."""
-    x = params.embed(inputs)
+    x = params.embed(inputs).x
     states = [x]
     rotation = params.decoder.rotation(inputs.positions)
     for layer in params.decoder.layers:

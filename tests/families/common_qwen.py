@@ -1,4 +1,4 @@
-"""Tiny Qwen2-VL and Qwen2.5-VL models made by transformers, and batches for them."""
+"""Tiny Qwen2-VL, Qwen2.5-VL and Qwen3-VL models made by transformers, and batches for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ KINDS = ("qwen2_vl", "qwen2_5_vl")
 
 
 def make(kind: str, seed: int = 0, **changes):
-    """A tower with three blocks; in Qwen2.5-VL two of them have windows of 2 x 2 tokens."""
+    """A tower with three blocks; in Qwen2.5-VL two of them have windows of 2 x 2 tokens.
+
+    In Qwen3-VL the decoder has four layers, and each block of the tower is added to one of the first three.
+    """
     tied = changes.pop("tied", False)
     text = dict(
         vocab_size=VOCABULARY, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
@@ -27,6 +30,12 @@ def make(kind: str, seed: int = 0, **changes):
     if kind == "qwen2_vl":
         classes = transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration
         vision |= dict(embed_dim=32, hidden_size=48, mlp_ratio=2)
+    elif kind == "qwen3_vl":
+        classes = transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration
+        vision |= dict(hidden_size=32, out_hidden_size=48, intermediate_size=40, num_position_embeddings=25,
+                       deepstack_visual_indexes=[0, 1, 2])  # fmt: skip
+        text |= dict(num_hidden_layers=4, head_dim=16)
+        text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
     else:
         classes = transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration
         vision |= dict(hidden_size=32, out_hidden_size=48, intermediate_size=40, window_size=16,
@@ -49,8 +58,8 @@ ROWS = (
 )
 
 
-def prompts(padding: str = "right", rows=ROWS, seed: int = 0) -> dict[str, np.ndarray]:
-    """A batch in the form that transformers' processor returns."""
+def prompts(padding: str = "right", rows=ROWS, seed: int = 0, *, apart: bool = False) -> dict[str, np.ndarray]:
+    """A batch in the form that transformers' processor returns; `apart`: each frame of a video after a time."""
     rng = np.random.default_rng(seed)
     ids, grids = [], {"image": [], "video": []}
     for row in rows:
@@ -61,8 +70,11 @@ def prompts(padding: str = "right", rows=ROWS, seed: int = 0) -> dict[str, np.nd
             else:
                 kind, *grid = piece
                 grids[kind].append(grid)
-                count = int(np.prod(grid)) // MERGE**2
-                made += [START, *[IMAGE if kind == "image" else VIDEO] * count, END]
+                runs = grid[0] if apart else 1
+                count = int(np.prod(grid)) // MERGE**2 // runs
+                for _ in range(runs):
+                    made += rng.integers(3, 90, 2 * (apart and kind == "video")).tolist()
+                    made += [START, *[IMAGE if kind == "image" else VIDEO] * count, END]
         ids.append(made)
     batch = padded(ids, padding)
     for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):

@@ -97,7 +97,7 @@ def test_what_the_class_token_gives_to_each_vision_token(internvl):
     model, _, params = internvl
     batch = make_batch()
     inputs = vlkv.Inputs.from_hf(batch, params.config)
-    _, ours = jax.jit(lambda params, inputs: params.embed_with_attention(inputs, (-1,)))(params, inputs)
+    ours = jax.jit(lambda params, inputs: params.embed(inputs, (-1,)).attention)(params, inputs)
     tower = copy.deepcopy(model.model.vision_tower)
     tower.set_attn_implementation("eager")
     with torch.no_grad():
@@ -157,7 +157,7 @@ def test_tiles_that_do_not_match_are_refused(internvl):
         (None, "projector_hidden_act", "relu"),
         (None, "vision_feature_select_strategy", "full"),
         (None, "vision_feature_layer", [-1, -2]),
-        ("text_config", "model_type", "qwen3"),
+        ("text_config", "model_type", "gemma"),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(internvl, part, field, value):

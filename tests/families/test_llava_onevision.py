@@ -123,7 +123,7 @@ def test_a_tower_without_a_class_token_gives_the_mean_attention_received(saved):
     """Of transformers' tower, in the last block; newlines receive nothing."""
     model, _, params, rows, _ = saved
     inputs = vlkv.Inputs.from_hf(joined(rows), params.config)
-    _, ours = jax.jit(lambda params, inputs: params.embed_with_attention(inputs, (-1,)))(params, inputs)
+    ours = jax.jit(lambda params, inputs: params.embed(inputs, (-1,)).attention)(params, inputs)
     tower = copy.deepcopy(model.model.vision_tower)
     tower.set_attn_implementation("eager")
     with torch.no_grad():

@@ -179,7 +179,7 @@ def test_class_attention_of_a_pooled_token_is_the_mean_over_its_patches(tmp_path
     write(model, "mobilevlm", tmp_path)
     params, is_vision = vlkv.load_params(tmp_path), np.asarray(row.ids) == IMAGE
     inputs = vlkv.Inputs.from_hf(joined([row]), params.config)
-    _, rows = params.embed_with_attention(jax.tree.map(jnp.asarray, inputs), (1,))
+    rows = params.embed(jax.tree.map(jnp.asarray, inputs), (1,)).attention
     np.testing.assert_allclose(np.asarray(rows)[0, 0, :, : len(is_vision)][:, is_vision], pooled, atol=1e-6)
 
 

@@ -26,6 +26,10 @@ PUBLISHED = {
     "qwen2.5-vl-3b": 3_754_622_976,
     "qwen2.5-vl-7b": 8_292_166_656,
     "qwen2.5-vl-72b": 73_410_777_344,
+    "qwen3-vl-2b": 2_127_532_032,
+    "qwen3-vl-4b": 4_437_815_808,
+    "qwen3-vl-8b": 8_767_123_696,
+    "qwen3-vl-32b": 33_357_390_064,
     "internvl-1.5-26b": 25_514_186_112,
     "internvl2-1b": 938_158_976,
     "internvl2-2b": 2_205_754_368,
@@ -81,7 +85,7 @@ def text(raw, *, bias: bool = False) -> int:
     head_dim = raw.get("head_dim", d // raw["num_attention_heads"])
     q, kv = (head_dim * raw.get(f"num_{x}_heads", raw["num_attention_heads"]) for x in ("attention", "key_value"))
     block = 2 * d * q + 2 * d * kv + (q + 2 * kv) * bias + 3 * d * f + 2 * d
-    block += 2 * head_dim * (raw["model_type"] == "qwen3")
+    block += 2 * head_dim * raw["model_type"].startswith("qwen3")
     tables = 1 if raw["tie_word_embeddings"] else 2
     return layers * block + d + tables * raw["vocab_size"] * d
 
@@ -137,6 +141,16 @@ def qwen2_5_tower(raw) -> int:
     return 2 * 3 * 14**2 * d + blocks + d + linear(4 * d, 4 * d) + linear(4 * d, raw["out_hidden_size"])
 
 
+def qwen3_tower(raw) -> int:
+    """Patches of two frames with a bias, a table of positions, LayerNorm blocks, and four mergers.
+
+    The norm of the first merger is over a patch, that of the others over the patches of a token.
+    """
+    d, f = raw["hidden_size"], raw["intermediate_size"]
+    mergers = 4 * (linear(4 * d, 4 * d) + linear(4 * d, raw["out_hidden_size"])) + 2 * d + 3 * 2 * 4 * d
+    return linear(2 * 3 * 16**2, d) + 48**2 * d + raw["depth"] * block(d, f) + mergers
+
+
 def qwen_vl(raw) -> int:
     """Decoder with biases of queries, keys and values; OpenCLIP's bigG; a resampler to 256 tokens."""
     d, f, c = raw["hidden_size"], raw["intermediate_size"] // 2, raw["visual"]
@@ -180,6 +194,8 @@ def whole(raw) -> int:
             return text(raw, bias=True) + qwen2_tower(vision)
         case "qwen2_5_vl":
             return text(raw, bias=True) + qwen2_5_tower(vision)
+        case "qwen3_vl":
+            return text(raw["text_config"]) + qwen3_tower(vision)
         case "internvl" | "internvl_chat":
             sizes = raw.get("text_config") or raw["llm_config"]
             projector = 2 * 4 * width + two_layers(4 * width, sizes["hidden_size"])
@@ -208,7 +224,8 @@ def test_parameters_are_as_many_as_published(name):
 # At least one of each family that transformers has.
 COUNTED = [
     "llava-1.5-13b", "llava-next-mistral-7b", "llava-onevision-0.5b", "llava-onevision-7b", "qwen2-vl-2b",
-    "qwen2.5-vl-3b", "internvl3-1b", "llama-3.2-1b", "mistral-7b", "qwen2-1.5b",
+    "qwen2.5-vl-3b", "qwen3-vl-2b", "qwen3-vl-4b", "qwen3-vl-8b", "qwen3-vl-32b",
+    "internvl3-1b", "llama-3.2-1b", "mistral-7b", "qwen2-1.5b",
     "qwen3-0.6b", "qwen3-8b",
 ]  # fmt: skip
 

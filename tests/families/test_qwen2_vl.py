@@ -57,7 +57,7 @@ def case(request, tmp_path_factory):
 @jax.jit
 def run(params, inputs):
     """Embeddings, the output of every layer, and logits."""
-    x = params.embed(inputs)
+    x = params.embed(inputs).x
     states = [x]
     rotation = params.decoder.rotation(inputs.positions)
     for layer in params.decoder.layers:

@@ -68,6 +68,11 @@ RAW: dict[str, dict[str, Any]] = {
     "qwen2_vl": MROPE | dict(vision_config=QWEN | dict(embed_dim=16, hidden_size=32, mlp_ratio=2)),
     "qwen2_5_vl": MROPE | dict(vision_config=QWEN | dict(hidden_size=16, out_hidden_size=32, intermediate_size=24,
                                                          window_size=16, fullatt_block_indexes=[1])),
+    "qwen3_vl": dict(
+        text_config=_text("qwen3_vl_text") | dict(head_dim=8, rope_scaling=dict(mrope_section=[2, 1, 1])),
+        vision_config=QWEN | dict(hidden_size=16, out_hidden_size=32, intermediate_size=24, num_position_embeddings=9,
+                                  deepstack_visual_indexes=[0, 1]),
+        image_token_id=IMAGE, video_token_id=VIDEO, tie_word_embeddings=False),
     "qwen": DECODER | dict(hidden_size=128, num_attention_heads=2, kv_channels=64, seq_length=512, no_bias=True,
                            visual=dict(heads=2, image_size=16, image_start_id=START, layers=2, mlp_ratio=1.5,
                                        output_dim=128, patch_size=4, width=16, n_queries=16)),
@@ -145,7 +150,7 @@ PICTURES: dict[str, Callable[..., Picture]] = {
     **dict.fromkeys(("llava", "llava_llama", "mobilevlm", "qwen"), _square),
     **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "llava_qwen"), _tiled),
     **dict.fromkeys(("internvl", "internvl_chat"), _intern),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _native),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _native),
     "eve": _windows,
 }
 

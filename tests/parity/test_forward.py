@@ -112,7 +112,7 @@ def test_layer_outputs_agree(llava):
     def hidden(params, inputs):
         from pallas_kernels import prefill_attention
 
-        x = params.embed(inputs)
+        x = params.embed(inputs).x
         states = [x]
         rotation = params.decoder.rotation(inputs.positions)
         for layer in params.decoder.layers:

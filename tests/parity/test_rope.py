@@ -130,7 +130,9 @@ def test_yarn_with_three_position_axes(tmp_path):
     )
     save(model, tmp_path)
     params = vlkv.load_params(tmp_path)
-    assert params.config.decoder.rope.sections == (2, 3, 3) and params.config.decoder.rope.divisors is not None
+    assert (
+        params.config.decoder.rope.axes == (0, 0, 1, 1, 1, 2, 2, 2) and params.config.decoder.rope.divisors is not None
+    )
     prompt = np.random.default_rng(2).integers(3, 290, (1, 80))
     batch = vlkv.Inputs.from_hf({"input_ids": prompt}, params.config)
     got, want = np.asarray(jax.jit(vlkv.forward)(params, batch))[:, :80], logits_of(model, prompt)
@@ -200,6 +202,7 @@ def test_rows_of_a_batch_decide_by_themselves(phi):
         np.testing.assert_array_equal(got[row : row + 1], generated(model, tokens[None], NEW))
 
 
+@pytest.mark.full
 def test_scores_and_turns_use_the_same_factors(phi):
     model, params, always_long = phi
     ids, target = prompt_of(60), np.random.default_rng(3).integers(3, 250, (1, NEW))
@@ -265,6 +268,7 @@ def test_a_prompt_makes_no_cache_for_more_tokens_than_it_was_read_for(phi):
             fill(25)
 
 
+@pytest.mark.full
 def test_the_oracle_keeps_the_factors_of_its_prompt(phi):
     """A row with the long factors for its new tokens too, before it has as many tokens as the first length."""
     _, params, always_long = phi
@@ -317,6 +321,7 @@ def test_a_chat_has_the_long_factors_throughout(talk):
     assert [chat.ask(question) for question in (FIRST_QUESTION, SECOND_QUESTION)] == answers(False)
 
 
+@pytest.mark.full
 def test_an_evaluation_has_the_long_factors_throughout(talk, tmp_path):
     params, processor, answers = talk
     turns = [{"question": question, "answer": "x"} for question in (FIRST_QUESTION, SECOND_QUESTION)]
@@ -355,8 +360,8 @@ def test_an_evaluation_has_the_long_factors_throughout(talk, tmp_path):
         (LONGROPE | SECTIONS, "rope type='longrope' is not supported with mrope_section"),
         ({"rope_type": "dynamic", "factor": 2.0} | SECTIONS, "rope type='dynamic' is not supported with mrope_section"),
         (LLAMA3 | {"rope_type": "mrope"}, "rope_parameters.mrope_section is missing"),
-        (LLAMA3 | {"mrope_section": 8}, "rope_parameters.mrope_section=8 must be whole numbers"),
-        (LLAMA3 | {"mrope_section": ["a", 3, 3]}, "must be whole numbers that add up to half of 16 channels"),
+        (LLAMA3 | {"mrope_section": 8}, "rope_parameters.mrope_section=8 must be three whole numbers"),
+        (LLAMA3 | {"mrope_section": ["a", 3, 3]}, "must be three whole numbers that add up to half of 16 channels"),
     ],
 )
 def test_bad_settings_are_named(settings, says):

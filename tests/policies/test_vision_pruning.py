@@ -342,11 +342,11 @@ def test_layers_that_the_model_does_not_have_are_named(params, batch):
 
 
 @pytest.mark.default("qwen2_5_vl", "eve")
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "eve"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "eve"])
 def test_the_tokens_of_a_picture_receive_the_attention_of_all_its_patches(family):
     """In every block that runs, also in windows: the shares of a picture's tokens add up to 1."""
     params, batch = tiny.make_model(family), tiny.make_batch(family)
-    _, given = jax.jit(lambda params, batch: params.embed_with_attention(batch, (0, -1)))(params, batch)
+    given = jax.jit(lambda params, batch: params.embed(batch, (0, -1)).attention)(params, batch)
     for row in range(2):
         for image in range(batch.grid[row, :, 0].max() + 1):
             total = np.asarray(given)[row, ..., batch.grid[row, :, 0] == image].sum(axis=0)
@@ -359,7 +359,7 @@ def test_a_resampled_token_receives_what_the_patches_that_it_reads_receive():
     @jax.jit
     def run(params, batch):
         x, patches = super(type(params.vision), params.vision).with_attention(batch.pixels, (-1,))
-        return patches, params.vision.resampler(x)[1], params.embed_with_attention(batch, (-1,))[1]
+        return patches, params.vision.resampler(x)[1], params.embed(batch, (-1,)).attention
 
     patches, reads, given = run(params, batch)
     reads = np.asarray(reads, np.float64).mean(axis=1)  # [I, token, patch]

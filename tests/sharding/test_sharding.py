@@ -168,7 +168,7 @@ def test_a_tail_in_parts_grows_and_shrinks_around_its_entries():
     nothing = jnp.zeros((1, 1, 32, 1))
     table = jnp.zeros((1, 1, 1), jnp.int32)
     held = PackedCache(
-        k=nothing, v=nothing, token=jnp.full((1, 1, 32), -1), start=table, length=table, tail_k=(tail(8),),
+        k=nothing, v=nothing, token=jnp.full((1, 1, 32), -1), start=table, extent=table, tail_k=(tail(8),),
         tail_v=(tail(8),), used=jnp.array([used]), next_position=jnp.array([[used]]), parts=parts,
     )  # fmt: skip
     for room, slots in ((20, 20), (13, 14), (5, 6)):

@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from vlkv.analysis.survival import held, on_grid
 from vlkv.cache.pool import PackedCache
-from vlkv.compression.checks import require_policy
+from vlkv.compression.checking import require_policy
 from vlkv.compression.compose import Composed
 from vlkv.compression.policy import Policy
 from vlkv.errors import InputError

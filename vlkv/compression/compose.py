@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from vlkv.compression.checks import checked_scores, require_policy
+from vlkv.compression.checking import checked_scores, require_policy
 from vlkv.compression.observe import Observation
 from vlkv.compression.policy import Facts, Policy, ReducingStages, Statistics
 from vlkv.compression.smooth import Smooth

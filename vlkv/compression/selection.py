@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
-from vlkv.compression.checks import checked_scores, require_policy
+from vlkv.compression.checking import checked_scores, require_policy
 from vlkv.compression.observe import Observation
 from vlkv.compression.policy import Policy, Statistics
 from vlkv.compression.sizes import Budget, budget_of, cap_table, counts_prompt

@@ -1,6 +1,7 @@
 """The tokens between two layers of prefill, and their reduction.
 
-Axes: B batch · T tokens · D width · A position axes · W blocks of the tower whose attention is used · N its heads.
+Axes: B batch · T tokens · D width · A position axes · S first layers of the decoder · W blocks of the tower whose
+attention is used · N its heads.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ class Tokens:
     grid: Int[Array, "*B T 3"]  # (image number in the prompt, line, column) of the patch; -1: none
     tiles: Int[Array, "*B T 2"] | None = None  # as in `Inputs`
     tower: Float[Array, "*B W N T"] | None = None  # attention received in the tower, if the policy uses it
+    # Features of the tower that are added after the first layers; see `vlkv.decoder.add_features`. A token that is
+    # merged into another one loses its own. None: the model adds none.
+    added: Float[Array, "*B S T D"] | None = None
 
 
 def shorten(tokens: Tokens, kept: Bool[Array, " T"], length: int) -> Tokens:
     """The kept tokens, in their order, padded to a row of `length`. Unbatched."""
     order = jnp.argsort(~kept, stable=True)[:length]
     tower = None if tokens.tower is None else tokens.tower[..., order]
-    rest = jax.tree.map(lambda x: x[order], dataclasses.replace(tokens, tower=None))
-    return dataclasses.replace(rest, valid=rest.valid & kept[order], tower=tower)
+    added = None if tokens.added is None else tokens.added[:, order]
+    rest = jax.tree.map(lambda x: x[order], dataclasses.replace(tokens, tower=None, added=None))
+    return dataclasses.replace(rest, valid=rest.valid & kept[order], tower=tower, added=added)

@@ -1,6 +1,6 @@
 """The decoder of all families, which has the shape of Llama.
 
-Axes: B batch · T tokens · N query heads · K key heads · H head dim · D width · A position axes.
+Axes: B batch · T tokens · N query heads · K key heads · H head dim · D width · A position axes · S first layers.
 The layers are a tuple (docs/architecture.md, decision 1), and `Decoder.walk` is the only loop over them. The caller
 passes it the function that computes attention, and what this function carries from layer to layer; so prefill,
 decoding, scoring and tracing share all other code.
@@ -103,10 +103,18 @@ class Decoder(nnx.Module):
         return jnp.einsum("...d,vd->...v", h, table, preferred_element_type=jnp.float32)
 
     def __call__(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T A"], valid: Bool[Array, "B T"]
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T A"],
+        valid: Bool[Array, "B T"],
+        added: Float[Array, "B S T D"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Runs all layers over whole prompts, without a cache."""
-        _, x = self.walk(None, x, positions, attend_to_prompt(valid))
+        """Runs all layers over whole prompts, without a cache. `added` as in `add_features`."""
+
+        def after(i: int, carry: None, x: Array) -> tuple[None, Array, None]:
+            return carry, add_features(added, i, x), None
+
+        _, x = self.walk(None, x, positions, attend_to_prompt(valid), after)
         return x
 
     def walk(
@@ -142,6 +150,17 @@ class Decoder(nnx.Module):
                 carry, x, moved = after(i, carry, x)
                 rotation = rotation if moved is None else self.rotation(moved, limit)
         return carry, x
+
+
+def add_features(added: Float[Array, "B S T D"] | None, layer: int, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """The output of a layer with its features of the tower (DeepStack, Meng et al. 2024); later layers have none.
+
+    Args:
+        added: what is added after each of the first S layers, zero for text; None: nothing.
+        layer: index of the layer.
+        x: its output.
+    """
+    return x if added is None or layer >= added.shape[1] else x + added[:, layer].astype(x.dtype)
 
 
 def attend_to_prompt(valid: Bool[Array, "B T"]) -> Attend[C]:

@@ -37,8 +37,8 @@ def rope_table(
             divisors = jnp.where((limit > rope.original)[:, None, None], jnp.asarray(rope.long), divisors)
         frequency = frequency / divisors
     position = positions.astype(jnp.float32)
-    if rope.sections is not None:
-        position = position[..., np.repeat(np.arange(len(rope.sections)), rope.sections)]  # [B, T, H/2]
+    if rope.axes is not None:
+        position = position[..., np.asarray(rope.axes)]  # [B, T, H/2]
     return cosines_and_sines(position * frequency, rope.scale)
 
 

@@ -1,14 +1,15 @@
 """The record of a model family, and the base models that families derive from.
 
 Axes: B batch · T tokens · I images · V vision tokens of one image · R vision embeddings of the batch in one list ·
-W blocks of the tower whose attention is returned · N heads of the tower · C = W N · D width.
+S first layers of the decoder · W blocks of the tower whose attention is returned · N heads of the tower · C = W N ·
+D width.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -27,6 +28,20 @@ from vlkv.towers.vit import Vit
 Vision = Float[Array, "R D"]
 
 
+class Embedded(NamedTuple):
+    """Prompts as the decoder takes them.
+
+    Attributes:
+        x: input of the first layer: text embeddings, and vision embeddings at the image tokens.
+        added: what `vlkv.decoder.add_features` adds to the output of each of the first layers; None: nothing.
+        attention: attention that each vision token receives in the tower; None: no block was asked for.
+    """
+
+    x: Float[Array, "B T D"]
+    added: Float[Array, "B S T D"] | None = None
+    attention: Float[Array, "B W N T"] | None = None
+
+
 class TextModel(nnx.Module):
     """A decoder without a vision tower."""
 
@@ -34,23 +49,18 @@ class TextModel(nnx.Module):
         self.config = config
         self.decoder = Decoder(config.decoder, init=init)
 
-    def embed(self, inputs: Inputs) -> Float[Array, "B T D"]:
-        """The decoder's input: text embeddings, and vision embeddings at the image tokens."""
-        return self.decoder.embedding(inputs.tokens)
-
-    def embed_with_attention(
-        self, inputs: Inputs, blocks: tuple[int, ...]
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B W N T"] | None]:
-        """`embed`, and the attention that each vision token receives in the given blocks of the tower.
+    def embed(self, inputs: Inputs, blocks: tuple[int, ...] = ()) -> Embedded:
+        """The decoder's input, and the attention that each vision token receives in the given blocks of the tower.
 
         This is the attention of the class token. If the tower has none, it is the mean over the attention of all
         patches. Negative blocks count from the last one.
 
         Raises:
-            InputError: the model has no tower.
+            InputError: blocks are given, but the model has no tower.
         """
-        del inputs, blocks
-        raise InputError(f"{self.config.family} has no vision tower, so its attention cannot rank vision tokens")
+        if blocks:
+            raise InputError(f"{self.config.family} has no vision tower, so its attention cannot rank vision tokens")
+        return Embedded(self.decoder.embedding(inputs.tokens))
 
 
 class VisionLanguageModel(TextModel):
@@ -73,7 +83,7 @@ class VisionLanguageModel(TextModel):
 
     def run_tower(
         self, inputs: Inputs, pixels: Array, blocks: tuple[int, ...]
-    ) -> tuple[Array, list[Float[Array, "I N V"]]]:
+    ) -> tuple[Any, list[Float[Array, "I N V"]]]:
         """Runs the tower on all images.
 
         Args:
@@ -82,15 +92,21 @@ class VisionLanguageModel(TextModel):
             blocks: indices of blocks of the tower; negative ones count from the last.
 
         Returns:
-            The features, and for each of `blocks` the attention that each feature receives in it.
+            The features, as `project` takes them, and for each of `blocks` the attention that each feature receives
+            in it.
         """
         del inputs
         return self.vision.with_attention(pixels, blocks)
 
-    def project(self, features: Array, inputs: Inputs) -> Vision:
+    def project(self, features: Any, inputs: Inputs) -> Vision:
         """The vision embeddings of the tower's features, in the order in which `inputs.vision_index` counts them."""
         del inputs
         return flat(features if self.projector is None else self.projector(features))
+
+    def project_added(self, features: Any) -> tuple[Vision, ...]:
+        """What is added to the vision tokens after each of the decoder's first layers, in the order of `project`."""
+        del features
+        return ()
 
     def pool(self, attention: Float[Array, "I V C"], inputs: Inputs) -> Float[Array, "R C"]:
         """Attention per vision embedding, from attention per feature. Features that `project` joins are joined here."""
@@ -98,24 +114,20 @@ class VisionLanguageModel(TextModel):
         return flat(attention)
 
     @override
-    def embed(self, inputs: Inputs) -> Float[Array, "B T D"]:
-        return self.embed_with_attention(inputs, ())[0]
-
-    @override
-    def embed_with_attention(
-        self, inputs: Inputs, blocks: tuple[int, ...]
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B W N T"] | None]:
+    def embed(self, inputs: Inputs, blocks: tuple[int, ...] = ()) -> Embedded:
         x = self.decoder.embedding(inputs.tokens)
         if inputs.pixels is None:  # no images; or a benchmark skips the tower
-            return x, jnp.zeros((x.shape[0], len(blocks), 1, x.shape[1])) if blocks else None
+            return Embedded(x, attention=jnp.zeros((x.shape[0], len(blocks), 1, x.shape[1])) if blocks else None)
         features, attention = self.run_tower(inputs, inputs.pixels.astype(x.dtype), blocks)
         spliced = splice(x, self.project(features, inputs), inputs.vision_index)
+        more = [splice(jnp.zeros_like(x), one, inputs.vision_index) for one in self.project_added(features)]
+        added = jnp.stack(more, axis=1) if more else None
         if not blocks:
-            return spliced, None
+            return Embedded(spliced, added)
         stacked = jnp.stack(attention).transpose(1, 3, 0, 2)  # [I, V, W, N]
         pooled = self.pool(stacked.reshape(*stacked.shape[:2], -1), inputs)
         received = splice(jnp.zeros((*x.shape[:2], pooled.shape[-1]), pooled.dtype), pooled, inputs.vision_index)
-        return spliced, received.reshape(*x.shape[:2], *stacked.shape[2:]).transpose(0, 2, 3, 1)
+        return Embedded(spliced, added, received.reshape(*x.shape[:2], *stacked.shape[2:]).transpose(0, 2, 3, 1))
 
 
 def flat(x: Float[Array, "*I D"]) -> Vision:

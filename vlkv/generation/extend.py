@@ -57,7 +57,8 @@ def extend(
     _check(params, cache, inputs)
     arrays: Inputs = jax.tree.map(jnp.asarray, inputs)
     positions = cache.next_position[:, None] + arrays.positions
-    fed, x = feed(params.decoder, cache, params.embed(arrays), positions, arrays.valid)
+    embedded = params.embed(arrays)
+    fed, x = feed(params.decoder, cache, embedded.x, positions, arrays.valid, embedded.added)
     # In M-RoPE the position after an image is the greatest one on all axes plus one.
     furthest = jnp.max(jnp.where(arrays.valid[..., None], positions, -1), axis=(1, 2))
     fed = dataclasses.replace(fed, next_position=jnp.broadcast_to(furthest[:, None] + 1, cache.next_position.shape))

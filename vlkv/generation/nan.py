@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv.decoder import attend_to_prompt
+from vlkv.decoder import add_features, attend_to_prompt
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.inputs import Inputs
@@ -107,7 +107,10 @@ def _finite_parts(params: Model, inputs: Inputs, failed: Bool[Array, " B"], answ
     inputs = jax.tree.map(jnp.asarray, inputs)
     steps = jnp.arange(answer.shape[1])
     is_new = steps < jnp.min(jnp.where(answer < 0, steps, answer.shape[1]), axis=1, keepdims=True)
-    prompt = params.embed(inputs)
+    embedded = params.embed(inputs)
+    prompt, added = embedded.x, embedded.added
+    if added is not None:  # nothing for the answer
+        added = jnp.pad(added, [(0, 0), (0, 0), (0, answer.shape[1]), (0, 0)])
     furthest = jnp.max(jnp.where(inputs.valid[..., None], inputs.positions, -1), axis=(1, 2), keepdims=True)
     new_positions = jnp.broadcast_to(
         furthest + 1 + steps[None, :, None], (*answer.shape, inputs.positions.shape[-1])
@@ -118,7 +121,8 @@ def _finite_parts(params: Model, inputs: Inputs, failed: Bool[Array, " B"], answ
     def is_finite(x: Float[Array, "B T D"], valid: Bool[Array, "B T"]) -> Bool[Array, ""]:
         return jnp.all(jnp.isfinite(x) | ~(valid & failed[:, None])[..., None])
 
-    def note(_: int, layers: tuple[Array, ...], x: Array) -> tuple[tuple[Array, ...], Array, None]:
+    def note(i: int, layers: tuple[Array, ...], x: Array) -> tuple[tuple[Array, ...], Array, None]:
+        x = add_features(added, i, x)
         return (*layers, is_finite(x, valid)), x, None
 
     positions = jnp.concatenate([inputs.positions, new_positions], axis=1)

@@ -22,7 +22,7 @@ from pallas_kernels import Kernels
 from vlkv.cache.decode_state import DecodeState, begin, packed
 from vlkv.cache.packing import pack
 from vlkv.cache.pool import PackedCache, checked_new_tokens
-from vlkv.compression.checks import require_policy
+from vlkv.compression.checking import require_policy
 from vlkv.compression.policy import DecodingStages, Policy
 from vlkv.compression.selection import Observed, allocate_and_take, make_observation, observe, require_fit, shortlist
 from vlkv.compression.sizes import Budget, budget_of, cache_spec, cap_bound

@@ -20,6 +20,7 @@ from pallas_kernels.attention_mass import takes_lse
 from vlkv.compression.policy import Policy, ReducingStages
 from vlkv.compression.selection import make_observation, require_fit
 from vlkv.compression.tokens import Tokens, shorten
+from vlkv.decoder import add_features
 from vlkv.decoder.rope import position_limit
 from vlkv.errors import InputError
 from vlkv.families import Model
@@ -141,6 +142,7 @@ def read_layers(
 
     def after(i: int, now: _Carry, x: Array) -> tuple[_Carry, Array, Array | None]:
         assert now.layer is not None
+        x = add_features(now.tokens.added, i, x)
         # With this barrier, the next layer starts after `each`, so that the layer's arrays are freed first.
         x, result = jax.lax.optimization_barrier((x, now.layer if i < waits_until else each(i, now.layer)))
         now = now._replace(tokens=dataclasses.replace(now.tokens, x=x), results=(*now.results, result))
@@ -195,15 +197,12 @@ class _Carry(NamedTuple):
 
 
 def _begin(params: Model, inputs: Inputs, reducer: ReducingStages | None) -> Tokens:
-    tower = None
-    if reducer is not None and reducer.class_attention_layers:
-        x, tower = params.embed_with_attention(inputs, reducer.class_attention_layers)
-    else:
-        x = params.embed(inputs)
+    embedded = params.embed(inputs, () if reducer is None else reducer.class_attention_layers)
     return Tokens(
-        x=x, positions=inputs.positions, is_vision=inputs.is_vision, valid=inputs.valid,
-        source=jnp.broadcast_to(jnp.arange(x.shape[1]), inputs.valid.shape), size=jnp.ones(inputs.valid.shape),
-        grid=inputs.grid, tiles=inputs.tiles, tower=tower,
+        x=embedded.x, positions=inputs.positions, is_vision=inputs.is_vision, valid=inputs.valid,
+        source=jnp.broadcast_to(jnp.arange(inputs.valid.shape[1]), inputs.valid.shape),
+        size=jnp.ones(inputs.valid.shape), grid=inputs.grid, tiles=inputs.tiles, tower=embedded.attention,
+        added=embedded.added,
     )  # fmt: skip
 
 
@@ -248,4 +247,5 @@ def _drop_candidates(layer: LayerPrompt, tokens: Tokens, length: int) -> LayerPr
 def forward(params: Model, inputs: Inputs | Mapping[str, Any]) -> Float[Array, "B T vocab"]:
     """Logits at every token of the prompts, without a cache. `inputs` are those of `generate`."""
     arrays: Inputs = jax.tree.map(jnp.asarray, Inputs.of(inputs, params.config))
-    return params.decoder.logits(params.decoder(params.embed(arrays), arrays.positions, arrays.valid))
+    embedded = params.embed(arrays)
+    return params.decoder.logits(params.decoder(embedded.x, arrays.positions, arrays.valid, embedded.added))

@@ -20,7 +20,7 @@ from vlkv.cache.decode_state import DecodeState, arrive, group_core
 from vlkv.cache.pool import PackedCache, swap_pools
 from vlkv.cache.writing import quantize_old, write_pool, write_tail
 from vlkv.compression.selection import require_32_bits
-from vlkv.decoder import Decoder
+from vlkv.decoder import Decoder, add_features
 from vlkv.sharding.ops import cached_attention
 
 # layer, its decode state for this token, attention [B,N,E] that every entry received, output of the layer [B,1,D]
@@ -42,6 +42,7 @@ def feed(
     x: Float[Array, "B T D"],
     positions: Int[Array, "B T A"],
     valid: Bool[Array, "B T"] | None = None,
+    added: Float[Array, "B S T D"] | None = None,
 ) -> tuple[PackedCache, Float[Array, "B T D"]]:
     """Runs embedded tokens through all layers; returns the cache with their entries, and the last layer's output.
 
@@ -54,17 +55,20 @@ def feed(
         x: embedded tokens.
         positions: of the tokens, for RoPE.
         valid: False for padding, which has no entry; None: there is no padding.
+        added: as in `add_features`.
     """
     require_32_bits()
     if (cache.decode_states is None and cache.full_precision is None) or x.shape[1] == 1:
-        return _feed(decoder, cache, x, positions, valid, None)[:2]
+        return _feed(decoder, cache, x, positions, valid, added)[:2]
 
     def step(cache: PackedCache, token: tuple[Any, ...]) -> tuple[PackedCache, Array]:
-        x, positions, valid = jax.tree.map(lambda part: part[:, None], token)
-        cache, x, _ = _feed(decoder, cache, x, positions, valid, None)
+        x, positions, valid, added = jax.tree.map(lambda part: part[:, None], token)
+        added = None if added is None else jnp.swapaxes(added, 1, 2)
+        cache, x, _ = _feed(decoder, cache, x, positions, valid, added)
         return cache, x[:, 0]
 
-    tokens = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), (x, positions, valid))
+    by_token = None if added is None else jnp.swapaxes(added, 1, 2)
+    tokens = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), (x, positions, valid, by_token))
     cache, x = jax.lax.scan(step, cache, tokens)
     return cache, jnp.swapaxes(x, 0, 1)
 
@@ -73,7 +77,7 @@ def feed_and_watch(
     decoder: Decoder, cache: PackedCache, x: Float[Array, "B 1 D"], positions: Int[Array, "B 1 A"], watch: Watch
 ) -> tuple[PackedCache, Float[Array, "B 1 D"], tuple[Any, ...]]:
     """`feed` for one token and a cache with a decode state. It also returns the results of `watch`, one per layer."""
-    return _feed(decoder, cache, x, positions, None, watch)
+    return _feed(decoder, cache, x, positions, None, None, watch)
 
 
 def _feed(
@@ -82,7 +86,8 @@ def _feed(
     x: Float[Array, "B T D"],
     positions: Int[Array, "B T A"],
     valid: Bool[Array, "B T"] | None,
-    watch: Watch | None,
+    added: Float[Array, "B S T D"] | None,
+    watch: Watch | None = None,
 ) -> tuple[PackedCache, Float[Array, "B T D"], tuple[Any, ...]]:
     """All layers, for tokens that can be processed together.
 
@@ -126,11 +131,13 @@ def _feed(
         now = dataclasses.replace(now, decode_states=_put(now.decode_states, i, new))
         return _Carry(now, taken, (state, mass), carry.watched), attended[:, None]
 
-    def note(i: int, carry: _Carry, x: Array) -> tuple[_Carry, Array, None]:
-        assert watch is not None and carry.for_watch is not None
-        return carry._replace(watched=(*carry.watched, watch(i, *carry.for_watch, x))), x, None
+    def after(i: int, carry: _Carry, x: Array) -> tuple[_Carry, Array, None]:
+        x = add_features(added, i, x)
+        if watch is not None:
+            assert carry.for_watch is not None
+            carry = carry._replace(watched=(*carry.watched, watch(i, *carry.for_watch, x)))
+        return carry, x, None
 
-    after = None if watch is None else note
     carry, x = decoder.walk(_Carry(cache), x, positions, attend, after, cache.position_limit)
     fed = dataclasses.replace(carry.cache, used=cache.used + count[..., -1])
     if carry.taken:  # all layers in one write, where L takes the place of T; -1: new tokens have no index in the prompt

@@ -20,7 +20,7 @@ DECODER = Kind(qkv_bias=True, defaults=dict(
     sliding_window=4096, max_window_layers=80,
 ))  # fmt: skip
 # The content of a message in a prompt.
-_CONTENT = (
+CONTENT = (
     "{% for item in message.content %}"
     "{% if item.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
     "{% elif item.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
@@ -39,7 +39,7 @@ _TOWER: dict[str, dict[str, Any]] = {
 class Qwen2VlConfig(NativeResolutionConfig):
     """Qwen2-VL and Qwen2.5-VL, which differ in their towers."""
 
-    prompt_format = chatml(_CONTENT, "You are a helpful assistant.")  # that of the published checkpoints
+    prompt_format = chatml(CONTENT, "You are a helpful assistant.")  # that of the published checkpoints
 
     @classmethod
     @override
@@ -50,9 +50,8 @@ class Qwen2VlConfig(NativeResolutionConfig):
             require("text_config.model_type", part.get("model_type", f"{family}_text"), f"{family}_text")
         part["tie_word_embeddings"] = bool(raw.get("tie_word_embeddings") or part.get("tie_word_embeddings"))
         decoder = DECODER.read(part)
-        if decoder.rope.sections is None or len(decoder.rope.sections) != 3:
-            raise InputError(f"config.json: mrope_section={decoder.rope.sections!r} must be three numbers: the channel "
-                             "pairs of time, line and column")  # fmt: skip
+        if decoder.rope.axes is None:
+            raise InputError("config.json: rope_parameters.mrope_section is missing")
         vision = _read_tower(family, raw.get("vision_config") or {})
         if vision.out_width != decoder.width:
             raise InputError(f"config.json: the tower of vision_config returns {vision.out_width} channels, but the "

@@ -50,7 +50,7 @@ _DEFAULTS: dict[str, Any] = dict(image_processor_type="Qwen2VLImageProcessor", p
                                  merge_size=2)  # fmt: skip
 _SIZE = {"image": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
          "video": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}}  # fmt: skip
-_MOST_TOKENS = 1280  # tokens of one image at the default limit of pixels
+_MOST_TOKENS = 1280  # tokens of one sample image: the default limit of pixels in Qwen2-VL
 _STEEPEST = 200  # greatest ratio of the two sides
 
 
@@ -62,6 +62,10 @@ class _Picture:
     lines: int  # in tokens, like columns
     columns: int
     interval: float  # temporal positions from one frame to the next
+
+    def frames(self) -> list[_Picture]:
+        """Each frame of a video as a picture of its own."""
+        return [dataclasses.replace(self, patches=frame[None]) for frame in self.patches]
 
     def entries(self, slots: Int[np.ndarray, "frames lines columns"]) -> Int[np.ndarray, "V 9"]:
         """One row for each token of the picture.
@@ -81,13 +85,19 @@ class _Picture:
 class NativeResolutionConfig(HostConfig):
     """Images at their native resolution, and videos."""
 
+    frames_apart: ClassVar[bool] = False  # text separates the frames of a video
     whole_batch: ClassVar = {"pixels": ("images",), "place": ("images",)}
 
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
         """Uses the folder's settings; videos without settings of their own have those of images."""
+        return Qwen2VlPictures(settings=self.read_settings(folder, layout, ("image", "video")), config=self.vision)
+
+    def read_settings(
+        self, folder: Path, layout: Layout, kinds: tuple[PictureKind, ...]
+    ) -> dict[PictureKind, ScaleSettings]:
+        """A folder's settings for these kinds of pictures."""
         self.only_checkpoint(layout)
-        settings = {kind: ScaleSettings.from_hf(folder, kind, self.vision) for kind in _FIELDS}
-        return Qwen2VlPictures(settings=settings, config=self.vision)
+        return {kind: ScaleSettings.from_hf(folder, kind, self.vision) for kind in kinds}
 
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
         """Like `ModelConfig.arrange`. `batch` has arrays of images, of videos, or of both.
@@ -99,6 +109,8 @@ class NativeResolutionConfig(HostConfig):
         which differs for videos with more frames than lines and columns.
         """
         pictures = {kind: _pictures(batch, kind, self.vision) for kind in _FIELDS}
+        if self.frames_apart:
+            pictures["video"] = [frame for video in pictures["video"] for frame in video.frames()]
         every = [picture for some in pictures.values() for picture in some]
         pixels, place, slots = _pack(every, self.vision, buckets) if every else (None, None, ())
         rows = iter([picture.entries(slot) for picture, slot in zip(every, slots, strict=True)])

@@ -9,6 +9,7 @@ contiguous.
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from einops import rearrange
@@ -29,6 +30,7 @@ class Qwen2VisionConfig(BlockConfig):
         window: tokens per side of an attention window; None: every block attends to the whole frame.
         full: indices of the blocks that attend to the whole frame although `window` is set.
         tokens_per_second: temporal positions per second of a video; None: one per frame.
+        deep: indices of the blocks whose outputs are added after the decoder's first layers (DeepStack), increasing.
         whole_seconds: truncate the seconds of a frame before multiplication, as transformers 5.2 does. By default only
             the product is truncated, as in later versions. To set it, use `dataclasses.replace` on the processor's
             `config`, or truncate `second_per_grid_ts` before `Inputs.from_hf`.
@@ -45,6 +47,8 @@ class Qwen2VisionConfig(BlockConfig):
     window: int | None = None
     full: tuple[int, ...] = ()
     tokens_per_second: float | None = None
+    patch_bias: ClassVar[bool] = False
+    deep: tuple[int, ...] = ()
     whole_seconds: bool = False
 
     @property
@@ -58,16 +62,22 @@ class Qwen2VisionConfig(BlockConfig):
 
 
 class Qwen2VlMerger(Mlp):
-    """Norm, concatenation of the merge x merge patches of a token, linear, exact (erf) GELU, linear."""
+    """Norm, concatenation of the merge x merge patches of a token, linear, exact (erf) GELU, linear.
 
-    def __init__(self, c: Qwen2VisionConfig, *, init: Initializer) -> None:
-        self.unit = c.merge**2
-        self.norm = c.make_norm(init=init)
-        super().__init__(c.width * self.unit, c.width * self.unit, c.out_width, init=init)
+    With `norms_tokens`, the norm is over the channels of a whole token, after the concatenation.
+    """
+
+    def __init__(self, c: Qwen2VisionConfig, *, norms_tokens: bool = False, init: Initializer) -> None:
+        self.unit, self.norms_tokens = c.merge**2, norms_tokens
+        width = c.width * self.unit
+        self.norm = dataclasses.replace(c, width=width if norms_tokens else c.width).make_norm(init=init)
+        super().__init__(width, width, c.out_width, init=init)
 
     def __call__(self, x: Float[Array, "F n i"]) -> Float[Array, "V D"]:
         """The vision embeddings of all frames in one list."""
-        return super().__call__(rearrange(self.norm(x), "f (v u) i -> (f v) (u i)", u=self.unit))
+        x = x if self.norms_tokens else self.norm(x)
+        x = rearrange(x, "f (v u) i -> (f v) (u i)", u=self.unit)
+        return super().__call__(self.norm(x) if self.norms_tokens else x)
 
 
 class Qwen2VlTower(nnx.Module):
@@ -75,16 +85,21 @@ class Qwen2VlTower(nnx.Module):
 
     def __init__(self, c: Qwen2VisionConfig, *, init: Initializer) -> None:
         self.config = c
-        self.patch = Linear(c.patch_values, c.width, bias=False, init=init)
+        self.patch = Linear(c.patch_values, c.width, bias=c.patch_bias, init=init)
         self.blocks = nnx.data(tuple(VitBlock(c, init=init) for _ in range(c.layers)))
+
+    def embed(self, pixels: Float[Array, "F n C"], place: Int[Array, "F n 2"]) -> Float[Array, "F n D"]:
+        """The input of the first block; `place` as in `with_attention`."""
+        del place
+        return self.patch(pixels)
 
     def with_attention(
         self, pixels: Float[Array, "F n C"], place: Int[Array, "F n 2"], blocks: tuple[int, ...]
-    ) -> tuple[Float[Array, "F n D"], list[Float[Array, "F N n"]]]:
+    ) -> tuple[list[Float[Array, "F n D"]], list[Float[Array, "F N n"]]]:
         """Features of every patch, and the attention that each receives in the given blocks.
 
-        The attention is the mean over all patches of the frame. In a block with windows, patches of other windows
-        count as zero.
+        The features are the outputs of the blocks `config.deep` and of the last block. The attention is the mean over
+        all patches of the frame. In a block with windows, patches of other windows count as zero.
 
         Args:
             pixels: of all frames.
@@ -92,7 +107,7 @@ class Qwen2VlTower(nnx.Module):
             blocks: indices of blocks; negative ones count from the last.
         """
         c, n = self.config, pixels.shape[1]
-        x, valid = self.patch(pixels), place[..., 0] >= 0
+        x, valid, features = self.embed(pixels, place), place[..., 0] >= 0, []
         rotation = cosines_and_sines(_angles(place, c))
         size = n if c.window is None else (c.window * c.merge) ** 2  # patches of a window
         wanted, count = {i % len(self.blocks): i for i in blocks}, jnp.maximum(jnp.sum(valid, axis=1), 1)
@@ -104,7 +119,8 @@ class Qwen2VlTower(nnx.Module):
                 summed = rearrange(block.received_attention(*cut), "(f w) h p -> f h (w p)", w=n // part)
                 received[wanted[i]] = summed / count[:, None, None]
             x = rearrange(block(*cut), "(f w) p d -> f (w p) d", w=n // part)
-        return x, [received[i] for i in blocks]
+            features += [x] * (i in c.deep)
+        return [*features, x], [received[i] for i in blocks]
 
 
 def _angles(place: Int[Array, "F n 2"], c: Qwen2VisionConfig) -> Float[Array, "F n _"]:

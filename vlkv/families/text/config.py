@@ -27,6 +27,7 @@ class Kind:
         qkv_bias: True: queries, keys and values always have biases, and the output never has one.
         windowed: True: `sliding_window` is used without `use_sliding_window`.
         qk_norm: whether queries and keys of each head are normalised.
+        interleaved: whether M-RoPE is interleaved, if the config has it.
         names: which tensor names the checkpoints have, if not those of Llama; see weights.py.
     """
 
@@ -35,6 +36,7 @@ class Kind:
     qkv_bias: bool = False
     windowed: bool = False
     qk_norm: bool = False
+    interleaved: bool = False
     names: str = ""
 
     def read(self, raw: Raw) -> DecoderConfig:
@@ -59,7 +61,7 @@ class Kind:
         return DecoderConfig(
             vocab_size=c["vocab_size"], width=c["hidden_size"], mlp_width=c["intermediate_size"], layers=layers,
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, norm_eps=c["rms_norm_eps"], max_positions=limit,
-            rope=read_rope(c, head_dim), tied=bool(c.get("tie_word_embeddings", False)),
+            rope=read_rope(c, head_dim, interleaved=self.interleaved), tied=bool(c.get("tie_word_embeddings", False)),
             qkv_bias=self.qkv_bias or bias, out_bias=bias and not self.qkv_bias, qk_norm=self.qk_norm, names=self.names,
         )  # fmt: skip
 

@@ -18,8 +18,13 @@ from vlkv.errors import InputError
 Pairs = Float[np.ndarray, " pairs"]
 
 
-def read_rope(c: Raw, head_dim: int) -> RopeConfig:
+def read_rope(c: Raw, head_dim: int, *, interleaved: bool = False) -> RopeConfig:
     """Reads a decoder's config, in the old form (`rope_theta`, `rope_scaling`) or the new one (`rope_parameters`).
+
+    Args:
+        c: the config.
+        head_dim: number of channels of a head.
+        interleaved: whether the decoder's M-RoPE is interleaved.
 
     Raises:
         InputError: an unsupported kind of scaling, a number that is missing or impossible, or an unsupported field.
@@ -37,28 +42,36 @@ def read_rope(c: Raw, head_dim: int) -> RopeConfig:
     given = [length for length in (c.get(first), raw.pop(first, None)) if length is not None]
     numbers = _Numbers(raw, positive(first, given[0]) if given else limit, limit)
     theta = numbers.take("rope_theta", number("rope_theta", c.get("rope_theta", 10000.0), above=1), above=1)
-    sections = _sections(raw, head_dim, needed="mrope" in kinds)
-    if sections is not None and kind in _BY_LENGTH:
+    axes = _axes(raw, head_dim, interleaved=interleaved, needed="mrope" in kinds)
+    if axes is not None and kind in _BY_LENGTH:
         raise InputError(f"config.json: rope type={kind!r} is not supported with mrope_section, because positions of "
                          "images are not lengths (only default, linear, llama3, yarn)")  # fmt: skip
     made = _KINDS[kind](numbers, theta ** -(np.arange(head_dim // 2) / (head_dim // 2)))
     for field in raw:
         raise InputError(f"config.json: rope_parameters.{field} is not supported")
-    return RopeConfig(theta=theta, sections=sections, **made)
+    return RopeConfig(theta=theta, axes=axes, **made)
 
 
-def _sections(raw: dict[str, Any], head_dim: int, *, needed: bool) -> tuple[int, ...] | None:
-    """The channel pairs per position axis of M-RoPE; None if there is one axis."""
-    sections = raw.pop("mrope_section", None)
+def _axes(raw: dict[str, Any], head_dim: int, *, interleaved: bool, needed: bool) -> tuple[int, ...] | None:
+    """The position axis of each channel pair; None without M-RoPE.
+
+    In blocks, the first pairs use the time, the next ones the line, and the last ones the column. Interleaved, the
+    pairs use time, line, column, time, line, column and so on; the line and the column stop after their numbers of
+    pairs, and the time has the rest.
+    """
+    sections, field = raw.pop("mrope_section", None), "mrope_interleaved"
+    require(f"rope_parameters.{field}", raw.pop(field, interleaved), interleaved)
     if sections is None and needed:
         raise InputError("config.json: rope_parameters.mrope_section is missing")
     if sections is None:
         return None
-    if not (isinstance(sections, list | tuple) and all(isinstance(x, int) and x >= 0 for x in sections)
-            and sum(sections) == head_dim // 2):  # fmt: skip
-        raise InputError(f"config.json: rope_parameters.mrope_section={sections!r} must be whole numbers that add up "
-                         f"to half of {head_dim} channels")  # fmt: skip
-    return tuple(sections)
+    numbers = isinstance(sections, list | tuple) and all(isinstance(x, int) and x >= 0 for x in sections)
+    if not numbers or len(sections) != 3 or sum(sections) != head_dim // 2:
+        raise InputError(f"config.json: rope_parameters.mrope_section={sections!r} must be three whole numbers that "
+                         f"add up to half of {head_dim} channels")  # fmt: skip
+    if not interleaved:
+        return tuple(int(axis) for axis in np.repeat(np.arange(3), sections))
+    return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(head_dim // 2))
 
 
 class _Numbers:

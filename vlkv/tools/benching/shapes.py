@@ -26,14 +26,15 @@ def images_of(vision: int) -> int:
 
 def make_inputs(config: ModelConfig, batch: int, prompt: int, vision: int, *, seed: int = 0) -> Inputs:
     """Rows of `prompt` tokens: `vision` vision tokens, then text. `seed` is for the token ids."""
-    axes = 1 if config.decoder.rope.sections is None else len(config.decoder.rope.sections)
     place = np.arange(prompt)
     is_vision = place < vision
     tokens = np.random.default_rng(seed).integers(0, config.decoder.vocab_size, (batch, prompt), np.int32)
     index = np.where(is_vision, np.arange(batch)[:, None] * vision + place, -1).astype(np.int32)
     return Inputs(
         tokens=tokens,
-        positions=np.broadcast_to(place[None, :, None], (batch, prompt, axes)).astype(np.int32),
+        positions=np.broadcast_to(place[None, :, None], (batch, prompt, config.decoder.rope.position_axes)).astype(
+            np.int32
+        ),
         valid=np.ones((batch, prompt), bool),
         vision_index=index,
         grid=np.broadcast_to(_grid(prompt, vision), (batch, prompt, 3)).copy(),

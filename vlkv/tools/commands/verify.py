@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vlkv import loading
-from vlkv.decoder import attend_to_prompt
+from vlkv.decoder import add_features, attend_to_prompt
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.files import one_line
@@ -199,14 +199,15 @@ def first_difference(params: Model, inputs: Inputs, wanted: Answer) -> str:
 
 @jax.jit
 def _states(params: Model, inputs: Inputs) -> list[Float[Array, "B T D"]]:
-    """The input of each layer, and the last output after its norm."""
-    x = params.embed(inputs)
+    """The embeddings, the output of each layer, the last one after the norm."""
+    embedded = params.embed(inputs)
 
-    def note(_: int, states: tuple[Array, ...], x: Array) -> tuple[tuple[Array, ...], Array, None]:
-        return (*states, x), x, None
+    def note(i: int, states: tuple[Array, ...], x: Array) -> tuple[tuple[Array, ...], Array, None]:
+        # Like transformers' hidden states, these are before the features of the tower are added.
+        return (*states, x), add_features(embedded.added, i, x), None
 
-    first: tuple[Array, ...] = (x,)
-    states, _ = params.decoder.walk(first, x, inputs.positions, attend_to_prompt(inputs.valid), note)
+    first: tuple[Array, ...] = (embedded.x,)
+    states, _ = params.decoder.walk(first, embedded.x, inputs.positions, attend_to_prompt(inputs.valid), note)
     return [*states[:-1], params.decoder.norm(states[-1])]
 
 

@@ -1,4 +1,4 @@
-"""Checks of a policy that a user passes, and of the scores that it returns."""
+"""Checks of what users pass as policies, and of what their methods return."""
 
 from __future__ import annotations
 

@@ -1,0 +1,283 @@
+"""Qwen3-VL against transformers in float32, and DeepStack in prompts that a policy reduces."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import PIL.Image
+import pytest
+
+import vlkv
+from checkpoints_convert.__main__ import convert
+from pallas_kernels import prefill_attention
+from tests import reference
+from tests.families.common_qwen import BUCKETS, MERGE, ROWS, for_model, make, one_row, prompts, torch
+from tests.generation.test_decode import kept_entries
+from tests.generation.test_prompt import by_last_row
+from tests.policies.test_lightkv import attention_to_text, expected
+from vlkv import policies
+from vlkv.families import config_from_hf
+from vlkv.families.qwen3_vl.inputs import Qwen3VlPictures
+from vlkv.generation.step import feed
+from vlkv.processing import Video
+
+KIND = "qwen3_vl"
+FORCED = np.random.default_rng(3).integers(6, 90, (len(ROWS), 3))
+prefill = jax.jit(vlkv.prefill, static_argnames="new_tokens")
+embed = jax.jit(lambda params, inputs: params.embed(inputs))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp(KIND)
+    model = make(KIND)
+    model.save_pretrained(folder)
+    return model, folder, vlkv.load_params(folder)
+
+
+@jax.jit
+def run(params, inputs):
+    """Embeddings, the output of every layer before DeepStack adds to it, and logits."""
+    embedded = params.embed(inputs)
+    states, x = [embedded.x], embedded.x
+    rotation = params.decoder.rotation(inputs.positions)
+    for i, layer in enumerate(params.decoder.layers):
+        q, k, v = layer.project(x, rotation)
+        x = layer.finish(x, prefill_attention(q, k, v, valid=inputs.valid))
+        states.append(x)
+        if embedded.added is not None and i < embedded.added.shape[1]:
+            x = x + embedded.added[:, i]
+    return states, vlkv.forward(params, inputs)
+
+
+def check(saved, batch, rows) -> None:
+    model, _, params = saved
+    states, logits = run(params, vlkv.Inputs.from_hf(batch, params.config, BUCKETS))
+    for row in range(len(rows)):
+        with torch.no_grad():
+            out = model(**for_model(KIND, one_row(batch, row, rows)), output_hidden_states=True)
+        own = np.flatnonzero(batch["attention_mask"][row])
+        # The last of transformers' hidden states is after the norm.
+        for ours, theirs in zip([*states[:-1], logits], [*out.hidden_states[:-1], out.logits], strict=True):
+            np.testing.assert_allclose(np.asarray(ours)[row, own], theirs[0].numpy(), atol=1e-4)
+        assert out.logits.std() >= 1
+
+
+@pytest.mark.default("left")
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_layers_and_logits_of_a_batch(saved, padding):
+    """Two images, an image and a video, one image, none; three outputs of the tower are added."""
+    check(saved, prompts(padding, apart=True), ROWS)
+
+
+@pytest.mark.full
+def test_no_picture_at_all(saved):
+    rows = ((5,), (9,))
+    check(saved, prompts(rows=rows), rows)
+
+
+@pytest.mark.full
+def test_greedy_tokens(saved):
+    model, _, params = saved
+    batch = prompts("left", apart=True)
+    inputs = vlkv.Inputs.from_hf(batch, params.config, BUCKETS)
+    output = jax.jit(vlkv.generate)(params, inputs, sampling=vlkv.Greedy(max_new_tokens=32, stop=()))
+    for row in range(len(ROWS)):
+        arguments = for_model(KIND, one_row(batch, row))
+        ids = arguments["input_ids"]
+        tokens = model.generate(**arguments, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False,
+                                eos_token_id=None)  # fmt: skip
+        np.testing.assert_array_equal(output.tokens[row], tokens[0, ids.shape[1] :].numpy())
+
+
+def merge_windows(inputs, row):
+    """LightKV as published, one stage with one window: x of the kept tokens, and what is left."""
+    valid = inputs.valid[row]
+    is_vision, grid = inputs.is_vision[row][valid], inputs.grid[row][valid]
+
+    def reduce(x, q, k, places):
+        xi = attention_to_text(q.swapaxes(0, 1), k.swapaxes(0, 1), is_vision, np.ones(len(x), bool), False)
+        folded, target = expected(x, grid, is_vision, xi, 1, 0.5, first_stage=True)[:2]
+        return folded, np.flatnonzero(target < 0)
+
+    return reduce
+
+
+@pytest.mark.default("FastV")
+@pytest.mark.parametrize("name", ["FastV", "LightKV"])
+def test_a_dropped_token_loses_what_later_layers_would_add(saved, name):
+    """Float64 numpy: the prompt is reduced after the first of three layers with features of the tower."""
+    _, _, params = saved
+    inputs = vlkv.Inputs.from_hf(prompts("left", apart=True), params.config, BUCKETS)
+    policy = policies.FastV(layer=1, keep=0.4) if name == "FastV" else policies.LightKV(
+        layers=(1,), windows=(1,), rho=0.5)  # fmt: skip
+    cache, logits = prefill(params, inputs, policy, new_tokens=len(FORCED[0]))
+    kept = [kept_entries(cache, inputs, row) for row in range(len(ROWS))]
+    ours, step = [logits], jax.jit(vlkv.decode_step)
+    for token in FORCED.T:
+        cache, logits = step(params, cache, token)
+        ours.append(logits)
+    embedded = jax.tree.map(np.asarray, embed(params, inputs))
+    assert embedded.added.shape[1] == 3
+    for row in range(len(ROWS)):
+        valid = inputs.valid[row]
+        is_vision, positions = inputs.is_vision[row][valid], inputs.positions[row][valid]
+        reduce = by_last_row(is_vision, 0.4) if name == "FastV" else merge_windows(inputs, row)
+        first, layers = reference.prefill(
+            params.decoder, embedded.x[row, valid], positions, {1: reduce} if is_vision.any() else None,
+            embedded.added[row][:, valid],
+        )  # fmt: skip
+        held = np.stack([np.isfinite(k[:, :, 0]).T for _, k, _ in layers])
+        np.testing.assert_array_equal(kept[row], held)
+        assert held[2].all() != is_vision.any()
+        later = reference.decode(params.decoder, layers, held, FORCED[row], first=positions.max() + 1)
+        np.testing.assert_allclose(np.stack(ours)[:, row], np.concatenate([first[None], later]), atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def turns(saved):
+    """A prompt with two images: its first part, the later turn, and both in one prompt."""
+    whole = prompts(rows=((4, ("image", 1, 4, 6), 5, ("image", 1, 6, 2), 5),))
+    cuts = {"input_ids": [15], "pixel_values": [24], "image_grid_thw": [1]}
+    pieces = {name: np.split(whole[name], at, axis=name == "input_ids") for name, at in cuts.items()}
+    parts = [{name: both[turn] for name, both in pieces.items()} for turn in range(2)]
+    return [vlkv.Inputs.from_hf(batch, saved[2].config, BUCKETS) for batch in (*parts, whole)]
+
+
+@pytest.mark.full
+def test_features_of_a_later_image_are_added_too(saved, turns):
+    first, second, both = turns
+    cache, _ = prefill(saved[2], first, policies.Full(), new_tokens=24)
+    _, logits = jax.jit(vlkv.extend)(saved[2], cache, second)
+    wanted = np.asarray(jax.jit(vlkv.forward)(saved[2], both))[0, both.valid[0]][-1]
+    np.testing.assert_allclose(logits[0], wanted, atol=1e-4)
+
+
+@pytest.mark.full
+def test_features_of_a_later_image_with_a_decode_state(saved, turns):
+    """One scan over the tokens is as many calls with one token."""
+    params, (first, second, _) = saved[2], turns
+    cache, _ = prefill(params, first, policies.H2O(keep=0.9), new_tokens=24)
+    embedded, positions = embed(params, second), cache.next_position[:, None] + second.positions
+    run_feed = jax.jit(feed)
+    _, together = run_feed(params.decoder, cache, embedded.x, positions, second.valid, embedded.added)
+    for i in np.flatnonzero(second.valid[0]):
+        one = slice(i, i + 1)
+        cache, x = run_feed(params.decoder, cache, embedded.x[:, one], positions[:, one], second.valid[:, one],
+                            embedded.added[:, :, one])  # fmt: skip
+        np.testing.assert_allclose(together[:, one], x, atol=1e-4)
+
+
+@pytest.mark.full
+def test_nan_is_found_behind_the_added_features(saved):
+    params = vlkv.load_params(saved[1])
+    inputs = vlkv.Inputs.from_hf(prompts(apart=True), params.config, BUCKETS)
+    params.decoder.layers[3].down.weight[...] = params.decoder.layers[3].down.weight[...].at[0, 0].set(np.nan)
+    with pytest.raises(vlkv.InputError, match="first in decoder layer 3"):
+        vlkv.generate(params, inputs, sampling=vlkv.Greedy(max_new_tokens=2, stop=()))
+
+
+def test_positions_of_many_sizes(saved):
+    """100 random images and videos in random prompts: exactly transformers' rope index and its deltas."""
+    model, _, params = saved
+    rng = np.random.default_rng(1)
+    for _ in range(25):
+        row = [int(rng.integers(1, 6))]
+        for _ in range(4):
+            lines, columns = 2 * rng.integers(1, 8, 2)
+            frames = int(rng.integers(1, 9))
+            row += [("video", frames, lines, columns) if rng.random() < 0.5 else ("image", 1, lines, columns)]
+            row += [int(rng.integers(1, 6))]
+        batch = prompts("left", (row, (3,)), apart=True)
+        given = {name: value for name, value in one_row(batch, 0, (row, (3,))).items() if "pixel" not in name}
+        positions, delta = model.model.get_rope_index(**for_model(KIND, given))
+        inputs = vlkv.Inputs.from_hf(batch, params.config, BUCKETS)
+        valid, length = batch["attention_mask"][0].astype(bool), batch["input_ids"].shape[1]
+        np.testing.assert_array_equal(inputs.positions[0, :length][valid], positions[:, 0].numpy().T)
+        assert inputs.positions[0].max() + 1 - valid.sum() == int(delta[0, 0])
+        grid, place = inputs.grid[0][inputs.is_vision[0]], inputs.layout["place"].reshape(-1, 4, 2)
+        at = place[inputs.vision_index[0][inputs.is_vision[0]], 0]
+        np.testing.assert_array_equal(at, MERGE * grid[:, 1:])
+
+
+def test_every_name_on_disk_gives_the_same_parameters(saved, tmp_path):
+    model, folder, params = saved
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="60KB")
+    convert(folder, tmp_path / "converted", progress=False)
+    for other in ("sharded", "converted"):
+        made = vlkv.load_params(tmp_path / other)
+        assert made.config == params.config
+        for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(made), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_a_head_that_is_the_embedding_table(saved, tmp_path):
+    make(KIND, tied=True).save_pretrained(tmp_path)
+    params = vlkv.load_params(tmp_path)
+    assert params.config.decoder.tied and params.decoder.head is None
+    assert not saved[2].config.decoder.tied
+
+
+ROPE = {"rope_theta": 1e4, "rope_type": "default"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_parameters": ROPE}, "mrope_section is missing"),
+        ({"rope_parameters": ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": False}}, "mrope_interleaved"),
+        ({"rope_parameters": ROPE | {"mrope_section": [4, 4]}}, "three whole numbers"),
+        ({"model_type": "qwen3_vl_moe_text"}, "text_config.model_type"),
+        ({"vision": {"hidden_act": "silu"}}, "hidden_act"),
+        ({"vision": {"num_position_embeddings": 26}}, "must be a square"),
+        ({"vision": {"deepstack_visual_indexes": [2, 0]}}, "increasing indices of 3 blocks"),
+        ({"vision": {"deepstack_visual_indexes": [3]}}, "increasing indices of 3 blocks"),
+        ({"vision": {"out_hidden_size": 64}}, "64 channels"),
+        ({"num_hidden_layers": 2}, "names 3 blocks, but the decoder has 2 layers"),
+    ],
+    ids=str,
+)
+def test_a_config_that_is_not_honoured(saved, change, message):
+    raw = json.loads((saved[1] / "config.json").read_text())
+    raw["vision_config"] |= change.get("vision", {})
+    raw["text_config"] |= {key: value for key, value in change.items() if key != "vision"}
+    with pytest.raises(vlkv.InputError, match=message):
+        config_from_hf(raw)
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+SETTINGS = {
+    "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2,
+    "size": {"shortest_edge": 65536, "longest_edge": 262144}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+}  # fmt: skip
+
+
+@pytest.fixture
+def pictures(tmp_path) -> Qwen3VlPictures:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
+    return vlkv.presets["qwen3-vl-2b"].open_pictures(tmp_path, "checkpoint")
+
+
+def test_patches_are_those_of_transformers(pictures):
+    module = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    theirs = module.Qwen2VLImageProcessorPil(
+        **{name: value for name, value in SETTINGS.items() if name != "image_processor_type"}
+    )
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        height, width = (int(side) for side in np.exp(rng.uniform(3, 7.5, 2)))
+        wanted = module.smart_resize(height, width, factor=32, min_pixels=65536, max_pixels=262144)
+        assert pictures.settings["image"].scaled(height, width, 32) == wanted
+    images = [PIL.Image.fromarray(rng.integers(0, 256, (*rng.integers(40, 700, 2), 3)).astype(np.uint8)) for _ in "abc"]
+    ours = pictures.batch([pictures.read(image) for image in images])
+    wanted = theirs(images, return_tensors="np")
+    np.testing.assert_array_equal(ours["image_grid_thw"], wanted["image_grid_thw"])
+    np.testing.assert_allclose(ours["pixel_values"], wanted["pixel_values"], atol=1e-5)
+
+
+def test_a_video_is_refused(pictures):
+    with pytest.raises(vlkv.InputError, match="give its frames as images"):
+        pictures.read(Video(frames=[np.zeros((64, 64, 3), np.uint8)] * 2))

@@ -1,0 +1,116 @@
+"""Config of Qwen3-VL and its published sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from vlkv.config import Raw, filled, number, positives, require, require_all, token_id
+from vlkv.errors import InputError
+from vlkv.families.qwen2_vl.config import CONTENT
+from vlkv.families.qwen2_vl.inputs import NativeResolutionConfig
+from vlkv.families.qwen3_vl.inputs import Qwen3VlPictures
+from vlkv.families.qwen3_vl.tower import Qwen3VisionConfig
+from vlkv.families.text.config import KINDS, QWEN3, Kind, read_stop, tied_by_either
+from vlkv.processing.pictures import Pictures
+from vlkv.processing.pixels import Layout
+from vlkv.processing.templates import chatml
+
+# Class defaults in transformers.
+_DECODER = Kind(names="qwen3", qk_norm=True, interleaved=True, defaults={
+    **KINDS["qwen3"].defaults, "max_position_embeddings": 128000, "rope_theta": 5e5})  # fmt: skip
+_TOWER: dict[str, Any] = dict(
+    depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16, out_hidden_size=3584, patch_size=16,
+    spatial_merge_size=2, temporal_patch_size=2, hidden_act="gelu_pytorch_tanh", num_position_embeddings=2304,
+    deepstack_visual_indexes=(8, 16, 24),
+)  # fmt: skip
+
+
+class Qwen3VlConfig(NativeResolutionConfig):
+    """Qwen3-VL with a dense decoder."""
+
+    prompt_format = chatml(CONTENT)  # that of the published checkpoints
+    frames_apart: ClassVar = True
+
+    @override
+    def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
+        return Qwen3VlPictures(settings=self.read_settings(folder, layout, ("image",)), config=self.vision)
+
+    @classmethod
+    @override
+    def read(cls, raw: Raw) -> dict[str, Any]:
+        part = dict(raw.get("text_config") or {})
+        require("text_config.model_type", part.get("model_type", "qwen3_vl_text"), "qwen3_vl_text")
+        decoder = _DECODER.read(part | {"tie_word_embeddings": tied_by_either(raw)["tie_word_embeddings"]})
+        if decoder.rope.axes is None:
+            raise InputError("config.json: text_config: rope_parameters.mrope_section is missing")
+        vision = _read_tower(raw.get("vision_config") or {})
+        if vision.out_width != decoder.width:
+            raise InputError(f"config.json: the tower of vision_config returns {vision.out_width} channels, but the "
+                             f"decoder takes {decoder.width}")  # fmt: skip
+        if len(vision.deep) > decoder.layers:
+            raise InputError(f"config.json: vision_config.deepstack_visual_indexes names {len(vision.deep)} blocks, "
+                             f"but the decoder has {decoder.layers} layers")  # fmt: skip
+        return {
+            "decoder": decoder,
+            "vision": vision,
+            "image_token": token_id(raw, "image_token_id", default=151655),
+            "video_token": token_id(raw, "video_token_id", default=151656),
+            "stop": read_stop(raw, 151645),
+        }
+
+
+def _read_tower(raw: Raw) -> Qwen3VisionConfig:
+    c, where = filled(raw, _TOWER), "vision_config."
+    require_all(c, {"hidden_act": _TOWER["hidden_act"], "in_channels": 3}, where)
+    rope = c.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise InputError(f"config.json: {where}rope_parameters={rope!r} must be an object")
+    require_all(rope, {"rope_type": "axial"}, where + "rope_parameters.")
+    positives(c, ("depth", "num_heads", "hidden_size", "intermediate_size", "out_hidden_size", "patch_size",
+                  "spatial_merge_size", "temporal_patch_size", "num_position_embeddings"), where)  # fmt: skip
+    if c["hidden_size"] % (4 * c["num_heads"]):
+        raise InputError(f"config.json: vision_config: {c['hidden_size']} channels must be {c['num_heads']} heads of a "
+                         "multiple of four channels each")  # fmt: skip
+    table = math.isqrt(c["num_position_embeddings"])
+    if table**2 != c["num_position_embeddings"]:
+        raise InputError(f"config.json: {where}num_position_embeddings={c['num_position_embeddings']} must be a square")
+    deep = c["deepstack_visual_indexes"]
+    numbers = isinstance(deep, list | tuple) and all(isinstance(i, int) and 0 <= i < c["depth"] for i in deep)
+    if not numbers or list(deep) != sorted(set(deep)):
+        raise InputError(f"config.json: {where}deepstack_visual_indexes={deep!r} must be increasing indices of "
+                         f"{c['depth']} blocks")  # fmt: skip
+    return Qwen3VisionConfig(
+        width=c["hidden_size"], mlp_width=c["intermediate_size"], out_width=c["out_hidden_size"], layers=c["depth"],
+        heads=c["num_heads"], patch_size=c["patch_size"], frames=c["temporal_patch_size"],
+        merge=c["spatial_merge_size"], activation=c["hidden_act"], norm="layer_norm", gated=False, deep=tuple(deep),
+        table=table, theta=number(where + "rope_parameters.rope_theta", rope.get("rope_theta", 1e4), above=1),
+    )  # fmt: skip
+
+
+# --- published sizes, the instruction-tuned ones ----------------------------------------------------------------------
+
+_SMALL = dict(depth=24, hidden_size=1024, intermediate_size=4096, deepstack_visual_indexes=[5, 11, 17])
+_LARGE = dict(deepstack_visual_indexes=[8, 16, 24])
+
+
+def _published(text: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
+    """Qwen/Qwen3-VL-*-Instruct."""
+    scaling = dict(rope_type="default", mrope_section=[24, 20, 20], mrope_interleaved=True)
+    decoder = text | dict(model_type="qwen3_vl_text", max_position_embeddings=262144, rope_theta=5e6,
+                          rope_scaling=scaling)  # fmt: skip
+    return dict(model_type="qwen3_vl", text_config=decoder, tie_word_embeddings=text["tie_word_embeddings"],
+                image_token_id=151655, video_token_id=151656,
+                vision_config=_TOWER | tower | dict(out_hidden_size=text["hidden_size"]))  # fmt: skip
+
+
+PUBLISHED = {
+    "qwen3-vl-2b": _published(QWEN3["1.7b"], _SMALL),
+    "qwen3-vl-4b": _published(QWEN3["4b"], _SMALL),
+    "qwen3-vl-8b": _published(QWEN3["8b"], _LARGE),
+    "qwen3-vl-32b": _published(QWEN3["32b"], _LARGE),
+}
