@@ -320,7 +320,7 @@ def show(result: dict[str, Any]) -> None:
         table = Table(
             "method", "engine", "kept", "prefill s", "ms/step", "token/s", "peak MiB", "first call s",
             "relative to bytes", "vlkv: prefill", "vlkv: decode", "at most",
-            title=f"{cell['model']}, {cell['prompt']} tokens, keep {cell['keep']:.0%}, {made['dtype']}, "
+            title=f"{cell['model']}, {cell['prompt']} tokens, keep {cell['keep']:.0%} of all tokens, {made['dtype']}, "
             f"copy {copy:.1f}, read {read:.1f} GB/s",
         )  # fmt: skip
         for row in rows:

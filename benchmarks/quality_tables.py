@@ -29,7 +29,7 @@ SETTINGS = {
     "several": "Three pages, one of them asked about",
 }
 HEADER = [
-    f"| method, default settings | {' | '.join(f'{100 * share:.0f} %' for share in BYTES)} |",
+    f'| method, default settings, scope="vision" | {" | ".join(f"{100 * share:.0f} %" for share in BYTES)} |',
     "|---|---|---|---|---|",
 ]
 
@@ -39,7 +39,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     console = Console(width=150)
     for name in dict.fromkeys(row["section"] for row in rows):
         table = Table("policy", "bytes", "held", "exact, % [95 %]", "loss", "by place", "recall", "perplexity",
-                      title=name)  # fmt: skip
+                      title=f'{name}, scope="vision"')  # fmt: skip
         for row in rows:
             if row["section"] == name:
                 table.add_row(
@@ -132,7 +132,10 @@ def _methods(found: _Rows) -> str:
 
 def _compositions(found: _Rows) -> str:
     """All compositions, with and without quantisation."""
-    lines = [_line("composition", "2 %", "1 %", "values to the right: 2 %", "1 %"), "|---|---|---|---|---|"]
+    lines = [
+        _line('composition, scope="vision"', "2 %", "1 %", "values to the right: 2 %", "1 %"),
+        "|---|---|---|---|---|",
+    ]
     names = (row["name"] for row in found.rows if row["section"] == "compositions" and row["name"] != "Full")
     for name in dict.fromkeys(names):
         for bits in (16, 4):
@@ -154,8 +157,10 @@ def _settings(found: _Rows) -> str:
 
 def _papers(found: _Rows) -> str:
     """The five papers' methods at 10 %: recall of the evidence by layer, and quality by digit."""
-    lines = ["| method at 10 % | exact | evidence kept, first to last layer | right, first to sixth digit |"]
-    lines += ["|---|---|---|---|"]
+    lines = [
+        '| method at 10 %, scope="vision" | exact | evidence kept, first to last layer | right, first to sixth digit |',
+        "|---|---|---|---|",
+    ]
     for name in FIVE:
         row = next((row for row in found.rows if row["name"] == name and row["bytes"] == 0.1
                     and row["section"] in ("methods", "shorter prompts")), None)  # fmt: skip

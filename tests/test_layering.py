@@ -138,6 +138,17 @@ def test_the_front_hall_and_the_rooms_are_small(root):
             assert len(path.read_text().splitlines()) <= 350, f"{path}: divide it by content"
 
 
+def test_no_file_derives_a_class_from_a_derived_one(root):
+    """A reader of a class meets at most one base class in the same file."""
+    for folder in ("vlkv", "pallas_kernels", "checkpoints_convert", "benchmarks"):
+        for path in (root / folder).rglob("*.py"):
+            classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+            bases = {node.name: {ast.unparse(base).split("[")[0] for base in node.bases} for node in classes}
+            for name, above in bases.items():
+                deep = {base for base in above if bases.keys() & bases.get(base, set())}
+                assert not deep, f"{path}: {name} derives from {deep}, which is derived in the same file"
+
+
 def test_shared_code_asks_for_no_class_and_hides_no_state(root):
     """No test for `Full`, whose behaviour is in its facts; no `nonlocal`, because the walk has a carry."""
     for path in (root / "vlkv").rglob("*.py"):

@@ -167,7 +167,12 @@ def test_a_table_and_a_picture(capsys, tmp_path, model, what):
     out = tmp_path / "cost.png"
     assert main(["inspect", "--what", what, *question, *FAST, "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "fastv(keep=0.5)" in said and "LightKV" in said and "layer" in said and "cost.png" in said.replace("\n", "")
+    assert (
+        "fastv(keep=0.5, scope='vision')" in said
+        and "LightKV" in said
+        and "layer" in said
+        and "cost.png" in said.replace("\n", "")
+    )
     with Image.open(out) as picture:
         assert picture.width > 500 and len(set(picture.convert("L").getdata())) > 20
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cost.png", "page.png"]

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from benchmarks import quality_sections, quality_tables
 from vlkv import policies
 from vlkv.cli import main
 from vlkv.mini import PAGE
@@ -20,6 +21,12 @@ def best(root):
     found = re.findall(r'^best = "(compose\(.*\))"$', (root / "README.md").read_text(), re.MULTILINE)
     assert len(found) == 1 and found[0] in (root / "README.md").read_text().split("vlkv eval", 1)[1]
     return found[0]
+
+
+def test_it_is_the_best_composition_of_the_measurements(best):
+    name, policy = quality_tables.ON_ROWS, policies.make(best, keep=0.1)
+    assert policy == policies.compose(quality_sections.compositions()[name], store=policies.KIVI(bits=4))
+    assert policies.make(best.replace("aircache", "AirCache").replace("kivi", "KIVI"), keep=0.1) == policy
 
 
 @pytest.fixture
@@ -51,7 +58,12 @@ def test_every_command_reads_the_text_of_the_readme(command, best, questions, mi
     else:
         assert main([command, *argv, "--policy", best]) == 0
         said = capsys.readouterr().out
-    if command in ("generate", "eval", "plan"):
-        assert full in said
-    elif command in ("frontier", "inspect"):  # frontier chooses the keep
+    if command == "bench":  # a table, whose cells are folded
+        shown = policies.text_of(policies.make(best, keep=0.2), scope=True)
+        assert "scope='vision'" in shown and "".join(shown.split()) in "".join(said.split())
+    elif command == "chat":
+        assert said.strip()
+    elif command == "frontier":  # it chooses the keep
         assert "smooth=smooth(8, one_sided=True, pooling='max')" in said
+    else:
+        assert full in said

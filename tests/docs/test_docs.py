@@ -21,6 +21,16 @@ def test_the_page_has_the_registry_in_its_order(sections):
     assert list(sections) == [cls.__name__ for cls in policies.registry.values()]
 
 
+def test_the_table_shows_default_scopes(root):
+    table = re.findall(
+        r"^\| ((?:`\w+`(?:, )?)+) \| (?:`(\w+)`)? ?\|", (root / "docs" / "methods.md").read_text(), re.MULTILINE
+    )
+    scopes = {name: scope for names, scope in table for name in re.findall(r"\w+", names)}
+    for cls in policies.registry.values():
+        own = next(field.default for field in dataclasses.fields(cls) if field.name == "scope")
+        assert scopes[cls.__name__] == ("" if cls.facts.own_keep else own), cls
+
+
 def written(value):
     return f'"{value}"' if isinstance(value, str) else repr(value)
 

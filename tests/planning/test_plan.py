@@ -81,7 +81,7 @@ def test_what_is_said(made):
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(planning.as_table(made))
     text = console.export_text()
-    assert "estimates" in text and "aircache(keep=0.1) (scope vision)" in text and "tokens a second" in text
+    assert "estimates" in text and "aircache(keep=0.1, scope='vision')" in text and "tokens a second" in text
 
 
 @pytest.mark.full

@@ -127,6 +127,17 @@ def test_compress_takes_numpy_arrays(name):
     assert not np.array_equal(got[0], k)
 
 
+def test_the_text_for_tables_shows_the_scope():
+    """Also the default one, of every method that has a budget; in a composition, that of the scores."""
+    for name, cls in (policies.registry | policies.without_keep).items():
+        policy = policies.make(name, **({} if cls.facts.own_keep or name in policies.without_keep else {"keep": 0.5}))
+        text = policies.text_of(policy, scope=True)
+        assert policies.make(text) == policy
+        assert (f"scope='{policy.scope}'" in text) == (name not in ("full", "kivi")), text
+    both = policies.compose(policies.SnapKV(keep=0.5), reduce=policies.LightKV(keep=0.5))
+    assert policies.text_of(both, scope=True) == "compose(snapkv(keep=0.5, scope='all'), reduce=lightkv(keep=0.5))"
+
+
 def test_the_text_of_a_policy_has_options_that_are_none():
     """A default other than None is written down if it is replaced by None, such as A-VL's `core`."""
     found = []

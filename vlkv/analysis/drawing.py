@@ -23,7 +23,7 @@ from vlkv.inputs import Inputs
 from vlkv.keys import single_key
 from vlkv.processing.images import Picture, open_image
 
-_SIDE, _GAP, _COLUMNS = 340, 30, 5  # pixels: longer side of a panel, gap between panels; number of panels in a row
+_SIDE, _GAP, _COLUMNS = 340, 30, 5  # pixels: longer side of a panel, gap between panels; most panels in a row
 _TITLE, _TEXT, _SMALL = 40, 28, 23  # font sizes
 _INK, _GREY, _GOOD, _BAD = (28, 30, 36), (110, 114, 124), (16, 122, 70), (190, 36, 44)
 _KEPT = np.array([255, 138, 0])  # colour of a patch that every layer and head keeps
@@ -141,8 +141,8 @@ def draw(title: str, image: Image.Image, panels: list[Panel], subtitle: str) -> 
     """
     scale = _SIDE / max(image.size)
     width, height = (max(1, round(side * scale)) for side in image.size)
-    columns = min(_COLUMNS, len(panels))
-    rows = -(-len(panels) // columns)
+    rows = -(-len(panels) // _COLUMNS)
+    columns = -(-len(panels) // rows)  # rows of equal length
     top, text = 2 * _GAP + _TITLE + _TEXT, _TEXT + 2 * _SMALL + 26
     cell_width = max(width, _SIDE)
     sheet = Image.new(
@@ -163,10 +163,10 @@ def _panel(
     sheet: Image.Image, pen: ImageDraw.ImageDraw, base: Image.Image, panel: Panel, x: int, y: int, text: int
 ) -> None:
     width, height = base.size
-    pen.text((x, y), panel.name, fill=_INK, font=_font(_TEXT))
     colour = {"right": _GOOD, "as full": _GOOD, "": _INK}.get(panel.verdict, _BAD)
-    pen.text((x, y + _TEXT + 8), f"{panel.answer}   {panel.verdict}", fill=colour, font=_font(_SMALL))
-    pen.text((x, y + _TEXT + _SMALL + 14), panel.note, fill=_GREY, font=_font(_SMALL))
+    _line(pen, (x, y), panel.name, _INK, _TEXT)
+    _line(pen, (x, y + _TEXT + 8), panel.answer, colour, _SMALL, end=f"   {panel.verdict}")
+    _line(pen, (x, y + _TEXT + _SMALL + 14), panel.note, _GREY, _SMALL)
     top = y + text
     sheet.paste(base if panel.kept is None else overlaid(base, panel.kept), (x, top))
     pen.rectangle((x - 1, top - 1, x + width, top + height), outline=(170, 174, 182))
@@ -176,6 +176,16 @@ def _panel(
         box = (x + low_x * width / w - 4, top + low_y * height / h - 4,
                x + high_x * width / w + 3, top + high_y * height / h + 3)  # fmt: skip
         pen.rectangle(box, outline=_FRAME, width=3)
+
+
+def _line(
+    pen: ImageDraw.ImageDraw, at: tuple[int, int], text: str, colour: tuple[int, int, int], size: int, end: str = ""
+) -> None:
+    """Writes one line over a panel. A text that is wider than the panel is cut; `end` is always written."""
+    font, text = _font(size), " ".join(text.split())
+    shorter = (f"{text[:n]}...{end}" for n in range(len(text) - 1, -1, -1))
+    line = next((x for x in (text + end, *shorter) if pen.textlength(x, font) <= _SIDE), end)
+    pen.text(at, line, fill=colour, font=font)
 
 
 def overlaid(base: Image.Image, kept: Float[np.ndarray, "h w"]) -> Image.Image:

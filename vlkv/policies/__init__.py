@@ -129,9 +129,14 @@ def make(policy: str | type[Policy], /, **options: Any) -> Policy:
     return made
 
 
-def text_of(policy: Policy) -> str:
-    """The text from which `make` constructs this policy, with the options that differ from their defaults."""
-    return syntax.text_of(policy, named)
+def text_of(policy: Policy, *, scope: bool = False) -> str:
+    """The text from which `make` constructs this policy, with the options that differ from their defaults.
+
+    Args:
+        policy: the policy.
+        scope: for tables: whether the text has the scope of a `keep` or `budget` even if it is the method's default.
+    """
+    return syntax.text_of(policy, named, scope=scope)
 
 
 __all__ = [

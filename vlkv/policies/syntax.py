@@ -145,12 +145,17 @@ def construct(cls: type[Policy], options: Mapping[str, Any]) -> Policy:
     return cls(**options)
 
 
-def text_of(policy: Policy, find: Find) -> str:
-    """The text of a policy, with the options that differ from their defaults. `parse` makes the same policy of it."""
+def text_of(policy: Policy, find: Find, *, scope: bool = False) -> str:
+    """The text of a policy, with the options that differ from their defaults. `parse` makes the same policy of it.
+
+    With `scope`, it has the scope of a `keep` or `budget` even if it is the method's default.
+    """
+    scored = policy.scored if isinstance(policy, Composed) else policy
+    shown = ("scope",) if scope and (scored.facts.selects or scored.reducer is not None) else ()
     if not isinstance(policy, Composed):
-        return _call(policy, find, {})
+        return _call(policy, find, {}, shown)
     common = {name: getattr(policy, name) for name in (*_BUDGET, "scope")}
-    parts = [_call(policy.scored, find, {})]
+    parts = [_call(scored, find, {}, shown)]
     for stage, field in STAGES.items():
         part = getattr(policy, field)
         if part is not None:
@@ -162,21 +167,21 @@ def text_of(policy: Policy, find: Find) -> str:
     return f"compose({', '.join(parts)})"
 
 
-def _call(policy: Policy, find: Find, common: Mapping[str, Any]) -> str:
-    """The call of one policy, without the options that are in `common`."""
+def _call(policy: Policy, find: Find, common: Mapping[str, Any], shown: tuple[str, ...] = ()) -> str:
+    """The call of one policy, without the options that are in `common`, and with defaults of those in `shown`."""
     fields = [
         field for field in dataclasses.fields(policy)
         if field.name not in common or common[field.name] != getattr(policy, field.name)
     ]  # fmt: skip
     if policy.facts.own_keep:
         fields = [field for field in fields if field.name != "keep"]
-    options = ", ".join(_changed(policy, fields))
+    options = ", ".join(_changed(policy, fields, shown))
     return _name(type(policy), find) + (f"({options})" if options else "")
 
 
-def _changed(made: Any, fields: list[Any]) -> list[str]:
+def _changed(made: Any, fields: list[Any], shown: tuple[str, ...] = ()) -> list[str]:
     pairs = ((field, getattr(made, field.name)) for field in fields)
-    return [f"{field.name}={value!r}" for field, value in pairs if value != field.default]
+    return [f"{field.name}={value!r}" for field, value in pairs if value != field.default or field.name in shown]
 
 
 def _name(cls: type[Policy], find: Find) -> str:

@@ -8,61 +8,21 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar, TypeVar
 
-import jax
 import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 from typing_extensions import override
 
 from vlkv.config import Raw, filled, positives, require, require_all
-from vlkv.decoder.layers import (
-    Embedding,
-    Initializer,
-    JoinHeads,
-    LayerNorm,
-    Linear,
-    RMSNorm,
-    SplitHeads,
-    gelu,
-    quick_gelu,
-)
-from vlkv.decoder.rope import apply_rope
+from vlkv.decoder.layers import Embedding, Initializer, LayerNorm
 from vlkv.errors import InputError
-from vlkv.sharding.ops import attention_mass, by_row, prefill_attention
+from vlkv.towers.blocks import BlockConfig, VitBlock
 
 C = TypeVar("C", bound="VitConfig")
-_ACTIVATIONS = {"quick_gelu": quick_gelu, "gelu": gelu, "gelu_pytorch_tanh": jax.nn.gelu, "silu": jax.nn.silu}
 # Field of `vision_config` -> field of BlockConfig or VitConfig.
 _SIZES = {"hidden_size": "width", "intermediate_size": "mlp_width", "num_hidden_layers": "layers",
           "num_attention_heads": "heads", "image_size": "image_size", "patch_size": "patch_size"}  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockConfig:
-    """The blocks of a tower. Settings that all towers of one kind share are class variables."""
-
-    width: int
-    mlp_width: int
-    layers: int
-    heads: int
-
-    activation: ClassVar[str] = "gelu"
-    gated: ClassVar[bool] = False  # the MLP has a gate, and the activation is applied to the gate
-    norm: ClassVar[str] = "layer_norm"
-    norm_eps: ClassVar[float] = 1e-6
-    qkv_bias: ClassVar[bool] = True
-    qk_norm_eps: ClassVar[float | None] = None  # None: queries and keys are not normalised
-    scaled: ClassVar[bool] = False  # a learnt factor per channel for the output of attention and of the MLP
-
-    @property
-    def blocks(self) -> int:
-        """Number of blocks that run."""
-        return self.layers
-
-    def make_norm(self, *, init: Initializer) -> LayerNorm | RMSNorm:
-        """A norm of the kind that the blocks use."""
-        return (RMSNorm if self.norm == "rms_norm" else LayerNorm)(self.width, self.norm_eps, init=init)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,80 +136,6 @@ class SiglipConfig(VitConfig):
     )  # fmt: skip
 
 
-class VitBlock(nnx.Module):
-    """Pre-norm attention over all patches, then an MLP."""
-
-    def __init__(self, c: BlockConfig, *, init: Initializer) -> None:
-        head_dim = c.width // c.heads
-        self.attention_norm = c.make_norm(init=init)
-        self.query = SplitHeads(c.width, c.heads, head_dim, bias=c.qkv_bias, init=init)
-        self.key = SplitHeads(c.width, c.heads, head_dim, bias=c.qkv_bias, init=init)
-        self.value = SplitHeads(c.width, c.heads, head_dim, bias=c.qkv_bias, init=init)
-        eps = c.qk_norm_eps
-        self.query_norm = None if eps is None else RMSNorm(c.width, eps, init=init)
-        self.key_norm = None if eps is None else RMSNorm(c.width, eps, init=init)
-        self.out = JoinHeads(c.width, c.heads, head_dim, bias=True, init=init)
-        self.attention_scale = init.constant(0.1, c.width) if c.scaled else None
-        self.mlp_norm = c.make_norm(init=init)
-        self.gate = Linear(c.width, c.mlp_width, bias=True, init=init) if c.gated else None
-        self.up = Linear(c.width, c.mlp_width, bias=True, init=init)
-        self.down = Linear(c.mlp_width, c.width, bias=True, init=init)
-        self.mlp_scale = init.constant(0.1, c.width) if c.scaled else None
-        self.activation = c.activation
-
-    @jax.jit
-    def __call__(
-        self,
-        x: Float[Array, "I V D"],
-        rotation: Float[Array, "I V 1 H"] | None = None,
-        valid: Bool[Array, "I V"] | None = None,
-    ) -> Float[Array, "I V D"]:
-        """One block.
-
-        Args:
-            x: all patches of each image.
-            rotation: table for `apply_rope`; None: queries and keys are not rotated.
-            valid: False for padding; None: there is no padding.
-        """
-        h = self.attention_norm(x)
-        q, k = _normalised(self.query_norm, self.query(h)), _normalised(self.key_norm, self.key(h))
-        if rotation is not None:
-            q, k = apply_rope(q, rotation), apply_rope(k, rotation)
-        attended = prefill_attention(q, k, self.value(h), valid=valid, causal=False)
-        x = x + _times(self.attention_scale, self.out(attended))
-        h, activation = self.mlp_norm(x), _ACTIVATIONS[self.activation]
-        h = activation(self.up(h)) if self.gate is None else activation(self.gate(h)) * self.up(h)
-        return x + _times(self.mlp_scale, self.down(h))
-
-    def received_attention(
-        self,
-        x: Float[Array, "I V D"],
-        rotation: Float[Array, "I V 1 H"] | None = None,
-        valid: Bool[Array, "I V"] | None = None,
-        *,
-        rows: int | None = None,
-    ) -> Float[Array, "I N V"]:
-        """The attention that every patch receives in this block, summed over the first `rows` queries.
-
-        Args:
-            x: the block's input.
-            rotation: as in `__call__`.
-            valid: as in `__call__`.
-            rows: 1: only the class token; None: all patches.
-        """
-        h = self.attention_norm(x)
-        q, k = _normalised(self.query_norm, self.query(h[:, :rows])), _normalised(self.key_norm, self.key(h))
-        if rotation is not None:
-            q, k = apply_rope(q, rotation[:, :rows]), apply_rope(k, rotation)
-        valid = jnp.ones(x.shape[:2], bool) if valid is None else valid
-
-        def one(q: Float[Array, "N _rows H"], k: Float[Array, "N V H"], valid: Bool[Array, " V"]) -> Array:
-            weight = valid[None, : q.shape[1]].astype(jnp.float32)
-            return attention_mass(q, k, row_weight=weight, key_mask=valid, causal=False)[0]
-
-        return by_row(one, len(x))(jnp.swapaxes(q, 1, 2), jnp.swapaxes(k, 1, 2), valid)
-
-
 class Vit(nnx.Module):
     """Patch embedding, position embedding, and the blocks up to the feature layer."""
 
@@ -298,12 +184,3 @@ class Vit(nnx.Module):
     def position_embedding(self) -> Float[Array, "V D"]:
         """The vectors that are added to the embeddings of the patches."""
         return self.position.weight[...]
-
-
-def _normalised(norm: RMSNorm | None, x: Float[Array, "I V N H"]) -> Float[Array, "I V N H"]:
-    """`x` normalised over all heads together; `x` itself without a norm."""
-    return x if norm is None else norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
-
-
-def _times(scale: nnx.Param | None, x: Float[Array, "I V D"]) -> Float[Array, "I V D"]:
-    return x if scale is None else scale[...] * x

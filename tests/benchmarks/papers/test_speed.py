@@ -179,7 +179,9 @@ def test_ours_beside_the_papers(capsys, monkeypatch):
     monkeypatch.setattr("vlkv.tools.benching.measuring.measure", lambda *_, **__: speeds)
     assert speed.main(["aircache-table-3", "--model", "tiny", "--batch", "8", "--prompt", "2048"]) == 0
     table = capsys.readouterr().out
-    line = next(line for line in table.splitlines() if "aircache(keep=0.1)" in line and "decode seconds" in line)
+    line = next(
+        line for line in table.splitlines() if "aircache(keep=0.1, scope='vision')" in line and "decode seconds" in line
+    )
     assert line.split()[-4:] == ["8.2", "2.5", "0.71", "0.25"]
     assert "A100 80 GB" in table and "not the paper's setting: different model" in table
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from vlkv.decoder.layers import Initializer, Linear, Mlp
 from vlkv.decoder.rope import cosines_and_sines
-from vlkv.towers.vit import BlockConfig, VitBlock
+from vlkv.towers.blocks import BlockConfig, VitBlock
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

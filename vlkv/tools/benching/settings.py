@@ -79,11 +79,8 @@ def cache_bytes(policy: Policy, config: ModelConfig, setting: Setting, itemsize:
 
 
 def label(policy: Policy) -> str:
-    """The name of a policy in tables: its text, with the scope even if it is the method's default."""
-    if policy == Full():
-        return "full cache"
-    text = text_of(policy)
-    return text if "scope=" in text or not policy.facts.selects else f"{text}, scope {policy.scope}"
+    """The name of a policy in tables."""
+    return "full cache" if policy == Full() else text_of(policy, scope=True)
 
 
 def with_full(contestants: Sequence[Policy]) -> list[Policy]:

@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> Any:
     print()
     kept = sum(result["kept_per_layer"]) / decoder.layers
     Console(stderr=True).print(
-        f"{result['policy']} (scope {ready.policy.scope}): {kept:.1f} of {ready.prompt_tokens} prompt entries kept per "
+        f"{text_of(ready.policy, scope=True)}: {kept:.1f} of {ready.prompt_tokens} prompt entries kept per "
         f"layer, cache {cache.bytes / 2**20:.2f} MiB, {seconds:.1f} s with compilation", highlight=False,
     )  # fmt: skip
     return None

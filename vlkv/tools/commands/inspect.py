@@ -100,6 +100,7 @@ def run(args: argparse.Namespace) -> Any:
         about = {
             "what": args.what,
             "policy": text_of(policy),
+            "scope": policy.scope,
             "samples": len(views),
         }
         return _plain({**about, "prompt_tokens": first.valid.sum(), "picture": out and str(out), **view.arrays})
@@ -112,7 +113,7 @@ def _title(model: str | Path | None, policy: Policy, samples: int) -> str:
     """Title with the model, the policy and its scope."""
     name = "mini" if model is None else Path(model).name
     mean = f", mean of {samples} samples" if samples > 1 else ""
-    return f"{name}: {text_of(policy)}, scope {policy.scope}{mean}"
+    return f"{name}: {text_of(policy, scope=True)}{mean}"
 
 
 def _policy(args: argparse.Namespace) -> Policy:

@@ -77,7 +77,7 @@ def as_table(plan: Plan) -> Group:
     table = Table(title=f"{plan.model} on {plan.topology.name}, {plan.dtype}: estimates", title_justify="left")
     table.add_column("of one chip")
     for run in plan.runs:
-        table.add_column(_name(run), justify="right")
+        table.add_column(text_of(run.policy, scope=True), justify="right")
 
     def line(name: str, value: Callable[[Run], str], *, end: bool = False) -> None:
         table.add_row(name, *map(value, plan.runs), end_section=end)
@@ -109,13 +109,10 @@ def as_table(plan: Plan) -> Group:
     for run in plan.runs:
         if not run.fits:
             found = "; ".join(run.remedies) or "none was found; use a larger slice or a smaller model"
-            parts.append(Text(f"{_name(run)} does not fit. Changes that would fit: {found}.", style="bold"))
+            parts.append(
+                Text(f"{text_of(run.policy, scope=True)} does not fit. Changes that would fit: {found}.", style="bold")
+            )
     return Group(*parts, *(Text(note, style="dim") for note in plan.notes))
-
-
-def _name(run: Run) -> str:
-    scope = f" (scope {run.policy.scope})" if run.policy.facts.selects else ""
-    return text_of(run.policy) + scope
 
 
 def _time(step: Step) -> str:
