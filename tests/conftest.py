@@ -115,6 +115,30 @@ def miniature(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def params():
+    """A tiny model, for tests that need no other."""
+    from tests.models import SMALL, tiny_llava
+
+    return tiny_llava(config=SMALL)
+
+
+@pytest.fixture(scope="session")
+def batch():
+    """Prompts of unequal lengths for the tiny model, padded on the left."""
+    from tests.models import unequal_batch
+
+    return unequal_batch(padding="left")
+
+
+@pytest.fixture(scope="session")
+def read(params, batch):
+    """The prefill of these prompts without a policy."""
+    import vlkv
+
+    return jax.jit(vlkv.read_prompt)(params, batch)
+
+
+@pytest.fixture(scope="session")
 def golden():
     """Loads the arrays of <name>.npz from tests/golden, or from the folder that VLKV_GOLDEN names."""
     folder = Path(os.environ.get("VLKV_GOLDEN", ROOT / "tests" / "golden"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -64,7 +65,7 @@ class Ours:
     def prefill(self, prompt: Split) -> tuple[Prompt, float]:
         """Queries, keys and values of a prompt, and the seconds."""
         check_room(self.params.config, prompt.inputs, self._capacity(prompt))
-        run = lambda: jitted.read_prompt(self.params, prompt.inputs, new_tokens=self._capacity(prompt))  # noqa: E731
+        run = partial(jitted.read_prompt, self.params, prompt.inputs, new_tokens=self._capacity(prompt))
         return self._timed(("prefill", *self._shape(prompt)), run)
 
     def answer(self, prompt: Split, read: Prompt, program: Policy) -> Answer:
@@ -83,7 +84,7 @@ class Ours:
             policy = at_keep(program, max(1, int(program.keep * length)) / length)
         table = budget(policy, program, read)
         random = jax.random.key(0)
-        compress = lambda: jitted.fill_cache_with(read, program, table, new_tokens=capacity, key=random)  # noqa: E731
+        compress = partial(jitted.fill_cache_with, read, program, table, new_tokens=capacity, key=random)
         cache, compress_seconds = self._timed(("compress", *key), compress)
         size = sum(x.nbytes for x in jax.tree.leaves((cache.k, cache.v)))
         kept, logits = float(np.mean(np.asarray(cache.counts))), read.logits
@@ -92,7 +93,7 @@ class Ours:
             more = Inputs.from_hf(batch, self.params.config, self.processor.buckets)
             cache, logits = jax.block_until_ready(_extend(self.params, cache, more))
         sampling = Greedy(max_new_tokens=self.new)
-        run = lambda: _decode(self.params, cache, logits, sampling=sampling)  # noqa: E731
+        run = partial(_decode, self.params, cache, logits, sampling=sampling)
         (tokens, lengths), decode_seconds = self._timed(("decode", *key), run)
         return Answer(np.asarray(tokens)[0, : int(lengths[0])].tolist(), kept, size, compress_seconds, decode_seconds)
 

@@ -124,16 +124,16 @@ class _TheirSide:
         self.model, self.stop, self.rows = model, processor.config.stop, rows
 
     def answers(self, prompt: Split, methods: Sequence[str], key: dict[str, Any]) -> Any:
-        """As `_OurSide.answers`, after it: each press removes the share that our method removed."""
+        """Yields name, seconds of prefill, and answer for each method.
+
+        Each press removes the share that our method removed of this prompt, so our side must answer first.
+        """
         if methods:
             presses = {name: METHODS[name].press(self._removed(prompt, name, key)) for name in methods}
             made, logits, seconds = self.model.prefill(prompt.ids, presses)
             for name in methods:
-                yield (
-                    name,
-                    seconds,
-                    self.model.answer(len(prompt.ids), prompt.fed, made.pop(name), logits, NEW, self.stop),
-                )
+                answer = self.model.answer(len(prompt.ids), prompt.fed, made.pop(name), logits, NEW, self.stop)
+                yield name, seconds, answer
 
     def _removed(self, prompt: Split, method: str, key: dict[str, Any]) -> float:
         ours = self.rows.find(*key.values(), _OurSide.engine, method)

@@ -55,6 +55,7 @@ def show(rows: Sequence[Row], width: int = 160) -> None:
         title = f"{length} tokens, {'question seen' if protocol == 'question' else 'context first'}"
         console.print(_methods(chosen, title))
         console.print(_tasks(chosen, f"{title}: score by task, %"))
+    console.print("score: mean over the questions; its interval is Wilson's, as if a score were right or wrong")
     different = [pair for pair in pairs(rows) if pair.first_difference is not None]
     if different:
         console.print(_differences(different))

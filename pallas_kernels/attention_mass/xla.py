@@ -5,7 +5,9 @@ Axes: R weightings · T query rows · S keys · N query heads · K key heads · 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +85,8 @@ def _one_head(
     return mass
 
 
-def _sum_over_blocks(of_block, blocks, count: int) -> Float[Array, "R G s"]:
+def _sum_over_blocks(of_block: Callable[..., Array], blocks: tuple[Any, ...], count: int) -> Float[Array, "R G s"]:
+    """The sum of `of_block` over `count` blocks, which are on the first axis of each array."""
     if count == 1:  # avoids compiling a loop
         return of_block(*jax.tree.map(lambda x: x[0], blocks))
     total = jax.eval_shape(of_block, *jax.tree.map(lambda x: x[0], blocks))

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import vlkv
 from tests.generation.test_extend import turn, words
-from tests.models import SMALL, tiny_llava, unequal_batch
+from tests.models import SMALL, tiny_llava
 from vlkv import policies, saving
 from vlkv.cache.pool import take_rows
 from vlkv.cache.resizing import resize
@@ -64,21 +64,6 @@ def same(one, other):
 
 def narrow(x):
     return jnp.asarray(np.asarray(x).astype(jnp.bfloat16)) if x.dtype == jnp.float32 else x
-
-
-@pytest.fixture(scope="module")
-def params():
-    return tiny_llava(config=SMALL)
-
-
-@pytest.fixture(scope="module")
-def batch():
-    return unequal_batch(padding="left")
-
-
-@pytest.fixture(scope="module")
-def read(params, batch):
-    return read_prompt(params, batch)
 
 
 @pytest.fixture(scope="module")

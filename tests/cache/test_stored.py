@@ -8,27 +8,11 @@ import numpy as np
 import pytest
 
 import vlkv
-from tests.models import SMALL, tiny_llava, unequal_batch
 from vlkv import analysis, policies
 from vlkv.cache.stored import StoredTokens
 
 generate = jax.jit(vlkv.generate)
 SHORT = vlkv.Greedy(max_new_tokens=2, stop=())
-
-
-@pytest.fixture(scope="module")
-def params():
-    return tiny_llava(config=SMALL)
-
-
-@pytest.fixture(scope="module")
-def batch():
-    return unequal_batch(padding="left")
-
-
-@pytest.fixture(scope="module")
-def read(params, batch):
-    return jax.jit(vlkv.read_prompt)(params, batch)
 
 
 @pytest.mark.parametrize(

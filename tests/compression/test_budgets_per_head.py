@@ -11,7 +11,6 @@ import vlkv
 from pallas_kernels import core_attention, decode_attention
 from tests.generation.test_decode import kept_entries
 from tests.generation.test_step import FORCED, fill_cache, simulated
-from tests.models import SMALL, tiny_llava, unequal_batch
 from tests.uneven import RATIO, Uneven
 from vlkv import policies
 from vlkv.cache.packing import pack
@@ -20,21 +19,6 @@ from vlkv.compression import budgets
 from vlkv.compression.sizes import budget_of, cache_spec
 
 STEPS = 24
-
-
-@pytest.fixture(scope="module")
-def params():
-    return tiny_llava(config=SMALL)
-
-
-@pytest.fixture(scope="module")
-def batch():
-    return unequal_batch(padding="left")
-
-
-@pytest.fixture(scope="module")
-def read(params, batch):
-    return jax.jit(vlkv.read_prompt)(params, batch)
 
 
 @pytest.mark.default("evicts")

@@ -111,7 +111,7 @@ def test_an_option_that_is_none_is_kept():
 
 
 def test_a_policy_in_a_file_may_have_annotations_as_text(tmp_path):
-    """As every method of this package has; dataclasses then look the module up by its name."""
+    """`from __future__ import annotations` makes them text, which dataclasses look up in the module of that name."""
     file = tmp_path / "own.py"
     file.write_text(
         "from __future__ import annotations\n"

@@ -12,7 +12,7 @@ import vlkv
 from tests import reference
 from tests.generation.test_decode import kept_entries
 from tests.generation.test_extend import turn, words
-from tests.models import SMALL, embed, tiny_llava, unequal_batch
+from tests.models import embed
 from vlkv import policies
 from vlkv.compression.sizes import cache_spec
 from vlkv.config import DecoderConfig, ModelConfig
@@ -86,21 +86,6 @@ def least(values):
     first, second = np.sort(values)[:2] if len(values) > 1 else (values[0], np.inf)
     assert second - first > 1e-6 * second or first == second == np.inf
     return int(np.argmin(values))
-
-
-@pytest.fixture(scope="module")
-def params():
-    return tiny_llava(config=SMALL)
-
-
-@pytest.fixture(scope="module")
-def batch():
-    return unequal_batch(padding="left")
-
-
-@pytest.fixture(scope="module")
-def read(params, batch):
-    return jax.jit(vlkv.read_prompt)(params, batch)
 
 
 def simulated(params, batch, policy, cache, row, tokens):

@@ -79,7 +79,7 @@ def test_likelihoods_are_those_of_score(answerer, questions):
 
 
 def test_a_mark_in_a_continuation_is_text(quick):
-    """As in the answers of a conversation, and a backslash stays."""
+    """An image mark in a continuation is ordinary text, and a backslash before it stays."""
     image = quick.processor.config.image_token
     for text in ("<image>", r"see \<image>"):
         ids = quick._target(text)

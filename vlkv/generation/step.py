@@ -196,5 +196,6 @@ def _group_core(
     start = cache.start[i]
     may = jnp.all(start == start[:, :1], axis=1) & (True if valid is None else valid[:, 0])
     state, pairs = group_core(state, may)
-    k, v, token = swap_pools(cache.k, cache.v, cache.token, pairs, start, cache.kernels)  # type: ignore[arg-type]
+    assert not isinstance(cache.k, QuantizedPool) and not isinstance(cache.v, QuantizedPool)  # `reads_tiles` says so
+    k, v, token = swap_pools(cache.k, cache.v, cache.token, pairs, start, cache.kernels)
     return dataclasses.replace(cache, k=k, v=v, token=token), state

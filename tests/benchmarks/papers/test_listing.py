@@ -27,7 +27,7 @@ def runs(paper: str, kind: type) -> dict[str, list]:
 
 
 def test_all_tables_and_figures_are_listed():
-    """As many as the papers have."""
+    """Each paper has as many tables and figures here as in its text."""
     counts = {"AirCache": (13, 9), "PrefixKV": (22, 6), "LightKV": (10, 7), "CSP": (5, 7), "A-VL": (3, 10)}
     for paper, (tables, figures) in counts.items():
         names = [f"Table {i + 1}" for i in range(tables)] + [f"Figure {i + 1}" for i in range(figures)]

@@ -32,52 +32,43 @@ class Entry(TypedDict):
     drawn: list[str]  # two answers drawn at the temperature of `Settings`; empty except for the full cache
 
 
-class Journal:
-    """The answers in one output folder."""
+class RunFile:
+    """JSON lines: the settings of a run, then a line for each result, synced at once. A killed run resumes from it."""
 
-    def __init__(self, folder: Path, run: dict[str, Any]) -> None:
-        """Starts the journal of a run, or reads that of an interrupted run with the same settings.
+    def __init__(self, path: Path, run: dict[str, Any]) -> None:
+        """Starts the file of a run, or reads that of an interrupted run with the same settings.
+
+        An incomplete last line is dropped.
 
         Raises:
-            InputError: the journal is damaged or belongs to a run with other settings, which the message names.
+            InputError: the file is damaged or belongs to a run with other settings, which the message names.
         """
-        self.path = folder / NAME
-        self.entries: dict[tuple[int, int, int], Entry] = {}
-        run = json.loads(json.dumps(run))
-        content = self.path.read_bytes() if self.path.is_file() else b""
+        self.path, run = path, json.loads(json.dumps(run))
+        content = path.read_bytes() if path.is_file() else b""
         whole = content[: content.rfind(b"\n") + 1]
         lines = [self._parse(line, number) for number, line in enumerate(whole.splitlines(), start=1)]
         if lines:
             self._check_same_run(lines[0].get("run"), run)
-        for number, entry in enumerate(lines[1:], start=2):
-            if set(entry) != set(Entry.__annotations__):
-                raise self._damaged(number)
-            self._add(entry)  # type: ignore[arg-type]  # it has the keys of Entry
-        self.resumed = len(self.entries)
-        self.file = self.path.open("ab")
+        self.results = lines[1:]  # those of the interrupted run
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("ab")
         self.file.truncate(len(whole))
         if not lines:
-            self._write([{"run": run}])
+            self.write([{"run": run}])
 
-    def append(self, entries: Iterable[Entry]) -> None:
-        """Appends the entries that are not in the journal yet."""
-        new = [entry for entry in entries if (entry["row"], entry["turn"], entry["policy"]) not in self.entries]
-        for entry in new:
-            self._add(entry)
-        if new:
-            self._write(new)
+    def write(self, lines: Iterable[Any]) -> None:
+        """Appends lines."""
+        self.file.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+        self.file.flush()
+        os.fsync(self.file.fileno())
 
     def close(self) -> None:
         """Closes the file."""
         self.file.close()
 
-    def _add(self, entry: Entry) -> None:
-        self.entries.setdefault((entry["row"], entry["turn"], entry["policy"]), entry)
-
-    def _write(self, lines: Iterable[Any]) -> None:
-        self.file.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
-        self.file.flush()
-        os.fsync(self.file.fileno())
+    def damaged(self, result: int) -> InputError:
+        """The error for a line that is no result; `result` is its index in `results`."""
+        return self._damaged(result + 2)
 
     def _parse(self, line: bytes, number: int) -> dict[str, Any]:
         try:
@@ -100,3 +91,32 @@ class Journal:
 
     def _damaged(self, number: int) -> InputError:
         return InputError(f"{self.path}, line {number}: damaged; delete the file to start over, or give another --out")
+
+
+class Journal:
+    """The answers in one output folder."""
+
+    def __init__(self, folder: Path, run: dict[str, Any]) -> None:
+        """Starts the journal of a run, or reads that of an interrupted run. Raises InputError as `RunFile`."""
+        self.file = RunFile(folder / NAME, run)
+        self.entries: dict[tuple[int, int, int], Entry] = {}
+        for number, entry in enumerate(self.file.results):
+            if set(entry) != set(Entry.__annotations__):
+                raise self.file.damaged(number)
+            self._add(entry)  # type: ignore[arg-type]  # it has the keys of Entry
+        self.resumed = len(self.entries)
+
+    def append(self, entries: Iterable[Entry]) -> None:
+        """Appends the entries that are not in the journal yet."""
+        new = [entry for entry in entries if (entry["row"], entry["turn"], entry["policy"]) not in self.entries]
+        for entry in new:
+            self._add(entry)
+        if new:
+            self.file.write(new)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self.file.close()
+
+    def _add(self, entry: Entry) -> None:
+        self.entries.setdefault((entry["row"], entry["turn"], entry["policy"]), entry)
