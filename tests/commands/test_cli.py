@@ -82,6 +82,7 @@ def test_a_saved_cache_answers_other_questions(capsys, sample, tmp_path):
     assert again["policy"].startswith("snapkv(") and again["cache_bytes"] > again["slots"] * again["slot_bytes"]
 
 
+@pytest.mark.full
 def test_a_saved_cache_with_long_rope(capsys, sample, tmp_path, miniature):
     """The first question and its answer cross the first length, so the saved keys have the long factors."""
     shutil.copytree(miniature(), tmp_path / "model")

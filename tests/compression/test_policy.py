@@ -80,6 +80,7 @@ def test_stages_may_ask_for_keep_in_generate(own):
         assert stored[layer] > 0 and stored.sum() == stored[layer]
 
 
+@pytest.mark.full
 def test_stages_may_ask_for_keep_in_eval_and_frontier(own, miniature, tmp_path, capsys):
     """With three keeps in one command, each answer is that of `generate` with this keep."""
     pytest.importorskip("matplotlib")

@@ -29,7 +29,7 @@ def test_the_answer_is_the_same(case):
     policy = policies.AVL(keep=0.4, core=0.1)  # of four steps, the third attends to everything
     answer = jax.jit(vlkv.generate)
     answers = [answer(*case, policy=policy, sampling=SAMPLING, kernels=kernels) for kernels in (None, REFERENCE)]
-    for name in ("tokens", "token", "length"):
+    for name in ("tokens", "lengths", "kept"):
         np.testing.assert_array_equal(*(getattr(answer, name) for answer in answers))
 
 
