@@ -1,4 +1,4 @@
-"""Methods that act while decoding, on one layer: A-VL against golden vectors, H2O and PrefixKV against numpy."""
+"""Methods that act while decoding, on one layer: A-VL against golden vectors, H2O, TOVA and PrefixKV against numpy."""
 
 from __future__ import annotations
 
@@ -150,6 +150,34 @@ def test_h2o_evicts_one_entry_a_step():
             assert len(kept[h]) == 12
             stored = places(cache, cache.decode_states[0].stored[0], length + steps)[h]
             np.testing.assert_array_equal(np.flatnonzero(stored), kept[h])
+
+
+def test_tova_evicts_what_the_newest_token_attends_to_least():
+    """Two key heads with three query heads each; both key heads keep the same tokens, and the newest one may leave."""
+    rng = np.random.default_rng(2)
+    length, steps, heads, groups, dim, budget = 30, 12, 2, 3, 8, 7
+    shapes = {"q": (heads * groups, length, dim), "k": (heads, length, dim), "v": (heads, length, dim)}
+    arrays = {name: 2 * rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    arrays["is_vision"] = np.zeros(length, bool)
+    cache, step = one_layer(policies.TOVA(budget=budget), arrays, new_tokens=steps)
+    new = [2 * rng.normal(size=(steps, n, dim)).astype(np.float32) for n in (heads * groups, heads, heads)]
+    keys = np.concatenate([arrays["k"], np.moveaxis(new[1], 0, 1)], axis=1).astype(np.float64)
+
+    def attention(q, tokens):
+        rows = [softmax(keys[n // groups][tokens] @ np.float64(q[n]) / np.sqrt(dim)) for n in range(heads * groups)]
+        return np.mean(rows, axis=0)
+
+    mass, newest_left = attention(arrays["q"][:, -1], list(range(length))), False
+    kept = sorted(np.argsort(-mass)[:budget].tolist())
+    for i in range(steps):
+        cache, _, _ = step(cache, *(x[i] for x in new))
+        kept.append(length + i)
+        gone = kept.pop(int(np.argmin(attention(new[0][i], kept))))
+        newest_left |= gone == length + i
+        stored = places(cache, cache.decode_states[0].stored[0], length + steps)
+        for head in range(heads):
+            assert np.flatnonzero(stored[head]).tolist() == kept
+    assert newest_left
 
 
 @pytest.mark.default("far")

@@ -108,6 +108,23 @@ def h2o(p, recent=None):
     return p.finish(scores, uniform(p.total, p.layers), p.place >= p.tokens - recent)
 
 
+def tova(p, recent=0):
+    scores = [np.broadcast_to(attention(q, k)[:, -1].mean(axis=0), (p.heads, p.tokens))
+              for q, k in zip(p.q, p.k, strict=True)]  # fmt: skip
+    return p.finish(scores, uniform(p.total, p.layers), p.place >= p.tokens - recent)
+
+
+def knorm(p):
+    return p.finish(-np.linalg.norm(np.float64(p.k), axis=-1), uniform(p.total, p.layers))
+
+
+def keydiff(p):
+    unit = p.k / np.linalg.norm(np.float64(p.k), axis=-1, keepdims=True)
+    mean = unit.mean(axis=2, keepdims=True)
+    cosine = (unit * mean).sum(axis=-1) / np.linalg.norm(mean, axis=-1)
+    return p.finish(-cosine, uniform(p.total, p.layers))
+
+
 def snapkv(p, window=32, kernel=5, pooling="avg", allocation="uniform"):
     if p.everything and window >= p.total // p.layers:
         window = max(1, p.total // p.layers // 2)

@@ -21,7 +21,8 @@ EVICTING = [name for name, cls in policies.registry.items() if not issubclass(cl
             and not issubclass(cls, ReducingPolicy)]  # fmt: skip
 REDUCING = [name for name, cls in policies.registry.items() if issubclass(cls, ReducingPolicy)]
 # A larger budget only adds to what these keep: one order per layer, shares that do not depend on it.
-RANKINGS = {"random", "imgrandom", "streamingllm", "h2o", "snapkv", "elasticcache", "lookm", "avl", "csp"}
+RANKINGS = {"random", "imgrandom", "streamingllm", "h2o", "snapkv", "tova", "knorm", "keydiff", "elasticcache", "lookm",
+            "avl", "csp"}  # fmt: skip
 CHANGING = {("csp", "vision"), ("snapkv", "all")}  # except here: CSP's lists and SnapKV's window follow the budget
 OPTIONS = {
     "csp": {"fill": True, "window": 3},

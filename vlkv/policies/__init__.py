@@ -31,7 +31,9 @@ from vlkv.policies.full import Full
 from vlkv.policies.h2o import H2O
 from vlkv.policies.hired import HiRED
 from vlkv.policies.ivtp import IVTP
+from vlkv.policies.keydiff import KeyDiff
 from vlkv.policies.kivi import KIVI
+from vlkv.policies.knorm import Knorm
 from vlkv.policies.lightkv import LightKV
 from vlkv.policies.lookm import LookM
 from vlkv.policies.pitome import PiToMe
@@ -43,12 +45,13 @@ from vlkv.policies.snapkv import SnapKV
 from vlkv.policies.streaming import StreamingLLM
 from vlkv.policies.tofu import ToFu
 from vlkv.policies.tome import ToMe
+from vlkv.policies.tova import TOVA
 from vlkv.policies.vlcache import VLCache
 
 registry: dict[str, type[Policy]] = {
     cls.__name__.lower(): cls
     for cls in (
-        Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AdaKV, AirCache, PrefixKV,
+        Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AdaKV, TOVA, Knorm, KeyDiff, AirCache, PrefixKV,
         AVL, ImgRandom, VLCache, ElasticCache, LookM, RoCo, CSP,
         LightKV, FastV, FasterVLM, HiRED, IVTP, ToMe, PiToMe, ToFu, KIVI,
     )
@@ -145,6 +148,7 @@ __all__ = [
     "H2O",
     "IVTP",
     "KIVI",
+    "TOVA",
     "AdaKV",
     "AirCache",
     "Composed",
@@ -157,6 +161,8 @@ __all__ = [
     "Full",
     "HiRED",
     "ImgRandom",
+    "KeyDiff",
+    "Knorm",
     "LightKV",
     "LookM",
     "Observation",

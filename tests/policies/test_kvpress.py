@@ -1,0 +1,49 @@
+"""Decoding through the compressed cache against kvpress' own presses: logits of the same random Llama."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import vlkv
+from tests.golden import kvpress_logits as golden
+from vlkv import policies
+
+SAME = {"budget": golden.KEPT, "scope": "all"}
+WINDOW = {"window": 8, "kernel": 5, "pooling": "avg"}
+METHODS = {
+    "snapkv": policies.SnapKV(**SAME, **WINDOW),
+    # kvpress' beta is 4, because its budgets contain the window: 48 / 4 = (48 - 6) / 7 + 6.
+    "pyramidkv": policies.PyramidKV(**SAME, **WINDOW | {"window": 6}, beta=7),
+    "streamingllm": policies.StreamingLLM(**SAME),
+    "tova": policies.TOVA(**SAME, recent=1, evict=False),
+    "knorm": policies.Knorm(**SAME),
+    "keydiff": policies.KeyDiff(**SAME),
+    "observed": policies.RoCo(**SAME, recent=0, spread=0.0, evict=False),  # the mean attention of the later rows
+    "adakv": policies.AdaKV(**SAME, **WINDOW, safeguard=0.0),
+}
+
+
+@pytest.fixture(scope="module")
+def params(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    (folder / "config.json").write_text(json.dumps(golden.CONFIG))
+    save_file(golden.weights(), folder / "model.safetensors")
+    return vlkv.load_params(folder, dtype="float32")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_logits_are_those_of_the_press(params, name):
+    found, ids = np.load(golden.FILE), golden.tokens()
+    prompt = {"input_ids": ids[None, : golden.PROMPT], "attention_mask": np.ones((1, golden.PROMPT), int)}
+    inputs = vlkv.Inputs.from_hf(prompt, params.config)
+    cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(params, inputs, METHODS[name], new_tokens=golden.NEW)
+    step, logits = jax.jit(vlkv.decode_step), []
+    for token in ids[golden.PROMPT :]:
+        cache, out = step(params, cache, np.array([token]))
+        logits.append(out[0])
+    np.testing.assert_allclose(np.array(logits), found[name], atol=1e-4)
+    if name != "adakv":  # kvpress masks what it evicts
+        np.testing.assert_array_equal(np.asarray(cache.counts)[:, 0, 0], found[f"{name}_entries"])

@@ -1,0 +1,34 @@
+"""KeyDiff: keeps the tokens whose keys differ most from the mean key."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from vlkv.compression.observe import Observation
+from vlkv.compression.policy import Facts, Policy
+
+_LEAST = 1e-12  # norms below it count as this, so that a zero key has a zero cosine
+
+
+class KeyDiff(Policy):
+    """The negative cosine between each key and the mean of all keys of its head (Park et al. 2025, Sec. 3, Alg. 1).
+
+    The mean is that of the keys scaled to unit norm, over all valid tokens. The method needs neither queries nor
+    attention, so it does not depend on the question.
+    """
+
+    facts = Facts(
+        paper="Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference",
+        equations="Sec. 3, Alg. 1",
+    )
+
+    def score(self, obs: Observation) -> Float[Array, "K T"]:
+        """Larger for keys that point away from the mean."""
+        unit = _unit(obs.k.astype(jnp.float32))
+        mean = jnp.mean(unit, axis=1, where=obs.valid[:, None])
+        return -jnp.einsum("kth,kh->kt", unit, _unit(mean))
+
+
+def _unit(x: Float[Array, "*shape H"]) -> Float[Array, "*shape H"]:
+    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), _LEAST)

@@ -1,0 +1,53 @@
+"""TOVA: keeps the tokens that the newest token attends to."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+from typing_extensions import override
+
+from vlkv.cache.decode_state import DecodeState, evict
+from vlkv.compression.observe import Observation, head_mean, rows_mass
+from vlkv.compression.option_types import Count
+from vlkv.compression.policy import DecodingStages, Facts
+from vlkv.masks import last
+
+
+class TOVA(DecodingStages):
+    """Attention of the newest token, averaged over all heads of a layer (Oren et al. 2024, Sec. 3.2).
+
+    While decoding, each step evicts the entry to which its token attends least, so a new token takes a free slot. All
+    heads of a layer keep the same tokens. With scope="vision" nothing is evicted, because new tokens are text.
+
+    Attributes:
+        recent: number of recent tokens that are kept whatever their attention; 0 in the paper, 1 in kvpress.
+        evict: False: nothing is evicted while decoding, as in kvpress.
+    """
+
+    recent: Count = 0
+    evict: bool = True
+    facts = Facts(
+        paper="Oren et al. 2024, Transformers are Multi-State RNNs",
+        equations="Sec. 3.2",
+        stages="score, step",
+    )
+
+    def score(self, obs: Observation) -> Float[Array, "K T"]:
+        """Attention of the last token of the prompt."""
+        return head_mean(rows_mass(obs, last(obs.valid, 1), 1), obs.k.shape[0])
+
+    def protect(self, obs: Observation) -> Bool[Array, " T"]:
+        """The recent tokens."""
+        return last(obs.valid, self.recent)
+
+    @property
+    @override
+    def updater(self) -> DecodingStages | None:
+        return self if self.evict and self.scope == "all" else None
+
+    def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
+        """Evicts one entry of each head that has more than its budget."""
+        count = jnp.sum(state.stored, axis=-1)
+        recent = jnp.minimum(self.recent, state.budget)
+        old = state.stored & (state.rank < (count - recent)[:, None])
+        return evict(state, old & (count > state.budget)[:, None], head_mean(mass, state.stored.shape[0]))
