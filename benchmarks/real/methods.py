@@ -46,6 +46,9 @@ METHODS = {
         "in kvpress the window is part of the falling budgets; ours adds it to each",
     ),
     "streamingllm": Method(lambda keep: policies.StreamingLLM(keep=keep), _press("StreamingLLMPress")),
+    "tova": Method(lambda keep: policies.TOVA(keep=keep, recent=1, evict=False), _press("TOVAPress")),
+    "knorm": Method(lambda keep: policies.Knorm(keep=keep), _press("KnormPress")),
+    "keydiff": Method(lambda keep: policies.KeyDiff(keep=keep), _press("KeyDiffPress")),
     "adakv": Method(
         # Without safeguards, which differ: kvpress' is each head's best entries, ours a part of the budget.
         lambda keep: policies.AdaKV(keep=keep, safeguard=0.0, **_AS_KVPRESS), _adakv,

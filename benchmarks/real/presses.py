@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from benchmarks.real.answers import Answer
+from benchmarks.real.answers import Answer, Split
 
 
 class Compressed(NamedTuple):
@@ -59,21 +59,18 @@ class Theirs:
         seconds = time.perf_counter() - begin
         return made, logits, seconds - sum(one.seconds for one in made.values())
 
-    def answer(
-        self, length: int, fed: Int[np.ndarray, " t"], made: Compressed, logits: Any, new: int, stop: Sequence[int]
-    ) -> Answer:
+    def answer(self, prompt: Split, made: Compressed, logits: Any, stop: Sequence[int]) -> Answer:
         """Feeds the ids after the prompt and decodes greedily. The cache is used up.
 
-        The ids are fed one by one, because layers with different numbers of entries have no common mask.
+        The ids are fed together; one by one if layers have different numbers of entries, which have no common mask.
 
         Args:
-            length: number of tokens of the prompt, where positions continue.
-            fed: ids that follow the prompt before the answer.
+            prompt: the prompt, whose number of tokens is the next position.
             made: the compressed cache.
             logits: of the first new token, if nothing is fed.
-            new: limit on the tokens.
             stop: tokens that end the answer.
         """
+        length, fed = len(prompt.ids), prompt.fed
         kept = [layer.keys.shape[1] * layer.keys.shape[2] for layer in made.cache.layers]
         masked = [0 if x is None else len(x[0]) for x in made.masked]
         heads = made.cache.layers[0].keys.shape[1]
@@ -83,24 +80,25 @@ class Theirs:
         tokens: list[int] = []
         margins: list[float] = []
         with self.torch.inference_mode():
-            for position, token in enumerate(fed.tolist(), start=length):
-                logits = self._step(token, position, made.cache)
+            for part in list(fed[:, None]) if len(set(kept)) > 1 else [fed]:
+                if len(part):
+                    logits, length = self._step(part.tolist(), length, made.cache), length + len(part)
             begin = time.perf_counter()
             while True:
                 best = self.torch.topk(logits, 2)
                 tokens.append(int(best.indices[0]))
                 margins.append(float(best.values[0] - best.values[1]))
-                if len(tokens) == new or tokens[-1] in stop:
+                if len(tokens) == prompt.new or tokens[-1] in stop:
                     break
-                logits = self._step(tokens[-1], length + len(fed) + len(tokens) - 1, made.cache)
+                logits = self._step(tokens[-1:], length + len(tokens) - 1, made.cache)
             seconds = time.perf_counter() - begin
         mean = float(np.mean([(a - b) / heads for a, b in zip(kept, masked, strict=True)]))
         return Answer(tokens, mean, size, made.seconds, seconds, margins)
 
-    def _step(self, token: int, position: int, cache: Any) -> Any:
-        """Logits after one more token."""
-        ids, place = (self.torch.tensor([[x]]) for x in (token, position))
-        return self.model(ids, past_key_values=cache, position_ids=place).logits[0, -1]
+    def _step(self, tokens: list[int], position: int, cache: Any) -> Any:
+        """Logits after more tokens, the first of which has this position."""
+        ids, places = (self.torch.tensor([x]) for x in (tokens, range(position, position + len(tokens))))
+        return self.model(ids, past_key_values=cache, position_ids=places, logits_to_keep=1).logits[0, -1]
 
 
 def _shared(presses: Mapping[str, Any], made: dict[str, Compressed]) -> Any:

@@ -35,7 +35,6 @@ from vlkv.tools.evaluation import fingerprint
 from vlkv.tools.evaluation.records import Record
 
 PROTOCOLS = ("question", "context")
-NEW = 48  # tokens of an answer; SmolLM2 writes four numbers of seven digits in 36 (a space, digits and a comma each)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="results as JSON lines")
     parser.add_argument("--model", type=Path, metavar="DIR", help="a folder of a text model (default: SmolLM2)")
     parser.add_argument("--questions", type=int, default=12, metavar="N", help="per task (default: %(default)s)")
-    parser.add_argument("--length", type=int, nargs="+", default=[1000, 2000, 4000], metavar="T")
+    parser.add_argument("--length", type=int, nargs="+", default=[1000], metavar="T")
     parser.add_argument("--keep", type=float, default=0.25, help="share of the entries (default: %(default)s)")
     parser.add_argument("--task", nargs="+", default=list(tasks.TASKS), choices=tasks.TASKS)
     parser.add_argument("--method", nargs="+", default=list(METHODS), choices=METHODS)
@@ -67,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     folder = args.model or folders.smollm2()
     rows = Rows(args.out, {
         "model": fingerprint.of_model(folder)["files"][:12], "prose": prose.fingerprint(), "keep": args.keep,
-        "new": NEW, **{name: machine.describe()[name] for name in ("processor", "device", "jax")},
+        **{name: machine.describe()[name] for name in ("processor", "device", "jax")},
     })  # fmt: skip
     try:
         if not args.show:
@@ -82,7 +81,7 @@ def _answer_all(args: argparse.Namespace, folder: Path, rows: Rows) -> None:
     reason = torch_side.available()
     if reason is not None:
         print(f"kvpress not measured: {reason}", file=sys.stderr)
-    sides: list[_OurSide | _TheirSide] = [_OurSide(Ours(params, processor, NEW), args.keep)]
+    sides: list[_OurSide | _TheirSide] = [_OurSide(Ours(params, processor), args.keep)]
     if reason is None:
         sides.append(_TheirSide(Theirs(folder), processor, rows))
     cells = [(length, number, task, protocol) for length in args.length for number in range(args.questions)
@@ -94,7 +93,8 @@ def _answer_all(args: argparse.Namespace, folder: Path, rows: Rows) -> None:
                     for side in sides]  # fmt: skip
             if any(todo):
                 record = tasks.record(processor, task, length, number)
-                prompt = split(processor, record, agnostic=protocol == "context")
+                new = tasks.NEW_TOKENS.get(task, tasks.NEW_TOKENS_OF_OTHERS)
+                prompt = split(processor, record, agnostic=protocol == "context", new=new)
                 for side, methods in zip(sides, todo, strict=True):
                     for name, seconds, answer in side.answers(prompt, methods, key):
                         rows.add({**key, "engine": side.engine, "method": name,
@@ -132,7 +132,7 @@ class _TheirSide:
             presses = {name: METHODS[name].press(self._removed(prompt, name, key)) for name in methods}
             made, logits, seconds = self.model.prefill(prompt.ids, presses)
             for name in methods:
-                answer = self.model.answer(len(prompt.ids), prompt.fed, made.pop(name), logits, NEW, self.stop)
+                answer = self.model.answer(prompt, made.pop(name), logits, self.stop)
                 yield name, seconds, answer
 
     def _removed(self, prompt: Split, method: str, key: dict[str, Any]) -> float:

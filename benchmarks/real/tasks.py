@@ -196,6 +196,8 @@ def _paragraph(rng: np.random.Generator, length: int) -> Text:
     return Text(intro, documents, ((float(rng.random()), about),), question, prefix, (answer,), "\n\n")
 
 
+NEW_TOKENS = {"several-values": 48, "variables": 32}  # limits on an answer: its own length and a little more
+NEW_TOKENS_OF_OTHERS = 16  # a number of seven digits has eight or nine tokens
 TASKS: dict[str, Callable[[np.random.Generator, int], Text]] = {
     "copy": partial(_needles, last=True),
     "repeated": partial(_needles, repeated=4),

@@ -72,7 +72,7 @@ def test_our_side_answers_as_transformers_and_resumes(folder, tmp_path, monkeypa
     model = make_text("llama", max_position_embeddings=2048, vocab_size=260)
     record = tasks.record(processor, "one-key", LENGTH, 0)
     ids = torch.tensor(processor.encode(dialogue.prompt(processor, record, []), begin=False)[None]).long()
-    wanted = model.generate(ids, max_new_tokens=quality.NEW, do_sample=False, pad_token_id=0)[
+    wanted = model.generate(ids, max_new_tokens=tasks.NEW_TOKENS_OF_OTHERS, do_sample=False, pad_token_id=0)[
         0, ids.shape[1] :
     ].tolist()
     for row in rows:
@@ -80,7 +80,7 @@ def test_our_side_answers_as_transformers_and_resumes(folder, tmp_path, monkeypa
             assert row["tokens"] == wanted and row["kept"] == row["prompt"]
         else:
             assert row["kept"] == row["prompt"] // 4
-    context = split(processor, record, agnostic=True)
+    context = split(processor, record, agnostic=True, new=1)
     assert len(context.ids) + len(context.fed) == ids.shape[1] and len(context.fed) > 100
 
     whole = path.read_text()
