@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from vlkv.buckets import round_up
+from vlkv.buckets import Buckets, round_up
 from vlkv.families import Model
 from vlkv.generation import jitted
 from vlkv.generation.decode import check_room, decode
@@ -27,7 +27,8 @@ from vlkv.tools.evaluation.records import Record
 
 _extend = jax.jit(extend)
 _decode = jax.jit(decode, static_argnames="sampling")
-_LONGEST_ANSWER, _SHORT = 48, 128  # tokens
+NEW = 20  # tokens of an answer: two numbers of seven digits, with a token per digit, or four names of variables
+_QUESTIONS = Buckets(text=(128, 256, 512))  # coarse, so that most questions share programs
 T = TypeVar("T")
 
 
@@ -48,13 +49,12 @@ class Split(NamedTuple):
     inputs: Inputs  # what is prefilled and compressed
     ids: Int[np.ndarray, " T"]  # the same without padding
     fed: Int[np.ndarray, " t"]  # ids that follow before the answer; they are not compressed
-    new: int  # limit on the tokens of the answer
 
 
-def split(processor: Processor, record: Record, *, agnostic: bool, new: int) -> Split:
+def split(processor: Processor, record: Record, *, agnostic: bool) -> Split:
     """The whole prompt; if `agnostic`, only the part before the question is prefilled."""
     inputs, fed = dialogue.first_inputs(processor, [[record]], query_agnostic=agnostic, frames=1)
-    return Split(inputs, np.asarray(inputs.tokens[0])[np.asarray(inputs.valid[0])], fed[0][0], new)
+    return Split(inputs, np.asarray(inputs.tokens[0])[np.asarray(inputs.valid[0])], fed[0][0])
 
 
 class Ours:
@@ -92,19 +92,18 @@ class Ours:
         kept, logits = float(np.mean(np.asarray(cache.counts))), read.logits
         if len(prompt.fed):
             batch = {"input_ids": prompt.fed[None], "attention_mask": np.ones((1, len(prompt.fed)), np.int32)}
-            more = Inputs.from_hf(batch, self.params.config, self.processor.buckets)
+            more = Inputs.from_hf(batch, self.params.config, _QUESTIONS)
             cache, logits = jax.block_until_ready(_extend(self.params, cache, more))
-        sampling = Greedy(max_new_tokens=prompt.new)
+        sampling = Greedy(max_new_tokens=NEW)
         run = partial(_decode, self.params, cache, logits, sampling=sampling)
         (tokens, lengths), decode_seconds = self._timed(("decode", *key), run)
         return Answer(np.asarray(tokens)[0, : int(lengths[0])].tolist(), kept, size, compress_seconds, decode_seconds)
 
     def _capacity(self, prompt: Split) -> int:
-        """The same for all tasks and both protocols, so that they share programs, if their questions are short."""
-        return _LONGEST_ANSWER + round_up(len(prompt.fed), (_SHORT, *self.processor.buckets.text))
+        return NEW + round_up(len(prompt.fed), _QUESTIONS.text)
 
     def _shape(self, prompt: Split) -> tuple[Hashable, ...]:
-        return prompt.inputs.tokens.shape, prompt.inputs.max_text, self._capacity(prompt), prompt.new
+        return prompt.inputs.tokens.shape, prompt.inputs.max_text, self._capacity(prompt)
 
     def _timed(self, key: Hashable, run: Callable[[], T]) -> tuple[T, float]:
         """The result and the seconds, without those of compilation: the first run of a program is repeated."""

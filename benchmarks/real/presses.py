@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from benchmarks.real.answers import Answer, Split
+from benchmarks.real.answers import NEW, Answer, Split
 
 
 class Compressed(NamedTuple):
@@ -88,7 +88,7 @@ class Theirs:
                 best = self.torch.topk(logits, 2)
                 tokens.append(int(best.indices[0]))
                 margins.append(float(best.values[0] - best.values[1]))
-                if len(tokens) == prompt.new or tokens[-1] in stop:
+                if len(tokens) == NEW or tokens[-1] in stop:
                     break
                 logits = self._step(tokens[-1:], length + len(tokens) - 1, made.cache)
             seconds = time.perf_counter() - begin

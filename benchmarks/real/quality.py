@@ -23,7 +23,7 @@ import numpy as np
 import vlkv
 from benchmarks import torch_side
 from benchmarks.real import folders, prose, tables, tasks
-from benchmarks.real.answers import Answer, Ours, Split, split
+from benchmarks.real.answers import NEW, Answer, Ours, Split, split
 from benchmarks.real.methods import METHODS
 from benchmarks.real.presses import Theirs
 from benchmarks.real.rows import Rows
@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> None:
     folder = args.model or folders.smollm2()
     rows = Rows(args.out, {
         "model": fingerprint.of_model(folder)["files"][:12], "prose": prose.fingerprint(), "keep": args.keep,
+        "new": NEW,
         **{name: machine.describe()[name] for name in ("processor", "device", "jax")},
     })  # fmt: skip
     try:
@@ -93,8 +94,7 @@ def _answer_all(args: argparse.Namespace, folder: Path, rows: Rows) -> None:
                     for side in sides]  # fmt: skip
             if any(todo):
                 record = tasks.record(processor, task, length, number)
-                new = tasks.NEW_TOKENS.get(task, tasks.NEW_TOKENS_OF_OTHERS)
-                prompt = split(processor, record, agnostic=protocol == "context", new=new)
+                prompt = split(processor, record, agnostic=protocol == "context")
                 for side, methods in zip(sides, todo, strict=True):
                     for name, seconds, answer in side.answers(prompt, methods, key):
                         rows.add({**key, "engine": side.engine, "method": name,

@@ -11,7 +11,7 @@ import pytest
 import vlkv
 from benchmarks import torch_side
 from benchmarks.real import methods, quality, tables, tasks
-from benchmarks.real.answers import split
+from benchmarks.real.answers import NEW, split
 from benchmarks.real.presses import Theirs
 from tests.parity.conftest import make_text, save_tokenizer, torch
 from vlkv.tools.evaluation import dialogue
@@ -72,15 +72,13 @@ def test_our_side_answers_as_transformers_and_resumes(folder, tmp_path, monkeypa
     model = make_text("llama", max_position_embeddings=2048, vocab_size=260)
     record = tasks.record(processor, "one-key", LENGTH, 0)
     ids = torch.tensor(processor.encode(dialogue.prompt(processor, record, []), begin=False)[None]).long()
-    wanted = model.generate(ids, max_new_tokens=tasks.NEW_TOKENS_OF_OTHERS, do_sample=False, pad_token_id=0)[
-        0, ids.shape[1] :
-    ].tolist()
+    wanted = model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
     for row in rows:
         if row["method"] == "full":  # the same answer in both protocols
             assert row["tokens"] == wanted and row["kept"] == row["prompt"]
         else:
             assert row["kept"] == row["prompt"] // 4
-    context = split(processor, record, agnostic=True, new=1)
+    context = split(processor, record, agnostic=True)
     assert len(context.ids) + len(context.fed) == ids.shape[1] and len(context.fed) > 100
 
     whole = path.read_text()
