@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--method", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--protocol", nargs="+", default=list(PROTOCOLS), choices=PROTOCOLS)
     parser.add_argument("--show", action="store_true", help="print the tables of FILE without answering anything")
+    parser.add_argument("--docs", type=Path, metavar="FILE.md", help="write the tables between their marks there too")
     return guarded(lambda: run(parser.parse_args(arguments)))
 
 
@@ -66,13 +67,14 @@ def run(args: argparse.Namespace) -> None:
     folder = args.model or folders.smollm2()
     rows = Rows(args.out, {
         "model": fingerprint.of_model(folder)["files"][:12], "prose": prose.fingerprint(), "keep": args.keep,
-        "new": NEW,
-        **{name: machine.describe()[name] for name in ("processor", "device", "jax")},
+        "new": NEW, **{name: machine.describe()[name] for name in ("processor", "device", "jax")},
     })  # fmt: skip
     try:
         if not args.show:
             _answer_all(args, folder, rows)
         tables.show(list(rows.rows.values()))
+        if args.docs is not None:
+            tables.write_document(list(rows.rows.values()), args.docs)
     finally:
         rows.close()
 

@@ -1,8 +1,10 @@
-"""Tables of the results of `benchmarks.real quality`."""
+"""Tables of the results of `benchmarks.real quality`, and those of docs/quality.md."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +14,8 @@ from rich.table import Table
 from benchmarks.real.methods import METHODS
 from vlkv.tools.evaluation.curves import wilson
 
+RESULTS = Path(__file__).parents[1] / "results" / "real.jsonl"
+MARKED = re.compile(r"(<!-- real: (\w+) -->\n)(.*?)(\n<!-- /real -->)", re.DOTALL)
 Row = dict[str, Any]
 
 
@@ -64,6 +68,34 @@ def show(rows: Sequence[Row], width: int = 160) -> None:
             console.print(f"{name}: {method.difference}")
 
 
+def write_document(rows: Sequence[Row], file: Path) -> None:
+    """Writes the tables between their marks `<!-- real: PROTOCOL -->` and `<!-- /real -->`."""
+    text = file.read_text()
+    file.write_text(MARKED.sub(lambda match: f"{match[1]}{documented(rows, match[2])}{match[4]}", text))
+
+
+def documented(rows: Sequence[Row], protocol: str, length: int = 1000) -> str:
+    """The table of a protocol in Markdown: both sides in a row, and below it the methods that differ and why."""
+    chosen = [row for row in rows if (row["length"], row["protocol"]) == (length, protocol)]
+    lines = ["| method | vlkv, % [95 %] | kvpress | same answers | entries | MiB, vlkv | MiB, kvpress |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    for method in METHODS:
+        both = [pair for pair in pairs(chosen) if pair.ours["method"] == method]
+        if not both:
+            continue
+        ours, theirs = [pair.ours for pair in both], [pair.theirs for pair in both]
+        mean = float(np.mean([row["score"] for row in ours]))
+        low, high = wilson(mean, len(both))
+        lines.append("| " + " | ".join([
+            method, f"{100 * mean:.1f} [{100 * low:.1f}, {100 * high:.1f}]",
+            f"{100 * np.mean([row['score'] for row in theirs]):.1f}",
+            f"{sum(pair.first_difference is None for pair in both)} of {len(both)}",
+            f"{np.mean([row['kept'] for row in ours]):.0f}",
+            *(f"{np.mean([row['bytes'] for row in side]) / 2**20:.1f}" for side in (ours, theirs)),
+        ]) + " |")  # fmt: skip
+    return "\n".join(lines)
+
+
 def _methods(rows: Sequence[Row], title: str) -> Table:
     table = Table("method", "side", "score, % [95 %]", "questions", "same answers", "as full cache", "kept", "KiB",
                   "prefill s", "compress s", "ms/token", title=title)  # fmt: skip
@@ -109,10 +141,6 @@ def _differences(different: Sequence[Pair]) -> Table:
         table.add_row(place, ours["method"], str(pair.first_difference), f"{pair.margin:.3g}",
                       repr(ours["answer"][:60]), repr(theirs["answer"][:60]))  # fmt: skip
     return table
-
-
-def _question(row: Row) -> tuple[str, int]:
-    return row["task"], row["number"]
 
 
 def _sorted(rows: Sequence[Row], *names: str) -> list[tuple[Any, ...]]:

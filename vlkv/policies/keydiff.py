@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from vlkv.compression import matching
 from vlkv.compression.observe import Observation
 from vlkv.compression.policy import Facts, Policy
-
-_LEAST = 1e-12  # norms below it count as this, so that a zero key has a zero cosine
 
 
 class KeyDiff(Policy):
@@ -25,10 +25,6 @@ class KeyDiff(Policy):
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Larger for keys that point away from the mean."""
-        unit = _unit(obs.k.astype(jnp.float32))
+        unit = jax.vmap(matching.unit)(obs.k)
         mean = jnp.mean(unit, axis=1, where=obs.valid[:, None])
-        return -jnp.einsum("kth,kh->kt", unit, _unit(mean))
-
-
-def _unit(x: Float[Array, "*shape H"]) -> Float[Array, "*shape H"]:
-    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), _LEAST)
+        return -jnp.einsum("kth,kh->kt", unit, matching.unit(mean))

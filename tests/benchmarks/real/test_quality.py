@@ -100,7 +100,16 @@ def test_tables_by_hand(capsys):
     tables.show([{**row, "engine": "vlkv"}, other])
     printed = capsys.readouterr().out
     assert "1000 tokens, question seen" in printed and "0 of 1" in printed and "100.0 [20.7, 100.0]" in printed
+    line = tables.documented([{**row, "engine": "vlkv"}, other], "question").splitlines()[-1]
+    assert line == "| snapkv | 100.0 [20.7, 100.0] | 100.0 | 0 of 1 | 250 | 0.0 | 0.0 |"
     assert "answers that differ" in printed and "200.0" in printed  # kvpress: 0.2 s for one step
+
+
+def test_the_document_has_the_tables_of_the_results(root):
+    rows = [json.loads(line) for line in tables.RESULTS.read_text().splitlines()[1:]]
+    marked = tables.MARKED.findall((root / "docs/quality.md").read_text())
+    assert [protocol for _, protocol, _, _ in marked] == list(quality.PROTOCOLS)
+    assert all(shown == tables.documented(rows, protocol) for _, protocol, shown, _ in marked)
 
 
 def test_one_prefill_serves_all_presses(folder, processor):
