@@ -9,7 +9,7 @@ import pytest
 import vlkv
 from tests import reference
 from tests.generation.test_decode import kept_entries
-from tests.models import embed, tiny_llava, unequal_batch
+from tests.models import embed, tiny_llava
 from vlkv import analysis, policies
 
 ANSWER = np.random.default_rng(4).integers(6, 50, (3, 6))
@@ -23,11 +23,6 @@ follow = jax.jit(analysis.follow)
 @pytest.fixture(scope="module")
 def params():
     return tiny_llava()
-
-
-@pytest.fixture(scope="module")
-def batch():
-    return unequal_batch(padding="left")
 
 
 @pytest.fixture(scope="module")

@@ -15,26 +15,6 @@ generate = jax.jit(vlkv.generate)
 SHORT = vlkv.Greedy(max_new_tokens=2, stop=())
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        policies.SnapKV(keep=0.3, scope="vision"),
-        pytest.param(policies.H2O(keep=0.2), marks=pytest.mark.full),  # evicts while decoding: what it begins with
-        pytest.param(policies.AdaKV(keep=0.3), marks=pytest.mark.full),  # all heads share a column
-        policies.compose(policies.SnapKV(keep=0.3), store=policies.KIVI(bits=4)),
-    ],
-    ids=["SnapKV", "H2O", "AdaKV", "in 4 bits"],
-)
-def test_it_is_what_select_chooses(params, batch, read, policy):
-    kept = generate(params, batch, policy=policy, sampling=SHORT).kept
-    layers, heads = len(read.layers), read.layers[0].k.shape[2]
-    assert isinstance(kept, np.ndarray) and kept.shape == (layers, 3, heads, batch.tokens.shape[1])
-    for row in range(3):
-        q, k, v = (np.stack([np.asarray(getattr(x, n))[row] for x in read.layers]).swapaxes(1, 2) for n in "qkv")
-        chosen = policies.select(policy, q, k, v, batch.is_vision[row], batch.valid[row])
-        np.testing.assert_array_equal(kept[:, row], chosen.kept)
-
-
 def test_a_policy_that_reduces_the_prompt(params, batch):
     """FastV drops in the second layer and later what the last token attends to least, in all heads alike."""
     policy = policies.FastV(keep=0.3, layer=1)

@@ -184,10 +184,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_policy(name: str) -> policies.Policy:
+def make_policy(name: str, **options) -> policies.Policy:
     """A registered policy with options for two layers."""
     full = issubclass(policies.named(name), policies.Full)
-    return policies.make(name, **({} if full else {"keep": 0.3}) | OPTIONS.get(name, {}))
+    return policies.make(name, **({} if full else {"keep": 0.3}) | OPTIONS.get(name, {}) | options)
 
 
 def answer(params, batch: vlkv.Inputs, policy: policies.Policy) -> vlkv.Output:

@@ -12,7 +12,7 @@ import pytest
 
 import vlkv
 from tests.families import tiny
-from tests.models import CONFIG, IMAGE_TOKEN, SMALL, padded, tiny_llava
+from tests.models import CONFIG, IMAGE_TOKEN, SMALL, padded
 from vlkv import analysis, policies
 from vlkv.analysis import profiles
 from vlkv.mini import CHECKPOINT
@@ -28,11 +28,6 @@ BATCH = {
 }
 TEXT = {"input_ids": [[9, 8, 7]]}
 IDS = jnp.array([[5, 6]])
-
-
-@pytest.fixture(scope="module")
-def params():
-    return tiny_llava(config=SMALL)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import vlkv
 from pallas_kernels import dequantize
 from tests import reference
 from tests.generation.test_decode import kept_entries
-from tests.models import CONFIG, IMAGE_TOKEN, SMALL, embed, tiny_llava, unequal_batch
+from tests.models import CONFIG, IMAGE_TOKEN, embed
 from vlkv import policies
 
 IMAGE = [IMAGE_TOKEN] * 25
@@ -46,23 +46,8 @@ def words(*counts: int, seed: int) -> list[list[int]]:
     return [rng.integers(6, 50, count).tolist() for count in counts]
 
 
-@pytest.fixture(scope="module")
-def params():
-    return tiny_llava(config=SMALL)
-
-
-@pytest.fixture(scope="module")
-def first():
-    return unequal_batch(padding="left")
-
-
-@pytest.fixture(scope="module")
-def read(params, first):
-    return jax.jit(vlkv.read_prompt)(params, first)
-
-
 @pytest.mark.full
-def test_turns_with_the_full_cache_equal_one_prompt_that_holds_them_all(params, first, read):
+def test_turns_with_the_full_cache_equal_one_prompt_that_holds_them_all(params, batch, read):
     """A turn with images in two of three rows, a turn of text, then two tokens; padding on the left, then right."""
     a, b, c = words(4, 9, 6, seed=5)
     second = turn([[*a[:2], *IMAGE, *a[2:]], b, [*IMAGE, *c]], seed=1, padding="left")
@@ -76,9 +61,9 @@ def test_turns_with_the_full_cache_equal_one_prompt_that_holds_them_all(params, 
     for token in after.T:
         cache, logits = decode_step(params, cache, token)
         ours.append(logits)
-    rows = [[own_tokens(x, row) for x in (first, second, third)] + [after[row].tolist()] for row in range(3)]
+    rows = [[own_tokens(x, row) for x in (batch, second, third)] + [after[row].tolist()] for row in range(3)]
     whole = turn([[token for part in parts for token in part] for parts in rows], seed=0)
-    pixels = np.concatenate([first.pixels[:2], second.pixels[:1], first.pixels[2:3], second.pixels[1:2]])
+    pixels = np.concatenate([batch.pixels[:2], second.pixels[:1], batch.pixels[2:3], second.pixels[1:2]])
     whole = dataclasses.replace(whole, pixels=pixels)
     theirs = np.asarray(jax.jit(vlkv.forward)(params, whole))
     for row, parts in enumerate(rows):
@@ -91,7 +76,7 @@ def test_turns_with_the_full_cache_equal_one_prompt_that_holds_them_all(params, 
 
 @pytest.mark.full
 @pytest.mark.parametrize("policy", [policies.CSP(keep=0.3), policies.KIVI(bits=4)], ids=lambda p: type(p).__name__)
-def test_a_compressed_first_turn_stays_as_it_is(params, first, read, policy):
+def test_a_compressed_first_turn_stays_as_it_is(params, batch, read, policy):
     """Against float64 numpy, which attends to just the kept entries and to all that came after them."""
     said = words(5, 8, 3, seed=8)
     cache = fill_cache(read, policy, new_tokens=12)
@@ -100,22 +85,22 @@ def test_a_compressed_first_turn_stays_as_it_is(params, first, read, policy):
         for before, now in zip(*(jax.tree.leaves(getattr(x, name)) for x in (cache, after)), strict=True):
             np.testing.assert_array_equal(before, now)
     after, next_logits = decode_step(params, after, np.array([7, 8, 9]))
-    x = np.asarray(embed(params, first))
+    x = np.asarray(embed(params, batch))
     for row in range(3):
-        _, layers = reference.prefill(params.decoder, x[row, first.valid[row]])
-        kept = kept_entries(cache, first, row)
+        _, layers = reference.prefill(params.decoder, x[row, batch.valid[row]])
+        kept = kept_entries(cache, batch, row)
         if policy.storage is not None:
-            layers = [(q, *held) for (q, _, _), held in zip(layers, as_stored(cache, layers, first, row), strict=True)]
+            layers = [(q, *held) for (q, _, _), held in zip(layers, as_stored(cache, layers, batch, row), strict=True)]
         fed = [*said[row], 7 + row]
         theirs = reference.decode(params.decoder, layers, kept, fed, policy.softmax_n)
         np.testing.assert_allclose(logits[row], theirs[-2], atol=1e-4)
         np.testing.assert_allclose(next_logits[row], theirs[-1], atol=1e-4)
 
 
-def as_stored(cache, layers, first, row):
+def as_stored(cache, layers, batch, row):
     """Keys and values as the quantised pool gives them back, in the order of the row's own tokens."""
     pool_k, pool_v = (np.asarray(dequantize(x))[row] for x in (cache.k, cache.v))
-    place = np.cumsum(first.valid[row]) - 1
+    place = np.cumsum(batch.valid[row]) - 1
     for i, layer in enumerate(layers):
         k, v = (array.copy() for array in layer[1:])
         for head in range(k.shape[1]):
@@ -144,19 +129,19 @@ def test_methods_that_act_while_decoding_act_after_every_token(params, read):
 
 
 @pytest.mark.full
-def test_an_answer_ends_where_the_tail_of_its_row_does(params, first, read):
+def test_an_answer_ends_where_the_tail_of_its_row_does(params, batch, read):
     """Under jit the used slots are unknown: of 12, the turn takes 5, 9 and more than all. Float64 numpy answers too."""
     said, new = words(5, 9, 13, seed=8), 8
     cache = fill_cache(read, policies.Full(), new_tokens=12)
     cache, logits = extend(params, cache, turn(said, seed=0))
     tokens, lengths = jax.jit(vlkv.decode)(params, cache, logits, sampling=vlkv.Greedy(max_new_tokens=new, stop=()))
     assert lengths.tolist() == [8, 5, 1], "a token needs a slot when it is fed; the last is not"
-    x = np.asarray(embed(params, first))
+    x = np.asarray(embed(params, batch))
     for row, count in ((0, 8), (1, 4)):
-        _, layers = reference.prefill(params.decoder, x[row, first.valid[row]])
+        _, layers = reference.prefill(params.decoder, x[row, batch.valid[row]])
         fed = list(said[row])
         for _ in range(count):
-            fed.append(int(reference.decode(params.decoder, layers, kept_entries(cache, first, row), fed)[-1].argmax()))
+            fed.append(int(reference.decode(params.decoder, layers, kept_entries(cache, batch, row), fed)[-1].argmax()))
         answer = fed[-count:]
         assert tokens[row].tolist() == answer + [-1] * (new - count)
     assert tokens[2].tolist() == [-1] * new, "no token, and not token 0"

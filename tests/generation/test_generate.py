@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import vlkv
-from tests.models import CONFIG, IMAGE_TOKEN, SMALL, tiny_llava, unequal_batch
+from tests.models import CONFIG, IMAGE_TOKEN, SMALL, unequal_batch
 from vlkv import policies
 
 LAYERS = SMALL.decoder.layers
@@ -28,11 +28,6 @@ class Norms(policies.Policy):
     def score(self, obs):
         traces.append(f"layer {obs.layer} keep {self.keep}")
         return jnp.linalg.norm(obs.k, axis=-1) ** self.power
-
-
-@pytest.fixture(scope="module")
-def params():
-    return tiny_llava(config=SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -259,23 +254,3 @@ def test_a_tail_without_slots_is_refused(params, read, new_tokens):
     ):
         with pytest.raises(vlkv.InputError, match=rf"new_tokens={new_tokens} must be a whole number of at least 1"):
             make()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "policy",
-    [policies.H2O(keep=0.3), policies.PrefixKV(keep=0.3), policies.AVL(keep=0.5, core=0.3, refresh=2, text=0.5)],
-    ids=lambda p: type(p).__name__,
-)
-def test_methods_that_act_while_decoding(params, policy):
-    """In the loop of `generate`, for unequal rows; padding on either side changes nothing, nor does a trace."""
-    generate = jax.jit(vlkv.generate)
-    before = generate._cache_size()
-    sampling = vlkv.Greedy(max_new_tokens=12, stop=())
-    left, right = (
-        generate(params, unequal_batch(padding=side), policy=policy, sampling=sampling) for side in ("left", "right")
-    )
-    np.testing.assert_array_equal(left.tokens, right.tokens)
-    assert generate._cache_size() == before + 1
-    idle = generate(params, unequal_batch(), policy=policies.Full(), sampling=sampling)
-    assert not np.array_equal(right.tokens[:, 1:], idle.tokens[:, 1:])

@@ -13,7 +13,7 @@ import vlkv
 from pallas_kernels.quantized import dequantize
 from tests import reference
 from tests.generation.test_decode import FORCED, kept_entries
-from tests.models import embed, tiny_llava, unequal_batch
+from tests.models import embed, tiny_llava
 from vlkv import policies
 from vlkv.compression.sizes import cache_spec
 from vlkv.policies import compose
@@ -24,11 +24,6 @@ LAYERS, KV_HEADS = 3, 2
 @pytest.fixture(scope="module")
 def params():
     return tiny_llava()
-
-
-@pytest.fixture(scope="module")
-def batch():
-    return unequal_batch(padding="left")
 
 
 prefill = jax.jit(vlkv.prefill, static_argnames="new_tokens")

@@ -98,18 +98,6 @@ MORE = [
 ]  # in the whole suite
 
 
-def exact(cls, **options):
-    """A policy that spends all of its budget: CSP's union leaves what its two lists share, unless told to fill."""
-    return cls(fill=True, **options) if cls is policies.CSP else cls(**options)
-
-
-ANY = [
-    policies.Full(), policies.Random(keep=0.4), policies.ImgRandom(keep=0.4),
-    *(exact(cls, keep=0.4) for cls in METHODS),
-    *(exact(cls, keep=0.4, scope="vision") for cls in (policies.Random, *METHODS)),
-]  # fmt: skip
-
-
 @jax.jit
 def select(policy, q, k, vision, valid, key=None):
     """A whole batch of prompts, as `generate` does it."""
@@ -184,29 +172,6 @@ def test_merging_agrees_with_the_equations(policy, batch):
                 np.testing.assert_allclose(entries[kept], theirs[kept], atol=1e-5, err_msg=name)
 
 
-@pytest.mark.default("CSP(")
-@pytest.mark.parametrize("policy", ANY, ids=repr)
-def test_totals_are_exact_padding_is_dropped_and_text_out_of_scope_stays(policy, batch):
-    _, _, vision, valid = batch
-    got = select(policy, *batch, jax.random.key(0))
-    kept, scores = np.asarray(got.kept), np.asarray(got.scores)
-    for row in range(len(PROMPTS)):
-        scope = vision[row] if policy.scope == "vision" else valid[row]
-        count = int(scope.sum())
-        total = reference.total_budget(LAYERS, count, policy.keep, policy.budget) if count else 0
-        text = valid[row] & ~scope
-        spent = np.asarray(got.budgets)[row].sum(axis=0)
-        assert spent.sum() == KV_HEADS * total and (policy.facts.budgets == "heads" or (spent == total).all())
-        assert (kept[row][..., scope].sum(axis=-1) == np.asarray(got.budgets)[row]).all()
-        assert not kept[row][..., ~valid[row]].any()
-        assert kept[row][..., text].all()
-        assert (scores[row][..., ~valid[row]] == -np.inf).all()
-        assert (scores[row][..., text] == np.inf).all()
-        assert np.isfinite(scores[row][..., scope]).all()
-        if policy.keep == 1:
-            assert (kept[row] == valid[row]).all()
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("scope", ["vision", "all"])
 def test_csp_without_filling_keeps_at_most_its_budget_and_no_more_than_with_it(scope, batch):
@@ -219,34 +184,6 @@ def test_csp_without_filling_keeps_at_most_its_budget_and_no_more_than_with_it(s
     for row, vision, valid in zip(range(len(PROMPTS)), *batch[2:], strict=True):
         inside = vision if scope == "vision" else valid
         np.testing.assert_array_equal(np.asarray(union.kept)[row][..., inside].sum(axis=-1), union.budgets[row])
-
-
-@pytest.mark.default("AirCache(", "CSP(", "H2O(keep=0.4, budget=None, scope='all'")
-@pytest.mark.parametrize("policy", ANY, ids=repr)
-def test_padding_on_either_side_changes_nothing(policy, batch):
-    got = select(policy, *batch, jax.random.key(0))
-    left, right = (list(PROMPTS).index(f"{side} padded") for side in ("left", "right"))
-    np.testing.assert_array_equal(np.roll(got.kept[left], -6, axis=-1), got.kept[right])
-    np.testing.assert_array_equal(got.budgets[left], got.budgets[right])
-
-
-@pytest.mark.default("all-AirCache")
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("scope", ["vision", "all"])
-def test_keep_1_keeps_everything(method, scope, batch):
-    np.testing.assert_array_equal(
-        np.asarray(select(method(keep=1, scope=scope), *batch).kept),
-        np.broadcast_to(batch[3][:, None, None], (len(PROMPTS), LAYERS, KV_HEADS, LENGTH)),
-    )
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.full
-def test_a_budget_beyond_the_prompt_keeps_everything_and_a_tiny_one_keeps_one_per_layer(method, batch):
-    valid = batch[3]
-    assert (np.asarray(select(method(budget=1000, scope="all"), *batch).kept) == valid[:, None, None]).all()
-    fewest = select(exact(method, keep=1e-6, scope="all"), *batch)
-    assert (np.asarray(fewest.kept).sum(axis=-1) == 1).all()
 
 
 @pytest.mark.default("both")

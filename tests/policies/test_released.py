@@ -9,12 +9,10 @@ import pytest
 
 import vlkv
 from pallas_kernels import attention_mass
-from tests import reference
-from tests.models import embed, tiny_llava, unequal_batch
-from tests.policies.golden_vectors import choose, compress, layered, look_m, look_m_merges, select
+from tests.policies.golden_vectors import choose, compress, layered, look_m, look_m_merges
 from vlkv import policies
 from vlkv.compression import sizes
-from vlkv.compression.sizes import cache_spec, total_bound
+from vlkv.compression.sizes import total_bound
 
 # --- CSP ------------------------------------------------------------------------------------------------------------
 
@@ -189,44 +187,6 @@ def test_streaming_llm_keeps_the_rotation_of_the_prompt(golden):
     g = golden("streaming_h2o")
     k, _, got = compress(policies.StreamingLLM(budget=20), *layered(g, "q", "k", "k"), g["is_vision"])
     np.testing.assert_array_equal(k[0][got.kept[0]], g["k"][got.kept[0]])
-
-
-RELEASED = [
-    policies.CSP(keep=0.4, variant="released"),
-    policies.LookM(keep=0.2, variant="released", merging="average"),
-    policies.LookM(keep=0.2, variant="released", scope="vision", merging="weighted"),
-    policies.PyramidKV(keep=0.4, window=3, variant="released"),
-    policies.PyramidKV(keep=0.3, scope="vision", variant="released"),
-    policies.VLCache(keep=0.3, variant="shared_window"),
-    policies.VLCache(keep=0.3, variant="per_layer_window"),
-]
-prefill = jax.jit(vlkv.prefill, static_argnames="new_tokens")
-
-
-@pytest.fixture(scope="module")
-def params():
-    return tiny_llava()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("policy", RELEASED, ids=repr)
-def test_the_pool_has_room_and_holds_what_select_names(params, policy):
-    """Prompts of two images, one and none, padded on the left: the pool against a float64 run's q and k."""
-    batch = unequal_batch(padding="left")
-    cache, _ = prefill(params, batch, policy, new_tokens=2)
-    spec = cache_spec(policy, layers=3, vision=batch.max_vision, text=batch.max_text, new_tokens=0, images=2)
-    assert cache.token.shape[2] == spec.allocated()
-    x = np.asarray(embed(params, batch))
-    for row, valid in enumerate(batch.valid):
-        _, layers = reference.prefill(params.decoder, x[row, valid])
-        q, k, v = (np.zeros((3, heads, len(valid), 8), np.float32) for heads in (4, 2, 2))
-        for whole, i in ((q, 0), (k, 1), (v, 2)):
-            whole[:, :, valid] = np.stack([layer[i].swapaxes(0, 1) for layer in layers])
-        wanted = np.asarray(select(policy, q, k, v, batch.is_vision[row], valid).kept)
-        for layer, head in np.ndindex(3, 2):
-            start, length = (int(x[layer, row, head]) for x in (cache.start, cache.counts))
-            held = np.sort(np.asarray(cache.token)[row, head, start : start + length])
-            np.testing.assert_array_equal(held, np.flatnonzero(wanted[layer, head]))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import vlkv
 from tests import reference
 from tests.families import tiny
-from tests.models import embed, tiny_llava, unequal_batch
+from tests.models import embed, tiny_llava
 from vlkv import policies
 from vlkv.compression.observe import Observation
 from vlkv.compression.tokens import Tokens
@@ -156,11 +156,6 @@ def test_fastv_scores_and_kept(golden):
 @pytest.fixture(scope="module")
 def params():
     return tiny_llava()
-
-
-@pytest.fixture(scope="module")
-def batch():
-    return unequal_batch(padding="left")
 
 
 def class_attention(params, pixels):

@@ -151,7 +151,7 @@ def text_of(policy: Policy, find: Find, *, scope: bool = False) -> str:
     With `scope`, it has the scope of a `keep` or `budget` even if it is the method's default.
     """
     scored = policy.scored if isinstance(policy, Composed) else policy
-    shown = ("scope",) if scope and (scored.facts.selects or scored.reducer is not None) else ()
+    shown = ("scope",) if scope and (scored.reducer is not None or not scored.facts.own_keep) else ()
     if not isinstance(policy, Composed):
         return _call(policy, find, {}, shown)
     common = {name: getattr(policy, name) for name in (*_BUDGET, "scope")}
