@@ -40,7 +40,8 @@ PROMPTS = (
 OPTIONS = {name: {"window": 3} for name in ("snapkv", "pyramidkv", "adakv")} | {"csp": {"fill": True, "window": 3}}
 # A larger budget only adds to what these keep: one order per layer, and shares that do not depend on the budget.
 RANKINGS = {
-    "Random", "ImgRandom", "StreamingLLM", "H2O", "SnapKV-vision", "TOVA", "Knorm", "KeyDiff", "ElasticCache", "LookM", "AVL", "CSP-all",
+    "Random", "ImgRandom", "StreamingLLM", "H2O", "SnapKV-vision", "TOVA", "Knorm", "KeyDiff", "ElasticCache", "LookM",
+    "AVL", "CSP-all",
 }  # fmt: skip
 KEEPS = (1e-6, 0.15, 0.55, 1.0)
 # Options that change what is promised, or how: other merging, published codes, caps, and parts of several methods.
