@@ -56,6 +56,14 @@ def tiny_llava(seed: int = 0, config: ModelConfig = CONFIG):
     return random_model(config, seed)
 
 
+def same(ours, theirs, atol: float = 0.0) -> None:
+    """Asserts that two pytrees are equal, up to `atol`, with the same dtypes and static parts."""
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=0, atol=atol)
+
+
 @jax.jit
 def embed(params, inputs: vlkv.Inputs):
     """The input of the first layer."""

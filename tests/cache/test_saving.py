@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import vlkv
 from tests.generation.test_extend import turn, words
-from tests.models import SMALL, tiny_llava
+from tests.models import SMALL, same, tiny_llava
 from vlkv import policies, saving
 from vlkv.cache.pool import take_rows
 from vlkv.cache.resizing import resize
@@ -52,14 +52,6 @@ def go_on(params, cache, inputs):
     cache, logits = vlkv.extend(params, cache, inputs)
     tokens, _ = vlkv.decode(params, cache, logits, sampling=vlkv.Greedy(max_new_tokens=4, stop=()))
     return cache, logits, tokens
-
-
-def same(one, other):
-    """Bit by bit, with the same dtypes and the same static parts."""
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b)
 
 
 def narrow(x):

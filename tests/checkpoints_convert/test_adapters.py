@@ -15,7 +15,8 @@ from safetensors.numpy import load_file, save_file
 import vlkv
 from checkpoints_convert import converting
 from checkpoints_convert.__main__ import convert
-from tests.checkpoints_convert.test_convert import equal, stop_after
+from tests.checkpoints_convert.test_convert import stop_after
+from tests.models import same
 from vlkv.cli import main
 from vlkv.mini import CHECKPOINT
 from vlkv.tools.evaluation import fingerprint
@@ -74,7 +75,7 @@ def test_the_product_is_added(alone, tmp_path, small):
     np.testing.assert_allclose(down(alone), exact, atol=1e-5)
     convert(alone, tmp_path / "out", dtype="bfloat16", progress=False)
     converting.verify(tmp_path / "out")
-    equal(vlkv.load_params(tmp_path / "out"), vlkv.load_params(alone, dtype="bfloat16"))
+    same(vlkv.load_params(tmp_path / "out"), vlkv.load_params(alone, dtype="bfloat16"))
     assert sorted(path.name for path in (tmp_path / "out").glob("adapter*")) == []
 
 
@@ -154,7 +155,7 @@ def test_another_adapter_keeps_nothing_of_a_conversion_that_was_stopped(alone, t
         second = stop_after(99, patch)
         convert(alone, out, progress=False)
     assert set(first) <= set(second) if change else not set(first) & set(second)
-    equal(vlkv.load_params(out), vlkv.load_params(alone))
+    same(vlkv.load_params(out), vlkv.load_params(alone))
 
 
 def test_a_run_is_not_resumed_with_another_base_model(base, tmp_path):
@@ -206,7 +207,7 @@ def test_updates_of_blocks_that_are_not_used(base):
     last = max(int(key.split(".layers.")[1].split(".")[0]) for key in WEIGHTS if "vision_tower" in key and "fc1" in key)
     block = name.replace(".layers.0.", f".layers.{last}.").removesuffix(".weight")
     write(base, factors(block, *WEIGHTS[name].shape))
-    equal(vlkv.load_params(base), vlkv.load_params(CHECKPOINT))
+    same(vlkv.load_params(base), vlkv.load_params(CHECKPOINT))
 
 
 def test_a_part_of_an_adapter(base):

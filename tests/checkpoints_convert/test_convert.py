@@ -20,6 +20,7 @@ import vlkv
 from checkpoints_convert import converting, pieces
 from checkpoints_convert.__main__ import convert
 from checkpoints_convert.checkpoint import open_checkpoint
+from tests.models import same
 from vlkv.cli import main
 from vlkv.families.folders import describe
 from vlkv.mini import CHECKPOINT
@@ -40,13 +41,6 @@ def folder(tmp_path) -> Path:
     return Path(shutil.copytree(CHECKPOINT, tmp_path / "model"))
 
 
-def equal(a, b) -> None:
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
-
-
 @pytest.mark.default("bfloat16-orbax")
 @FORMATS
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
@@ -56,9 +50,9 @@ def test_what_was_converted_loads_as_its_source_does(tmp_path, kind, dtype):
     manifest = json.loads((tmp_path / "out" / "vlkv_manifest.json").read_text())
     params, processor = vlkv.load(tmp_path / "out")
     assert manifest["storage"] == kind
-    equal(params, vlkv.load_params(CHECKPOINT, dtype=dtype))
+    same(params, vlkv.load_params(CHECKPOINT, dtype=dtype))
     half = jax.tree.map(lambda x: x.astype("float16"), params)
-    equal(vlkv.load_params(tmp_path / "out", dtype="float16"), half)
+    same(vlkv.load_params(tmp_path / "out", dtype="float16"), half)
     assert manifest["parameters"] == sum(x.size for x in jax.tree.leaves(params))
     assert manifest["bytes"] == sum(x.nbytes for x in jax.tree.leaves(params))
     assert processor.config == params.config
@@ -121,7 +115,7 @@ def test_a_run_that_was_stopped_is_taken_up(folder, tmp_path, monkeypatch, kind)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
     assert not list(out.glob("*unfinished*")) and not list(out.glob("*half*"))
     converting.verify(out)
-    equal(vlkv.load_params(out), vlkv.load_params(folder))
+    same(vlkv.load_params(out), vlkv.load_params(folder))
 
 
 @pytest.mark.full
@@ -140,7 +134,7 @@ def test_another_job_keeps_nothing_of_the_one_that_was_stopped(folder, tmp_path,
             convert(folder, tmp_path / change, dtype="bfloat16" if change == "dtype" else None, progress=False)
         assert change == "dtype" or set(first) <= set(second)
         dtype = "bfloat16" if change == "dtype" else None
-        equal(vlkv.load_params(tmp_path / change), vlkv.load_params(folder, dtype=dtype))
+        same(vlkv.load_params(tmp_path / change), vlkv.load_params(folder, dtype=dtype))
 
 
 @pytest.mark.default("safetensors")
@@ -173,7 +167,7 @@ def test_kill_9_leaves_nothing_that_loads_and_the_next_run_goes_on(folder, tmp_p
     convert(folder, tmp_path / "out", format=kind, progress=False)
     for path, inode in kept.items():
         assert (tmp_path / "out" / path.relative_to(partial)).stat().st_ino == inode, "kept, not written again"
-    equal(vlkv.load_params(tmp_path / "out"), vlkv.load_params(folder))
+    same(vlkv.load_params(tmp_path / "out"), vlkv.load_params(folder))
 
 
 @pytest.mark.full

@@ -25,6 +25,7 @@ from tests.checkpoints_convert.test_convert_families import CASES
 from tests.checkpoints_convert.test_convert_families import write as write_family
 from tests.families.common_internvl import LARGE_VIT, check_forward, make_batch, make_internvl
 from tests.families.test_internvl_chat import write as write_internvl
+from tests.models import same
 from tests.parity.conftest import IMAGE_TOKEN, make_llava, torch, transformers
 from vlkv.errors import InputError
 from vlkv.families.qwen_vl.config import SPECIAL
@@ -72,13 +73,6 @@ def write_sentencepiece(folder, prefix=True) -> None:
         add_dummy_prefix=prefix, minloglevel=2,
     )  # fmt: skip
     (folder / "tokenizer.vocab").unlink()
-
-
-def same(a, b) -> None:
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
 
 
 @pytest.mark.default("eve")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.policies.golden_vectors import same_rows
 from vlkv.compression import matching
 from vlkv.policies import tofu
 
@@ -126,14 +127,6 @@ def test_energy_is_a_mean_over_members_only(monkeypatch, random, elements):
 @pytest.fixture(scope="module")
 def g(golden):
     return golden("token_merging")
-
-
-def same_rows(got, want):
-    """Equal up to order."""
-    got, want = np.asarray(got), np.asarray(want)
-    nearest = abs(got[:, None] - want).max(axis=-1).argmin(axis=1)
-    np.testing.assert_array_equal(np.sort(nearest), np.arange(len(want)))
-    np.testing.assert_allclose(got, want[nearest], atol=2e-5)
 
 
 def matched(g, left, *, class_token):

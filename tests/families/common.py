@@ -77,8 +77,12 @@ def answer(model, row: Row, new: int = 0):
 
 
 def check_states(params, rows: list[Row], answers, padding: str = "right") -> vlkv.Inputs:
+    """`check_batch` for these rows, padded on one side."""
+    return check_batch(params, joined(rows, padding), answers)
+
+
+def check_batch(params, batch: dict[str, Any], answers) -> vlkv.Inputs:
     """Asserts that layer outputs and logits are within 1e-4, and that logits are far from uniform."""
-    batch = joined(rows, padding)
     inputs = vlkv.Inputs.from_hf(batch, params.config)
     states, logits = (np.asarray(x) for x in read(params, inputs))
     mask = np.asarray(batch["attention_mask"], bool)
@@ -92,8 +96,9 @@ def check_states(params, rows: list[Row], answers, padding: str = "right") -> vl
 
 
 def check_answers(params, inputs: vlkv.Inputs, answers) -> None:
-    """Asserts that 32 greedy tokens with the full cache are equal."""
-    output = jax.jit(vlkv.generate)(params, inputs, sampling=vlkv.Greedy(max_new_tokens=NEW, stop=()))
+    """Asserts that the greedy tokens with the full cache are equal."""
+    sampling = vlkv.Greedy(max_new_tokens=len(answers[0][2]), stop=())
+    output = jax.jit(vlkv.generate)(params, inputs, sampling=sampling)
     for row, (_, _, tokens) in enumerate(answers):
         np.testing.assert_array_equal(output.tokens[row], tokens)
 
@@ -115,3 +120,22 @@ def check_neighbours(params, rows: list[Row], policy) -> None:
     )
     np.testing.assert_array_equal(first, second[::-1])
     assert len(np.unique(first)) > 2
+
+
+class ParityTests:
+    """Tests for a module with the fixture `saved`: model, folder, params, rows, and transformers' answers to them."""
+
+    @pytest.mark.parametrize("padding", ["left", "right"])
+    def test_layer_outputs_and_logits(self, saved, padding):
+        _, _, params, rows, answers = saved
+        check_states(params, rows, answers, padding)
+
+    @pytest.mark.full
+    def test_greedy_tokens(self, saved):
+        _, _, params, rows, answers = saved
+        check_answers(params, vlkv.Inputs.from_hf(joined(rows), params.config), answers)
+
+    @pytest.mark.full
+    def test_a_row_is_answered_alike_whatever_its_neighbours(self, saved):
+        _, _, params, rows, _ = saved
+        check_neighbours(params, rows, every_stage())

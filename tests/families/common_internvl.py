@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 
 import vlkv
-from tests.families.common import read
+from tests.families.common import NEW, Row, answer, check_answers, check_batch
 from tests.models import padded
-from tests.parity.conftest import perturb, torch, transformers
+from tests.parity.conftest import perturb, transformers
 
 IMAGE, START, END = 99, 98, 97
 SIDE, TOKENS = 56, 16  # pixels of a tile, vision tokens of a tile
@@ -58,43 +57,24 @@ def make_batch(seed=0, order=(0, 1, 2)):
     return batch | {"pixel_values": np.concatenate([pixels[row] for row in order])}
 
 
-def single_rows(batch):
-    """The inputs for transformers: each row alone, without padding, with its own tiles."""
-    used = 0
+def single_rows(batch) -> list[Row]:
+    """The rows without padding, each with its own tiles."""
+    rows, used = [], 0
     for ids, mask in zip(batch["input_ids"], batch["attention_mask"].astype(bool), strict=True):
         tiles = int((ids[mask] == IMAGE).sum()) // TOKENS
-        extra = {"pixel_values": torch.tensor(batch["pixel_values"][used : used + tiles])} if tiles else {}
+        rows.append(
+            Row(ids[mask].tolist(), {"pixel_values": batch["pixel_values"][used : used + tiles]} if tiles else {})
+        )
         used += tiles
-        yield {"input_ids": torch.tensor(ids[mask][None]), **extra}
+    return rows
 
 
-def check_forward(model, params, batch):
+def check_forward(model, params, batch) -> None:
     """Asserts that logits and layer outputs of every row are within 1e-4 of transformers'."""
-    inputs = vlkv.Inputs.from_hf(batch, params.config)
-    states, logits = read(params, inputs)
-    width = batch["input_ids"].shape[1]
-    spread = []
-    for row, alone in enumerate(single_rows(batch)):
-        mask = np.pad(batch["attention_mask"][row].astype(bool), (0, states[0].shape[1] - width))
-        with torch.no_grad():
-            theirs = model(**alone, output_hidden_states=True)
-        spread.append(theirs.logits.numpy().ravel())
-        np.testing.assert_allclose(np.asarray(logits)[row, mask], theirs.logits[0].numpy(), atol=1e-4)
-        for ours, hidden in zip(
-            states[:-1], theirs.hidden_states[:-1], strict=True
-        ):  # their last state is after the norm
-            np.testing.assert_allclose(np.asarray(ours)[row, mask], hidden[0].numpy(), atol=1e-4)
-    assert np.concatenate(spread).std() >= 1
+    check_batch(params, batch, [answer(model, row) for row in single_rows(batch)])
 
 
-def check_generate(model, params, batch, count=32):
+def check_generate(model, params, batch, count: int = NEW) -> None:
     """Asserts that the greedy tokens of every row equal transformers'."""
-    inputs = vlkv.Inputs.from_hf(batch, params.config)
-    output = jax.jit(vlkv.generate)(params, inputs, sampling=vlkv.Greedy(max_new_tokens=count, stop=()))
-    for row, alone in enumerate(single_rows(batch)):
-        length = alone["input_ids"].shape[1]
-        tokens = model.generate(
-            **alone, attention_mask=torch.ones((1, length), dtype=torch.long), max_new_tokens=count, do_sample=False,
-            eos_token_id=None,
-        )  # fmt: skip
-        np.testing.assert_array_equal(output.tokens[row], tokens[0, length:].numpy())
+    answers = [answer(model, row, count) for row in single_rows(batch)]
+    check_answers(params, vlkv.Inputs.from_hf(batch, params.config), answers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import jax
 import numpy as np
 import PIL.Image
 import pytest
@@ -13,17 +12,18 @@ import vlkv
 from checkpoints_convert.__main__ import convert
 from tests.families.common import (
     NEW,
+    ParityTests,
     Row,
     answer,
     check_answers,
     check_neighbours,
     check_states,
-    every_stage,
     joined,
     perturb,
     torch,
     transformers,
 )
+from tests.models import same
 from tests.parity.conftest import text_config
 from vlkv import policies
 from vlkv.errors import InputError
@@ -95,16 +95,8 @@ def saved(tmp_path_factory):
     return model, folder, params, rows, [answer(model, row, NEW) for row in rows]
 
 
-@pytest.mark.parametrize("padding", ["left", "right"])
-def test_layer_outputs_and_logits(saved, padding):
-    _, _, params, rows, answers = saved
-    check_states(params, rows, answers, padding)
-
-
-@pytest.mark.full
-def test_greedy_tokens(saved):
-    _, _, params, rows, answers = saved
-    check_answers(params, vlkv.Inputs.from_hf(joined(rows), params.config), answers)
+class TestParity(ParityTests):
+    pass
 
 
 def test_mistral(tmp_path):
@@ -133,16 +125,12 @@ def test_new_and_old_names_give_the_same_parameters(saved, tmp_path):
     model.save_pretrained(tmp_path / "new", save_original_format=False)
     convert(tmp_path / "new", tmp_path / "converted", progress=False)
     for name in ("new", "converted"):
-        for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(vlkv.load_params(tmp_path / name)), strict=True):
-            np.testing.assert_array_equal(a, b)
+        same(params, vlkv.load_params(tmp_path / name))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "policy", [every_stage(), policies.HiRED(keep=0.5)], ids=["every stage", "tower"]
-)  # fmt: skip
-def test_a_row_is_answered_alike_whatever_its_neighbours(saved, policy):
-    check_neighbours(saved[2], saved[3], policy)
+def test_a_row_is_answered_alike_by_a_policy_of_the_tower(saved):
+    check_neighbours(saved[2], saved[3], policies.HiRED(keep=0.5))
 
 
 def test_grid_by_hand(saved):

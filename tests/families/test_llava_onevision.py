@@ -12,19 +12,8 @@ import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from tests.families.common import (
-    NEW,
-    Row,
-    answer,
-    check_answers,
-    check_neighbours,
-    check_states,
-    every_stage,
-    joined,
-    perturb,
-    torch,
-    transformers,
-)
+from tests.families.common import NEW, ParityTests, Row, answer, joined, perturb, torch, transformers
+from tests.models import same
 from tests.parity.conftest import text_config
 from tests.processing.conftest import make_tokenizer, write_folder
 from vlkv.errors import InputError
@@ -90,17 +79,8 @@ def saved(tmp_path_factory):
     return model, folder, params, rows, [answer(model, row, NEW) for row in rows]
 
 
-@pytest.mark.parametrize("padding", ["left", "right"])
-def test_layer_outputs_and_logits(saved, padding):
-    _, _, params, rows, answers = saved
-    inputs = check_states(params, rows, answers, padding)
-    assert inputs.layout["taps"].shape == (64, 4)
-
-
-@pytest.mark.full
-def test_greedy_tokens(saved):
-    _, _, params, rows, answers = saved
-    check_answers(params, vlkv.Inputs.from_hf(joined(rows), params.config), answers)
+class TestParity(ParityTests):
+    pass
 
 
 def test_new_and_old_names_and_tied_embeddings(saved, tmp_path):
@@ -108,15 +88,13 @@ def test_new_and_old_names_and_tied_embeddings(saved, tmp_path):
     model.save_pretrained(tmp_path / "new", save_original_format=False)
     convert(tmp_path / "new", tmp_path / "converted", progress=False)
     for name in ("new", "converted"):
-        for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(vlkv.load_params(tmp_path / name)), strict=True):
-            np.testing.assert_array_equal(a, b)
+        same(params, vlkv.load_params(tmp_path / name))
     make(tied=True).save_pretrained(tmp_path / "tied")
     assert vlkv.load_params(tmp_path / "tied").config.decoder.tied
 
 
-@pytest.mark.full
-def test_a_row_is_answered_alike_whatever_its_neighbours(saved):
-    check_neighbours(saved[2], saved[3], every_stage())
+def test_taps_of_the_resized_picture(saved):
+    assert vlkv.Inputs.from_hf(joined(saved[3]), saved[2].config).layout["taps"].shape == (64, 4)
 
 
 def test_a_tower_without_a_class_token_gives_the_mean_attention_received(saved):

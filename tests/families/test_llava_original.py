@@ -15,18 +15,17 @@ import vlkv
 from checkpoints_convert.__main__ import convert
 from tests.families.common import (
     NEW,
+    ParityTests,
     Row,
     answer,
-    check_answers,
     check_neighbours,
-    check_states,
-    every_stage,
     joined,
     perturb,
     save_file,
     torch,
     transformers,
 )
+from tests.models import same
 from tests.parity.conftest import VOCABULARY, text_config
 from tests.processing.conftest import make_tokenizer
 from vlkv import policies
@@ -149,21 +148,13 @@ def saved(tmp_path_factory, request):
     return model, folder, vlkv.load_params(folder), rows, [answer(model, row, NEW) for row in rows]
 
 
-def test_layer_outputs_and_logits(saved):
-    _, _, params, rows, answers = saved
-    check_states(params, rows, answers, "left")
+class TestParity(ParityTests):
+    pass
 
 
 @pytest.mark.full
-def test_greedy_tokens(saved):
-    _, _, params, rows, answers = saved
-    check_answers(params, vlkv.Inputs.from_hf(joined(rows), params.config), answers)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("policy", [every_stage(), policies.HiRED(keep=0.5)], ids=["every stage", "tower"])
-def test_a_row_is_answered_alike_whatever_its_neighbours(saved, policy):
-    check_neighbours(saved[2], saved[3], policy)
+def test_a_row_is_answered_alike_by_a_policy_of_the_tower(saved):
+    check_neighbours(saved[2], saved[3], policies.HiRED(keep=0.5))
 
 
 @pytest.mark.full
@@ -181,11 +172,6 @@ def test_class_attention_of_a_pooled_token_is_the_mean_over_its_patches(tmp_path
     inputs = vlkv.Inputs.from_hf(joined([row]), params.config)
     rows = params.embed(jax.tree.map(jnp.asarray, inputs), (1,)).attention
     np.testing.assert_allclose(np.asarray(rows)[0, 0, :, : len(is_vision)][:, is_vision], pooled, atol=1e-6)
-
-
-def same(a, b) -> None:
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize("tower", ["inside", "beside"])

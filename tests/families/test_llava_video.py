@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 
-import jax
 import numpy as np
 import PIL.Image
 import pytest
@@ -16,6 +15,7 @@ import vlkv
 from checkpoints_convert.__main__ import convert
 from tests.families.common import NEW, Row, check_answers, check_states, torch
 from tests.families.test_llava_onevision import GRID, PINPOINTS, SIDE, make
+from tests.models import same
 from tests.processing.conftest import make_tokenizer
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
@@ -109,8 +109,7 @@ def saved(tmp_path_factory):
 def test_converted_once_more(saved, tmp_path):
     _, folder, params = saved
     convert(folder, tmp_path / "converted", progress=False)
-    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(vlkv.load_params(tmp_path / "converted")), strict=True):
-        np.testing.assert_array_equal(a, b)
+    same(params, vlkv.load_params(tmp_path / "converted"))
 
 
 def rows_with(config, *frames: int) -> list[Row]:

@@ -11,8 +11,8 @@ import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from pallas_kernels import prefill_attention
 from tests import reference
+from tests.families.common import read
 from tests.families.common_qwen import (
     BUCKETS,
     IMAGE,
@@ -28,6 +28,7 @@ from tests.families.common_qwen import (
     torch,
 )
 from tests.generation.test_decode import kept_entries
+from tests.models import same
 from vlkv import policies
 from vlkv.families import config_from_hf
 
@@ -54,21 +55,8 @@ def case(request, tmp_path_factory):
     return Case(request.param, model, folder, vlkv.load_params(folder))
 
 
-@jax.jit
-def run(params, inputs):
-    """Embeddings, the output of every layer, and logits."""
-    x = params.embed(inputs).x
-    states = [x]
-    rotation = params.decoder.rotation(inputs.positions)
-    for layer in params.decoder.layers:
-        q, k, v = layer.project(x, rotation)
-        x = layer.finish(x, prefill_attention(q, k, v, valid=inputs.valid))
-        states.append(x)
-    return states, params.decoder.logits(x)
-
-
 def check(case, batch, rows=ROWS) -> None:
-    states, logits = run(case.params, case.inputs(batch))
+    states, logits = read(case.params, case.inputs(batch))
     mask = batch["attention_mask"].astype(bool)
     spread = []
     for row in range(len(rows)):
@@ -118,7 +106,7 @@ def test_after_eviction_positions_go_on_from_the_whole_prompt(case):
     inputs, policy = case.inputs(batch), policies.SnapKV(keep=0.4, window=4)
     cache, logits = prefill(case.params, inputs, policy, new_tokens=len(FORCED[0]))
     kept = [kept_entries(cache, inputs, row) for row in range(len(ROWS))]
-    x = np.asarray(run(case.params, inputs)[0][0])
+    x = np.asarray(read(case.params, inputs)[0][0])
     step, ours = jax.jit(vlkv.decode_step), [logits]
     for token in FORCED.T:
         cache, logits = step(case.params, cache, token)
@@ -168,16 +156,12 @@ def test_a_step_that_evicts_runs_on_unequal_rows(case):
 
 def test_every_name_on_disk_gives_the_same_parameters(case, tmp_path):
     """Old keys and a flat config, new keys, sharded, converted."""
-    leaves = jax.tree.leaves(case.params)
     case.model.save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
     case.model.save_pretrained(tmp_path / "new", save_original_format=False)
     flatten(tmp_path / "new", tmp_path / "flat")
     convert(case.folder, tmp_path / "converted", progress=False)
     for other in ("sharded", "new", "flat", "converted"):
-        params = vlkv.load_params(tmp_path / other)
-        assert params.config == case.params.config
-        for a, b in zip(leaves, jax.tree.leaves(params), strict=True):
-            np.testing.assert_array_equal(a, b)
+        same(case.params, vlkv.load_params(tmp_path / other))
 
 
 def test_a_head_that_is_the_embedding_table(case, tmp_path):

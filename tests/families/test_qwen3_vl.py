@@ -16,6 +16,7 @@ from tests import reference
 from tests.families.common_qwen import BUCKETS, MERGE, ROWS, for_model, make, one_row, prompts, torch
 from tests.generation.test_decode import kept_entries
 from tests.generation.test_prompt import by_last_row
+from tests.models import same
 from tests.policies.test_lightkv import attention_to_text, expected
 from vlkv import policies
 from vlkv.families import config_from_hf
@@ -207,10 +208,7 @@ def test_every_name_on_disk_gives_the_same_parameters(saved, tmp_path):
     model.save_pretrained(tmp_path / "sharded", max_shard_size="60KB")
     convert(folder, tmp_path / "converted", progress=False)
     for other in ("sharded", "converted"):
-        made = vlkv.load_params(tmp_path / other)
-        assert made.config == params.config
-        for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(made), strict=True):
-            np.testing.assert_array_equal(a, b)
+        same(params, vlkv.load_params(tmp_path / other))
 
 
 def test_a_head_that_is_the_embedding_table(saved, tmp_path):

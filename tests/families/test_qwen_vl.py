@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 
-import jax
 import numpy as np
 import PIL.Image
 import pytest
@@ -14,18 +13,17 @@ import vlkv
 from checkpoints_convert.__main__ import convert
 from tests.families.common import (
     NEW,
+    ParityTests,
     Row,
     answer,
     check_answers,
-    check_neighbours,
-    check_states,
-    every_stage,
     joined,
     perturb,
     save_file,
     torch,
     transformers,
 )
+from tests.models import same
 from tests.parity.conftest import text_config
 from tests.processing.conftest import make_tokenizer
 from vlkv.errors import InputError
@@ -192,10 +190,8 @@ def saved(tmp_path_factory):
     return model, folder, vlkv.load_params(folder), rows, [answer(model, row, NEW) for row in rows]
 
 
-@pytest.mark.parametrize("padding", ["left", "right"])
-def test_layer_outputs_and_logits(saved, padding):
-    _, _, params, rows, answers = saved
-    check_states(params, rows, answers, padding)
+class TestParity(ParityTests):
+    pass
 
 
 @pytest.mark.full
@@ -205,16 +201,10 @@ def test_greedy_tokens_beyond_the_length_at_which_queries_begin_to_grow(saved):
     check_answers(params, vlkv.Inputs.from_hf(joined(rows), params.config), answers)
 
 
-@pytest.mark.full
-def test_a_row_is_answered_alike_whatever_its_neighbours(saved):
-    check_neighbours(saved[2], saved[3], every_stage())
-
-
 def test_conversion_keeps_every_parameter(saved, tmp_path):
     _, folder, params, _, _ = saved
     convert(folder, tmp_path / "made", progress=False)
-    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(vlkv.load_params(tmp_path / "made")), strict=True):
-        np.testing.assert_array_equal(a, b)
+    same(params, vlkv.load_params(tmp_path / "made"))
 
 
 @pytest.mark.parametrize(

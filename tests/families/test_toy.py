@@ -14,6 +14,7 @@ import vlkv
 from checkpoints_convert.__main__ import convert
 from checkpoints_convert.entry import make_entries
 from tests import toy
+from tests.models import same
 from tests.processing.conftest import write_folder
 from tests.toy.config import RAW
 from vlkv import policies
@@ -51,9 +52,7 @@ def loaded(request, folder):
 
 
 def test_both_conversions_hold_what_the_source_holds(folder, loaded):
-    source = vlkv.load_params(folder)
-    for a, b in zip(jax.tree.leaves(source), jax.tree.leaves(loaded[0]), strict=True):
-        np.testing.assert_array_equal(a, b)
+    same(vlkv.load_params(folder), loaded[0])
 
 
 @pytest.mark.default("FasterVLM")

@@ -10,6 +10,8 @@ import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
+from tests.families.common import read
+from tests.models import same
 from tests.parity.conftest import IMAGE_TOKEN, make_llava, make_text, torch
 
 ROPE = {"rope_type": "default", "rope_theta": 500.0}
@@ -107,21 +109,7 @@ def test_layer_outputs_agree(llava):
     batch = prompts("right")
     params = vlkv.load_params(folder)
     inputs = vlkv.Inputs.from_hf(batch, params.config)
-
-    @jax.jit
-    def hidden(params, inputs):
-        from pallas_kernels import prefill_attention
-
-        x = params.embed(inputs).x
-        states = [x]
-        rotation = params.decoder.rotation(inputs.positions)
-        for layer in params.decoder.layers:
-            q, k, v = layer.project(x, rotation)
-            x = layer.finish(x, prefill_attention(q, k, v, valid=inputs.valid))
-            states.append(x)
-        return states
-
-    ours = hidden(params, inputs)
+    ours, _ = read(params, inputs)
     with torch.no_grad():
         theirs = model(
             input_ids=torch.tensor(batch["input_ids"][:1]), pixel_values=torch.tensor(batch["pixel_values"][:2]),
@@ -134,15 +122,14 @@ def test_layer_outputs_agree(llava):
 def test_every_name_and_layout_on_disk_gives_the_same_parameters(llava, tmp_path):
     """Old keys, new keys, sharded, and converted twice."""
     model, folder = llava
-    leaves = jax.tree.leaves(vlkv.load_params(folder))
+    params = vlkv.load_params(folder)
     model.save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
     assert (tmp_path / "sharded" / "model.safetensors.index.json").is_file()
     model.save_pretrained(tmp_path / "new", save_original_format=False)
     rename_to_oldest(folder, tmp_path / "oldest")
     convert(folder, tmp_path / "converted", progress=False)
     for other in ("sharded", "new", "oldest", "converted"):
-        for a, b in zip(leaves, jax.tree.leaves(vlkv.load_params(tmp_path / other)), strict=True):
-            np.testing.assert_array_equal(a, b)
+        same(params, vlkv.load_params(tmp_path / other))
 
 
 def rename_to_oldest(source, target) -> None:

@@ -30,6 +30,14 @@ def same_in_every_head(got, expected):
     np.testing.assert_array_equal(got, np.broadcast_to(expected[:, None], got.shape))
 
 
+def same_rows(got, want):
+    """Asserts that two lists of vectors are equal up to their order."""
+    got, want = np.asarray(got), np.asarray(want)
+    nearest = abs(got[:, None] - want).max(axis=-1).argmin(axis=1)
+    np.testing.assert_array_equal(np.sort(nearest), np.arange(len(want)))
+    np.testing.assert_allclose(got, want[nearest], atol=2e-5)
+
+
 def look_m(g, ratio, prior, way="none", **options):
     """LOOK-M with shares of heavy and recent tokens, and its cache; `prior` is "plain" or "text_prior"."""
     heavy, recent = (int(len(g["is_vision"]) * share) for share in g["ratio_pairs_heavy_recent"][ratio])

@@ -10,6 +10,7 @@ import pytest
 
 import vlkv
 from tests import models
+from tests.policies.golden_vectors import same_rows
 from vlkv import InputError
 from vlkv.compression.observe import Observation
 from vlkv.compression.selection import compress
@@ -43,14 +44,6 @@ def reduce(policy, x, keys, is_vision=None, *, valid=None, size=None, lone=(), s
     made, kept = jax.tree.map(np.asarray, _reduce(policy, tokens, obs, stage))
     np.testing.assert_array_equal(made.positions[:, 0], np.arange(length))
     return made.x, made.size, kept
-
-
-def same_rows(got, want):
-    """Equal up to order: ours is the prompt's, theirs that of their sorting."""
-    got, want = np.asarray(got), np.asarray(want)
-    nearest = abs(got[:, None] - want).max(axis=-1).argmin(axis=1)
-    np.testing.assert_array_equal(np.sort(nearest), np.arange(len(want)))
-    np.testing.assert_allclose(got, want[nearest], atol=2e-5)
 
 
 # --- published vectors -----------------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Scope
 from vlkv.compression.selection import make_observation
 from vlkv.config import ModelConfig
@@ -35,7 +37,7 @@ from vlkv.families import Model
 from vlkv.files import read_text, write_json
 from vlkv.generation.nan import check_values
 from vlkv.generation.prefill import fill_cache
-from vlkv.generation.prompt import LayerPrompt, read_prompt
+from vlkv.generation.prompt import LayerPrompt, Prompt, read_prompt
 from vlkv.inputs import Inputs
 from vlkv.policies import CSP, Policy, PrefixKV, text_of
 from vlkv.policies.csp import region_share
@@ -106,17 +108,21 @@ def distance(ratios: Float[np.ndarray, "S L"], profile: Float[np.ndarray, " L"])
 def curves(params: Model, inputs: Inputs | Mapping[str, Any], policy: PrefixKV) -> Float[Array, "B L T"]:
     """P_l(o), the share of importance of a layer's o best tokens; +inf beyond the tokens in scope. Jittable."""
     prompt = read_prompt(params, inputs, policy)
-    layers = len(prompt.layers)
+    return _observed(prompt, policy, lambda obs: policy.statistics(obs, policy.score(obs))["cumulative"])
 
-    def row(read: LayerPrompt, layer: int) -> Float[Array, " T"]:
+
+def _observed(prompt: Prompt, policy: Policy, measure: Callable[[Observation], Array]) -> Float[Array, "B L ..."]:
+    """`measure` of the policy's observation of each row and layer."""
+
+    def row(read: LayerPrompt, layer: int) -> Array:
         q, k, v = (jnp.swapaxes(x, 0, 1) for x in (read.q, read.k, read.v))
         obs = make_observation(
             policy, q, k, v, read.is_vision, read.valid, None,
-            layer=layer, layers=layers, max_instruction=prompt.max_instruction,
+            layer=layer, layers=len(prompt.layers), max_instruction=prompt.max_instruction,
         )  # fmt: skip
-        return policy.statistics(obs, policy.score(obs))["cumulative"]
+        return measure(obs)
 
-    found = [jax.vmap(lambda read, i=i: row(read, i))(read) for i, read in enumerate(prompt.layers)]
+    found = [jax.vmap(partial(row, layer=i))(read) for i, read in enumerate(prompt.layers)]
     return jnp.stack(found, axis=1)
 
 
@@ -203,19 +209,10 @@ def cross_share(params: Model, samples: Iterable[Inputs | Mapping[str, Any]], po
 
 @jax.jit
 def _cross_share(params: Model, inputs: Inputs, policy: CSP) -> Float[Array, "B L K"]:
-    prompt = read_prompt(params, inputs)
-    layers = len(prompt.layers)
-
-    def row(read: LayerPrompt, layer: int) -> Float[Array, " K"]:
-        q, k, v = (jnp.swapaxes(x, 0, 1) for x in (read.q, read.k, read.v))
-        obs = make_observation(
-            policy, q, k, v, read.is_vision, read.valid, None,
-            layer=layer, layers=layers, max_instruction=prompt.max_instruction,
-        )  # fmt: skip
+    def share(obs: Observation) -> Float[Array, " K"]:
         return region_share(*(jnp.where(obs.valid, x, 0.0) for x in policy.regions_of(obs)))
 
-    found = [jax.vmap(lambda read, i=i: row(read, i))(read) for i, read in enumerate(prompt.layers)]
-    return jnp.stack(found, axis=1)
+    return _observed(read_prompt(params, inputs), policy, share)
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
