@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 from tokenizers import Tokenizer
 
@@ -124,10 +125,12 @@ class Reader:
         """The model with these weights."""
         return jax.tree.unflatten(self.structure, [weights[name] for name in self.initial])
 
-    def logits(self, weights: Weights, batch: Batch) -> Float[Array, "B targets vocab"]:
-        """Logits of the token after each branch token, computed in bfloat16; the last branch token has none."""
-        model = self.model({name: weight.astype(jnp.bfloat16) for name, weight in weights.items()})
-        pixels = (batch.pixels.astype(jnp.float32) / 127.5 - 1).astype(jnp.bfloat16)
+    def logits(
+        self, weights: Weights, batch: Batch, dtype: DTypeLike = jnp.bfloat16
+    ) -> Float[Array, "B targets vocab"]:
+        """Logits of the token after each branch token, computed in `dtype`; the last branch token has none."""
+        model = self.model({name: weight.astype(dtype) for name, weight in weights.items()})
+        pixels = (batch.pixels.astype(jnp.float32) / 127.5 - 1).astype(dtype)
         pixels = jnp.broadcast_to(pixels[:, None], (len(pixels), 3, *pixels.shape[1:]))
         vision = model.projector(model.vision.with_attention(pixels, ())[0])
         first = np.tile(self.ids(BEFORE), (len(pixels), 1))
