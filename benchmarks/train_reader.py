@@ -7,7 +7,18 @@ The model is a LLaVA: a small ViT and a projector, both with random weights, bef
     FOLDER/log.jsonl    loss, and the share of the held-out questions that are answered exactly
     FOLDER/state.npz    weights and moments, from which the same command resumes an interrupted run
 
-The plan for 30 minutes on one H100 is in docs/reader.md.
+The plan for 30 minutes on one H100; these are estimates, because no such run has been made. A page of the default size,
+384 pixels, has 576 tokens, and a row has 3 + 576 + 8 x 40 = 899.
+
+- Products per row: 6 x 899 x 106e6 weights of the decoder = 0.57 TFLOP, its attention 12 x 30 x 899^2 x 576 = 0.17, the
+  tower 6 x 577 x 14e6 = 0.05, logits 6 x 320 x 28e6 = 0.05. 48 rows: 41 TFLOP, or 0.16 s at 250 TFLOP/s.
+- Attention with a mask is not fused: 48 x 9 x 899^2 logits in float32, written or read about 12 times in each of 30
+  layers, are 0.5 TB, or 0.15 s at 3.35 TB/s.
+- So a step takes about 0.3 s, and 5,000 steps take 26 minutes, with compilation less than 30. They show 240,000 pages
+  with 1.9 million questions.
+- Pages: 160 per second. A core makes about 25 pages of this size per second; 16 cores make 400.
+- Memory: 48 x 899 tokens x 30 layers x 25 kB for the backward pass = 32 GB, weights and moments 2 GB, a few copies of
+  48 x 320 x 49,152 logits in float32 (3 GB each).
 
 Axes: B rows of a batch · t tokens of the branches of a row · V vision tokens of a page.
 """
@@ -43,7 +54,7 @@ from benchmarks.real import folders
 from vlkv import loading, sharding
 from vlkv.config import Raw
 from vlkv.errors import InputError
-from vlkv.families import config_from_hf, init
+from vlkv.families import abstract, config_from_hf, init
 from vlkv.files import read_json, replacing, replacing_folder, require_json, write_json
 from vlkv.mini.folder import save_weights
 from vlkv.terminal import OneLineParser, guarded
@@ -58,7 +69,7 @@ TEMPLATE = (
     "{% for part in message['content'] if part['type'] == 'text' %}{{ part['text'] }}{% endfor %}"
     "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-Weights = dict[str, Array]  # by their paths in the model
+Weights = dict[str, Array]  # by path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,22 +119,29 @@ class Reader:
     """The model's structure: joins weights to a model, and makes arrays of questions."""
 
     def __init__(self, text: Path, s: Settings) -> None:
-        """Args: the folder of a text model with SmolLM2's tokenizer, and the settings."""
+        """`text` is the folder of a text model with SmolLM2's tokenizer."""
+        if not (text / "tokenizer.json").is_file():
+            raise InputError(f"{text}: no tokenizer.json: give the folder of a SmolLM2 model")
         self.text, self.settings, self.tokenizer = text, s, Tokenizer.from_file(str(text / "tokenizer.json"))
         image_token = self.tokenizer.token_to_id(SPARE)
         if image_token is None:
             raise InputError(f"{text}: its tokenizer has no {SPARE}: give the folder of a SmolLM2 model")
         self.raw = raw_config(require_json(text / "config.json"), image_token, s)
-        params = init(config_from_hf(self.raw, read_json(text / "generation_config.json")), jax.random.key(s.seed))
-        grid = training.grid_positions(s.size // PATCH, s.width)
+        self.config = config_from_hf(self.raw, read_json(text / "generation_config.json"))
+        leaves, self.structure = jax.tree_util.tree_flatten_with_path(abstract(self.config))
+        self.names = tuple(sharding.path_name(path) for path, _ in leaves)
+
+    def start(self) -> Weights:
+        """The weights before the first step: random ones, and the decoder's."""
+        params = init(self.config, jax.random.key(self.settings.seed))
+        grid = training.grid_positions(self.config.vision.grid, self.settings.width)
         params.vision.position.weight.set_value(jnp.asarray(grid, jnp.float32))
-        params.decoder = loading.load_params(text, dtype=jnp.float32).decoder
-        leaves, self.structure = jax.tree_util.tree_flatten_with_path(params)
-        self.initial = {sharding.path_name(path): leaf for path, leaf in leaves}
+        params.decoder = loading.load_params(self.text, dtype=jnp.float32).decoder
+        return dict(zip(self.names, jax.tree.leaves(params), strict=True))
 
     def model(self, weights: Weights) -> Any:
         """The model with these weights."""
-        return jax.tree.unflatten(self.structure, [weights[name] for name in self.initial])
+        return jax.tree.unflatten(self.structure, [weights[name] for name in self.names])
 
     def logits(
         self, weights: Weights, batch: Batch, dtype: DTypeLike = jnp.bfloat16
@@ -247,8 +265,8 @@ def train(
     """
     examined = held_out_pages(s.size, held_out)
     reader = Reader(text, s)
-    fixed = {name: x for name, x in reader.initial.items() if s.frozen and name.startswith("decoder.")}
-    trained = {name: x for name, x in reader.initial.items() if name not in fixed}
+    trained = reader.start()
+    fixed = {name: trained.pop(name) for name in reader.names if s.frozen and name.startswith("decoder.")}
     schedule = optax.warmup_cosine_decay_schedule(0.0, s.rate, min(200, s.steps // 10), s.steps, s.rate / 50)
     optimizer = optax.chain(
         training.make_optimizer(schedule, clip=1.0, weight_decay=0.05),
@@ -317,9 +335,9 @@ def main() -> int:
     args: argparse.Namespace = parser.parse_args()
 
     def run() -> str:
-        for name in ("steps", "batch", "rate", "questions", "every"):
-            if not getattr(args, name) > 0:
-                raise InputError(f"--{name} must be greater than 0")
+        bad = [name for name in ("steps", "batch", "rate", "questions", "every") if not getattr(args, name) > 0]
+        if bad or args.workers < 0:
+            raise InputError(f"--{bad[0]} must be greater than 0" if bad else "--workers must be at least 0")
         settings = Settings(args.steps, args.batch, args.rate, args.size, args.questions, args.frozen)
         text = folders.smollm2() if args.decoder is None else args.decoder
         return train(args.folder, text, settings, every=args.every, workers=args.workers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -71,11 +72,12 @@ def logged(out) -> list[dict]:
 def test_a_row_is_what_the_library_computes(text, tmp_path):
     """The prompts of a row with two questions, and the logits of their answers' first tokens, in float32."""
     reader = Reader(text, SMALL)
-    reader.write(tmp_path / "model", reader.initial)
+    weights = reader.start()
+    reader.write(tmp_path / "model", weights)
     params, processor = vlkv.load(tmp_path / "model")
     page = pages.page(0, 128)
-    batch = reader.batch([Asked(page.pixels, page.questions[:2])], 2)
-    got = np.asarray(jax.jit(partial(reader.logits, dtype=np.float32))(reader.initial, batch))[0]
+    batch = reader.batch([Asked(page.pixels, page.questions[:2])], branches=2)
+    got = np.asarray(jax.jit(partial(reader.logits, dtype=np.float32))(weights, batch))[0]
     forward = jax.jit(vlkv.forward)
     for branch, (question, answer) in enumerate(page.questions[:2]):
         inputs = processor(Image.fromarray(page.pixels), question)
@@ -83,13 +85,14 @@ def test_a_row_is_what_the_library_computes(text, tmp_path):
         prompt = reader.ids(QUESTION.format(question))
         assert np.asarray(inputs.tokens)[0][valid].tolist() == [*reader.ids(BEFORE), *[IMAGE] * 64, *prompt]
         part = slice(branch * LENGTH, (branch + 1) * LENGTH)
-        tokens, weights = batch.tokens[0, part], batch.weights[0, part]
-        assert tokens[: len(prompt)].tolist() == prompt and not weights[: len(prompt)].any()
-        assert processor.decode(tokens[weights > 0]) == answer
+        tokens, answers = batch.tokens[0, part], batch.weights[0, part] > 0
+        assert tokens[: len(prompt)].tolist() == prompt and not answers[: len(prompt)].any()
+        assert processor.decode(tokens[answers]) == answer
         want = np.asarray(forward(params, inputs))[0][valid][-1]
         np.testing.assert_allclose(got[branch * LENGTH + len(prompt) - 1], want, atol=2e-3)
 
 
+@pytest.mark.full
 def test_resumes_with_the_same_losses(text, tmp_path):
     """A run that is interrupted after its third step, and one that is not."""
 
@@ -115,6 +118,24 @@ def test_resumes_with_the_same_losses(text, tmp_path):
         train(tmp_path / "parts", text, SMALL, say=str)
 
 
+@pytest.mark.parametrize("arguments", [["--batch", "0"], ["--size", "100"], ["--workers", "-1"], ["--decoder", "no"]])
+def test_bad_arguments_are_one_line(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["train_reader", str(tmp_path / "out"), "--decoder", str(tmp_path), *arguments])
+    try:
+        status = train_reader.main()
+    except SystemExit as error:  # of argparse
+        status = error.code
+    err = capsys.readouterr().err
+    assert status == 2 and len(err.splitlines()) == 1 and err.startswith("error: ") and not (tmp_path / "out").exists()
+
+
+def test_a_frozen_decoder_does_not_change(text, tmp_path):
+    model = train(tmp_path, text, dataclasses.replace(SMALL, frozen=True, steps=2), every=2, held_out=2, say=str)
+    before, after = (load_file(folder / "model.safetensors") for folder in (text, Path(model)))
+    for name, tensor in before.items():
+        np.testing.assert_array_equal(after[name.replace("model.", "model.language_model.", 1)], tensor)
+
+
 @pytest.mark.full
 def test_learns_in_a_hundred_steps(text, tmp_path):
     settings = Settings(steps=100, batch=8, size=128, questions=4, width=64, layers=2, rate=3e-3)
@@ -125,3 +146,25 @@ def test_learns_in_a_hundred_steps(text, tmp_path):
     params, processor = vlkv.load(model)
     page = pages.page(0, 128, held_out=True)
     assert vlkv.answer(params, processor, Image.fromarray(page.pixels), page.questions[0][0])
+
+
+@pytest.mark.full
+def test_transformers_reads_the_folder(text, tmp_path):
+    """Its processor and its logits, of a prompt with a page."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    reader = Reader(text, SMALL)
+    reader.write(tmp_path / "model", reader.start())
+    params, processor = vlkv.load(tmp_path / "model")
+    image = Image.fromarray(pages.page(1, 128).pixels)
+    theirs = transformers.AutoProcessor.from_pretrained(tmp_path / "model", use_fast=False)
+    content = [{"type": "image"}, {"type": "text", "text": "What is the total?"}]
+    prompt = theirs.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    batch = theirs(images=image.convert("RGB"), text=prompt, return_tensors="pt")
+    inputs = processor(image, "What is the total?")
+    valid = np.asarray(inputs.valid)[0]
+    assert batch["input_ids"][0].tolist() == np.asarray(inputs.tokens)[0][valid].tolist()
+    model = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "model").eval()
+    with torch.inference_mode():
+        want = model(**batch).logits[0].numpy()
+    np.testing.assert_allclose(np.asarray(jax.jit(vlkv.forward)(params, inputs))[0][valid], want, atol=2e-3)
