@@ -133,7 +133,7 @@ class Reader:
 
     def start(self) -> Weights:
         """The weights before the first step: random ones, and the decoder's."""
-        params = init(self.config, jax.random.key(self.settings.seed))
+        params: Any = init(self.config, jax.random.key(self.settings.seed))
         grid = training.grid_positions(self.config.vision.grid, self.settings.width)
         params.vision.position.weight.set_value(jnp.asarray(grid, jnp.float32))
         params.decoder = loading.load_params(self.text, dtype=jnp.float32).decoder
@@ -165,7 +165,7 @@ class Reader:
     def loss(self, trained: Weights, fixed: Weights, batch: Batch) -> Float[Array, ""]:
         """Mean negative log-likelihood of the answers' tokens."""
         log_probs = jax.nn.log_softmax(self.logits(trained | fixed, batch))
-        return training.mean_loss(log_probs, jnp.asarray(batch.tokens), jnp.asarray(batch.weights))
+        return training.mean_loss(log_probs, batch.tokens, batch.weights)
 
     def batch(self, asked: Sequence[Asked], branches: int) -> Batch:
         """The arrays of some pages, with space for a number of questions per page."""
@@ -272,7 +272,8 @@ def train(
         training.make_optimizer(schedule, clip=1.0, weight_decay=0.05),
         optax.masked(optax.scale(0.2), {name: name.startswith("decoder.") for name in trained}),
     )
-    state, log, file = optimizer.init(trained), [], out / "state.npz"
+    state, file = optimizer.init(trained), out / "state.npz"
+    log: list[dict[str, Any]] = []
     begin: dict[str, Any] = {"settings": dataclasses.asdict(s), "text model": text.name}
     if file.is_file():
         (trained, state), (before, *log) = training.restore(file, (trained, state))

@@ -25,6 +25,7 @@ from vlkv.decoder import Decoder
 from vlkv.files import replacing
 
 Attention = Callable[..., Array]  # as jax.nn.dot_product_attention
+Either = np.ndarray | Array
 
 
 def branch_mask(prefix: int, lengths: Sequence[int]) -> Bool[np.ndarray, "T T"]:
@@ -61,17 +62,17 @@ def branch_logits(
 
 
 def mean_loss(
-    log_probs: Float[Array, "B targets vocab"], tokens: Int[Array, "B t"], weights: Float[Array, "B t"]
+    log_probs: Float[Array, "B targets vocab"], tokens: Int[Either, "B t"], weights: Float[Either, "B t"]
 ) -> Float[Array, ""]:
     """Mean negative log-likelihood of the tokens of the branches that have a weight."""
-    token = -jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1)[..., 0]
-    return jnp.sum(token * weights[:, 1:]) / jnp.sum(weights)
+    token = -jnp.take_along_axis(log_probs, jnp.asarray(tokens)[:, 1:, None], axis=-1)[..., 0]
+    return jnp.sum(token * jnp.asarray(weights)[:, 1:]) / jnp.sum(jnp.asarray(weights))
 
 
 def exact_answers(
     best: Int[np.ndarray, "B targets"],
-    tokens: Int[np.ndarray, "B t"],
-    weights: Float[np.ndarray, "B t"],
+    tokens: Int[Either, "B t"],
+    weights: Float[Either, "B t"],
     lengths: Sequence[int],
 ) -> list[list[bool]]:
     """For each branch, whether the answers are right, of the rows that have a question there.
@@ -79,7 +80,7 @@ def exact_answers(
     Each token is predicted after the correct earlier tokens. For whole answers this is the same as greedy decoding,
     which gives the correct answer exactly if every token is the most likely one after the correct tokens before it.
     """
-    right, asked = best == tokens[:, 1:], weights[:, 1:] > 0
+    right, asked = best == np.asarray(tokens)[:, 1:], np.asarray(weights)[:, 1:] > 0
     parts = [slice(max(low - 1, 0), high - 1) for low, high in itertools.pairwise([0, *itertools.accumulate(lengths)])]
     return [(right | ~asked)[asked[:, part].any(1), part].all(1).tolist() for part in parts]
 

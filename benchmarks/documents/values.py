@@ -50,7 +50,7 @@ class Values:
 
     def any(self, items: Sequence[str]) -> str:
         """An item that may occur in both sets."""
-        return items[self.rng.integers(len(items))]
+        return items[int(self.rng.integers(len(items)))]
 
     def own(self, make: Callable[[], str]) -> str:
         """The first result of `make` that belongs to this set."""
@@ -113,7 +113,7 @@ class Values:
 
     def bought(self, count: int) -> Bought:
         """A purchase of `count` different products."""
-        names = set()
+        names: set[str] = set()
         while len(names) < count:
             names.add(self.product())
         items = [(name, int(self.rng.integers(1, 6)), self.number(20, 4000)) for name in sorted(names)]
