@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from vlkv.mini import folder, pages
 from vlkv.mini.pages import Digits, Entry, Page
@@ -73,7 +73,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The lengths of the branches of a row. Static, so that the mask is a constant of the compiled step."""
+    """The lengths of the branches of a row. Static."""
 
     task: Task
     lengths: tuple[int, ...]
@@ -90,13 +90,6 @@ class Layout:
         """RoPE positions: every branch continues after the images."""
         start = VISION_START + self.task.images * pages.GRID**2
         return np.concatenate([start + np.arange(n) for n in self.lengths])
-
-    def mask(self, vision: int) -> Bool[np.ndarray, "T T"]:
-        """The attention mask: a token attends to earlier tokens of the images and of its own branch."""
-        prefix = VISION_START + vision
-        branch = np.concatenate([np.full(prefix, -1), *(np.full(n, i) for i, n in enumerate(self.lengths))])
-        past = np.tri(len(branch), dtype=bool)
-        return past & ((branch[None, :] == -1) | (branch[:, None] == branch[None, :]))
 
 
 def training_digits() -> Digits:

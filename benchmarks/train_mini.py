@@ -6,9 +6,7 @@ Axes: B rows of a batch · I images of a row · V vision tokens shown per image 
 
 Three measures make training cheap enough for two CPU cores:
 
-- A row has its images once, followed by several questions with their answers (branches). A static mask prevents each
-  question from attending to the others, and all start at the same position. So the logits of a question are those that
-  `vlkv.forward` computes for it alone.
+- A row has its images once, followed by several questions with their answers (benchmarks/training.py).
 - Early stages show the cells with digits and a random choice of the others, at their true positions. Later
   stages show more cells.
 - Early stages have ledger pages with few entries.
@@ -21,7 +19,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import itertools
 import json
 import time
 from collections.abc import Callable
@@ -34,6 +31,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
+from benchmarks import training
 from benchmarks.train_data import (
     BLOCK,
     TASKS,
@@ -85,14 +83,8 @@ def log_probs(params: VisionLanguageModel, batch: Batch, layout: Layout) -> Floa
     x = jnp.concatenate([x[:, :VISION_START], vision, x[:, VISION_START:]], axis=1)
     first = jnp.broadcast_to(jnp.arange(VISION_START), (rows, VISION_START))
     text = jnp.broadcast_to(layout.positions, batch.tokens.shape)
-    positions = jnp.concatenate([first, VISION_START + cells, text], axis=1)[..., None]
-    mask = jnp.asarray(layout.mask(vision.shape[1]))[None, None]
-
-    def attend(i: int, carry: None, q: Array, k: Array, v: Array) -> tuple[None, Array]:
-        return carry, jax.nn.dot_product_attention(q, k, v, mask=mask)
-
-    _, x = params.decoder.walk(None, x, positions, attend)
-    return jax.nn.log_softmax(params.decoder.logits(x[:, -batch.tokens.shape[1] : -1]))
+    positions = jnp.concatenate([first, VISION_START + cells, text], axis=1)
+    return jax.nn.log_softmax(training.branch_logits(params.decoder, x, positions, layout.lengths))
 
 
 def _prefix(rows: int) -> Int[np.ndarray, "B 3"]:
@@ -121,9 +113,7 @@ def _vision(params: VisionLanguageModel, batch: Batch, pooled: bool) -> tuple[Fl
 
 def loss(params: VisionLanguageModel, batch: Batch, layout: Layout) -> Float[Array, ""]:
     """Mean negative log-likelihood of the answer tokens."""
-    target = batch.tokens[:, 1:, None]
-    token = -jnp.take_along_axis(log_probs(params, batch, layout), target, axis=-1)[..., 0]
-    return jnp.sum(token * batch.weights[:, 1:]) / jnp.sum(batch.weights)
+    return training.mean_loss(log_probs(params, batch, layout), batch.tokens, batch.weights)
 
 
 def start(seed: int, checkpoint: Path | None = None) -> VisionLanguageModel:
@@ -141,12 +131,7 @@ def start(seed: int, checkpoint: Path | None = None) -> VisionLanguageModel:
     params = init(folder.config(), jax.random.key(seed))
     assert isinstance(params, VisionLanguageModel)
     width = params.vision.position.weight.shape[1]
-    # Sinusoidal positions over the grid (Vaswani et al. 2017); training changes them like all other weights.
-    wave = 2.0 ** -np.linspace(-1, 4, width // 4) * np.arange(pages.GRID)[:, None]
-    side = np.concatenate([np.sin(wave), np.cos(wave)], axis=1)  # [24, width / 2]
-    y, x = np.divmod(np.arange(pages.GRID**2), pages.GRID)
-    grid = np.concatenate([side[y], side[x]], axis=1)
-    positions = np.concatenate([np.zeros((1, width)), grid])
+    positions = training.grid_positions(pages.GRID, width)  # training changes them like all other weights
     params.vision.position.weight.set_value(jnp.asarray(positions, jnp.float32))
     params.decoder.embedding.weight.set_value(params.decoder.embedding.weight[...] * 25)  # 0.02 -> 0.5
     for layer in params.decoder.layers:
@@ -161,9 +146,6 @@ Score = Callable[[VisionLanguageModel, Batch, Layout], Array]  # compiled `log_p
 def evaluate(params: VisionLanguageModel, task: Task, score: Score, count: int = 48) -> dict[str, float]:
     """Shares of correct answers ("exact", and "whole" for whole digit pages) and correct digits, on held-out pages.
 
-    Each token is predicted after the correct earlier tokens. For whole answers this is the same as greedy decoding,
-    which gives the correct answer exactly if every token is the most likely one after the correct tokens before it.
-
     Args:
         params: the model.
         task: the task.
@@ -173,7 +155,6 @@ def evaluate(params: VisionLanguageModel, task: Task, score: Score, count: int =
     stage = Stage(0, task.images * pages.GRID**2, (4, 10), 4, 6, ())
     count //= task.images
     layout, rng = Layout.of(stage, task), np.random.default_rng(1)
-    bounds = np.cumsum([0, *layout.lengths])
     names = ("exact", "digit", "whole") if task.kind == "digits" else ("exact", "digit")
     correct: dict[str, list[bool]] = {name: [] for name in names}
     for _ in range(count // stage.batch):
@@ -182,11 +163,8 @@ def evaluate(params: VisionLanguageModel, task: Task, score: Score, count: int =
         target, weight = batch.tokens[:, 1:], batch.weights[:, 1:] > 0
         right = best == target
         correct["digit"].extend(right[weight & (target > folder.EOS)])
-        for b, (low, high) in enumerate(itertools.pairwise(bounds)):
-            part = slice(max(low - 1, 0), high - 1)
-            asked = weight[:, part].any(1)  # rows with few entries have empty branches
-            name = "whole" if task.kind == "digits" and b == 0 else "exact"
-            correct[name].extend((right | ~weight)[asked, part].all(1))
+        for b, answers in enumerate(training.exact_answers(best, batch.tokens, batch.weights, layout.lengths)):
+            correct["whole" if task.kind == "digits" and b == 0 else "exact"].extend(answers)
     return {name: round(float(np.mean(values)), 4) for name, values in correct.items()}
 
 
@@ -216,11 +194,7 @@ def train(
          "end_value": peak / 50}
         for steps, peak in settings.cycles
     )  # fmt: skip
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(settings.clip),
-        optax.adamw(schedule, b2=0.98, weight_decay=settings.weight_decay,
-                    mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)),
-    )  # fmt: skip
+    optimizer = training.make_optimizer(schedule, clip=settings.clip, weight_decay=settings.weight_decay)
     params = start(settings.seed, checkpoint)
     state = optimizer.init(params)
     log: dict[str, Any] = {
@@ -234,8 +208,7 @@ def train(
     }
     done = 0
     if (work / "state.npz").is_file():
-        params, state = _restore(work / "state.npz", (params, state))
-        log = json.loads((work / "log.json").read_text())
+        (params, state), log = training.restore(work / "state.npz", (params, state))
         done = log["steps"][-1]["step"]
         if log["settings"] != json.loads(json.dumps(dataclasses.asdict(settings))):
             log[f"settings from step {done}"] = dataclasses.asdict(settings)
@@ -272,20 +245,7 @@ def train(
                 say(json.dumps(entry))
                 losses = []
                 folder.write(out, params, log)
-                _save(work, (params, state), log)
-
-
-def _save(work: Path, tree: Any, log: dict[str, Any]) -> None:
-    work.mkdir(parents=True, exist_ok=True)
-    np.savez(work / "new.npz", *jax.tree.leaves(tree))
-    (work / "new.npz").rename(work / "state.npz")
-    (work / "log.json").write_text(json.dumps(log))
-
-
-def _restore(file: Path, like: Any) -> Any:
-    leaves, structure = jax.tree.flatten(like)
-    with np.load(file) as saved:
-        return jax.tree.unflatten(structure, [jnp.asarray(saved[f"arr_{i}"]) for i in range(len(leaves))])
+                training.save(work / "state.npz", (params, state), log)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,6 +70,20 @@ def replacing(path: Path) -> Iterator[Path]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """A new, empty folder next to `folder`. It replaces `folder` when the block ends without an error."""
+    fresh, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
+    for leftover in (fresh, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    yield fresh
+    if folder.exists():
+        folder.rename(old)
+    fresh.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_json(path: Path, content: Any) -> None:

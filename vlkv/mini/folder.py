@@ -6,7 +6,6 @@ Transformers can load the folder. Everything except the weights is defined below
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from vlkv import sharding
 from vlkv.config import ModelConfig
 from vlkv.families import Model, config_from_hf
 from vlkv.families.folders import table_of
+from vlkv.files import replacing_folder
 from vlkv.mini import pages
 
 _SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<image>")
@@ -143,43 +143,39 @@ def write(folder: Path, params: Model, log: dict[str, Any]) -> None:
         params: the weights.
         log: content of `training_log.json`.
     """
-    fresh = folder.with_name(folder.name + ".new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    for name, value in {
-        "config.json": CONFIG,
-        "generation_config.json": {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD},
-        "preprocessor_config.json": _IMAGES,
-        "processor_config.json": {**_PROCESSOR, "image_processor": _IMAGES},
-        "tokenizer_config.json": _TOKENIZER,
-        "training_log.json": log,
-    }.items():
-        (fresh / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    (fresh / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-    tokenizer().save(str(fresh / "tokenizer.json"))
-    save_file(tensors(params), fresh / "model.safetensors", metadata={"format": "pt"})
-    (fresh / "model.safetensors").chmod(0o644)  # safetensors makes the file readable only for its owner
-    old = folder.with_name(folder.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    fresh.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    with replacing_folder(folder) as fresh:
+        for name, value in {
+            "config.json": CONFIG,
+            "generation_config.json": {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD},
+            "preprocessor_config.json": _IMAGES,
+            "processor_config.json": {**_PROCESSOR, "image_processor": _IMAGES},
+            "tokenizer_config.json": _TOKENIZER,
+            "training_log.json": log,
+        }.items():
+            (fresh / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        (fresh / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+        tokenizer().save(str(fresh / "tokenizer.json"))
+        save_weights(fresh, params, CONFIG)
 
 
-def tensors(params: Model) -> dict[str, np.ndarray]:
+def save_weights(folder: Path, params: Model, raw: dict[str, Any]) -> None:
+    """Writes `model.safetensors` of a LLaVA in transformers' form, whose `config.json` is `raw`."""
+    save_file(tensors(params, raw), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes the file readable only for its owner
+
+
+def tensors(params: Model, raw: dict[str, Any] = CONFIG) -> dict[str, np.ndarray]:
     """The weights, with the names and shapes of the Hugging Face checkpoint."""
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     ours = {sharding.path_name(path): np.asarray(leaf, np.float32) for path, leaf in leaves}
-    table = table_of(params.config, CONFIG)
+    table = table_of(params.config, raw)
     entries = make_entries(table.names, table.shapes())
-    used = {entry.key: ours[entry.path].reshape(entry.shape) for entry in entries}
-    return used | _unused()
+    used = {entry.key: ours[entry.path].reshape(entry.shape) for entry in entries if entry.path in ours}
+    return used | _unused(raw["vision_config"])
 
 
-def _unused() -> dict[str, np.ndarray]:
+def _unused(c: dict[str, Any]) -> dict[str, np.ndarray]:
     """Zeros for the tower's last layer and last norm, which are not used but which transformers requires."""
-    c = CONFIG["vision_config"]
     d, f = c["hidden_size"], c["intermediate_size"]
     shapes: dict[str, tuple[int, ...]] = {}
     layer = f"encoder.layers.{c['num_hidden_layers'] - 1}."
