@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-import numpy as np
-from jaxtyping import Int
 from typing_extensions import override
 
 from vlkv.config import Raw, positive, require, token_id
@@ -21,23 +19,17 @@ _TOWERS = ("idefics3_vision", "smolvlm_vision", "idefics3", "smolvlm")  # earlie
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmolVlmVisionConfig(SiglipConfig):
-    """SigLIP with its last norm, and position embeddings that are looked up by the fraction of the side."""
+    """SigLIP with its last norm.
+
+    In transformers, line i of n has the position of bucket i / n in a table of n lines. Tiles are always whole here, so
+    this is line i. Float32 rounding in transformers moves some patches by one line for a few values of n, depending on
+    the processor (25 on a CPU with AVX2), but for none that is published (26, 27, 32).
+    """
 
     feature_layer: int = -1
 
     defaults: ClassVar = SiglipConfig.defaults | dict(
         model_type="idefics3_vision", hidden_size=1152, num_attention_heads=16, patch_size=32)  # fmt: skip
-
-    @property
-    def buckets(self) -> Int[np.ndarray, " lines"]:
-        """The line of the position table for each line of patches, and likewise for columns.
-
-        Transformers compares i / grid with multiples of 1 / grid in float32. For some grids, such as 25, rounding
-        gives a patch the position of its neighbour. The published grids (26, 27, 32) are not affected.
-        """
-        limits = np.arange(1 / self.grid, 1, 1 / self.grid).astype(np.float32)
-        sides = np.arange(self.grid, dtype=np.float32) * (np.float32(1) / np.float32(self.grid))
-        return np.searchsorted(limits, np.minimum(sides, np.float32(1 - 1e-6)), side="right")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

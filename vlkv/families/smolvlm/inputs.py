@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,11 +30,11 @@ from vlkv.processing.pictures import Pictures, Read, Video, tiles_of
 from vlkv.processing.pixels import Layout, PictureKind, PixelSettings, find_settings, to_pixels
 
 TOKEN, AROUND = "<image>", "<fake_token_around_image>"
-_LARGEST = 4096  # pixels of the longest side of a resized image
+_LARGEST = 4096  # pixels; transformers limits the longer side of an image to this
 # Class defaults in transformers, for fields that a file leaves out.
 _DEFAULTS: dict[str, Any] = dict(
-    image_processor_type="Idefics3ImageProcessor", resample=1, image_mean=0.5, image_std=0.5, do_center_crop=False,
-    do_resize=True, do_image_splitting=True, max_image_size={"longest_edge": 364},
+    image_processor_type="Idefics3ImageProcessor", resample=1, image_mean=0.5, image_std=0.5, do_resize=True,
+    do_image_splitting=True, max_image_size={"longest_edge": 364},
 )  # fmt: skip
 _KINDS: dict[str, dict[str, Any]] = {
     "Idefics3ImageProcessor": {}, "SmolVLMImageProcessor": {}, "SmolVLMVideoProcessor": {},
@@ -78,9 +78,8 @@ class MarkedTilesConfig(TilesConfig):
         for field in ("do_resize", "do_image_splitting"):
             if not isinstance(s[field], bool):
                 raise InputError(f"{source}: {field}={s[field]!r} must be true or false")
-        if s["do_center_crop"]:
-            raise InputError(f"{source}: do_center_crop=True is not supported")
-        square = {**s, "size": {"height": side, "width": side}, "do_resize": True}
+        # transformers' processor of this family ignores `do_center_crop`.
+        square = {**s, "size": {"height": side, "width": side}, "do_resize": True, "do_center_crop": False}
         return Resizing(
             edge=edge if s["do_resize"] else None, side=side, split=s["do_image_splitting"] and kind == "image",
             square=PixelSettings.from_hf(square, source, kinds=_KINDS),
@@ -88,14 +87,16 @@ class MarkedTilesConfig(TilesConfig):
 
     @override
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
-        """Like `TilesConfig.arrange`. transformers pads rows with tiles of zeros: [B, tiles, 3, h, w]."""
+        """Like `TilesConfig.arrange`, for `pixel_values` [B, tiles, 3, h, w], in which rows may have tiles of padding.
+
+        `pixel_attention_mask` marks padding with zeros. As in transformers, tiles of zeros are padding too.
+        """
         if batch.get("pixel_values") is not None and np.ndim(batch["pixel_values"]) == 5:
-            pixels = np.asarray(batch["pixel_values"], np.float32)
+            pixels, mask = np.asarray(batch["pixel_values"], np.float32), batch.get("pixel_attention_mask")
             used = pixels.any(axis=(2, 3, 4))
-            mask = batch.get("pixel_attention_mask")
             if mask is not None and not np.asarray(mask)[used].all():
-                raise InputError("pixel_attention_mask: a tile is only partly an image; give whole square tiles, as "
-                                 "the family's processor makes them")  # fmt: skip
+                raise InputError("pixel_attention_mask: part of a tile is padding; resize tiles to whole squares, as "
+                                 "the family's processor does")  # fmt: skip
             batch = {**batch, "pixel_values": pixels[used] if used.any() else None}
         return super().arrange(batch, tokens, valid, buckets)
 
@@ -103,8 +104,8 @@ class MarkedTilesConfig(TilesConfig):
 def _longest_edge(size: object, field: str, source: str) -> int:
     """The number of pixels in a setting `{"longest_edge": pixels}`, or in a bare number."""
     edge = size.get("longest_edge") if isinstance(size, Mapping) and set(size) == {"longest_edge"} else size
-    if not isinstance(edge, int) or isinstance(edge, bool) or edge < 1:
-        raise InputError(f"{source}: {field}={size!r} is not supported (only longest_edge, a number of pixels)")
+    if not isinstance(edge, int) or isinstance(edge, bool) or not 1 <= edge <= _LARGEST:
+        raise InputError(f"{source}: {field}={size!r} is not supported (only longest_edge, 1 to {_LARGEST} pixels)")
     return edge
 
 
@@ -112,20 +113,19 @@ def _longest_edge(size: object, field: str, source: str) -> int:
 class Resizing:
     """Settings of the image processor, or of the video processor."""
 
-    edge: int | None  # pixels of the longer side of an image after the first resizing; None: it is skipped
+    edge: int | None  # pixels of an image's longer side after the first resizing; None: it is skipped
     side: int  # pixels of a tile
     split: bool  # cut images into tiles
     square: PixelSettings  # makes a tile of the tower's size from any image
 
     def first(self, image: PIL.Image.Image) -> PIL.Image.Image:
-        """The image with a longer side of `edge` pixels, at most 4096, and a shorter one of an even number."""
+        """The image with a longer side of `edge` pixels, and an even number of pixels on the other side."""
         if self.edge is None:
             return image
-        wide, (width, height) = image.width >= image.height, _scaled(*image.size, self.edge)
-        width, height = (width, height + height % 2) if wide else (width + width % 2, height)
-        if max(width, height) > _LARGEST:
-            width, height = _scaled(width, height, _LARGEST)
-        return self._resized(image, width, height)
+        width, height = _scaled(*image.size, self.edge)
+        if image.width >= image.height:
+            return self._resized(image, width, height + height % 2)
+        return self._resized(image, width + width % 2, height)
 
     def second(self, image: PIL.Image.Image) -> PIL.Image.Image:
         """The image with sides that are multiples of a tile's."""
@@ -135,13 +135,13 @@ class Resizing:
 
     def _resized(self, image: PIL.Image.Image, width: int, height: int) -> PIL.Image.Image:
         check_area(width, height, f"the {image.width} x {image.height} image, after resizing")
-        return image.resize((width, height), resample=self.square.resample)
+        return image.resize((max(width, 1), max(height, 1)), resample=self.square.resample)
 
 
 def _scaled(width: int, height: int, longer: int) -> tuple[int, int]:
     """Width and height in pixels after scaling to the given longer side; the shorter one is rounded down."""
     ratio = width / height  # transformers divides and multiplies by this rounded number
-    return (longer, max(1, int(longer / ratio))) if width >= height else (max(1, int(longer * ratio)), longer)
+    return (longer, int(longer / ratio)) if width >= height else (int(longer * ratio), longer)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,6 +176,11 @@ class SmolVlmPictures(Pictures):
             minute, second = divmod(int(i / video.fps), 60)
             text += f"\nFrame from {minute:02d}:{second:02d}:{self._whole}"
         return self._read(frames, s, text + "\n\n")
+
+    @override
+    def batch(self, reads: Sequence[Read]) -> dict[str, Any]:
+        made = super().batch(reads)
+        return {**made, "pixel_values": made["pixel_values"][None]} if reads else made
 
     def _tile(self, mark: str) -> str:
         return f"{AROUND}<{mark}>{TOKEN * self.tokens}"

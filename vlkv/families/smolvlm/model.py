@@ -1,4 +1,4 @@
-"""SmolVLM: SigLIP with its last norm and bucketed positions, and a projector of one linear map."""
+"""SmolVLM: SigLIP with its last norm, and a projector of one linear map."""
 
 from __future__ import annotations
 
@@ -26,11 +26,6 @@ class SmolVlmTower(Vit):
     ) -> tuple[Float[Array, "I V D"], list[Float[Array, "I N V"]]]:
         features, received = super().with_attention(pixels, blocks)
         return self.last_norm(features), received
-
-    @override
-    def position_embedding(self) -> Float[Array, "V D"]:
-        buckets = self.config.buckets
-        return self.position.weight[...][(buckets[:, None] * self.config.grid + buckets).ravel()]
 
 
 class SmolVlm(InternVl):
