@@ -97,6 +97,19 @@ def test_a_policy_with_every_stage(saved):
     check_neighbours(params, make_rows(kind), every_stage())
 
 
+@pytest.mark.full
+def test_a_later_turn_with_an_image(saved):
+    """Two prompts in a row, each with an image, are one prompt."""
+    kind, _, _, params = saved
+    first, second = make_rows(kind, 1)[1], make_rows(kind, 2)[0]
+    whole = Row(first.ids + second.ids, {"pixel_values": first.extra["pixel_values"] + second.extra["pixel_values"]})
+    first, second, both = (vlkv.Inputs.from_hf(joined([row]), params.config) for row in (first, second, whole))
+    cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(params, first, new_tokens=second.tokens.shape[1])
+    _, logits = jax.jit(vlkv.extend)(params, cache, second)
+    wanted = np.asarray(jax.jit(vlkv.forward)(params, both))[0, both.valid[0]][-1]
+    np.testing.assert_allclose(logits[0], wanted, atol=1e-4)
+
+
 def test_positions_of_published_grids_are_those_of_transformers():
     """Line i of n patches has line i of the table; transformers looks it up by i / n in float32."""
     module = pytest.importorskip("transformers.models.idefics3.modeling_idefics3")

@@ -16,6 +16,7 @@ from vlkv.families import config_from_hf
 from vlkv.families.smolvlm.inputs import in_words
 from vlkv.processing import Processor, Video
 from vlkv.processing.arranging import cells
+from vlkv.processing.templates import ChatTemplate
 
 MARKS = [f"<row_{line}_col_{column}>" for line in range(1, 7) for column in range(1, 7)]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<fake_token_around_image>", "<global-img>",
@@ -143,6 +144,14 @@ def test_a_video_is_described_as_by_transformers(processor, theirs, monkeypatch,
     reader = theirs.pil(size=SETTINGS["size"], max_image_size=SETTINGS["max_image_size"], do_image_splitting=False)
     pixels = reader([list(video.frames)], return_tensors="np")["pixel_values"][0]
     np.testing.assert_array_equal(inputs.pixels[:frames], pixels)
+
+
+def test_the_format_of_folders_without_a_template_is_that_of_transformers(processor, theirs):
+    wanted = ChatTemplate.from_text(theirs.text.DEFAULT_CHAT_TEMPLATE, "transformers")
+    text, image, video = {"type": "text", "text": "what?"}, {"type": "image"}, {"type": "video"}
+    for items in ([image, text], [text, image, image], [video, text], [text], "what?"):
+        messages = [{"role": "user", "content": items}, {"role": "assistant", "content": [text]}] * 2
+        assert processor.prompts.template.render(messages, {}) == wanted.render(messages, {})
 
 
 def test_numbers_in_words():

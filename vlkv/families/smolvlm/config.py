@@ -56,7 +56,8 @@ class SmolVlmConfig(MarkedTilesConfig):
         if vision.grid % merge:
             raise InputError(f"config.json: scale_factor={merge} must divide the {vision.grid} patches per side")
         return {
-            "decoder": read_decoder({"tie_word_embeddings": False, **raw}),  # the family's default
+            # With the family's defaults. That of the norm is only used if there is no `text_config`.
+            "decoder": read_decoder({"tie_word_embeddings": False, "text_config": {"rms_norm_eps": 1e-5}, **raw}),
             "vision": vision,
             "image_token": token_id(raw, "image_token_id", default=128257),
             "wiring": SmolVlmWiring(merge=merge),
@@ -76,7 +77,9 @@ def _smollm(width: int, mlp_width: int, layers: int, heads: int, kv_heads: int, 
                 rms_norm_eps=1e-5, max_position_embeddings=8192, rope_theta=1e5) | changes  # fmt: skip
 
 
-def _published(kind: str, text: dict[str, Any], vision: dict[str, Any], merge: int, image: int, stop: int) -> Raw:
+def _published(
+    kind: str, text: dict[str, Any], vision: dict[str, Any], merge: int, image: int, stop: int
+) -> dict[str, Any]:
     return dict(model_type=kind, text_config=text, vision_config=vision, scale_factor=merge, image_token_id=image,
                 eos_token_id=stop, tie_word_embeddings=False)  # fmt: skip
 
