@@ -12,6 +12,7 @@ import vlkv
 from checkpoints_convert.__main__ import convert
 from tests.families.common import NEW, Row, answer, check_answers, check_neighbours, check_states, every_stage, joined
 from tests.parity.conftest import perturb, torch, transformers
+from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 
@@ -104,7 +105,8 @@ def test_a_later_turn_with_an_image(saved):
     first, second = make_rows(kind, 1)[1], make_rows(kind, 2)[0]
     whole = Row(first.ids + second.ids, {"pixel_values": first.extra["pixel_values"] + second.extra["pixel_values"]})
     first, second, both = (vlkv.Inputs.from_hf(joined([row]), params.config) for row in (first, second, whole))
-    cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(params, first, new_tokens=second.tokens.shape[1])
+    count = second.tokens.shape[1]
+    cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(params, first, policies.Full(), new_tokens=count)
     _, logits = jax.jit(vlkv.extend)(params, cache, second)
     wanted = np.asarray(jax.jit(vlkv.forward)(params, both))[0, both.valid[0]][-1]
     np.testing.assert_allclose(logits[0], wanted, atol=1e-4)
