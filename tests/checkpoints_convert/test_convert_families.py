@@ -95,6 +95,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[tuple[str, str], ...]]] = {
         {**CHAT, "llm_config": PHI3, "vision_config": CHAT_TOWER, "template": "phi3-chat"},
         ((r"^lm_head\.", "language_model.lm_head."),),
     ),
+    **{kind: ({"model_type": kind, "text_config": LLAMA, "vision_config": SQUARE}, ())
+       for kind in ("idefics3", "smolvlm")},
     "qwen2_vl": (
         {**MROPE, "model_type": "qwen2_vl", "vision_config": dict(
             depth=2, embed_dim=16, mlp_ratio=2, num_heads=2, hidden_size=16, patch_size=4)},

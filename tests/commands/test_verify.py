@@ -10,8 +10,11 @@ from safetensors.numpy import load_file, save_file
 from tests.families.common_qwen import make as make_qwen
 from tests.families.test_qwen2_vl_pictures import SETTINGS
 from tests.families.test_qwen2_vl_pictures import write_folder as write_qwen_processor
+from tests.families.test_smolvlm import make as make_smolvlm
 from tests.parity.conftest import make_llava, make_text
 from tests.processing.conftest import IMAGE, write_folder
+from tests.processing.test_processing_smolvlm import IMAGE as SMOLVLM_IMAGE
+from tests.processing.test_processing_smolvlm import write_folder as write_smolvlm_processor
 from vlkv.cli import main
 
 
@@ -53,6 +56,17 @@ def test_qwen(tmp_path, capsys, kind):
     model.config.image_token_id, model.config.video_token_id = 3, 260
     model.save_pretrained(tmp_path)
     write_qwen_processor(tmp_path, {**SETTINGS, "patch_size": 4, "min_pixels": 64, "max_pixels": 4096})
+    assert main(["verify", str(tmp_path), "--json"]) == 0
+    check(rows(capsys))
+
+
+@pytest.mark.full
+def test_smolvlm(tmp_path, capsys):
+    """Tiles in rows, as its processor in transformers returns them, without the arrays that only we have."""
+    model = make_smolvlm("smolvlm", vocab_size=300)
+    model.config.image_token_id = SMOLVLM_IMAGE
+    model.save_pretrained(tmp_path)
+    write_smolvlm_processor(tmp_path)
     assert main(["verify", str(tmp_path), "--json"]) == 0
     check(rows(capsys))
 

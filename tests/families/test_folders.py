@@ -30,6 +30,11 @@ PROMPTS = {
     "qwen3_vl": CHATML.format(image="<|vision_start|><|image_pad|><|vision_end|>"),
     "internvl": CHATML.format(image="[I]\n"),
     "internvl_chat": SHANGHAI + CHATML.format(image="[I]\n").replace("<|im_end|>\n", "<|im_end|>"),
+    **dict.fromkeys(
+        ("idefics3", "smolvlm"),
+        "<|im_start|>User:<image>what?<end_of_utterance>\nAssistant: yes"
+        "<end_of_utterance>\nUser: why?<end_of_utterance>\nAssistant:",
+    ),
     "qwen": "Picture 1: <img><imgpad></img>\nwhat?yeswhy?",
 }
 
@@ -74,7 +79,8 @@ def test_stop_tokens_of_the_generation_config():
     [
         ("llava", "image_token_index"), ("llava", "image_token_id"), ("llava_onevision", "video_token_index"),
         ("llava_qwen", "image_token_index"), ("internvl", "image_token_id"), ("qwen2_vl", "image_token_id"),
-        ("qwen2_5_vl", "video_token_id"), ("qwen", "eos_token_id"), ("qwen", "visual.image_start_id"),
+        ("smolvlm", "image_token_id"), ("qwen2_5_vl", "video_token_id"), ("qwen", "eos_token_id"),
+        ("qwen", "visual.image_start_id"),
     ],
 )  # fmt: skip
 def test_token_ids_that_are_no_whole_numbers(family, field, value):

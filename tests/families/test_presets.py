@@ -40,6 +40,13 @@ PUBLISHED = {
     "internvl3-1b": 938_193_024,
     "internvl3-2b": 2_088_957_440,
     "internvl3-8b": 7_944_373_760,
+    "smolvlm-256m": 256_484_928,
+    "smolvlm-500m": 507_482_304,
+    "smolvlm-2.2b": 2_246_272_880,
+    "smolvlm2-256m": 256_484_928,
+    "smolvlm2-500m": 507_482_304,
+    "smolvlm2-2.2b": 2_246_784_880,
+    "idefics3-8b": 8_462_086_384,
     "mobilevlm-v2-1.7b": 1_674_121_216,
     "mobilevlm-v2-3b": 3_014_273_536,
     "mobilevlm-v2-7b": 7_062_943_744,
@@ -201,6 +208,9 @@ def whole(raw) -> int:
             projector = 2 * 4 * width + two_layers(4 * width, sizes["hidden_size"])
             bias = sizes["model_type"] == "qwen2"
             return text(sizes, bias=bias) + internvit(vision, six=width == 3200) + projector
+        case "idefics3" | "smolvlm":
+            sizes = raw["text_config"] | {"tie_word_embeddings": False}
+            return text(sizes) + siglip(vision) + raw["scale_factor"] ** 2 * width * sizes["hidden_size"]
         case family:
             return text(raw, bias=family == "qwen2")
 
@@ -225,7 +235,7 @@ def test_parameters_are_as_many_as_published(name):
 COUNTED = [
     "llava-1.5-13b", "llava-next-mistral-7b", "llava-onevision-0.5b", "llava-onevision-7b", "qwen2-vl-2b",
     "qwen2.5-vl-3b", "qwen3-vl-2b", "qwen3-vl-4b", "qwen3-vl-8b", "qwen3-vl-32b",
-    "internvl3-1b", "llama-3.2-1b", "mistral-7b", "qwen2-1.5b",
+    "internvl3-1b", "smolvlm-256m", "smolvlm2-2.2b", "idefics3-8b", "llama-3.2-1b", "mistral-7b", "qwen2-1.5b",
     "qwen3-0.6b", "qwen3-8b",
 ]  # fmt: skip
 

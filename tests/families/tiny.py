@@ -65,6 +65,7 @@ RAW: dict[str, dict[str, Any]] = {
     "internvl": dict(text_config=_text("qwen2"), vision_config=INTERN, image_token_id=IMAGE, tie_word_embeddings=False),
     "internvl_chat": dict(llm_config=_text("internlm2") | dict(bias=False), vision_config=INTERN, ps_version="v2",
                           template="internlm2-chat", added_tokens={"<IMG_CONTEXT>": IMAGE, "<|im_end|>": 2}),
+    **{kind: dict(text_config=_text(), vision_config=INTERN, image_token_id=IMAGE) for kind in ("idefics3", "smolvlm")},
     "qwen2_vl": MROPE | dict(vision_config=QWEN | dict(embed_dim=16, hidden_size=32, mlp_ratio=2)),
     "qwen2_5_vl": MROPE | dict(vision_config=QWEN | dict(hidden_size=16, out_hidden_size=32, intermediate_size=24,
                                                          window_size=16, fullatt_block_indexes=[1])),
@@ -126,6 +127,14 @@ def _intern(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) 
     return Picture(tiles * c.per_picture, {"pixel_values": list(pixels)})
 
 
+def _marked(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) -> Picture:
+    """SmolVLM: images of one, three and two tiles, in rows that are padded to the same number."""
+    del alone
+    tiles, size = (1, 3, 2)[number], c.vision.image_size
+    pixels = rng.normal(size=(3, 3, size, size)) * (np.arange(3) < tiles)[:, None, None, None]
+    return Picture(tiles * c.per_picture, {"pixel_values": [pixels]})
+
+
 def _native(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) -> Picture:
     """Qwen2-VL: patches of all images in one list, and lines and columns of each image."""
     del alone
@@ -150,6 +159,7 @@ PICTURES: dict[str, Callable[..., Picture]] = {
     **dict.fromkeys(("llava", "llava_llama", "mobilevlm", "qwen"), _square),
     **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "llava_qwen"), _tiled),
     **dict.fromkeys(("internvl", "internvl_chat"), _intern),
+    **dict.fromkeys(("idefics3", "smolvlm"), _marked),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _native),
     "eve": _windows,
 }

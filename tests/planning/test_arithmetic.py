@@ -93,7 +93,8 @@ def real_batch(config, batch, prompt, asked):
 @pytest.mark.parametrize(
     ("name", "prompt", "batch"),
     [("llava-1.5-7b", 1300, 3), ("qwen2-vl-7b", 700, 3), ("qwen2.5-vl-7b", 1500, 2), ("qwen3-vl-8b", 700, 3),
-     ("internvl2-8b", 900, 3), ("llava-onevision-7b", 3000, 2), ("llava-onevision-7b", 1600, 3)],
+     ("internvl2-8b", 900, 3), ("smolvlm2-256m", 900, 3), ("llava-onevision-7b", 3000, 2),
+     ("llava-onevision-7b", 1600, 3)],
 )  # fmt: skip
 def test_a_batch_of_shapes_is_what_the_processor_makes(name, prompt, batch):
     config = vlkv.presets[name]

@@ -134,9 +134,10 @@ class Reference:
     def answer(self, batch: Mapping[str, Any], new: int, dtype: str) -> Answer:
         """Runs one prompt in one dtype. The model is cast in place, so float32 must come first."""
         model = self.model.to(getattr(self.torch, dtype))
-        given = {name: self._tensor(value) for name, value in batch.items()}
+        known = inspect.signature(model.forward).parameters  # not the arrays that only this library uses
+        given = {name: self._tensor(value) for name, value in batch.items() if name in known}
         ids = given["input_ids"]
-        if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+        if "mm_token_type_ids" in known:
             token = getattr(model.config, "image_token_id", None)
             given["mm_token_type_ids"] = (ids == (-1 if token is None else token)).long()
         with self.torch.no_grad():

@@ -1,0 +1,190 @@
+"""SmolVLM's tiles, marks and videos: transformers' processor on PIL, and its words for videos, by hand."""
+
+from __future__ import annotations
+
+import json
+import types
+
+import numpy as np
+import PIL.Image
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+import vlkv
+from vlkv.errors import InputError
+from vlkv.families import config_from_hf
+from vlkv.families.smolvlm.inputs import in_words
+from vlkv.processing import Processor, Video
+from vlkv.processing.arranging import cells
+from vlkv.processing.templates import ChatTemplate
+
+MARKS = [f"<row_{line}_col_{column}>" for line in range(1, 7) for column in range(1, 7)]
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<fake_token_around_image>", "<global-img>",
+           "<end_of_utterance>", *MARKS]  # fmt: skip
+IMAGE = SPECIAL.index("<image>")
+SIDE, TOKENS = 28, 4
+SETTINGS = {
+    "image_processor_type": "SmolVLMImageProcessor", "do_image_splitting": True, "resample": 1,
+    "size": {"longest_edge": 4 * SIDE}, "max_image_size": {"longest_edge": SIDE}, "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3, "video_sampling": {"fps": 1, "max_frames": 64, "video_size": {"longest_edge": SIDE}},
+}  # fmt: skip
+RAW = dict(
+    model_type="smolvlm", image_token_id=IMAGE,
+    text_config=dict(model_type="llama", vocab_size=300, hidden_size=48, intermediate_size=32, num_hidden_layers=1,
+                     num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=4096),
+    vision_config=dict(hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2,
+                       image_size=SIDE, patch_size=7),
+)  # fmt: skip
+
+
+def write_folder(folder, **changes):
+    """A tokenizer with one token per byte and with the family's marks, and the image settings."""
+    names = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SPECIAL])
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "preprocessor_config.json").write_text(json.dumps(SETTINGS | changes))
+    return folder
+
+
+@pytest.fixture
+def processor(tmp_path):
+    return Processor.from_folder(write_folder(tmp_path), config_from_hf(RAW))
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """transformers' processors, without the tokenizer and torchvision."""
+    pil = pytest.importorskip("transformers.models.smolvlm.image_processing_pil_smolvlm")
+    text = pytest.importorskip("transformers.models.smolvlm.processing_smolvlm")
+    like = types.SimpleNamespace(
+        fake_image_token="<fake_token_around_image>", image_token="<image>", global_image_token="<global-img>",
+        image_seq_len=TOKENS)  # fmt: skip
+    return types.SimpleNamespace(pil=pil.SmolVLMImageProcessorPil, text=text, like=like)
+
+
+def noise(width, height, seed=0):
+    return PIL.Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8))
+
+
+def spelled(processor, inputs, row=0):
+    return processor.tokenizer.tokenizer.decode(inputs.tokens[row][inputs.valid[row]], skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("changes", [{}, {"do_image_splitting": False}, {"do_resize": False}], ids=str)
+def test_pixels_and_prompts_of_200_sizes_are_those_of_transformers(tmp_path, theirs, changes):
+    ours = Processor.from_folder(write_folder(tmp_path, **changes), config_from_hf(RAW)).pictures
+    reader = theirs.pil(**{name: value for name, value in (SETTINGS | changes).items() if name != "video_sampling"})
+    rng = np.random.default_rng(0)
+    sizes = np.exp(rng.uniform(np.log(4), np.log(400), (200 if not changes else 40, 2))).astype(int).tolist()
+    tiles = set()
+    for seed, (width, height) in enumerate([*sizes, (28, 28), (112, 111), (300, 1), (1, 300), (3000, 3)]):
+        if changes == {"do_resize": False} and max(width, height) > 8 * min(width, height):
+            continue  # thin enough that transformers rounds a side to nothing
+        image = noise(width, height, seed)
+        read, wanted = ours.read(image), reader([[image]], return_tensors="np", return_row_col_info=True)
+        np.testing.assert_array_equal(read.arrays["pixel_values"], wanted["pixel_values"][0])
+        assert read.text == theirs.text.SmolVLMProcessor.replace_image_token(theirs.like, wanted, 0)
+        assert read.tokens == read.text.count("<image>") == TOKENS * len(read.arrays["pixel_values"])
+        lines, columns = read.arrays["pixel_tiles"][-1]
+        assert (lines, columns) == (wanted["rows"][0][0], wanted["cols"][0][0])
+        tiles.add(lines * columns)
+    assert tiles == {0} if "do_image_splitting" in changes else len(tiles) >= 4
+
+
+def test_a_conversation(processor, theirs):
+    """The marks of each picture in the template's text; a tile shows a part of the view of the whole at the end."""
+    inputs = processor([[noise(60, 29), noise(28, 30)], []], ["look <image> and <image> what?", "hi"])
+    wide, tall = (processor.pictures.read(noise(*size)).text for size in ((60, 29), (28, 30)))
+    assert spelled(processor, inputs) == (
+        f"<|im_start|>User: look {wide} and {tall} what?<end_of_utterance>\nAssistant:"
+    )
+    assert spelled(processor, inputs, 1) == "<|im_start|>User: hi<end_of_utterance>\nAssistant:"
+    assert spelled(processor, processor(noise(60, 29), "what?")).startswith(
+        "<|im_start|>User:<fake_token_around_image>"
+    )
+    assert inputs.is_vision.sum(axis=1).tolist() == [(2 * 4 + 1 + 4 * 4 + 1) * TOKENS, 0]
+    tile, shown = inputs.tiles[0][inputs.is_vision[0]].reshape(-1, TOKENS, 2).transpose(2, 0, 1)
+    assert (tile[:, 0] == np.arange(26)).all() and (shown[:8] == -1).all()
+    np.testing.assert_array_equal(shown[8], cells(2, 2, 4).ravel())
+    np.testing.assert_array_equal(shown[25], 9 + cells(2, 4, 4).ravel())
+
+
+def test_transformers_batches_have_tiles_of_padding(processor, theirs):
+    ours = processor([[noise(60, 29), noise(28, 30)], []], ["look <image> and <image> what?", "hi"])
+    lengths = ours.valid.sum(axis=1)
+    reader = theirs.pil(size=SETTINGS["size"], max_image_size=SETTINGS["max_image_size"])
+    pixels = reader([[noise(60, 29), noise(28, 30)], [noise(28, 28)]], return_tensors="np")
+    for part in pixels.values():
+        part[1] = 0  # a row without images
+    batch = {"input_ids": ours.tokens[:, : lengths[0]], "attention_mask": ours.valid[:, : lengths[0]], **pixels}
+    made = vlkv.Inputs.from_hf(batch, processor.config)
+    for field in ("tokens", "valid", "vision_index", "grid", "positions", "pixels"):
+        np.testing.assert_array_equal(getattr(made, field), getattr(ours, field))
+    batch["pixel_attention_mask"][0, 3, 20:] = 0
+    with pytest.raises(InputError, match="pixel_attention_mask: part of a tile is padding"):
+        vlkv.Inputs.from_hf(batch, processor.config)
+
+
+@pytest.mark.parametrize(("frames", "fps"), [(3, 2.0), (7, 0.1), (12, 2.5)])
+def test_a_video_is_described_as_by_transformers(processor, theirs, monkeypatch, frames, fps):
+    video = Video(frames=[noise(60, 40, seed) for seed in range(frames)], fps=fps)
+    words = {3: "three", 7: "seven", 12: "twelve"}
+    monkeypatch.setattr(theirs.text, "num2words", words.get)
+    times = types.SimpleNamespace(fps=fps, duration=frames / fps, timestamps=[i / fps for i in range(frames)])
+    wanted = theirs.text.SmolVLMProcessor.replace_video_token(
+        theirs.like, {"pixel_values": np.zeros((1, frames)), "video_metadata": [times]}, 0)  # fmt: skip
+    inputs = processor([video, noise(28, 28)], "look <video> and <image> what?")
+    image = processor.pictures.read(noise(28, 28)).text
+    assert (
+        spelled(processor, inputs) == f"<|im_start|>User: look {wanted} and {image} what?<end_of_utterance>\nAssistant:"
+    )
+    # transformers gives `size` precedence over `video_size`, and resizes twice.
+    reader = theirs.pil(size=SETTINGS["size"], max_image_size=SETTINGS["max_image_size"], do_image_splitting=False)
+    pixels = reader([list(video.frames)], return_tensors="np")["pixel_values"][0]
+    np.testing.assert_array_equal(inputs.pixels[:frames], pixels)
+
+
+def test_the_format_of_folders_without_a_template_is_that_of_transformers(processor, theirs):
+    wanted = ChatTemplate.from_text(theirs.text.DEFAULT_CHAT_TEMPLATE, "transformers")
+    text, image, video = {"type": "text", "text": "what?"}, {"type": "image"}, {"type": "video"}
+    for items in ([image, text], [text, image, image], [video, text], [text], "what?"):
+        messages = [{"role": "user", "content": items}, {"role": "assistant", "content": [text]}] * 2
+        assert processor.prompts.template.render(messages, {}) == wanted.render(messages, {})
+
+
+def test_numbers_in_words():
+    said = {1: "one", 10: "ten", 19: "nineteen", 20: "twenty", 64: "sixty-four", 100: "one hundred",
+            207: "two hundred and seven", 999: "nine hundred and ninety-nine"}  # fmt: skip
+    assert {number: in_words(number) for number in said} == said
+    with pytest.raises(InputError, match="at most 999"):
+        in_words(1000)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"max_image_size": {"longest_edge": 56}}, "the files belong to different checkpoints"),
+        ({"max_image_size": None}, "tiles of {'longest_edge': 364} pixels"),
+        ({"size": {"shortest_edge": 56}}, "only longest_edge"),
+        ({"size": {"longest_edge": 5000}}, "1 to 4096 pixels"),
+        ({"do_image_splitting": "yes"}, "must be true or false"),
+        ({"image_processor_type": "CLIPImageProcessor"}, "not supported"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_fit(tmp_path, changes, says):
+    with pytest.raises(InputError, match=rf"preprocessor_config\.json: .*{says}"):
+        Processor.from_folder(write_folder(tmp_path, **changes), config_from_hf(RAW))
+
+
+def test_what_is_refused(processor, tmp_path):
+    with pytest.raises(InputError, match="layout"):
+        Processor.from_folder(tmp_path, processor.config, layout="pad")
+    template = (
+        "{% for m in messages %}{% for c in m.content if c.type != 'video' %}{{ c.text }}{% endfor %}{% endfor %}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(InputError, match="0 video token"):
+        Processor.from_folder(tmp_path, processor.config)(Video(frames=[noise(28, 28)]), "what?")

@@ -1,0 +1,205 @@
+"""SmolVLM's images: cut into square tiles, line by line, with a view of the whole image at the end.
+
+Every tile and the view of the whole are separate images in `Inputs.grid`, because the tower sees each of them alone.
+Only the tokens of tiles are vision tokens. The marks around them are text: `<fake_token_around_image>`,
+`<row_1_col_1>`, `<global-img>` and line breaks. So are the sentence before a video and the time before each of its
+frames; each frame is one tile. Our processor adds `pixel_tiles`, from which `Inputs.tiles` follows, as for InternVL.
+Images are resized by PIL.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import PIL.Image
+from typing_extensions import override
+
+from vlkv.buckets import Buckets
+from vlkv.config import filled
+from vlkv.errors import InputError
+from vlkv.families.internvl.inputs import TilesConfig
+from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens
+from vlkv.processing.images import check_area, open_image
+from vlkv.processing.pictures import Pictures, Read, Video, tiles_of
+from vlkv.processing.pixels import Layout, PictureKind, PixelSettings, find_settings, to_pixels
+
+TOKEN, AROUND = "<image>", "<fake_token_around_image>"
+_LARGEST = 4096  # pixels; transformers limits the longer side of an image to this
+# Class defaults in transformers, for fields that a file leaves out.
+_DEFAULTS: dict[str, Any] = dict(
+    image_processor_type="Idefics3ImageProcessor", resample=1, image_mean=0.5, image_std=0.5, do_resize=True,
+    do_image_splitting=True, max_image_size={"longest_edge": 364},
+)  # fmt: skip
+_KINDS: dict[str, dict[str, Any]] = {
+    "Idefics3ImageProcessor": {}, "SmolVLMImageProcessor": {}, "SmolVLMVideoProcessor": {},
+}  # fmt: skip
+_UNITS = (
+    "", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
+    "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+)  # fmt: skip
+_TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+
+
+class MarkedTilesConfig(TilesConfig):
+    """Images as tiles with marks, whose merged patches are the vision tokens."""
+
+    # Transformers' template for conversations with videos. Templates of checkpoints write images in the same way.
+    prompt_format = (
+        "{{ bos_token | default('<|im_start|>') }}{% for message in messages %}{{ message.role | capitalize }}"
+        "{% if message.content is string %}: {{ message.content }}{% else %}"
+        "{% if message.content[0].type == 'image' %}:{% else %}: {% endif %}"
+        "{% for line in message.content %}{% if line.type == 'text' %}{{ line.text }}"
+        "{% else %}<{{ line.type }}>{% endif %}{% endfor %}{% endif %}<end_of_utterance>\n{% endfor %}"
+        "{% if add_generation_prompt %}Assistant:{% endif %}"
+    )
+
+    @override
+    def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
+        self.only_checkpoint(layout)
+        return SmolVlmPictures(
+            settings={kind: self.resizing(folder, kind) for kind in ("image", "video")}, tokens=self.per_picture
+        )
+
+    def resizing(self, folder: Path, kind: PictureKind) -> Resizing:
+        """The settings of a folder's image or video processor; InputError unless tiles have the tower's size."""
+        raw, source = find_settings(folder, kind)
+        s, side = filled(raw, _DEFAULTS), self.vision.image_size
+        sampling = s.get("video_sampling") or {} if kind == "video" else {}
+        edge = _longest_edge(s.get("size", sampling.get("video_size", 4 * 364)), "size", source)
+        if _longest_edge(s["max_image_size"], "max_image_size", source) != side:
+            raise InputError(f"{source}: tiles of {s['max_image_size']} pixels, but the tower in config.json takes "
+                             f"{side} x {side}: the files belong to different checkpoints")  # fmt: skip
+        for field in ("do_resize", "do_image_splitting"):
+            if not isinstance(s[field], bool):
+                raise InputError(f"{source}: {field}={s[field]!r} must be true or false")
+        # transformers' processor of this family ignores `do_center_crop`.
+        square = {**s, "size": {"height": side, "width": side}, "do_resize": True, "do_center_crop": False}
+        return Resizing(
+            edge=edge if s["do_resize"] else None, side=side, split=s["do_image_splitting"] and kind == "image",
+            square=PixelSettings.from_hf(square, source, kinds=_KINDS),
+        )  # fmt: skip
+
+    @override
+    def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
+        """Like `TilesConfig.arrange`, for `pixel_values` [B, tiles, 3, h, w], in which rows may have tiles of padding.
+
+        `pixel_attention_mask` marks padding with zeros. As in transformers, tiles of zeros are padding too.
+        """
+        if batch.get("pixel_values") is not None and np.ndim(batch["pixel_values"]) == 5:
+            pixels, mask = np.asarray(batch["pixel_values"], np.float32), batch.get("pixel_attention_mask")
+            used = pixels.any(axis=(2, 3, 4))
+            if mask is not None and not np.asarray(mask)[used].all():
+                raise InputError("pixel_attention_mask: part of a tile is padding; resize tiles to whole squares, as "
+                                 "the family's processor does")  # fmt: skip
+            batch = {**batch, "pixel_values": pixels[used] if used.any() else None}
+        return super().arrange(batch, tokens, valid, buckets)
+
+
+def _longest_edge(size: object, field: str, source: str) -> int:
+    """The number of pixels in a setting `{"longest_edge": pixels}`, or in a bare number."""
+    edge = size.get("longest_edge") if isinstance(size, Mapping) and set(size) == {"longest_edge"} else size
+    if not isinstance(edge, int) or isinstance(edge, bool) or not 1 <= edge <= _LARGEST:
+        raise InputError(f"{source}: {field}={size!r} is not supported (only longest_edge, 1 to {_LARGEST} pixels)")
+    return edge
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resizing:
+    """Settings of the image processor, or of the video processor."""
+
+    edge: int | None  # pixels of an image's longer side after the first resizing; None: it is skipped
+    side: int  # pixels of a tile
+    split: bool  # cut images into tiles
+    square: PixelSettings  # makes a tile of the tower's size from any image
+
+    def first(self, image: PIL.Image.Image) -> PIL.Image.Image:
+        """The image with a longer side of `edge` pixels, and an even number of pixels on the other side."""
+        if self.edge is None:
+            return image
+        width, height = _scaled(*image.size, self.edge)
+        if image.width >= image.height:
+            return self._resized(image, width, height + height % 2)
+        return self._resized(image, width + width % 2, height)
+
+    def second(self, image: PIL.Image.Image) -> PIL.Image.Image:
+        """The image with sides that are multiples of a tile's."""
+        longer = math.ceil(max(image.size) / self.side) * self.side
+        width, height = (math.ceil(x / self.side) * self.side for x in _scaled(*image.size, longer))
+        return self._resized(image, width, height)
+
+    def _resized(self, image: PIL.Image.Image, width: int, height: int) -> PIL.Image.Image:
+        check_area(width, height, f"the {image.width} x {image.height} image, after resizing")
+        return image.resize((max(width, 1), max(height, 1)), resample=self.square.resample)
+
+
+def _scaled(width: int, height: int, longer: int) -> tuple[int, int]:
+    """Width and height in pixels after scaling to the given longer side; the shorter one is rounded down."""
+    ratio = width / height  # transformers divides and multiplies by this rounded number
+    return (longer, int(longer / ratio)) if width >= height else (int(longer * ratio), longer)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SmolVlmPictures(Pictures):
+    """Converts images and videos to tiles, and writes their marks."""
+
+    spelled: ClassVar[Mapping[str, str]] = {"video": "<video>"}
+
+    settings: Mapping[PictureKind, Resizing]
+    tokens: int  # vision tokens of a tile
+
+    def image(self, image: PIL.Image.Image, images: int) -> Read:
+        """The image becomes its tiles and a view of the whole; a small one, or one that is not cut, only the view."""
+        s = self.settings["image"]
+        image = s.first(image)
+        if s.split:
+            image = s.second(image)
+        tiles = tiles_of(image, s.side) if s.split and max(image.size) > s.side else []
+        lines, columns = (image.height // s.side, image.width // s.side) if tiles else (0, 0)
+        text = ""
+        for line in range(1, lines + 1):
+            text += "".join(self._tile(f"row_{line}_col_{column}") for column in range(1, columns + 1)) + "\n"
+        return self._read([*tiles, image], s, text + "\n" * bool(tiles) + self._whole, (lines, columns))
+
+    def video(self, video: Video) -> Read:
+        """Every frame of the video becomes one tile after its time, `frames / fps` seconds in all."""
+        s, seconds = self.settings["video"], len(video.frames) / video.fps
+        frames = [s.first(open_image(frame)) for frame in video.frames]
+        text = (f"You are provided the following series of {in_words(len(frames))} frames from a "
+                f"{datetime.timedelta(seconds=int(seconds))} [H:MM:SS] video.\n")  # fmt: skip
+        for i in range(len(frames)):
+            minute, second = divmod(int(i / video.fps), 60)
+            text += f"\nFrame from {minute:02d}:{second:02d}:{self._whole}"
+        return self._read(frames, s, text + "\n\n")
+
+    @override
+    def batch(self, reads: Sequence[Read]) -> dict[str, Any]:
+        made = super().batch(reads)
+        return {**made, "pixel_values": made["pixel_values"][None]} if reads else made
+
+    def _tile(self, mark: str) -> str:
+        return f"{AROUND}<{mark}>{TOKEN * self.tokens}"
+
+    @property
+    def _whole(self) -> str:
+        return self._tile("global-img") + AROUND
+
+    def _read(self, tiles: list[PIL.Image.Image], s: Resizing, text: str, view: tuple[int, int] = (0, 0)) -> Read:
+        lines_columns = np.array([*[(0, 0)] * (len(tiles) - 1), view])
+        pixels = np.stack([to_pixels(tile, s.square) for tile in tiles])
+        arrays = {"pixel_values": pixels, "pixel_tiles": lines_columns}
+        return Read(arrays=arrays, tokens=self.tokens * len(tiles), text=text)
+
+
+def in_words(number: int) -> str:
+    """A number from 1 to 999 in English words, as SmolVLM2 writes the number of frames."""
+    if number > 999:
+        raise InputError(f"a video of {number} frames: give at most 999, such as read_video(path, frames=64)")
+    hundreds, rest = divmod(number, 100)
+    small = _UNITS[rest] if rest < 20 else "-".join(filter(None, (_TENS[rest // 10], _UNITS[rest % 10])))
+    return " and ".join(filter(None, (f"{_UNITS[hundreds]} hundred" if hundreds else "", small)))
