@@ -138,11 +138,12 @@ def test_a_frozen_decoder_does_not_change(text, tmp_path):
 
 @pytest.mark.full
 def test_learns_in_a_hundred_steps(text, tmp_path):
-    settings = Settings(steps=100, batch=6, size=128, questions=3, width=64, layers=1, rate=3e-3)
+    """The loss falls. So few steps teach the form of the answers; no held-out question is answered yet."""
+    settings = Settings(steps=100, batch=8, size=128, questions=4, width=64, layers=2, rate=3e-3)
     model = train(tmp_path / "out", text, settings, every=100, workers=1, held_out=20, say=str)
     log = logged(tmp_path / "out")
     assert [line["step"] for line in log] == [20, 40, 60, 80, 100]
-    assert log[-1]["loss"] < 0.6 * log[0]["loss"]
+    assert log[-1]["loss"] < 0.7 * log[0]["loss"]  # 3.79 and 6.52 where this was written
     params, processor = vlkv.load(model)
     page = pages.page(0, 128, held_out=True)
     assert vlkv.answer(params, processor, Image.fromarray(page.pixels), page.questions[0][0])
