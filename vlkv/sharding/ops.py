@@ -1,4 +1,4 @@
-"""Attention ops on a mesh, where each device computes a part.
+"""Ops on a mesh, where each device computes a part.
 
 XLA can split neither Pallas kernels nor the queue of blocks used for decoding on a CPU. So every op runs in `shard_map`
 on local arrays, and `pallas_kernels` chooses an implementation as on one device. Without a mesh (`jax.set_mesh`), on a
@@ -175,6 +175,32 @@ def _shard_map(f: Callable[..., Any], inputs: Any, outputs: Any, mesh_axes: dict
         return PartitionSpec(*(mesh_axes.get(axis) for axis in axes.split()))
 
     return jax.shard_map(f, in_specs=jax.tree.map(spec, inputs), out_specs=jax.tree.map(spec, outputs), check_vma=False)
+
+
+def sum_over_channels(f: Callable[..., Array], tokens: tuple[Array, ...], weights: tuple[Array, ...]) -> Array:
+    """Runs f(tokens, weights), which is a sum over the channels of the weights, on local arrays.
+
+    Args:
+        f: function of both tuples; returns [B, T, D].
+        tokens: arrays [B, T, ...], split by rows if `data` divides them.
+        weights: of maps to channels [E, F, D], except the last one, which maps back, [E, D, F]; split by channels if
+            `model` divides them.
+    """
+    mesh, model = _mesh(), _size(_MODEL)
+    if mesh is None:
+        return f(tokens, weights)
+    divides = model > 1 and weights[0].shape[1] % model == 0
+    mesh_axes = {
+        "B": _DATA if _DATA in mesh.shape and tokens[0].shape[0] % mesh.shape[_DATA] == 0 else None,
+        "F": _MODEL if divides else None,
+    }
+
+    def local(tokens: tuple[Array, ...], weights: tuple[Array, ...]) -> Array:
+        made = f(tokens, weights)
+        return jax.lax.psum(made, _MODEL) if divides else made
+
+    axes = ("B T D",) * len(tokens), (*("E F D",) * (len(weights) - 1), "E D F")
+    return _shard_map(local, axes, "B T D", mesh_axes)(tokens, weights)
 
 
 # --- ops of prefill and of scores -----------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ MESH_AXIS = {
     "vocab": "model",
 }
 
-# The last two parts of a parameter's path -> its axes; other parameters are replicated.
+# The last two parts of a parameter's path -> its last axes; other axes and parameters are replicated.
 _HEADS: Axes = ("heads", "head_dim", None)
 _WEIGHTS: dict[str, Axes] = {
     "query.weight": _HEADS, "query.bias": _HEADS[:2],
@@ -121,7 +121,8 @@ def path_name(keypath: tuple[Any, ...]) -> str:
 
 def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """The PartitionSpec of one parameter."""
-    return resolve(_WEIGHTS.get(".".join(path.split(".")[-2:]), (None,) * len(shape)), shape, mesh)
+    last = _WEIGHTS.get(".".join(path.split(".")[-2:]), ())
+    return resolve((*(None,) * (len(shape) - len(last)), *last), shape, mesh)
 
 
 def where(path: str, shape: tuple[int, ...], mesh: Mesh | None) -> Sharding:
