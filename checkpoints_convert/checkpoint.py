@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -77,14 +78,18 @@ class Checkpoint:
     def read(self, path: str, dtype: np.dtype) -> np.ndarray:
         """One parameter: its tensor, its part of a fused tensor, or a stack of tensors."""
         entries = self.by_path[path]
-        if entries[0].stacked:
-            stack = np.empty((len(entries), *entries[0].shape), dtype)
-            for i, entry in enumerate(entries):
-                stack[i] = tensors.cast(self.read_tensor(entry.key), dtype, entry.key)
-            return stack
-        array = self.read_tensor(entries[0].key)
-        part = entries[0].part
-        return tensors.cast(array if part is None else part.of(array), dtype, entries[0].key)
+        parts = (self._read(entry, dtype) for entry in entries)
+        first = next(parts)
+        if not entries[0].stacked:
+            return first
+        stack = np.empty((len(entries), *first.shape), dtype)
+        for i, part in enumerate(itertools.chain([first], parts)):
+            stack[i] = part
+        return stack
+
+    def _read(self, entry: Entry, dtype: np.dtype) -> np.ndarray:
+        array = self.read_tensor(entry.key)
+        return tensors.cast(array if entry.part is None else entry.part.of(array), dtype, entry.key)
 
     def read_tensor(self, key: str) -> np.ndarray:
         """One whole tensor."""

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -192,11 +192,11 @@ def _entries(name: Name, suffix: str, path: str, shapes: Mapping[str, Shape]) ->
         known = -math.prod(name.shape)
         shape = tuple(math.prod(shapes[path]) // known if n == -1 else n for n in name.shape)
         return (Entry(key, path, shape),)
-    *parent, own, leaf = path.split(".")
-    all_parts = [shapes[".".join((*parent, one, leaf))] for one in name.of]
+    before, own, after = next((before, own, after) for before, own, after in _splits(path) if own in name.of)
+    all_parts = [shapes[before + one + after] for one in name.of]
     take: tuple[slice, ...] = (slice(None),) * name.axis
     if name.by_head:  # [K, G queries + key + value, H, ...]
-        heads, head_dim, *rest = shapes[".".join((*parent, "key", leaf))]
+        heads, head_dim, *rest = shapes[f"{before}key{after}"]
         counts = [shape[0] // heads for shape in all_parts]
         view, take = (heads, sum(counts), head_dim, *rest), (slice(None),)
         fused = (math.prod(view[:3]), *rest)
@@ -208,6 +208,14 @@ def _entries(name: Name, suffix: str, path: str, shapes: Mapping[str, Shape]) ->
     first = sum(counts[: name.of.index(own)])
     part = Part(view, (*take, slice(first, first + counts[name.of.index(own)])), name.swapped)
     return (Entry(key, path, fused, part),)
+
+
+def _splits(path: str) -> Iterator[tuple[str, str, str]]:
+    """The path as a parameter's own name, and as a module and the name of its parameter: what is before and after."""
+    before, dot, own = path.rpartition(".")
+    yield before + dot, own, ""
+    before, dot, module = before.rpartition(".")
+    yield before + dot, module, f".{own}"
 
 
 def _on_disk(path: str, shape: Shape) -> Shape:

@@ -30,6 +30,8 @@ PUBLISHED = {
     "qwen3-vl-4b": 4_437_815_808,
     "qwen3-vl-8b": 8_767_123_696,
     "qwen3-vl-32b": 33_357_390_064,
+    "qwen3-vl-30b-a3b": 31_070_754_032,
+    "qwen3-vl-235b-a22b": 0,
     "internvl-1.5-26b": 25_514_186_112,
     "internvl2-1b": 938_158_976,
     "internvl2-2b": 2_205_754_368,
@@ -62,6 +64,8 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
     "phi-3-mini": 3_821_079_552,
     "internlm2-7b": 7_737_708_544,
 }
@@ -86,6 +90,8 @@ def text(raw, *, bias: bool = False) -> int:
     q, kv = (head_dim * raw.get(f"num_{x}_heads", raw["num_attention_heads"]) for x in ("attention", "key_value"))
     block = 2 * d * q + 2 * d * kv + (q + 2 * kv) * bias + 3 * d * f + 2 * d
     block += 2 * head_dim * raw["model_type"].startswith("qwen3")
+    if "num_experts" in raw:  # in all layers, with a router
+        block += raw["num_experts"] * (d + 3 * d * raw["moe_intermediate_size"]) - 3 * d * f
     tables = 1 if raw["tie_word_embeddings"] else 2
     return layers * block + d + tables * raw["vocab_size"] * d
 

@@ -177,30 +177,30 @@ def _shard_map(f: Callable[..., Any], inputs: Any, outputs: Any, mesh_axes: dict
     return jax.shard_map(f, in_specs=jax.tree.map(spec, inputs), out_specs=jax.tree.map(spec, outputs), check_vma=False)
 
 
-def sum_over_channels(f: Callable[..., Array], tokens: tuple[Array, ...], weights: tuple[Array, ...]) -> Array:
-    """Runs f(tokens, weights), which is a sum over the channels of the weights, on local arrays.
+def sum_over_experts(
+    f: Callable[..., Array], tokens: tuple[Array, Array], weights: tuple[Array, Array, Array]
+) -> Array:
+    """Runs f(tokens, weights, first), which is a sum over experts and their channels, on local arrays.
 
     Args:
-        f: function of both tuples; returns [B, T, D].
-        tokens: arrays [B, T, ...], split by rows if `data` divides them.
-        weights: of maps to channels [E, F, D], except the last one, which maps back, [E, D, F]; split by channels if
-            `model` divides them.
+        f: function of both tuples, and of the number of the first local expert; returns [B, T, D].
+        tokens: two arrays [B, T, ...], split by rows if `data` divides them.
+        weights: [E, F, D], [E, F, D] and [E, D, F], split by experts E, or by channels F, as in `MESH_AXIS`.
     """
     mesh, model = _mesh(), _size(_MODEL)
     if mesh is None:
-        return f(tokens, weights)
-    divides = model > 1 and weights[0].shape[1] % model == 0
-    mesh_axes = {
-        "B": _DATA if _DATA in mesh.shape and tokens[0].shape[0] % mesh.shape[_DATA] == 0 else None,
-        "F": _MODEL if divides else None,
-    }
+        return f(tokens, weights, 0)
+    experts, channels = weights[0].shape[:2]
+    axis = next((axis for axis, size in (("E", experts), ("F", channels)) if model > 1 and size % model == 0), "")
+    rows = _DATA if _DATA in mesh.shape and tokens[0].shape[0] % mesh.shape[_DATA] == 0 else None
 
     def local(tokens: tuple[Array, ...], weights: tuple[Array, ...]) -> Array:
-        made = f(tokens, weights)
-        return jax.lax.psum(made, _MODEL) if divides else made
+        first = jax.lax.axis_index(_MODEL) * len(weights[0]) if axis == "E" else 0
+        made = f(tokens, weights, first)
+        return jax.lax.psum(made, _MODEL) if axis else made
 
-    axes = ("B T D",) * len(tokens), (*("E F D",) * (len(weights) - 1), "E D F")
-    return _shard_map(local, axes, "B T D", mesh_axes)(tokens, weights)
+    axes = ("B T D", "B T D"), ("E F D", "E F D", "E D F")
+    return _shard_map(local, axes, "B T D", {"B": rows, axis: _MODEL})(tokens, weights)
 
 
 # --- ops of prefill and of scores -----------------------------------------------------------------------------------

@@ -33,11 +33,12 @@ MESH_AXIS = {
     "kv_heads": "model",
     "slots": "model",
     "head_dim": "model",  # if heads cannot be split, so that every weight is still read by only one chip
+    "experts": "model",
     "channels": "model",
     "vocab": "model",
 }
 
-# The last two parts of a parameter's path -> its last axes; other axes and parameters are replicated.
+# The last two parts of a parameter's path -> its axes; other parameters are replicated.
 _HEADS: Axes = ("heads", "head_dim", None)
 _WEIGHTS: dict[str, Axes] = {
     "query.weight": _HEADS, "query.bias": _HEADS[:2],
@@ -47,6 +48,8 @@ _WEIGHTS: dict[str, Axes] = {
     "gate.weight": ("channels", None), "gate.bias": ("channels",),
     "up.weight": ("channels", None), "up.bias": ("channels",),
     "down.weight": (None, "channels"),
+    "experts.gate": ("experts", "channels", None), "experts.up": ("experts", "channels", None),
+    "experts.down": ("experts", None, "channels"),
     "embedding.weight": ("vocab", None), "head.weight": ("vocab", None),
 }  # fmt: skip
 
@@ -82,7 +85,7 @@ def make_mesh(*, data: int = 1, model: int = 1, devices: Sequence[jax.Device] | 
 
     Args:
         data: number of devices over which rows of a batch are split.
-        model: number of devices over which heads, MLP channels and the vocabulary are split; on one host if possible.
+        model: number of devices over which heads, MLP channels, experts and the vocabulary are split; on one host if possible.
         devices: None: all devices of all processes.
 
     Raises:
@@ -121,8 +124,7 @@ def path_name(keypath: tuple[Any, ...]) -> str:
 
 def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """The PartitionSpec of one parameter."""
-    last = _WEIGHTS.get(".".join(path.split(".")[-2:]), ())
-    return resolve((*(None,) * (len(shape) - len(last)), *last), shape, mesh)
+    return resolve(_WEIGHTS.get(".".join(path.split(".")[-2:]), (None,) * len(shape)), shape, mesh)
 
 
 def where(path: str, shape: tuple[int, ...], mesh: Mesh | None) -> Sharding:

@@ -22,11 +22,11 @@ _LLAMA: Ours = {
 _QWEN3: Ours = _LLAMA | {
     "layers.*.query_norm": "layers.*.self_attn.q_norm", "layers.*.key_norm": "layers.*.self_attn.k_norm",
 }  # fmt: skip
-# Each expert's tensors, or one of all experts: in transformers' own form [E, 2 F, D], [E, D, F], or with exchanged axes.
+# Either each expert's tensors, or one of all experts: [E, 2 F, D] and [E, D, F], or with the last two axes exchanged.
 _EXPERTS = "layers.*.mlp.experts."
 _QWEN3_MOE = _QWEN3 | {
     "layers.*.experts.router": "layers.*.mlp.gate",
-    **{f"layers.*.experts.{ours}.weight": (
+    **{f"layers.*.experts.{ours}": (
         Stacked(f"{_EXPERTS}#.{ours}_proj.weight"),
         *(Fused(f"{_EXPERTS}{theirs}", of, axis=1, swapped=swapped) for swapped in (False, True)))
        for theirs, of in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))) for ours in of},
