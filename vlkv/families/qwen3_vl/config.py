@@ -43,7 +43,7 @@ class Qwen3VlConfig(NativeResolutionConfig):
 
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
-        return Qwen3VlPictures(settings=self.read_settings(folder, layout, ("image",)), config=self.vision)
+        return Qwen3VlPictures(settings=self.read_settings(folder, layout, ("image", "video")), config=self.vision)
 
     @classmethod
     @override
