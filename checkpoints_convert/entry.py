@@ -148,7 +148,9 @@ class Table:
     special: tuple[str, ...] = ()
 
 
-def make_entries(names: Names, shapes: Mapping[str, Shape], found: Mapping[str, Shape] | None = None) -> tuple[Entry, ...]:
+def make_entries(
+    names: Names, shapes: Mapping[str, Shape], found: Mapping[str, Shape] | None = None
+) -> tuple[Entry, ...]:
     """The entries of all our parameters.
 
     Args:

@@ -141,7 +141,6 @@ class DecoderConfig:
     experts: ExpertsConfig | None = None
     names: str = ""  # which tensor names the checkpoint has; see vlkv/families/text/weights.py
 
-
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer has experts in place of the MLP."""
         return self.experts is not None and layer in self.experts.layers

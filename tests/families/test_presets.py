@@ -7,6 +7,7 @@ import pytest
 
 import vlkv
 from vlkv.families import abstract
+from vlkv.tools.planning import arithmetic
 
 # As published; those of llava-1.5-13b, LLaVA-OneVision and NeXT-Video are what transformers makes of their configs, and
 # those of MobileVLM-V2 and EVE what this file counts.
@@ -31,7 +32,7 @@ PUBLISHED = {
     "qwen3-vl-8b": 8_767_123_696,
     "qwen3-vl-32b": 33_357_390_064,
     "qwen3-vl-30b-a3b": 31_070_754_032,
-    "qwen3-vl-235b-a22b": 0,
+    "qwen3-vl-235b-a22b": 235_670_022_896,
     "internvl-1.5-26b": 25_514_186_112,
     "internvl2-1b": 938_158_976,
     "internvl2-2b": 2_205_754_368,
@@ -200,7 +201,7 @@ def whole(raw) -> int:
             return text(raw, bias=True) + qwen2_tower(vision)
         case "qwen2_5_vl":
             return text(raw, bias=True) + qwen2_5_tower(vision)
-        case "qwen3_vl":
+        case "qwen3_vl" | "qwen3_vl_moe":
             return text(raw["text_config"]) + qwen3_tower(vision)
         case "internvl" | "internvl_chat":
             sizes = raw.get("text_config") or raw["llm_config"]
@@ -227,12 +228,23 @@ def test_parameters_are_as_many_as_published(name):
     assert sum(x.size for x in shapes) == PUBLISHED[name] - unused(raw)
 
 
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22), ("qwen3-vl-30b-a3b", 3.9), ("qwen3-8b", 8.2)],
+)
+def test_active_parameters(name, billions):
+    """As published; Qwen3-VL-30B-A3B has a tower of 0.5 billion besides."""
+    stored, active = arithmetic.parameters(vlkv.presets[name])
+    assert stored == PUBLISHED[name]
+    assert active / 1e9 == pytest.approx(billions, rel=0.02)
+
+
 # At least one of each family that transformers has.
 COUNTED = [
     "llava-1.5-13b", "llava-next-mistral-7b", "llava-onevision-0.5b", "llava-onevision-7b", "qwen2-vl-2b",
     "qwen2.5-vl-3b", "qwen3-vl-2b", "qwen3-vl-4b", "qwen3-vl-8b", "qwen3-vl-32b",
-    "internvl3-1b", "llama-3.2-1b", "mistral-7b", "qwen2-1.5b",
-    "qwen3-0.6b", "qwen3-8b",
+    "qwen3-vl-30b-a3b", "qwen3-vl-235b-a22b", "internvl3-1b", "llama-3.2-1b", "mistral-7b", "qwen2-1.5b",
+    "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "qwen3-235b-a22b",
 ]  # fmt: skip
 
 

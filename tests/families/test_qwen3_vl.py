@@ -18,8 +18,8 @@ from tests import reference
 from tests.families.common_qwen import BUCKETS, MERGE, ROWS, for_model, make, one_row, prompts, torch
 from tests.generation.test_decode import kept_entries
 from tests.generation.test_prompt import by_last_row
-from tests.processing.conftest import make_tokenizer
 from tests.policies.test_lightkv import attention_to_text, expected
+from tests.processing.conftest import make_tokenizer
 from vlkv import policies
 from vlkv.families import config_from_hf
 from vlkv.families.qwen2_vl.config import CONTENT
@@ -329,7 +329,12 @@ def test_the_text_of_a_prompt_with_videos_and_an_image(processor):
     inputs = processor([[videos[0], image, videos[1]]], ["one <video> two <image> three <video>?"])
     ids = inputs.tokens[0][inputs.valid[0]]
     text = processor.tokenizer.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-    for token, name in (("<|video_pad|>", "V"), ("<|image_pad|>", "I"), ("<|vision_start|>", "["), ("<|vision_end|>", "]")):
+    for token, name in (
+        ("<|video_pad|>", "V"),
+        ("<|image_pad|>", "I"),
+        ("<|vision_start|>", "["),
+        ("<|vision_end|>", "]"),
+    ):
         text = text.replace(token, name)
     tokens = 6  # of a frame of 64 x 96 pixels
     assert re.sub("V+|I+", lambda run: f"{run[0][0]}{len(run[0])}", text) == (

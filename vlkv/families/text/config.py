@@ -8,7 +8,17 @@ from typing import Any
 
 from typing_extensions import override
 
-from vlkv.config import DecoderConfig, ExpertsConfig, Raw, filled, is_token_id, positive, positives, require, require_all
+from vlkv.config import (
+    DecoderConfig,
+    ExpertsConfig,
+    Raw,
+    filled,
+    is_token_id,
+    positive,
+    positives,
+    require,
+    require_all,
+)
 from vlkv.errors import InputError
 from vlkv.families.text.rotary import read_rope
 from vlkv.processing.host import HostConfig
@@ -66,14 +76,17 @@ class Kind:
             vocab_size=c["vocab_size"], width=c["hidden_size"], mlp_width=c["intermediate_size"], layers=layers,
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, norm_eps=c["rms_norm_eps"], max_positions=limit,
             rope=read_rope(c, head_dim, interleaved=self.interleaved), tied=bool(c.get("tie_word_embeddings", False)),
-            experts=self._read_experts(c) if self.experts else None,
+            experts=self._read_experts(c, raw) if self.experts else None,
             qkv_bias=self.qkv_bias or bias, out_bias=bias and not self.qkv_bias, qk_norm=self.qk_norm, names=self.names,
         )  # fmt: skip
 
-    def _read_experts(self, c: Raw) -> ExpertsConfig | None:
-        """Which layers have experts, and their sizes; None if no layer has."""
+    def _read_experts(self, c: Raw, raw: Raw) -> ExpertsConfig | None:
+        """Which layers have experts, and their sizes; None if no layer has. `c` is `raw` with the defaults."""
         layers, every = c["num_hidden_layers"], positive("decoder_sparse_step", c["decoder_sparse_step"])
-        count = c.get("num_local_experts", c["num_experts"])  # transformers 5 writes the first name
+        count = c.get("num_local_experts", c["num_experts"])  # transformers 5 has both names for this field
+        if raw.get("num_experts") not in (None, count):
+            raise InputError(f"config.json: num_experts={raw['num_experts']!r} and num_local_experts={count!r} are "
+                             "names of the same field, so give one")  # fmt: skip
         if not is_token_id(count):
             raise InputError(f"config.json: num_experts={count!r} must be a whole number of at least 0")
         dense = c["mlp_only_layers"]
@@ -275,7 +288,7 @@ QWEN3 = {
 def _qwen3_moe(**sizes: Any) -> dict[str, Any]:
     return dict(KINDS["qwen3_moe"].defaults, model_type="qwen3_moe", head_dim=128, num_key_value_heads=4,
                 max_position_embeddings=40960, rope_theta=1e6, eos_token_id=[151645, 151643], norm_topk_prob=True,
-                tie_word_embeddings=False) | sizes  # fmt: skip
+                mlp_only_layers=[], tie_word_embeddings=False) | sizes  # fmt: skip
 
 
 QWEN3_MOE = {

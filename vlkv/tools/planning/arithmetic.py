@@ -104,8 +104,9 @@ def choose_mesh(job: Job, topology: Topology) -> tuple[int, int, str]:
     """Chooses (data, model) over all chips, and gives the reason.
 
     Prefers few chips on `model`, because chips on `data` do not wait for one another: the fewest for which the job fits
-    and the weights take at most a quarter of the memory, else at most half. Meshes that divide the heads come before
-    all others. If there is no such mesh, takes the most chips on `model` for which the job fits.
+    and the weights take at most a quarter of the memory, else at most half. If there is no such mesh, takes the most
+    chips on `model` for which the job fits. Meshes that divide the heads come before all others, unless weights would
+    take more than three quarters of the memory.
 
     Raises:
         InputError: no mesh of this number of chips divides the batch.
@@ -120,7 +121,7 @@ def choose_mesh(job: Job, topology: Topology) -> tuple[int, int, str]:
         raise InputError(f"--batch {job.batch}: {topology.count} chips need at least {least} rows, since at most "
                          f"{c.heads} chips share its heads; give a multiple of {least}, or fewer chips")  # fmt: skip
     weights = {model: weight_bytes(job.config, job.dtype, model, chip.platform) for _, model in {*whole, *split}}
-    tried = [(share, pairs) for pairs in (whole, split) for share in (0.25, 0.5)]
+    tried = [one for pairs in (whole, split) for one in ((0.25, pairs), (0.5, pairs), (0.75, pairs[::-1]))]
     for share, pairs in (*tried, (1.0, whole[::-1]), (1.0, split[::-1])):
         for data, model in pairs:
             cache = job.batch * job.row_bytes(model) / topology.count

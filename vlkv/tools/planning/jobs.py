@@ -153,7 +153,9 @@ def _described(job: Job, where: Topology, made: _Attempts, *, params: Any, input
     chosen = int(arithmetic.experts_read(job, mesh.shape["data"]) * experts)
     times: tuple[Estimate | None, Estimate | None] = (
         None if first is None else estimate(first, chip, slowdown=slow),
-        None if second is None else estimate(second, chip, kernel_bytes=read_bytes + chosen, weights=dense, slowdown=slow),
+        None
+        if second is None
+        else estimate(second, chip, kernel_bytes=read_bytes + chosen, weights=dense, slowdown=slow),
     )
     if not isinstance(mesh, Mesh):
         times = by_shapes(job, chip, where.count, weights=weights, unread=experts - chosen, read=read_bytes)
