@@ -74,7 +74,7 @@ class DecoderLayer(nnx.Module):
 
     @jax.jit
     def finish(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        """The rest of the layer: output projection, residual, and MLP or experts. `attended` is the output of attention."""
+        """The rest of the layer. `attended` is the output of attention, before the output projection."""
         x = x + self.out(attended)
         h = self.mlp_norm(x)
         if self.experts is not None:

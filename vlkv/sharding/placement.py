@@ -85,7 +85,8 @@ def make_mesh(*, data: int = 1, model: int = 1, devices: Sequence[jax.Device] | 
 
     Args:
         data: number of devices over which rows of a batch are split.
-        model: number of devices over which heads, MLP channels, experts and the vocabulary are split; on one host if possible.
+        model: number of devices over which heads, MLP channels, experts and the vocabulary are split; on one host if
+            possible.
         devices: None: all devices of all processes.
 
     Raises:

@@ -1,4 +1,6 @@
-"""Tensor names of decoders: Llama, Mistral and Qwen2 share theirs; Qwen3 adds two, Qwen3-MoE experts; Phi-3 and InternLM2 fuse some."""
+"""Tensor names of decoders: Llama, Mistral and Qwen2 share theirs. Qwen3 adds two, and Qwen3-MoE experts. Phi-3 and
+InternLM2 fuse some.
+"""
 
 from __future__ import annotations
 

@@ -112,7 +112,8 @@ def plan(
         runs = tuple(threads.map(lambda job: run(job, where, devices, params, say, whole=whole), jobs))
     stored, active = arithmetic.parameters(config)
     return Plan(
-        model=name, stored=stored, active=active, topology=where, data=data, model_axis=model_axis, mesh_reason=reason, dtype=dtype, batch=batch,
+        model=name, stored=stored, active=active,
+        topology=where, data=data, model_axis=model_axis, mesh_reason=reason, dtype=dtype, batch=batch,
         prompt=prompt, new_tokens=new_tokens, question=asked, quick=quick, runs=runs,
         notes=(ESTIMATES, *notes, *_notes(runs, quick)), seconds=time.perf_counter() - begin,
     )  # fmt: skip
