@@ -1,4 +1,4 @@
-"""Ops on a mesh, where each device computes a part.
+"""Attention ops on a mesh, where each device computes a part.
 
 XLA can split neither Pallas kernels nor the queue of blocks used for decoding on a CPU. So every op runs in `shard_map`
 on local arrays, and `pallas_kernels` chooses an implementation as on one device. Without a mesh (`jax.set_mesh`), on a
@@ -110,20 +110,21 @@ def _mesh() -> AbstractMesh | None:
     return mesh if kinds == {AxisType.Auto} else None
 
 
-def _size(axis: str) -> int:
+def axis_size(axis: str) -> int:
+    """Number of devices along an axis of the current mesh; 1 without a mesh."""
     mesh = _mesh()
     return 1 if mesh is None else mesh.shape.get(axis, 1)
 
 
 def slot_parts(columns: int, model: int | None = None) -> int:
     """M: 1 if the columns of the pool can be split over `model` devices (None: of the mesh), else their number."""
-    model = _size(_MODEL) if model is None else model
+    model = axis_size(_MODEL) if model is None else model
     return model if columns % model else 1
 
 
 def by_row(f: Callable[..., Any], batch: int) -> Callable[..., Any]:
     """`jax.vmap(f)` over the rows of a batch, which are split over `data` in the ops that f calls."""
-    divides = _size(_DATA) > 1 and batch % _size(_DATA) == 0
+    divides = axis_size(_DATA) > 1 and batch % axis_size(_DATA) == 0
     return jax.vmap(f, spmd_axis_name=_DATA if divides else None)
 
 
@@ -150,7 +151,7 @@ def split(
         InputError: the cache was made on another mesh.
     """
     mesh = _mesh()
-    model = _size(_MODEL)
+    model = axis_size(_MODEL)
     if parts not in (1, model):
         raise InputError(f"the slots of the cache are in {parts} parts, but `model` of the current mesh has {model} "
                          f"devices: set a mesh with model={parts}, or make the cache again")  # fmt: skip
@@ -177,32 +178,6 @@ def _shard_map(f: Callable[..., Any], inputs: Any, outputs: Any, mesh_axes: dict
     return jax.shard_map(f, in_specs=jax.tree.map(spec, inputs), out_specs=jax.tree.map(spec, outputs), check_vma=False)
 
 
-def sum_over_experts(
-    f: Callable[..., Array], tokens: tuple[Array, Array], weights: tuple[Array, Array, Array]
-) -> Array:
-    """Runs f(tokens, weights, first), which is a sum over experts and their channels, on local arrays.
-
-    Args:
-        f: function of both tuples, and of the number of the first local expert; returns [B, T, D].
-        tokens: two arrays [B, T, ...], split by rows if `data` divides them.
-        weights: [E, F, D], [E, F, D] and [E, D, F], split by experts E, or by channels F, as in `MESH_AXIS`.
-    """
-    mesh, model = _mesh(), _size(_MODEL)
-    if mesh is None:
-        return f(tokens, weights, 0)
-    experts, channels = weights[0].shape[:2]
-    axis = next((axis for axis, size in (("E", experts), ("F", channels)) if model > 1 and size % model == 0), "")
-    rows = _DATA if _DATA in mesh.shape and tokens[0].shape[0] % mesh.shape[_DATA] == 0 else None
-
-    def local(tokens: tuple[Array, ...], weights: tuple[Array, ...]) -> Array:
-        first = jax.lax.axis_index(_MODEL) * len(weights[0]) if axis == "E" else 0
-        made = f(tokens, weights, first)
-        return jax.lax.psum(made, _MODEL) if axis else made
-
-    axes = ("B T D", "B T D"), ("E F D", "E F D", "E D F")
-    return _shard_map(local, axes, "B T D", {"B": rows, axis: _MODEL})(tokens, weights)
-
-
 # --- ops of prefill and of scores -----------------------------------------------------------------------------------
 
 
@@ -214,7 +189,7 @@ def _over_heads(
     If it is a multiple, the queries of a key head are divided among several devices, padded to equal numbers. Each
     device gets all keys and uses one head of them.
     """
-    mesh, model = _mesh(), _size(_MODEL)
+    mesh, model = _mesh(), axis_size(_MODEL)
     if mesh is None:
         return f(*arrays)
     batch = next((x.shape[0] for x, names in zip(arrays, axes, strict=True) if names.startswith("B")), 0)
