@@ -7,7 +7,6 @@ parameters: our projections have an axis for the heads, and several of our param
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -166,19 +165,19 @@ def make_entries(
             found.get(entry.key) == entry.shape for entry in entries
         )
 
-    made = (max((_entries(name, *where) for name in options), key=hits)
-            for options, *where in (_options(names.ours, path, shapes) for path in shapes))  # fmt: skip
-    return tuple(itertools.chain.from_iterable(made))
+    made: list[Entry] = []
+    for path in shapes:
+        options, suffix = _options(names.ours, path)
+        made += max((_entries(name, suffix, path, shapes) for name in options), key=hits)
+    return tuple(made)
 
 
-def _options(
-    ours: Mapping[str, Name | tuple[Name, ...]], path: str, shapes: Mapping[str, Shape]
-) -> tuple[tuple[Name, ...], str, str, Mapping[str, Shape]]:
-    """The names of a parameter, and the other arguments of `_entries`."""
+def _options(ours: Mapping[str, Name | tuple[Name, ...]], path: str) -> tuple[tuple[Name, ...], str]:
+    """The names of a parameter, and what follows them in the checkpoint."""
     general = re.sub(r"\.\d+\.", ".*.", path)
     module, _, leaf = general.rpartition(".")
     name, suffix = (ours[general], "") if general in ours else (ours[module], f".{leaf}")
-    return name if isinstance(name, tuple) else (name,), suffix, path, shapes
+    return name if isinstance(name, tuple) else (name,), suffix
 
 
 def _entries(name: Name, suffix: str, path: str, shapes: Mapping[str, Shape]) -> tuple[Entry, ...]:
@@ -188,8 +187,8 @@ def _entries(name: Name, suffix: str, path: str, shapes: Mapping[str, Shape]) ->
     if isinstance(name, str):
         return (Entry(key, path, _on_disk(path, shapes[path])),)
     if isinstance(name, Stacked):
-        count, *shape = shapes[path]
-        return tuple(Entry(key.replace("#", str(i)), path, tuple(shape), stacked=True) for i in range(count))
+        count, *each = shapes[path]
+        return tuple(Entry(key.replace("#", str(i)), path, tuple(each), stacked=True) for i in range(count))
     if isinstance(name, Shaped):
         known = -math.prod(name.shape)
         shape = tuple(math.prod(shapes[path]) // known if n == -1 else n for n in name.shape)

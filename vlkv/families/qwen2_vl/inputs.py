@@ -228,7 +228,7 @@ class ScaleSettings:
         plain = {"do_resize": False, "do_center_crop": False}
         return cls(least=least, most=most, pixels=PixelSettings.from_hf({**s, **plain}, source, kinds=_KINDS))
 
-    def scaled(self, height: int, width: int, factor: int, frames: int = 1, whole: int = 1) -> tuple[int, int]:
+    def scaled(self, height: int, width: int, factor: int, frames: int = 1, rounded: int = 1) -> tuple[int, int]:
         """Height and width after resizing: multiples of `factor` pixels, within the limits, nearly the same shape.
 
         It rounds half to even, like the reference.
@@ -238,7 +238,7 @@ class ScaleSettings:
             width: in pixels.
             factor: pixels per side of a token.
             frames: number of frames that the limits apply to together.
-            whole: `frames`, rounded to whole patches along time.
+            rounded: `frames`, rounded to whole patches along time.
 
         Raises:
             InputError: the image is too long and thin.
@@ -246,7 +246,7 @@ class ScaleSettings:
         if max(height, width) > _STEEPEST * min(height, width):
             raise InputError(f"the {width} x {height} image is too long and thin: one side may be at most {_STEEPEST} "
                              "times the other; crop it")  # fmt: skip
-        nearest = whole * round(height / factor) * factor * round(width / factor) * factor
+        nearest = rounded * round(height / factor) * factor * round(width / factor) * factor
         area = frames * height * width
         shrink, stretch = math.sqrt(area / self.most), math.sqrt(self.least / area)
 

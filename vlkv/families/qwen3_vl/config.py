@@ -23,7 +23,7 @@ from vlkv.processing.templates import chatml
 # Class defaults in transformers, by family.
 _POSITIONS = {"max_position_embeddings": 128000, "rope_theta": 5e5}
 _DECODERS = {
-    "qwen3_vl": Kind(names="qwen3", qk_norm=True, interleaved=True, defaults=KINDS["qwen3"].defaults | _POSITIONS),
+    "qwen3_vl": Kind(names="qwen3", qk_norm=True, interleaved=True, defaults={**KINDS["qwen3"].defaults, **_POSITIONS}),
     "qwen3_vl_moe": Kind(names="qwen3_moe", qk_norm=True, interleaved=True, experts=True, normalised=True, defaults={
         **KINDS["qwen3_moe"].defaults, **_POSITIONS, "intermediate_size": 5632, "num_attention_heads": 16,
         "num_key_value_heads": 16, "moe_intermediate_size": 1408, "num_experts_per_tok": 4, "num_experts": 60}),
