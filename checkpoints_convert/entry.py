@@ -168,7 +168,8 @@ def make_entries(
     made: list[Entry] = []
     for path in shapes:
         options, suffix = _options(names.ours, path)
-        made += max((_entries(name, suffix, path, shapes) for name in options), key=hits)
+        every = [_entries(name, suffix, path, shapes) for name in options]
+        made += max(every, key=hits)
     return tuple(made)
 
 
