@@ -169,7 +169,8 @@ def make_entries(
     for path in shapes:
         options, suffix = _options(names.ours, path)
         every = [_entries(name, suffix, path, shapes) for name in options]
-        made += max(every, key=hits)
+        best = max(every, key=hits)
+        made += best
     return tuple(made)
 
 
