@@ -6,6 +6,8 @@ Every error in a folder raises an InputError with the file or the key.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -65,10 +67,29 @@ class Checkpoint:
                 files.setdefault(beside.name, beside)
         return dict(sorted(files.items()))
 
-    def read(self, entry: Entry) -> np.ndarray:
-        """One parameter: its tensor, or its part of a fused tensor."""
+    @functools.cached_property
+    def by_path(self) -> Mapping[str, tuple[Entry, ...]]:
+        """The entries of each parameter."""
+        grouped: dict[str, list[Entry]] = {}
+        for entry in self.entries:
+            grouped.setdefault(entry.path, []).append(entry)
+        return {path: tuple(entries) for path, entries in grouped.items()}
+
+    def read(self, path: str, dtype: np.dtype) -> np.ndarray:
+        """One parameter: its tensor, its part of a fused tensor, or a stack of tensors."""
+        entries = self.by_path[path]
+        parts = (self._read(entry, dtype) for entry in entries)
+        first = next(parts)
+        if not entries[0].stacked:
+            return first
+        stack = np.empty((len(entries), *first.shape), dtype)
+        for i, part in enumerate(itertools.chain([first], parts)):
+            stack[i] = part
+        return stack
+
+    def _read(self, entry: Entry, dtype: np.dtype) -> np.ndarray:
         array = self.read_tensor(entry.key)
-        return array if entry.part is None else entry.part.of(array)
+        return tensors.cast(array if entry.part is None else entry.part.of(array), dtype, entry.key)
 
     def read_tensor(self, key: str) -> np.ndarray:
         """One whole tensor."""
@@ -114,7 +135,7 @@ def open_checkpoint(folder: Path, table: Table, *, pickled: bool = False) -> Che
             found[key] = tensor
     found |= _tower_beside(folder, base, table, found, pickled)
     adapter = adapters.open_adapter(folder, table.names.canonical, pickled=pickled)
-    made = make_entries(table.names, table.shapes())
+    made = make_entries(table.names, table.shapes(), {key: tensor.shape for key, tensor in found.items()})
     embedding, head = (next(entry.key for entry in made if entry.path == path) for path in (_EMBEDDING, HEAD))
     if table.tied:
         found = _tie(found, embedding, head, adapter)

@@ -178,8 +178,8 @@ def _plan(checkpoint: Checkpoint, dtype: np.dtype | None, kind: Format) -> dict[
 
 def _sizes_of_parameters(checkpoint: Checkpoint, dtype: np.dtype | None) -> Iterator[tuple[str, int]]:
     shapes = checkpoint.table.shapes()
-    for entry in checkpoint.entries:
-        yield entry.path, _size(shapes[entry.path], dtype or pieces.stored_dtype(checkpoint, entry.key))
+    for path, entries in checkpoint.by_path.items():
+        yield path, _size(shapes[path], dtype or pieces.stored_dtype(checkpoint, entries[0].key))
 
 
 def _size(shape: tuple[int, ...], dtype: np.dtype) -> int:
@@ -218,7 +218,7 @@ def _weights(
     checkpoint: Checkpoint, plan: dict[str, list[str]], dtype: np.dtype | None
 ) -> dict[str, tuple[str, str, tuple[int, ...]]]:
     """Parameter -> its piece, dtype and shape."""
-    shapes, keys = checkpoint.table.shapes(), {entry.path: entry.key for entry in checkpoint.entries}
+    shapes, keys = checkpoint.table.shapes(), {path: entries[0].key for path, entries in checkpoint.by_path.items()}
     return {
         path: (piece, (dtype or pieces.stored_dtype(checkpoint, keys[path])).name, shapes[path])
         for piece, paths in plan.items()

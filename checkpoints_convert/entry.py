@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,42 +22,53 @@ HEAD = "decoder.head.weight"  # if the checkpoint has it, it is used even if the
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One parameter's part of a fused tensor: reshape to `view`, then take the slices `take`."""
+    """One parameter's part of a fused tensor: reshape to `view`, exchange the last two axes if `swapped`, take `take`.
+
+    `take` has a slice for each of the first axes.
+    """
 
     view: Shape
     take: tuple[slice, ...]
+    swapped: bool = False
 
     def of(self, array: np.ndarray) -> np.ndarray:
         """The part of the given tensor."""
-        return array.reshape(self.view)[self.take]
+        array = array.reshape(self.view)
+        return (array.swapaxes(-1, -2) if self.swapped else array)[self.take]
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """One of our parameters: name and shape of its tensor in the checkpoint (new names), and its path in our tree.
 
-    If several parameters share a fused tensor, each has an entry with the same key and its part.
+    If several parameters share a fused tensor, each has an entry with the same key and its part. If a parameter is a
+    stack of tensors, it has an entry for each of them, in order.
     """
 
     key: str
     path: str
     shape: Shape
     part: Part | None = None
+    stacked: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """A tensor that contains the rows of several of our modules.
+    """A tensor that contains the rows of several of our modules, or of one.
 
     Attributes:
         key: its name.
         of: the names of our modules in it, in order, without their parents.
         by_head: True: the rows are grouped by key head: its queries, its key, its value, then the next head.
+        axis: of the rows in our parameters; 1 if these are stacks.
+        swapped: whether the last two axes of the tensor are exchanged.
     """
 
     key: str
     of: tuple[str, ...] = ("query", "key", "value")
     by_head: bool = False
+    axis: int = 0
+    swapped: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +79,14 @@ class Shaped:
     shape: Shape
 
 
-Name = str | Fused | Shaped
+@dataclasses.dataclass(frozen=True)
+class Stacked:
+    """A tensor for each entry of our parameter's first axis; `#` in the key is its number."""
+
+    key: str
+
+
+Name = str | Fused | Shaped | Stacked
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,14 +95,14 @@ class Names:
 
     Attributes:
         ours: path of our module or parameter -> its name in the checkpoint; `*` is the number of a layer. The name of a
-            module applies to its weight and bias.
+            module applies to its weight and bias. Several names: checkpoints differ; see `make_entries`.
         renames: (regular expression, replacement) pairs that turn older names into the new ones.
         unused: regular expression of tensors that are known and not needed.
         blocks: if `unused` captures a number, it is a block of the tower, and only blocks from this one on are unused.
         tower: folder and prefix of the tower's tensors, for checkpoints that may have the tower in a separate folder.
     """
 
-    ours: Mapping[str, Name]
+    ours: Mapping[str, Name | tuple[Name, ...]]
     renames: tuple[tuple[str, str], ...] = ()
     unused: str = r"(?!)"
     blocks: int = 0
@@ -129,37 +147,78 @@ class Table:
     special: tuple[str, ...] = ()
 
 
-def make_entries(names: Names, shapes: Mapping[str, Shape]) -> tuple[Entry, ...]:
-    """One entry for each of our parameters."""
-    return tuple(_entry(names.ours, path, shapes) for path in shapes)
+def make_entries(
+    names: Names, shapes: Mapping[str, Shape], found: Mapping[str, Shape] | None = None
+) -> tuple[Entry, ...]:
+    """The entries of all our parameters.
+
+    Args:
+        names: of the family.
+        shapes: of our parameters by path.
+        found: shapes of the checkpoint's tensors by new name. If a parameter has several names, the one is used of
+            which most tensors are there; of two with the same keys, the one with the shapes that are there.
+    """
+    found = found or {}
+
+    def hits(entries: tuple[Entry, ...]) -> tuple[float, bool]:
+        return sum(entry.key in found for entry in entries) / len(entries), all(
+            found.get(entry.key) == entry.shape for entry in entries
+        )
+
+    made: list[Entry] = []
+    for path in shapes:
+        options, suffix = _options(names.ours, path)
+        every = [_entries(name, suffix, path, shapes) for name in options]
+        best = max(every, key=hits)
+        made += best
+    return tuple(made)
 
 
-def _entry(ours: Mapping[str, Name], path: str, shapes: Mapping[str, Shape]) -> Entry:
-    number = next(iter(re.findall(r"\.(\d+)\.", path)), "")
+def _options(ours: Mapping[str, Name | tuple[Name, ...]], path: str) -> tuple[tuple[Name, ...], str]:
+    """The names of a parameter, and what follows them in the checkpoint."""
     general = re.sub(r"\.\d+\.", ".*.", path)
     module, _, leaf = general.rpartition(".")
     name, suffix = (ours[general], "") if general in ours else (ours[module], f".{leaf}")
+    return name if isinstance(name, tuple) else (name,), suffix
+
+
+def _entries(name: Name, suffix: str, path: str, shapes: Mapping[str, Shape]) -> tuple[Entry, ...]:
+    """The entries of one parameter, whose name in the checkpoint is `name` and then `suffix`."""
+    number = next(iter(re.findall(r"\.(\d+)\.", path)), "")
+    key = (name if isinstance(name, str) else name.key).replace("*", number) + suffix
     if isinstance(name, str):
-        return Entry(name.replace("*", number) + suffix, path, _on_disk(path, shapes[path]))
-    key = name.key.replace("*", number) + suffix
+        return (Entry(key, path, _on_disk(path, shapes[path])),)
+    if isinstance(name, Stacked):
+        count, *each = shapes[path]
+        return tuple(Entry(key.replace("#", str(i)), path, tuple(each), stacked=True) for i in range(count))
     if isinstance(name, Shaped):
         known = -math.prod(name.shape)
         shape = tuple(math.prod(shapes[path]) // known if n == -1 else n for n in name.shape)
-        return Entry(key, path, shape)
-    *parent, own, leaf = path.split(".")
-    all_parts = [shapes[".".join((*parent, one, leaf))] for one in name.of]
-    take: tuple[slice, ...] = ()
+        return (Entry(key, path, shape),)
+    before, own, after = next((before, own, after) for before, own, after in _splits(path) if own in name.of)
+    all_parts = [shapes[before + one + after] for one in name.of]
+    take: tuple[slice, ...] = (slice(None),) * name.axis
     if name.by_head:  # [K, G queries + key + value, H, ...]
-        heads, head_dim, *rest = shapes[".".join((*parent, "key", leaf))]
+        heads, head_dim, *rest = shapes[f"{before}key{after}"]
         counts = [shape[0] // heads for shape in all_parts]
         view, take = (heads, sum(counts), head_dim, *rest), (slice(None),)
         fused = (math.prod(view[:3]), *rest)
     else:
         flat = [_on_disk(path, shape) for shape in all_parts]
-        counts = [shape[0] for shape in flat]
-        view = fused = (sum(counts), *flat[0][1:])
+        counts = [shape[name.axis] for shape in flat]
+        view = (*flat[0][: name.axis], sum(counts), *flat[0][name.axis + 1 :])
+        view = fused = (*view[:-2], view[-1], view[-2]) if name.swapped else view
     first = sum(counts[: name.of.index(own)])
-    return Entry(key, path, fused, Part(view, (*take, slice(first, first + counts[name.of.index(own)]))))
+    part = Part(view, (*take, slice(first, first + counts[name.of.index(own)])), name.swapped)
+    return (Entry(key, path, fused, part),)
+
+
+def _splits(path: str) -> Iterator[tuple[str, str, str]]:
+    """The path as a parameter's own name, and as a module and the name of its parameter: what is before and after."""
+    before, dot, own = path.rpartition(".")
+    yield before + dot, own, ""
+    before, dot, module = before.rpartition(".")
+    yield before + dot, module, f".{own}"
 
 
 def _on_disk(path: str, shape: Shape) -> Shape:

@@ -19,7 +19,6 @@ import numpy as np
 from checkpoints_convert.checkpoint import Checkpoint
 from checkpoints_convert.entry import HEAD, Table
 from checkpoints_convert.sources import MANIFEST
-from checkpoints_convert.tensors import cast
 from vlkv.errors import InputError
 from vlkv.files import one_line, read_json, require_json
 
@@ -45,12 +44,10 @@ def write(
     """Writes the parameters `paths` atomically as one piece; returns their bytes. Calls `done` after each parameter."""
     import orbax.checkpoint as ocp  # noqa: PLC0415 (takes a second, and is rarely needed)
 
-    wanted, entries = checkpoint.table.shapes(), {entry.path: entry for entry in checkpoint.entries}
-    arrays = {}
+    wanted, arrays = checkpoint.table.shapes(), {}
     for path in paths:
-        entry = entries[path]
-        kind = dtype or stored_dtype(checkpoint, entry.key)
-        arrays[path] = cast(checkpoint.read(entry), kind, entry.key).reshape(wanted[path])
+        kind = dtype or stored_dtype(checkpoint, checkpoint.by_path[path][0].key)
+        arrays[path] = checkpoint.read(path, kind).reshape(wanted[path])
         done()
     save = ocp.args.PyTreeSave(arrays, {path: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for path in arrays})
     with _quiet():

@@ -41,8 +41,19 @@ def _project(layer, x, positions, rope):
 def _finish(layer, x, attended):
     x = x + np.einsum("tnh,dnh->td", attended, _array(layer.out.weight))
     h = _norm(x, layer.mlp_norm)
+    if layer.experts is not None:
+        return x + _mixture(layer.experts, h)
     gate, up = h @ _array(layer.gate.weight).T, h @ _array(layer.up.weight).T
     return x + (gate / (1 + np.exp(-gate)) * up) @ _array(layer.down.weight).T
+
+
+def _mixture(experts, h):
+    """The experts one by one, each for all tokens; those that a token does not choose have share 0."""
+    share = _softmax(h @ _array(experts.router.weight).T)
+    share = np.where(share >= np.sort(share, axis=1)[:, -experts.active, None], share, 0)
+    share = share / (share.sum(axis=1, keepdims=True) if experts.normalised else 1)
+    gate, up = (np.einsum("td,efd->tef", h, _array(weight)) for weight in (experts.gate, experts.up))
+    return np.einsum("te,tef,edf->td", share, gate / (1 + np.exp(-gate)) * up, _array(experts.down))
 
 
 def _softmax(x, n=0.0):

@@ -101,12 +101,31 @@ class RopeConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Mixtures of experts, which some layers of a decoder have in place of the MLP.
+
+    Attributes:
+        layers: indices of these layers.
+        count: number of experts of a layer.
+        active: number of experts that a token passes through.
+        width: channels of an expert.
+        normalised: whether the shares of a token's active experts sum to 1.
+    """
+
+    layers: tuple[int, ...]
+    count: int
+    active: int
+    width: int
+    normalised: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """A decoder of RMSNorm, RoPE, grouped-query attention and gated MLP."""
+    """A decoder of RMSNorm, RoPE, grouped-query attention and gated MLP or mixture of experts."""
 
     vocab_size: int
     width: int  # D
-    mlp_width: int
+    mlp_width: int  # of layers without experts
     layers: int  # L
     heads: int  # N
     kv_heads: int  # K
@@ -119,7 +138,18 @@ class DecoderConfig:
     qk_norm: bool = False  # an RMSNorm of the queries and one of the keys of each head, before RoPE
     log_from: int | None = None  # log-length scaling: number of tokens from which queries are scaled; see `Decoder`
     tied: bool = False  # the output head is the embedding table
+    experts: ExpertsConfig | None = None
     names: str = ""  # which tensor names the checkpoint has; see vlkv/families/text/weights.py
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer has experts in place of the MLP."""
+        return self.experts is not None and layer in self.experts.layers
+
+    @property
+    def idle_parameters(self) -> int:
+        """Number of parameters of the experts that a token does not pass through, in all layers."""
+        e = self.experts
+        return 0 if e is None else len(e.layers) * (e.count - e.active) * 3 * e.width * self.width
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

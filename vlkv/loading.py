@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 from checkpoints_convert import checkpoint, pieces
 from checkpoints_convert.entry import HEAD
 from checkpoints_convert.sources import ADAPTER, base_of, with_settings
-from checkpoints_convert.tensors import cast
 from vlkv import sharding
 from vlkv.buckets import Buckets
 from vlkv.errors import InputError
@@ -83,12 +82,10 @@ def read_params(source: checkpoint.Checkpoint, *, dtype: DTypeLike | None, mesh:
     dtype = source.dtype if dtype is None else jnp.dtype(dtype)
     shapes = abstract(with_head(read_config(source.folder), tied=source.tied), dtype)
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
-    entries = {entry.path: entry for entry in source.entries}
     arrays = []
     for keypath, leaf in leaves:
         path = sharding.path_name(keypath)
-        array = cast(source.read(entries[path]), leaf.dtype, entries[path].key)
-        arrays.append(sharding.place(path, array.reshape(leaf.shape), mesh))
+        arrays.append(sharding.place(path, source.read(path, leaf.dtype).reshape(leaf.shape), mesh))
     return jax.tree_util.tree_unflatten(structure, arrays)
 
 

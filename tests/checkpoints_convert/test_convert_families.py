@@ -57,6 +57,7 @@ MOBILEVLM = (
     (r"^model\.multi_modal_projector\.depthwise\.", "model.mm_projector.peg.peg.0."),
 )
 
+EXPERTS = dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=12, mlp_only_layers=[])
 CASES: dict[str, tuple[dict[str, Any], tuple[tuple[str, str], ...]]] = {
     "llava": ({"model_type": "llava", "text_config": LLAMA, "vision_config": CLIP}, LLAVA_4),
     "llava_next": ({"model_type": "llava_next", **LLAVA_NEXT}, LLAVA_4),
@@ -116,6 +117,14 @@ CASES: dict[str, tuple[dict[str, Any], tuple[tuple[str, str], ...]]] = {
                                patch_size=4, num_position_embeddings=9, deepstack_visual_indexes=[0, 1])},
         ((r"^model\.language_model\.", "model."), (r"^model\.visual\.", "visual.")),
     ),
+    "qwen3_vl_moe": (
+        {"model_type": "qwen3_vl_moe", "tie_word_embeddings": False,
+         "text_config": {**TEXT, **EXPERTS, "model_type": "qwen3_vl_moe_text", "head_dim": 8,
+                         "rope_parameters": {"mrope_section": [2, 1, 1], "rope_type": "default"}},
+         "vision_config": dict(depth=2, hidden_size=16, intermediate_size=20, num_heads=2, out_hidden_size=16,
+                               patch_size=4, num_position_embeddings=9, deepstack_visual_indexes=[0, 1])},
+        ((r"^model\.language_model\.", "model."), (r"^model\.visual\.", "visual.")),
+    ),
     "qwen": (
         dict(model_type="qwen", vocab_size=40, hidden_size=128, num_hidden_layers=1, num_attention_heads=2,
              kv_channels=8, intermediate_size=32, visual=dict(
@@ -127,6 +136,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[tuple[str, str], ...]]] = {
     "mistral": ({**TEXT, "model_type": "mistral", "sliding_window": None}, ()),
     "qwen2": (QWEN2, ()),
     "qwen3": ({**TEXT, "model_type": "qwen3", "head_dim": 8}, ()),
+    "qwen3_moe": ({**TEXT, **EXPERTS, "model_type": "qwen3_moe", "head_dim": 8}, ()),
     "phi3": (PHI3, ()),
     "internlm2": ({**TEXT, "model_type": "internlm2", "bias": True}, ((r"^lm_head\.", "output."),)),
 }  # fmt: skip
@@ -163,7 +173,7 @@ def test_no_family_is_forgotten():
     assert {name.split(" ")[0] for name in CASES} == set(FAMILIES)
 
 
-@pytest.mark.default("mobilevlm", "internvl_chat", "qwen2_vl")
+@pytest.mark.default("mobilevlm", "internvl_chat", "qwen2_vl", "qwen3_moe")
 @pytest.mark.parametrize("name", CASES)
 def test_what_was_converted_holds_the_same_bits(tmp_path, monkeypatch, name):
     raw, renames = CASES[name]

@@ -18,7 +18,8 @@ KINDS = ("qwen2_vl", "qwen2_5_vl")
 def make(kind: str, seed: int = 0, **changes):
     """A tower with three blocks; in Qwen2.5-VL two of them have windows of 2 x 2 tokens.
 
-    In Qwen3-VL the decoder has four layers, and each block of the tower is added to one of the first three.
+    In Qwen3-VL the decoder has four layers, and each block of the tower is added to one of the first three. Its second
+    form has experts in all layers but the second.
     """
     tied = changes.pop("tied", False)
     text = dict(
@@ -30,8 +31,11 @@ def make(kind: str, seed: int = 0, **changes):
     if kind == "qwen2_vl":
         classes = transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration
         vision |= dict(embed_dim=32, hidden_size=48, mlp_ratio=2)
-    elif kind == "qwen3_vl":
+    elif kind in ("qwen3_vl", "qwen3_vl_moe"):
         classes = transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration
+        if kind == "qwen3_vl_moe":
+            classes = transformers.Qwen3VLMoeConfig, transformers.Qwen3VLMoeForConditionalGeneration
+            text |= dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20, mlp_only_layers=[1])
         vision |= dict(hidden_size=32, out_hidden_size=48, intermediate_size=40, num_position_embeddings=25,
                        deepstack_visual_indexes=[0, 1, 2])  # fmt: skip
         text |= dict(num_hidden_layers=4, head_dim=16)

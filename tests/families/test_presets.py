@@ -7,6 +7,7 @@ import pytest
 
 import vlkv
 from vlkv.families import abstract
+from vlkv.tools.planning import arithmetic
 
 # As published; those of llava-1.5-13b, LLaVA-OneVision and NeXT-Video are what transformers makes of their configs, and
 # those of MobileVLM-V2 and EVE what this file counts.
@@ -30,6 +31,8 @@ PUBLISHED = {
     "qwen3-vl-4b": 4_437_815_808,
     "qwen3-vl-8b": 8_767_123_696,
     "qwen3-vl-32b": 33_357_390_064,
+    "qwen3-vl-30b-a3b": 31_070_754_032,
+    "qwen3-vl-235b-a22b": 235_670_022_896,
     "internvl-1.5-26b": 25_514_186_112,
     "internvl2-1b": 938_158_976,
     "internvl2-2b": 2_205_754_368,
@@ -69,6 +72,8 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
     "phi-3-mini": 3_821_079_552,
     "internlm2-7b": 7_737_708_544,
 }
@@ -93,6 +98,8 @@ def text(raw, *, bias: bool = False) -> int:
     q, kv = (head_dim * raw.get(f"num_{x}_heads", raw["num_attention_heads"]) for x in ("attention", "key_value"))
     block = 2 * d * q + 2 * d * kv + (q + 2 * kv) * bias + 3 * d * f + 2 * d
     block += 2 * head_dim * raw["model_type"].startswith("qwen3")
+    if "num_experts" in raw:  # in all layers, with a router
+        block += raw["num_experts"] * (d + 3 * d * raw["moe_intermediate_size"]) - 3 * d * f
     tables = 1 if raw["tie_word_embeddings"] else 2
     return layers * block + d + tables * raw["vocab_size"] * d
 
@@ -201,7 +208,7 @@ def whole(raw) -> int:
             return text(raw, bias=True) + qwen2_tower(vision)
         case "qwen2_5_vl":
             return text(raw, bias=True) + qwen2_5_tower(vision)
-        case "qwen3_vl":
+        case "qwen3_vl" | "qwen3_vl_moe":
             return text(raw["text_config"]) + qwen3_tower(vision)
         case "internvl" | "internvl_chat":
             sizes = raw.get("text_config") or raw["llm_config"]
@@ -231,12 +238,23 @@ def test_parameters_are_as_many_as_published(name):
     assert sum(x.size for x in shapes) == PUBLISHED[name] - unused(raw)
 
 
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22), ("qwen3-vl-30b-a3b", 3.9), ("qwen3-8b", 8.2)],
+)
+def test_active_parameters(name, billions):
+    """As published; Qwen3-VL-30B-A3B has a tower of 0.5 billion besides."""
+    stored, active = arithmetic.parameters(vlkv.presets[name])
+    assert stored == PUBLISHED[name]
+    assert active / 1e9 == pytest.approx(billions, rel=0.02)
+
+
 # At least one of each family that transformers has.
 COUNTED = [
     "llava-1.5-13b", "llava-next-mistral-7b", "llava-onevision-0.5b", "llava-onevision-7b", "qwen2-vl-2b",
     "qwen2.5-vl-3b", "qwen3-vl-2b", "qwen3-vl-4b", "qwen3-vl-8b", "qwen3-vl-32b",
-    "internvl3-1b", "smolvlm-256m", "smolvlm2-2.2b", "idefics3-8b", "llama-3.2-1b", "mistral-7b", "qwen2-1.5b",
-    "qwen3-0.6b", "qwen3-8b",
+    "qwen3-vl-30b-a3b", "qwen3-vl-235b-a22b", "internvl3-1b", "smolvlm-256m", "smolvlm2-2.2b", "idefics3-8b",
+    "llama-3.2-1b", "mistral-7b", "qwen2-1.5b", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "qwen3-235b-a22b",
 ]  # fmt: skip
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 
 import jax
 import numpy as np
@@ -18,11 +20,13 @@ from tests.generation.test_decode import kept_entries
 from tests.generation.test_prompt import by_last_row
 from tests.models import same
 from tests.policies.test_lightkv import attention_to_text, expected
+from tests.processing.conftest import make_tokenizer
 from vlkv import policies
 from vlkv.families import config_from_hf
+from vlkv.families.qwen2_vl.config import CONTENT
 from vlkv.families.qwen3_vl.inputs import Qwen3VlPictures
 from vlkv.generation.step import feed
-from vlkv.processing import Video
+from vlkv.processing import Processor, Video
 
 KIND = "qwen3_vl"
 FORCED = np.random.default_rng(3).integers(6, 90, (len(ROWS), 3))
@@ -276,6 +280,79 @@ def test_patches_are_those_of_transformers(pictures):
     np.testing.assert_allclose(ours["pixel_values"], wanted["pixel_values"], atol=1e-5)
 
 
-def test_a_video_is_refused(pictures):
-    with pytest.raises(vlkv.InputError, match="give its frames as images"):
-        pictures.read(Video(frames=[np.zeros((64, 64, 3), np.uint8)] * 2))
+# --- videos -----------------------------------------------------------------------------------------------------------
+
+VIDEO_SETTINGS = {"video_processor_type": "Qwen3VLVideoProcessor", "patch_size": 16, "temporal_patch_size": 2,
+                  "merge_size": 2, "size": {"shortest_edge": 4096, "longest_edge": 200_000}}  # fmt: skip
+
+
+def write_video_folder(folder) -> Processor:
+    """The processor of a folder with tokens like those of the published checkpoints, and the form of their prompts."""
+    tokenizer = make_tokenizer("<|image_pad|>", bos=False)
+    tokenizer.add_special_tokens(["<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|user|>" + CONTENT.replace("message.", "m.") + "{% endfor %}<|assistant|>"
+    )
+    (folder / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(VIDEO_SETTINGS))
+    config = dataclasses.replace(vlkv.presets["qwen3-vl-2b"], image_token=3, video_token=260)
+    return Processor.from_folder(folder, config)
+
+
+@pytest.fixture
+def processor(tmp_path) -> Processor:
+    return write_video_folder(tmp_path)
+
+
+def frames_of(count: int, height: int = 64, width: int = 96):
+    return np.random.default_rng(count).integers(0, 256, (count, height, width, 3)).astype(np.uint8)
+
+
+def test_sizes_of_videos_are_those_of_transformers(processor):
+    """Their limits apply to all frames together."""
+    theirs = pytest.importorskip("transformers.models.qwen3_vl.video_processing_qwen3_vl").smart_resize
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        count, (height, width) = int(rng.integers(2, 20)), (int(side) for side in np.exp(rng.uniform(2.5, 7, 2)))
+        wanted = theirs(count, height, width, 2, 32, 4096, 200_000)
+        assert processor.pictures._scaled(height, width, "video", count) == wanted
+
+
+def test_the_text_of_a_prompt_with_videos_and_an_image(processor):
+    """As transformers 5.24 writes it: the mean time of each two frames, an odd last one repeated, marks around all."""
+    image = PIL.Image.fromarray(frames_of(1, 300, 300)[0])
+    videos = [Video(list(frames_of(5)), fps=2.0), Video(list(frames_of(2, 32, 64)), fps=24.0)]
+    inputs = processor([[videos[0], image, videos[1]]], ["one <video> two <image> three <video>?"])
+    ids = inputs.tokens[0][inputs.valid[0]]
+    text = processor.tokenizer.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+    for token, name in (
+        ("<|video_pad|>", "V"),
+        ("<|image_pad|>", "I"),
+        ("<|vision_start|>", "["),
+        ("<|vision_end|>", "]"),
+    ):
+        text = text.replace(token, name)
+    tokens = 6  # of a frame of 64 x 96 pixels
+    assert re.sub("V+|I+", lambda run: f"{run[0][0]}{len(run[0])}", text) == (
+        f"<|user|>one [<0.2 seconds>[V{tokens}]<1.2 seconds>[V{tokens}]<2.0 seconds>[V{tokens}]] two [I81] three "
+        "[<0.0 seconds>[V2]]?<|assistant|>"
+    )
+    assert inputs.grid[0][inputs.is_vision[0], 0].max() == 4, "an image and four pairs of frames"
+
+
+def test_patches_of_a_video_are_its_frames(processor):
+    frames = frames_of(3)
+    read = processor.pictures.read(Video(list(frames), fps=1.0))
+    assert read.arrays["video_grid_thw"].tolist() == [2, 4, 6] and set(read.arrays) == {
+        "pixel_values_videos", "video_grid_thw"}  # fmt: skip
+    patches = read.arrays["pixel_values_videos"].reshape(2, 2, 3, 2, 2, 3, 2, 16, 16)
+    for i, frame in enumerate([*frames, frames[-1]]):
+        block = (frame[16:32, 80:96] / 255 - 0.5) / 0.5  # second line, last column of patches
+        np.testing.assert_allclose(patches[i // 2, 0, 2, 1, 1, :, i % 2], block.transpose(2, 0, 1), atol=1e-6)
+
+
+def test_a_video_of_one_frame_is_refused(processor):
+    with pytest.raises(vlkv.InputError, match="at least 2 frames: give a single frame as an image"):
+        processor(Video(list(frames_of(1))), "what?")

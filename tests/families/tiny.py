@@ -80,7 +80,9 @@ RAW: dict[str, dict[str, Any]] = {
     "eve": DECODER | dict(mm_vision_tower="eve-patch14-anypixel-672", mm_projector_type="mlp2x_gelu",
                           mm_hidden_size=32),
 }  # fmt: skip
-
+EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=12, mlp_only_layers=[1])
+RAW["qwen3_vl_moe"] = RAW["qwen3_vl"] | dict(
+    text_config=RAW["qwen3_vl"]["text_config"] | EXPERTS | dict(model_type="qwen3_vl_moe_text"))  # fmt: skip
 
 # Halves compile time once more; only jaxlib 0.10 has this option.
 QUICK = {"xla_cpu_use_fusion_emitters": False} if version("jaxlib").startswith("0.10.") else {}
@@ -160,7 +162,7 @@ PICTURES: dict[str, Callable[..., Picture]] = {
     **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "llava_qwen"), _tiled),
     **dict.fromkeys(("internvl", "internvl_chat"), _intern),
     **dict.fromkeys(("idefics3", "smolvlm"), _marked),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _native),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _native),
     "eve": _windows,
 }
 

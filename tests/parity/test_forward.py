@@ -82,7 +82,10 @@ def test_llava_variants(tmp_path, changes):
     check(model, tmp_path, prompts("right"))
 
 
-@pytest.mark.default("qwen2", "mistral", "qwen3-changes4")
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 12}
+
+
+@pytest.mark.default("qwen2", "mistral", "qwen3-changes4", "qwen3_moe-changes7")
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
@@ -92,6 +95,10 @@ def test_llava_variants(tmp_path, changes):
         ("mistral", {"num_key_value_heads": 3}),
         ("qwen3", {"head_dim": 20}),
         ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+        ("qwen3_moe", MOE | {"norm_topk_prob": True}),
+        ("qwen3_moe", MOE | {"norm_topk_prob": False, "num_hidden_layers": 4, "decoder_sparse_step": 2}),
+        ("qwen3_moe", MOE | {"mlp_only_layers": [1], "num_experts_per_tok": 1, "tie_word_embeddings": True}),
+        ("qwen3_moe", MOE | {"num_experts": 0}),
     ],
 )
 def test_text_models(tmp_path, kind, changes):

@@ -195,3 +195,16 @@ def test_collectives_and_kernels_are_read_off_the_text():
     operands = 1 + 3 * 2 * 64 * 128 * 2 + 64 * 128 * 4 + 8 * 64 * 4
     assert kernel == {"kernels": 1, "kernel_bytes": 8 + 2 * 64 * 128 * 2 + operands,
                       "kernel_flops": 4.0 * 2 * 64 * 64 * 128}  # fmt: skip
+
+
+def test_experts_of_a_decode_step():
+    """Each row chooses eight of 128 experts."""
+    assert arithmetic.experts_read(job("qwen3-30b-a3b", batch=1), 1) == pytest.approx(8 / 128)
+    assert arithmetic.experts_read(job("qwen3-30b-a3b", batch=16), 4) == pytest.approx(1 - (120 / 128) ** 4)
+    assert arithmetic.experts_read(job(), 1) == 1
+
+
+def test_a_mesh_that_splits_slots_comes_before_one_that_fills_the_chips():
+    """30.5 billion parameters in bfloat16 on four chips, which divide the key heads, are 14.2 of 15.75 GiB."""
+    data, model, reason = arithmetic.choose_mesh(job("qwen3-30b-a3b"), chips.parse("v5e:4x4"))
+    assert (data, model) == (1, 16) and "4 key heads do not divide" in reason

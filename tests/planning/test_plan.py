@@ -70,6 +70,7 @@ def test_bytes_by_hand(tiny, made):
 @pytest.mark.full
 def test_what_is_said(made):
     said = json.loads(json.dumps(as_json(made)))
+    assert said["parameters"]["stored"] == said["parameters"]["active"] > 1_000_000
     assert said["estimates"] is True and said["fits"] is True and "estimates" in said["notes"][0]
     assert said["prompt"] == {"tokens": 300, "padded": 396, "pictures": 9, "vision": 225, "text": 75}
     assert [run["policy"] for run in said["runs"]] == ["full", "aircache(keep=0.1)"]

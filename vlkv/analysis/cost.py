@@ -74,6 +74,9 @@ def cache_bytes(c: DecoderConfig, entries: Shaped[np.ndarray, " L"], itemsize: i
     return np.asarray(entries) * (2 * c.kv_heads * c.head_dim * itemsize)
 
 
-def _per_token(c: DecoderConfig) -> int:
-    """Operations of one layer for one token, without attention between tokens."""
-    return 2 * c.width * (2 * c.heads * c.head_dim + 2 * c.kv_heads * c.head_dim + 3 * c.mlp_width)
+def _per_token(c: DecoderConfig) -> Counts:
+    """Operations of every layer for one token, without attention between tokens. Only active experts compute."""
+    e = c.experts
+    mlp = [3 * c.mlp_width if e is None or not c.is_sparse(i) else e.count + 3 * e.active * e.width
+           for i in range(c.layers)]  # fmt: skip
+    return 2 * c.width * (2 * c.heads * c.head_dim + 2 * c.kv_heads * c.head_dim + np.array(mlp))

@@ -18,6 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.config import DecoderConfig
+from vlkv.decoder.experts import Experts
 from vlkv.decoder.layers import Embedding, Initializer, JoinHeads, Linear, RMSNorm, SplitHeads
 from vlkv.decoder.memory_maps import make_room
 from vlkv.decoder.rope import apply_rope, rope_table
@@ -38,9 +39,9 @@ class Rotation(NamedTuple):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and gated MLP, each with an RMSNorm before it and a residual connection."""
+    """Attention and gated MLP or experts, each with an RMSNorm before it and a residual connection."""
 
-    def __init__(self, c: DecoderConfig, *, init: Initializer) -> None:
+    def __init__(self, c: DecoderConfig, index: int, *, init: Initializer) -> None:
         self.attention_norm = RMSNorm(c.width, c.norm_eps, init=init)
         self.query = SplitHeads(c.width, c.heads, c.head_dim, bias=c.qkv_bias, init=init)
         self.key = SplitHeads(c.width, c.kv_heads, c.head_dim, bias=c.qkv_bias, init=init)
@@ -49,6 +50,10 @@ class DecoderLayer(nnx.Module):
         self.key_norm = RMSNorm(c.head_dim, c.norm_eps, init=init) if c.qk_norm else None
         self.out = JoinHeads(c.width, c.heads, c.head_dim, bias=c.out_bias, init=init)
         self.mlp_norm = RMSNorm(c.width, c.norm_eps, init=init)
+        if c.experts is not None and c.is_sparse(index):
+            self.experts: Experts | None = Experts(c.width, c.experts, init=init)
+            return
+        self.experts = None
         self.gate = Linear(c.width, c.mlp_width, bias=False, init=init)
         self.up = Linear(c.width, c.mlp_width, bias=False, init=init)
         self.down = Linear(c.mlp_width, c.width, bias=False, init=init)
@@ -69,9 +74,11 @@ class DecoderLayer(nnx.Module):
 
     @jax.jit
     def finish(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        """The rest of the layer: output projection, residual and MLP. `attended` is the output of attention."""
+        """The rest of the layer. `attended` is the output of attention, before the output projection."""
         x = x + self.out(attended)
         h = self.mlp_norm(x)
+        if self.experts is not None:
+            return x + self.experts(h)
         return x + self.down(jax.nn.silu(self.gate(h)) * self.up(h))
 
 
@@ -86,7 +93,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, c: DecoderConfig, *, init: Initializer) -> None:
         self.embedding = Embedding(c.vocab_size, c.width, init=init)
-        self.layers = nnx.data(tuple(DecoderLayer(c, init=init) for _ in range(c.layers)))
+        self.layers = nnx.data(tuple(DecoderLayer(c, i, init=init) for i in range(c.layers)))
         self.norm = RMSNorm(c.width, c.norm_eps, init=init)
         self.head = None if c.tied else Linear(c.width, c.vocab_size, bias=False, init=init)
         self.head_dim, self.rope, self.log_from = c.head_dim, c.rope, c.log_from

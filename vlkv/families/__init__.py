@@ -40,6 +40,7 @@ FAMILIES: dict[str, Family] = {  # by `model_type`
     "qwen2_vl": qwen2_vl.FAMILY,
     "qwen2_5_vl": qwen2_vl.FAMILY,
     "qwen3_vl": qwen3_vl.FAMILY,
+    "qwen3_vl_moe": qwen3_vl.FAMILY,
     **dict.fromkeys(("idefics3", "smolvlm"), smolvlm.FAMILY),
     "mobilevlm": mobilevlm.FAMILY,
     "qwen": qwen_vl.FAMILY,

@@ -192,20 +192,19 @@ class Processor:
         return self._ids(self.prompts.write(text, *count(pictures)), pictures, reads)
 
     def _ids(self, prompt: str, pictures: Sequence[Picture | Video], reads: Sequence[Read]) -> Int[np.ndarray, " T"]:
-        spelled_out = any(read.text is not None for read in reads)
-        if spelled_out:
+        if any(read.text is not None for read in reads):
             prompt = self._spell_out(prompt, pictures, reads)
         ids = self.encode(prompt)
         if not ids.size:
             raise InputError("the prompt is empty: the tokenizer returns no tokens")
-        if spelled_out:
-            _check_count("image", int((ids == self.config.image_token).sum()), sum(read.tokens for read in reads))
-            return ids
         repeats = np.ones(len(ids), np.int64)
-        own = {kind: getattr(self.config, f"{kind}_token") for kind in MARKS}
+        own = {"image": self.config.image_token, "video": self.config.video_token}
+        if own["video"] is None:  # the text of a video contains the image token
+            own["video"] = own["image"]
         for kind in MARKS:  # both kinds together if they share a token
             alike = [other for other in MARKS if own[other] == own[kind]]
-            wanted = [read.tokens for picture, read in zip(pictures, reads, strict=True) if _kind(picture) in alike]
+            of_kind = [read for picture, read in zip(pictures, reads, strict=True) if _kind(picture) in alike]
+            wanted = [n for read in of_kind for n in ([read.tokens] if read.text is None else [1] * read.tokens)]
             places = np.flatnonzero(ids == own[kind])
             # Counts ids, so that text of the user cannot be taken for an image.
             _check_count(kind, len(places), len(wanted))

@@ -110,20 +110,21 @@ def _mesh() -> AbstractMesh | None:
     return mesh if kinds == {AxisType.Auto} else None
 
 
-def _size(axis: str) -> int:
+def axis_size(axis: str) -> int:
+    """Number of devices along an axis of the current mesh; 1 without a mesh."""
     mesh = _mesh()
     return 1 if mesh is None else mesh.shape.get(axis, 1)
 
 
 def slot_parts(columns: int, model: int | None = None) -> int:
     """M: 1 if the columns of the pool can be split over `model` devices (None: of the mesh), else their number."""
-    model = _size(_MODEL) if model is None else model
+    model = axis_size(_MODEL) if model is None else model
     return model if columns % model else 1
 
 
 def by_row(f: Callable[..., Any], batch: int) -> Callable[..., Any]:
     """`jax.vmap(f)` over the rows of a batch, which are split over `data` in the ops that f calls."""
-    divides = _size(_DATA) > 1 and batch % _size(_DATA) == 0
+    divides = axis_size(_DATA) > 1 and batch % axis_size(_DATA) == 0
     return jax.vmap(f, spmd_axis_name=_DATA if divides else None)
 
 
@@ -150,7 +151,7 @@ def split(
         InputError: the cache was made on another mesh.
     """
     mesh = _mesh()
-    model = _size(_MODEL)
+    model = axis_size(_MODEL)
     if parts not in (1, model):
         raise InputError(f"the slots of the cache are in {parts} parts, but `model` of the current mesh has {model} "
                          f"devices: set a mesh with model={parts}, or make the cache again")  # fmt: skip
@@ -188,7 +189,7 @@ def _over_heads(
     If it is a multiple, the queries of a key head are divided among several devices, padded to equal numbers. Each
     device gets all keys and uses one head of them.
     """
-    mesh, model = _mesh(), _size(_MODEL)
+    mesh, model = _mesh(), axis_size(_MODEL)
     if mesh is None:
         return f(*arrays)
     batch = next((x.shape[0] for x, names in zip(arrays, axes, strict=True) if names.startswith("B")), 0)

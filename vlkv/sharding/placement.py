@@ -33,6 +33,7 @@ MESH_AXIS = {
     "kv_heads": "model",
     "slots": "model",
     "head_dim": "model",  # if heads cannot be split, so that every weight is still read by only one chip
+    "experts": "model",
     "channels": "model",
     "vocab": "model",
 }
@@ -47,6 +48,8 @@ _WEIGHTS: dict[str, Axes] = {
     "gate.weight": ("channels", None), "gate.bias": ("channels",),
     "up.weight": ("channels", None), "up.bias": ("channels",),
     "down.weight": (None, "channels"),
+    "experts.gate": ("experts", "channels", None), "experts.up": ("experts", "channels", None),
+    "experts.down": ("experts", None, "channels"),
     "embedding.weight": ("vocab", None), "head.weight": ("vocab", None),
 }  # fmt: skip
 
@@ -82,7 +85,8 @@ def make_mesh(*, data: int = 1, model: int = 1, devices: Sequence[jax.Device] | 
 
     Args:
         data: number of devices over which rows of a batch are split.
-        model: number of devices over which heads, MLP channels and the vocabulary are split; on one host if possible.
+        model: number of devices over which heads, MLP channels, experts and the vocabulary are split; on one host if
+            possible.
         devices: None: all devices of all processes.
 
     Raises:

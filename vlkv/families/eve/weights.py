@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from checkpoints_convert.entry import Fused, Name, Names
+from checkpoints_convert.entry import Fused, Names
 from vlkv.config import ModelConfig
-from vlkv.families.text.weights import below, decoder
+from vlkv.families.text.weights import Ours, below, decoder
 
-_ATTENTION: dict[str, Name] = {
+_ATTENTION: Ours = {
     "query_norm": "q.0", "query": "q.1", "key_norm": "kv.0", "out": "proj",
     **{name: Fused("kv.1", ("key", "value")) for name in ("key", "value")},
 }  # fmt: skip
-_PATCHES: dict[str, Name] = {
+_PATCHES: Ours = {
     "patch": "patch_embedding.weight", "class_token": "class_embedding", "split_token": "split_embedding",
     **below("within.", "local_attention.", _ATTENTION), **below("whole.", "global_attention.", _ATTENTION),
 }  # fmt: skip

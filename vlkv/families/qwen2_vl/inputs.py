@@ -42,9 +42,10 @@ _FIELDS: dict[PictureKind, tuple[str, str]] = {
     "image": ("pixel_values", "image_grid_thw"),
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
+_HALVES = dict(image_mean=0.5, image_std=0.5)
 # The third name is that of the first folders of Qwen2.5-VL.
 _KINDS: dict[str, dict[str, Any]] = {"Qwen2VLImageProcessor": {}, "Qwen2VLVideoProcessor": {},
-                                     "Qwen2_5_VLImageProcessor": {}}  # fmt: skip
+                                     "Qwen2_5_VLImageProcessor": {}, "Qwen3VLVideoProcessor": _HALVES}  # fmt: skip
 # Class defaults in transformers, for fields that a file leaves out.
 _DEFAULTS: dict[str, Any] = dict(image_processor_type="Qwen2VLImageProcessor", patch_size=14, temporal_patch_size=2,
                                  merge_size=2)  # fmt: skip
@@ -227,16 +228,27 @@ class ScaleSettings:
         plain = {"do_resize": False, "do_center_crop": False}
         return cls(least=least, most=most, pixels=PixelSettings.from_hf({**s, **plain}, source, kinds=_KINDS))
 
-    def scaled(self, height: int, width: int, factor: int) -> tuple[int, int]:
+    def scaled(self, height: int, width: int, factor: int, frames: int = 1, rounded: int = 1) -> tuple[int, int]:
         """Height and width after resizing: multiples of `factor` pixels, within the limits, nearly the same shape.
 
-        It rounds half to even, like the reference. Raises InputError for an image that is too long and thin.
+        It rounds half to even, like the reference.
+
+        Args:
+            height: in pixels.
+            width: in pixels.
+            factor: pixels per side of a token.
+            frames: number of frames that the limits apply to together.
+            rounded: `frames`, rounded to whole patches along time.
+
+        Raises:
+            InputError: the image is too long and thin.
         """
         if max(height, width) > _STEEPEST * min(height, width):
             raise InputError(f"the {width} x {height} image is too long and thin: one side may be at most {_STEEPEST} "
                              "times the other; crop it")  # fmt: skip
-        nearest = round(height / factor) * factor * round(width / factor) * factor
-        shrink, stretch = math.sqrt(height * width / self.most), math.sqrt(self.least / (height * width))
+        nearest = rounded * round(height / factor) * factor * round(width / factor) * factor
+        area = frames * height * width
+        shrink, stretch = math.sqrt(area / self.most), math.sqrt(self.least / area)
 
         def whole(side: int) -> int:
             if nearest > self.most:
@@ -284,16 +296,24 @@ class Qwen2VlPictures(Pictures):
 
     def video(self, video: Video) -> Read:
         """The video becomes patches and the number of seconds between two frames of the tower."""
+        seconds = np.array(self.config.frames / video.fps)
+        return self._read(self._frames(video), "video", second_per_grid_ts=seconds)
+
+    def _frames(self, video: Video) -> list[PIL.Image.Image]:
         frames = [open_image(frame) for frame in video.frames]
         if len({frame.size for frame in frames}) > 1:
             raise InputError("the frames of a video differ in size; resize them to one size")
-        seconds = np.array(self.config.frames / video.fps)
-        return self._read(frames, "video", second_per_grid_ts=seconds)
+        return frames
+
+    def _scaled(self, height: int, width: int, kind: PictureKind, frames: int) -> tuple[int, int]:
+        """Height and width of an image, or of each of the `frames` frames of a video, after resizing."""
+        del frames  # the limits are those of one frame
+        return self.settings[kind].scaled(height, width, self.config.patch_size * self.config.merge)
 
     def _read(self, frames: Sequence[PIL.Image.Image], kind: PictureKind, **more: np.ndarray) -> Read:
         """The patches of all frames, their number along time, lines and columns, and the arrays in `more`."""
         c, settings = self.config, self.settings[kind]
-        height, width = settings.scaled(frames[0].height, frames[0].width, c.patch_size * c.merge)
+        height, width = self._scaled(frames[0].height, frames[0].width, kind, len(frames))
         check_area(width, height, f"the {frames[0].width} x {frames[0].height} image, after resizing")
         resized = [frame.resize((width, height), resample=settings.pixels.resample) for frame in frames]
         pixels = [to_pixels(frame, settings.pixels) for frame in resized]

@@ -1,4 +1,4 @@
-"""Qwen3-VL (Bai et al. 2025), dense: Qwen2-VL's form with DeepStack, interleaved M-RoPE and a Qwen3 decoder."""
+"""Qwen3-VL (Bai et al. 2025): Qwen2-VL's form with DeepStack, interleaved M-RoPE and a Qwen3 or Qwen3-MoE decoder."""
 
 from vlkv.families.family import Family
 from vlkv.families.qwen3_vl.config import PUBLISHED, Qwen3VlConfig

@@ -15,14 +15,19 @@ from vlkv.families.qwen2_vl.config import CONTENT
 from vlkv.families.qwen2_vl.inputs import NativeResolutionConfig
 from vlkv.families.qwen3_vl.inputs import Qwen3VlPictures
 from vlkv.families.qwen3_vl.tower import Qwen3VisionConfig
-from vlkv.families.text.config import KINDS, QWEN3, Kind, read_stop, tied_by_either
+from vlkv.families.text.config import KINDS, QWEN3, QWEN3_MOE, Kind, read_stop, tied_by_either
 from vlkv.processing.pictures import Pictures
 from vlkv.processing.pixels import Layout
 from vlkv.processing.templates import chatml
 
-# Class defaults in transformers.
-_DECODER = Kind(names="qwen3", qk_norm=True, interleaved=True, defaults={
-    **KINDS["qwen3"].defaults, "max_position_embeddings": 128000, "rope_theta": 5e5})  # fmt: skip
+# Class defaults in transformers, by family.
+_POSITIONS = {"max_position_embeddings": 128000, "rope_theta": 5e5}
+_DECODERS = {
+    "qwen3_vl": Kind(names="qwen3", qk_norm=True, interleaved=True, defaults={**KINDS["qwen3"].defaults, **_POSITIONS}),
+    "qwen3_vl_moe": Kind(names="qwen3_moe", qk_norm=True, interleaved=True, experts=True, normalised=True, defaults={
+        **KINDS["qwen3_moe"].defaults, **_POSITIONS, "intermediate_size": 5632, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "moe_intermediate_size": 1408, "num_experts_per_tok": 4, "num_experts": 60}),
+}  # fmt: skip
 _TOWER: dict[str, Any] = dict(
     depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16, out_hidden_size=3584, patch_size=16,
     spatial_merge_size=2, temporal_patch_size=2, hidden_act="gelu_pytorch_tanh", num_position_embeddings=2304,
@@ -31,21 +36,23 @@ _TOWER: dict[str, Any] = dict(
 
 
 class Qwen3VlConfig(NativeResolutionConfig):
-    """Qwen3-VL with a dense decoder."""
+    """Qwen3-VL with a dense decoder, or one with experts."""
 
     prompt_format = chatml(CONTENT)  # that of the published checkpoints
     frames_apart: ClassVar = True
 
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
-        return Qwen3VlPictures(settings=self.read_settings(folder, layout, ("image",)), config=self.vision)
+        return Qwen3VlPictures(settings=self.read_settings(folder, layout, ("image", "video")), config=self.vision)
 
     @classmethod
     @override
     def read(cls, raw: Raw) -> dict[str, Any]:
-        part = dict(raw.get("text_config") or {})
-        require("text_config.model_type", part.get("model_type", "qwen3_vl_text"), "qwen3_vl_text")
-        decoder = _DECODER.read(part | {"tie_word_embeddings": tied_by_either(raw)["tie_word_embeddings"]})
+        family, part = raw["model_type"], dict(raw.get("text_config") or {})
+        require("text_config.model_type", part.get("model_type", f"{family}_text"), f"{family}_text")
+        # The class of the decoder with experts has another default, which transformers does not use.
+        tied = raw if family == "qwen3_vl_moe" else tied_by_either(raw)
+        decoder = _DECODERS[family].read(part | {"tie_word_embeddings": bool(tied.get("tie_word_embeddings"))})
         if decoder.rope.axes is None:
             raise InputError("config.json: text_config: rope_parameters.mrope_section is missing")
         vision = _read_tower(raw.get("vision_config") or {})
@@ -101,9 +108,10 @@ _LARGE = dict(deepstack_visual_indexes=[8, 16, 24])
 def _published(text: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
     """Qwen/Qwen3-VL-*-Instruct."""
     scaling = dict(rope_type="default", mrope_section=[24, 20, 20], mrope_interleaved=True)
-    decoder = text | dict(model_type="qwen3_vl_text", max_position_embeddings=262144, rope_theta=5e6,
+    family = text["model_type"].replace("qwen3", "qwen3_vl")
+    decoder = text | dict(model_type=f"{family}_text", max_position_embeddings=262144, rope_theta=5e6,
                           rope_scaling=scaling)  # fmt: skip
-    return dict(model_type="qwen3_vl", text_config=decoder, tie_word_embeddings=text["tie_word_embeddings"],
+    return dict(model_type=family, text_config=decoder, tie_word_embeddings=text["tie_word_embeddings"],
                 image_token_id=151655, video_token_id=151656,
                 vision_config=_TOWER | tower | dict(out_hidden_size=text["hidden_size"]))  # fmt: skip
 
@@ -113,4 +121,5 @@ PUBLISHED = {
     "qwen3-vl-4b": _published(QWEN3["4b"], _SMALL),
     "qwen3-vl-8b": _published(QWEN3["8b"], _LARGE),
     "qwen3-vl-32b": _published(QWEN3["32b"], _LARGE),
+    **{f"qwen3-vl-{size}": _published(fields, _LARGE) for size, fields in QWEN3_MOE.items()},
 }

@@ -8,7 +8,17 @@ from typing import Any
 
 from typing_extensions import override
 
-from vlkv.config import DecoderConfig, Raw, filled, is_token_id, positive, positives, require, require_all
+from vlkv.config import (
+    DecoderConfig,
+    ExpertsConfig,
+    Raw,
+    filled,
+    is_token_id,
+    positive,
+    positives,
+    require,
+    require_all,
+)
 from vlkv.errors import InputError
 from vlkv.families.text.rotary import read_rope
 from vlkv.processing.host import HostConfig
@@ -28,6 +38,8 @@ class Kind:
         windowed: True: `sliding_window` is used without `use_sliding_window`.
         qk_norm: whether queries and keys of each head are normalised.
         interleaved: whether M-RoPE is interleaved, if the config has it.
+        experts: whether layers may have experts in place of the MLP.
+        normalised: True: shares of experts always sum to 1; False: if `norm_topk_prob` says so.
         names: which tensor names the checkpoints have, if not those of Llama; see weights.py.
     """
 
@@ -37,6 +49,8 @@ class Kind:
     windowed: bool = False
     qk_norm: bool = False
     interleaved: bool = False
+    experts: bool = False
+    normalised: bool = False
     names: str = ""
 
     def read(self, raw: Raw) -> DecoderConfig:
@@ -62,8 +76,32 @@ class Kind:
             vocab_size=c["vocab_size"], width=c["hidden_size"], mlp_width=c["intermediate_size"], layers=layers,
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, norm_eps=c["rms_norm_eps"], max_positions=limit,
             rope=read_rope(c, head_dim, interleaved=self.interleaved), tied=bool(c.get("tie_word_embeddings", False)),
+            experts=self._read_experts(c, raw) if self.experts else None,
             qkv_bias=self.qkv_bias or bias, out_bias=bias and not self.qkv_bias, qk_norm=self.qk_norm, names=self.names,
         )  # fmt: skip
+
+    def _read_experts(self, c: Raw, raw: Raw) -> ExpertsConfig | None:
+        """Which layers have experts, and their sizes; None if no layer has. `c` is `raw` with the defaults."""
+        layers, every = c["num_hidden_layers"], positive("decoder_sparse_step", c["decoder_sparse_step"])
+        count = c.get("num_local_experts", c["num_experts"])  # transformers 5 has both names for this field
+        if raw.get("num_experts") not in (None, count):
+            raise InputError(f"config.json: num_experts={raw['num_experts']!r} and num_local_experts={count!r} are "
+                             "names of the same field, so give one")  # fmt: skip
+        if not is_token_id(count):
+            raise InputError(f"config.json: num_experts={count!r} must be a whole number of at least 0")
+        dense = c["mlp_only_layers"]
+        if not isinstance(dense, list | tuple) or not all(isinstance(i, int) and 0 <= i < layers for i in dense):
+            raise InputError(f"config.json: mlp_only_layers={dense!r} must be indices of {layers} layers")
+        sparse = tuple(i for i in range(layers) if count and i not in dense and (i + 1) % every == 0)
+        if not sparse:
+            return None
+        positives(c, ("num_experts_per_tok", "moe_intermediate_size"))
+        active, normalised = c["num_experts_per_tok"], c.get("norm_topk_prob", self.normalised)
+        if active > count:
+            raise InputError(f"config.json: num_experts_per_tok={active} exceeds the number of experts, {count}")
+        require("norm_topk_prob", normalised, *((True,) if self.normalised else (True, False)))
+        return ExpertsConfig(layers=sparse, count=count, active=active, width=c["moe_intermediate_size"],
+                             normalised=normalised)  # fmt: skip
 
     def _refuse_windows(self, c: Raw) -> None:
         """Raises InputError if transformers gives a layer a sliding window shorter than the model's positions."""
@@ -102,6 +140,11 @@ KINDS = {
         vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=32, head_dim=128, rms_norm_eps=1e-6, max_position_embeddings=32768,
         use_sliding_window=False, sliding_window=4096, max_window_layers=28)),
+    "qwen3_moe": Kind(names="qwen3_moe", qk_norm=True, experts=True, defaults=dict(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, num_attention_heads=32,
+        num_key_value_heads=4, rms_norm_eps=1e-6, max_position_embeddings=32768, use_sliding_window=False,
+        sliding_window=4096, max_window_layers=0, decoder_sparse_step=1, mlp_only_layers=(), moe_intermediate_size=768,
+        num_experts_per_tok=8, num_experts=128)),
     "phi3": Kind(names="phi3", windowed=True, defaults=dict(
         vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=32,
         rms_norm_eps=1e-5, max_position_embeddings=4096, original_max_position_embeddings=4096,
@@ -240,6 +283,19 @@ QWEN3 = {
     "32b": _qwen3(hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64,
                   tie_word_embeddings=False),
 }  # fmt: skip
+
+
+def _qwen3_moe(**sizes: Any) -> dict[str, Any]:
+    return dict(KINDS["qwen3_moe"].defaults, model_type="qwen3_moe", head_dim=128, num_key_value_heads=4,
+                max_position_embeddings=40960, rope_theta=1e6, eos_token_id=[151645, 151643], norm_topk_prob=True,
+                mlp_only_layers=[], tie_word_embeddings=False) | sizes  # fmt: skip
+
+
+QWEN3_MOE = {
+    "30b-a3b": _qwen3_moe(num_hidden_layers=48),
+    "235b-a22b": _qwen3_moe(hidden_size=4096, intermediate_size=12288, num_hidden_layers=94, num_attention_heads=64,
+                            moe_intermediate_size=1536),
+}  # fmt: skip
 # Instruct v0.2; v0.1 has a sliding window, which is not supported.
 MISTRAL = dict(KINDS["mistral"].defaults, model_type="mistral", rms_norm_eps=1e-5, rope_theta=1e6,
                max_position_embeddings=32768, sliding_window=None, tie_word_embeddings=False)  # fmt: skip
@@ -266,6 +322,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "mistral-7b": MISTRAL,
     **{f"qwen2-{size}": QWEN2[size] for size in ("0.5b", "1.5b", "7b")},
     **{f"qwen3-{size}": fields for size, fields in QWEN3.items()},
+    **{f"qwen3-{size}": fields for size, fields in QWEN3_MOE.items()},
     "phi-3-mini": PHI3_MINI,
     "internlm2-7b": internlm2(),
 }  # fmt: skip

@@ -1,16 +1,19 @@
-"""Tensor names of decoders: Llama, Mistral and Qwen2 share theirs; Qwen3 adds two; Phi-3 and InternLM2 fuse some."""
+"""Tensor names of decoders: Llama, Mistral and Qwen2 share theirs. Qwen3 adds two, and Qwen3-MoE experts. Phi-3 and
+InternLM2 fuse some.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from checkpoints_convert.entry import Fused, Name, Names
+from checkpoints_convert.entry import Fused, Name, Names, Stacked
 from vlkv.config import ModelConfig
 from vlkv.families.text.config import TextConfig
 
+Ours = dict[str, Name | tuple[Name, ...]]
 # From our names under `decoder.` to the checkpoint's names under a prefix.
-_LLAMA: dict[str, Name] = {
+_LLAMA: Ours = {
     "embedding": "embed_tokens", "norm": "norm",
     "layers.*.attention_norm": "layers.*.input_layernorm", "layers.*.query": "layers.*.self_attn.q_proj",
     "layers.*.key": "layers.*.self_attn.k_proj", "layers.*.value": "layers.*.self_attn.v_proj",
@@ -18,21 +21,30 @@ _LLAMA: dict[str, Name] = {
     "layers.*.gate": "layers.*.mlp.gate_proj", "layers.*.up": "layers.*.mlp.up_proj",
     "layers.*.down": "layers.*.mlp.down_proj",
 }  # fmt: skip
-_QWEN3 = _LLAMA | {
+_QWEN3: Ours = _LLAMA | {
     "layers.*.query_norm": "layers.*.self_attn.q_norm", "layers.*.key_norm": "layers.*.self_attn.k_norm",
+}  # fmt: skip
+# Either each expert's tensors, or one of all experts: [E, 2 F, D] and [E, D, F], or with the last two axes exchanged.
+_EXPERTS = "layers.*.mlp.experts."
+_QWEN3_MOE = _QWEN3 | {
+    "layers.*.experts.router": "layers.*.mlp.gate",
+    **{f"layers.*.experts.{ours}": (
+        Stacked(f"{_EXPERTS}#.{ours}_proj.weight"),
+        *(Fused(f"{_EXPERTS}{theirs}", of, axis=1, swapped=swapped) for swapped in (False, True)))
+       for theirs, of in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))) for ours in of},
 }  # fmt: skip
 _PHI3 = _LLAMA | {
     **{f"layers.*.{name}": Fused("layers.*.self_attn.qkv_proj") for name in ("query", "key", "value")},
     **{f"layers.*.{name}": Fused("layers.*.mlp.gate_up_proj", ("gate", "up")) for name in ("gate", "up")},
 }
-_INTERNLM2: dict[str, Name] = {
+_INTERNLM2: Ours = {
     "embedding": "tok_embeddings", "norm": "norm", "layers.*.attention_norm": "layers.*.attention_norm",
     **{f"layers.*.{name}": Fused("layers.*.attention.wqkv", by_head=True) for name in ("query", "key", "value")},
     "layers.*.out": "layers.*.attention.wo", "layers.*.mlp_norm": "layers.*.ffn_norm",
     "layers.*.gate": "layers.*.feed_forward.w1", "layers.*.up": "layers.*.feed_forward.w3",
     "layers.*.down": "layers.*.feed_forward.w2",
 }  # fmt: skip
-_KINDS = {"": _LLAMA, "qwen3": _QWEN3, "phi3": _PHI3, "internlm2": _INTERNLM2}
+_KINDS = {"": _LLAMA, "qwen3": _QWEN3, "qwen3_moe": _QWEN3_MOE, "phi3": _PHI3, "internlm2": _INTERNLM2}
 # From names of transformers 4 to names of transformers 5, for models with a tower.
 TRANSFORMERS_4 = (
     (r"^language_model\.model\.", "model.language_model."),
@@ -41,16 +53,19 @@ TRANSFORMERS_4 = (
 )
 
 
-def decoder(config: ModelConfig, prefix: str) -> dict[str, Name]:
+def decoder(config: ModelConfig, prefix: str) -> Ours:
     """Path of each parameter of a decoder -> its name in the checkpoint, which starts with `prefix`."""
     return below("decoder.", prefix, _KINDS[config.decoder.names]) | {"decoder.head": "lm_head"}
 
 
-def below(ours: str, theirs: str, names: Mapping[str, Name]) -> dict[str, Name]:
+def below(ours: str, theirs: str, names: Mapping[str, Name | tuple[Name, ...]]) -> Ours:
     """`names` with the prefix `ours` before our paths and the prefix `theirs` before the checkpoint's names."""
+
+    def one(name: Name) -> Name:
+        return theirs + name if isinstance(name, str) else replace(name, key=theirs + name.key)
+
     return {
-        ours + path: theirs + name if isinstance(name, str) else replace(name, key=theirs + name.key)
-        for path, name in names.items()
+        ours + path: tuple(map(one, name)) if isinstance(name, tuple) else one(name) for path, name in names.items()
     }
 
 

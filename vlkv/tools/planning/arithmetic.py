@@ -82,6 +82,18 @@ def weight_bytes(config: ModelConfig, dtype: str, model: int, platform: str) -> 
     return total
 
 
+def parameters(config: ModelConfig) -> tuple[int, int]:
+    """Numbers of parameters: stored ones, and active ones, which are those without the experts that a token skips."""
+    stored = sum(map(math.prod, _weights(config).values()))
+    return stored, stored - config.decoder.idle_parameters
+
+
+def experts_read(job: Job, data: int) -> float:
+    """The share of its experts that a decode step reads on one of `data` chips, if every expert is equally likely."""
+    e = job.config.decoder.experts
+    return 1.0 if e is None else 1 - (1 - e.active / e.count) ** (job.batch / data)
+
+
 @functools.lru_cache(maxsize=8)
 def _weights(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Path and shape of every weight."""
@@ -93,7 +105,8 @@ def choose_mesh(job: Job, topology: Topology) -> tuple[int, int, str]:
 
     Prefers few chips on `model`, because chips on `data` do not wait for one another: the fewest for which the job fits
     and the weights take at most a quarter of the memory, else at most half. If there is no such mesh, takes the most
-    chips on `model` for which the job fits. Meshes that divide the heads come before all others.
+    chips on `model` for which the job fits. Meshes that divide the heads come before all others, unless weights would
+    take more than three quarters of the memory.
 
     Raises:
         InputError: no mesh of this number of chips divides the batch.
@@ -108,12 +121,12 @@ def choose_mesh(job: Job, topology: Topology) -> tuple[int, int, str]:
         raise InputError(f"--batch {job.batch}: {topology.count} chips need at least {least} rows, since at most "
                          f"{c.heads} chips share its heads; give a multiple of {least}, or fewer chips")  # fmt: skip
     weights = {model: weight_bytes(job.config, job.dtype, model, chip.platform) for _, model in {*whole, *split}}
-    for pairs in (whole, split):
-        for share, ordered in ((0.25, pairs), (0.5, pairs), (1.0, pairs[::-1])):
-            for data, model in ordered:
-                cache = job.batch * job.row_bytes(model) / topology.count
-                if weights[model] <= share * chip.usable and weights[model] + cache <= chip.usable:
-                    return data, model, _reason(c, data, model, weights[model], whole=pairs is whole)
+    tried = [one for pairs in (whole, split) for one in ((0.25, pairs), (0.5, pairs), (0.75, pairs[::-1]))]
+    for share, pairs in (*tried, (1.0, whole[::-1]), (1.0, split[::-1])):
+        for data, model in pairs:
+            cache = job.batch * job.row_bytes(model) / topology.count
+            if weights[model] <= share * chip.usable and weights[model] + cache <= chip.usable:
+                return data, model, _reason(c, data, model, weights[model], whole=(data, model) in whole)
     data, model = (whole or split)[-1]
     return data, model, _reason(c, data, model, weights[model], whole=bool(whole))
 

@@ -3,8 +3,8 @@
 The TPU compiler's time (`optimal_seconds`) cannot be used for programs with kernels, for which it is negative. The
 compiler's counts of operations and bytes are good, except for kernels, whose operations it does not count and whose
 operands it counts completely or not at all, and for loops, of which it counts one iteration. So kernels are counted
-here: attention over whole prompts from the shapes in the program, and the cache once per decode step, instead of the
-whole pool in every layer.
+here: attention over whole prompts from the shapes in the program, and per decode step the cache once, instead of the
+whole pool in every layer, and the experts that get a token.
 """
 
 from __future__ import annotations
@@ -43,30 +43,31 @@ class Estimate:
 
 
 def estimate(
-    program: Program, chip: Chip, *, cache_bytes: int | None = None, weights: int = 0, slowdown: float = 1.0
+    program: Program, chip: Chip, *, kernel_bytes: int | None = None, weights: int = 0, slowdown: float = 1.0
 ) -> Estimate:
     """The estimate of one compiled program on one chip.
 
     Args:
         program: compiled.
         chip: the chip.
-        cache_bytes: for a decode step: bytes of the cache that its kernels read; None: all operands of kernels.
-        weights: bytes of the weights that a step reads.
+        kernel_bytes: for a decode step: bytes of the cache and of experts that its kernels read; None: all operands of
+            kernels.
+        weights: bytes of the other weights that a step reads.
         slowdown: time of matrix products in this dtype relative to bfloat16.
     """
     moved = program.bytes
-    if cache_bytes is not None and program.kernels:
+    if kernel_bytes is not None and program.kernels:
         # At some optimisation levels the compiler does not count operands of kernels. It does, if the rest of the bytes
         # is at least that of the weights.
         counted = moved - program.kernel_bytes >= weights
-        moved += cache_bytes - (program.kernel_bytes if counted else 0)
+        moved += kernel_bytes - (program.kernel_bytes if counted else 0)
     flops = program.flops + program.kernel_flops
     sent = sum(collective.sent for collective in program.collectives)
     return Estimate(compute=flops * slowdown / chip.flops, memory=moved / chip.bandwidth, exchange=sent / chip.link,
                     flops=flops, bytes=moved)  # fmt: skip
 
 
-def by_shapes(job: Job, chip: Chip, chips: int, *, weights: int, read: int) -> tuple[Estimate, Estimate]:
+def by_shapes(job: Job, chip: Chip, chips: int, *, weights: int, unread: int, read: int) -> tuple[Estimate, Estimate]:
     """Prefill and a decode step without a compiler: the least operations and bytes, divided evenly among chips.
 
     Args:
@@ -74,6 +75,7 @@ def by_shapes(job: Job, chip: Chip, chips: int, *, weights: int, read: int) -> t
         chip: the chip.
         chips: number of chips.
         weights: bytes of the weights on one chip.
+        unread: bytes of its experts that get no token in a decode step.
         read: bytes of the cache on one chip.
     """
     c, inputs = job.config.decoder, job.question.inputs
@@ -90,4 +92,4 @@ def by_shapes(job: Job, chip: Chip, chips: int, *, weights: int, read: int) -> t
         return Estimate(compute=flops / chip.flops, memory=moved / chip.bandwidth, exchange=0.0, flops=flops,
                         bytes=float(moved))  # fmt: skip
 
-    return peak(first, weights + read), peak(step, weights + read)
+    return peak(first, weights + read), peak(step, weights - unread + read)

@@ -149,13 +149,16 @@ def _described(job: Job, where: Topology, made: _Attempts, *, params: Any, input
     weights, parts = size(params), arithmetic.kept_bytes(cache, size)
     read_bytes = parts["pool"] + parts["tail"]
     first, second = made.programs["prefill"], made.programs["decode step"]
-    slow, step_weights = SLOWER[job.dtype], size(_read_in_a_step(params))
+    slow, (dense, experts) = SLOWER[job.dtype], map(size, _read_in_a_step(params))
+    chosen = int(arithmetic.experts_read(job, mesh.shape["data"]) * experts)
     times: tuple[Estimate | None, Estimate | None] = (
         None if first is None else estimate(first, chip, slowdown=slow),
-        None if second is None else estimate(second, chip, cache_bytes=read_bytes, weights=step_weights, slowdown=slow),
+        None
+        if second is None
+        else estimate(second, chip, kernel_bytes=read_bytes + chosen, weights=dense, slowdown=slow),
     )
     if not isinstance(mesh, Mesh):
-        times = by_shapes(job, chip, where.count, weights=weights, read=read_bytes)
+        times = by_shapes(job, chip, where.count, weights=weights, unread=experts - chosen, read=read_bytes)
     compiled = [program for program in made.programs.values() if program is not None]
     used = max([weights + size(inputs) + sum(parts.values()), *(program.peak for program in compiled), *made.needed])
     fits = used <= chip.usable and not made.refused
@@ -177,10 +180,16 @@ def _described(job: Job, where: Topology, made: _Attempts, *, params: Any, input
     )  # fmt: skip
 
 
-def _read_in_a_step(params: Any) -> Any:
-    """The weights that a decode step reads: all layers and the head. Of the embedding it reads only one row."""
+def _read_in_a_step(params: Any) -> tuple[Any, Any]:
+    """The weights that a decode step reads: all layers and the head, and experts, of which it reads some.
+
+    Of the embedding it reads only one row.
+    """
     decoder = params.decoder
-    return decoder.layers, decoder.embedding if decoder.head is None else decoder.head
+    experts = [(e.gate, e.up, e.down) for layer in decoder.layers if (e := layer.experts) is not None]
+    inside = {id(leaf) for leaf in jax.tree.leaves(experts)}
+    head = decoder.embedding if decoder.head is None else decoder.head
+    return [leaf for leaf in jax.tree.leaves((decoder.layers, head)) if id(leaf) not in inside], experts
 
 
 @contextlib.contextmanager

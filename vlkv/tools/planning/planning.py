@@ -30,9 +30,14 @@ ESTIMATES = "All numbers are estimates, made without these chips: bytes by the c
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The result of `plan`. `runs` contains the full cache, then the policy, if they differ."""
+    """The result of `plan`. `runs` contains the full cache, then the policy, if they differ.
+
+    `stored` and `active` are numbers of parameters; see `arithmetic.parameters`.
+    """
 
     model: str
+    stored: int
+    active: int
     topology: Topology
     data: int
     model_axis: int
@@ -105,8 +110,10 @@ def plan(
     # In parallel, because XLA compiles a program for TPU on little more than one core.
     with programs.effort("O1" if quick else None), ThreadPoolExecutor(len(jobs)) as threads:
         runs = tuple(threads.map(lambda job: run(job, where, devices, params, say, whole=whole), jobs))
+    stored, active = arithmetic.parameters(config)
     return Plan(
-        model=name, topology=where, data=data, model_axis=model_axis, mesh_reason=reason, dtype=dtype, batch=batch,
+        model=name, stored=stored, active=active,
+        topology=where, data=data, model_axis=model_axis, mesh_reason=reason, dtype=dtype, batch=batch,
         prompt=prompt, new_tokens=new_tokens, question=asked, quick=quick, runs=runs,
         notes=(ESTIMATES, *notes, *_notes(runs, quick)), seconds=time.perf_counter() - begin,
     )  # fmt: skip

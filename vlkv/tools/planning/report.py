@@ -25,6 +25,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "model": plan.model,
         "topology": {"name": plan.topology.name, "chips": plan.topology.count, "chip": dataclasses.asdict(chip)},
         "mesh": {"data": plan.data, "model": plan.model_axis, "reason": plan.mesh_reason},
+        "parameters": {"stored": plan.stored, "active": plan.active},
         "dtype": plan.dtype,
         "batch": plan.batch,
         "prompt": {
@@ -103,7 +104,7 @@ def as_table(plan: Plan) -> Group:
     head = Text(
         f"{plan.batch} prompts of {plan.prompt} tokens ({asked.pictures} images, {asked.vision} vision and "
         f"{asked.text} text tokens; padded to {asked.inputs.tokens.shape[1]}), {plan.new_tokens} new tokens. "
-        f"Mesh {plan.mesh_reason}."
+        f"Mesh {plan.mesh_reason}. Parameters: {_parameters(plan)}."
     )
     parts: list[Any] = [head, table]
     for run in plan.runs:
@@ -113,6 +114,12 @@ def as_table(plan: Plan) -> Group:
                 Text(f"{text_of(run.policy, scope=True)} does not fit. Changes that would fit: {found}.", style="bold")
             )
     return Group(*parts, *(Text(note, style="dim") for note in plan.notes))
+
+
+def _parameters(plan: Plan) -> str:
+    if plan.active == plan.stored:
+        return f"{plan.stored / 1e9:.2f} billion"
+    return f"{plan.stored / 1e9:.2f} billion stored, {plan.active / 1e9:.2f} billion active for a token"
 
 
 def _time(step: Step) -> str:

@@ -1,0 +1,146 @@
+"""A mixture of experts in place of a layer's MLP, as in Qwen3-MoE: each token passes through its `active` best experts.
+
+The result is exact for every batch: no expert has a capacity, so no token is dropped. The tokens of all rows are sorted
+by expert. A TPU multiplies the groups with jax's grouped kernel; `jax.lax.ragged_dot` would copy all weights first, to
+exchange their axes. Elsewhere `ragged_dot` multiplies every token with every expert, so a loop takes the groups in
+blocks. Both read only experts that have a token.
+
+Axes: B batch · T tokens · D width · E experts, e of them on a device · A active experts of a token · F channels of an
+expert · m = B T A rows, sorted by expert.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import choose
+from vlkv.config import ExpertsConfig
+from vlkv.decoder.layers import Initializer, Linear
+from vlkv.sharding.experts import sum_over_experts
+
+# Rows that one step of the loop multiplies with an expert. XLA on a CPU reads an expert four times as fast for a single
+# row as for several, because it then does not copy the weights first.
+_BLOCKS = (16, 32, 64, 128)
+
+
+class Experts(nnx.Module):
+    """A router, and the weights of all gated MLPs, in [out, in] order."""
+
+    def __init__(self, width: int, c: ExpertsConfig, *, init: Initializer) -> None:
+        self.router = Linear(width, c.count, bias=False, init=init)
+        self.gate = init.normal(c.count, c.width, width, scale=width**-0.5)
+        self.up = init.normal(c.count, c.width, width, scale=width**-0.5)
+        self.down = init.normal(c.count, width, c.width, scale=c.width**-0.5)
+        self.active, self.normalised = c.active, c.normalised
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The weighted sum of each token's active experts."""
+        weights = (self.gate[...], self.up[...], self.down[...])
+        # On each device for its own rows, because XLA does not split `top_k` over devices.
+        apply = partial(apply_experts, active=self.active, normalised=self.normalised)
+        return sum_over_experts(apply, (x, self.router(x)), weights)
+
+
+def apply_experts(
+    tokens: tuple[Float[Array, "B T D"], Float[Array, "B T E"]],
+    weights: tuple[Float[Array, "e F D"], Float[Array, "e F D"], Float[Array, "e D F"]],
+    first: Array | int = 0,
+    *,
+    active: int,
+    normalised: bool,
+) -> Float[Array, "B T D"]:
+    """The sum over each token's active experts of share * MLP. Shares are the softmax of the logits of all experts.
+
+    Args:
+        tokens: inputs, and logits of the router.
+        weights: of gate, up and down of all experts and channels; or of some, for their part of the sum.
+        first: number of the first expert in `weights`.
+        active: A.
+        normalised: whether the shares of the active experts are divided by their sum.
+    """
+    (x, logits), count = tokens, len(weights[0])
+    share, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), active)
+    if normalised:
+        share = share / jnp.sum(share, axis=-1, keepdims=True)
+    local = (chosen >= first) & (chosen < first + count)
+    expert = jnp.where(local, chosen - first, count).reshape(-1)  # those of other devices are sorted to the end
+    order = jnp.argsort(expert, stable=True)
+    sizes = jnp.bincount(expert, length=count)
+    rows = x.reshape(-1, x.shape[-1])[order // active]
+    made = choose("experts", _PRODUCTS, None, "xla")(rows, sizes, *weights)
+    each = made[jnp.argsort(order)].reshape(*chosen.shape, x.shape[-1])
+    each = jnp.where(local[..., None], each, 0)
+    return jnp.einsum("bta,btad->btd", share.astype(x.dtype), each, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def _in_groups(
+    rows: Float[Array, "m D"],
+    sizes: Int[Array, " e"],
+    gate: Float[Array, "e F D"],
+    up: Float[Array, "e F D"],
+    down: Float[Array, "e D F"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "m D"]:
+    """The MLP of each row's expert; the rows are sorted by expert, and expert i has `sizes[i]` of them.
+
+    Rows beyond the last expert's have undefined results.
+    """
+    from jax.experimental.pallas.ops.tpu.megablox import gmm  # noqa: PLC0415 (slow to import)
+
+    count = len(rows)
+    height = min(_BLOCKS[-1], -(-count // 8) * 8)
+    padded = jnp.pad(rows, ((0, -count % height), (0, 0)))
+
+    def product(x: Array, weight: Array) -> Array:
+        out, inner = weight.shape[1:]
+        tiles = (height, min(inner, 1024), min(out, 512))
+        return gmm(x, weight, sizes.astype(jnp.int32), x.dtype, tiles, transpose_rhs=True, interpret=interpret)
+
+    return product(jax.nn.silu(product(padded, gate)) * product(padded, up), down)[:count]
+
+
+def _in_blocks(
+    rows: Float[Array, "m D"],
+    sizes: Int[Array, " e"],
+    gate: Float[Array, "e F D"],
+    up: Float[Array, "e F D"],
+    down: Float[Array, "e D F"],
+) -> Float[Array, "m D"]:
+    """`_in_groups` as a loop over blocks of rows of one expert. The last block of an expert may be partly empty."""
+    count, experts = len(rows), len(sizes)
+    size = _block_size(count, experts)
+    blocks = -(-sizes // size)  # of each expert
+    last = jnp.cumsum(blocks)
+    number = jnp.arange((count + min(count, experts) * (size - 1)) // size)  # so many blocks in any case
+    used = number < last[-1]
+    expert = jnp.minimum(jnp.searchsorted(last, number, side="right"), experts - 1)
+    start = (jnp.cumsum(sizes) - sizes)[expert] + (number - (last - blocks)[expert]) * size
+    padded = jnp.pad(rows, ((0, size), (0, 0)))
+
+    def mlp(expert: Array, start: Array) -> Array:
+        x = jax.lax.dynamic_slice_in_dim(padded, start, size)
+        return (jax.nn.silu(x @ gate[expert].T) * (x @ up[expert].T)) @ down[expert].T
+
+    def step(block: tuple[Array, Array, Array]) -> Array:
+        used, expert, start = block
+        return jax.lax.cond(used, mlp, lambda expert, start: jnp.zeros_like(padded[:size]), expert, start)
+
+    made = jax.lax.map(step, (used, expert, start))
+    row = jnp.arange(count)
+    block = jnp.searchsorted(jnp.where(used, start, count), row, side="right") - 1
+    return made[block, row - start[block]]
+
+
+def _block_size(rows: int, experts: int) -> int:
+    """Rows of a block: 1, or about the mean number of rows per expert."""
+    mean = rows // experts
+    return 1 if mean <= 4 else next((size for size in _BLOCKS if size >= mean), _BLOCKS[-1])
+
+
+_PRODUCTS = {"xla": _in_blocks, "mosaic_tpu": _in_groups}

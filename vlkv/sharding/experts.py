@@ -1,0 +1,40 @@
+"""A mixture of experts on a mesh: each device computes its rows, and its experts or some channels of all experts.
+
+Axes: B batch · T tokens · D width · E experts · F channels of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+from jaxtyping import Array
+
+from vlkv.sharding.ops import Part, axis_size, split
+
+_MODEL = "model"
+
+
+def sum_over_experts(
+    f: Callable[..., Array], tokens: tuple[Array, Array], weights: tuple[Array, Array, Array]
+) -> Array:
+    """Runs f(tokens, weights, first), which is a sum over experts and their channels, on local arrays.
+
+    Args:
+        f: function of both tuples, and of the number of the first local expert; returns [B, T, D].
+        tokens: two arrays [B, T, ...], split by rows if `data` divides them.
+        weights: [E, F, D], [E, F, D] and [E, D, F], split by experts E, or by channels F, as in `MESH_AXIS`.
+    """
+    model, (experts, channels, _) = axis_size(_MODEL), weights[0].shape
+    axis = next((axis for axis, size in (("E", experts), ("F", channels)) if model > 1 and size % model == 0), None)
+
+    def local(part: Part, tokens: tuple[Array, ...], weights: tuple[Array, ...]) -> Array:
+        del part  # of a cache
+        first = jax.lax.axis_index(_MODEL) * len(weights[0]) if axis == "E" else 0
+        made = f(tokens, weights, first)
+        return made if axis is None else jax.lax.psum(made, _MODEL)
+
+    # `split` splits the axis K over `model`.
+    names = tuple(" ".join("K" if name == axis else name for name in each) for each in ("EFD", "EFD", "EDF"))
+    run = split(local, (("B T D", "B T D"), names), "B T D", batch=tokens[0].shape[0], kv_heads=model)
+    return run(tokens, weights)
