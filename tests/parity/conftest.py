@@ -43,6 +43,7 @@ def text_config(kind: str = "llama", **changes):
         "mistral": transformers.MistralConfig,
         "qwen2": transformers.Qwen2Config,
         "qwen3": transformers.Qwen3Config,
+        "phi3": transformers.Phi3Config,
     }
     return classes[kind](**options)
 
@@ -70,6 +71,7 @@ def make_text(kind: str, seed: int = 0, **changes):
         "mistral": transformers.MistralForCausalLM,
         "qwen2": transformers.Qwen2ForCausalLM,
         "qwen3": transformers.Qwen3ForCausalLM,
+        "phi3": transformers.Phi3ForCausalLM,
     }
     if kind == "mistral":
         changes.setdefault("sliding_window", None)

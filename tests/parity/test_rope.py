@@ -399,26 +399,27 @@ WINDOWS = [
 
 
 @pytest.mark.parametrize(("kind", "change"), WINDOWS, ids=str)
-def test_a_sliding_window_is_refused_if_transformers_uses_it(kind, change):
+def test_windows_are_those_of_transformers(kind, change):
     fields = SIZES | {"max_position_embeddings": 8192} | change
     config = transformers.AutoConfig.for_model(kind, **fields)
-    slides = SLIDING in config.layer_types if kind.startswith("qwen2") else config.sliding_window is not None
+    layers, window = fields["num_hidden_layers"], config.sliding_window
+    every = (SLIDING if window is not None else FULL,) * layers
+    types = config.layer_types if kind.startswith("qwen2") else every
+    want = tuple(window if kind == SLIDING else None for kind in types) if SLIDING in types else ()
     read = DECODERS.get(kind, qwen2_vl.DECODER).read
     sections = {"rope_scaling": {"type": "mrope", **SECTIONS}} if kind not in DECODERS else {}
-    if not slides:
-        assert read(fields | sections).layers == fields["num_hidden_layers"]
-        return
     for raw in (fields | sections, config.to_dict()):
-        with pytest.raises(InputError, match=rf"sliding_window={config.sliding_window} is not supported"):
-            read(raw)
-    read(fields | sections | {"sliding_window": 8192})  # longer than any prompt
+        assert read(raw).windows == want
+    if want:
+        assert read(fields | sections | {"sliding_window": 8192}).windows == ()  # longer than any prompt
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [({"layer_types": [FULL]}, "layer_types=.* must be a list of 3 layers"),
      ({"layer_types": ["linear_attention"] * 3}, "layer_types=.* must be a list of 3 layers"),
-     (USED | {"max_window_layers": "x"}, "max_window_layers='x' must be a whole number")],
+     (USED | {"max_window_layers": "x"}, "max_window_layers='x' must be a whole number"),
+     (USED | {"max_window_layers": 1, "sliding_window": 0}, "sliding_window=0 must be a whole number of at least 1")],
 )  # fmt: skip
 def test_bad_settings_of_windows_are_named(change, says):
     with pytest.raises(InputError, match=says):

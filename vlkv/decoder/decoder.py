@@ -90,6 +90,7 @@ class Decoder(nnx.Module):
         self.norm = RMSNorm(c.width, c.norm_eps, init=init)
         self.head = None if c.tied else Linear(c.width, c.vocab_size, bias=False, init=init)
         self.head_dim, self.rope, self.log_from = c.head_dim, c.rope, c.log_from
+        self.kinds, self.full_layers, self.sliding = c.kinds, c.full_layers, c.sliding  # as in DecoderConfig
 
     def rotation(self, positions: Int[Array, "B T A"], limit: Int[Array, " B"] | None = None) -> Rotation:
         """The argument `rotation` of `DecoderLayer.project` for these positions; `limit` as in `rope_table`."""
@@ -114,7 +115,7 @@ class Decoder(nnx.Module):
         def after(i: int, carry: None, x: Array) -> tuple[None, Array, None]:
             return carry, add_features(added, i, x), None
 
-        _, x = self.walk(None, x, positions, attend_to_prompt(valid), after)
+        _, x = self.walk(None, x, positions, attend_to_prompt(self, valid), after)
         return x
 
     def walk(
@@ -163,6 +164,9 @@ def add_features(added: Float[Array, "B S T D"] | None, layer: int, x: Float[Arr
     return x if added is None or layer >= added.shape[1] else x + added[:, layer].astype(x.dtype)
 
 
-def attend_to_prompt(valid: Bool[Array, "B T"]) -> Attend[C]:
+def attend_to_prompt(decoder: Decoder, valid: Bool[Array, "B T"]) -> Attend[C]:
     """For `Decoder.walk`: causal attention of a whole prompt, without a cache. The carry is unchanged."""
-    return lambda i, carry, q, k, v: (carry, prefill_attention(q, k, v, valid=valid))
+    return lambda i, carry, q, k, v: (
+        carry,
+        prefill_attention(q, k, v, valid=valid, window=decoder.kinds[i].window),
+    )

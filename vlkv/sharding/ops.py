@@ -228,23 +228,26 @@ def _over_heads(
     return jax.tree.map(unpad, output, made) if spare else made
 
 
-@partial(jax.jit, static_argnames=("causal", "return_lse", "implementation"))
+@partial(jax.jit, static_argnames=("causal", "window", "return_lse", "implementation"))
 def prefill_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     *,
     valid: Bool[Array, "B T"] | None = None,
+    place: Int[Array, "B T"] | None = None,
     causal: bool = True,
+    window: int | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Any:
     """`pallas_kernels.prefill_attention`."""
     return _over_heads(
-        lambda q, k, v, valid: pallas_kernels.prefill_attention(
-            q, k, v, valid=valid, causal=causal, return_lse=return_lse, implementation=implementation
-        ),
-        (q, k, v, valid), ("B T N H", "B T K H", "B T K H", "B T"),
+        lambda q, k, v, valid, place: pallas_kernels.prefill_attention(
+            q, k, v, valid=valid, place=place, causal=causal, window=window, return_lse=return_lse,
+            implementation=implementation,
+        ),  # fmt: skip
+        (q, k, v, valid, place), ("B T N H", "B T K H", "B T K H", "B T", "B T"),
         ("B T N H", "B N T") if return_lse else "B T N H",
         heads=q.shape[2], kv_heads=k.shape[2],
     )  # fmt: skip

@@ -51,7 +51,6 @@ class Kind:
         require("mlp_bias", bool(c.get("mlp_bias", False)), False)
         positives(c, ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                       "max_position_embeddings"))  # fmt: skip
-        self._refuse_windows(c)
         heads, layers, limit = c["num_attention_heads"], c["num_hidden_layers"], c["max_position_embeddings"]
         kv_heads = positive("num_key_value_heads", c.get("num_key_value_heads", heads))
         head_dim = positive("head_dim", c.get("head_dim", c["hidden_size"] // heads))
@@ -63,10 +62,11 @@ class Kind:
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, norm_eps=c["rms_norm_eps"], max_positions=limit,
             rope=read_rope(c, head_dim, interleaved=self.interleaved), tied=bool(c.get("tie_word_embeddings", False)),
             qkv_bias=self.qkv_bias or bias, out_bias=bias and not self.qkv_bias, qk_norm=self.qk_norm, names=self.names,
+            windows=self._windows(c),
         )  # fmt: skip
 
-    def _refuse_windows(self, c: Raw) -> None:
-        """Raises InputError if transformers gives a layer a sliding window shorter than the model's positions."""
+    def _windows(self, c: Raw) -> tuple[int | None, ...]:
+        """`DecoderConfig.windows`. A window that is as long as the model's positions has no effect."""
         layers, limit, window = c["num_hidden_layers"], c["max_position_embeddings"], c.get("sliding_window")
         types, full = c.get("layer_types"), c.get("max_window_layers", 0)  # the first `full` layers have no window
         if types is not None and not (isinstance(types, list) and len(types) == layers
@@ -76,14 +76,15 @@ class Kind:
         if not isinstance(full, int):
             raise InputError(f"config.json: max_window_layers={full!r} must be a whole number")
         if self.windowed:
-            slides = window is not None
+            slides = [window is not None] * layers
         elif types is not None:
-            slides = "sliding_attention" in types
+            slides = [kind == "sliding_attention" for kind in types]
         else:
-            slides = bool(c.get("use_sliding_window")) and window is not None and full < layers
-        if slides and not (isinstance(window, int) and window >= limit):  # a longer window has no effect
-            raise InputError(f"config.json: sliding_window={window!r} is not supported yet. For prompts within the "
-                             f"window, set max_position_embeddings={limit} to the size of the window")  # fmt: skip
+            some = bool(c.get("use_sliding_window")) and window is not None
+            slides = [some and i >= full for i in range(layers)]
+        if not any(slides) or positive("sliding_window", window) >= limit:
+            return ()
+        return tuple(window if slide else None for slide in slides)
 
 
 KINDS = {
