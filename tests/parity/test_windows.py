@@ -46,3 +46,18 @@ def test_logits_at_every_token(pair, padding):
             want = model(torch.tensor(given["input_ids"][row][mask][None])).logits[0].numpy()
         ours = got[row][np.asarray(inputs.valid[row])]
         np.testing.assert_allclose(ours, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_greedy_tokens_of_a_batch(pair, padding):
+    model, params = pair
+    given = batch(padding=padding)
+    inputs = vlkv.Inputs.from_hf(given, params.config)
+    output = vlkv.generate(params, inputs, sampling=vlkv.Greedy(max_new_tokens=32, stop=()))
+    for row, mask in enumerate(given["attention_mask"].astype(bool)):
+        ids = torch.tensor(given["input_ids"][row][mask][None])
+        want = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False, eos_token_id=None
+        )
+        np.testing.assert_array_equal(output.tokens[row], want[0, ids.shape[1] :].numpy())
+    assert output.slots == vlkv.pool_slots(params, inputs, vlkv.policies.Full(), new_tokens=32)

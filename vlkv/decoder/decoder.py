@@ -90,7 +90,12 @@ class Decoder(nnx.Module):
         self.norm = RMSNorm(c.width, c.norm_eps, init=init)
         self.head = None if c.tied else Linear(c.width, c.vocab_size, bias=False, init=init)
         self.head_dim, self.rope, self.log_from = c.head_dim, c.rope, c.log_from
-        self.kinds, self.full_layers, self.sliding = c.kinds, c.full_layers, c.sliding  # as in DecoderConfig
+        self.kinds = c.kinds  # of each layer
+
+    @property
+    def full_layers(self) -> int:
+        """Number of layers with full attention, which are those that policies count."""
+        return sum(kind.window is None for kind, _ in zip(self.kinds, self.layers, strict=False))
 
     def rotation(self, positions: Int[Array, "B T A"], limit: Int[Array, " B"] | None = None) -> Rotation:
         """The argument `rotation` of `DecoderLayer.project` for these positions; `limit` as in `rope_table`."""
