@@ -66,8 +66,8 @@ def prefill_attention(
         place: number of each token, for `window`; it grows by at least 1 from one valid token of a row to the next, and
             there is no padding between them. None: its index.
         causal: each query attends to keys up to its own index, so rows may be padded on either side.
-        window: with `causal`, each query attends only to keys whose place is less than `window` before its own; None: no
-            limit.
+        window: with `causal`, each query attends only to keys whose place is less than `window` before its own; None:
+            to all of them.
         return_lse: whether to return the log of each query's denominator too; `attention_mass` can use it.
         implementation: a name from `dispatch.available`; None chooses one for the platform.
 

@@ -130,8 +130,8 @@ def test_padding_anywhere_and_log_sum_exps(cut, name, causal, dtype):
     np.testing.assert_allclose(np.float64(alone), np.float64(out), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.default("blocks of 16-xla-False-20", "blocks of 16-xla-True-150", "one block-mosaic_tpu:interpret-False-20",
-                     "one block-cudnn:interpret-False-20")  # fmt: skip
+@pytest.mark.default("blocks of 16-xla-False-20", "blocks of 16-xla-True-150",
+                     "one block-mosaic_tpu:interpret-False-20", "one block-cudnn:interpret-False-20")  # fmt: skip
 @pytest.mark.parametrize("window", [1, 20, 150])
 @pytest.mark.parametrize(
     ("name", "placed"),

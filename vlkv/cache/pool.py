@@ -1,8 +1,9 @@
 """The packed cache: kept prompt entries of all layers in one pool; generated tokens in a tail or in free slots.
 
-Axes: B batch · L layers with full attention · K key heads · T prompt tokens, or entries to write · P pool slots · S tail slots ·
-H head dim · A position axes · M parts of the slots. A slot is a location in the pool; a position is the value that RoPE
-uses. Budgets differ per layer and row, but have a fixed sum, so one pool needs less memory than L padded arrays.
+Axes: B batch · L layers with full attention · K key heads · T prompt tokens, or entries to write · P pool slots ·
+S tail slots · H head dim · A position axes · M parts of the slots. A slot is a location in the pool; a position is the
+value that RoPE uses. Budgets differ per layer and row, but have a fixed sum, so one pool needs less memory than L
+padded arrays.
 
 The pool has a column for each key head, in which the segments of all layers follow one another. A segment contains the
 entries of one layer, row and key head: vision entries, then text, then free slots, if slots are reused. If the policy

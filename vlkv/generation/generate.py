@@ -45,7 +45,7 @@ class Output:
     tokens: Int[Array, "B S"]  # -1: the logits are NaN, which ends the row; a row that has ended repeats its last token
     lengths: Int[Array, " B"]  # number of tokens of each row, including the stop token or -1
     cache_bytes: int = dataclasses.field(metadata={"static": True})  # allocated bytes of all rows (PackedCache.bytes)
-    slots: int = dataclasses.field(metadata={"static": True})  # allocated slots per row and key head, with tails and rings
+    slots: int = dataclasses.field(metadata={"static": True})  # as `pool_slots` of prefill.py
     _stored: StoredTokens
 
     @cached_property

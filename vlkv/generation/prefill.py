@@ -23,7 +23,7 @@ from vlkv.cache.decode_state import DecodeState, begin, packed
 from vlkv.cache.packing import pack, without_segments
 from vlkv.cache.pool import PackedCache, checked_new_tokens
 from vlkv.cache.rings import resize as resize_rings
-from vlkv.compression.checking import require_policy
+from vlkv.compression.checking import require_layers, require_policy
 from vlkv.compression.policy import DecodingStages, Policy
 from vlkv.compression.selection import Observed, allocate_and_take, make_observation, observe, require_fit, shortlist
 from vlkv.compression.sizes import Budget, budget_of, cache_spec, cap_bound
@@ -101,7 +101,7 @@ def pool_slots(
     """
     inputs, layers = Inputs.of(inputs, params.config), params.decoder.full_layers
     require_policy(policy)
-    policy.check_model(layers)
+    require_layers(policy, layers)
     spec = cache_spec(
         policy, layers=layers, vision=inputs.max_vision, text=inputs.max_text, images=inputs.max_images,
         new_tokens=checked_new_tokens(new_tokens), windows=params.config.decoder.sliding,
@@ -253,9 +253,7 @@ def _fill(
     if not found:
         assert rings is not None
         cache = without_segments(rings.layers[0], prompt.next_position)
-        return dataclasses.replace(
-            cache, rings=rings, position_limit=prompt.position_limit, kernels=prompt.kernels
-        )
+        return dataclasses.replace(cache, rings=rings, position_limit=prompt.position_limit, kernels=prompt.kernels)
     longest = max(layer.is_candidate.shape[1] for layer in found)
     is_vision, is_candidate, source = (
         jnp.stack([_lengthen(getattr(layer, name), longest) for layer in found])
@@ -288,9 +286,7 @@ def _fill(
         spec, tuple(m[0] for m in merged), tuple(m[1] for m in merged), kept,
         is_vision=is_vision, source=source, next_position=prompt.next_position, requested=requested,
     )  # fmt: skip
-    cache = dataclasses.replace(
-        cache, position_limit=prompt.position_limit, kernels=prompt.kernels, rings=rings
-    )
+    cache = dataclasses.replace(cache, position_limit=prompt.position_limit, kernels=prompt.kernels, rings=rings)
     if updater is not None:
         capacity = new_tokens if spec.reuses else spec.tail(cache.parts)  # a tail may be rounded up
         moved = jax.vmap(partial(packed, new_tokens=capacity, reuses=spec.reuses))

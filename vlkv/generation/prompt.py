@@ -137,7 +137,7 @@ def read_layers(
     def attend(i: int, now: _Carry, q: Array, k: Array, v: Array) -> tuple[_Carry, Array]:
         tokens, window = now.tokens, kinds[i].window
         if window is not None:
-            # A window counts tokens of the prompt, also those that a reduction has dropped.
+            # A window counts the tokens of the prompt, also those that a reduction has dropped.
             place = jnp.take_along_axis(number, tokens.source, axis=1)
             attended = prefill_attention(
                 q, k, v, valid=tokens.valid, place=place if stages else None, window=window,
@@ -159,12 +159,11 @@ def read_layers(
         return now._replace(layer=layer), attended
 
     def after(i: int, now: _Carry, x: Array) -> tuple[_Carry, Array, Array | None]:
-        x = add_features(now.tokens.added, i, x)
-        if kinds[i].window is not None:
+        x, (window, i) = add_features(now.tokens.added, i, x), kinds[i]
+        if window is not None:
             x, rings = jax.lax.optimization_barrier((x, now.rings))  # as below
             return now._replace(tokens=dataclasses.replace(now.tokens, x=x), rings=rings), x, None
         assert now.layer is not None
-        i = kinds[i].number
         # With this barrier, the next layer starts after `each`, so that the layer's arrays are freed first.
         x, result = jax.lax.optimization_barrier((x, now.layer if i < waits_until else each(i, now.layer)))
         now = now._replace(tokens=dataclasses.replace(now.tokens, x=x), results=(*now.results, result))
@@ -196,7 +195,7 @@ def read_layers(
     start = _Carry(_begin(params, inputs, reducer if stages else None), inputs.max_vision)
     start = reduce(0, start) if 0 in stages else start
     end, _ = params.decoder.walk(start, start.tokens.x, start.tokens.positions, attend, after, limit)
-    tokens, row = end.tokens, jnp.arange(batch)
+    tokens, row, rings = end.tokens, jnp.arange(batch), end.rings
     # The last token that is left. It may be a vision token, if the prompt ends with an image.
     last = jnp.max(jnp.where(tokens.valid, jnp.arange(tokens.valid.shape[1]), 0), axis=1)
     # The next position counts all tokens of the prompt, minus the positions lost if a reduction renumbered them.
@@ -208,7 +207,7 @@ def read_layers(
         position_limit=limit, logits=params.decoder.logits(tokens.x[row, last]),
         max_vision=inputs.max_vision, max_text=inputs.max_text, max_instruction=inputs.max_instruction,
         max_images=inputs.max_images, reducer=reducer, kernels=kernels,
-        rings=Rings(layers=end.rings, first_new=number[:, -1] + 1, new_tokens=0) if end.rings else None,
+        rings=Rings(layers=rings, first_new=number[:, -1] + 1, new_tokens=0) if rings else None,
     )  # fmt: skip
 
 

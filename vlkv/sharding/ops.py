@@ -242,12 +242,13 @@ def prefill_attention(
     implementation: str | None = None,
 ) -> Any:
     """`pallas_kernels.prefill_attention`."""
+
+    def op(q: Array, k: Array, v: Array, valid: Array | None, place: Array | None) -> Any:
+        options = dict(causal=causal, window=window, return_lse=return_lse, implementation=implementation)
+        return pallas_kernels.prefill_attention(q, k, v, valid=valid, place=place, **options)  # type: ignore[call-overload]
+
     return _over_heads(
-        lambda q, k, v, valid, place: pallas_kernels.prefill_attention(
-            q, k, v, valid=valid, place=place, causal=causal, window=window, return_lse=return_lse,
-            implementation=implementation,
-        ),  # fmt: skip
-        (q, k, v, valid, place), ("B T N H", "B T K H", "B T K H", "B T", "B T"),
+        op, (q, k, v, valid, place), ("B T N H", "B T K H", "B T K H", "B T", "B T"),
         ("B T N H", "B N T") if return_lse else "B T N H",
         heads=q.shape[2], kv_heads=k.shape[2],
     )  # fmt: skip
