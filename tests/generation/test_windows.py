@@ -88,3 +88,53 @@ def test_a_reduction_follows_a_full_layer_and_windows_count_dropped_tokens(param
         np.testing.assert_array_equal(found, full(held))
         later = reference.decode(params.decoder, layers, held, FORCED[row])
         np.testing.assert_allclose(ours[row], np.concatenate([first[None], later]), atol=1e-4)
+
+
+WORDS = np.random.default_rng(5).integers(6, 50, (3, 60))
+
+
+def turn(counts, padding: str, starts=(0, 0, 0)) -> vlkv.Inputs:
+    """Tokens of `WORDS`: a number for each row, and where they start."""
+    longest = max(counts)
+    ids, mask = np.zeros((2, 3, longest), int)
+    for row, (count, start) in enumerate(zip(counts, starts, strict=True)):
+        at = slice(longest - count, None) if padding == "left" else slice(count)
+        ids[row, at], mask[row, at] = WORDS[row, start : start + count], 1
+    return vlkv.Inputs.from_hf({"input_ids": ids, "attention_mask": mask}, CONFIG)
+
+
+def test_turns_that_are_longer_than_the_window_continue_as_one_prompt(params, tmp_path):
+    """The cache is saved, loaded and made larger after the first turn."""
+    ends = np.array([5, 4, 2])
+    cache, _ = prefill(params, turn(ends, "left"), policies.Full(), new_tokens=4)
+    assert [ring.slots for ring in cache.rings.layers] == [WINDOW, WINDOW]
+    vlkv.save_cache(tmp_path / "cache", params, cache)
+    cache = vlkv.load_cache(tmp_path / "cache", params, new_tokens=60)
+    extend = jax.jit(vlkv.extend)
+    for counts, padding in (((20, 15, 2), "right"), ((7, 1, 7), "left"), ((1, 2, 18), "left")):
+        cache, logits = extend(params, cache, turn(counts, padding, ends))
+        ends += counts
+    whole = np.asarray(jax.jit(vlkv.forward)(params, turn(ends, "right")))
+    np.testing.assert_allclose(logits, whole[np.arange(3), ends - 1], atol=1e-4)
+
+
+def test_a_short_ring_grows_with_the_capacity(params):
+    """Rows that never fill the window have fewer slots; `resize` keeps what is stored."""
+    inputs = turn([5, 3, 2], "right")
+    small = dataclasses.replace(inputs, max_text=5)
+    short, logits = prefill(params, small, policies.Full(), new_tokens=2)
+    assert [ring.slots for ring in short.rings.layers] == [7, 7]
+    ours = forced(params, vlkv.cache.resize(short, NEW), logits)
+    want = forced(params, *prefill(params, inputs, policies.Full(), new_tokens=NEW))
+    np.testing.assert_allclose(ours, want, atol=1e-5)
+
+
+def test_a_method_that_evicts_gets_the_tokens_of_a_turn_one_by_one(params, batch):
+    """As many decode steps give the same logits; the shorter row has no token in the last of them."""
+    cache, logits = prefill(params, batch, policies.H2O(keep=0.4), new_tokens=NEW)
+    want = forced(params, cache, logits)
+    counts = np.array([NEW, NEW, NEW - 3])
+    mask = (np.arange(NEW) < counts[:, None]).astype(int)
+    given = vlkv.Inputs.from_hf({"input_ids": FORCED * mask, "attention_mask": mask}, CONFIG)
+    _, logits = jax.jit(vlkv.extend)(params, cache, given)
+    np.testing.assert_allclose(logits, want[np.arange(3), counts], atol=1e-5)
