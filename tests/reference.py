@@ -13,7 +13,7 @@ def _array(parameter) -> np.ndarray:
 
 
 def _norm(x, module):
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + module.eps) * _array(module.weight)
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + module.eps) * (_array(module.weight) + module.offset)
 
 
 def _rotate(x, positions, rope):  # x [T, heads, H], positions [T] or, for M-RoPE, [T, 3]
@@ -39,6 +39,7 @@ def _project(layer, x, positions, rope):
 
 
 def _finish(layer, x, attended):
+    assert layer.mlp_out_norm is None and layer.activation == "silu"
     x = x + np.einsum("tnh,dnh->td", attended, _array(layer.out.weight))
     h = _norm(x, layer.mlp_norm)
     gate, up = h @ _array(layer.gate.weight).T, h @ _array(layer.up.weight).T

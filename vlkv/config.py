@@ -131,6 +131,12 @@ class DecoderConfig:
     qk_norm: bool = False  # an RMSNorm of the queries and one of the keys of each head, before RoPE
     log_from: int | None = None  # log-length scaling: number of tokens from which queries are scaled; see `Decoder`
     tied: bool = False  # the output head is the embedding table
+    sandwich_norms: bool = False  # an RMSNorm of the outputs of attention and MLP too, before they are added
+    norm_offset: float = 0.0  # added to the weights of all RMSNorms
+    activation: str = "silu"  # of the MLP's gate; see `vlkv.decoder.layers.ACTIVATIONS`
+    embedding_scale: float = 1.0  # factor of text embeddings
+    query_scale: float = 1.0  # factor of queries, besides the 1 / sqrt(H) of attention
+    sliding_rope: RopeConfig | None = None  # of layers with a window; None: that of the others
     windows: tuple[int | None, ...] = ()  # of each layer, in tokens; None: full attention. (): all layers have it
     names: str = ""  # which tensor names the checkpoint has; see vlkv/families/text/weights.py
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from vlkv.config import DecoderConfig, Raw, filled, is_token_id, positive, positives, require, require_all
+from vlkv.config import DecoderConfig, Raw, filled, is_token_id, number, positive, positives, require, require_all
 from vlkv.errors import InputError
 from vlkv.families.text.rotary import read_rope
 from vlkv.processing.host import HostConfig
@@ -29,6 +29,7 @@ class Kind:
         qk_norm: whether queries and keys of each head are normalised.
         interleaved: whether M-RoPE is interleaved, if the config has it.
         names: which tensor names the checkpoints have, if not those of Llama; see weights.py.
+        activation: name of the field with the MLP's activation, and its only supported value.
     """
 
     defaults: Mapping[str, Any]
@@ -38,6 +39,7 @@ class Kind:
     qk_norm: bool = False
     interleaved: bool = False
     names: str = ""
+    activation: tuple[str, str] = ("hidden_act", "silu")
 
     def read(self, raw: Raw) -> DecoderConfig:
         """The decoder's config, from its part of a `config.json`; raises InputError for unsupported values."""
@@ -47,7 +49,7 @@ class Kind:
         bias = bool(c.get(self.bias, False))
         if self.names == "phi3":
             require(self.bias, bias, False)
-        require_all(c, {"partial_rotary_factor": 1.0, "hidden_act": "silu"})
+        require_all(c, {"partial_rotary_factor": 1.0, self.activation[0]: self.activation[1]})
         require("mlp_bias", bool(c.get("mlp_bias", False)), False)
         positives(c, ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                       "max_position_embeddings"))  # fmt: skip
@@ -62,7 +64,7 @@ class Kind:
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, norm_eps=c["rms_norm_eps"], max_positions=limit,
             rope=read_rope(c, head_dim, interleaved=self.interleaved), tied=bool(c.get("tie_word_embeddings", False)),
             qkv_bias=self.qkv_bias or bias, out_bias=bias and not self.qkv_bias, qk_norm=self.qk_norm, names=self.names,
-            windows=self._windows(c),
+            windows=self._windows(c), activation=self.activation[1],
         )  # fmt: skip
 
     def _windows(self, c: Raw) -> tuple[int | None, ...]:
@@ -87,6 +89,43 @@ class Kind:
         return tuple(window if slide else None for slide in slides)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma3(Kind):
+    """Gemma 3: most layers have a window, and a RoPE of their own."""
+
+    @override
+    def read(self, raw: Raw) -> DecoderConfig:
+        c = filled(raw, self.defaults)
+        require_all(c, {"use_bidirectional_attention": False, "final_logit_softcapping": None,
+                        "attn_logit_softcapping": None})  # fmt: skip
+        pattern = positive("sliding_window_pattern", c["sliding_window_pattern"])
+        layers, scalar = positive("num_hidden_layers", c["num_hidden_layers"]), c["query_pre_attn_scalar"]
+        types = [_ATTENTION[(i + 1) % pattern > 0] for i in range(layers)]
+        ropes = self._ropes(c)
+        decoder = super().read({"layer_types": types, **c, **ropes["full_attention"]})
+        return dataclasses.replace(
+            decoder, sandwich_norms=True, norm_offset=1.0, embedding_scale=decoder.width**0.5,
+            query_scale=(decoder.head_dim / number("query_pre_attn_scalar", scalar)) ** 0.5,
+            sliding_rope=read_rope({**c, **ropes["sliding_attention"]}, decoder.head_dim),
+        )  # fmt: skip
+
+    def _ropes(self, c: Raw) -> dict[str, dict[str, Any]]:
+        """For each kind of layer, the fields of RoPE, as other models have them. Only full attention is scaled."""
+        given = c.get("rope_parameters") or {}
+        if not isinstance(given, Mapping) or not set(given) <= set(_ATTENTION):
+            raise InputError(f"config.json: rope_parameters={given!r} must have {' and '.join(_ATTENTION)}")
+        thetas = {"full_attention": c["rope_theta"], "sliding_attention": c["rope_local_base_freq"]}
+        scaled = {"full_attention": c.get("rope_scaling"), "sliding_attention": None}
+        ropes: dict[str, dict[str, Any]] = {}
+        for kind, theta in thetas.items():
+            part = given.get(kind) or scaled[kind] or {}
+            if not isinstance(part, Mapping):
+                raise InputError(f"config.json: the RoPE of {kind}, {part!r}, must be an object")
+            require(f"the rope_type of {kind}", part.get("rope_type", "default"), "default", "linear")
+            ropes[kind] = {"rope_theta": theta, "rope_scaling": None, "rope_parameters": dict(part)}
+        return ropes
+
+
 KINDS = {
     "llama": Kind(defaults=dict(
         vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
@@ -107,6 +146,12 @@ KINDS = {
         vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=32,
         rms_norm_eps=1e-5, max_position_embeddings=4096, original_max_position_embeddings=4096,
         eos_token_id=32000)),
+    "gemma3_text": Gemma3(names="gemma3", qk_norm=True, activation=("hidden_activation", "gelu_pytorch_tanh"),
+        defaults=dict(
+        vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=131072, sliding_window=4096,
+        query_pre_attn_scalar=256, rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=6,
+        tie_word_embeddings=True, eos_token_id=1)),
     "internlm2": Kind(names="internlm2", bias="bias", defaults=dict(
         vocab_size=103168, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
         rms_norm_eps=1e-6, max_position_embeddings=2048, bias=True, eos_token_id=2)),
@@ -241,7 +286,11 @@ QWEN3 = {
     "32b": _qwen3(hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64,
                   tie_word_embeddings=False),
 }  # fmt: skip
-# Instruct v0.2; v0.1 has a sliding window, which is not supported.
+# Gemma 3 (Instruct); larger ones see images.
+GEMMA3 = dict(KINDS["gemma3_text"].defaults, model_type="gemma3_text", vocab_size=262144, num_attention_heads=4,
+              num_key_value_heads=1, max_position_embeddings=32768, sliding_window=512,
+              eos_token_id=[1, 106])  # fmt: skip
+# Instruct v0.2; v0.1 has a sliding window.
 MISTRAL = dict(KINDS["mistral"].defaults, model_type="mistral", rms_norm_eps=1e-5, rope_theta=1e6,
                max_position_embeddings=32768, sliding_window=None, tie_word_embeddings=False)  # fmt: skip
 # Phi-3-mini-128k-instruct, first version; its factors are rounded to remove float32 noise.
@@ -265,6 +314,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "llama-3.2-3b": _llama3(32.0, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28,
                             num_attention_heads=24, head_dim=128, tie_word_embeddings=True),
     "mistral-7b": MISTRAL,
+    "mistral-7b-v0.1": MISTRAL | dict(rope_theta=1e4, sliding_window=4096),
+    "gemma-3-270m": GEMMA3 | dict(hidden_size=640, intermediate_size=2048, num_hidden_layers=18),
+    "gemma-3-1b": GEMMA3 | dict(hidden_size=1152, intermediate_size=6912, num_hidden_layers=26),
     **{f"qwen2-{size}": QWEN2[size] for size in ("0.5b", "1.5b", "7b")},
     **{f"qwen3-{size}": fields for size, fields in QWEN3.items()},
     "phi-3-mini": PHI3_MINI,
