@@ -424,3 +424,44 @@ def test_windows_are_those_of_transformers(kind, change):
 def test_bad_settings_of_windows_are_named(change, says):
     with pytest.raises(InputError, match=says):
         DECODERS["qwen2"].read(SIZES | change)
+
+
+# --- Gemma 3 ---------------------------------------------------------------------------------------------------------
+
+GEMMA3 = SIZES | {"max_position_embeddings": 256, "sliding_window": 8}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 5e5, "rope_local_base_freq": 5e3},
+     {"num_hidden_layers": 7, "sliding_window_pattern": 3}, {"layer_types": [FULL] * 3},
+     {"layer_types": [SLIDING] * 3, "query_pre_attn_scalar": 168}],
+    ids=str,
+)  # fmt: skip
+def test_kinds_of_layers_and_two_rotations_of_gemma_in_both_forms(change):
+    fields = GEMMA3 | change
+    config = transformers.AutoConfig.for_model("gemma3_text", **fields)
+    old, new = (DECODERS["gemma3_text"].read(raw) for raw in (fields, config.to_dict()))
+    assert old == new
+    assert [window is not None for window in old.windows or [None] * old.layers] == [
+        kind == SLIDING for kind in config.layer_types
+    ]
+    for kind, rope in ((FULL, old.rope), (SLIDING, old.sliding_rope)):
+        want = config.rope_parameters[kind]
+        assert (rope.theta, rope.divisors) == (want["rope_theta"], (want["factor"],) * 128 if "factor" in want else None)
+    assert old.query_scale == pytest.approx((256 / config.query_pre_attn_scalar) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+     ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+     ({"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+     ({"sliding_window_pattern": 0}, "sliding_window_pattern=0"),
+     ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
+     ({"rope_parameters": {"rope_theta": 1e4}}, "must have full_attention and sliding_attention"),
+     ({"rope_parameters": {SLIDING: {"rope_type": "yarn", "factor": 2.0}}}, "rope_type of sliding_attention='yarn'")],
+)  # fmt: skip
+def test_settings_of_gemma_that_are_not_supported(change, says):
+    with pytest.raises(InputError, match=says):
+        DECODERS["gemma3_text"].read(GEMMA3 | change)

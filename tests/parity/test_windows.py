@@ -65,3 +65,15 @@ def test_greedy_tokens_of_a_batch(pair, padding):
         )
         np.testing.assert_array_equal(output.tokens[row], want[0, ids.shape[1] :].numpy())
     assert output.slots == vlkv.pool_slots(params, inputs, vlkv.policies.Full(), new_tokens=32)
+
+
+def test_a_method_has_nothing_to_compress_if_all_layers_have_a_window(pair):
+    _, params = pair
+    inputs = vlkv.Inputs.from_hf(batch(), params.config)
+    policy = vlkv.policies.SnapKV(keep=0.5, scope="all")
+    if params.decoder.full_layers:
+        output = vlkv.generate(params, inputs, policy=policy, sampling=vlkv.Greedy(max_new_tokens=2))
+        assert output.kept.shape[0] == params.decoder.full_layers
+        return
+    with pytest.raises(vlkv.InputError, match="SnapKV: all layers of this model have a sliding window"):
+        vlkv.generate(params, inputs, policy=policy)
