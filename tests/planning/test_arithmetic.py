@@ -194,3 +194,22 @@ def test_collectives_and_kernels_are_read_off_the_text():
     operands = 1 + 3 * 2 * 64 * 128 * 2 + 64 * 128 * 4 + 8 * 64 * 4
     assert kernel == {"kernels": 1, "kernel_bytes": 8 + 2 * 64 * 128 * 2 + operands,
                       "kernel_flops": 4.0 * 2 * 64 * 64 * 128}  # fmt: skip
+
+
+def test_rings_do_not_grow_with_the_prompt_and_bytes_are_those_of_the_cache():
+    config, sizes = vlkv.presets["gemma-3-1b"], []
+    c, policy = config.decoder, policies.SnapKV(keep=0.1, scope="all")
+    assert (c.full_layers, set(c.sliding), len(c.sliding)) == (4, {512}, 22)
+    for prompt in (4096, 8192):
+        asked = question(config, batch=2, prompt=prompt)
+        job = arithmetic.Job(config=config, dtype="bfloat16", policy=policy, question=asked, batch=2, new_tokens=32)
+        model = abstract(config, jnp.bfloat16)
+        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype), asked.inputs)
+        cache, _ = jax.eval_shape(
+            lambda m, inputs: vlkv.prefill(m, inputs, policy, new_tokens=32), model, rows
+        )
+        parts = arithmetic.kept_bytes(cache, lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)))
+        assert parts["pool"] + parts["tail"] + parts["rings"] == 2 * job.row_bytes()
+        assert parts["rings"] == 2 * 22 * 512 * 2 * 256 * 2  # rows, layers, slots, keys and values, channels, bytes
+        sizes.append(parts)
+    assert sizes[1]["pool"] == pytest.approx(2 * sizes[0]["pool"], rel=0.05)
