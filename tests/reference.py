@@ -13,7 +13,7 @@ def _array(parameter) -> np.ndarray:
 
 
 def _norm(x, module):
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + module.eps) * _array(module.weight)
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + module.eps) * (_array(module.weight) + module.offset)
 
 
 def _rotate(x, positions, rope):  # x [T, heads, H], positions [T] or, for M-RoPE, [T, 3]
@@ -39,6 +39,7 @@ def _project(layer, x, positions, rope):
 
 
 def _finish(layer, x, attended):
+    assert layer.mlp_out_norm is None and layer.activation == "silu"
     x = x + np.einsum("tnh,dnh->td", attended, _array(layer.out.weight))
     h = _norm(x, layer.mlp_norm)
     if layer.experts is not None:
@@ -72,23 +73,26 @@ def prefill(decoder, x, positions=None, reduce=None, added=()):
     reduce: {number of layers: f(x, q, k, places) -> (x, kept)}. `places` are the remaining tokens and `kept` indices
     into them; q, k, v of later layers are NaN for removed tokens.
     added: [T, D] for each of the first layers, added to its output at the tokens that remain.
+    Reductions count layers with full attention, and windows the tokens of the whole prompt.
     """
     x = np.asarray(x, np.float64)
     length = len(x)
     places, layers = np.arange(length), []
     positions = places if positions is None else np.asarray(positions)
     q = k = np.empty(0)
-    for i, layer in enumerate(decoder.layers):
-        if reduce and i in reduce:
+    for i, (layer, (window, _)) in enumerate(zip(decoder.layers, decoder.kinds, strict=False)):
+        done = 0 if i == 0 else decoder.kinds[i - 1].number + 1
+        if reduce and done in reduce and (i == 0 or decoder.kinds[i - 1].window is None):
             before = (x, q[places], k[places]) if i else (x, None, None)
-            x, kept = reduce[i](*before, places)
+            x, kept = reduce[done](*before, places)
             x, places = x[kept], places[kept]
         part = _project(layer, x, positions[places], decoder.rope)
         q, k, v = (np.full((length, *y.shape[1:]), np.nan) for y in part)
         q[places], k[places], v[places] = part
         groups = q.shape[1] // k.shape[1]
         logits = np.einsum("tnh,snh->nts", part[0], np.repeat(part[1], groups, 1)) / np.sqrt(q.shape[-1])
-        weights = _softmax(np.where(np.tri(len(x), dtype=bool), logits, -np.inf))
+        near = places[:, None] - places < (np.inf if window is None else window)
+        weights = _softmax(np.where(np.tri(len(x), dtype=bool) & near, logits, -np.inf))
         x = _finish(layer, x, np.einsum("nts,snh->tnh", weights, np.repeat(part[2], groups, 1)))
         x = x + (np.asarray(added[i], np.float64)[places] if i < len(added) else 0)
         layers.append((q, k, v))
@@ -97,6 +101,8 @@ def prefill(decoder, x, positions=None, reduce=None, added=()):
 
 def decode(decoder, layers, kept, tokens, softmax_n=0.0, first=None, evict=None):
     """Logits after each of `tokens`, attending to prompt entries where kept [L, K, T] and to all tokens fed so far.
+
+    Layers with a window attend to the entries that it contains, whatever `kept` is.
 
     first: position of the first token; None: the prompt's length.
     evict: for methods that evict: f(layer, key head, places, attention) -> indices of the entries to delete. `places`
@@ -116,6 +122,9 @@ def decode(decoder, layers, kept, tokens, softmax_n=0.0, first=None, evict=None)
             for head, (before, *entries) in enumerate(held[i]):
                 places = np.append(before, kept.shape[-1] + step)
                 keys, values = (np.vstack([old, x[:, head]]) for old, x in zip(entries, new, strict=True))
+                if decoder.kinds[i].window is not None:
+                    near = places > kept.shape[-1] + step - decoder.kinds[i].window
+                    places, keys, values = places[near], keys[near], values[near]
                 queries = slice(head * groups, (head + 1) * groups)
                 shares = _softmax(q[0, queries] @ keys.T / np.sqrt(q.shape[-1]), softmax_n)
                 attended[0, queries] = shares @ values

@@ -123,7 +123,7 @@ class Chat:
         self._image, self._context, self._seen = image, context, ""  # _seen: the text that the cache holds
         self._images, self._videos = count(as_list(image))
         key = self.sampling.require_key(single_key(key))
-        require_fit(self.policy, len(params.decoder.layers), key)
+        require_fit(self.policy, params.decoder.full_layers, key)
         self._policy_key: Any = None
         self._key: Any = None
         if key is not None:

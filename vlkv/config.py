@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from typing_extensions import TypeIs
 
@@ -100,6 +100,18 @@ class RopeConfig:
         return 1 if self.axes is None else 3
 
 
+class LayerKind(NamedTuple):
+    """Whether a layer of the decoder has full attention or a sliding window.
+
+    Attributes:
+        window: a query attends to its own token and to the `window` - 1 before it; None: to all before it.
+        number: number of layers of the same kind before this one. The cache has arrays for each kind.
+    """
+
+    window: int | None
+    number: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
     """Mixtures of experts, which some layers of a decoder have in place of the MLP.
@@ -139,7 +151,31 @@ class DecoderConfig:
     log_from: int | None = None  # log-length scaling: number of tokens from which queries are scaled; see `Decoder`
     tied: bool = False  # the output head is the embedding table
     experts: ExpertsConfig | None = None
+    sandwich_norms: bool = False  # an RMSNorm of the outputs of attention and MLP too, before they are added
+    norm_offset: float = 0.0  # added to the weights of all RMSNorms
+    activation: str = "silu"  # of the MLP's gate; see `vlkv.decoder.layers.ACTIVATIONS`
+    embedding_scale: float = 1.0  # factor of text embeddings
+    query_scale: float = 1.0  # factor of queries, besides the 1 / sqrt(H) of attention
+    sliding_rope: RopeConfig | None = None  # of layers with a window; None: that of the others
+    windows: tuple[int | None, ...] = ()  # of each layer, in tokens; None: full attention. (): all layers have it
     names: str = ""  # which tensor names the checkpoint has; see vlkv/families/text/weights.py
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        windows = self.windows or (None,) * self.layers
+        full = [window is None for window in windows]
+        return tuple(LayerKind(window, full[:i].count(full[i])) for i, window in enumerate(windows))
+
+    @property
+    def full_layers(self) -> int:
+        """Number of layers with full attention, which are those that policies count."""
+        return self.layers - len(self.sliding)
+
+    @property
+    def sliding(self) -> tuple[int, ...]:
+        """Window of each layer that has one."""
+        return tuple(window for window in self.windows if window is not None)
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer has experts in place of the MLP."""

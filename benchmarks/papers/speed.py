@@ -59,9 +59,9 @@ OURS: dict[str, Callable[[dict[str, Any]], float]] = {
 def count(config: ModelConfig, point: Point) -> dict[str, float]:
     """Teraflops of the whole job and bytes of the cache at its end, of one row, by `vlkv.analysis.cost`."""
     c, setting, policy = config.decoder, point.setting, point.policy
-    vision = vision_bounds(policy, layers=c.layers, vision=setting.vision, images=1)
+    vision = vision_bounds(policy, layers=c.full_layers, vision=setting.vision, images=1)
     prompt = np.array(vision) + setting.text
-    total = total_bound(policy, layers=c.layers, vision=setting.vision, text=setting.text)
+    total = total_bound(policy, layers=c.full_layers, vision=setting.vision, text=setting.text)
     held = np.array(
         [total // c.layers + (i < total % c.layers) for i in range(c.layers)]
     )  # the cost of decoding is linear in them

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.dispatch import Kernel, choose
 from pallas_kernels.prefill_attention.reference import PrefillArguments, prefill_attention_reference
@@ -25,22 +25,22 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
 
 @overload
 def prefill_attention(
-    q: Any, k: Any, v: Any, *, valid: Any = None, causal: bool = True, return_lse: Literal[False] = False,
-    implementation: str | None = None,
+    q: Any, k: Any, v: Any, *, valid: Any = None, place: Any = None, causal: bool = True, window: int | None = None,
+    return_lse: Literal[False] = False, implementation: str | None = None,
 ) -> Array: ...  # fmt: skip
 
 
 @overload
 def prefill_attention(
-    q: Any, k: Any, v: Any, *, valid: Any = None, causal: bool = True, return_lse: Literal[True],
-    implementation: str | None = None,
+    q: Any, k: Any, v: Any, *, valid: Any = None, place: Any = None, causal: bool = True, window: int | None = None,
+    return_lse: Literal[True], implementation: str | None = None,
 ) -> tuple[Array, Array]: ...  # fmt: skip
 
 
 @overload
 def prefill_attention(
-    q: Any, k: Any, v: Any, *, valid: Any = None, causal: bool = True, return_lse: bool,
-    implementation: str | None = None,
+    q: Any, k: Any, v: Any, *, valid: Any = None, place: Any = None, causal: bool = True, window: int | None = None,
+    return_lse: bool, implementation: str | None = None,
 ) -> Any: ...  # fmt: skip
 
 
@@ -50,7 +50,9 @@ def prefill_attention(
     v: Float[Array, "B T K H"],
     *,
     valid: Bool[Array, "B T"] | None = None,
+    place: Int[Array, "B T"] | None = None,
     causal: bool = True,
+    window: int | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
@@ -61,7 +63,11 @@ def prefill_attention(
         k: keys.
         v: values.
         valid: which tokens exist; None: all. A query without any allowed key gets an arbitrary finite result.
+        place: number of each token, for `window`; it grows by at least 1 from one valid token of a row to the next, and
+            there is no padding between them. None: its index.
         causal: each query attends to keys up to its own index, so rows may be padded on either side.
+        window: with `causal`, each query attends only to keys whose place is less than `window` before its own; None:
+            to all of them.
         return_lse: whether to return the log of each query's denominator too; `attention_mass` can use it.
         implementation: a name from `dispatch.available`; None chooses one for the platform.
 
@@ -78,8 +84,14 @@ def prefill_attention(
                          "[B, T, N, H] and twice [B, T, K, H] with K dividing N")  # fmt: skip
     if valid is not None and valid.shape != (batch, length):
         raise ValueError(f"prefill_attention: valid {valid.shape} must be [B, T] = {(batch, length)}")
+    if window is not None and not (causal and window >= 1):
+        raise ValueError(f"prefill_attention: window={window} must be at least 1, and attention causal")
+    if place is not None and place.shape != (batch, length):
+        raise ValueError(f"prefill_attention: place {place.shape} must be [B, T] = {(batch, length)}")
+    if window is None or (place is None and window >= length):
+        window = place = None
     run = choose("prefill_attention", _IMPLEMENTATIONS, implementation, "xla")
-    out, lse = run(PrefillArguments(q, k, v, valid, causal, return_lse))
+    out, lse = run(PrefillArguments(q, k, v, valid, causal, return_lse, place, window))
     if lse is None:
         return out
     return out, lse if valid is None else jnp.where(valid[:, None], lse, jnp.inf)

@@ -48,6 +48,8 @@ def missing() -> str | None:
 def unsupported(args: PrefillArguments) -> str | None:
     """Returns why cuDNN cannot run with these arguments, or None if it can."""
     q, k, v = args.q, args.k, args.v
+    if args.place is not None:
+        return "its window counts indices, and the tokens have other places"
     if {q.dtype, k.dtype, v.dtype} not in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)}):
         return f"queries, keys and values are {q.dtype}, {k.dtype} and {v.dtype}, not all bfloat16 or all float16"
     most = 256 if check_compute_capability("9.0") else 128  # without a GPU on this host the check passes
@@ -65,6 +67,7 @@ def _cudnn(args: PrefillArguments, count: Int[Array, " B"] | None) -> Attended:
     found = dot_product_attention(
         args.q, args.k, args.v, q_seqlen=count, kv_seqlen=count, scale=args.q.shape[-1] ** -0.5,
         mask_type=(whole if count is None else padded)[args.causal], return_residual=args.return_lse,
+        sliding_window_length=args.window,
     )  # fmt: skip
     return found if args.return_lse else (found, None)
 
@@ -74,7 +77,7 @@ def _xla(args: PrefillArguments, count: Int[Array, " B"] | None) -> Attended:
     wide = (x.astype(jnp.float32) for x in (args.q, args.k, args.v))
     out, lse = jax.nn.dot_product_attention(
         *wide, is_causal=args.causal, query_seq_lengths=count, key_value_seq_lengths=count, implementation="xla",
-        return_residual=True,
+        return_residual=True, local_window_size=None if args.window is None else (args.window - 1, 0),
     )  # fmt: skip
     return out.astype(args.q.dtype), lse.swapaxes(1, 2) if args.return_lse else None
 

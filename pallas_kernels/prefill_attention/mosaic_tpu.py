@@ -38,6 +38,8 @@ def prefill_attention_mosaic_tpu(
     exists = jnp.ones((batch, length), bool) if valid is None else valid
     segment = jnp.pad(exists, padding[:2]).astype(jnp.int32)
     mask = masks.CausalMask((padded, padded)) if args.causal else masks.FullMask((padded, padded))
+    if args.window is not None:
+        mask = masks.LocalMask((padded, padded), window_size=(args.window - 1, 0), offset=0)
     group = heads // kv_heads
     run = splash.make_splash_mqa_single_device(
         mask=masks.MultiHeadMask([mask] * group), interpret=interpret,
@@ -58,6 +60,8 @@ def prefill_attention_mosaic_tpu(
 def unsupported(args: PrefillArguments) -> str | None:
     """Returns why the kernel cannot run with these arguments, or None if it can."""
     q, k, v = args.q, args.k, args.v
+    if args.place is not None:
+        return "its window counts indices, and the tokens have other places"
     if args.return_lse:
         return "it returns no log-sum-exp"
     if {q.dtype, k.dtype, v.dtype} not in ({jnp.dtype(jnp.float32)}, {jnp.dtype(jnp.bfloat16)}):

@@ -7,7 +7,7 @@ from dataclasses import field
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 
 @jax.tree_util.register_dataclass
@@ -21,6 +21,8 @@ class PrefillArguments:
     valid: Bool[Array, "B T"] | None
     causal: bool = field(metadata={"static": True})
     return_lse: bool = field(metadata={"static": True})
+    place: Int[Array, "B T"] | None = None
+    window: int | None = field(default=None, metadata={"static": True})
 
 
 # Attention and, if it was asked for, the log of each query's denominator.
@@ -34,6 +36,9 @@ def prefill_attention_reference(args: PrefillArguments) -> Attended:
     wide = [x.astype(jnp.float32) for x in (q, jnp.repeat(k, repeat, axis=2), jnp.repeat(v, repeat, axis=2))]
     logits = jnp.einsum("btnh,bsnh->bnts", *wide[:2], precision=jax.lax.Precision.HIGHEST) * q.shape[-1] ** -0.5
     allowed = jnp.tril(jnp.ones((length, length), bool)) if args.causal else jnp.ones((length, length), bool)
+    if args.window is not None:
+        place = jnp.arange(length)[None] if args.place is None else args.place
+        allowed = allowed & (place[:, None, :, None] - place[:, None, None] < args.window)
     if args.valid is not None:
         allowed = allowed & args.valid[:, None, None]
     logits = jnp.where(allowed, logits, jnp.finfo(jnp.float32).min)

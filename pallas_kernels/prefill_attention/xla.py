@@ -6,6 +6,8 @@ Axes: B batch · T queries · S keys · N query heads · K key heads · G = N/K 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,25 +25,27 @@ _GROUPS = 8  # causal: at most 8 static groups of queries, each with its own pre
 _TILE = 16  # queries: the smallest block
 _LARGEST = 512  # queries: the largest block on an accelerator
 
-Row = tuple[Array, Array, Array, Array | None]  # one key head of one row: q [G, T, H], k and v [T, H], valid [T]
+# One key head of one row: q [G, T, H], k and v [T, H], valid and place [T].
+Row = tuple[Array, Array, Array, Array | None, Array | None]
 HeadAttended = tuple[Array, Array | None]  # the same: attention [G, T, H]; log-sum-exp [G, T] if asked for
 
 
 def prefill_attention_xla(args: PrefillArguments) -> Attended:
     """Implements `prefill_attention`. A query without any allowed key gets an arbitrary average of values."""
-    q, k, v, valid, causal, return_lse = args.q, args.k, args.v, args.valid, args.causal, args.return_lse
+    q, k, v, return_lse = args.q, args.k, args.v, args.return_lse
     batch, length, heads, head_dim = q.shape
     kv_heads = k.shape[2]
-    one_by_one, block = _plan(batch, length, heads, kv_heads, causal)
+    one_by_one, block = _plan(batch, length, heads, kv_heads, args.causal)
 
     def attend(row: Row) -> HeadAttended:
-        return _one_head(*row, causal=causal, block=block, return_lse=return_lse)
+        if args.window is not None and args.window + min(block, args.window) < length:
+            return _one_head_in_window(*row, window=args.window, block=min(block, args.window), return_lse=return_lse)
+        return _one_head(*row, causal=args.causal, window=args.window, block=block, return_lse=return_lse)
 
     q = q.reshape(batch, length, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H]
-    if valid is not None:
-        valid = jnp.broadcast_to(valid[:, None], (batch, kv_heads, length))
-    rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v, valid))
+    by_head = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (batch, kv_heads, length)), (args.valid, args.place))
+    rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v, *by_head))
     out, lse = _over_queries(attend, rows, return_lse) if one_by_one else jax.vmap(attend)(rows)
     out = out.reshape(batch, kv_heads, -1, length, head_dim).transpose(0, 3, 1, 2, 4)
     out = out.reshape(batch, length, heads, head_dim).astype(v.dtype)
@@ -56,8 +60,8 @@ def _over_queries(attend: Callable[[Row], HeadAttended], rows: Row, return_lse: 
     """
 
     def one(i: Int[Array, ""], made: HeadAttended) -> HeadAttended:
-        q, k, v, valid = jax.tree.map(lambda x: x[i], (made[0], *rows[1:]))
-        return jax.tree.map(lambda whole, new: whole.at[i].set(new.astype(whole.dtype)), made, attend((q, k, v, valid)))
+        row = jax.tree.map(lambda x: x[i], (made[0], *rows[1:]))
+        return jax.tree.map(lambda whole, new: whole.at[i].set(new.astype(whole.dtype)), made, attend(row))
 
     lse = jnp.zeros(rows[0].shape[:3], jnp.float32) if return_lse else None
     return jax.lax.fori_loop(0, rows[0].shape[0], one, (rows[0], lse))
@@ -83,8 +87,10 @@ def _one_head(
     k: Float[Array, "T H"],
     v: Float[Array, "T H"],
     valid: Bool[Array, " T"] | None,
+    place: Int[Array, " T"] | None,
     *,
     causal: bool,
+    window: int | None,
     block: int,
     return_lse: bool,
 ) -> HeadAttended:
@@ -92,46 +98,92 @@ def _one_head(
     blocks = -(-length // block)
     per_group = -(-blocks // _GROUPS) if causal else blocks
     q = jnp.pad(q, [(0, 0), (0, blocks * block - length), (0, 0)])
+    index = jnp.arange(blocks * block)
+    place = index if place is None else jnp.pad(place, (0, blocks * block - length))
 
     out = []
     for first in range(0, blocks, per_group):
         last = min(first + per_group, blocks)
         seen = min(last * block, length) if causal else length
         part = q[:, first * block : last * block].reshape(q.shape[0], last - first, block, -1)
-        places = jnp.arange(first * block, last * block).reshape(-1, block)
-        attend = _attend(k[:seen], v[:seen], None if valid is None else valid[:seen], causal, return_lse)
+        keys = _Keys(k[:seen], v[:seen], None if valid is None else valid[:seen], index[:seen], place[:seen])
+        own = tuple(x[first * block : last * block].reshape(-1, block) for x in (index, place))
         if last - first == 1:
-            out.append(attend((part[:, 0], places[0])))
+            out.append(_attend(keys, part[:, 0], own[0][0], own[1][0], causal, window, return_lse))
         else:
-            parts = jax.lax.map(attend, (part.swapaxes(0, 1), places))
+            parts = jax.lax.map(
+                lambda block, keys=keys: _attend(keys, *block, causal, window, return_lse), (part.swapaxes(0, 1), *own)
+            )
             out.append(jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(q.shape[0], -1, *x.shape[3:]), parts))
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1)[:, :length], *out)
 
 
+def _one_head_in_window(
+    q: Float[Array, "G T H"],
+    k: Float[Array, "T H"],
+    v: Float[Array, "T H"],
+    valid: Bool[Array, " T"] | None,
+    place: Int[Array, " T"] | None,
+    *,
+    window: int,
+    block: int,
+    return_lse: bool,
+) -> HeadAttended:
+    """Each block of queries reads only its own keys and the `window` - 1 before them."""
+    length = k.shape[0]
+    blocks, before = -(-length // block), window - 1
+    after = blocks * block - length
+    index = jnp.arange(-before, blocks * block)
+    valid = (index >= 0) & (index < length) if valid is None else jnp.pad(valid, (before, after))
+    place = index if place is None else jnp.pad(place, (before, after))
+    k, v = (jnp.pad(x, [(before, after), (0, 0)]) for x in (k, v))
+    q = jnp.pad(q, [(0, 0), (0, after), (0, 0)]).reshape(q.shape[0], blocks, block, -1).swapaxes(0, 1)
+
+    def one(args: tuple[Float[Array, "G C H"], Int[Array, ""]]) -> HeadAttended:
+        q, number = args
+        seen = _Keys(*(
+            jax.lax.dynamic_slice_in_dim(x, number * block, before + block) for x in (k, v, valid, index, place)
+        ))  # fmt: skip
+        return _attend(seen, q, seen.index[before:], seen.place[before:], True, window, return_lse)
+
+    parts = jax.lax.map(one, (q, jnp.arange(blocks)))
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(q.shape[1], -1, *x.shape[3:])[:, :length], parts)
+
+
+class _Keys(NamedTuple):
+    """The keys that a block of queries may attend to."""
+
+    k: Float[Array, "S H"]
+    v: Float[Array, "S H"]
+    valid: Bool[Array, " S"] | None
+    index: Int[Array, " S"]
+    place: Int[Array, " S"]
+
+
+# Recomputed in the backward pass, so that training does not store the probabilities of every block.
+@partial(jax.checkpoint, static_argnums=(4, 5, 6))
 def _attend(
-    k: Float[Array, "S H"], v: Float[Array, "S H"], valid: Bool[Array, " S"] | None, causal: bool, return_lse: bool
-) -> Callable[[tuple[Array, Array]], HeadAttended]:
-    """A function that maps a block of queries and their indices to their attention over these keys.
-
-    It also returns the log-sum-exp if `return_lse`.
-    """
-
-    # Recomputed in the backward pass, so that training does not store the probabilities of every block.
-    @jax.checkpoint
-    def block(args: tuple[Float[Array, "G C H"], Int[Array, " C"]]) -> HeadAttended:
-        q, places = args
-        logits = jnp.einsum("gch,sh->gcs", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-        allowed = jnp.ones((1, logits.shape[-1]), bool)
-        if causal:
-            allowed = allowed & (jnp.arange(logits.shape[-1]) <= places[:, None])
-        if valid is not None:
-            allowed = allowed & valid
-        logits = jnp.where(allowed, logits, jnp.finfo(jnp.float32).min)
-        peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-        weights = jnp.exp(logits - peak)
-        total = jnp.sum(weights, axis=-1, keepdims=True)
-        out = jnp.einsum("gcs,sh->gch", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        lse = (peak + jnp.log(total))[..., 0] if return_lse else None
-        return (out / total).astype(v.dtype), lse  # dividing [G, C, H] is cheaper than dividing [G, C, S]
-
-    return block
+    keys: _Keys,
+    q: Float[Array, "G C H"],
+    index: Int[Array, " C"],
+    place: Int[Array, " C"],
+    causal: bool,
+    window: int | None,
+    return_lse: bool,
+) -> HeadAttended:
+    """Attention of a block of queries with these indices and places to these keys."""
+    logits = jnp.einsum("gch,sh->gcs", q, keys.k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    allowed = jnp.ones((1, logits.shape[-1]), bool)
+    if causal:
+        allowed = allowed & (keys.index <= index[:, None])
+    if window is not None:
+        allowed = allowed & (place[:, None] - keys.place < window)
+    if keys.valid is not None:
+        allowed = allowed & keys.valid
+    logits = jnp.where(allowed, logits, jnp.finfo(jnp.float32).min)
+    peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    weights = jnp.exp(logits - peak)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    out = jnp.einsum("gcs,sh->gch", weights.astype(keys.v.dtype), keys.v, preferred_element_type=jnp.float32)
+    lse = (peak + jnp.log(total))[..., 0] if return_lse else None
+    return (out / total).astype(keys.v.dtype), lse  # dividing [G, C, H] is cheaper than dividing [G, C, S]

@@ -138,6 +138,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[tuple[str, str], ...]]] = {
     "qwen3": ({**TEXT, "model_type": "qwen3", "head_dim": 8}, ()),
     "qwen3_moe": ({**TEXT, **EXPERTS, "model_type": "qwen3_moe", "head_dim": 8}, ()),
     "phi3": (PHI3, ()),
+    "gemma3_text": ({**TEXT, "model_type": "gemma3_text", "head_dim": 8, "tie_word_embeddings": True}, ()),
     "internlm2": ({**TEXT, "model_type": "internlm2", "bias": True}, ((r"^lm_head\.", "output."),)),
 }  # fmt: skip
 

@@ -96,9 +96,9 @@ def test_configs_that_we_do_not_honour(capsys, folder, page, changes, says):
     asks(capsys, folder, page, says=says)
 
 
-def test_a_sliding_window_in_use_is_refused(capsys, folder, page):
-    edit_config(folder, text_config__model_type="mistral", text_config__sliding_window=64)
-    asks(capsys, folder, page, says="sliding_window=64")
+def test_a_sliding_window_of_no_tokens_is_refused(capsys, folder, page):
+    edit_config(folder, text_config__model_type="mistral", text_config__sliding_window=0)
+    asks(capsys, folder, page, says="sliding_window=0")
 
 
 def test_broken_json(capsys, folder, page):

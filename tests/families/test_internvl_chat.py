@@ -209,7 +209,7 @@ def test_the_ids_that_the_config_lacks(phi3, tmp_path, file):
         (None, "use_llm_lora", 16),
         (None, "max_dynamic_patch", 0),
         ("vision_config", "norm_type", "batch_norm"),
-        ("llm_config", "sliding_window", 200),
+        ("llm_config", "sliding_window", 0),
         ("llm_config", "rope_scaling", {"type": "ntk", "factor": 2.0}),
         ("llm_config", "model_type", "gemma2"),
         ("llm_config", "partial_rotary_factor", 0.5),

@@ -75,6 +75,9 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "phi-3-mini": 3_821_079_552,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
     "internlm2-7b": 7_737_708_544,
 }
 LLAMA_7B = dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
@@ -92,12 +95,13 @@ def linear(i: int, o: int) -> int:
 
 
 def text(raw, *, bias: bool = False) -> int:
-    """A gated decoder; `bias` on queries, keys and values. Qwen3 normalises queries and keys of each head."""
+    """A gated decoder; `bias` on queries, keys and values. Qwen3 and Gemma 3 normalise each head's queries and keys."""
     d, f, layers = raw["hidden_size"], raw["intermediate_size"], raw["num_hidden_layers"]
     head_dim = raw.get("head_dim", d // raw["num_attention_heads"])
     q, kv = (head_dim * raw.get(f"num_{x}_heads", raw["num_attention_heads"]) for x in ("attention", "key_value"))
     block = 2 * d * q + 2 * d * kv + (q + 2 * kv) * bias + 3 * d * f + 2 * d
-    block += 2 * head_dim * raw["model_type"].startswith("qwen3")
+    block += 2 * head_dim * raw["model_type"].startswith(("qwen3", "gemma3"))
+    block += 2 * d * (raw["model_type"] == "gemma3_text")  # norms after attention and MLP
     if "num_experts" in raw:  # in all layers, with a router
         block += raw["num_experts"] * (d + 3 * d * raw["moe_intermediate_size"]) - 3 * d * f
     tables = 1 if raw["tie_word_embeddings"] else 2

@@ -262,7 +262,7 @@ def test_what_does_not_match_is_refused(case, change, message):
     [
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}, "mrope_section"),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "ntk", "mrope_section": [2, 1, 1]}}, "ntk"),
-        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None}, "window=8"),
+        ({"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 1, "layer_types": None}, "window=0"),
         ({"vision": {"hidden_act": "relu"}}, "hidden_act"),
         ({"vision": {"in_channels": 4}}, "in_channels"),
         ({"vision": {"hidden_size": 64, "out_hidden_size": 64}}, "64 channels"),

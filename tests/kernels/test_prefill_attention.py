@@ -15,15 +15,15 @@ from pallas_kernels.prefill_attention.reference import PrefillArguments
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 
 
-def attend(q, k, v, *, valid, **options):
+def attend(q, k, v, *, valid, place=None, **options):
     """In one program, made anew each time: tests change what is chosen while it is traced."""
-    return jax.jit(functools.partial(prefill_attention, **options))(q, k, v, valid=valid)
+    return jax.jit(functools.partial(prefill_attention, **options))(q, k, v, valid=valid, place=place)
 
 
-def expected_attention(q, k, v, valid, causal):
-    """[B,T,N,H] and rows that count; keys must be valid."""
+def expected_attention(q, k, v, valid, causal, near=True):
+    """[B,T,N,H] and rows that count; keys must be valid, and `near` [B,T,T] the query."""
     q, k, v = (np.float64(np.repeat(x, q.shape[2] // x.shape[2], axis=2)) for x in (q, k, v))
-    allowed = valid[:, None, :] & (np.tri(q.shape[1], dtype=bool) | (not causal))
+    allowed = valid[:, None, :] & (np.tri(q.shape[1], dtype=bool) | (not causal)) & near
     e = np.exp(np.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(q.shape[-1])) * allowed[:, None]
     p = e / np.maximum(e.sum(axis=-1, keepdims=True), 1e-300)
     return np.einsum("bnts,bsnh->btnh", p, v)
@@ -101,11 +101,11 @@ PLACE = np.arange(100)
 PADDED = np.stack([PLACE >= 37, PLACE < 71, (PLACE > 5) & (PLACE != 40), PLACE < 0])  # left, right, a hole, nothing
 
 
-def expected_lse(q, k, valid, causal):
+def expected_lse(q, k, valid, causal, near=True):
     """[B, N, T], +inf where a token does not exist."""
     k = np.repeat(np.float64(k), q.shape[2] // k.shape[2], axis=2)
     logits = np.einsum("btnh,bsnh->bnts", np.float64(q), k) / math.sqrt(q.shape[-1])
-    allowed = valid[:, None, None] & (np.tri(q.shape[1], dtype=bool) | (not causal))
+    allowed = (valid[:, None] & (np.tri(q.shape[1], dtype=bool) | (not causal)) & near)[:, None]
     with np.errstate(divide="ignore"):
         return np.where(valid[:, None], np.log(np.sum(np.exp(logits) * allowed, axis=-1)), np.inf)
 
@@ -128,6 +128,38 @@ def test_padding_anywhere_and_log_sum_exps(cut, name, causal, dtype):
     np.testing.assert_allclose(lse, expected_lse(np.float64(q), np.float64(k), PADDED, causal), rtol=1e-5, atol=1e-5)
     alone = attend(q, k, v, valid=PADDED, causal=causal, implementation=name)
     np.testing.assert_allclose(np.float64(alone), np.float64(out), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.default("blocks of 16-xla-False-20", "blocks of 16-xla-True-150",
+                     "one block-mosaic_tpu:interpret-False-20", "one block-cudnn:interpret-False-20")  # fmt: skip
+@pytest.mark.parametrize("window", [1, 20, 150])
+@pytest.mark.parametrize(
+    ("name", "placed"),
+    [("xla", False), ("xla", True), ("reference", False), ("reference", True), ("mosaic_tpu:interpret", False),
+     ("cudnn:interpret", False)],
+)  # fmt: skip
+def test_a_window_before_each_query(cut, name, window, placed):
+    """`placed`: tokens have been dropped, so that neighbours are up to four places apart."""
+    length = 200
+    random = np.random.default_rng(5)
+    dtype = jnp.bfloat16 if "cudnn" in name else jnp.float32
+    q, k, v = (
+        jnp.array(random.standard_normal((2, length, heads, HEAD_DIM)), dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    index = np.arange(length)
+    valid = np.stack([index >= 43, index < 151])
+    place = np.cumsum(random.integers(1, 5, (2, length)), axis=1).astype(np.int32) if placed else None
+    has_lse = "mosaic" not in name
+    found = attend(q, k, v, valid=valid, place=place, window=window, return_lse=has_lse, implementation=name)
+    out, lse = found if has_lse else (found, None)
+    places = index[None] if place is None else place
+    near = places[:, :, None] - places[:, None] < window
+    want = expected_attention(*map(np.float64, (q, k, v)), valid, True, near)
+    tolerance = 1e-2 if dtype == jnp.bfloat16 else 2e-5
+    np.testing.assert_allclose(np.float64(out)[valid], want[valid], atol=tolerance, rtol=tolerance)
+    if has_lse:
+        wanted = expected_lse(np.float64(q), np.float64(k), valid, True, near)
+        np.testing.assert_allclose(lse, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_what_cudnn_cannot_take_is_said():

@@ -44,6 +44,8 @@ def text_config(kind: str = "llama", **changes):
         "qwen2": transformers.Qwen2Config,
         "qwen3": transformers.Qwen3Config,
         "qwen3_moe": transformers.Qwen3MoeConfig,
+        "phi3": transformers.Phi3Config,
+        "gemma3_text": transformers.Gemma3TextConfig,
     }
     return classes[kind](**options)
 
@@ -72,6 +74,8 @@ def make_text(kind: str, seed: int = 0, **changes):
         "qwen2": transformers.Qwen2ForCausalLM,
         "qwen3": transformers.Qwen3ForCausalLM,
         "qwen3_moe": transformers.Qwen3MoeForCausalLM,
+        "phi3": transformers.Phi3ForCausalLM,
+        "gemma3_text": transformers.Gemma3ForCausalLM,
     }
     if kind == "mistral":
         changes.setdefault("sliding_window", None)

@@ -399,27 +399,72 @@ WINDOWS = [
 
 
 @pytest.mark.parametrize(("kind", "change"), WINDOWS, ids=str)
-def test_a_sliding_window_is_refused_if_transformers_uses_it(kind, change):
+def test_windows_are_those_of_transformers(kind, change):
     fields = SIZES | {"max_position_embeddings": 8192} | change
     config = transformers.AutoConfig.for_model(kind, **fields)
-    slides = SLIDING in config.layer_types if kind.startswith("qwen2") else config.sliding_window is not None
+    layers, window = fields["num_hidden_layers"], config.sliding_window
+    every = (SLIDING if window is not None else FULL,) * layers
+    types = config.layer_types if kind.startswith("qwen2") else every
+    want = tuple(window if kind == SLIDING else None for kind in types) if SLIDING in types else ()
     read = DECODERS.get(kind, qwen2_vl.DECODER).read
     sections = {"rope_scaling": {"type": "mrope", **SECTIONS}} if kind not in DECODERS else {}
-    if not slides:
-        assert read(fields | sections).layers == fields["num_hidden_layers"]
-        return
     for raw in (fields | sections, config.to_dict()):
-        with pytest.raises(InputError, match=rf"sliding_window={config.sliding_window} is not supported"):
-            read(raw)
-    read(fields | sections | {"sliding_window": 8192})  # longer than any prompt
+        assert read(raw).windows == want
+    if want:
+        assert read(fields | sections | {"sliding_window": 8192}).windows == ()  # longer than any prompt
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [({"layer_types": [FULL]}, "layer_types=.* must be a list of 3 layers"),
      ({"layer_types": ["linear_attention"] * 3}, "layer_types=.* must be a list of 3 layers"),
-     (USED | {"max_window_layers": "x"}, "max_window_layers='x' must be a whole number")],
+     (USED | {"max_window_layers": "x"}, "max_window_layers='x' must be a whole number"),
+     (USED | {"max_window_layers": 1, "sliding_window": 0}, "sliding_window=0 must be a whole number of at least 1")],
 )  # fmt: skip
 def test_bad_settings_of_windows_are_named(change, says):
     with pytest.raises(InputError, match=says):
         DECODERS["qwen2"].read(SIZES | change)
+
+
+# --- Gemma 3 ---------------------------------------------------------------------------------------------------------
+
+GEMMA3 = SIZES | {"max_position_embeddings": 256, "sliding_window": 8}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 5e5, "rope_local_base_freq": 5e3},
+     {"num_hidden_layers": 7, "sliding_window_pattern": 3}, {"layer_types": [FULL] * 3},
+     {"layer_types": [SLIDING] * 3, "query_pre_attn_scalar": 168}],
+    ids=str,
+)  # fmt: skip
+def test_kinds_of_layers_and_two_rotations_of_gemma_in_both_forms(change):
+    fields = GEMMA3 | change
+    config = transformers.AutoConfig.for_model("gemma3_text", **fields)
+    old, new = (DECODERS["gemma3_text"].read(raw) for raw in (fields, config.to_dict()))
+    assert old == new
+    assert [window is not None for window in old.windows or [None] * old.layers] == [
+        kind == SLIDING for kind in config.layer_types
+    ]
+    for kind, rope in ((FULL, old.rope), (SLIDING, old.sliding_rope)):
+        want = config.rope_parameters[kind]
+        assert (rope.theta, rope.divisors) == (
+            want["rope_theta"],
+            (want["factor"],) * 128 if "factor" in want else None,
+        )
+    assert old.query_scale == pytest.approx((256 / config.query_pre_attn_scalar) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+     ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+     ({"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+     ({"sliding_window_pattern": 0}, "sliding_window_pattern=0"),
+     ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
+     ({"rope_parameters": {"rope_theta": 1e4}}, "must have full_attention and sliding_attention"),
+     ({"rope_parameters": {SLIDING: {"rope_type": "yarn", "factor": 2.0}}}, "rope_type of sliding_attention='yarn'")],
+)  # fmt: skip
+def test_settings_of_gemma_that_are_not_supported(change, says):
+    with pytest.raises(InputError, match=says):
+        DECODERS["gemma3_text"].read(GEMMA3 | change)

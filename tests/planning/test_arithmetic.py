@@ -208,3 +208,20 @@ def test_a_mesh_that_splits_slots_comes_before_one_that_fills_the_chips():
     """30.5 billion parameters in bfloat16 on four chips, which divide the key heads, are 14.2 of 15.75 GiB."""
     data, model, reason = arithmetic.choose_mesh(job("qwen3-30b-a3b"), chips.parse("v5e:4x4"))
     assert (data, model) == (1, 16) and "4 key heads do not divide" in reason
+
+
+def test_rings_do_not_grow_with_the_prompt_and_bytes_are_those_of_the_cache():
+    config, sizes = vlkv.presets["gemma-3-1b"], []
+    c, policy = config.decoder, policies.SnapKV(keep=0.1, scope="all")
+    assert (c.full_layers, set(c.sliding), len(c.sliding)) == (4, {512}, 22)
+    for prompt in (4096, 8192):
+        asked = question(config, batch=2, prompt=prompt)
+        job = arithmetic.Job(config=config, dtype="bfloat16", policy=policy, question=asked, batch=2, new_tokens=32)
+        model = abstract(config, jnp.bfloat16)
+        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype), asked.inputs)
+        cache, _ = jax.eval_shape(lambda m, inputs: vlkv.prefill(m, inputs, policy, new_tokens=32), model, rows)
+        parts = arithmetic.kept_bytes(cache, lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)))
+        assert parts["pool"] + parts["tail"] + parts["rings"] == 2 * job.row_bytes()
+        assert parts["rings"] == 2 * 22 * 512 * 2 * 256 * 2  # rows, layers, slots, keys and values, channels, bytes
+        sizes.append(parts)
+    assert sizes[1]["pool"] == pytest.approx(2 * sizes[0]["pool"], rel=0.05)

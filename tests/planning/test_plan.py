@@ -75,7 +75,9 @@ def test_what_is_said(made):
     assert said["prompt"] == {"tokens": 300, "padded": 396, "pictures": 9, "vision": 225, "text": 75}
     assert [run["policy"] for run in said["runs"]] == ["full", "aircache(keep=0.1)"]
     for run in said["runs"]:
-        assert set(run["bytes_per_chip"]) == {"weights", "pool", "tail", "index", "inputs", "temporaries", "used"}
+        assert set(run["bytes_per_chip"]) == {
+            "weights", "pool", "tail", "rings", "index", "inputs", "temporaries", "used"
+        }  # fmt: skip
         assert run["tokens_per_second"] > 0 and run["decode_step"]["compiler"]["kernels"] > 0
         assert run["prefill"]["compile_seconds"] > 0 and run["prefill"]["estimate"]["seconds"] > 0
 

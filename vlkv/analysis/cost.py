@@ -23,10 +23,17 @@ from vlkv.towers.vit import VitConfig
 Counts = Int[np.ndarray, " L"]
 
 
-def prefill_flops(c: DecoderConfig, tokens: Counts) -> Counts:
-    """Operations of every layer during prefill, from its number of tokens (LightKV, Tables 1 and 6)."""
+def prefill_flops(c: DecoderConfig, tokens: Counts, reach: Counts | None = None) -> Counts:
+    """Operations of every layer during prefill (LightKV, Tables 1 and 6).
+
+    Args:
+        c: the config of the decoder.
+        tokens: number of tokens of each layer.
+        reach: number of tokens that a query of each layer attends to; None: all.
+    """
     tokens = np.asarray(tokens, np.int64)
-    return tokens * _per_token(c) + 4 * tokens**2 * c.heads * c.head_dim
+    reach = tokens if reach is None else np.minimum(tokens, reach)
+    return tokens * _per_token(c) + 4 * tokens * reach * c.heads * c.head_dim
 
 
 def decode_flops(c: DecoderConfig, entries: Counts) -> Counts:

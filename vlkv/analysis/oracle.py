@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, PRNGKeyArray
 
 from vlkv.cache.packing import pack
 from vlkv.cache.pool import PackedCache, checked_new_tokens
+from vlkv.cache.rings import resize
 from vlkv.compression.sizes import Budget, budget_of, cache_spec
 from vlkv.generation.decode import check_rotation
 from vlkv.generation.prompt import Prompt
@@ -73,4 +74,5 @@ def oracle_cache(
         is_vision=jnp.broadcast_to(prompt.is_vision, everywhere),
         source=jnp.broadcast_to(jnp.arange(length), everywhere), next_position=prompt.next_position,
     )  # fmt: skip
-    return dataclasses.replace(cache, position_limit=prompt.position_limit, kernels=prompt.kernels)
+    rings = None if prompt.rings is None else resize(prompt.rings, new_tokens)
+    return dataclasses.replace(cache, position_limit=prompt.position_limit, kernels=prompt.kernels, rings=rings)

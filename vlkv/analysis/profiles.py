@@ -223,7 +223,7 @@ def fingerprint(config: ModelConfig) -> dict[str, Any]:
     decoder = config.decoder
     return {
         "family": config.family,
-        "layers": decoder.layers,
+        "layers": decoder.full_layers,
         "heads": decoder.heads,
         "key heads": decoder.kv_heads,
         "width": decoder.width,
@@ -307,8 +307,7 @@ def load(
     if shares is None:
         has = ", ".join(str(measured) for measured, _ in in_scope)
         raise InputError(f"{path}: measured with keep={has}, but the policy has keep={keep}; measure that one too")
-    if len(shares) != config.decoder.layers or not all(isinstance(x, float | int) and 0 < x <= 1 for x in shares):
-        raise InputError(
-            f"{path}: shares must be {config.decoder.layers} fractions in (0, 1]; make it again with `vlkv profile`"
-        )
+    layers = config.decoder.full_layers
+    if len(shares) != layers or not all(isinstance(x, float | int) and 0 < x <= 1 for x in shares):
+        raise InputError(f"{path}: shares must be {layers} fractions in (0, 1]; make it again with `vlkv profile`")
     return tuple(float(x) for x in shares)

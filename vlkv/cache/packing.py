@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import QuantizedPool, quantize
 from vlkv.cache.pool import PackedCache, Storage
+from vlkv.cache.rings import Ring
 from vlkv.errors import InputError
 from vlkv.masks import tokens_at
 from vlkv.sharding import ops
@@ -61,6 +62,7 @@ class CacheSpec:
     per_head: bool  # whether heads have different budgets
     storage: Storage | None  # as in `Policy`
     softmax_n: float  # as in `Policy`
+    rings: tuple[int, ...] = ()  # slots of the ring of each layer with a sliding window; `layers` does not count these
 
     def columns(self, kv_heads: int) -> int:
         """Columns of the pool (`#K`): one if all heads share it."""
@@ -77,6 +79,8 @@ class CacheSpec:
         Without `reuses`, methods with the same total have pools of the same size, so that comparisons are fair. A
         method with `per_head` may need one tile more.
         """
+        if self.layers == 0:
+            return 0
         slots = (self.slots + self.layers * (parts - 1)) // parts  # of a part, which may have one more per segment
         slots += self.layers * (self.tile - 1)  # alignment adds at most these
         # A segment fills whole tiles, so a last, incomplete tile is useless, except if heads share a column.
@@ -88,8 +92,8 @@ class CacheSpec:
         return 0 if self.reuses else align(self.new_tokens, parts)
 
     def allocated(self, parts: int = 1) -> int:
-        """Slots of a row and key head, in the pool and the tails of all layers."""
-        return self.pool(parts) + self.layers * self.tail(parts)
+        """Slots of a row and key head, in the pool, and in the tails and rings of all layers."""
+        return self.pool(parts) + self.layers * self.tail(parts) + sum(self.rings)
 
 
 def pack(
@@ -182,6 +186,22 @@ def pack(
         k=packed_k, v=packed_v, token=token, start=start, extent=granted, tail_k=tail_k, tail_v=tail_v,
         used=jnp.zeros(batch, jnp.int32), next_position=next_position, softmax_n=spec.softmax_n, parts=parts,
         full_precision=window,
+    )  # fmt: skip
+
+
+def without_segments(ring: Ring, next_position: Int[Array, "B A"]) -> PackedCache:
+    """The cache of a model in which all layers have a window like that of `ring`: nothing but the rings to be added."""
+    batch, heads, _, head_dim = ring.k.shape
+
+    def pool() -> Array:  # called twice, because shared buffers cannot be donated
+        return jnp.zeros((batch, heads, 0, head_dim), ring.k.dtype)
+
+    def table() -> Array:
+        return jnp.zeros((0, batch, heads), jnp.int32)
+
+    return PackedCache(
+        k=pool(), v=pool(), token=jnp.zeros((batch, heads, 0), jnp.int32), start=table(), extent=table(), tail_k=(),
+        tail_v=(), used=jnp.zeros(batch, jnp.int32), next_position=next_position,
     )  # fmt: skip
 
 

@@ -1,13 +1,16 @@
 """The packed cache: kept prompt entries of all layers in one pool; generated tokens in a tail or in free slots.
 
-Axes: B batch · L layers · K key heads · T prompt tokens, or entries to write · P pool slots · S tail slots ·
-H head dim · A position axes · M parts of the slots. A slot is a location in the pool; a position is the value that RoPE
-uses. Budgets differ per layer and row, but have a fixed sum, so one pool needs less memory than L padded arrays.
+Axes: B batch · L layers with full attention · K key heads · T prompt tokens, or entries to write · P pool slots ·
+S tail slots · H head dim · A position axes · M parts of the slots. A slot is a location in the pool; a position is the
+value that RoPE uses. Budgets differ per layer and row, but have a fixed sum, so one pool needs less memory than L
+padded arrays.
 
 The pool has a column for each key head, in which the segments of all layers follow one another. A segment contains the
 entries of one layer, row and key head: vision entries, then text, then free slots, if slots are reused. If the policy
 gives heads different budgets (`Facts.budgets`), columns of equal length would waste memory, so the pool has one
 column, which contains the segments of all heads (`#K` in the shapes below: K or 1).
+
+A layer with a sliding window has no segment. Its ring (`rings.py`) has the newest entries, whatever the policy is.
 
 If the `model` axis of the mesh does not divide the columns, pool and tail consist of M equal parts, and every M-th
 entry is in the same part. `sharding.ops.slot_of` returns the slot of an entry for every M.
@@ -29,6 +32,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import Kernels, QuantizedPool, swap_slots
 from vlkv.cache import decode_state
 from vlkv.cache.decode_state import DecodeState, HasUpdater
+from vlkv.cache.rings import Rings
 from vlkv.errors import InputError
 from vlkv.sharding import ops
 from vlkv.sharding.placement import axes, leaves_with_axes, map_with_axes
@@ -66,6 +70,7 @@ class PackedCache:
     next_position: Int[Array, "B A"] = field(metadata=axes("batch"))  # counts all tokens, including dropped ones
     # Long-RoPE: number of positions for which each row's rotation is made; see `decoder.rope.position_limit`.
     position_limit: Int[Array, " B"] | None = field(default=None, metadata=axes("batch"))
+    rings: Rings | None = None  # of the layers with a sliding window, which have no segment; None: there are none
     decode_states: tuple[DecodeState, ...] | None = None  # one per layer, for methods that update the cache
     policy: HasUpdater | None = field(default=None, metadata={"static": True})  # its `updater` updates `decode_states`
     softmax_n: float = field(default=0.0, metadata={"static": True})  # of decode attention
@@ -78,9 +83,9 @@ class PackedCache:
     def entry_arrays(self) -> list[Array]:
         """All arrays that grow with the number of entries.
 
-        These are keys, values, scales of a quantised pool, the token of every slot, and the decode state.
+        These are keys, values, scales of a quantised pool, the token of every slot, the decode state, and the rings.
         """
-        return [x for x, names in leaves_with_axes(self) if {"slots", "entries"} & set(names)]
+        return [x for x, names in leaves_with_axes(self) if {"slots", "entries", "ring"} & set(names)]
 
     @property
     def bytes(self) -> int:
@@ -100,13 +105,20 @@ class PackedCache:
     @property
     def new_tokens(self) -> int:
         """Capacity for tokens after the prompt, including those in `used`."""
-        return self.decode_states[0].new_tokens if self.decode_states is not None else self.tail_k[0].shape[2]
+        if self.decode_states is not None:
+            return self.decode_states[0].new_tokens
+        if self.tail_k:
+            return self.tail_k[0].shape[2]
+        assert self.rings is not None  # all layers have a window
+        return self.rings.new_tokens
 
     @property
     def slots(self) -> int:
-        """Slots of a row and key head, in pool and tails."""
+        """Slots of a row and key head, in pool, tails and rings."""
         _, columns, slots = self.token.shape
-        return slots * columns // self.start.shape[2] + sum(x.shape[2] for x in self.tail_k)
+        rings = () if self.rings is None else self.rings.layers
+        own = sum(x.shape[2] for x in self.tail_k) + sum(ring.slots for ring in rings)
+        return slots * columns // self.start.shape[2] + own
 
     @property
     def counts(self) -> Int[Array, "L B K"]:

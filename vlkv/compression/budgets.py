@@ -19,6 +19,8 @@ def total(
     layer. Every layer keeps at least one token and at most all. The order of the product is that of the published
     vectors, floor(keep L n + 0.5) for n tokens in each layer; another order rounds halves differently.
     """
+    if layers == 0:
+        return np.zeros_like(sums, np.int32)
     asked = layers * (budget or 0) if keep is None else np.floor(keep * layers * (sums / layers) + 0.5)
     return np.minimum(sums, np.maximum(layers, asked)).astype(np.int32)
 

@@ -28,3 +28,12 @@ def checked_scores(policy: Policy, obs: Observation) -> Float[Array, "K T"]:
         raise InputError(f"{type(policy).__name__}: score returned {scores if found is None else f'shape {found}'}: "
                          f"return one number per key head and token, [K, T] = {expected}")  # fmt: skip
     return scores
+
+
+def require_layers(policy: Policy, layers: int) -> None:
+    """Raises InputError if the policy does not fit a model with this number of layers with full attention."""
+    changes = policy.facts.selects or policy.storage or policy.reducer or policy.updater
+    if layers == 0 and changes:
+        raise InputError(f"{type(policy).__name__}: all layers of this model have a sliding window, so no cache grows "
+                         "with the prompt, and there is nothing to compress: use full()")  # fmt: skip
+    policy.check_model(layers)

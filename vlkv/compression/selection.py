@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
-from vlkv.compression.checking import checked_scores, require_policy
+from vlkv.compression.checking import checked_scores, require_layers, require_policy
 from vlkv.compression.observe import Observation
 from vlkv.compression.policy import Policy, Statistics
 from vlkv.compression.sizes import Budget, budget_of, cap_table, counts_prompt
@@ -250,7 +250,7 @@ def require_fit(policy: Policy, layers: int, key: Key[Array, ""] | None) -> None
     """Raises InputError if this is not a policy, does not fit the model or needs a key, or if jax is set to 64 bits."""
     require_policy(policy)
     require_32_bits()
-    policy.check_model(layers)
+    require_layers(policy, layers)
     if policy.facts.needs_key and key is None:
         raise InputError(f"{type(policy).__name__} draws at random: pass key=jax.random.key(seed)")
 

@@ -6,7 +6,7 @@
              fraction, and counts are traced
     bound    a static limit for prompts of at most given numbers of tokens, from which the size of the cache follows
 
-Axes: L layers.
+Axes: L layers with full attention.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from vlkv.cache.packing import CacheSpec
+from vlkv.cache.rings import ring_slots
 from vlkv.compression import budgets
 from vlkv.compression.policy import Policy
 
@@ -60,6 +61,8 @@ def cap_bound(policy: Policy, *, layers: int, vision: int, text: int) -> int:
 
 def total_bound(policy: Policy, *, layers: int, vision: int, text: int, images: int = 1) -> int:
     """Bound on the entries of all layers together; entries out of scope are included."""
+    if layers == 0:
+        return 0
     text_in_scope, text_kept = (layers * text, 0) if policy.scope == "all" else (0, layers * text)
     if counts_prompt(policy):
         sums = np.arange(0, layers * vision + text_in_scope + 1, layers)
@@ -81,22 +84,32 @@ def vision_bounds(policy: Policy, *, layers: int, vision: int, images: int) -> t
     return tuple(left[sum(i >= a for a in after)] for i in range(layers))
 
 
-def cache_spec(policy: Policy, *, layers: int, vision: int, text: int, new_tokens: int, images: int = 1) -> CacheSpec:
+def cache_spec(
+    policy: Policy,
+    *,
+    layers: int,
+    vision: int,
+    text: int,
+    new_tokens: int,
+    images: int = 1,
+    windows: tuple[int, ...] = (),
+) -> CacheSpec:
     """What the policy needs of a cache.
 
     Args:
         policy: determines how many entries may be kept.
-        layers: L.
+        layers: L, the layers with full attention.
         vision: bound on the vision tokens of a row (`Inputs.max_vision`).
         text: bound on its text tokens (`Inputs.max_text`).
         new_tokens: capacity for generated tokens.
         images: bound on its images (`Inputs.max_images`).
+        windows: of the layers with a sliding window.
     """
     slots = total_bound(policy, layers=layers, vision=vision, text=text, images=images)
     # Equal budgets are equal only for layers with the same number of tokens.
     equal = policy.facts.budgets == "equal" and policy.reducer is None
     limit = vision + text
-    longest = -(-slots // layers) if equal else limit
+    longest = -(-slots // max(layers, 1)) if equal else limit
     bounds: tuple[int, int] | None = None
     # An evicted entry frees its slot, unless the pool is quantised, because slots share scales.
     if policy.storage is None and (updater := policy.updater) is not None:
@@ -107,4 +120,5 @@ def cache_spec(policy: Policy, *, layers: int, vision: int, text: int, new_token
     return CacheSpec(
         layers=layers, slots=slots, longest=longest, limit=limit, new_tokens=new_tokens, reuses=bounds is not None,
         per_head=policy.facts.budgets == "heads", storage=policy.storage, softmax_n=policy.softmax_n,
+        rings=tuple(ring_slots(window, vision + text + new_tokens) for window in windows),
     )  # fmt: skip

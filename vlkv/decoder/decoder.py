@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.config import DecoderConfig
 from vlkv.decoder.experts import Experts
-from vlkv.decoder.layers import Embedding, Initializer, JoinHeads, Linear, RMSNorm, SplitHeads
+from vlkv.decoder.layers import ACTIVATIONS, Embedding, Initializer, JoinHeads, Linear, RMSNorm, SplitHeads
 from vlkv.decoder.memory_maps import make_room
 from vlkv.decoder.rope import apply_rope, rope_table
 from vlkv.sharding.ops import prefill_attention
@@ -39,17 +39,23 @@ class Rotation(NamedTuple):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and gated MLP or experts, each with an RMSNorm before it and a residual connection."""
+    """Attention and gated MLP or experts, with RMSNorms before and possibly after both, and residual connections."""
 
     def __init__(self, c: DecoderConfig, index: int, *, init: Initializer) -> None:
-        self.attention_norm = RMSNorm(c.width, c.norm_eps, init=init)
+        def norm(width: int) -> RMSNorm:
+            return RMSNorm(width, c.norm_eps, offset=c.norm_offset, init=init)
+
+        self.attention_norm = norm(c.width)
         self.query = SplitHeads(c.width, c.heads, c.head_dim, bias=c.qkv_bias, init=init)
         self.key = SplitHeads(c.width, c.kv_heads, c.head_dim, bias=c.qkv_bias, init=init)
         self.value = SplitHeads(c.width, c.kv_heads, c.head_dim, bias=c.qkv_bias, init=init)
-        self.query_norm = RMSNorm(c.head_dim, c.norm_eps, init=init) if c.qk_norm else None
-        self.key_norm = RMSNorm(c.head_dim, c.norm_eps, init=init) if c.qk_norm else None
+        self.query_norm = norm(c.head_dim) if c.qk_norm else None
+        self.key_norm = norm(c.head_dim) if c.qk_norm else None
         self.out = JoinHeads(c.width, c.heads, c.head_dim, bias=c.out_bias, init=init)
-        self.mlp_norm = RMSNorm(c.width, c.norm_eps, init=init)
+        self.attention_out_norm = norm(c.width) if c.sandwich_norms else None
+        self.mlp_norm = norm(c.width)
+        self.mlp_out_norm = norm(c.width) if c.sandwich_norms else None
+        self.activation, self.query_scale = c.activation, c.query_scale
         if c.experts is not None and c.is_sparse(index):
             self.experts: Experts | None = Experts(c.width, c.experts, init=init)
             return
@@ -68,6 +74,8 @@ class DecoderLayer(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         q, k = apply_rope(q, rotation.table), apply_rope(k, rotation.table)
+        if self.query_scale != 1:
+            q = q * jnp.asarray(self.query_scale, q.dtype)
         if rotation.log_scale is not None:
             q = q * rotation.log_scale.astype(q.dtype)
         return q, k, self.value(h)
@@ -75,11 +83,14 @@ class DecoderLayer(nnx.Module):
     @jax.jit
     def finish(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """The rest of the layer. `attended` is the output of attention, before the output projection."""
-        x = x + self.out(attended)
+        h = self.out(attended)
+        x = x + (h if self.attention_out_norm is None else self.attention_out_norm(h))
         h = self.mlp_norm(x)
         if self.experts is not None:
-            return x + self.experts(h)
-        return x + self.down(jax.nn.silu(self.gate(h)) * self.up(h))
+            h = self.experts(h)
+        else:
+            h = self.down(ACTIVATIONS[self.activation](self.gate(h)) * self.up(h))
+        return x + (h if self.mlp_out_norm is None else self.mlp_out_norm(h))
 
 
 def _log_scale(positions: Int[Array, "B T A"], log_from: int) -> Float[Array, "B T 1 1"]:
@@ -92,16 +103,37 @@ class Decoder(nnx.Module):
     """Embedding, layers, final norm and output head. The head is None if it is tied to the embedding."""
 
     def __init__(self, c: DecoderConfig, *, init: Initializer) -> None:
-        self.embedding = Embedding(c.vocab_size, c.width, init=init)
+        self.embedding = Embedding(c.vocab_size, c.width, scale=c.embedding_scale, init=init)
         self.layers = nnx.data(tuple(DecoderLayer(c, i, init=init) for i in range(c.layers)))
-        self.norm = RMSNorm(c.width, c.norm_eps, init=init)
+        self.norm = RMSNorm(c.width, c.norm_eps, offset=c.norm_offset, init=init)
         self.head = None if c.tied else Linear(c.width, c.vocab_size, bias=False, init=init)
         self.head_dim, self.rope, self.log_from = c.head_dim, c.rope, c.log_from
+        self.sliding_rope = c.rope if c.sliding_rope is None else c.sliding_rope
+        self.kinds = c.kinds  # of each layer
 
-    def rotation(self, positions: Int[Array, "B T A"], limit: Int[Array, " B"] | None = None) -> Rotation:
-        """The argument `rotation` of `DecoderLayer.project` for these positions; `limit` as in `rope_table`."""
+    @property
+    def full_layers(self) -> int:
+        """Number of layers with full attention, which are those that policies count."""
+        return sum(kind.window is None for kind, _ in zip(self.kinds, self.layers, strict=False))
+
+    def rotation(
+        self, positions: Int[Array, "B T A"], limit: Int[Array, " B"] | None = None, *, sliding: bool = False
+    ) -> Rotation:
+        """The argument `rotation` of `DecoderLayer.project` for these positions.
+
+        Args:
+            positions: of the tokens.
+            limit: as in `rope_table`.
+            sliding: whether the layer has a window.
+        """
         log_scale = None if self.log_from is None else _log_scale(positions, self.log_from)
-        return Rotation(rope_table(positions, self.head_dim, self.rope, limit), log_scale)
+        rope = self.sliding_rope if sliding else self.rope
+        return Rotation(rope_table(positions, self.head_dim, rope, limit), log_scale)
+
+    def _rotations(self, positions: Int[Array, "B T A"], limit: Int[Array, " B"] | None) -> tuple[Rotation, Rotation]:
+        """The rotations of layers without and with a window."""
+        full = self.rotation(positions, limit)
+        return full, full if self.sliding_rope == self.rope else self.rotation(positions, limit, sliding=True)
 
     def logits(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch vocab"]:
         """Logits in float32 from the output of the last layer."""
@@ -121,7 +153,7 @@ class Decoder(nnx.Module):
         def after(i: int, carry: None, x: Array) -> tuple[None, Array, None]:
             return carry, add_features(added, i, x), None
 
-        _, x = self.walk(None, x, positions, attend_to_prompt(valid), after)
+        _, x = self.walk(None, x, positions, attend_to_prompt(self, valid), after)
         return x
 
     def walk(
@@ -149,13 +181,13 @@ class Decoder(nnx.Module):
         """
         if isinstance(x, jax.core.Tracer):  # a large program is about to be compiled
             make_room()
-        rotation = self.rotation(positions, limit)
+        rotations = self._rotations(positions, limit)
         for i, layer in enumerate(self.layers):
-            carry, attended = attend(i, carry, *layer.project(x, rotation))
+            carry, attended = attend(i, carry, *layer.project(x, rotations[self.kinds[i].window is not None]))
             x = layer.finish(x, attended.astype(x.dtype))
             if after is not None:
                 carry, x, moved = after(i, carry, x)
-                rotation = rotation if moved is None else self.rotation(moved, limit)
+                rotations = rotations if moved is None else self._rotations(moved, limit)
         return carry, x
 
 
@@ -170,6 +202,9 @@ def add_features(added: Float[Array, "B S T D"] | None, layer: int, x: Float[Arr
     return x if added is None or layer >= added.shape[1] else x + added[:, layer].astype(x.dtype)
 
 
-def attend_to_prompt(valid: Bool[Array, "B T"]) -> Attend[C]:
+def attend_to_prompt(decoder: Decoder, valid: Bool[Array, "B T"]) -> Attend[C]:
     """For `Decoder.walk`: causal attention of a whole prompt, without a cache. The carry is unchanged."""
-    return lambda i, carry, q, k, v: (carry, prefill_attention(q, k, v, valid=valid))
+    return lambda i, carry, q, k, v: (
+        carry,
+        prefill_attention(q, k, v, valid=valid, window=decoder.kinds[i].window),
+    )

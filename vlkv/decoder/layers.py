@@ -6,7 +6,7 @@ This order needs no transpose when a checkpoint is loaded and, at batch 1 on a C
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import jax
@@ -119,16 +119,22 @@ def _product(weight: Array, x: Array, *, axes: int) -> Array:
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight. Normalises in float32, casts to the dtype of x, then multiplies by the weight."""
+    """x / rms(x) * (offset + weight).
 
-    def __init__(self, width: int, eps: float, *, init: Initializer) -> None:
-        self.weight = init.constant(1.0, width)
-        self.eps = eps
+    Normalises in float32. Without an offset, it casts to the dtype of x and then multiplies by the weight (Llama); with
+    one, it multiplies first (Gemma).
+    """
+
+    def __init__(self, width: int, eps: float, *, offset: float = 0.0, init: Initializer) -> None:
+        self.weight = init.constant(1.0 - offset, width)
+        self.eps, self.offset = eps, offset
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         """Normalises the last axis."""
         x32 = x.astype(jnp.float32)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        if self.offset:
+            return (x32 * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
         return x32.astype(x.dtype) * self.weight[...]
 
 
@@ -149,14 +155,16 @@ class LayerNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table of vectors, one per id."""
+    """A table of vectors, one per id, which are multiplied by `scale`."""
 
-    def __init__(self, count: int, width: int, *, init: Initializer) -> None:
+    def __init__(self, count: int, width: int, *, scale: float = 1.0, init: Initializer) -> None:
         self.weight = init.normal(count, width, scale=0.02)
+        self.scale = scale
 
     def __call__(self, ids: Int[Array, "*batch"]) -> Float[Array, "*batch D"]:
         """Looks the ids up."""
-        return self.weight[...][ids]
+        x = self.weight[...][ids]
+        return x if self.scale == 1 else x * jnp.asarray(self.scale, x.dtype)
 
 
 def gelu(x: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
@@ -167,6 +175,9 @@ def gelu(x: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
 def quick_gelu(x: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
     """x sigmoid(1.702 x), an approximation of GELU."""
     return x * jax.nn.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu_pytorch_tanh": jax.nn.gelu}
 
 
 class Mlp(nnx.Module):

@@ -45,12 +45,14 @@ class Output:
     tokens: Int[Array, "B S"]  # -1: the logits are NaN, which ends the row; a row that has ended repeats its last token
     lengths: Int[Array, " B"]  # number of tokens of each row, including the stop token or -1
     cache_bytes: int = dataclasses.field(metadata={"static": True})  # allocated bytes of all rows (PackedCache.bytes)
-    slots: int = dataclasses.field(metadata={"static": True})  # allocated slots per row and key head, with tails
+    slots: int = dataclasses.field(metadata={"static": True})  # as `pool_slots` of prefill.py
     _stored: StoredTokens
 
     @cached_property
     def kept(self) -> Bool[np.ndarray, "L B K T"]:
         """Which prompt tokens each layer and key head keeps after prefill, on the axis T of `Inputs.tokens`.
+
+        L counts the layers with full attention; a layer with a sliding window has the newest tokens.
 
         False: padding, tokens that a reduction has removed before this layer, and tokens that are evicted or merged
         into others. The token into which they are merged is kept. A method that evicts while decoding keeps fewer in
@@ -93,7 +95,7 @@ def generate(
     inputs, key = Inputs.of(inputs, params.config), single_key(key)
     policy = Full() if policy is None else policy
     sampling = Greedy() if sampling is None else sampling
-    require_fit(policy, len(params.decoder.layers), key)
+    require_fit(policy, params.decoder.full_layers, key)
     check_room(params.config, inputs, sampling.max_new_tokens)
     sampling.require_key(key)
     output: Output = _generate(params, inputs, policy, sampling, key, kernels)
@@ -136,7 +138,7 @@ def stream(
     inputs, key = Inputs.of(inputs, params.config), single_key(key)
     policy = Full() if policy is None else policy
     sampling = Greedy() if sampling is None else sampling
-    require_fit(policy, len(params.decoder.layers), key)
+    require_fit(policy, params.decoder.full_layers, key)
     check_room(params.config, inputs, sampling.max_new_tokens)
     sampling.require_key(key)
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)

@@ -127,7 +127,7 @@ def _finite_parts(params: Model, inputs: Inputs, failed: Bool[Array, " B"], answ
 
     positions = jnp.concatenate([inputs.positions, new_positions], axis=1)
     none: tuple[Array, ...] = ()
-    layers, last = params.decoder.walk(none, x, positions, attend_to_prompt(valid), note)
+    layers, last = params.decoder.walk(none, x, positions, attend_to_prompt(params.decoder, valid), note)
     place = jnp.max(jnp.where(valid, jnp.arange(valid.shape[1]), 0), axis=1)
     logits = params.decoder.logits(last[jnp.arange(len(place)), place])
     weights = jax.tree_util.tree_leaves_with_path(params)

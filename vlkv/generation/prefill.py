@@ -20,9 +20,10 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
 from vlkv.cache.decode_state import DecodeState, begin, packed
-from vlkv.cache.packing import pack
+from vlkv.cache.packing import pack, without_segments
 from vlkv.cache.pool import PackedCache, checked_new_tokens
-from vlkv.compression.checking import require_policy
+from vlkv.cache.rings import resize as resize_rings
+from vlkv.compression.checking import require_layers, require_policy
 from vlkv.compression.policy import DecodingStages, Policy
 from vlkv.compression.selection import Observed, allocate_and_take, make_observation, observe, require_fit, shortlist
 from vlkv.compression.sizes import Budget, budget_of, cache_spec, cap_bound
@@ -78,14 +79,14 @@ def prefill(
         new_tokens = (sampling or Greedy()).max_new_tokens
     assert not isinstance(new_tokens, jax.Array)
     new_tokens = checked_new_tokens(new_tokens)
-    require_fit(policy, len(params.decoder.layers), key)
+    require_fit(policy, params.decoder.full_layers, key)
     return read_and_fill(params, inputs, policy, new_tokens, key=key, kernels=kernels)
 
 
 def pool_slots(
     params: Model, inputs: Inputs | Mapping[str, Any], policy: Policy, *, new_tokens: int = Greedy().max_new_tokens
 ) -> int:
-    """Slots that a cache of these prompts allocates per row and key head, in the pool and the tails of all layers.
+    """Slots that a cache of these prompts allocates per row and key head, in the pool, tails and rings of all layers.
 
     With a mesh (`jax.set_mesh`), it counts the slots of all its devices together.
 
@@ -98,12 +99,12 @@ def pool_slots(
     Raises:
         InputError: the policy does not fit the model, or new_tokens is less than 1.
     """
-    inputs, layers = Inputs.of(inputs, params.config), len(params.decoder.layers)
+    inputs, layers = Inputs.of(inputs, params.config), params.decoder.full_layers
     require_policy(policy)
-    policy.check_model(layers)
+    require_layers(policy, layers)
     spec = cache_spec(
         policy, layers=layers, vision=inputs.max_vision, text=inputs.max_text, images=inputs.max_images,
-        new_tokens=checked_new_tokens(new_tokens),
+        new_tokens=checked_new_tokens(new_tokens), windows=params.config.decoder.sliding,
     )  # fmt: skip
     return spec.allocated(slot_parts(spec.columns(params.config.decoder.kv_heads)))
 
@@ -118,7 +119,7 @@ def read_and_fill(
     kernels: Kernels | None,
 ) -> tuple[PackedCache, Float[Array, "B vocab"]]:
     """`prefill` for callers that have checked the arguments."""
-    layers = len(params.decoder.layers)
+    layers = params.decoder.full_layers
     budget = _budget(policy, inputs, layers=layers)
     look = _observer(policy, inputs, budget, layers=layers, key=key, kernels=kernels)
     prompt = read_layers(params, inputs, policy.reducer, look, new_tokens=new_tokens, key=key, kernels=kernels)
@@ -247,7 +248,12 @@ def _observer(
 def _fill(
     found: tuple[Candidates, ...], prompt: Prompt, policy: Policy, budget: Budget, new_tokens: int
 ) -> PackedCache:
-    """Makes a cache from the candidates of all layers."""
+    """Makes a cache from the candidates of all layers with full attention, and the prompt's rings."""
+    rings = None if prompt.rings is None else resize_rings(prompt.rings, new_tokens)
+    if not found:
+        assert rings is not None
+        cache = without_segments(rings.layers[0], prompt.next_position)
+        return dataclasses.replace(cache, rings=rings, position_limit=prompt.position_limit, kernels=prompt.kernels)
     longest = max(layer.is_candidate.shape[1] for layer in found)
     is_vision, is_candidate, source = (
         jnp.stack([_lengthen(getattr(layer, name), longest) for layer in found])
@@ -280,7 +286,7 @@ def _fill(
         spec, tuple(m[0] for m in merged), tuple(m[1] for m in merged), kept,
         is_vision=is_vision, source=source, next_position=prompt.next_position, requested=requested,
     )  # fmt: skip
-    cache = dataclasses.replace(cache, position_limit=prompt.position_limit, kernels=prompt.kernels)
+    cache = dataclasses.replace(cache, position_limit=prompt.position_limit, kernels=prompt.kernels, rings=rings)
     if updater is not None:
         capacity = new_tokens if spec.reuses else spec.tail(cache.parts)  # a tail may be rounded up
         moved = jax.vmap(partial(packed, new_tokens=capacity, reuses=spec.reuses))

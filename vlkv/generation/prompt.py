@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
 from pallas_kernels.attention_mass import takes_lse
+from vlkv.cache.rings import Ring, Rings, of_prompt, ring_slots
 from vlkv.compression.policy import Policy, ReducingStages
 from vlkv.compression.selection import make_observation, require_fit
 from vlkv.compression.tokens import Tokens, shorten
@@ -54,7 +55,8 @@ class LayerPrompt:
 class Prompt:
     """A prompt after all layers, from which `fill_cache` makes a cache."""
 
-    layers: tuple[Any, ...]  # LayerPrompt, or the result of `each` in `read_layers`
+    # Of the layers with full attention: LayerPrompt, or the result of `each` in `read_layers`.
+    layers: tuple[Any, ...]
     is_vision: Bool[Array, "B T"]
     valid: Bool[Array, "B T"]
     next_position: Int[Array, "B A"]
@@ -66,6 +68,7 @@ class Prompt:
     reducer: ReducingStages | None = dataclasses.field(metadata={"static": True})  # the policy that reduced the prompt
     kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
     position_limit: Int[Array, " B"] | None = None  # as in PackedCache
+    rings: Rings | None = None  # likewise, without capacity for new tokens
 
 
 def read_prompt(
@@ -96,7 +99,7 @@ def read_prompt(
     """
     inputs, key = Inputs.of(inputs, params.config), single_key(key)
     if policy is not None:
-        require_fit(policy, len(params.decoder.layers), key)
+        require_fit(policy, params.decoder.full_layers, key)
     reducer = None if policy is None else policy.reducer
     return read_layers(params, inputs, reducer, lambda _, layer: layer, new_tokens=new_tokens, key=key, kernels=kernels)
 
@@ -113,23 +116,38 @@ def read_layers(
 ) -> Prompt:
     """`read_prompt` that keeps only the result of `each` for every layer, computed before the next layer runs.
 
+    Layers with a sliding window have a ring instead of such a result, and `each` and the reducer do not count them.
+
     If the reducer has `drops_early_layers`, `each` is called for the layers before the last reduction only after this
     reduction, and gets only the tokens that are left.
     """
     inputs = jax.tree.map(jnp.asarray, inputs)
-    layers, (batch, length) = len(params.decoder.layers), inputs.valid.shape
+    layers, (batch, length) = params.decoder.full_layers, inputs.valid.shape
     kernels = Kernels() if kernels is None else kernels
     return_lse = takes_lse(kernels.attention_mass)
     stages = () if reducer is None or inputs.max_vision == 0 else reducer.reductions(layers)
     # `each` waits for the last reduction in the layers before this one.
     waits_until = max(stages, default=0) if reducer is not None and reducer.drops_early_layers else 0
     keys = None if key is None else jax.random.split(key, batch)
+    kinds, number = params.decoder.kinds, jnp.cumsum(inputs.valid, axis=1) - 1  # of each token among the valid ones
     # In M-RoPE the position after an image is the greatest one on all axes plus one.
     greatest = jnp.max(jnp.where(inputs.valid[..., None], inputs.positions, -1), axis=(1, 2))
     limit = position_limit(greatest + 1 + new_tokens, params.decoder.rope)
 
     def attend(i: int, now: _Carry, q: Array, k: Array, v: Array) -> tuple[_Carry, Array]:
-        tokens = now.tokens
+        tokens, window = now.tokens, kinds[i].window
+        if window is not None:
+            # A window counts the tokens of the prompt, also those that a reduction has dropped.
+            place = jnp.take_along_axis(number, tokens.source, axis=1)
+            attended = prefill_attention(
+                q, k, v, valid=tokens.valid, place=place if stages else None, window=window,
+                implementation=kernels.prefill_attention,
+            )  # fmt: skip
+            ring = of_prompt(
+                k, v, jnp.where(tokens.valid, place, -1), number[:, -1] + 1, window=window,
+                slots=ring_slots(window, inputs.max_vision + inputs.max_text),
+            )  # fmt: skip
+            return now._replace(rings=(*now.rings, ring)), attended
         attended = prefill_attention(
             q, k, v, valid=tokens.valid, return_lse=return_lse, implementation=kernels.prefill_attention
         )
@@ -141,8 +159,11 @@ def read_layers(
         return now._replace(layer=layer), attended
 
     def after(i: int, now: _Carry, x: Array) -> tuple[_Carry, Array, Array | None]:
+        x, (window, i) = add_features(now.tokens.added, i, x), kinds[i]
+        if window is not None:
+            x, rings = jax.lax.optimization_barrier((x, now.rings))  # as below
+            return now._replace(tokens=dataclasses.replace(now.tokens, x=x), rings=rings), x, None
         assert now.layer is not None
-        x = add_features(now.tokens.added, i, x)
         # With this barrier, the next layer starts after `each`, so that the layer's arrays are freed first.
         x, result = jax.lax.optimization_barrier((x, now.layer if i < waits_until else each(i, now.layer)))
         now = now._replace(tokens=dataclasses.replace(now.tokens, x=x), results=(*now.results, result))
@@ -157,7 +178,7 @@ def read_layers(
         return now, now.tokens.x, now.tokens.positions
 
     def reduce(layer: int, now: _Carry) -> _Carry:
-        """Reduces the prompt before this layer."""
+        """Reduces the prompt after this number of layers with full attention."""
         assert reducer is not None
         stage, images, text = stages.index(layer), inputs.max_images, inputs.max_text
         vision = min(now.vision, reducer.remaining(stage=stage, vision=now.vision, images=images))
@@ -174,7 +195,7 @@ def read_layers(
     start = _Carry(_begin(params, inputs, reducer if stages else None), inputs.max_vision)
     start = reduce(0, start) if 0 in stages else start
     end, _ = params.decoder.walk(start, start.tokens.x, start.tokens.positions, attend, after, limit)
-    tokens, row = end.tokens, jnp.arange(batch)
+    tokens, row, rings = end.tokens, jnp.arange(batch), end.rings
     # The last token that is left. It may be a vision token, if the prompt ends with an image.
     last = jnp.max(jnp.where(tokens.valid, jnp.arange(tokens.valid.shape[1]), 0), axis=1)
     # The next position counts all tokens of the prompt, minus the positions lost if a reduction renumbered them.
@@ -186,6 +207,7 @@ def read_layers(
         position_limit=limit, logits=params.decoder.logits(tokens.x[row, last]),
         max_vision=inputs.max_vision, max_text=inputs.max_text, max_instruction=inputs.max_instruction,
         max_images=inputs.max_images, reducer=reducer, kernels=kernels,
+        rings=Rings(layers=rings, first_new=number[:, -1] + 1, new_tokens=0) if rings else None,
     )  # fmt: skip
 
 
@@ -194,8 +216,9 @@ class _Carry(NamedTuple):
 
     tokens: Tokens  # of the next layer, with its input
     vision: int  # bound on the number of vision tokens of a row
-    layer: LayerPrompt | None = None  # the layer that has just run
+    layer: LayerPrompt | None = None  # the layer with full attention that has just run
     results: tuple[Any, ...] = ()  # of `each`; raw LayerPrompts until the last reduction
+    rings: tuple[Ring, ...] = ()  # of the layers with a sliding window so far
 
 
 def _begin(params: Model, inputs: Inputs, reducer: ReducingStages | None) -> Tokens:

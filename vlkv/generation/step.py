@@ -18,6 +18,7 @@ from pallas_kernels.core_attention import reads_tiles
 from vlkv.cache.attention import attend_to
 from vlkv.cache.decode_state import DecodeState, arrive, group_core
 from vlkv.cache.pool import PackedCache, swap_pools
+from vlkv.cache.rings import attend as attend_to_ring
 from vlkv.cache.writing import quantize_old, write_pool, write_tail
 from vlkv.compression.selection import require_32_bits
 from vlkv.decoder import Decoder, add_features
@@ -76,7 +77,10 @@ def feed(
 def feed_and_watch(
     decoder: Decoder, cache: PackedCache, x: Float[Array, "B 1 D"], positions: Int[Array, "B 1 A"], watch: Watch
 ) -> tuple[PackedCache, Float[Array, "B 1 D"], tuple[Any, ...]]:
-    """`feed` for one token and a cache with a decode state. It also returns the results of `watch`, one per layer."""
+    """`feed` for one token and a cache with a decode state.
+
+    It also returns the results of `watch`, one per layer with full attention.
+    """
     return _feed(decoder, cache, x, positions, None, None, watch)
 
 
@@ -102,9 +106,18 @@ def _feed(
     # Kernels for decoding are made for one query; several queries are matrix products, which XLA computes well.
     kernel = cache.kernels.decode_attention if x.shape[1] == 1 else "xla"
     updater = None if cache.policy is None else cache.policy.updater
+    places = None
+    if cache.rings is not None:
+        places = cache.rings.places(cache.used, jnp.ones(x.shape[:2], bool) if valid is None else valid)
 
     def attend(i: int, carry: _Carry, q: Array, k: Array, v: Array) -> tuple[_Carry, Array]:
         now, taken = carry.cache, carry.taken
+        window, i = decoder.kinds[i]
+        if window is not None:
+            assert now.rings is not None and places is not None
+            ring, attended = attend_to_ring(now.rings.layers[i], q, k, v, places, now.kernels)
+            rings = dataclasses.replace(now.rings, layers=_put(now.rings.layers, i, ring))
+            return carry._replace(cache=dataclasses.replace(now, rings=rings)), attended
         tail: tuple[Array, Array] | None = None
         if now.decode_states is None:
             now, tail = _write_tails(now, i, k, v, tail_entry)
@@ -133,9 +146,9 @@ def _feed(
 
     def after(i: int, carry: _Carry, x: Array) -> tuple[_Carry, Array, None]:
         x = add_features(added, i, x)
-        if watch is not None:
+        if watch is not None and decoder.kinds[i].window is None:
             assert carry.for_watch is not None
-            carry = carry._replace(watched=(*carry.watched, watch(i, *carry.for_watch, x)))
+            carry = carry._replace(watched=(*carry.watched, watch(decoder.kinds[i].number, *carry.for_watch, x)))
         return carry, x, None
 
     carry, x = decoder.walk(_Carry(cache), x, positions, attend, after, cache.position_limit)

@@ -229,23 +229,27 @@ def _over_heads(
     return jax.tree.map(unpad, output, made) if spare else made
 
 
-@partial(jax.jit, static_argnames=("causal", "return_lse", "implementation"))
+@partial(jax.jit, static_argnames=("causal", "window", "return_lse", "implementation"))
 def prefill_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     *,
     valid: Bool[Array, "B T"] | None = None,
+    place: Int[Array, "B T"] | None = None,
     causal: bool = True,
+    window: int | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Any:
     """`pallas_kernels.prefill_attention`."""
+
+    def op(q: Array, k: Array, v: Array, valid: Array | None, place: Array | None) -> Any:
+        options = dict(causal=causal, window=window, return_lse=return_lse, implementation=implementation)
+        return pallas_kernels.prefill_attention(q, k, v, valid=valid, place=place, **options)  # type: ignore[call-overload]
+
     return _over_heads(
-        lambda q, k, v, valid: pallas_kernels.prefill_attention(
-            q, k, v, valid=valid, causal=causal, return_lse=return_lse, implementation=implementation
-        ),
-        (q, k, v, valid), ("B T N H", "B T K H", "B T K H", "B T"),
+        op, (q, k, v, valid, place), ("B T N H", "B T K H", "B T K H", "B T", "B T"),
         ("B T N H", "B N T") if return_lse else "B T N H",
         heads=q.shape[2], kv_heads=k.shape[2],
     )  # fmt: skip
@@ -341,3 +345,27 @@ def cached_attention(
         batch=q.shape[0], kv_heads=tail[0].shape[1], parts=parts,
     )  # fmt: skip
     return run(q, segment, tail, seen)
+
+
+@partial(jax.jit, static_argnames="implementation")
+def ring_attention(
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B K P H"],
+    v: Float[Array, "B K P H"],
+    used: Bool[Array, "B P"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "B N H"]:
+    """Attention of one query of each row to the used slots of a ring, in float32. Its slots are never split."""
+
+    def local(part: Part, q: Array, k: Array, v: Array, used: Array) -> Array:
+        del part
+        end = jnp.max(jnp.where(used, jnp.arange(1, used.shape[1] + 1), 0), axis=1)  # later slots need not be read
+        start = jnp.zeros(k.shape[:2], jnp.int32)
+        valid = jnp.broadcast_to(used[:, None], k.shape[:3])
+        return pallas_kernels.decode_attention(
+            q, k, v, start, start + end[:, None], valid=valid, implementation=implementation
+        )[0]
+
+    run = split(local, ("B N H", "B K P H", "B K P H", "B P"), "B N H", batch=q.shape[0], kv_heads=k.shape[1])
+    return run(q, k, v, used)

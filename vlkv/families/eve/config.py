@@ -16,7 +16,8 @@ from vlkv.errors import InputError
 from vlkv.families.eve.inputs import WindowsConfig
 from vlkv.families.eve.patches import EvePatchesConfig
 from vlkv.families.llava.original import known_tower
-from vlkv.families.text.config import KINDS, llama
+from vlkv.families.text.config import KINDS
+from vlkv.families.text.published import llama
 
 _LONGEST = {"eve-patch14-anypixel-672": 672, "eve-patch14-anypixel-1344": 1344}
 

@@ -11,7 +11,8 @@ from vlkv.config import Raw, filled, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.internvl.conversations import Conversation
 from vlkv.families.internvl.inputs import TilesConfig
-from vlkv.families.text.config import QWEN2, read_decoder
+from vlkv.families.text.config import read_decoder
+from vlkv.families.text.published import QWEN2
 from vlkv.processing.templates import chatml
 from vlkv.towers.vit import VitConfig
 

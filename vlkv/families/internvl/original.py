@@ -17,7 +17,8 @@ from vlkv.errors import InputError
 from vlkv.families.internvl.config import InternVitConfig, InternVlWiring
 from vlkv.families.internvl.conversations import CONVERSATIONS
 from vlkv.families.internvl.inputs import KIND, TOKEN, TilesConfig
-from vlkv.families.text.config import PHI3_MINI, QWEN2, internlm2, read_decoder
+from vlkv.families.text.config import read_decoder
+from vlkv.families.text.published import PHI3_MINI, QWEN2, internlm2
 from vlkv.processing.pixels import PictureKind
 from vlkv.processing.templates import ChatTemplate
 

@@ -7,7 +7,8 @@ from typing import Any
 from typing_extensions import override
 
 from vlkv.config import Raw, require_all, token_id
-from vlkv.families.text.config import VICUNA_13B, read_decoder, tied_by_either
+from vlkv.families.text.config import read_decoder, tied_by_either
+from vlkv.families.text.published import VICUNA_13B
 from vlkv.processing.pixels import KINDS
 from vlkv.processing.squares import SquareConfig
 from vlkv.towers.vit import ClipConfig

@@ -12,7 +12,8 @@ from vlkv.config import Raw, positive, require_all
 from vlkv.errors import InputError
 from vlkv.families.llava.config import CLIP_LARGE, llava, read_common
 from vlkv.families.llava_next.inputs import AnyResConfig
-from vlkv.families.text.config import MISTRAL, QWEN2, VICUNA_13B, tied_by_either
+from vlkv.families.text.config import tied_by_either
+from vlkv.families.text.published import MISTRAL, QWEN2, VICUNA_13B
 from vlkv.processing.templates import chatml
 from vlkv.towers.vit import ClipConfig, SiglipConfig
 

@@ -25,7 +25,8 @@ from vlkv.families.llava_next.config import (
     read_pinpoints,
 )
 from vlkv.families.llava_next.inputs import AnyResConfig
-from vlkv.families.text.config import QWEN2, read_stop
+from vlkv.families.text.config import read_stop
+from vlkv.families.text.published import QWEN2
 from vlkv.towers.vit import SiglipConfig
 
 _NEWLINES = {"grid": "line", "frame": "frame", "one_token": "video", "no_token": "none"}

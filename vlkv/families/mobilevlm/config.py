@@ -9,7 +9,7 @@ from typing_extensions import override
 from vlkv.config import Raw, require_all
 from vlkv.errors import InputError
 from vlkv.families.llava.original import LlavaOriginalConfig
-from vlkv.families.text.config import llama
+from vlkv.families.text.published import llama
 
 SIDE = 12  # LDPv2 always pools to 12 x 12 tokens
 

@@ -11,7 +11,8 @@ from vlkv.config import Raw, filled, number, positive, positives, require, requi
 from vlkv.errors import InputError
 from vlkv.families.qwen2_vl.inputs import NativeResolutionConfig
 from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig
-from vlkv.families.text.config import QWEN2, Kind, read_stop
+from vlkv.families.text.config import Kind, read_stop
+from vlkv.families.text.published import QWEN2
 from vlkv.processing.templates import chatml
 
 DECODER = Kind(qkv_bias=True, defaults=dict(

@@ -10,8 +10,8 @@ from typing_extensions import override
 from vlkv.config import Raw, positive, require, token_id
 from vlkv.errors import InputError
 from vlkv.families.smolvlm.inputs import MarkedTilesConfig
-from vlkv.families.text.config import PUBLISHED as TEXT
 from vlkv.families.text.config import read_decoder
+from vlkv.families.text.published import PUBLISHED as TEXT
 from vlkv.towers.vit import SiglipConfig
 
 _TOWERS = ("idefics3_vision", "smolvlm_vision", "idefics3", "smolvlm")  # earlier versions wrote the last two

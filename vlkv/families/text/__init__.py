@@ -1,7 +1,8 @@
-"""Llama, Mistral, Qwen2, Phi-3 and InternLM2, by themselves and as the decoders of other families."""
+"""Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma 3 and InternLM2, by themselves and as the decoders of other families."""
 
 from vlkv.families.family import Family, TextModel
-from vlkv.families.text.config import PUBLISHED, TextConfig
+from vlkv.families.text.config import TextConfig
+from vlkv.families.text.published import PUBLISHED
 from vlkv.families.text.weights import names
 
 FAMILY = Family(config=TextConfig, model=TextModel, names=names, published=PUBLISHED)

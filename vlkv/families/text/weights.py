@@ -1,5 +1,6 @@
-"""Tensor names of decoders: Llama, Mistral and Qwen2 share theirs. Qwen3 adds two, and Qwen3-MoE experts. Phi-3 and
-InternLM2 fuse some.
+"""Tensor names of decoders. Llama, Mistral and Qwen2 share theirs; Qwen3 adds two, Qwen3-MoE experts, Gemma 3 norms.
+
+Phi-3 and InternLM2 fuse some.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ _QWEN3_MOE = _QWEN3 | {
         *(Fused(f"{_EXPERTS}{theirs}", of, axis=1, swapped=swapped) for swapped in (False, True)))
        for theirs, of in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))) for ours in of},
 }  # fmt: skip
+_GEMMA3 = _QWEN3 | {
+    "layers.*.attention_out_norm": "layers.*.post_attention_layernorm",
+    "layers.*.mlp_norm": "layers.*.pre_feedforward_layernorm",
+    "layers.*.mlp_out_norm": "layers.*.post_feedforward_layernorm",
+}
 _PHI3 = _LLAMA | {
     **{f"layers.*.{name}": Fused("layers.*.self_attn.qkv_proj") for name in ("query", "key", "value")},
     **{f"layers.*.{name}": Fused("layers.*.mlp.gate_up_proj", ("gate", "up")) for name in ("gate", "up")},
@@ -44,7 +50,14 @@ _INTERNLM2: Ours = {
     "layers.*.gate": "layers.*.feed_forward.w1", "layers.*.up": "layers.*.feed_forward.w3",
     "layers.*.down": "layers.*.feed_forward.w2",
 }  # fmt: skip
-_KINDS = {"": _LLAMA, "qwen3": _QWEN3, "qwen3_moe": _QWEN3_MOE, "phi3": _PHI3, "internlm2": _INTERNLM2}
+_KINDS = {
+    "": _LLAMA,
+    "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3_MOE,
+    "gemma3": _GEMMA3,
+    "phi3": _PHI3,
+    "internlm2": _INTERNLM2,
+}
 # From names of transformers 4 to names of transformers 5, for models with a tower.
 TRANSFORMERS_4 = (
     (r"^language_model\.model\.", "model.language_model."),

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from vlkv.compression.checking import require_layers
 from vlkv.compression.sizes import cache_spec
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
@@ -58,7 +59,7 @@ def grid(config: ModelConfig, *, batches: Iterable[int], prompts: Iterable[int],
 def check_policy(policy: Policy, config: ModelConfig) -> None:
     """Raises InputError if a policy cannot be measured on this model. Called before anything is compiled."""
     name = type(policy).__name__
-    policy.check_model(config.decoder.layers)
+    require_layers(policy, config.decoder.full_layers)
     if config.vision is None and policy.scope == "vision" and policy.facts.selects:
         raise InputError(f"{name} compresses vision tokens, but {config.family} has none: use --scope all")
 
@@ -72,8 +73,8 @@ def cache_bytes(policy: Policy, config: ModelConfig, setting: Setting, itemsize:
     """Bytes of allocated keys and values of all rows, without quantisation."""
     c = config.decoder
     spec = cache_spec(
-        policy, layers=c.layers, vision=setting.vision, text=setting.text, new_tokens=setting.new,
-        images=images_of(setting.vision),
+        policy, layers=c.full_layers, vision=setting.vision, text=setting.text, new_tokens=setting.new,
+        images=images_of(setting.vision), windows=c.sliding,
     )  # fmt: skip
     return 2 * setting.batch * spec.allocated() * c.kv_heads * c.head_dim * itemsize
 

@@ -121,10 +121,11 @@ def run(args: argparse.Namespace) -> Any:
         answer = {"answer": "".join(pieces), "tokens": len(tokens)}
         return {**answer, **result, "seconds_with_compilation": round(seconds, 3)}
     print()
-    kept = sum(result["kept_per_layer"]) / decoder.layers
+    each = result["kept_per_layer"]
+    kept = f"{sum(each) / len(each):.1f} of {ready.prompt_tokens} prompt entries kept per layer, " if each else ""
     Console(stderr=True).print(
-        f"{text_of(ready.policy, scope=True)}: {kept:.1f} of {ready.prompt_tokens} prompt entries kept per "
-        f"layer, cache {cache.bytes / 2**20:.2f} MiB, {seconds:.1f} s with compilation", highlight=False,
+        f"{text_of(ready.policy, scope=True)}: {kept}cache {cache.bytes / 2**20:.2f} MiB, "
+        f"{seconds:.1f} s with compilation", highlight=False,
     )  # fmt: skip
     return None
 

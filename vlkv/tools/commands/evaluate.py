@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from vlkv import loading
+from vlkv.compression.checking import require_layers
 from vlkv.errors import InputError
 from vlkv.policies import Full, text_of
 from vlkv.terminal import track
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> Any:
         raise InputError(f"{args.out}: is a file; --out is a folder for the results")
     processor = loading.load_processor(args.model)
     for policy in plan:
-        policy.check_model(processor.config.decoder.layers)
+        require_layers(policy, processor.config.decoder.full_layers)
     folder = loading.resolve(args.model)
     args.out.mkdir(parents=True, exist_ok=True)
     facts = {

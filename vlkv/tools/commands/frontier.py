@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vlkv import loading
+from vlkv.compression.checking import require_layers
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.mini import export
@@ -156,7 +157,7 @@ def _plan(args: argparse.Namespace, processor: Processor) -> list[tuple[str, int
         base |= {name: policy for name, policy in _OURS.items() if not args.quick or "smoothed" in name}
     plan: list[tuple[str, int, Policy]] = [("Full", 16, Full())]
     for name, policy in base.items():
-        policy.check_model(processor.config.decoder.layers)
+        require_layers(policy, processor.config.decoder.full_layers)
         plan += [(name, bits, at_bytes(policy, share, bits)) for bits in args.bits for share in args.bytes]
     return plan
 

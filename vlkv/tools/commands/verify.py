@@ -208,7 +208,9 @@ def _states(params: Model, inputs: Inputs) -> list[Float[Array, "B T D"]]:
         return (*states, x), add_features(embedded.added, i, x), None
 
     first: tuple[Array, ...] = (embedded.x,)
-    states, _ = params.decoder.walk(first, embedded.x, inputs.positions, attend_to_prompt(inputs.valid), note)
+    states, _ = params.decoder.walk(
+        first, embedded.x, inputs.positions, attend_to_prompt(params.decoder, inputs.valid), note
+    )
     return [*states[:-1], params.decoder.norm(states[-1])]
 
 

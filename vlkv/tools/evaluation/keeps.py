@@ -95,7 +95,7 @@ def budget(policy: Policy, program: Policy, prompt: Prompt) -> Budget | None:
 
 
 def pool_bytes(policy: Policy, config: ModelConfig, inputs: Inputs, *, number: int = 2) -> int:
-    """Bytes of keys and values that `generate` allocates for the prompt of one row, without its tail.
+    """Bytes of keys and values that `generate` allocates for the prompt of one row, without its tail and rings.
 
     Args:
         policy: determines the number of entries and their bits.
@@ -106,7 +106,7 @@ def pool_bytes(policy: Policy, config: ModelConfig, inputs: Inputs, *, number: i
     decoder = config.decoder
     heads, channels = decoder.kv_heads, decoder.head_dim
     spec = cache_spec(
-        policy, layers=decoder.layers, vision=inputs.max_vision, text=inputs.max_text, new_tokens=0,
+        policy, layers=decoder.full_layers, vision=inputs.max_vision, text=inputs.max_text, new_tokens=0,
         images=inputs.max_images,
     )  # fmt: skip
     slots = spec.allocated()
@@ -123,7 +123,9 @@ def share_of_bytes(policy: Policy, config: ModelConfig, inputs: Inputs) -> float
 
     With scope="all", text entries are counted too, both in the kept entries and in the total.
     """
-    layers, text = config.decoder.layers, inputs.max_text
+    layers, text = config.decoder.full_layers, inputs.max_text
+    if layers == 0:
+        return 1.0
     kept = total_bound(policy, layers=layers, vision=inputs.max_vision, text=text, images=inputs.max_images)
     kept, total = (
         (kept - layers * text, inputs.max_vision) if policy.scope == "vision" else (kept, inputs.max_vision + text)

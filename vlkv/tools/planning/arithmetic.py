@@ -46,19 +46,21 @@ class Job:
         return int(jax.numpy.dtype(self.dtype).itemsize)
 
     def row_bytes(self, model: int = 1) -> float:
-        """Bytes of one row's keys and values in the pool and the tails, without tile padding, on all `model` chips.
+        """Bytes of one row's keys and values in pool, tails and rings, without tile padding, on all `model` chips.
 
-        A quantised pool has `bits` per number, and a scale and a minimum per group.
+        A quantised pool has `bits` per number, and a scale and a minimum per group. If the slots of the pool are split,
+        every chip has whole rings.
         """
         c, bounds = self.config.decoder, self.question.inputs
-        spec = cache_spec(self.policy, layers=c.layers, vision=bounds.max_vision, text=bounds.max_text,
-                          images=bounds.max_images, new_tokens=self.new_tokens)  # fmt: skip
+        spec = cache_spec(self.policy, layers=c.full_layers, vision=bounds.max_vision, text=bounds.max_text,
+                          images=bounds.max_images, new_tokens=self.new_tokens, windows=c.sliding)  # fmt: skip
         parts = slot_parts(spec.columns(c.kv_heads), model)
         per_number: float = self.itemsize
         if spec.storage is not None:
             per_number = spec.storage.bits / 8 + 2 * self.itemsize / spec.storage.group
-        pool, tail = spec.pool(parts) * per_number, c.layers * spec.tail(parts) * self.itemsize
-        return 2 * c.kv_heads * c.head_dim * (pool + tail)
+        pool, tail = spec.pool(parts) * per_number, spec.layers * spec.tail(parts) * self.itemsize
+        rings = sum(spec.rings) * self.itemsize * parts
+        return 2 * c.kv_heads * c.head_dim * (pool + tail + rings)
 
     def tower_flops(self) -> float:
         """Approximate operations of the vision tower on the whole batch: each weight once per patch, and attention."""
@@ -207,7 +209,9 @@ def gib(n: float) -> str:
 
 
 def kept_bytes(cache: Any, chip_bytes: Any) -> dict[str, int]:
-    """Bytes on one chip of a cache's parts: `pool`, `tail` and `index` (arrays that locate the entries)."""
+    """Bytes on one chip of a cache's parts: `pool`, `tail`, `rings` and `index` (arrays that locate the entries)."""
     pool = chip_bytes((cache.k, cache.v))
     tail = chip_bytes((cache.tail_k, cache.tail_v))
-    return {"pool": pool, "tail": tail, "index": chip_bytes(cache) - pool - tail}
+    layers = () if cache.rings is None else cache.rings.layers
+    rings = chip_bytes([(ring.k, ring.v) for ring in layers])
+    return {"pool": pool, "tail": tail, "rings": rings, "index": chip_bytes(cache) - pool - tail - rings}

@@ -79,12 +79,17 @@ def by_shapes(job: Job, chip: Chip, chips: int, *, weights: int, unread: int, re
         read: bytes of the cache on one chip.
     """
     c, inputs = job.config.decoder, job.question.inputs
-    layers, head = np.ones(c.layers, np.int64), cost.logits_flops(c, 1)
-    long = cost.prefill_flops(c, layers * inputs.tokens.shape[1]).sum() + head
+    layers, head, length = np.ones(c.layers, np.int64), cost.logits_flops(c, 1), inputs.tokens.shape[1]
+    windows = [kind.window for kind in c.kinds]
+    reach = np.array([length if window is None else window for window in windows])
+    long = cost.prefill_flops(c, layers * length, reach).sum() + head
     kept = total_bound(
-        job.policy, layers=c.layers, vision=inputs.max_vision, text=inputs.max_text, images=inputs.max_images
+        job.policy, layers=c.full_layers, vision=inputs.max_vision, text=inputs.max_text, images=inputs.max_images
     )
-    one = cost.decode_flops(c, layers * (kept // c.layers + job.new_tokens)).sum() + head
+    kept = kept // max(c.full_layers, 1)
+    held = [kept if window is None else length for window in windows]
+    limits = [np.inf if window is None else window for window in windows]
+    one = cost.decode_flops(c, np.minimum(np.array(held) + job.new_tokens, limits)).sum() + head
     first, step = (job.batch * float(flops) / chips for flops in (long, one))
     first += job.tower_flops() / chips
 

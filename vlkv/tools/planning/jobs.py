@@ -52,6 +52,7 @@ class Run:
     Attributes:
         pool: keys and values of the prompt.
         tail: keys and values of new tokens.
+        rings: keys and values of layers with a sliding window.
         index: arrays of the cache that describe where entries are.
         temporaries: greatest size of temporaries in any program.
         used: greatest memory that is needed at once.
@@ -65,6 +66,7 @@ class Run:
     weights: int
     pool: int
     tail: int
+    rings: int
     index: int
     inputs: int
     temporaries: int | None
@@ -147,7 +149,7 @@ def _described(job: Job, where: Topology, made: _Attempts, *, params: Any, input
         return chip_bytes(tree, chip.platform)
 
     weights, parts = size(params), arithmetic.kept_bytes(cache, size)
-    read_bytes = parts["pool"] + parts["tail"]
+    read_bytes = parts["pool"] + parts["tail"] + parts["rings"]
     first, second = made.programs["prefill"], made.programs["decode step"]
     slow, (dense, experts) = SLOWER[job.dtype], map(size, _read_in_a_step(params))
     chosen = int(arithmetic.experts_read(job, mesh.shape["data"]) * experts)

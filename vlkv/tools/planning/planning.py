@@ -121,7 +121,7 @@ def plan(
 
 def _policies(policy: Policy | None, compare: bool, config: ModelConfig) -> list[Policy]:
     asked = Full() if policy is None else policy
-    require_fit(asked, config.decoder.layers, jax.random.key(0))
+    require_fit(asked, config.decoder.full_layers, jax.random.key(0))
     return [asked] if not compare or asked == Full() else [Full(), asked]
 
 

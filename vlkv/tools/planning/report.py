@@ -51,7 +51,7 @@ def _run(run: Run) -> dict[str, Any]:
         "scope": run.policy.scope,
         "bytes_per_chip": {
             name: getattr(run, name)
-            for name in ("weights", "pool", "tail", "index", "inputs", "temporaries", "used")
+            for name in ("weights", "pool", "tail", "rings", "index", "inputs", "temporaries", "used")
         },
         "fits": run.fits,
         "remedies": list(run.remedies),
@@ -86,6 +86,8 @@ def as_table(plan: Plan) -> Group:
     line("weights", lambda run: gib(run.weights))
     line("cache: prompt", lambda run: gib(run.pool))
     line("cache: new tokens", lambda run: gib(run.tail))
+    if any(run.rings for run in plan.runs):
+        line("cache: sliding windows", lambda run: gib(run.rings))
     line("cache: index", lambda run: gib(run.index))
     line("inputs", lambda run: gib(run.inputs))
     line("temporaries", lambda run: "unknown" if run.temporaries is None else gib(run.temporaries), end=True)

@@ -54,7 +54,7 @@ def merged(case: Case) -> View:
 
 
 def cost(case: Case) -> View:
-    """FLOPs and cache bytes of each layer, and their ratio to the full cache's."""
+    """FLOPs and cache bytes of each layer with full attention, and their ratio to the full cache's."""
     decoder, prompt = case.params.config.decoder, case.read(case.policy)
     cache = case.fill(prompt, case.policy)
     tokens = np.asarray(analysis.reached(prompt))[0].sum(axis=1)
