@@ -15,8 +15,14 @@ MODELS = {
     "qwen2": dict(num_hidden_layers=4, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2),
     "phi3": dict(sliding_window=WINDOW),
     "gemma3_text": dict(
-        num_hidden_layers=4, sliding_window=WINDOW, sliding_window_pattern=2, head_dim=10, query_pre_attn_scalar=30,
-        rope_scaling={"rope_type": "linear", "factor": 8.0}, rope_theta=5e5, rope_local_base_freq=5e3,
+        num_hidden_layers=4,
+        sliding_window=WINDOW,
+        sliding_window_pattern=2,
+        head_dim=10,
+        query_pre_attn_scalar=30,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        rope_theta=5e5,
+        rope_local_base_freq=5e3,
     ),
 }
 

@@ -205,9 +205,7 @@ def test_rings_do_not_grow_with_the_prompt_and_bytes_are_those_of_the_cache():
         job = arithmetic.Job(config=config, dtype="bfloat16", policy=policy, question=asked, batch=2, new_tokens=32)
         model = abstract(config, jnp.bfloat16)
         rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype), asked.inputs)
-        cache, _ = jax.eval_shape(
-            lambda m, inputs: vlkv.prefill(m, inputs, policy, new_tokens=32), model, rows
-        )
+        cache, _ = jax.eval_shape(lambda m, inputs: vlkv.prefill(m, inputs, policy, new_tokens=32), model, rows)
         parts = arithmetic.kept_bytes(cache, lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)))
         assert parts["pool"] + parts["tail"] + parts["rings"] == 2 * job.row_bytes()
         assert parts["rings"] == 2 * 22 * 512 * 2 * 256 * 2  # rows, layers, slots, keys and values, channels, bytes
