@@ -95,7 +95,7 @@ def linear(i: int, o: int) -> int:
 
 
 def text(raw, *, bias: bool = False) -> int:
-    """A gated decoder; `bias` on queries, keys and values. Qwen3 and Gemma 3 normalise each head's queries and keys."""
+    """A gated decoder; `bias` on queries, keys and values. Qwen3 and Gemma 3 normalise queries and keys by head."""
     d, f, layers = raw["hidden_size"], raw["intermediate_size"], raw["num_hidden_layers"]
     head_dim = raw.get("head_dim", d // raw["num_attention_heads"])
     q, kv = (head_dim * raw.get(f"num_{x}_heads", raw["num_attention_heads"]) for x in ("attention", "key_value"))

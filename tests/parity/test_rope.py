@@ -448,10 +448,8 @@ def test_kinds_of_layers_and_two_rotations_of_gemma_in_both_forms(change):
     ]
     for kind, rope in ((FULL, old.rope), (SLIDING, old.sliding_rope)):
         want = config.rope_parameters[kind]
-        assert (rope.theta, rope.divisors) == (
-            want["rope_theta"],
-            (want["factor"],) * 128 if "factor" in want else None,
-        )
+        divisors = (want["factor"],) * 128 if "factor" in want else None
+        assert (rope.theta, rope.divisors) == (want["rope_theta"], divisors)
     assert old.query_scale == pytest.approx((256 / config.query_pre_attn_scalar) ** 0.5)
 
 

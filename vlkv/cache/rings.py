@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import Kernels
+from pallas_kernels import Kernels, decode_attention
 from vlkv.cache.writing import write_tail
 from vlkv.masks import tokens_at
 from vlkv.sharding import ops
@@ -128,14 +128,13 @@ def attend(
     """
     if q.shape[1] == 1:  # the new token takes the slot of the one that leaves the window
         ring = _write(ring, k, v, place, kernels)
-        attended = ops.ring_attention(q[:, 0], ring.k, ring.v, ring.place >= 0, implementation=kernels.decode_attention)
-        return ring, attended[:, None]
+        return ring, _attend_to_ring(q[:, 0], ring.k, ring.v, ring.place >= 0, kernels)[:, None]
     # The first of several queries still attend to entries that the last ones overwrite.
     seen = (
         jnp.concatenate([ring.k, k.swapaxes(1, 2)], axis=2), jnp.concatenate([ring.v, v.swapaxes(1, 2)], axis=2),
         jnp.concatenate([ring.place, place], axis=1),
     )  # fmt: skip
-    return _write(ring, k, v, place, kernels), _attend_to(q, place, *seen, window=ring.window)
+    return _write(ring, k, v, place, kernels), _attend_to_window(q, place, *seen, window=ring.window)
 
 
 def _write(
@@ -151,8 +150,31 @@ def _write(
     )  # fmt: skip
 
 
+@partial(jax.jit, static_argnames="kernels")
+def _attend_to_ring(
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    used: Bool[Array, "B S"],
+    kernels: Kernels,
+) -> Float[Array, "B N H"]:
+    """Attention of one query of each row to the used slots of a ring, which no mesh splits."""
+
+    def local(part: ops.Part, q: Array, k: Array, v: Array, used: Array) -> Array:
+        del part
+        end = jnp.max(jnp.where(used, jnp.arange(1, used.shape[1] + 1), 0), axis=1)  # later slots need not be read
+        start = jnp.zeros(k.shape[:2], jnp.int32)
+        valid = jnp.broadcast_to(used[:, None], k.shape[:3])
+        return decode_attention(
+            q, k, v, start, start + end[:, None], valid=valid, implementation=kernels.decode_attention
+        )[0]
+
+    run = ops.split(local, ("B N H", "B K P H", "B K P H", "B P"), "B N H", batch=q.shape[0], kv_heads=k.shape[1])
+    return run(q, k, v, used)
+
+
 @partial(jax.jit, static_argnames="window")
-def _attend_to(
+def _attend_to_window(
     q: Float[Array, "B T N H"],
     place: Int[Array, "B T"],
     k: Float[Array, "B K S H"],

@@ -345,27 +345,3 @@ def cached_attention(
         batch=q.shape[0], kv_heads=tail[0].shape[1], parts=parts,
     )  # fmt: skip
     return run(q, segment, tail, seen)
-
-
-@partial(jax.jit, static_argnames="implementation")
-def ring_attention(
-    q: Float[Array, "B N H"],
-    k: Float[Array, "B K P H"],
-    v: Float[Array, "B K P H"],
-    used: Bool[Array, "B P"],
-    *,
-    implementation: str | None = None,
-) -> Float[Array, "B N H"]:
-    """Attention of one query of each row to the used slots of a ring, in float32. Its slots are never split."""
-
-    def local(part: Part, q: Array, k: Array, v: Array, used: Array) -> Array:
-        del part
-        end = jnp.max(jnp.where(used, jnp.arange(1, used.shape[1] + 1), 0), axis=1)  # later slots need not be read
-        start = jnp.zeros(k.shape[:2], jnp.int32)
-        valid = jnp.broadcast_to(used[:, None], k.shape[:3])
-        return pallas_kernels.decode_attention(
-            q, k, v, start, start + end[:, None], valid=valid, implementation=implementation
-        )[0]
-
-    run = split(local, ("B N H", "B K P H", "B K P H", "B P"), "B N H", batch=q.shape[0], kv_heads=k.shape[1])
-    return run(q, k, v, used)
