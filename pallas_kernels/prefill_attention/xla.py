@@ -144,7 +144,7 @@ def _one_head_in_window(
         seen = _Keys(*(
             jax.lax.dynamic_slice_in_dim(x, number * block, before + block) for x in (k, v, valid, index, place)
         ))  # fmt: skip
-        return _attend(seen, q, seen.index[before:], seen.place[before:], True, window, return_lse)
+        return _attend(seen, q, seen.number[before:], seen.place[before:], True, window, return_lse)
 
     parts = jax.lax.map(one, (q, jnp.arange(blocks)))
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(q.shape[1], -1, *x.shape[3:])[:, :length], parts)
@@ -156,7 +156,7 @@ class _Keys(NamedTuple):
     k: Float[Array, "S H"]
     v: Float[Array, "S H"]
     valid: Bool[Array, " S"] | None
-    index: Int[Array, " S"]
+    number: Int[Array, " S"]  # index in the row
     place: Int[Array, " S"]
 
 
@@ -175,7 +175,7 @@ def _attend(
     logits = jnp.einsum("gch,sh->gcs", q, keys.k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     allowed = jnp.ones((1, logits.shape[-1]), bool)
     if causal:
-        allowed = allowed & (keys.index <= index[:, None])
+        allowed = allowed & (keys.number <= index[:, None])
     if window is not None:
         allowed = allowed & (place[:, None] - keys.place < window)
     if keys.valid is not None:
