@@ -8,7 +8,6 @@ Axes: B batch · T tokens · N query heads · K key heads · G = N/K · H head d
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +37,7 @@ def prefill_attention_mosaic_tpu(
     q, k, v = (jnp.pad(x, padding).swapaxes(1, 2) for x in (scaled, k, v))  # [B, heads, T, H]
     exists = jnp.ones((batch, length), bool) if valid is None else valid
     segment = jnp.pad(exists, padding[:2]).astype(jnp.int32)
-    mask: Any = masks.CausalMask((padded, padded)) if args.causal else masks.FullMask((padded, padded))
+    mask: masks.Mask = masks.CausalMask((padded, padded)) if args.causal else masks.FullMask((padded, padded))
     if args.window is not None:
         mask = masks.LocalMask((padded, padded), window_size=(args.window - 1, 0), offset=0)
     group = heads // kv_heads

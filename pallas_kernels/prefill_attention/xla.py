@@ -156,7 +156,7 @@ class _Keys(NamedTuple):
     k: Float[Array, "S H"]
     v: Float[Array, "S H"]
     valid: Bool[Array, " S"] | None
-    number: Int[Array, " S"]
+    number: Int[Array, " S"]  # index in the row
     place: Int[Array, " S"]
 
 

@@ -52,6 +52,27 @@ for ours, a, b, c in zip(*map(jax.tree.leaves, (params, from_orbax, whole, drawn
     np.testing.assert_allclose(b, c, rtol=1e-6)
 """
 
+RINGS = """
+import dataclasses
+import jax, numpy as np
+import vlkv
+from tests.models import CONFIG, random_model, unequal_batch
+from tests.sharding.meshes import OPTIONS, placed
+from vlkv import policies, sharding
+
+decoder = dataclasses.replace(CONFIG.decoder, layers=2, windows=(12, None))
+params, batch = random_model(dataclasses.replace(CONFIG, decoder=decoder)), unequal_batch(padding="left")
+policy, sampling = policies.SnapKV(keep=0.3, scope="all"), vlkv.Greedy(max_new_tokens=8, stop=())
+generate = jax.jit(vlkv.generate, compiler_options=OPTIONS)
+alone = generate(params, batch, policy=policy, sampling=sampling)
+for data, model in ((1, 2), (1, 4), (3, 1)):  # 2 key heads and 3 rows
+    mesh = sharding.make_mesh(data=data, model=model, devices=jax.devices()[: data * model])
+    with jax.set_mesh(mesh):
+        output = generate(placed(params, mesh), sharding.place_inputs(batch, mesh), policy=policy, sampling=sampling)
+        assert output.slots == vlkv.pool_slots(params, batch, policy, new_tokens=8)
+    np.testing.assert_array_equal(sharding.gather(output.tokens), alone.tokens)
+"""
+
 
 def start(*arguments: str, devices: int, root) -> subprocess.Popen:
     """`python *arguments` on so many virtual devices."""
@@ -70,6 +91,11 @@ def result(process: subprocess.Popen) -> str:
 @pytest.mark.full
 def test_weights_are_split_from_wherever_they_come(root):
     result(start("-c", CODE, devices=4, root=root))
+
+
+@pytest.mark.full
+def test_layers_with_a_sliding_window_on_a_mesh(root):
+    result(start("-c", RINGS, devices=4, root=root))
 
 
 @pytest.fixture(scope="module")
