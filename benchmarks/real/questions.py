@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _write(args: argparse.Namespace) -> str:
     if args.questions < 1 or args.length < 1:
         raise InputError("--questions and --length must be at least 1")
-    processor = vlkv.loading.load_processor(args.model or folders.smollm2())
+    processor = vlkv.loading.load_processor(args.model or folders.written())
     made = [tasks.record(processor, task, args.length, number)
             for number in range(args.questions) for task in args.task]  # fmt: skip
     with replacing(args.out) as part, part.open("w") as stream:

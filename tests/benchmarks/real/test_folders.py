@@ -9,11 +9,12 @@ import pytest
 from benchmarks.real import folders
 from vlkv.errors import InputError
 
+PACKED = folders.SMOLLM2._replace(file=lambda work: folders.Path("weights.gguf"))
+
 
 @pytest.fixture
 def installed(monkeypatch):
-    monkeypatch.setattr(folders, "missing", lambda: None)
-    monkeypatch.setattr(folders, "_package", lambda: folders.Path("package"))
+    monkeypatch.setattr(folders, "missing", lambda checkpoint: None)
 
 
 def test_packages_that_are_missing_are_one_line_with_the_command(tmp_path, monkeypatch, capsys):
@@ -27,33 +28,33 @@ def test_packages_that_are_missing_are_one_line_with_the_command(tmp_path, monke
 
 
 def test_a_folder_that_exists_is_returned_without_packages(tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "missing", lambda: "packages missing")
+    monkeypatch.setattr(folders, "missing", lambda checkpoint: "packages missing")
     with pytest.raises(InputError, match="packages missing"):
-        folders.smollm2(tmp_path)
-    folders.cached(tmp_path).mkdir(parents=True)
-    assert folders.smollm2(tmp_path) == folders.cached(tmp_path)
+        folders.written(cache=tmp_path)
+    folders.cached(cache=tmp_path).mkdir(parents=True)
+    assert folders.written(cache=tmp_path) == folders.cached(cache=tmp_path)
 
 
 def test_an_interrupted_writer_leaves_nothing(tmp_path, installed, monkeypatch):
-    def interrupted(file, folder):
+    def interrupted(checkpoint, file, folder):
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(folders, "_write", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        folders.smollm2(tmp_path)
+        folders.written(PACKED, tmp_path)
     assert list((tmp_path / "real").iterdir()) == []
 
 
 def test_the_faster_of_two_writers_stays(tmp_path, installed, monkeypatch):
-    def overtaken(file, folder):
-        assert file.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
-        for place, text in ((folder, "slower"), (folders.cached(tmp_path), "faster")):
+    def overtaken(checkpoint, file, folder):
+        assert file.name == "weights.gguf"
+        for place, text in ((folder, "slower"), (folders.cached(cache=tmp_path), "faster")):
             place.mkdir()
             (place / "config.json").write_text(text)
 
     monkeypatch.setattr(folders, "_write", overtaken)
-    folder = folders.smollm2(tmp_path)
+    folder = folders.written(PACKED, tmp_path)
     assert (folder / "config.json").read_text() == "faster"
-    assert [path.name for path in (tmp_path / "real").iterdir()] == [folders.NAME]
+    assert [path.name for path in (tmp_path / "real").iterdir()] == [PACKED.name]
