@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--method", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--protocol", nargs="+", default=list(PROTOCOLS), choices=PROTOCOLS)
     parser.add_argument("--show", action="store_true", help="print the tables of FILE without answering anything")
-    parser.add_argument("--docs", type=Path, metavar="FILE.md", help="write the tables between their marks there too")
+    parser.add_argument("--docs", nargs="+", type=Path, default=[], metavar="FILE.md", help="write tables into these")
     return guarded(lambda: run(parser.parse_args(arguments)))
 
 
@@ -73,8 +73,7 @@ def run(args: argparse.Namespace) -> None:
         if not args.show:
             _answer_all(args, folder, rows)
         tables.show(list(rows.rows.values()))
-        if args.docs is not None:
-            tables.write_document(list(rows.rows.values()), args.docs)
+        tables.write_documents(list(rows.rows.values()), args.docs)
     finally:
         rows.close()
 

@@ -1,4 +1,4 @@
-"""Tables of the results of `benchmarks.real quality`, and those of docs/quality.md."""
+"""Tables of the results of `benchmarks.real quality`, on the screen and in the documents."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from benchmarks.real.methods import METHODS
 from vlkv.tools.evaluation.curves import wilson
 
 RESULTS = Path(__file__).parents[1] / "results" / "real.jsonl"
+DOCUMENTS = ("README.md", "docs/quality.md")
 MARKED = re.compile(r"(<!-- real: (\w+) -->\n)(.*?)(\n<!-- /real -->)", re.DOTALL)
 Row = dict[str, Any]
 
@@ -68,17 +69,25 @@ def show(rows: Sequence[Row], width: int = 160) -> None:
             console.print(f"{name}: {method.difference}")
 
 
-def write_document(rows: Sequence[Row], file: Path) -> None:
-    """Writes the tables between their marks `<!-- real: PROTOCOL -->` and `<!-- /real -->`."""
-    text = file.read_text()
-    file.write_text(MARKED.sub(lambda match: f"{match[1]}{documented(rows, match[2])}{match[4]}", text))
+def write_documents(rows: Sequence[Row], files: Iterable[Path]) -> None:
+    """Writes the tables between their marks `<!-- real: NAME -->` and `<!-- /real -->`."""
+    for file in files:
+        text = MARKED.sub(lambda match: f"{match[1]}{documented(rows, match[2])}{match[4]}", file.read_text())
+        file.write_text(text)
 
 
-def documented(rows: Sequence[Row], protocol: str, length: int = 1000) -> str:
-    """The table of a protocol in Markdown: both sides in a row, and below it the methods that differ and why."""
+def documented(rows: Sequence[Row], name: str, length: int = 1000) -> str:
+    """A table in Markdown, with both sides in a row.
+
+    Args:
+        rows: all results.
+        name: a protocol; or "summary", the first columns of the table for "question".
+        length: of the prompts, in tokens.
+    """
+    protocol, columns = ("question", 4) if name == "summary" else (name, None)
     chosen = [row for row in rows if (row["length"], row["protocol"]) == (length, protocol)]
-    lines = ["| method | vlkv, % [95 %] | kvpress | same answers | entries | MiB, vlkv | MiB, kvpress |",
-             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [("method", "vlkv, % [95 %]", "kvpress, %", "same answers", "entries", "MiB, vlkv", "MiB, kvpress")]
+    lines.append(("---",) * len(lines[0]))
     for method in METHODS:
         both = [pair for pair in pairs(chosen) if pair.ours["method"] == method]
         if not both:
@@ -86,14 +95,18 @@ def documented(rows: Sequence[Row], protocol: str, length: int = 1000) -> str:
         ours, theirs = [pair.ours for pair in both], [pair.theirs for pair in both]
         mean = float(np.mean([row["score"] for row in ours]))
         low, high = wilson(mean, len(both))
-        lines.append("| " + " | ".join([
+        same = sum(pair.first_difference is None for pair in both)
+        lines.append((
             method, f"{100 * mean:.1f} [{100 * low:.1f}, {100 * high:.1f}]",
-            f"{100 * np.mean([row['score'] for row in theirs]):.1f}",
-            f"{sum(pair.first_difference is None for pair in both)} of {len(both)}",
+            f"{100 * np.mean([row['score'] for row in theirs]):.1f}", f"{same} of {len(both)}",
             f"{np.mean([row['kept'] for row in ours]):.0f}",
             *(f"{np.mean([row['bytes'] for row in side]) / 2**20:.1f}" for side in (ours, theirs)),
-        ]) + " |")  # fmt: skip
-    return "\n".join(lines)
+        ))  # fmt: skip
+    return (
+        "\n".join(f"| {' | '.join(line[:columns])} |" for line in lines)
+        .replace("| --- ", "|---")
+        .replace("--- |", "---|")
+    )
 
 
 def _methods(rows: Sequence[Row], title: str) -> Table:
