@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> None:
     if not 0 < args.keep < 1 or args.new < 2 or few or args.batch < 1 or min(args.prompt) <= torch_side.WINDOW:
         raise InputError(f"--keep must lie in (0, 1), --new be at least 2, --rounds and --batch 1 and --prompt over "
                          f"{torch_side.WINDOW}, kvpress' window")  # fmt: skip
-    _same_devices()
+    torch_side.use_device(jax.default_backend())
     result: dict[str, Any] = {"command": "python -m benchmarks.peers", "machine": {**machine.describe(),
                               **torch_side.versions()}, "cells": []}  # fmt: skip
     if args.out.is_file():
@@ -120,18 +120,6 @@ def run(args: argparse.Namespace) -> None:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             write_json(args.out, result)
     show(result)
-
-
-def _same_devices() -> None:
-    import torch
-
-    if torch_side.on_gpu() != (jax.default_backend() == "gpu"):
-        has = "has" if torch_side.on_gpu() else "has no"
-        raise InputError(
-            f"jax runs on {jax.default_backend()}, torch {has} CUDA: a comparison needs both on one device "
-            "(JAX_PLATFORMS, CUDA_VISIBLE_DEVICES)"
-        )
-    torch.set_num_threads(os.cpu_count() or 1)
 
 
 def make_checkpoint(name: str, folder: Path) -> Path:

@@ -7,6 +7,7 @@ time.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +68,18 @@ def on_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def use_device(backend: str) -> None:
+    """Uses as many threads as cores; InputError unless torch has the same kind of device as jax, `backend`."""
+    import torch
+
+    if on_gpu() != (backend == "gpu"):
+        raise InputError(
+            f"jax runs on {backend}, torch {'has' if on_gpu() else 'has no'} CUDA: a comparison needs both on one device "
+            "(JAX_PLATFORMS, CUDA_VISIBLE_DEVICES)"
+        )
+    torch.set_num_threads(os.cpu_count() or 1)
 
 
 def read_speed(size: int) -> float:

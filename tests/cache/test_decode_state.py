@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from vlkv import policies
+from vlkv.config import LayerKind
 from vlkv.decoder import Decoder
 from vlkv.generation.prefill import fill_cache
 from vlkv.generation.prompt import LayerPrompt, Prompt
@@ -44,7 +45,7 @@ def one_layer(policy, arrays, new_tokens: int):
             """Queries, keys and values that are given."""
 
             def __init__(self):
-                pass
+                self.kinds = (LayerKind(window=None, number=0),)
 
             def walk(self, carry, x, positions, attend, after=None, limit=None):
                 carry, x = attend(0, carry, q_new[None, None], k_new[None, None], v_new[None, None])

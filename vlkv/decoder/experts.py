@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.dispatch import choose
 from vlkv.config import ExpertsConfig
 from vlkv.decoder.layers import Initializer, Linear
-from vlkv.sharding.experts import sum_over_experts
+from vlkv.sharding.mixtures import sum_over_experts
 
 # Rows that one step of the loop multiplies with an expert. XLA on a CPU reads an expert four times as fast for a single
 # row as for several, because it then does not copy the weights first.
