@@ -75,9 +75,10 @@ def use_device(backend: str) -> None:
     import torch
 
     if on_gpu() != (backend == "gpu"):
+        has = "has" if on_gpu() else "has no"
         raise InputError(
-            f"jax runs on {backend}, torch {'has' if on_gpu() else 'has no'} CUDA: a comparison needs both on one device "
-            "(JAX_PLATFORMS, CUDA_VISIBLE_DEVICES)"
+            f"jax runs on {backend}, torch {has} CUDA: a comparison needs both on one device (JAX_PLATFORMS, "
+            "CUDA_VISIBLE_DEVICES)"
         )
     torch.set_num_threads(os.cpu_count() or 1)
 

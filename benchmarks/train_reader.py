@@ -340,7 +340,7 @@ def main() -> int:
         if bad or args.workers < 0:
             raise InputError(f"--{bad[0]} must be greater than 0" if bad else "--workers must be at least 0")
         settings = Settings(args.steps, args.batch, args.rate, args.size, args.questions, args.frozen)
-        text = folders.smollm2() if args.decoder is None else args.decoder
+        text = folders.written() if args.decoder is None else args.decoder
         return train(args.folder, text, settings, every=args.every, workers=args.workers)
 
     return guarded(run)

@@ -86,7 +86,9 @@ def documented(rows: Sequence[Row], name: str, length: int = 1000) -> str:
     """
     protocol, columns = ("question", 4) if name == "summary" else (name, None)
     chosen = [row for row in rows if (row["length"], row["protocol"]) == (length, protocol)]
-    lines = [("method", "vlkv, % [95 %]", "kvpress, %", "same answers", "entries", "MiB, vlkv", "MiB, kvpress")]
+    lines: list[tuple[str, ...]] = [
+        ("method", "vlkv, % [95 %]", "kvpress, %", "same answers", "entries", "MiB, vlkv", "MiB, kvpress")
+    ]
     lines.append(("---",) * len(lines[0]))
     for method in METHODS:
         both = [pair for pair in pairs(chosen) if pair.ours["method"] == method]
