@@ -34,6 +34,7 @@ def params(tmp_path_factory):
     return vlkv.load_params(folder, dtype="float32")
 
 
+@pytest.mark.default("tova", "keydiff", "adakv")
 @pytest.mark.parametrize("name", METHODS)
 def test_logits_are_those_of_the_press(params, name):
     found, ids = np.load(golden.FILE), golden.tokens()

@@ -72,6 +72,7 @@ def spelled(processor, inputs, row=0):
     return processor.tokenizer.tokenizer.decode(inputs.tokens[row][inputs.valid[row]], skip_special_tokens=False)
 
 
+@pytest.mark.default("{}")
 @pytest.mark.parametrize("changes", [{}, {"do_image_splitting": False}, {"do_resize": False}], ids=str)
 def test_pixels_and_prompts_of_200_sizes_are_those_of_transformers(tmp_path, theirs, changes):
     ours = Processor.from_folder(write_folder(tmp_path, **changes), config_from_hf(RAW)).pictures
