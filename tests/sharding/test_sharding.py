@@ -178,7 +178,8 @@ def test_slots_are_counted_for_the_mesh():
     params = jax.eval_shape(tiny_llava)
     sizes = {"vision": inputs.max_vision, "text": inputs.max_text, "images": inputs.max_images, "new_tokens": 4}
     spec = cache_spec(policy, layers=len(params.decoder.layers), **sizes)
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((3,), ("model",))):
+    three = jax.sharding.AbstractMesh((3,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.sharding.use_abstract_mesh(three):
         assert vlkv.pool_slots(params, inputs, policy, new_tokens=4) == spec.allocated(3) != spec.allocated()
 
 
