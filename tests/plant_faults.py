@@ -109,7 +109,7 @@ FAULTS = (
     ),
     Fault(
         "eviction protects the oldest",
-        "vlkv/policies/h2o.py",
+        "vlkv/cache/decode_state.py",
         "state.rank < (count - recent)[:, None]",
         "state.rank >= recent[:, None]",
         "tests/cache/test_decode_state.py::test_h2o_evicts_one_entry_a_step",

@@ -74,15 +74,23 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """A new, empty folder next to `folder`. It replaces `folder` when the block ends without an error."""
+    """A new, empty folder next to `folder`. It replaces `folder` when the block ends without an error.
+
+    If a process is killed between the two renames, `folder` is restored by the next call.
+    """
     fresh, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
+    if old.exists() and not folder.exists():
+        old.rename(folder)
     for leftover in (fresh, old):
         shutil.rmtree(leftover, ignore_errors=True)
     fresh.mkdir(parents=True)
-    yield fresh
-    if folder.exists():
-        folder.rename(old)
-    fresh.rename(folder)
+    try:
+        yield fresh
+        if folder.exists():
+            folder.rename(old)
+        fresh.rename(folder)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -247,7 +247,7 @@ def test_parameters_are_as_many_as_published(name):
     [("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22), ("qwen3-vl-30b-a3b", 3.9), ("qwen3-8b", 8.2)],
 )
 def test_active_parameters(name, billions):
-    """As published; Qwen3-VL-30B-A3B has a tower of 0.5 billion besides."""
+    """Billions of active parameters in the models' names. Qwen3-VL-30B-A3B also has a tower of 0.5 billion."""
     stored, active = arithmetic.parameters(vlkv.presets[name])
     assert stored == PUBLISHED[name]
     assert active / 1e9 == pytest.approx(billions, rel=0.02)

@@ -321,7 +321,7 @@ def test_sizes_of_videos_are_those_of_transformers(processor):
 
 
 def test_the_text_of_a_prompt_with_videos_and_an_image(processor):
-    """As transformers 5.24 writes it: the mean time of each two frames, an odd last one repeated, marks around all."""
+    """The prompt text of transformers 5.24: before each pair of frames their mean time, and marks around the video."""
     image = PIL.Image.fromarray(frames_of(1, 300, 300)[0])
     videos = [Video(list(frames_of(5)), fps=2.0), Video(list(frames_of(2, 32, 64)), fps=24.0)]
     inputs = processor([[videos[0], image, videos[1]]], ["one <video> two <image> three <video>?"])

@@ -123,12 +123,12 @@ def rewrite(source, target, change) -> None:
 
 
 def exchanged(key, x):
-    """As in the published folders: [E, D, 2 F] and [E, F, D]."""
+    """A tensor of all experts with its last two axes exchanged, as published: [E, D, 2 F] or [E, F, D]."""
     return {key: np.ascontiguousarray(x.swapaxes(1, 2))}
 
 
 def apart(key, x):
-    """As in the folders of Qwen3-MoE: three tensors of each expert."""
+    """The tensors of each expert, as in folders of Qwen3-MoE, from one tensor of all experts."""
     start, _, name = key.rpartition(".")
     names = ("gate_proj", "up_proj") if name == "gate_up_proj" else ("down_proj",)
     return {f"{start}.{i}.{name}.weight": np.ascontiguousarray(part) for i, expert in enumerate(x)

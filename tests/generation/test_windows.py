@@ -130,7 +130,7 @@ def test_a_short_ring_grows_with_the_capacity(params):
 
 
 def test_a_method_that_evicts_gets_the_tokens_of_a_turn_one_by_one(params, batch):
-    """As many decode steps give the same logits; the shorter row has no token in the last of them."""
+    """A turn gives the same logits as one decode step per token. The shorter row gets no token in the last steps."""
     cache, logits = prefill(params, batch, policies.H2O(keep=0.4), new_tokens=NEW)
     want = forced(params, cache, logits)
     counts = np.array([NEW, NEW, NEW - 3])

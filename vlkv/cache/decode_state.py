@@ -167,6 +167,13 @@ def arrive(state: DecodeState) -> tuple[DecodeState, Int[Array, " K"]]:
     ), entry
 
 
+def evictable(state: DecodeState, recent: Int[Array, " K"]) -> Bool[Array, "K E"]:
+    """All entries but the `recent` newest ones, in heads that have more entries than their budget."""
+    count = jnp.sum(state.stored, axis=-1)
+    recent = jnp.minimum(recent, state.budget)
+    return state.stored & (state.rank < (count - recent)[:, None]) & (count > state.budget)[:, None]
+
+
 def evict(state: DecodeState, candidates: Bool[Array, "K E"], value: Float[Array, "K E"]) -> DecodeState:
     """Evicts in every head the candidate with the least value (ties: the oldest), or nothing without candidates."""
     least = jnp.min(jnp.where(candidates, value, jnp.inf), axis=-1, keepdims=True)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from vlkv.cache.decode_state import DecodeState, evict
+from vlkv.cache.decode_state import DecodeState, evict, evictable
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, column_sums, group_mean
 from vlkv.compression.option_types import Count, Magnitude
@@ -72,7 +72,4 @@ class H2O(DecodingStages):
         heads = state.stored.shape[0]
         total = state.values["mass"] + group_mean(mass, heads)
         state = dataclasses.replace(state, values={"mass": total})
-        count = jnp.sum(state.stored, axis=-1)
-        recent = jnp.minimum(self.recent_of(state.budget), state.budget)
-        old = state.stored & (state.rank < (count - recent)[:, None])
-        return evict(state, old & (count > state.budget)[:, None], total)
+        return evict(state, evictable(state, self.recent_of(state.budget)), total)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from vlkv.cache.decode_state import DecodeState, evict
+from vlkv.cache.decode_state import DecodeState, evict, evictable
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, column_sums, group_mean
 from vlkv.compression.option_types import Count, Unit
@@ -91,11 +91,10 @@ class RoCo(DecodingStages):
             for name, x in (("mean", group_mean(mass, heads)), ("square", group_mean(mass**2, heads)))
         )
         state = dataclasses.replace(state, values={"mean": mean, "square": square, "rows": rows})
-        count = jnp.sum(state.stored, axis=-1)
         recent = jnp.minimum(self.recent, state.budget)
-        old = state.stored & (state.rank < (count - recent)[:, None])
+        old = evictable(state, recent)
         spared = top(deviation(mean, square), old, budgets.share(self.spread, state.budget - recent, most))
-        return evict(state, old & ~spared & (count > state.budget)[:, None], mean)
+        return evict(state, old & ~spared, mean)
 
 
 def deviation(mean: Float[Array, "K T"], square: Float[Array, "K T"]) -> Float[Array, "K T"]:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
-from vlkv.cache.decode_state import DecodeState, evict
+from vlkv.cache.decode_state import DecodeState, evict, evictable
 from vlkv.compression.observe import Observation, head_mean, rows_mass
 from vlkv.compression.option_types import Count
 from vlkv.compression.policy import DecodingStages, Facts
@@ -47,7 +47,5 @@ class TOVA(DecodingStages):
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
         """Evicts one entry of each head that has more than its budget."""
-        count = jnp.sum(state.stored, axis=-1)
-        recent = jnp.minimum(self.recent, state.budget)
-        old = state.stored & (state.rank < (count - recent)[:, None])
-        return evict(state, old & (count > state.budget)[:, None], head_mean(mass, state.stored.shape[0]))
+        recent = jnp.full_like(state.budget, self.recent)
+        return evict(state, evictable(state, recent), head_mean(mass, state.stored.shape[0]))
