@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 import vlkv
+from vlkv.files import replacing_folder
 from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, folder, pages
 
@@ -82,3 +83,18 @@ def test_transformers_gives_the_same_logits():
     params = vlkv.load_params(CHECKPOINT)
     got = np.asarray(jax.jit(vlkv.forward)(params, Inputs.from_hf(ours, params.config)))[0, : len(want)]
     np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
+    """An error leaves the old folder alone. After a kill between the two renames, the next call restores it."""
+    folder = tmp_path / "model"
+    with replacing_folder(folder) as fresh:
+        (fresh / "a").write_text("old")
+    with pytest.raises(KeyboardInterrupt), replacing_folder(folder) as fresh:
+        (fresh / "a").write_text("half")
+        raise KeyboardInterrupt
+    assert [path.name for path in tmp_path.iterdir()] == ["model"] and (folder / "a").read_text() == "old"
+    folder.rename(tmp_path / "model.old")
+    with pytest.raises(KeyboardInterrupt), replacing_folder(folder):
+        raise KeyboardInterrupt
+    assert (folder / "a").read_text() == "old"
