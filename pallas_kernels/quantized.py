@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
+from pallas_kernels.cpu import beside
+
 Axis = Literal["slots", "channels"]
 
 
@@ -117,7 +119,7 @@ def read_slots(
     slots: Int[Array, " C"],
 ) -> Float[Array, "C H"]:
     """The given slots of one row and head, in any order; indices past the end of the pool read the last slot."""
-    slots = jnp.clip(slots, 0, pool.shape[2] - 1)
+    pool, slots = beside(pool, jnp.clip(slots, 0, pool.shape[2] - 1))
     if not isinstance(pool, QuantizedPool):  # one flat index is a third faster on a CPU than three indices
         rows = (row * pool.shape[1] + head) * pool.shape[2] + slots
         return pool.reshape(-1, pool.shape[3]).at[rows].get(mode="promise_in_bounds")

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.cpu import beside
 from pallas_kernels.ragged import normalized
 
 _BYTES = 9 * 2**15  # keys of a block: just enough for XLA to copy it with more than one core
@@ -64,18 +65,19 @@ def attend_together(
     ends = jnp.cumsum(blocks)  # the blocks of all rows form one queue
 
     def step(i: Array, state: _State) -> _State:
+        pools, i = beside((k, v), i)
         row = jnp.sum(i >= ends)
         begin = first[row] + (i - (ends - blocks)[row]) * block
         at = jnp.minimum(begin, slots - block)  # the last block of a pool may overlap the one before
-        keys, values = (jax.lax.dynamic_slice(x, (row, 0, at, 0), (1, kv_heads, block, head_dim))[0] for x in (k, v))
+        keys, values = (jax.lax.dynamic_slice(x, (row, 0, at, 0), (1, kv_heads, block, head_dim))[0] for x in pools)
         place = at + jnp.arange(block)
         inside = (place >= jnp.maximum(start[row], begin)[:, None]) & (place < (start + length)[row][:, None])
-        x = jnp.einsum("kgh,kch->kgc", grouped[row], keys, preferred_element_type=jnp.float32) * head_dim**-0.5
+        x = jnp.einsum("kgh,kch->kgc", grouped[row].astype(jnp.float32), keys.astype(jnp.float32)) * head_dim**-0.5
         x = jnp.where(inside[:, None], x, -jnp.inf)
         peak = jnp.maximum(state.peak[row], jnp.max(x, axis=-1))
         shift = jnp.where(jnp.isfinite(peak), peak, 0.0)
         p, rest = jnp.exp(x - shift[..., None]), jnp.exp(state.peak[row] - shift)
-        part = jnp.einsum("kgc,kch->kgh", p.astype(values.dtype), values, preferred_element_type=jnp.float32)
+        part = jnp.einsum("kgc,kch->kgh", p, values.astype(jnp.float32))
         return _State(
             state.total.at[row].set(state.total[row] * rest[..., None] + part),
             state.peak.at[row].set(peak),

@@ -1,14 +1,15 @@
-"""A product over heads leaves its weight in the order it is stored in."""
+"""Products of activations and weights."""
 
 import math
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from vlkv.decoder.layers import Initializer, JoinHeads, SplitHeads
+from vlkv.decoder.layers import Initializer, JoinHeads, SplitHeads, product
 
 WIDTH, HEADS, HEAD_DIM = 24, 4, 10
 
@@ -26,3 +27,19 @@ def test_no_weight_is_copied_into_another_order(made, shape, axes):
     results = re.findall(r"= \w+\[([\d,]+)\]\S* ([\w-]+)\(", text)
     sizes = {(math.prod(map(int, dims.split(","))), op) for dims, op in results}
     assert {op for size, op in sizes if size == w.size} <= {"parameter", "bitcast"}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("batch", [(), (1,), (1, 1), (2, 3), (2, 40)])
+def test_products_equal_float64(batch, dtype):
+    random = np.random.default_rng(0)
+    for out, inner in [((5,), (24,)), ((3, 4), (24,)), ((5,), (4, 6))]:
+        weight, x = (jnp.asarray(random.standard_normal(shape), dtype) for shape in ((*out, *inner), (*batch, *inner)))
+        axes = len(inner)
+        expected = np.tensordot(
+            np.float64(x), np.float64(weight), ([*range(-axes, 0)], [*range(len(out), len(out) + axes)])
+        )
+        for made, error in ((None, 2**-8 if dtype == "bfloat16" else 1e-6), (jnp.float32, 1e-6)):
+            result = jax.jit(lambda w, x, made=made, axes=axes: product(w, x, axes=axes, dtype=made))(weight, x)
+            assert result.dtype == (dtype if made is None else made)
+            np.testing.assert_allclose(np.float64(result), expected, rtol=error, atol=error * 10)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -261,3 +262,20 @@ def test_what_does_not_fit_is_refused(pool, name, shape):
         arrays["v"] = arrays["k"]
     with pytest.raises(Exception, match="decode_attention"):
         decode_attention(**arrays)
+
+
+def test_a_loop_over_steps_converts_no_whole_pool():
+    """XLA on a CPU computes bfloat16 in float32, and moves the conversion of what does not change out of a loop."""
+    slots = 4096
+    q, k, v = (jnp.ones((1, heads, n, 64), "bfloat16") for heads, n in ((4, 1), (2, slots), (2, slots)))
+    start, length = jnp.zeros((1, 2), int), jnp.full((1, 2), 700)
+
+    def steps(q, k, v):
+        def one(q, _):
+            return decode_attention(q, k, v, start, length, implementation="xla")[0].astype(q.dtype), None
+
+        return jax.lax.scan(one, q[:, :, 0], None, length=3)[0]
+
+    text = jax.jit(steps).lower(q, k, v).compile().as_text()
+    assert "bf16[1,2,4096,64]" in text
+    assert not re.findall(r"= f32\[[\d,]*4096,64\]\S* (?:fusion|get-tuple-element)\(.*", text)

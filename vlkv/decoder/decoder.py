@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.config import DecoderConfig
 from vlkv.decoder.experts import Experts
-from vlkv.decoder.layers import ACTIVATIONS, Embedding, Initializer, JoinHeads, Linear, RMSNorm, SplitHeads
+from vlkv.decoder.layers import ACTIVATIONS, Embedding, Initializer, JoinHeads, Linear, RMSNorm, SplitHeads, product
 from vlkv.decoder.memory_maps import make_room
 from vlkv.decoder.rope import apply_rope, rope_table
 from vlkv.sharding.ops import prefill_attention
@@ -139,7 +139,7 @@ class Decoder(nnx.Module):
         """Logits in float32 from the output of the last layer."""
         h = self.norm(x)
         table = self.embedding.weight[...] if self.head is None else self.head.weight[...]
-        return jnp.einsum("...d,vd->...v", h, table, preferred_element_type=jnp.float32)
+        return product(table, h, dtype=jnp.float32)
 
     def __call__(
         self,

@@ -1,0 +1,23 @@
+"""What XLA on a CPU needs to be told about bfloat16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from pallas_kernels.dispatch import target_platform
+
+
+def beside(arrays: Any, index: Int[Array, "*i"]) -> tuple[Any, Int[Array, "*i"]]:
+    """The arguments unchanged. Use it to read a part of large arrays in a loop, at places that depend on `index`.
+
+    XLA on a CPU reads bfloat16 by converting it to float32. If the arrays are the same in every iteration, it
+    converts them before the loop, as a whole, although the loop may read only a few rows. After this function it
+    cannot know that they are the same.
+    """
+    if target_platform() != "cpu" or all(x.dtype != jnp.bfloat16 for x in jax.tree.leaves(arrays)):
+        return arrays, index
+    return jax.lax.optimization_barrier((arrays, index))
