@@ -16,7 +16,12 @@ class Buckets:
         patches: patches of one image, for towers that process images at native resolution.
     """
 
-    text: tuple[int, ...] = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+    # Each bound is another program to compile, which takes longer than many prompts. With these, 200 prompts of 100 to
+    # 4,000 tokens need about 28 programs, and 4.5 % of what is processed is padding.
+    text: tuple[int, ...] = (
+        16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536,
+        1664, 1792, 1920, 2048, 2304,
+    )  # fmt: skip
     images: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8, 12, 13, 16, 20)  # 13: twelve tiles and the thumbnail
     vision: tuple[int, ...] = (
         0, 64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096
