@@ -2,8 +2,8 @@
 
     python -m benchmarks.peers [--all] [--model 110m mini smollm2] [--prompt 640 2368 4672] [--batch 1] [--out JSON]
 
-Needs `pip install '.[peers]'`. torch and jax must have the same kind of device: a CPU in float32 with as many threads
-as cores, or one GPU in bfloat16. A cell is one model and prompt length: all engines are warmed up, then run
+Needs `pip install '.[peers]'`. torch and jax must have the same kind of device: a CPU with as many threads as cores, or
+one GPU. A cell is one model and prompt length: all engines are warmed up, then run
 alternately, with a pause before each run, because idle threads of one library spin for a while and slow the other down.
 To take less than ten minutes, only the full cache and SnapKV in vlkv and sdpa run in every round; other methods and
 eager run once, and not on the longest prompts. --all runs everything in all rounds. Cells that the file contains are
@@ -85,6 +85,9 @@ def main() -> int:
     )
     parser.add_argument("--prompt", nargs="+", type=int, default=PROMPTS, metavar="T")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="rows with equally long prompts (default: 1)")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="(default: float32 on a CPU, bfloat16 on a GPU)"
+    )
     parser.add_argument("--method", nargs="+", default=list(torch_side.METHODS), choices=torch_side.METHODS)
     parser.add_argument("--keep", type=float, default=KEEP)
     parser.add_argument("--new", type=int, default=NEW, metavar="S", help="tokens per run")
@@ -110,7 +113,8 @@ def run(args: argparse.Namespace) -> None:
         for prompt in args.prompt:
             cell = {"model": name, "prompt": prompt, "keep": args.keep, "new": args.new, "methods": args.method,
                     "all": args.all}  # fmt: skip
-            cell |= {"batch": args.batch} if args.batch > 1 else {}  # files of before have cells without it
+            # files of before have cells without these
+            cell |= ({"batch": args.batch} if args.batch > 1 else {}) | ({"dtype": args.dtype} if args.dtype else {})
             if any(made["cell"] == cell for made in result["cells"]):
                 continue
             with tempfile.TemporaryDirectory() as work:
@@ -152,7 +156,7 @@ def matters(engine: str, method: str) -> bool:
 
 def measure(folder: Path, cell: dict[str, Any], methods: list[str], rounds: int, every: bool) -> dict[str, Any]:
     """Measures one cell."""
-    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    dtype = cell.get("dtype", "float32" if jax.default_backend() == "cpu" else "bfloat16")
     params = vlkv.load_params(folder, dtype=dtype)
     peers = {name: torch_side.Peer.load(folder, name, dtype=dtype) for name in ("sdpa", "eager")}
     vocab = params.config.decoder.vocab_size
