@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels.dispatch import target_platform
 
@@ -21,3 +22,16 @@ def beside(arrays: Any, index: Int[Array, "*i"]) -> tuple[Any, Int[Array, "*i"]]
     if target_platform() != "cpu" or all(x.dtype != jnp.bfloat16 for x in jax.tree.leaves(arrays)):
         return arrays, index
     return jax.lax.optimization_barrier((arrays, index))
+
+
+def stored(x: Shaped[Array, "*n"]) -> Shaped[Array, "*n"]:
+    """The same bits in a dtype whose arrays can be updated in place.
+
+    XLA on a CPU updates a bfloat16 array by converting all of it to float32 and back.
+    """
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 and target_platform() == "cpu" else x
+
+
+def restored(x: Shaped[Array, "*n"], dtype: DTypeLike) -> Shaped[Array, "*n"]:
+    """The numbers of which `stored` has made x."""
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.cpu import restored, stored
 from pallas_kernels.dispatch import target_platform
 from pallas_kernels.prefill_attention.reference import Attended, PrefillArguments
 
@@ -60,11 +61,15 @@ def _over_queries(attend: Callable[[Row], HeadAttended], rows: Row, return_lse: 
     """
 
     def one(i: Int[Array, ""], made: HeadAttended) -> HeadAttended:
-        row = jax.tree.map(lambda x: x[i], (made[0], *rows[1:]))
-        return jax.tree.map(lambda whole, new: whole.at[i].set(new.astype(whole.dtype)), made, attend(row))
+        row = restored(made[0][i], dtype), *jax.tree.map(lambda x: x[i], rows[1:])
+        out, lse = attend(row)
+        new = stored(out.astype(dtype)), lse
+        return jax.tree.map(lambda whole, new: whole.at[i].set(new), made, new)
 
+    dtype = rows[0].dtype
     lse = jnp.zeros(rows[0].shape[:3], jnp.float32) if return_lse else None
-    return jax.lax.fori_loop(0, rows[0].shape[0], one, (rows[0], lse))
+    out, lse = jax.lax.fori_loop(0, rows[0].shape[0], one, (stored(rows[0]), lse))
+    return restored(out, dtype), lse
 
 
 def _plan(batch: int, length: int, heads: int, kv_heads: int, causal: bool) -> tuple[bool, int]:

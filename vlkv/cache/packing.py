@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import QuantizedPool, quantize
+from pallas_kernels.cpu import restored, stored
 from vlkv.cache.pool import PackedCache, Storage
 from vlkv.cache.rings import Ring
 from vlkv.errors import InputError
@@ -156,13 +157,13 @@ def pack(
 
         order = jax.lax.map(find, (kept, is_vision, start))  # a loop is compiled once for all layers
         pools: tuple[Array, ...] = (
-            *(jnp.zeros((rows, own_columns, here, head_dim), k[0].dtype) for _ in "kv"),
+            *(stored(jnp.zeros((rows, own_columns, here, head_dim), k[0].dtype)) for _ in "kv"),
             jnp.full((rows, own_columns, here), -1, jnp.int32),
         )
         for layer in range(layers):
-            values = k[layer], v[layer], source[layer].astype(jnp.int32)
+            values = stored(k[layer]), stored(v[layer]), source[layer].astype(jnp.int32)
             pools = _write_segments(pools, values, order[layer], start[layer], start[layer] + filled[layer])
-        pool_k, pool_v, token = pools
+        pool_k, pool_v, token = *(restored(pool, k[0].dtype) for pool in pools[:2]), pools[2]
 
         def tail() -> tuple[Array, ...]:  # called twice, because shared buffers cannot be donated
             shape = rows, own_heads, spec.tail(parts) // parts, head_dim

@@ -135,10 +135,10 @@ def product(
     if target_platform() == "cpu":
         y = _product_on_cpu(weight.reshape(math.prod(out), -1), x.reshape(*batch, -1), made)
         return y.reshape(*batch, *out).astype(made)
-    over = tuple(range(y.ndim - axes, y.ndim) for y in (weight, x))
     if axes == len(out) == 1:
-        return jax.lax.dot_general(x, weight, (over[::-1], ((), ())), preferred_element_type=made)
-    y = jax.lax.dot_general(weight, x, (over, ((), ())), preferred_element_type=made)
+        return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=made)
+    over = tuple(tuple(range(y.ndim - axes, y.ndim)) for y in (weight, x))
+    y = jnp.tensordot(weight, x, (over[0], over[1]), preferred_element_type=made)
     return jnp.moveaxis(y, range(len(out)), range(-len(out), 0))
 
 
