@@ -180,7 +180,7 @@ def sweep(
     def one(policy: Policy) -> tuple[Array, Array, Array]:
         read = (
             prompt
-            if policy.reducer is None
+            if not policy.own_prompt
             else jitted.read_prompt(params, inputs, policy, new_tokens=new_tokens, key=key)
         )
         trace = _follow(

@@ -1,7 +1,8 @@
 """The observation of one layer that policies score, and measurements that several methods share.
 
-Unbatched: the caller applies vmap over B. Axes: T tokens · R sets of rows · N query heads · K key heads · G = N/K ·
-H head dim. Every measured attention comes from `attention_mass`, so nothing here builds a T x T matrix.
+Unbatched: the caller applies vmap over B. Axes: T tokens · A position axes · R sets of rows · N query heads · K key
+heads · G = N/K · H head dim. Every measured attention comes from `attention_mass`, so nothing here builds a T x T
+matrix.
 """
 
 from __future__ import annotations
@@ -14,8 +15,28 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels
+from vlkv.config import RopeConfig
 from vlkv.masks import ordinal, tokens_at
 from vlkv.sharding.ops import attention_mass
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerContext:
+    """What some methods use of the model besides queries, keys and values; `Facts.uses` names it.
+
+    Attributes:
+        positions: of the tokens; queries and keys are rotated by them.
+        limit: as in `rope_table`; None: no limit.
+        output_norm: L1 norm of each value after the output projection of a query head, mean over the query heads that
+            share the value's head; None: not computed.
+        rope: settings of the rotation.
+    """
+
+    positions: Int[Array, "*B T A"]
+    limit: Int[Array, "*B"] | None = None
+    output_norm: Float[Array, "*B K T"] | None = None
+    rope: RopeConfig = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -36,6 +57,7 @@ class Observation:
     max_instruction: int = dataclasses.field(metadata={"static": True})  # bound on the instruction's length
     grid: Int[Array, "T 3"] | None = None  # (image number in the prompt, line, column) of the patch; -1: none
     lse: Float[Array, "N T"] | None = None  # log-sum-exp of each row's logits; None: not computed
+    context: LayerContext | None = None  # given to methods that use it
     kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
 
     @property

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from vlkv.compression.compose import Composed, compose
-from vlkv.compression.observe import Observation
+from vlkv.compression.observe import LayerContext, Observation
 from vlkv.compression.option_types import Scope
 from vlkv.compression.policy import DecodingStages, Facts, Policy, ReducingStages
 from vlkv.compression.reducing import ReducingPolicy
@@ -22,9 +22,11 @@ from vlkv.policies import syntax
 from vlkv.policies.adakv import AdaKV
 from vlkv.policies.aircache import AirCache
 from vlkv.policies.avl import AVL
+from vlkv.policies.criticalkv import CriticalKV
 from vlkv.policies.csp import CSP
 from vlkv.policies.downsample import Downsample
 from vlkv.policies.elastic import ElasticCache
+from vlkv.policies.expectedattention import ExpectedAttention
 from vlkv.policies.fastervlm import FasterVLM
 from vlkv.policies.fastv import FastV
 from vlkv.policies.full import Full
@@ -51,7 +53,8 @@ from vlkv.policies.vlcache import VLCache
 registry: dict[str, type[Policy]] = {
     cls.__name__.lower(): cls
     for cls in (
-        Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AdaKV, TOVA, Knorm, KeyDiff, AirCache, PrefixKV,
+        Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AdaKV, CriticalKV, TOVA, Knorm, KeyDiff, ExpectedAttention,
+        AirCache, PrefixKV,
         AVL, ImgRandom, VLCache, ElasticCache, LookM, RoCo, CSP,
         LightKV, FastV, FasterVLM, HiRED, IVTP, ToMe, PiToMe, ToFu, KIVI,
     )
@@ -152,9 +155,11 @@ __all__ = [
     "AdaKV",
     "AirCache",
     "Composed",
+    "CriticalKV",
     "DecodingStages",
     "Downsample",
     "ElasticCache",
+    "ExpectedAttention",
     "Facts",
     "FastV",
     "FasterVLM",
@@ -163,6 +168,7 @@ __all__ = [
     "ImgRandom",
     "KeyDiff",
     "Knorm",
+    "LayerContext",
     "LightKV",
     "LookM",
     "Observation",

@@ -127,7 +127,7 @@ def compressed(
     """
     key = jax.random.split(jax.random.fold_in(jax.random.key(seed), batch.number))[0]
     # A shared prefill stores the queries of all layers, which does not pay off for a single policy.
-    sharing = [i for i, policy in enumerate(plan) if policy.reducer is None and policy.cap is None]
+    sharing = [i for i, policy in enumerate(plan) if not policy.own_prompt and policy.cap is None]
     prompt = (
         jitted.read_prompt(params, inputs, new_tokens=new_tokens)
         if len(sharing) > 1 and set(sharing) & set(todo)
