@@ -45,6 +45,7 @@ RANKINGS = {
     "Random", "ImgRandom", "StreamingLLM", "H2O", "SnapKV-vision", "TOVA", "Knorm", "KeyDiff", "ExpectedAttention",
     "ElasticCache", "LookM", "AVL", "CSP-all",
 }  # fmt: skip
+TILES = "FasterVLM", "HiRED", "VisionZip", "VisPruner"  # these use the tower's class token
 KEEPS = (1e-6, 0.15, 0.55, 1.0)
 # Options that change what is promised, or how: other merging, published codes, caps, and parts of several methods.
 VARIANTS = [
@@ -128,7 +129,7 @@ def shapes(params):
     return {
         "prompts": lambda _: (params, own),
         # M-RoPE, without class token; and tiles.
-        "family": lambda name: families["llava_next" if name in ("FasterVLM", "HiRED") else "qwen2_vl"],
+        "family": lambda name: families["llava_next" if name in TILES else "qwen2_vl"],
     }
 
 

@@ -103,19 +103,19 @@ def rows_mass(
 
 def split_rows_mass(
     obs: Observation,
-    parts: Bool[Array, "R T"],
+    parts: Bool[Array, "R T"] | Float[Array, "R T"],
     most: int,
     *,
     keys: Bool[Array, " T"] | None = None,
     among: Bool[Array, " T"] | None = None,
     **options: Any,
 ) -> Float[Array, "R N T"]:
-    """`rows_mass` for R sets of rows, each summed separately.
+    """`rows_mass` for R sets of rows, each summed separately; numbers instead of masks are weights of the rows.
 
     The last `most` rows of `among` (None: of all parts together) are gathered. Give `among` if it is the same in all
     layers, so that XLA computes its indices only once. Other options go to `attention_mass`.
     """
-    rows = jnp.any(parts, axis=0) if among is None else among
+    rows = jnp.any(parts != 0, axis=0) if among is None else among
     most = min(most, rows.shape[0])
     from_last = jnp.sum(rows) - 1 - ordinal(rows)
     picked = tokens_at(jnp.where(rows, from_last, most), most)
@@ -125,12 +125,23 @@ def split_rows_mass(
     return attention_mass(
         q,
         obs.k,
-        row_weight=(present & of_part).astype(jnp.float32),
+        row_weight=jnp.where(present, of_part, 0).astype(jnp.float32),
         key_mask=obs.valid if keys is None else keys,
         row_place=picked,
         implementation=obs.kernels.attention_mass,
         **options,
     )
+
+
+def each_row(obs: Observation, rows: Bool[Array, " T"], most: int, **options: Any) -> Float[Array, "R N T"]:
+    """Causal attention of each of the last `most` rows of a mask; 0 if there are fewer. For tens of rows.
+
+    `options` are those of `split_rows_mass`.
+    """
+    most = min(most, rows.shape[0])
+    from_last = jnp.where(rows, jnp.sum(rows) - 1 - ordinal(rows), most)
+    parts = jnp.arange(most)[:, None] == from_last
+    return split_rows_mass(obs, parts, most, among=rows, **options)
 
 
 def pool(x: Float[Array, "K T"], kernel: int, kind: Literal["avg", "max"]) -> Float[Array, "K T"]:

@@ -24,6 +24,8 @@ from vlkv.policies.aircache import AirCache
 from vlkv.policies.avl import AVL
 from vlkv.policies.criticalkv import CriticalKV
 from vlkv.policies.csp import CSP
+from vlkv.policies.dart import DART
+from vlkv.policies.divprune import DivPrune
 from vlkv.policies.downsample import Downsample
 from vlkv.policies.elastic import ElasticCache
 from vlkv.policies.expectedattention import ExpectedAttention
@@ -40,6 +42,7 @@ from vlkv.policies.lightkv import LightKV
 from vlkv.policies.lookm import LookM
 from vlkv.policies.pitome import PiToMe
 from vlkv.policies.prefixkv import PrefixKV
+from vlkv.policies.pyramiddrop import PyramidDrop
 from vlkv.policies.pyramidkv import PyramidKV
 from vlkv.policies.random import ImgRandom, Random
 from vlkv.policies.roco import RoCo
@@ -48,15 +51,17 @@ from vlkv.policies.streaming import StreamingLLM
 from vlkv.policies.tofu import ToFu
 from vlkv.policies.tome import ToMe
 from vlkv.policies.tova import TOVA
+from vlkv.policies.visionzip import VisionZip
+from vlkv.policies.vispruner import VisPruner
 from vlkv.policies.vlcache import VLCache
 
 registry: dict[str, type[Policy]] = {
     cls.__name__.lower(): cls
     for cls in (
         Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AdaKV, CriticalKV, TOVA, Knorm, KeyDiff, ExpectedAttention,
-        AirCache, PrefixKV,
-        AVL, ImgRandom, VLCache, ElasticCache, LookM, RoCo, CSP,
-        LightKV, FastV, FasterVLM, HiRED, IVTP, ToMe, PiToMe, ToFu, KIVI,
+        AirCache, PrefixKV, AVL, ImgRandom, VLCache, ElasticCache, LookM, RoCo, CSP,
+        LightKV, FastV, PyramidDrop, DART, FasterVLM, HiRED, VisionZip, VisPruner, DivPrune, IVTP, ToMe, PiToMe, ToFu,
+        KIVI,
     )
 }  # fmt: skip
 # These have names too, but not in the registry, whose methods can be compared at any `keep`.
@@ -148,6 +153,7 @@ def text_of(policy: Policy, *, scope: bool = False) -> str:
 __all__ = [
     "AVL",
     "CSP",
+    "DART",
     "H2O",
     "IVTP",
     "KIVI",
@@ -157,6 +163,7 @@ __all__ = [
     "Composed",
     "CriticalKV",
     "DecodingStages",
+    "DivPrune",
     "Downsample",
     "ElasticCache",
     "ExpectedAttention",
@@ -175,6 +182,7 @@ __all__ = [
     "PiToMe",
     "Policy",
     "PrefixKV",
+    "PyramidDrop",
     "PyramidKV",
     "Random",
     "ReducingPolicy",
@@ -188,6 +196,8 @@ __all__ = [
     "ToFu",
     "ToMe",
     "VLCache",
+    "VisPruner",
+    "VisionZip",
     "compose",
     "compress",
     "make",
