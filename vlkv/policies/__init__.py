@@ -22,6 +22,7 @@ from vlkv.policies import syntax
 from vlkv.policies.adakv import AdaKV
 from vlkv.policies.aircache import AirCache
 from vlkv.policies.avl import AVL
+from vlkv.policies.cake import CAKE
 from vlkv.policies.criticalkv import CriticalKV
 from vlkv.policies.csp import CSP
 from vlkv.policies.dart import DART
@@ -40,6 +41,7 @@ from vlkv.policies.kivi import KIVI
 from vlkv.policies.knorm import Knorm
 from vlkv.policies.lightkv import LightKV
 from vlkv.policies.lookm import LookM
+from vlkv.policies.mixkv import MixKV
 from vlkv.policies.pitome import PiToMe
 from vlkv.policies.prefixkv import PrefixKV
 from vlkv.policies.pyramiddrop import PyramidDrop
@@ -48,6 +50,7 @@ from vlkv.policies.random import ImgRandom, Random
 from vlkv.policies.roco import RoCo
 from vlkv.policies.snapkv import SnapKV
 from vlkv.policies.streaming import StreamingLLM
+from vlkv.policies.tgvkv import TGVKV
 from vlkv.policies.tofu import ToFu
 from vlkv.policies.tome import ToMe
 from vlkv.policies.tova import TOVA
@@ -58,8 +61,8 @@ from vlkv.policies.vlcache import VLCache
 registry: dict[str, type[Policy]] = {
     cls.__name__.lower(): cls
     for cls in (
-        Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AdaKV, CriticalKV, TOVA, Knorm, KeyDiff, ExpectedAttention,
-        AirCache, PrefixKV, AVL, ImgRandom, VLCache, ElasticCache, LookM, RoCo, CSP,
+        Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AdaKV, CAKE, CriticalKV, MixKV, TOVA, Knorm, KeyDiff,
+        ExpectedAttention, AirCache, PrefixKV, AVL, ImgRandom, VLCache, TGVKV, ElasticCache, LookM, RoCo, CSP,
         LightKV, FastV, PyramidDrop, DART, FasterVLM, HiRED, VisionZip, VisPruner, DivPrune, IVTP, ToMe, PiToMe, ToFu,
         KIVI,
     )
@@ -152,11 +155,13 @@ def text_of(policy: Policy, *, scope: bool = False) -> str:
 
 __all__ = [
     "AVL",
+    "CAKE",
     "CSP",
     "DART",
     "H2O",
     "IVTP",
     "KIVI",
+    "TGVKV",
     "TOVA",
     "AdaKV",
     "AirCache",
@@ -178,6 +183,7 @@ __all__ = [
     "LayerContext",
     "LightKV",
     "LookM",
+    "MixKV",
     "Observation",
     "PiToMe",
     "Policy",
