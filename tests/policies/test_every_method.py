@@ -45,7 +45,7 @@ RANKINGS = {
     "Random", "ImgRandom", "StreamingLLM", "H2O", "SnapKV-vision", "TOVA", "Knorm", "KeyDiff", "ExpectedAttention",
     "ElasticCache", "LookM", "AVL", "CSP-all",
 }  # fmt: skip
-TILES = "FasterVLM", "HiRED", "VisionZip", "VisPruner"  # these use the tower's class token
+TILES = "FasterVLM", "HiRED", "VisionZip", "VisPruner", "PruMerge"  # these use the tower's class token
 KEEPS = (1e-6, 0.15, 0.55, 1.0)
 # Options that change what is promised, or how: other merging, published codes, caps, and parts of several methods.
 VARIANTS = [

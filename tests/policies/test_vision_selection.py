@@ -137,6 +137,34 @@ def test_visionzip(row):
     np.testing.assert_array_equal(np.asarray(changed.size)[kept], size[kept])
 
 
+@pytest.mark.parametrize("plus", [True, False])
+def test_prumerge(plus):
+    policy = policies.PruMerge(keep=0.3, plus=plus)
+    for row in range(len(ROWS)):
+        tokens, obs, valid, vision, cosine, tower, *_ = prompt(row)
+        if row == 0:  # three outliers
+            tower[[5, 6, 20]] += 2
+            tokens = dataclasses.replace(tokens, tower=jnp.asarray(tower, jnp.float32)[None, None])
+        changed, kept = reduce(policy, tokens, obs)
+        own, count = np.flatnonzero(vision), half_up(0.3, vision.sum())
+        low, high = np.quantile(tower[vision], [0.25, 0.75])
+        outliers = sorted(own, key=lambda t: -tower[t])[: max(1, (tower[vision] > high + 1.5 * (high - low)).sum())]
+        wanted = outliers[:count]
+        rest = [t for t in own if t not in wanted]
+        if plus:
+            left = count - len(wanted)
+            wanted = wanted + [rest[i * len(rest) // left] for i in range(left)]
+        x = np.float64(tokens.x)
+        for t in wanted:
+            near = [s for s in own if s not in wanted and max(wanted, key=lambda c: cosine[s, c]) == t]
+            np.testing.assert_allclose(
+                changed.x[t], np.average(x[[t, *near]], axis=0, weights=tower[[t, *near]]), atol=1e-5
+            )
+            assert changed.size[t] == 1 + len(near)
+        np.testing.assert_array_equal(np.flatnonzero(kept & vision), sorted(wanted))
+        np.testing.assert_array_equal(np.asarray(kept)[~vision], valid[~vision])
+
+
 @pytest.mark.parametrize("policy", [policies.DivPrune(keep=0.5), policies.VisPruner(keep=0.5, important=0.0)], ids=repr)
 def test_a_duplicate_goes_before_a_unique_token(policy):
     """Ten tokens in pairs of equal ones: one of each pair is left."""

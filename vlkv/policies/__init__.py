@@ -44,6 +44,7 @@ from vlkv.policies.lookm import LookM
 from vlkv.policies.mixkv import MixKV
 from vlkv.policies.pitome import PiToMe
 from vlkv.policies.prefixkv import PrefixKV
+from vlkv.policies.prumerge import PruMerge
 from vlkv.policies.pyramiddrop import PyramidDrop
 from vlkv.policies.pyramidkv import PyramidKV
 from vlkv.policies.random import ImgRandom, Random
@@ -63,8 +64,8 @@ registry: dict[str, type[Policy]] = {
     for cls in (
         Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AdaKV, CAKE, CriticalKV, MixKV, TOVA, Knorm, KeyDiff,
         ExpectedAttention, AirCache, PrefixKV, AVL, ImgRandom, VLCache, TGVKV, ElasticCache, LookM, RoCo, CSP,
-        LightKV, FastV, PyramidDrop, DART, FasterVLM, HiRED, VisionZip, VisPruner, DivPrune, IVTP, ToMe, PiToMe, ToFu,
-        KIVI,
+        LightKV, FastV, PyramidDrop, DART, FasterVLM, HiRED, VisionZip, VisPruner, PruMerge, DivPrune, IVTP, ToMe, PiToMe,
+        ToFu, KIVI,
     )
 }  # fmt: skip
 # These have names too, but not in the registry, whose methods can be compared at any `keep`.
@@ -188,6 +189,7 @@ __all__ = [
     "PiToMe",
     "Policy",
     "PrefixKV",
+    "PruMerge",
     "PyramidDrop",
     "PyramidKV",
     "Random",
