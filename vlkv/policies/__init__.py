@@ -64,8 +64,8 @@ registry: dict[str, type[Policy]] = {
     for cls in (
         Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AdaKV, CAKE, CriticalKV, MixKV, TOVA, Knorm, KeyDiff,
         ExpectedAttention, AirCache, PrefixKV, AVL, ImgRandom, VLCache, TGVKV, ElasticCache, LookM, RoCo, CSP,
-        LightKV, FastV, PyramidDrop, DART, FasterVLM, HiRED, VisionZip, VisPruner, PruMerge, DivPrune, IVTP, ToMe, PiToMe,
-        ToFu, KIVI,
+        LightKV, FastV, PyramidDrop, DART, FasterVLM, HiRED, VisionZip, VisPruner, PruMerge, DivPrune, IVTP, ToMe,
+        PiToMe, ToFu, KIVI,
     )
 }  # fmt: skip
 # These have names too, but not in the registry, whose methods can be compared at any `keep`.
