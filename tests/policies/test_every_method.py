@@ -21,6 +21,7 @@ from tests.models import embed, same
 from tests.policies.numpy_policies import total_budget
 from vlkv import policies
 from vlkv.cache.stored import StoredTokens
+from vlkv.compression.checking import needs_own_prompt
 from vlkv.compression.sizes import vision_bounds
 from vlkv.generation.prefill import fill_cache_with
 from vlkv.tools.evaluation.keeps import at_keep, budget, share_programs
@@ -232,7 +233,7 @@ def test_every_method(shapes, tmp_path, shape, policy):
     # The two halves of prefill and `decode` do the same as `generate`, in the program of a larger keep too.
     whole = policy if policy.facts.own_keep or policy.keep is None else at_keep(policy, 1.0)
     program = share_programs([policy, whole])[0]
-    prompt = read(params, batch, policy) if policy.own_prompt else read(params, batch)
+    prompt = read(params, batch, policy) if needs_own_prompt(policy) else read(params, batch)
     fill_at = partial(fill, prompt, program, new_tokens=tiny.NEW, key=jax.random.split(jax.random.key(0))[0])
     cache = fill_at(budget(policy, program, prompt))
     kept = StoredTokens.of(cache, length).mask()

@@ -47,3 +47,8 @@ def require_context(policy: Policy, context: LayerContext | None) -> None:
                          "generate or prefill, or give context=")  # fmt: skip
     if "output_norm" in uses and context is not None and context.output_norm is None:
         raise InputError(f"{name} uses norms that this prompt does not contain: give the policy to read_prompt")
+
+
+def needs_own_prompt(policy: Policy) -> bool:
+    """Whether `read_prompt` needs the policy, because it reduces the prompt or uses norms of projected values."""
+    return policy.reducer is not None or "output_norm" in policy.facts.uses

@@ -226,11 +226,6 @@ class Policy(metaclass=_PolicyType):
         return True
 
     @property
-    def own_prompt(self) -> bool:
-        """Whether `read_prompt` needs this policy, because it reduces the prompt or uses norms of projected values."""
-        return self.reducer is not None or "output_norm" in self.facts.uses
-
-    @property
     def reducer(self) -> ReducingStages | None:
         """The policy that reduces the prompt during prefill; None: no policy does."""
         return None

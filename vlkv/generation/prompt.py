@@ -89,7 +89,7 @@ def read_prompt(
     Args:
         params: the model.
         inputs: from the processor, or (outside jit) from the family's transformers processor.
-        policy: used only if it reduces the prompt between layers, or uses norms (`Policy.own_prompt`).
+        policy: used only if it reduces the prompt between layers, or uses norms (`needs_own_prompt`).
         new_tokens: largest capacity for new tokens of the caches that will be made of the prompt. It matters only for
             models with long-RoPE (see `vlkv.decoder.rope.position_limit`).
         key: for policies that reduce the prompt at random.

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from vlkv.compression.observe import LayerContext, Observation, group_mean
+from vlkv.compression.observe import Observation, group_mean
 from vlkv.compression.option_types import Count, Magnitude, Positive
 from vlkv.compression.policy import Facts, Policy
-from vlkv.decoder.rope import apply_rope, rope_table
+from vlkv.compression.rotation import mean_rotation, rotated, unrotated
 from vlkv.masks import first
 
 
@@ -76,35 +76,9 @@ class ExpectedAttention(Policy):
         q = jnp.where(counted[:, None], unrotated(obs.q, context), 0.0)
         count = jnp.maximum(jnp.sum(counted), 1)
         mean = jnp.sum(q, axis=1) / count
-        future = self.mean_rotation(context, obs.valid, q.shape[-1])
-
-        def rotate(x: Float[Array, "N _X H"]) -> Float[Array, "N _X H"]:
-            return apply_rope(x[None], future)[0]
-
-        rotated = rotate(mean[:, None])[:, 0]
+        future = mean_rotation(context, obs.valid, self.ahead, q.shape[-1])
         if not self.covariance:
-            return rotated, jnp.zeros((*mean.shape, mean.shape[1]))
-        centred = jnp.where(counted[:, None], q - mean[:, None], 0.0)
+            return rotated(mean, future), jnp.zeros((*mean.shape, mean.shape[1]))
+        centred = rotated(jnp.where(counted[:, None], q - mean[:, None], 0.0), future)
         covariance = jnp.einsum("nti,ntj->nij", centred, centred, precision="highest") / count
-        return rotated, rotate(jnp.swapaxes(rotate(covariance), 1, 2))
-
-    def mean_rotation(self, context: LayerContext, valid: Bool[Array, " T"], head_dim: int) -> Float[Array, "1 1 1 H"]:
-        """The mean of the rotations of the next positions, for `apply_rope`."""
-        positions = context.positions
-        following = jnp.max(jnp.where(valid[:, None], positions, -1)) + 1 + jnp.arange(self.ahead)
-        every_axis = jnp.broadcast_to(following[:, None], (self.ahead, positions.shape[1]))
-        return jnp.mean(_table(every_axis, context, head_dim), axis=0)[None, None]
-
-
-def unrotated(q: Float[Array, "N T H"], context: LayerContext) -> Float[Array, "N T H"]:
-    """Queries before rotation, in float32: a rotation is inverted by the opposite angle."""
-    half = q.shape[-1] // 2
-    table = _table(context.positions, context, q.shape[-1]) / context.rope.scale**2
-    back = jnp.concatenate([table[..., :half], -table[..., half:]], axis=-1)
-    return jnp.swapaxes(apply_rope(jnp.swapaxes(q.astype(jnp.float32), 0, 1)[None], back[None])[0], 0, 1)
-
-
-def _table(positions: Array, context: LayerContext, head_dim: int) -> Float[Array, "_X 1 H"]:
-    """`rope_table` of one row."""
-    limit = None if context.limit is None else context.limit[None]
-    return rope_table(positions[None], head_dim, context.rope, limit)[0]
+        return rotated(mean, future), covariance
