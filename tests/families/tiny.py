@@ -189,10 +189,11 @@ def make_batch(family: str, seed: int = 0) -> vlkv.Inputs:
 # Methods whose defaults need more than two layers, or more than one stage of merging.
 OPTIONS: dict[str, dict[str, Any]] = {
     "avl": {"core": 0.2},
+    "dart": {"layer": 1, "vision_pivots": 2, "text_pivots": 1},
     "fastv": {"layer": 1},
     "ivtp": {"layers": (1,)},
     "lightkv": {"keep": 0.5, "layers": (1,), "windows": (2,)},
-    **{name: {"keep": 0.5, "layers": (1,)} for name in ("tome", "pitome", "tofu")},
+    **{name: {"keep": 0.5, "layers": (1,)} for name in ("tome", "pitome", "tofu", "pyramiddrop")},
 }
 
 

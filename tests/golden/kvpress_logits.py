@@ -55,12 +55,16 @@ def main() -> None:
 
     options = {name: value for name, value in CONFIG.items() if name not in ("architectures", "model_type")}
     ratio = 1 - (KEPT + 0.25) / PROMPT  # kvpress rounds down or to the nearest number
+    # Its first stage contains the window of 8 tokens: 8 + 40 / 2 of 48 entries.
+    critical = kvpress.CriticalKVPress(kvpress.SnapKVPress(ratio, window_size=8), first_stage_ratio=28.2 / KEPT)
     presses = {
         "snapkv": kvpress.SnapKVPress(ratio, window_size=8), "tova": kvpress.TOVAPress(ratio),
         "pyramidkv": kvpress.PyramidKVPress(ratio, window_size=6, beta=4),
         "streamingllm": kvpress.StreamingLLMPress(ratio), "knorm": kvpress.KnormPress(ratio),
         "keydiff": kvpress.KeyDiffPress(ratio), "observed": kvpress.ObservedAttentionPress(ratio),
         "adakv": kvpress.AdaKVPress(kvpress.SnapKVPress(ratio, window_size=8), alpha_safeguard=0.0),
+        "expectedattention": kvpress.ExpectedAttentionPress(ratio, n_future_positions=64),
+        "criticalkv": critical,
     }  # fmt: skip
     ids = torch.from_numpy(tokens())[None]
     made = {}

@@ -72,6 +72,7 @@ class Prompt:
 
     def __init__(self, q, k, vision, scope, keep=None, budget=None):
         self.q, self.k, self.vision = q, k, vision
+        self.v = k  # as in the tests
         self.layers, self.heads, self.tokens = k.shape[:3]
         self.everything = scope == "all"
         self.scope = np.ones(self.tokens, bool) if self.everything else vision
@@ -163,6 +164,71 @@ def adakv(p, window=32, kernel=7, pooling="max", safeguard=0.2):
         real = least + (1 - safeguard) * counts + safeguard * (mean - least)
         budgets.append(apportion(real, p.heads * mean, p.most))
     return p.finish(scores, budgets, p.place >= p.tokens - always)
+
+
+def snap_window(p, window):
+    """Rows of the observation window, and the candidates besides it."""
+    if p.everything and window >= p.total // p.layers:
+        window = max(1, p.total // p.layers // 2)
+    inside = p.place >= p.tokens - window
+    return inside, p.scope & ~inside if p.everything else p.scope
+
+
+def smoothed(x, kernel, pooling):
+    around = np.lib.stride_tricks.sliding_window_view(np.pad(x, [(0, 0), (kernel // 2, kernel // 2)]), kernel, axis=1)
+    return around.mean(axis=-1) if pooling == "avg" else around.max(axis=-1)
+
+
+def cake(p, window=32, kernel=5, pooling="avg", gamma=200.0, tau1=1.0, tau2=1.0):
+    inside, candidates = snap_window(p, window)
+    scores, preferences = [], []
+    for q, k in zip(p.q, p.k, strict=True):
+        a = attention(q, k)[:, inside] * candidates
+        variance = a.var(axis=1, ddof=1) if inside.sum() > 1 else np.zeros((len(q), p.tokens))
+        scores.append(smoothed(per_key_head(a.mean(axis=1) + gamma * variance, p.heads), kernel, pooling))
+        entropy = -(a * np.log(a + 1e-10)).sum()
+        preferences.append(max(entropy, 1e-30) ** (1 / tau1) * max(variance.sum(), 1e-30) ** (1 / tau2))
+    always = min((p.scope & ~candidates).sum(), p.total // p.layers)
+    real = always + (p.total - p.layers * always) * np.array(preferences) / sum(preferences)
+    return p.finish(scores, apportion(real, p.total, p.most), inside)
+
+
+def mixkv(p, window=32, kernel=5, pooling="avg"):
+    inside, candidates = snap_window(p, window)
+    scores = []
+    for layer, (q, k) in enumerate(zip(p.q, p.k, strict=True)):
+        a = smoothed(per_key_head(attention(q, k)[:, inside].sum(axis=1), p.heads) * candidates, kernel, pooling)
+        found = np.zeros((p.heads, p.tokens))
+        for head, keys in enumerate(np.float64(k)):
+            unit = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
+            pairs = unit @ unit.T
+            w = (pairs.sum() - p.tokens) / max(p.tokens * (p.tokens - 1), 1)
+            w = min(max(w, 0), 1)
+            both = []
+            for whole in (-unit @ unit.mean(axis=0), np.linalg.norm(np.float64(p.v[layer, head]), axis=-1)):
+                x = whole[candidates]
+                if len(x):
+                    x = (x - x.min()) / (np.ptp(x) + 1e-8)
+                    x *= a[head, candidates].mean() / (x.mean() + 1e-8)
+                both.append(x)
+            found[head, candidates] = w * both[0] + (1 - w) * (a[head, candidates] + both[1])
+        scores.append(found)
+    return p.finish(scores, uniform(p.total, p.layers), inside)
+
+
+def tgvkv(p, sinks=4):
+    rows = np.flatnonzero(p.instruction if p.instruction.any() else p.place == p.tokens - 1)
+    scores, grounding = [], []
+    for q, k in zip(p.q, p.k, strict=True):
+        a = attention(q, k).mean(axis=0)
+        text = a[np.ix_(rows, rows)].sum(axis=0) / np.arange(len(rows), 0, -1)
+        vision = text @ a[rows]
+        score = np.where(p.vision, vision, a.sum(axis=0) + vision.max()) if p.everything else vision
+        scores.append(np.broadcast_to(score, (p.heads, p.tokens)))
+        grounding.append(a[rows][:, p.vision].sum())
+    share = np.array(grounding) if sum(grounding) > 0 else np.ones(p.layers)
+    protected = (p.place < sinks) | (p.place == p.tokens - 1)
+    return p.finish(scores, apportion(p.total * share / share.sum(), p.total, p.most), protected)
 
 
 def skewness(x):

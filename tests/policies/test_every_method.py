@@ -21,6 +21,7 @@ from tests.models import embed, same
 from tests.policies.numpy_policies import total_budget
 from vlkv import policies
 from vlkv.cache.stored import StoredTokens
+from vlkv.compression.checking import needs_own_prompt
 from vlkv.compression.sizes import vision_bounds
 from vlkv.generation.prefill import fill_cache_with
 from vlkv.tools.evaluation.keeps import at_keep, budget, share_programs
@@ -37,12 +38,15 @@ PROMPTS = (
     "IIIIIIIIIIIIIIIIIIIIIII.....",
     "...........................I",
 )
-OPTIONS = {name: {"window": 3} for name in ("snapkv", "pyramidkv", "adakv")} | {"csp": {"fill": True, "window": 3}}
+OPTIONS = {name: {"window": 3} for name in ("snapkv", "pyramidkv", "adakv", "cake", "criticalkv", "mixkv")} | {
+    "csp": {"fill": True, "window": 3}
+}
 # A larger budget only adds to what these keep: one order per layer, and shares that do not depend on the budget.
 RANKINGS = {
-    "Random", "ImgRandom", "StreamingLLM", "H2O", "SnapKV-vision", "TOVA", "Knorm", "KeyDiff", "ElasticCache", "LookM",
-    "AVL", "CSP-all",
+    "Random", "ImgRandom", "StreamingLLM", "H2O", "SnapKV-vision", "TOVA", "Knorm", "KeyDiff", "ExpectedAttention",
+    "ElasticCache", "LookM", "AVL", "CSP-all",
 }  # fmt: skip
+TILES = "FasterVLM", "HiRED", "VisionZip", "VisPruner", "PruMerge"  # these use the tower's class token
 KEEPS = (1e-6, 0.15, 0.55, 1.0)
 # Options that change what is promised, or how: other merging, published codes, caps, and parts of several methods.
 VARIANTS = [
@@ -53,6 +57,8 @@ VARIANTS = [
     policies.AVL(keep=0.5, core=0.3, refresh=2),
     *(method(keep=0.3, cap=1.0) for method in (policies.AirCache, policies.PrefixKV, policies.VLCache)),
     policies.compose(policies.SnapKV(keep=0.3), allocate=policies.PrefixKV, store=policies.KIVI(bits=4)),
+    policies.compose(policies.CriticalKV(keep=0.4, window=2), allocate=policies.AdaKV),
+    policies.compose(policies.H2O(keep=0.4), rank=policies.CriticalKV, store=policies.KIVI(bits=4)),
     policies.compose(policies.PyramidKV(keep=0.5, window=2), reduce=policies.FastV(keep=0.3, layer=1)),
     policies.compose(policies.AirCache(budget=10, cap=1.0), reduce=policies.FastV(keep=0.1, layer=1)),
     policies.CSP(keep=0.4, variant="released"),
@@ -124,7 +130,7 @@ def shapes(params):
     return {
         "prompts": lambda _: (params, own),
         # M-RoPE, without class token; and tiles.
-        "family": lambda name: families["llava_next" if name in ("FasterVLM", "HiRED") else "qwen2_vl"],
+        "family": lambda name: families["llava_next" if name in TILES else "qwen2_vl"],
     }
 
 
@@ -162,7 +168,8 @@ def check_entries(policy, batch, prompt, cache, kept, row) -> None:
     vision, valid = batch.is_vision[row], batch.valid[row]
     q, k, v = (np.stack([np.asarray(getattr(x, name))[row] for x in prompt.layers]).swapaxes(1, 2) for name in "qkv")
     q, k, v = (np.where(valid[:, None], x, 9.0) for x in (q, k, v))
-    k, v, selection = policies.compress(policy, q, k, v, vision, valid)
+    context = jax.tree.map(lambda *x: jnp.stack([a[row] for a in x]), *(x.context for x in prompt.layers))
+    k, v, selection = policies.compress(policy, q, k, v, vision, valid, context=context)
     np.testing.assert_array_equal(selection.kept, kept[:, row])
     inside, scores = vision if policy.scope == "vision" else valid, np.asarray(selection.scores)
     assert (scores[..., ~valid] == -np.inf).all() and (scores[..., valid & ~inside] == np.inf).all()
@@ -226,7 +233,7 @@ def test_every_method(shapes, tmp_path, shape, policy):
     # The two halves of prefill and `decode` do the same as `generate`, in the program of a larger keep too.
     whole = policy if policy.facts.own_keep or policy.keep is None else at_keep(policy, 1.0)
     program = share_programs([policy, whole])[0]
-    prompt = read(params, batch, policy) if policy.reducer else read(params, batch)
+    prompt = read(params, batch, policy) if needs_own_prompt(policy) else read(params, batch)
     fill_at = partial(fill, prompt, program, new_tokens=tiny.NEW, key=jax.random.split(jax.random.key(0))[0])
     cache = fill_at(budget(policy, program, prompt))
     kept = StoredTokens.of(cache, length).mask()

@@ -23,6 +23,8 @@ METHODS = {
     "keydiff": policies.KeyDiff(**SAME),
     "observed": policies.RoCo(**SAME, recent=0, spread=0.0, evict=False),  # the mean attention of the later rows
     "adakv": policies.AdaKV(**SAME, **WINDOW, safeguard=0.0),
+    "expectedattention": policies.ExpectedAttention(**SAME, ahead=64),
+    "criticalkv": policies.CriticalKV(**SAME, **WINDOW),
 }
 
 
@@ -34,7 +36,7 @@ def params(tmp_path_factory):
     return vlkv.load_params(folder, dtype="float32")
 
 
-@pytest.mark.default("tova", "keydiff", "adakv")
+@pytest.mark.default("tova", "keydiff", "adakv", "expectedattention", "criticalkv")
 @pytest.mark.parametrize("name", METHODS)
 def test_logits_are_those_of_the_press(params, name):
     found, ids = np.load(golden.FILE), golden.tokens()

@@ -5,8 +5,6 @@ Axes: B batch · L layers · K key heads · T prompt.
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
@@ -34,4 +32,9 @@ def choose(prompt: Prompt, policy: Policy, *, key: PRNGKeyArray | None = None) -
     require_fit(policy, len(prompt.layers), key)
     keys = None if key is None else jax.random.split(key, prompt.valid.shape[0])
     q, k, v = (jnp.stack([jnp.swapaxes(getattr(r, name), 1, 2) for r in prompt.layers], axis=1) for name in "qkv")
-    return jax.vmap(partial(select, policy))(q, k, v, prompt.is_vision, prompt.valid, keys)
+    context = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *(r.context for r in prompt.layers))
+
+    def row(q, k, v, is_vision, valid, key, context):
+        return select(policy, q, k, v, is_vision, valid, key, context=context)
+
+    return jax.vmap(row)(q, k, v, prompt.is_vision, prompt.valid, keys, context)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from vlkv.analysis.trace import Trace, follow
 from vlkv.cache.pool import PackedCache
+from vlkv.compression.checking import needs_own_prompt
 from vlkv.compression.policy import Policy
 from vlkv.errors import InputError
 from vlkv.families import Model
@@ -180,7 +181,7 @@ def sweep(
     def one(policy: Policy) -> tuple[Array, Array, Array]:
         read = (
             prompt
-            if policy.reducer is None
+            if not needs_own_prompt(policy)
             else jitted.read_prompt(params, inputs, policy, new_tokens=new_tokens, key=key)
         )
         trace = _follow(

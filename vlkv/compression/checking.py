@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float
 
-from vlkv.compression.observe import Observation
+from vlkv.compression.observe import LayerContext, Observation
 from vlkv.compression.policy import Policy
 from vlkv.errors import InputError
 
@@ -37,3 +37,18 @@ def require_layers(policy: Policy, layers: int) -> None:
         raise InputError(f"{type(policy).__name__}: all layers of this model have a sliding window, so no cache grows "
                          "with the prompt, and there is nothing to compress: use full()")  # fmt: skip
     policy.check_model(layers)
+
+
+def require_context(policy: Policy, context: LayerContext | None) -> None:
+    """Raises InputError if the policy uses something of the model that is not known."""
+    uses, name = policy.facts.uses, type(policy).__name__
+    if uses and context is None:
+        raise InputError(f"{name} uses more of the model than queries, keys and values ({', '.join(uses)}): use "
+                         "generate or prefill, or give context=")  # fmt: skip
+    if "output_norm" in uses and context is not None and context.output_norm is None:
+        raise InputError(f"{name} uses norms that this prompt does not contain: give the policy to read_prompt")
+
+
+def needs_own_prompt(policy: Policy) -> bool:
+    """Whether `read_prompt` needs the policy, because it reduces the prompt or uses norms of projected values."""
+    return policy.reducer is not None or "output_norm" in policy.facts.uses

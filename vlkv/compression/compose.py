@@ -14,12 +14,16 @@ from vlkv.compression.smooth import Smooth
 from vlkv.errors import InputError
 
 Part = Policy | type[Policy]
-STAGES = {"allocate": "allocated", "merge": "merged", "step": "stepped", "reduce": "reduced", "store": "stored"}
+STAGES = {
+    "rank": "ranked", "allocate": "allocated", "merge": "merged", "step": "stepped", "reduce": "reduced",
+    "store": "stored",
+}  # fmt: skip
 
 
 def compose(
     scores: Policy,
     *,
+    rank: Part | None = None,
     allocate: Part | None = None,
     merge: Part | None = None,
     step: Part | None = None,
@@ -32,10 +36,12 @@ def compose(
         compose(SnapKV(keep=0.2), allocate=PrefixKV)                      SnapKV's scores, PrefixKV's budgets
         compose(AirCache(keep=0.1), reduce=LightKV(), store=KIVI(bits=4)) LightKV, then AirCache, stored in 4 bits
         compose(SnapKV(keep=0.1, kernel=1), smooth=Smooth(9))             SnapKV with the mean over nine tokens
+        compose(H2O(keep=0.2), rank=CriticalKV)                           CriticalKV's second stage, with H2O's scores
 
     Args:
         scores: scores and protects tokens. Its `keep` or `budget` and its `scope` are those of the composition. If the
             prompt is reduced, they refer to the tokens that are left.
+        rank: ranks the tokens of a layer by the scores of `scores` and statistics of its own.
         allocate: divides the budget among layers, by its own scores.
         merge: merges dropped entries into kept ones.
         step: updates the cache while decoding.
@@ -43,8 +49,8 @@ def compose(
         store: quantises the pool.
         smooth: smooths the scores of `scores` for ranking. Budgets and decode steps use the scores without smoothing.
 
-    A part is a policy, or a class, which is used with its defaults. Parts for allocate, merge and step must have the
-    same budget and scope as `scores`.
+    A part is a policy, or a class, which is used with its defaults. Parts for rank, allocate, merge and step must have
+    the same budget and scope as `scores`.
 
     Compositions can be composed again. As `scores`, a composition provides every stage that no argument replaces; as
     another argument, it provides only that stage.
@@ -53,7 +59,7 @@ def compose(
         InputError: parts that do not fit together.
     """
     require_policy(scores)
-    given = {"allocate": allocate, "merge": merge, "step": step, "reduce": reduce, "store": store}
+    given = {"rank": rank, "allocate": allocate, "merge": merge, "step": step, "reduce": reduce, "store": store}
     for name, part in given.items():
         fits = part is None or isinstance(part, Policy) or (isinstance(part, type) and issubclass(part, Policy))
         if not fits:
@@ -61,7 +67,7 @@ def compose(
     parts: dict[str, Any] = {}
     for name, part in given.items():
         if part is not None:
-            shares = name in ("allocate", "merge", "step")
+            shares = name in ("rank", "allocate", "merge", "step")
             made = _alike(part, scores) if shares else part() if isinstance(part, type) else part
             if shares and made.reducer is not None:
                 raise InputError(f"compose: {type(made).__name__} reduces the prompt: give it as reduce=")
@@ -88,7 +94,9 @@ def _check(owners: dict[str, Any], parts: dict[str, Any]) -> None:
         parts: policies that replace them.
     """
     scores, reducer = owners["scored"], owners["reduced"]
-    allocated, merged, stepped, reduced, stored = (parts.get(field) for field in STAGES.values())
+    ranked, allocated, merged, stepped, reduced, stored = (parts.get(field) for field in STAGES.values())
+    if ranked is not None and ("rank" not in ranked.facts.stages or ranked.facts.ranked_by):
+        raise InputError(f"compose: {type(ranked).__name__} does not rank by the scores of other methods")
     if merged is not None and not merged.merges:
         raise InputError(f"compose: {type(merged).__name__} with these options does not merge for other methods")
     if allocated is not None and scores.cap not in (None, allocated.cap):
@@ -109,7 +117,7 @@ def _check(owners: dict[str, Any], parts: dict[str, Any]) -> None:
     if smoothed is not None and not isinstance(smoothed, Smooth):
         raise InputError(f"compose: smooth={smoothed!r} must be a Smooth, such as Smooth(9)")
     evicts_nothing = reducer is not None and not reducer.facts.selects and not scores.facts.selects
-    if evicts_nothing and any(part is not None for part in (allocated, merged, smoothed)):
+    if evicts_nothing and any(part is not None for part in (ranked, allocated, merged, smoothed)):
         raise InputError(
             f"compose: {type(reducer).__name__} evicts nothing, so there is nothing to allocate, merge or smooth: give "
             "it as reduce= of a method that evicts"
@@ -143,6 +151,7 @@ class Composed(Policy):
     """
 
     scored: Policy
+    ranked: Policy | None = None
     allocated: Policy | None = None
     merged: Policy | None = None
     stepped: Policy | None = None
@@ -161,14 +170,16 @@ class Composed(Policy):
         for field in ("keep", "budget", "scope"):
             object.__setattr__(self, field, getattr(self.scored, field))
         scored, allocator = self.scored.facts, self.allocated or self.scored
+        ranker = (self.ranked or self.scored).facts
         object.__setattr__(self, "cap", allocator.cap)
         facts = Facts(
             stages="composed",
             budgets=allocator.facts.budgets,
-            capped=allocator.facts.capped and (scored.capped or "rank" not in scored.stages),
+            capped=allocator.facts.capped and (ranker.capped or "rank" not in ranker.stages),
             selects=scored.selects,
             needs_key=any(part.facts.needs_key for part in self.parts),
             counts_dropped=scored.counts_dropped and self.scored == self.reduced,
+            uses=tuple(sorted({name for part in self.parts for name in part.facts.uses})),
         )
         object.__setattr__(self, "facts", facts)
         super().__post_init__()
@@ -176,7 +187,7 @@ class Composed(Policy):
     @property
     def parts(self) -> tuple[Policy, ...]:
         """The owners that are not None."""
-        parts = (self.scored, self.allocated, self.merged, self.stepped, self.reduced, self.stored)
+        parts = (self.scored, *(getattr(self, field) for field in STAGES.values()))
         return tuple(part for part in parts if part is not None)
 
     @property
@@ -190,24 +201,32 @@ class Composed(Policy):
         return scores if self.smoothed is None else self.smoothed(scores, obs)
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """The statistics of `scored`, or, if another method allocates, of both, under the names of their fields.
+        """The statistics of `scored`, or, if others rank or allocate, of all of them, under the names of their fields.
 
         Only statistics that `scored` ranks by are smoothed.
         """
         own = self.scored.statistics(obs, scores if self.smoothed is None else self.scored.score(obs))
         if self.smoothed is not None:
             own |= {name: self.smoothed(own[name], obs) for name in self.scored.facts.ranked_by}
-        if self.allocated is None:
-            return own
-        return {"scored": own, "allocated": self.allocated.statistics(obs, checked_scores(self.allocated, obs))}
+        others = {
+            field: owner.statistics(obs, checked_scores(owner, obs))
+            for field in ("ranked", "allocated")
+            if (owner := getattr(self, field)) is not None
+        }
+        return {"scored": own, **others} if others else own
+
+    def _owned(self, statistics: Statistics, field: str) -> Statistics:
+        """The statistics of the owner of a stage."""
+        if self.ranked is None and self.allocated is None:
+            return statistics
+        return statistics[field if getattr(self, field) is not None else "scored"]
 
     @override
     def allocate(
         self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
     ) -> Int[Array, " L"] | Int[Array, "L K"]:
-        if self.allocated is None:
-            return self.scored.allocate(statistics, total=total, most=most, layers=layers)
-        return self.allocated.allocate(statistics["allocated"], total=total, most=most, layers=layers)
+        owner, own = self.allocated or self.scored, self._owned(statistics, "allocated")
+        return owner.allocate(own, total=total, most=most, layers=layers)
 
     @override
     def rank(
@@ -217,8 +236,7 @@ class Composed(Policy):
         candidates: Bool[Array, " T"],
         count: Int[Array, " K"],
     ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
-        own = statistics if self.allocated is None else statistics["scored"]
-        return self.scored.rank(scores, own, candidates, count)
+        return (self.ranked or self.scored).rank(scores, self._owned(statistics, "ranked"), candidates, count)
 
     @property
     @override

@@ -80,6 +80,17 @@ def closest(
     return _by_blocks(search, vectors, group, others=len(places))
 
 
+def nearest(metric: Float[Array, "T H"], members: Bool[Array, " T"]) -> Float[Array, " T"]:
+    """For each token, the largest cosine with another member; -inf if there is none."""
+    vectors, place = unit(metric), jnp.arange(metric.shape[0])
+
+    def search(rows: Float[Array, "W H"], own: Int[Array, " W"]) -> tuple[Array]:
+        cosine = jnp.einsum("th,sh->ts", rows, vectors, precision=jax.lax.Precision.HIGHEST)
+        return (jnp.max(jnp.where(members & (place != own[:, None]), cosine, -jnp.inf), axis=-1),)
+
+    return _by_blocks(search, vectors, place, others=len(place))[0]
+
+
 def merge_order(cosine: Float[Array, " T"], giving: Bool[Array, " T"], group: Int[Array, " T"]) -> Int[Array, " T"]:
     """The rank of each token of A in its group in the order of merging: largest cosine first; ties: the earlier token.
 

@@ -1,7 +1,8 @@
 """The observation of one layer that policies score, and measurements that several methods share.
 
-Unbatched: the caller applies vmap over B. Axes: T tokens · R sets of rows · N query heads · K key heads · G = N/K ·
-H head dim. Every measured attention comes from `attention_mass`, so nothing here builds a T x T matrix.
+Unbatched: the caller applies vmap over B. Axes: T tokens · A position axes · R sets of rows · N query heads · K key
+heads · G = N/K · H head dim. Every measured attention comes from `attention_mass`, so nothing here builds a T x T
+matrix.
 """
 
 from __future__ import annotations
@@ -14,8 +15,28 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels
+from vlkv.config import RopeConfig
 from vlkv.masks import ordinal, tokens_at
 from vlkv.sharding.ops import attention_mass
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerContext:
+    """What some methods use of the model besides queries, keys and values; `Facts.uses` names it.
+
+    Attributes:
+        positions: of the tokens; queries and keys are rotated by them.
+        limit: as in `rope_table`; None: no limit.
+        output_norm: L1 norm of each value after the output projection of a query head, mean over the query heads that
+            share the value's head; None: not computed.
+        rope: settings of the rotation.
+    """
+
+    positions: Int[Array, "*B T A"]
+    limit: Int[Array, "*B"] | None = None
+    output_norm: Float[Array, "*B K T"] | None = None
+    rope: RopeConfig = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -36,6 +57,7 @@ class Observation:
     max_instruction: int = dataclasses.field(metadata={"static": True})  # bound on the instruction's length
     grid: Int[Array, "T 3"] | None = None  # (image number in the prompt, line, column) of the patch; -1: none
     lse: Float[Array, "N T"] | None = None  # log-sum-exp of each row's logits; None: not computed
+    context: LayerContext | None = None  # given to methods that use it
     kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
 
     @property
@@ -81,19 +103,19 @@ def rows_mass(
 
 def split_rows_mass(
     obs: Observation,
-    parts: Bool[Array, "R T"],
+    parts: Bool[Array, "R T"] | Float[Array, "R T"],
     most: int,
     *,
     keys: Bool[Array, " T"] | None = None,
     among: Bool[Array, " T"] | None = None,
     **options: Any,
 ) -> Float[Array, "R N T"]:
-    """`rows_mass` for R sets of rows, each summed separately.
+    """`rows_mass` for R sets of rows, each summed separately; numbers instead of masks are weights of the rows.
 
     The last `most` rows of `among` (None: of all parts together) are gathered. Give `among` if it is the same in all
     layers, so that XLA computes its indices only once. Other options go to `attention_mass`.
     """
-    rows = jnp.any(parts, axis=0) if among is None else among
+    rows = jnp.any(parts != 0, axis=0) if among is None else among
     most = min(most, rows.shape[0])
     from_last = jnp.sum(rows) - 1 - ordinal(rows)
     picked = tokens_at(jnp.where(rows, from_last, most), most)
@@ -103,12 +125,23 @@ def split_rows_mass(
     return attention_mass(
         q,
         obs.k,
-        row_weight=(present & of_part).astype(jnp.float32),
+        row_weight=jnp.where(present, of_part, 0).astype(jnp.float32),
         key_mask=obs.valid if keys is None else keys,
         row_place=picked,
         implementation=obs.kernels.attention_mass,
         **options,
     )
+
+
+def each_row(obs: Observation, rows: Bool[Array, " T"], most: int, **options: Any) -> Float[Array, "R N T"]:
+    """Causal attention of each of the last `most` rows of a mask; 0 if there are fewer. For tens of rows.
+
+    `options` are those of `split_rows_mass`.
+    """
+    most = min(most, rows.shape[0])
+    from_last = jnp.where(rows, jnp.sum(rows) - 1 - ordinal(rows), most)
+    parts = jnp.arange(most)[:, None] == from_last
+    return split_rows_mass(obs, parts, most, among=rows, **options)
 
 
 def pool(x: Float[Array, "K T"], kernel: int, kind: Literal["avg", "max"]) -> Float[Array, "K T"]:

@@ -44,6 +44,7 @@ class Facts(NamedTuple):
         needs_key: whether `generate` and `select` need a key.
         ranked_by: statistics per head and token that `rank` uses instead of the scores.
         counts_dropped: whether `keep` is a fraction of the prompt before the method reduced it.
+        uses: what the method uses of `Observation.context`: "rotation" (`positions` and `rope`), "output_norm".
     """
 
     paper: str = ""
@@ -56,6 +57,7 @@ class Facts(NamedTuple):
     needs_key: bool = False
     ranked_by: tuple[str, ...] = ()
     counts_dropped: bool = False
+    uses: tuple[str, ...] = ()
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

@@ -11,6 +11,8 @@ from vlkv.compression import budgets
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Scope
 from vlkv.compression.policy import Facts, ReducingStages
+from vlkv.compression.tokens import Tokens
+from vlkv.masks import top
 
 
 class ReducingPolicy(ReducingStages):
@@ -35,9 +37,14 @@ class ReducingPolicy(ReducingStages):
         assert self.keep is not None
         return self.keep
 
-    def count(self, vision: Bool[Array, " T"]) -> Int[Array, ""]:
-        """`keep` times the number of these vision tokens, rounded half up, at least one."""
-        return jnp.asarray(budgets.fraction(self.keep, vision.shape[0]))[jnp.sum(vision)]
+    def count(self, vision: Bool[Array, " T"], share: float | None = None) -> Int[Array, ""]:
+        """`share` (None: `keep`) times the number of these vision tokens, rounded half up, at least one."""
+        return jnp.asarray(budgets.fraction(share or self.keep, vision.shape[0]))[jnp.sum(vision)]
+
+    def kept(self, tokens: Tokens, score: Float[Array, " T"], share: float | None = None) -> Bool[Array, " T"]:
+        """All text, and the `count` best vision tokens."""
+        vision = tokens.valid & tokens.is_vision
+        return (tokens.valid & ~tokens.is_vision) | top(score[None], vision, self.count(vision, share)[None])[0]
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         """`keep` times `vision`, rounded as in `count`."""

@@ -15,8 +15,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
-from vlkv.compression.checking import checked_scores, require_layers, require_policy
-from vlkv.compression.observe import Observation
+from vlkv.compression.checking import checked_scores, require_context, require_layers, require_policy
+from vlkv.compression.observe import LayerContext, Observation
 from vlkv.compression.policy import Policy, Statistics
 from vlkv.compression.sizes import Budget, budget_of, cap_table, counts_prompt
 from vlkv.errors import InputError
@@ -61,11 +61,16 @@ def make_observation(
     grid: Int[Array, "T 3"] | None = None,
     lse: Float[Array, "N T"] | None = None,
     kernels: Kernels | None = None,
+    context: LayerContext | None = None,
 ) -> Observation:
     """The observation of one layer for the policy's stages.
 
     `budget`: None: that of the policy. `is_candidate`: None: all valid tokens.
+
+    Raises:
+        InputError: the policy uses something of the context that is not known.
     """
+    require_context(policy, context)
     is_candidate = valid if is_candidate is None else is_candidate
     in_scope = is_candidate & is_vision if policy.scope == "vision" else is_candidate
     count, most = jnp.sum(in_scope), in_scope.shape[0]
@@ -75,7 +80,7 @@ def make_observation(
         asked=jnp.asarray(budget.mean)[count], mean_budget=jnp.asarray(budget.nominal)[count] // layers,
         key=None if key is None else jax.random.fold_in(key, layer),
         layer=layer, max_instruction=max_instruction, grid=grid, lse=lse,
-        kernels=Kernels() if kernels is None else kernels,
+        kernels=Kernels() if kernels is None else kernels, context=context,
     )  # fmt: skip
 
 
@@ -204,6 +209,7 @@ def select(
     valid: Bool[Array | np.ndarray, " T"] | None = None,
     key: PRNGKeyArray | None = None,
     grid: Int[Array | np.ndarray, "T 3"] | None = None,
+    context: LayerContext | None = None,
 ) -> Selection:
     """The tokens that a policy keeps of one prompt.
 
@@ -216,11 +222,12 @@ def select(
         valid: False for padding; None: all tokens are valid.
         key: for policies that draw at random.
         grid: image, line and column of each token, as in `Inputs.grid`, for policies that smooth scores on the image.
+        context: of all layers, with a leading axis L, for policies that use more of the model (`Facts.uses`).
 
     Raises:
-        InputError: shapes that do not fit, a missing key or grid, or a policy that reduces the prompt.
+        InputError: shapes that do not fit, a missing key, grid or context, or a policy that reduces the prompt.
     """
-    return _choose(policy, q, k, v, is_vision, valid, key, grid)
+    return _choose(policy, q, k, v, is_vision, valid, key, grid, context)
 
 
 def compress(
@@ -232,10 +239,11 @@ def compress(
     valid: Bool[Array | np.ndarray, " T"] | None = None,
     key: PRNGKeyArray | None = None,
     grid: Int[Array | np.ndarray, "T 3"] | None = None,
+    context: LayerContext | None = None,
 ) -> tuple[Float[Array, "L K T H"], Float[Array, "L K T H"], Selection]:
     """`select`, and k and v after the policy's merge; the kept ones are the entries of the cache."""
     k, v = jnp.asarray(k), jnp.asarray(v)  # merging uses methods that numpy arrays do not have
-    selection = _choose(policy, q, k, v, is_vision, valid, key, grid)
+    selection = _choose(policy, q, k, v, is_vision, valid, key, grid, context)
     merged = [policy.merge(*args) for args in zip(k, v, selection.kept, selection.scores, strict=True)]
     return jnp.stack([m[0] for m in merged]), jnp.stack([m[1] for m in merged]), selection
 
@@ -255,7 +263,7 @@ def require_fit(policy: Policy, layers: int, key: Key[Array, ""] | None) -> None
         raise InputError(f"{type(policy).__name__} draws at random: pass key=jax.random.key(seed)")
 
 
-def _choose(policy, q, k, v, is_vision, valid, key, grid) -> Selection:
+def _choose(policy, q, k, v, is_vision, valid, key, grid, context) -> Selection:
     key = single_key(key)
     q, k, v, is_vision = (jnp.asarray(x) for x in (q, k, v, is_vision))
     fits = q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[2:] == k.shape[2:]
@@ -271,12 +279,14 @@ def _choose(policy, q, k, v, is_vision, valid, key, grid) -> Selection:
             f"{type(policy).__name__} reduces the prompt between layers, so queries and keys of the whole prompt do "
             "not show what it keeps; use read_prompt(params, inputs, policy)"
         )
+    contexts = [jax.tree.map(lambda x, i=i: x[i], context) for i in range(layers)]
     seen = [
         make_observation(
-            policy, q[i], k[i], v[i], is_vision, valid, key, layer=i, layers=layers, max_instruction=length, grid=grid
+            policy, q[i], k[i], v[i], is_vision, valid, key,
+            layer=i, layers=layers, max_instruction=length, grid=grid, context=contexts[i],
         )
         for i in range(layers)
-    ]
+    ]  # fmt: skip
     observed = tuple(observe(policy, obs) for obs in seen)
     is_candidate = [valid] * layers
     if policy.cap is not None:

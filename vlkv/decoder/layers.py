@@ -112,6 +112,20 @@ class JoinHeads(nnx.Module):
         y = product(self.weight[...], x, axes=2)
         return y if self.bias is None else y + self.bias[...]
 
+    def norms(self, v: Float[Array, "B T K H"]) -> Float[Array, "B K T"]:
+        """L1 norm of each value after the projection of one query head, mean over the query heads that share it."""
+        heads, kv_heads = self.weight.shape[1], v.shape[2]
+
+        def norm(weight: Float[Array, "D H"], v: Float[Array, "B T H"]) -> Float[Array, "B T"]:
+            return jnp.sum(jnp.abs(jnp.einsum("bth,dh->btd", v, weight)), axis=-1, dtype=jnp.float32)
+
+        def shared(group: tuple[Array, Array]) -> Float[Array, "B T"]:
+            weights, v = group
+            return jnp.mean(jax.lax.map(lambda weight: norm(weight, v), weights), axis=0)
+
+        weights = jnp.moveaxis(self.weight[...], 1, 0).reshape(kv_heads, heads // kv_heads, -1, v.shape[-1])
+        return jnp.moveaxis(jax.lax.map(shared, (weights, jnp.moveaxis(v, 2, 0))), 0, 1)
+
 
 def product(
     weight: Float[Array, "*out *i"], x: Float[Array, "*batch *i"], *, axes: int = 1, dtype: DTypeLike | None = None

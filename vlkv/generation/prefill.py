@@ -122,7 +122,7 @@ def read_and_fill(
     layers = params.decoder.full_layers
     budget = _budget(policy, inputs, layers=layers)
     look = _observer(policy, inputs, budget, layers=layers, key=key, kernels=kernels)
-    prompt = read_layers(params, inputs, policy.reducer, look, new_tokens=new_tokens, key=key, kernels=kernels)
+    prompt = read_layers(params, inputs, policy, look, new_tokens=new_tokens, key=key, kernels=kernels)
     cache = _fill(prompt.layers, prompt, policy, budget, new_tokens)
     return _own_buffers(cache, prompt), prompt.logits
 
@@ -157,7 +157,7 @@ def _look(
     obs = make_observation(
         policy, q, k, v, prompt.is_vision, prompt.valid, key,
         layer=layer, layers=layers, max_instruction=bounds.max_instruction, budget=budget,
-        is_candidate=prompt.is_candidate, lse=prompt.lse, grid=prompt.grid, kernels=kernels,
+        is_candidate=prompt.is_candidate, lse=prompt.lse, grid=prompt.grid, kernels=kernels, context=prompt.context,
     )  # fmt: skip
     observed, count = observe(policy, obs), jnp.sum(obs.in_scope)
     if policy.cap is None:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 from pallas_kernels import Kernels
 from pallas_kernels.attention_mass import takes_lse
 from vlkv.cache.rings import Ring, Rings, of_prompt, ring_slots
+from vlkv.compression.observe import LayerContext
 from vlkv.compression.policy import Policy, ReducingStages
 from vlkv.compression.selection import make_observation, require_fit
 from vlkv.compression.tokens import Tokens, shorten
@@ -47,6 +48,7 @@ class LayerPrompt:
     is_candidate: Bool[Array, "*B t"]  # candidates for the cache
     source: Int[Array, "*B t"]  # index of the token in the prompt
     grid: Int[Array, "*B t 3"]  # (image number in the prompt, line, column) of the patch; -1: none
+    context: LayerContext
     lse: Float[Array, "*B N t"] | None = None  # log-sum-exp of each query's logits; None: kernels do not use it
 
 
@@ -87,7 +89,7 @@ def read_prompt(
     Args:
         params: the model.
         inputs: from the processor, or (outside jit) from the family's transformers processor.
-        policy: used only if it reduces the prompt between layers.
+        policy: used only if it reduces the prompt between layers, or uses norms (`needs_own_prompt`).
         new_tokens: largest capacity for new tokens of the caches that will be made of the prompt. It matters only for
             models with long-RoPE (see `vlkv.decoder.rope.position_limit`).
         key: for policies that reduce the prompt at random.
@@ -100,14 +102,13 @@ def read_prompt(
     inputs, key = Inputs.of(inputs, params.config), single_key(key)
     if policy is not None:
         require_fit(policy, params.decoder.full_layers, key)
-    reducer = None if policy is None else policy.reducer
-    return read_layers(params, inputs, reducer, lambda _, layer: layer, new_tokens=new_tokens, key=key, kernels=kernels)
+    return read_layers(params, inputs, policy, lambda _, layer: layer, new_tokens=new_tokens, key=key, kernels=kernels)
 
 
 def read_layers(
     params: Model,
     inputs: Inputs,
-    reducer: ReducingStages | None,
+    policy: Policy | None,
     each: Callable[[int, LayerPrompt], Any],
     *,
     new_tokens: int | Int[Array, ""] = 64,
@@ -118,12 +119,12 @@ def read_layers(
 
     Layers with a sliding window have a ring instead of such a result, and `each` and the reducer do not count them.
 
-    If the reducer has `drops_early_layers`, `each` is called for the layers before the last reduction only after this
-    reduction, and gets only the tokens that are left.
+    If the policy's reducer has `drops_early_layers`, `each` is called for the layers before the last reduction only
+    after this reduction, and gets only the tokens that are left.
     """
     inputs = jax.tree.map(jnp.asarray, inputs)
     layers, (batch, length) = params.decoder.full_layers, inputs.valid.shape
-    kernels = Kernels() if kernels is None else kernels
+    kernels, reducer = kernels or Kernels(), None if policy is None else policy.reducer
     return_lse = takes_lse(kernels.attention_mass)
     stages = () if reducer is None or inputs.max_vision == 0 else reducer.reductions(layers)
     # `each` waits for the last reduction in the layers before this one.
@@ -155,6 +156,7 @@ def read_layers(
         layer = LayerPrompt(
             q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, is_candidate=tokens.valid,
             source=tokens.source, grid=tokens.grid, lse=lse,
+            context=_context(params, policy, i, tokens.positions, v, limit),
         )  # fmt: skip
         return now._replace(layer=layer), attended
 
@@ -221,6 +223,15 @@ class _Carry(NamedTuple):
     rings: tuple[Ring, ...] = ()  # of the layers with a sliding window so far
 
 
+def _context(
+    params: Model, policy: Policy | None, layer: int, positions: Array, v: Array, limit: Array | None
+) -> LayerContext:
+    """What methods may use of the model in this layer. Norms are computed only for a policy that uses them."""
+    uses = () if policy is None else policy.facts.uses
+    norms = params.decoder.layers[layer].out.norms(v) if "output_norm" in uses else None
+    return LayerContext(positions=positions, limit=limit, output_norm=norms, rope=params.decoder.rope)
+
+
 def _begin(params: Model, inputs: Inputs, reducer: ReducingStages | None) -> Tokens:
     embedded = params.embed(inputs, () if reducer is None else reducer.class_attention_layers)
     return Tokens(
@@ -255,6 +266,7 @@ def _reduce(
         obs = make_observation(
             policy, q, k, v, just_run.is_vision, just_run.valid, key,
             layer=layer, layers=layers, max_instruction=max_instruction, grid=just_run.grid, kernels=kernels,
+            context=just_run.context,
         )  # fmt: skip
     changed, kept = policy.reduce(tokens, obs, stage=stage)
     of_image = kept & tokens.valid & tokens.is_vision

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from vlkv.compression.compose import Composed, compose
-from vlkv.compression.observe import Observation
+from vlkv.compression.observe import LayerContext, Observation
 from vlkv.compression.option_types import Scope
 from vlkv.compression.policy import DecodingStages, Facts, Policy, ReducingStages
 from vlkv.compression.reducing import ReducingPolicy
@@ -22,9 +22,14 @@ from vlkv.policies import syntax
 from vlkv.policies.adakv import AdaKV
 from vlkv.policies.aircache import AirCache
 from vlkv.policies.avl import AVL
+from vlkv.policies.cake import CAKE
+from vlkv.policies.criticalkv import CriticalKV
 from vlkv.policies.csp import CSP
+from vlkv.policies.dart import DART
+from vlkv.policies.divprune import DivPrune
 from vlkv.policies.downsample import Downsample
 from vlkv.policies.elastic import ElasticCache
+from vlkv.policies.expectedattention import ExpectedAttention
 from vlkv.policies.fastervlm import FasterVLM
 from vlkv.policies.fastv import FastV
 from vlkv.policies.full import Full
@@ -36,24 +41,31 @@ from vlkv.policies.kivi import KIVI
 from vlkv.policies.knorm import Knorm
 from vlkv.policies.lightkv import LightKV
 from vlkv.policies.lookm import LookM
+from vlkv.policies.mixkv import MixKV
 from vlkv.policies.pitome import PiToMe
 from vlkv.policies.prefixkv import PrefixKV
+from vlkv.policies.prumerge import PruMerge
+from vlkv.policies.pyramiddrop import PyramidDrop
 from vlkv.policies.pyramidkv import PyramidKV
 from vlkv.policies.random import ImgRandom, Random
 from vlkv.policies.roco import RoCo
 from vlkv.policies.snapkv import SnapKV
 from vlkv.policies.streaming import StreamingLLM
+from vlkv.policies.tgvkv import TGVKV
 from vlkv.policies.tofu import ToFu
 from vlkv.policies.tome import ToMe
 from vlkv.policies.tova import TOVA
+from vlkv.policies.visionzip import VisionZip
+from vlkv.policies.vispruner import VisPruner
 from vlkv.policies.vlcache import VLCache
 
 registry: dict[str, type[Policy]] = {
     cls.__name__.lower(): cls
     for cls in (
-        Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AdaKV, TOVA, Knorm, KeyDiff, AirCache, PrefixKV,
-        AVL, ImgRandom, VLCache, ElasticCache, LookM, RoCo, CSP,
-        LightKV, FastV, FasterVLM, HiRED, IVTP, ToMe, PiToMe, ToFu, KIVI,
+        Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AdaKV, CAKE, CriticalKV, MixKV, TOVA, Knorm, KeyDiff,
+        ExpectedAttention, AirCache, PrefixKV, AVL, ImgRandom, VLCache, TGVKV, ElasticCache, LookM, RoCo, CSP,
+        LightKV, FastV, PyramidDrop, DART, FasterVLM, HiRED, VisionZip, VisPruner, PruMerge, DivPrune, IVTP, ToMe,
+        PiToMe, ToFu, KIVI,
     )
 }  # fmt: skip
 # These have names too, but not in the registry, whose methods can be compared at any `keep`.
@@ -144,17 +156,23 @@ def text_of(policy: Policy, *, scope: bool = False) -> str:
 
 __all__ = [
     "AVL",
+    "CAKE",
     "CSP",
+    "DART",
     "H2O",
     "IVTP",
     "KIVI",
+    "TGVKV",
     "TOVA",
     "AdaKV",
     "AirCache",
     "Composed",
+    "CriticalKV",
     "DecodingStages",
+    "DivPrune",
     "Downsample",
     "ElasticCache",
+    "ExpectedAttention",
     "Facts",
     "FastV",
     "FasterVLM",
@@ -163,12 +181,16 @@ __all__ = [
     "ImgRandom",
     "KeyDiff",
     "Knorm",
+    "LayerContext",
     "LightKV",
     "LookM",
+    "MixKV",
     "Observation",
     "PiToMe",
     "Policy",
     "PrefixKV",
+    "PruMerge",
+    "PyramidDrop",
     "PyramidKV",
     "Random",
     "ReducingPolicy",
@@ -182,6 +204,8 @@ __all__ = [
     "ToFu",
     "ToMe",
     "VLCache",
+    "VisPruner",
+    "VisionZip",
     "compose",
     "compress",
     "make",

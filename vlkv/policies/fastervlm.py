@@ -9,7 +9,6 @@ from vlkv.compression.observe import Observation
 from vlkv.compression.policy import Facts
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
-from vlkv.masks import top
 
 
 class FasterVLM(ReducingPolicy):
@@ -34,6 +33,4 @@ class FasterVLM(ReducingPolicy):
         """Keeps text and the best vision tokens of the row."""
         del obs, stage
         assert tokens.tower is not None
-        vision = tokens.valid & tokens.is_vision
-        attention = jnp.mean(tokens.tower[-1], axis=0, keepdims=True)
-        return tokens, (tokens.valid & ~tokens.is_vision) | top(attention, vision, self.count(vision)[None])[0]
+        return tokens, self.kept(tokens, jnp.mean(tokens.tower[-1], axis=0))

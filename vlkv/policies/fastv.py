@@ -9,7 +9,7 @@ from vlkv.compression.option_types import Positive
 from vlkv.compression.policy import Facts
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
-from vlkv.masks import last, top
+from vlkv.masks import last
 
 
 class FastV(ReducingPolicy):
@@ -41,5 +41,4 @@ class FastV(ReducingPolicy):
         """Keeps text and the best vision tokens."""
         del stage
         assert obs is not None
-        vision = tokens.valid & tokens.is_vision
-        return tokens, (tokens.valid & ~tokens.is_vision) | top(self.ranking(obs), vision, self.count(vision)[None])[0]
+        return tokens, self.kept(tokens, self.ranking(obs)[0])

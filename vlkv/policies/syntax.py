@@ -24,7 +24,7 @@ from vlkv.errors import InputError
 Find = Callable[[str], type[Policy]]
 Convert = Callable[[type[Policy], dict[str, Any]], dict[str, Any]]
 _OWN = re.compile(r"(?<![\w'\"])[\w./~-]+:[A-Za-z_]\w*")  # FILE.py:CLASS or MODULE:CLASS
-_SHARED = ("allocate", "merge", "step")  # parts of a composition that have the budget and scope of its scores
+_SHARED = ("rank", "allocate", "merge", "step")  # parts of a composition that have the budget and scope of its scores
 _BUDGET = ("keep", "budget")
 _EXPECTED = "expected a name, NAME(OPTION=VALUE, ...) or compose(...)"
 

@@ -12,7 +12,7 @@ import inspect
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from vlkv import policies
 
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> Any:
         return described if args.name is None else described[0]
     if args.name is not None:
         return _prose(described[0])
-    table = Table("policy", "changes", "scope", "options", "paper")
+    table = Table(Column("policy", no_wrap=True), "changes", "scope", "options", "paper")
     for method in described:
         options = ", ".join(f"{k}={v}" for k, v in method["options"].items() if k not in _COMMON)
         table.add_row(method["name"], method["stages"], method["scope"], options, method["paper"].partition(",")[0])

@@ -16,7 +16,7 @@ from vlkv.generation.prompt import Prompt
 from vlkv.inputs import Inputs
 from vlkv.policies.kivi import KIVI
 
-_BUDGETED = ("scored", "allocated", "merged", "stepped")  # parts of a composition that have its budget
+_BUDGETED = ("scored", "ranked", "allocated", "merged", "stepped")  # parts of a composition that have its budget
 
 
 def at_keep(policy: Policy, keep: float) -> Policy:

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from vlkv.buckets import round_up
 from vlkv.cache.pool import PackedCache
+from vlkv.compression.checking import needs_own_prompt
 from vlkv.compression.policy import Policy
 from vlkv.errors import InputError
 from vlkv.families import Model
@@ -127,7 +128,7 @@ def compressed(
     """
     key = jax.random.split(jax.random.fold_in(jax.random.key(seed), batch.number))[0]
     # A shared prefill stores the queries of all layers, which does not pay off for a single policy.
-    sharing = [i for i, policy in enumerate(plan) if policy.reducer is None and policy.cap is None]
+    sharing = [i for i, policy in enumerate(plan) if not needs_own_prompt(policy) and policy.cap is None]
     prompt = (
         jitted.read_prompt(params, inputs, new_tokens=new_tokens)
         if len(sharing) > 1 and set(sharing) & set(todo)

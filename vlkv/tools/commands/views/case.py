@@ -50,7 +50,9 @@ class Case:
     say: Callable[[str], None] = print  # reports progress
 
     def read(self, policy: Policy | None = None) -> Prompt:
-        """Prefill of the prompt, reduced by the policy if it reduces prompts."""
+        """Prefill of the prompt, reduced by the policy if it reduces prompts; None: not reduced."""
+        if policy is None and self.policy.reducer is None:
+            policy = self.policy  # it may need norms
         prompt: Prompt = jitted.read_prompt(self.params, self.inputs, policy, new_tokens=self.new_tokens, key=self.key)
         check_values(self.params, self.inputs, prompt.logits)
         return prompt

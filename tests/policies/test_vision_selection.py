@@ -1,0 +1,187 @@
+"""Methods that select vision tokens by duplication and attention, against float64 numpy, one token at a time."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.policies.numpy_policies import attention
+from vlkv import policies
+from vlkv.compression.observe import Observation
+from vlkv.compression.tokens import Tokens
+
+HEADS, KV_HEADS, HEAD_DIM, WIDTH = 4, 2, 8, 6
+ROWS = (
+    "SSVVVVVVVVVVVVVVVVVVVVVVVVVVVVVVVVVVIII.",
+    ".SVVVVVVVVVVVVSVVVVVVVVVVVVVVVVVIIIIIII.",
+    "VII.....................................",
+)
+reduce = jax.jit(lambda policy, tokens, obs: policy.reduce(tokens, obs, stage=0))
+
+
+def prompt(row):
+    """Tokens and the observation of a layer, with peaked attention; and the same in float64 without padding."""
+    text, rng = np.array(list(ROWS[row])), np.random.default_rng(row)
+    length, valid, vision = len(text), text != ".", text == "V"
+    x = rng.normal(size=(length, WIDTH)).astype(np.float32)
+    tower = rng.random((1, 3, length)).astype(np.float32)
+    q, k = (2 * rng.normal(size=(n, length, HEAD_DIM)).astype(np.float32) for n in (HEADS, KV_HEADS))
+    tokens = Tokens(
+        x=jnp.asarray(x), positions=jnp.arange(length)[:, None], is_vision=jnp.asarray(vision),
+        valid=jnp.asarray(valid), source=jnp.arange(length), size=jnp.ones(length), grid=jnp.zeros((length, 3), int),
+        tower=jnp.asarray(tower),
+    )  # fmt: skip
+    obs = Observation(
+        q=jnp.asarray(q), k=jnp.asarray(k), v=jnp.asarray(k), is_vision=tokens.is_vision, valid=tokens.valid,
+        in_scope=tokens.is_vision, asked=jnp.float32(1), mean_budget=jnp.int32(1), key=None, layer=1,
+        max_instruction=length,
+    )  # fmt: skip
+    x = np.float64(x)
+    cosine = x @ x.T / np.linalg.norm(x, axis=1) / np.linalg.norm(x, axis=1)[:, None]
+    return tokens, obs, valid, vision, cosine, np.float64(tower[0]).mean(axis=0), np.float64(q), np.float64(k)
+
+
+def half_up(share, count):
+    return min(count, max(1, int(np.floor(share * count + 0.5))))
+
+
+def pyramiddrop(policy, valid, vision, cosine, tower, q, k):
+    scores = np.zeros(len(valid))
+    scores[valid] = attention(q[:, valid], k[:, valid])[:, -1].mean(axis=0)
+    best = sorted(np.flatnonzero(vision), key=lambda t: -scores[t])
+    return best[: half_up(policy.keep ** (1 / len(policy.layers)), vision.sum())]
+
+
+def divprune(policy, valid, vision, cosine, tower, q, k):
+    left, chosen = list(np.flatnonzero(vision)), []
+    while len(chosen) < half_up(policy.keep, vision.sum()):
+        others = {t: [s for s in (chosen or left) if s != t] for t in left}
+        chosen.append(max(left, key=lambda t: min((1 - cosine[t, s] for s in others[t]), default=9.0)))
+        left.remove(chosen[-1])
+    return chosen
+
+
+def vispruner(policy, valid, vision, cosine, tower, q, k):
+    count = half_up(policy.keep, vision.sum())
+    important = int(policy.important * count)
+    tokens = sorted(np.flatnonzero(vision), key=lambda t: -tower[t])
+    kept, rest = tokens[:important], tokens[important:]
+    while (removed := min(policy.each, len(rest) - (count - important), (len(rest) + 1) // 2)) > 0:
+        even, odd = rest[::2], rest[1::2]
+        even.sort(key=lambda t: -max((cosine[t, s] for s in odd), default=-9.0))
+        rest = even[removed:] + odd
+    return kept + rest
+
+
+def dart(policy, valid, vision, cosine, tower, q, k):
+    norm = np.abs(k).sum(axis=(0, 2))
+    count, last = half_up(policy.keep, vision.sum()), np.flatnonzero(vision)[-1]
+    own = sorted(np.flatnonzero(vision), key=lambda t: -norm[t])[: min(policy.vision_pivots, count)]
+    text = [t for t in np.flatnonzero(valid) if t > last]
+    pivots = own + sorted(text, key=lambda t: -norm[t])[: policy.text_pivots]
+    kept, left = list(own), count - len(own)
+    for i, pivot in enumerate(pivots):
+        free = sorted((t for t in np.flatnonzero(vision) if t not in kept), key=lambda t: cosine[pivot, t])
+        kept += free[: left // len(pivots) + (i < left % len(pivots))]
+    return kept
+
+
+METHODS = {
+    policies.PyramidDrop(keep=0.3, layers=(1, 2)): pyramiddrop,
+    policies.DivPrune(keep=0.3): divprune,
+    policies.VisPruner(keep=0.3): vispruner,
+    policies.VisPruner(keep=0.25, important=0.2, each=3): vispruner,
+    policies.DART(keep=0.4): dart,
+    policies.DART(keep=0.05, text_pivots=0): dart,
+}
+
+
+@pytest.mark.parametrize("policy", METHODS, ids=repr)
+def test_the_tokens_are_those_of_the_equations(policy):
+    for row in range(len(ROWS)):
+        check(policy, row)
+
+
+def check(policy, row):
+    tokens, obs, *arrays = prompt(row)
+    valid, vision = arrays[:2]
+    _, kept = reduce(policy, tokens, obs)
+    np.testing.assert_array_equal(np.asarray(kept)[~vision], valid[~vision])
+    np.testing.assert_array_equal(np.flatnonzero(kept & vision), sorted(METHODS[policy](policy, *arrays)))
+
+
+@pytest.mark.parametrize("row", range(len(ROWS)))
+def test_visionzip(row):
+    policy = policies.VisionZip(keep=0.4, contextual=0.4)
+    tokens, obs, valid, vision, cosine, tower, *_ = prompt(row)
+    changed, kept = reduce(policy, tokens, obs)
+    x, count = np.float64(tokens.x), half_up(0.4, vision.sum())
+    groups = int(0.4 * count)
+    dominant = sorted(np.flatnonzero(vision), key=lambda t: -tower[t])[: count - groups]
+    rest = [t for t in np.flatnonzero(vision) if t not in dominant]
+    targets = rest[:: max(1, len(rest) // max(groups, 1))][:groups]
+    members = {t: [] for t in targets}
+    for t in rest:
+        if targets and t not in targets:
+            members[max(targets, key=lambda s: cosine[t, s])].append(t)
+    wanted, size = x.copy(), np.ones(len(x))
+    for t, others in members.items():
+        size[t] += len(others)
+        if others:
+            wanted[t] = x[t] + x[others].mean(axis=0)
+    np.testing.assert_array_equal(np.flatnonzero(kept & vision), sorted(dominant + targets))
+    np.testing.assert_array_equal(np.asarray(kept)[~vision], valid[~vision])
+    np.testing.assert_allclose(np.asarray(changed.x)[kept], wanted[kept], atol=1e-5)
+    np.testing.assert_array_equal(np.asarray(changed.size)[kept], size[kept])
+
+
+@pytest.mark.parametrize("plus", [True, False])
+def test_prumerge(plus):
+    policy = policies.PruMerge(keep=0.3, plus=plus)
+    for row in range(len(ROWS)):
+        tokens, obs, valid, vision, cosine, tower, *_ = prompt(row)
+        if row == 0:  # three outliers
+            tower[[5, 6, 20]] += 2
+            tokens = dataclasses.replace(tokens, tower=jnp.asarray(tower, jnp.float32)[None, None])
+        changed, kept = reduce(policy, tokens, obs)
+        own, count = np.flatnonzero(vision), half_up(0.3, vision.sum())
+        low, high = np.quantile(tower[vision], [0.25, 0.75])
+        outliers = sorted(own, key=lambda t: -tower[t])[: max(1, (tower[vision] > high + 1.5 * (high - low)).sum())]
+        wanted = outliers[:count]
+        rest = [t for t in own if t not in wanted]
+        if plus:
+            left = count - len(wanted)
+            wanted = wanted + [rest[i * len(rest) // left] for i in range(left)]
+        x = np.float64(tokens.x)
+        for t in wanted:
+            near = [s for s in own if s not in wanted and max(wanted, key=lambda c: cosine[s, c]) == t]
+            np.testing.assert_allclose(
+                changed.x[t], np.average(x[[t, *near]], axis=0, weights=tower[[t, *near]]), atol=1e-5
+            )
+            assert changed.size[t] == 1 + len(near)
+        np.testing.assert_array_equal(np.flatnonzero(kept & vision), sorted(wanted))
+        np.testing.assert_array_equal(np.asarray(kept)[~vision], valid[~vision])
+
+
+@pytest.mark.parametrize("policy", [policies.DivPrune(keep=0.5), policies.VisPruner(keep=0.5, important=0.0)], ids=repr)
+def test_a_duplicate_goes_before_a_unique_token(policy):
+    """Ten tokens in pairs of equal ones: one of each pair is left."""
+    tokens, obs, *_ = prompt(0)
+    x = np.array(tokens.x)
+    vision = np.zeros(len(x), bool)
+    vision[2:12] = True
+    x[7:12] = x[2:7]
+    tower = np.array(tokens.tower)
+    tower[..., 2:12] = -(np.arange(10) % 5 * 2 + np.arange(10) // 5)  # equal tokens are neighbours in the list
+    changed = {"x": jnp.asarray(x), "is_vision": jnp.asarray(vision), "tower": jnp.asarray(tower)}
+    twins = dataclasses.replace(tokens, **changed)
+    kept = np.asarray(reduce(policy, twins, obs)[1])[2:12]
+    assert (kept[:5] ^ kept[5:]).all()
+
+
+def test_pyramiddrop_halves_the_image_three_times_by_default():
+    policy = policies.PyramidDrop(keep=0.125)
+    assert policy.reductions(32) == (8, 16, 24) and policy.share == 0.5
+    assert policy.remaining(stage=0, vision=576, images=1) == 288

@@ -1,0 +1,58 @@
+"""CriticalKV: half of the budget by attention, half by attention times the norm of the projected value."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from vlkv.compression import budgets
+from vlkv.compression.observe import Observation
+from vlkv.compression.option_types import Magnitude, Unit
+from vlkv.compression.policy import Facts, Statistics
+from vlkv.masks import top
+from vlkv.policies.snapkv import SnapKV
+
+
+class CriticalKV(SnapKV):
+    """SnapKV's scores; the second half of the budget bounds the change of the layer's output (Feng et al. 2025).
+
+    Dropping an entry changes the layer's output by at most its attention times |W_o v|_1, the norm of its value after
+    the output projection. The bound needs an assumption that holds if the tokens with the most attention are kept. So a
+    share of the budget is for them, and the rest is for the largest products.
+
+    `compose(H2O(keep=0.2), rank=CriticalKV)` applies both steps to the scores of another method, and
+    `compose(CriticalKV(keep=0.2), allocate=AdaKV)` is CriticalAdaKV.
+
+    Attributes:
+        window: as in SnapKV.
+        kernel: as in SnapKV.
+        pooling: as in SnapKV.
+        first_share: share of the budget besides the window that is for the most attended tokens, rounded down.
+        epsilon: added to the mean attention of a row before it is multiplied by the norm.
+    """
+
+    first_share: Unit = 0.5
+    epsilon: Magnitude = 1e-4
+    facts = Facts(
+        paper="Feng et al. 2025, Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective",
+        equations="Alg. 1, Theorem 3.3; epsilon: the authors' code",
+        stages="score, rank",
+        uses=("output_norm",),
+    )
+
+    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
+        """Norms of projected values, and `epsilon` for a sum over the window's rows."""
+        del scores
+        assert obs.context is not None and obs.context.output_norm is not None
+        return {"norm": obs.context.output_norm, "epsilon": jnp.asarray(self.epsilon * self.rows(obs.mean_budget))}
+
+    def rank(
+        self,
+        scores: Float[Array, "K T"],
+        statistics: Statistics,
+        candidates: Bool[Array, " T"],
+        count: Int[Array, " K"],
+    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
+        """The most attended tokens first, then the others by attention times norm."""
+        best = top(scores, candidates, budgets.unbounded_share(self.first_share, count))
+        return jnp.where(best, jnp.inf, (scores + statistics["epsilon"]) * statistics["norm"]), count

@@ -1,0 +1,51 @@
+"""DivPrune: selects vision tokens before the decoder that are as different from each other as possible."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from vlkv.compression import matching
+from vlkv.compression.observe import Observation
+from vlkv.compression.policy import Facts
+from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.tokens import Tokens
+
+
+class DivPrune(ReducingPolicy):
+    """Greedy max-min diversity of the vision embeddings (Alvar et al. 2025, Sec. 3, Alg. 1).
+
+    The distance of two tokens is 1 - cosine of their embeddings. The first token is the one whose nearest neighbour is
+    farthest away. Every further one is the token whose distance to the nearest selected token is largest. All images of
+    a row are one set. The choice depends neither on attention nor on the question.
+    """
+
+    facts = Facts(
+        paper="Alvar et al. 2025, DivPrune: Diversity-based Visual Token Pruning for Large Multimodal Models",
+        equations="Sec. 3, Alg. 1",
+    )
+
+    def reductions(self, layers: int) -> tuple[int, ...]:
+        """Before the first layer."""
+        del layers
+        return (0,)
+
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
+        """Keeps text and the selected vision tokens."""
+        del obs, stage
+        vision = tokens.valid & tokens.is_vision
+        unit = matching.unit(tokens.x)
+        nearest = matching.nearest(tokens.x, vision)
+
+        def add(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            chosen, similar, number = state
+            # The first choice is by the nearest of all others, later ones by the nearest chosen token.
+            best = jnp.argmin(jnp.where(vision & ~chosen, jnp.where(number == 0, nearest, similar), jnp.inf))
+            cosine = jnp.einsum("th,h->t", unit, unit[best], precision=jax.lax.Precision.HIGHEST)
+            return chosen.at[best].set(True), jnp.maximum(similar, cosine), number + 1
+
+        count: Int[Array, ""] = self.count(vision)
+        start = jnp.zeros_like(vision), jnp.full(vision.shape, -jnp.inf), jnp.zeros_like(count)
+        chosen, _, _ = jax.lax.while_loop(lambda state: state[2] < count, add, start)
+        return tokens, tokens.valid & (~tokens.is_vision | chosen)

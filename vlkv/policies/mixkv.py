@@ -1,0 +1,60 @@
+"""MixKV: mixes importance with diversity, more diversity in heads whose keys are more alike."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from vlkv.compression import matching
+from vlkv.compression.observe import Observation
+from vlkv.compression.policy import Facts
+from vlkv.policies.snapkv import SnapKV
+
+
+class MixKV(SnapKV):
+    """Importance (attention and norm of the value) and diversity (keys unlike the mean key) (Liu et al. 2025).
+
+    Diversity is the negative cosine between a key and the mean of the unit keys, as in KeyDiff. Norms and diversity are
+    scaled to [0, 1] over the candidates of a head, and then to the mean of its SnapKV scores. The weight of diversity
+    is the head's redundancy, the mean cosine of two different keys. The published code uses redundancies that were
+    averaged over samples before; here they are those of the prompt.
+
+    Attributes:
+        window: as in SnapKV.
+        kernel: as in SnapKV.
+        pooling: as in SnapKV.
+    """
+
+    facts = Facts(
+        paper="Liu et al. 2025, Mixing Importance with Diversity: Joint Optimization for KV Cache Compression in Large"
+        " Vision-Language Models",
+        equations="Sec. 4; scales: the authors' code",
+    )
+
+    def score(self, obs: Observation) -> Float[Array, "K T"]:
+        """w diversity + (1 - w) (attention + norm), with the redundancy w of each head."""
+        attention, candidates = super().score(obs), self.candidates(obs)
+        unit = jax.vmap(matching.unit)(obs.k)
+        count = jnp.sum(obs.valid)
+        mean = jnp.sum(jnp.where(obs.valid[:, None], unit, 0.0), axis=1) / jnp.maximum(count, 1)
+        # The mean cosine of all pairs is |mean|^2; the pairs of a key with itself are taken out.
+        redundancy = (count * jnp.sum(mean**2, axis=-1) - 1) / jnp.maximum(count - 1, 1)
+        weight = jnp.clip(redundancy, 0, 1)[:, None]
+        average = jnp.mean(attention, axis=1, keepdims=True, where=candidates)
+
+        def scaled(x: Float[Array, "K T"]) -> Float[Array, "K T"]:
+            x = unit_range(x, candidates)
+            return x * average / (jnp.mean(x, axis=1, keepdims=True, where=candidates) + 1e-8)
+
+        norm = jnp.linalg.norm(obs.v.astype(jnp.float32), axis=-1)
+        diversity = scaled(-jnp.einsum("kth,kh->kt", unit, mean, precision=jax.lax.Precision.HIGHEST))
+        mixed = weight * diversity + (1 - weight) * (attention + scaled(norm))
+        return jnp.where(candidates, mixed, 0.0)
+
+
+def unit_range(x: Float[Array, "K T"], among: Bool[Array, " T"]) -> Float[Array, "K T"]:
+    """Scales the values of each head so that those in the mask reach from 0 to 1; equal values become 0."""
+    low = jnp.min(x, axis=1, keepdims=True, where=among, initial=jnp.inf)
+    high = jnp.max(x, axis=1, keepdims=True, where=among, initial=-jnp.inf)
+    return jnp.where(among, (x - low) / (high - low + 1e-8), 0.0)

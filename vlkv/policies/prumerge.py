@@ -1,0 +1,75 @@
+"""PruMerge: keeps vision tokens with unusually much attention in the tower, and merges the others into them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from vlkv.compression import matching, merging
+from vlkv.compression.observe import Observation
+from vlkv.compression.policy import Facts
+from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.tokens import Tokens
+from vlkv.masks import ordinal, top
+
+
+class PruMerge(ReducingPolicy):
+    """Outliers of the class attention, and tokens at equal distances; the others are merged (Shang et al. 2024).
+
+    A token is an outlier if its attention exceeds the third quartile by 1.5 times the distance of the quartiles. At
+    most a quarter of the tokens are outliers, mostly much fewer. With `plus`, as in PruMerge+, tokens at equal
+    distances in raster order are added until the budget is reached. Every other token is merged into the most similar
+    kept one, weighted by attention. All images of a row share one budget. Similarity is the cosine of the embeddings
+    after the projector; the paper compares keys of the tower.
+
+    Attributes:
+        plus: False: only outliers are kept, at most the budget and at least one token.
+    """
+
+    plus: bool = True
+    facts = Facts(
+        paper="Shang et al. 2024, LLaVA-PruMerge: Adaptive Token Reduction for Efficient Large Multimodal Models",
+        equations="Secs. 3.2, 3.3",
+    )
+    class_attention_layers = (-1,)  # the last block that runs
+
+    def reductions(self, layers: int) -> tuple[int, ...]:
+        """Before the first layer."""
+        del layers
+        return (0,)
+
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
+        """Keeps text and the selected vision tokens, into which the others are merged."""
+        del obs, stage
+        assert tokens.tower is not None
+        vision, attention = tokens.valid & tokens.is_vision, jnp.mean(tokens.tower[-1], axis=0)
+        count = self.count(vision)
+        low, high = quartiles(attention, vision)
+        outliers = jnp.sum(vision & (attention > high + 1.5 * (high - low)))
+        best = top(attention[None], vision, jnp.clip(outliers, 1, count)[None])[0]
+        kept = best | evenly(vision & ~best, count - jnp.sum(best)) if self.plus else best
+        target = merging.nearest_key(tokens.x[None], kept[None])[0][0]
+        merged = vision & ~kept
+        x = matching.fold(tokens.x, attention, target, merged)
+        size = matching.sizes(tokens.size, target, merged)
+        return dataclasses.replace(tokens, x=x, size=size), tokens.valid & (~tokens.is_vision | kept)
+
+
+def quartiles(x: Float[Array, " T"], among: Bool[Array, " T"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The first and the third quartile of the values in a mask, interpolated linearly."""
+    ordered, count = jnp.sort(jnp.where(among, x, jnp.inf)), jnp.sum(among)
+
+    def quantile(quarter: int) -> Float[Array, ""]:
+        place = quarter * jnp.maximum(count - 1, 0)  # in quarters
+        below, above = (ordered[jnp.minimum(place // 4 + i, jnp.maximum(count - 1, 0))] for i in (0, 1))
+        return below + (above - below) * (place % 4) / 4
+
+    return quantile(1), quantile(3)
+
+
+def evenly(mask: Bool[Array, " T"], count: Array) -> Bool[Array, " T"]:
+    """`count` tokens of a mask at equal distances: those at places floor(i n / count) of its n tokens."""
+    number, place = jnp.maximum(jnp.sum(mask), 1), ordinal(mask)
+    return mask & (-(-(place + 1) * count // number) > -(-place * count // number))

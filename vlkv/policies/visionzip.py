@@ -1,0 +1,66 @@
+"""VisionZip: vision tokens with much attention in the tower, and means of groups of the others."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from vlkv.compression import budgets, merging
+from vlkv.compression.observe import Observation
+from vlkv.compression.option_types import Unit
+from vlkv.compression.policy import Facts
+from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.tokens import Tokens
+from vlkv.masks import ordinal, top
+
+
+class VisionZip(ReducingPolicy):
+    """Dominant tokens by class attention, and contextual tokens that represent the others (Yang et al. 2024).
+
+    Of the tokens that are not dominant, every s-th one is a target, in raster order, where s is their number divided by
+    the number of contextual tokens. Each other token joins the most similar target. A contextual token is the sum of
+    the target and of the mean of the tokens that join it, at the position of the target. The paper compares keys of the
+    tower and merges its hidden states; here the embeddings after the projector are compared and merged.
+
+    Attributes:
+        contextual: share of the budget for contextual tokens, rounded down; in the paper 10 of 64.
+    """
+
+    contextual: Unit = 0.15625
+    facts = Facts(
+        paper="Yang et al. 2024, VisionZip: Longer is Better but Not Necessary in Vision Language Models",
+        equations="Sec. 3.2; targets: the authors' code",
+    )
+    class_attention_layers = (-1,)  # the last block that runs
+
+    def reductions(self, layers: int) -> tuple[int, ...]:
+        """Before the first layer."""
+        del layers
+        return (0,)
+
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
+        """Keeps text, dominant and contextual tokens."""
+        del obs, stage
+        assert tokens.tower is not None
+        vision, attention = tokens.valid & tokens.is_vision, jnp.mean(tokens.tower[-1], axis=0)
+        count = self.count(vision)
+        groups = budgets.share(self.contextual, count, vision.shape[0])
+        dominant = top(attention[None], vision, (count - groups)[None])[0]
+        rest = vision & ~dominant
+        step = jnp.maximum(jnp.sum(rest) // jnp.maximum(groups, 1), 1)
+        place = ordinal(rest)
+        targets = rest & (place % step == 0) & (place // step < groups)
+        tokens = self.merged(tokens, targets, rest & ~targets & (groups > 0))
+        return tokens, tokens.valid & (~tokens.is_vision | dominant | targets)
+
+    def merged(self, tokens: Tokens, targets: Bool[Array, " T"], joining: Bool[Array, " T"]) -> Tokens:
+        """Adds to each target the tokens that join it."""
+        target = merging.nearest_key(tokens.x[None], targets[None])[0][0]
+        full, amount = tokens.x.astype(jnp.float32), joining.astype(jnp.float32)
+        count = jnp.zeros_like(amount).at[target].add(amount)
+        total = jnp.zeros_like(full).at[target].add(full * amount[:, None])
+        x = full + total / jnp.maximum(count, 1)[:, None]
+        size = tokens.size.at[target].add(jnp.where(joining, tokens.size, 0.0))
+        return dataclasses.replace(tokens, x=x.astype(tokens.x.dtype), size=size)

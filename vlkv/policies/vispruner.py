@@ -1,0 +1,76 @@
+"""VisPruner: vision tokens with much attention in the tower, and others without duplicates."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from vlkv.compression import budgets, matching
+from vlkv.compression.observe import Observation
+from vlkv.compression.option_types import Positive, Unit
+from vlkv.compression.policy import Facts
+from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.tokens import Tokens
+from vlkv.masks import top
+
+
+class VisPruner(ReducingPolicy):
+    """A share of the tokens by class attention; from the rest, duplicates are removed in rounds (Zhang et al. 2025).
+
+    The rest is a list in the order of class attention. In each round, the tokens at even places find the most similar
+    ones at odd places by the cosine of their embeddings, and the `each` tokens with the largest cosine are removed. The
+    list of the next round has the remaining even tokens, most similar first, and then the odd ones. The rounds end when
+    the budget is reached. All images of a row are one list.
+
+    Attributes:
+        important: share of the budget for tokens with much attention, rounded down.
+        each: number of tokens that a round removes.
+    """
+
+    important: Unit = 0.5
+    each: Positive = 8
+    facts = Facts(
+        paper="Zhang et al. 2025, Beyond Text-Visual Attention: Exploiting Visual Cues for Effective Token Pruning in"
+        " VLMs (VisPruner)",
+        equations="Sec. 4",
+    )
+    class_attention_layers = (-1,)  # the last block that runs
+
+    def reductions(self, layers: int) -> tuple[int, ...]:
+        """Before the first layer."""
+        del layers
+        return (0,)
+
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
+        """Keeps text, important and diverse vision tokens."""
+        del obs, stage
+        assert tokens.tower is not None
+        vision, attention = tokens.valid & tokens.is_vision, jnp.mean(tokens.tower[-1], axis=0)
+        count = self.count(vision)
+        by_attention = budgets.share(self.important, count, vision.shape[0])
+        best = top(attention[None], vision, by_attention[None])[0]
+        diverse = self.diverse(tokens, vision & ~best, attention, count - by_attention)
+        return tokens, (tokens.valid & ~tokens.is_vision) | best | diverse
+
+    def diverse(self, tokens: Tokens, rest: Bool[Array, " T"], attention: Array, count: Array) -> Bool[Array, " T"]:
+        """The `count` tokens of the rest that are left after the rounds."""
+        one = jnp.zeros(rest.shape, jnp.int32)
+
+        def ranked(mask: Bool[Array, " T"], key: Array, place: Array) -> Array:
+            """Place of each token of a mask in the order of a key; equal ones in the order of `place`."""
+            order = jnp.lexsort((place, key, ~mask))
+            return jnp.zeros_like(place).at[order].set(jnp.arange(len(place), dtype=place.dtype))
+
+        def turn(state: tuple[Array, Array]) -> tuple[Array, Array]:
+            rest, place = state
+            even, odd = rest & (place % 2 == 0), rest & (place % 2 == 1)
+            _, cosine = matching.closest(tokens.x, odd, one)
+            order = ranked(even, -cosine, place)
+            removed = jnp.minimum(jnp.minimum(self.each, jnp.sum(rest) - count), jnp.sum(even))
+            after = jnp.sum(even) - removed + place // 2
+            return rest & ~(even & (order < removed)), jnp.where(even, order - removed, after)
+
+        first = ranked(rest, -attention, jnp.arange(len(rest), dtype=jnp.int32))
+        left, _ = jax.lax.while_loop(lambda state: jnp.sum(state[0]) > count, turn, (rest, first))
+        return left
