@@ -150,6 +150,7 @@ def test_every_name_on_disk_gives_the_same_parameters(saved, tmp_path):
         same(params, vlkv.load_params(tmp_path / other))
 
 
+@pytest.mark.default("partial_rotary_factor")
 @pytest.mark.parametrize("scale", [{}, {"partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]}], ids=str)
 def test_glm46v_is_the_same_model(tmp_path, scale):
     """Its checkpoints have another `model_type`; a quarter of the channels is rotated in the second case."""

@@ -192,6 +192,7 @@ def test_grids_of_the_published_settings():
         assert (height // 14, width // 14) == grid
 
 
+@pytest.mark.full
 def test_a_conversation_about_an_image(tmp_path):
     """Two turns of `Chat`, with a full and with a compressed cache; the first answer is that of `generate`."""
     make("glm4v", vocab_size=300).save_pretrained(tmp_path)
