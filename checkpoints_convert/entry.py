@@ -98,7 +98,8 @@ class Names:
             module applies to its weight and bias. Several names: checkpoints differ; see `make_entries`.
         renames: (regular expression, replacement) pairs that turn older names into the new ones.
         unused: regular expression of tensors that are known and not needed.
-        blocks: if `unused` captures a number, it is a block of the tower, and only blocks from this one on are unused.
+        blocks: if `unused` captures a number, it is a block of the tower or a layer, and only those from this number on
+            are unused.
         tower: folder and prefix of the tower's tensors, for checkpoints that may have the tower in a separate folder.
     """
 

@@ -81,6 +81,9 @@ class RopeConfig:
     Attributes:
         theta: base of the frequencies.
         axes: M-RoPE: position axis of each channel pair (0 time, 1 line, 2 column); None: positions have one axis.
+        channels: number of channels of a head that are rotated, the first ones; None: all H. Where H is written in
+            this class, it is this number.
+        neighbours: channels 2i and 2i + 1 are a pair, as in GLM; otherwise i and i + H/2, as in Llama.
         divisors: divisor of the frequency of each channel pair; None: no scaling.
         long: long-RoPE: `divisors` of rows that may exceed `original` positions; None: all rows have the same.
         original: long-RoPE: number of positions in the first training.
@@ -89,6 +92,8 @@ class RopeConfig:
 
     theta: float = 1e4
     axes: tuple[int, ...] | None = None
+    channels: int | None = None
+    neighbours: bool = False
     divisors: tuple[float, ...] | None = None
     long: tuple[float, ...] | None = None
     original: int = 0

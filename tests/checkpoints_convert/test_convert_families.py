@@ -58,6 +58,9 @@ MOBILEVLM = (
 )
 
 EXPERTS = dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=12, mlp_only_layers=[])
+GLM = {**TEXT, "rope_parameters": {"mrope_section": [2, 1, 1], "rope_type": "default"}}
+GLM_TOWER = dict(depth=2, hidden_size=16, intermediate_size=20, num_heads=2, out_hidden_size=16, patch_size=4,
+                 image_size=12)  # fmt: skip
 CASES: dict[str, tuple[dict[str, Any], tuple[tuple[str, str], ...]]] = {
     "llava": ({"model_type": "llava", "text_config": LLAMA, "vision_config": CLIP}, LLAVA_4),
     "llava_next": ({"model_type": "llava_next", **LLAVA_NEXT}, LLAVA_4),
@@ -125,6 +128,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[tuple[str, str], ...]]] = {
                                patch_size=4, num_position_embeddings=9, deepstack_visual_indexes=[0, 1])},
         ((r"^model\.language_model\.", "model."), (r"^model\.visual\.", "visual.")),
     ),
+    **{kind: ({"model_type": kind, "text_config": GLM, "vision_config": GLM_TOWER}, ())
+       for kind in ("glm4v", "glm46v", "glm_ocr")},
     "qwen": (
         dict(model_type="qwen", vocab_size=40, hidden_size=128, num_hidden_layers=1, num_attention_heads=2,
              kv_channels=8, intermediate_size=32, visual=dict(
@@ -174,7 +179,7 @@ def test_no_family_is_forgotten():
     assert {name.split(" ")[0] for name in CASES} == set(FAMILIES)
 
 
-@pytest.mark.default("mobilevlm", "internvl_chat", "qwen2_vl", "qwen3_moe")
+@pytest.mark.default("mobilevlm", "internvl_chat", "qwen2_vl", "qwen3_moe", "glm_ocr")
 @pytest.mark.parametrize("name", CASES)
 def test_what_was_converted_holds_the_same_bits(tmp_path, monkeypatch, name):
     raw, renames = CASES[name]

@@ -7,12 +7,15 @@ import json
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.families.common_glm import make as make_glm
 from tests.families.common_qwen import make as make_qwen
 from tests.families.test_qwen2_vl_pictures import SETTINGS
 from tests.families.test_qwen2_vl_pictures import write_folder as write_qwen_processor
 from tests.families.test_smolvlm import make as make_smolvlm
 from tests.parity.conftest import make_llava, make_text
 from tests.processing.conftest import IMAGE, write_folder
+from tests.processing.test_processing_glm import RAW as GLM
+from tests.processing.test_processing_glm import write_folder as write_glm_processor
 from tests.processing.test_processing_smolvlm import IMAGE as SMOLVLM_IMAGE
 from tests.processing.test_processing_smolvlm import write_folder as write_smolvlm_processor
 from vlkv.cli import main
@@ -56,6 +59,18 @@ def test_qwen(tmp_path, capsys, kind):
     model.config.image_token_id, model.config.video_token_id = 3, 260
     model.save_pretrained(tmp_path)
     write_qwen_processor(tmp_path, {**SETTINGS, "patch_size": 4, "min_pixels": 64, "max_pixels": 4096})
+    assert main(["verify", str(tmp_path), "--json"]) == 0
+    check(rows(capsys))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["glm4v", "glm_ocr"])
+def test_glm(tmp_path, capsys, kind):
+    """Patches of another processor, and a rotation of other channel pairs."""
+    model = make_glm(kind, vocab_size=300)
+    model.config.image_token_id = GLM["image_token_id"]
+    model.save_pretrained(tmp_path)
+    write_glm_processor(tmp_path)
     assert main(["verify", str(tmp_path), "--json"]) == 0
     check(rows(capsys))
 

@@ -27,7 +27,9 @@ def shapes_for_arrays():
 
 
 PACKAGES = ("vlkv", "pallas_kernels", "checkpoints_convert")
-NAMES = re.compile(r"llava|qwen|intern_?(vl|vit|lm)|mobile_?vlm|\beve\b|mistral|phi-?_?3|llama|vicuna", re.IGNORECASE)
+NAMES = re.compile(
+    r"llava|qwen|\bglm|intern_?(vl|vit|lm)|mobile_?vlm|\beve\b|mistral|phi-?_?3|llama|vicuna", re.IGNORECASE
+)
 # Data about published models: tables of papers' figures, the demo model, which is a LLaVA, and classes of tokenizers.
 DATA = (
     "vlkv/tools/benching/papers.py",
@@ -132,6 +134,6 @@ def test_a_size_of_every_family_can_be_planned(name):
 
 
 def test_every_family_has_published_sizes():
-    """The authors' LLaVA-1.5 is the same model as transformers' LLaVA-1.5."""
+    """The authors' LLaVA-1.5 is the same model as transformers' LLaVA-1.5, and `glm46v` the same as `glm4v`."""
     sized = {families.model_type(raw) for raw in vlkv.presets.raw.values()}
-    assert set(families.FAMILIES) - sized == {"llava_llama"}
+    assert set(families.FAMILIES) - sized == {"llava_llama", "glm46v"}

@@ -80,7 +80,7 @@ def test_stop_tokens_of_the_generation_config():
         ("llava", "image_token_index"), ("llava", "image_token_id"), ("llava_onevision", "video_token_index"),
         ("llava_qwen", "image_token_index"), ("internvl", "image_token_id"), ("qwen2_vl", "image_token_id"),
         ("smolvlm", "image_token_id"), ("qwen2_5_vl", "video_token_id"), ("qwen", "eos_token_id"),
-        ("qwen", "visual.image_start_id"),
+        ("qwen", "visual.image_start_id"), ("glm4v", "image_token_id"), ("glm_ocr", "video_end_token_id"),
     ],
 )  # fmt: skip
 def test_token_ids_that_are_no_whole_numbers(family, field, value):

@@ -10,7 +10,7 @@ from vlkv.families import abstract
 from vlkv.tools.planning import arithmetic
 
 # As published; those of llava-1.5-13b, LLaVA-OneVision and NeXT-Video are what transformers makes of their configs, and
-# those of MobileVLM-V2 and EVE what this file counts.
+# those of MobileVLM-V2 and EVE what this file counts. GLM-OCR without the layer that predicts further tokens.
 PUBLISHED = {
     "llava-1.5-7b": 7_063_427_072,
     "llava-1.5-13b": 13_351_494_656,
@@ -33,6 +33,9 @@ PUBLISHED = {
     "qwen3-vl-32b": 33_357_390_064,
     "qwen3-vl-30b-a3b": 31_070_754_032,
     "qwen3-vl-235b-a22b": 235_670_022_896,
+    "glm-4.1v-9b": 10_292_777_472,
+    "glm-4.6v-flash": 10_292_777_472,
+    "glm-ocr": 1_107_405_824,
     "internvl-1.5-26b": 25_514_186_112,
     "internvl2-1b": 938_158_976,
     "internvl2-2b": 2_205_754_368,
@@ -101,7 +104,7 @@ def text(raw, *, bias: bool = False) -> int:
     q, kv = (head_dim * raw.get(f"num_{x}_heads", raw["num_attention_heads"]) for x in ("attention", "key_value"))
     block = 2 * d * q + 2 * d * kv + (q + 2 * kv) * bias + 3 * d * f + 2 * d
     block += 2 * head_dim * raw["model_type"].startswith(("qwen3", "gemma3"))
-    block += 2 * d * (raw["model_type"] == "gemma3_text")  # norms after attention and MLP
+    block += 2 * d * raw["model_type"].startswith(("gemma3", "glm"))  # norms after attention and MLP
     if "num_experts" in raw:  # in all layers, with a router
         block += raw["num_experts"] * (d + 3 * d * raw["moe_intermediate_size"]) - 3 * d * f
     tables = 1 if raw["tie_word_embeddings"] else 2
@@ -169,6 +172,21 @@ def qwen3_tower(raw) -> int:
     return linear(2 * 3 * 16**2, d) + 48**2 * d + raw["depth"] * block(d, f) + mergers
 
 
+def glm_tower(raw, *, ocr: bool) -> int:
+    """Patches of two frames with a bias, RMSNorm blocks with gated MLPs, a convolution and a gated MLP behind it.
+
+    GLM-4.1V has a norm and a table of positions before the blocks, and no biases in them; GLM-OCR has biases, and norms
+    of queries and keys.
+    """
+    d, out, f = raw["hidden_size"], raw["out_hidden_size"], raw["intermediate_size"]
+    inner, merged = (f, 3 * out) if ocr else (out, f)
+    per_block = 4 * d * d + 3 * d * inner + 2 * d
+    per_block += (4 * d + 2 * inner + d + 2 * d // raw["num_heads"]) if ocr else 0
+    before = 0 if ocr else d + (raw["image_size"] // raw["patch_size"]) ** 2 * d
+    after = d + linear(4 * d, out) + out * out + 2 * out + 3 * out * merged
+    return linear(2 * 3 * 14**2, d) + before + raw["depth"] * per_block + after
+
+
 def qwen_vl(raw) -> int:
     """Decoder with biases of queries, keys and values; OpenCLIP's bigG; a resampler to 256 tokens."""
     d, f, c = raw["hidden_size"], raw["intermediate_size"] // 2, raw["visual"]
@@ -214,6 +232,10 @@ def whole(raw) -> int:
             return text(raw, bias=True) + qwen2_5_tower(vision)
         case "qwen3_vl" | "qwen3_vl_moe":
             return text(raw["text_config"]) + qwen3_tower(vision)
+        case "glm4v" | "glm_ocr" as family:
+            ocr = family == "glm_ocr"
+            sizes = raw["text_config"] | {"tie_word_embeddings": False}
+            return text(sizes, bias=not ocr) + glm_tower(vision, ocr=ocr)
         case "internvl" | "internvl_chat":
             sizes = raw.get("text_config") or raw["llm_config"]
             projector = 2 * 4 * width + two_layers(4 * width, sizes["hidden_size"])
@@ -242,6 +264,14 @@ def test_parameters_are_as_many_as_published(name):
     assert sum(x.size for x in shapes) == PUBLISHED[name] - unused(raw)
 
 
+def test_glm_ocr_with_its_last_layer_is_as_large_as_published():
+    """526 tensors of 1,325,258,240 parameters: one more layer, its projection, norms, embedding table and head."""
+    sizes = vlkv.presets.raw["glm-ocr"]["text_config"] | {"tie_word_embeddings": False}
+    d, vocabulary = sizes["hidden_size"], sizes["vocab_size"]
+    layer = text(sizes | {"num_hidden_layers": 1}) - 2 * vocabulary * d - d
+    assert PUBLISHED["glm-ocr"] + layer + 2 * d * d + 3 * d + 2 * vocabulary * d == 1_325_258_240
+
+
 @pytest.mark.parametrize(
     ("name", "billions"),
     [("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22), ("qwen3-vl-30b-a3b", 3.9), ("qwen3-8b", 8.2)],
@@ -257,7 +287,8 @@ def test_active_parameters(name, billions):
 COUNTED = [
     "llava-1.5-13b", "llava-next-mistral-7b", "llava-onevision-0.5b", "llava-onevision-7b", "qwen2-vl-2b",
     "qwen2.5-vl-3b", "qwen3-vl-2b", "qwen3-vl-4b", "qwen3-vl-8b", "qwen3-vl-32b",
-    "qwen3-vl-30b-a3b", "qwen3-vl-235b-a22b", "internvl3-1b", "smolvlm-256m", "smolvlm2-2.2b", "idefics3-8b",
+    "qwen3-vl-30b-a3b", "qwen3-vl-235b-a22b", "glm-4.6v-flash", "glm-ocr",
+    "internvl3-1b", "smolvlm-256m", "smolvlm2-2.2b", "idefics3-8b",
     "llama-3.2-1b", "mistral-7b", "qwen2-1.5b", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "qwen3-235b-a22b",
 ]  # fmt: skip
 

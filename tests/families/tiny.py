@@ -39,6 +39,9 @@ INTERN = TOWER | dict(image_size=6 * PATCH)  # 9 tokens per tile
 QWEN = dict(depth=2, num_heads=2, patch_size=4, spatial_merge_size=2, temporal_patch_size=2)
 MROPE = DECODER | dict(rope_scaling=dict(type="mrope", mrope_section=[2, 1, 1]), image_token_id=IMAGE,
                        video_token_id=VIDEO)  # fmt: skip
+GLM = DECODER | dict(rope_parameters=dict(partial_rotary_factor=0.5, mrope_section=[1, 1, 0]))
+GLM_TOWER = QWEN | dict(hidden_size=16, out_hidden_size=32, intermediate_size=24, image_size=12)
+GLM_TOKENS = dict(image_token_id=IMAGE, video_start_token_id=VIDEO, video_end_token_id=VIDEO + 1)
 ORIGINAL = DECODER | dict(
     mm_vision_tower="somewhere/tiny", mm_hidden_size=16, mm_projector_type="mlp2x_gelu", vision_config=TOWER,
     image_aspect_ratio="pad",
@@ -74,6 +77,7 @@ RAW: dict[str, dict[str, Any]] = {
         vision_config=QWEN | dict(hidden_size=16, out_hidden_size=32, intermediate_size=24, num_position_embeddings=9,
                                   deepstack_visual_indexes=[0, 1]),
         image_token_id=IMAGE, video_token_id=VIDEO, tie_word_embeddings=False),
+    **{kind: dict(text_config=GLM, vision_config=GLM_TOWER, **GLM_TOKENS) for kind in ("glm4v", "glm46v", "glm_ocr")},
     "qwen": DECODER | dict(hidden_size=128, num_attention_heads=2, kv_channels=64, seq_length=512, no_bias=True,
                            visual=dict(heads=2, image_size=16, image_start_id=START, layers=2, mlp_ratio=1.5,
                                        output_dim=128, patch_size=4, width=16, n_queries=16)),
@@ -162,7 +166,7 @@ PICTURES: dict[str, Callable[..., Picture]] = {
     **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "llava_qwen"), _tiled),
     **dict.fromkeys(("internvl", "internvl_chat"), _intern),
     **dict.fromkeys(("idefics3", "smolvlm"), _marked),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _native),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v", "glm_ocr"), _native),
     "eve": _windows,
 }
 

@@ -93,6 +93,7 @@ def real_batch(config, batch, prompt, asked):
 @pytest.mark.parametrize(
     ("name", "prompt", "batch"),
     [("llava-1.5-7b", 1300, 3), ("qwen2-vl-7b", 700, 3), ("qwen2.5-vl-7b", 1500, 2), ("qwen3-vl-8b", 700, 3),
+     ("glm-4.6v-flash", 700, 3),
      ("internvl2-8b", 900, 3), ("smolvlm2-256m", 900, 3), ("llava-onevision-7b", 3000, 2),
      ("llava-onevision-7b", 1600, 3)],
 )  # fmt: skip

@@ -34,7 +34,7 @@ After = Callable[[int, C, Array], tuple[C, Array, Array | None]]
 class Rotation(NamedTuple):
     """Arrays that depend on positions and are the same in every layer."""
 
-    table: Float[Array, "B T 1 H"]  # for `apply_rope`
+    table: Float[Array, "B T 1 _H"]  # for `apply_rope`
     log_scale: Float[Array, "B T 1 1"] | None  # factor of queries; see `_log_scale`
 
 
@@ -55,7 +55,7 @@ class DecoderLayer(nnx.Module):
         self.attention_out_norm = norm(c.width) if c.sandwich_norms else None
         self.mlp_norm = norm(c.width)
         self.mlp_out_norm = norm(c.width) if c.sandwich_norms else None
-        self.activation, self.query_scale = c.activation, c.query_scale
+        self.activation, self.query_scale, self.neighbours = c.activation, c.query_scale, c.rope.neighbours
         if c.experts is not None and c.is_sparse(index):
             self.experts: Experts | None = Experts(c.width, c.experts, init=init)
             return
@@ -73,7 +73,7 @@ class DecoderLayer(nnx.Module):
         q, k = self.query(h), self.key(h)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        q, k = apply_rope(q, rotation.table), apply_rope(k, rotation.table)
+        q, k = (apply_rope(y, rotation.table, neighbours=self.neighbours) for y in (q, k))
         if self.query_scale != 1:
             q = q * jnp.asarray(self.query_scale, q.dtype)
         if rotation.log_scale is not None:

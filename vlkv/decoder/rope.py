@@ -1,4 +1,6 @@
-"""Rotary position embedding (Su et al. 2021, Eq. 34), in Llama's convention: channel i is paired with i + H/2.
+"""Rotary position embedding (Su et al. 2021, Eq. 34). Channel i is paired with i + H/2, or channel 2i with 2i + 1.
+
+If only the first channels of a head are rotated, H is their number.
 
 In M-RoPE (Qwen2-VL, Sec. 2.1) each channel pair uses the time, the line or the column. Methods for long contexts divide
 the frequencies.
@@ -19,15 +21,15 @@ def rope_table(
 ) -> Float[Array, "B T 1 _H"]:
     """Cosines and sines for `apply_rope` at the given positions, shared by all heads and layers.
 
-    The angle of channel pair (i, i + H/2) is position * theta^(-2i/H) / divisors[i].
+    The angle of channel pair i is position * theta^(-2i/H) / divisors[i].
 
     Args:
         positions: of the tokens.
-        head_dim: H.
+        head_dim: channels of a head.
         rope: the settings.
         limit: from `position_limit`; None: that of whole sequences with these positions.
     """
-    half = head_dim // 2
+    half = (head_dim if rope.channels is None else rope.channels) // 2
     frequency = rope.theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
     if rope.divisors is not None:
         divisors = jnp.asarray(rope.divisors)
@@ -65,9 +67,22 @@ def cosines_and_sines(angle: Float[Array, "B T _half"], scale: float = 1.0) -> F
     return jnp.matmul(table, jnp.eye(table.shape[-1]), precision=jax.lax.Precision.HIGHEST)[..., None, :]
 
 
-def apply_rope(x: Float[Array, "B T N H"], table: Float[Array, "B T 1 H"]) -> Float[Array, "B T N H"]:
-    """Rotates the channel pairs (i, i + H/2) of all heads, in float32 for every dtype of x."""
-    half = x.shape[-1] // 2
+def apply_rope(
+    x: Float[Array, "B T N C"], table: Float[Array, "B T 1 H"], *, neighbours: bool = False
+) -> Float[Array, "B T N C"]:
+    """Rotates the first H channels of all heads, in float32 for every dtype of x. The others are unchanged.
+
+    Args:
+        x: queries or keys.
+        table: from `cosines_and_sines`.
+        neighbours: whether the pairs are (2i, 2i + 1) instead of (i, i + H/2).
+    """
+    rotated = table.shape[-1]
+    half = rotated // 2
     cos, sin = table[..., :half], table[..., half:]
-    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    first, second = (slice(0, rotated, 2), slice(1, rotated, 2)) if neighbours else (slice(half), slice(half, rotated))
+    a, b = x[..., first].astype(jnp.float32), x[..., second].astype(jnp.float32)
+    a, b = a * cos - b * sin, b * cos + a * sin
+    pairs = jnp.stack([a, b], axis=-1).reshape(*a.shape[:-1], rotated) if neighbours else jnp.concatenate([a, b], -1)
+    made = pairs.astype(x.dtype)
+    return made if rotated == x.shape[-1] else jnp.concatenate([made, x[..., rotated:]], axis=-1)

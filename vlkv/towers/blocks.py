@@ -34,7 +34,10 @@ class BlockConfig:
     norm: ClassVar[str] = "layer_norm"
     norm_eps: ClassVar[float] = 1e-6
     qkv_bias: ClassVar[bool] = True
+    out_bias: ClassVar[bool] = True
+    mlp_bias: ClassVar[bool] = True
     qk_norm_eps: ClassVar[float | None] = None  # None: queries and keys are not normalised
+    qk_norm_by_head: ClassVar[bool] = False  # each head is normalised by itself, with the same weights
     scaled: ClassVar[bool] = False  # a learnt factor per channel for the output of attention and of the MLP
 
     @property
@@ -56,15 +59,15 @@ class VitBlock(nnx.Module):
         self.query = SplitHeads(c.width, c.heads, head_dim, bias=c.qkv_bias, init=init)
         self.key = SplitHeads(c.width, c.heads, head_dim, bias=c.qkv_bias, init=init)
         self.value = SplitHeads(c.width, c.heads, head_dim, bias=c.qkv_bias, init=init)
-        eps = c.qk_norm_eps
-        self.query_norm = None if eps is None else RMSNorm(c.width, eps, init=init)
-        self.key_norm = None if eps is None else RMSNorm(c.width, eps, init=init)
-        self.out = JoinHeads(c.width, c.heads, head_dim, bias=True, init=init)
+        eps, normed = c.qk_norm_eps, head_dim if c.qk_norm_by_head else c.width
+        self.query_norm = None if eps is None else RMSNorm(normed, eps, init=init)
+        self.key_norm = None if eps is None else RMSNorm(normed, eps, init=init)
+        self.out = JoinHeads(c.width, c.heads, head_dim, bias=c.out_bias, init=init)
         self.attention_scale = init.constant(0.1, c.width) if c.scaled else None
         self.mlp_norm = c.make_norm(init=init)
-        self.gate = Linear(c.width, c.mlp_width, bias=True, init=init) if c.gated else None
-        self.up = Linear(c.width, c.mlp_width, bias=True, init=init)
-        self.down = Linear(c.mlp_width, c.width, bias=True, init=init)
+        self.gate = Linear(c.width, c.mlp_width, bias=c.mlp_bias, init=init) if c.gated else None
+        self.up = Linear(c.width, c.mlp_width, bias=c.mlp_bias, init=init)
+        self.down = Linear(c.mlp_width, c.width, bias=c.mlp_bias, init=init)
         self.mlp_scale = init.constant(0.1, c.width) if c.scaled else None
         self.activation = c.activation
 
@@ -122,8 +125,8 @@ class VitBlock(nnx.Module):
 
 
 def _normalised(norm: RMSNorm | None, x: Float[Array, "I V N H"]) -> Float[Array, "I V N H"]:
-    """`x` normalised over all heads together; `x` itself without a norm."""
-    return x if norm is None else norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
+    """`x` normalised over all heads together, or over each head, as the norm is wide; `x` itself without a norm."""
+    return x if norm is None else norm(x.reshape(*x.shape[:2], -1, norm.weight.shape[0])).reshape(x.shape)
 
 
 def _times(scale: nnx.Param | None, x: Float[Array, "I V D"]) -> Float[Array, "I V D"]:

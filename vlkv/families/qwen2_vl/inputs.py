@@ -36,20 +36,20 @@ from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens, arrange_ent
 from vlkv.processing.host import HostConfig
 from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video
-from vlkv.processing.pixels import Layout, PictureKind, PixelSettings, find_settings, to_pixels
+from vlkv.processing.pixels import Kinds, Layout, PictureKind, PixelSettings, find_settings, to_pixels
 
 _FIELDS: dict[PictureKind, tuple[str, str]] = {
     "image": ("pixel_values", "image_grid_thw"),
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
 _HALVES = dict(image_mean=0.5, image_std=0.5)
-# The third name is that of the first folders of Qwen2.5-VL.
+# The third name is that of the first folders of Qwen2.5-VL. A file without a name means the first.
 _KINDS: dict[str, dict[str, Any]] = {"Qwen2VLImageProcessor": {}, "Qwen2VLVideoProcessor": {},
                                      "Qwen2_5_VLImageProcessor": {}, "Qwen3VLVideoProcessor": _HALVES}  # fmt: skip
 # Class defaults in transformers, for fields that a file leaves out.
-_DEFAULTS: dict[str, Any] = dict(image_processor_type="Qwen2VLImageProcessor", patch_size=14, temporal_patch_size=2,
-                                 merge_size=2)  # fmt: skip
-_SIZE = {"image": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
+_DEFAULTS: dict[str, Any] = dict(patch_size=14, temporal_patch_size=2, merge_size=2)
+_SIZE: dict[PictureKind, dict[str, int]] = {
+         "image": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
          "video": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}}  # fmt: skip
 _MOST_TOKENS = 1280  # tokens of one sample image: the default limit of pixels in Qwen2-VL
 _STEEPEST = 200  # greatest ratio of the two sides
@@ -87,6 +87,8 @@ class NativeResolutionConfig(HostConfig):
     """Images at their native resolution, and videos."""
 
     frames_apart: ClassVar[bool] = False  # text separates the frames of a video
+    processors: ClassVar[Kinds] = _KINDS  # the image and video processors that a folder may name -> their defaults
+    limits: ClassVar[Mapping[PictureKind, Mapping[str, int]]] = _SIZE  # numbers of pixels, if a folder has none
     whole_batch: ClassVar = {"pixels": ("images",), "place": ("images",)}
 
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
@@ -98,7 +100,12 @@ class NativeResolutionConfig(HostConfig):
     ) -> dict[PictureKind, ScaleSettings]:
         """A folder's settings for these kinds of pictures."""
         self.only_checkpoint(layout)
-        return {kind: ScaleSettings.from_hf(folder, kind, self.vision) for kind in kinds}
+        return {kind: ScaleSettings.from_hf(folder, kind, self) for kind in kinds}
+
+    @property
+    def picture_tokens(self) -> dict[PictureKind, int | None]:
+        """The id of the tokens of images, and of those of videos, in the prompts that `arrange` gets."""
+        return {"image": self.image_token, "video": self.video_token}
 
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
         """Like `ModelConfig.arrange`. `batch` has arrays of images, of videos, or of both.
@@ -115,7 +122,7 @@ class NativeResolutionConfig(HostConfig):
         every = [picture for some in pictures.values() for picture in some]
         pixels, place, slots = _pack(every, self.vision, buckets) if every else (None, None, ())
         rows = iter([picture.entries(slot) for picture, slot in zip(every, slots, strict=True)])
-        token = {"image": self.image_token, "video": self.video_token}
+        token = self.picture_tokens
         by_token = {token[kind]: [next(rows) for _ in some] for kind, some in pictures.items()}
         fields, more = arrange_entries(tokens, valid, by_token, buckets)
         is_vision, more = fields["vision_index"] >= 0, np.pad(more, [(0, 0), (0, 0), (0, 5 - more.shape[2])])
@@ -209,14 +216,15 @@ class ScaleSettings:
     pixels: PixelSettings  # for the resized image
 
     @classmethod
-    def from_hf(cls, folder: Path, kind: PictureKind, c: Qwen2VisionConfig) -> ScaleSettings:
+    def from_hf(cls, folder: Path, kind: PictureKind, config: NativeResolutionConfig) -> ScaleSettings:
         """Reads the settings of a folder's image or video processor.
 
         Raises:
             InputError: the processor or a setting is not supported, or contradicts config.json.
         """
-        raw, source = find_settings(folder, kind)
-        s = filled(raw, _DEFAULTS)
+        (raw, source), c = find_settings(folder, kind), config.vision
+        first = {"image_processor_type": next(iter(config.processors)), "size": config.limits[kind]}
+        s = filled(raw, first | _DEFAULTS)
         for field, wanted in (("patch_size", c.patch_size), ("merge_size", c.merge), ("temporal_patch_size", c.frames)):
             if s[field] != wanted:
                 raise InputError(f"{source}: {field}={s[field]!r}, but the tower in config.json has {wanted}: the "
@@ -226,7 +234,19 @@ class ScaleSettings:
                 raise InputError(f"{source}: {field}={s[field]!r} is not supported")
         least, most = _limits(s, source, kind)
         plain = {"do_resize": False, "do_center_crop": False}
-        return cls(least=least, most=most, pixels=PixelSettings.from_hf({**s, **plain}, source, kinds=_KINDS))
+        return cls(
+            least=least, most=most, pixels=PixelSettings.from_hf({**s, **plain}, source, kinds=config.processors)
+        )
+
+    def scaled_together(self, height: int, width: int, factor: int, frames: int, size: int) -> tuple[int, int]:
+        """Like `scaled` for `frames` frames together, `size` of which make a patch.
+
+        A frame that is smaller than a token is enlarged first.
+        """
+        if min(height, width) < factor:
+            grow = max(factor / height, factor / width)
+            height, width = int(height * grow), int(width * grow)
+        return self.scaled(height, width, factor, frames, round(frames / size) * size)
 
     def scaled(self, height: int, width: int, factor: int, frames: int = 1, rounded: int = 1) -> tuple[int, int]:
         """Height and width after resizing: multiples of `factor` pixels, within the limits, nearly the same shape.
@@ -262,7 +282,7 @@ class ScaleSettings:
 
 def _limits(s: Mapping[str, Any], source: str, kind: PictureKind) -> tuple[float, float]:
     """The least and the greatest number of pixels of an image, as transformers reads them."""
-    size = s.get("size", _SIZE[kind])
+    size = s["size"]
     if not isinstance(size, Mapping):
         raise InputError(f"{source}: size={size!r} must be an object with shortest_edge and longest_edge")
     limits = dict(size)
@@ -271,7 +291,7 @@ def _limits(s: Mapping[str, Any], source: str, kind: PictureKind) -> tuple[float
         if field in s:
             limits[edge] = s[field]
             limits.pop(field, None)
-    if set(limits) != set(_SIZE[kind]):
+    if set(limits) != {"shortest_edge", "longest_edge"}:
         raise InputError(f"{source}: size={size!r} must have shortest_edge and longest_edge, numbers of pixels")
     least, most = limits["shortest_edge"], limits["longest_edge"]
     numbers = all(isinstance(limit, int | float) and not isinstance(limit, bool) for limit in (least, most))

@@ -30,7 +30,7 @@ class Qwen2Vl(VisionLanguageModel):
         self.deep = nnx.data(tuple(Qwen2VlMerger(c, norms_tokens=True, init=init) for _ in c.deep))
 
     @override
-    def make_projector(self, config: ModelConfig, *, init: Initializer) -> Qwen2VlMerger:
+    def make_projector(self, config: ModelConfig, *, init: Initializer) -> nnx.Module:
         return Qwen2VlMerger(config.vision, init=init)
 
     @override

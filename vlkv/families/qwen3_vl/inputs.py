@@ -17,9 +17,6 @@ from vlkv.families.qwen2_vl.inputs import Qwen2VlPictures
 from vlkv.processing.pictures import Read, Video
 from vlkv.processing.pixels import PictureKind
 
-_FRAME = "<{seconds:.1f} seconds><|vision_start|>{tokens}<|vision_end|>"
-_TOKEN = "<|video_pad|>"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3VlPictures(Qwen2VlPictures):
@@ -29,22 +26,28 @@ class Qwen3VlPictures(Qwen2VlPictures):
     def video(self, video: Video) -> Read:
         frames, size = self._frames(video), self.config.frames
         if len(frames) < size:
-            raise InputError(f"a video of Qwen3-VL needs at least {size} frames: give a single frame as an image")
+            raise InputError(f"a video needs at least {size} frames: give a single frame as an image")
         read = self._read(frames, "video")
         count = int(read.arrays["video_grid_thw"][0])
         times = [i / video.fps for i in range(len(frames))]
         times = list(chain(times, repeat(times[-1], count * size - len(times))))
         ends = zip(times[::size], times[size - 1 :: size], strict=True)
-        tokens = _TOKEN * (read.tokens // count)
-        text = "".join(_FRAME.format(seconds=(first + last) / 2, tokens=tokens) for first, last in ends)
+        text = "".join(self.frame(first, last, read.tokens // count) for first, last in ends)
         return dataclasses.replace(read, text=text)
+
+    def frame(self, first: float, last: float, tokens: int) -> str:
+        """The text of a frame of the tower.
+
+        Args:
+            first: time of its first picture, in seconds from the start of the video.
+            last: time of its last picture.
+            tokens: number of its vision tokens.
+        """
+        return f"<{(first + last) / 2:.1f} seconds><|vision_start|>{'<|video_pad|>' * tokens}<|vision_end|>"
 
     @override
     def _scaled(self, height: int, width: int, kind: PictureKind, frames: int) -> tuple[int, int]:
         if kind == "image":
             return super()._scaled(height, width, kind, frames)
-        size, factor = self.config.frames, self.config.patch_size * self.config.merge
-        if min(height, width) < factor:
-            grow = max(factor / height, factor / width)
-            height, width = int(height * grow), int(width * grow)
-        return self.settings[kind].scaled(height, width, factor, frames, round(frames / size) * size)
+        c = self.config
+        return self.settings[kind].scaled_together(height, width, c.patch_size * c.merge, frames, c.frames)

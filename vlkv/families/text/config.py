@@ -39,6 +39,9 @@ class Kind:
         windowed: True: `sliding_window` is used without `use_sliding_window`.
         qk_norm: whether queries and keys of each head are normalised.
         interleaved: whether M-RoPE is interleaved, if the config has it.
+        partial: whether `partial_rotary_factor` is used.
+        neighbours: as in RopeConfig.
+        sandwich_norms: as in DecoderConfig.
         experts: whether layers may have experts in place of the MLP.
         normalised: True: shares of experts always sum to 1; False: if `norm_topk_prob` says so.
         names: which tensor names the checkpoints have, if not those of Llama; see weights.py.
@@ -51,6 +54,9 @@ class Kind:
     windowed: bool = False
     qk_norm: bool = False
     interleaved: bool = False
+    partial: bool = False
+    neighbours: bool = False
+    sandwich_norms: bool = False
     experts: bool = False
     normalised: bool = False
     names: str = ""
@@ -64,7 +70,7 @@ class Kind:
         bias = bool(c.get(self.bias, False))
         if self.names == "phi3":
             require(self.bias, bias, False)
-        require_all(c, {"partial_rotary_factor": 1.0, self.activation[0]: self.activation[1]})
+        require_all(c, {self.activation[0]: self.activation[1]})
         require("mlp_bias", bool(c.get("mlp_bias", False)), False)
         positives(c, ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                       "max_position_embeddings"))  # fmt: skip
@@ -77,7 +83,8 @@ class Kind:
         return DecoderConfig(
             vocab_size=c["vocab_size"], width=c["hidden_size"], mlp_width=c["intermediate_size"], layers=layers,
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, norm_eps=c["rms_norm_eps"], max_positions=limit,
-            rope=read_rope(c, head_dim, interleaved=self.interleaved), tied=bool(c.get("tie_word_embeddings", False)),
+            rope=read_rope(c, head_dim, interleaved=self.interleaved, partial=self.partial, neighbours=self.neighbours),
+            tied=bool(c.get("tie_word_embeddings", False)), sandwich_norms=self.sandwich_norms,
             experts=self._read_experts(c, raw) if self.experts else None,
             qkv_bias=self.qkv_bias or bias, out_bias=bias and not self.qkv_bias, qk_norm=self.qk_norm, names=self.names,
             windows=self._windows(c), activation=self.activation[1],
@@ -143,7 +150,7 @@ class Gemma3(Kind):
         ropes = self._ropes(c)
         decoder = super().read({"layer_types": types, **c, **ropes["full_attention"]})
         return dataclasses.replace(
-            decoder, sandwich_norms=True, norm_offset=1.0, embedding_scale=decoder.width**0.5,
+            decoder, norm_offset=1.0, embedding_scale=decoder.width**0.5,
             query_scale=(decoder.head_dim / number("query_pre_attn_scalar", scalar)) ** 0.5,
             sliding_rope=read_rope({**c, **ropes["sliding_attention"]}, decoder.head_dim),
         )  # fmt: skip
@@ -190,8 +197,8 @@ KINDS = {
         vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=32,
         rms_norm_eps=1e-5, max_position_embeddings=4096, original_max_position_embeddings=4096,
         eos_token_id=32000)),
-    "gemma3_text": Gemma3(names="gemma3", qk_norm=True, activation=("hidden_activation", "gelu_pytorch_tanh"),
-        defaults=dict(
+    "gemma3_text": Gemma3(names="gemma3", qk_norm=True, sandwich_norms=True,
+        activation=("hidden_activation", "gelu_pytorch_tanh"), defaults=dict(
         vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8,
         num_key_value_heads=4, head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=131072, sliding_window=4096,
         query_pre_attn_scalar=256, rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=6,

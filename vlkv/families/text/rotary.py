@@ -18,13 +18,17 @@ from vlkv.errors import InputError
 Pairs = Float[np.ndarray, " pairs"]
 
 
-def read_rope(c: Raw, head_dim: int, *, interleaved: bool = False) -> RopeConfig:
+def read_rope(
+    c: Raw, head_dim: int, *, interleaved: bool = False, partial: bool = False, neighbours: bool = False
+) -> RopeConfig:
     """Reads a decoder's config, in the old form (`rope_theta`, `rope_scaling`) or the new one (`rope_parameters`).
 
     Args:
         c: the config.
         head_dim: number of channels of a head.
         interleaved: whether the decoder's M-RoPE is interleaved.
+        partial: whether only a part of the channels may be rotated (`partial_rotary_factor`).
+        neighbours: as in RopeConfig.
 
     Raises:
         InputError: an unsupported kind of scaling, a number that is missing or impossible, or an unsupported field.
@@ -37,22 +41,30 @@ def read_rope(c: Raw, head_dim: int, *, interleaved: bool = False) -> RopeConfig
     kind = kinds[0] if kinds else "default"
     if kind not in list(_KINDS):  # a list, because the value may be of a type that cannot be hashed
         raise InputError(f"config.json: rope type={kind!r} is not supported (only {', '.join(_KINDS)})")
-    require("rope_parameters.partial_rotary_factor", raw.pop("partial_rotary_factor", 1.0), 1.0)
+    field = "partial_rotary_factor"
+    factor = number(f"rope_parameters.{field}", raw.pop(field, c.get(field, 1.0)))
+    channels = int(head_dim * factor) if partial else head_dim
+    if factor != 1 and not partial:
+        require(f"rope_parameters.{field}", factor, 1.0)
+    if not 2 <= channels <= head_dim or channels % 2:
+        raise InputError(f"config.json: rope_parameters.{field}={factor:g} rotates {channels} of {head_dim} channels; "
+                         "they must be even")  # fmt: skip
     first, limit = "original_max_position_embeddings", c["max_position_embeddings"]
     given = [length for length in (c.get(first), raw.pop(first, None)) if length is not None]
     numbers = _Numbers(raw, positive(first, given[0]) if given else limit, limit)
     theta = numbers.take("rope_theta", number("rope_theta", c.get("rope_theta", 10000.0), above=1), above=1)
-    axes = _axes(raw, head_dim, interleaved=interleaved, needed="mrope" in kinds)
+    axes = _axes(raw, channels, interleaved=interleaved, needed="mrope" in kinds)
     if axes is not None and kind in _BY_LENGTH:
         raise InputError(f"config.json: rope type={kind!r} is not supported with mrope_section, because positions of "
                          "images are not lengths (only default, linear, llama3, yarn)")  # fmt: skip
-    made = _KINDS[kind](numbers, theta ** -(np.arange(head_dim // 2) / (head_dim // 2)))
+    made = _KINDS[kind](numbers, theta ** -(np.arange(channels // 2) / (channels // 2)))
     for field in raw:
         raise InputError(f"config.json: rope_parameters.{field} is not supported")
-    return RopeConfig(theta=theta, axes=axes, **made)
+    return RopeConfig(theta=theta, axes=axes, channels=None if channels == head_dim else channels,
+                      neighbours=neighbours, **made)  # fmt: skip
 
 
-def _axes(raw: dict[str, Any], head_dim: int, *, interleaved: bool, needed: bool) -> tuple[int, ...] | None:
+def _axes(raw: dict[str, Any], channels: int, *, interleaved: bool, needed: bool) -> tuple[int, ...] | None:
     """The position axis of each channel pair; None without M-RoPE.
 
     In blocks, the first pairs use the time, the next ones the line, and the last ones the column. Interleaved, the
@@ -66,12 +78,12 @@ def _axes(raw: dict[str, Any], head_dim: int, *, interleaved: bool, needed: bool
     if sections is None:
         return None
     numbers = isinstance(sections, list | tuple) and all(isinstance(x, int) and x >= 0 for x in sections)
-    if not numbers or len(sections) != 3 or sum(sections) != head_dim // 2:
+    if not numbers or len(sections) != 3 or sum(sections) != channels // 2:
         raise InputError(f"config.json: rope_parameters.mrope_section={sections!r} must be three whole numbers that "
-                         f"add up to half of {head_dim} channels")  # fmt: skip
+                         f"add up to half of {channels} channels")  # fmt: skip
     if not interleaved:
         return tuple(int(axis) for axis in np.repeat(np.arange(3), sections))
-    return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(head_dim // 2))
+    return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(channels // 2))
 
 
 class _Numbers:

@@ -1,6 +1,6 @@
 """Tensor names of decoders. Llama, Mistral and Qwen2 share theirs; Qwen3 adds two, Qwen3-MoE experts, Gemma 3 norms.
 
-Phi-3 and InternLM2 fuse some.
+Phi-3, GLM and InternLM2 fuse some.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ _PHI3 = _LLAMA | {
     **{f"layers.*.{name}": Fused("layers.*.self_attn.qkv_proj") for name in ("query", "key", "value")},
     **{f"layers.*.{name}": Fused("layers.*.mlp.gate_up_proj", ("gate", "up")) for name in ("gate", "up")},
 }
+_GLM = _LLAMA | {
+    "layers.*.attention_out_norm": "layers.*.post_self_attn_layernorm",
+    "layers.*.mlp_out_norm": "layers.*.post_mlp_layernorm",
+    **{f"layers.*.{name}": Fused("layers.*.mlp.gate_up_proj", ("gate", "up")) for name in ("gate", "up")},
+}
 _INTERNLM2: Ours = {
     "embedding": "tok_embeddings", "norm": "norm", "layers.*.attention_norm": "layers.*.attention_norm",
     **{f"layers.*.{name}": Fused("layers.*.attention.wqkv", by_head=True) for name in ("query", "key", "value")},
@@ -56,6 +61,7 @@ _KINDS = {
     "qwen3_moe": _QWEN3_MOE,
     "gemma3": _GEMMA3,
     "phi3": _PHI3,
+    "glm": _GLM,
     "internlm2": _INTERNLM2,
 }
 # From names of transformers 4 to names of transformers 5, for models with a tower.

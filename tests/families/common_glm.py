@@ -1,0 +1,98 @@
+"""Tiny GLM-4.1V, GLM-4.6V and GLM-OCR models made by transformers, and prompts for them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.families.common import Row, torch
+from tests.parity.conftest import VOCABULARY, perturb, transformers
+
+START, END, IMAGE, VIDEO_START, VIDEO_END = 95, 96, 97, 98, 99
+MERGE, VALUES = 2, 3 * 2 * 4 * 4
+KINDS = ("glm4v", "glm_ocr")
+# Each row: numbers of text tokens, and between them images and videos as (frames, lines and columns of patches).
+# transformers cannot run images and videos in one prompt, because it counts the tokens of both for each.
+ROWS = (
+    (4, ("image", 1, 4, 6), 3, ("image", 1, 6, 2), 5),
+    (2, ("video", 2, 4, 4), 6, ("video", 1, 2, 12), 1),
+    (3, ("image", 1, 14, 8), 9),
+    (12,),
+)
+
+
+def make(kind: str, seed: int = 0, **changes):
+    """A tower with three blocks and a table of 5 x 5 positions; GLM-OCR's heads are wider than its decoder."""
+    ocr, tied = kind == "glm_ocr", changes.pop("tied", False)
+    text = dict(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1],
+                         "partial_rotary_factor": 0.5},
+    )  # fmt: skip
+    if ocr:
+        text |= dict(head_dim=24)
+        text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": [4, 5, 3], "partial_rotary_factor": 1.0}
+    text["rope_parameters"] = text["rope_parameters"] | changes.pop("rope", {})
+    vision = dict(depth=3, hidden_size=32, num_heads=2, patch_size=4, spatial_merge_size=MERGE, temporal_patch_size=2,
+                  image_size=20, out_hidden_size=64, intermediate_size=40)  # fmt: skip
+    if kind == "glm46v":
+        text["model_type"], vision["model_type"] = "glm4v_text", "glm4v_vision"
+    classes = {
+        "glm4v": (transformers.Glm4vConfig, transformers.Glm4vForConditionalGeneration),
+        "glm46v": (transformers.Glm46VConfig, transformers.Glm46VForConditionalGeneration),
+        "glm_ocr": (transformers.GlmOcrConfig, transformers.GlmOcrForConditionalGeneration),
+    }[kind]
+    config = classes[0](
+        text_config=text | changes, vision_config=vision, image_token_id=IMAGE, image_start_token_id=START,
+        image_end_token_id=END, video_start_token_id=VIDEO_START, video_end_token_id=VIDEO_END,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = classes[1](config).eval()
+    perturb(model, seed)
+    return model
+
+
+def make_row(pieces, rng: np.random.Generator) -> Row:
+    """One prompt as transformers' processor returns it; a time of two tokens follows each frame of a video."""
+    ids, kinds, extra = [], [], {}
+
+    def add(tokens, kind: int = 0) -> None:
+        ids.extend(tokens)
+        kinds.extend([kind] * len(tokens))
+
+    for piece in pieces:
+        if isinstance(piece, int):
+            add(rng.integers(3, 90, piece).tolist())
+            continue
+        kind, frames, lines, columns = piece
+        is_video = kind == "video"
+        add([VIDEO_START] * is_video)
+        for _ in range(frames):
+            add([START])
+            add([IMAGE] * (lines * columns // MERGE**2), 1 + is_video)
+            add([END, *rng.integers(3, 90, 2 * is_video).tolist()])
+        add([VIDEO_END] * is_video)
+        pixels = rng.normal(size=(frames * lines * columns, VALUES)).astype(np.float32)
+        extra.setdefault("pixel_values_videos" if is_video else "pixel_values", []).extend(pixels)
+        extra.setdefault(f"{kind}_grid_thw", []).append((frames, lines, columns))
+    return Row(ids, {**extra, "mm_token_type_ids": [kinds]} if extra else {})
+
+
+def make_rows(rows=ROWS, seed: int = 0) -> list[Row]:
+    """Prompts of these rows."""
+    rng = np.random.default_rng(seed)
+    return [make_row(row, rng) for row in rows]
+
+
+def mixed(model, row: Row):
+    """transformers' logits and positions for a prompt with images and videos, from the features of both."""
+    given = {name: torch.tensor(np.asarray(value)) for name, value in row.extra.items()}
+    ids, kinds = torch.tensor([row.ids]), given["mm_token_type_ids"]
+    with torch.no_grad():
+        x = model.get_input_embeddings()(ids)
+        images = model.get_image_features(given["pixel_values"], given["image_grid_thw"]).pooler_output
+        videos = model.get_video_features(given["pixel_values_videos"], given["video_grid_thw"]).pooler_output
+        x[kinds == 1], x[kinds == 2] = torch.cat(images), torch.cat(videos)
+        grids = {name: value for name, value in given.items() if "pixel" not in name}
+        positions, _ = model.model.get_rope_index(ids, **grids)
+        return model(inputs_embeds=x, position_ids=positions).logits[0].numpy(), positions[:, 0].numpy().T
