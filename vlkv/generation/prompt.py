@@ -47,6 +47,7 @@ class LayerPrompt:
     is_candidate: Bool[Array, "*B t"]  # candidates for the cache
     source: Int[Array, "*B t"]  # index of the token in the prompt
     grid: Int[Array, "*B t 3"]  # (image number in the prompt, line, column) of the patch; -1: none
+    until: Int[Array, "*B t"] | None = None  # last token that each token attends to; None: itself
     lse: Float[Array, "*B N t"] | None = None  # log-sum-exp of each query's logits; None: kernels do not use it
 
 
@@ -136,25 +137,25 @@ def read_layers(
 
     def attend(i: int, now: _Carry, q: Array, k: Array, v: Array) -> tuple[_Carry, Array]:
         tokens, window = now.tokens, kinds[i].window
+        until = params.decoder.until(tokens.is_vision) if inputs.max_vision else None
+        attend_in = partial(
+            prefill_attention, q, k, v, valid=tokens.valid, until=until, ahead=params.decoder.ahead,
+            implementation=kernels.prefill_attention,
+        )  # fmt: skip
         if window is not None:
             # A window counts the tokens of the prompt, also those that a reduction has dropped.
             place = jnp.take_along_axis(number, tokens.source, axis=1)
-            attended = prefill_attention(
-                q, k, v, valid=tokens.valid, place=place if stages else None, window=window,
-                implementation=kernels.prefill_attention,
-            )  # fmt: skip
+            attended = attend_in(place=place if stages else None, window=window)
             ring = of_prompt(
                 k, v, jnp.where(tokens.valid, place, -1), number[:, -1] + 1, window=window,
                 slots=ring_slots(window, inputs.max_vision + inputs.max_text),
             )  # fmt: skip
             return now._replace(rings=(*now.rings, ring)), attended
-        attended = prefill_attention(
-            q, k, v, valid=tokens.valid, return_lse=return_lse, implementation=kernels.prefill_attention
-        )
+        attended = attend_in(return_lse=return_lse)
         attended, lse = attended if return_lse else (attended, None)
         layer = LayerPrompt(
             q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, is_candidate=tokens.valid,
-            source=tokens.source, grid=tokens.grid, lse=lse,
+            source=tokens.source, grid=tokens.grid, until=until, lse=lse,
         )  # fmt: skip
         return now._replace(layer=layer), attended
 
@@ -254,7 +255,8 @@ def _reduce(
         q, k, v = (jnp.swapaxes(x, 0, 1) for x in (just_run.q, just_run.k, just_run.v))
         obs = make_observation(
             policy, q, k, v, just_run.is_vision, just_run.valid, key,
-            layer=layer, layers=layers, max_instruction=max_instruction, grid=just_run.grid, kernels=kernels,
+            layer=layer, layers=layers, max_instruction=max_instruction, grid=just_run.grid, until=just_run.until,
+            kernels=kernels,
         )  # fmt: skip
     changed, kept = policy.reduce(tokens, obs, stage=stage)
     of_image = kept & tokens.valid & tokens.is_vision
@@ -273,4 +275,5 @@ def forward(params: Model, inputs: Inputs | Mapping[str, Any]) -> Float[Array, "
     """Logits at every token of the prompts, without a cache. `inputs` are those of `generate`."""
     arrays: Inputs = jax.tree.map(jnp.asarray, Inputs.of(inputs, params.config))
     embedded = params.embed(arrays)
-    return params.decoder.logits(params.decoder(embedded.x, arrays.positions, arrays.valid, embedded.added))
+    until = params.decoder.until(arrays.is_vision)
+    return params.decoder.logits(params.decoder(embedded.x, arrays.positions, arrays.valid, embedded.added, until))
