@@ -137,22 +137,17 @@ def read_layers(
 
     def attend(i: int, now: _Carry, q: Array, k: Array, v: Array) -> tuple[_Carry, Array]:
         tokens, window = now.tokens, kinds[i].window
-        until = params.decoder.until(tokens.is_vision) if inputs.max_vision else None
-        attend_in = partial(
-            prefill_attention, q, k, v, valid=tokens.valid, until=until, ahead=params.decoder.ahead,
-            implementation=kernels.prefill_attention,
-        )  # fmt: skip
+        attention, until = _attention(params, inputs, tokens, kernels, q, k, v)
         if window is not None:
             # A window counts the tokens of the prompt, also those that a reduction has dropped.
             place = jnp.take_along_axis(number, tokens.source, axis=1)
-            attended = attend_in(place=place if stages else None, window=window)
+            attended = attention(place=place if stages else None, window=window)
             ring = of_prompt(
                 k, v, jnp.where(tokens.valid, place, -1), number[:, -1] + 1, window=window,
                 slots=ring_slots(window, inputs.max_vision + inputs.max_text),
             )  # fmt: skip
             return now._replace(rings=(*now.rings, ring)), attended
-        attended = attend_in(return_lse=return_lse)
-        attended, lse = attended if return_lse else (attended, None)
+        attended, lse = attention(return_lse=True) if return_lse else (attention(), None)
         layer = LayerPrompt(
             q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, is_candidate=tokens.valid,
             source=tokens.source, grid=tokens.grid, until=until, lse=lse,
@@ -210,6 +205,18 @@ def read_layers(
         max_images=inputs.max_images, reducer=reducer, kernels=kernels,
         rings=Rings(layers=rings, first_new=number[:, -1] + 1, new_tokens=0) if rings else None,
     )  # fmt: skip
+
+
+def _attention(
+    params: Model, inputs: Inputs, tokens: Tokens, kernels: Kernels, *qkv: Array
+) -> tuple[Callable[..., Any], Int[Array, "B t"] | None]:
+    """The attention of a layer, and the last token that each of its tokens attends to."""
+    until = params.decoder.until(tokens.is_vision) if inputs.max_vision else None
+    attention = partial(
+        prefill_attention, *qkv, valid=tokens.valid, until=until, ahead=params.decoder.ahead,
+        implementation=kernels.prefill_attention,
+    )  # fmt: skip
+    return attention, until
 
 
 class _Carry(NamedTuple):

@@ -103,12 +103,11 @@ def _feed(
     state attends to, and `step` of the policy updates the state, which may evict entries.
     """
     count = jnp.arange(1, x.shape[1] + 1) if valid is None else jnp.cumsum(valid, axis=1)
-    in_tail = cache.used[:, None] + count
+    stored = cache.used[:, None] + count  # [B, T] entries of the tail up to each token
     # Padding gets an entry number past the end, which is not written.
-    tail_entry = in_tail - 1 if valid is None else jnp.where(valid, in_tail - 1, cache.new_tokens)
-    if until is not None:
-        in_tail = jnp.take_along_axis(in_tail, until, axis=1)
-    # [B, T] entries of the tail that a token attends to, including its own; not used if there is no tail
+    tail_entry = stored - 1 if valid is None else jnp.where(valid, stored - 1, cache.new_tokens)
+    # [B, T] entries of the tail that a token attends to; not used if there is no tail
+    in_tail = stored if until is None else jnp.take_along_axis(stored, until, axis=1)
     # Kernels for decoding are made for one query; several queries are matrix products, which XLA computes well.
     kernel = cache.kernels.decode_attention if x.shape[1] == 1 else "xla"
     updater = None if cache.policy is None else cache.policy.updater

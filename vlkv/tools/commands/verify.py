@@ -208,9 +208,8 @@ def _states(params: Model, inputs: Inputs) -> list[Float[Array, "B T D"]]:
         return (*states, x), add_features(embedded.added, i, x), None
 
     first: tuple[Array, ...] = (embedded.x,)
-    attend: Attend[tuple[Array, ...]] = attend_to_prompt(
-        params.decoder, inputs.valid, params.decoder.until(inputs.is_vision)
-    )
+    until = params.decoder.until(inputs.is_vision)
+    attend: Attend[tuple[Array, ...]] = attend_to_prompt(params.decoder, inputs.valid, until)
     states, _ = params.decoder.walk(first, embedded.x, inputs.positions, attend, note)
     return [*states[:-1], params.decoder.norm(states[-1])]
 
