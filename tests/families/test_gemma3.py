@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import vlkv
+from checkpoints_convert.__main__ import convert
 from tests.families.common import (
     NEW,
     Row,
     answer,
     check_answers,
+    every_stage,
     joined,
     perturb,
     transformers,
 )
+from vlkv import policies
 from vlkv.decoder import attend_to_prompt
+from vlkv.errors import InputError
+from vlkv.families import config_from_hf
 
 IMAGE, BEGIN, END = 118, 116, 117
 SIDE, PATCH, TOKENS, WINDOW = 28, 7, 4, 6  # 16 patches; an image of 4 tokens
@@ -119,3 +126,101 @@ def test_greedy_tokens(saved):
     rows = make_rows()
     inputs = vlkv.Inputs.from_hf(batch_of(rows, "left"), params.config)
     check_answers(params, inputs, [answer(model, row, NEW) for row in rows])
+
+
+@pytest.mark.full
+def test_rows_without_any_image(saved):
+    model, _, params = saved
+    rows = [Row(row.ids, {"token_type_ids": row.extra["token_type_ids"]}) for row in make_rows()[2:]]
+    rows.append(Row(rows[0].ids[:7], {"token_type_ids": [[0] * 7]}))
+    check_states(params, rows, [answer(model, row) for row in rows], "left")
+
+
+@pytest.mark.full
+def test_a_row_is_answered_alike_whatever_its_neighbours(saved):
+    _, _, params = saved
+    run, sampling = jax.jit(vlkv.generate), vlkv.Greedy(max_new_tokens=6, stop=())
+    rows = make_rows()
+    first, second = (
+        np.asarray(run(params, vlkv.Inputs.from_hf(batch_of(order), params.config), policy=every_stage(),
+                       sampling=sampling).tokens)
+        for order in (rows, rows[::-1])
+    )  # fmt: skip
+    np.testing.assert_array_equal(first, second[::-1])
+    assert len(np.unique(first)) > 2
+
+
+def later_turn(params):
+    """A prompt, a longer turn with two images, and both as one prompt."""
+    first, second = make_rows(1)[1], make_rows(2)[0]
+    pixels = first.extra["pixel_values"] + second.extra["pixel_values"]
+    whole = Row(first.ids + second.ids, {"pixel_values": pixels})
+    return (vlkv.Inputs.from_hf(batch_of([row]), params.config) for row in (first, second, whole))
+
+
+def test_a_later_turn_with_images(saved):
+    """Images that are added to the tail and to rings attend in both directions too."""
+    _, _, params = saved
+    first, second, both = later_turn(params)
+    cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(
+        params, first, policies.Full(), new_tokens=second.tokens.shape[1]
+    )
+    _, logits = jax.jit(vlkv.extend)(params, cache, second)
+    wanted = np.asarray(jax.jit(vlkv.forward)(params, both))[0, both.valid[0]][-1]
+    np.testing.assert_allclose(logits[0], wanted, atol=1e-4)
+
+
+def test_tokens_that_are_processed_one_by_one_cannot_contain_an_image(saved):
+    """A cache from which entries are evicted while decoding: text is accepted, an image is refused."""
+    _, _, params = saved
+    first, second, _ = later_turn(params)
+    text = vlkv.Inputs.from_hf(batch_of([Row(make_rows()[2].ids)]), params.config)
+    cache = jax.eval_shape(lambda params: vlkv.prefill(params, first, policies.H2O(keep=0.5), new_tokens=60)[0], params)
+    with pytest.raises(InputError, match="image tokens of this model attend to each other in both directions"):
+        jax.eval_shape(vlkv.extend, params, cache, second)
+    assert jax.eval_shape(vlkv.extend, params, cache, text)[1].shape == (1, 120)
+
+
+def test_every_file_gives_the_same_parameters(saved, tmp_path):
+    model, folder, params = saved
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="60KB")
+    convert(folder, tmp_path / "converted", progress=False)
+    for other in ("sharded", "converted"):
+        made = vlkv.load_params(tmp_path / other)
+        assert made.config == params.config
+        for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(made), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_the_attention_of_a_token_is_the_mean_of_its_patches(saved):
+    """It is in the order of the tokens: the embedding of a token follows the patches whose attention it gets."""
+    _, _, params = saved
+    inputs = vlkv.Inputs.from_hf(batch_of(make_rows()), params.config)
+    given = np.asarray(jax.jit(lambda params, inputs: params.embed(inputs, (-1,)).attention)(params, inputs))
+    window = (SIDE // PATCH) ** 2 // TOKENS
+    for row, images in enumerate((2, 1)):
+        each = given[row, 0][:, inputs.is_vision[row]].reshape(2, images, TOKENS)
+        np.testing.assert_allclose(window * each.sum(axis=-1), 1, atol=1e-5)
+        assert each.std(axis=-1).min() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [
+        (None, "mm_tokens_per_image", 5),
+        (None, "mm_tokens_per_image", 9),
+        (None, "mm_tokens_per_image", 0),
+        (None, "image_token_index", "<image>"),
+        ("vision_config", "hidden_act", "gelu"),
+        ("vision_config", "model_type", "clip_vision_model"),
+        ("text_config", "model_type", "gemma2"),
+        ("text_config", "final_logit_softcapping", 30.0),
+        ("text_config", "use_bidirectional_attention", True),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(saved, part, field, value):
+    raw = json.loads((saved[1] / "config.json").read_text())
+    raw.pop("image_token_id", None)
+    (raw if part is None else raw[part])[field] = value
+    with pytest.raises(InputError, match=field):
+        config_from_hf(raw)
