@@ -171,14 +171,12 @@ def test_a_later_turn_with_images(saved):
 
 
 def test_tokens_that_are_processed_one_by_one_cannot_contain_an_image(saved):
-    """A cache from which entries are evicted while decoding: text is accepted, an image is refused."""
+    """A method that evicts while decoding refuses an image in a later turn."""
     _, _, params = saved
     first, second, _ = later_turn(params)
-    text = vlkv.Inputs.from_hf(batch_of([Row(make_rows()[2].ids)]), params.config)
-    cache = jax.eval_shape(lambda params: vlkv.prefill(params, first, policies.H2O(keep=0.5), new_tokens=60)[0], params)
+    cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(params, first, policies.H2O(keep=0.5), new_tokens=60)
     with pytest.raises(InputError, match="image tokens of this model attend to each other in both directions"):
-        jax.eval_shape(vlkv.extend, params, cache, second)
-    assert jax.eval_shape(vlkv.extend, params, cache, text)[1].shape == (1, 120)
+        vlkv.extend(params, cache, second)
 
 
 def test_every_file_gives_the_same_parameters(saved, tmp_path):
