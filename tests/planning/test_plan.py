@@ -19,6 +19,7 @@ from vlkv.families import presets
 from vlkv.policies import AirCache, SnapKV
 from vlkv.tools import planning
 from vlkv.tools.planning import as_json
+from vlkv.tools.planning.arithmetic import gib
 
 needs_libtpu = pytest.mark.skipif(
     "not __import__('importlib').util.find_spec('libtpu')", reason="libtpu, a wheel for Linux only, is not installed"
@@ -193,9 +194,8 @@ def test_the_cache_of_each_kind_of_layer():
     assert 8192 <= tokens <= 1.1 * 8192
     assert made[8192].pool == pytest.approx(round(0.1 * 8 * tokens) * slot, abs=8 * 16 * slot)
     assert as_json(plan)["layers"] == {"full": 8, "sliding": 40, "windows": [1024]}
-    lines = {
-        line.split("│")[1].strip(): line.split("│")[2].strip() for line in text.getvalue().splitlines() if "│" in line
-    }
-    assert lines["cache of 40 layers with a window of 1024"] == "320.0 MiB" == f"{made[8192].rings / 2**20:.1f} MiB"
-    assert lines["cache of 8 full layers: prompt"] == f"{made[8192].pool / 2**20:.1f} MiB"
+    rows = [line.split("│")[1:3] for line in text.getvalue().splitlines() if "│" in line]
+    lines = {name.strip(): value.strip() for name, value in rows}
+    assert lines["cache of 40 layers with a window of 1024"] == "0.31 GiB"  # 320 MiB
+    assert lines["cache of 8 full layers: prompt"] == gib(made[8192].pool)
     assert lines["cache of 8 full layers: new tokens"] == "4.0 MiB"
