@@ -44,14 +44,13 @@ class Simulation:
 
     def __init__(self, policy, layers, kept, sees=None):
         self.policy, self.capacity, self.prompt = policy, kept.sum(axis=-1), kept.shape[-1]
+        sees = np.tri(self.prompt, dtype=bool) if sees is None else sees
         rows, heads = np.stack([prompt_attention(layer, sees) for layer in layers]), kept.shape[1]
         rows = rows.reshape(len(layers), heads, -1, self.prompt, self.prompt).mean(axis=2), rows**2
         squares = rows[1].reshape(len(layers), heads, -1, self.prompt, self.prompt).mean(axis=2)
         more = [(0, 0), (0, 0), (0, STEPS + 20)]
         self.total, self.square = (np.pad(x.sum(axis=2), more) for x in (rows[0], squares))
-        self.rows = np.pad(
-            np.broadcast_to(self.prompt - np.arange(self.prompt), self.total[..., : self.prompt].shape), more
-        )
+        self.rows = np.pad(np.broadcast_to(sees.sum(axis=0), self.total[..., : self.prompt].shape), more)
 
     def __call__(self, layer, head, places, shares):
         at = layer, head, places
