@@ -18,7 +18,7 @@ def _norm(x, module):
 
 def _rotate(x, positions, rope):  # x [T, heads, H], positions [T] or, for M-RoPE, [T, 3]
     half = x.shape[-1] // 2
-    frequency = rope.theta ** (-np.arange(half) / half)
+    frequency = rope.theta ** (-np.arange(half) / half) / (1.0 if rope.divisors is None else np.array(rope.divisors))
     if positions.ndim == 1:
         angle = positions[:, None] * frequency
     else:
@@ -35,17 +35,28 @@ def _project(layer, x, positions, rope):
         q, k, v = (y + _array(m.bias) for y, m in ((q, layer.query), (k, layer.key), (v, layer.value)))
     if layer.query_norm is not None:
         q, k = _norm(q, layer.query_norm), _norm(k, layer.key_norm)
-    return _rotate(q, positions, rope), _rotate(k, positions, rope), v
+    return _rotate(q, positions, rope) * layer.query_scale, _rotate(k, positions, rope), v
 
 
 def _finish(layer, x, attended):
-    assert layer.mlp_out_norm is None and layer.activation == "silu"
-    x = x + np.einsum("tnh,dnh->td", attended, _array(layer.out.weight))
+    h = np.einsum("tnh,dnh->td", attended, _array(layer.out.weight))
+    x = x + (h if layer.attention_out_norm is None else _norm(h, layer.attention_out_norm))
     h = _norm(x, layer.mlp_norm)
     if layer.experts is not None:
         return x + _mixture(layer.experts, h)
     gate, up = h @ _array(layer.gate.weight).T, h @ _array(layer.up.weight).T
-    return x + (gate / (1 + np.exp(-gate)) * up) @ _array(layer.down.weight).T
+    h = (_ACTIVATIONS[layer.activation](gate) * up) @ _array(layer.down.weight).T
+    return x + (h if layer.mlp_out_norm is None else _norm(h, layer.mlp_out_norm))
+
+
+_ACTIVATIONS = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu_pytorch_tanh": lambda x: x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+}
+
+
+def _rope(decoder, layer):
+    return decoder.rope if decoder.kinds[layer].window is None else decoder.sliding_rope
 
 
 def _mixture(experts, h):
@@ -67,17 +78,19 @@ def _logits(decoder, x):
     return _norm(x, decoder.norm) @ _array(table.weight).T
 
 
-def prefill(decoder, x, positions=None, reduce=None, added=()):
+def prefill(decoder, x, positions=None, reduce=None, added=(), until=None):
     """Logits of the last token, and q, k, v [T, heads, H] of each layer, for x [T, D] of one row without padding.
 
     reduce: {number of layers: f(x, q, k, places) -> (x, kept)}. `places` are the remaining tokens and `kept` indices
     into them; q, k, v of later layers are NaN for removed tokens.
     added: [T, D] for each of the first layers, added to its output at the tokens that remain.
     Reductions count layers with full attention, and windows the tokens of the whole prompt.
+    until: the last token of the prompt that each token attends to; None: itself.
     """
     x = np.asarray(x, np.float64)
     length = len(x)
     places, layers = np.arange(length), []
+    until = places if until is None else until
     positions = places if positions is None else np.asarray(positions)
     q = k = np.empty(0)
     for i, (layer, (window, _)) in enumerate(zip(decoder.layers, decoder.kinds, strict=False)):
@@ -86,13 +99,13 @@ def prefill(decoder, x, positions=None, reduce=None, added=()):
             before = (x, q[places], k[places]) if i else (x, None, None)
             x, kept = reduce[done](*before, places)
             x, places = x[kept], places[kept]
-        part = _project(layer, x, positions[places], decoder.rope)
+        part = _project(layer, x, positions[places], _rope(decoder, i))
         q, k, v = (np.full((length, *y.shape[1:]), np.nan) for y in part)
         q[places], k[places], v[places] = part
         groups = q.shape[1] // k.shape[1]
         logits = np.einsum("tnh,snh->nts", part[0], np.repeat(part[1], groups, 1)) / np.sqrt(q.shape[-1])
         near = places[:, None] - places < (np.inf if window is None else window)
-        weights = _softmax(np.where(np.tri(len(x), dtype=bool) & near, logits, -np.inf))
+        weights = _softmax(np.where((places <= until[places, None]) & near, logits, -np.inf))
         x = _finish(layer, x, np.einsum("nts,snh->tnh", weights, np.repeat(part[2], groups, 1)))
         x = x + (np.asarray(added[i], np.float64)[places] if i < len(added) else 0)
         layers.append((q, k, v))
@@ -115,9 +128,9 @@ def decode(decoder, layers, kept, tokens, softmax_n=0.0, first=None, evict=None)
     ]
     out = []
     for step, token in enumerate(tokens):
-        x = _array(decoder.embedding.weight)[token][None]
+        x = decoder.embedding.scale * _array(decoder.embedding.weight)[token][None]
         for i, layer in enumerate(decoder.layers):
-            q, *new = _project(layer, x, np.array([first + step]), decoder.rope)
+            q, *new = _project(layer, x, np.array([first + step]), _rope(decoder, i))
             attended, groups = np.empty_like(q), q.shape[1] // new[0].shape[1]
             for head, (before, *entries) in enumerate(held[i]):
                 places = np.append(before, kept.shape[-1] + step)

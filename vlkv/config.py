@@ -163,6 +163,7 @@ class DecoderConfig:
     query_scale: float = 1.0  # factor of queries, besides the 1 / sqrt(H) of attention
     sliding_rope: RopeConfig | None = None  # of layers with a window; None: that of the others
     windows: tuple[int | None, ...] = ()  # of each layer, in tokens; None: full attention. (): all layers have it
+    image_block: int = 0  # most tokens of an image, which attend to each other both ways in prefill; 0: they do not
     names: str = ""  # which tensor names the checkpoint has; see vlkv/families/text/weights.py
 
     @property

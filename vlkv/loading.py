@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from vlkv.errors import InputError
 from vlkv.families import Model, abstract
 from vlkv.families.folders import describe, read_config, with_head
 from vlkv.processing import Processor
+from vlkv.processing.pixels import Layout
 
 MINI = Path(__file__).parent / "mini" / "checkpoint"  # the demo model
 _SETTINGS = ["*.json", "*.jinja"]
@@ -32,7 +32,7 @@ def load(
     dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     buckets: Buckets | None = None,
-    layout: Literal["checkpoint", "pad"] = "checkpoint",
+    layout: Layout = "checkpoint",
 ) -> tuple[Model, Processor]:
     """`(load_params(...), load_processor(...))` of one folder or hub id.
 
@@ -44,7 +44,8 @@ def load(
         dtype: of the parameters; None: that of the checkpoint.
         mesh: the mesh (axes `data`, `model`) on which weights are sharded; None: the default device.
         buckets: how to round lengths and counts; see `vlkv.Buckets`.
-        layout: "pad" pads images to a square, instead of cropping the middle.
+        layout: "pad" pads images to a square, instead of cropping the middle. "pan_and_scan" (Gemma 3) adds crops of
+            long images.
 
     Raises:
         InputError: the folder is not complete, damaged or not supported. Raised before weights are read.
@@ -69,7 +70,7 @@ def load_processor(
     source: str | os.PathLike[str],
     *,
     buckets: Buckets | None = None,
-    layout: Literal["checkpoint", "pad"] = "checkpoint",
+    layout: Layout = "checkpoint",
 ) -> Processor:
     """The processor: tokenizer, chat template and image settings of the folder. Arguments as in `load`."""
     folder = resolve(source, weights=False)

@@ -34,6 +34,13 @@ def tokens_at(place: Int[Array, " T"], places: int) -> Int[Array, " n"]:
     return jnp.full(places, -1, jnp.int32).at[place].set(token, mode="drop", wrap_negative_indices=False)
 
 
+def run_ends(mask: Bool[Array, "*B T"]) -> Int[Array, "*B T"]:
+    """Index of the last token of each run of tokens in the mask; for other tokens, their own index."""
+    place = jnp.arange(mask.shape[-1], dtype=jnp.int32)
+    goes_on = mask & jnp.roll(mask, -1, axis=-1) & (place < mask.shape[-1] - 1)
+    return jax.lax.cummin(jnp.where(goes_on, mask.shape[-1], place), axis=mask.ndim - 1, reverse=True)
+
+
 def binary_search(bits: int, holds: Callable[[Any], Any], shape: tuple[int, ...] = ()) -> UInt32[Array, "*shape"]:
     """The largest `bits`-bit integer that satisfies `holds`, which must be true up to a threshold; 0 if none does."""
 

@@ -25,21 +25,24 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
 
 @overload
 def prefill_attention(
-    q: Any, k: Any, v: Any, *, valid: Any = None, place: Any = None, causal: bool = True, window: int | None = None,
+    q: Any, k: Any, v: Any, *, valid: Any = None, place: Any = None, until: Any = None, ahead: int = 0,
+    causal: bool = True, window: int | None = None,
     return_lse: Literal[False] = False, implementation: str | None = None,
 ) -> Array: ...  # fmt: skip
 
 
 @overload
 def prefill_attention(
-    q: Any, k: Any, v: Any, *, valid: Any = None, place: Any = None, causal: bool = True, window: int | None = None,
+    q: Any, k: Any, v: Any, *, valid: Any = None, place: Any = None, until: Any = None, ahead: int = 0,
+    causal: bool = True, window: int | None = None,
     return_lse: Literal[True], implementation: str | None = None,
 ) -> tuple[Array, Array]: ...  # fmt: skip
 
 
 @overload
 def prefill_attention(
-    q: Any, k: Any, v: Any, *, valid: Any = None, place: Any = None, causal: bool = True, window: int | None = None,
+    q: Any, k: Any, v: Any, *, valid: Any = None, place: Any = None, until: Any = None, ahead: int = 0,
+    causal: bool = True, window: int | None = None,
     return_lse: bool, implementation: str | None = None,
 ) -> Any: ...  # fmt: skip
 
@@ -51,6 +54,8 @@ def prefill_attention(
     *,
     valid: Bool[Array, "B T"] | None = None,
     place: Int[Array, "B T"] | None = None,
+    until: Int[Array, "B T"] | None = None,
+    ahead: int = 0,
     causal: bool = True,
     window: int | None = None,
     return_lse: bool = False,
@@ -65,6 +70,9 @@ def prefill_attention(
         valid: which tokens exist; None: all. A query without any allowed key gets an arbitrary finite result.
         place: number of each token, for `window`; it grows by at least 1 from one valid token of a row to the next, and
             there is no padding between them. None: its index.
+        until: with `causal`, index of the last key that each query may attend to, for prompts with images whose tokens
+            attend to each other in both directions. None: its own index.
+        ahead: with `until`, the most that `until` exceeds a query's own index. It bounds the work.
         causal: each query attends to keys up to its own index, so rows may be padded on either side.
         window: with `causal`, each query attends only to keys whose place is less than `window` before its own; None:
             to all of them.
@@ -88,10 +96,14 @@ def prefill_attention(
         raise ValueError(f"prefill_attention: window={window} must be at least 1, and attention causal")
     if place is not None and place.shape != (batch, length):
         raise ValueError(f"prefill_attention: place {place.shape} must be [B, T] = {(batch, length)}")
+    if until is not None and (until.shape != (batch, length) or not causal):
+        raise ValueError(f"prefill_attention: until {until.shape} must be [B, T] = {(batch, length)}, attention causal")
     if window is None or (place is None and window >= length):
         window = place = None
+    if until is None:
+        ahead = 0
     run = choose("prefill_attention", _IMPLEMENTATIONS, implementation, "xla")
-    out, lse = run(PrefillArguments(q, k, v, valid, causal, return_lse, place, window))
+    out, lse = run(PrefillArguments(q, k, v, valid, causal, return_lse, place, window, until, ahead))
     if lse is None:
         return out
     return out, lse if valid is None else jnp.where(valid[:, None], lse, jnp.inf)

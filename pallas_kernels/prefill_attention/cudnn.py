@@ -48,6 +48,8 @@ def missing() -> str | None:
 def unsupported(args: PrefillArguments) -> str | None:
     """Returns why cuDNN cannot run with these arguments, or None if it can."""
     q, k, v = args.q, args.k, args.v
+    if args.until is not None:
+        return "it cannot attend in both directions within an image"
     if args.place is not None:
         return "its window counts indices, and the tokens have other places"
     if {q.dtype, k.dtype, v.dtype} not in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)}):

@@ -60,6 +60,8 @@ def prefill_attention_mosaic_tpu(
 def unsupported(args: PrefillArguments) -> str | None:
     """Returns why the kernel cannot run with these arguments, or None if it can."""
     q, k, v = args.q, args.k, args.v
+    if args.until is not None:
+        return "it cannot attend in both directions within an image"
     if args.place is not None:
         return "its window counts indices, and the tokens have other places"
     if args.return_lse:

@@ -23,6 +23,8 @@ class PrefillArguments:
     return_lse: bool = field(metadata={"static": True})
     place: Int[Array, "B T"] | None = None
     window: int | None = field(default=None, metadata={"static": True})
+    until: Int[Array, "B T"] | None = None
+    ahead: int = field(default=0, metadata={"static": True})
 
 
 # Attention and, if it was asked for, the log of each query's denominator.
@@ -36,6 +38,8 @@ def prefill_attention_reference(args: PrefillArguments) -> Attended:
     wide = [x.astype(jnp.float32) for x in (q, jnp.repeat(k, repeat, axis=2), jnp.repeat(v, repeat, axis=2))]
     logits = jnp.einsum("btnh,bsnh->bnts", *wide[:2], precision=jax.lax.Precision.HIGHEST) * q.shape[-1] ** -0.5
     allowed = jnp.tril(jnp.ones((length, length), bool)) if args.causal else jnp.ones((length, length), bool)
+    if args.until is not None:
+        allowed = jnp.arange(length) <= args.until[:, None, :, None]
     if args.window is not None:
         place = jnp.arange(length)[None] if args.place is None else args.place
         allowed = allowed & (place[:, None, :, None] - place[:, None, None] < args.window)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,8 @@ _GROUPS = 8  # causal: at most 8 static groups of queries, each with its own pre
 _TILE = 16  # queries: the smallest block
 _LARGEST = 512  # queries: the largest block on an accelerator
 
-# One key head of one row: q [G, T, H], k and v [T, H], valid and place [T].
-Row = tuple[Array, Array, Array, Array | None, Array | None]
+# One key head of one row: q [G, T, H], k and v [T, H], valid, place and until [T].
+Row = tuple[Array, Array, Array, Array | None, Array | None, Array | None]
 HeadAttended = tuple[Array, Array | None]  # the same: attention [G, T, H]; log-sum-exp [G, T] if asked for
 
 
@@ -39,13 +39,16 @@ def prefill_attention_xla(args: PrefillArguments) -> Attended:
     one_by_one, block = _plan(batch, length, heads, kv_heads, args.causal)
 
     def attend(row: Row) -> HeadAttended:
-        if args.window is not None and args.window + min(block, args.window) < length:
-            return _one_head_in_window(*row, window=args.window, block=min(block, args.window), return_lse=return_lse)
-        return _one_head(*row, causal=args.causal, window=args.window, block=block, return_lse=return_lse)
+        options: dict[str, Any] = dict(window=args.window, ahead=args.ahead, return_lse=return_lse)
+        if args.window is not None and args.window + min(block, args.window) + args.ahead < length:
+            return _one_head_in_window(*row, block=min(block, args.window), **options)
+        return _one_head(*row, causal=args.causal, block=block, **options)
 
     q = q.reshape(batch, length, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H]
-    by_head = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (batch, kv_heads, length)), (args.valid, args.place))
+    by_head = jax.tree.map(
+        lambda x: jnp.broadcast_to(x[:, None], (batch, kv_heads, length)), (args.valid, args.place, args.until)
+    )
     rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v, *by_head))
     out, lse = _over_queries(attend, rows, return_lse) if one_by_one else jax.vmap(attend)(rows)
     out = out.reshape(batch, kv_heads, -1, length, head_dim).transpose(0, 3, 1, 2, 4)
@@ -93,9 +96,11 @@ def _one_head(
     v: Float[Array, "T H"],
     valid: Bool[Array, " T"] | None,
     place: Int[Array, " T"] | None,
+    until: Int[Array, " T"] | None,
     *,
     causal: bool,
     window: int | None,
+    ahead: int,
     block: int,
     return_lse: bool,
 ) -> HeadAttended:
@@ -104,15 +109,15 @@ def _one_head(
     per_group = -(-blocks // _GROUPS) if causal else blocks
     q = jnp.pad(q, [(0, 0), (0, blocks * block - length), (0, 0)])
     index = jnp.arange(blocks * block)
-    place = index if place is None else jnp.pad(place, (0, blocks * block - length))
+    place, until = (index if x is None else jnp.pad(x, (0, blocks * block - length)) for x in (place, until))
 
     out = []
     for first in range(0, blocks, per_group):
         last = min(first + per_group, blocks)
-        seen = min(last * block, length) if causal else length
+        seen = min(last * block + ahead, length) if causal else length
         part = q[:, first * block : last * block].reshape(q.shape[0], last - first, block, -1)
         keys = _Keys(k[:seen], v[:seen], None if valid is None else valid[:seen], index[:seen], place[:seen])
-        own = tuple(x[first * block : last * block].reshape(-1, block) for x in (index, place))
+        own = tuple(x[first * block : last * block].reshape(-1, block) for x in (until, place))
         if last - first == 1:
             out.append(_attend(keys, part[:, 0], own[0][0], own[1][0], causal, window, return_lse))
         else:
@@ -129,27 +134,32 @@ def _one_head_in_window(
     v: Float[Array, "T H"],
     valid: Bool[Array, " T"] | None,
     place: Int[Array, " T"] | None,
+    until: Int[Array, " T"] | None,
     *,
     window: int,
+    ahead: int,
     block: int,
     return_lse: bool,
 ) -> HeadAttended:
-    """Each block of queries reads only its own keys and the `window` - 1 before them."""
+    """Each block of queries reads only its own keys, the `window` - 1 before them and the `ahead` after them."""
     length = k.shape[0]
     blocks, before = -(-length // block), window - 1
-    after = blocks * block - length
-    index = jnp.arange(-before, blocks * block)
+    spare = blocks * block - length
+    after = spare + ahead
+    index = jnp.arange(-before, blocks * block + ahead)
     valid = (index >= 0) & (index < length) if valid is None else jnp.pad(valid, (before, after))
-    place = index if place is None else jnp.pad(place, (before, after))
+    place, until = (index if x is None else jnp.pad(x, (before, after)) for x in (place, until))
     k, v = (jnp.pad(x, [(before, after), (0, 0)]) for x in (k, v))
-    q = jnp.pad(q, [(0, 0), (0, after), (0, 0)]).reshape(q.shape[0], blocks, block, -1).swapaxes(0, 1)
+    q = jnp.pad(q, [(0, 0), (0, spare), (0, 0)]).reshape(q.shape[0], blocks, block, -1).swapaxes(0, 1)
 
     def one(args: tuple[Float[Array, "G C H"], Int[Array, ""]]) -> HeadAttended:
         q, number = args
-        seen = _Keys(*(
-            jax.lax.dynamic_slice_in_dim(x, number * block, before + block) for x in (k, v, valid, index, place)
-        ))  # fmt: skip
-        return _attend(seen, q, seen.number[before:], seen.place[before:], True, window, return_lse)
+        *seen, last = (
+            jax.lax.dynamic_slice_in_dim(x, number * block, before + block + ahead)
+            for x in (k, v, valid, index, place, until)
+        )
+        keys, own = _Keys(*seen), slice(before, before + block)
+        return _attend(keys, q, last[own], keys.place[own], True, window, return_lse)
 
     parts = jax.lax.map(one, (q, jnp.arange(blocks)))
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(q.shape[1], -1, *x.shape[3:])[:, :length], parts)
@@ -170,17 +180,17 @@ class _Keys(NamedTuple):
 def _attend(
     keys: _Keys,
     q: Float[Array, "G C H"],
-    index: Int[Array, " C"],
+    until: Int[Array, " C"],
     place: Int[Array, " C"],
     causal: bool,
     window: int | None,
     return_lse: bool,
 ) -> HeadAttended:
-    """Attention of a block of queries with these indices and places to these keys."""
+    """Attention of a block of queries to these keys; `until` and `place` as in `prefill_attention`, of the queries."""
     logits = jnp.einsum("gch,sh->gcs", q, keys.k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     allowed = jnp.ones((1, logits.shape[-1]), bool)
     if causal:
-        allowed = allowed & (keys.number <= index[:, None])
+        allowed = allowed & (keys.number <= until[:, None])
     if window is not None:
         allowed = allowed & (place[:, None] - keys.place < window)
     if keys.valid is not None:

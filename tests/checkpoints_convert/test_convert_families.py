@@ -136,6 +136,13 @@ CASES: dict[str, tuple[dict[str, Any], tuple[tuple[str, str], ...]]] = {
                 heads=2, image_size=28, layers=2, mlp_ratio=1.5, output_dim=128, patch_size=7, width=16, n_queries=4)),
         (),
     ),
+    "gemma3": (
+        {"model_type": "gemma3", "tie_word_embeddings": True, "mm_tokens_per_image": 4, "image_token_index": 7,
+         "text_config": {**TEXT, "model_type": "gemma3_text", "head_dim": 8},
+         "vision_config": dict(hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2,
+                               image_size=28, patch_size=7)},
+        LLAVA_4,
+    ),
     "eve": ({**ORIGINAL, "model_type": "eve", "mm_vision_tower": "x/eve-patch14-anypixel-672"}, ()),
     "llama": (LLAMA, ()),
     "mistral": ({**TEXT, "model_type": "mistral", "sliding_window": None}, ()),

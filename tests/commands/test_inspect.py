@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import jax
 import numpy as np
@@ -319,3 +320,27 @@ def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, model):
     monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
     fails(capsys, "--what", "cost", "--out", tmp_path / "x.png", says="pip install matplotlib")
     assert not list(tmp_path.iterdir())
+
+
+def with_windows(model, folder, windows):
+    """A copy of the model in which some layers have a window of 8 tokens."""
+    shutil.copytree(model, folder)
+    raw = json.loads((folder / "config.json").read_text())
+    types = ["sliding_attention" if slides else "full_attention" for slides in windows]
+    raw["text_config"] |= {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "layer_types": types}
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+def test_models_with_few_or_no_layers_of_full_attention(capsys, tmp_path, model):
+    """One line that says why, before weights are read or a sweep has compiled anything."""
+    none = with_windows(model, tmp_path / "none", [True] * LAYERS)
+    for what in WHAT:
+        fails(capsys, "--what", what, "--model", none, "--prompt", "?", says="all layers of this model have a sliding")
+    few = vlkv.families.abstract(vlkv.load_processor(with_windows(model, tmp_path / "few", [True, False] * 2)).config)
+    inputs = vlkv.load_processor(model)(PAGE.image, PAGE.question)
+    asked = {"merged": policies.LightKV(layers=(1, 2), windows=(2, 1)), "sweep": policies.AVL(keep=0.4, prefill=0.5)}
+    for what, policy in asked.items():
+        case = views.Case(few, inputs, policy, jax.random.key(0), 8, 4, say=lambda text: None)
+        with pytest.raises(vlkv.InputError, match="less than the model's 2 layers"):
+            WHAT[what].view(case)

@@ -81,6 +81,9 @@ PUBLISHED = {
     "mistral-7b-v0.1": 7_241_732_096,
     "gemma-3-270m": 268_098_176,
     "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 4_300_079_472,
+    "gemma-3-12b": 12_187_325_040,
+    "gemma-3-27b": 27_432_406_640,
     "internlm2-7b": 7_737_708_544,
 }
 LLAMA_7B = dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
@@ -244,6 +247,9 @@ def whole(raw) -> int:
         case "idefics3" | "smolvlm":
             sizes = raw["text_config"] | {"tie_word_embeddings": False}
             return text(sizes) + siglip(vision) + raw["scale_factor"] ** 2 * width * sizes["hidden_size"]
+        case "gemma3":
+            sizes = raw["text_config"] | {"tie_word_embeddings": True}
+            return text(sizes) + siglip(vision) + width + width * sizes["hidden_size"]
         case family:
             return text(raw, bias=family == "qwen2")
 
@@ -290,6 +296,7 @@ COUNTED = [
     "qwen3-vl-30b-a3b", "qwen3-vl-235b-a22b", "glm-4.6v-flash", "glm-ocr",
     "internvl3-1b", "smolvlm-256m", "smolvlm2-2.2b", "idefics3-8b",
     "llama-3.2-1b", "mistral-7b", "qwen2-1.5b", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "qwen3-235b-a22b",
+    "gemma-3-4b", "gemma-3-27b",
 ]  # fmt: skip
 
 

@@ -81,6 +81,11 @@ RAW: dict[str, dict[str, Any]] = {
     "qwen": DECODER | dict(hidden_size=128, num_attention_heads=2, kv_channels=64, seq_length=512, no_bias=True,
                            visual=dict(heads=2, image_size=16, image_start_id=START, layers=2, mlp_ratio=1.5,
                                        output_dim=128, patch_size=4, width=16, n_queries=16)),
+    "gemma3": dict(
+        text_config=_text("gemma3_text") | dict(head_dim=8, query_pre_attn_scalar=12, sliding_window=8,
+                                                num_hidden_layers=4, sliding_window_pattern=2),
+        vision_config=SIGLIP | dict(image_size=6 * PATCH), image_token_index=IMAGE, mm_tokens_per_image=9,
+        tie_word_embeddings=True),
     "eve": DECODER | dict(mm_vision_tower="eve-patch14-anypixel-672", mm_projector_type="mlp2x_gelu",
                           mm_hidden_size=32),
 }  # fmt: skip
@@ -113,7 +118,7 @@ class Picture:
 
 
 def _square(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) -> Picture:
-    """LLaVA-1.5, MobileVLM and Qwen-VL: one square per image."""
+    """LLaVA-1.5, MobileVLM, Qwen-VL and Gemma 3: one square per image."""
     del number, alone
     return Picture(c.side**2, {"pixel_values": [rng.normal(size=(3, c.vision.image_size, c.vision.image_size))]})
 
@@ -162,7 +167,7 @@ def _windows(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool)
 
 
 PICTURES: dict[str, Callable[..., Picture]] = {
-    **dict.fromkeys(("llava", "llava_llama", "mobilevlm", "qwen"), _square),
+    **dict.fromkeys(("llava", "llava_llama", "mobilevlm", "qwen", "gemma3"), _square),
     **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "llava_qwen"), _tiled),
     **dict.fromkeys(("internvl", "internvl_chat"), _intern),
     **dict.fromkeys(("idefics3", "smolvlm"), _marked),

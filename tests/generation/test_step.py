@@ -28,28 +28,29 @@ POLICIES = {
 }
 
 
-def prompt_attention(layer):
-    """Rows [N, T, T] of the prompt's causal attention, from q, k, v [T, heads, H]."""
+def prompt_attention(layer, sees=None):
+    """Rows [N, T, T] of the prompt's attention, from q, k, v [T, heads, H]; causal, unless `sees` [T, T] is given."""
     q, k, _ = layer
     k = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
     logits = np.einsum("tnh,snh->nts", q, k) / np.sqrt(q.shape[-1])
-    weights = np.exp(np.where(np.tri(len(q), dtype=bool), logits, -np.inf) - logits.max(-1, keepdims=True))
+    weights = np.exp(
+        np.where(np.tri(len(q), dtype=bool) if sees is None else sees, logits, -np.inf) - logits.max(-1, keepdims=True)
+    )
     return weights / weights.sum(-1, keepdims=True)
 
 
 class Simulation:
     """What leaves each key head, in the words of the papers: `reference.decode` calls it after every token."""
 
-    def __init__(self, policy, layers, kept):
+    def __init__(self, policy, layers, kept, sees=None):
         self.policy, self.capacity, self.prompt = policy, kept.sum(axis=-1), kept.shape[-1]
-        rows, heads = np.stack([prompt_attention(layer) for layer in layers]), kept.shape[1]
+        sees = np.tri(self.prompt, dtype=bool) if sees is None else sees
+        rows, heads = np.stack([prompt_attention(layer, sees) for layer in layers]), kept.shape[1]
         rows = rows.reshape(len(layers), heads, -1, self.prompt, self.prompt).mean(axis=2), rows**2
         squares = rows[1].reshape(len(layers), heads, -1, self.prompt, self.prompt).mean(axis=2)
         more = [(0, 0), (0, 0), (0, STEPS + 20)]
         self.total, self.square = (np.pad(x.sum(axis=2), more) for x in (rows[0], squares))
-        self.rows = np.pad(
-            np.broadcast_to(self.prompt - np.arange(self.prompt), self.total[..., : self.prompt].shape), more
-        )
+        self.rows = np.pad(np.broadcast_to(sees.sum(axis=0), self.total[..., : self.prompt].shape), more)
 
     def __call__(self, layer, head, places, shares):
         at = layer, head, places

@@ -1,5 +1,6 @@
 """prefill_attention against float64 numpy: in one block, in many, and by splash attention in Pallas' interpreter."""
 
+import dataclasses
 import functools
 import math
 
@@ -15,9 +16,9 @@ from pallas_kernels.prefill_attention.reference import PrefillArguments
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 
 
-def attend(q, k, v, *, valid, place=None, **options):
+def attend(q, k, v, *, valid, place=None, until=None, **options):
     """In one program, made anew each time: tests change what is chosen while it is traced."""
-    return jax.jit(functools.partial(prefill_attention, **options))(q, k, v, valid=valid, place=place)
+    return jax.jit(functools.partial(prefill_attention, **options))(q, k, v, valid=valid, place=place, until=until)
 
 
 def expected_attention(q, k, v, valid, causal, near=True):
@@ -160,6 +161,46 @@ def test_a_window_before_each_query(cut, name, window, placed):
     if has_lse:
         wanted = expected_lse(np.float64(q), np.float64(k), valid, True, near)
         np.testing.assert_allclose(lse, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.default("blocks of 16-20-xla-True", "head by head-None-xla-False", "one block-20-reference-False")
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("name", ["xla", "reference"])
+@pytest.mark.parametrize("window", [None, 1, 20, 150])
+def test_images_attend_in_both_directions(cut, name, window, placed):
+    """Images of 1 to 41 tokens, one of them longer than a block and the window, and one at the end of a row."""
+    length, longest = 200, 41
+    random = np.random.default_rng(6)
+    q, k, v = (
+        random.standard_normal((2, length, heads, HEAD_DIM)).astype(np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    index = np.arange(length)
+    valid = np.stack([index >= 43, index < 151])
+    until = np.tile(index, (2, 1)).astype(np.int32)
+    for row, first, count in ((0, 45, longest), (0, 90, 7), (0, 193, 7), (1, 0, 1), (1, 30, 30), (1, 60, 20)):
+        until[row, first : first + count] = first + count - 1
+    place = np.cumsum(random.integers(1, 5, (2, length)), axis=1).astype(np.int32) if placed and window else None
+    places = index[None] if place is None else place
+    near = places[:, :, None] - places[:, None] < (length if window is None else window)
+    allowed = near & (index <= until[:, :, None])
+    out, lse = attend(q, k, v, valid=valid, place=place, until=until, ahead=longest - 1, window=window,
+                      return_lse=True, implementation=name)  # fmt: skip
+    want = expected_attention(q, k, v, valid, False, allowed)
+    np.testing.assert_allclose(np.asarray(out)[valid], want[valid], atol=2e-5, rtol=2e-5)
+    np.testing.assert_allclose(lse, expected_lse(q, k, valid, False, allowed), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", [cudnn, mosaic_tpu])
+def test_fused_kernels_leave_images_that_attend_in_both_directions_to_xla(kernel):
+    x = jnp.zeros((1, 128, 2, 64), jnp.bfloat16)
+    args = PrefillArguments(x, x, x, None, True, False)
+    assert kernel.unsupported(args) is None
+    until = jnp.full((1, 128), 127)
+    assert "both directions" in kernel.unsupported(dataclasses.replace(args, until=until, ahead=127))
+    with pytest.raises(ValueError, match="both directions"):
+        prefill_attention(x, x, x, until=until, ahead=127, implementation="mosaic_tpu:interpret")
+    with pytest.raises(ValueError, match="attention causal"):
+        prefill_attention(x, x, x, until=until, ahead=127, causal=False)
 
 
 def test_what_cudnn_cannot_take_is_said():

@@ -16,9 +16,10 @@ from rich.console import Console
 from tests.models import CONFIG
 from vlkv.cli import main
 from vlkv.families import presets
-from vlkv.policies import AirCache
+from vlkv.policies import AirCache, SnapKV
 from vlkv.tools import planning
 from vlkv.tools.planning import as_json
+from vlkv.tools.planning.arithmetic import gib
 
 needs_libtpu = pytest.mark.skipif(
     "not __import__('importlib').util.find_spec('libtpu')", reason="libtpu, a wheel for Linux only, is not installed"
@@ -175,3 +176,26 @@ def test_a_second_process_finds_what_the_first_compiled(tmp_path, root):
         for _ in range(2)
     ]
     assert [int(count) for count in found] == [0, 1]
+
+
+@pytest.mark.full
+def test_the_cache_of_each_kind_of_layer():
+    """Gemma 3 12B with 8,192 tokens and 10 %: bytes by hand, printed for each kind, in rings that do not grow."""
+    made = {}
+    for prompt in (4096, 8192):
+        plan = planning.plan("gemma-3-12b", topology="a100:1", prompt=prompt, images=8,
+                             policy=SnapKV(keep=0.1, scope="all"), compare=False)  # fmt: skip
+        made[prompt], text = plan.runs[0], io.StringIO()
+        Console(file=text, width=100).print(planning.as_table(plan))
+    slot = 8 * 256 * 2 * 2  # 8 key heads of 256 channels, keys and values, two bytes a number
+    assert made[4096].rings == made[8192].rings == 40 * 1024 * slot
+    assert made[8192].tail == 8 * 64 * slot
+    tokens = plan.question.inputs.tokens.shape[1]  # with the bucket of the text
+    assert 8192 <= tokens <= 1.1 * 8192
+    assert made[8192].pool == pytest.approx(round(0.1 * 8 * tokens) * slot, abs=8 * 16 * slot)
+    assert as_json(plan)["layers"] == {"full": 8, "sliding": 40, "windows": [1024]}
+    rows = [line.split("│")[1:3] for line in text.getvalue().splitlines() if "│" in line]
+    lines = {name.strip(): value.strip() for name, value in rows}
+    assert lines["cache of 40 layers with a window of 1024"] == "0.31 GiB"  # 320 MiB
+    assert lines["cache of 8 full layers: prompt"] == gib(made[8192].pool)
+    assert lines["cache of 8 full layers: new tokens"] == "4.0 MiB"

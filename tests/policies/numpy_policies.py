@@ -8,11 +8,14 @@ import math
 import numpy as np
 
 
-def attention(q, k, keys=None, n=0):
-    """softmax_n(q k^T / sqrt(H)), causal, over `keys` [T]; q [N,T,H], k [K,T,H] -> [N,T,T]."""
+def attention(q, k, keys=None, n=0, sees=None):
+    """softmax_n(q k^T / sqrt(H)) over `keys` [T]; q [N,T,H], k [K,T,H] -> [N,T,T].
+
+    `sees` [T,T]: which tokens each token may attend to; None: itself and those before it.
+    """
     k = np.repeat(k, len(q) // len(k), axis=0)
     logits = np.einsum("nth,nsh->nts", np.float64(q), np.float64(k)) / math.sqrt(q.shape[-1])
-    allowed = np.tri(q.shape[1], dtype=bool)
+    allowed = np.tri(q.shape[1], dtype=bool) if sees is None else sees
     if keys is not None:
         allowed = allowed & keys
     peak = logits.max(axis=-1, keepdims=True)
@@ -70,7 +73,7 @@ def take(scores, scope, protected, budget):
 class Prompt:
     """One prompt with all layers, and the policy's budget."""
 
-    def __init__(self, q, k, vision, scope, keep=None, budget=None):
+    def __init__(self, q, k, vision, scope, keep=None, budget=None, until=None):
         self.q, self.k, self.vision = q, k, vision
         self.v = k  # as in the tests
         self.layers, self.heads, self.tokens = k.shape[:3]
@@ -80,6 +83,7 @@ class Prompt:
         self.keep = keep
         self.total = total_budget(self.layers, self.most, keep, budget) if self.most else 0
         self.place = np.arange(self.tokens)
+        self.sees = self.place <= (self.place if until is None else until)[:, None]  # [T, T]
         self.instruction = self.place > max(np.flatnonzero(vision), default=-1)
 
     def finish(self, scores, budgets, protected=None):
@@ -94,8 +98,11 @@ class Prompt:
         ]
         return np.array(kept), np.array(budgets), np.array(scores)
 
+    def attention(self, q, k, keys=None, n=0):
+        return attention(q, k, keys, n, self.sees)
+
     def column_sums(self):
-        return [attention(q, k).sum(axis=1) for q, k in zip(self.q, self.k, strict=True)]
+        return [self.attention(q, k).sum(axis=1) for q, k in zip(self.q, self.k, strict=True)]
 
 
 def streaming(p, sinks=4):
@@ -110,7 +117,7 @@ def h2o(p, recent=None):
 
 
 def tova(p, recent=0):
-    scores = [np.broadcast_to(attention(q, k)[:, -1].mean(axis=0), (p.heads, p.tokens))
+    scores = [np.broadcast_to(p.attention(q, k)[:, -1].mean(axis=0), (p.heads, p.tokens))
               for q, k in zip(p.q, p.k, strict=True)]  # fmt: skip
     return p.finish(scores, uniform(p.total, p.layers), p.place >= p.tokens - recent)
 
@@ -133,7 +140,7 @@ def snapkv(p, window=32, kernel=5, pooling="avg", allocation="uniform"):
     candidates = p.scope & ~inside if p.everything else p.scope
     scores = []
     for q, k in zip(p.q, p.k, strict=True):
-        mass = per_key_head(attention(q, k)[:, inside].sum(axis=1), p.heads) * candidates
+        mass = per_key_head(p.attention(q, k)[:, inside].sum(axis=1), p.heads) * candidates
         around = np.pad(mass, [(0, 0), (kernel // 2, kernel // 2)])
         around = np.lib.stride_tricks.sliding_window_view(around, kernel, axis=1)
         scores.append(around.mean(axis=-1) if pooling == "avg" else around.max(axis=-1))
@@ -246,7 +253,7 @@ def aircache(p, alpha=0.9, window="elite", rows=32, allocation="both", heads="me
     scores, strength, skew = [], [], []
     for q, k in zip(p.q, p.k, strict=True):
         if window == "elite":
-            text_attention = attention(q, k, p.instruction)[:, -1].mean(axis=0)
+            text_attention = p.attention(q, k, p.instruction)[:, -1].mean(axis=0)
             watch = p.instruction & (text_attention >= alpha * text_attention.max())
         elif window == "text":
             watch = p.instruction
@@ -254,7 +261,7 @@ def aircache(p, alpha=0.9, window="elite", rows=32, allocation="both", heads="me
             group = np.flatnonzero(p.instruction if window == "recent" else p.vision)[-rows:]
             watch = np.isin(p.place, group)
         keys = np.ones(p.tokens, bool) if p.everything else p.vision | watch
-        each = attention(q, k, keys)[:, watch].mean(axis=1) if watch.any() else np.zeros((len(q), p.tokens))
+        each = p.attention(q, k, keys)[:, watch].mean(axis=1) if watch.any() else np.zeros((len(q), p.tokens))
         each, importance = per_key_head(each, p.heads), each.mean(axis=0)
         scores.append(each if heads == "each" else np.broadcast_to(importance, (p.heads, p.tokens)))
         strength.append(importance[p.scope].sum())
@@ -289,7 +296,7 @@ def vlcache(p, threshold=0.01, window=0.1):
     rows = p.instruction if p.instruction.any() else p.place == p.tokens - 1
     scores, density = [], []
     for q, k in zip(p.q, p.k, strict=True):
-        a = attention(q, k)[:, rows]
+        a = p.attention(q, k)[:, rows]
         scores.append(per_key_head(a.sum(axis=1), p.heads))
         counted = (a > 0) & (a >= threshold * a.max(axis=-1, keepdims=True))
         density.append(counted.sum(axis=(1, 2)).mean() / (p.place[rows] + 1).sum())
@@ -346,9 +353,9 @@ def best(x, candidates, count):
 def roco(p, spread=0.5, recent=10):
     protected = (p.place >= p.tokens - recent) & p.everything
     budgets, kept, scores = uniform(p.total, p.layers), [], []
-    seen_by = p.tokens - p.place  # rows
+    seen_by = p.sees.sum(axis=0)  # rows
     for q, k, budget in zip(p.q, p.k, budgets, strict=True):
-        a = attention(q, k).reshape(p.heads, -1, p.tokens)  # rows of all heads of a group
+        a = p.attention(q, k).reshape(p.heads, -1, p.tokens)  # rows of all heads of a group
         rows = seen_by * (a.shape[1] // p.tokens)
         mean = a.sum(axis=1) / rows
         spreads = np.sqrt(np.maximum((a**2).sum(axis=1) / rows - mean**2, 0))
@@ -367,7 +374,7 @@ def csp(p, c=0.5, window=None, recent_bias=1, score_n=1.0, heads="mean", regions
     free = p.scope & ~protected
     kept, scores = [], []
     for q, k, budget in zip(p.q, p.k, uniform(p.total, p.layers), strict=True):
-        a = attention(q, k, n=score_n)[:, -rows:]
+        a = p.attention(q, k, n=score_n)[:, -rows:]
         same = p.vision[-rows:, None] == p.vision
         own, cross = (per_key_head((a * which).sum(axis=1), p.heads) for which in (same, ~same))
         if heads == "mean":

@@ -60,9 +60,9 @@ from tests.models import CONFIG, random_model, unequal_batch
 from tests.sharding.meshes import OPTIONS, placed
 from vlkv import policies, sharding
 
-decoder = dataclasses.replace(CONFIG.decoder, layers=2, windows=(12, None))
+decoder = dataclasses.replace(CONFIG.decoder, layers=2, windows=(12, None), image_block=25)
 params, batch = random_model(dataclasses.replace(CONFIG, decoder=decoder)), unequal_batch(padding="left")
-policy, sampling = policies.SnapKV(keep=0.3, scope="all"), vlkv.Greedy(max_new_tokens=8, stop=())
+policy, sampling = policies.H2O(keep=0.3), vlkv.Greedy(max_new_tokens=8, stop=())
 generate = jax.jit(vlkv.generate, compiler_options=OPTIONS)
 alone = generate(params, batch, policy=policy, sampling=sampling)
 for data, model in ((1, 2), (1, 4), (3, 1)):  # 2 key heads and 3 rows
@@ -94,7 +94,7 @@ def test_weights_are_split_from_wherever_they_come(root):
 
 
 @pytest.mark.full
-def test_layers_with_a_sliding_window_on_a_mesh(root):
+def test_sliding_windows_and_images_that_attend_in_both_directions_on_a_mesh(root):
     result(start("-c", RINGS, devices=4, root=root))
 
 

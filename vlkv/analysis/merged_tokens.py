@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from vlkv.compression.checking import require_layers
 from vlkv.compression.observe import Observation
 from vlkv.compression.policy import Policy
 from vlkv.compression.tokens import Tokens
@@ -31,10 +32,11 @@ def merged_into(params: Model, inputs: Inputs | Mapping[str, Any], method: Polic
         method: a `LightKV`.
 
     Raises:
-        InputError: another method, or several questions.
+        InputError: another method, several questions, or too few layers with full attention.
     """
     if not isinstance(method, LightKV):
         raise InputError(f"{type(method).__name__} does not merge patches in stages: give LightKV")
+    require_layers(method, params.decoder.full_layers)
     inputs = Inputs.of(inputs, params.config)
     if inputs.tokens.shape[0] != 1:
         raise InputError(f"inputs contain {inputs.tokens.shape[0]} questions: give only one")

@@ -18,6 +18,7 @@ def observer_attention(
     valid: Bool[Array, " T"],
     observers: Int[Array | np.ndarray, " R"],
     vision: Int[Array | np.ndarray, " V"],
+    until: Int[Array, " T"] | None = None,
 ) -> Float[Array, "R V"]:
     """Attention of each observer to each vision token, mean over heads. The softmax is over the whole prompt.
 
@@ -27,9 +28,11 @@ def observer_attention(
         valid: False for padding.
         observers: indices of prompt tokens.
         vision: indices of the vision tokens.
+        until: index of the last token that each token attends to; None: itself.
     """
     rows = jnp.zeros((len(observers), q.shape[0])).at[jnp.arange(len(observers)), jnp.asarray(observers)].set(1.0)
-    mass = attention_mass(jnp.swapaxes(q, 0, 1), jnp.swapaxes(k, 0, 1), row_weight=rows, key_mask=valid)
+    q, k = jnp.swapaxes(q, 0, 1), jnp.swapaxes(k, 0, 1)
+    mass = attention_mass(q, k, row_weight=rows, key_mask=valid, row_place=until)
     return jnp.mean(mass, axis=1)[:, jnp.asarray(vision)]
 
 

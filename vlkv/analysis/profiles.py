@@ -118,7 +118,7 @@ def _observed(prompt: Prompt, policy: Policy, measure: Callable[[Observation], A
         q, k, v = (jnp.swapaxes(x, 0, 1) for x in (read.q, read.k, read.v))
         obs = make_observation(
             policy, q, k, v, read.is_vision, read.valid, None,
-            layer=layer, layers=len(prompt.layers), max_instruction=prompt.max_instruction,
+            layer=layer, layers=len(prompt.layers), max_instruction=prompt.max_instruction, until=read.until,
         )  # fmt: skip
         return measure(obs)
 

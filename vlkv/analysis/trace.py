@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.cache.decode_state import DecodeState, begin, packed
 from vlkv.cache.pool import PackedCache
+from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation.prompt import Prompt
 from vlkv.generation.step import feed_and_watch
@@ -50,7 +51,14 @@ def follow(
         cache: from any policy, with capacity for the tokens.
         tokens: the tokens; padding, -1, is replaced by token 0.
         only: attention is limited to these prompt tokens and to new tokens; None: no limit.
+
+    Raises:
+        InputError: no layer has full attention, so there is nothing to record.
     """
+    if not params.decoder.full_layers:
+        raise InputError(
+            "all layers of this model have a sliding window, so there is no attention to a cache to record"
+        )
     state = _decode_state(prompt, cache)
     if only is not None:
         state = tuple(_restrict(m, _tokens(m, prompt.valid), only[i]) for i, m in enumerate(state))

@@ -103,6 +103,11 @@ class PackedCache:
         return self.decode_states is not None and self.decode_states[0].reuses
 
     @property
+    def one_by_one(self) -> bool:
+        """Whether several new tokens are processed one after the other, because what attention reads changes."""
+        return self.decode_states is not None or self.full_precision is not None
+
+    @property
     def new_tokens(self) -> int:
         """Capacity for tokens after the prompt, including those in `used`."""
         if self.decode_states is not None:

@@ -115,6 +115,7 @@ def attend(
     v: Float[Array, "B T K H"],
     place: Int[Array, "B T"],
     kernels: Kernels,
+    until: Int[Array, "B T"] | None = None,
 ) -> tuple[Ring, Float[Array, "B T N H"]]:
     """Writes new entries; returns the ring and the attention of their queries, in float32.
 
@@ -125,6 +126,7 @@ def attend(
         v: their values.
         place: of each token; -1: padding, which is not written.
         kernels: implementations of the ops.
+        until: index of the last of these tokens that each one attends to; None: itself.
     """
     if q.shape[1] == 1:  # the new token takes the slot of the one that leaves the window
         ring = _write(ring, k, v, place, kernels)
@@ -134,7 +136,8 @@ def attend(
         jnp.concatenate([ring.k, k.swapaxes(1, 2)], axis=2), jnp.concatenate([ring.v, v.swapaxes(1, 2)], axis=2),
         jnp.concatenate([ring.place, place], axis=1),
     )  # fmt: skip
-    return _write(ring, k, v, place, kernels), _attend_to_window(q, place, *seen, window=ring.window)
+    last = place if until is None else jnp.take_along_axis(place, until, axis=1)
+    return _write(ring, k, v, place, kernels), _attend_to_window(q, place, last, *seen, window=ring.window)
 
 
 def _write(
@@ -177,13 +180,14 @@ def _attend_to_ring(
 def _attend_to_window(
     q: Float[Array, "B T N H"],
     place: Int[Array, "B T"],
+    last: Int[Array, "B T"],
     k: Float[Array, "B K S H"],
     v: Float[Array, "B K S H"],
     key_place: Int[Array, "B S"],
     *,
     window: int,
 ) -> Float[Array, "B T N H"]:
-    """Attention of several queries to the keys in their windows, block by block."""
+    """Attention of several queries to the keys in their windows up to the place `last`, block by block."""
     batch, length, heads, head_dim = q.shape
     block = min(length, _BLOCK)
     after = -length % block
@@ -192,16 +196,16 @@ def _attend_to_window(
         x = jnp.pad(x, [(0, 0), (0, after)] + [(0, 0)] * (x.ndim - 2))
         return x.reshape(batch, -1, block, *x.shape[2:]).swapaxes(0, 1)
 
-    def one(args: tuple[Float[Array, "B C N H"], Int[Array, "B C"]]) -> Float[Array, "B C N H"]:
-        q, place = args
+    def one(args: tuple[Float[Array, "B C N H"], Int[Array, "B C"], Int[Array, "B C"]]) -> Float[Array, "B C N H"]:
+        q, place, last = args
         q = q.reshape(batch, block, k.shape[1], -1, head_dim)
         logits = jnp.einsum("bckgh,bksh->bkgcs", q, k, preferred_element_type=jnp.float32) * head_dim**-0.5
-        distance = place[:, :, None] - key_place[:, None]
-        allowed = (key_place[:, None] >= 0) & (distance >= 0) & (distance < window)
+        key, near = key_place[:, None], place[:, :, None] - key_place[:, None] < window
+        allowed = (key >= 0) & (key <= last[:, :, None]) & near
         logits = jnp.where(allowed[:, None, None], logits, jnp.finfo(jnp.float32).min)
         weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
         out = jnp.einsum("bkgcs,bksh->bckgh", weights, v, preferred_element_type=jnp.float32)
         return out.reshape(batch, block, heads, head_dim)
 
-    out = jax.lax.map(one, (split(q), split(place))).swapaxes(0, 1)
+    out = jax.lax.map(one, (split(q), split(place), split(last))).swapaxes(0, 1)
     return out.reshape(batch, -1, heads, head_dim)[:, :length]

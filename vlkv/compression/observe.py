@@ -56,6 +56,7 @@ class Observation:
     layer: int = dataclasses.field(metadata={"static": True})
     max_instruction: int = dataclasses.field(metadata={"static": True})  # bound on the instruction's length
     grid: Int[Array, "T 3"] | None = None  # (image number in the prompt, line, column) of the patch; -1: none
+    until: Int[Array, " T"] | None = None  # last token that each row attends to; None: its own
     lse: Float[Array, "N T"] | None = None  # log-sum-exp of each row's logits; None: not computed
     context: LayerContext | None = None  # given to methods that use it
     kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
@@ -78,21 +79,31 @@ def head_mean(x: Float[Array, "N T"], kv_heads: int) -> Float[Array, "K T"]:
 
 
 def column_sums(obs: Observation, **options: Any) -> Float[Array, "N T"]:
-    """Attention that each token receives from itself and all later tokens, summed.
+    """Attention that each token receives from all rows that attend to it, summed: itself and all later tokens.
+
+    In models whose image tokens attend to each other in both directions, also the earlier tokens of its image.
 
     `options` are `statistic`, `threshold` and `softmax_n` of `attention_mass`.
     """
     weight = obs.valid[None].astype(jnp.float32)
     return attention_mass(
-        obs.q, obs.k, row_weight=weight, key_mask=obs.valid, lse=obs.lse, implementation=obs.kernels.attention_mass,
-        **options,
+        obs.q, obs.k, row_weight=weight, key_mask=obs.valid, row_place=obs.until, lse=obs.lse,
+        implementation=obs.kernels.attention_mass, **options,
     )[0]  # fmt: skip
+
+
+def row_counts(obs: Observation) -> Int[Array, " T"]:
+    """Number of rows that attend to each token; at least 1."""
+    first = jnp.arange(obs.valid.shape[0])  # the first row that attends to each token
+    if obs.until is not None:
+        first = jnp.searchsorted(obs.until, first)
+    return jnp.maximum(jnp.sum(obs.valid) - ordinal(obs.valid)[first], 1)
 
 
 def rows_mass(
     obs: Observation, rows: Bool[Array, " T"], most: int, *, keys: Bool[Array, " T"] | None = None, **options: Any
 ) -> Float[Array, "N T"]:
-    """Causal attention summed over a few rows, with a softmax over `keys` (None: all valid tokens).
+    """The model's attention summed over a few rows, with a softmax over `keys` (None: all valid tokens).
 
     Only the last `most` rows of the mask (or of `among`, if it is given) are used. This static bound makes it cheap:
     the rows are gathered first, instead of a second attention pass over all T rows. `options` are those of
@@ -127,7 +138,7 @@ def split_rows_mass(
         obs.k,
         row_weight=jnp.where(present, of_part, 0).astype(jnp.float32),
         key_mask=obs.valid if keys is None else keys,
-        row_place=picked,
+        row_place=picked if obs.until is None else obs.until[picked],
         implementation=obs.kernels.attention_mass,
         **options,
     )

@@ -59,6 +59,7 @@ def make_observation(
     budget: Budget | None = None,
     is_candidate: Bool[Array, " T"] | None = None,
     grid: Int[Array, "T 3"] | None = None,
+    until: Int[Array, " T"] | None = None,
     lse: Float[Array, "N T"] | None = None,
     kernels: Kernels | None = None,
     context: LayerContext | None = None,
@@ -79,7 +80,7 @@ def make_observation(
         q=q, k=k, v=v, is_vision=is_vision & valid, valid=valid, in_scope=in_scope,
         asked=jnp.asarray(budget.mean)[count], mean_budget=jnp.asarray(budget.nominal)[count] // layers,
         key=None if key is None else jax.random.fold_in(key, layer),
-        layer=layer, max_instruction=max_instruction, grid=grid, lse=lse,
+        layer=layer, max_instruction=max_instruction, grid=grid, until=until, lse=lse,
         kernels=Kernels() if kernels is None else kernels, context=context,
     )  # fmt: skip
 

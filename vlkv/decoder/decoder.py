@@ -22,6 +22,7 @@ from vlkv.decoder.experts import Experts
 from vlkv.decoder.layers import ACTIVATIONS, Embedding, Initializer, JoinHeads, Linear, RMSNorm, SplitHeads, product
 from vlkv.decoder.memory_maps import make_room
 from vlkv.decoder.rope import apply_rope, rope_table
+from vlkv.masks import run_ends
 from vlkv.sharding.ops import prefill_attention
 
 C = TypeVar("C")  # the carry of `Decoder.walk`
@@ -110,11 +111,21 @@ class Decoder(nnx.Module):
         self.head_dim, self.rope, self.log_from = c.head_dim, c.rope, c.log_from
         self.sliding_rope = c.rope if c.sliding_rope is None else c.sliding_rope
         self.kinds = c.kinds  # of each layer
+        self.image_block = c.image_block
 
     @property
     def full_layers(self) -> int:
         """Number of layers with full attention, which are those that policies count."""
         return sum(kind.window is None for kind, _ in zip(self.kinds, self.layers, strict=False))
+
+    def until(self, is_vision: Bool[Array, "B T"]) -> Int[Array, "B T"] | None:
+        """The last token that each token of a prompt attends to: that of its image. None: each token itself."""
+        return run_ends(is_vision) if self.image_block else None
+
+    @property
+    def ahead(self) -> int:
+        """The most tokens after its own that a token attends to."""
+        return max(0, self.image_block - 1)
 
     def rotation(
         self, positions: Int[Array, "B T A"], limit: Int[Array, " B"] | None = None, *, sliding: bool = False
@@ -147,13 +158,14 @@ class Decoder(nnx.Module):
         positions: Int[Array, "B T A"],
         valid: Bool[Array, "B T"],
         added: Float[Array, "B S T D"] | None = None,
+        until: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Runs all layers over whole prompts, without a cache. `added` as in `add_features`."""
+        """Runs all layers over whole prompts, without a cache. `added` as in `add_features`; `until` from `until`."""
 
         def after(i: int, carry: None, x: Array) -> tuple[None, Array, None]:
             return carry, add_features(added, i, x), None
 
-        _, x = self.walk(None, x, positions, attend_to_prompt(self, valid), after)
+        _, x = self.walk(None, x, positions, attend_to_prompt(self, valid, until), after)
         return x
 
     def walk(
@@ -202,9 +214,12 @@ def add_features(added: Float[Array, "B S T D"] | None, layer: int, x: Float[Arr
     return x if added is None or layer >= added.shape[1] else x + added[:, layer].astype(x.dtype)
 
 
-def attend_to_prompt(decoder: Decoder, valid: Bool[Array, "B T"]) -> Attend[C]:
-    """For `Decoder.walk`: causal attention of a whole prompt, without a cache. The carry is unchanged."""
+def attend_to_prompt(decoder: Decoder, valid: Bool[Array, "B T"], until: Int[Array, "B T"] | None = None) -> Attend[C]:
+    """For `Decoder.walk`: attention of a whole prompt, without a cache. The carry is unchanged.
+
+    It is causal, except that each token attends to tokens up to `until`, which is from `Decoder.until`.
+    """
     return lambda i, carry, q, k, v: (
         carry,
-        prefill_attention(q, k, v, valid=valid, window=decoder.kinds[i].window),
+        prefill_attention(q, k, v, valid=valid, until=until, ahead=decoder.ahead, window=decoder.kinds[i].window),
     )

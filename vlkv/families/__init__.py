@@ -20,7 +20,20 @@ from vlkv import sharding
 from vlkv.config import ModelConfig, Raw
 from vlkv.decoder.layers import Initializer, Shapes
 from vlkv.errors import InputError
-from vlkv.families import eve, glm, internvl, llava, llava_next, mobilevlm, qwen2_vl, qwen3_vl, qwen_vl, smolvlm, text
+from vlkv.families import (
+    eve,
+    gemma3,
+    glm,
+    internvl,
+    llava,
+    llava_next,
+    mobilevlm,
+    qwen2_vl,
+    qwen3_vl,
+    qwen_vl,
+    smolvlm,
+    text,
+)
 from vlkv.families.family import Family, TextModel
 from vlkv.families.text.config import KINDS, read_stop
 from vlkv.keys import required_key
@@ -43,6 +56,7 @@ FAMILIES: dict[str, Family] = {  # by `model_type`
     "qwen3_vl_moe": qwen3_vl.FAMILY,
     **dict.fromkeys(("glm4v", "glm46v", "glm_ocr"), glm.FAMILY),
     **dict.fromkeys(("idefics3", "smolvlm"), smolvlm.FAMILY),
+    "gemma3": gemma3.FAMILY,
     "mobilevlm": mobilevlm.FAMILY,
     "qwen": qwen_vl.FAMILY,
     "eve": eve.FAMILY,

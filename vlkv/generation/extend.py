@@ -37,7 +37,8 @@ def extend(
     """Adds texts, which may contain images and differ in length, to a cache.
 
     Methods with a decode state process the tokens one by one, and treat new images as text. KIVI with a `window` also
-    processes the tokens one by one, the others all together.
+    processes the tokens one by one, the others all together. One by one, an image cannot be added if its tokens attend
+    to each other in both directions.
 
     Args:
         params: the model.
@@ -49,7 +50,8 @@ def extend(
         The cache with the new tokens, and the logits of the token after them.
 
     Raises:
-        InputError: another batch size; outside jit, also too little capacity in the cache or the model. Under jit, the
+        InputError: another batch size, or an image that cannot be added; outside jit, also too little capacity in the
+            cache or the model. Under jit, the
             numbers of tokens are unknown: the model's limit is not checked, and the logits of a row without capacity in
             the cache are NaN.
     """
@@ -58,7 +60,8 @@ def extend(
     arrays: Inputs = jax.tree.map(jnp.asarray, inputs)
     positions = cache.next_position[:, None] + arrays.positions
     embedded = params.embed(arrays)
-    fed, x = feed(params.decoder, cache, embedded.x, positions, arrays.valid, embedded.added)
+    until = params.decoder.until(arrays.is_vision) if arrays.max_vision else None
+    fed, x = feed(params.decoder, cache, embedded.x, positions, arrays.valid, embedded.added, until)
     # In M-RoPE the position after an image is the greatest one on all axes plus one.
     furthest = jnp.max(jnp.where(arrays.valid[..., None], positions, -1), axis=(1, 2))
     fed = dataclasses.replace(fed, next_position=jnp.broadcast_to(furthest[:, None] + 1, cache.next_position.shape))
@@ -70,6 +73,11 @@ def _check(params: Model, cache: PackedCache, inputs: Inputs) -> None:
     capacity, batch = cache.new_tokens, cache.used.shape[0]
     if inputs.tokens.shape[0] != batch:
         raise InputError(f"the cache has {batch} rows, but the inputs have {inputs.tokens.shape[0]}")
+    if params.decoder.image_block and inputs.max_vision and cache.one_by_one:
+        raise InputError(
+            "this cache takes new tokens one by one, but image tokens of this model attend to each other in both "
+            "directions: give all images in the first prompt, or use a method that does not evict while decoding"
+        )
     counts = inputs.lengths
     if counts is None or isinstance(cache.used, jax.core.Tracer):
         return

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv.decoder import add_features, attend_to_prompt
+from vlkv.decoder import Attend, add_features, attend_to_prompt
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.inputs import Inputs
@@ -127,13 +127,15 @@ def _finite_parts(params: Model, inputs: Inputs, failed: Bool[Array, " B"], answ
 
     positions = jnp.concatenate([inputs.positions, new_positions], axis=1)
     none: tuple[Array, ...] = ()
-    layers, last = params.decoder.walk(none, x, positions, attend_to_prompt(params.decoder, valid), note)
+    is_vision = jnp.pad(inputs.is_vision, [(0, 0), (0, answer.shape[1])])
+    attend: Attend[tuple[Array, ...]] = attend_to_prompt(params.decoder, valid, params.decoder.until(is_vision))
+    layers, last = params.decoder.walk(none, x, positions, attend, note)
     place = jnp.max(jnp.where(valid, jnp.arange(valid.shape[1]), 0), axis=1)
     logits = params.decoder.logits(last[jnp.arange(len(place)), place])
     weights = jax.tree_util.tree_leaves_with_path(params)
     return _Parts(
         vision=is_finite(prompt, inputs.valid & inputs.is_vision),
-        text=is_finite(x, valid & ~jnp.pad(inputs.is_vision, [(0, 0), (0, answer.shape[1])])),
+        text=is_finite(x, valid & ~is_vision),
         layers=jnp.stack(layers),
         logits=jnp.all(jnp.isfinite(logits) | ~failed[:, None]),
         weights={jax.tree_util.keystr(path): jnp.all(jnp.isfinite(x)) for path, x in weights},

@@ -157,7 +157,8 @@ def _look(
     obs = make_observation(
         policy, q, k, v, prompt.is_vision, prompt.valid, key,
         layer=layer, layers=layers, max_instruction=bounds.max_instruction, budget=budget,
-        is_candidate=prompt.is_candidate, lse=prompt.lse, grid=prompt.grid, kernels=kernels, context=prompt.context,
+        is_candidate=prompt.is_candidate, lse=prompt.lse, grid=prompt.grid, until=prompt.until, kernels=kernels,
+        context=prompt.context,
     )  # fmt: skip
     observed, count = observe(policy, obs), jnp.sum(obs.in_scope)
     if policy.cap is None:

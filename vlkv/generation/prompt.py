@@ -49,6 +49,7 @@ class LayerPrompt:
     source: Int[Array, "*B t"]  # index of the token in the prompt
     grid: Int[Array, "*B t 3"]  # (image number in the prompt, line, column) of the patch; -1: none
     context: LayerContext
+    until: Int[Array, "*B t"] | None = None  # last token that each token attends to; None: itself
     lse: Float[Array, "*B N t"] | None = None  # log-sum-exp of each query's logits; None: kernels do not use it
 
 
@@ -137,25 +138,20 @@ def read_layers(
 
     def attend(i: int, now: _Carry, q: Array, k: Array, v: Array) -> tuple[_Carry, Array]:
         tokens, window = now.tokens, kinds[i].window
+        attention, until = _attention(params, inputs, tokens, kernels, q, k, v)
         if window is not None:
             # A window counts the tokens of the prompt, also those that a reduction has dropped.
             place = jnp.take_along_axis(number, tokens.source, axis=1)
-            attended = prefill_attention(
-                q, k, v, valid=tokens.valid, place=place if stages else None, window=window,
-                implementation=kernels.prefill_attention,
-            )  # fmt: skip
+            attended = attention(place=place if stages else None, window=window)
             ring = of_prompt(
                 k, v, jnp.where(tokens.valid, place, -1), number[:, -1] + 1, window=window,
                 slots=ring_slots(window, inputs.max_vision + inputs.max_text),
             )  # fmt: skip
             return now._replace(rings=(*now.rings, ring)), attended
-        attended = prefill_attention(
-            q, k, v, valid=tokens.valid, return_lse=return_lse, implementation=kernels.prefill_attention
-        )
-        attended, lse = attended if return_lse else (attended, None)
+        attended, lse = attention(return_lse=True) if return_lse else (attention(), None)
         layer = LayerPrompt(
             q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, is_candidate=tokens.valid,
-            source=tokens.source, grid=tokens.grid, lse=lse,
+            source=tokens.source, grid=tokens.grid, until=until, lse=lse,
             context=_context(params, policy, i, tokens.positions, v, limit),
         )  # fmt: skip
         return now._replace(layer=layer), attended
@@ -213,6 +209,18 @@ def read_layers(
     )  # fmt: skip
 
 
+def _attention(
+    params: Model, inputs: Inputs, tokens: Tokens, kernels: Kernels, *qkv: Array
+) -> tuple[Callable[..., Any], Int[Array, "B t"] | None]:
+    """The attention of a layer, and the last token that each of its tokens attends to."""
+    until = params.decoder.until(tokens.is_vision) if inputs.max_vision else None
+    attention = partial(
+        prefill_attention, *qkv, valid=tokens.valid, until=until, ahead=params.decoder.ahead,
+        implementation=kernels.prefill_attention,
+    )  # fmt: skip
+    return attention, until
+
+
 class _Carry(NamedTuple):
     """What `read_layers` carries from layer to layer."""
 
@@ -265,8 +273,8 @@ def _reduce(
         q, k, v = (jnp.swapaxes(x, 0, 1) for x in (just_run.q, just_run.k, just_run.v))
         obs = make_observation(
             policy, q, k, v, just_run.is_vision, just_run.valid, key,
-            layer=layer, layers=layers, max_instruction=max_instruction, grid=just_run.grid, kernels=kernels,
-            context=just_run.context,
+            layer=layer, layers=layers, max_instruction=max_instruction, grid=just_run.grid, until=just_run.until,
+            kernels=kernels, context=just_run.context,
         )  # fmt: skip
     changed, kept = policy.reduce(tokens, obs, stage=stage)
     of_image = kept & tokens.valid & tokens.is_vision
@@ -285,4 +293,5 @@ def forward(params: Model, inputs: Inputs | Mapping[str, Any]) -> Float[Array, "
     """Logits at every token of the prompts, without a cache. `inputs` are those of `generate`."""
     arrays: Inputs = jax.tree.map(jnp.asarray, Inputs.of(inputs, params.config))
     embedded = params.embed(arrays)
-    return params.decoder.logits(params.decoder(embedded.x, arrays.positions, arrays.valid, embedded.added))
+    until = params.decoder.until(arrays.is_vision)
+    return params.decoder.logits(params.decoder(embedded.x, arrays.positions, arrays.valid, embedded.added, until))

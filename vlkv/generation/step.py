@@ -44,6 +44,7 @@ def feed(
     positions: Int[Array, "B T A"],
     valid: Bool[Array, "B T"] | None = None,
     added: Float[Array, "B S T D"] | None = None,
+    until: Int[Array, "B T"] | None = None,
 ) -> tuple[PackedCache, Float[Array, "B T D"]]:
     """Runs embedded tokens through all layers; returns the cache with their entries, and the last layer's output.
 
@@ -57,10 +58,12 @@ def feed(
         positions: of the tokens, for RoPE.
         valid: False for padding, which has no entry; None: there is no padding.
         added: as in `add_features`.
+        until: index of the last of these tokens that each one attends to; None: itself. Tokens that are processed one
+            by one attend only to earlier ones.
     """
     require_32_bits()
-    if (cache.decode_states is None and cache.full_precision is None) or x.shape[1] == 1:
-        return _feed(decoder, cache, x, positions, valid, added)[:2]
+    if not cache.one_by_one or x.shape[1] == 1:
+        return _feed(decoder, cache, x, positions, valid, added, until)[:2]
 
     def step(cache: PackedCache, token: tuple[Any, ...]) -> tuple[PackedCache, Array]:
         x, positions, valid, added = jax.tree.map(lambda part: part[:, None], token)
@@ -81,7 +84,7 @@ def feed_and_watch(
 
     It also returns the results of `watch`, one per layer with full attention.
     """
-    return _feed(decoder, cache, x, positions, None, None, watch)
+    return _feed(decoder, cache, x, positions, None, None, watch=watch)
 
 
 def _feed(
@@ -91,6 +94,7 @@ def _feed(
     positions: Int[Array, "B T A"],
     valid: Bool[Array, "B T"] | None,
     added: Float[Array, "B S T D"] | None,
+    until: Int[Array, "B T"] | None = None,
     watch: Watch | None = None,
 ) -> tuple[PackedCache, Float[Array, "B T D"], tuple[Any, ...]]:
     """All layers, for tokens that can be processed together.
@@ -99,10 +103,11 @@ def _feed(
     state attends to, and `step` of the policy updates the state, which may evict entries.
     """
     count = jnp.arange(1, x.shape[1] + 1) if valid is None else jnp.cumsum(valid, axis=1)
-    # [B, T] entries of the tail that a token attends to, including its own; not used if there is no tail
-    in_tail = cache.used[:, None] + count
+    stored = cache.used[:, None] + count  # [B, T] entries of the tail up to each token
     # Padding gets an entry number past the end, which is not written.
-    tail_entry = in_tail - 1 if valid is None else jnp.where(valid, in_tail - 1, cache.new_tokens)
+    tail_entry = stored - 1 if valid is None else jnp.where(valid, stored - 1, cache.new_tokens)
+    # [B, T] entries of the tail that a token attends to; not used if there is no tail
+    in_tail = stored if until is None else jnp.take_along_axis(stored, until, axis=1)
     # Kernels for decoding are made for one query; several queries are matrix products, which XLA computes well.
     kernel = cache.kernels.decode_attention if x.shape[1] == 1 else "xla"
     updater = None if cache.policy is None else cache.policy.updater
@@ -115,7 +120,7 @@ def _feed(
         window, i = decoder.kinds[i]
         if window is not None:
             assert now.rings is not None and places is not None
-            ring, attended = attend_to_ring(now.rings.layers[i], q, k, v, places, now.kernels)
+            ring, attended = attend_to_ring(now.rings.layers[i], q, k, v, places, now.kernels, until)
             rings = dataclasses.replace(now.rings, layers=_put(now.rings.layers, i, ring))
             return carry._replace(cache=dataclasses.replace(now, rings=rings)), attended
         tail: tuple[Array, Array] | None = None

@@ -44,7 +44,7 @@ class H2O(DecodingStages):
         self.check("recent", share, "must be a whole number of at least 0, a share in [0, 1], or None")
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Column sums of the causal attention, averaged over the query heads of each key head."""
+        """Column sums of the attention, averaged over the query heads of each key head."""
         return group_mean(column_sums(obs), obs.k.shape[0])
 
     def recent_of(self, budget: Int[Array, "*shape"]) -> Int[Array, "*shape"]:

@@ -10,10 +10,10 @@ from typing_extensions import override
 
 from vlkv.cache.decode_state import DecodeState, evict, evictable
 from vlkv.compression import budgets
-from vlkv.compression.observe import Observation, column_sums, group_mean
+from vlkv.compression.observe import Observation, column_sums, group_mean, row_counts
 from vlkv.compression.option_types import Count, Unit
 from vlkv.compression.policy import DecodingStages, Facts, Statistics
-from vlkv.masks import last, ordinal, top
+from vlkv.masks import last, top
 
 
 class RoCo(DecodingStages):
@@ -47,11 +47,7 @@ class RoCo(DecodingStages):
 
     def moment(self, obs: Observation, statistic: str) -> Float[Array, "K T"]:
         """Column sums of the attention ("sum") or of its square ("square"), per row that can attend to the token."""
-        return group_mean(column_sums(obs, statistic=statistic), obs.k.shape[0]) / self.rows(obs)
-
-    def rows(self, obs: Observation) -> Int[Array, " T"]:
-        """Number of rows that can attend to each token."""
-        return jnp.maximum(jnp.sum(obs.valid) - ordinal(obs.valid), 1)
+        return group_mean(column_sums(obs, statistic=statistic), obs.k.shape[0]) / row_counts(obs)
 
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
         """Recent tokens."""
@@ -79,7 +75,7 @@ class RoCo(DecodingStages):
 
     def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
         """Mean, mean square, and number of rows."""
-        rows = jnp.broadcast_to(self.rows(obs).astype(jnp.float32), scores.shape)
+        rows = jnp.broadcast_to(row_counts(obs).astype(jnp.float32), scores.shape)
         return {"mean": scores, "square": self.moment(obs, "square"), "rows": rows}
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:

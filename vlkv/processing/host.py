@@ -56,7 +56,7 @@ class HostConfig(ModelConfig):
         none = np.full((*tokens.shape, 3), -1, np.int32)
         return Arranged(vision_index=none[..., 0], grid=none, positions=count_up(valid))
 
-    def only_checkpoint(self, layout: Layout) -> None:
-        """Raises InputError for layouts that only models with square images support."""
-        if layout != "checkpoint":
+    def check_layout(self, layout: Layout, *supported: Layout) -> None:
+        """Raises InputError for a layout that is neither that of the checkpoint nor one of `supported`."""
+        if layout not in ("checkpoint", *supported):
             raise InputError(f"layout={layout!r} is not supported for {self.family}; leave it out")

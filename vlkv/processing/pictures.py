@@ -61,7 +61,7 @@ class Read:
 class Pictures:
     """Converts images and videos to arrays. A family overrides `image`, and `video` if it supports videos."""
 
-    # Kind ("video") -> its mark in the prompt, for kinds without a token in the tokenizer.
+    # Kind ("image", "video") -> its mark in the prompt, if this is not the text of its token.
     spelled: ClassVar[Mapping[str, str]] = {}
 
     def read(self, picture: Picture | Video, *, images: int = 1) -> Read:

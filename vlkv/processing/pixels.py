@@ -19,7 +19,7 @@ from vlkv.errors import InputError
 from vlkv.files import read_json
 from vlkv.processing.images import check_area
 
-Layout: TypeAlias = Literal["checkpoint", "pad"]
+Layout: TypeAlias = Literal["checkpoint", "pad", "pan_and_scan"]
 PictureKind: TypeAlias = Literal["image", "video"]
 Kinds: TypeAlias = Mapping[str, Mapping[str, Any]]
 
@@ -59,7 +59,7 @@ class PixelSettings:
         Args:
             raw: the JSON object.
             source: its file, for messages.
-            layout: `checkpoint`: as the file says; `pad`: always pad to a square.
+            layout: `pad`: always pad to a square; others: as the file says.
             kinds: supported processors -> their defaults.
 
         Raises:

@@ -10,7 +10,7 @@ import functools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import jax
 import numpy as np
@@ -55,7 +55,7 @@ class Processor:
             config: the model's config (`params.config`).
             buckets: how to round lengths and counts; None for the defaults.
             layout: for images that are not square: `checkpoint`: as the folder says (often a crop of the middle);
-                `pad`: pad to a square with the mean colour.
+                `pad`: pad to a square with the mean colour; `pan_and_scan`: add crops of long images (Gemma 3).
 
         Raises:
             InputError: a file is missing, damaged, or has unsupported values.
@@ -63,8 +63,8 @@ class Processor:
         folder = Path(folder)
         if not folder.is_dir():
             raise InputError(f"{folder}: no such folder")
-        if layout not in ("checkpoint", "pad"):
-            raise InputError(f"layout={layout!r} is neither 'checkpoint' nor 'pad'")
+        if layout not in (layouts := get_args(Layout)):
+            raise InputError(f"layout={layout!r} must be one of {', '.join(layouts)}")
         tokenizer = TextTokenizer.from_folder(folder)
         if config.image_token == config.decoder.vocab_size:  # the vocabulary has no image token, so add one
             config = dataclasses.replace(config, image_token=tokenizer.add(MARKS["image"]))

@@ -33,6 +33,7 @@ class SquareConfig(HostConfig):
 
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
+        self.check_layout(layout, "pad")
         return self.squares(read_settings(folder, layout, self.kinds))
 
     def squares(self, settings: PixelSettings) -> SquarePictures:

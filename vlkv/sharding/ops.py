@@ -229,7 +229,7 @@ def _over_heads(
     return jax.tree.map(unpad, output, made) if spare else made
 
 
-@partial(jax.jit, static_argnames=("causal", "window", "return_lse", "implementation"))
+@partial(jax.jit, static_argnames=("ahead", "causal", "window", "return_lse", "implementation"))
 def prefill_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
@@ -237,6 +237,8 @@ def prefill_attention(
     *,
     valid: Bool[Array, "B T"] | None = None,
     place: Int[Array, "B T"] | None = None,
+    until: Int[Array, "B T"] | None = None,
+    ahead: int = 0,
     causal: bool = True,
     window: int | None = None,
     return_lse: bool = False,
@@ -244,12 +246,12 @@ def prefill_attention(
 ) -> Any:
     """`pallas_kernels.prefill_attention`."""
 
-    def op(q: Array, k: Array, v: Array, valid: Array | None, place: Array | None) -> Any:
-        options = dict(causal=causal, window=window, return_lse=return_lse, implementation=implementation)
-        return pallas_kernels.prefill_attention(q, k, v, valid=valid, place=place, **options)  # type: ignore[call-overload]
+    def op(q: Array, k: Array, v: Array, valid: Array | None, place: Array | None, until: Array | None) -> Any:
+        options = dict(ahead=ahead, causal=causal, window=window, return_lse=return_lse, implementation=implementation)
+        return pallas_kernels.prefill_attention(q, k, v, valid=valid, place=place, until=until, **options)  # type: ignore[call-overload]
 
     return _over_heads(
-        op, (q, k, v, valid, place), ("B T N H", "B T K H", "B T K H", "B T", "B T"),
+        op, (q, k, v, valid, place, until), ("B T N H", "B T K H", "B T K H", "B T", "B T", "B T"),
         ("B T N H", "B N T") if return_lse else "B T N H",
         heads=q.shape[2], kv_heads=k.shape[2],
     )  # fmt: skip

@@ -184,3 +184,18 @@ class Vit(nnx.Module):
     def position_embedding(self) -> Float[Array, "V D"]:
         """The vectors that are added to the embeddings of the patches."""
         return self.position.weight[...]
+
+
+class NormedVit(Vit):
+    """A ViT whose features are normalised."""
+
+    def __init__(self, c: VitConfig, *, init: Initializer) -> None:
+        super().__init__(c, init=init)
+        self.last_norm = c.make_norm(init=init)
+
+    @override
+    def with_attention(
+        self, pixels: Float[Array, "I 3 h w"], blocks: tuple[int, ...]
+    ) -> tuple[Float[Array, "I V D"], list[Float[Array, "I N V"]]]:
+        features, received = super().with_attention(pixels, blocks)
+        return self.last_norm(features), received

@@ -33,7 +33,7 @@ class WindowsConfig(VicunaConfig):
 
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> EvePictures:
-        self.only_checkpoint(layout)
+        self.check_layout(layout)
         settings = PixelSettings.from_hf({"do_resize": False, "do_center_crop": False}, str(folder))
         return EvePictures(vision=self.vision, settings=settings)
 

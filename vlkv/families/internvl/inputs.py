@@ -44,7 +44,7 @@ class TilesConfig(SquareConfig):
 
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
-        self.only_checkpoint(layout)
+        self.check_layout(layout)
         (raw, source), video = self.settings(folder), self.settings(folder, "video")
         for field in ("min_patches", "max_patches"):
             if not isinstance(raw[field], int) or raw[field] < 1:

@@ -78,6 +78,7 @@ class LlavaOriginalConfig(VicunaConfig):
 
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
         """Uses the folder's settings, else those of the tower's folder, else CLIP's defaults at the tower's size."""
+        self.check_layout(layout, "pad")
         layout, side = "pad" if self.wiring.pad else layout, self.vision.image_size
         for place in (folder, folder / self.wiring.tower):
             if any((place / name).is_file() for name in _SETTINGS):

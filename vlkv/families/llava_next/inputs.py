@@ -56,7 +56,7 @@ class AnyResConfig(HostConfig):
 
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
-        self.only_checkpoint(layout)
+        self.check_layout(layout)
         # Checkpoints in the authors' form have no settings; the tower was trained with these.
         size = {"height": self.vision.image_size, "width": self.vision.image_size}
         default = None if self.vision.class_token else {"image_processor_type": "SiglipImageProcessor", "size": size}

@@ -99,7 +99,7 @@ class NativeResolutionConfig(HostConfig):
         self, folder: Path, layout: Layout, kinds: tuple[PictureKind, ...]
     ) -> dict[PictureKind, ScaleSettings]:
         """A folder's settings for these kinds of pictures."""
-        self.only_checkpoint(layout)
+        self.check_layout(layout)
         return {kind: ScaleSettings.from_hf(folder, kind, self) for kind in kinds}
 
     @property

@@ -45,7 +45,7 @@ class QueriesConfig(SquareConfig):
 
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
-        self.only_checkpoint(layout)
+        self.check_layout(layout)
         size = self.vision.image_size
         raw = {"size": {"height": size, "width": size}, "do_center_crop": False}
         return self.squares(PixelSettings.from_hf(raw, str(folder)))

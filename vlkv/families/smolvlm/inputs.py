@@ -61,7 +61,7 @@ class MarkedTilesConfig(TilesConfig):
 
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
-        self.only_checkpoint(layout)
+        self.check_layout(layout)
         return SmolVlmPictures(
             settings={kind: self.resizing(folder, kind) for kind in ("image", "video")}, tokens=self.per_picture
         )

@@ -6,7 +6,8 @@ from checkpoints_convert.entry import Name, Names
 from vlkv.config import ModelConfig
 from vlkv.families.text.weights import below, decoder
 
-_TOWER: dict[str, Name] = {
+# SigLIP with its last norm.
+TOWER: dict[str, Name] = {
     "patch": "embeddings.patch_embedding.weight", "patch_bias": "embeddings.patch_embedding.bias",
     "position": "embeddings.position_embedding", "last_norm": "post_layernorm",
     "blocks.*.attention_norm": "encoder.layers.*.layer_norm1", "blocks.*.query": "encoder.layers.*.self_attn.q_proj",
@@ -18,6 +19,6 @@ _TOWER: dict[str, Name] = {
 
 def names(config: ModelConfig) -> Names:
     """The names of all parameters."""
-    tower = below("vision.", "model.vision_model.", _TOWER)
+    tower = below("vision.", "model.vision_model.", TOWER)
     projector: dict[str, Name] = {"projector": "model.connector.modality_projection.proj"}
     return Names(ours=decoder(config, "model.text_model.") | tower | projector)

@@ -136,7 +136,7 @@ class Kind:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gemma3(Kind):
+class GemmaKind(Kind):
     """Gemma 3: most layers have a window, and a RoPE of their own."""
 
     @override
@@ -197,7 +197,7 @@ KINDS = {
         vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=32,
         rms_norm_eps=1e-5, max_position_embeddings=4096, original_max_position_embeddings=4096,
         eos_token_id=32000)),
-    "gemma3_text": Gemma3(names="gemma3", qk_norm=True, sandwich_norms=True,
+    "gemma3_text": GemmaKind(names="gemma3", qk_norm=True, sandwich_norms=True,
         activation=("hidden_activation", "gelu_pytorch_tanh"), defaults=dict(
         vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8,
         num_key_value_heads=4, head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=131072, sliding_window=4096,

@@ -70,6 +70,10 @@ def run(args: argparse.Namespace) -> Any:
     if out is not None:
         check_plots(out)
     processor = loading.load_processor(args.model or CHECKPOINT)
+    if not processor.config.decoder.full_layers:
+        raise InputError(
+            "all layers of this model have a sliding window, so no cache grows with the prompt: nothing to inspect"
+        )
     samples = _samples(args)
     first = inputs_of(processor, samples[0])
     check_room(processor.config, first, args.max_new_tokens)

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vlkv import loading
-from vlkv.decoder import add_features, attend_to_prompt
+from vlkv.decoder import Attend, add_features, attend_to_prompt
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.files import one_line
@@ -137,9 +137,9 @@ class Reference:
         known = inspect.signature(model.forward).parameters  # not the arrays that only this library uses
         given = {name: self._tensor(value) for name, value in batch.items() if name in known}
         ids = given["input_ids"]
-        if "mm_token_type_ids" in known:
-            token = getattr(model.config, "image_token_id", None)
-            given["mm_token_type_ids"] = (ids == (-1 if token is None else token)).long()
+        token = getattr(model.config, "image_token_id", None)
+        for name in {"mm_token_type_ids", "token_type_ids"} & set(known):
+            given[name] = (ids == (-1 if token is None else token)).long()
         with self.torch.no_grad():
             out = model(**given, output_hidden_states=True)
             generated = model.generate(**given, max_new_tokens=new, output_logits=True, return_dict_in_generate=True)
@@ -208,9 +208,9 @@ def _states(params: Model, inputs: Inputs) -> list[Float[Array, "B T D"]]:
         return (*states, x), add_features(embedded.added, i, x), None
 
     first: tuple[Array, ...] = (embedded.x,)
-    states, _ = params.decoder.walk(
-        first, embedded.x, inputs.positions, attend_to_prompt(params.decoder, inputs.valid), note
-    )
+    until = params.decoder.until(inputs.is_vision)
+    attend: Attend[tuple[Array, ...]] = attend_to_prompt(params.decoder, inputs.valid, until)
+    states, _ = params.decoder.walk(first, embedded.x, inputs.positions, attend, note)
     return [*states[:-1], params.decoder.norm(states[-1])]
 
 

@@ -32,12 +32,15 @@ ESTIMATES = "All numbers are estimates, made without these chips: bytes by the c
 class Plan:
     """The result of `plan`. `runs` contains the full cache, then the policy, if they differ.
 
-    `stored` and `active` are numbers of parameters; see `arithmetic.parameters`.
+    `stored` and `active` are numbers of parameters; see `arithmetic.parameters`. `full_layers` have full attention, and
+    `sliding` are the windows of the others, in tokens.
     """
 
     model: str
     stored: int
     active: int
+    full_layers: int
+    sliding: tuple[int, ...]
     topology: Topology
     data: int
     model_axis: int
@@ -112,7 +115,8 @@ def plan(
         runs = tuple(threads.map(lambda job: run(job, where, devices, params, say, whole=whole), jobs))
     stored, active = arithmetic.parameters(config)
     return Plan(
-        model=name, stored=stored, active=active,
+        model=name, stored=stored, active=active, full_layers=config.decoder.full_layers,
+        sliding=config.decoder.sliding,
         topology=where, data=data, model_axis=model_axis, mesh_reason=reason, dtype=dtype, batch=batch,
         prompt=prompt, new_tokens=new_tokens, question=asked, quick=quick, runs=runs,
         notes=(ESTIMATES, *notes, *_notes(runs, quick)), seconds=time.perf_counter() - begin,

@@ -58,9 +58,12 @@ def question(
     """
     buckets = buckets or Buckets()
     count, arrays, vision = _filled(config, prompt, pictures)
+    seen = np.full(vision, 1 if config.image_token is None else config.image_token, np.int64)
+    if block := config.decoder.image_block:
+        seen = np.insert(seen, range(block, vision, block), 1)
     tokens = np.ones((1, prompt), np.int64)
-    before = min(8, prompt - vision)  # text before the images; the text after them is the instruction
-    tokens[0, before : before + vision] = 1 if config.image_token is None else config.image_token
+    before = min(8, prompt - len(seen))  # text before the images; the text after them is the instruction
+    tokens[0, before : before + len(seen)] = seen
     one = Inputs.from_hf({"input_ids": tokens, **arrays}, config, buckets)
     unrounded = dataclasses.replace(buckets, images=(0, 1), vision=(0, 1))
     exact = Inputs.from_hf({"input_ids": tokens, **arrays}, config, unrounded)
@@ -82,15 +85,18 @@ def question(
 
 def _filled(config: ModelConfig, prompt: int, pictures: int | None) -> tuple[int, Batch, int]:
     """Number of images, the processor's arrays for them, and their number of vision tokens."""
-    max_tokens = prompt - TEXT
+    max_tokens, block = prompt - TEXT, config.decoder.image_block
     count = config.max_pictures(max_tokens) if pictures is None else pictures
+    if block and pictures is None:
+        count = min(count, max(1, max_tokens // (block + 1)))
     if not count:
         return 0, {}, 0
     if config.vision is None:
         raise InputError(f"--images {pictures}: the model has no vision tower; leave it out")
     arrays, vision = config.sample(count, max_tokens)
-    if vision + TEXT > prompt:
+    text = TEXT + (count - 1 if block else 0)  # with a token between two images whose tokens attend to each other
+    if vision + text > prompt:
         what = "an image has" if count == 1 else f"{count} images have"
-        raise InputError(f"--prompt {prompt}: {what} {vision} tokens, and {TEXT} are for text; give at least "
-                         f"--prompt {vision + TEXT}, or fewer --images (0: only text)")  # fmt: skip
+        raise InputError(f"--prompt {prompt}: {what} {vision} tokens, and {text} are for text; give at least "
+                         f"--prompt {vision + text}, or fewer --images (0: only text)")  # fmt: skip
     return count, arrays, vision

@@ -26,6 +26,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "topology": {"name": plan.topology.name, "chips": plan.topology.count, "chip": dataclasses.asdict(chip)},
         "mesh": {"data": plan.data, "model": plan.model_axis, "reason": plan.mesh_reason},
         "parameters": {"stored": plan.stored, "active": plan.active},
+        "layers": {"full": plan.full_layers, "sliding": len(plan.sliding), "windows": sorted(set(plan.sliding))},
         "dtype": plan.dtype,
         "batch": plan.batch,
         "prompt": {
@@ -84,10 +85,12 @@ def as_table(plan: Plan) -> Group:
         table.add_row(name, *map(value, plan.runs), end_section=end)
 
     line("weights", lambda run: gib(run.weights))
-    line("cache: prompt", lambda run: gib(run.pool))
-    line("cache: new tokens", lambda run: gib(run.tail))
-    if any(run.rings for run in plan.runs):
-        line("cache: sliding windows", lambda run: gib(run.rings))
+    full = f" of {plan.full_layers} full layers" if plan.sliding else ""
+    line(f"cache{full}: prompt", lambda run: gib(run.pool))
+    line(f"cache{full}: new tokens", lambda run: gib(run.tail))
+    if plan.sliding:
+        windows = " and ".join(map(str, sorted(set(plan.sliding))))
+        line(f"cache of {len(plan.sliding)} layers with a window of {windows}", lambda run: gib(run.rings))
     line("cache: index", lambda run: gib(run.index))
     line("inputs", lambda run: gib(run.inputs))
     line("temporaries", lambda run: "unknown" if run.temporaries is None else gib(run.temporaries), end=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 
 from vlkv import analysis, policies
+from vlkv.compression.checking import require_layers
 from vlkv.errors import InputError
 from vlkv.tools.commands.plots import Curves, Panel
 from vlkv.tools.commands.views.case import Case, View, follow
@@ -119,9 +121,13 @@ def sweep(case: Case) -> View:
     panels: list[Panel] = []
     total, begin = sum(len(values) for _, values in SWEEPS.values()), time.perf_counter()
     case.say(f"sweep: {total} settings, each of which is compiled; an estimate of the time follows")
+    plans = {
+        letter: [_varied(case.policy, option, value) for value in values] for letter, (option, values) in SWEEPS.items()
+    }
+    for policy in itertools.chain.from_iterable(plans.values()):  # before minutes of compiling
+        require_layers(policy, case.params.decoder.full_layers)
     for letter, (option, values) in SWEEPS.items():
-        plan = [_varied(case.policy, option, value) for value in values]
-        swept = analysis.sweep(case.params, case.inputs, plan, new_tokens=case.new_tokens, key=case.key)
+        swept = analysis.sweep(case.params, case.inputs, plans[letter], new_tokens=case.new_tokens, key=case.key)
         lines = {name: np.asarray(x)[:, 0] for name, x in zip(_SWEPT, swept, strict=True)}
         arrays[letter] = {"option": option, "values": list(values), **lines}
         columns += [(letter, value, *(line[i] for line in lines.values())) for i, value in enumerate(values)]

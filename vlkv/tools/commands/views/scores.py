@@ -166,7 +166,9 @@ def observers(case: Case) -> View:
         agreed[window] = np.zeros(len(prompt.layers))
         for i, (layer, mask) in enumerate(zip(prompt.layers, masks, strict=True)):
             places = np.flatnonzero(mask)[-_OBSERVERS:]
-            rows = np.asarray(analysis.observer_attention(layer.q[0], layer.k[0], layer.valid[0], places, vision))
+            until = None if layer.until is None else layer.until[0]
+            attended = analysis.observer_attention(layer.q[0], layer.k[0], layer.valid[0], places, vision, until)
+            rows = np.asarray(attended)
             agreed[window][i] = analysis.consistency(rows)
             if i == middle:
                 drawn[f"{window} ({len(places)})"] = rows / max(rows.max(), 1e-30)
