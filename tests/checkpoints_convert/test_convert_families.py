@@ -125,6 +125,11 @@ CASES: dict[str, tuple[dict[str, Any], tuple[tuple[str, str], ...]]] = {
                                patch_size=4, num_position_embeddings=9, deepstack_visual_indexes=[0, 1])},
         ((r"^model\.language_model\.", "model."), (r"^model\.visual\.", "visual.")),
     ),
+    "paddleocr_vl": (
+        {**MROPE, "model_type": "paddleocr_vl", "tie_word_embeddings": False, "head_dim": 8,
+         "vision_config": {**SQUARE, "model_type": "paddleocr_vl"}},
+        ((r"^model\.projector\.", "mlp_AR."), *QWEN_4),
+    ),
     "qwen": (
         dict(model_type="qwen", vocab_size=40, hidden_size=128, num_hidden_layers=1, num_attention_heads=2,
              kv_channels=8, intermediate_size=32, visual=dict(

@@ -61,6 +61,7 @@ PUBLISHED = {
     "mobilevlm-v2-1.7b": 1_674_121_216,
     "mobilevlm-v2-3b": 3_014_273_536,
     "mobilevlm-v2-7b": 7_062_943_744,
+    "paddleocr-vl-0.9b": 905_601_648,
     "qwen-vl": 9_656_935_168,
     "eve-7b": 6_768_398_336,
     "eve-7b-hd": 6_768_398_336,
@@ -227,6 +228,10 @@ def whole(raw) -> int:
             projector = 2 * 4 * width + two_layers(4 * width, sizes["hidden_size"])
             bias = sizes["model_type"] == "qwen2"
             return text(sizes, bias=bias) + internvit(vision, six=width == 3200) + projector
+        case "paddleocr_vl":
+            sizes = raw["text_config"]
+            projector = 2 * width + linear(4 * width, 4 * width) + linear(4 * width, sizes["hidden_size"])
+            return text(sizes) + siglip(vision) + projector
         case "idefics3" | "smolvlm":
             sizes = raw["text_config"] | {"tie_word_embeddings": False}
             return text(sizes) + siglip(vision) + raw["scale_factor"] ** 2 * width * sizes["hidden_size"]
@@ -273,6 +278,7 @@ COUNTED = [
     "qwen2.5-vl-3b", "qwen3-vl-2b", "qwen3-vl-4b", "qwen3-vl-8b", "qwen3-vl-32b",
     "qwen3-vl-30b-a3b", "qwen3-vl-235b-a22b", "internvl3-1b", "internvl3.5-1b",
     "internvl3.5-38b", "internvl3.5-30b-a3b", "smolvlm-256m", "smolvlm2-2.2b", "idefics3-8b",
+    "paddleocr-vl-0.9b",
     "llama-3.2-1b", "mistral-7b", "qwen2-1.5b", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "qwen3-235b-a22b",
 ]  # fmt: skip
 

@@ -20,7 +20,19 @@ from vlkv import sharding
 from vlkv.config import ModelConfig, Raw
 from vlkv.decoder.layers import Initializer, Shapes
 from vlkv.errors import InputError
-from vlkv.families import eve, internvl, llava, llava_next, mobilevlm, qwen2_vl, qwen3_vl, qwen_vl, smolvlm, text
+from vlkv.families import (
+    eve,
+    internvl,
+    llava,
+    llava_next,
+    mobilevlm,
+    paddleocr_vl,
+    qwen2_vl,
+    qwen3_vl,
+    qwen_vl,
+    smolvlm,
+    text,
+)
 from vlkv.families.family import Family, TextModel
 from vlkv.families.text.config import KINDS, read_stop
 from vlkv.keys import required_key
@@ -43,6 +55,7 @@ FAMILIES: dict[str, Family] = {  # by `model_type`
     "qwen3_vl_moe": qwen3_vl.FAMILY,
     **dict.fromkeys(("idefics3", "smolvlm"), smolvlm.FAMILY),
     "mobilevlm": mobilevlm.FAMILY,
+    "paddleocr_vl": paddleocr_vl.FAMILY,
     "qwen": qwen_vl.FAMILY,
     "eve": eve.FAMILY,
     **dict.fromkeys(KINDS, text.FAMILY),

@@ -36,7 +36,7 @@ from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens, arrange_ent
 from vlkv.processing.host import HostConfig
 from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video
-from vlkv.processing.pixels import Layout, PictureKind, PixelSettings, find_settings, to_pixels
+from vlkv.processing.pixels import Kinds, Layout, PictureKind, PixelSettings, find_settings, to_pixels
 
 _FIELDS: dict[PictureKind, tuple[str, str]] = {
     "image": ("pixel_values", "image_grid_thw"),
@@ -44,8 +44,8 @@ _FIELDS: dict[PictureKind, tuple[str, str]] = {
 }
 _HALVES = dict(image_mean=0.5, image_std=0.5)
 # The third name is that of the first folders of Qwen2.5-VL.
-_KINDS: dict[str, dict[str, Any]] = {"Qwen2VLImageProcessor": {}, "Qwen2VLVideoProcessor": {},
-                                     "Qwen2_5_VLImageProcessor": {}, "Qwen3VLVideoProcessor": _HALVES}  # fmt: skip
+_KINDS: Kinds = {"Qwen2VLImageProcessor": {}, "Qwen2VLVideoProcessor": {},
+                 "Qwen2_5_VLImageProcessor": {}, "Qwen3VLVideoProcessor": _HALVES}  # fmt: skip
 # Class defaults in transformers, for fields that a file leaves out.
 _DEFAULTS: dict[str, Any] = dict(image_processor_type="Qwen2VLImageProcessor", patch_size=14, temporal_patch_size=2,
                                  merge_size=2)  # fmt: skip
@@ -87,6 +87,8 @@ class NativeResolutionConfig(HostConfig):
     """Images at their native resolution, and videos."""
 
     frames_apart: ClassVar[bool] = False  # text separates the frames of a video
+    processors: ClassVar[Kinds] = _KINDS  # as in `PixelSettings.from_hf`
+    settings_defaults: ClassVar[Mapping[str, Any]] = _DEFAULTS  # of the image processor, for fields that are left out
     whole_batch: ClassVar = {"pixels": ("images",), "place": ("images",)}
 
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
@@ -98,7 +100,7 @@ class NativeResolutionConfig(HostConfig):
     ) -> dict[PictureKind, ScaleSettings]:
         """A folder's settings for these kinds of pictures."""
         self.only_checkpoint(layout)
-        return {kind: ScaleSettings.from_hf(folder, kind, self.vision) for kind in kinds}
+        return {kind: ScaleSettings.from_hf(folder, kind, self) for kind in kinds}
 
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
         """Like `ModelConfig.arrange`. `batch` has arrays of images, of videos, or of both.
@@ -128,7 +130,7 @@ class NativeResolutionConfig(HostConfig):
         """Like `ModelConfig.sample`: square images with `max_tokens` tokens together, and at most 1280 tokens each."""
         c, side = self.vision, math.isqrt(max(1, min(max_tokens // pictures, _MOST_TOKENS)))
         lines = side * c.merge
-        arrays = {"pixel_values": zeros(pictures * lines**2, c.patch_values),
+        arrays = {"pixel_values": zeros(pictures * lines**2, *c.patch_shape),
                   "image_grid_thw": np.array([[1, lines, lines]] * pictures)}  # fmt: skip
         return arrays, pictures * side**2
 
@@ -149,9 +151,9 @@ def _pictures(batch: Batch, kind: PictureKind, c: Qwen2VisionConfig) -> list[_Pi
     if grids.ndim != 2 or grids.shape[1] != 3 or (grids < 1).any() or (grids[:, 1:] % c.merge).any():
         raise InputError(f"{grid_name} must be [{kind}s, 3]: frames, lines and columns; lines and columns must be "
                          f"multiples of {c.merge}")  # fmt: skip
-    want = (int(grids.prod(axis=1).sum()), c.patch_values)
+    want = (int(grids.prod(axis=1).sum()), *c.patch_shape)
     if pixels.shape != want:
-        raise InputError(f"{name} have shape {pixels.shape}, expected [{want[0]}, {want[1]}] from {grid_name}")
+        raise InputError(f"{name} have shape {pixels.shape}, expected {list(want)} from {grid_name}")
     given = None if kind == "image" else batch.get("second_per_grid_ts")
     seconds = np.ones(len(grids)) if given is None else np.asarray(given, np.float64)
     if seconds.shape != (len(grids),):
@@ -161,10 +163,13 @@ def _pictures(batch: Batch, kind: PictureKind, c: Qwen2VisionConfig) -> list[_Pi
     speed = None if kind == "image" else c.tokens_per_second
     intervals = np.ones(len(grids)) if speed is None else speed * seconds
     ends = np.cumsum(grids.prod(axis=1))
-    return [
-        _Picture(part.reshape(int(t), -1, c.patch_values), int(h) // c.merge, int(w) // c.merge, float(interval))
-        for part, (t, h, w), interval in zip(np.split(pixels, ends[:-1]), grids, intervals, strict=True)
-    ]
+    pictures = []
+    for part, (t, h, w), interval in zip(np.split(pixels, ends[:-1]), grids, intervals, strict=True):
+        patches = part.reshape(int(t), -1, c.patch_values)
+        if c.by_line:
+            patches = rearrange(patches, "t (y a x b) c -> t (y x a b) c", y=h // c.merge, a=c.merge, b=c.merge)
+        pictures.append(_Picture(patches, int(h) // c.merge, int(w) // c.merge, float(interval)))
+    return pictures
 
 
 def _pack(
@@ -209,14 +214,14 @@ class ScaleSettings:
     pixels: PixelSettings  # for the resized image
 
     @classmethod
-    def from_hf(cls, folder: Path, kind: PictureKind, c: Qwen2VisionConfig) -> ScaleSettings:
+    def from_hf(cls, folder: Path, kind: PictureKind, config: NativeResolutionConfig) -> ScaleSettings:
         """Reads the settings of a folder's image or video processor.
 
         Raises:
             InputError: the processor or a setting is not supported, or contradicts config.json.
         """
         raw, source = find_settings(folder, kind)
-        s = filled(raw, _DEFAULTS)
+        s, c = filled(raw, config.settings_defaults), config.vision
         for field, wanted in (("patch_size", c.patch_size), ("merge_size", c.merge), ("temporal_patch_size", c.frames)):
             if s[field] != wanted:
                 raise InputError(f"{source}: {field}={s[field]!r}, but the tower in config.json has {wanted}: the "
@@ -226,7 +231,8 @@ class ScaleSettings:
                 raise InputError(f"{source}: {field}={s[field]!r} is not supported")
         least, most = _limits(s, source, kind)
         plain = {"do_resize": False, "do_center_crop": False}
-        return cls(least=least, most=most, pixels=PixelSettings.from_hf({**s, **plain}, source, kinds=_KINDS))
+        pixels = PixelSettings.from_hf({**s, **plain}, source, kinds=config.processors)
+        return cls(least=least, most=most, pixels=pixels)
 
     def scaled(self, height: int, width: int, factor: int, frames: int = 1, rounded: int = 1) -> tuple[int, int]:
         """Height and width after resizing: multiples of `factor` pixels, within the limits, nearly the same shape.
@@ -318,10 +324,11 @@ class Qwen2VlPictures(Pictures):
         resized = [frame.resize((width, height), resample=settings.pixels.resample) for frame in frames]
         pixels = [to_pixels(frame, settings.pixels) for frame in resized]
         pixels += pixels[-1:] * (-len(pixels) % c.frames)  # a single image, or the last frame, is repeated
+        merge = 1 if c.by_line else c.merge
         patches = rearrange(
             np.stack(pixels), "(t f) c (y a p) (x b q) -> (t y x a b) (c f p q)",
-            f=c.frames, a=c.merge, b=c.merge, p=c.patch_size, q=c.patch_size,
-        )  # fmt: skip
+            f=c.frames, a=merge, b=merge, p=c.patch_size, q=c.patch_size,
+        ).reshape(-1, *c.patch_shape)  # fmt: skip
         grid = np.array([len(pixels) // c.frames, height // c.patch_size, width // c.patch_size])
         arrays = dict(zip(_FIELDS[kind], (patches, grid), strict=True))
         return Read(arrays={**arrays, **more}, tokens=int(grid.prod()) // c.merge**2)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from typing_extensions import override
 
 from vlkv.config import ModelConfig
-from vlkv.decoder.layers import Initializer
+from vlkv.decoder.layers import Initializer, Mlp
 from vlkv.families.family import VisionLanguageModel
 from vlkv.families.qwen2_vl.tower import Qwen2VlMerger, Qwen2VlTower
 from vlkv.inputs import Inputs
@@ -30,7 +30,7 @@ class Qwen2Vl(VisionLanguageModel):
         self.deep = nnx.data(tuple(Qwen2VlMerger(c, norms_tokens=True, init=init) for _ in c.deep))
 
     @override
-    def make_projector(self, config: ModelConfig, *, init: Initializer) -> Qwen2VlMerger:
+    def make_projector(self, config: ModelConfig, *, init: Initializer) -> Mlp:
         return Qwen2VlMerger(config.vision, init=init)
 
     @override
