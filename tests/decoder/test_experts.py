@@ -146,6 +146,6 @@ for count, gate, down in ((4, (2, 8, 6), (2, 6, 8)), (5, (5, 4, 6), (5, 6, 4))):
 def test_a_mesh_splits_rows_and_experts(root, rows):
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", MESH, str(rows)], env=environment, cwd=root, text=True, capture_output=True,
-                          check=False)  # fmt: skip
+    command = [sys.executable, "-c", MESH, str(rows)]
+    done = subprocess.run(command, env=environment, cwd=root, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
