@@ -67,7 +67,7 @@ def apply_experts(
         active: A.
         normalised: whether the shares of the active experts are divided by their sum.
     """
-    flat = tuple(x.reshape(-1, x.shape[-1]) for x in tokens)
+    flat = (tokens[0].reshape(-1, tokens[0].shape[-1]), tokens[1].reshape(-1, tokens[1].shape[-1]))
     run = partial(_apply, weights=weights, first=first, active=active, normalised=normalised)
     count, most = len(flat[0]), max(1, _ROWS * tokens[1].shape[-1] // active)
     if count <= most:
