@@ -130,6 +130,11 @@ CASES: dict[str, tuple[dict[str, Any], tuple[tuple[str, str], ...]]] = {
     ),
     **{kind: ({"model_type": kind, "text_config": GLM, "vision_config": GLM_TOWER}, ())
        for kind in ("glm4v", "glm46v", "glm_ocr")},
+    "paddleocr_vl": (
+        {**MROPE, "model_type": "paddleocr_vl", "tie_word_embeddings": False, "head_dim": 8,
+         "vision_config": {**SQUARE, "model_type": "paddleocr_vl"}},
+        ((r"^model\.projector\.", "mlp_AR."), *QWEN_4),
+    ),
     "qwen": (
         dict(model_type="qwen", vocab_size=40, hidden_size=128, num_hidden_layers=1, num_attention_heads=2,
              kv_channels=8, intermediate_size=32, visual=dict(

@@ -56,6 +56,18 @@ def test_the_sum_over_the_best_experts(count, active, tokens, normalised):
         np.testing.assert_allclose(run(module, x.reshape(2, -1, WIDTH)).reshape(x.shape), wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_blocks_of_tokens(monkeypatch, rows):
+    """22 tokens in blocks of at most 2 `rows`, of which the last may be partly empty."""
+    monkeypatch.setattr(experts, "_ROWS", rows)
+    module = make(4, 2)
+    x = np.random.default_rng(5).normal(size=(2, 11, WIDTH)).astype(np.float32)
+    wanted, _ = one_by_one(module, x.reshape(22, WIDTH))
+    program = jax.jit(lambda module, x: module(x)).lower(module, x)
+    assert f"{2 * rows}x{WIDTH}xf32" in program.as_text()
+    np.testing.assert_allclose(program.compile()(module, x).reshape(22, WIDTH), wanted, atol=1e-5)
+
+
 def test_all_tokens_pass_through_the_same_experts():
     """So the other experts have no token; no expert has a capacity."""
     module = make(5, 2)
@@ -104,10 +116,13 @@ def test_rows_of_a_block(rows, count, size):
 
 
 MESH = """
+import sys
 import jax, numpy as np
 from tests.decoder.test_experts import WIDTH, make, run
 from vlkv import sharding
+from vlkv.decoder import experts
 
+experts._ROWS = int(sys.argv[1])
 mesh = sharding.make_mesh(data=2, model=2)
 place = lambda path, x: sharding.place("experts." + sharding.path_name(path), np.asarray(x), mesh)
 # By experts if there is an even number of them, else by channels.
@@ -127,9 +142,10 @@ for count, gate, down in ((4, (2, 8, 6), (2, 6, 8)), (5, (5, 4, 6), (5, 6, 4))):
 
 
 @pytest.mark.full
-def test_a_mesh_splits_rows_and_experts(root):
+@pytest.mark.parametrize("rows", [512, 1], ids=["together", "in blocks of tokens"])
+def test_a_mesh_splits_rows_and_experts(root, rows):
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", MESH], env=environment, cwd=root, text=True, capture_output=True,
-                          check=False)  # fmt: skip
+    command = [sys.executable, "-c", MESH, str(rows)]
+    done = subprocess.run(command, env=environment, cwd=root, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

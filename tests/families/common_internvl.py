@@ -17,7 +17,12 @@ _TEXT = {
     "qwen2": transformers.Qwen2Config,
     "llama": transformers.LlamaConfig,
     "phi3": transformers.Phi3Config,
+    "qwen3": transformers.Qwen3Config,
+    "qwen3_moe": transformers.Qwen3MoeConfig,
 }
+_SIZES = {"qwen3": dict(head_dim=16)}  # heads together wider than the decoder, as in Qwen3-0.6B
+_SIZES["qwen3_moe"] = dict(head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20,
+                           mlp_only_layers=[], norm_topk_prob=True)  # fmt: skip
 SMALL_VIT = dict(norm_type="layer_norm", attention_bias=True, use_qk_norm=False)  # as InternViT-300M
 LARGE_VIT = dict(norm_type="rms_norm", attention_bias=False, use_qk_norm=True)  # as InternViT-6B
 
@@ -31,7 +36,7 @@ def make_internvl(kind, vision, *, seed=0, tied=False, layer=-1, **changes):
     text = _TEXT[kind](
         vocab_size=120, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
         num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        tie_word_embeddings=tied, **changes,
+        tie_word_embeddings=tied, **_SIZES.get(kind, {}), **changes,
     )  # fmt: skip
     config = transformers.InternVLConfig(
         vision_config=vision, text_config=text, image_token_id=IMAGE, image_seq_length=TOKENS,

@@ -28,7 +28,8 @@ def shapes_for_arrays():
 
 PACKAGES = ("vlkv", "pallas_kernels", "checkpoints_convert")
 NAMES = re.compile(
-    r"llava|qwen|\bglm|intern_?(vl|vit|lm)|mobile_?vlm|\beve\b|mistral|phi-?_?3|llama|vicuna|gemma", re.IGNORECASE
+    r"llava|qwen|\bglm|intern_?(vl|vit|lm)|mobile_?vlm|\beve\b|mistral|phi-?_?3|llama|vicuna|gemma|paddle",
+    re.IGNORECASE,
 )
 # Data about published models: tables of papers' figures, the demo model, which is a LLaVA, and classes of tokenizers.
 DATA = (

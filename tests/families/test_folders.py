@@ -35,6 +35,10 @@ PROMPTS = {
         "<|im_start|>User:<image>what?<end_of_utterance>\nAssistant: yes"
         "<end_of_utterance>\nUser: why?<end_of_utterance>\nAssistant:",
     ),
+    "paddleocr_vl": (
+        "<|begin_of_sentence|>User: <|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>what?\nAssistant: yes</s>"
+        "User: why?\nAssistant: "
+    ),
     "qwen": "Picture 1: <img><imgpad></img>\nwhat?yeswhy?",
 }
 

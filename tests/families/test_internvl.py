@@ -1,4 +1,4 @@
-"""InternVL2.5 and 3 in transformers' form: the network against transformers."""
+"""InternVL2.5, 3 and 3.5 in transformers' form: the network against transformers."""
 
 from __future__ import annotations
 
@@ -53,6 +53,22 @@ def test_a_large_tower_and_an_inner_feature_layer(tmp_path):
     params = vlkv.load_params(tmp_path)
     assert len(params.vision.blocks) == 2
     check_forward(model, params, make_batch())
+
+
+@pytest.mark.default("qwen3-300M")
+@pytest.mark.parametrize(
+    ("kind", "vision"),
+    [("qwen3", SMALL_VIT), ("qwen3", LARGE_VIT), ("qwen3_moe", SMALL_VIT)],
+    ids=["qwen3-300M", "qwen3-6B", "qwen3_moe"],
+)
+def test_internvl3_5(tmp_path, kind, vision):
+    """Qwen3, dense or with experts, after either tower."""
+    model = make_internvl(kind, vision, seed=2)
+    model.save_pretrained(tmp_path)
+    params = vlkv.load_params(tmp_path)
+    assert params.config.decoder.qk_norm and not params.config.decoder.tied
+    check_forward(model, params, make_batch())
+    check_generate(model, params, make_batch())
 
 
 def test_every_name_on_disk_gives_the_same_parameters(internvl, tmp_path):
@@ -158,6 +174,7 @@ def test_tiles_that_do_not_match_are_refused(internvl):
         (None, "vision_feature_select_strategy", "full"),
         (None, "vision_feature_layer", [-1, -2]),
         ("text_config", "model_type", "gemma"),
+        ("text_config", "model_type", "gpt_oss"),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(internvl, part, field, value):

@@ -1,6 +1,7 @@
-"""Original InternVL2 checkpoints: transformers has no class for them, but its InternVL over other decoders is the same.
+"""Original checkpoints of InternVL2 to 3.5: their reference is transformers' InternVL with other decoders.
 
-The weights of that reference are renamed and fused here as the authors' code unpacks them.
+transformers has no class for them. The weights of the reference are renamed and fused here as the authors' code
+unpacks them.
 """
 
 from __future__ import annotations
@@ -105,6 +106,11 @@ def write(model, folder, template, large, **changes):
     elif text["model_type"] == "phi3":
         scaling = {"type": "su", "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
         llm |= {"rope_scaling": scaling, "original_max_position_embeddings": 40, "sliding_window": 262144}
+    elif text["model_type"].startswith("qwen3"):
+        own = ("head_dim", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+        llm |= {key: text[key] for key in own if key in text} | {"sliding_window": None, "max_window_layers": 2}
+        if "num_local_experts" in text:
+            llm |= {"num_experts": text["num_local_experts"], "decoder_sparse_step": 1, "mlp_only_layers": []}
     elif text["model_type"] == "qwen2":
         llm |= {"use_sliding_window": False, "sliding_window": 32}
     vision = {
@@ -134,18 +140,26 @@ def phi3(tmp_path_factory):
     return model, folder, write(model, folder, "phi3-chat", large=False)
 
 
-@pytest.mark.default("qwen2")
+@pytest.mark.default("qwen2-", "qwen3_moe")
 @pytest.mark.parametrize(
-    ("kind", "template", "large"), [("llama", "internlm2-chat", True), ("qwen2", "Hermes-2", False)]
+    ("kind", "template", "large"),
+    [
+        ("llama", "internlm2-chat", True),
+        ("qwen2", "Hermes-2", False),
+        ("qwen3", "internvl2_5", True),
+        ("qwen3_moe", "internvl2_5", False),
+    ],
 )
-def test_internlm2_and_qwen2(tmp_path, kind, template, large):
-    """26B is the large tower with InternLM2, 1B the small one with Qwen2."""
+def test_every_decoder(tmp_path, kind, template, large):
+    """Among others, InternVL2-26B is the large tower with InternLM2, InternVL3.5-38B the large one with Qwen3."""
     model = make_internvl(kind, LARGE_VIT if large else SMALL_VIT, seed=1)
     write(model, tmp_path, template, large)
     params = vlkv.load_params(tmp_path)
     assert params.config.stop == (STOP,)
     check_forward(model, params, make_batch(seed=1))
-    if large:
+    if kind.startswith("qwen3"):
+        check_converted(tmp_path)
+    if kind != "qwen2":
         check_generate(model, params, make_batch(seed=1))
 
 
@@ -165,6 +179,14 @@ def test_phi3_with_rows_on_either_side_of_the_first_training_length(phi3):
     check_generate(make_phi3(LONG_ROPE | {"short_factor": LONG_ROPE["long_factor"]}), params, batch)
 
 
+def test_a_decoder_that_is_refused_is_named_before_its_prompt_format(phi3):
+    """As in InternVL3_5-GPT-OSS-20B-A4B-Preview."""
+    raw = phi3[2] | {"template": "internvl2_5_gpt_oss", "llm_config": {"model_type": "gpt_oss"}}
+    with pytest.raises(InputError, match=r"model_type='gpt_oss' is not supported \(supported: .*qwen3_moe") as error:
+        config_from_hf(raw, added=ADDED)
+    assert len(str(error.value)) <= 200
+
+
 def test_phi3_alone_and_internlm2_alone(phi3):
     """The decoders are text families of their own as well."""
     _, _, raw = phi3
@@ -175,11 +197,14 @@ def test_phi3_alone_and_internlm2_alone(phi3):
     assert made.decoder.qkv_bias and made.decoder.out_bias and made.decoder.names == "internlm2"
 
 
-def test_converted_it_is_the_same(phi3, tmp_path):
+def check_converted(folder):
+    convert(folder, folder / "converted", progress=False)
+    same(*(vlkv.load_params(one) for one in (folder, folder / "converted")))
+
+
+def test_converted_it_is_the_same(phi3):
     """And needs no other file than those that were copied."""
-    _, folder, _ = phi3
-    convert(folder, tmp_path / "converted", progress=False)
-    same(*(vlkv.load_params(one) for one in (folder, tmp_path / "converted")))
+    check_converted(phi3[1])
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "tokenizer.json"])

@@ -46,6 +46,14 @@ PUBLISHED = {
     "internvl3-1b": 938_193_024,
     "internvl3-2b": 2_088_957_440,
     "internvl3-8b": 7_944_373_760,
+    "internvl3.5-1b": 1_060_897_792,
+    "internvl3.5-2b": 2_348_347_392,
+    "internvl3.5-4b": 4_732_489_216,
+    "internvl3.5-8b": 8_528_318_464,
+    "internvl3.5-14b": 15_119_523_840,
+    "internvl3.5-38b": 38_390_405_504,
+    "internvl3.5-30b-a3b": 30_848_730_112,
+    "internvl3.5-241b-a28b": 240_699_370_368,
     "smolvlm-256m": 256_484_928,
     "smolvlm-500m": 507_482_304,
     "smolvlm-2.2b": 2_246_272_880,
@@ -56,6 +64,7 @@ PUBLISHED = {
     "mobilevlm-v2-1.7b": 1_674_121_216,
     "mobilevlm-v2-3b": 3_014_273_536,
     "mobilevlm-v2-7b": 7_062_943_744,
+    "paddleocr-vl-0.9b": 905_601_648,
     "qwen-vl": 9_656_935_168,
     "eve-7b": 6_768_398_336,
     "eve-7b-hd": 6_768_398_336,
@@ -244,6 +253,10 @@ def whole(raw) -> int:
             projector = 2 * 4 * width + two_layers(4 * width, sizes["hidden_size"])
             bias = sizes["model_type"] == "qwen2"
             return text(sizes, bias=bias) + internvit(vision, six=width == 3200) + projector
+        case "paddleocr_vl":
+            sizes = raw["text_config"]
+            projector = 2 * width + linear(4 * width, 4 * width) + linear(4 * width, sizes["hidden_size"])
+            return text(sizes) + siglip(vision) + projector
         case "idefics3" | "smolvlm":
             sizes = raw["text_config"] | {"tie_word_embeddings": False}
             return text(sizes) + siglip(vision) + raw["scale_factor"] ** 2 * width * sizes["hidden_size"]
@@ -280,7 +293,13 @@ def test_glm_ocr_with_its_last_layer_is_as_large_as_published():
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22), ("qwen3-vl-30b-a3b", 3.9), ("qwen3-8b", 8.2)],
+    [
+        ("qwen3-30b-a3b", 3.3),
+        ("qwen3-235b-a22b", 22),
+        ("qwen3-vl-30b-a3b", 3.9),
+        ("qwen3-8b", 8.2),
+        ("internvl3.5-241b-a28b", 27.8),
+    ],
 )
 def test_active_parameters(name, billions):
     """Billions of active parameters in the models' names. Qwen3-VL-30B-A3B also has a tower of 0.5 billion."""
@@ -293,8 +312,8 @@ def test_active_parameters(name, billions):
 COUNTED = [
     "llava-1.5-13b", "llava-next-mistral-7b", "llava-onevision-0.5b", "llava-onevision-7b", "qwen2-vl-2b",
     "qwen2.5-vl-3b", "qwen3-vl-2b", "qwen3-vl-4b", "qwen3-vl-8b", "qwen3-vl-32b",
-    "qwen3-vl-30b-a3b", "qwen3-vl-235b-a22b", "glm-4.6v-flash", "glm-ocr",
-    "internvl3-1b", "smolvlm-256m", "smolvlm2-2.2b", "idefics3-8b",
+    "qwen3-vl-30b-a3b", "qwen3-vl-235b-a22b", "glm-4.6v-flash", "glm-ocr", "internvl3-1b", "internvl3.5-1b",
+    "internvl3.5-38b", "internvl3.5-30b-a3b", "smolvlm-256m", "smolvlm2-2.2b", "idefics3-8b", "paddleocr-vl-0.9b",
     "llama-3.2-1b", "mistral-7b", "qwen2-1.5b", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "qwen3-235b-a22b",
     "gemma-3-4b", "gemma-3-27b",
 ]  # fmt: skip

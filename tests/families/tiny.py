@@ -78,6 +78,9 @@ RAW: dict[str, dict[str, Any]] = {
                                   deepstack_visual_indexes=[0, 1]),
         image_token_id=IMAGE, video_token_id=VIDEO, tie_word_embeddings=False),
     **{kind: dict(text_config=GLM, vision_config=GLM_TOWER, **GLM_TOKENS) for kind in ("glm4v", "glm46v", "glm_ocr")},
+    "paddleocr_vl": dict(
+        text_config=_text("paddleocr_vl_text") | dict(head_dim=8, rope_scaling=dict(mrope_section=[2, 1, 1])),
+        vision_config=TOWER | dict(image_size=12, patch_size=4), image_token_id=IMAGE, tie_word_embeddings=False),
     "qwen": DECODER | dict(hidden_size=128, num_attention_heads=2, kv_channels=64, seq_length=512, no_bias=True,
                            visual=dict(heads=2, image_size=16, image_start_id=START, layers=2, mlp_ratio=1.5,
                                        output_dim=128, patch_size=4, width=16, n_queries=16)),
@@ -147,10 +150,10 @@ def _marked(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) 
 
 
 def _native(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) -> Picture:
-    """Qwen2-VL: patches of all images in one list, and lines and columns of each image."""
+    """Qwen2-VL and PaddleOCR-VL: patches of all images in one list, and lines and columns of each image."""
     del alone
     lines, columns = ((4, 6), (8, 4), (6, 10))[number]
-    patches = rng.normal(size=(lines * columns, c.vision.patch_values))
+    patches = rng.normal(size=(lines * columns, *c.vision.patch_shape))
     tokens = lines * columns // c.vision.merge**2
     return Picture(tokens, {"pixel_values": list(patches), "image_grid_thw": [(1, lines, columns)]})
 
@@ -171,7 +174,8 @@ PICTURES: dict[str, Callable[..., Picture]] = {
     **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "llava_qwen"), _tiled),
     **dict.fromkeys(("internvl", "internvl_chat"), _intern),
     **dict.fromkeys(("idefics3", "smolvlm"), _marked),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v", "glm_ocr"), _native),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "paddleocr_vl"), _native),
+    **dict.fromkeys(("glm4v", "glm46v", "glm_ocr"), _native),
     "eve": _windows,
 }
 

@@ -337,7 +337,7 @@ def test_layers_that_the_model_does_not_have_are_named(params, batch):
 
 
 @pytest.mark.default("qwen2_5_vl", "eve")
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "smolvlm", "eve"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "paddleocr_vl", "smolvlm", "eve"])
 def test_the_tokens_of_a_picture_receive_the_attention_of_all_its_patches(family):
     """In every block that runs, also in windows: the shares of a picture's tokens add up to 1."""
     params, batch = tiny.make_model(family), tiny.make_batch(family)

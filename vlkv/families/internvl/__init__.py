@@ -7,5 +7,5 @@ from vlkv.families.internvl.original import PUBLISHED_ORIGINAL, InternVlChatConf
 from vlkv.families.internvl.weights import names, original_names
 
 FAMILY = Family(config=InternVlConfig, model=InternVl, names=names, published=PUBLISHED)
-# InternVL-Chat-V1.5, InternVL2 and InternVL2.5 in their authors' form (`internvl_chat`).
+# InternVL-Chat-V1.5 and InternVL2 to InternVL3.5 in their authors' form (`internvl_chat`).
 ORIGINAL = Family(config=InternVlChatConfig, model=InternVl, names=original_names, published=PUBLISHED_ORIGINAL)

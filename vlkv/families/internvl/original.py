@@ -1,4 +1,4 @@
-"""InternVL-Chat-V1.5, InternVL2 and InternVL2.5 in their authors' form (`internvl_chat`).
+"""InternVL-Chat-V1.5 and InternVL2 to InternVL3.5 in their authors' form (`internvl_chat`).
 
 `config.json` contains neither the id of the image token nor that of the stop token. Both are looked up by their text
 among the tokenizer's added tokens.
@@ -39,6 +39,7 @@ class InternVlChatConfig(TilesConfig):
     @classmethod
     @override
     def read(cls, raw: Raw) -> dict[str, Any]:
+        decoder = read_decoder({"text_config": raw.get("llm_config")})
         # Not supported: an older pixel shuffle, and LoRA weights that are not merged.
         require("ps_version", raw.get("ps_version", "v1"), "v2")
         for field in ("use_backbone_lora", "use_llm_lora", "pad2square"):
@@ -58,7 +59,7 @@ class InternVlChatConfig(TilesConfig):
         if fewest > most:
             raise InputError(f"config.json: min_dynamic_patch={fewest} is above max_dynamic_patch={most}")
         return {
-            "decoder": read_decoder({"text_config": raw.get("llm_config")}),
+            "decoder": decoder,
             "vision": vision,
             "image_token": _id(raw, TOKEN),
             "stop": (_id(raw, conversation.separator.strip()),),

@@ -44,13 +44,13 @@ _FIELDS: dict[PictureKind, tuple[str, str]] = {
 }
 _HALVES = dict(image_mean=0.5, image_std=0.5)
 # The third name is that of the first folders of Qwen2.5-VL. A file without a name means the first.
-_KINDS: dict[str, dict[str, Any]] = {"Qwen2VLImageProcessor": {}, "Qwen2VLVideoProcessor": {},
-                                     "Qwen2_5_VLImageProcessor": {}, "Qwen3VLVideoProcessor": _HALVES}  # fmt: skip
-# Class defaults in transformers, for fields that a file leaves out.
-_DEFAULTS: dict[str, Any] = dict(patch_size=14, temporal_patch_size=2, merge_size=2)
+_KINDS: Kinds = {"Qwen2VLImageProcessor": {}, "Qwen2VLVideoProcessor": {},
+                 "Qwen2_5_VLImageProcessor": {}, "Qwen3VLVideoProcessor": _HALVES}  # fmt: skip
+# Class defaults in transformers, for files without limits.
 _SIZE: dict[PictureKind, dict[str, int]] = {
-         "image": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
-         "video": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}}  # fmt: skip
+    "image": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
+    "video": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
+}
 _MOST_TOKENS = 1280  # tokens of one sample image: the default limit of pixels in Qwen2-VL
 _STEEPEST = 200  # greatest ratio of the two sides
 
@@ -89,6 +89,8 @@ class NativeResolutionConfig(HostConfig):
     frames_apart: ClassVar[bool] = False  # text separates the frames of a video
     processors: ClassVar[Kinds] = _KINDS  # the image and video processors that a folder may name -> their defaults
     limits: ClassVar[Mapping[PictureKind, Mapping[str, int]]] = _SIZE  # numbers of pixels, if a folder has none
+    # Other fields that a folder leaves out.
+    settings_defaults: ClassVar[Mapping[str, Any]] = dict(patch_size=14, temporal_patch_size=2, merge_size=2)
     whole_batch: ClassVar = {"pixels": ("images",), "place": ("images",)}
 
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
@@ -135,7 +137,7 @@ class NativeResolutionConfig(HostConfig):
         """Like `ModelConfig.sample`: square images with `max_tokens` tokens together, and at most 1280 tokens each."""
         c, side = self.vision, math.isqrt(max(1, min(max_tokens // pictures, _MOST_TOKENS)))
         lines = side * c.merge
-        arrays = {"pixel_values": zeros(pictures * lines**2, c.patch_values),
+        arrays = {"pixel_values": zeros(pictures * lines**2, *c.patch_shape),
                   "image_grid_thw": np.array([[1, lines, lines]] * pictures)}  # fmt: skip
         return arrays, pictures * side**2
 
@@ -156,9 +158,9 @@ def _pictures(batch: Batch, kind: PictureKind, c: Qwen2VisionConfig) -> list[_Pi
     if grids.ndim != 2 or grids.shape[1] != 3 or (grids < 1).any() or (grids[:, 1:] % c.merge).any():
         raise InputError(f"{grid_name} must be [{kind}s, 3]: frames, lines and columns; lines and columns must be "
                          f"multiples of {c.merge}")  # fmt: skip
-    want = (int(grids.prod(axis=1).sum()), c.patch_values)
+    want = (int(grids.prod(axis=1).sum()), *c.patch_shape)
     if pixels.shape != want:
-        raise InputError(f"{name} have shape {pixels.shape}, expected [{want[0]}, {want[1]}] from {grid_name}")
+        raise InputError(f"{name} have shape {pixels.shape}, expected {list(want)} from {grid_name}")
     given = None if kind == "image" else batch.get("second_per_grid_ts")
     seconds = np.ones(len(grids)) if given is None else np.asarray(given, np.float64)
     if seconds.shape != (len(grids),):
@@ -168,10 +170,13 @@ def _pictures(batch: Batch, kind: PictureKind, c: Qwen2VisionConfig) -> list[_Pi
     speed = None if kind == "image" else c.tokens_per_second
     intervals = np.ones(len(grids)) if speed is None else speed * seconds
     ends = np.cumsum(grids.prod(axis=1))
-    return [
-        _Picture(part.reshape(int(t), -1, c.patch_values), int(h) // c.merge, int(w) // c.merge, float(interval))
-        for part, (t, h, w), interval in zip(np.split(pixels, ends[:-1]), grids, intervals, strict=True)
-    ]
+    pictures = []
+    for part, (t, h, w), interval in zip(np.split(pixels, ends[:-1]), grids, intervals, strict=True):
+        patches = part.reshape(int(t), -1, c.patch_values)
+        if c.by_line:
+            patches = rearrange(patches, "t (y a x b) c -> t (y x a b) c", y=h // c.merge, a=c.merge, b=c.merge)
+        pictures.append(_Picture(patches, int(h) // c.merge, int(w) // c.merge, float(interval)))
+    return pictures
 
 
 def _pack(
@@ -224,7 +229,7 @@ class ScaleSettings:
         """
         (raw, source), c = find_settings(folder, kind), config.vision
         first = {"image_processor_type": next(iter(config.processors)), "size": config.limits[kind]}
-        s = filled(raw, first | _DEFAULTS)
+        s = filled(raw, {**first, **config.settings_defaults})
         for field, wanted in (("patch_size", c.patch_size), ("merge_size", c.merge), ("temporal_patch_size", c.frames)):
             if s[field] != wanted:
                 raise InputError(f"{source}: {field}={s[field]!r}, but the tower in config.json has {wanted}: the "
@@ -234,9 +239,8 @@ class ScaleSettings:
                 raise InputError(f"{source}: {field}={s[field]!r} is not supported")
         least, most = _limits(s, source, kind)
         plain = {"do_resize": False, "do_center_crop": False}
-        return cls(
-            least=least, most=most, pixels=PixelSettings.from_hf({**s, **plain}, source, kinds=config.processors)
-        )
+        pixels = PixelSettings.from_hf({**s, **plain}, source, kinds=config.processors)
+        return cls(least=least, most=most, pixels=pixels)
 
     def scaled_together(self, height: int, width: int, factor: int, frames: int, size: int) -> tuple[int, int]:
         """Like `scaled` for `frames` frames together, `size` of which make a patch.
@@ -338,10 +342,11 @@ class Qwen2VlPictures(Pictures):
         resized = [frame.resize((width, height), resample=settings.pixels.resample) for frame in frames]
         pixels = [to_pixels(frame, settings.pixels) for frame in resized]
         pixels += pixels[-1:] * (-len(pixels) % c.frames)  # a single image, or the last frame, is repeated
+        merge = 1 if c.by_line else c.merge
         patches = rearrange(
             np.stack(pixels), "(t f) c (y a p) (x b q) -> (t y x a b) (c f p q)",
-            f=c.frames, a=c.merge, b=c.merge, p=c.patch_size, q=c.patch_size,
-        )  # fmt: skip
+            f=c.frames, a=merge, b=merge, p=c.patch_size, q=c.patch_size,
+        ).reshape(-1, *c.patch_shape)  # fmt: skip
         grid = np.array([len(pixels) // c.frames, height // c.patch_size, width // c.patch_size])
         arrays = dict(zip(_FIELDS[kind], (patches, grid), strict=True))
         return Read(arrays={**arrays, **more}, tokens=int(grid.prod()) // c.merge**2)

@@ -48,6 +48,7 @@ class Qwen2VisionConfig(BlockConfig):
     full: tuple[int, ...] = ()
     tokens_per_second: float | None = None
     patch_bias: ClassVar[bool] = False
+    by_line: ClassVar[bool] = False  # the processor's patches are [3, p, p], line by line; else flat, token by token
     deep: tuple[int, ...] = ()
     whole_seconds: bool = False
 
@@ -55,6 +56,11 @@ class Qwen2VisionConfig(BlockConfig):
     def patch_values(self) -> int:
         """Values of one patch."""
         return 3 * self.frames * self.patch_size**2
+
+    @property
+    def patch_shape(self) -> tuple[int, ...]:
+        """Shape of a patch as the processor returns it."""
+        return (3 * self.frames, self.patch_size, self.patch_size) if self.by_line else (self.patch_values,)
 
     def patches(self, shape: tuple[int, ...]) -> int:
         """The number of patches that attend to one another. `shape` is that of the pixels, [F, n, C]."""

@@ -6,6 +6,7 @@ Axes: F frames · n patches of a frame with padding · C values of a patch · D 
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -24,6 +25,7 @@ class Qwen3VisionConfig(Qwen2VisionConfig):
     """
 
     table: int
+    aligned: ClassVar[bool] = True  # as in `corners`
 
     patch_bias = True
 
@@ -39,22 +41,27 @@ class Qwen3VlTower(Qwen2VlTower):
 
     @override
     def embed(self, pixels: Float[Array, "F n C"], place: Int[Array, "F n 2"]) -> Float[Array, "F n D"]:
-        index, weight = corners(place, self.config.table)
+        index, weight = corners(place, self.config.table, aligned=self.config.aligned)
         at = jnp.einsum("fnkd,fnk->fnd", self.positions(index).astype(jnp.float32), weight)
         return self.patch(pixels) + at.astype(pixels.dtype)
 
 
-def corners(place: Int[Array, "F n 2"], table: int) -> tuple[Int[Array, "F n 4"], Float[Array, "F n 4"]]:
+def corners(
+    place: Int[Array, "F n 2"], table: int, *, aligned: bool = True
+) -> tuple[Int[Array, "F n 4"], Float[Array, "F n 4"]]:
     """The four entries of the table around each patch, and their weights in bilinear interpolation.
-
-    The corner patches of a frame are at the corners of the table.
 
     Args:
         place: line and column of each patch, -1 for padding, whose weights mean nothing.
         table: positions per side of the table.
+        aligned: True: the corner patches of a frame are at the corners of the table; False: the edges of the frame
+            are at the edges of the table, beyond the centres of its entries.
     """
-    last = jnp.maximum(jnp.max(place, axis=1, keepdims=True), 1)  # a single line is at the table's first one
-    at = jnp.maximum(place, 0).astype(jnp.float32) * (table - 1) / last  # [F, n, 2]
+    last, line = jnp.max(place, axis=1, keepdims=True), jnp.maximum(place, 0).astype(jnp.float32)
+    if aligned:
+        at = line * (table - 1) / jnp.maximum(last, 1)  # [F, n, 2]; a single line is at the table's first one
+    else:
+        at = jnp.clip((line + 0.5) * table / jnp.maximum(last + 1, 1) - 0.5, 0, table - 1)
     first = jnp.floor(at).astype(jnp.int32)
     both = jnp.stack([first, jnp.minimum(first + 1, table - 1)], axis=-1)  # [F, n, 2, 2]
     share = jnp.stack([1 - (at - first), at - first], axis=-1)

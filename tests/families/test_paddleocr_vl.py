@@ -1,0 +1,254 @@
+"""PaddleOCR-VL against transformers in float32: layers, logits, tokens, positions, and the processor."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import PIL.Image
+import pytest
+from safetensors.numpy import load_file
+
+import vlkv
+from checkpoints_convert.__main__ import convert
+from tests.families.common import ParityTests, Row, answer, perturb, save_file, torch, transformers
+from tests.families.common_qwen import END, IMAGE, START
+from tests.models import same
+from tests.processing.conftest import make_tokenizer
+from vlkv.families import config_from_hf
+from vlkv.processing import Processor, Video
+
+PATCH, MERGE = 4, 2
+NEW = 32
+
+
+def make(seed: int = 0, *, tied: bool = False):
+    """A tower with three blocks and a table of 5 x 5 positions; heads of the decoder are wider than its width."""
+    text = dict(
+        vocab_size=120, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+    )  # fmt: skip
+    vision = dict(hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=2, image_size=22,
+                  patch_size=PATCH, spatial_merge_size=MERGE)  # fmt: skip
+    config = transformers.PaddleOCRVLConfig(
+        text_config=text, vision_config=vision, image_token_id=IMAGE, video_token_id=98, vision_start_token_id=START,
+        vision_end_token_id=END, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = transformers.PaddleOCRVLForConditionalGeneration(config).eval()
+    perturb(model, seed)
+    return model
+
+
+def make_row(rng, pictures, words: int = 3) -> Row:
+    """Text, and between it images with so many lines and columns of patches."""
+    ids, values = rng.integers(3, 90, words).tolist(), []
+    for lines, columns in pictures:
+        ids += [START, *[IMAGE] * (lines * columns // MERGE**2), END, *rng.integers(3, 90, 4).tolist()]
+        values.append(rng.normal(size=(lines * columns, 3, PATCH, PATCH)).astype(np.float32))
+    grids = [[1, *picture] for picture in pictures]
+    return Row(ids, {"pixel_values": np.concatenate(values), "image_grid_thw": grids} if pictures else {})
+
+
+def for_model(row: Row) -> Row:
+    """The row with an array that only transformers needs."""
+    kinds = [[int(token == IMAGE) for token in row.ids]]
+    return dataclasses.replace(row, extra={**row.extra, "mm_token_type_ids": kinds})
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """More and fewer patches than the table, also only two in a line."""
+    folder, model, rng = tmp_path_factory.mktemp("paddleocr_vl"), make(), np.random.default_rng(0)
+    model.save_pretrained(folder)
+    rows = [make_row(rng, [(4, 6), (10, 2)]), make_row(rng, [(6, 12)], 7), make_row(rng, [], 11)]
+    answers = [answer(model, for_model(row), NEW) for row in rows]
+    return model, folder, vlkv.load_params(folder), rows, answers
+
+
+class TestParity(ParityTests):
+    pass
+
+
+def test_every_name_on_disk_gives_the_same_parameters(saved, tmp_path):
+    """Also those of the published checkpoint, which is flat and has tensors that are not used."""
+    model, folder, params, *_ = saved
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="60KB")
+    convert(folder, tmp_path / "converted", progress=False)
+    raw = json.loads((folder / "config.json").read_text())
+    flat = raw | raw.pop("text_config") | {"model_type": "paddleocr_vl", "tie_word_embeddings": False}
+    rope = flat.pop("rope_parameters")
+    flat |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope | {"type": "default"}, "use_3d_rope": True}
+    flat["vision_config"] |= {"model_type": "paddleocr_vl", "temporal_patch_size": 2, "tokens_per_second": 2}
+    (tmp_path / "flat").mkdir()
+    (tmp_path / "flat" / "config.json").write_text(json.dumps(flat))
+    renames = {"model.projector.": "mlp_AR.", "model.visual.": "visual.", "model.language_model.": "model."}
+    tensors = {}
+    for key, x in load_file(folder / "model.safetensors").items():
+        old = next((key.replace(new, old) for new, old in renames.items() if key.startswith(new)), key)
+        tensors[old] = torch.tensor(x)
+    assert any(key.startswith("mlp_AR.") for key in tensors) and "model.embed_tokens.weight" in tensors
+    tensors |= {f"visual.vision_model.{name}": torch.zeros(2) for name in
+                ("head.probe", "head.mlp.fc1.weight", "embeddings.packing_position_embedding.weight")}  # fmt: skip
+    save_file(tensors, tmp_path / "flat" / "model.safetensors")
+    for other in ("sharded", "converted", "flat"):
+        same(params, vlkv.load_params(tmp_path / other))
+
+
+def test_a_head_that_is_the_embedding_table(saved, tmp_path):
+    make(tied=True).save_pretrained(tmp_path)
+    params = vlkv.load_params(tmp_path)
+    assert params.config.decoder.tied and params.decoder.head is None
+    assert not saved[2].config.decoder.tied
+
+
+def test_positions_of_many_sizes(saved):
+    """100 random images in random prompts: exactly transformers' rope index and its deltas."""
+    model, _, params, *_ = saved
+    rng = np.random.default_rng(1)
+    for _ in range(25):
+        pictures = [tuple(int(side) for side in 2 * rng.integers(1, 8, 2)) for _ in range(4)]
+        row = make_row(rng, pictures, int(rng.integers(1, 6)))
+        positions, delta = model.model.get_rope_index(
+            torch.tensor([row.ids]), mm_token_type_ids=torch.tensor(for_model(row).extra["mm_token_type_ids"]),
+            image_grid_thw=torch.tensor(row.extra["image_grid_thw"]),
+        )  # fmt: skip
+        batch = {"input_ids": [row.ids], "attention_mask": np.ones((1, len(row.ids))), **row.extra}
+        inputs = vlkv.Inputs.from_hf(batch, params.config)
+        np.testing.assert_array_equal(inputs.positions[0][inputs.valid[0]], positions[:, 0].numpy().T)
+        assert inputs.positions[0].max() + 1 - len(row.ids) == int(delta[0, 0])
+
+
+def test_patches_of_another_shape_are_refused(saved):
+    row = make_row(np.random.default_rng(0), [(4, 6)])
+    batch = {"input_ids": [row.ids], "attention_mask": np.ones((1, len(row.ids))), **row.extra}
+    batch["pixel_values"] = batch["pixel_values"].reshape(24, -1)
+    with pytest.raises(vlkv.InputError, match=r"shape \(24, 48\), expected \[24, 3, 4, 4\] from image_grid_thw"):
+        vlkv.Inputs.from_hf(batch, saved[2].config)
+
+
+ROPE = {"rope_theta": 1e4, "rope_type": "default"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_parameters": ROPE}, "mrope_section is missing"),
+        ({"rope_parameters": ROPE | {"mrope_section": [4, 4]}}, "three whole numbers"),
+        ({"model_type": "ernie4_5"}, "text_config.model_type='ernie4_5'"),
+        ({"use_bias": True}, "use_bias=True"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"vision": {"hidden_act": "silu"}}, "vision_config.hidden_act"),
+        ({"vision": {"num_attention_heads": 3}}, "32 channels must be 3 heads"),
+        ({"vision": {"image_size": 3}}, "image_size=3 is less than patch_size=4"),
+        ({"vision": {"spatial_merge_size": 0}}, "spatial_merge_size=0"),
+        ({"vision": {"layer_norm_eps": "small"}}, "layer_norm_eps='small'"),
+        ({"vision": {"rope_parameters": {"rope_type": "linear"}}}, "rope_type='linear'"),
+        ({"vision": {"rope_parameters": 3}}, "rope_parameters=3 must be an object"),
+    ],
+    ids=str,
+)
+def test_a_config_that_is_not_honoured(saved, change, message):
+    raw = json.loads((saved[1] / "config.json").read_text())
+    raw["vision_config"] |= change.get("vision", {})
+    raw["text_config"] |= {key: value for key, value in change.items() if key != "vision"}
+    with pytest.raises(vlkv.InputError, match=message) as error:
+        config_from_hf(raw)
+    assert len(str(error.value)) <= 200
+
+
+# --- the processor ----------------------------------------------------------------------------------------------------
+
+SETTINGS = {
+    "image_processor_type": "PaddleOCRVLImageProcessor", "patch_size": 14, "temporal_patch_size": 1, "merge_size": 2,
+    "size": {"shortest_edge": 8 * 28 * 28, "longest_edge": 40 * 28 * 28}, "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+}  # fmt: skip
+
+
+def write_processor(folder, settings=SETTINGS) -> None:
+    """A tokenizer with tokens like those of the published checkpoint, and settings of images; no chat template."""
+    tokenizer = make_tokenizer("<|IMAGE_PLACEHOLDER|>", bos=False)
+    tokenizer.add_special_tokens(["<|begin_of_sentence|>", "<|IMAGE_START|>", "<|IMAGE_END|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+
+
+@pytest.fixture
+def processor(tmp_path) -> Processor:
+    write_processor(tmp_path)
+    return Processor.from_folder(tmp_path, dataclasses.replace(vlkv.presets["paddleocr-vl-0.9b"], image_token=3))
+
+
+def random_image(rng) -> PIL.Image.Image:
+    """Also with a side that is shorter than a token."""
+    height, width = (int(side) for side in np.exp(rng.uniform(2, 6.3, 2)))
+    return PIL.Image.fromarray(rng.integers(0, 256, (height, width, 3)).astype(np.uint8))
+
+
+def test_patches_are_those_of_the_checkpoints_processor(processor):
+    """200 images of random sizes, and their numbers of tokens."""
+    module = pytest.importorskip("transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl")
+    theirs = module.PaddleOCRVLImageProcessorPil(
+        **{name: value for name, value in SETTINGS.items() if name != "image_processor_type"}
+    )
+    rng = np.random.default_rng(0)
+    images = [random_image(rng) for _ in range(200)]
+    assert min(min(image.size) for image in images) < 28 and max(max(image.size) for image in images) > 400
+    for image in images:
+        read = processor.pictures.read(image)
+        wanted = theirs([image], return_tensors="np")
+        np.testing.assert_array_equal(read.arrays["image_grid_thw"], wanted["image_grid_thw"][0])
+        np.testing.assert_allclose(read.arrays["pixel_values"], wanted["pixel_values"], atol=1e-5)
+        assert read.tokens == wanted["image_grid_thw"].prod() // 4
+
+
+def test_ids_are_those_of_the_checkpoints_processor(processor, tmp_path):
+    """Several images in a prompt, in the family's own format."""
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), extra_special_tokens={"image_token": "<|IMAGE_PLACEHOLDER|>"}
+    )
+    theirs = transformers.PaddleOCRVLProcessor(
+        transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil"), tokenizer
+    )
+    rng = np.random.default_rng(2)
+    images = [random_image(rng) for _ in range(2)]
+    inputs = processor([images], ["OCR:"])
+    mark = "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
+    text = f"<|begin_of_sentence|>User: {mark}{mark}OCR:\nAssistant: "
+    wanted = theirs(images=images, text=text)["input_ids"][0]
+    np.testing.assert_array_equal(inputs.tokens[0][inputs.valid[0]], wanted)
+    assert inputs.is_vision.sum() == (np.asarray(wanted) == 3).sum()
+
+
+def test_the_authors_settings(tmp_path):
+    """Their names of the processor and of the limits."""
+    pixels = {"min_pixels": 147384, "max_pixels": 2822400}
+    write_processor(tmp_path, SETTINGS | pixels | {"image_processor_type": "SiglipImageProcessor", "size": pixels})
+    settings = vlkv.presets["paddleocr-vl-0.9b"].read_settings(tmp_path, "checkpoint", ("image",))["image"]
+    assert (settings.least, settings.most, settings.pixels.size) == (147384, 2822400, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"image_processor_type": "Qwen2VLImageProcessor"}, "PaddleOCRVLImageProcessor, SiglipImageProcessor"),
+        ({"temporal_patch_size": 2}, "temporal_patch_size=2, but the tower"),
+        ({"do_resize": False}, "do_resize=False"),
+        ({"size": {"height": 384, "width": 384}}, "shortest_edge and longest_edge"),
+    ],
+    ids=str,
+)
+def test_settings_that_are_not_honoured(tmp_path, change, message):
+    write_processor(tmp_path, SETTINGS | change)
+    with pytest.raises(vlkv.InputError, match=message):
+        vlkv.presets["paddleocr-vl-0.9b"].open_pictures(tmp_path, "checkpoint")
+
+
+def test_an_image_that_is_too_long_and_a_video_are_refused(processor):
+    with pytest.raises(vlkv.InputError, match="too long and thin"):
+        processor(np.zeros((40, 28 * 300, 3), np.uint8), "OCR:")
+    with pytest.raises(vlkv.InputError, match="does not support videos"):
+        processor(Video(np.zeros((2, 40, 40, 3), np.uint8)), "OCR:")

@@ -1,0 +1,99 @@
+"""Config of PaddleOCR-VL and its published size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from vlkv.config import Raw, filled, number, positives, require, require_all, token_id
+from vlkv.errors import InputError
+from vlkv.families.paddleocr_vl.inputs import ImagesConfig, PaddleOcrVlPictures
+from vlkv.families.paddleocr_vl.tower import PaddleOcrVlVisionConfig
+from vlkv.families.text.config import Kind, read_stop
+from vlkv.processing.pictures import Pictures
+from vlkv.processing.pixels import Layout
+
+# Class defaults in transformers. With `use_bias` the MLP would have biases too.
+_DECODER = Kind(defaults=dict(
+    vocab_size=103424, hidden_size=1024, intermediate_size=3072, num_hidden_layers=18, num_attention_heads=16,
+    num_key_value_heads=2, head_dim=128, rms_norm_eps=1e-5, max_position_embeddings=131072, rope_theta=5e5,
+    use_bias=False,
+))  # fmt: skip
+_TOWER: dict[str, Any] = dict(
+    hidden_size=1152, intermediate_size=4304, num_hidden_layers=27, num_attention_heads=16, num_channels=3,
+    image_size=384, patch_size=14, hidden_act="gelu_pytorch_tanh", layer_norm_eps=1e-6, spatial_merge_size=2,
+)  # fmt: skip
+_TIE = "tie_word_embeddings"
+
+
+class PaddleOcrVlConfig(ImagesConfig):
+    """PaddleOCR-VL and PaddleOCR-VL-1.5."""
+
+    prompt_format = (  # that of the first published checkpoint
+        "<|begin_of_sentence|>{% for message in messages %}{% if message.role == 'assistant' %}Assistant: "
+        "{{ message.content[0].text }}</s>{% else %}User: "
+        "{% for item in message.content if item.type == 'image' %}<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
+        "{% endfor %}{% for item in message.content if item.type == 'text' %}{{ item.text }}{% endfor %}"
+        "{{ '\\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}Assistant: {% endif %}"
+    )
+
+    @override
+    def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
+        return PaddleOcrVlPictures(settings=self.read_settings(folder, layout, ("image",)), config=self.vision)
+
+    @classmethod
+    @override
+    def read(cls, raw: Raw) -> dict[str, Any]:
+        nested = raw.get("text_config")  # in transformers 5; the published file is flat
+        part, kind = dict(nested or raw), "paddleocr_vl_text"
+        if nested:
+            require("text_config.model_type", part.get("model_type", kind), kind)
+        tied = raw.get(_TIE, True) or (bool(nested) and part.get(_TIE, True))
+        require("use_bias", bool(part.get("use_bias", False)), False)
+        decoder = _DECODER.read(part | {_TIE: bool(tied)})
+        if decoder.rope.axes is None:
+            raise InputError("config.json: rope_parameters.mrope_section is missing")
+        return {
+            "decoder": decoder,
+            "vision": _read_tower(raw.get("vision_config") or {}, decoder.width),
+            "image_token": token_id(raw, "image_token_id", default=100295),
+            "stop": read_stop(raw, 2),
+        }
+
+
+def _read_tower(raw: Raw, out_width: int) -> PaddleOcrVlVisionConfig:
+    c, where = filled(raw, _TOWER), "vision_config."
+    require_all(c, {"hidden_act": _TOWER["hidden_act"], "num_channels": 3}, where)
+    rope = c.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise InputError(f"config.json: {where}rope_parameters={rope!r} must be an object")
+    require_all(rope, {"rope_type": "axial"}, where + "rope_parameters.")
+    positives(c, ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "image_size",
+                  "patch_size", "spatial_merge_size"), where)  # fmt: skip
+    if c["hidden_size"] % (4 * c["num_attention_heads"]):
+        raise InputError(f"config.json: vision_config: {c['hidden_size']} channels must be {c['num_attention_heads']} "
+                         "heads of a multiple of four channels each")  # fmt: skip
+    if c["image_size"] < c["patch_size"]:
+        raise InputError(f"config.json: {where}image_size={c['image_size']} is less than patch_size={c['patch_size']}")
+    return PaddleOcrVlVisionConfig(
+        width=c["hidden_size"], mlp_width=c["intermediate_size"], out_width=out_width, layers=c["num_hidden_layers"],
+        heads=c["num_attention_heads"], patch_size=c["patch_size"], frames=1, merge=c["spatial_merge_size"],
+        activation=c["hidden_act"], norm="layer_norm", norm_eps=number(where + "layer_norm_eps", c["layer_norm_eps"]),
+        gated=False, table=c["image_size"] // c["patch_size"],
+        theta=number(where + "rope_parameters.rope_theta", rope.get("rope_theta", 1e4), above=1),
+    )  # fmt: skip
+
+
+# PaddlePaddle/PaddleOCR-VL and PaddleOCR-VL-1.5, in the form of transformers 5.
+PUBLISHED = {
+    "paddleocr-vl-0.9b": dict(
+        model_type="paddleocr_vl", image_token_id=100295, tie_word_embeddings=False, vision_config=_TOWER,
+        text_config=dict(
+            _DECODER.defaults, model_type="paddleocr_vl_text", eos_token_id=2, tie_word_embeddings=False,
+            rope_parameters=dict(rope_type="default", rope_theta=5e5, mrope_section=[16, 24, 24]),
+        ),
+    ),
+}  # fmt: skip
