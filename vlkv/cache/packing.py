@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels import QuantizedPool, quantize
 from pallas_kernels.cpu import restored, stored
@@ -214,8 +214,8 @@ def _vision_first(kept: Bool[Array, "B K T"], is_vision: Bool[Array, "B 1 T"]) -
 
 
 def _write_segments(
-    pools: tuple[Float[Array, "B #K P *H"] | Int[Array, "B #K P"], ...],
-    values: tuple[Float[Array, "B K _t H"] | Int[Array, "B T"], ...],
+    pools: tuple[Shaped[Array, "B #K P ..."], ...],
+    values: tuple[Shaped[Array, "B ..."], ...],  # [B, K, t, H], or [B, t] for all heads
     order: Int[Array, "B K T"],
     start: Int[Array, "B K"],
     end: Int[Array, "B K"],

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, Key
 from pallas_kernels.cpu import beside
 from pallas_kernels.dispatch import target_platform
 
-_MANY = 64  # rows: with fewer, a CPU is faster if the weight is the first operand of a product
+_MANY = 64  # rows: with fewer, a product on a CPU is faster if the weight is the first operand
 
 
 class Initializer:
@@ -128,26 +128,24 @@ class JoinHeads(nnx.Module):
 
 
 def product(
-    weight: Float[Array, "*out *i"], x: Float[Array, "*batch *i"], *, axes: int = 1, dtype: DTypeLike | None = None
-) -> Float[Array, "*batch *out"]:
-    """Product over the last `axes` axes of both, accumulated in float32.
+    weight: Float[Array, "..."], x: Float[Array, "..."], *, axes: int = 1, dtype: DTypeLike | None = None
+) -> Float[Array, "..."]:
+    """Product over the last `axes` axes of both: [*out, *i] and [*batch, *i] give [*batch, *out].
 
-    A weight of three axes is the first operand, because as the second one XLA transposes it in every product. On a CPU,
-    weights are matrices. There, products of bfloat16 are fast only if the result may be float32, if there are two rows
-    at least, and, for few rows, if the weight comes first. On a Xeon with AMX, this makes the products of a prompt 4
-    times faster, and those of one token 7 times.
+    A weight of three axes is the first operand, because as the second one XLA transposes it in every product, which on
+    a CPU at batch 1 takes seven times as long as the product.
 
     Args:
         weight: in the checkpoint's order.
         x: activations.
-        axes: number of axes of i.
+        axes: number of axes of i, over which the sum is accumulated in float32.
         dtype: of the result; None: that of the arguments.
     """
     operands = jnp.result_type(weight, x)
     weight, x, made = weight.astype(operands), x.astype(operands), operands if dtype is None else dtype
     out, batch = weight.shape[: weight.ndim - axes], x.shape[: x.ndim - axes]
-    if target_platform() == "cpu":
-        y = _product_on_cpu(weight.reshape(math.prod(out), -1), x.reshape(*batch, -1), made)
+    if operands == jnp.bfloat16 and target_platform() == "cpu":
+        y = _short_product(weight.reshape(math.prod(out), -1), x.reshape(*batch, -1))
         return y.reshape(*batch, *out).astype(made)
     if axes == len(out) == 1:
         return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=made)
@@ -156,16 +154,19 @@ def product(
     return jnp.moveaxis(y, range(len(out)), range(-len(out), 0))
 
 
-def _product_on_cpu(weight: Float[Array, "o i"], x: Float[Array, "*batch i"], made: DTypeLike) -> Array:
-    """`product` with a matrix. The result may have a larger dtype than `made`."""
-    short = x.dtype == jnp.bfloat16
-    made, rows = jnp.float32 if short else made, math.prod(x.shape[:-1])
+def _short_product(weight: Float[Array, "o i"], x: Float[Array, "*batch i"]) -> Float[Array, "*batch o"]:
+    """`product` of bfloat16 on a CPU, in float32.
+
+    XLA uses the processor's instructions for bfloat16 if the weight is a matrix, the result may be float32, and there
+    are two rows at least; few rows are faster if the weight comes first. On a Xeon with AMX, products of a prompt take
+    a quarter, and those of one token a seventh, of the time of a plain einsum.
+    """
+    rows = math.prod(x.shape[:-1])
     if rows >= _MANY:
-        return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=made)
-    alone = short and rows == 1
-    x = jnp.concatenate([x.reshape(1, -1), jnp.zeros((1, x.shape[-1]), x.dtype)]) if alone else x
-    y = jnp.moveaxis(jnp.tensordot(weight, x, (1, x.ndim - 1), preferred_element_type=made), 0, -1)
-    return y[0] if alone else y
+        return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=jnp.float32)
+    once = jnp.concatenate([x.reshape(1, -1), jnp.zeros((1, x.shape[-1]), x.dtype)]) if rows == 1 else x
+    y = jnp.tensordot(weight, once, (1, once.ndim - 1), preferred_element_type=jnp.float32)
+    return y[:, 0].reshape(*x.shape[:-1], -1) if rows == 1 else jnp.moveaxis(y, 0, -1)
 
 
 class RMSNorm(nnx.Module):

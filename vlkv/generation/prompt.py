@@ -48,7 +48,7 @@ class LayerPrompt:
     is_candidate: Bool[Array, "*B t"]  # candidates for the cache
     source: Int[Array, "*B t"]  # index of the token in the prompt
     grid: Int[Array, "*B t 3"]  # (image number in the prompt, line, column) of the patch; -1: none
-    context: LayerContext
+    context: LayerContext | None = None
     until: Int[Array, "*B t"] | None = None  # last token that each token attends to; None: itself
     lse: Float[Array, "*B N t"] | None = None  # log-sum-exp of each query's logits; None: kernels do not use it
 

@@ -42,10 +42,9 @@ _FIELDS: dict[PictureKind, tuple[str, str]] = {
     "image": ("pixel_values", "image_grid_thw"),
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
-_HALVES = dict(image_mean=0.5, image_std=0.5)
-# The third name is that of the first folders of Qwen2.5-VL. A file without a name means the first.
-_KINDS: Kinds = {"Qwen2VLImageProcessor": {}, "Qwen2VLVideoProcessor": {},
-                 "Qwen2_5_VLImageProcessor": {}, "Qwen3VLVideoProcessor": _HALVES}  # fmt: skip
+# The second name is that of the first folders of Qwen2.5-VL. A file without a name means the first.
+_KINDS: Kinds = {"Qwen2VLImageProcessor": {}, "Qwen2_5_VLImageProcessor": {}, "Qwen2VLVideoProcessor": {},
+                 "Qwen3VLVideoProcessor": dict(image_mean=0.5, image_std=0.5)}  # fmt: skip
 # Class defaults in transformers, for files without limits.
 _SIZE: dict[PictureKind, dict[str, int]] = {
     "image": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
@@ -89,7 +88,6 @@ class NativeResolutionConfig(HostConfig):
     frames_apart: ClassVar[bool] = False  # text separates the frames of a video
     processors: ClassVar[Kinds] = _KINDS  # the image and video processors that a folder may name -> their defaults
     limits: ClassVar[Mapping[PictureKind, Mapping[str, int]]] = _SIZE  # numbers of pixels, if a folder has none
-    # Other fields that a folder leaves out.
     settings_defaults: ClassVar[Mapping[str, Any]] = dict(patch_size=14, temporal_patch_size=2, merge_size=2)
     whole_batch: ClassVar = {"pixels": ("images",), "place": ("images",)}
 
