@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import jax
 import numpy as np
 import PIL.Image
 import pytest
@@ -12,10 +13,11 @@ from safetensors.numpy import load_file
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from tests.families.common import ParityTests, Row, answer, perturb, save_file, torch, transformers
+from tests.families.common import ParityTests, Row, answer, joined, perturb, save_file, torch, transformers
 from tests.families.common_qwen import END, IMAGE, START
 from tests.models import same
 from tests.processing.conftest import make_tokenizer
+from vlkv import policies
 from vlkv.families import config_from_hf
 from vlkv.processing import Processor, Video
 
@@ -69,6 +71,20 @@ def saved(tmp_path_factory):
 
 class TestParity(ParityTests):
     pass
+
+
+@pytest.mark.full
+def test_a_later_turn_with_an_image(saved):
+    """Logits are those of one prompt with both turns."""
+    model, _, params, *_ = saved
+    rng = np.random.default_rng(5)
+    turns = [make_row(rng, [(4, 6)]), make_row(rng, [(2, 8)], 5)]
+    first, second = (vlkv.Inputs.from_hf(joined([row]), params.config) for row in turns)
+    cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(params, first, policies.Full(), new_tokens=24)
+    _, logits = jax.jit(vlkv.extend)(params, cache, second)
+    extra = {name: np.concatenate([row.extra[name] for row in turns]) for name in turns[0].extra}
+    both = for_model(Row([*turns[0].ids, *turns[1].ids], extra))
+    np.testing.assert_allclose(logits[0], answer(model, both)[1][-1], atol=1e-4)
 
 
 def test_every_name_on_disk_gives_the_same_parameters(saved, tmp_path):
