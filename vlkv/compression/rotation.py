@@ -14,13 +14,13 @@ from vlkv.decoder.rope import apply_rope, rope_table
 
 def unrotated(q: Float[Array, "N T H"], context: LayerContext) -> Float[Array, "N T H"]:
     """Queries before rotation, in float32: a rotation is inverted by the opposite angle."""
-    half = q.shape[-1] // 2
     table = _table(context.positions, context, q.shape[-1]) / context.rope.scale**2
-    back = jnp.concatenate([table[..., :half], -table[..., half:]], axis=-1)
-    return jnp.swapaxes(apply_rope(jnp.swapaxes(q.astype(jnp.float32), 0, 1)[None], back[None])[0], 0, 1)
+    cos, sin = jnp.split(table, 2, axis=-1)
+    by_token, back = jnp.swapaxes(q.astype(jnp.float32), 0, 1), jnp.concatenate([cos, -sin], axis=-1)
+    return jnp.swapaxes(apply_rope(by_token[None], back[None], neighbours=context.rope.neighbours)[0], 0, 1)
 
 
-def mean_rotation(context: LayerContext, valid: Bool[Array, " T"], ahead: int, head_dim: int) -> Float[Array, " H"]:
+def mean_rotation(context: LayerContext, valid: Bool[Array, " T"], ahead: int, head_dim: int) -> Float[Array, " _H"]:
     """The mean of the rotations of the `ahead` positions after the prompt, for `rotated`."""
     axes = context.positions.shape[1]
     following = jnp.max(jnp.where(valid[:, None], context.positions, -1)) + 1 + jnp.arange(ahead)
@@ -28,10 +28,10 @@ def mean_rotation(context: LayerContext, valid: Bool[Array, " T"], ahead: int, h
     return jnp.mean(_table(every_axis, context, head_dim), axis=(0, 1))
 
 
-def rotated(x: Float[Array, "*batch H"], table: Float[Array, " H"]) -> Float[Array, "*batch H"]:
+def rotated(x: Float[Array, "*batch H"], table: Float[Array, " _H"], context: LayerContext) -> Float[Array, "*batch H"]:
     """All vectors after the same rotation, or mean of rotations."""
     flat = x.reshape(1, -1, 1, x.shape[-1])
-    return apply_rope(flat, table).reshape(x.shape)
+    return apply_rope(flat, table, neighbours=context.rope.neighbours).reshape(x.shape)
 
 
 def _table(positions: Int[Array, "X A"], context: LayerContext, head_dim: int) -> Float[Array, "X 1 H"]:

@@ -78,7 +78,7 @@ class ExpectedAttention(Policy):
         mean = jnp.sum(q, axis=1) / count
         future = mean_rotation(context, obs.valid, self.ahead, q.shape[-1])
         if not self.covariance:
-            return rotated(mean, future), jnp.zeros((*mean.shape, mean.shape[1]))
-        centred = rotated(jnp.where(counted[:, None], q - mean[:, None], 0.0), future)
+            return rotated(mean, future, context), jnp.zeros((*mean.shape, mean.shape[1]))
+        centred = rotated(jnp.where(counted[:, None], q - mean[:, None], 0.0), future, context)
         covariance = jnp.einsum("nti,ntj->nij", centred, centred, precision="highest") / count
-        return rotated(mean, future), covariance
+        return rotated(mean, future, context), covariance
