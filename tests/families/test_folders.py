@@ -39,6 +39,10 @@ PROMPTS = {
         "<|begin_of_sentence|>User: <|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>what?\nAssistant: yes</s>"
         "User: why?\nAssistant: "
     ),
+    "gemma3": (
+        "<bos><start_of_turn>user\n<start_of_image>what?<end_of_turn>\n<start_of_turn>model\nyes<end_of_turn>\n"
+        "<start_of_turn>user\nwhy?<end_of_turn>\n<start_of_turn>model\n"
+    ),
     "qwen": "Picture 1: <img><imgpad></img>\nwhat?yeswhy?",
 }
 

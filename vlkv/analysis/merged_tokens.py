@@ -36,8 +36,8 @@ def merged_into(params: Model, inputs: Inputs | Mapping[str, Any], method: Polic
     """
     if not isinstance(method, LightKV):
         raise InputError(f"{type(method).__name__} does not merge patches in stages: give LightKV")
-    require_layers(method, params.decoder.full_layers)
     inputs = Inputs.of(inputs, params.config)
+    require_layers(method, params.decoder.full_layers)
     if inputs.tokens.shape[0] != 1:
         raise InputError(f"inputs contain {inputs.tokens.shape[0]} questions: give only one")
     stages: dict[int, tuple[np.ndarray, ...]] = {}
