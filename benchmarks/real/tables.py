@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from benchmarks.real.methods import METHODS
 from vlkv.tools.evaluation.curves import wilson
 
 RESULTS = Path(__file__).parents[1] / "results" / "real.jsonl"
+FRONTIER = RESULTS.with_name("real_frontier.json")
 DOCUMENTS = ("README.md", "docs/quality.md")
 MARKED = re.compile(r"(<!-- real: (\w+) -->\n)(.*?)(\n<!-- /real -->)", re.DOTALL)
 Row = dict[str, Any]
@@ -81,9 +83,12 @@ def documented(rows: Sequence[Row], name: str, length: int = 1000) -> str:
 
     Args:
         rows: all results.
-        name: a protocol; or "summary", the first columns of the table for "question".
+        name: a protocol; "summary", the first columns of the table for "question"; or "transfer", compositions at equal
+            bytes, from `FRONTIER`.
         length: of the prompts, in tokens.
     """
+    if name == "transfer":
+        return _transfer(json.loads(FRONTIER.read_text())["points"])
     protocol, columns = ("question", 4) if name == "summary" else (name, None)
     chosen = [row for row in rows if (row["length"], row["protocol"]) == (length, protocol)]
     lines: list[tuple[str, ...]] = [
@@ -163,3 +168,20 @@ def _sorted(rows: Sequence[Row], *names: str) -> list[tuple[Any, ...]]:
     found = dict.fromkeys(tuple(row[name] for name in names) for row in rows)
     order = list(METHODS)
     return sorted(found, key=lambda key: (order.index(key[0]), key[1] != "vlkv"))
+
+
+def _transfer(points: Sequence[dict[str, Any]]) -> str:
+    """What `vlkv frontier` has measured: a row per method and bits, a column per number of bytes."""
+    full, compressed = points[0], points[1:]
+    shares = sorted({round(point["bytes"], 2) for point in compressed}, reverse=True)
+    lines = [("method", "bits", *(f"{share:.0%} of the bytes, % [95 %]" for share in shares))]
+    lines += [("---",) * len(lines[0]), ("`Full`", "16", *[_interval(full)] * len(shares))]
+    for name, bits in dict.fromkeys((point["name"], point["bits"]) for point in compressed):
+        same = [point for point in compressed if (point["name"], point["bits"]) == (name, bits)]
+        cells = {round(point["bytes"], 2): _interval(point) for point in same}
+        lines.append((f"`{name}`", str(bits), *(cells[share] for share in shares)))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _interval(point: dict[str, Any]) -> str:
+    return f"{100 * point['quality']:.0f} [{100 * point['low']:.0f}, {100 * point['high']:.0f}]"

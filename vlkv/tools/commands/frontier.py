@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> Any:
     result = {"run": facts, "machine": describe(), "metric": args.metric, "questions": summary["questions"],
               "points": points, "best": lines}  # fmt: skip
     save(result, args.out / RESULTS)
-    title = f"{args.model}, {summary['questions']} questions, 95 % intervals"
+    title = f"{Path(args.model).name}, {summary['questions']} questions, 95 % intervals"
     curves.plot(points[1:], args.out / PLOT, title=title, label=args.metric, full=points[0]["quality"])
     if args.json:
         return result

@@ -125,7 +125,8 @@ def plot(points: Sequence[Point], file: Path, *, title: str, label: str, full: f
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(percent)
     axes.set_ylim(-0.02, 1.02)
-    axes.set_xlabel("bytes of the vision entries, share of the full cache in 16 bits")
+    entries = "vision entries" if all(p["scope"] == "vision" for p in points) else "entries in scope"
+    axes.set_xlabel(f"bytes of the {entries}, share of the full cache in 16 bits")
     axes.set_ylabel(label)
     axes.set_title(title)
     axes.grid(alpha=0.3)
