@@ -162,7 +162,7 @@ def test_glm46v_is_the_same_model(tmp_path, scale):
 
 
 def test_the_layer_that_predicts_further_tokens_is_not_needed(tmp_path):
-    """As published: one layer more than `num_hidden_layers`. In other checkpoints it is an error."""
+    """The published GLM-OCR has one layer more than `num_hidden_layers`. Other kinds with such a layer are refused."""
     from safetensors.numpy import load_file
 
     for kind in KINDS:

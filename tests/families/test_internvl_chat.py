@@ -180,7 +180,7 @@ def test_phi3_with_rows_on_either_side_of_the_first_training_length(phi3):
 
 
 def test_a_decoder_that_is_refused_is_named_before_its_prompt_format(phi3):
-    """As in InternVL3_5-GPT-OSS-20B-A4B-Preview."""
+    """The config of InternVL3_5-GPT-OSS-20B-A4B-Preview has this decoder."""
     raw = phi3[2] | {"template": "internvl2_5_gpt_oss", "llm_config": {"model_type": "gpt_oss"}}
     with pytest.raises(InputError, match=r"model_type='gpt_oss' is not supported \(supported: .*qwen3_moe") as error:
         config_from_hf(raw, added=ADDED)

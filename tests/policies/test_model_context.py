@@ -31,13 +31,17 @@ def as_complex(x):
     return x[..., :half] + 1j * x[..., half:]
 
 
+def split(z):
+    """The inverse of `as_complex`."""
+    return np.concatenate([z.real, z.imag], axis=-1)
+
+
 def expected_attention(q, k, v, theta, ahead, sinks):
     """Scores of the tokens after the sinks; queries are rotated by complex numbers."""
     length, half = q.shape[1], q.shape[-1] // 2
     angle = np.arange(length + ahead)[:, None] * theta ** (-np.arange(half) / half)
     future = np.exp(1j * angle[length:]).mean(axis=0)
     before = as_complex(q) * np.exp(-1j * angle[:length])
-    split = lambda z: np.concatenate([z.real, z.imag], axis=-1)  # noqa: E731
     scores = np.zeros((len(k), length))
     group = len(q) // len(k)
     for head, queries in enumerate(before[:, sinks:]):

@@ -166,7 +166,7 @@ def test_images_and_videos_in_one_prompt_are_those_of_transformers(tmp_path, nam
 
 
 def test_the_processor_of_a_folder_without_a_name(tmp_path):
-    """As in transformers, it follows from the `model_type`."""
+    """The `model_type` decides, as in transformers."""
     settings = {key: value for key, value in SETTINGS.items() if key != "processor_class"}
     folder = write_folder(tmp_path, settings)
     for kind, whole in (("glm4v", True), ("glm46v", False), ("glm_ocr", False)):

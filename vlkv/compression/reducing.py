@@ -37,9 +37,15 @@ class ReducingPolicy(ReducingStages):
         assert self.keep is not None
         return self.keep
 
+    def reductions(self, layers: int) -> tuple[int, ...]:
+        """Before the first layer, unless the method overrides it."""
+        del layers
+        return (0,)
+
     def count(self, vision: Bool[Array, " T"], share: float | None = None) -> Int[Array, ""]:
         """`share` (None: `keep`) times the number of these vision tokens, rounded half up, at least one."""
-        return jnp.asarray(budgets.fraction(share or self.keep, vision.shape[0]))[jnp.sum(vision)]
+        share = self.keep if share is None else share
+        return jnp.asarray(budgets.fraction(share, vision.shape[0]))[jnp.sum(vision)]
 
     def kept(self, tokens: Tokens, score: Float[Array, " T"], share: float | None = None) -> Bool[Array, " T"]:
         """All text, and the `count` best vision tokens."""

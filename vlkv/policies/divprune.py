@@ -26,11 +26,6 @@ class DivPrune(ReducingPolicy):
         equations="Sec. 3, Alg. 1",
     )
 
-    def reductions(self, layers: int) -> tuple[int, ...]:
-        """Before the first layer."""
-        del layers
-        return (0,)
-
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text and the selected vision tokens."""
         del obs, stage

@@ -40,11 +40,6 @@ class Downsample(ReducingPolicy):
         object.__setattr__(self, "keep", share)
         super().__post_init__()
 
-    def reductions(self, layers: int) -> tuple[int, ...]:
-        """Before the first layer."""
-        del layers
-        return (0,)
-
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         """`most`, if given."""
         del stage, images

@@ -24,11 +24,6 @@ class FasterVLM(ReducingPolicy):
     )
     class_attention_layers = (-1,)  # the last block that runs
 
-    def reductions(self, layers: int) -> tuple[int, ...]:
-        """Before the first layer."""
-        del layers
-        return (0,)
-
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text and the best vision tokens of the row."""
         del obs, stage

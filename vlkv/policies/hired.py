@@ -60,11 +60,6 @@ class HiRED(ReducingPolicy):
         super().__post_init__()
         self.check("alpha", 0 <= self.alpha < 1, "must lie in [0, 1)")
 
-    def reductions(self, layers: int) -> tuple[int, ...]:
-        """Before the first layer."""
-        del layers
-        return (0,)
-
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         """A bound; it is reached if all images but one consist of a single token."""
         del stage

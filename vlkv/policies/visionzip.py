@@ -35,11 +35,6 @@ class VisionZip(ReducingPolicy):
     )
     class_attention_layers = (-1,)  # the last block that runs
 
-    def reductions(self, layers: int) -> tuple[int, ...]:
-        """Before the first layer."""
-        del layers
-        return (0,)
-
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text, dominant and contextual tokens."""
         del obs, stage

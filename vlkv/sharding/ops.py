@@ -247,8 +247,9 @@ def prefill_attention(
     """`pallas_kernels.prefill_attention`."""
 
     def op(q: Array, k: Array, v: Array, valid: Array | None, place: Array | None, until: Array | None) -> Any:
-        options = dict(ahead=ahead, causal=causal, window=window, return_lse=return_lse, implementation=implementation)
-        return pallas_kernels.prefill_attention(q, k, v, valid=valid, place=place, until=until, **options)  # type: ignore[call-overload]
+        return pallas_kernels.prefill_attention(
+            q, k, v, valid=valid, place=place, until=until, ahead=ahead, causal=causal, window=window,
+            return_lse=return_lse, implementation=implementation)  # fmt: skip
 
     return _over_heads(
         op, (q, k, v, valid, place, until), ("B T N H", "B T K H", "B T K H", "B T", "B T", "B T"),
