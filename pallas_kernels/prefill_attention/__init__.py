@@ -6,13 +6,18 @@ Axes: B batch · T tokens · N query heads · K key heads · G = N/K · H head d
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.dispatch import Kernel, choose
-from pallas_kernels.prefill_attention.reference import PrefillArguments, prefill_attention_reference
+from pallas_kernels.dispatch import Kernel, choose, platforms
+from pallas_kernels.prefill_attention.reference import (
+    Attended,
+    PrefillArguments,
+    Statistic,
+    prefill_attention_reference,
+)
 from pallas_kernels.prefill_attention.xla import prefill_attention_xla
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
@@ -21,30 +26,6 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "mosaic_tpu": Kernel("prefill_attention", "mosaic_tpu"),
     "cudnn": Kernel("prefill_attention", "cudnn"),
 }
-
-
-@overload
-def prefill_attention(
-    q: Any, k: Any, v: Any, *, valid: Any = None, place: Any = None, until: Any = None, ahead: int = 0,
-    causal: bool = True, window: int | None = None,
-    return_lse: Literal[False] = False, implementation: str | None = None,
-) -> Array: ...  # fmt: skip
-
-
-@overload
-def prefill_attention(
-    q: Any, k: Any, v: Any, *, valid: Any = None, place: Any = None, until: Any = None, ahead: int = 0,
-    causal: bool = True, window: int | None = None,
-    return_lse: Literal[True], implementation: str | None = None,
-) -> tuple[Array, Array]: ...  # fmt: skip
-
-
-@overload
-def prefill_attention(
-    q: Any, k: Any, v: Any, *, valid: Any = None, place: Any = None, until: Any = None, ahead: int = 0,
-    causal: bool = True, window: int | None = None,
-    return_lse: bool, implementation: str | None = None,
-) -> Any: ...  # fmt: skip
 
 
 def prefill_attention(
@@ -59,8 +40,10 @@ def prefill_attention(
     causal: bool = True,
     window: int | None = None,
     return_lse: bool = False,
+    row_weight: Float[Array, "B R T"] | None = None,
+    statistics: tuple[tuple[Statistic, float], ...] = (),
     implementation: str | None = None,
-) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+) -> Float[Array, "B T N H"] | Attended:
     """Computes softmax(q k^T / sqrt(H)) v over valid keys, accumulated in float32; head n uses key head n // G.
 
     Args:
@@ -77,11 +60,15 @@ def prefill_attention(
         window: with `causal`, each query attends only to keys whose place is less than `window` before its own; None:
             to all of them.
         return_lse: whether to return the log of each query's denominator too; `attention_mass` can use it.
+        row_weight: weights of the queries for R results of `attention_mass`, computed in passing; 0 for padding. Only
+            some implementations can (`gives_mass`). None: none.
+        statistics: `statistic` and `threshold` of each of the R results, as in `attention_mass`.
         implementation: a name from `dispatch.available`; None chooses one for the platform.
 
     Returns:
-        The attention. With `return_lse` also log(sum(exp(q k^T / sqrt(H)))) of each query in float32. It is +inf for
-        padding, so that the probabilities there are 0.
+        The attention, or `Attended` with `return_lse` or `row_weight`. Then `lse` is log(sum(exp(q k^T / sqrt(H)))) of
+        each query in float32; it is +inf for padding, so that the probabilities there are 0. `mass` is what each key
+        receives, in float32. What was not asked for is None.
 
     Raises:
         ValueError: the shapes do not fit, or the implementation is not available.
@@ -98,12 +85,26 @@ def prefill_attention(
         raise ValueError(f"prefill_attention: place {place.shape} must be [B, T] = {(batch, length)}")
     if until is not None and (until.shape != (batch, length) or not causal):
         raise ValueError(f"prefill_attention: until {until.shape} must be [B, T] = {(batch, length)}, attention causal")
+    if row_weight is not None and row_weight.shape != (expected := (batch, len(statistics), length)):
+        raise ValueError(f"prefill_attention: row_weight {row_weight.shape} must be [B, R, T] = {expected}")
+    if row_weight is not None and not gives_mass(implementation):
+        raise ValueError(f"prefill_attention: implementation {implementation!r} cannot compute the mass here; xla can")
     if window is None or (place is None and window >= length):
         window = place = None
     if until is None:
         ahead = 0
     run = choose("prefill_attention", _IMPLEMENTATIONS, implementation, "xla")
-    out, lse = run(PrefillArguments(q, k, v, valid, causal, return_lse, place, window, until, ahead))
-    if lse is None:
-        return out
-    return out, lse if valid is None else jnp.where(valid[:, None], lse, jnp.inf)
+    part = run(PrefillArguments(
+        q=q, k=k, v=v, valid=valid, causal=causal, return_lse=return_lse, place=place, window=window, until=until,
+        ahead=ahead, row_weight=row_weight, statistics=statistics,
+    ))  # fmt: skip
+    if part.lse is not None and valid is not None:
+        part = part._replace(lse=jnp.where(valid[:, None], part.lse, jnp.inf))
+    return part if return_lse or row_weight is not None else part.out
+
+
+def gives_mass(implementation: str | None) -> bool:
+    """Whether `row_weight` can be given, on all platforms that the program may be compiled for."""
+    if implementation is None:
+        return platforms() == ("cpu",)
+    return implementation in ("xla", "reference")

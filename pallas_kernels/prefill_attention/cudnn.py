@@ -35,9 +35,9 @@ def prefill_attention_cudnn(args: PrefillArguments, interpret: bool = False) -> 
     q, k, v = (_take(x, order, axis=1) for x in (args.q, args.k, args.v))
     moved = dataclasses.replace(args, q=q, k=k, v=v)
     # A row without tokens attends to its first entry, which avoids a softmax over nothing.
-    out, lse = attend(moved, jnp.maximum(count[:, 0], 1))
-    out = jnp.where(valid[..., None, None], _take(out, to, axis=1), 0)
-    return out, None if lse is None else _take(lse, to, axis=2)
+    part = attend(moved, jnp.maximum(count[:, 0], 1))
+    out = jnp.where(valid[..., None, None], _take(part.out, to, axis=1), 0)
+    return Attended(out, None if part.lse is None else _take(part.lse, to, axis=2))
 
 
 def missing() -> str | None:
@@ -71,7 +71,7 @@ def _cudnn(args: PrefillArguments, count: Int[Array, " B"] | None) -> Attended:
         mask_type=(whole if count is None else padded)[args.causal], return_residual=args.return_lse,
         sliding_window_length=args.window,
     )  # fmt: skip
-    return found if args.return_lse else (found, None)
+    return Attended(*found) if args.return_lse else Attended(found)
 
 
 def _xla(args: PrefillArguments, count: Int[Array, " B"] | None) -> Attended:
@@ -81,7 +81,7 @@ def _xla(args: PrefillArguments, count: Int[Array, " B"] | None) -> Attended:
         *wide, is_causal=args.causal, query_seq_lengths=count, key_value_seq_lengths=count, implementation="xla",
         return_residual=True, local_window_size=None if args.window is None else (args.window - 1, 0),
     )  # fmt: skip
-    return out.astype(args.q.dtype), lse.swapaxes(1, 2) if args.return_lse else None
+    return Attended(out.astype(args.q.dtype), lse.swapaxes(1, 2) if args.return_lse else None)
 
 
 def _take(x: Array, order: Int[Array, "B T"], axis: int) -> Array:

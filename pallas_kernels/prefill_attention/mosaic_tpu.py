@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from pallas_kernels.prefill_attention.reference import PrefillArguments
+from pallas_kernels.prefill_attention.reference import Attended, PrefillArguments
 from pallas_kernels.tpu import LANES
 
 _BLOCK = 512  # queries and keys of a block
@@ -23,9 +23,7 @@ _BLOCK = 512  # queries and keys of a block
 
 # Under jit, so that it is traced once for all layers of a model, which have the same shapes.
 @functools.partial(jax.jit, static_argnames="interpret")
-def prefill_attention_mosaic_tpu(
-    args: PrefillArguments, interpret: bool = False
-) -> tuple[Float[Array, "B T N H"], None]:
+def prefill_attention_mosaic_tpu(args: PrefillArguments, interpret: bool = False) -> Attended:
     """Implements `prefill_attention` for TPU, without log-sum-exp."""
     q, k, v, valid = args.q, args.k, args.v, args.valid
     batch, length, heads, head_dim = q.shape
@@ -54,7 +52,7 @@ def prefill_attention_mosaic_tpu(
         return jax.vmap(lambda q, k, v: run(q, k, v, segment_ids=ids))(q, k, v)
 
     out = jax.vmap(row)(q.reshape(batch, kv_heads, group, padded, -1), k, v, segment)
-    return out.reshape(batch, heads, padded, -1).swapaxes(1, 2)[:, :length, :, :head_dim], None
+    return Attended(out.reshape(batch, heads, padded, -1).swapaxes(1, 2)[:, :length, :, :head_dim])
 
 
 def unsupported(args: PrefillArguments) -> str | None:

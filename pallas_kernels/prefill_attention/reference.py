@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import field
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+Statistic = Literal["sum", "square", "count"]  # as in `attention_mass`
 
 
 @jax.tree_util.register_dataclass
@@ -25,10 +28,16 @@ class PrefillArguments:
     window: int | None = field(default=None, metadata={"static": True})
     until: Int[Array, "B T"] | None = None
     ahead: int = field(default=0, metadata={"static": True})
+    row_weight: Float[Array, "B R T"] | None = None
+    statistics: tuple[tuple[Statistic, float], ...] = field(default=(), metadata={"static": True})  # R of them
 
 
-# Attention and, if it was asked for, the log of each query's denominator.
-Attended = tuple[Float[Array, "B T N H"], Float[Array, "B N T"] | None]
+class Attended(NamedTuple):
+    """Attention and what else was asked for."""
+
+    out: Float[Array, "B T N H"]
+    lse: Float[Array, "B N T"] | None = None  # log of each query's denominator
+    mass: Float[Array, "B R N T"] | None = None  # what each key receives
 
 
 def prefill_attention_reference(args: PrefillArguments) -> Attended:
@@ -48,4 +57,13 @@ def prefill_attention_reference(args: PrefillArguments) -> Attended:
     logits = jnp.where(allowed, logits, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(logits, axis=-1)
     out = jnp.einsum("bnts,bsnh->btnh", weights, wide[2], precision=jax.lax.Precision.HIGHEST).astype(q.dtype)
-    return out, jax.nn.logsumexp(logits, axis=-1) if args.return_lse else None
+    lse = jax.nn.logsumexp(logits, axis=-1) if args.return_lse else None
+    if args.row_weight is None:
+        return Attended(out, lse)
+    mass = []
+    for r, (statistic, threshold) in enumerate(args.statistics):
+        counted = allowed & (weights >= threshold * jnp.max(weights, axis=-1, keepdims=True))
+        each = {"sum": weights, "square": weights**2, "count": counted.astype(jnp.float32)}[statistic]
+        part = jnp.einsum("bt,bnts->bns", args.row_weight[:, r], each, precision=jax.lax.Precision.HIGHEST)
+        mass.append(part)
+    return Attended(out, lse, jnp.stack(mass, axis=1))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,53 +26,83 @@ _GROUPS = 8  # causal: at most 8 static groups of queries, each with its own pre
 _TILE = 16  # queries: the smallest block
 _LARGEST = 512  # queries: the largest block on an accelerator
 
-# One key head of one row: q [G, T, H], k and v [T, H], valid, place and until [T].
-Row = tuple[Array, Array, Array, Array | None, Array | None, Array | None]
-HeadAttended = tuple[Array, Array | None]  # the same: attention [G, T, H]; log-sum-exp [G, T] if asked for
+
+class _Row(NamedTuple):
+    """One key head of one row."""
+
+    q: Float[Array, "G T H"]
+    k: Float[Array, "T H"]
+    v: Float[Array, "T H"]
+    valid: Bool[Array, " T"] | None
+    place: Int[Array, " T"] | None
+    until: Int[Array, " T"] | None
+    row_weight: Float[Array, "R T"] | None
+
+
+class _Options(NamedTuple):
+    """Options of `prefill_attention` that each block of queries needs."""
+
+    causal: bool
+    window: int | None
+    return_lse: bool
+    statistics: tuple[tuple[str, float], ...]
+
+
+class _Part(NamedTuple):
+    """The result for one key head, or for a block of its queries; then T counts those of the block."""
+
+    out: Float[Array, "G T H"]
+    lse: Float[Array, "G T"] | None
+    mass: Float[Array, "R G S"] | None
 
 
 def prefill_attention_xla(args: PrefillArguments) -> Attended:
     """Implements `prefill_attention`. A query without any allowed key gets an arbitrary average of values."""
-    q, k, v, return_lse = args.q, args.k, args.v, args.return_lse
+    q, k, v = args.q, args.k, args.v
     batch, length, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     one_by_one, block = _plan(batch, length, heads, kv_heads, args.causal)
+    options = _Options(args.causal, args.window, args.return_lse, args.statistics)
 
-    def attend(row: Row) -> HeadAttended:
-        options: dict[str, Any] = dict(window=args.window, ahead=args.ahead, return_lse=return_lse)
+    def attend(row: _Row) -> _Part:
         if args.window is not None and args.window + min(block, args.window) + args.ahead < length:
-            return _one_head_in_window(*row, block=min(block, args.window), **options)
-        return _one_head(*row, causal=args.causal, block=block, **options)
+            return _one_head_in_window(row, options, ahead=args.ahead, block=min(block, args.window))
+        return _one_head(row, options, ahead=args.ahead, block=block)
 
     q = q.reshape(batch, length, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H]
     by_head = jax.tree.map(
-        lambda x: jnp.broadcast_to(x[:, None], (batch, kv_heads, length)), (args.valid, args.place, args.until)
+        lambda x: jnp.broadcast_to(x[:, None], (batch, kv_heads, *x.shape[1:])),
+        (args.valid, args.place, args.until, args.row_weight),
     )
-    rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v, *by_head))
-    out, lse = _over_queries(attend, rows, return_lse) if one_by_one else jax.vmap(attend)(rows)
+    rows = _Row(*jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v, *by_head)))
+    out, lse, mass = _over_queries(attend, rows, options) if one_by_one else jax.vmap(attend)(rows)
     out = out.reshape(batch, kv_heads, -1, length, head_dim).transpose(0, 3, 1, 2, 4)
     out = out.reshape(batch, length, heads, head_dim).astype(v.dtype)
-    return out, None if lse is None else lse.reshape(batch, heads, length)
+    if mass is not None:
+        mass = mass.reshape(batch, kv_heads, -1, heads // kv_heads, length).swapaxes(1, 2)
+        mass = mass.reshape(batch, -1, heads, length)
+    return Attended(out, None if lse is None else lse.reshape(batch, heads, length), mass)
 
 
-def _over_queries(attend: Callable[[Row], HeadAttended], rows: Row, return_lse: bool) -> HeadAttended:
+def _over_queries(attend: Callable[[_Row], _Part], rows: _Row, options: _Options) -> _Part:
     """Runs `attend` on each row in turn and overwrites the row's queries with its result.
 
     `lax.map` would write to a buffer of its own, initialised with zeros, and XLA allocates these buffers for all layers
     of a model before the first layer begins.
     """
 
-    def one(i: Int[Array, ""], made: HeadAttended) -> HeadAttended:
-        row = restored(made[0][i], dtype), *jax.tree.map(lambda x: x[i], rows[1:])
-        out, lse = attend(row)
-        new = stored(out.astype(dtype)), lse
-        return jax.tree.map(lambda whole, new: whole.at[i].set(new), made, new)
+    def one(i: Int[Array, ""], made: _Part) -> _Part:
+        row = _Row(restored(made.out[i], dtype), *jax.tree.map(lambda x: x[i], tuple(rows)[1:]))
+        part = attend(row)
+        part = part._replace(out=stored(part.out.astype(dtype)))
+        return jax.tree.map(lambda whole, new: whole.at[i].set(new), made, part)
 
-    dtype = rows[0].dtype
-    lse = jnp.zeros(rows[0].shape[:3], jnp.float32) if return_lse else None
-    out, lse = jax.lax.fori_loop(0, rows[0].shape[0], one, (stored(rows[0]), lse))
-    return restored(out, dtype), lse
+    (count, group, length, _), dtype, several = rows.q.shape, rows.q.dtype, len(options.statistics)
+    lse = jnp.zeros((count, group, length), jnp.float32) if options.return_lse else None
+    mass = jnp.zeros((count, several, group, length), jnp.float32) if several else None
+    made = jax.lax.fori_loop(0, count, one, _Part(stored(rows.q), lse, mass))
+    return made._replace(out=restored(made.out, dtype))
 
 
 def _plan(batch: int, length: int, heads: int, kv_heads: int, causal: bool) -> tuple[bool, int]:
@@ -90,76 +120,70 @@ def _plan(batch: int, length: int, heads: int, kv_heads: int, causal: bool) -> t
     return one_by_one, max(1, min(length, wanted, max(_TILE, 2 ** max(fit, 1).bit_length() // 2)))
 
 
-def _one_head(
-    q: Float[Array, "G T H"],
-    k: Float[Array, "T H"],
-    v: Float[Array, "T H"],
-    valid: Bool[Array, " T"] | None,
-    place: Int[Array, " T"] | None,
-    until: Int[Array, " T"] | None,
-    *,
-    causal: bool,
-    window: int | None,
-    ahead: int,
-    block: int,
-    return_lse: bool,
-) -> HeadAttended:
-    length = k.shape[0]
+def _one_head(row: _Row, options: _Options, *, ahead: int, block: int) -> _Part:
+    """Groups of blocks of queries, each with its own prefix of the keys if attention is causal."""
+    q, k, v, valid = row.q, row.k, row.v, row.valid
+    length, causal = k.shape[0], options.causal
     blocks = -(-length // block)
     per_group = -(-blocks // _GROUPS) if causal else blocks
-    q = jnp.pad(q, [(0, 0), (0, blocks * block - length), (0, 0)])
+    spare = blocks * block - length
+    q = jnp.pad(q, [(0, 0), (0, spare), (0, 0)])
     index = jnp.arange(blocks * block)
-    place, until = (index if x is None else jnp.pad(x, (0, blocks * block - length)) for x in (place, until))
+    place, until = (index if x is None else jnp.pad(x, (0, spare)) for x in (row.place, row.until))
+    weight = None if row.row_weight is None else jnp.pad(row.row_weight, [(0, 0), (0, spare)])
 
-    out = []
+    out, masses = [], []
     for first in range(0, blocks, per_group):
         last = min(first + per_group, blocks)
         seen = min(last * block + ahead, length) if causal else length
-        part = q[:, first * block : last * block].reshape(q.shape[0], last - first, block, -1)
         keys = _Keys(k[:seen], v[:seen], None if valid is None else valid[:seen], index[:seen], place[:seen])
-        own = tuple(x[first * block : last * block].reshape(-1, block) for x in (until, place))
-        if last - first == 1:
-            out.append(_attend(keys, part[:, 0], own[0][0], own[1][0], causal, window, return_lse))
-        else:
-            parts = jax.lax.map(
-                lambda block, keys=keys: _attend(keys, *block, causal, window, return_lse), (part.swapaxes(0, 1), *own)
-            )
-            out.append(jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(q.shape[0], -1, *x.shape[3:]), parts))
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1)[:, :length], *out)
+        own = slice(first * block, last * block)
+        queries = _Queries(q[:, own], until[own], place[own], None if weight is None else weight[:, own])
+        part = _in_blocks(keys, queries, options, count=last - first)
+        out.append((part.out, part.lse))
+        masses.append(None if part.mass is None else jnp.pad(part.mass, [(0, 0), (0, 0), (0, length - seen)]))
+    whole, lse = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1)[:, :length], *out)
+    return _Part(whole, lse, jax.tree.map(lambda *parts: sum(parts), *masses))
 
 
-def _one_head_in_window(
-    q: Float[Array, "G T H"],
-    k: Float[Array, "T H"],
-    v: Float[Array, "T H"],
-    valid: Bool[Array, " T"] | None,
-    place: Int[Array, " T"] | None,
-    until: Int[Array, " T"] | None,
-    *,
-    window: int,
-    ahead: int,
-    block: int,
-    return_lse: bool,
-) -> HeadAttended:
+def _in_blocks(keys: _Keys, queries: _Queries, options: _Options, *, count: int) -> _Part:
+    """Attention of `count` blocks of queries, one after the other, to the same keys."""
+    if count == 1:  # avoids compiling a loop
+        return _attend(keys, queries, options)
+
+    def split(x: Array, axis: int) -> Array:
+        """The blocks on a new first axis."""
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], count, -1, *x.shape[axis + 1 :]), axis, 0)
+
+    q, until, place, weight = queries
+    weight = None if weight is None else split(weight, 1)
+    blocks = _Queries(split(q, 1), split(until, 0), split(place, 0), weight)
+    parts = jax.lax.map(lambda block: _attend(keys, block, options), blocks)
+    out, lse = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:]), parts[:2])
+    return _Part(out, lse, None if parts.mass is None else jnp.sum(parts.mass, axis=0))
+
+
+def _one_head_in_window(row: _Row, options: _Options, *, ahead: int, block: int) -> _Part:
     """Each block of queries reads only its own keys, the `window` - 1 before them and the `ahead` after them."""
-    length = k.shape[0]
-    blocks, before = -(-length // block), window - 1
+    assert options.window is not None
+    q, (length, _) = row.q, row.k.shape
+    blocks, before = -(-length // block), options.window - 1
     spare = blocks * block - length
     after = spare + ahead
     index = jnp.arange(-before, blocks * block + ahead)
-    valid = (index >= 0) & (index < length) if valid is None else jnp.pad(valid, (before, after))
-    place, until = (index if x is None else jnp.pad(x, (before, after)) for x in (place, until))
-    k, v = (jnp.pad(x, [(before, after), (0, 0)]) for x in (k, v))
+    valid = (index >= 0) & (index < length) if row.valid is None else jnp.pad(row.valid, (before, after))
+    place, until = (index if x is None else jnp.pad(x, (before, after)) for x in (row.place, row.until))
+    k, v = (jnp.pad(x, [(before, after), (0, 0)]) for x in (row.k, row.v))
     q = jnp.pad(q, [(0, 0), (0, spare), (0, 0)]).reshape(q.shape[0], blocks, block, -1).swapaxes(0, 1)
 
-    def one(args: tuple[Float[Array, "G C H"], Int[Array, ""]]) -> HeadAttended:
+    def one(args: tuple[Float[Array, "G C H"], Int[Array, ""]]) -> _Part:
         q, number = args
         *seen, last = (
             jax.lax.dynamic_slice_in_dim(x, number * block, before + block + ahead)
             for x in (k, v, valid, index, place, until)
         )
         keys, own = _Keys(*seen), slice(before, before + block)
-        return _attend(keys, q, last[own], keys.place[own], True, window, return_lse)
+        return _attend(keys, _Queries(q, last[own], keys.place[own], None), options)
 
     parts = jax.lax.map(one, (q, jnp.arange(blocks)))
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(q.shape[1], -1, *x.shape[3:])[:, :length], parts)
@@ -175,24 +199,26 @@ class _Keys(NamedTuple):
     place: Int[Array, " S"]
 
 
+class _Queries(NamedTuple):
+    """A block of queries."""
+
+    q: Float[Array, "G C H"]
+    until: Int[Array, " C"]
+    place: Int[Array, " C"]
+    row_weight: Float[Array, "R C"] | None
+
+
 # Recomputed in the backward pass, so that training does not store the probabilities of every block.
-@partial(jax.checkpoint, static_argnums=(4, 5, 6))
-def _attend(
-    keys: _Keys,
-    q: Float[Array, "G C H"],
-    until: Int[Array, " C"],
-    place: Int[Array, " C"],
-    causal: bool,
-    window: int | None,
-    return_lse: bool,
-) -> HeadAttended:
-    """Attention of a block of queries to these keys; `until` and `place` as in `prefill_attention`, of the queries."""
+@partial(jax.checkpoint, static_argnums=(2,))
+def _attend(keys: _Keys, queries: _Queries, options: _Options) -> _Part:
+    """Attention of a block of queries to these keys."""
+    q = queries.q
     logits = jnp.einsum("gch,sh->gcs", q, keys.k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     allowed = jnp.ones((1, logits.shape[-1]), bool)
-    if causal:
-        allowed = allowed & (keys.number <= until[:, None])
-    if window is not None:
-        allowed = allowed & (place[:, None] - keys.place < window)
+    if options.causal:
+        allowed = allowed & (keys.number <= queries.until[:, None])
+    if options.window is not None:
+        allowed = allowed & (queries.place[:, None] - keys.place < options.window)
     if keys.valid is not None:
         allowed = allowed & keys.valid
     logits = jnp.where(allowed, logits, jnp.finfo(jnp.float32).min)
@@ -200,5 +226,24 @@ def _attend(
     weights = jnp.exp(logits - peak)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     out = jnp.einsum("gcs,sh->gch", weights.astype(keys.v.dtype), keys.v, preferred_element_type=jnp.float32)
-    lse = (peak + jnp.log(total))[..., 0] if return_lse else None
-    return (out / total).astype(keys.v.dtype), lse  # dividing [G, C, H] is cheaper than dividing [G, C, S]
+    lse = (peak + jnp.log(total))[..., 0] if options.return_lse else None
+    out = (out / total).astype(keys.v.dtype)  # dividing [G, C, H] is cheaper than dividing [G, C, S]
+    if queries.row_weight is None:
+        return _Part(out, lse, None)
+    each = [
+        _received(weights, total[..., 0], of_row, *statistic)
+        for of_row, statistic in zip(queries.row_weight, options.statistics, strict=True)
+    ]
+    return _Part(out, lse, jnp.stack(each))
+
+
+def _received(
+    weights: Float[Array, "G C S"], total: Float[Array, "G C"], of_row: Float[Array, " C"], statistic: str,
+    threshold: float,
+) -> Float[Array, "G S"]:  # fmt: skip
+    """What each key receives from these queries. `weights` are probabilities times `total`, and 1 at their maximum."""
+    if statistic == "sum":
+        return jnp.einsum("gc,gcs->gs", of_row / total, weights)
+    if statistic == "square":
+        return jnp.sum((of_row / total**2)[..., None] * weights**2, axis=1)
+    return jnp.sum(of_row[:, None] * (weights >= threshold), axis=1)

@@ -16,9 +16,10 @@ from pallas_kernels.prefill_attention.reference import PrefillArguments
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 
 
-def attend(q, k, v, *, valid, place=None, until=None, **options):
+def attend(q, k, v, *, valid, place=None, until=None, row_weight=None, **options):
     """In one program, made anew each time: tests change what is chosen while it is traced."""
-    return jax.jit(functools.partial(prefill_attention, **options))(q, k, v, valid=valid, place=place, until=until)
+    run = jax.jit(functools.partial(prefill_attention, **options))
+    return run(q, k, v, valid=valid, place=place, until=until, row_weight=row_weight)
 
 
 def expected_attention(q, k, v, valid, causal, near=True):
@@ -121,7 +122,7 @@ def test_padding_anywhere_and_log_sum_exps(cut, name, causal, dtype):
     random = np.random.default_rng(4)
     shapes = [(*PADDED.shape, heads, 16) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     q, k, v = (jnp.array(random.standard_normal(shape), dtype) for shape in shapes)
-    out, lse = attend(q, k, v, valid=PADDED, causal=causal, return_lse=True, implementation=name)
+    out, lse, _ = attend(q, k, v, valid=PADDED, causal=causal, return_lse=True, implementation=name)
     assert out.dtype == dtype and lse.dtype == jnp.float32 and np.isfinite(out).all()
     tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
     want = expected_attention(*(np.float64(x) for x in (q, k, v)), PADDED, causal)
@@ -129,6 +130,29 @@ def test_padding_anywhere_and_log_sum_exps(cut, name, causal, dtype):
     np.testing.assert_allclose(lse, expected_lse(np.float64(q), np.float64(k), PADDED, causal), rtol=1e-5, atol=1e-5)
     alone = attend(q, k, v, valid=PADDED, causal=causal, implementation=name)
     np.testing.assert_allclose(np.float64(alone), np.float64(out), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.default("head by head, blocks of 16-xla-True")
+@pytest.mark.parametrize(("name", "causal"), [("xla", True), ("xla", False), ("reference", True)])
+def test_what_each_key_receives_is_measured_in_passing(cut, name, causal):
+    """Sums, squares and counts for weights of the rows; among padding, which receives nothing."""
+    random = np.random.default_rng(5)
+    shapes = [(*PADDED.shape, heads, 16) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    q, k, v = (random.standard_normal(shape).astype(np.float32) for shape in shapes)
+    weight = (random.random((len(PADDED), 3, PADDED.shape[1])) * PADDED[:, None]).astype(np.float32)
+    statistics = (("sum", 0.0), ("square", 0.0), ("count", 0.2))
+    part = attend(q, k, v, valid=PADDED, row_weight=weight, causal=causal, statistics=statistics, implementation=name)
+    repeated = np.repeat(np.float64(k), HEADS // KV_HEADS, axis=2)
+    logits = np.einsum("btnh,bsnh->bnts", np.float64(q), repeated) / math.sqrt(16)
+    allowed = PADDED[:, None, None] & (np.tri(len(PLACE), dtype=bool) | (not causal))
+    p = np.exp(logits) * allowed
+    p = p / np.maximum(p.sum(axis=-1, keepdims=True), 1e-300)
+    count = allowed & (p >= 0.2 * p.max(axis=-1, keepdims=True))
+    want = [np.einsum("bt,bnts->bns", weight[:, r], x) for r, x in enumerate((p, p**2, count))]
+    np.testing.assert_allclose(part.mass, np.stack(want, axis=1), rtol=1e-4, atol=1e-5)
+    alone = attend(q, k, v, valid=PADDED, causal=causal, implementation=name)
+    np.testing.assert_allclose(part.out, alone, rtol=1e-6, atol=1e-6)
+    assert part.lse is None
 
 
 @pytest.mark.default("blocks of 16-xla-False-20", "blocks of 16-xla-True-150",
@@ -152,7 +176,7 @@ def test_a_window_before_each_query(cut, name, window, placed):
     place = np.cumsum(random.integers(1, 5, (2, length)), axis=1).astype(np.int32) if placed else None
     has_lse = "mosaic" not in name
     found = attend(q, k, v, valid=valid, place=place, window=window, return_lse=has_lse, implementation=name)
-    out, lse = found if has_lse else (found, None)
+    out, lse, _ = found if has_lse else (found, None, None)
     places = index[None] if place is None else place
     near = places[:, :, None] - places[:, None] < window
     want = expected_attention(*map(np.float64, (q, k, v)), valid, True, near)
@@ -183,7 +207,7 @@ def test_images_attend_in_both_directions(cut, name, window, placed):
     places = index[None] if place is None else place
     near = places[:, :, None] - places[:, None] < (length if window is None else window)
     allowed = near & (index <= until[:, :, None])
-    out, lse = attend(q, k, v, valid=valid, place=place, until=until, ahead=longest - 1, window=window,
+    out, lse, _ = attend(q, k, v, valid=valid, place=place, until=until, ahead=longest - 1, window=window,
                       return_lse=True, implementation=name)  # fmt: skip
     want = expected_attention(q, k, v, valid, False, allowed)
     np.testing.assert_allclose(np.asarray(out)[valid], want[valid], atol=2e-5, rtol=2e-5)
@@ -220,5 +244,10 @@ def test_what_does_not_fit_is_refused():
         prefill_attention(x, x[:, :, :3], x[:, :, :3])
     with pytest.raises(Exception, match="valid"):  # ours, or the type checker's where the tests have it
         prefill_attention(x, x, x, valid=jnp.ones((2, 9), bool))
+    with pytest.raises(ValueError, match="must be"):
+        prefill_attention(x, x, x, row_weight=jnp.ones((2, 1, 9)), statistics=(("sum", 0.0),))
+    with pytest.raises(ValueError, match="mass"):
+        weight = jnp.ones((x.shape[0], 1, x.shape[1]))
+        prefill_attention(x, x, x, row_weight=weight, statistics=(("sum", 0.0),), implementation="cudnn:interpret")
     with pytest.raises(ValueError, match="10 tokens do not fill a block"):
         prefill_attention(x, x, x, implementation="mosaic_tpu:interpret")

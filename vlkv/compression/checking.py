@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from vlkv.compression.observe import LayerContext, Observation
@@ -21,7 +22,9 @@ def require_policy(given: object) -> None:
 
 
 def checked_scores(policy: Policy, obs: Observation) -> Float[Array, "K T"]:
-    """`policy.score`; raises InputError if its shape is wrong."""
+    """`policy.score`, or zeros if no token is in its scope; raises InputError if its shape is wrong."""
+    if not obs.competes:
+        return jnp.zeros(obs.k.shape[:2])
     scores, expected = policy.score(obs), obs.k.shape[:2]
     found = getattr(scores, "shape", None)
     if found != expected:

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from vlkv.compression.checking import checked_scores, require_policy
-from vlkv.compression.observe import Observation
+from vlkv.compression.observe import Measure, Observation
 from vlkv.compression.policy import Facts, Policy, ReducingStages, Statistics
 from vlkv.compression.smooth import Smooth
 from vlkv.errors import InputError
@@ -180,6 +180,7 @@ class Composed(Policy):
             needs_key=any(part.facts.needs_key for part in self.parts),
             counts_dropped=scored.counts_dropped and self.scored == self.reduced,
             uses=tuple(sorted({name for part in self.parts for name in part.facts.uses})),
+            measures=Composed.measured if any(part.facts.measures for part in self.parts) else None,
         )
         object.__setattr__(self, "facts", facts)
         super().__post_init__()
@@ -189,6 +190,11 @@ class Composed(Policy):
         """The owners that are not None."""
         parts = (self.scored, *(getattr(self, field) for field in STAGES.values()))
         return tuple(part for part in parts if part is not None)
+
+    def measured(self, obs: Observation) -> dict[str, Measure]:
+        """What the parts measure."""
+        given = (part.facts.measures(part, obs) for part in self.parts if part.facts.measures is not None)
+        return {name: measure for measures in given for name, measure in measures.items()}
 
     @property
     @override

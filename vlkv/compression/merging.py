@@ -29,21 +29,27 @@ def nearest_place(kept: Bool[Array, "K T"]) -> Int[Array, "K T"]:
 
 def nearest_key(k: Float[Array, "K T H"], kept: Bool[Array, "K T"]) -> tuple[Int[Array, "K T"], Float[Array, "K T"]]:
     """The kept token whose key has the largest cosine with each token's key, and that cosine; ties to the earlier."""
-    heads, length, head_dim = k.shape
+    heads, length, _ = k.shape
     unit = k.astype(jnp.float32)
     unit = unit / jnp.maximum(jnp.linalg.norm(unit, axis=-1, keepdims=True), 1e-12)
-    block = max(1, min(length, 512, _BLOCK_ELEMENTS // max(heads * length, 1)))
-    blocks = -(-length // block)
-    rows = jnp.pad(unit, [(0, 0), (0, blocks * block - length), (0, 0)])
-    rows = rows.reshape(heads, blocks, block, head_dim).transpose(1, 0, 2, 3)
+    # Kept keys come first and are compared some at a time, so that the work is that of the kept keys.
+    order = jnp.argsort(~kept, axis=1, stable=True)
+    count = jnp.sum(kept, axis=1)
+    block = max(1, min(length, 128, _BLOCK_ELEMENTS // max(heads * length, 1)))
+    columns = jnp.pad(at(unit, order), [(0, 0), (0, -length % block), (0, 0)])
 
-    def search(rows: Float[Array, "K W H"]) -> tuple[Array, Array]:
-        cosine = jnp.einsum("kth,ksh->kts", rows, unit, precision=jax.lax.Precision.HIGHEST)
-        cosine = jnp.where(kept[:, None], cosine, -jnp.inf)
-        return jnp.argmax(cosine, axis=-1), jnp.max(cosine, axis=-1)
+    def compare(i: Int[Array, ""], best: tuple[Array, Array]) -> tuple[Array, Array]:
+        theirs = jax.lax.dynamic_slice_in_dim(columns, i * block, block, axis=1)
+        cosine = jnp.einsum("kth,ksh->kts", unit, theirs, precision=jax.lax.Precision.HIGHEST)
+        exists = i * block + jnp.arange(block) < count[:, None]
+        cosine = jnp.where(exists[:, None], cosine, -jnp.inf)
+        largest, place = jnp.max(cosine, axis=-1), i * block + jnp.argmax(cosine, axis=-1)
+        better = largest > best[0]
+        return jnp.where(better, largest, best[0]), jnp.where(better, place, best[1])
 
-    target, cosine = jax.lax.map(search, rows)  # [blocks, K, block]
-    return tuple(x.transpose(1, 0, 2).reshape(heads, -1)[:, :length] for x in (target, cosine))
+    start = jnp.full((heads, length), -jnp.inf), jnp.zeros((heads, length), jnp.int32)
+    cosine, place = jax.lax.fori_loop(0, -(-jnp.max(count) // block), compare, start)
+    return jnp.take_along_axis(order, place, axis=1), cosine
 
 
 def at(x: Float[Array, "K T H"], target: Int[Array, "K T"]) -> Float[Array, "K T H"]:

@@ -8,6 +8,7 @@ matrix.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels
+from pallas_kernels.attention_mass import Statistic
 from vlkv.config import RopeConfig
 from vlkv.masks import ordinal, tokens_at
 from vlkv.sharding.ops import attention_mass
@@ -40,6 +42,25 @@ class LayerContext:
 
 
 @jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """Attention summed over rows that a method knows before the layer's attention, which then computes it in passing.
+
+    Attributes:
+        rows: which rows, or their weights.
+        statistic: as in `attention_mass`.
+        threshold: likewise.
+        most: bound on the number of rows; None: all rows of the prompt. If it is less than half of the tokens, the rows
+            are measured after the layer, which costs less.
+    """
+
+    rows: Bool[Array, "*B T"] | Float[Array, "*B T"]
+    statistic: Statistic = dataclasses.field(default="sum", metadata={"static": True})
+    threshold: float = dataclasses.field(default=0.01, metadata={"static": True})
+    most: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Observation:
     """Queries, keys and values of one layer, just after it has run, for one row of the batch."""
@@ -58,7 +79,9 @@ class Observation:
     grid: Int[Array, "T 3"] | None = None  # (image number in the prompt, line, column) of the patch; -1: none
     until: Int[Array, " T"] | None = None  # last token that each row attends to; None: its own
     lse: Float[Array, "N T"] | None = None  # log-sum-exp of each row's logits; None: not computed
+    competes: bool = dataclasses.field(default=True, metadata={"static": True})  # False: no token is in scope
     context: LayerContext | None = None  # given to methods that use it
+    received: dict[str, Float[Array, "N T"]] = dataclasses.field(default_factory=dict)  # of `Facts.measures`, if known
     kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
 
     @property
@@ -78,17 +101,32 @@ def head_mean(x: Float[Array, "N T"], kv_heads: int) -> Float[Array, "K T"]:
     return jnp.broadcast_to(jnp.mean(x, axis=0), (kv_heads, x.shape[-1]))
 
 
-def column_sums(obs: Observation, **options: Any) -> Float[Array, "N T"]:
+def column_sums(obs: Observation, statistic: Statistic = "sum") -> Float[Array, "N T"]:
     """Attention that each token receives from all rows that attend to it, summed: itself and all later tokens.
 
     In models whose image tokens attend to each other in both directions, also the earlier tokens of its image.
-
-    `options` are `statistic`, `threshold` and `softmax_n` of `attention_mass`.
     """
-    weight = obs.valid[None].astype(jnp.float32)
+    return measured(obs, f"column {statistic}", Measure(obs.valid, statistic))
+
+
+def columns(*statistics: Statistic) -> Callable[[Any, Observation], dict[str, Measure]]:
+    """For `Facts.measures` of methods that use `column_sums` with these statistics."""
+    return lambda policy, obs: {f"column {name}": Measure(obs.valid, name) for name in statistics}
+
+
+def measured(obs: Observation, name: str, measure: Measure, **options: Any) -> Float[Array, "N T"]:
+    """What the layer's attention has measured under this name (`Facts.measures`), or else the same, measured now.
+
+    `options` are those of `rows_mass`, for a measure of a limited number of rows.
+    """
+    if name in obs.received:
+        return obs.received[name]
+    options |= {"statistic": measure.statistic, "threshold": measure.threshold}
+    if measure.most is not None:
+        return rows_mass(obs, measure.rows, measure.most, **options)
     return attention_mass(
-        obs.q, obs.k, row_weight=weight, key_mask=obs.valid, row_place=obs.until, lse=obs.lse,
-        implementation=obs.kernels.attention_mass, **options,
+        obs.q, obs.k, row_weight=measure.rows[None].astype(jnp.float32), key_mask=obs.valid, row_place=obs.until,
+        lse=obs.lse, implementation=obs.kernels.attention_mass, **options,
     )[0]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ stages that it needs. A user's subclass works like the methods of this package.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, dataclass_transform
 
 import jax
@@ -19,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv.cache.decode_state import DecodeState
 from vlkv.cache.pool import Storage
 from vlkv.compression import budgets
-from vlkv.compression.observe import Observation
+from vlkv.compression.observe import Measure, Observation
 from vlkv.compression.option_types import Positive, Range, Scope, Share, use_python_numbers, wrong_option
 from vlkv.compression.tokens import Tokens
 from vlkv.errors import InputError
@@ -45,6 +46,9 @@ class Facts(NamedTuple):
         ranked_by: statistics per head and token that `rank` uses instead of the scores.
         counts_dropped: whether `keep` is a fraction of the prompt before the method reduced it.
         uses: what the method uses of `Observation.context`: "rotation" (`positions` and `rope`), "output_norm".
+        measures: a function of the policy and of the observation before the layer's attention, which returns by name
+            what the attention shall measure in passing, where a backend can do that. The method gets the results by
+            `measured`. In a composition names must differ unless the measures are equal.
     """
 
     paper: str = ""
@@ -58,6 +62,7 @@ class Facts(NamedTuple):
     ranked_by: tuple[str, ...] = ()
     counts_dropped: bool = False
     uses: tuple[str, ...] = ()
+    measures: Callable[[Any, Observation], dict[str, Measure]] | None = None
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

@@ -63,10 +63,12 @@ def make_observation(
     lse: Float[Array, "N T"] | None = None,
     kernels: Kernels | None = None,
     context: LayerContext | None = None,
+    received: dict[str, Float[Array, "N T"]] | None = None,
+    images: bool = True,
 ) -> Observation:
     """The observation of one layer for the policy's stages.
 
-    `budget`: None: that of the policy. `is_candidate`: None: all valid tokens.
+    `budget`: None: that of the policy. `is_candidate`: None: all valid tokens. `images`: False if no prompt has any.
 
     Raises:
         InputError: the policy uses something of the context that is not known.
@@ -81,7 +83,8 @@ def make_observation(
         asked=jnp.asarray(budget.mean)[count], mean_budget=jnp.asarray(budget.nominal)[count] // layers,
         key=None if key is None else jax.random.fold_in(key, layer),
         layer=layer, max_instruction=max_instruction, grid=grid, until=until, lse=lse,
-        kernels=Kernels() if kernels is None else kernels, context=context,
+        kernels=Kernels() if kernels is None else kernels, context=context, received=received or {},
+        competes=images or policy.scope == "all",
     )  # fmt: skip
 
 

@@ -25,13 +25,13 @@ from vlkv.cache.pool import PackedCache, checked_new_tokens
 from vlkv.cache.rings import resize as resize_rings
 from vlkv.compression.checking import require_layers, require_policy
 from vlkv.compression.policy import DecodingStages, Policy
-from vlkv.compression.selection import Observed, allocate_and_take, make_observation, observe, require_fit, shortlist
+from vlkv.compression.selection import Observed, allocate_and_take, observe, require_fit, shortlist
 from vlkv.compression.sizes import Budget, budget_of, cache_spec, cap_bound
 from vlkv.decoder.memory_maps import make_room
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation.decode import check_rotation
-from vlkv.generation.prompt import LayerPrompt, Prompt, read_layers
+from vlkv.generation.prompt import LayerPrompt, Prompt, observation, read_layers
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
 from vlkv.keys import single_key
@@ -153,16 +153,13 @@ def _look(
     kernels: Kernels | None,
 ) -> Candidates:
     """Observes one layer of one row. With a cap, the result has only the layer's shortlist."""
-    q, k, v = (jnp.swapaxes(x, 0, 1) for x in (prompt.q, prompt.k, prompt.v))
-    obs = make_observation(
-        policy, q, k, v, prompt.is_vision, prompt.valid, key,
-        layer=layer, layers=layers, max_instruction=bounds.max_instruction, budget=budget,
-        is_candidate=prompt.is_candidate, lse=prompt.lse, grid=prompt.grid, until=prompt.until, kernels=kernels,
-        context=prompt.context,
+    obs = observation(
+        policy, prompt, key, layer=layer, layers=layers, max_instruction=bounds.max_instruction, budget=budget,
+        kernels=kernels, images=bounds.max_vision > 0,
     )  # fmt: skip
     observed, count = observe(policy, obs), jnp.sum(obs.in_scope)
     if policy.cap is None:
-        return Candidates(k, v, prompt.is_vision, prompt.is_candidate, prompt.source, count, observed)
+        return Candidates(obs.k, obs.v, prompt.is_vision, prompt.is_candidate, prompt.source, count, observed)
     is_candidate = (prompt.is_candidate & ~obs.in_scope) | shortlist(policy, observed, obs, layers=layers)
     most = cap_bound(policy, layers=layers, vision=bounds.max_vision, text=bounds.max_text)
     most = min(most, len(prompt.valid))
@@ -170,7 +167,7 @@ def _look(
     is_candidate, order = order >= 0, jnp.maximum(order, 0)
     values = {name: value[:, order] for name, value in observed.values.items()}
     observed = observed._replace(scores=observed.scores[:, order], protected=observed.protected[order], values=values)
-    k, v = (x.at[:, order].get(mode="promise_in_bounds") for x in (k, v))
+    k, v = (x.at[:, order].get(mode="promise_in_bounds") for x in (obs.k, obs.v))
     return Candidates(k, v, prompt.is_vision[order], is_candidate, prompt.source[order], count, observed)
 
 

@@ -17,8 +17,9 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
 from pallas_kernels.attention_mass import takes_lse
+from pallas_kernels.prefill_attention import Attended, gives_mass
 from vlkv.cache.rings import Ring, Rings, of_prompt, ring_slots
-from vlkv.compression.observe import LayerContext
+from vlkv.compression.observe import LayerContext, Measure, Observation
 from vlkv.compression.policy import Policy, ReducingStages
 from vlkv.compression.selection import make_observation, require_fit
 from vlkv.compression.tokens import Tokens, shorten
@@ -51,6 +52,7 @@ class LayerPrompt:
     context: LayerContext | None = None
     until: Int[Array, "*B t"] | None = None  # last token that each token attends to; None: itself
     lse: Float[Array, "*B N t"] | None = None  # log-sum-exp of each query's logits; None: kernels do not use it
+    received: dict[str, Float[Array, "*B N t"]] = dataclasses.field(default_factory=dict)  # as in Observation
 
 
 @jax.tree_util.register_dataclass
@@ -126,7 +128,6 @@ def read_layers(
     inputs = jax.tree.map(jnp.asarray, inputs)
     layers, (batch, length) = params.decoder.full_layers, inputs.valid.shape
     kernels, reducer = kernels or Kernels(), None if policy is None else policy.reducer
-    return_lse = takes_lse(kernels.attention_mass)
     stages = () if reducer is None or inputs.max_vision == 0 else reducer.reductions(layers)
     # `each` waits for the last reduction in the layers before this one.
     waits_until = max(stages, default=0) if reducer is not None and reducer.drops_early_layers else 0
@@ -148,12 +149,12 @@ def read_layers(
                 slots=ring_slots(window, inputs.max_vision + inputs.max_text),
             )  # fmt: skip
             return now._replace(rings=(*now.rings, ring)), attended
-        attended, lse = attention(return_lse=True) if return_lse else (attention(), None)
         layer = LayerPrompt(
             q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, is_candidate=tokens.valid,
-            source=tokens.source, grid=tokens.grid, until=until, lse=lse,
+            source=tokens.source, grid=tokens.grid, until=until,
             context=_context(params, policy, i, tokens.positions, v, limit),
         )  # fmt: skip
+        attended, layer = _attend(attention, layer, policy, len(now.results), layers, inputs, kernels)
         return now._replace(layer=layer), attended
 
     def after(i: int, now: _Carry, x: Array) -> tuple[_Carry, Array, Array | None]:
@@ -221,6 +222,48 @@ def _attention(
     return attention, until
 
 
+def observation(policy: Policy, prompt: LayerPrompt, key: Key[Array, ""] | None, **options: Any) -> Observation:
+    """`make_observation` of one row of a layer."""
+    q, k, v = (jnp.swapaxes(x, 0, 1) for x in (prompt.q, prompt.k, prompt.v))
+    return make_observation(
+        policy, q, k, v, prompt.is_vision, prompt.valid, key, is_candidate=prompt.is_candidate, grid=prompt.grid,
+        until=prompt.until, lse=prompt.lse, context=prompt.context, received=prompt.received, **options,
+    )  # fmt: skip
+
+
+def _attend(
+    attention: Callable[..., Any],
+    prompt: LayerPrompt,
+    policy: Policy | None,
+    layer: int,
+    layers: int,
+    inputs: Inputs,
+    kernels: Kernels,
+) -> tuple[Array, LayerPrompt]:
+    """The attention of a layer, and the layer with what attention has measured for the policy."""
+
+    ask_for = None if policy is None else policy.facts.measures
+
+    def ask(prompt: LayerPrompt) -> dict[str, Measure]:  # of one row
+        assert policy is not None and ask_for is not None
+        most = inputs.max_instruction
+        obs = observation(policy, prompt, None, layer=layer, layers=layers, max_instruction=most, kernels=kernels)
+        found = ask_for(policy, obs)
+        return {name: m for name, m in found.items() if m.most is None or 2 * m.most >= len(obs.valid)}
+
+    options: dict[str, Any] = {"return_lse": takes_lse(kernels.attention_mass)}
+    asks = ask_for is not None and gives_mass(kernels.prefill_attention)
+    measures = by_row(ask, inputs.valid.shape[0])(prompt) if asks else {}
+    if measures:
+        rows = [jnp.where(prompt.valid, measure.rows, 0) for measure in measures.values()]
+        options["row_weight"] = jnp.stack(rows, axis=1).astype(jnp.float32)
+        options["statistics"] = tuple((measure.statistic, measure.threshold) for measure in measures.values())
+    found = attention(**options)
+    attended, lse, mass = found if isinstance(found, Attended) else (found, None, None)
+    received = {} if mass is None else {name: mass[:, r] for r, name in enumerate(measures)}
+    return attended, dataclasses.replace(prompt, lse=lse, received=received)
+
+
 class _Carry(NamedTuple):
     """What `read_layers` carries from layer to layer."""
 
@@ -270,12 +313,9 @@ def _reduce(
     """
     obs = None
     if just_run is not None:
-        q, k, v = (jnp.swapaxes(x, 0, 1) for x in (just_run.q, just_run.k, just_run.v))
-        obs = make_observation(
-            policy, q, k, v, just_run.is_vision, just_run.valid, key,
-            layer=layer, layers=layers, max_instruction=max_instruction, grid=just_run.grid, until=just_run.until,
-            kernels=kernels, context=just_run.context,
-        )  # fmt: skip
+        obs = observation(
+            policy, just_run, key, layer=layer, layers=layers, max_instruction=max_instruction, kernels=kernels
+        )
     changed, kept = policy.reduce(tokens, obs, stage=stage)
     of_image = kept & tokens.valid & tokens.is_vision
     kept = (kept & tokens.valid & ~tokens.is_vision) | first(of_image, vision)

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from vlkv.compression import budgets
 from vlkv.compression.merging import dropped, fold, nearest_place
-from vlkv.compression.observe import Observation, group_mean, head_mean, rows_mass
+from vlkv.compression.observe import Measure, Observation, group_mean, head_mean, measured, rows_mass
 from vlkv.compression.option_types import Positive, Scope, Unit
 from vlkv.compression.policy import Facts, Policy, Statistics
 from vlkv.masks import last, top
@@ -54,6 +54,7 @@ class AirCache(Policy):
         equations="Eqs. 4-11, Alg. 1",
         stages="score, allocate, merge",
         capped=True,
+        measures=lambda self, obs: dict([self.measure(obs)] if self.scope == "all" else []),
     )
 
     def observers(self, obs: Observation) -> Bool[Array, " T"]:
@@ -71,12 +72,25 @@ class AirCache(Policy):
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """The importance I_v (Eq. 8)."""
         observers = self.observers(obs)
-        keys = obs.valid if self.scope == "all" else obs.valid & (obs.is_vision | observers)
-        few = self.window in ("recent", "vision")
-        most, among = (self.rows, None) if few else (obs.max_instruction, obs.instruction)
-        mass = rows_mass(obs, observers, most, keys=keys, among=among)
+        if self.scope == "all":
+            mass = measured(obs, *self.measure(obs), among=self.among(obs))
+        else:
+            keys = obs.valid & (obs.is_vision | observers)
+            mass = rows_mass(obs, observers, self.most_rows(obs), keys=keys, among=self.among(obs))
         mass = mass / jnp.maximum(jnp.sum(observers), 1)
         return (head_mean if self.heads == "mean" else group_mean)(mass, obs.k.shape[0])
+
+    def measure(self, obs: Observation) -> tuple[str, Measure]:
+        """The attention of the observers to all tokens, and its name."""
+        return f"{self}", Measure(self.observers(obs), most=self.most_rows(obs))
+
+    def most_rows(self, obs: Observation) -> int:
+        """Bound on the number of observers."""
+        return self.rows if self.window in ("recent", "vision") else obs.max_instruction
+
+    def among(self, obs: Observation) -> Bool[Array, " T"] | None:
+        """Rows that include the observers and are the same in all layers, or None."""
+        return None if self.window in ("recent", "vision") else obs.instruction
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
         """Tokens in scope, the mean budget, strength and skewness of their importance, and the observers."""

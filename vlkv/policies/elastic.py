@@ -11,7 +11,7 @@ from typing_extensions import override
 from vlkv.cache.decode_state import DecodeState
 from vlkv.compression import merging
 from vlkv.compression.fixed_distance import allowed_entries, evict_at_distance, share_bounds
-from vlkv.compression.observe import Observation, column_sums, head_mean
+from vlkv.compression.observe import Observation, column_sums, columns, head_mean
 from vlkv.compression.option_types import Count, Positive, Variant
 from vlkv.compression.policy import DecodingStages, Facts, Statistics
 from vlkv.masks import first, last, ordinal
@@ -48,6 +48,7 @@ class ElasticCache(DecodingStages):
     facts = Facts(
         paper="Liu et al. 2024, Efficient Inference of Vision Instruction-Following Models with Elastic Cache",
         stages="score, rank, merge, step",
+        measures=columns("sum"),
     )
 
     @property

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from vlkv.cache.decode_state import DecodeState, evict, evictable
 from vlkv.compression import budgets
-from vlkv.compression.observe import Observation, column_sums, group_mean
+from vlkv.compression.observe import Observation, column_sums, columns, group_mean
 from vlkv.compression.option_types import Count, Magnitude
 from vlkv.compression.policy import DecodingStages, Facts
 from vlkv.masks import last
@@ -36,6 +36,7 @@ class H2O(DecodingStages):
         paper="Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inference",
         equations="Def. 4.1, Alg. 1",
         stages="score, step",
+        measures=columns("sum"),
     )
 
     def __post_init__(self) -> None:

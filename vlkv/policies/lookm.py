@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from vlkv.compression import merging
-from vlkv.compression.observe import Observation, column_sums, group_mean
+from vlkv.compression.observe import Observation, column_sums, columns, group_mean
 from vlkv.compression.option_types import Count, Variant
 from vlkv.compression.policy import Facts, Policy, Statistics
 from vlkv.masks import first, last
@@ -47,6 +47,7 @@ class LookM(Policy):
         paper="Wan et al. 2024, LOOK-M: Look-Once Optimization in KV Cache for Efficient Multimodal Long-Context"
         " Inference",
         stages="score, allocate, merge",
+        measures=columns("sum"),
     )
 
     @property

@@ -14,7 +14,7 @@ from vlkv.cache.decode_state import DecodeState
 from vlkv.compression import budgets
 from vlkv.compression.fixed_distance import allowed_entries, evict_at_distance, share_bounds
 from vlkv.compression.merging import dropped, fold, nearest_key, nearest_place
-from vlkv.compression.observe import Observation, column_sums, head_mean
+from vlkv.compression.observe import Observation, column_sums, columns, head_mean
 from vlkv.compression.option_types import Count, Positive, Share, Variant
 from vlkv.compression.policy import DecodingStages, Facts, Statistics
 from vlkv.errors import InputError
@@ -62,6 +62,7 @@ class PrefixKV(DecodingStages):
         equations="Eq. 1, Alg. 1",
         stages="score, allocate, merge, step",
         capped=True,
+        measures=columns("sum"),
     )
 
     @property

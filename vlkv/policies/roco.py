@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
+from pallas_kernels.attention_mass import Statistic
 from vlkv.cache.decode_state import DecodeState, evict, evictable
 from vlkv.compression import budgets
-from vlkv.compression.observe import Observation, column_sums, group_mean, row_counts
+from vlkv.compression.observe import Observation, column_sums, columns, group_mean, row_counts
 from vlkv.compression.option_types import Count, Unit
 from vlkv.compression.policy import DecodingStages, Facts, Statistics
 from vlkv.masks import last, top
@@ -39,13 +40,14 @@ class RoCo(DecodingStages):
     facts = Facts(
         paper="Ren & Zhu 2024, On the Efficacy of Eviction Policy for Key-Value Constrained Generative LM Inference",
         stages="score, rank, step",
+        measures=columns("sum", "square"),
     )
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """The mean attention that each token receives."""
         return self.moment(obs, "sum")
 
-    def moment(self, obs: Observation, statistic: str) -> Float[Array, "K T"]:
+    def moment(self, obs: Observation, statistic: Statistic) -> Float[Array, "K T"]:
         """Column sums of the attention ("sum") or of its square ("square"), per row that can attend to the token."""
         return group_mean(column_sums(obs, statistic=statistic), obs.k.shape[0]) / row_counts(obs)
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import budgets
-from vlkv.compression.observe import Observation, column_sums, head_mean, rows_mass, split_rows_mass
+from vlkv.compression.observe import Observation, column_sums, columns, head_mean, rows_mass, split_rows_mass
 from vlkv.compression.option_types import Count, Scope
 from vlkv.compression.policy import Facts, Policy, Statistics
 from vlkv.masks import first, last, ordinal
@@ -33,6 +33,7 @@ class TGVKV(Policy):
         equations="the authors' code",
         stages="score, allocate",
         capped=True,
+        measures=columns("sum"),
     )
 
     def rows(self, obs: Observation) -> Bool[Array, " T"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from vlkv.compression import budgets
-from vlkv.compression.observe import Observation, group_mean, rows_mass
+from vlkv.compression.observe import Measure, Observation, group_mean, measured
 from vlkv.compression.option_types import Share, Unit
 from vlkv.compression.policy import Facts, Policy, Statistics
 from vlkv.masks import last, ordinal
@@ -45,7 +45,13 @@ class VLCache(Policy):
         paper="Tu et al. 2024, VL-Cache: Sparsity and Modality-Aware KV Cache Compression for Vision-Language Models",
         stages="score, allocate, rank",
         capped=True,
+        measures=lambda self, obs: dict((self.measure(obs), self.measure(obs, **self.counting))),
     )
+
+    @property
+    def counting(self) -> dict[str, Any]:
+        """Options of the measure that counts entries."""
+        return {"statistic": "count", "threshold": self.threshold}
 
     @property
     @override
@@ -63,12 +69,17 @@ class VLCache(Policy):
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Attention from the post-vision rows."""
-        return group_mean(rows_mass(obs, self.observers(obs), most_rows(obs)), obs.k.shape[0])
+        return group_mean(measured(obs, *self.measure(obs)), obs.k.shape[0])
+
+    def measure(self, obs: Observation, **options: Any) -> tuple[str, Measure]:
+        """Attention from the post-vision rows, and its name."""
+        measure = Measure(self.observers(obs), most=most_rows(obs), **options)
+        return f"{self} {measure.statistic}", measure
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
         """`sparsity`; also `window` of "shared_window", or `windows` of "per_layer_window" for 0..T selected tokens."""
         rows = self.observers(obs)
-        counted = rows_mass(obs, rows, most_rows(obs), statistic="count", threshold=self.threshold)
+        counted = measured(obs, *self.measure(obs, **self.counting))
         entries = jnp.sum(jnp.where(rows, ordinal(obs.valid) + 1, 0))
         found = {"sparsity": 1 - jnp.sum(jnp.mean(counted, axis=0)) / jnp.maximum(entries, 1)}
         length = obs.valid.shape[0]

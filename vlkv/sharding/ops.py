@@ -28,6 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels
 from pallas_kernels.denominator import add_constant, share
+from pallas_kernels.prefill_attention import Attended
 from vlkv.errors import InputError
 
 _DATA, _MODEL = "data", "model"
@@ -229,7 +230,7 @@ def _over_heads(
     return jax.tree.map(unpad, output, made) if spare else made
 
 
-@partial(jax.jit, static_argnames=("ahead", "causal", "window", "return_lse", "implementation"))
+@partial(jax.jit, static_argnames=(*_OPTIONS, "ahead", "window", "return_lse", "statistics"))
 def prefill_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
@@ -238,23 +239,20 @@ def prefill_attention(
     valid: Bool[Array, "B T"] | None = None,
     place: Int[Array, "B T"] | None = None,
     until: Int[Array, "B T"] | None = None,
-    ahead: int = 0,
-    causal: bool = True,
-    window: int | None = None,
-    return_lse: bool = False,
-    implementation: str | None = None,
+    row_weight: Float[Array, "B R T"] | None = None,
+    **options: Any,
 ) -> Any:
     """`pallas_kernels.prefill_attention`."""
+    axes: Any = ("B T N H", "B N T" if options.get("return_lse") else None, None if row_weight is None else "B R N T")
+    output = Attended(*axes) if any(axes[1:]) else axes[0]
 
-    def op(q: Array, k: Array, v: Array, valid: Array | None, place: Array | None, until: Array | None) -> Any:
-        return pallas_kernels.prefill_attention(
-            q, k, v, valid=valid, place=place, until=until, ahead=ahead, causal=causal, window=window,
-            return_lse=return_lse, implementation=implementation)  # fmt: skip
+    def op(q: Array, k: Array, v: Array, *given: Array | None) -> Any:
+        named: dict[str, Any] = dict(zip(("valid", "place", "until", "row_weight"), given, strict=True))
+        return pallas_kernels.prefill_attention(q, k, v, **named, **options)
 
     return _over_heads(
-        op, (q, k, v, valid, place, until), ("B T N H", "B T K H", "B T K H", "B T", "B T", "B T"),
-        ("B T N H", "B N T") if return_lse else "B T N H",
-        heads=q.shape[2], kv_heads=k.shape[2],
+        op, (q, k, v, valid, place, until, row_weight),
+        ("B T N H", "B T K H", "B T K H", "B T", "B T", "B T", "B R T"), output, heads=q.shape[2], kv_heads=k.shape[2],
     )  # fmt: skip
 
 
