@@ -22,7 +22,8 @@ from vlkv.compression.observe import LayerContext
 from vlkv.compression.policy import Policy, ReducingStages
 from vlkv.compression.selection import make_observation, require_fit
 from vlkv.compression.tokens import Tokens, shorten
-from vlkv.decoder import add_features
+from vlkv.config import LayerKind
+from vlkv.decoder import Decoder
 from vlkv.decoder.rope import position_limit
 from vlkv.errors import InputError
 from vlkv.families import Model
@@ -118,7 +119,8 @@ def read_layers(
 ) -> Prompt:
     """`read_prompt` that keeps only the result of `each` for every layer, computed before the next layer runs.
 
-    Layers with a sliding window have a ring instead of such a result, and `each` and the reducer do not count them.
+    Layers with a sliding window have a ring instead of such a result, and layers that use keys and values of earlier
+    ones have nothing; `each` and the reducer do not count them.
 
     If the policy's reducer has `drops_early_layers`, `each` is called for the layers before the last reduction only
     after this reduction, and gets only the tokens that are left.
@@ -127,7 +129,7 @@ def read_layers(
     layers, (batch, length) = params.decoder.full_layers, inputs.valid.shape
     kernels, reducer = kernels or Kernels(), None if policy is None else policy.reducer
     return_lse = takes_lse(kernels.attention_mass)
-    stages = () if reducer is None or inputs.max_vision == 0 else reducer.reductions(layers)
+    stages = () if reducer is None or inputs.max_vision == 0 else _stages(reducer, params.decoder)
     # `each` waits for the last reduction in the layers before this one.
     waits_until = max(stages, default=0) if reducer is not None and reducer.drops_early_layers else 0
     keys = None if key is None else jax.random.split(key, batch)
@@ -137,17 +139,16 @@ def read_layers(
     limit = position_limit(greatest + 1 + new_tokens, params.decoder.rope)
 
     def attend(i: int, now: _Carry, q: Array, k: Array, v: Array) -> tuple[_Carry, Array]:
-        tokens, window = now.tokens, kinds[i].window
-        attention, until = _attention(params, inputs, tokens, kernels, q, k, v)
-        if window is not None:
-            # A window counts the tokens of the prompt, also those that a reduction has dropped.
-            place = jnp.take_along_axis(number, tokens.source, axis=1)
-            attended = attention(place=place if stages else None, window=window)
-            ring = of_prompt(
+        tokens, (window, _, shared) = now.tokens, kinds[i]
+        # A window counts the tokens of the prompt, also those that a reduction has dropped.
+        place = jnp.take_along_axis(number, tokens.source, axis=1)
+        attention, until = _attention(params, inputs, tokens, kinds[i], place if stages else None, kernels, q, k, v)
+        if window is not None or shared:
+            ring = () if window is None or shared else (of_prompt(
                 k, v, jnp.where(tokens.valid, place, -1), number[:, -1] + 1, window=window,
                 slots=ring_slots(window, inputs.max_vision + inputs.max_text),
-            )  # fmt: skip
-            return now._replace(rings=(*now.rings, ring)), attended
+            ),)  # fmt: skip
+            return now._replace(rings=(*now.rings, *ring)), attention()
         attended, lse = attention(return_lse=True) if return_lse else (attention(), None)
         layer = LayerPrompt(
             q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, is_candidate=tokens.valid,
@@ -157,8 +158,8 @@ def read_layers(
         return now._replace(layer=layer), attended
 
     def after(i: int, now: _Carry, x: Array) -> tuple[_Carry, Array, Array | None]:
-        x, (window, i) = add_features(now.tokens.added, i, x), kinds[i]
-        if window is not None:
+        x, counted, i = params.decoder.add_features(now.tokens.added, i, x), kinds[i].is_counted, kinds[i].number
+        if not counted:
             x, rings = jax.lax.optimization_barrier((x, now.rings))  # as below
             return now._replace(tokens=dataclasses.replace(now.tokens, x=x), rings=rings), x, None
         assert now.layer is not None
@@ -210,15 +211,36 @@ def read_layers(
 
 
 def _attention(
-    params: Model, inputs: Inputs, tokens: Tokens, kernels: Kernels, *qkv: Array
+    params: Model,
+    inputs: Inputs,
+    tokens: Tokens,
+    kind: LayerKind,
+    place: Int[Array, "B t"] | None,
+    kernels: Kernels,
+    *qkv: Array,
 ) -> tuple[Callable[..., Any], Int[Array, "B t"] | None]:
-    """The attention of a layer, and the last token that each of its tokens attends to."""
-    until = params.decoder.until(tokens.is_vision) if inputs.max_vision else None
+    """The attention of a layer, and the last token that each of its tokens attends to.
+
+    `place` is the number of each token in the prompt; None: the prompt is not reduced.
+    """
+    until = params.decoder.until_in(kind, params.decoder.until(tokens.is_vision)) if inputs.max_vision else None
+    near = {} if kind.window is None else {"place": place, "window": kind.window}
     attention = partial(
         prefill_attention, *qkv, valid=tokens.valid, until=until, ahead=params.decoder.ahead,
-        implementation=kernels.prefill_attention,
+        implementation=kernels.prefill_attention, **near,
     )  # fmt: skip
     return attention, until
+
+
+def _stages(reducer: ReducingStages, decoder: Decoder) -> tuple[int, ...]:
+    """After which layers the prompt is reduced. InputError: later layers use keys and values of a layer before that."""
+    stages = reducer.reductions(decoder.full_layers)
+    run = [i for i, kind in enumerate(decoder.kinds) if kind.is_counted and kind.number < max(stages, default=0)]
+    owners = [decoder.kinds.index(kind._replace(shared=False)) for kind in decoder.kinds if kind.shared]
+    if run and min(owners, default=run[-1] + 1) <= run[-1]:
+        raise InputError(f"{type(reducer).__name__} reduces the prompt after layer {run[-1]}, but this model uses the "
+                         f"keys and values of layer {min(owners)} in later layers: reduce it before")  # fmt: skip
+    return stages
 
 
 class _Carry(NamedTuple):
