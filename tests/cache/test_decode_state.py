@@ -51,6 +51,9 @@ def one_layer(policy, arrays, new_tokens: int):
                 carry, x = attend(0, carry, q_new[None, None], k_new[None, None], v_new[None, None])
                 return after(0, carry, x.reshape(1, 1, -1))[:2]
 
+            def add_features(self, added, layer, x):
+                return x
+
         x = jnp.zeros((1, 1, q_new.size))
         cache, out, (attended,) = feed_and_watch(
             OneLayer(), cache, x, jnp.zeros((1, 1, 1), int), lambda i, state, mass, x: state.attended

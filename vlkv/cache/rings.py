@@ -23,7 +23,7 @@ from vlkv.masks import tokens_at
 from vlkv.sharding import ops
 from vlkv.sharding.placement import axes
 
-_RING = axes("batch", "kv_heads", "ring")
+_RING = axes("batch", "ring_heads", "ring")
 _BLOCK = 128  # queries that `attend` processes at a time, so that memory does not grow with their number
 
 
