@@ -135,6 +135,7 @@ def start(seed: int, checkpoint: Path | None = None) -> VisionLanguageModel:
     params.vision.position.weight.set_value(jnp.asarray(positions, jnp.float32))
     params.decoder.embedding.weight.set_value(params.decoder.embedding.weight[...] * 25)  # 0.02 -> 0.5
     for layer in params.decoder.layers:
+        assert layer.down is not None
         for weight in (layer.out.weight, layer.down.weight):
             weight.set_value(weight[...] * (2 * len(params.decoder.layers)) ** -0.5)
     return params

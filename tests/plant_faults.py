@@ -82,8 +82,8 @@ FAULTS = (
     Fault(
         "positions of new tokens off by one",
         "vlkv/generation/decode.py",
-        "params.decoder.embedding(token)[:, None], cache.next_position[:, None])",
-        "params.decoder.embedding(token)[:, None], cache.next_position[:, None] + 1)",
+        "embedded.x, cache.next_position[:, None], added",
+        "embedded.x, cache.next_position[:, None] + 1, added",
         "tests/generation/test_decode.py::test_score_is_the_log_probability_of_the_reference",
     ),
     Fault(

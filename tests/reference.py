@@ -13,7 +13,7 @@ def _array(parameter) -> np.ndarray:
 
 
 def _norm(x, module):
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + module.eps) * (_array(module.weight) + module.offset)
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + module.eps) * (_array(module.weight) + (module.offset or 0))
 
 
 def _rotate(x, positions, rope):  # x [T, heads, H], positions [T] or, for M-RoPE, [T, 3]
@@ -93,7 +93,7 @@ def prefill(decoder, x, positions=None, reduce=None, added=(), until=None):
     until = places if until is None else until
     positions = places if positions is None else np.asarray(positions)
     q = k = np.empty(0)
-    for i, (layer, (window, _)) in enumerate(zip(decoder.layers, decoder.kinds, strict=False)):
+    for i, (layer, (window, *_)) in enumerate(zip(decoder.layers, decoder.kinds, strict=False)):
         done = 0 if i == 0 else decoder.kinds[i - 1].number + 1
         if reduce and done in reduce and (i == 0 or decoder.kinds[i - 1].window is None):
             before = (x, q[places], k[places]) if i else (x, None, None)

@@ -106,15 +106,24 @@ class RopeConfig:
 
 
 class LayerKind(NamedTuple):
-    """Whether a layer of the decoder has full attention or a sliding window.
+    """Whether a layer of the decoder has full attention or a sliding window, and whose keys and values it uses.
 
     Attributes:
         window: a query attends to its own token and to the `window` - 1 before it; None: to all before it.
-        number: number of layers of the same kind before this one. The cache has arrays for each kind.
+        number: number of layers of the same kind before this one. The cache has arrays for each kind. Shared: that of
+            the layer whose keys and values it uses.
+        shared: whether the layer attends with the keys and values of the last earlier layer with the same window that
+            has its own. It has no memory in the cache.
     """
 
     window: int | None
     number: int
+    shared: bool = False
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether policies count the layer: it has full attention, and keys and values of its own."""
+        return self.window is None and not self.shared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,6 +136,9 @@ class ExpertsConfig:
         active: number of experts that a token passes through.
         width: channels of an expert.
         normalised: whether the shares of a token's active experts sum to 1.
+        beside: whether the layers have the MLP too: both get the layer's input, and their outputs are added. Then the
+            router has an RMSNorm and scales of its own.
+        activation: of the gate.
     """
 
     layers: tuple[int, ...]
@@ -134,6 +146,23 @@ class ExpertsConfig:
     active: int
     width: int
     normalised: bool
+    beside: bool = False
+    activation: str = "silu"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerInputsConfig:
+    """Vectors of each token for every layer, which are mixed into the layer's output (per-layer embeddings, Gemma 3n).
+
+    Attributes:
+        vocab_size: rows of the table.
+        width: channels of a vector.
+        pad: id whose row vision tokens have.
+    """
+
+    vocab_size: int
+    width: int
+    pad: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,11 +171,11 @@ class DecoderConfig:
 
     vocab_size: int
     width: int  # D
-    mlp_width: int  # of layers without experts
+    mlp_width: int  # of the MLP
     layers: int  # L
     heads: int  # N
-    kv_heads: int  # K
-    head_dim: int  # H
+    kv_heads: int  # K, of layers with full attention
+    head_dim: int  # H, likewise
     norm_eps: float
     max_positions: int
     rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
@@ -157,35 +186,54 @@ class DecoderConfig:
     tied: bool = False  # the output head is the embedding table
     experts: ExpertsConfig | None = None
     sandwich_norms: bool = False  # an RMSNorm of the outputs of attention and MLP too, before they are added
-    norm_offset: float = 0.0  # added to the weights of all RMSNorms
+    norm_offset: float | None = None  # as in `vlkv.decoder.layers.RMSNorm`
     activation: str = "silu"  # of the MLP's gate; see `vlkv.decoder.layers.ACTIVATIONS`
     embedding_scale: float = 1.0  # factor of text embeddings
-    query_scale: float = 1.0  # factor of queries, besides the 1 / sqrt(H) of attention
+    query_scale: float | None = 1.0  # factor of queries, besides the 1 / sqrt(H) of attention; None: sqrt(H)
+    value_norm: bool = False  # an RMSNorm of the values of each head, without weights
+    key_is_value: bool = False  # in layers with full attention, the value is the key before its norm and RoPE
+    layer_inputs: LayerInputsConfig | None = None
+    layer_scale: bool = False  # a factor of each layer's output
+    logit_cap: float | None = None  # logits are cap * tanh(logits / cap)
+    shared_layers: int = 0  # the last ones, which use keys and values of an earlier layer; see `LayerKind`
+    shared_mlp_width: int | None = None  # of the MLP of these layers; None: `mlp_width`
     sliding_rope: RopeConfig | None = None  # of layers with a window; None: that of the others
+    sliding_heads: tuple[int, int] | None = None  # (K, H) of layers with a window; None: those of the others
     windows: tuple[int | None, ...] = ()  # of each layer, in tokens; None: full attention. (): all layers have it
     image_block: int = 0  # most tokens of an image, which attend to each other both ways in prefill; 0: they do not
+    image_block_slides: bool = False  # they do so only in layers with a window
     names: str = ""  # which tensor names the checkpoint has; see vlkv/families/text/weights.py
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
-        windows = self.windows or (None,) * self.layers
-        full = [window is None for window in windows]
-        return tuple(LayerKind(window, full[:i].count(full[i])) for i, window in enumerate(windows))
+        windows, own = self.windows or (None,) * self.layers, self.layers - self.shared_layers
+        full, kinds = [window is None for window in windows], []
+        for i, window in enumerate(windows):
+            owner = i if i < own else max(j for j in range(own) if windows[j] == window)
+            kinds.append(LayerKind(window, full[:owner].count(full[owner]), shared=i >= own))
+        return tuple(kinds)
 
     @property
     def full_layers(self) -> int:
-        """Number of layers with full attention, which are those that policies count."""
-        return self.layers - len(self.sliding)
+        """Number of layers that policies count; see `LayerKind.is_counted`."""
+        return sum(kind.is_counted for kind in self.kinds)
 
     @property
     def sliding(self) -> tuple[int, ...]:
-        """Window of each layer that has one."""
-        return tuple(window for window in self.windows if window is not None)
+        """Window of each layer with a ring."""
+        return tuple(kind.window for kind in self.kinds if kind.window is not None and not kind.shared)
 
-    def is_sparse(self, layer: int) -> bool:
-        """Whether the layer has experts in place of the MLP."""
-        return self.experts is not None and layer in self.experts.layers
+    def heads_of(self, kind: LayerKind) -> tuple[int, int]:
+        """K and H of a layer."""
+        given = None if kind.window is None else self.sliding_heads
+        return (self.kv_heads, self.head_dim) if given is None else given
+
+    def mlp_width_of(self, layer: int) -> int:
+        """Channels of the layer's MLP; 0: it has only experts."""
+        if self.experts is not None and layer in self.experts.layers and not self.experts.beside:
+            return 0
+        return self.shared_mlp_width or self.mlp_width if self.kinds[layer].shared else self.mlp_width
 
     @property
     def idle_parameters(self) -> int:

@@ -10,8 +10,9 @@ import pytest
 from vlkv import policies
 from vlkv.config import LayerKind
 from vlkv.decoder import Decoder
+from vlkv.generation.layer_prompt import LayerPrompt
 from vlkv.generation.prefill import fill_cache
-from vlkv.generation.prompt import LayerPrompt, Prompt
+from vlkv.generation.prompt import Prompt
 from vlkv.generation.step import feed_and_watch
 
 
@@ -50,6 +51,9 @@ def one_layer(policy, arrays, new_tokens: int):
             def walk(self, carry, x, positions, attend, after=None, limit=None):
                 carry, x = attend(0, carry, q_new[None, None], k_new[None, None], v_new[None, None])
                 return after(0, carry, x.reshape(1, 1, -1))[:2]
+
+            def add_features(self, added, layer, x):
+                return x
 
         x = jnp.zeros((1, 1, q_new.size))
         cache, out, (attended,) = feed_and_watch(

@@ -33,12 +33,12 @@ def prefill_flops(c: DecoderConfig, tokens: Counts, reach: Counts | None = None)
     """
     tokens = np.asarray(tokens, np.int64)
     reach = tokens if reach is None else np.minimum(tokens, reach)
-    return tokens * _per_token(c) + 4 * tokens * reach * c.heads * c.head_dim
+    return tokens * _per_token(c) + 4 * tokens * reach * c.heads * _heads(c)[1]
 
 
 def decode_flops(c: DecoderConfig, entries: Counts) -> Counts:
     """Operations of every layer for one new token, from the number of entries that it attends to, including its own."""
-    return _per_token(c) + 4 * np.asarray(entries, np.int64) * c.heads * c.head_dim
+    return _per_token(c) + 4 * np.asarray(entries, np.int64) * c.heads * _heads(c)[1]
 
 
 def logits_flops(c: DecoderConfig, tokens: int) -> int:
@@ -73,17 +73,28 @@ def tower_flops(c: VitConfig, width: int, images: int = 1, *, merge: int = 1) ->
 def cache_bytes(c: DecoderConfig, entries: Shaped[np.ndarray, " L"], itemsize: int) -> Shaped[np.ndarray, " L"]:
     """Bytes of the keys and values of every layer (LightKV, Tables 1 and 6), without quantisation.
 
+    A layer that uses the keys and values of an earlier one has none.
+
     Args:
         c: the config of the decoder.
         entries: number of entries of each layer, mean over its key heads.
         itemsize: bytes per number; 2 for bfloat16.
     """
-    return np.asarray(entries) * (2 * c.kv_heads * c.head_dim * itemsize)
+    own = [not kind.shared for kind in c.kinds]
+    return np.asarray(entries) * (2 * _heads(c).prod(axis=0) * own * itemsize)
 
 
 def _per_token(c: DecoderConfig) -> Counts:
     """Operations of every layer for one token, without attention between tokens. Only active experts compute."""
-    e = c.experts
-    mlp = [3 * c.mlp_width if e is None or not c.is_sparse(i) else e.count + 3 * e.active * e.width
-           for i in range(c.layers)]  # fmt: skip
-    return 2 * c.width * (2 * c.heads * c.head_dim + 2 * c.kv_heads * c.head_dim + np.array(mlp))
+    e, (kv_heads, head_dim) = c.experts, _heads(c)
+    mlp = np.array([3 * c.mlp_width_of(i) for i in range(c.layers)])
+    if e is not None:
+        mlp[list(e.layers)] += e.count + 3 * e.active * e.width
+    extra = 0 if c.layer_inputs is None else 3 * c.layer_inputs.width
+    products = [0 if kind.shared else 1 if c.key_is_value and kind.window is None else 2 for kind in c.kinds]
+    return 2 * c.width * (2 * c.heads * head_dim + np.array(products) * kv_heads * head_dim + mlp + extra)
+
+
+def _heads(c: DecoderConfig) -> Int[np.ndarray, "2 L"]:
+    """K and H of every layer."""
+    return np.array([c.heads_of(kind) for kind in c.kinds]).T

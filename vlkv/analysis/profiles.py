@@ -35,9 +35,10 @@ from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.files import read_text, write_json
+from vlkv.generation.layer_prompt import LayerPrompt
 from vlkv.generation.nan import check_values
 from vlkv.generation.prefill import fill_cache
-from vlkv.generation.prompt import LayerPrompt, Prompt, read_prompt
+from vlkv.generation.prompt import Prompt, read_prompt
 from vlkv.inputs import Inputs
 from vlkv.policies import CSP, Policy, PrefixKV, text_of
 from vlkv.policies.csp import region_share

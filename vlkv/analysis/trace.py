@@ -68,8 +68,8 @@ def follow(
             by_token = _by_token(mass, _tokens(state, prompt.valid), prompt.valid.shape[1] + cache.new_tokens)
             return x[:, 0], by_token, *(jnp.mean(jnp.sum(m, axis=-1), axis=-1) for m in (state.stored, state.attended))
 
-        x, positions = params.decoder.embedding(token)[:, None], cache.next_position[:, None]
-        cache, x, layers = feed_and_watch(params.decoder, cache, x, positions, record)
+        embedded, positions = params.embed_text(token[:, None]), cache.next_position[:, None]
+        cache, x, layers = feed_and_watch(params.decoder, cache, embedded.x, positions, record, embedded.added)
         hidden, mass, stored, used = (jnp.stack(column) for column in zip(*layers, strict=True))
         return dataclasses.replace(cache, next_position=cache.next_position + 1), Trace(
             logits=params.decoder.logits(x[:, 0]), hidden=hidden, mass=mass, stored=stored, used=used,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import field
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from vlkv.masks import tokens_at
 from vlkv.sharding import ops
 from vlkv.sharding.placement import axes
 
-_RING = axes("batch", "kv_heads", "ring")
+_RING = axes("batch", "ring_heads", "ring")
 _BLOCK = 128  # queries that `attend` processes at a time, so that memory does not grow with their number
 
 
@@ -108,36 +109,59 @@ def resize(rings: Rings, new_tokens: int) -> Rings:
     return dataclasses.replace(rings, layers=tuple(map(fit, rings.layers)), new_tokens=new_tokens)
 
 
-def attend(
-    ring: Ring,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    place: Int[Array, "B T"],
-    kernels: Kernels,
-    until: Int[Array, "B T"] | None = None,
-) -> tuple[Ring, Float[Array, "B T N H"]]:
-    """Writes new entries; returns the ring and the attention of their queries, in float32.
+class View(NamedTuple):
+    """What the queries of new tokens may attend to in a ring, in which their entries have been written."""
+
+    k: Float[Array, "B K S H"]
+    v: Float[Array, "B K S H"]
+    place: Int[Array, "B S"]  # as in Ring
+
+
+def write(
+    ring: Ring, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], place: Int[Array, "B T"], kernels: Kernels
+) -> tuple[Ring, View]:
+    """Writes new entries; returns the ring, and what their queries may attend to.
 
     Args:
         ring: of the layer.
-        q: queries.
-        k: keys of the same tokens.
+        k: keys of the new tokens.
         v: their values.
         place: of each token; -1: padding, which is not written.
         kernels: implementations of the ops.
-        until: index of the last of these tokens that each one attends to; None: itself.
     """
-    if q.shape[1] == 1:  # the new token takes the slot of the one that leaves the window
-        ring = _write(ring, k, v, place, kernels)
-        return ring, _attend_to_ring(q[:, 0], ring.k, ring.v, ring.place >= 0, kernels)[:, None]
+    new = _write(ring, k, v, place, kernels)
+    if k.shape[1] == 1:  # the new token takes the slot of the one that leaves the window
+        return new, View(new.k, new.v, new.place)
     # The first of several queries still attend to entries that the last ones overwrite.
-    seen = (
+    return new, View(
         jnp.concatenate([ring.k, k.swapaxes(1, 2)], axis=2), jnp.concatenate([ring.v, v.swapaxes(1, 2)], axis=2),
         jnp.concatenate([ring.place, place], axis=1),
     )  # fmt: skip
+
+
+def attend(
+    view: View,
+    q: Float[Array, "B T N H"],
+    place: Int[Array, "B T"],
+    kernels: Kernels,
+    until: Int[Array, "B T"] | None = None,
+    *,
+    window: int,
+) -> Float[Array, "B T N H"]:
+    """Attention of the queries of new tokens, in float32.
+
+    Args:
+        view: from `write`, for the same tokens.
+        q: queries.
+        place: of each token; -1: padding.
+        kernels: implementations of the ops.
+        until: index of the last of these tokens that each one attends to; None: itself.
+        window: of the layer.
+    """
+    if q.shape[1] == 1:
+        return _attend_to_ring(q[:, 0], view.k, view.v, view.place >= 0, kernels)[:, None]
     last = place if until is None else jnp.take_along_axis(place, until, axis=1)
-    return _write(ring, k, v, place, kernels), _attend_to_window(q, place, last, *seen, window=ring.window)
+    return _attend_to_window(q, place, last, *view, window=window)
 
 
 def _write(

@@ -17,9 +17,20 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv.config import DecoderConfig
+from vlkv.config import DecoderConfig, LayerKind
 from vlkv.decoder.experts import Experts
-from vlkv.decoder.layers import ACTIVATIONS, Embedding, Initializer, JoinHeads, Linear, RMSNorm, SplitHeads, product
+from vlkv.decoder.layer_inputs import LayerInputs, MixLayerInput
+from vlkv.decoder.layers import (
+    ACTIVATIONS,
+    Embedding,
+    Initializer,
+    JoinHeads,
+    Linear,
+    RMSNorm,
+    SplitHeads,
+    product,
+    rms_normalised,
+)
 from vlkv.decoder.memory_maps import make_room
 from vlkv.decoder.rope import apply_rope, rope_table
 from vlkv.masks import run_ends
@@ -40,58 +51,91 @@ class Rotation(NamedTuple):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and gated MLP or experts, with RMSNorms before and possibly after both, and residual connections."""
+    """Attention and gated MLP or experts, with RMSNorms before and possibly after both, and residual connections.
+
+    A layer with experts beside the MLP (Gemma 4) has a norm before and after the experts and one after the MLP. The sum
+    of both has the norm `mlp_out_norm`.
+    """
 
     def __init__(self, c: DecoderConfig, index: int, *, init: Initializer) -> None:
+        kind, mlp_width = c.kinds[index], c.mlp_width_of(index)
+        kv_heads, head_dim = c.heads_of(kind)
+        sparse = c.experts is not None and index in c.experts.layers
+        beside = sparse and mlp_width > 0
+
         def norm(width: int) -> RMSNorm:
             return RMSNorm(width, c.norm_eps, offset=c.norm_offset, init=init)
 
+        def split(heads: int) -> SplitHeads:
+            return SplitHeads(c.width, heads, head_dim, bias=c.qkv_bias, init=init)
+
         self.attention_norm = norm(c.width)
-        self.query = SplitHeads(c.width, c.heads, c.head_dim, bias=c.qkv_bias, init=init)
-        self.key = SplitHeads(c.width, c.kv_heads, c.head_dim, bias=c.qkv_bias, init=init)
-        self.value = SplitHeads(c.width, c.kv_heads, c.head_dim, bias=c.qkv_bias, init=init)
-        self.query_norm = norm(c.head_dim) if c.qk_norm else None
-        self.key_norm = norm(c.head_dim) if c.qk_norm else None
-        self.out = JoinHeads(c.width, c.heads, c.head_dim, bias=c.out_bias, init=init)
+        self.query = split(c.heads)
+        self.key = None if kind.shared else split(kv_heads)
+        self.value = None if kind.shared or (c.key_is_value and kind.window is None) else split(kv_heads)
+        self.query_norm = norm(head_dim) if c.qk_norm else None
+        self.key_norm = norm(head_dim) if c.qk_norm and not kind.shared else None
+        self.value_norm_eps = c.norm_eps if c.value_norm else None
+        self.out = JoinHeads(c.width, c.heads, head_dim, bias=c.out_bias, init=init)
         self.attention_out_norm = norm(c.width) if c.sandwich_norms else None
         self.mlp_norm = norm(c.width)
         self.mlp_out_norm = norm(c.width) if c.sandwich_norms else None
-        self.activation, self.query_scale, self.neighbours = c.activation, c.query_scale, c.rope.neighbours
-        if c.experts is not None and c.is_sparse(index):
-            self.experts: Experts | None = Experts(c.width, c.experts, init=init)
-            return
-        self.experts = None
-        self.gate = Linear(c.width, c.mlp_width, bias=False, init=init)
-        self.up = Linear(c.width, c.mlp_width, bias=False, init=init)
-        self.down = Linear(c.mlp_width, c.width, bias=False, init=init)
+        self.activation, self.neighbours = c.activation, c.rope.neighbours
+        self.query_scale = head_dim**0.5 if c.query_scale is None else c.query_scale
+        self.experts = Experts(c.width, c.experts, eps=c.norm_eps, init=init) if c.experts and sparse else None
+        self.experts_norm, self.experts_out_norm, self.dense_out_norm = (
+            norm(c.width) if beside else None for _ in range(3)
+        )
+        self.gate = Linear(c.width, mlp_width, bias=False, init=init) if mlp_width else None
+        self.up = Linear(c.width, mlp_width, bias=False, init=init) if mlp_width else None
+        self.down = Linear(mlp_width, c.width, bias=False, init=init) if mlp_width else None
+        self.mix_input = None if c.layer_inputs is None else MixLayerInput(c, init=init)
+        self.scale = init.constant(1.0, 1) if c.layer_scale else None
 
     @jax.jit
     def project(
         self, x: Float[Array, "B T D"], rotation: Rotation
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        """Rotated queries, rotated keys, and values."""
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"] | None, Float[Array, "B T K H"] | None]:
+        """Rotated queries, rotated keys, and values. A layer that uses those of an earlier one has None for both."""
         h = self.attention_norm(x)
-        q, k = self.query(h), self.key(h)
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
-        q, k = (apply_rope(y, rotation.table, neighbours=self.neighbours) for y in (q, k))
+        q = self.query(h) if self.query_norm is None else self.query_norm(self.query(h))
+        q = apply_rope(q, rotation.table, neighbours=self.neighbours)
         if self.query_scale != 1:
             q = q * jnp.asarray(self.query_scale, q.dtype)
         if rotation.log_scale is not None:
             q = q * rotation.log_scale.astype(q.dtype)
-        return q, k, self.value(h)
+        if self.key is None:
+            return q, None, None
+        k = self.key(h)
+        v = k if self.value is None else self.value(h)
+        if self.value_norm_eps is not None:
+            v = rms_normalised(v, self.value_norm_eps)
+        k = k if self.key_norm is None else self.key_norm(k)
+        return q, apply_rope(k, rotation.table, neighbours=self.neighbours), v
 
     @jax.jit
     def finish(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        """The rest of the layer. `attended` is the output of attention, before the output projection."""
+        """The rest of the layer, without `close`. `attended` is the output of attention, before the projection."""
         h = self.out(attended)
         x = x + (h if self.attention_out_norm is None else self.attention_out_norm(h))
         h = self.mlp_norm(x)
-        if self.experts is not None:
-            h = self.experts(h)
-        else:
+        if self.gate is not None and self.up is not None and self.down is not None:
             h = self.down(ACTIVATIONS[self.activation](self.gate(h)) * self.up(h))
+            if self.experts is not None:
+                assert self.experts_norm is not None and self.experts_out_norm is not None
+                assert self.dense_out_norm is not None
+                h = self.dense_out_norm(h) + self.experts_out_norm(self.experts(self.experts_norm(x), x))
+        elif self.experts is not None:
+            h = self.experts(h)
         return x + (h if self.mlp_out_norm is None else self.mlp_out_norm(h))
+
+    @jax.jit
+    def close(self, x: Float[Array, "B T D"], given: Float[Array, "B T _D"] | None) -> Float[Array, "B T D"]:
+        """The output of the layer after `finish`, with what is given to its tokens: see `Decoder.add_features`."""
+        assert self.mix_input is None or given is not None
+        if given is not None:
+            x = x + given.astype(x.dtype) if self.mix_input is None else self.mix_input(x, given)
+        return x if self.scale is None else x * self.scale[...]
 
 
 def _log_scale(positions: Int[Array, "B T A"], log_from: int) -> Float[Array, "B T 1 1"]:
@@ -105,22 +149,28 @@ class Decoder(nnx.Module):
 
     def __init__(self, c: DecoderConfig, *, init: Initializer) -> None:
         self.embedding = Embedding(c.vocab_size, c.width, scale=c.embedding_scale, init=init)
+        self.layer_inputs = None if c.layer_inputs is None else LayerInputs(c, init=init)
         self.layers = nnx.data(tuple(DecoderLayer(c, i, init=init) for i in range(c.layers)))
         self.norm = RMSNorm(c.width, c.norm_eps, offset=c.norm_offset, init=init)
         self.head = None if c.tied else Linear(c.width, c.vocab_size, bias=False, init=init)
-        self.head_dim, self.rope, self.log_from = c.head_dim, c.rope, c.log_from
+        self.head_dim, self.rope, self.log_from, self.logit_cap = c.head_dim, c.rope, c.log_from, c.logit_cap
         self.sliding_rope = c.rope if c.sliding_rope is None else c.sliding_rope
+        self.sliding_head_dim = c.head_dim if c.sliding_heads is None else c.sliding_heads[1]
         self.kinds = c.kinds  # of each layer
-        self.image_block = c.image_block
+        self.image_block, self.image_block_slides = c.image_block, c.image_block_slides
 
     @property
     def full_layers(self) -> int:
-        """Number of layers with full attention, which are those that policies count."""
-        return sum(kind.window is None for kind, _ in zip(self.kinds, self.layers, strict=False))
+        """Number of layers that policies count; see `LayerKind.is_counted`."""
+        return sum(kind.is_counted for kind, _ in zip(self.kinds, self.layers, strict=False))
 
     def until(self, is_vision: Bool[Array, "B T"]) -> Int[Array, "B T"] | None:
         """The last token that each token of a prompt attends to: that of its image. None: each token itself."""
         return run_ends(is_vision) if self.image_block else None
+
+    def until_in(self, kind: LayerKind, until: Int[Array, "B T"] | None) -> Int[Array, "B T"] | None:
+        """`until` in layers of this kind: in some models, image tokens see later ones only in layers with a window."""
+        return None if kind.window is None and self.image_block_slides else until
 
     @property
     def ahead(self) -> int:
@@ -138,19 +188,41 @@ class Decoder(nnx.Module):
             sliding: whether the layer has a window.
         """
         log_scale = None if self.log_from is None else _log_scale(positions, self.log_from)
-        rope = self.sliding_rope if sliding else self.rope
-        return Rotation(rope_table(positions, self.head_dim, rope, limit), log_scale)
+        rope, head_dim = (self.sliding_rope, self.sliding_head_dim) if sliding else (self.rope, self.head_dim)
+        return Rotation(rope_table(positions, head_dim, rope, limit), log_scale)
 
     def _rotations(self, positions: Int[Array, "B T A"], limit: Int[Array, " B"] | None) -> tuple[Rotation, Rotation]:
         """The rotations of layers without and with a window."""
-        full = self.rotation(positions, limit)
-        return full, full if self.sliding_rope == self.rope else self.rotation(positions, limit, sliding=True)
+        full, same = self.rotation(positions, limit), (self.rope, self.head_dim)
+        if (self.sliding_rope, self.sliding_head_dim) == same:
+            return full, full
+        return full, self.rotation(positions, limit, sliding=True)
 
     def logits(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch vocab"]:
         """Logits in float32 from the output of the last layer."""
         h = self.norm(x)
         table = self.embedding.weight[...] if self.head is None else self.head.weight[...]
-        return product(table, h, dtype=jnp.float32)
+        logits = product(table, h, dtype=jnp.float32)
+        return logits if self.logit_cap is None else self.logit_cap * jnp.tanh(logits / self.logit_cap)
+
+    def inputs_of_layers(
+        self, ids: Int[Array, "B T"], x: Float[Array, "B T D"], is_vision: Bool[Array, "B T"] | None = None
+    ) -> Float[Array, "B L T C"] | None:
+        """What `add_features` gives to every layer, from ids and the input of the first layer; None: nothing."""
+        return None if self.layer_inputs is None else self.layer_inputs(ids, x, is_vision)
+
+    def add_features(
+        self, added: Float[Array, "B S T _D"] | None, layer: int, x: Float[Array, "B T D"]
+    ) -> Float[Array, "B T D"]:
+        """The output of a layer with what is given to its tokens, after `DecoderLayer.finish`.
+
+        Args:
+            added: for each of the first S layers, features of the tower that are added to the output (DeepStack, Meng
+                et al. 2024), zero for text; or the vectors that every layer mixes into it. None: nothing.
+            layer: index of the layer.
+            x: its output.
+        """
+        return self.layers[layer].close(x, None if added is None or layer >= added.shape[1] else added[:, layer])
 
     def __call__(
         self,
@@ -163,7 +235,7 @@ class Decoder(nnx.Module):
         """Runs all layers over whole prompts, without a cache. `added` as in `add_features`; `until` from `until`."""
 
         def after(i: int, carry: None, x: Array) -> tuple[None, Array, None]:
-            return carry, add_features(added, i, x), None
+            return carry, self.add_features(added, i, x), None
 
         _, x = self.walk(None, x, positions, attend_to_prompt(self, valid, until), after)
         return x
@@ -185,33 +257,27 @@ class Decoder(nnx.Module):
             x: input of the first layer.
             positions: of the tokens.
             attend: attend(i, carry, q, k, v) computes attention of layer i from rotated queries, rotated keys and
-                values; returns the new carry and the result.
-            after: after(i, carry, x) gets the output of layer i and returns the new carry, the input of layer i + 1,
-                and the positions of its tokens or None if they are unchanged. It may reduce the prompt, add features,
-                or record.
+                values; returns the new carry and the result. A layer without keys and values gets those of an earlier
+                one (`LayerKind.shared`).
+            after: after(i, carry, x) gets the output of layer i before `add_features`, and returns the new carry, the
+                input of layer i + 1, and the positions of its tokens or None if they are unchanged. It calls
+                `add_features`, and may reduce the prompt or record. None: only `add_features`, with nothing to add.
             limit: as in `rope_table`.
         """
         if isinstance(x, jax.core.Tracer):  # a large program is about to be compiled
             make_room()
-        rotations = self._rotations(positions, limit)
-        for i, layer in enumerate(self.layers):
-            carry, attended = attend(i, carry, *layer.project(x, rotations[self.kinds[i].window is not None]))
+        rotations, kept = self._rotations(positions, limit), dict[int | None, tuple[Array, Array]]()
+        for i, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=False)):
+            q, k, v = layer.project(x, rotations[kind.window is not None])
+            kept[kind.window] = k, v = kept[kind.window] if k is None or v is None else (k, v)
+            carry, attended = attend(i, carry, q, k, v)
             x = layer.finish(x, attended.astype(x.dtype))
-            if after is not None:
-                carry, x, moved = after(i, carry, x)
-                rotations = rotations if moved is None else self._rotations(moved, limit)
+            if after is None:
+                x = self.add_features(None, i, x)
+                continue
+            carry, x, moved = after(i, carry, x)
+            rotations = rotations if moved is None else self._rotations(moved, limit)
         return carry, x
-
-
-def add_features(added: Float[Array, "B S T D"] | None, layer: int, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """The output of a layer with its features of the tower (DeepStack, Meng et al. 2024); later layers have none.
-
-    Args:
-        added: what is added after each of the first S layers, zero for text; None: nothing.
-        layer: index of the layer.
-        x: its output.
-    """
-    return x if added is None or layer >= added.shape[1] else x + added[:, layer].astype(x.dtype)
 
 
 def attend_to_prompt(decoder: Decoder, valid: Bool[Array, "B T"], until: Int[Array, "B T"] | None = None) -> Attend[C]:
@@ -219,7 +285,10 @@ def attend_to_prompt(decoder: Decoder, valid: Bool[Array, "B T"], until: Int[Arr
 
     It is causal, except that each token attends to tokens up to `until`, which is from `Decoder.until`.
     """
-    return lambda i, carry, q, k, v: (
-        carry,
-        prefill_attention(q, k, v, valid=valid, until=until, ahead=decoder.ahead, window=decoder.kinds[i].window),
-    )
+
+    def attend(i: int, carry: C, q: Array, k: Array, v: Array) -> tuple[C, Array]:
+        kind = decoder.kinds[i]
+        last = decoder.until_in(kind, until)
+        return carry, prefill_attention(q, k, v, valid=valid, until=last, ahead=decoder.ahead, window=kind.window)
+
+    return attend

@@ -1,5 +1,7 @@
 """A mixture of experts in place of a layer's MLP, as in Qwen3-MoE: each token passes through its `active` best experts.
 
+In Gemma 4 it is beside the MLP, and its router normalises and scales its input, and the shares.
+
 The result is exact for every batch: no expert has a capacity, so no token is dropped. The tokens of all rows are sorted
 by expert. A TPU multiplies the groups with jax's grouped kernel; `jax.lax.ragged_dot` would copy all weights first, to
 exchange their axes. Elsewhere `ragged_dot` multiplies every token with every expert, so a loop takes the groups in
@@ -21,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import choose
 from vlkv.config import ExpertsConfig
-from vlkv.decoder.layers import Initializer, Linear
+from vlkv.decoder.layers import ACTIVATIONS, Initializer, Linear, rms_normalised
 from vlkv.sharding.mixtures import sum_over_experts
 
 # Rows that one step of the loop multiplies with an expert. XLA on a CPU reads an expert four times as fast for a single
@@ -35,40 +37,55 @@ _ROWS = 512
 class Experts(nnx.Module):
     """A router, and the weights of all gated MLPs, in [out, in] order."""
 
-    def __init__(self, width: int, c: ExpertsConfig, *, init: Initializer) -> None:
+    def __init__(self, width: int, c: ExpertsConfig, *, eps: float = 1e-6, init: Initializer) -> None:
         self.router = Linear(width, c.count, bias=False, init=init)
+        self.router_scale = init.constant(1.0, width) if c.beside else None
+        self.share_scale = init.constant(1.0, c.count) if c.beside else None
         self.gate = init.normal(c.count, c.width, width, scale=width**-0.5)
         self.up = init.normal(c.count, c.width, width, scale=width**-0.5)
         self.down = init.normal(c.count, width, c.width, scale=c.width**-0.5)
-        self.active, self.normalised = c.active, c.normalised
+        self.active, self.normalised, self.activation, self.eps = c.active, c.normalised, c.activation, eps
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The weighted sum of each token's active experts."""
+    def __call__(self, x: Float[Array, "B T D"], before: Float[Array, "B T D"] | None = None) -> Float[Array, "B T D"]:
+        """The weighted sum of each token's active experts.
+
+        Args:
+            x: input of the experts.
+            before: input of the router, if it is another one.
+        """
         weights = (self.gate[...], self.up[...], self.down[...])
+        seen = x if before is None else before
+        if self.router_scale is not None:
+            scale = self.router_scale[...] * jnp.asarray(seen.shape[-1] ** -0.5, seen.dtype)
+            seen = rms_normalised(seen, self.eps) * scale
         # On each device for its own rows, because XLA does not split `top_k` over devices.
-        apply = partial(apply_experts, active=self.active, normalised=self.normalised)
-        return sum_over_experts(apply, (x, self.router(x)), weights)
+        apply = partial(apply_experts, active=self.active, normalised=self.normalised, activation=self.activation)
+        share_scale = jnp.ones(len(weights[0])) if self.share_scale is None else self.share_scale[...]
+        return sum_over_experts(apply, (x, self.router(seen)), (*weights, share_scale))
 
 
 def apply_experts(
     tokens: tuple[Float[Array, "B T D"], Float[Array, "B T E"]],
-    weights: tuple[Float[Array, "e F D"], Float[Array, "e F D"], Float[Array, "e D F"]],
+    weights: tuple[Float[Array, "e F D"], Float[Array, "e F D"], Float[Array, "e D F"], Float[Array, " e"]],
     first: Array | int = 0,
     *,
     active: int,
     normalised: bool,
+    activation: str = "silu",
 ) -> Float[Array, "B T D"]:
     """The sum over each token's active experts of share * MLP. Shares are the softmax of the logits of all experts.
 
     Args:
         tokens: inputs, and logits of the router.
-        weights: of gate, up and down of all experts and channels; or of some, for their part of the sum.
+        weights: of gate, up and down of all experts and channels; or of some, for their part of the sum. The last are
+            factors of the shares.
         first: number of the first expert in `weights`.
         active: A.
         normalised: whether the shares of the active experts are divided by their sum.
+        activation: of the gate.
     """
     flat = (tokens[0].reshape(-1, tokens[0].shape[-1]), tokens[1].reshape(-1, tokens[1].shape[-1]))
-    run = partial(_apply, weights=weights, first=first, active=active, normalised=normalised)
+    run = partial(_apply, weights=weights, first=first, active=active, normalised=normalised, activation=activation)
     count, most = len(flat[0]), max(1, _ROWS * tokens[1].shape[-1] // active)
     if count <= most:
         return run(flat).reshape(tokens[0].shape)
@@ -80,11 +97,12 @@ def apply_experts(
 
 def _apply(
     tokens: tuple[Float[Array, "n D"], Float[Array, "n E"]],
-    weights: tuple[Float[Array, "e F D"], Float[Array, "e F D"], Float[Array, "e D F"]],
+    weights: tuple[Float[Array, "e F D"], Float[Array, "e F D"], Float[Array, "e D F"], Float[Array, " e"]],
     first: Array | int,
     *,
     active: int,
     normalised: bool,
+    activation: str,
 ) -> Float[Array, "n D"]:
     """`apply_experts` for one block of tokens."""
     (x, logits), count = tokens, len(weights[0])
@@ -95,9 +113,11 @@ def _apply(
     expert = jnp.where(local, chosen - first, count).reshape(-1)  # those of other devices are sorted to the end
     order = jnp.argsort(expert, stable=True)
     sizes = jnp.bincount(expert, length=count)
-    made = choose("experts", _PRODUCTS, None, "xla")(x[order // active], sizes, *weights)
+    run = partial(choose("experts", _PRODUCTS, None, "xla"), activation=activation)
+    made = run(x[order // active], sizes, *weights[:3])
     each = made[jnp.argsort(order)].reshape(*chosen.shape, x.shape[-1])
     each = jnp.where(local[..., None], each, 0)
+    share = share * weights[3][jnp.where(local, chosen - first, 0)]
     return jnp.einsum("na,nad->nd", share.astype(x.dtype), each, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
@@ -108,6 +128,7 @@ def _in_groups(
     up: Float[Array, "e F D"],
     down: Float[Array, "e D F"],
     *,
+    activation: str = "silu",
     interpret: bool = False,
 ) -> Float[Array, "m D"]:
     """The MLP of each row's expert; the rows are sorted by expert, and expert i has `sizes[i]` of them.
@@ -125,7 +146,7 @@ def _in_groups(
         tiles = (height, min(inner, 1024), min(out, 512))
         return gmm(x, weight, sizes.astype(jnp.int32), x.dtype, tiles, transpose_rhs=True, interpret=interpret)
 
-    return product(jax.nn.silu(product(padded, gate)) * product(padded, up), down)[:count]
+    return product(ACTIVATIONS[activation](product(padded, gate)) * product(padded, up), down)[:count]
 
 
 def _in_blocks(
@@ -134,6 +155,8 @@ def _in_blocks(
     gate: Float[Array, "e F D"],
     up: Float[Array, "e F D"],
     down: Float[Array, "e D F"],
+    *,
+    activation: str = "silu",
 ) -> Float[Array, "m D"]:
     """`_in_groups` as a loop over blocks of rows of one expert. The last block of an expert may be partly empty."""
     count, experts = len(rows), len(sizes)
@@ -148,7 +171,7 @@ def _in_blocks(
 
     def mlp(expert: Array, start: Array) -> Array:
         x = jax.lax.dynamic_slice_in_dim(padded, start, size)
-        return (jax.nn.silu(x @ gate[expert].T) * (x @ up[expert].T)) @ down[expert].T
+        return (ACTIVATIONS[activation](x @ gate[expert].T) * (x @ up[expert].T)) @ down[expert].T
 
     def step(block: tuple[Array, Array, Array]) -> Array:
         used, expert, start = block

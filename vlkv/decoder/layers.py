@@ -173,20 +173,25 @@ class RMSNorm(nnx.Module):
     """x / rms(x) * (offset + weight).
 
     Normalises in float32. Without an offset, it casts to the dtype of x and then multiplies by the weight (Llama); with
-    one, it multiplies first (Gemma).
+    one, also with 0, it multiplies first (Gemma).
     """
 
-    def __init__(self, width: int, eps: float, *, offset: float = 0.0, init: Initializer) -> None:
-        self.weight = init.constant(1.0 - offset, width)
+    def __init__(self, width: int, eps: float, *, offset: float | None = None, init: Initializer) -> None:
+        self.weight = init.constant(1.0 - (offset or 0.0), width)
         self.eps, self.offset = eps, offset
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         """Normalises the last axis."""
-        x32 = x.astype(jnp.float32)
-        x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-        if self.offset:
-            return (x32 * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
-        return x32.astype(x.dtype) * self.weight[...]
+        if self.offset is None:
+            return rms_normalised(x, self.eps) * self.weight[...]
+        x32 = rms_normalised(x.astype(jnp.float32), self.eps)
+        return (x32 * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
+
+
+def rms_normalised(x: Float[Array, "*batch D"], eps: float) -> Float[Array, "*batch D"]:
+    """x / rms(x) over the last axis, computed in float32."""
+    x32 = x.astype(jnp.float32)
+    return (x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):

@@ -23,6 +23,7 @@ from vlkv.errors import InputError
 from vlkv.families import (
     eve,
     gemma3,
+    gemma4,
     glm,
     internvl,
     llava,
@@ -58,6 +59,7 @@ FAMILIES: dict[str, Family] = {  # by `model_type`
     **dict.fromkeys(("glm4v", "glm46v", "glm_ocr"), glm.FAMILY),
     **dict.fromkeys(("idefics3", "smolvlm"), smolvlm.FAMILY),
     "gemma3": gemma3.FAMILY,
+    "gemma4": gemma4.FAMILY,
     "mobilevlm": mobilevlm.FAMILY,
     "paddleocr_vl": paddleocr_vl.FAMILY,
     "qwen": qwen_vl.FAMILY,

@@ -33,12 +33,12 @@ class Embedded(NamedTuple):
 
     Attributes:
         x: input of the first layer: text embeddings, and vision embeddings at the image tokens.
-        added: what `vlkv.decoder.add_features` adds to the output of each of the first layers; None: nothing.
+        added: what `Decoder.add_features` gives to the tokens after each layer; None: nothing.
         attention: attention that each vision token receives in the tower; None: no block was asked for.
     """
 
     x: Float[Array, "B T D"]
-    added: Float[Array, "B S T D"] | None = None
+    added: Float[Array, "B S T _D"] | None = None
     attention: Float[Array, "B W N T"] | None = None
 
 
@@ -60,7 +60,12 @@ class TextModel(nnx.Module):
         """
         if blocks:
             raise InputError(f"{self.config.family} has no vision tower, so its attention cannot rank vision tokens")
-        return Embedded(self.decoder.embedding(inputs.tokens))
+        return self.embed_text(inputs.tokens)
+
+    def embed_text(self, tokens: Int[Array, "B T"]) -> Embedded:
+        """The decoder's input for tokens of text."""
+        x = self.decoder.embedding(tokens)
+        return Embedded(x, self.decoder.inputs_of_layers(tokens, x))
 
 
 class VisionLanguageModel(TextModel):
@@ -117,11 +122,13 @@ class VisionLanguageModel(TextModel):
     def embed(self, inputs: Inputs, blocks: tuple[int, ...] = ()) -> Embedded:
         x = self.decoder.embedding(inputs.tokens)
         if inputs.pixels is None:  # no images; or a benchmark skips the tower
-            return Embedded(x, attention=jnp.zeros((x.shape[0], len(blocks), 1, x.shape[1])) if blocks else None)
+            given = self.decoder.inputs_of_layers(inputs.tokens, x, inputs.is_vision)
+            return Embedded(x, given, jnp.zeros((x.shape[0], len(blocks), 1, x.shape[1])) if blocks else None)
         features, attention = self.run_tower(inputs, inputs.pixels.astype(x.dtype), blocks)
         spliced = splice(x, self.project(features, inputs), inputs.vision_index)
         more = [splice(jnp.zeros_like(x), one, inputs.vision_index) for one in self.project_added(features)]
-        added = jnp.stack(more, axis=1) if more else None
+        given = self.decoder.inputs_of_layers(inputs.tokens, spliced, inputs.is_vision)
+        added = jnp.stack(more, axis=1) if more else given
         if not blocks:
             return Embedded(spliced, added)
         stacked = jnp.stack(attention).transpose(1, 3, 0, 2)  # [I, V, W, N]

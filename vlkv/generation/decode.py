@@ -36,7 +36,8 @@ def decode_step(
             without capacity in the cache are NaN.
     """
     check_new_room(params.config, cache, 1)
-    cache, x = feed(params.decoder, cache, params.decoder.embedding(token)[:, None], cache.next_position[:, None])
+    embedded = params.embed_text(token[:, None])
+    cache, x = feed(params.decoder, cache, embedded.x, cache.next_position[:, None], added=embedded.added)
     cache = dataclasses.replace(cache, next_position=cache.next_position + 1)
     return cache, logits_after(params, cache, x[:, 0])
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv.decoder import Attend, add_features, attend_to_prompt
+from vlkv.decoder import Attend, attend_to_prompt
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.inputs import Inputs
@@ -109,20 +109,23 @@ def _finite_parts(params: Model, inputs: Inputs, failed: Bool[Array, " B"], answ
     is_new = steps < jnp.min(jnp.where(answer < 0, steps, answer.shape[1]), axis=1, keepdims=True)
     embedded = params.embed(inputs)
     prompt, added = embedded.x, embedded.added
-    if added is not None:  # nothing for the answer
+    new = params.embed_text(jnp.maximum(answer, 0))
+    if added is not None and new.added is not None:
+        added = jnp.concatenate([added, new.added], axis=2)
+    elif added is not None:  # nothing for the answer
         added = jnp.pad(added, [(0, 0), (0, 0), (0, answer.shape[1]), (0, 0)])
     furthest = jnp.max(jnp.where(inputs.valid[..., None], inputs.positions, -1), axis=(1, 2), keepdims=True)
     new_positions = jnp.broadcast_to(
         furthest + 1 + steps[None, :, None], (*answer.shape, inputs.positions.shape[-1])
     ).astype(inputs.positions.dtype)
-    x = jnp.concatenate([prompt, params.decoder.embedding(jnp.maximum(answer, 0))], axis=1)
+    x = jnp.concatenate([prompt, new.x], axis=1)
     valid = jnp.concatenate([inputs.valid, is_new], axis=1)
 
     def is_finite(x: Float[Array, "B T D"], valid: Bool[Array, "B T"]) -> Bool[Array, ""]:
         return jnp.all(jnp.isfinite(x) | ~(valid & failed[:, None])[..., None])
 
     def note(i: int, layers: tuple[Array, ...], x: Array) -> tuple[tuple[Array, ...], Array, None]:
-        x = add_features(added, i, x)
+        x = params.decoder.add_features(added, i, x)
         return (*layers, is_finite(x, valid)), x, None
 
     positions = jnp.concatenate([inputs.positions, new_positions], axis=1)

@@ -31,7 +31,8 @@ from vlkv.decoder.memory_maps import make_room
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation.decode import check_rotation
-from vlkv.generation.prompt import LayerPrompt, Prompt, observation, read_layers
+from vlkv.generation.layer_prompt import LayerPrompt, observation
+from vlkv.generation.prompt import Prompt, read_layers
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
 from vlkv.keys import single_key

@@ -16,43 +16,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
-from pallas_kernels.attention_mass import takes_lse
-from pallas_kernels.prefill_attention import Attended, gives_mass
 from vlkv.cache.rings import Ring, Rings, of_prompt, ring_slots
-from vlkv.compression.observe import LayerContext, Measure, Observation
 from vlkv.compression.policy import Policy, ReducingStages
-from vlkv.compression.selection import make_observation, require_fit
+from vlkv.compression.selection import require_fit
 from vlkv.compression.tokens import Tokens, shorten
-from vlkv.decoder import add_features
+from vlkv.config import LayerKind
+from vlkv.decoder import Decoder
 from vlkv.decoder.rope import position_limit
 from vlkv.errors import InputError
 from vlkv.families import Model
+from vlkv.generation.layer_prompt import LayerPrompt, attend_and_measure, context_of, observation
 from vlkv.inputs import Inputs
 from vlkv.keys import single_key
 from vlkv.masks import first
 from vlkv.sharding.ops import by_row, prefill_attention
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerPrompt:
-    """Queries, keys and values of one layer for the tokens that it processed: the whole prompt unless it is reduced.
-
-    Keys and values are what a full cache would contain; the queries are used for scores.
-    """
-
-    q: Float[Array, "*B t N H"]  # rotated
-    k: Float[Array, "*B t K H"]
-    v: Float[Array, "*B t K H"]
-    is_vision: Bool[Array, "*B t"]
-    valid: Bool[Array, "*B t"]
-    is_candidate: Bool[Array, "*B t"]  # candidates for the cache
-    source: Int[Array, "*B t"]  # index of the token in the prompt
-    grid: Int[Array, "*B t 3"]  # (image number in the prompt, line, column) of the patch; -1: none
-    context: LayerContext | None = None
-    until: Int[Array, "*B t"] | None = None  # last token that each token attends to; None: itself
-    lse: Float[Array, "*B N t"] | None = None  # log-sum-exp of each query's logits; None: kernels do not use it
-    received: dict[str, Float[Array, "*B N t"]] = dataclasses.field(default_factory=dict)  # as in Observation
 
 
 @jax.tree_util.register_dataclass
@@ -120,7 +97,8 @@ def read_layers(
 ) -> Prompt:
     """`read_prompt` that keeps only the result of `each` for every layer, computed before the next layer runs.
 
-    Layers with a sliding window have a ring instead of such a result, and `each` and the reducer do not count them.
+    Layers with a sliding window have a ring instead of such a result, and layers that use keys and values of earlier
+    ones have nothing; `each` and the reducer do not count them.
 
     If the policy's reducer has `drops_early_layers`, `each` is called for the layers before the last reduction only
     after this reduction, and gets only the tokens that are left.
@@ -128,7 +106,7 @@ def read_layers(
     inputs = jax.tree.map(jnp.asarray, inputs)
     layers, (batch, length) = params.decoder.full_layers, inputs.valid.shape
     kernels, reducer = kernels or Kernels(), None if policy is None else policy.reducer
-    stages = () if reducer is None or inputs.max_vision == 0 else reducer.reductions(layers)
+    stages = () if reducer is None or inputs.max_vision == 0 else _stages(reducer, params.decoder)
     # `each` waits for the last reduction in the layers before this one.
     waits_until = max(stages, default=0) if reducer is not None and reducer.drops_early_layers else 0
     keys = None if key is None else jax.random.split(key, batch)
@@ -138,28 +116,27 @@ def read_layers(
     limit = position_limit(greatest + 1 + new_tokens, params.decoder.rope)
 
     def attend(i: int, now: _Carry, q: Array, k: Array, v: Array) -> tuple[_Carry, Array]:
-        tokens, window = now.tokens, kinds[i].window
-        attention, until = _attention(params, inputs, tokens, kernels, q, k, v)
-        if window is not None:
-            # A window counts the tokens of the prompt, also those that a reduction has dropped.
-            place = jnp.take_along_axis(number, tokens.source, axis=1)
-            attended = attention(place=place if stages else None, window=window)
-            ring = of_prompt(
+        tokens, (window, _, shared) = now.tokens, kinds[i]
+        # A window counts the tokens of the prompt, also those that a reduction has dropped.
+        place = jnp.take_along_axis(number, tokens.source, axis=1)
+        attention, until = _attention(params, inputs, tokens, kinds[i], place if stages else None, kernels, q, k, v)
+        if window is not None or shared:
+            ring = () if window is None or shared else (of_prompt(
                 k, v, jnp.where(tokens.valid, place, -1), number[:, -1] + 1, window=window,
                 slots=ring_slots(window, inputs.max_vision + inputs.max_text),
-            )  # fmt: skip
-            return now._replace(rings=(*now.rings, ring)), attended
+            ),)  # fmt: skip
+            return now._replace(rings=(*now.rings, *ring)), attention()
         layer = LayerPrompt(
             q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, is_candidate=tokens.valid,
             source=tokens.source, grid=tokens.grid, until=until,
-            context=_context(params, policy, i, tokens.positions, v, limit),
+            context=context_of(params, policy, i, tokens.positions, v, limit),
         )  # fmt: skip
-        attended, layer = _attend(attention, layer, policy, len(now.results), layers, inputs, kernels)
+        attended, layer = attend_and_measure(attention, layer, policy, len(now.results), layers, inputs, kernels)
         return now._replace(layer=layer), attended
 
     def after(i: int, now: _Carry, x: Array) -> tuple[_Carry, Array, Array | None]:
-        x, (window, i) = add_features(now.tokens.added, i, x), kinds[i]
-        if window is not None:
+        x, counted, i = params.decoder.add_features(now.tokens.added, i, x), kinds[i].is_counted, kinds[i].number
+        if not counted:
             x, rings = jax.lax.optimization_barrier((x, now.rings))  # as below
             return now._replace(tokens=dataclasses.replace(now.tokens, x=x), rings=rings), x, None
         assert now.layer is not None
@@ -211,57 +188,36 @@ def read_layers(
 
 
 def _attention(
-    params: Model, inputs: Inputs, tokens: Tokens, kernels: Kernels, *qkv: Array
+    params: Model,
+    inputs: Inputs,
+    tokens: Tokens,
+    kind: LayerKind,
+    place: Int[Array, "B t"] | None,
+    kernels: Kernels,
+    *qkv: Array,
 ) -> tuple[Callable[..., Any], Int[Array, "B t"] | None]:
-    """The attention of a layer, and the last token that each of its tokens attends to."""
-    until = params.decoder.until(tokens.is_vision) if inputs.max_vision else None
+    """The attention of a layer, and the last token that each of its tokens attends to.
+
+    `place` is the number of each token in the prompt; None: the prompt is not reduced.
+    """
+    until = params.decoder.until_in(kind, params.decoder.until(tokens.is_vision)) if inputs.max_vision else None
+    near = {} if kind.window is None else {"place": place, "window": kind.window}
     attention = partial(
         prefill_attention, *qkv, valid=tokens.valid, until=until, ahead=params.decoder.ahead,
-        implementation=kernels.prefill_attention,
+        implementation=kernels.prefill_attention, **near,
     )  # fmt: skip
     return attention, until
 
 
-def observation(policy: Policy, prompt: LayerPrompt, key: Key[Array, ""] | None, **options: Any) -> Observation:
-    """`make_observation` of one row of a layer."""
-    q, k, v = (jnp.swapaxes(x, 0, 1) for x in (prompt.q, prompt.k, prompt.v))
-    return make_observation(
-        policy, q, k, v, prompt.is_vision, prompt.valid, key, is_candidate=prompt.is_candidate, grid=prompt.grid,
-        until=prompt.until, lse=prompt.lse, context=prompt.context, received=prompt.received, **options,
-    )  # fmt: skip
-
-
-def _attend(
-    attention: Callable[..., Any],
-    prompt: LayerPrompt,
-    policy: Policy | None,
-    layer: int,
-    layers: int,
-    inputs: Inputs,
-    kernels: Kernels,
-) -> tuple[Array, LayerPrompt]:
-    """The attention of a layer, and the layer with what attention has measured for the policy."""
-
-    ask_for = None if policy is None else policy.facts.measures
-
-    def ask(prompt: LayerPrompt) -> dict[str, Measure]:  # of one row
-        assert policy is not None and ask_for is not None
-        most = inputs.max_instruction
-        obs = observation(policy, prompt, None, layer=layer, layers=layers, max_instruction=most, kernels=kernels)
-        found = ask_for(policy, obs)
-        return {name: m for name, m in found.items() if m.most is None or 2 * m.most >= len(obs.valid)}
-
-    options: dict[str, Any] = {"return_lse": takes_lse(kernels.attention_mass)}
-    asks = ask_for is not None and gives_mass(kernels.prefill_attention)
-    measures = by_row(ask, inputs.valid.shape[0])(prompt) if asks else {}
-    if measures:
-        rows = [jnp.where(prompt.valid, measure.rows, 0) for measure in measures.values()]
-        options["row_weight"] = jnp.stack(rows, axis=1).astype(jnp.float32)
-        options["statistics"] = tuple((measure.statistic, measure.threshold) for measure in measures.values())
-    found = attention(**options)
-    attended, lse, mass = found if isinstance(found, Attended) else (found, None, None)
-    received = {} if mass is None else {name: mass[:, r] for r, name in enumerate(measures)}
-    return attended, dataclasses.replace(prompt, lse=lse, received=received)
+def _stages(reducer: ReducingStages, decoder: Decoder) -> tuple[int, ...]:
+    """After which layers the prompt is reduced. InputError: later layers use keys and values of a layer before that."""
+    stages = reducer.reductions(decoder.full_layers)
+    run = [i for i, kind in enumerate(decoder.kinds) if kind.is_counted and kind.number < max(stages, default=0)]
+    owners = [decoder.kinds.index(kind._replace(shared=False)) for kind in decoder.kinds if kind.shared]
+    if run and min(owners, default=run[-1] + 1) <= run[-1]:
+        raise InputError(f"{type(reducer).__name__} reduces the prompt after layer {run[-1]}, but this model uses the "
+                         f"keys and values of layer {min(owners)} in later layers: reduce it before")  # fmt: skip
+    return stages
 
 
 class _Carry(NamedTuple):
@@ -272,15 +228,6 @@ class _Carry(NamedTuple):
     layer: LayerPrompt | None = None  # the layer with full attention that has just run
     results: tuple[Any, ...] = ()  # of `each`; raw LayerPrompts until the last reduction
     rings: tuple[Ring, ...] = ()  # of the layers with a sliding window so far
-
-
-def _context(
-    params: Model, policy: Policy | None, layer: int, positions: Array, v: Array, limit: Array | None
-) -> LayerContext:
-    """What methods may use of the model in this layer. Norms are computed only for a policy that uses them."""
-    uses = () if policy is None else policy.facts.uses
-    norms = params.decoder.layers[layer].out.norms(v) if "output_norm" in uses else None
-    return LayerContext(positions=positions, limit=limit, output_norm=norms, rope=params.decoder.rope)
 
 
 def _begin(params: Model, inputs: Inputs, reducer: ReducingStages | None) -> Tokens:

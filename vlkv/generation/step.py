@@ -15,13 +15,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import QuantizedPool
 from pallas_kernels.core_attention import reads_tiles
+from vlkv.cache import rings
 from vlkv.cache.attention import attend_to
 from vlkv.cache.decode_state import DecodeState, arrive, group_core
 from vlkv.cache.pool import PackedCache, swap_pools
-from vlkv.cache.rings import attend as attend_to_ring
 from vlkv.cache.writing import quantize_old, write_pool, write_tail
 from vlkv.compression.selection import require_32_bits
-from vlkv.decoder import Decoder, add_features
+from vlkv.decoder import Decoder
 from vlkv.sharding.ops import cached_attention
 
 # layer, its decode state for this token, attention [B,N,E] that every entry received, output of the layer [B,1,D]
@@ -33,7 +33,8 @@ class _Carry(NamedTuple):
 
     cache: PackedCache  # with the new entries of the layers so far
     taken: tuple[Int[Array, "B K"], ...] = ()  # the entry of the new token in each layer, if slots are reused
-    for_watch: tuple[DecodeState, Float[Array, "B N E"]] | None = None  # of the layer that has just run
+    for_watch: tuple[DecodeState, Float[Array, "B N E"]] | None = None  # of the last layer with a decode state
+    views: tuple[rings.View, ...] = ()  # what the new tokens attend to in each ring
     watched: tuple[Any, ...] = ()  # results of `watch`
 
 
@@ -43,7 +44,7 @@ def feed(
     x: Float[Array, "B T D"],
     positions: Int[Array, "B T A"],
     valid: Bool[Array, "B T"] | None = None,
-    added: Float[Array, "B S T D"] | None = None,
+    added: Float[Array, "B S T _D"] | None = None,
     until: Int[Array, "B T"] | None = None,
 ) -> tuple[PackedCache, Float[Array, "B T D"]]:
     """Runs embedded tokens through all layers; returns the cache with their entries, and the last layer's output.
@@ -57,7 +58,7 @@ def feed(
         x: embedded tokens.
         positions: of the tokens, for RoPE.
         valid: False for padding, which has no entry; None: there is no padding.
-        added: as in `add_features`.
+        added: as in `Decoder.add_features`.
         until: index of the last of these tokens that each one attends to; None: itself. Tokens that are processed one
             by one attend only to earlier ones.
     """
@@ -78,13 +79,18 @@ def feed(
 
 
 def feed_and_watch(
-    decoder: Decoder, cache: PackedCache, x: Float[Array, "B 1 D"], positions: Int[Array, "B 1 A"], watch: Watch
+    decoder: Decoder,
+    cache: PackedCache,
+    x: Float[Array, "B 1 D"],
+    positions: Int[Array, "B 1 A"],
+    watch: Watch,
+    added: Float[Array, "B S 1 _D"] | None = None,
 ) -> tuple[PackedCache, Float[Array, "B 1 D"], tuple[Any, ...]]:
     """`feed` for one token and a cache with a decode state.
 
-    It also returns the results of `watch`, one per layer with full attention.
+    It also returns the results of `watch`, one per layer that policies count.
     """
-    return _feed(decoder, cache, x, positions, None, None, watch=watch)
+    return _feed(decoder, cache, x, positions, None, added, watch=watch)
 
 
 def _feed(
@@ -93,21 +99,22 @@ def _feed(
     x: Float[Array, "B T D"],
     positions: Int[Array, "B T A"],
     valid: Bool[Array, "B T"] | None,
-    added: Float[Array, "B S T D"] | None,
+    added: Float[Array, "B S T _D"] | None,
     until: Int[Array, "B T"] | None = None,
     watch: Watch | None = None,
 ) -> tuple[PackedCache, Float[Array, "B T D"], tuple[Any, ...]]:
     """All layers, for tokens that can be processed together.
 
     In a layer with a decode state: `arrive` reserves an entry, keys and values are written, attention reads what the
-    state attends to, and `step` of the policy updates the state, which may evict entries.
+    state attends to, and `step` of the policy updates the state, which may evict entries. A layer that uses the entries
+    of an earlier one attends to what that layer has attended to, and changes nothing.
     """
     count = jnp.arange(1, x.shape[1] + 1) if valid is None else jnp.cumsum(valid, axis=1)
     stored = cache.used[:, None] + count  # [B, T] entries of the tail up to each token
     # Padding gets an entry number past the end, which is not written.
     tail_entry = stored - 1 if valid is None else jnp.where(valid, stored - 1, cache.new_tokens)
     # [B, T] entries of the tail that a token attends to; not used if there is no tail
-    in_tail = stored if until is None else jnp.take_along_axis(stored, until, axis=1)
+    in_tail = stored if until is None or decoder.image_block_slides else jnp.take_along_axis(stored, until, axis=1)
     # Kernels for decoding are made for one query; several queries are matrix products, which XLA computes well.
     kernel = cache.kernels.decode_attention if x.shape[1] == 1 else "xla"
     updater = None if cache.policy is None else cache.policy.updater
@@ -117,22 +124,23 @@ def _feed(
 
     def attend(i: int, carry: _Carry, q: Array, k: Array, v: Array) -> tuple[_Carry, Array]:
         now, taken = carry.cache, carry.taken
-        window, i = decoder.kinds[i]
+        window, i, shared = decoder.kinds[i]
         if window is not None:
-            assert now.rings is not None and places is not None
-            ring, attended = attend_to_ring(now.rings.layers[i], q, k, v, places, now.kernels, until)
-            rings = dataclasses.replace(now.rings, layers=_put(now.rings.layers, i, ring))
-            return carry._replace(cache=dataclasses.replace(now, rings=rings)), attended
-        tail: tuple[Array, Array] | None = None
+            assert places is not None
+            carry = carry if shared else _write_ring(carry, i, k, v, places)
+            return carry, rings.attend(carry.views[i], q, places, now.kernels, until, window=window)
+        tail: tuple[Array, Array] | None = None if now.reuses else (now.tail_k[i], now.tail_v[i])
         if now.decode_states is None:
-            now, tail = _write_tails(now, i, k, v, tail_entry)
+            now, tail = (now, tail) if shared else _write_tails(now, i, k, v, tail_entry)
             if now.full_precision is not None:
-                assert isinstance(now.k, QuantizedPool)
+                assert isinstance(now.k, QuantizedPool) and tail is not None
                 tail = quantize_old(tail, in_tail[:, 0], bits=now.k.bits, group=now.k.group, window=now.full_precision)
-            attended = cached_attention(
+            return carry._replace(cache=now), cached_attention(
                 q, now.segment(i), tail, in_tail, softmax_n=now.softmax_n, parts=now.parts, implementation=kernel
             )
-            return carry._replace(cache=now), attended
+        if shared:
+            assert carry.for_watch is not None
+            return carry, _attend_with(now, i, q, tail, in_tail, carry.for_watch[0])[0]
         state, entry = jax.vmap(arrive)(now.decode_states[i])
         if now.reuses:
             now, taken = _write_pools(now, i, k, v, entry, valid), (*taken, entry)
@@ -140,18 +148,15 @@ def _feed(
             now, tail = _write_tails(now, i, k, v, tail_entry)
         if state.core is not None:  # A-VL only
             now, state = _group_core(now, i, state, valid)
-        attended, mass = attend_to(
-            q[:, 0], now.segment(i), tail, in_tail[:, 0], state, softmax_n=now.softmax_n, kernels=now.kernels,
-            parts=now.parts,
-        )  # fmt: skip
+        attended, mass = _attend_with(now, i, q, tail, in_tail, state)
         new = state if updater is None else jax.vmap(updater.step)(state, mass)
         assert now.decode_states is not None
         now = dataclasses.replace(now, decode_states=_put(now.decode_states, i, new))
-        return _Carry(now, taken, (state, mass), carry.watched), attended[:, None]
+        return carry._replace(cache=now, taken=taken, for_watch=(state, mass)), attended
 
     def after(i: int, carry: _Carry, x: Array) -> tuple[_Carry, Array, None]:
-        x = add_features(added, i, x)
-        if watch is not None and decoder.kinds[i].window is None:
+        x = decoder.add_features(added, i, x)
+        if watch is not None and decoder.kinds[i].is_counted:
             assert carry.for_watch is not None
             carry = carry._replace(watched=(*carry.watched, watch(decoder.kinds[i].number, *carry.for_watch, x)))
         return carry, x, None
@@ -170,6 +175,33 @@ def _feed(
         )  # fmt: skip
         fed = dataclasses.replace(fed, decode_states=states)
     return fed, x, carry.watched
+
+
+def _write_ring(
+    carry: _Carry, i: int, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], places: Int[Array, "B T"]
+) -> _Carry:
+    """The carry with new entries in ring i."""
+    now = carry.cache
+    assert now.rings is not None
+    ring, view = rings.write(now.rings.layers[i], k, v, places, now.kernels)
+    changed = dataclasses.replace(now.rings, layers=_put(now.rings.layers, i, ring))
+    return carry._replace(cache=dataclasses.replace(now, rings=changed), views=(*carry.views, view))
+
+
+def _attend_with(
+    cache: PackedCache,
+    i: int,
+    q: Float[Array, "B 1 N H"],
+    tail: tuple[Array, Array] | None,
+    in_tail: Int[Array, "B 1"],
+    state: DecodeState,
+) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B N E"]]:
+    """Attention of one query to the entries of layer i that its decode state attends to, and what each received."""
+    attended, mass = attend_to(
+        q[:, 0], cache.segment(i), tail, in_tail[:, 0], state, softmax_n=cache.softmax_n, kernels=cache.kernels,
+        parts=cache.parts,
+    )  # fmt: skip
+    return attended[:, None], mass
 
 
 def _put(layers: tuple[Any, ...], i: int, new: Any) -> tuple[Any, ...]:

@@ -55,6 +55,12 @@ def count_up(valid: Mask) -> Int[np.ndarray, "B T 1"]:
     return np.maximum(np.cumsum(valid, axis=1) - 1, 0).astype(np.int32)[..., None]
 
 
+def longest_run(vision_index: Int[np.ndarray, "B T"]) -> int:
+    """The most vision tokens of a row without text between them."""
+    place = np.arange(vision_index.shape[1])
+    return int((place - np.maximum.accumulate(np.where(vision_index < 0, place, -1), axis=1)).max())
+
+
 def cells(side: int, lines: int, columns: int) -> Int[np.ndarray, "side side"]:
     """The cell of each patch if side x side patches are cut into lines x columns cells, as equal as possible."""
     line, column = (np.repeat(np.arange(n), [len(x) for x in np.array_split(range(side), n)]) for n in (lines, columns))

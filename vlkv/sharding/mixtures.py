@@ -16,14 +16,14 @@ _MODEL = "model"
 
 
 def sum_over_experts(
-    f: Callable[..., Array], tokens: tuple[Array, Array], weights: tuple[Array, Array, Array]
+    f: Callable[..., Array], tokens: tuple[Array, Array], weights: tuple[Array, Array, Array, Array]
 ) -> Array:
     """Runs f(tokens, weights, first), which is a sum over experts and their channels, on local arrays.
 
     Args:
         f: function of both tuples, and of the number of the first local expert; returns [B, T, D].
         tokens: two arrays [B, T, ...], split by rows if `data` divides them.
-        weights: [E, F, D], [E, F, D] and [E, D, F], split by experts E, or by channels F, as in `MESH_AXIS`.
+        weights: [E, F, D], [E, F, D], [E, D, F] and [E], split by experts E, or by channels F, as in `MESH_AXIS`.
     """
     model, (experts, channels, _) = axis_size(_MODEL), weights[0].shape
     axis = next((axis for axis, size in (("E", experts), ("F", channels)) if model > 1 and size % model == 0), None)
@@ -35,6 +35,6 @@ def sum_over_experts(
         return made if axis is None else jax.lax.psum(made, _MODEL)
 
     # `split` splits the axis K over `model`.
-    names = tuple(" ".join("K" if name == axis else name for name in each) for each in ("EFD", "EFD", "EDF"))
+    names = tuple(" ".join("K" if name == axis else name for name in each) for each in ("EFD", "EFD", "EDF", "E"))
     run = split(local, (("B T D", "B T D"), names), "B T D", batch=tokens[0].shape[0], kv_heads=model)
     return run(tokens, weights)

@@ -31,6 +31,7 @@ MESH_AXIS = {
     "batch": "data",
     "heads": "model",
     "kv_heads": "model",
+    "ring_heads": "model",  # split also if the pool is split by slots, because its layers may have fewer key heads
     "slots": "model",
     "head_dim": "model",  # if heads cannot be split, so that every weight is still read by only one chip
     "experts": "model",

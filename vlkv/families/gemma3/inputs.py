@@ -22,7 +22,7 @@ from typing_extensions import override
 from vlkv.buckets import Buckets
 from vlkv.config import filled
 from vlkv.errors import InputError
-from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens, cells, tile_numbers
+from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens, cells, longest_run, tile_numbers
 from vlkv.processing.pictures import Pictures, Read, to_square
 from vlkv.processing.pixels import KINDS, Layout, PixelSettings, find_settings
 from vlkv.processing.squares import SquareConfig
@@ -80,8 +80,7 @@ class CropsConfig(SquareConfig):
         They contain, for an image before its crops, the lines and columns of the crops; otherwise zeros.
         """
         arranged = super().arrange(batch, tokens, valid, buckets)
-        text, place = arranged.vision_index < 0, np.arange(tokens.shape[1])
-        if (place - np.maximum.accumulate(np.where(text, place, -1), axis=1) > self.per_picture).any():
+        if longest_run(arranged.vision_index) > self.per_picture:
             raise InputError("two images of a prompt have no text between them, so their tokens would attend to each "
                              f"other: write each as {START}, image tokens, {END}")  # fmt: skip
         if batch.get("pixel_tiles") is None:

@@ -21,6 +21,7 @@ from vlkv.config import (
     require_all,
 )
 from vlkv.errors import InputError
+from vlkv.families.text import gemma4
 from vlkv.families.text.rotary import read_rope
 from vlkv.processing.host import HostConfig
 
@@ -147,7 +148,7 @@ class GemmaKind(Kind):
         pattern = positive("sliding_window_pattern", c["sliding_window_pattern"])
         layers, scalar = positive("num_hidden_layers", c["num_hidden_layers"]), c["query_pre_attn_scalar"]
         types = [_ATTENTION[(i + 1) % pattern > 0] for i in range(layers)]
-        ropes = self._ropes(c)
+        ropes = _ropes(c, "linear")
         decoder = super().read({"layer_types": types, **c, **ropes["full_attention"]})
         return dataclasses.replace(
             decoder, norm_offset=1.0, embedding_scale=decoder.width**0.5,
@@ -155,21 +156,37 @@ class GemmaKind(Kind):
             sliding_rope=read_rope({**c, **ropes["sliding_attention"]}, decoder.head_dim),
         )  # fmt: skip
 
-    def _ropes(self, c: Raw) -> dict[str, dict[str, Any]]:
-        """For each kind of layer, the fields of RoPE, as other models have them. Only full attention is scaled."""
-        given = c.get("rope_parameters") or {}
-        if not isinstance(given, Mapping) or not set(given) <= set(_ATTENTION):
-            raise InputError(f"config.json: rope_parameters={given!r} must have {' and '.join(_ATTENTION)}")
-        thetas = {"full_attention": c["rope_theta"], "sliding_attention": c["rope_local_base_freq"]}
-        scaled = {"full_attention": c.get("rope_scaling"), "sliding_attention": None}
-        ropes: dict[str, dict[str, Any]] = {}
-        for kind, theta in thetas.items():
-            part = given.get(kind) or scaled[kind] or {}
-            if not isinstance(part, Mapping):
-                raise InputError(f"config.json: the RoPE of {kind}, {part!r}, must be an object")
-            require(f"the rope_type of {kind}", part.get("rope_type", "default"), "default", "linear")
-            ropes[kind] = {"rope_theta": theta, "rope_scaling": None, "rope_parameters": dict(part)}
-        return ropes
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma4Kind(Kind):
+    """Gemma 4: the two kinds of layers also differ in their heads, and some layers share keys and values."""
+
+    @override
+    def read(self, raw: Raw) -> DecoderConfig:
+        c = filled(raw, self.defaults)
+        types, ropes = gemma4.layer_types(c), _ropes(c, "proportional")
+        full = gemma4.full_heads(c, types)
+        plain = {"layer_types": None, "sliding_window": None}
+        decoder = super().read({**c, **plain, **full, **ropes[gemma4.FULL]})
+        sliding_rope = read_rope({**c, **ropes[gemma4.SLIDING]}, positive("head_dim", c["head_dim"]))
+        return dataclasses.replace(decoder, sliding_rope=sliding_rope, **gemma4.extended(c, types, decoder.width))
+
+
+def _ropes(c: Raw, *scalings: str) -> dict[str, dict[str, Any]]:
+    """For each kind of layer, the fields of RoPE, as other models have them. Only full attention is scaled."""
+    given = c.get("rope_parameters") or {}
+    if not isinstance(given, Mapping) or not set(given) <= set(_ATTENTION):
+        raise InputError(f"config.json: rope_parameters={given!r} must have {' and '.join(_ATTENTION)}")
+    thetas = {"full_attention": c["rope_theta"], "sliding_attention": c["rope_local_base_freq"]}
+    scaled = {"full_attention": c.get("rope_scaling"), "sliding_attention": None}
+    ropes: dict[str, dict[str, Any]] = {}
+    for kind, theta in thetas.items():
+        part = given.get(kind) or scaled[kind] or {}
+        if not isinstance(part, Mapping):
+            raise InputError(f"config.json: the RoPE of {kind}, {part!r}, must be an object")
+        require(f"the rope_type of {kind}", part.get("rope_type", "default"), "default", *scalings)
+        ropes[kind] = {"rope_theta": theta, "rope_scaling": None, "rope_parameters": dict(part)}
+    return ropes
 
 
 KINDS = {
@@ -203,6 +220,13 @@ KINDS = {
         num_key_value_heads=4, head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=131072, sliding_window=4096,
         query_pre_attn_scalar=256, rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=6,
         tie_word_embeddings=True, eos_token_id=1)),
+    "gemma4_text": Gemma4Kind(names="gemma4", qk_norm=True, sandwich_norms=True,
+        activation=("hidden_activation", "gelu_pytorch_tanh"), defaults=dict(
+        vocab_size=262144, hidden_size=2304, intermediate_size=9216, num_hidden_layers=30, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=131072, sliding_window=512,
+        rope_theta=1e6, rope_local_base_freq=1e4, tie_word_embeddings=True, eos_token_id=1, rope_parameters={
+            "full_attention": dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1e6),
+            "sliding_attention": dict(rope_type="default", rope_theta=1e4)})),
     "internlm2": Kind(names="internlm2", bias="bias", defaults=dict(
         vocab_size=103168, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
         rms_norm_eps=1e-6, max_position_embeddings=2048, bias=True, eos_token_id=2)),

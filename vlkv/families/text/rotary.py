@@ -43,6 +43,8 @@ def read_rope(
         raise InputError(f"config.json: rope type={kind!r} is not supported (only {', '.join(_KINDS)})")
     field = "partial_rotary_factor"
     factor = number(f"rope_parameters.{field}", raw.pop(field, c.get(field, 1.0)))
+    if kind == _PROPORTIONAL:
+        raw, factor = {**raw, field: factor}, 1.0
     channels = int(head_dim * factor) if partial else head_dim
     if factor != 1 and not partial:
         require(f"rope_parameters.{field}", factor, 1.0)
@@ -139,6 +141,16 @@ def _linear(numbers: _Numbers, frequency: Pairs) -> dict[str, Any]:
     return {"divisors": (numbers.take("factor"),) * len(frequency)}
 
 
+def _proportional(numbers: _Numbers, frequency: Pairs) -> dict[str, Any]:
+    """Gemma 4: only the first pairs are rotated, at the frequencies that they have if all are."""
+    pairs = len(frequency)
+    share, factor = numbers.take("partial_rotary_factor"), numbers.take("factor", 1.0)
+    rotated = int(share * pairs)
+    if rotated > pairs:
+        raise InputError(f"config.json: rope_parameters.partial_rotary_factor={share:g} must be at most 1")
+    return {"divisors": (factor,) * rotated + (math.inf,) * (pairs - rotated)}
+
+
 def _llama3(numbers: _Numbers, frequency: Pairs) -> dict[str, Any]:
     """Llama 3.1: long waves are divided by the factor, short ones are kept, and those between are interpolated."""
     factor, low, high = (numbers.take(f) for f in ("factor", "low_freq_factor", "high_freq_factor"))
@@ -192,8 +204,9 @@ def _divisors(scale: Pairs) -> tuple[float, ...]:
     return tuple(map(float, 1 / scale))
 
 
+_PROPORTIONAL = "proportional"
 _KINDS: dict[str, Callable[[_Numbers, Pairs], dict[str, Any]]] = {
     "default": _default, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn,
-    "longrope": _longrope, "su": _longrope, "mrope": _default,
+    "longrope": _longrope, "su": _longrope, "mrope": _default, _PROPORTIONAL: _proportional,
 }  # fmt: skip
 _BY_LENGTH = ("dynamic", "longrope", "su")  # the frequencies depend on the length of the sequence

@@ -39,6 +39,21 @@ _GEMMA3 = _QWEN3 | {
     "layers.*.mlp_norm": "layers.*.pre_feedforward_layernorm",
     "layers.*.mlp_out_norm": "layers.*.post_feedforward_layernorm",
 }
+_GEMMA4 = _GEMMA3 | {
+    "layer_inputs.table": "embed_tokens_per_layer", "layer_inputs.projection": "per_layer_model_projection",
+    "layer_inputs.norm": "per_layer_projection_norm", "layers.*.scale": "layers.*.layer_scalar",
+    "layers.*.mix_input.gate": "layers.*.per_layer_input_gate",
+    "layers.*.mix_input.projection": "layers.*.per_layer_projection",
+    "layers.*.mix_input.norm": "layers.*.post_per_layer_input_norm",
+    "layers.*.dense_out_norm": "layers.*.post_feedforward_layernorm_1",
+    "layers.*.experts_out_norm": "layers.*.post_feedforward_layernorm_2",
+    "layers.*.experts_norm": "layers.*.pre_feedforward_layernorm_2",
+    "layers.*.experts.router": "layers.*.router.proj", "layers.*.experts.router_scale": "layers.*.router.scale",
+    "layers.*.experts.share_scale": "layers.*.router.per_expert_scale",
+    **{f"layers.*.experts.{name}": Fused("layers.*.experts.gate_up_proj", ("gate", "up"), axis=1)
+       for name in ("gate", "up")},
+    "layers.*.experts.down": "layers.*.experts.down_proj",
+}  # fmt: skip
 _PHI3 = _LLAMA | {
     **{f"layers.*.{name}": Fused("layers.*.self_attn.qkv_proj") for name in ("query", "key", "value")},
     **{f"layers.*.{name}": Fused("layers.*.mlp.gate_up_proj", ("gate", "up")) for name in ("gate", "up")},
@@ -60,6 +75,7 @@ _KINDS = {
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3_MOE,
     "gemma3": _GEMMA3,
+    "gemma4": _GEMMA4,
     "phi3": _PHI3,
     "glm": _GLM,
     "internlm2": _INTERNLM2,
@@ -88,6 +104,13 @@ def below(ours: str, theirs: str, names: Mapping[str, Name | tuple[Name, ...]]) 
     }
 
 
+def unused(config: ModelConfig, prefix: str) -> str:
+    """Regular expression of the tensors that a checkpoint has for layers that use the keys of earlier ones."""
+    shared = "|".join(str(i) for i, kind in enumerate(config.decoder.kinds) if kind.shared)
+    return rf"^{prefix}layers\.(?:{shared})\.self_attn\.(?:[kv]_proj|[kv]_norm)\." if shared else r"(?!)"
+
+
 def names(config: TextConfig) -> Names:
     """The names of all parameters of a text model."""
-    return Names(ours=decoder(config, "model."), renames=((r"^output\.", "lm_head."),))  # InternLM2
+    renames = ((r"^output\.", "lm_head."),)  # InternLM2
+    return Names(ours=decoder(config, "model."), renames=renames, unused=unused(config, r"model\."))

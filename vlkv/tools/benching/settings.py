@@ -76,7 +76,9 @@ def cache_bytes(policy: Policy, config: ModelConfig, setting: Setting, itemsize:
         policy, layers=c.full_layers, vision=setting.vision, text=setting.text, new_tokens=setting.new,
         images=images_of(setting.vision), windows=c.sliding,
     )  # fmt: skip
-    return 2 * setting.batch * spec.allocated() * c.kv_heads * c.head_dim * itemsize
+    slots, (heads, channels) = sum(spec.rings), c.sliding_heads or (c.kv_heads, c.head_dim)
+    numbers = (spec.allocated() - slots) * c.kv_heads * c.head_dim + slots * heads * channels
+    return 2 * setting.batch * numbers * itemsize
 
 
 def label(policy: Policy) -> str:

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vlkv import loading
-from vlkv.decoder import Attend, add_features, attend_to_prompt
+from vlkv.decoder import Attend, attend_to_prompt
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.files import one_line
@@ -204,8 +204,10 @@ def _states(params: Model, inputs: Inputs) -> list[Float[Array, "B T D"]]:
     embedded = params.embed(inputs)
 
     def note(i: int, states: tuple[Array, ...], x: Array) -> tuple[tuple[Array, ...], Array, None]:
-        # Like transformers' hidden states, these are before the features of the tower are added.
-        return (*states, x), add_features(embedded.added, i, x), None
+        made = params.decoder.add_features(embedded.added, i, x)
+        # In transformers' hidden states a layer has mixed in its own inputs, but not the features of the tower.
+        from_tower = embedded.added is not None and params.decoder.layer_inputs is None
+        return (*states, x if from_tower else made), made, None
 
     first: tuple[Array, ...] = (embedded.x,)
     until = params.decoder.until(inputs.is_vision)

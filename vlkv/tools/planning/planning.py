@@ -32,8 +32,8 @@ ESTIMATES = "All numbers are estimates, made without these chips: bytes by the c
 class Plan:
     """The result of `plan`. `runs` contains the full cache, then the policy, if they differ.
 
-    `stored` and `active` are numbers of parameters; see `arithmetic.parameters`. `full_layers` have full attention, and
-    `sliding` are the windows of the others, in tokens.
+    `stored` and `active` are numbers of parameters; see `arithmetic.parameters`. `full_layers` have full attention,
+    `sliding` are the windows of the others, in tokens, and `shared` layers use the keys and values of earlier ones.
     """
 
     model: str
@@ -41,6 +41,7 @@ class Plan:
     active: int
     full_layers: int
     sliding: tuple[int, ...]
+    shared: int
     topology: Topology
     data: int
     model_axis: int
@@ -116,7 +117,7 @@ def plan(
     stored, active = arithmetic.parameters(config)
     return Plan(
         model=name, stored=stored, active=active, full_layers=config.decoder.full_layers,
-        sliding=config.decoder.sliding,
+        sliding=config.decoder.sliding, shared=config.decoder.shared_layers,
         topology=where, data=data, model_axis=model_axis, mesh_reason=reason, dtype=dtype, batch=batch,
         prompt=prompt, new_tokens=new_tokens, question=asked, quick=quick, runs=runs,
         notes=(ESTIMATES, *notes, *_notes(runs, quick)), seconds=time.perf_counter() - begin,

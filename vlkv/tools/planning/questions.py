@@ -59,8 +59,9 @@ def question(
     buckets = buckets or Buckets()
     count, arrays, vision = _filled(config, prompt, pictures)
     seen = np.full(vision, 1 if config.image_token is None else config.image_token, np.int64)
-    if block := config.decoder.image_block:
-        seen = np.insert(seen, range(block, vision, block), 1)
+    if config.decoder.image_block and count:
+        each = vision // count
+        seen = np.insert(seen, range(each, vision, each), 1)
     tokens = np.ones((1, prompt), np.int64)
     before = min(8, prompt - len(seen))  # text before the images; the text after them is the instruction
     tokens[0, before : before + len(seen)] = seen

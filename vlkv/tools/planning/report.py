@@ -26,7 +26,12 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "topology": {"name": plan.topology.name, "chips": plan.topology.count, "chip": dataclasses.asdict(chip)},
         "mesh": {"data": plan.data, "model": plan.model_axis, "reason": plan.mesh_reason},
         "parameters": {"stored": plan.stored, "active": plan.active},
-        "layers": {"full": plan.full_layers, "sliding": len(plan.sliding), "windows": sorted(set(plan.sliding))},
+        "layers": {
+            "full": plan.full_layers,
+            "sliding": len(plan.sliding),
+            "shared": plan.shared,
+            "windows": sorted(set(plan.sliding)),
+        },
         "dtype": plan.dtype,
         "batch": plan.batch,
         "prompt": {
@@ -91,6 +96,8 @@ def as_table(plan: Plan) -> Group:
     if plan.sliding:
         windows = " and ".join(map(str, sorted(set(plan.sliding))))
         line(f"cache of {len(plan.sliding)} layers with a window of {windows}", lambda run: gib(run.rings))
+    if plan.shared:
+        line(f"cache of {plan.shared} layers that use that of earlier ones", lambda _: "none")
     line("cache: index", lambda run: gib(run.index))
     line("inputs", lambda run: gib(run.inputs))
     line("temporaries", lambda run: "unknown" if run.temporaries is None else gib(run.temporaries), end=True)

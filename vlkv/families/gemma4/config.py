@@ -1,0 +1,120 @@
+"""Gemma 4 with images in transformers' form."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from typing_extensions import override
+
+from vlkv.config import Raw, filled, number, positive, positives, require, require_all, token_id
+from vlkv.errors import InputError
+from vlkv.families.gemma4.inputs import PatchesConfig
+from vlkv.families.gemma4.tower import Gemma4VisionConfig
+from vlkv.families.text.config import read_decoder
+
+# Class defaults in transformers.
+_TOWER: dict[str, Any] = dict(
+    hidden_size=768, intermediate_size=3072, num_hidden_layers=16, num_attention_heads=12, patch_size=16,
+    pooling_kernel_size=3, position_embedding_size=10240, rms_norm_eps=1e-6, hidden_activation="gelu_pytorch_tanh",
+)  # fmt: skip
+_REFUSED = {
+    "audio": ("input_features", "audio_token_id", 258881),
+    "video": ("pixel_values_videos", "video_token_id", 258884),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma4Wiring:
+    """The family's own settings.
+
+    Attributes:
+        tokens: the most vision tokens of an image.
+        refused: kinds of inputs that are not supported: name, its array in a batch, and its token.
+    """
+
+    tokens: int
+    refused: tuple[tuple[str, str, int], ...]
+
+
+class Gemma4Config(PatchesConfig):
+    """A tower at native resolution, and a decoder whose sliding layers may see an image in both directions."""
+
+    @classmethod
+    @override
+    def read(cls, raw: Raw) -> dict[str, Any]:
+        text, tokens = raw.get("text_config") or {}, raw.get("vision_soft_tokens_per_image")
+        most = positive("vision_soft_tokens_per_image", 280 if tokens is None else tokens)
+        if isinstance(text, dict):  # missing fields have the family's defaults
+            text = {"model_type": "gemma4_text", **text}
+        decoder = read_decoder({"tie_word_embeddings": True, **raw, "text_config": text})
+        both = isinstance(text, dict) and text.get("use_bidirectional_attention") == "vision"
+        refused = ((kind, field, token_id(raw, name, default=token)) for kind, (field, name, token) in _REFUSED.items())
+        return {
+            "decoder": dataclasses.replace(decoder, image_block=most if both else 0, image_block_slides=both),
+            "vision": _read_tower(raw.get("vision_config") or {}),
+            "image_token": token_id(raw, "image_token_id", default=258880),
+            "wiring": Gemma4Wiring(tokens=most, refused=tuple(refused)),
+        }
+
+
+def _read_tower(raw: object) -> Gemma4VisionConfig:
+    if not isinstance(raw, Mapping):
+        raise InputError(f"config.json: vision_config={raw!r} must be an object")
+    c, where = filled(raw, _TOWER), "vision_config."
+    heads, width = c["num_attention_heads"], c["hidden_size"]
+    positives(c, ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size",
+                  "pooling_kernel_size", "position_embedding_size"), where)  # fmt: skip
+    if width % (4 * heads):
+        raise InputError(f"config.json: vision_config: {width} channels must be {heads} heads of a multiple of four "
+                         "channels each")  # fmt: skip
+    only = {"hidden_activation": _TOWER["hidden_activation"], "num_key_value_heads": heads,
+            "head_dim": width // heads, "attention_bias": False, "model_type": "gemma4_vision"}  # fmt: skip
+    require_all(c, only, where)
+    rope = c.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise InputError(f"config.json: {where}rope_parameters={rope!r} must be an object")
+    require(f"{where}rope_parameters.rope_type", rope.get("rope_type", "axial"), "axial", "default")
+    return Gemma4VisionConfig(
+        width=width, mlp_width=c["intermediate_size"], layers=c["num_hidden_layers"], heads=heads,
+        patch_size=c["patch_size"], merge=c["pooling_kernel_size"], table=c["position_embedding_size"],
+        norm_eps=number(f"{where}rms_norm_eps", c["rms_norm_eps"]), clipped=bool(c.get("use_clipped_linears")),
+        theta=number(f"{where}rope_parameters.rope_theta", rope.get("rope_theta", 100.0), above=1),
+        standardised=bool(c.get("standardize")),
+    )  # fmt: skip
+
+
+# --- published sizes --------------------------------------------------------------------------------------------------
+
+
+def _published(width: int, layers: int, period: int, vision: dict[str, Any], **text: Any) -> dict[str, Any]:
+    types = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(layers)]
+    common = dict(
+        model_type="gemma4_text", vocab_size=262144, hidden_size=width, num_hidden_layers=layers, layer_types=types,
+        head_dim=256, global_head_dim=512, final_logit_softcapping=30.0, max_position_embeddings=262144,
+        sliding_window=1024, hidden_size_per_layer_input=0,
+    )  # fmt: skip
+    return dict(model_type="gemma4", text_config=common | text, vision_config=vision, eos_token_id=[1, 106, 50],
+                vision_soft_tokens_per_image=280, tie_word_embeddings=True)  # fmt: skip
+
+
+_SMALL = dict(_TOWER, use_clipped_linears=True)
+_LARGE = dict(_TOWER, hidden_size=1152, intermediate_size=4304, num_hidden_layers=27, num_attention_heads=16,
+              standardize=True)  # fmt: skip
+_EDGE = dict(num_attention_heads=8, sliding_window=512, max_position_embeddings=131072, hidden_size_per_layer_input=256)
+_SERVER = dict(attention_k_eq_v=True, use_bidirectional_attention="vision")
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gemma4-e2b": _published(
+        1536, 35, 5, _SMALL, **_EDGE, intermediate_size=6144, num_key_value_heads=1, num_kv_shared_layers=20,
+        use_double_wide_mlp=True),
+    "gemma4-e4b": _published(
+        2560, 42, 6, _SMALL, **_EDGE, intermediate_size=10240, num_key_value_heads=2, num_kv_shared_layers=18),
+    "gemma4-26b-a4b": _published(
+        2816, 30, 6, _LARGE, **_SERVER, intermediate_size=2112, num_attention_heads=16, num_key_value_heads=8,
+        num_global_key_value_heads=2, enable_moe_block=True, num_experts=128, top_k_experts=8,
+        moe_intermediate_size=704),
+    "gemma4-31b": _published(
+        5376, 60, 6, _LARGE, **_SERVER, intermediate_size=21504, num_attention_heads=32, num_key_value_heads=16,
+        num_global_key_value_heads=4),
+}  # fmt: skip

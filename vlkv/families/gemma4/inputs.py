@@ -1,0 +1,201 @@
+"""Gemma 4's images: resized to whole tokens within a number of tokens, and cut into patches.
+
+An image keeps its shape as well as possible: its sides are multiples of the pixels of a token, rounded down, and it has
+at most as many tokens as the processor's `max_soft_tokens`. All its tokens, <|image|>, are vision tokens; the marks
+around it (<|image>, <image|>) are text. Images are resized by PIL. Videos and audio are not supported.
+
+In the larger models the tokens of an image attend to each other in both directions, in layers with a window.
+
+Axes: B batch · T tokens · F images of the batch · n patches of an image with padding · C values of a patch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import PIL.Image
+from einops import rearrange
+from jaxtyping import Float, Int
+from typing_extensions import override
+
+from vlkv.buckets import Buckets, round_up
+from vlkv.config import filled
+from vlkv.errors import InputError
+from vlkv.files import read_json
+from vlkv.processing.arranging import (
+    Arranged,
+    Batch,
+    Mask,
+    Tokens,
+    arrange_entries,
+    entries,
+    longest_run,
+    zeros,
+)
+from vlkv.processing.host import HostConfig
+from vlkv.processing.images import check_area
+from vlkv.processing.pictures import Pictures, Read
+from vlkv.processing.pixels import Kinds, Layout, PixelSettings, find_settings, to_pixels
+
+_KIND = "Gemma4ImageProcessor"
+_KINDS: Kinds = {_KIND: dict(do_normalize=False, image_mean=0.0, image_std=1.0)}
+_FIELDS = dict(image_processor_type=_KIND, patch_size=16, pooling_kernel_size=3, max_soft_tokens=280)
+_MOST = (70, 140, 280, 560, 1120)  # values of `max_soft_tokens` that the processor accepts
+_MARKS = dict(boi_token="<|image>", image_token="<|image|>", eoi_token="<image|>")
+
+
+class PatchesConfig(HostConfig):
+    """Images at their native resolution. `wiring` has the tokens of an image, and the ids of audio and video."""
+
+    whole_batch: ClassVar = {"pixels": ("images",), "place": ("images",)}
+    prompt_format = (
+        "{{ bos_token | default('<bos>') }}{% for message in messages %}"
+        "<|turn>{{ 'model' if message.role == 'assistant' else message.role }}\n"
+        "{% if message.content is string %}{{ message.content | trim }}{% else %}{% for item in message.content %}"
+        "{% if item.type == 'text' %}{{ item.text | trim }}{% else %}<|image|>{% endif %}"
+        "{% endfor %}{% endif %}<turn|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|turn>model\n{% endif %}"
+    )
+
+    @override
+    def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
+        self.check_layout(layout)
+        (raw, source), c = find_settings(folder, default=dict(_FIELDS)), self.vision
+        s = filled(raw, _FIELDS)
+        for field, wanted in (("patch_size", c.patch_size), ("pooling_kernel_size", c.merge)):
+            if s[field] != wanted:
+                raise InputError(f"{source}: {field}={s[field]!r}, but the tower in config.json has {wanted}: the "
+                                 "files belong to different checkpoints")  # fmt: skip
+        if s.get("do_resize", True) is not True:
+            raise InputError(f"{source}: do_resize={s['do_resize']!r} is not supported (only true)")
+        most, block = s["max_soft_tokens"], self.decoder.image_block
+        if most not in _MOST:
+            raise InputError(f"{source}: max_soft_tokens={most!r} must be one of {', '.join(map(str, _MOST))}")
+        if block and most > block:
+            raise InputError(f"{source}: max_soft_tokens={most} exceeds vision_soft_tokens_per_image={block} of "
+                             "config.json: change one of the two")  # fmt: skip
+        marks = filled(read_json(folder / "tokenizer_config.json") or {}, _MARKS)
+        plain = {"do_resize": False, "do_center_crop": False}
+        return PatchPictures(
+            settings=PixelSettings.from_hf({**s, **plain}, source, kinds=_KINDS), side=c.patch_size, merge=c.merge,
+            most=most, begin=str(marks["boi_token"]), token=str(marks["image_token"]), end=str(marks["eoi_token"]),
+        )  # fmt: skip
+
+    @override
+    def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
+        """Like `ModelConfig.arrange`. `batch` may have the arrays of images.
+
+        They are `pixel_values` [I, n, C] and `image_position_ids` [I, n, 2], the column and line of each patch, -1 for
+        padding. In the result, `layout["place"]` [F, n, 2] is the line and column of each patch, -1 for padding; the
+        patches of a token are neighbours.
+        """
+        for kind, field, token in self.wiring.refused:
+            if batch.get(field) is not None or (valid & (tokens == token)).any():
+                raise InputError(f"{self.family}: {kind} is not supported, only text and images; leave {field} and "
+                                 f"the tokens {token} out")  # fmt: skip
+        pictures = self._pictures(batch)
+        pixels, place, slots = _pack(pictures, self.vision.merge, buckets) if pictures else (None, None, [])
+        fields, _ = arrange_entries(tokens, valid, {self.image_token: [entries(slot, 0) for slot in slots]}, buckets)
+        block = self.decoder.image_block
+        if block and (run := longest_run(fields["vision_index"])) > block:
+            raise InputError(f"{run} image tokens without text between them, but an image has at most {block}: write "
+                             "each image as <|image>, image tokens, <image|>")  # fmt: skip
+        return Arranged(**fields, pixels=pixels, layout={} if place is None else {"place": place})
+
+    def _pictures(self, batch: Batch) -> list[tuple[Float[np.ndarray, "patches C"], int, int]]:
+        """Patches, line by line, lines and columns of every image."""
+        c, pixels, place = self.vision, batch.get("pixel_values"), batch.get("image_position_ids")
+        if pixels is None:
+            return []
+        if place is None:
+            raise InputError("inputs have pixel_values but no image_position_ids")
+        pixels, place = np.asarray(pixels, np.float32), np.asarray(place)
+        if pixels.ndim != 3 or pixels.shape[2:] != c.patch_shape or place.shape != (*pixels.shape[:2], 2):
+            raise InputError(f"pixel_values have shape {pixels.shape} and image_position_ids {place.shape}, expected "
+                             f"[images, patches, {c.patch_shape[0]}] and [images, patches, 2]")  # fmt: skip
+        pictures = []
+        for values, at in zip(pixels, place, strict=True):
+            columns, lines = (int(n) + 1 for n in at.max(axis=0))
+            count, wanted = lines * columns, np.indices((lines, columns)).reshape(2, -1)[::-1].T
+            if not count or lines % c.merge or columns % c.merge or max(lines, columns) > c.table:
+                raise InputError(f"an image has {lines} x {columns} patches: lines and columns must be multiples of "
+                                 f"{c.merge}, up to {c.table}")  # fmt: skip
+            if len(at) < count or (at[:count] != wanted).any() or (at[count:] != -1).any():
+                raise InputError("image_position_ids must have the patches of an image line by line, then -1")
+            pictures.append((values[:count], lines, columns))
+        return pictures
+
+    @override
+    def sample(self, pictures: int, max_tokens: int) -> tuple[dict[str, Any], int]:
+        """Like `ModelConfig.sample`: images that are nearly square, each with as many tokens as a processor makes."""
+        c, most = self.vision, max(1, min(max_tokens // pictures, self.wiring.tokens))
+        lines = math.isqrt(most)
+        at = np.indices((lines * c.merge, most // lines * c.merge)).reshape(2, -1)[::-1].T
+        place = np.broadcast_to(at, (pictures, *at.shape))
+        arrays = {"pixel_values": zeros(*place.shape[:2], *c.patch_shape), "image_position_ids": place}
+        return arrays, pictures * len(at) // c.merge**2
+
+    @override
+    def max_pictures(self, max_tokens: int) -> int:
+        """The smallest number of images that can have `max_tokens` vision tokens together."""
+        return max(1, math.ceil(max_tokens / self.wiring.tokens))
+
+
+def _pack(
+    pictures: list[tuple[Float[np.ndarray, "patches C"], int, int]], merge: int, buckets: Buckets
+) -> tuple[Float[np.ndarray, "F n C"], Int[np.ndarray, "F n 2"], list[Int[np.ndarray, "lines columns"]]]:
+    """Pixels, and line and column of each patch, both padded; and the index of each token's vision embedding."""
+    unit = merge**2
+    n = -(-round_up(max(len(patches) for patches, _, _ in pictures), buckets.patches) // unit) * unit
+    frames = round_up(len(pictures), buckets.images)
+    pixels, place = np.zeros((frames, n, pictures[0][0].shape[1]), np.float32), np.full((frames, n, 2), -1, np.int32)
+    slots = []
+    for i, (patches, lines, columns) in enumerate(pictures):
+        cut = "(y a x b) ... -> (y x a b) ..."
+        sizes = dict(y=lines // merge, a=merge, x=columns // merge, b=merge)
+        pixels[i, : len(patches)] = rearrange(patches, cut, **sizes)
+        place[i, : len(patches)] = rearrange(np.indices((lines, columns)).reshape(2, -1).T, cut, **sizes)
+        slots.append(i * (n // unit) + np.arange(len(patches) // unit).reshape(lines // merge, columns // merge))
+    return pixels, place, slots
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PatchPictures(Pictures):
+    """Converts images to patches."""
+
+    settings: PixelSettings  # for the resized image
+    side: int  # pixels per side of a patch
+    merge: int  # patches per side of a token
+    most: int  # tokens of an image
+    begin: str  # before the tokens of an image
+    token: str  # one of them
+    end: str  # after them
+
+    @override
+    def image(self, image: PIL.Image.Image, images: int) -> Read:
+        height, width = self.scaled(image.height, image.width)
+        check_area(width, height, f"the {image.width} x {image.height} image, after resizing")
+        pixels = to_pixels(image.resize((width, height), resample=self.settings.resample), self.settings)
+        patches = rearrange(pixels, "c (y p) (x q) -> (y x) (p q c)", p=self.side, q=self.side)
+        at = np.indices((height // self.side, width // self.side)).reshape(2, -1)[::-1].T
+        count, room = len(patches) // self.merge**2, self.most * self.merge**2 - len(patches)
+        arrays = {
+            "pixel_values": np.pad(patches, [(0, room), (0, 0)])[None],
+            "image_position_ids": np.pad(at, [(0, room), (0, 0)], constant_values=-1),
+        }
+        return Read(arrays=arrays, tokens=count, text=self.begin + self.token * count + self.end)
+
+    def scaled(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width in pixels after resizing: multiples of a token, with at most `most` tokens."""
+        token = self.side * self.merge
+        factor = math.sqrt(self.most * token**2 / (height * width))
+        lines, columns = (math.floor(factor * side / token) for side in (height, width))
+        if not lines:
+            lines, columns = 1, min(width // height, self.most)
+        elif not columns:
+            lines, columns = min(height // width, self.most), 1
+        return lines * token, columns * token

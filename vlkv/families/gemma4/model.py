@@ -1,0 +1,44 @@
+"""Gemma 4: the patches of a token are averaged, standardised, normalised and projected."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from einops import reduce
+from flax import nnx
+from jaxtyping import Array, Float
+from typing_extensions import override
+
+from vlkv.config import ModelConfig
+from vlkv.decoder.layers import Initializer, Linear, rms_normalised
+from vlkv.families.family import VisionLanguageModel
+from vlkv.families.gemma4.tower import Gemma4Tower
+from vlkv.inputs import Inputs
+
+
+class Gemma4(VisionLanguageModel):
+    """The tower gets the position of each patch. The attention of a token is the sum over its patches."""
+
+    tower = Gemma4Tower
+
+    @override
+    def make_projector(self, config: ModelConfig, *, init: Initializer) -> nnx.Module:
+        return Linear(config.vision.width, config.decoder.width, bias=False, init=init)
+
+    @override
+    def run_tower(self, inputs: Inputs, pixels: Array, blocks: tuple[int, ...]) -> tuple[Array, list[Array]]:
+        return self.vision.with_attention(pixels, inputs.layout["place"], blocks)
+
+    @override
+    def project(self, features: Float[Array, "F n d"], inputs: Inputs) -> Float[Array, "R D"]:
+        del inputs
+        c, tower = self.config.vision, self.vision
+        # In float32, because sqrt(width) makes features large, and the bias makes them small again.
+        x = reduce(features.astype(jnp.float32), "f (v u) d -> (f v) d", "mean", u=c.merge**2) * c.width**0.5
+        if tower.bias is not None:
+            x = (x - tower.bias[...].astype(jnp.float32)) * tower.scale[...].astype(jnp.float32)
+        return self.projector(rms_normalised(x.astype(features.dtype), c.norm_eps))
+
+    @override
+    def pool(self, attention: Float[Array, "F n C"], inputs: Inputs) -> Float[Array, "R C"]:
+        del inputs
+        return reduce(attention, "f (v u) c -> (f v) c", "sum", u=self.config.vision.merge**2)

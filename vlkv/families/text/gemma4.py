@@ -1,0 +1,87 @@
+"""What the decoders of Gemma 4 have beyond those of Gemma 3, read from their part of a `config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vlkv.config import ExpertsConfig, LayerInputsConfig, Raw, number, positive, positives, require, token_id
+from vlkv.errors import InputError
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def layer_types(c: Raw) -> list[str]:
+    """The kind of each layer. The last one has full attention, whatever the file says, as in transformers."""
+    count = positive("num_hidden_layers", c.get("num_hidden_layers"))
+    types = c.get("layer_types") or [FULL if (i + 1) % 6 == 0 else SLIDING for i in range(count)]
+    if not isinstance(types, list) or len(types) != count or not set(types) <= {SLIDING, FULL}:
+        raise InputError(f"config.json: layer_types={types!r} must be a list of {count} layers, each {FULL} or "
+                         f"{SLIDING}")  # fmt: skip
+    return [*types[:-1], FULL]
+
+
+def full_heads(c: Raw, types: list[str]) -> dict[str, int]:
+    """`head_dim` and `num_key_value_heads` of layers with full attention.
+
+    The published files have fields for them, and those that transformers 5.24 writes have `per_layer_config`.
+    """
+    given = c.get("per_layer_config")
+    if given is None:
+        own = c.get("num_global_key_value_heads") if c.get("attention_k_eq_v") else None
+        heads = c["num_key_value_heads"] if own is None else own
+        return {"head_dim": c.get("global_head_dim", 512), "num_key_value_heads": heads}
+    found = {i: dict(part) for i, part in given.items()} if isinstance(given, Mapping) else {}
+    each = [found.pop(str(i), found.pop(f"{i:02}", {})) for i in range(len(types))]
+    full = next((part for part, kind in zip(each, types, strict=True) if kind == FULL), {})
+    wanted = [full if kind == FULL else {} for kind in types]
+    if found or each != wanted or not set(full) <= {"head_dim", "num_key_value_heads"}:
+        raise InputError("config.json: per_layer_config must have head_dim and num_key_value_heads of the layers with "
+                         "full attention, the same for all")  # fmt: skip
+    return {name: full.get(name, c[name]) for name in ("head_dim", "num_key_value_heads")}
+
+
+def extended(c: Raw, types: list[str], width: int) -> dict[str, Any]:
+    """Fields of `DecoderConfig`; `width` is that of the decoder."""
+    require("use_bidirectional_attention", c.get("use_bidirectional_attention"), None, "vision")
+    layers, shared = len(types), c.get("num_kv_shared_layers", 0)
+    if not isinstance(shared, int) or not 0 <= shared < layers or set(types[: layers - shared]) != set(types):
+        raise InputError(f"config.json: num_kv_shared_layers={shared!r} must leave layers of every kind with keys and "
+                         "values of their own")  # fmt: skip
+    heads = positive("num_key_value_heads", c["num_key_value_heads"]), positive("head_dim", c["head_dim"])
+    if c["num_attention_heads"] % heads[0] or heads[1] % 2:
+        raise InputError(f"config.json: num_key_value_heads={heads[0]} must divide the heads, and head_dim={heads[1]} "
+                         "must be even")  # fmt: skip
+    window, cap = positive("sliding_window", c["sliding_window"]), c.get("final_logit_softcapping")
+    slides = SLIDING in types
+    return dict(
+        norm_offset=0.0, embedding_scale=width**0.5, query_scale=None, value_norm=True, layer_scale=True,
+        key_is_value=bool(c.get("attention_k_eq_v")), layer_inputs=_layer_inputs(c), experts=_experts(c),
+        logit_cap=None if cap is None else number("final_logit_softcapping", cap), shared_layers=shared,
+        shared_mlp_width=2 * c["intermediate_size"] if c.get("use_double_wide_mlp") and shared else None,
+        sliding_heads=heads if slides else None,
+        windows=tuple(window if kind == SLIDING else None for kind in types) if slides else (),
+    )  # fmt: skip
+
+
+def _layer_inputs(c: Raw) -> LayerInputsConfig | None:
+    width = c.get("hidden_size_per_layer_input", 256)
+    if width == 0:
+        return None
+    return LayerInputsConfig(
+        width=positive("hidden_size_per_layer_input", width), pad=token_id(c, "pad_token_id", default=0),
+        vocab_size=positive("vocab_size_per_layer_input", c.get("vocab_size_per_layer_input", 262144)),
+    )  # fmt: skip
+
+
+def _experts(c: Raw) -> ExpertsConfig | None:
+    if not c.get("enable_moe_block"):
+        return None
+    positives(c, ("num_experts", "top_k_experts", "moe_intermediate_size"))
+    if c["top_k_experts"] > c["num_experts"]:
+        raise InputError(f"config.json: top_k_experts={c['top_k_experts']} exceeds the number of experts, "
+                         f"{c['num_experts']}")  # fmt: skip
+    return ExpertsConfig(
+        layers=tuple(range(c["num_hidden_layers"])), count=c["num_experts"], active=c["top_k_experts"],
+        width=c["moe_intermediate_size"], normalised=True, beside=True, activation="gelu_pytorch_tanh",
+    )  # fmt: skip
