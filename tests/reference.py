@@ -29,13 +29,22 @@ def _rotate(x, positions, rope):  # x [T, heads, H], positions [T] or, for M-RoP
 
 
 def _project(layer, x, positions, rope):
+    """Queries, keys and values; a layer that uses those of an earlier one has None for keys and values."""
     h = _norm(x, layer.attention_norm)
-    q, k, v = (np.einsum("td,nhd->tnh", h, _array(m.weight)) for m in (layer.query, layer.key, layer.value))
-    if layer.query.bias is not None:
-        q, k, v = (y + _array(m.bias) for y, m in ((q, layer.query), (k, layer.key), (v, layer.value)))
-    if layer.query_norm is not None:
-        q, k = _norm(q, layer.query_norm), _norm(k, layer.key_norm)
-    return _rotate(q, positions, rope) * layer.query_scale, _rotate(k, positions, rope), v
+
+    def one(module, norm):
+        y = np.einsum("td,nhd->tnh", h, _array(module.weight))
+        y = y if module.bias is None else y + _array(module.bias)
+        return y, y if norm is None else _norm(y, norm)
+
+    q = _rotate(one(layer.query, layer.query_norm)[1], positions, rope) * layer.query_scale
+    if layer.key is None:
+        return q, None, None
+    raw, k = one(layer.key, layer.key_norm)
+    v = raw if layer.value is None else one(layer.value, None)[0]
+    if layer.value_norm_eps is not None:
+        v = v / np.sqrt((v**2).mean(-1, keepdims=True) + layer.value_norm_eps)
+    return q, _rotate(k, positions, rope), v
 
 
 def _finish(layer, x, attended):
@@ -47,6 +56,28 @@ def _finish(layer, x, attended):
     gate, up = h @ _array(layer.gate.weight).T, h @ _array(layer.up.weight).T
     h = (_ACTIVATIONS[layer.activation](gate) * up) @ _array(layer.down.weight).T
     return x + (h if layer.mlp_out_norm is None else _norm(h, layer.mlp_out_norm))
+
+
+def _close(layer, x, given):
+    """`given` is added to the output, or mixed into it."""
+    if given is not None and layer.mix_input is None:
+        x = x + given
+    elif given is not None:
+        m = layer.mix_input
+        gate = _ACTIVATIONS[m.activation](x @ _array(m.gate.weight).T) * given
+        x = x + _norm(gate @ _array(m.projection.weight).T, m.norm)
+    return x if layer.scale is None else x * _array(layer.scale)
+
+
+def layer_inputs(decoder, ids, x, is_vision=False):
+    """The vectors [T, C] of every layer, from ids and the input of the first layer; () without such vectors."""
+    made = decoder.layer_inputs
+    if made is None:
+        return ()
+    by_id = made.table.scale * _array(made.table.weight)[np.where(is_vision, made.pad, ids)]
+    projected = x @ _array(made.projection.weight).T / np.sqrt(x.shape[-1])
+    cut = [np.moveaxis(y.reshape(len(x), made.layers, -1), 1, 0) for y in (by_id, projected)]
+    return (_norm(cut[1], made.norm) + cut[0]) / np.sqrt(2)
 
 
 _ACTIVATIONS = {
@@ -75,7 +106,8 @@ def _softmax(x, n=0.0):
 
 def _logits(decoder, x):
     table = decoder.embedding if decoder.head is None else decoder.head
-    return _norm(x, decoder.norm) @ _array(table.weight).T
+    logits, cap = _norm(x, decoder.norm) @ _array(table.weight).T, decoder.logit_cap
+    return logits if cap is None else cap * np.tanh(logits / cap)
 
 
 def prefill(decoder, x, positions=None, reduce=None, added=(), until=None):
@@ -83,7 +115,7 @@ def prefill(decoder, x, positions=None, reduce=None, added=(), until=None):
 
     reduce: {number of layers: f(x, q, k, places) -> (x, kept)}. `places` are the remaining tokens and `kept` indices
     into them; q, k, v of later layers are NaN for removed tokens.
-    added: [T, D] for each of the first layers, added to its output at the tokens that remain.
+    added: [T, D] for each of the first layers, added to its output at the tokens that remain; or from `layer_inputs`.
     Reductions count layers with full attention, and windows the tokens of the whole prompt.
     until: the last token of the prompt that each token attends to; None: itself.
     """
@@ -93,6 +125,7 @@ def prefill(decoder, x, positions=None, reduce=None, added=(), until=None):
     until = places if until is None else until
     positions = places if positions is None else np.asarray(positions)
     q = k = np.empty(0)
+    owned = {}  # keys and values of the last layer of each kind
     for i, (layer, (window, *_)) in enumerate(zip(decoder.layers, decoder.kinds, strict=False)):
         done = 0 if i == 0 else decoder.kinds[i - 1].number + 1
         if reduce and done in reduce and (i == 0 or decoder.kinds[i - 1].window is None):
@@ -100,14 +133,17 @@ def prefill(decoder, x, positions=None, reduce=None, added=(), until=None):
             x, kept = reduce[done](*before, places)
             x, places = x[kept], places[kept]
         part = _project(layer, x, positions[places], _rope(decoder, i))
+        owned[window] = owned[window] if part[1] is None else part[1:]
+        part = part[0], *owned[window]
         q, k, v = (np.full((length, *y.shape[1:]), np.nan) for y in part)
         q[places], k[places], v[places] = part
         groups = q.shape[1] // k.shape[1]
         logits = np.einsum("tnh,snh->nts", part[0], np.repeat(part[1], groups, 1)) / np.sqrt(q.shape[-1])
         near = places[:, None] - places < (np.inf if window is None else window)
-        weights = _softmax(np.where((places <= until[places, None]) & near, logits, -np.inf))
+        last = np.arange(length) if window is None and decoder.image_block_slides else until
+        weights = _softmax(np.where((places <= last[places, None]) & near, logits, -np.inf))
         x = _finish(layer, x, np.einsum("nts,snh->tnh", weights, np.repeat(part[2], groups, 1)))
-        x = x + (np.asarray(added[i], np.float64)[places] if i < len(added) else 0)
+        x = _close(layer, x, np.asarray(added[i], np.float64)[places] if i < len(added) else None)
         layers.append((q, k, v))
     return _logits(decoder, x[-1]), layers
 
@@ -121,7 +157,7 @@ def decode(decoder, layers, kept, tokens, softmax_n=0.0, first=None, evict=None)
     evict: for methods that evict: f(layer, key head, places, attention) -> indices of the entries to delete. `places`
     [n] are the entries' tokens in order, `attention` [G, n] is what each entry received.
     """
-    first = kept.shape[-1] if first is None else first
+    first = kept[0].shape[-1] if first is None else first
     held = [
         [(np.flatnonzero(mask), k[mask, head], v[mask, head]) for head, mask in enumerate(keep)]
         for (_, k, v), keep in zip(layers, kept, strict=True)
@@ -129,20 +165,30 @@ def decode(decoder, layers, kept, tokens, softmax_n=0.0, first=None, evict=None)
     out = []
     for step, token in enumerate(tokens):
         x = decoder.embedding.scale * _array(decoder.embedding.weight)[token][None]
+        given, seen = layer_inputs(decoder, np.array([token]), x), {}
         for i, layer in enumerate(decoder.layers):
             q, *new = _project(layer, x, np.array([first + step]), _rope(decoder, i))
-            attended, groups = np.empty_like(q), q.shape[1] // new[0].shape[1]
-            for head, (before, *entries) in enumerate(held[i]):
-                places = np.append(before, kept.shape[-1] + step)
-                keys, values = (np.vstack([old, x[:, head]]) for old, x in zip(entries, new, strict=True))
-                if decoder.kinds[i].window is not None:
-                    near = places > kept.shape[-1] + step - decoder.kinds[i].window
-                    places, keys, values = places[near], keys[near], values[near]
+            window = decoder.kinds[i].window
+            if new[0] is not None:
+                seen[window] = [_with_new(decoder, i, one, [y[:, head] for y in new], kept[0].shape[-1] + step)
+                                for head, one in enumerate(held[i])]  # fmt: skip
+            attended, groups = np.empty_like(q), q.shape[1] // len(seen[window])
+            for head, (places, keys, values) in enumerate(seen[window]):
                 queries = slice(head * groups, (head + 1) * groups)
                 shares = _softmax(q[0, queries] @ keys.T / np.sqrt(q.shape[-1]), softmax_n)
                 attended[0, queries] = shares @ values
-                gone = [] if evict is None else evict(i, head, places, shares)
-                held[i][head] = tuple(np.delete(x, gone, axis=0) for x in (places, keys, values))
-            x = _finish(layer, x, attended)
+                if new[0] is not None:
+                    gone = [] if evict is None else evict(i, head, places, shares)
+                    held[i][head] = tuple(np.delete(x, gone, axis=0) for x in (places, keys, values))
+            x = _close(layer, _finish(layer, x, attended), given[i] if len(given) else None)
         out.append(_logits(decoder, x[0]))
     return np.stack(out)
+
+
+def _with_new(decoder, layer, held, new, place):
+    """Places, keys and values of one key head with those of the new token, without those that leave the window."""
+    places = np.append(held[0], place)
+    keys, values = (np.vstack([old, x]) for old, x in zip(held[1:], new, strict=True))
+    window = decoder.kinds[layer].window
+    near = slice(None) if window is None else places > place - window
+    return places[near], keys[near], values[near]

@@ -61,6 +61,11 @@ EXPERTS = dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=12, m
 GLM = {**TEXT, "rope_parameters": {"mrope_section": [2, 1, 1], "rope_type": "default"}}
 GLM_TOWER = dict(depth=2, hidden_size=16, intermediate_size=20, num_heads=2, out_hidden_size=16, patch_size=4,
                  image_size=12)  # fmt: skip
+GEMMA4 = dict(
+    model_type="gemma4_text", head_dim=8, global_head_dim=16, num_hidden_layers=4, num_kv_shared_layers=2,
+    layer_types=["sliding_attention", "full_attention"] * 2, hidden_size_per_layer_input=6, use_double_wide_mlp=True,
+    vocab_size_per_layer_input=40, enable_moe_block=True, num_experts=3, top_k_experts=2, moe_intermediate_size=12,
+)  # fmt: skip
 CASES: dict[str, tuple[dict[str, Any], tuple[tuple[str, str], ...]]] = {
     "llava": ({"model_type": "llava", "text_config": LLAMA, "vision_config": CLIP}, LLAVA_4),
     "llava_next": ({"model_type": "llava_next", **LLAVA_NEXT}, LLAVA_4),
@@ -148,6 +153,13 @@ CASES: dict[str, tuple[dict[str, Any], tuple[tuple[str, str], ...]]] = {
                                image_size=28, patch_size=7)},
         LLAVA_4,
     ),
+    "gemma4": (
+        {"model_type": "gemma4", "tie_word_embeddings": True, "text_config": {**TEXT, **GEMMA4},
+         "vision_config": dict(hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2,
+                               patch_size=4, pooling_kernel_size=2, position_embedding_size=8, standardize=True,
+                               use_clipped_linears=True)},
+        (),
+    ),
     "eve": ({**ORIGINAL, "model_type": "eve", "mm_vision_tower": "x/eve-patch14-anypixel-672"}, ()),
     "llama": (LLAMA, ()),
     "mistral": ({**TEXT, "model_type": "mistral", "sliding_window": None}, ()),
@@ -156,6 +168,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[tuple[str, str], ...]]] = {
     "qwen3_moe": ({**TEXT, **EXPERTS, "model_type": "qwen3_moe", "head_dim": 8}, ()),
     "phi3": (PHI3, ()),
     "gemma3_text": ({**TEXT, "model_type": "gemma3_text", "head_dim": 8, "tie_word_embeddings": True}, ()),
+    "gemma4_text": ({**TEXT, **GEMMA4, "tie_word_embeddings": True}, ()),
     "internlm2": ({**TEXT, "model_type": "internlm2", "bias": True}, ((r"^lm_head\.", "output."),)),
 }  # fmt: skip
 

@@ -43,6 +43,9 @@ PROMPTS = {
         "<bos><start_of_turn>user\n<start_of_image>what?<end_of_turn>\n<start_of_turn>model\nyes<end_of_turn>\n"
         "<start_of_turn>user\nwhy?<end_of_turn>\n<start_of_turn>model\n"
     ),
+    "gemma4": (
+        "<bos><|turn>user\n<|image|>what?<turn|>\n<|turn>model\nyes<turn|>\n<|turn>user\nwhy?<turn|>\n<|turn>model\n"
+    ),
     "qwen": "Picture 1: <img><imgpad></img>\nwhat?yeswhy?",
 }
 

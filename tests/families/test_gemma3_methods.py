@@ -1,4 +1,8 @@
-"""Methods on Gemma 3 against float64 numpy that knows its windows, and its images that attend in both directions."""
+"""Methods on Gemma 3 and 4 against float64 numpy that knows their windows, and images that attend in both directions.
+
+In Gemma 4 these do so in layers with a window only, layers use keys and values of earlier ones, and tokens have a
+vector for every layer.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +35,26 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def params():
-    return tiny.make_model("gemma3")
+@pytest.fixture(scope="module", params=["gemma3", "gemma4"])
+def family(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def batch():
-    return tiny.make_batch("gemma3")
+def params(family):
+    return tiny.make_model(family)
+
+
+@pytest.fixture(scope="module")
+def batch(family):
+    return tiny.make_batch(family)
+
+
+def inputs_of(params, batch, row):
+    """Input of the first layer, which tokens are of images, and the vectors of every layer."""
+    x, is_vision = row_of(params, batch, row)
+    ids = batch.tokens[row][batch.valid[row]]
+    return x, is_vision, reference.layer_inputs(params.decoder, ids, np.asarray(x, np.float64), is_vision)
 
 
 def ends(is_vision):
@@ -50,14 +66,16 @@ def ends(is_vision):
 
 
 def full(decoder, x):
-    """The layers with full attention."""
-    return [one for one, kind in zip(x, decoder.kinds, strict=True) if kind.window is None]
+    """The layers that policies count."""
+    return [one for one, kind in zip(x, decoder.kinds, strict=True) if kind.is_counted]
 
 
-def with_rings(decoder, kept):
-    """[L, K, T] of all layers; what a ring holds is for the reference to decide."""
-    everything = np.ones_like(kept[0])
-    return np.stack([everything if kind.window is not None else kept[kind.number] for kind in decoder.kinds])
+def with_rings(decoder, kept, layers):
+    """[K, T] of each layer; what a ring holds is for the reference to decide."""
+    return [
+        kept[kind.number] if kind.is_counted else np.ones((k.shape[1], len(k)), bool)
+        for kind, (_, k, _) in zip(decoder.kinds, layers, strict=True)
+    ]
 
 
 def forced(params, cache, logits):
@@ -72,11 +90,11 @@ def forced(params, cache, logits):
 def eviction(decoder, simulation):
     """For `reference.decode`: nothing leaves the layers with a window, and the simulation counts the others."""
     return lambda layer, *rest: (
-        [] if decoder.kinds[layer].window is not None else simulation(decoder.kinds[layer].number, *rest)
+        simulation(decoder.kinds[layer].number, *rest) if decoder.kinds[layer].is_counted else []
     )
 
 
-@pytest.mark.default("h2o", "aircache")
+@pytest.mark.default("gemma3-h2o", "gemma3-aircache", "gemma4-h2o")
 @pytest.mark.parametrize("name", CASES)
 def test_a_method_keeps_what_a_simulation_keeps(params, batch, name):
     """Prefill, what is kept, and steps in which entries are evicted."""
@@ -85,9 +103,10 @@ def test_a_method_keeps_what_a_simulation_keeps(params, batch, name):
     cache, logits = prefill(params, batch, policy, new_tokens=NEW)
     ours, differs = forced(params, cache, logits), []
     for row in range(3):
-        x, is_vision = row_of(params, batch, row)
+        x, is_vision, added = inputs_of(params, batch, row)
         until = ends(is_vision)
-        first, layers = reference.prefill(decoder, x, until=until)
+        first, layers = reference.prefill(decoder, x, until=until, added=added)
+        until = None if decoder.image_block_slides else until  # in the layers that are scored
         q, k = (np.stack([np.swapaxes(one[i], 0, 1) for one in full(decoder, layers)]) for i in (0, 1))
         asked = [numpy_policies.Prompt(q, k, is_vision, policy.scope, keep=policy.keep, until=end)
                  for end in (until, None)]  # fmt: skip
@@ -96,9 +115,9 @@ def test_a_method_keeps_what_a_simulation_keeps(params, batch, name):
         differs.append(np.abs(scores - causal).max() > 1e-3)
         simulation = Simulation(policy, full(decoder, layers), kept, asked[0].sees)
         evict = eviction(decoder, simulation) if cache.reuses else None
-        later = reference.decode(decoder, layers, with_rings(decoder, kept), FORCED[row], evict=evict)
+        later = reference.decode(decoder, layers, with_rings(decoder, kept, layers), FORCED[row], evict=evict)
         np.testing.assert_allclose(ours[row], np.concatenate([first[None], later]), atol=2e-4)
-    assert differs == [image_rows, image_rows, False]
+    assert differs == [image_rows and not decoder.image_block_slides] * 2 + [False]
 
 
 def test_what_is_left_of_an_image_still_attends_in_both_directions(params, batch):
@@ -107,10 +126,10 @@ def test_what_is_left_of_an_image_still_attends_in_both_directions(params, batch
     cache, logits = prefill(params, batch, policy, new_tokens=NEW)
     ours = forced(params, cache, logits)
     for row in range(3):
-        x, is_vision = row_of(params, batch, row)
+        x, is_vision, added = inputs_of(params, batch, row)
         reduce = {1: by_last_row(is_vision, 0.5)} if is_vision.any() else None
-        first, layers = reference.prefill(decoder, x, reduce=reduce, until=ends(is_vision))
-        held = np.stack([np.isfinite(k[:, :, 0]).T for _, k, _ in layers])  # [L, K, T]
+        first, layers = reference.prefill(decoder, x, reduce=reduce, until=ends(is_vision), added=added)
+        held = [np.isfinite(k[:, :, 0]).T for _, k, _ in layers]  # [K, T] of each layer
         np.testing.assert_array_equal(kept_entries(cache, batch, row), full(decoder, held))
         later = reference.decode(decoder, layers, held, FORCED[row])
         np.testing.assert_allclose(ours[row], np.concatenate([first[None], later]), atol=2e-4)

@@ -93,6 +93,10 @@ PUBLISHED = {
     "gemma-3-4b": 4_300_079_472,
     "gemma-3-12b": 12_187_325_040,
     "gemma-3-27b": 27_432_406_640,
+    "gemma4-e2b": 4_797_114_083,
+    "gemma4-e4b": 7_632_344_554,
+    "gemma4-26b-a4b": 25_805_936_206,
+    "gemma4-31b": 31_273_088_876,
     "internlm2-7b": 7_737_708_544,
 }
 LLAMA_7B = dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
@@ -263,8 +267,39 @@ def whole(raw) -> int:
         case "gemma3":
             sizes = raw["text_config"] | {"tie_word_embeddings": True}
             return text(sizes) + siglip(vision) + width + width * sizes["hidden_size"]
+        case "gemma4":
+            return gemma4_text(raw["text_config"]) + gemma4_tower(vision) + width * raw["text_config"]["hidden_size"]
         case family:
             return text(raw, bias=family == "qwen2")
+
+
+def gemma4_text(raw) -> int:
+    """Heads by kind of layer; the last layers without keys and values; experts and vectors of each layer."""
+    d, layers, vectors = raw["hidden_size"], raw["num_hidden_layers"], raw["hidden_size_per_layer_input"]
+    total = raw["vocab_size"] * d + d
+    for i, kind in enumerate(raw["layer_types"]):
+        full, shared = kind == "full_attention", i >= layers - raw.get("num_kv_shared_layers", 0)
+        head_dim = 512 if full else 256
+        one = raw.get("attention_k_eq_v", False) and full
+        keys = raw["num_global_key_value_heads"] if one else raw["num_key_value_heads"]
+        total += 2 * raw["num_attention_heads"] * head_dim * d + head_dim  # with a norm of queries
+        total += 0 if shared else keys * head_dim * d * (1 if one else 2) + head_dim
+        total += 3 * d * raw["intermediate_size"] * (2 if shared and raw.get("use_double_wide_mlp") else 1)
+        total += 4 * d + 1  # norms, and the factor of the layer
+        if vectors:
+            total += 2 * d * vectors + d
+        if raw.get("enable_moe_block"):  # a router with two scales, and three norms
+            total += raw["num_experts"] * (d + 1 + 3 * d * raw["moe_intermediate_size"]) + 4 * d
+    return total + (raw["vocab_size"] + d) * layers * vectors + vectors
+
+
+def gemma4_tower(raw) -> int:
+    """No biases; four norms and two of heads a block; four bounds of each product if they are clipped."""
+    d, head_dim = raw["hidden_size"], raw["hidden_size"] // raw["num_attention_heads"]
+    per_block = 4 * d**2 + 3 * d * raw["intermediate_size"] + 4 * d + 2 * head_dim
+    per_block += 7 * 4 * raw.get("use_clipped_linears", False)
+    around = 3 * 16**2 * d + 2 * 10240 * d + 2 * d * raw.get("standardize", False)
+    return around + raw["num_hidden_layers"] * per_block
 
 
 def unused(raw) -> int:
@@ -299,10 +334,11 @@ def test_glm_ocr_with_its_last_layer_is_as_large_as_published():
         ("qwen3-vl-30b-a3b", 3.9),
         ("qwen3-8b", 8.2),
         ("internvl3.5-241b-a28b", 27.8),
+        ("gemma4-26b-a4b", 4.4),
     ],
 )
 def test_active_parameters(name, billions):
-    """Billions of active parameters in the models' names. Qwen3-VL-30B-A3B also has a tower of 0.5 billion."""
+    """Billions of active parameters in the models' names. The towers have 0.5 billion more."""
     stored, active = arithmetic.parameters(vlkv.presets[name])
     assert stored == PUBLISHED[name]
     assert active / 1e9 == pytest.approx(billions, rel=0.02)

@@ -89,6 +89,16 @@ RAW: dict[str, dict[str, Any]] = {
                                                 num_hidden_layers=4, sliding_window_pattern=2),
         vision_config=SIGLIP | dict(image_size=6 * PATCH), image_token_index=IMAGE, mm_tokens_per_image=9,
         tie_word_embeddings=True),
+    "gemma4": dict(
+        text_config=_text("gemma4_text") | dict(
+            head_dim=8, global_head_dim=16, num_global_key_value_heads=1, attention_k_eq_v=True, sliding_window=8,
+            num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3, num_kv_shared_layers=2,
+            hidden_size_per_layer_input=6, vocab_size_per_layer_input=VOCABULARY, final_logit_softcapping=20.0,
+            use_bidirectional_attention="vision"),
+        vision_config=dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+                           patch_size=4, pooling_kernel_size=2, position_embedding_size=16, standardize=True),
+        image_token_id=IMAGE, audio_token_id=99, video_token_id=100, vision_soft_tokens_per_image=16,
+        tie_word_embeddings=True),
     "eve": DECODER | dict(mm_vision_tower="eve-patch14-anypixel-672", mm_projector_type="mlp2x_gelu",
                           mm_hidden_size=32),
 }  # fmt: skip
@@ -158,6 +168,17 @@ def _native(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) 
     return Picture(tokens, {"pixel_values": list(patches), "image_grid_thw": [(1, lines, columns)]})
 
 
+def _patches(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) -> Picture:
+    """Gemma 4: patches and their columns and lines, padded to the same number."""
+    del alone
+    lines, columns = ((4, 6), (8, 4), (6, 10))[number]
+    at = np.indices((lines, columns)).reshape(2, -1)[::-1].T
+    more = 64 - len(at)
+    pixels = np.pad(rng.random((len(at), *c.vision.patch_shape)), [(0, more), (0, 0)])
+    place = np.pad(at, [(0, more), (0, 0)], constant_values=-1)
+    return Picture(len(at) // c.vision.merge**2, {"pixel_values": [pixels], "image_position_ids": [place]})
+
+
 def _windows(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) -> Picture:
     """EVE: an image on part of a square, whose fourth channel is a mask of the image."""
     del alone
@@ -176,6 +197,7 @@ PICTURES: dict[str, Callable[..., Picture]] = {
     **dict.fromkeys(("idefics3", "smolvlm"), _marked),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "paddleocr_vl"), _native),
     **dict.fromkeys(("glm4v", "glm46v", "glm_ocr"), _native),
+    "gemma4": _patches,
     "eve": _windows,
 }
 
