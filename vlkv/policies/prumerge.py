@@ -38,8 +38,7 @@ class PruMerge(ReducingPolicy):
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text and the selected vision tokens, into which the others are merged."""
         del obs, stage
-        assert tokens.tower is not None
-        vision, attention = tokens.valid & tokens.is_vision, jnp.mean(tokens.tower[-1], axis=0)
+        vision, attention = tokens.valid & tokens.is_vision, tokens.tower_attention[-1]
         count = self.count(vision)
         low, high = quartiles(attention, vision)
         outliers = jnp.sum(vision & (attention > high + 1.5 * (high - low)))
