@@ -28,6 +28,12 @@ def last(mask: Bool[Array, " T"], count: Int[Array, ""] | int) -> Bool[Array, " 
     return mask & (ordinal(mask) >= jnp.sum(mask) - count)
 
 
+def evenly(mask: Bool[Array, " T"], count: Int[Array, ""] | int) -> Bool[Array, " T"]:
+    """`count` tokens of a mask at equal distances: those at places floor(i n / count) of its n tokens."""
+    number, place = jnp.maximum(jnp.sum(mask), 1), ordinal(mask)
+    return mask & (-(-(place + 1) * count // number) > -(-place * count // number))
+
+
 def tokens_at(place: Int[Array, " T"], places: int) -> Int[Array, " n"]:
     """Inverse of `place`: the token at each place from 0 to places - 1; -1: none. Larger places are ignored."""
     token = jnp.arange(place.shape[0], dtype=jnp.int32)

@@ -228,7 +228,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fastv": {"layer": 1},
     "ivtp": {"layers": (1,)},
     "lightkv": {"keep": 0.5, "layers": (1,), "windows": (2,)},
-    **{name: {"keep": 0.5, "layers": (1,)} for name in ("tome", "pitome", "tofu", "pyramiddrop")},
+    **{name: {"keep": 0.5, "layers": (1,)} for name in ("tome", "pitome", "tofu", "pyramiddrop", "sparsevlm")},
 }
 
 

@@ -61,6 +61,13 @@ VARIANTS = [
     policies.compose(policies.H2O(keep=0.4), rank=policies.CriticalKV, store=policies.KIVI(bits=4)),
     policies.compose(policies.PyramidKV(keep=0.5, window=2), reduce=policies.FastV(keep=0.3, layer=1)),
     policies.compose(policies.AirCache(budget=10, cap=1.0), reduce=policies.FastV(keep=0.1, layer=1)),
+    policies.compose(
+        policies.SnapKV(keep=0.5, window=2),
+        reduce=policies.SparseVLM(keep=0.4, layers=(1,)),
+        smooth=policies.Smooth(3),
+        store=policies.KIVI(bits=8),
+    ),
+    policies.compose(policies.H2O(keep=0.5), reduce=policies.EVS(keep=0.4)),
     policies.CSP(keep=0.4, variant="released"),
     policies.LookM(keep=0.2, variant="released", merging="average"),
     policies.LookM(keep=0.2, variant="released", scope="vision", merging="weighted"),

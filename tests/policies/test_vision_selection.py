@@ -12,7 +12,7 @@ from vlkv import policies
 from vlkv.compression.observe import Observation
 from vlkv.compression.tokens import Tokens
 
-HEADS, KV_HEADS, HEAD_DIM, WIDTH = 4, 2, 8, 6
+HEADS, KV_HEADS, HEAD_DIM, WIDTH = 4, 2, 8, 16
 ROWS = (
     "SSVVVVVVVVVVVVVVVVVVVVVVVVVVVVVVVVVVIII.",
     ".SVVVVVVVVVVVVSVVVVVVVVVVVVVVVVVIIIIIII.",
@@ -88,7 +88,26 @@ def dart(policy, valid, vision, cosine, tower, q, k):
     return kept
 
 
+def cdpruner(policy, valid, vision, cosine, tower, q, k):
+    """The authors' loop, with the whole kernel."""
+    own, count = np.flatnonzero(vision), half_up(policy.keep, vision.sum())
+    text = [t for t in np.flatnonzero(valid) if t > own[-1]]
+    relevance = cosine[own][:, text].mean(axis=1) if text else np.ones(len(own))
+    if text:
+        relevance = (relevance - relevance.min() + 1e-6) / (relevance.max() - relevance.min() or 1.0)
+    kernel = relevance[:, None] * cosine[np.ix_(own, own)] * relevance
+    squares, found, chosen = kernel.diagonal().copy(), np.zeros((count, len(own))), []
+    for i in range(count):
+        j = int(squares.argmax())
+        chosen.append(j)
+        found[i] = (kernel[j] - found[:i, j] @ found[:i]) / np.sqrt(squares[j])
+        squares -= found[i] ** 2
+        squares[chosen] = -np.inf
+    return own[chosen]
+
+
 METHODS = {
+    policies.CDPruner(keep=0.3): cdpruner,
     policies.PyramidDrop(keep=0.3, layers=(1, 2)): pyramiddrop,
     policies.DivPrune(keep=0.3): divprune,
     policies.VisPruner(keep=0.3): vispruner,
@@ -165,7 +184,10 @@ def test_prumerge(plus):
         np.testing.assert_array_equal(np.asarray(kept)[~vision], valid[~vision])
 
 
-@pytest.mark.parametrize("policy", [policies.DivPrune(keep=0.5), policies.VisPruner(keep=0.5, important=0.0)], ids=repr)
+DIVERSE = policies.CDPruner(keep=0.5), policies.DivPrune(keep=0.5), policies.VisPruner(keep=0.5, important=0.0)
+
+
+@pytest.mark.parametrize("policy", DIVERSE, ids=repr)
 def test_a_duplicate_goes_before_a_unique_token(policy):
     """Ten tokens in pairs of equal ones: one of each pair is left."""
     tokens, obs, *_ = prompt(0)
@@ -179,6 +201,23 @@ def test_a_duplicate_goes_before_a_unique_token(policy):
     twins = dataclasses.replace(tokens, **changed)
     kept = np.asarray(reduce(policy, twins, obs)[1])[2:12]
     assert (kept[:5] ^ kept[5:]).all()
+
+
+def test_cdpruner_begins_a_new_round_when_the_selected_tokens_span_all():
+    """Three directions, four times each, ever less relevant: a round takes one token of each direction."""
+    tokens, obs, *_ = prompt(0)
+    vision, text = np.arange(40) < 12, np.arange(40) == 12
+    x = np.zeros((40, 16))
+    x[:12] = np.tile(np.eye(16)[:3], (4, 1))
+    x[:12, 5] = np.repeat([0.4, 0.3, 0.2, 0.1], 3)
+    x[:12, 6:9] = 1e-5 * np.random.default_rng(0).normal(size=(12, 3))
+    x[12, 5] = 1
+    arrays = {"x": jnp.asarray(x, jnp.float32), "is_vision": jnp.asarray(vision), "valid": jnp.asarray(vision | text)}
+    tokens = dataclasses.replace(tokens, **arrays)
+    for count in (3, 12):
+        kept = np.asarray(reduce(policies.CDPruner(keep=count / 12), tokens, obs)[1])
+        assert kept[:12].sum() == count and kept[12] and not kept[13:].any()
+        assert kept[:3].all()
 
 
 def test_pyramiddrop_halves_the_image_three_times_by_default():

@@ -77,7 +77,7 @@ def closest(
         cosine = jnp.where(taken & (groups[:, None] == theirs), cosine, -jnp.inf)
         return places[jnp.argmax(cosine, axis=-1)], jnp.max(cosine, axis=-1)
 
-    return _by_blocks(search, vectors, group, others=len(places))
+    return by_blocks(search, vectors, group, others=len(places))
 
 
 def nearest(metric: Float[Array, "T H"], members: Bool[Array, " T"]) -> Float[Array, " T"]:
@@ -88,7 +88,26 @@ def nearest(metric: Float[Array, "T H"], members: Bool[Array, " T"]) -> Float[Ar
         cosine = jnp.einsum("th,sh->ts", rows, vectors, precision=jax.lax.Precision.HIGHEST)
         return (jnp.max(jnp.where(members & (place != own[:, None]), cosine, -jnp.inf), axis=-1),)
 
-    return _by_blocks(search, vectors, place, others=len(place))[0]
+    return by_blocks(search, vectors, place, others=len(place))[0]
+
+
+def mean_softmax(x: Float[Array, "T D"], rows: Bool[Array, " T"], keys: Bool[Array, " T"]) -> Float[Array, " T"]:
+    """The mean over `rows` of the softmax of their dot products with `keys`; 0 for other tokens."""
+    vectors = x.astype(jnp.float32)
+
+    def products(some: Float[Array, "W D"]) -> Float[Array, "W T"]:
+        return jnp.einsum("td,sd->ts", some, vectors, precision=jax.lax.Precision.HIGHEST)
+
+    def normalise(some: Float[Array, "W D"]) -> tuple[Array]:
+        return (jax.nn.logsumexp(products(some), axis=1, where=keys),)
+
+    (lse,) = by_blocks(normalise, vectors, others=len(x))
+
+    def received(some: Float[Array, "W D"]) -> tuple[Array]:
+        return (jnp.sum(jnp.where(rows, jnp.exp(products(some) - lse), 0.0), axis=1),)
+
+    (total,) = by_blocks(received, vectors, others=len(x))
+    return jnp.where(keys, total, 0.0) / jnp.maximum(jnp.sum(rows), 1)
 
 
 def merge_order(cosine: Float[Array, " T"], giving: Bool[Array, " T"], group: Int[Array, " T"]) -> Int[Array, " T"]:
@@ -109,11 +128,11 @@ def energy(metric: Float[Array, "T H"], members: Bool[Array, " T"], margin: floa
         cosine = jnp.einsum("th,sh->ts", rows, vectors, precision=jax.lax.Precision.HIGHEST)
         return (jnp.sum(jnp.where(members, jax.nn.elu(cosine - margin), 0.0), axis=-1),)
 
-    (total,) = _by_blocks(average, vectors, others=metric.shape[0])
+    (total,) = by_blocks(average, vectors, others=metric.shape[0])
     return total / jnp.maximum(jnp.sum(members), 1)
 
 
-def _by_blocks(function, *rows, others):
+def by_blocks(function, *rows, others):
     """Applies `function` to a few rows at a time; each row is compared with `others` tokens."""
     length = rows[0].shape[0]
     block = max(1, min(length, 512, _BLOCK_ELEMENTS // others))

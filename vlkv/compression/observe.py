@@ -87,8 +87,13 @@ class Observation:
     @property
     def instruction(self) -> Bool[Array, " T"]:
         """Text after the last vision token, with the template's closing text; all valid tokens if there is no image."""
-        place = jnp.arange(self.valid.shape[0])
-        return self.valid & (place > jnp.max(jnp.where(self.is_vision, place, -1)))
+        return instruction(self.is_vision, self.valid)
+
+
+def instruction(is_vision: Bool[Array, " T"], valid: Bool[Array, " T"]) -> Bool[Array, " T"]:
+    """`Observation.instruction`, for stages without an observation."""
+    place = jnp.arange(valid.shape[0])
+    return valid & (place > jnp.max(jnp.where(is_vision, place, -1)))
 
 
 def group_mean(x: Float[Array, "N T"], kv_heads: int) -> Float[Array, "K T"]:

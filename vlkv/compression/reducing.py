@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation
-from vlkv.compression.option_types import Scope
+from vlkv.compression.option_types import Positive, Scope
 from vlkv.compression.policy import Facts, ReducingStages
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import top
@@ -64,3 +64,35 @@ class ReducingPolicy(ReducingStages):
     def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
         """All tokens of the layers, if the prompt is reduced."""
         return super().total(sums, layers=layers, text=text) if self.reducer is None else sums
+
+
+class StagedPolicy(ReducingPolicy):
+    """Reduces the prompt in several stages, each of which keeps the same share of its vision tokens.
+
+    Attributes:
+        layers: numbers of layers before the stages; None: three stages, `after`.
+    """
+
+    layers: tuple[Positive, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check("layers", self.layers != (), "must have at least one number")
+
+    def after(self, layers: int) -> tuple[int, int, int]:
+        """The default of `layers`, for a model with this number of layers."""
+        raise NotImplementedError
+
+    def reductions(self, layers: int) -> tuple[int, ...]:
+        """`layers`, or the default."""
+        return self.after(layers) if self.layers is None else self.layers
+
+    @property
+    def share(self) -> float:
+        """The fraction of its vision tokens that each stage keeps, so that `keep` is left after the last one."""
+        return self.last_keep ** (1 / (3 if self.layers is None else len(self.layers)))
+
+    def remaining(self, *, stage: int, vision: int, images: int) -> int:
+        """`share` times `vision`, rounded half up."""
+        del stage, images
+        return int(budgets.fraction(self.share, vision)[-1])

@@ -30,6 +30,13 @@ class Tokens:
     # Features of the tower that are added after the first layers; see `vlkv.decoder.add_features`. A token that is
     # merged into another one loses its own. None: the model adds none.
     added: Float[Array, "*B S T D"] | None = None
+    marked: Bool[Array, "*B T"] | None = None  # for policies that choose tokens in one stage and use them in later ones
+
+    @property
+    def tower_attention(self) -> Float[Array, "*B W T"]:
+        """Attention received in the blocks of the tower that the policy names, averaged over heads."""
+        assert self.tower is not None
+        return jnp.mean(self.tower, axis=-2)
 
 
 def shorten(tokens: Tokens, kept: Bool[Array, " T"], length: int) -> Tokens:

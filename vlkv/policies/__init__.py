@@ -23,12 +23,14 @@ from vlkv.policies.adakv import AdaKV
 from vlkv.policies.aircache import AirCache
 from vlkv.policies.avl import AVL
 from vlkv.policies.cake import CAKE
+from vlkv.policies.cdpruner import CDPruner
 from vlkv.policies.criticalkv import CriticalKV
 from vlkv.policies.csp import CSP
 from vlkv.policies.dart import DART
 from vlkv.policies.divprune import DivPrune
 from vlkv.policies.downsample import Downsample
 from vlkv.policies.elastic import ElasticCache
+from vlkv.policies.evs import EVS
 from vlkv.policies.expectedattention import ExpectedAttention
 from vlkv.policies.fastervlm import FasterVLM
 from vlkv.policies.fastv import FastV
@@ -50,11 +52,13 @@ from vlkv.policies.pyramidkv import PyramidKV
 from vlkv.policies.random import ImgRandom, Random
 from vlkv.policies.roco import RoCo
 from vlkv.policies.snapkv import SnapKV
+from vlkv.policies.sparsevlm import SparseVLM
 from vlkv.policies.streaming import StreamingLLM
 from vlkv.policies.tgvkv import TGVKV
 from vlkv.policies.tofu import ToFu
 from vlkv.policies.tome import ToMe
 from vlkv.policies.tova import TOVA
+from vlkv.policies.vidcom2 import VidCom2
 from vlkv.policies.visionzip import VisionZip
 from vlkv.policies.vispruner import VisPruner
 from vlkv.policies.vlcache import VLCache
@@ -64,8 +68,8 @@ registry: dict[str, type[Policy]] = {
     for cls in (
         Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AdaKV, CAKE, CriticalKV, MixKV, TOVA, Knorm, KeyDiff,
         ExpectedAttention, AirCache, PrefixKV, AVL, ImgRandom, VLCache, TGVKV, ElasticCache, LookM, RoCo, CSP,
-        LightKV, FastV, PyramidDrop, DART, FasterVLM, HiRED, VisionZip, VisPruner, PruMerge, DivPrune, IVTP, ToMe,
-        PiToMe, ToFu, KIVI,
+        LightKV, FastV, PyramidDrop, SparseVLM, DART, FasterVLM, HiRED, VisionZip, VisPruner, PruMerge, DivPrune,
+        CDPruner, VidCom2, EVS, IVTP, ToMe, PiToMe, ToFu, KIVI,
     )
 }  # fmt: skip
 # These have names too, but not in the registry, whose methods can be compared at any `keep`.
@@ -159,6 +163,7 @@ __all__ = [
     "CAKE",
     "CSP",
     "DART",
+    "EVS",
     "H2O",
     "IVTP",
     "KIVI",
@@ -166,6 +171,7 @@ __all__ = [
     "TOVA",
     "AdaKV",
     "AirCache",
+    "CDPruner",
     "Composed",
     "CriticalKV",
     "DecodingStages",
@@ -200,10 +206,12 @@ __all__ = [
     "Selection",
     "Smooth",
     "SnapKV",
+    "SparseVLM",
     "StreamingLLM",
     "ToFu",
     "ToMe",
     "VLCache",
+    "VidCom2",
     "VisPruner",
     "VisionZip",
     "compose",

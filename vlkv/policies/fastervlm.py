@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from vlkv.compression.observe import Observation
@@ -27,5 +26,4 @@ class FasterVLM(ReducingPolicy):
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text and the best vision tokens of the row."""
         del obs, stage
-        assert tokens.tower is not None
-        return tokens, self.kept(tokens, jnp.mean(tokens.tower[-1], axis=0))
+        return tokens, self.kept(tokens, tokens.tower_attention[-1])

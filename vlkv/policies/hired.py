@@ -71,10 +71,9 @@ class HiRED(ReducingPolicy):
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text and the best vision tokens of each partition."""
         del obs, stage
-        assert tokens.tower is not None
         if self.keep == 1:
             return tokens, tokens.valid
-        first, late = jnp.mean(tokens.tower, axis=1)
+        first, late = tokens.tower_attention
         vision = tokens.valid & tokens.is_vision
         image, line = tokens.grid[:, 0], tokens.grid[:, 1]
         own = jnp.where(line >= 0, image, -1) if tokens.tiles is None else tokens.tiles[:, 0]

@@ -74,8 +74,7 @@ class IVTP(ReducingPolicy):
         table = budgets.fraction(self.fraction(stage), vision.shape[0])
         count: Int[Array, " 1"] = jnp.asarray(table)[jnp.sum(vision)][None]
         if obs is None:
-            assert tokens.tower is not None
-            best = top(jnp.mean(tokens.tower[-1], axis=0, keepdims=True), vision, count)
+            best = top(tokens.tower_attention[-1:], vision, count)
             tokens = grouped(tokens, best, vision[None] & ~best)
         else:
             best = top(self.ranking(obs), vision, count)

@@ -12,7 +12,7 @@ from vlkv.compression.observe import Observation
 from vlkv.compression.policy import Facts
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
-from vlkv.masks import ordinal, top
+from vlkv.masks import evenly, top
 
 
 class PruMerge(ReducingPolicy):
@@ -38,8 +38,7 @@ class PruMerge(ReducingPolicy):
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text and the selected vision tokens, into which the others are merged."""
         del obs, stage
-        assert tokens.tower is not None
-        vision, attention = tokens.valid & tokens.is_vision, jnp.mean(tokens.tower[-1], axis=0)
+        vision, attention = tokens.valid & tokens.is_vision, tokens.tower_attention[-1]
         count = self.count(vision)
         low, high = quartiles(attention, vision)
         outliers = jnp.sum(vision & (attention > high + 1.5 * (high - low)))
@@ -62,9 +61,3 @@ def quartiles(x: Float[Array, " T"], among: Bool[Array, " T"]) -> tuple[Float[Ar
         return below + (above - below) * (place % 4) / 4
 
     return quantile(1), quantile(3)
-
-
-def evenly(mask: Bool[Array, " T"], count: Array) -> Bool[Array, " T"]:
-    """`count` tokens of a mask at equal distances: those at places floor(i n / count) of its n tokens."""
-    number, place = jnp.maximum(jnp.sum(mask), 1), ordinal(mask)
-    return mask & (-(-(place + 1) * count // number) > -(-place * count // number))

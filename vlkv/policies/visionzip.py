@@ -38,8 +38,7 @@ class VisionZip(ReducingPolicy):
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text, dominant and contextual tokens."""
         del obs, stage
-        assert tokens.tower is not None
-        vision, attention = tokens.valid & tokens.is_vision, jnp.mean(tokens.tower[-1], axis=0)
+        vision, attention = tokens.valid & tokens.is_vision, tokens.tower_attention[-1]
         count = self.count(vision)
         groups = budgets.share(self.contextual, count, vision.shape[0])
         dominant = top(attention[None], vision, (count - groups)[None])[0]

@@ -40,8 +40,7 @@ class VisPruner(ReducingPolicy):
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text, important and diverse vision tokens."""
         del obs, stage
-        assert tokens.tower is not None
-        vision, attention = tokens.valid & tokens.is_vision, jnp.mean(tokens.tower[-1], axis=0)
+        vision, attention = tokens.valid & tokens.is_vision, tokens.tower_attention[-1]
         count = self.count(vision)
         by_attention = budgets.share(self.important, count, vision.shape[0])
         best = top(attention[None], vision, by_attention[None])[0]

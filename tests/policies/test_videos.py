@@ -1,0 +1,169 @@
+"""EVS and VidCom2, which compare the frames of a video, against float64 numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import vlkv
+from tests.families import tiny
+from tests.models import padded
+from vlkv import policies
+from vlkv.compression.tokens import Tokens
+
+WIDTH = 12
+# Frames as (lines, columns, newlines at the end of each line), with one text token before each.
+ROWS = (
+    [(2, 3, 0)] * 6,
+    [(3, 3, 0)] + [(2, 2, 1)] * 7,
+    [(2, 3, 0), (3, 2, 0), (3, 2, 0), (3, 2, 0)],
+    [(3, 4, 0)],
+)
+reduce = jax.jit(lambda policy, tokens: policy.reduce(tokens, None, stage=0)[1])
+
+
+def prompt(row, *, added=False, before=2):
+    """Tokens with padding at both ends; a frame is like the one before, more in some patches than in others."""
+    rng = np.random.default_rng(row)
+    entries = [(-1, -1, -1)] * before
+    for number, (lines, columns, newlines) in enumerate(ROWS[row]):
+        entries.append((-1, -1, -1))
+        for line in range(lines):
+            entries += [(number, line, column) for column in range(columns)] + [(number, -1, -1)] * newlines
+    grid = np.array(entries + [(-1, -1, -1)] * 5)
+    vision, valid = grid[:, 0] >= 0, np.arange(len(grid)) >= before
+    valid[-3:] = False
+    x = rng.normal(size=(len(grid), 4 * WIDTH)).astype(np.float32)
+    for t in np.flatnonzero(grid[:, 1] >= 0):
+        same = np.flatnonzero((grid == grid[t] - [1, 0, 0]).all(axis=1))
+        if len(same):
+            x[t] = x[same[0]] + rng.choice([0.05, 0.5, 1.5]) * x[t]
+    tokens = Tokens(
+        x=jnp.asarray(x[:, :WIDTH]), positions=jnp.arange(len(grid))[:, None], is_vision=jnp.asarray(vision),
+        valid=jnp.asarray(valid), source=jnp.arange(len(grid)), size=jnp.ones(len(grid)), grid=jnp.asarray(grid),
+        added=jnp.asarray(x[:, WIDTH:]).reshape(-1, 3, WIDTH).swapaxes(0, 1) if added else None,
+    )  # fmt: skip
+    return tokens, valid, vision, grid, np.float64(x if added else x[:, :WIDTH])
+
+
+def cosine(a, b):
+    return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+
+
+def evs(keep, x, grid):
+    """The kept tokens, as in vLLM: tokens without one before are worth 255, and a stable sort."""
+    vision = np.flatnonzero(grid[:, 0] >= 0)
+    shape = {n: tuple(grid[grid[:, 0] == n, 1:].max(axis=0)) for n in set(grid[vision, 0])}
+    worth = []
+    for t in vision:
+        number, line, _ = grid[t]
+        same = np.flatnonzero((grid == grid[t] - [1, 0, 0]).all(axis=1))
+        follows = line >= 0 and shape.get(number - 1) == shape[number]
+        worth.append(1 - cosine(x[t], x[same[0]]) if follows else 255.0)
+    first, count = np.flatnonzero(np.array(worth) == 255), max(1, int(keep * len(vision)))
+    if len(first) > count:  # our own rule
+        return vision[first[np.arange(count) * len(first) // count]]
+    return np.sort(vision[np.argsort(-np.array(worth), kind="stable")[:count]])
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_evs_keeps_what_vllm_keeps(added):
+    for row in range(len(ROWS)):
+        tokens, valid, vision, grid, x = prompt(row, added=added)
+        for keep in (0.1, 0.3, 0.55, 0.71, 1.0):
+            kept = np.asarray(reduce(policies.EVS(keep=keep), tokens))
+            np.testing.assert_array_equal(kept[~vision], valid[~vision])
+            np.testing.assert_array_equal(np.flatnonzero(kept & vision), evs(keep, x, grid))
+
+
+def test_evs_drops_a_patch_that_does_not_change_before_one_that_does():
+    """Six frames of six patches, of which only the fourth ever changes: it is kept in all frames, the others in one."""
+    tokens, _, _, grid, _ = prompt(0)
+    x = np.array(tokens.x)
+    first = np.flatnonzero(grid[:, 0] == 0)
+    for number in range(1, 6):
+        own = np.flatnonzero(grid[:, 0] == number)
+        x[own] = x[first]
+        x[own[3]] = np.random.default_rng(number).normal(size=WIDTH)
+    tokens = Tokens(**{**vars(tokens), "x": jnp.asarray(x)})
+    kept = np.asarray(reduce(policies.EVS(keep=11 / 36), tokens))
+    assert [(kept & (grid[:, 0] == n)).sum() for n in range(6)] == [6, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_evs_on_a_video_of_a_model(family):
+    """A video of three frames in a whole model: kept are the first frame and the patches that vLLM keeps."""
+    params, rng = tiny.make_model(family), np.random.default_rng(0)
+    c, frame = params.config, [tiny.VIDEO] * 6
+    marked = [tiny.START, *frame, tiny.END]
+    video = [*marked, 8, *marked, 9, *marked] if family == "qwen3_vl" else [tiny.START, *frame * 3, tiny.END]
+    batch = vlkv.Inputs.from_hf({
+        **padded([[3, 4, *video, 5, 6, 7]]), "video_grid_thw": [(3, 4, 6)],
+        "pixel_values_videos": rng.normal(size=(3 * 24, *c.vision.patch_shape)),
+    }, c)  # fmt: skip
+    embedded = jax.jit(lambda params, batch: params.embed(batch))(params, batch)
+    features = [embedded.x[0], *([] if embedded.added is None else embedded.added[0])]
+    x = np.concatenate([np.float64(x) for x in features], axis=-1)
+    assert len(features) == (3 if family == "qwen3_vl" else 1)
+    layer = jax.jit(vlkv.read_prompt)(params, batch, policies.EVS(keep=0.6)).layers[0]
+    source = np.asarray(layer.source[0])[np.asarray(layer.valid[0] & layer.is_vision[0])]
+    np.testing.assert_array_equal(source, evs(0.6, x, batch.grid[0]))
+    assert len(source) == 10
+
+
+def vidcom2(policy, x, grid):
+    """Kept tokens, their numbers per frame (one after the other, by Webster), and the numbers of the authors' code."""
+    patch = np.flatnonzero(grid[:, 1] >= 0)
+    quiet = np.argsort(x[patch].var(axis=0), kind="stable")[: int(policy.channels * x.shape[1])]
+    unit = x[:, quiet] / np.linalg.norm(x[:, quiet], axis=1, keepdims=True)
+    own = [patch[grid[patch, 0] == number] for number in range(grid[:, 0].max() + 1)]
+
+    def near(t, centre):
+        return sum(np.exp(-((unit[t] - centre) ** 2).sum() / (2 * 2.0**k)) for k in range(-3, 2))
+
+    to_video = [np.array([near(t, unit[patch].mean(axis=0)) for t in frame]) for frame in own]
+    to_frame = [np.array([near(t, unit[frame].mean(axis=0)) for t in frame]) for frame in own]
+    unique = np.array([-values.mean() for values in to_video])
+    share = np.exp((unique - unique.max()) / policy.temperature)
+    share = 1 + share / share.sum() - 1 / len(own)
+    newlines = np.flatnonzero((grid[:, 0] >= 0) & (grid[:, 1] < 0))
+    count = max(1, int(np.floor(policy.keep * (len(patch) + len(newlines)) + 0.5)))
+    size, numbers = np.array([len(frame) for frame in own]), np.zeros(len(own), int)
+    for _ in range(count - len(newlines)):
+        want = np.where(numbers == 0, np.inf, share * size / (numbers + 0.5))
+        numbers[np.argmax(np.where(numbers < size, want, -1))] += 1
+    kept = [frame[np.argsort(a + b)[:n]] for frame, a, b, n in zip(own, to_video, to_frame, numbers, strict=True)]
+    released = np.clip(np.round(np.minimum(policy.keep * share, 1) * size), 1, size)
+    return np.sort(np.concatenate([*kept, newlines[:count]])), numbers, released
+
+
+@pytest.mark.parametrize("options", [{}, {"channels": 1.0, "temperature": 0.1}], ids=str)
+def test_vidcom2(options):
+    """Decisions are those of the formulas; the numbers are those of the authors' code if their sum is the budget."""
+    equal = 0
+    for row in range(len(ROWS)):
+        tokens, valid, vision, grid, x = prompt(row)
+        for keep in (0.05, 0.25, 0.4, 0.5, 0.75, 1.0):
+            policy = policies.VidCom2(keep=keep, **options)
+            kept = np.asarray(reduce(policy, tokens))
+            wanted, numbers, released = vidcom2(policy, x, grid)
+            np.testing.assert_array_equal(kept[~vision], valid[~vision])
+            np.testing.assert_array_equal(np.flatnonzero(kept & vision), wanted)
+            if released.sum() == numbers.sum():
+                np.testing.assert_array_equal(numbers, released)
+                equal += 1
+    assert equal >= 6
+
+
+def test_a_frame_that_differs_keeps_more():
+    tokens, _, _, grid, _ = prompt(0)
+    x = np.array(tokens.x)
+    base = x[grid[:, 0] == 0]
+    rng = np.random.default_rng(5)
+    for number in range(6):
+        x[grid[:, 0] == number] = (
+            rng.normal(size=(6, WIDTH)) if number == 4 else base + 0.1 * rng.normal(size=base.shape)
+        )
+    kept = np.asarray(reduce(policies.VidCom2(keep=0.5), Tokens(**{**vars(tokens), "x": jnp.asarray(x)})))
+    numbers = [(kept & (grid[:, 0] == n)).sum() for n in range(6)]
+    assert sum(numbers) == 18 and numbers[4] > max(numbers[:4] + numbers[5:])

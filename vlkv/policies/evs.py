@@ -1,0 +1,59 @@
+"""EVS: drops the patches of a video that have not changed since the frame before."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
+
+from vlkv.compression import budgets, frames
+from vlkv.compression.observe import Observation
+from vlkv.compression.policy import Facts
+from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.tokens import Tokens
+from vlkv.masks import evenly, top
+
+
+class EVS(ReducingPolicy):
+    """Keeps the first frame, and the patches that differ most from those one frame before (Bagrov et al. 2025).
+
+    A patch is compared with the one at the same place. The difference is 1 - cosine of their embeddings, together with
+    the tower's features that the model adds after its first layers (Qwen3-VL). `keep` is 1 - q of vLLM, which has
+    merged the method, and is rounded down. So the same patches are dropped as there, with three exceptions. All videos
+    of a row share one budget. If the first frame exceeds the budget, tokens at equal distances in it are kept; vLLM
+    keeps all of it. And images, which vLLM does not prune, count as first frames, but an image that follows one with
+    the same lines and columns counts as the next frame.
+    """
+
+    facts = Facts(
+        paper="Bagrov et al. 2025, Efficient Video Sampling: Pruning Temporally Redundant Tokens for Faster VLM"
+        " Inference",
+        equations="vLLM's code",
+    )
+
+    @override
+    def count(self, vision: Bool[Array, " T"], share: float | None = None) -> Int[Array, ""]:
+        """`keep` times the number of these vision tokens, rounded down, at least one."""
+        assert share is None
+        return jnp.maximum(budgets.share(self.last_keep, jnp.sum(vision), vision.shape[0]), 1)
+
+    @override
+    def remaining(self, *, stage: int, vision: int, images: int) -> int:
+        del stage, images
+        return max(1, int(self.last_keep * vision))
+
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
+        """Keeps text, first frames, and the patches that differ most from those before them."""
+        del obs, stage
+        vision, before = tokens.valid & tokens.is_vision, frames.one_frame_before(tokens)
+        first, count = vision & (before < 0), self.count(vision)
+        first = evenly(first, jnp.minimum(jnp.sum(first), count))
+        changed = top(-cosine(tokens, before)[None], vision & (before >= 0), (count - jnp.sum(first))[None])[0]
+        return tokens, (tokens.valid & ~tokens.is_vision) | first | changed
+
+
+def cosine(tokens: Tokens, other: Int[Array, " T"]) -> Float[Array, " T"]:
+    """Cosine of each token's embedding, and the features that are added to it later, and those of another token."""
+    parts = [x.astype(jnp.float32) for x in (tokens.x, *(() if tokens.added is None else tokens.added))]
+    norm = jnp.sqrt(sum(jnp.sum(x**2, axis=-1) for x in parts))
+    return sum(jnp.sum(x * x[other], axis=-1) for x in parts) / jnp.maximum(norm * norm[other], 1e-8)

@@ -1,0 +1,81 @@
+"""VidCom2: frames that differ from the rest of the video keep more tokens, those that differ from their frame."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from vlkv.compression import frames, matching
+from vlkv.compression.observe import Observation
+from vlkv.compression.option_types import Range, Share
+from vlkv.compression.policy import Facts
+from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.tokens import Tokens
+from vlkv.masks import top
+
+
+class VidCom2(ReducingPolicy):
+    """Keeps the tokens that are least similar to the video and to their frame (Liu et al. 2025).
+
+    The similarity of a token and a centre is the sum over k = -3 to 1 of exp(-d^2 / 2^(k + 1)), where d is the distance
+    of the normalised embeddings, of which only the `channels` with the smallest variance are used. The centre is the
+    mean of a frame or of the video. A frame is unique if its tokens are not similar to the centre of the video; its
+    share of the budget is 1 + u - 1 / frames, where u is a softmax of this uniqueness over the frames. We followed the
+    authors' code, which rounds the number of each frame; here all shares have a common factor, so that the total is
+    exact.
+
+    All frames and images of a row are one video, and an image is one frame, of any size. Tokens without a place in a
+    frame, such as newlines, are kept first. A frame keeps at least one token if the budget allows.
+
+    Attributes:
+        channels: fraction of the channels that are compared, rounded down.
+        temperature: of the softmax.
+    """
+
+    channels: Share = 0.5
+    temperature: Annotated[float, Range(0, above=True)] = 0.01
+    facts = Facts(
+        paper="Liu et al. 2025, Video Compression Commander: Plug-and-Play Inference Acceleration for Video Large"
+        " Language Models (VidCom2)",
+        equations="the authors' code",
+    )
+
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
+        """Keeps text, and the best tokens of each frame."""
+        del obs, stage
+        patch, frame = frames.patches(tokens), jnp.maximum(tokens.grid[:, 0], 0)
+        size = frames.sum_by_frame(patch.astype(jnp.float32), tokens)
+        unit = matching.unit(tokens.x * self.quiet(tokens.x, patch))
+        total = frames.sum_by_frame(unit, tokens)
+        to_video = similarity(unit, jnp.sum(total, axis=0) / jnp.maximum(jnp.sum(size), 1))
+        to_frame = similarity(unit, (total / jnp.maximum(size, 1)[:, None])[frame])
+        share = self.shares(frames.sum_by_frame(to_video, tokens), size)
+        # Numbers proportional to share x size, rounded half up, whose total is exact: Webster's method.
+        rank = matching.rank_within(jnp.where(patch, frame, -1), to_video + to_frame)
+        order = jnp.where(rank > 0, (rank + 0.5) / (share * size)[frame], 0.0)
+        return tokens, self.kept(tokens, -jnp.where(patch, order, -1.0))
+
+    def quiet(self, x: Float[Array, "T D"], patch: Bool[Array, " T"]) -> Bool[Array, " D"]:
+        """The channels with the smallest variance over all patches."""
+        width, weight = x.shape[1], patch[:, None] / jnp.maximum(jnp.sum(patch), 1)
+        variance = jnp.sum(weight * (x - jnp.sum(weight * x, axis=0)) ** 2, axis=0)
+        return top(-variance[None], jnp.ones(width, bool), jnp.array([int(self.channels * width)]))[0]
+
+    def shares(self, similar: Float[Array, " T"], size: Float[Array, " T"]) -> Float[Array, " T"]:
+        """Relative share of each frame.
+
+        Args:
+            similar: sum over the frame's tokens of their similarity to the centre of the video.
+            size: number of its tokens; 0: there is no such frame.
+        """
+        unlike = jnp.where(size > 0, -similar / jnp.maximum(size, 1), -jnp.inf)
+        return 1 + jax.nn.softmax(unlike / self.temperature) - 1 / jnp.maximum(jnp.sum(size > 0), 1)
+
+
+def similarity(unit: Float[Array, "T D"], centre: Float[Array, "T D"] | Float[Array, " D"]) -> Float[Array, " T"]:
+    """Sum of Gaussian kernels of five widths."""
+    square = jnp.sum((unit - centre) ** 2, axis=-1)
+    return jnp.sum(jnp.exp(-square[:, None] / 2.0 ** jnp.arange(-2, 3)), axis=1)
