@@ -320,6 +320,30 @@ def lookm(p, recent=None, text_prior=True, merging="pivot", sinks=4):
     return p.finish(scores, uniform(p.total, p.layers), (p.place < first) | (p.place >= p.tokens - recent))
 
 
+def nats(p):
+    return -(p * np.log(np.where(p > 0, p, 1))).sum(axis=-1)
+
+
+def meda(p, entropy="cross-modal"):
+    everywhere = np.full((p.tokens, p.tokens), True)
+    scores, spread = [], []
+    for q, k, sums in zip(p.q, p.k, p.column_sums(), strict=True):
+        each = per_key_head(sums, p.heads)
+        scores.append(each + ~p.vision * each.max(axis=-1, keepdims=True))
+        if entropy == "all":
+            spread.append(nats(p.attention(q, k)).mean())
+        elif p.vision.any() and not p.vision.all():
+            text, image = (attention(q, k, keys, sees=everywhere) for keys in (~p.vision, p.vision))
+            spread.append(nats(image[:, ~p.vision]).mean() + nats(text[:, p.vision]).mean())
+        else:
+            spread.append(0.0)
+    weight = np.exp(spread)
+    budgets = apportion(
+        p.total * weight / weight.sum(), p.total, p.most, min(max(1, p.most // 100), p.total // p.layers)
+    )
+    return p.finish(scores, budgets, [p.place >= p.tokens - n // 2 for n in budgets])
+
+
 def merged(k, v, kept, way):
     """Entries [K,T,H] of one layer after each dropped one is merged into a kept one, one token at a time."""
     given = [[[] for _ in head] for head in kept]

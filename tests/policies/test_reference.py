@@ -42,6 +42,7 @@ METHODS = {
     policies.VLCache: reference.vlcache,
     policies.ElasticCache: reference.elasticcache,
     policies.LookM: reference.lookm,
+    policies.MEDA: reference.meda,
     policies.RoCo: reference.roco,
     policies.CSP: reference.csp,
 }
@@ -75,6 +76,7 @@ CASES = [
     policies.ElasticCache(budget=6, sinks=2, recent=3, scope="vision"),
     policies.LookM(keep=0.4),
     policies.LookM(keep=0.5, scope="vision", merging="weighted"),
+    policies.MEDA(keep=0.4),
     policies.RoCo(keep=0.4, recent=2),
     policies.RoCo(budget=6, spread=0.2, scope="vision"),
     policies.CSP(keep=0.6, window=4, heads="each", fill=True),
@@ -100,6 +102,8 @@ MORE = [
     policies.PrefixKV(budget=9, sinks=0, recent=0, scope="all"),
     policies.VLCache(keep=0.3, scope="vision"),
     policies.LookM(budget=9, recent=3, text_prior=False, merging="average"),
+    policies.MEDA(budget=6, entropy="all"),
+    policies.MEDA(keep=0.5, scope="vision"),
     policies.RoCo(keep=0.6),
     policies.CSP(keep=0.5),
     policies.CSP(keep=0.6, window=12, recent_bias=0, c=0.3, heads="each"),
@@ -163,6 +167,7 @@ def test_policy_agrees_with_the_equations(policy, batch):
         policies.ElasticCache(keep=0.4),
         *(policies.LookM(keep=0.4, merging=way) for way in ("average", "weighted", "pivot")),
         policies.LookM(keep=0.3, merging="pivot", scope="vision"),
+        policies.MEDA(keep=0.4),
     ],
     ids=repr,
 )
@@ -175,7 +180,7 @@ def test_merging_agrees_with_the_equations(policy, batch):
     for row, name in enumerate(PROMPTS):
         for layer in range(LAYERS):
             k_row, v_row, kept = (np.asarray(x)[row, layer][:, valid[row]] for x in (k, v, got.kept))
-            expected = reference.merged(k_row, v_row, kept, policy.merging)
+            expected = reference.merged(k_row, v_row, kept, getattr(policy, "merging", "average"))
             for ours, theirs in zip((got_k, got_v), expected, strict=True):
                 entries = np.asarray(ours)[row, layer][:, valid[row]]
                 np.testing.assert_allclose(entries[kept], theirs[kept], atol=1e-5, err_msg=name)

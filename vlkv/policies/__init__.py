@@ -41,6 +41,7 @@ from vlkv.policies.kivi import KIVI
 from vlkv.policies.knorm import Knorm
 from vlkv.policies.lightkv import LightKV
 from vlkv.policies.lookm import LookM
+from vlkv.policies.meda import MEDA
 from vlkv.policies.mixkv import MixKV
 from vlkv.policies.pitome import PiToMe
 from vlkv.policies.prefixkv import PrefixKV
@@ -63,7 +64,7 @@ registry: dict[str, type[Policy]] = {
     cls.__name__.lower(): cls
     for cls in (
         Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AdaKV, CAKE, CriticalKV, MixKV, TOVA, Knorm, KeyDiff,
-        ExpectedAttention, AirCache, PrefixKV, AVL, ImgRandom, VLCache, TGVKV, ElasticCache, LookM, RoCo, CSP,
+        ExpectedAttention, AirCache, PrefixKV, AVL, ImgRandom, VLCache, TGVKV, ElasticCache, LookM, MEDA, RoCo, CSP,
         LightKV, FastV, PyramidDrop, DART, FasterVLM, HiRED, VisionZip, VisPruner, PruMerge, DivPrune, IVTP, ToMe,
         PiToMe, ToFu, KIVI,
     )
@@ -162,6 +163,7 @@ __all__ = [
     "H2O",
     "IVTP",
     "KIVI",
+    "MEDA",
     "TGVKV",
     "TOVA",
     "AdaKV",
