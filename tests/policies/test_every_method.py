@@ -59,6 +59,7 @@ VARIANTS = [
     policies.compose(policies.SnapKV(keep=0.3), allocate=policies.PrefixKV, store=policies.KIVI(bits=4)),
     policies.compose(policies.CriticalKV(keep=0.4, window=2), allocate=policies.AdaKV),
     policies.compose(policies.H2O(keep=0.4), rank=policies.CriticalKV, store=policies.KIVI(bits=4)),
+    policies.compose(policies.SnapKV(keep=0.3), allocate=policies.AdaKV, store=policies.TurboQuant(bits=3)),
     policies.compose(policies.PyramidKV(keep=0.5, window=2), reduce=policies.FastV(keep=0.3, layer=1)),
     policies.compose(policies.AirCache(budget=10, cap=1.0), reduce=policies.FastV(keep=0.1, layer=1)),
     policies.CSP(keep=0.4, variant="released"),

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from pallas_kernels import QuantizedPool, quantize
+from pallas_kernels import QuantizedPool
 from pallas_kernels.cpu import restored, stored
 from vlkv.cache.pool import PackedCache, Storage
 from vlkv.cache.rings import Ring
@@ -72,7 +72,7 @@ class CacheSpec:
     @property
     def tile(self) -> int:
         """Alignment of segments, chosen so that no group of quantised keys belongs to two layers."""
-        return ALIGNMENT if self.storage is None else math.lcm(ALIGNMENT, self.storage.group)
+        return ALIGNMENT if self.storage is None else math.lcm(ALIGNMENT, self.storage.group or 1)
 
     def pool(self, parts: int) -> int:
         """Slots of the pool per key head, with the alignment of segments in every part.
@@ -172,9 +172,7 @@ def pack(
         packed_k: Array | QuantizedPool = pool_k
         packed_v: Array | QuantizedPool = pool_v
         if spec.storage is not None:
-            bits, group, _ = spec.storage
-            packed_k = quantize(pool_k, token >= 0, bits=bits, group=group, axis="slots")
-            packed_v = quantize(pool_v, token >= 0, bits=bits, group=group, axis="channels")
+            packed_k, packed_v = spec.storage.quantize(pool_k, pool_v, token >= 0)
         return packed_k, packed_v, token, start, tail(), tail()
 
     pool, each = "B K P H", "L B K"

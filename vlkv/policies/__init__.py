@@ -56,6 +56,7 @@ from vlkv.policies.tgvkv import TGVKV
 from vlkv.policies.tofu import ToFu
 from vlkv.policies.tome import ToMe
 from vlkv.policies.tova import TOVA
+from vlkv.policies.turboquant import TurboQuant
 from vlkv.policies.visionzip import VisionZip
 from vlkv.policies.vispruner import VisPruner
 from vlkv.policies.vlcache import VLCache
@@ -66,7 +67,7 @@ registry: dict[str, type[Policy]] = {
         Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AdaKV, CAKE, CriticalKV, MixKV, TOVA, Knorm, KeyDiff,
         ExpectedAttention, AirCache, PrefixKV, AVL, ImgRandom, VLCache, TGVKV, ElasticCache, LookM, MEDA, RoCo, CSP,
         LightKV, FastV, PyramidDrop, DART, FasterVLM, HiRED, VisionZip, VisPruner, PruMerge, DivPrune, IVTP, ToMe,
-        PiToMe, ToFu, KIVI,
+        PiToMe, ToFu, KIVI, TurboQuant,
     )
 }  # fmt: skip
 # These have names too, but not in the registry, whose methods can be compared at any `keep`.
@@ -205,6 +206,7 @@ __all__ = [
     "StreamingLLM",
     "ToFu",
     "ToMe",
+    "TurboQuant",
     "VLCache",
     "VisPruner",
     "VisionZip",
