@@ -17,18 +17,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from pallas_kernels.cpu import beside
 
 Axis = Literal["slots", "channels"]
+_EXACT = jax.lax.Precision.HIGHEST
 
 
 @jax.tree_util.register_dataclass
@@ -115,48 +117,69 @@ def quantize_rotated(x: Float[Array, "B #K P H"], used: Bool[Array, "B #K P"], *
         raise ValueError(f"quantize_rotated: bits={bits!r} must be 2, 3 or 4, and {head_dim} channels fill whole bytes")
     vectors = jnp.where(used[..., None], x.astype(jnp.float32), 0.0)
     scale = jnp.linalg.norm(vectors, axis=-1, keepdims=True) * head_dim**-0.5
-    unit = _rotate(vectors, rotation(head_dim)) / jnp.where(scale > 0, scale, 1.0)
-    levels = codebook(bits)
-    between = jnp.asarray((levels[1:] + levels[:-1]) / 2, jnp.float32)
-    codes = jnp.sum(unit[..., None] > between, axis=-1, dtype=jnp.uint8)
+    unit = rotate(vectors) / jnp.where(scale > 0, scale, 1.0)
+    codes = jnp.sum(unit[..., None] > jnp.array(_between(codebook(bits))), axis=-1, dtype=jnp.uint8)
     return QuantizedPool(
         codes=_pack(codes, bits), scale=scale.astype(x.dtype), low=None, bits=bits, group=head_dim, axis="channels"
     )
 
 
 @functools.cache
-def codebook(bits: int) -> Float[np.ndarray, " levels"]:
+def codebook(bits: int) -> tuple[float, ...]:
     """The 2^bits levels with the least mean squared error for a standard Gaussian, by Lloyd's iteration."""
-    levels = np.linspace(-2.0, 2.0, 2**bits)
+    levels = [-2 + 4 * i / (2**bits - 1) for i in range(2**bits)]
     for _ in range(2000):
-        ends = np.concatenate([[-np.inf], (levels[1:] + levels[:-1]) / 2, [np.inf]])
-        below = np.array([(1 + math.erf(end / math.sqrt(2))) / 2 for end in ends])
-        density = np.exp(-(ends**2) / 2) / math.sqrt(2 * math.pi)
-        levels = -np.diff(density) / np.diff(below)  # the mean of the numbers that are nearest to each level
-    return levels
+        ends = [-math.inf, *_between(levels), math.inf]
+        below = [(1 + math.erf(end / math.sqrt(2))) / 2 for end in ends]
+        density = [math.exp(-(end**2) / 2) / math.sqrt(2 * math.pi) for end in ends]
+        # The mean of the numbers that are nearest to each level.
+        levels = [(density[i] - density[i + 1]) / (below[i + 1] - below[i]) for i in range(len(levels))]
+    return tuple(levels)
+
+
+def _between(levels: Sequence[float]) -> list[float]:
+    return [(a + b) / 2 for a, b in itertools.pairwise(levels)]
 
 
 @functools.cache
-def rotation(head_dim: int) -> Float[np.ndarray, "H H"]:
-    """A random rotation, uniformly drawn; always the same for a head dim, so that no cache needs to store it."""
-    q, r = np.linalg.qr(np.random.default_rng(head_dim).standard_normal((head_dim, head_dim)))
-    return (q * np.sign(np.diag(r))).astype(np.float32)
+def _signs(head_dim: int) -> tuple[tuple[float, ...], ...]:
+    """Random signs of the channels for each round, always the same for a head dim."""
+    draw = random.Random(head_dim)  # whose `random` gives the same numbers in all versions of Python
+    return tuple(tuple(1.0 if draw.random() < 0.5 else -1.0 for _ in range(head_dim)) for _ in range(2))
 
 
-def _rotate(x: Float[Array, "*n H"], by: Float[np.ndarray, "H H"]) -> Float[Array, "*n H"]:
-    return jnp.einsum("...h,hi->...i", x.astype(jnp.float32), jnp.asarray(by), precision="highest")
+def _cosines(head_dim: int) -> Float[Array, "H H"]:
+    """The orthonormal discrete cosine transform."""
+    i = jnp.arange(head_dim)
+    angle = i[:, None] * (2 * i + 1) % (4 * head_dim) * (math.pi / (2 * head_dim))
+    return jnp.cos(angle) * jnp.where(i[:, None] > 0, math.sqrt(2 / head_dim), math.sqrt(1 / head_dim))
+
+
+def rotate(x: Float[Array, "*n H"]) -> Float[Array, "*n H"]:
+    """A random rotation in float32: two rounds of random signs and a cosine transform. No cache needs to store it."""
+    for signs in _signs(x.shape[-1]):
+        x = jnp.einsum(
+            "...h,ih->...i", x.astype(jnp.float32) * jnp.array(signs), _cosines(x.shape[-1]), precision=_EXACT
+        )
+    return x
+
+
+def _rotate_back(x: Float[Array, "*n H"]) -> Float[Array, "*n H"]:
+    for signs in reversed(_signs(x.shape[-1])):
+        x = jnp.einsum("...h,hi->...i", x.astype(jnp.float32), _cosines(x.shape[-1]), precision=_EXACT) * jnp.array(
+            signs
+        )
+    return x
 
 
 def to_basis(q: Float[Array, "*n H"], pool: Array | QuantizedPool) -> Float[Array, "*n H"]:
     """Queries for keys as `read` and its like return them."""
-    rotates = isinstance(pool, QuantizedPool) and pool.low is None
-    return _rotate(q, rotation(q.shape[-1])).astype(q.dtype) if rotates else q
+    return rotate(q).astype(q.dtype) if isinstance(pool, QuantizedPool) and pool.low is None else q
 
 
 def from_basis(out: Float[Array, "*n H"], pool: Array | QuantizedPool) -> Float[Array, "*n H"]:
     """Sums of values as `read` and its like return them, rotated back."""
-    rotates = isinstance(pool, QuantizedPool) and pool.low is None
-    return _rotate(out, rotation(out.shape[-1]).T).astype(out.dtype) if rotates else out
+    return _rotate_back(out).astype(out.dtype) if isinstance(pool, QuantizedPool) and pool.low is None else out
 
 
 def dequantize(pool: Float[Array, "B #K P H"] | QuantizedPool) -> Float[Array, "B #K P H"]:
@@ -226,7 +249,7 @@ def _values(pool: QuantizedPool, codes: UInt8[Array, "C W"], spread: Callable[[A
     """The numbers of some slots; `spread` selects and repeats the numbers of their groups."""
     unpacked = _unpack(codes, pool.bits)
     if pool.low is None:
-        levels = jnp.asarray(codebook(pool.bits), jnp.float32).at[unpacked].get(mode="promise_in_bounds")
+        levels = jnp.array(codebook(pool.bits)).at[unpacked].get(mode="promise_in_bounds")
         return (levels * spread(pool.scale)).astype(pool.dtype)
     return (spread(pool.low) + unpacked * spread(pool.scale)).astype(pool.dtype)
 

@@ -38,9 +38,9 @@ PROMPTS = (
     "IIIIIIIIIIIIIIIIIIIIIII.....",
     "...........................I",
 )
-OPTIONS = {name: {"window": 3} for name in ("snapkv", "pyramidkv", "adakv", "cake", "criticalkv", "mixkv")} | {
-    "csp": {"fill": True, "window": 3}
-}
+OPTIONS = {
+    name: {"window": 3} for name in ("snapkv", "pyramidkv", "adakv", "cake", "criticalkv", "damage", "mixkv")
+} | {"csp": {"fill": True, "window": 3}}
 # A larger budget only adds to what these keep: one order per layer, and shares that do not depend on the budget.
 RANKINGS = {
     "Random", "ImgRandom", "StreamingLLM", "H2O", "SnapKV-vision", "TOVA", "Knorm", "KeyDiff", "ExpectedAttention",

@@ -32,11 +32,13 @@ METHODS = {
     policies.PyramidKV: reference.pyramidkv,
     policies.AdaKV: reference.adakv,
     policies.CAKE: reference.cake,
+    policies.Damage: reference.damage,
     policies.MixKV: reference.mixkv,
     policies.TGVKV: reference.tgvkv,
     policies.TOVA: reference.tova,
     policies.Knorm: reference.knorm,
     policies.KeyDiff: reference.keydiff,
+    policies.FlashCache: reference.flashcache,
     policies.AirCache: reference.aircache,
     policies.PrefixKV: reference.prefixkv,
     policies.VLCache: reference.vlcache,
@@ -58,11 +60,13 @@ CASES = [
     policies.AdaKV(keep=0.5, window=3, scope="all"),
     policies.AdaKV(keep=0.35, kernel=3, safeguard=0.0, scope="vision"),
     policies.CAKE(keep=0.5, window=4, gamma=5.0),
+    policies.Damage(keep=0.4, window=4),
     policies.MixKV(keep=0.4, window=4),
     policies.TGVKV(keep=0.4),
     policies.TOVA(keep=0.4),
     policies.Knorm(budget=7),
     policies.KeyDiff(keep=0.4),
+    policies.FlashCache(keep=0.4),
     policies.AirCache(keep=0.4),
     policies.AirCache(budget=5, alpha=1.0),
     policies.AirCache(keep=0.4, alpha=0.5, scope="all"),
@@ -90,10 +94,13 @@ MORE = [
     policies.PyramidKV(budget=12, window=3, kernel=3, pooling="avg", scope="all"),
     policies.AdaKV(budget=6, window=9, pooling="avg", safeguard=0.5, scope="all"),
     policies.CAKE(keep=0.35, kernel=3, pooling="max", tau1=1.6, tau2=0.4, scope="vision"),
+    policies.Damage(budget=9, kernel=3, safeguard=0.3),
+    policies.Damage(keep=0.3, window=1, relative=False, scope="vision"),
     policies.MixKV(budget=6, window=3, scope="vision"),
     policies.TGVKV(budget=9, sinks=2, scope="all"),
     policies.TOVA(budget=6, recent=2),
     policies.KeyDiff(keep=0.3, scope="vision"),
+    policies.FlashCache(budget=5, cutoff=0.1, scope="vision"),
     policies.AirCache(keep=0.9, alpha=0.0),
     policies.AirCache(keep=0.4, window="recent", rows=3),
     policies.AirCache(keep=0.4, window="vision", rows=5, allocation="uniform"),
@@ -115,7 +122,7 @@ MORE = [
 def select(policy, q, k, vision, valid, key=None):
     """A whole batch of prompts, as `generate` does it."""
     keys = None if key is None else jnp.stack([key] * len(vision))
-    return jax.vmap(lambda *args: policies.select(policy, *args[:2], args[1], *args[2:]))(q, k, vision, valid, keys)
+    return jax.vmap(lambda *x: policies.select(policy, *x[:2], x[1][..., ::-1], *x[2:]))(q, k, vision, valid, keys)
 
 
 @pytest.fixture(scope="module")

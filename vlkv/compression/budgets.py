@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from vlkv.masks import top
+
 
 def total(
     keep: float | None, budget: int | None, sums: Int[np.ndarray, " sums"], *, layers: int
@@ -100,6 +102,29 @@ def apportion(
         return whole + sign * (able & (rank < jnp.abs(left)))
 
     return jax.lax.while_loop(unfinished, hand_out, whole)
+
+
+def by_order(
+    ranked: Float[Array, "M T"],
+    total: Int[Array, ""],
+    *,
+    always: Int[Array, " M"],
+    most: Int[Array, " M"],
+    safeguard: float = 0.0,
+) -> Int[Array, " M"]:
+    """Budgets of M heads with the sum `total`: how many of the best scores of all heads together each of them has.
+
+    Args:
+        ranked: scores of the candidates; -inf for other tokens. Ties: the earlier head, then the earlier token.
+        total: for all heads together.
+        always: entries that each head keeps besides the candidates.
+        most: greatest budget of each head. Every head with tokens gets at least one.
+        safeguard: share of the budget that is divided equally.
+    """
+    heads, left = len(ranked), total - jnp.sum(always)
+    best = top(ranked.reshape(1, -1), ranked.reshape(1, -1) > -jnp.inf, left[None]).reshape(ranked.shape)
+    own = (1 - safeguard) * jnp.sum(best, axis=1) + safeguard * left / heads
+    return apportion(always + own, total, floor=jnp.minimum(1, most), ceiling=most)
 
 
 def smallest(values: Float[Array, "L T"], total: Int[Array, ""]) -> Int[Array, " L"]:

@@ -25,6 +25,7 @@ from vlkv.policies.avl import AVL
 from vlkv.policies.cake import CAKE
 from vlkv.policies.criticalkv import CriticalKV
 from vlkv.policies.csp import CSP
+from vlkv.policies.damage import Damage
 from vlkv.policies.dart import DART
 from vlkv.policies.divprune import DivPrune
 from vlkv.policies.downsample import Downsample
@@ -32,6 +33,7 @@ from vlkv.policies.elastic import ElasticCache
 from vlkv.policies.expectedattention import ExpectedAttention
 from vlkv.policies.fastervlm import FasterVLM
 from vlkv.policies.fastv import FastV
+from vlkv.policies.flashcache import FlashCache
 from vlkv.policies.full import Full
 from vlkv.policies.h2o import H2O
 from vlkv.policies.hired import HiRED
@@ -64,8 +66,9 @@ from vlkv.policies.vlcache import VLCache
 registry: dict[str, type[Policy]] = {
     cls.__name__.lower(): cls
     for cls in (
-        Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AdaKV, CAKE, CriticalKV, MixKV, TOVA, Knorm, KeyDiff,
-        ExpectedAttention, AirCache, PrefixKV, AVL, ImgRandom, VLCache, TGVKV, ElasticCache, LookM, MEDA, RoCo, CSP,
+        Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AdaKV, CAKE, CriticalKV, Damage, MixKV, TOVA, Knorm,
+        KeyDiff, ExpectedAttention, FlashCache, AirCache, PrefixKV, AVL, ImgRandom, VLCache, TGVKV, ElasticCache, LookM,
+        MEDA, RoCo, CSP,
         LightKV, FastV, PyramidDrop, DART, FasterVLM, HiRED, VisionZip, VisPruner, PruMerge, DivPrune, IVTP, ToMe,
         PiToMe, ToFu, KIVI, TurboQuant,
     )
@@ -171,6 +174,7 @@ __all__ = [
     "AirCache",
     "Composed",
     "CriticalKV",
+    "Damage",
     "DecodingStages",
     "DivPrune",
     "Downsample",
@@ -179,6 +183,7 @@ __all__ = [
     "Facts",
     "FastV",
     "FasterVLM",
+    "FlashCache",
     "Full",
     "HiRED",
     "ImgRandom",
