@@ -127,6 +127,30 @@ def by_order(
     return apportion(always + own, total, floor=jnp.minimum(1, most), ceiling=most)
 
 
+def by_order_of_all_layers(
+    ranked: Float[Array, "L K T"],
+    total: Int[Array, ""],
+    most: Int[Array, " L"],
+    *,
+    safeguard: float = 0.0,
+) -> Int[Array, "L K"]:
+    """`by_order` for all heads of all layers together; tokens in scope that are no candidates are always kept.
+
+    Args:
+        ranked: as in `by_order`.
+        total: for all layers together, per head.
+        most: number of tokens in scope of each layer.
+        safeguard: as in `by_order`.
+    """
+    layers, heads, length = ranked.shape
+    always = jnp.minimum(most[:, None] - jnp.sum(ranked > -jnp.inf, axis=2), total // layers)
+    granted = by_order(
+        ranked.reshape(-1, length), heads * total, always=always.reshape(-1), most=jnp.repeat(most, heads),
+        safeguard=safeguard,
+    )  # fmt: skip
+    return granted.reshape(layers, heads)
+
+
 def smallest(values: Float[Array, "L T"], total: Int[Array, ""]) -> Int[Array, " L"]:
     """Number of the `total` smallest values that are in each layer; ties: the lower layer.
 

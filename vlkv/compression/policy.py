@@ -231,6 +231,14 @@ class Policy(metaclass=_PolicyType):
         return True
 
     @property
+    def repeats(self) -> tuple[int, ...] | None:
+        """Ids of an instruction after which the model reads the prompt again, for `obs.context.repeated`.
+
+        None: it reads the prompt once.
+        """
+        return None
+
+    @property
     def reducer(self) -> ReducingStages | None:
         """The policy that reduces the prompt during prefill; None: no policy does."""
         return None

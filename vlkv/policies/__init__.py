@@ -41,6 +41,7 @@ from vlkv.policies.ivtp import IVTP
 from vlkv.policies.keydiff import KeyDiff
 from vlkv.policies.kivi import KIVI
 from vlkv.policies.knorm import Knorm
+from vlkv.policies.kvzip import KVzip
 from vlkv.policies.lightkv import LightKV
 from vlkv.policies.lookm import LookM
 from vlkv.policies.meda import MEDA
@@ -67,8 +68,8 @@ registry: dict[str, type[Policy]] = {
     cls.__name__.lower(): cls
     for cls in (
         Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AdaKV, CAKE, CriticalKV, Damage, MixKV, TOVA, Knorm,
-        KeyDiff, ExpectedAttention, FlashCache, AirCache, PrefixKV, AVL, ImgRandom, VLCache, TGVKV, ElasticCache, LookM,
-        MEDA, RoCo, CSP,
+        KeyDiff, ExpectedAttention, KVzip, FlashCache, AirCache, PrefixKV, AVL, ImgRandom, VLCache, TGVKV, ElasticCache,
+        LookM, MEDA, RoCo, CSP,
         LightKV, FastV, PyramidDrop, DART, FasterVLM, HiRED, VisionZip, VisPruner, PruMerge, DivPrune, IVTP, ToMe,
         PiToMe, ToFu, KIVI, TurboQuant,
     )
@@ -187,6 +188,7 @@ __all__ = [
     "Full",
     "HiRED",
     "ImgRandom",
+    "KVzip",
     "KeyDiff",
     "Knorm",
     "LayerContext",

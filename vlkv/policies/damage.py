@@ -52,14 +52,8 @@ class Damage(AdaKV):
         self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
     ) -> Int[Array, "L K"]:
         """The number of each head's tokens among the best of all layers."""
-        ranked = statistics["ranked"]
-        _, heads, length = ranked.shape
-        always = jnp.minimum(most[:, None] - jnp.sum(ranked > -jnp.inf, axis=2), total // layers).reshape(-1)
-        granted = budgets.by_order(
-            ranked.reshape(-1, length), heads * total, always=always, most=jnp.repeat(most, heads),
-            safeguard=self.safeguard,
-        )  # fmt: skip
-        return granted.reshape(layers, heads)
+        del layers
+        return budgets.by_order_of_all_layers(statistics["ranked"], total, most, safeguard=self.safeguard)
 
 
 def damages(attention: Float[Array, "R N T"], v: Float[Array, "K T H"], *, relative: bool) -> Float[Array, "R N T"]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import budgets, merging
-from vlkv.compression.observe import Observation, column_sums, group_mean
+from vlkv.compression.observe import Observation, column_sums, columns, group_mean
 from vlkv.compression.policy import Facts, Policy, Statistics
 from vlkv.masks import last
 from vlkv.sharding.ops import attention_mass
@@ -36,6 +36,9 @@ class MEDA(Policy):
         paper="Wan et al. 2025, MEDA: Dynamic KV Cache Allocation for Efficient Multimodal Long-Context Inference",
         equations="Sec. 3; entropy and bounds: the authors' code",
         stages="score, allocate, rank, merge",
+        measures=lambda policy, obs: (columns("sum", "entropy") if policy.entropy == "all" else columns("sum"))(
+            policy, obs
+        ),
     )
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
