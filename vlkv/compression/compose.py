@@ -249,8 +249,8 @@ class Composed(Policy):
         return (self.ranked or self.scored).rank(scores, self._owned(statistics, "ranked"), candidates, count)
 
     @property
-    @override
-    def repeats(self) -> tuple[int, ...] | None:
+    def repeats(self) -> tuple[int, ...] | None:  # type: ignore[override]
+        """Those of the first part that repeats the prompt."""
         return next((part.repeats for part in self.parts if part.repeats is not None), None)
 
     @property

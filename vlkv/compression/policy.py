@@ -110,6 +110,8 @@ class Policy(metaclass=_PolicyType):
     facts: ClassVar[Facts]
     softmax_n: ClassVar[float] = 0.0  # the n of n-softmax in decode attention (CSP, Eq. 7); 0: softmax
     storage: ClassVar[Storage | None] = None  # quantisation of the pool; None: not quantised
+    # Ids of an instruction after which the model reads the prompt again (`LayerContext.repeated`); None: it does not.
+    repeats: ClassVar[tuple[int, ...] | None] = None
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -229,14 +231,6 @@ class Policy(metaclass=_PolicyType):
     def follows_paper(self) -> bool:
         """False for formulas of published code, which hold for whole prompts only and may need their own `keep`."""
         return True
-
-    @property
-    def repeats(self) -> tuple[int, ...] | None:
-        """Ids of an instruction after which the model reads the prompt again, for `obs.context.repeated`.
-
-        None: it reads the prompt once.
-        """
-        return None
 
     @property
     def reducer(self) -> ReducingStages | None:
