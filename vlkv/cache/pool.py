@@ -47,11 +47,13 @@ class Storage(NamedTuple):
         bits: per number.
         group: numbers that share a scale and a minimum (KIVI); None: a vector has a norm (TurboQuant).
         window: how many of the last generated tokens attention sees in full precision; None: all of them.
+        tail: whether generated tokens are quantised too (TurboQuant).
     """
 
     bits: int
     group: int | None
     window: int | None = None
+    tail: bool = False
 
     def quantize(self, k: Array, v: Array, used: Array) -> tuple[QuantizedPool, QuantizedPool]:
         """Keys and values of a pool [B, #K, P, H], of which the slots `used` [B, #K, P] are used."""
@@ -78,8 +80,9 @@ class PackedCache:
     # Slots of each segment that may be read, in all parts together: its prompt entries, vision first, then text; or all
     # its slots if slots are reused.
     extent: Int[Array, "L B K"] = field(metadata=_TABLE)
-    tail_k: tuple[Float[Array, "B K S H"], ...] = field(metadata=_POOL)  # one per layer; none if slots are reused
-    tail_v: tuple[Float[Array, "B K S H"], ...] = field(metadata=_POOL)
+    # One per layer; none if slots are reused.
+    tail_k: tuple[Float[Array, "B K S H"] | QuantizedPool, ...] = field(metadata=_POOL)
+    tail_v: tuple[Float[Array, "B K S H"] | QuantizedPool, ...] = field(metadata=_POOL)
     used: Int[Array, " B"] = field(metadata=axes("batch"))  # number of new tokens so far
     next_position: Int[Array, "B A"] = field(metadata=axes("batch"))  # counts all tokens, including dropped ones
     # Long-RoPE: number of positions for which each row's rotation is made; see `decoder.rope.position_limit`.

@@ -19,9 +19,11 @@ class TurboQuant(Full):
 
     Attributes:
         bits: 2, 3 or 4.
+        tail: whether generated tokens are quantised too, as soon as they are written.
     """
 
     bits: int = 4
+    tail: bool = False
     facts = Facts(
         paper="Zandieh et al. 2025, TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate",
         equations="Alg. 1",
@@ -34,5 +36,5 @@ class TurboQuant(Full):
 
     @property
     def storage(self) -> Storage:  # type: ignore[override]
-        """Bits per number, and a norm per vector."""
-        return Storage(self.bits, None)
+        """Bits per number, a norm per vector, and whether this holds for the tail too."""
+        return Storage(self.bits, None, tail=self.tail)

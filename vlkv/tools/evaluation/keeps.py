@@ -112,7 +112,7 @@ def pool_bytes(policy: Policy, config: ModelConfig, inputs: Inputs, *, number: i
     slots = spec.allocated()
     if policy.storage is None:
         return 2 * slots * heads * channels * number
-    bits, group, _ = policy.storage
+    bits, group = policy.storage.bits, policy.storage.group
     codes = slots * heads * channels * bits // 8
     if group is None:
         return 2 * (codes + number * heads * slots)
