@@ -90,7 +90,7 @@ def cases(slots: int = 2048, big_pool: int = 5 * 2**30) -> Iterator[Case]:
         dtype = ("float32", "bfloat16", "bfloat16", "float32", "float16")[i % 5]
         for op in decoding:
             yield Case(op, head_dim, groups, dtype, slots, softmax_n=float(i % 3), full=i % 2 == (op == decoding[0]))
-        statistic = ("sum", "square", "count")[i % 3]
+        statistic = ("sum", "square", "count", "entropy")[i % 4]
         yield Case("attention_mass", head_dim, groups, dtype, slots // 2, full=i % 2 == 0, statistic=statistic)
         yield Case("attention_mass_rows", head_dim, groups, dtype, slots // 2, softmax_n=float(i % 2), full=i % 2 == 1)
         if dtype != "float32":
@@ -238,7 +238,8 @@ def _mass(case: Case, random: np.random.Generator) -> Made:
     if case.statistic == "count":
         surely, possibly = map(total, exact.counts(p, allowed, 0.05, 1e-4))
         return arrays, options, lambda got: _by_head(np.clip(got, surely, possibly), exact.wide(got), axis=-1)
-    want = total(p if case.statistic == "sum" else p**2)
+    entropy = -p * np.log(np.where(p > 0, p, 1.0))
+    want = total({"sum": p, "square": p**2, "entropy": entropy}[case.statistic])
     return arrays, options, lambda got: _by_head(got, want, axis=-1)
 
 

@@ -109,7 +109,7 @@ def cases(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> Iterator[Case
         q, k, key_weight, key_mask, row_weight = batched
         name = f"B={_PROMPTS}, {rows} rows"
         yield f"attention_mass_rows, {name}", jax.vmap(given, shared), (q, k, key_weight, key_mask, places)
-        for statistic in ("sum", "square", "count"):
+        for statistic in ("sum", "square", "entropy", "count"):
 
             def received(q, k, weight, mask, place, options=options, statistic=statistic):
                 args = MassArguments(

@@ -1,9 +1,14 @@
-"""A quantised pool with 2, 4 or 8 bits per number, as in KIVI: keys share a range per channel, values per token.
+"""A quantised pool with a few bits per number, as in KIVI or as in TurboQuant.
 
-Liu et al. 2024, "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (arXiv:2402.02750). Some key channels
-are large in every token, so groups of keys run along the slots. Values have no such channels, so their groups run along
-the channels. Within a group, x = low + code * scale, where code is an integer below 2^bits and low the smallest value
-of the group (asymmetric quantisation).
+Liu et al. 2024, "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (arXiv:2402.02750): keys share a range
+per channel, values per token. Some key channels are large in every token, so groups of keys run along the slots. Values
+have no such channels, so their groups run along the channels. Within a group, x = low + code * scale, where code is an
+integer below 2^bits and low the smallest value of the group (asymmetric quantisation).
+
+Zandieh et al. 2025, "TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate" (arXiv:2504.19874): a
+vector of a head is rotated by a fixed random rotation, after which its channels are nearly Gaussian. Each channel gets
+the code of the nearest level of the best codebook for a Gaussian; the vector's norm is stored too. Readers get rotated
+vectors, so attention rotates queries once (`to_basis`) and the result back (`from_basis`).
 
 Axes: B batch · P pool slots · K key heads · H head dim · W = H bits / 8, bytes of a head · C slots of a slice.
 """
@@ -11,7 +16,12 @@ Axes: B batch · P pool slots · K key heads · H head dim · W = H bits / 8, by
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import functools
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +30,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 from pallas_kernels.cpu import beside
 
 Axis = Literal["slots", "channels"]
+_EXACT = jax.lax.Precision.HIGHEST
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +44,7 @@ class QuantizedPool:
 
     codes: UInt8[Array, "*slots"]  # [B, K, P, W], the first channel in the lowest bits
     scale: Float[Array, "*groups"]  # [B, K, ceil(P / group), H] along slots, [B, K, P, ceil(H / group)] along channels
-    low: Float[Array, "*groups"]
+    low: Float[Array, "*groups"] | None  # None: TurboQuant; a group is a whole vector, with the scale norm / sqrt(H)
     bits: int = dataclasses.field(metadata={"static": True})
     group: int = dataclasses.field(metadata={"static": True})  # numbers per group; the last group may be smaller
     axis: Axis = dataclasses.field(metadata={"static": True})  # the axis along which groups run
@@ -51,7 +62,7 @@ class QuantizedPool:
     @property
     def nbytes(self) -> int:
         """Allocated bytes: codes and ranges."""
-        return self.codes.nbytes + self.scale.nbytes + self.low.nbytes
+        return sum(x.nbytes for x in jax.tree.leaves(self))
 
 
 def quantize(
@@ -90,15 +101,99 @@ def quantize(
     return QuantizedPool(codes=_pack(codes, bits), scale=scale, low=low, bits=bits, group=group, axis=axis)
 
 
+def quantize_rotated(x: Float[Array, "B #K P H"], used: Bool[Array, "B #K P"], *, bits: int = 4) -> QuantizedPool:
+    """Quantises every vector by itself, as in TurboQuant (its Alg. 1).
+
+    Args:
+        x: the pool.
+        used: which slots are used; the others become 0.
+        bits: 2, 3 or 4.
+
+    Raises:
+        ValueError: other bits, or a head that does not fill whole bytes.
+    """
+    head_dim = x.shape[-1]
+    if bits not in (2, 3, 4) or head_dim * bits % math.lcm(bits, 8):
+        raise ValueError(f"quantize_rotated: bits={bits!r} must be 2, 3 or 4, and {head_dim} channels fill whole bytes")
+    vectors = jnp.where(used[..., None], x.astype(jnp.float32), 0.0)
+    scale = jnp.linalg.norm(vectors, axis=-1, keepdims=True) * head_dim**-0.5
+    unit = rotate(vectors) / jnp.where(scale > 0, scale, 1.0)
+    codes = jnp.sum(unit[..., None] > jnp.array(_between(codebook(bits))), axis=-1, dtype=jnp.uint8)
+    return QuantizedPool(
+        codes=_pack(codes, bits), scale=scale.astype(x.dtype), low=None, bits=bits, group=head_dim, axis="channels"
+    )
+
+
+@functools.cache
+def codebook(bits: int) -> tuple[float, ...]:
+    """The 2^bits levels with the least mean squared error for a standard Gaussian, by Lloyd's iteration."""
+    levels = [-2 + 4 * i / (2**bits - 1) for i in range(2**bits)]
+    for _ in range(2000):
+        ends = [-math.inf, *_between(levels), math.inf]
+        below = [(1 + math.erf(end / math.sqrt(2))) / 2 for end in ends]
+        density = [math.exp(-(end**2) / 2) / math.sqrt(2 * math.pi) for end in ends]
+        # The mean of the numbers that are nearest to each level.
+        levels = [(density[i] - density[i + 1]) / (below[i + 1] - below[i]) for i in range(len(levels))]
+    return tuple(levels)
+
+
+def _between(levels: Sequence[float]) -> list[float]:
+    return [(a + b) / 2 for a, b in itertools.pairwise(levels)]
+
+
+@functools.cache
+def _signs(head_dim: int) -> tuple[tuple[float, ...], ...]:
+    """Random signs of the channels for each round, always the same for a head dim."""
+    draw = random.Random(head_dim)  # whose `random` gives the same numbers in all versions of Python
+    return tuple(tuple(1.0 if draw.random() < 0.5 else -1.0 for _ in range(head_dim)) for _ in range(2))
+
+
+def _cosines(head_dim: int) -> Float[Array, "H H"]:
+    """The orthonormal discrete cosine transform."""
+    i = jnp.arange(head_dim)
+    angle = i[:, None] * (2 * i + 1) % (4 * head_dim) * (math.pi / (2 * head_dim))
+    return jnp.cos(angle) * jnp.where(i[:, None] > 0, math.sqrt(2 / head_dim), math.sqrt(1 / head_dim))
+
+
+def rotate(x: Float[Array, "*n H"]) -> Float[Array, "*n H"]:
+    """A random rotation in float32: two rounds of random signs and a cosine transform. No cache needs to store it."""
+    for signs in _signs(x.shape[-1]):
+        x = jnp.einsum(
+            "...h,ih->...i", x.astype(jnp.float32) * jnp.array(signs), _cosines(x.shape[-1]), precision=_EXACT
+        )
+    return x
+
+
+def _rotate_back(x: Float[Array, "*n H"]) -> Float[Array, "*n H"]:
+    for signs in reversed(_signs(x.shape[-1])):
+        x = jnp.einsum("...h,hi->...i", x.astype(jnp.float32), _cosines(x.shape[-1]), precision=_EXACT) * jnp.array(
+            signs
+        )
+    return x
+
+
+def to_basis(q: Float[Array, "*n H"], pool: Array | QuantizedPool) -> Float[Array, "*n H"]:
+    """Queries for keys as `read` and its like return them."""
+    return rotate(q).astype(q.dtype) if isinstance(pool, QuantizedPool) and pool.low is None else q
+
+
+def from_basis(out: Float[Array, "*n H"], pool: Array | QuantizedPool) -> Float[Array, "*n H"]:
+    """Sums of values as `read` and its like return them, rotated back."""
+    return _rotate_back(out).astype(out.dtype) if isinstance(pool, QuantizedPool) and pool.low is None else out
+
+
 def dequantize(pool: Float[Array, "B #K P H"] | QuantizedPool) -> Float[Array, "B #K P H"]:
     """The whole pool as an array; an array is returned as it is."""
     if not isinstance(pool, QuantizedPool):
         return pool
-    return jax.vmap(jax.vmap(lambda one: read(one, jnp.int32(0), pool.shape[2])))(pool)
+    return from_basis(jax.vmap(jax.vmap(lambda one: read(one, jnp.int32(0), pool.shape[2])))(pool), pool)
 
 
 def read(pool: Float[Array, "P H"] | QuantizedPool, first: Int[Array, ""], count: int) -> Float[Array, "C H"]:
-    """Slots first <= p < first + count of one head of a pool as an array; `first` need not be the start of a group."""
+    """Slots first <= p < first + count of one head of a pool as an array; `first` need not be the start of a group.
+
+    Vectors of TurboQuant stay rotated, here and in the next two functions.
+    """
     if not isinstance(pool, QuantizedPool):
         return jax.lax.dynamic_slice_in_dim(pool, first, count)
     return _slice(jax.tree.map(lambda x: x[None, None], pool), 0, 0, first, count)
@@ -129,8 +224,7 @@ def read_slots(
         y = y[row, head, group].astype(jnp.float32)
         return y if pool.axis == "slots" else jnp.repeat(y, pool.group, axis=1)[:, : pool.shape[-1]]
 
-    codes = _unpack(pool.codes[row, head, slots], pool.bits)
-    return (spread(pool.low) + codes * spread(pool.scale)).astype(pool.dtype)
+    return _values(pool, pool.codes[row, head, slots], spread)
 
 
 def _slice(pool: QuantizedPool, row: Array | int, head: Array | int, first: Array, count: int) -> Array:
@@ -148,8 +242,16 @@ def _slice(pool: QuantizedPool, row: Array | int, head: Array | int, first: Arra
         y = jnp.repeat(cut(y, begin, groups).astype(jnp.float32), pool.group, axis=0 if pool.axis == "slots" else 1)
         return jax.lax.dynamic_slice_in_dim(y, skip, count)[:, : pool.shape[-1]]
 
-    codes = _unpack(cut(pool.codes, first, count), pool.bits)
-    return (spread(pool.low) + codes * spread(pool.scale)).astype(pool.dtype)
+    return _values(pool, cut(pool.codes, first, count), spread)
+
+
+def _values(pool: QuantizedPool, codes: UInt8[Array, "C W"], spread: Callable[[Array], Array]) -> Float[Array, "C H"]:
+    """The numbers of some slots; `spread` selects and repeats the numbers of their groups."""
+    unpacked = _unpack(codes, pool.bits)
+    if pool.low is None:
+        levels = jnp.array(codebook(pool.bits)).at[unpacked].get(mode="promise_in_bounds")
+        return (levels * spread(pool.scale)).astype(pool.dtype)
+    return (spread(pool.low) + unpacked * spread(pool.scale)).astype(pool.dtype)
 
 
 def _split(x: Array, axis: int, group: int, fill: float) -> Array:
@@ -160,10 +262,18 @@ def _split(x: Array, axis: int, group: int, fill: float) -> Array:
 
 
 def _pack(codes: UInt8[Array, "*B H"], bits: int) -> UInt8[Array, "*B W"]:
-    codes = codes.reshape(*codes.shape[:-1], -1, 8 // bits)
-    return jnp.sum(codes << jnp.arange(0, 8, bits, dtype=jnp.uint8), axis=-1, dtype=jnp.uint8)
+    return _regroup(codes, bits, 8)
 
 
 def _unpack(codes: UInt8[Array, "*B W"], bits: int) -> UInt8[Array, "*B H"]:
-    parts = codes[..., None] >> jnp.arange(0, 8, bits, dtype=jnp.uint8) & jnp.uint8(2**bits - 1)
-    return parts.reshape(*codes.shape[:-1], -1)
+    return _regroup(codes, 8, bits)
+
+
+def _regroup(x: UInt8[Array, "*B n"], old: int, new: int) -> UInt8[Array, "*B m"]:
+    """Reads numbers of `old` bits as numbers of `new` bits, the lowest bits first."""
+    word = math.lcm(old, new)
+    kind: Any = jnp.uint8 if word == 8 else jnp.uint32
+    words = x.reshape(*x.shape[:-1], -1, word // old).astype(kind) << jnp.arange(0, word, old, dtype=kind)
+    words = jnp.sum(words, axis=-1, keepdims=True, dtype=kind)
+    parts = words >> jnp.arange(0, word, new, dtype=kind) & kind(2**new - 1)
+    return parts.reshape(*x.shape[:-1], -1).astype(jnp.uint8)

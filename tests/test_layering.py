@@ -12,9 +12,11 @@ STANDARD = {
     "dataclasses",
     "functools",
     "importlib",
+    "itertools",
     "json",
     "math",
     "pathlib",
+    "random",
     "typing",
     "warnings",
 }

@@ -15,7 +15,7 @@ from pallas_kernels.attention_mass.reference import MassArguments, attention_mas
 from pallas_kernels.attention_mass.xla import attention_mass_xla
 from pallas_kernels.dispatch import Kernel, choose, platforms
 
-Statistic = Literal["sum", "square", "count"]
+Statistic = Literal["sum", "square", "entropy", "count"]
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "xla": attention_mass_xla,
     "reference": attention_mass_reference,
@@ -50,8 +50,8 @@ def attention_mass(
         row_place: index of each row among the keys, used for causality; None: row t has index t.
         causal: each row attends only to keys up to its own index.
         softmax_n: constant added to the denominator (CSP, Eq. 7).
-        statistic: f: "sum" is the probability, "square" its square, "count" is 1 where the probability is at least
-            `threshold` times the largest one of the row, else 0.
+        statistic: f: "sum" is the probability p, "square" its square, "entropy" is -p log(p), and "count" is 1 where
+            the probability is at least `threshold` times the largest one of the row, else 0.
         threshold: for the statistic "count" (VL-Cache).
         lse: log(sum_i exp(x_i)) of each row over its allowed keys, as `prefill_attention` returns it. Implementations
             that would need an extra pass to compute it (`takes_lse`) skip that pass. None: compute it.

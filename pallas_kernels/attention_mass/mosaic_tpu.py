@@ -238,11 +238,14 @@ def _columns(*refs: Any, tiles: Tiles, statistic: str, threshold: float) -> None
         mass_ref[...] = jnp.zeros_like(mass_ref)
 
     def use(e: int, logits: Any, allowed: Any) -> None:
-        p = jnp.exp(logits - level_ref[0, e : e + 1])
+        log_p = logits - level_ref[0, e : e + 1]
+        p = jnp.exp(log_p)
         if statistic == "count":
             p = (p >= threshold).astype(jnp.float32)
         elif statistic == "square":
             p = p * p
+        elif statistic == "entropy":
+            p = -p * log_p
         mass_ref[0, e] += weigh(weight_ref[...], jnp.where(allowed, p, 0.0), inputs[0].dtype, (1, 1))
 
     tiles.visit(inputs, i, j, use)

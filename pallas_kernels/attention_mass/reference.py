@@ -40,6 +40,8 @@ def attention_mass_reference(args: MassArguments) -> Float[Array, "R N S"]:
     p, allowed = probabilities(args)
     if args.statistic == "square":
         p = p**2
+    elif args.statistic == "entropy":
+        p = -p * jnp.log(jnp.where(p > 0, p, 1.0))
     elif args.statistic == "count":
         p = (allowed & (p >= args.threshold * jnp.max(p, axis=-1, keepdims=True))).astype(jnp.float32)
     return jnp.einsum("rt,nts->rns", args.row_weight, p, precision=jax.lax.Precision.HIGHEST)

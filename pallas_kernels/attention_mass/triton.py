@@ -101,7 +101,10 @@ def _kernel(
             p = (allowed & (logits >= level)).astype(jnp.float32)
         else:
             p = jnp.where(allowed, jnp.exp2(logits - level), 0.0)
-            p = p * p if statistic == "square" else p
+            if statistic == "square":
+                p = p * p
+            elif statistic == "entropy":
+                p = jnp.where(allowed, p * (level - logits) * math.log(2), 0.0)
         return [
             a + jnp.sum(p * gpu.load(weight_ref, jnp.full_like(row, r), row, mask=inside)[None], axis=1)
             for r, a in enumerate(sums)

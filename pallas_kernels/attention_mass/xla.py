@@ -110,8 +110,9 @@ def _of_block(
         p = softmax_statistic(logits, before & key_mask, args.softmax_n, args.statistic, args.threshold)
     else:
         denominator = jnp.logaddexp(lse, jnp.log(args.softmax_n)) if args.softmax_n else lse
-        times = 2.0 if args.statistic == "square" else 1.0
-        p = jnp.exp(times * (logits - denominator[..., None]))
+        log_p = logits - denominator[..., None]
+        p = jnp.exp(log_p * (2.0 if args.statistic == "square" else 1.0))
+        p = jnp.where(p > 0, -p * log_p, 0.0) if args.statistic == "entropy" else p
         p = p if start is None else jnp.where(before, p, 0.0)
     if len(weight) == 1:  # XLA fuses this sum with the lines above, so the probabilities are never written
         return jnp.sum(p * weight[0][:, None], axis=1)[None]
@@ -121,7 +122,7 @@ def _of_block(
 def softmax_statistic(
     logits: Float[Array, "*n S"], allowed: Bool[Array, "*#n S"], softmax_n: float, statistic: str, threshold: float
 ) -> Float[Array, "*n S"]:
-    """Probabilities over the allowed keys (zeros if there are none), their squares, or which ones count."""
+    """Probabilities over the allowed keys (zeros if there are none), squares, entropies, or which ones count."""
     peak = jnp.max(jnp.where(allowed, logits, -jnp.inf), axis=-1, keepdims=True)
     if statistic == "count":  # p >= threshold * max p, without computing p
         return (allowed & (logits >= peak + jnp.log(threshold))).astype(jnp.float32)
@@ -130,4 +131,6 @@ def softmax_statistic(
     exponent = jnp.where(allowed, jnp.exp(logits - shift), 0.0)
     total = jnp.sum(exponent, axis=-1, keepdims=True) + (softmax_n * jnp.exp(-shift) if softmax_n else 0.0)
     p = exponent / jnp.where(total > 0, total, 1.0)
+    if statistic == "entropy":
+        return -p * jnp.log(jnp.where(p > 0, p, 1.0))
     return p**2 if statistic == "square" else p

@@ -44,9 +44,10 @@ def _head_by_head(args: DecodeArguments) -> Attended:
         return one
 
     out, lse, logits = ragged.attend(
-        "decode_attention", q, args.length.reshape(-1), read, bound=min(max_length, k.shape[2]),
-        itemsize=k.dtype.itemsize, return_logits=args.return_mass,
+        "decode_attention", quantized.to_basis(q, k), args.length.reshape(-1), read,
+        bound=min(max_length, k.shape[2]), itemsize=k.dtype.itemsize, return_logits=args.return_mass,
     )  # fmt: skip
+    out = quantized.from_basis(out, v)
     if logits is None:
         return out, lse, None
     mass = ragged.probabilities(logits, lse).reshape(*q.shape[:2], -1)

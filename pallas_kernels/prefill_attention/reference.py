@@ -63,7 +63,9 @@ def prefill_attention_reference(args: PrefillArguments) -> Attended:
     mass = []
     for r, (statistic, threshold) in enumerate(args.statistics):
         counted = allowed & (weights >= threshold * jnp.max(weights, axis=-1, keepdims=True))
-        each = {"sum": weights, "square": weights**2, "count": counted.astype(jnp.float32)}[statistic]
+        entropy = -weights * jnp.log(jnp.where(weights > 0, weights, 1.0))
+        counted = counted.astype(jnp.float32)
+        each = {"sum": weights, "square": weights**2, "entropy": entropy, "count": counted}[statistic]
         part = jnp.einsum("bt,bnts->bns", args.row_weight[:, r], each, precision=jax.lax.Precision.HIGHEST)
         mass.append(part)
     return Attended(out, lse, jnp.stack(mass, axis=1))

@@ -246,4 +246,7 @@ def _received(
         return jnp.einsum("gc,gcs->gs", of_row / total, weights)
     if statistic == "square":
         return jnp.sum((of_row / total**2)[..., None] * weights**2, axis=1)
+    if statistic == "entropy":
+        p = weights / total[..., None]
+        return jnp.sum(-of_row[:, None] * p * jnp.log(jnp.where(p > 0, p, 1.0)), axis=1)
     return jnp.sum(of_row[:, None] * (weights >= threshold), axis=1)

@@ -85,7 +85,7 @@ def test_the_cases_cover_every_head_size_group_op_and_statistic():
     cases = list(checks.cases())
     assert len({case.name for case in cases}) == len(cases)
     assert {(c.head_dim, c.groups) for c in cases} >= {(h, g) for h in (64, 80, 96, 128, 256) for g in (1, 7, 8)}
-    assert {c.statistic for c in cases} == {"sum", "square", "count"}
+    assert {c.statistic for c in cases} == {"sum", "square", "entropy", "count"}
     both = {(op, full) for op in checks.OPS for full in (True, False)}
     assert {(c.op, c.full) for c in cases} == both - {("write_slots", True), ("swap_slots", True)}
     large = next(c for c in cases if c.pool_bytes)

@@ -27,6 +27,7 @@ EVERY = [policy for policy in EVERY if policy not in WATCHING]
 EVERY += [
     policies.Full(),
     policies.KIVI(bits=4),
+    policies.TurboQuant(bits=2),
     policies.AirCache(keep=KEEP, window="text", scope="all"),
     policies.AirCache(keep=KEEP, merging=0.5),
     policies.PrefixKV(keep=KEEP, merging="cosine"),

@@ -35,6 +35,7 @@ POLICIES = {
     "full": policies.Full(),
     "aircache": policies.AirCache(keep=0.3),
     "kivi": policies.KIVI(bits=4),
+    "turboquant": policies.TurboQuant(bits=3),
     "h2o": Own(keep=0.5),
     "avl": policies.AVL(keep=0.5, refresh=2, text=0.5),
     "composed": policies.compose(

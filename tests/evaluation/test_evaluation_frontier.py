@@ -26,6 +26,7 @@ COMPOSED = compose(AirCache(keep=0.1, window="text"), allocate=PrefixKV, smooth=
 
 def test_equal_bytes_by_hand():
     """A number of 4 bits in a group of 32 with two bfloat16 ranges takes 5 bits of 16."""
+    assert relative_size(policies.TurboQuant(bits=3), head_dim=64) == 3.25 / 16
     assert relative_size(KIVI(bits=4)) == 5 / 16 and relative_size(KIVI(bits=2)) == 3 / 16
     assert at_bytes(SNAP, 0.1) == at_keep(SNAP, 0.1) and at_bytes(SNAP, 0.1).keep == 0.1
     quarter = at_bytes(SNAP, 0.1, 4)
@@ -37,7 +38,7 @@ def test_equal_bytes_by_hand():
     assert (again.keep, again.scored.keep, again.allocated.keep, again.smoothed) == (0.3, 0.3, 0.3, Smooth(3))
 
 
-@pytest.mark.parametrize("policy", [SNAP, COMPOSED, KIVI(bits=4), FastV(keep=0.5, layer=1), policies.H2O(keep=0.3)])
+@pytest.mark.parametrize("policy", [SNAP, COMPOSED, KIVI(bits=4), policies.TurboQuant(), FastV(keep=0.5, layer=1)])
 def test_pool_bytes_are_those_that_prefill_allocates(policy):
     params, inputs = tiny_llava(), unequal_batch()
 

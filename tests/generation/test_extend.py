@@ -75,7 +75,11 @@ def test_turns_with_the_full_cache_equal_one_prompt_that_holds_them_all(params, 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("policy", [policies.CSP(keep=0.3), policies.KIVI(bits=4)], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize(
+    "policy",
+    [policies.CSP(keep=0.3), policies.KIVI(bits=4), policies.TurboQuant(bits=3)],
+    ids=lambda p: type(p).__name__,
+)
 def test_a_compressed_first_turn_stays_as_it_is(params, batch, read, policy):
     """Against float64 numpy, which attends to just the kept entries and to all that came after them."""
     said = words(5, 8, 3, seed=8)

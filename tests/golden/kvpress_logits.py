@@ -17,6 +17,7 @@ CONFIG = {
     "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 PROMPT, NEW, KEPT = 192, 6, 48  # tokens of the prompt, tokens that follow, kept entries per head
+INSTRUCTION = (9, 44, 17, 80, 5)  # ids of KVzip's request to repeat the prompt, and of the template's text after it
 FILE = Path(__file__).parent / "kvpress.npz"
 
 
@@ -47,10 +48,23 @@ def tokens() -> np.ndarray:
     return np.random.default_rng(7).integers(3, CONFIG["vocab_size"], PROMPT + NEW)
 
 
+class Tokenizer:
+    """What KVzipPress asks of a tokenizer."""
+
+    chat_template = None
+
+    def encode(self, text, return_tensors, add_special_tokens):
+        import torch
+
+        ids = {"": (), "\n": INSTRUCTION[-1:]}.get(text, INSTRUCTION[:-1])
+        return torch.tensor([ids], dtype=torch.long)
+
+
 def main() -> None:
     """Runs each press once."""
     import kvpress
     import torch
+    from kvpress.presses import kvzip_press
     from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
     options = {name: value for name, value in CONFIG.items() if name not in ("architectures", "model_type")}
@@ -64,8 +78,14 @@ def main() -> None:
         "keydiff": kvpress.KeyDiffPress(ratio), "observed": kvpress.ObservedAttentionPress(ratio),
         "adakv": kvpress.AdaKVPress(kvpress.SnapKVPress(ratio, window_size=8), alpha_safeguard=0.0),
         "expectedattention": kvpress.ExpectedAttentionPress(ratio, n_future_positions=64),
-        "criticalkv": critical,
+        "criticalkv": critical, "kvzip": kvpress.KVzipPress(1 - (KEPT - 0.01) / PROMPT),
     }  # fmt: skip
+    kvzip_press.AutoTokenizer.from_pretrained = lambda *_: Tokenizer()
+    evict, scores = presses["kvzip"].compress_post, []
+    presses["kvzip"].compress_post = lambda model: (
+        scores.append(presses["kvzip"].score_val[:, 0].numpy()),
+        evict(model),
+    )
     ids = torch.from_numpy(tokens())[None]
     made = {}
     for name, press in presses.items():
@@ -81,7 +101,7 @@ def main() -> None:
                 logits.append(model(ids[:, place : place + 1], past_key_values=cache, position_ids=at).logits[0, 0])
         made[name] = torch.stack(logits).numpy()
         made[f"{name}_entries"] = np.array([layer.keys.shape[2] for layer in cache.layers]) - NEW
-    np.savez_compressed(FILE, **made)
+    np.savez_compressed(FILE, **made, kvzip_scores=scores[0])
 
 
 if __name__ == "__main__":

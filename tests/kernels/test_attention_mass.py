@@ -31,6 +31,8 @@ def expected_mass(q, k, weight, allowed, softmax_n=0.0, statistic="sum", thresho
     p = probabilities(q, k, allowed, softmax_n)
     if statistic == "square":
         p = p**2
+    if statistic == "entropy":
+        p = -p * np.log(np.where(p > 0, p, 1))
     if statistic == "count":
         p = allowed & (p >= threshold * p.max(axis=-1, keepdims=True))
     return np.einsum("rt,nts->rns", weight, np.float64(p))
@@ -65,8 +67,8 @@ def test_sums_causal_or_not_with_n_in_the_denominator(blocks, implementation, ca
 
 @pytest.mark.full
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize("statistic", ["square", "count"])
-def test_squares_and_counts(blocks, implementation, statistic):
+@pytest.mark.parametrize("statistic", ["square", "entropy", "count"])
+def test_squares_entropies_and_counts(blocks, implementation, statistic):
     q, k, weight, mask = make(37, 37)
     got = run(q, k, row_weight=weight, key_mask=mask, statistic=statistic, threshold=0.1, implementation=implementation)
     allowed = np.asarray(mask) & np.tri(37, dtype=bool)
@@ -74,7 +76,7 @@ def test_squares_and_counts(blocks, implementation, statistic):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("statistic", ["sum", "square", "count"])
+@pytest.mark.parametrize("statistic", ["sum", "square", "entropy", "count"])
 @pytest.mark.parametrize("softmax_n", [0.0, 1.0])
 def test_known_denominators_in_many_blocks_one_head_after_the_other(monkeypatch, statistic, softmax_n):
     """Two rows of a batch, as a CPU runs long prompts; padding has lse = +inf, and keys that no row may attend to."""

@@ -171,6 +171,7 @@ def probabilities(q, k, allowed, softmax_n):
     [
         (None, True, 0.0, "sum", jnp.float32),
         (None, False, 4.0, "square", jnp.bfloat16),
+        (None, True, 1.0, "entropy", jnp.float32),
         ([299, 5, 20, 0, 21, 5, 9, 150], True, 1.0, "count", jnp.float32),
     ],
 )
@@ -194,7 +195,8 @@ def test_masses(monkeypatch, place, causal, softmax_n, statistic, dtype):
     tolerance = {"rtol": 1e-5, "atol": 2e-5} if dtype == jnp.float32 else {"rtol": 0.01, "atol": 0.01}
     got = attention_mass_rows(q, k, key_weight=jnp.array(key_weight), **options)
     np.testing.assert_allclose(got, np.einsum("rs,nts->rnt", key_weight, p), **tolerance)
-    share = {"sum": p, "square": p**2, "count": allowed & (p >= 0.1 * p.max(axis=-1, keepdims=True))}[statistic]
+    share = {"sum": p, "square": p**2, "count": allowed & (p >= 0.1 * p.max(axis=-1, keepdims=True))}
+    share = (share | {"entropy": -p * np.log(np.where(p > 0, p, 1))})[statistic]
     got = attention_mass(q, k, row_weight=jnp.array(row_weight), statistic=statistic, threshold=0.1, **options)
     np.testing.assert_allclose(got, np.einsum("rt,nts->rns", row_weight, np.float64(share)), **tolerance)
 

@@ -135,12 +135,12 @@ def test_padding_anywhere_and_log_sum_exps(cut, name, causal, dtype):
 @pytest.mark.default("head by head, blocks of 16-xla-True")
 @pytest.mark.parametrize(("name", "causal"), [("xla", True), ("xla", False), ("reference", True)])
 def test_what_each_key_receives_is_measured_in_passing(cut, name, causal):
-    """Sums, squares and counts for weights of the rows; among padding, which receives nothing."""
+    """Sums, squares, entropies and counts for weights of the rows; among padding, which receives nothing."""
     random = np.random.default_rng(5)
     shapes = [(*PADDED.shape, heads, 16) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     q, k, v = (random.standard_normal(shape).astype(np.float32) for shape in shapes)
-    weight = (random.random((len(PADDED), 3, PADDED.shape[1])) * PADDED[:, None]).astype(np.float32)
-    statistics = (("sum", 0.0), ("square", 0.0), ("count", 0.2))
+    weight = (random.random((len(PADDED), 4, PADDED.shape[1])) * PADDED[:, None]).astype(np.float32)
+    statistics = (("sum", 0.0), ("square", 0.0), ("entropy", 0.0), ("count", 0.2))
     part = attend(q, k, v, valid=PADDED, row_weight=weight, causal=causal, statistics=statistics, implementation=name)
     repeated = np.repeat(np.float64(k), HEADS // KV_HEADS, axis=2)
     logits = np.einsum("btnh,bsnh->bnts", np.float64(q), repeated) / math.sqrt(16)
@@ -148,7 +148,8 @@ def test_what_each_key_receives_is_measured_in_passing(cut, name, causal):
     p = np.exp(logits) * allowed
     p = p / np.maximum(p.sum(axis=-1, keepdims=True), 1e-300)
     count = allowed & (p >= 0.2 * p.max(axis=-1, keepdims=True))
-    want = [np.einsum("bt,bnts->bns", weight[:, r], x) for r, x in enumerate((p, p**2, count))]
+    entropy = -p * np.log(np.where(p > 0, p, 1))
+    want = [np.einsum("bt,bnts->bns", weight[:, r], x) for r, x in enumerate((p, p**2, entropy, count))]
     np.testing.assert_allclose(part.mass, np.stack(want, axis=1), rtol=1e-4, atol=1e-5)
     alone = attend(q, k, v, valid=PADDED, causal=causal, implementation=name)
     np.testing.assert_allclose(part.out, alone, rtol=1e-6, atol=1e-6)

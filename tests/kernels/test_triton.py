@@ -151,7 +151,13 @@ PLACES = np.array([99, 5, 20, 0, 21, 5, 64, 33])  # in no order, one of them twi
 @pytest.mark.default("square")
 @pytest.mark.parametrize(
     ("statistic", "causal", "softmax_n", "gathered"),
-    [("sum", True, 0.0, False), ("sum", False, 4.0, True), ("square", True, 1.0, True), ("count", True, 0.0, False)],
+    [
+        ("sum", True, 0.0, False),
+        ("sum", False, 4.0, True),
+        ("square", True, 1.0, True),
+        ("entropy", True, 0.0, False),
+        ("count", True, 0.0, False),
+    ],
 )
 def test_mass_of_columns_and_rows(statistic, causal, softmax_n, gathered):
     q, k, weight, mask = make_rows()
@@ -168,7 +174,8 @@ def test_mass_of_columns_and_rows(statistic, causal, softmax_n, gathered):
 
     received, given = run(q, k, row_weight, weight, jnp.array(mask), jnp.array(places))
     close([given], [np.einsum("rs,nts->rnt", np.float64(weight), p)], 1e-5)
-    counted = {"sum": p, "square": p**2, "count": allowed & (p >= 0.1 * p.max(axis=-1, keepdims=True))}[statistic]
+    counted = {"sum": p, "square": p**2, "count": allowed & (p >= 0.1 * p.max(axis=-1, keepdims=True))}
+    counted = (counted | {"entropy": -p * np.log(np.where(p > 0, p, 1))})[statistic]
     close([received], [np.einsum("rt,nts->rns", np.float64(row_weight), np.float64(counted))], 1e-5)
 
 
@@ -241,13 +248,16 @@ def test_every_kernel_lowers_for_cuda_without_a_warning(heads, kv_heads, head_di
     places = (length,), jnp.int32
     batched = rows, keys, ((3, 2, length), jnp.float32), ((3, length), jnp.bool_)  # as prefill does, by vmap
     options = {"causal": True, "in_order": True, "softmax_n": 1.0, "interpret": False}
-    counting = functools.partial(received_mass, **options, statistic="count", threshold=0.01)
+    counting, entropy = (
+        functools.partial(received_mass, **options, statistic=name, threshold=0.01) for name in ("count", "entropy")
+    )
     given = functools.partial(given_mass, **options)
     for function, *shapes in (
         (lambda *a: decode_attention_triton(DecodeArguments(*a, length, True)), *segment, valid),
         (lambda *a: decode_attention_triton(DecodeArguments(*a, None, length, False)), *segment),
         (lambda *a: core_attention_triton(core_arguments(length, *a)), *segment, valid, *listed),
         (jax.vmap(counting, (0, 0, 0, 0, None)), *batched, places),
+        (jax.vmap(entropy, (0, 0, 0, 0, None)), *batched, places),
         (jax.vmap(given, (0, 0, 0, 0, None)), *batched, places),
     ):
         with warnings.catch_warnings():

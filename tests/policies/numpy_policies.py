@@ -75,7 +75,7 @@ class Prompt:
 
     def __init__(self, q, k, vision, scope, keep=None, budget=None, until=None):
         self.q, self.k, self.vision = q, k, vision
-        self.v = k  # as in the tests
+        self.v = k[..., ::-1]  # as in the tests
         self.layers, self.heads, self.tokens = k.shape[:3]
         self.everything = scope == "all"
         self.scope = np.ones(self.tokens, bool) if self.everything else vision
@@ -223,6 +223,31 @@ def mixkv(p, window=32, kernel=5, pooling="avg"):
     return p.finish(scores, uniform(p.total, p.layers), inside)
 
 
+def damage(p, window=32, kernel=1, pooling="max", safeguard=0.0, relative=True):
+    inside, candidates = snap_window(p, window)
+    scores = np.zeros((p.layers, p.heads, p.tokens))
+    for layer, (q, k) in enumerate(zip(p.q, p.k, strict=True)):
+        for n, rows in enumerate(p.attention(q, k)[:, inside]):
+            head = n // (len(q) // p.heads)
+            value = np.float64(p.v[layer, head])
+            for row in rows:
+                for t in np.flatnonzero(row):
+                    others = np.where(p.place == t, 0, row)
+                    change = np.linalg.norm(others @ value / max(others.sum(), 1e-30) - row @ value)
+                    scores[layer, head, t] += change / (np.linalg.norm(row @ value) if relative else 1)
+    scores = np.array([smoothed(x * candidates, kernel, pooling) for x in scores / inside.sum() / (len(q) / p.heads)])
+    always = min((p.scope & ~candidates).sum(), p.total // p.layers)
+    left = p.heads * (p.total - p.layers * always)
+    order = sorted(
+        ((layer, head, t) for layer in range(p.layers) for head in range(p.heads) for t in np.flatnonzero(candidates)),
+        key=lambda x: (-scores[x], *x),
+    )
+    counts = np.bincount([layer * p.heads + head for layer, head, _ in order[:left]], minlength=p.layers * p.heads)
+    real = always + (1 - safeguard) * counts + safeguard * left / len(counts)
+    budgets = np.array(apportion(real, p.heads * p.total, p.most)).reshape(p.layers, p.heads)
+    return p.finish(scores, budgets, inside)
+
+
 def tgvkv(p, sinks=4):
     rows = np.flatnonzero(p.instruction if p.instruction.any() else p.place == p.tokens - 1)
     scores, grounding = [], []
@@ -247,6 +272,20 @@ def skewness(x):
 
 def over_mean(x):
     return np.array(x) / np.mean(x) if np.mean(x) > 0 else np.ones(len(x))
+
+
+def flashcache(p, cutoff=0.2):
+    frequency = np.arange(p.tokens)
+    basis = np.cos(np.pi * frequency[:, None] * (2 * p.place + 1) / (2 * p.tokens))
+    basis /= np.linalg.norm(basis, axis=1, keepdims=True)
+    scores, outliers = [], []
+    for layer in zip(p.k, p.v, strict=True):
+        spectra = [basis @ np.float64(x) for x in layer]
+        high = [np.where(frequency[:, None] <= math.floor(cutoff * p.tokens + 1e-9), 0, x) for x in spectra]
+        scores.append(sum(((basis.T @ x) ** 2).mean(axis=-1) for x in high))
+        outliers.append(sum((x**2).sum() / (y**2).sum() for x, y in zip(high, spectra, strict=True)))
+    real = p.total * np.array(outliers) / max(sum(outliers), 1e-30)
+    return p.finish(scores, apportion(real, p.total, p.most))
 
 
 def aircache(p, alpha=0.9, window="elite", rows=32, allocation="both", heads="mean"):
@@ -318,6 +357,30 @@ def lookm(p, recent=None, text_prior=True, merging="pivot", sinks=4):
         scores = [x + ~p.vision * x.max(axis=-1, keepdims=True) for x in scores]
     first = 0 if text_prior else sinks
     return p.finish(scores, uniform(p.total, p.layers), (p.place < first) | (p.place >= p.tokens - recent))
+
+
+def nats(p):
+    return -(p * np.log(np.where(p > 0, p, 1))).sum(axis=-1)
+
+
+def meda(p, entropy="cross-modal"):
+    everywhere = np.full((p.tokens, p.tokens), True)
+    scores, spread = [], []
+    for q, k, sums in zip(p.q, p.k, p.column_sums(), strict=True):
+        each = per_key_head(sums, p.heads)
+        scores.append(each + ~p.vision * each.max(axis=-1, keepdims=True))
+        if entropy == "all":
+            spread.append(nats(p.attention(q, k)).mean())
+        elif p.vision.any() and not p.vision.all():
+            text, image = (attention(q, k, keys, sees=everywhere) for keys in (~p.vision, p.vision))
+            spread.append(nats(image[:, ~p.vision]).mean() + nats(text[:, p.vision]).mean())
+        else:
+            spread.append(0.0)
+    weight = np.exp(spread)
+    budgets = apportion(
+        p.total * weight / weight.sum(), p.total, p.most, min(max(1, p.most // 100), p.total // p.layers)
+    )
+    return p.finish(scores, budgets, [p.place >= p.tokens - n // 2 for n in budgets])
 
 
 def merged(k, v, kept, way):

@@ -38,9 +38,9 @@ PROMPTS = (
     "IIIIIIIIIIIIIIIIIIIIIII.....",
     "...........................I",
 )
-OPTIONS = {name: {"window": 3} for name in ("snapkv", "pyramidkv", "adakv", "cake", "criticalkv", "mixkv")} | {
-    "csp": {"fill": True, "window": 3}
-}
+OPTIONS = {
+    name: {"window": 3} for name in ("snapkv", "pyramidkv", "adakv", "cake", "criticalkv", "damage", "mixkv")
+} | {"csp": {"fill": True, "window": 3}}
 # A larger budget only adds to what these keep: one order per layer, and shares that do not depend on the budget.
 RANKINGS = {
     "Random", "ImgRandom", "StreamingLLM", "H2O", "SnapKV-vision", "TOVA", "Knorm", "KeyDiff", "ExpectedAttention",
@@ -59,6 +59,7 @@ VARIANTS = [
     policies.compose(policies.SnapKV(keep=0.3), allocate=policies.PrefixKV, store=policies.KIVI(bits=4)),
     policies.compose(policies.CriticalKV(keep=0.4, window=2), allocate=policies.AdaKV),
     policies.compose(policies.H2O(keep=0.4), rank=policies.CriticalKV, store=policies.KIVI(bits=4)),
+    policies.compose(policies.SnapKV(keep=0.3), allocate=policies.AdaKV, store=policies.TurboQuant(bits=3)),
     policies.compose(policies.PyramidKV(keep=0.5, window=2), reduce=policies.FastV(keep=0.3, layer=1)),
     policies.compose(policies.AirCache(budget=10, cap=1.0), reduce=policies.FastV(keep=0.1, layer=1)),
     policies.compose(

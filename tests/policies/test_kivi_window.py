@@ -46,7 +46,7 @@ def test_tokens_that_leave_the_window_are_quantised():
 
 
 def test_a_window_is_a_whole_number_of_groups():
-    assert policies.KIVI(window=128).storage == (2, 32, 128)
+    assert policies.KIVI(window=128).storage == (2, 32, 128, False)
     with pytest.raises(vlkv.InputError, match="window=48 must be a multiple of group=32"):
         policies.KIVI(window=48)
 

@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 
 import vlkv
 from tests.golden import kvpress_logits as golden
-from vlkv import policies
+from vlkv import analysis, policies
 
 SAME = {"budget": golden.KEPT, "scope": "all"}
 WINDOW = {"window": 8, "kernel": 5, "pooling": "avg"}
@@ -25,6 +25,7 @@ METHODS = {
     "adakv": policies.AdaKV(**SAME, **WINDOW, safeguard=0.0),
     "expectedattention": policies.ExpectedAttention(**SAME, ahead=64),
     "criticalkv": policies.CriticalKV(**SAME, **WINDOW),
+    "kvzip": policies.KVzip(**SAME, instruction=golden.INSTRUCTION),
 }
 
 
@@ -36,7 +37,7 @@ def params(tmp_path_factory):
     return vlkv.load_params(folder, dtype="float32")
 
 
-@pytest.mark.default("tova", "keydiff", "adakv", "expectedattention", "criticalkv")
+@pytest.mark.default("tova", "keydiff", "adakv", "expectedattention", "criticalkv", "kvzip")
 @pytest.mark.parametrize("name", METHODS)
 def test_logits_are_those_of_the_press(params, name):
     found, ids = np.load(golden.FILE), golden.tokens()
@@ -48,5 +49,14 @@ def test_logits_are_those_of_the_press(params, name):
         cache, out = step(params, cache, np.array([token]))
         logits.append(out[0])
     np.testing.assert_allclose(np.array(logits), found[name], atol=1e-4)
-    if name != "adakv":  # kvpress masks what it evicts
+    if name not in ("adakv", "kvzip"):  # kvpress masks what it evicts
         np.testing.assert_array_equal(np.asarray(cache.counts)[:, 0, 0], found[f"{name}_entries"])
+
+
+def test_scores_of_kvzip_are_those_of_the_press(params):
+    """Those of the sinks are set to the largest one later, so they are not compared."""
+    prompt = {"input_ids": golden.tokens()[None, : golden.PROMPT]}
+    policy = METHODS["kvzip"]
+    read = jax.jit(vlkv.read_prompt)(params, vlkv.Inputs.from_hf(prompt, params.config), policy)
+    scores = jax.jit(analysis.choose)(read, policy).scores[0, ..., policy.sinks : golden.PROMPT]
+    np.testing.assert_allclose(scores, np.load(golden.FILE)["kvzip_scores"][..., policy.sinks :], atol=1e-5)

@@ -89,11 +89,49 @@ def test_critical_kv(params, batch):
                 np.testing.assert_array_equal(kept[i, head, valid], wanted)
 
 
+def test_kvzip(params, batch):
+    """Images are repeated as their embeddings; rows are padded on either side."""
+    instruction = 7, 9, 11
+    policy = policies.KVzip(keep=0.4, sinks=2, instruction=instruction)
+    chosen = choose(read(params, batch, policy), policy)
+    x, said = np.asarray(embed(params, batch)), np.asarray(params.decoder.embedding.weight[...])[np.array(instruction)]
+    for row, valid in enumerate(batch.valid):
+        own, positions = x[row, valid], batch.positions[row, valid][:, 0]
+        length, begin = valid.sum(), positions.max() + 1
+        again = begin + 3 + positions
+        _, layers = reference.prefill(
+            params.decoder, np.concatenate([own, said, own]), np.concatenate([positions, begin + np.arange(3), again])
+        )
+        found = []
+        for q, k, _ in layers:
+            each = numpy_policies.attention(np.swapaxes(q, 0, 1), np.swapaxes(k, 0, 1))[:, length:, :length]
+            found.append(each.max(axis=1).reshape(k.shape[1], -1, length).max(axis=1))
+        np.testing.assert_allclose(np.asarray(chosen.scores)[row][..., valid], found, rtol=1e-3, atol=1e-6)
+        # One order of all layers and heads besides the sinks.
+        found = np.array(found)
+        total = found.shape[1] * numpy_policies.total_budget(len(found), length, 0.4)
+        kept = np.asarray(chosen.kept)[row][..., valid]
+        assert kept.sum() == total and kept[..., :2].all()
+        best = np.sort(found[..., 2:].ravel())[::-1][total - 2 * len(found) * found.shape[1] - 1]
+        np.testing.assert_array_equal(kept[..., 2:], found[..., 2:] >= best)
+
+
+def test_a_repeated_prompt_answers_as_one_that_is_read_once(params, batch):
+    once, twice = (read(params, batch, policy) for policy in (policies.Full(), policies.KVzip(keep=0.5)))
+    np.testing.assert_allclose(once.logits, twice.logits, atol=1e-5)
+    assert (once.next_position == twice.next_position).all()
+
+
 def test_what_is_missing_is_named(params, batch):
     q, k = (np.zeros((1, 2, 8, 4), np.float32) for _ in range(2))
     with pytest.raises(vlkv.InputError, match="ExpectedAttention uses more of the model"):
         policies.select(policies.ExpectedAttention(keep=0.5), q, k, k, np.zeros(8, bool))
     with pytest.raises(vlkv.InputError, match="give the policy to read_prompt"):
         choose(read(params, batch), CRITICAL)
+    zipped = policies.KVzip(keep=0.5)
+    with pytest.raises(vlkv.InputError, match="KVzip scores while the model repeats the prompt"):
+        choose(read(params, batch), zipped)
+    with pytest.raises(vlkv.InputError, match="compose: FastV reduces the prompt, so it cannot be repeated"):
+        policies.compose(zipped, reduce=policies.FastV(keep=0.5))
     with pytest.raises(vlkv.InputError, match="compose: SnapKV does not rank"):
         policies.compose(policies.H2O(keep=0.5), rank=policies.SnapKV)

@@ -32,16 +32,19 @@ METHODS = {
     policies.PyramidKV: reference.pyramidkv,
     policies.AdaKV: reference.adakv,
     policies.CAKE: reference.cake,
+    policies.Damage: reference.damage,
     policies.MixKV: reference.mixkv,
     policies.TGVKV: reference.tgvkv,
     policies.TOVA: reference.tova,
     policies.Knorm: reference.knorm,
     policies.KeyDiff: reference.keydiff,
+    policies.FlashCache: reference.flashcache,
     policies.AirCache: reference.aircache,
     policies.PrefixKV: reference.prefixkv,
     policies.VLCache: reference.vlcache,
     policies.ElasticCache: reference.elasticcache,
     policies.LookM: reference.lookm,
+    policies.MEDA: reference.meda,
     policies.RoCo: reference.roco,
     policies.CSP: reference.csp,
 }
@@ -57,11 +60,13 @@ CASES = [
     policies.AdaKV(keep=0.5, window=3, scope="all"),
     policies.AdaKV(keep=0.35, kernel=3, safeguard=0.0, scope="vision"),
     policies.CAKE(keep=0.5, window=4, gamma=5.0),
+    policies.Damage(keep=0.4, window=4),
     policies.MixKV(keep=0.4, window=4),
     policies.TGVKV(keep=0.4),
     policies.TOVA(keep=0.4),
     policies.Knorm(budget=7),
     policies.KeyDiff(keep=0.4),
+    policies.FlashCache(keep=0.4),
     policies.AirCache(keep=0.4),
     policies.AirCache(budget=5, alpha=1.0),
     policies.AirCache(keep=0.4, alpha=0.5, scope="all"),
@@ -75,6 +80,7 @@ CASES = [
     policies.ElasticCache(budget=6, sinks=2, recent=3, scope="vision"),
     policies.LookM(keep=0.4),
     policies.LookM(keep=0.5, scope="vision", merging="weighted"),
+    policies.MEDA(keep=0.4),
     policies.RoCo(keep=0.4, recent=2),
     policies.RoCo(budget=6, spread=0.2, scope="vision"),
     policies.CSP(keep=0.6, window=4, heads="each", fill=True),
@@ -88,10 +94,13 @@ MORE = [
     policies.PyramidKV(budget=12, window=3, kernel=3, pooling="avg", scope="all"),
     policies.AdaKV(budget=6, window=9, pooling="avg", safeguard=0.5, scope="all"),
     policies.CAKE(keep=0.35, kernel=3, pooling="max", tau1=1.6, tau2=0.4, scope="vision"),
+    policies.Damage(budget=9, kernel=3, safeguard=0.3),
+    policies.Damage(keep=0.3, window=1, relative=False, scope="vision"),
     policies.MixKV(budget=6, window=3, scope="vision"),
     policies.TGVKV(budget=9, sinks=2, scope="all"),
     policies.TOVA(budget=6, recent=2),
     policies.KeyDiff(keep=0.3, scope="vision"),
+    policies.FlashCache(budget=5, cutoff=0.1, scope="vision"),
     policies.AirCache(keep=0.9, alpha=0.0),
     policies.AirCache(keep=0.4, window="recent", rows=3),
     policies.AirCache(keep=0.4, window="vision", rows=5, allocation="uniform"),
@@ -100,6 +109,8 @@ MORE = [
     policies.PrefixKV(budget=9, sinks=0, recent=0, scope="all"),
     policies.VLCache(keep=0.3, scope="vision"),
     policies.LookM(budget=9, recent=3, text_prior=False, merging="average"),
+    policies.MEDA(budget=6, entropy="all"),
+    policies.MEDA(keep=0.5, scope="vision"),
     policies.RoCo(keep=0.6),
     policies.CSP(keep=0.5),
     policies.CSP(keep=0.6, window=12, recent_bias=0, c=0.3, heads="each"),
@@ -111,7 +122,7 @@ MORE = [
 def select(policy, q, k, vision, valid, key=None):
     """A whole batch of prompts, as `generate` does it."""
     keys = None if key is None else jnp.stack([key] * len(vision))
-    return jax.vmap(lambda *args: policies.select(policy, *args[:2], args[1], *args[2:]))(q, k, vision, valid, keys)
+    return jax.vmap(lambda *x: policies.select(policy, *x[:2], x[1][..., ::-1], *x[2:]))(q, k, vision, valid, keys)
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +174,7 @@ def test_policy_agrees_with_the_equations(policy, batch):
         policies.ElasticCache(keep=0.4),
         *(policies.LookM(keep=0.4, merging=way) for way in ("average", "weighted", "pivot")),
         policies.LookM(keep=0.3, merging="pivot", scope="vision"),
+        policies.MEDA(keep=0.4),
     ],
     ids=repr,
 )
@@ -175,7 +187,7 @@ def test_merging_agrees_with_the_equations(policy, batch):
     for row, name in enumerate(PROMPTS):
         for layer in range(LAYERS):
             k_row, v_row, kept = (np.asarray(x)[row, layer][:, valid[row]] for x in (k, v, got.kept))
-            expected = reference.merged(k_row, v_row, kept, policy.merging)
+            expected = reference.merged(k_row, v_row, kept, getattr(policy, "merging", "average"))
             for ours, theirs in zip((got_k, got_v), expected, strict=True):
                 entries = np.asarray(ours)[row, layer][:, valid[row]]
                 np.testing.assert_allclose(entries[kept], theirs[kept], atol=1e-5, err_msg=name)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from pallas_kernels import QuantizedPool, quantize
+from pallas_kernels import QuantizedPool, quantize_rotated
 from pallas_kernels.cpu import restored, stored
 from vlkv.cache.pool import PackedCache, Storage
 from vlkv.cache.rings import Ring
@@ -72,7 +72,7 @@ class CacheSpec:
     @property
     def tile(self) -> int:
         """Alignment of segments, chosen so that no group of quantised keys belongs to two layers."""
-        return ALIGNMENT if self.storage is None else math.lcm(ALIGNMENT, self.storage.group)
+        return ALIGNMENT if self.storage is None else math.lcm(ALIGNMENT, self.storage.group or 1)
 
     def pool(self, parts: int) -> int:
         """Slots of the pool per key head, with the alignment of segments in every part.
@@ -110,7 +110,8 @@ def pack(
 ) -> PackedCache:
     """Moves the kept entries of all layers into one pool.
 
-    If the pool is quantised, the tail is in full precision; see `quantize_old` for what attention sees of it.
+    If the pool is quantised, the tail is in full precision unless `Storage.tail`; see `quantize_old` for what attention
+    sees of it.
 
     Args:
         spec: from `cache_spec`.
@@ -165,16 +166,18 @@ def pack(
             pools = _write_segments(pools, values, order[layer], start[layer], start[layer] + filled[layer])
         pool_k, pool_v, token = *(restored(pool, k[0].dtype) for pool in pools[:2]), pools[2]
 
-        def tail() -> tuple[Array, ...]:  # called twice, because shared buffers cannot be donated
+        def tail() -> tuple[Any, ...]:  # called twice, because shared buffers cannot be donated
             shape = rows, own_heads, spec.tail(parts) // parts, head_dim
-            return tuple(jnp.zeros(shape, k[0].dtype) for _ in range(0 if spec.reuses else layers))
+            empty = [jnp.zeros(shape, k[0].dtype) for _ in range(0 if spec.reuses else layers)]
+            if spec.storage is None or not spec.storage.tail:
+                return tuple(empty)
+            unused = jnp.zeros(shape[:3], bool)
+            return tuple(quantize_rotated(x, unused, bits=spec.storage.bits) for x in empty)
 
         packed_k: Array | QuantizedPool = pool_k
         packed_v: Array | QuantizedPool = pool_v
         if spec.storage is not None:
-            bits, group, _ = spec.storage
-            packed_k = quantize(pool_k, token >= 0, bits=bits, group=group, axis="slots")
-            packed_v = quantize(pool_v, token >= 0, bits=bits, group=group, axis="channels")
+            packed_k, packed_v = spec.storage.quantize(pool_k, pool_v, token >= 0)
         return packed_k, packed_v, token, start, tail(), tail()
 
     pool, each = "B K P H", "L B K"

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import Kernels, QuantizedPool, swap_slots
+from pallas_kernels import Kernels, QuantizedPool, quantize, quantize_rotated, swap_slots
 from vlkv.cache import decode_state
 from vlkv.cache.decode_state import DecodeState, HasUpdater
 from vlkv.cache.rings import Rings
@@ -41,14 +41,30 @@ _POOL, _TABLE = axes("batch", "kv_heads", "slots"), axes(None, "batch", "kv_head
 
 
 class Storage(NamedTuple):
-    """Quantisation of the pool (KIVI): `bits` per number, and a scale and a minimum for every `group` of numbers.
+    """Quantisation of the pool.
 
-    `window`: how many of the last generated tokens attention sees in full precision; None: all of them.
+    Attributes:
+        bits: per number.
+        group: numbers that share a scale and a minimum (KIVI); None: a vector has a norm (TurboQuant).
+        window: how many of the last generated tokens attention sees in full precision; None: all of them.
+        tail: whether generated tokens are quantised too (TurboQuant).
     """
 
     bits: int
-    group: int
+    group: int | None
     window: int | None = None
+    tail: bool = False
+
+    def quantize(self, k: Array, v: Array, used: Array) -> tuple[QuantizedPool, QuantizedPool]:
+        """Keys and values of a pool [B, #K, P, H], of which the slots `used` [B, #K, P] are used."""
+        if self.group is None:
+            return quantize_rotated(k, used, bits=self.bits), quantize_rotated(v, used, bits=self.bits)
+        along = partial(quantize, bits=self.bits, group=self.group)
+        return along(k, used, axis="slots"), along(v, used, axis="channels")
+
+    def bytes_per_number(self, number: int, channels: int) -> float:
+        """Mean bytes of a stored number, if `number` bytes are those of a scale and a vector has `channels`."""
+        return self.bits / 8 + number * (1 / channels if self.group is None else 2 / self.group)
 
 
 @jax.tree_util.register_dataclass
@@ -64,8 +80,9 @@ class PackedCache:
     # Slots of each segment that may be read, in all parts together: its prompt entries, vision first, then text; or all
     # its slots if slots are reused.
     extent: Int[Array, "L B K"] = field(metadata=_TABLE)
-    tail_k: tuple[Float[Array, "B K S H"], ...] = field(metadata=_POOL)  # one per layer; none if slots are reused
-    tail_v: tuple[Float[Array, "B K S H"], ...] = field(metadata=_POOL)
+    # One per layer; none if slots are reused.
+    tail_k: tuple[Float[Array, "B K S H"] | QuantizedPool, ...] = field(metadata=_POOL)
+    tail_v: tuple[Float[Array, "B K S H"] | QuantizedPool, ...] = field(metadata=_POOL)
     used: Int[Array, " B"] = field(metadata=axes("batch"))  # number of new tokens so far
     next_position: Int[Array, "B A"] = field(metadata=axes("batch"))  # counts all tokens, including dropped ones
     # Long-RoPE: number of positions for which each row's rotation is made; see `decoder.rope.position_limit`.

@@ -9,7 +9,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Shaped
 
 from pallas_kernels import QuantizedPool
 from vlkv.cache import decode_state, rings
@@ -43,14 +43,14 @@ def resize(cache: PackedCache, new_tokens: int) -> PackedCache:
 
     slots, parts = align(new_tokens, cache.parts), cache.parts
 
-    def fit(x: Float[Array, "B K S H"]) -> Float[Array, "B K _s H"]:
+    def fit(x: Shaped[Array, "B K S H"]) -> Shaped[Array, "B K _s H"]:
         x = _by_part(x, parts)[:, :, :, : slots // parts]
         more = [(0, 0), (0, 0), (0, 0), (0, slots // parts - x.shape[3]), (0, 0)]
         return jnp.pad(x, more).reshape(*x.shape[:2], slots, x.shape[4])
 
     states = cache.decode_states and tuple(decode_state.resize(layer, slots) for layer in cache.decode_states)
     return dataclasses.replace(
-        cache, tail_k=tuple(map(fit, cache.tail_k)), tail_v=tuple(map(fit, cache.tail_v)), decode_states=states
+        cache, tail_k=jax.tree.map(fit, cache.tail_k), tail_v=jax.tree.map(fit, cache.tail_v), decode_states=states
     )
 
 

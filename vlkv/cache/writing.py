@@ -6,26 +6,31 @@ Axes: as in `pool.py`.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import Kernels, dequantize, quantize, write_slots
+from pallas_kernels import Kernels, QuantizedPool, dequantize, quantize, quantize_rotated, write_slots
 from vlkv.sharding import ops
 
 
 def write_tail(
-    tail: Float[Array, "B K S H"],
+    tail: Float[Array, "B K S H"] | QuantizedPool,
     new: Float[Array, "B T K H"],
     entry: Int[Array, "B T"],
     parts: int = 1,
     kernels: Kernels | None = None,
-) -> Float[Array, "B K S H"]:
-    """Writes entries to the tail at their numbers; numbers beyond its end are ignored."""
+) -> Any:
+    """Writes entries to the tail at their numbers; numbers beyond its end are ignored. They are quantised as it is."""
     slots = tail.shape[2]
     slot = jnp.where(entry < slots, ops.slot_of(entry, 0, slots, parts), slots)
-    return _write(tail, new, jnp.broadcast_to(slot[..., None], new.shape[:3]), parts, kernels)
+    slot = jnp.broadcast_to(slot[..., None], new.shape[:3])
+    if not isinstance(tail, QuantizedPool):
+        return _write(tail, new, slot, parts, kernels)
+    stored = quantize_rotated(new.astype(tail.dtype), jnp.ones(new.shape[:3], bool), bits=tail.bits)
+    return jax.tree.map(lambda x, y: _write(x, y, slot, parts, kernels), tail, stored)
 
 
 def quantize_old(

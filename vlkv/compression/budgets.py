@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from vlkv.masks import top
+
 
 def total(
     keep: float | None, budget: int | None, sums: Int[np.ndarray, " sums"], *, layers: int
@@ -100,6 +102,53 @@ def apportion(
         return whole + sign * (able & (rank < jnp.abs(left)))
 
     return jax.lax.while_loop(unfinished, hand_out, whole)
+
+
+def by_order(
+    ranked: Float[Array, "M T"],
+    total: Int[Array, ""],
+    *,
+    always: Int[Array, " M"],
+    most: Int[Array, " M"],
+    safeguard: float = 0.0,
+) -> Int[Array, " M"]:
+    """Budgets of M heads with the sum `total`: how many of the best scores of all heads together each of them has.
+
+    Args:
+        ranked: scores of the candidates; -inf for other tokens. Ties: the earlier head, then the earlier token.
+        total: for all heads together.
+        always: entries that each head keeps besides the candidates.
+        most: greatest budget of each head. Every head with tokens gets at least one.
+        safeguard: share of the budget that is divided equally.
+    """
+    heads, left = len(ranked), total - jnp.sum(always)
+    best = top(ranked.reshape(1, -1), ranked.reshape(1, -1) > -jnp.inf, left[None]).reshape(ranked.shape)
+    own = (1 - safeguard) * jnp.sum(best, axis=1) + safeguard * left / heads
+    return apportion(always + own, total, floor=jnp.minimum(1, most), ceiling=most)
+
+
+def by_order_of_all_layers(
+    ranked: Float[Array, "L K T"],
+    total: Int[Array, ""],
+    most: Int[Array, " L"],
+    *,
+    safeguard: float = 0.0,
+) -> Int[Array, "L K"]:
+    """`by_order` for all heads of all layers together; tokens in scope that are no candidates are always kept.
+
+    Args:
+        ranked: as in `by_order`.
+        total: for all layers together, per head.
+        most: number of tokens in scope of each layer.
+        safeguard: as in `by_order`.
+    """
+    layers, heads, length = ranked.shape
+    always = jnp.minimum(most[:, None] - jnp.sum(ranked > -jnp.inf, axis=2), total // layers)
+    granted = by_order(
+        ranked.reshape(-1, length), heads * total, always=always.reshape(-1), most=jnp.repeat(most, heads),
+        safeguard=safeguard,
+    )  # fmt: skip
+    return granted.reshape(layers, heads)
 
 
 def smallest(values: Float[Array, "L T"], total: Int[Array, ""]) -> Int[Array, " L"]:

@@ -113,6 +113,10 @@ def _check(owners: dict[str, Any], parts: dict[str, Any]) -> None:
         raise InputError('compose: budgets of published code do not support reduced prompts: use variant="paper"')
     if reduced is not None and reducer is not None:
         raise InputError(f"compose: {type(reducer).__name__} and {type(reduced).__name__} both reduce the prompt")
+    if reducing is not None and any(
+        getattr(part, "repeats", None) is not None for part in (*owners.values(), *parts.values())
+    ):
+        raise InputError(f"compose: {type(reducing).__name__} reduces the prompt, so it cannot be repeated")
     smoothed = parts.get("smoothed")
     if smoothed is not None and not isinstance(smoothed, Smooth):
         raise InputError(f"compose: smooth={smoothed!r} must be a Smooth, such as Smooth(9)")
@@ -243,6 +247,11 @@ class Composed(Policy):
         count: Int[Array, " K"],
     ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
         return (self.ranked or self.scored).rank(scores, self._owned(statistics, "ranked"), candidates, count)
+
+    @property
+    def repeats(self) -> tuple[int, ...] | None:  # type: ignore[override]
+        """Those of the first part that repeats the prompt."""
+        return next((part.repeats for part in self.parts if part.repeats is not None), None)
 
     @property
     @override

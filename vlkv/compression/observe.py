@@ -24,6 +24,15 @@ from vlkv.sharding.ops import attention_mass
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Repeated:
+    """The second reading of a prompt; see `vlkv.generation.repeating`."""
+
+    q: Float[Array, "*B N R H"]  # queries of the instruction and of the repeated prompt
+    lse: Float[Array, "*B N R"] | None = None  # log-sum-exps of their logits, +inf for padding; None: not yet known
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerContext:
     """What some methods use of the model besides queries, keys and values; `Facts.uses` names it.
 
@@ -32,12 +41,14 @@ class LayerContext:
         limit: as in `rope_table`; None: no limit.
         output_norm: L1 norm of each value after the output projection of a query head, mean over the query heads that
             share the value's head; None: not computed.
+        repeated: the second reading of the prompt; None: the policy has no `repeats`.
         rope: settings of the rotation.
     """
 
     positions: Int[Array, "*B T A"]
     limit: Int[Array, "*B"] | None = None
     output_norm: Float[Array, "*B K T"] | None = None
+    repeated: Repeated | None = None
     rope: RopeConfig = dataclasses.field(metadata={"static": True})
 
 

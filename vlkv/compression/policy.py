@@ -110,6 +110,8 @@ class Policy(metaclass=_PolicyType):
     facts: ClassVar[Facts]
     softmax_n: ClassVar[float] = 0.0  # the n of n-softmax in decode attention (CSP, Eq. 7); 0: softmax
     storage: ClassVar[Storage | None] = None  # quantisation of the pool; None: not quantised
+    # Ids of an instruction after which the model reads the prompt again (`LayerContext.repeated`); None: it does not.
+    repeats: ClassVar[tuple[int, ...] | None] = None
 
     def __post_init__(self) -> None:
         name = type(self).__name__

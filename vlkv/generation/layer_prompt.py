@@ -48,12 +48,12 @@ class LayerPrompt:
 
 
 def context_of(
-    params: Model, policy: Policy | None, layer: int, positions: Array, v: Array, limit: Array | None
+    params: Model, policy: Policy | None, layer: int, positions: Array, v: Array, **known: Any
 ) -> LayerContext:
     """What methods may use of the model in this layer. Norms are computed only for a policy that uses them."""
     uses = () if policy is None else policy.facts.uses
     norms = params.decoder.layers[layer].out.norms(v) if "output_norm" in uses else None
-    return LayerContext(positions=positions, limit=limit, output_norm=norms, rope=params.decoder.rope)
+    return LayerContext(positions=positions, output_norm=norms, rope=params.decoder.rope, **known)
 
 
 def observation(policy: Policy, prompt: LayerPrompt, key: Key[Array, ""] | None, **options: Any) -> Observation:
@@ -84,7 +84,8 @@ def attend_and_measure(
         found = ask_for(policy, obs)
         return {name: m for name, m in found.items() if m.most is None or 2 * m.most >= len(obs.valid)}
 
-    options: dict[str, Any] = {"return_lse": takes_lse(kernels.attention_mass)}
+    repeated = None if prompt.context is None else prompt.context.repeated
+    options: dict[str, Any] = {"return_lse": takes_lse(kernels.attention_mass) or repeated is not None}
     asks = ask_for is not None and gives_mass(kernels.prefill_attention)
     measures = by_row(ask, inputs.valid.shape[0])(prompt) if asks else {}
     if measures:
@@ -93,5 +94,10 @@ def attend_and_measure(
         options["statistics"] = tuple((measure.statistic, measure.threshold) for measure in measures.values())
     found = attention(**options)
     attended, lse, mass = found if isinstance(found, Attended) else (found, None, None)
+    length, context = prompt.valid.shape[1], prompt.context
+    if repeated is not None:
+        assert lse is not None and context is not None
+        context = dataclasses.replace(context, repeated=dataclasses.replace(repeated, lse=lse[..., length:]))
+        lse, mass = lse[..., :length], None if mass is None else mass[..., :length]
     received = {} if mass is None else {name: mass[:, r] for r, name in enumerate(measures)}
-    return attended, dataclasses.replace(prompt, lse=lse, received=received)
+    return attended, dataclasses.replace(prompt, lse=lse, received=received, context=context)

@@ -26,6 +26,7 @@ from vlkv.decoder.rope import position_limit
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation.layer_prompt import LayerPrompt, attend_and_measure, context_of, observation
+from vlkv.generation.repeating import Repetition, repeat
 from vlkv.inputs import Inputs
 from vlkv.keys import single_key
 from vlkv.masks import first
@@ -69,7 +70,7 @@ def read_prompt(
     Args:
         params: the model.
         inputs: from the processor, or (outside jit) from the family's transformers processor.
-        policy: used only if it reduces the prompt between layers, or uses norms (`needs_own_prompt`).
+        policy: used only if it reduces or repeats the prompt, or uses norms (`needs_own_prompt`).
         new_tokens: largest capacity for new tokens of the caches that will be made of the prompt. It matters only for
             models with long-RoPE (see `vlkv.decoder.rope.position_limit`).
         key: for policies that reduce the prompt at random.
@@ -119,7 +120,9 @@ def read_layers(
         tokens, (window, _, shared) = now.tokens, kinds[i]
         # A window counts the tokens of the prompt, also those that a reduction has dropped.
         place = jnp.take_along_axis(number, tokens.source, axis=1)
-        attention, until = _attention(params, inputs, tokens, kinds[i], place if stages else None, kernels, q, k, v)
+        attention, until, (q, k, v, repeated) = _attention(
+            params, inputs, tokens, kinds[i], place if stages else None, kernels, repetition, q, k, v
+        )
         if window is not None or shared:
             ring = () if window is None or shared else (of_prompt(
                 k, v, jnp.where(tokens.valid, place, -1), number[:, -1] + 1, window=window,
@@ -129,7 +132,7 @@ def read_layers(
         layer = LayerPrompt(
             q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, is_candidate=tokens.valid,
             source=tokens.source, grid=tokens.grid, until=until,
-            context=context_of(params, policy, i, tokens.positions, v, limit),
+            context=context_of(params, policy, i, tokens.positions, v, limit=limit, repeated=repeated),
         )  # fmt: skip
         attended, layer = attend_and_measure(attention, layer, policy, len(now.results), layers, inputs, kernels)
         return now._replace(layer=layer), attended
@@ -168,9 +171,11 @@ def read_layers(
                              f"stage {stage}, but remaining allows {vision}: correct one of the two")  # fmt: skip
         return now._replace(tokens=tokens, vision=vision)
 
-    start = _Carry(_begin(params, inputs, reducer if stages else None), inputs.max_vision)
+    tokens, repetition = _begin(params, inputs, reducer if stages else None, None if policy is None else policy.repeats)
+    start = _Carry(tokens, inputs.max_vision)
     start = reduce(0, start) if 0 in stages else start
-    end, _ = params.decoder.walk(start, start.tokens.x, start.tokens.positions, attend, after, limit)
+    positions = (repetition or start.tokens).positions
+    end, _ = params.decoder.walk(start, start.tokens.x, positions, attend, after, limit)
     tokens, row, rings = end.tokens, jnp.arange(batch), end.rings
     # The last token that is left. It may be a vision token, if the prompt ends with an image.
     last = jnp.max(jnp.where(tokens.valid, jnp.arange(tokens.valid.shape[1]), 0), axis=1)
@@ -194,19 +199,19 @@ def _attention(
     kind: LayerKind,
     place: Int[Array, "B t"] | None,
     kernels: Kernels,
+    repetition: Repetition | None,
     *qkv: Array,
-) -> tuple[Callable[..., Any], Int[Array, "B t"] | None]:
-    """The attention of a layer, and the last token that each of its tokens attends to.
+) -> tuple[Callable[..., Any], Int[Array, "B t"] | None, tuple[Any, ...]]:
+    """The attention of a layer; the last token that each token of the prompt attends to; and the prompt's q, k, v.
 
-    `place` is the number of each token in the prompt; None: the prompt is not reduced.
+    These are followed by what policies may use of a repetition, or None. `place` is the number of each token in the
+    prompt; None: the prompt is not reduced.
     """
     until = params.decoder.until_in(kind, params.decoder.until(tokens.is_vision)) if inputs.max_vision else None
     near = {} if kind.window is None else {"place": place, "window": kind.window}
-    attention = partial(
-        prefill_attention, *qkv, valid=tokens.valid, until=until, ahead=params.decoder.ahead,
-        implementation=kernels.prefill_attention, **near,
-    )  # fmt: skip
-    return attention, until
+    attention: Any = partial(prefill_attention, ahead=params.decoder.ahead, implementation=kernels.prefill_attention)
+    attention, own = (attention, (*qkv, None)) if repetition is None else repetition.of(attention, *qkv)
+    return partial(attention, *qkv, valid=tokens.valid, until=until, **near), until, own
 
 
 def _stages(reducer: ReducingStages, decoder: Decoder) -> tuple[int, ...]:
@@ -230,14 +235,17 @@ class _Carry(NamedTuple):
     rings: tuple[Ring, ...] = ()  # of the layers with a sliding window so far
 
 
-def _begin(params: Model, inputs: Inputs, reducer: ReducingStages | None) -> Tokens:
+def _begin(
+    params: Model, inputs: Inputs, reducer: ReducingStages | None, repeats: tuple[int, ...] | None
+) -> tuple[Tokens, Repetition | None]:
     embedded = params.embed(inputs, () if reducer is None else reducer.class_attention_layers)
-    return Tokens(
+    tokens = Tokens(
         x=embedded.x, positions=inputs.positions, is_vision=inputs.is_vision, valid=inputs.valid,
         source=jnp.broadcast_to(jnp.arange(inputs.valid.shape[1]), inputs.valid.shape),
         size=jnp.ones(inputs.valid.shape), grid=inputs.grid, tiles=inputs.tiles, tower=embedded.attention,
         added=embedded.added,
     )  # fmt: skip
+    return (tokens, None) if repeats is None else repeat(params, tokens, repeats)
 
 
 def _reduce(

@@ -210,7 +210,7 @@ def _put(layers: tuple[Any, ...], i: int, new: Any) -> tuple[Any, ...]:
 
 def _write_tails(
     cache: PackedCache, i: int, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], entry: Int[Array, "B T"]
-) -> tuple[PackedCache, tuple[Array, Array]]:
+) -> tuple[PackedCache, tuple[Any, Any]]:
     """The cache with new entries in the tail of layer i, and this tail."""
     tail_k = write_tail(cache.tail_k[i], k, entry, cache.parts, cache.kernels)
     tail_v = write_tail(cache.tail_v[i], v, entry, cache.parts, cache.kernels)

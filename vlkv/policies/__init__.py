@@ -26,6 +26,7 @@ from vlkv.policies.cake import CAKE
 from vlkv.policies.cdpruner import CDPruner
 from vlkv.policies.criticalkv import CriticalKV
 from vlkv.policies.csp import CSP
+from vlkv.policies.damage import Damage
 from vlkv.policies.dart import DART
 from vlkv.policies.divprune import DivPrune
 from vlkv.policies.downsample import Downsample
@@ -34,6 +35,7 @@ from vlkv.policies.evs import EVS
 from vlkv.policies.expectedattention import ExpectedAttention
 from vlkv.policies.fastervlm import FasterVLM
 from vlkv.policies.fastv import FastV
+from vlkv.policies.flashcache import FlashCache
 from vlkv.policies.full import Full
 from vlkv.policies.h2o import H2O
 from vlkv.policies.hired import HiRED
@@ -41,8 +43,10 @@ from vlkv.policies.ivtp import IVTP
 from vlkv.policies.keydiff import KeyDiff
 from vlkv.policies.kivi import KIVI
 from vlkv.policies.knorm import Knorm
+from vlkv.policies.kvzip import KVzip
 from vlkv.policies.lightkv import LightKV
 from vlkv.policies.lookm import LookM
+from vlkv.policies.meda import MEDA
 from vlkv.policies.mixkv import MixKV
 from vlkv.policies.pitome import PiToMe
 from vlkv.policies.prefixkv import PrefixKV
@@ -58,6 +62,7 @@ from vlkv.policies.tgvkv import TGVKV
 from vlkv.policies.tofu import ToFu
 from vlkv.policies.tome import ToMe
 from vlkv.policies.tova import TOVA
+from vlkv.policies.turboquant import TurboQuant
 from vlkv.policies.vidcom2 import VidCom2
 from vlkv.policies.visionzip import VisionZip
 from vlkv.policies.vispruner import VisPruner
@@ -66,10 +71,10 @@ from vlkv.policies.vlcache import VLCache
 registry: dict[str, type[Policy]] = {
     cls.__name__.lower(): cls
     for cls in (
-        Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AdaKV, CAKE, CriticalKV, MixKV, TOVA, Knorm, KeyDiff,
-        ExpectedAttention, AirCache, PrefixKV, AVL, ImgRandom, VLCache, TGVKV, ElasticCache, LookM, RoCo, CSP,
-        LightKV, FastV, PyramidDrop, SparseVLM, DART, FasterVLM, HiRED, VisionZip, VisPruner, PruMerge, DivPrune,
-        CDPruner, VidCom2, EVS, IVTP, ToMe, PiToMe, ToFu, KIVI,
+        Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AdaKV, CAKE, CriticalKV, Damage, MixKV, TOVA, Knorm,
+        KeyDiff, ExpectedAttention, KVzip, FlashCache, AirCache, PrefixKV, AVL, ImgRandom, VLCache, TGVKV,
+        ElasticCache, LookM, MEDA, RoCo, CSP, LightKV, FastV, PyramidDrop, SparseVLM, DART, FasterVLM, HiRED,
+        VisionZip, VisPruner, PruMerge, DivPrune, CDPruner, VidCom2, EVS, IVTP, ToMe, PiToMe, ToFu, KIVI, TurboQuant,
     )
 }  # fmt: skip
 # These have names too, but not in the registry, whose methods can be compared at any `keep`.
@@ -167,6 +172,7 @@ __all__ = [
     "H2O",
     "IVTP",
     "KIVI",
+    "MEDA",
     "TGVKV",
     "TOVA",
     "AdaKV",
@@ -174,6 +180,7 @@ __all__ = [
     "CDPruner",
     "Composed",
     "CriticalKV",
+    "Damage",
     "DecodingStages",
     "DivPrune",
     "Downsample",
@@ -182,9 +189,11 @@ __all__ = [
     "Facts",
     "FastV",
     "FasterVLM",
+    "FlashCache",
     "Full",
     "HiRED",
     "ImgRandom",
+    "KVzip",
     "KeyDiff",
     "Knorm",
     "LayerContext",
@@ -210,6 +219,7 @@ __all__ = [
     "StreamingLLM",
     "ToFu",
     "ToMe",
+    "TurboQuant",
     "VLCache",
     "VidCom2",
     "VisPruner",

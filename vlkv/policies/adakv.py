@@ -10,7 +10,6 @@ from vlkv.compression import budgets
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Pooling, Positive, Unit
 from vlkv.compression.policy import Facts, Statistics
-from vlkv.masks import top
 from vlkv.policies.snapkv import SnapKV
 
 
@@ -53,10 +52,9 @@ class AdaKV(SnapKV):
         """The number of each head's tokens among the best of its layer, and an equal share of the safeguard."""
 
         def share(ranked, mean, most):  # [K, T + 1], [], []
-            heads, candidates = len(ranked), ranked > -jnp.inf
-            window = jnp.minimum(most - jnp.sum(candidates[0]), mean)  # every head keeps it
-            best = top(ranked.reshape(1, -1), candidates.reshape(1, -1), heads * (mean - window)[None])
-            own = (1 - self.safeguard) * jnp.sum(best.reshape(heads, -1), axis=1) + self.safeguard * (mean - window)
-            return budgets.apportion(window + own, heads * mean, floor=jnp.minimum(1, most), ceiling=most)
+            heads = len(ranked)
+            window = jnp.minimum(most - jnp.sum(ranked[0] > -jnp.inf), mean)  # every head keeps it
+            always, most = jnp.full(heads, window), jnp.full(heads, most)
+            return budgets.by_order(ranked, heads * mean, always=always, most=most, safeguard=self.safeguard)
 
         return jax.vmap(share)(statistics["ranked"], budgets.uniform(total, most), most)

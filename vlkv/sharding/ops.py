@@ -308,7 +308,7 @@ def attention_mass_rows(
 def cached_attention(
     q: Float[Array, "B T N H"],
     segment: tuple[Any, Any, Int[Array, "B K"], Int[Array, "B K"]],
-    tail: tuple[Float[Array, "B K P H"], Float[Array, "B K P H"]],
+    tail: tuple[Any, Any],
     seen: Int[Array, "B T"],
     *,
     softmax_n: float = 0.0,

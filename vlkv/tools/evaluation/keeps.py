@@ -49,12 +49,12 @@ def at_bytes(policy: Policy, share: float, bits: int = 16) -> Policy:
     return compose(at_keep(policy, min(1.0, share / relative_size(store))), store=store)
 
 
-def relative_size(policy: Policy, *, number: int = 2) -> float:
-    """Bytes of a stored entry, relative to an entry that is not quantised and has `number` bytes per channel."""
-    if policy.storage is None:
-        return 1.0
-    bits, group, _ = policy.storage
-    return bits / (8 * number) + 2 / group
+def relative_size(policy: Policy, *, number: int = 2, head_dim: int = 128) -> float:
+    """Bytes of a stored entry, relative to an entry that is not quantised and has `number` bytes per channel.
+
+    `head_dim` matters only if every vector has a norm (TurboQuant).
+    """
+    return 1.0 if policy.storage is None else policy.storage.bytes_per_number(number, head_dim) / number
 
 
 def share_programs(plan: Sequence[Policy]) -> list[Policy]:
@@ -112,8 +112,10 @@ def pool_bytes(policy: Policy, config: ModelConfig, inputs: Inputs, *, number: i
     slots = spec.allocated()
     if policy.storage is None:
         return 2 * slots * heads * channels * number
-    bits, group, _ = policy.storage
+    bits, group = policy.storage.bits, policy.storage.group
     codes = slots * heads * channels * bits // 8
+    if group is None:
+        return 2 * (codes + number * heads * slots)
     ranges = 2 * number * heads * (-(-slots // group) * channels + slots * -(-channels // group))
     return 2 * codes + ranges
 
@@ -130,4 +132,4 @@ def share_of_bytes(policy: Policy, config: ModelConfig, inputs: Inputs) -> float
     kept, total = (
         (kept - layers * text, inputs.max_vision) if policy.scope == "vision" else (kept, inputs.max_vision + text)
     )
-    return kept * relative_size(policy) / (layers * total)
+    return kept * relative_size(policy, head_dim=config.decoder.head_dim) / (layers * total)

@@ -48,8 +48,8 @@ class Job:
     def row_bytes(self, model: int = 1) -> float:
         """Bytes of one row's keys and values in pool, tails and rings, without tile padding, on all `model` chips.
 
-        A quantised pool has `bits` per number, and a scale and a minimum per group. Every chip has whole rings if
-        `model` does not divide their key heads.
+        A quantised pool has scales too (`Storage.bytes_per_number`). Every chip has whole rings if `model` does not
+        divide their key heads.
         """
         c, bounds = self.config.decoder, self.question.inputs
         spec = cache_spec(self.policy, layers=c.full_layers, vision=bounds.max_vision, text=bounds.max_text,
@@ -57,8 +57,9 @@ class Job:
         parts = slot_parts(spec.columns(c.kv_heads), model)
         per_number: float = self.itemsize
         if spec.storage is not None:
-            per_number = spec.storage.bits / 8 + 2 * self.itemsize / spec.storage.group
-        pool, tail = spec.pool(parts) * per_number, spec.layers * spec.tail(parts) * self.itemsize
+            per_number = spec.storage.bytes_per_number(self.itemsize, c.head_dim)
+        in_tail = per_number if spec.storage is not None and spec.storage.tail else self.itemsize
+        pool, tail = spec.pool(parts) * per_number, spec.layers * spec.tail(parts) * in_tail
         heads, channels = c.sliding_heads or (c.kv_heads, c.head_dim)
         rings = heads * channels * sum(spec.rings) * self.itemsize * (1 if heads % model == 0 else model)
         return 2 * (c.kv_heads * c.head_dim * (pool + tail) + rings)

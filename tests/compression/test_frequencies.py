@@ -1,0 +1,20 @@
+"""The low-pass filter against scipy's cosine transform in float64."""
+
+import jax
+import numpy as np
+import pytest
+from scipy.fft import dct, idct
+
+from vlkv.compression.frequencies import low_pass
+
+run = jax.jit(low_pass)
+
+
+@pytest.mark.parametrize(("rows", "count", "highest"), [(1, 1, 0), (40, 37, 36), (40, 40, 7), (5000, 4801, 960)])
+def test_low_pass(rows, count, highest):
+    x = np.random.default_rng(0).normal(size=(rows, 3)).astype(np.float32)
+    spectrum = dct(np.float64(x[:count]), axis=0, norm="ortho")
+    spectrum[highest + 1 :] = 0
+    want = np.zeros(x.shape)
+    want[:count] = idct(spectrum, axis=0, norm="ortho")
+    np.testing.assert_allclose(run(x, count, highest), want, atol=1e-5)

@@ -1,0 +1,89 @@
+"""Lets the model read its prompt twice in one pass, for methods that observe the second reading (`Policy.repeats`).
+
+The row of the prompt is followed by the ids of an instruction and by the same prompt again, with positions that
+continue. Attention is causal, so the first reading is not affected; only its tokens are cached.
+
+Axes: B batch · T tokens of the prompt · R tokens of instruction and repetition · E = T + R · D model width ·
+N query heads · K key heads · H head dim · A position axes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from vlkv.compression.observe import Repeated
+from vlkv.compression.tokens import Tokens
+from vlkv.families import Model
+
+
+class Repetition(NamedTuple):
+    """The tokens after the prompt."""
+
+    positions: Int[Array, "B E A"]  # those of the prompt too
+    valid: Bool[Array, "B R"]
+
+    def of(
+        self, attention: Any, q: Float[Array, "B E N H"], k: Float[Array, "B E K H"], v: Float[Array, "B E K H"]
+    ) -> tuple[Callable[..., Any], tuple[Array, Array, Array, Repeated]]:
+        """`attend` for this attention; queries, keys and values of the prompt, and what follows them."""
+        length = q.shape[1] - self.valid.shape[1]
+        repeated = Repeated(q=jnp.swapaxes(q[:, length:], 1, 2))
+        return partial(self.attend, attention), (q[:, :length], k[:, :length], v[:, :length], repeated)
+
+    def attend(
+        self,
+        attention: Callable[..., Any],
+        *qkv: Array,
+        valid: Bool[Array, "B T"],
+        until: Int[Array, "B T"] | None,
+        window: int | None = None,
+        place: None = None,
+        row_weight: Float[Array, "B W T"] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Attention of the whole row. `valid` and `until` are the prompt's; repeated images are read like text."""
+        del place  # nothing was dropped
+        valid = jnp.concatenate([valid, self.valid], axis=1)
+        if until is not None:
+            own = jnp.broadcast_to(jnp.arange(until.shape[1], valid.shape[1]), self.valid.shape)
+            until = jnp.concatenate([until, own], axis=1)
+        if window is None:
+            if row_weight is not None:
+                options["row_weight"] = jnp.pad(row_weight, [(0, 0), (0, 0), (0, self.valid.shape[1])])
+            return attention(*qkv, valid=valid, until=until, **options)
+        # A window counts indices, so the valid tokens must be side by side, without the padding after the prompt.
+        order = jnp.argsort(~valid, axis=1, stable=True)
+        back = jnp.argsort(order, axis=1)
+        until = None if until is None else _take(jnp.take_along_axis(back, until, axis=1), order)
+        done = attention(
+            *(_take(x, order) for x in qkv), valid=_take(valid, order), until=until, window=window, **options
+        )
+        return _take(done, back)
+
+
+def _take(x: Array, order: Int[Array, "B E"]) -> Array:
+    return jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
+def repeat(params: Model, tokens: Tokens, instruction: tuple[int, ...]) -> tuple[Tokens, Repetition]:
+    """The tokens with hidden states of the whole row, and what follows the prompt."""
+    batch, count = len(tokens.valid), len(instruction)
+    begin = jnp.max(jnp.where(tokens.valid[..., None], tokens.positions, -1), axis=(1, 2))[:, None, None] + 1
+    said = jnp.broadcast_to(jnp.arange(count)[:, None], (batch, count, tokens.positions.shape[2]))
+    positions = jnp.concatenate([tokens.positions, begin + said, begin + count + tokens.positions], axis=1)
+    valid = jnp.concatenate([jnp.ones((batch, count), bool), tokens.valid], axis=1)
+    ids = jnp.broadcast_to(jnp.array(instruction, jnp.int32), (batch, count))
+    between = params.decoder.embedding(ids).astype(tokens.x.dtype)
+    added = tokens.added
+    if added is not None:
+        given = params.decoder.inputs_of_layers(ids, between)
+        given = jnp.zeros((*added.shape[:2], count, added.shape[3]), added.dtype) if given is None else given
+        added = jnp.concatenate([added, given, added], axis=2)
+    x = jnp.concatenate([tokens.x, between, tokens.x], axis=1)
+    return dataclasses.replace(tokens, x=x, added=added), Repetition(positions, valid)

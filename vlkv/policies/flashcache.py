@@ -1,0 +1,71 @@
+"""FlashCache: keeps entries that deviate from the low frequencies of keys and values; no attention is computed."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from vlkv.compression import budgets
+from vlkv.compression.frequencies import low_pass
+from vlkv.compression.observe import Observation
+from vlkv.compression.option_types import Unit
+from vlkv.compression.policy import Facts, Policy, Statistics
+from vlkv.masks import ordinal, tokens_at
+
+
+class FlashCache(Policy):
+    """Outliers from a low-pass filter along the tokens (Yang et al. 2025, "Outlier KVs").
+
+    The base of keys and of values has the lowest `cutoff` of the frequencies of a cosine transform along the prompt. A
+    token's score is its squared deviation from the base, keys plus values, mean over the channels of the head. Budgets
+    are proportional to the share of the energy of keys that is not in their base, plus that of values.
+
+    Attributes:
+        cutoff: share of the frequencies that form the base; the paper finds 0.1 to 0.2 best.
+    """
+
+    cutoff: Unit = 0.2
+    facts = Facts(
+        paper="Yang et al. 2025, Revisiting Multimodal KV Cache Compression: A Frequency-Domain-Guided Outlier-KV-Aware"
+        " Approach (arXiv 2511.16786)",
+        equations="Sec. 3",
+        stages="score, allocate",
+        capped=True,
+    )
+
+    def deviations(self, obs: Observation, x: Float[Array, "K T H"]) -> Float[Array, "K T"]:
+        """Squared deviation of each valid token from the base, summed over the channels."""
+        count, place = jnp.sum(obs.valid), ordinal(obs.valid)
+        length = len(place)
+        order = tokens_at(jnp.where(obs.valid, place, length), length)  # valid tokens first
+        highest = budgets.unbounded_share(self.cutoff, count)
+
+        def one(x: Float[Array, "T H"]) -> Float[Array, " T"]:
+            packed = x.astype(jnp.float32)[order]
+            deviation = jnp.sum((packed - low_pass(packed, count, highest)) ** 2, axis=1)
+            return jnp.where(obs.valid, deviation[place], 0.0)
+
+        return jax.lax.map(one, x)  # head by head, because the transforms need several times the memory of a head
+
+    def score(self, obs: Observation) -> Float[Array, "K T"]:
+        """Mean squared deviation of the key plus that of the value."""
+        return (self.deviations(obs, obs.k) + self.deviations(obs, obs.v)) / obs.k.shape[-1]
+
+    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
+        """`outliers`: the share of the layer's energy outside the base, that of keys plus that of values."""
+        del scores
+
+        def share(x: Float[Array, "K T H"]) -> Float[Array, ""]:
+            energy = jnp.sum(jnp.where(obs.valid[:, None], x.astype(jnp.float32), 0.0) ** 2)
+            return jnp.sum(self.deviations(obs, x)) / jnp.maximum(energy, 1e-30)
+
+        return {"outliers": share(obs.k) + share(obs.v)}
+
+    def allocate(
+        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
+    ) -> Int[Array, " L"]:
+        """Budgets in proportion to the energy of outliers."""
+        share = statistics["outliers"]
+        real = total * share / jnp.maximum(jnp.sum(share), 1e-30)
+        return budgets.apportion(real, total, floor=jnp.minimum(1, most), ceiling=most)

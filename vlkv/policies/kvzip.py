@@ -1,0 +1,84 @@
+"""KVzip: scores tokens by the attention that they receive while the model repeats its prompt; no question is needed."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from vlkv.compression import budgets
+from vlkv.compression.observe import Observation
+from vlkv.compression.option_types import Count
+from vlkv.compression.policy import Facts, Policy, Statistics
+from vlkv.masks import first
+
+_BLOCK_ELEMENTS = 2**22  # logits held at a time, of one row of the batch
+
+
+class KVzip(Policy):
+    """The largest attention of any query of a repetition of the prompt (Kim et al. 2025, Sec. 3).
+
+    The model reads its prompt, then an instruction and the same prompt again, in one pass with positions that continue.
+    So the score of a token tells whether the model needs it to reconstruct the prompt, whatever the question is. One
+    order of all layers and heads gives the budgets. Images are repeated as their embeddings.
+
+    Attributes:
+        sinks: number of first tokens that are kept.
+        instruction: ids of the text between prompt and repetition, such as those of "Repeat the previous context
+            exactly." with the template's text before an answer.
+    """
+
+    sinks: Count = 4
+    instruction: tuple[Count, ...] = ()
+    facts = Facts(
+        paper="Kim et al. 2025, KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction",
+        equations="Sec. 3",
+        stages="score, allocate",
+        budgets="heads",
+    )
+
+    @property
+    def repeats(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The instruction."""
+        return self.instruction
+
+    def score(self, obs: Observation) -> Float[Array, "K T"]:
+        """Largest attention of the query heads of a key head and the rows of the repetition."""
+        repeated = None if obs.context is None else obs.context.repeated
+        assert repeated is not None and repeated.lse is not None
+        return largest(repeated.q, obs.k, repeated.lse)
+
+    def protect(self, obs: Observation) -> Bool[Array, " T"]:
+        """The sinks."""
+        return first(obs.valid, self.sinks)
+
+    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
+        """The scores of the candidates, and -inf for other tokens and once at the end, as in AdaKV."""
+        candidates = obs.in_scope & ~self.protect(obs) if self.scope == "all" else obs.in_scope
+        ranked = jnp.where(candidates, scores, -jnp.inf)
+        return {"ranked": jnp.pad(ranked, ((0, 0), (0, 1)), constant_values=-jnp.inf)}
+
+    def allocate(
+        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
+    ) -> Int[Array, "L K"]:
+        """The number of each head's tokens among the best of all layers."""
+        del layers
+        return budgets.by_order_of_all_layers(statistics["ranked"], total, most)
+
+
+def largest(q: Float[Array, "N R H"], k: Float[Array, "K T H"], lse: Float[Array, "N R"]) -> Float[Array, "K T"]:
+    """The largest probability of each key over all rows and the query heads of its head, in blocks of rows."""
+    (kv_heads, length, head_dim), rows = k.shape, q.shape[1]
+    group = len(q) // kv_heads
+    block = max(1, min(rows, 512, _BLOCK_ELEMENTS // (len(q) * length)))
+    spare = -rows % block
+    q = jnp.pad(q.reshape(kv_heads, group, rows, head_dim), [(0, 0), (0, 0), (0, spare), (0, 0)])
+    lse = jnp.pad(lse.reshape(kv_heads, group, rows), [(0, 0), (0, 0), (0, spare)], constant_values=jnp.inf)
+
+    def take(first: Int[Array, ""], best: Float[Array, "K T"]) -> Float[Array, "K T"]:
+        rows, level = (jax.lax.dynamic_slice_in_dim(x, first * block, block, axis=2) for x in (q, lse))
+        logits = jnp.einsum("kgrh,kth->kgrt", rows, k, preferred_element_type=jnp.float32) * head_dim**-0.5
+        return jnp.maximum(best, jnp.max(logits - level[..., None], axis=(1, 2)))
+
+    best = jax.lax.fori_loop(0, (rows + spare) // block, take, jnp.full((kv_heads, length), -jnp.inf))
+    return jnp.exp(best)

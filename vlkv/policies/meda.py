@@ -1,0 +1,100 @@
+"""MEDA: budgets by the entropy of the attention between text and image; dropped entries are merged into kept ones."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from vlkv.compression import budgets, merging
+from vlkv.compression.observe import Observation, column_sums, columns, group_mean
+from vlkv.compression.policy import Facts, Policy, Statistics
+from vlkv.masks import last
+from vlkv.sharding.ops import attention_mass
+
+
+class MEDA(Policy):
+    """Budgets by cross-modal attention entropy, LOOK-M's text prior, and mean merging (Wan et al. 2025).
+
+    A layer's entropy is that of the attention of text to vision tokens plus that of vision to text tokens, each with a
+    softmax over the other modality only and without a causal mask, averaged over rows and heads. Budgets are
+    proportional to the softmax of the entropies over the layers, at least 1 % of the tokens. Half of a layer's budget
+    is for its recent tokens, half for the largest column sums, of which text gets the largest in addition. A dropped
+    entry is merged into the kept entry whose key has the largest cosine, which becomes the mean of all.
+
+    The published code computes the cross-modal entropy, but uses that of the whole causal attention ("all"); it keeps
+    every text token, even beyond the budget; and it merges only keys that are similar, into targets of other tokens.
+
+    Attributes:
+        entropy: "cross-modal", or "all" as in the published code.
+    """
+
+    entropy: Literal["cross-modal", "all"] = "cross-modal"
+    facts = Facts(
+        paper="Wan et al. 2025, MEDA: Dynamic KV Cache Allocation for Efficient Multimodal Long-Context Inference",
+        equations="Sec. 3; entropy and bounds: the authors' code",
+        stages="score, allocate, rank, merge",
+        measures=lambda policy, obs: (columns("sum", "entropy") if policy.entropy == "all" else columns("sum"))(
+            policy, obs
+        ),
+    )
+
+    def score(self, obs: Observation) -> Float[Array, "K T"]:
+        """Column sums per key head; for text, plus the largest of them."""
+        scores = group_mean(column_sums(obs), obs.k.shape[0])
+        return scores + jnp.where(obs.is_vision, 0.0, jnp.max(scores, axis=-1, keepdims=True))
+
+    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
+        """`entropy` of the layer, in nats."""
+        del scores
+        if self.entropy == "all":
+            total = jnp.sum(column_sums(obs, statistic="entropy"), axis=1)
+            return {"entropy": jnp.mean(total) / jnp.maximum(jnp.sum(obs.valid), 1)}
+        text = obs.valid & ~obs.is_vision
+        return {"entropy": mean_entropy(obs, text, obs.is_vision) + mean_entropy(obs, obs.is_vision, text)}
+
+    def allocate(
+        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
+    ) -> Int[Array, " L"]:
+        """Budgets in proportion to the exponentials of the entropies, at least 1 % of the layer's tokens."""
+        share = jax.nn.softmax(statistics["entropy"])
+        floor = jnp.minimum(jnp.maximum(1, most // 100), total // layers)
+        return budgets.apportion(total * share, total, floor=floor, ceiling=most)
+
+    def rank(
+        self,
+        scores: Float[Array, "K T"],
+        statistics: Statistics,
+        candidates: Bool[Array, " T"],
+        count: Int[Array, " K"],
+    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
+        """Half of the budget, rounded down, for recent tokens with scope="all"; the rest by score."""
+        del statistics
+        if self.scope == "vision":
+            return scores, count
+        recent = jax.vmap(last, (None, 0))(candidates, count // 2)
+        return jnp.where(recent, jnp.inf, scores), count
+
+    def merge(
+        self,
+        k: Float[Array, "K T H"],
+        v: Float[Array, "K T H"],
+        kept: Bool[Array, "K T"],
+        scores: Float[Array, "K T"],
+    ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
+        """The mean of each kept entry and of the dropped entries whose keys are most similar to its key."""
+        target, _ = merging.nearest_key(k, kept)
+        gone = merging.dropped(kept, scores)
+        return merging.fold(k, k, target, gone), merging.fold(v, v, target, gone)
+
+
+def mean_entropy(obs: Observation, rows: Bool[Array, " T"], keys: Bool[Array, " T"]) -> Float[Array, ""]:
+    """Entropy of the attention of `rows` to `keys` only, also to later ones, mean over rows and heads."""
+    weight = rows / jnp.maximum(jnp.sum(rows), 1)
+    entropy = attention_mass(
+        obs.q, obs.k, row_weight=weight[None], key_mask=keys, causal=False, statistic="entropy",
+        implementation=obs.kernels.attention_mass,
+    )  # fmt: skip
+    return jnp.mean(jnp.sum(entropy[0], axis=1))
