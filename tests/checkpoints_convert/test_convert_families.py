@@ -156,7 +156,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[tuple[str, str], ...]]] = {
     "gemma4": (
         {"model_type": "gemma4", "tie_word_embeddings": True, "text_config": {**TEXT, **GEMMA4},
          "vision_config": dict(hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2,
-                               patch_size=4, pooling_kernel_size=2, position_embedding_size=8, standardize=True,
+                               num_key_value_heads=2, head_dim=8, patch_size=4, pooling_kernel_size=2,
+                               position_embedding_size=8, standardize=True,
                                use_clipped_linears=True)},
         (),
     ),

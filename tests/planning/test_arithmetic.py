@@ -226,3 +226,31 @@ def test_rings_do_not_grow_with_the_prompt_and_bytes_are_those_of_the_cache():
         assert parts["rings"] == 2 * 22 * 512 * 2 * 256 * 2  # rows, layers, slots, keys and values, channels, bytes
         sizes.append(parts)
     assert sizes[1]["pool"] == pytest.approx(2 * sizes[0]["pool"], rel=0.05)
+
+
+@pytest.mark.default("gemma4-e2b")
+@pytest.mark.parametrize(
+    ("name", "full", "ring"),
+    [  # layers, key heads and channels of the layers that policies count, and of those with a ring; its slots
+        ("gemma4-e2b", (3, 1, 512), (12, 1, 256, 512)),
+        ("gemma4-26b-a4b", (5, 2, 512), (25, 8, 256, 1024)),
+        ("gemma4-31b", (10, 4, 512), (50, 16, 256, 1024)),
+    ],
+)
+def test_bytes_of_each_kind_of_layer_are_those_of_the_cache(name, full, ring):
+    """Layers that use keys and values of earlier ones have none; pool and rings have key heads of their own."""
+    config, policy = vlkv.presets[name], policies.SnapKV(keep=0.1, scope="all")
+    asked = question(config, batch=2, prompt=8192)
+    job = arithmetic.Job(config=config, dtype="bfloat16", policy=policy, question=asked, batch=2, new_tokens=32)
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype), asked.inputs)
+    model = abstract(config, jnp.bfloat16)
+    cache, _ = jax.eval_shape(lambda m, inputs: vlkv.prefill(m, inputs, policy, new_tokens=32), model, rows)
+    parts = arithmetic.kept_bytes(cache, lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)))
+    assert parts["pool"] + parts["tail"] + parts["rings"] == 2 * job.row_bytes()
+    layers, heads, channels = full
+    slot = 2 * 2 * 2 * heads * channels  # rows, keys and values, bytes
+    kept = round(0.1 * layers * asked.inputs.tokens.shape[1])
+    assert parts["pool"] == pytest.approx(kept * slot, abs=layers * 16 * slot)
+    assert parts["tail"] == layers * 32 * slot
+    assert parts["rings"] == 2 * 2 * 2 * ring[0] * ring[1] * ring[2] * ring[3]
+    assert len(cache.rings.layers) == ring[0] and config.decoder.full_layers == layers

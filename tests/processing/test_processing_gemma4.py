@@ -31,7 +31,7 @@ RAW = dict(
                      layer_types=["sliding_attention", "full_attention"], vocab_size_per_layer_input=300,
                      use_bidirectional_attention="vision"),
     vision_config=dict(hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2,
-                       patch_size=PATCH, pooling_kernel_size=MERGE),
+                       num_key_value_heads=2, head_dim=12, patch_size=PATCH, pooling_kernel_size=MERGE),
 )  # fmt: skip
 
 

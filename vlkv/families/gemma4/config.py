@@ -16,8 +16,9 @@ from vlkv.families.text.config import read_decoder
 
 # Class defaults in transformers.
 _TOWER: dict[str, Any] = dict(
-    hidden_size=768, intermediate_size=3072, num_hidden_layers=16, num_attention_heads=12, patch_size=16,
-    pooling_kernel_size=3, position_embedding_size=10240, rms_norm_eps=1e-6, hidden_activation="gelu_pytorch_tanh",
+    hidden_size=768, intermediate_size=3072, num_hidden_layers=16, num_attention_heads=12, num_key_value_heads=12,
+    head_dim=64, patch_size=16, pooling_kernel_size=3, position_embedding_size=10240, rms_norm_eps=1e-6,
+    hidden_activation="gelu_pytorch_tanh",
 )  # fmt: skip
 _REFUSED = {
     "audio": ("input_features", "audio_token_id", 258881),
@@ -101,7 +102,7 @@ def _published(width: int, layers: int, period: int, vision: dict[str, Any], **t
 
 _SMALL = dict(_TOWER, use_clipped_linears=True)
 _LARGE = dict(_TOWER, hidden_size=1152, intermediate_size=4304, num_hidden_layers=27, num_attention_heads=16,
-              standardize=True)  # fmt: skip
+              num_key_value_heads=16, head_dim=72, standardize=True)  # fmt: skip
 _EDGE = dict(num_attention_heads=8, sliding_window=512, max_position_embeddings=131072, hidden_size_per_layer_input=256)
 _SERVER = dict(attention_k_eq_v=True, use_bidirectional_attention="vision")
 PUBLISHED: dict[str, dict[str, Any]] = {
