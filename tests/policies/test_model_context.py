@@ -131,6 +131,8 @@ def test_what_is_missing_is_named(params, batch):
     zipped = policies.KVzip(keep=0.5)
     with pytest.raises(vlkv.InputError, match="KVzip scores while the model repeats the prompt"):
         choose(read(params, batch), zipped)
+    with pytest.raises(vlkv.InputError, match="has the id 99999, but the vocabulary has"):
+        vlkv.prefill(params, batch, policies.KVzip(keep=0.5, instruction=(5, 99999)), new_tokens=1)
     with pytest.raises(vlkv.InputError, match="compose: FastV reduces the prompt, so it cannot be repeated"):
         policies.compose(zipped, reduce=policies.FastV(keep=0.5))
     with pytest.raises(vlkv.InputError, match="compose: SnapKV does not rank"):

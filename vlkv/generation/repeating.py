@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression.observe import Repeated
 from vlkv.compression.tokens import Tokens
+from vlkv.errors import InputError
 from vlkv.families import Model
 
 
@@ -72,7 +73,15 @@ def _take(x: Array, order: Int[Array, "B E"]) -> Array:
 
 
 def repeat(params: Model, tokens: Tokens, instruction: tuple[int, ...]) -> tuple[Tokens, Repetition]:
-    """The tokens with hidden states of the whole row, and what follows the prompt."""
+    """The tokens with hidden states of the whole row, and what follows the prompt.
+
+    Raises:
+        InputError: an id of the instruction is outside the vocabulary.
+    """
+    vocabulary = params.config.decoder.vocab_size
+    if max(instruction, default=0) >= vocabulary:
+        raise InputError(f"the instruction before a repetition has the id {max(instruction)}, but the vocabulary has "
+                         f"{vocabulary} tokens: encode it with this model's tokenizer")  # fmt: skip
     batch, count = len(tokens.valid), len(instruction)
     begin = jnp.max(jnp.where(tokens.valid[..., None], tokens.positions, -1), axis=(1, 2))[:, None, None] + 1
     said = jnp.broadcast_to(jnp.arange(count)[:, None], (batch, count, tokens.positions.shape[2]))

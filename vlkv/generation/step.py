@@ -129,7 +129,7 @@ def _feed(
             assert places is not None
             carry = carry if shared else _write_ring(carry, i, k, v, places)
             return carry, rings.attend(carry.views[i], q, places, now.kernels, until, window=window)
-        tail: tuple[Array, Array] | None = None if now.reuses else (now.tail_k[i], now.tail_v[i])
+        tail: tuple[Any, Any] | None = None if now.reuses else (now.tail_k[i], now.tail_v[i])
         if now.decode_states is None:
             now, tail = (now, tail) if shared else _write_tails(now, i, k, v, tail_entry)
             if now.full_precision is not None:

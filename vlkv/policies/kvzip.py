@@ -22,6 +22,9 @@ class KVzip(Policy):
     So the score of a token tells whether the model needs it to reconstruct the prompt, whatever the question is. One
     order of all layers and heads gives the budgets. Images are repeated as their embeddings.
 
+        ids = processor.tokenizer.encode("Repeat the previous context exactly.", add_special=False)
+        KVzip(keep=0.3, instruction=tuple(ids.tolist()))
+
     Attributes:
         sinks: number of first tokens that are kept.
         instruction: ids of the text between prompt and repetition, such as those of "Repeat the previous context
