@@ -48,7 +48,7 @@ def require_context(policy: Policy, context: LayerContext | None) -> None:
     if uses and context is None:
         raise InputError(f"{name} uses more of the model than queries, keys and values ({', '.join(uses)}): use "
                          "generate or prefill, or give context=")  # fmt: skip
-    if policy.repeats is not None and (context is None or context.repeated is None):
+    if policy.facts.repeats is not None and (context is None or context.repeated is None):
         raise InputError(f"{name} scores while the model repeats the prompt: use generate or prefill, or give the "
                          "policy to read_prompt")  # fmt: skip
     if "output_norm" in uses and context is not None and context.output_norm is None:
@@ -57,4 +57,4 @@ def require_context(policy: Policy, context: LayerContext | None) -> None:
 
 def needs_own_prompt(policy: Policy) -> bool:
     """Whether `read_prompt` needs the policy: it reduces or repeats the prompt, or uses norms of projected values."""
-    return policy.reducer is not None or policy.repeats is not None or "output_norm" in policy.facts.uses
+    return policy.reducer is not None or policy.facts.repeats is not None or "output_norm" in policy.facts.uses

@@ -113,9 +113,8 @@ def _check(owners: dict[str, Any], parts: dict[str, Any]) -> None:
         raise InputError('compose: budgets of published code do not support reduced prompts: use variant="paper"')
     if reduced is not None and reducer is not None:
         raise InputError(f"compose: {type(reducer).__name__} and {type(reduced).__name__} both reduce the prompt")
-    if reducing is not None and any(
-        getattr(part, "repeats", None) is not None for part in (*owners.values(), *parts.values())
-    ):
+    every = [part for part in (*owners.values(), *parts.values()) if isinstance(part, Policy)]
+    if reducing is not None and any(part.facts.repeats is not None for part in every):
         raise InputError(f"compose: {type(reducing).__name__} reduces the prompt, so it cannot be repeated")
     smoothed = parts.get("smoothed")
     if smoothed is not None and not isinstance(smoothed, Smooth):
@@ -184,6 +183,7 @@ class Composed(Policy):
             needs_key=any(part.facts.needs_key for part in self.parts),
             counts_dropped=scored.counts_dropped and self.scored == self.reduced,
             uses=tuple(sorted({name for part in self.parts for name in part.facts.uses})),
+            repeats=Composed.repeated if any(part.facts.repeats for part in self.parts) else None,
             measures=Composed.measured if any(part.facts.measures for part in self.parts) else None,
         )
         object.__setattr__(self, "facts", facts)
@@ -199,6 +199,10 @@ class Composed(Policy):
         """What the parts measure."""
         given = (part.facts.measures(part, obs) for part in self.parts if part.facts.measures is not None)
         return {name: measure for measures in given for name, measure in measures.items()}
+
+    def repeated(self) -> tuple[int, ...]:
+        """The instruction of the first part that repeats the prompt."""
+        return next(part.facts.repeats(part) for part in self.parts if part.facts.repeats is not None)
 
     @property
     @override
@@ -247,11 +251,6 @@ class Composed(Policy):
         count: Int[Array, " K"],
     ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
         return (self.ranked or self.scored).rank(scores, self._owned(statistics, "ranked"), candidates, count)
-
-    @property
-    def repeats(self) -> tuple[int, ...] | None:  # type: ignore[override]
-        """Those of the first part that repeats the prompt."""
-        return next((part.repeats for part in self.parts if part.repeats is not None), None)
 
     @property
     @override

@@ -41,7 +41,7 @@ class LayerContext:
         limit: as in `rope_table`; None: no limit.
         output_norm: L1 norm of each value after the output projection of a query head, mean over the query heads that
             share the value's head; None: not computed.
-        repeated: the second reading of the prompt; None: the policy has no `repeats`.
+        repeated: the second reading of the prompt; None: the policy has no `Facts.repeats`.
         rope: settings of the rotation.
     """
 

@@ -49,6 +49,8 @@ class Facts(NamedTuple):
         measures: a function of the policy and of the observation before the layer's attention, which returns by name
             what the attention shall measure in passing, where a backend can do that. The method gets the results by
             `measured`. In a composition names must differ unless the measures are equal.
+        repeats: a function of the policy, which returns the ids of an instruction. The model reads the prompt again after
+            it, for a method that observes the second reading (`LayerContext.repeated`).
     """
 
     paper: str = ""
@@ -63,6 +65,7 @@ class Facts(NamedTuple):
     counts_dropped: bool = False
     uses: tuple[str, ...] = ()
     measures: Callable[[Any, Observation], dict[str, Measure]] | None = None
+    repeats: Callable[[Any], tuple[int, ...]] | None = None
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -110,8 +113,6 @@ class Policy(metaclass=_PolicyType):
     facts: ClassVar[Facts]
     softmax_n: ClassVar[float] = 0.0  # the n of n-softmax in decode attention (CSP, Eq. 7); 0: softmax
     storage: ClassVar[Storage | None] = None  # quantisation of the pool; None: not quantised
-    # Ids of an instruction after which the model reads the prompt again (`LayerContext.repeated`); None: it does not.
-    repeats: ClassVar[tuple[int, ...] | None] = None
 
     def __post_init__(self) -> None:
         name = type(self).__name__

@@ -171,7 +171,7 @@ def read_layers(
                              f"stage {stage}, but remaining allows {vision}: correct one of the two")  # fmt: skip
         return now._replace(tokens=tokens, vision=vision)
 
-    tokens, repetition = _begin(params, inputs, reducer if stages else None, None if policy is None else policy.repeats)
+    tokens, repetition = _begin(params, inputs, reducer if stages else None, policy)
     start = _Carry(tokens, inputs.max_vision)
     start = reduce(0, start) if 0 in stages else start
     positions = (repetition or start.tokens).positions
@@ -236,7 +236,7 @@ class _Carry(NamedTuple):
 
 
 def _begin(
-    params: Model, inputs: Inputs, reducer: ReducingStages | None, repeats: tuple[int, ...] | None
+    params: Model, inputs: Inputs, reducer: ReducingStages | None, policy: Policy | None
 ) -> tuple[Tokens, Repetition | None]:
     embedded = params.embed(inputs, () if reducer is None else reducer.class_attention_layers)
     tokens = Tokens(
@@ -245,7 +245,9 @@ def _begin(
         size=jnp.ones(inputs.valid.shape), grid=inputs.grid, tiles=inputs.tiles, tower=embedded.attention,
         added=embedded.added,
     )  # fmt: skip
-    return (tokens, None) if repeats is None else repeat(params, tokens, repeats)
+    if policy is None or policy.facts.repeats is None:
+        return tokens, None
+    return repeat(params, tokens, policy.facts.repeats(policy))
 
 
 def _reduce(

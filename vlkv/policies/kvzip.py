@@ -38,12 +38,8 @@ class KVzip(Policy):
         equations="Sec. 3",
         stages="score, allocate",
         budgets="heads",
+        repeats=lambda self: self.instruction,
     )
-
-    @property
-    def repeats(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The instruction."""
-        return self.instruction
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Largest attention of the query heads of a key head and the rows of the repetition."""
