@@ -6,16 +6,15 @@ Axes: R weightings · T query rows · S keys · N query heads · K key heads · 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention_mass.reference import MassArguments, attention_mass_reference
+from pallas_kernels.attention_mass.reference import MassArguments, Statistic, attention_mass_reference
 from pallas_kernels.attention_mass.xla import attention_mass_xla
 from pallas_kernels.dispatch import Kernel, choose, platforms
 
-Statistic = Literal["sum", "square", "entropy", "count"]
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "xla": attention_mass_xla,
     "reference": attention_mass_reference,

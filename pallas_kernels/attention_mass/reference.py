@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import field
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+Statistic = Literal["sum", "square", "entropy", "count"]
 
 
 @jax.tree_util.register_dataclass

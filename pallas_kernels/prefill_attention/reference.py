@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-Statistic = Literal["sum", "square", "count"]  # as in `attention_mass`
+from pallas_kernels.attention_mass.reference import Statistic
 
 
 @jax.tree_util.register_dataclass

@@ -49,8 +49,8 @@ class Facts(NamedTuple):
         measures: a function of the policy and of the observation before the layer's attention, which returns by name
             what the attention shall measure in passing, where a backend can do that. The method gets the results by
             `measured`. In a composition names must differ unless the measures are equal.
-        repeats: a function of the policy, which returns the ids of an instruction. The model reads the prompt again after
-            it, for a method that observes the second reading (`LayerContext.repeated`).
+        repeats: a function of the policy, which returns the ids of an instruction. After it the model reads the prompt
+            again, for a method that observes the second reading (`LayerContext.repeated`).
     """
 
     paper: str = ""
