@@ -56,12 +56,19 @@ PROMPTS, KEEP, NEW = (640, 2368, 4672), 0.1, 32
 _LONG, _LONGEST = 1024, 4096  # longer prompts have fewer rounds; the longest only the most important runs
 _COPY = 2**28  # bytes of the copied buffer
 _PAUSE = 0.25  # seconds; OpenMP's threads spin for 0.2 seconds
-_COMMON = dict(architectures=["LlamaForCausalLM"], max_position_embeddings=8192)
+# Text models with random weights: fields of their `config.json`.
 SIZES: dict[str, dict[str, Any]] = {
-    "110m": dict(vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12,
-                 num_attention_heads=12, num_key_value_heads=12, tie_word_embeddings=True, **_COMMON),
-    "tiny": dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2, tie_word_embeddings=True, **_COMMON),
+    "110m": dict(model_type="llama", vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12,
+                 num_attention_heads=12, num_key_value_heads=12, tie_word_embeddings=True),
+    "gemma3-200m": dict(model_type="gemma3_text", vocab_size=32000, hidden_size=896, intermediate_size=3584,
+                        num_hidden_layers=15, num_attention_heads=4, num_key_value_heads=1, head_dim=256,
+                        sliding_window=512, tie_word_embeddings=True),
+    "qwen3.5-200m": dict(model_type="qwen3_5_text", vocab_size=32000, hidden_size=896, intermediate_size=2688,
+                         num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=2, head_dim=128,
+                         linear_num_key_heads=8, linear_num_value_heads=8, linear_key_head_dim=128,
+                         linear_value_head_dim=128, tie_word_embeddings=True),
+    "tiny": dict(model_type="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                 num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True),
 }  # fmt: skip
 
 
@@ -127,19 +134,20 @@ def run(args: argparse.Namespace) -> None:
 
 
 def make_checkpoint(name: str, folder: Path) -> Path:
-    """A folder with a text-only Llama: SmolLM2's own; or a new one with random weights or the demo model's decoder."""
+    """A folder with a text model: SmolLM2's own; or a new one with random weights or the demo model's decoder."""
     if name == "smollm2":
         return folders.written()
     import torch
     from safetensors.torch import load_file
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     if name != "mini":
-        LlamaForCausalLM(LlamaConfig(**SIZES[name])).save_pretrained(folder)
+        config = AutoConfig.for_model(**SIZES[name], max_position_embeddings=8192)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         return folder
     text = json.loads((CHECKPOINT / "config.json").read_text())["text_config"]
-    model = LlamaForCausalLM(LlamaConfig(**{**text, **_COMMON}))
+    model = LlamaForCausalLM(LlamaConfig(**{**text, "max_position_embeddings": 8192}))
     held = load_file(CHECKPOINT / "model.safetensors")
     named = {key.replace("language_model.model.", "model.").replace("model.language_model.", "model."): value
              for key, value in held.items()}  # fmt: skip
