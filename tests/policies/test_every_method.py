@@ -151,7 +151,7 @@ def check_kept(policy, batch, kept) -> None:
     for row, mask in enumerate(inside):
         spent, count = kept[:, row, :, mask].sum(axis=0), int(mask.sum())  # [L, K]
         if policy.reducer is not None:
-            vision, images = batch.is_vision[row], len(set(batch.grid[row, mask, 0]))
+            vision, images = batch.is_vision[row], len(set(batch.grid[row, batch.is_vision[row], 0]))
             bounds = vision_bounds(policy, layers=layers, vision=int(vision.sum()), images=images)
             most = np.array(bounds) * vision.any() + int((mask & ~vision).sum())
             assert (spent <= most[:, None]).all() and (spent >= (count > 0)).all()
