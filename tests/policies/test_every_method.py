@@ -151,9 +151,10 @@ def check_kept(policy, batch, kept) -> None:
     for row, mask in enumerate(inside):
         spent, count = kept[:, row, :, mask].sum(axis=0), int(mask.sum())  # [L, K]
         if policy.reducer is not None:
-            images = len(set(batch.grid[row, mask, 0]))
-            bounds = vision_bounds(policy, layers=layers, vision=count, images=images) if count else (0,) * layers
-            assert (spent <= np.array(bounds)[:, None]).all() and (spent >= (count > 0)).all()
+            vision, images = batch.is_vision[row], len(set(batch.grid[row, batch.is_vision[row], 0]))
+            bounds = vision_bounds(policy, layers=layers, vision=int(vision.sum()), images=images)
+            most = np.array(bounds) * vision.any() + int((mask & ~vision).sum())
+            assert (spent <= most[:, None]).all() and (spent >= (count > 0)).all()
         elif policy.follows_paper:
             total = total_budget(layers, count, policy.keep, policy.budget) if count else 0
             assert spent.sum() == heads * total
