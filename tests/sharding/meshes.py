@@ -36,6 +36,8 @@ POLICIES = {
     "FastV": policies.FastV(keep=0.5, layer=1),
     "AirCache": policies.AirCache(keep=0.3),
     "KIVI": policies.KIVI(bits=4, group=8),
+    "TurboQuant": policies.TurboQuant(bits=3, tail=True),
+    "KVzip": policies.KVzip(keep=0.3, instruction=(7, 8)),
     "Random": policies.Random(keep=0.3),
     "Uneven": policies.compose(policies.H2O(keep=0.3), allocate=Uneven),  # one column, so slots are split
 }
@@ -45,7 +47,7 @@ CASES = {
     "data": ((4, 1), ("FastV",)),
     "heads": ((2, 2), ("H2O", "KIVI", "Uneven")),
     "slots": ((2, 4), ("Full", "H2O", "AVL", "AVL window", "AirCache")),
-    "more slots": ((1, 8), ("Random", "AirCache")),  # fewer queries of a key head than devices
+    "more slots": ((1, 8), ("Random", "AirCache", "TurboQuant", "KVzip")),  # fewer queries of a key head than devices
     "not set": ((2, 2), ("Random",)),  # without jax.set_mesh
 }
 ONE = {"kept": 1, "longest": 1, "layers": 1, "vision": 0, "text": 1, "new_tokens": 1}
