@@ -51,7 +51,7 @@ _WEIGHTS: dict[str, Axes] = {
     "down.weight": (None, "channels"),
     "experts.gate": ("experts", "channels", None), "experts.up": ("experts", "channels", None),
     "experts.down": ("experts", None, "channels"),
-    "embedding.weight": ("vocab", None), "head.weight": ("vocab", None),
+    "embedding.weight": ("vocab", None), "head.weight": ("vocab", None), "table.weight": ("vocab", None),
 }  # fmt: skip
 
 

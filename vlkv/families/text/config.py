@@ -158,7 +158,7 @@ class GemmaKind(Kind):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gemma4Kind(Kind):
+class VariedKind(Kind):
     """Gemma 4: the two kinds of layers also differ in their heads, and some layers share keys and values."""
 
     @override
@@ -220,7 +220,7 @@ KINDS = {
         num_key_value_heads=4, head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=131072, sliding_window=4096,
         query_pre_attn_scalar=256, rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=6,
         tie_word_embeddings=True, eos_token_id=1)),
-    "gemma4_text": Gemma4Kind(names="gemma4", qk_norm=True, sandwich_norms=True,
+    "gemma4_text": VariedKind(names="gemma4", qk_norm=True, sandwich_norms=True,
         activation=("hidden_activation", "gelu_pytorch_tanh"), defaults=dict(
         vocab_size=262144, hidden_size=2304, intermediate_size=9216, num_hidden_layers=30, num_attention_heads=8,
         num_key_value_heads=4, head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=131072, sliding_window=512,
