@@ -145,3 +145,13 @@ def test_bytes_of_a_cache_contain_its_states_which_no_method_and_no_prompt_chang
 
     (first, full_cache), (second, some) = (states(policy, batch) for policy in (policies.Full(), CASES["snapkv"][0]))
     assert first == second == 4 * 3 * 3 * (4 * 6 * 5 + 3 * (2 * 2 * 6 + 4 * 5)) and some < full_cache
+
+
+def test_a_repetition_leaves_no_trace_in_the_states(params, batch):
+    """KVzip's second reading goes on from the state after the prompt, which alone is cached."""
+    policy = policies.KVzip(keep=0.4, instruction=(3, 4, 5))
+    cache, logits = prefill(params, batch, policy, new_tokens=NEW)
+    plain, wanted = prefill(params, batch, policies.Full(), new_tokens=NEW)
+    np.testing.assert_allclose(logits, wanted, atol=1e-5)
+    for ours, theirs in zip(jax.tree.leaves(cache.states), jax.tree.leaves(plain.states), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
