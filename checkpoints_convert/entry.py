@@ -59,7 +59,8 @@ class Fused:
     Attributes:
         key: its name.
         of: the names of our modules in it, in order, without their parents.
-        by_head: True: the rows are grouped by key head: its queries, its key, its value, then the next head.
+        by_head: True: the rows are grouped by the heads of the last module: with `of` as it is by default, the queries
+            of a key head, its key and its value, then the next head.
         axis: of the rows in our parameters; 1 if these are stacks.
         swapped: whether the last two axes of the tensor are exchanged.
     """
@@ -200,7 +201,7 @@ def _entries(name: Name, suffix: str, path: str, shapes: Mapping[str, Shape]) ->
     all_parts = [shapes[before + one + after] for one in name.of]
     take: tuple[slice, ...] = (slice(None),) * name.axis
     if name.by_head:  # [K, G queries + key + value, H, ...]
-        heads, head_dim, *rest = shapes[f"{before}key{after}"]
+        heads, head_dim, *rest = all_parts[-1]
         counts = [shape[0] // heads for shape in all_parts]
         view, take = (heads, sum(counts), head_dim, *rest), (slice(None),)
         fused = (math.prod(view[:3]), *rest)
@@ -227,6 +228,8 @@ def _on_disk(path: str, shape: Shape) -> Shape:
     kind, name = len(shape), path.split(".")
     if kind == 3 and ".".join(name[-2:]) == _JOINED:
         return (shape[0], shape[1] * shape[2])
-    if name[-2:][0] in ("query", "key", "value") and kind == (3 if name[-1] == "weight" else 2):
+    if name[-1] == "conv":  # weights of each channel, which a checkpoint has on an axis of their own
+        return (shape[0] * shape[1], 1, shape[2])
+    if name[-2:][0] in ("query", "key", "value", "out_gate") and kind == (3 if name[-1] == "weight" else 2):
         return (shape[0] * shape[1], *shape[2:])
     return shape

@@ -5,6 +5,8 @@ Only the weights come from the library. It uses whole matrices and explicit mask
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 
@@ -17,6 +19,10 @@ def _norm(x, module):
 
 
 def _rotate(x, positions, rope):  # x [T, heads, H], positions [T] or, for M-RoPE, [T, 3]
+    if rope.channels is not None:
+        x, rest = np.split(x, [rope.channels], axis=-1)
+        whole = dataclasses.replace(rope, channels=None)
+        return np.concatenate([_rotate(x, positions, whole), rest], axis=-1)
     half = x.shape[-1] // 2
     frequency = rope.theta ** (-np.arange(half) / half) / (1.0 if rope.divisors is None else np.array(rope.divisors))
     if positions.ndim == 1:
@@ -48,7 +54,14 @@ def _project(layer, x, positions, rope):
 
 
 def _finish(layer, x, attended):
-    h = np.einsum("tnh,dnh->td", attended, _array(layer.out.weight))
+    if layer.recurrence is not None:
+        gate = np.einsum("td,nhd->tnh", _norm(x, layer.attention_norm), _array(layer.recurrence.out_gate.weight))
+        attended = _norm(attended, layer.recurrence.norm) * _ACTIVATIONS["silu"](gate)
+    elif layer.out_gate is not None:
+        gate = np.einsum("td,nhd->tnh", _norm(x, layer.attention_norm), _array(layer.out_gate.weight))
+        attended = attended / (1 + np.exp(-gate))
+    out = layer.out if layer.recurrence is None else layer.recurrence.out
+    h = np.einsum("tnh,dnh->td", attended, _array(out.weight))
     x = x + (h if layer.attention_out_norm is None else _norm(h, layer.attention_out_norm))
     h = _norm(x, layer.mlp_norm)
     if layer.experts is not None:
@@ -80,6 +93,38 @@ def layer_inputs(decoder, ids, x, is_vision=False):
     return (_norm(cut[1], made.norm) + cut[0]) / np.sqrt(2)
 
 
+def delta_rule(q, k, v, decay, rate, memory):
+    """The gated delta rule of one row, token by token: what each reads [T, N, V], and the memory [N, H, V]."""
+    memory, out = np.array(memory, np.float64), np.zeros(v.shape)
+    for t in range(len(q)):
+        for head in range(v.shape[1]):
+            group = head * k.shape[1] // v.shape[1]
+            kept = np.exp(decay[t, head]) * memory[head]
+            memory[head] = kept + np.outer(k[t, group], rate[t, head] * (v[t, head] - kept.T @ k[t, group]))
+            out[t, head] = memory[head].T @ q[t, group]
+    return out, memory
+
+
+def recurrence(module, x, state=None):
+    """Of one row x [T, D] after the norm: what each token reads, the memory, and the newest inputs of convolutions."""
+    made, newest = [], []
+    for i, part in enumerate((module.query, module.key, module.value)):
+        conv = _array(part.conv)
+        taps = conv.shape[-1]
+        y = np.einsum("td,nhd->tnh", x, _array(part.weight))
+        y = np.concatenate([np.zeros((taps - 1, *y.shape[1:])) if state is None else state[1][i], y])
+        out = sum(y[j : j + len(x)] * conv[..., j] for j in range(taps))
+        made.append(_ACTIVATIONS["silu"](out))
+        newest.append(y[len(y) - taps + 1 :])
+    q, k = (y / np.sqrt((y**2).sum(-1, keepdims=True) + 1e-6) for y in made[:2])
+    decay = x @ _array(module.decay.weight).T + _array(module.decay.bias)
+    decay = -np.exp(_array(module.decay.log_rate)) * np.log1p(np.exp(decay))
+    rate = 1 / (1 + np.exp(-x @ _array(module.rate.weight).T))
+    memory = np.zeros((made[2].shape[1], k.shape[2], made[2].shape[2])) if state is None else state[0]
+    out, memory = delta_rule(q / np.sqrt(q.shape[-1]), k, made[2], decay, rate, memory)
+    return out, memory, newest
+
+
 _ACTIVATIONS = {
     "silu": lambda x: x / (1 + np.exp(-x)),
     "gelu_pytorch_tanh": lambda x: x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
@@ -96,7 +141,12 @@ def _mixture(experts, h):
     share = np.where(share >= np.sort(share, axis=1)[:, -experts.active, None], share, 0)
     share = share / (share.sum(axis=1, keepdims=True) if experts.normalised else 1)
     gate, up = (np.einsum("td,efd->tef", h, _array(weight)) for weight in (experts.gate, experts.up))
-    return np.einsum("te,tef,edf->td", share, gate / (1 + np.exp(-gate)) * up, _array(experts.down))
+    out = np.einsum("te,tef,edf->td", share, gate / (1 + np.exp(-gate)) * up, _array(experts.down))
+    if experts.shared is None:
+        return out
+    gate, up, down = (_array(m.weight) for m in (experts.shared.gate, experts.shared.up, experts.shared.down))
+    shared = (_ACTIVATIONS["silu"](h @ gate.T) * (h @ up.T)) @ down.T
+    return out + shared / (1 + np.exp(-h @ _array(experts.shared_gate.weight).T))
 
 
 def _softmax(x, n=0.0):
@@ -113,6 +163,8 @@ def _logits(decoder, x):
 def prefill(decoder, x, positions=None, reduce=None, added=(), until=None):
     """Logits of the last token, and q, k, v [T, heads, H] of each layer, for x [T, D] of one row without padding.
 
+    A layer with a recurrence has its state instead: the memory, and the newest inputs of its convolutions.
+
     reduce: {number of layers: f(x, q, k, places) -> (x, kept)}. `places` are the remaining tokens and `kept` indices
     into them; q, k, v of later layers are NaN for removed tokens.
     added: [T, D] for each of the first layers, added to its output at the tokens that remain; or from `layer_inputs`.
@@ -126,12 +178,18 @@ def prefill(decoder, x, positions=None, reduce=None, added=(), until=None):
     positions = places if positions is None else np.asarray(positions)
     q = k = np.empty(0)
     owned = {}  # keys and values of the last layer of each kind
-    for i, (layer, (window, *_)) in enumerate(zip(decoder.layers, decoder.kinds, strict=False)):
+    for i, (layer, kind) in enumerate(zip(decoder.layers, decoder.kinds, strict=False)):
+        window = kind.window
         done = 0 if i == 0 else decoder.kinds[i - 1].number + 1
-        if reduce and done in reduce and (i == 0 or decoder.kinds[i - 1].window is None):
+        if reduce and done in reduce and (i == 0 or decoder.kinds[i - 1].is_counted):
             before = (x, q[places], k[places]) if i else (x, None, None)
             x, kept = reduce[done](*before, places)
             x, places = x[kept], places[kept]
+        if kind.recurrent:
+            read, *state = recurrence(layer.recurrence, _norm(x, layer.attention_norm))
+            x = _finish(layer, x, read)
+            layers.append(state)
+            continue
         part = _project(layer, x, positions[places], _rope(decoder, i))
         owned[window] = owned[window] if part[1] is None else part[1:]
         part = part[0], *owned[window]
@@ -151,7 +209,8 @@ def prefill(decoder, x, positions=None, reduce=None, added=(), until=None):
 def decode(decoder, layers, kept, tokens, softmax_n=0.0, first=None, evict=None):
     """Logits after each of `tokens`, attending to prompt entries where kept [L, K, T] and to all tokens fed so far.
 
-    Layers with a window attend to the entries that it contains, whatever `kept` is.
+    Layers with a window attend to the entries that it contains, whatever `kept` is. Layers with a recurrence go on from
+    their state.
 
     first: position of the first token; None: the prompt's length.
     evict: for methods that evict: f(layer, key head, places, attention) -> indices of the entries to delete. `places`
@@ -159,14 +218,19 @@ def decode(decoder, layers, kept, tokens, softmax_n=0.0, first=None, evict=None)
     """
     first = kept[0].shape[-1] if first is None else first
     held = [
-        [(np.flatnonzero(mask), k[mask, head], v[mask, head]) for head, mask in enumerate(keep)]
-        for (_, k, v), keep in zip(layers, kept, strict=True)
-    ]
+        list(layer) if kind.recurrent else
+        [(np.flatnonzero(mask), layer[1][mask, head], layer[2][mask, head]) for head, mask in enumerate(keep)]
+        for layer, keep, kind in zip(layers, kept, decoder.kinds, strict=True)
+    ]  # fmt: skip
     out = []
     for step, token in enumerate(tokens):
         x = decoder.embedding.scale * _array(decoder.embedding.weight)[token][None]
         given, seen = layer_inputs(decoder, np.array([token]), x), {}
         for i, layer in enumerate(decoder.layers):
+            if decoder.kinds[i].recurrent:
+                read, *held[i] = recurrence(layer.recurrence, _norm(x, layer.attention_norm), held[i])
+                x = _finish(layer, x, read)
+                continue
             q, *new = _project(layer, x, np.array([first + step]), _rope(decoder, i))
             window = decoder.kinds[i].window
             if new[0] is not None:

@@ -106,7 +106,9 @@ class RopeConfig:
 
 
 class LayerKind(NamedTuple):
-    """Whether a layer of the decoder has full attention or a sliding window, and whose keys and values it uses.
+    """Whether a layer of the decoder has full attention, a sliding window, or a recurrence in place of attention.
+
+    It also says whose keys and values the layer uses.
 
     Attributes:
         window: a query attends to its own token and to the `window` - 1 before it; None: to all before it.
@@ -114,16 +116,39 @@ class LayerKind(NamedTuple):
             the layer whose keys and values it uses.
         shared: whether the layer attends with the keys and values of the last earlier layer with the same window that
             has its own. It has no memory in the cache.
+        recurrent: whether the layer has a state of constant size in place of keys and values.
     """
 
     window: int | None
     number: int
     shared: bool = False
+    recurrent: bool = False
 
     @property
     def is_counted(self) -> bool:
         """Whether policies count the layer: it has full attention, and keys and values of its own."""
-        return self.window is None and not self.shared
+        return self.window is None and not self.shared and not self.recurrent
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrentConfig:
+    """The gated delta rule, which some layers of a decoder have in place of attention; see `decoder/recurrence.py`.
+
+    Attributes:
+        layers: indices of these layers.
+        key_heads: heads of queries and keys.
+        heads: heads of values; `heads` / `key_heads` of them share a key head.
+        key_dim: channels of a query or key.
+        value_dim: channels of a value.
+        taps: tokens that the convolution of queries, keys and values sees, including the token itself.
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,6 +164,7 @@ class ExpertsConfig:
         beside: whether the layers have the MLP too: both get the layer's input, and their outputs are added. Then the
             router has an RMSNorm and scales of its own.
         activation: of the gate.
+        shared: channels of an expert that all tokens pass through, times the sigmoid of a gate; None: there is none.
     """
 
     layers: tuple[int, ...]
@@ -148,6 +174,7 @@ class ExpertsConfig:
     normalised: bool
     beside: bool = False
     activation: str = "silu"
+    shared: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,6 +227,8 @@ class DecoderConfig:
     sliding_rope: RopeConfig | None = None  # of layers with a window; None: that of the others
     sliding_heads: tuple[int, int] | None = None  # (K, H) of layers with a window; None: those of the others
     windows: tuple[int | None, ...] = ()  # of each layer, in tokens; None: full attention. (): all layers have it
+    recurrent: RecurrentConfig | None = None  # layers with a recurrence in place of attention
+    gated: bool = False  # outputs of attention are multiplied by the sigmoid of a projection of the layer's input
     image_block: int = 0  # most tokens of an image, which attend to each other both ways in prefill; 0: they do not
     image_block_slides: bool = False  # they do so only in layers with a window
     names: str = ""  # which tensor names the checkpoint has; see vlkv/families/text/weights.py
@@ -208,10 +237,12 @@ class DecoderConfig:
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
         windows, own = self.windows or (None,) * self.layers, self.layers - self.shared_layers
-        full, kinds = [window is None for window in windows], []
+        recurrent = () if self.recurrent is None else self.recurrent.layers
+        sorts, kinds = [(window is None, i in recurrent) for i, window in enumerate(windows)], []
         for i, window in enumerate(windows):
-            owner = i if i < own else max(j for j in range(own) if windows[j] == window)
-            kinds.append(LayerKind(window, full[:owner].count(full[owner]), shared=i >= own))
+            owner = i if i < own else max(j for j in range(own) if windows[j] == window and j not in recurrent)
+            number = sorts[:owner].count(sorts[owner])
+            kinds.append(LayerKind(window, number, shared=i >= own, recurrent=i in recurrent))
         return tuple(kinds)
 
     @property

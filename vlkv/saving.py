@@ -33,6 +33,7 @@ from vlkv.cache.decode_state import DecodeState
 from vlkv.cache.pool import PackedCache, take_rows
 from vlkv.cache.resizing import resize
 from vlkv.cache.rings import Ring, Rings
+from vlkv.cache.states import State
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.files import one_line, replacing
@@ -43,7 +44,8 @@ FORMAT, VERSION = "vlkv cache", "4"
 _CORNER = 4  # first and last entries of each axis of a weight that are part of the model's fingerprint
 _METHODS = (policies.registry | policies.without_keep).values()
 _OWN: dict[str, type] = {  # by the names in the file
-    cls.__name__: cls for cls in (PackedCache, QuantizedPool, DecodeState, Rings, Ring, policies.Composed, *_METHODS)
+    cls.__name__: cls
+    for cls in (PackedCache, QuantizedPool, DecodeState, Rings, Ring, State, policies.Composed, *_METHODS)
 }
 _NOT_SAVED = ("kernels",)  # chosen by the machine that loads the cache
 

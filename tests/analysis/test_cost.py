@@ -7,7 +7,8 @@ import pytest
 
 import vlkv
 from vlkv import analysis
-from vlkv.config import DecoderConfig
+from vlkv.analysis import cost
+from vlkv.config import DecoderConfig, ExpertsConfig, RecurrentConfig
 from vlkv.families.internvl.config import InternVitConfig
 from vlkv.towers.vit import ClipConfig, SiglipConfig
 
@@ -45,6 +46,25 @@ def test_by_hand():
     )
     assert analysis.logits_flops(c, 3) == 2 * 3 * 2 * 10
     np.testing.assert_array_equal(analysis.cache_bytes(c, np.array([7, 0]), 2), [2 * 7 * 4 * 2, 0])
+
+
+def test_recurrent_layers_by_hand():
+    """A recurrent layer with a shared expert, then gated attention, of width 2; operations do not grow with pairs."""
+    c = DecoderConfig(
+        vocab_size=10, width=2, mlp_width=3, layers=2, heads=2, kv_heads=1, head_dim=4, norm_eps=1e-5,
+        max_positions=64, gated=True,
+        recurrent=RecurrentConfig(layers=(0,), key_heads=1, heads=2, key_dim=3, value_dim=5, taps=4),
+        experts=ExpertsConfig(layers=(0,), count=4, active=2, width=3, normalised=True, shared=6),
+    )  # fmt: skip
+    qkv_gate_out, rates, memory = 2 * (2 * 3 + 3 * 2 * 5), 2 * 2 * 2, 3 * 2 * 3 * 5
+    router, experts, shared = 2 * 4, 2 * 3 * 2 * 3, 3 * 2 * 6 + 2
+    first = 2 * (qkv_gate_out + rates + memory + router + experts + shared)
+    second = 2 * (3 * 2 * 8 + 2 * 2 * 4 + 3 * 2 * 3)
+    np.testing.assert_array_equal(analysis.prefill_flops(c, np.array([5, 5])), [5 * first, 5 * second + 4 * 25 * 8])
+    np.testing.assert_array_equal(analysis.decode_flops(c, np.array([9, 9])), [first, second + 4 * 9 * 8])
+    only = cost.full_attention(c)
+    np.testing.assert_array_equal(analysis.prefill_flops(only, np.array([5])), [5 * second + 4 * 25 * 8])
+    assert cost.state_bytes(c, 2) == 4 * 2 * 3 * 5 + 2 * 3 * (2 * 3 + 2 * 5)
 
 
 def test_towers_by_hand():

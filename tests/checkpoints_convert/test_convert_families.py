@@ -58,6 +58,10 @@ MOBILEVLM = (
 )
 
 EXPERTS = dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=12, mlp_only_layers=[])
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 10}
+DELTA = dict(head_dim=8, linear_key_head_dim=6, linear_value_head_dim=5, linear_num_key_heads=2,
+             linear_num_value_heads=4, layer_types=["linear_attention", "full_attention"],
+             rope_parameters={"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]})  # fmt: skip
 GLM = {**TEXT, "rope_parameters": {"mrope_section": [2, 1, 1], "rope_type": "default"}}
 GLM_TOWER = dict(depth=2, hidden_size=16, intermediate_size=20, num_heads=2, out_hidden_size=16, patch_size=4,
                  image_size=12)  # fmt: skip
@@ -133,6 +137,12 @@ CASES: dict[str, tuple[dict[str, Any], tuple[tuple[str, str], ...]]] = {
                                patch_size=4, num_position_embeddings=9, deepstack_visual_indexes=[0, 1])},
         ((r"^model\.language_model\.", "model."), (r"^model\.visual\.", "visual.")),
     ),
+    **{kind: (
+        {"model_type": kind, "tie_word_embeddings": False,
+         "text_config": {**TEXT, **DELTA, **more, "model_type": f"{kind}_text"},
+         "vision_config": dict(depth=2, hidden_size=16, intermediate_size=20, num_heads=2, out_hidden_size=16,
+                               patch_size=4, num_position_embeddings=9)}, ())
+       for kind, more in (("qwen3_5", {}), ("qwen3_5_moe", SHARED))},
     **{kind: ({"model_type": kind, "text_config": GLM, "vision_config": GLM_TOWER}, ())
        for kind in ("glm4v", "glm46v", "glm_ocr")},
     "paddleocr_vl": (
@@ -167,6 +177,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[tuple[str, str], ...]]] = {
     "qwen2": (QWEN2, ()),
     "qwen3": ({**TEXT, "model_type": "qwen3", "head_dim": 8}, ()),
     "qwen3_moe": ({**TEXT, **EXPERTS, "model_type": "qwen3_moe", "head_dim": 8}, ()),
+    "qwen3_5_text": ({**TEXT, **DELTA, "model_type": "qwen3_5_text"}, ()),
+    "qwen3_5_moe_text": ({**TEXT, **DELTA, **SHARED, "model_type": "qwen3_5_moe_text"}, ()),
     "phi3": (PHI3, ()),
     "gemma3_text": ({**TEXT, "model_type": "gemma3_text", "head_dim": 8, "tie_word_embeddings": True}, ()),
     "gemma4_text": ({**TEXT, **GEMMA4, "tie_word_embeddings": True}, ()),

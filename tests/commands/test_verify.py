@@ -52,7 +52,7 @@ def test_llava(llava, capsys):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl", "qwen3_5"])
 def test_qwen(tmp_path, capsys, kind):
     """Pictures of many sizes, and three axes of positions."""
     model = make_qwen(kind, vocab_size=300)

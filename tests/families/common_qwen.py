@@ -19,7 +19,7 @@ def make(kind: str, seed: int = 0, **changes):
     """A tower with three blocks; in Qwen2.5-VL two of them have windows of 2 x 2 tokens.
 
     In Qwen3-VL the decoder has four layers, and each block of the tower is added to one of the first three. Its second
-    form has experts in all layers but the second.
+    form has experts in all layers but the second. In Qwen3.5 three of five layers are recurrent.
     """
     tied = changes.pop("tied", False)
     text = dict(
@@ -40,6 +40,14 @@ def make(kind: str, seed: int = 0, **changes):
                        deepstack_visual_indexes=[0, 1, 2])  # fmt: skip
         text |= dict(num_hidden_layers=4, head_dim=16)
         text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    elif kind in ("qwen3_5", "qwen3_5_moe"):
+        classes = transformers.Qwen3_5Config, transformers.Qwen3_5ForConditionalGeneration
+        text |= DELTA
+        if kind == "qwen3_5_moe":
+            classes = transformers.Qwen3_5MoeConfig, transformers.Qwen3_5MoeForConditionalGeneration
+            del text["intermediate_size"]
+            text |= EXPERTS
+        vision |= dict(hidden_size=32, out_hidden_size=48, intermediate_size=40, num_position_embeddings=25)
     else:
         classes = transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration
         vision |= dict(hidden_size=32, out_hidden_size=48, intermediate_size=40, window_size=16,
@@ -50,7 +58,31 @@ def make(kind: str, seed: int = 0, **changes):
     )  # fmt: skip
     model = classes[1](config).eval()
     perturb(model, seed)
+    remember_longer(model)
     return model
+
+
+# A quarter of each head is rotated, and three value heads share a key head.
+DELTA = dict(
+    num_hidden_layers=5, head_dim=32, linear_conv_kernel_dim=4, linear_key_head_dim=16, linear_value_head_dim=12,
+    linear_num_key_heads=2, linear_num_value_heads=6,
+    layer_types=[f"{kind}_attention" for kind in ("linear", "full", "linear", "linear", "full")],
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25,
+                     "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+)  # fmt: skip
+EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20, shared_expert_intermediate_size=28)
+
+
+def remember_longer(model) -> None:
+    """Makes the memories of recurrent layers decay over hundreds of tokens, so that every chunk depends on all others.
+
+    With the initial decay an output is mostly that of one token, and rounding matters where it is nearly zero, because
+    a norm follows.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.sub_(4.0)
 
 
 # Each row: numbers of text tokens, and between them images as (kind, frames, lines and columns of patches).

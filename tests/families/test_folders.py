@@ -27,7 +27,10 @@ PROMPTS = {
     **dict.fromkeys(
         ("qwen2_vl", "qwen2_5_vl"), QWEN + CHATML.format(image="<|vision_start|><|image_pad|><|vision_end|>")
     ),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), CHATML.format(image="<|vision_start|><|image_pad|><|vision_end|>")),
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+        CHATML.format(image="<|vision_start|><|image_pad|><|vision_end|>"),
+    ),
     "internvl": CHATML.format(image="[I]\n"),
     "internvl_chat": SHANGHAI + CHATML.format(image="[I]\n").replace("<|im_end|>\n", "<|im_end|>"),
     **dict.fromkeys(

@@ -10,7 +10,8 @@ from vlkv.families import abstract
 from vlkv.tools.planning import arithmetic
 
 # As published; those of llava-1.5-13b, LLaVA-OneVision and NeXT-Video are what transformers makes of their configs, and
-# those of MobileVLM-V2 and EVE what this file counts. GLM-OCR without the layer that predicts further tokens.
+# those of MobileVLM-V2 and EVE what this file counts. GLM-OCR and Qwen3.5 without the layer that predicts further
+# tokens; those of Qwen3.5 are what transformers makes of our configs.
 PUBLISHED = {
     "llava-1.5-7b": 7_063_427_072,
     "llava-1.5-13b": 13_351_494_656,
@@ -33,6 +34,14 @@ PUBLISHED = {
     "qwen3-vl-32b": 33_357_390_064,
     "qwen3-vl-30b-a3b": 31_070_754_032,
     "qwen3-vl-235b-a22b": 235_670_022_896,
+    "qwen3.5-0.8b": 852_985_920,
+    "qwen3.5-2b": 2_213_241_664,
+    "qwen3.5-4b": 4_539_265_536,
+    "qwen3.5-9b": 9_409_813_744,
+    "qwen3.5-27b": 27_356_728_560,
+    "qwen3.5-35b-a3b": 35_107_181_936,
+    "qwen3.5-122b-a10b": 122_562_817_776,
+    "qwen3.5-397b-a17b": 396_802_360_816,
     "glm-4.1v-9b": 10_292_777_472,
     "glm-4.6v-flash": 10_292_777_472,
     "glm-ocr": 1_107_405_824,
@@ -127,6 +136,21 @@ def text(raw, *, bias: bool = False) -> int:
     return layers * block + d + tables * raw["vocab_size"] * d
 
 
+def delta_text(raw, *, tied: bool) -> int:
+    """Qwen3.5: three of four layers have the gated delta rule, the others attention with a gate as wide as queries."""
+    d, layers, h = raw["hidden_size"], raw["num_hidden_layers"], raw["head_dim"]
+    keys, values = (raw[f"linear_num_{x}_heads"] * raw[f"linear_{x}_head_dim"] for x in ("key", "value"))
+    delta = (2 * keys + values) * (d + 4) + 2 * values * d + 2 * raw["linear_num_value_heads"] * (d + 1)
+    delta += raw["linear_value_head_dim"]
+    attention = (3 * raw["num_attention_heads"] + 2 * raw["num_key_value_heads"]) * h * d + 2 * h
+    mlp = 3 * d * raw["intermediate_size"]
+    if "num_experts" in raw:
+        mlp = raw["num_experts"] * (d + 3 * d * raw["moe_intermediate_size"])
+        mlp += 3 * d * raw["shared_expert_intermediate_size"] + d
+    full = layers // 4
+    return (layers - full) * delta + full * attention + layers * (mlp + 2 * d) + d + (2 - tied) * raw["vocab_size"] * d
+
+
 def block(d: int, f: int) -> int:
     """Of a transformer with biases everywhere and LayerNorm."""
     return 4 * linear(d, d) + linear(d, f) + linear(f, d) + 4 * d
@@ -179,12 +203,12 @@ def qwen2_5_tower(raw) -> int:
 
 
 def qwen3_tower(raw) -> int:
-    """Patches of two frames with a bias, a table of positions, LayerNorm blocks, and four mergers.
+    """Patches of two frames with a bias, a table of positions, LayerNorm blocks, and four mergers; in Qwen3.5 one.
 
     The norm of the first merger is over a patch, that of the others over the patches of a token.
     """
-    d, f = raw["hidden_size"], raw["intermediate_size"]
-    mergers = 4 * (linear(4 * d, 4 * d) + linear(4 * d, raw["out_hidden_size"])) + 2 * d + 3 * 2 * 4 * d
+    d, f, more = raw["hidden_size"], raw["intermediate_size"], len(raw["deepstack_visual_indexes"])
+    mergers = (1 + more) * (linear(4 * d, 4 * d) + linear(4 * d, raw["out_hidden_size"])) + 2 * d + more * 2 * 4 * d
     return linear(2 * 3 * 16**2, d) + 48**2 * d + raw["depth"] * block(d, f) + mergers
 
 
@@ -248,6 +272,8 @@ def whole(raw) -> int:
             return text(raw, bias=True) + qwen2_5_tower(vision)
         case "qwen3_vl" | "qwen3_vl_moe":
             return text(raw["text_config"]) + qwen3_tower(vision)
+        case "qwen3_5" | "qwen3_5_moe":
+            return delta_text(raw["text_config"], tied=raw["tie_word_embeddings"]) + qwen3_tower(vision)
         case "glm4v" | "glm_ocr" as family:
             ocr = family == "glm_ocr"
             sizes = raw["text_config"] | {"tie_word_embeddings": False}
@@ -335,6 +361,8 @@ def test_glm_ocr_with_its_last_layer_is_as_large_as_published():
         ("qwen3-8b", 8.2),
         ("internvl3.5-241b-a28b", 27.8),
         ("gemma4-26b-a4b", 4.4),
+        ("qwen3.5-35b-a3b", 3.9),
+        ("qwen3.5-397b-a17b", 17.8),
     ],
 )
 def test_active_parameters(name, billions):
@@ -348,7 +376,9 @@ def test_active_parameters(name, billions):
 COUNTED = [
     "llava-1.5-13b", "llava-next-mistral-7b", "llava-onevision-0.5b", "llava-onevision-7b", "qwen2-vl-2b",
     "qwen2.5-vl-3b", "qwen3-vl-2b", "qwen3-vl-4b", "qwen3-vl-8b", "qwen3-vl-32b",
-    "qwen3-vl-30b-a3b", "qwen3-vl-235b-a22b", "glm-4.6v-flash", "glm-ocr", "internvl3-1b", "internvl3.5-1b",
+    "qwen3-vl-30b-a3b", "qwen3-vl-235b-a22b", "qwen3.5-0.8b", "qwen3.5-2b", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b",
+    "qwen3.5-35b-a3b", "qwen3.5-122b-a10b", "qwen3.5-397b-a17b", "glm-4.6v-flash", "glm-ocr", "internvl3-1b",
+    "internvl3.5-1b",
     "internvl3.5-38b", "internvl3.5-30b-a3b", "smolvlm-256m", "smolvlm2-2.2b", "idefics3-8b", "paddleocr-vl-0.9b",
     "llama-3.2-1b", "mistral-7b", "qwen2-1.5b", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "qwen3-235b-a22b",
     "gemma-3-4b", "gemma-3-27b", "gemma4-e2b", "gemma4-e4b", "gemma4-26b-a4b", "gemma4-31b",

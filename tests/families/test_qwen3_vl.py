@@ -257,10 +257,22 @@ SETTINGS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def pictures(tmp_path) -> Qwen3VlPictures:
+# transformers has the same processor for both families.
+PRESETS = ("qwen3-vl-2b", "qwen3.5-2b")
+
+
+@pytest.fixture(params=PRESETS)
+def pictures(tmp_path, request) -> Qwen3VlPictures:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
-    return vlkv.presets["qwen3-vl-2b"].open_pictures(tmp_path, "checkpoint")
+    return vlkv.presets[request.param].open_pictures(tmp_path, "checkpoint")
+
+
+def test_transformers_has_one_processor_for_both_families():
+    auto = pytest.importorskip("transformers.models.auto")
+    names = ("qwen3_vl", "qwen3_5", "qwen3_5_moe")
+    for mapping in (auto.processing_auto.PROCESSOR_MAPPING_NAMES,
+                    auto.video_processing_auto.VIDEO_PROCESSOR_MAPPING_NAMES):  # fmt: skip
+        assert len({str(mapping[name]) for name in names}) == 1
 
 
 def test_patches_are_those_of_transformers(pictures):
@@ -286,7 +298,7 @@ VIDEO_SETTINGS = {"video_processor_type": "Qwen3VLVideoProcessor", "patch_size":
                   "merge_size": 2, "size": {"shortest_edge": 4096, "longest_edge": 200_000}}  # fmt: skip
 
 
-def write_video_folder(folder) -> Processor:
+def write_video_folder(folder, preset: str = PRESETS[0]) -> Processor:
     """The processor of a folder with tokens like those of the published checkpoints, and the form of their prompts."""
     tokenizer = make_tokenizer("<|image_pad|>", bos=False)
     tokenizer.add_special_tokens(["<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
@@ -297,13 +309,13 @@ def write_video_folder(folder) -> Processor:
     )
     (folder / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
     (folder / "video_preprocessor_config.json").write_text(json.dumps(VIDEO_SETTINGS))
-    config = dataclasses.replace(vlkv.presets["qwen3-vl-2b"], image_token=3, video_token=260)
+    config = dataclasses.replace(vlkv.presets[preset], image_token=3, video_token=260)
     return Processor.from_folder(folder, config)
 
 
-@pytest.fixture
-def processor(tmp_path) -> Processor:
-    return write_video_folder(tmp_path)
+@pytest.fixture(params=PRESETS)
+def processor(tmp_path, request) -> Processor:
+    return write_video_folder(tmp_path, request.param)
 
 
 def frames_of(count: int, height: int = 64, width: int = 96):

@@ -104,6 +104,22 @@ RAW: dict[str, dict[str, Any]] = {
                           mm_hidden_size=32),
 }  # fmt: skip
 EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=12, mlp_only_layers=[1])
+_DELTA = dict(
+    num_hidden_layers=5, head_dim=16, linear_key_head_dim=6, linear_value_head_dim=5, linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    layer_types=[f"{kind}_attention" for kind in ("linear", "full", "linear", "linear", "full")],
+    rope_parameters=dict(partial_rotary_factor=0.5, mrope_section=[2, 1, 1]),
+)  # fmt: skip
+RAW["qwen3_5"] = dict(
+    text_config=_text("qwen3_5_text") | _DELTA, image_token_id=IMAGE, video_token_id=VIDEO, tie_word_embeddings=False,
+    vision_config=RAW["qwen3_vl"]["vision_config"] | dict(deepstack_visual_indexes=[]),
+)  # fmt: skip
+RAW["qwen3_5_moe"] = RAW["qwen3_5"] | dict(
+    text_config=_text("qwen3_5_moe_text")
+    | _DELTA
+    | EXPERTS
+    | dict(mlp_only_layers=[], shared_expert_intermediate_size=10)
+)
 RAW["qwen3_vl_moe"] = RAW["qwen3_vl"] | dict(
     text_config=RAW["qwen3_vl"]["text_config"] | EXPERTS | dict(model_type="qwen3_vl_moe_text"))  # fmt: skip
 
@@ -197,6 +213,7 @@ PICTURES: dict[str, Callable[..., Picture]] = {
     **dict.fromkeys(("internvl", "internvl_chat"), _intern),
     **dict.fromkeys(("idefics3", "smolvlm"), _marked),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "paddleocr_vl"), _native),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _native),
     **dict.fromkeys(("glm4v", "glm46v", "glm_ocr"), _native),
     "gemma4": _patches,
     "eve": _windows,

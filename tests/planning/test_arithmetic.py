@@ -11,6 +11,7 @@ import pytest
 
 import vlkv
 from vlkv import policies
+from vlkv.analysis import cost
 from vlkv.buckets import Buckets
 from vlkv.families import abstract
 from vlkv.families.llava_next.inputs import Views
@@ -224,6 +225,7 @@ def test_rings_do_not_grow_with_the_prompt_and_bytes_are_those_of_the_cache():
         parts = arithmetic.kept_bytes(cache, lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)))
         assert parts["pool"] + parts["tail"] + parts["rings"] == 2 * job.row_bytes()
         assert parts["rings"] == 2 * 22 * 512 * 2 * 256 * 2  # rows, layers, slots, keys and values, channels, bytes
+        assert parts["states"] == 0
         sizes.append(parts)
     assert sizes[1]["pool"] == pytest.approx(2 * sizes[0]["pool"], rel=0.05)
 
@@ -254,3 +256,31 @@ def test_bytes_of_each_kind_of_layer_are_those_of_the_cache(name, full, ring):
     assert parts["tail"] == layers * 32 * slot
     assert parts["rings"] == 2 * 2 * 2 * ring[0] * ring[1] * ring[2] * ring[3]
     assert len(cache.rings.layers) == ring[0] and config.decoder.full_layers == layers
+
+
+def test_states_do_not_depend_on_the_prompt_and_bytes_are_those_of_the_cache():
+    """Qwen3.5-9B: 24 of 32 layers have a state; the rest of the cache grows with the prompt."""
+    config, sizes = vlkv.presets["qwen3.5-9b"], []
+    c, policy = config.decoder, policies.SnapKV(keep=0.1, scope="all")
+    for prompt in (4096, 8192):
+        asked = question(config, batch=2, prompt=prompt)
+        job = arithmetic.Job(config=config, dtype="bfloat16", policy=policy, question=asked, batch=2, new_tokens=32)
+        model = abstract(config, jnp.bfloat16)
+        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype), asked.inputs)
+        cache, _ = jax.eval_shape(lambda m, inputs: vlkv.prefill(m, inputs, policy, new_tokens=32), model, rows)
+        parts = arithmetic.kept_bytes(cache, lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)))
+        assert parts["pool"] + parts["tail"] + parts["states"] == 2 * job.row_bytes()
+        # Rows, layers; heads of 128 x 128 numbers of 4 bytes; 3 tokens of 2 x 16 + 32 heads in bfloat16.
+        assert parts["states"] == 2 * 24 * (32 * 128 * 128 * 4 + 3 * 64 * 128 * 2)
+        assert parts["tail"] == 2 * 8 * 32 * 2 * 4 * 256 * 2  # rows, layers, slots, keys and values, channels, bytes
+        sizes.append(parts)
+    assert c.full_layers == 8 and sizes[0]["states"] == sizes[1]["states"]
+    assert sizes[1]["pool"] == pytest.approx(2 * sizes[0]["pool"], rel=0.1)
+
+
+def test_states_on_chips_that_do_not_divide_the_heads():
+    """48 value heads over 16 key heads, of Qwen3.5-27B, on 32 chips: each has all."""
+    c = vlkv.presets["qwen3.5-27b"].decoder
+    memory, newest = 48 * 128 * 128 * 4, 3 * 2 * 128 * (2 * 16 + 48)
+    assert cost.state_bytes(c, 2) == cost.state_bytes(c, 2, 16) == 48 * (memory + newest)
+    assert cost.state_bytes(c, 2, 32) == 32 * 48 * (memory + newest)

@@ -77,7 +77,7 @@ def test_what_is_said(made):
     assert [run["policy"] for run in said["runs"]] == ["full", "aircache(keep=0.1)"]
     for run in said["runs"]:
         assert set(run["bytes_per_chip"]) == {
-            "weights", "pool", "tail", "rings", "index", "inputs", "temporaries", "used"
+            "weights", "pool", "tail", "rings", "states", "index", "inputs", "temporaries", "used"
         }  # fmt: skip
         assert run["tokens_per_second"] > 0 and run["decode_step"]["compiler"]["kernels"] > 0
         assert run["prefill"]["compile_seconds"] > 0 and run["prefill"]["estimate"]["seconds"] > 0
@@ -193,7 +193,7 @@ def test_the_cache_of_each_kind_of_layer():
     tokens = plan.question.inputs.tokens.shape[1]  # with the bucket of the text
     assert 8192 <= tokens <= 1.1 * 8192
     assert made[8192].pool == pytest.approx(round(0.1 * 8 * tokens) * slot, abs=8 * 16 * slot)
-    assert as_json(plan)["layers"] == {"full": 8, "sliding": 40, "shared": 0, "windows": [1024]}
+    assert as_json(plan)["layers"] == {"full": 8, "sliding": 40, "shared": 0, "windows": [1024], "recurrent": 0}
     rows = [line.split("│")[1:3] for line in text.getvalue().splitlines() if "│" in line]
     lines = {name.strip(): value.strip() for name, value in rows}
     assert lines["cache of 40 layers with a window of 1024"] == "0.31 GiB"  # 320 MiB

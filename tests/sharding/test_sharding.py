@@ -73,6 +73,38 @@ for data, model in ((1, 2), (1, 4), (3, 1)):  # 2 key heads and 3 rows
     np.testing.assert_array_equal(sharding.gather(output.tokens), alone.tokens)
 """
 
+# Three value heads share each of two key heads; the second layer has attention with gated outputs.
+STATES = """
+import dataclasses
+import jax, numpy as np
+import vlkv
+from tests.models import CONFIG, random_model, unequal_batch
+from tests.sharding.meshes import OPTIONS, placed
+from vlkv import policies, sharding
+from vlkv.config import RecurrentConfig
+
+recurrent = RecurrentConfig(layers=(0, 2), key_heads=2, heads=6, key_dim=8, value_dim=8, taps=4)
+decoder = dataclasses.replace(CONFIG.decoder, recurrent=recurrent, gated=True)
+params, batch = random_model(dataclasses.replace(CONFIG, decoder=decoder)), unequal_batch(padding="left")
+policy, sampling = policies.H2O(keep=0.3), vlkv.Greedy(max_new_tokens=8, stop=())
+generate = jax.jit(vlkv.generate, compiler_options=OPTIONS)
+prefill = jax.jit(vlkv.prefill, compiler_options=OPTIONS)
+alone = generate(params, batch, policy=policy, sampling=sampling)
+single, _ = prefill(params, batch, policy)
+for data, model in ((1, 2), (1, 4), (3, 1)):  # 2 key heads and 3 rows
+    mesh = sharding.make_mesh(data=data, model=model, devices=jax.devices()[: data * model])
+    with jax.set_mesh(mesh):
+        ours, inputs = placed(params, mesh), sharding.place_inputs(batch, mesh)
+        output = generate(ours, inputs, policy=policy, sampling=sampling)
+        cache, _ = prefill(ours, inputs, policy)
+    np.testing.assert_array_equal(sharding.gather(output.tokens), alone.tokens)
+    here, there = sharding.place_cache(single, mesh).states[0].memory, cache.states[0].memory
+    np.testing.assert_allclose(sharding.gather(there), single.states[0].memory, atol=1e-5)
+    print(data, model, there.sharding.shard_shape(there.shape), here.sharding.shard_shape(here.shape))
+    heads = 6 if model == 4 else 6 // model
+    assert here.sharding.shard_shape(here.shape) == (3 // data, heads, 8, 8)
+"""
+
 
 def start(*arguments: str, devices: int, root) -> subprocess.Popen:
     """`python *arguments` on so many virtual devices."""
@@ -96,6 +128,11 @@ def test_weights_are_split_from_wherever_they_come(root):
 @pytest.mark.full
 def test_sliding_windows_and_images_that_attend_in_both_directions_on_a_mesh(root):
     result(start("-c", RINGS, devices=4, root=root))
+
+
+@pytest.mark.full
+def test_recurrent_layers_on_a_mesh(root):
+    result(start("-c", STATES, devices=4, root=root))
 
 
 @pytest.fixture(scope="module")

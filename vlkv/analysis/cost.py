@@ -13,8 +13,10 @@ Axes: L layers.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
-from jaxtyping import Int, Shaped
+from jaxtyping import Bool, Int, Shaped
 
 from vlkv.config import DecoderConfig
 from vlkv.errors import InputError
@@ -33,12 +35,12 @@ def prefill_flops(c: DecoderConfig, tokens: Counts, reach: Counts | None = None)
     """
     tokens = np.asarray(tokens, np.int64)
     reach = tokens if reach is None else np.minimum(tokens, reach)
-    return tokens * _per_token(c) + 4 * tokens * reach * c.heads * _heads(c)[1]
+    return tokens * _per_token(c) + 4 * tokens * reach * c.heads * _heads(c)[1] * _attends(c)
 
 
 def decode_flops(c: DecoderConfig, entries: Counts) -> Counts:
     """Operations of every layer for one new token, from the number of entries that it attends to, including its own."""
-    return _per_token(c) + 4 * np.asarray(entries, np.int64) * c.heads * _heads(c)[1]
+    return _per_token(c) + 4 * np.asarray(entries, np.int64) * c.heads * _heads(c)[1] * _attends(c)
 
 
 def logits_flops(c: DecoderConfig, tokens: int) -> int:
@@ -84,15 +86,52 @@ def cache_bytes(c: DecoderConfig, entries: Shaped[np.ndarray, " L"], itemsize: i
     return np.asarray(entries) * (2 * _heads(c).prod(axis=0) * own * itemsize)
 
 
+def state_bytes(c: DecoderConfig, itemsize: int, model: int = 1) -> int:
+    """Bytes of the states of all recurrent layers for one row, on `model` chips together.
+
+    Args:
+        c: the config of the decoder.
+        itemsize: bytes per number of the convolutions' inputs; the memory is in float32.
+        model: chips that share the heads; if they do not divide them, each has all.
+    """
+    r = c.recurrent
+    if r is None:
+        return 0
+    keys, values = (heads * (1 if heads % model == 0 else model) for heads in (r.key_heads, r.heads))
+    newest = (r.taps - 1) * (2 * keys * r.key_dim + values * r.value_dim)
+    return len(r.layers) * (4 * values * r.key_dim * r.value_dim + itemsize * newest)
+
+
+def full_attention(c: DecoderConfig) -> DecoderConfig:
+    """The config of a decoder that has only the layers with full attention, as policies count them."""
+    numbers, e = [i for i, kind in enumerate(c.kinds) if kind.is_counted], c.experts
+    if e is not None:
+        e = dataclasses.replace(e, layers=tuple(number for number, i in enumerate(numbers) if i in e.layers))
+    return dataclasses.replace(c, layers=len(numbers), windows=(), shared_layers=0, recurrent=None, experts=e)
+
+
+def _attends(c: DecoderConfig) -> Bool[np.ndarray, " L"]:
+    """Which layers have attention."""
+    return np.array([not kind.recurrent for kind in c.kinds])
+
+
 def _per_token(c: DecoderConfig) -> Counts:
-    """Operations of every layer for one token, without attention between tokens. Only active experts compute."""
-    e, (kv_heads, head_dim) = c.experts, _heads(c)
+    """Operations of every layer for one token, without attention between tokens. Only active experts compute.
+
+    The gated delta rule reads its memory twice and writes it once, as it does token by token.
+    """
+    e, r, (kv_heads, head_dim) = c.experts, c.recurrent, _heads(c)
     mlp = np.array([3 * c.mlp_width_of(i) for i in range(c.layers)])
     if e is not None:
-        mlp[list(e.layers)] += e.count + 3 * e.active * e.width
+        mlp[list(e.layers)] += e.count + 3 * e.active * e.width + (0 if e.shared is None else 3 * e.shared + 1)
     extra = 0 if c.layer_inputs is None else 3 * c.layer_inputs.width
     products = [0 if kind.shared else 1 if c.key_is_value and kind.window is None else 2 for kind in c.kinds]
-    return 2 * c.width * (2 * c.heads * head_dim + np.array(products) * kv_heads * head_dim + mlp + extra)
+    attention = c.width * ((2 + c.gated) * c.heads * head_dim + np.array(products) * kv_heads * head_dim)
+    recurrence = 0
+    if r is not None:
+        keys, values = r.key_heads * r.key_dim, r.heads * r.value_dim
+        recurrence = c.width * (2 * keys + 3 * values + 2 * r.heads) + 3 * values * r.key_dim
+    return 2 * (np.where(_attends(c), attention, recurrence) + c.width * (mlp + extra))
 
 
 def _heads(c: DecoderConfig) -> Int[np.ndarray, "2 L"]:

@@ -11,6 +11,7 @@ gives heads different budgets (`Facts.budgets`), columns of equal length would w
 column, which contains the segments of all heads (`#K` in the shapes below: K or 1).
 
 A layer with a sliding window has no segment. Its ring (`rings.py`) has the newest entries, whatever the policy is.
+Neither has a layer with a recurrence, which has a state of constant size (`states.py`).
 
 If the `model` axis of the mesh does not divide the columns, pool and tail consist of M equal parts, and every M-th
 entry is in the same part. `sharding.ops.slot_of` returns the slot of an entry for every M.
@@ -33,6 +34,7 @@ from pallas_kernels import Kernels, QuantizedPool, quantize, quantize_rotated, s
 from vlkv.cache import decode_state
 from vlkv.cache.decode_state import DecodeState, HasUpdater
 from vlkv.cache.rings import Rings
+from vlkv.cache.states import State
 from vlkv.errors import InputError
 from vlkv.sharding import ops
 from vlkv.sharding.placement import axes, leaves_with_axes, map_with_axes
@@ -88,6 +90,7 @@ class PackedCache:
     # Long-RoPE: number of positions for which each row's rotation is made; see `decoder.rope.position_limit`.
     position_limit: Int[Array, " B"] | None = field(default=None, metadata=axes("batch"))
     rings: Rings | None = None  # of the layers with a sliding window, which have no segment; None: there are none
+    states: tuple[State, ...] = ()  # of the layers with a recurrence, which have no segment either
     decode_states: tuple[DecodeState, ...] | None = None  # one per layer, for methods that update the cache
     policy: HasUpdater | None = field(default=None, metadata={"static": True})  # its `updater` updates `decode_states`
     softmax_n: float = field(default=0.0, metadata={"static": True})  # of decode attention
@@ -98,11 +101,11 @@ class PackedCache:
 
     @property
     def entry_arrays(self) -> list[Array]:
-        """All arrays that grow with the number of entries.
+        """All arrays that grow with the number of entries, and the states of recurrent layers.
 
         These are keys, values, scales of a quantised pool, the token of every slot, the decode state, and the rings.
         """
-        return [x for x, names in leaves_with_axes(self) if {"slots", "entries", "ring"} & set(names)]
+        return [x for x, names in leaves_with_axes(self) if {"slots", "entries", "ring", "state"} & set(names)]
 
     @property
     def bytes(self) -> int:

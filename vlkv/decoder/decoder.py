@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from vlkv.cache.states import State
 from vlkv.config import DecoderConfig, LayerKind
 from vlkv.decoder.experts import Experts
 from vlkv.decoder.layer_inputs import LayerInputs, MixLayerInput
@@ -32,6 +34,7 @@ from vlkv.decoder.layers import (
     rms_normalised,
 )
 from vlkv.decoder.memory_maps import make_room
+from vlkv.decoder.recurrence import Recurrence
 from vlkv.decoder.rope import apply_rope, rope_table
 from vlkv.masks import run_ends
 from vlkv.sharding.ops import prefill_attention
@@ -39,6 +42,10 @@ from vlkv.sharding.ops import prefill_attention
 C = TypeVar("C")  # the carry of `Decoder.walk`
 # layer, carry, [B,T,N,H], [B,T,K,H], [B,T,K,H] -> carry, [B,T,N,H]
 Attend = Callable[[int, C, Array, Array, Array], tuple[C, Array]]
+# state before the tokens or None, valid [B,T] -> [B,T,N,V], state after them
+Recurring = Callable[[State | None, Array], tuple[Array, State]]
+# layer, carry, the layer's recurrence for its tokens -> carry, [B,T,N,V]
+Recur = Callable[[int, C, Recurring], tuple[C, Array]]
 # layer, carry, [B,T,D] -> carry, [B,t,D], [B,t,A] or None
 After = Callable[[int, C, Array], tuple[C, Array, Array | None]]
 
@@ -54,34 +61,27 @@ class DecoderLayer(nnx.Module):
     """Attention and gated MLP or experts, with RMSNorms before and possibly after both, and residual connections.
 
     A layer with experts beside the MLP (Gemma 4) has a norm before and after the experts and one after the MLP. The sum
-    of both has the norm `mlp_out_norm`.
+    of both has the norm `mlp_out_norm`. Some layers have a recurrence in place of attention.
     """
 
     def __init__(self, c: DecoderConfig, index: int, *, init: Initializer) -> None:
         kind, mlp_width = c.kinds[index], c.mlp_width_of(index)
-        kv_heads, head_dim = c.heads_of(kind)
         sparse = c.experts is not None and index in c.experts.layers
         beside = sparse and mlp_width > 0
 
         def norm(width: int) -> RMSNorm:
             return RMSNorm(width, c.norm_eps, offset=c.norm_offset, init=init)
 
-        def split(heads: int) -> SplitHeads:
-            return SplitHeads(c.width, heads, head_dim, bias=c.qkv_bias, init=init)
-
         self.attention_norm = norm(c.width)
-        self.query = split(c.heads)
-        self.key = None if kind.shared else split(kv_heads)
-        self.value = None if kind.shared or (c.key_is_value and kind.window is None) else split(kv_heads)
-        self.query_norm = norm(head_dim) if c.qk_norm else None
-        self.key_norm = norm(head_dim) if c.qk_norm and not kind.shared else None
-        self.value_norm_eps = c.norm_eps if c.value_norm else None
-        self.out = JoinHeads(c.width, c.heads, head_dim, bias=c.out_bias, init=init)
+        r = c.recurrent if kind.recurrent else None
+        self.recurrence = None if r is None else Recurrence(c.width, r, c.norm_eps, init=init)
+        if r is None:
+            self._add_attention(c, kind, norm, init)
         self.attention_out_norm = norm(c.width) if c.sandwich_norms else None
         self.mlp_norm = norm(c.width)
         self.mlp_out_norm = norm(c.width) if c.sandwich_norms else None
         self.activation, self.neighbours = c.activation, c.rope.neighbours
-        self.query_scale = head_dim**0.5 if c.query_scale is None else c.query_scale
+        self.query_scale = c.heads_of(kind)[1] ** 0.5 if c.query_scale is None else c.query_scale
         self.experts = Experts(c.width, c.experts, eps=c.norm_eps, init=init) if c.experts and sparse else None
         self.experts_norm, self.experts_out_norm, self.dense_out_norm = (
             norm(c.width) if beside else None for _ in range(3)
@@ -91,6 +91,23 @@ class DecoderLayer(nnx.Module):
         self.down = Linear(mlp_width, c.width, bias=False, init=init) if mlp_width else None
         self.mix_input = None if c.layer_inputs is None else MixLayerInput(c, init=init)
         self.scale = init.constant(1.0, 1) if c.layer_scale else None
+
+    def _add_attention(
+        self, c: DecoderConfig, kind: LayerKind, norm: Callable[[int], RMSNorm], init: Initializer
+    ) -> None:
+        kv_heads, head_dim = c.heads_of(kind)
+
+        def split(heads: int) -> SplitHeads:
+            return SplitHeads(c.width, heads, head_dim, bias=c.qkv_bias, init=init)
+
+        self.query = split(c.heads)
+        self.key = None if kind.shared else split(kv_heads)
+        self.value = None if kind.shared or (c.key_is_value and kind.window is None) else split(kv_heads)
+        self.query_norm = norm(head_dim) if c.qk_norm else None
+        self.key_norm = norm(head_dim) if c.qk_norm and not kind.shared else None
+        self.value_norm_eps = c.norm_eps if c.value_norm else None
+        self.out_gate = split(c.heads) if c.gated else None
+        self.out = JoinHeads(c.width, c.heads, head_dim, bias=c.out_bias, init=init)
 
     @jax.jit
     def project(
@@ -114,9 +131,22 @@ class DecoderLayer(nnx.Module):
         return q, apply_rope(k, rotation.table, neighbours=self.neighbours), v
 
     @jax.jit
+    def recur(
+        self, x: Float[Array, "B T D"], state: State | None, valid: Bool[Array, "B T"]
+    ) -> tuple[Float[Array, "B T N V"], State]:
+        """`Recurrence` in a layer that has one, in place of `project` and attention."""
+        assert self.recurrence is not None
+        return self.recurrence(self.attention_norm(x), state, valid)
+
+    @jax.jit
     def finish(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        """The rest of the layer, without `close`. `attended` is the output of attention, before the projection."""
-        h = self.out(attended)
+        """The rest of the layer, without `close`. `attended` is the output of attention or of `recur`."""
+        if self.recurrence is not None:
+            h = self.recurrence.finish(self.attention_norm(x), attended)
+        else:
+            if self.out_gate is not None:
+                attended = attended * jax.nn.sigmoid(self.out_gate(self.attention_norm(x)))
+            h = self.out(attended)
         x = x + (h if self.attention_out_norm is None else self.attention_out_norm(h))
         h = self.mlp_norm(x)
         if self.gate is not None and self.up is not None and self.down is not None:
@@ -237,7 +267,8 @@ class Decoder(nnx.Module):
         def after(i: int, carry: None, x: Array) -> tuple[None, Array, None]:
             return carry, self.add_features(added, i, x), None
 
-        _, x = self.walk(None, x, positions, attend_to_prompt(self, valid, until), after)
+        attend: Attend[None] = attend_to_prompt(self, valid, until)
+        _, x = self.walk(None, x, positions, attend, after, recur=recur_over_prompt(valid))
         return x
 
     def walk(
@@ -248,6 +279,8 @@ class Decoder(nnx.Module):
         attend: Attend[C],
         after: After[C] | None = None,
         limit: Int[Array, " B"] | None = None,
+        *,
+        recur: Recur[C] | None = None,
     ) -> tuple[C, Float[Array, "B _T D"]]:
         """Runs all layers; returns the last carry and the output of the last layer.
 
@@ -263,14 +296,20 @@ class Decoder(nnx.Module):
                 input of layer i + 1, and the positions of its tokens or None if they are unchanged. It calls
                 `add_features`, and may reduce the prompt or record. None: only `add_features`, with nothing to add.
             limit: as in `rope_table`.
+            recur: recur(i, carry, run) is called in place of `attend` in layers with a recurrence.
+                run(state, valid) returns what the layer's tokens read, which `recur` returns too, and their state.
         """
         if isinstance(x, jax.core.Tracer):  # a large program is about to be compiled
             make_room()
         rotations, kept = self._rotations(positions, limit), dict[int | None, tuple[Array, Array]]()
         for i, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=False)):
-            q, k, v = layer.project(x, rotations[kind.window is not None])
-            kept[kind.window] = k, v = kept[kind.window] if k is None or v is None else (k, v)
-            carry, attended = attend(i, carry, q, k, v)
+            if layer.recurrence is not None:
+                assert recur is not None
+                carry, attended = recur(i, carry, partial(layer.recur, x))
+            else:
+                q, k, v = layer.project(x, rotations[kind.window is not None])
+                kept[kind.window] = k, v = kept[kind.window] if k is None or v is None else (k, v)
+                carry, attended = attend(i, carry, q, k, v)
             x = layer.finish(x, attended.astype(x.dtype))
             if after is None:
                 x = self.add_features(None, i, x)
@@ -292,3 +331,8 @@ def attend_to_prompt(decoder: Decoder, valid: Bool[Array, "B T"], until: Int[Arr
         return carry, prefill_attention(q, k, v, valid=valid, until=last, ahead=decoder.ahead, window=kind.window)
 
     return attend
+
+
+def recur_over_prompt(valid: Bool[Array, "B T"]) -> Recur[C]:
+    """For `Decoder.walk`: recurrences over a whole prompt, without a cache. The carry is unchanged."""
+    return lambda i, carry, run: (carry, run(None, valid)[0])

@@ -34,6 +34,19 @@ _BLOCKS = (16, 32, 64, 128)
 _ROWS = 512
 
 
+class SharedExpert(nnx.Module):
+    """A gated MLP that all tokens pass through."""
+
+    def __init__(self, width: int, channels: int, *, init: Initializer) -> None:
+        self.gate = Linear(width, channels, bias=False, init=init)
+        self.up = Linear(width, channels, bias=False, init=init)
+        self.down = Linear(channels, width, bias=False, init=init)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Applies it to every token."""
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
 class Experts(nnx.Module):
     """A router, and the weights of all gated MLPs, in [out, in] order."""
 
@@ -45,9 +58,11 @@ class Experts(nnx.Module):
         self.up = init.normal(c.count, c.width, width, scale=width**-0.5)
         self.down = init.normal(c.count, width, c.width, scale=c.width**-0.5)
         self.active, self.normalised, self.activation, self.eps = c.active, c.normalised, c.activation, eps
+        self.shared = None if c.shared is None else SharedExpert(width, c.shared, init=init)
+        self.shared_gate = None if c.shared is None else Linear(width, 1, bias=False, init=init)
 
     def __call__(self, x: Float[Array, "B T D"], before: Float[Array, "B T D"] | None = None) -> Float[Array, "B T D"]:
-        """The weighted sum of each token's active experts.
+        """The weighted sum of each token's active experts, and of the shared one.
 
         Args:
             x: input of the experts.
@@ -61,7 +76,10 @@ class Experts(nnx.Module):
         # On each device for its own rows, because XLA does not split `top_k` over devices.
         apply = partial(apply_experts, active=self.active, normalised=self.normalised, activation=self.activation)
         share_scale = jnp.ones(len(weights[0])) if self.share_scale is None else self.share_scale[...]
-        return sum_over_experts(apply, (x, self.router(seen)), (*weights, share_scale))
+        chosen = sum_over_experts(apply, (x, self.router(seen)), (*weights, share_scale))
+        if self.shared is None or self.shared_gate is None:
+            return chosen
+        return chosen + jax.nn.sigmoid(self.shared_gate(x)) * self.shared(x)
 
 
 def apply_experts(

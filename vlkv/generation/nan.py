@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv.decoder import Attend, attend_to_prompt
+from vlkv.decoder import Attend, attend_to_prompt, recur_over_prompt
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.inputs import Inputs
@@ -132,7 +132,7 @@ def _finite_parts(params: Model, inputs: Inputs, failed: Bool[Array, " B"], answ
     none: tuple[Array, ...] = ()
     is_vision = jnp.pad(inputs.is_vision, [(0, 0), (0, answer.shape[1])])
     attend: Attend[tuple[Array, ...]] = attend_to_prompt(params.decoder, valid, params.decoder.until(is_vision))
-    layers, last = params.decoder.walk(none, x, positions, attend, note)
+    layers, last = params.decoder.walk(none, x, positions, attend, note, recur=recur_over_prompt(valid))
     place = jnp.max(jnp.where(valid, jnp.arange(valid.shape[1]), 0), axis=1)
     logits = params.decoder.logits(last[jnp.arange(len(place)), place])
     weights = jax.tree_util.tree_leaves_with_path(params)

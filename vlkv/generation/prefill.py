@@ -247,12 +247,13 @@ def _observer(
 def _fill(
     found: tuple[Candidates, ...], prompt: Prompt, policy: Policy, budget: Budget, new_tokens: int
 ) -> PackedCache:
-    """Makes a cache from the candidates of all layers with full attention, and the prompt's rings."""
+    """Makes a cache from the candidates of all layers with full attention, and the prompt's rings and states."""
     rings = None if prompt.rings is None else resize_rings(prompt.rings, new_tokens)
     if not found:
         assert rings is not None
         cache = without_segments(rings.layers[0], prompt.next_position)
-        return dataclasses.replace(cache, rings=rings, position_limit=prompt.position_limit, kernels=prompt.kernels)
+        return dataclasses.replace(cache, rings=rings, position_limit=prompt.position_limit, kernels=prompt.kernels,
+                                   states=prompt.states)  # fmt: skip
     longest = max(layer.is_candidate.shape[1] for layer in found)
     is_vision, is_candidate, source = (
         jnp.stack([_lengthen(getattr(layer, name), longest) for layer in found])
@@ -285,7 +286,9 @@ def _fill(
         spec, tuple(m[0] for m in merged), tuple(m[1] for m in merged), kept,
         is_vision=is_vision, source=source, next_position=prompt.next_position, requested=requested,
     )  # fmt: skip
-    cache = dataclasses.replace(cache, position_limit=prompt.position_limit, kernels=prompt.kernels, rings=rings)
+    cache = dataclasses.replace(
+        cache, position_limit=prompt.position_limit, kernels=prompt.kernels, rings=rings, states=prompt.states
+    )
     if updater is not None:
         capacity = new_tokens if spec.reuses else spec.tail(cache.parts)  # a tail may be rounded up
         moved = jax.vmap(partial(packed, new_tokens=capacity, reuses=spec.reuses))

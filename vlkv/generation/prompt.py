@@ -17,11 +17,12 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
 from vlkv.cache.rings import Ring, Rings, of_prompt, ring_slots
+from vlkv.cache.states import State
 from vlkv.compression.policy import Policy, ReducingStages
 from vlkv.compression.selection import require_fit
 from vlkv.compression.tokens import Tokens, shorten
 from vlkv.config import LayerKind
-from vlkv.decoder import Decoder
+from vlkv.decoder import Decoder, Recurring
 from vlkv.decoder.rope import position_limit
 from vlkv.errors import InputError
 from vlkv.families import Model
@@ -52,6 +53,7 @@ class Prompt:
     kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
     position_limit: Int[Array, " B"] | None = None  # as in PackedCache
     rings: Rings | None = None  # likewise, without capacity for new tokens
+    states: tuple[State, ...] = ()  # likewise
 
 
 def read_prompt(
@@ -98,8 +100,8 @@ def read_layers(
 ) -> Prompt:
     """`read_prompt` that keeps only the result of `each` for every layer, computed before the next layer runs.
 
-    Layers with a sliding window have a ring instead of such a result, and layers that use keys and values of earlier
-    ones have nothing; `each` and the reducer do not count them.
+    Layers with a sliding window have a ring instead of such a result, layers with a recurrence have a state, and layers
+    that use keys and values of earlier ones have nothing; `each` and the reducer do not count them.
 
     If the policy's reducer has `drops_early_layers`, `each` is called for the layers before the last reduction only
     after this reduction, and gets only the tokens that are left.
@@ -117,7 +119,7 @@ def read_layers(
     limit = position_limit(greatest + 1 + new_tokens, params.decoder.rope)
 
     def attend(i: int, now: _Carry, q: Array, k: Array, v: Array) -> tuple[_Carry, Array]:
-        tokens, (window, _, shared) = now.tokens, kinds[i]
+        tokens, (window, _, shared, _) = now.tokens, kinds[i]
         # A window counts the tokens of the prompt, also those that a reduction has dropped.
         place = jnp.take_along_axis(number, tokens.source, axis=1)
         attention, until, (q, k, v, repeated) = _attention(
@@ -140,8 +142,8 @@ def read_layers(
     def after(i: int, now: _Carry, x: Array) -> tuple[_Carry, Array, Array | None]:
         x, counted, i = params.decoder.add_features(now.tokens.added, i, x), kinds[i].is_counted, kinds[i].number
         if not counted:
-            x, rings = jax.lax.optimization_barrier((x, now.rings))  # as below
-            return now._replace(tokens=dataclasses.replace(now.tokens, x=x), rings=rings), x, None
+            x, rings, states = jax.lax.optimization_barrier((x, now.rings, now.states))  # as below
+            return now._replace(tokens=dataclasses.replace(now.tokens, x=x), rings=rings, states=states), x, None
         assert now.layer is not None
         # With this barrier, the next layer starts after `each`, so that the layer's arrays are freed first.
         x, result = jax.lax.optimization_barrier((x, now.layer if i < waits_until else each(i, now.layer)))
@@ -174,8 +176,8 @@ def read_layers(
     tokens, repetition = _begin(params, inputs, reducer if stages else None, policy)
     start = _Carry(tokens, inputs.max_vision)
     start = reduce(0, start) if 0 in stages else start
-    positions = (repetition or start.tokens).positions
-    end, _ = params.decoder.walk(start, start.tokens.x, positions, attend, after, limit)
+    positions, recur = (repetition or start.tokens).positions, partial(_recur, repetition)
+    end, _ = params.decoder.walk(start, start.tokens.x, positions, attend, after, limit, recur=recur)
     tokens, row, rings = end.tokens, jnp.arange(batch), end.rings
     # The last token that is left. It may be a vision token, if the prompt ends with an image.
     last = jnp.max(jnp.where(tokens.valid, jnp.arange(tokens.valid.shape[1]), 0), axis=1)
@@ -188,8 +190,23 @@ def read_layers(
         position_limit=limit, logits=params.decoder.logits(tokens.x[row, last]),
         max_vision=inputs.max_vision, max_text=inputs.max_text, max_instruction=inputs.max_instruction,
         max_images=inputs.max_images, reducer=reducer, kernels=kernels,
-        rings=Rings(layers=rings, first_new=number[:, -1] + 1, new_tokens=0) if rings else None,
+        rings=Rings(layers=rings, first_new=number[:, -1] + 1, new_tokens=0) if rings else None, states=end.states,
     )  # fmt: skip
+
+
+def _recur(repetition: Repetition | None, i: int, now: _Carry, run: Recurring) -> tuple[_Carry, Array]:
+    """A layer with a recurrence, for `Decoder.walk`: after a reduction, it processes the tokens that are left.
+
+    A repetition goes on from the state after the prompt, which alone is cached; so the layer runs twice.
+    """
+    del i
+    valid = now.tokens.valid
+    if repetition is None:
+        read, state = run(None, valid)
+    else:
+        _, state = run(None, jnp.concatenate([valid, jnp.zeros_like(repetition.valid)], axis=1))
+        read, _ = run(None, jnp.concatenate([valid, repetition.valid], axis=1))
+    return now._replace(states=(*now.states, state)), read
 
 
 def _attention(
@@ -233,6 +250,7 @@ class _Carry(NamedTuple):
     layer: LayerPrompt | None = None  # the layer with full attention that has just run
     results: tuple[Any, ...] = ()  # of `each`; raw LayerPrompts until the last reduction
     rings: tuple[Ring, ...] = ()  # of the layers with a sliding window so far
+    states: tuple[State, ...] = ()  # of the layers with a recurrence so far
 
 
 def _begin(

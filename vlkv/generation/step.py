@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from vlkv.cache.decode_state import DecodeState, arrive, group_core
 from vlkv.cache.pool import PackedCache, swap_pools
 from vlkv.cache.writing import quantize_old, write_pool, write_tail
 from vlkv.compression.selection import require_32_bits
-from vlkv.decoder import Decoder
+from vlkv.decoder import Decoder, Recurring
 from vlkv.sharding.ops import cached_attention
 
 # layer, its decode state for this token, attention [B,N,E] that every entry received, output of the layer [B,1,D]
@@ -124,7 +125,7 @@ def _feed(
 
     def attend(i: int, carry: _Carry, q: Array, k: Array, v: Array) -> tuple[_Carry, Array]:
         now, taken = carry.cache, carry.taken
-        window, i, shared = decoder.kinds[i]
+        window, i, shared, _ = decoder.kinds[i]
         if window is not None:
             assert places is not None
             carry = carry if shared else _write_ring(carry, i, k, v, places)
@@ -161,7 +162,15 @@ def _feed(
             carry = carry._replace(watched=(*carry.watched, watch(decoder.kinds[i].number, *carry.for_watch, x)))
         return carry, x, None
 
-    carry, x = decoder.walk(_Carry(cache), x, positions, attend, after, cache.position_limit)
+    carry, x = decoder.walk(
+        _Carry(cache),
+        x,
+        positions,
+        attend,
+        after,
+        cache.position_limit,
+        recur=partial(_recur, decoder, x.shape[:2], valid),
+    )
     fed = dataclasses.replace(carry.cache, used=cache.used + count[..., -1])
     if carry.taken:  # all layers in one write, where L takes the place of T; -1: new tokens have no index in the prompt
         where = jnp.stack(carry.taken, axis=1), jnp.swapaxes(cache.start, 0, 1)  # [B, L, K]
@@ -202,6 +211,15 @@ def _attend_with(
         parts=cache.parts,
     )  # fmt: skip
     return attended[:, None], mass
+
+
+def _recur(
+    decoder: Decoder, shape: tuple[int, ...], valid: Bool[Array, "B T"] | None, i: int, carry: _Carry, run: Recurring
+) -> tuple[_Carry, Array]:
+    """A layer with a recurrence, for `Decoder.walk`, which goes on from the state in the cache."""
+    now, i = carry.cache, decoder.kinds[i].number
+    read, state = run(now.states[i], jnp.ones(shape, bool) if valid is None else valid)
+    return carry._replace(cache=dataclasses.replace(now, states=_put(now.states, i, state))), read
 
 
 def _put(layers: tuple[Any, ...], i: int, new: Any) -> tuple[Any, ...]:

@@ -29,7 +29,7 @@ _DECODERS = {
         **KINDS["qwen3_moe"].defaults, **_POSITIONS, "intermediate_size": 5632, "num_attention_heads": 16,
         "num_key_value_heads": 16, "moe_intermediate_size": 1408, "num_experts_per_tok": 4, "num_experts": 60}),
 }  # fmt: skip
-_TOWER: dict[str, Any] = dict(
+TOWER: dict[str, Any] = dict(
     depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16, out_hidden_size=3584, patch_size=16,
     spatial_merge_size=2, temporal_patch_size=2, hidden_act="gelu_pytorch_tanh", num_position_embeddings=2304,
     deepstack_visual_indexes=(8, 16, 24),
@@ -41,6 +41,10 @@ class Qwen3VlConfig(NativeResolutionConfig):
 
     prompt_format = chatml(CONTENT)  # that of the published checkpoints
     frames_apart: ClassVar = True
+    decoders: ClassVar[Mapping[str, Kind]] = _DECODERS  # by family
+    tower: ClassVar[Mapping[str, Any]] = TOWER  # class defaults in transformers
+    tied_by_either: ClassVar[tuple[str, ...]] = ("qwen3_vl",)  # other families use the outer field alone
+    tokens: ClassVar[tuple[int, int, int]] = (151655, 151656, 151645)  # default ids: image, video, end
 
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
@@ -52,11 +56,11 @@ class Qwen3VlConfig(NativeResolutionConfig):
         family, part = raw["model_type"], dict(raw.get("text_config") or {})
         require("text_config.model_type", part.get("model_type", f"{family}_text"), f"{family}_text")
         # The class of the decoder with experts has another default, which transformers does not use.
-        tied = raw if family == "qwen3_vl_moe" else tied_by_either(raw)
-        decoder = _DECODERS[family].read(part | {"tie_word_embeddings": bool(tied.get("tie_word_embeddings"))})
+        tied = tied_by_either(raw) if family in cls.tied_by_either else raw
+        decoder = cls.decoders[family].read(part | {"tie_word_embeddings": bool(tied.get("tie_word_embeddings"))})
         if decoder.rope.axes is None:
             raise InputError("config.json: text_config: rope_parameters.mrope_section is missing")
-        vision = _read_tower(raw.get("vision_config") or {})
+        vision = _read_tower(raw.get("vision_config") or {}, cls.tower)
         if vision.out_width != decoder.width:
             raise InputError(f"config.json: the tower of vision_config returns {vision.out_width} channels, but the "
                              f"decoder takes {decoder.width}")  # fmt: skip
@@ -66,15 +70,15 @@ class Qwen3VlConfig(NativeResolutionConfig):
         return {
             "decoder": decoder,
             "vision": vision,
-            "image_token": token_id(raw, "image_token_id", default=151655),
-            "video_token": token_id(raw, "video_token_id", default=151656),
-            "stop": read_stop(raw, 151645),
+            "image_token": token_id(raw, "image_token_id", default=cls.tokens[0]),
+            "video_token": token_id(raw, "video_token_id", default=cls.tokens[1]),
+            "stop": read_stop(raw, cls.tokens[2]),
         }
 
 
-def _read_tower(raw: Raw) -> Qwen3VisionConfig:
-    c, where = filled(raw, _TOWER), "vision_config."
-    require_all(c, {"hidden_act": _TOWER["hidden_act"], "in_channels": 3}, where)
+def _read_tower(raw: Raw, defaults: Mapping[str, Any]) -> Qwen3VisionConfig:
+    c, where = filled(raw, defaults), "vision_config."
+    require_all(c, {"hidden_act": defaults["hidden_act"], "in_channels": 3}, where)
     rope = c.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise InputError(f"config.json: {where}rope_parameters={rope!r} must be an object")
@@ -114,7 +118,7 @@ def _published(text: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
                           rope_scaling=scaling)  # fmt: skip
     return dict(model_type=family, text_config=decoder, tie_word_embeddings=text["tie_word_embeddings"],
                 image_token_id=151655, video_token_id=151656,
-                vision_config=_TOWER | tower | dict(out_hidden_size=text["hidden_size"]))  # fmt: skip
+                vision_config=TOWER | tower | dict(out_hidden_size=text["hidden_size"]))  # fmt: skip
 
 
 PUBLISHED = {

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma 3 and InternLM2, by themselves and as the decoders of other families."""
+"""Text models: Llama, Mistral, Qwen2, Qwen3, Qwen3.5, Phi-3, Gemma 3, InternLM2; also decoders of other families."""
 
 from vlkv.families.family import Family, TextModel
 from vlkv.families.text.config import TextConfig

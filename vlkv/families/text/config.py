@@ -22,6 +22,7 @@ from vlkv.config import (
 )
 from vlkv.errors import InputError
 from vlkv.families.text import gemma4
+from vlkv.families.text.recurrent import read_recurrent
 from vlkv.families.text.rotary import read_rope
 from vlkv.processing.host import HostConfig
 
@@ -111,8 +112,11 @@ class Kind:
         if active > count:
             raise InputError(f"config.json: num_experts_per_tok={active} exceeds the number of experts, {count}")
         require("norm_topk_prob", normalised, *((True,) if self.normalised else (True, False)))
-        return ExpertsConfig(layers=sparse, count=count, active=active, width=c["moe_intermediate_size"],
-                             normalised=normalised)  # fmt: skip
+        shared = c.get("shared_expert_intermediate_size")
+        return ExpertsConfig(
+            layers=sparse, count=count, active=active, width=c["moe_intermediate_size"], normalised=normalised,
+            shared=None if shared is None else positive("shared_expert_intermediate_size", shared),
+        )  # fmt: skip
 
     def _windows(self, c: Raw) -> tuple[int | None, ...]:
         """`DecoderConfig.windows`. A window that is as long as the model's positions has no effect."""
@@ -189,6 +193,29 @@ def _ropes(c: Raw, *scalings: str) -> dict[str, dict[str, Any]]:
     return ropes
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaKind(Kind):
+    """Qwen3.5: most layers have the gated delta rule in place of attention, and outputs of attention are gated."""
+
+    @override
+    def read(self, raw: Raw) -> DecoderConfig:
+        c = filled(raw, self.defaults)
+        require_all(c, {"attn_output_gate": True, "output_gate_type": "swish"})
+        rope = c.get("rope_parameters") or {}
+        if isinstance(rope, Mapping):
+            c["rope_parameters"] = {"mrope_section": [11, 11, 10], **rope}
+        decoder = super().read(c)
+        recurrent = read_recurrent(c)
+        return dataclasses.replace(decoder, norm_offset=1.0, gated=True, recurrent=recurrent)
+
+    @override
+    def _windows(self, c: Raw) -> tuple[int | None, ...]:
+        return ()
+
+
+_DELTA = dict(head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=32768, partial_rotary_factor=0.25,
+              full_attention_interval=4, linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_value_head_dim=128,
+              linear_num_key_heads=16, linear_num_value_heads=32)  # fmt: skip
 KINDS = {
     "llama": Kind(defaults=dict(
         vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
@@ -227,6 +254,14 @@ KINDS = {
         rope_theta=1e6, rope_local_base_freq=1e4, tie_word_embeddings=True, eos_token_id=1, rope_parameters={
             "full_attention": dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1e6),
             "sliding_attention": dict(rope_type="default", rope_theta=1e4)})),
+    "qwen3_5_text": DeltaKind(names="qwen3_5", qk_norm=True, interleaved=True, partial=True, defaults=dict(
+        _DELTA, vocab_size=248320, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32,
+        num_attention_heads=16, num_key_value_heads=4)),
+    "qwen3_5_moe_text": DeltaKind(names="qwen3_5_moe", qk_norm=True, interleaved=True, partial=True, experts=True,
+        normalised=True, defaults=dict(
+        _DELTA, vocab_size=248320, hidden_size=2048, intermediate_size=512, num_hidden_layers=40,
+        num_attention_heads=16, num_key_value_heads=2, decoder_sparse_step=1, mlp_only_layers=(),
+        moe_intermediate_size=512, shared_expert_intermediate_size=512, num_experts_per_tok=8, num_experts=256)),
     "internlm2": Kind(names="internlm2", bias="bias", defaults=dict(
         vocab_size=103168, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
         rms_norm_eps=1e-6, max_position_embeddings=2048, bias=True, eos_token_id=2)),
@@ -239,7 +274,9 @@ class TextConfig(HostConfig):
     @classmethod
     @override
     def read(cls, raw: Raw) -> dict[str, Any]:
-        return {"decoder": read_decoder(raw)}
+        decoder = read_decoder(raw)
+        # The position of a token of text is the same on all axes.
+        return {"decoder": dataclasses.replace(decoder, rope=dataclasses.replace(decoder.rope, axes=None))}
 
 
 def read_decoder(raw: Raw) -> DecoderConfig:

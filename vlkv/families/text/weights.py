@@ -34,6 +34,21 @@ _QWEN3_MOE = _QWEN3 | {
         *(Fused(f"{_EXPERTS}{theirs}", of, axis=1, swapped=swapped) for swapped in (False, True)))
        for theirs, of in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))) for ours in of},
 }  # fmt: skip
+_DELTA = "layers.*.linear_attn."
+_HEADS = {"weight": Fused(f"{_DELTA}in_proj_qkv.weight"), "conv": Fused(f"{_DELTA}conv1d.weight")}
+_RECURRENCE: Ours = {
+    **{f"layers.*.recurrence.{name}.{part}": fused for name in ("query", "key", "value")
+       for part, fused in _HEADS.items()},
+    **{f"layers.*.recurrence.{ours}": _DELTA + theirs for ours, theirs in (
+        ("out_gate", "in_proj_z"), ("rate", "in_proj_b"), ("norm", "norm"), ("out", "out_proj"),
+        ("decay.weight", "in_proj_a.weight"), ("decay.bias", "dt_bias"), ("decay.log_rate", "A_log"))},
+    **{f"layers.*.{name}": Fused("layers.*.self_attn.q_proj", ("query", "out_gate"), by_head=True)
+       for name in ("query", "out_gate")},
+}  # fmt: skip
+_SHARED: Ours = {
+    **{f"layers.*.experts.shared.{name}": f"layers.*.mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
+    "layers.*.experts.shared_gate": "layers.*.mlp.shared_expert_gate",
+}
 _GEMMA3 = _QWEN3 | {
     "layers.*.attention_out_norm": "layers.*.post_attention_layernorm",
     "layers.*.mlp_norm": "layers.*.pre_feedforward_layernorm",
@@ -74,12 +89,15 @@ _KINDS = {
     "": _LLAMA,
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3_MOE,
+    "qwen3_5": _QWEN3 | _RECURRENCE,
+    "qwen3_5_moe": _QWEN3_MOE | _RECURRENCE | _SHARED,
     "gemma3": _GEMMA3,
     "gemma4": _GEMMA4,
     "phi3": _PHI3,
     "glm": _GLM,
     "internlm2": _INTERNLM2,
 }
+_FURTHER_TOKENS = r"^mtp\."  # layers of Qwen3.5
 # From names of transformers 4 to names of transformers 5, for models with a tower.
 TRANSFORMERS_4 = (
     (r"^language_model\.model\.", "model.language_model."),
@@ -105,7 +123,12 @@ def below(ours: str, theirs: str, names: Mapping[str, Name | tuple[Name, ...]]) 
 
 
 def unused(config: ModelConfig, prefix: str) -> str:
-    """Regular expression of the tensors that a checkpoint has for layers that use the keys of earlier ones."""
+    """Regular expression of the tensors that a checkpoint has for layers that use the keys of earlier ones.
+
+    Or, in a family without such layers, for layers that predict further tokens.
+    """
+    if config.decoder.names.startswith("qwen3_5"):
+        return _FURTHER_TOKENS
     shared = "|".join(str(i) for i, kind in enumerate(config.decoder.kinds) if kind.shared)
     return rf"^{prefix}layers\.(?:{shared})\.self_attn\.(?:[kv]_proj|[kv]_norm)\." if shared else r"(?!)"
 

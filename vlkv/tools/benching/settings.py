@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from vlkv.analysis.cost import state_bytes
 from vlkv.compression.checking import require_layers
 from vlkv.compression.sizes import cache_spec
 from vlkv.config import ModelConfig
@@ -70,7 +71,7 @@ def tree_bytes(tree: Any) -> int:
 
 
 def cache_bytes(policy: Policy, config: ModelConfig, setting: Setting, itemsize: int) -> int:
-    """Bytes of allocated keys and values of all rows, without quantisation."""
+    """Bytes of allocated keys and values of all rows, without quantisation, and of states of recurrent layers."""
     c = config.decoder
     spec = cache_spec(
         policy, layers=c.full_layers, vision=setting.vision, text=setting.text, new_tokens=setting.new,
@@ -78,7 +79,7 @@ def cache_bytes(policy: Policy, config: ModelConfig, setting: Setting, itemsize:
     )  # fmt: skip
     slots, (heads, channels) = sum(spec.rings), c.sliding_heads or (c.kv_heads, c.head_dim)
     numbers = (spec.allocated() - slots) * c.kv_heads * c.head_dim + slots * heads * channels
-    return 2 * setting.batch * numbers * itemsize
+    return setting.batch * (2 * numbers * itemsize + state_bytes(c, itemsize))
 
 
 def label(policy: Policy) -> str:

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vlkv import loading
-from vlkv.decoder import Attend, attend_to_prompt
+from vlkv.decoder import Attend, attend_to_prompt, recur_over_prompt
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.files import one_line
@@ -212,7 +212,9 @@ def _states(params: Model, inputs: Inputs) -> list[Float[Array, "B T D"]]:
     first: tuple[Array, ...] = (embedded.x,)
     until = params.decoder.until(inputs.is_vision)
     attend: Attend[tuple[Array, ...]] = attend_to_prompt(params.decoder, inputs.valid, until)
-    states, _ = params.decoder.walk(first, embedded.x, inputs.positions, attend, note)
+    states, _ = params.decoder.walk(
+        first, embedded.x, inputs.positions, attend, note, recur=recur_over_prompt(inputs.valid)
+    )
     return [*states[:-1], params.decoder.norm(states[-1])]
 
 

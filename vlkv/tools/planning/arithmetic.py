@@ -15,6 +15,7 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
 from vlkv import sharding
+from vlkv.analysis.cost import state_bytes
 from vlkv.compression.sizes import cache_spec
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
@@ -46,10 +47,10 @@ class Job:
         return int(jax.numpy.dtype(self.dtype).itemsize)
 
     def row_bytes(self, model: int = 1) -> float:
-        """Bytes of one row's keys and values in pool, tails and rings, without tile padding, on all `model` chips.
+        """Bytes of one row's keys and values in pool, tails and rings, and of its states, on all `model` chips.
 
-        A quantised pool has scales too (`Storage.bytes_per_number`). Every chip has whole rings if `model` does not
-        divide their key heads.
+        Without tile padding. A quantised pool has scales too (`Storage.bytes_per_number`). Every chip has whole rings
+        if `model` does not divide their key heads.
         """
         c, bounds = self.config.decoder, self.question.inputs
         spec = cache_spec(self.policy, layers=c.full_layers, vision=bounds.max_vision, text=bounds.max_text,
@@ -62,7 +63,7 @@ class Job:
         pool, tail = spec.pool(parts) * per_number, spec.layers * spec.tail(parts) * in_tail
         heads, channels = c.sliding_heads or (c.kv_heads, c.head_dim)
         rings = heads * channels * sum(spec.rings) * self.itemsize * (1 if heads % model == 0 else model)
-        return 2 * (c.kv_heads * c.head_dim * (pool + tail) + rings)
+        return 2 * (c.kv_heads * c.head_dim * (pool + tail) + rings) + state_bytes(c, self.itemsize, model)
 
     def tower_flops(self) -> float:
         """Approximate operations of the vision tower on the whole batch: each weight once per patch, and attention."""
@@ -211,9 +212,14 @@ def gib(n: float) -> str:
 
 
 def kept_bytes(cache: Any, chip_bytes: Any) -> dict[str, int]:
-    """Bytes on one chip of a cache's parts: `pool`, `tail`, `rings` and `index` (arrays that locate the entries)."""
+    """Bytes on one chip of a cache's parts: `pool`, `tail`, `rings`, `states` and `index`.
+
+    The last are the arrays that locate the entries.
+    """
     pool = chip_bytes((cache.k, cache.v))
     tail = chip_bytes((cache.tail_k, cache.tail_v))
     layers = () if cache.rings is None else cache.rings.layers
     rings = chip_bytes([(ring.k, ring.v) for ring in layers])
-    return {"pool": pool, "tail": tail, "rings": rings, "index": chip_bytes(cache) - pool - tail - rings}
+    states = chip_bytes(cache.states)
+    index = chip_bytes(cache) - pool - tail - rings - states
+    return {"pool": pool, "tail": tail, "rings": rings, "states": states, "index": index}

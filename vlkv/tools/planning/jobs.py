@@ -53,6 +53,7 @@ class Run:
         pool: keys and values of the prompt.
         tail: keys and values of new tokens.
         rings: keys and values of layers with a sliding window.
+        states: states of recurrent layers.
         index: arrays of the cache that describe where entries are.
         temporaries: greatest size of temporaries in any program.
         used: greatest memory that is needed at once.
@@ -67,6 +68,7 @@ class Run:
     pool: int
     tail: int
     rings: int
+    states: int
     index: int
     inputs: int
     temporaries: int | None
@@ -160,6 +162,7 @@ def _described(job: Job, where: Topology, made: _Attempts, *, params: Any, input
         else estimate(second, chip, kernel_bytes=read_bytes + chosen, weights=dense, slowdown=slow),
     )
     if not isinstance(mesh, Mesh):
+        read_bytes += 2 * parts["states"]  # which are written too
         times = by_shapes(job, chip, where.count, weights=weights, unread=experts - chosen, read=read_bytes)
     compiled = [program for program in made.programs.values() if program is not None]
     used = max([weights + size(inputs) + sum(parts.values()), *(program.peak for program in compiled), *made.needed])

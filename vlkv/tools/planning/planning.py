@@ -33,7 +33,8 @@ class Plan:
     """The result of `plan`. `runs` contains the full cache, then the policy, if they differ.
 
     `stored` and `active` are numbers of parameters; see `arithmetic.parameters`. `full_layers` have full attention,
-    `sliding` are the windows of the others, in tokens, and `shared` layers use the keys and values of earlier ones.
+    `sliding` are the windows of others, in tokens, `shared` layers use the keys and values of earlier ones, and
+    `recurrent` ones have a recurrence.
     """
 
     model: str
@@ -42,6 +43,7 @@ class Plan:
     full_layers: int
     sliding: tuple[int, ...]
     shared: int
+    recurrent: int
     topology: Topology
     data: int
     model_axis: int
@@ -118,6 +120,7 @@ def plan(
     return Plan(
         model=name, stored=stored, active=active, full_layers=config.decoder.full_layers,
         sliding=config.decoder.sliding, shared=config.decoder.shared_layers,
+        recurrent=sum(kind.recurrent for kind in config.decoder.kinds),
         topology=where, data=data, model_axis=model_axis, mesh_reason=reason, dtype=dtype, batch=batch,
         prompt=prompt, new_tokens=new_tokens, question=asked, quick=quick, runs=runs,
         notes=(ESTIMATES, *notes, *_notes(runs, quick)), seconds=time.perf_counter() - begin,

@@ -31,6 +31,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "sliding": len(plan.sliding),
             "shared": plan.shared,
             "windows": sorted(set(plan.sliding)),
+            "recurrent": plan.recurrent,
         },
         "dtype": plan.dtype,
         "batch": plan.batch,
@@ -57,7 +58,7 @@ def _run(run: Run) -> dict[str, Any]:
         "scope": run.policy.scope,
         "bytes_per_chip": {
             name: getattr(run, name)
-            for name in ("weights", "pool", "tail", "rings", "index", "inputs", "temporaries", "used")
+            for name in ("weights", "pool", "tail", "rings", "states", "index", "inputs", "temporaries", "used")
         },
         "fits": run.fits,
         "remedies": list(run.remedies),
@@ -90,7 +91,7 @@ def as_table(plan: Plan) -> Group:
         table.add_row(name, *map(value, plan.runs), end_section=end)
 
     line("weights", lambda run: gib(run.weights))
-    full = f" of {plan.full_layers} full layers" if plan.sliding else ""
+    full = f" of {plan.full_layers} full layers" if plan.sliding or plan.recurrent else ""
     line(f"cache{full}: prompt", lambda run: gib(run.pool))
     line(f"cache{full}: new tokens", lambda run: gib(run.tail))
     if plan.sliding:
@@ -98,6 +99,8 @@ def as_table(plan: Plan) -> Group:
         line(f"cache of {len(plan.sliding)} layers with a window of {windows}", lambda run: gib(run.rings))
     if plan.shared:
         line(f"cache of {plan.shared} layers that use that of earlier ones", lambda _: "none")
+    if plan.recurrent:
+        line(f"states of {plan.recurrent} recurrent layers", lambda run: gib(run.states))
     line("cache: index", lambda run: gib(run.index))
     line("inputs", lambda run: gib(run.inputs))
     line("temporaries", lambda run: "unknown" if run.temporaries is None else gib(run.temporaries), end=True)

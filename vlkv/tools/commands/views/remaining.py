@@ -6,6 +6,7 @@ import numpy as np
 from PIL import Image
 
 from vlkv import analysis
+from vlkv.analysis.cost import full_attention
 from vlkv.analysis.drawing import fitted, outlined
 from vlkv.tools.commands.plots import Curves, Maps, Panel
 from vlkv.tools.commands.views.case import Case, View
@@ -55,7 +56,7 @@ def merged(case: Case) -> View:
 
 def cost(case: Case) -> View:
     """FLOPs and cache bytes of each layer with full attention, and their ratio to the full cache's."""
-    decoder, prompt = case.params.config.decoder, case.read(case.policy)
+    decoder, prompt = full_attention(case.params.config.decoder), case.read(case.policy)
     cache = case.fill(prompt, case.policy)
     tokens = np.asarray(analysis.reached(prompt))[0].sum(axis=1)
     entries = np.asarray(cache.counts)[:, 0].mean(axis=1)
