@@ -3,8 +3,8 @@
     python -m benchmarks.peers [--all] [--model 110m mini smollm2] [--prompt 640 2368 4672] [--batch 1] [--out JSON]
 
 Needs `pip install '.[peers]'`. torch and jax must have the same kind of device: a CPU with as many threads as cores, or
-one GPU. A cell is one model and prompt length: all engines are warmed up, then run
-alternately, with a pause before each run, because idle threads of one library spin for a while and slow the other down.
+one GPU. A cell is one model and prompt length: all engines are warmed up, then run alternately, with a pause before each
+run, because idle threads of one library spin for a while and slow the other down.
 To take less than ten minutes, only the full cache and SnapKV in vlkv and sdpa run in every round; other methods and
 eager run once, and not on the longest prompts. --all runs everything in all rounds. Cells that the file contains are
 not run again.
@@ -59,16 +59,14 @@ _PAUSE = 0.25  # seconds; OpenMP's threads spin for 0.2 seconds
 # Text models with random weights: fields of their `config.json`.
 SIZES: dict[str, dict[str, Any]] = {
     "110m": dict(model_type="llama", vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12,
-                 num_attention_heads=12, num_key_value_heads=12, tie_word_embeddings=True),
+                 num_attention_heads=12, num_key_value_heads=12),
     "gemma3-200m": dict(model_type="gemma3_text", vocab_size=32000, hidden_size=896, intermediate_size=3584,
-                        num_hidden_layers=15, num_attention_heads=4, num_key_value_heads=1, head_dim=256,
-                        sliding_window=512, tie_word_embeddings=True),
+                        num_hidden_layers=15, num_attention_heads=4, num_key_value_heads=1, sliding_window=512),
     "qwen3.5-200m": dict(model_type="qwen3_5_text", vocab_size=32000, hidden_size=896, intermediate_size=2688,
                          num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=2, head_dim=128,
-                         linear_num_key_heads=8, linear_num_value_heads=8, linear_key_head_dim=128,
-                         linear_value_head_dim=128, tie_word_embeddings=True),
+                         linear_num_key_heads=8, linear_num_value_heads=8),
     "tiny": dict(model_type="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                 num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True),
+                 num_attention_heads=4, num_key_value_heads=2),
 }  # fmt: skip
 
 
@@ -143,7 +141,7 @@ def make_checkpoint(name: str, folder: Path) -> Path:
 
     torch.manual_seed(0)
     if name != "mini":
-        config = AutoConfig.for_model(**SIZES[name], max_position_embeddings=8192)
+        config = AutoConfig.for_model(**SIZES[name], tie_word_embeddings=True, max_position_embeddings=8192)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         return folder
     text = json.loads((CHECKPOINT / "config.json").read_text())["text_config"]

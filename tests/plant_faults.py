@@ -33,8 +33,8 @@ FAULTS = (
     Fault(
         "mask off by one",
         "pallas_kernels/prefill_attention/xla.py",
-        "(keys.number <= until[:, None])",
-        "(keys.number <= until[:, None] + 1)",
+        "(keys.number <= queries.until[:, None])",
+        "(keys.number <= queries.until[:, None] + 1)",
         "tests/kernels/test_prefill_attention.py::test_padding_on_both_sides",
     ),
     Fault(
