@@ -118,7 +118,6 @@ def run(args: argparse.Namespace) -> None:
         for prompt in args.prompt:
             cell = {"model": name, "prompt": prompt, "keep": args.keep, "new": args.new, "methods": args.method,
                     "all": args.all}  # fmt: skip
-            # files of before have cells without these
             cell |= ({"batch": args.batch} if args.batch > 1 else {}) | ({"dtype": args.dtype} if args.dtype else {})
             if any(made["cell"] == cell for made in result["cells"]):
                 continue

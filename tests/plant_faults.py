@@ -47,8 +47,8 @@ FAULTS = (
     Fault(
         "score over padding",
         "vlkv/compression/observe.py",
-        "weight = obs.valid[None].astype(jnp.float32)",
-        "weight = jnp.ones_like(obs.valid, jnp.float32)[None]",
+        'return measured(obs, f"column {statistic}", Measure(obs.valid, statistic))',
+        'return measured(obs, f"column {statistic}", Measure(jnp.ones_like(obs.valid), statistic))',
         "tests/policies/test_every_method.py::test_every_method",
     ),
     Fault(
