@@ -3,8 +3,8 @@
     python -m benchmarks.peers [--all] [--model 110m mini smollm2] [--prompt 640 2368 4672] [--batch 1] [--out JSON]
 
 Needs `pip install '.[peers]'`. torch and jax must have the same kind of device: a CPU with as many threads as cores, or
-one GPU. A cell is one model and prompt length: all engines are warmed up, then run alternately, with a pause before each
-run, because idle threads of one library spin for a while and slow the other down.
+one GPU. A cell is one model and prompt length: all engines are warmed up, then run alternately, with a pause before
+each run, because idle threads of one library spin for a while and slow the other down.
 To take less than ten minutes, only the full cache and SnapKV in vlkv and sdpa run in every round; other methods and
 eager run once, and not on the longest prompts. --all runs everything in all rounds. Cells that the file contains are
 not run again.
