@@ -36,6 +36,11 @@ def prompt():
     return params, inputs, jax.jit(vlkv.read_prompt)(params, inputs)
 
 
+def same(ours, theirs):
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(np.float32(one), np.float32(other), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.default("squares", "one method twice")
 @pytest.mark.parametrize("name", POLICIES)
 def test_measuring_in_passing_changes_nothing(prompt, name):
@@ -44,12 +49,14 @@ def test_measuring_in_passing_changes_nothing(prompt, name):
     cache, _ = prefill(params, inputs, policy, new_tokens=4)
     later = fill(read, policy, new_tokens=4)
     assert policy.facts.measures is not None
-    for ours, theirs in zip(jax.tree.leaves(cache), jax.tree.leaves(later), strict=True):
-        np.testing.assert_allclose(np.float32(ours), np.float32(theirs), rtol=1e-5, atol=1e-5)
+    same(cache, later)
 
 
 def test_sums_of_all_rows_need_no_second_pass(prompt):
     params, inputs, read = prompt
     policy = POLICIES["sums"]
+    asked = jax.jit(vlkv.read_prompt)(params, inputs, observers=(POLICIES["squares"], policy))
+    assert "attention_mass" not in str(jax.make_jaxpr(lambda x: vlkv.fill_cache(x, policy, new_tokens=4))(asked))
+    same(fill(asked, policy, new_tokens=4), fill(read, policy, new_tokens=4))
     assert "attention_mass" not in str(jax.make_jaxpr(lambda x: vlkv.prefill(params, x, policy, new_tokens=4))(inputs))
     assert "attention_mass" in str(jax.make_jaxpr(lambda x: vlkv.fill_cache(x, policy, new_tokens=4))(read))

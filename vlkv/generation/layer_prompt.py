@@ -7,7 +7,7 @@ A position axes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -68,26 +68,26 @@ def observation(policy: Policy, prompt: LayerPrompt, key: Key[Array, ""] | None,
 def attend_and_measure(
     attention: Callable[..., Any],
     prompt: LayerPrompt,
-    policy: Policy | None,
+    observers: Sequence[Policy],
     layer: int,
     layers: int,
     inputs: Inputs,
     kernels: Kernels,
 ) -> tuple[Array, LayerPrompt]:
-    """The attention of a layer, and the layer with what attention has measured for the policy."""
-    ask_for = None if policy is None else policy.facts.measures
+    """The attention of a layer, and the layer with what attention has measured for these policies."""
+    given = dict(layer=layer, layers=layers, max_instruction=inputs.max_instruction, kernels=kernels)
 
     def ask(prompt: LayerPrompt) -> dict[str, Measure]:  # of one row
-        assert policy is not None and ask_for is not None
-        most = inputs.max_instruction
-        obs = observation(policy, prompt, None, layer=layer, layers=layers, max_instruction=most, kernels=kernels)
-        found = ask_for(policy, obs)
-        return {name: m for name, m in found.items() if m.most is None or 2 * m.most >= len(obs.valid)}
+        found: dict[str, Measure] = {}
+        for policy in observers:
+            if policy.facts.measures is not None:
+                found |= policy.facts.measures(policy, observation(policy, prompt, None, **given))
+        length = len(prompt.valid)
+        return {name: m for name, m in found.items() if m.most is None or 2 * m.most >= length}
 
     repeated = None if prompt.context is None else prompt.context.repeated
     options: dict[str, Any] = {"return_lse": takes_lse(kernels.attention_mass) or repeated is not None}
-    asks = ask_for is not None and gives_mass(kernels.prefill_attention)
-    measures = by_row(ask, inputs.valid.shape[0])(prompt) if asks else {}
+    measures = by_row(ask, inputs.valid.shape[0])(prompt) if gives_mass(kernels.prefill_attention) else {}
     if measures:
         rows = [jnp.where(prompt.valid, measure.rows, 0) for measure in measures.values()]
         options["row_weight"] = jnp.stack(rows, axis=1).astype(jnp.float32)

@@ -7,7 +7,7 @@ A position axes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -61,6 +61,7 @@ def read_prompt(
     inputs: Inputs | Mapping[str, Any],
     policy: Policy | None = None,
     *,
+    observers: Sequence[Policy] = (),
     new_tokens: int | Int[Array, ""] = 64,
     key: PRNGKeyArray | None = None,
     kernels: Kernels | None = None,
@@ -72,7 +73,9 @@ def read_prompt(
     Args:
         params: the model.
         inputs: from the processor, or (outside jit) from the family's transformers processor.
-        policy: used only if it reduces or repeats the prompt, or uses norms (`needs_own_prompt`).
+        policy: necessary only if it reduces or repeats the prompt, or uses norms (`needs_own_prompt`).
+        observers: policies that will be given to `fill_cache`. What they measure (`Facts.measures`) is then measured by
+            the attention of the layers, if a backend can do that, and not again for each of them.
         new_tokens: largest capacity for new tokens of the caches that will be made of the prompt. It matters only for
             models with long-RoPE (see `vlkv.decoder.rope.position_limit`).
         key: for policies that reduce the prompt at random.
@@ -85,7 +88,10 @@ def read_prompt(
     inputs, key = Inputs.of(inputs, params.config), single_key(key)
     if policy is not None:
         require_fit(policy, params.decoder.full_layers, key)
-    return read_layers(params, inputs, policy, lambda _, layer: layer, new_tokens=new_tokens, key=key, kernels=kernels)
+    return read_layers(
+        params, inputs, policy, lambda _, layer: layer, observers=observers, new_tokens=new_tokens, key=key,
+        kernels=kernels,
+    )  # fmt: skip
 
 
 def read_layers(
@@ -94,6 +100,7 @@ def read_layers(
     policy: Policy | None,
     each: Callable[[int, LayerPrompt], Any],
     *,
+    observers: Sequence[Policy] = (),
     new_tokens: int | Int[Array, ""] = 64,
     key: Key[Array, ""] | None = None,
     kernels: Kernels | None = None,
@@ -136,7 +143,10 @@ def read_layers(
             source=tokens.source, grid=tokens.grid, until=until,
             context=context_of(params, policy, i, tokens.positions, v, limit=limit, repeated=repeated),
         )  # fmt: skip
-        attended, layer = attend_and_measure(attention, layer, policy, len(now.results), layers, inputs, kernels)
+        attended, layer = attend_and_measure(
+            attention, layer, observers if policy is None else (policy, *observers), len(now.results), layers, inputs,
+            kernels,
+        )  # fmt: skip
         return now._replace(layer=layer), attended
 
     def after(i: int, now: _Carry, x: Array) -> tuple[_Carry, Array, Array | None]:

@@ -129,12 +129,10 @@ def compressed(
     key = jax.random.split(jax.random.fold_in(jax.random.key(seed), batch.number))[0]
     # A shared prefill stores the queries of all layers, which does not pay off for a single policy.
     sharing = [i for i, policy in enumerate(plan) if not needs_own_prompt(policy) and policy.cap is None]
-    prompt = (
-        jitted.read_prompt(params, inputs, new_tokens=new_tokens)
-        if len(sharing) > 1 and set(sharing) & set(todo)
-        else None
-    )
-    programs = share_programs(plan)
+    programs, prompt = share_programs(plan), None
+    if len(sharing) > 1 and set(sharing) & set(todo):
+        observers = tuple(dict.fromkeys(programs[i] for i in sharing))
+        prompt = jitted.read_prompt(params, inputs, observers=observers, new_tokens=new_tokens)
     for i in todo:
         policy, program = plan[i], programs[i]
         if i in sharing and prompt is not None:
