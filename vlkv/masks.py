@@ -31,7 +31,13 @@ def last(mask: Bool[Array, " T"], count: Int[Array, ""] | int) -> Bool[Array, " 
 def evenly(mask: Bool[Array, " T"], count: Int[Array, ""] | int) -> Bool[Array, " T"]:
     """`count` tokens of a mask at equal distances: those at places floor(i n / count) of its n tokens."""
     number, place = jnp.maximum(jnp.sum(mask), 1), ordinal(mask)
-    return mask & (-(-(place + 1) * count // number) > -(-place * count // number))
+
+    def before(place: Int[Array, " T"]) -> Int[Array, " T"]:
+        """ceil(place count / number) in two parts, because the product exceeds 32 bits beyond 46,000 tokens."""
+        high, low = -place >> 8, -place & 255
+        return -(high * count // number * 256 + (high * count % number * 256 + low * count) // number)
+
+    return mask & (before(place + 1) > before(place))
 
 
 def tokens_at(place: Int[Array, " T"], places: int) -> Int[Array, " n"]:

@@ -104,7 +104,7 @@ def _kernel(
             if statistic == "square":
                 p = p * p
             elif statistic == "entropy":
-                p = jnp.where(allowed, p * (level - logits) * math.log(2), 0.0)
+                p = jnp.where(p > 0, p * (level - logits) * math.log(2), 0.0)
         return [
             a + jnp.sum(p * gpu.load(weight_ref, jnp.full_like(row, r), row, mask=inside)[None], axis=1)
             for r, a in enumerate(sums)

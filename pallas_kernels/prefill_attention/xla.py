@@ -65,7 +65,8 @@ def prefill_attention_xla(args: PrefillArguments) -> Attended:
     options = _Options(args.causal, args.window, args.return_lse, args.statistics)
 
     def attend(row: _Row) -> _Part:
-        if args.window is not None and args.window + min(block, args.window) + args.ahead < length:
+        narrow = args.window is not None and args.window + min(block, args.window) + args.ahead < length
+        if narrow and args.window is not None and args.row_weight is None:
             return _one_head_in_window(row, options, ahead=args.ahead, block=min(block, args.window))
         return _one_head(row, options, ahead=args.ahead, block=block)
 

@@ -1,6 +1,6 @@
 """What a layer's attention measures in passing gives the same cache as measuring it afterwards.
 
-`read_prompt` does not know the policy, so `fill_cache` measures afterwards; that way is tested against float64.
+If `read_prompt` does not get the policy, `fill_cache` measures afterwards; that way is tested against float64.
 """
 
 import jax

@@ -202,7 +202,7 @@ def test_mass_from_given_log_sum_exps_makes_one_pass():
     p = probabilities(q, k, allowed, 0.0) / 2
     p[:, 10] = 0
     run = functools.partial(received_mass, causal=True, in_order=True, softmax_n=0.0, threshold=0.0)
-    for statistic, value in (("sum", p), ("square", p**2)):
+    for statistic, value in (("sum", p), ("square", p**2), ("entropy", -p * np.log(np.where(p > 0, p, 1)))):
         given = jnp.array(lse + math.log(2), jnp.float32)
         args = q, k, weight, jnp.array(mask), jnp.arange(LENGTH)
         got = jax.jit(functools.partial(run, statistic=statistic, lse=given))(*args)

@@ -75,14 +75,14 @@ def tower_flops(c: VitConfig, width: int, images: int = 1, *, merge: int = 1) ->
 def cache_bytes(c: DecoderConfig, entries: Shaped[np.ndarray, " L"], itemsize: int) -> Shaped[np.ndarray, " L"]:
     """Bytes of the keys and values of every layer (LightKV, Tables 1 and 6), without quantisation.
 
-    A layer that uses the keys and values of an earlier one has none.
+    A recurrent layer has none (`state_bytes`), and neither has a layer that uses those of an earlier one.
 
     Args:
         c: the config of the decoder.
         entries: number of entries of each layer, mean over its key heads.
         itemsize: bytes per number; 2 for bfloat16.
     """
-    own = [not kind.shared for kind in c.kinds]
+    own = _attends(c) & np.array([not kind.shared for kind in c.kinds])
     return np.asarray(entries) * (2 * _heads(c).prod(axis=0) * own * itemsize)
 
 

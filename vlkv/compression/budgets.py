@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.masks import top
 
@@ -102,6 +102,14 @@ def apportion(
         return whole + sign * (able & (rank < jnp.abs(left)))
 
     return jax.lax.while_loop(unfinished, hand_out, whole)
+
+
+def ranked(scores: Float[Array, "K T"], candidates: Bool[Array, " T"]) -> Float[Array, "K T_1"]:
+    """Scores for `by_order`: those of the candidates, -inf for other tokens, and one more -inf at the end.
+
+    If layers have unequal numbers of tokens, the last value is repeated, and -inf is not counted.
+    """
+    return jnp.pad(jnp.where(candidates, scores, -jnp.inf), ((0, 0), (0, 1)), constant_values=-jnp.inf)
 
 
 def by_order(

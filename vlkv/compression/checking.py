@@ -48,9 +48,14 @@ def require_context(policy: Policy, context: LayerContext | None) -> None:
     if uses and context is None:
         raise InputError(f"{name} uses more of the model than queries, keys and values ({', '.join(uses)}): use "
                          "generate or prefill, or give context=")  # fmt: skip
-    if policy.facts.repeats is not None and (context is None or context.repeated is None):
-        raise InputError(f"{name} scores while the model repeats the prompt: use generate or prefill, or give the "
-                         "policy to read_prompt")  # fmt: skip
+    if policy.facts.repeats is not None:
+        repeated = None if context is None else context.repeated
+        if repeated is None:
+            raise InputError(f"{name} scores while the model repeats the prompt: use generate or prefill, or give the "
+                             "policy to read_prompt")  # fmt: skip
+        if repeated.instruction != policy.facts.repeats(policy):
+            raise InputError(f"{name}: the prompt was repeated after another instruction: give the same policy to "
+                             "read_prompt")  # fmt: skip
     if "output_norm" in uses and context is not None and context.output_norm is None:
         raise InputError(f"{name} uses norms that this prompt does not contain: give the policy to read_prompt")
 

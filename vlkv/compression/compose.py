@@ -113,9 +113,7 @@ def _check(owners: dict[str, Any], parts: dict[str, Any]) -> None:
         raise InputError('compose: budgets of published code do not support reduced prompts: use variant="paper"')
     if reduced is not None and reducer is not None:
         raise InputError(f"compose: {type(reducer).__name__} and {type(reduced).__name__} both reduce the prompt")
-    every = [part for part in (*owners.values(), *parts.values()) if isinstance(part, Policy)]
-    if reducing is not None and any(part.facts.repeats is not None for part in every):
-        raise InputError(f"compose: {type(reducing).__name__} reduces the prompt, so it cannot be repeated")
+    _check_repetition([part for part in {**owners, **parts}.values() if isinstance(part, Policy)], reducing)
     smoothed = parts.get("smoothed")
     if smoothed is not None and not isinstance(smoothed, Smooth):
         raise InputError(f"compose: smooth={smoothed!r} must be a Smooth, such as Smooth(9)")
@@ -127,6 +125,15 @@ def _check(owners: dict[str, Any], parts: dict[str, Any]) -> None:
         )
     if smoothed is not None and not scores.facts.selects:
         raise InputError(f"compose: {type(scores).__name__} keeps every token, so there is nothing to smooth")
+
+
+def _check_repetition(parts: list[Policy], reducing: Policy | None) -> None:
+    """Raises InputError if a prompt would be both repeated and reduced, or repeated after several instructions."""
+    instructions = {part.facts.repeats(part) for part in parts if part.facts.repeats is not None}
+    if reducing is not None and instructions:
+        raise InputError(f"compose: {type(reducing).__name__} reduces the prompt, so it cannot be repeated")
+    if len(instructions) > 1:
+        raise InputError("compose: the parts repeat the prompt after different instructions: give them the same one")
 
 
 def _alike(part: Part, scores: Policy) -> Policy:
@@ -197,7 +204,8 @@ class Composed(Policy):
 
     def measured(self, obs: Observation) -> dict[str, Measure]:
         """What the parts measure."""
-        given = (part.facts.measures(part, obs) for part in self.parts if part.facts.measures is not None)
+        parts = (self.scored, self.ranked, self.allocated, self.stepped, self.reduced)  # the others do not observe
+        given = (p.facts.measures(p, obs) for p in parts if p is not None and p.facts.measures is not None)
         return {name: measure for measures in given for name, measure in measures.items()}
 
     def repeated(self) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """The observation of one layer that policies score, and measurements that several methods share.
 
 Unbatched: the caller applies vmap over B. Axes: T tokens · A position axes · R sets of rows · N query heads · K key
-heads · G = N/K · H head dim. Every measured attention comes from `attention_mass`, so nothing here builds a T x T
-matrix.
+heads · G = N/K · H head dim. Attention comes from `attention_mass`, or from prefill attention, which has measured it
+(`measured`), so nothing here builds a T x T matrix.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Repeated:
 
     q: Float[Array, "*B N R H"]  # queries of the instruction and of the repeated prompt
     lse: Float[Array, "*B N R"] | None = None  # log-sum-exps of their logits, +inf for padding; None: not yet known
+    instruction: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})  # ids before it
 
 
 @jax.tree_util.register_dataclass
@@ -123,6 +124,11 @@ def column_sums(obs: Observation, statistic: Statistic = "sum") -> Float[Array, 
     In models whose image tokens attend to each other in both directions, also the earlier tokens of its image.
     """
     return measured(obs, f"column {statistic}", Measure(obs.valid, statistic))
+
+
+def prefer_text(obs: Observation, scores: Float[Array, "K T"]) -> Float[Array, "K T"]:
+    """The scores, for text tokens plus the head's largest one, so that text is kept before vision tokens."""
+    return scores + jnp.where(obs.is_vision, 0.0, jnp.max(scores, axis=-1, keepdims=True))
 
 
 def columns(*statistics: Statistic) -> Callable[[Any, Observation], dict[str, Measure]]:

@@ -47,8 +47,8 @@ class Facts(NamedTuple):
         counts_dropped: whether `keep` is a fraction of the prompt before the method reduced it.
         uses: what the method uses of `Observation.context`: "rotation" (`positions` and `rope`), "output_norm".
         measures: a function of the policy and of the observation before the layer's attention, which returns by name
-            what the attention shall measure in passing, where a backend can do that. The method gets the results by
-            `measured`. In a composition names must differ unless the measures are equal.
+            what this attention measures while it computes its output, where a backend can do that. The method gets the
+            results by `measured`. In a composition names must differ unless the measures are equal.
         repeats: a function of the policy, which returns the ids of an instruction. After it the model reads the prompt
             again, for a method that observes the second reading (`LayerContext.repeated`).
     """

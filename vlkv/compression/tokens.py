@@ -27,8 +27,8 @@ class Tokens:
     grid: Int[Array, "*B T 3"]  # (image number in the prompt, line, column) of the patch; -1: none
     tiles: Int[Array, "*B T 2"] | None = None  # as in `Inputs`
     tower: Float[Array, "*B W N T"] | None = None  # attention received in the tower, if the policy uses it
-    # Features of the tower that are added after the first layers; see `vlkv.decoder.add_features`. A token that is
-    # merged into another one loses its own. None: the model adds none.
+    # What is given to the tokens after the first layers, or after every layer; see `Decoder.add_features`. A token that
+    # is merged into another one loses its own. None: nothing is given.
     added: Float[Array, "*B S T D"] | None = None
     marked: Bool[Array, "*B T"] | None = None  # for policies that choose tokens in one stage and use them in later ones
 

@@ -92,19 +92,20 @@ def _in_chunks(
     total = _einsum("ce,nbkge->nbkgc", until, decay)
     between = _einsum("ce,nbkged->nbkgcd", until, jnp.where(later, decay[..., :, None], 0.0))
     between = until * jnp.exp(until * between)  # [n, B, K, G, C, C]
+    left = between[..., -1, :, None]  # of what each token writes, at the end of its chunk
     alike, read = (_einsum("nbckh,nbdkh->nbkcd", x, k)[:, :, :, None] * between for x in (k, q))
     # Written values solve (1 + lower) new = rate (v - what the old memory has for k).
     solve = _inverse(jnp.where(later, rate[..., None] * alike, 0.0))
 
     def chunk(memory: Float[Array, "B K G H V"], x: tuple[Array, ...]) -> tuple[Array, Float[Array, "B K G C V"]]:
-        q, k, v, rate, total, read, solve = x
-        kept, left = jnp.exp(total)[..., None], jnp.exp(total[..., -1:] - total)[..., None]
+        q, k, v, rate, total, left, read, solve = x
+        kept = jnp.exp(total)[..., None]
         old = _einsum("bckh,bkghv->bkgcv", k, memory) * kept
         new = _einsum("bkgcd,bkgdv->bkgcv", solve, rate[..., None] * (v - old))
         out = _einsum("bckh,bkghv->bkgcv", q, memory) * kept + _einsum("bkgcd,bkgdv->bkgcv", read, new)
         return memory * kept[..., -1:, :] + _einsum("bckh,bkgcv->bkghv", k, left * new), out
 
-    memory, out = jax.lax.scan(chunk, memory, (q, k, v, rate, total, read, solve))
+    memory, out = jax.lax.scan(chunk, memory, (q, k, v, rate, total, left, read, solve))
     out = jnp.moveaxis(out, (0, 4), (1, 2))  # [B, n, C, K, G, V]
     return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :length], memory
 

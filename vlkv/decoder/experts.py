@@ -71,8 +71,8 @@ class Experts(nnx.Module):
         weights = (self.gate[...], self.up[...], self.down[...])
         seen = x if before is None else before
         if self.router_scale is not None:
-            scale = self.router_scale[...] * jnp.asarray(seen.shape[-1] ** -0.5, seen.dtype)
-            seen = rms_normalised(seen, self.eps) * scale
+            scale = self.router_scale[...].astype(jnp.float32) * seen.shape[-1] ** -0.5
+            seen = (rms_normalised(seen, self.eps).astype(jnp.float32) * scale).astype(seen.dtype)
         # On each device for its own rows, because XLA does not split `top_k` over devices.
         apply = partial(apply_experts, active=self.active, normalised=self.normalised, activation=self.activation)
         share_scale = jnp.ones(len(weights[0])) if self.share_scale is None else self.share_scale[...]

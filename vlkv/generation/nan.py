@@ -71,8 +71,8 @@ def explain(
     parts: list[tuple[str, Any, tuple[str, ...]]] = [  # name, whether its output is finite, names of its weights begin
         ("the vision tower or the projector", found.vision, tuple(x for x in found.weights if x[:8] != ".decoder")),
         ("the text embedding", found.text, (".decoder.embedding",)),
-        *((f"decoder layer {i} of 0 to {layers - 1}", found.layers[i], (f".decoder.layers[{i}]",))
-          for i in range(layers)),
+        *((f"decoder layer {i} of 0 to {layers - 1}", found.layers[i],
+           (f".decoder.layers[{i}]", ".decoder.layer_inputs")) for i in range(layers)),
         ("the last norm or the output head", found.logits, (".decoder.norm", ".decoder.head", ".decoder.embedding")),
     ]  # fmt: skip
     dtype = params.decoder.embedding.weight[...].dtype

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 from pallas_kernels import Kernels
 from vlkv.cache.rings import Ring, Rings, of_prompt, ring_slots
 from vlkv.cache.states import State
+from vlkv.compression.checking import require_policy
 from vlkv.compression.policy import Policy, ReducingStages
 from vlkv.compression.selection import require_fit
 from vlkv.compression.tokens import Tokens, shorten
@@ -88,6 +89,10 @@ def read_prompt(
     inputs, key = Inputs.of(inputs, params.config), single_key(key)
     if policy is not None:
         require_fit(policy, params.decoder.full_layers, key)
+    if not isinstance(observers, Sequence) or isinstance(observers, str):
+        raise InputError(f"observers={observers!r} must be a sequence of policies, such as (policy,)")
+    for observer in observers:
+        require_policy(observer)
     return read_layers(
         params, inputs, policy, lambda _, layer: layer, observers=observers, new_tokens=new_tokens, key=key,
         kernels=kernels,
@@ -247,8 +252,10 @@ def _stages(reducer: ReducingStages, decoder: Decoder) -> tuple[int, ...]:
     run = [i for i, kind in enumerate(decoder.kinds) if kind.is_counted and kind.number < max(stages, default=0)]
     owners = [decoder.kinds.index(kind._replace(shared=False)) for kind in decoder.kinds if kind.shared]
     if run and min(owners, default=run[-1] + 1) <= run[-1]:
-        raise InputError(f"{type(reducer).__name__} reduces the prompt after layer {run[-1]}, but this model uses the "
-                         f"keys and values of layer {min(owners)} in later layers: reduce it before")  # fmt: skip
+        most = sum(kind.is_counted for kind in decoder.kinds[: min(owners)])
+        raise InputError(f"{type(reducer).__name__} reduces the prompt after {max(stages)} of {decoder.full_layers} "
+                         "full layers, but later layers of this model use keys and values of earlier ones: at most "
+                         f"{most} is possible")  # fmt: skip
     return stages
 
 

@@ -28,13 +28,14 @@ class Repetition(NamedTuple):
 
     positions: Int[Array, "B E A"]  # those of the prompt too
     valid: Bool[Array, "B R"]
+    instruction: tuple[int, ...]
 
     def of(
         self, attention: Any, q: Float[Array, "B E N H"], k: Float[Array, "B E K H"], v: Float[Array, "B E K H"]
     ) -> tuple[Callable[..., Any], tuple[Array, Array, Array, Repeated]]:
         """`attend` for this attention; queries, keys and values of the prompt, and what follows them."""
         length = q.shape[1] - self.valid.shape[1]
-        repeated = Repeated(q=jnp.swapaxes(q[:, length:], 1, 2))
+        repeated = Repeated(q=jnp.swapaxes(q[:, length:], 1, 2), instruction=self.instruction)
         return partial(self.attend, attention), (q[:, :length], k[:, :length], v[:, :length], repeated)
 
     def attend(
@@ -95,4 +96,4 @@ def repeat(params: Model, tokens: Tokens, instruction: tuple[int, ...]) -> tuple
         given = jnp.zeros((*added.shape[:2], count, added.shape[3]), added.dtype) if given is None else given
         added = jnp.concatenate([added, given, added], axis=2)
     x = jnp.concatenate([tokens.x, between, tokens.x], axis=1)
-    return dataclasses.replace(tokens, x=x, added=added), Repetition(positions, valid)
+    return dataclasses.replace(tokens, x=x, added=added), Repetition(positions, valid, instruction)

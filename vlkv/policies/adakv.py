@@ -39,12 +39,8 @@ class AdaKV(SnapKV):
     )
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """The scores of the candidates, -inf for other tokens, and one more -inf at the end.
-
-        If layers have unequal numbers of tokens, the last value is repeated, and -inf is not counted in `allocate`.
-        """
-        ranked = jnp.where(self.candidates(obs), scores, -jnp.inf)
-        return {"ranked": jnp.pad(ranked, ((0, 0), (0, 1)), constant_values=-jnp.inf)}
+        """`ranked`: the scores of the candidates."""
+        return {"ranked": budgets.ranked(scores, self.candidates(obs))}
 
     def allocate(
         self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int

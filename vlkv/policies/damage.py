@@ -35,7 +35,7 @@ class Damage(AdaKV):
     safeguard: Unit = 0.0
     relative: bool = True
     facts = Facts(
-        paper="closed form of one eviction; as in TriKV, code of 2026 without a paper",
+        paper="none: the closed form of one eviction",
         equations="a / (1 - a) |v - o|",
         stages="score, allocate",
         budgets="heads",

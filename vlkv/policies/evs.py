@@ -53,7 +53,11 @@ class EVS(ReducingPolicy):
 
 
 def cosine(tokens: Tokens, other: Int[Array, " T"]) -> Float[Array, " T"]:
-    """Cosine of each token's embedding, and the features that are added to it later, and those of another token."""
-    parts = [x.astype(jnp.float32) for x in (tokens.x, *(() if tokens.added is None else tokens.added))]
+    """Cosine of each token's embedding and that of another token, with features of the tower that are added later.
+
+    Vectors that every layer mixes into its output are not such features; they are narrower.
+    """
+    added = () if tokens.added is None or tokens.added.shape[-1] != tokens.x.shape[-1] else tokens.added
+    parts = [x.astype(jnp.float32) for x in (tokens.x, *added)]
     norm = jnp.sqrt(sum(jnp.sum(x**2, axis=-1) for x in parts))
     return sum(jnp.sum(x * x[other], axis=-1) for x in parts) / jnp.maximum(norm * norm[other], 1e-8)

@@ -34,6 +34,10 @@ class FlashCache(Policy):
         capped=True,
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check("cutoff", self.cutoff < 1, "must be less than 1, or nothing deviates from the low frequencies")
+
     def deviations(self, obs: Observation, x: Float[Array, "K T H"]) -> Float[Array, "K T"]:
         """Squared deviation of each valid token from the base, summed over the channels."""
         count, place = jnp.sum(obs.valid), ordinal(obs.valid)

@@ -52,10 +52,9 @@ class KVzip(Policy):
         return first(obs.valid, self.sinks)
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """The scores of the candidates, and -inf for other tokens and once at the end, as in AdaKV."""
+        """`ranked`: the scores of the candidates."""
         candidates = obs.in_scope & ~self.protect(obs) if self.scope == "all" else obs.in_scope
-        ranked = jnp.where(candidates, scores, -jnp.inf)
-        return {"ranked": jnp.pad(ranked, ((0, 0), (0, 1)), constant_values=-jnp.inf)}
+        return {"ranked": budgets.ranked(scores, candidates)}
 
     def allocate(
         self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int

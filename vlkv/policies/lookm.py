@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from vlkv.compression import merging
-from vlkv.compression.observe import Observation, column_sums, columns, group_mean
+from vlkv.compression.observe import Observation, column_sums, columns, group_mean, prefer_text
 from vlkv.compression.option_types import Count, Variant
 from vlkv.compression.policy import Facts, Policy, Statistics
 from vlkv.masks import first, last
@@ -65,7 +65,7 @@ class LookM(Policy):
         scores = group_mean(column_sums(obs), obs.k.shape[0])
         if not self.text_prior:
             return scores
-        return scores + jnp.where(obs.is_vision, 0.0, jnp.max(scores, axis=-1, keepdims=True))
+        return prefer_text(obs, scores)
 
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
         """The recent tokens, and the sinks if there is no text prior."""

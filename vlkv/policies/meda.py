@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import budgets, merging
-from vlkv.compression.observe import Observation, column_sums, columns, group_mean
+from vlkv.compression.observe import Observation, column_sums, columns, group_mean, prefer_text
 from vlkv.compression.policy import Facts, Policy, Statistics
 from vlkv.masks import last
 from vlkv.sharding.ops import attention_mass
@@ -25,7 +25,8 @@ class MEDA(Policy):
     entry is merged into the kept entry whose key has the largest cosine, which becomes the mean of all.
 
     The published code computes the cross-modal entropy, but uses that of the whole causal attention ("all"); it keeps
-    every text token, even beyond the budget; and it merges only keys that are similar, into targets of other tokens.
+    every text token, even beyond the budget; and it merges only the more similar half of the dropped keys,
+    each into the target of another token.
 
     Attributes:
         entropy: "cross-modal", or "all" as in the published code.
@@ -43,8 +44,7 @@ class MEDA(Policy):
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Column sums per key head; for text, plus the largest of them."""
-        scores = group_mean(column_sums(obs), obs.k.shape[0])
-        return scores + jnp.where(obs.is_vision, 0.0, jnp.max(scores, axis=-1, keepdims=True))
+        return prefer_text(obs, group_mean(column_sums(obs), obs.k.shape[0]))
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
         """`entropy` of the layer, in nats."""

@@ -31,7 +31,7 @@ class SparseVLM(StagedPolicy):
     published code has tables of numbers for one model, such as 300, 200 and 110 of 576; its branch for videos keeps as
     many tokens as the rank of the raters' attention to the image (number="rank"), which is the paper's rule with a
     factor of 1. Here the rank can only reduce a stage's number, because memory is reserved for `keep`. The published
-    code renumbers positions; here tokens keep theirs, as in its second version.
+    code renumbers positions; here tokens keep theirs, as in the authors' second version (SparseVLM+).
 
     Attributes:
         layers: numbers of layers before the stages; None: 3, 7 and 16 of 32, scaled to the model.
@@ -69,6 +69,7 @@ class SparseVLM(StagedPolicy):
             return dataclasses.replace(tokens, marked=raters(tokens)), tokens.valid
         assert tokens.marked is not None
         rows, most = tokens.marked & tokens.valid, max(1, obs.max_instruction)
+        rows = jnp.where(jnp.any(rows), rows, last(tokens.valid, 1))  # the only rater may have been a vision token
         score, count = head_mean(rows_mass(obs, rows, most), 1)[0], self.count(vision, self.share)
         if self.number == "rank":
             attention = jnp.where(vision, jnp.mean(each_row(obs, rows, most), axis=1), 0.0)

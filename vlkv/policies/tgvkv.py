@@ -33,7 +33,7 @@ class TGVKV(Policy):
         equations="the authors' code",
         stages="score, allocate",
         capped=True,
-        measures=columns("sum"),
+        measures=lambda self, obs: columns("sum")(self, obs) if self.scope == "all" else {},
     )
 
     def rows(self, obs: Observation) -> Bool[Array, " T"]:

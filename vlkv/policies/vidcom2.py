@@ -62,7 +62,7 @@ class VidCom2(ReducingPolicy):
         """The channels with the smallest variance over all patches."""
         width, weight = x.shape[1], patch[:, None] / jnp.maximum(jnp.sum(patch), 1)
         variance = jnp.sum(weight * (x - jnp.sum(weight * x, axis=0)) ** 2, axis=0)
-        return top(-variance[None], jnp.ones(width, bool), jnp.array([int(self.channels * width)]))[0]
+        return top(-variance[None], jnp.ones(width, bool), jnp.array([max(1, int(self.channels * width))]))[0]
 
     def shares(self, similar: Float[Array, " T"], size: Float[Array, " T"]) -> Float[Array, " T"]:
         """Relative share of each frame.

@@ -176,13 +176,13 @@ class Gemma4Tower(nnx.Module):
         line, column = at[..., 0], at[..., 1]
         x = self.patch(2 * (pixels - 0.5)) + self.positions[0, column] + self.positions[1, line]
         rotation = self._table(column), self._table(line)
-        wanted, count = {i % len(self.blocks): i for i in blocks}, jnp.maximum(jnp.sum(valid, axis=1), 1)
+        wanted, count = {i % len(self.blocks) for i in blocks}, jnp.maximum(jnp.sum(valid, axis=1), 1)
         received: dict[int, Array] = {}
         for i, block in enumerate(self.blocks):
             if i in wanted:
-                received[wanted[i]] = block.received_attention(x, rotation, valid) / count[:, None, None]
+                received[i] = block.received_attention(x, rotation, valid) / count[:, None, None]
             x = block(x, rotation, valid)
-        return x, [received[i] for i in blocks]
+        return x, [received[i % len(self.blocks)] for i in blocks]
 
     def _table(self, at: Int[Array, "F n"]) -> Float[Array, "F n 1 _H"]:
         pairs = self.config.width // self.config.heads // 4

@@ -116,17 +116,17 @@ class Qwen2VlTower(nnx.Module):
         x, valid, features = self.embed(pixels, place), place[..., 0] >= 0, []
         rotation = cosines_and_sines(_angles(place, c))
         size = n if c.window is None else (c.window * c.merge) ** 2  # patches of a window
-        wanted, count = {i % len(self.blocks): i for i in blocks}, jnp.maximum(jnp.sum(valid, axis=1), 1)
+        wanted, count = {i % len(self.blocks) for i in blocks}, jnp.maximum(jnp.sum(valid, axis=1), 1)
         received: dict[int, Array] = {}
         for i, block in enumerate(self.blocks):
             part = n if i in c.full else size
             cut = [rearrange(y, "f (w p) ... -> (f w) p ...", p=part) for y in (x, rotation, valid)]
             if i in wanted:
                 summed = rearrange(block.received_attention(*cut), "(f w) h p -> f h (w p)", w=n // part)
-                received[wanted[i]] = summed / count[:, None, None]
+                received[i] = summed / count[:, None, None]
             x = rearrange(block(*cut), "(f w) p d -> f (w p) d", w=n // part)
             features += [x] * (i in c.deep)
-        return [*features, x], [received[i] for i in blocks]
+        return [*features, x], [received[i % len(self.blocks)] for i in blocks]
 
 
 def _angles(place: Int[Array, "F n 2"], c: Qwen2VisionConfig) -> Float[Array, "F n _"]:

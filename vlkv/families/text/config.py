@@ -202,7 +202,10 @@ class DeltaKind(Kind):
         c = filled(raw, self.defaults)
         require_all(c, {"attn_output_gate": True, "output_gate_type": "swish"})
         rope = c.get("rope_parameters") or {}
-        if isinstance(rope, Mapping):
+        if (
+            isinstance(rope, Mapping)
+            and c["head_dim"] * rope.get("partial_rotary_factor", c["partial_rotary_factor"]) == 64
+        ):
             c["rope_parameters"] = {"mrope_section": [11, 11, 10], **rope}
         decoder = super().read(c)
         recurrent = read_recurrent(c)

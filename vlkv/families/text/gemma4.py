@@ -31,7 +31,8 @@ def full_heads(c: Raw, types: list[str]) -> dict[str, int]:
         own = c.get("num_global_key_value_heads") if c.get("attention_k_eq_v") else None
         heads = c["num_key_value_heads"] if own is None else own
         return {"head_dim": c.get("global_head_dim", 512), "num_key_value_heads": heads}
-    found = {i: dict(part) for i, part in given.items()} if isinstance(given, Mapping) else {}
+    given = given if isinstance(given, Mapping) else {}
+    found = {i: dict(part) if isinstance(part, Mapping) else {"": part} for i, part in given.items()}
     each = [found.pop(str(i), found.pop(f"{i:02}", {})) for i in range(len(types))]
     full = next((part for part, kind in zip(each, types, strict=True) if kind == FULL), {})
     wanted = [full if kind == FULL else {} for kind in types]
@@ -68,10 +69,12 @@ def _layer_inputs(c: Raw) -> LayerInputsConfig | None:
     width = c.get("hidden_size_per_layer_input", 256)
     if width == 0:
         return None
-    return LayerInputsConfig(
-        width=positive("hidden_size_per_layer_input", width), pad=token_id(c, "pad_token_id", default=0),
-        vocab_size=positive("vocab_size_per_layer_input", c.get("vocab_size_per_layer_input", 262144)),
-    )  # fmt: skip
+    rows = positive("vocab_size_per_layer_input", c.get("vocab_size_per_layer_input", 262144))
+    pad = token_id(c, "pad_token_id", default=0)
+    if rows < c["vocab_size"] or pad >= rows:
+        raise InputError(f"config.json: vocab_size_per_layer_input={rows} must be at least vocab_size="
+                         f"{c['vocab_size']} and exceed pad_token_id={pad}")  # fmt: skip
+    return LayerInputsConfig(width=positive("hidden_size_per_layer_input", width), pad=pad, vocab_size=rows)
 
 
 def _experts(c: Raw) -> ExpertsConfig | None:

@@ -127,7 +127,7 @@ def unused(config: ModelConfig, prefix: str) -> str:
 
     Or, in a family without such layers, for layers that predict further tokens.
     """
-    if config.decoder.names.startswith("qwen3_5"):
+    if config.decoder.recurrent is not None:
         return _FURTHER_TOKENS
     shared = "|".join(str(i) for i, kind in enumerate(config.decoder.kinds) if kind.shared)
     return rf"^{prefix}layers\.(?:{shared})\.self_attn\.(?:[kv]_proj|[kv]_norm)\." if shared else r"(?!)"
