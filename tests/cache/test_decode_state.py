@@ -48,7 +48,7 @@ def one_layer(policy, arrays, new_tokens: int):
             def __init__(self):
                 self.kinds = (LayerKind(window=None, number=0),)
 
-            def walk(self, carry, x, positions, attend, after=None, limit=None):
+            def walk(self, carry, x, positions, attend, after=None, limit=None, recur=None):
                 carry, x = attend(0, carry, q_new[None, None], k_new[None, None], v_new[None, None])
                 return after(0, carry, x.reshape(1, 1, -1))[:2]
 

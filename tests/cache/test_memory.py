@@ -15,7 +15,7 @@ from vlkv.towers.vit import ClipConfig
 
 LAYERS, VISION, TEXT, NEW, KEEP = 28, 8192, 64, 512, 0.1
 OPTIONS = {"avl": {"core": 0.05, "text": 0.5}, "lightkv": {"layers": (1,), "windows": (4,)}}
-OPTIONS |= {name: {"layers": (1,)} for name in ("tome", "pitome", "tofu", "ivtp", "pyramiddrop")}
+OPTIONS |= {name: {"layers": (1,)} for name in ("tome", "pitome", "tofu", "ivtp", "pyramiddrop", "sparsevlm")}
 OPTIONS |= {"fastv": {"layer": 1}, "dart": {"layer": 1}}
 EVERY = [
     policies.make(name, keep=0.5 if "layers" in OPTIONS.get(name, {}) else KEEP, **OPTIONS.get(name, {}))

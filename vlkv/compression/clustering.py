@@ -1,6 +1,6 @@
 """Clusters around peaks of density: k nearest neighbours in the method of Rodriguez and Laio (2014), as in SparseVLM.
 
-Unbatched. Axes: M points · D width. Distances are computed in blocks of points.
+Unbatched. Axes: M points · D width. Distances are computed in blocks of W points, which bound [W, M, D] differences.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def density_peaks(
 
     def distances(rows: Float[Array, "W D"]) -> Float[Array, "W M"]:
         """To all members; inf to others. Differences, because those of squared norms would cancel out."""
-        square = jnp.sum((points - rows[:, None]) ** 2, axis=-1)  # fused, so that no [W, M, D] exists
+        square = jnp.sum((points - rows[:, None]) ** 2, axis=-1)
         return jnp.where(members, jnp.sqrt(square), jnp.inf)
 
     def measure(rows: Float[Array, "W D"]) -> tuple[Array, Array]:
@@ -36,14 +36,14 @@ def density_peaks(
         mean = jnp.sum(nearest**2, axis=1) / jnp.maximum(neighbours, 1)
         return jnp.exp(-mean), jnp.max(jnp.where(members, found, 0.0), axis=1)
 
-    density, farthest = by_blocks(measure, points, others=len(x))
+    density, farthest = by_blocks(measure, points, others=x.size)
     widest = jnp.max(jnp.where(members, farthest, 0.0))
 
     def separate(rows: Float[Array, "W D"], own: Float[Array, " W"], at: Int[Array, " W"]) -> tuple[Array]:
         denser = (density > own[:, None]) | (density == own[:, None]) & (place < at[:, None])
         return (jnp.min(jnp.where(denser, distances(rows), jnp.inf), axis=1),)
 
-    (apart,) = by_blocks(separate, points, density, place, others=len(x))
+    (apart,) = by_blocks(separate, points, density, place, others=x.size)
     score = density * jnp.minimum(apart, widest)
     centres = top(score[None], members, count[None])[0]
     order = jnp.argsort(jnp.where(centres, -score, jnp.inf), stable=True)
@@ -52,5 +52,5 @@ def density_peaks(
         found = jnp.where(centres, distances(rows), jnp.inf)[:, order]
         return (order[jnp.argmin(found, axis=1)],)
 
-    (target,) = by_blocks(join, points, others=len(x))
+    (target,) = by_blocks(join, points, others=x.size)
     return centres, jnp.where(centres, place, target)
