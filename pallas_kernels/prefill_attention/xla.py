@@ -65,9 +65,9 @@ def prefill_attention_xla(args: PrefillArguments) -> Attended:
     options = _Options(args.causal, args.window, args.return_lse, args.statistics)
 
     def attend(row: _Row) -> _Part:
-        narrow = args.window is not None and args.window + min(block, args.window) + args.ahead < length
-        if narrow and args.window is not None and args.row_weight is None:
-            return _one_head_in_window(row, options, ahead=args.ahead, block=min(block, args.window))
+        window = args.window if args.row_weight is None else None
+        if window is not None and window + min(block, window) + args.ahead < length:
+            return _one_head_in_window(row, options, ahead=args.ahead, block=min(block, window))
         return _one_head(row, options, ahead=args.ahead, block=block)
 
     q = q.reshape(batch, length, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]

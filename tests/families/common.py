@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import vlkv
-from pallas_kernels import prefill_attention
 from tests.models import padded
 from tests.parity.conftest import perturb, torch, transformers
 from vlkv import policies
+from vlkv.decoder import attend_to_prompt, recur_over_prompt
 
 save_file = pytest.importorskip("safetensors.torch").save_file  # skips instead of failing if torch is missing
 NEW = 32  # greedy tokens that are compared
@@ -53,14 +53,17 @@ def joined(rows: list[Row], padding: str = "right") -> dict[str, Any]:
 @jax.jit
 def read(params, inputs):
     """The input of the first layer, the output of every layer, and the logits."""
-    x = params.embed(inputs).x
-    states = [x]
-    rotation = params.decoder.rotation(inputs.positions)
-    for layer in params.decoder.layers:
-        q, k, v = layer.project(x, rotation)
-        x = layer.finish(x, prefill_attention(q, k, v, valid=inputs.valid))
+    embedded, states, decoder = params.embed(inputs), [], params.decoder
+
+    def note(i, carry, x):
+        x = decoder.add_features(embedded.added, i, x)
         states.append(x)
-    return jnp.stack(states), params.decoder.logits(x)
+        return carry, x, None
+
+    attend = attend_to_prompt(decoder, inputs.valid, decoder.until(inputs.is_vision))
+    recur = recur_over_prompt(inputs.valid)
+    _, x = decoder.walk(None, embedded.x, inputs.positions, attend, note, recur=recur)
+    return jnp.stack([embedded.x, *states]), decoder.logits(x)
 
 
 def answer(model, row: Row, new: int = 0):

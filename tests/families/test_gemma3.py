@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,13 +15,14 @@ from tests.families.common import (
     Row,
     answer,
     check_answers,
+    check_batch,
     every_stage,
     joined,
     perturb,
+    read,
     transformers,
 )
 from vlkv import policies
-from vlkv.decoder import attend_to_prompt
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 
@@ -68,30 +68,10 @@ def batch_of(rows: list[Row], padding: str = "right") -> dict:
     return joined(pictures, padding)
 
 
-@jax.jit
-def read(params, inputs):
-    """The input of the first layer, the output of every layer, and the logits."""
-    embedded, states = params.embed(inputs).x, []
-    until = params.decoder.until(inputs.is_vision)
-    attend = attend_to_prompt(params.decoder, inputs.valid, until)
-    _, x = params.decoder.walk(
-        None, embedded, inputs.positions, attend, lambda i, carry, x: (states.append(x), x, None)
-    )
-    return jnp.stack([embedded, *states]), params.decoder.logits(x)
-
-
 def check_states(params, rows, answers, padding: str = "right") -> vlkv.Inputs:
     """Layers and logits of a batch within 1e-4 of transformers' on each row alone."""
-    batch = batch_of(rows, padding)
-    inputs = vlkv.Inputs.from_hf(batch, params.config)
-    states, logits = (np.asarray(x) for x in read(params, inputs))
-    mask = np.asarray(batch["attention_mask"], bool)
-    for i, (hidden, theirs, _) in enumerate(answers):
-        for ours, wanted in zip(states[:-1], hidden[:-1], strict=True):  # transformers' last state is after the norm
-            np.testing.assert_allclose(ours[i, : mask.shape[1]][mask[i]], wanted, atol=1e-4)
-        np.testing.assert_allclose(logits[i, : mask.shape[1]][mask[i]], theirs, atol=1e-4)
-    assert np.concatenate([theirs for _, theirs, _ in answers]).std() >= 1
-    np.testing.assert_allclose(jax.jit(vlkv.forward)(params, inputs), logits, atol=1e-5)
+    inputs = check_batch(params, batch_of(rows, padding), answers)
+    np.testing.assert_allclose(jax.jit(vlkv.forward)(params, inputs), read(params, inputs)[1], atol=1e-5)
     return inputs
 
 

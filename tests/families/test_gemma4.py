@@ -9,7 +9,6 @@ import json
 import shutil
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -21,15 +20,16 @@ from tests.families.common import (
     Row,
     answer,
     check_answers,
+    check_batch,
     every_stage,
     joined,
     perturb,
+    read,
     save_file,
     torch,
     transformers,
 )
 from vlkv import policies
-from vlkv.decoder import attend_to_prompt
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 
@@ -124,21 +124,6 @@ def batch_of(rows: list[Row], padding: str = "right") -> dict:
     return joined(pictures, padding)
 
 
-@jax.jit
-def read(params, inputs):
-    """The input of the first layer, the output of every layer, and the logits."""
-    embedded, states, decoder = params.embed(inputs), [], params.decoder
-
-    def note(i, carry, x):
-        x = decoder.add_features(embedded.added, i, x)
-        states.append(x)
-        return carry, x, None
-
-    attend = attend_to_prompt(decoder, inputs.valid, decoder.until(inputs.is_vision))
-    _, x = decoder.walk(None, embedded.x, inputs.positions, attend, note)
-    return jnp.stack([embedded.x, *states]), decoder.logits(x)
-
-
 class Saved:
     """A model, its folder, and our parameters."""
 
@@ -168,16 +153,8 @@ def saved(tmp_path_factory):
 
 def check(params, rows, answers, padding: str) -> vlkv.Inputs:
     """Layers and logits of a batch within 1e-4 of transformers' on each row alone."""
-    batch = batch_of(rows, padding)
-    inputs = vlkv.Inputs.from_hf(batch, params.config)
-    states, logits = (np.asarray(x) for x in read(params, inputs))
-    mask = np.asarray(batch["attention_mask"], bool)
-    for i, (hidden, theirs, _) in enumerate(answers):
-        for ours, wanted in zip(states[:-1], hidden[:-1], strict=True):  # transformers' last state is after the norm
-            np.testing.assert_allclose(ours[i, : mask.shape[1]][mask[i]], wanted, atol=1e-4)
-        np.testing.assert_allclose(logits[i, : mask.shape[1]][mask[i]], theirs, atol=1e-4)
-    assert np.concatenate([theirs for _, theirs, _ in answers]).std() >= 1
-    np.testing.assert_allclose(jax.jit(vlkv.forward)(params, inputs), logits, atol=1e-5)
+    inputs = check_batch(params, batch_of(rows, padding), answers)
+    np.testing.assert_allclose(jax.jit(vlkv.forward)(params, inputs), read(params, inputs)[1], atol=1e-5)
     return inputs
 
 

@@ -60,11 +60,24 @@ def forced(params, cache, logits, tokens=FORCED):
     return np.stack(found, axis=1)
 
 
+def simulated(case, decoder, layers, is_vision, *, evicts):
+    """What a method keeps of the layers with full attention, and the function that evicts, for `reference.decode`."""
+    policy, simulate, options = case
+    seen = full(decoder, layers)
+    q, k = (np.stack([np.swapaxes(one[i], 0, 1) for one in seen]) for i in (0, 1))
+    prompt = numpy_policies.Prompt(q, k, is_vision, policy.scope, keep=policy.keep)
+    kept, _, _ = simulate(prompt, **options)
+    if not evicts:
+        return kept, None
+    simulation = Simulation(policy, seen, kept, prompt.sees)
+    return kept, lambda layer, *rest: simulation(decoder.kinds[layer].number, *rest)
+
+
 @pytest.mark.default("snapkv", "h2o")
 @pytest.mark.parametrize("name", CASES)
 def test_a_method_keeps_what_a_simulation_keeps(params, batch, embedded, name):
     """Prefill, what is kept, and steps in which entries are evicted; rows are padded on both sides."""
-    policy, simulate, options = CASES[name]
+    policy = CASES[name][0]
     decoder = params.decoder
     cache, logits = prefill(params, batch, policy, new_tokens=NEW)
     ours = forced(params, cache, logits)
@@ -72,14 +85,8 @@ def test_a_method_keeps_what_a_simulation_keeps(params, batch, embedded, name):
         valid = batch.valid[row]
         is_vision, positions = batch.is_vision[row][valid], batch.positions[row][valid]
         first, layers = reference.prefill(decoder, embedded[row, valid], positions)
-        q, k = (np.stack([np.swapaxes(one[i], 0, 1) for one in full(decoder, layers)]) for i in (0, 1))
-        prompt = numpy_policies.Prompt(q, k, is_vision, policy.scope, keep=policy.keep)
-        kept, _, _ = simulate(prompt, **options)
+        kept, evict = simulated(CASES[name], decoder, layers, is_vision, evicts=cache.reuses)
         np.testing.assert_array_equal(kept_entries(cache, batch, row), kept)
-        evict = None
-        if cache.reuses:
-            simulation = Simulation(policy, full(decoder, layers), kept, prompt.sees)
-            evict = lambda layer, *rest: simulation(decoder.kinds[layer].number, *rest)  # noqa: B023, E731
         later = reference.decode(decoder, layers, of_all_layers(decoder, kept), FORCED[row],
                                  first=positions.max() + 1, evict=evict)  # fmt: skip
         np.testing.assert_allclose(ours[row], np.concatenate([first[None], later]), atol=2e-4)
@@ -108,7 +115,7 @@ def test_recurrent_layers_after_a_reduction_see_what_is_left(params, batch, embe
 @pytest.mark.parametrize("name", ["snapkv", "h2o"])
 def test_a_second_question_on_a_compressed_cache(params, batch, embedded, name, tmp_path):
     """Questions of different lengths, on a cache from a file; H2O processes their tokens one by one."""
-    policy, simulate, options = CASES[name]
+    policy = CASES[name][0]
     decoder, rng = params.decoder, np.random.default_rng(5)
     counts = (NEW, 3, 1)
     questions = [rng.integers(3, 90, n).tolist() for n in counts]
@@ -123,13 +130,7 @@ def test_a_second_question_on_a_compressed_cache(params, batch, embedded, name, 
         valid = batch.valid[row]
         is_vision, positions = batch.is_vision[row][valid], batch.positions[row][valid]
         _, layers = reference.prefill(decoder, embedded[row, valid], positions)
-        q, k = (np.stack([np.swapaxes(one[i], 0, 1) for one in full(decoder, layers)]) for i in (0, 1))
-        prompt = numpy_policies.Prompt(q, k, is_vision, policy.scope, keep=policy.keep)
-        kept, _, _ = simulate(prompt, **options)
-        evict = None
-        if cache.reuses:
-            simulation = Simulation(policy, full(decoder, layers), kept, prompt.sees)
-            evict = lambda layer, *rest: simulation(decoder.kinds[layer].number, *rest)  # noqa: B023, E731
+        kept, evict = simulated(CASES[name], decoder, layers, is_vision, evicts=cache.reuses)
         tokens = [*questions[row], *FORCED[row]]
         wanted = reference.decode(decoder, layers, of_all_layers(decoder, kept), tokens, first=positions.max() + 1,
                                   evict=evict)  # fmt: skip

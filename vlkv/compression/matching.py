@@ -133,7 +133,7 @@ def energy(metric: Float[Array, "T H"], members: Bool[Array, " T"], margin: floa
 
 
 def by_blocks(function, *rows, others):
-    """Applies `function` to a few rows at a time; each row is compared with `others` tokens."""
+    """Applies `function` to a few rows at a time; it makes `others` numbers for each row."""
     length = rows[0].shape[0]
     block = max(1, min(length, 512, _BLOCK_ELEMENTS // others))
     blocks = -(-length // block)
