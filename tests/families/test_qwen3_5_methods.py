@@ -153,6 +153,6 @@ def test_a_repetition_leaves_no_trace_in_the_states(params, batch):
     policy = policies.KVzip(keep=0.4, instruction=(3, 4, 5))
     cache, logits = prefill(params, batch, policy, new_tokens=NEW)
     plain, wanted = prefill(params, batch, policies.Full(), new_tokens=NEW)
-    np.testing.assert_allclose(logits, wanted, atol=1e-5)
+    np.testing.assert_allclose(logits, wanted, atol=1e-4)
     for ours, theirs in zip(jax.tree.leaves(cache.states), jax.tree.leaves(plain.states), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
