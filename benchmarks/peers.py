@@ -217,7 +217,7 @@ def measure(folder: Path, cell: dict[str, Any], methods: list[str], rounds: int,
         rows[name]["tokens_per_second"] = 1 / rows[name]["step_seconds"]
     bandwidth, reading = float(np.median([max(pair) for pair in copies])), float(np.median(reads))
     for name in rows:
-        moved = step_bytes(params, batch * (rows[name]["kept"] + cell["new"] / 2))
+        moved = step_bytes(params, batch, rows[name]["kept"] + cell["new"] / 2)
         step = rows[name]["step_seconds"] / moved
         rows[name] |= {
             "step_bytes": int(moved),

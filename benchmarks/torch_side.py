@@ -120,19 +120,18 @@ class Peer:
     def run(self, tokens: np.ndarray, method: str, keep: float, new: int, *, window: int = WINDOW) -> Run:
         """Prefill with compression, then `new` - 1 greedy steps."""
         torch = self.torch
-        from transformers import DynamicCache
 
         ids = torch.from_numpy(tokens.astype(np.int64)).to(self.model.device)
-        cache = DynamicCache()
         press = _press(method, keep, window)
         with torch.inference_mode():
             self._wait()
             begin = time.perf_counter()
             with contextlib.nullcontext() if press is None else press(self.model):
-                logits = self.model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+                made = self.model(ids, use_cache=True, logits_to_keep=1)  # the model makes its own kind of cache
             self._wait()
             middle = time.perf_counter()
-            kept = float(np.mean([cache.get_seq_length(i) for i in range(len(cache.layers))]))
+            cache, logits = made.past_key_values, made.logits[:, -1]
+            kept = float(np.mean([cache.get_seq_length(i) for i in range(self.model.config.num_hidden_layers)]))
             token = logits.argmax(dim=-1, keepdim=True)
             self._wait()
             start = time.perf_counter()

@@ -74,11 +74,11 @@ def test_verdicts_are_the_promises(capsys):
 
 
 def test_bytes_of_a_step_by_hand():
-    """Two layers of width 32: untied, so of the embedding one row is read; 10 entries of 2 key heads of 8 channels."""
+    """Two layers of width 32: untied, so one row of the embedding is read; 30 entries of 2 key heads of 8 channels."""
     params = find("tiny").params()
     layer = 4 * 8 * 32 + 2 * 2 * 8 * 32 + 32 * 4 * 8 + 3 * 32 * 48 + 2 * 32
     weights = 2 * layer + 32 + 64 * 32 + 32  # final norm, output head, one row of the embedding
-    assert peers.step_bytes(params, 10) == 4 * (weights + 2 * 2 * 10 * 2 * 8)
+    assert peers.step_bytes(params, 3, 10) == 4 * (weights + 2 * 2 * 30 * 2 * 8)
 
 
 def test_peers_that_are_missing_are_one_line(capsys, monkeypatch):

@@ -82,18 +82,19 @@ jit = partial(jax.jit, compiler_options=tiny.QUICK)
 read, decode, fill = jit(vlkv.read_prompt), jit(vlkv.decode), jit(fill_cache_with, static_argnames="new_tokens")
 
 
-def methods():
-    """Every method with every scope that it has."""
+def cases():
+    """Every method with every scope that it has, and with its own scope on a published family's shapes too."""
     for name, cls in policies.registry.items():
         for scope in ("vision", "all"):
             try:
                 policy = tiny.make_policy(name, scope=scope, **OPTIONS.get(name, {}))
             except vlkv.InputError:
                 assert scope != cls.scope
-            else:
-                yield pytest.param(policy, id=f"{cls.__name__}-{scope}")
+                continue
+            for shape in ("prompts", "family") if scope == cls.scope else ("prompts",):
+                yield pytest.param(policy, shape, id=f"{cls.__name__}-{scope}-{shape}")
     for policy in VARIANTS:
-        yield pytest.param(policy, id=policies.text_of(policy))
+        yield pytest.param(policy, "prompts", id=f"{policies.text_of(policy)}-prompts")
 
 
 def prompts(texts) -> vlkv.Inputs:
@@ -229,9 +230,8 @@ def check_batches(params, batches, policy) -> vlkv.Output:
 
 
 @pytest.mark.default(*(f"{method}-prompts" for method in DEFAULT))
-@pytest.mark.parametrize("shape", ["prompts", "family"])
-@pytest.mark.parametrize("policy", methods())
-def test_every_method(shapes, tmp_path, shape, policy):
+@pytest.mark.parametrize(("policy", "shape"), cases())
+def test_every_method(shapes, tmp_path, policy, shape):
     name = type(policy).__name__
     params, batches = shapes[shape](name)
     batch, length = batches[0], batches[0].valid.shape[1]

@@ -135,5 +135,6 @@ def unused(config: ModelConfig, prefix: str) -> str:
 
 def names(config: TextConfig) -> Names:
     """The names of all parameters of a text model."""
-    renames = ((r"^output\.", "lm_head."),)  # InternLM2
+    # InternLM2; and text-only Qwen3.5, which transformers 5.2 writes as the part of the model with images.
+    renames = ((r"^output\.", "lm_head."), (r"^model\.language_model\.", "model."))
     return Names(ours=decoder(config, "model."), renames=renames, unused=unused(config, r"model\."))
