@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,3 +34,22 @@ def round_up(n: int, bounds: tuple[int, ...]) -> int:
     """The smallest bound >= n."""
     step = bounds[-1] - bounds[-2] if len(bounds) > 1 else bounds[-1]
     return next((b for b in bounds if b >= n), bounds[-1] + -(-(n - bounds[-1]) // step) * step)
+
+
+def merged(bounds: tuple[int, ...], lengths: Sequence[int], *, program: float) -> tuple[int, ...]:
+    """The bounds without those that save less padding than another program costs.
+
+    Args:
+        bounds: in increasing order.
+        lengths: of all rows that will be processed, at least one. Bounds below the shortest and above the longest are
+            unchanged.
+        program: what compiling for another bound costs, in rows.
+    """
+    used = sorted({round_up(n, bounds) for n in lengths})
+    kept = used[-1:]
+    for bound in reversed(used[:-1]):
+        if sum(n <= bound for n in lengths) * (1 - bound / kept[0]) > program:
+            kept.insert(0, bound)
+    # The bound after the longest keeps the step of the bounds beyond the last one.
+    every = sorted({*bounds, *used, round_up(used[-1] + 1, bounds)})
+    return tuple(b for b in every if b < used[0] or b > used[-1] or b in kept)

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from vlkv.buckets import round_up
+from vlkv.buckets import merged, round_up
 from vlkv.cache.pool import PackedCache
 from vlkv.compression.checking import needs_own_prompt
 from vlkv.compression.policy import Policy
@@ -42,6 +42,9 @@ from vlkv.tools.evaluation.journal import Entry, Journal
 from vlkv.tools.evaluation.keeps import budget, share_programs
 from vlkv.tools.evaluation.records import Record
 
+# What another length costs, in prompts. Compiling the programs of some methods for a small model on a CPU takes as long
+# as about 16 prompts; an accelerator is faster, and its compiler is slower.
+_PROGRAM = 16
 _extend = jax.jit(extend)
 _log_probabilities = jax.jit(log_probabilities)
 Compress = Callable[
@@ -107,6 +110,7 @@ def run(
     """
     evaluator = _Evaluator(params, processor, records, plan, settings)
     evaluator.check()
+    evaluator.choose_buckets()
     shared = (lambda record: dialogue.before_question(processor, record)) if settings.query_agnostic else None
     for batch in progress(batches(records, settings.batch, shared)):
         todo = [i for i in range(len(plan)) if not _complete(journal, batch, records, i)]
@@ -183,6 +187,14 @@ class _Evaluator:
                 self._check(record)
             except InputError as error:
                 raise InputError(f"line {record.line}: {error}") from None
+
+    def choose_buckets(self) -> None:
+        """Rounds the lengths of the prompts so that few questions do not compile many programs."""
+        write = dialogue.before_question if self.settings.query_agnostic else partial(dialogue.prompt, answers=())
+        lengths = [len(self.processor.encode(write(self.processor, record))) for record in self.records]
+        buckets = self.processor.buckets
+        buckets = dataclasses.replace(buckets, text=merged(buckets.text, lengths, program=_PROGRAM))
+        self.processor = dataclasses.replace(self.processor, buckets=buckets)
 
     def _check(self, record: Record) -> None:
         answers: list[str] = []
