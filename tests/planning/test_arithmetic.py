@@ -16,7 +16,7 @@ from vlkv.buckets import Buckets
 from vlkv.families import abstract
 from vlkv.families.llava_next.inputs import Views
 from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig
-from vlkv.tools.planning import arithmetic, chips, footprint, programs
+from vlkv.tools.planning import arithmetic, chips, footprint, jobs, programs
 from vlkv.tools.planning.questions import TEXT, question
 
 GIB = 2**30
@@ -256,6 +256,15 @@ def test_bytes_of_each_kind_of_layer_are_those_of_the_cache(name, full, ring):
     assert parts["tail"] == layers * 32 * slot
     assert parts["rings"] == 2 * 2 * 2 * ring[0] * ring[1] * ring[2] * ring[3]
     assert len(cache.rings.layers) == ring[0] and config.decoder.full_layers == layers
+    # In E2B, 20 of 35 layers read what an earlier layer has stored: 7 in all read the pool, 28 the rings.
+    readers = (7, 28) if name == "gemma4-e2b" else (layers, ring[0])
+    read = (parts["pool"] + parts["tail"]) / layers * readers[0] + parts["rings"] / ring[0] * readers[1]
+    assert jobs._read_of_cache(config.decoder.kinds, parts) == int(read)
+    read, experts = (sum(x.size for x in jax.tree.leaves(part)) for part in jobs._read_in_a_step(model))
+    given = model.decoder.layer_inputs
+    table = 0 if given is None else sum(x.size for x in jax.tree.leaves(given.table))
+    every = sum(x.size for x in jax.tree.leaves(model.decoder))
+    assert read + experts == every - table - config.decoder.width  # and the final norm
 
 
 def test_states_do_not_depend_on_the_prompt_and_bytes_are_those_of_the_cache():

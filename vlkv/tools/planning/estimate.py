@@ -67,7 +67,9 @@ def estimate(
                     flops=flops, bytes=moved)  # fmt: skip
 
 
-def by_shapes(job: Job, chip: Chip, chips: int, *, weights: int, unread: int, read: int) -> tuple[Estimate, Estimate]:
+def by_shapes(
+    job: Job, chip: Chip, chips: int, *, weights: int, step_weights: int, read: int
+) -> tuple[Estimate, Estimate]:
     """Prefill and a decode step without a compiler: the least operations and bytes, divided evenly among chips.
 
     Args:
@@ -75,7 +77,7 @@ def by_shapes(job: Job, chip: Chip, chips: int, *, weights: int, unread: int, re
         chip: the chip.
         chips: number of chips.
         weights: bytes of the weights on one chip.
-        unread: bytes of its experts that get no token in a decode step.
+        step_weights: bytes of those that a decode step reads.
         read: bytes of the cache on one chip.
     """
     c, inputs = job.config.decoder, job.question.inputs
@@ -97,4 +99,4 @@ def by_shapes(job: Job, chip: Chip, chips: int, *, weights: int, unread: int, re
         return Estimate(compute=flops / chip.flops, memory=moved / chip.bandwidth, exchange=0.0, flops=flops,
                         bytes=float(moved))  # fmt: skip
 
-    return peak(first, weights + read), peak(step, weights - unread + read)
+    return peak(first, weights + read), peak(step, step_weights + read)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vlkv import sharding
+from vlkv.config import LayerKind
 from vlkv.generation.decode import decode_step
 from vlkv.generation.generate import generate
 from vlkv.generation.prefill import prefill
@@ -151,7 +152,7 @@ def _described(job: Job, where: Topology, made: _Attempts, *, params: Any, input
         return chip_bytes(tree, chip.platform)
 
     weights, parts = size(params), arithmetic.kept_bytes(cache, size)
-    read_bytes = parts["pool"] + parts["tail"] + parts["rings"]
+    read_bytes = _read_of_cache(job.config.decoder.kinds, parts)
     first, second = made.programs["prefill"], made.programs["decode step"]
     slow, (dense, experts) = SLOWER[job.dtype], map(size, _read_in_a_step(params))
     chosen = int(arithmetic.experts_read(job, mesh.shape["data"]) * experts)
@@ -163,7 +164,7 @@ def _described(job: Job, where: Topology, made: _Attempts, *, params: Any, input
     )
     if not isinstance(mesh, Mesh):
         read_bytes += 2 * parts["states"]  # which are written too
-        times = by_shapes(job, chip, where.count, weights=weights, unread=experts - chosen, read=read_bytes)
+        times = by_shapes(job, chip, where.count, weights=weights, step_weights=dense + chosen, read=read_bytes)
     compiled = [program for program in made.programs.values() if program is not None]
     used = max([weights + size(inputs) + sum(parts.values()), *(program.peak for program in compiled), *made.needed])
     fits = used <= chip.usable and not made.refused
@@ -188,13 +189,23 @@ def _described(job: Job, where: Topology, made: _Attempts, *, params: Any, input
 def _read_in_a_step(params: Any) -> tuple[Any, Any]:
     """The weights that a decode step reads: all layers and the head, and experts, of which it reads some.
 
-    Of the embedding it reads only one row.
+    Of the embedding, and of the table of vectors for every layer (Gemma 4), it reads only one row.
     """
     decoder = params.decoder
+    given = decoder.layer_inputs
+    mixed = None if given is None else (given.projection, given.norm)
     experts = [(e.gate, e.up, e.down) for layer in decoder.layers if (e := layer.experts) is not None]
     inside = {id(leaf) for leaf in jax.tree.leaves(experts)}
     head = decoder.embedding if decoder.head is None else decoder.head
-    return [leaf for leaf in jax.tree.leaves((decoder.layers, head)) if id(leaf) not in inside], experts
+    return [leaf for leaf in jax.tree.leaves((decoder.layers, mixed, head)) if id(leaf) not in inside], experts
+
+
+def _read_of_cache(kinds: Sequence[LayerKind], parts: dict[str, int]) -> int:
+    """Bytes of the cache that a decode step reads. Layers with shared keys and values read those of an earlier one."""
+    with_window, without = ([kind for kind in kinds if (kind.window is not None) == windows and not kind.recurrent]
+                            for windows in (True, False))  # fmt: skip
+    rings, pool = (len(every) / max(1, sum(not kind.shared for kind in every)) for every in (with_window, without))
+    return int(pool * (parts["pool"] + parts["tail"]) + rings * parts["rings"])
 
 
 @contextlib.contextmanager
