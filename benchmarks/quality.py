@@ -5,6 +5,9 @@
 Sections (default: all of them):
 
     digits              digit pages with the full cache
+    damage KIND         every method and the controls on what compression harms first. KIND is "ledger": small signs at
+                        a place that the question names; "digits": all that is written; "unseen": the question comes
+                        after the compression. On a fifth, unseen on a twentieth of the pages
     baselines           ledger pages of both shapes: Oracle, random tokens, a coarser image
     methods             every method with default settings at 20, 10, 5 and 2 % of the bytes
     compositions right  smoothed scores and fewer bits, on pages whose values are to the right of their tags
@@ -251,7 +254,7 @@ def main() -> None:
     parser.add_argument("section", nargs="*", help="sections by their name or its beginning (default: all)")
     parser.add_argument("--questions", type=int, default=500, help="number of questions (default: 500)")
     parser.add_argument("--seed", type=int, default=EVALUATED)
-    parser.add_argument("--policy", help="only policies that contain this one, such as AirCache")
+    parser.add_argument("--policy", nargs="+", help="only policies that contain one of these, such as aircache")
     parser.add_argument("--out", type=Path, help="file of results as JSON, from which a run resumes")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw quality against bytes")
     parser.add_argument("--documents", action="store_true", help=f"write the tables into {' and '.join(DOCUMENTS)}")
@@ -261,7 +264,7 @@ def main() -> None:
     for section in sections(params.config.decoder.layers, args.seed):
         if args.section and not any(section.name.startswith(word) for word in args.section):
             continue
-        plan = tuple(c for c in section.plan if args.policy in (None, *re.findall(r"\w+", c.text)) or c.bytes == 1)
+        plan = tuple(c for c in section.plan if _asked(args.policy, c.text) or c.bytes == 1)
         count = round(args.questions * section.share)
         measure(params, processor, dataclasses.replace(section, plan=plan), count, args.seed, done)
         jax.clear_caches()
@@ -271,6 +274,10 @@ def main() -> None:
     if args.documents:
         root = Path(__file__).parent.parent
         write_documents(done.content["rows"], [root / name for name in DOCUMENTS])
+
+
+def _asked(names: list[str] | None, text: str) -> bool:
+    return names is None or not {name.lower() for name in names}.isdisjoint(re.findall(r"\w+", text.lower()))
 
 
 if __name__ == "__main__":

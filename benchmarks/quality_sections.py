@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from benchmarks.quality_tables import BYTES, ON_BOTH, ON_ROWS, TUNED
 from vlkv import policies
 from vlkv.mini import pages
-from vlkv.policies import KIVI, AdaKV, AirCache, Policy, Smooth, SnapKV, compose
+from vlkv.policies import KIVI, AdaKV, AirCache, Policy, Smooth, SnapKV, TurboQuant, compose
 from vlkv.tools.evaluation.keeps import at_bytes, relative_size
 
 
@@ -48,6 +48,8 @@ class Section:
 def published(name: str, share: float, layers: int) -> Policy | None:
     """A method with default settings that keeps all text; None if it cannot reach this share."""
     options: dict[str, Any] = {}
+    if policies.named(name).facts.own_keep:  # it stores every entry, or always reduces alike
+        return None
     if name == "avl":
         options = {"core": 0.75 * share}  # the paper's ratio
     elif name in ("lightkv", "tome", "pitome", "tofu"):
@@ -94,8 +96,9 @@ def sections(layers: int, seed: int) -> list[Section]:
     full = Cell("Full", policies.Full(), 1.0)
     random = [Cell("ImgRandom", policies.ImgRandom(keep=b), b) for b in BYTES]
     oracle = [Cell("Oracle", "Oracle", b) for b in (0.1, 0.02)]
-    bits = [Cell("KIVI", store, relative_size(store), store.bits) for store in (KIVI(bits=4), KIVI(bits=2))]
-    names = [name for name in policies.registry if name not in ("full", "kivi", "random", "imgrandom")]
+    stores = [store(bits=n) for store in (KIVI, TurboQuant) for n in (4, 2)]
+    stored = [Cell(type(store).__name__, store, relative_size(store), store.bits) for store in stores]
+    names = [name for name in policies.registry if name not in ("random", "imgrandom")]
     # The default settings of AdaKV smooth more than those of SnapKV, so its gain is not only that of budgets per head.
     alike = [
         Cell("SnapKV smoothed as AdaKV", SnapKV(keep=b, kernel=AdaKV.kernel, pooling=AdaKV.pooling, scope="vision"), b)
@@ -110,13 +113,17 @@ def sections(layers: int, seed: int) -> list[Section]:
         every = compositions()
         return [Cell(name, at_bytes(every[name], b, n), b, n) for name in chosen for n in bits for b in shares]
 
+    every = (full, *stored, Cell("Downsample", downsample(), 0.25), *default(policies.registry, BYTES))
     few = default(("snapkv", "aircache", "h2o", "prefixkv", "csp"), (0.2, 0.1, 0.05))
     few += composed(CHOSEN[:3], (4,), (0.1, 0.02))
     best = composed(compositions() if seed == TUNED else CHOSEN, (16, 4), (0.02, 0.01))
     return [
         Section("digits", "digits", (full,), new_tokens=40),
+        Section("damage ledger", "ledger", every, share=0.2),
+        Section("damage digits", "digits", every, share=0.2, new_tokens=40),
+        Section("damage unseen", "ledger", every, query_agnostic=True, share=0.05),  # four questions for each page
         Section("baselines", "ledger", (full, *oracle, *random, Cell("Downsample", downsample(), 0.25))),
-        Section("methods", "ledger", (full, *bits, *default(filter(_evicts, names), BYTES), *alike)),
+        Section("methods", "ledger", (full, *stored[:2], *default(filter(_evicts, names), BYTES), *alike)),
         Section("compositions right", "right", (full, *best)),
         Section("compositions", "ledger", (full, *best)),
         Section("shorter prompts", "ledger", (full, *default((n for n in names if not _evicts(n)), BYTES)), share=0.2),

@@ -28,6 +28,12 @@ SETTINGS = {
     "query_agnostic": "Compressed before any question is known",
     "several": "Three pages, one of them asked about",
 }
+DAMAGE = {  # sections, and what their questions are about
+    "damage ledger": "one entry of a ledger page",
+    "damage digits": "a line, or all that is written",
+    "damage unseen": "one entry, asked after the compression",
+}
+CONTROLS = ("Random", "ImgRandom")
 HEADER = [
     f'| method, default settings, scope="vision" | {" | ".join(f"{100 * share:.0f} %" for share in BYTES)} |',
     "|---|---|---|---|---|",
@@ -155,6 +161,32 @@ def _settings(found: _Rows) -> str:
     return "\n".join(lines).strip()
 
 
+def _damage(found: _Rows) -> str:
+    """Every method at 10 % of the bytes in each section of `DAMAGE`, best mean first; with the controls.
+
+    A star marks a method whose interval contains the best control's figure, or lies below it.
+    """
+    sections = [name for name in DAMAGE if (name, "Full", 16, 1.0) in found.found]
+    if not sections:
+        return NOT_MEASURED
+    rows = {(section, name): row for (section, name, bits, share), row in found.found.items()
+            if section in sections and share == 0.1 and bits == 16}  # fmt: skip
+    control = {section: max(rows[section, name]["exact"] for name in CONTROLS) for section in sections}
+
+    def figure(section: str, name: str) -> str:
+        row = rows.get((section, name))
+        if row is None:
+            return ""
+        marked = name not in CONTROLS and row["low"] <= control[section]
+        return found.interval(section, name, 0.1) + (" *" if marked else "")
+
+    names = dict.fromkeys(name for _, name in rows)
+    best = sorted(names, key=lambda name: -np.mean([rows[s, name]["exact"] for s in sections if (s, name) in rows]))
+    lines = [_line("method at 10 %", *(DAMAGE[section] for section in sections)), "|---" * (1 + len(sections)) + "|"]
+    lines.append(_line("Full", *(found.interval(section, "Full", 1.0) for section in sections)))
+    return "\n".join(lines + [_line(name, *(figure(section, name) for section in sections)) for name in best])
+
+
 def _papers(found: _Rows) -> str:
     """The five papers' methods at 10 %: recall of the evidence by layer, and quality by digit."""
     lines = [
@@ -172,6 +204,7 @@ def _papers(found: _Rows) -> str:
 
 _TABLES: dict[str, Callable[[_Rows], str]] = {
     "papers": _papers, "summary": _summary, "methods": _methods, "compositions": _compositions, "settings": _settings,
+    "damage": _damage,
 }  # fmt: skip
 
 
@@ -184,17 +217,17 @@ def _percent(values: Iterable[float]) -> str:
 
 
 def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Draws quality against bytes for all methods and compositions on pages of both shapes.
+    """Draws quality against bytes for all methods, the controls, and compositions, on pages of both shapes.
 
     Leaves out Oracle, which is given the position of the answer.
     """
     rows = [row for row in rows if row["seed"] == EVALUATED]
     points = [
         {"name": row["name"], "bits": row["bits"], "bytes": row["bytes"], "quality": row["exact"], "low": row["low"],
-         "high": row["high"]}
+         "high": row["high"], "scope": "vision"}
         for row in rows
-        if row["section"] in ("methods", "compositions", "baselines") and row["name"] not in ("Full", "KIVI", "Oracle")
+        if row["section"] in ("damage ledger", "compositions") and row["name"] not in ("Full", "KIVI")
     ]  # fmt: skip
-    full = next(row for row in rows if row["section"] == "methods" and row["name"] == "Full")
+    full = next(row for row in rows if row["section"] == "damage ledger" and row["name"] == "Full")
     curves.plot(points, file, title="Ledger pages: quality against bytes, 95 % intervals", label="exact answers",
-                  full=full["exact"])  # fmt: skip
+                full=full["exact"], controls=(*CONTROLS, "Downsample"))  # fmt: skip

@@ -65,6 +65,20 @@ def test_places_and_pairs_by_hand():
     assert mean == 0.25 and low == pytest.approx(0.25 - 1.96 * 0.9574271 / 2) and high > 1
 
 
+def test_every_method_is_in_the_damage_suite():
+    """At the bytes that it can reach; stores keep their own."""
+    sections = pytest.importorskip("benchmarks.quality_sections")
+    suites = [section for section in sections.sections(6, 0) if section.name in tables.DAMAGE]
+    assert len(suites) == len(tables.DAMAGE)
+    for section in suites:
+        cells = {cell.name: [c.bytes for c in section.plan if c.name == cell.name] for cell in section.plan}
+        assert set(cells) == {cls.__name__ for cls in policies.registry.values()} | {"Downsample"}
+        merging = {"LightKV", "ToMe", "PiToMe", "ToFu"}
+        for name, shares in cells.items():
+            if name not in ("Full", "KIVI", "TurboQuant", "Downsample"):
+                assert shares == [b for b in tables.BYTES if b > 0.02 or name not in merging], name
+
+
 @pytest.mark.full
 def test_a_section_is_measured(monkeypatch, tmp_path):
     """The oracle and SnapKV hold a tenth of the vision entries; the oracle keeps all evidence. Pages in two batches."""

@@ -17,8 +17,9 @@ from vlkv.tools.evaluation.report import summarise
 from vlkv.tools.evaluation.running import Settings, run
 
 Point = Mapping[str, Any]  # name, bits, bytes (a share), quality, low and high (its interval), code
-_COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#9c755f", "#e15759", "#76b7b2", "#edc948", "#7f7f7f",
-            "#ff9da7")  # fmt: skip
+CONTROLS = ("Random", "ImgRandom", "Downsample")  # methods that choose without looking
+_COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#9c755f", "#76b7b2", "#edc948", "#5b5b5b")
+_LABELLED = len(_COLOURS)  # lines with a colour and a label
 
 
 def quality(
@@ -82,8 +83,13 @@ def best_at(points: Sequence[Point], share: float) -> Point | None:
     return min(fitting, key=lambda point: (-point["quality"], point["bytes"]), default=None)
 
 
-def plot(points: Sequence[Point], file: Path, *, title: str, label: str, full: float | None = None) -> None:
+def plot(
+    points: Sequence[Point], file: Path, *, title: str, label: str, full: float | None = None,
+    controls: Sequence[str] = CONTROLS,
+) -> None:  # fmt: skip
     """Draws one line per method and number of bits, with intervals, and the Pareto frontier. Needs matplotlib.
+
+    The best eight have a colour and a label, the others are grey; a band contains the controls.
 
     Args:
         points: the measurements.
@@ -91,6 +97,7 @@ def plot(points: Sequence[Point], file: Path, *, title: str, label: str, full: f
         title: text above the plot.
         label: name of the vertical axis.
         full: quality of the full cache, drawn as a dashed line.
+        controls: names of methods that choose without looking.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional, and slow to import)
     from matplotlib.ticker import FuncFormatter  # noqa: PLC0415
@@ -102,21 +109,29 @@ def plot(points: Sequence[Point], file: Path, *, title: str, label: str, full: f
               linewidth=9, solid_capstyle="butt", label="frontier", zorder=1)  # fmt: skip
     if full is not None:
         axes.axhline(full, color="black", linestyle="--", linewidth=1, label="full cache, 16 bits")
-    names = list(dict.fromkeys(point["name"] for point in points))
+    judged = [point for point in points if point["name"] in controls]
+    _draw_band(axes, judged)
     styles = {16: ("-", "o"), 8: ("-.", "D"), 4: ("--", "s"), 2: (":", "^")}
-    for name, bits in dict.fromkeys((point["name"], point["bits"]) for point in points):
-        series = sorted((p for p in points if (p["name"], p["bits"]) == (name, bits)), key=lambda p: p["bytes"])
+    every = _series([point for point in points if point["name"] not in controls])
+    best = sorted(every, key=lambda key: -_worth(every[key], points))[:_LABELLED]
+    names = list(dict.fromkeys(name for name, _ in best))
+    for key in [*(key for key in every if key not in best), *best]:
+        (name, bits), series = key, every[key]
         line, mark = styles[bits]
         quality = [p["quality"] for p in series]
+        if key not in best:
+            axes.plot([p["bytes"] for p in series], quality, line, color="#c8c8c8", linewidth=1, marker=mark,
+                      markersize=2, zorder=1.5)  # fmt: skip
+            continue
         errors = [[max(0, q - p["low"]) for q, p in zip(quality, series, strict=True)],
                   [max(0, p["high"] - q) for q, p in zip(quality, series, strict=True)]]  # fmt: skip
-        number = names.index(name)
         axes.errorbar(
             [p["bytes"] for p in series], quality, yerr=errors, linestyle=line, marker=mark, markersize=5, capsize=2,
-            elinewidth=0.8, color=_COLOURS[number % len(_COLOURS)], alpha=0.9,
-            markerfacecolor="white" if number >= len(_COLOURS) else None,
+            elinewidth=0.8, color=_COLOURS[names.index(name)], alpha=0.9,
             label=name if bits == 16 else f"{name}, {bits} bits",
         )  # fmt: skip
+    if len(every) > len(best):
+        axes.plot([], [], color="#c8c8c8", marker="o", markersize=2, label=f"{len(every) - len(best)} other methods")
     axes.set_xscale("log")
     percent = FuncFormatter(lambda x, _: f"{100 * x:g} %")
     ticks = [x for x in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.25, 0.5, 1.0)
@@ -133,3 +148,30 @@ def plot(points: Sequence[Point], file: Path, *, title: str, label: str, full: f
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.01, 0.5))
     with replacing(file) as partial:
         figure.savefig(partial, format="png", dpi=130)
+
+
+def _series(points: Sequence[Point]) -> dict[tuple[str, int], list[Point]]:
+    """The points of each method and number of bits, by bytes."""
+    found: dict[tuple[str, int], list[Point]] = {}
+    for point in sorted(points, key=lambda point: point["bytes"]):
+        found.setdefault((point["name"], point["bits"]), []).append(point)
+    return found
+
+
+def _worth(series: Sequence[Point], points: Sequence[Point]) -> float:
+    """How close a line comes to the best of all with as many bytes: the mean share of the best quality."""
+    shares = []
+    for point in series:
+        best = best_at(points, point["bytes"])
+        shares.append(1.0 if best is None or best["quality"] <= 0 else point["quality"] / best["quality"])
+    return sum(shares) / len(shares)
+
+
+def _draw_band(axes: Any, points: Sequence[Point]) -> None:
+    """A band from the worst to the best control at each number of bytes; a thin one if there is only one."""
+    places = sorted({point["bytes"] for point in points})
+    found = [[p for p in points if p["bytes"] == x] for x in places]
+    if places:
+        axes.fill_between(places, [min(p["low"] for p in same) for same in found],
+                          [max(p["high"] for p in same) for same in found], color="#e15759", alpha=0.15, linewidth=0,
+                          label="controls: " + ", ".join(dict.fromkeys(p["name"] for p in points)))  # fmt: skip
