@@ -192,6 +192,7 @@ def small(monkeypatch, miniature):
     return miniature()
 
 
+@pytest.mark.full
 def test_the_command_measures_the_miniature(capsys, tmp_path, images, small):
     layers = vlkv.load_processor(small).config.decoder.layers
     out = tmp_path / "profile.json"

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import vlkv
 from pallas_kernels import QuantizedPool, dequantize, quantize_rotated
@@ -17,6 +18,7 @@ prefill, extend = jax.jit(vlkv.prefill, static_argnames="new_tokens"), jax.jit(v
 step = jax.jit(vlkv.decode_step)
 
 
+@pytest.mark.full
 def test_generated_tokens_are_stored_in_few_bits(tmp_path):
     params, inputs = models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
     cache, _ = prefill(params, inputs, POLICY, new_tokens=16)

@@ -21,6 +21,7 @@ def not_yet_warned():
     memory_maps._warn_once.cache_clear()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(memory_maps.count() == 0, reason="the operating system does not list memory maps")
 def test_programs_are_freed_before_the_limit(monkeypatch):
     """With a low limit, for our own programs and for those that a user compiles; the results do not change."""

@@ -261,6 +261,7 @@ def test_a_question_about_no_image_cannot_be_query_agnostic(model, tmp_path):
         asked(model, [Record(1, "1", (), (Turn("q", ("a",)),))], [policies.Full()], tmp_path, query_agnostic=True)
 
 
+@pytest.mark.full
 def test_the_clock_times_decoding_alone(model, records, monkeypatch):
     """Not the work that jax has started before, nor compilation, also if the program was freed in between."""
     params, processor = model

@@ -101,6 +101,7 @@ def test_the_direction_within_an_image_matters(saved):
     assert params.decoder.image_block == TOKENS
 
 
+@pytest.mark.full
 def test_greedy_tokens(saved):
     model, _, params = saved
     rows = make_rows()
@@ -138,6 +139,7 @@ def later_turn(params):
     return (vlkv.Inputs.from_hf(batch_of([row]), params.config) for row in (first, second, whole))
 
 
+@pytest.mark.full
 def test_a_later_turn_with_images(saved):
     """Images that are added to the tail and to rings attend in both directions too."""
     _, _, params = saved

@@ -94,7 +94,7 @@ def eviction(decoder, simulation):
     )
 
 
-@pytest.mark.default("gemma3-h2o", "gemma3-aircache", "gemma4-h2o")
+@pytest.mark.default("gemma3-aircache", "gemma4-h2o")
 @pytest.mark.parametrize("name", CASES)
 def test_a_method_keeps_what_a_simulation_keeps(params, batch, name):
     """Prefill, what is kept, and steps in which entries are evicted."""
@@ -120,6 +120,7 @@ def test_a_method_keeps_what_a_simulation_keeps(params, batch, name):
     assert differs == [image_rows and not decoder.image_block_slides] * 2 + [False]
 
 
+@pytest.mark.default("gemma3")
 def test_what_is_left_of_an_image_still_attends_in_both_directions(params, batch):
     """FastV drops tokens of each image after the first full layer; windows count the dropped ones."""
     decoder, policy = params.decoder, policies.FastV(keep=0.5, layer=1)

@@ -175,7 +175,7 @@ def test_padding_on_the_right_and_rows_without_images(saved, kind):
     check(one.params, rows, [answer(one.model, row) for row in rows], "left")
 
 
-@pytest.mark.default("e2b")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "full"])  # transformers' `generate` fails on it
 def test_greedy_tokens(saved, kind):
     """The last layers decode with the entries of earlier ones."""
@@ -206,7 +206,7 @@ def later_turn(params):
     return (vlkv.Inputs.from_hf(batch_of([row]), params.config) for row in (first, second, whole))
 
 
-@pytest.mark.default("mixed")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["e2b", "26b-a4b", "mixed"])
 def test_a_later_turn_with_images(saved, kind):
     """In layers with a window the images of a later turn see both ways, in the others only earlier tokens."""
@@ -220,6 +220,7 @@ def test_a_later_turn_with_images(saved, kind):
     np.testing.assert_allclose(logits[0], wanted, atol=2e-4)
 
 
+@pytest.mark.full
 def test_full_attention_is_causal_within_an_image(saved):
     """A model whose layers all see both ways gives other logits, and one whose layers are all causal too."""
     one = saved("26b-a4b")

@@ -55,7 +55,7 @@ def test_a_large_tower_and_an_inner_feature_layer(tmp_path):
     check_forward(model, params, make_batch())
 
 
-@pytest.mark.default("qwen3-300M")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "vision"),
     [("qwen3", SMALL_VIT), ("qwen3", LARGE_VIT), ("qwen3_moe", SMALL_VIT)],

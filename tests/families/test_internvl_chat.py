@@ -140,7 +140,7 @@ def phi3(tmp_path_factory):
     return model, folder, write(model, folder, "phi3-chat", large=False)
 
 
-@pytest.mark.default("qwen2-", "qwen3_moe")
+@pytest.mark.default("qwen2-")
 @pytest.mark.parametrize(
     ("kind", "template", "large"),
     [

@@ -65,7 +65,7 @@ def check(saved, batch, rows) -> None:
         assert out.logits.std() >= 1
 
 
-@pytest.mark.default("dense-left", "experts-right")
+@pytest.mark.default("experts-right")
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_layers_and_logits_of_a_batch(saved, padding):
     """Two images, an image and a video, one image, none; the numbers of tokens are no multiples of a chunk."""

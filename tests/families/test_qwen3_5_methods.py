@@ -92,6 +92,7 @@ def test_a_method_keeps_what_a_simulation_keeps(params, batch, embedded, name):
         np.testing.assert_allclose(ours[row], np.concatenate([first[None], later]), atol=2e-4)
 
 
+@pytest.mark.full
 def test_recurrent_layers_after_a_reduction_see_what_is_left(params, batch, embedded):
     """FastV drops tokens after the first full layer; the layer before it has put all of them into its state."""
     decoder, policy = params.decoder, policies.FastV(keep=0.5, layer=1)
@@ -111,7 +112,7 @@ def test_recurrent_layers_after_a_reduction_see_what_is_left(params, batch, embe
         np.testing.assert_allclose(ours[row], np.concatenate([first[None], later]), atol=2e-4)
 
 
-@pytest.mark.default("snapkv")
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["snapkv", "h2o"])
 def test_a_second_question_on_a_compressed_cache(params, batch, embedded, name, tmp_path):
     """Questions of different lengths, on a cache from a file; H2O processes their tokens one by one."""
@@ -148,6 +149,7 @@ def test_bytes_of_a_cache_contain_its_states_which_no_method_and_no_prompt_chang
     assert first == second == 4 * 3 * 3 * (4 * 6 * 5 + 3 * (2 * 2 * 6 + 4 * 5)) and some < full_cache
 
 
+@pytest.mark.full
 def test_a_repetition_leaves_no_trace_in_the_states(params, batch):
     """KVzip's second reading goes on from the state after the prompt, which alone is cached."""
     policy = policies.KVzip(keep=0.4, instruction=(3, 4, 5))

@@ -190,6 +190,7 @@ def saved(tmp_path_factory):
     return model, folder, vlkv.load_params(folder), rows, [answer(model, row, NEW) for row in rows]
 
 
+@pytest.mark.full
 class TestParity(ParityTests):
     pass
 

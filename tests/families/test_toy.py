@@ -55,7 +55,7 @@ def test_both_conversions_hold_what_the_source_holds(folder, loaded):
     same(vlkv.load_params(folder), loaded[0])
 
 
-@pytest.mark.default("FasterVLM")
+@pytest.mark.full
 @pytest.mark.parametrize("method", [policies.SnapKV, policies.PrefixKV, policies.FasterVLM])
 def test_it_answers_and_is_asked_again(folder, method):
     """The last method asks the tower's class token, which the family says nothing of: it comes with the tower."""

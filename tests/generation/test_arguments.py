@@ -177,6 +177,7 @@ def test_what_is_no_key_is_refused_before_anything_runs(params, name):
         assert str(error.value).startswith(says) and len(str(error.value)) <= 200
 
 
+@pytest.mark.full
 def test_raw_keys_draw_the_same_numbers(params):
     sampling = vlkv.Sample(max_new_tokens=2, stop=())
     outputs = [

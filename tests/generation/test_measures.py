@@ -41,7 +41,7 @@ def same(ours, theirs):
         np.testing.assert_allclose(np.float32(one), np.float32(other), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.default("squares", "one method twice")
+@pytest.mark.default("squares")
 @pytest.mark.parametrize("name", POLICIES)
 def test_measuring_in_passing_changes_nothing(prompt, name):
     params, inputs, read = prompt

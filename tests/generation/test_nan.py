@@ -118,6 +118,7 @@ def test_other_entry_points_say_where_nan_comes_from(broken, page, tmp_path, cap
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.full
 def test_nan_of_a_new_token_of_pixels_and_of_half_precision():
     params, inputs = tiny_llava(config=SMALL), unequal_batch(SMALL)
     generate = jax.jit(vlkv.generate)

@@ -118,6 +118,7 @@ def test_turns_that_are_longer_than_the_window_continue_as_one_prompt(params, tm
     np.testing.assert_allclose(logits, whole[np.arange(3), ends - 1], atol=1e-4)
 
 
+@pytest.mark.full
 def test_a_short_ring_grows_with_the_capacity(params):
     """Rows that never fill the window have fewer slots; `resize` keeps what is stored."""
     inputs = turn([5, 3, 2], "right")
@@ -129,6 +130,7 @@ def test_a_short_ring_grows_with_the_capacity(params):
     np.testing.assert_allclose(ours, want, atol=1e-5)
 
 
+@pytest.mark.full
 def test_a_method_that_evicts_gets_the_tokens_of_a_turn_one_by_one(params, batch):
     """A turn gives the same logits as one decode step per token. The shorter row gets no token in the last steps."""
     cache, logits = prefill(params, batch, policies.H2O(keep=0.4), new_tokens=NEW)

@@ -95,6 +95,7 @@ def test_a_continuation_is_greedy_if_it_is_what_generate_says(answerer, question
     assert [[one.greedy for one in each] for each in ours] == [[True, False]] * 3
 
 
+@pytest.mark.full
 def test_an_answer_never_passes_the_models_positions(quick, questions):
     config, new = quick.processor.config, 4
     room = config.vision.tokens + 16 + new  # 16: what the text is rounded up to

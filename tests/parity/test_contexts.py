@@ -72,7 +72,7 @@ def asked(folder, file, out, plan, **settings):
     return journal.entries
 
 
-@pytest.mark.default("True")
+@pytest.mark.full
 @pytest.mark.parametrize("query_agnostic", [False, True])
 def test_answers_and_perplexity_of_a_text_model(folder, file, theirs, tmp_path, query_agnostic):
     """The reference is what follows the prefix; a space between them is part of it."""

@@ -175,7 +175,7 @@ def prompt_of(length):
     return np.random.default_rng(length).integers(3, 250, (1, length))
 
 
-@pytest.mark.default("49", "65")
+@pytest.mark.default("49")
 @pytest.mark.parametrize("length", [20, FIRST - NEW, FIRST - NEW + 1, FIRST - 1, FIRST, FIRST + 1, 90])
 def test_a_row_has_the_factors_of_its_prompt_and_capacity(phi, length):
     """Where an answer may cross the first length, the long factors hold from the first token, as in vLLM."""
@@ -220,6 +220,7 @@ def test_scores_and_turns_use_the_same_factors(phi):
     )
 
 
+@pytest.mark.full
 def test_a_cache_for_short_rows_does_not_grow_beyond_them(phi):
     _, params, _ = phi
     batch = vlkv.Inputs.from_hf({"input_ids": prompt_of(40)}, params.config)
@@ -315,6 +316,7 @@ def talk(phi, phi_folder):
     return phi[1], processor, answers
 
 
+@pytest.mark.full
 def test_a_chat_has_the_long_factors_throughout(talk):
     params, processor, answers = talk
     chat = vlkv.Chat(params, processor, sampling=vlkv.Greedy(max_new_tokens=8))

@@ -59,7 +59,7 @@ def test_logits_at_every_token(pair, padding):
         np.testing.assert_allclose(ours, want, atol=1e-4)
 
 
-@pytest.mark.default("left")
+@pytest.mark.default("qwen2-left")
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_greedy_tokens_of_a_batch(pair, padding):
     model, params = pair

@@ -101,7 +101,7 @@ def picture():
     return random_model(config), vlkv.Inputs.from_hf({**padded(rows), "pixel_values": pixels}, config)
 
 
-@pytest.mark.default("None")
+@pytest.mark.full
 @pytest.mark.parametrize("swap", [None, "mosaic_tpu:interpret"])
 def test_a_tpu_reads_a_tenth_of_the_image_in_a_core_step(picture, simulated_copies, swap):
     """Core entries, scattered over the image, are brought together; answers and stored tokens stay the same."""

@@ -86,8 +86,6 @@ CASES = [
     policies.CSP(keep=0.6, window=4, heads="each", fill=True),
     policies.CSP(budget=9, c="auto", score_n=0.0, heads="each"),
     policies.CSP(keep=0.4, window=9, scope="vision", fill=True),
-]
-MORE = [
     policies.StreamingLLM(keep=0.4, scope="all"),
     policies.H2O(budget=6, recent=2, scope="all"),
     policies.SnapKV(keep=0.3, scope="all"),  # the window is longer than the prompt
@@ -115,7 +113,15 @@ MORE = [
     policies.CSP(keep=0.5),
     policies.CSP(keep=0.6, window=12, recent_bias=0, c=0.3, heads="each"),
     policies.CSP(keep=0.4, regions=False, scope="vision"),
-]  # in the whole suite
+]
+
+
+def cases():
+    """All; the first one of each method is in the default suite too."""
+    seen = set()
+    for policy in CASES:
+        yield pytest.param(policy, marks=[pytest.mark.full] if type(policy) in seen else [], id=repr(policy))
+        seen.add(type(policy))
 
 
 @jax.jit
@@ -150,7 +156,7 @@ def options(policy):
     return common, {name: value for name, value in names.items() if value is not None}
 
 
-@pytest.mark.parametrize("policy", [*CASES, *(pytest.param(p, marks=pytest.mark.full) for p in MORE)], ids=repr)
+@pytest.mark.parametrize("policy", cases())
 def test_policy_agrees_with_the_equations(policy, batch):
     got = select(policy, *batch)
     common, own = options(policy)

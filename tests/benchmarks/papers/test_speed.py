@@ -128,6 +128,7 @@ LIGHTKV_1 = {  # tera-operations of each method as in `lightkv-table-1`, then Gi
 }
 
 
+@pytest.mark.full
 def test_counted_operations_are_near_the_papers():
     """Full caches within 1 %, shortened prompts within 6 %, except for three rows of the 7B models."""
     far = []
