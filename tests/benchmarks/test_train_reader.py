@@ -118,6 +118,7 @@ def test_resumes_with_the_same_losses(text, tmp_path):
         train(tmp_path / "parts", text, SMALL, say=str)
 
 
+@pytest.mark.default("arguments0")
 @pytest.mark.parametrize("arguments", [["--batch", "0"], ["--size", "100"], ["--workers", "-1"], ["--decoder", "no"]])
 def test_bad_arguments_are_one_line(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["train_reader", str(tmp_path / "out"), "--decoder", str(tmp_path), *arguments])
@@ -129,6 +130,7 @@ def test_bad_arguments_are_one_line(arguments, tmp_path, monkeypatch, capsys):
     assert status == 2 and len(err.splitlines()) == 1 and err.startswith("error: ") and not (tmp_path / "out").exists()
 
 
+@pytest.mark.full
 def test_a_frozen_decoder_does_not_change(text, tmp_path):
     model = train(tmp_path, text, dataclasses.replace(SMALL, frozen=True, steps=2), every=2, held_out=2, say=str)
     before, after = (load_file(folder / "model.safetensors") for folder in (text, Path(model)))

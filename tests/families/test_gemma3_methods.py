@@ -120,7 +120,7 @@ def test_a_method_keeps_what_a_simulation_keeps(params, batch, name):
     assert differs == [image_rows and not decoder.image_block_slides] * 2 + [False]
 
 
-@pytest.mark.default("gemma3")
+@pytest.mark.full
 def test_what_is_left_of_an_image_still_attends_in_both_directions(params, batch):
     """FastV drops tokens of each image after the first full layer; windows count the dropped ones."""
     decoder, policy = params.decoder, policies.FastV(keep=0.5, layer=1)

@@ -103,6 +103,7 @@ def turn(counts, padding: str, starts=(0, 0, 0)) -> vlkv.Inputs:
     return vlkv.Inputs.from_hf({"input_ids": ids, "attention_mask": mask}, CONFIG)
 
 
+@pytest.mark.full
 def test_turns_that_are_longer_than_the_window_continue_as_one_prompt(params, tmp_path):
     """The cache is saved, loaded and made larger after the first turn."""
     ends = np.array([5, 4, 2])

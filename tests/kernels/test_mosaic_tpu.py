@@ -136,7 +136,7 @@ def test_core_rows_and_the_text_behind_them(monkeypatch, two_cores):
     check(got, expected(q, k, v, start, length, taking_part), jnp.float32)
 
 
-@pytest.mark.default("640")
+@pytest.mark.full
 @pytest.mark.parametrize(("slots", "stored"), [(640, 288), (2944, 1440)])  # of one image of LLaVA-1.5; of 1.6
 def test_bytes_of_a_core_whose_entries_share_tiles(simulated_copies, slots, stored):
     """A tenth of the image, as `group_core` leaves it: scattered over as few tiles as hold it. The mask is included."""

@@ -108,6 +108,7 @@ def test_the_command(folder, file, tmp_path, capsys):
     assert [x[1:] for x in said[0]] != [x[1:] for x in said[1]]
 
 
+@pytest.mark.full
 def test_a_chat_about_a_text(folder, theirs):
     """The context is compressed before the first question; with the full cache, this changes no answer."""
     params, processor = vlkv.load(folder)
