@@ -166,7 +166,7 @@ def _damage(found: _Rows) -> str:
 
     A star marks a method whose interval contains the best control's figure, or lies below it.
     """
-    sections = [name for name in DAMAGE if (name, "Full", 16, 1.0) in found.found]
+    sections = [name for name in DAMAGE if all((name, control, 16, 0.1) in found.found for control in CONTROLS)]
     if not sections:
         return NOT_MEASURED
     rows = {(section, name): row for (section, name, bits, share), row in found.found.items()

@@ -10,6 +10,7 @@ import pytest
 from tests import reference
 from tests.models import Drawn
 from vlkv.config import RecurrentConfig
+from vlkv.decoder import delta_rule as module
 from vlkv.decoder.delta_rule import CHUNK, delta_rule
 from vlkv.decoder.recurrence import Recurrence
 
@@ -44,6 +45,17 @@ def test_a_key_that_comes_again_and_again():
     """The worst case for an inverse in parts: all keys are equal, nothing decays, and values are replaced."""
     q, k, v, decay, rate, memory = draw(2 * CHUNK)
     check((q, np.broadcast_to(k[:, :1], k.shape), v, 0 * decay, 0 * rate + 0.999, memory))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_the_inverse_of_each_platform(monkeypatch, platform):
+    """Of random systems, and of the one whose inverse is hardest: ones below the diagonal."""
+    monkeypatch.setattr(module, "target_platform", lambda: platform)
+    lower = np.tril(np.random.default_rng(0).random((3, 2, CHUNK, CHUNK)), k=-1)
+    lower[0] = np.tril(np.ones((CHUNK, CHUNK)), k=-1)
+    found = jax.jit(lambda x: module._inverse(x))(jnp.asarray(lower, jnp.float32))
+    wanted = np.linalg.inv(np.eye(CHUNK) + lower)
+    np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
 
 
 def test_fast_decay():

@@ -6,7 +6,7 @@ Each value head has a memory M [H, V], which is read with queries and written wi
 
 where g <= 0 is the logarithm of the decay, and b is the share of the old value of k that the new one replaces. A token
 with g = b = 0 changes nothing. Prompts are processed in chunks: within one, the written values follow from a triangular
-system, and all other work is products of matrices (the paper's Sec. 3.3); between chunks, the memory is carried.
+system, so that all work is products of matrices (the paper's Sec. 3.3); between chunks, the memory is carried.
 
 Axes: B batch · T tokens · K key heads · G value heads that share a key head · N = K G · H channels of a key ·
 V channels of a value · C tokens of a chunk · n chunks.
@@ -21,7 +21,9 @@ import jax.numpy as jnp
 from jax.lax.linalg import triangular_solve
 from jaxtyping import Array, Float
 
-CHUNK = 64  # the most tokens of a chunk
+from pallas_kernels.dispatch import target_platform
+
+CHUNK = 64  # the most tokens of a chunk; a power of two, for `_from_halves`
 # Otherwise a TPU rounds the factors to bfloat16 and a GPU to TF32, and errors in the memory stay.
 _einsum = partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
 
@@ -79,30 +81,57 @@ def _in_chunks(
 ) -> tuple[Float[Array, "B T K G V"], Float[Array, "B K G H V"]]:
     """Many tokens."""
     length = q.shape[1]
-    size = min(CHUNK, length)
-    until, later = jnp.tri(size, dtype=jnp.float32), jnp.tri(size, k=-1, dtype=bool)
+    size = min(CHUNK, 1 << (length - 1).bit_length())
 
     def cut(x: Float[Array, "B T ..."]) -> Float[Array, "n B C ..."]:
         x = jnp.pad(x, [(0, 0), (0, -length % size)] + [(0, 0)] * (x.ndim - 2))
         return jnp.swapaxes(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 0, 1)
 
-    def chunk(memory: Float[Array, "B K G H V"], x: tuple[Array, ...]) -> tuple[Array, Float[Array, "B K G C V"]]:
-        q, k, v, decay, rate = x
-        v, decay, rate = jnp.moveaxis(v, 1, -2), jnp.moveaxis(decay, 1, -1), jnp.moveaxis(rate, 1, -1)[..., None]
-        # Sums of the decays from each token d to each later token c. They are not differences of sums from the chunk's
-        # start, which after fast decay are large and therefore imprecise.
-        between = _einsum("ce,bkged->bkgcd", until, jnp.where(later, decay[..., None], 0.0))
-        kept = jnp.exp(between[..., :1] + decay[..., :1, None])  # of the old memory, at each token
-        between = until * jnp.exp(until * between)
-        both = jnp.stack([k, q])
-        alike, read = _einsum("xbckh,bdkh->xbkcd", both, k)[:, :, :, None] * between
-        old, out = _einsum("xbckh,bkghv->xbkgcv", both, memory) * kept
-        # What the tokens write: (1 + the part of rate alike below the diagonal) new = rate (v - old).
-        new = triangular_solve(rate * alike, rate * (v - old), left_side=True, lower=True, unit_diagonal=True)
-        out = out + _einsum("bkgcd,bkgdv->bkgcv", read, new)
-        left = between[..., -1, :, None] * new  # at the end of the chunk
-        return memory * kept[..., -1:, :] + _einsum("bckh,bkgcv->bkghv", k, left), out
+    q, k, v, decay, rate = map(cut, (q, k, v, decay, rate))
+    decay, rate, v = jnp.moveaxis(decay, 2, -1), jnp.moveaxis(rate, 2, -1), jnp.moveaxis(v, 2, -2)
+    until, later = jnp.tri(size, dtype=jnp.float32), jnp.tri(size, k=-1, dtype=bool)
+    # Sums of the decays from a chunk's start to each token, and from each token d to each later token c. The latter are
+    # not made as differences of the former, which after fast decay are large and therefore imprecise.
+    total = _einsum("ce,nbkge->nbkgc", until, decay)
+    between = _einsum("ce,nbkged->nbkgcd", until, jnp.where(later, decay[..., :, None], 0.0))
+    between = until * jnp.exp(until * between)  # [n, B, K, G, C, C]
+    left = between[..., -1, :, None]  # of what each token writes, at the end of its chunk
+    alike, read = (_einsum("nbckh,nbdkh->nbkcd", x, k)[:, :, :, None] * between for x in (k, q))
+    # Written values solve (1 + lower) new = rate (v - what the old memory has for k).
+    solve = _inverse(jnp.where(later, rate[..., None] * alike, 0.0))
 
-    memory, out = jax.lax.scan(chunk, memory, tuple(map(cut, (q, k, v, decay, rate))))
+    def chunk(memory: Float[Array, "B K G H V"], x: tuple[Array, ...]) -> tuple[Array, Float[Array, "B K G C V"]]:
+        q, k, v, rate, total, left, read, solve = x
+        kept = jnp.exp(total)[..., None]
+        old = _einsum("bckh,bkghv->bkgcv", k, memory) * kept
+        new = _einsum("bkgcd,bkgdv->bkgcv", solve, rate[..., None] * (v - old))
+        out = _einsum("bckh,bkghv->bkgcv", q, memory) * kept + _einsum("bkgcd,bkgdv->bkgcv", read, new)
+        return memory * kept[..., -1:, :] + _einsum("bckh,bkgcv->bkghv", k, left * new), out
+
+    memory, out = jax.lax.scan(chunk, memory, (q, k, v, rate, total, left, read, solve))
     out = jnp.moveaxis(out, (0, 4), (1, 2))  # [B, n, C, K, G, V]
     return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :length], memory
+
+
+def _inverse(lower: Float[Array, "... C C"]) -> Float[Array, "... C C"]:
+    """The inverse of 1 + `lower`, which is zero on and above the diagonal. C is a power of two.
+
+    A TPU's compiler takes half a minute for `_from_halves`. XLA's solver calls LAPACK on a CPU, one system after the
+    other, and such a program for several devices on a CPU may never return.
+    """
+    if target_platform() == "cpu":
+        return _from_halves(lower)
+    one = jnp.broadcast_to(jnp.eye(lower.shape[-1]), lower.shape)
+    return triangular_solve(lower, one, left_side=True, lower=True, unit_diagonal=True)
+
+
+def _from_halves(lower: Float[Array, "... C C"]) -> Float[Array, "... C C"]:
+    """`_inverse`, made of the inverses of both halves, as exactly as by substitution, and in products alone."""
+    half = lower.shape[-1] // 2
+    if half == 0:
+        return jnp.ones_like(lower)
+    first, second = _from_halves(jnp.stack([lower[..., :half, :half], lower[..., half:, half:]]))
+    below = -_einsum("...ij,...jk,...kl->...il", second, lower[..., half:, :half], first)
+    return jnp.concatenate(
+        [jnp.concatenate([first, jnp.zeros_like(first)], -1), jnp.concatenate([below, second], -1)], -2
+    )
