@@ -251,7 +251,7 @@ def _received(
         return jnp.einsum("gc,gcs->gs", of_row / total, weights)
     if statistic == "square":
         return jnp.sum((of_row / total**2)[..., None] * weights**2, axis=1)
-    if statistic == "entropy":  # of p = weights / total: a logarithm of each p would take longer than all of attention
+    if statistic == "entropy":  # of p = weights / total, whose logarithm is shifted - log(total)
         own, share = weights * jnp.where(weights > 0, shifted, 0.0), of_row / total
         by_row = jnp.einsum("gc,gcs->gs", share * jnp.log(total), weights)
         return by_row - jnp.einsum("gc,gcs->gs", share, own)
