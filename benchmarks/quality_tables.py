@@ -230,4 +230,4 @@ def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
     ]  # fmt: skip
     full = next(row for row in rows if row["section"] == "damage ledger" and row["name"] == "Full")
     curves.plot(points, file, title="Ledger pages: quality against bytes, 95 % intervals", label="exact answers",
-                full=full["exact"], controls=(*CONTROLS, "Downsample"))  # fmt: skip
+                full=full["exact"])  # fmt: skip

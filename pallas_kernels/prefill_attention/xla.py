@@ -224,8 +224,7 @@ def _attend(keys: _Keys, queries: _Queries, options: _Options) -> _Part:
         allowed = allowed & keys.valid
     logits = jnp.where(allowed, logits, jnp.finfo(jnp.float32).min)
     peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    shifted = logits - peak
-    weights = jnp.exp(shifted)
+    weights = jnp.exp(logits - peak)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     out = jnp.einsum("gcs,sh->gch", weights.astype(keys.v.dtype), keys.v, preferred_element_type=jnp.float32)
     lse = (peak + jnp.log(total))[..., 0] if options.return_lse else None
@@ -233,26 +232,22 @@ def _attend(keys: _Keys, queries: _Queries, options: _Options) -> _Part:
     if queries.row_weight is None:
         return _Part(out, lse, None)
     each = [
-        _received(shifted, weights, total[..., 0], of_row, *statistic)
+        _received(weights, total[..., 0], of_row, *statistic)
         for of_row, statistic in zip(queries.row_weight, options.statistics, strict=True)
     ]
     return _Part(out, lse, jnp.stack(each))
 
 
 def _received(
-    shifted: Float[Array, "G C S"], weights: Float[Array, "G C S"], total: Float[Array, "G C"],
-    of_row: Float[Array, " C"], statistic: str, threshold: float,
+    weights: Float[Array, "G C S"], total: Float[Array, "G C"], of_row: Float[Array, " C"], statistic: str,
+    threshold: float,
 ) -> Float[Array, "G S"]:  # fmt: skip
-    """What each key receives from these queries.
-
-    `weights` are probabilities times `total`, and 1 at their maximum; `shifted` are their logarithms.
-    """
+    """What each key receives from these queries. `weights` are probabilities times `total`, and 1 at their maximum."""
     if statistic == "sum":
         return jnp.einsum("gc,gcs->gs", of_row / total, weights)
     if statistic == "square":
         return jnp.sum((of_row / total**2)[..., None] * weights**2, axis=1)
-    if statistic == "entropy":  # of p = weights / total, whose logarithm is shifted - log(total)
-        own, share = weights * jnp.where(weights > 0, shifted, 0.0), of_row / total
-        by_row = jnp.einsum("gc,gcs->gs", share * jnp.log(total), weights)
-        return by_row - jnp.einsum("gc,gcs->gs", share, own)
+    if statistic == "entropy":
+        p = weights / total[..., None]
+        return jnp.sum(-of_row[:, None] * p * jnp.log(jnp.where(p > 0, p, 1.0)), axis=1)
     return jnp.sum(of_row[:, None] * (weights >= threshold), axis=1)

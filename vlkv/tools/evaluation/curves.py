@@ -83,10 +83,7 @@ def best_at(points: Sequence[Point], share: float) -> Point | None:
     return min(fitting, key=lambda point: (-point["quality"], point["bytes"]), default=None)
 
 
-def plot(
-    points: Sequence[Point], file: Path, *, title: str, label: str, full: float | None = None,
-    controls: Sequence[str] = CONTROLS,
-) -> None:  # fmt: skip
+def plot(points: Sequence[Point], file: Path, *, title: str, label: str, full: float | None = None) -> None:
     """Draws one line per method and number of bits, with intervals, and the Pareto frontier. Needs matplotlib.
 
     The best eight have a colour and a label, the others are grey; a band contains the controls.
@@ -97,7 +94,6 @@ def plot(
         title: text above the plot.
         label: name of the vertical axis.
         full: quality of the full cache, drawn as a dashed line.
-        controls: names of methods that choose without looking.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional, and slow to import)
     from matplotlib.ticker import FuncFormatter  # noqa: PLC0415
@@ -109,10 +105,9 @@ def plot(
               linewidth=9, solid_capstyle="butt", label="frontier", zorder=1)  # fmt: skip
     if full is not None:
         axes.axhline(full, color="black", linestyle="--", linewidth=1, label="full cache, 16 bits")
-    judged = [point for point in points if point["name"] in controls]
-    _draw_band(axes, judged)
+    _draw_band(axes, [point for point in points if point["name"] in CONTROLS])
     styles = {16: ("-", "o"), 8: ("-.", "D"), 4: ("--", "s"), 2: (":", "^")}
-    every = _series([point for point in points if point["name"] not in controls])
+    every = _series([point for point in points if point["name"] not in CONTROLS])
     best = sorted(every, key=lambda key: -_worth(every[key], points))[:_LABELLED]
     names = list(dict.fromkeys(name for name, _ in best))
     for key in [*(key for key in every if key not in best), *best]:
