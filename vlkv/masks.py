@@ -46,6 +46,12 @@ def tokens_at(place: Int[Array, " T"], places: int) -> Int[Array, " n"]:
     return jnp.full(places, -1, jnp.int32).at[place].set(token, mode="drop", wrap_negative_indices=False)
 
 
+def tokens_of(mask: Bool[Array, " T"], most: int | None = None) -> Int[Array, " n"]:
+    """The first `most` tokens of a mask, or all of them; -1 after the last one."""
+    most = mask.shape[0] if most is None else min(most, mask.shape[0])
+    return tokens_at(jnp.where(mask, ordinal(mask), most), most)
+
+
 def run_ends(mask: Bool[Array, "*B T"]) -> Int[Array, "*B T"]:
     """Index of the last token of each run of tokens in the mask; for other tokens, their own index."""
     place = jnp.arange(mask.shape[-1], dtype=jnp.int32)

@@ -68,8 +68,9 @@ def apportion(
     """Rounds `real` to integers in [floor, ceiling] with the sum `total`.
 
     Values outside the bounds are clipped, and the others absorb the difference in proportion, until nothing changes.
-    Then the largest remainders are rounded up; ties: the lower layer. NaN values give equal shares. If the bounds do
-    not allow `total`, the nearest possible sum is used.
+    Then the largest remainders, to a thousandth, are rounded up; ties: the lower layer. So equal shares give equal
+    budgets whatever the last bits of a float are. NaN values give equal shares. If the bounds do not allow `total`, the
+    nearest possible sum is used.
     """
     layers = real.shape[0]
     ceiling = jnp.broadcast_to(ceiling, (layers,))
@@ -97,7 +98,8 @@ def apportion(
         left = total - jnp.sum(whole)
         sign = jnp.sign(left)
         able = jnp.where(sign > 0, whole < ceiling, whole > floor)
-        order = jnp.argsort(jnp.where(able, -sign * (value - whole), jnp.inf), stable=True)
+        remainder = jnp.round((value - whole) * 1024)
+        order = jnp.argsort(jnp.where(able, -sign * remainder, jnp.inf), stable=True)
         rank = jnp.zeros(layers, jnp.int32).at[order].set(jnp.arange(layers, dtype=jnp.int32))
         return whole + sign * (able & (rank < jnp.abs(left)))
 

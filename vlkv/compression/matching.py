@@ -53,6 +53,16 @@ def unit(x: Float[Array, "T H"]) -> Float[Array, "T H"]:
     return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
 
 
+def along_mean(x: Float[Array, "T H"], among: Bool[Array, " T"]) -> tuple[Float[Array, " T"], Float[Array, ""]]:
+    """Product of each vector, scaled to length 1, with the mean of the scaled ones; the length of this mean."""
+    x = x.astype(jnp.float32)
+    scale = 1 / jnp.maximum(jnp.linalg.norm(x, axis=-1), 1e-12)
+    weight = jnp.where(among, scale, 0.0) / jnp.maximum(jnp.sum(among), 1)
+    mean = jnp.einsum("t,th->h", weight, x, precision=jax.lax.Precision.HIGHEST)
+    product = jnp.einsum("th,h->t", x, mean, precision=jax.lax.Precision.HIGHEST)
+    return product * scale, jnp.linalg.norm(mean)
+
+
 def closest(
     metric: Float[Array, "T H"], receiving: Bool[Array, " T"], group: Int[Array, " T"]
 ) -> tuple[Int[Array, " T"], Float[Array, " T"]]:

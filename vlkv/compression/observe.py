@@ -88,6 +88,8 @@ class Observation:
     key: Key[Array, ""] | None  # random key of this row and layer
     layer: int = dataclasses.field(metadata={"static": True})
     max_instruction: int = dataclasses.field(metadata={"static": True})  # bound on the instruction's length
+    max_vision: int | None = dataclasses.field(default=None, metadata={"static": True})  # bound on the vision tokens
+    max_text: int | None = dataclasses.field(default=None, metadata={"static": True})  # bound on the others
     grid: Int[Array, "T 3"] | None = None  # (image number in the prompt, line, column) of the patch; -1: none
     until: Int[Array, " T"] | None = None  # last token that each row attends to; None: its own
     lse: Float[Array, "N T"] | None = None  # log-sum-exp of each row's logits; None: not computed

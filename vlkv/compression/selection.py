@@ -7,7 +7,8 @@ on given queries and keys. Axes: L layers · N query heads · K key heads · T t
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,11 +65,13 @@ def make_observation(
     kernels: Kernels | None = None,
     context: LayerContext | None = None,
     received: dict[str, Float[Array, "N T"]] | None = None,
-    images: bool = True,
+    max_vision: int | None = None,
+    max_text: int | None = None,
 ) -> Observation:
     """The observation of one layer for the policy's stages.
 
-    `budget`: None: that of the policy. `is_candidate`: None: all valid tokens. `images`: False if no prompt has any.
+    `budget`: None: that of the policy. `is_candidate`: None: all valid tokens. `max_vision` and `max_text`: bounds on
+    the tokens; None: unknown.
 
     Raises:
         InputError: the policy uses something of the context that is not known.
@@ -84,7 +87,7 @@ def make_observation(
         key=None if key is None else jax.random.fold_in(key, layer),
         layer=layer, max_instruction=max_instruction, grid=grid, until=until, lse=lse,
         kernels=Kernels() if kernels is None else kernels, context=context, received=received or {},
-        competes=images or policy.scope == "all",
+        max_vision=max_vision, max_text=max_text, competes=max_vision != 0 or policy.scope == "all",
     )  # fmt: skip
 
 
@@ -95,7 +98,13 @@ def observe(policy: Policy, obs: Observation) -> Observed:
     values, updater = {}, policy.updater
     if updater is not None:  # jax.jit computes equal scores once
         values = updater.decode_values(obs, scores if updater is policy else checked_scores(updater, obs))
-    return Observed(scores, protected, policy.statistics(obs, scores), values)
+    statistics = policy.statistics(obs, scores) if obs.competes else _zeros_like(policy.statistics, obs, scores)
+    return Observed(scores, protected, statistics, values)
+
+
+def _zeros_like(function: Callable[..., Statistics], *args: Any) -> Statistics:
+    """Zeros in place of the results of a function, which are not computed."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *args))
 
 
 def allocate_and_take(

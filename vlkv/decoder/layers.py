@@ -121,7 +121,7 @@ class JoinHeads(nnx.Module):
 
         def shared(group: tuple[Array, Array]) -> Float[Array, "B T"]:
             weights, v = group
-            return jnp.mean(jax.lax.map(lambda weight: norm(weight, v), weights), axis=0)
+            return jnp.mean(jnp.stack([norm(weight, v) for weight in weights]), axis=0)
 
         weights = jnp.moveaxis(self.weight[...], 1, 0).reshape(kv_heads, heads // kv_heads, -1, v.shape[-1])
         return jnp.moveaxis(jax.lax.map(shared, (weights, jnp.moveaxis(v, 2, 0))), 0, 1)
@@ -133,7 +133,8 @@ def product(
     """Product over the last `axes` axes of both: [*out, *i] and [*batch, *i] give [*batch, *out].
 
     A weight of three axes is the first operand, because as the second one XLA transposes it in every product, which on
-    a CPU at batch 1 takes seven times as long as the product.
+    a CPU at batch 1 takes seven times as long as the product. With many rows, a CPU gets it as a matrix after x, so
+    that the result has its axes in this order: what reads it next would otherwise need more time than the product.
 
     Args:
         weight: in the checkpoint's order.
@@ -144,8 +145,8 @@ def product(
     operands = jnp.result_type(weight, x)
     weight, x, made = weight.astype(operands), x.astype(operands), operands if dtype is None else dtype
     out, batch = weight.shape[: weight.ndim - axes], x.shape[: x.ndim - axes]
-    if operands == jnp.bfloat16 and target_platform() == "cpu":
-        y = _short_product(weight.reshape(math.prod(out), -1), x.reshape(*batch, -1))
+    if target_platform() == "cpu" and (operands == jnp.bfloat16 or math.prod(batch) >= _MANY):
+        y = _product_on_cpu(weight.reshape(math.prod(out), -1), x.reshape(*batch, -1))
         return y.reshape(*batch, *out).astype(made)
     if axes == len(out) == 1:
         return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=made)
@@ -154,8 +155,8 @@ def product(
     return jnp.moveaxis(y, range(len(out)), range(-len(out), 0))
 
 
-def _short_product(weight: Float[Array, "o i"], x: Float[Array, "*batch i"]) -> Float[Array, "*batch o"]:
-    """`product` of bfloat16 on a CPU, in float32.
+def _product_on_cpu(weight: Float[Array, "o i"], x: Float[Array, "*batch i"]) -> Float[Array, "*batch o"]:
+    """`product` with a matrix on a CPU, for many rows or bfloat16, in float32.
 
     XLA uses the processor's instructions for bfloat16 if the weight is a matrix, the result may be float32, and there
     are two rows at least; few rows are faster if the weight comes first. On a Xeon with AMX, products of a prompt take

@@ -36,7 +36,7 @@ from vlkv.generation.prompt import Prompt, read_layers
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
 from vlkv.keys import single_key
-from vlkv.masks import ordinal, tokens_at
+from vlkv.masks import tokens_of
 from vlkv.sharding.ops import by_row, slot_parts
 
 
@@ -156,7 +156,7 @@ def _look(
     """Observes one layer of one row. With a cap, the result has only the layer's shortlist."""
     obs = observation(
         policy, prompt, key, layer=layer, layers=layers, max_instruction=bounds.max_instruction, budget=budget,
-        kernels=kernels, images=bounds.max_vision > 0,
+        kernels=kernels, max_vision=bounds.max_vision, max_text=bounds.max_text,
     )  # fmt: skip
     observed, count = observe(policy, obs), jnp.sum(obs.in_scope)
     if policy.cap is None:
@@ -164,7 +164,7 @@ def _look(
     is_candidate = (prompt.is_candidate & ~obs.in_scope) | shortlist(policy, observed, obs, layers=layers)
     most = cap_bound(policy, layers=layers, vision=bounds.max_vision, text=bounds.max_text)
     most = min(most, len(prompt.valid))
-    order = tokens_at(jnp.where(is_candidate, ordinal(is_candidate), most), most)
+    order = tokens_of(is_candidate, most)
     is_candidate, order = order >= 0, jnp.maximum(order, 0)
     values = {name: value[:, order] for name, value in observed.values.items()}
     observed = observed._replace(scores=observed.scores[:, order], protected=observed.protected[order], values=values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -11,7 +10,6 @@ from vlkv.compression.frequencies import low_pass
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Unit
 from vlkv.compression.policy import Facts, Policy, Statistics
-from vlkv.masks import ordinal, tokens_at
 
 
 class FlashCache(Policy):
@@ -40,17 +38,9 @@ class FlashCache(Policy):
 
     def deviations(self, obs: Observation, x: Float[Array, "K T H"]) -> Float[Array, "K T"]:
         """Squared deviation of each valid token from the base, summed over the channels."""
-        count, place = jnp.sum(obs.valid), ordinal(obs.valid)
-        length = len(place)
-        order = tokens_at(jnp.where(obs.valid, place, length), length)  # valid tokens first
-        highest = budgets.unbounded_share(self.cutoff, count)
-
-        def one(x: Float[Array, "T H"]) -> Float[Array, " T"]:
-            packed = x.astype(jnp.float32)[order]
-            deviation = jnp.sum((packed - low_pass(packed, count, highest)) ** 2, axis=1)
-            return jnp.where(obs.valid, deviation[place], 0.0)
-
-        return jax.lax.map(one, x)  # head by head, because the transforms need several times the memory of a head
+        highest = budgets.unbounded_share(self.cutoff, jnp.sum(obs.valid))
+        base = low_pass(x, obs.valid, highest, frequencies=1 + int(self.cutoff * x.shape[1] + 1e-6))
+        return jnp.where(obs.valid, jnp.sum((x.astype(jnp.float32) - base) ** 2, axis=-1), 0.0)
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Mean squared deviation of the key plus that of the value."""

@@ -25,6 +25,5 @@ class KeyDiff(Policy):
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Larger for keys that point away from the mean."""
-        unit = jax.vmap(matching.unit)(obs.k)
-        mean = jnp.mean(unit, axis=1, where=obs.valid[:, None])
-        return -jnp.einsum("kth,kh->kt", unit, matching.unit(mean))
+        product, length = jax.vmap(matching.along_mean, (0, None))(obs.k, obs.valid)
+        return -product / jnp.maximum(length, 1e-12)[:, None]

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv.compression import budgets, merging
 from vlkv.compression.observe import Observation, column_sums, columns, group_mean, prefer_text
 from vlkv.compression.policy import Facts, Policy, Statistics
-from vlkv.masks import last
+from vlkv.masks import last, tokens_of
 from vlkv.sharding.ops import attention_mass
 
 
@@ -52,8 +52,8 @@ class MEDA(Policy):
         if self.entropy == "all":
             total = jnp.sum(column_sums(obs, statistic="entropy"), axis=1)
             return {"entropy": jnp.mean(total) / jnp.maximum(jnp.sum(obs.valid), 1)}
-        text = obs.valid & ~obs.is_vision
-        return {"entropy": mean_entropy(obs, text, obs.is_vision) + mean_entropy(obs, obs.is_vision, text)}
+        text, vision = (obs.valid & ~obs.is_vision, obs.max_text), (obs.is_vision, obs.max_vision)
+        return {"entropy": mean_entropy(obs, text, vision) + mean_entropy(obs, vision, text)}
 
     def allocate(
         self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
@@ -90,11 +90,19 @@ class MEDA(Policy):
         return merging.fold(k, k, target, gone), merging.fold(v, v, target, gone)
 
 
-def mean_entropy(obs: Observation, rows: Bool[Array, " T"], keys: Bool[Array, " T"]) -> Float[Array, ""]:
-    """Entropy of the attention of `rows` to `keys` only, also to later ones, mean over rows and heads."""
-    weight = rows / jnp.maximum(jnp.sum(rows), 1)
+def mean_entropy(
+    obs: Observation, rows: tuple[Bool[Array, " T"], int | None], keys: tuple[Bool[Array, " T"], int | None]
+) -> Float[Array, ""]:
+    """Entropy of the attention of `rows` to `keys` only, also to later ones, mean over rows and heads.
+
+    Each mask has a static bound on its tokens, or None. They are gathered first, so that the others are not computed.
+    """
+    if 0 in (rows[1], keys[1]):
+        return jnp.zeros(())
+    row, key = tokens_of(*rows), tokens_of(*keys)
+    weight = (row >= 0) / jnp.maximum(jnp.sum(rows[0]), 1)
     entropy = attention_mass(
-        obs.q, obs.k, row_weight=weight[None], key_mask=keys, causal=False, statistic="entropy",
+        obs.q[:, row], obs.k[:, key], row_weight=weight[None], key_mask=key >= 0, causal=False, statistic="entropy",
         implementation=obs.kernels.attention_mass,
     )  # fmt: skip
     return jnp.mean(jnp.sum(entropy[0], axis=1))

@@ -35,11 +35,10 @@ class MixKV(SnapKV):
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """w diversity + (1 - w) (attention + norm), with the redundancy w of each head."""
         attention, candidates = super().score(obs), self.candidates(obs)
-        unit = jax.vmap(matching.unit)(obs.k)
+        product, length = jax.vmap(matching.along_mean, (0, None))(obs.k, obs.valid)
+        # The mean cosine of all pairs is the square of this length; the pairs of a key with itself are taken out.
         count = jnp.sum(obs.valid)
-        mean = jnp.sum(jnp.where(obs.valid[:, None], unit, 0.0), axis=1) / jnp.maximum(count, 1)
-        # The mean cosine of all pairs is |mean|^2; the pairs of a key with itself are taken out.
-        redundancy = (count * jnp.sum(mean**2, axis=-1) - 1) / jnp.maximum(count - 1, 1)
+        redundancy = (count * length**2 - 1) / jnp.maximum(count - 1, 1)
         weight = jnp.clip(redundancy, 0, 1)[:, None]
         average = jnp.mean(attention, axis=1, keepdims=True, where=candidates)
 
@@ -48,8 +47,7 @@ class MixKV(SnapKV):
             return x * average / (jnp.mean(x, axis=1, keepdims=True, where=candidates) + 1e-8)
 
         norm = jnp.linalg.norm(obs.v.astype(jnp.float32), axis=-1)
-        diversity = scaled(-jnp.einsum("kth,kh->kt", unit, mean, precision=jax.lax.Precision.HIGHEST))
-        mixed = weight * diversity + (1 - weight) * (attention + scaled(norm))
+        mixed = weight * scaled(-product) + (1 - weight) * (attention + scaled(norm))
         return jnp.where(candidates, mixed, 0.0)
 
 
