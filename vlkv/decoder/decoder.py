@@ -48,6 +48,7 @@ Recurring = Callable[[State | None, Array], tuple[Array, State]]
 Recur = Callable[[int, C, Recurring], tuple[C, Array]]
 # layer, carry, [B,T,D] -> carry, [B,t,D], [B,t,A] or None
 After = Callable[[int, C, Array], tuple[C, Array, Array | None]]
+Narrow = Callable[[C, Array, Array], tuple[C, Array, Array]]
 
 
 class Rotation(NamedTuple):
@@ -281,6 +282,7 @@ class Decoder(nnx.Module):
         limit: Int[Array, " B"] | None = None,
         *,
         recur: Recur[C] | None = None,
+        narrow: Narrow[C] | None = None,
     ) -> tuple[C, Float[Array, "B _T D"]]:
         """Runs all layers; returns the last carry and the output of the last layer.
 
@@ -298,6 +300,8 @@ class Decoder(nnx.Module):
             limit: as in `rope_table`.
             recur: recur(i, carry, run) is called in place of `attend` in layers with a recurrence.
                 run(state, valid) returns what the layer's tokens read, which `recur` returns too, and their state.
+            narrow: narrow(carry, x, attended) is called in the last layer, before what it does to each token apart, and
+                returns only the tokens whose output is needed. None: all.
         """
         if isinstance(x, jax.core.Tracer):  # a large program is about to be compiled
             make_room()
@@ -310,6 +314,8 @@ class Decoder(nnx.Module):
                 q, k, v = layer.project(x, rotations[kind.window is not None])
                 kept[kind.window] = k, v = kept[kind.window] if k is None or v is None else (k, v)
                 carry, attended = attend(i, carry, q, k, v)
+            if narrow is not None and i == len(self.layers) - 1:
+                carry, x, attended = narrow(carry, x, attended)
             x = layer.finish(x, attended.astype(x.dtype))
             if after is None:
                 x = self.add_features(None, i, x)

@@ -31,7 +31,7 @@ from vlkv.generation.layer_prompt import LayerPrompt, attend_and_measure, contex
 from vlkv.generation.repeating import Repetition, repeat
 from vlkv.inputs import Inputs
 from vlkv.keys import single_key
-from vlkv.masks import first
+from vlkv.masks import first, last
 from vlkv.sharding.ops import by_row, prefill_attention
 
 
@@ -192,21 +192,28 @@ def read_layers(
     start = _Carry(tokens, inputs.max_vision)
     start = reduce(0, start) if 0 in stages else start
     positions, recur = (repetition or start.tokens).positions, partial(_recur, repetition)
-    end, _ = params.decoder.walk(start, start.tokens.x, positions, attend, after, limit, recur=recur)
-    tokens, row, rings = end.tokens, jnp.arange(batch), end.rings
-    # The last token that is left. It may be a vision token, if the prompt ends with an image.
-    last = jnp.max(jnp.where(tokens.valid, jnp.arange(tokens.valid.shape[1]), 0), axis=1)
+    # A reduction after the last layer needs its output for all tokens; else only the last one's is used.
+    walk = partial(params.decoder.walk, narrow=None if layers in stages else _last_token)
+    end, x = walk(start, start.tokens.x, positions, attend, after, limit, recur=recur)
+    tokens, row, rings = _last_token(end, x, x)[0].tokens, jnp.arange(batch), end.rings
     # The next position counts all tokens of the prompt, minus the positions lost if a reduction renumbered them.
-    given, now = inputs.positions[row, tokens.source[row, last]], tokens.positions[row, last]
+    given, now = inputs.positions[row, tokens.source[:, 0]], tokens.positions[:, 0]
     positions_lost = jnp.max(given, axis=-1) - jnp.max(now, axis=-1)
     return Prompt(
         layers=end.results, is_vision=inputs.is_vision, valid=inputs.valid,
         next_position=jnp.broadcast_to((greatest + 1 - positions_lost)[:, None], now.shape),
-        position_limit=limit, logits=params.decoder.logits(tokens.x[row, last]),
+        position_limit=limit, logits=params.decoder.logits(tokens.x[:, 0]),
         max_vision=inputs.max_vision, max_text=inputs.max_text, max_instruction=inputs.max_instruction,
         max_images=inputs.max_images, reducer=reducer, kernels=kernels,
         rings=Rings(layers=rings, first_new=number[:, -1] + 1, new_tokens=0) if rings else None, states=end.states,
     )  # fmt: skip
+
+
+def _last_token(now: _Carry, x: Array, attended: Array) -> tuple[_Carry, Array, Array]:
+    """For `Decoder.walk`: the last token that is left. It may be a vision token, if the prompt ends with an image."""
+    is_last = jax.vmap(partial(last, count=1))(now.tokens.valid)
+    tokens = jax.vmap(partial(shorten, length=1))(dataclasses.replace(now.tokens, x=x), is_last)
+    return now._replace(tokens=tokens), tokens.x, attended[jnp.arange(len(x)), jnp.argmax(is_last, axis=1)][:, None]
 
 
 def _recur(repetition: Repetition | None, i: int, now: _Carry, run: Recurring) -> tuple[_Carry, Array]:
