@@ -15,8 +15,10 @@ import pytest
 from PIL import Image
 
 import vlkv
-from vlkv import policies
+from tests.models import random_model
+from vlkv import loading, policies
 from vlkv.cli import main
+from vlkv.generation import jitted
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.saving import read_note
 from vlkv.tools.commands import demo
@@ -43,8 +45,31 @@ def test_generate(capsys, sample, miniature):
     vision = vlkv.load_processor(miniature()).config.vision.tokens
     text = result["prompt_tokens"] - vision
     assert sum(result["kept_per_layer"]) == layers * text + round(0.1 * layers * vision)
-    numbers = result["cache_bytes"] - result["slots"] * result["slot_bytes"]  # of the token of each slot of the pool
-    assert 0 < numbers <= 4 * result["slots"] * vlkv.load_processor(miniature()).config.decoder.kv_heads
+    c = vlkv.load_processor(miniature()).config.decoder
+    assert sum(result["kept_bytes"].values()) == 4 * 2 * c.kv_heads * c.head_dim * result["slots"]
+    numbers = result["cache_bytes"] - sum(result["kept_bytes"].values())  # of the token of each slot of the pool
+    assert 0 < numbers <= 4 * result["slots"] * c.kv_heads
+
+
+def test_generate_reports_bytes_of_allocated_arrays(capsys, monkeypatch, sample, miniature):
+    """A layer with a window, whose heads differ in number and size, and one with full attention."""
+    processor, made, new = vlkv.load_processor(miniature()), [], 3
+    c = dataclasses.replace(processor.config.decoder, windows=(16, None), sliding_heads=(1, 16))
+    config = dataclasses.replace(processor.config, decoder=c)
+    params, prefill = random_model(config), jitted.prefill
+    monkeypatch.setattr(loading, "load_processor", lambda source: dataclasses.replace(processor, config=config))
+    monkeypatch.setattr(loading, "load_params", lambda source, dtype: params)
+    monkeypatch.setattr(jitted, "prefill", lambda *args, **options: made.append(prefill(*args, **options)) or made[0])
+    command = ["generate", "--model", "any", "--image", str(sample[1]), "--prompt", "read the page", "--json"]
+    assert main([*command, "--max-new-tokens", str(new), "--policy", "snapkv", "--keep", "0.5"]) == 0
+    result, cache = json.loads(capsys.readouterr().out), made[0][0]
+    _, heads, slots, channels = cache.k.shape
+    assert (heads, channels) == (2, 32) and cache.rings.layers[0].k.shape == (1, 1, 16, 16)
+    assert result["kept_bytes"] == {
+        "pool": 4 * 2 * heads * slots * channels, "tail": 4 * 2 * heads * new * channels, "rings": 4 * 2 * 16 * 16,
+        "states": 0,
+    }  # fmt: skip
+    assert result["slots"] == slots + new + 16
 
 
 @pytest.mark.full
@@ -55,7 +80,8 @@ def test_generate_with_parts_of_several_methods(capsys, sample):
     assert main([*command, "--max-new-tokens", "4", "--policy", policy, "--keep", "0.5"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["policy"] == "compose(snapkv(keep=0.5), allocate=prefixkv, store=kivi(bits=4))"
-    assert result["cache_bytes"] < 0.6 * result["slots"] * result["slot_bytes"]
+    c = vlkv.load_processor("mini").config.decoder
+    assert result["cache_bytes"] < 0.6 * 4 * 2 * c.kv_heads * c.head_dim * result["slots"]
 
 
 @pytest.mark.full
@@ -79,7 +105,7 @@ def test_a_saved_cache_answers_other_questions(capsys, sample, tmp_path):
     assert main([*model, "--from-cache", str(file), "--prompt", "read the page", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert {**again, "seconds_with_compilation": 0} == {**result, "seconds_with_compilation": 0}
-    assert again["policy"].startswith("snapkv(") and again["cache_bytes"] > again["slots"] * again["slot_bytes"]
+    assert again["policy"].startswith("snapkv(") and again["cache_bytes"] > sum(again["kept_bytes"].values())
 
 
 @pytest.mark.full

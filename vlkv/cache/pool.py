@@ -113,6 +113,17 @@ class PackedCache:
         return sum(x.nbytes for x in self.entry_arrays)
 
     @property
+    def kept(self) -> dict[str, Any]:
+        """Keys, values and states, by where they are: `pool`, `tail`, `rings` and `states`."""
+        rings = () if self.rings is None else self.rings.layers
+        return {
+            "pool": (self.k, self.v),
+            "tail": (self.tail_k, self.tail_v),
+            "rings": [(ring.k, ring.v) for ring in rings],
+            "states": self.states,
+        }
+
+    @property
     def whole_axes(self) -> tuple[str, ...]:
         """Axes that no mesh splits."""
         return ("slots",) if self.parts == 1 else ("kv_heads",)

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> Any:
         if args.save_cache is not None:
             _save(args, policy, params, processor, policy_key)
         ready = _from_file(args, sampling, params, processor)
-    cache, decoder = ready.cache, params.config.decoder
+    cache = ready.cache
     result = {
         "policy": text_of(ready.policy),
         "scope": ready.policy.scope,
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> Any:
         "kept_per_layer": np.asarray(cache.counts)[:, 0].mean(axis=1).tolist(),
         "cache_bytes": cache.bytes,
         "slots": cache.slots,
-        "slot_bytes": 2 * decoder.kv_heads * decoder.head_dim * params.decoder.embedding.weight[...].dtype.itemsize,
+        "kept_bytes": {name: sum(x.nbytes for x in jax.tree.leaves(kept)) for name, kept in cache.kept.items()},
     }
     tokens: list[int] = []
 

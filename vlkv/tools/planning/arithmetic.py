@@ -216,10 +216,5 @@ def kept_bytes(cache: Any, chip_bytes: Any) -> dict[str, int]:
 
     The last are the arrays that locate the entries.
     """
-    pool = chip_bytes((cache.k, cache.v))
-    tail = chip_bytes((cache.tail_k, cache.tail_v))
-    layers = () if cache.rings is None else cache.rings.layers
-    rings = chip_bytes([(ring.k, ring.v) for ring in layers])
-    states = chip_bytes(cache.states)
-    index = chip_bytes(cache) - pool - tail - rings - states
-    return {"pool": pool, "tail": tail, "rings": rings, "states": states, "index": index}
+    parts = {name: chip_bytes(arrays) for name, arrays in cache.kept.items()}
+    return {**parts, "index": chip_bytes(cache) - sum(parts.values())}
