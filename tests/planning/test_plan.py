@@ -36,6 +36,14 @@ def tiny():
     return dataclasses.replace(CONFIG, decoder=decoder)
 
 
+def table(plan):
+    """The lines of a plan's table with one column: name -> number."""
+    text = io.StringIO()
+    Console(file=text, width=100).print(planning.as_table(plan))
+    rows = [line.split("│")[1:3] for line in text.getvalue().splitlines() if "│" in line]
+    return {name.strip(): value.strip() for name, value in rows}
+
+
 @pytest.fixture(scope="module")
 def made(tiny):
     pytest.importorskip("libtpu")
@@ -99,6 +107,23 @@ def test_what_does_not_fit_says_what_would(tiny):
     assert not made.fits and not run.fits and run.used > made.topology.chip.usable
     assert any("--dtype bfloat16" in text for text in run.remedies)
     assert any("chips with --mesh data=1,model=2" in text for text in run.remedies)
+    lines = table(made)
+    assert lines["prefill: time"] == lines["decode step: time"] == lines["tokens a second, all rows"] == "does not fit"
+
+
+@pytest.mark.full
+@needs_libtpu
+def test_a_prefill_that_does_not_fit_before_steps_that_do(tiny):
+    """4,096 rows of 320 tokens with 4,096 channels of an MLP need 20 GiB; the compiler refuses them."""
+    decoder = dataclasses.replace(tiny.decoder, mlp_width=4096, layers=1)
+    wide = dataclasses.replace(tiny, decoder=decoder)
+    made = planning.plan(wide, topology="v5e:1x1", prompt=300, batch=4096, images=0, new_tokens=4, dtype="float32")
+    (run,), (said,), lines = made.runs, as_json(made)["runs"], table(made)
+    assert run.used > 4 * 4096 * 320 * 4096 and not run.fits and run.weights < 2**30
+    assert said["prefill"]["refused"] and "estimate" not in said["prefill"]
+    assert not said["decode_step"]["refused"] and said["decode_step"]["estimate"]["seconds"] > 0
+    assert said["bytes_per_chip"]["temporaries"] is None  # the largest are those of prefill
+    assert lines["prefill: time"] == lines["temporaries"] == "does not fit" and lines["decode step: time"][-2:] == "ms"
 
 
 BAD = [
@@ -185,8 +210,7 @@ def test_the_cache_of_each_kind_of_layer():
     for prompt in (4096, 8192):
         plan = planning.plan("gemma-3-12b", topology="a100:1", prompt=prompt, images=8,
                              policy=SnapKV(keep=0.1, scope="all"), compare=False)  # fmt: skip
-        made[prompt], text = plan.runs[0], io.StringIO()
-        Console(file=text, width=100).print(planning.as_table(plan))
+        made[prompt] = plan.runs[0]
     slot = 8 * 256 * 2 * 2  # 8 key heads of 256 channels, keys and values, two bytes a number
     assert made[4096].rings == made[8192].rings == 40 * 1024 * slot
     assert made[8192].tail == 8 * 64 * slot
@@ -194,8 +218,7 @@ def test_the_cache_of_each_kind_of_layer():
     assert 8192 <= tokens <= 1.1 * 8192
     assert made[8192].pool == pytest.approx(round(0.1 * 8 * tokens) * slot, abs=8 * 16 * slot)
     assert as_json(plan)["layers"] == {"full": 8, "sliding": 40, "shared": 0, "windows": [1024], "recurrent": 0}
-    rows = [line.split("│")[1:3] for line in text.getvalue().splitlines() if "│" in line]
-    lines = {name.strip(): value.strip() for name, value in rows}
+    lines = table(plan)
     assert lines["cache of 40 layers with a window of 1024"] == "0.31 GiB"  # 320 MiB
     assert lines["cache of 8 full layers: prompt"] == gib(made[8192].pool)
     assert lines["cache of 8 full layers: new tokens"] == "4.0 MiB"

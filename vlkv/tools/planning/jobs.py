@@ -34,13 +34,15 @@ class Step:
     """Prefill, one decode step, or `generate`.
 
     Attributes:
-        program: None if it does not fit into the chip's memory, or if no compiler for the chip is available.
-        estimate: of its time; None if it does not fit.
+        program: None if it was refused, or if no compiler for the chip is available.
+        refused: whether the compiler refused it, because it needs more memory than a chip has.
+        estimate: of its time; None if it was refused.
         argument_bytes: bytes of its arguments on one chip, computed from shapes, including tile padding.
         seconds: time of compiling, including tracing and lowering.
     """
 
     program: Program | None
+    refused: bool
     estimate: Estimate | None
     argument_bytes: int
     seconds: float
@@ -56,7 +58,7 @@ class Run:
         rings: keys and values of layers with a sliding window.
         states: states of recurrent layers.
         index: arrays of the cache that describe where entries are.
-        temporaries: greatest size of temporaries in any program.
+        temporaries: greatest size of temporaries in any program; None if one was refused or if there is no compiler.
         used: greatest memory that is needed at once.
         fits: whether a chip has this memory.
         remedies: changes that would fit, if it does not.
@@ -81,6 +83,11 @@ class Run:
     generate: Step | None = None
 
     @property
+    def refused(self) -> bool:
+        """Whether the compiler refused any program."""
+        return any(step is not None and step.refused for step in (self.prefill, self.decode, self.generate))
+
+    @property
     def tokens_per_second(self) -> float | None:
         """Decoding speed of all rows together."""
         return None if self.decode.estimate is None else self.batch / self.decode.estimate.seconds
@@ -93,8 +100,7 @@ class _Attempts:
         self.mesh, self.say = mesh, say
         self.programs: dict[str, Program | None] = {}
         self.seconds: dict[str, float] = {}
-        self.needed: list[int] = []  # bytes of programs that do not fit, if the compiler reports them
-        self.refused = False
+        self.refused: dict[str, int] = {}  # programs that need more memory than a chip has -> bytes; 0: not reported
 
     def compile(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compiles a function; returns the shapes of its results, with shardings if a compiler has chosen them."""
@@ -106,8 +112,7 @@ class _Attempts:
             try:
                 program, out = compile_program(function, *args, **kwargs)
             except DoesNotFit as error:
-                out, self.refused = error.out, True
-                self.needed.append(error.needed)
+                out, self.refused[what] = error.out, error.needed
         self.programs[what], self.seconds[what] = program, time.perf_counter() - begin
         return out
 
@@ -166,19 +171,20 @@ def _described(job: Job, where: Topology, made: _Attempts, *, params: Any, input
         read_bytes += 2 * parts["states"]  # which are written too
         times = by_shapes(job, chip, where.count, weights=weights, step_weights=dense + chosen, read=read_bytes)
     compiled = [program for program in made.programs.values() if program is not None]
-    used = max([weights + size(inputs) + sum(parts.values()), *(program.peak for program in compiled), *made.needed])
+    known = weights + size(inputs) + sum(parts.values())
+    used = max([known, *(program.peak for program in compiled), *made.refused.values()])
     fits = used <= chip.usable and not made.refused
     remedies = arithmetic.remedies(
         job, where, mesh.shape["data"], mesh.shape["model"], used=max(used, chip.usable + 1), weights=weights
     )
 
     def described(what: str, arguments: Any, time: Estimate | None = None) -> Step:
-        return Step(program=made.programs[what], estimate=time, argument_bytes=size(arguments),
-                    seconds=made.seconds[what])  # fmt: skip
+        return Step(program=made.programs[what], refused=what in made.refused, estimate=time,
+                    argument_bytes=size(arguments), seconds=made.seconds[what])  # fmt: skip
 
     return Run(
         policy=job.policy, batch=job.batch, weights=weights, **parts, inputs=size(inputs),
-        temporaries=max((program.temporaries for program in compiled), default=None),  # type: ignore[type-var]
+        temporaries=None if None in made.programs.values() else max(program.temporaries for program in compiled),
         used=used, fits=fits, remedies=() if fits else tuple(remedies),
         prefill=described("prefill", (params, inputs), times[0]),
         decode=described("decode step", (params, cache, token), times[1]),

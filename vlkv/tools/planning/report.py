@@ -70,7 +70,11 @@ def _run(run: Run) -> dict[str, Any]:
 
 
 def _step(step: Step) -> dict[str, Any]:
-    content: dict[str, Any] = {"compile_seconds": round(step.seconds, 2), "argument_bytes": step.argument_bytes}
+    content: dict[str, Any] = {
+        "compile_seconds": round(step.seconds, 2),
+        "argument_bytes": step.argument_bytes,
+        "refused": step.refused,
+    }
     if step.program is not None:
         content["compiler"] = dataclasses.asdict(step.program)
     if step.estimate is not None:
@@ -103,7 +107,7 @@ def as_table(plan: Plan) -> Group:
         line(f"states of {plan.recurrent} recurrent layers", lambda run: gib(run.states))
     line("cache: index", lambda run: gib(run.index))
     line("inputs", lambda run: gib(run.inputs))
-    line("temporaries", lambda run: "unknown" if run.temporaries is None else gib(run.temporaries), end=True)
+    line("temporaries", lambda run: _missing(run) if run.temporaries is None else gib(run.temporaries), end=True)
     line(f"needed of {gib(chip.usable)}", lambda run: gib(run.used))
     line("fits", lambda run: "yes" if run.fits else "NO", end=True)
     for title, step in (("prefill", attrgetter("prefill")), ("decode step", attrgetter("decode"))):
@@ -138,7 +142,7 @@ def _parameters(plan: Plan) -> str:
 
 
 def _time(step: Step) -> str:
-    return "unknown" if step.estimate is None else f"{1000 * step.estimate.seconds:.1f} ms"
+    return _missing(step) if step.estimate is None else f"{1000 * step.estimate.seconds:.1f} ms"
 
 
 def _bound(step: Step) -> str:
@@ -159,4 +163,9 @@ def _kernels(step: Step) -> str:
 
 
 def _rate(run: Run) -> str:
-    return "unknown" if run.tokens_per_second is None else f"{run.tokens_per_second:.0f}"
+    return _missing(run.decode) if run.tokens_per_second is None else f"{run.tokens_per_second:.0f}"
+
+
+def _missing(part: Run | Step) -> str:
+    """Why a number is missing: the compiler measures no program that needs more memory than a chip has."""
+    return "does not fit" if part.refused else "unknown"
