@@ -42,6 +42,8 @@ class Inputs:
     # For images that are cut into tiles: [..., 0] the token's own tile, numbered in the prompt; [..., 1] for tokens of
     # an overview, the tile that shows the same part of the image. -1: none. None: no image is cut into tiles.
     tiles: Int[AnyArray, "B T 2"] | None = None
+    # For frames of videos: the number of the token's frame in its video, from 0. -1: none. None: there are no videos.
+    frame: Int[AnyArray, "B T"] | None = None
     # Further arrays for the family's model; see the family's inputs.py.
     layout: dict[str, AnyArray] = dataclasses.field(default_factory=dict)
     max_vision: int = dataclasses.field(metadata={"static": True})  # vision tokens of any row
@@ -131,9 +133,9 @@ class Inputs:
             buckets,
             # The id of the image token may be outside the vocabulary.
             tokens=np.where(valid & (tokens < config.decoder.vocab_size), tokens, 0).astype(np.int32),
-            positions=made.positions, valid=valid, vision_index=made.vision_index, grid=made.grid, tiles=made.tiles,
-            pixels=made.pixels, layout=made.layout, max_vision=made.max_vision, max_images=made.max_images,
-        )  # fmt: skip
+            valid=valid,
+            **vars(made),
+        )
 
     def with_ends(
         self, dropped: Sequence[int], ends: Sequence[Int[np.ndarray, " _t"]], buckets: Buckets | None = None
@@ -174,6 +176,7 @@ class Inputs:
             buckets or Buckets(), tokens=tokens, positions=positions, valid=valid,
             vision_index=beginnings(self.vision_index, -1), grid=beginnings(self.grid, -1),
             tiles=None if self.tiles is None else beginnings(self.tiles, -1),
+            frame=None if self.frame is None else beginnings(self.frame, -1),
             pixels=self.pixels, layout=self.layout, max_vision=self.max_vision, max_images=self.max_images,
         )  # fmt: skip
 
@@ -188,6 +191,7 @@ class Inputs:
         vision_index: Int[np.ndarray, "B T"],
         grid: Int[np.ndarray, "B T 3"],
         tiles: Int[np.ndarray, "B T 2"] | None,
+        frame: Int[np.ndarray, "B T"] | None,
         max_vision: int,
         **more: Any,
     ) -> Inputs:
@@ -204,6 +208,7 @@ class Inputs:
             vision_index=np.pad(vision_index, pad, constant_values=-1),
             grid=np.pad(grid, [*pad, (0, 0)], constant_values=-1),
             tiles=None if tiles is None else np.pad(tiles, [*pad, (0, 0)], constant_values=-1),
+            frame=None if frame is None else np.pad(frame, pad, constant_values=-1),
             max_vision=max_vision,
             max_text=max_text,
             max_instruction=min(max_text, round_up(int(instruction.max()), buckets.text)),

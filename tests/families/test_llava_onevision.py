@@ -197,6 +197,8 @@ def test_processor_of_a_folder(tmp_path):
     wanted = [2 * among, alone, 4 + 1 + alone, 12 + 1, 0]
     assert inputs.is_vision.sum(axis=1).tolist() == wanted
     assert inputs.grid[2, :, 0].max() == 2, "two views of the picture and a frame"
+    numbers = [row[row >= 0].tolist() for row in inputs.frame]
+    assert numbers == [[], [], [0] * 5, [0] * 4 + [1] * 4 + [2] * 5, []], "with the newline at the end"
 
 
 def check_layout(model, config, size, images, count) -> None:

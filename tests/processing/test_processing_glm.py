@@ -158,9 +158,11 @@ def test_images_and_videos_in_one_prompt_are_those_of_transformers(tmp_path, nam
     np.testing.assert_array_equal(inputs.tokens[0][inputs.valid[0]], wanted["input_ids"][0])
     np.testing.assert_array_equal(inputs.is_vision[0][inputs.valid[0]], wanted["mm_token_type_ids"][0] > 0)
     made = vlkv.Inputs.from_hf(dict(wanted), ours.config)
-    for field in ("tokens", "valid", "vision_index", "grid", "positions"):
+    for field in ("tokens", "valid", "vision_index", "grid", "frame", "positions"):
         np.testing.assert_array_equal(getattr(made, field), getattr(inputs, field))
     np.testing.assert_allclose(made.pixels, inputs.pixels, atol=1e-5)
+    at = [np.flatnonzero(inputs.grid[0, :, 0] == view)[0] for view in range(6)]
+    assert inputs.frame[0, at].tolist() == [0, 1, 2, -1, -1, 0], "frames of the tower, made of two pictures"
     times = ["0", "1", "2"] if name == "Glm4vProcessor" else ["0.0 seconds", "1.2 seconds", "2.5 seconds"]
     assert all(f"<|end_of_image|>{time}<|" in spelled(ours, inputs) for time in times)
 

@@ -141,6 +141,9 @@ def test_a_video_is_described_as_by_transformers(processor, theirs, monkeypatch,
     assert (
         spelled(processor, inputs) == f"<|im_start|>User: look {wanted} and {image} what?<end_of_utterance>\nAssistant:"
     )
+    numbers = inputs.frame[inputs.is_vision]
+    np.testing.assert_array_equal(numbers[: frames * TOKENS], np.repeat(range(frames), TOKENS))
+    assert (numbers[frames * TOKENS :] == -1).all(), "tiles of an image are no frames"
     # transformers gives `size` precedence over `video_size`, and resizes twice.
     reader = theirs.pil(size=SETTINGS["size"], max_image_size=SETTINGS["max_image_size"], do_image_splitting=False)
     pixels = reader([list(video.frames)], return_tensors="np")["pixel_values"][0]

@@ -26,6 +26,7 @@ class Tokens:
     size: Float[Array, "*B T"]  # number of prompt tokens that it represents after merging
     grid: Int[Array, "*B T 3"]  # (image number in the prompt, line, column) of the patch; -1: none
     tiles: Int[Array, "*B T 2"] | None = None  # as in `Inputs`
+    frame: Int[Array, "*B T"] | None = None  # as in `Inputs`
     tower: Float[Array, "*B W N T"] | None = None  # attention received in the tower, if the policy uses it
     # What is given to the tokens after the first layers, or after every layer; see `Decoder.add_features`. A token that
     # is merged into another one loses its own. None: nothing is given.

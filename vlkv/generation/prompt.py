@@ -284,8 +284,8 @@ def _begin(
     tokens = Tokens(
         x=embedded.x, positions=inputs.positions, is_vision=inputs.is_vision, valid=inputs.valid,
         source=jnp.broadcast_to(jnp.arange(inputs.valid.shape[1]), inputs.valid.shape),
-        size=jnp.ones(inputs.valid.shape), grid=inputs.grid, tiles=inputs.tiles, tower=embedded.attention,
-        added=embedded.added,
+        size=jnp.ones(inputs.valid.shape), grid=inputs.grid, tiles=inputs.tiles, frame=inputs.frame,
+        tower=embedded.attention, added=embedded.added,
     )  # fmt: skip
     if policy is None or policy.facts.repeats is None:
         return tokens, None

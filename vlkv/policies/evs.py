@@ -21,8 +21,8 @@ class EVS(ReducingPolicy):
     the tower's features that the model adds after its first layers (Qwen3-VL). `keep` is 1 - q of vLLM, which has
     merged the method, and is rounded down. So the same patches are dropped as there, with three exceptions. All videos
     of a row share one budget. If the first frame exceeds the budget, tokens at equal distances in it are kept; vLLM
-    keeps all of it. And images, which vLLM does not prune, count as first frames, but an image that follows one with
-    the same lines and columns counts as the next frame.
+    keeps all of it. And images, which vLLM does not prune, count as first frames: only frames of the same video are
+    compared (`Inputs.frame`).
     """
 
     facts = Facts(

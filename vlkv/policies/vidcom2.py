@@ -6,7 +6,7 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import frames, matching
 from vlkv.compression.observe import Observation
@@ -27,8 +27,9 @@ class VidCom2(ReducingPolicy):
     authors' code, which rounds the number of each frame; here all shares have a common factor, so that the total is
     exact.
 
-    All frames and images of a row are one video, and an image is one frame, of any size. Tokens without a place in a
-    frame, such as newlines, are kept first. A frame keeps at least one token if the budget allows.
+    Each video of a row is compared with its own centre, and an image is a video of one frame; all share one budget and
+    the channels. Tokens without a place in a frame, such as newlines, are kept first. A frame keeps at least one token
+    if the budget allows.
 
     Attributes:
         channels: fraction of the channels that are compared, rounded down.
@@ -46,13 +47,18 @@ class VidCom2(ReducingPolicy):
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text, and the best tokens of each frame."""
         del obs, stage
-        patch, frame = frames.patches(tokens), jnp.maximum(tokens.grid[:, 0], 0)
-        size = frames.sum_by_frame(patch.astype(jnp.float32), tokens)
+        patch = frames.patches(tokens)
+        frame, video = jnp.maximum(tokens.grid[:, 0], 0), frames.videos(tokens)
         unit = matching.unit(tokens.x * self.quiet(tokens.x, patch))
-        total = frames.sum_by_frame(unit, tokens)
-        to_video = similarity(unit, jnp.sum(total, axis=0) / jnp.maximum(jnp.sum(size), 1))
-        to_frame = similarity(unit, (total / jnp.maximum(size, 1)[:, None])[frame])
-        share = self.shares(frames.sum_by_frame(to_video, tokens), size)
+
+        def to_centre(number: Int[Array, " T"]) -> Float[Array, " T"]:
+            size = frames.sum_by(number, patch.astype(jnp.float32), tokens)
+            return similarity(unit, (frames.sum_by(number, unit, tokens) / jnp.maximum(size, 1)[:, None])[number])
+
+        to_video, to_frame = to_centre(video), to_centre(frame)
+        size = frames.sum_by(frame, patch.astype(jnp.float32), tokens)
+        of_frame = jax.ops.segment_max(jnp.where(patch, video, 0), frame, len(frame))
+        share = self.shares(frames.sum_by(frame, to_video, tokens), size, jnp.maximum(of_frame, 0))
         # Numbers proportional to share x size, rounded half up, whose total is exact: Webster's method.
         rank = matching.rank_within(jnp.where(patch, frame, -1), to_video + to_frame)
         order = jnp.where(rank > 0, (rank + 0.5) / (share * size)[frame], 0.0)
@@ -64,15 +70,22 @@ class VidCom2(ReducingPolicy):
         variance = jnp.sum(weight * (x - jnp.sum(weight * x, axis=0)) ** 2, axis=0)
         return top(-variance[None], jnp.ones(width, bool), jnp.array([max(1, int(self.channels * width))]))[0]
 
-    def shares(self, similar: Float[Array, " T"], size: Float[Array, " T"]) -> Float[Array, " T"]:
+    def shares(
+        self, similar: Float[Array, " T"], size: Float[Array, " T"], video: Int[Array, " T"]
+    ) -> Float[Array, " T"]:
         """Relative share of each frame.
 
         Args:
-            similar: sum over the frame's tokens of their similarity to the centre of the video.
+            similar: sum over the frame's tokens of their similarity to the centre of its video.
             size: number of its tokens; 0: there is no such frame.
+            video: number of its video.
         """
-        unlike = jnp.where(size > 0, -similar / jnp.maximum(size, 1), -jnp.inf)
-        return 1 + jax.nn.softmax(unlike / self.temperature) - 1 / jnp.maximum(jnp.sum(size > 0), 1)
+        exists, length = size > 0, len(size)
+        unlike = jnp.where(exists, -similar / jnp.maximum(size, 1), -jnp.inf) / self.temperature
+        most = jax.ops.segment_max(unlike, video, length)[video]
+        weight = jnp.where(exists, jnp.exp(unlike - most), 0)
+        total, count = (jax.ops.segment_sum(x, video, length)[video] for x in (weight, exists.astype(int)))
+        return 1 + weight / jnp.maximum(total, 1) - 1 / jnp.maximum(count, 1)
 
 
 def similarity(unit: Float[Array, "T D"], centre: Float[Array, "T D"] | Float[Array, " D"]) -> Float[Array, " T"]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -36,6 +37,7 @@ class Arranged:
     pixels: np.ndarray | None = None
     layout: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # further arrays for the family's model
     tiles: Int[np.ndarray, "B T 2"] | None = None  # tiles of images that are cut into tiles; see `Inputs`
+    frame: Int[np.ndarray, "B T"] | None = None  # frames of videos; see `Inputs`
     max_vision: int = 0  # bound on the vision tokens of any row
     max_images: int = 0  # bound on the images of any row
 
@@ -106,6 +108,7 @@ def arrange_entries(
     pictures: Mapping[int | None, Sequence[Int[np.ndarray, "V columns"]]],
     buckets: Buckets,
     *,
+    frames: Mapping[int | None, Sequence[int]] = MappingProxyType({}),
     newline: int = 0,
     others: int = 0,
 ) -> tuple[dict[str, Any], Int[np.ndarray, "B T more"]]:
@@ -118,6 +121,7 @@ def arrange_entries(
         valid: False for padding.
         pictures: id of the image or video token -> `entries` of each such picture, in the order of the prompts.
         buckets: for the bounds.
+        frames: id of a video token -> for each picture with this token, the number in its video of its first frame.
         newline: index of the newline's vision embedding.
         others: index of the embedding with source `OTHERS`; that with source `OTHERS - 1` follows, and so on.
 
@@ -125,23 +129,26 @@ def arrange_entries(
         InputError: image tokens and pictures that do not match.
     """
     is_vision = valid & np.isin(tokens, [token for token in pictures if token is not None])
-    left = {token: iter(some) for token, some in pictures.items()}
+    left = {token: zip(some, frames.get(token, [None] * len(some)), strict=True) for token, some in pictures.items()}
     every = [one for some in pictures.values() for one in some]
     found, wanted = int(is_vision.sum()), sum(map(len, every))
     if found != wanted:
         raise InputError(f"the prompt has {found} image tokens, but {len(every)} image(s) or video(s) need {wanted}; "
                          "give one <image> mark per image, <video> per video")  # fmt: skip
     entry, most = np.zeros((*tokens.shape, every[0].shape[1] if every else 4), np.int64), 0
+    frame = np.full(tokens.shape, -1, np.int32)
     for row in range(len(tokens)):
         places, views, at = np.flatnonzero(is_vision[row]), 0, 0
         while at < len(places):
             token = int(tokens[row, places[at]])
-            one = next(left[token], None)
+            one, begin = next(left[token], (None, None))
             span = places[at : at + (0 if one is None else len(one))]
             if one is None or len(span) < len(one) or (tokens[row, span] != token).any():
                 raise InputError(f"row {row} of the batch: the image tokens do not fit the images or videos; repeat "
                                  "the token of each image or video once per vision token")  # fmt: skip
             entry[row, span] = one
+            if begin is not None:
+                frame[row, span] = begin + one[:, 1]
             entry[row, span, 1] += views
             views += int(one[:, 1].max()) + 1
             at += len(one)
@@ -152,6 +159,7 @@ def arrange_entries(
         vision_index=np.where(is_vision, source, -1).astype(np.int32),
         grid=np.where(is_vision[..., None], entry[..., 1:4], -1).astype(np.int32),
         positions=count_up(valid),
+        frame=frame if (frame >= 0).any() else None,
         max_vision=round_up(int(is_vision.sum(axis=1).max()), buckets.vision),
         max_images=round_up(most, buckets.images),
     )

@@ -2,20 +2,22 @@
 
 Every tile and the thumbnail are separate images in `Inputs.grid`, because the tower sees each of them alone and no
 token contains the position of a tile. Our processor adds `pixel_tiles`; transformers' processor does not. From it
-follows `Inputs.tiles`, for methods that divide a budget among the tiles of an image. Only the tokens of tiles are
-vision tokens. The marks `<img>` and `</img>` around an image are text. So is `Frame1: ` before a frame of a video; each
-frame is one tile. Images are resized by PIL, as in the authors' code.
+follows `Inputs.tiles`, for methods that divide a budget among the tiles of an image. Likewise `Inputs.frame`, for
+methods that compare the frames of a video, follows from `pixel_frames`. Only the tokens of tiles are vision tokens. The
+marks `<img>` and `</img>` around an image are text. So is `Frame1: ` before a frame of a video; each frame is one tile.
+Images are resized by PIL, as in the authors' code.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import PIL.Image
+from jaxtyping import Float
 from typing_extensions import override
 
 from vlkv.buckets import Buckets
@@ -68,11 +70,17 @@ class TilesConfig(SquareConfig):
         return settings
 
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
-        """Like `SquareConfig.arrange`. `batch` may also have `pixel_tiles` [I, 2].
+        """Like `SquareConfig.arrange`. `batch` may also have `pixel_tiles` [I, 2] and `pixel_frames` [I].
 
-        They contain, for a thumbnail, the lines and columns of the tiles before it; for a tile, zeros.
+        `pixel_tiles`: for a thumbnail, the lines and columns of the tiles before it; for a tile, zeros. `pixel_frames`:
+        for a frame of a video, its number in the video, from 0; for a tile or a thumbnail, -1.
         """
         arranged = super().arrange(batch, tokens, valid, buckets)
+        numbers = np.asarray(batch.get("pixel_frames", -1))
+        if (numbers >= 0).any():
+            of_embedding, index = np.repeat(numbers, self.per_picture), arranged.vision_index
+            frame = np.where(index >= 0, of_embedding[index], -1).astype(np.int32)
+            arranged = dataclasses.replace(arranged, frame=frame)
         if batch.get("pixel_tiles") is None:
             return arranged
         tilings = np.asarray(batch["pixel_tiles"])
@@ -113,20 +121,34 @@ class InternVlPictures(Pictures):
             tiles = tiles_of(image.resize((width, height), resample=self.settings.resample), self.side)
             if self.thumbnail:
                 tiles, view = [*tiles, image], (lines, columns)
-        return self._read([to_pixels(tile, self.settings) for tile in tiles], self._marked(len(tiles)), view)
+        pixels = [to_pixels(tile, self.settings) for tile in tiles]
+        return Read(arrays=tile_arrays(pixels, view), tokens=self.tokens * len(tiles), text=self._marked(len(tiles)))
 
     def video(self, video: Video) -> Read:
         """Every frame of the video becomes one tile."""
         frames = [to_pixels(open_image(frame), self.frame) for frame in video.frames]
-        return self._read(frames, "\n".join(f"Frame{i}: {self._marked(1)}" for i in range(1, len(frames) + 1)))
+        text = "\n".join(f"Frame{i}: {self._marked(1)}" for i in range(1, len(frames) + 1))
+        return Read(arrays=tile_arrays(frames, is_video=True), tokens=self.tokens * len(frames), text=text)
 
     def _marked(self, tiles: int) -> str:
         return f"<img>{TOKEN * (self.tokens * tiles)}</img>"
 
-    def _read(self, tiles: list[np.ndarray], text: str, view: tuple[int, int] = (0, 0)) -> Read:
-        lines_columns = np.array([*[(0, 0)] * (len(tiles) - 1), view])
-        arrays = {"pixel_values": np.stack(tiles), "pixel_tiles": lines_columns}
-        return Read(arrays=arrays, tokens=self.tokens * len(tiles), text=text)
+
+def tile_arrays(
+    tiles: Sequence[Float[np.ndarray, "3 side side"]], view: tuple[int, int] = (0, 0), *, is_video: bool = False
+) -> dict[str, np.ndarray]:
+    """The arrays of one image or video, as `TilesConfig.arrange` gets them.
+
+    Args:
+        tiles: those of an image, or the frames of a video.
+        view: lines and columns of the tiles before the last one, if this is a view of the whole image.
+        is_video: whether they are frames.
+    """
+    return {
+        "pixel_values": np.stack(tiles),
+        "pixel_tiles": np.array([*[(0, 0)] * (len(tiles) - 1), view]),
+        "pixel_frames": np.arange(len(tiles)) if is_video else np.full(len(tiles), -1),
+    }
 
 
 def tiling(width: int, height: int, side: int, fewest: int, most: int) -> tuple[int, int]:

@@ -96,8 +96,9 @@ class AnyResConfig(HostConfig):
         layout, tiles = views.layout(buckets), round_up(views.tiles, buckets.images)
         mixed = tiles * self.vision.grid**2
         fields, _ = arrange_entries(
-            tokens, valid, made, buckets, others=mixed, newline=mixed + len(layout.get("taps", ()))
-        )
+            tokens, valid, made, buckets, others=mixed, newline=mixed + len(layout.get("taps", ())),
+            frames={self.video_token: [0] * len(videos)} if videos else {},
+        )  # fmt: skip
         if pixels:
             numbers = tile_numbers(fields["vision_index"], *views.tables(tiles, len(layout.get("taps", ()))))
             fields |= {"pixels": padded(np.concatenate(pixels), tiles), "layout": layout, "tiles": numbers}

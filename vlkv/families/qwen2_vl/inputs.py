@@ -62,10 +62,11 @@ class _Picture:
     lines: int  # in tokens, like columns
     columns: int
     interval: float  # temporal positions from one frame to the next
+    begin: int = 0  # of a video: number of the first of these frames
 
     def frames(self) -> list[_Picture]:
         """Each frame of a video as a picture of its own."""
-        return [dataclasses.replace(self, patches=frame[None]) for frame in self.patches]
+        return [dataclasses.replace(self, patches=frame[None], begin=i) for i, frame in enumerate(self.patches)]
 
     def entries(self, slots: Int[np.ndarray, "frames lines columns"]) -> Int[np.ndarray, "V 9"]:
         """One row for each token of the picture.
@@ -122,9 +123,9 @@ class NativeResolutionConfig(HostConfig):
         every = [picture for some in pictures.values() for picture in some]
         pixels, place, slots = _pack(every, self.vision, buckets) if every else (None, None, ())
         rows = iter([picture.entries(slot) for picture, slot in zip(every, slots, strict=True)])
-        token = self.picture_tokens
-        by_token = {token[kind]: [next(rows) for _ in some] for kind, some in pictures.items()}
-        fields, more = arrange_entries(tokens, valid, by_token, buckets)
+        by_token = {token: [next(rows) for _ in pictures[kind]] for kind, token in self.picture_tokens.items()}
+        frames = {self.picture_tokens["video"]: [video.begin for video in pictures["video"]]}
+        fields, more = arrange_entries(tokens, valid, by_token, buckets, frames=frames)
         is_vision, more = fields["vision_index"] >= 0, np.pad(more, [(0, 0), (0, 0), (0, 5 - more.shape[2])])
         # Where each picture starts. A token of text moves what follows by one, a picture by its extent.
         moved = np.cumsum(np.where(is_vision, more[..., 0], valid), axis=1) - np.where(is_vision, more[..., 1], 1)
@@ -165,8 +166,7 @@ def _pictures(batch: Batch, kind: PictureKind, c: Qwen2VisionConfig) -> list[_Pi
         raise InputError(f"second_per_grid_ts has shape {seconds.shape}, but {grid_name} has {grids.shape}")
     if c.whole_seconds:
         seconds = np.trunc(seconds)
-    speed = None if kind == "image" else c.tokens_per_second
-    intervals = np.ones(len(grids)) if speed is None else speed * seconds
+    intervals = np.ones(len(grids)) if c.tokens_per_second is None else c.tokens_per_second * seconds
     ends = np.cumsum(grids.prod(axis=1))
     pictures = []
     for part, (t, h, w), interval in zip(np.split(pixels, ends[:-1]), grids, intervals, strict=True):

@@ -3,8 +3,8 @@
 Every tile and the view of the whole are separate images in `Inputs.grid`, because the tower sees each of them alone.
 Only the tokens of tiles are vision tokens. The marks around them are text: `<fake_token_around_image>`,
 `<row_1_col_1>`, `<global-img>` and line breaks. So are the sentence before a video and the time before each of its
-frames; each frame is one tile. Our processor adds `pixel_tiles`, from which `Inputs.tiles` follows, as for InternVL.
-Images are resized by PIL.
+frames; each frame is one tile. Our processor adds `pixel_tiles` and `pixel_frames`, as for InternVL. Images are resized
+by PIL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing_extensions import override
 from vlkv.buckets import Buckets
 from vlkv.config import filled
 from vlkv.errors import InputError
-from vlkv.families.internvl.inputs import TilesConfig
+from vlkv.families.internvl.inputs import TilesConfig, tile_arrays
 from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens
 from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video, tiles_of
@@ -164,7 +164,7 @@ class SmolVlmPictures(Pictures):
         text = ""
         for line in range(1, lines + 1):
             text += "".join(self._tile(f"row_{line}_col_{column}") for column in range(1, columns + 1)) + "\n"
-        return self._read([*tiles, image], s, text + "\n" * bool(tiles) + self._whole, (lines, columns))
+        return self._read([*tiles, image], s, text + "\n" * bool(tiles) + self._whole, view=(lines, columns))
 
     def video(self, video: Video) -> Read:
         """Every frame of the video becomes one tile after its time, `frames / fps` seconds in all."""
@@ -175,7 +175,7 @@ class SmolVlmPictures(Pictures):
         for i in range(len(frames)):
             minute, second = divmod(int(i / video.fps), 60)
             text += f"\nFrame from {minute:02d}:{second:02d}:{self._whole}"
-        return self._read(frames, s, text + "\n\n")
+        return self._read(frames, s, text + "\n\n", is_video=True)
 
     @override
     def batch(self, reads: Sequence[Read]) -> dict[str, Any]:
@@ -189,10 +189,8 @@ class SmolVlmPictures(Pictures):
     def _whole(self) -> str:
         return self._tile("global-img") + AROUND
 
-    def _read(self, tiles: list[PIL.Image.Image], s: Resizing, text: str, view: tuple[int, int] = (0, 0)) -> Read:
-        lines_columns = np.array([*[(0, 0)] * (len(tiles) - 1), view])
-        pixels = np.stack([to_pixels(tile, s.square) for tile in tiles])
-        arrays = {"pixel_values": pixels, "pixel_tiles": lines_columns}
+    def _read(self, tiles: list[PIL.Image.Image], s: Resizing, text: str, **kind: Any) -> Read:
+        arrays = tile_arrays([to_pixels(tile, s.square) for tile in tiles], **kind)
         return Read(arrays=arrays, tokens=self.tokens * len(tiles), text=text)
 
 
