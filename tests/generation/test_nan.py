@@ -14,11 +14,13 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 import vlkv
+from tests.families import tiny
 from tests.miniature import cut
-from tests.models import SMALL, tiny_llava, unequal_batch
+from tests.models import SMALL, random_model, tiny_llava, unequal_batch
 from vlkv import analysis, policies
 from vlkv.analysis import profiles
 from vlkv.cli import main
+from vlkv.generation.nan import explain
 from vlkv.tools.evaluation import Journal, Settings, read_records, run
 from vlkv.tools.harness.answering import Answerer, Question
 
@@ -139,6 +141,31 @@ def test_nan_of_a_new_token_of_pixels_and_of_half_precision():
     half.decoder.layers[1].down.weight[...] = jnp.full_like(half.decoder.layers[1].down.weight[...], 6e4)
     text = refused(lambda: vlkv.generate(half, inputs, sampling=SAMPLING))
     assert text == f"the logits are NaN, {FAULTS['overflow'][2].replace('layer 0', 'layer 1')}"
+
+
+def test_bounds_without_effect_are_not_the_cause():
+    """A tower of Gemma 4 whose bounds are infinite, as by default: a fault in another weight, and an overflow."""
+    c = tiny.read_config("gemma4")
+    params = random_model(dataclasses.replace(c, vision=dataclasses.replace(c.vision, clipped=True)))
+    block, inputs = params.vision.blocks[1], tiny.make_batch("gemma4")
+    for one in params.vision.blocks:
+        for product in ("query", "key", "value", "out", "gate", "up", "down"):
+            bounds = getattr(one, f"{product}_bounds")
+            bounds.input_min[...] = bounds.output_min[...] = -jnp.inf
+            bounds.input_max[...] = bounds.output_max[...] = jnp.inf
+
+    def said() -> str:
+        return str(explain(params, inputs, np.array([True, True, False])))
+
+    first = "the logits are NaN, first in the vision tower or the projector: "
+    weight = block.down.weight[...]
+    block.down.weight[...] = jnp.full_like(weight, 3e38)
+    assert said().startswith(f"{first}a number is too large for float32")
+    block.down.weight[...] = weight.at[0, 0].set(jnp.inf)
+    assert said().startswith(f"{first}its weight vision.blocks[1].down.weight is NaN or infinite")
+    block.down.weight[...] = weight
+    block.down_bounds.output_max[...] = -jnp.inf
+    assert said().startswith(f"{first}its weight vision.blocks[1].down_bounds.output_max is NaN or infinite")
 
 
 def test_a_token_of_nan_is_no_text(miniature):

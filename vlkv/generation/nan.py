@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.decoder import Attend, attend_to_prompt, recur_over_prompt
@@ -83,7 +84,7 @@ def explain(
             continue
         broken = [x for x, fine in found.weights.items() if not fine and prefixes and x.startswith(prefixes)]
         if broken:
-            name = broken[0].removeprefix(".").removesuffix(".value")
+            name = broken[0].removeprefix(".")
             cause = f"its weight {name} is NaN or {'too large for float16' if half else 'infinite'}"
         else:
             cause = f"a number is too large for {dtype}"
@@ -92,7 +93,7 @@ def explain(
 
 
 class _Parts(NamedTuple):
-    """Whether the outputs of each part are finite at all tokens of the failed rows, and the weights too."""
+    """Whether the outputs of each part are finite at all tokens of the failed rows, and whether weights are sound."""
 
     vision: Bool[Array, ""]
     text: Bool[Array, ""]
@@ -135,11 +136,17 @@ def _finite_parts(params: Model, inputs: Inputs, failed: Bool[Array, " B"], answ
     layers, last = params.decoder.walk(none, x, positions, attend, note, recur=recur_over_prompt(valid))
     place = jnp.max(jnp.where(valid, jnp.arange(valid.shape[1]), 0), axis=1)
     logits = params.decoder.logits(last[jnp.arange(len(place)), place])
-    weights = jax.tree_util.tree_leaves_with_path(params)
+    weights = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
     return _Parts(
         vision=is_finite(prompt, inputs.valid & inputs.is_vision),
         text=is_finite(x, valid & ~is_vision),
         layers=jnp.stack(layers),
         logits=jnp.all(jnp.isfinite(logits) | ~failed[:, None]),
-        weights={jax.tree_util.keystr(path): jnp.all(jnp.isfinite(x)) for path, x in weights},
+        weights={jax.tree_util.keystr(path): _is_sound(x) for path, x in weights},
     )
+
+
+def _is_sound(weight: nnx.Variable) -> Bool[Array, ""]:
+    """Whether no number is NaN or infinite; the infinity that its metadata names as `unbounded` has no effect."""
+    x = weight[...]
+    return jnp.all(jnp.isfinite(x) | (x == weight.get_metadata().get("unbounded", jnp.nan)))

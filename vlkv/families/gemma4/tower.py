@@ -61,11 +61,14 @@ class Gemma4VisionConfig(BlockConfig):
 
 
 class Bounds(nnx.Module):
-    """The bounds of a product's inputs and outputs."""
+    """The bounds of a product's inputs and outputs. A bound that clips nothing may be infinite (`unbounded`)."""
 
     def __init__(self, *, init: Initializer) -> None:
         self.input_min, self.output_min = init.constant(-_FAR), init.constant(-_FAR)
         self.input_max, self.output_max = init.constant(_FAR), init.constant(_FAR)
+        for least, most in ((self.input_min, self.input_max), (self.output_min, self.output_max)):
+            least.set_metadata(unbounded=-jnp.inf)
+            most.set_metadata(unbounded=jnp.inf)
 
     def __call__(self, product: Any, x: Float[Array, "*batch i"]) -> Float[Array, "..."]:
         """The product of clipped inputs, clipped."""
