@@ -27,6 +27,8 @@ from vlkv.keys import single_key
 from vlkv.policies.full import Full
 from vlkv.processing import Processor
 from vlkv.processing.contexts import context_part, joined, shared
+from vlkv.processing.images import Picture
+from vlkv.processing.pictures import Video
 from vlkv.processing.processor import RowImages, as_list, count
 from vlkv.processing.prompts import literal
 
@@ -74,8 +76,8 @@ class Chat:
         print(chat.ask("what does row one say?"))
         print(chat.ask("what does row two say?"))
 
-    The policy compresses the prompt of the first question. Later questions and all answers are not compressed, unless
-    the policy evicts while decoding.
+    The policy compresses the prompt of the first question. Later questions, their images, and all answers are not
+    compressed, unless the policy evicts while decoding.
 
     Attributes:
         cache: the cache of the conversation; None before the first question.
@@ -102,7 +104,7 @@ class Chat:
         Args:
             params: the model.
             processor: of the same checkpoint.
-            image: an image, a list of images and videos, or None.
+            image: of the first question: an image, a list of images and videos, or None.
             policy: None: the full cache.
             sampling: None: `Greedy()`. Its `max_new_tokens` limits each answer.
             key: for random policies and for `Sample`.
@@ -120,6 +122,7 @@ class Chat:
         self.policy = Full() if policy is None else policy
         self.sampling = Greedy() if sampling is None else sampling
         self.cache, self.turns = None, []
+        self._later: list[tuple[int, int]] = []  # numbers of images and videos that came with each question
         self._image, self._context, self._seen = image, context, ""  # _seen: the text that the cache holds
         self._images, self._videos = count(as_list(image))
         key = self.sampling.require_key(single_key(key))
@@ -132,36 +135,42 @@ class Chat:
             inputs = self._without_question()
             check_tokens(params, inputs, choose_token(self._begin(inputs), self.sampling, self._key)[:, None])
 
-    def ask(self, question: str, on_text: Callable[[str], Any] | None = None) -> str:
+    def ask(self, question: str, on_text: Callable[[str], Any] | None = None, *, image: RowImages = None) -> str:
         """Answers a question and adds both to the cache.
 
         Args:
-            question: text; in the first one `<image>` may mark the place of an image. `\\<image>` is the word itself.
+            question: text; `<image>` may mark the place of an image. `\\<image>` is the word itself.
             on_text: called with each piece of the answer when it is decoded, for example
                 `lambda text: print(text, end="", flush=True)`.
+            image: new images and videos of a later question, as in `Chat`.
 
         Returns:
             The whole answer.
 
         Raises:
-            InputError: an empty question, a conversation beyond the model's limit, or NaN logits.
+            InputError: an empty question, an image that cannot be used, a conversation beyond the model's limit, or NaN
+                logits.
         """
         pieces = []
-        for piece in self.processor.pieces(self._decode(*self._feed(question))):
+        for piece in self.processor.pieces(self._decode(*self._feed(question, as_list(image)))):
             pieces.append(piece)
             if on_text is not None:
                 on_text(piece)
         answer = "".join(pieces)
         self.turns.append((question, answer))
+        self._later.append(count(as_list(image)))
         return answer
 
-    def _feed(self, question: str) -> tuple[Inputs, Float[Array, "1 vocab"]]:
-        """Adds the question to the cache, and with the first one the images.
+    def _feed(self, question: str, pictures: list[Picture | Video]) -> tuple[Inputs, Float[Array, "1 vocab"]]:
+        """Adds the question to the cache with its pictures, which are those of `Chat` for the first one.
 
         Returns what it has added, and the logits of the next token.
         """
+        if pictures and not self.turns:
+            raise InputError("give the images of the first question to Chat(params, processor, image)")
         questions, answers = [*(asked for asked, _ in self.turns), question], [answer for _, answer in self.turns]
-        then = list(zip(answers, questions[1:], strict=True))
+        counts = [*self._later, count(pictures)][1:]
+        then = [(said, asked, *number) for said, asked, number in zip(answers, questions[1:], counts, strict=True)]
         first = joined(self._context, questions[0])
         prompt = self.processor.prompts.write(first, self._images, self._videos, then)
         if self.cache is None:
@@ -172,7 +181,8 @@ class Chat:
             place = prompt.find(answer, len(self._seen))
             if not prompt.startswith(self._seen) or place < 0:
                 raise InputError("the chat template changes earlier turns: start a new Chat for this question")
-            fed = self.processor.extension([prompt[: place + len(answer)]], [prompt])
+            shown = self.processor.in_order(question, pictures)
+            fed = self.processor.extension([prompt[: place + len(answer)]], [prompt], [shown])
             logits = self._extend(fed)
         self._seen = prompt
         return fed, logits

@@ -25,18 +25,18 @@ PATCH, MERGE = 4, 2
 NEW = 32
 
 
-def make(seed: int = 0, *, tied: bool = False):
+def make(seed: int = 0, *, tied: bool = False, vocabulary: int = 120, image: int = IMAGE, marks=(START, END)):
     """A tower with three blocks and a table of 5 x 5 positions; heads of the decoder are wider than its width."""
     text = dict(
-        vocab_size=120, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
+        vocab_size=vocabulary, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, tie_word_embeddings=tied,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
     )  # fmt: skip
     vision = dict(hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=2, image_size=22,
                   patch_size=PATCH, spatial_merge_size=MERGE)  # fmt: skip
     config = transformers.PaddleOCRVLConfig(
-        text_config=text, vision_config=vision, image_token_id=IMAGE, video_token_id=98, vision_start_token_id=START,
-        vision_end_token_id=END, tie_word_embeddings=tied,
+        text_config=text, vision_config=vision, image_token_id=image, video_token_id=98, vision_start_token_id=marks[0],
+        vision_end_token_id=marks[1], tie_word_embeddings=tied,
     )  # fmt: skip
     model = transformers.PaddleOCRVLForConditionalGeneration(config).eval()
     perturb(model, seed)
@@ -221,19 +221,62 @@ def test_patches_are_those_of_the_checkpoints_processor(processor):
         assert read.tokens == wanted["image_grid_thw"].prod() // 4
 
 
+MARK = "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
+
+
+def make_theirs(folder):
+    """transformers' processor of a folder."""
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), extra_special_tokens={"image_token": "<|IMAGE_PLACEHOLDER|>"}
+    )
+    return transformers.PaddleOCRVLProcessor(
+        transformers.AutoImageProcessor.from_pretrained(folder, backend="pil"), tokenizer
+    )
+
+
+@pytest.mark.full
+def test_a_chat_with_an_image_in_its_second_turn(tmp_path):
+    """Each answer is that of transformers' model to the whole conversation, with the tokens of the answers so far."""
+    model = make(vocabulary=263, image=3, marks=(261, 262))
+    model.save_pretrained(tmp_path)
+    write_processor(tmp_path, SETTINGS | {"patch_size": PATCH, "size": {"shortest_edge": 384, "longest_edge": 1280}})
+    params, processor = vlkv.load(tmp_path)
+    theirs, rng, new = make_theirs(tmp_path), np.random.default_rng(3), 6
+    first, second, third = (rng.integers(0, 256, (*shape, 3), np.uint8) for shape in ((24, 32), (20, 50), (40, 16)))
+    chat = vlkv.Chat(params, processor, first, sampling=vlkv.Greedy(max_new_tokens=new))
+    turns = [
+        ("OCR:", [first], f"<|begin_of_sentence|>User: {MARK}OCR:\nAssistant: "),
+        ("<image><image>Table Recognition:", [second, third],
+         f"</s>User: {MARK}{MARK}Table Recognition:\nAssistant: "),
+        ("And?", [], "</s>User: And?\nAssistant: "),
+    ]  # fmt: skip
+    row = Row([], {"pixel_values": np.zeros((0, 3, PATCH, PATCH)), "image_grid_thw": np.zeros((0, 3), int)})
+    for number, (question, images, text) in enumerate(turns):
+        made = theirs(images=images or None, text=text, return_tensors="np")
+        row.ids.extend(made["input_ids"][0].tolist())
+        for name in row.extra if images else ():
+            row.extra[name] = np.concatenate([row.extra[name], made[name]])
+        kinds = {"mm_token_type_ids": [[int(token == 3) for token in row.ids]]}
+        extra = {**row.extra, "pixel_values": np.float32(row.extra["pixel_values"])}
+        tokens = answer(model, Row(row.ids, extra | kinds), new)[2].tolist()
+        assert not {0, 1, 2, 3} & set(tokens), "text only"
+        assert chat.ask(question, image=images if number else None) == processor.decode(np.array(tokens))
+        row.ids.extend(tokens)
+    assert int(chat.cache.used[0]) == len(row.ids) - len(theirs(images=[first], text=turns[0][2])["input_ids"][0])
+
+
+def test_images_of_the_first_question_belong_to_the_chat(processor):
+    chat = vlkv.Chat(vlkv.families.abstract(processor.config), processor)
+    with pytest.raises(vlkv.InputError, match=r"first question to Chat\(params, processor, image\)"):
+        chat.ask("OCR:", image=np.zeros((40, 40, 3), np.uint8))
+
+
 def test_ids_are_those_of_the_checkpoints_processor(processor, tmp_path):
     """Several images in a prompt, in the family's own format."""
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(tmp_path / "tokenizer.json"), extra_special_tokens={"image_token": "<|IMAGE_PLACEHOLDER|>"}
-    )
-    theirs = transformers.PaddleOCRVLProcessor(
-        transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil"), tokenizer
-    )
-    rng = np.random.default_rng(2)
+    theirs, rng = make_theirs(tmp_path), np.random.default_rng(2)
     images = [random_image(rng) for _ in range(2)]
     inputs = processor([images], ["OCR:"])
-    mark = "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
-    text = f"<|begin_of_sentence|>User: {mark}{mark}OCR:\nAssistant: "
+    text = f"<|begin_of_sentence|>User: {MARK}{MARK}OCR:\nAssistant: "
     wanted = theirs(images=images, text=text)["input_ids"][0]
     np.testing.assert_array_equal(inputs.tokens[0][inputs.valid[0]], wanted)
     assert inputs.is_vision.sum() == (np.asarray(wanted) == 3).sum()

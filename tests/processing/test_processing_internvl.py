@@ -139,6 +139,22 @@ def test_prompts_of_transformers_form(hf):
     np.testing.assert_array_equal(inputs.pixels[0], frame, "pixels in the order of the prompt, not of the call")
 
 
+def test_a_later_turn_with_an_image_and_a_video(hf):
+    """What is added to a cache are the ids that follow in the whole conversation, and only the new tiles."""
+    first, second, video = noise(60, 29), noise(28, 60), Video(frames=[noise(40, 30, seed) for seed in range(3)])
+    question = "<video> and <image>, which?"
+    before, shown = hf.prompts.write("what?", 1), hf.in_order(question, [second, video])
+    after = hf.prompts.write("what?", 1, then=[("yes", question, 1, 1)])
+    fed = hf.extension([before], [after], [shown])
+    pictures = [first, video, second]
+    whole = hf._ids(after, pictures, [hf.pictures.read(picture) for picture in pictures])
+    np.testing.assert_array_equal(fed.tokens[fed.valid], whole[hf(first, "what?").valid.sum() :])
+    tiles = [hf.pictures.read(picture).arrays["pixel_values"] for picture in pictures[1:]]
+    np.testing.assert_array_equal(fed.pixels[: sum(map(len, tiles))], np.concatenate(tiles))
+    with pytest.raises(InputError, match=r"1 <image> mark\(s\) for 0"):
+        hf.prompts.write("what?", 1, then=[("yes", question, 0, 1)])
+
+
 @pytest.mark.parametrize("name", sorted(CONVERSATIONS))
 def test_conversations_of_the_authors(original, name):
     """System turn, question, answer: an opening and the separator for each. The folder's own template is not used."""

@@ -106,7 +106,7 @@ class Processor:
         """
         rows, texts = _rows(images, text)
         # Checks the texts before any image is opened.
-        rows = [self._as_written(one, row) for row, one in zip(rows, texts, strict=True)]
+        rows = [self.in_order(one, row) for row, one in zip(rows, texts, strict=True)]
         reads = [self._read(row) for row in rows]
         write = self.prompts.before_question if query_agnostic else self.prompts.write
         prompts = [
@@ -114,27 +114,35 @@ class Processor:
         ]
         return self._batch(prompts, [read for row in reads for read in row])
 
-    def extension(self, before: Sequence[str], after: Sequence[str]) -> Inputs:
+    def extension(self, before: Sequence[str], after: Sequence[str], images: Sequence[RowImages] = ()) -> Inputs:
         """The inputs for `vlkv.extend` that turn caches of the prompts `before` into caches of the prompts `after`.
 
         Args:
             before: one prompt per row, from `prompts.write` or `prompts.before_question`.
-            after: the same prompts with the question or further turns, without new images.
+            after: the same prompts with the question or further turns.
+            images: new images and videos of each row, in the order of its prompt; (): there are none.
 
         Raises:
-            InputError: a prompt of `after` does not start with that of `before`, or is not longer.
+            InputError: a prompt of `after` does not start with that of `before`, or is not longer; an unusable image.
         """
-        return self._batch([self.beyond(*pair) for pair in zip(before, after, strict=True)], [])
+        rows = [as_list(row) for row in images or [None] * len(before)]
+        reads = [self._read(row) for row in rows]
+        prompts = [self.beyond(*one) for one in zip(before, after, rows, reads, strict=True)]
+        return self._batch(prompts, [read for row in reads for read in row])
 
-    def beyond(self, before: str, after: str) -> Int[np.ndarray, " T"]:
-        """The ids that follow `before` in `after`; raises InputError like `extension`."""
+    def beyond(
+        self, before: str, after: str, pictures: Sequence[Picture | Video] = (), reads: Sequence[Read] = ()
+    ) -> Int[np.ndarray, " T"]:
+        """`extension` of one row: the ids that follow. `reads` are the new pictures, converted by `Pictures.read`."""
         if not after.startswith(before) or len(after) == len(before):
             raise InputError("the chat template changes earlier turns of a longer conversation, so the cache of the "
                              "shorter one cannot be extended")  # fmt: skip
-        shorter, longer = self.encode(before), self.encode(after)
-        if len(longer) > len(shorter) and np.array_equal(longer[: len(shorter)], shorter):
-            return longer[len(shorter) :]
-        return self.encode(after[len(before) :], begin=False)  # a token crosses the end of `before`
+        new = self._spell_out(after[len(before) :], pictures, reads)
+        shorter, longer = self.encode(before), self.encode(before + new)
+        ids = longer[len(shorter) :]
+        if not len(ids) or not np.array_equal(longer[: len(shorter)], shorter):
+            ids = self.encode(new, begin=False)  # a token crosses the end of `before`
+        return self._repeated(ids, pictures, reads)
 
     def encode(self, prompt: str, *, begin: bool = True) -> Int[np.ndarray, " T"]:
         """The ids of a prompt, in which a mark after a backslash is text.
@@ -192,11 +200,15 @@ class Processor:
         return self._ids(self.prompts.write(text, *count(pictures)), pictures, reads)
 
     def _ids(self, prompt: str, pictures: Sequence[Picture | Video], reads: Sequence[Read]) -> Int[np.ndarray, " T"]:
-        if any(read.text is not None for read in reads):
-            prompt = self._spell_out(prompt, pictures, reads)
-        ids = self.encode(prompt)
+        ids = self.encode(self._spell_out(prompt, pictures, reads))
         if not ids.size:
             raise InputError("the prompt is empty: the tokenizer returns no tokens")
+        return self._repeated(ids, pictures, reads)
+
+    def _repeated(
+        self, ids: Int[np.ndarray, " _t"], pictures: Sequence[Picture | Video], reads: Sequence[Read]
+    ) -> Int[np.ndarray, " T"]:
+        """The ids with the token of each picture repeated once per vision token."""
         repeats = np.ones(len(ids), np.int64)
         own = {"image": self.config.image_token, "video": self.config.video_token}
         if own["video"] is None:  # the text of a video contains the image token
@@ -251,8 +263,8 @@ class Processor:
         if len(text) > len(said):
             yield text[len(said) :]
 
-    def _as_written(self, text: str, row: Sequence[Picture | Video]) -> list[Picture | Video]:
-        """The pictures of a row in the order of its prompt; raises InputError like `PromptWriter.write`."""
+    def in_order(self, text: str, row: Sequence[Picture | Video]) -> list[Picture | Video]:
+        """The pictures of a question in the order of its marks; raises InputError like `PromptWriter.write`."""
         prompt = self.prompts.write(text, *count(row))
         own = {"image": self.prompts.image_token, "video": self.prompts.video_token}
         if own["image"] == own["video"]:  # only the marks distinguish images and videos
@@ -267,7 +279,9 @@ class Processor:
         return shown + [picture for queue in queues.values() for picture in queue]
 
     def _spell_out(self, prompt: str, pictures: Sequence[Picture | Video], reads: Sequence[Read]) -> str:
-        """The prompt with the token of each picture replaced by `Read.text`."""
+        """The prompt with the token of each picture replaced by `Read.text`, if pictures have such texts."""
+        if all(read.text is None for read in reads):
+            return prompt
         texts = {}
         for kind, token in (("image", self.prompts.image_token), ("video", self.prompts.video_token)):
             found = [read.text for picture, read in zip(pictures, reads, strict=True) if _kind(picture) == kind]
@@ -280,8 +294,7 @@ class Processor:
         if not row:
             return []
         assert self.pictures is not None  # PromptWriter.write raises an error otherwise
-        images, _ = count(row)
-        return [self.pictures.read(picture, images=images) for picture in row]
+        return [self.pictures.read(picture, images=count(row)[0]) for picture in row]
 
 
 def _spelling(folder: Path, tokenizer: TextTokenizer, token: int | None) -> str | None:
@@ -290,10 +303,8 @@ def _spelling(folder: Path, tokenizer: TextTokenizer, token: int | None) -> str 
         return None
     text = tokenizer.tokenizer.id_to_token(token)
     if text is None:
-        raise InputError(
-            f"{folder / 'tokenizer.json'}: has no token {token}, which is the image token in config.json; "
-            "the files belong to different checkpoints"
-        )
+        raise InputError(f"{folder / 'tokenizer.json'}: has no token {token}, which is the image token in "
+                         "config.json; the files belong to different checkpoints")  # fmt: skip
     return text
 
 

@@ -11,13 +11,15 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from vlkv.errors import InputError
 from vlkv.processing.templates import ChatTemplate
 
 MARKS = {"image": "<image>", "video": "<video>"}
 _PROBE = "vlkvprobe"
+# A later turn: an answer and the next question, and the question's numbers of images and videos, if it has any.
+Turn: TypeAlias = tuple[str, str] | tuple[str, str, int, int]
 
 
 def occurrences(texts: Iterable[str]) -> re.Pattern[str]:
@@ -51,7 +53,7 @@ class PromptWriter:
     special: Mapping[str, str]  # special tokens for the template, such as bos_token -> "<s>"
     video_token: str | None = None  # None for a family that does not support videos
 
-    def write(self, text: str, images: int, videos: int = 0, then: Sequence[tuple[str, str]] = ()) -> str:
+    def write(self, text: str, images: int, videos: int = 0, then: Sequence[Turn] = ()) -> str:
         """The prompt up to the start of the model's next answer.
 
         Args:
@@ -59,14 +61,16 @@ class PromptWriter:
                 belongs to the mark. A mark after a backslash is text.
             images: number of images.
             videos: number of videos.
-            then: later turns: pairs of an answer and the next question, without images. A mark in an answer is text.
+            then: later turns. A mark in an answer is text.
 
         Raises:
             InputError: a text is empty, its marks do not match, or it contains the text of an image or video token.
         """
         asked = [self._split(text, {"image": images, "video": videos})]
-        asked += [self._split(question, dict.fromkeys(MARKS, 0)) for _, question in then]
-        answers = [literal(answer) for answer, _ in then]
+        asked += [
+            self._split(question, dict(zip(MARKS, counts or (0, 0), strict=True))) for _, question, *counts in then
+        ]
+        answers = [literal(answer) for answer, *_ in then]
         if self.template is None:
             return self._plain(asked, answers)
         items = self._takes_items(self.template)
