@@ -418,8 +418,9 @@ def test_windows_are_those_of_transformers(kind, change):
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [({"layer_types": [FULL]}, "layer_types=.* must be a list of 3 layers"),
-     ({"layer_types": ["linear_attention"] * 3}, "layer_types=.* must be a list of 3 layers"),
+    [({"layer_types": [FULL]}, "layer_types must be a list of 3 layers, .*, not 1 layers"),
+     ({"layer_types": ["linear_attention"] * 3}, "layer_types must be a list of 3 layers, .*, not 'linear_attention'"),
+     ({"layer_types": FULL}, "layer_types must be a list of 3 layers, .*, not 'full_attention'"),
      (USED | {"max_window_layers": "x"}, "max_window_layers='x' must be a whole number"),
      (USED | {"max_window_layers": 1, "sliding_window": 0}, "sliding_window=0 must be a whole number of at least 1")],
 )  # fmt: skip

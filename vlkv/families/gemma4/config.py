@@ -13,6 +13,7 @@ from vlkv.errors import InputError
 from vlkv.families.gemma4.inputs import PatchesConfig
 from vlkv.families.gemma4.tower import Gemma4VisionConfig
 from vlkv.families.text.config import read_decoder
+from vlkv.families.text.layer_types import SLIDING, periodic
 
 # Class defaults in transformers.
 _TOWER: dict[str, Any] = dict(
@@ -90,11 +91,11 @@ def _read_tower(raw: object) -> Gemma4VisionConfig:
 
 
 def _published(width: int, layers: int, period: int, vision: dict[str, Any], **text: Any) -> dict[str, Any]:
-    types = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(layers)]
     common = dict(
-        model_type="gemma4_text", vocab_size=262144, hidden_size=width, num_hidden_layers=layers, layer_types=types,
-        head_dim=256, global_head_dim=512, final_logit_softcapping=30.0, max_position_embeddings=262144,
-        sliding_window=1024, hidden_size_per_layer_input=0,
+        model_type="gemma4_text", vocab_size=262144, hidden_size=width, num_hidden_layers=layers,
+        layer_types=periodic(period, layers, others=SLIDING), head_dim=256, global_head_dim=512,
+        final_logit_softcapping=30.0, max_position_embeddings=262144, sliding_window=1024,
+        hidden_size_per_layer_input=0,
     )  # fmt: skip
     return dict(model_type="gemma4", text_config=common | text, vision_config=vision, eos_token_id=[1, 106, 50],
                 vision_soft_tokens_per_image=280, tie_word_embeddings=True)  # fmt: skip

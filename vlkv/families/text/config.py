@@ -22,12 +22,12 @@ from vlkv.config import (
 )
 from vlkv.errors import InputError
 from vlkv.families.text import gemma4
+from vlkv.families.text.layer_types import FULL, SLIDING, periodic, read_layer_types
 from vlkv.families.text.recurrent import read_recurrent
 from vlkv.families.text.rotary import read_rope
 from vlkv.processing.host import HostConfig
 
 _TIE = "tie_word_embeddings"
-_ATTENTION = ("full_attention", "sliding_attention")  # kinds of layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,17 +121,14 @@ class Kind:
     def _windows(self, c: Raw) -> tuple[int | None, ...]:
         """`DecoderConfig.windows`. A window that is as long as the model's positions has no effect."""
         layers, limit, window = c["num_hidden_layers"], c["max_position_embeddings"], c.get("sliding_window")
-        types, full = c.get("layer_types"), c.get("max_window_layers", 0)  # the first `full` layers have no window
-        if types is not None and not (isinstance(types, list) and len(types) == layers
-                                      and all(kind in _ATTENTION for kind in types)):  # fmt: skip
-            raise InputError(f"config.json: layer_types={types!r} must be a list of {layers} layers, each "
-                             f"{' or '.join(_ATTENTION)}")  # fmt: skip
+        types = read_layer_types(c, FULL, SLIDING)
+        full = c.get("max_window_layers", 0)  # the first `full` layers have no window
         if not isinstance(full, int):
             raise InputError(f"config.json: max_window_layers={full!r} must be a whole number")
         if self.windowed:
             slides = [window is not None] * layers
         elif types is not None:
-            slides = [kind == "sliding_attention" for kind in types]
+            slides = [kind == SLIDING for kind in types]
         else:
             some = bool(c.get("use_sliding_window")) and window is not None
             slides = [some and i >= full for i in range(layers)]
@@ -151,13 +148,12 @@ class GemmaKind(Kind):
                         "attn_logit_softcapping": None})  # fmt: skip
         pattern = positive("sliding_window_pattern", c["sliding_window_pattern"])
         layers, scalar = positive("num_hidden_layers", c["num_hidden_layers"]), c["query_pre_attn_scalar"]
-        types = [_ATTENTION[(i + 1) % pattern > 0] for i in range(layers)]
-        ropes = _ropes(c, "linear")
-        decoder = super().read({"layer_types": types, **c, **ropes["full_attention"]})
+        types, ropes = periodic(pattern, layers, others=SLIDING), _ropes(c, "linear")
+        decoder = super().read({"layer_types": types, **c, **ropes[FULL]})
         return dataclasses.replace(
             decoder, norm_offset=1.0, embedding_scale=decoder.width**0.5,
             query_scale=(decoder.head_dim / number("query_pre_attn_scalar", scalar)) ** 0.5,
-            sliding_rope=read_rope({**c, **ropes["sliding_attention"]}, decoder.head_dim),
+            sliding_rope=read_rope({**c, **ropes[SLIDING]}, decoder.head_dim),
         )  # fmt: skip
 
 
@@ -171,18 +167,18 @@ class VariedKind(Kind):
         types, ropes = gemma4.layer_types(c), _ropes(c, "proportional")
         full = gemma4.full_heads(c, types)
         plain = {"layer_types": None, "sliding_window": None}
-        decoder = super().read({**c, **plain, **full, **ropes[gemma4.FULL]})
-        sliding_rope = read_rope({**c, **ropes[gemma4.SLIDING]}, positive("head_dim", c["head_dim"]))
+        decoder = super().read({**c, **plain, **full, **ropes[FULL]})
+        sliding_rope = read_rope({**c, **ropes[SLIDING]}, positive("head_dim", c["head_dim"]))
         return dataclasses.replace(decoder, sliding_rope=sliding_rope, **gemma4.extended(c, types, decoder.width))
 
 
 def _ropes(c: Raw, *scalings: str) -> dict[str, dict[str, Any]]:
     """For each kind of layer, the fields of RoPE, as other models have them. Only full attention is scaled."""
     given = c.get("rope_parameters") or {}
-    if not isinstance(given, Mapping) or not set(given) <= set(_ATTENTION):
-        raise InputError(f"config.json: rope_parameters={given!r} must have {' and '.join(_ATTENTION)}")
-    thetas = {"full_attention": c["rope_theta"], "sliding_attention": c["rope_local_base_freq"]}
-    scaled = {"full_attention": c.get("rope_scaling"), "sliding_attention": None}
+    if not isinstance(given, Mapping) or not set(given) <= {FULL, SLIDING}:
+        raise InputError(f"config.json: rope_parameters={given!r} must have {FULL} and {SLIDING}")
+    thetas = {FULL: c["rope_theta"], SLIDING: c["rope_local_base_freq"]}
+    scaled = {FULL: c.get("rope_scaling"), SLIDING: None}
     ropes: dict[str, dict[str, Any]] = {}
     for kind, theta in thetas.items():
         part = given.get(kind) or scaled[kind] or {}
@@ -255,8 +251,8 @@ KINDS = {
         vocab_size=262144, hidden_size=2304, intermediate_size=9216, num_hidden_layers=30, num_attention_heads=8,
         num_key_value_heads=4, head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=131072, sliding_window=512,
         rope_theta=1e6, rope_local_base_freq=1e4, tie_word_embeddings=True, eos_token_id=1, rope_parameters={
-            "full_attention": dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1e6),
-            "sliding_attention": dict(rope_type="default", rope_theta=1e4)})),
+            FULL: dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1e6),
+            SLIDING: dict(rope_type="default", rope_theta=1e4)})),
     "qwen3_5_text": DeltaKind(names="qwen3_5", qk_norm=True, interleaved=True, partial=True, defaults=dict(
         _DELTA, vocab_size=248320, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32,
         num_attention_heads=16, num_key_value_heads=4)),

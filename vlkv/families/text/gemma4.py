@@ -7,17 +7,12 @@ from typing import Any
 
 from vlkv.config import ExpertsConfig, LayerInputsConfig, Raw, number, positive, positives, require, token_id
 from vlkv.errors import InputError
-
-SLIDING, FULL = "sliding_attention", "full_attention"
+from vlkv.families.text.layer_types import FULL, SLIDING, periodic, read_layer_types
 
 
 def layer_types(c: Raw) -> list[str]:
     """The kind of each layer. The last one has full attention, whatever the file says, as in transformers."""
-    count = positive("num_hidden_layers", c.get("num_hidden_layers"))
-    types = c.get("layer_types") or [FULL if (i + 1) % 6 == 0 else SLIDING for i in range(count)]
-    if not isinstance(types, list) or len(types) != count or not set(types) <= {SLIDING, FULL}:
-        raise InputError(f"config.json: layer_types={types!r} must be a list of {count} layers, each {FULL} or "
-                         f"{SLIDING}")  # fmt: skip
+    types = read_layer_types(c, FULL, SLIDING) or periodic(6, c["num_hidden_layers"], others=SLIDING)
     return [*types[:-1], FULL]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from vlkv.config import Raw, RecurrentConfig, positive, positives
 from vlkv.errors import InputError
+from vlkv.families.text.layer_types import FULL, LINEAR, periodic, read_layer_types
 
-_LINEAR, _FULL = "linear_attention", "full_attention"
 _SIZES = {"key_heads": "linear_num_key_heads", "heads": "linear_num_value_heads", "key_dim": "linear_key_head_dim",
           "value_dim": "linear_value_head_dim", "taps": "linear_conv_kernel_dim"}  # fmt: skip
 
@@ -24,13 +24,10 @@ def read_recurrent(c: Raw) -> RecurrentConfig:
 
 def _layers(c: Raw) -> tuple[int, ...]:
     """Indices of the recurrent layers."""
-    layers, types = c["num_hidden_layers"], c.get("layer_types")
+    types = read_layer_types(c, LINEAR, FULL)
     if types is None:
-        every = positive("full_attention_interval", c["full_attention_interval"])
-        types = [_LINEAR if (i + 1) % every else _FULL for i in range(layers)]
-    if not (isinstance(types, list) and len(types) == layers and all(kind in (_LINEAR, _FULL) for kind in types)):
-        raise InputError(f"config.json: layer_types={types!r} must be a list of {layers} layers, each {_LINEAR} or "
-                         f"{_FULL}")  # fmt: skip
-    if _FULL not in types:
-        raise InputError(f"config.json: layer_types has no {_FULL}, so there is no cache to compress")
-    return tuple(i for i, kind in enumerate(types) if kind == _LINEAR)
+        period = positive("full_attention_interval", c["full_attention_interval"])
+        types = periodic(period, c["num_hidden_layers"], others=LINEAR)
+    if FULL not in types:
+        raise InputError(f"config.json: layer_types has no {FULL}, so there is no cache to compress")
+    return tuple(i for i, kind in enumerate(types) if kind == LINEAR)
