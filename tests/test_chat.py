@@ -72,7 +72,7 @@ def test_a_chat_keeps_the_compressed_cache(mini, page, query_agnostic):
     chat = vlkv.Chat(params, processor, page, policy=policy, query_agnostic=query_agnostic,
                      sampling=vlkv.Greedy(max_new_tokens=6))  # fmt: skip
     assert (chat.cache is not None) == query_agnostic
-    chat.ask(QUESTIONS[0])
+    chat.ask(f"<image>{QUESTIONS[0]}")
     length, used = np.asarray(chat.cache.counts), int(chat.cache.used[0])
     if not query_agnostic:
         output = vlkv.generate(params, processor(page, QUESTIONS[0]), policy=policy)

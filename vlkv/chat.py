@@ -122,9 +122,8 @@ class Chat:
         self.policy = Full() if policy is None else policy
         self.sampling = Greedy() if sampling is None else sampling
         self.cache, self.turns = None, []
-        self._later: list[tuple[int, int]] = []  # numbers of images and videos that came with each question
         self._image, self._context, self._seen = image, context, ""  # _seen: the text that the cache holds
-        self._images, self._videos = count(as_list(image))
+        self._shown = [count(as_list(image))]  # numbers of images and videos of each question
         key = self.sampling.require_key(single_key(key))
         require_fit(self.policy, params.decoder.full_layers, key)
         self._policy_key: Any = None
@@ -157,8 +156,9 @@ class Chat:
             if on_text is not None:
                 on_text(piece)
         answer = "".join(pieces)
+        if self.turns:
+            self._shown.append(count(as_list(image)))
         self.turns.append((question, answer))
-        self._later.append(count(as_list(image)))
         return answer
 
     def _feed(self, question: str, pictures: list[Picture | Video]) -> tuple[Inputs, Float[Array, "1 vocab"]]:
@@ -169,10 +169,10 @@ class Chat:
         if pictures and not self.turns:
             raise InputError("give the images of the first question to Chat(params, processor, image)")
         questions, answers = [*(asked for asked, _ in self.turns), question], [answer for _, answer in self.turns]
-        counts = [*self._later, count(pictures)][1:]
-        then = [(said, asked, *number) for said, asked, number in zip(answers, questions[1:], counts, strict=True)]
+        later = [*self._shown[1:], count(pictures)] if self.turns else []
+        then = [(said, asked, *number) for said, asked, number in zip(answers, questions[1:], later, strict=True)]
         first = joined(self._context, questions[0])
-        prompt = self.processor.prompts.write(first, self._images, self._videos, then)
+        prompt = self.processor.prompts.write(first, *self._shown[0], then)
         if self.cache is None:
             fed = self.processor(self._image, first)
             logits = self._begin(fed)
@@ -181,7 +181,7 @@ class Chat:
             place = prompt.find(answer, len(self._seen))
             if not prompt.startswith(self._seen) or place < 0:
                 raise InputError("the chat template changes earlier turns: start a new Chat for this question")
-            shown = self.processor.in_order(question, pictures)
+            shown = self.processor.in_order(question, pictures) if pictures else []
             fed = self.processor.extension([prompt[: place + len(answer)]], [prompt], [shown])
             logits = self._extend(fed)
         self._seen = prompt
@@ -190,10 +190,10 @@ class Chat:
     def _without_question(self) -> Inputs:
         """The inputs of the prompt up to the question; sets `_seen`."""
         text, prompts = joined(self._context, _ANY), self.processor.prompts
-        self._seen = context_part(prompts, self._context, _ANY, self._images, self._videos)
-        if not (self._context or self._images or self._videos):
+        self._seen = context_part(prompts, self._context, _ANY, *self._shown[0])
+        if not (self._context or any(self._shown[0])):
             raise InputError("query_agnostic=True compresses what is before the question: give an image or a context")
-        texts = (prompts.write(text, self._images, self._videos), self._seen)
+        texts = (prompts.write(text, *self._shown[0]), self._seen)
         whole, before = (self.processor.encode(x, begin=False) for x in texts)
         count = shared(whole, [before])
         return self.processor(self._image, text).with_ends([len(whole) - count], [before[count:]])

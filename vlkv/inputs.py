@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 else:
     AnyArray = np.ndarray | jax.Array
 
+# Arrays of `Inputs` with values for each token -> the value in padding.
+_FILLS = {"tokens": 0, "positions": 0, "valid": 0, "vision_index": -1, "grid": -1, "tiles": -1, "frame": -1}
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,13 +162,13 @@ class Inputs:
             raise InputError("a prompt would lose an image token, or all its tokens: the end to replace must be text")
         longest = int((lengths - dropped + [len(end) for end in ends]).max())
 
-        def beginnings(x: Any, fill: int = 0) -> np.ndarray:
+        def beginnings(x: Any, fill: int) -> np.ndarray:
             x = np.asarray(x)
             x = np.where(kept.reshape(kept.shape + (1,) * (x.ndim - 2)), x, x.dtype.type(fill))[:, :longest]
-            more = [(0, 0), (0, longest - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]
-            return np.pad(x, more, constant_values=fill)
+            return _padded(x, longest - x.shape[1], fill)
 
-        tokens, positions, valid = beginnings(self.tokens), beginnings(self.positions), beginnings(self.valid)
+        rows = {name: beginnings(x, fill) for name, fill in _FILLS.items() if (x := getattr(self, name)) is not None}
+        tokens, positions, valid = rows["tokens"], rows["positions"], rows["valid"]
         for row, end in enumerate(ends):
             begin = lengths[row] - dropped[row]
             new = slice(begin, begin + len(end))
@@ -173,47 +176,33 @@ class Inputs:
             # As in `extend`: positions continue after the greatest one of all axes.
             positions[row, new] = positions[row, :begin].max() + 1 + np.arange(len(end))[:, None]
         return Inputs._rounded(
-            buckets or Buckets(), tokens=tokens, positions=positions, valid=valid,
-            vision_index=beginnings(self.vision_index, -1), grid=beginnings(self.grid, -1),
-            tiles=None if self.tiles is None else beginnings(self.tiles, -1),
-            frame=None if self.frame is None else beginnings(self.frame, -1),
-            pixels=self.pixels, layout=self.layout, max_vision=self.max_vision, max_images=self.max_images,
+            buckets or Buckets(), **rows, pixels=self.pixels, layout=self.layout, max_vision=self.max_vision,
+            max_images=self.max_images,
         )  # fmt: skip
 
     @classmethod
-    def _rounded(
-        cls,
-        buckets: Buckets,
-        *,
-        tokens: Int[np.ndarray, "B T"],
-        positions: Int[np.ndarray, "B T A"],
-        valid: Bool[np.ndarray, "B T"],
-        vision_index: Int[np.ndarray, "B T"],
-        grid: Int[np.ndarray, "B T 3"],
-        tiles: Int[np.ndarray, "B T 2"] | None,
-        frame: Int[np.ndarray, "B T"] | None,
-        max_vision: int,
-        **more: Any,
-    ) -> Inputs:
-        """Computes the bounds on the text, and pads the rows so that T depends only on bounds."""
-        is_vision, place = vision_index >= 0, np.arange(tokens.shape[1])
+    def _rounded(cls, buckets: Buckets, *, max_vision: int, **more: Any) -> Inputs:
+        """Computes the bounds on the text, and pads the rows so that T depends only on bounds.
+
+        Args:
+            buckets: for the bounds.
+            max_vision: the field.
+            more: the other fields, except these bounds.
+        """
+        valid, is_vision = more["valid"], more["vision_index"] >= 0
+        place = np.arange(valid.shape[1])
         last_vision = np.where(is_vision, place, -1).max(axis=1)  # -1 without an image: the whole row is instruction
         instruction = (valid & (place > last_vision[:, None])).sum(axis=1)
         max_text = round_up(int((valid & ~is_vision).sum(axis=1).max()), buckets.text)
-        pad = [(0, 0), (0, max(0, max_vision + max_text - tokens.shape[1]))]
-        return cls(
-            tokens=np.pad(tokens, pad),
-            positions=np.pad(positions, [*pad, (0, 0)]),
-            valid=np.pad(valid, pad),
-            vision_index=np.pad(vision_index, pad, constant_values=-1),
-            grid=np.pad(grid, [*pad, (0, 0)], constant_values=-1),
-            tiles=None if tiles is None else np.pad(tiles, [*pad, (0, 0)], constant_values=-1),
-            frame=None if frame is None else np.pad(frame, pad, constant_values=-1),
-            max_vision=max_vision,
-            max_text=max_text,
-            max_instruction=min(max_text, round_up(int(instruction.max()), buckets.text)),
-            **more,
-        )
+        extra = max(0, max_vision + max_text - valid.shape[1])
+        more |= {name: _padded(more[name], extra, fill) for name, fill in _FILLS.items() if more.get(name) is not None}
+        max_instruction = min(max_text, round_up(int(instruction.max()), buckets.text))
+        return cls(**more, max_vision=max_vision, max_text=max_text, max_instruction=max_instruction)
+
+
+def _padded(x: np.ndarray, extra: int, fill: int) -> np.ndarray:
+    """Rows with more tokens of padding at the end."""
+    return np.pad(x, [(0, 0), (0, extra), *[(0, 0)] * (x.ndim - 2)], constant_values=fill)
 
 
 def _on_host(name: str, value: Any) -> Any:

@@ -134,6 +134,8 @@ def test_prompts_of_transformers_form(hf):
     assert inputs.is_vision.sum(axis=1).tolist() == [7 * TOKENS, 0]
     numbers = np.repeat([0, 1, 2, -1, -1, -1, -1], TOKENS)
     np.testing.assert_array_equal(inputs.frame[inputs.is_vision], numbers, "of frames; tiles have none")
+    changed = inputs.with_ends([1, 1], [np.array([7, 8])] * 2)
+    np.testing.assert_array_equal(changed.frame[changed.is_vision], numbers)
     assert (inputs.frame[~inputs.is_vision] == -1).all() and hf(noise(60, 29), "what?").frame is None
     frame = hf.pictures.read(Video(frames=video.frames[:1])).arrays["pixel_values"][0]
     np.testing.assert_array_equal(inputs.pixels[0], frame, "pixels in the order of the prompt, not of the call")
