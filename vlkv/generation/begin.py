@@ -38,8 +38,8 @@ class Begun:
 
     cache: PackedCache
     logits: Float[Array, "B vocab"]  # of the next token
-    tokens: Int[Array, "B m"]  # as `decode` returns them
-    bytes_before: int | None = dataclasses.field(default=None, metadata={"static": True})  # of the full cache, if m > 0
+    tokens: Int[Array, "B m"] | None = None  # as `decode` returns them; None: the cache contains only the prompt
+    bytes_before: int | None = dataclasses.field(default=None, metadata={"static": True})  # of the full cache, if any
 
 
 def begin(
@@ -71,7 +71,7 @@ def begin(
     require_fit(policy, params.decoder.full_layers, key, max_new_tokens=sampling.max_new_tokens)
     if not policy.facts.answer:
         cache, logits = read_and_fill(params, inputs, policy, new_tokens, key=key, kernels=kernels)
-        return Begun(cache=cache, logits=logits, tokens=jnp.zeros((logits.shape[0], 0), jnp.int32))
+        return Begun(cache=cache, logits=logits)
     prompt = read_prompt(params, inputs, new_tokens=new_tokens, kernels=kernels)
     full = fill(prompt, Full(), None, new_tokens, None)
     first = dataclasses.replace(sampling, max_new_tokens=policy.facts.answer)
