@@ -27,7 +27,6 @@ CASES = {
     "snapkv": (policies.SnapKV(keep=0.3, window=8), numpy_policies.snapkv, dict(window=8)),
     "aircache": (policies.AirCache(keep=0.3), numpy_policies.aircache, {}),
     "h2o": (policies.H2O(keep=0.3, evict=False), numpy_policies.h2o, {}),
-    "vlcache": (policies.VLCache(keep=0.3), numpy_policies.vlcache, {}),
     "cake": (policies.CAKE(keep=0.3, window=8), numpy_policies.cake, dict(window=8)),
     "adakv": (policies.AdaKV(keep=0.3, window=8), numpy_policies.adakv, dict(window=8)),
 }
@@ -100,8 +99,8 @@ def test_tokens_and_kept_entries_are_those_of_float64(family, name):
         np.testing.assert_array_equal(output.kept[:, row][..., valid], kept[..., :count])
         assert kept[..., count:].all() and not output.kept[:, row][..., ~valid].any()
         differs.append((kept[..., :count] != simulate(params, batch, row, [], policy, method, options)[2]).any())
-        held = [kept[kind.number] if kind.is_counted else np.ones(kept.shape[1:], bool)
-                for kind in params.decoder.kinds]  # fmt: skip
+        held = [kept[kind.number] if kind.is_counted else np.ones((len(layer[1][0]), kept.shape[2]), bool)
+                for kind, layer in zip(params.decoder.kinds, layers, strict=True)]  # fmt: skip
         logits, rest = [logits], tokens[row, len(begun) : length]
         if len(rest) > 1:
             logits += [*reference.decode(params.decoder, layers, held, rest[:-1], first=first)]
@@ -124,7 +123,7 @@ def short(batch):
         "compose(csp(keep=0.3, window=3), smooth=smooth(3), answer=3)",
         "compose(criticalkv(keep=0.3, window=3), allocate=adakv, answer=3)",
         "compose(aircache(keep=0.2, cap=1.5), answer=3)",
-        "compose(h2o(keep=0.2, evict=False), rank=criticalkv, merge=prefixkv(merging='cosine', evict=False), answer=3)",
+        "compose(h2o(keep=0.2, evict=False), rank=criticalkv, merge=lookm, answer=3)",
         "compose(lookm(keep=0.2), answer=3)",
         "compose(expectedattention(keep=0.2), answer=3)",
     ],

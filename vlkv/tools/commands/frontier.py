@@ -179,6 +179,10 @@ def _python(args: argparse.Namespace, file: Path, settings: Settings, policy: st
     )
 
 
+def _kib(size: float | None) -> str:
+    return "" if size is None else f"{size / 1024:.0f}"
+
+
 def _show(points: list[dict[str, Any]], lines: list[dict[str, Any]], args: argparse.Namespace) -> None:
     console = Console()
     late = ["KiB before"] if any(point["bytes_before"] for point in points) else []
@@ -190,7 +194,7 @@ def _show(points: list[dict[str, Any]], lines: list[dict[str, Any]], args: argpa
         table.add_row(
             mark + point["name"], point["scope"], str(point["bits"]), f"{point['bytes']:.1%}",
             f"{mark}{100 * point['quality']:.1f}", f"{100 * point['low']:.0f} to {100 * point['high']:.0f}",
-            f"{point['cache_bytes'] / 1024:.0f}", *([f"{(point['bytes_before'] or 0) / 1024:.0f}"] if late else []),
+            _kib(point["cache_bytes"]), *([_kib(point["bytes_before"])] if late else []),
         )  # fmt: skip
     console.print(table)
     for line in lines:
