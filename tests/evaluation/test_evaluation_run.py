@@ -24,7 +24,7 @@ from vlkv import mini, policies
 from vlkv.cli import main
 from vlkv.generation import jitted
 from vlkv.mini import CHECKPOINT, export, folder
-from vlkv.tools.evaluation import Journal, Record, Settings, Turn, read_records, run, running, summarise
+from vlkv.tools.evaluation import Journal, Record, Settings, Turn, dialogue, read_records, run, running, summarise
 from vlkv.tools.evaluation.report import table
 
 NEW = 32
@@ -191,6 +191,18 @@ def shown(result):
     return console.export_text()
 
 
+@pytest.mark.full
+def test_references_observe_in_the_place_of_answers(model, records, tmp_path):
+    params, processor = model
+    record, late = records[0], policies.compose(SNAPKV, answer=2)
+    entry = asked(model, [record], [late], tmp_path, perplexity=True)[0, 0, 0]
+    ids = dialogue.reference(processor, record, [])
+    targets = np.array([[*ids, -1, -1, -1]])
+    inputs = processor(record.images[0], record.turns[0].question)
+    assert entry["reference"] == len(ids) and entry["begun"] == 2
+    assert entry["log_probability"] == pytest.approx(float(vlkv.score(params, inputs, targets, late).sum()), abs=1e-3)
+
+
 def test_references_by_the_full_cache():
     """Of "4 2" and the full cache's "4 2 1" 2 of 2 and 2 of 3 words; the full cache's own two drawn answers: 1 of 2."""
     pytest.importorskip("rouge_score")
@@ -270,7 +282,6 @@ def test_killed_and_continued_it_gives_the_same(small, questions, root, tmp_path
         (["--max-new-tokens", "2000"], "exceed the model's limit of 2048"),
         (["--max-new-tokens", "2", "--metric", "perplexity"], "line 1: the first answer has"),
         (["--max-new-tokens", "4", "--policy", "compose(snapkv(keep=0.2), answer=3)"], "give at least 5"),
-        (["--metric", "perplexity", "--policy", "compose(snapkv(keep=0.2), answer=3)"], "leave out one of the two"),
     ],
 )
 def test_bad_input_is_one_line(questions, tmp_path, capsys, changes, said):

@@ -109,6 +109,27 @@ def test_tokens_and_kept_entries_are_those_of_float64(family, name):
     assert any(differs)
 
 
+@pytest.mark.full
+def test_score_is_the_log_probability_of_float64():
+    """Of given tokens, of which the first ones observe. One row has fewer of them."""
+    (params, batch), (policy, method, options) = made("small"), CASES["snapkv"]
+    targets = np.random.default_rng(4).integers(3, 50, (3, NEW))
+    targets[1, 3:] = -1
+    ours = np.asarray(jax.jit(vlkv.score)(params, batch, targets, policies.compose(policy, answer=ANSWER)))
+    assert (ours[1, 3:] == 0).all()
+    for row, length in enumerate((NEW, 3, NEW)):
+        begun = targets[row, : min(length, ANSWER)]
+        logits, layers, kept, first = simulate(params, batch, row, begun, policy, method, options)
+        logits = [simulate(params, batch, row, begun[:n], policy, method, options)[0] for n in range(len(begun))] + [
+            logits
+        ]
+        if length > ANSWER:
+            logits += [*reference.decode(params.decoder, layers, kept, targets[row, ANSWER:-1], first=first)]
+        expected = np.stack(logits)[:length]
+        expected = expected - np.log(np.exp(expected).sum(axis=1, keepdims=True))
+        np.testing.assert_allclose(ours[row, :length], expected[np.arange(length), targets[row, :length]], atol=1e-4)
+
+
 @pytest.fixture(scope="module")
 def short(batch):
     return dict(inputs=batch, sampling=vlkv.Sample(max_new_tokens=6, stop=(), temperature=2.0), key=KEY)
@@ -181,17 +202,17 @@ def test_callers_that_cannot_wait_refuse(params, batch, read):
         lambda: vlkv.prefill(params, batch, policy),
         lambda: vlkv.read_prompt(params, batch, policy),
         lambda: vlkv.fill_cache(read, policy, new_tokens=8),
-        lambda: vlkv.score(params, batch, np.zeros((3, 8), int), policy),
         lambda: policies.select(policy, q, k, k, np.zeros(6, bool)),
         lambda: vlkv.analysis.kl_to_full(params, batch, policy),
     ]
+    calls.append(lambda: vlkv.score(params, batch, np.zeros((3, 5), int), policy))
     for short in (vlkv.Greedy(max_new_tokens=1), vlkv.Greedy(max_new_tokens=5)):
         calls.append(partial(vlkv.generate, params, batch, policy=policy, sampling=short))
         calls.append(partial(next, vlkv.stream(params, batch, policy=policy, sampling=short)))
     for number, call in enumerate(calls):
         with pytest.raises(vlkv.InputError) as error:
             call()
-        assert ("give at least 6" if number >= 6 else "leave out answer=") in str(error.value)
+        assert ("give at least 6" if number >= 5 else "leave out answer=") in str(error.value)
         assert len(str(error.value)) <= 200
 
 

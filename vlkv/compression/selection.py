@@ -276,12 +276,12 @@ def require_fit(policy: Policy, layers: int, key: Key[Array, ""] | None, *, max_
     require_32_bits()
     answer = policy.facts.answer
     if answer and max_new_tokens is None:
-        raise InputError(f"answer={answer} compresses the cache during an answer, as generate, stream, vlkv generate, "
-                         "eval and frontier can do: use these, or leave out answer=")  # fmt: skip
+        raise InputError(f"answer={answer} compresses the cache during an answer, as generate, stream, score, vlkv "
+                         "generate, eval and frontier can: use these, or leave out answer=")  # fmt: skip
     if answer and max_new_tokens is not None and answer > max_new_tokens - 2:
         raise InputError(
-            f"answer={answer}: the full cache gives {answer + 1} tokens, and max_new_tokens={max_new_tokens} leaves "
-            f"none to the compressed cache: give at least {answer + 2}, or a smaller answer="
+            f"answer={answer}: the full cache gives {answer + 1} tokens, and max_new_tokens={max_new_tokens} (or as "
+            f"many targets) leaves none to the compressed cache: give at least {answer + 2}"
         )
     require_layers(policy, layers)
     if policy.facts.needs_key and key is None:

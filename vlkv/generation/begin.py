@@ -72,14 +72,49 @@ def begin(
     if not policy.facts.answer:
         cache, logits = read_and_fill(params, inputs, policy, new_tokens, key=key, kernels=kernels)
         return Begun(cache=cache, logits=logits)
-    prompt = read_prompt(params, inputs, new_tokens=new_tokens, kernels=kernels)
-    full = fill(prompt, Full(), None, new_tokens, None)
+    prompt, full = read_whole(params, inputs, new_tokens=new_tokens, kernels=kernels)
     first = dataclasses.replace(sampling, max_new_tokens=policy.facts.answer)
     tokens, lengths = decode(params, full, prompt.logits, sampling=first, key=sample_key)
     valid = jnp.arange(policy.facts.answer) < lengths[:, None]  # a row that has ended repeats its last token
-    after, new = _read_answer(params, prompt, full, policy, jnp.maximum(tokens, 0), valid)
-    cache = append(fill(after, policy, None, new_tokens, key), new, valid)
-    return Begun(cache=cache, logits=after.logits, tokens=tokens, bytes_before=full.bytes)
+    cache, logits = compress_after(
+        params, prompt, full, policy, jnp.maximum(tokens, 0), valid, new_tokens=new_tokens, key=key
+    )
+    return Begun(cache=cache, logits=logits, tokens=tokens, bytes_before=full.bytes)
+
+
+def read_whole(
+    params: Model, inputs: Inputs, *, new_tokens: int, kernels: Kernels | None
+) -> tuple[Prompt, PackedCache]:
+    """The prompt after all layers, and the full cache of it."""
+    prompt = read_prompt(params, inputs, new_tokens=new_tokens, kernels=kernels)
+    return prompt, fill(prompt, Full(), None, new_tokens, None)
+
+
+def compress_after(
+    params: Model,
+    prompt: Prompt,
+    full: PackedCache,
+    policy: Policy,
+    tokens: Int[Array, "B m"],
+    valid: Bool[Array, "B m"],
+    *,
+    new_tokens: int,
+    key: PRNGKeyArray | None,
+) -> tuple[PackedCache, Float[Array, "B vocab"]]:
+    """The compressed cache with the first tokens of an answer, which observe; and the logits of the next token.
+
+    Args:
+        params: the model.
+        prompt: from `read_whole`.
+        full: likewise.
+        policy: selects the entries of the prompt.
+        tokens: the tokens.
+        valid: False after the end of an answer.
+        new_tokens: as in `read_whole`.
+        key: for policies that draw at random.
+    """
+    after, new = _read_answer(params, prompt, full, policy, tokens, valid)
+    return append(fill(after, policy, None, new_tokens, key), new, valid), after.logits
 
 
 def _read_answer(

@@ -30,7 +30,7 @@ from vlkv.generation.decode import check_room, decode
 from vlkv.generation.extend import extend
 from vlkv.generation.nan import check_tokens, check_values
 from vlkv.generation.sampling import Greedy, Sample
-from vlkv.generation.score import log_probabilities
+from vlkv.generation.score import log_probabilities, score
 from vlkv.inputs import Inputs
 from vlkv.policies.full import Full
 from vlkv.processing import Processor
@@ -45,6 +45,7 @@ from vlkv.tools.evaluation.records import Record
 _PROGRAM = 16
 _extend = jax.jit(extend)
 _log_probabilities = jax.jit(log_probabilities)
+_score = jax.jit(score)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,10 +147,9 @@ class _Evaluator:
         settings, key = self.settings, jax.random.key(self.settings.seed)
         for policy in self.plan:
             require_fit(policy, self.params.decoder.full_layers, key, max_new_tokens=settings.max_new_tokens)
-            if policy.facts.answer and (settings.query_agnostic or settings.perplexity):
-                refused = "a query-agnostic run" if settings.query_agnostic else "the metric perplexity"
-                raise InputError(f"answer={policy.facts.answer} observes the model's own answer, which {refused} does "
-                                 "not have when it compresses: leave out one of the two")  # fmt: skip
+            if policy.facts.answer and settings.query_agnostic:
+                raise InputError(f"answer={policy.facts.answer} observes an answer; a query-agnostic run compresses "
+                                 "before the question: leave out one")  # fmt: skip
         for record in self.records:
             try:
                 self._check(record)
@@ -247,7 +247,8 @@ class _Evaluator:
             tokens, lengths, seconds = self._decode(cache, logits, first)
             check_tokens(self.params, inputs, tokens)
             answers = self.processor.decode(tokens, lengths)
-            references, scores = self._score(records, history, cache, logits)
+            references, targets = self._references(records, history, self.plan[policy].facts.answer)
+            scores = self._score(targets, inputs, self.plan[policy], cache, logits, key)
             check_values(self.params, inputs, scores)
             drawn = self._draw(cache, logits, jax.random.fold_in(key, turn)) if draws else []
             entries += [
@@ -296,17 +297,39 @@ class _Evaluator:
         results = [self.program(self.params, cache, logits, sampling=sampling, key=k) for k in jax.random.split(key)]
         return [self.processor.decode(*map(np.asarray, result)) for result in results]
 
-    def _score(
-        self, records: list[Record], history: list[list[str]], cache: PackedCache, logits: Float[Array, "B vocab"]
-    ) -> tuple[Int[np.ndarray, " B"], Float[np.ndarray, " B"]]:
-        """Number of tokens of each reference, and its log-probability; zeros if they are not requested."""
+    def _references(
+        self, records: list[Record], history: list[list[str]], late: int
+    ) -> tuple[Int[np.ndarray, " B"], Int[np.ndarray, "B S"]]:
+        """Number of tokens of each reference, and the tokens, padded with -1; none if they are not requested.
+
+        There are places for two tokens after the first `late` ones, after which a policy compresses.
+        """
         if not self.settings.perplexity:
-            return np.zeros(len(records), int), np.zeros(len(records))
+            return np.zeros(len(records), int), np.zeros((len(records), 0), np.int32)
         ids = [dialogue.reference(self.processor, *pair) for pair in zip(records, history, strict=True)]
         lengths = np.array([len(row) for row in ids])
         width = min(round_up(int(lengths.max()), self.processor.buckets.text), self.settings.max_new_tokens)
-        targets = np.array([[*row, *[-1] * (width - len(row))] for row in ids], np.int32)
-        return lengths, np.asarray(_log_probabilities(self.params, cache, logits, targets)).sum(axis=1)
+        width = max(width, late + 2)
+        return lengths, np.array([[*row, *[-1] * (width - len(row))] for row in ids], np.int32)
+
+    def _score(
+        self,
+        targets: Int[np.ndarray, "B S"],
+        inputs: Inputs,
+        policy: Policy,
+        cache: PackedCache,
+        logits: Float[Array, "B vocab"],
+        key: Key[Array, ""],
+    ) -> Float[np.ndarray, " B"]:
+        """Log-probability of each reference; 0 for one without tokens.
+
+        The references observe, not the answers in the cache, if the policy compresses during an answer.
+        """
+        if not targets.size:
+            return np.zeros(len(targets))
+        if policy.facts.answer:
+            return np.asarray(_score(self.params, inputs, targets, policy, key=key)).sum(axis=1)
+        return np.asarray(_log_probabilities(self.params, cache, logits, targets)).sum(axis=1)
 
     def _check_capacity(self, cache: PackedCache, used: Int[np.ndarray, " B"], records: Sequence[Record]) -> None:
         """Raises InputError if earlier answers are so long that the next answer may not fit into the cache."""
