@@ -4,7 +4,7 @@ These tokens are observers too: their queries follow those of the prompt in what
 the prompt are compressed; those of the tokens are in the tail. The full cache exists until then, and the queries, keys
 and values of all layers, so the peak of memory is that of `read_prompt` and a full cache.
 
-Axes: B batch · T tokens of the prompt · m tokens of the answer · A position axes · E = T + m.
+Axes: B batch · T tokens of the prompt · m tokens of the answer · A position axes.
 """
 
 from __future__ import annotations
