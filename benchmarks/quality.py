@@ -46,17 +46,19 @@ from benchmarks.quality_tables import DOCUMENTS, EVALUATED, plot, show, write_do
 from vlkv import analysis, policies
 from vlkv.files import write_json
 from vlkv.generation import jitted
+from vlkv.generation.begin import Begun
 from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.policies import Policy
 from vlkv.terminal import track
 from vlkv.tools.benching import machine
 from vlkv.tools.evaluation.batching import Batch
+from vlkv.tools.evaluation.caches import Compress, compressed
 from vlkv.tools.evaluation.curves import wilson
 from vlkv.tools.evaluation.journal import Entry, Journal
 from vlkv.tools.evaluation.keeps import share_programs
 from vlkv.tools.evaluation.records import Record, Turn
-from vlkv.tools.evaluation.running import Compress, Settings, compressed, run
+from vlkv.tools.evaluation.running import Settings, run
 
 BATCH = 50
 
@@ -130,19 +132,20 @@ def _noting(asked: Sequence[Question], kept: Sequence[list[Kept]], *, oracle: bo
         plan: Sequence[Policy],
         todo: Sequence[int],
         new_tokens: int,
+        sampling: vlkv.Greedy,
         seed: int,
         batch: Batch,
-    ) -> Iterator[tuple[int, int, vlkv.PackedCache, jax.Array]]:
+    ) -> Iterator[tuple[int, int, Begun]]:
         mask = evidence(inputs, [asked[group[0]].evidence for group in batch.groups])
-        made = compressed(params, inputs, plan, todo, new_tokens, seed, batch)
+        made = compressed(params, inputs, plan, todo, new_tokens, sampling, seed, batch)
         if oracle:
             key, prompt = jax.random.key(batch.number), jitted.read_prompt(params, inputs, new_tokens=new_tokens)
             caches = ((i, _oracle(prompt, mask, plan[i], new_tokens=new_tokens, key=key)) for i in todo)
-            made = iter((i, cache.bytes, cache, prompt.logits) for i, cache in caches)
-        for i, size, cache, logits in made:
-            rows = zip(*map(np.asarray, _look(cache, mask, inputs.is_vision)), strict=True)
+            made = iter((i, cache.bytes, Begun(cache=cache, logits=prompt.logits)) for i, cache in caches)
+        for i, size, begun in made:
+            rows = zip(*map(np.asarray, _look(begun.cache, mask, inputs.is_vision)), strict=True)
             kept[i].extend([Kept(*row) for row in rows][: batch.real])
-            yield i, size, cache, logits
+            yield i, size, begun
 
     return compress
 

@@ -89,9 +89,16 @@ FAULTS = (
     Fault(
         "stop token does not end a row",
         "vlkv/generation/decode.py",
-        "ended | jnp.isin(token, stop)",
+        "ended | is_last(token)",
         "ended",
         "tests/parity/test_generate.py::test_rows_end_at_their_stop_token_and_the_loop_ends_with_the_last",
+    ),
+    Fault(
+        "tokens of the answer do not observe",
+        "vlkv/generation/begin.py",
+        "valid=join(layer.valid, valid)",
+        "valid=join(layer.valid, 0)",
+        "tests/generation/test_begin.py::test_tokens_and_kept_entries_are_those_of_float64",
     ),
     Fault(
         "scale of the neighbouring group",

@@ -56,13 +56,13 @@ def test_generate_reports_bytes_of_allocated_arrays(capsys, monkeypatch, sample,
     processor, made, new = vlkv.load_processor(miniature()), [], 3
     c = dataclasses.replace(processor.config.decoder, windows=(16, None), sliding_heads=(1, 16))
     config = dataclasses.replace(processor.config, decoder=c)
-    params, prefill = random_model(config), jitted.prefill
+    params, begin = random_model(config), jitted.begin
     monkeypatch.setattr(loading, "load_processor", lambda source: dataclasses.replace(processor, config=config))
     monkeypatch.setattr(loading, "load_params", lambda source, dtype: params)
-    monkeypatch.setattr(jitted, "prefill", lambda *args, **options: made.append(prefill(*args, **options)) or made[0])
+    monkeypatch.setattr(jitted, "begin", lambda *args, **options: made.append(begin(*args, **options)) or made[0])
     command = ["generate", "--model", "any", "--image", str(sample[1]), "--prompt", "read the page", "--json"]
     assert main([*command, "--max-new-tokens", str(new), "--policy", "snapkv", "--keep", "0.5"]) == 0
-    result, cache = json.loads(capsys.readouterr().out), made[0][0]
+    result, cache = json.loads(capsys.readouterr().out), made[0].cache
     _, heads, slots, channels = cache.k.shape
     assert (heads, channels) == (2, 32) and cache.rings.layers[0].k.shape == (1, 1, 16, 16)
     assert result["kept_bytes"] == {
@@ -70,6 +70,22 @@ def test_generate_reports_bytes_of_allocated_arrays(capsys, monkeypatch, sample,
         "states": 0,
     }  # fmt: skip
     assert result["slots"] == slots + new + 16
+
+
+def test_generate_compresses_during_the_answer(capsys, sample, miniature):
+    """Bytes of both caches are reported; a cache that is saved before the question is refused."""
+    command = ["generate", "--model", str(miniature()), "--image", str(sample[1]), "--prompt", "read the page"]
+    command += ["--max-new-tokens", "4", "--policy"]
+    assert main([*command, "compose(snapkv(keep=0.1), answer=2)", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["policy"] == "compose(snapkv(keep=0.1), answer=2)" and result["compressed_after"] == 2
+    assert result["bytes_before"] > result["cache_bytes"] and 0 < result["tokens"] <= 4
+    for policy, *more, said in (
+        ("compose(snapkv(keep=0.1), answer=3)", "leaves none to the compressed cache: give at least 5"),
+        ("compose(snapkv(keep=0.1), answer=2)", "--save-cache", "cache", "leave out answer="),
+    ):
+        assert main([*command, policy, *more]) == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -148,7 +148,7 @@ def test_frames_of_a_video(tmp_path):
 
 def entry(row, **changes):
     made = Entry(row=row, turn=0, policy=0, answer="4 2", tokens=3, seconds=0.5, bytes=100, log_probability=0.0,
-                 reference=0, drawn=[])  # fmt: skip
+                 reference=0, drawn=[], begun=0, bytes_before=0)  # fmt: skip
     return {**made, **changes}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import io
 import json
 import math
 import os
@@ -16,13 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 import vlkv
 from vlkv import mini, policies
 from vlkv.cli import main
 from vlkv.generation import jitted
 from vlkv.mini import CHECKPOINT, export, folder
-from vlkv.tools.evaluation import Journal, Record, Settings, Turn, read_records, run, running, summarise
+from vlkv.tools.evaluation import Journal, Record, Settings, Turn, dialogue, read_records, run, running, summarise
+from vlkv.tools.evaluation.report import table
 
 NEW = 32
 SNAPKV = policies.SnapKV(keep=0.2, scope="vision")
@@ -59,18 +62,21 @@ def asked(model, records, plan, out, **settings):
     return journal.entries
 
 
-@pytest.mark.default("by itself")
+@pytest.mark.default("by themselves")
 @pytest.mark.parametrize(
     "plan",
     [
         [SNAPKV, policies.ImgRandom(keep=0.5), policies.H2O(keep=0.5)],
         [policies.H2O(keep=0.5), policies.H2O(keep=0.2), SNAPKV, dataclasses.replace(SNAPKV, keep=0.1)],
-        [SNAPKV, policies.FastV(keep=0.3, layer=1)],
+        [SNAPKV, policies.FastV(keep=0.3, layer=1), policies.compose(SNAPKV, answer=NEW - 2)],
     ],
-    ids=["read together", "two keeps", "one reads by itself"],
+    ids=["read together", "two keeps", "two read by themselves"],
 )
 def test_several_policies_in_one_pass_answer_as_each_by_itself(model, records, tmp_path, plan):
-    """Read together, with a key, two keeps in one program, and one that reduces the prompt; three rows, two batches."""
+    """Read together, with a key, two keeps in one program, and two with their own prefill; three rows, two batches.
+
+    One of these reduces the prompt, the other compresses during the answer.
+    """
     params, processor = model
     records = [record for record in records if record.turns[0].question == "read the page"][:3]
     entries = asked(model, records, plan, tmp_path, batch=2, seed=3)
@@ -86,6 +92,8 @@ def test_several_policies_in_one_pass_answer_as_each_by_itself(model, records, t
                 entry = entries[row, 0, i]
                 assert (entry["answer"], entry["tokens"]) == (answers[place], output.lengths[place])
                 assert entry["bytes"] * 2 == output.cache_bytes
+                assert entry["begun"] == min(entry["tokens"], output.compressed_after)
+                assert entry["bytes_before"] * 2 == (output.bytes_before or 0)
 
 
 @pytest.mark.full
@@ -156,14 +164,43 @@ def test_query_agnostic_keeps_the_same_for_every_question(model, records, tmp_pa
 def test_numbers_of_the_report():
     records = [Record(1, "1", (), (Turn("q", ("4 2",)),)), Record(2, "2", (), (Turn("q", ("7",)),))]
     made = {"row": 0, "turn": 0, "policy": 0, "answer": "4 2", "tokens": 3, "seconds": 0.5, "bytes": 100,
-            "log_probability": math.log(1 / 8), "reference": 3, "drawn": []}  # fmt: skip
+            "log_probability": math.log(1 / 8), "reference": 3, "drawn": [], "begun": 0, "bytes_before": 0}  # fmt: skip
     entries = {(0, 0, 0): made, (1, 0, 0): {**made, "answer": "8", "tokens": 1, "bytes": 200}}
     result = summarise(records, [SNAPKV], ["exact", "perplexity"], entries)
-    assert result["rows"] == [{
-        "policy": "snapkv(keep=0.2, scope='vision')", "keep": 0.2, "scope": "vision", "exact": 0.5,
-        "perplexity": pytest.approx(2), "cache_bytes": 150, "tokens_per_second": 4,
-    }]  # fmt: skip
+    row = {"policy": "snapkv(keep=0.2, scope='vision')", "keep": 0.2, "scope": "vision", "exact": 0.5,
+           "perplexity": pytest.approx(2), "cache_bytes": 150, "compressed_after": 0, "bytes_before": None,
+           "tokens_per_second": 4}  # fmt: skip
+    assert result["rows"] == [row]
     assert [answer["said"] for answer in result["answers"]] == [["4 2"], ["8"]]
+    assert "before" not in shown(result)
+    # Compressed after two tokens of the first answer, and after the only token of the second: one token follows.
+    late = {
+        place: {**entry, "begun": min(2, entry["tokens"]), "bytes_before": 2048} for place, entry in entries.items()
+    }
+    result = summarise(records, [policies.compose(SNAPKV, answer=2)], ["exact", "perplexity"], late)
+    row |= {"policy": "compose(snapkv(keep=0.2, scope='vision'), answer=2)", "compressed_after": 2,
+            "bytes_before": 2048, "tokens_per_second": 1}  # fmt: skip
+    assert result["rows"] == [row]
+    assert all(text in shown(result) for text in ("answer=2", "KiB before", "0.1", "2.0"))
+
+
+def shown(result):
+    """The table as text."""
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(table(result))
+    return console.export_text()
+
+
+@pytest.mark.full
+def test_references_observe_in_the_place_of_answers(model, records, tmp_path):
+    params, processor = model
+    record, late = records[0], policies.compose(SNAPKV, answer=2)
+    entry = asked(model, [record], [late], tmp_path, perplexity=True)[0, 0, 0]
+    ids = dialogue.reference(processor, record, [])
+    targets = np.array([[*ids, -1, -1, -1]])
+    inputs = processor(record.images[0], record.turns[0].question)
+    assert entry["reference"] == len(ids) and entry["begun"] == 2
+    assert entry["log_probability"] == pytest.approx(float(vlkv.score(params, inputs, targets, late).sum()), abs=1e-3)
 
 
 def test_references_by_the_full_cache():
@@ -171,7 +208,7 @@ def test_references_by_the_full_cache():
     pytest.importorskip("rouge_score")
     records = [Record(1, "1", (), (Turn("q", ()),))]
     made = {"row": 0, "turn": 0, "policy": 0, "answer": "4 2", "tokens": 3, "seconds": 0.5, "bytes": 100,
-            "log_probability": 0.0, "reference": 0, "drawn": []}  # fmt: skip
+            "log_probability": 0.0, "reference": 0, "drawn": [], "begun": 0, "bytes_before": 0}  # fmt: skip
     entries = {(0, 0, 0): made, (0, 0, 1): {**made, "answer": "4 2 1", "drawn": ["4 2", "4 1"]}}
     result = summarise(records, [SNAPKV, policies.Full()], ["self-rouge-l"], entries, "echo 7")
     assert [row["self-rouge-l"] for row in result["rows"]] == pytest.approx([4 / 5, 1 / 2])
@@ -244,6 +281,7 @@ def test_killed_and_continued_it_gives_the_same(small, questions, root, tmp_path
         (["--batch", "0"], "batch=0 must be at least 1"),
         (["--max-new-tokens", "2000"], "exceed the model's limit of 2048"),
         (["--max-new-tokens", "2", "--metric", "perplexity"], "line 1: the first answer has"),
+        (["--max-new-tokens", "4", "--policy", "compose(snapkv(keep=0.2), answer=3)"], "give at least 5"),
     ],
 )
 def test_bad_input_is_one_line(questions, tmp_path, capsys, changes, said):
@@ -259,6 +297,14 @@ def test_bad_input_is_one_line(questions, tmp_path, capsys, changes, said):
 def test_a_question_about_no_image_cannot_be_query_agnostic(model, tmp_path):
     with pytest.raises(vlkv.InputError, match="line 1: no context and no image"):
         asked(model, [Record(1, "1", (), (Turn("q", ("a",)),))], [policies.Full()], tmp_path, query_agnostic=True)
+
+
+def test_later_questions_cannot_follow_a_cache_that_was_compressed_during_an_answer(model, records, tmp_path):
+    late, turn = policies.compose(SNAPKV, answer=2), Turn("q", ("a",))
+    with pytest.raises(vlkv.InputError, match="line 7: several turns"):
+        asked(model, [Record(7, "7", records[0].images, (turn, turn))], [late], tmp_path / "turns")
+    with pytest.raises(vlkv.InputError, match="query-agnostic"):
+        asked(model, records[:1], [late], tmp_path / "agnostic", query_agnostic=True)
 
 
 @pytest.mark.full

@@ -159,8 +159,8 @@ def adakv(p, window=32, kernel=7, pooling="max", safeguard=0.2):
     _, means, scores = snapkv(p, window, kernel, pooling)
     if window >= p.total // p.layers:
         window = max(1, p.total // p.layers // 2)
-    always = min(window, p.tokens) if p.everything else 0
-    candidates = p.scope & (p.place < p.tokens - always)
+    inside = (p.place >= p.tokens - window) & p.everything
+    always, candidates = (p.scope & inside).sum(), p.scope & ~inside
     budgets = []
     for mean, layer in zip(means, scores, strict=True):
         least = min(always, mean)
@@ -170,7 +170,7 @@ def adakv(p, window=32, kernel=7, pooling="max", safeguard=0.2):
         counts = np.bincount([head for head, _ in order[: p.heads * (mean - least)]], minlength=p.heads)
         real = least + (1 - safeguard) * counts + safeguard * (mean - least)
         budgets.append(apportion(real, p.heads * mean, p.most))
-    return p.finish(scores, budgets, p.place >= p.tokens - always)
+    return p.finish(scores, budgets, inside)
 
 
 def snap_window(p, window):

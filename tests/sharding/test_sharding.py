@@ -62,15 +62,17 @@ from vlkv import policies, sharding
 
 decoder = dataclasses.replace(CONFIG.decoder, layers=2, windows=(12, None), image_block=25)
 params, batch = random_model(dataclasses.replace(CONFIG, decoder=decoder)), unequal_batch(padding="left")
-policy, sampling = policies.H2O(keep=0.3), vlkv.Greedy(max_new_tokens=8, stop=())
-generate = jax.jit(vlkv.generate, compiler_options=OPTIONS)
-alone = generate(params, batch, policy=policy, sampling=sampling)
+plan = policies.H2O(keep=0.3), policies.compose(policies.SnapKV(keep=0.3, window=4), allocate=policies.AdaKV, answer=3)
+sampling, generate = vlkv.Greedy(max_new_tokens=8, stop=()), jax.jit(vlkv.generate, compiler_options=OPTIONS)
+alone = [generate(params, batch, policy=policy, sampling=sampling) for policy in plan]
 for data, model in ((1, 2), (1, 4), (3, 1)):  # 2 key heads and 3 rows
     mesh = sharding.make_mesh(data=data, model=model, devices=jax.devices()[: data * model])
-    with jax.set_mesh(mesh):
-        output = generate(placed(params, mesh), sharding.place_inputs(batch, mesh), policy=policy, sampling=sampling)
-        assert output.slots == vlkv.pool_slots(params, batch, policy, new_tokens=8)
-    np.testing.assert_array_equal(sharding.gather(output.tokens), alone.tokens)
+    ours = placed(params, mesh)
+    for policy, expected in zip(plan, alone, strict=True):
+        with jax.set_mesh(mesh):
+            output = generate(ours, sharding.place_inputs(batch, mesh), policy=policy, sampling=sampling)
+            assert output.slots == vlkv.pool_slots(params, batch, policy, new_tokens=8)
+        np.testing.assert_array_equal(sharding.gather(output.tokens), expected.tokens)
 """
 
 # Three value heads share each of two key heads; the second layer has attention with gated outputs.

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from vlkv.compression.checking import checked_scores, require_policy
 from vlkv.compression.observe import Measure, Observation
+from vlkv.compression.option_types import Count
 from vlkv.compression.policy import Facts, Policy, ReducingStages, Statistics
 from vlkv.compression.smooth import Smooth
 from vlkv.errors import InputError
@@ -30,13 +31,15 @@ def compose(
     reduce: Part | None = None,
     store: Part | None = None,
     smooth: Smooth | None = None,
+    answer: int | None = None,
 ) -> Composed:
-    """A policy with stages of several methods.
+    """A policy with stages of several methods, or one that compresses later.
 
         compose(SnapKV(keep=0.2), allocate=PrefixKV)                      SnapKV's scores, PrefixKV's budgets
         compose(AirCache(keep=0.1), reduce=LightKV(), store=KIVI(bits=4)) LightKV, then AirCache, stored in 4 bits
         compose(SnapKV(keep=0.1, kernel=1), smooth=Smooth(9))             SnapKV with the mean over nine tokens
         compose(H2O(keep=0.2), rank=CriticalKV)                           CriticalKV's second stage, with H2O's scores
+        compose(SnapKV(keep=0.1), answer=8)                               SnapKV, which observes eight more tokens
 
     Args:
         scores: scores and protects tokens. Its `keep` or `budget` and its `scope` are those of the composition. If the
@@ -48,6 +51,8 @@ def compose(
         reduce: reduces the prompt during prefill, with its own `keep`.
         store: quantises the pool.
         smooth: smooths the scores of `scores` for ranking. Budgets and decode steps use the scores without smoothing.
+        answer: number of tokens of the answer that are decoded with the full cache. The method observes them too, and
+            then the entries of the prompt are compressed. 0: after prefill; None: as `scores`.
 
     A part is a policy, or a class, which is used with its defaults. Parts for rank, allocate, merge and step must have
     the same budget and scope as `scores`.
@@ -78,7 +83,7 @@ def compose(
     if smooth is not None:
         parts["smoothed"] = smooth
     _check(owners, parts)
-    return Composed(**{**owners, **parts})
+    return Composed(**{**owners, **parts}, answer=scores.facts.answer if answer is None else answer)
 
 
 def _owner(policy: Policy, field: str) -> Policy:
@@ -136,6 +141,23 @@ def _check_repetition(parts: list[Policy], reducing: Policy | None) -> None:
         raise InputError("compose: the parts repeat the prompt after different instructions: give them the same one")
 
 
+def _check_answer(policy: Composed) -> None:
+    """Raises InputError unless the scores can wait for tokens of the answer, and observe them."""
+    name, asked = type(policy.scored).__name__, f"compose: answer={policy.answer!r}"
+    if policy.reducer is not None:
+        name = type(policy.reducer).__name__
+        raise InputError(f"{asked}: {name} reduces the prompt before there is an answer: leave out one of the two")
+    if policy.facts.repeats is not None:
+        raise InputError(f"{asked}: {name} repeats the prompt before there is an answer: leave out answer=")
+    if policy.updater is not None:
+        name = type(policy.updater).__name__
+        raise InputError(f"{asked}: {name} updates the cache while decoding, from the first token on: leave out "
+                         "answer=, or give options without updates")  # fmt: skip
+    if not policy.facts.observes:
+        raise InputError(f"{asked}: the scores of {name} depend on no queries, so observing the answer would change "
+                         "nothing: leave out answer=")  # fmt: skip
+
+
 def _alike(part: Part, scores: Policy) -> Policy:
     """The part as a policy; raises InputError unless its budget and scope are those of `scores`."""
     common: dict[str, Any] = {"keep": scores.keep, "budget": scores.budget, "scope": scores.scope}
@@ -168,6 +190,7 @@ class Composed(Policy):
     reduced: Policy | None = None
     stored: Policy | None = None
     smoothed: Smooth | None = None
+    answer: Count = 0
     protect = _delegated("scored", "protect")
     merge = _delegated("merged", "merge")
     merges = _delegated("merged", "merges")
@@ -187,14 +210,18 @@ class Composed(Policy):
             budgets=allocator.facts.budgets,
             capped=allocator.facts.capped and (ranker.capped or "rank" not in ranker.stages),
             selects=scored.selects,
+            observes=scored.observes,
             needs_key=any(part.facts.needs_key for part in self.parts),
             counts_dropped=scored.counts_dropped and self.scored == self.reduced,
             uses=tuple(sorted({name for part in self.parts for name in part.facts.uses})),
             repeats=Composed.repeated if any(part.facts.repeats for part in self.parts) else None,
             measures=Composed.measured if any(part.facts.measures for part in self.parts) else None,
+            answer=self.answer,
         )
         object.__setattr__(self, "facts", facts)
         super().__post_init__()
+        if self.answer > 0:
+            _check_answer(self)
 
     @property
     def parts(self) -> tuple[Policy, ...]:

@@ -38,9 +38,9 @@ class Facts(NamedTuple):
             added automatically.
         budgets: which budgets may differ: "equal": none; "layers": those of the layers; "heads": those of the layers
             and heads. A class that overrides `allocate` has "layers" unless it says "heads".
-        capped: whether `cap` is supported. Set it if `allocate` needs no more than its arguments, and `rank` no more
-            than the scores.
+        capped: whether `cap` is supported: `allocate` needs no more than its arguments, `rank` no more than scores.
         selects: whether entries are evicted after prefill.
+        observes: whether `score` depends on queries, so that further queries may change it.
         own_keep: whether `keep` follows from other options, so that it cannot be given.
         needs_key: whether `generate` and `select` need a key.
         ranked_by: statistics per head and token that `rank` uses instead of the scores.
@@ -51,6 +51,7 @@ class Facts(NamedTuple):
             results by `measured`. In a composition names must differ unless the measures are equal.
         repeats: a function of the policy, which returns the ids of an instruction. After it the model reads the prompt
             again, for a method that observes the second reading (`LayerContext.repeated`).
+        answer: number of tokens of the answer before the cache is compressed; a composition sets it (`compose`).
     """
 
     paper: str = ""
@@ -59,6 +60,7 @@ class Facts(NamedTuple):
     budgets: Literal["equal", "layers", "heads"] = "equal"
     capped: bool = False
     selects: bool = True
+    observes: bool = True
     own_keep: bool = False
     needs_key: bool = False
     ranked_by: tuple[str, ...] = ()
@@ -66,6 +68,7 @@ class Facts(NamedTuple):
     uses: tuple[str, ...] = ()
     measures: Callable[[Any, Observation], dict[str, Measure]] | None = None
     repeats: Callable[[Any], tuple[int, ...]] | None = None
+    answer: int = 0
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

@@ -19,7 +19,7 @@ class ReducingPolicy(ReducingStages):
     """Every layer caches all of its tokens. `keep` is the fraction of vision tokens left after the last stage."""
 
     scope: Scope = "vision"
-    facts = Facts(stages="reduce", selects=False)
+    facts = Facts(stages="reduce", selects=False, observes=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -267,10 +267,22 @@ def require_32_bits() -> None:
         raise InputError("vlkv computes in 32 bits: switch jax_enable_x64 off, or call it within jax.enable_x64(False)")
 
 
-def require_fit(policy: Policy, layers: int, key: Key[Array, ""] | None) -> None:
-    """Raises InputError if this is not a policy, does not fit the model or needs a key, or if jax is set to 64 bits."""
+def require_fit(policy: Policy, layers: int, key: Key[Array, ""] | None, *, max_new_tokens: int | None = None) -> None:
+    """Raises InputError if this is not a policy, does not fit the model or needs a key, or if jax is set to 64 bits.
+
+    `max_new_tokens`: of the answer, if the caller can compress the cache during the answer (`Facts.answer`); else None.
+    """
     require_policy(policy)
     require_32_bits()
+    answer = policy.facts.answer
+    if answer and max_new_tokens is None:
+        raise InputError(f"answer={answer} compresses the cache during an answer, as generate, stream, score, vlkv "
+                         "generate, eval and frontier can: use these, or leave out answer=")  # fmt: skip
+    if answer and max_new_tokens is not None and answer > max_new_tokens - 2:
+        raise InputError(
+            f"answer={answer}: the full cache gives {answer + 1} tokens, and max_new_tokens={max_new_tokens} (or as "
+            f"many targets) leaves none to the compressed cache: give at least {answer + 2}"
+        )
     require_layers(policy, layers)
     if policy.facts.needs_key and key is None:
         raise InputError(f"{type(policy).__name__} draws at random: pass key=jax.random.key(seed)")

@@ -67,29 +67,42 @@ def decode(
     *,
     sampling: Greedy,
     key: PRNGKeyArray | None = None,
+    begun: Int[Array, "B m"] | None = None,
 ) -> tuple[Int[Array, "B S"], Int[Array, " B"]]:
     """Decodes from a prompt's cache and logits until every row has ended, in one `while_loop`.
 
     A row also ends if its logits are NaN, because the model gives NaN, or because `extend` has left too little capacity
     for the answer. Then its last token is -1.
 
+    Args:
+        params: the model.
+        cache: of the prompt, and of the tokens of `begun`.
+        logits: of the next token.
+        sampling: chooses the tokens.
+        key: for `Sample`.
+        begun: the first tokens of the answer, as this function returns them; None: there are none.
+
     Returns:
-        Tokens, and the number of tokens of each row, including the stop token or -1. A row that has ended repeats its
-        last token.
+        All tokens of the answer, and the number of tokens of each row, including the stop token or -1. A row that has
+        ended repeats its last token.
 
     Raises:
         InputError: the cache or the model has too little room for `max_new_tokens`. Under jit, only the capacity of
             the cache is checked, without earlier new tokens.
     """
     key = sampling.require_key(single_key(key))
+    begun = jnp.zeros((logits.shape[0], 0), jnp.int32) if begun is None else begun
     # The last token is not added to the cache.
-    check_new_room(params.config, cache, sampling.max_new_tokens - 1)
+    check_new_room(params.config, cache, sampling.max_new_tokens - begun.shape[1] - 1)
     stop = jnp.asarray(params.config.stop if sampling.stop is None else sampling.stop, jnp.int32)
+
+    def is_last(token: Array) -> Array:
+        return jnp.isin(token, stop) | (token < 0)
 
     def append(state: _Decoding, logits: Array) -> _Decoding:
         token, ended = _choose(logits, sampling, key, state.step), state.ended
         tokens = jax.lax.dynamic_update_slice_in_dim(state.tokens, token[:, None], state.step, axis=1)
-        ends = ended | jnp.isin(token, stop) | (token < 0)
+        ends = ended | is_last(token)
         return _Decoding(state.step + 1, state.cache, tokens, ends, state.lengths + ~ended)
 
     def unfinished(state: _Decoding) -> Array:
@@ -100,9 +113,11 @@ def decode(
         cache, logits = decode_step(params, state.cache, previous)
         return append(state._replace(cache=cache), logits)
 
-    batch = logits.shape[0]
-    blank = jnp.zeros((batch, sampling.max_new_tokens), jnp.int32)
-    state = _Decoding(jnp.int32(0), cache, blank, jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32))
+    ends = jnp.cumsum(is_last(begun), axis=1) > 0
+    ended = jnp.any(ends, axis=1)
+    lengths = jnp.sum(~ends, axis=1, dtype=jnp.int32) + ended
+    tokens = jnp.pad(begun, [(0, 0), (0, sampling.max_new_tokens - begun.shape[1])])
+    state = _Decoding(jnp.int32(begun.shape[1]), cache, tokens, ended, lengths)
     state = jax.lax.while_loop(unfinished, step, append(state, logits))
     place = jnp.arange(sampling.max_new_tokens)
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
@@ -124,6 +139,7 @@ def decode_steps(
     *,
     sampling: Greedy,
     key: PRNGKeyArray | None = None,
+    begun: Int[Array, "B m"] | None = None,
 ) -> Iterator[Int[np.ndarray, " B"]]:
     """`decode` as a generator: yields the tokens of each step. The cache is donated.
 
@@ -132,23 +148,31 @@ def decode_steps(
     Raises:
         InputError: as `decode`, before the first token.
     """
-    check_new_room(params.config, cache, sampling.max_new_tokens - 1)
+    first = np.zeros((logits.shape[0], 0), np.int32) if begun is None else np.asarray(begun)
+    check_new_room(params.config, cache, sampling.max_new_tokens - first.shape[1] - 1)
     key = sampling.require_key(single_key(key))
     stop = (-1, *(params.config.stop if sampling.stop is None else sampling.stop))
-    shown = np.asarray(choose_token(logits, sampling, key))
-    for i in range(1, sampling.max_new_tokens + 1):
+    ended, shown = np.zeros(len(first), bool), np.zeros(len(first), np.int32)
+    for i in range(sampling.max_new_tokens):
+        if i < first.shape[1]:
+            token = first[:, i]
+        elif i == first.shape[1]:
+            token = np.asarray(choose_token(logits, sampling, key, i))
+        else:
+            cache, token = next_token(params, cache, shown, sampling, key, i)
+        shown = np.where(ended, shown, np.asarray(token))
         yield shown
         ended = np.isin(shown, stop)
-        if ended.all() or i == sampling.max_new_tokens:
+        if ended.all():
             return
-        cache, token = next_token(params, cache, shown, sampling, key, i)
-        shown = np.where(ended, shown, np.asarray(token))
 
 
 @jax.jit
-def choose_token(logits: Float[Array, "B vocab"], sampling: Greedy, key: Key[Array, ""] | None) -> Int[Array, " B"]:
-    """The token that `decode` chooses in its first step; -1 if the logits are NaN."""
-    return _choose(logits, sampling, key, 0)
+def choose_token(
+    logits: Float[Array, "B vocab"], sampling: Greedy, key: Key[Array, ""] | None, step: int | Array = 0
+) -> Int[Array, " B"]:
+    """The token that `decode` chooses in this step; -1 if the logits are NaN."""
+    return _choose(logits, sampling, key, step)
 
 
 @partial(jax.jit, donate_argnames="cache")

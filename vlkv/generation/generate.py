@@ -4,6 +4,7 @@ The other functions of this folder are pure too, and all except the generators c
 
     prompt.py   forward: logits of whole prompts without a cache; read_prompt: the first half of prefill
     prefill.py  prefill, and its second half, fill_cache
+    begin.py    prefill, and the first tokens of the answer if the cache is compressed after them
     decode.py   decode_step: one more token; decode: until every row has ended; decode_steps: its generator
     extend.py   several tokens, another turn
     score.py    log-probabilities of a given continuation
@@ -28,9 +29,9 @@ from vlkv.compression.policy import Policy
 from vlkv.compression.selection import require_fit
 from vlkv.families import Model
 from vlkv.generation import jitted
+from vlkv.generation.begin import begin
 from vlkv.generation.decode import check_room, decode, decode_steps
 from vlkv.generation.nan import check_tokens, explain
-from vlkv.generation.prefill import read_and_fill
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
 from vlkv.keys import single_key
@@ -46,6 +47,11 @@ class Output:
     lengths: Int[Array, " B"]  # number of tokens of each row, including the stop token or -1
     cache_bytes: int = dataclasses.field(metadata={"static": True})  # allocated bytes of all rows (PackedCache.bytes)
     slots: int = dataclasses.field(metadata={"static": True})  # as `pool_slots` of prefill.py
+    # Number of tokens of the answer before the cache was compressed (`compose(answer=)`), or of the row if it is
+    # shorter; 0: it was compressed after prefill.
+    compressed_after: int = dataclasses.field(default=0, metadata={"static": True})
+    # Allocated bytes of the full cache until then; None: it never existed.
+    bytes_before: int | None = dataclasses.field(default=None, metadata={"static": True})
     _stored: StoredTokens
 
     @cached_property
@@ -90,12 +96,12 @@ def generate(
 
     Raises:
         InputError: the policy does not fit the model, a key is missing, prompt and answer exceed the model's limit (see
-            `check_room`), or logits are NaN.
+            `check_room`), the answer would end before the cache is compressed, or logits are NaN.
     """
     inputs, key = Inputs.of(inputs, params.config), single_key(key)
     policy = Full() if policy is None else policy
     sampling = Greedy() if sampling is None else sampling
-    require_fit(policy, params.decoder.full_layers, key)
+    require_fit(policy, params.decoder.full_layers, key, max_new_tokens=sampling.max_new_tokens)
     check_room(params.config, inputs, sampling.max_new_tokens)
     sampling.require_key(key)
     output: Output = _generate(params, inputs, policy, sampling, key, kernels)
@@ -113,10 +119,15 @@ def _generate(
     kernels: Kernels | None,
 ) -> Output:
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
-    cache, logits = read_and_fill(params, inputs, policy, sampling.max_new_tokens, key=policy_key, kernels=kernels)
-    tokens, lengths = decode(params, cache, logits, sampling=sampling, key=sample_key)
+    begun = begin(
+        params, inputs, policy, sampling=sampling, new_tokens=sampling.max_new_tokens, key=policy_key,
+        sample_key=sample_key, kernels=kernels,
+    )  # fmt: skip
+    cache = begun.cache
+    tokens, lengths = decode(params, cache, begun.logits, sampling=sampling, key=sample_key, begun=begun.tokens)
     return Output(  # `cache` is still the one before decoding
         tokens=tokens, lengths=lengths, cache_bytes=cache.bytes, slots=cache.slots,
+        compressed_after=policy.facts.answer, bytes_before=begun.bytes_before,
         _stored=StoredTokens.of(cache, inputs.tokens.shape[1]),
     )  # fmt: skip
 
@@ -132,19 +143,26 @@ def stream(
 ) -> Iterator[Int[np.ndarray, " B"]]:
     """`generate` for `Inputs`, as a generator: yields each step's tokens. Ended rows repeat their stop token.
 
+    With `compose(..., answer=m)`, the first m steps are computed before the first of them is yielded.
+
     Raises:
         InputError: as `generate`.
     """
     inputs, key = Inputs.of(inputs, params.config), single_key(key)
     policy = Full() if policy is None else policy
     sampling = Greedy() if sampling is None else sampling
-    require_fit(policy, params.decoder.full_layers, key)
+    require_fit(policy, params.decoder.full_layers, key, max_new_tokens=sampling.max_new_tokens)
     check_room(params.config, inputs, sampling.max_new_tokens)
     sampling.require_key(key)
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
-    cache, logits = jitted.prefill(params, inputs, policy, sampling=sampling, key=policy_key, kernels=kernels)
+    begun = jitted.begin(
+        params, inputs, policy, sampling=sampling, new_tokens=sampling.max_new_tokens, key=policy_key,
+        sample_key=sample_key, kernels=kernels,
+    )  # fmt: skip
     answer = []
-    for tokens in decode_steps(params, cache, logits, sampling=sampling, key=sample_key):
+    for tokens in decode_steps(
+        params, begun.cache, begun.logits, sampling=sampling, key=sample_key, begun=begun.tokens
+    ):
         answer.append(tokens)
         if (tokens < 0).any():
             raise explain(params, inputs, tokens < 0, np.stack(answer, axis=1))

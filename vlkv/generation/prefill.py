@@ -212,6 +212,13 @@ def fill_cache_with(
         raise InputError(f"{type(policy).__name__} and the prompt do not fit: give the same policy to read_prompt")
     if isinstance(prompt.valid, jax.core.Tracer):  # as in `Decoder.walk`
         make_room()
+    return fill(prompt, policy, budget, new_tokens, key)
+
+
+def fill(
+    prompt: Prompt, policy: Policy, budget: Budget | None, new_tokens: int, key: Key[Array, ""] | None
+) -> PackedCache:
+    """`fill_cache_with` for callers that have checked the arguments."""
     budget = _budget(policy, prompt, layers=len(prompt.layers)) if budget is None else budget
     look = _observer(policy, prompt, budget, layers=len(prompt.layers), key=key, kernels=prompt.kernels)
     found = tuple(look(i, layer) for i, layer in enumerate(prompt.layers))

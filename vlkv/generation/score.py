@@ -16,7 +16,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from pallas_kernels import Kernels
 from vlkv.cache.pool import PackedCache
 from vlkv.compression.policy import Policy
+from vlkv.compression.selection import require_fit
 from vlkv.families import Model
+from vlkv.generation.begin import compress_after, read_whole
 from vlkv.generation.decode import check_new_room, check_room, decode_step
 from vlkv.generation.nan import check_values
 from vlkv.generation.prefill import prefill
@@ -36,6 +38,8 @@ def score(
 ) -> Float[Array, "B S"]:
     """Log-probability of each target token given the prompt and earlier targets, computed with the compressed cache.
 
+    With `compose(..., answer=m)`, the first m targets run on the full cache and observe, and then it is compressed.
+
     Args:
         params: the model.
         inputs: the prompts, as in `generate`.
@@ -45,7 +49,8 @@ def score(
         kernels: as in `generate`.
 
     Raises:
-        InputError: prompt and targets exceed the model's limit, or logits are NaN. Under jit, the result is NaN.
+        InputError: prompt and targets exceed the model's limit, there are fewer than m + 2 targets, or logits are NaN.
+            Under jit, the result of NaN logits is NaN.
     """
     inputs, key = Inputs.of(inputs, params.config), single_key(key)
     targets = jnp.asarray(targets)
@@ -53,8 +58,18 @@ def score(
     check_room(params.config, inputs, new_tokens)
     policy = Full() if policy is None else policy
     policy_key = None if key is None else jax.random.split(key)[0]  # the same cache as in `generate` with this key
-    cache, logits = prefill(params, inputs, policy, new_tokens=new_tokens, key=policy_key, kernels=kernels)
-    scores = log_probabilities(params, cache, logits, targets)
+    require_fit(policy, params.decoder.full_layers, policy_key, max_new_tokens=new_tokens)
+    if m := policy.facts.answer:
+        prompt, full = read_whole(params, inputs, new_tokens=new_tokens, kernels=kernels)
+        first = targets[:, :m]
+        scores = log_probabilities(params, full, prompt.logits, first)
+        cache, logits = compress_after(
+            params, prompt, full, policy, jnp.maximum(first, 0), first >= 0, new_tokens=new_tokens, key=policy_key
+        )
+        scores = jnp.concatenate([scores, log_probabilities(params, cache, logits, targets[:, m:])], axis=1)
+    else:
+        cache, logits = prefill(params, inputs, policy, new_tokens=new_tokens, key=policy_key, kernels=kernels)
+        scores = log_probabilities(params, cache, logits, targets)
     check_values(params, inputs, scores, targets)
     return scores
 

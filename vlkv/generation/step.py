@@ -29,6 +29,14 @@ from vlkv.sharding.ops import cached_attention
 Watch = Callable[[int, DecodeState, Array, Array], Any]
 
 
+class NewEntries(NamedTuple):
+    """Queries, keys and values of new tokens in one layer with full attention, rotated."""
+
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B T K H"]
+    v: Float[Array, "B T K H"]
+
+
 class _Carry(NamedTuple):
     """What `feed` carries from layer to layer."""
 
@@ -37,6 +45,7 @@ class _Carry(NamedTuple):
     for_watch: tuple[DecodeState, Float[Array, "B N E"]] | None = None  # of the last layer with a decode state
     views: tuple[rings.View, ...] = ()  # what the new tokens attend to in each ring
     watched: tuple[Any, ...] = ()  # results of `watch`
+    read: tuple[NewEntries, ...] = ()  # of each layer with entries of its own
 
 
 def feed(
@@ -91,7 +100,32 @@ def feed_and_watch(
 
     It also returns the results of `watch`, one per layer that policies count.
     """
-    return _feed(decoder, cache, x, positions, None, added, watch=watch)
+    cache, x, carry = _feed(decoder, cache, x, positions, None, added, watch=watch)
+    return cache, x, carry.watched
+
+
+def feed_and_read(
+    decoder: Decoder,
+    cache: PackedCache,
+    x: Float[Array, "B T D"],
+    positions: Int[Array, "B T A"],
+    valid: Bool[Array, "B T"],
+    added: Float[Array, "B S T _D"] | None = None,
+) -> tuple[PackedCache, Float[Array, "B T D"], tuple[NewEntries, ...]]:
+    """`feed` for a cache that processes all tokens together.
+
+    It also returns what the tokens have added to each layer that policies count.
+    """
+    cache, x, carry = _feed(decoder, cache, x, positions, valid, added)
+    return cache, x, carry.read
+
+
+def append(cache: PackedCache, new: tuple[NewEntries, ...], valid: Bool[Array, "B T"]) -> PackedCache:
+    """The cache with entries of new tokens, which another cache of the same prompts has processed, in its tails."""
+    entry = jnp.where(valid, cache.used[:, None] + jnp.cumsum(valid, axis=1) - 1, cache.new_tokens)
+    for i, layer in enumerate(new):
+        cache, _ = _write_tails(cache, i, layer.k, layer.v, entry)
+    return dataclasses.replace(cache, used=cache.used + jnp.sum(valid, axis=1))
 
 
 def _feed(
@@ -103,7 +137,7 @@ def _feed(
     added: Float[Array, "B S T _D"] | None,
     until: Int[Array, "B T"] | None = None,
     watch: Watch | None = None,
-) -> tuple[PackedCache, Float[Array, "B T D"], tuple[Any, ...]]:
+) -> tuple[PackedCache, Float[Array, "B T D"], _Carry]:
     """All layers, for tokens that can be processed together.
 
     In a layer with a decode state: `arrive` reserves an entry, keys and values are written, attention reads what the
@@ -119,9 +153,8 @@ def _feed(
     # Kernels for decoding are made for one query; several queries are matrix products, which XLA computes well.
     kernel = cache.kernels.decode_attention if x.shape[1] == 1 else "xla"
     updater = None if cache.policy is None else cache.policy.updater
-    places = None
-    if cache.rings is not None:
-        places = cache.rings.places(cache.used, jnp.ones(x.shape[:2], bool) if valid is None else valid)
+    present = jnp.ones(x.shape[:2], bool) if valid is None else valid
+    places = None if cache.rings is None else cache.rings.places(cache.used, present)
 
     def attend(i: int, carry: _Carry, q: Array, k: Array, v: Array) -> tuple[_Carry, Array]:
         now, taken = carry.cache, carry.taken
@@ -130,6 +163,7 @@ def _feed(
             assert places is not None
             carry = carry if shared else _write_ring(carry, i, k, v, places)
             return carry, rings.attend(carry.views[i], q, places, now.kernels, until, window=window)
+        carry = carry if shared else carry._replace(read=(*carry.read, NewEntries(q, k, v)))
         tail: tuple[Any, Any] | None = None if now.reuses else (now.tail_k[i], now.tail_v[i])
         if now.decode_states is None:
             now, tail = (now, tail) if shared else _write_tails(now, i, k, v, tail_entry)
@@ -183,7 +217,7 @@ def _feed(
             fed.decode_states, cache.decode_states,
         )  # fmt: skip
         fed = dataclasses.replace(fed, decode_states=states)
-    return fed, x, carry.watched
+    return fed, x, carry
 
 
 def _write_ring(

@@ -29,6 +29,7 @@ class FlashCache(Policy):
         " Approach (arXiv 2511.16786)",
         equations="Sec. 3",
         stages="score, allocate",
+        observes=False,
         capped=True,
     )
 

@@ -17,6 +17,7 @@ class Full(Policy):
         paper="the baseline of every paper",
         stages="none",
         selects=False,
+        observes=False,
         own_keep=True,
     )
 

@@ -21,6 +21,7 @@ class KeyDiff(Policy):
     facts = Facts(
         paper="Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference",
         equations="Sec. 3, Alg. 1",
+        observes=False,
     )
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:

@@ -18,6 +18,7 @@ class Knorm(Policy):
     facts = Facts(
         paper="Devoto et al. 2024, A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
         equations="Sec. 3",
+        observes=False,
     )
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:

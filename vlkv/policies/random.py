@@ -17,6 +17,7 @@ class Random(Policy):
 
     facts = Facts(
         paper="baseline",
+        observes=False,
         needs_key=True,
     )
 

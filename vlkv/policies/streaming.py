@@ -22,6 +22,7 @@ class StreamingLLM(Policy):
     facts = Facts(
         paper="Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks",
         equations="Sec. 3.2",
+        observes=False,
     )
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:

@@ -82,9 +82,9 @@ class _Reader(NamedTuple):
 
     def composed(self, node: ast.Call, given: Mapping[str, Any]) -> Policy:
         """The composition of a call of `compose`."""
-        if len(node.args) != 1 or any(word.arg not in (*STAGES, "smooth") for word in node.keywords):
+        if len(node.args) != 1 or any(word.arg not in (*STAGES, "smooth", "answer") for word in node.keywords):
             raise InputError(f"policy {self.text!r}: expected compose(POLICY, STAGE=POLICY, ...) with stages among "
-                             f"{', '.join(STAGES)} and smooth")  # fmt: skip
+                             f"{', '.join(STAGES)}, smooth= and answer=")  # fmt: skip
         scores = self.policy(node.args[0], given)
         common = {name: getattr(scores, name) for name in (*_BUDGET, "scope") if getattr(scores, name) is not None}
         parts: dict[str, Any] = {}
@@ -92,6 +92,8 @@ class _Reader(NamedTuple):
             stage, part = str(word.arg), word.value
             if stage == "smooth":
                 parts[stage] = self.smooth(part)
+            elif stage == "answer":
+                parts[stage] = self.literal(part)
             else:
                 parts[stage] = self.policy(part, common) if stage in _SHARED else self.self_sufficient(part, given)
         return compose(scores, **parts)
@@ -116,6 +118,13 @@ class _Reader(NamedTuple):
         except TypeError:
             raise InputError(f"policy {self.text!r}: expected smooth=smooth(KERNEL, pooling=...)") from None
 
+    def literal(self, node: ast.expr) -> Any:
+        """The value of a literal."""
+        try:
+            return ast.literal_eval(node)
+        except (ValueError, TypeError, MemoryError, RecursionError):
+            raise InputError(f"policy {self.text!r}: options must be literals, with texts in quotes") from None
+
     def name(self, node: ast.expr) -> str:
         """The name that a node is or calls."""
         node = node.func if isinstance(node, ast.Call) else node
@@ -127,13 +136,10 @@ class _Reader(NamedTuple):
         """The arguments of a call; none if the node is a name."""
         if not isinstance(node, ast.Call):
             return [], {}
-        try:
-            words = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
-            if len(words) < len(node.keywords) or "None" in words:  # an option twice, or **options
-                raise ValueError
-            return [ast.literal_eval(value) for value in node.args], words
-        except (ValueError, TypeError, MemoryError, RecursionError):
-            raise InputError(f"policy {self.text!r}: options must be literals, with texts in quotes") from None
+        words = {str(word.arg): self.literal(word.value) for word in node.keywords}
+        if len(words) < len(node.keywords) or "None" in words:  # an option twice, or **options
+            raise InputError(f"policy {self.text!r}: options must be literals, with texts in quotes")
+        return [self.literal(value) for value in node.args], words
 
 
 def construct(cls: type[Policy], options: Mapping[str, Any]) -> Policy:
@@ -164,6 +170,8 @@ def text_of(policy: Policy, find: Find, *, scope: bool = False) -> str:
         kernel, *rest = dataclasses.fields(policy.smoothed)
         values = [repr(getattr(policy.smoothed, kernel.name)), *_changed(policy.smoothed, rest)]
         parts.append(f"smooth=smooth({', '.join(values)})")
+    if policy.answer:
+        parts.append(f"answer={policy.answer}")
     return f"compose({', '.join(parts)})"
 
 

@@ -6,8 +6,10 @@
       --prompt "What is this?" --keep 0.1 \\
       --policy "compose(aircache, store=kivi(bits=4))"
 
-With --save-cache the images are compressed before the question is known, and kept in a file; with --from-cache other
-questions about them are answered from it.
+"compose(snapkv, answer=8)" decodes eight tokens with the full cache, and observes
+them too before it compresses. With --save-cache the images are compressed before the
+question is known, and kept in a file; with --from-cache other questions about them
+are answered from it.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from rich.console import Console
 
 from vlkv import loading, saving
 from vlkv.buckets import round_up
-from vlkv.cache.pool import PackedCache
 from vlkv.cache.resizing import resize
+from vlkv.compression.selection import require_fit
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation import jitted
+from vlkv.generation.begin import Begun
 from vlkv.generation.decode import check_positions, check_room, decode_steps
 from vlkv.generation.extend import extend
 from vlkv.generation.nan import check_tokens, check_values
@@ -56,10 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _Ready(NamedTuple):
-    """The cache of a prompt, and the logits of the first token of its answer."""
+    """The cache of a prompt, perhaps with the first tokens of its answer, and the policy that made it."""
 
-    cache: PackedCache
-    logits: jax.Array  # [1, vocab]
+    begun: Begun
     policy: Policy
     prompt_tokens: int
     inputs: Inputs  # what was added last
@@ -79,13 +81,18 @@ def run(args: argparse.Namespace) -> Any:
         )
     processor = loading.load_processor(args.model)
     policy_key, sample_key = jax.random.split(jax.random.key(args.seed))  # the same keys as in `vlkv.generate`
+    asked = None if args.save_cache else sampling.max_new_tokens  # a saved cache is compressed before any answer
+    require_fit(policy, processor.config.decoder.full_layers, policy_key, max_new_tokens=asked)
     if args.save_cache is None and args.from_cache is None:
         inputs = processor(args.image or None, args.prompt)
         check_room(processor.config, inputs, sampling.max_new_tokens)
         params = jax.block_until_ready(loading.load_params(args.model, dtype=args.dtype))
         begin = time.perf_counter()
-        cache, logits = jitted.prefill(params, inputs, policy, sampling=sampling, key=policy_key)
-        ready = _Ready(cache, logits, policy, int(inputs.valid.sum()), inputs)
+        begun = jitted.begin(
+            params, inputs, policy, sampling=sampling, new_tokens=sampling.max_new_tokens, key=policy_key,
+            sample_key=sample_key,
+        )  # fmt: skip
+        ready = _Ready(begun, policy, int(inputs.valid.sum()), inputs)
     else:
         _check_files(args)
         params = jax.block_until_ready(loading.load_params(args.model, dtype=args.dtype))
@@ -93,20 +100,23 @@ def run(args: argparse.Namespace) -> Any:
         if args.save_cache is not None:
             _save(args, policy, params, processor, policy_key)
         ready = _from_file(args, sampling, params, processor)
-    cache = ready.cache
+    begun, cache = ready.begun, ready.begun.cache
     result = {
         "policy": text_of(ready.policy),
         "scope": ready.policy.scope,
         "prompt_tokens": ready.prompt_tokens,
         "kept_per_layer": np.asarray(cache.counts)[:, 0].mean(axis=1).tolist(),
         "cache_bytes": cache.bytes,
+        "compressed_after": ready.policy.facts.answer,
+        "bytes_before": begun.bytes_before,
         "slots": cache.slots,
         "kept_bytes": {name: sum(x.nbytes for x in jax.tree.leaves(kept)) for name, kept in cache.kept.items()},
     }
     tokens: list[int] = []
 
     def decoded() -> Iterator[int]:
-        for step in decode_steps(params, cache, ready.logits, sampling=sampling, key=sample_key):
+        given = dict(sampling=sampling, key=sample_key, begun=begun.tokens)
+        for step in decode_steps(params, cache, begun.logits, **given):
             tokens.append(int(step[0]))
             check_tokens(params, ready.inputs, np.array([tokens]))
             yield tokens[-1]
@@ -123,8 +133,11 @@ def run(args: argparse.Namespace) -> Any:
     print()
     each = result["kept_per_layer"]
     kept = f"{sum(each) / len(each):.1f} of {ready.prompt_tokens} prompt entries kept per layer, " if each else ""
+    before = "" if begun.bytes_before is None else (
+        f" ({begun.bytes_before / 2**20:.2f} MiB for the first {ready.policy.facts.answer} tokens)"
+    )  # fmt: skip
     Console(stderr=True).print(
-        f"{text_of(ready.policy, scope=True)}: {kept}cache {cache.bytes / 2**20:.2f} MiB, "
+        f"{text_of(ready.policy, scope=True)}: {kept}cache {cache.bytes / 2**20:.2f} MiB{before}, "
         f"{seconds:.1f} s with compilation", highlight=False,
     )  # fmt: skip
     return None
@@ -166,7 +179,7 @@ def _from_file(args: argparse.Namespace, sampling: Greedy, params: Model, proces
     check_positions(params.config, cache, question + sampling.max_new_tokens)
     cache = resize(cache, int(cache.used[0]) + _added(processor, fed, sampling.max_new_tokens))
     cache, logits = jax.jit(extend)(params, cache, fed)
-    return _Ready(cache, logits, policy, note["prompt_tokens"] + question, fed)
+    return _Ready(Begun(cache=cache, logits=logits), policy, note["prompt_tokens"] + question, fed)
 
 
 def _question(args: argparse.Namespace, processor: Processor, images: int) -> Inputs:

@@ -119,7 +119,8 @@ def run(args: argparse.Namespace) -> Any:
         share = share_of_bytes(policy, processor.config, inputs)
         points.append({"name": name, "bits": bits, "bytes": share, "quality": row[args.metric], "low": low,
                        "high": high, "scope": policy.scope, "code": text_of(policy),
-                       "cache_bytes": row["cache_bytes"]})  # fmt: skip
+                       "cache_bytes": row["cache_bytes"], "compressed_after": row["compressed_after"],
+                       "bytes_before": row["bytes_before"]})  # fmt: skip
     chosen = [(share, best) for share in args.bytes if (best := curves.best_at(points[1:], share)) is not None]
     lines = [{"share": share, **best, "python": _python(args, file, settings, best["code"])} for share, best in chosen]
     result = {"run": facts, "machine": describe(), "metric": args.metric, "questions": summary["questions"],
@@ -178,16 +179,22 @@ def _python(args: argparse.Namespace, file: Path, settings: Settings, policy: st
     )
 
 
+def _kib(size: float | None) -> str:
+    return "" if size is None else f"{size / 1024:.0f}"
+
+
 def _show(points: list[dict[str, Any]], lines: list[dict[str, Any]], args: argparse.Namespace) -> None:
     console = Console()
-    table = Table("method", "scope", "bits", "bytes", args.metric, "95 %", "KiB", title="quality against bytes")
+    late = ["KiB before"] if any(point["bytes_before"] for point in points) else []
+    columns = ("method", "scope", "bits", "bytes", args.metric, "95 %", "KiB", *late)
+    table = Table(*columns, title="quality against bytes")
     on_frontier = [point["code"] for point in curves.pareto(points)]
     for point in points:
         mark = "[bold]" if point["code"] in on_frontier else ""
         table.add_row(
             mark + point["name"], point["scope"], str(point["bits"]), f"{point['bytes']:.1%}",
             f"{mark}{100 * point['quality']:.1f}", f"{100 * point['low']:.0f} to {100 * point['high']:.0f}",
-            f"{point['cache_bytes'] / 1024:.0f}",
+            _kib(point["cache_bytes"]), *([_kib(point["bytes_before"])] if late else []),
         )  # fmt: skip
     console.print(table)
     for line in lines:

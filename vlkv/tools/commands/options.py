@@ -31,7 +31,7 @@ def add_policy_arguments(parser: argparse.ArgumentParser, *, many: bool = False)
         default=default,
         metavar="POLICY",
         help="a name of `vlkv policies`, with options as in \"aircache(window='text')\", several methods as in "
-        f'"compose(aircache, store=kivi(bits=4))", or your own class as FILE.py:CLASS (default: {shown})',
+        f'"compose(aircache, store=kivi(bits=4), answer=8)", or your own class as FILE.py:CLASS (default: {shown})',
         **several,
     )
     parser.add_argument(

@@ -27,6 +27,8 @@ class Entry(TypedDict):
     tokens: int  # number of generated tokens, including the stop token
     seconds: float  # decoding time of the batch, divided by its rows
     bytes: int  # allocated bytes of the batch's cache, divided by its rows
+    begun: int  # tokens that the full cache gave before it was compressed (`compose(answer=)`)
+    bytes_before: int  # likewise, bytes of this full cache; 0 if there was none
     log_probability: float  # of the reference; 0 if it was not requested
     reference: int  # number of tokens of the reference
     drawn: list[str]  # two answers drawn at the temperature of `Settings`; empty except for the full cache

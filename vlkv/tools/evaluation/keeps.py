@@ -60,8 +60,9 @@ def relative_size(policy: Policy, *, number: int = 2, head_dim: int = 128) -> fl
 def share_programs(plan: Sequence[Policy]) -> list[Policy]:
     """For each policy, the policy whose compiled program it uses: the one with the same options and the largest keep.
 
-    A policy that reduces the prompt or caps its layers uses its own program, and so does a user's method, whose stages
-    may use `self.keep`. Stages of this package use it only where the largest keep serves all (bounds on sizes).
+    A policy that reduces the prompt, caps its layers or compresses during the answer uses its own program, and so does
+    a user's method, whose stages may use `self.keep`. Stages of this package use it only where the largest keep serves
+    all (bounds on sizes).
     """
     largest: dict[Any, Policy] = {}
     keys = [_program_key(policy) or policy for policy in plan]
@@ -74,7 +75,7 @@ def share_programs(plan: Sequence[Policy]) -> list[Policy]:
 
 def _program_key(policy: Policy) -> tuple[Policy, float] | None:
     """A key that is equal for policies that differ only in `keep`; None if the policy cannot share its program."""
-    if policy.reducer is not None or policy.cap is not None or policy.keep is None:
+    if policy.reducer is not None or policy.cap is not None or policy.keep is None or policy.facts.answer:
         return None
     parts = getattr(policy, "parts", (policy,))
     if not policy.follows_paper or not all(type(part).__module__.startswith("vlkv.policies.") for part in parts):

@@ -51,13 +51,16 @@ def summarise(
             for (row, turn), entry in zip(asked, answers, strict=True)
         ]  # fmt: skip
         seconds = sum(entry["seconds"] for entry in answers)
+        before = sum(entry["bytes_before"] for entry in answers) / len(answers)
         rows.append({
             "policy": text_of(policy),
             "keep": policy.keep,
             "scope": policy.scope,
             **score(metrics, scored, judge),
             "cache_bytes": sum(entry["bytes"] for entry in answers) / len(answers),
-            "tokens_per_second": sum(entry["tokens"] for entry in answers) / seconds,
+            "compressed_after": policy.facts.answer,
+            "bytes_before": before or None,
+            "tokens_per_second": sum(entry["tokens"] - entry["begun"] for entry in answers) / seconds,
         })  # fmt: skip
     questions = [
         {
@@ -74,19 +77,23 @@ def summarise(
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """A table with one row per policy: metrics, bytes of the cache per question, decoding speed."""
+    """A table with one row per policy: metrics, bytes of the cache per question, decoding speed.
+
+    If a policy compresses during the answer, a column shows the bytes of the full cache until then.
+    """
+    late = any(row["bytes_before"] for row in result["rows"])
     percent = [name for name in result["metrics"] if name in FRACTIONS]
     title = f"{result['questions']} questions" + (f"; {', '.join(percent)} in percent" if percent else "")
     output = Table(title=title)
     output.add_column("policy", overflow="fold")
     output.add_column("scope")
-    for name in (*result["metrics"], "KiB", "tokens/s"):
+    for name in (*result["metrics"], "KiB", *(["KiB before"] if late else []), "tokens/s"):
         output.add_column(name, justify="right", no_wrap=True)
     for row in result["rows"]:
         values = [f"{100 * row[name]:.1f}" if name in FRACTIONS else f"{row[name]:.4g}" for name in result["metrics"]]
-        output.add_row(
-            row["policy"], row["scope"], *values, f"{row['cache_bytes'] / 1024:.1f}", f"{row['tokens_per_second']:.0f}"
-        )
+        sizes = [row["cache_bytes"], *([row["bytes_before"]] if late else [])]
+        values += ["" if size is None else f"{size / 1024:.1f}" for size in sizes]
+        output.add_row(row["policy"], row["scope"], *values, f"{row['tokens_per_second']:.0f}")
     return output
 
 

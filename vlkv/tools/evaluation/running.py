@@ -1,7 +1,7 @@
 """Answers every question under every policy. Each batch is prefilled once and compressed with each policy.
 
-Policies that reduce the prompt or cap the layers need their own prefill. Later turns, and the questions of a
-query-agnostic run, are added with `vlkv.extend`, which does not compress the cache of the first prompt again.
+Later turns, and the questions of a query-agnostic run, are added with `vlkv.extend`, which does not compress the cache
+of the first prompt again.
 
 Axes: B rows of a batch · S tokens.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,25 +21,23 @@ from jaxtyping import Array, Float, Int, Key
 
 from vlkv.buckets import merged, round_up
 from vlkv.cache.pool import PackedCache
-from vlkv.compression.checking import needs_own_prompt
 from vlkv.compression.policy import Policy
+from vlkv.compression.selection import require_fit
 from vlkv.errors import InputError
 from vlkv.families import Model
-from vlkv.generation import jitted
+from vlkv.generation.begin import Begun
 from vlkv.generation.decode import check_room, decode
 from vlkv.generation.extend import extend
 from vlkv.generation.nan import check_tokens, check_values
-from vlkv.generation.prefill import fill_cache
-from vlkv.generation.prompt import Prompt
 from vlkv.generation.sampling import Greedy, Sample
-from vlkv.generation.score import log_probabilities
+from vlkv.generation.score import log_probabilities, score
 from vlkv.inputs import Inputs
 from vlkv.policies.full import Full
 from vlkv.processing import Processor
 from vlkv.tools.evaluation import dialogue
 from vlkv.tools.evaluation.batching import Batch, batches
+from vlkv.tools.evaluation.caches import Compress, compressed
 from vlkv.tools.evaluation.journal import Entry, Journal
-from vlkv.tools.evaluation.keeps import budget, share_programs
 from vlkv.tools.evaluation.records import Record
 
 # What another length costs, in prompts. Compiling the programs of some methods for a small model on a CPU takes as long
@@ -47,9 +45,7 @@ from vlkv.tools.evaluation.records import Record
 _PROGRAM = 16
 _extend = jax.jit(extend)
 _log_probabilities = jax.jit(log_probabilities)
-Compress = Callable[
-    [Model, Inputs, Sequence[Policy], Sequence[int], int, int, Batch], Iterator[tuple[int, int, PackedCache, Array]]
-]  # the arguments and the result of `compressed`
+_score = jax.jit(score)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,46 +112,12 @@ def run(
         todo = [i for i in range(len(plan)) if not _complete(journal, batch, records, i)]
         if todo:
             inputs, new_tokens = evaluator.first_inputs(batch)
-            caches = (compress or compressed)(params, inputs, plan, todo, new_tokens, settings.seed, batch)
-            for i, size, cache, logits in caches:
-                journal.append(evaluator.answer(batch, inputs, i, size, cache, logits))
-                del cache, logits  # free their memory before the next cache is computed
-
-
-def compressed(
-    params: Model, inputs: Inputs, plan: Sequence[Policy], todo: Sequence[int], new_tokens: int, seed: int, batch: Batch
-) -> Iterator[tuple[int, int, PackedCache, Array]]:
-    """For each policy index in `todo`: the index, the bytes of its cache, the cache, and the logits of the prompt.
-
-    All keeps of a method share one program, which allocates the cache of the largest keep. The bytes returned are those
-    of a cache for the policy's own keep.
-    """
-    key = jax.random.split(jax.random.fold_in(jax.random.key(seed), batch.number))[0]
-    # A shared prefill stores the queries of all layers, which does not pay off for a single policy.
-    sharing = [i for i, policy in enumerate(plan) if not needs_own_prompt(policy) and policy.cap is None]
-    programs, prompt = share_programs(plan), None
-    if len(sharing) > 1 and set(sharing) & set(todo):
-        observers = tuple(dict.fromkeys(programs[i] for i in sharing))
-        prompt = jitted.read_prompt(params, inputs, observers=observers, new_tokens=new_tokens)
-    for i in todo:
-        policy, program = plan[i], programs[i]
-        if i in sharing and prompt is not None:
-            table = budget(policy, program, prompt)
-            cache = jitted.fill_cache_with(prompt, program, table, new_tokens=new_tokens, key=key)
-            size = cache.bytes
-            if table is not None:  # the program is that of a larger keep
-                own = _entry_arrays.eval_shape(prompt, policy, new_tokens, key)
-                size = sum(x.size * x.dtype.itemsize for x in own)
-            yield i, size, cache, prompt.logits
-        else:
-            cache, logits = jitted.prefill(params, inputs, policy, new_tokens=new_tokens, key=key)
-            yield i, cache.bytes, cache, logits
-
-
-@partial(jax.jit, static_argnames="new_tokens")
-def _entry_arrays(prompt: Prompt, policy: Policy, new_tokens: int, key: Key[Array, ""]) -> list[Array]:
-    """The arrays of the policy's cache that count as its bytes."""
-    return fill_cache(prompt, policy, new_tokens=new_tokens, key=key).entry_arrays
+            caches = (compress or compressed)(
+                params, inputs, plan, todo, new_tokens, evaluator.sampling, settings.seed, batch
+            )
+            for i, size, begun in caches:
+                journal.append(evaluator.answer(batch, inputs, i, size, begun))
+                del begun  # free its memory before the next cache is computed
 
 
 def _complete(journal: Journal, batch: Batch, records: Sequence[Record], policy: int) -> bool:
@@ -173,15 +135,21 @@ class _Evaluator:
         self.sampling = Greedy(max_new_tokens=settings.max_new_tokens)
         self.traced = 0  # how often `decode` has been traced
 
-        def noted(*arguments: Any, sampling: Greedy, key: Key[Array, ""] | None = None) -> tuple[Array, Array]:
+        def noted(*arguments: Any, sampling: Greedy, **options: Any) -> tuple[Array, Array]:
             self.traced += 1
-            return decode(*arguments, sampling=sampling, key=key)
+            return decode(*arguments, sampling=sampling, **options)
 
         self.program = jax.jit(noted, static_argnames="sampling")
         self.fed: dict[int, Int[np.ndarray, " T"]] = {}  # ids between the first prefill and the first answer, by row
 
     def check(self) -> None:
-        """Raises InputError if a text cannot be used."""
+        """Raises InputError if a policy or a text cannot be used."""
+        settings, key = self.settings, jax.random.key(self.settings.seed)
+        for policy in self.plan:
+            require_fit(policy, self.params.decoder.full_layers, key, max_new_tokens=settings.max_new_tokens)
+            if policy.facts.answer and settings.query_agnostic:
+                raise InputError(f"answer={policy.facts.answer} observes an answer; a query-agnostic run compresses "
+                                 "before the question: leave out one")  # fmt: skip
         for record in self.records:
             try:
                 self._check(record)
@@ -203,6 +171,9 @@ class _Evaluator:
                 raise InputError("no context and no image: a query-agnostic run compresses what is before the question")
             dialogue.split(self.processor, [record], query_agnostic=True)
         if len(record.turns) > 1:
+            if any(policy.facts.answer for policy in self.plan):
+                raise InputError("several turns cannot follow a cache that was compressed during the first answer: "
+                                 "leave out answer=, or give one question per line")  # fmt: skip
             dialogue.later_tokens(self.processor, record)
         for turn in record.turns:
             dialogue.prompt(self.processor, record, answers)
@@ -238,9 +209,7 @@ class _Evaluator:
         answers = (len(record.turns) - 1) * self.settings.max_new_tokens
         return len(self.fed[row]) + dialogue.later_tokens(self.processor, record) + answers
 
-    def answer(
-        self, batch: Batch, inputs: Inputs, policy: int, size: int, cache: PackedCache, logits: Float[Array, "B vocab"]
-    ) -> list[Entry]:
+    def answer(self, batch: Batch, inputs: Inputs, policy: int, size: int, begun: Begun) -> list[Entry]:
         """Answers all rows of a batch from the cache of its groups, which contains `inputs` and takes `size` bytes."""
         entries: list[Entry] = []
         key = jax.random.fold_in(jax.random.key(self.settings.seed), batch.number)
@@ -248,7 +217,7 @@ class _Evaluator:
             rows = [group[min(number, len(group) - 1)] for group in batch.groups]
             new = [i for i, group in enumerate(batch.groups[: batch.real]) if number < len(group)]
             key_of_rows = jax.random.fold_in(key, number)
-            entries += self._converse(rows, new, inputs, policy, size, cache, logits, key_of_rows)
+            entries += self._converse(rows, new, inputs, policy, size, begun, key_of_rows)
         return entries
 
     def _converse(
@@ -258,11 +227,11 @@ class _Evaluator:
         inputs: Inputs,
         policy: int,
         size: int,
-        cache: PackedCache,
-        logits: Float[Array, "B vocab"],
+        begun: Begun,
         key: Key[Array, ""],
     ) -> list[Entry]:
         """All turns of one row of each group; returns the entries of the groups `new`, whose row is not padding."""
+        cache, logits, first = begun.cache, begun.logits, begun.tokens
         draws = self.settings.temperature > 0 and self.plan[policy] == Full()
         records = [self.records[row] for row in rows]
         history: list[list[str]] = [[] for _ in rows]  # earlier answers of each row
@@ -275,16 +244,19 @@ class _Evaluator:
                 used += extension.valid.sum(axis=1)
                 self._check_capacity(cache, used, records)
                 cache, logits = _extend(self.params, cache, extension)
-            tokens, lengths, seconds = self._decode(cache, logits)
+            tokens, lengths, seconds = self._decode(cache, logits, first)
             check_tokens(self.params, inputs, tokens)
             answers = self.processor.decode(tokens, lengths)
-            references, scores = self._score(records, history, cache, logits)
+            references, targets = self._references(records, history, self.plan[policy].facts.answer)
+            scores = self._score(targets, inputs, self.plan[policy], cache, logits, key)
             check_values(self.params, inputs, scores)
             drawn = self._draw(cache, logits, jax.random.fold_in(key, turn)) if draws else []
             entries += [
                 Entry(
                     row=rows[i], turn=turn, policy=policy, answer=answers[i], tokens=int(lengths[i]),
-                    seconds=seconds / len(rows), bytes=size // len(rows), log_probability=float(scores[i]),
+                    seconds=seconds / len(rows), bytes=size // len(rows),
+                    begun=min(int(lengths[i]), self.plan[policy].facts.answer),
+                    bytes_before=(begun.bytes_before or 0) // len(rows), log_probability=float(scores[i]),
                     reference=int(references[i]), drawn=[texts[i] for texts in drawn],
                 )
                 for i in new
@@ -303,14 +275,18 @@ class _Evaluator:
         return Inputs.from_hf(batch, self.processor.config, self.processor.buckets)
 
     def _decode(
-        self, cache: PackedCache, logits: Float[Array, "B vocab"]
+        self, cache: PackedCache, logits: Float[Array, "B vocab"], begun: Int[Array, "B m"] | None = None
     ) -> tuple[Int[np.ndarray, "B S"], Int[np.ndarray, " B"], float]:
-        """Tokens and lengths of the answers, and the seconds of decoding. A run that compiles is repeated."""
+        """Tokens and lengths of the answers, and the seconds of decoding what follows the tokens `begun`.
+
+        A run that compiles is repeated.
+        """
+        program = partial(self.program, self.params, cache, logits, sampling=self.sampling, begun=begun)
         jax.block_until_ready((cache, logits))  # jax only starts a computation when it is called
         before = -1
         while before != self.traced:
             before, begin = self.traced, time.perf_counter()
-            result = jax.block_until_ready(self.program(self.params, cache, logits, sampling=self.sampling))
+            result = jax.block_until_ready(program())
             seconds = time.perf_counter() - begin
         tokens, lengths = (np.asarray(x) for x in result)
         return tokens, lengths, seconds
@@ -321,17 +297,39 @@ class _Evaluator:
         results = [self.program(self.params, cache, logits, sampling=sampling, key=k) for k in jax.random.split(key)]
         return [self.processor.decode(*map(np.asarray, result)) for result in results]
 
-    def _score(
-        self, records: list[Record], history: list[list[str]], cache: PackedCache, logits: Float[Array, "B vocab"]
-    ) -> tuple[Int[np.ndarray, " B"], Float[np.ndarray, " B"]]:
-        """Number of tokens of each reference, and its log-probability; zeros if they are not requested."""
+    def _references(
+        self, records: list[Record], history: list[list[str]], late: int
+    ) -> tuple[Int[np.ndarray, " B"], Int[np.ndarray, "B S"]]:
+        """Number of tokens of each reference, and the tokens, padded with -1; none if they are not requested.
+
+        There are places for two tokens after the first `late` ones, after which a policy compresses.
+        """
         if not self.settings.perplexity:
-            return np.zeros(len(records), int), np.zeros(len(records))
+            return np.zeros(len(records), int), np.zeros((len(records), 0), np.int32)
         ids = [dialogue.reference(self.processor, *pair) for pair in zip(records, history, strict=True)]
         lengths = np.array([len(row) for row in ids])
         width = min(round_up(int(lengths.max()), self.processor.buckets.text), self.settings.max_new_tokens)
-        targets = np.array([[*row, *[-1] * (width - len(row))] for row in ids], np.int32)
-        return lengths, np.asarray(_log_probabilities(self.params, cache, logits, targets)).sum(axis=1)
+        width = max(width, late + 2)
+        return lengths, np.array([[*row, *[-1] * (width - len(row))] for row in ids], np.int32)
+
+    def _score(
+        self,
+        targets: Int[np.ndarray, "B S"],
+        inputs: Inputs,
+        policy: Policy,
+        cache: PackedCache,
+        logits: Float[Array, "B vocab"],
+        key: Key[Array, ""],
+    ) -> Float[np.ndarray, " B"]:
+        """Log-probability of each reference; 0 for one without tokens.
+
+        The references observe, not the answers in the cache, if the policy compresses during an answer.
+        """
+        if not targets.size:
+            return np.zeros(len(targets))
+        if policy.facts.answer:
+            return np.asarray(_score(self.params, inputs, targets, policy, key=key)).sum(axis=1)
+        return np.asarray(_log_probabilities(self.params, cache, logits, targets)).sum(axis=1)
 
     def _check_capacity(self, cache: PackedCache, used: Int[np.ndarray, " B"], records: Sequence[Record]) -> None:
         """Raises InputError if earlier answers are so long that the next answer may not fit into the cache."""

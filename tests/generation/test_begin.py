@@ -1,0 +1,231 @@
+"""Policies with `answer=m`: the first tokens are those of the full cache and observe; then the prompt is compressed.
+
+The reference is a decoder in float64 numpy that runs prompt and tokens at once, simulations of the methods on its
+queries and keys, and decoding from the entries that they keep and those of the tokens.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import vlkv
+from tests import reference
+from tests.families import tiny
+from tests.models import CONFIG, embed, tiny_llava, unequal_batch
+from tests.policies import numpy_policies
+from vlkv import policies
+
+NEW, ANSWER = 10, 5
+KEY = jax.random.key(3)
+# Policy, its function in numpy_policies, and options of this function.
+CASES = {
+    "snapkv": (policies.SnapKV(keep=0.3, window=8), numpy_policies.snapkv, dict(window=8)),
+    "aircache": (policies.AirCache(keep=0.3), numpy_policies.aircache, {}),
+    "h2o": (policies.H2O(keep=0.3, evict=False), numpy_policies.h2o, {}),
+    "cake": (policies.CAKE(keep=0.3, window=8), numpy_policies.cake, dict(window=8)),
+    "adakv": (policies.AdaKV(keep=0.3, window=8), numpy_policies.adakv, dict(window=8)),
+}
+
+
+def made(family):
+    """A model, and a batch in which rows are padded on both sides."""
+    if family == "small":
+        return tiny_llava(config=CONFIG), unequal_batch(padding=("right", "left", "right"))
+    return tiny.make_model(family), tiny.make_batch(family)
+
+
+def ends(is_vision):
+    """The last token that each token attends to in models with `image_block`."""
+    until = np.arange(len(is_vision))
+    for t in until[::-1][1:]:
+        until[t] = until[t + 1] if is_vision[t] and is_vision[t + 1] else t
+    return until
+
+
+def simulate(params, batch, row, begun, policy, method, options):
+    """Logits of the next token after prompt and `begun`, layers of both, and what the method keeps of the prompt."""
+    decoder, valid, begun = params.decoder, batch.valid[row], np.array(begun, int)
+    count, ids = int(valid.sum()), np.concatenate([batch.tokens[row, valid], begun])
+    x = decoder.embedding.scale * np.asarray(decoder.embedding.weight[...], np.float64)[begun]
+    x = np.concatenate([np.asarray(embed(params, batch), np.float64)[row, valid], x])
+    positions = batch.positions[row, valid]
+    steps = positions.max() + 1 + np.arange(len(begun))
+    positions = np.concatenate([positions, np.broadcast_to(steps[:, None], (len(begun), positions.shape[1]))])
+    positions = positions[:, 0] if positions.shape[1] == 1 else positions
+    is_vision = np.concatenate([batch.is_vision[row, valid], np.zeros(len(begun), bool)])
+    until = ends(is_vision) if decoder.image_block else None
+    added = reference.layer_inputs(decoder, ids, x, is_vision)
+    logits, layers = reference.prefill(decoder, x, positions, added=added, until=until)
+    counted = [layer for layer, kind in zip(layers, decoder.kinds, strict=True) if kind.is_counted]
+    q, k = (np.stack([np.swapaxes(layer[i], 0, 1) for layer in counted]) for i in (0, 1))
+    until = None if decoder.image_block_slides else until
+    prompt = numpy_policies.Prompt(q, k, is_vision, policy.scope, until=until, keep=policy.keep)
+    prompt.scope = prompt.scope & (np.arange(len(ids)) < count)  # the answer's tokens are no candidates
+    prompt.most = int(prompt.scope.sum())
+    prompt.total = numpy_policies.total_budget(prompt.layers, prompt.most, policy.keep) if prompt.most else 0
+    kept, _, _ = method(prompt, **options) if prompt.most else (np.ones(k.shape[:3], bool), 0, 0)
+    return logits, layers, kept, positions.max() + 1
+
+
+@pytest.mark.default("small-snapkv")
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [*(("small", name) for name in CASES), *((family, name) for family in ("gemma3", "gemma4", "qwen3_5", "qwen2_vl")
+                                             for name in ("snapkv", "aircache", "h2o"))],
+)  # fmt: skip
+def test_tokens_and_kept_entries_are_those_of_float64(family, name):
+    """One row ends before the cache is compressed. What the others keep differs from what they would keep before."""
+    (params, batch), (policy, method, options) = made(family), CASES[name]
+    whole = tiny.generate(params, batch, sampling=vlkv.Greedy(max_new_tokens=NEW, stop=()))
+    stop = int(whole.tokens[1, 2])
+    output = tiny.generate(
+        params, batch, policy=policies.compose(policy, answer=ANSWER),
+        sampling=vlkv.Greedy(max_new_tokens=NEW, stop=(stop,)),
+    )  # fmt: skip
+    assert output.compressed_after == ANSWER and output.bytes_before == whole.cache_bytes > output.cache_bytes
+    tokens, lengths, differs = np.asarray(output.tokens), np.asarray(output.lengths), []
+    assert lengths[1] < ANSWER and (lengths > ANSWER + 1).any()
+    for row, length in enumerate(lengths):
+        assert length == NEW or (tokens[row, length - 1 :] == stop).all()
+        shared = min(length, ANSWER + 1)
+        np.testing.assert_array_equal(tokens[row, :shared], whole.tokens[row, :shared])
+        begun, valid, count = tokens[row, : min(length, ANSWER)], batch.valid[row], batch.valid[row].sum()
+        logits, layers, kept, first = simulate(params, batch, row, begun, policy, method, options)
+        np.testing.assert_array_equal(output.kept[:, row][..., valid], kept[..., :count])
+        assert kept[..., count:].all() and not output.kept[:, row][..., ~valid].any()
+        differs.append((kept[..., :count] != simulate(params, batch, row, [], policy, method, options)[2]).any())
+        held = [kept[kind.number] if kind.is_counted else np.ones((len(layer[1][0]), kept.shape[2]), bool)
+                for kind, layer in zip(params.decoder.kinds, layers, strict=True)]  # fmt: skip
+        logits, rest = [logits], tokens[row, len(begun) : length]
+        if len(rest) > 1:
+            logits += [*reference.decode(params.decoder, layers, held, rest[:-1], first=first)]
+        for token, each in zip(rest, logits, strict=False):
+            assert each[token] >= each.max() - 1e-4
+    assert any(differs)
+
+
+@pytest.mark.full
+def test_score_is_the_log_probability_of_float64():
+    """Of given tokens, of which the first ones observe. One row has fewer of them."""
+    (params, batch), (policy, method, options) = made("small"), CASES["snapkv"]
+    targets = np.random.default_rng(4).integers(3, 50, (3, NEW))
+    targets[1, 3:] = -1
+    ours = np.asarray(jax.jit(vlkv.score)(params, batch, targets, policies.compose(policy, answer=ANSWER)))
+    assert (ours[1, 3:] == 0).all()
+    for row, length in enumerate((NEW, 3, NEW)):
+        begun = targets[row, : min(length, ANSWER)]
+        logits, layers, kept, first = simulate(params, batch, row, begun, policy, method, options)
+        logits = [simulate(params, batch, row, begun[:n], policy, method, options)[0] for n in range(len(begun))] + [
+            logits
+        ]
+        if length > ANSWER:
+            logits += [*reference.decode(params.decoder, layers, kept, targets[row, ANSWER:-1], first=first)]
+        expected = np.stack(logits)[:length]
+        expected = expected - np.log(np.exp(expected).sum(axis=1, keepdims=True))
+        np.testing.assert_allclose(ours[row, :length], expected[np.arange(length), targets[row, :length]], atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def short(batch):
+    return dict(inputs=batch, sampling=vlkv.Sample(max_new_tokens=6, stop=(), temperature=2.0), key=KEY)
+
+
+@pytest.mark.default("kivi")
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "compose(snapkv(keep=0.2, window=4), store=kivi(bits=8), answer=3)",
+        "compose(snapkv(keep=0.2, window=4), store=turboquant(bits=4, tail=True), answer=3)",
+        "compose(csp(keep=0.3, window=3), smooth=smooth(3), answer=3)",
+        "compose(criticalkv(keep=0.3, window=3), allocate=adakv, answer=3)",
+        "compose(aircache(keep=0.2, cap=1.5), answer=3)",
+        "compose(h2o(keep=0.2, evict=False), rank=criticalkv, merge=lookm, answer=3)",
+        "compose(lookm(keep=0.2), answer=3)",
+        "compose(expectedattention(keep=0.2), answer=3)",
+    ],
+)
+def test_every_stage_can_follow_drawn_tokens(params, short, policy):
+    """The first four tokens are those that the full cache draws; the cache has the policy's size; `stream` agrees."""
+    policy, inputs = policies.make(policy), short["inputs"]
+    assert policies.make(policies.text_of(policy)) == policy
+    output, whole = tiny.generate(params, policy=policy, **short), tiny.generate(params, **short)
+    np.testing.assert_array_equal(output.tokens[:, :4], whole.tokens[:, :4])
+    assert output.slots == vlkv.pool_slots(params, inputs, policy, new_tokens=6)
+    streamed = list(vlkv.stream(params, policy=policy, **short))
+    np.testing.assert_array_equal(np.stack(streamed, axis=1), output.tokens)
+
+
+def test_a_stream_ends_with_its_last_row(params, batch):
+    """Also if all rows end among the tokens of the full cache."""
+    policy = policies.compose(policies.SnapKV(keep=0.2, window=4), answer=3)
+    stop = tuple(range(CONFIG.decoder.vocab_size))
+    given = dict(policy=policy, sampling=vlkv.Greedy(max_new_tokens=6, stop=stop))
+    streamed, output = list(vlkv.stream(params, batch, **given)), tiny.generate(params, batch, **given)
+    assert len(streamed) == 1 and output.lengths.tolist() == [1, 1, 1]
+    np.testing.assert_array_equal(output.tokens, np.repeat(streamed[0][:, None], 6, axis=1))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("compose(fastv(keep=0.5), answer=4)", "answer=4: FastV reduces the prompt before there is an answer: leave"),
+        ("compose(snapkv(keep=0.5), reduce=lightkv, answer=4)", "answer=4: LightKV reduces the prompt"),
+        ("compose(kvzip(keep=0.5), answer=4)", "KVzip repeats the prompt before there is an answer: leave out"),
+        ("compose(h2o(keep=0.5), answer=4)", "H2O updates the cache while decoding, from the first token on: leave"),
+        ("compose(snapkv(keep=0.5), step=roco, answer=4)", "RoCo updates the cache while decoding"),
+        *((f"compose({name}, answer=4)", "depend on no queries, so observing the answer would change nothing: leave")
+          for name in ("random(keep=0.5)", "knorm(keep=0.5)", "streamingllm(keep=0.5)", "full()", "kivi()",
+                       "compose(keydiff(keep=0.5), allocate=prefixkv)")),
+        ("compose(snapkv(keep=0.5), answer=-1)", "answer=-1"),
+        ("compose(snapkv(keep=0.5), answer=1.5)", "answer=1.5"),
+        ("compose(snapkv(keep=0.5), answer=True)", "answer=True"),
+        ("compose(snapkv(keep=0.5), answer=later)", "options must be literals"),
+        ("compose(snapkv(keep=0.5), answers=4)", "smooth= and answer="),
+    ],
+)  # fmt: skip
+def test_a_composition_that_cannot_wait_is_refused(text, message):
+    with pytest.raises(vlkv.InputError) as error:
+        policies.make(text)
+    assert message in str(error.value) and len(str(error.value)) <= 200
+
+
+def test_callers_that_cannot_wait_refuse(params, batch, read):
+    """Nothing ignores the option, and nothing is compiled before the error."""
+    policy = policies.compose(policies.SnapKV(keep=0.5), answer=4)
+    q, k = np.zeros((2, 4, 6, 8)), np.zeros((2, 2, 6, 8))
+    calls = [
+        lambda: vlkv.prefill(params, batch, policy),
+        lambda: vlkv.read_prompt(params, batch, policy),
+        lambda: vlkv.fill_cache(read, policy, new_tokens=8),
+        lambda: policies.select(policy, q, k, k, np.zeros(6, bool)),
+        lambda: vlkv.analysis.kl_to_full(params, batch, policy),
+    ]
+    calls.append(lambda: vlkv.score(params, batch, np.zeros((3, 5), int), policy))
+    for short in (vlkv.Greedy(max_new_tokens=1), vlkv.Greedy(max_new_tokens=5)):
+        calls.append(partial(vlkv.generate, params, batch, policy=policy, sampling=short))
+        calls.append(partial(next, vlkv.stream(params, batch, policy=policy, sampling=short)))
+    for number, call in enumerate(calls):
+        with pytest.raises(vlkv.InputError) as error:
+            call()
+        assert ("give at least 6" if number >= 5 else "leave out answer=") in str(error.value)
+        assert len(str(error.value)) <= 200
+
+
+def test_the_fact_says_which_scores_depend_on_queries():
+    """Among methods that can wait: others reduce or repeat the prompt, or update the cache."""
+    rng, vision = np.random.default_rng(0), np.arange(24) % 23 > 4
+    k, v = rng.normal(size=(2, 2, 2, 24, 8)).astype(np.float32)
+    q = rng.normal(size=(2, 2, 4, 24, 8)).astype(np.float32)
+    positions, norms = jnp.broadcast_to(jnp.arange(24)[:, None], (2, 24, 1)), jnp.ones((2, 2, 24))
+    context = policies.LayerContext(positions=positions, output_norm=norms, rope=CONFIG.decoder.rope)
+    chosen = jax.jit(lambda policy, q: policies.select(policy, q, k, v, vision, key=KEY, context=context).scores)
+    for name in policies.registry:
+        policy = tiny.make_policy(name, **({"window": 4} if name in ("snapkv", "mixkv", "damage") else {}))
+        if policy.reducer is None and policy.facts.repeats is None:
+            first, second = (np.asarray(chosen(policy, one)) for one in q)
+            assert (first != second).any() == policy.facts.observes, name

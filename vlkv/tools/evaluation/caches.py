@@ -1,0 +1,76 @@
+"""The caches of a batch of prompts under several policies, of which most share one prefill.
+
+Policies that reduce the prompt, cap the layers or compress during the answer have their own.
+
+Axes: B rows of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import jax
+from jaxtyping import Array, Key
+
+from vlkv.compression.checking import needs_own_prompt
+from vlkv.compression.policy import Policy
+from vlkv.families import Model
+from vlkv.generation import jitted
+from vlkv.generation.begin import Begun
+from vlkv.generation.prefill import fill_cache
+from vlkv.generation.prompt import Prompt
+from vlkv.generation.sampling import Greedy
+from vlkv.inputs import Inputs
+from vlkv.tools.evaluation.batching import Batch
+from vlkv.tools.evaluation.keeps import budget, share_programs
+
+Compress = Callable[
+    [Model, Inputs, Sequence[Policy], Sequence[int], int, Greedy, int, Batch], Iterator[tuple[int, int, Begun]]
+]  # the arguments and the result of `compressed`
+
+
+def compressed(
+    params: Model,
+    inputs: Inputs,
+    plan: Sequence[Policy],
+    todo: Sequence[int],
+    new_tokens: int,
+    sampling: Greedy,
+    seed: int,
+    batch: Batch,
+) -> Iterator[tuple[int, int, Begun]]:
+    """For each policy index in `todo`: the index, the bytes of its cache, and the cache.
+
+    All keeps of a method share one program, which allocates the cache of the largest keep. The bytes returned are those
+    of a cache for the policy's own keep.
+    """
+    key = jax.random.split(jax.random.fold_in(jax.random.key(seed), batch.number))[0]
+    # A shared prefill stores the queries of all layers, which does not pay off for a single policy.
+    sharing = [
+        i for i, policy in enumerate(plan)
+        if not (needs_own_prompt(policy) or policy.cap is not None or policy.facts.answer)
+    ]  # fmt: skip
+    programs, prompt = share_programs(plan), None
+    if len(sharing) > 1 and set(sharing) & set(todo):
+        observers = tuple(dict.fromkeys(programs[i] for i in sharing))
+        prompt = jitted.read_prompt(params, inputs, observers=observers, new_tokens=new_tokens)
+    for i in todo:
+        policy, program = plan[i], programs[i]
+        if i in sharing and prompt is not None:
+            table = budget(policy, program, prompt)
+            cache = jitted.fill_cache_with(prompt, program, table, new_tokens=new_tokens, key=key)
+            size = cache.bytes
+            if table is not None:  # the program is that of a larger keep
+                own = _entry_arrays.eval_shape(prompt, policy, new_tokens, key)
+                size = sum(x.size * x.dtype.itemsize for x in own)
+            yield i, size, Begun(cache=cache, logits=prompt.logits)
+        else:
+            begun = jitted.begin(params, inputs, policy, sampling=sampling, new_tokens=new_tokens, key=key)
+            yield i, begun.cache.bytes, begun
+
+
+@partial(jax.jit, static_argnames="new_tokens")
+def _entry_arrays(prompt: Prompt, policy: Policy, new_tokens: int, key: Key[Array, ""]) -> list[Array]:
+    """The arrays of the policy's cache that count as its bytes."""
+    return fill_cache(prompt, policy, new_tokens=new_tokens, key=key).entry_arrays
