@@ -120,7 +120,7 @@ def sections(layers: int, seed: int) -> list[Section]:
     return [
         Section("digits", "digits", (full,), new_tokens=40),
         Section("damage ledger", "ledger", every, share=0.2),
-        Section("damage digits", "digits", every, share=0.2, new_tokens=40),
+        Section("damage digits", "digits", every, share=0.1, new_tokens=40),
         Section("damage unseen", "ledger", every, query_agnostic=True, share=0.05),  # four questions for each page
         Section("baselines", "ledger", (full, *oracle, *random, Cell("Downsample", downsample(), 0.25))),
         Section("methods", "ledger", (full, *stored[:2], *default(filter(_evicts, names), BYTES), *alike)),

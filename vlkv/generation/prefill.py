@@ -154,9 +154,10 @@ def _look(
     kernels: Kernels | None,
 ) -> Candidates:
     """Observes one layer of one row. With a cap, the result has only the layer's shortlist."""
+    more = max(0, len(prompt.valid) - bounds.valid.shape[1])  # observers from the answer
     obs = observation(
         policy, prompt, key, layer=layer, layers=layers, max_instruction=bounds.max_instruction, budget=budget,
-        kernels=kernels, max_vision=bounds.max_vision, max_text=bounds.max_text,
+        kernels=kernels, max_vision=bounds.max_vision, max_text=bounds.max_text + more,
     )  # fmt: skip
     observed, count = observe(policy, obs), jnp.sum(obs.in_scope)
     if policy.cap is None:
