@@ -157,7 +157,7 @@ def measure(params: Any, processor: Any, section: Section, count: int, seed: int
         return
     settings = Settings(
         max_new_tokens=section.new_tokens, batch=BATCH if section.kind != "several" else 10,
-        query_agnostic=section.query_agnostic, perplexity=True,
+        query_agnostic=section.query_agnostic, perplexity=section.perplexity,
     )  # fmt: skip
     programs = share_programs([cell.chosen for cell in todo])
     methods = dict.fromkeys((cell.name, program) for cell, program in zip(todo, programs, strict=True))
@@ -189,7 +189,7 @@ def summary(cell: Cell, asked: Sequence[Question], entries: Sequence[Entry], kep
         "name": cell.name, "bits": cell.bits, "policy": cell.text,
         "exact": float(np.mean(right)), "low": low, "high": high,
         "places": by_place(answers, wanted),
-        "perplexity": math.exp(-log_probability / tokens),
+        "perplexity": math.exp(-log_probability / tokens) if tokens else None,
         "recall": np.round(np.mean([row.recall for row in kept], axis=0), 4).tolist(),
         "held": float(np.mean([row.held for row in kept])),
         "right": "".join("01"[x] for x in right),

@@ -43,6 +43,7 @@ class Section:
     query_agnostic: bool = False  # compress before the question is known
     share: float = 1.0  # of the questions
     new_tokens: int = 8
+    perplexity: bool = True  # needs a program of its own for each row
 
 
 def published(name: str, share: float, layers: int) -> Policy | None:
@@ -120,7 +121,7 @@ def sections(layers: int, seed: int) -> list[Section]:
     return [
         Section("digits", "digits", (full,), new_tokens=40),
         Section("damage ledger", "ledger", every, share=0.2),
-        Section("damage digits", "digits", every, share=0.1, new_tokens=40),
+        Section("damage digits", "digits", every, share=0.1, new_tokens=40, perplexity=False),
         Section("damage unseen", "ledger", every, query_agnostic=True, share=0.05),  # four questions for each page
         Section("baselines", "ledger", (full, *oracle, *random, Cell("Downsample", downsample(), 0.25))),
         Section("methods", "ledger", (full, *stored[:2], *default(filter(_evicts, names), BYTES), *alike)),
