@@ -75,8 +75,8 @@ FAULTS = (
     Fault(
         "query heads read each other's key heads",
         "pallas_kernels/prefill_attention/xla.py",
-        "q.swapaxes(1, 2).reshape(batch, kv_heads, -1, length, head_dim)",
-        "q.swapaxes(1, 2).reshape(batch, -1, kv_heads, length, head_dim).swapaxes(1, 2)",
+        "q.reshape(batch, length, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)",
+        "q.reshape(batch, length, -1, kv_heads, head_dim).transpose(0, 3, 2, 1, 4)",
         "tests/kernels/test_prefill_attention.py::test_padding_on_both_sides",
     ),
     Fault(

@@ -70,7 +70,7 @@ def prefill_attention_xla(args: PrefillArguments) -> Attended:
             return _one_head_in_window(row, options, ahead=args.ahead, block=min(block, window))
         return _one_head(row, options, ahead=args.ahead, block=block)
 
-    q = q.swapaxes(1, 2).reshape(batch, kv_heads, -1, length, head_dim)  # as scores read it, so that XLA does it once
+    q = q.reshape(batch, length, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H]
     by_head = jax.tree.map(
         lambda x: jnp.broadcast_to(x[:, None], (batch, kv_heads, *x.shape[1:])),
