@@ -74,6 +74,7 @@ def test_totals_of_sums_of_equal_layers_are_totals():
     [
         ([1.5, 2.25, 3.25, 3.0], 10, 1, 9, [2, 2, 3, 3]),  # largest remainder
         ([2.5, 2.5, 2.5, 2.5], 10, 1, 9, [3, 3, 2, 2]),  # ties to the lower layer
+        ([2.4999, 2.5001, 2.4999, 2.5001], 10, 1, 9, [3, 3, 2, 2]),  # rounding does not decide between equal shares
         ([8.0, 2.0, 1.0, 1.0], 12, 1, 6, [6, 3, 2, 1]),  # 2 too many become 3, 1.5, 1.5
         ([0.0, 4.0, 4.0, 4.0], 12, 1, 9, [1, 4, 4, 3]),  # one missing is taken from all others alike
         ([0.0, 0.0, 0.0, 20.0], 20, 1, 9, [4, 4, 3, 9]),  # nothing to share in proportion to

@@ -1,8 +1,8 @@
 """Low-pass filter along the tokens, by a discrete cosine transform whose length is the number of valid tokens.
 
 Rows have different numbers of tokens under one static bound, so no library transform fits. Two matrix products for each
-block of frequencies took a sixth of the time of FFTs with 1,024 tokens on a CPU, and need no complex numbers. Their time
-grows with the square of the tokens, as that of attention does.
+block of frequencies need no complex numbers, and with 1,024 tokens on a CPU less time than FFTs (FlashCache adds 3 %
+to a prefill, and added 18 %). Their time grows with the square of the tokens, as that of attention does.
 
 Unbatched. Axes: K key heads · T tokens · H head dim · F frequencies of a block.
 """
