@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128, "hidden_size": 96,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "hidden_size": 96,
     "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
     "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
     "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -44,8 +44,8 @@ def weights() -> dict[str, np.ndarray]:
 
 
 def tokens() -> np.ndarray:
-    """The prompt and the tokens that follow."""
-    return np.random.default_rng(7).integers(3, CONFIG["vocab_size"], PROMPT + NEW)
+    """The prompt and the tokens that follow, none of them twice: keys of equal norms would tie in the first layer."""
+    return np.random.default_rng(7).permutation(np.arange(3, CONFIG["vocab_size"]))[: PROMPT + NEW]
 
 
 class Tokenizer:

@@ -100,7 +100,7 @@ def test_what_is_said(made):
 @needs_libtpu
 def test_what_does_not_fit_says_what_would(tiny):
     """A vocabulary of eight million fills a v5e: 2 x 8 GiB in float32, in bfloat16 half of that."""
-    decoder = dataclasses.replace(tiny.decoder, vocab_size=2**23 + 2**20, layers=1)
+    decoder = dataclasses.replace(tiny.decoder, vocab_size=2**23 + 2**20, layers=2)
     big = dataclasses.replace(tiny, decoder=decoder)
     made = planning.plan(big, topology="v5e:1x1", prompt=100, new_tokens=4, dtype="float32")
     (run,) = made.runs
@@ -115,7 +115,7 @@ def test_what_does_not_fit_says_what_would(tiny):
 @needs_libtpu
 def test_a_prefill_that_does_not_fit_before_steps_that_do(tiny):
     """4,096 rows of 320 tokens with 4,096 channels of an MLP need 20 GiB; the compiler refuses them."""
-    decoder = dataclasses.replace(tiny.decoder, mlp_width=4096, layers=1)
+    decoder = dataclasses.replace(tiny.decoder, mlp_width=4096, layers=2)
     wide = dataclasses.replace(tiny, decoder=decoder)
     made = planning.plan(wide, topology="v5e:1x1", prompt=300, batch=4096, images=0, new_tokens=4, dtype="float32")
     (run,), (said,), lines = made.runs, as_json(made)["runs"], table(made)

@@ -59,4 +59,4 @@ def test_scores_of_kvzip_are_those_of_the_press(params):
     policy = METHODS["kvzip"]
     read = jax.jit(vlkv.read_prompt)(params, vlkv.Inputs.from_hf(prompt, params.config), policy)
     scores = jax.jit(analysis.choose)(read, policy).scores[0, ..., policy.sinks : golden.PROMPT]
-    np.testing.assert_allclose(scores, np.load(golden.FILE)["kvzip_scores"][..., policy.sinks :], atol=1e-5)
+    np.testing.assert_allclose(scores, np.load(golden.FILE)["kvzip_scores"][..., policy.sinks :], rtol=1e-4, atol=1e-5)

@@ -94,12 +94,12 @@ def test_avl_waits_for_two_layers_only():
     policy = policies.AVL(keep=0.3, prefill=0.6)
     whole, walk = batch.is_vision[0].sum(), type(params.decoder).walk
 
-    def watched(self, carry, x, positions, attend, after, limit, recur):
+    def watched(self, carry, x, positions, attend, after, limit, **options):
         def attending(i, *rest):
             events.append(("layer", i))
             return attend(i, *rest)
 
-        return walk(self, carry, x, positions, attending, after, limit, recur=recur)
+        return walk(self, carry, x, positions, attending, after, limit, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(params.decoder), "walk", watched)
