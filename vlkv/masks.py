@@ -59,14 +59,23 @@ def run_ends(mask: Bool[Array, "*B T"]) -> Int[Array, "*B T"]:
     return jax.lax.cummin(jnp.where(goes_on, mask.shape[-1], place), axis=mask.ndim - 1, reverse=True)
 
 
-def binary_search(bits: int, holds: Callable[[Any], Any], shape: tuple[int, ...] = ()) -> UInt32[Array, "*shape"]:
-    """The largest `bits`-bit integer that satisfies `holds`, which must be true up to a threshold; 0 if none does."""
+def binary_search(
+    x: Any, bits: int, holds: Callable[[Any, Any], Any], shape: tuple[int, ...] = ()
+) -> tuple[UInt32[Array, "*shape"], Any]:
+    """The largest `bits`-bit number with `holds(x, number)`, which must be true up to a threshold; 0 if there is none.
 
-    def set_bit(i: Int[Array, ""], number: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+    Returns x, too, as the search has seen it. XLA may compute an array again wherever it is used, and round it
+    differently there, but a result of a loop has one value. So compare the number with this x.
+    """
+
+    def set_bit(i: Int[Array, ""], state: tuple[UInt32[Array, "*shape"], Any]) -> tuple[UInt32[Array, "*shape"], Any]:
+        number, x = state
         higher = number | jnp.uint32(1 << bits - 1) >> i.astype(jnp.uint32)
-        return jnp.where(holds(higher), higher, number)
+        # `higher` is never 0, but XLA does not know this, so it cannot take x out of the loop.
+        same = jax.tree.map(lambda leaf: jnp.where(higher == 0, jnp.zeros_like(leaf), leaf), x)
+        return jnp.where(holds(x, higher), higher, number), same
 
-    return jax.lax.fori_loop(0, bits, set_bit, jnp.zeros(shape, jnp.uint32))
+    return jax.lax.fori_loop(0, bits, set_bit, (jnp.zeros(shape, jnp.uint32), x))
 
 
 def top(
@@ -86,7 +95,10 @@ def top(
     order = jnp.where(candidates, order, 0)  # below every float
     wanted = count[:, None]
 
-    least = binary_search(32, lambda least: jnp.sum(order >= least, axis=1, keepdims=True) >= wanted, wanted.shape)
+    def enough(order: UInt32[Array, "K T"], least: UInt32[Array, "K 1"]) -> Bool[Array, "K 1"]:
+        return jnp.sum(order >= least, axis=1, keepdims=True) >= wanted
+
+    least, order = binary_search(order, 32, enough, wanted.shape)
     above, equal = order > least, order == least
     left = wanted - jnp.sum(above, axis=1, keepdims=True)
     if place is not None:

@@ -223,6 +223,28 @@ def mixkv(p, window=32, kernel=5, pooling="avg"):
     return p.finish(scores, uniform(p.total, p.layers), inside)
 
 
+def bacon(p, window=32, kernel=5, pooling="avg", neighbours=5, earlier=4, strength=0.5):
+    inside, candidates = snap_window(p, window)
+    scores, evidence, rankings = [], [], []
+    budgets, always = uniform(p.total, p.layers), (p.scope & ~candidates).sum()
+    for layer, (q, k) in enumerate(zip(p.q, p.k, strict=True)):
+        rows = attention(q, k)[:, inside]
+        mean, last = (
+            smoothed(per_key_head(x, p.heads) * candidates, kernel, pooling) for x in (rows.mean(axis=1), rows[:, -1])
+        )
+        evidence.append(np.maximum(last - mean, 0) * candidates)
+        before = evidence[max(0, layer - earlier) : layer]
+        found = evidence[-1] + smoothed(evidence[-1], neighbours, "avg") + (np.mean(before, axis=0) if before else 0)
+        best = [np.sort(x[:, candidates])[:, ::-1][:, : 2 * max(budgets[layer] - always, 0)] for x in (mean, found)]
+        if best[0].size:
+            ratio = best[0].std(axis=1) / (best[1].std(axis=1) + 1e-8)
+            found *= (strength * ratio * np.minimum(best[1].mean(axis=1) / (best[0].mean(axis=1) + 1e-8), 1))[:, None]
+        scores.append(mean * inside.sum())
+        rankings.append(mean + found)
+    kept, budgets, _ = p.finish(rankings, budgets, inside)
+    return kept, budgets, np.array(scores)
+
+
 def damage(p, window=32, kernel=1, pooling="max", safeguard=0.0, relative=True):
     inside, candidates = snap_window(p, window)
     scores = np.zeros((p.layers, p.heads, p.tokens))

@@ -39,7 +39,7 @@ PROMPTS = (
     "...........................I",
 )
 OPTIONS = {
-    name: {"window": 3} for name in ("snapkv", "pyramidkv", "adakv", "cake", "criticalkv", "damage", "mixkv")
+    name: {"window": 3} for name in ("snapkv", "pyramidkv", "adakv", "cake", "criticalkv", "damage", "mixkv", "bacon")
 } | {"csp": {"fill": True, "window": 3}}
 # A larger budget only adds to what these keep: one order per layer, and shares that do not depend on the budget.
 RANKINGS = {

@@ -215,6 +215,7 @@ class Composed(Policy):
             counts_dropped=scored.counts_dropped and self.scored == self.reduced,
             uses=tuple(sorted({name for part in self.parts for name in part.facts.uses})),
             repeats=Composed.repeated if any(part.facts.repeats for part in self.parts) else None,
+            across=Composed.connected if any(part.facts.across for part in self.parts) else None,
             measures=Composed.measured if any(part.facts.measures for part in self.parts) else None,
             answer=self.answer,
         )
@@ -238,6 +239,12 @@ class Composed(Policy):
     def repeated(self) -> tuple[int, ...]:
         """The instruction of the first part that repeats the prompt."""
         return next(part.facts.repeats(part) for part in self.parts if part.facts.repeats is not None)
+
+    def connected(self, statistics: Statistics) -> Statistics:
+        """The statistics after `Facts.across` of their owners."""
+        if self.ranked is None and self.allocated is None:
+            return _connected(self.scored, statistics)
+        return {field: _connected(getattr(self, field), own) for field, own in statistics.items()}
 
     @property
     @override
@@ -296,3 +303,13 @@ class Composed(Policy):
     def check_model(self, layers: int) -> None:
         for part in self.parts:
             part.check_model(layers)
+        if self.facts.across is not None and self.reducer is not None and any(self.reducer.reductions(layers)):
+            one = next(part for part in self.parts if part.facts.across is not None)
+            raise InputError(
+                f"compose: {type(one).__name__} compares the tokens of successive layers, and "
+                f"{type(self.reducer).__name__} drops tokens between them: leave out one of the two"
+            )
+
+
+def _connected(policy: Policy, statistics: Statistics) -> Statistics:
+    return statistics if policy.facts.across is None else policy.facts.across(policy, statistics)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, UInt32
 
 from pallas_kernels import Kernels
 from vlkv.compression.checking import checked_scores, require_context, require_layers, require_policy
@@ -136,6 +136,8 @@ def allocate_and_take(
     # After a reduction, `total` may exceed the tokens that are left.
     total = jnp.asarray(budget.total)[seen if counts_prompt(policy) else jnp.sum(counts)]
     total = jnp.minimum(total, jnp.sum(most))
+    if policy.facts.across is not None:
+        statistics = policy.facts.across(policy, statistics)
     granted = policy.allocate(statistics, total=total, most=most, layers=layers)
     granted = _within_bounds(policy, granted, total=total, most=most, kv_heads=scores.shape[1])
 
@@ -194,15 +196,18 @@ def shortlist(policy: Policy, observed: Observed, obs: Observation, *, layers: i
     table = jnp.asarray(cap_table(policy, layers=layers, most=obs.in_scope.shape[0]))
     capacity = table[jnp.sum(obs.in_scope)]
 
-    def best(rank: Int[Array, ""]) -> Bool[Array, " T"]:
+    def best(scores: Float[Array, "K T"], rank: Int[Array, ""]) -> Bool[Array, " T"]:
         """The `rank` best tokens of every head. Protected tokens come first, the last of them before the others."""
         others = jnp.broadcast_to(jnp.maximum(rank - protected_count, 0), scores.shape[:1])
         return last(observed.protected, rank) | jnp.any(top(scores, unprotected, others), axis=0)
 
-    bits = obs.in_scope.shape[0].bit_length()
-    rank = binary_search(bits, lambda rank: jnp.sum(best(rank.astype(jnp.int32))) <= capacity).astype(jnp.int32)
-    sure = best(rank)
-    return sure | first(best(rank + 1) & ~sure, capacity - jnp.sum(sure))
+    def fits(scores: Float[Array, "K T"], rank: UInt32[Array, ""]) -> Bool[Array, ""]:
+        return jnp.sum(best(scores, rank.astype(jnp.int32))) <= capacity
+
+    found, scores = binary_search(scores, obs.in_scope.shape[0].bit_length(), fits)
+    rank = found.astype(jnp.int32)
+    sure = best(scores, rank)
+    return sure | first(best(scores, rank + 1) & ~sure, capacity - jnp.sum(sure))
 
 
 def _stack(arrays: tuple[Array, ...]) -> Array:

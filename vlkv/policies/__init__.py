@@ -22,6 +22,7 @@ from vlkv.policies import syntax
 from vlkv.policies.adakv import AdaKV
 from vlkv.policies.aircache import AirCache
 from vlkv.policies.avl import AVL
+from vlkv.policies.bacon import BACON
 from vlkv.policies.cake import CAKE
 from vlkv.policies.cdpruner import CDPruner
 from vlkv.policies.criticalkv import CriticalKV
@@ -71,7 +72,7 @@ from vlkv.policies.vlcache import VLCache
 registry: dict[str, type[Policy]] = {
     cls.__name__.lower(): cls
     for cls in (
-        Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AdaKV, CAKE, CriticalKV, Damage, MixKV, TOVA, Knorm,
+        Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AdaKV, CAKE, CriticalKV, Damage, MixKV, BACON, TOVA, Knorm,
         KeyDiff, ExpectedAttention, KVzip, FlashCache, AirCache, PrefixKV, AVL, ImgRandom, VLCache, TGVKV,
         ElasticCache, LookM, MEDA, RoCo, CSP, LightKV, FastV, PyramidDrop, SparseVLM, DART, FasterVLM, HiRED,
         VisionZip, VisPruner, PruMerge, DivPrune, CDPruner, VidCom2, EVS, IVTP, ToMe, PiToMe, ToFu, KIVI, TurboQuant,
@@ -165,6 +166,7 @@ def text_of(policy: Policy, *, scope: bool = False) -> str:
 
 __all__ = [
     "AVL",
+    "BACON",
     "CAKE",
     "CSP",
     "DART",

@@ -1,0 +1,56 @@
+"""What is known of a method before it runs, so that shared code asks for facts and not for methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+from vlkv.compression.observe import Measure, Observation
+
+Statistics = dict[str, Any]  # arrays by name; a composition has a dictionary of them for each method
+
+
+class Facts(NamedTuple):
+    """What is known of a method before it runs. A field with its default value is that of the base class.
+
+    Attributes:
+        paper: the source, or "baseline".
+        equations: where the paper defines the method.
+        stages: the stages that the method changes, separated by commas. Overrides of `allocate`, `rank` and `merge` are
+            added automatically.
+        budgets: which budgets may differ: "equal": none; "layers": those of the layers; "heads": those of the layers
+            and heads. A class that overrides `allocate` has "layers" unless it says "heads".
+        capped: whether `cap` is supported: `allocate` needs no more than its arguments, `rank` no more than scores.
+        selects: whether entries are evicted after prefill.
+        observes: whether `score` depends on queries, so that further queries may change it.
+        own_keep: whether `keep` follows from other options, so that it cannot be given.
+        needs_key: whether `generate` and `select` need a key.
+        ranked_by: statistics per head and token that `rank` uses instead of the scores.
+        counts_dropped: whether `keep` is a fraction of the prompt before the method reduced it.
+        uses: what the method uses of `Observation.context`: "rotation" (`positions` and `rope`), "output_norm".
+        measures: a function of the policy and of the observation before the layer's attention, which returns by name
+            what this attention measures while it computes its output, where a backend can do that. The method gets the
+            results by `measured`. In a composition names must differ unless the measures are equal.
+        repeats: a function of the policy, which returns the ids of an instruction. After it the model reads the prompt
+            again, for a method that observes the second reading (`LayerContext.repeated`).
+        across: a function of the policy and of the statistics of all layers, stacked along a new first axis L, which
+            returns them as `allocate` and `rank` get them, for methods in which a layer depends on other layers.
+        answer: number of tokens of the answer before the cache is compressed; a composition sets it (`compose`).
+    """
+
+    paper: str = ""
+    equations: str = ""
+    stages: str = "score"
+    budgets: Literal["equal", "layers", "heads"] = "equal"
+    capped: bool = False
+    selects: bool = True
+    observes: bool = True
+    own_keep: bool = False
+    needs_key: bool = False
+    ranked_by: tuple[str, ...] = ()
+    counts_dropped: bool = False
+    uses: tuple[str, ...] = ()
+    measures: Callable[[Any, Observation], dict[str, Measure]] | None = None
+    repeats: Callable[[Any], tuple[int, ...]] | None = None
+    across: Callable[[Any, Statistics], Statistics] | None = None
+    answer: int = 0

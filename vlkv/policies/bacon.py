@@ -1,0 +1,93 @@
+"""BACON: adds to SnapKV's scores what the last query alone attends to, if its neighbours and earlier layers agree."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from vlkv.compression.observe import Observation, group_mean, pool, rows_mass
+from vlkv.compression.option_types import Count, Magnitude, Positive
+from vlkv.compression.policy import Facts, Statistics
+from vlkv.masks import last, top
+from vlkv.policies.snapkv import SnapKV
+
+
+class BACON(SnapKV):
+    """SnapKV's scores, calibrated by the attention of the last query (Chen et al. 2026).
+
+    The mean over the window dilutes tokens that only the last query needs. The evidence E of a token is the attention
+    of the last query beyond the mean of the window. The calibration V is the sum of E, its mean over neighbouring
+    tokens (intra-layer coherence) and its mean over the layers before (inter-layer persistence). The ranking is
+    B + lambda V, with the window's scores B and
+
+        lambda = strength * std(B) / std(V) * min(mean(V) / mean(B), 1)
+
+    where means and deviations are those of the largest 2n values of B and of V, and n is the budget besides the window.
+    The last factor is that of the authors' code; it makes the calibration small if the last query adds little.
+
+    `compose(PyramidKV(keep=0.2), rank=BACON)` and `compose(AdaKV(keep=0.2), rank=BACON)` calibrate their scores.
+    Budgets of layers and heads follow from the scores before the calibration.
+
+    Attributes:
+        window: as in SnapKV.
+        kernel: as in SnapKV.
+        pooling: as in SnapKV.
+        neighbours: width of the mean over tokens, odd.
+        earlier: number of layers before, whose mean is taken.
+        strength: of the calibration.
+    """
+
+    neighbours: Positive = 5
+    earlier: Count = 4
+    strength: Magnitude = 0.5
+    facts = Facts(
+        paper="Chen et al. 2026, Last But Not Least: Boundary Attention Calibration for Multimodal KV Cache"
+        " Compression",
+        equations="the authors' code",
+        across=lambda policy, statistics: policy.with_earlier(statistics),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check("neighbours", self.neighbours % 2 == 1, "must be odd")
+
+    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
+        """`evidence` of each token: like the scores, it is multiplied by the number of rows in the window."""
+        mass = group_mean(rows_mass(obs, last(obs.valid, 1), 1), obs.k.shape[0])
+        candidates = self.candidates(obs)
+        attention = pool(jnp.where(candidates, mass, 0.0), self.kernel, self.pooling)
+        beyond = jnp.sum(self.protect(obs)) * attention - scores
+        return {"evidence": jnp.where(candidates, jnp.maximum(beyond, 0.0), 0.0)}
+
+    def with_earlier(self, statistics: Statistics) -> Statistics:
+        """Adds `earlier`: the mean evidence of the layers before, 0 in the first layer."""
+        evidence = statistics["evidence"]
+        before = np.tri(len(evidence), k=-1) - np.tri(len(evidence), k=-1 - self.earlier)
+        mean = before / np.maximum(before.sum(axis=1, keepdims=True), 1)
+        earlier = jnp.einsum("lm,mkt->lkt", mean, evidence, precision=jax.lax.Precision.HIGHEST)
+        return statistics | {"earlier": earlier.astype(evidence.dtype)}
+
+    def rank(
+        self,
+        scores: Float[Array, "K T"],
+        statistics: Statistics,
+        candidates: Bool[Array, " T"],
+        count: Int[Array, " K"],
+    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
+        """The calibrated scores."""
+        evidence = statistics["evidence"]
+        calibration = evidence + pool(evidence, self.neighbours, "avg") + statistics["earlier"]
+
+        def of_best(x: Float[Array, "K T"]) -> tuple[Float[Array, " K"], Float[Array, " K"]]:
+            """Mean and standard deviation of the 2n largest values."""
+            best = top(x, candidates, 2 * count)
+            number = jnp.maximum(jnp.sum(best, axis=1), 1)
+            mean = jnp.sum(x, axis=1, where=best) / number
+            return mean, jnp.sqrt(jnp.sum((x - mean[:, None]) ** 2, axis=1, where=best) / number)
+
+        (mean, deviation), (own_mean, own_deviation) = of_best(scores), of_best(calibration)
+        presence = jnp.clip(own_mean / (mean + 1e-8), 0.0, 1.0)
+        weight = self.strength * deviation / (own_deviation + 1e-8) * presence
+        return scores + weight[:, None] * calibration, count
