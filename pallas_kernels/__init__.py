@@ -8,12 +8,14 @@ from pallas_kernels.attention_mass_rows import attention_mass_rows
 from pallas_kernels.choice import Kernels
 from pallas_kernels.core_attention import core_attention
 from pallas_kernels.decode_attention import combine, decode_attention
+from pallas_kernels.digits import DigitPool, quantize_digits
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.quantized import QuantizedPool, dequantize, quantize, quantize_rotated
 from pallas_kernels.swap_slots import swap_slots
 from pallas_kernels.write_slots import write_slots
 
 __all__ = [
+    "DigitPool",
     "Kernels",
     "QuantizedPool",
     "attention_mass",
@@ -24,6 +26,7 @@ __all__ = [
     "dequantize",
     "prefill_attention",
     "quantize",
+    "quantize_digits",
     "quantize_rotated",
     "swap_slots",
     "write_slots",

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from pallas_kernels.cpu import beside
+from pallas_kernels.digits import DigitPool, dequantize_digits, read_digits
 
 Axis = Literal["slots", "channels"]
 _EXACT = jax.lax.Precision.HIGHEST
@@ -63,6 +64,9 @@ class QuantizedPool:
     def nbytes(self) -> int:
         """Allocated bytes: codes and ranges."""
         return sum(x.nbytes for x in jax.tree.leaves(self))
+
+
+Quantized = QuantizedPool | DigitPool  # every pool that is not an array
 
 
 def quantize(
@@ -172,18 +176,20 @@ def _rotate_back(x: Float[Array, "*n H"]) -> Float[Array, "*n H"]:
     return x
 
 
-def to_basis(q: Float[Array, "*n H"], pool: Array | QuantizedPool) -> Float[Array, "*n H"]:
+def to_basis(q: Float[Array, "*n H"], pool: Array | Quantized) -> Float[Array, "*n H"]:
     """Queries for keys as `read` and its like return them."""
     return rotate(q).astype(q.dtype) if isinstance(pool, QuantizedPool) and pool.low is None else q
 
 
-def from_basis(out: Float[Array, "*n H"], pool: Array | QuantizedPool) -> Float[Array, "*n H"]:
+def from_basis(out: Float[Array, "*n H"], pool: Array | Quantized) -> Float[Array, "*n H"]:
     """Sums of values as `read` and its like return them, rotated back."""
     return _rotate_back(out).astype(out.dtype) if isinstance(pool, QuantizedPool) and pool.low is None else out
 
 
-def dequantize(pool: Float[Array, "B #K P H"] | QuantizedPool) -> Float[Array, "B #K P H"]:
+def dequantize(pool: Float[Array, "B #K P H"] | Quantized) -> Float[Array, "B #K P H"]:
     """The whole pool as an array; an array is returned as it is."""
+    if isinstance(pool, DigitPool):
+        return dequantize_digits(pool)
     if not isinstance(pool, QuantizedPool):
         return pool
     return from_basis(jax.vmap(jax.vmap(lambda one: read(one, jnp.int32(0), pool.shape[2])))(pool), pool)
@@ -200,21 +206,25 @@ def read(pool: Float[Array, "P H"] | QuantizedPool, first: Int[Array, ""], count
 
 
 def read_block(
-    pool: QuantizedPool, row: Int[Array, ""], head: Int[Array, ""], first: Int[Array, ""], count: int
+    pool: Quantized, row: Int[Array, ""], head: Int[Array, ""], first: Int[Array, ""], count: int
 ) -> Float[Array, "C H"]:
     """Slots first <= p < first + count of one row and head; slots past the end of the pool read as finite numbers."""
+    if isinstance(pool, DigitPool):
+        return read_digits(pool, row, head, first, count)
     begin = jnp.clip(first, 0, pool.shape[2] - count)
     return jnp.roll(_slice(pool, row, head, begin, count), begin - first, axis=0)
 
 
 def read_slots(
-    pool: Float[Array, "B #K P H"] | QuantizedPool,
+    pool: Float[Array, "B #K P H"] | Quantized,
     row: Int[Array, ""],
     head: Int[Array, ""],
     slots: Int[Array, " C"],
 ) -> Float[Array, "C H"]:
     """The given slots of one row and head, in any order; indices past the end of the pool read the last slot."""
     pool, slots = beside(pool, jnp.clip(slots, 0, pool.shape[2] - 1))
+    if isinstance(pool, DigitPool):
+        return jax.vmap(lambda slot: read_digits(pool, row, head, slot, 1)[0])(slots)
     if not isinstance(pool, QuantizedPool):  # one flat index is a third faster on a CPU than three indices
         rows = (row * pool.shape[1] + head) * pool.shape[2] + slots
         return pool.reshape(-1, pool.shape[3]).at[rows].get(mode="promise_in_bounds")

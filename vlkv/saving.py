@@ -26,7 +26,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
-from pallas_kernels import Kernels, QuantizedPool
+from pallas_kernels import DigitPool, Kernels, QuantizedPool
 from vlkv import policies
 from vlkv.analysis import profiles
 from vlkv.cache.decode_state import DecodeState
@@ -45,7 +45,7 @@ _CORNER = 4  # first and last entries of each axis of a weight that are part of 
 _METHODS = (policies.registry | policies.without_keep).values()
 _OWN: dict[str, type] = {  # by the names in the file
     cls.__name__: cls
-    for cls in (PackedCache, QuantizedPool, DecodeState, Rings, Ring, State, policies.Composed, *_METHODS)
+    for cls in (PackedCache, QuantizedPool, DigitPool, DecodeState, Rings, Ring, State, policies.Composed, *_METHODS)
 }
 _NOT_SAVED = ("kernels",)  # chosen by the machine that loads the cache
 

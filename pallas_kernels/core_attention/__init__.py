@@ -16,7 +16,7 @@ from pallas_kernels.core_attention.xla import core_attention_xla
 from pallas_kernels.decode_attention import check_shapes
 from pallas_kernels.denominator import add_constant, share
 from pallas_kernels.dispatch import Kernel, choose, platforms
-from pallas_kernels.quantized import QuantizedPool
+from pallas_kernels.quantized import Quantized
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "xla": core_attention_xla,
@@ -44,8 +44,8 @@ def core_attention(
 
 def core_attention(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B #K P H"] | QuantizedPool,
-    v: Float[Array, "B #K P H"] | QuantizedPool,
+    k: Float[Array, "B #K P H"] | Quantized,
+    v: Float[Array, "B #K P H"] | Quantized,
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     offsets: Int[Array, "B C"],
@@ -104,10 +104,10 @@ def core_attention(
     return (out * part, total, mass * part) if return_mass else (out * part, total)
 
 
-def reads_tiles(k: Float[Array, "B #K P H"] | QuantizedPool, implementation: str | None) -> bool:
+def reads_tiles(k: Float[Array, "B #K P H"] | Quantized, implementation: str | None) -> bool:
     """Whether `core_attention` reads whole tiles of slots, so that it reads less if the listed slots share tiles.
 
     It does so on a TPU. `swap_slots` brings the slots of a pool together there if the head dim fills the lanes.
     """
     on_tpu = "tpu" in platforms() if implementation is None else implementation.startswith("mosaic_tpu")
-    return on_tpu and not isinstance(k, QuantizedPool) and k.shape[3] % 128 == 0
+    return on_tpu and not isinstance(k, Quantized) and k.shape[3] % 128 == 0

@@ -18,7 +18,7 @@ from pallas_kernels.decode_attention.reference import DecodeArguments, decode_at
 from pallas_kernels.decode_attention.xla import decode_attention_xla
 from pallas_kernels.denominator import add_constant, share
 from pallas_kernels.dispatch import Kernel, choose
-from pallas_kernels.quantized import QuantizedPool
+from pallas_kernels.quantized import Quantized
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "xla": decode_attention_xla,
@@ -44,8 +44,8 @@ def decode_attention(
 
 def decode_attention(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B #K P H"] | QuantizedPool,
-    v: Float[Array, "B #K P H"] | QuantizedPool,
+    k: Float[Array, "B #K P H"] | Quantized,
+    v: Float[Array, "B #K P H"] | Quantized,
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     *,
@@ -64,7 +64,8 @@ def decode_attention(
 
     Args:
         q: one query per row.
-        k: keys of the pool; a quantised pool is dequantised one block at a time.
+        k: keys of the pool; a quantised pool is dequantised one block at a time. XLA reads every kind; no Pallas kernel
+            reads one that is quantised.
         v: values of the pool, likewise.
         start: first slot of the segment.
         length: number of used slots of the segment.

@@ -30,7 +30,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.decode_attention.reference import Attended, DecodeArguments
 from pallas_kernels.decode_attention.tpu_plan import ALL, NONE, SOME, UNIT, Plan, plan
 from pallas_kernels.decode_attention.tpu_row import Row
-from pallas_kernels.quantized import QuantizedPool
+from pallas_kernels.quantized import Quantized
 from pallas_kernels.tpu import LANES, cores, interpreter, last_axis_is_slots
 
 _VMEM_BYTES = 15 * 2**20  # a kernel may use 16 MiB on every generation
@@ -50,7 +50,7 @@ def _attend(args: DecodeArguments, plan: Plan, split: int, interpret: bool, op: 
     q, k, v, start, valid, max_length, return_mass = (
         args.q, args.k, args.v, args.start, args.valid, args.max_length, args.return_mass
     )  # fmt: skip
-    assert not isinstance(k, QuantizedPool) and not isinstance(v, QuantizedPool)
+    assert not isinstance(k, Quantized) and not isinstance(v, Quantized)
     batch, heads, head_dim = q.shape
     kv_heads, most = plan.kv_heads, min(max_length, k.shape[2])
     start, length = start.astype(jnp.int32), jnp.clip(args.length, 0, most).astype(jnp.int32)
@@ -119,7 +119,7 @@ def _attend(args: DecodeArguments, plan: Plan, split: int, interpret: bool, op: 
 def unsupported(args: DecodeArguments, op: str = "decode_attention") -> str | None:
     """Returns why the kernel cannot run with these arguments, or None if it can."""
     q, k, v, max_length = args.q, args.k, args.v, args.max_length
-    if isinstance(k, QuantizedPool) or isinstance(v, QuantizedPool):
+    if isinstance(k, Quantized) or isinstance(v, Quantized):
         return "the pool is quantised"
     if k.dtype != v.dtype or k.dtype not in (jnp.bfloat16, jnp.float32):
         return f"keys are {k.dtype} and values {v.dtype}, not both bfloat16 or both float32"

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.quantized import QuantizedPool, dequantize
+from pallas_kernels.quantized import Quantized, dequantize
 
 
 @jax.tree_util.register_dataclass
@@ -18,8 +18,8 @@ class DecodeArguments:
     """What every backend of `decode_attention` takes; the op's docstring describes each argument."""
 
     q: Float[Array, "B N H"]
-    k: Float[Array, "B #K P H"] | QuantizedPool
-    v: Float[Array, "B #K P H"] | QuantizedPool
+    k: Float[Array, "B #K P H"] | Quantized
+    v: Float[Array, "B #K P H"] | Quantized
     start: Int[Array, "B K"]
     length: Int[Array, "B K"]
     valid: Bool[Array, "B K M"] | None

@@ -23,14 +23,14 @@ from jaxtyping import Array, Int
 
 from pallas_kernels import gpu, tuning
 from pallas_kernels.decode_attention.reference import Attended, DecodeArguments
-from pallas_kernels.quantized import QuantizedPool
+from pallas_kernels.quantized import Quantized
 
 Listed = tuple[Int[Array, "B C"], Int[Array, " B"], Int[Array, "B K"]]  # offsets, count, text of core_attention
 
 
 def unsupported(args: DecodeArguments) -> str | None:
     """Returns why the kernel cannot run with these arguments, or None if it can."""
-    if isinstance(args.k, QuantizedPool) or isinstance(args.v, QuantizedPool):
+    if isinstance(args.k, Quantized) or isinstance(args.v, Quantized):
         return "it reads arrays only, not quantised pools"
     return gpu.unsupported(args.q, args.k, args.v)
 

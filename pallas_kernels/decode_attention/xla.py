@@ -10,14 +10,14 @@ from pallas_kernels import quantized, ragged
 from pallas_kernels.decode_attention.reference import Attended, DecodeArguments
 from pallas_kernels.decode_attention.together import attend_together, is_faster_together, is_small
 from pallas_kernels.dispatch import target_platform
-from pallas_kernels.quantized import QuantizedPool
+from pallas_kernels.quantized import Quantized
 
 
 def decode_attention_xla(args: DecodeArguments) -> Attended:
     """Implements `decode_attention`. It chooses at run time between all heads at once and head by head."""
     k, start = args.k, args.start
     plain = args.valid is None and not args.return_mass and k.shape[1] == start.shape[1]
-    if target_platform() != "cpu" or not plain or isinstance(k, QuantizedPool) or isinstance(args.v, QuantizedPool):
+    if target_platform() != "cpu" or not plain or isinstance(k, Quantized) or isinstance(args.v, Quantized):
         return _head_by_head(args)
     arrays = args.q, k, args.v, start, args.length
     if is_small(k.shape[2], k.shape[1] * k.shape[3] * k.dtype.itemsize):
@@ -54,8 +54,8 @@ def _head_by_head(args: DecodeArguments) -> Attended:
     return out, lse, jnp.pad(mass, [(0, 0), (0, 0), (0, max_length - mass.shape[-1])])
 
 
-def _fetch(pool: Array | QuantizedPool, row: Array, head: Array, first: Array, count: int) -> Float[Array, "C H"]:
+def _fetch(pool: Array | Quantized, row: Array, head: Array, first: Array, count: int) -> Float[Array, "C H"]:
     """Reads `count` slots. In an array, gathered rows are as fast as a slice; in a quantised pool a slice is faster."""
-    if isinstance(pool, QuantizedPool):
+    if isinstance(pool, Quantized):
         return quantized.read_block(pool, row, head, first, count)
     return quantized.read_slots(pool, row, head, first + jnp.arange(count))

@@ -36,6 +36,7 @@ POLICIES = {
     "aircache": policies.AirCache(keep=0.3),
     "kivi": policies.KIVI(bits=4),
     "turboquant": policies.TurboQuant(bits=3),
+    "rdkv": policies.RDKV(keep=0.1, window=4),
     "h2o": Own(keep=0.5),
     "avl": policies.AVL(keep=0.5, refresh=2, text=0.5),
     "composed": policies.compose(

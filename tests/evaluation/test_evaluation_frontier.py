@@ -38,7 +38,9 @@ def test_equal_bytes_by_hand():
     assert (again.keep, again.scored.keep, again.allocated.keep, again.smoothed) == (0.3, 0.3, 0.3, Smooth(3))
 
 
-@pytest.mark.parametrize("policy", [SNAP, COMPOSED, KIVI(bits=4), policies.TurboQuant(), FastV(keep=0.5, layer=1)])
+@pytest.mark.parametrize(
+    "policy", [SNAP, COMPOSED, KIVI(bits=4), policies.TurboQuant(), policies.RDKV(keep=0.1), FastV(keep=0.5, layer=1)]
+)
 def test_pool_bytes_are_those_that_prefill_allocates(policy):
     params, inputs = tiny_llava(), unequal_batch()
 

@@ -239,13 +239,14 @@ def make_batch(family: str, seed: int = 0) -> vlkv.Inputs:
     return vlkv.Inputs.from_hf({**padded(rows, ("right", "left", "right")), **extra}, c)
 
 
-# Methods whose defaults need more than two layers, or more than one stage of merging.
+# Methods whose defaults need more than two layers or more than one stage of merging, or keep every token.
 OPTIONS: dict[str, dict[str, Any]] = {
     "avl": {"core": 0.2},
     "dart": {"layer": 1, "vision_pivots": 2, "text_pivots": 1},
     "fastv": {"layer": 1},
     "ivtp": {"layers": (1,)},
     "lightkv": {"keep": 0.5, "layers": (1,), "windows": (2,)},
+    "rdkv": {"keep": 0.1},  # a few bits for every token take a quarter of the bytes
     **{name: {"keep": 0.5, "layers": (1,)} for name in ("tome", "pitome", "tofu", "pyramiddrop", "sparsevlm")},
 }
 

@@ -77,7 +77,7 @@ def test_turns_with_the_full_cache_equal_one_prompt_that_holds_them_all(params, 
 @pytest.mark.full
 @pytest.mark.parametrize(
     "policy",
-    [policies.CSP(keep=0.3), policies.KIVI(bits=4), policies.TurboQuant(bits=3)],
+    [policies.CSP(keep=0.3), policies.KIVI(bits=4), policies.TurboQuant(bits=3), policies.RDKV(keep=0.1)],
     ids=lambda p: type(p).__name__,
 )
 def test_a_compressed_first_turn_stays_as_it_is(params, batch, read, policy):

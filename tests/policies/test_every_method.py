@@ -39,7 +39,8 @@ PROMPTS = (
     "...........................I",
 )
 OPTIONS = {
-    name: {"window": 3} for name in ("snapkv", "pyramidkv", "adakv", "cake", "criticalkv", "damage", "mixkv", "bacon")
+    name: {"window": 3}
+    for name in ("snapkv", "pyramidkv", "adakv", "cake", "criticalkv", "damage", "mixkv", "bacon", "rdkv")
 } | {"csp": {"fill": True, "window": 3}}
 # A larger budget only adds to what these keep: one order per layer, and shares that do not depend on the budget.
 RANKINGS = {
@@ -156,6 +157,9 @@ def check_kept(policy, batch, kept) -> None:
             bounds = vision_bounds(policy, layers=layers, vision=int(vision.sum()), images=images)
             most = np.array(bounds) * vision.any() + int((mask & ~vision).sum())
             assert (spent <= most[:, None]).all() and (spent >= (count > 0)).all()
+        elif policy.facts.budgets == "bits":
+            total = total_budget(layers, count, policy.keep, policy.budget) if count else 0
+            assert (spent >= min(count, 1)).all() and (spent <= 16 * (total // layers)).all()
         elif policy.follows_paper:
             total = total_budget(layers, count, policy.keep, policy.budget) if count else 0
             assert spent.sum() == heads * total

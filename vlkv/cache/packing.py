@@ -14,16 +14,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from pallas_kernels import QuantizedPool, quantize_rotated
+from pallas_kernels import DigitPool, QuantizedPool, quantize_rotated
 from pallas_kernels.cpu import restored, stored
-from vlkv.cache.pool import PackedCache, Storage
+from vlkv.cache.pool import ALIGNMENT, Digits, PackedCache, Storage, segment_slots
 from vlkv.cache.rings import Ring
 from vlkv.errors import InputError
 from vlkv.masks import tokens_at
 from vlkv.sharding import ops
-
-ALIGNMENT = 16  # slots: every segment starts on a bf16 tile
-
 
 _SLOTS_AT_A_TIME = 512  # slots that `_write_segments` writes at a time
 
@@ -64,6 +61,7 @@ class CacheSpec:
     storage: Storage | None  # as in `Policy`
     softmax_n: float  # as in `Policy`
     rings: tuple[int, ...] = ()  # slots of the ring of each layer with a sliding window; `layers` does not count these
+    outside: int = 0  # bound on the entries of one layer that are kept besides the budget
 
     def columns(self, kv_heads: int) -> int:
         """Columns of the pool (`#K`): one if all heads share it."""
@@ -88,6 +86,27 @@ class CacheSpec:
         slots = align(slots, self.tile) if self.per_head else slots // self.tile * self.tile
         return parts * max(self.tile, min(slots, self.layers * align(-(-self.limit // parts), self.tile)))
 
+    @property
+    def digits(self) -> tuple[int, int]:
+        """Digits of a segment for each number of keys and of values, if `Storage.rows`; 8 are full precision."""
+        assert self.storage is not None and self.storage.rows is not None
+        whole = (self.slots // max(self.layers, 1) - self.outside) // self.storage.rows[1]
+        keys, values = (whole * rows + 8 * self.outside for rows in self.storage.rows)
+        return keys, values
+
+    def pool_bytes(self, channels: int, number: int, parts: int = 1) -> int:
+        """Bytes of keys and values of the pool, per key head of `channels` numbers, which have `number` bytes."""
+        slots, storage = self.pool(parts), self.storage
+        if storage is None:
+            return 2 * slots * channels * number
+        if storage.rows is not None:
+            lines = channels + segment_slots(slots, self.layers)  # each has a scale, a minimum and a number of digits
+            return self.layers * (sum(self.digits) * channels // 4 + lines * (2 * number + 1))
+        codes, group = slots * channels * storage.bits // 8, storage.group
+        if group is None:
+            return 2 * (codes + number * slots)
+        return 2 * codes + 2 * number * (-(-slots // group) * channels + slots * -(-channels // group))
+
     def tail(self, parts: int) -> int:
         """Slots of the tail of one layer."""
         return 0 if self.reuses else align(self.new_tokens, parts)
@@ -107,6 +126,7 @@ def pack(
     source: Int[Array, "L B T"],
     next_position: Int[Array, "B A"],
     requested: Int[Array, "L B K"] | None = None,
+    digits: Digits | None = None,
 ) -> PackedCache:
     """Moves the kept entries of all layers into one pool.
 
@@ -124,13 +144,15 @@ def pack(
         requested: slots that the policy requests for each segment if slots are reused, else None. A segment gets at
             least one slot more than its entries. If the sum exceeds the pool, upper layers get fewer slots; this may
             happen if a short prompt keeps more than the policy's share.
+        digits: of all tokens and channels if `Storage.rows`, else None. All segments get equally many slots then.
     """
     layers, (batch, heads, _, head_dim) = len(k), k[0].shape
     columns = spec.columns(heads)
     parts, tile = ops.slot_parts(columns), spec.tile
     window = None if spec.storage is None else spec.storage.window
-    if parts > 1 and window is not None:
-        raise InputError(f"window={window} needs a mesh whose `model` axis divides the {columns} columns of the pool")
+    if parts > 1 and (window is not None or digits is not None):
+        what = f"window={window} needs" if digits is None else "entries with unequal bits need"
+        raise InputError(f"{what} a mesh whose `model` axis divides the {columns} columns of the pool")
     slots, total = (n * heads // columns for n in (spec.pool(parts), spec.slots))  # of a column
     counts = jnp.sum(kept, axis=-1, dtype=jnp.int32)  # [L, B, K]
     granted = counts  # slots of each segment
@@ -140,12 +162,16 @@ def pack(
         free = jnp.maximum(total - jnp.sum(by_column(least, columns), axis=0), 0)
         granted = least + jnp.clip(spare, 0, jnp.maximum(free - sum_before(spare, columns), 0))
 
-    def local(part: ops.Part, k: Any, v: Any, kept: Any, granted: Any, is_vision: Any, source: Any) -> tuple[Any, ...]:
+    def local(
+        part: ops.Part, k: Any, v: Any, kept: Any, granted: Any, is_vision: Any, source: Any, digits: Digits | None
+    ) -> tuple[Any, ...]:
         """Packs this device's rows, heads and slots."""
         (_, rows, own_heads, length), here = kept.shape, slots // parts
         own_columns = own_heads if columns == heads else 1
         counts = jnp.sum(kept, axis=-1, dtype=jnp.int32)
         rounded, filled = align(-(-granted // parts), tile), align(-(-counts // parts), tile)
+        if digits is not None:
+            rounded = jnp.full_like(rounded, segment_slots(slots, layers))
         start = sum_before(rounded, own_columns)
 
         def find(layer: tuple[Any, Any, Any]) -> Int[Array, "B K T"]:
@@ -160,9 +186,11 @@ def pack(
         pools: tuple[Array, ...] = (
             *(stored(jnp.zeros((rows, own_columns, here, head_dim), k[0].dtype)) for _ in "kv"),
             jnp.full((rows, own_columns, here), -1, jnp.int32),
+            *(() if digits is None else [jnp.zeros((rows, own_columns, here), jnp.uint8)]),
         )
         for layer in range(layers):
-            values = stored(k[layer]), stored(v[layer]), source[layer].astype(jnp.int32)
+            values: tuple[Array, ...] = stored(k[layer]), stored(v[layer]), source[layer].astype(jnp.int32)
+            values += () if digits is None else (digits.values[layer],)
             pools = _write_segments(pools, values, order[layer], start[layer], start[layer] + filled[layer])
         pool_k, pool_v, token = *(restored(pool, k[0].dtype) for pool in pools[:2]), pools[2]
 
@@ -174,18 +202,19 @@ def pack(
             unused = jnp.zeros(shape[:3], bool)
             return tuple(quantize_rotated(x, unused, bits=spec.storage.bits) for x in empty)
 
-        packed_k: Array | QuantizedPool = pool_k
-        packed_v: Array | QuantizedPool = pool_v
+        packed_k: Array | QuantizedPool | DigitPool = pool_k
+        packed_v: Array | QuantizedPool | DigitPool = pool_v
         if spec.storage is not None:
-            packed_k, packed_v = spec.storage.quantize(pool_k, pool_v, token >= 0)
+            unequal = () if digits is None else (digits._replace(values=pools[3]), spec.digits)
+            packed_k, packed_v = spec.storage.quantize(pool_k, pool_v, token >= 0, *unequal)
         return packed_k, packed_v, token, start, tail(), tail()
 
     pool, each = "B K P H", "L B K"
     run = ops.split(
-        local, ("B K T H", "B K T H", "L B K T", each, "L B T", "L B T"), (pool, pool, "B K P", each, pool, pool),
+        local, ("B K T H", "B K T H", "L B K T", each, "L B T", "L B T", each), (pool, pool, "B K P", each, pool, pool),
         batch=batch, kv_heads=heads, parts=parts,
     )  # fmt: skip
-    packed_k, packed_v, token, start, tail_k, tail_v = run(k, v, kept, granted, is_vision, source)
+    packed_k, packed_v, token, start, tail_k, tail_v = run(k, v, kept, granted, is_vision, source, digits)
     return PackedCache(
         k=packed_k, v=packed_v, token=token, start=start, extent=granted, tail_k=tail_k, tail_v=tail_v,
         used=jnp.zeros(batch, jnp.int32), next_position=next_position, softmax_n=spec.softmax_n, parts=parts,

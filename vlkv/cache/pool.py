@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
-from pallas_kernels import Kernels, QuantizedPool, quantize, quantize_rotated, swap_slots
+from pallas_kernels import DigitPool, Kernels, QuantizedPool, quantize, quantize_digits, quantize_rotated, swap_slots
 from vlkv.cache import decode_state
 from vlkv.cache.decode_state import DecodeState, HasUpdater
 from vlkv.cache.rings import Rings
@@ -38,6 +38,8 @@ from vlkv.cache.states import State
 from vlkv.errors import InputError
 from vlkv.sharding import ops
 from vlkv.sharding.placement import axes, leaves_with_axes, map_with_axes
+
+ALIGNMENT = 16  # slots: every segment starts on a bf16 tile
 
 _POOL, _TABLE = axes("batch", "kv_heads", "slots"), axes(None, "batch", "kv_heads")
 
@@ -50,23 +52,71 @@ class Storage(NamedTuple):
         group: numbers that share a scale and a minimum (KIVI); None: a vector has a norm (TurboQuant).
         window: how many of the last generated tokens attention sees in full precision; None: all of them.
         tail: whether generated tokens are quantised too (TurboQuant).
+        rows: digits of 2 bits for each number of keys and of values that the budget allows in full precision, which are
+            divided among numbers with unequal bits (RDKV); None: all numbers have equal bits.
     """
 
     bits: int
     group: int | None
     window: int | None = None
     tail: bool = False
+    rows: tuple[int, int] | None = None
 
-    def quantize(self, k: Array, v: Array, used: Array) -> tuple[QuantizedPool, QuantizedPool]:
-        """Keys and values of a pool [B, #K, P, H], of which the slots `used` [B, #K, P] are used."""
+    def quantize(
+        self, k: Array, v: Array, used: Array, digits: Digits | None = None, most: tuple[int, int] = (0, 0)
+    ) -> tuple[QuantizedPool | DigitPool, QuantizedPool | DigitPool]:
+        """Keys and values of a pool [B, #K, P, H], of which the slots `used` [B, #K, P] are used.
+
+        With `rows`, `digits` has the values' digits for each slot [B, K, P] in place of each token, and `most` is the
+        number of digits of a segment for each number of keys and of values.
+        """
+        if digits is not None:
+            return _quantize_unequally(k, v, used, digits, most)
         if self.group is None:
             return quantize_rotated(k, used, bits=self.bits), quantize_rotated(v, used, bits=self.bits)
         along = partial(quantize, bits=self.bits, group=self.group)
         return along(k, used, axis="slots"), along(v, used, axis="channels")
 
+    def digits(self, statistics: dict[str, Any]) -> Digits | None:
+        """With `rows`, the digits of all numbers, which the policy has chosen; else None."""
+        return None if self.rows is None else statistics["digits"]
+
     def bytes_per_number(self, number: int, channels: int) -> float:
-        """Mean bytes of a stored number, if `number` bytes are those of a scale and a vector has `channels`."""
+        """Mean bytes of a stored number, if `number` bytes are those of a scale and a vector has `channels`.
+
+        With `rows` it is that of as many entries as the digits allow, without the ranges of keys, which are few.
+        """
+        if self.rows is not None:
+            return sum(self.rows) / (8 * self.rows[1]) + (2 * number + 1) / (2 * channels)
         return self.bits / 8 + number * (1 / channels if self.group is None else 2 / self.group)
+
+
+class Digits(NamedTuple):
+    """The number of digits of 2 bits with which each number is stored, if numbers have unequal bits."""
+
+    values: UInt8[Array, "..."]  # [L, B, K, T], one for each value vector
+    keys: UInt8[Array, "L B K H"]  # one for each channel of the keys of a segment
+
+
+def segment_slots(slots: int, layers: int) -> int:
+    """Slots of a segment, if all segments of a pool have equally many."""
+    return slots // layers // ALIGNMENT * ALIGNMENT
+
+
+def _quantize_unequally(
+    k: Array, v: Array, used: Array, digits: Digits, most: tuple[int, int]
+) -> tuple[DigitPool, DigitPool]:
+    """`Storage.quantize` with `digits`."""
+    layers, (*_, slots, channels) = len(digits.keys), k.shape
+    segment = segment_slots(slots, layers)
+
+    def cut(x: Array) -> Array:
+        return x[:, :, : layers * segment].reshape(*x.shape[:2], layers, segment, *x.shape[3:])
+
+    of_keys, of_values = (number * channels // 4 for number in most)  # bytes of a segment
+    keys = quantize_digits(cut(k), cut(used), jnp.moveaxis(digits.keys, 0, 2), axis="slots", size=of_keys, slots=slots)
+    values = quantize_digits(cut(v), cut(used), cut(digits.values), axis="channels", size=of_values, slots=slots)
+    return keys, values
 
 
 @jax.tree_util.register_dataclass
@@ -74,8 +124,8 @@ class Storage(NamedTuple):
 class PackedCache:
     """A compressed cache during decoding."""
 
-    k: Float[Array, "B #K P H"] | QuantizedPool = field(metadata=_POOL)
-    v: Float[Array, "B #K P H"] | QuantizedPool = field(metadata=_POOL)
+    k: Float[Array, "B #K P H"] | QuantizedPool | DigitPool = field(metadata=_POOL)
+    v: Float[Array, "B #K P H"] | QuantizedPool | DigitPool = field(metadata=_POOL)
     # Index in the prompt of the token that was last written to each slot; -1: none, or a new token.
     token: Int[Array, "B #K P"] = field(metadata=_POOL)
     start: Int[Array, "L B K"] = field(metadata=_TABLE)  # first slot of each layer's segment, in each part
@@ -163,7 +213,7 @@ class PackedCache:
             return self.extent
         return jnp.stack([jnp.sum(m.stored[..., : m.stored.shape[-1] - m.tail], axis=-1) for m in self.decode_states])
 
-    def segment(self, layer: int) -> tuple[Array | QuantizedPool, Array | QuantizedPool, Array, Array]:
+    def segment(self, layer: int) -> tuple[Any, Any, Array, Array]:
         """Keys and values of the pool, and [B, K] start and extent of a layer's segment."""
         return self.k, self.v, self.start[layer], self.extent[layer]
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
-from pallas_kernels import QuantizedPool
 from vlkv.cache import decode_state, rings
 from vlkv.cache.decode_state import Updater
 from vlkv.cache.packing import ALIGNMENT, align, by_column, sum_before
@@ -87,7 +86,7 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
         moved = jnp.where(where >= 0, jnp.take_along_axis(split, jnp.maximum(where, 0), axis=3), fill)
         return moved.reshape(*x.shape[:2], -1, *x.shape[3:]).astype(x.dtype)
 
-    assert not isinstance(cache.k, QuantizedPool) and not isinstance(cache.v, QuantizedPool)
+    assert isinstance(cache.k, jax.Array) and isinstance(cache.v, jax.Array)  # slots of quantised pools are not reused
     return dataclasses.replace(
         cache, k=move(cache.k, 0), v=move(cache.v, 0), token=move(cache.token, -1), start=start, extent=extent,
         decode_states=tuple(states),

@@ -82,6 +82,7 @@ def compose(
         owners |= {field: getattr(scores, field) for field in (*STAGES.values(), "smoothed")}
     if smooth is not None:
         parts["smoothed"] = smooth
+    _check_bits([scores, *parts.values()])
     _check(owners, parts)
     return Composed(**{**owners, **parts}, answer=scores.facts.answer if answer is None else answer)
 
@@ -130,6 +131,14 @@ def _check(owners: dict[str, Any], parts: dict[str, Any]) -> None:
         )
     if smoothed is not None and not scores.facts.selects:
         raise InputError(f"compose: {type(scores).__name__} keeps every token, so there is nothing to smooth")
+
+
+def _check_bits(parts: list[Any]) -> None:
+    """Raises InputError if a method that divides bits among all entries would share its stages with others."""
+    for part in parts if parts[1:] else ():
+        if isinstance(part, Policy) and part.facts.budgets == "bits":
+            raise InputError(f"compose: {type(part).__name__} divides the bits of all entries in one stage: use it "
+                             "without other parts")  # fmt: skip
 
 
 def _check_repetition(parts: list[Policy], reducing: Policy | None) -> None:

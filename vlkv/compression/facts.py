@@ -19,7 +19,8 @@ class Facts(NamedTuple):
         stages: the stages that the method changes, separated by commas. Overrides of `allocate`, `rank` and `merge` are
             added automatically.
         budgets: which budgets may differ: "equal": none; "layers": those of the layers; "heads": those of the layers
-            and heads. A class that overrides `allocate` has "layers" unless it says "heads".
+            and heads; "bits": `keep` is a share of the bits, from which the numbers of entries follow. A class that
+            overrides `allocate` has "layers" unless it says otherwise.
         capped: whether `cap` is supported: `allocate` needs no more than its arguments, `rank` no more than scores.
         selects: whether entries are evicted after prefill.
         observes: whether `score` depends on queries, so that further queries may change it.
@@ -41,7 +42,7 @@ class Facts(NamedTuple):
     paper: str = ""
     equations: str = ""
     stages: str = "score"
-    budgets: Literal["equal", "layers", "heads"] = "equal"
+    budgets: Literal["equal", "layers", "heads", "bits"] = "equal"
     capped: bool = False
     selects: bool = True
     observes: bool = True

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from pallas_kernels import Kernels
 from pallas_kernels.attention_mass import Statistic
 from vlkv.config import RopeConfig
-from vlkv.masks import ordinal, tokens_at
+from vlkv.masks import ordinal, tokens_at, tokens_of
 from vlkv.sharding.ops import attention_mass
 
 
@@ -83,6 +83,7 @@ class Observation:
     is_vision: Bool[Array, " T"]
     valid: Bool[Array, " T"]
     in_scope: Bool[Array, " T"]  # candidates in the policy's scope
+    is_candidate: Bool[Array, " T"] | None = None  # may be cached, in scope or not; None: all valid tokens
     asked: Float[Array, ""]  # `keep` times the tokens in scope, or `budget`: what a layer keeps on average
     mean_budget: Int[Array, ""]  # the same, rounded over all layers and then down
     key: Key[Array, ""] | None  # random key of this row and layer
@@ -224,3 +225,19 @@ def pool(x: Float[Array, "K T"], kernel: int, kind: Literal["avg", "max"]) -> Fl
     padded = jnp.pad(x, [(0, 0), (half, half)])
     y = jax.lax.reduce_window(padded, start, reduce, (1, kernel), (1, 1), "VALID")
     return y / kernel if kind == "avg" else y
+
+
+def reflected_mean(x: Float[Array, "K T"], among: Bool[Array, " T"], kernel: int) -> Float[Array, "K T"]:
+    """The mean over `kernel` neighbouring tokens of the mask, an odd number; at both ends the tokens are reflected.
+
+    The end itself is not repeated; with fewer tokens the kernel is narrower. Other tokens do not count, wherever they
+    are, and their results are not defined.
+    """
+    count, place, token = jnp.sum(among), ordinal(among), jnp.maximum(tokens_of(among), 0)
+    half = jnp.minimum(kernel // 2, count - 1)
+    total = jnp.zeros_like(x)
+    for offset in range(-(kernel // 2), kernel // 2 + 1):
+        other = jnp.abs(place + offset)
+        other = jnp.clip(jnp.where(other < count, other, 2 * (count - 1) - other), 0, x.shape[1] - 1)
+        total += jnp.where(abs(offset) <= half, x[:, token[other]], 0.0)
+    return total / (2 * jnp.maximum(half, 0) + 1)

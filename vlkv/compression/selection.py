@@ -83,6 +83,7 @@ def make_observation(
     budget = budget_of(policy, layers=layers, most=most, text=most) if budget is None else budget
     return Observation(
         q=q, k=k, v=v, is_vision=is_vision & valid, valid=valid, in_scope=in_scope,
+        is_candidate=is_candidate,
         asked=jnp.asarray(budget.mean)[count], mean_budget=jnp.asarray(budget.nominal)[count] // layers,
         key=None if key is None else jax.random.fold_in(key, layer),
         layer=layer, max_instruction=max_instruction, grid=grid, until=until, lse=lse,
@@ -98,7 +99,8 @@ def observe(policy: Policy, obs: Observation) -> Observed:
     values, updater = {}, policy.updater
     if updater is not None:  # jax.jit computes equal scores once
         values = updater.decode_values(obs, scores if updater is policy else checked_scores(updater, obs))
-    statistics = policy.statistics(obs, scores) if obs.competes else _zeros_like(policy.statistics, obs, scores)
+    useful = obs.competes or policy.facts.budgets == "bits"  # which tokens out of scope have too
+    statistics = policy.statistics(obs, scores) if useful else _zeros_like(policy.statistics, obs, scores)
     return Observed(scores, protected, statistics, values)
 
 

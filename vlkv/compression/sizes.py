@@ -121,4 +121,5 @@ def cache_spec(
         layers=layers, slots=slots, longest=longest, limit=limit, new_tokens=new_tokens, reuses=bounds is not None,
         per_head=policy.facts.budgets == "heads", storage=policy.storage, softmax_n=policy.softmax_n,
         rings=tuple(ring_slots(window, vision + text + new_tokens) for window in windows),
+        outside=text if policy.scope == "vision" else 0,
     )  # fmt: skip

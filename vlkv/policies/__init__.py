@@ -55,6 +55,7 @@ from vlkv.policies.prumerge import PruMerge
 from vlkv.policies.pyramiddrop import PyramidDrop
 from vlkv.policies.pyramidkv import PyramidKV
 from vlkv.policies.random import ImgRandom, Random
+from vlkv.policies.rdkv import RDKV
 from vlkv.policies.roco import RoCo
 from vlkv.policies.snapkv import SnapKV
 from vlkv.policies.sparsevlm import SparseVLM
@@ -76,6 +77,7 @@ registry: dict[str, type[Policy]] = {
         KeyDiff, ExpectedAttention, KVzip, FlashCache, AirCache, PrefixKV, AVL, ImgRandom, VLCache, TGVKV,
         ElasticCache, LookM, MEDA, RoCo, CSP, LightKV, FastV, PyramidDrop, SparseVLM, DART, FasterVLM, HiRED,
         VisionZip, VisPruner, PruMerge, DivPrune, CDPruner, VidCom2, EVS, IVTP, ToMe, PiToMe, ToFu, KIVI, TurboQuant,
+        RDKV,
     )
 }  # fmt: skip
 # These have names too, but not in the registry, whose methods can be compared at any `keep`.
@@ -175,6 +177,7 @@ __all__ = [
     "IVTP",
     "KIVI",
     "MEDA",
+    "RDKV",
     "TGVKV",
     "TOVA",
     "AdaKV",

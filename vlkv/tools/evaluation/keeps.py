@@ -110,15 +110,7 @@ def pool_bytes(policy: Policy, config: ModelConfig, inputs: Inputs, *, number: i
         policy, layers=decoder.full_layers, vision=inputs.max_vision, text=inputs.max_text, new_tokens=0,
         images=inputs.max_images,
     )  # fmt: skip
-    slots = spec.allocated()
-    if policy.storage is None:
-        return 2 * slots * heads * channels * number
-    bits, group = policy.storage.bits, policy.storage.group
-    codes = slots * heads * channels * bits // 8
-    if group is None:
-        return 2 * (codes + number * heads * slots)
-    ranges = 2 * number * heads * (-(-slots // group) * channels + slots * -(-channels // group))
-    return 2 * codes + ranges
+    return heads * spec.pool_bytes(channels, number)
 
 
 def share_of_bytes(policy: Policy, config: ModelConfig, inputs: Inputs) -> float:

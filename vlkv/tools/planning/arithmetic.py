@@ -49,21 +49,21 @@ class Job:
     def row_bytes(self, model: int = 1) -> float:
         """Bytes of one row's keys and values in pool, tails and rings, and of its states, on all `model` chips.
 
-        Without tile padding. A quantised pool has scales too (`Storage.bytes_per_number`). Every chip has whole rings
+        Without tile padding. A quantised pool has scales too (`CacheSpec.pool_bytes`). Every chip has whole rings
         if `model` does not divide their key heads.
         """
         c, bounds = self.config.decoder, self.question.inputs
         spec = cache_spec(self.policy, layers=c.full_layers, vision=bounds.max_vision, text=bounds.max_text,
                           images=bounds.max_images, new_tokens=self.new_tokens, windows=c.sliding)  # fmt: skip
         parts = slot_parts(spec.columns(c.kv_heads), model)
-        per_number: float = self.itemsize
-        if spec.storage is not None:
-            per_number = spec.storage.bytes_per_number(self.itemsize, c.head_dim)
-        in_tail = per_number if spec.storage is not None and spec.storage.tail else self.itemsize
-        pool, tail = spec.pool(parts) * per_number, spec.layers * spec.tail(parts) * in_tail
+        in_tail: float = self.itemsize
+        if spec.storage is not None and spec.storage.tail:
+            in_tail = spec.storage.bytes_per_number(self.itemsize, c.head_dim)
+        pool = spec.pool_bytes(c.head_dim, self.itemsize, parts)
+        tail = 2 * spec.layers * spec.tail(parts) * c.head_dim * in_tail
         heads, channels = c.sliding_heads or (c.kv_heads, c.head_dim)
         rings = heads * channels * sum(spec.rings) * self.itemsize * (1 if heads % model == 0 else model)
-        return 2 * (c.kv_heads * c.head_dim * (pool + tail) + rings) + state_bytes(c, self.itemsize, model)
+        return c.kv_heads * (pool + tail) + 2 * rings + state_bytes(c, self.itemsize, model)
 
     def tower_flops(self) -> float:
         """Approximate operations of the vision tower on the whole batch: each weight once per patch, and attention."""

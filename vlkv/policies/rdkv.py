@@ -1,0 +1,158 @@
+"""RDKV: tokens and key channels are evicted or stored in 2, 4, 8 or 16 bits, as their importance deserves."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from vlkv.cache.pool import Digits
+from vlkv.compression import budgets
+from vlkv.compression.observe import Observation, group_mean, reflected_mean, row_counts, rows_mass
+from vlkv.compression.option_types import Positive, Range
+from vlkv.compression.policy import Facts, Policy, Statistics, Storage
+from vlkv.masks import binary_search, last
+
+_INFINITY = 0x7F800000  # bits of a float32
+_WHOLE = 8  # digits of 2 bits in full precision
+
+Steps = tuple[tuple[int, float], ...]  # digits, and the error that each of them saves
+
+
+class RDKV(Policy):
+    """Divides the bits of `keep` among values and key channels so that the expected distortion is least.
+
+    A value with score s in b bits costs s e(b) + lambda b, where e is the error of b bits, and gets the bits for which
+    this is least; 0 bits evict key and value. Lambda is the smallest for which a head's bits suffice. So `keep` and
+    `budget` mean the tokens that would fill the same bytes in 16 bits per number, and several times as many are stored.
+    The bits of key channels are chosen in the same way, and hold for all entries of a layer and head. A value's score
+    is the attention of the last `window` queries to its token; a channel's is that of ThinK, the mean square of these
+    queries times the mean square of the keys. With scope="vision" text has 16 bits of values besides the budget.
+
+    Source: Zhang et al. 2026 and their published code. Generated tokens stay in full precision.
+
+    Attributes:
+        window: number of observing rows at the end of the prompt.
+        kernel: width of the mean over neighbouring tokens, odd.
+        key_bits: how many of the 32 bits of a key number and a value number are for keys, an even number.
+        key_errors: mean squared error of keys in 2, 4 and 8 bits, relative to the variance of their channel.
+        value_errors: mean squared error of values in 2, 4 and 8 bits, relative to their mean square.
+    """
+
+    window: Positive = 32
+    kernel: Positive = 5
+    key_bits: Annotated[int, Range(8, 24)] = 16
+    key_errors: tuple[float, float, float] = (0.277, 0.011, 0.000061)
+    value_errors: tuple[float, float, float] = (0.312, 0.0138, 0.000048)
+    facts = Facts(
+        paper="Zhang et al. 2026, RDKV: Rate-Distortion Bit Allocation for Joint Eviction and Quantization of the KV "
+        "Cache",
+        equations="reverse water-filling, as in the published code",
+        stages="score, store",
+        budgets="bits",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check("kernel", self.kernel % 2 == 1, "must be odd")
+        self.check("key_bits", self.key_bits % 2 == 0, "must be even, because digits have 2 bits")
+        for name in ("key_errors", "value_errors"):
+            two, four, eight = getattr(self, name)
+            self.check(name, 1 > two > four > eight > 0 and eight < 0.5, "must fall from below 1, to below 0.5")
+
+    @property
+    def storage(self) -> Storage:  # type: ignore[override]
+        """Digits of 2 bits for keys and for values, unequally divided."""
+        return Storage(2, None, rows=self._rows)
+
+    @property
+    def _rows(self) -> tuple[int, int]:
+        return self.key_bits // 2, 2 * _WHOLE - self.key_bits // 2
+
+    def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
+        """As many entries as there are digits for values: one for each."""
+        whole = budgets.total(self.keep, self.budget, sums, layers=layers) // max(layers, 1)
+        return layers * self._rows[1] * whole
+
+    def score(self, obs: Observation) -> Float[Array, "K T"]:
+        """Mean attention of the window's rows that attend to a token, smoothed with reflection at both ends."""
+        mass = group_mean(rows_mass(obs, last(obs.valid, self.window), self.window), obs.k.shape[0])
+        return reflected_mean(mass / jnp.minimum(row_counts(obs), self.window), obs.in_scope, self.kernel)
+
+    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
+        """The digits of all values and key channels, and how many tokens in scope each head keeps."""
+        key_rows, value_rows = self._rows
+        valid = obs.valid if obs.is_candidate is None else obs.is_candidate
+        text, head_dim = valid & ~obs.in_scope, obs.k.shape[2]
+        spent = jnp.broadcast_to(value_rows * obs.mean_budget, obs.k.shape[:1])
+        values = divide(jnp.where(obs.in_scope, scores, -1.0), spent, steps_of(self.value_errors))
+        kept = jnp.sum(values > 0, axis=1)
+        fours = -(-(kept + jnp.sum(text)) // 4)  # a byte has a digit of four entries
+        numbers = (key_rows * obs.mean_budget + _WHOLE * jnp.sum(text)) * head_dim
+        window = last(obs.valid, self.window)[:, None]
+        queries = jnp.mean(jnp.where(window, obs.q.astype(jnp.float32) ** 2, 0.0), axis=1)
+        queries = jnp.mean(queries.reshape(len(kept), -1, head_dim), axis=1)
+        keys = jnp.mean(jnp.where(obs.valid[:, None], obs.k.astype(jnp.float32) ** 2, 0.0), axis=1)
+        channels = divide(queries * keys, numbers // jnp.maximum(4 * fours, 1), steps_of(self.key_errors))
+        digits = Digits(jnp.where(text, _WHOLE, values).astype(jnp.uint8), channels.astype(jnp.uint8))
+        return {"digits": digits, "kept": kept}
+
+    def allocate(
+        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
+    ) -> Int[Array, "L K"]:
+        """The tokens that have bits."""
+        del total, most, layers
+        return statistics["kept"]
+
+    def rank(
+        self, scores: Float[Array, "K T"], statistics: Statistics, candidates: Array, count: Int[Array, " K"]
+    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
+        """Tokens that have bits come first."""
+        del scores, candidates
+        return (statistics["digits"].values > 0).astype(jnp.float32), count
+
+
+def steps_of(errors: tuple[float, float, float]) -> Steps:
+    """The digits that one step adds, and the error that each of them saves: the lower convex hull of the errors.
+
+    Numbers of bits above the hull are never the best ones, whatever lambda is.
+    """
+    points = list(zip((0, 1, 2, 4, _WHOLE), (1.0, *errors, 0.0), strict=True))
+    steps: list[tuple[int, float]] = []
+    while points[1:]:
+        (digits, error), *others = points
+        gains = [(error - e) / (d - digits) for d, e in others]
+        best = gains.index(max(gains))
+        steps.append((others[best][0] - digits, gains[best]))
+        points = others[best:]
+    return tuple(steps)
+
+
+def divide(scores: Float[Array, "K n"], most: Int[Array, " K"], steps: Steps) -> Int[Array, "K n"]:
+    """The digits of each number that minimise sum score e(digits) with at most `most` digits in all, by lambda.
+
+    A step is taken if its score times the error that a digit saves exceeds lambda, the smallest one for which the
+    digits suffice; then those for which it is equal, cheaper steps and earlier numbers first, while they fit. Numbers
+    with a negative score get no digits.
+    """
+    cost = jnp.array([digits for digits, _ in steps])
+    value, most = jnp.stack([scores * gain for _, gain in steps]), most[:, None]  # [steps, K, n], [K, 1]
+
+    def price(number: Array) -> Float[Array, "K 1"]:  # falls as the number grows
+        falling = _INFINITY - jnp.minimum(number, _INFINITY).astype(jnp.int32)
+        return jax.lax.bitcast_convert_type(falling, jnp.float32)
+
+    def spent(value: Array, number: Array) -> Int[Array, "K 1"]:
+        return jnp.sum(cost[:, None, None] * (value > price(number)), axis=(0, 2))[:, None]
+
+    number, value = binary_search(value, 31, lambda value, number: spent(value, number) <= most, most.shape)
+    left, digits = most - spent(value, number), jnp.zeros(scores.shape, jnp.int32)
+    for c, v in zip(cost, value, strict=True):
+        equal = v == price(number)
+        equal = equal & (c * jnp.cumsum(equal, axis=1) <= left)
+        left = left - c * jnp.sum(equal, axis=1, keepdims=True)
+        digits = digits + c * ((v > price(number)) | equal)
+    return digits
