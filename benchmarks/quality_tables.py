@@ -52,7 +52,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
                     row["policy"], f"{row['bytes']:.1%}", f"{row['held']:.1%}",
                     f"{100 * row['exact']:.1f} \\[{100 * row['low']:.1f}, {100 * row['high']:.1f}]",
                     f"{100 * row['loss']:.1f}", _percent(row["places"]),
-                    f"{np.mean(row['recall']):.2f}", f"{row['perplexity']:.3g}",
+                    f"{np.mean(row['recall']):.2f}", "" if row["perplexity"] is None else f"{row['perplexity']:.3g}",
                 )  # fmt: skip
         console.print(table)
 
