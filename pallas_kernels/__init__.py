@@ -10,13 +10,14 @@ from pallas_kernels.core_attention import core_attention
 from pallas_kernels.decode_attention import combine, decode_attention
 from pallas_kernels.digits import DigitPool, quantize_digits
 from pallas_kernels.prefill_attention import prefill_attention
-from pallas_kernels.quantized import QuantizedPool, dequantize, quantize, quantize_rotated
+from pallas_kernels.quantized import Quantized, QuantizedPool, dequantize, quantize, quantize_rotated
 from pallas_kernels.swap_slots import swap_slots
 from pallas_kernels.write_slots import write_slots
 
 __all__ = [
     "DigitPool",
     "Kernels",
+    "Quantized",
     "QuantizedPool",
     "attention_mass",
     "attention_mass_rows",

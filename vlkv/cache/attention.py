@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import Kernels, QuantizedPool, core_attention, decode_attention
+from pallas_kernels import Kernels, Quantized, core_attention, decode_attention
 from vlkv.cache.decode_state import DecodeState
 from vlkv.sharding import ops
 
@@ -20,7 +20,7 @@ from vlkv.sharding import ops
 @partial(jax.jit, static_argnames=("softmax_n", "kernels", "parts"))
 def attend_to(
     q: Float[Array, "B N H"],
-    segment: tuple[Array | QuantizedPool, Array | QuantizedPool, Array, Array],
+    segment: tuple[Array | Quantized, Array | Quantized, Array, Array],
     tail: tuple[Array, Array] | None,
     tail_count: Int[Array, " B"],
     state: DecodeState,

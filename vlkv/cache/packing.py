@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from pallas_kernels import DigitPool, QuantizedPool, quantize_rotated
+from pallas_kernels import Quantized, quantize_rotated
 from pallas_kernels.cpu import restored, stored
 from vlkv.cache.pool import ALIGNMENT, Digits, PackedCache, Storage, segment_slots
 from vlkv.cache.rings import Ring
@@ -202,8 +202,8 @@ def pack(
             unused = jnp.zeros(shape[:3], bool)
             return tuple(quantize_rotated(x, unused, bits=spec.storage.bits) for x in empty)
 
-        packed_k: Array | QuantizedPool | DigitPool = pool_k
-        packed_v: Array | QuantizedPool | DigitPool = pool_v
+        packed_k: Array | Quantized = pool_k
+        packed_v: Array | Quantized = pool_v
         if spec.storage is not None:
             unequal = () if digits is None else (digits._replace(values=pools[3]), spec.digits)
             packed_k, packed_v = spec.storage.quantize(pool_k, pool_v, token >= 0, *unequal)

@@ -30,7 +30,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt8
 
-from pallas_kernels import DigitPool, Kernels, QuantizedPool, quantize, quantize_digits, quantize_rotated, swap_slots
+from pallas_kernels import (
+    DigitPool,
+    Kernels,
+    Quantized,
+    QuantizedPool,
+    quantize,
+    quantize_digits,
+    quantize_rotated,
+    swap_slots,
+)
 from vlkv.cache import decode_state
 from vlkv.cache.decode_state import DecodeState, HasUpdater
 from vlkv.cache.rings import Rings
@@ -64,7 +73,7 @@ class Storage(NamedTuple):
 
     def quantize(
         self, k: Array, v: Array, used: Array, digits: Digits | None = None, most: tuple[int, int] = (0, 0)
-    ) -> tuple[QuantizedPool | DigitPool, QuantizedPool | DigitPool]:
+    ) -> tuple[Quantized, Quantized]:
         """Keys and values of a pool [B, #K, P, H], of which the slots `used` [B, #K, P] are used.
 
         With `rows`, `digits` has the values' digits for each slot [B, K, P] in place of each token, and `most` is the
@@ -124,8 +133,8 @@ def _quantize_unequally(
 class PackedCache:
     """A compressed cache during decoding."""
 
-    k: Float[Array, "B #K P H"] | QuantizedPool | DigitPool = field(metadata=_POOL)
-    v: Float[Array, "B #K P H"] | QuantizedPool | DigitPool = field(metadata=_POOL)
+    k: Float[Array, "B #K P H"] | Quantized = field(metadata=_POOL)
+    v: Float[Array, "B #K P H"] | Quantized = field(metadata=_POOL)
     # Index in the prompt of the token that was last written to each slot; -1: none, or a new token.
     token: Int[Array, "B #K P"] = field(metadata=_POOL)
     start: Int[Array, "L B K"] = field(metadata=_TABLE)  # first slot of each layer's segment, in each part
@@ -213,7 +222,7 @@ class PackedCache:
             return self.extent
         return jnp.stack([jnp.sum(m.stored[..., : m.stored.shape[-1] - m.tail], axis=-1) for m in self.decode_states])
 
-    def segment(self, layer: int) -> tuple[Any, Any, Array, Array]:
+    def segment(self, layer: int) -> tuple[Array | Quantized, Array | Quantized, Array, Array]:
         """Keys and values of the pool, and [B, K] start and extent of a layer's segment."""
         return self.k, self.v, self.start[layer], self.extent[layer]
 

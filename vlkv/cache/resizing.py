@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
+from pallas_kernels import Quantized
 from vlkv.cache import decode_state, rings
 from vlkv.cache.decode_state import Updater
 from vlkv.cache.packing import ALIGNMENT, align, by_column, sum_before
@@ -86,7 +87,7 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
         moved = jnp.where(where >= 0, jnp.take_along_axis(split, jnp.maximum(where, 0), axis=3), fill)
         return moved.reshape(*x.shape[:2], -1, *x.shape[3:]).astype(x.dtype)
 
-    assert isinstance(cache.k, jax.Array) and isinstance(cache.v, jax.Array)  # slots of quantised pools are not reused
+    assert not isinstance(cache.k, Quantized) and not isinstance(cache.v, Quantized)
     return dataclasses.replace(
         cache, k=move(cache.k, 0), v=move(cache.v, 0), token=move(cache.token, -1), start=start, extent=extent,
         decode_states=tuple(states),

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import QuantizedPool
+from pallas_kernels import Quantized, QuantizedPool
 from pallas_kernels.core_attention import reads_tiles
 from vlkv.cache import rings
 from vlkv.cache.attention import attend_to
@@ -298,6 +298,6 @@ def _group_core(
     start = cache.start[i]
     may = jnp.all(start == start[:, :1], axis=1) & (True if valid is None else valid[:, 0])
     state, pairs = group_core(state, may)
-    assert not isinstance(cache.k, QuantizedPool) and not isinstance(cache.v, QuantizedPool)  # `reads_tiles` says so
+    assert not isinstance(cache.k, Quantized) and not isinstance(cache.v, Quantized)  # `reads_tiles` says so
     k, v, token = swap_pools(cache.k, cache.v, cache.token, pairs, start, cache.kernels)
     return dataclasses.replace(cache, k=k, v=v, token=token), state
