@@ -111,7 +111,9 @@ def _encode(
     ends, byte = jnp.cumsum(digits, dtype=jnp.int32), jnp.arange(size)
     most, fours = jnp.maximum(ends[-1], 1), codes.shape[1] // 4
     number, four = (byte % most, byte // most) if axis == "slots" else (byte // fours, byte % fours)
-    line = jnp.minimum(jnp.searchsorted(ends, number, side="right"), len(ends) - 1)
+    line = jnp.repeat(jnp.arange(len(ends)), digits.astype(jnp.int32), total_repeat_length=min(size, MOST * len(ends)))[
+        number
+    ]
     shift = 2 * (number - (ends - digits)[line])
     found = codes.reshape(-1, fours, 4)[line, jnp.minimum(four, fours - 1)].astype(jnp.int32) >> shift[:, None] & 3
     packed = jnp.sum(found << 2 * jnp.arange(4), axis=1)
