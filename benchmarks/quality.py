@@ -264,7 +264,7 @@ def main() -> None:
     args = parser.parse_args()
     params, processor = vlkv.load(CHECKPOINT)
     done = Done(args.out, " ".join(["python -m benchmarks.quality", *sys.argv[1:]]))
-    for section in sections(params.config.decoder.layers, args.seed):
+    for section in sections(params.config.decoder.layers, params.config.decoder.head_dim, args.seed):
         if args.section and not any(section.name.startswith(word) for word in args.section):
             continue
         plan = tuple(c for c in section.plan if _asked(args.policy, c.text) or c.bytes == 1)

@@ -92,7 +92,7 @@ SMOOTHED = {
 }
 
 
-def sections(layers: int, seed: int) -> list[Section]:
+def sections(layers: int, head_dim: int, seed: int) -> list[Section]:
     """All sections, the most important first; with the seed TUNED they include all compositions."""
     full = Cell("Full", policies.Full(), 1.0)
     random = [Cell("ImgRandom", policies.ImgRandom(keep=b), b) for b in BYTES]
@@ -108,7 +108,8 @@ def sections(layers: int, seed: int) -> list[Section]:
 
     def default(chosen: Iterable[str], shares: Iterable[float]) -> list[Cell]:
         made = ((name, share, published(name, share, layers)) for name in chosen for share in shares)
-        return [Cell(type(policy).__name__, policy, share) for _, share, policy in made if policy is not None]
+        exact = ((share, policy) for _, share, policy in made if policy is not None)
+        return [Cell(type(p).__name__, at_bytes(p, share, head_dim=head_dim), share) for share, p in exact]
 
     def composed(chosen: Iterable[str], bits: Iterable[int], shares: Iterable[float]) -> list[Cell]:
         every = compositions()

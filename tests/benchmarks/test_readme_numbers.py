@@ -68,7 +68,7 @@ def test_places_and_pairs_by_hand():
 def test_every_method_is_in_the_damage_suite():
     """At the bytes that it can reach; stores keep their own."""
     sections = pytest.importorskip("benchmarks.quality_sections")
-    suites = [section for section in sections.sections(6, 0) if section.name in tables.DAMAGE]
+    suites = [section for section in sections.sections(6, 32, 0) if section.name in tables.DAMAGE]
     assert len(suites) == len(tables.DAMAGE)
     for section in suites:
         cells = {cell.name: [c.bytes for c in section.plan if c.name == cell.name] for cell in section.plan}

@@ -57,6 +57,8 @@ def test_shares_of_bytes():
     assert share_of_bytes(SNAP, CONFIG, inputs) == pytest.approx(0.4)
     assert share_of_bytes(at_bytes(SNAP, 0.1, 4), CONFIG, inputs) == pytest.approx(0.1, abs=0.01)
     assert share_of_bytes(KIVI(bits=2), CONFIG, inputs) == pytest.approx(3 / 16)
+    unequal = at_bytes(policies.RDKV(keep=0.5), 0.5, head_dim=CONFIG.decoder.head_dim)
+    assert 0.4 < share_of_bytes(unequal, CONFIG, inputs) <= 0.5  # budgets are whole tokens
     whole, half = inputs.max_vision, inputs.max_vision / 2
     assert share_of_bytes(FastV(keep=0.5, layer=1), CONFIG, inputs) == pytest.approx((whole + 2 * half) / (3 * whole))
 

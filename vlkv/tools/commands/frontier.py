@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,8 @@ def _plan(args: argparse.Namespace, processor: Processor) -> list[tuple[str, int
     plan: list[tuple[str, int, Policy]] = [("Full", 16, Full())]
     for name, policy in base.items():
         require_layers(policy, processor.config.decoder.full_layers)
-        plan += [(name, bits, at_bytes(policy, share, bits)) for bits in args.bits for share in args.bytes]
+        made = partial(at_bytes, policy, head_dim=processor.config.decoder.head_dim)
+        plan += [(name, bits, made(share, bits)) for bits in args.bits for share in args.bytes]
     return plan
 
 

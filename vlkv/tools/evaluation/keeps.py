@@ -32,19 +32,22 @@ def at_keep(policy: Policy, keep: float) -> Policy:
     return dataclasses.replace(policy, **parts)
 
 
-def at_bytes(policy: Policy, share: float, bits: int = 16) -> Policy:
+def at_bytes(policy: Policy, share: float, bits: int = 16, *, head_dim: int = 128) -> Policy:
     """The policy with entries stored in `bits` bits, and with the `keep` that takes `share` of the bytes.
 
     Args:
-        policy: any; its `keep` is replaced.
+        policy: any; its `keep` is replaced. With 16 bits it may have a storage of its own.
         share: bytes of the entries, relative to those of all tokens in scope in 16 bits; in (0, 1].
         bits: 16, or what `KIVI` supports. The scales and minima of its groups are counted.
+        head_dim: of the model.
 
     Raises:
         InputError: an option of the policy contradicts the keep, or KIVI does not support the bits.
     """
     if bits == 16:
-        return at_keep(policy, share)
+        rows = None if policy.storage is None else policy.storage.rows
+        entries = 1 if rows is None else rows[1]  # for each token of the budget
+        return at_keep(policy, min(1.0, share / (entries * relative_size(policy, head_dim=head_dim))))
     store = KIVI(bits=bits)
     return compose(at_keep(policy, min(1.0, share / relative_size(store))), store=store)
 
