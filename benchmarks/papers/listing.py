@@ -48,12 +48,19 @@ def items() -> Iterator[Listed]:
                 yield Listed(paper, f"{kind} {number}", item)
 
 
-def policies_of(run: Run, config: commands.Config) -> list[Policy]:
-    """The policies of a run, by the command's own parser: of a script, those of its table."""
+def policies_of(run: Run) -> list[Policy]:
+    """The policies of a run, by the command's own parser: of a script, those of its table.
+
+    A search takes the place of the user's profiles, which need not exist.
+    """
     if isinstance(run, Script) and "benchmarks.papers.speed" in run.words:
         tables = importlib.import_module("benchmarks.papers.speed").TABLES
         return [point.policy for point in tables[run.words[-1]].points]
-    return commands.plan(run.words, config)
+    return commands.plan([re.sub(r"profile='[^']*'", "profile=None", word) for word in run.words], _no_config)
+
+
+def _no_config() -> ModelConfig:
+    raise AssertionError("only a profile needs the model's config")
 
 
 def dry_run(policy: Policy) -> None:
@@ -93,7 +100,8 @@ def grid(run: Evaluation, rows: Sequence[dict[str, Any]], plan: Sequence[Policy]
     keeps: list[float | None] = [*run.keeps] or [None]
     names = [f"{metric}" if keep is None else f"{keep:.3g} {metric}" for keep in keeps for metric in metrics]
     table = Table("method", *names, title=run.on)
-    for name, same in _grouped(run):
+    for name in dict.fromkeys(row.name for row in run.rows):
+        same = [row for row in run.rows if row.name == name]  # several: one method with other options at each keep
         cells = []
         for keep in keeps:
             policies = [run.policy(row, keep, config) for row in same]
@@ -102,14 +110,6 @@ def grid(run: Evaluation, rows: Sequence[dict[str, Any]], plan: Sequence[Policy]
             cells += [f"{row[metric]:.4g}" for metric in metrics]
         table.add_row(name, *cells)
     return table
-
-
-def _grouped(run: Evaluation) -> Iterator[tuple[str, list[commands.Row]]]:
-    """The rows by name; rows of the same name are one method with other options at each keep."""
-    found: dict[str, list[commands.Row]] = {}
-    for row in run.rows:
-        found.setdefault(row.name, []).append(row)
-    yield from found.items()
 
 
 def run_item(item: Item, *, model: str, data: Path, out: Path, judge: str, options: Sequence[str]) -> list[Table]:
@@ -162,28 +162,22 @@ def _file(word: str, data: Path, out: Path) -> str:
     return str(out / word) if word.endswith(".json") and "/" not in word else word
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options of this command."""
-    made = OneLineParser(prog="python -m benchmarks.papers", description=(__doc__ or "").partition("\n")[0])
-    made.add_argument("--paper", choices=list(PAPERS), help="only this one")
-    made.add_argument("--dry-run", action="store_true", help="parse every command and evaluate its programs' shapes")
-    made.add_argument("--json", action="store_true", help="print JSON")
-    made.add_argument("--run", metavar="ITEM", help='a table or figure, such as "AirCache, Table 1"')
-    made.add_argument("--model", metavar="DIR", help="with --run: a checkpoint folder, a hub id, or mini")
-    made.add_argument("--data", type=Path, metavar="JSONL", help="with --run: the questions")
-    made.add_argument("--out", type=Path, metavar="FOLDER", help="with --run: folder of the results")
-    made.add_argument("--judge", default=JUDGE, metavar="COMMAND", help="with --run: scores answers, as in vlkv eval")
-    made.add_argument("--batch", type=int, default=1, metavar="N", help="with --run: rows that are prefilled together")
-    return made
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command."""
-    args = parser().parse_args(argv)
+    parser = OneLineParser(prog="python -m benchmarks.papers", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--paper", choices=list(PAPERS), help="only this one")
+    parser.add_argument("--dry-run", action="store_true", help="parse every command and evaluate its programs' shapes")
+    parser.add_argument("--run", metavar="ITEM", help='a table or figure, such as "AirCache, Table 1"')
+    parser.add_argument("--model", metavar="DIR", help="with --run: a checkpoint folder, a hub id, or mini")
+    parser.add_argument("--data", type=Path, metavar="JSONL", help="with --run: the questions")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="with --run: folder of the results")
+    parser.add_argument("--judge", default=JUDGE, metavar="COMMAND", help="with --run: scores answers, as in vlkv eval")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="with --run: rows prefilled together")
+    args = parser.parse_args(argv)
     return guarded(lambda: _main(args))
 
 
-def _main(args: argparse.Namespace) -> Any:
+def _main(args: argparse.Namespace) -> None:
     chosen = [listed for listed in items() if args.paper in (None, listed.paper)]
     if args.run is not None:
         found = [listed for listed in chosen if f"{listed.paper}, {listed.what}".lower() == args.run.lower()]
@@ -195,15 +189,7 @@ def _main(args: argparse.Namespace) -> Any:
             found[0].item, model=args.model, data=args.data, out=args.out, judge=args.judge,
             options=["--batch", str(args.batch)],
         )  # fmt: skip
-        return None
-    if args.json:
-        return [
-            {
-                "paper": paper, "what": what, "title": item.title, "missing": item.missing,
-                "commands": [{"on": run.on, "command": commands.line(run.words)} for run in item.runs],
-            }
-            for paper, what, item in chosen
-        ]  # fmt: skip
+        return
     done: set[Policy] = set()
     for paper, what, item in chosen:
         print(f"{paper}, {what}: {item.title}")
@@ -215,29 +201,8 @@ def _main(args: argparse.Namespace) -> Any:
             before = dataclasses.replace(run, metrics=()).words if isinstance(run, Evaluation) else []
             print(*([f"  {run.on}"] if run.on else []), f"    {shown}", sep="\n", flush=True)
             if args.dry_run:
-                for policy in checked(run):
+                for policy in policies_of(run):
                     if policy not in done:
                         done.add(policy)
                         dry_run(policy)
         print(f"    {'' if item.runs else 'no command; '}missing: {item.missing}", flush=True)
-    return None
-
-
-def checked(run: Run) -> list[Policy]:
-    """`policies_of` without the user's profiles, which need not exist: a search takes their place."""
-    return policies_of(_searching(run), _no_config)
-
-
-def _searching(run: Run) -> Run:
-    if not isinstance(run, Evaluation):
-        return run
-    rows = tuple(commands.Row(name, re.sub(r"profile='[^']*'", "profile=None", text)) for name, text in run.rows)
-    return dataclasses.replace(run, rows=rows)
-
-
-def _no_config() -> ModelConfig:
-    raise AssertionError("only a profile needs the model's config")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -18,15 +18,6 @@ from vlkv.tools.benching import measuring, results, settings, shapes
 GRID = ["bench", "--model", "tiny", "--prompt", "40", "--text", "8", "--new", "3", "--rounds", "2"]
 
 
-def fails(capsys, *argv, says):
-    try:
-        status = main(["bench", *argv])
-    except SystemExit as error:
-        status = error.code
-    out, err = capsys.readouterr()
-    assert status == 2 and out == "" and err.count("\n") == 1 and says in err, err
-
-
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """A grid of one setting, stopped after it by ctrl-C before the second."""
@@ -89,13 +80,13 @@ def test_what_is_there_is_not_measured_again(measured, capsys, monkeypatch):
     assert not list(path.parent.glob("*.part"))
 
 
-def test_results_of_another_machine_are_not_mixed(measured, capsys, tmp_path):
+def test_results_of_another_machine_are_not_mixed(measured, refused, tmp_path):
     _, held = measured
     other = tmp_path / "other.json"
     other.write_text(json.dumps({**held, "machine": {**held["machine"], "device": "TPU v5e"}}))
-    fails(capsys, *GRID[1:], "--out", str(other), says="measured with device TPU v5e")
+    refused(main, *GRID, "--out", str(other), says="measured with device TPU v5e")
     other.write_text("[]")
-    fails(capsys, *GRID[1:], "--out", str(other), says="expected an object")
+    refused(main, *GRID, "--out", str(other), says="expected an object")
 
 
 @pytest.mark.parametrize(
@@ -111,20 +102,18 @@ def test_results_of_another_machine_are_not_mixed(measured, capsys, tmp_path):
         (["--rounds", "0"], "--rounds 0"),
         (["--mesh", "data=2"], "expected data=D,model=M"),
         (["--pod"], "give --mesh too"),
-        (["--mesh", "data=1,model=1", "--compile-only"], "--mesh and --compile-only"),
         (["--out", "nowhere/x.json"], "no such folder"),
         (["--model", "vicuna-1.5-7b", "--policy", "aircache"], "has none: use --scope all"),
-        (["--dry-run", "--compile-only"], "give only one of them"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_line_before_anything_is_compiled(capsys, monkeypatch, options, says):
+def test_bad_input_is_one_line_before_anything_is_compiled(refused, monkeypatch, options, says):
     monkeypatch.setattr("jax.stages.Lowered.compile", lambda *_, **__: pytest.fail("compiled"))
-    fails(capsys, *GRID[1:7], *options, says=says)
+    refused(main, *GRID[:7], *options, says=says)
 
 
-def test_weights_that_do_not_fit_are_refused_before_they_are_made(capsys, monkeypatch):
+def test_weights_that_do_not_fit_are_refused_before_they_are_made(refused, monkeypatch):
     monkeypatch.setattr("vlkv.tools.benching.subjects.memory_bytes", lambda: 2**30)
-    fails(capsys, "--model", "llava-1.5-7b", says="the device has 1.0")
+    refused(main, "bench", "--model", "llava-1.5-7b", says="the device has 1.0")
 
 
 def test_dry_run_counts_bytes(capsys):
@@ -145,24 +134,6 @@ def test_prompts_have_the_asked_shape():
     np.testing.assert_array_equal(inputs.grid[1, 576 + 25], [1, 1, 1])  # the second image, 24 wide
     np.testing.assert_array_equal(inputs.grid[1, 2 * 576 + 10], [2, 1, 1])  # 84 left: 9 wide
     np.testing.assert_array_equal(inputs.grid[0, 1236:], np.full((64, 3), -1))
-
-
-# --- the first call -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_a_second_process_finds_the_compiled_programs(tmp_path):
-    command = [
-        sys.executable, "-m", "vlkv.cli", *GRID[:9], "--keep", "0.5", "--compile-only", "--json",
-        "--compilation-cache", str(tmp_path / "programs"),
-    ]  # fmt: skip
-    first, second = (
-        json.loads(subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ}).stdout)
-        for _ in range(2)
-    )
-    assert first["cache_misses"] >= 2 and second["cache_misses"] == 0
-    assert second["cache_hits"] >= first["cache_misses"]
-    assert all(row["compile_seconds"] > 0 and row["planned_bytes"] > 0 for row in first["rows"])
 
 
 def test_results_refuse_what_is_not_theirs(tmp_path):

@@ -146,19 +146,17 @@ BAD = [
 
 
 @pytest.mark.parametrize(("options", "said"), BAD)
-def test_bad_input_is_one_line(capsys, monkeypatch, options, said):
+def test_bad_input_is_one_line(refused, monkeypatch, options, said):
     monkeypatch.setattr(planning.planning, "run", lambda *_, **__: pytest.fail("nothing may be compiled"))
     given = {"--topology": "v5e:4x4", "--prompt": "1300", "--batch": "16", "--new": "64"}
     given |= dict(zip(options[1::2], options[2::2], strict=True))
-    assert main(["plan", options[0], *(word for pair in given.items() for word in pair)]) == 2
-    error = capsys.readouterr().err
-    assert said in error and error.startswith("error:") and error.count("\n") == 1
+    refused(main, "plan", options[0], *(word for pair in given.items() for word in pair), says=said)
 
 
 @needs_libtpu
-def test_a_slice_that_does_not_exist(capsys):
-    assert main(["plan", "llava-1.5-7b", "--topology", "v5e:3x5", "--prompt", "1300", "--batch", "15"]) == 2
-    assert "no such slice" in capsys.readouterr().err
+def test_a_slice_that_does_not_exist(refused):
+    command = ["plan", "llava-1.5-7b", "--topology", "v5e:3x5", "--prompt", "1300", "--batch", "15"]
+    refused(main, *command, says="no such slice")
 
 
 @pytest.mark.full
@@ -214,7 +212,7 @@ def test_the_cache_of_each_kind_of_layer():
     slot = 8 * 256 * 2 * 2  # 8 key heads of 256 channels, keys and values, two bytes a number
     assert made[4096].rings == made[8192].rings == 40 * 1024 * slot
     assert made[8192].tail == 8 * 64 * slot
-    tokens = plan.question.inputs.tokens.shape[1]  # with the bucket of the text
+    tokens = plan.job.question.inputs.tokens.shape[1]  # with the bucket of the text
     assert 8192 <= tokens <= 1.1 * 8192
     assert made[8192].pool == pytest.approx(round(0.1 * 8 * tokens) * slot, abs=8 * 16 * slot)
     assert as_json(plan)["layers"] == {"full": 8, "sliding": 40, "shared": 0, "windows": [1024], "recurrent": 0}

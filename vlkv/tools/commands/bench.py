@@ -24,43 +24,33 @@ from rich.console import Console
 from vlkv.errors import InputError
 from vlkv.policies import Policy
 from vlkv.sharding.placement import make_mesh
-from vlkv.terminal import track
 from vlkv.tools.benching import tables
 from vlkv.tools.benching.measuring import measure_missing
-from vlkv.tools.benching.programs import Hits, compile_generate, keep_programs
-from vlkv.tools.benching.results import Line, Results, identity
+from vlkv.tools.benching.results import Results, identity
 from vlkv.tools.benching.settings import Setting, check_policy, grid, with_full
-from vlkv.tools.benching.shapes import make_inputs
 from vlkv.tools.benching.subjects import Subject, find
 from vlkv.tools.commands.options import add_policy_arguments, policies_from
 from vlkv.tools.planning.chips import parse_mesh
-
-_BATCHES, _PROMPTS, _NEW, _TEXT, _KEEPS = (1,), (1024,), 64, 64, (0.1,)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv bench`."""
     parser.add_argument(
-        "--model", metavar="NAME", help="a published size with random weights, a checkpoint "
-        "folder, a hub id, or mini (default: mini)",
+        "--model", default="mini", metavar="NAME",
+        help="a published size with random weights, a checkpoint folder, a hub id, or mini",
     )  # fmt: skip
-    add_policy_arguments(parser, many=True)
-    parser.add_argument("--batch", type=int, nargs="+", metavar="B", help=f"rows (default: {_BATCHES[0]})")
-    parser.add_argument("--prompt", type=int, nargs="+", metavar="T", help=f"tokens of a row (default: {_PROMPTS[0]})")
-    parser.add_argument("--new", type=int, metavar="S", help=f"generated tokens (default: {_NEW})")
-    parser.add_argument("--text", type=int, metavar="T", help=f"text tokens; the rest is vision (default: {_TEXT})")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="measurements of each (default: 5)")
+    add_policy_arguments(parser, default="snapkv", many=True)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1], metavar="B", help="rows")
+    parser.add_argument("--prompt", type=int, nargs="+", default=[1024], metavar="T", help="tokens of a row")
+    parser.add_argument("--new", type=int, default=64, metavar="S", help="generated tokens")
+    parser.add_argument("--text", type=int, default=64, metavar="T", help="text tokens; the rest is vision")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="measurements of each")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: float32 on a CPU)"
     )
     parser.add_argument("--mesh", metavar="data=D,model=M", help="devices per axis (default: one device)")
     parser.add_argument("--pod", action="store_true", help="use the devices of all hosts, which JAX finds itself")
     parser.add_argument("--out", type=Path, metavar="JSON", help="file of results, from which a run resumes")
-    parser.add_argument("--trace", type=Path, metavar="DIR", help="folder for a profile of one more round of each")
-    parser.add_argument(
-        "--compilation-cache", type=Path, metavar="DIR", help="folder in which compiled programs are cached"
-    )
-    parser.add_argument("--compile-only", action="store_true", help="only measure compile times, without weights")
     parser.add_argument("--dry-run", action="store_true", help="only print the plan and the bytes it needs")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -69,10 +59,6 @@ def run(args: argparse.Namespace) -> Any:
     """Prints a table, or returns the same content for JSON."""
     if args.rounds < 1:
         raise InputError(f"--rounds {args.rounds} must be at least 1")
-    if args.dry_run and args.compile_only:
-        raise InputError("--dry-run and --compile-only: give only one of them")
-    if args.mesh is not None and args.compile_only:
-        raise InputError("--mesh and --compile-only: give only one of them; `vlkv plan` compiles for a mesh")
     if args.pod:
         if args.mesh is None:
             raise InputError("--pod: give --mesh too, the devices of all hosts per axis")
@@ -80,7 +66,6 @@ def run(args: argparse.Namespace) -> Any:
     first = jax.process_index() == 0
     console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 160, quiet=not first)
     command = "vlkv bench " + " ".join(sys.argv[2:])
-    hits = None if args.compilation_cache is None else keep_programs(args.compilation_cache)
     work = _plan(args)
     lines = [(subject, setting, policy) for subject, setting, contestants in work for policy in contestants]
     results = Results(args.out if first else None, command)
@@ -89,61 +74,25 @@ def run(args: argparse.Namespace) -> Any:
         tables.plan(console, lines, done)
         planned = [{**identity(line), "measured": found} for line, found in zip(lines, done, strict=True)]
         return planned if args.json else None
-    if args.compile_only:
-        return _compile(args, console, lines, hits)
     if jax.process_count() > 1 and results.rows:
         raise InputError(f"--out {args.out}: with several hosts give a new file")  # the others do not know its rows
     mesh = work[0][0].mesh
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        measure_missing(work, results, rounds=args.rounds, trace=args.trace)
+        measure_missing(work, results, rounds=args.rounds)
     tables.measured(console, [(line, results.find(identity(line)) or {}) for line in lines])
-    _say_hits(console, hits)
     return results.content if args.json and first else None
 
 
 def _plan(args: argparse.Namespace) -> list[tuple[Subject, Setting, list[Policy]]]:
     """The checked measurements: model, setting and policies."""
-    subject = find(args.model or "mini", dtype=args.dtype)
+    subject = find(args.model, dtype=args.dtype)
     if args.mesh is not None:
         data, model = parse_mesh(args.mesh, jax.device_count())
         subject = dataclasses.replace(subject, mesh=make_mesh(data=data, model=model))
-    contestants = with_full(_contestants(args, subject))
+    if args.keep is None and args.budget is None:
+        args.keep = [0.1]
+    contestants = with_full(policies_from(args, lambda: subject.config))
     for policy in contestants:
         check_policy(policy, subject.config)
-    settings = grid(
-        subject.config, batches=args.batch or _BATCHES, prompts=args.prompt or _PROMPTS,
-        text=_TEXT if args.text is None else args.text, new=_NEW if args.new is None else args.new,
-    )  # fmt: skip
+    settings = grid(subject.config, batches=args.batch, prompts=args.prompt, text=args.text, new=args.new)
     return [(subject, setting, contestants) for setting in settings]
-
-
-def _contestants(args: argparse.Namespace, subject: Subject) -> list[Policy]:
-    """Every --policy with every --keep."""
-    if args.budget is not None and args.keep:
-        raise InputError("--keep and --budget: give only one of them")
-    keeps = args.keep or (_KEEPS if args.budget is None else ())
-    asked = {**vars(args), "policy": args.policy or ["snapkv"], "keep": keeps}
-    return policies_from(argparse.Namespace(**asked), lambda: subject.config)
-
-
-def _compile(args: argparse.Namespace, console: Console, lines: list[Line], hits: Hits | None) -> Any:
-    """Compile times of each `generate`; nothing runs."""
-    rows = []
-    for subject, setting, policy in track(lines, "compiling"):
-        inputs = make_inputs(subject.config, setting.batch, setting.prompt, setting.vision)
-        made = compile_generate(subject.shapes, inputs, policy, new=setting.new)
-        rows.append({
-            "cell": identity((subject, setting, policy)), "trace_seconds": made.trace_seconds,
-            "compile_seconds": made.compile_seconds, "planned_bytes": made.bytes,
-        })  # fmt: skip
-    tables.compiled(console, list(zip(lines, rows, strict=True)))
-    _say_hits(console, hits)
-    if not args.json:
-        return None
-    counted = {} if hits is None else {"cache_hits": hits.hits, "cache_misses": hits.misses}
-    return {"rows": rows, **counted}
-
-
-def _say_hits(console: Console, hits: Hits | None) -> None:
-    if hits is not None:
-        console.print(f"compilation cache: {hits.hits} programs loaded, {hits.misses} compiled", highlight=False)

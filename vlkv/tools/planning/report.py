@@ -3,38 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from operator import attrgetter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from vlkv.config import ModelConfig
 from vlkv.policies import text_of
-from vlkv.tools.planning.arithmetic import gib
+from vlkv.tools.planning.arithmetic import gib, parameters
 from vlkv.tools.planning.jobs import Run, Step
 from vlkv.tools.planning.planning import Plan
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """The whole plan; bytes and seconds are those of one chip."""
-    chip, asked = plan.topology.chip, plan.question
+    chip, job, asked = plan.topology.chip, plan.job, plan.job.question
+    c, (stored, active) = job.config.decoder, parameters(job.config)
     return {
         "estimates": True,
         "model": plan.model,
         "topology": {"name": plan.topology.name, "chips": plan.topology.count, "chip": dataclasses.asdict(chip)},
         "mesh": {"data": plan.data, "model": plan.model_axis, "reason": plan.mesh_reason},
-        "parameters": {"stored": plan.stored, "active": plan.active},
+        "parameters": {"stored": stored, "active": active},
         "layers": {
-            "full": plan.full_layers,
-            "sliding": len(plan.sliding),
-            "shared": plan.shared,
-            "windows": sorted(set(plan.sliding)),
-            "recurrent": plan.recurrent,
+            "full": c.full_layers,
+            "sliding": len(c.sliding),
+            "shared": c.shared_layers,
+            "windows": sorted(set(c.sliding)),
+            "recurrent": 0 if c.recurrent is None else len(c.recurrent.layers),
         },
-        "dtype": plan.dtype,
-        "batch": plan.batch,
+        "dtype": job.dtype,
+        "batch": job.batch,
         "prompt": {
             "tokens": plan.prompt,
             "padded": int(asked.inputs.tokens.shape[1]),
@@ -42,7 +43,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "vision": asked.vision,
             "text": asked.text,
         },
-        "new_tokens": plan.new_tokens,
+        "new_tokens": job.new_tokens,
         "quick": plan.quick,
         "fits": plan.fits,
         "runs": [_run(run) for run in plan.runs],
@@ -85,8 +86,9 @@ def _step(step: Step) -> dict[str, Any]:
 
 def as_table(plan: Plan) -> Group:
     """The main numbers as a table, with a column for each policy."""
-    asked, chip = plan.question, plan.topology.chip
-    table = Table(title=f"{plan.model} on {plan.topology.name}, {plan.dtype}: estimates", title_justify="left")
+    job, asked, chip = plan.job, plan.job.question, plan.topology.chip
+    c = job.config.decoder
+    table = Table(title=f"{plan.model} on {plan.topology.name}, {job.dtype}: estimates", title_justify="left")
     table.add_column("of one chip")
     for run in plan.runs:
         table.add_column(text_of(run.policy, scope=True), justify="right")
@@ -95,35 +97,36 @@ def as_table(plan: Plan) -> Group:
         table.add_row(name, *map(value, plan.runs), end_section=end)
 
     line("weights", lambda run: gib(run.weights))
-    full = f" of {plan.full_layers} full layers" if plan.sliding or plan.recurrent else ""
+    full = f" of {c.full_layers} full layers" if c.sliding or c.recurrent else ""
     line(f"cache{full}: prompt", lambda run: gib(run.pool))
     line(f"cache{full}: new tokens", lambda run: gib(run.tail))
-    if plan.sliding:
-        windows = " and ".join(map(str, sorted(set(plan.sliding))))
-        line(f"cache of {len(plan.sliding)} layers with a window of {windows}", lambda run: gib(run.rings))
-    if plan.shared:
-        line(f"cache of {plan.shared} layers that use that of earlier ones", lambda _: "none")
-    if plan.recurrent:
-        line(f"states of {plan.recurrent} recurrent layers", lambda run: gib(run.states))
+    if c.sliding:
+        windows = " and ".join(map(str, sorted(set(c.sliding))))
+        line(f"cache of {len(c.sliding)} layers with a window of {windows}", lambda run: gib(run.rings))
+    if c.shared_layers:
+        line(f"cache of {c.shared_layers} layers that use that of earlier ones", lambda _: "none")
+    if c.recurrent:
+        line(f"states of {len(c.recurrent.layers)} recurrent layers", lambda run: gib(run.states))
     line("cache: index", lambda run: gib(run.index))
     line("inputs", lambda run: gib(run.inputs))
     line("temporaries", lambda run: _missing(run) if run.temporaries is None else gib(run.temporaries), end=True)
     line(f"needed of {gib(chip.usable)}", lambda run: gib(run.used))
     line("fits", lambda run: "yes" if run.fits else "NO", end=True)
-    for title, step in (("prefill", attrgetter("prefill")), ("decode step", attrgetter("decode"))):
-        line(f"{title}: time", lambda run, step=step: _time(step(run)))  # type: ignore[misc]
-        line("  bound by", lambda run, step=step: _bound(step(run)))  # type: ignore[misc]
-        for kind in sorted({c.kind for run in plan.runs for c in _collectives(step(run))}):
-            line(f"  {kind}", lambda run, step=step, kind=kind: _collective(step(run), kind))  # type: ignore[misc]
-        line("  kernels", lambda run, step=step: _kernels(step(run)))  # type: ignore[misc]
-        line("  compiled in", lambda run, step=step: f"{step(run).seconds:.1f} s", end=True)  # type: ignore[misc]
+    for title, steps in (("prefill", [run.prefill for run in plan.runs]),
+                         ("decode step", [run.decode for run in plan.runs])):  # fmt: skip
+        kinds = sorted({c.kind for step in steps if step.program is not None for c in step.program.collectives})
+        columns = [_lines(title, step, kinds) for step in steps]
+        for cells in zip(*columns, strict=True):
+            table.add_row(cells[0][0], *(text for _, text in cells))
+        table.add_section()
     if any(run.generate for run in plan.runs):
         line("generate: compiled in", lambda run: f"{run.generate.seconds:.1f} s" if run.generate else "", end=True)
-    line("tokens a second, all rows", _rate)
+    line("tokens a second, all rows", lambda run: (
+        _missing(run.decode) if run.tokens_per_second is None else f"{run.tokens_per_second:.0f}"))  # fmt: skip
     head = Text(
-        f"{plan.batch} prompts of {plan.prompt} tokens ({asked.pictures} images, {asked.vision} vision and "
-        f"{asked.text} text tokens; padded to {asked.inputs.tokens.shape[1]}), {plan.new_tokens} new tokens. "
-        f"Mesh {plan.mesh_reason}. Parameters: {_parameters(plan)}."
+        f"{job.batch} prompts of {plan.prompt} tokens ({asked.pictures} images, {asked.vision} vision and "
+        f"{asked.text} text tokens; padded to {asked.inputs.tokens.shape[1]}), {job.new_tokens} new tokens. "
+        f"Mesh {plan.mesh_reason}. Parameters: {_parameters(job.config)}."
     )
     parts: list[Any] = [head, table]
     for run in plan.runs:
@@ -135,35 +138,24 @@ def as_table(plan: Plan) -> Group:
     return Group(*parts, *(Text(note, style="dim") for note in plan.notes))
 
 
-def _parameters(plan: Plan) -> str:
-    if plan.active == plan.stored:
-        return f"{plan.stored / 1e9:.2f} billion"
-    return f"{plan.stored / 1e9:.2f} billion stored, {plan.active / 1e9:.2f} billion active for a token"
+def _parameters(config: ModelConfig) -> str:
+    stored, active = parameters(config)
+    if active == stored:
+        return f"{stored / 1e9:.2f} billion"
+    return f"{stored / 1e9:.2f} billion stored, {active / 1e9:.2f} billion active for a token"
 
 
-def _time(step: Step) -> str:
-    return _missing(step) if step.estimate is None else f"{1000 * step.estimate.seconds:.1f} ms"
-
-
-def _bound(step: Step) -> str:
-    return "" if step.estimate is None else step.estimate.bound
-
-
-def _collectives(step: Step) -> tuple[Any, ...]:
-    return () if step.program is None else step.program.collectives
-
-
-def _collective(step: Step, kind: str) -> str:
-    found = [c for c in _collectives(step) if c.kind == kind]
-    return f"{found[0].count} x, {gib(found[0].bytes)}" if found else "none"
-
-
-def _kernels(step: Step) -> str:
-    return "" if step.program is None else str(step.program.kernels)
-
-
-def _rate(run: Run) -> str:
-    return _missing(run.decode) if run.tokens_per_second is None else f"{run.tokens_per_second:.0f}"
+def _lines(title: str, step: Step, kinds: Sequence[str]) -> list[tuple[str, str]]:
+    """The lines of a program: names, and the cells of its column. `kinds` are the collectives of all columns."""
+    time, program = step.estimate, step.program
+    sent = {} if program is None else {c.kind: f"{c.count} x, {gib(c.bytes)}" for c in program.collectives}
+    return [
+        (f"{title}: time", _missing(step) if time is None else f"{1000 * time.seconds:.1f} ms"),
+        ("  bound by", "" if time is None else time.bound),
+        *((f"  {kind}", sent.get(kind, "none")) for kind in kinds),
+        ("  kernels", "" if program is None else str(program.kernels)),
+        ("  compiled in", f"{step.seconds:.1f} s"),
+    ]
 
 
 def _missing(part: Run | Step) -> str:
