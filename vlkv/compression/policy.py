@@ -113,7 +113,6 @@ class Policy(metaclass=_PolicyType):
 
         `allocate` gets them of all layers, stacked along a new first axis L; `rank` gets those of one layer.
         """
-        del obs, scores
         return {}
 
     def allocate(
@@ -133,7 +132,6 @@ class Policy(metaclass=_PolicyType):
             most: number of tokens in scope of each layer that may still be kept: with a cap, those of the shortlist.
             layers: L.
         """
-        del statistics, layers
         return budgets.uniform(total, most)
 
     def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
@@ -144,7 +142,6 @@ class Policy(metaclass=_PolicyType):
             layers: L.
             text: bound on the text tokens of a prompt.
         """
-        del text
         return budgets.total(self.keep, self.budget, sums, layers=layers)
 
     def rank(
@@ -165,7 +162,6 @@ class Policy(metaclass=_PolicyType):
         Returns:
             The values to rank the candidates by, and the number to keep: `count` or less.
         """
-        del statistics, candidates
         return scores, count
 
     def merge(
@@ -176,7 +172,6 @@ class Policy(metaclass=_PolicyType):
         scores: Float[Array, "K T"],
     ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
         """Keys and values of all tokens. Only the kept ones are cached; a method may merge dropped ones into them."""
-        del kept, scores
         return k, v
 
     # --- what options decide, and owners of stages: another policy if this one is a composition -------------------
@@ -243,7 +238,6 @@ class ReducingStages(Policy):
 
         `read_prompt` raises InputError if `reduce` keeps more. Under jit the last vision tokens are dropped instead.
         """
-        del stage, images
         return vision
 
 
@@ -260,7 +254,6 @@ class DecodingStages(Policy):
 
         `scores` are those of this policy, even if another one selects the tokens.
         """
-        del obs, scores
         return {}
 
     def begin(self, state: DecodeState) -> DecodeState:
@@ -294,7 +287,6 @@ class DecodingStages(Policy):
             text: bound on its text tokens.
             new_tokens: bound on the tokens that follow.
         """
-        del vision, text, new_tokens
         return kept + layers, longest + 1
 
 

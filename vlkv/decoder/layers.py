@@ -55,7 +55,6 @@ class Shapes(Initializer):
 
     def normal(self, *shape: int, scale: float) -> nnx.Param:
         """The shape of one parameter."""
-        del scale
         self.made.append(jax.ShapeDtypeStruct(shape, self.dtype))
         return nnx.Param(self.made[-1])
 

@@ -108,7 +108,6 @@ class CSP(Policy):
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
         """The `self` and the `cross` scores."""
-        del scores
         return dict(zip(("self", "cross"), self.regions_of(obs), strict=True))
 
     def protect(self, obs: Observation) -> Bool[Array, " T"]:

@@ -72,7 +72,6 @@ class ElasticCache(DecodingStages):
         count: Int[Array, " K"],
     ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
         """By score; released: by the permutation of argsort, and one fewer."""
-        del statistics
         if self.variant == "paper":
             return scores, count
         number = ordinal(candidates)
@@ -123,7 +122,6 @@ class ElasticCache(DecodingStages):
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
         """Evicts one entry of each head that has more than its share of all tokens."""
-        del mass
         assert self.distance is not None
         moving = self.variant == "paper"
         return evict_at_distance(state, self.distance, budget=self.decode_budget(state), moving=moving)

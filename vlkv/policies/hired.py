@@ -62,7 +62,6 @@ class HiRED(ReducingPolicy):
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         """A bound; it is reached if all images but one consist of a single token."""
-        del stage
         if self.keep == 1:
             return vision
         single = max(images, 1) - 1
@@ -70,7 +69,6 @@ class HiRED(ReducingPolicy):
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text and the best vision tokens of each partition."""
-        del obs, stage
         if self.keep == 1:
             return tokens, tokens.valid
         first, late = tokens.tower_attention

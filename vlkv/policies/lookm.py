@@ -74,7 +74,6 @@ class LookM(Policy):
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
         """`granted`: the budget, or the number of text and recent tokens if that is larger."""
-        del scores
         if not self.overshoots:
             return {}
         return {"granted": jnp.maximum(obs.mean_budget, jnp.sum(obs.in_scope & (~obs.is_vision | self.protect(obs))))}

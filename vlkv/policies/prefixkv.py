@@ -156,7 +156,6 @@ class PrefixKV(DecodingStages):
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
         """Evicts one entry of each head that has more than its share of all tokens."""
-        del mass
         assert self.distance is not None
         moving = self.variant == "paper"
         return evict_at_distance(state, self.distance, budget=state.budget, moving=moving)

@@ -54,7 +54,6 @@ class PyramidKV(SnapKV):
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
         """For the released variant: the mean budget and the number of tokens in scope."""
-        del scores
         if self.variant == "paper":
             return {}
         return {"mean": obs.mean_budget, "count": jnp.sum(obs.in_scope)}

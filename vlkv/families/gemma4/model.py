@@ -30,7 +30,6 @@ class Gemma4(VisionLanguageModel):
 
     @override
     def project(self, features: Float[Array, "F n d"], inputs: Inputs) -> Float[Array, "R D"]:
-        del inputs
         c, tower = self.config.vision, self.vision
         # In float32, because sqrt(width) makes features large, and the bias makes them small again.
         x = reduce(features.astype(jnp.float32), "f (v u) d -> (f v) d", "mean", u=c.merge**2) * c.width**0.5
@@ -40,5 +39,4 @@ class Gemma4(VisionLanguageModel):
 
     @override
     def pool(self, attention: Float[Array, "F n C"], inputs: Inputs) -> Float[Array, "R C"]:
-        del inputs
         return reduce(attention, "f (v u) c -> (f v) c", "sum", u=self.config.vision.merge**2)

@@ -96,7 +96,6 @@ class Qwen2VlTower(nnx.Module):
 
     def embed(self, pixels: Float[Array, "F n C"], place: Int[Array, "F n 2"]) -> Float[Array, "F n D"]:
         """The input of the first block; `place` as in `with_attention`."""
-        del place
         return self.patch(pixels)
 
     def with_attention(
