@@ -73,10 +73,9 @@ class Policy(metaclass=_PolicyType):
     storage: ClassVar[Storage | None] = None  # quantisation of the pool; None: not quantised
 
     def __post_init__(self) -> None:
-        name = type(self).__name__
         check_types(self)
         if (self.keep is None) == (self.budget is None):
-            raise InputError(f"{name}: give either keep= (a fraction) or budget= (tokens per layer)")
+            raise InputError(f"{type(self).__name__}: give either keep= (a fraction) or budget= (tokens per layer)")
         capped = self.cap is None or self.facts.capped
         self.check("cap", capped, "needs facts = Facts(capped=True), for budgets per layer and tokens ranked by scores")
         self.check("cap", self.cap is None or not self.merges, "cannot be combined with merging")
@@ -183,8 +182,11 @@ class Policy(metaclass=_PolicyType):
 
     @property
     def follows_paper(self) -> bool:
-        """False for formulas of published code, which hold for whole prompts only and may need their own `keep`."""
-        return True
+        """False for formulas of published code, which hold for whole prompts only and may need their own `keep`.
+
+        They are chosen by the option `variant`, in methods that have it.
+        """
+        return getattr(self, "variant", "paper") == "paper"
 
     @property
     def reducer(self) -> ReducingStages | None:

@@ -7,7 +7,6 @@ from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
-from typing_extensions import override
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, group_mean, head_mean, split_rows_mass
@@ -58,11 +57,6 @@ class CSP(Policy):
         stages="score, rank",
         ranked_by=("self", "cross"),
     )
-
-    @property
-    @override
-    def follows_paper(self) -> bool:
-        return self.variant == "paper"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,7 +10,6 @@ import math
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
-from typing_extensions import override
 
 from vlkv.compression import budgets, matching
 from vlkv.compression.observe import Observation
@@ -48,12 +47,6 @@ class HiRED(ReducingPolicy):
         paper="Arif et al. 2024, HiRED: Attention-Guided Token Dropping for Efficient Inference of High-Resolution"
         " Vision-Language Models",
     )
-
-    @property
-    @override
-    def follows_paper(self) -> bool:
-        return self.variant == "paper"
-
     class_attention_layers = (0, -1)  # the first block for budgets, the last one that runs for the choice of tokens
 
     def __post_init__(self) -> None:

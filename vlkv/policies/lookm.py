@@ -51,11 +51,6 @@ class LookM(Policy):
     )
 
     @property
-    @override
-    def follows_paper(self) -> bool:
-        return self.variant == "paper"
-
-    @property
     def overshoots(self) -> bool:
         """Whether text may exceed the budget."""
         return self.variant == "released" and self.text_prior and self.scope == "all"

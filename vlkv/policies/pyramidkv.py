@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-from typing_extensions import override
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation
@@ -42,11 +41,6 @@ class PyramidKV(SnapKV):
         stages="score, allocate",
         capped=True,
     )
-
-    @property
-    @override
-    def follows_paper(self) -> bool:
-        return self.variant == "paper"
 
     def __post_init__(self) -> None:
         super().__post_init__()
