@@ -80,7 +80,8 @@ def cubic_weights(place: Int[Array, "F n"], table: int) -> Float[Array, "F n S"]
     d, a = jnp.abs(at[..., None] - taps), _SHARPNESS
     near, far = ((a + 2) * d - (a + 3)) * d**2 + 1, a * (((d - 5) * d + 8) * d - 4)
     entry = jnp.clip(taps, 0, table - 1).astype(jnp.int32)
-    return jnp.einsum("fnt,fnts->fns", jnp.where(d <= 1, near, far), jax.nn.one_hot(entry, table))
+    taken = jax.nn.one_hot(entry, table)
+    return jnp.einsum("fnt,fnts->fns", jnp.where(d <= 1, near, far), taken, precision="highest")
 
 
 class Downsample(nnx.Module):
