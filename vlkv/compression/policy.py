@@ -177,8 +177,11 @@ class Policy(metaclass=_PolicyType):
 
     @property
     def merges(self) -> bool:
-        """Whether dropped entries are merged into kept ones, also if another policy selects them."""
-        return "merge" in self.facts.stages
+        """Whether dropped entries are merged into kept ones, also if another policy selects them.
+
+        The option `merging`, in methods that have it, may turn it off.
+        """
+        return "merge" in self.facts.stages and getattr(self, "merging", True) not in ("none", 0)
 
     @property
     def follows_paper(self) -> bool:

@@ -57,11 +57,6 @@ class ElasticCache(FixedDistance):
         short = (count > 1) & (count < jnp.sum(candidates))
         return permutation, count - short
 
-    @property
-    @override
-    def merges(self) -> bool:
-        return self.merging != "none"
-
     def merge(
         self,
         k: Float[Array, "K T H"],

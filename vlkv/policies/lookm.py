@@ -7,7 +7,6 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
-from typing_extensions import override
 
 from vlkv.compression import merging
 from vlkv.compression.observe import Observation, column_sums, columns, group_mean, prefer_text
@@ -89,11 +88,6 @@ class LookM(Policy):
         mean = totals // layers
         recent = mean // 2 if self.recent is None else self.recent
         return np.minimum(sums, layers * np.maximum(mean, text + recent))
-
-    @property
-    @override
-    def merges(self) -> bool:
-        return self.merging != "none"
 
     def merge(
         self,

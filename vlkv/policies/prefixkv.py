@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
-from typing_extensions import override
 
 from vlkv.compression import budgets
 from vlkv.compression.fixed_distance import FixedDistance
@@ -96,11 +95,6 @@ class PrefixKV(FixedDistance):
         before = jnp.pad(cumulative, [(0, 0), (1, 0)])[:, :-1]
         thresholds = jnp.where(place < least, 0.0, jnp.where(place < most[:, None], before, jnp.inf))
         return budgets.smallest(thresholds, total)
-
-    @property
-    @override
-    def merges(self) -> bool:
-        return self.merging != "none"
 
     def merge(
         self,
