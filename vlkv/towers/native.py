@@ -11,9 +11,9 @@ from vlkv.errors import InputError
 from vlkv.towers.blocks import BlockConfig
 
 # Field of the tower's config -> field of `vision_config`, in Qwen's form.
-QWEN_SIZES = {"width": "hidden_size", "mlp_width": "intermediate_size", "out_width": "out_hidden_size",
-              "layers": "depth", "heads": "num_heads", "patch_size": "patch_size", "frames": "temporal_patch_size",
-              "merge": "spatial_merge_size"}  # fmt: skip
+SIZES = {"width": "hidden_size", "mlp_width": "intermediate_size", "out_width": "out_hidden_size",
+         "layers": "depth", "heads": "num_heads", "patch_size": "patch_size", "frames": "temporal_patch_size",
+         "merge": "spatial_merge_size"}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from vlkv.errors import InputError
 from vlkv.families.glm.inputs import VideoMarksConfig
 from vlkv.families.glm.tower import GlmVisionConfig
 from vlkv.families.text.config import Kind, read_stop, tied_by_either
-from vlkv.towers.native import QWEN_SIZES, check_decoder, read_sizes
+from vlkv.towers.native import SIZES, check_decoder, read_sizes
 
 _MOE = "glm4v_moe"
 # Class defaults in transformers, by `model_type`.
@@ -81,7 +81,7 @@ def _read_tower(raw: Raw, *, ocr: bool) -> GlmVisionConfig:
     require(where + "model_type", c.get("model_type", names[0]), *names)
     require_all(c, {"hidden_act": "silu", "in_channels": 3, "temporal_patch_size": 2}, where)
     require(where + "attention_bias", c["attention_bias"], True, False)
-    sizes, bias, eps = read_sizes(c, QWEN_SIZES), c["attention_bias"], number(where + "rms_norm_eps", c["rms_norm_eps"])
+    sizes, bias, eps = read_sizes(c, SIZES), c["attention_bias"], number(where + "rms_norm_eps", c["rms_norm_eps"])
     if positive(where + "image_size", c["image_size"]) < c["patch_size"]:
         raise InputError(f"config.json: {where}image_size={c['image_size']} must be at least patch_size")
     inner, out = sizes["mlp_width"], sizes["out_width"]

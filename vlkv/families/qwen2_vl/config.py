@@ -13,7 +13,7 @@ from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig
 from vlkv.families.text.config import Kind, read_stop
 from vlkv.families.text.published import QWEN2
 from vlkv.processing.templates import chatml
-from vlkv.towers.native import QWEN_SIZES, check_decoder, read_sizes
+from vlkv.towers.native import SIZES, check_decoder, read_sizes
 
 DECODER = Kind(qkv_bias=True, defaults=dict(
     vocab_size=152064, hidden_size=8192, intermediate_size=29568, num_hidden_layers=80, num_attention_heads=64,
@@ -71,14 +71,14 @@ def _read_tower(family: str, raw: Raw) -> Qwen2VisionConfig:
 
 
 def _qwen2_vl(c: Raw) -> dict[str, Any]:
-    names = {ours: theirs for ours, theirs in QWEN_SIZES.items() if ours != "mlp_width"}
+    names = {ours: theirs for ours, theirs in SIZES.items() if ours != "mlp_width"}
     # Here `hidden_size` is the decoder's width.
     sizes = read_sizes(c, names | {"width": "embed_dim", "out_width": "hidden_size"})
     return sizes | dict(mlp_width=int(sizes["width"] * c["mlp_ratio"]), gated=False, norm="layer_norm")
 
 
 def _qwen2_5_vl(c: Raw) -> dict[str, Any]:
-    sizes = read_sizes(c, QWEN_SIZES)
+    sizes = read_sizes(c, SIZES)
     side = sizes["patch_size"] * sizes["merge"]  # pixels
     if positive("vision_config.window_size", c["window_size"]) % side:
         raise InputError(f"config.json: vision_config.window_size={c['window_size']} must be a multiple of {side}")

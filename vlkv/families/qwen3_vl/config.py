@@ -20,7 +20,7 @@ from vlkv.families.text.published import QWEN3, QWEN3_MOE
 from vlkv.processing.pictures import Pictures
 from vlkv.processing.pixels import Layout
 from vlkv.processing.templates import chatml
-from vlkv.towers.native import QWEN_SIZES, check_decoder, read_sizes
+from vlkv.towers.native import SIZES, check_decoder, read_sizes
 
 # Class defaults in transformers, by family.
 _POSITIONS = {"max_position_embeddings": 128000, "rope_theta": 5e5}
@@ -79,7 +79,7 @@ def _read_tower(raw: Raw, defaults: Mapping[str, Any]) -> Qwen3VisionConfig:
     table = math.isqrt(positive(where + "num_position_embeddings", c["num_position_embeddings"]))
     if table**2 != c["num_position_embeddings"]:
         raise InputError(f"config.json: {where}num_position_embeddings={c['num_position_embeddings']} must be a square")
-    sizes, deep = read_sizes(c, QWEN_SIZES), c["deepstack_visual_indexes"]
+    sizes, deep = read_sizes(c, SIZES), c["deepstack_visual_indexes"]
     numbers = isinstance(deep, list | tuple) and all(isinstance(i, int) and 0 <= i < c["depth"] for i in deep)
     if not numbers or list(deep) != sorted(set(deep)):
         raise InputError(f"config.json: {where}deepstack_visual_indexes={deep!r} must be increasing indices of "
