@@ -47,8 +47,12 @@ class Checkpoint:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the embedding table, which usually is that of all tensors; float32 for float64."""
-        own = next(self.tensors[entry.key].own_dtype for entry in self.entries if entry.path == _EMBEDDING)
+        """The dtype of the embedding table, which usually is that of all tensors."""
+        return self.stored_dtype(_EMBEDDING)
+
+    def stored_dtype(self, path: str) -> np.dtype:
+        """The dtype of a parameter; float32 for float64, which jax does not use."""
+        own = self.tensors[self.by_path[path][0].key].own_dtype
         return np.dtype(np.float32) if own.itemsize > 4 else own
 
     @property

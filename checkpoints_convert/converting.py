@@ -21,22 +21,18 @@ from checkpoints_convert import byte_pairs, pieces, slices
 from checkpoints_convert.checkpoint import Checkpoint, open_checkpoint
 from checkpoints_convert.entry import Table
 from checkpoints_convert.journal import Journal
-from checkpoints_convert.manifest import digests_below, sha256, verify, write_json
+from checkpoints_convert.manifest import digests_below, sha256, verify
 from checkpoints_convert.sources import INDEX, MANIFEST, base_of, with_settings
 from checkpoints_convert.tensors import Tensor
 from vlkv.errors import InputError
+from vlkv.files import write_json
 from vlkv.terminal import progress_bar
 
 Format = Literal["safetensors", "orbax"]
 FORMATS: tuple[Format, ...] = ("safetensors", "orbax")
 SHARD_BYTES = 256 * 2**20  # of a safetensors file, which is written in slices
 PIECE_BYTES = 64 * 2**20  # of orbax's arrays, which must fit into memory
-DTYPES = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
-
+DTYPES = {kind.name: kind for kind in map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16))}
 _TIE = "tie_word_embeddings"
 
 __all__ = ["DTYPES", "FORMATS", "convert", "verify"]
@@ -178,8 +174,8 @@ def _plan(checkpoint: Checkpoint, dtype: np.dtype | None, kind: Format) -> dict[
 
 def _sizes_of_parameters(checkpoint: Checkpoint, dtype: np.dtype | None) -> Iterator[tuple[str, int]]:
     shapes = checkpoint.table.shapes()
-    for path, entries in checkpoint.by_path.items():
-        yield path, _size(shapes[path], dtype or pieces.stored_dtype(checkpoint, entries[0].key))
+    for path in checkpoint.by_path:
+        yield path, _size(shapes[path], dtype or checkpoint.stored_dtype(path))
 
 
 def _size(shape: tuple[int, ...], dtype: np.dtype) -> int:
@@ -218,9 +214,9 @@ def _weights(
     checkpoint: Checkpoint, plan: dict[str, list[str]], dtype: np.dtype | None
 ) -> dict[str, tuple[str, str, tuple[int, ...]]]:
     """Parameter -> its piece, dtype and shape."""
-    shapes, keys = checkpoint.table.shapes(), {path: entries[0].key for path, entries in checkpoint.by_path.items()}
+    shapes = checkpoint.table.shapes()
     return {
-        path: (piece, (dtype or pieces.stored_dtype(checkpoint, keys[path])).name, shapes[path])
+        path: (piece, (dtype or checkpoint.stored_dtype(path)).name, shapes[path])
         for piece, paths in plan.items()
         for path in paths
     }

@@ -10,9 +10,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from checkpoints_convert.manifest import sha256, write_json
+from checkpoints_convert.manifest import sha256
 from vlkv.errors import InputError
-from vlkv.files import read_json
+from vlkv.files import read_json, write_json
 
 JOURNAL = "vlkv_unfinished.json"
 
@@ -49,6 +49,4 @@ class Journal:
         return all((self.folder / name).is_file() and sha256(self.folder / name) == d for name, d in digests.items())
 
     def _save(self) -> None:
-        new = self.folder / f"{JOURNAL}.new"
-        write_json(new, {"job": self.job, "shards": self.shards})
-        new.replace(self.folder / JOURNAL)
+        write_json(self.folder / JOURNAL, {"job": self.job, "shards": self.shards})

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
-from typing import Any
 
 from checkpoints_convert.sources import MANIFEST
 from vlkv.errors import InputError
@@ -35,8 +33,3 @@ def digests_below(path: Path) -> dict[str, str]:
     """SHA-256 of one file, or of every file in a folder, by names relative to the parent of `path`."""
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     return {file.relative_to(path.parent).as_posix(): sha256(file) for file in files}
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes indented JSON."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

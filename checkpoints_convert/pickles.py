@@ -15,11 +15,9 @@ from typing import Any
 from vlkv.errors import InputError
 from vlkv.files import one_line
 
-_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
-
 
 def headers(file: Path) -> list[tuple[str, tuple[int, ...], str, int]]:
-    """For every tensor of a state dict: key, shape, safetensors' name of its dtype, and offset of its first byte.
+    """For every tensor of a state dict: key, shape, name of its dtype, and offset of its first byte.
 
     Raises:
         InputError: torch is missing, the pickle contains more than tensors, or the file is damaged or older than torch
@@ -53,4 +51,4 @@ def _place(file: Path, key: str, tensor: Any) -> tuple[tuple[int, ...], str, int
         raise InputError(f"{file}: {key} is not contiguous; save it with safetensors first")
     name = str(tensor.dtype).removeprefix("torch.")
     begin = tensor.untyped_storage()._checkpoint_offset
-    return tuple(tensor.shape), _DTYPES.get(name, name), begin + tensor.storage_offset() * tensor.itemsize
+    return tuple(tensor.shape), name, begin + tensor.storage_offset() * tensor.itemsize

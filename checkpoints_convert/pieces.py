@@ -46,8 +46,7 @@ def write(
 
     wanted, arrays = checkpoint.table.shapes(), {}
     for path in paths:
-        kind = dtype or stored_dtype(checkpoint, checkpoint.by_path[path][0].key)
-        arrays[path] = checkpoint.read(path, kind).reshape(wanted[path])
+        arrays[path] = checkpoint.read(path, dtype or checkpoint.stored_dtype(path)).reshape(wanted[path])
         done()
     save = ocp.args.PyTreeSave(arrays, {path: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for path in arrays})
     with _quiet():
@@ -60,12 +59,6 @@ def write(
         with ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(piece.absolute(), save)
     return sum(array.nbytes for array in arrays.values())
-
-
-def stored_dtype(checkpoint: Checkpoint, key: str) -> np.dtype:
-    """The dtype of a tensor; float32 for float64, which jax does not use."""
-    own = checkpoint.tensors[key].own_dtype
-    return np.dtype(np.float32) if own.itemsize > 4 else own
 
 
 def open_pieces(folder: Path, table: Table) -> Pieces:

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from checkpoints_convert.checkpoint import Checkpoint
-from checkpoints_convert.tensors import cast
+from checkpoints_convert.tensors import NAMES, cast
 
 SLICE_BYTES = 2**24
-NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def write(

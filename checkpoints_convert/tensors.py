@@ -15,8 +15,9 @@ from safetensors import SafetensorError, safe_open
 from checkpoints_convert import pickles
 from vlkv.errors import InputError
 
-# safetensors' names of the supported dtypes.
+# safetensors' names of the supported dtypes -> the dtypes; and names of the dtypes -> safetensors' names.
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float64}
+NAMES = {np.dtype(kind).name: name for name, kind in DTYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Tensor:
 def headers(file: Path, pickled: bool) -> list[Tensor]:
     """The tensors of a safetensors file; of a file of torch's pickles too, if `pickled`."""
     if pickled and file.suffix != ".safetensors":
-        return [Tensor(file, *header) for header in pickles.headers(file)]
+        return [Tensor(file, key, shape, NAMES.get(kind, kind), at) for key, shape, kind, at in pickles.headers(file)]
     try:
         with safe_open(file, framework="np") as opened:  # checks all offsets
             slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)

@@ -225,43 +225,17 @@ def random_llama(folder: Path, width: int) -> Path:
     return folder
 
 
-@pytest.mark.full
-def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
-    """288 MiB in tensors of 32: private memory grows by a few slices of 4 MiB, not by a tensor or a shard of 64."""
-    code = (
-        "import sys, threading, time; from pathlib import Path; from checkpoints_convert import converting\n"
-        "from checkpoints_convert.__main__ import convert\n"
-        "converting.SHARD_BYTES, converting.slices.SLICE_BYTES = 2**26, 2**22\n"
+def memory_growth(tmp_path: Path, convert: str) -> int:
+    """MiB of private memory that a process needs for converting 288 MiB, besides what a small checkpoint needs.
+
+    `convert`: lines of code with a function `convert(folder)`.
+    """
+    code = convert + (
+        "import sys, threading, time\n"
         "def private():\n"
         "    return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('RssAnon')) // 1024\n"
         "def watch():\n"
         "    while True: peak.append(private()); time.sleep(0.001)\n"
-        "convert(Path(sys.argv[1]), Path(sys.argv[1] + '-out'), progress=False)\n"
-        "before, peak = private(), []\n"
-        "threading.Thread(target=watch, daemon=True).start()\n"
-        "convert(Path(sys.argv[2]), Path(sys.argv[2] + '-out'), progress=False)\n"
-        "print(max(peak) - before)\n"
-    )
-    small, big = random_llama(tmp_path / "small", width=64), random_llama(tmp_path / "big", width=4096)
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(small), str(big)], capture_output=True, text=True, check=True, env=environment
-    )
-    assert 0 <= int(result.stdout) < 24
-    manifest = json.loads((tmp_path / "big-out" / "vlkv_manifest.json").read_text())
-    assert manifest["bytes"] == 9 * 2**25 + 3 * 2**13 and len(list((tmp_path / "big-out").glob("model-*"))) > 3
-
-
-@pytest.mark.full
-def test_orbax_holds_one_piece_at_a_time(tmp_path):
-    """288 MiB in pieces of 64: private memory grows by a piece and by what tensorstore writes of it, no more."""
-    code = (
-        "import sys, threading, time; from vlkv.cli import main\n"
-        "def private():\n"
-        "    return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('RssAnon')) // 1024\n"
-        "def watch():\n"
-        "    while True: peak.append(private()); time.sleep(0.001)\n"
-        "def convert(folder): assert not main(['convert', folder, folder + '-out', '--format', 'orbax', '--quiet'])\n"
         "convert(sys.argv[1])\n"
         "before, peak = private(), []\n"
         "threading.Thread(target=watch, daemon=True).start()\n"
@@ -273,4 +247,27 @@ def test_orbax_holds_one_piece_at_a_time(tmp_path):
     result = subprocess.run(
         [sys.executable, "-c", code, str(small), str(big)], capture_output=True, text=True, check=True, env=environment
     )
-    assert 32 <= int(result.stdout.splitlines()[-1]) < 2 * 64 + 32
+    return int(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.full
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
+    """288 MiB in tensors of 32: private memory grows by a few slices of 4 MiB, not by a tensor or a shard of 64."""
+    code = (
+        "from pathlib import Path; from checkpoints_convert import converting, __main__ as main\n"
+        "converting.SHARD_BYTES, converting.slices.SLICE_BYTES = 2**26, 2**22\n"
+        "def convert(folder): main.convert(Path(folder), Path(folder + '-out'), progress=False)\n"
+    )
+    assert 0 <= memory_growth(tmp_path, code) < 24
+    manifest = json.loads((tmp_path / "big-out" / "vlkv_manifest.json").read_text())
+    assert manifest["bytes"] == 9 * 2**25 + 3 * 2**13 and len(list((tmp_path / "big-out").glob("model-*"))) > 3
+
+
+@pytest.mark.full
+def test_orbax_holds_one_piece_at_a_time(tmp_path):
+    """288 MiB in pieces of 64: private memory grows by a piece and by what tensorstore writes of it, no more."""
+    code = (
+        "from vlkv.cli import main\n"
+        "def convert(folder): assert not main(['convert', folder, folder + '-out', '--format', 'orbax', '--quiet'])\n"
+    )
+    assert 32 <= memory_growth(tmp_path, code) < 2 * 64 + 32

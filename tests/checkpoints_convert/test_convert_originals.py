@@ -23,7 +23,7 @@ from checkpoints_convert.__main__ import convert
 from checkpoints_convert.byte_pairs import make
 from tests.checkpoints_convert.test_convert_families import CASES
 from tests.checkpoints_convert.test_convert_families import write as write_family
-from tests.families.common_internvl import LARGE_VIT, check_forward, make_batch, make_internvl
+from tests.families.common_internvl import LARGE_VIT, check_forward, make_internvl, make_rows
 from tests.families.test_internvl_chat import write as write_internvl
 from tests.models import same
 from tests.parity.conftest import IMAGE_TOKEN, make_llava, torch, transformers
@@ -128,7 +128,7 @@ def test_internvl_in_its_authors_form_is_transformers_internvl(tmp_path):
     model, source = make_internvl("llama", LARGE_VIT, seed=1), tmp_path / "source"
     write_internvl(model, source, "internlm2-chat", large=True)
     repickle(source)
-    check_forward(model, vlkv.load_params(convert(source, tmp_path / "made", progress=False)), make_batch(seed=1))
+    check_forward(model, vlkv.load_params(convert(source, tmp_path / "made", progress=False)), make_rows(seed=1))
 
 
 @pytest.mark.parametrize("prefix", [True, False])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.families.common import Row, torch
-from tests.parity.conftest import VOCABULARY, perturb, transformers
+from tests.families.common import Row, rope_index
+from tests.parity.conftest import VOCABULARY, perturb, torch, transformers
 
 START, END, IMAGE, VIDEO_START, VIDEO_END = 95, 96, 97, 98, 99
 MERGE, VALUES = 2, 3 * 2 * 4 * 4
@@ -93,6 +93,5 @@ def mixed(model, row: Row):
         images = model.get_image_features(given["pixel_values"], given["image_grid_thw"]).pooler_output
         videos = model.get_video_features(given["pixel_values_videos"], given["video_grid_thw"]).pooler_output
         x[kinds == 1], x[kinds == 2] = torch.cat(images), torch.cat(videos)
-        grids = {name: value for name, value in given.items() if "pixel" not in name}
-        positions, _ = model.model.get_rope_index(ids, **grids)
-        return model(inputs_embeds=x, position_ids=positions).logits[0].numpy(), positions[:, 0].numpy().T
+        positions, _ = rope_index(model, row)
+        return model(inputs_embeds=x, position_ids=torch.tensor(positions.T)[:, None]).logits[0].numpy(), positions

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-import vlkv
-from tests.families.common import NEW, Row, answer, check_answers, check_batch
-from tests.models import padded
+from tests.families.common import NEW, Row, answer, check_answers, check_states
 from tests.parity.conftest import perturb, transformers
 
 IMAGE, START, END = 99, 98, 97
@@ -47,39 +45,26 @@ def make_internvl(kind, vision, *, seed=0, tied=False, layer=-1, **changes):
     return model
 
 
-def make_batch(seed=0, order=(0, 1, 2)):
-    """Three rows: an image of three tiles and one of one tile, an image of one, none. Padded left, right and left."""
-    rng = np.random.default_rng(seed)
-    rows = []
+SIDES = ("left", "right", "left")  # where the rows are padded
+
+
+def make_rows(seed=0) -> list[Row]:
+    """An image of three tiles and one of one tile; an image of one tile; none."""
+    rng, rows = np.random.default_rng(seed), []
     for pictures, words in (((3, 1), 12), ((1,), 13), ((), 9)):
-        ids = list(rng.integers(3, 90, words))
+        ids = rng.integers(3, 90, words).tolist()
         for tiles in pictures:
             ids[4:4] = [START, *[IMAGE] * (TOKENS * tiles), END, 7]
-        rows.append(ids)
-    pixels = np.split(rng.normal(size=(5, 3, SIDE, SIDE)).astype(np.float32), [4, 5])
-    sides = ["right" if row == 1 else "left" for row in order]
-    batch = padded([rows[row] for row in order], sides)
-    return batch | {"pixel_values": np.concatenate([pixels[row] for row in order])}
-
-
-def single_rows(batch) -> list[Row]:
-    """The rows without padding, each with its own tiles."""
-    rows, used = [], 0
-    for ids, mask in zip(batch["input_ids"], batch["attention_mask"].astype(bool), strict=True):
-        tiles = int((ids[mask] == IMAGE).sum()) // TOKENS
-        rows.append(
-            Row(ids[mask].tolist(), {"pixel_values": batch["pixel_values"][used : used + tiles]} if tiles else {})
-        )
-        used += tiles
+        pixels = rng.normal(size=(sum(pictures), 3, SIDE, SIDE)).astype(np.float32)
+        rows.append(Row(ids, {"pixel_values": list(pixels)} if pictures else {}))
     return rows
 
 
-def check_forward(model, params, batch) -> None:
+def check_forward(model, params, rows) -> None:
     """Asserts that logits and layer outputs of every row are within 1e-4 of transformers'."""
-    check_batch(params, batch, [answer(model, row) for row in single_rows(batch)])
+    check_states(params, rows, [answer(model, row) for row in rows], SIDES)
 
 
-def check_generate(model, params, batch, count: int = NEW) -> None:
+def check_generate(model, params, rows, count: int = NEW) -> None:
     """Asserts that the greedy tokens of every row equal transformers'."""
-    answers = [answer(model, row, count) for row in single_rows(batch)]
-    check_answers(params, vlkv.Inputs.from_hf(batch, params.config), answers)
+    check_answers(params, rows, [answer(model, row, count) for row in rows], SIDES)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.models import padded
+from tests.families.common import Row
 from tests.parity.conftest import VOCABULARY, perturb, torch, transformers
-from vlkv.buckets import Buckets
 
 START, END, IMAGE, VIDEO = 95, 96, 97, 98
-BUCKETS = Buckets(patches=(64, 96, 128))
 PATCH, MERGE, VALUES = 4, 2, 3 * 2 * 4 * 4
 SECONDS = 0.7  # per frame: with two positions per second, frame 1 is at 1.4, which is truncated
 KINDS = ("qwen2_vl", "qwen2_5_vl")
@@ -98,53 +96,35 @@ ROWS = (
 )
 
 
-def prompts(padding: str = "right", rows=ROWS, seed: int = 0, *, apart: bool = False) -> dict[str, np.ndarray]:
-    """A batch in the form that transformers' processor returns; `apart`: each frame of a video after a time."""
+def make_row(pieces, rng: np.random.Generator, *, apart: bool = False, seconds: bool = False) -> Row:
+    """One prompt as transformers' processor returns it.
+
+    Args:
+        pieces: as in `ROWS`.
+        rng: for tokens and pixels.
+        apart: each frame of a video after a time of two tokens.
+        seconds: with the seconds of a frame, which only Qwen2.5-VL uses.
+    """
+    ids: list[int] = []
+    extra: dict[str, list] = {}
+    for piece in pieces:
+        if isinstance(piece, int):
+            ids += rng.integers(3, 90, piece).tolist()
+            continue
+        kind, *grid = piece
+        is_video, runs, count = kind == "video", piece[1] if apart else 1, int(np.prod(grid))
+        for _ in range(runs):
+            ids += rng.integers(3, 90, 2 * (apart and is_video)).tolist()
+            ids += [START, *[VIDEO if is_video else IMAGE] * (count // MERGE**2 // runs), END]
+        pixels = rng.normal(size=(count, VALUES)).astype(np.float32)
+        extra.setdefault("pixel_values_videos" if is_video else "pixel_values", []).extend(pixels)
+        extra.setdefault(f"{kind}_grid_thw", []).append(grid)
+        if is_video and seconds:
+            extra.setdefault("second_per_grid_ts", []).append(SECONDS)
+    return Row(ids, {**extra, "mm_token_type_ids": [[(token == IMAGE) + 2 * (token == VIDEO) for token in ids]]})
+
+
+def make_rows(rows=ROWS, seed: int = 0, **options) -> list[Row]:
+    """Prompts of these rows; `options` are those of `make_row`."""
     rng = np.random.default_rng(seed)
-    ids, grids = [], {"image": [], "video": []}
-    for row in rows:
-        made: list[int] = []
-        for piece in row:
-            if isinstance(piece, int):
-                made += rng.integers(3, 90, piece).tolist()
-            else:
-                kind, *grid = piece
-                grids[kind].append(grid)
-                runs = grid[0] if apart else 1
-                count = int(np.prod(grid)) // MERGE**2 // runs
-                for _ in range(runs):
-                    made += rng.integers(3, 90, 2 * (apart and kind == "video")).tolist()
-                    made += [START, *[IMAGE if kind == "image" else VIDEO] * count, END]
-        ids.append(made)
-    batch = padded(ids, padding)
-    for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
-        if grids[kind]:
-            grid = np.array(grids[kind])
-            batch[name] = rng.normal(size=(int(grid.prod(axis=1).sum()), VALUES)).astype(np.float32)
-            batch[f"{kind}_grid_thw"] = grid
-    if grids["video"]:
-        batch["second_per_grid_ts"] = np.full(len(grids["video"]), SECONDS)
-    return batch
-
-
-def one_row(batch, row: int, rows=ROWS) -> dict:
-    """The arguments of transformers' forward for one row without its padding."""
-    ids = batch["input_ids"][row][batch["attention_mask"][row].astype(bool)][None]
-    kinds = (ids == IMAGE) + 2 * (ids == VIDEO)
-    made = {"input_ids": torch.tensor(ids), "mm_token_type_ids": torch.tensor(kinds.astype(np.int64))}
-    for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
-        before, own = (sum(sum(not isinstance(p, int) and p[0] == kind for p in r) for r in part)
-                       for part in (rows[:row], rows[row : row + 1]))  # fmt: skip
-        if own:
-            grids = batch[f"{kind}_grid_thw"]
-            ends = np.concatenate([[0], np.cumsum(grids.prod(axis=1))])
-            made[f"{kind}_grid_thw"] = torch.tensor(grids[before : before + own])
-            made[name] = torch.tensor(batch[name][ends[before] : ends[before + own]])
-            if kind == "video" and "second_per_grid_ts" in batch:
-                made["second_per_grid_ts"] = batch["second_per_grid_ts"][before : before + own].tolist()
-    return made
-
-
-def for_model(kind: str, row: dict) -> dict:
-    """The row without seconds for Qwen2-VL, whose forward has no such argument."""
-    return {key: value for key, value in row.items() if kind == "qwen2_5_vl" or key != "second_per_grid_ts"}
+    return [make_row(row, rng, **options) for row in rows]

@@ -11,9 +11,9 @@ import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from tests.families.common import NEW, ParityTests, Row, answer, joined, perturb, save_file, torch, transformers
+from tests.families.common import ParityTests, Row, joined, save_file
 from tests.models import same
-from tests.parity.conftest import VOCABULARY, text_config
+from tests.parity.conftest import VOCABULARY, perturb, text_config, torch, transformers
 from tests.processing.conftest import make_tokenizer
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
@@ -127,8 +127,7 @@ def saved(tmp_path_factory):
     perturb(model)
     (folder / "config.json").write_text(json.dumps(config_of(model)))
     save_file(model.tensors(), folder / "model.safetensors")
-    rows = prompts()
-    return model, folder, vlkv.load_params(folder), rows, [answer(model, row, NEW) for row in rows]
+    return model, folder, vlkv.load_params(folder), prompts()
 
 
 class TestParity(ParityTests):
@@ -146,7 +145,7 @@ def test_grid_by_hand(saved):
 
 
 def test_conversion_keeps_every_parameter(saved, tmp_path):
-    _, folder, params, _, _ = saved
+    _, folder, params, _ = saved
     convert(folder, tmp_path / "made", progress=False)
     same(params, vlkv.load_params(tmp_path / "made"))
 

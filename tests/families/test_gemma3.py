@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import json
-
 import jax
 import numpy as np
 import pytest
 
 import vlkv
-from checkpoints_convert.__main__ import convert
 from tests.families.common import (
-    NEW,
+    ParityTests,
     Row,
     answer,
-    check_answers,
-    check_batch,
-    every_stage,
+    check_files,
+    check_later_turn,
+    check_refused,
+    check_states,
+    extend,
     joined,
-    perturb,
-    read,
-    transformers,
+    prefill,
+    raw_of,
+    save,
 )
+from tests.parity.conftest import perturb, transformers
 from vlkv import policies
 from vlkv.errors import InputError
-from vlkv.families import config_from_hf
 
 IMAGE, BEGIN, END = 118, 116, 117
 SIDE, PATCH, TOKENS, WINDOW = 28, 7, 4, 6  # 16 patches; an image of 4 tokens
@@ -62,39 +61,18 @@ def make_rows(seed: int = 0, tokens: int = TOKENS) -> list[Row]:
     return rows
 
 
-def batch_of(rows: list[Row], padding: str = "right") -> dict:
-    """Without the token types, which we do not need."""
-    pictures = [Row(row.ids, {k: v for k, v in row.extra.items() if k != "token_type_ids"}) for row in rows]
-    return joined(pictures, padding)
-
-
-def check_states(params, rows, answers, padding: str = "right") -> vlkv.Inputs:
-    """Layers and logits of a batch within 1e-4 of transformers' on each row alone."""
-    inputs = check_batch(params, batch_of(rows, padding), answers)
-    np.testing.assert_allclose(jax.jit(vlkv.forward)(params, inputs), read(params, inputs)[1], atol=1e-5)
-    return inputs
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("gemma3")
-    model = make()
-    model.save_pretrained(folder)
-    return model, folder, vlkv.load_params(folder)
+    return save(make(), tmp_path_factory.mktemp("gemma3"), make_rows())
 
 
-@pytest.mark.default("left")
-@pytest.mark.parametrize("padding", ["left", "right"])
-def test_layers_and_logits_of_a_batch(saved, padding):
-    model, _, params = saved
-    rows = make_rows()
-    check_states(params, rows, [answer(model, row) for row in rows], padding)
+class TestParity(ParityTests):
+    pass
 
 
 def test_the_direction_within_an_image_matters(saved):
     """Without its token types transformers uses causal attention, which gives other logits."""
-    model, _, params = saved
-    row = make_rows()[0]
+    model, _, params, (row, *_) = saved
     causal = Row(row.ids, {"pixel_values": row.extra["pixel_values"]})
     both, one = (answer(model, x)[1] for x in (row, causal))
     assert np.abs(both - one).max() > 0.1
@@ -102,80 +80,39 @@ def test_the_direction_within_an_image_matters(saved):
 
 
 @pytest.mark.full
-def test_greedy_tokens(saved):
-    model, _, params = saved
-    rows = make_rows()
-    inputs = vlkv.Inputs.from_hf(batch_of(rows, "left"), params.config)
-    check_answers(params, inputs, [answer(model, row, NEW) for row in rows])
-
-
-@pytest.mark.full
 def test_rows_without_any_image(saved):
-    model, _, params = saved
+    model, _, params, _ = saved
     rows = [Row(row.ids, {"token_type_ids": row.extra["token_type_ids"]}) for row in make_rows()[2:]]
     rows.append(Row(rows[0].ids[:7], {"token_type_ids": [[0] * 7]}))
     check_states(params, rows, [answer(model, row) for row in rows], "left")
 
 
-@pytest.mark.full
-def test_a_row_is_answered_alike_whatever_its_neighbours(saved):
-    _, _, params = saved
-    run, sampling = jax.jit(vlkv.generate), vlkv.Greedy(max_new_tokens=6, stop=())
-    rows = make_rows()
-    first, second = (
-        np.asarray(run(params, vlkv.Inputs.from_hf(batch_of(order), params.config), policy=every_stage(),
-                       sampling=sampling).tokens)
-        for order in (rows, rows[::-1])
-    )  # fmt: skip
-    np.testing.assert_array_equal(first, second[::-1])
-    assert len(np.unique(first)) > 2
-
-
-def later_turn(params):
-    """A prompt, a longer turn with two images, and both as one prompt."""
-    first, second = make_rows(1)[1], make_rows(2)[0]
-    pixels = first.extra["pixel_values"] + second.extra["pixel_values"]
-    whole = Row(first.ids + second.ids, {"pixel_values": pixels})
-    return (vlkv.Inputs.from_hf(batch_of([row]), params.config) for row in (first, second, whole))
+TURNS = make_rows(1)[1], make_rows(2)[0]  # the second is longer, and has two images
 
 
 @pytest.mark.full
 def test_a_later_turn_with_images(saved):
     """Images that are added to the tail and to rings attend in both directions too."""
-    _, _, params = saved
-    first, second, both = later_turn(params)
-    cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(
-        params, first, policies.Full(), new_tokens=second.tokens.shape[1]
-    )
-    _, logits = jax.jit(vlkv.extend)(params, cache, second)
-    wanted = np.asarray(jax.jit(vlkv.forward)(params, both))[0, both.valid[0]][-1]
-    np.testing.assert_allclose(logits[0], wanted, atol=1e-4)
+    check_later_turn(saved[2], TURNS)
 
 
 def test_tokens_that_are_processed_one_by_one_cannot_contain_an_image(saved):
     """A method that evicts while decoding refuses an image in a later turn."""
-    _, _, params = saved
-    first, second, _ = later_turn(params)
-    cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(params, first, policies.H2O(keep=0.5), new_tokens=60)
+    params = saved[2]
+    first, second = (vlkv.Inputs.from_hf(joined([row]), params.config) for row in TURNS)
+    cache, _ = prefill(params, first, policies.H2O(keep=0.5), new_tokens=60)
     with pytest.raises(InputError, match="image tokens of this model attend to each other in both directions"):
-        vlkv.extend(params, cache, second)
+        extend(params, cache, second)
 
 
 def test_every_file_gives_the_same_parameters(saved, tmp_path):
-    model, folder, params = saved
-    model.save_pretrained(tmp_path / "sharded", max_shard_size="60KB")
-    convert(folder, tmp_path / "converted", progress=False)
-    for other in ("sharded", "converted"):
-        made = vlkv.load_params(tmp_path / other)
-        assert made.config == params.config
-        for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(made), strict=True):
-            np.testing.assert_array_equal(a, b)
+    check_files(saved, tmp_path)
 
 
 def test_the_attention_of_a_token_is_the_mean_of_its_patches(saved):
     """It is in the order of the tokens: the embedding of a token follows the patches whose attention it gets."""
-    _, _, params = saved
-    inputs = vlkv.Inputs.from_hf(batch_of(make_rows()), params.config)
+    _, _, params, rows = saved
+    inputs = vlkv.Inputs.from_hf(joined(rows), params.config)
     given = np.asarray(jax.jit(lambda params, inputs: params.embed(inputs, (-1,)).attention)(params, inputs))
     window = (SIDE // PATCH) ** 2 // TOKENS
     for row, images in enumerate((2, 1)):
@@ -199,8 +136,6 @@ def test_the_attention_of_a_token_is_the_mean_of_its_patches(saved):
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(saved, part, field, value):
-    raw = json.loads((saved[1] / "config.json").read_text())
+    raw = raw_of(saved[1])
     raw.pop("image_token_id", None)
-    (raw if part is None else raw[part])[field] = value
-    with pytest.raises(InputError, match=field):
-        config_from_hf(raw)
+    check_refused(raw, {field: value}, field, part)

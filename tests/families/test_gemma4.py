@@ -5,7 +5,7 @@ Prompts are longer than the window. `KINDS` has a tiny model of each published f
 
 from __future__ import annotations
 
-import json
+import functools
 import shutil
 
 import jax
@@ -14,22 +14,25 @@ import pytest
 from flax import nnx
 
 import vlkv
-from checkpoints_convert.__main__ import convert
+from tests.families import common
 from tests.families.common import (
     NEW,
     Row,
     answer,
     check_answers,
-    check_batch,
+    check_files,
+    check_later_turn,
+    check_neighbours,
+    check_refused,
+    check_states,
     every_stage,
+    forward,
     joined,
-    perturb,
+    raw_of,
     read,
     save_file,
-    torch,
-    transformers,
 )
-from vlkv import policies
+from tests.parity.conftest import perturb, torch, transformers
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 
@@ -118,69 +121,36 @@ def make_rows(seed: int = 0) -> list[Row]:
     return rows
 
 
-def batch_of(rows: list[Row], padding: str = "right") -> dict:
-    """Without the token types, which we do not need."""
-    pictures = [Row(row.ids, {k: v for k, v in row.extra.items() if k != "mm_token_type_ids"}) for row in rows]
-    return joined(pictures, padding)
-
-
-class Saved:
-    """A model, its folder, and our parameters."""
-
-    def __init__(self, kind: str, folder) -> None:
-        self.model, self.folder = make(kind), folder / kind
-        self.model.save_pretrained(self.folder)
-        self.params = vlkv.load_params(self.folder)
-        self.rows = make_rows()
-
-    def answers(self, new: int = 0) -> list:
-        """transformers' answer to each row alone."""
-        return [answer(self.model, row, new) for row in self.rows]
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Models by kind, each made once."""
-    folder, made = tmp_path_factory.mktemp("gemma4"), {}
-
-    def get(kind: str) -> Saved:
-        if kind not in made:
-            made[kind] = Saved(kind, folder)
-        return made[kind]
-
-    return get
-
-
-def check(params, rows, answers, padding: str) -> vlkv.Inputs:
-    """Layers and logits of a batch within 1e-4 of transformers' on each row alone."""
-    inputs = check_batch(params, batch_of(rows, padding), answers)
-    np.testing.assert_allclose(jax.jit(vlkv.forward)(params, inputs), read(params, inputs)[1], atol=1e-5)
-    return inputs
+    """Models by kind, each made once: with its folder, our parameters, and rows."""
+    folder = tmp_path_factory.mktemp("gemma4")
+    return functools.cache(lambda kind: common.save(make(kind), folder / kind, make_rows()))
 
 
 @pytest.mark.default("e2b", "26b-a4b")
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_and_logits_of_a_batch(saved, kind):
-    one = saved(kind)
-    check(one.params, one.rows, one.answers(), "left")
+    model, _, params, rows = saved(kind)
+    inputs = check_states(params, rows, [answer(model, row) for row in rows], ["left", "right", "left"])
+    np.testing.assert_allclose(forward(params, inputs), read(params, inputs)[1], atol=1e-5)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
-def test_padding_on_the_right_and_rows_without_images(saved, kind):
-    one = saved(kind)
-    check(one.params, one.rows, one.answers(), "right")
-    rows = [Row(row.ids) for row in make_rows()[2:]]
-    rows.append(Row(rows[0].ids[:9]))
-    check(one.params, rows, [answer(one.model, row) for row in rows], "left")
+def test_rows_without_images(saved, kind):
+    model, _, params, rows = saved(kind)
+    rows = [Row(rows[2].ids), Row(rows[2].ids[:9])]
+    check_states(params, rows, [answer(model, row) for row in rows], "left")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "full"])  # transformers' `generate` fails on it
 def test_greedy_tokens(saved, kind):
     """The last layers decode with the entries of earlier ones."""
-    one, answers = saved(kind), saved(kind).answers(NEW)
-    check_answers(one.params, vlkv.Inputs.from_hf(batch_of(one.rows, "left"), one.params.config), answers)
+    model, _, params, rows = saved(kind)
+    answers = [answer(model, row, NEW) for row in rows]
+    check_answers(params, rows, answers, "left")
     tied = kind == "31b"  # then a random model repeats the last token
     assert tied or min(len(set(tokens.tolist())) for _, _, tokens in answers) > 2
 
@@ -189,46 +159,25 @@ def test_greedy_tokens(saved, kind):
 @pytest.mark.parametrize("kind", ["e2b", "26b-a4b"])
 def test_a_row_is_answered_alike_whatever_its_neighbours(saved, kind):
     """With a policy of all stages, which reduces the prompt before the layers that use keys of earlier ones."""
-    one, run, sampling = saved(kind), jax.jit(vlkv.generate), vlkv.Greedy(max_new_tokens=6, stop=())
-    first, second = (
-        np.asarray(run(one.params, vlkv.Inputs.from_hf(batch_of(order), one.params.config), policy=every_stage(),
-                       sampling=sampling).tokens)
-        for order in (one.rows, one.rows[::-1])
-    )  # fmt: skip
-    np.testing.assert_array_equal(first, second[::-1])
-
-
-def later_turn(params):
-    """A prompt, a longer turn with two images, and both as one prompt."""
-    first, second = make_rows(1)[1], make_rows(2)[0]
-    extra = {name: first.extra[name] + second.extra[name] for name in ("pixel_values", "image_position_ids")}
-    whole = Row(first.ids + second.ids, extra)
-    return (vlkv.Inputs.from_hf(batch_of([row]), params.config) for row in (first, second, whole))
+    check_neighbours(saved(kind)[2], make_rows(), every_stage())
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["e2b", "26b-a4b", "mixed"])
 def test_a_later_turn_with_images(saved, kind):
     """In layers with a window the images of a later turn see both ways, in the others only earlier tokens."""
-    params = saved(kind).params
-    first, second, both = later_turn(params)
-    cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(
-        params, first, policies.Full(), new_tokens=second.tokens.shape[1]
-    )
-    _, logits = jax.jit(vlkv.extend)(params, cache, second)
-    wanted = np.asarray(jax.jit(vlkv.forward)(params, both))[0, both.valid[0]][-1]
-    np.testing.assert_allclose(logits[0], wanted, atol=2e-4)
+    check_later_turn(saved(kind)[2], [make_rows(1)[1], make_rows(2)[0]], atol=2e-4)
 
 
 @pytest.mark.full
 def test_full_attention_is_causal_within_an_image(saved):
     """A model whose layers all see both ways gives other logits, and one whose layers are all causal too."""
-    one = saved("26b-a4b")
-    inputs, config = vlkv.Inputs.from_hf(batch_of(one.rows[:1]), one.params.config), one.params.config
+    _, _, params, rows = saved("26b-a4b")
+    inputs, config = vlkv.Inputs.from_hf(joined(rows[:1]), params.config), params.config
     assert (config.decoder.image_block, config.decoder.image_block_slides) == (MOST, True)
-    logits = np.asarray(read(one.params, inputs)[1])
+    logits = np.asarray(read(params, inputs)[1])
     for changes in ({"image_block_slides": False}, {"image_block": 0}):
-        other = nnx.clone(one.params)
+        other = nnx.clone(params)
         for name, value in changes.items():
             setattr(other.decoder, name, value)
         assert np.abs(np.asarray(read(other, inputs)[1]) - logits).max() > 0.1
@@ -236,21 +185,15 @@ def test_full_attention_is_causal_within_an_image(saved):
 
 def test_every_file_gives_the_same_parameters(saved, tmp_path):
     """Also in several files, converted, and with tensors that are not used: of audio, and keys of shared layers."""
-    one = saved("e2b")
-    one.model.save_pretrained(tmp_path / "sharded", max_shard_size="60KB")
-    state = {name: tensor.clone() for name, tensor in one.model.state_dict().items()}
+    model, folder, *_ = saved("e2b")
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     unused = {"model.audio_tower.output_proj.weight": (3, 2), "model.embed_audio.embedding_projection.weight": (3, 2),
               "model.language_model.layers.5.self_attn.k_proj.weight": (16, 48),
               "model.language_model.layers.6.self_attn.k_norm.weight": (16,)}  # fmt: skip
-    shutil.copytree(one.folder, tmp_path / "unused")
+    shutil.copytree(folder, tmp_path / "unused")
     more = {name: torch.ones(shape) for name, shape in unused.items()}
     save_file(state | more, tmp_path / "unused" / "model.safetensors", {"format": "pt"})
-    convert(one.folder, tmp_path / "converted", progress=False)
-    for other in ("sharded", "unused", "converted"):
-        made = vlkv.load_params(tmp_path / other)
-        assert made.config == one.params.config
-        for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(made), strict=True):
-            np.testing.assert_array_equal(a, b)
+    check_files(saved("e2b"), tmp_path, "unused")
     save_file(state | {"model.language_model.layers.0.self_attn.k_norm.bias": torch.ones(8)},
               tmp_path / "unused" / "model.safetensors", {"format": "pt"})  # fmt: skip
     with pytest.raises(InputError, match=r"layers\.0\.self_attn\.k_norm\.bias"):
@@ -259,12 +202,13 @@ def test_every_file_gives_the_same_parameters(saved, tmp_path):
 
 def test_the_published_form_of_the_heads(saved):
     """The published files name the heads of layers with full attention; those of transformers 5.24 list layers."""
-    raw = json.loads((saved("26b-a4b").folder / "config.json").read_text())
+    _, folder, params, _ = saved("26b-a4b")
+    raw = raw_of(folder)
     text = raw["text_config"]
     own = text.pop("per_layer_config")
     assert set(own) == {"1", "4"}
     text |= {"global_head_dim": 16, "num_global_key_value_heads": 1}
-    assert config_from_hf(raw) == saved("26b-a4b").params.config
+    assert config_from_hf(raw) == params.config
     text["attention_k_eq_v"] = False  # then the field for key heads is not used, as in transformers
     assert config_from_hf(raw).decoder.kv_heads == 2
     text["per_layer_config"] = {"1": {"head_dim": 16}}
@@ -274,8 +218,8 @@ def test_the_published_form_of_the_heads(saved):
 
 def test_the_attention_of_a_token_is_the_sum_over_its_patches(saved):
     """It is in the order of the tokens, and the attention of an image sums to one."""
-    params = saved("26b-a4b").params
-    inputs = vlkv.Inputs.from_hf(batch_of(make_rows()), params.config)
+    _, _, params, rows = saved("26b-a4b")
+    inputs = vlkv.Inputs.from_hf(joined(rows), params.config)
     given = np.asarray(jax.jit(lambda params, inputs: params.embed(inputs, (-1,)).attention)(params, inputs))
     for row, images in enumerate((2, 1)):
         image = inputs.grid[row, :, 0]
@@ -293,7 +237,7 @@ def test_the_attention_of_a_token_is_the_sum_over_its_patches(saved):
     ],
 )
 def test_audio_and_video_are_refused_by_name(saved, name, value, says):
-    config = saved("26b-a4b").params.config
+    config = saved("26b-a4b")[2].config
     for batch in ({"input_ids": [[3, 4]], name: value}, {"input_ids": [[3, AUDIO if "audio" in says else VIDEO]]}):
         with pytest.raises(InputError, match=says) as error:
             vlkv.Inputs.from_hf(batch, config)
@@ -302,7 +246,7 @@ def test_audio_and_video_are_refused_by_name(saved, name, value, says):
 
 def test_images_without_text_between_them_are_refused(saved):
     """Their tokens would be one block, in which they attend to each other."""
-    config, rng = saved("26b-a4b").params.config, np.random.default_rng(0)
+    config, rng = saved("26b-a4b")[2].config, np.random.default_rng(0)
     one, other = picture(rng, 6, 6), picture(rng, 4, 4)
     batch = {name: one[name] + other[name] for name in one} | {"input_ids": [[3, *[IMAGE] * 13, 4]]}
     with pytest.raises(InputError, match="13 image tokens without text between them"):
@@ -328,8 +272,4 @@ def test_images_without_text_between_them_are_refused(saved):
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(saved, part, field, value):
-    raw = json.loads((saved("e2b").folder / "config.json").read_text())
-    (raw if part is None else raw[part])[field] = value
-    with pytest.raises(InputError, match=field) as error:
-        config_from_hf(raw)
-    assert len(str(error.value)) <= 200
+    check_refused(raw_of(saved("e2b")[1]), {field: value}, field, part)

@@ -10,120 +10,85 @@ import numpy as np
 import pytest
 
 import vlkv
-from checkpoints_convert.__main__ import convert
 from tests.families import common_glm
 from tests.families.common import (
-    NEW,
+    ParityTests,
     answer,
-    check_answers,
-    check_neighbours,
+    check_files,
+    check_later_turn,
+    check_positions,
+    check_refused,
     check_states,
-    every_stage,
+    check_tied,
+    extend,
+    forward,
     joined,
+    prefill,
+    random_pieces,
+    save,
     save_file,
-    torch,
+    whole,
 )
-from tests.families.common_glm import IMAGE, KINDS, MERGE, ROWS, START, VALUES, make, make_row, make_rows
-from tests.models import same
+from tests.families.common_glm import IMAGE, KINDS, ROWS, START, VALUES, make, make_row, make_rows
+from tests.parity.conftest import torch, transformers
 from vlkv import policies
-from vlkv.families import config_from_hf
 from vlkv.families.glm.tower import cubic_weights
 
-prefill = jax.jit(vlkv.prefill, static_argnames="new_tokens")
 MIXED = (2, ("image", 1, 4, 2), 1, ("video", 2, 2, 4), 3, ("image", 1, 2, 2), 4)
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def saved(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    model = make(request.param)
-    model.save_pretrained(folder)
-    return model, folder, vlkv.load_params(folder)
+    """Rows with two images, two videos, one image that is larger than the table, and none."""
+    return save(make(request.param), tmp_path_factory.mktemp(request.param), make_rows())
 
 
-@pytest.mark.default("glm4v-left", "glm_ocr-right")
-@pytest.mark.parametrize("padding", ["left", "right"])
-def test_layers_and_logits_of_a_batch(saved, padding):
-    """Two images, two videos, one image that is larger than the table, none."""
-    model, _, params = saved
-    rows = make_rows()
-    inputs = check_states(params, rows, [answer(model, row) for row in rows], padding)
-    assert inputs.grid[1, :, 0].max() == 2, "each frame of a video is an image to a policy"
+class TestParity(ParityTests):
+    pass
+
+
+def test_each_frame_of_a_video_is_an_image_to_a_policy(saved):
+    assert vlkv.Inputs.from_hf(joined(saved[3]), saved[2].config).grid[1, :, 0].max() == 2
 
 
 @pytest.mark.full
 def test_no_picture_at_all(saved):
-    model, _, params = saved
+    model, _, params, _ = saved
     rows = make_rows(((5,), (9,)))
     assert check_states(params, rows, [answer(model, row) for row in rows]).pixels is None
 
 
 @pytest.mark.full
-def test_greedy_tokens(saved):
-    model, _, params = saved
-    rows = make_rows()
-    inputs = vlkv.Inputs.from_hf(joined(rows, "left"), params.config)
-    check_answers(params, inputs, [answer(model, row, NEW) for row in rows])
-
-
-@pytest.mark.full
-def test_a_row_is_answered_alike_whatever_its_neighbours(saved):
-    check_neighbours(saved[2], make_rows(), every_stage())
-
-
-@pytest.mark.full
 def test_images_and_a_video_in_one_prompt(saved):
-    model, _, params = saved
+    model, _, params, _ = saved
     row = make_rows((MIXED,))[0]
     inputs = vlkv.Inputs.from_hf(joined([row]), params.config)
     logits, positions = common_glm.mixed(model, row)
     np.testing.assert_array_equal(inputs.positions[0, : len(row.ids)], positions)
-    ours = np.asarray(jax.jit(vlkv.forward)(params, inputs))[0, : len(row.ids)]
+    ours = np.asarray(forward(params, inputs))[0, : len(row.ids)]
     np.testing.assert_allclose(ours, logits, atol=1e-4)
     assert logits.std() >= 1
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("policy", [policies.Full(), policies.SnapKV(keep=0.9, window=2)], ids=str)
-def test_a_later_turn_with_an_image(saved, policy):
+def test_a_later_turn_with_an_image(saved):
     """After a full cache, logits are those of one prompt with both turns; after eviction they are finite."""
-    model, _, params = saved
-    rng = np.random.default_rng(5)
-    turns = [make_row(pieces, rng) for pieces in ((4, ("image", 1, 4, 6), 3), (2, ("image", 1, 6, 2), 5))]
+    model, _, params, _ = saved
+    turns = make_rows(((4, ("image", 1, 4, 6), 3), (2, ("image", 1, 6, 2), 5)), seed=5)
+    check_later_turn(params, turns, answer(model, whole(*turns))[1][-1])
     first, second = (vlkv.Inputs.from_hf(joined([row]), params.config) for row in turns)
-    cache, _ = prefill(params, first, policy, new_tokens=24)
-    _, logits = jax.jit(vlkv.extend)(params, cache, second)
-    if not isinstance(policy, policies.Full):
-        assert np.isfinite(logits).all()
-        return
-    extra = {name: [*turns[0].extra[name], *turns[1].extra[name]] for name in turns[0].extra}
-    extra["mm_token_type_ids"] = [[kind for kinds in extra["mm_token_type_ids"] for kind in kinds]]
-    both = common_glm.Row(turns[0].ids + turns[1].ids, extra)
-    np.testing.assert_allclose(logits[0], answer(model, both)[1][-1], atol=1e-4)
+    cache, _ = prefill(params, first, policies.SnapKV(keep=0.9, window=2), new_tokens=24)
+    assert np.isfinite(extend(params, cache, second)[1]).all()
 
 
 def test_positions_of_many_sizes(saved):
     """100 random images and videos in random prompts: transformers' rope index, its delta and the grids."""
-    model, _, params = saved
+    model, _, params, _ = saved
     rng = np.random.default_rng(1)
     for _ in range(25):
-        pieces = [int(rng.integers(1, 6))]
-        for _ in range(4):
-            lines, columns = 2 * rng.integers(1, 8, 2)
-            frames = int(rng.integers(1, 6))
-            pieces += [("video", frames, lines, columns) if rng.random() < 0.5 else ("image", 1, lines, columns)]
-            pieces += [int(rng.integers(0, 6))]
-        row = make_row(pieces, rng)
-        given = {name: torch.tensor(np.asarray(value)) for name, value in row.extra.items() if "pixel" not in name}
-        positions, delta = model.model.get_rope_index(torch.tensor([row.ids]), **given)
-        inputs = vlkv.Inputs.from_hf(joined([row, make_row((3,), rng)], "left"), params.config)
-        valid = inputs.valid[0]
-        np.testing.assert_array_equal(inputs.positions[0][valid], positions[:, 0].numpy().T)
-        assert inputs.positions[0].max() + 1 - valid.sum() == int(delta[0, 0])
+        row = make_row(random_pieces(rng, lambda lines, columns: 5), rng)
+        inputs = check_positions(model, params, row, make_row((3,), rng))
         assert inputs.is_vision[0].sum() == (inputs.tokens[0] == IMAGE).sum()
-        # Every vision token is where its pixels are.
-        place = inputs.layout["place"].reshape(-1, 4, 2)[inputs.vision_index[0][inputs.is_vision[0]], 0]
-        np.testing.assert_array_equal(place, MERGE * inputs.grid[0][inputs.is_vision[0], 1:])
 
 
 @pytest.mark.parametrize(("count", "table"), [(1, 5), (2, 5), (7, 5), (24, 24), (31, 24), (90, 24)])
@@ -143,21 +108,14 @@ def test_positions_of_the_table_are_those_of_grid_sample(count, table):
 
 
 def test_every_name_on_disk_gives_the_same_parameters(saved, tmp_path):
-    model, folder, params = saved
-    model.save_pretrained(tmp_path / "sharded", max_shard_size="60KB")
-    convert(folder, tmp_path / "converted", progress=False)
-    for other in ("sharded", "converted"):
-        same(params, vlkv.load_params(tmp_path / other))
+    check_files(saved, tmp_path)
 
 
 @pytest.mark.default("partial_rotary_factor")
 @pytest.mark.parametrize("scale", [{}, {"partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]}], ids=str)
 def test_glm46v_is_the_same_model(tmp_path, scale):
     """Its checkpoints have another `model_type`; a quarter of the channels is rotated in the second case."""
-    model = make("glm46v", rope=scale)
-    model.save_pretrained(tmp_path)
-    params = vlkv.load_params(tmp_path)
-    rows = make_rows(ROWS[:1])
+    model, _, params, rows = save(make("glm46v", rope=scale), tmp_path, make_rows(ROWS[:1]))
     check_states(params, rows, [answer(model, row) for row in rows])
 
 
@@ -180,10 +138,7 @@ def test_the_layer_that_predicts_further_tokens_is_not_needed(tmp_path):
 
 
 def test_a_head_that_is_the_embedding_table(saved, tmp_path):
-    make("glm4v", tied=True).save_pretrained(tmp_path)
-    params = vlkv.load_params(tmp_path)
-    assert params.config.decoder.tied and params.decoder.head is None
-    assert not saved[2].config.decoder.tied
+    check_tied(make("glm4v", tied=True), saved[2], tmp_path)
 
 
 ROPE = {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
@@ -214,27 +169,17 @@ ROPE = {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
     ids=str,
 )
 def test_a_config_that_is_not_honoured(change, message):
-    raw = json.loads(make("glm4v").config.to_json_string())
-    raw["vision_config"] |= change.get("vision", {})
-    raw["text_config"] |= {key: value for key, value in change.items() if key != "vision"}
-    with pytest.raises(vlkv.InputError, match=message) as error:
-        config_from_hf(raw)
-    assert len(str(error.value)) <= 200
+    check_refused(json.loads(make("glm4v").config.to_json_string()), change, message)
 
 
 def test_a_bias_that_transformers_ignores():
     raw = json.loads(make("glm_ocr").config.to_json_string())
-    raw["text_config"]["attention_bias"] = True
-    with pytest.raises(vlkv.InputError, match=r"text_config\.attention_bias=True"):
-        config_from_hf(raw)
+    check_refused(raw, {"attention_bias": True}, r"text_config\.attention_bias=True")
 
 
 def test_models_with_experts_are_refused_by_name():
-    transformers = pytest.importorskip("transformers")
     raw = transformers.Glm4vMoeConfig().to_dict()
-    with pytest.raises(vlkv.InputError, match=r"GLM-4\.6V-Flash is supported") as error:
-        config_from_hf(raw)
-    assert len(str(error.value)) <= 200
+    check_refused(raw, {}, r"GLM-4\.6V-Flash is supported")
 
 
 @pytest.mark.parametrize(

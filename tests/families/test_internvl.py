@@ -3,56 +3,54 @@
 from __future__ import annotations
 
 import copy
-import json
 
 import jax
 import numpy as np
 import pytest
 
 import vlkv
-from checkpoints_convert.__main__ import convert
-from tests.families.common import torch
+from tests.families.common import check_files, check_refused, joined, raw_of, save
 from tests.families.common_internvl import (
     LARGE_VIT,
+    SIDES,
     SMALL_VIT,
     TOKENS,
     check_forward,
     check_generate,
-    make_batch,
     make_internvl,
+    make_rows,
 )
-from tests.models import same
+from tests.parity.conftest import torch
 from vlkv import policies
 from vlkv.errors import InputError
-from vlkv.families import config_from_hf
 
 
 @pytest.fixture(scope="module")
 def internvl(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("internvl")
-    model = make_internvl("qwen2", SMALL_VIT)
-    model.save_pretrained(folder)
-    return model, folder, vlkv.load_params(folder)
+    return save(make_internvl("qwen2", SMALL_VIT), tmp_path_factory.mktemp("internvl"), make_rows())
+
+
+@pytest.fixture(scope="module")
+def batch(internvl):
+    return joined(internvl[3], SIDES)
 
 
 def test_logits_and_layers_of_unequal_rows(internvl):
-    model, _, params = internvl
-    check_forward(model, params, make_batch())
+    model, _, params, rows = internvl
+    check_forward(model, params, rows)
 
 
 @pytest.mark.full
 def test_greedy_tokens(internvl):
-    model, _, params = internvl
-    check_generate(model, params, make_batch())
+    model, _, params, rows = internvl
+    check_generate(model, params, rows)
 
 
 def test_a_large_tower_and_an_inner_feature_layer(tmp_path):
     """RMSNorm, queries and keys normalised over all heads, no biases; a Llama decoder with a tied head."""
-    model = make_internvl("llama", LARGE_VIT, tied=True, layer=-2)
-    model.save_pretrained(tmp_path)
-    params = vlkv.load_params(tmp_path)
+    model, _, params, rows = save(make_internvl("llama", LARGE_VIT, tied=True, layer=-2), tmp_path, make_rows())
     assert len(params.vision.blocks) == 2
-    check_forward(model, params, make_batch())
+    check_forward(model, params, rows)
 
 
 @pytest.mark.full
@@ -63,21 +61,15 @@ def test_a_large_tower_and_an_inner_feature_layer(tmp_path):
 )
 def test_internvl3_5(tmp_path, kind, vision):
     """Qwen3, dense or with experts, after either tower."""
-    model = make_internvl(kind, vision, seed=2)
-    model.save_pretrained(tmp_path)
-    params = vlkv.load_params(tmp_path)
+    model, _, params, rows = save(make_internvl(kind, vision, seed=2), tmp_path, make_rows())
     assert params.config.decoder.qk_norm and not params.config.decoder.tied
-    check_forward(model, params, make_batch())
-    check_generate(model, params, make_batch())
+    check_forward(model, params, rows)
+    check_generate(model, params, rows)
 
 
 def test_every_name_on_disk_gives_the_same_parameters(internvl, tmp_path):
-    model, folder, params = internvl
-    model.save_pretrained(tmp_path / "new", save_original_format=False)
-    model.save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
-    convert(folder, tmp_path / "converted", progress=False)
-    for other in ("new", "sharded", "converted"):
-        same(params, vlkv.load_params(tmp_path / other))
+    internvl[0].save_pretrained(tmp_path / "new", save_original_format=False)
+    check_files(internvl, tmp_path, "new")
 
 
 @pytest.mark.full
@@ -93,11 +85,12 @@ def test_every_name_on_disk_gives_the_same_parameters(internvl, tmp_path):
 )
 def test_a_policy_of_each_stage(internvl, policy):
     """Rows of unequal length, in any order: what a row answers is its own business."""
-    _, _, params = internvl
+    _, _, params, rows = internvl
     generate = jax.jit(vlkv.generate)
     before, outputs = generate._cache_size(), {}
     for order in ((0, 1, 2), (2, 0, 1)):
-        inputs = vlkv.Inputs.from_hf(make_batch(order=order), params.config)
+        batch = joined([rows[row] for row in order], [SIDES[row] for row in order])
+        inputs = vlkv.Inputs.from_hf(batch, params.config)
         output = generate(params, inputs, policy=policy, sampling=vlkv.Greedy(max_new_tokens=6, stop=()))
         length = output.kept.sum(axis=(0, 2, 3))
         for place, row in enumerate(order):
@@ -108,16 +101,16 @@ def test_a_policy_of_each_stage(internvl, policy):
         assert first == second
 
 
-def test_what_the_class_token_gives_to_each_vision_token(internvl):
+def test_what_the_class_token_gives_to_each_vision_token(internvl, batch):
     """The sum over its four patches, in the tower's last block, against transformers' attention."""
-    model, _, params = internvl
-    batch = make_batch()
+    model, _, params, _ = internvl
     inputs = vlkv.Inputs.from_hf(batch, params.config)
     ours = jax.jit(lambda params, inputs: params.embed(inputs, (-1,)).attention)(params, inputs)
+    pixels = torch.tensor(np.array(batch["pixel_values"]))
     tower = copy.deepcopy(model.model.vision_tower)
     tower.set_attn_implementation("eager")
     with torch.no_grad():
-        theirs = tower(torch.tensor(batch["pixel_values"]), output_attentions=True).attentions[-1][:, :, 0, 1:]
+        theirs = tower(pixels, output_attentions=True).attentions[-1][:, :, 0, 1:]
     theirs = theirs.numpy().reshape(5, 2, 4, 2, 4, 2).sum(axis=(3, 5)).reshape(5, 2, TOKENS)
     first = inputs.is_vision[0]
     wanted = np.concatenate(theirs[:4], axis=-1)
@@ -125,10 +118,9 @@ def test_what_the_class_token_gives_to_each_vision_token(internvl):
     assert (np.asarray(ours)[0, 0][:, ~first] == 0).all()
 
 
-def test_the_grid_of_a_batch(internvl):
+def test_the_grid_of_a_batch(internvl, batch):
     """Every tile is an image of its own, in raster order; marks and text lie on no grid."""
-    _, _, params = internvl
-    inputs = vlkv.Inputs.from_hf(make_batch(), params.config)
+    inputs = vlkv.Inputs.from_hf(batch, internvl[2].config)
     assert inputs.pixels.shape[0] == 6
     assert (inputs.max_images, inputs.max_vision) == (4, 64)
     assert inputs.is_vision.sum(axis=1).tolist() == [4 * TOKENS, TOKENS, 0]
@@ -139,11 +131,10 @@ def test_the_grid_of_a_batch(internvl):
     np.testing.assert_array_equal(inputs.vision_index[inputs.is_vision], np.arange(5 * TOKENS))
 
 
-def test_tiles_and_the_places_of_the_thumbnail_that_they_show(internvl):
+def test_tiles_and_the_places_of_the_thumbnail_that_they_show(internvl, batch):
     """Three tiles side by side, of which the first shows the first two columns; the second picture is one tile."""
-    _, _, params = internvl
-    batch = make_batch() | {"pixel_tiles": [[0, 0], [0, 0], [0, 0], [1, 3], [0, 0]]}
-    inputs = vlkv.Inputs.from_hf(batch, params.config)
+    pixel_tiles = [[0, 0], [0, 0], [0, 0], [1, 3], [0, 0]]
+    inputs = vlkv.Inputs.from_hf({**batch, "pixel_tiles": pixel_tiles}, internvl[2].config)
     first, second = (inputs.tiles[row][inputs.is_vision[row]] for row in range(2))
     np.testing.assert_array_equal(first[:, 0], np.repeat(range(4), TOKENS))
     assert (first[: 3 * TOKENS, 1] == -1).all()
@@ -152,13 +143,12 @@ def test_tiles_and_the_places_of_the_thumbnail_that_they_show(internvl):
     assert (inputs.tiles[~inputs.is_vision] == -1).all()
 
 
-def test_tiles_that_do_not_match_are_refused(internvl):
-    _, _, params = internvl
-    batch = make_batch()
+def test_tiles_that_do_not_match_are_refused(internvl, batch):
+    config, pixels = internvl[2].config, np.array(batch["pixel_values"])
     with pytest.raises(InputError, match=r"80 image tokens, but 4 image\(s\) or tile\(s\) of 16"):
-        vlkv.Inputs.from_hf({**batch, "pixel_values": batch["pixel_values"][:4]}, params.config)
+        vlkv.Inputs.from_hf({**batch, "pixel_values": pixels[:4]}, config)
     with pytest.raises(InputError, match="expected \\[images, 3, 56, 56\\]"):
-        vlkv.Inputs.from_hf({**batch, "pixel_values": batch["pixel_values"][:, :, :28]}, params.config)
+        vlkv.Inputs.from_hf({**batch, "pixel_values": pixels[:, :, :28]}, config)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +168,4 @@ def test_tiles_that_do_not_match_are_refused(internvl):
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(internvl, part, field, value):
-    raw = json.loads((internvl[1] / "config.json").read_text())
-    (raw if part is None else raw[part])[field] = value
-    with pytest.raises(InputError, match=field):
-        config_from_hf(raw)
+    check_refused(raw_of(internvl[1]), {field: value}, field, part)

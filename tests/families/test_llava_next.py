@@ -19,12 +19,10 @@ from tests.families.common import (
     check_neighbours,
     check_states,
     joined,
-    perturb,
-    torch,
-    transformers,
+    save,
 )
 from tests.models import same
-from tests.parity.conftest import text_config
+from tests.parity.conftest import perturb, text_config, torch, transformers
 from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
@@ -91,8 +89,7 @@ def saved(tmp_path_factory):
     model = make()
     model.save_pretrained(folder)
     params = vlkv.load_params(folder)
-    rows = prompts(params.config)
-    return model, folder, params, rows, [answer(model, row, NEW) for row in rows]
+    return model, folder, params, prompts(params.config)
 
 
 class TestParity(ParityTests):
@@ -100,9 +97,7 @@ class TestParity(ParityTests):
 
 
 def test_mistral(tmp_path):
-    model = make("mistral")
-    model.save_pretrained(tmp_path)
-    params = vlkv.load_params(tmp_path)
+    model, _, params, _ = save(make("mistral"), tmp_path)
     rows = prompts(params.config)
     check_states(params, rows, [answer(model, row) for row in rows])
 
@@ -110,18 +105,16 @@ def test_mistral(tmp_path):
 @pytest.mark.full
 def test_video(tmp_path):
     """Frames pooled before they are projected, beside pictures."""
-    model = make(video=True)
-    model.save_pretrained(tmp_path)
-    params = vlkv.load_params(tmp_path)
+    model, _, params, _ = save(make(video=True), tmp_path)
     rows = prompts(params.config, video=True)
     answers = [answer(model, row, NEW) for row in rows]
     inputs = check_states(params, rows, answers)
-    check_answers(params, inputs, answers)
+    check_answers(params, rows, answers)
     assert inputs.grid[3, 1:13].tolist() == [[t, y, x] for t in range(3) for y in range(2) for x in range(2)]
 
 
 def test_new_and_old_names_give_the_same_parameters(saved, tmp_path):
-    model, _, params, _, _ = saved
+    model, _, params, _ = saved
     model.save_pretrained(tmp_path / "new", save_original_format=False)
     convert(tmp_path / "new", tmp_path / "converted", progress=False)
     for name in ("new", "converted"):
@@ -160,7 +153,7 @@ def test_sizes_and_pixels_are_those_of_the_pil_processor(saved, tmp_path):
     """Counts of 200 sizes, and the layout and the pixels of some."""
     from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 
-    model, _, params, _, _ = saved
+    model, _, params, _ = saved
     reference, raw = processors()
     counter = LlavaNextProcessor.__new__(LlavaNextProcessor)
     counter.image_processor, counter.patch_size, counter.num_additional_image_tokens = reference, PATCH, 0

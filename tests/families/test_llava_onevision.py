@@ -12,9 +12,9 @@ import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from tests.families.common import NEW, ParityTests, Row, answer, joined, perturb, torch, transformers
+from tests.families.common import ParityTests, Row, joined
 from tests.models import same
-from tests.parity.conftest import text_config
+from tests.parity.conftest import perturb, text_config, torch, transformers
 from tests.processing.conftest import make_tokenizer, write_folder
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
@@ -75,8 +75,7 @@ def saved(tmp_path_factory):
     model = make()
     model.save_pretrained(folder)
     params = vlkv.load_params(folder)
-    rows = prompts(params.config)
-    return model, folder, params, rows, [answer(model, row, NEW) for row in rows]
+    return model, folder, params, prompts(params.config)
 
 
 class TestParity(ParityTests):
@@ -84,7 +83,7 @@ class TestParity(ParityTests):
 
 
 def test_new_and_old_names_and_tied_embeddings(saved, tmp_path):
-    model, _, params, _, _ = saved
+    model, _, params, _ = saved
     model.save_pretrained(tmp_path / "new", save_original_format=False)
     convert(tmp_path / "new", tmp_path / "converted", progress=False)
     for name in ("new", "converted"):
@@ -99,7 +98,7 @@ def test_taps_of_the_resized_picture(saved):
 
 def test_a_tower_without_a_class_token_gives_the_mean_attention_received(saved):
     """Of transformers' tower, in the last block; newlines receive nothing."""
-    model, _, params, rows, _ = saved
+    model, _, params, rows = saved
     inputs = vlkv.Inputs.from_hf(joined(rows), params.config)
     ours = jax.jit(lambda params, inputs: params.embed(inputs, (-1,)).attention)(params, inputs)
     tower = copy.deepcopy(model.model.vision_tower)
@@ -142,7 +141,7 @@ def test_sizes_and_pixels_are_those_of_the_pil_processor(saved, tmp_path):
     """Counts of 200 sizes, and the layout and the pixels of some, alone and among others."""
     from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 
-    model, _, params, _, _ = saved
+    model, _, params, _ = saved
     reference, raw = processors()
     counter = LlavaOnevisionProcessor.__new__(LlavaOnevisionProcessor)
     counter.image_processor, counter.num_image_tokens, counter.vision_aspect_ratio = reference, 9, "anyres_max_2"

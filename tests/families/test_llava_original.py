@@ -13,20 +13,9 @@ import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from tests.families.common import (
-    NEW,
-    ParityTests,
-    Row,
-    answer,
-    check_neighbours,
-    joined,
-    perturb,
-    save_file,
-    torch,
-    transformers,
-)
+from tests.families.common import ParityTests, Row, check_neighbours, joined, save_file
 from tests.models import same
-from tests.parity.conftest import VOCABULARY, text_config
+from tests.parity.conftest import VOCABULARY, perturb, text_config, torch, transformers
 from tests.processing.conftest import make_tokenizer
 from vlkv import policies
 from vlkv.errors import InputError
@@ -144,8 +133,7 @@ def saved(tmp_path_factory, request):
     model = Model(request.param).eval()
     perturb(model)
     write(model, request.param, folder)
-    rows = prompts(model)
-    return model, folder, vlkv.load_params(folder), rows, [answer(model, row, NEW) for row in rows]
+    return model, folder, vlkv.load_params(folder), prompts(model)
 
 
 class TestParity(ParityTests):
@@ -176,7 +164,7 @@ def test_class_attention_of_a_pooled_token_is_the_mean_over_its_patches(tmp_path
 
 @pytest.mark.parametrize("tower", ["inside", "beside"])
 def test_the_tower_may_lie_in_a_folder_of_its_name_and_conversion_brings_it_in(saved, tmp_path, tower):
-    model, _, params, _, _ = saved
+    model, _, params, _ = saved
     kind = "llava_llama" if params.config.family == "llava_llama" else "mobilevlm"
     write(model, kind, tmp_path / "source", tower=tower)
     same(params, vlkv.load_params(tmp_path / "source"))
@@ -254,7 +242,7 @@ def test_published_towers_are_known_by_name():
 
 @pytest.fixture(scope="module")
 def processor(saved, tmp_path_factory):
-    model, _, params, _, _ = saved
+    model, _, params, _ = saved
     folder = tmp_path_factory.mktemp("processor")
     write(model, params.config.family, folder, vocab_size=259)
     tokenizer = make_tokenizer("<pad>")

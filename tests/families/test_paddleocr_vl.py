@@ -5,24 +5,32 @@ from __future__ import annotations
 import dataclasses
 import json
 
-import jax
 import numpy as np
 import PIL.Image
 import pytest
 from safetensors.numpy import load_file
 
 import vlkv
-from checkpoints_convert.__main__ import convert
-from tests.families.common import ParityTests, Row, answer, joined, perturb, save_file, torch, transformers
+from tests.families import common
+from tests.families.common import (
+    ParityTests,
+    Row,
+    answer,
+    check_files,
+    check_later_turn,
+    check_positions,
+    check_refused,
+    check_tied,
+    raw_of,
+    save_file,
+    whole,
+)
 from tests.families.common_qwen import END, IMAGE, START
-from tests.models import same
+from tests.parity.conftest import perturb, torch, transformers
 from tests.processing.conftest import make_tokenizer
-from vlkv import policies
-from vlkv.families import config_from_hf
 from vlkv.processing import Processor, Video
 
 PATCH, MERGE = 4, 2
-NEW = 32
 
 
 def make(seed: int = 0, *, tied: bool = False, vocabulary: int = 120, image: int = IMAGE, marks=(START, END)):
@@ -45,28 +53,21 @@ def make(seed: int = 0, *, tied: bool = False, vocabulary: int = 120, image: int
 
 def make_row(rng, pictures, words: int = 3) -> Row:
     """Text, and between it images with so many lines and columns of patches."""
-    ids, values = rng.integers(3, 90, words).tolist(), []
+    ids, extra = rng.integers(3, 90, words).tolist(), {}
     for lines, columns in pictures:
         ids += [START, *[IMAGE] * (lines * columns // MERGE**2), END, *rng.integers(3, 90, 4).tolist()]
-        values.append(rng.normal(size=(lines * columns, 3, PATCH, PATCH)).astype(np.float32))
-    grids = [[1, *picture] for picture in pictures]
-    return Row(ids, {"pixel_values": np.concatenate(values), "image_grid_thw": grids} if pictures else {})
-
-
-def for_model(row: Row) -> Row:
-    """The row with an array that only transformers needs."""
-    kinds = [[int(token == IMAGE) for token in row.ids]]
-    return dataclasses.replace(row, extra={**row.extra, "mm_token_type_ids": kinds})
+        pixels = rng.normal(size=(lines * columns, 3, PATCH, PATCH)).astype(np.float32)
+        extra.setdefault("pixel_values", []).extend(pixels)
+        extra.setdefault("image_grid_thw", []).append([1, lines, columns])
+    return Row(ids, {**extra, "mm_token_type_ids": [[int(token == IMAGE) for token in ids]]})
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """More and fewer patches than the table, also only two in a line."""
-    folder, model, rng = tmp_path_factory.mktemp("paddleocr_vl"), make(), np.random.default_rng(0)
-    model.save_pretrained(folder)
+    rng = np.random.default_rng(0)
     rows = [make_row(rng, [(4, 6), (10, 2)]), make_row(rng, [(6, 12)], 7), make_row(rng, [], 11)]
-    answers = [answer(model, for_model(row), NEW) for row in rows]
-    return model, folder, vlkv.load_params(folder), rows, answers
+    return common.save(make(), tmp_path_factory.mktemp("paddleocr_vl"), rows)
 
 
 class TestParity(ParityTests):
@@ -76,23 +77,14 @@ class TestParity(ParityTests):
 @pytest.mark.full
 def test_a_later_turn_with_an_image(saved):
     """Logits are those of one prompt with both turns."""
-    model, _, params, *_ = saved
     rng = np.random.default_rng(5)
     turns = [make_row(rng, [(4, 6)]), make_row(rng, [(2, 8)], 5)]
-    first, second = (vlkv.Inputs.from_hf(joined([row]), params.config) for row in turns)
-    cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(params, first, policies.Full(), new_tokens=24)
-    _, logits = jax.jit(vlkv.extend)(params, cache, second)
-    extra = {name: np.concatenate([row.extra[name] for row in turns]) for name in turns[0].extra}
-    both = for_model(Row([*turns[0].ids, *turns[1].ids], extra))
-    np.testing.assert_allclose(logits[0], answer(model, both)[1][-1], atol=1e-4)
+    check_later_turn(saved[2], turns, answer(saved[0], whole(*turns))[1][-1])
 
 
 def test_every_name_on_disk_gives_the_same_parameters(saved, tmp_path):
     """Also those of the published checkpoint, which is flat and has tensors that are not used."""
-    model, folder, params, *_ = saved
-    model.save_pretrained(tmp_path / "sharded", max_shard_size="60KB")
-    convert(folder, tmp_path / "converted", progress=False)
-    raw = json.loads((folder / "config.json").read_text())
+    raw = raw_of(saved[1])
     flat = raw | raw.pop("text_config") | {"model_type": "paddleocr_vl", "tie_word_embeddings": False}
     rope = flat.pop("rope_parameters")
     flat |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope | {"type": "default"}, "use_3d_rope": True}
@@ -101,22 +93,18 @@ def test_every_name_on_disk_gives_the_same_parameters(saved, tmp_path):
     (tmp_path / "flat" / "config.json").write_text(json.dumps(flat))
     renames = {"model.projector.": "mlp_AR.", "model.visual.": "visual.", "model.language_model.": "model."}
     tensors = {}
-    for key, x in load_file(folder / "model.safetensors").items():
+    for key, x in load_file(saved[1] / "model.safetensors").items():
         old = next((key.replace(new, old) for new, old in renames.items() if key.startswith(new)), key)
         tensors[old] = torch.tensor(x)
     assert any(key.startswith("mlp_AR.") for key in tensors) and "model.embed_tokens.weight" in tensors
     tensors |= {f"visual.vision_model.{name}": torch.zeros(2) for name in
                 ("head.probe", "head.mlp.fc1.weight", "embeddings.packing_position_embedding.weight")}  # fmt: skip
     save_file(tensors, tmp_path / "flat" / "model.safetensors")
-    for other in ("sharded", "converted", "flat"):
-        same(params, vlkv.load_params(tmp_path / other))
+    check_files(saved, tmp_path, "flat")
 
 
 def test_a_head_that_is_the_embedding_table(saved, tmp_path):
-    make(tied=True).save_pretrained(tmp_path)
-    params = vlkv.load_params(tmp_path)
-    assert params.config.decoder.tied and params.decoder.head is None
-    assert not saved[2].config.decoder.tied
+    check_tied(make(tied=True), saved[2], tmp_path)
 
 
 def test_positions_of_many_sizes(saved):
@@ -126,20 +114,13 @@ def test_positions_of_many_sizes(saved):
     for _ in range(25):
         pictures = [tuple(int(side) for side in 2 * rng.integers(1, 8, 2)) for _ in range(4)]
         row = make_row(rng, pictures, int(rng.integers(1, 6)))
-        positions, delta = model.model.get_rope_index(
-            torch.tensor([row.ids]), mm_token_type_ids=torch.tensor(for_model(row).extra["mm_token_type_ids"]),
-            image_grid_thw=torch.tensor(row.extra["image_grid_thw"]),
-        )  # fmt: skip
-        batch = {"input_ids": [row.ids], "attention_mask": np.ones((1, len(row.ids))), **row.extra}
-        inputs = vlkv.Inputs.from_hf(batch, params.config)
-        np.testing.assert_array_equal(inputs.positions[0][inputs.valid[0]], positions[:, 0].numpy().T)
-        assert inputs.positions[0].max() + 1 - len(row.ids) == int(delta[0, 0])
+        check_positions(model, params, row, make_row(rng, []))
 
 
 def test_patches_of_another_shape_are_refused(saved):
     row = make_row(np.random.default_rng(0), [(4, 6)])
     batch = {"input_ids": [row.ids], "attention_mask": np.ones((1, len(row.ids))), **row.extra}
-    batch["pixel_values"] = batch["pixel_values"].reshape(24, -1)
+    batch["pixel_values"] = np.reshape(batch["pixel_values"], (24, -1))
     with pytest.raises(vlkv.InputError, match=r"shape \(24, 48\), expected \[24, 3, 4, 4\] from image_grid_thw"):
         vlkv.Inputs.from_hf(batch, saved[2].config)
 
@@ -166,12 +147,7 @@ ROPE = {"rope_theta": 1e4, "rope_type": "default"}
     ids=str,
 )
 def test_a_config_that_is_not_honoured(saved, change, message):
-    raw = json.loads((saved[1] / "config.json").read_text())
-    raw["vision_config"] |= change.get("vision", {})
-    raw["text_config"] |= {key: value for key, value in change.items() if key != "vision"}
-    with pytest.raises(vlkv.InputError, match=message) as error:
-        config_from_hf(raw)
-    assert len(str(error.value)) <= 200
+    check_refused(raw_of(saved[1]), change, message)
 
 
 # --- the processor ----------------------------------------------------------------------------------------------------

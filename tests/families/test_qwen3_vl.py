@@ -12,17 +12,28 @@ import PIL.Image
 import pytest
 
 import vlkv
-from checkpoints_convert.__main__ import convert
-from pallas_kernels import prefill_attention
 from tests import reference
-from tests.families.common_qwen import BUCKETS, MERGE, ROWS, for_model, make, one_row, prompts, torch
+from tests.families.common import (
+    ParityTests,
+    answer,
+    check_files,
+    check_later_turn,
+    check_positions,
+    check_refused,
+    check_states,
+    check_tied,
+    joined,
+    prefill,
+    random_pieces,
+    raw_of,
+    save,
+)
+from tests.families.common_qwen import ROWS, make, make_row, make_rows
 from tests.generation.test_decode import kept_entries
 from tests.generation.test_prompt import by_last_row
-from tests.models import same
 from tests.policies.test_lightkv import attention_to_text, expected
 from tests.processing.conftest import make_tokenizer
 from vlkv import policies
-from vlkv.families import config_from_hf
 from vlkv.families.qwen2_vl.config import CONTENT
 from vlkv.families.qwen3_vl.inputs import Qwen3VlPictures
 from vlkv.generation.step import feed
@@ -30,71 +41,29 @@ from vlkv.processing import Processor, Video
 
 KIND = "qwen3_vl"
 FORCED = np.random.default_rng(3).integers(6, 90, (len(ROWS), 3))
-prefill = jax.jit(vlkv.prefill, static_argnames="new_tokens")
 embed = jax.jit(lambda params, inputs: params.embed(inputs))
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp(KIND)
-    model = make(KIND)
-    model.save_pretrained(folder)
-    return model, folder, vlkv.load_params(folder)
+    """Rows with two images, an image and a video, one image, and none; three outputs of the tower are added."""
+    return save(make(KIND), tmp_path_factory.mktemp(KIND), make_rows(apart=True))
 
 
-@jax.jit
-def run(params, inputs):
-    """Embeddings, the output of every layer before DeepStack adds to it, and logits."""
-    embedded = params.embed(inputs)
-    states, x = [embedded.x], embedded.x
-    rotation = params.decoder.rotation(inputs.positions)
-    for i, layer in enumerate(params.decoder.layers):
-        q, k, v = layer.project(x, rotation)
-        x = layer.finish(x, prefill_attention(q, k, v, valid=inputs.valid))
-        states.append(x)
-        if embedded.added is not None and i < embedded.added.shape[1]:
-            x = x + embedded.added[:, i]
-    return states, vlkv.forward(params, inputs)
+@pytest.fixture(scope="module")
+def inputs(saved):
+    return vlkv.Inputs.from_hf(joined(saved[3], "left"), saved[2].config)
 
 
-def check(saved, batch, rows) -> None:
-    model, _, params = saved
-    states, logits = run(params, vlkv.Inputs.from_hf(batch, params.config, BUCKETS))
-    for row in range(len(rows)):
-        with torch.no_grad():
-            out = model(**for_model(KIND, one_row(batch, row, rows)), output_hidden_states=True)
-        own = np.flatnonzero(batch["attention_mask"][row])
-        # The last of transformers' hidden states is after the norm.
-        for ours, theirs in zip([*states[:-1], logits], [*out.hidden_states[:-1], out.logits], strict=True):
-            np.testing.assert_allclose(np.asarray(ours)[row, own], theirs[0].numpy(), atol=1e-4)
-        assert out.logits.std() >= 1
-
-
-@pytest.mark.default("left")
-@pytest.mark.parametrize("padding", ["left", "right"])
-def test_layers_and_logits_of_a_batch(saved, padding):
-    """Two images, an image and a video, one image, none; three outputs of the tower are added."""
-    check(saved, prompts(padding, apart=True), ROWS)
+class TestParity(ParityTests):
+    before = True
 
 
 @pytest.mark.full
 def test_no_picture_at_all(saved):
-    rows = ((5,), (9,))
-    check(saved, prompts(rows=rows), rows)
-
-
-@pytest.mark.full
-def test_greedy_tokens(saved):
-    model, _, params = saved
-    batch = prompts("left", apart=True)
-    inputs = vlkv.Inputs.from_hf(batch, params.config, BUCKETS)
-    output = jax.jit(vlkv.generate)(params, inputs, sampling=vlkv.Greedy(max_new_tokens=32, stop=()))
-    for row in range(len(ROWS)):
-        arguments = for_model(KIND, one_row(batch, row))
-        ids = arguments["input_ids"]
-        tokens = model.generate(**arguments, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False,
-                                eos_token_id=None)  # fmt: skip
-        np.testing.assert_array_equal(output.tokens[row], tokens[0, ids.shape[1] :].numpy())
+    model, _, params, _ = saved
+    rows = make_rows(((5,), (9,)))
+    check_states(params, rows, [answer(model, row) for row in rows])
 
 
 def merge_windows(inputs, row):
@@ -112,10 +81,9 @@ def merge_windows(inputs, row):
 
 @pytest.mark.default("FastV")
 @pytest.mark.parametrize("name", ["FastV", "LightKV"])
-def test_a_dropped_token_loses_what_later_layers_would_add(saved, name):
+def test_a_dropped_token_loses_what_later_layers_would_add(saved, inputs, name):
     """Float64 numpy: the prompt is reduced after the first of three layers with features of the tower."""
-    _, _, params = saved
-    inputs = vlkv.Inputs.from_hf(prompts("left", apart=True), params.config, BUCKETS)
+    params = saved[2]
     policy = policies.FastV(layer=1, keep=0.4) if name == "FastV" else policies.LightKV(
         layers=(1,), windows=(1,), rho=0.5)  # fmt: skip
     cache, logits = prefill(params, inputs, policy, new_tokens=len(FORCED[0]))
@@ -141,29 +109,19 @@ def test_a_dropped_token_loses_what_later_layers_would_add(saved, name):
         np.testing.assert_allclose(np.stack(ours)[:, row], np.concatenate([first[None], later]), atol=1e-4)
 
 
-@pytest.fixture(scope="module")
-def turns(saved):
-    """A prompt with two images: its first part, the later turn, and both in one prompt."""
-    whole = prompts(rows=((4, ("image", 1, 4, 6), 5, ("image", 1, 6, 2), 5),))
-    cuts = {"input_ids": [15], "pixel_values": [24], "image_grid_thw": [1]}
-    pieces = {name: np.split(whole[name], at, axis=name == "input_ids") for name, at in cuts.items()}
-    parts = [{name: both[turn] for name, both in pieces.items()} for turn in range(2)]
-    return [vlkv.Inputs.from_hf(batch, saved[2].config, BUCKETS) for batch in (*parts, whole)]
+TURNS = make_rows(((4, ("image", 1, 4, 6), 3), (2, ("image", 1, 6, 2), 5)))
 
 
 @pytest.mark.full
-def test_features_of_a_later_image_are_added_too(saved, turns):
-    first, second, both = turns
-    cache, _ = prefill(saved[2], first, policies.Full(), new_tokens=24)
-    _, logits = jax.jit(vlkv.extend)(saved[2], cache, second)
-    wanted = np.asarray(jax.jit(vlkv.forward)(saved[2], both))[0, both.valid[0]][-1]
-    np.testing.assert_allclose(logits[0], wanted, atol=1e-4)
+def test_features_of_a_later_image_are_added_too(saved):
+    check_later_turn(saved[2], TURNS)
 
 
 @pytest.mark.full
-def test_features_of_a_later_image_with_a_decode_state(saved, turns):
+def test_features_of_a_later_image_with_a_decode_state(saved):
     """One scan over the tokens is as many calls with one token."""
-    params, (first, second, _) = saved[2], turns
+    params = saved[2]
+    first, second = (vlkv.Inputs.from_hf(joined([row]), params.config) for row in TURNS)
     cache, _ = prefill(params, first, policies.H2O(keep=0.9), new_tokens=24)
     embedded, positions = embed(params, second), cache.next_position[:, None] + second.positions
     run_feed = jax.jit(feed)
@@ -176,9 +134,8 @@ def test_features_of_a_later_image_with_a_decode_state(saved, turns):
 
 
 @pytest.mark.full
-def test_nan_is_found_behind_the_added_features(saved):
+def test_nan_is_found_behind_the_added_features(saved, inputs):
     params = vlkv.load_params(saved[1])
-    inputs = vlkv.Inputs.from_hf(prompts(apart=True), params.config, BUCKETS)
     params.decoder.layers[3].down.weight[...] = params.decoder.layers[3].down.weight[...].at[0, 0].set(np.nan)
     with pytest.raises(vlkv.InputError, match="first in decoder layer 3"):
         vlkv.generate(params, inputs, sampling=vlkv.Greedy(max_new_tokens=2, stop=()))
@@ -186,40 +143,19 @@ def test_nan_is_found_behind_the_added_features(saved):
 
 def test_positions_of_many_sizes(saved):
     """100 random images and videos in random prompts: exactly transformers' rope index and its deltas."""
-    model, _, params = saved
+    model, _, params, _ = saved
     rng = np.random.default_rng(1)
     for _ in range(25):
-        row = [int(rng.integers(1, 6))]
-        for _ in range(4):
-            lines, columns = 2 * rng.integers(1, 8, 2)
-            frames = int(rng.integers(1, 9))
-            row += [("video", frames, lines, columns) if rng.random() < 0.5 else ("image", 1, lines, columns)]
-            row += [int(rng.integers(1, 6))]
-        batch = prompts("left", (row, (3,)), apart=True)
-        given = {name: value for name, value in one_row(batch, 0, (row, (3,))).items() if "pixel" not in name}
-        positions, delta = model.model.get_rope_index(**for_model(KIND, given))
-        inputs = vlkv.Inputs.from_hf(batch, params.config, BUCKETS)
-        valid, length = batch["attention_mask"][0].astype(bool), batch["input_ids"].shape[1]
-        np.testing.assert_array_equal(inputs.positions[0, :length][valid], positions[:, 0].numpy().T)
-        assert inputs.positions[0].max() + 1 - valid.sum() == int(delta[0, 0])
-        grid, place = inputs.grid[0][inputs.is_vision[0]], inputs.layout["place"].reshape(-1, 4, 2)
-        at = place[inputs.vision_index[0][inputs.is_vision[0]], 0]
-        np.testing.assert_array_equal(at, MERGE * grid[:, 1:])
+        row = make_row(random_pieces(rng), rng, apart=True)
+        check_positions(model, params, row, make_row((3,), rng))
 
 
 def test_every_name_on_disk_gives_the_same_parameters(saved, tmp_path):
-    model, folder, params = saved
-    model.save_pretrained(tmp_path / "sharded", max_shard_size="60KB")
-    convert(folder, tmp_path / "converted", progress=False)
-    for other in ("sharded", "converted"):
-        same(params, vlkv.load_params(tmp_path / other))
+    check_files(saved, tmp_path)
 
 
 def test_a_head_that_is_the_embedding_table(saved, tmp_path):
-    make(KIND, tied=True).save_pretrained(tmp_path)
-    params = vlkv.load_params(tmp_path)
-    assert params.config.decoder.tied and params.decoder.head is None
-    assert not saved[2].config.decoder.tied
+    check_tied(make(KIND, tied=True), saved[2], tmp_path)
 
 
 ROPE = {"rope_theta": 1e4, "rope_type": "default"}
@@ -242,11 +178,7 @@ ROPE = {"rope_theta": 1e4, "rope_type": "default"}
     ids=str,
 )
 def test_a_config_that_is_not_honoured(saved, change, message):
-    raw = json.loads((saved[1] / "config.json").read_text())
-    raw["vision_config"] |= change.get("vision", {})
-    raw["text_config"] |= {key: value for key, value in change.items() if key != "vision"}
-    with pytest.raises(vlkv.InputError, match=message):
-        config_from_hf(raw)
+    check_refused(raw_of(saved[1]), change, message)
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------

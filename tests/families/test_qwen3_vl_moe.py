@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import jax
@@ -13,32 +12,43 @@ from safetensors.numpy import load_file, save_file
 import vlkv
 from checkpoints_convert.__main__ import convert
 from tests import reference
-from tests.families.common_qwen import BUCKETS, ROWS, for_model, make, one_row, prompts, torch
-from tests.families.test_qwen3_vl import ROPE, check, prefill
+from tests.families.common import (
+    ParityTests,
+    Row,
+    answer,
+    check_refused,
+    check_states,
+    joined,
+    prefill,
+    raw_of,
+    save,
+)
+from tests.families.common_qwen import ROWS, make, make_rows
+from tests.families.test_qwen3_vl import ROPE
 from tests.generation.test_decode import kept_entries
+from tests.models import same
+from tests.parity.conftest import torch
 from vlkv import policies
 from vlkv.families import config_from_hf
 
 KIND = "qwen3_vl_moe"
-FEW = ((3,), (2,))  # tokens of two prompts, fewer than the experts
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp(KIND)
-    model = make(KIND)
-    model.save_pretrained(folder)
-    return model, folder, vlkv.load_params(folder)
+    """Rows with two images, an image and a video, one image, and none; the second layer has an ordinary MLP."""
+    model, rows = make(KIND), make_rows(apart=True)
+    check_no_ties(model, rows)
+    return save(model, tmp_path_factory.mktemp(KIND), rows)
 
 
-def check_no_ties(model, batch, rows) -> None:
+def check_no_ties(model, rows: list[Row]) -> None:
     """Asserts that the router's choice does not depend on rounding."""
     seen = []
     routers = [layer.mlp.gate for layer in model.model.language_model.layers if hasattr(layer.mlp, "experts")]
     hooks = [router.register_forward_hook(lambda _, __, out: seen.append(out[0])) for router in routers]
-    for row in range(len(rows)):
-        with torch.no_grad():
-            model(**for_model(KIND, one_row(batch, row, rows)))
+    for row in rows:
+        answer(model, row)
     for hook in hooks:
         hook.remove()
     best = torch.cat(seen).sort(descending=True).values
@@ -46,49 +56,31 @@ def check_no_ties(model, batch, rows) -> None:
     assert len(seen) == 3 * len(rows) and (best[:, active - 1] - best[:, active]).min() > 1e-4
 
 
-@pytest.mark.default("left")
-@pytest.mark.parametrize("padding", ["left", "right"])
-def test_layers_and_logits_of_a_batch(saved, padding):
-    """Two images, an image and a video, one image, none; the second layer has an ordinary MLP."""
-    batch = prompts(padding, apart=True)
-    check_no_ties(saved[0], batch, ROWS)
-    check(saved, batch, ROWS)
+class TestParity(ParityTests):
+    before = True
 
 
 @pytest.mark.full
 def test_experts_without_a_token(tmp_path):
     """Five tokens reach at most ten of sixteen experts."""
-    model = make(KIND, num_experts=16)
-    model.save_pretrained(tmp_path)
-    check((model, tmp_path, vlkv.load_params(tmp_path)), prompts(rows=FEW), FEW)
+    model, _, params, rows = save(make(KIND, num_experts=16), tmp_path, make_rows(((3,), (2,))))
+    check_states(params, rows, [answer(model, row) for row in rows])
 
 
 @pytest.mark.full
 def test_several_videos_in_a_prompt(saved):
-    rows = ((4, ("video", 3, 4, 4), 2, ("video", 2, 6, 2), 5, ("image", 1, 4, 6), 2), (7,))
-    check(saved, prompts("left", rows, apart=True), rows)
-
-
-@pytest.mark.full
-def test_greedy_tokens(saved):
-    model, _, params = saved
-    batch = prompts("left", apart=True)
-    inputs = vlkv.Inputs.from_hf(batch, params.config, BUCKETS)
-    output = jax.jit(vlkv.generate)(params, inputs, sampling=vlkv.Greedy(max_new_tokens=32, stop=()))
-    for row in range(len(ROWS)):
-        arguments = for_model(KIND, one_row(batch, row))
-        ids = arguments["input_ids"]
-        tokens = model.generate(**arguments, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False,
-                                eos_token_id=None)  # fmt: skip
-        np.testing.assert_array_equal(output.tokens[row], tokens[0, ids.shape[1] :].numpy())
+    model, _, params, _ = saved
+    pieces = ((4, ("video", 3, 4, 4), 2, ("video", 2, 6, 2), 5, ("image", 1, 4, 6), 2), (7,))
+    rows = make_rows(pieces, apart=True)
+    check_states(params, rows, [answer(model, row) for row in rows], "left", before=True)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["SnapKV", "LightKV"])
 def test_decoding_from_what_is_kept(saved, name):
     """Float64 numpy. LightKV merges tokens, so here only its run is checked."""
-    _, _, params = saved
-    inputs = vlkv.Inputs.from_hf(prompts("left", apart=True), params.config, BUCKETS)
+    params = saved[2]
+    inputs = vlkv.Inputs.from_hf(joined(saved[3], "left"), params.config)
     policy = policies.SnapKV(keep=0.4, window=4) if name == "SnapKV" else policies.LightKV(
         layers=(1,), windows=(1,), rho=0.5)  # fmt: skip
     forced = np.random.default_rng(3).integers(6, 90, (len(ROWS), 3))
@@ -136,16 +128,14 @@ def apart(key, x):
 
 
 def test_every_layout_on_disk_gives_the_same_parameters(saved, tmp_path):
-    _, folder, params = saved
+    _, folder, params, _ = saved
     rewrite(folder, tmp_path / "exchanged", exchanged)
     rewrite(folder, tmp_path / "apart", apart)
     for source in ("exchanged", "apart"):
         convert(tmp_path / source, tmp_path / f"{source} converted", progress=False)
     convert(tmp_path / "apart", tmp_path / "orbax", format="orbax", progress=False)
     for other in ("exchanged", "exchanged converted", "apart", "apart converted", "orbax"):
-        made = vlkv.load_params(tmp_path / other)
-        for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(made), strict=True):
-            np.testing.assert_array_equal(a, b)
+        same(params, vlkv.load_params(tmp_path / other))
 
 
 def test_an_expert_that_is_missing_is_named(saved, tmp_path):
@@ -176,13 +166,10 @@ def test_an_expert_that_is_missing_is_named(saved, tmp_path):
     ids=str,
 )
 def test_a_config_that_is_not_honoured(saved, change, message):
-    raw = json.loads((saved[1] / "config.json").read_text())
-    raw["text_config"] |= change
-    with pytest.raises(vlkv.InputError, match=message):
-        config_from_hf(raw)
+    check_refused(raw_of(saved[1]), change, message)
 
 
 def test_the_head_is_tied_only_by_the_outer_config(saved):
-    raw = json.loads((saved[1] / "config.json").read_text())
+    raw = raw_of(saved[1])
     assert raw["text_config"]["tie_word_embeddings"] and not saved[2].config.decoder.tied
     assert config_from_hf(raw | {"tie_word_embeddings": True}).decoder.tied

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import json
-
 import jax
 import numpy as np
 import pytest
 
 import vlkv
-from checkpoints_convert.__main__ import convert
-from tests.families.common import NEW, Row, answer, check_answers, check_neighbours, check_states, every_stage, joined
+from tests.families import common
+from tests.families.common import (
+    ParityTests,
+    Row,
+    answer,
+    check_files,
+    check_later_turn,
+    check_refused,
+    check_states,
+    joined,
+    raw_of,
+)
 from tests.parity.conftest import perturb, torch, transformers
-from vlkv import policies
 from vlkv.errors import InputError
-from vlkv.families import config_from_hf
 
 IMAGE = 99
 KINDS = {  # pixels of a tile and of a patch, patches per side of a token, vision tokens of a tile
@@ -62,54 +68,26 @@ def make_rows(kind: str, seed: int = 0) -> list[Row]:
 
 @pytest.fixture(scope="module", params=list(KINDS))
 def saved(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    model = make(request.param)
-    model.save_pretrained(folder)
-    return request.param, model, folder, vlkv.load_params(folder)
+    kind = request.param
+    return common.save(make(kind), tmp_path_factory.mktemp(kind), make_rows(kind))
 
 
-@pytest.mark.default("left")
-@pytest.mark.parametrize("padding", ["left", "right"])
-def test_layers_and_logits_of_a_batch(saved, padding):
-    kind, model, _, params = saved
-    rows = make_rows(kind)
-    check_states(params, rows, [answer(model, row) for row in rows], padding)
-
-
-@pytest.mark.full
-def test_greedy_tokens(saved):
-    kind, model, _, params = saved
-    rows = make_rows(kind)
-    inputs = vlkv.Inputs.from_hf(joined(rows, "left"), params.config)
-    check_answers(params, inputs, [answer(model, row, NEW) for row in rows])
+class TestParity(ParityTests):
+    pass
 
 
 @pytest.mark.full
 def test_rows_without_any_image(saved):
-    kind, model, _, params = saved
-    rows = [Row(row.ids[-count:]) for row, count in zip(make_rows(kind), (5, 7, 9), strict=True)]
+    model, _, params, rows = saved
+    rows = [Row(row.ids[-count:]) for row, count in zip(rows, (5, 7, 9), strict=True)]
     check_states(params, rows, [answer(model, row) for row in rows])
-
-
-@pytest.mark.full
-def test_a_policy_with_every_stage(saved):
-    """Rows in another order give the same tokens."""
-    kind, _, _, params = saved
-    check_neighbours(params, make_rows(kind), every_stage())
 
 
 @pytest.mark.full
 def test_a_later_turn_with_an_image(saved):
     """Two prompts in a row, each with an image, are one prompt."""
-    kind, _, _, params = saved
-    first, second = make_rows(kind, 1)[1], make_rows(kind, 2)[0]
-    whole = Row(first.ids + second.ids, {"pixel_values": first.extra["pixel_values"] + second.extra["pixel_values"]})
-    first, second, both = (vlkv.Inputs.from_hf(joined([row]), params.config) for row in (first, second, whole))
-    count = second.tokens.shape[1]
-    cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(params, first, policies.Full(), new_tokens=count)
-    _, logits = jax.jit(vlkv.extend)(params, cache, second)
-    wanted = np.asarray(jax.jit(vlkv.forward)(params, both))[0, both.valid[0]][-1]
-    np.testing.assert_allclose(logits[0], wanted, atol=1e-4)
+    kind = saved[2].config.family
+    check_later_turn(saved[2], [make_rows(kind, 1)[1], make_rows(kind, 2)[0]])
 
 
 def test_positions_of_published_grids_are_those_of_transformers():
@@ -128,20 +106,13 @@ def test_positions_of_published_grids_are_those_of_transformers():
 
 
 def test_every_file_gives_the_same_parameters(saved, tmp_path):
-    _, model, folder, params = saved
-    model.save_pretrained(tmp_path / "sharded", max_shard_size="60KB")
-    convert(folder, tmp_path / "converted", progress=False)
-    for other in ("sharded", "converted"):
-        made = vlkv.load_params(tmp_path / other)
-        assert made.config == params.config
-        for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(made), strict=True):
-            np.testing.assert_array_equal(a, b)
+    check_files(saved, tmp_path)
 
 
 def test_the_attention_of_a_token_is_that_of_its_patches(saved):
     """It is in the order of the tokens: the embedding of a token follows the patches whose attention it gets."""
-    kind, _, _, params = saved
-    inputs = vlkv.Inputs.from_hf(joined(make_rows(kind)), params.config)
+    _, _, params, rows = saved
+    inputs = vlkv.Inputs.from_hf(joined(rows), params.config)
     given = np.asarray(jax.jit(lambda params, inputs: params.embed(inputs, (-1,)).attention)(params, inputs))
     for row, tiles in enumerate((4, 1)):
         each = given[row, 0][:, inputs.is_vision[row]].reshape(2, tiles, -1)
@@ -150,9 +121,9 @@ def test_the_attention_of_a_token_is_that_of_its_patches(saved):
 
 
 def test_tiles_that_do_not_fit(saved):
-    kind, _, _, params = saved
-    side, _, _, tokens = KINDS[kind]
-    batch = joined(make_rows(kind))
+    _, _, params, rows = saved
+    side, _, _, tokens = KINDS[params.config.family]
+    batch = joined(rows)
     pixels = np.array(batch["pixel_values"])
     padding = pixels * (np.arange(4) < 3)[:, None, None, None]
     with pytest.raises(InputError, match=rf"{5 * tokens} image tokens, but 4 image\(s\) or tile\(s\) of {tokens}"):
@@ -178,7 +149,4 @@ def test_tiles_that_do_not_fit(saved):
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(saved, part, field, value):
-    raw = json.loads((saved[2] / "config.json").read_text())
-    (raw if part is None else raw[part])[field] = value
-    with pytest.raises(InputError, match=field):
-        config_from_hf(raw)
+    check_refused(raw_of(saved[1]), {field: value}, field, part)

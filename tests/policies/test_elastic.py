@@ -1,4 +1,4 @@
-"""Elastic Cache: what the published code keeps and merges by mistake, and deletion while decoding."""
+"""Elastic Cache: what the published code keeps and merges by mistake; its decode steps, which are PrefixKV's too."""
 
 import numpy as np
 import pytest
@@ -39,21 +39,24 @@ def test_the_published_mistakes_keep_everything_where_nothing_is_to_go(scope):
     np.testing.assert_array_equal(v, -q)
 
 
-@pytest.mark.default("paper-30-25")
+@pytest.mark.default("Elastic-paper-30-25", "Prefix-released-12-25")
 @pytest.mark.parametrize(
-    ("variant", "budget", "distance"),
-    [("paper", 30, 25), ("paper", 12, 25), ("paper", 30, 4), ("released", 30, 25), ("released", 12, 4)],
-)
-def test_while_decoding_one_entry_leaves_at_a_fixed_distance(variant, budget, distance):
+    ("cls", "variant", "budget", "distance"),
+    [("Elastic", "paper", 30, 25), ("Elastic", "paper", 12, 25), ("Elastic", "paper", 30, 4),
+     ("Elastic", "released", 30, 25), ("Elastic", "released", 12, 4), ("Prefix", "released", 30, 25),
+     ("Prefix", "released", 12, 25)],
+)  # fmt: skip
+def test_while_decoding_one_entry_leaves_at_a_fixed_distance(cls, variant, budget, distance):
     """The share of the prompt holds for all that was seen; released: of the tokens asked for, at a fixed rank."""
     rng = np.random.default_rng(1)
     length, steps = 40, 20
     arrays = {name: rng.normal(size=(2, length, 4)).astype(np.float32) for name in "qkv"}
     arrays["is_vision"] = np.zeros(length, bool)
-    policy = policies.ElasticCache(budget=budget, distance=distance, variant=variant)
+    made = {"Elastic": policies.ElasticCache, "Prefix": policies.PrefixKV}[cls]
+    policy = made(budget=budget, distance=distance, variant=variant)
     cache, step = one_layer(policy, arrays, new_tokens=steps)
     kept = np.flatnonzero(places(cache, cache.decode_states[0].stored[0], length + steps)[0]).tolist()
-    assert len(kept) == budget - (variant == "released")
+    assert len(kept) == budget - (variant == "released" and cls == "Elastic")
     for i in range(steps):
         new = rng.normal(size=(3, 2, 4)).astype(np.float32)
         cache, _, _ = step(cache, *new)

@@ -2,6 +2,8 @@
 
 import json
 
+import numpy as np
+import PIL.Image
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -21,19 +23,32 @@ LLAVA_TEMPLATE = """\
 """
 
 
-def make_tokenizer(image_token="<image>", bos=True):
-    """A tokenizer with one token per byte, so that it can encode and decode every text."""
-    special = [image_token if token == "<image>" else token for token in SPECIAL]
+def byte_tokenizer(special) -> Tokenizer:
+    """A tokenizer with one token per byte, so that it can encode and decode every text, after the special tokens."""
     names = special + sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
     tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def make_tokenizer(image_token="<image>", bos=True) -> Tokenizer:
+    tokenizer = byte_tokenizer([image_token if token == "<image>" else token for token in SPECIAL])
     if bos:
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
         )
     return tokenizer
+
+
+def noise(width, height, seed=0) -> PIL.Image.Image:
+    return PIL.Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8))
+
+
+def spelled(processor, inputs, row=0) -> str:
+    """The text of a row with all special tokens."""
+    return processor.tokenizer.tokenizer.decode(inputs.tokens[row][inputs.valid[row]], skip_special_tokens=False)
 
 
 def image_settings(**changes):

@@ -6,11 +6,11 @@ import json
 import types
 
 import numpy as np
-import PIL.Image
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import processors
 
 import vlkv
+from tests.processing.conftest import byte_tokenizer, noise, spelled
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 from vlkv.processing import Processor
@@ -39,10 +39,7 @@ RAW = dict(
 
 def write_folder(folder, **changes):
     """A tokenizer with one token per byte, which adds <bos>, and the image settings."""
-    names = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
-    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SPECIAL])
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = byte_tokenizer(SPECIAL)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[("<bos>", SPECIAL.index("<bos>"))]
     )
@@ -65,14 +62,6 @@ def theirs():
         text=lambda made: text.replace_image_token(like, made, 0),
         defaults=text.images_kwargs,
     )
-
-
-def noise(width, height, seed=0):
-    return PIL.Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8))
-
-
-def spelled(processor, inputs, row=0):
-    return processor.tokenizer.tokenizer.decode(inputs.tokens[row][inputs.valid[row]], skip_special_tokens=False)
 
 
 @pytest.mark.parametrize("crops", [False, True])

@@ -6,11 +6,11 @@ import json
 import types
 
 import numpy as np
-import PIL.Image
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import processors
 
 import vlkv
+from tests.processing.conftest import byte_tokenizer, noise
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 from vlkv.processing import Processor, Video
@@ -37,10 +37,7 @@ RAW = dict(
 
 def write_folder(folder, **changes):
     """A tokenizer with one token per byte, which adds no token, and the image settings."""
-    names = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
-    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SPECIAL])
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = byte_tokenizer(SPECIAL)
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     tokenizer.save(str(folder / "tokenizer.json"))
     marks = {"boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>"}
@@ -60,10 +57,6 @@ def theirs():
         read=lambda image, **options: pil.Gemma4ImageProcessorPil(**settings)([image], return_tensors="np", **options),
         text=lambda made: text.replace_image_token(like, made, 0),
     )
-
-
-def noise(width, height, seed=0):
-    return PIL.Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8))
 
 
 @pytest.mark.parametrize("most", [70, pytest.param(280, marks=pytest.mark.full)])

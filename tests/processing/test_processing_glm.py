@@ -14,7 +14,7 @@ import pytest
 
 import vlkv
 from tests.families.common_glm import make
-from tests.processing.conftest import make_tokenizer
+from tests.processing.conftest import make_tokenizer, noise, spelled
 from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
@@ -68,10 +68,6 @@ def processor(tmp_path):
     return Processor.from_folder(write_folder(tmp_path), config_from_hf(RAW))
 
 
-def noise(width, height, seed=0):
-    return PIL.Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8))
-
-
 def make_theirs(name, monkeypatch):
     """transformers' processor of this name."""
     transformers = pytest.importorskip("transformers")
@@ -120,10 +116,6 @@ def _video_patches(frames, smart_resize):
     parts = pixels.reshape(grid[0], 2, 3, grid[1] // 2, 2, 4, grid[2] // 2, 2, 4)
     patches = parts.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, 3 * 2 * 4 * 4)
     return patches.astype(np.float32), grid
-
-
-def spelled(processor, inputs, row=0):
-    return processor.tokenizer.tokenizer.decode(inputs.tokens[row][inputs.valid[row]], skip_special_tokens=False)
 
 
 @pytest.mark.default("Glm46VProcessor")

@@ -8,8 +8,9 @@ import types
 import numpy as np
 import PIL.Image
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import processors
 
+from tests.processing.conftest import byte_tokenizer, noise, spelled
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 from vlkv.families.internvl.conversations import CONVERSATIONS
@@ -45,11 +46,7 @@ ORIGINAL = dict(
 
 
 def write_tokenizer(folder):
-    names = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
-    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SPECIAL])
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_tokenizer(SPECIAL)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer.save(str(folder / "tokenizer.json"))
 
@@ -68,14 +65,6 @@ def original(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("not this one")
     added = {name: i for i, name in enumerate(SPECIAL)}
     return lambda **changes: Processor.from_folder(tmp_path, config_from_hf({**ORIGINAL, **changes}, added=added))
-
-
-def noise(width, height, seed=0):
-    return PIL.Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8))
-
-
-def spelled(processor, inputs, row=0):
-    return processor.tokenizer.tokenizer.decode(inputs.tokens[row][inputs.valid[row]], skip_special_tokens=False)
 
 
 def test_tiles_of_a_screen():

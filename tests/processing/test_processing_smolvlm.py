@@ -6,11 +6,10 @@ import json
 import types
 
 import numpy as np
-import PIL.Image
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import vlkv
+from tests.processing.conftest import byte_tokenizer, noise, spelled
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 from vlkv.families.smolvlm.inputs import in_words
@@ -39,10 +38,7 @@ RAW = dict(
 
 def write_folder(folder, **changes):
     """A tokenizer with one token per byte and with the family's marks, and the image settings."""
-    names = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
-    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SPECIAL])
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = byte_tokenizer(SPECIAL)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "preprocessor_config.json").write_text(json.dumps(SETTINGS | changes))
     return folder
@@ -62,14 +58,6 @@ def theirs():
         fake_image_token="<fake_token_around_image>", image_token="<image>", global_image_token="<global-img>",
         image_seq_len=TOKENS)  # fmt: skip
     return types.SimpleNamespace(pil=pil.SmolVLMImageProcessorPil, text=text, like=like)
-
-
-def noise(width, height, seed=0):
-    return PIL.Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8))
-
-
-def spelled(processor, inputs, row=0):
-    return processor.tokenizer.tokenizer.decode(inputs.tokens[row][inputs.valid[row]], skip_special_tokens=False)
 
 
 @pytest.mark.default("{}")

@@ -263,7 +263,6 @@ def swap_pools(
     """Exchanges entries of a layer in keys, values and tokens. Its segments begin at the same slot in all heads."""
 
     def local(part: ops.Part, pools: Any, token: Array, first: Array, second: Array, count: Array) -> Any:
-        del part
         pools = swap_slots(pools, first, second, count, implementation=kernels.swap_slots)
         return *pools, *swap_slots((token,), first, second, count, implementation="xla")
 

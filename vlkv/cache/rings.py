@@ -188,7 +188,6 @@ def _attend_to_ring(
     """Attention of one query of each row to the used slots of a ring, which no mesh splits."""
 
     def local(part: ops.Part, q: Array, k: Array, v: Array, used: Array) -> Array:
-        del part
         end = jnp.max(jnp.where(used, jnp.arange(1, used.shape[1] + 1), 0), axis=1)  # later slots need not be read
         start = jnp.zeros(k.shape[:2], jnp.int32)
         valid = jnp.broadcast_to(used[:, None], k.shape[:3])

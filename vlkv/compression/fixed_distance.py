@@ -1,6 +1,6 @@
-"""Eviction at a fixed distance from the newest entry while decoding, for PrefixKV and Elastic Cache.
+"""Base class of methods that evict at a fixed distance from the newest entry while decoding: PrefixKV, Elastic Cache.
 
-Unbatched. Axes: K key heads · E entries.
+Unbatched. Axes: K key heads · T tokens · E entries.
 """
 
 from __future__ import annotations
@@ -9,61 +9,82 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from vlkv.cache.decode_state import DecodeState, evict
-from vlkv.compression.policy import Policy
+from vlkv.compression.observe import Observation, column_sums, columns, head_mean
+from vlkv.compression.option_types import Count, Positive, Variant
+from vlkv.compression.policy import DecodingStages, Facts
+from vlkv.masks import first, last
 
 
-def evict_at_distance(
-    state: DecodeState, distance: int, *, budget: Int[Array, " K"], moving: bool = True
-) -> DecodeState:
-    """Evicts one entry of each head that has too many, so that the compression ratio stays that of the prompt.
+class FixedDistance(DecodingStages):
+    """Column sums averaged over heads; while decoding, a layer keeps the same share of all tokens as of the prompt.
 
-    A head has too many if there are more than ceil(budget / prompt x tokens so far) entries, or if no slot is left for
-    the next one. The `distance`-th newest entry is evicted, or the middle one if there are at most `distance` entries.
+    Above ceil(share x seen) entries, the one at a fixed distance from the newest is evicted, or the middle one if there
+    are not enough entries. With scope="vision" nothing is evicted, because new tokens are text.
 
-    Args:
-        state: after the attention of the step, with the new entry.
-        distance: 1 is the newest entry.
-        budget: entries that prefill kept.
-        moving: False: count back from the last prompt entry, as the published codes do. Then the entry whose rank by
-            age is budget - distance is evicted at every step.
+    Attributes:
+        sinks: number of first tokens that are always kept.
+        recent: number of last tokens that are always kept.
+        distance: while decoding, the `distance`-th newest entry is evicted; None: nothing is evicted.
+        variant: "paper", or "released": while decoding, `distance` is counted back from the last prompt entry, so that
+            the entry whose rank by age is budget - distance is evicted at every step.
     """
-    allowed = allowed_entries(budget, state, state.steps)
-    if state.reuses:
-        allowed = jnp.minimum(allowed, state.slots - 1)
-    count = jnp.sum(state.stored, axis=-1)
-    end = count if moving else budget
-    leaving = jnp.where(end > distance, end - distance, end // 2)
-    over = state.stored & (state.rank == leaving[:, None]) & (count > allowed)[:, None]
-    return evict(state, over, state.rank.astype(jnp.float32))
 
+    sinks: Count = 1
+    recent: Count = 1
+    distance: Positive | None = 25
+    variant: Variant = "paper"
+    facts = Facts(stages="score, step", measures=columns("sum"))
 
-def allowed_entries(budget: Int[Array, " K"], state: DecodeState, new: Int[Array, ""] | int) -> Int[Array, " K"]:
-    """ceil(budget / prompt x tokens so far) after `new` new tokens."""
-    prompt = jnp.maximum(state.vision + state.text, 1)
-    return budget - (-(budget * new) // prompt)  # in this form, no product exceeds 32 bits
+    def score(self, obs: Observation) -> Float[Array, "K T"]:
+        """Column sums of attention, averaged over heads."""
+        return head_mean(column_sums(obs), obs.k.shape[0])
 
+    def protect(self, obs: Observation) -> Bool[Array, " T"]:
+        """Sinks and recent tokens."""
+        return first(obs.valid, self.sinks) | last(obs.valid, self.recent)
 
-def share_bounds(
-    policy: Policy, kept: int, longest: int, *, layers: int, most: int, new_tokens: int
-) -> tuple[int, int]:
-    """`decode_bounds` of a method that keeps the same share of all tokens as of the prompt.
+    @property
+    @override
+    def updater(self) -> DecodingStages | None:
+        return self if self.distance is not None and self.scope == "all" else None
 
-    Prompts of fewer than 1 / keep tokens, of which every layer keeps one, get no more slots than longer ones.
+    def decode_budget(self, state: DecodeState) -> Int[Array, " K"]:
+        """Entries of the prompt, of which a layer keeps the same share of all tokens."""
+        return state.budget
 
-    Args:
-        policy: the method.
-        kept: as in `decode_bounds`.
-        longest: as in `decode_bounds`.
-        layers: L.
-        most: bound on the tokens of a prompt.
-        new_tokens: bound on the tokens that follow.
-    """
-    seen = np.arange(max(1, min(most, 0 if policy.keep is None else math.ceil(1 / policy.keep))), most + 1)
-    total = np.asarray(policy.total(layers * seen, layers=layers, text=most), np.int64)
-    one = -(-total // layers)
-    more = int(np.max(total + total * new_tokens // seen) - total[-1])
-    longer = int(np.max(one - (-one * new_tokens // seen)) - one[-1]) if longest < most else new_tokens
-    return kept + more + 2 * layers, longest + longer + 1
+    def allowed(self, state: DecodeState, new: Int[Array, ""] | int) -> Int[Array, " K"]:
+        """ceil(budget / prompt x tokens so far) after `new` new tokens."""
+        budget, prompt = self.decode_budget(state), jnp.maximum(state.vision + state.text, 1)
+        return budget - (-(budget * new) // prompt)  # in this form, no product exceeds 32 bits
+
+    def decode_slots(self, state: DecodeState) -> Int[Array, " K"]:
+        """The share of all tokens that may be seen, and one new entry."""
+        return self.allowed(state, state.new_tokens) + 1
+
+    def decode_bounds(
+        self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
+    ) -> tuple[int, int]:
+        """Bounds on the share. Prompts of fewer than 1 / keep tokens, of which every layer keeps one, get no more."""
+        most = vision + text
+        seen = np.arange(max(1, min(most, 0 if self.keep is None else math.ceil(1 / self.keep))), most + 1)
+        total = np.asarray(self.total(layers * seen, layers=layers, text=most), np.int64)
+        one = -(-total // layers)
+        more = int(np.max(total + total * new_tokens // seen) - total[-1])
+        longer = int(np.max(one - (-one * new_tokens // seen)) - one[-1]) if longest < most else new_tokens
+        return kept + more + 2 * layers, longest + longer + 1
+
+    def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
+        """Evicts one entry of each head that has more than its share, or no slot left for the next entry."""
+        assert self.distance is not None
+        allowed = self.allowed(state, state.steps)
+        if state.reuses:
+            allowed = jnp.minimum(allowed, state.slots - 1)
+        count = jnp.sum(state.stored, axis=-1)
+        end = count if self.follows_paper else self.decode_budget(state)
+        leaving = jnp.where(end > self.distance, end - self.distance, end // 2)
+        over = state.stored & (state.rank == leaving[:, None]) & (count > allowed)[:, None]
+        return evict(state, over, state.rank.astype(jnp.float32))

@@ -73,10 +73,9 @@ class Policy(metaclass=_PolicyType):
     storage: ClassVar[Storage | None] = None  # quantisation of the pool; None: not quantised
 
     def __post_init__(self) -> None:
-        name = type(self).__name__
         check_types(self)
         if (self.keep is None) == (self.budget is None):
-            raise InputError(f"{name}: give either keep= (a fraction) or budget= (tokens per layer)")
+            raise InputError(f"{type(self).__name__}: give either keep= (a fraction) or budget= (tokens per layer)")
         capped = self.cap is None or self.facts.capped
         self.check("cap", capped, "needs facts = Facts(capped=True), for budgets per layer and tokens ranked by scores")
         self.check("cap", self.cap is None or not self.merges, "cannot be combined with merging")
@@ -113,7 +112,6 @@ class Policy(metaclass=_PolicyType):
 
         `allocate` gets them of all layers, stacked along a new first axis L; `rank` gets those of one layer.
         """
-        del obs, scores
         return {}
 
     def allocate(
@@ -133,7 +131,6 @@ class Policy(metaclass=_PolicyType):
             most: number of tokens in scope of each layer that may still be kept: with a cap, those of the shortlist.
             layers: L.
         """
-        del statistics, layers
         return budgets.uniform(total, most)
 
     def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
@@ -144,7 +141,6 @@ class Policy(metaclass=_PolicyType):
             layers: L.
             text: bound on the text tokens of a prompt.
         """
-        del text
         return budgets.total(self.keep, self.budget, sums, layers=layers)
 
     def rank(
@@ -165,7 +161,6 @@ class Policy(metaclass=_PolicyType):
         Returns:
             The values to rank the candidates by, and the number to keep: `count` or less.
         """
-        del statistics, candidates
         return scores, count
 
     def merge(
@@ -176,20 +171,25 @@ class Policy(metaclass=_PolicyType):
         scores: Float[Array, "K T"],
     ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
         """Keys and values of all tokens. Only the kept ones are cached; a method may merge dropped ones into them."""
-        del kept, scores
         return k, v
 
     # --- what options decide, and owners of stages: another policy if this one is a composition -------------------
 
     @property
     def merges(self) -> bool:
-        """Whether dropped entries are merged into kept ones, also if another policy selects them."""
-        return "merge" in self.facts.stages
+        """Whether dropped entries are merged into kept ones, also if another policy selects them.
+
+        The option `merging`, in methods that have it, may turn it off.
+        """
+        return "merge" in self.facts.stages and getattr(self, "merging", True) not in ("none", 0)
 
     @property
     def follows_paper(self) -> bool:
-        """False for formulas of published code, which hold for whole prompts only and may need their own `keep`."""
-        return True
+        """False for formulas of published code, which hold for whole prompts only and may need their own `keep`.
+
+        They are chosen by the option `variant`, in methods that have it.
+        """
+        return getattr(self, "variant", "paper") == "paper"
 
     @property
     def reducer(self) -> ReducingStages | None:
@@ -243,7 +243,6 @@ class ReducingStages(Policy):
 
         `read_prompt` raises InputError if `reduce` keeps more. Under jit the last vision tokens are dropped instead.
         """
-        del stage, images
         return vision
 
 
@@ -260,7 +259,6 @@ class DecodingStages(Policy):
 
         `scores` are those of this policy, even if another one selects the tokens.
         """
-        del obs, scores
         return {}
 
     def begin(self, state: DecodeState) -> DecodeState:
@@ -294,7 +292,6 @@ class DecodingStages(Policy):
             text: bound on its text tokens.
             new_tokens: bound on the tokens that follow.
         """
-        del vision, text, new_tokens
         return kept + layers, longest + 1
 
 

@@ -39,7 +39,6 @@ class ReducingPolicy(ReducingStages):
 
     def reductions(self, layers: int) -> tuple[int, ...]:
         """Before the first layer, unless the method overrides it."""
-        del layers
         return (0,)
 
     def count(self, vision: Bool[Array, " T"], share: float | None = None) -> Int[Array, ""]:
@@ -54,7 +53,6 @@ class ReducingPolicy(ReducingStages):
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         """`keep` times `vision`, rounded as in `count`."""
-        del stage, images
         return int(budgets.fraction(self.keep, vision)[-1])
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
@@ -94,5 +92,4 @@ class StagedPolicy(ReducingPolicy):
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         """`share` times `vision`, rounded half up."""
-        del stage, images
         return int(budgets.fraction(self.share, vision)[-1])

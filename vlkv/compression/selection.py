@@ -247,55 +247,6 @@ def select(
     Raises:
         InputError: shapes that do not fit, a missing key, grid or context, or a policy that reduces the prompt.
     """
-    return _choose(policy, q, k, v, is_vision, valid, key, grid, context)
-
-
-def compress(
-    policy: Policy,
-    q: Float[Array | np.ndarray, "L N T H"],
-    k: Float[Array | np.ndarray, "L K T H"],
-    v: Float[Array | np.ndarray, "L K T H"],
-    is_vision: Bool[Array | np.ndarray, " T"],
-    valid: Bool[Array | np.ndarray, " T"] | None = None,
-    key: PRNGKeyArray | None = None,
-    grid: Int[Array | np.ndarray, "T 3"] | None = None,
-    context: LayerContext | None = None,
-) -> tuple[Float[Array, "L K T H"], Float[Array, "L K T H"], Selection]:
-    """`select`, and k and v after the policy's merge; the kept ones are the entries of the cache."""
-    k, v = jnp.asarray(k), jnp.asarray(v)  # merging uses methods that numpy arrays do not have
-    selection = _choose(policy, q, k, v, is_vision, valid, key, grid, context)
-    merged = [policy.merge(*args) for args in zip(k, v, selection.kept, selection.scores, strict=True)]
-    return jnp.stack([m[0] for m in merged]), jnp.stack([m[1] for m in merged]), selection
-
-
-def require_32_bits() -> None:
-    """Raises InputError if `jax_enable_x64` is on, which changes the dtypes of counts and of kernel states."""
-    if jax.dtypes.canonicalize_dtype(np.int64) == np.int64:
-        raise InputError("vlkv computes in 32 bits: switch jax_enable_x64 off, or call it within jax.enable_x64(False)")
-
-
-def require_fit(policy: Policy, layers: int, key: Key[Array, ""] | None, *, max_new_tokens: int | None = None) -> None:
-    """Raises InputError if this is not a policy, does not fit the model or needs a key, or if jax is set to 64 bits.
-
-    `max_new_tokens`: of the answer, if the caller can compress the cache during the answer (`Facts.answer`); else None.
-    """
-    require_policy(policy)
-    require_32_bits()
-    answer = policy.facts.answer
-    if answer and max_new_tokens is None:
-        raise InputError(f"answer={answer} compresses the cache during an answer, as generate, stream, score, vlkv "
-                         "generate, eval and frontier can: use these, or leave out answer=")  # fmt: skip
-    if answer and max_new_tokens is not None and answer > max_new_tokens - 2:
-        raise InputError(
-            f"answer={answer}: the full cache gives {answer + 1} tokens, and max_new_tokens={max_new_tokens} (or as "
-            f"many targets) leaves none to the compressed cache: give at least {answer + 2}"
-        )
-    require_layers(policy, layers)
-    if policy.facts.needs_key and key is None:
-        raise InputError(f"{type(policy).__name__} draws at random: pass key=jax.random.key(seed)")
-
-
-def _choose(policy, q, k, v, is_vision, valid, key, grid, context) -> Selection:
     key = single_key(key)
     q, k, v, is_vision = (jnp.asarray(x) for x in (q, k, v, is_vision))
     fits = q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[2:] == k.shape[2:]
@@ -337,3 +288,48 @@ def _choose(policy, q, k, v, is_vision, valid, key, grid, context) -> Selection:
         count,
         budget=budget_of(policy, layers=layers, most=length, text=length),
     )
+
+
+def compress(
+    policy: Policy,
+    q: Float[Array | np.ndarray, "L N T H"],
+    k: Float[Array | np.ndarray, "L K T H"],
+    v: Float[Array | np.ndarray, "L K T H"],
+    is_vision: Bool[Array | np.ndarray, " T"],
+    valid: Bool[Array | np.ndarray, " T"] | None = None,
+    key: PRNGKeyArray | None = None,
+    grid: Int[Array | np.ndarray, "T 3"] | None = None,
+    context: LayerContext | None = None,
+) -> tuple[Float[Array, "L K T H"], Float[Array, "L K T H"], Selection]:
+    """`select`, and k and v after the policy's merge; the kept ones are the entries of the cache."""
+    k, v = jnp.asarray(k), jnp.asarray(v)  # merging uses methods that numpy arrays do not have
+    selection = select(policy, q, k, v, is_vision, valid, key, grid, context)
+    merged = [policy.merge(*args) for args in zip(k, v, selection.kept, selection.scores, strict=True)]
+    return jnp.stack([m[0] for m in merged]), jnp.stack([m[1] for m in merged]), selection
+
+
+def require_32_bits() -> None:
+    """Raises InputError if `jax_enable_x64` is on, which changes the dtypes of counts and of kernel states."""
+    if jax.dtypes.canonicalize_dtype(np.int64) == np.int64:
+        raise InputError("vlkv computes in 32 bits: switch jax_enable_x64 off, or call it within jax.enable_x64(False)")
+
+
+def require_fit(policy: Policy, layers: int, key: Key[Array, ""] | None, *, max_new_tokens: int | None = None) -> None:
+    """Raises InputError if this is not a policy, does not fit the model or needs a key, or if jax is set to 64 bits.
+
+    `max_new_tokens`: of the answer, if the caller can compress the cache during the answer (`Facts.answer`); else None.
+    """
+    require_policy(policy)
+    require_32_bits()
+    answer = policy.facts.answer
+    if answer and max_new_tokens is None:
+        raise InputError(f"answer={answer} compresses the cache during an answer, as generate, stream, score, vlkv "
+                         "generate, eval and frontier can: use these, or leave out answer=")  # fmt: skip
+    if answer and max_new_tokens is not None and answer > max_new_tokens - 2:
+        raise InputError(
+            f"answer={answer}: the full cache gives {answer + 1} tokens, and max_new_tokens={max_new_tokens} (or as "
+            f"many targets) leaves none to the compressed cache: give at least {answer + 2}"
+        )
+    require_layers(policy, layers)
+    if policy.facts.needs_key and key is None:
+        raise InputError(f"{type(policy).__name__} draws at random: pass key=jax.random.key(seed)")

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import choose
 from vlkv.config import ExpertsConfig
-from vlkv.decoder.layers import ACTIVATIONS, Initializer, Linear, rms_normalised
+from vlkv.decoder.layers import ACTIVATIONS, GatedMlp, Initializer, Linear, rms_normalised
 from vlkv.sharding.mixtures import sum_over_experts
 
 # Rows that one step of the loop multiplies with an expert. XLA on a CPU reads an expert four times as fast for a single
@@ -32,19 +32,6 @@ _BLOCKS = (16, 32, 64, 128)
 # Rows per expert of a block of tokens, on average. Each block reads all weights, so there are enough rows that a chip
 # multiplies for longer than it reads (on a TPU v5e from 240 rows on).
 _ROWS = 512
-
-
-class SharedExpert(nnx.Module):
-    """A gated MLP that all tokens pass through."""
-
-    def __init__(self, width: int, channels: int, *, init: Initializer) -> None:
-        self.gate = Linear(width, channels, bias=False, init=init)
-        self.up = Linear(width, channels, bias=False, init=init)
-        self.down = Linear(channels, width, bias=False, init=init)
-
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Applies it to every token."""
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
 
 class Experts(nnx.Module):
@@ -58,7 +45,7 @@ class Experts(nnx.Module):
         self.up = init.normal(c.count, c.width, width, scale=width**-0.5)
         self.down = init.normal(c.count, width, c.width, scale=c.width**-0.5)
         self.active, self.normalised, self.activation, self.eps = c.active, c.normalised, c.activation, eps
-        self.shared = None if c.shared is None else SharedExpert(width, c.shared, init=init)
+        self.shared = None if c.shared is None else GatedMlp(width, c.shared, init=init)
         self.shared_gate = None if c.shared is None else Linear(width, 1, bias=False, init=init)
 
     def __call__(self, x: Float[Array, "B T D"], before: Float[Array, "B T D"] | None = None) -> Float[Array, "B T D"]:

@@ -55,7 +55,6 @@ class Shapes(Initializer):
 
     def normal(self, *shape: int, scale: float) -> nnx.Param:
         """The shape of one parameter."""
-        del scale
         self.made.append(jax.ShapeDtypeStruct(shape, self.dtype))
         return nnx.Param(self.made[-1])
 
@@ -248,3 +247,16 @@ class Mlp(nnx.Module):
     def __call__(self, x: Float[Array, "*batch i"]) -> Float[Array, "*batch o"]:
         """Maps the last axis."""
         return self.second(gelu(self.first(x)))
+
+
+class GatedMlp(nnx.Module):
+    """A gated MLP with SiLU, without biases."""
+
+    def __init__(self, width: int, channels: int, *, init: Initializer) -> None:
+        self.gate = Linear(width, channels, bias=False, init=init)
+        self.up = Linear(width, channels, bias=False, init=init)
+        self.down = Linear(channels, width, bias=False, init=init)
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        """Maps the last axis."""
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))

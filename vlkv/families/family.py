@@ -100,22 +100,18 @@ class VisionLanguageModel(TextModel):
             The features, as `project` takes them, and for each of `blocks` the attention that each feature receives
             in it.
         """
-        del inputs
         return self.vision.with_attention(pixels, blocks)
 
     def project(self, features: Any, inputs: Inputs) -> Vision:
         """The vision embeddings of the tower's features, in the order in which `inputs.vision_index` counts them."""
-        del inputs
         return flat(features if self.projector is None else self.projector(features))
 
     def project_added(self, features: Any) -> tuple[Vision, ...]:
         """What is added to the vision tokens after each of the decoder's first layers, in the order of `project`."""
-        del features
         return ()
 
     def pool(self, attention: Float[Array, "I V C"], inputs: Inputs) -> Float[Array, "R C"]:
         """Attention per vision embedding, from attention per feature. Features that `project` joins are joined here."""
-        del inputs
         return flat(attention)
 
     @override

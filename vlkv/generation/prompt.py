@@ -221,7 +221,6 @@ def _recur(repetition: Repetition | None, i: int, now: _Carry, run: Recurring) -
 
     A repetition goes on from the state after the prompt, which alone is cached; so the layer runs twice.
     """
-    del i
     valid = now.tokens.valid
     if repetition is None:
         read, state = run(None, valid)

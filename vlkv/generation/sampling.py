@@ -37,7 +37,6 @@ class Greedy:
 
     def choose(self, logits: Float[Array, "B vocab"], key: Key[Array, ""] | None) -> Int[Array, " B"]:
         """The next token of every row."""
-        del key
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 

@@ -1,4 +1,4 @@
-"""The compression methods, one per file, and a registry by name."""
+"""The compression methods, one per file, and a registry by name. `A as A` exports a name, for type checkers too."""
 
 from __future__ import annotations
 
@@ -10,65 +10,73 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from vlkv.compression.compose import Composed, compose
-from vlkv.compression.observe import LayerContext, Observation
-from vlkv.compression.option_types import Scope
-from vlkv.compression.policy import DecodingStages, Facts, Policy, ReducingStages
-from vlkv.compression.reducing import ReducingPolicy
-from vlkv.compression.selection import Selection, compress, select
-from vlkv.compression.smooth import Smooth
+from vlkv.compression.compose import Composed as Composed
+from vlkv.compression.compose import compose as compose
+from vlkv.compression.observe import LayerContext as LayerContext
+from vlkv.compression.observe import Observation as Observation
+from vlkv.compression.option_types import Scope as Scope
+from vlkv.compression.policy import DecodingStages as DecodingStages
+from vlkv.compression.policy import Facts as Facts
+from vlkv.compression.policy import Policy as Policy
+from vlkv.compression.policy import ReducingStages as ReducingStages
+from vlkv.compression.reducing import ReducingPolicy as ReducingPolicy
+from vlkv.compression.selection import Selection as Selection
+from vlkv.compression.selection import compress as compress
+from vlkv.compression.selection import select as select
+from vlkv.compression.smooth import Smooth as Smooth
 from vlkv.errors import InputError
 from vlkv.policies import syntax
-from vlkv.policies.adakv import AdaKV
-from vlkv.policies.aircache import AirCache
-from vlkv.policies.avl import AVL
-from vlkv.policies.bacon import BACON
-from vlkv.policies.cake import CAKE
-from vlkv.policies.cdpruner import CDPruner
-from vlkv.policies.criticalkv import CriticalKV
-from vlkv.policies.csp import CSP
-from vlkv.policies.damage import Damage
-from vlkv.policies.dart import DART
-from vlkv.policies.divprune import DivPrune
-from vlkv.policies.downsample import Downsample
-from vlkv.policies.elastic import ElasticCache
-from vlkv.policies.evs import EVS
-from vlkv.policies.expectedattention import ExpectedAttention
-from vlkv.policies.fastervlm import FasterVLM
-from vlkv.policies.fastv import FastV
-from vlkv.policies.flashcache import FlashCache
-from vlkv.policies.full import Full
-from vlkv.policies.h2o import H2O
-from vlkv.policies.hired import HiRED
-from vlkv.policies.ivtp import IVTP
-from vlkv.policies.keydiff import KeyDiff
-from vlkv.policies.kivi import KIVI
-from vlkv.policies.knorm import Knorm
-from vlkv.policies.kvzip import KVzip
-from vlkv.policies.lightkv import LightKV
-from vlkv.policies.lookm import LookM
-from vlkv.policies.meda import MEDA
-from vlkv.policies.mixkv import MixKV
-from vlkv.policies.pitome import PiToMe
-from vlkv.policies.prefixkv import PrefixKV
-from vlkv.policies.prumerge import PruMerge
-from vlkv.policies.pyramiddrop import PyramidDrop
-from vlkv.policies.pyramidkv import PyramidKV
-from vlkv.policies.random import ImgRandom, Random
-from vlkv.policies.rdkv import RDKV
-from vlkv.policies.roco import RoCo
-from vlkv.policies.snapkv import SnapKV
-from vlkv.policies.sparsevlm import SparseVLM
-from vlkv.policies.streaming import StreamingLLM
-from vlkv.policies.tgvkv import TGVKV
-from vlkv.policies.tofu import ToFu
-from vlkv.policies.tome import ToMe
-from vlkv.policies.tova import TOVA
-from vlkv.policies.turboquant import TurboQuant
-from vlkv.policies.vidcom2 import VidCom2
-from vlkv.policies.visionzip import VisionZip
-from vlkv.policies.vispruner import VisPruner
-from vlkv.policies.vlcache import VLCache
+from vlkv.policies.adakv import AdaKV as AdaKV
+from vlkv.policies.aircache import AirCache as AirCache
+from vlkv.policies.avl import AVL as AVL
+from vlkv.policies.bacon import BACON as BACON
+from vlkv.policies.cake import CAKE as CAKE
+from vlkv.policies.cdpruner import CDPruner as CDPruner
+from vlkv.policies.criticalkv import CriticalKV as CriticalKV
+from vlkv.policies.csp import CSP as CSP
+from vlkv.policies.damage import Damage as Damage
+from vlkv.policies.dart import DART as DART
+from vlkv.policies.divprune import DivPrune as DivPrune
+from vlkv.policies.downsample import Downsample as Downsample
+from vlkv.policies.elastic import ElasticCache as ElasticCache
+from vlkv.policies.evs import EVS as EVS
+from vlkv.policies.expectedattention import ExpectedAttention as ExpectedAttention
+from vlkv.policies.fastervlm import FasterVLM as FasterVLM
+from vlkv.policies.fastv import FastV as FastV
+from vlkv.policies.flashcache import FlashCache as FlashCache
+from vlkv.policies.full import Full as Full
+from vlkv.policies.h2o import H2O as H2O
+from vlkv.policies.hired import HiRED as HiRED
+from vlkv.policies.ivtp import IVTP as IVTP
+from vlkv.policies.keydiff import KeyDiff as KeyDiff
+from vlkv.policies.kivi import KIVI as KIVI
+from vlkv.policies.knorm import Knorm as Knorm
+from vlkv.policies.kvzip import KVzip as KVzip
+from vlkv.policies.lightkv import LightKV as LightKV
+from vlkv.policies.lookm import LookM as LookM
+from vlkv.policies.meda import MEDA as MEDA
+from vlkv.policies.mixkv import MixKV as MixKV
+from vlkv.policies.pitome import PiToMe as PiToMe
+from vlkv.policies.prefixkv import PrefixKV as PrefixKV
+from vlkv.policies.prumerge import PruMerge as PruMerge
+from vlkv.policies.pyramiddrop import PyramidDrop as PyramidDrop
+from vlkv.policies.pyramidkv import PyramidKV as PyramidKV
+from vlkv.policies.random import ImgRandom as ImgRandom
+from vlkv.policies.random import Random as Random
+from vlkv.policies.rdkv import RDKV as RDKV
+from vlkv.policies.roco import RoCo as RoCo
+from vlkv.policies.snapkv import SnapKV as SnapKV
+from vlkv.policies.sparsevlm import SparseVLM as SparseVLM
+from vlkv.policies.streaming import StreamingLLM as StreamingLLM
+from vlkv.policies.tgvkv import TGVKV as TGVKV
+from vlkv.policies.tofu import ToFu as ToFu
+from vlkv.policies.tome import ToMe as ToMe
+from vlkv.policies.tova import TOVA as TOVA
+from vlkv.policies.turboquant import TurboQuant as TurboQuant
+from vlkv.policies.vidcom2 import VidCom2 as VidCom2
+from vlkv.policies.visionzip import VisionZip as VisionZip
+from vlkv.policies.vispruner import VisPruner as VisPruner
+from vlkv.policies.vlcache import VLCache as VLCache
 
 registry: dict[str, type[Policy]] = {
     cls.__name__.lower(): cls
@@ -164,76 +172,3 @@ def text_of(policy: Policy, *, scope: bool = False) -> str:
         scope: for tables: whether the text has the scope of a `keep` or `budget` even if it is the method's default.
     """
     return syntax.text_of(policy, named, scope=scope)
-
-
-__all__ = [
-    "AVL",
-    "BACON",
-    "CAKE",
-    "CSP",
-    "DART",
-    "EVS",
-    "H2O",
-    "IVTP",
-    "KIVI",
-    "MEDA",
-    "RDKV",
-    "TGVKV",
-    "TOVA",
-    "AdaKV",
-    "AirCache",
-    "CDPruner",
-    "Composed",
-    "CriticalKV",
-    "Damage",
-    "DecodingStages",
-    "DivPrune",
-    "Downsample",
-    "ElasticCache",
-    "ExpectedAttention",
-    "Facts",
-    "FastV",
-    "FasterVLM",
-    "FlashCache",
-    "Full",
-    "HiRED",
-    "ImgRandom",
-    "KVzip",
-    "KeyDiff",
-    "Knorm",
-    "LayerContext",
-    "LightKV",
-    "LookM",
-    "MixKV",
-    "Observation",
-    "PiToMe",
-    "Policy",
-    "PrefixKV",
-    "PruMerge",
-    "PyramidDrop",
-    "PyramidKV",
-    "Random",
-    "ReducingPolicy",
-    "ReducingStages",
-    "RoCo",
-    "Scope",
-    "Selection",
-    "Smooth",
-    "SnapKV",
-    "SparseVLM",
-    "StreamingLLM",
-    "ToFu",
-    "ToMe",
-    "TurboQuant",
-    "VLCache",
-    "VidCom2",
-    "VisPruner",
-    "VisionZip",
-    "compose",
-    "compress",
-    "make",
-    "named",
-    "registry",
-    "select",
-    "text_of",
-]

@@ -6,7 +6,6 @@ from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
-from typing_extensions import override
 
 from vlkv.compression import budgets
 from vlkv.compression.merging import dropped, fold, nearest_place
@@ -121,11 +120,6 @@ class AirCache(Policy):
             share = {"both": (strength + skew) / 2, "strength": strength, "skewness": skew}[self.allocation]
             real = share * mean
         return budgets.apportion(real, total, floor=jnp.minimum(1, most), ceiling=most)
-
-    @property
-    @override
-    def merges(self) -> bool:
-        return self.merging > 0
 
     def merge(
         self,

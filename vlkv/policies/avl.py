@@ -70,12 +70,10 @@ class AVL(ReducingStages, DecodingStages):
 
     def reductions(self, layers: int) -> tuple[int, ...]:
         """After the second layer."""
-        del layers
         return (_EARLY,)
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text and P of the vision tokens."""
-        del stage
         assert obs is not None
         vision = tokens.valid & tokens.is_vision
         count = jnp.asarray(self.going_on(vision.shape[0]))[jnp.sum(vision)]
@@ -87,7 +85,6 @@ class AVL(ReducingStages, DecodingStages):
 
     @override
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
-        del stage, images
         return int(self.going_on(vision)[-1])
 
     @property
@@ -104,7 +101,6 @@ class AVL(ReducingStages, DecodingStages):
         self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
     ) -> tuple[int, int] | None:
         """The bounds with the text window instead of all text."""
-        del vision
         if self.text is None:
             return None
         more = math.ceil(self.text * (text + new_tokens)) + 1 - text

@@ -56,7 +56,6 @@ class CAKE(SnapKV):
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
         """`preference` of the layer, and the number of its tokens that are always kept."""
-        del scores
         attention, present = self.rows_of(obs)
         entropy = -jnp.sum(attention * jnp.log(attention + 1e-10))
         spread = jnp.sum(moments(attention, present)[1])

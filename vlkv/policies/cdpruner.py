@@ -34,7 +34,6 @@ class CDPruner(ReducingPolicy):
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text and the selected vision tokens."""
-        del obs, stage
         vision, unit = tokens.valid & tokens.is_vision, matching.unit(tokens.x)
         start = unit * self.relevance(tokens, unit)[:, None]
         square = jnp.sum(start**2, axis=1)

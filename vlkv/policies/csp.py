@@ -7,7 +7,6 @@ from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
-from typing_extensions import override
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, group_mean, head_mean, split_rows_mass
@@ -59,11 +58,6 @@ class CSP(Policy):
         ranked_by=("self", "cross"),
     )
 
-    @property
-    @override
-    def follows_paper(self) -> bool:
-        return self.variant == "paper"
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("fill", not (self.fill and self.variant == "released"), "does not exist in the published code")
@@ -108,7 +102,6 @@ class CSP(Policy):
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
         """The `self` and the `cross` scores."""
-        del scores
         return dict(zip(("self", "cross"), self.regions_of(obs), strict=True))
 
     def protect(self, obs: Observation) -> Bool[Array, " T"]:

@@ -52,7 +52,6 @@ class Damage(AdaKV):
         self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
     ) -> Int[Array, "L K"]:
         """The number of each head's tokens among the best of all layers."""
-        del layers
         return budgets.by_order_of_all_layers(statistics["ranked"], total, most, safeguard=self.safeguard)
 
 

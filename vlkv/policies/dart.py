@@ -41,12 +41,10 @@ class DART(ReducingPolicy):
 
     def reductions(self, layers: int) -> tuple[int, ...]:
         """One reduction, after `layer` layers."""
-        del layers
         return (self.layer,)
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text, vision pivots, and the tokens that the pivots take."""
-        del stage
         assert obs is not None
         vision, instruction = tokens.valid & tokens.is_vision, obs.instruction & ~tokens.is_vision
         count, norm = self.count(vision), jnp.sum(jnp.abs(obs.k.astype(jnp.float32)), axis=(0, 2))

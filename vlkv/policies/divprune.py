@@ -28,7 +28,6 @@ class DivPrune(ReducingPolicy):
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text and the selected vision tokens."""
-        del obs, stage
         vision = tokens.valid & tokens.is_vision
         unit = matching.unit(tokens.x)
         nearest = matching.nearest(tokens.x, vision)

@@ -42,12 +42,10 @@ class Downsample(ReducingPolicy):
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         """`most`, if given."""
-        del stage, images
         return vision if self.most is None else min(vision, self.most)
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Replaces the first token of each block by the mean, and removes the others."""
-        del obs, stage
         length = tokens.valid.shape[0]
         pooled = tokens.valid & tokens.is_vision & (tokens.grid[:, 1] >= 0)
         block = jnp.where(pooled[:, None], tokens.grid // jnp.array([1, self.side, self.side]), -1)

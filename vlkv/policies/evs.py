@@ -39,12 +39,10 @@ class EVS(ReducingPolicy):
 
     @override
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
-        del stage, images
         return max(1, int(self.last_keep * vision))
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text, first frames, and the patches that differ most from those before them."""
-        del obs, stage
         vision, before = tokens.valid & tokens.is_vision, frames.one_frame_before(tokens)
         first, count = vision & (before < 0), self.count(vision)
         first = evenly(first, jnp.minimum(jnp.sum(first), count))

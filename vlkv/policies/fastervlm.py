@@ -25,5 +25,4 @@ class FasterVLM(ReducingPolicy):
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text and the best vision tokens of the row."""
-        del obs, stage
         return tokens, self.kept(tokens, tokens.tower_attention[-1])

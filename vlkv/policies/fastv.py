@@ -39,6 +39,5 @@ class FastV(ReducingPolicy):
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text and the best vision tokens."""
-        del stage
         assert obs is not None
         return tokens, self.kept(tokens, self.ranking(obs)[0])

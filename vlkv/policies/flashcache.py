@@ -49,7 +49,6 @@ class FlashCache(Policy):
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
         """`outliers`: the share of the layer's energy outside the base, that of keys plus that of values."""
-        del scores
 
         def share(x: Float[Array, "K T H"]) -> Float[Array, ""]:
             energy = jnp.sum(jnp.where(obs.valid[:, None], x.astype(jnp.float32), 0.0) ** 2)

@@ -65,7 +65,6 @@ class H2O(DecodingStages):
 
     def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
         """Attention accumulated over the prompt."""
-        del obs
         return {"mass": scores}
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:

@@ -10,7 +10,6 @@ import math
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
-from typing_extensions import override
 
 from vlkv.compression import budgets, matching
 from vlkv.compression.observe import Observation
@@ -48,12 +47,6 @@ class HiRED(ReducingPolicy):
         paper="Arif et al. 2024, HiRED: Attention-Guided Token Dropping for Efficient Inference of High-Resolution"
         " Vision-Language Models",
     )
-
-    @property
-    @override
-    def follows_paper(self) -> bool:
-        return self.variant == "paper"
-
     class_attention_layers = (0, -1)  # the first block for budgets, the last one that runs for the choice of tokens
 
     def __post_init__(self) -> None:
@@ -62,7 +55,6 @@ class HiRED(ReducingPolicy):
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         """A bound; it is reached if all images but one consist of a single token."""
-        del stage
         if self.keep == 1:
             return vision
         single = max(images, 1) - 1
@@ -70,7 +62,6 @@ class HiRED(ReducingPolicy):
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text and the best vision tokens of each partition."""
-        del obs, stage
         if self.keep == 1:
             return tokens, tokens.valid
         first, late = tokens.tower_attention

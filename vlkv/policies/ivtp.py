@@ -48,7 +48,6 @@ class IVTP(ReducingPolicy):
 
     def reductions(self, layers: int) -> tuple[int, ...]:
         """Before the first layer if tokens are grouped, and after `layers`."""
-        del layers
         return self.layers if self.groups is None else (0, *self.layers)
 
     @property
@@ -65,7 +64,6 @@ class IVTP(ReducingPolicy):
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         """The stage's fraction, rounded half up."""
-        del images
         return int(budgets.fraction(self.fraction(stage), vision)[-1])
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:

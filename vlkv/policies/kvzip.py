@@ -60,7 +60,6 @@ class KVzip(Policy):
         self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
     ) -> Int[Array, "L K"]:
         """The number of each head's tokens among the best of all layers."""
-        del layers
         return budgets.by_order_of_all_layers(statistics["ranked"], total, most)
 
 

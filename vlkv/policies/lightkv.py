@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
-from typing_extensions import override
 
 from vlkv.compression import budgets, matching
 from vlkv.compression.observe import Observation
@@ -63,11 +62,6 @@ class LightKV(ReducingPolicy):
         paper="Anonymous 2025, Make Your LVLM KV Cache More Lightweight (LightKV)",
         equations="Eqs. 4-9",
     )
-
-    @property
-    @override
-    def follows_paper(self) -> bool:
-        return self.variant == "paper"
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -7,7 +7,6 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
-from typing_extensions import override
 
 from vlkv.compression import merging
 from vlkv.compression.observe import Observation, column_sums, columns, group_mean, prefer_text
@@ -51,11 +50,6 @@ class LookM(Policy):
     )
 
     @property
-    @override
-    def follows_paper(self) -> bool:
-        return self.variant == "paper"
-
-    @property
     def overshoots(self) -> bool:
         """Whether text may exceed the budget."""
         return self.variant == "released" and self.text_prior and self.scope == "all"
@@ -74,7 +68,6 @@ class LookM(Policy):
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
         """`granted`: the budget, or the number of text and recent tokens if that is larger."""
-        del scores
         if not self.overshoots:
             return {}
         return {"granted": jnp.maximum(obs.mean_budget, jnp.sum(obs.in_scope & (~obs.is_vision | self.protect(obs))))}
@@ -95,11 +88,6 @@ class LookM(Policy):
         mean = totals // layers
         recent = mean // 2 if self.recent is None else self.recent
         return np.minimum(sums, layers * np.maximum(mean, text + recent))
-
-    @property
-    @override
-    def merges(self) -> bool:
-        return self.merging != "none"
 
     def merge(
         self,

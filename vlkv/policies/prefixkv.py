@@ -8,32 +8,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
-from typing_extensions import override
 
-from vlkv.cache.decode_state import DecodeState
 from vlkv.compression import budgets
-from vlkv.compression.fixed_distance import allowed_entries, evict_at_distance, share_bounds
+from vlkv.compression.fixed_distance import FixedDistance
 from vlkv.compression.merging import dropped, fold, nearest_key, nearest_place
-from vlkv.compression.observe import Observation, column_sums, columns, head_mean
-from vlkv.compression.option_types import Count, Positive, Share, Variant
-from vlkv.compression.policy import DecodingStages, Facts, Statistics
+from vlkv.compression.observe import Observation
+from vlkv.compression.option_types import Share
+from vlkv.compression.policy import Facts, Statistics
 from vlkv.errors import InputError
-from vlkv.masks import first, last
 
 _TOLERANCE = 5  # the published search stops within this number of tokens of the target
 _HALVINGS = 24  # bisections of [0, 1] that float32 can represent
 
 
-class PrefixKV(DecodingStages):
+class PrefixKV(FixedDistance):
     """Column sums averaged over heads, and one threshold on their cumulative sum for all layers (Eq. 1, Alg. 1).
 
     Importance is normalised per layer and sorted. R_l is the shortest prefix whose sum reaches p. Bisection finds the p
     for which the R_l sum to the budget. It runs on the bits of a float32, so it is exact; the remainder goes to the
-    layers whose next cumulative value is smallest. R_l includes the protected sinks and recent tokens.
-
-    While decoding, a layer keeps the same share of all tokens as of the prompt. Above ceil(share x seen) entries, the
-    one at a fixed distance from the newest is evicted, as in Elastic Cache, or the middle one if there are not enough
-    entries. With scope="vision" nothing is evicted, because new tokens are text.
+    layers whose next cumulative value is smallest. R_l includes the protected sinks and recent tokens. Decode steps are
+    those of `FixedDistance`.
 
     The published code counts dropped tokens instead, without sinks and the recent token. Its search stops within 5
     tokens of the target, and scaling and truncation may keep up to L - 1 tokens more than the budget. While decoding it
@@ -51,24 +45,14 @@ class PrefixKV(DecodingStages):
         variant: "paper", or "released" for the published code.
     """
 
-    sinks: Count = 1
-    recent: Count = 1
-    distance: Positive | None = 25
     merging: Literal["none", "position", "cosine"] = "none"
     profile: tuple[Share, ...] | None = None
-    variant: Variant = "paper"
     facts = Facts(
         paper="Wang et al. 2024, PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need",
         equations="Eq. 1, Alg. 1",
         stages="score, allocate, merge, step",
         capped=True,
-        measures=columns("sum"),
     )
-
-    @property
-    @override
-    def follows_paper(self) -> bool:
-        return self.variant == "paper"
 
     def check_model(self, layers: int) -> None:
         """Raises InputError if the profile has another number of layers."""
@@ -85,14 +69,6 @@ class PrefixKV(DecodingStages):
         """The budget, plus the tokens that truncation may add."""
         totals = super().total(sums, layers=layers, text=text)
         return np.minimum(totals + layers - 1, sums) if self.slack else totals
-
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Column sums of attention, averaged over heads."""
-        return head_mean(column_sums(obs), obs.k.shape[0])
-
-    def protect(self, obs: Observation) -> Bool[Array, " T"]:
-        """Sinks and recent tokens."""
-        return first(obs.valid, self.sinks) | last(obs.valid, self.recent)
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
         """`cumulative`: P_l(o) for o = 1..T, of importance in falling order; +inf beyond the tokens in scope."""
@@ -120,11 +96,6 @@ class PrefixKV(DecodingStages):
         thresholds = jnp.where(place < least, 0.0, jnp.where(place < most[:, None], before, jnp.inf))
         return budgets.smallest(thresholds, total)
 
-    @property
-    @override
-    def merges(self) -> bool:
-        return self.merging != "none"
-
     def merge(
         self,
         k: Float[Array, "K T H"],
@@ -138,28 +109,6 @@ class PrefixKV(DecodingStages):
         target = nearest_place(kept) if self.merging == "position" else nearest_key(k, kept)[0]
         gone = dropped(kept, scores)
         return fold(k, k, target, gone), fold(v, v, target, gone)
-
-    @property
-    @override
-    def updater(self) -> DecodingStages | None:
-        return self if self.distance is not None and self.scope == "all" else None
-
-    def decode_slots(self, state: DecodeState) -> Int[Array, " K"]:
-        """The share of all tokens that may be seen, and one new entry."""
-        return allowed_entries(state.budget, state, state.new_tokens) + 1
-
-    @override
-    def decode_bounds(
-        self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
-    ) -> tuple[int, int]:
-        return share_bounds(self, kept, longest, layers=layers, most=vision + text, new_tokens=new_tokens)
-
-    def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
-        """Evicts one entry of each head that has more than its share of all tokens."""
-        del mass
-        assert self.distance is not None
-        moving = self.variant == "paper"
-        return evict_at_distance(state, self.distance, budget=state.budget, moving=moving)
 
 
 def found_forget_counts(

@@ -37,7 +37,6 @@ class PruMerge(ReducingPolicy):
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text and the selected vision tokens, into which the others are merged."""
-        del obs, stage
         vision, attention = tokens.valid & tokens.is_vision, tokens.tower_attention[-1]
         count = self.count(vision)
         low, high = quartiles(attention, vision)

@@ -35,7 +35,6 @@ class PyramidDrop(StagedPolicy):
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text and the best vision tokens."""
-        del stage
         assert obs is not None
         ranking = head_mean(rows_mass(obs, last(obs.valid, 1), 1), 1)[0]
         return tokens, self.kept(tokens, ranking, self.share)

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-from typing_extensions import override
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation
@@ -43,18 +42,12 @@ class PyramidKV(SnapKV):
         capped=True,
     )
 
-    @property
-    @override
-    def follows_paper(self) -> bool:
-        return self.variant == "paper"
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("cap", self.cap is None or self.variant == "paper", "is not supported for the released variant")
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
         """For the released variant: the mean budget and the number of tokens in scope."""
-        del scores
         if self.variant == "paper":
             return {}
         return {"mean": obs.mean_budget, "count": jnp.sum(obs.in_scope)}

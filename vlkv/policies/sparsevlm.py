@@ -63,7 +63,6 @@ class SparseVLM(StagedPolicy):
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Marks the raters before the first layer; later keeps text, the best vision tokens, and clusters of others."""
-        del stage
         vision, text = tokens.valid & tokens.is_vision, tokens.valid & ~tokens.is_vision
         if obs is None:
             return dataclasses.replace(tokens, marked=raters(tokens)), tokens.valid

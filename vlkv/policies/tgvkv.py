@@ -58,7 +58,6 @@ class TGVKV(Policy):
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
         """`grounding`: the attention that the text gives to the image."""
-        del scores
         mass = rows_mass(obs, self.rows(obs), max(1, obs.max_instruction))
         return {"grounding": jnp.sum(jnp.where(obs.is_vision, jnp.mean(mass, axis=0), 0.0))}
 

@@ -6,7 +6,6 @@ from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
-from typing_extensions import override
 
 from vlkv.compression import matching
 from vlkv.compression.option_types import Count, Variant
@@ -36,11 +35,6 @@ class ToFu(ToMe):
         paper="Kim et al. 2024, Token Fusion: Bridging the Gap between Token Pruning and Token Merging",
         equations="Sec. 3",
     )
-
-    @property
-    @override
-    def follows_paper(self) -> bool:
-        return self.variant == "paper"
 
     def combine(
         self,

@@ -79,7 +79,6 @@ class ToMe(ReducingPolicy):
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         """`left`, if each image has one token that cannot be merged."""
-        del stage
         lone = min(images, vision)
         return lone + int(self.left(vision - lone)[-1])
 
@@ -98,7 +97,6 @@ class ToMe(ReducingPolicy):
         self, metric: Float[Array, "T H"], members: Bool[Array, " T"], removed: Int[Array, ""], *, stage: int
     ) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
         """The target of each member, and its number in the order of merging; the first `removed` are merged."""
-        del removed, stage
         even = ordinal(members) % 2 == 0
         group = jnp.zeros(members.shape, jnp.int32)
         target, cosine = matching.closest(metric, members & ~even, group)
@@ -114,7 +112,6 @@ class ToMe(ReducingPolicy):
         stage: int,
     ) -> tuple[Float[Array, "T D"], Float[Array, " T"]]:
         """Vectors and sizes after merging: averages weighted by size."""
-        del stage
         return matching.fold(x, size, target, merged), matching.sizes(size, target, merged)
 
     # --- on the cache -----------------------------------------------------------------------------------------------

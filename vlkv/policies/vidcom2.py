@@ -46,7 +46,6 @@ class VidCom2(ReducingPolicy):
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text, and the best tokens of each frame."""
-        del obs, stage
         patch = frames.patches(tokens)
         frame, video = jnp.maximum(tokens.grid[:, 0], 0), frames.videos(tokens)
         unit = matching.unit(tokens.x * self.quiet(tokens.x, patch))

@@ -37,7 +37,6 @@ class VisionZip(ReducingPolicy):
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text, dominant and contextual tokens."""
-        del obs, stage
         vision, attention = tokens.valid & tokens.is_vision, tokens.tower_attention[-1]
         count = self.count(vision)
         groups = budgets.share(self.contextual, count, vision.shape[0])

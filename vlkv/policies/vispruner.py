@@ -39,7 +39,6 @@ class VisPruner(ReducingPolicy):
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text, important and diverse vision tokens."""
-        del obs, stage
         vision, attention = tokens.valid & tokens.is_vision, tokens.tower_attention[-1]
         count = self.count(vision)
         by_attention = budgets.share(self.important, count, vision.shape[0])

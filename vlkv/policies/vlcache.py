@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
-from typing_extensions import override
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Measure, Observation, group_mean, measured
@@ -52,11 +51,6 @@ class VLCache(Policy):
     def counting(self) -> dict[str, Any]:
         """Options of the measure that counts entries."""
         return {"statistic": "count", "threshold": self.threshold}
-
-    @property
-    @override
-    def follows_paper(self) -> bool:
-        return self.variant == "paper"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -29,7 +29,6 @@ class HostConfig(ModelConfig):
         Raises:
             InputError: settings in the folder, or the layout, are not supported.
         """
-        del folder, layout
         return None
 
     def template(self, folder: Path) -> ChatTemplate | None:
@@ -50,7 +49,6 @@ class HostConfig(ModelConfig):
 
     @override
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
-        del buckets
         if batch.get("pixel_values") is not None:
             raise InputError("the model has no vision tower and cannot be given pixel_values")
         none = np.full((*tokens.shape, 3), -1, np.int32)

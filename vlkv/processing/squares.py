@@ -68,6 +68,5 @@ class SquareConfig(HostConfig):
 
     @override
     def sample(self, pictures: int, max_tokens: int) -> tuple[dict[str, Any], int]:
-        del max_tokens
         size = self.vision.image_size
         return {"pixel_values": zeros(pictures, 3, size, size)}, pictures * self.per_picture

@@ -66,7 +66,6 @@ class VitConfig(BlockConfig):
 
     def patches(self, shape: tuple[int, ...]) -> int:
         """The number of patches that attend to one another. `shape` is that of the pixels, [I, ...]."""
-        del shape
         return self.grid**2
 
     @classmethod

@@ -60,7 +60,6 @@ class WindowsConfig(VicunaConfig):
 
     @override
     def sample(self, pictures: int, max_tokens: int) -> tuple[dict[str, Any], int]:
-        del max_tokens
         c = self.vision
         width, height = c.target(PICTURE[1], PICTURE[0])
         pixels = np.zeros((pictures, 4, c.longest, c.longest), np.float32)

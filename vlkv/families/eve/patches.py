@@ -54,7 +54,6 @@ class EvePatchesConfig:
 
     def patches(self, shape: tuple[int, ...]) -> int:
         """The number of patches that attend to one another. `shape` is that of the pixels, [W, 3, h, w]."""
-        del shape
         return self.window**2
 
 

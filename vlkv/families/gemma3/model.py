@@ -41,7 +41,6 @@ class Gemma3(VisionLanguageModel):
 
     @override
     def pool(self, attention: Float[Array, "I V C"], inputs: Inputs) -> Float[Array, "R C"]:
-        del inputs
         side = self.config.wiring.side
         window = self.config.vision.grid // side
         return reduce(attention, "i (y a x b) c -> (i y x) c", "mean", y=side, a=window, x=side, b=window)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from checkpoints_convert.entry import Name, Names
 from vlkv.config import ModelConfig
-from vlkv.families.smolvlm.weights import TOWER
-from vlkv.families.text.weights import TRANSFORMERS_4, below, decoder
+from vlkv.families.llava.weights import RENAMES, TOWER
+from vlkv.families.text.weights import below, decoder
 
-_RENAMES = (*TRANSFORMERS_4, (r"^model\.vision_tower\.vision_model\.", "model.vision_tower."))
 _PROJECTOR: dict[str, Name] = {"norm": "mm_soft_emb_norm", "matrix": "mm_input_projection_weight"}
 
 
@@ -16,4 +15,4 @@ def names(config: ModelConfig) -> Names:
     vision = below("vision.", "model.vision_tower.", TOWER)
     projector = below("projector.", "model.multi_modal_projector.", _PROJECTOR)
     ours = decoder(config, "model.language_model.") | vision | projector
-    return Names(ours=ours, renames=_RENAMES, unused=r"^model\.vision_tower\.head\.")
+    return Names(ours=ours, renames=RENAMES, unused=r"^model\.vision_tower\.head\.")

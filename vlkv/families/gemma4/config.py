@@ -8,12 +8,13 @@ from typing import Any
 
 from typing_extensions import override
 
-from vlkv.config import Raw, filled, number, positive, positives, require, require_all, token_id
+from vlkv.config import Raw, filled, number, positive, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.gemma4.inputs import PatchesConfig
 from vlkv.families.gemma4.tower import Gemma4VisionConfig
 from vlkv.families.text.config import read_decoder
 from vlkv.families.text.layer_types import SLIDING, periodic
+from vlkv.towers.native import read_sizes
 
 # Class defaults in transformers.
 _TOWER: dict[str, Any] = dict(
@@ -21,6 +22,9 @@ _TOWER: dict[str, Any] = dict(
     head_dim=64, patch_size=16, pooling_kernel_size=3, position_embedding_size=10240, rms_norm_eps=1e-6,
     hidden_activation="gelu_pytorch_tanh",
 )  # fmt: skip
+_SIZES = {"width": "hidden_size", "mlp_width": "intermediate_size", "layers": "num_hidden_layers",
+          "heads": "num_attention_heads", "patch_size": "patch_size", "merge": "pooling_kernel_size",
+          "table": "position_embedding_size"}  # fmt: skip
 _REFUSED = {
     "audio": ("input_features", "audio_token_id", 258881),
     "video": ("pixel_values_videos", "video_token_id", 258884),
@@ -65,25 +69,14 @@ def _read_tower(raw: object) -> Gemma4VisionConfig:
     if not isinstance(raw, Mapping):
         raise InputError(f"config.json: vision_config={raw!r} must be an object")
     c, where = filled(raw, _TOWER), "vision_config."
-    heads, width = c["num_attention_heads"], c["hidden_size"]
-    positives(c, ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size",
-                  "pooling_kernel_size", "position_embedding_size"), where)  # fmt: skip
-    if width % (4 * heads):
-        raise InputError(f"config.json: vision_config: {width} channels must be {heads} heads of a multiple of four "
-                         "channels each")  # fmt: skip
-    only = {"hidden_activation": _TOWER["hidden_activation"], "num_key_value_heads": heads,
-            "head_dim": width // heads, "attention_bias": False, "model_type": "gemma4_vision"}  # fmt: skip
+    sizes = read_sizes(c, _SIZES, theta=100.0)
+    only = {"hidden_activation": _TOWER["hidden_activation"], "num_key_value_heads": sizes["heads"],
+            "head_dim": sizes["width"] // sizes["heads"], "attention_bias": False,
+            "model_type": "gemma4_vision"}  # fmt: skip
     require_all(c, only, where)
-    rope = c.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise InputError(f"config.json: {where}rope_parameters={rope!r} must be an object")
-    require(f"{where}rope_parameters.rope_type", rope.get("rope_type", "axial"), "axial", "default")
     return Gemma4VisionConfig(
-        width=width, mlp_width=c["intermediate_size"], layers=c["num_hidden_layers"], heads=heads,
-        patch_size=c["patch_size"], merge=c["pooling_kernel_size"], table=c["position_embedding_size"],
-        norm_eps=number(f"{where}rms_norm_eps", c["rms_norm_eps"]), clipped=bool(c.get("use_clipped_linears")),
-        theta=number(f"{where}rope_parameters.rope_theta", rope.get("rope_theta", 100.0), above=1),
-        standardised=bool(c.get("standardize")),
+        **sizes, norm_eps=number(f"{where}rms_norm_eps", c["rms_norm_eps"]),
+        clipped=bool(c.get("use_clipped_linears")), standardised=bool(c.get("standardize")),
     )  # fmt: skip
 
 

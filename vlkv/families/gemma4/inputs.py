@@ -19,12 +19,12 @@ from typing import Any, ClassVar
 import numpy as np
 import PIL.Image
 from einops import rearrange
-from jaxtyping import Float, Int
 from typing_extensions import override
 
-from vlkv.buckets import Buckets, round_up
+from vlkv.buckets import Buckets
 from vlkv.config import filled
 from vlkv.errors import InputError
+from vlkv.families.qwen2_vl.inputs import Picture, pack
 from vlkv.files import read_json
 from vlkv.processing.arranging import (
     Arranged,
@@ -98,16 +98,17 @@ class PatchesConfig(HostConfig):
                 raise InputError(f"{self.family}: {kind} is not supported, only text and images; leave {field} and "
                                  f"the tokens {token} out")  # fmt: skip
         pictures = self._pictures(batch)
-        pixels, place, slots = _pack(pictures, self.vision.merge, buckets) if pictures else (None, None, [])
-        fields, _ = arrange_entries(tokens, valid, {self.image_token: [entries(slot, 0) for slot in slots]}, buckets)
+        pixels, place, slots = pack(pictures, self.vision, buckets) if pictures else (None, None, [])
+        rows = [entries(slot[0], 0) for slot in slots]
+        fields, _ = arrange_entries(tokens, valid, {self.image_token: rows}, buckets)
         block = self.decoder.image_block
         if block and (run := longest_run(fields["vision_index"])) > block:
             raise InputError(f"{run} image tokens without text between them, but an image has at most {block}: write "
                              "each image as <|image>, image tokens, <image|>")  # fmt: skip
         return Arranged(**fields, pixels=pixels, layout={} if place is None else {"place": place})
 
-    def _pictures(self, batch: Batch) -> list[tuple[Float[np.ndarray, "patches C"], int, int]]:
-        """Patches, line by line, lines and columns of every image."""
+    def _pictures(self, batch: Batch) -> list[Picture]:
+        """Every image."""
         c, pixels, place = self.vision, batch.get("pixel_values"), batch.get("image_position_ids")
         if pixels is None:
             return []
@@ -126,7 +127,9 @@ class PatchesConfig(HostConfig):
                                  f"{c.merge}, up to {c.table}")  # fmt: skip
             if len(at) < count or (at[:count] != wanted).any() or (at[count:] != -1).any():
                 raise InputError("image_position_ids must have the patches of an image line by line, then -1")
-            pictures.append((values[:count], lines, columns))
+            lines, columns = lines // c.merge, columns // c.merge
+            patches = rearrange(values[:count], "(y a x b) c -> 1 (y x a b) c", y=lines, a=c.merge, b=c.merge)
+            pictures.append(Picture(patches, lines, columns, interval=1.0))
         return pictures
 
     @override
@@ -143,24 +146,6 @@ class PatchesConfig(HostConfig):
     def max_pictures(self, max_tokens: int) -> int:
         """The smallest number of images that can have `max_tokens` vision tokens together."""
         return max(1, math.ceil(max_tokens / self.wiring.tokens))
-
-
-def _pack(
-    pictures: list[tuple[Float[np.ndarray, "patches C"], int, int]], merge: int, buckets: Buckets
-) -> tuple[Float[np.ndarray, "F n C"], Int[np.ndarray, "F n 2"], list[Int[np.ndarray, "lines columns"]]]:
-    """Pixels, and line and column of each patch, both padded; and the index of each token's vision embedding."""
-    unit = merge**2
-    n = -(-round_up(max(len(patches) for patches, _, _ in pictures), buckets.patches) // unit) * unit
-    frames = round_up(len(pictures), buckets.images)
-    pixels, place = np.zeros((frames, n, pictures[0][0].shape[1]), np.float32), np.full((frames, n, 2), -1, np.int32)
-    slots = []
-    for i, (patches, lines, columns) in enumerate(pictures):
-        cut = "(y a x b) ... -> (y x a b) ..."
-        sizes = dict(y=lines // merge, a=merge, x=columns // merge, b=merge)
-        pixels[i, : len(patches)] = rearrange(patches, cut, **sizes)
-        place[i, : len(patches)] = rearrange(np.indices((lines, columns)).reshape(2, -1).T, cut, **sizes)
-        slots.append(i * (n // unit) + np.arange(len(patches) // unit).reshape(lines // merge, columns // merge))
-    return pixels, place, slots
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

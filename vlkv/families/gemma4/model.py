@@ -10,13 +10,13 @@ from typing_extensions import override
 
 from vlkv.config import ModelConfig
 from vlkv.decoder.layers import Initializer, Linear, rms_normalised
-from vlkv.families.family import VisionLanguageModel
 from vlkv.families.gemma4.tower import Gemma4Tower
+from vlkv.families.qwen2_vl.model import Qwen2Vl
 from vlkv.inputs import Inputs
 
 
-class Gemma4(VisionLanguageModel):
-    """The tower gets the position of each patch. The attention of a token is the sum over its patches."""
+class Gemma4(Qwen2Vl):
+    """The model of Qwen2-VL with another tower and projector."""
 
     tower = Gemma4Tower
 
@@ -25,20 +25,10 @@ class Gemma4(VisionLanguageModel):
         return Linear(config.vision.width, config.decoder.width, bias=False, init=init)
 
     @override
-    def run_tower(self, inputs: Inputs, pixels: Array, blocks: tuple[int, ...]) -> tuple[Array, list[Array]]:
-        return self.vision.with_attention(pixels, inputs.layout["place"], blocks)
-
-    @override
-    def project(self, features: Float[Array, "F n d"], inputs: Inputs) -> Float[Array, "R D"]:
-        del inputs
+    def project(self, features: list[Float[Array, "F n d"]], inputs: Inputs) -> Float[Array, "R D"]:
         c, tower = self.config.vision, self.vision
         # In float32, because sqrt(width) makes features large, and the bias makes them small again.
-        x = reduce(features.astype(jnp.float32), "f (v u) d -> (f v) d", "mean", u=c.merge**2) * c.width**0.5
+        x = reduce(features[-1].astype(jnp.float32), "f (v u) d -> (f v) d", "mean", u=c.merge**2) * c.width**0.5
         if tower.bias is not None:
             x = (x - tower.bias[...].astype(jnp.float32)) * tower.scale[...].astype(jnp.float32)
-        return self.projector(rms_normalised(x.astype(features.dtype), c.norm_eps))
-
-    @override
-    def pool(self, attention: Float[Array, "F n C"], inputs: Inputs) -> Float[Array, "R C"]:
-        del inputs
-        return reduce(attention, "f (v u) c -> (f v) c", "sum", u=self.config.vision.merge**2)
+        return self.projector(rms_normalised(x.astype(features[-1].dtype), c.norm_eps))

@@ -15,45 +15,34 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from vlkv.decoder.layers import Initializer, JoinHeads, Linear, RMSNorm, SplitHeads, rms_normalised
 from vlkv.decoder.rope import apply_rope, cosines_and_sines
+from vlkv.families.qwen2_vl.tower import Qwen2VlTower
 from vlkv.sharding.ops import attention_mass, by_row, prefill_attention
-from vlkv.towers.blocks import BlockConfig
+from vlkv.towers.native import NativeConfig
 
 _FAR = 3e38  # a bound that clips nothing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gemma4VisionConfig(BlockConfig):
-    """A tower over patches of `patch_size` x `patch_size` pixels, `merge` x `merge` of which become a token.
+class Gemma4VisionConfig(NativeConfig):
+    """A tower with gated MLPs and more norms.
 
     Attributes:
         table: lines, and columns, in the tables of positions.
-        theta: base of the frequencies of RoPE.
         clipped: whether inputs and outputs of the products are clipped to bounds of the checkpoint.
         standardised: whether the checkpoint has a bias and a scale for the channels of a token.
     """
 
-    patch_size: int
-    merge: int
     table: int
-    theta: float
     clipped: bool
     standardised: bool
     norm_eps: float = dataclasses.field()
 
     norm: ClassVar[str] = "rms_norm"
     gated: ClassVar[bool] = True
-
-    @property
-    def patch_shape(self) -> tuple[int]:
-        """Shape of a patch as the processor returns it."""
-        return (3 * self.patch_size**2,)
-
-    def patches(self, shape: tuple[int, ...]) -> int:
-        """The number of patches that attend to one another. `shape` is that of the pixels, [F, n, C]."""
-        return shape[1]
 
     def norm_of(self, width: int, *, init: Initializer) -> RMSNorm:
         """An RMSNorm that multiplies by its weights in float32."""
@@ -154,40 +143,23 @@ def _bounded(bounds: Bounds | None, product: Any, x: Float[Array, "F n i"]) -> F
     return product(x) if bounds is None else bounds(product, x)
 
 
-class Gemma4Tower(nnx.Module):
+class Gemma4Tower(Qwen2VlTower):
     """Patch embedding with positions, and blocks."""
 
+    config: Gemma4VisionConfig
+    block = Gemma4Block
+
     def __init__(self, c: Gemma4VisionConfig, *, init: Initializer) -> None:
-        self.config = c
-        self.patch = Linear(c.patch_shape[0], c.width, bias=False, init=init)
+        super().__init__(c, init=init)
         self.positions = init.normal(2, c.table, c.width, scale=0.02)  # of columns and of lines
-        self.blocks = nnx.data(tuple(Gemma4Block(c, init=init) for _ in range(c.layers)))
         self.bias = init.constant(0.0, c.width) if c.standardised else None
         self.scale = init.constant(1.0, c.width) if c.standardised else None
 
-    def with_attention(
-        self, pixels: Float[Array, "F n C"], place: Int[Array, "F n 2"], blocks: tuple[int, ...]
-    ) -> tuple[Float[Array, "F n D"], list[Float[Array, "F N n"]]]:
-        """Features of every patch, and the mean attention that each receives from all patches in the given blocks.
+    @override
+    def embed(self, pixels: Float[Array, "F n C"], place: Int[Array, "F n 2"]) -> Float[Array, "F n D"]:
+        line, column = jnp.moveaxis(jnp.maximum(place, 0), -1, 0)
+        return self.patch(2 * (pixels - 0.5)) + self.positions[0, column] + self.positions[1, line]
 
-        Args:
-            pixels: of all images, from 0 to 1.
-            place: line and column of each patch, -1 for padding.
-            blocks: indices of blocks; negative ones count from the last.
-        """
-        valid, at = place[..., 0] >= 0, jnp.maximum(place, 0)
-        line, column = at[..., 0], at[..., 1]
-        x = self.patch(2 * (pixels - 0.5)) + self.positions[0, column] + self.positions[1, line]
-        rotation = self._table(column), self._table(line)
-        wanted, count = {i % len(self.blocks) for i in blocks}, jnp.maximum(jnp.sum(valid, axis=1), 1)
-        received: dict[int, Array] = {}
-        for i, block in enumerate(self.blocks):
-            if i in wanted:
-                received[i] = block.received_attention(x, rotation, valid) / count[:, None, None]
-            x = block(x, rotation, valid)
-        return x, [received[i % len(self.blocks)] for i in blocks]
-
-    def _table(self, at: Int[Array, "F n"]) -> Float[Array, "F n 1 _H"]:
-        pairs = self.config.width // self.config.heads // 4
-        frequency = self.config.theta ** -(jnp.arange(pairs, dtype=jnp.float32) / pairs)
-        return cosines_and_sines(at[..., None].astype(jnp.float32) * frequency)
+    @override
+    def rotation(self, angles: Float[Array, "F n 2 pairs"]) -> tuple[Array, Array]:
+        return cosines_and_sines(angles[..., 1, :]), cosines_and_sines(angles[..., 0, :])

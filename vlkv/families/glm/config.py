@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from typing_extensions import override
 
-from vlkv.config import Raw, filled, number, positives, require, require_all, token_id
+from vlkv.config import Raw, filled, number, positive, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.glm.inputs import VideoMarksConfig
 from vlkv.families.glm.tower import GlmVisionConfig
 from vlkv.families.text.config import Kind, read_stop, tied_by_either
+from vlkv.towers.native import SIZES, check_decoder, read_sizes
 
 _MOE = "glm4v_moe"
 # Class defaults in transformers, by `model_type`.
@@ -59,15 +59,11 @@ class GlmConfig(VideoMarksConfig):
         if ocr:
             require_all(part, {"attention_bias": False}, "text_config.")
         decoder = (_GLM_OCR if ocr else _GLM4V).read(part)
-        if decoder.rope.axes is None:
-            raise InputError("config.json: text_config: rope_parameters.mrope_section is missing")
         if not ocr and decoder.head_dim * decoder.heads != decoder.width:  # transformers uses head_dim in RoPE only
             raise InputError(f"config.json: text_config.head_dim={decoder.head_dim}: {decoder.heads} heads must have "
                              f"{decoder.width} channels together")  # fmt: skip
         vision = _read_tower(raw.get("vision_config") or {}, ocr=ocr)
-        if vision.out_width != decoder.width:
-            raise InputError(f"config.json: the tower of vision_config returns {vision.out_width} channels, but the "
-                             f"decoder takes {decoder.width}")  # fmt: skip
+        check_decoder(decoder, vision.out_width)
         image, start, end = (token_id(raw, field, default=token) for field, token in _TOKENS[family].items())
         return {
             "decoder": decoder,
@@ -85,27 +81,16 @@ def _read_tower(raw: Raw, *, ocr: bool) -> GlmVisionConfig:
     require(where + "model_type", c.get("model_type", names[0]), *names)
     require_all(c, {"hidden_act": "silu", "in_channels": 3, "temporal_patch_size": 2}, where)
     require(where + "attention_bias", c["attention_bias"], True, False)
-    rope = c.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise InputError(f"config.json: {where}rope_parameters={rope!r} must be an object")
-    require(where + "rope_parameters.rope_type", rope.get("rope_type", "axial"), "axial", "default")
-    positives(c, ("depth", "num_heads", "hidden_size", "intermediate_size", "out_hidden_size", "image_size",
-                  "patch_size", "spatial_merge_size"), where)  # fmt: skip
-    width, bias, eps = c["hidden_size"], c["attention_bias"], number(where + "rms_norm_eps", c["rms_norm_eps"])
-    if width % (4 * c["num_heads"]):
-        raise InputError(f"config.json: vision_config: {width} channels must be {c['num_heads']} heads of a multiple "
-                         "of four channels each")  # fmt: skip
-    if c["image_size"] < c["patch_size"]:
+    sizes, bias, eps = read_sizes(c, SIZES), c["attention_bias"], number(where + "rms_norm_eps", c["rms_norm_eps"])
+    if positive(where + "image_size", c["image_size"]) < c["patch_size"]:
         raise InputError(f"config.json: {where}image_size={c['image_size']} must be at least patch_size")
-    inner, out = c["intermediate_size"], c["out_hidden_size"]
+    inner, out = sizes["mlp_width"], sizes["out_width"]
     # The MLPs of the blocks of GLM-4.1V have `out_hidden_size` channels, and its merger has `intermediate_size`.
+    own = sizes | dict(mlp_width=inner if ocr else out, merger_width=3 * out if ocr else inner)
     return GlmVisionConfig(
-        width=width, mlp_width=inner if ocr else out, out_width=out, merger_width=3 * out if ocr else inner,
-        layers=c["depth"], heads=c["num_heads"], patch_size=c["patch_size"], frames=2, merge=c["spatial_merge_size"],
-        activation="silu", norm="rms_norm", norm_eps=eps, gated=True, qkv_bias=bias, out_bias=ocr and bias,
+        **own, activation="silu", norm="rms_norm", norm_eps=eps, gated=True, qkv_bias=bias, out_bias=ocr and bias,
         mlp_bias=ocr and bias, qk_norm_eps=eps if ocr else None,
         table=None if ocr else c["image_size"] // c["patch_size"],
-        theta=number(where + "rope_parameters.rope_theta", rope.get("rope_theta", 1e4), above=1),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
-from vlkv.decoder.layers import Embedding, Initializer, LayerNorm, Linear, gelu
+from vlkv.decoder.layers import Embedding, GatedMlp, Initializer, LayerNorm, Linear, gelu
 from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig, Qwen2VlTower
 
 _SHARPNESS = -0.75  # the parameter a of cubic convolution (Keys 1981, Eq. 4), as in torch
@@ -80,7 +80,8 @@ def cubic_weights(place: Int[Array, "F n"], table: int) -> Float[Array, "F n S"]
     d, a = jnp.abs(at[..., None] - taps), _SHARPNESS
     near, far = ((a + 2) * d - (a + 3)) * d**2 + 1, a * (((d - 5) * d + 8) * d - 4)
     entry = jnp.clip(taps, 0, table - 1).astype(jnp.int32)
-    return jnp.einsum("fnt,fnts->fns", jnp.where(d <= 1, near, far), jax.nn.one_hot(entry, table))
+    taken = jax.nn.one_hot(entry, table)
+    return jnp.einsum("fnt,fnts->fns", jnp.where(d <= 1, near, far), taken, precision="highest")
 
 
 class Downsample(nnx.Module):
@@ -97,7 +98,7 @@ class Downsample(nnx.Module):
         return jnp.einsum("vabi,oiab->vo", x, self.weight[...]) + self.bias[...]
 
 
-class GlmMerger(nnx.Module):
+class GlmMerger(GatedMlp):
     """Norm, downsampling convolution, linear, LayerNorm, exact (erf) GELU, gated MLP."""
 
     def __init__(self, c: GlmVisionConfig, *, init: Initializer) -> None:
@@ -105,11 +106,8 @@ class GlmMerger(nnx.Module):
         self.downsample = Downsample(c.width, c.out_width, c.merge, init=init)
         self.linear = Linear(c.out_width, c.out_width, bias=False, init=init)
         self.linear_norm = LayerNorm(c.out_width, 1e-5, init=init)
-        self.gate = Linear(c.out_width, c.merger_width, bias=False, init=init)
-        self.up = Linear(c.out_width, c.merger_width, bias=False, init=init)
-        self.down = Linear(c.merger_width, c.out_width, bias=False, init=init)
+        super().__init__(c.out_width, c.merger_width, init=init)
 
     def __call__(self, x: Float[Array, "F n i"]) -> Float[Array, "V D"]:
         """The vision embeddings of all frames in one list."""
-        x = gelu(self.linear_norm(self.linear(self.downsample(self.norm(x)))))
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        return super().__call__(gelu(self.linear_norm(self.linear(self.downsample(self.norm(x))))))

@@ -34,12 +34,10 @@ class InternVl(VisionLanguageModel):
 
     @override
     def project(self, features: Float[Array, "I V d"], inputs: Inputs) -> Float[Array, "R D"]:
-        del inputs
         return self.projector(rearrange(features, "i (y a x b) d -> (i y x) (a b d)", **self._sides))
 
     @override
     def pool(self, attention: Float[Array, "I V C"], inputs: Inputs) -> Float[Array, "R C"]:
-        del inputs
         return reduce(attention, "i (y a x b) c -> (i y x) c", "sum", **self._sides)
 
     @property

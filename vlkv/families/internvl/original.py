@@ -69,7 +69,6 @@ class InternVlChatConfig(TilesConfig):
 
     def template(self, folder: Path) -> ChatTemplate:
         """The chat template of the conversation that the config names; the folder has none."""
-        del folder
         c = self.wiring.conversation
         opening = {"user": c.user, "assistant": c.assistant}
         text = (
@@ -82,7 +81,6 @@ class InternVlChatConfig(TilesConfig):
 
     def settings(self, folder: Path, kind: PictureKind = "image") -> tuple[dict[str, Any], str]:
         """The settings, and the file that they depend on: the authors' constants, because no file contains them."""
-        del kind
         size = {"height": self.vision.image_size, "width": self.vision.image_size}
         own = dict(image_processor_type=KIND, size=size, image_mean=(0.485, 0.456, 0.406),
                    image_std=(0.229, 0.224, 0.225), min_patches=self.wiring.min_tiles,

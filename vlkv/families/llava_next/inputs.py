@@ -107,7 +107,6 @@ class AnyResConfig(HostConfig):
     @override
     def sample(self, pictures: int, max_tokens: int) -> tuple[dict[str, Any], int]:
         # Several images are cut into tiles too, unless the family then shows only overviews.
-        del max_tokens
         views, side = Views(self), self.vision.image_size
         each = len(views.picture(PICTURE, alone=pictures == 1))
         return {"pixel_values": [zeros(views.tiles, 3, side, side)] * pictures, "image_sizes": [PICTURE] * pictures,

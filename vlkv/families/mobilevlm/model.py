@@ -43,7 +43,6 @@ class MobileVlm(VisionLanguageModel):
 
     @override
     def pool(self, attention: Float[Array, "I V C"], inputs: Inputs) -> Float[Array, "R C"]:
-        del inputs
         return flat(pool(attention))
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
-from vlkv.config import Raw, filled, number, positives, require, require_all, token_id
+from vlkv.config import Raw, filled, number, positive, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.paddleocr_vl.inputs import ImagesConfig, PaddleOcrVlPictures
 from vlkv.families.paddleocr_vl.tower import PaddleOcrVlVisionConfig
 from vlkv.families.text.config import Kind, read_stop
 from vlkv.processing.pictures import Pictures
 from vlkv.processing.pixels import Layout
+from vlkv.towers.native import check_decoder, read_sizes
 
 # Class defaults in transformers. With `use_bias` the MLP would have biases too.
 _DECODER = Kind(defaults=dict(
@@ -26,6 +26,8 @@ _TOWER: dict[str, Any] = dict(
     hidden_size=1152, intermediate_size=4304, num_hidden_layers=27, num_attention_heads=16, num_channels=3,
     image_size=384, patch_size=14, hidden_act="gelu_pytorch_tanh", layer_norm_eps=1e-6, spatial_merge_size=2,
 )  # fmt: skip
+_SIZES = {"width": "hidden_size", "mlp_width": "intermediate_size", "layers": "num_hidden_layers",
+          "heads": "num_attention_heads", "patch_size": "patch_size", "merge": "spatial_merge_size"}  # fmt: skip
 _TIE = "tie_word_embeddings"
 
 
@@ -54,8 +56,7 @@ class PaddleOcrVlConfig(ImagesConfig):
         tied = raw.get(_TIE, True) or (bool(nested) and part.get(_TIE, True))
         require("use_bias", bool(part.get("use_bias", False)), False)
         decoder = _DECODER.read(part | {_TIE: bool(tied)})
-        if decoder.rope.axes is None:
-            raise InputError("config.json: rope_parameters.mrope_section is missing")
+        check_decoder(decoder, decoder.width)
         return {
             "decoder": decoder,
             "vision": _read_tower(raw.get("vision_config") or {}, decoder.width),
@@ -67,23 +68,12 @@ class PaddleOcrVlConfig(ImagesConfig):
 def _read_tower(raw: Raw, out_width: int) -> PaddleOcrVlVisionConfig:
     c, where = filled(raw, _TOWER), "vision_config."
     require_all(c, {"hidden_act": _TOWER["hidden_act"], "num_channels": 3}, where)
-    rope = c.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise InputError(f"config.json: {where}rope_parameters={rope!r} must be an object")
-    require_all(rope, {"rope_type": "axial"}, where + "rope_parameters.")
-    positives(c, ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "image_size",
-                  "patch_size", "spatial_merge_size"), where)  # fmt: skip
-    if c["hidden_size"] % (4 * c["num_attention_heads"]):
-        raise InputError(f"config.json: vision_config: {c['hidden_size']} channels must be {c['num_attention_heads']} "
-                         "heads of a multiple of four channels each")  # fmt: skip
-    if c["image_size"] < c["patch_size"]:
+    sizes = read_sizes(c, _SIZES)
+    if positive(where + "image_size", c["image_size"]) < c["patch_size"]:
         raise InputError(f"config.json: {where}image_size={c['image_size']} is less than patch_size={c['patch_size']}")
     return PaddleOcrVlVisionConfig(
-        width=c["hidden_size"], mlp_width=c["intermediate_size"], out_width=out_width, layers=c["num_hidden_layers"],
-        heads=c["num_attention_heads"], patch_size=c["patch_size"], frames=1, merge=c["spatial_merge_size"],
-        activation=c["hidden_act"], norm="layer_norm", norm_eps=number(where + "layer_norm_eps", c["layer_norm_eps"]),
-        gated=False, table=c["image_size"] // c["patch_size"],
-        theta=number(where + "rope_parameters.rope_theta", rope.get("rope_theta", 1e4), above=1),
+        **sizes, out_width=out_width, frames=1, activation=c["hidden_act"], norm="layer_norm", gated=False,
+        norm_eps=number(where + "layer_norm_eps", c["layer_norm_eps"]), table=c["image_size"] // c["patch_size"],
     )  # fmt: skip
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from typing_extensions import override
 
-from vlkv.config import Raw, filled, number, positive, positives, require, require_all, token_id
+from vlkv.config import Raw, filled, positive, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.qwen2_vl.inputs import NativeResolutionConfig
 from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig
 from vlkv.families.text.config import Kind, read_stop
 from vlkv.families.text.published import QWEN2
 from vlkv.processing.templates import chatml
+from vlkv.towers.native import SIZES, check_decoder, read_sizes
 
 DECODER = Kind(qkv_bias=True, defaults=dict(
     vocab_size=152064, hidden_size=8192, intermediate_size=29568, num_hidden_layers=80, num_attention_heads=64,
@@ -51,12 +51,8 @@ class Qwen2VlConfig(NativeResolutionConfig):
             require("text_config.model_type", part.get("model_type", f"{family}_text"), f"{family}_text")
         part["tie_word_embeddings"] = bool(raw.get("tie_word_embeddings") or part.get("tie_word_embeddings"))
         decoder = DECODER.read(part)
-        if decoder.rope.axes is None:
-            raise InputError("config.json: rope_parameters.mrope_section is missing")
         vision = _read_tower(family, raw.get("vision_config") or {})
-        if vision.out_width != decoder.width:
-            raise InputError(f"config.json: the tower of vision_config returns {vision.out_width} channels, but the "
-                             f"decoder takes {decoder.width}")  # fmt: skip
+        check_decoder(decoder, vision.out_width)
         return {
             "decoder": decoder,
             "vision": vision,
@@ -70,41 +66,27 @@ def _read_tower(family: str, raw: Raw) -> Qwen2VisionConfig:
     c, where = filled(raw, _TOWER[family]), "vision_config."
     # transformers 4 wrote "in_chans"
     require_all(c, {"hidden_act": _TOWER[family]["hidden_act"], "in_channels": 3, "in_chans": 3}, where)
-    rope = c.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise InputError(f"config.json: {where}rope_parameters={rope!r} must be an object")
-    require_all(rope, {"rope_type": "axial"}, where + "rope_parameters.")
-    positives(c, ("depth", "num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size"), where)
     own = _qwen2_vl(c) if family == "qwen2_vl" else _qwen2_5_vl(c)
-    if own["width"] % (4 * c["num_heads"]):
-        raise InputError(f"config.json: vision_config: {own['width']} channels must be {c['num_heads']} heads of a "
-                         "multiple of four channels each")  # fmt: skip
-    return Qwen2VisionConfig(
-        layers=c["depth"], heads=c["num_heads"], patch_size=c["patch_size"], frames=c["temporal_patch_size"],
-        merge=c["spatial_merge_size"], activation=c["hidden_act"],
-        theta=number(where + "rope_parameters.rope_theta", rope.get("rope_theta", 1e4), above=1), **own,
-    )  # fmt: skip
+    return Qwen2VisionConfig(activation=c["hidden_act"], **own)
 
 
 def _qwen2_vl(c: Raw) -> dict[str, Any]:
-    width = positive("vision_config.embed_dim", c["embed_dim"])
-    out_width = positive("vision_config.hidden_size", c["hidden_size"])  # here this field is the decoder's width
-    return dict(width=width, mlp_width=int(width * c["mlp_ratio"]), out_width=out_width, gated=False,
-                norm="layer_norm")  # fmt: skip
+    names = {ours: theirs for ours, theirs in SIZES.items() if ours != "mlp_width"}
+    # Here `hidden_size` is the decoder's width.
+    sizes = read_sizes(c, names | {"width": "embed_dim", "out_width": "hidden_size"})
+    return sizes | dict(mlp_width=int(sizes["width"] * c["mlp_ratio"]), gated=False, norm="layer_norm")
 
 
 def _qwen2_5_vl(c: Raw) -> dict[str, Any]:
-    side = c["patch_size"] * c["spatial_merge_size"]  # pixels
-    positives(c, ("window_size", "hidden_size", "intermediate_size", "out_hidden_size"), "vision_config.")
-    if c["window_size"] % side:
+    sizes = read_sizes(c, SIZES)
+    side = sizes["patch_size"] * sizes["merge"]  # pixels
+    if positive("vision_config.window_size", c["window_size"]) % side:
         raise InputError(f"config.json: vision_config.window_size={c['window_size']} must be a multiple of {side}")
     full = tuple(c["fullatt_block_indexes"])
     if not all(isinstance(block, int) and block >= 0 for block in full):
         raise InputError(f"config.json: vision_config.fullatt_block_indexes={full!r} must be indices of blocks")
-    return dict(
-        width=c["hidden_size"], mlp_width=c["intermediate_size"], out_width=c["out_hidden_size"], gated=True,
-        norm="rms_norm", window=c["window_size"] // side, full=full, tokens_per_second=float(c["tokens_per_second"]),
-    )  # fmt: skip
+    return sizes | dict(gated=True, norm="rms_norm", window=c["window_size"] // side, full=full,
+                        tokens_per_second=float(c["tokens_per_second"]))  # fmt: skip
 
 
 # --- published sizes, the instruction-tuned ones ----------------------------------------------------------------------

@@ -37,6 +37,7 @@ from vlkv.processing.host import HostConfig
 from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video
 from vlkv.processing.pixels import Kinds, Layout, PictureKind, PixelSettings, find_settings, to_pixels
+from vlkv.towers.native import NativeConfig
 
 _FIELDS: dict[PictureKind, tuple[str, str]] = {
     "image": ("pixel_values", "image_grid_thw"),
@@ -55,7 +56,7 @@ _STEEPEST = 200  # greatest ratio of the two sides
 
 
 @dataclasses.dataclass(frozen=True)
-class _Picture:
+class Picture:
     """An image or a video."""
 
     patches: Float[np.ndarray, "frames patches C"]
@@ -64,7 +65,7 @@ class _Picture:
     interval: float  # temporal positions from one frame to the next
     begin: int = 0  # of a video: number of the first of these frames
 
-    def frames(self) -> list[_Picture]:
+    def frames(self) -> list[Picture]:
         """Each frame of a video as a picture of its own."""
         return [dataclasses.replace(self, patches=frame[None], begin=i) for i, frame in enumerate(self.patches)]
 
@@ -121,7 +122,7 @@ class NativeResolutionConfig(HostConfig):
         if self.frames_apart:
             pictures["video"] = [frame for video in pictures["video"] for frame in video.frames()]
         every = [picture for some in pictures.values() for picture in some]
-        pixels, place, slots = _pack(every, self.vision, buckets) if every else (None, None, ())
+        pixels, place, slots = pack(every, self.vision, buckets) if every else (None, None, ())
         rows = iter([picture.entries(slot) for picture, slot in zip(every, slots, strict=True)])
         by_token = {token: [next(rows) for _ in pictures[kind]] for kind, token in self.picture_tokens.items()}
         frames = {self.picture_tokens["video"]: [video.begin for video in pictures["video"]]}
@@ -145,7 +146,7 @@ class NativeResolutionConfig(HostConfig):
         return max(1, math.ceil(max_tokens / _MOST_TOKENS))
 
 
-def _pictures(batch: Batch, kind: PictureKind, c: Qwen2VisionConfig) -> list[_Picture]:
+def _pictures(batch: Batch, kind: PictureKind, c: Qwen2VisionConfig) -> list[Picture]:
     """All images, or all videos, of a batch."""
     name, grid_name = _FIELDS[kind]
     pixels = batch.get(name)
@@ -173,12 +174,12 @@ def _pictures(batch: Batch, kind: PictureKind, c: Qwen2VisionConfig) -> list[_Pi
         patches = part.reshape(int(t), -1, c.patch_values)
         if c.by_line:
             patches = rearrange(patches, "t (y a x b) c -> t (y x a b) c", y=h // c.merge, a=c.merge, b=c.merge)
-        pictures.append(_Picture(patches, int(h) // c.merge, int(w) // c.merge, float(interval)))
+        pictures.append(Picture(patches, int(h) // c.merge, int(w) // c.merge, float(interval)))
     return pictures
 
 
-def _pack(
-    pictures: list[_Picture], c: Qwen2VisionConfig, buckets: Buckets
+def pack(
+    pictures: list[Picture], c: NativeConfig, buckets: Buckets
 ) -> tuple[Float[np.ndarray, "F n C"], Int[np.ndarray, "F n 2"], list[Int[np.ndarray, "frames lines columns"]]]:
     """Pixels, and line and column of each patch, both padded; and the index of each token's vision embedding."""
     unit = c.merge**2
@@ -328,8 +329,7 @@ class Qwen2VlPictures(Pictures):
         return frames
 
     def _scaled(self, height: int, width: int, kind: PictureKind, frames: int) -> tuple[int, int]:
-        """Height and width of an image, or of each of the `frames` frames of a video, after resizing."""
-        del frames  # the limits are those of one frame
+        """Height and width after resizing of an image, or of each of `frames` frames, which have the limits of one."""
         return self.settings[kind].scaled(height, width, self.config.patch_size * self.config.merge)
 
     def _read(self, frames: Sequence[PIL.Image.Image], kind: PictureKind, **more: np.ndarray) -> Read:

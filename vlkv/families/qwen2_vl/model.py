@@ -47,5 +47,4 @@ class Qwen2Vl(VisionLanguageModel):
 
     def pool(self, attention: Float[Array, "F n C"], inputs: Inputs) -> Float[Array, "R C"]:
         """The attention of a token is the sum over its patches."""
-        del inputs
         return reduce(attention, "f (v u) c -> (f v) c", "sum", u=self.config.vision.merge**2)

@@ -9,8 +9,11 @@ contiguous.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
@@ -18,53 +21,34 @@ from jaxtyping import Array, Float, Int
 
 from vlkv.decoder.layers import Initializer, Linear, Mlp
 from vlkv.decoder.rope import cosines_and_sines
-from vlkv.towers.blocks import BlockConfig, VitBlock
+from vlkv.towers.blocks import VitBlock
+from vlkv.towers.native import NativeConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen2VisionConfig(BlockConfig):
-    """A tower over patches of `frames` x `patch_size` x `patch_size` pixels; `merge` x `merge` patches become a token.
+class Qwen2VisionConfig(NativeConfig):
+    """The settings of `NativeConfig` as fields.
 
     Attributes:
+        frames: pictures of a video in one patch; an image is repeated.
         norm: LayerNorm with an ungated quick GELU MLP (Qwen2-VL), or RMSNorm with a gated SiLU MLP (Qwen2.5-VL).
-        window: tokens per side of an attention window; None: every block attends to the whole frame.
-        full: indices of the blocks that attend to the whole frame although `window` is set.
         tokens_per_second: temporal positions per second of a video; None: one per frame.
-        deep: indices of the blocks whose outputs are added after the decoder's first layers (DeepStack), increasing.
+        deep: the outputs of these blocks are added after the decoder's first layers (DeepStack).
         whole_seconds: truncate the seconds of a frame before multiplication, as transformers 5.2 does. By default only
             the product is truncated, as in later versions. To set it, use `dataclasses.replace` on the processor's
             `config`, or truncate `second_per_grid_ts` before `Inputs.from_hf`.
     """
 
     out_width: int
-    patch_size: int  # pixels
-    frames: int  # pictures of a video in one patch; an image is repeated
-    merge: int
-    theta: float
+    frames: int
     norm: str = dataclasses.field()
     activation: str = dataclasses.field()
     gated: bool = dataclasses.field()
     window: int | None = None
     full: tuple[int, ...] = ()
     tokens_per_second: float | None = None
-    patch_bias: ClassVar[bool] = False
-    by_line: ClassVar[bool] = False  # the processor's patches are [3, p, p], line by line; else flat, token by token
     deep: tuple[int, ...] = ()
     whole_seconds: bool = False
-
-    @property
-    def patch_values(self) -> int:
-        """Values of one patch."""
-        return 3 * self.frames * self.patch_size**2
-
-    @property
-    def patch_shape(self) -> tuple[int, ...]:
-        """Shape of a patch as the processor returns it."""
-        return (3 * self.frames, self.patch_size, self.patch_size) if self.by_line else (self.patch_values,)
-
-    def patches(self, shape: tuple[int, ...]) -> int:
-        """The number of patches that attend to one another. `shape` is that of the pixels, [F, n, C]."""
-        return shape[1]
 
 
 class Qwen2VlMerger(Mlp):
@@ -89,15 +73,24 @@ class Qwen2VlMerger(Mlp):
 class Qwen2VlTower(nnx.Module):
     """Patch embedding and blocks."""
 
-    def __init__(self, c: Qwen2VisionConfig, *, init: Initializer) -> None:
+    block: Callable[..., Any] = VitBlock  # class attribute: makes a block from the config
+
+    def __init__(self, c: NativeConfig, *, init: Initializer) -> None:
         self.config = c
         self.patch = Linear(c.patch_values, c.width, bias=c.patch_bias, init=init)
-        self.blocks = nnx.data(tuple(VitBlock(c, init=init) for _ in range(c.layers)))
+        self.blocks = nnx.data(tuple(type(self).block(c, init=init) for _ in range(c.layers)))
 
     def embed(self, pixels: Float[Array, "F n C"], place: Int[Array, "F n 2"]) -> Float[Array, "F n D"]:
         """The input of the first block; `place` as in `with_attention`."""
-        del place
         return self.patch(pixels)
+
+    def rotation(self, angles: Float[Array, "F n 2 pairs"]) -> Any:
+        """The argument `rotation` of the blocks: the first half of the pairs depends on the line.
+
+        Args:
+            angles: angle of each channel pair for the line and for the column.
+        """
+        return cosines_and_sines(rearrange(angles, "f n two pairs -> f n (two pairs)"))
 
     def with_attention(
         self, pixels: Float[Array, "F n C"], place: Int[Array, "F n 2"], blocks: tuple[int, ...]
@@ -114,23 +107,19 @@ class Qwen2VlTower(nnx.Module):
         """
         c, n = self.config, pixels.shape[1]
         x, valid, features = self.embed(pixels, place), place[..., 0] >= 0, []
-        rotation = cosines_and_sines(_angles(place, c))
+        pairs = c.width // c.heads // 4  # channel pairs of the line, and of the column
+        frequency = c.theta ** -(jnp.arange(pairs, dtype=jnp.float32) / pairs)
+        rotation = self.rotation(place.astype(jnp.float32)[..., None] * frequency)
         size = n if c.window is None else (c.window * c.merge) ** 2  # patches of a window
         wanted, count = {i % len(self.blocks) for i in blocks}, jnp.maximum(jnp.sum(valid, axis=1), 1)
         received: dict[int, Array] = {}
         for i, block in enumerate(self.blocks):
             part = n if i in c.full else size
-            cut = [rearrange(y, "f (w p) ... -> (f w) p ...", p=part) for y in (x, rotation, valid)]
+            divide = partial(rearrange, pattern="f (w p) ... -> (f w) p ...", p=part)
+            cut = jax.tree.map(divide, (x, rotation, valid))
             if i in wanted:
                 summed = rearrange(block.received_attention(*cut), "(f w) h p -> f h (w p)", w=n // part)
                 received[i] = summed / count[:, None, None]
             x = rearrange(block(*cut), "(f w) p d -> f (w p) d", w=n // part)
             features += [x] * (i in c.deep)
         return [*features, x], [received[i % len(self.blocks)] for i in blocks]
-
-
-def _angles(place: Int[Array, "F n 2"], c: Qwen2VisionConfig) -> Float[Array, "F n _"]:
-    """Angle of each channel pair: the first half depends on the line, the second on the column."""
-    pairs = c.width // c.heads // 4  # channel pairs of the line, and of the column
-    frequency = c.theta ** -(jnp.arange(pairs, dtype=jnp.float32) / pairs)
-    return rearrange(place.astype(jnp.float32)[..., None] * frequency, "f n two pairs -> f n (two pairs)")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from vlkv.config import Raw, filled, number, positives, require, require_all, token_id
+from vlkv.config import Raw, filled, positive, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.qwen2_vl.config import CONTENT
 from vlkv.families.qwen2_vl.inputs import NativeResolutionConfig
@@ -20,6 +20,7 @@ from vlkv.families.text.published import QWEN3, QWEN3_MOE
 from vlkv.processing.pictures import Pictures
 from vlkv.processing.pixels import Layout
 from vlkv.processing.templates import chatml
+from vlkv.towers.native import SIZES, check_decoder, read_sizes
 
 # Class defaults in transformers, by family.
 _POSITIONS = {"max_position_embeddings": 128000, "rope_theta": 5e5}
@@ -58,12 +59,8 @@ class Qwen3VlConfig(NativeResolutionConfig):
         # The class of the decoder with experts has another default, which transformers does not use.
         tied = tied_by_either(raw) if family in cls.tied_by_either else raw
         decoder = cls.decoders[family].read(part | {"tie_word_embeddings": bool(tied.get("tie_word_embeddings"))})
-        if decoder.rope.axes is None:
-            raise InputError("config.json: text_config: rope_parameters.mrope_section is missing")
         vision = _read_tower(raw.get("vision_config") or {}, cls.tower)
-        if vision.out_width != decoder.width:
-            raise InputError(f"config.json: the tower of vision_config returns {vision.out_width} channels, but the "
-                             f"decoder takes {decoder.width}")  # fmt: skip
+        check_decoder(decoder, vision.out_width)
         if len(vision.deep) > decoder.layers:
             raise InputError(f"config.json: vision_config.deepstack_visual_indexes names {len(vision.deep)} blocks, "
                              f"but the decoder has {decoder.layers} layers")  # fmt: skip
@@ -79,29 +76,17 @@ class Qwen3VlConfig(NativeResolutionConfig):
 def _read_tower(raw: Raw, defaults: Mapping[str, Any]) -> Qwen3VisionConfig:
     c, where = filled(raw, defaults), "vision_config."
     require_all(c, {"hidden_act": defaults["hidden_act"], "in_channels": 3}, where)
-    rope = c.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise InputError(f"config.json: {where}rope_parameters={rope!r} must be an object")
-    require_all(rope, {"rope_type": "axial"}, where + "rope_parameters.")
-    positives(c, ("depth", "num_heads", "hidden_size", "intermediate_size", "out_hidden_size", "patch_size",
-                  "spatial_merge_size", "temporal_patch_size", "num_position_embeddings"), where)  # fmt: skip
-    if c["hidden_size"] % (4 * c["num_heads"]):
-        raise InputError(f"config.json: vision_config: {c['hidden_size']} channels must be {c['num_heads']} heads of a "
-                         "multiple of four channels each")  # fmt: skip
-    table = math.isqrt(c["num_position_embeddings"])
+    table = math.isqrt(positive(where + "num_position_embeddings", c["num_position_embeddings"]))
     if table**2 != c["num_position_embeddings"]:
         raise InputError(f"config.json: {where}num_position_embeddings={c['num_position_embeddings']} must be a square")
-    deep = c["deepstack_visual_indexes"]
+    sizes, deep = read_sizes(c, SIZES), c["deepstack_visual_indexes"]
     numbers = isinstance(deep, list | tuple) and all(isinstance(i, int) and 0 <= i < c["depth"] for i in deep)
     if not numbers or list(deep) != sorted(set(deep)):
         raise InputError(f"config.json: {where}deepstack_visual_indexes={deep!r} must be increasing indices of "
                          f"{c['depth']} blocks")  # fmt: skip
     return Qwen3VisionConfig(
-        width=c["hidden_size"], mlp_width=c["intermediate_size"], out_width=c["out_hidden_size"], layers=c["depth"],
-        heads=c["num_heads"], patch_size=c["patch_size"], frames=c["temporal_patch_size"],
-        merge=c["spatial_merge_size"], activation=c["hidden_act"], norm="layer_norm", gated=False, deep=tuple(deep),
-        table=table, theta=number(where + "rope_parameters.rope_theta", rope.get("rope_theta", 1e4), above=1),
-    )  # fmt: skip
+        **sizes, activation=c["hidden_act"], norm="layer_norm", gated=False, deep=tuple(deep), table=table
+    )
 
 
 # --- published sizes, the instruction-tuned ones ----------------------------------------------------------------------

@@ -11,12 +11,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 from typing_extensions import override
 
 from vlkv.decoder.layers import Initializer, JoinHeads, LayerNorm, Linear, SplitHeads
+from vlkv.families.glm.tower import cubic_weights
 from vlkv.towers.vit import Vit, VitConfig
 
 RESAMPLER_HEAD_DIM = 128
@@ -116,20 +116,7 @@ def resized(table: Float[Array, "V D"], side: int) -> Float[Array, "V2 D"]:
     stored = round(table.shape[0] ** 0.5)
     if stored == side:
         return table
-    weights = _bicubic(stored, side)
+    weights = cubic_weights(jnp.arange(side)[None], stored)[0]
     square = table.astype(jnp.float32).reshape(stored, stored, -1)
     result = jnp.einsum("ya,xb,abd->yxd", weights, weights, square, precision="highest")
     return result.reshape(side**2, -1).astype(table.dtype)
-
-
-def _bicubic(stored: int, side: int) -> Float[np.ndarray, "side stored"]:
-    """Weights of cubic interpolation (Keys, a = -0.75) at pixel centres; entries at the border are repeated."""
-    a, weights = -0.75, np.zeros((side, stored))
-    for out in range(side):
-        middle = (out + 0.5) * stored / side - 0.5
-        first = int(np.floor(middle))
-        for at in range(first - 1, first + 3):
-            d = abs(middle - at)
-            weight = (a + 2) * d**3 - (a + 3) * d**2 + 1 if d <= 1 else a * (d**3 - 5 * d**2 + 8 * d - 4)
-            weights[out, min(max(at, 0), stored - 1)] += weight
-    return weights.astype(np.float32)

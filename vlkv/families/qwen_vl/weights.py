@@ -28,5 +28,4 @@ _OURS = _DECODER_AND_TOWER | below("vision.blocks.*.", "visual.transformer.resbl
 
 def names(config: ModelConfig) -> Names:
     """The names of all parameters."""
-    del config
     return Names(ours=below("", "transformer.", _OURS) | {"decoder.head": "lm_head"})

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from vlkv.config import Raw, positive, require, token_id
 from vlkv.errors import InputError
+from vlkv.families.internvl.config import InternVlWiring
 from vlkv.families.smolvlm.inputs import MarkedTilesConfig
 from vlkv.families.text.config import read_decoder
 from vlkv.families.text.published import PUBLISHED as TEXT
@@ -32,17 +33,6 @@ class SmolVlmVisionConfig(SiglipConfig):
         model_type="idefics3_vision", hidden_size=1152, num_attention_heads=16, patch_size=32)  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SmolVlmWiring:
-    """The family's own setting.
-
-    Attributes:
-        merge: patches per side that become one vision token.
-    """
-
-    merge: int
-
-
 class SmolVlmConfig(MarkedTilesConfig):
     """A SigLIP tower and a Llama decoder."""
 
@@ -60,7 +50,7 @@ class SmolVlmConfig(MarkedTilesConfig):
             "decoder": read_decoder({"tie_word_embeddings": False, "text_config": {"rms_norm_eps": 1e-5}, **raw}),
             "vision": vision,
             "image_token": token_id(raw, "image_token_id", default=128257),
-            "wiring": SmolVlmWiring(merge=merge),
+            "wiring": InternVlWiring(merge=merge),
         }
 
 

@@ -125,14 +125,12 @@ class _Numbers:
 
 
 def _default(numbers: _Numbers, frequency: Pairs) -> dict[str, Any]:
-    del frequency
     numbers.raw.pop("factor", None)  # Qwen2-VL's folders contain it, and transformers ignores it
     return {}
 
 
 def _dynamic(numbers: _Numbers, frequency: Pairs) -> dict[str, Any]:
     """Changes only prompts beyond the model's limit, which raise an error anyway."""
-    del frequency
     numbers.take("factor", 1.0)
     return {}
 

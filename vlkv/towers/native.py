@@ -1,0 +1,86 @@
+"""Configs of towers over images at native resolution. Their RoPE has two axes, line and column."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from vlkv.config import DecoderConfig, Raw, number, positives, require
+from vlkv.errors import InputError
+from vlkv.towers.blocks import BlockConfig
+
+# Field of the tower's config -> field of `vision_config`, in Qwen's form.
+SIZES = {"width": "hidden_size", "mlp_width": "intermediate_size", "out_width": "out_hidden_size",
+         "layers": "depth", "heads": "num_heads", "patch_size": "patch_size", "frames": "temporal_patch_size",
+         "merge": "spatial_merge_size"}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NativeConfig(BlockConfig):
+    """A tower over patches of `frames` x `patch_size` x `patch_size` pixels; `merge` x `merge` patches become a token.
+
+    Attributes:
+        theta: base of the frequencies of RoPE.
+        window: tokens per side of an attention window; None: every block attends to the whole frame.
+        full: indices of the blocks that attend to the whole frame although `window` is set.
+        deep: indices of the blocks whose outputs are features too, before that of the last block; increasing.
+        by_line: the processor's patches are [3, p, p], line by line; otherwise they are flat, token by token.
+    """
+
+    patch_size: int  # pixels
+    merge: int
+    theta: float
+    frames: ClassVar[int] = 1
+    window: ClassVar[int | None] = None
+    full: ClassVar[tuple[int, ...]] = ()
+    deep: ClassVar[tuple[int, ...]] = ()
+    patch_bias: ClassVar[bool] = False
+    by_line: ClassVar[bool] = False
+
+    @property
+    def patch_values(self) -> int:
+        """Values of one patch."""
+        return 3 * self.frames * self.patch_size**2
+
+    @property
+    def patch_shape(self) -> tuple[int, ...]:
+        """Shape of a patch as the processor returns it."""
+        return (3 * self.frames, self.patch_size, self.patch_size) if self.by_line else (self.patch_values,)
+
+    def patches(self, shape: tuple[int, ...]) -> int:
+        """The number of patches that attend to one another. `shape` is that of the pixels, [F, n, C]."""
+        return shape[1]
+
+
+def read_sizes(c: Raw, names: Mapping[str, str], theta: float = 1e4) -> dict[str, Any]:
+    """The sizes of a tower, and `theta`, the base of its rotary embedding.
+
+    Args:
+        c: `vision_config`, with its defaults.
+        names: field of the tower's config -> field of `vision_config`.
+        theta: the default.
+
+    Raises:
+        InputError: a size is not a whole number of at least 1, or channels or RoPE are not supported.
+    """
+    where, rope = "vision_config.", c.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise InputError(f"config.json: {where}rope_parameters={rope!r} must be an object")
+    # transformers takes "default" in older files for "axial".
+    require(f"{where}rope_parameters.rope_type", rope.get("rope_type", "axial"), "axial", "default")
+    positives(c, names.values(), where)
+    sizes: dict[str, Any] = {ours: c[theirs] for ours, theirs in names.items()}
+    if sizes["width"] % (4 * sizes["heads"]):
+        raise InputError(f"config.json: vision_config: {sizes['width']} channels must be {sizes['heads']} heads of a "
+                         "multiple of four channels each")  # fmt: skip
+    return sizes | {"theta": number(f"{where}rope_parameters.rope_theta", rope.get("rope_theta", theta), above=1)}
+
+
+def check_decoder(decoder: DecoderConfig, out_width: int) -> None:
+    """Raises InputError unless the decoder has M-RoPE and takes `out_width` channels, those of the tower's merger."""
+    if decoder.rope.axes is None:
+        raise InputError("config.json: rope_parameters.mrope_section is missing")
+    if out_width != decoder.width:
+        raise InputError(f"config.json: the tower of vision_config returns {out_width} channels, but the decoder takes "
+                         f"{decoder.width}")  # fmt: skip
