@@ -38,6 +38,7 @@ class FixedDistance(DecodingStages):
     distance: Positive | None = 25
     variant: Variant = "paper"
     facts = Facts(stages="score, step", measures=columns("sum"))
+    follows_paper = property(lambda self: self.variant == "paper")  # type: ignore[assignment]
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Column sums of attention, averaged over heads."""

@@ -177,19 +177,13 @@ class Policy(metaclass=_PolicyType):
 
     @property
     def merges(self) -> bool:
-        """Whether dropped entries are merged into kept ones, also if another policy selects them.
-
-        The option `merging`, in methods that have it, may turn it off.
-        """
-        return "merge" in self.facts.stages and getattr(self, "merging", True) not in ("none", 0)
+        """Whether dropped entries are merged into kept ones, also if another policy selects them."""
+        return "merge" in self.facts.stages
 
     @property
     def follows_paper(self) -> bool:
-        """False for formulas of published code, which hold for whole prompts only and may need their own `keep`.
-
-        They are chosen by the option `variant`, in methods that have it.
-        """
-        return getattr(self, "variant", "paper") == "paper"
+        """False for formulas of published code, which hold for whole prompts only and may need their own `keep`."""
+        return True
 
     @property
     def reducer(self) -> ReducingStages | None:

@@ -55,6 +55,7 @@ class AirCache(Policy):
         capped=True,
         measures=lambda self, obs: dict([self.measure(obs)] if self.scope == "all" else []),
     )
+    merges = property(lambda self: self.merging > 0)  # type: ignore[assignment]
 
     def observers(self, obs: Observation) -> Bool[Array, " T"]:
         """The tokens whose attention scores the image; none without text after it, except with window="vision"."""

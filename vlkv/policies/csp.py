@@ -57,6 +57,7 @@ class CSP(Policy):
         stages="score, rank",
         ranked_by=("self", "cross"),
     )
+    follows_paper = property(lambda self: self.variant == "paper")  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         super().__post_init__()

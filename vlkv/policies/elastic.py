@@ -40,6 +40,7 @@ class ElasticCache(FixedDistance):
         paper="Liu et al. 2024, Efficient Inference of Vision Instruction-Following Models with Elastic Cache",
         stages="score, rank, merge, step",
     )
+    merges = property(lambda self: self.merging != "none")  # type: ignore[assignment]
 
     def rank(
         self,

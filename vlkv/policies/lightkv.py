@@ -62,6 +62,7 @@ class LightKV(ReducingPolicy):
         paper="Anonymous 2025, Make Your LVLM KV Cache More Lightweight (LightKV)",
         equations="Eqs. 4-9",
     )
+    follows_paper = property(lambda self: self.variant == "paper")  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         check_types(self)

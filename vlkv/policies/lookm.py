@@ -48,6 +48,8 @@ class LookM(Policy):
         stages="score, allocate, merge",
         measures=columns("sum"),
     )
+    merges = property(lambda self: self.merging != "none")  # type: ignore[assignment]
+    follows_paper = property(lambda self: self.variant == "paper")  # type: ignore[assignment]
 
     @property
     def overshoots(self) -> bool:

@@ -53,6 +53,7 @@ class PrefixKV(FixedDistance):
         stages="score, allocate, merge, step",
         capped=True,
     )
+    merges = property(lambda self: self.merging != "none")  # type: ignore[assignment]
 
     def check_model(self, layers: int) -> None:
         """Raises InputError if the profile has another number of layers."""

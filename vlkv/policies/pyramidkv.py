@@ -41,6 +41,7 @@ class PyramidKV(SnapKV):
         stages="score, allocate",
         capped=True,
     )
+    follows_paper = property(lambda self: self.variant == "paper")  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -46,6 +46,7 @@ class VLCache(Policy):
         capped=True,
         measures=lambda self, obs: dict((self.measure(obs), self.measure(obs, **self.counting))),
     )
+    follows_paper = property(lambda self: self.variant == "paper")  # type: ignore[assignment]
 
     @property
     def counting(self) -> dict[str, Any]:

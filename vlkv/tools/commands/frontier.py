@@ -144,8 +144,8 @@ def _plan(args: argparse.Namespace, processor: Processor) -> list[tuple[str, int
     plan: list[tuple[str, int, Policy]] = [("Full", 16, Full())]
     for name, policy in base.items():
         require_layers(policy, processor.config.decoder.full_layers)
-        made = partial(at_bytes, policy, head_dim=processor.config.decoder.head_dim)
-        plan += [(name, bits, made(share, bits)) for bits in args.bits for share in args.bytes]
+        at_share = partial(at_bytes, policy, head_dim=processor.config.decoder.head_dim)
+        plan += [(name, bits, at_share(share, bits)) for bits in args.bits for share in args.bytes]
     return plan
 
 
