@@ -211,6 +211,7 @@ class ParityTests:
     """Tests for a module with the fixture `saved`: model, folder, params, and rows. `before` as in `read`."""
 
     before = False
+    new = NEW  # greedy tokens
 
     def test_layer_outputs_and_logits(self, saved):
         """Of rows that are padded on either side."""
@@ -221,7 +222,7 @@ class ParityTests:
     @pytest.mark.full
     def test_greedy_tokens(self, saved):
         model, _, params, rows = saved
-        check_answers(params, rows, [answer(model, row, NEW) for row in rows], "left")
+        check_answers(params, rows, [answer(model, row, self.new) for row in rows], "left")
 
     @pytest.mark.full
     def test_a_row_is_answered_alike_whatever_its_neighbours(self, saved):

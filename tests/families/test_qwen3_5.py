@@ -46,7 +46,7 @@ def saved(request, tmp_path_factory):
 
 
 class TestParity(ParityTests):
-    pass
+    new = 64
 
 
 @pytest.mark.full

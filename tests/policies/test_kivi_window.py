@@ -13,6 +13,7 @@ import vlkv
 from tests import models
 from tests.generation.test_extend import turn
 from vlkv import policies
+from vlkv.cache.pool import Storage
 from vlkv.cache.writing import quantize_old
 
 BITS, GROUP, WINDOW = 2, 4, 4
@@ -46,7 +47,7 @@ def test_tokens_that_leave_the_window_are_quantised():
 
 
 def test_a_window_is_a_whole_number_of_groups():
-    assert policies.KIVI(window=128).storage == (2, 32, 128, False)
+    assert policies.KIVI(window=128).storage == Storage(2, 32, window=128)
     with pytest.raises(vlkv.InputError, match="window=48 must be a multiple of group=32"):
         policies.KIVI(window=48)
 
